@@ -1,0 +1,217 @@
+"""The one comparison: how far apart two arrays or two traces are, and whether that passes.
+
+    error = |got - want| / |want|                   Euclidean norms, in float64
+    worst = max |got - want| / max |want|           the single worst element, on the tensor's own scale
+
+Presence, shape, dtype and finiteness are judged before any value. NaN, infinity, an empty array or a broadcast
+never pass. Nothing else in the project decides whether numbers agree.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from llorch.errors import CheckpointMismatch
+
+FLOAT32_ULP = 2.0**-23
+FLOOR = 4 * FLOAT32_ULP  # 4 ulp of the tensor's scale: no tolerance is ever below it
+FACTOR = 4.0  # times the larger distance of a producer from the truth
+
+Trace = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far an array may be from its golden; both limits hold at once."""
+
+    error: float
+    worst: float
+
+
+EXACT = Tolerance(0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far `got` is from `want`; `fault` says why values were not compared at all."""
+
+    error: float
+    worst: float
+    fault: str | None = None
+    index: tuple[int, ...] = ()  # of the worst element
+    got: float = math.nan
+    want: float = math.nan
+
+    def within(self, tolerance: Tolerance) -> bool:
+        """Whether this difference passes."""
+        return self.fault is None and self.error <= tolerance.error and self.worst <= tolerance.worst
+
+    def over(self, tolerance: Tolerance) -> float:
+        """By what factor the tolerance is exceeded; at most 1 when it passes, infinite for a fault."""
+        if self.fault is not None:
+            return math.inf
+        return max(_ratio(self.error, tolerance.error), _ratio(self.worst, tolerance.worst))
+
+    def describe(self) -> str:
+        """One line for a person."""
+        if self.fault is not None:
+            return self.fault
+        return (
+            f"error {self.error:.1e}, worst {self.worst:.1e} at {self.index}: got {self.got:.7g}, want {self.want:.7g}"
+        )
+
+
+def tolerance_from(distances: list[Difference]) -> Tolerance:
+    """The tolerance that the producers' own distances from the truth give.
+
+    Args:
+        distances: Of each producer (and layer) from the float64 truth; at least one, none with a fault.
+
+    Returns:
+        4 times the larger distance, never under 4 ulp of the tensor's scale.
+
+    Raises:
+        ValueError: No distance, or one with a fault or without a finite size: it would let everything pass.
+    """
+    faults = [d.describe() for d in distances if d.fault is not None or not math.isfinite(d.error + d.worst)]
+    if faults or not distances:
+        raise ValueError(f"tolerance: expected clean distances of the producers, got {faults or 'none'}")
+    return Tolerance(
+        max(FLOOR, FACTOR * max(d.error for d in distances)),
+        max(FLOOR, FACTOR * max(d.worst for d in distances)),
+    )
+
+
+def measure(got: object, want: object, *, masked: bool = False) -> Difference:
+    """Measure how far one array is from another.
+
+    Args:
+        got: The array under test.
+        want: The array to reproduce.
+        masked: Whether -inf marks masked entries; both sides must then have it in the same places.
+
+    Returns:
+        The difference; with `fault` set when the values could not be compared.
+    """
+    fault = _fault(got, want, masked=masked)
+    if fault is not None:
+        return Difference(math.inf, math.inf, fault)
+    assert isinstance(got, np.ndarray)
+    assert isinstance(want, np.ndarray)
+    if got.dtype.kind in "iu":
+        return _measure_exact(got, want)
+    visible = np.isfinite(want)
+    a = np.where(visible, got, 0).astype(np.float64)
+    b = np.where(visible, want, 0).astype(np.float64)
+    apart = np.abs(a - b)
+    index = tuple(int(i) for i in np.unravel_index(int(np.argmax(apart)), apart.shape))
+    worst = _ratio(float(apart[index]), float(np.abs(b).max()))
+    scale = max(float(apart[index]), float(np.abs(b).max())) or 1.0  # squares must neither overflow nor vanish
+    error = _ratio(float(np.linalg.norm(apart / scale)), float(np.linalg.norm(b / scale)))
+    return Difference(error, worst, None, index, float(a[index]), float(b[index]))
+
+
+def check(got: object, want: object, tolerance: Tolerance, *, label: str, masked: bool = False) -> Difference:
+    """Measure, and raise when the tolerance is exceeded.
+
+    Args:
+        got: The array under test.
+        want: The array to reproduce.
+        tolerance: What passes.
+        label: Names the comparison in the error, `model/stage numpy vs producer`.
+        masked: See `measure`.
+
+    Returns:
+        The difference, when it passes.
+
+    Raises:
+        CheckpointMismatch: It does not.
+    """
+    difference = measure(got, want, masked=masked)
+    if not difference.within(tolerance):
+        allowed = f"error {tolerance.error:.1e}, worst {tolerance.worst:.1e}"
+        raise CheckpointMismatch(f"{label}: {difference.describe()}; allowed {allowed}")
+    return difference
+
+
+@dataclass(frozen=True)
+class Report:
+    """The comparison of two traces, stage by stage in the order of `want`."""
+
+    differences: Mapping[str, Difference]
+    tolerance: Tolerance
+
+    @property
+    def first_divergence(self) -> str | None:
+        """The first stage that does not pass, or None."""
+        return next((key for key, d in self.differences.items() if not d.within(self.tolerance)), None)
+
+    def __str__(self) -> str:
+        """One line: the verdict and, when it fails, the first stage that diverges."""
+        first = self.first_divergence
+        if first is None:
+            return f"{len(self.differences)} stages agree"
+        passed = list(self.differences).index(first)
+        return f"{first}: {self.differences[first].describe()}; first failing stage, {passed} before it passed"
+
+
+def compare(got: Trace, want: Trace, tolerance: Tolerance = Tolerance(1e-5, 1e-4)) -> Report:
+    """Compare two traces of the same input.
+
+    Args:
+        got: The trace under test.
+        want: The trace to reproduce; its order is the order of the report.
+        tolerance: What passes; the default suits two float32 engines near position 0.
+
+    Returns:
+        The report; a stage on one side only is a divergence.
+    """
+    differences = {
+        key: measure(got.get(key), want.get(key), masked=key.endswith("attn_scores"))
+        for key in [*want, *(key for key in got if key not in want)]
+    }
+    if not differences:
+        raise ValueError("compare: expected traces with at least one stage, got two empty ones")
+    return Report(differences, tolerance)
+
+
+def _fault(got: object, want: object, *, masked: bool) -> str | None:
+    for side, array in (("got", got), ("want", want)):
+        if not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray):
+            return f"{side}: expected an array, got {'nothing' if array is None else type(array).__name__}"
+    assert isinstance(got, np.ndarray)
+    assert isinstance(want, np.ndarray)
+    if got.shape != want.shape:
+        return f"shape: got {got.shape}, want {want.shape}"
+    if got.dtype != want.dtype:
+        return f"dtype: got {got.dtype}, want {want.dtype}"
+    if want.dtype.kind not in "iuf":
+        return f"dtype: expected integers or floats, got {want.dtype}"
+    if want.size == 0:
+        return "empty: nothing to compare"
+    for side, array in (("got", got), ("want", want)):
+        allowed = np.isfinite(array) | (np.isneginf(array) if masked else False)
+        if not allowed.all():
+            return f"non-finite: {array.size - int(allowed.sum())} of {array.size} values of {side}"
+    if masked and not np.array_equal(np.isneginf(got), np.isneginf(want)):
+        return (
+            f"mask: {int((np.isneginf(got) != np.isneginf(want)).sum())} of {want.size} entries masked on one side only"
+        )
+    if masked and not np.isfinite(want).any():
+        return "mask: everything is masked"
+    return None
+
+
+def _measure_exact(got: np.ndarray, want: np.ndarray) -> Difference:
+    wrong = got != want
+    index = tuple(int(i) for i in np.unravel_index(int(np.argmax(wrong)), wrong.shape))
+    # One wrong integer is wrong however many are right: `worst` is 1, above every tolerance.
+    return Difference(float(wrong.mean()), float(wrong.any()), None, index, float(got[index]), float(want[index]))
+
+
+def _ratio(part: float, whole: float) -> float:
+    if part == 0:
+        return 0.0
+    return part / whole if whole > 0 else math.inf

@@ -1,0 +1,64 @@
+"""The exceptions that llorch raises on purpose, each with a message for the person who has to act on it."""
+
+from pathlib import Path
+from typing import Literal
+
+ErrorCode = Literal[
+    "Truncated",
+    "BadMagic",
+    "Unsupported",
+    "TooLarge",
+    "Malformed",
+    "Duplicate",
+    "OutOfBounds",
+    "OutOfRange",
+    "Missing",
+    "Unexpected",
+    "Shape",
+    "DType",
+    "NonFinite",
+    "Inconsistent",
+    "Unsafe",
+]
+
+
+class FormatError(ValueError):
+    """A file or a folder that cannot be used, refused with one line that says what, where and why."""
+
+    def __init__(
+        self, code: ErrorCode, message: str, *, path: str | Path | None = None, offset: int | None = None
+    ) -> None:
+        """Build the one-line message.
+
+        Args:
+            code: The class of fault, stable across releases.
+            message: Subject, what was expected, what was got, what to do.
+            path: The file or folder at fault.
+            offset: Byte offset of the fault inside the file.
+        """
+        where = f"{path}: " if path is not None else ""
+        at = f" (byte {offset})" if offset is not None else ""
+        line = f"{where}{code}: {message}{at}"
+        super().__init__("".join(c if c.isprintable() else repr(c)[1:-1] for c in line))
+        self.code: ErrorCode = code
+        self.path = path
+        self.offset = offset
+
+
+class CheckpointMismatch(AssertionError):
+    """A stage whose numbers are not those of the golden."""
+
+
+class MissingExtra(ImportError):
+    """An optional package that the command needs and that is not installed."""
+
+    def __init__(self, extra: str, package: str) -> None:
+        """Name the extra.
+
+        Args:
+            extra: The extra of llorch that brings the package.
+            package: The module that could not be imported.
+        """
+        super().__init__(f"{package} is not installed; get it with: pip install 'llorch[{extra}]'")
+        self.extra = extra
+        self.package = package

@@ -1,0 +1,108 @@
+"""Typed reading of values that a file gave us, with errors that name the key, the value and the file."""
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from llorch.errors import ErrorCode, FormatError
+
+_REQUIRED = object()
+_SCALAR = (bool, int, float, str, type(None))
+_LARGEST = sys.float_info.max  # an integer of a JSON file may be larger than any float
+
+
+class Fields:
+    """A mapping of unknown values; every getter returns the wanted type or raises `FormatError`."""
+
+    def __init__(self, values: Mapping[str, object], path: str | Path, *, prefix: str = "") -> None:
+        """Wrap `values`.
+
+        Args:
+            values: Keys and values as parsed; null counts as absent.
+            path: The file they came from.
+            prefix: Put before every key that a getter is asked for.
+        """
+        self.values = values
+        self._path = path
+        self._prefix = prefix
+
+    def has(self, key: str) -> bool:
+        """Whether there is a value, other than null."""
+        return self.values.get(self._prefix + key) is not None
+
+    def error(self, code: ErrorCode, key: str, expected: str, got: object) -> FormatError:
+        """The error for one key."""
+        shown = repr(got)
+        shown = shown if len(shown) <= 80 else shown[:77] + "..."
+        return FormatError(code, f"{self._prefix}{key}: expected {expected}, got {shown}", path=self._path)
+
+    def integer(self, key: str, *, default: object = _REQUIRED, low: int | None = None) -> int:
+        """An integer (no bool, no float), at least `low` when given."""
+        value = self._get(key, default, "an integer")
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.error("Malformed", key, "an integer", value)
+        if low is not None and value < low:
+            raise self.error("OutOfRange", key, f"at least {low}", value)
+        return value
+
+    def number(self, key: str, *, default: object = _REQUIRED, low: float | None = None) -> float:
+        """A finite number, at least `low` when given."""
+        value = self._get(key, default, "a number")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.error("Malformed", key, "a number", value)
+        if not -_LARGEST <= value <= _LARGEST or (low is not None and value < low):
+            raise self.error("OutOfRange", key, "a finite number" if low is None else f"at least {low}", value)
+        return float(value)
+
+    def optional_number(self, key: str, *, low: float | None = None) -> float | None:
+        """A finite number, at least `low` when given, or None when it is absent or null."""
+        return self.number(key, low=low) if self.has(key) else None
+
+    def text(self, key: str, *, default: object = _REQUIRED) -> str:
+        """A string."""
+        value = self._get(key, default, "a string")
+        if not isinstance(value, str):
+            raise self.error("Malformed", key, "a string", value)
+        return value
+
+    def boolean(self, key: str, *, default: bool) -> bool:
+        """True or false."""
+        value = self._get(key, default, "true or false")
+        if not isinstance(value, bool):
+            raise self.error("Malformed", key, "true or false", value)
+        return value
+
+    def section(self, key: str) -> "Fields | None":
+        """The object below `key`, or None when it is absent or null."""
+        value = self.values.get(self._prefix + key)
+        if value is None:
+            return None
+        if not isinstance(value, Mapping):
+            raise self.error("Malformed", key, "an object", value)
+        return Fields(value, self._path)
+
+    def refuse(self, key: str, *, unless: tuple[object, ...], default: object) -> None:
+        """Refuse a value that would change the computation in a way llorch does not have."""
+        value = self._get(key, default, "")
+        if not isinstance(value, _SCALAR) or value not in unless:
+            raise self.error("Unsupported", key, " or ".join(repr(v) for v in unless), value)
+
+    @contextmanager
+    def naming_the_file(self) -> Iterator[None]:
+        """Add the file to errors raised by code that does not know it."""
+        try:
+            yield
+        except FormatError as error:
+            if error.path is not None:
+                raise
+            message = str(error).removeprefix(f"{error.code}: ")
+            raise FormatError(error.code, message, path=self._path) from None
+
+    def _get(self, key: str, default: object, expected: str) -> object:
+        value = self.values.get(self._prefix + key)
+        if value is None:
+            if default is _REQUIRED:
+                raise FormatError("Missing", f"{self._prefix}{key}: expected {expected}, got nothing", path=self._path)
+            return default
+        return value

@@ -1,0 +1,73 @@
+"""Causal attention with grouped heads, in the three steps that the checkpoints look at.
+
+    scores  = q k^T / sqrt(head_dim), -inf for keys after the query
+    probs   = softmax(scores)
+    context = probs v, heads joined
+
+Query head h reads key and value head h // group_size.
+
+Source: arXiv:1706.03762; grouped heads arXiv:2305.13245.
+"""
+
+import math
+
+import numpy as np
+from jaxtyping import Float
+
+from llorch.ops.precision import widen
+
+
+def attention_scores(
+    q: Float[np.ndarray, "seq heads head_dim"], k: Float[np.ndarray, "kv_heads ctx head_dim"]
+) -> Float[np.ndarray, "heads seq ctx"]:
+    """Scaled scores of every query against every key it may see.
+
+    Args:
+        q: Rotated queries of the last `seq` tokens of the context.
+        k: Rotated keys of the whole context.
+
+    Returns:
+        Scores; -inf where the key lies after the query.
+    """
+    seq, n_heads, head_dim = q.shape
+    n_kv_heads, ctx, _ = k.shape
+    grouped, keys = widen(q.swapaxes(0, 1).reshape(n_kv_heads, -1, head_dim), k)  # (kv_heads, group * seq, head_dim)
+    scores = grouped @ keys.swapaxes(1, 2) / math.sqrt(head_dim)  # (kv_heads, group * seq, ctx)
+    scores = scores.astype(q.dtype, copy=False).reshape(n_heads, seq, ctx)
+    future = np.triu(np.ones((seq, ctx), dtype=bool), k=ctx - seq + 1)
+    scores[:, future] = -np.inf
+    return scores
+
+
+def attention_probs(scores: Float[np.ndarray, "heads seq ctx"]) -> Float[np.ndarray, "heads seq ctx"]:
+    """Softmax over the keys; the row maximum is subtracted first, the sum is taken in float64.
+
+    Args:
+        scores: Scaled, masked scores; every row has a finite entry.
+
+    Returns:
+        Rows that sum to one.
+    """
+    (wide,) = widen(scores)
+    weights = np.exp(wide - wide.max(axis=-1, keepdims=True))
+    total = weights.sum(axis=-1, keepdims=True, dtype=np.float64).astype(wide.dtype, copy=False)
+    return (weights / total).astype(scores.dtype, copy=False)
+
+
+def attention_context(
+    probs: Float[np.ndarray, "heads seq ctx"], v: Float[np.ndarray, "kv_heads ctx head_dim"]
+) -> Float[np.ndarray, "seq q_width"]:
+    """Mix the values by probability and join the heads.
+
+    Args:
+        probs: Attention probabilities.
+        v: Values of the whole context.
+
+    Returns:
+        For every token the heads one after the other.
+    """
+    n_heads, seq, ctx = probs.shape
+    n_kv_heads, _, head_dim = v.shape
+    grouped, values = widen(probs.reshape(n_kv_heads, -1, ctx), v)  # (kv_heads, group * seq, ctx)
+    mixed = (grouped @ values).astype(probs.dtype, copy=False).reshape(n_heads, seq, head_dim)
+    return mixed.swapaxes(0, 1).reshape(seq, n_heads * head_dim)

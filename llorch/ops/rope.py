@@ -1,0 +1,109 @@
+"""RoPE: turn each pair of numbers of a head by an angle that grows with the position.
+
+    angle[p, j] = p * inv_freq[j]            inv_freq[j] = theta ** (-2 j / head_dim)
+    y[j]        = x[j] cos - x[j + half] sin
+    y[j + half] = x[j + half] cos + x[j] sin          half = head_dim / 2
+
+Pairs are (j, j + half), the Hugging Face order; Llama GGUF files store them interleaved, which
+`weights/names.py` undoes. Scaling for longer contexts changes inv_freq only (YaRN also scales cos and sin).
+
+Source: arXiv:2104.09864; llama3, linear and yarn: transformers `modeling_rope_utils.py`; arXiv:2309.00071.
+"""
+
+import math
+
+import numpy as np
+from jaxtyping import Float, Float64, Int
+
+from llorch.config import FactorScaling, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+
+
+def rope(
+    x: Float[np.ndarray, "seq heads head_dim"],
+    cos: Float64[np.ndarray, "seq half"],
+    sin: Float64[np.ndarray, "seq half"],
+) -> Float[np.ndarray, "seq heads head_dim"]:
+    """Rotate every head of every token.
+
+    Args:
+        x: Queries or keys, half-split pairs.
+        cos: Cosines of the tokens' angles.
+        sin: Sines of the same.
+
+    Returns:
+        The rotated heads, turned in float64 and rounded once to the dtype of `x`.
+    """
+    first, second = np.split(x, 2, axis=-1)  # (seq, heads, half) each
+    cos, sin = cos[:, None, :], sin[:, None, :]  # (seq, 1, half)
+    turned = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype, copy=False)
+
+
+def rope_tables(
+    positions: Int[np.ndarray, " seq"],
+    *,
+    head_dim: int,
+    theta: float,
+    scaling: RopeScaling | None,
+) -> tuple[Float64[np.ndarray, "seq half"], Float64[np.ndarray, "seq half"]]:
+    """Cosines and sines for some positions.
+
+    They stay in float64: a float32 angle at position 4000 is already off by 1e-4.
+
+    Args:
+        positions: Absolute positions, 0 and up.
+        head_dim: Width of one head.
+        theta: Base of the wavelengths.
+        scaling: Frequency scaling, or None.
+
+    Returns:
+        cos and sin.
+    """
+    inv_freq = scale_frequencies(frequencies(head_dim, theta), scaling, head_dim=head_dim, theta=theta)
+    angle = positions[:, None] * inv_freq  # (seq, half)
+    gain = scaling.attention_factor if isinstance(scaling, YarnScaling) else 1.0
+    return np.cos(angle) * gain, np.sin(angle) * gain
+
+
+def frequencies(head_dim: int, theta: float) -> Float64[np.ndarray, " half"]:
+    """Radians per position of each pair, before any scaling."""
+    return theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+
+
+def scale_frequencies(
+    inv_freq: Float64[np.ndarray, " half"], scaling: RopeScaling | None, *, head_dim: int, theta: float
+) -> Float64[np.ndarray, " half"]:
+    """Apply the scaling of the config to the frequencies."""
+    match scaling:
+        case None:
+            return inv_freq
+        case LinearScaling(factor=factor):
+            return inv_freq / factor
+        case FactorScaling(factors=factors):
+            return inv_freq / np.asarray(factors)
+        case Llama3Scaling():
+            return inv_freq / llama3_factors(inv_freq, scaling)
+        case YarnScaling():
+            kept = yarn_kept_share(scaling, head_dim=head_dim, theta=theta)
+            return inv_freq * kept + inv_freq / scaling.factor * (1 - kept)
+
+
+def llama3_factors(inv_freq: Float64[np.ndarray, " half"], scaling: Llama3Scaling) -> Float64[np.ndarray, " half"]:
+    """The divisor of each frequency: 1 for short waves, `factor` for long ones, a smooth ramp between."""
+    turns = scaling.original_max_position_embeddings * inv_freq / (2 * math.pi)  # within the old context
+    ramp = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept = np.clip(ramp, 0, 1)
+    return 1 / ((1 - kept) / scaling.factor + kept)
+
+
+def yarn_kept_share(scaling: YarnScaling, *, head_dim: int, theta: float) -> Float64[np.ndarray, " half"]:
+    """How much of each unscaled frequency YaRN keeps, 1 for short waves to 0 for long ones."""
+
+    def pair_with(rotations: float) -> float:
+        length = scaling.original_max_position_embeddings / (rotations * 2 * math.pi)
+        return head_dim * math.log(length) / (2 * math.log(theta))
+
+    low = max(math.floor(pair_with(scaling.beta_fast)), 0)
+    high = min(math.ceil(pair_with(scaling.beta_slow)), head_dim - 1)
+    ramp = (np.arange(head_dim // 2, dtype=np.float64) - low) / max(high - low, 0.001)
+    return 1 - np.clip(ramp, 0, 1)

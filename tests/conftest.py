@@ -1,0 +1,52 @@
+"""Fixtures for all tests; llorch is imported inside them only, or its shape checks would be hooked in too late."""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+if TYPE_CHECKING:
+    from llorch.config import ModelConfig
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(0)
+
+
+@pytest.fixture(params=[np.float32, np.float64])
+def dtype(request: pytest.FixtureRequest) -> type[np.floating]:
+    return request.param
+
+
+@pytest.fixture(params=["widened", "own dtype"])
+def arithmetic(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways an op may compute: small arrays widened to float64, and large ones in their own dtype."""
+    if request.param == "own dtype":
+        monkeypatch.setattr("llorch.ops.precision.WIDE_LIMIT", 0)
+    return request.param
+
+
+@pytest.fixture
+def config() -> "ModelConfig":
+    """A Qwen3 whose dimensions are pairwise different, with two query heads to a key head."""
+    from llorch.config import ModelConfig
+
+    return ModelConfig(
+        family="qwen3",
+        hidden_size=20,
+        intermediate_size=28,
+        n_layers=3,
+        n_heads=4,
+        n_kv_heads=2,
+        head_dim=6,
+        vocab_size=31,
+        rms_norm_eps=1e-5,
+        rope_theta=5000.0,
+        rope_scaling=None,
+        max_position_embeddings=40,
+        qkv_bias=False,
+        o_bias=False,
+        qk_norm=True,
+        tie_word_embeddings=True,
+    )

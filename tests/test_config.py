@@ -1,0 +1,238 @@
+"""ModelConfig from a Hugging Face config.json: what is read, and every refusal by name and numbers."""
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+
+from llorch.config import FactorScaling, LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
+from llorch.errors import FormatError
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "max_position_embeddings": 256,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def read(**changes: object) -> ModelConfig:
+    return ModelConfig.from_huggingface({**LLAMA, **changes}, path="config.json")
+
+
+def refusal(**changes: object) -> str:
+    with pytest.raises(FormatError) as caught:
+        read(**changes)
+    return str(caught.value)
+
+
+def without(key: str) -> dict[str, Any]:
+    return {name: value for name, value in LLAMA.items() if name != key}
+
+
+def test_a_llama_config_is_read_field_by_field():
+    assert read(tie_word_embeddings=True) == ModelConfig(
+        family="llama",
+        hidden_size=48,
+        intermediate_size=80,
+        n_layers=3,
+        n_heads=6,
+        n_kv_heads=2,
+        head_dim=8,
+        vocab_size=100,
+        rms_norm_eps=1e-5,
+        rope_theta=500000.0,
+        rope_scaling=None,
+        max_position_embeddings=256,
+        qkv_bias=False,
+        o_bias=False,
+        qk_norm=False,
+        tie_word_embeddings=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "attention_bias", "contents"),
+    [
+        ("llama", False, (False, False, False)),
+        ("llama", True, (True, True, False)),
+        ("qwen2", None, (True, False, False)),
+        ("qwen3", False, (False, False, True)),
+        ("qwen3", True, (True, True, True)),
+    ],
+)
+def test_biases_and_norms_follow_the_family(family, attention_bias, contents):
+    config = read(model_type=family, attention_bias=attention_bias, head_dim=16)
+    assert (config.qkv_bias, config.o_bias, config.qk_norm) == contents
+    assert config.family == family
+
+
+def test_head_dim_of_the_file_wins_over_the_split():
+    config = read(head_dim=32)
+    assert (config.head_dim, config.q_width, config.kv_width, config.group_size) == (32, 192, 64, 3)
+
+
+def test_qwen3_without_head_dim_has_128_as_in_transformers():
+    assert read(model_type="qwen3").head_dim == 128
+    assert read(model_type="qwen2").head_dim == 8
+
+
+def test_head_dim_of_the_file_needs_no_even_split():
+    assert read(hidden_size=50, head_dim=16).head_dim == 16
+    assert read(hidden_size=50, model_type="qwen3").head_dim == 128
+
+
+def test_defaults_are_those_of_transformers():
+    values = {key: LLAMA[key] for key in LLAMA if key not in ("num_key_value_heads", "rope_theta")}
+    del values["max_position_embeddings"]
+    config = ModelConfig.from_huggingface(values | {"head_dim": None, "rope_scaling": None}, path="config.json")
+    assert (config.n_kv_heads, config.rope_theta, config.max_position_embeddings) == (6, 10000.0, 2048)
+    assert (config.tie_word_embeddings, config.qkv_bias, config.head_dim) == (False, False, 8)
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("name", ["type", "rope_type"])
+def test_scaling_is_read_under_its_old_and_new_names(key, name):
+    assert read(**{key: {name: "linear", "factor": 2}}).rope_scaling == LinearScaling(factor=2.0)
+    assert read(**{key: {name: "default"}}).rope_scaling is None
+
+
+def test_llama3_scaling_is_read():
+    assert read(rope_scaling=LLAMA3).rope_scaling == Llama3Scaling(
+        factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+    )
+
+
+def test_theta_of_transformers_5_is_read_from_rope_parameters():
+    config = read(rope_theta=None, rope_parameters={"rope_type": "default", "rope_theta": 123456.0})
+    assert config.rope_theta == 123456.0
+    assert read(rope_parameters={"rope_type": "default", "rope_theta": 7.0}).rope_theta == 7.0
+    assert read(rope_parameters={"rope_type": "default"}).rope_theta == 500000.0
+
+
+def test_yarn_has_the_gain_of_its_paper_by_default():
+    got = read(rope_scaling={"type": "yarn", "factor": 4.0}).rope_scaling
+    assert got == YarnScaling(factor=4.0, original_max_position_embeddings=256, attention_factor=0.1 * math.log(4) + 1)
+
+
+def test_yarn_is_read_field_by_field():
+    scaling = {"rope_type": "yarn", "factor": 8, "original_max_position_embeddings": 64, "attention_factor": 1.5}
+    got = read(rope_scaling=scaling | {"beta_fast": 16, "beta_slow": 2, "truncate": True}).rope_scaling
+    assert got == YarnScaling(
+        factor=8.0, original_max_position_embeddings=64, attention_factor=1.5, beta_fast=16.0, beta_slow=2.0
+    )
+
+
+@pytest.mark.parametrize("key", sorted({*LLAMA} - {"num_key_value_heads", "rope_theta", "max_position_embeddings"}))
+def test_a_missing_key_is_refused_by_name(key):
+    with pytest.raises(FormatError, match=rf"^config.json: Missing: {key}: expected an? \w+, got nothing$"):
+        ModelConfig.from_huggingface(without(key), path="config.json")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_key_value_heads": 4}, "n_heads must be a multiple of n_kv_heads, got n_heads=6 n_kv_heads=4"),
+        ({"hidden_size": 50}, "hidden_size 50 is no multiple of n_heads 6 and head_dim is not given"),
+        ({"head_dim": 7}, "head_dim must be even for RoPE, got 7"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps must be between 0 and 1, got 0.0"),
+        ({"rms_norm_eps": -1e-5}, "rms_norm_eps must be between 0 and 1, got -1e-05"),
+        ({"rms_norm_eps": 1}, "rms_norm_eps must be between 0 and 1, got 1.0"),
+        ({"rope_theta": 0}, "rope_theta must be above 1 and finite, got 0.0"),
+        ({"rope_theta": 1.0}, "rope_theta must be above 1 and finite, got 1.0"),
+        ({"num_hidden_layers": 0}, "n_layers must be from 1 to 512, got 0"),
+        ({"num_hidden_layers": 513}, "n_layers must be from 1 to 512, got 513"),
+        ({"intermediate_size": 0}, "intermediate_size must be from 1 to 16777216, got 0"),
+        ({"head_dim": 0}, "head_dim must be from 1 to 65536, got 0"),
+        ({"vocab_size": 2**24 + 1}, "vocab_size must be from 1 to 16777216, got 16777217"),
+        ({"hidden_size": 2**20 + 2}, "hidden_size must be from 1 to 1048576, got 1048578"),
+        ({"max_position_embeddings": 2**31 - 1}, "max_position_embeddings must be from 1 to 134217728, got 2147483647"),
+    ],
+)
+def test_values_that_no_model_has_are_refused_with_their_numbers(changes, message):
+    changes = {"head_dim": 8} | changes if changes.get("hidden_size") == 2**20 + 2 else changes
+    assert refusal(**changes) == f"config.json: OutOfRange: config: {message}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gemma3"}, "architecture 'gemma3': llorch reads llama, qwen2, qwen3"),
+        ({"hidden_act": "gelu"}, "hidden_act: expected 'silu' or 'swish', got 'gelu'"),
+        ({"mlp_bias": True}, "mlp_bias: expected False, got True"),
+        ({"use_sliding_window": True}, "use_sliding_window: expected False, got True"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: expected 1 or None, got 0.5"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config: expected None, got {'bits': 4}"),
+        (
+            {"original_max_position_embeddings": 64},
+            "original_max_position_embeddings: expected None, got 64",
+        ),
+        ({"rope_scaling": {"type": "dynamic"}}, "rope_type: expected default, linear, llama3 or yarn, got 'dynamic'"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor: expected 1 or None, got 0.25"),
+        ({"rope_scaling": {"type": "yarn", "mscale": 1.0}}, "mscale: expected None, got 1.0"),
+        ({"rope_scaling": {"type": "yarn", "mscale_all_dim": 1.0}}, "mscale_all_dim: expected None, got 1.0"),
+        ({"rope_scaling": {"type": "yarn", "truncate": False}}, "truncate: expected True, got False"),
+    ],
+)
+def test_variants_that_llorch_lacks_are_refused_by_name(changes, message):
+    assert refusal(**changes) == f"config.json: Unsupported: {message}"
+
+
+@pytest.mark.parametrize(
+    ("scaling", "message"),
+    [
+        ({"type": "linear"}, "Missing: factor: expected a number, got nothing"),
+        ({"type": "linear", "factor": 0.5}, "OutOfRange: factor: expected at least 1.0, got 0.5"),
+        ({"type": "yarn", "factor": math.inf}, "OutOfRange: factor: expected at least 1.0, got inf"),
+        ({"type": "yarn", "factor": 2, "attention_factor": 0}, "attention_factor: expected at least 1e-06, got 0"),
+        ({"type": "yarn", "factor": 2, "beta_slow": 0}, "OutOfRange: beta_slow: expected at least 1e-06, got 0"),
+        (LLAMA3 | {"high_freq_factor": 1.0}, "high_freq_factor: expected at least 1.0000000000000002, got 1.0"),
+        (LLAMA3 | {"low_freq_factor": 0}, "OutOfRange: low_freq_factor: expected at least 1e-06, got 0"),
+        (LLAMA3 | {"original_max_position_embeddings": 0}, "original_max_position_embeddings: expected at least 1"),
+        (LLAMA3 | {"factor": "8"}, "Malformed: factor: expected a number, got '8'"),
+        (LLAMA3 | {"rope_type": 3}, "Malformed: rope_type: expected a string, got 3"),
+        ([1], "Malformed: rope_scaling: expected an object, got [1]"),
+    ],
+)
+def test_scaling_with_a_value_out_of_place_is_refused(scaling, message):
+    assert message in refusal(rope_scaling=scaling)
+
+
+def test_two_different_scalings_in_one_file_are_refused():
+    default = {"rope_type": "default", "rope_theta": 1e6}
+    assert refusal(rope_parameters=default, rope_scaling=LLAMA3).startswith(
+        "config.json: Inconsistent: rope_scaling: expected no other values than rope_parameters, got {'rope_type': "
+    )
+    assert read(rope_parameters=LLAMA3, rope_scaling=LLAMA3).rope_scaling == read(rope_scaling=LLAMA3).rope_scaling
+
+
+def test_a_config_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        read().n_layers = 4  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(
+    ("factors", "message"),
+    [
+        ((1.0, 2.0), r"rope_freqs.weight must have head_dim / 2 = 4 factors, got 2"),
+        ((1.0, 2.0, 0.0, 1.0), r"rope_freqs.weight: every factor must be positive and finite"),
+        ((1.0, 2.0, math.nan, 1.0), r"rope_freqs.weight: every factor must be positive and finite"),
+    ],
+)
+def test_frequency_factors_must_fit_the_head(factors, message):
+    with pytest.raises(FormatError, match=rf"^OutOfRange: config: {message}$"):
+        dataclasses.replace(read(), rope_scaling=FactorScaling(factors=factors))

@@ -1,0 +1,250 @@
+"""ModelConfig from GGUF metadata: what is read, as llama.cpp reads it, and every refusal by name and numbers."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llorch.config import FactorScaling, LinearScaling, ModelConfig, YarnScaling
+from llorch.errors import FormatError
+
+TIED = frozenset({"token_embd.weight"})
+UNTIED = TIED | {"output.weight"}
+LLAMA = {
+    "block_count": 3,
+    "context_length": 256,
+    "embedding_length": 48,
+    "feed_forward_length": 80,
+    "attention.head_count": 6,
+    "attention.head_count_kv": 2,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    "rope.freq_base": 500000.0,
+    "rope.dimension_count": 8,
+}
+
+
+def read(
+    *, arch: Any = "llama", tensor_names: Any = UNTIED, rope_factors: Any = None, drop: Any = (), **changes: object
+) -> ModelConfig:
+    values = {**LLAMA, **{key.replace("__", "."): value for key, value in changes.items()}}
+    metadata = {f"{arch}.{key}": value for key, value in values.items() if key not in drop}
+    return ModelConfig.from_gguf(
+        {"general.architecture": arch, **metadata},
+        tensor_names=tensor_names,
+        vocab_size=100,
+        rope_factors=rope_factors,
+        path="x.gguf",
+    )
+
+
+def refusal(**changes) -> str:
+    with pytest.raises(FormatError) as caught:
+        read(**changes)
+    return str(caught.value)
+
+
+def test_llama_metadata_is_read_field_by_field():
+    assert read() == ModelConfig(
+        family="llama",
+        hidden_size=48,
+        intermediate_size=80,
+        n_layers=3,
+        n_heads=6,
+        n_kv_heads=2,
+        head_dim=8,
+        vocab_size=100,
+        rms_norm_eps=1e-5,
+        rope_theta=500000.0,
+        rope_scaling=None,
+        max_position_embeddings=256,
+        qkv_bias=False,
+        o_bias=False,
+        qk_norm=False,
+        tie_word_embeddings=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arch", "biases", "contents"),
+    [
+        ("llama", (), (False, False, False)),
+        ("llama", ("blk.0.attn_q.bias",), (True, False, False)),
+        ("llama", ("blk.0.attn_q.bias", "blk.0.attn_output.bias"), (True, True, False)),
+        ("qwen2", (), (True, False, False)),
+        ("qwen3", (), (False, False, True)),
+        ("qwen3", ("blk.0.attn_q.bias",), (True, False, True)),
+    ],
+)
+def test_biases_and_norms_follow_family_and_tensors(arch, biases, contents):
+    config = read(arch=arch, tensor_names=UNTIED | set(biases))
+    assert (config.qkv_bias, config.o_bias, config.qk_norm) == contents
+    assert config.family == arch
+
+
+def test_a_file_without_output_matrix_is_tied():
+    assert read(tensor_names=TIED).tie_word_embeddings
+    assert not read(tensor_names=UNTIED).tie_word_embeddings
+
+
+def test_key_length_wins_over_the_split():
+    lengths = {"attention__key_length": 32, "attention__value_length": 32, "rope__dimension_count": 32}
+    assert read(**lengths).head_dim == 32
+    assert read(**lengths, embedding_length=50).head_dim == 32
+
+
+def test_defaults_are_those_of_llama_cpp():
+    config = read(drop=("attention.head_count_kv", "rope.freq_base", "rope.dimension_count"))
+    assert (config.n_kv_heads, config.rope_theta, config.head_dim) == (6, 10000.0, 8)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope__scaling__type": "linear", "rope__scaling__factor": 4.0},
+        {"rope__scaling__factor": 4.0},  # no type is linear
+        {"rope__scale_linear": 4.0},  # the key before there were types
+        {"rope__scale_linear": 7.0, "rope__scaling__factor": 4.0},
+    ],
+)
+def test_linear_scaling_is_read_under_every_name(scaling):
+    assert read(**scaling).rope_scaling == LinearScaling(factor=4.0)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {},
+        {"rope__scaling__type": "none", "rope__scaling__factor": 4.0},  # llama.cpp does not scale then
+        {"rope__scaling__type": "linear", "rope__scaling__factor": 0.0},  # llama.cpp writes 0 for no scaling
+        {"rope__scaling__type": "linear", "rope__scaling__factor": 1.0},
+        {"rope__scaling__type": "linear"},
+        {"rope__scaling__attn_factor": 1.0},
+    ],
+)
+def test_scaling_by_nothing_is_no_scaling(scaling):
+    assert read(**scaling).rope_scaling is None
+
+
+def test_frequency_factors_come_from_the_tensor():
+    factors = np.array([1, 1, 2.5, 8], np.float32)
+    assert read(rope_factors=factors).rope_scaling == FactorScaling(factors=(1.0, 1.0, 2.5, 8.0))
+
+
+YARN = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}
+
+
+def test_yarn_multiplies_by_the_gain_of_its_paper():
+    got = read(**YARN, rope__scaling__original_context_length=64).rope_scaling
+    assert got == YarnScaling(factor=4.0, original_max_position_embeddings=64, attention_factor=1 + 0.1 * math.log(4))
+
+
+def test_yarn_attention_factor_of_the_file_comes_on_top():
+    got = read(**YARN, rope__scaling__attn_factor=0.5).rope_scaling
+    assert isinstance(got, YarnScaling)
+    assert got.attention_factor == 0.5 * (1 + 0.1 * math.log(4))
+
+
+def test_yarn_without_original_context_takes_the_context():
+    got = read(**YARN).rope_scaling
+    assert isinstance(got, YarnScaling)
+    assert got.original_max_position_embeddings == 256
+
+
+def test_yarn_keys_with_the_values_that_llama_cpp_writes_change_nothing():
+    written = {
+        "rope__scaling__yarn_ext_factor": -1.0,
+        "rope__scaling__yarn_attn_factor": 1.0,
+        "rope__scaling__yarn_beta_fast": 32.0,
+        "rope__scaling__yarn_beta_slow": 1.0,
+        "rope__scaling__yarn_log_multiplier": 0.0,
+    }
+    assert read(**YARN, **written).rope_scaling == read(**YARN).rope_scaling
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        ("yarn_ext_factor", "1.0 or -1.0"),
+        ("yarn_attn_factor", "1.0"),
+        ("yarn_beta_fast", "32.0"),
+        ("yarn_beta_slow", "1.0"),
+        ("yarn_log_multiplier", "0.0"),
+    ],
+)
+def test_yarn_keys_that_llama_cpp_ignores_are_refused(key, expected):
+    message = f"llama.rope.scaling.{key}: expected {expected}, got 0.75"
+    assert refusal(**YARN, **{f"rope__scaling__{key}": 0.75}) == f"x.gguf: Unsupported: {message}"
+
+
+@pytest.mark.parametrize("key", ["block_count", "context_length", "embedding_length", "feed_forward_length"])
+def test_a_missing_key_is_refused_by_name(key):
+    assert refusal(drop=(key,)) == f"x.gguf: Missing: llama.{key}: expected an integer, got nothing"
+
+
+def test_a_file_without_architecture_or_eps_is_refused():
+    assert refusal(drop=("attention.layer_norm_rms_epsilon",)) == (
+        "x.gguf: Missing: llama.attention.layer_norm_rms_epsilon: expected a number, got nothing"
+    )
+    with pytest.raises(FormatError, match=r"^x.gguf: Missing: general.architecture: expected a string, got"):
+        ModelConfig.from_gguf({}, tensor_names=TIED, vocab_size=3, rope_factors=None, path="x.gguf")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"arch": "gemma2"}, "Unsupported: architecture 'gemma2': llorch reads llama, qwen2, qwen3"),
+        ({"expert_count": 8}, "Unsupported: llama.expert_count: expected 0, got 8"),
+        ({"attention__causal": False}, "Unsupported: llama.attention.causal: expected True, got False"),
+        ({"attention__value_length": 16}, "Unsupported: llama.attention.value_length: expected 8, got 16"),
+        ({"rope__dimension_count": 4}, "OutOfRange: config: rope.dimension_count must be head_dim = 8, got 4"),
+        ({"block_count": 513}, "OutOfRange: config: n_layers must be from 1 to 512, got 513"),
+        ({"attention__head_count": 0}, "OutOfRange: llama.attention.head_count: expected at least 1, got 0"),
+        ({"attention__head_count_kv": 0}, "OutOfRange: llama.attention.head_count_kv: expected at least 1, got 0"),
+        (
+            {"attention__head_count_kv": 4},
+            "OutOfRange: config: n_heads must be a multiple of n_kv_heads, got n_heads=6 n_kv_heads=4",
+        ),
+        (
+            {"embedding_length": 64},
+            "OutOfRange: config: hidden_size 64 is no multiple of n_heads 6 and head_dim is not given",
+        ),
+        ({"context_length": 0}, "OutOfRange: config: max_position_embeddings must be from 1 to 134217728, got 0"),
+        ({"rope__freq_base": 0.0}, "OutOfRange: config: rope_theta must be above 1 and finite, got 0.0"),
+        (
+            {"attention__layer_norm_rms_epsilon": math.nan},
+            "OutOfRange: llama.attention.layer_norm_rms_epsilon: expected a finite number, got nan",
+        ),
+        (
+            {"attention__head_count": np.array([6, 6, 6])},
+            "Malformed: llama.attention.head_count: expected an integer, got array([6, 6, 6])",
+        ),
+        (
+            {"rope__scaling__type": "longrope"},
+            "Unsupported: llama.rope.scaling.type: expected none, linear or yarn, got 'longrope'",
+        ),
+        ({"rope__scaling__factor": 0.5}, "OutOfRange: llama.rope.scaling.factor: expected at least 1.0, got 0.5"),
+        (
+            YARN | {"rope__scaling__factor": 0.5},
+            "OutOfRange: llama.rope.scaling.factor: expected at least 1.0, got 0.5",
+        ),
+        (
+            {"rope__scaling__attn_factor": 1.2},
+            "Unsupported: llama.rope.scaling.attn_factor: expected 1.0, got 1.2",
+        ),
+        (
+            {"rope_factors": np.ones(4)} | YARN,
+            "Unsupported: llama.rope.scaling.type: expected none beside rope_freqs.weight, got 'yarn'",
+        ),
+        (
+            {"rope_factors": np.ones(3)},
+            "OutOfRange: config: rope_freqs.weight must have head_dim / 2 = 4 factors, got 3",
+        ),
+        (
+            {"rope_factors": np.ones(4), "arch": "qwen2"},
+            "Unexpected: qwen2.rope_freqs.weight: expected frequency factors for llama only, got 'qwen2'",
+        ),
+    ],
+)
+def test_files_that_would_be_computed_wrongly_are_refused(changes, message):
+    assert refusal(**changes) == f"x.gguf: {message}"

@@ -1,0 +1,51 @@
+"""SwiGLU: values by hand, then the limits of silu."""
+
+import numpy as np
+import pytest
+
+from llorch.ops.swiglu import swiglu
+
+pytestmark = pytest.mark.usefixtures("arithmetic")
+
+
+def test_swiglu_matches_values_worked_by_hand():
+    gate = np.array([[np.log(3.0), -np.log(3.0), 2.0]])  # sigmoid 3/4, 1/4, 1 / (1 + e^-2)
+    up = np.array([[8.0, 8.0, -1.5]])
+    want = [[6 * np.log(3.0), -2 * np.log(3.0), -3 / (1 + np.exp(-2.0))]]
+    np.testing.assert_allclose(swiglu(gate, up), want, rtol=1e-15)
+
+
+def test_swiglu_of_zero_gate_is_zero(rng):
+    np.testing.assert_array_equal(swiglu(np.zeros((2, 3)), rng.normal(size=(2, 3))), np.zeros((2, 3)))
+
+
+def test_swiglu_is_linear_in_up_but_not_in_gate(rng):
+    gate, up = rng.normal(size=(4, 5)), rng.normal(size=(4, 5))
+    np.testing.assert_array_equal(swiglu(gate, 2 * up), 2 * swiglu(gate, up))
+    assert not np.allclose(swiglu(2 * gate, up), 2 * swiglu(gate, up), rtol=1e-3)
+
+
+def test_swiglu_tells_gate_from_up(rng):
+    gate, up = rng.normal(size=(4, 5)), rng.normal(size=(4, 5))
+    assert not np.allclose(swiglu(gate, up), swiglu(up, gate), rtol=1e-3)
+
+
+def test_swiglu_passes_up_times_gate_when_the_gate_is_wide_open(dtype):
+    gate, up = np.array([[100.0, 1e4]], dtype), np.array([[3.0, -2.0]], dtype)
+    np.testing.assert_array_equal(swiglu(gate, up), gate * up, strict=True)
+
+
+def test_swiglu_of_very_negative_gates_is_zero_without_a_warning(dtype):
+    gate, up = np.array([[-100.0, -800.0, -1e30]], dtype), np.array([[3.0, -2.0, 5.0]], dtype)
+    got = swiglu(gate, up)  # a warning is an error in this suite
+    assert np.isfinite(got).all()
+    np.testing.assert_allclose(got, 0, atol=1e-40)
+
+
+def test_swiglu_keeps_dtype_and_leaves_its_inputs_alone(rng, dtype):
+    gate, up = rng.normal(size=(4, 5)).astype(dtype), rng.normal(size=(4, 5)).astype(dtype)
+    before = gate.copy(), up.copy()
+    got = swiglu(gate, up)
+    assert got.dtype == dtype
+    np.testing.assert_array_equal(gate, before[0])
+    np.testing.assert_array_equal(up, before[1])
