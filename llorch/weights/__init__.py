@@ -1,0 +1,247 @@
+"""Weights of a model by canonical name, whatever file they come from; loaded when first asked for.
+
+Opening checks that the file holds exactly the tensors that its configuration asks for, and lists every fault
+at once. A tensor that is missing is never filled in, an extra one never dropped: both mean that the file and
+the configuration speak of different models.
+
+Source: transformers fills missing tensors with random numbers and prints a report; this is what we do
+instead.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from llorch.config import ModelConfig
+from llorch.errors import ErrorCode, FormatError
+from llorch.weights.folder import PICKLE_SUFFIXES, SafetensorsFolder, file_inside
+from llorch.weights.gguf import GGUFFile, StringArray, TensorInfo, open_gguf
+from llorch.weights.names import inventory, undo_interleave
+from llorch.weights.safetensors import SafetensorsFile, open_safetensors
+from llorch.weights.strict_json import read_json
+
+__all__ = [
+    "GGUFFile",
+    "SafetensorsFile",
+    "SafetensorsFolder",
+    "StringArray",
+    "TensorInfo",
+    "Weights",
+    "open_gguf",
+    "open_safetensors",
+    "open_weights",
+]
+
+logger = logging.getLogger(__name__)
+
+_MAX_CONFIG = 1 << 20
+_ROPE_FACTORS = "rope_freqs.weight"
+_SCAN = 1 << 18  # elements looked at in one go: the mask stays in the processor cache
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where one weight is found."""
+
+    source_name: str
+    shape: tuple[int, ...]
+    interleaved_heads: int = 0  # rows to be reordered; 0: none
+    must_equal: str | None = None  # a second tensor that has to hold the same numbers
+
+
+# Mapping without types: with them, the run-time type checker of the tests loads a tensor at every call.
+class Weights(Mapping):
+    """The arrays of a model by canonical name, `Mapping[str, np.ndarray]`; see `open_weights`."""
+
+    def __init__(
+        self,
+        *,
+        config: ModelConfig,
+        path: Path,
+        source: GGUFFile | SafetensorsFolder,
+        slots: Mapping[str, Slot],
+        dtype: type[np.floating] = np.float32,
+        cache: dict[str, np.ndarray] | None = None,
+    ) -> None:
+        """Wrap an open file that was checked against its configuration.
+
+        Args:
+            config: The model.
+            path: The file or folder.
+            source: What reads the tensors.
+            slots: Canonical name to place.
+            dtype: What arrays are handed out as.
+            cache: Float32 arrays that were loaded before.
+        """
+        self.config = config
+        self.path = path
+        self.source = source
+        self.dtype = dtype
+        self._slots = slots
+        self._loaded: dict[str, np.ndarray] = {} if cache is None else cache
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        slot = self._slots[name]
+        if name not in self._loaded:
+            self._loaded[name] = self._load(slot)
+        return self._loaded[name].astype(self.dtype, copy=False)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._slots)
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def layer(self, index: int) -> dict[str, np.ndarray]:
+        """Collect the weights of one layer.
+
+        Args:
+            index: Layer number, from 0.
+
+        Returns:
+            The arrays by short name: `q_proj`, `attn_norm`, ...
+
+        Raises:
+            IndexError: The model has no such layer.
+        """
+        if not 0 <= index < self.config.n_layers:
+            raise IndexError(f"layer must be from 0 to {self.config.n_layers - 1}, got {index}")
+        prefix = f"layers.{index}."
+        return {name.removeprefix(prefix): self[name] for name in self._slots if name.startswith(prefix)}
+
+    def astype(self, dtype: type[np.floating]) -> "Weights":
+        """Hand out arrays of another type.
+
+        Args:
+            dtype: For instance `numpy.float64`.
+
+        Returns:
+            Weights over the same file. Arrays are widened on each access and not kept, so that float64 never
+            needs more memory than the layer in use.
+        """
+        return Weights(
+            config=self.config,
+            path=self.path,
+            source=self.source,
+            slots=self._slots,
+            dtype=dtype,
+            cache=self._loaded,
+        )
+
+    def _load(self, slot: Slot) -> np.ndarray:
+        array = self.source.array(slot.source_name)
+        _require_finite(array, slot.source_name, self.path)
+        if slot.must_equal is not None and not np.array_equal(array, self.source.array(slot.must_equal)):
+            message = f"config ties {slot.must_equal} to {slot.source_name}, but their numbers differ"
+            raise FormatError("Inconsistent", message, path=self.path)
+        return undo_interleave(array, slot.interleaved_heads) if slot.interleaved_heads else array
+
+
+def open_weights(path: str | Path) -> Weights:
+    """Open a GGUF file or a Hugging Face folder.
+
+    Args:
+        path: A `.gguf` file, or a folder with `config.json` and safetensors.
+
+    Returns:
+        The weights; no tensor has been read yet.
+
+    Raises:
+        FileNotFoundError: Nothing has this path.
+        FormatError: The file, its configuration or its set of tensors is refused.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return _open_huggingface(path)
+    if path.suffix in PICKLE_SUFFIXES:
+        raise FormatError("Unsafe", "a pickle can run code; convert the model to safetensors first", path=path)
+    if path.suffix == ".safetensors":
+        raise FormatError("Unsupported", "give the folder that holds config.json, not the file", path=path)
+    return _open_gguf(path)
+
+
+def _open_gguf(path: Path) -> Weights:
+    file = open_gguf(path)
+    try:
+        config = _gguf_config(file)
+        slots = {
+            weight.name: Slot(weight.gguf, weight.shape, weight.interleaved_heads)
+            for weight in inventory(config).values()
+        }
+        _check_tensors(slots, file, ignored={_ROPE_FACTORS}, family=config.family)
+    except BaseException:
+        file.close()
+        raise
+    return Weights(config=config, path=path, source=file, slots=slots)
+
+
+def _gguf_config(file: GGUFFile) -> ModelConfig:
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise FormatError("Missing", "no token_embd.weight: the file holds no model", path=file.path)
+    rows = embedding.shape[0]
+    tokens = file.metadata.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, StringArray) and len(tokens) != rows:
+        message = f"the vocabulary has {len(tokens)} tokens, token_embd.weight has {rows} rows"
+        raise FormatError("Inconsistent", message, path=file.path)
+    factors = file.array(_ROPE_FACTORS).reshape(-1) if _ROPE_FACTORS in file.tensors else None
+    names = file.tensors.keys()
+    return ModelConfig.from_gguf(
+        file.metadata, tensor_names=names, vocab_size=rows, rope_factors=factors, path=file.path
+    )
+
+
+def _open_huggingface(path: Path) -> Weights:
+    values = read_json(file_inside(path, "config.json"), limit=_MAX_CONFIG)
+    if "auto_map" in values:
+        logger.warning("%s: config.json names custom code (auto_map), which is not run", path)
+    config = ModelConfig.from_huggingface(values, path=path / "config.json")
+    folder = SafetensorsFolder(path)
+    try:
+        slots = {weight.name: Slot(weight.huggingface, weight.shape) for weight in inventory(config).values()}
+        ignored = {name for name in folder.tensors if name.endswith(".rotary_emb.inv_freq")}
+        if config.tie_word_embeddings and "lm_head.weight" in folder.tensors:
+            embedding = slots["embed_tokens"]
+            slots["embed_tokens"] = Slot(embedding.source_name, embedding.shape, must_equal="lm_head.weight")
+            ignored.add("lm_head.weight")
+        _check_tensors(slots, folder, ignored=ignored, family=config.family)
+    except BaseException:
+        folder.close()
+        raise
+    return Weights(config=config, path=path, source=folder, slots=slots)
+
+
+def _check_tensors(
+    slots: Mapping[str, Slot], source: GGUFFile | SafetensorsFolder, *, ignored: set[str], family: str
+) -> None:
+    wanted = {slot.source_name: slot for slot in slots.values()}
+    found = source.tensors
+    both = sorted(wanted.keys() & found.keys())
+    faults: dict[ErrorCode, list[str]] = {
+        "Missing": sorted(wanted.keys() - found.keys()),
+        "Unexpected": sorted(found.keys() - wanted.keys() - ignored),
+        "Shape": [
+            f"{name} expected {wanted[name].shape} got {found[name].shape}"
+            for name in both
+            if wanted[name].shape != found[name].shape
+        ],
+        "DType": [f"{name} holds integers" for name in both if not found[name].holds_floats],
+    }
+    bad: list[tuple[ErrorCode, list[str]]] = [(code, names) for code, names in faults.items() if names]
+    if bad:
+        lists = "; ".join(f"{len(names)} {code}: {', '.join(names)}" for code, names in bad)
+        message = f"weights: expected the {len(wanted)} tensors of this {family} configuration, got {lists}"
+        raise FormatError(bad[0][0], message, path=source.path)
+
+
+def _require_finite(array: np.ndarray, name: str, path: Path) -> None:
+    flat = array.reshape(-1)
+    for start in range(0, flat.size, _SCAN):
+        finite = np.isfinite(flat[start : start + _SCAN])
+        if not finite.all():
+            first = start + int(np.argmin(finite))
+            where = tuple(int(axis) for axis in np.unravel_index(first, array.shape))
+            raise FormatError("NonFinite", f"{name} has {flat[first]} at {where}", path=path)

@@ -1,0 +1,172 @@
+"""The tensor types of ggml and their decoding to float32.
+
+A quantised row is a run of blocks: a few bytes of scale, then small integers packed into bits. Most types are
+decoded by the gguf package; those that it lacks are written here from the block layout of ggml.
+
+    Q1_0  x = +d or -d            1 bit,  128 to a block, scale d in float16 Q2_0  x = (q - 1) * d         2
+    bits,  64 to a block, scale d in float16 Q8_1  x = q * d               8 bits,  32 to a block, d in
+    float16 (then a sum that decoding does not need) Q8_K  x = q * d               8 bits, 256 to a block, d
+    in float32 (then 16 sums)
+
+Source: ggml src/ggml-common.h (layouts) and src/ggml-quants.c (dequantize_row_*), as of libggml 0.25.
+"""
+
+from collections.abc import Callable
+from enum import IntEnum
+
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+
+_ELEMENTS_AT_ONCE = 1 << 18  # decoded in one go: the temporaries then stay in the processor cache
+
+
+class GGMLType(IntEnum):
+    """The tensor types of ggml, by their number in the file (removed ones are absent)."""
+
+    F32 = 0
+    F16 = 1
+    Q4_0 = 2
+    Q4_1 = 3
+    Q5_0 = 6
+    Q5_1 = 7
+    Q8_0 = 8
+    Q8_1 = 9
+    Q2_K = 10
+    Q3_K = 11
+    Q4_K = 12
+    Q5_K = 13
+    Q6_K = 14
+    Q8_K = 15
+    IQ2_XXS = 16
+    IQ2_XS = 17
+    IQ3_XXS = 18
+    IQ1_S = 19
+    IQ4_NL = 20
+    IQ3_S = 21
+    IQ2_S = 22
+    IQ4_XS = 23
+    I8 = 24
+    I16 = 25
+    I32 = 26
+    I64 = 27
+    F64 = 28
+    IQ1_M = 29
+    BF16 = 30
+    TQ1_0 = 34
+    TQ2_0 = 35
+    MXFP4 = 39
+    NVFP4 = 40
+    Q1_0 = 41
+    Q2_0 = 42
+
+
+# Elements and bytes of one block. gguf 0.19 has no Q2_0, and gives Q8_1 two floats where ggml has two halves.
+BLOCK_SIZES: dict[int, tuple[int, int]] = {
+    **GGML_QUANT_SIZES,
+    GGMLType.Q8_1: (32, 36),
+    GGMLType.Q1_0: (128, 18),
+    GGMLType.Q2_0: (64, 18),
+}
+
+
+def decode(raw: np.ndarray, ggml_type: GGMLType, shape: tuple[int, ...]) -> np.ndarray:
+    """Decode the bytes of a tensor to float32.
+
+    Args:
+        raw: Its bytes, uint8.
+        ggml_type: Its type; integer types are not weights and have no decoder.
+        shape: Its shape, slowest axis first; the last axis is a whole number of blocks.
+
+    Returns:
+        A new float32 array of that shape. Overflowing scales give inf or NaN, which the caller looks for.
+    """
+    block_size, block_bytes = BLOCK_SIZES[ggml_type]
+    blocks = raw.reshape(-1, block_bytes)
+    values = np.empty((len(blocks), block_size), np.float32)
+    decode_blocks = _DECODERS.get(ggml_type) or _gguf_decoder(ggml_type)
+    step = max(1, _ELEMENTS_AT_ONCE // block_size)
+    with np.errstate(all="ignore"):
+        for start in range(0, len(blocks), step):
+            values[start : start + step] = decode_blocks(blocks[start : start + step])
+    return values.reshape(shape)
+
+
+def bf16_to_float32(bits: np.ndarray) -> np.ndarray:
+    """Widen bfloat16, which is the upper half of a float32.
+
+    Args:
+        bits: The numbers as uint16.
+
+    Returns:
+        The same numbers as float32, exactly.
+    """
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def has_bad_scale(raw: np.ndarray, ggml_type: GGMLType) -> bool:
+    """Tell whether a block scale is the NaN of its own format, which decodes to a finite number.
+
+    All other types carry their scales as floats: a NaN there reaches the decoded values and is found there.
+
+    Args:
+        raw: The bytes of the tensor.
+        ggml_type: Its type.
+
+    Returns:
+        True if at least one scale means "not a number".
+    """
+    blocks = raw.reshape(-1, BLOCK_SIZES[ggml_type][1])
+    # E8M0: 255 is NaN. (NVFP4 has one too, which ggml defines as zero.)
+    return ggml_type is GGMLType.MXFP4 and bool((blocks[:, 0] == 0xFF).any())
+
+
+def _gguf_decoder(ggml_type: GGMLType) -> Callable[[np.ndarray], np.ndarray]:
+    known = GGMLQuantizationType(ggml_type)
+    # As one long row: the package loops in Python over every 16 rows.
+    return lambda blocks: dequantize(blocks.reshape(1, -1), known).reshape(len(blocks), -1)
+
+
+def _float16_scale(blocks: np.ndarray) -> np.ndarray:
+    return blocks[:, :2].view("<f2").astype(np.float32)  # (blocks, 1)
+
+
+def _decode_f16(blocks: np.ndarray) -> np.ndarray:
+    return blocks.view("<f2")
+
+
+def _decode_bf16(blocks: np.ndarray) -> np.ndarray:
+    return bf16_to_float32(blocks.view("<u2"))
+
+
+def _decode_f64(blocks: np.ndarray) -> np.ndarray:
+    return blocks.view("<f8")
+
+
+def _decode_q1_0(blocks: np.ndarray) -> np.ndarray:
+    scale = _float16_scale(blocks)
+    return np.where(np.unpackbits(blocks[:, 2:], axis=1, bitorder="little"), scale, -scale)
+
+
+def _decode_q2_0(blocks: np.ndarray) -> np.ndarray:
+    quads = blocks[:, 2:, None] >> np.array([0, 2, 4, 6], np.uint8) & 3  # (blocks, bytes, 4)
+    return (quads.reshape(len(blocks), 64).astype(np.float32) - 1) * _float16_scale(blocks)
+
+
+def _decode_q8_1(blocks: np.ndarray) -> np.ndarray:
+    return blocks[:, 4:].view(np.int8) * _float16_scale(blocks)
+
+
+def _decode_q8_k(blocks: np.ndarray) -> np.ndarray:
+    return blocks[:, 4:260].view(np.int8) * blocks[:, :4].view("<f4")
+
+
+_DECODERS: dict[GGMLType, Callable[[np.ndarray], np.ndarray]] = {
+    GGMLType.F16: _decode_f16,
+    GGMLType.BF16: _decode_bf16,
+    GGMLType.F64: _decode_f64,
+    GGMLType.Q1_0: _decode_q1_0,
+    GGMLType.Q2_0: _decode_q2_0,
+    GGMLType.Q8_1: _decode_q8_1,
+    GGMLType.Q8_K: _decode_q8_k,
+}
