@@ -1,0 +1,198 @@
+"""What producers showed for a model: taken live, or read from the goldens that were stored.
+
+A *case* is an input: `near` starts at position 0, `far` some thousands of positions on, where RoPE angles are large.
+Goldens of one producer lie in one safetensors file; names are `<case>/<stage key>`.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from llorch.compare import Tolerance
+from llorch.config import ModelConfig
+from llorch.producers import Producer
+from llorch.replay import Pass
+from llorch.sampling import SamplingSettings
+
+PRODUCERS = ("llamacpp", "transformers")
+FAR_POSITION = 4000
+FAR_TOKENS = 8
+N_GREEDY = 24
+SAMPLINGS: Mapping[str, SamplingSettings] = {
+    "temperature": SamplingSettings(temperature=0.7),
+    "top_k": SamplingSettings(temperature=1.0, top_k=7),
+    "top_p": SamplingSettings(temperature=1.3, top_p=0.8),
+    "min_p": SamplingSettings(temperature=1.0, min_p=0.02),
+    "penalty": SamplingSettings(temperature=1.0, repetition_penalty=1.4),
+    "all": SamplingSettings(temperature=1.1, top_k=40, top_p=0.9, min_p=0.01, repetition_penalty=1.2),
+}
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What one producer showed.
+
+    Attributes:
+        traces: Case to trace.
+        selected_logits: The row its sampler sees after the tokens of `near`.
+        probabilities: Name in `SAMPLINGS` to its distribution, made from its own selected logits.
+        greedy: Its greedy continuation of `near`.
+    """
+
+    traces: Mapping[str, Mapping[str, np.ndarray]]
+    selected_logits: np.ndarray
+    probabilities: Mapping[str, np.ndarray]
+    greedy: np.ndarray
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Everything under one name each, as stored."""
+        flat = {f"{case}/{key}": array for case, trace in self.traces.items() for key, array in trace.items()}
+        flat |= {f"near/probabilities.{name}": array for name, array in self.probabilities.items()}
+        return flat | {"near/selected_logits": self.selected_logits, "near/generation": self.greedy}
+
+    @classmethod
+    def from_arrays(cls, flat: Mapping[str, np.ndarray]) -> "Evidence":
+        """The inverse of `arrays`."""
+        traces: dict[str, dict[str, np.ndarray]] = {}
+        for name, array in flat.items():
+            case, key = name.split("/")
+            traces.setdefault(case, {})[key] = array
+        near = traces["near"]
+        return cls(
+            selected_logits=near.pop("selected_logits"),
+            greedy=near.pop("generation"),
+            probabilities={name: near.pop(f"probabilities.{name}") for name in SAMPLINGS},
+            traces=traces,
+        )
+
+
+@dataclass(frozen=True)
+class TokenCheck:
+    """A text and the ids that each producer's tokenizer gives for it."""
+
+    text: str
+    ids: Mapping[str, Sequence[int]]  # by producer
+
+
+Tolerances = dict[str, dict[str, dict[str, Tolerance]]]  # case -> mode -> stage -> tolerance
+
+
+@dataclass(frozen=True)
+class Golden:
+    """The stored goldens of one model."""
+
+    cases: Mapping[str, Pass]
+    evidence: Mapping[str, Evidence]  # by producer
+    tolerances: Tolerances
+    tensors: Mapping[str, str]  # the file's tensor table by a foreign reader, see `foundation`
+    tokens: Sequence[TokenCheck]
+    provenance: Mapping[str, object]
+
+
+def cases_for(ids: Sequence[int], config: ModelConfig) -> dict[str, Pass]:
+    """The inputs made from one prompt: at the start, and as far on as the context allows.
+
+    Args:
+        ids: The prompt.
+        config: Bounds the positions.
+
+    Returns:
+        Case to pass.
+    """
+    n_far = min(FAR_TOKENS, len(ids))
+    far = min(FAR_POSITION, config.max_position_embeddings - n_far)
+    return {"near": Pass(tuple(ids)), "far": Pass(tuple(ids[:n_far]), far)}
+
+
+def take(producer: Producer, cases: Mapping[str, Pass], *, n_greedy: int = N_GREEDY) -> Evidence:
+    """Run a producer on every case.
+
+    Args:
+        producer: Opened on the model.
+        cases: See `cases_for`.
+        n_greedy: Length of the greedy continuation.
+
+    Returns:
+        What it showed.
+    """
+    near = cases["near"].ids
+    logits = producer.selected_logits(near)
+    return Evidence(
+        traces={name: producer.trace(c.ids, first_position=c.first_position) for name, c in cases.items()},
+        selected_logits=logits,
+        probabilities={name: producer.probabilities(logits, settings, near) for name, settings in SAMPLINGS.items()},
+        greedy=np.asarray(producer.greedy(near, n_greedy), np.int64),
+    )
+
+
+def save(folder: Path, golden: Golden) -> None:
+    """Write the goldens of one model; the same content gives the same bytes.
+
+    Args:
+        folder: Made when absent.
+        golden: What to store.
+    """
+    from safetensors.numpy import save as to_bytes
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for producer, evidence in golden.evidence.items():
+        _replace(folder / f"{producer}.safetensors", to_bytes(evidence.arrays()))
+    record = {
+        "cases": {name: asdict(case) for name, case in golden.cases.items()},
+        "provenance": golden.provenance,
+        "tensors": golden.tensors,
+        "tokens": [asdict(check) for check in golden.tokens],
+        "tolerances": {
+            case: {mode: {stage: asdict(t) for stage, t in by_stage.items()} for mode, by_stage in modes.items()}
+            for case, modes in golden.tolerances.items()
+        },
+    }
+    _replace(folder / "golden.json", (json.dumps(record, indent=1, sort_keys=True) + "\n").encode())
+
+
+def read(folder: Path) -> Golden:
+    """Read stored goldens.
+
+    Args:
+        folder: Written by `save`.
+
+    Returns:
+        The goldens.
+
+    Raises:
+        FileNotFoundError: A file is missing; a missing golden is a failure, never a pass.
+    """
+    from safetensors.numpy import load_file
+
+    for name in ("golden.json", *(f"{producer}.safetensors" for producer in PRODUCERS)):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"golden {folder / name} is missing; make it with reference_outputs/regenerate.py")
+    record = json.loads((folder / "golden.json").read_text())
+    return Golden(
+        cases={name: Pass(tuple(case["ids"]), case["first_position"]) for name, case in record["cases"].items()},
+        evidence={p: Evidence.from_arrays(load_file(folder / f"{p}.safetensors")) for p in PRODUCERS},
+        tolerances={
+            case: {mode: {stage: Tolerance(**t) for stage, t in by_stage.items()} for mode, by_stage in modes.items()}
+            for case, modes in record["tolerances"].items()
+        },
+        tensors=record["tensors"],
+        tokens=[TokenCheck(**check) for check in record["tokens"]],
+        provenance=record["provenance"],
+    )
+
+
+def sha256(path: Path) -> str:
+    """Hash of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _replace(path: Path, content: bytes) -> None:
+    temporary = path.with_suffix(path.suffix + ".tmp")
+    temporary.write_bytes(content)
+    os.replace(temporary, path)

@@ -1,0 +1,104 @@
+"""The forward pass of Llama and Qwen on one screen.
+
+Every line that makes a stage of the stage table names it with `keep`, so that a run can be compared with other
+engines stage by stage. The dtype is that of the weights: float32 to run, float64 to know the truth.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import numpy as np
+from jaxtyping import Float, Float64, Int
+
+from llorch.cache import KVCache
+from llorch.config import ModelConfig
+from llorch.ops.attention import attention_context, attention_probs, attention_scores
+from llorch.ops.embedding import embedding
+from llorch.ops.linear import linear
+from llorch.ops.rms_norm import rms_norm
+from llorch.ops.rope import rope, rope_tables
+from llorch.ops.swiglu import swiglu
+from llorch.weights import Weights
+
+Keep = Callable[[str, np.ndarray], np.ndarray]
+Append = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
+LayerWeights = Mapping[str, np.ndarray]
+Hidden = Float[np.ndarray, "seq hidden"]
+Table = Float64[np.ndarray, "seq half"]
+
+
+def forward(
+    ids: Int[np.ndarray, " seq"],
+    weights: Weights,
+    cache: KVCache,
+    *,
+    keep: Keep = lambda name, array: array,
+    last_only: bool = False,
+) -> Float[np.ndarray, "rows vocab"]:
+    """Run new tokens through the model, after those that the cache holds.
+
+    Args:
+        ids: New token ids.
+        weights: The model; its dtype is the dtype of the run.
+        cache: Keys and values so far; the new ones are appended.
+        keep: Called with the name and the array of every stage; returns the array.
+        last_only: Compute logits for the last token only.
+
+    Returns:
+        Logits of every new token, or of the last one.
+    """
+    config, eps = weights.config, weights.config.rms_norm_eps
+    cos, sin = rope_tables(
+        cache.next_positions(len(ids)),
+        head_dim=config.head_dim,
+        theta=config.rope_theta,
+        scaling=config.rope_scaling,
+    )
+    x = keep("embed", embedding(ids, weights["embed_tokens"]))
+    for i in range(config.n_layers):
+
+        def keep_layer(name: str, array: np.ndarray, prefix: str = f"l{i}.") -> np.ndarray:
+            return keep(prefix + name, array)
+
+        x = block(x, weights.layer(i), config, cos, sin, partial(cache.append, i), keep_layer)
+    x = x[-1:] if last_only else x
+    x = keep("final_norm", rms_norm(x, weights["final_norm"], eps=eps))
+    return keep("logits", linear(x, weights["embed_tokens" if config.tie_word_embeddings else "lm_head"]))
+
+
+def block(
+    x: Hidden, w: LayerWeights, config: ModelConfig, cos: Table, sin: Table, append: Append, keep: Keep
+) -> Hidden:
+    """One layer: attention and feed-forward, each on normalised input, each added to the residual stream."""
+    h = keep("attn_norm", rms_norm(x, w["attn_norm"], eps=config.rms_norm_eps))
+    x = keep("attn_residual", x + attention(h, w, config, cos, sin, append, keep))
+    h = keep("ffn_norm", rms_norm(x, w["ffn_norm"], eps=config.rms_norm_eps))
+    return keep("block_out", x + feed_forward(h, w, keep))
+
+
+def attention(
+    h: Hidden, w: LayerWeights, config: ModelConfig, cos: Table, sin: Table, append: Append, keep: Keep
+) -> Hidden:
+    """Project, rotate, cache, mix the values of the context, project back."""
+    seq, head_dim, eps = len(h), config.head_dim, config.rms_norm_eps
+    q = keep("q_proj", linear(h, w["q_proj"], w.get("q_bias"))).reshape(seq, -1, head_dim)  # (seq, heads, head_dim)
+    k = keep("k_proj", linear(h, w["k_proj"], w.get("k_bias"))).reshape(seq, -1, head_dim)  # (seq, kv_heads, head_dim)
+    v = keep("v_proj", linear(h, w["v_proj"], w.get("v_bias"))).reshape(seq, -1, head_dim)  # (seq, kv_heads, head_dim)
+    if config.qk_norm:
+        q = keep("q_norm", rms_norm(q, w["q_norm"], eps=eps))
+        k = keep("k_norm", rms_norm(k, w["k_norm"], eps=eps))
+    q = keep("q_rope", rope(q, cos, sin))
+    k = keep("k_rope", rope(k, cos, sin))
+    k, v = append(k, v)  # (kv_heads, ctx, head_dim): the whole context
+    k, v = keep("k_cache", k), keep("v_cache", v)
+    scores = keep("attn_scores", attention_scores(q, k))
+    probs = keep("attn_probs", attention_probs(scores))
+    context = keep("attn_context", attention_context(probs, v))
+    return keep("attn_out", linear(context, w["o_proj"], w.get("o_bias")))
+
+
+def feed_forward(h: Hidden, w: LayerWeights, keep: Keep) -> Hidden:
+    """SwiGLU: a gated pair of projections up, one down."""
+    gate = keep("ffn_gate", linear(h, w["gate_proj"]))
+    up = keep("ffn_up", linear(h, w["up_proj"]))
+    return keep("ffn_out", linear(keep("ffn_act", swiglu(gate, up)), w["down_proj"]))

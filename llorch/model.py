@@ -1,0 +1,166 @@
+"""A model ready to run: weights, tokenizer, and the forward pass with its boundary checks."""
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Float
+
+from llorch.builtin import builtin_path
+from llorch.cache import KVCache
+from llorch.config import ModelConfig
+from llorch.forward import forward
+from llorch.generate import Token, sample_ids, stream
+from llorch.sampling import SamplingSettings
+from llorch.tokenizer import Tokenizer
+from llorch.weights import Weights, open_weights
+from llorch.weights.gguf import GGUFFile
+
+PREFILL_CHUNK = 512  # tokens per pass of a long prompt: bounds the memory of the attention scores
+
+
+class Model:
+    """Weights and tokenizer of one file or folder."""
+
+    def __init__(self, weights: Weights) -> None:
+        """Wrap opened weights.
+
+        Args:
+            weights: See `llorch.weights.open_weights`.
+        """
+        self.weights = weights
+
+    @property
+    def config(self) -> ModelConfig:
+        """The hyperparameters."""
+        return self.weights.config
+
+    @property
+    def name(self) -> str:
+        """The file's name without its ending, or the folder's name."""
+        return Path(self.weights.path).stem if Path(self.weights.path).is_file() else Path(self.weights.path).name
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer; read on first use.
+
+        Raises:
+            FormatError: The file has none, or one that llorch cannot reproduce.
+        """
+        source = self.weights.source
+        if isinstance(source, GGUFFile):
+            return Tokenizer.from_gguf(source)
+        return Tokenizer.from_huggingface(Path(self.weights.path))
+
+    def forward(
+        self,
+        ids: Sequence[int] | np.ndarray,
+        *,
+        trace: dict[str, np.ndarray] | None = None,
+        first_position: int = 0,
+        cache: KVCache | None = None,
+        last_only: bool = False,
+    ) -> Float[np.ndarray, "rows vocab"]:
+        """Logits of some tokens.
+
+        Args:
+            ids: Token ids, at least one.
+            trace: Filled with every stage by name, when given.
+            first_position: Position of the first token, when no cache is given.
+            cache: Tokens before these; the new ones are appended.
+            last_only: Logits of the last token only.
+
+        Returns:
+            One row per token, or one.
+
+        Raises:
+            ValueError: An id is out of range, there is none, or they do not fit the context.
+        """
+        ids = self._checked_ids(ids)
+        if cache is None:
+            cache = KVCache(self.config, self.weights.dtype, first_position=first_position)
+        cache.next_positions(len(ids))  # refuses what does not fit before any work is done
+        if trace is not None:
+
+            def keep(name: str, array: np.ndarray) -> np.ndarray:
+                trace[name] = array
+                return array
+
+            return forward(ids, self.weights, cache, keep=keep, last_only=last_only)
+        rows = []
+        for start in range(0, len(ids), PREFILL_CHUNK):
+            chunk = ids[start : start + PREFILL_CHUNK]
+            unseen = last_only and start + PREFILL_CHUNK < len(ids)
+            logits = forward(chunk, self.weights, cache, last_only=last_only)
+            rows += [] if unseen else [logits]
+        return np.concatenate(rows) if len(rows) > 1 else rows[0]
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        max_tokens: int = 128,
+        settings: SamplingSettings | None = None,
+        stop: Sequence[str] = (),
+        ignore_eos: bool = False,
+    ) -> Iterator[Token]:
+        """Continue a prompt, token by token.
+
+        Args:
+            prompt: Text (tokenized with the model's special tokens), or ids as they are.
+            max_tokens: At most so many; the context may end sooner.
+            settings: How to sample; greedy by default.
+            stop: Strings that end the text.
+            ignore_eos: Go on after an end token.
+
+        Yields:
+            Tokens with id, text and log probability.
+
+        Raises:
+            ValueError: The prompt is empty or does not fit the context.
+        """
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        cache = KVCache(self.config, self.weights.dtype)
+        cache.next_positions(len(ids))  # refuses a prompt that does not fit
+        max_tokens = min(max_tokens, self.config.max_position_embeddings - len(ids) + 1)
+
+        def step(new: Sequence[int]) -> np.ndarray:
+            return self.forward(new, cache=cache, last_only=True)[-1]
+
+        sampled = sample_ids(step, ids, settings or SamplingSettings(), max_tokens=max_tokens)
+        end_ids = frozenset() if ignore_eos else self.tokenizer.eos_token_ids
+        yield from stream(sampled, self.tokenizer, end_ids=end_ids, stop=stop, max_tokens=max_tokens)
+
+    def _checked_ids(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:
+        array = np.asarray(ids)
+        if array.ndim != 1 or array.size == 0:
+            raise ValueError(f"forward: expected a list of at least one token id, got shape {array.shape}")
+        if array.dtype.kind not in "iu":
+            raise ValueError(f"forward: expected integer token ids, got {array.dtype}")
+        outside = (array < 0) | (array >= self.config.vocab_size)
+        if outside.any():
+            at = int(np.argmax(outside))
+            raise ValueError(
+                f"forward: token id {int(array[at])} at index {at} is outside 0 to {self.config.vocab_size - 1}"
+            )
+        return array.astype(np.int64)
+
+
+def load(path_or_name: str | Path) -> Model:
+    """Open a model.
+
+    Args:
+        path_or_name: A .gguf file, a Hugging Face folder, or the name of a built-in model.
+
+    Returns:
+        The model; weights are read when they are first needed.
+
+    Raises:
+        FileNotFoundError: There is no such file, folder or built-in model.
+        FormatError: The file cannot be used.
+    """
+    path = Path(path_or_name)
+    if path.exists():
+        return Model(open_weights(path))
+    return Model(open_weights(builtin_path(str(path_or_name))))

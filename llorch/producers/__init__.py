@@ -1,0 +1,101 @@
+"""Producers: engines that someone else wrote, behind one interface, each giving the same stages of a run.
+
+Nothing of either engine is imported before `open_producer` asks for it, so llorch works without them.
+"""
+
+import importlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, Protocol, get_args, runtime_checkable
+
+import numpy as np
+
+from llorch.config import ModelConfig
+from llorch.errors import MissingExtra
+from llorch.sampling import SamplingSettings
+
+ProducerName = Literal["llamacpp", "transformers"]
+
+
+@runtime_checkable
+class Producer(Protocol):
+    """What every engine can be asked; a context manager that frees the model."""
+
+    name: str
+    config: ModelConfig
+    n_threads: int
+
+    def __enter__(self) -> "Producer": ...
+
+    def __exit__(self, *exception: object) -> None: ...
+
+    def close(self) -> None:
+        """Free the model."""
+        ...
+
+    def trace(self, ids: Sequence[int], *, first_position: int = 0) -> dict[str, np.ndarray]:
+        """Run tokens from an empty cache and return every stage, float32 and C-contiguous."""
+        ...
+
+    def logits(self, ids: Sequence[int], *, first_position: int = 0) -> np.ndarray:
+        """Logits of every token, from a run without capture."""
+        ...
+
+    def selected_logits(self, ids: Sequence[int]) -> np.ndarray:
+        """The row that the engine's own sampling sees for the last token."""
+        ...
+
+    def greedy(self, ids: Sequence[int], n: int) -> list[int]:
+        """The engine's own greedy continuation of `n` tokens, with its own cache."""
+        ...
+
+    def probabilities(self, logits: np.ndarray, settings: SamplingSettings, history: Sequence[int]) -> np.ndarray:
+        """The distribution after the engine's own sampling filters; 0 for removed tokens."""
+        ...
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int] | None:
+        """Token ids of the engine's own tokenizer, None when the model comes without one."""
+        ...
+
+    def provenance(self) -> dict[str, object]:
+        """Versions, build, CPU features and switches of the engine."""
+        ...
+
+
+def open_producer(name: ProducerName, path: str | Path, *, n_threads: int | None = None) -> Producer:
+    """Load a model into an engine.
+
+    Args:
+        name: Which engine.
+        path: A GGUF file or a Hugging Face folder.
+        n_threads: CPU threads; None takes one for a small model, else all.
+
+    Returns:
+        The producer, to be closed or used in a `with` statement.
+
+    Raises:
+        ValueError: There is no such producer.
+        MissingExtra: The engine's package is not installed.
+    """
+    if name == "llamacpp":
+        # ggml reads these once, when its CPU backend starts.
+        os.environ |= {"GGML_CPU_DISABLE_FUSION": "1", "GGML_CPU_TILED_MM": "0"}
+        _require("llama_cpp")
+        from llorch.producers.llamacpp import LlamaCpp
+
+        return LlamaCpp(path, n_threads=n_threads)
+    if name == "transformers":
+        _require("torch")
+        _require("transformers")
+        from llorch.producers.transformers import Transformers
+
+        return Transformers(path, n_threads=n_threads)
+    raise ValueError(f"producer: expected one of {', '.join(get_args(ProducerName))}, got {name!r}")
+
+
+def _require(package: str) -> None:
+    try:
+        importlib.import_module(package)
+    except ImportError as error:
+        raise MissingExtra("golden", package) from error

@@ -1,0 +1,169 @@
+"""Read ggml tensors from Python: the C struct, a check of its layout, and a copy that honours strides.
+
+llama-cpp-python does not declare `struct ggml_tensor`, and its layout moves between releases. So it is written
+down here once, and `check_layout` builds a small graph in C and refuses to go on when any field reads
+differently from what the C accessors say.
+
+Source: llama.cpp `ggml/include/ggml.h`, at the release that llama-cpp-python 0.3.36 carries.
+"""
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from llama_cpp._ggml import libggml
+
+N_DIMS = 4
+N_SOURCES = 10
+OP_PARAM_BYTES = 64
+NAME_BYTES = 64
+
+_F32, _F16 = 0, 1  # GGML_TYPE_F32, GGML_TYPE_F16; numbers that files hold, so they never change
+DTYPES = {b"f32": np.dtype(np.float32), b"f16": np.dtype(np.float16), b"i32": np.dtype(np.int32)}
+
+
+class GgmlTensor(ctypes.Structure):
+    """The node of a ggml graph: type, shape, strides, operation, sources and name."""
+
+
+GgmlTensor._fields_ = [
+    ("type", ctypes.c_int),
+    ("buffer", ctypes.c_void_p),
+    ("ne", ctypes.c_int64 * N_DIMS),  # elements per axis, fastest first
+    ("nb", ctypes.c_size_t * N_DIMS),  # stride per axis in bytes
+    ("op", ctypes.c_int),
+    ("op_params", ctypes.c_int32 * (OP_PARAM_BYTES // 4)),
+    ("flags", ctypes.c_int32),
+    ("src", ctypes.POINTER(GgmlTensor) * N_SOURCES),
+    ("view_src", ctypes.POINTER(GgmlTensor)),
+    ("view_offs", ctypes.c_size_t),
+    ("data", ctypes.c_void_p),
+    ("name", ctypes.c_char * NAME_BYTES),
+    ("extra", ctypes.c_void_p),
+    ("padding", ctypes.c_char * 8),
+]
+
+
+class _InitParams(ctypes.Structure):
+    _fields_ = [("mem_size", ctypes.c_size_t), ("mem_buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool)]
+
+
+_POINTER = ctypes.c_void_p
+_SIGNATURES = {
+    "ggml_backend_tensor_get": (None, [_POINTER, _POINTER, ctypes.c_size_t, ctypes.c_size_t]),
+    "ggml_nbytes": (ctypes.c_size_t, [_POINTER]),
+    "ggml_nelements": (ctypes.c_int64, [_POINTER]),
+    "ggml_op_desc": (ctypes.c_char_p, [_POINTER]),
+    "ggml_get_name": (ctypes.c_char_p, [_POINTER]),
+    "ggml_get_data": (_POINTER, [_POINTER]),
+    "ggml_type_name": (ctypes.c_char_p, [ctypes.c_int]),
+    "ggml_op_name": (ctypes.c_char_p, [ctypes.c_int]),
+    "ggml_version": (ctypes.c_char_p, []),
+    "ggml_commit": (ctypes.c_char_p, []),
+    "ggml_init": (_POINTER, [_InitParams]),
+    "ggml_free": (None, [_POINTER]),
+    "ggml_new_tensor_3d": (_POINTER, [_POINTER, ctypes.c_int, *[ctypes.c_int64] * 3]),
+    "ggml_set_name": (_POINTER, [_POINTER, ctypes.c_char_p]),
+    "ggml_permute": (_POINTER, [_POINTER, _POINTER, *[ctypes.c_int] * 4]),
+    "ggml_soft_max_ext": (_POINTER, [_POINTER, _POINTER, _POINTER, ctypes.c_float, ctypes.c_float]),
+}
+for _name, (_result, _arguments) in _SIGNATURES.items():
+    _function = getattr(libggml, _name)
+    _function.restype, _function.argtypes = _result, _arguments
+
+
+def node(address: int) -> GgmlTensor:
+    """The tensor at an address that C handed out."""
+    return GgmlTensor.from_address(address)
+
+
+def op_name(tensor: GgmlTensor) -> str:
+    """The operation that computes the tensor; the kind of activation for unary and gated operations."""
+    return libggml.ggml_op_desc(ctypes.byref(tensor)).decode()
+
+
+def source_names(tensor: GgmlTensor) -> tuple[str, ...]:
+    """Names of the tensors it is computed from."""
+    return tuple(source.contents.name.decode() for source in tensor.src if source)
+
+
+def float_params(tensor: GgmlTensor) -> np.ndarray:
+    """The parameters of its operation, read as floats."""
+    return np.frombuffer(bytes(tensor.op_params), np.float32)
+
+
+def read(tensor: GgmlTensor) -> np.ndarray:
+    """Copy a computed tensor out of its backend.
+
+    Args:
+        tensor: A node or a view of one; a view's strides are honoured.
+
+    Returns:
+        Its values, axes slowest first, always four of them, C-contiguous.
+
+    Raises:
+        TypeError: The element type has no plain NumPy dtype.
+    """
+    type_name = libggml.ggml_type_name(tensor.type)
+    if type_name not in DTYPES:
+        name = tensor.name.decode()
+        raise TypeError(f"ggml tensor {name}: expected f32, f16 or i32, got {type_name.decode()}")
+    span = np.empty(libggml.ggml_nbytes(ctypes.byref(tensor)), np.uint8)  # first to last element of a view
+    libggml.ggml_backend_tensor_get(ctypes.byref(tensor), span.ctypes.data, 0, span.nbytes)
+    shape, strides = tuple(reversed(tensor.ne)), tuple(reversed(tensor.nb))
+    return np.ndarray(shape, DTYPES[type_name], span, strides=strides).copy()
+
+
+def check_layout() -> None:
+    """Compare every field we read with the C accessors on a graph built for the purpose.
+
+    Raises:
+        RuntimeError: The library's struct is laid out differently from `GgmlTensor`.
+    """
+    with _probe_graph() as (scores, view, mask, softmax):
+        checks = {
+            "type": (view.type, mask.type) == (_F32, _F16),
+            "ne": tuple(view.ne) == (5, 7, 3, 1) and libggml.ggml_nelements(ctypes.byref(view)) == 105,
+            "nb": tuple(view.nb) == (4, 60, 20, 420) and libggml.ggml_nbytes(ctypes.byref(view)) == 420,
+            "op": softmax.op == _op_number(b"SOFT_MAX") and op_name(softmax) == "SOFT_MAX",
+            "op_params": tuple(float_params(softmax)[:2]) == (0.375, 0.0),
+            "src": [_address(softmax.src[i]) for i in range(3)] == [_at(scores), _at(mask), 0],
+            "view_src": _address(view.view_src) == _at(scores) and view.view_offs == 0,
+            "data": scores.data == libggml.ggml_get_data(ctypes.byref(scores)) is not None,
+            "name": softmax.name == libggml.ggml_get_name(ctypes.byref(softmax)) == b"probe",
+        }
+    wrong = [field for field, agrees in checks.items() if not agrees]
+    if wrong:
+        raise RuntimeError(
+            f"llama.cpp: struct ggml_tensor of ggml {libggml.ggml_version().decode()} is not laid out as llorch "
+            f"knows it, at {', '.join(wrong)}; get the release that fits with: pip install 'llorch[golden]'"
+        )
+
+
+@contextmanager
+def _probe_graph() -> Iterator[tuple[GgmlTensor, GgmlTensor, GgmlTensor, GgmlTensor]]:
+    context = libggml.ggml_init(_InitParams(1 << 16, None, False))
+    try:
+        scores = libggml.ggml_new_tensor_3d(context, _F32, 5, 3, 7)
+        view = libggml.ggml_permute(context, scores, 0, 2, 1, 3)
+        mask = libggml.ggml_new_tensor_3d(context, _F16, 5, 3, 1)
+        softmax = libggml.ggml_soft_max_ext(context, scores, mask, 0.375, 0.0)
+        libggml.ggml_set_name(softmax, b"probe")
+        yield node(scores), node(view), node(mask), node(softmax)
+    finally:
+        libggml.ggml_free(context)
+
+
+def _op_number(name: bytes) -> int:
+    """Look an operation up by name; the other way round would index C arrays with what may be garbage."""
+    return next(number for number in range(1 << 16) if libggml.ggml_op_name(number) == name)
+
+
+def _address(pointer: Any) -> int:
+    return _at(pointer.contents) if pointer else 0
+
+
+def _at(tensor: GgmlTensor) -> int:
+    return ctypes.addressof(tensor)

@@ -1,0 +1,167 @@
+"""The vocabulary in the metadata of a GGUF file, checked and ready to encode as llama.cpp does.
+
+Source: ggml docs/gguf.md (keys); llama.cpp src/llama-vocab.cpp, `impl::load` and `impl::tokenize`.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from llorch.errors import FormatError
+from llorch.fields import Fields
+from llorch.tokenizer.byte_level import (
+    BYTE_CHARACTERS,
+    LLAMA_3_NAMES,
+    TEXT_BYTES,
+    WORD_PATTERNS,
+    ByteLevelBPE,
+    text_bytes,
+)
+from llorch.tokenizer.gguf_table import TokenTable, TokenType
+from llorch.tokenizer.sentencepiece import SPACE, SentencePieceBPE
+from llorch.tokenizer.special import SpacePrefix, SpecialTokens, cut, find_by_text, find_end_tokens, longest_first
+
+_PREFIX = "tokenizer.ggml."
+# Roles whose ids are used, by metadata key.
+_ROLES = {
+    "bos": "bos_token_id",
+    "eos": "eos_token_id",
+    "eot": "eot_token_id",
+    "eom": "eom_token_id",
+    "fim_pre": "fim_pre_token_id",
+    "fim_suf": "fim_suf_token_id",
+    "fim_mid": "fim_mid_token_id",
+    "fim_pad": "fim_pad_token_id",
+    "fim_rep": "fim_rep_token_id",
+    "fim_sep": "fim_sep_token_id",
+}
+
+
+class GGUFVocabulary:
+    """Tokens, special tokens and the text encoder of a GGUF file."""
+
+    def __init__(self, metadata: Mapping[str, object], path: str | Path) -> None:
+        """Read and check the `tokenizer.ggml` keys.
+
+        Args:
+            metadata: Keys and values of the file; string arrays as sequences of bytes.
+            path: The file, for messages.
+
+        Raises:
+            FormatError: There is no vocabulary, one of a kind not known here, or a faulty one.
+        """
+        fields = Fields(metadata, path, prefix=_PREFIX)
+        model = fields.text("model", default="none")
+        if model in ("none", "no_vocab"):
+            message = "this file has no vocabulary (tokenizer.ggml.model); give token ids"
+            raise FormatError("Missing", message, path=path)
+        self._path = path
+        self._table = TokenTable(metadata, path)
+        self.vocab_size = len(self._table.texts)
+        match model:
+            case "gpt2":
+                starts_with_bos = self._use_byte_level(fields)
+            case "llama":
+                starts_with_bos = self._use_sentencepiece(fields)
+            case _:
+                raise fields.error("Unsupported", "model", "'gpt2' or 'llama'", model)
+        self.special = self._read_special(fields, metadata)
+        self._added_first = self._added(fields, "bos", default=starts_with_bos)
+        self._added_last = self._added(fields, "eos", default=False)
+
+    def encode(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        """Encode text: first it is cut at special tokens, then what lies between is encoded.
+
+        Args:
+            text: Any text without lone surrogates.
+            add_special: Put the beginning and end tokens that the file asks for.
+            parse_special: Cut at control tokens too, not only at user-defined ones.
+
+        Returns:
+            Token ids.
+        """
+        ids = [*self._added_first] if add_special else []
+        at_start = self.space_prefix == "always"
+        for part in cut(text, self._every_special if parse_special else self._user_defined):
+            if isinstance(part, int):
+                ids.append(part)
+                at_start = self.space_prefix == "always"
+            else:
+                ids += self._encoder.encode(" " + part if at_start else part)
+                at_start = False
+        return ids + self._added_last if add_special else ids
+
+    def piece(self, token_id: int) -> bytes:
+        """Give the bytes of a token.
+
+        Args:
+            token_id: An id of the vocabulary.
+
+        Returns:
+            The bytes that it stands for; of a special token its own text.
+        """
+        text = self._table.texts[token_id]
+        kind = self._table.types[token_id]
+        if token_id in self.special.hidden or token_id in self.special.visible:
+            return text.encode("utf-8", "surrogateescape")
+        if kind is TokenType.BYTE:
+            return bytes([int(text[3:5], 16)])
+        if kind is not TokenType.NORMAL:
+            return b""  # unused and undefined: llama.cpp prints nothing for them
+        if isinstance(self._encoder, ByteLevelBPE):
+            return text_bytes(text)
+        return text.replace(SPACE, " ").encode("utf-8", "surrogateescape")
+
+    def _use_byte_level(self, fields: Fields) -> bool:
+        name = fields.text("pre")
+        if name not in WORD_PATTERNS:
+            raise fields.error("Unsupported", "pre", " or ".join(map(repr, WORD_PATTERNS)), name)
+        ids = self._table.ids_of(TokenType.NORMAL, TokenType.USER_DEFINED, TokenType.UNUSED, TokenType.BYTE)
+        absent = [byte for byte in TEXT_BYTES if BYTE_CHARACTERS[byte] not in ids]
+        self._need_no(absent, "bytes")
+        merges = self._table.read_merges(ids)
+        llama_3 = name in LLAMA_3_NAMES
+        self._encoder = ByteLevelBPE(ids, merges, patterns=WORD_PATTERNS[name], ignore_merges=llama_3)
+        self.space_prefix: SpacePrefix = "never"
+        return llama_3
+
+    def _use_sentencepiece(self, fields: Fields) -> bool:
+        scores = self._table.read_scores()
+        ids = self._table.ids_of(TokenType.NORMAL, TokenType.USER_DEFINED, TokenType.UNUSED)
+        byte_tokens = self._table.ids_of(TokenType.BYTE)
+        byte_ids = {int(text[3:5], 16): token_id for text, token_id in byte_tokens.items()}
+        self._need_no([b for b in TEXT_BYTES if b not in byte_ids and not (b < 128 and chr(b) in ids)], "bytes")
+        self._encoder = SentencePieceBPE(ids, {text: scores[i] for text, i in ids.items()}, byte_ids)
+        self.space_prefix = "always" if fields.boolean("add_space_prefix", default=True) else "never"
+        return True
+
+    def _need_no(self, absent: list[int], what: str) -> None:
+        if absent:
+            listed = ", ".join(f"0x{byte:02X}" for byte in absent[:4])
+            message = f"tokenizer.ggml.tokens: {len(absent)} {what} of text have no token: {listed}"
+            raise FormatError("Missing", message, path=self._path)
+
+    def _read_special(self, fields: Fields, metadata: Mapping[str, object]) -> SpecialTokens:
+        named = {role: fields.integer(key) for role, key in _ROLES.items() if _PREFIX + key in metadata}
+        for role, token_id in named.items():
+            if not 0 <= token_id < self.vocab_size:
+                raise fields.error("OutOfRange", _ROLES[role], f"0 to {self.vocab_size - 1}", token_id)
+        ids = {text: token_id for token_id, text in enumerate(self._table.texts)}
+        control = self._table.ids_of(TokenType.CONTROL, TokenType.UNKNOWN)
+        # A token found by its text is a control token, whatever type the file gives it.
+        by_text = find_by_text(ids, named)
+        control |= {self._table.texts[token_id]: token_id for token_id in by_text.values()}
+        visible = {text: i for text, i in self._table.ids_of(TokenType.USER_DEFINED).items() if text not in control}
+        self._user_defined = longest_first(visible)
+        self._every_special = longest_first(control | visible)
+        return SpecialTokens(
+            bos_token_id=named.get("bos"),
+            eos_token_ids=find_end_tokens(by_text, named),
+            hidden=frozenset(control.values()),
+            visible=frozenset(visible.values()),
+        )
+
+    def _added(self, fields: Fields, role: Literal["bos", "eos"], *, default: bool) -> list[int]:
+        if not fields.boolean(f"add_{role}_token", default=default):
+            return []
+        return [fields.integer(_ROLES[role])]

@@ -1,0 +1,169 @@
+"""The vocabulary of a Hugging Face folder: tokenizer.json, checked and rebuilt in the `tokenizers` library.
+
+Source: tokenizers `src/tokenizer/serialization.rs`, `src/models/bpe/serialization.rs` (fields of tokenizer.json).
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from threading import Lock
+
+from tokenizers import AddedToken, Tokenizer, models
+
+from llorch.errors import FormatError
+from llorch.fields import Fields
+from llorch.tokenizer.byte_level import BYTE_CHARACTERS, TEXT_BYTES, text_bytes
+from llorch.tokenizer.merges import check_merges
+from llorch.tokenizer.model_config_ids import NamedIds
+from llorch.tokenizer.pipeline import Pipeline, read_template
+from llorch.tokenizer.sentencepiece import BYTE_TOKEN, SPACE
+from llorch.tokenizer.special import SpacePrefix, SpecialTokens, find_by_text, find_end_tokens
+from llorch.weights.strict_json import read_json
+
+_MAX_TOKENIZER = 64 << 20  # bytes
+_MAX_ID = 1 << 22
+_BYTE_TOKENS = {byte: f"<0x{byte:02X}>" for byte in range(256)}
+_MODEL_KEYS = frozenset(
+    "type dropout unk_token continuing_subword_prefix end_of_word_suffix fuse_unk byte_fallback ignore_merges vocab"
+    " merges".split()
+)
+_SWITCHES = ("single_word", "lstrip", "rstrip", "normalized", "special")
+
+
+class HuggingFaceVocabulary:
+    """Tokens, special tokens and the text encoder of a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read and check the files.
+
+        Args:
+            folder: The model folder.
+
+        Raises:
+            FormatError: There is no tokenizer.json, one with parts not known here, or a faulty one.
+        """
+        self._path = folder / "tokenizer.json"
+        if not self._path.is_file():
+            message = "this folder has no tokenizer.json; add the file, or give token ids"
+            raise FormatError("Missing", message, path=folder)
+        content = read_json(self._path, limit=_MAX_TOKENIZER)
+        self._fields = Fields(content, self._path)
+        pipeline = Pipeline(content.get("normalizer"), content.get("pre_tokenizer"), self._path)
+        self._byte_level = pipeline.byte_level
+        self.space_prefix: SpacePrefix = pipeline.space_prefix
+        self._tokenizer = Tokenizer(self._read_model())
+        pipeline.install(self._tokenizer)
+        self._lock = Lock()
+        added = [self._read_token(entry) for entry in self._list(content, "added_tokens")]
+        self.special = self._add(folder, added)
+        first, last = read_template(content.get("post_processor"), self._path)
+        self._first = [self._check_id(one, "post_processor", self.vocab_size) for one in first]
+        self._last = [self._check_id(one, "post_processor", self.vocab_size) for one in last]
+
+    def encode(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        """Encode text.
+
+        Args:
+            text: Any text without lone surrogates.
+            add_special: Put the tokens of the file's template around it.
+            parse_special: Turn the text of special tokens into them.
+
+        Returns:
+            Token ids.
+        """
+        with self._lock:  # the switch belongs to the tokenizer, not to the call
+            self._tokenizer.encode_special_tokens = not parse_special
+            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return [*self._first, *ids, *self._last] if add_special else ids
+
+    def piece(self, token_id: int) -> bytes:
+        """Give the bytes of a token.
+
+        Args:
+            token_id: An id below `vocab_size`.
+
+        Returns:
+            The bytes that it stands for; of an added token its own text; nothing for an id that only pads the model.
+        """
+        text = self._texts.get(token_id, "")
+        if token_id in self.special.hidden or token_id in self.special.visible:
+            return text.encode()
+        if self._byte_level:
+            return text_bytes(text)
+        if BYTE_TOKEN.fullmatch(text):
+            return bytes([int(text[3:5], 16)])
+        return text.replace(SPACE, " ").encode()
+
+    def _read_model(self) -> models.BPE:
+        model = self._fields.section("model")
+        if model is None:
+            raise self._fields.error("Missing", "model", "a BPE model", None)
+        unknown = sorted(model.values.keys() - _MODEL_KEYS)
+        if unknown:
+            raise self._fields.error("Unsupported", "model", "the fields of a BPE model", unknown)
+        model.refuse("type", unless=("BPE",), default="BPE")
+        model.refuse("dropout", unless=(None, 0), default=None)
+        model.refuse("byte_fallback", unless=(not self._byte_level,), default=False)
+        for key in ("continuing_subword_prefix", "end_of_word_suffix"):
+            model.refuse(key, unless=(None, ""), default=None)
+        ids = self._read_ids(model.values.get("vocab"))
+        merges = check_merges(self._list(model.values, "merges"), ids, key="merges", path=self._path)
+        ignore_merges = model.boolean("ignore_merges", default=False)
+        return models.BPE(ids, merges, ignore_merges=ignore_merges, byte_fallback=not self._byte_level)
+
+    def _read_ids(self, vocab: object) -> dict[str, int]:
+        if not isinstance(vocab, dict) or not vocab:
+            raise self._fields.error("Malformed", "vocab", "an object of text to id", vocab)
+        ids = {text: self._check_id(token_id, f"vocab {text!r}", _MAX_ID) for text, token_id in vocab.items()}
+        self._texts = {token_id: text for text, token_id in ids.items()}
+        if len(self._texts) < len(ids):
+            text = next(text for text, token_id in ids.items() if self._texts[token_id] != text)
+            raise self._fields.error("Duplicate", f"vocab {text!r}", "an id of its own", ids[text])
+        names = BYTE_CHARACTERS if self._byte_level else _BYTE_TOKENS
+        absent = [names[byte] for byte in TEXT_BYTES if names[byte] not in ids]
+        if absent:
+            raise self._fields.error("Missing", "vocab", "a token for every byte of text, none absent", absent)
+        return ids
+
+    def _read_token(self, entry: object) -> tuple[int, AddedToken]:
+        if not isinstance(entry, dict):
+            raise self._fields.error("Malformed", "added_tokens", "objects", entry)
+        fields = Fields(entry, self._path)
+        content = fields.text("content")
+        if not content:
+            raise fields.error("Malformed", "added_tokens", "a text in each", entry)
+        switches = {name: fields.boolean(name, default=False) for name in _SWITCHES}
+        return self._check_id(entry.get("id"), f"added_tokens {content!r}", _MAX_ID), AddedToken(content, **switches)
+
+    def _add(self, folder: Path, added: list[tuple[int, AddedToken]]) -> SpecialTokens:
+        """Put the added tokens into the library, and sort them into hidden and visible ones."""
+        by_text = find_by_text({token.content: token_id for token_id, token in added}, ())
+        for token_id, token in added:
+            # As in GGUF files: what ends a generation is no user's text, whatever type the file gives it.
+            token.special = token.special or token_id in by_text.values()
+        self._tokenizer.add_tokens([token for _, token in added])
+        for token_id, token in added:
+            free = self._tokenizer.token_to_id(token.content)
+            if free != token_id:
+                raise self._fields.error("Inconsistent", f"added_tokens {token.content!r}", f"id {free}", token_id)
+            self._texts[token_id] = token.content
+        named = NamedIds.read(folder, {text: token_id for token_id, text in self._texts.items()})
+        self.vocab_size = max(max(self._texts) + 1, named.rows)
+        return SpecialTokens(
+            bos_token_id=named.bos_token_id,
+            eos_token_ids=named.eos_token_ids | find_end_tokens(by_text, {}),
+            hidden=frozenset(token_id for token_id, token in added if token.special),
+            visible=frozenset(token_id for token_id, token in added if not token.special),
+        )
+
+    def _list(self, values: Mapping[str, object], key: str) -> list[object]:
+        value = values.get(key)
+        if not isinstance(value, list):
+            raise self._fields.error("Malformed", key, "a list", value)
+        return value
+
+    def _check_id(self, token_id: object, what: str, limit: int) -> int:
+        if isinstance(token_id, bool) or not isinstance(token_id, int):
+            raise self._fields.error("Malformed", what, "an integer id", token_id)
+        if not 0 <= token_id < limit:
+            raise self._fields.error("OutOfRange", what, f"0 to {limit - 1}", token_id)
+        return token_id

@@ -1,0 +1,109 @@
+"""SentencePiece-style BPE (Llama 1 and 2, TinyLlama): the best-scored pair of neighbours merges first.
+
+A space is written as U+2581. Of two pairs with the same score the left one merges first. This is why the merging is
+done here and not by the `tokenizers` library: its BPE gives each split of a token a rank of its own, so "a" + "aaa"
+and "aaa" + "a" cannot tie, and Llama 2 scores all runs of spaces alike. Its Unigram model finds the best-scored
+segmentation of the whole text, which is another rule.
+
+Source: llama.cpp src/llama-vocab.cpp, `llm_tokenizer_spm_session`.
+"""
+
+import re
+from collections.abc import Mapping
+from heapq import heapify, heappop, heappush
+
+SPACE = "\u2581"
+BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+_CACHED_WORDS = 65_536
+_CACHED_LENGTH = 32  # longer words rarely come back
+
+
+class SentencePieceBPE:
+    """The text encoder of a vocabulary with scores."""
+
+    def __init__(self, ids: Mapping[str, int], scores: Mapping[str, float], byte_ids: Mapping[int, int]) -> None:
+        """Rank the tokens.
+
+        Args:
+            ids: Token text to id, without control and byte tokens: no text may turn into one.
+            scores: Token text to score, higher merges first.
+            byte_ids: Byte to id, for characters that are no token.
+        """
+        places = {score: place for place, score in enumerate(sorted(set(scores.values()), reverse=True))}
+        self._ranks = {text: places[score] for text, score in scores.items()}
+        self._ids = ids
+        self._byte_ids = byte_ids
+        # Where no token has a space after something else, words are independent of each other.
+        crossing = re.compile(f"[^{SPACE}]{SPACE}")
+        separable = not any(crossing.search(text) for text in ids)
+        self._words = re.compile(f"{SPACE}*[^{SPACE}]*" if separable else "(?s).*")
+        self._cache: dict[str, list[int]] = {}
+
+    def encode(self, text: str) -> list[int]:
+        """Encode text without special tokens.
+
+        Args:
+            text: Any text without lone surrogates, its space prefix included.
+
+        Returns:
+            Token ids.
+        """
+        ids: list[int] = []
+        for word in self._words.findall(text.replace(" ", SPACE)):
+            ids += self._encode_word(word)
+        return ids
+
+    def _encode_word(self, word: str) -> list[int]:
+        if word in self._cache:
+            return self._cache[word]
+        ids: list[int] = []
+        for piece in merge(word, self._ranks):
+            token_id = self._ids.get(piece)
+            if token_id is None:
+                ids += [self._byte_ids[byte] for byte in piece.encode()]
+            else:
+                ids.append(token_id)
+        if len(word) <= _CACHED_LENGTH and len(self._cache) < _CACHED_WORDS:
+            self._cache[word] = ids
+        return ids
+
+
+def merge(text: str, ranks: Mapping[str, int]) -> list[str]:
+    """Merge neighbouring pieces, best rank first and leftmost among equals, until no pair is a token.
+
+    Args:
+        text: What to cut; it starts as single characters.
+        ranks: Token to rank, lower merges first.
+
+    Returns:
+        The pieces.
+    """
+    length = len(text)
+    end = list(range(1, length + 1))  # of the piece that starts here; 0 once it has been merged into its left one
+    before = list(range(-1, length - 1))  # start of the piece to the left
+    # An entry is rank * length + start of the left piece: one small integer that sorts as (rank, start).
+    queue = [rank * length + i for i in range(length - 1) if (rank := ranks.get(text[i : i + 2])) is not None]
+    heapify(queue)
+    while queue:
+        rank, left = divmod(heappop(queue), length)
+        right = end[left]
+        # An entry is out of date when its left piece is gone or its pair has become another one.
+        if right in (0, length) or ranks.get(text[left : end[right]]) != rank:
+            continue
+        end[left] = stop = end[right]
+        end[right] = 0
+        if stop < length:
+            before[stop] = left
+            if (rank := ranks.get(text[left : end[stop]])) is not None:
+                heappush(queue, rank * length + left)
+        if left and (rank := ranks.get(text[before[left] : stop])) is not None:
+            heappush(queue, rank * length + before[left])
+    return _walk(text, end)
+
+
+def _walk(text: str, end: list[int]) -> list[str]:
+    pieces, start = [], 0
+    while start < len(text):
+        pieces.append(text[start : end[start]])
+        start = end[start]
+    return pieces

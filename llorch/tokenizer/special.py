@@ -1,0 +1,121 @@
+"""The tokens that are no text: which they are, which of them end a generation, and how text is cut at them.
+
+Source: llama.cpp src/llama-vocab.cpp, `impl::load` (end-of-generation list) and `tokenizer_st_partition`.
+"""
+
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+SpacePrefix = Literal["never", "start", "always"]  # where encoding puts a space: before the text, after each special
+
+# Files name one end token; chat models stop at others too, which llama.cpp finds by their text. These are the ones
+# that occur in files of the Llama and Qwen families and their fine-tunes.
+END_TEXTS = (
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|end_of_text|>",
+    "<|im_end|>",
+    "<|endoftext|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "</s>",
+    "<EOT>",
+    "_<EOT>",
+    "[EOS]",
+    "[EOT]",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",  # the Qwen and Llama distillations of DeepSeek R1
+)
+# Tokens of code models, likewise found by their text unless the metadata names the role. Of each row only the first
+# that the vocabulary has counts.
+FILL_TEXTS = {
+    "fim_pre": ("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<PRE>", "\u2581<PRE>"),
+    "fim_suf": ("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<SUF>", "\u2581<SUF>"),
+    "fim_mid": ("<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<MID>", "\u2581<MID>"),
+    "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    "fim_sep": ("<|file_sep|>",),
+}
+END_ROLES = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpecialTokens:
+    """The ids that are treated as something other than text."""
+
+    bos_token_id: int | None
+    eos_token_ids: frozenset[int]  # every id that ends a generation
+    hidden: frozenset[int]  # control and unknown tokens: cut out of text only on request, never shown in it
+    visible: frozenset[int]  # user-defined tokens: always cut out of text, and part of what is shown
+
+
+def find_by_text(ids: Mapping[str, int], named: Container[str]) -> dict[str, int]:
+    """Find the tokens that are control tokens because of their text.
+
+    Args:
+        ids: Token text to id, for the tokens that may count by their text.
+        named: Roles for which the file names a token, so that no text is looked for.
+
+    Returns:
+        Role to id, and for tokens without a role of their own text to id.
+    """
+    found = {text: ids[text] for text in END_TEXTS if text in ids}
+    for role, texts in FILL_TEXTS.items():
+        known = [ids[text] for text in texts if text in ids]
+        if known and role not in named:
+            found[role] = known[0]
+    return found
+
+
+def find_end_tokens(by_text: Mapping[str, int], named: Mapping[str, int]) -> frozenset[int]:
+    """Collect every token that ends a generation.
+
+    Args:
+        by_text: From `find_by_text`.
+        named: Role to id, as the file states them.
+
+    Returns:
+        The ids.
+    """
+    keys = (*END_TEXTS, *END_ROLES)
+    return frozenset(ids[key] for ids in (by_text, named) for key in keys if key in ids)
+
+
+def longest_first(texts: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Order special texts for `cut`: where two overlap, the longer one counts.
+
+    Args:
+        texts: Special text to id.
+
+    Returns:
+        The pairs, longest text (in UTF-8 bytes) first.
+    """
+    return sorted(texts.items(), key=lambda item: -len(item[0].encode("utf-8", "surrogateescape")))
+
+
+def cut(text: str, specials: Sequence[tuple[str, int]]) -> list[str | int]:
+    """Replace every special text by its id.
+
+    Args:
+        text: What to cut; not changed where no special text occurs.
+        specials: From `longest_first`.
+
+    Returns:
+        Pieces of text (none of them empty) and ids, in order.
+    """
+    parts: list[str | int] = [text] if text else []
+    for special, token_id in specials:
+        if special in text:
+            parts = [piece for part in parts for piece in _cut_at(part, special, token_id)]
+    return parts
+
+
+def _cut_at(part: str | int, special: str, token_id: int) -> Iterator[str | int]:
+    if isinstance(part, int):
+        yield part
+        return
+    for index, piece in enumerate(part.split(special)):
+        if index:
+            yield token_id
+        if piece:
+            yield piece

@@ -1,0 +1,125 @@
+"""The public tokenizer: one behaviour for the vocabularies of GGUF files and of Hugging Face folders."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from llorch.tokenizer.gguf_vocabulary import GGUFVocabulary
+from llorch.tokenizer.huggingface import HuggingFaceVocabulary
+from llorch.weights.gguf import GGUFFile
+
+
+class Tokenizer:
+    """Token ids from text, and text from token ids."""
+
+    def __init__(self, vocabulary: GGUFVocabulary | HuggingFaceVocabulary) -> None:
+        """Wrap a vocabulary; use `from_gguf` or `from_huggingface`.
+
+        Args:
+            vocabulary: The checked content of a file.
+        """
+        self._vocabulary = vocabulary
+        self.vocab_size = vocabulary.vocab_size
+        self.bos_token_id = vocabulary.special.bos_token_id
+        self.eos_token_ids = vocabulary.special.eos_token_ids
+
+    @classmethod
+    def from_gguf(cls, file: GGUFFile) -> "Tokenizer":
+        """Read the vocabulary of a GGUF file; ids are those of llama.cpp.
+
+        Args:
+            file: The open file.
+
+        Returns:
+            The tokenizer; it does not need the file any more.
+
+        Raises:
+            FormatError: Missing without a vocabulary, else what is wrong with it.
+        """
+        return cls(GGUFVocabulary(file.metadata, file.path))
+
+    @classmethod
+    def from_huggingface(cls, folder: str | Path) -> "Tokenizer":
+        """Read `tokenizer.json` of a model folder; ids are those of the `tokenizers` library.
+
+        Args:
+            folder: The folder.
+
+        Returns:
+            The tokenizer.
+
+        Raises:
+            FormatError: Missing without a tokenizer.json, else what is wrong with it.
+        """
+        return cls(HuggingFaceVocabulary(Path(folder)))
+
+    def encode(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
+        """Encode text.
+
+        Args:
+            text: Any text without lone surrogates.
+            add_special: Put the beginning and end tokens that the file asks for.
+            parse_special: Turn the text of a control token, such as `<|eot_id|>`, into that token. Leave it off for
+                text from users: there it stays text.
+
+        Returns:
+            Token ids.
+
+        Raises:
+            ValueError: The text has a lone surrogate.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            surrogate = text[error.start]
+            message = f"text: expected Unicode, got the lone surrogate {surrogate!a} at index {error.start}"
+            raise ValueError(f"{message}; decode the bytes with errors='replace'") from None
+        return self._vocabulary.encode(text, add_special=add_special, parse_special=parse_special)
+
+    def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
+        """Decode token ids; the inverse of `encode`.
+
+        The space that encoding put before the text, if the vocabulary does so, is taken away again. (llama.cpp keeps
+        it after a beginning token, and tidies spaces before punctuation for some vocabularies: neither is inverse.)
+
+        Args:
+            ids: Token ids.
+            skip_special: Leave control tokens out.
+
+        Returns:
+            The text; bytes that are not UTF-8 become U+FFFD.
+
+        Raises:
+            ValueError: An id is outside the vocabulary.
+        """
+        return b"".join(self._pieces(ids, skip_special)).decode("utf-8", "replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Give the bytes of one token, for streaming: characters may span tokens.
+
+        Args:
+            token_id: The token.
+
+        Returns:
+            Its bytes, a leading space included; nothing for a control token.
+
+        Raises:
+            ValueError: The id is outside the vocabulary.
+        """
+        return b"" if token_id in self._vocabulary.special.hidden else self._piece(token_id)
+
+    def _pieces(self, ids: Iterable[int], skip_special: bool) -> Iterator[bytes]:
+        special, space_prefix = self._vocabulary.special, self._vocabulary.space_prefix
+        at_start = space_prefix != "never"
+        for token_id in ids:
+            piece = self._piece(token_id)
+            if token_id in special.hidden or token_id in special.visible:
+                at_start = space_prefix == "always" or (at_start and token_id == special.bos_token_id)
+                yield b"" if skip_special and token_id in special.hidden else piece
+            else:
+                yield piece.removeprefix(b" ") if at_start else piece
+                at_start = False
+
+    def _piece(self, token_id: int) -> bytes:
+        if not 0 <= token_id < self.vocab_size:
+            raise ValueError(f"token id: expected 0 to {self.vocab_size - 1}, got {token_id}")
+        return self._vocabulary.piece(token_id)

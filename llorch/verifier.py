@@ -1,0 +1,324 @@
+"""Verification of one model: every checkpoint, every stage and layer, against each producer.
+
+Each row compares our float32 result with a golden and shows beside it how far both are from the float64 truth.
+The tolerance is 4 times the larger distance of the producers from the truth, but never above a ceiling: if the
+truth itself were wrong, both producers would be far from it, and a tolerance made from that must not pass.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from llorch.cache import KVCache
+from llorch.compare import FLOAT32_ULP, Difference, Tolerance, measure, tolerance_from
+from llorch.evidence import SAMPLINGS, Evidence, Tolerances
+from llorch.forward import forward
+from llorch.generate import sample_ids
+from llorch.replay import Pass, cut, isolated
+from llorch.sampling import SamplingSettings, probabilities
+from llorch.stages import Stage, keys
+from llorch.weights import Weights
+
+PASS, FAIL, TIE = "PASS", "FAIL", "TIE"
+DECODED = ("k_cache", "v_cache", "logits")  # what checkpoint 03 looks at after a split pass
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison and its verdict."""
+
+    model: str
+    checkpoint: str
+    stage: str
+    layer: int | None
+    case: str
+    producer: str
+    backend: str
+    mode: str  # isolated, chained, decode or exact
+    error: float  # ours from the golden
+    worst: float  # its worst element
+    truth_error: float  # ours from the float64 truth
+    producer_error: float  # the golden from the float64 truth
+    tolerance: float
+    tolerance_worst: float
+    verdict: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far one golden is from the truth."""
+
+    case: str
+    mode: str
+    stage: str
+    difference: Difference
+
+
+def ceiling(mode: str, last_position: int) -> Tolerance:
+    """The largest tolerance that is ever granted.
+
+    Args:
+        mode: `isolated` or `chained`.
+        last_position: The highest position of the pass; a float32 angle is off by up to position * 2^-24.
+
+    Returns:
+        The ceiling: rounding of one op, or of all before it, plus what float32 angles cost.
+    """
+    rounding = 1e-5 if mode == "isolated" else 1e-3
+    angle = 8 * last_position * FLOAT32_ULP
+    return Tolerance(rounding + angle, 10 * (rounding + angle))
+
+
+def exact_row(model: str, checkpoint: str, stage: str, producer: str, wrong: float, note: str) -> Row:
+    """The row of things that are equal or not; `wrong` is the share that is not."""
+    return Row(
+        model=model,
+        checkpoint=checkpoint,
+        stage=stage,
+        layer=None,
+        case="near",
+        producer=producer,
+        backend="numpy",
+        mode="exact",
+        error=wrong,
+        worst=wrong,
+        truth_error=wrong,
+        producer_error=0.0,
+        tolerance=0.0,
+        tolerance_worst=0.0,
+        verdict=FAIL if wrong else PASS,
+        note=note,
+    )
+
+
+def run(weights: Weights, this: Pass, *, n_cached: int = 0) -> dict[str, np.ndarray]:
+    """Trace of our forward pass; with `n_cached` the trace of the second of two passes.
+
+    Args:
+        weights: The model in the dtype to run.
+        this: The tokens.
+        n_cached: Tokens that a first pass puts into the cache.
+
+    Returns:
+        Stage key to array.
+    """
+    cache = KVCache(weights.config, weights.dtype, first_position=this.first_position)
+    ids = np.asarray(this.ids)
+    trace: dict[str, np.ndarray] = {}
+
+    def keep(name: str, array: np.ndarray) -> np.ndarray:
+        trace[name] = array
+        return array
+
+    if n_cached:
+        forward(ids[:n_cached], weights, cache)
+    forward(ids[n_cached:], weights, cache, keep=keep)
+    return trace
+
+
+class Verifier:
+    """Judges our forward pass on one model against goldens or live evidence."""
+
+    def __init__(
+        self, name: str, weights: Weights, cases: Mapping[str, Pass], evidence: Mapping[str, Evidence]
+    ) -> None:
+        """Prepare; nothing is computed yet.
+
+        Args:
+            name: Name of the model in the rows.
+            weights: The model in float32.
+            cases: The inputs.
+            evidence: What each producer showed for them.
+        """
+        self.name = name
+        self.weights = weights
+        self.wide = weights.astype(np.float64)
+        self.cases = cases
+        self.evidence = evidence
+        self._keys = list(keys(weights.config))
+
+    @cached_property
+    def truth(self) -> Mapping[str, Mapping[str, np.ndarray]]:
+        """Our float64 trace of every case."""
+        return {name: run(self.wide, case) for name, case in self.cases.items()}
+
+    def distances(self) -> Iterator[Distance]:
+        """How far every golden is from the truth, isolated and chained."""
+        for case, mode, key, stage, layer, producer in self._comparisons():
+            golden = self.evidence[producer].traces[case].get(key)
+            truth = self._isolated(self.wide, case, producer, stage, layer)
+            truth = truth if mode == "isolated" else self.truth[case][key]
+            yield Distance(case, mode, stage.name, _from_truth(golden, truth, masked=stage.masked))
+        for producer, evidence in self.evidence.items():
+            difference = _from_truth(evidence.selected_logits, self._true_row())
+            yield Distance("near", "chained", "selected_logits", difference)
+            for sampling, true in self._true_probabilities(producer).items():
+                difference = _from_truth(evidence.probabilities[sampling], true)
+                yield Distance("near", "isolated", "probabilities", difference)
+
+    def tolerances(self) -> Tolerances:
+        """Tolerances made from the producers' distances from the truth."""
+        grouped: dict[tuple[str, str, str], list[Difference]] = defaultdict(list)
+        for d in self.distances():
+            grouped[d.case, d.mode, d.stage].append(d.difference)
+        out: Tolerances = {}
+        for (case, mode, stage), differences in grouped.items():
+            highest = ceiling(mode, int(self.cases[case].positions[-1]))
+            clean = [d for d in differences if d.fault is None]
+            made = tolerance_from(clean) if clean else highest
+            capped = Tolerance(min(made.error, highest.error), min(made.worst, highest.worst))
+            out.setdefault(case, {}).setdefault(mode, {})[stage] = capped
+        return out
+
+    def rows(self, tolerances: Tolerances) -> Iterator[Row]:
+        """Judge everything.
+
+        Args:
+            tolerances: Stored ones, or those made by `tolerances`.
+
+        Yields:
+            One row per comparison, in the order of the forward pass for each mode.
+        """
+        yield from self.stage_rows(tolerances)
+        yield from self.decode_rows(tolerances)
+        yield from self.sampler_rows(tolerances)
+
+    def stage_rows(self, tolerances: Tolerances) -> Iterator[Row]:
+        """Checkpoints 00 to 08: every stage and layer, isolated and chained."""
+        chained = {name: run(self.weights, case) for name, case in self.cases.items()}
+        for case, mode, key, stage, layer, producer in self._comparisons():
+            if mode == "isolated":
+                ours = self._isolated(self.weights, case, producer, stage, layer)
+                truth = self._isolated(self.wide, case, producer, stage, layer)
+            else:
+                ours, truth = chained[case].get(key), self.truth[case][key]
+            golden = self.evidence[producer].traces[case].get(key)
+            allowed = tolerances[case][mode][stage.name]
+            arrays = ours, golden, truth
+            yield self._row(stage.checkpoint, stage.name, layer, case, producer, mode, arrays, allowed)
+
+    def decode_rows(self, tolerances: Tolerances) -> Iterator[Row]:
+        """Checkpoint 03: a pass in two parts gives what the producers' single pass gave."""
+        for case, whole in self.cases.items():
+            for n_cached in sorted({1, len(whole.ids) // 2, len(whole.ids) - 1} - {0, len(whole.ids)}):
+                trace = run(self.weights, whole, n_cached=n_cached)
+                where = f"{case}, {n_cached} cached"
+                for key, stage, layer in self._keys:
+                    if stage.name not in DECODED:
+                        continue
+                    truth = cut(stage, self.truth[case][key], n_cached)
+                    allowed = tolerances[case]["chained"][stage.name]
+                    for producer, evidence in self.evidence.items():
+                        arrays = trace[key], cut(stage, evidence.traces[case][key], n_cached), truth
+                        yield self._row("03", stage.name, layer, where, producer, "decode", arrays, allowed)
+
+    def sampler_rows(self, tolerances: Tolerances) -> Iterator[Row]:
+        """Checkpoints 09 to 12: the row that sampling sees, its argmax, distributions, greedy text."""
+        near = self.cases["near"].ids
+        cache = KVCache(self.weights.config, self.weights.dtype)
+        row = forward(np.asarray(near), self.weights, cache, last_only=True)[0]
+        best = np.asarray([int(np.argmax(row))])
+        greedy, gaps = self._greedy(max(len(e.greedy) for e in self.evidence.values()))
+        for producer, evidence in self.evidence.items():
+            golden = evidence.selected_logits
+            allowed = tolerances["near"]["chained"]["selected_logits"]
+            arrays = row, golden, self._true_row()
+            yield self._row("09", "selected_logits", None, "near", producer, "chained", arrays, allowed)
+            yield self._exact("10", "argmax", producer, best, np.asarray([int(np.argmax(golden))]), gaps)
+            allowed = tolerances["near"]["isolated"]["probabilities"]
+            for name, true in self._true_probabilities(producer).items():
+                arrays = probabilities(golden, SAMPLINGS[name], near), evidence.probabilities[name], true
+                stage = f"probabilities.{name}"
+                yield self._row("11", stage, None, "near", producer, "isolated", arrays, allowed)
+            yield self._exact("12", "generation", producer, greedy, evidence.greedy, gaps)
+
+    def _comparisons(self) -> Iterator[tuple[str, str, str, Stage, int | None, str]]:
+        for case in self.cases:
+            for mode in ("isolated", "chained"):
+                for key, stage, layer in self._keys:
+                    for producer in self.evidence:
+                        yield case, mode, key, stage, layer, producer
+
+    def _isolated(self, weights: Weights, case: str, producer: str, stage: Stage, layer: int | None) -> np.ndarray:
+        return isolated(stage, layer, self.evidence[producer].traces[case], weights, self.cases[case])
+
+    def _true_row(self) -> np.ndarray:
+        return self.truth["near"]["logits"][-1]
+
+    def _true_probabilities(self, producer: str) -> dict[str, np.ndarray]:
+        logits = self.evidence[producer].selected_logits.astype(np.float64)
+        history = self.cases["near"].ids
+        return {name: probabilities(logits, settings, history) for name, settings in SAMPLINGS.items()}
+
+    def _greedy(self, n_tokens: int) -> tuple[np.ndarray, list[float]]:
+        cache = KVCache(self.weights.config, self.weights.dtype)
+        gaps: list[float] = []  # of the two best logits, as a share of the largest
+
+        def step(new: Sequence[int]) -> np.ndarray:
+            logits = forward(np.asarray(new), self.weights, cache, last_only=True)[0]
+            second, first = np.partition(logits, -2)[-2:]
+            gaps.append(float(first - second) / float(np.abs(logits).max()))
+            return logits
+
+        sampled = sample_ids(step, self.cases["near"].ids, SamplingSettings(), max_tokens=n_tokens)
+        return np.asarray([token for token, _ in sampled], np.int64), gaps
+
+    def _row(
+        self,
+        checkpoint: str,
+        stage: str,
+        layer: int | None,
+        case: str,
+        producer: str,
+        mode: str,
+        arrays: tuple[np.ndarray | None, np.ndarray | None, np.ndarray],
+        allowed: Tolerance,
+    ) -> Row:
+        ours, golden, truth = arrays
+        masked = stage == "attn_scores"
+        difference = measure(ours, golden, masked=masked)
+        return Row(
+            model=self.name,
+            checkpoint=checkpoint,
+            stage=stage,
+            layer=layer,
+            case=case,
+            producer=producer,
+            backend="numpy",
+            mode=mode,
+            error=difference.error,
+            worst=difference.worst,
+            truth_error=_from_truth(ours, truth, masked=masked).error,
+            producer_error=_from_truth(golden, truth, masked=masked).error,
+            tolerance=allowed.error,
+            tolerance_worst=allowed.worst,
+            verdict=PASS if difference.within(allowed) else FAIL,
+            note=difference.fault or "",
+        )
+
+    def _exact(
+        self,
+        checkpoint: str,
+        stage: str,
+        producer: str,
+        got: np.ndarray,
+        want: np.ndarray,
+        gaps: Sequence[float],
+    ) -> Row:
+        difference = measure(got, want)
+        row = exact_row(self.name, checkpoint, stage, producer, difference.error, difference.fault or "")
+        if row.verdict == PASS or difference.fault is not None:
+            return row
+        at = int(np.argmax(got != want))
+        note = f"token {at}: got {got[at]}, want {want[at]}, logit gap {gaps[at]:.1e} of the largest logit"
+        tie = gaps[at] <= ceiling("isolated", 0).error
+        return replace(row, verdict=TIE if tie else FAIL, note=note)
+
+
+def _from_truth(array: np.ndarray | None, truth: np.ndarray, *, masked: bool = False) -> Difference:
+    wide = array.astype(truth.dtype) if array is not None else None
+    return measure(wide, truth, masked=masked)

@@ -1,0 +1,98 @@
+"""Verification from end to end: a built-in model against its stored goldens, any model against live producers."""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from llorch.builtin import builtin_path, goldens_folder
+from llorch.evidence import Evidence, TokenCheck, cases_for, read, sha256, take
+from llorch.foundation import Table, differing, foreign_tensors, own_tensors
+from llorch.model import Model
+from llorch.producers import ProducerName, open_producer
+from llorch.verifier import Row, Verifier, exact_row
+from llorch.weights import Weights, open_weights
+
+Say = Callable[[str], None]
+
+
+def verify_stored(name: str) -> Iterator[Row]:
+    """Judge a built-in model against its stored goldens.
+
+    Args:
+        name: A built-in model.
+
+    Yields:
+        Rows, checkpoint 00 first.
+
+    Raises:
+        FileNotFoundError: A golden is missing.
+        ValueError: The goldens were made for other weights.
+    """
+    path = builtin_path(name)
+    golden = read(goldens_folder() / name)
+    if golden.provenance["weights_sha256"] != sha256(path):
+        raise ValueError(f"golden {name}: made for other weights than {path}; run reference_outputs/regenerate.py")
+    weights = open_weights(path)
+    yield from foundation_rows(name, own_tensors(weights), golden.tensors)
+    yield from token_rows(name, weights, golden.tokens)
+    yield from Verifier(name, weights, golden.cases, golden.evidence).rows(golden.tolerances)
+
+
+def verify_live(
+    path: Path,
+    ids: Sequence[int],
+    producers: Sequence[ProducerName],
+    *,
+    text: str | None = None,
+    say: Say = lambda line: None,
+) -> Iterator[Row]:
+    """Judge any model against producers that run now.
+
+    Args:
+        path: A GGUF file or a Hugging Face folder.
+        ids: The prompt.
+        producers: Which engines to run.
+        text: The prompt's text, when it was tokenized by us; its ids are then compared too.
+        say: Told what is being done.
+
+    Yields:
+        Rows, checkpoint 00 first.
+
+    Raises:
+        MissingExtra: An engine is not installed.
+    """
+    weights = open_weights(path)
+    cases = cases_for(ids, weights.config)
+    evidence: dict[str, Evidence] = {}
+    tokens: dict[str, Sequence[int]] = {}
+    for name in producers:
+        say(f"running {name}")
+        with open_producer(name, path) as producer:
+            evidence[name] = take(producer, cases)
+            theirs = producer.tokenize(text, add_special=True, parse_special=False) if text is not None else None
+            tokens |= {name: theirs} if theirs is not None else {}
+    say("reading the tensor table")
+    yield from foundation_rows(path.stem, own_tensors(weights), foreign_tensors(path))
+    if text is not None:
+        yield from token_rows(path.stem, weights, [TokenCheck(text, tokens)])
+    say("computing the float64 truth")
+    verifier = Verifier(path.stem, weights, cases, evidence)
+    tolerances = verifier.tolerances()
+    say("comparing")
+    yield from verifier.rows(tolerances)
+
+
+def foundation_rows(model: str, own: Table, foreign: Table) -> Iterator[Row]:
+    """Checkpoint 00: names, types, shapes and bytes of all tensors."""
+    wrong = differing(own, foreign)
+    n_tensors = len(own.keys() | foreign.keys())
+    yield exact_row(model, "00", "tensors", "reader", len(wrong) / n_tensors, ", ".join(wrong[:5]))
+
+
+def token_rows(model: str, weights: Weights, checks: Sequence[TokenCheck]) -> Iterator[Row]:
+    """Checkpoint 00: our token ids against each producer's, for every text."""
+    tokenizer = Model(weights).tokenizer
+    for producer in sorted({producer for check in checks for producer in check.ids}):
+        texts = [check for check in checks if producer in check.ids]
+        wrong = [check for check in texts if tokenizer.encode(check.text) != list(check.ids[producer])]
+        note = f"{wrong[0].text!r}: {tokenizer.encode(wrong[0].text)} not {wrong[0].ids[producer]}" if wrong else ""
+        yield exact_row(model, "00", "token_ids", producer, len(wrong) / len(texts), note)

@@ -1,0 +1,106 @@
+"""The KV cache: what was put in comes out, in order, at any size."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from llorch.cache import KVCache
+
+KV_HEADS, HEAD_DIM, LAYERS = 2, 6, 3
+
+
+def rows(rng, n: int, dtype: type[np.floating] = np.float64):
+    return rng.normal(size=(2, n, KV_HEADS, HEAD_DIM)).astype(dtype)
+
+
+@pytest.mark.parametrize("steps", [[5], [1, 1, 1, 1], [3, 1, 7, 2], [1, 13, 20]])
+def test_keys_and_values_come_out_in_order_after_any_steps(config, rng, steps):
+    cache = KVCache(config, np.float64)
+    given = [[rows(rng, n) for n in steps] for _ in range(LAYERS)]
+    for step in range(len(steps)):
+        for layer in range(LAYERS):
+            k, v = cache.append(layer, *given[layer][step])
+            so_far = np.concatenate(given[layer][: step + 1], axis=1).swapaxes(1, 2)  # (2, kv_heads, ctx, head_dim)
+            np.testing.assert_array_equal(k, so_far[0], strict=True)
+            np.testing.assert_array_equal(v, so_far[1], strict=True)
+    assert cache.length == sum(steps)
+
+
+def test_length_grows_when_the_last_layer_has_been_added(config, rng):
+    cache = KVCache(config, np.float64)
+    for layer, length in ((0, 0), (1, 0), (2, 4)):
+        cache.append(layer, *rows(rng, 4))
+        assert cache.length == length
+
+
+def test_layers_do_not_see_each_other(config, rng):
+    cache = KVCache(config, np.float64)
+    first, _ = cache.append(0, *rows(rng, 2))
+    second, _ = cache.append(1, *rows(rng, 2))
+    assert not np.array_equal(first, second)
+    assert not np.shares_memory(first, second)
+
+
+def test_caches_of_two_sequences_share_nothing(config, rng):
+    one, two = KVCache(config, np.float64), KVCache(config, np.float64)
+    for layer in range(LAYERS):
+        one.append(layer, *rows(rng, 3))
+    assert (one.length, two.length) == (3, 0)
+    assert two.append(0, *rows(rng, 1))[0].shape == (KV_HEADS, 1, HEAD_DIM)
+
+
+def test_the_cache_keeps_a_copy_of_what_it_was_given(config, rng):
+    cache = KVCache(config, np.float64)
+    k, v = rows(rng, 2)
+    held, _ = cache.append(0, k, v)
+    before = held.copy()
+    k[:] = 0
+    np.testing.assert_array_equal(held, before)
+
+
+def test_the_cache_keeps_its_dtype(config, rng, dtype):
+    cache = KVCache(config, dtype)
+    for _ in range(3):
+        k, v = cache.append(0, *rows(rng, 5, dtype))
+        assert k.dtype == v.dtype == dtype
+
+
+def test_storage_is_at_most_twice_what_was_needed(config, rng):
+    cache = KVCache(config, np.float64)
+    for step in range(1, 34):
+        k, _ = [cache.append(layer, *rows(rng, 1)) for layer in range(LAYERS)][-1]
+        assert k.base is not None
+        assert step <= k.base.shape[1] < 2 * step + 1
+
+
+def test_an_empty_cache_costs_nothing_whatever_the_context(config):
+    cache = KVCache(replace(config, max_position_embeddings=2**27), np.float32)
+    np.testing.assert_array_equal(cache.next_positions(3), [0, 1, 2])
+
+
+def test_positions_go_on_where_the_cache_ends(config, rng):
+    cache = KVCache(config, np.float64, first_position=30)
+    np.testing.assert_array_equal(cache.next_positions(2), [30, 31])
+    for layer in range(LAYERS):
+        cache.append(layer, *rows(rng, 4))
+    np.testing.assert_array_equal(cache.next_positions(2), [34, 35])
+    np.testing.assert_array_equal(cache.next_positions(6), np.arange(34, 40))
+
+
+@pytest.mark.parametrize(
+    ("first_position", "n", "message"),
+    [
+        (0, 0, "expected at least one token id, got none"),
+        (0, 41, "41 tokens from position 0 do not fit the context of 40 tokens; shorten the prompt"),
+        (40, 1, "1 tokens from position 40 do not fit the context of 40 tokens; shorten the prompt"),
+        (-1, 1, "1 tokens from position -1 do not fit the context of 40 tokens; shorten the prompt"),
+    ],
+)
+def test_what_does_not_fit_the_context_is_refused_with_the_numbers(config, first_position, n, message):
+    with pytest.raises(ValueError, match=f"^forward: {message}$"):
+        KVCache(config, np.float32, first_position=first_position).next_positions(n)
+
+
+def test_the_whole_context_fits(config):
+    assert KVCache(config, np.float32).next_positions(40)[-1] == 39
