@@ -1,0 +1,167 @@
+"""Make the goldens of the built-in models again, or check that the stored ones can be made again.
+
+    python reference_outputs/regenerate.py                 write all
+    python reference_outputs/regenerate.py micro-llama     write one
+    python reference_outputs/regenerate.py --check         compare with the stored ones at their tolerances
+
+Goldens come from llama.cpp and transformers as they are installed here; tolerances come from how far the two lie
+from our float64 run. Nothing is written when a producer is missing or too far from the truth.
+"""
+
+import platform
+import sys
+from pathlib import Path
+
+import click
+import numpy as np
+
+from llorch.builtin import BUILTIN, builtin_path, goldens_folder
+from llorch.compare import measure
+from llorch.evidence import PRODUCERS, Evidence, Golden, TokenCheck, cases_for, read, save, sha256, take
+from llorch.foundation import foreign_tensors
+from llorch.model import Model
+from llorch.producers import Producer, open_producer
+from llorch.verifier import Verifier, ceiling
+from llorch.weights import Weights, open_weights
+
+PROMPT = "Once upon a time, Mia the little fox found 7 red apples near the river."
+N_TOKENS = 12
+TEXTS = (
+    PROMPT,
+    "",
+    " two  spaces\n\nand lines\t",
+    "Grüße, 世界! 🦊👩‍🚀 naïve café",
+    "def f(x):\n    return x**2  # 1234567",
+    "<s></s><|endoftext|><|im_end|>",
+)
+
+
+@click.command(help=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("names", nargs=-1, type=click.Choice(BUILTIN))
+@click.option("--check", is_flag=True, help="Compare with the stored goldens instead of writing.")
+def main(names: tuple[str, ...], check: bool) -> None:
+    """Entry point."""
+    failures = 0
+    for name in names or BUILTIN:
+        click.echo(f"{name}: running {' and '.join(PRODUCERS)}", err=True)
+        golden = make(name)
+        folder = goldens_folder() / name
+        if check:
+            lines = differences(golden, read(folder))
+            failures += len(lines)
+            click.echo("\n".join(lines) if lines else f"{name}: reproduced")
+        else:
+            save(folder, golden)
+            click.echo(f"{name}: written to {folder.name}, {size(folder) / 1e6:.1f} MB")
+    sys.exit(1 if failures else 0)
+
+
+def make(name: str) -> Golden:
+    """Run both producers on one built-in model.
+
+    Args:
+        name: The model.
+
+    Returns:
+        Goldens, tolerances and provenance.
+    """
+    path = builtin_path(name)
+    weights = open_weights(path)
+    ids = prompt_ids(weights)
+    cases = cases_for(ids, weights.config)
+    evidence: dict[str, Evidence] = {}
+    engines: dict[str, object] = {}
+    tokens: dict[str, dict[str, list[int]]] = {text: {} for text in TEXTS}
+    for producer_name in PRODUCERS:
+        with open_producer(producer_name, path, n_threads=2) as producer:
+            evidence[producer_name] = take(producer, cases)
+            engines[producer_name] = producer.provenance()
+            for text in TEXTS:
+                tokens[text] |= token_ids(producer, text)
+    verifier = Verifier(name, weights, cases, evidence)
+    refuse_far_witnesses(verifier)
+    return Golden(
+        cases=cases,
+        evidence=evidence,
+        tolerances=verifier.tolerances(),
+        tensors=foreign_tensors(path),
+        tokens=[TokenCheck(text, ids) for text, ids in tokens.items()],
+        provenance={
+            "command": "python reference_outputs/regenerate.py",
+            "weights_sha256": sha256(path),
+            "prompt": PROMPT,
+            "engines": engines,
+            "numpy": np.__version__,
+            "machine": platform.machine(),
+        },
+    )
+
+
+def prompt_ids(weights: Weights) -> list[int]:
+    """The first tokens of the prompt.
+
+    Raises:
+        ValueError: Fewer than 8 are distinct; such an input hides mistakes.
+    """
+    ids = Model(weights).tokenizer.encode(PROMPT)[:N_TOKENS]
+    if len(set(ids)) < 8:
+        raise ValueError(f"regenerate: expected at least 8 distinct tokens, got {ids}")
+    return ids
+
+
+def token_ids(producer: Producer, text: str) -> dict[str, list[int]]:
+    """The producer's ids of a text, under its name, when it has a tokenizer."""
+    ids = producer.tokenize(text, add_special=True, parse_special=False)
+    return {} if ids is None else {producer.name: ids}
+
+
+def refuse_far_witnesses(verifier: Verifier) -> None:
+    """Refuse goldens that are not the truth to float32 rounding.
+
+    Raises:
+        ValueError: A producer is further from the float64 truth than the ceiling allows.
+    """
+    far = [
+        f"{d.case} {d.mode} {d.stage}: {d.difference.describe()}"
+        for d in verifier.distances()
+        if not d.difference.within(ceiling(d.mode, int(verifier.cases[d.case].positions[-1])))
+    ]
+    if far:
+        raise ValueError(f"regenerate {verifier.name}: {len(far)} goldens too far from the truth:\n" + "\n".join(far))
+
+
+def differences(new: Golden, stored: Golden) -> list[str]:
+    """Where newly made goldens are not the stored ones, within the stored tolerances.
+
+    Args:
+        new: Made now.
+        stored: Read from the repository.
+
+    Returns:
+        One line for each difference.
+    """
+    lines = []
+    for what in ("cases", "tensors", "tokens"):
+        if getattr(new, what) != getattr(stored, what):
+            lines.append(f"{what}: not as stored")
+    for producer in PRODUCERS:
+        ours, theirs = new.evidence[producer].arrays(), stored.evidence[producer].arrays()
+        lines += [f"{producer} {name}: only on one side" for name in sorted(ours.keys() ^ theirs.keys())]
+        for name in ours.keys() & theirs.keys():
+            case, key = name.split("/")
+            stage = key.split(".")[0] if key.startswith("probabilities") else key.split(".")[-1]
+            difference = measure(ours[name], theirs[name], masked=stage == "attn_scores")
+            by_stage = stored.tolerances[case]["isolated" if stage == "probabilities" else "chained"]
+            allowed = by_stage.get(stage)
+            if difference.fault or (difference.error > 0 and (allowed is None or not difference.within(allowed))):
+                lines.append(f"{producer} {name}: {difference.describe()}")
+    return lines
+
+
+def size(folder: Path) -> int:
+    """Bytes of all files of a folder."""
+    return sum(file.stat().st_size for file in folder.iterdir())
+
+
+if __name__ == "__main__":
+    main()
