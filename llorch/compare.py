@@ -162,7 +162,7 @@ def compare(got: Trace, want: Trace, tolerance: Tolerance = Tolerance(1e-5, 1e-4
 
     Args:
         got: The trace under test.
-        want: The trace to reproduce; its order is the order of the report.
+        want: The trace to reproduce; its order is the order of the report (`stages.in_forward_order` restores it).
         tolerance: What passes; the default suits two float32 engines near position 0.
 
     Returns:

@@ -4,7 +4,7 @@ Every line that makes a stage of the stage table names it with `keep`, so that a
 engines stage by stage. The dtype is that of the weights: float32 to run, float64 to know the truth.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -18,11 +18,10 @@ from llorch.ops.linear import linear
 from llorch.ops.rms_norm import rms_norm
 from llorch.ops.rope import rope, rope_tables
 from llorch.ops.swiglu import swiglu
-from llorch.weights import Weights
+from llorch.weights import LayerWeights, Weights
 
 Keep = Callable[[str, np.ndarray], np.ndarray]
 Append = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
-LayerWeights = Mapping[str, np.ndarray]
 Hidden = Float[np.ndarray, "seq hidden"]
 Table = Float64[np.ndarray, "seq half"]
 

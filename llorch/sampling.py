@@ -109,16 +109,16 @@ def probabilities(logits: Logits, settings: SamplingSettings, history: Sequence[
         history: Tokens so far, for the penalty.
 
     Returns:
-        Probabilities, zero for removed tokens.
+        Probabilities, zero for removed tokens; computed in float64, rounded once to the dtype of `logits`.
     """
-    logits = penalise(logits, history, penalty=settings.repetition_penalty)
+    wide = penalise(logits.astype(np.float64), history, penalty=settings.repetition_penalty)
     if settings.temperature == 0:
-        return np.eye(1, logits.size, int(np.argmax(logits)), dtype=logits.dtype)[0]
-    logits = logits / logits.dtype.type(settings.temperature)
-    logits = keep_top_k(logits, k=settings.top_k)
-    logits = keep_top_p(logits, p=settings.top_p)
-    logits = keep_min_p(logits, min_p=settings.min_p)
-    return softmax(logits)
+        return np.eye(1, wide.size, int(np.argmax(wide)), dtype=logits.dtype)[0]
+    wide = wide / settings.temperature
+    wide = keep_top_k(wide, k=settings.top_k)
+    wide = keep_top_p(wide, p=settings.top_p)
+    wide = keep_min_p(wide, min_p=settings.min_p)
+    return softmax(wide).astype(logits.dtype, copy=False)
 
 
 def draw(distribution: Logits, u: float) -> int:

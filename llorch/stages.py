@@ -221,14 +221,14 @@ STAGES: tuple[Stage, ...] = (
     Stage(
         name="attn_out", checkpoint="05", axes="seq hidden", inputs=("attn_context",),
         compute=lambda s: s.linear("attn_context", "o_proj"),
-        formula="attn_context @ o_proj.T", function="llorch.ops.linear.linear",
+        formula="attn_context @ o_proj.T + o_bias", function="llorch.ops.linear.linear",
         llamacpp="attn_out-{i}, or the MUL_MAT with blk.{i}.attn_output.weight",
         transformers="output of layers.{i}.self_attn.o_proj",
     ),
     Stage(
         name="attn_residual", checkpoint="05", axes="seq hidden", inputs=("block_in", "attn_out"),
         compute=lambda s: s["block_in"] + s["attn_out"],
-        formula="block_in + attn_out", function="llorch.forward.forward",
+        formula="block_in + attn_out", function="llorch.forward.block",
         llamacpp="ffn_inp-{i} (ADD)", transformers="input of layers.{i}.post_attention_layernorm",
     ),
     Stage(
@@ -264,7 +264,7 @@ STAGES: tuple[Stage, ...] = (
     Stage(
         name="block_out", checkpoint="07", axes="seq hidden", inputs=("attn_residual", "ffn_out"),
         compute=lambda s: s["attn_residual"] + s["ffn_out"],
-        formula="attn_residual + ffn_out", function="llorch.forward.forward",
+        formula="attn_residual + ffn_out", function="llorch.forward.block",
         llamacpp="l_out-{i} (ADD)", transformers="output of layers.{i}",
     ),
     Stage(
@@ -312,6 +312,20 @@ def keys(config: ModelConfig) -> Iterator[tuple[str, Stage, int | None]]:
             yield key(stage.name, layer), stage, layer
     for stage in outside[1:]:
         yield stage.name, stage, None
+
+
+def in_forward_order(trace: Mapping[str, np.ndarray], config: ModelConfig) -> dict[str, np.ndarray]:
+    """The same trace in the order of the forward pass; a file may have stored it in another.
+
+    Args:
+        trace: Stage key to array.
+        config: The model.
+
+    Returns:
+        Known stages in order, then whatever else there is.
+    """
+    known = {key: trace[key] for key, _, _ in keys(config) if key in trace}
+    return known | {key: array for key, array in trace.items() if key not in known}
 
 
 def key(name: str, layer: int | None) -> str:

@@ -61,6 +61,7 @@ def verify_live(
         MissingExtra: An engine is not installed.
     """
     weights = open_weights(path)
+    model = Model(weights).name
     cases = cases_for(ids, weights.config)
     evidence: dict[str, Evidence] = {}
     tokens: dict[str, Sequence[int]] = {}
@@ -71,11 +72,11 @@ def verify_live(
             theirs = producer.tokenize(text, add_special=True, parse_special=False) if text is not None else None
             tokens |= {name: theirs} if theirs is not None else {}
     say("reading the tensor table")
-    yield from foundation_rows(path.stem, own_tensors(weights), foreign_tensors(path))
+    yield from foundation_rows(model, own_tensors(weights), foreign_tensors(path))
     if text is not None:
-        yield from token_rows(path.stem, weights, [TokenCheck(text, tokens)])
+        yield from token_rows(model, weights, [TokenCheck(text, tokens)])
     say("computing the float64 truth")
-    verifier = Verifier(path.stem, weights, cases, evidence)
+    verifier = Verifier(model, weights, cases, evidence)
     tolerances = verifier.tolerances()
     say("comparing")
     yield from verifier.rows(tolerances)

@@ -25,6 +25,7 @@ from llorch.weights.strict_json import read_json
 
 __all__ = [
     "GGUFFile",
+    "LayerWeights",
     "SafetensorsFile",
     "SafetensorsFolder",
     "StringArray",
@@ -82,6 +83,11 @@ class Weights(Mapping):
         self.dtype = dtype
         self._slots = slots
         self._loaded: dict[str, np.ndarray] = {} if cache is None else cache
+        self._layers: list[dict[str, str]] = [{} for _ in range(config.n_layers)]  # short to canonical name
+        for name in slots:
+            if name.startswith("layers."):
+                _, index, short = name.split(".")
+                self._layers[int(index)][short] = name
 
     def __getitem__(self, name: str) -> np.ndarray:
         slot = self._slots[name]
@@ -95,22 +101,21 @@ class Weights(Mapping):
     def __len__(self) -> int:
         return len(self._slots)
 
-    def layer(self, index: int) -> dict[str, np.ndarray]:
-        """Collect the weights of one layer.
+    def layer(self, index: int) -> "LayerWeights":
+        """Look at the weights of one layer.
 
         Args:
             index: Layer number, from 0.
 
         Returns:
-            The arrays by short name: `q_proj`, `attn_norm`, ...
+            The arrays by short name, `q_proj`, `attn_norm`, ..., each loaded when it is asked for.
 
         Raises:
             IndexError: The model has no such layer.
         """
         if not 0 <= index < self.config.n_layers:
             raise IndexError(f"layer must be from 0 to {self.config.n_layers - 1}, got {index}")
-        prefix = f"layers.{index}."
-        return {name.removeprefix(prefix): self[name] for name in self._slots if name.startswith(prefix)}
+        return LayerWeights(self, self._layers[index])
 
     def astype(self, dtype: type[np.floating]) -> "Weights":
         """Hand out arrays of another type.
@@ -138,6 +143,29 @@ class Weights(Mapping):
             message = f"config ties {slot.must_equal} to {slot.source_name}, but their numbers differ"
             raise FormatError("Inconsistent", message, path=self.path)
         return undo_interleave(array, slot.interleaved_heads) if slot.interleaved_heads else array
+
+
+class LayerWeights(Mapping[str, np.ndarray]):
+    """The weights of one layer by short name; see `Weights.layer`."""
+
+    def __init__(self, weights: Weights, names: Mapping[str, str]) -> None:
+        """Wrap the whole model.
+
+        Args:
+            weights: The model.
+            names: Short to canonical name.
+        """
+        self._weights = weights
+        self._names = names
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._weights[self._names[name]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def open_weights(path: str | Path) -> Weights:

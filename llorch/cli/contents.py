@@ -1,0 +1,145 @@
+"""What `llorch inspect` shows: read without touching a tensor, also from a file that llorch cannot run."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+from rich.console import Console
+
+from llorch.cli.inputs import has_vocabulary
+from llorch.cli.tables import console, table
+from llorch.errors import FormatError
+from llorch.tokenizer import Tokenizer
+from llorch.weights import GGUFFile, SafetensorsFolder, open_gguf, open_weights
+
+SHOWN = 60  # characters of a long text; --json has all of it
+SAMPLE = "Hello, world 27!"  # its ids tell vocabularies apart at a glance
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A file, as far as it could be read; `plain` and `print` show it."""
+
+    path: Path
+    format: str
+    config: dict | None
+    tokenizer: dict | None
+    metadata: dict
+    tensors: list[dict]  # name, type, shape, offset, n_bytes
+    problems: list[str]  # why llorch would refuse to run it
+
+    def plain(self) -> dict:
+        """Dictionaries, lists, numbers and texts only."""
+        return asdict(self) | {"path": str(self.path)}
+
+    def print(self) -> None:
+        """Tables on stdout."""
+        out = console()
+        n_bytes = sum(tensor["n_bytes"] for tensor in self.tensors)
+        n_numbers = sum(prod(tensor["shape"]) for tensor in self.tensors)
+        out.print(
+            f"{self.path}   {self.format}   {len(self.tensors)} tensors, {n_numbers:,} numbers, {n_bytes:,} bytes"
+        )
+        _pairs(out, "config", self.config)
+        _pairs(out, "tokenizer", self.tokenizer)
+        _pairs(out, "metadata", self.metadata)
+        rows = table("tensors", "type", "shape", ">offset", ">bytes")
+        for tensor in self.tensors:
+            shape = " x ".join(map(str, tensor["shape"]))
+            rows.add_row(tensor["name"], tensor["type"], shape, f"{tensor['offset']:,}", f"{tensor['n_bytes']:,}")
+        out.print()
+        out.print(rows)
+
+
+def read_contents(path: Path) -> Contents:
+    """Read a GGUF file or a Hugging Face folder.
+
+    Args:
+        path: The file or folder.
+
+    Returns:
+        Its contents; what llorch would refuse is in `problems`.
+
+    Raises:
+        FileNotFoundError: Nothing has this path.
+        FormatError: Not even the tensor table can be read.
+    """
+    problems: list[str] = []
+    if path.is_dir():
+        kind, metadata = "Hugging Face folder", {}
+        with SafetensorsFolder(path) as folder:
+            tensors = _tensors(folder, lambda tensor: tensor.dtype)
+            tokenizer = _attempt(problems, lambda: _tokenizer(folder))
+    else:
+        with open_gguf(path) as file:
+            kind, metadata = f"GGUF v{file.version}", {key: _plain(value) for key, value in file.metadata.items()}
+            tensors = _tensors(file, lambda tensor: tensor.ggml_type.name)
+            tokenizer = _attempt(problems, lambda: _tokenizer(file))
+    config = _attempt(problems, lambda: open_weights(path).config)
+    return Contents(
+        path=path,
+        format=kind,
+        config=asdict(config) if config is not None else None,
+        tokenizer=_describe(tokenizer) if tokenizer is not None else None,
+        metadata=metadata,
+        tensors=tensors,
+        problems=problems,
+    )
+
+
+def _attempt(problems: list[str], make: Callable[[], Result]) -> Result | None:
+    """Make something, or note why it cannot be made."""
+    try:
+        return make()
+    except FormatError as error:
+        problems.append(str(error))
+        return None
+
+
+def _tokenizer(source: GGUFFile | SafetensorsFolder) -> Tokenizer | None:
+    if not has_vocabulary(source):
+        return None  # no fault: such a model is given token ids
+    return Tokenizer.from_gguf(source) if isinstance(source, GGUFFile) else Tokenizer.from_huggingface(source.path)
+
+
+def _tensors(source: GGUFFile | SafetensorsFolder, type_of: Callable) -> list[dict]:
+    return [
+        {"name": name, "type": type_of(t), "shape": list(t.shape), "offset": t.offset, "n_bytes": t.n_bytes}
+        for name, t in source.tensors.items()
+    ]
+
+
+def _describe(tokenizer: Tokenizer) -> dict:
+    return {
+        "vocab_size": tokenizer.vocab_size,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_ids": sorted(tokenizer.eos_token_ids),
+        "sample_text": SAMPLE,
+        "sample_ids": tokenizer.encode(SAMPLE),
+    }
+
+
+def _plain(value: object) -> object:
+    """A metadata value; an array becomes what it holds and how many."""
+    if isinstance(value, np.ndarray):
+        return f"{len(value)} x {value.dtype}"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return f"{len(value)} x text"
+    return value
+
+
+def _pairs(out: Console, title: str, values: Mapping[str, object] | None) -> None:
+    if not values:
+        out.print(f"\n{title}: none")
+        return
+    rows = table(title, "")
+    for key, value in values.items():
+        text = str(value)
+        rows.add_row(key, repr(text[:SHOWN])[1:-1] + (" ..." if len(text) > SHOWN else ""))
+    out.print()
+    out.print(rows)

@@ -1,0 +1,84 @@
+"""What the user hands to a command: a model, a prompt, token ids."""
+
+import sys
+from pathlib import Path
+
+import click
+
+from llorch.builtin import builtin_path
+from llorch.cli.options import refuse_both
+from llorch.cli.output import say
+from llorch.model import Model
+from llorch.weights import GGUFFile, SafetensorsFolder
+
+SENTENCE = "Once upon a time, a small red fox found 27 shiny stones near the old river."
+SPREAD = (0, 5, 10, 3, 8, 1, 6, 11, 4, 9, 2, 7)  # of 12 stretches of a vocabulary; the order has no pattern
+
+
+def model_path(spec: str) -> Path:
+    """The file or folder that a MODEL argument stands for: an existing path, else a built-in name."""
+    path = Path(spec)
+    return path if path.exists() else builtin_path(spec)
+
+
+def prompt_text(prompt: str | None) -> str:
+    """The argument, stdin (without its last line end), or both: then stdin first and the argument on a new line.
+
+    Args:
+        prompt: The argument.
+
+    Returns:
+        The text.
+
+    Raises:
+        UsageError: There is neither.
+    """
+    piped = sys.stdin.read() if sys.stdin is not None and not sys.stdin.isatty() else ""
+    parts = [piped.removesuffix("\n")] * bool(piped) + [prompt] * (prompt is not None)
+    if not parts:
+        raise click.UsageError("no text: give it as an argument or on stdin")
+    return "\n".join(parts)
+
+
+def choose_ids(model: Model, prompt: str | None, tokens: list[int] | None) -> tuple[list[int], str | None]:
+    """The ids to look at, and the text that they come from.
+
+    Args:
+        model: Tokenizes the text.
+        prompt: Text of the user.
+        tokens: Ids of the user.
+
+    Returns:
+        Ids, and their text or None. Without input of the user: a fixed sentence, or fixed ids when the model has
+        no vocabulary; stderr says which.
+
+    Raises:
+        FormatError: There is a text but the model has no vocabulary for it.
+    """
+    refuse_both(prompt, tokens)
+    if tokens is not None:
+        return tokens, None
+    if prompt is not None:
+        return model.tokenizer.encode(prompt), prompt
+    return _default_ids(model)
+
+
+def has_vocabulary(source: GGUFFile | SafetensorsFolder) -> bool:
+    """Whether a file or folder comes with a tokenizer, be it a sound one or not."""
+    if isinstance(source, GGUFFile):
+        return source.metadata.get("tokenizer.ggml.model", "none") not in ("none", "no_vocab")
+    return (source.path / "tokenizer.json").is_file()
+
+
+def spread_ids(vocab_size: int) -> list[int]:
+    """Distinct ids from all over a vocabulary."""
+    return list(dict.fromkeys((2 * stretch + 1) * vocab_size // (2 * len(SPREAD)) for stretch in SPREAD))
+
+
+def _default_ids(model: Model) -> tuple[list[int], str | None]:
+    if has_vocabulary(model.weights.source):
+        say(f"input: {SENTENCE!r}")
+        return model.tokenizer.encode(SENTENCE), SENTENCE
+    spread = spread_ids(model.config.vocab_size)
+    say(f"input: token ids {','.join(map(str, spread))} (the model has no vocabulary)")
+    return spread, None

@@ -1,0 +1,34 @@
+"""`llorch inspect`: what is in a model file."""
+
+import click
+
+from llorch.cli.options import json_option, verb
+from llorch.cli.output import to_json
+
+
+@verb(
+    "Show config, tensors and tokenizer of a file.",
+    "llorch inspect story",
+    "llorch inspect model.gguf --json",
+    "llorch inspect path/to/huggingface-folder",
+)
+@click.argument("file")
+@json_option("One object: path, format, config, tokenizer, metadata, tensors, problems.")
+def command(*, file: str, as_json: bool) -> None:
+    """Show the hyperparameters, the tokenizer, the metadata and the tensor table of FILE.
+
+    FILE is a .gguf file, a Hugging Face folder or a built-in model. No tensor is read. What llorch refuses (another
+    architecture, a missing tensor, ...) is named on stderr after all that could be read; the exit code is then 2.
+    """
+    from llorch.cli.contents import read_contents
+    from llorch.cli.inputs import model_path
+
+    contents = read_contents(model_path(file))
+    if as_json:
+        click.echo(to_json(contents.plain(), indent=1))
+    else:
+        contents.print()
+    for problem in contents.problems:
+        click.echo(f"llorch: {problem}", err=True)
+    if contents.problems:
+        raise click.exceptions.Exit(2)

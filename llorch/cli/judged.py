@@ -1,0 +1,149 @@
+"""The rows of a verification, grouped and counted: what the report prints and what `--json` gives."""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from llorch.compare import Difference, Tolerance
+from llorch.stages import BY_NAME, CHECKPOINTS
+from llorch.verifier import FAIL, PASS, TIE, Row
+
+NOT_RUN = "NOT RUN"
+_SEVERITY = {PASS: 0, TIE: 1, FAIL: 2}
+_MODES = ("isolated", "chained", "decode", "exact")
+
+
+@dataclass(frozen=True)
+class Judged:
+    """All rows of one model, and what could not be run."""
+
+    model: str
+    rows: Sequence[Row]
+    not_run: Sequence[str] = ()  # reasons: a golden or an engine that is missing
+
+    @property
+    def witnesses(self) -> list[str]:
+        """The producers that stages were compared with."""
+        return sorted({row.producer for row in self.rows if row.stage in BY_NAME})
+
+
+@dataclass(frozen=True)
+class Line:
+    """Some rows of one model, shown by the one that is closest to its tolerance.
+
+    Attributes:
+        checkpoint: Its number.
+        stage: The stage, when the rows are of one stage only.
+        n_rows: How many rows there are.
+        closest: The row with the largest error for its tolerance; a failure goes first. None: nothing was run.
+        producer_errors: Producer to its distance from the truth, at the place of that row.
+    """
+
+    checkpoint: str
+    stage: str
+    n_rows: int
+    closest: Row | None
+    producer_errors: Mapping[str, float]
+
+    @property
+    def verdict(self) -> str:
+        """The worst verdict of the rows."""
+        return self.closest.verdict if self.closest is not None else NOT_RUN
+
+
+def lines(judged: Judged, *, by_stage: bool = False) -> list[Line]:
+    """One line per checkpoint in their order, or one per stage of each.
+
+    Args:
+        judged: The rows of a model.
+        by_stage: A line per stage.
+
+    Returns:
+        The lines; a checkpoint without a row has one too.
+    """
+    groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    errors: dict[tuple, dict[str, float]] = defaultdict(dict)
+    for row in judged.rows:
+        groups[row.checkpoint, row.stage if by_stage else ""].append(row)
+        errors[_place(row)][row.producer] = row.producer_error
+    out = []
+    for checkpoint in CHECKPOINTS:
+        found = [(stage, rows) for (number, stage), rows in groups.items() if number == checkpoint]
+        for stage, rows in found:
+            closest = max(rows, key=_closeness)
+            out.append(Line(checkpoint, stage, len(rows), closest, errors[_place(closest)]))
+        if not found:
+            out.append(Line(checkpoint, "", 0, None, {}))
+    return out
+
+
+def first_failure(judged: Judged) -> Row | None:
+    """The failing row that comes first in the forward pass; of one stage, the isolated one."""
+    failing = [row for row in judged.rows if row.verdict == FAIL]
+    return min(failing, key=_order, default=None)
+
+
+def closer_to_truth(models: Sequence[Judged]) -> dict[str, dict[str, int]]:
+    """How often our float32 is at least as close to the truth as every producer, chained.
+
+    Args:
+        models: With their rows.
+
+    Returns:
+        Case (`all` for all of them) to the number of (stage, layer, model) places and how many of them are ours.
+    """
+    places: dict[tuple, list[Row]] = defaultdict(list)
+    for number, judged in enumerate(models):
+        for row in judged.rows:
+            if row.mode == "chained":
+                places[number, _place(row)].append(row)
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    for (_, (case, *_)), here in places.items():
+        ours = all(row.truth_error <= row.producer_error for row in here)
+        for name in ("all", case):
+            counts[name].update(places=1, ours=int(ours))
+    return {name: dict(count) for name, count in counts.items()}
+
+
+def summary(models: Sequence[Judged]) -> dict:
+    """Counts over all models, as `--json` gives them."""
+    rows = [row for judged in models for row in judged.rows]
+    verdicts = Counter(row.verdict for row in rows)
+    failures = [failure for judged in models if (failure := first_failure(judged)) is not None]
+    return {
+        "models": len(models),
+        "comparisons": len(rows),
+        "passed": verdicts[PASS],
+        "failed": verdicts[FAIL],
+        "ties": verdicts[TIE],
+        "checkpoints_not_run": sum(line.verdict == NOT_RUN for judged in models for line in lines(judged)),
+        "not_run": [{"model": judged.model, "reason": reason} for judged in models for reason in judged.not_run],
+        "witnesses": {judged.model: judged.witnesses for judged in models},
+        "closer_to_truth": closer_to_truth(models),
+        "first_failures": [asdict(failure) for failure in failures],
+    }
+
+
+def _place(row: Row) -> tuple[str, str, str, int | None]:
+    return row.case, row.mode, row.stage, row.layer
+
+
+def _closeness(row: Row) -> tuple[int, float]:
+    tolerance = Tolerance(row.tolerance, row.tolerance_worst)
+    return _SEVERITY[row.verdict], Difference(row.error, row.worst).over(tolerance)
+
+
+_STAGE_ORDER = {name: place for place, name in enumerate(BY_NAME)}
+_CHECKPOINT_ORDER = {number: place for place, number in enumerate(CHECKPOINTS)}
+
+
+def _order(row: Row) -> tuple[int, float, int, int]:
+    """Where a row stands: the file and its tokens, the forward pass, then what sampling makes of it."""
+    stage = BY_NAME.get(row.stage)
+    if stage is None:
+        part, layer, place = (0 if row.checkpoint == "00" else 2), 0.0, _CHECKPOINT_ORDER[row.checkpoint]
+    else:
+        place = _STAGE_ORDER[stage.name]
+        outside = -1.0 if place == 0 else float("inf")  # embed comes before all layers, the rest after them
+        part, layer = 1, float(row.layer) if row.layer is not None else outside
+    return part, layer, place, _MODES.index(row.mode)

@@ -1,0 +1,59 @@
+"""What several verbs share on their command lines; nothing heavy is imported for it."""
+
+import inspect
+import re
+from collections.abc import Callable
+
+import click
+
+ENGINES = ("llamacpp", "transformers")
+
+
+class TokenIds(click.ParamType):
+    """Token ids, `1,2,3`."""
+
+    name = "1,2,3"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> object:
+        """Parse the list; whether an id exists is the model's business."""
+        if not isinstance(value, str):
+            return value
+        parts = [part.strip() for part in value.split(",")]
+        for place, part in enumerate(parts, start=1):
+            if re.fullmatch("[0-9]{1,9}", part) is None:
+                self.fail(f"expected token ids such as 1,2,3, got {part!r} at place {place}", param, ctx)
+        return [int(part) for part in parts]
+
+
+def verb(summary: str, *examples: str) -> Callable[[Callable], click.Command]:
+    """Make a command whose help page starts with examples and goes on with the docstring.
+
+    Args:
+        summary: For the list of verbs.
+        examples: Command lines, each perhaps with a remark.
+
+    Returns:
+        The decorator.
+    """
+
+    def decorate(function: Callable) -> click.Command:
+        text = "\b\n" + "\n".join(examples) + "\n\n" + inspect.cleandoc(function.__doc__ or "")
+        return click.command(help=text, short_help=summary)(function)
+
+    return decorate
+
+
+def tokens_option(text: str) -> Callable[[Callable], Callable]:
+    """`--tokens 1,2,3`, for models without a vocabulary."""
+    return click.option("--tokens", type=TokenIds(), help=text)
+
+
+def json_option(text: str) -> Callable[[Callable], Callable]:
+    """`--json`."""
+    return click.option("--json", "as_json", is_flag=True, help=text)
+
+
+def refuse_both(prompt: str | None, tokens: list[int] | None) -> None:
+    """Raise a usage error when there is text and ids."""
+    if prompt is not None and tokens is not None:
+        raise click.UsageError("give a prompt or --tokens, not both")

@@ -1,0 +1,84 @@
+"""How a command ends: the exit code, and one line on stderr instead of a traceback.
+
+0 ok, 1 numbers differ, 2 usage or data that cannot be used, 3 something needed is missing (a file, a golden, an
+optional package), 4 out of memory, 70 a bug in llorch, 130 interrupted, 141 the reader of our output went away.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import click
+
+from llorch.errors import CheckpointMismatch, MissingExtra
+
+OK, DIFFERS, USAGE, MISSING, NO_MEMORY, BUG = 0, 1, 2, 3, 4, 70
+INTERRUPTED, BROKEN_PIPE = 130, 141  # 128 + the signal, as a shell reports them
+
+_CODES: tuple[tuple[type[BaseException], int], ...] = (
+    (KeyboardInterrupt, INTERRUPTED),
+    (BrokenPipeError, BROKEN_PIPE),
+    (CheckpointMismatch, DIFFERS),
+    (MissingExtra, MISSING),
+    (FileNotFoundError, MISSING),
+    (MemoryError, NO_MEMORY),
+    (ValueError, USAGE),  # FormatError is one
+    (OSError, USAGE),
+)
+
+
+def exit_code(error: BaseException) -> int:
+    """The exit code that an exception stands for; the first class that fits counts."""
+    return next((code for kind, code in _CODES if isinstance(error, kind)), BUG)
+
+
+def error_line(error: BaseException) -> str:
+    """One printable line for a person."""
+    if isinstance(error, KeyboardInterrupt):
+        text = "interrupted"
+    elif isinstance(error, OSError) and error.filename is not None:
+        text = f"{error.filename}: {error.strerror}"
+    else:
+        text = " ".join(str(error).split()) or type(error).__name__
+    return "llorch: " + "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+@contextmanager
+def reported(*, traceback: bool = False) -> Iterator[None]:
+    """Turn whatever the body raises into a line on stderr and an exit code.
+
+    Args:
+        traceback: Print where it was raised, too.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        Exit: With the code of the exception.
+    """
+    try:
+        yield
+        sys.stdout.flush()  # so that a closed pipe shows here and not while Python shuts down
+    except (click.ClickException, click.exceptions.Exit, click.Abort):
+        raise  # click's own ways to end
+    except (Exception, KeyboardInterrupt) as error:
+        code = exit_code(error)
+        if code == BROKEN_PIPE:
+            _abandon_stdout()
+        else:
+            _explain(error, traceback=traceback or code == BUG)
+        raise click.exceptions.Exit(code) from None
+
+
+def _explain(error: BaseException, *, traceback: bool) -> None:
+    if traceback:
+        import traceback as tracebacks
+
+        click.echo("".join(tracebacks.format_exception(error)), err=True, nl=False)
+    click.echo(error_line(error), err=True)
+
+
+def _abandon_stdout() -> None:
+    """Nobody reads on: what is still buffered must not raise again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,55 @@
+"""Where output goes: results to stdout, the rest to stderr; progress only where someone watches."""
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import click
+
+
+def say(line: str) -> None:
+    """Tell the user something that is not the result."""
+    click.echo(line, err=True)
+
+
+def to_json(value: object, *, indent: int | None = None) -> str:
+    """JSON that every parser takes: NaN and infinity become null.
+
+    Args:
+        value: Dictionaries, lists, strings, numbers, None.
+        indent: Spaces per level; None gives one line.
+
+    Returns:
+        The text, without a line end.
+    """
+    return json.dumps(_finite(value), indent=indent, ensure_ascii=False, allow_nan=False)
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@contextmanager
+def progress(task: str) -> Iterator[Callable[[str], None]]:
+    """Show that work goes on, while it does; silent when stderr is not a terminal.
+
+    Args:
+        task: What is being done.
+
+    Yields:
+        A function that changes the text behind the task.
+    """
+    if not sys.stderr.isatty():
+        yield lambda line: None
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    with Console(stderr=True).status(Text(task)) as status:
+        yield lambda line: status.update(Text(f"{task}: {line}"))

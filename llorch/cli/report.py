@@ -1,0 +1,133 @@
+"""The report of `llorch verify` for a person: a table per model, the first failures, one closing line."""
+
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from llorch.cli.judged import NOT_RUN, Judged, Line, first_failure, lines, summary
+from llorch.cli.tables import table
+from llorch.evidence import PRODUCERS
+from llorch.stages import CHECKPOINTS
+from llorch.verifier import FAIL, PASS, TIE, Row
+
+LEGEND = (
+    "error: ours from the golden, of the row closest to its limit. ours, llamacpp, transformers: distance of each from"
+    "\nthe float64 truth at that place. limit: 4 times the larger distance of the producers, over all layers."
+)
+WIDTHS = (20, 5, 7, 7)  # so that the tables of all models line up
+_STYLES = {PASS: "green", TIE: "yellow", FAIL: "bold red", NOT_RUN: "yellow"}
+
+
+def print_model(out: Console, judged: Judged, *, detail: bool) -> None:
+    """Print the table of one model.
+
+    Args:
+        out: Stdout.
+        judged: Its rows.
+        detail: A line per stage and where its row lies, instead of a line per checkpoint.
+    """
+    rows = table("checkpoint", ">rows", ">error", ">ours", *(f">{p}" for p in PRODUCERS), ">limit", "verdict")
+    for column, width in zip(rows.columns, WIDTHS, strict=False):
+        column.min_width = width
+    if detail:
+        rows.add_column("where", no_wrap=True)
+    for line in lines(judged, by_stage=detail):
+        name = f"{line.checkpoint:<3} {line.stage or CHECKPOINTS[line.checkpoint]}"
+        cells = [name, str(line.n_rows), *_numbers(line), Text(line.verdict, _STYLES[line.verdict])]
+        rows.add_row(*cells, *([_where(line.closest)] if detail else []))
+    out.print(Text(judged.model + _witness_note(judged), "bold"))
+    out.print(rows)
+    for reason in judged.not_run:
+        out.print(Text(f"{NOT_RUN}: {reason}", _STYLES[NOT_RUN]), soft_wrap=True)
+    for row in judged.rows:
+        if row.verdict == TIE:
+            out.print(Text(f"{TIE}: {row.stage} against {row.producer}: {row.note}", _STYLES[TIE]), soft_wrap=True)
+    out.print()
+
+
+def print_end(out: Console, models: Sequence[Judged]) -> None:
+    """Print what failed first in each model, and the closing line."""
+    for judged in models:
+        for line in failure_report(judged):
+            out.print(Text(line, _STYLES[FAIL]), soft_wrap=True)
+    out.print(closing_line(summary(models)), soft_wrap=True)
+
+
+def failure_report(judged: Judged) -> list[str]:
+    """Say what failed first in the forward order of one model.
+
+    Args:
+        judged: Its rows.
+
+    Returns:
+        Lines; none when nothing failed.
+    """
+    row = first_failure(judged)
+    if row is None:
+        return []
+    failing = [other for other in judged.rows if other.verdict == FAIL]
+    alone = list(dict.fromkeys(other.stage for other in failing if other.mode == "isolated"))
+    limits = (
+        f"error {row.error:.1e} (limit {row.tolerance:.1e}), worst element {row.worst:.1e} "
+        f"(limit {row.tolerance_worst:.1e})"
+    )
+    exact = f"{row.error:.1%} differ, none may"
+    return [
+        f"first failing stage of {judged.model}: checkpoint {row.checkpoint} {CHECKPOINTS[row.checkpoint]}: "
+        f"{row.stage}, {_where(row)}, numpy against {row.producer}",
+        f"  {exact if row.mode == 'exact' else limits}" + (f": {row.note}" if row.note else ""),
+        f"  {len(failing)} of {len(judged.rows)} rows fail; fed with the golden's own input: "
+        + (", ".join(alone) if alone else "none, so each op alone is right and the difference grows on the way"),
+    ]
+
+
+def closing_line(counts: Mapping) -> str:
+    """The summary in one line."""
+    line = f"{_count(counts['models'], 'model')}, {counts['comparisons']} comparisons: {counts['passed']} passed, "
+    line += f"{counts['failed']} failed"
+    if counts["ties"]:
+        line += f", {_count(counts['ties'], 'near-tie')}"
+    if counts["checkpoints_not_run"]:
+        line += f", {_count(counts['checkpoints_not_run'], 'checkpoint')} not run"
+    closer = counts["closer_to_truth"]
+    if not closer or counts["failed"]:
+        return line  # the truth is ours: where numbers differ it cannot be called on
+    shares = {case: f"{100 * count['ours'] // count['places']} %" for case, count in closer.items()}
+    cases = ", ".join(f"{case} {share}" for case, share in shares.items() if case != "all")
+    n_witnesses = min(len(names) for names in counts["witnesses"].values() if names)
+    others = "both producers" if n_witnesses > 1 else "the producer"
+    return (
+        f"{line}; our float32 at least as close to the truth as {others} at {shares['all']} of "
+        f"{closer['all']['places']} (stage, layer, model) rows, chained ({cases})"
+    )
+
+
+def _numbers(line: Line) -> list[str]:
+    row = line.closest
+    if row is None:
+        return ["-"] * (3 + len(PRODUCERS))
+    if row.mode == "exact":
+        return [_short(row.error), *["-"] * (1 + len(PRODUCERS)), "exact"]
+    theirs = [_short(line.producer_errors[p]) if p in line.producer_errors else "-" for p in PRODUCERS]
+    return [_short(row.error), _short(row.truth_error), *theirs, _short(row.tolerance)]
+
+
+def _short(number: float) -> str:
+    return "0" if number == 0 else f"{number:.1e}"
+
+
+def _where(row: Row | None) -> str:
+    if row is None:
+        return ""
+    layer = "" if row.layer is None else f"layer {row.layer}, "
+    return f"{layer}{row.case}, {row.mode}"
+
+
+def _witness_note(judged: Judged) -> str:
+    names = judged.witnesses
+    return f"   one witness: {names[0]}" if len(names) == 1 else ""
+
+
+def _count(n: int, noun: str) -> str:
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"

@@ -1,0 +1,105 @@
+"""`llorch run`: continue a prompt."""
+
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+from llorch.cli.options import json_option, verb
+from llorch.cli.output import say, to_json
+
+
+@verb(
+    "Continue a prompt.",
+    'llorch run story "Once upon a time"',
+    'llorch run story "The little fox" -n 60 -t 0.8 --top-p 0.95 --seed 7',
+    'echo "Once upon a time" | llorch run',
+    'llorch run story "Once upon a time" -n 8 --json',
+)
+@click.argument("model", default="story")
+@click.argument("prompt", required=False)
+@click.option("-n", "--max-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="At most so many.")
+@click.option("-t", "--temperature", default=0.0, show_default=True, help="0 takes the most likely token.")
+@click.option("--top-k", default=0, show_default=True, help="Keep the k most likely tokens; 0 keeps all.")
+@click.option("--top-p", default=1.0, show_default=True, help="Keep the most likely tokens up to this mass.")
+@click.option("--min-p", default=0.0, show_default=True, help="Keep tokens this likely, relative to the best.")
+@click.option("--repetition-penalty", default=1.0, show_default=True, help="Above 1: less of what was said.")
+@click.option("--seed", default=0, show_default=True, help="Of the draws.")
+@click.option("--stop", multiple=True, help="Text to stop before; may be given several times.")
+@click.option("--ignore-eos", is_flag=True, help="Go on after an end token.")
+@json_option("One JSON line per token: id, text, logprob, finish (null, eos, stop or length).")
+@click.option("-v", "--verbose", is_flag=True, help="Rates on stderr.")
+def command(
+    *,
+    model: str,
+    prompt: str | None,
+    max_tokens: int,
+    stop: tuple[str, ...],
+    ignore_eos: bool,
+    as_json: bool,
+    verbose: bool,
+    **sampling: Any,
+) -> None:
+    """Continue PROMPT with MODEL (default: story); text goes to stdout as it is made.
+
+    The prompt comes from the argument, from stdin (without its last line end), or from both: then stdin goes first
+    and the argument follows on a new line.
+    """
+    from llorch.cli.inputs import model_path, prompt_text
+    from llorch.model import load
+    from llorch.sampling import SamplingSettings
+
+    settings = SamplingSettings(**sampling)
+    if settings.temperature == 0 and (settings.top_k, settings.top_p, settings.min_p) != (0, 1.0, 0.0):
+        say("note: --top-k, --top-p and --min-p change nothing at temperature 0; set -t")
+    text = prompt_text(prompt)
+    timing = Timing()
+    loaded = load(model_path(model))
+    ids = loaded.tokenizer.encode(text)
+    tokens = loaded.generate(ids, max_tokens=max_tokens, settings=settings, stop=stop, ignore_eos=ignore_eos)
+    finish = _print(timing.watch(tokens), as_json=as_json)
+    if finish == "length" and timing.n_tokens < max_tokens:
+        say(f"note: the context of {loaded.config.max_position_embeddings} tokens is full")
+    if verbose:
+        say(f"{loaded.name}: {timing.describe(len(ids))}; end: {finish}")
+
+
+class Timing:
+    """How long a generation took; the first token stands for reading the prompt."""
+
+    def __init__(self) -> None:
+        """Start the clock."""
+        self.n_tokens = 0
+        self._start = self._first = self._last = time.perf_counter()
+
+    def watch(self, tokens: Iterator) -> Iterator:
+        """Pass tokens on and note when they come."""
+        for token in tokens:
+            self._last = time.perf_counter()
+            if self.n_tokens == 0:
+                self._first = self._last
+            self.n_tokens += 1
+            yield token
+
+    def describe(self, n_prompt: int) -> str:
+        """The rates in one line."""
+        prefill, decode = self._first - self._start, self._last - self._first
+        line = f"prompt {n_prompt} tokens in {prefill:.3f} s ({n_prompt / prefill:.1f} tokens/s, loading included)"
+        n_more = self.n_tokens - 1
+        if n_more < 1:
+            return line
+        return f"{line}; {n_more} more tokens in {decode:.3f} s ({n_more / decode:.1f} tokens/s)"
+
+
+def _print(tokens: Iterator, *, as_json: bool) -> str | None:
+    """Print each token when it comes; returns why they ended."""
+    finish = None
+    for token in tokens:
+        sys.stdout.write(to_json(asdict(token)) + "\n" if as_json else token.text)
+        sys.stdout.flush()
+        finish = token.finish
+    sys.stdout.write("" if as_json else "\n")
+    return finish

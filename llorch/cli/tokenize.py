@@ -1,0 +1,53 @@
+"""`llorch tokenize`: text to token ids."""
+
+import json
+
+import click
+
+from llorch.cli.options import json_option, verb
+from llorch.cli.output import to_json
+
+
+@verb(
+    "Text to token ids.",
+    'llorch tokenize story "The little fox ran home."',
+    'llorch tokenize story "The little fox" --json',
+    "cat README.md | llorch tokenize story --no-special",
+)
+@click.argument("model")
+@click.argument("text", required=False)
+@click.option("--no-special", is_flag=True, help="Leave out the beginning and end tokens that the file asks for.")
+@click.option("--parse-special", is_flag=True, help="Turn the text of a control token, such as <|eot_id|>, into it.")
+@json_option("One object: ids, and tokens with id, bytes (hexadecimal) and text (null when not UTF-8 alone).")
+def command(*, model: str, text: str | None, no_special: bool, parse_special: bool, as_json: bool) -> None:
+    """Print the token ids of TEXT (or of stdin), one per line with the piece of text that each stands for.
+
+    The piece is quoted; a token that is part of a character shows its bytes.
+    """
+    from llorch.cli.inputs import model_path, prompt_text
+    from llorch.model import load
+
+    tokenizer = load(model_path(model)).tokenizer
+    ids = tokenizer.encode(prompt_text(text), add_special=not no_special, parse_special=parse_special)
+    pieces = [tokenizer.token_bytes(i) or tokenizer.decode([i], skip_special=False).encode() for i in ids]
+    if as_json:
+        tokens = [{"id": i, "bytes": p.hex(), "text": _text(p)} for i, p in zip(ids, pieces, strict=True)]
+        click.echo(to_json({"ids": ids, "tokens": tokens}))
+        return
+    for token_id, piece in zip(ids, pieces, strict=True):
+        click.echo(f"{token_id:>7}  {quoted(piece)}")
+
+
+def quoted(piece: bytes) -> str:
+    """A piece for the eye: a quoted string, or the bytes when they are no text by themselves."""
+    text = _text(piece)
+    if text is None:
+        return repr(piece)
+    return json.dumps(text) if not text.isprintable() else json.dumps(text, ensure_ascii=False)
+
+
+def _text(piece: bytes) -> str | None:
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return None

@@ -1,0 +1,99 @@
+"""`llorch trace`: every stage of a run, written to a file."""
+
+import json
+import os
+from pathlib import Path
+
+import click
+
+from llorch.cli.options import ENGINES, refuse_both, tokens_option, verb
+from llorch.cli.output import progress, say
+
+SUFFIXES = (".safetensors", ".npz")
+
+
+def _checked_output(ctx: click.Context, param: click.Parameter, value: Path) -> Path:
+    if value.suffix not in SUFFIXES:
+        raise click.BadParameter(f"expected a name that ends in {' or '.join(SUFFIXES)}, got {value}")
+    return value
+
+
+@verb(
+    "Write every stage of a run to a file.",
+    'llorch trace story "Once upon a time there was a small red fox" -o story.safetensors',
+    "llorch trace micro-llama --tokens 3,1,4,15,9,2,6,5 --first-position 4000 -o far.npz",
+    "llorch trace micro-llama -o theirs.npz --producer llamacpp",
+)
+@click.argument("model")
+@click.argument("prompt", required=False)
+@click.option(
+    "-o", "--output", required=True, type=click.Path(path_type=Path, dir_okay=False), callback=_checked_output,
+    help="A .safetensors or .npz file; replaced when it exists.",
+)  # fmt: skip
+@tokens_option("Token ids instead of a prompt.")
+@click.option("--first-position", type=click.IntRange(min=0), default=0, show_default=True, help="Of the first token.")
+@click.option("--producer", type=click.Choice(ENGINES), help="Run this engine instead of ours.")
+def command(
+    *,
+    model: str,
+    prompt: str | None,
+    output: Path,
+    tokens: list[int] | None,
+    first_position: int,
+    producer: str | None,
+) -> None:
+    """Run MODEL on PROMPT and write every stage: embed, l0.attn_norm, l0.q_proj, ..., final_norm, logits.
+
+    All arrays are float32. In Python, llorch.compare(a, b) finds the first stage where two traces diverge. A
+    .safetensors file carries the token ids and the engine in its metadata, as one JSON text under the name llorch.
+    """
+    from llorch.cli.inputs import choose_ids, model_path
+    from llorch.model import load
+
+    refuse_both(prompt, tokens)
+    path = model_path(model)
+    _check_place(output, path)
+    ids, _ = choose_ids(load(path), prompt, tokens)
+    with progress(f"running {producer or 'llorch'}"):
+        arrays = _take(path, ids, first_position, producer)
+    engine = {"engine": producer or "llorch", "first_position": first_position, "ids": ids, "model": model}
+    _write(output, arrays, json.dumps(engine, sort_keys=True))
+    size = sum(array.nbytes for array in arrays.values())
+    say(f"wrote {len(arrays)} stages of {len(ids)} tokens to {output} ({size / 1e6:.1f} MB)")
+
+
+def _check_place(output: Path, model: Path) -> None:
+    """Refuse before the work, not after it; and never replace weights that are being read."""
+    if not output.parent.is_dir():
+        raise FileNotFoundError(f"{output}: the folder {output.parent} does not exist; make it first")
+    if model.is_dir() and output.resolve().parent == model.resolve():
+        raise click.UsageError(f"{output} is inside the model folder; write the trace elsewhere")
+
+
+def _take(path: Path, ids: list[int], first_position: int, producer: str | None) -> dict:
+    from llorch.model import load
+    from llorch.producers import open_producer
+
+    if producer is None:
+        trace: dict = {}
+        load(path).forward(ids, trace=trace, first_position=first_position)
+        return trace
+    with open_producer(producer, path) as engine:  # type: ignore[arg-type] (click checked the choice)
+        return engine.trace(ids, first_position=first_position)
+
+
+def _write(output: Path, arrays: dict, metadata: str) -> None:
+    """Write the file beside its place, then move it there: a trace is whole or absent."""
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    temporary = output.with_name(f".{output.stem}.{os.getpid()}{output.suffix}")
+    try:
+        if output.suffix == ".npz":
+            np.savez(temporary, **arrays)
+        else:
+            save_file(arrays, temporary, metadata={"llorch": metadata})
+        temporary.replace(output)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,48 @@
+"""`llorch verify`: every checkpoint against goldens or live engines."""
+
+import click
+
+from llorch.cli.options import ENGINES, json_option, refuse_both, tokens_option, verb
+
+
+@verb(
+    "Compare every stage with llama.cpp and transformers.",
+    "llorch verify                                    all built-in models",
+    "llorch verify micro-llama --detail               stage by stage",
+    "llorch verify micro-qwen3 --against llamacpp     with the engine itself",
+    'llorch verify model.gguf --prompt "Once upon a time, a small fox found a stone"',
+    "llorch verify path/to/huggingface-folder --tokens 1,22,333,44,5,66,777,8",
+)
+@click.argument("models", nargs=-1, metavar="[MODEL]...")
+@click.option(
+    "--against", multiple=True, type=click.Choice(["golden", *ENGINES]), help="What to compare with; may be repeated."
+)
+@click.option("--prompt", help="Text to run, with live engines.")
+@tokens_option("Token ids to run, with live engines; for models without a vocabulary.")
+@json_option("One object {rows, summary}; NaN and infinity become null.")
+@click.option("--detail", is_flag=True, help="A line per stage instead of one per checkpoint.")
+def command(
+    *,
+    models: tuple[str, ...],
+    against: tuple[str, ...],
+    prompt: str | None,
+    tokens: list[int] | None,
+    as_json: bool,
+    detail: bool,
+) -> None:
+    """Compare our float32 forward pass with two engines that someone else wrote.
+
+    Every stage of every layer is judged alone (fed the golden's input) and chained, near position 0 and thousands of
+    positions on; then decoding with the cache, logits, sampling and generation.
+
+    A built-in model is compared with stored goldens. For a .gguf file or a Hugging Face folder both engines run now;
+    they come with pip install 'llorch[golden]'. Exit code 1: numbers differ. 3: an engine or a golden is missing.
+    """
+    refuse_both(prompt, tokens)
+    if "golden" in against and len(against) > 1:
+        raise click.UsageError("--against golden goes alone; give it, or engines")
+    from llorch.cli.judging import judge_all
+
+    raise click.exceptions.Exit(
+        judge_all(models, against, prompt=prompt, tokens=tokens, as_json=as_json, detail=detail)
+    )

@@ -1,0 +1,176 @@
+"""The command line as a whole: help pages, exit codes, one line per error, and which stream gets what."""
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command_line import REPOSITORY, invoke, spawn
+
+VERBS = ("run", "verify", "inspect", "tokenize", "trace")
+
+
+def examples(verb: str) -> list[str]:
+    """The command lines that open a help page, without the remarks beside them."""
+    page = invoke(verb, "--help").stdout.split("\n\n")
+    return [line.strip().split("   ")[0] for line in page[1].splitlines()]
+
+
+def test_llorch_alone_prints_the_help_page_and_ends_well():
+    result = invoke()
+    assert result.exit_code == 0
+    assert result.stdout.startswith("Usage: llorch ")
+    assert [line.split()[0] for line in result.stdout.split("Commands:\n")[1].splitlines()] == list(VERBS)
+
+
+def test_version_is_the_version_of_the_package():
+    import llorch
+
+    assert invoke("--version").stdout == f"llorch {llorch.__version__}\n"
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_starts_with_examples_that_name_the_verb(verb: str):
+    lines = examples(verb)
+    assert len(lines) >= 3
+    assert all(f"llorch {verb}" in line for line in lines)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_examples_of_the_help_pages_run(verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "README.md").write_text("Once upon a time\n")
+    monkeypatch.chdir(tmp_path)
+    for line in examples(verb):
+        if line == "llorch verify" or any(other in line for other in ("model.gguf", "path/to", "llamacpp")):
+            continue  # test_cli_verify runs the first; the others need a file of the user's, or an engine
+        stdin, _, command = line.rpartition(" | ")
+        words = shlex.split(command)
+        result = invoke(*words[1:], stdin="Once upon a time\n" if stdin else "")
+        assert result.exit_code == 0, (line, result.stderr, result.exception)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_option_has_a_help_text(verb: str):
+    import click
+
+    from llorch.cli import main
+
+    command = main.get_command(click.Context(main), verb)
+    assert command is not None
+    assert [p.name for p in command.params if isinstance(p, click.Option) and not p.help] == []
+
+
+def test_help_imports_no_engine_and_no_table_printer():
+    modules = "torch, transformers, llama_cpp, rich"
+    code = f"import sys; from llorch.cli import main; main(['verify', '--help'], standalone_mode=False); \
+print(sorted({{*'{modules}'.split(', ')}} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPOSITORY)
+    assert done.stdout.endswith("\n[]\n")
+
+
+def test_options_can_be_set_in_the_environment(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("LLORCH_RUN_MAX_TOKENS", "2")
+    assert len(invoke("run", "story", "Once upon a time", "--json").stdout.splitlines()) == 2
+
+
+@pytest.fixture
+def bad_files(tmp_path: Path) -> Path:
+    from llorch.builtin import builtin_path
+
+    (tmp_path / "cut.gguf").write_bytes(builtin_path("micro-llama").read_bytes()[:3000])
+    (tmp_path / "text.gguf").write_text("this is no model")
+    (tmp_path / "empty.gguf").write_bytes(b"")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "model.bin").write_bytes(b"\x80\x04")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "expected"),
+    [
+        ("run {}/nothing.gguf x", 3, "no such file or folder"),
+        ("run micro-lama x", 3, "not a built-in model"),
+        ("verify micro-lama", 3, "not a built-in model"),
+        ("inspect {}/nothing.gguf", 3, "no such file or folder"),
+        ("run {}/cut.gguf x", 2, "cut.gguf: Truncated"),
+        ("verify {}/cut.gguf", 2, "cut.gguf: Truncated"),
+        ("inspect {}/cut.gguf", 2, "cut.gguf: Truncated"),
+        ("trace {}/text.gguf -o {}/t.npz", 2, "text.gguf: BadMagic"),
+        ("tokenize {}/empty.gguf x", 2, "empty.gguf: Truncated"),
+        ("run {}/folder x", 2, "config.json"),
+        ("run {}/model.bin x", 2, "Unsafe"),
+        ("run story x -t -1", 2, "temperature must be"),
+        ("run story x -t nan", 2, "temperature must be"),
+        ("run story x --top-p 0", 2, "top_p must be"),
+        ("run story x --stop=", 2, "stop string must not be empty"),
+        ("trace story -o {}/no/t.npz", 3, "the folder"),
+        ("trace story --first-position 510 -o {}/t.npz", 2, "do not fit the context of 512"),
+        ("trace micro-llama --tokens 1,2,9999 -o {}/t.npz", 2, "9999"),
+    ],
+)
+def test_an_error_is_one_line_on_stderr_with_its_exit_code(words: str, code: int, expected: str, bad_files: Path):
+    result = invoke(*words.replace("{}", str(bad_files)).split())
+    assert result.exit_code == code, result.exception
+    line = result.stderr.splitlines()[-1]
+    assert line.startswith("llorch: ")
+    assert expected in line
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+
+
+def test_a_prompt_longer_than_the_context_is_refused_before_anything_is_printed():
+    result = invoke("run", "story", "fox " * 700)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "do not fit the context of 512 tokens" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("bogus", "No such command"),
+        ("run story x -n 0", "0 is not in the range"),
+        ("run story x --top-k some", "'some' is not a valid integer"),
+        ("run story", "no text: give it as an argument or on stdin"),
+        ("tokenize story", "no text"),
+        ("verify story --tokens 1,x,3", "got 'x' at place 2"),
+        ("verify story --tokens 1,,3", "got '' at place 2"),
+        ("verify story --tokens 1,-2", "got '-2' at place 2"),
+        ("verify story --tokens 1,2 --prompt hello", "not both"),
+        ("trace story hello --tokens 1,2 -o t.npz", "not both"),
+        ("trace story hello -o t.txt", ".safetensors or .npz"),
+        ("verify story --against candle", "'candle' is not one of"),
+    ],
+)
+def test_a_usage_error_says_what_was_expected_and_ends_with_two(words: str, expected: str):
+    result = invoke(*words.split())
+    assert result.exit_code == 2
+    assert expected in result.stderr
+    assert result.stdout == ""
+
+
+def test_traceback_shows_where_an_error_was_raised():
+    result = invoke("--traceback", "run", "story", "x", "-t", "-1")
+    assert result.exit_code == 2
+    assert "Traceback" in result.stderr
+    assert result.stderr.splitlines()[-1].startswith("llorch: sampling: ")
+
+
+def test_text_goes_to_stdout_and_rates_to_stderr():
+    done = spawn("run", "story", "Once upon a time", "-n", "5", "-v")
+    assert done.returncode == 0
+    assert "tokens/s" not in done.stdout
+    assert "tokens/s" in done.stderr
+
+
+def test_a_reader_that_goes_away_is_no_traceback():
+    command = [sys.executable, "-m", "llorch", "run", "story", "Once", "-n", "300", "--ignore-eos", "--json"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, cwd=REPOSITORY, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(60) == 141
+        assert process.stderr.read() == ""

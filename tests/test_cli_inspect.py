@@ -1,0 +1,68 @@
+"""`llorch inspect`."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+from command_line import invoke, spawn
+from tiny_models import random_tensors, write_file, write_folder
+
+
+@pytest.fixture
+def foreign(tmp_path: Path) -> Path:
+    """A sound GGUF file of an architecture that llorch does not run, with a hostile text."""
+    metadata: dict[str, object] = {"general.name": "[red]\x1b[2J" + "x" * 200}
+    return write_file(tmp_path / "foreign.gguf", {"token_embd.weight": np.ones((3, 32), np.float32)}, metadata, "mamba")
+
+
+def test_json_has_config_tokenizer_and_every_tensor():
+    import llorch
+
+    model = llorch.load("micro-qwen3")
+    found = json.loads(invoke("inspect", "micro-qwen3", "--json").stdout)
+    assert found["config"] == json.loads(json.dumps(asdict(model.config)))
+    assert {tensor["name"]: tensor["shape"] for tensor in found["tensors"]} == {
+        name: list(info.shape) for name, info in model.weights.source.tensors.items()
+    }
+    assert found["tokenizer"]["vocab_size"] == model.config.vocab_size
+    assert found["problems"] == []
+
+
+def test_tables_name_config_tokenizer_metadata_and_tensors():
+    result = invoke("inspect", "story")
+    assert result.exit_code == 0
+    for expected in ("hidden_size             192", "eos_token_ids", "llama.block_count", "blk.4.ffn_down.weight"):
+        assert expected in result.stdout
+
+
+def test_a_file_that_llorch_refuses_is_shown_and_then_refused(foreign: Path):
+    result = invoke("inspect", str(foreign))
+    assert result.exit_code == 2
+    assert "token_embd.weight F32  3 x 32" in result.stdout
+    assert "mamba" in result.stderr
+    assert "Unsupported" in result.stderr
+
+
+def test_a_text_of_the_file_cannot_style_the_output_or_move_the_cursor(foreign: Path):
+    done = spawn("inspect", str(foreign), FORCE_COLOR="1", COLUMNS="200")
+    assert "[red]\\x1b[2J" in done.stdout
+    assert "\x1b[2J" not in done.stdout
+
+
+def test_a_folder_without_a_vocabulary_is_no_problem(tmp_path: Path):
+    folder = write_folder(tmp_path / "tiny", random_tensors("qwen3"), "qwen3")
+    result = invoke("inspect", str(folder))
+    assert result.exit_code == 0, result.stderr
+    assert "Hugging Face folder   25 tensors" in result.stdout
+    assert "tokenizer: none" in result.stdout
+
+
+def test_every_missing_tensor_of_a_folder_is_named(tmp_path: Path):
+    tensors = random_tensors("llama")
+    del tensors["model.norm.weight"], tensors["model.layers.1.mlp.up_proj.weight"]
+    result = invoke("inspect", str(write_folder(tmp_path / "tiny", tensors)), "--json")
+    assert result.exit_code == 2
+    assert "2 Missing: model.layers.1.mlp.up_proj.weight, model.norm.weight" in result.stderr
+    assert json.loads(result.stdout)["config"] is None

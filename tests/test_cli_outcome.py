@@ -1,0 +1,72 @@
+"""Exit codes and error lines."""
+
+from pathlib import Path
+
+import click
+import pytest
+
+
+def outcome(error: BaseException, **options: bool) -> int:
+    from llorch.cli.outcome import reported
+
+    with pytest.raises(click.exceptions.Exit) as caught, reported(**options):
+        raise error
+    return caught.value.exit_code
+
+
+def errors() -> list[tuple[BaseException, int]]:
+    from llorch.errors import CheckpointMismatch, FormatError, MissingExtra
+
+    return [
+        (CheckpointMismatch("l0.q_rope: error 1e-2"), 1),
+        (FormatError("Truncated", "cut", path="a.gguf"), 2),
+        (ValueError("sampling: no"), 2),
+        (PermissionError(13, "Permission denied", "a.gguf"), 2),
+        (FileNotFoundError(2, "No such file or directory", "a.gguf"), 3),
+        (MissingExtra("golden", "llama_cpp"), 3),
+        (MemoryError(), 4),
+        (IndexError("list index out of range"), 70),
+        (KeyboardInterrupt(), 130),
+    ]
+
+
+@pytest.mark.parametrize("place", range(9))
+def test_each_class_of_error_has_its_exit_code_and_ends_in_one_line(place: int, capsys: pytest.CaptureFixture[str]):
+    error, code = errors()[place]
+    assert outcome(error) == code
+    assert capsys.readouterr().err.splitlines()[-1].startswith("llorch: ")
+
+
+def test_only_a_bug_prints_a_traceback_unasked(capsys: pytest.CaptureFixture[str]):
+    printed = {}
+    for error, code in errors():
+        outcome(error)
+        printed[code] = "Traceback" in capsys.readouterr().err
+    assert [code for code, shown in printed.items() if shown] == [70]
+
+
+def test_an_error_of_the_system_names_the_file(tmp_path: Path):
+    from llorch.cli.outcome import error_line
+
+    with pytest.raises(FileNotFoundError) as caught:
+        (tmp_path / "absent").read_bytes()
+    assert error_line(caught.value) == f"llorch: {tmp_path}/absent: No such file or directory"
+
+
+def test_an_error_line_cannot_move_the_cursor_of_a_terminal():
+    from llorch.cli.outcome import error_line
+
+    assert error_line(ValueError("a\nb \x1b[2J")) == "llorch: a b \\x1b[2J"
+
+
+def test_click_keeps_its_own_ways_to_end():
+    from llorch.cli.outcome import reported
+
+    with pytest.raises(click.UsageError), reported():
+        raise click.UsageError("no")
+
+
+def test_json_has_null_where_a_number_is_not_finite():
+    from llorch.cli.output import to_json
+
+    assert to_json({"a": [1.5, float("nan")], "b": (float("inf"), "x")}) == '{"a": [1.5, null], "b": [null, "x"]}'

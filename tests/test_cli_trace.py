@@ -1,0 +1,85 @@
+"""`llorch trace`."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from command_line import invoke
+from safetensors import safe_open
+from safetensors.numpy import load_file
+
+IDS = [3, 1, 4, 15, 9, 2, 6, 5]
+TOKENS = ",".join(map(str, IDS))
+
+
+def read_npz(path: Path) -> dict[str, np.ndarray]:
+    with np.load(path) as file:
+        return dict(file)
+
+
+def test_both_formats_hold_the_trace_of_the_python_interface(tmp_path: Path):
+    import llorch
+
+    trace: dict[str, np.ndarray] = {}
+    llorch.load("micro-llama").forward(IDS, trace=trace)
+    for name in ("t.safetensors", "t.npz"):
+        result = invoke("trace", "micro-llama", "--tokens", TOKENS, "-o", str(tmp_path / name))
+        assert result.exit_code == 0, result.stderr
+        assert result.stdout == ""
+        assert f"wrote {len(trace)} stages of 8 tokens" in result.stderr
+        read = load_file(tmp_path / name) if name.endswith("s") else read_npz(tmp_path / name)
+        assert read.keys() == trace.keys()
+        assert all(np.array_equal(read[key], trace[key]) for key in trace)
+
+
+def test_the_file_says_what_was_run(tmp_path: Path):
+    path = tmp_path / "t.safetensors"
+    invoke("trace", "micro-llama", "--tokens", TOKENS, "--first-position", "4000", "-o", str(path))
+    with safe_open(path, "np") as file:
+        about = json.loads(file.metadata()["llorch"])
+    assert about == {"engine": "llorch", "first_position": 4000, "ids": IDS, "model": "micro-llama"}
+
+
+def test_the_first_position_turns_queries_and_leaves_values(tmp_path: Path):
+    for first in ("0", "4000"):
+        path = tmp_path / f"{first}.npz"
+        invoke("trace", "micro-llama", "--tokens", TOKENS, "--first-position", first, "-o", str(path))
+    near, far = read_npz(tmp_path / "0.npz"), read_npz(tmp_path / "4000.npz")
+    assert np.array_equal(near["l0.v_proj"], far["l0.v_proj"])
+    assert not np.allclose(near["l0.q_rope"], far["l0.q_rope"], atol=1e-3)
+
+
+def test_a_run_that_fails_leaves_no_file(tmp_path: Path):
+    old = tmp_path / "t.npz"
+    old.write_text("old")
+    assert invoke("trace", "micro-llama", "--tokens", "1,2,9999", "-o", str(old)).exit_code == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["t.npz"]
+    assert old.read_text() == "old"
+
+
+def test_a_trace_is_never_written_into_the_model_folder(tmp_path: Path):
+    (tmp_path / "config.json").write_text("{}")
+    result = invoke("trace", str(tmp_path), "hello", "-o", str(tmp_path / "model.safetensors"))
+    assert result.exit_code == 2
+    assert "inside the model folder" in result.stderr
+
+
+def test_without_a_prompt_a_fixed_sentence_is_run_and_named(tmp_path: Path):
+    from llorch.cli.inputs import SENTENCE
+
+    result = invoke("trace", "micro-llama", "-o", str(tmp_path / "t.npz"))
+    assert result.exit_code == 0
+    assert repr(SENTENCE) in result.stderr
+
+
+@pytest.mark.live
+@pytest.mark.parametrize("producer", ["llamacpp", "transformers"])
+def test_an_engine_writes_the_same_stages_with_the_same_shapes(producer: str, tmp_path: Path):
+    import llorch
+
+    for name, engine in (("ours.npz", []), ("theirs.npz", ["--producer", producer])):
+        result = invoke("trace", "micro-llama", "--tokens", TOKENS, "-o", str(tmp_path / name), *engine)
+        assert result.exit_code == 0, result.stderr
+    ours, theirs = read_npz(tmp_path / "ours.npz"), read_npz(tmp_path / "theirs.npz")
+    assert llorch.compare(ours, theirs).first_divergence is None

@@ -1,0 +1,172 @@
+"""`llorch verify`: the report, the exit codes and the JSON."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from command_line import invoke, spawn
+from tiny_models import random_tensors, write_folder
+
+TOKENS = "3,1,4,15,9,2,6,5"
+FIELDS = "model checkpoint stage layer producer backend mode error producer_error tolerance verdict".split()
+
+
+@pytest.fixture
+def changed_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """`micro-llama` with one weight of layer 1 changed a little, and goldens that claim to be of this file."""
+    from llorch.builtin import builtin_path, goldens_folder
+    from llorch.evidence import sha256
+    from llorch.weights import open_gguf
+
+    name = "micro-llama"
+    path = tmp_path / f"{name}.gguf"
+    data = bytearray(builtin_path(name).read_bytes())
+    with open_gguf(builtin_path(name)) as file:
+        tensor = file.tensors["blk.1.ffn_gate.weight"]
+    weight = np.frombuffer(data, np.float32, 1, tensor.offset + 400)
+    data[tensor.offset + 400 : tensor.offset + 404] = (weight + np.float32(0.1)).tobytes()
+    path.write_bytes(data)
+    shutil.copytree(goldens_folder() / name, tmp_path / "goldens" / name)
+    record = tmp_path / "goldens" / name / "golden.json"
+    golden = json.loads(record.read_text())
+    golden["provenance"]["weights_sha256"] = sha256(path)
+    record.write_text(json.dumps(golden))
+    monkeypatch.setattr("llorch.verify.builtin_path", lambda _: path)
+    monkeypatch.setattr("llorch.verify.goldens_folder", lambda: tmp_path / "goldens")
+    return name
+
+
+def test_every_built_in_model_agrees_with_its_goldens():
+    from llorch.builtin import BUILTIN
+    from llorch.stages import CHECKPOINTS
+
+    result = invoke("verify")
+    assert result.exit_code == 0, result.stdout
+    for name in BUILTIN:
+        table = result.stdout.split(f"{name}\n")[1].split("\n\n")[0].splitlines()[1:]
+        assert [line[:20].rstrip() for line in table] == [f"{n:<3} {name}" for n, name in CHECKPOINTS.items()]
+        assert all(line.rstrip().endswith("PASS") for line in table)
+    last = result.stdout.splitlines()[-1]
+    assert last.startswith("5 models, ")
+    assert " 0 failed; our float32 at least as close to the truth as both producers at " in last
+
+
+def test_json_has_every_row_and_a_summary_that_counts_them():
+    result = invoke("verify", "micro-qwen3", "--json")
+    found = json.loads(result.stdout)
+    rows, summary = found["rows"], found["summary"]
+    assert result.exit_code == 0
+    assert all(row.keys() >= set(FIELDS) for row in rows)
+    assert {row["producer"] for row in rows} == {"reader", "llamacpp", "transformers"}
+    assert {row["mode"] for row in rows} == {"isolated", "chained", "decode", "exact"}
+    assert summary["comparisons"] == len(rows) == summary["passed"]
+    assert summary["closer_to_truth"]["all"]["places"] == len(
+        {(row["case"], row["stage"], row["layer"]) for row in rows if row["mode"] == "chained"}
+    )
+
+
+def test_detail_has_a_line_per_stage_and_says_where_its_row_lies():
+    lines = invoke("verify", "micro-qwen3", "--detail").stdout.splitlines()
+    shown = [line[4:20].strip() for line in lines if line.startswith("02 ")]
+    assert shown == ["q_proj", "k_proj", "v_proj", "q_norm", "k_norm"]
+    assert all("isolated" in line or "chained" in line for line in lines if line.startswith("02 "))
+
+
+def test_a_changed_weight_turns_the_run_red_and_is_located(changed_weight: str):
+    result = invoke("verify", changed_weight)
+    assert result.exit_code == 1
+    assert "first failing stage of micro-llama: checkpoint 00 foundation: tensors, near, exact" in result.stdout
+    assert "3.3% differ, none may: blk.1.ffn_gate.weight" in result.stdout
+    assert "fed with the golden's own input: ffn_gate\n" in result.stdout
+    assert "FAIL" in result.stdout.split("06  swiglu")[1].splitlines()[0]
+
+
+def test_json_of_a_failure_names_the_first_stage_too(changed_weight: str):
+    result = invoke("verify", changed_weight, "--json")
+    summary = json.loads(result.stdout)["summary"]
+    assert result.exit_code == 1
+    assert summary["failed"] == summary["comparisons"] - summary["passed"] > 0
+    assert [failure["stage"] for failure in summary["first_failures"]] == ["tensors"]
+
+
+def test_goldens_of_other_weights_are_refused(changed_weight: str, monkeypatch: pytest.MonkeyPatch):
+    from llorch.builtin import goldens_folder
+
+    monkeypatch.setattr("llorch.verify.goldens_folder", goldens_folder)
+    result = invoke("verify", changed_weight)
+    assert result.exit_code == 2
+    assert "made for other weights" in result.stderr
+
+
+def test_a_missing_golden_is_not_run_and_never_a_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("llorch.verify.goldens_folder", lambda: tmp_path)
+    result = invoke("verify", "micro-llama")
+    assert result.exit_code == 3
+    assert result.stdout.count("- NOT RUN") == 14
+    assert "regenerate.py" in result.stdout
+    assert "1 model, 0 comparisons: 0 passed, 0 failed, 14 checkpoints not run" in result.stdout
+
+
+def test_without_engines_a_file_is_not_run_and_the_command_that_adds_them_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    folder = write_folder(tmp_path / "tiny-1.5", random_tensors("qwen2"), "qwen2")
+    result = invoke("verify", str(folder))
+    assert result.exit_code == 3
+    assert "tiny-1.5\n" in result.stdout
+    assert "NOT RUN: llamacpp: llama_cpp is not installed; get it with: pip install 'llorch[golden]'" in result.stdout
+    assert "NOT RUN: transformers: torch is not installed" in result.stdout
+    assert "input: token ids 1,18,35,11,28,5,21,38,15,31,8,25 (the model has no vocabulary)" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("micro-llama --tokens 1,2,3", "goldens have their own input"),
+        ("micro-llama --prompt hello", "goldens have their own input"),
+        ("micro-llama --against golden --against llamacpp", "goes alone"),
+        ("tests --against golden", "only built-in models have goldens"),
+    ],
+)
+def test_combinations_without_a_meaning_are_usage_errors(words: str, expected: str):
+    result = invoke("verify", *words.split())
+    assert result.exit_code == 2
+    assert expected in result.stderr
+
+
+def test_color_is_for_terminals_and_on_request_only():
+    assert "\x1b[" not in spawn("verify", "micro-llama").stdout
+    assert "\x1b[32m" in spawn("verify", "micro-llama", FORCE_COLOR="1").stdout
+    assert "\x1b[32m" not in spawn("verify", "micro-llama", FORCE_COLOR="1", NO_COLOR="1").stdout
+
+
+@pytest.mark.live
+def test_a_built_in_model_agrees_with_an_engine_that_runs_now():
+    done = spawn("verify", "micro-llama", "--against", "llamacpp", "--tokens", TOKENS)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("micro-llama   one witness: llamacpp\n")
+    assert "as close to the truth as the producer at" in done.stdout
+    assert done.stderr == ""
+
+
+@pytest.mark.live
+def test_one_token_is_enough_to_run_but_not_to_show_every_mistake():
+    result = invoke("verify", "micro-llama", "--against", "llamacpp", "--tokens", "7")
+    assert result.exit_code == 0, result.stdout
+    assert "warning: distinct tokens: 1;" in result.stderr
+
+
+@pytest.mark.live
+def test_one_engine_that_is_missing_leaves_one_witness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    folder = write_folder(tmp_path / "tiny", random_tensors("llama"))
+    result = invoke("verify", str(folder), "--tokens", TOKENS)
+    assert result.exit_code == 3, result.stdout
+    assert "tiny   one witness: llamacpp" in result.stdout
+    assert "NOT RUN: transformers" in result.stdout
+    assert " 0 failed" in result.stdout

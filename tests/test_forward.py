@@ -1,0 +1,79 @@
+import numpy as np
+import pytest
+
+from llorch.builtin import BUILTIN, builtin_path
+from llorch.cache import KVCache
+from llorch.forward import forward
+from llorch.replay import Pass, chained
+from llorch.stages import keys
+from llorch.verifier import run
+from llorch.weights import Weights, open_weights
+
+IDS = (5, 260, 17, 33, 2, 91, 144, 78, 300)
+
+
+@pytest.fixture(scope="module", params=BUILTIN)
+def weights(request: pytest.FixtureRequest) -> Weights:
+    return open_weights(builtin_path(request.param))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_every_stage_has_the_dtype_of_the_weights(weights: Weights, dtype: type[np.floating]):
+    trace = run(weights.astype(dtype), Pass(IDS))
+    assert {array.dtype for array in trace.values()} == {np.dtype(dtype)}
+
+
+def test_every_stage_is_recorded_in_table_order_with_its_stated_shape(weights: Weights):
+    trace = run(weights, Pass(IDS))
+    stated = {key: stage.shape(weights.config, seq=len(IDS), ctx=len(IDS)) for key, stage, _ in keys(weights.config)}
+    assert {key: array.shape for key, array in trace.items()} == stated
+    assert list(trace) == list(stated)
+
+
+def test_recording_changes_no_number(weights: Weights):
+    recorded = run(weights, Pass(IDS))["logits"]
+    plain = forward(np.asarray(IDS), weights, KVCache(weights.config, weights.dtype))
+    np.testing.assert_array_equal(recorded, plain)
+
+
+def test_the_chain_of_the_stage_table_is_the_forward_pass_bit_for_bit(weights: Weights):
+    by_table = chained(weights, Pass(IDS, 40))
+    by_forward = run(weights, Pass(IDS, 40))
+    for key, array in by_forward.items():
+        np.testing.assert_array_equal(by_table[key], array, err_msg=key)
+
+
+def test_a_second_run_after_a_warm_up_gives_the_same_bits(weights: Weights):
+    first = run(weights, Pass(IDS))["logits"]
+    run(weights, Pass(IDS[::-1]))
+    np.testing.assert_array_equal(run(weights, Pass(IDS))["logits"], first)
+
+
+@pytest.mark.parametrize("n_cached", range(1, len(IDS)))
+def test_prefill_in_two_parts_equals_one(weights: Weights, n_cached: int):
+    whole = run(weights.astype(np.float64), Pass(IDS))["logits"]
+    parts = run(weights.astype(np.float64), Pass(IDS), n_cached=n_cached)["logits"]
+    np.testing.assert_allclose(parts, whole[n_cached:], rtol=0, atol=1e-12 * np.abs(whole).max(), strict=True)
+
+
+def test_token_by_token_equals_one_pass(weights: Weights):
+    wide = weights.astype(np.float64)
+    cache = KVCache(wide.config, wide.dtype)
+    stepwise = [forward(np.asarray([token]), wide, cache)[0] for token in IDS]
+    whole = run(wide, Pass(IDS))["logits"]
+    np.testing.assert_allclose(np.stack(stepwise), whole, rtol=0, atol=1e-12 * np.abs(whole).max(), strict=True)
+
+
+def test_last_only_gives_the_last_row(weights: Weights):
+    wide = weights.astype(np.float64)
+    last = forward(np.asarray(IDS), wide, KVCache(wide.config, wide.dtype), last_only=True)
+    whole = run(wide, Pass(IDS))["logits"]
+    np.testing.assert_allclose(last, whole[-1:], rtol=1e-12, atol=1e-12, strict=True)
+
+
+def test_a_token_cannot_see_those_after_it(weights: Weights):
+    changed = (*IDS[:-1], IDS[-1] + 1)
+    one, other = (run(weights, Pass(ids)) for ids in (IDS, changed))
+    for key, stage, _ in keys(weights.config):
+        if stage.axes.startswith("seq"):
+            np.testing.assert_array_equal(one[key][:-1], other[key][:-1], err_msg=key)

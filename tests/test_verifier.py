@@ -1,0 +1,118 @@
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from llorch.builtin import builtin_path, goldens_folder
+from llorch.compare import Tolerance
+from llorch.evidence import Evidence, Golden, read
+from llorch.verifier import FAIL, PASS, TIE, Verifier, ceiling, edge_of_a_filter
+from llorch.weights import open_weights
+
+NAME = "micro-qwen3"
+
+
+@pytest.fixture(scope="module")
+def golden() -> Golden:
+    return read(goldens_folder() / NAME)
+
+
+def verifier(golden: Golden, evidence: dict[str, Evidence]) -> Verifier:
+    return Verifier(NAME, open_weights(builtin_path(NAME)), golden.cases, evidence)
+
+
+def changed(golden: Golden, key: str, change: Callable[[np.ndarray], np.ndarray]) -> dict[str, Evidence]:
+    evidence = dict(golden.evidence)
+    arrays = evidence["llamacpp"].arrays()
+    arrays[key] = change(arrays[key])
+    return evidence | {"llamacpp": Evidence.from_arrays(arrays)}
+
+
+def failing(golden: Golden, evidence: dict[str, Evidence]) -> list[tuple[str, str, str]]:
+    rows = verifier(golden, evidence).rows(golden.tolerances)
+    return [(row.checkpoint, row.stage, row.mode) for row in rows if row.verdict == FAIL]
+
+
+def nudge(array: np.ndarray) -> np.ndarray:
+    out = array.copy()
+    out.flat[7] += 1e-3 * np.abs(array).max()
+    return out
+
+
+def test_untouched_goldens_pass(golden: Golden):
+    assert failing(golden, dict(golden.evidence)) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "checkpoint"),
+    [("near/l1.ffn_gate", "06"), ("far/l0.q_rope", "01b"), ("near/l0.attn_probs", "04"), ("near/logits", "08")],
+)
+def test_one_changed_number_of_a_golden_fails_its_stage_in_both_modes(golden: Golden, key: str, checkpoint: str):
+    bad = failing(golden, changed(golden, key, nudge))
+    stage = key.rpartition("/")[2].rpartition(".")[2]
+    assert (checkpoint, stage, "isolated") in bad
+    assert (checkpoint, stage, "chained") in bad
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_golden_that_is_not_finite_never_passes(golden: Golden, value: float):
+    def poison(array: np.ndarray) -> np.ndarray:
+        out = array.copy()
+        out.flat[0] = value
+        return out
+
+    bad = failing(golden, changed(golden, "near/l0.attn_out", poison))
+    assert ("05", "attn_out", "isolated") in bad
+
+
+def test_a_stage_missing_from_a_golden_is_refused_by_name(golden: Golden):
+    arrays = golden.evidence["transformers"].arrays()
+    del arrays["far/l1.ffn_up"]
+    with pytest.raises(ValueError, match=r"far trace of transformers must have the .* stages.*: l1\.ffn_up"):
+        verifier(golden, {"transformers": Evidence.from_arrays(arrays)})
+
+
+def test_another_greedy_token_fails_unless_the_logits_tie(golden: Golden):
+    theirs = golden.evidence["llamacpp"]
+    other = theirs.greedy.copy()
+    other[3] += 1
+    bad = failing(golden, {"llamacpp": replace(theirs, greedy=other)})
+    assert bad == [("12", "generation", "exact")]
+
+
+def test_a_wrong_truth_cannot_widen_the_tolerance_beyond_the_ceiling(golden: Golden):
+    wrong = {
+        name: replace(e, traces={c: {k: 1.5 * a for k, a in t.items()} for c, t in e.traces.items()})
+        for name, e in golden.evidence.items()
+    }
+    judge = verifier(golden, wrong)
+    tolerances = judge.tolerances()
+    highest = ceiling("chained", int(golden.cases["near"].positions[-1]))
+    assert tolerances["near"]["chained"]["logits"] == highest
+    verdicts = {row.verdict for row in judge.stage_rows(tolerances) if row.stage == "logits" and row.mode == "chained"}
+    assert verdicts == {FAIL}
+
+
+def test_tolerances_made_now_are_the_stored_ones(golden: Golden):
+    made = verifier(golden, dict(golden.evidence)).tolerances()
+    for case, modes in golden.tolerances.items():
+        for mode, by_stage in modes.items():
+            for stage, stored in by_stage.items():
+                assert made[case][mode][stage].error == pytest.approx(stored.error, rel=1e-3)
+
+
+def test_tokens_at_the_edge_of_top_p_are_a_tie_and_others_are_not():
+    allowed = Tolerance(1e-6, 1e-6)
+    ours = np.full(1000, 1e-3, np.float32)
+    golden = ours.copy()
+    golden[7] = 0
+    assert edge_of_a_filter(ours, golden, allowed) == ""  # 1e-3 is much more than 1000 * 2^-24
+    ours[7] = 1e-5
+    assert "1 tokens at the edge" in edge_of_a_filter(ours, golden, allowed)
+    golden[8] *= 1.01
+    assert edge_of_a_filter(ours, golden, allowed) == ""
+
+
+def test_verdicts_are_three_words():
+    assert len({PASS, FAIL, TIE}) == 3

@@ -1,0 +1,82 @@
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llorch import builtin, verify
+from llorch.builtin import builtin_path
+from llorch.evidence import TokenCheck
+from llorch.foundation import differing, foreign_tensors, own_tensors
+from llorch.verifier import FAIL, PASS
+from llorch.verify import foundation_rows, token_rows, verify_live, verify_stored
+from llorch.weights import open_weights
+
+PATH = builtin_path("micro-qwen2")
+
+
+def test_both_readers_see_the_same_tensors():
+    assert differing(own_tensors(open_weights(PATH)), foreign_tensors(PATH)) == []
+
+
+def test_one_flipped_bit_of_a_weight_fails_the_foundation(tmp_path: Path):
+    copy = tmp_path / "flipped.gguf"
+    content = bytearray(PATH.read_bytes())
+    content[-100] ^= 1
+    copy.write_bytes(content)
+    (row,) = foundation_rows("flipped", own_tensors(open_weights(copy)), foreign_tensors(PATH))
+    assert row.verdict == FAIL
+    assert row.note
+
+
+def test_other_token_ids_fail_and_are_shown():
+    weights = open_weights(PATH)
+    checks = [TokenCheck("Once", {"llamacpp": [1, 2, 3]})]
+    (row,) = token_rows("micro-qwen2", weights, checks)
+    assert row.verdict == FAIL
+    assert "'Once'" in row.note
+
+
+def test_goldens_of_other_weights_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    shutil.copy(builtin_path("micro-qwen3"), tmp_path / "micro-qwen2.gguf")
+    monkeypatch.setattr(verify, "builtin_path", lambda name: tmp_path / f"{name}.gguf")
+    with pytest.raises(ValueError, match=r"made for other weights .*run reference_outputs/regenerate"):
+        list(verify_stored("micro-qwen2"))
+
+
+def test_a_missing_golden_folder_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(verify, "goldens_folder", lambda: tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"golden\.json is missing"):
+        list(verify_stored("micro-qwen2"))
+
+
+def test_goldens_lie_beside_the_package_in_a_clone():
+    assert (builtin.goldens_folder() / "micro-llama" / "golden.json").is_file()
+
+
+@pytest.mark.live
+@pytest.mark.parametrize("name", ["micro-llama3", "micro-qwen2"])
+def test_a_file_verifies_live_against_both_engines(name: str):
+    pytest.importorskip("llama_cpp", reason="NOT RUN: needs the golden extra")
+    pytest.importorskip("transformers", reason="NOT RUN: needs the golden extra")
+    said: list[str] = []
+    ids = list(range(20, 32))
+    rows = list(verify_live(builtin_path(name), ids, ["llamacpp", "transformers"], say=said.append))
+    assert {row.verdict for row in rows} == {PASS}
+    assert {row.producer for row in rows} == {"reader", "llamacpp", "transformers"}
+    assert {row.checkpoint for row in rows} >= {"00", "01b", "03", "08", "12"}
+    assert "running llamacpp" in said
+
+
+@pytest.mark.live
+def test_live_and_stored_errors_are_alike():
+    pytest.importorskip("llama_cpp", reason="NOT RUN: needs the golden extra")
+    pytest.importorskip("transformers", reason="NOT RUN: needs the golden extra")
+    stored = [row for row in verify_stored("micro-qwen2") if row.mode == "chained" and row.case == "near"]
+    live = verify_live(PATH, range(40, 52), ["llamacpp", "transformers"])
+    live = [row for row in live if row.mode == "chained" and row.case == "near"]
+    assert len(stored) == len(live)
+    ratio = np.median([b.producer_error for b in live if b.producer_error]) / np.median(
+        [a.producer_error for a in stored if a.producer_error]
+    )
+    assert 0.2 < ratio < 5
