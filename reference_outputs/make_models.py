@@ -1,0 +1,61 @@
+"""Make the small models that llorch carries, from text of our own.
+
+    python reference_outputs/make_models.py [NAME ...] [--out DIR] [--steps N] [--state DIR]
+
+The same seed gives the same files on the same machine. Needs the `golden` extra. Progress goes to stderr.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import sys
+from pathlib import Path
+
+from small_models import gguf_file
+from small_models.check import check
+from small_models.corpus import stories
+from small_models.provenance import note
+from small_models.shapes import RECIPES
+from small_models.training import train
+from small_models.vocabulary import train_vocabulary
+
+MODELS = Path(__file__).resolve().parent.parent / "llorch" / "models"
+VOCABULARY_STORIES = 8000
+
+
+def make(name: str, *, out: Path, steps: int | None, state: Path | None) -> None:
+    """Make one model and note where it came from.
+
+    Args:
+        name: Name of the recipe.
+        out: Folder for the GGUF file and `provenance.json`.
+        steps: Optimiser steps, None for the recipe's.
+        state: Folder for states to resume from, or None.
+    """
+    recipe = RECIPES[name] if steps is None else dataclasses.replace(RECIPES[name], steps=steps)
+    texts = itertools.islice(stories(recipe.seed), VOCABULARY_STORIES)
+    vocabulary = train_vocabulary(recipe.vocabulary, texts, size=recipe.config["vocab_size"])
+    model, losses = train(name, recipe, vocabulary, state=state)
+    path = out / f"{name}.gguf"
+    gguf_file.write(path, model, recipe, vocabulary.metadata)
+    difference = check(path, model, vocabulary.tokenizer, recipe)
+    note(path, recipe, losses, difference=difference)
+    print(f"{path}: {path.stat().st_size} bytes, llama.cpp within {difference:.1e}", file=sys.stderr)
+
+
+def main() -> None:
+    """Make the models named on the command line, all of them by default."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"any of {', '.join(RECIPES)}; default all")
+    parser.add_argument("--out", type=Path, default=MODELS, help="folder for the GGUF files")
+    parser.add_argument("--steps", type=int, help="optimiser steps instead of the recipe's")
+    parser.add_argument("--state", type=Path, help="folder for states to resume from")
+    options = parser.parse_args()
+    if unknown := set(options.names) - set(RECIPES):
+        parser.error(f"unknown model {', '.join(sorted(unknown))}, expected any of {', '.join(RECIPES)}")
+    for name in options.names or RECIPES:
+        make(name, out=options.out, steps=options.steps, state=options.state)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""A new file is only good when llama.cpp reads the same tokens and the same logits from it."""
+
+import itertools
+from pathlib import Path
+
+import llama_cpp
+import numpy as np
+import torch
+import transformers
+from tokenizers import Tokenizer
+
+from small_models.corpus import stories
+from small_models.shapes import Recipe
+
+_TOLERANCE = 1e-5  # relative L2 distance of float32 logits over a few layers
+_ODD_TEXTS = (
+    " two  spaces",
+    'Numbers 1234567, quotes "\'s" and\nlines\n\n',
+    "\u00fcn\u00efcode \u4f60\u597d \U0001f642",
+    "X",
+)
+
+
+def check(path: Path, model: transformers.PreTrainedModel, tokenizer: Tokenizer, recipe: Recipe) -> float:
+    """Compare a file with the model and tokenizer it was written from.
+
+    Args:
+        path: The GGUF file.
+        model: The model.
+        tokenizer: The tokenizer.
+        recipe: Gives the seed of the test text.
+
+    Returns:
+        The relative L2 distance between llama.cpp's logits and the model's.
+
+    Raises:
+        ValueError: Tokens differ, or the distance is above 1e-5.
+    """
+    engine = llama_cpp.Llama(
+        str(path), n_ctx=256, logits_all=True, verbose=False, n_threads=1, flash_attn=False,
+        type_k=llama_cpp.GGML_TYPE_F32, type_v=llama_cpp.GGML_TYPE_F32,
+    )  # fmt: skip
+    texts = list(itertools.islice(stories(recipe.seed + 1000), 50))
+    for text in [*texts, *_ODD_TEXTS]:
+        ours, theirs = tokenizer.encode(text).ids, engine.tokenize(text.encode(), add_bos=True, special=False)
+        if ours != theirs:
+            raise ValueError(f"{path.name}: {text!r} is {ours} here and {theirs} in llama.cpp")
+    ids = tokenizer.encode(texts[0]).ids[:64]
+    engine.eval(ids)
+    theirs = np.array(engine.scores[: len(ids)], np.float64)
+    with torch.no_grad():
+        ours = model(torch.tensor([ids])).logits[0].double().numpy()
+    distance = float(np.linalg.norm(ours - theirs) / np.linalg.norm(ours))
+    if not distance < _TOLERANCE:
+        raise ValueError(f"{path.name}: llama.cpp's logits lie {distance:.1e} away, expected under {_TOLERANCE}")
+    return distance
