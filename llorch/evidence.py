@@ -40,7 +40,7 @@ class Evidence:
     Attributes:
         traces: Case to trace.
         selected_logits: The row its sampler sees after the tokens of `near`.
-        probabilities: Name in `SAMPLINGS` to its distribution, made from its own selected logits.
+        probabilities: Name in `SAMPLINGS` to its distribution, made from `sampler_inputs`.
         greedy: Its greedy continuation of `near`.
     """
 
@@ -109,6 +109,21 @@ def cases_for(ids: Sequence[int], config: ModelConfig) -> dict[str, Pass]:
     return {"near": Pass(tuple(ids)), "far": Pass(tuple(ids[:n_far]), far)}
 
 
+def sampler_inputs(ids: Sequence[int], vocab_size: int) -> tuple[np.ndarray, tuple[int, ...]]:
+    """What the sampling filters are shown: a model that is sure of its next token would hide most mistakes.
+
+    Args:
+        ids: The prompt.
+        vocab_size: Length of the logits.
+
+    Returns:
+        Logits of both signs among which no token dominates, and a history in which tokens repeat, likely ones too.
+    """
+    logits = np.random.default_rng(vocab_size).normal(0, 2, vocab_size).astype(np.float32)
+    likely = [int(token) for token in np.argsort(-logits)[:4]]
+    return logits, (*ids, *ids[:3], *likely, likely[1])
+
+
 def take(producer: Producer, cases: Mapping[str, Pass], *, n_greedy: int = N_GREEDY) -> Evidence:
     """Run a producer on every case.
 
@@ -121,11 +136,12 @@ def take(producer: Producer, cases: Mapping[str, Pass], *, n_greedy: int = N_GRE
         What it showed.
     """
     near = cases["near"].ids
-    logits = producer.selected_logits(near)
+    selected = producer.selected_logits(near)
+    logits, history = sampler_inputs(near, selected.size)
     return Evidence(
         traces={name: producer.trace(c.ids, first_position=c.first_position) for name, c in cases.items()},
-        selected_logits=logits,
-        probabilities={name: producer.probabilities(logits, settings, near) for name, settings in SAMPLINGS.items()},
+        selected_logits=selected,
+        probabilities={name: producer.probabilities(logits, settings, history) for name, settings in SAMPLINGS.items()},
         greedy=np.asarray(producer.greedy(near, n_greedy), np.int64),
     )
 

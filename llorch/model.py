@@ -12,6 +12,7 @@ from llorch.cache import KVCache
 from llorch.config import ModelConfig
 from llorch.forward import forward
 from llorch.generate import Token, sample_ids, stream
+from llorch.memory import keep_freed_memory
 from llorch.sampling import SamplingSettings
 from llorch.tokenizer import Tokenizer
 from llorch.weights import Weights, open_weights
@@ -160,6 +161,7 @@ def load(path_or_name: str | Path) -> Model:
         FileNotFoundError: There is no such file, folder or built-in model.
         FormatError: The file cannot be used.
     """
+    keep_freed_memory()
     path = Path(path_or_name)
     if path.exists():
         return Model(open_weights(path))

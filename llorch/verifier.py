@@ -14,7 +14,7 @@ import numpy as np
 
 from llorch.cache import KVCache
 from llorch.compare import FLOAT32_ULP, Difference, Tolerance, measure, tolerance_from
-from llorch.evidence import SAMPLINGS, Evidence, Tolerances
+from llorch.evidence import SAMPLINGS, Evidence, Tolerances, sampler_inputs
 from llorch.forward import forward
 from llorch.generate import sample_ids
 from llorch.replay import Pass, cut, isolated
@@ -184,10 +184,10 @@ class Verifier:
             truth = self._isolated(self.wide, case, producer, stage, layer)
             truth = truth if mode == "isolated" else self.truth[case][key]
             yield Distance(case, mode, stage.name, _from_truth(golden, truth, masked=stage.masked))
-        for producer, evidence in self.evidence.items():
+        for evidence in self.evidence.values():
             difference = _from_truth(evidence.selected_logits, self._true_row())
             yield Distance("near", "chained", "selected_logits", difference)
-            for sampling, true in self._true_probabilities(producer).items():
+            for sampling, true in self._probabilities(np.float64).items():
                 difference = _from_truth(evidence.probabilities[sampling], true)
                 yield Distance("near", "isolated", "probabilities", difference)
 
@@ -261,8 +261,9 @@ class Verifier:
             yield self._row("09", "selected_logits", None, "near", producer, "chained", arrays, allowed)
             yield self._exact("10", "argmax", producer, best, np.asarray([int(np.argmax(golden))]), gaps)
             allowed = tolerances["near"]["isolated"]["probabilities"]
-            for name, true in self._true_probabilities(producer).items():
-                arrays = probabilities(golden, SAMPLINGS[name], near), evidence.probabilities[name], true
+            truth = self._probabilities(np.float64)
+            for name, ours in self._probabilities(np.float32).items():
+                arrays = ours, evidence.probabilities[name], truth[name]
                 judged = self._row("11", f"probabilities.{name}", None, "near", producer, "isolated", arrays, allowed)
                 note = edge_of_a_filter(arrays[0], arrays[1], allowed) if judged.verdict == FAIL else ""
                 yield replace(judged, verdict=TIE, note=note) if note else judged
@@ -289,10 +290,9 @@ class Verifier:
     def _true_row(self) -> np.ndarray:
         return self.truth["near"]["logits"][-1]
 
-    def _true_probabilities(self, producer: str) -> dict[str, np.ndarray]:
-        logits = self.evidence[producer].selected_logits.astype(np.float64)
-        history = self.cases["near"].ids
-        return {name: probabilities(logits, settings, history) for name, settings in SAMPLINGS.items()}
+    def _probabilities(self, dtype: type[np.floating]) -> dict[str, np.ndarray]:
+        logits, history = sampler_inputs(self.cases["near"].ids, self.weights.config.vocab_size)
+        return {name: probabilities(logits.astype(dtype), s, history) for name, s in SAMPLINGS.items()}
 
     def _greedy(self, n_tokens: int) -> tuple[np.ndarray, list[float]]:
         cache = KVCache(self.weights.config, self.weights.dtype)

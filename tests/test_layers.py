@@ -10,11 +10,11 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = (
-    ("errors", "fields", "config", "ops", "compare"),
+    ("errors", "fields", "config", "memory", "ops", "compare"),
     ("stages", "weights", "tokenizer", "builtin"),
     ("cache", "forward"),
     (
-        "model", "generate", "sampling", "replay", "goldens", "verify", "verifier", "evidence", "foundation",
+        "model", "generate", "sampling", "replay", "verify", "verifier", "evidence", "foundation",
         "diagnose", "mistakes", "producers",
     ),
     ("cli", "report", "__init__", "__main__"),

@@ -65,7 +65,8 @@ def test_the_same_seed_gives_the_same_text_and_another_seed_another(model: llorc
     assert text(1) != text(2)
 
 
-def test_generation_ends_where_the_context_ends(model: llorch.Model):
+def test_generation_ends_where_the_context_ends():
+    model = llorch.load("story")
     ids = [1] * (model.config.max_position_embeddings - 3)
     tokens = list(model.generate(ids, max_tokens=100, ignore_eos=True))
     assert len(tokens) == 4  # three more positions, and the token that the last one predicts

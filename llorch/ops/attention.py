@@ -35,7 +35,7 @@ def attention_scores(
     scores = grouped @ keys.swapaxes(1, 2) / math.sqrt(head_dim)  # (kv_heads, group * seq, ctx)
     scores = scores.astype(q.dtype, copy=False).reshape(n_heads, seq, ctx)
     future = np.triu(np.ones((seq, ctx), dtype=bool), k=ctx - seq + 1)
-    scores[:, future] = -np.inf
+    np.copyto(scores, -np.inf, where=future)
     return scores
 
 

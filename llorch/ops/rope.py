@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Float, Float64, Int
 
 from llorch.config import FactorScaling, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+from llorch.ops.precision import widen
 
 
 def rope(
@@ -31,10 +32,11 @@ def rope(
         sin: Sines of the same.
 
     Returns:
-        The rotated heads, turned in float64 and rounded once to the dtype of `x`.
+        The rotated heads, shape and dtype of `x`.
     """
-    first, second = np.split(x, 2, axis=-1)  # (seq, heads, half) each
-    cos, sin = cos[:, None, :], sin[:, None, :]  # (seq, 1, half)
+    (wide,) = widen(x)
+    first, second = np.split(wide, 2, axis=-1)  # (seq, heads, half) each
+    cos, sin = (table.astype(wide.dtype, copy=False)[:, None, :] for table in (cos, sin))  # (seq, 1, half)
     turned = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return turned.astype(x.dtype, copy=False)
 

@@ -23,4 +23,8 @@ def swiglu(gate: Float[np.ndarray, "seq inter"], up: Float[np.ndarray, "seq inte
     """
     wide_gate, wide_up = widen(gate, up)
     with np.errstate(over="ignore"):  # exp(-z) = inf for very negative z gives the right limit, 0
-        return (wide_gate / (1 + np.exp(-wide_gate)) * wide_up).astype(gate.dtype, copy=False)
+        y = np.exp(-wide_gate)
+    y += 1
+    np.divide(wide_gate, y, out=y)
+    y *= wide_up
+    return y.astype(gate.dtype, copy=False)

@@ -19,9 +19,11 @@ from llorch.tokenizer.byte_level import (
 )
 from llorch.tokenizer.gguf_table import TokenTable, TokenType
 from llorch.tokenizer.sentencepiece import SPACE, SentencePieceBPE
-from llorch.tokenizer.special import SpacePrefix, SpecialTokens, cut, find_by_text, find_end_tokens, longest_first
+from llorch.tokenizer.special import Cutter, SpacePrefix, SpecialTokens, find_by_text, find_end_tokens
 
 _PREFIX = "tokenizer.ggml."
+# What text may turn into: no control token, so that no text of a user is one.
+_TEXT_TYPES = (TokenType.NORMAL, TokenType.USER_DEFINED, TokenType.UNUSED, TokenType.UNDEFINED)
 # Roles whose ids are used, by metadata key.
 _ROLES = {
     "bos": "bos_token_id",
@@ -82,7 +84,7 @@ class GGUFVocabulary:
         """
         ids = [*self._added_first] if add_special else []
         at_start = self.space_prefix == "always"
-        for part in cut(text, self._every_special if parse_special else self._user_defined):
+        for part in (self._every_special if parse_special else self._user_defined).cut(text):
             if isinstance(part, int):
                 ids.append(part)
                 at_start = self.space_prefix == "always"
@@ -116,7 +118,7 @@ class GGUFVocabulary:
         name = fields.text("pre")
         if name not in WORD_PATTERNS:
             raise fields.error("Unsupported", "pre", " or ".join(map(repr, WORD_PATTERNS)), name)
-        ids = self._table.ids_of(TokenType.NORMAL, TokenType.USER_DEFINED, TokenType.UNUSED, TokenType.BYTE)
+        ids = self._table.ids_of(*_TEXT_TYPES, TokenType.BYTE)
         absent = [byte for byte in TEXT_BYTES if BYTE_CHARACTERS[byte] not in ids]
         self._need_no(absent, "bytes")
         merges = self._table.read_merges(ids)
@@ -127,7 +129,7 @@ class GGUFVocabulary:
 
     def _use_sentencepiece(self, fields: Fields) -> bool:
         scores = self._table.read_scores()
-        ids = self._table.ids_of(TokenType.NORMAL, TokenType.USER_DEFINED, TokenType.UNUSED)
+        ids = self._table.ids_of(*_TEXT_TYPES)
         byte_tokens = self._table.ids_of(TokenType.BYTE)
         byte_ids = {int(text[3:5], 16): token_id for text, token_id in byte_tokens.items()}
         self._need_no([b for b in TEXT_BYTES if b not in byte_ids and not (b < 128 and chr(b) in ids)], "bytes")
@@ -152,8 +154,8 @@ class GGUFVocabulary:
         by_text = find_by_text(ids, named)
         control |= {self._table.texts[token_id]: token_id for token_id in by_text.values()}
         visible = {text: i for text, i in self._table.ids_of(TokenType.USER_DEFINED).items() if text not in control}
-        self._user_defined = longest_first(visible)
-        self._every_special = longest_first(control | visible)
+        self._user_defined = Cutter(visible)
+        self._every_special = Cutter(control | visible)
         return SpecialTokens(
             bos_token_id=named.get("bos"),
             eos_token_ids=find_end_tokens(by_text, named),

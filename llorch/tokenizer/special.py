@@ -3,7 +3,8 @@
 Source: llama.cpp src/llama-vocab.cpp, `impl::load` (end-of-generation list) and `tokenizer_st_partition`.
 """
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+import re
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -81,41 +82,43 @@ def find_end_tokens(by_text: Mapping[str, int], named: Mapping[str, int]) -> fro
     return frozenset(ids[key] for ids in (by_text, named) for key in keys if key in ids)
 
 
-def longest_first(texts: Mapping[str, int]) -> list[tuple[str, int]]:
-    """Order special texts for `cut`: where two overlap, the longer one counts.
+class Cutter:
+    """Cuts text at special tokens: where two overlap, the one with more bytes counts, even if it starts later."""
 
-    Args:
-        texts: Special text to id.
+    def __init__(self, texts: Mapping[str, int]) -> None:
+        """Prepare one search per length.
 
-    Returns:
-        The pairs, longest text (in UTF-8 bytes) first.
-    """
-    return sorted(texts.items(), key=lambda item: -len(item[0].encode("utf-8", "surrogateescape")))
+        Args:
+            texts: Special text to id.
+        """
+        self._ids = texts
+        lengths = {text: len(text.encode("utf-8", "surrogateescape")) for text in texts}
+        self._searches = [
+            re.compile("(" + "|".join(re.escape(text) for text in texts if lengths[text] == length) + ")")
+            for length in sorted(set(lengths.values()), reverse=True)
+        ]
 
+    def cut(self, text: str) -> list[str | int]:
+        """Replace every special text by its id.
 
-def cut(text: str, specials: Sequence[tuple[str, int]]) -> list[str | int]:
-    """Replace every special text by its id.
+        Args:
+            text: What to cut.
 
-    Args:
-        text: What to cut; not changed where no special text occurs.
-        specials: From `longest_first`.
+        Returns:
+            Pieces of text (none of them empty) and ids, in order.
+        """
+        parts: list[str | int] = [text] if text else []
+        for search in self._searches:
+            if search.search(text):
+                parts = [piece for part in parts for piece in self._split(part, search)]
+        return parts
 
-    Returns:
-        Pieces of text (none of them empty) and ids, in order.
-    """
-    parts: list[str | int] = [text] if text else []
-    for special, token_id in specials:
-        if special in text:
-            parts = [piece for part in parts for piece in _cut_at(part, special, token_id)]
-    return parts
-
-
-def _cut_at(part: str | int, special: str, token_id: int) -> Iterator[str | int]:
-    if isinstance(part, int):
-        yield part
-        return
-    for index, piece in enumerate(part.split(special)):
-        if index:
-            yield token_id
-        if piece:
-            yield piece
+    def _split(self, part: str | int, search: re.Pattern[str]) -> Iterator[str | int]:
+        if isinstance(part, int):
+            yield part
+            return
+        for index, piece in enumerate(search.split(part)):  # text and special text in turn
+            if index % 2:
+                yield self._ids[piece]
+            elif piece:
+                yield piece

@@ -1,0 +1,53 @@
+"""The library of known mistakes, as data: what people got wrong when they ported these models.
+
+`STAGE_MISTAKES` belong to stages of the table, `SAMPLING` to the steps from the logits to a distribution,
+`GENERATION` to the loop. `llorch.diagnose` compares a wrong result with them; tests plant every one of them.
+"""
+
+from collections.abc import Mapping
+
+from llorch.mistakes.attention import ATTENTION
+from llorch.mistakes.block import BLOCK
+from llorch.mistakes.cache import CACHE
+from llorch.mistakes.embedding import EMBEDDING
+from llorch.mistakes.feed_forward import FEED_FORWARD
+from llorch.mistakes.generation import GENERATION, GenerationInputs
+from llorch.mistakes.mistake import AFTER_LOGITS, Mistake, checkpoint_of
+from llorch.mistakes.norm import NORM
+from llorch.mistakes.projection import PROJECTION
+from llorch.mistakes.rope import ROPE
+from llorch.mistakes.sampling import SAMPLING, SamplerInputs
+from llorch.stages import StageInputs
+
+__all__ = [
+    "AFTER_LOGITS",
+    "GENERATION",
+    "MISTAKES",
+    "SAMPLING",
+    "STAGE_MISTAKES",
+    "GenerationInputs",
+    "Mistake",
+    "SamplerInputs",
+    "checkpoint_of",
+    "of_checkpoint",
+]
+
+STAGE_MISTAKES: tuple[Mistake[StageInputs], ...] = (
+    *EMBEDDING, *NORM, *PROJECTION, *ROPE, *CACHE, *ATTENTION, *FEED_FORWARD, *BLOCK,
+)  # fmt: skip
+
+MISTAKES: Mapping[str, Mistake[StageInputs] | Mistake[SamplerInputs] | Mistake[GenerationInputs]] = {
+    mistake.name: mistake for mistake in (*STAGE_MISTAKES, *SAMPLING, *GENERATION)
+}
+
+
+def of_checkpoint(number: str) -> list[str]:
+    """Names of the mistakes that a checkpoint catches, in the order of the library.
+
+    Args:
+        number: As in `pytest -k checkpoint_01b`.
+
+    Returns:
+        The names.
+    """
+    return [name for name, mistake in MISTAKES.items() if number in mistake.checkpoints]

@@ -1,0 +1,1 @@
+"""What llorch writes about itself: the generated parts of the checkpoint pages."""

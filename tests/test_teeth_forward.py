@@ -1,0 +1,110 @@
+"""Teeth of the verifier: an op broken in the running code turns its checkpoint red, not only a variant in a table."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from planted import golden_of, weights_of
+
+from llorch import forward, verifier
+from llorch.cache import KVCache
+from llorch.evidence import SAMPLINGS
+from llorch.sampling import SamplingSettings, softmax
+from llorch.verifier import FAIL, Row, Verifier
+
+MODEL = "micro-qwen2"
+
+
+def judge(rows: str) -> list[Row]:
+    """Rows of one kind, on the near case and one producer."""
+    golden = golden_of(MODEL)
+    near = {"near": golden.cases["near"]}
+    evidence = {"llamacpp": golden.evidence["llamacpp"]}
+    return list(getattr(Verifier(MODEL, weights_of(MODEL), near, evidence), rows)(golden.tolerances))
+
+
+def first_fail(rows: list[Row]) -> tuple[str, str, int | None]:
+    return next((row.checkpoint, row.stage, row.layer) for row in rows if row.verdict == FAIL)
+
+
+def without_gain(x: np.ndarray, weight: np.ndarray, *, eps: float) -> np.ndarray:
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps)
+
+
+def interleaved(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
+    a, b = x[..., 0::2], x[..., 1::2]
+    cos, sin = cos[:, None], sin[:, None]
+    return np.stack([a * cos - b * sin, b * cos + a * sin], -1).reshape(x.shape).astype(x.dtype)
+
+
+def unmasked(q: np.ndarray, k: np.ndarray) -> np.ndarray:
+    k = np.repeat(k, q.shape[1] // len(k), axis=0)
+    return q.swapaxes(0, 1) @ k.swapaxes(1, 2) / q.dtype.type(q.shape[2] ** 0.5)
+
+
+def tiled(probs: np.ndarray, v: np.ndarray) -> np.ndarray:
+    mixed = probs @ np.tile(v, (len(probs) // len(v), 1, 1))
+    return mixed.swapaxes(0, 1).reshape(probs.shape[1], -1)
+
+
+BROKEN = {
+    "embedding": (lambda ids, weight: weight[ids + 1], ("00", "embed", None)),
+    "rms_norm": (without_gain, ("01", "attn_norm", 0)),
+    "rope": (interleaved, ("01b", "q_rope", 0)),
+    "linear": (lambda x, weight, bias=None: x @ weight.T, ("02", "q_proj", 0)),
+    "attention_scores": (unmasked, ("04", "attn_scores", 0)),
+    "attention_probs": (lambda scores: np.exp(scores), ("04", "attn_probs", 0)),
+    "attention_context": (tiled, ("05", "attn_context", 0)),
+    "swiglu": (lambda gate, up: up / (1 + np.exp(-up)) * gate, ("06", "ffn_act", 0)),
+}
+
+
+@pytest.mark.parametrize("op", BROKEN)
+def test_an_op_broken_in_forward_fails_first_at_its_checkpoint(monkeypatch: pytest.MonkeyPatch, op: str):
+    wrong, where = BROKEN[op]
+    break_for_float32(monkeypatch, op, wrong)
+    rows = judge("stage_rows")
+    assert first_fail(rows) == where
+    assert all(row.verdict != FAIL for row in rows if row.mode == "isolated")  # the table's ops are not the broken one
+
+
+def break_for_float32(monkeypatch: pytest.MonkeyPatch, op: str, wrong: Callable) -> None:
+    """Break the op for runs, and leave it to the float64 truth."""
+    right = getattr(forward, op)
+
+    def broken(*args: np.ndarray, **settings: float) -> np.ndarray:
+        narrow = all(array.dtype != np.float64 for array in args[: 1 if op == "rope" else None] if array is not None)
+        return (wrong if narrow else right)(*args, **settings)
+
+    monkeypatch.setattr(forward, op, broken)
+
+
+def test_positions_that_restart_fail_the_pass_after_a_cache_only(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(KVCache, "next_positions", lambda cache, n_tokens: np.arange(n_tokens))
+    assert first_fail(judge("decode_rows")) == ("03", "k_cache", 0)
+    assert all(row.verdict != FAIL for row in judge("stage_rows"))
+
+
+def test_a_cache_that_loses_its_past_fails(monkeypatch: pytest.MonkeyPatch):
+    append = KVCache.append
+
+    def forgetful(cache: KVCache, layer: int, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        keys, values = append(cache, layer, k, v)
+        return keys * (np.arange(keys.shape[1]) >= keys.shape[1] - len(k))[:, None], values
+
+    monkeypatch.setattr(KVCache, "append", forgetful)
+    assert first_fail(judge("decode_rows")) == ("03", "k_cache", 0)
+
+
+def test_filters_that_are_ignored_fail_checkpoint_11(monkeypatch: pytest.MonkeyPatch):
+    def careless(logits: np.ndarray, settings: SamplingSettings, history: list[int]) -> np.ndarray:
+        return softmax(logits / logits.dtype.type(settings.temperature))
+
+    right = verifier.probabilities
+    monkeypatch.setattr(
+        verifier,
+        "probabilities",
+        lambda logits, *rest: (careless if logits.dtype == np.float32 else right)(logits, *rest),
+    )
+    failed = {(row.checkpoint, row.stage) for row in judge("sampler_rows") if row.verdict == FAIL}
+    assert failed == {("11", f"probabilities.{name}") for name in SAMPLINGS if name != "temperature"}
