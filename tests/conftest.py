@@ -1,5 +1,6 @@
 """Fixtures for all tests; llorch is imported inside them only, or its shape checks would be hooked in too late."""
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -7,6 +8,14 @@ import pytest
 
 if TYPE_CHECKING:
     from llorch.config import ModelConfig
+
+
+@pytest.hookimpl(tryfirst=True)  # before any fixture
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A live test needs both engines; without them it says that it did not run."""
+    missing = [name for name in ("llama_cpp", "torch", "transformers") if find_spec(name) is None]
+    if missing and item.get_closest_marker("live"):
+        pytest.skip(f"NOT RUN: {', '.join(missing)} not installed; pip install -c constraints.txt -e '.[golden]'")
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from tokenizers import models, pre_tokenizers, processors
 from llorch.builtin import builtin_path
 from llorch.errors import MissingExtra
 from llorch.evidence import SAMPLINGS
-from llorch.producers import Producer, ProducerName, f32_copy, ggml_tensor, llamacpp_graph, open_producer
+from llorch.producers import Producer, ProducerName, f32_copy, open_producer
 from llorch.weights import open_weights
 from llorch.weights.export import write_gguf
 
@@ -183,7 +183,7 @@ def test_an_error_inside_the_callback_reaches_the_caller(qwen3: Pair, monkeypatc
     def fail(*_arguments: object) -> None:
         raise LookupError("planted")
 
-    monkeypatch.setattr(llamacpp_graph.GraphCapture, "keep", fail)
+    monkeypatch.setattr("llorch.producers.llamacpp_graph.GraphCapture.keep", fail)
     with pytest.raises(LookupError, match="planted"):
         qwen3[0].trace(IDS)
     monkeypatch.undo()
@@ -198,6 +198,8 @@ def test_a_graph_with_other_stages_is_refused(qwen3: Pair, monkeypatch: pytest.M
 
 
 def test_another_struct_layout_is_refused(monkeypatch: pytest.MonkeyPatch):
+    from llorch.producers import ggml_tensor  # needs the engine
+
     read_too_far = ggml_tensor.GgmlTensor.from_address  # as if a field of eight bytes had gone
     monkeypatch.setattr(ggml_tensor, "node", lambda address: read_too_far(address + 8))
     with pytest.raises(RuntimeError, match="not laid out as llorch knows it, at type, ne, nb, op, op_params"):

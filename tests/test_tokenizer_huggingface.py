@@ -142,7 +142,8 @@ def test_decoding_gives_the_text_back(tmp_path: Path, form: str):
 @pytest.mark.live
 @pytest.mark.parametrize("form", FORMS)
 def test_ids_equal_transformers(tmp_path: Path, form: str):
-    transformers = pytest.importorskip("transformers", reason="NOT RUN: transformers is not installed (extra golden)")
+    import transformers
+
     ours = write(tmp_path, form)
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(str(tmp_path))
     for text in ["", " ", "aaaa <s> aaab", "hello <|eot_id|> hello 1234", *generated_texts(300, seed=8)]:

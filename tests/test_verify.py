@@ -57,8 +57,6 @@ def test_goldens_lie_beside_the_package_in_a_clone():
 @pytest.mark.live
 @pytest.mark.parametrize("name", ["micro-llama3", "micro-qwen2"])
 def test_a_file_verifies_live_against_both_engines(name: str):
-    pytest.importorskip("llama_cpp", reason="NOT RUN: needs the golden extra")
-    pytest.importorskip("transformers", reason="NOT RUN: needs the golden extra")
     said: list[str] = []
     ids = list(range(20, 32))
     rows = list(verify_live(builtin_path(name), ids, ["llamacpp", "transformers"], say=said.append))
@@ -70,8 +68,6 @@ def test_a_file_verifies_live_against_both_engines(name: str):
 
 @pytest.mark.live
 def test_live_and_stored_errors_are_alike():
-    pytest.importorskip("llama_cpp", reason="NOT RUN: needs the golden extra")
-    pytest.importorskip("transformers", reason="NOT RUN: needs the golden extra")
     stored = [row for row in verify_stored("micro-qwen2") if row.mode == "chained" and row.case == "near"]
     live = verify_live(PATH, range(40, 52), ["llamacpp", "transformers"])
     live = [row for row in live if row.mode == "chained" and row.case == "near"]
