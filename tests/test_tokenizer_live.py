@@ -8,6 +8,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from ggml_library import SILENT
 from gguf import GGUFWriter
 from huggingface_folders import write_folder
 from vocabularies import NAMES, generated_texts, real_vocabulary, tiny_byte_level, tiny_sentencepiece
@@ -52,12 +53,10 @@ class LlamaVocabulary:
 
 @pytest.fixture(scope="module")
 def llama_api() -> ModuleType:
-    import llama_cpp as api
+    import llama_cpp
 
-    silent = api.llama_log_callback(lambda level, text, data: None)
-    api.llama_log_set(silent, ctypes.c_void_p(0))
-    api.silent = silent  # llama.cpp keeps only the address
-    return api
+    llama_cpp.llama_log_set(SILENT, ctypes.c_void_p(0))
+    return llama_cpp
 
 
 @pytest.fixture(scope="module", params=NAMES)
