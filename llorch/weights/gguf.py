@@ -15,12 +15,11 @@ import logging
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 from gguf import GGUFValueType
 
-from llorch.weights.mapped import MappedFile
+from llorch.weights.mapped import TensorFile
 from llorch.weights.metadata import DEFAULT_LIMITS, Cursor, Limits, StringArray, Value, read_metadata
 from llorch.weights.names import is_plain_name
 from llorch.weights.quant import BLOCK_SIZES, GGMLType, decode, has_bad_scale
@@ -50,7 +49,7 @@ class TensorInfo:
         return self.ggml_type not in _INTEGERS
 
 
-class GGUFFile:
+class GGUFFile(TensorFile[TensorInfo]):
     """An open GGUF file: metadata and tensor table in memory, tensors on demand."""
 
     def __init__(self, path: str | Path, *, limits: Limits = DEFAULT_LIMITS) -> None:
@@ -64,8 +63,7 @@ class GGUFFile:
             FormatError: The file is not a sound GGUF v2 or v3 file.
             FileNotFoundError: There is no such file.
         """
-        self._file = MappedFile(path)
-        self.path = self._file.path
+        super().__init__(path)
         try:
             cursor = Cursor(self._file, limits)
             self.version = _read_version(cursor)
@@ -77,21 +75,6 @@ class GGUFFile:
         except BaseException:
             self.close()
             raise
-
-    def raw(self, name: str) -> np.ndarray:
-        """Look at the bytes of a tensor.
-
-        Args:
-            name: Name in the file.
-
-        Returns:
-            A read-only uint8 view of the map.
-
-        Raises:
-            FormatError: Missing for an unknown name; Truncated or Inconsistent if the file changed.
-        """
-        info = self._info(name)
-        return self._file.view(info.offset, info.n_bytes)
 
     def array(self, name: str) -> np.ndarray:
         """Read a tensor as float32.
@@ -106,7 +89,7 @@ class GGUFFile:
         Raises:
             FormatError: DType for integer tensors, NonFinite for a NaN block scale, or as `raw`.
         """
-        info, raw = self._info(name), self.raw(name)
+        info, raw = self.info(name), self.raw(name)
         if info.ggml_type is GGMLType.F32:
             return raw.view("<f4").reshape(info.shape)
         if not info.holds_floats:
@@ -114,23 +97,6 @@ class GGUFFile:
         if has_bad_scale(raw, info.ggml_type):
             raise self._file.error("NonFinite", f"{name} has a NaN block scale", info.offset)
         return decode(raw, info.ggml_type, info.shape)
-
-    def _info(self, name: str) -> TensorInfo:
-        if name not in self.tensors:
-            raise self._file.error("Missing", f"no tensor {name!r} among the {len(self.tensors)} of this file")
-        return self.tensors[name]
-
-    def close(self) -> None:
-        """Close the file; arrays that were handed out stay valid."""
-        self._file.close()
-
-    def __enter__(self) -> "GGUFFile":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def open_gguf(path: str | Path, *, limits: Limits = DEFAULT_LIMITS) -> GGUFFile:

@@ -10,7 +10,10 @@ Source: POSIX mmap; reliability notes of the project (safetensors and numpy.memm
 import mmap
 import os
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
+from types import TracebackType
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -90,3 +93,80 @@ class MappedFile:
     def _state_now(self) -> tuple[int, int]:
         status = os.fstat(self._descriptor)
         return status.st_size, status.st_mtime_ns
+
+
+@runtime_checkable
+class Entry(Protocol):
+    """What a tensor table says of one tensor, whatever the format."""
+
+    @property
+    def offset(self) -> int:
+        """Bytes from the start of the file."""
+        ...
+
+    @property
+    def n_bytes(self) -> int:
+        """Length in the file."""
+        ...
+
+
+Info = TypeVar("Info", bound=Entry)
+Opened = TypeVar("Opened", bound="TensorFile[Any]")  # Self would trip the checks that pytest puts in
+
+
+class TensorFile(Generic[Info]):
+    """An open file with a table of named tensors; a context manager that closes it."""
+
+    tensors: Mapping[str, Info]
+
+    def __init__(self, path: str | Path) -> None:
+        """Open and map the file; the table is the subclass's business.
+
+        Args:
+            path: A regular file.
+        """
+        self._file = MappedFile(path)
+        self.path = self._file.path
+
+    def info(self, name: str) -> Info:
+        """Look up a tensor.
+
+        Args:
+            name: Name in the file.
+
+        Returns:
+            Its line of the table.
+
+        Raises:
+            FormatError: Missing for an unknown name.
+        """
+        if name not in self.tensors:
+            raise self._file.error("Missing", f"no tensor {name!r} among the {len(self.tensors)} of this file")
+        return self.tensors[name]
+
+    def raw(self, name: str) -> np.ndarray:
+        """Look at the bytes of a tensor.
+
+        Args:
+            name: Name in the file.
+
+        Returns:
+            A read-only uint8 view of the map.
+
+        Raises:
+            FormatError: Missing for an unknown name; Truncated or Inconsistent if the file changed.
+        """
+        info = self.info(name)
+        return self._file.view(info.offset, info.n_bytes)
+
+    def close(self) -> None:
+        """Close the file; arrays that were handed out stay valid."""
+        self._file.close()
+
+    def __enter__(self: Opened) -> Opened:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

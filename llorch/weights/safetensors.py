@@ -12,11 +12,10 @@ Source: https://github.com/huggingface/safetensors (README and safetensors/src/t
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
-from llorch.weights.mapped import MappedFile
+from llorch.weights.mapped import MappedFile, TensorFile
 from llorch.weights.names import is_plain_name
 from llorch.weights.quant import bf16_to_float32
 from llorch.weights.strict_json import parse_json
@@ -49,7 +48,7 @@ class SafetensorsInfo:
         return self.dtype in _FLOATS
 
 
-class SafetensorsFile:
+class SafetensorsFile(TensorFile[SafetensorsInfo]):
     """An open safetensors file: header in memory, tensors on demand."""
 
     def __init__(self, path: str | Path) -> None:
@@ -62,8 +61,7 @@ class SafetensorsFile:
             FormatError: The file is not a sound safetensors file.
             FileNotFoundError: There is no such file.
         """
-        self._file = MappedFile(path)
-        self.path = self._file.path
+        super().__init__(path)
         try:
             header, data_start = _read_header(self._file)
             self.metadata = _read_metadata(self._file, header.pop("__metadata__", {}))
@@ -71,21 +69,6 @@ class SafetensorsFile:
         except BaseException:
             self.close()
             raise
-
-    def raw(self, name: str) -> np.ndarray:
-        """Look at the bytes of a tensor.
-
-        Args:
-            name: Name in the file.
-
-        Returns:
-            A read-only uint8 view of the map.
-
-        Raises:
-            FormatError: Missing for an unknown name; Truncated or Inconsistent if the file changed.
-        """
-        info = self._info(name)
-        return self._file.view(info.offset, info.n_bytes)
 
     def array(self, name: str) -> np.ndarray:
         """Read a tensor as float32.
@@ -100,7 +83,7 @@ class SafetensorsFile:
         Raises:
             FormatError: DType for any other type, or as `raw`.
         """
-        info, raw = self._info(name), self.raw(name)
+        info, raw = self.info(name), self.raw(name)
         match info.dtype:
             case "F32":
                 values = np.require(raw.view("<f4"), requirements="A")
@@ -112,23 +95,6 @@ class SafetensorsFile:
             case _:
                 raise self._file.error("DType", f"{name} must be F32, F16, BF16 or F64, got {info.dtype}")
         return values.reshape(info.shape)
-
-    def _info(self, name: str) -> SafetensorsInfo:
-        if name not in self.tensors:
-            raise self._file.error("Missing", f"no tensor {name!r} among the {len(self.tensors)} of this file")
-        return self.tensors[name]
-
-    def close(self) -> None:
-        """Close the file; arrays that were handed out stay valid."""
-        self._file.close()
-
-    def __enter__(self) -> "SafetensorsFile":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def open_safetensors(path: str | Path) -> SafetensorsFile:
