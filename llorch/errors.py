@@ -59,6 +59,9 @@ class MissingExtra(ImportError):
             extra: The extra of llorch that brings the package.
             package: The module that could not be imported.
         """
-        super().__init__(f"{package} is not installed; get it with: pip install 'llorch[{extra}]'")
+        super().__init__(
+            f"{package} is not installed; get it with: pip install 'llorch[{extra}]', "
+            f"or in a clone: pip install -c constraints.txt -e '.[{extra}]'"
+        )
         self.extra = extra
         self.package = package

@@ -182,6 +182,7 @@ def read(folder: Path) -> Golden:
 
     Raises:
         FileNotFoundError: A file is missing; a missing golden is a failure, never a pass.
+        ValueError: A part of it is missing.
     """
     from safetensors.numpy import load_file
 
@@ -189,6 +190,12 @@ def read(folder: Path) -> Golden:
         if not (folder / name).is_file():
             raise FileNotFoundError(f"golden {folder / name} is missing; make it with reference_outputs/regenerate.py")
     record = json.loads((folder / "golden.json").read_text())
+    if record["cases"].keys() != {"near", "far"} or not record["tensors"] or not record["tokens"]:
+        raise ValueError(
+            f"golden {folder / 'golden.json'}: expected the cases near and far, tensors and tokens, got cases "
+            f"{sorted(record['cases'])}, {len(record['tensors'])} tensors, {len(record['tokens'])} texts; "
+            "run reference_outputs/regenerate.py"
+        )
     return Golden(
         cases={name: Pass(tuple(case["ids"]), case["first_position"]) for name, case in record["cases"].items()},
         evidence={p: Evidence.from_arrays(load_file(folder / f"{p}.safetensors")) for p in PRODUCERS},

@@ -5,8 +5,11 @@ The tolerance is 4 times the larger distance of the producers from the truth, bu
 truth itself were wrong, both producers would be far from it, and a tolerance made from that must not pass.
 """
 
+import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -17,12 +20,17 @@ from llorch.compare import FLOAT32_ULP, Difference, Tolerance, measure, toleranc
 from llorch.evidence import SAMPLINGS, Evidence, Tolerances, sampler_inputs
 from llorch.forward import forward
 from llorch.generate import sample_ids
+from llorch.ops.precision import own_dtype_only
 from llorch.replay import Pass, cut, isolated
 from llorch.sampling import SamplingSettings, probabilities
 from llorch.stages import Stage, keys
 from llorch.weights import Weights
 
 PASS, FAIL, TIE = "PASS", "FAIL", "TIE"
+BACKENDS: Mapping[str, Callable[[], AbstractContextManager[None]]] = {
+    "numpy": nullcontext,  # as it runs: small sums in float64
+    "numpy-float32": own_dtype_only,  # every sum in float32, which is how larger models run
+}
 DECODED = ("k_cache", "v_cache", "logits")  # what checkpoint 03 looks at after a split pass
 
 
@@ -73,7 +81,9 @@ def ceiling(mode: str, last_position: int) -> Tolerance:
     return Tolerance(rounding + angle, 10 * (rounding + angle))
 
 
-def exact_row(model: str, checkpoint: str, stage: str, producer: str, wrong: float, note: str) -> Row:
+def exact_row(
+    model: str, checkpoint: str, stage: str, producer: str, wrong: float, note: str, *, backend: str = "numpy"
+) -> Row:
     """The row of things that are equal or not; `wrong` is the share that is not."""
     return Row(
         model=model,
@@ -82,7 +92,7 @@ def exact_row(model: str, checkpoint: str, stage: str, producer: str, wrong: flo
         layer=None,
         case="near",
         producer=producer,
-        backend="numpy",
+        backend=backend,
         mode="exact",
         error=wrong,
         worst=wrong,
@@ -149,7 +159,11 @@ class Verifier:
     """Judges our forward pass on one model against goldens or live evidence."""
 
     def __init__(
-        self, name: str, weights: Weights, cases: Mapping[str, Pass], evidence: Mapping[str, Evidence]
+        self,
+        name: str,
+        weights: Weights,
+        cases: Mapping[str, Pass],
+        evidence: Mapping[str, Evidence],
     ) -> None:
         """Prepare; nothing is computed yet.
 
@@ -163,6 +177,7 @@ class Verifier:
             ValueError: A trace has not exactly the stages of the model.
         """
         self.name = name
+        self.backend = "numpy"
         self.weights = weights
         self.wide = weights.astype(np.float64)
         self.cases = cases
@@ -176,6 +191,13 @@ class Verifier:
     def truth(self) -> Mapping[str, Mapping[str, np.ndarray]]:
         """Our float64 trace of every case."""
         return {name: run(self.wide, case) for name, case in self.cases.items()}
+
+    def on(self, backend: str) -> "Verifier":
+        """The same verifier for one of `BACKENDS`; the truth is computed once for all."""
+        assert self.truth
+        other = copy(self)
+        other.backend = backend
+        return other
 
     def distances(self) -> Iterator[Distance]:
         """How far every golden is from the truth, isolated and chained."""
@@ -198,25 +220,26 @@ class Verifier:
             grouped[d.case, d.mode, d.stage].append(d.difference)
         out: Tolerances = {}
         for (case, mode, stage), differences in grouped.items():
-            highest = ceiling(mode, int(self.cases[case].positions[-1]))
             clean = [d for d in differences if d.fault is None]
-            made = tolerance_from(clean) if clean else highest
-            capped = Tolerance(min(made.error, highest.error), min(made.worst, highest.worst))
-            out.setdefault(case, {}).setdefault(mode, {})[stage] = capped
+            made = tolerance_from(clean) if clean else Tolerance(math.inf, math.inf)
+            out.setdefault(case, {}).setdefault(mode, {})[stage] = self._capped(made, case, mode)
         return out
 
-    def rows(self, tolerances: Tolerances) -> Iterator[Row]:
-        """Judge everything.
+    def rows(self, tolerances: Tolerances) -> list[Row]:
+        """Judge everything, in the arithmetic of the backend.
 
         Args:
             tolerances: Stored ones, or those made by `tolerances`.
 
-        Yields:
+        Returns:
             One row per comparison, in the order of the forward pass for each mode.
         """
-        yield from self.stage_rows(tolerances)
-        yield from self.decode_rows(tolerances)
-        yield from self.sampler_rows(tolerances)
+        tolerances = {
+            case: {mode: {s: self._capped(t, case, mode) for s, t in stages.items()} for mode, stages in modes.items()}
+            for case, modes in tolerances.items()
+        }
+        with BACKENDS[self.backend]():
+            return [*self.stage_rows(tolerances), *self.decode_rows(tolerances), *self.sampler_rows(tolerances)]
 
     def stage_rows(self, tolerances: Tolerances) -> Iterator[Row]:
         """Checkpoints 00 to 08: every stage and layer, isolated and chained."""
@@ -253,13 +276,13 @@ class Verifier:
         cache = KVCache(self.weights.config, self.weights.dtype)
         row = forward(np.asarray(near), self.weights, cache, last_only=True)[0]
         best = np.asarray([int(np.argmax(row))])
-        greedy, gaps = self._greedy(max(len(e.greedy) for e in self.evidence.values()))
+        greedy, seen = self._greedy(max(len(e.greedy) for e in self.evidence.values()))
         for producer, evidence in self.evidence.items():
             golden = evidence.selected_logits
             allowed = tolerances["near"]["chained"]["selected_logits"]
             arrays = row, golden, self._true_row()
             yield self._row("09", "selected_logits", None, "near", producer, "chained", arrays, allowed)
-            yield self._exact("10", "argmax", producer, best, np.asarray([int(np.argmax(golden))]), gaps)
+            yield self._exact("10", "argmax", producer, best, np.asarray([int(np.argmax(golden))]), seen)
             allowed = tolerances["near"]["isolated"]["probabilities"]
             truth = self._probabilities(np.float64)
             for name, ours in self._probabilities(np.float32).items():
@@ -267,7 +290,11 @@ class Verifier:
                 judged = self._row("11", f"probabilities.{name}", None, "near", producer, "isolated", arrays, allowed)
                 note = edge_of_a_filter(arrays[0], arrays[1], allowed) if judged.verdict == FAIL else ""
                 yield replace(judged, verdict=TIE, note=note) if note else judged
-            yield self._exact("12", "generation", producer, greedy, evidence.greedy, gaps)
+            yield self._exact("12", "generation", producer, greedy, evidence.greedy, seen)
+
+    def _capped(self, made: Tolerance, case: str, mode: str) -> Tolerance:
+        highest = ceiling(mode, int(self.cases[case].positions[-1]))
+        return Tolerance(min(made.error, highest.error), min(made.worst, highest.worst))
 
     def _require_all_stages(self, producer: str, case: str, trace: Mapping[str, np.ndarray]) -> None:
         wrong = sorted(trace.keys() ^ {key for key, _, _ in self._keys})
@@ -294,18 +321,16 @@ class Verifier:
         logits, history = sampler_inputs(self.cases["near"].ids, self.weights.config.vocab_size)
         return {name: probabilities(logits.astype(dtype), s, history) for name, s in SAMPLINGS.items()}
 
-    def _greedy(self, n_tokens: int) -> tuple[np.ndarray, list[float]]:
+    def _greedy(self, n_tokens: int) -> tuple[np.ndarray, list[np.ndarray]]:
         cache = KVCache(self.weights.config, self.weights.dtype)
-        gaps: list[float] = []  # of the two best logits, as a share of the largest
+        seen: list[np.ndarray] = []  # the logits of every step
 
         def step(new: Sequence[int]) -> np.ndarray:
-            logits = forward(np.asarray(new), self.weights, cache, last_only=True)[0]
-            second, first = np.partition(logits, -2)[-2:]
-            gaps.append(float(first - second) / float(np.abs(logits).max()))
-            return logits
+            seen.append(forward(np.asarray(new), self.weights, cache, last_only=True)[0])
+            return seen[-1]
 
         sampled = sample_ids(step, self.cases["near"].ids, SamplingSettings(), max_tokens=n_tokens)
-        return np.asarray([token for token, _ in sampled], np.int64), gaps
+        return np.asarray([token for token, _ in sampled], np.int64), seen
 
     def _row(
         self,
@@ -328,7 +353,7 @@ class Verifier:
             layer=layer,
             case=case,
             producer=producer,
-            backend="numpy",
+            backend=self.backend,
             mode=mode,
             error=difference.error,
             worst=difference.worst,
@@ -347,16 +372,25 @@ class Verifier:
         producer: str,
         got: np.ndarray,
         want: np.ndarray,
-        gaps: Sequence[float],
+        seen: Sequence[np.ndarray],
     ) -> Row:
         difference = measure(got, want)
-        row = exact_row(self.name, checkpoint, stage, producer, difference.error, difference.fault or "")
+        fault = difference.fault or ""
+        row = exact_row(self.name, checkpoint, stage, producer, difference.error, fault, backend=self.backend)
         if row.verdict == PASS or difference.fault is not None:
             return row
         at = int(np.argmax(got != want))
-        note = f"token {at}: got {got[at]}, want {want[at]}, logit gap {gaps[at]:.1e} of the largest logit"
-        tie = gaps[at] <= ceiling("isolated", 0).error
+        gap = _gap(seen[at], int(got[at]), int(want[at]))
+        note = f"token {at}: got {got[at]}, want {want[at]}, logit gap {gap:.1e} of the largest logit"
+        tie = gap <= ceiling("isolated", 0).error
         return replace(row, verdict=TIE if tie else FAIL, note=note)
+
+
+def _gap(logits: np.ndarray, got: int, want: int) -> float:
+    """How far apart the logits of two tokens are, as a share of the largest; infinite for an id that is none."""
+    if not 0 <= want < logits.size:
+        return float("inf")
+    return abs(float(logits[got]) - float(logits[want])) / float(np.abs(logits).max())
 
 
 def _from_truth(array: np.ndarray, truth: np.ndarray, *, masked: bool = False) -> Difference:

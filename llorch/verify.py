@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from llorch.builtin import builtin_path, goldens_folder
-from llorch.evidence import Evidence, TokenCheck, cases_for, read, sha256, take
+from llorch.evidence import N_GREEDY, Evidence, TokenCheck, cases_for, read, sha256, take
 from llorch.foundation import Table, differing, foreign_tensors, own_tensors
 from llorch.model import Model
 from llorch.producers import ProducerName, open_producer
-from llorch.verifier import Row, Verifier, exact_row
+from llorch.verifier import BACKENDS, Row, Verifier, exact_row
 from llorch.weights import Weights, open_weights
 
 Say = Callable[[str], None]
@@ -34,7 +34,9 @@ def verify_stored(name: str) -> Iterator[Row]:
     weights = open_weights(path)
     yield from foundation_rows(name, own_tensors(weights), golden.tensors)
     yield from token_rows(name, weights, golden.tokens)
-    yield from Verifier(name, weights, golden.cases, golden.evidence).rows(golden.tolerances)
+    verifier = Verifier(name, weights, golden.cases, golden.evidence)
+    for backend in BACKENDS:
+        yield from verifier.on(backend).rows(golden.tolerances)
 
 
 def verify_live(
@@ -44,6 +46,7 @@ def verify_live(
     *,
     text: str | None = None,
     say: Say = lambda line: None,
+    failed: dict[str, str] | None = None,
 ) -> Iterator[Row]:
     """Judge any model against producers that run now.
 
@@ -53,24 +56,34 @@ def verify_live(
         producers: Which engines to run.
         text: The prompt's text, when it was tokenized by us; its ids are then compared too.
         say: Told what is being done.
+        failed: Filled with the engines that could not run the model, and why; without it such an error is raised.
 
     Yields:
         Rows, checkpoint 00 first.
 
     Raises:
         MissingExtra: An engine is not installed.
+        RuntimeError: An engine failed, and `failed` is not given.
     """
     weights = open_weights(path)
     model = Model(weights).name
     cases = cases_for(ids, weights.config)
+    n_greedy = min(N_GREEDY, weights.config.max_position_embeddings - len(ids) + 1)
     evidence: dict[str, Evidence] = {}
     tokens: dict[str, Sequence[int]] = {}
     for name in producers:
         say(f"running {name}")
-        with open_producer(name, path) as producer:
-            evidence[name] = take(producer, cases)
-            theirs = producer.tokenize(text, add_special=True, parse_special=False) if text is not None else None
-            tokens |= {name: theirs} if theirs is not None else {}
+        try:
+            with open_producer(name, path) as producer:
+                evidence[name] = take(producer, cases, n_greedy=n_greedy)
+                theirs = producer.tokenize(text, add_special=True, parse_special=False) if text is not None else None
+                tokens |= {name: theirs} if theirs is not None else {}
+        except RuntimeError as error:
+            if failed is None:
+                raise
+            failed[name] = str(error)
+    if not evidence:
+        return
     say("reading the tensor table")
     yield from foundation_rows(model, own_tensors(weights), foreign_tensors(path))
     if text is not None:
@@ -79,7 +92,8 @@ def verify_live(
     verifier = Verifier(model, weights, cases, evidence)
     tolerances = verifier.tolerances()
     say("comparing")
-    yield from verifier.rows(tolerances)
+    for backend in BACKENDS:
+        yield from verifier.on(backend).rows(tolerances)
 
 
 def foundation_rows(model: str, own: Table, foreign: Table) -> Iterator[Row]:

@@ -1,5 +1,7 @@
 """Fixtures for all tests; llorch is imported inside them only, or its shape checks would be hooked in too late."""
 
+from collections.abc import Iterator
+from contextlib import nullcontext
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -29,11 +31,12 @@ def dtype(request: pytest.FixtureRequest) -> type[np.floating]:
 
 
 @pytest.fixture(params=["widened", "own dtype"])
-def arithmetic(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def arithmetic(request: pytest.FixtureRequest) -> Iterator[str]:
     """Both ways an op may compute: small arrays widened to float64, and large ones in their own dtype."""
-    if request.param == "own dtype":
-        monkeypatch.setattr("llorch.ops.precision.WIDE_LIMIT", 0)
-    return request.param
+    from llorch.ops.precision import own_dtype_only
+
+    with own_dtype_only() if request.param == "own dtype" else nullcontext():
+        yield request.param
 
 
 @pytest.fixture

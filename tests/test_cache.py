@@ -74,6 +74,16 @@ def test_storage_is_at_most_twice_what_was_needed(config, rng):
         assert step <= k.base.shape[1] < 2 * step + 1
 
 
+def test_storage_grows_seldom_so_that_each_token_is_copied_a_few_times_only(config, rng):
+    cache = KVCache(config, np.float64)
+    stores = []
+    for _ in range(64):
+        k, _ = [cache.append(layer, *rows(rng, 1)) for layer in range(LAYERS)][-1]
+        if not any(k.base is store for store in stores):
+            stores.append(k.base)
+    assert [store.shape[1] for store in stores] == [1, 2, 4, 8, 16, 32, 64]
+
+
 def test_an_empty_cache_costs_nothing_whatever_the_context(config):
     cache = KVCache(replace(config, max_position_embeddings=2**27), np.float32)
     np.testing.assert_array_equal(cache.next_positions(3), [0, 1, 2])

@@ -6,43 +6,45 @@ pytest -k checkpoint_01b        one
 
 from collections.abc import Iterator
 from functools import cache
+from itertools import product
 
 import pytest
 
 from llorch.builtin import BUILTIN, builtin_path
 from llorch.evidence import PRODUCERS, SAMPLINGS
 from llorch.stages import CHECKPOINTS, STAGES
-from llorch.verifier import DECODED, PASS, TIE, Row
+from llorch.verifier import BACKENDS, DECODED, PASS, TIE, Row
 from llorch.verify import verify_stored
 from llorch.weights import open_weights
 
-Key = tuple[str, str, str, str, str]  # checkpoint, model, stage, mode, producer
+Key = tuple[str, str, str, str, str, str]  # checkpoint, model, stage, mode, producer, backend
 
 
 @cache
 def rows(model: str) -> dict[Key, list[Row]]:
     grouped: dict[Key, list[Row]] = {}
     for row in verify_stored(model):
-        grouped.setdefault((row.checkpoint, row.model, row.stage, row.mode, row.producer), []).append(row)
+        key = (row.checkpoint, row.model, row.stage, row.mode, row.producer, row.backend)
+        grouped.setdefault(key, []).append(row)
     return grouped
 
 
 def expected_keys(model: str) -> Iterator[Key]:
     config = open_weights(builtin_path(model)).config
-    yield "00", model, "tensors", "exact", "reader"
-    yield "00", model, "token_ids", "exact", "llamacpp"
-    for producer in PRODUCERS:
+    yield "00", model, "tensors", "exact", "reader", "numpy"
+    yield "00", model, "token_ids", "exact", "llamacpp", "numpy"
+    for producer, backend in product(PRODUCERS, BACKENDS):
         for stage in STAGES:
             if stage.applies_to(config):
-                yield stage.checkpoint, model, stage.name, "isolated", producer
-                yield stage.checkpoint, model, stage.name, "chained", producer
+                yield stage.checkpoint, model, stage.name, "isolated", producer, backend
+                yield stage.checkpoint, model, stage.name, "chained", producer, backend
             if stage.name in DECODED:
-                yield "03", model, stage.name, "decode", producer
-        yield "09", model, "selected_logits", "chained", producer
-        yield "10", model, "argmax", "exact", producer
+                yield "03", model, stage.name, "decode", producer, backend
+        yield "09", model, "selected_logits", "chained", producer, backend
+        yield "10", model, "argmax", "exact", producer, backend
         for name in SAMPLINGS:
-            yield "11", model, f"probabilities.{name}", "isolated", producer
-        yield "12", model, "generation", "exact", producer
+            yield "11", model, f"probabilities.{name}", "isolated", producer, backend
+        yield "12", model, "generation", "exact", producer, backend
 
 
 def keys_by_checkpoint() -> list[Key]:
@@ -66,7 +68,7 @@ def test_checkpoint_rows_are_all_looked_at(model: str):
 @pytest.mark.parametrize("model", BUILTIN)
 def test_checkpoint_rows_cover_every_layer_and_case(model: str):
     config = open_weights(builtin_path(model)).config
-    for (_, _, stage, mode, _), found in rows(model).items():
+    for (_, _, stage, mode, *_), found in rows(model).items():
         if stage in {s.name for s in STAGES if s.in_layer} and mode != "decode":
             assert {(r.case, r.layer) for r in found} == {
                 (case, layer) for case in ("near", "far") for layer in range(config.n_layers)

@@ -106,8 +106,9 @@ def test_closeness_to_the_truth_needs_every_producer_and_counts_chained_places_o
                 row(case="far", truth_error=1e-7),
                 row(layer=2, mode="isolated", truth_error=9.0),
             ),
-            judged(row(truth_error=9.0)),
-        ]
+            judged(row(truth_error=9.0), row(layer=3, backend="numpy-float32")),
+        ],
+        "numpy",
     )
     assert counts == {
         "near": {"places": 3, "ours": 1},
@@ -121,9 +122,11 @@ def test_the_closing_line_rounds_down_and_counts_what_was_not_run():
     from llorch.cli.report import closing_line
 
     rows = [row(layer=n, truth_error=9.0 if n == 0 else 0.0) for n in range(300)]
+    rows.append(row(backend="numpy-float32", truth_error=9.0))
     line = closing_line(summary([judged(*rows, not_run=["transformers: absent"])]))
-    assert line.startswith("1 model, 300 comparisons: 300 passed, 0 failed, 13 checkpoints not run; ")
-    assert "as close to the truth as the producer at 99 % of 300 " in line
+    assert line.startswith("1 model, 301 comparisons: 301 passed, 0 failed, 13 checkpoints not run; ")
+    assert "as close to the truth as the producer at 99 % (near 99 %) of 300 " in line
+    assert line.endswith("at 0 % (near 0 %)")
 
 
 def test_a_report_says_when_each_op_alone_is_right():

@@ -1,9 +1,13 @@
 """Exit codes and error lines."""
 
+import io
+import subprocess
+import sys
 from pathlib import Path
 
 import click
 import pytest
+from command_line import REPOSITORY
 
 
 def outcome(error: BaseException, **options: bool) -> int:
@@ -25,12 +29,13 @@ def errors() -> list[tuple[BaseException, int]]:
         (FileNotFoundError(2, "No such file or directory", "a.gguf"), 3),
         (MissingExtra("golden", "llama_cpp"), 3),
         (MemoryError(), 4),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), 4),
         (IndexError("list index out of range"), 70),
         (KeyboardInterrupt(), 130),
     ]
 
 
-@pytest.mark.parametrize("place", range(9))
+@pytest.mark.parametrize("place", range(10))
 def test_each_class_of_error_has_its_exit_code_and_ends_in_one_line(place: int, capsys: pytest.CaptureFixture[str]):
     error, code = errors()[place]
     assert outcome(error) == code
@@ -70,3 +75,26 @@ def test_json_has_null_where_a_number_is_not_finite():
     from llorch.cli.output import to_json
 
     assert to_json({"a": [1.5, float("nan")], "b": (float("inf"), "x")}) == '{"a": [1.5, null], "b": [null, "x"]}'
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+@pytest.mark.parametrize("words", ["verify micro-llama", "inspect story", "run story Once -n 2"])
+def test_a_stream_that_the_caller_closed_is_no_error(words: str, closed: str):
+    done = subprocess.run(
+        ["sh", "-c", f"{sys.executable} -m llorch {words} {closed}"],
+        capture_output=True, check=False, cwd=REPOSITORY, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_a_narrow_terminal_loses_no_column():
+    from rich.console import Console
+
+    from llorch.cli.tables import print_table, table
+
+    rows = table("first column", "second column", ">verdict")
+    rows.add_row("one", "two", "PASS")
+    out = Console(width=20, file=io.StringIO())
+    print_table(out, rows)
+    assert out.file.getvalue().splitlines()[-1].split() == ["one", "two", "PASS"]  # type: ignore[attr-defined]
+    assert out.width == 20

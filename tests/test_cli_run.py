@@ -72,3 +72,15 @@ def test_text_that_is_not_utf8_is_refused_in_one_line():
     assert done.returncode == 2
     assert done.stderr.startswith("llorch: ")
     assert "Traceback" not in done.stderr
+
+
+def test_an_empty_name_is_no_model():
+    result = invoke("run", "", START)
+    assert result.exit_code == 3
+    assert "model '': no such file" in result.stderr
+
+
+def test_a_prompt_without_a_model_is_named_as_an_unknown_model():
+    result = invoke("run", START)
+    assert result.exit_code == 3
+    assert f"model {START!r}: no such file or folder" in result.stderr

@@ -63,9 +63,11 @@ def test_json_has_every_row_and_a_summary_that_counts_them():
     assert {row["producer"] for row in rows} == {"reader", "llamacpp", "transformers"}
     assert {row["mode"] for row in rows} == {"isolated", "chained", "decode", "exact"}
     assert summary["comparisons"] == len(rows) == summary["passed"]
-    assert summary["closer_to_truth"]["all"]["places"] == len(
-        {(row["case"], row["stage"], row["layer"]) for row in rows if row["mode"] == "chained"}
-    )
+    from llorch.verifier import BACKENDS
+
+    places = len({(row["case"], row["stage"], row["layer"]) for row in rows if row["mode"] == "chained"})
+    closer = summary["closer_to_truth"]
+    assert {backend: counts["all"]["places"] for backend, counts in closer.items()} == dict.fromkeys(BACKENDS, places)
 
 
 def test_detail_has_a_line_per_stage_and_says_where_its_row_lies():
@@ -129,6 +131,7 @@ def test_without_engines_a_file_is_not_run_and_the_command_that_adds_them_is_sho
     [
         ("micro-llama --tokens 1,2,3", "goldens have their own input"),
         ("micro-llama --prompt hello", "goldens have their own input"),
+        ("micro-llama --prompt=", "goldens have their own input"),
         ("micro-llama --against golden --against llamacpp", "goes alone"),
         ("tests --against golden", "only built-in models have goldens"),
     ],
@@ -137,6 +140,12 @@ def test_combinations_without_a_meaning_are_usage_errors(words: str, expected: s
     result = invoke("verify", *words.split())
     assert result.exit_code == 2
     assert expected in result.stderr
+
+
+def test_a_prompt_that_does_not_fit_is_refused_before_an_engine_runs():
+    result = invoke("verify", "micro-llama", "story", "--against", "llamacpp", "--prompt", "a fox " * 300)
+    assert result.exit_code == 2
+    assert "tokens do not fit the context of 512; give fewer --tokens or a shorter --prompt" in result.stderr
 
 
 def test_color_is_for_terminals_and_on_request_only():

@@ -1,10 +1,24 @@
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock, call
 
 import numpy as np
 import pytest
 
 from llorch.builtin import BUILTIN, builtin_path, goldens_folder
-from llorch.evidence import FAR_POSITION, PRODUCERS, cases_for, read, save, sha256
+from llorch.evidence import (
+    FAR_POSITION,
+    PRODUCERS,
+    SAMPLINGS,
+    cases_for,
+    read,
+    sampler_inputs,
+    save,
+    sha256,
+    take,
+)
+from llorch.producers import Producer
+from llorch.replay import Pass
 from llorch.weights import open_weights
 
 
@@ -62,3 +76,53 @@ def test_far_positions_stay_inside_a_short_context():
     config = open_weights(builtin_path("story")).config
     far = cases_for(range(12), config)["far"]
     assert far.positions[-1] < config.max_position_embeddings
+
+
+def test_the_far_case_lies_as_far_on_as_the_context_allows():
+    config = open_weights(builtin_path("micro-llama")).config
+    ids = range(12)
+    for context, far in ((2**17, 4000), (4008, 4000), (4007, 3999), (100, 92)):
+        cases = cases_for(ids, replace(config, max_position_embeddings=context))
+        assert cases == {"near": Pass(tuple(ids)), "far": Pass(tuple(range(8)), far)}
+    assert cases_for([5, 6], replace(config, max_position_embeddings=100))["far"] == Pass((5, 6), 98)
+
+
+def test_an_engine_is_asked_for_every_case_setting_and_token():
+    engine = Mock(spec=Producer)
+    engine.trace.side_effect = lambda ids, first_position: {"logits": np.array([first_position])}
+    engine.selected_logits.return_value = np.zeros(50, np.float32)
+    engine.probabilities.side_effect = lambda logits, settings, history: logits
+    engine.greedy.side_effect = lambda ids, n: [4] * n
+    near = (3, 1, 2)
+    taken = take(engine, {"near": Pass(near), "far": Pass((3, 1), 400)})
+    assert engine.trace.call_args_list == [call(near, first_position=0), call((3, 1), first_position=400)]
+    assert engine.selected_logits.call_args_list == [call(near)]
+    assert engine.greedy.call_args_list == [call(near, 24)]
+    asked = [(settings, history) for _, settings, history in (c.args for c in engine.probabilities.call_args_list)]
+    assert asked == [(settings, sampler_inputs(near, 50)[1]) for settings in SAMPLINGS.values()]
+    assert {case: trace["logits"].tolist() for case, trace in taken.traces.items()} == {"near": [0], "far": [400]}
+    assert taken.greedy.tolist() == [4] * 24
+    assert taken.probabilities.keys() == SAMPLINGS.keys()
+
+
+def test_the_sampler_sees_logits_of_both_signs_and_likely_tokens_that_repeat():
+    logits, history = sampler_inputs((9, 8, 7, 6), 400)
+    assert (logits > 1).any()
+    assert (logits < -1).any()
+    counts = np.bincount(history, minlength=400)
+    assert {9, 8, 7, 6, *np.argsort(-logits)[:4]} == set(np.flatnonzero(counts))
+    assert counts[np.argsort(-logits)[:4]].max() > 1
+    assert counts[[9, 8, 7]].min() > 1
+
+
+@pytest.mark.parametrize("part", ["far", "tokens", "tensors"])
+def test_a_golden_without_one_of_its_parts_is_refused(tmp_path: Path, part: str):
+    golden = read(goldens_folder() / "micro-llama")
+    changes: dict[str, dict] = {
+        "far": {"cases": {"near": golden.cases["near"]}},
+        "tokens": {"tokens": []},
+        "tensors": {"tensors": {}},
+    }
+    save(tmp_path, replace(golden, **changes[part]))
+    with pytest.raises(ValueError, match="expected the cases near and far, tensors and tokens"):
+        read(tmp_path)

@@ -150,5 +150,8 @@ def test_a_format_error_is_one_line_whatever_the_file_says():
 
 def test_a_missing_package_names_the_extra_that_brings_it():
     error = MissingExtra("golden", "llama_cpp")
-    assert str(error) == "llama_cpp is not installed; get it with: pip install 'llorch[golden]'"
+    assert str(error) == (
+        "llama_cpp is not installed; get it with: pip install 'llorch[golden]', "
+        "or in a clone: pip install -c constraints.txt -e '.[golden]'"
+    )
     assert (error.extra, error.package) == ("golden", "llama_cpp")

@@ -127,3 +127,13 @@ def test_an_array_with_nan_is_neither_right_nor_named():
     broken = np.full(4, np.nan, np.float32)
     suspects = rank(broken, Variants(right, [(named_mistake("makes-nan"), broken)]), tolerance=TOLERANCE)
     assert [s.named for s in suspects] == [False]
+
+
+@pytest.mark.parametrize(("effect", "named"), [(0.0, False), (9.0, False), (11.0, True)])
+def test_a_mistake_that_these_inputs_hardly_show_is_not_accused(effect: float, named: bool):
+    right = np.ones(4)
+    mistake = named_mistake("made-up")
+    wrong = right * (1 + effect * TOLERANCE.error)
+    observed = right * (1 + max(effect, 9.5) * TOLERANCE.error)
+    suspects = rank(observed, Variants(right, [(mistake, wrong)]), tolerance=TOLERANCE)
+    assert [(suspect.mistake, suspect.named) for suspect in suspects] == ([(mistake, True)] if named else [])

@@ -9,8 +9,9 @@ from click.testing import CliRunner
 
 from llorch.report import pages
 from llorch.report.pages import FOLDER, main, page, render, same
-from llorch.report.tables import table
+from llorch.report.tables import equal, table
 from llorch.stages import CHECKPOINTS, STAGES
+from llorch.verifier import exact_row
 
 ALL = [FOLDER / "README.md", *(page(FOLDER, number) for number in CHECKPOINTS)]
 LINK = re.compile(r"\]\(([^)#]+)(?:#([a-z-]+))?\)")
@@ -147,3 +148,8 @@ def test_without_goldens_nothing_is_written(monkeypatch, tmp_path):
 
 def test_a_table_escapes_the_marks_between_its_cells():
     assert table(("a", "b"), [["x|y", "1"]], right=1) == "| a | b |\n| --- | ---: |\n| x\\|y | 1 |"
+
+
+def test_the_table_of_equal_things_counts_those_that_are():
+    rows = [exact_row(model, "12", "generation", "llamacpp", wrong, "") for model, wrong in (("a", 0.0), ("b", 0.5))]
+    assert equal(rows).endswith("| `generation` | llama.cpp | 1 of 2 |")

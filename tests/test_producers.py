@@ -14,6 +14,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import tokenizers
+from tiny_models import random_tensors, write_folder
 from tokenizers import models, pre_tokenizers, processors
 
 from llorch.builtin import builtin_path
@@ -212,6 +213,15 @@ def test_a_full_disk_is_refused_before_writing(folders, monkeypatch: pytest.Monk
     with pytest.raises(OSError, match="set TMPDIR to a larger place") as caught:
         open_producer("llamacpp", folders["folder-qwen3"])
     assert caught.value.errno == errno.ENOSPC
+
+
+def test_a_refusal_names_the_users_path_and_llama_cpps_own_reason(tmp_path: Path):
+    tensors = random_tensors("qwen3")  # llama.cpp knows no biases in this family, transformers does
+    projections = [name for name in tensors if "self_attn" in name and "_proj.weight" in name]
+    tensors |= {n.replace("weight", "bias"): np.ones(len(tensors[n]), np.float32) for n in projections}
+    folder = write_folder(tmp_path / "biased", tensors, "qwen3", attention_bias=True)
+    with pytest.raises(OSError, match=r"biased as a float32 file: .*wrong number of tensors"):
+        open_producer("llamacpp", folder)
 
 
 @pytest.mark.parametrize("ids", [(), (VOCABULARY,), (-1,)])

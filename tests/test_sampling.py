@@ -175,6 +175,13 @@ def test_probabilities_sum_to_one_and_keep_dtype(rng, dtype):
     np.testing.assert_array_equal(logits, before)
 
 
+def test_probabilities_of_float32_logits_are_computed_in_float64_and_rounded_once(rng):
+    settings = SamplingSettings(temperature=0.7, top_k=90, top_p=0.95, min_p=0.001, repetition_penalty=1.3)
+    logits = rng.normal(size=400).astype(np.float32) * 3
+    want = probabilities(logits.astype(np.float64), settings, [1, 2, 3]).astype(np.float32)
+    np.testing.assert_array_equal(probabilities(logits, settings, [1, 2, 3]), want, strict=True)
+
+
 @pytest.mark.parametrize(
     ("u", "token"), [(0.0, 1), (0.2, 1), (0.2499, 1), (0.25, 3), (0.74, 3), (0.75, 4), (1 - 2**-53, 4)]
 )

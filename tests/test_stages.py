@@ -6,6 +6,20 @@ from llorch.config import ModelConfig
 from llorch.stages import BY_NAME, CHECKPOINTS, STAGES, in_forward_order, input_key, keys
 from llorch.weights import open_weights
 
+# The numbers are public interface; here they stand once more, as design states them.
+NUMBERED = {
+    "00": "embed",
+    "01": "attn_norm ffn_norm final_norm",
+    "01b": "q_rope k_rope",
+    "02": "q_proj k_proj v_proj q_norm k_norm",
+    "03": "k_cache v_cache",
+    "04": "attn_scores attn_probs",
+    "05": "attn_context attn_out attn_residual",
+    "06": "ffn_gate ffn_up ffn_act ffn_out",
+    "07": "block_out",
+    "08": "logits",
+}
+
 
 @pytest.fixture(scope="module", params=BUILTIN)
 def config(request: pytest.FixtureRequest) -> ModelConfig:
@@ -15,6 +29,14 @@ def config(request: pytest.FixtureRequest) -> ModelConfig:
 def test_names_are_unique_and_checkpoints_exist():
     assert len(BY_NAME) == len(STAGES)
     assert {stage.checkpoint for stage in STAGES} <= CHECKPOINTS.keys()
+
+
+def test_every_stage_belongs_to_the_checkpoint_that_design_states():
+    table = {number: {s.name for s in STAGES if s.checkpoint == number} for number in CHECKPOINTS}
+    assert {number: names for number, names in table.items() if names} == {
+        n: set(s.split()) for n, s in NUMBERED.items()
+    }
+    assert list(CHECKPOINTS) == "00 01 01b 02 03 04 05 06 07 08 09 10 11 12".split()
 
 
 def test_every_input_comes_before_the_stage_that_reads_it(config: ModelConfig):

@@ -26,6 +26,16 @@ def by_name(mistake: Mistake) -> str:
     return "_".join((*(f"checkpoint_{number}" for number in mistake.checkpoints), mistake.name))
 
 
+def test_red_is_ten_times_the_tolerance():
+    assert VISIBLE == 10
+
+
+@pytest.mark.parametrize("mistake", STAGE_MISTAKES, ids=by_name)
+def test_mistake_is_planted_at_each_of_its_stages_for_both_producers(mistake: Mistake[StageInputs]):
+    planted = {(where.producer, where.stage_name, where.case) for where in situations(mistake)}
+    assert planted == {(p, stage, case) for p in PRODUCERS for stage in mistake.stages for case in mistake.cases}
+
+
 @pytest.mark.parametrize("mistake", STAGE_MISTAKES, ids=by_name)
 def test_mistake_goes_red_at_its_stage_and_is_named(mistake: Mistake[StageInputs]):
     for where in situations(mistake):

@@ -76,6 +76,7 @@ BYTE_LEVEL_ONLY = [
     pytest.param(put("merges", [b"h h"]), "Malformed", "got b'h h'", id="merge result unknown"),
     pytest.param(put("merges", [b"l l", b"l l"]), "Duplicate", "got b'l l' again at index 1", id="merge twice"),
     pytest.param(set_item("token_type", 256, 3), "Malformed", "got b'h e'", id="merge makes a control token"),
+    pytest.param(set_item("tokens", 9, b"a\xff"), "Malformed", "got b'a\\xff' as token 9", id="not UTF-8"),
     pytest.param(set_item("tokens", 10, b"xyz"), "Missing", "1 bytes of text have no token: 0x0A", id="byte absent"),
 ]
 SENTENCEPIECE_ONLY = [

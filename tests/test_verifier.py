@@ -94,6 +94,15 @@ def test_a_wrong_truth_cannot_widen_the_tolerance_beyond_the_ceiling(golden: Gol
     assert verdicts == {FAIL}
 
 
+def test_stored_tolerances_are_capped_too(golden: Golden):
+    wide = {
+        case: {mode: dict.fromkeys(stages, Tolerance(9.0, 9.0)) for mode, stages in modes.items()}
+        for case, modes in golden.tolerances.items()
+    }
+    rows = verifier(golden, changed(golden, "near/l1.ffn_gate", nudge)).rows(wide)
+    assert {row.stage for row in rows if row.verdict == FAIL and row.mode == "isolated"} >= {"ffn_gate"}
+
+
 def test_tolerances_made_now_are_the_stored_ones(golden: Golden):
     made = verifier(golden, dict(golden.evidence)).tolerances()
     for case, modes in golden.tolerances.items():

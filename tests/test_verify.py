@@ -3,14 +3,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tiny_models import random_tensors, write_folder
 
 from llorch import builtin, verify
 from llorch.builtin import builtin_path
 from llorch.evidence import TokenCheck
 from llorch.foundation import differing, foreign_tensors, own_tensors
+from llorch.model import Model
+from llorch.tokenizer import Tokenizer
 from llorch.verifier import FAIL, PASS
 from llorch.verify import foundation_rows, token_rows, verify_live, verify_stored
 from llorch.weights import open_weights
+from llorch.weights.mapped import MappedFile
 
 PATH = builtin_path("micro-qwen2")
 
@@ -35,6 +39,55 @@ def test_other_token_ids_fail_and_are_shown():
     (row,) = token_rows("micro-qwen2", weights, checks)
     assert row.verdict == FAIL
     assert "'Once'" in row.note
+
+
+def test_a_tensor_that_one_reader_alone_sees_fails_the_foundation():
+    table = own_tensors(open_weights(PATH))
+    less = {name: entry for name, entry in table.items() if name != "blk.1.ffn_up.weight"}
+    for own, foreign in ((less, table), (table, less), ({}, table), (table, {})):
+        (row,) = foundation_rows("micro-qwen2", own, foreign)
+        assert row.verdict == FAIL
+    assert differing(less, table) == differing(table, less) == ["blk.1.ffn_up.weight"]
+
+
+def test_every_text_is_compared_and_the_share_of_wrong_ones_is_given():
+    weights = open_weights(PATH)
+    right = Model(weights).tokenizer.encode("Once")
+    checks = [TokenCheck("Once", {"llamacpp": right}) for _ in range(3)]
+    assert [row.verdict for row in token_rows("micro-qwen2", weights, checks)] == [PASS]
+    (row,) = token_rows("micro-qwen2", weights, [*checks, TokenCheck("upon", {"llamacpp": [1]})])
+    assert (row.verdict, row.error) == (FAIL, 0.25)
+    assert row.note.startswith("'upon': ")
+
+
+@pytest.mark.live
+def test_a_live_run_starts_with_the_tensors_of_the_other_reader(monkeypatch: pytest.MonkeyPatch):
+    first = next(verify_live(PATH, range(8), ["llamacpp"]))
+    assert (first.stage, first.verdict) == ("tensors", PASS)
+    monkeypatch.setattr(verify, "foreign_tensors", lambda path: {**foreign_tensors(path), "more": "F32 1"})
+    first = next(verify_live(PATH, range(8), ["llamacpp"]))
+    assert (first.verdict, first.note) == (FAIL, "more")
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_the_other_reader_is_not_ours(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = PATH if kind == "file" else write_folder(tmp_path / "tiny", random_tensors("llama"))
+    own = own_tensors(open_weights(path))
+    monkeypatch.delattr(MappedFile, "__init__")  # what both of our readers read with
+    with pytest.raises(TypeError):
+        open_weights(path)
+    assert foreign_tensors(path) == own
+
+
+@pytest.mark.live
+def test_the_text_of_a_live_run_is_tokenized_by_the_engine_too(monkeypatch: pytest.MonkeyPatch):
+    text = "Once upon a time"
+    ids = Model(open_weights(PATH)).tokenizer.encode(text)
+    rows = verify_live(PATH, ids, ["llamacpp"], text=text)
+    assert next(row.verdict for row in rows if row.stage == "token_ids") == PASS
+    monkeypatch.setattr(Tokenizer, "encode", lambda tokenizer, text: ids[::-1])
+    rows = verify_live(PATH, ids, ["llamacpp"], text=text)
+    assert next(row.verdict for row in rows if row.stage == "token_ids") == FAIL
 
 
 def test_goldens_of_other_weights_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -10,7 +10,7 @@ import numpy as np
 from rich.console import Console
 
 from llorch.cli.inputs import has_vocabulary
-from llorch.cli.tables import console, table
+from llorch.cli.tables import console, print_table, table
 from llorch.errors import FormatError
 from llorch.tokenizer import Tokenizer
 from llorch.weights import GGUFFile, SafetensorsFolder, open_gguf, open_weights
@@ -53,7 +53,7 @@ class Contents:
             shape = " x ".join(map(str, tensor["shape"]))
             rows.add_row(tensor["name"], tensor["type"], shape, f"{tensor['offset']:,}", f"{tensor['n_bytes']:,}")
         out.print()
-        out.print(rows)
+        print_table(out, rows)
 
 
 def read_contents(path: Path) -> Contents:
@@ -142,4 +142,4 @@ def _pairs(out: Console, title: str, values: Mapping[str, object] | None) -> Non
         text = str(value)
         rows.add_row(key, repr(text[:SHOWN])[1:-1] + (" ..." if len(text) > SHOWN else ""))
     out.print()
-    out.print(rows)
+    print_table(out, rows)

@@ -18,7 +18,7 @@ SPREAD = (0, 5, 10, 3, 8, 1, 6, 11, 4, 9, 2, 7)  # of 12 stretches of a vocabula
 def model_path(spec: str) -> Path:
     """The file or folder that a MODEL argument stands for: an existing path, else a built-in name."""
     path = Path(spec)
-    return path if path.exists() else builtin_path(spec)
+    return path if spec and path.exists() else builtin_path(spec)  # Path("") would be the current folder
 
 
 def prompt_text(prompt: str | None) -> str:

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 
 from llorch.compare import Difference, Tolerance
 from llorch.stages import BY_NAME, CHECKPOINTS
-from llorch.verifier import FAIL, PASS, TIE, Row
+from llorch.verifier import BACKENDS, FAIL, PASS, TIE, Row
 
 NOT_RUN = "NOT RUN"
 _SEVERITY = {PASS: 0, TIE: 1, FAIL: 2}
@@ -83,11 +83,12 @@ def first_failure(judged: Judged) -> Row | None:
     return min(failing, key=_order, default=None)
 
 
-def closer_to_truth(models: Sequence[Judged]) -> dict[str, dict[str, int]]:
-    """How often our float32 is at least as close to the truth as every producer, chained.
+def closer_to_truth(models: Sequence[Judged], backend: str) -> dict[str, dict[str, int]]:
+    """How often our float32, as it runs, is at least as close to the truth as every producer, chained.
 
     Args:
         models: With their rows.
+        backend: Whose rows count.
 
     Returns:
         Case (`all` for all of them) to the number of (stage, layer, model) places and how many of them are ours.
@@ -95,7 +96,7 @@ def closer_to_truth(models: Sequence[Judged]) -> dict[str, dict[str, int]]:
     places: dict[tuple, list[Row]] = defaultdict(list)
     for number, judged in enumerate(models):
         for row in judged.rows:
-            if row.mode == "chained":
+            if row.mode == "chained" and row.backend == backend:
                 places[number, _place(row)].append(row)
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     for (_, (case, *_)), here in places.items():
@@ -119,7 +120,7 @@ def summary(models: Sequence[Judged]) -> dict:
         "checkpoints_not_run": sum(line.verdict == NOT_RUN for judged in models for line in lines(judged)),
         "not_run": [{"model": judged.model, "reason": reason} for judged in models for reason in judged.not_run],
         "witnesses": {judged.model: judged.witnesses for judged in models},
-        "closer_to_truth": closer_to_truth(models),
+        "closer_to_truth": {backend: closer_to_truth(models, backend) for backend in BACKENDS},
         "first_failures": [asdict(failure) for failure in failures],
     }
 

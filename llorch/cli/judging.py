@@ -49,7 +49,8 @@ def judge_all(
     Returns:
         The exit code.
     """
-    plans = [(spec, *_plan(spec, against, has_input=bool(prompt or tokens))) for spec in models or BUILTIN]
+    has_input = prompt is not None or tokens is not None
+    plans = [(spec, *_plan(spec, against, has_input=has_input)) for spec in dict.fromkeys(models or BUILTIN)]
     out = console()
     done: list[Judged] = []
     for spec, path, engines in plans:
@@ -92,12 +93,23 @@ def _live(
 ) -> Judged:
     model = load(path)
     ids, text = choose_ids(model, prompt, tokens)
+    _check_length(len(ids), model.config.max_position_embeddings)
     if len(set(ids)) < MIN_DISTINCT:
         say(f"warning: distinct tokens: {len(set(ids))}; some mistakes cannot show with fewer than {MIN_DISTINCT}")
     absent = {engine: missing for engine in engines if (missing := _missing_package(engine)) is not None}
     usable: list[ProducerName] = [engine for engine in engines if engine not in absent]
-    rows = list(verify_live(path, ids, usable, text=text, say=tell)) if usable else []
-    return Judged(model.name, rows, [f"{engine}: {MissingExtra('golden', p)}" for engine, p in absent.items()])
+    failed: dict[str, str] = {}
+    rows = list(verify_live(path, ids, usable, text=text, say=tell, failed=failed)) if usable else []
+    reasons = {engine: str(MissingExtra("golden", package)) for engine, package in absent.items()} | failed
+    return Judged(model.name, rows, [f"{engine}: {reason}" for engine, reason in reasons.items()])
+
+
+def _check_length(n_ids: int, context: int) -> None:
+    """Refuse a prompt that does not fit before the engines work on it for minutes."""
+    if n_ids > context:
+        raise ValueError(
+            f"verify: {n_ids} tokens do not fit the context of {context}; give fewer --tokens or a shorter --prompt"
+        )
 
 
 def _missing_package(engine: str) -> str | None:

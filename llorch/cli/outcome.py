@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import click
 
@@ -30,6 +31,8 @@ _CODES: tuple[tuple[type[BaseException], int], ...] = (
 
 def exit_code(error: BaseException) -> int:
     """The exit code that an exception stands for; the first class that fits counts."""
+    if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):
+        return NO_MEMORY  # as torch says it
     return next((code for kind, code in _CODES if isinstance(error, kind)), BUG)
 
 
@@ -57,6 +60,7 @@ def reported(*, traceback: bool = False) -> Iterator[None]:
     Raises:
         Exit: With the code of the exception.
     """
+    _open_closed_streams()
     try:
         yield
         sys.stdout.flush()  # so that a closed pipe shows here and not while Python shuts down
@@ -77,6 +81,12 @@ def _explain(error: BaseException, *, traceback: bool) -> None:
 
         click.echo("".join(tracebacks.format_exception(error)), err=True, nl=False)
     click.echo(error_line(error), err=True)
+
+
+def _open_closed_streams() -> None:
+    """Python has None for a stream that the caller closed (`>&-`); what goes there is wanted by nobody."""
+    sys.stdout = sys.stdout or Path(os.devnull).open("w")
+    sys.stderr = sys.stderr or Path(os.devnull).open("w")
 
 
 def _abandon_stdout() -> None:

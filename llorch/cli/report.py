@@ -6,14 +6,18 @@ from rich.console import Console
 from rich.text import Text
 
 from llorch.cli.judged import NOT_RUN, Judged, Line, first_failure, lines, summary
-from llorch.cli.tables import table
+from llorch.cli.tables import print_table, table
+from llorch.compare import FACTOR, FLOOR
 from llorch.evidence import PRODUCERS
+from llorch.ops.precision import WIDE_LIMIT
 from llorch.stages import CHECKPOINTS
 from llorch.verifier import FAIL, PASS, TIE, Row
 
 LEGEND = (
-    "error: ours from the golden, of the row closest to its limit. ours, llamacpp, transformers: distance of each from"
-    "\nthe float64 truth at that place. limit: 4 times the larger distance of the producers, over all layers."
+    "rows: our float32 as it runs, and again with every sum in float32 as in larger models\n"
+    "error: how far ours is from the golden, in the row closest to its limit\n"
+    "ours, llamacpp, transformers: how far each is from the float64 truth there\n"
+    f"limit: {FACTOR:.0f} times the larger of the producers' distances in all layers, at least {FLOOR:.1e}"
 )
 WIDTHS = (20, 5, 7, 7)  # so that the tables of all models line up
 _STYLES = {PASS: "green", TIE: "yellow", FAIL: "bold red", NOT_RUN: "yellow"}
@@ -37,7 +41,7 @@ def print_model(out: Console, judged: Judged, *, detail: bool) -> None:
         cells = [name, str(line.n_rows), *_numbers(line), Text(line.verdict, _STYLES[line.verdict])]
         rows.add_row(*cells, *([_where(line.closest)] if detail else []))
     out.print(Text(judged.model + _witness_note(judged), "bold"))
-    out.print(rows)
+    print_table(out, rows)
     for reason in judged.not_run:
         out.print(Text(f"{NOT_RUN}: {reason}", _STYLES[NOT_RUN]), soft_wrap=True)
     for row in judged.rows:
@@ -91,16 +95,21 @@ def closing_line(counts: Mapping) -> str:
     if counts["checkpoints_not_run"]:
         line += f", {_count(counts['checkpoints_not_run'], 'checkpoint')} not run"
     closer = counts["closer_to_truth"]
-    if not closer or counts["failed"]:
+    if not closer["numpy"] or counts["failed"]:
         return line  # the truth is ours: where numbers differ it cannot be called on
-    shares = {case: f"{100 * count['ours'] // count['places']} %" for case, count in closer.items()}
-    cases = ", ".join(f"{case} {share}" for case, share in shares.items() if case != "all")
+    as_run, large = (_shares(closer[backend]) for backend in ("numpy", "numpy-float32"))
     n_witnesses = min(len(names) for names in counts["witnesses"].values() if names)
     others = "both producers" if n_witnesses > 1 else "the producer"
     return (
-        f"{line}; our float32 at least as close to the truth as {others} at {shares['all']} of "
-        f"{closer['all']['places']} (stage, layer, model) rows, chained ({cases})"
+        f"{line}; our float32 at least as close to the truth as {others} at {as_run} of "
+        f"{closer['numpy']['all']['places']} (stage, layer, model) rows, chained; with every sum in float32, "
+        f"as matrices above {WIDE_LIMIT:,} elements have it, at {large}"
     )
+
+
+def _shares(counts: Mapping) -> str:
+    shares = {case: f"{100 * count['ours'] // count['places']} %" for case, count in counts.items()}
+    return f"{shares.pop('all')} ({', '.join(f'{case} {share}' for case, share in shares.items())})"
 
 
 def _numbers(line: Line) -> list[str]:

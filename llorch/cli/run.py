@@ -55,9 +55,10 @@ def command(
     settings = SamplingSettings(**sampling)
     if settings.temperature == 0 and (settings.top_k, settings.top_p, settings.min_p) != (0, 1.0, 0.0):
         say("note: --top-k, --top-p and --min-p change nothing at temperature 0; set -t")
+    path = model_path(model)  # first: a prompt without MODEL before it is taken for a model, which this then says
     text = prompt_text(prompt)
     timing = Timing()
-    loaded = load(model_path(model))
+    loaded = load(path)
     ids = loaded.tokenizer.encode(text)
     tokens = loaded.generate(ids, max_tokens=max_tokens, settings=settings, stop=stop, ignore_eos=ignore_eos)
     finish = _print(timing.watch(tokens), as_json=as_json)

@@ -3,8 +3,10 @@
 import sys
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
+MAX_WIDTH = 1000  # of any table
 MIN_WIDTH = 200  # of a table that goes to a file or a pipe, which have no width of their own
 
 
@@ -38,3 +40,18 @@ def table(*columns: str) -> Table:
         right = column.startswith(">")
         empty.add_column(column.removeprefix(">"), justify="right" if right else "left", no_wrap=True)
     return empty
+
+
+def print_table(out: Console, rows: Table) -> None:
+    """Print a table whole: on a narrow terminal its lines run over, no column is cut or left out.
+
+    Args:
+        out: Where to.
+        rows: The table.
+    """
+    width = out.width
+    out.width = max(width, Measurement.get(out, out.options.update_width(MAX_WIDTH), rows).maximum)
+    try:
+        out.print(rows)
+    finally:
+        out.width = width

@@ -5,9 +5,24 @@ Up to `WIDE_LIMIT` elements the wider arithmetic takes microseconds, so ops use 
 their own dtype at full speed. The dtype of the result is that of the input either way.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import numpy as np
 
 WIDE_LIMIT = 100_000  # elements of the largest operand
+_limit = ContextVar("limit", default=WIDE_LIMIT)
+
+
+@contextmanager
+def own_dtype_only() -> Iterator[None]:
+    """Compute everything in its own dtype while the context lasts, as if all arrays were large."""
+    token = _limit.set(0)
+    try:
+        yield
+    finally:
+        _limit.reset(token)
 
 
 def widen(*arrays: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -19,6 +34,6 @@ def widen(*arrays: np.ndarray) -> tuple[np.ndarray, ...]:
     Returns:
         All of them widened, or none.
     """
-    if max(array.size for array in arrays) > WIDE_LIMIT:
+    if max(array.size for array in arrays) > _limit.get():
         return arrays
     return tuple(array.astype(np.float64, copy=False) for array in arrays)

@@ -23,7 +23,7 @@ from llorch.producers.threads import n_threads_for
 from llorch.producers.trace_check import Trace, check_ids, checked_trace
 from llorch.sampling import SamplingSettings
 
-ERROR_LEVEL = 3  # GGML_LOG_LEVEL_ERROR
+ERROR_LEVEL = 4  # GGML_LOG_LEVEL_ERROR
 KNOBS = {
     "weights": "F32",
     "type_k": "F32",
@@ -71,9 +71,9 @@ class LlamaCpp:
         with ExitStack() as resources:
             f32_path, self.config = resources.enter_context(f32_gguf(self.path))
             self.n_threads = n_threads or n_threads_for(self.config)
-            model = vocabulary = resources.enter_context(_loaded_model(f32_path, vocab_only=False))
+            model = vocabulary = resources.enter_context(_loaded_model(f32_path, self.path, vocab_only=False))
             if f32_path != self.path and self.path.is_file():
-                vocabulary = resources.enter_context(_loaded_model(self.path, vocab_only=True))
+                vocabulary = resources.enter_context(_loaded_model(self.path, self.path, vocab_only=True))
             self._models: tuple[llama_cpp.llama_model_p, llama_cpp.llama_model_p] | None = (model, vocabulary)
             self._resources = resources.pop_all()
 
@@ -244,7 +244,7 @@ class _Watcher:
 
 
 @contextmanager
-def _loaded_model(path: Path, *, vocab_only: bool) -> Iterator[llama_cpp.llama_model_p]:
+def _loaded_model(path: Path, original: Path, *, vocab_only: bool) -> Iterator[llama_cpp.llama_model_p]:
     params = llama_cpp.llama_model_default_params()
     params.n_gpu_layers = 0
     params.load_mode = llama_cpp.LLAMA_LOAD_MODE_MMAP
@@ -253,7 +253,8 @@ def _loaded_model(path: Path, *, vocab_only: bool) -> Iterator[llama_cpp.llama_m
     _errors.clear()
     model = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
     if not model:
-        raise OSError(f"llama.cpp: cannot load {path}: {_last_errors()}")
+        what = original if path == original else f"{original} as a float32 file"
+        raise OSError(f"llama.cpp: cannot load {what}: {_last_errors()}")
     try:
         yield model
     finally:

@@ -42,5 +42,7 @@ def check_ids(ids: Sequence[int], config: ModelConfig) -> None:
     Raises:
         ValueError: There are none, or one is out of range.
     """
-    if not ids or not all(0 <= token < config.vocab_size for token in ids):
-        raise ValueError(f"ids: expected one or more from 0 to {config.vocab_size - 1}, got {list(ids)}")
+    wrong = next((at for at, token in enumerate(ids) if not 0 <= token < config.vocab_size), None)
+    if not ids or wrong is not None:
+        got = "none" if wrong is None else f"{ids[wrong]} at index {wrong}"
+        raise ValueError(f"ids: expected one or more from 0 to {config.vocab_size - 1}, got {got}")

@@ -71,8 +71,8 @@ def generated(folder: Path) -> Mapping[Path, Blocks]:
 
 @cache  # the slow part, and goldens do not change under a running command
 def rows_of(model: str) -> Sequence[Row]:
-    """All comparisons of one built-in model with its goldens."""
-    return list(verify_stored(model))
+    """All comparisons of one built-in model, as it runs, with its goldens."""
+    return [row for row in verify_stored(model) if row.backend == "numpy"]
 
 
 def page(folder: Path, number: str) -> Path:

@@ -119,6 +119,7 @@ class GGUFVocabulary:
         if name not in WORD_PATTERNS:
             raise fields.error("Unsupported", "pre", " or ".join(map(repr, WORD_PATTERNS)), name)
         ids = self._table.ids_of(*_TEXT_TYPES, TokenType.BYTE)
+        self._need_utf8(ids)
         absent = [byte for byte in TEXT_BYTES if BYTE_CHARACTERS[byte] not in ids]
         self._need_no(absent, "bytes")
         merges = self._table.read_merges(ids)
@@ -136,6 +137,15 @@ class GGUFVocabulary:
         self._encoder = SentencePieceBPE(ids, {text: scores[i] for text, i in ids.items()}, byte_ids)
         self.space_prefix = "always" if fields.boolean("add_space_prefix", default=True) else "never"
         return True
+
+    def _need_utf8(self, ids: Mapping[str, int]) -> None:
+        try:
+            "".join(ids).encode()
+        except UnicodeEncodeError:
+            wrong = next(text for text in ids if any("\udc80" <= character <= "\udcff" for character in text))
+            got = f"{wrong.encode('utf-8', 'surrogateescape')!r} as token {ids[wrong]}"
+            message = f"tokenizer.ggml.tokens: expected UTF-8 in a byte-level vocabulary, got {got}"
+            raise FormatError("Malformed", message, path=self._path) from None
 
     def _need_no(self, absent: list[int], what: str) -> None:
         if absent:

@@ -30,8 +30,7 @@ def write_gguf(weights: Weights, path: str | Path, *, tokenizer_metadata: Mappin
     Args:
         weights: The model.
         path: Target; may be the file that the weights are read from.
-        tokenizer_metadata: `tokenizer.*` keys as `GGUFFile.metadata` holds them. None: llama.cpp loads the
-        file as
+        tokenizer_metadata: `tokenizer.*` keys as `GGUFFile.metadata` holds them. None: llama.cpp loads the file as
             a model without vocabulary.
 
     Raises:

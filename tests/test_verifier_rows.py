@@ -1,0 +1,208 @@
+"""What the verifier's rows say and which there are: argmax, near-ties, second passes, distances from the truth."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from planted import golden_of, weights_of
+
+from llorch import verifier
+from llorch.builtin import BUILTIN
+from llorch.evidence import N_GREEDY, PRODUCERS, Evidence
+from llorch.forward import forward
+from llorch.verifier import FAIL, PASS, TIE, Row, Verifier, ceiling
+
+MODEL = "micro-qwen2"
+
+
+def judge(producer: str = "llamacpp", model: str = MODEL, **changes: object) -> Verifier:
+    """The verifier with one producer, whose evidence is changed."""
+    golden = golden_of(model)
+    evidence: Mapping[str, Evidence] = {producer: replace(golden.evidence[producer], **changes)}
+    return Verifier(model, weights_of(model), golden.cases, evidence)
+
+
+def sampler_rows(judge: Verifier) -> dict[str, Row]:
+    return {row.stage: row for row in judge.sampler_rows(golden_of(MODEL).tolerances)}
+
+
+def with_best(producer: str, token: int) -> np.ndarray:
+    """The logits that the producer selected, with another token on top."""
+    row = golden_of(MODEL).evidence[producer].selected_logits.copy()
+    row[token] = row.max() * (1 + 1e-6) + 1e-6
+    return row
+
+
+@pytest.mark.parametrize("producer", PRODUCERS)
+def test_another_best_token_of_a_producer_fails_checkpoint_10(producer: str):
+    best = int(np.argmax(golden_of(MODEL).evidence[producer].selected_logits))
+    other = (best + 5) % weights_of(MODEL).config.vocab_size
+    row = sampler_rows(judge(producer, selected_logits=with_best(producer, other)))["argmax"]
+    assert (row.checkpoint, row.verdict) == ("10", FAIL)
+    assert row.note.startswith(f"token 0: got {best}, want {other}, logit gap ")
+
+
+@pytest.mark.parametrize("producer", PRODUCERS)
+@pytest.mark.parametrize("model", BUILTIN)
+def test_the_first_greedy_token_of_a_producer_is_its_best(model: str, producer: str):
+    evidence = golden_of(model).evidence[producer]
+    assert evidence.greedy[0] == np.argmax(evidence.selected_logits)
+    assert len(evidence.greedy) == N_GREEDY
+
+
+def closing_in(monkeypatch: pytest.MonkeyPatch, at: int, share: float) -> list[int]:
+    """Bring the two best logits of one greedy step close together; they stay in order. Gives the second's id."""
+    n_steps = 0
+    second: list[int] = []
+
+    def near_tie(ids: np.ndarray, *args: object, **settings: object) -> np.ndarray:
+        nonlocal n_steps
+        logits = forward(ids, *args, **settings)  # pyright: ignore[reportArgumentType]
+        n_steps += settings.get("last_only", False) is True and len(ids) == 1
+        if settings.get("last_only") and len(ids) == 1 and n_steps == at:
+            runner_up, best = np.argsort(logits[0])[-2:]
+            logits[0, runner_up] = logits[0, best] - share * np.abs(logits[0]).max()
+            second.append(int(runner_up))
+        return logits
+
+    monkeypatch.setattr(verifier, "forward", near_tie)
+    return second
+
+
+@pytest.mark.parametrize(("share", "verdict"), [(2e-6, TIE), (2e-5, FAIL), (1e-3, FAIL)])
+def test_another_greedy_token_is_a_tie_only_where_the_two_best_logits_nearly_are(
+    monkeypatch: pytest.MonkeyPatch, share: float, verdict: str
+):
+    second = closing_in(monkeypatch, 5, share)
+    assert sampler_rows(judge())["generation"].verdict == PASS
+    greedy = golden_of(MODEL).evidence["llamacpp"].greedy.copy()
+    got, greedy[5] = int(greedy[5]), second[0]
+    closing_in(monkeypatch, 5, share)
+    row = sampler_rows(judge(greedy=greedy))["generation"]
+    assert row.verdict == verdict
+    assert row.note.startswith(f"token 5: got {got}, want {second[0]}, logit gap {share:.1e}"[:-4])
+    third = golden_of(MODEL).evidence["llamacpp"].greedy.copy()
+    third[5] = next(token for token in range(99) if token not in (got, second[0]))  # neither of the two
+    closing_in(monkeypatch, 5, share)
+    assert sampler_rows(judge(greedy=third))["generation"].verdict == FAIL
+    elsewhere = golden_of(MODEL).evidence["llamacpp"].greedy.copy()
+    elsewhere[2] = (elsewhere[2] + 1) % weights_of(MODEL).config.vocab_size
+    closing_in(monkeypatch, 5, share)
+    assert sampler_rows(judge(greedy=elsewhere))["generation"].verdict == FAIL
+
+
+@pytest.mark.parametrize("token", [-1, 10**9])
+def test_a_token_that_the_model_does_not_have_is_no_tie(token: int):
+    greedy = golden_of(MODEL).evidence["llamacpp"].greedy.copy()
+    greedy[3] = token
+    assert sampler_rows(judge(greedy=greedy))["generation"].verdict == FAIL
+
+
+@pytest.mark.parametrize("change", [lambda a: a[:0], lambda a: a[None], lambda a: a.astype(np.int32)])
+def test_a_text_of_another_form_fails_and_is_no_tie(change: Callable[[np.ndarray], np.ndarray]):
+    row = sampler_rows(judge(greedy=change(golden_of(MODEL).evidence["llamacpp"].greedy)))["generation"]
+    assert row.verdict == FAIL
+    assert row.note.startswith(("empty: ", "shape: got", "dtype: got"))
+
+
+def test_the_last_token_of_the_text_is_compared():
+    greedy = golden_of(MODEL).evidence["llamacpp"].greedy.copy()
+    greedy[-1] = (greedy[-1] + 1) % weights_of(MODEL).config.vocab_size
+    assert sampler_rows(judge(greedy=greedy))["generation"].verdict == FAIL
+
+
+def test_tokens_at_the_edge_of_a_filter_are_a_tie_in_the_row_and_others_fail():
+    probabilities = dict(golden_of(MODEL).evidence["llamacpp"].probabilities)
+    changed = {name: array.copy() for name, array in probabilities.items()}
+    removed = int(np.flatnonzero(changed["top_p"] == 0)[0])
+    changed["top_p"][removed] = 1e-7
+    changed["min_p"][int(np.argmax(changed["min_p"]))] *= 1.001
+    rows = sampler_rows(judge(probabilities=changed))
+    assert rows["probabilities.top_p"].verdict == TIE
+    assert rows["probabilities.top_p"].note.startswith("1 tokens at the edge of a filter")
+    assert rows["probabilities.min_p"].verdict == FAIL
+    assert rows["probabilities.all"].verdict == PASS
+
+
+def test_second_passes_of_every_case_compare_both_caches_and_the_logits():
+    rows = list(judge().decode_rows(golden_of(MODEL).tolerances))
+    layers = range(weights_of(MODEL).config.n_layers)
+    places = {("k_cache", i) for i in layers} | {("v_cache", i) for i in layers} | {("logits", None)}
+    for case, whole in golden_of(MODEL).cases.items():
+        n = len(whole.ids)
+        for n_cached in (1, n // 2, n - 1):
+            assert {(r.stage, r.layer) for r in rows if r.case == f"{case}, {n_cached} cached"} == places
+    assert len({row.case for row in rows}) == 6
+    assert {row.checkpoint for row in rows} == {"03"}
+
+
+@pytest.mark.parametrize("name", ["l1.k_cache", "l0.v_cache", "logits"])
+def test_one_changed_number_of_a_golden_fails_the_second_passes_that_look_at_it(name: str):
+    golden = golden_of(MODEL).evidence["llamacpp"]
+    array = golden.traces["far"][name].copy()
+    array.flat[-1] += 1e-2 * np.abs(array).max()
+    traces = {**golden.traces, "far": {**golden.traces["far"], name: array}}
+    rows = judge(traces=traces).decode_rows(golden_of(MODEL).tolerances)
+    failed = {(row.case, row.stage) for row in rows if row.verdict == FAIL}
+    assert failed == {(f"far, {n} cached", name.split(".")[-1]) for n in (1, 4, 7)}
+
+
+def test_every_row_is_held_to_the_tolerance_of_its_own_case_mode_and_stage():
+    tolerances = golden_of(MODEL).tolerances
+    rows = [row for row in judge().rows(tolerances) if row.mode != "exact"]
+    assert {row.mode for row in rows} == {"isolated", "chained", "decode"}
+    for row in rows:
+        mode = "chained" if row.mode == "decode" else row.mode
+        allowed = tolerances[row.case.split(",")[0]][mode][row.stage.split(".")[0]]
+        assert (row.tolerance, row.tolerance_worst) == (allowed.error, allowed.worst)
+    logits = {case: modes["isolated"]["logits"].error for case, modes in tolerances.items()}
+    assert logits["near"] < tolerances["near"]["chained"]["logits"].error  # else nothing is shown by this test
+
+
+def test_a_stage_that_the_model_does_not_have_is_refused_by_name():
+    traces = golden_of(MODEL).evidence["llamacpp"].traces
+    more = {**traces["near"], "l0.q_norm": traces["near"]["l0.q_rope"]}
+    with pytest.raises(ValueError, match=r"near trace of llamacpp must have .*: l0\.q_norm; run reference_outputs"):
+        judge(traces={**traces, "near": more})
+
+
+@pytest.mark.parametrize("mode", ["isolated", "chained"])
+def test_the_distances_of_a_row_are_from_the_golden_and_from_the_truth(mode: str):
+    right = judge()
+    golden = right.evidence["llamacpp"]
+    far = {
+        key: array * np.float32(1.001) if key == "l0.ffn_up" else array for key, array in golden.traces["near"].items()
+    }
+    wrong = judge(traces={**golden.traces, "near": far})
+    before, after = (
+        next(r for r in v.stage_rows(golden_of(MODEL).tolerances) if place(r) == ("near", mode, "ffn_up", 0))
+        for v in (right, wrong)
+    )
+    assert after.truth_error == before.truth_error
+    assert 0 < before.truth_error < 1e-6
+    assert after.producer_error == pytest.approx(1e-3, rel=0.01)
+    assert 0 < before.producer_error < 1e-5
+    assert after.error == pytest.approx(1e-3, rel=0.01)
+    assert before.error != before.producer_error
+
+
+def place(row: Row) -> tuple[str, str, str, int | None]:
+    return row.case, row.mode, row.stage, row.layer
+
+
+@pytest.mark.parametrize("model", BUILTIN)
+def test_stored_tolerances_follow_from_the_stored_goldens_and_stay_below_the_ceiling(model: str):
+    golden = golden_of(model)
+    made = Verifier(model, weights_of(model), golden.cases, golden.evidence).tolerances()
+    assert made.keys() == golden.tolerances.keys() == golden.cases.keys()
+    for case, modes in golden.tolerances.items():
+        assert modes.keys() == made[case].keys()
+        for mode, by_stage in modes.items():
+            highest = ceiling(mode, int(golden.cases[case].positions[-1]))
+            assert by_stage.keys() == made[case][mode].keys()
+            for stage, stored in by_stage.items():
+                assert stored.error == pytest.approx(made[case][mode][stage].error, rel=1e-3), f"{case} {mode} {stage}"
+                assert stored.worst == pytest.approx(made[case][mode][stage].worst, rel=1e-3), f"{case} {mode} {stage}"
+                assert stored.error <= highest.error
+                assert stored.worst <= highest.worst
