@@ -1,13 +1,17 @@
 """Verification from end to end: a built-in model against its stored goldens, any model against live producers."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from llorch.builtin import builtin_path, goldens_folder
+from llorch.config import ModelConfig
 from llorch.evidence import N_GREEDY, Evidence, TokenCheck, cases_for, read, sha256, take
 from llorch.foundation import Table, differing, foreign_tensors, own_tensors
+from llorch.memory import available_memory
 from llorch.model import Model
 from llorch.producers import ProducerName, open_producer
+from llorch.stages import keys
 from llorch.verifier import BACKENDS, Row, Verifier, exact_row
 from llorch.weights import Weights, open_weights
 
@@ -62,12 +66,14 @@ def verify_live(
         Rows, checkpoint 00 first.
 
     Raises:
+        MemoryError: The traces would not fit.
         MissingExtra: An engine is not installed.
         RuntimeError: An engine failed, and `failed` is not given.
     """
     weights = open_weights(path)
     model = Model(weights).name
     cases = cases_for(ids, weights.config)
+    require_memory(weights.config, len(ids), n_traces=len(producers) + 3)  # ours, and the truth, which is twice as wide
     n_greedy = min(N_GREEDY, weights.config.max_position_embeddings - len(ids) + 1)
     evidence: dict[str, Evidence] = {}
     tokens: dict[str, Sequence[int]] = {}
@@ -94,6 +100,27 @@ def verify_live(
     say("comparing")
     for backend in BACKENDS:
         yield from verifier.on(backend).rows(tolerances)
+
+
+def require_memory(config: ModelConfig, n_tokens: int, *, n_traces: int) -> None:
+    """Refuse a prompt whose traces do not fit the memory, before any engine runs.
+
+    Args:
+        config: The model.
+        n_tokens: Length of the prompt; attention is recorded for every pair of tokens.
+        n_traces: Float32 traces that are held at once.
+
+    Raises:
+        MemoryError: They need more than is free.
+    """
+    values = sum(math.prod(stage.shape(config, seq=n_tokens, ctx=n_tokens)) for _, stage, _ in keys(config))
+    needed = 4 * values * n_traces
+    free = available_memory()
+    if needed > free:
+        raise MemoryError(
+            f"verify: the traces of {n_tokens} tokens need {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free; "
+            "give a shorter prompt"
+        )
 
 
 def foundation_rows(model: str, own: Table, foreign: Table) -> Iterator[Row]:

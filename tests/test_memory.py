@@ -1,7 +1,10 @@
 import subprocess
 import sys
+from pathlib import Path
 
-from llorch.memory import keep_freed_memory
+import pytest
+
+from llorch.memory import available_memory, keep_freed_memory
 
 
 def test_the_setting_can_be_made_twice_and_arrays_still_work():
@@ -18,3 +21,15 @@ def test_a_library_without_mallopt_is_left_alone():
         "keep_freed_memory()\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_some_memory_is_available():
+    assert available_memory() > 1e6
+
+
+def test_without_linux_all_memory_counts(monkeypatch: pytest.MonkeyPatch):
+    def missing(self: Path) -> str:
+        raise FileNotFoundError(self)
+
+    monkeypatch.setattr(Path, "read_text", missing)
+    assert available_memory() > 1e8

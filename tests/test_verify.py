@@ -129,3 +129,10 @@ def test_live_and_stored_errors_are_alike():
         [a.producer_error for a in stored if a.producer_error]
     )
     assert 0.2 < ratio < 5
+
+
+def test_a_prompt_whose_traces_do_not_fit_the_memory_is_refused_before_an_engine_runs():
+    config = open_weights(PATH).config
+    verify.require_memory(config, 12, n_traces=5)
+    with pytest.raises(MemoryError, match=r"traces of 1000000 tokens need \d+\.\d GB, .* free; give a shorter prompt"):
+        verify.require_memory(config, 10**6, n_traces=5)
