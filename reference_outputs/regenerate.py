@@ -15,7 +15,7 @@ from pathlib import Path
 import click
 import numpy as np
 
-from llorch.builtin import BUILTIN, builtin_path, goldens_folder
+from llorch.builtin import BUILTIN, builtin_path
 from llorch.compare import measure
 from llorch.evidence import PRODUCERS, Evidence, Golden, TokenCheck, cases_for, read, save, sha256, take
 from llorch.foundation import foreign_tensors
@@ -24,6 +24,7 @@ from llorch.producers import Producer, open_producer
 from llorch.verifier import Verifier, ceiling
 from llorch.weights import Weights, open_weights
 
+FOLDER = Path(__file__).resolve().parent  # never the copy inside an installed wheel
 PROMPT = "Once upon a time, Mia the little fox found 7 red apples near the river."
 N_TOKENS = 12
 TEXTS = (
@@ -45,7 +46,7 @@ def main(names: tuple[str, ...], check: bool) -> None:
     for name in names or BUILTIN:
         click.echo(f"{name}: running {' and '.join(PRODUCERS)}", err=True)
         golden = make(name)
-        folder = goldens_folder() / name
+        folder = FOLDER / name
         if check:
             lines = differences(golden, read(folder))
             failures += len(lines)

@@ -1,3 +1,4 @@
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock, call
@@ -126,3 +127,9 @@ def test_a_golden_without_one_of_its_parts_is_refused(tmp_path: Path, part: str)
     save(tmp_path, replace(golden, **changes[part]))
     with pytest.raises(ValueError, match="expected the cases near and far, tensors and tokens"):
         read(tmp_path)
+
+
+def test_the_wheel_carries_the_goldens_of_every_built_in_model():
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+    included = project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
+    assert included == {f"reference_outputs/{name}": f"llorch/reference_outputs/{name}" for name in BUILTIN}

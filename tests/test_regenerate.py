@@ -123,7 +123,7 @@ def test_other_inputs_tensors_and_token_ids_are_differences(script: ModuleType, 
 
 def command(script: ModuleType, monkeypatch: pytest.MonkeyPatch, folder: Path, made: Golden, *words: str) -> Result:
     """The command on another folder of goldens, with engines that give `made`."""
-    monkeypatch.setattr(script, "goldens_folder", lambda: folder)
+    monkeypatch.setattr(script, "FOLDER", folder)
     monkeypatch.setattr(script, "make", lambda name: made)
     return CliRunner().invoke(script.main, [NAME, *words])
 
@@ -236,7 +236,7 @@ def test_far_witnesses_are_refused_before_anything_is_written(
     script: ModuleType, golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     replayed(script, monkeypatch, changed(golden, "near/l0.ffn_out", lambda array: 1.01 * array, "llamacpp"))
-    monkeypatch.setattr(script, "goldens_folder", lambda: tmp_path)
+    monkeypatch.setattr(script, "FOLDER", tmp_path)
     done = CliRunner().invoke(script.main, [NAME])
     assert done.exit_code != 0
     assert "too far from the truth" in str(done.exception)
