@@ -13,10 +13,12 @@ from llorch.config import ModelConfig
 from llorch.forward import forward
 from llorch.generate import Token, sample_ids, stream
 from llorch.memory import keep_freed_memory
+from llorch.numerics import EXACT, Numerics
 from llorch.sampling import SamplingSettings
 from llorch.tokenizer import Tokenizer
 from llorch.weights import Weights, open_weights
 from llorch.weights.gguf import GGUFFile
+from llorch.weights.residency import Plan, Residency, plan
 
 PREFILL_CHUNK = 512  # tokens per pass of a long prompt: bounds the memory of the attention scores
 
@@ -24,13 +26,15 @@ PREFILL_CHUNK = 512  # tokens per pass of a long prompt: bounds the memory of th
 class Model:
     """Weights and tokenizer of one file or folder."""
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: Weights, plan: Plan | None = None) -> None:
         """Wrap opened weights.
 
         Args:
             weights: See `llorch.weights.open_weights`.
+            plan: Why they lie where they lie, when that was planned.
         """
         self.weights = weights
+        self.plan = plan
 
     @property
     def config(self) -> ModelConfig:
@@ -80,7 +84,7 @@ class Model:
         """
         ids = self._checked_ids(ids)
         if cache is None:
-            cache = KVCache(self.config, self.weights.dtype, first_position=first_position)
+            cache = KVCache(self.config, self.weights.cache_dtype, first_position=first_position)
         cache.next_positions(len(ids))  # refuses what does not fit before any work is done
         if trace is not None:
 
@@ -122,7 +126,7 @@ class Model:
             ValueError: The prompt is empty or does not fit the context.
         """
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        cache = KVCache(self.config, self.weights.dtype)
+        cache = KVCache(self.config, self.weights.cache_dtype)
         cache.next_positions(len(ids))  # refuses a prompt that does not fit
         max_tokens = min(max_tokens, self.config.max_position_embeddings - len(ids) + 1)
 
@@ -148,11 +152,17 @@ class Model:
         return array.astype(np.int64)
 
 
-def load(path_or_name: str | Path) -> Model:
+def load(
+    path_or_name: str | Path, *, numerics: Numerics = EXACT, residency: Residency = "auto", n_tokens: int = 1024
+) -> Model:
     """Open a model.
 
     Args:
         path_or_name: A .gguf file, a Hugging Face folder, or the name of a built-in model.
+        numerics: `EXACT`: what the weights mean. `GGML`: with activations rounded as llama.cpp's CPU path does.
+        residency: `decoded`: matrices are decoded to float32 once. `packed`: at every use, which needs little more
+            memory than the file. `auto`: decoded if that fits.
+        n_tokens: Tokens of context to keep memory for.
 
     Returns:
         The model; weights are read when they are first needed.
@@ -160,9 +170,10 @@ def load(path_or_name: str | Path) -> Model:
     Raises:
         FileNotFoundError: There is no such file, folder or built-in model.
         FormatError: The file cannot be used.
+        MemoryError: The model would not fit.
     """
     keep_freed_memory()
     path = Path(path_or_name)
-    if path.exists():
-        return Model(open_weights(path))
-    return Model(open_weights(builtin_path(str(path_or_name))))
+    weights = open_weights(path if path.exists() else builtin_path(str(path_or_name))).using(numerics)
+    chosen = plan(weights, residency, n_tokens=n_tokens)
+    return Model(weights.using(packed=chosen.residency == "packed"), chosen)

@@ -5,13 +5,15 @@ before it become the cache, the rows from it on are what a second pass has to re
 *Chained*: every stage is fed our own results. The chain makes the numbers of `forward`, and lets one stage be replaced.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from llorch.stages import Compute, Stage, StageInputs, input_key, key, keys
 from llorch.weights import Weights
+
+Feed = Callable[[Stage, int | None, str, np.ndarray], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -64,12 +66,12 @@ def isolated(
     """
     config = weights.config
     arrays = {
-        name: _rows(golden[input_key(name, layer, config)], name, n_cached).astype(weights.dtype)
+        name: _rows(golden[input_key(name, layer, config)], name, n_cached).astype(_dtype(name, weights))
         for name in (*stage.input_names(config), *reads)
     }
     if layer is not None:
         for past, cache in (("past_k", "k_cache"), ("past_v", "v_cache")):
-            arrays[past] = golden[key(cache, layer)][:, :n_cached].astype(weights.dtype)
+            arrays[past] = golden[key(cache, layer)][:, :n_cached].astype(weights.cache_dtype)
     return (compute or stage.compute)(_inputs(weights, layer, arrays, whole.after(n_cached)))
 
 
@@ -80,6 +82,7 @@ def chained(
     past: Mapping[str, np.ndarray] | None = None,
     replace: Mapping[str, Compute] | None = None,
     reads: Sequence[str] = (),
+    feed: Feed = lambda stage, layer, name, array: array,
 ) -> dict[str, np.ndarray]:
     """Run the whole table on our own results.
 
@@ -89,16 +92,17 @@ def chained(
         past: Trace of the pass before it, whose caches are continued; None starts empty.
         replace: Stage name to the op used in its place.
         reads: Stages that replaced ops are given beside the stage's own inputs.
+        feed: Called with each stage, its layer, and the name and array of each input; returns what to use instead.
 
     Returns:
         The trace.
     """
     config = weights.config
-    empty = np.empty((config.n_kv_heads, 0, config.head_dim), weights.dtype)
+    empty = np.empty((config.n_kv_heads, 0, config.head_dim), weights.cache_dtype)
     trace: dict[str, np.ndarray] = {}
     for trace_key, stage, layer in keys(config):
         names = (*stage.input_names(config), *(reads if stage.name in (replace or {}) else ()))
-        arrays = {name: trace[input_key(name, layer, config)] for name in names}
+        arrays = {name: feed(stage, layer, name, trace[input_key(name, layer, config)]) for name in names}
         if layer is not None:
             arrays["past_k"] = past[key("k_cache", layer)] if past is not None else empty
             arrays["past_v"] = past[key("v_cache", layer)] if past is not None else empty
@@ -110,6 +114,10 @@ def chained(
 def cut(stage: Stage, array: np.ndarray, n_cached: int) -> np.ndarray:
     """The part of a whole pass's stage that a pass after `n_cached` cached tokens has to reproduce."""
     return _rows(array, stage.name, n_cached)
+
+
+def _dtype(name: str, weights: Weights) -> type[np.floating]:
+    return weights.cache_dtype if name in ("k_cache", "v_cache") else weights.dtype
 
 
 def _rows(array: np.ndarray, name: str, n_cached: int) -> np.ndarray:
@@ -128,4 +136,5 @@ def _inputs(weights: Weights, layer: int | None, arrays: Mapping[str, np.ndarray
         ids=np.asarray(this.ids),
         positions=this.positions,
         dtype=weights.dtype,
+        cache_dtype=weights.cache_dtype,
     )

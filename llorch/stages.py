@@ -6,6 +6,7 @@ where llama.cpp and transformers show it. Tests, `verify`, the checkpoint pages 
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -24,19 +25,21 @@ class StageInputs:
 
     Attributes:
         config: The hyperparameters.
-        weights: Short name to array: the layer's weights, or those outside the layers.
+        weights: Short name to array or matrix: the layer's weights, or those outside the layers.
         arrays: The stages named in `Stage.inputs`, and for the caches `past_k` and `past_v`.
         ids: Token ids of this pass.
         positions: Their absolute positions.
         dtype: Dtype of the run.
+        cache_dtype: Dtype of keys and values in the cache.
     """
 
     config: ModelConfig
-    weights: Mapping[str, np.ndarray]
+    weights: Mapping[str, Any]
     arrays: Mapping[str, np.ndarray]
     ids: np.ndarray
     positions: np.ndarray
     dtype: type[np.floating]
+    cache_dtype: type[np.floating]
 
     def __getitem__(self, name: str) -> np.ndarray:
         """The input stage called `name`."""
@@ -102,6 +105,7 @@ class Stage:
     transformers: str  # what is hooked; {i} is the layer
     in_layer: bool = True
     needs_qk_norm: bool = False
+    matrix: str = ""  # the weight that its first input is multiplied with
 
     @property
     def masked(self) -> bool:
@@ -129,7 +133,8 @@ class Stage:
 
 
 def _cached(s: StageInputs, past: str, new: str) -> np.ndarray:
-    return np.concatenate([s[past], s.heads(new).swapaxes(0, 1)], axis=1)
+    rows = s.heads(new).swapaxes(0, 1).astype(s.cache_dtype, copy=False)
+    return np.concatenate([s[past], rows], axis=1)
 
 
 STAGES: tuple[Stage, ...] = (
@@ -146,19 +151,19 @@ STAGES: tuple[Stage, ...] = (
         llamacpp="attn_norm-{i} (MUL)", transformers="output of layers.{i}.input_layernorm",
     ),
     Stage(
-        name="q_proj", checkpoint="02", axes="seq q_width", inputs=("attn_norm",),
+        name="q_proj", checkpoint="02", axes="seq q_width", inputs=("attn_norm",), matrix="q_proj",
         compute=lambda s: s.linear("attn_norm", "q_proj"),
         formula="attn_norm @ q_proj.T + q_bias", function="llorch.ops.linear.linear",
         llamacpp="Qcur-{i} (MUL_MAT, or ADD with bias)", transformers="output of layers.{i}.self_attn.q_proj",
     ),
     Stage(
-        name="k_proj", checkpoint="02", axes="seq kv_width", inputs=("attn_norm",),
+        name="k_proj", checkpoint="02", axes="seq kv_width", inputs=("attn_norm",), matrix="k_proj",
         compute=lambda s: s.linear("attn_norm", "k_proj"),
         formula="attn_norm @ k_proj.T + k_bias", function="llorch.ops.linear.linear",
         llamacpp="Kcur-{i} (MUL_MAT, or ADD with bias)", transformers="output of layers.{i}.self_attn.k_proj",
     ),
     Stage(
-        name="v_proj", checkpoint="02", axes="seq kv_width", inputs=("attn_norm",),
+        name="v_proj", checkpoint="02", axes="seq kv_width", inputs=("attn_norm",), matrix="v_proj",
         compute=lambda s: s.linear("attn_norm", "v_proj"),
         formula="attn_norm @ v_proj.T + v_bias", function="llorch.ops.linear.linear",
         llamacpp="Vcur-{i} (MUL_MAT, or ADD with bias)", transformers="output of layers.{i}.self_attn.v_proj",
@@ -219,7 +224,7 @@ STAGES: tuple[Stage, ...] = (
         llamacpp="kqv_out-{i} (CONT)", transformers="input of layers.{i}.self_attn.o_proj",
     ),
     Stage(
-        name="attn_out", checkpoint="05", axes="seq hidden", inputs=("attn_context",),
+        name="attn_out", checkpoint="05", axes="seq hidden", inputs=("attn_context",), matrix="o_proj",
         compute=lambda s: s.linear("attn_context", "o_proj"),
         formula="attn_context @ o_proj.T + o_bias", function="llorch.ops.linear.linear",
         llamacpp="attn_out-{i}, or the MUL_MAT with blk.{i}.attn_output.weight",
@@ -238,13 +243,13 @@ STAGES: tuple[Stage, ...] = (
         llamacpp="ffn_norm-{i} (MUL)", transformers="output of layers.{i}.post_attention_layernorm",
     ),
     Stage(
-        name="ffn_gate", checkpoint="06", axes="seq inter", inputs=("ffn_norm",),
+        name="ffn_gate", checkpoint="06", axes="seq inter", inputs=("ffn_norm",), matrix="gate_proj",
         compute=lambda s: s.linear("ffn_norm", "gate_proj"),
         formula="ffn_norm @ gate_proj.T", function="llorch.ops.linear.linear",
         llamacpp="ffn_gate-{i} (MUL_MAT)", transformers="output of layers.{i}.mlp.gate_proj",
     ),
     Stage(
-        name="ffn_up", checkpoint="06", axes="seq inter", inputs=("ffn_norm",),
+        name="ffn_up", checkpoint="06", axes="seq inter", inputs=("ffn_norm",), matrix="up_proj",
         compute=lambda s: s.linear("ffn_norm", "up_proj"),
         formula="ffn_norm @ up_proj.T", function="llorch.ops.linear.linear",
         llamacpp="ffn_up-{i} (MUL_MAT)", transformers="output of layers.{i}.mlp.up_proj",
@@ -256,7 +261,7 @@ STAGES: tuple[Stage, ...] = (
         llamacpp="ffn_swiglu-{i} (GLU)", transformers="input of layers.{i}.mlp.down_proj",
     ),
     Stage(
-        name="ffn_out", checkpoint="06", axes="seq hidden", inputs=("ffn_act",),
+        name="ffn_out", checkpoint="06", axes="seq hidden", inputs=("ffn_act",), matrix="down_proj",
         compute=lambda s: s.linear("ffn_act", "down_proj"),
         formula="ffn_act @ down_proj.T", function="llorch.ops.linear.linear",
         llamacpp="ffn_out-{i} (MUL_MAT)", transformers="output of layers.{i}.mlp.down_proj",
@@ -274,7 +279,7 @@ STAGES: tuple[Stage, ...] = (
         llamacpp="result_norm (MUL)", transformers="output of model.norm",
     ),
     Stage(
-        name="logits", checkpoint="08", axes="seq vocab", inputs=("final_norm",), in_layer=False,
+        name="logits", checkpoint="08", axes="seq vocab", inputs=("final_norm",), in_layer=False, matrix="lm_head",
         compute=lambda s: linear(s["final_norm"], s.weights[output_matrix(s.config)]),
         formula="final_norm @ lm_head.T, or embed_tokens.T when tied", function="llorch.ops.linear.linear",
         llamacpp="result_output (MUL_MAT)", transformers="output of lm_head",
@@ -292,6 +297,11 @@ def rope_input(which: str, config: ModelConfig) -> str:
 def output_matrix(config: ModelConfig) -> str:
     """The weight that makes logits."""
     return "embed_tokens" if config.tie_word_embeddings else "lm_head"
+
+
+def matrix_of(stage: Stage, config: ModelConfig) -> str:
+    """The short name of the weight that a stage multiplies with, empty for the other stages."""
+    return output_matrix(config) if stage.matrix == "lm_head" else stage.matrix
 
 
 def keys(config: ModelConfig) -> Iterator[tuple[str, Stage, int | None]]:

@@ -141,7 +141,7 @@ def run(weights: Weights, this: Pass, *, n_cached: int = 0) -> dict[str, np.ndar
     Returns:
         Stage key to array.
     """
-    cache = KVCache(weights.config, weights.dtype, first_position=this.first_position)
+    cache = KVCache(weights.config, weights.cache_dtype, first_position=this.first_position)
     ids = np.asarray(this.ids)
     trace: dict[str, np.ndarray] = {}
 
@@ -273,7 +273,7 @@ class Verifier:
     def sampler_rows(self, tolerances: Tolerances) -> Iterator[Row]:
         """Checkpoints 09 to 12: the row that sampling sees, its argmax, distributions, greedy text."""
         near = self.cases["near"].ids
-        cache = KVCache(self.weights.config, self.weights.dtype)
+        cache = KVCache(self.weights.config, self.weights.cache_dtype)
         row = forward(np.asarray(near), self.weights, cache, last_only=True)[0]
         best = np.asarray([int(np.argmax(row))])
         greedy, seen = self._greedy(max(len(e.greedy) for e in self.evidence.values()))
@@ -322,7 +322,7 @@ class Verifier:
         return {name: probabilities(logits.astype(dtype), s, history) for name, s in SAMPLINGS.items()}
 
     def _greedy(self, n_tokens: int) -> tuple[np.ndarray, list[np.ndarray]]:
-        cache = KVCache(self.weights.config, self.weights.dtype)
+        cache = KVCache(self.weights.config, self.weights.cache_dtype)
         seen: list[np.ndarray] = []  # the logits of every step
 
         def step(new: Sequence[int]) -> np.ndarray:

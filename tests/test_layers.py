@@ -10,12 +10,12 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = (
-    ("errors", "fields", "config", "memory", "ops", "compare"),
+    ("errors", "fields", "blas", "config", "memory", "numerics", "ops", "compare"),
     ("stages", "weights", "tokenizer", "builtin"),
     ("cache", "forward"),
     (
         "model", "generate", "sampling", "replay", "verify", "verifier", "evidence", "foundation",
-        "diagnose", "mistakes", "producers",
+        "diagnose", "mistakes", "producers", "quantised", "convert", "quality",
     ),
     ("cli", "report", "__init__", "__main__"),
 )  # fmt: skip

@@ -2,10 +2,18 @@ import ctypes
 
 import numpy as np
 import pytest
-from ggml_library import load_ggml
+from ggml_library import cpu_traits_of, load_ggml
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from llorch.weights.quant import BLOCK_SIZES, GGMLType, bf16_to_float32, decode, has_bad_scale
+from llorch.weights.quant import (
+    ACTIVATION_TYPE,
+    BLOCK_SIZES,
+    GGMLType,
+    bf16_to_float32,
+    decode,
+    decode_mins,
+    has_bad_scale,
+)
 
 INTEGERS = {GGMLType.I8, GGMLType.I16, GGMLType.I32, GGMLType.I64}
 NO_DECODER_IN_GGML = {GGMLType.F32, GGMLType.F64, GGMLType.Q8_1, GGMLType.Q8_K}
@@ -58,6 +66,25 @@ def test_no_type_of_ggml_is_missing(ggml: ctypes.CDLL):
     ggml.ggml_get_type_traits.restype = ctypes.POINTER(Traits)
     in_use = {number for number in range(43) if ggml.ggml_get_type_traits(number).contents.block_size}
     assert in_use == set(GGMLType)
+
+
+@pytest.mark.live
+def test_activations_are_rounded_to_what_ggml_rounds_them_to():
+    traits = {kind: cpu_traits_of(kind) for kind in GGMLType}
+    assert ACTIVATION_TYPE == {
+        kind: GGMLType(found.vec_dot_type).name for kind, found in traits.items() if found.vec_dot
+    }
+
+
+def test_minima_of_blocks_are_found_behind_their_scales():
+    for kind in (GGMLType.Q4_1, GGMLType.Q5_1):
+        raw = np.zeros((4, BLOCK_SIZES[kind][1]), np.uint8)
+        raw[:, :4] = np.array([[7, -0.5], [7, 0.25], [7, 2], [7, -3]], "<f2").view(np.uint8)
+        minima = decode_mins(raw.reshape(-1), kind, (2, 64))
+        assert minima.dtype == np.float32
+        assert minima.tolist() == [[-0.5, 0.25], [2, -3]]
+        raw[:, :2] = 0  # a scale of 0 leaves the minimum
+        assert np.array_equal(decode(raw.reshape(-1), kind, (2, 64))[:, ::32], minima)
 
 
 @pytest.mark.live

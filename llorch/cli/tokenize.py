@@ -25,9 +25,10 @@ def command(*, model: str, text: str | None, no_special: bool, parse_special: bo
     The piece is quoted; a token that is part of a character shows its bytes.
     """
     from llorch.cli.inputs import model_path, prompt_text
-    from llorch.model import load
+    from llorch.model import Model
+    from llorch.weights import open_weights
 
-    tokenizer = load(model_path(model)).tokenizer
+    tokenizer = Model(open_weights(model_path(model))).tokenizer
     ids = tokenizer.encode(prompt_text(text), add_special=not no_special, parse_special=parse_special)
     pieces = [tokenizer.token_bytes(i) or tokenizer.decode([i], skip_special=False).encode() for i in ids]
     if as_json:

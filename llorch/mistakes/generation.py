@@ -26,7 +26,7 @@ class GenerationInputs:
 
     def empty_cache(self) -> KVCache:
         """A cache of nothing."""
-        return KVCache(self.weights.config, self.weights.dtype)
+        return KVCache(self.weights.config, self.weights.cache_dtype)
 
     def best(self, ids: tuple[int, ...], cache: KVCache) -> int:
         """The greedy token after some new ids."""

@@ -4,7 +4,8 @@
     probs   = softmax(scores)
     context = probs v, heads joined
 
-Query head h reads key and value head h // group_size.
+Query head h reads key and value head h // group_size. Keys and values of a narrower dtype, from a float16 cache, make
+queries and probabilities be rounded to that dtype before they are multiplied, as in ggml.
 
 Source: arXiv:1706.03762; grouped heads arXiv:2305.13245.
 """
@@ -31,7 +32,8 @@ def attention_scores(
     """
     seq, n_heads, head_dim = q.shape
     n_kv_heads, ctx, _ = k.shape
-    grouped, keys = widen(q.swapaxes(0, 1).reshape(n_kv_heads, -1, head_dim), k)  # (kv_heads, group * seq, head_dim)
+    rounded, k = like(q, k), k.astype(q.dtype, copy=False)
+    grouped, keys = widen(rounded.swapaxes(0, 1).reshape(n_kv_heads, -1, head_dim), k)  # (kv_heads, group * seq, ...)
     scores = grouped @ keys.swapaxes(1, 2) / math.sqrt(head_dim)  # (kv_heads, group * seq, ctx)
     scores = scores.astype(q.dtype, copy=False).reshape(n_heads, seq, ctx)
     future = np.triu(np.ones((seq, ctx), dtype=bool), k=ctx - seq + 1)
@@ -68,6 +70,12 @@ def attention_context(
     """
     n_heads, seq, ctx = probs.shape
     n_kv_heads, _, head_dim = v.shape
-    grouped, values = widen(probs.reshape(n_kv_heads, -1, ctx), v)  # (kv_heads, group * seq, ctx)
+    rounded, v = like(probs, v), v.astype(probs.dtype, copy=False)
+    grouped, values = widen(rounded.reshape(n_kv_heads, -1, ctx), v)  # (kv_heads, group * seq, ctx)
     mixed = (grouped @ values).astype(probs.dtype, copy=False).reshape(n_heads, seq, head_dim)
     return mixed.swapaxes(0, 1).reshape(seq, n_heads * head_dim)
+
+
+def like(x: np.ndarray, cached: np.ndarray) -> np.ndarray:
+    """`x` rounded to the dtype of what the cache holds, in its own dtype."""
+    return x.astype(cached.dtype, copy=False).astype(x.dtype, copy=False)

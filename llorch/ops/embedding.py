@@ -6,9 +6,11 @@ y[t] = weight[ids[t]]
 import numpy as np
 from jaxtyping import Float, Int
 
+from llorch.numerics import QuantMethod
+
 
 def embedding(
-    ids: Int[np.ndarray, " seq"], weight: Float[np.ndarray, "vocab hidden"]
+    ids: Int[np.ndarray, " seq"], weight: Float[np.ndarray, "vocab hidden"] | QuantMethod
 ) -> Float[np.ndarray, "seq hidden"]:
     """Gather one row per token.
 
@@ -19,4 +21,4 @@ def embedding(
     Returns:
         A new array of the picked rows.
     """
-    return weight[ids]
+    return weight[ids] if isinstance(weight, np.ndarray) else weight.rows(ids)

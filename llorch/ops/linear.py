@@ -6,12 +6,13 @@ y = x @ weight.T + bias
 import numpy as np
 from jaxtyping import Float
 
+from llorch.numerics import QuantMethod
 from llorch.ops.precision import widen
 
 
 def linear(
     x: Float[np.ndarray, "seq in"],
-    weight: Float[np.ndarray, "out in"],
+    weight: Float[np.ndarray, "out in"] | QuantMethod,
     bias: Float[np.ndarray, " out"] | None = None,
 ) -> Float[np.ndarray, "seq out"]:
     """Project every row.
@@ -24,8 +25,21 @@ def linear(
     Returns:
         The projected activations.
     """
-    wide_x, wide_weight = widen(x, weight)
-    y = wide_x @ wide_weight.T
+    y = product(x, weight) if isinstance(weight, np.ndarray) else weight.forward(x)
     if bias is not None:
         y += bias
     return y.astype(x.dtype, copy=False)
+
+
+def product(x: Float[np.ndarray, "seq in"], weight: Float[np.ndarray, "out in"]) -> Float[np.ndarray, "seq out"]:
+    """Multiply, without a last rounding to the dtype of `x` where the operands are small enough to be widened.
+
+    Args:
+        x: Activations.
+        weight: One row per output.
+
+    Returns:
+        A new array.
+    """
+    wide_x, wide_weight = widen(x, weight)
+    return wide_x @ wide_weight.T

@@ -13,6 +13,7 @@ import numpy as np
 
 from llorch.config import ModelConfig
 from llorch.errors import MissingExtra
+from llorch.numerics import EXACT, Numerics
 from llorch.sampling import SamplingSettings
 
 ProducerName = Literal["llamacpp", "transformers"]
@@ -63,13 +64,16 @@ class Producer(Protocol):
         ...
 
 
-def open_producer(name: ProducerName, path: str | Path, *, n_threads: int | None = None) -> Producer:
+def open_producer(
+    name: ProducerName, path: str | Path, *, n_threads: int | None = None, numerics: Numerics = EXACT
+) -> Producer:
     """Load a model into an engine.
 
     Args:
         name: Which engine.
         path: A GGUF file or a Hugging Face folder.
         n_threads: CPU threads; None takes one for a small model, else all.
+        numerics: `EXACT` shows the engine float32 weights; `GGML` lets llama.cpp compute with the file as it is.
 
     Returns:
         The producer, to be closed or used in a `with` statement.
@@ -84,7 +88,9 @@ def open_producer(name: ProducerName, path: str | Path, *, n_threads: int | None
         _require("llama_cpp")
         from llorch.producers.llamacpp import LlamaCpp
 
-        return LlamaCpp(path, n_threads=n_threads)
+        return LlamaCpp(path, n_threads=n_threads, numerics=numerics)
+    if name == "transformers" and numerics != EXACT:
+        raise ValueError(f"transformers: computes with exact numerics only, got {numerics}; use llamacpp")
     if name == "transformers":
         _require("torch")
         _require("transformers")

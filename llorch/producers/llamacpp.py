@@ -2,8 +2,9 @@
 
 Everything that could move a number away from plain float32 is switched off: weights and KV cache are F32, no
 flash attention, no repacked weights, one micro-batch, no GPU. llama.cpp's CPU backend rounds the *activations* to
-the weights' own type when these are F16, BF16 or quantised (an error near 1e-2), so such a file is decoded to a
-temporary F32 file first: we ask what these weights mean, not what this format loses.
+suit the weights' type when these are F16, BF16 or quantised (an error near 1e-2), so such a file is decoded to a
+temporary F32 file first: we ask what these weights mean. With the numerics `ggml` it is given the file as it is: then
+we ask what llama.cpp computes from it.
 """
 
 import ctypes
@@ -16,18 +17,18 @@ from pathlib import Path
 import llama_cpp
 import numpy as np
 
+from llorch.config import ModelConfig
+from llorch.numerics import EXACT, Numerics
 from llorch.producers import ggml_tensor
 from llorch.producers.f32_copy import f32_gguf
 from llorch.producers.llamacpp_graph import GraphCapture
 from llorch.producers.threads import n_threads_for
 from llorch.producers.trace_check import Trace, check_ids, checked_trace
 from llorch.sampling import SamplingSettings
+from llorch.weights import open_weights
 
 ERROR_LEVEL = 4  # GGML_LOG_LEVEL_ERROR
 KNOBS = {
-    "weights": "F32",
-    "type_k": "F32",
-    "type_v": "F32",
     "flash_attn": "disabled",
     "use_extra_bufts": False,
     "n_gpu_layers": 0,
@@ -53,26 +54,29 @@ class LlamaCpp:
 
     name = "llamacpp"
 
-    def __init__(self, path: str | Path, *, n_threads: int | None = None) -> None:
+    def __init__(self, path: str | Path, *, n_threads: int | None = None, numerics: Numerics = EXACT) -> None:
         """Load a model.
 
         Args:
-            path: A GGUF file or a Hugging Face folder.
+            path: A GGUF file, or with exact numerics a Hugging Face folder.
             n_threads: CPU threads; None takes one for a small model, else all.
+            numerics: Whether the engine sees float32 weights or those of the file, and the type of its cache.
 
         Raises:
             RuntimeError: This build of llama.cpp is laid out differently from what we know.
+            ValueError: A folder, with other than exact numerics.
             OSError: No room for the temporary F32 file, or llama.cpp refuses the file.
         """
         ggml_tensor.check_layout()
         llama_cpp.llama_log_set(_log, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
         self.path = Path(path)
+        self.numerics = numerics
         with ExitStack() as resources:
-            f32_path, self.config = resources.enter_context(f32_gguf(self.path))
+            run_path, self.config = resources.enter_context(_as_run(self.path, numerics))
             self.n_threads = n_threads or n_threads_for(self.config)
-            model = vocabulary = resources.enter_context(_loaded_model(f32_path, self.path, vocab_only=False))
-            if f32_path != self.path and self.path.is_file():
+            model = vocabulary = resources.enter_context(_loaded_model(run_path, self.path, vocab_only=False))
+            if run_path != self.path and self.path.is_file():
                 vocabulary = resources.enter_context(_loaded_model(self.path, self.path, vocab_only=True))
             self._models: tuple[llama_cpp.llama_model_p, llama_cpp.llama_model_p] | None = (model, vocabulary)
             self._resources = resources.pop_all()
@@ -184,8 +188,16 @@ class LlamaCpp:
             "ggml_commit": ggml_tensor.libggml.ggml_commit().decode(),
             "system": llama_cpp.llama_print_system_info().decode().strip(" |"),
             "n_threads": self.n_threads,
-            "knobs": dict(KNOBS),
+            "knobs": self._knobs(),
         }
+
+    def _knobs(self) -> dict[str, object]:
+        weights = "F32" if self.numerics == EXACT else "as in the file"
+        return {"weights": weights, "type_k": self._cache_type, "type_v": self._cache_type, **KNOBS}
+
+    @property
+    def _cache_type(self) -> str:
+        return self.numerics.kv_cache.upper()
 
     def _logits(self, ids: Sequence[int], first_position: int, watcher: "_Watcher | None") -> np.ndarray:
         check_ids(ids, self.config)
@@ -199,7 +211,7 @@ class LlamaCpp:
         params = llama_cpp.llama_context_default_params()
         params.n_ctx = params.n_batch = params.n_ubatch = n_tokens
         params.n_threads = params.n_threads_batch = self.n_threads
-        params.type_k = params.type_v = llama_cpp.GGML_TYPE_F32
+        params.type_k = params.type_v = getattr(llama_cpp, f"GGML_TYPE_{self._cache_type}")
         params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
         params.offload_kqv = params.op_offload = False
         if watcher is not None:
@@ -241,6 +253,20 @@ class _Watcher:
             self.error = error
             return ask
         return True
+
+
+@contextmanager
+def _as_run(path: Path, numerics: Numerics) -> Iterator[tuple[Path, ModelConfig]]:
+    """The file that llama.cpp is given, and its configuration."""
+    if numerics == EXACT:
+        with f32_gguf(path) as given:
+            yield given
+        return
+    if path.is_dir():
+        raise ValueError(f"{path}: ggml numerics need a GGUF file; make one with llorch convert")
+    weights = open_weights(path)
+    weights.source.close()
+    yield path, weights.config
 
 
 @contextmanager

@@ -131,7 +131,7 @@ class GraphCapture:
         for stage, array in self.arrays.items():
             short = stage.rpartition(".")[2]
             if short not in ("kq", "kqv"):
-                out[stage] = self._shaped(short, array)
+                out[stage] = self._shaped(short, array).astype(np.float32, copy=False)  # a cache may be float16
         return out
 
     def _shaped(self, short: str, array: np.ndarray) -> np.ndarray:

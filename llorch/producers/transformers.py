@@ -217,7 +217,7 @@ def _model_of_weights(weights: Weights) -> tuple[Any, str]:
 def _state_dict(weights: Weights) -> dict[str, torch.Tensor]:
     """The weights under transformers' names; copies, because torch wants memory that it may write to."""
     config = weights.config
-    state = {w.huggingface: torch.from_numpy(weights[name].copy()) for name, w in inventory(config).items()}
+    state = {w.huggingface: torch.from_numpy(weights.array(name).copy()) for name, w in inventory(config).items()}
     if config.tie_word_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     if config.qkv_bias and not config.o_bias and config.family != "qwen2":

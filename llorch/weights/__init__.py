@@ -10,16 +10,21 @@ instead.
 
 import logging
 from collections.abc import Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from llorch.config import ModelConfig
 from llorch.errors import ErrorCode, FormatError
+from llorch.numerics import EXACT, Numerics
 from llorch.weights.folder import PICKLE_SUFFIXES, SafetensorsFolder, file_inside
 from llorch.weights.gguf import GGUFFile, StringArray, TensorInfo, open_gguf
+from llorch.weights.matrix import Matrix
 from llorch.weights.names import inventory, undo_interleave
+from llorch.weights.quant import GGMLType
 from llorch.weights.safetensors import SafetensorsFile, open_safetensors
 from llorch.weights.strict_json import read_json
 
@@ -55,7 +60,7 @@ class Slot:
 
 # Mapping without types: with them, the run-time type checker of the tests loads a tensor at every call.
 class Weights(Mapping):
-    """The arrays of a model by canonical name, `Mapping[str, np.ndarray]`; see `open_weights`."""
+    """The weights of a model by canonical name: arrays, and matrices that multiply themselves; see `open_weights`."""
 
     def __init__(
         self,
@@ -64,8 +69,6 @@ class Weights(Mapping):
         path: Path,
         source: GGUFFile | SafetensorsFolder,
         slots: Mapping[str, Slot],
-        dtype: type[np.floating] = np.float32,
-        cache: dict[str, np.ndarray] | None = None,
     ) -> None:
         """Wrap an open file that was checked against its configuration.
 
@@ -74,26 +77,48 @@ class Weights(Mapping):
             path: The file or folder.
             source: What reads the tensors.
             slots: Canonical name to place.
-            dtype: What arrays are handed out as.
-            cache: Float32 arrays that were loaded before.
         """
         self.config = config
         self.path = path
         self.source = source
-        self.dtype = dtype
+        self.dtype: type[np.floating] = np.float32
+        self.numerics = EXACT
+        self.packed = False
         self._slots = slots
-        self._loaded: dict[str, np.ndarray] = {} if cache is None else cache
+        self._loaded: dict[str, np.ndarray] = {}  # float32, shared by all variants
+        self._matrices: dict[str, Matrix] = {}
         self._layers: list[dict[str, str]] = [{} for _ in range(config.n_layers)]  # short to canonical name
         for name in slots:
             if name.startswith("layers."):
                 _, index, short = name.split(".")
                 self._layers[int(index)][short] = name
 
-    def __getitem__(self, name: str) -> np.ndarray:
+    def __getitem__(self, name: str) -> Any:
+        if not self._multiplies_itself(self._slots[name]):
+            return self.array(name)
+        if name not in self._matrices:
+            self._matrices[name] = self._matrix(name)
+        return self._matrices[name]
+
+    def array(self, name: str) -> np.ndarray:
+        """The decoded array of a weight, whatever the residency and numerics.
+
+        Args:
+            name: Canonical name.
+
+        Returns:
+            The array in the dtype of these weights; in packed residency it is decoded anew at every call.
+
+        Raises:
+            FormatError: NonFinite when it holds NaN or infinity.
+        """
         slot = self._slots[name]
-        if name not in self._loaded:
-            self._loaded[name] = self._load(slot)
-        return self._loaded[name].astype(self.dtype, copy=False)
+        array = self._loaded.get(name)
+        if array is None:
+            array = self._load(slot)
+            if not (self.packed and self._multiplies_itself(slot)):
+                self._loaded[name] = array
+        return array.astype(self.dtype, copy=False)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._slots)
@@ -127,25 +152,76 @@ class Weights(Mapping):
             Weights over the same file. Arrays are widened on each access and not kept, so that float64 never
             needs more memory than the layer in use.
         """
-        return Weights(
-            config=self.config,
-            path=self.path,
-            source=self.source,
-            slots=self._slots,
-            dtype=dtype,
-            cache=self._loaded,
+        other = copy(self)
+        other.dtype = dtype
+        return other
+
+    def using(self, numerics: Numerics | None = None, *, packed: bool | None = None) -> "Weights":
+        """Choose how matrices are multiplied and where they lie.
+
+        Args:
+            numerics: The arithmetic; None keeps it.
+            packed: Whether matrices stay as the file packs them and are decoded at every use; None keeps it.
+
+        Returns:
+            Weights over the same file.
+        """
+        other = copy(self)
+        other.numerics = self.numerics if numerics is None else numerics
+        other.packed = self.packed if packed is None else packed
+        other._matrices = {}
+        return other
+
+    @property
+    def cache_dtype(self) -> type[np.floating]:
+        """Dtype of keys and values in the cache of a run."""
+        return self.numerics.cache_dtype(self.dtype)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a weight, without reading it."""
+        return self._slots[name].shape
+
+    def stored_type(self, name: str) -> GGMLType:
+        """The type in which the file stores a weight."""
+        return self.source.packed(self._slots[name].source_name).ggml_type
+
+    def stored_bytes(self, name: str) -> int:
+        """Bytes that a weight takes in the file."""
+        return self.source.packed(self._slots[name].source_name).raw.size
+
+    def _multiplies_itself(self, slot: Slot) -> bool:
+        if len(slot.shape) != 2 or not (self.packed or self.numerics.rounds_activations):
+            return False
+        return self.source.packed(slot.source_name).ggml_type not in (GGMLType.F32, GGMLType.F64)
+
+    def _matrix(self, name: str) -> Matrix:
+        slot = self._slots[name]
+        if slot.must_equal is not None:
+            self._require_equal(slot)
+        return Matrix(
+            self.source.packed(slot.source_name),
+            round_inputs=self.numerics.rounds_activations,
+            decoded=None if self.packed else self.astype(np.float32).array(name),
+            interleaved_heads=slot.interleaved_heads,
         )
 
     def _load(self, slot: Slot) -> np.ndarray:
         array = self.source.array(slot.source_name)
         _require_finite(array, slot.source_name, self.path)
-        if slot.must_equal is not None and not np.array_equal(array, self.source.array(slot.must_equal)):
-            message = f"config ties {slot.must_equal} to {slot.source_name}, but their numbers differ"
-            raise FormatError("Inconsistent", message, path=self.path)
+        if slot.must_equal is not None:
+            self._require_equal(slot)
         return undo_interleave(array, slot.interleaved_heads) if slot.interleaved_heads else array
 
+    def _require_equal(self, slot: Slot) -> None:
+        assert slot.must_equal is not None
+        one, other = (self.source.packed(name) for name in (slot.source_name, slot.must_equal))
+        same_bytes = one.ggml_type is other.ggml_type and np.array_equal(one.raw, other.raw)
+        if not same_bytes and not np.array_equal(one.decode(), other.decode()):
+            message = f"config ties {slot.must_equal} to {slot.source_name}, but their numbers differ"
+            raise FormatError("Inconsistent", message, path=self.path)
 
-class LayerWeights(Mapping[str, np.ndarray]):
+
+class LayerWeights(Mapping[str, Any]):
     """The weights of one layer by short name; see `Weights.layer`."""
 
     def __init__(self, weights: Weights, names: Mapping[str, str]) -> None:
@@ -158,7 +234,7 @@ class LayerWeights(Mapping[str, np.ndarray]):
         self._weights = weights
         self._names = names
 
-    def __getitem__(self, name: str) -> np.ndarray:
+    def __getitem__(self, name: str) -> Any:
         return self._weights[self._names[name]]
 
     def __iter__(self) -> Iterator[str]:

@@ -13,6 +13,7 @@ import numpy as np
 
 from llorch.errors import FormatError
 from llorch.weights.names import is_plain_name
+from llorch.weights.packed import Packed
 from llorch.weights.safetensors import SafetensorsFile, SafetensorsInfo
 from llorch.weights.strict_json import read_json
 
@@ -74,9 +75,26 @@ class SafetensorsFolder:
         Raises:
             FormatError: Missing for an unknown name, or as `SafetensorsFile.array`.
         """
+        return self._shard(name).array(name)
+
+    def packed(self, name: str) -> Packed:
+        """Look at a tensor as it is stored; as `SafetensorsFile.packed`.
+
+        Args:
+            name: Name in the folder.
+
+        Returns:
+            Its bytes and type.
+
+        Raises:
+            FormatError: Missing for an unknown name, or as `SafetensorsFile.packed`.
+        """
+        return self._shard(name).packed(name)
+
+    def _shard(self, name: str) -> SafetensorsFile:
         if name not in self._shard_of:
             raise FormatError("Missing", f"no tensor {name!r} in this folder", path=self.path)
-        return self._shard_of[name].array(name)
+        return self._shard_of[name]
 
     def close(self) -> None:
         """Close all shards; arrays that were handed out stay valid."""

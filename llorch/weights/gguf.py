@@ -22,7 +22,8 @@ from gguf import GGUFValueType
 from llorch.weights.mapped import TensorFile
 from llorch.weights.metadata import DEFAULT_LIMITS, Cursor, Limits, StringArray, Value, read_metadata
 from llorch.weights.names import is_plain_name
-from llorch.weights.quant import BLOCK_SIZES, GGMLType, decode, has_bad_scale
+from llorch.weights.packed import Packed
+from llorch.weights.quant import BLOCK_SIZES, GGMLType, has_bad_scale
 
 __all__ = ["GGUFFile", "Limits", "StringArray", "TensorInfo", "open_gguf"]
 
@@ -89,14 +90,29 @@ class GGUFFile(TensorFile[TensorInfo]):
         Raises:
             FormatError: DType for integer tensors, NonFinite for a NaN block scale, or as `raw`.
         """
+        packed = self.packed(name)
+        if packed.ggml_type is GGMLType.F32:
+            return packed.raw.view("<f4").reshape(packed.shape)
+        if has_bad_scale(packed.raw, packed.ggml_type):
+            raise self._file.error("NonFinite", f"{name} has a NaN block scale", self.info(name).offset)
+        return packed.decode()
+
+    def packed(self, name: str) -> Packed:
+        """Look at a tensor as it is stored.
+
+        Args:
+            name: Name in the file.
+
+        Returns:
+            Its bytes and type.
+
+        Raises:
+            FormatError: DType for integer tensors, or as `raw`.
+        """
         info, raw = self.info(name), self.raw(name)
-        if info.ggml_type is GGMLType.F32:
-            return raw.view("<f4").reshape(info.shape)
         if not info.holds_floats:
             raise self._file.error("DType", f"{name} must hold floats or blocks, got {info.ggml_type.name}")
-        if has_bad_scale(raw, info.ggml_type):
-            raise self._file.error("NonFinite", f"{name} has a NaN block scale", info.offset)
-        return decode(raw, info.ggml_type, info.shape)
+        return Packed(name, self.path, raw, info.ggml_type, info.shape)
 
 
 def open_gguf(path: str | Path, *, limits: Limits = DEFAULT_LIMITS) -> GGUFFile:

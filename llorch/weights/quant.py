@@ -11,12 +11,15 @@ decoded by the gguf package; those that it lacks are written here from the block
 Source: ggml src/ggml-common.h (layouts) and src/ggml-quants.c (dequantize_row_*), as of libggml 0.25.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import IntEnum
+from types import MappingProxyType
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
+
+from llorch.ops.rounding import ActivationKind
 
 _ELEMENTS_AT_ONCE = 1 << 18  # decoded in one go: the temporaries then stay in the processor cache
 
@@ -69,6 +72,31 @@ BLOCK_SIZES: dict[int, tuple[int, int]] = {
     GGMLType.Q2_0: (64, 18),
 }
 
+# What ggml's CPU backend rounds activations to before it multiplies them with weights of a type.
+ACTIVATION_TYPE: Mapping[GGMLType, ActivationKind] = MappingProxyType(
+    {
+        GGMLType.F32: "F32",
+        GGMLType.F16: "F16",
+        GGMLType.BF16: "BF16",
+        **dict.fromkeys(
+            (
+                GGMLType.Q4_0, GGMLType.Q5_0, GGMLType.Q8_0, GGMLType.IQ4_NL, GGMLType.MXFP4, GGMLType.NVFP4,
+                GGMLType.Q1_0, GGMLType.Q2_0,
+            ),
+            "Q8_0",
+        ),
+        **dict.fromkeys((GGMLType.Q4_1, GGMLType.Q5_1), "Q8_1"),
+        **dict.fromkeys(
+            (
+                GGMLType.Q2_K, GGMLType.Q3_K, GGMLType.Q4_K, GGMLType.Q5_K, GGMLType.Q6_K,
+                GGMLType.IQ1_S, GGMLType.IQ1_M, GGMLType.IQ2_XXS, GGMLType.IQ2_XS, GGMLType.IQ2_S,
+                GGMLType.IQ3_XXS, GGMLType.IQ3_S, GGMLType.IQ4_XS, GGMLType.TQ1_0, GGMLType.TQ2_0,
+            ),
+            "Q8_K",
+        ),
+    }
+)  # fmt: skip
+
 
 def decode(raw: np.ndarray, ggml_type: GGMLType, shape: tuple[int, ...]) -> np.ndarray:
     """Decode the bytes of a tensor to float32.
@@ -90,6 +118,22 @@ def decode(raw: np.ndarray, ggml_type: GGMLType, shape: tuple[int, ...]) -> np.n
         for start in range(0, len(blocks), step):
             values[start : start + step] = decode_blocks(blocks[start : start + step])
     return values.reshape(shape)
+
+
+def decode_mins(raw: np.ndarray, ggml_type: GGMLType, shape: tuple[int, ...]) -> np.ndarray:
+    """Decode the minimum of every block of Q4_1 or Q5_1, the m of x = q * d + m.
+
+    Args:
+        raw: The bytes of the tensor, uint8.
+        ggml_type: Q4_1 or Q5_1.
+        shape: The shape of the tensor; the last axis is a whole number of blocks.
+
+    Returns:
+        A new float32 array with one minimum for each 32 elements of the last axis.
+    """
+    block_size, block_bytes = BLOCK_SIZES[ggml_type]
+    minima = raw.reshape(-1, block_bytes)[:, 2:4].view("<f2").astype(np.float32)
+    return minima.reshape(*shape[:-1], shape[-1] // block_size)
 
 
 def bf16_to_float32(bits: np.ndarray) -> np.ndarray:

@@ -17,14 +17,15 @@ import numpy as np
 
 from llorch.weights.mapped import MappedFile, TensorFile
 from llorch.weights.names import is_plain_name
-from llorch.weights.quant import bf16_to_float32
+from llorch.weights.packed import Packed
+from llorch.weights.quant import GGMLType
 from llorch.weights.strict_json import parse_json
 
 # Bits per element of every dtype of the format.
 _BITS = {"BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8}
 _BITS |= {"F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16}
 _BITS |= {"I32": 32, "U32": 32, "F32": 32, "C64": 64, "F64": 64, "I64": 64, "U64": 64}
-_FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
+_FLOATS = {"F16": GGMLType.F16, "BF16": GGMLType.BF16, "F32": GGMLType.F32, "F64": GGMLType.F64}
 
 _MAX_HEADER = 25_000_000
 _MAX_TENSORS = 65_536
@@ -83,18 +84,27 @@ class SafetensorsFile(TensorFile[SafetensorsInfo]):
         Raises:
             FormatError: DType for any other type, or as `raw`.
         """
+        packed = self.packed(name)
+        if packed.ggml_type is GGMLType.F32:
+            return np.require(packed.raw.view("<f4"), requirements="A").reshape(packed.shape)
+        return packed.decode()
+
+    def packed(self, name: str) -> Packed:
+        """Look at a tensor as it is stored.
+
+        Args:
+            name: Name in the file.
+
+        Returns:
+            Its bytes and type.
+
+        Raises:
+            FormatError: DType for other types than F32, F16, BF16 and F64, or as `raw`.
+        """
         info, raw = self.info(name), self.raw(name)
-        match info.dtype:
-            case "F32":
-                values = np.require(raw.view("<f4"), requirements="A")
-            case "BF16":
-                values = bf16_to_float32(raw.view("<u2"))
-            case "F16" | "F64":
-                with np.errstate(over="ignore"):  # a float64 beyond float32 becomes inf, which the loader refuses
-                    values = raw.view("<f2" if info.dtype == "F16" else "<f8").astype(np.float32)
-            case _:
-                raise self._file.error("DType", f"{name} must be F32, F16, BF16 or F64, got {info.dtype}")
-        return values.reshape(info.shape)
+        if info.dtype not in _FLOATS:
+            raise self._file.error("DType", f"{name} must be F32, F16, BF16 or F64, got {info.dtype}")
+        return Packed(name, self.path, raw, _FLOATS[info.dtype], info.shape)
 
 
 def open_safetensors(path: str | Path) -> SafetensorsFile:

@@ -1,0 +1,77 @@
+"""Which arithmetic a forward pass uses, and what a weight matrix must offer that is more than an array.
+
+`exact` multiplies decoded weights with float32 (or float64) activations: what the weights mean.
+`ggml` rounds activations first, as the CPU backend of llama.cpp does for every weight type but F32, and keeps keys
+and values in float16 where that is asked for: what llama.cpp computes from these weights.
+
+Source: llama.cpp ggml/src/ggml-cpu/ggml-cpu.c (`ggml_compute_forward_mul_mat`, `vec_dot_type`).
+"""
+
+from dataclasses import dataclass
+from typing import Literal, Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Float, Int
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """The arithmetic of a run.
+
+    Attributes:
+        name: `exact` or `ggml`.
+        kv_cache: Type of keys and values in the cache, `f32` or `f16`. With `f16`, queries and probabilities are
+            rounded to float16 too, because keys and values are the weights of their products.
+    """
+
+    name: Literal["exact", "ggml"] = "exact"
+    kv_cache: Literal["f32", "f16"] = "f32"
+
+    @property
+    def rounds_activations(self) -> bool:
+        """Whether a matrix rounds what it is multiplied with."""
+        return self.name == "ggml"
+
+    def cache_dtype(self, dtype: type[np.floating]) -> type[np.floating]:
+        """Dtype of keys and values in a run of this dtype."""
+        return np.float16 if self.kv_cache == "f16" else dtype
+
+    def __str__(self) -> str:
+        """As the command line calls it."""
+        return self.name if self.kv_cache == "f32" else f"{self.name} with a {self.kv_cache} cache"
+
+
+EXACT = Numerics("exact")
+GGML = Numerics("ggml")
+
+
+@runtime_checkable
+class QuantMethod(Protocol):
+    """A matrix (out, in) that multiplies itself: stored in a packed type, or with rounded activations."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(out, in)."""
+        ...
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes that it takes where it is stored."""
+        ...
+
+    @property
+    def activations(self) -> str:
+        """The type that its inputs are rounded to; F32 when they are not."""
+        ...
+
+    def forward(self, x: Float[np.ndarray, "seq in"]) -> Float[np.ndarray, "seq out"]:
+        """Multiply every row of `x`; the result has the dtype of `x`."""
+        ...
+
+    def dequantize(self) -> Float[np.ndarray, "out in"]:
+        """The whole matrix as float32."""
+        ...
+
+    def rows(self, ids: Int[np.ndarray, " seq"]) -> Float[np.ndarray, "seq in"]:
+        """Some rows, for an embedding."""
+        ...

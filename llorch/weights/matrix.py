@@ -1,0 +1,129 @@
+"""Matrices that multiply themselves, because they lie packed or because their inputs are rounded first.
+
+Packed ones are decoded tile by tile at every use. Inputs are rounded as ggml does it, when that is asked for:
+
+    y = round(x) @ decode(blocks).T
+
+ggml multiplies the integers of both sides and scales the sum; in real numbers that is the same product, in float32 it
+differs by the rounding of a sum. Q4_1 and Q5_1 differ more: ggml multiplies their minima with the *sum* of a block of
+activations, which it rounds to float16 apart from the activations.
+
+Source: llama.cpp ggml/src/ggml-cpu (vec_dot of each type); llorch.ops.rounding.
+"""
+
+from collections.abc import Iterator
+from functools import cached_property
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from llorch.errors import FormatError
+from llorch.ops.linear import product
+from llorch.ops.rounding import ActivationKind, block_sums, round_activations
+from llorch.weights.names import undo_interleave
+from llorch.weights.packed import Packed
+from llorch.weights.quant import ACTIVATION_TYPE, BLOCK_SIZES, decode_mins, has_bad_scale
+
+_TILE = 1 << 20  # elements decoded in one go: large enough for a fast product, small beside a model
+_SUMMED = "Q8_1"  # the one activation type with a rounded sum beside the codes
+
+
+class Matrix:
+    """A `QuantMethod` over a stored tensor."""
+
+    def __init__(
+        self, packed: Packed, *, round_inputs: bool, decoded: np.ndarray | None = None, interleaved_heads: int = 0
+    ) -> None:
+        """Wrap a stored matrix.
+
+        Args:
+            packed: What the file holds.
+            round_inputs: Whether to round activations as ggml does for this type.
+            decoded: The whole matrix as float32, in Hugging Face's order of rows; None decodes at every use.
+            interleaved_heads: Heads whose rows the file holds in pairs; 0 for none.
+
+        Raises:
+            FormatError: NonFinite for a block scale that means NaN.
+        """
+        self._packed = packed
+        self._decoded = decoded
+        self._heads = interleaved_heads
+        self.shape = packed.shape
+        self.n_bytes = packed.raw.size
+        self.activations: ActivationKind = ACTIVATION_TYPE[packed.ggml_type] if round_inputs else "F32"
+        if has_bad_scale(packed.raw, packed.ggml_type):
+            raise FormatError("NonFinite", f"{packed.name} has a NaN block scale", path=packed.path)
+
+    def forward(self, x: Float[np.ndarray, "seq in"]) -> Float[np.ndarray, "seq out"]:
+        """Round, multiply tile by tile.
+
+        Args:
+            x: Activations.
+
+        Returns:
+            The products, in the dtype of `x`.
+
+        Raises:
+            FormatError: NonFinite when a weight is NaN or infinite.
+        """
+        rounded = x if self.activations == "F32" else round_activations(x, self.activations)
+        if self._decoded is not None:
+            return self._with_sums(x, rounded, product(rounded, self._decoded)).astype(x.dtype, copy=False)
+        y = np.empty((len(x), self.shape[0]), x.dtype)
+        for start, tile in self._tiles():
+            part = product(rounded, tile)
+            if not np.isfinite(part).all():
+                self._packed.require_finite(start, tile)
+            y[:, start : start + len(tile)] = part
+        y = self._with_sums(x, rounded, y)
+        return undo_interleave(y.T, self._heads).T if self._heads else y
+
+    def dequantize(self) -> Float[np.ndarray, "out in"]:
+        """Decode everything.
+
+        Returns:
+            The matrix as float32, in Hugging Face's order of rows.
+        """
+        if self._decoded is not None:
+            return self._decoded
+        array = self._packed.decode()
+        return undo_interleave(array, self._heads) if self._heads else array
+
+    def rows(self, ids: Int[np.ndarray, " seq"]) -> Float[np.ndarray, "seq in"]:
+        """Decode some rows of an embedding.
+
+        Args:
+            ids: Row numbers.
+
+        Returns:
+            The rows as float32.
+
+        Raises:
+            FormatError: NonFinite when one holds NaN or infinity.
+        """
+        if self._decoded is not None:
+            return self._decoded[ids]
+        rows = self._packed.decode_bytes(self._packed.by_row[ids])
+        for row, token in zip(rows, ids, strict=True):
+            self._packed.require_finite(int(token), row[None])
+        return rows
+
+    def _tiles(self) -> Iterator[tuple[int, np.ndarray]]:
+        step = max(1, _TILE // self.shape[1])
+        for start in range(0, self.shape[0], step):
+            yield start, self._packed.decode(start, start + step)
+
+    def _with_sums(self, x: np.ndarray, rounded: np.ndarray, y: np.ndarray) -> np.ndarray:
+        """Replace the sums of rounded activations, by which minima were multiplied, with ggml's rounded sums."""
+        if self.activations != _SUMMED:
+            return y
+        block = BLOCK_SIZES[self._packed.ggml_type][0]
+        sums = rounded.reshape(len(x), -1, block).sum(axis=-1, dtype=np.float64)
+        return y + product((block_sums(x) - sums).astype(x.dtype), self._minima)
+
+    @cached_property
+    def _minima(self) -> np.ndarray:
+        packed = self._packed
+        minima = decode_mins(packed.raw, packed.ggml_type, packed.shape)
+        in_order = self._decoded is not None and self._heads
+        return undo_interleave(minima, self._heads) if in_order else minima

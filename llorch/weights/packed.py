@@ -1,0 +1,49 @@
+"""A tensor as its file stores it: bytes, type and shape, decoded when it is wanted and only as far as it is wanted."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from llorch.errors import FormatError
+from llorch.weights.quant import GGMLType, decode
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A tensor as its file stores it."""
+
+    name: str
+    path: Path
+    raw: np.ndarray  # uint8
+    ggml_type: GGMLType
+    shape: tuple[int, ...]
+
+    @property
+    def by_row(self) -> np.ndarray:
+        """The bytes, one row of the matrix per row."""
+        return self.raw.reshape(self.shape[0], -1)
+
+    def decode(self, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Rows from `start` to `stop` as float32."""
+        return self.decode_bytes(self.by_row[start:stop])
+
+    def decode_bytes(self, rows: np.ndarray) -> np.ndarray:
+        """Some rows of `by_row` as float32."""
+        return decode(rows, self.ggml_type, (len(rows), *self.shape[1:]))
+
+    def require_finite(self, start: int, rows: np.ndarray) -> None:
+        """Refuse decoded rows with NaN or infinity.
+
+        Args:
+            start: Number of the first one.
+            rows: Decoded.
+
+        Raises:
+            FormatError: NonFinite, with the place.
+        """
+        finite = np.isfinite(rows)
+        if not finite.all():
+            row, column = (int(axis) for axis in np.unravel_index(int(np.argmin(finite)), rows.shape))
+            message = f"{self.name} has {rows[row, column]} at {(start + row, column)}"
+            raise FormatError("NonFinite", message, path=self.path)
