@@ -5,15 +5,13 @@ before it become the cache, the rows from it on are what a second pass has to re
 *Chained*: every stage is fed our own results. The chain makes the numbers of `forward`, and lets one stage be replaced.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from llorch.stages import Compute, Stage, StageInputs, input_key, key, keys
 from llorch.weights import Weights
-
-Feed = Callable[[Stage, int | None, str, np.ndarray], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,6 @@ def chained(
     past: Mapping[str, np.ndarray] | None = None,
     replace: Mapping[str, Compute] | None = None,
     reads: Sequence[str] = (),
-    feed: Feed = lambda stage, layer, name, array: array,
 ) -> dict[str, np.ndarray]:
     """Run the whole table on our own results.
 
@@ -92,7 +89,6 @@ def chained(
         past: Trace of the pass before it, whose caches are continued; None starts empty.
         replace: Stage name to the op used in its place.
         reads: Stages that replaced ops are given beside the stage's own inputs.
-        feed: Called with each stage, its layer, and the name and array of each input; returns what to use instead.
 
     Returns:
         The trace.
@@ -102,7 +98,7 @@ def chained(
     trace: dict[str, np.ndarray] = {}
     for trace_key, stage, layer in keys(config):
         names = (*stage.input_names(config), *(reads if stage.name in (replace or {}) else ()))
-        arrays = {name: feed(stage, layer, name, trace[input_key(name, layer, config)]) for name in names}
+        arrays = {name: trace[input_key(name, layer, config)] for name in names}
         if layer is not None:
             arrays["past_k"] = past[key("k_cache", layer)] if past is not None else empty
             arrays["past_v"] = past[key("v_cache", layer)] if past is not None else empty

@@ -54,6 +54,7 @@ class Row:
     tolerance_worst: float
     verdict: str
     note: str = ""
+    flips: int = 0  # values of this stage that the next product rounds to another side than the golden's
 
 
 @dataclass(frozen=True)
@@ -182,15 +183,19 @@ class Verifier:
         self.wide = weights.astype(np.float64)
         self.cases = cases
         self.evidence = evidence
-        self._keys = list(keys(weights.config))
+        self._keys = self._stages()
         for producer, shown in evidence.items():
             for case in cases:
                 self._require_all_stages(producer, case, shown.traces[case])
 
+    def _stages(self) -> list[tuple[str, Stage, int | None]]:
+        """Trace key, stage and layer of everything that is judged."""
+        return list(keys(self.weights.config))
+
     @cached_property
     def truth(self) -> Mapping[str, Mapping[str, np.ndarray]]:
         """Our float64 trace of every case."""
-        return {name: run(self.wide, case) for name, case in self.cases.items()}
+        return {name: self._run(self.wide, name) for name in self.cases}
 
     def on(self, backend: str) -> "Verifier":
         """The same verifier for one of `BACKENDS`; the truth is computed once for all."""
@@ -206,6 +211,10 @@ class Verifier:
             truth = self._isolated(self.wide, case, producer, stage, layer)
             truth = truth if mode == "isolated" else self.truth[case][key]
             yield Distance(case, mode, stage.name, _from_truth(golden, truth, masked=stage.masked))
+        yield from self.sampler_distances()
+
+    def sampler_distances(self) -> Iterator[Distance]:
+        """How far what the samplers see and make is from the truth."""
         for evidence in self.evidence.values():
             difference = _from_truth(evidence.selected_logits, self._true_row())
             yield Distance("near", "chained", "selected_logits", difference)
@@ -222,7 +231,7 @@ class Verifier:
         for (case, mode, stage), differences in grouped.items():
             clean = [d for d in differences if d.fault is None]
             made = tolerance_from(clean) if clean else Tolerance(math.inf, math.inf)
-            out.setdefault(case, {}).setdefault(mode, {})[stage] = self._capped(made, case, mode)
+            out.setdefault(case, {}).setdefault(mode, {})[stage] = self._capped(made, case, mode, stage)
         return out
 
     def rows(self, tolerances: Tolerances) -> list[Row]:
@@ -235,15 +244,18 @@ class Verifier:
             One row per comparison, in the order of the forward pass for each mode.
         """
         tolerances = {
-            case: {mode: {s: self._capped(t, case, mode) for s, t in stages.items()} for mode, stages in modes.items()}
+            case: {
+                mode: {stage: self._capped(made, case, mode, stage) for stage, made in stages.items()}
+                for mode, stages in modes.items()
+            }
             for case, modes in tolerances.items()
         }
-        with BACKENDS[self.backend]():
+        with BACKENDS.get(self.backend, nullcontext)():
             return [*self.stage_rows(tolerances), *self.decode_rows(tolerances), *self.sampler_rows(tolerances)]
 
     def stage_rows(self, tolerances: Tolerances) -> Iterator[Row]:
         """Checkpoints 00 to 08: every stage and layer, isolated and chained."""
-        chained = {name: run(self.weights, case) for name, case in self.cases.items()}
+        chained = {name: self._run(self.weights, name) for name in self.cases}
         for case, mode, key, stage, layer, producer in self._comparisons():
             if mode == "isolated":
                 ours = self._isolated(self.weights, case, producer, stage, layer)
@@ -253,13 +265,13 @@ class Verifier:
             golden = self.evidence[producer].traces[case][key]
             allowed = tolerances[case][mode][stage.name]
             arrays = ours, golden, truth
-            yield self._row(stage.checkpoint, stage.name, layer, case, producer, mode, arrays, allowed)
+            yield self._row(self._checkpoint(stage), stage.name, layer, case, producer, mode, arrays, allowed)
 
     def decode_rows(self, tolerances: Tolerances) -> Iterator[Row]:
         """Checkpoint 03: a pass in two parts gives what the producers' single pass gave."""
         for case, whole in self.cases.items():
             for n_cached in sorted({1, len(whole.ids) // 2, len(whole.ids) - 1} - {0, len(whole.ids)}):
-                trace = run(self.weights, whole, n_cached=n_cached)
+                trace = self._run(self.weights, case, n_cached=n_cached)
                 where = f"{case}, {n_cached} cached"
                 for key, stage, layer in self._keys:
                     if stage.name not in DECODED:
@@ -272,9 +284,7 @@ class Verifier:
 
     def sampler_rows(self, tolerances: Tolerances) -> Iterator[Row]:
         """Checkpoints 09 to 12: the row that sampling sees, its argmax, distributions, greedy text."""
-        near = self.cases["near"].ids
-        cache = KVCache(self.weights.config, self.weights.cache_dtype)
-        row = forward(np.asarray(near), self.weights, cache, last_only=True)[0]
+        row = self._last_row()
         best = np.asarray([int(np.argmax(row))])
         greedy, seen = self._greedy(max(len(e.greedy) for e in self.evidence.values()))
         for producer, evidence in self.evidence.items():
@@ -282,7 +292,7 @@ class Verifier:
             allowed = tolerances["near"]["chained"]["selected_logits"]
             arrays = row, golden, self._true_row()
             yield self._row("09", "selected_logits", None, "near", producer, "chained", arrays, allowed)
-            yield self._exact("10", "argmax", producer, best, np.asarray([int(np.argmax(golden))]), seen)
+            yield self._exact("10", "argmax", producer, best, np.asarray([int(np.argmax(golden))]), [row])
             allowed = tolerances["near"]["isolated"]["probabilities"]
             truth = self._probabilities(np.float64)
             for name, ours in self._probabilities(np.float32).items():
@@ -292,7 +302,20 @@ class Verifier:
                 yield replace(judged, verdict=TIE, note=note) if note else judged
             yield self._exact("12", "generation", producer, greedy, evidence.greedy, seen)
 
-    def _capped(self, made: Tolerance, case: str, mode: str) -> Tolerance:
+    def _checkpoint(self, stage: Stage) -> str:
+        """The number under which a stage is judged."""
+        return stage.checkpoint
+
+    def _last_row(self) -> np.ndarray:
+        """Our logits of the last token of `near`, the row that sampling sees."""
+        cache = KVCache(self.weights.config, self.weights.cache_dtype)
+        return forward(np.asarray(self.cases["near"].ids), self.weights, cache, last_only=True)[0]
+
+    def _run(self, weights: Weights, case: str, *, n_cached: int = 0) -> dict[str, np.ndarray]:
+        """Our forward pass on a case."""
+        return run(weights, self.cases[case], n_cached=n_cached)
+
+    def _capped(self, made: Tolerance, case: str, mode: str, stage: str) -> Tolerance:
         highest = ceiling(mode, int(self.cases[case].positions[-1]))
         return Tolerance(min(made.error, highest.error), min(made.worst, highest.worst))
 
@@ -382,8 +405,7 @@ class Verifier:
         at = int(np.argmax(got != want))
         gap = _gap(seen[at], int(got[at]), int(want[at]))
         note = f"token {at}: got {got[at]}, want {want[at]}, logit gap {gap:.1e} of the largest logit"
-        tie = gap <= ceiling("isolated", 0).error
-        return replace(row, verdict=TIE if tie else FAIL, note=note)
+        return replace(row, verdict=TIE if gap <= ceiling("isolated", 0).error else FAIL, note=note)
 
 
 def _gap(logits: np.ndarray, got: int, want: int) -> float:

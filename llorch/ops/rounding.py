@@ -27,7 +27,7 @@ ActivationKind = Literal["F32", "F16", "BF16", "Q8_0", "Q8_1", "Q8_K"]
 BlockKind = Literal["Q8_0", "Q8_1", "Q8_K"]
 VariantName = Literal["x86", "neon", "generic"]
 
-_BLOCK_SIZE = {"Q8_0": 32, "Q8_1": 32, "Q8_K": 256}
+BLOCK_SIZE = {"Q8_0": 32, "Q8_1": 32, "Q8_K": 256}
 _ELEMENTS_AT_ONCE = 1 << 16  # the temporaries then stay in the processor cache
 
 
@@ -69,7 +69,7 @@ def round_activations(
     if kind == "F32":
         return x.astype(np.float32, copy=False).astype(x.dtype, copy=False)
     rounded = np.empty(x.shape, x.dtype)
-    size = _BLOCK_SIZE.get(kind, 1)
+    size = BLOCK_SIZE.get(kind, 1)
     with np.errstate(all="ignore"):
         for source, target in _chunks(_blocks(x, size), _blocks(rounded, size)):
             if kind == "F16":
@@ -94,7 +94,7 @@ def quantize_blocks(
     Returns:
         The codes, and the scale of each block as it is stored: float16 for Q8_0 and Q8_1, float32 for Q8_K.
     """
-    size = _BLOCK_SIZE[kind]
+    size = BLOCK_SIZE[kind]
     codes = np.empty(x.shape, np.int8)
     scales = np.empty((*x.shape[:-1], x.shape[-1] // size), np.float32 if kind == "Q8_K" else np.float16)
     with np.errstate(all="ignore"):

@@ -1,0 +1,243 @@
+"""Verification under ggml numerics: our pass over a file as it is stored, against llama.cpp running that very file.
+
+llama.cpp rounds the inputs of every product to a few bits. A value that lies on the edge between two codes may fall to
+one side there and to the other here, for a difference in the seventh digit; a whole code is then added to the sum and
+all later stages differ by what quantisation costs. *Chained*, such values are found (the two sides round to different
+numbers), counted, and replaced by the golden's, so that the chain stays as tight as the isolated stages and a flip is
+shown instead of being hidden in a tolerance. What a run without replacing gives is noted beside the logits.
+
+Source: llama.cpp ggml/src/ggml-cpu; llorch.ops.rounding.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+
+from llorch.cache import KVCache
+from llorch.compare import Tolerance, measure
+from llorch.evidence import Tolerances
+from llorch.forward import forward
+from llorch.ops.rounding import BLOCK_SIZE, ActivationKind, block_sums, round_activations
+from llorch.stages import BY_NAME, STAGES, Stage, input_key, key, keys, matrix_of
+from llorch.verifier import Distance, Row, Verifier, run
+from llorch.weights import Weights
+
+BACKEND = "numpy-ggml"
+CHECKPOINT = "13"
+MATMUL_ERROR = 1e-6  # squared 1e-12: the most that a product of a smaller width is granted
+WORST = 4  # times the error of the whole tensor: what its worst element may be off, on the tensor's scale
+WIDE = 4096  # from this width on a longer sum may need more, see `rounding_bound`
+EDGE = 2.0**-13  # a quarter of the smallest step of any rounding, relative to the value or to its block's largest
+
+# What a float16 cache rounds: stage -> the input of its that is rounded.
+CACHE_ROUNDS = {"k_cache": "k_rope", "v_cache": "v_proj", "attn_scores": "q_rope", "attn_context": "attn_probs"}
+
+# Products with a matrix, and what goes into them.
+PRODUCTS = {name for stage in STAGES if stage.matrix for name in (stage.name, stage.inputs[0])}
+
+
+class QuantisedVerifier(Verifier):
+    """Judges our forward pass under ggml numerics against llama.cpp, the only engine that has them."""
+
+    def __init__(
+        self, name: str, weights: Weights, cases: Mapping, evidence: Mapping, *, products_only: bool = False
+    ) -> None:
+        """As `Verifier`; the numerics are those of the weights.
+
+        Args:
+            name: Name of the model in the rows.
+            weights: The model in float32, with its numerics.
+            cases: The inputs; `near` ends in llama.cpp's greedy continuation, but for its last token.
+            evidence: What llama.cpp showed for them.
+            products_only: The traces hold only the products with a matrix and their inputs.
+        """
+        self._products_only = products_only
+        super().__init__(name, weights, cases, evidence)
+        self.backend = BACKEND
+        self._golden = evidence["llamacpp"]
+        self._rounded = rounded_stages(weights)
+        self._flips: dict[str, dict[str, int]] = {}  # case -> stage key -> values
+
+    def stage_rows(self, tolerances: Tolerances) -> Iterator[Row]:
+        """Every stage and layer, isolated and chained; chained rows count the flips of the stage."""
+        for row in super().stage_rows(tolerances):
+            if row.mode != "chained":
+                yield row
+                continue
+            note = self._as_it_runs(row.case) if row.stage == "logits" and not row.note else row.note
+            yield replace(row, flips=self._flips[row.case].get(key(row.stage, row.layer), 0), note=note)
+
+    def sampler_distances(self) -> Iterator[Distance]:
+        """As in `Verifier`; none for products alone."""
+        return iter(()) if self._products_only else super().sampler_distances()
+
+    def sampler_rows(self, tolerances: Tolerances) -> Iterator[Row]:
+        """As in `Verifier`; none for products alone."""
+        return iter(()) if self._products_only else super().sampler_rows(tolerances)
+
+    def _stages(self) -> list[tuple[str, Stage, int | None]]:
+        return [entry for entry in super()._stages() if not self._products_only or entry[1].name in PRODUCTS]
+
+    def _as_it_runs(self, case: str) -> str:
+        free = measure(run(self.weights, self.cases[case])["logits"], self._golden.traces[case]["logits"])
+        flips = sum(self._flips[case].values())
+        return f"{flips} values flip; as it runs, with nothing replaced: error {free.error:.1e}"
+
+    def _checkpoint(self, stage: Stage) -> str:
+        return CHECKPOINT if stage.matrix else stage.checkpoint
+
+    def _last_row(self) -> np.ndarray:
+        return self._run(self.weights, "near")["logits"][-1]
+
+    def _isolated(self, weights: Weights, case: str, producer: str, stage: Stage, layer: int | None) -> np.ndarray:
+        return super()._isolated(weights, case, producer, stage, layer).astype(weights.dtype, copy=False)
+
+    def _greedy(self, n_tokens: int) -> tuple[np.ndarray, list[np.ndarray]]:
+        """The argmax at each of llama.cpp's own tokens: `near` ends in its continuation, but for the last token."""
+        seen = list(self._run(self.weights, "near")["logits"][-n_tokens:])
+        return np.asarray([int(np.argmax(row)) for row in seen], np.int64), seen
+
+    def _run(self, weights: Weights, case: str, *, n_cached: int = 0) -> dict[str, np.ndarray]:
+        this = self.cases[case]
+        cache = KVCache(weights.config, weights.cache_dtype, first_position=this.first_position)
+        trace: dict[str, np.ndarray] = {}
+        flips: dict[str, int] = {}
+        bounds = [0, *([n_cached] if n_cached else []), len(this.ids)]
+        for start, stop in pairwise(bounds):
+
+            def keep(name: str, array: np.ndarray, start: int = start, stop: int = stop) -> np.ndarray:
+                trace[name] = array.astype(weights.dtype, copy=False)
+                return self._adopted(case, name, array, start, stop, flips)
+
+            forward(np.asarray(this.ids[start:stop]), weights, cache, keep=keep)
+        if not n_cached and weights.dtype == np.float32:
+            self._flips[case] = flips
+        return trace
+
+    def _adopted(
+        self, case: str, name: str, array: np.ndarray, start: int, stop: int, flips: dict[str, int]
+    ) -> np.ndarray:
+        for kind in self._rounded.get(name, ()):
+            golden = _tokens(self._golden.traces[case][name], name, start, stop).reshape(array.shape)
+            array, n = adopt_edges(array, golden, kind)
+            flips[name] = flips.get(name, 0) + n
+        return array
+
+    def _capped(self, made: Tolerance, case: str, mode: str, stage: str) -> Tolerance:
+        """One engine cannot say how far float32 sums may lie apart, so products have a derived tolerance instead."""
+        capped = super()._capped(made, case, mode, stage)
+        if stage not in BY_NAME or not BY_NAME[stage].matrix:
+            return capped
+        error = self._matmul_tolerance(case, BY_NAME[stage])
+        if mode == "isolated":
+            return Tolerance(error, WORST * error)
+        return Tolerance(max(capped.error, error), max(capped.worst, WORST * error))
+
+    def _matmul_tolerance(self, case: str, stage: Stage) -> float:
+        bound = self._bounds[case, stage.name]
+        return bound if matmul_width(stage, self.weights) >= WIDE else min(bound, MATMUL_ERROR)
+
+    @cached_property
+    def _bounds(self) -> Mapping[tuple[str, str], float]:
+        """Case and stage to its largest `rounding_bound` of all layers."""
+        config = self.weights.config
+        bounds: dict[tuple[str, str], float] = defaultdict(float)
+        for case in self.cases:
+            trace = self._golden.traces[case]
+            for trace_key, stage, layer in self._keys:
+                if stage.matrix:
+                    weights = self.weights if layer is None else self.weights.layer(layer)
+                    x = trace[input_key(stage.inputs[0], layer, config)]
+                    bound = rounding_bound(x, weights[matrix_of(stage, config)], trace[trace_key])
+                    bounds[case, stage.name] = max(bounds[case, stage.name], bound)
+        return bounds
+
+
+def matmul_width(stage: Stage, weights: Weights) -> int:
+    """Terms of the sums of a stage that multiplies with a matrix."""
+    name = matrix_of(stage, weights.config)
+    return weights.shape(f"layers.0.{name}" if stage.in_layer else name)[1]
+
+
+def rounded_stages(weights: Weights) -> dict[str, set[ActivationKind]]:
+    """Which stages are rounded before they are multiplied, and to what.
+
+    Args:
+        weights: The model, with its numerics.
+
+    Returns:
+        Stage key to activation types; a stage that nothing rounds is absent.
+    """
+    found: dict[str, set[ActivationKind]] = {}
+    config = weights.config
+    for _, stage, layer in keys(config):
+        if stage.matrix:
+            matrix = (weights if layer is None else weights.layer(layer))[matrix_of(stage, config)]
+            kind = "F32" if isinstance(matrix, np.ndarray) else matrix.activations
+            if kind != "F32":
+                found.setdefault(input_key(stage.inputs[0], layer, config), set()).add(kind)
+        elif stage.name in CACHE_ROUNDS and weights.cache_dtype is np.float16:
+            found.setdefault(input_key(CACHE_ROUNDS[stage.name], layer, config), set()).add("F16")
+    return found
+
+
+def adopt_edges(ours: np.ndarray, golden: np.ndarray, kind: ActivationKind) -> tuple[np.ndarray, int]:
+    """Take over the golden's values wherever the two sides round to different numbers.
+
+    Args:
+        ours: A stage of ours, before it is rounded.
+        golden: The same stage of the golden.
+        kind: What it is rounded to.
+
+    Returns:
+        Ours, with every block that holds a flip (for F16 and BF16 every such value) replaced; and how many values
+        flipped.
+    """
+    size = BLOCK_SIZE.get(kind, 1)
+    theirs = golden.astype(ours.dtype)
+    a, b = (round_activations(x, kind).reshape(-1, size) for x in (ours, theirs))
+    flipped = np.abs(a - b) > EDGE * np.abs(b).max(axis=-1, keepdims=True)
+    in_block = flipped.any(axis=-1)
+    n_flips = int(flipped.sum())
+    if kind == "Q8_1":
+        one, other = block_sums(ours).reshape(-1), block_sums(theirs).reshape(-1)
+        sums = (np.abs(one - other) > EDGE * np.abs(other)) & ~in_block
+        in_block |= sums
+        n_flips += int(sums.sum())
+    if not n_flips:
+        return ours, 0
+    mixed = np.where(in_block[:, None], theirs.reshape(-1, size), ours.reshape(-1, size))
+    return mixed.reshape(ours.shape), n_flips
+
+
+def rounding_bound(x: np.ndarray, weight: object, y: np.ndarray) -> float:
+    """How far two float32 products may lie apart that add the same terms in another order.
+
+    A sum of n terms t, added one by one, passes through n partial sums, each rounded by up to 2^-24 of its size. For
+    terms of random sign the errors add up to 2^-24 * sqrt(n / 6 * sum(t * t)) on the average. Both engines add in at
+    least 8 lanes, so n = width / 8; both are off, independently; and 4 times the average is granted.
+
+    Args:
+        x: The inputs.
+        weight: The matrix, an array or a `QuantMethod`.
+        y: The product.
+
+    Returns:
+        The bound on the relative error of the whole tensor.
+    """
+    matrix = weight if isinstance(weight, np.ndarray) else weight.dequantize()  # type: ignore[attr-defined]
+    squares = np.square(x, dtype=np.float64).astype(np.float32) @ np.square(matrix).T
+    spread = math.sqrt(float(squares.sum(dtype=np.float64))) / float(np.linalg.norm(y))
+    return 4 * math.sqrt(2) * 2.0**-24 * math.sqrt(x.shape[1] / 48) * max(1.0, spread)
+
+
+def _tokens(array: np.ndarray, name: str, start: int, stop: int) -> np.ndarray:
+    """The part of a whole pass's stage that belongs to tokens `start` to `stop`, seen from `stop`."""
+    if name.endswith("attn_probs"):
+        return array[:, start:stop, :stop]  # (heads, seq, ctx)
+    return array[start:stop]
