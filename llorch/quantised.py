@@ -81,7 +81,11 @@ class QuantisedVerifier(Verifier):
         return iter(()) if self._products_only else super().sampler_rows(tolerances)
 
     def _stages(self) -> list[tuple[str, Stage, int | None]]:
-        return [entry for entry in super()._stages() if not self._products_only or entry[1].name in PRODUCTS]
+        return [entry for entry in super()._stages() if not self._products_only or entry[1].matrix]
+
+    def _wanted(self) -> set[str]:
+        every = {trace_key for trace_key, stage, _ in super()._stages() if stage.name in PRODUCTS}
+        return every if self._products_only else super()._wanted()
 
     def _as_it_runs(self, case: str) -> str:
         free = measure(run(self.weights, self.cases[case])["logits"], self._golden.traces[case]["logits"])

@@ -319,11 +319,16 @@ class Verifier:
         highest = ceiling(mode, int(self.cases[case].positions[-1]))
         return Tolerance(min(made.error, highest.error), min(made.worst, highest.worst))
 
+    def _wanted(self) -> set[str]:
+        """The keys that a trace must have, no less and no more."""
+        return {key for key, _, _ in self._keys}
+
     def _require_all_stages(self, producer: str, case: str, trace: Mapping[str, np.ndarray]) -> None:
-        wrong = sorted(trace.keys() ^ {key for key, _, _ in self._keys})
+        wanted = self._wanted()
+        wrong = sorted(trace.keys() ^ wanted)
         if wrong:
             raise ValueError(
-                f"{self.name}: the {case} trace of {producer} must have the {len(self._keys)} stages of the model; "
+                f"{self.name}: the {case} trace of {producer} must have the {len(wanted)} stages of the model; "
                 f"missing or unknown: {', '.join(wrong[:5])}; run reference_outputs/regenerate.py"
             )
 
