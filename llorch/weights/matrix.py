@@ -45,7 +45,7 @@ class Matrix:
         Raises:
             FormatError: NonFinite for a block scale that means NaN.
         """
-        self._packed = packed
+        self.packed = packed
         self._decoded = decoded
         self._heads = interleaved_heads
         self.shape = packed.shape
@@ -73,7 +73,7 @@ class Matrix:
         for start, tile in self._tiles():
             part = product(rounded, tile)
             if not np.isfinite(part).all():
-                self._packed.require_finite(start, tile)
+                self.packed.require_finite(start, tile)
             y[:, start : start + len(tile)] = part
         y = self._with_sums(x, rounded, y)
         return undo_interleave(y.T, self._heads).T if self._heads else y
@@ -86,7 +86,7 @@ class Matrix:
         """
         if self._decoded is not None:
             return self._decoded
-        array = self._packed.decode()
+        array = self.packed.decode()
         return undo_interleave(array, self._heads) if self._heads else array
 
     def rows(self, ids: Int[np.ndarray, " seq"]) -> Float[np.ndarray, "seq in"]:
@@ -103,27 +103,27 @@ class Matrix:
         """
         if self._decoded is not None:
             return self._decoded[ids]
-        rows = self._packed.decode_bytes(self._packed.by_row[ids])
+        rows = self.packed.decode_bytes(self.packed.by_row[ids])
         for row, token in zip(rows, ids, strict=True):
-            self._packed.require_finite(int(token), row[None])
+            self.packed.require_finite(int(token), row[None])
         return rows
 
     def _tiles(self) -> Iterator[tuple[int, np.ndarray]]:
         step = max(1, _TILE // self.shape[1])
         for start in range(0, self.shape[0], step):
-            yield start, self._packed.decode(start, start + step)
+            yield start, self.packed.decode(start, start + step)
 
     def _with_sums(self, x: np.ndarray, rounded: np.ndarray, y: np.ndarray) -> np.ndarray:
         """Replace the sums of rounded activations, by which minima were multiplied, with ggml's rounded sums."""
         if self.activations != _SUMMED:
             return y
-        block = BLOCK_SIZES[self._packed.ggml_type][0]
+        block = BLOCK_SIZES[self.packed.ggml_type][0]
         sums = rounded.reshape(len(x), -1, block).sum(axis=-1, dtype=np.float64)
         return y + product((block_sums(x) - sums).astype(x.dtype), self._minima)
 
     @cached_property
     def _minima(self) -> np.ndarray:
-        packed = self._packed
+        packed = self.packed
         minima = decode_mins(packed.raw, packed.ggml_type, packed.shape)
         in_order = self._decoded is not None and self._heads
         return undo_interleave(minima, self._heads) if in_order else minima
