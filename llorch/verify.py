@@ -1,8 +1,12 @@
 """Verification from end to end: a built-in model against its stored goldens, any model against live producers."""
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+
+import numpy as np
 
 from llorch.builtin import builtin_path, goldens_folder
 from llorch.config import ModelConfig
@@ -11,9 +15,13 @@ from llorch.foundation import Table, differing, foreign_tensors, own_tensors
 from llorch.memory import available_memory
 from llorch.model import Model
 from llorch.producers import ProducerName, open_producer
+from llorch.quantised import QuantisedVerifier
+from llorch.replay import Pass
 from llorch.stages import keys
 from llorch.verifier import BACKENDS, Row, Verifier, exact_row
 from llorch.weights import Weights, open_weights
+from llorch.weights.packed import Packed
+from llorch.weights.quant import GGMLType
 
 Say = Callable[[str], None]
 
@@ -100,6 +108,67 @@ def verify_live(
     say("comparing")
     for backend in BACKENDS:
         yield from verifier.on(backend).rows(tolerances)
+
+
+def verify_as_stored(
+    model: Model, ids: Sequence[int], *, text: str | None = None, say: Say = lambda line: None
+) -> Iterator[Row]:
+    """Judge a GGUF file under ggml numerics, against llama.cpp running the file as it is.
+
+    Args:
+        model: Loaded from a GGUF file, with the numerics to judge.
+        ids: The prompt.
+        text: The prompt's text, when it was tokenized by us; its ids are then compared too.
+        say: Told what is being done.
+
+    Yields:
+        Rows, checkpoint 00 first.
+
+    Raises:
+        MemoryError: The traces would not fit.
+        MissingExtra: llama.cpp is not installed.
+        RuntimeError: llama.cpp failed.
+    """
+    path = Path(model.weights.path)
+    n_greedy = min(N_GREEDY, model.config.max_position_embeddings - len(ids) + 1)
+    require_memory(model.config, len(ids) + n_greedy, n_traces=4)
+    say("running llamacpp")
+    with open_producer("llamacpp", path, numerics=model.weights.numerics) as producer:
+        greedy = producer.greedy(ids, n_greedy)
+        cases = cases_for(ids, model.config) | {"near": Pass((*ids, *greedy[:-1]))}
+        evidence = replace(take(producer, cases, n_greedy=1), greedy=np.asarray(greedy, np.int64))
+        theirs = producer.tokenize(text, add_special=True, parse_special=False) if text is not None else None
+    say("comparing tensors")
+    yield from foundation_rows(model.name, own_tensors(model.weights), foreign_tensors(path))
+    if text is not None and theirs is not None:
+        yield from token_rows(model.name, model.weights, [TokenCheck(text, {"llamacpp": theirs})])
+    yield from decode_rows(model.name, model.weights)
+    say("comparing stages")
+    verifier = QuantisedVerifier(model.name, model.weights, cases, {"llamacpp": evidence})
+    yield from verifier.rows(verifier.tolerances())
+
+
+def decode_rows(model: str, weights: Weights) -> Iterator[Row]:
+    """Checkpoint 13: our decoding of every matrix of a file, bit by bit against ggml's own C functions."""
+    from llorch.producers.ggml_tensor import decode
+
+    by_type: dict[str, list[Packed]] = defaultdict(list)
+    for info in weights.source.tensors.values():
+        packed = weights.source.packed(info.name)
+        if packed.ggml_type is not GGMLType.F32:
+            by_type[packed.ggml_type.name].append(packed)
+    for kind, tensors in by_type.items():
+        wrong = [
+            packed.name
+            for packed in tensors
+            for start, ours in packed.tiles()
+            if not np.array_equal(
+                ours.reshape(-1).view(np.uint32),
+                decode(packed.by_row[start : start + len(ours)], packed.ggml_type, ours.size).view(np.uint32),
+            )
+        ]
+        share = len(set(wrong)) / len(tensors)
+        yield exact_row(model, "13", f"decode.{kind}", "llamacpp", share, ", ".join(wrong[:5]))
 
 
 def require_memory(config: ModelConfig, n_tokens: int, *, n_traces: int) -> None:

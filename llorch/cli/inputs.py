@@ -9,6 +9,7 @@ from llorch.builtin import builtin_path
 from llorch.cli.options import refuse_both
 from llorch.cli.output import say
 from llorch.model import Model
+from llorch.numerics import Numerics
 from llorch.weights import GGUFFile, SafetensorsFolder
 
 SENTENCE = "Once upon a time, a small red fox found 27 shiny stones near the old river."
@@ -19,6 +20,19 @@ def model_path(spec: str) -> Path:
     """The file or folder that a MODEL argument stands for: an existing path, else a built-in name."""
     path = Path(spec)
     return path if spec and path.exists() else builtin_path(spec)  # Path("") would be the current folder
+
+
+def chosen_numerics(name: str | None, kv_cache: str) -> Numerics:
+    """What `--numerics` and `--kv-cache` say; exact when they say nothing."""
+    if kv_cache != "f32" and name != "ggml":
+        raise click.UsageError("--kv-cache f16 goes with --numerics ggml; exact numerics keep keys and values whole")
+    return Numerics(name or "exact", kv_cache)  # type: ignore[arg-type] (click checked the choices)
+
+
+def say_plan(model: Model) -> None:
+    """Tell where the matrices of a model lie and what that needs, when there was a choice."""
+    if model.plan is not None and model.plan.types.keys() != {"F32"}:
+        say(f"{model.name}: {model.plan.describe()}")
 
 
 def prompt_text(prompt: str | None) -> str:

@@ -12,6 +12,9 @@ NOT_RUN = "NOT RUN"
 _SEVERITY = {PASS: 0, TIE: 1, FAIL: 2}
 _MODES = ("isolated", "chained", "decode", "exact")
 
+ALL = tuple(CHECKPOINTS)
+EXACT = tuple(number for number in CHECKPOINTS if number < "13")  # those that exact numerics are judged by
+
 
 @dataclass(frozen=True)
 class Judged:
@@ -20,6 +23,8 @@ class Judged:
     model: str
     rows: Sequence[Row]
     not_run: Sequence[str] = ()  # reasons: a golden or an engine that is missing
+    numerics: str = ""  # the arithmetic, when it is not exact
+    checkpoints: Sequence[str] = EXACT  # those that should have rows
 
     @property
     def witnesses(self) -> list[str]:
@@ -67,7 +72,7 @@ def lines(judged: Judged, *, by_stage: bool = False) -> list[Line]:
         groups[row.checkpoint, row.stage if by_stage else ""].append(row)
         errors[_place(row)][row.producer] = row.producer_error
     out = []
-    for checkpoint in CHECKPOINTS:
+    for checkpoint in judged.checkpoints:
         found = [(stage, rows) for (number, stage), rows in groups.items() if number == checkpoint]
         for stage, rows in found:
             closest = max(rows, key=_closeness)

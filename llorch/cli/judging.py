@@ -1,7 +1,7 @@
 """The work of `llorch verify`: judge each model with stored goldens or live engines, and report."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import get_args
@@ -9,16 +9,21 @@ from typing import get_args
 import click
 
 from llorch.builtin import BUILTIN
-from llorch.cli.inputs import choose_ids, model_path
-from llorch.cli.judged import Judged, summary
+from llorch.cli.inputs import choose_ids, chosen_numerics, model_path, say_plan
+from llorch.cli.judged import ALL, Judged, summary
 from llorch.cli.outcome import DIFFERS, MISSING, OK
 from llorch.cli.output import progress, say, to_json
 from llorch.cli.report import LEGEND, print_end, print_model
 from llorch.cli.tables import console
 from llorch.errors import MissingExtra
-from llorch.model import load
+from llorch.evidence import N_GREEDY
+from llorch.model import Model, load
+from llorch.numerics import EXACT, GGML, Numerics
 from llorch.producers import ProducerName
-from llorch.verify import verify_live, verify_stored
+from llorch.quantised import emulated
+from llorch.verify import verify_as_stored, verify_live, verify_stored
+from llorch.weights import open_weights
+from llorch.weights.residency import Residency
 
 _PACKAGES = {"llamacpp": ("llama_cpp",), "transformers": ("torch", "transformers")}
 
@@ -27,9 +32,19 @@ MIN_DISTINCT = 8  # fewer distinct tokens hide some mistakes
 Say = Callable[[str], None]
 
 
+@dataclass(frozen=True)
+class Arithmetic:
+    """What the user says of the arithmetic."""
+
+    numerics: str | None  # None: ggml for a file that llama.cpp rounds inputs for, else exact
+    kv_cache: str
+    residency: Residency
+
+
 def judge_all(
     models: Sequence[str],
     against: Sequence[str],
+    arithmetic: Arithmetic,
     *,
     prompt: str | None,
     tokens: list[int] | None,
@@ -41,6 +56,7 @@ def judge_all(
     Args:
         models: Built-in names and paths; none stands for all built-in models.
         against: `golden` or producers; none stands for goldens of built-in models and all producers of others.
+        arithmetic: Numerics and residency for live engines.
         prompt: Text for live engines.
         tokens: Ids for live engines.
         as_json: Print one JSON object at the end instead of tables.
@@ -55,7 +71,12 @@ def judge_all(
     done: list[Judged] = []
     for spec, path, engines in plans:
         with progress(f"verifying {spec}") as tell:
-            judged = _live(path, engines, prompt, tokens, tell) if engines else _stored(spec)
+            if not engines:
+                judged = _stored(spec)
+            elif (numerics := _numerics(path, engines, arithmetic)) == EXACT:
+                judged = _live(path, engines, prompt, tokens, tell)
+            else:
+                judged = _as_stored(path, numerics, arithmetic.residency, prompt, tokens, tell)
         done.append(judged)
         if not as_json:
             print_model(out, judged, detail=detail)
@@ -91,17 +112,44 @@ def _stored(name: str) -> Judged:
 def _live(
     path: Path, engines: Sequence[ProducerName], prompt: str | None, tokens: list[int] | None, tell: Say
 ) -> Judged:
-    model = load(path)
-    ids, text = choose_ids(model, prompt, tokens)
-    _check_length(len(ids), model.config.max_position_embeddings)
-    if len(set(ids)) < MIN_DISTINCT:
-        say(f"warning: distinct tokens: {len(set(ids))}; some mistakes cannot show with fewer than {MIN_DISTINCT}")
+    model = Model(open_weights(path))
+    ids, text = _checked_input(model, prompt, tokens)
     absent = {engine: missing for engine in engines if (missing := _missing_package(engine)) is not None}
     usable: list[ProducerName] = [engine for engine in engines if engine not in absent]
     failed: dict[str, str] = {}
     rows = list(verify_live(path, ids, usable, text=text, say=tell, failed=failed)) if usable else []
     reasons = {engine: str(MissingExtra("golden", package)) for engine, package in absent.items()} | failed
     return Judged(model.name, rows, [f"{engine}: {reason}" for engine, reason in reasons.items()])
+
+
+def _numerics(path: Path, engines: Sequence[ProducerName], wanted: Arithmetic) -> Numerics:
+    """What the user asks for, or else what suits the file."""
+    if wanted.numerics == "ggml" and (path.is_dir() or "llamacpp" not in engines):
+        raise click.UsageError(f"{path}: --numerics ggml needs a .gguf file and llama.cpp; see llorch convert")
+    rounded = path.is_file() and "llamacpp" in engines and bool(emulated(open_weights(path).using(GGML)))
+    default = "ggml" if rounded else "exact"
+    return chosen_numerics(wanted.numerics or default, wanted.kv_cache)
+
+
+def _as_stored(
+    path: Path, numerics: Numerics, residency: Residency, prompt: str | None, tokens: list[int] | None, tell: Say
+) -> Judged:
+    ids, text = _checked_input(Model(open_weights(path)), prompt, tokens)
+    model = load(path, numerics=numerics, residency=residency, n_tokens=len(ids) + N_GREEDY)
+    arithmetic = f"numerics {numerics}; {emulated(model.weights)}"
+    if (missing := _missing_package("llamacpp")) is not None:
+        return Judged(model.name, [], [f"llamacpp: {MissingExtra('golden', missing)}"], arithmetic, ALL)
+    say_plan(model)
+    rows = list(verify_as_stored(model, ids, text=text, say=tell))
+    return Judged(model.name, rows, numerics=arithmetic, checkpoints=ALL)
+
+
+def _checked_input(model: Model, prompt: str | None, tokens: list[int] | None) -> tuple[list[int], str | None]:
+    ids, text = choose_ids(model, prompt, tokens)
+    _check_length(len(ids), model.config.max_position_embeddings)
+    if len(set(ids)) < MIN_DISTINCT:
+        say(f"warning: distinct tokens: {len(set(ids))}; some mistakes cannot show with fewer than {MIN_DISTINCT}")
+    return ids, text
 
 
 def _check_length(n_ids: int, context: int) -> None:

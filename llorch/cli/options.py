@@ -53,6 +53,26 @@ def json_option(text: str) -> Callable[[Callable], Callable]:
     return click.option("--json", "as_json", is_flag=True, help=text)
 
 
+def numerics_options(function: Callable) -> Callable:
+    """`--numerics`, `--kv-cache` and `--weights`, for whatever runs a model."""
+    for option in (
+        click.option(
+            "--weights", "residency", type=click.Choice(["auto", "decoded", "packed"]), default="auto",
+            show_default=True, help="Decode matrices at load, or keep them packed and decode at every use.",
+        ),
+        click.option(
+            "--kv-cache", type=click.Choice(["f32", "f16"]), default="f32", show_default=True,
+            help="Type of keys and values, with --numerics ggml.",
+        ),
+        click.option(
+            "--numerics", type=click.Choice(["exact", "ggml"]),
+            help="exact: what the weights mean. ggml: inputs rounded as llama.cpp's CPU path does.",
+        ),
+    ):  # fmt: skip
+        function = option(function)
+    return function
+
+
 def refuse_both(prompt: str | None, tokens: list[int] | None) -> None:
     """Raise a usage error when there is text and ids."""
     if prompt is not None and tokens is not None:

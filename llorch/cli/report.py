@@ -41,7 +41,12 @@ def print_model(out: Console, judged: Judged, *, detail: bool) -> None:
         cells = [name, str(line.n_rows), *_numbers(line), Text(line.verdict, _STYLES[line.verdict])]
         rows.add_row(*cells, *([_where(line.closest)] if detail else []))
     out.print(Text(judged.model + _witness_note(judged), "bold"))
+    if judged.numerics:
+        out.print(judged.numerics, soft_wrap=True)
     print_table(out, rows)
+    for row in judged.rows:
+        if row.note and row.verdict == PASS:
+            out.print(f"{row.stage}, {row.case}: {row.note}", soft_wrap=True)
     for reason in judged.not_run:
         out.print(Text(f"{NOT_RUN}: {reason}", _STYLES[NOT_RUN]), soft_wrap=True)
     for row in judged.rows:

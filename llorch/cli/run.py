@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from llorch.cli.options import json_option, verb
+from llorch.cli.options import json_option, numerics_options, verb
 from llorch.cli.output import say, to_json
 
 
@@ -30,6 +30,7 @@ from llorch.cli.output import say, to_json
 @click.option("--seed", default=0, show_default=True, help="Of the draws.")
 @click.option("--stop", multiple=True, help="Text to stop before; may be given several times.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after an end token.")
+@numerics_options
 @json_option("One JSON line per token: id, text, logprob, finish (null, eos, stop or length).")
 @click.option("-v", "--verbose", is_flag=True, help="Rates on stderr.")
 def command(
@@ -39,6 +40,9 @@ def command(
     max_tokens: int,
     stop: tuple[str, ...],
     ignore_eos: bool,
+    numerics: str | None,
+    kv_cache: str,
+    residency: Any,
     as_json: bool,
     verbose: bool,
     **sampling: Any,
@@ -48,7 +52,7 @@ def command(
     The prompt comes from the argument, from stdin (without its last line end), or from both: then stdin goes first
     and the argument follows on a new line.
     """
-    from llorch.cli.inputs import model_path, prompt_text
+    from llorch.cli.inputs import chosen_numerics, model_path, prompt_text, say_plan
     from llorch.model import load
     from llorch.sampling import SamplingSettings
 
@@ -58,7 +62,10 @@ def command(
     path = model_path(model)  # first: a prompt without MODEL before it is taken for a model, which this then says
     text = prompt_text(prompt)
     timing = Timing()
-    loaded = load(path)
+    arithmetic = chosen_numerics(numerics, kv_cache)
+    most = len(text.encode()) + max_tokens  # a token stands for a byte or more
+    loaded = load(path, numerics=arithmetic, residency=residency, n_tokens=most)
+    say_plan(loaded)
     ids = loaded.tokenizer.encode(text)
     tokens = loaded.generate(ids, max_tokens=max_tokens, settings=settings, stop=stop, ignore_eos=ignore_eos)
     finish = _print(timing.watch(tokens), as_json=as_json)

@@ -1,8 +1,10 @@
 """`llorch verify`: every checkpoint against goldens or live engines."""
 
+from typing import Any
+
 import click
 
-from llorch.cli.options import ENGINES, json_option, refuse_both, tokens_option, verb
+from llorch.cli.options import ENGINES, json_option, numerics_options, refuse_both, tokens_option, verb
 
 
 @verb(
@@ -11,6 +13,7 @@ from llorch.cli.options import ENGINES, json_option, refuse_both, tokens_option,
     "llorch verify micro-llama --detail               stage by stage",
     "llorch verify micro-qwen3 --against llamacpp     with the engine itself",
     'llorch verify model.gguf --prompt "Once upon a time, a small fox found a stone"',
+    "llorch verify model-Q4_K_M.gguf                  against llama.cpp running that very file",
     "llorch verify path/to/huggingface-folder --tokens 1,22,333,44,5,66,777,8",
 )
 @click.argument("models", nargs=-1, metavar="[MODEL]...")
@@ -19,6 +22,7 @@ from llorch.cli.options import ENGINES, json_option, refuse_both, tokens_option,
 )
 @click.option("--prompt", help="Text to run, with live engines.")
 @tokens_option("Token ids to run, with live engines; for models without a vocabulary.")
+@numerics_options
 @json_option("One object {rows, summary}; NaN and infinity become null.")
 @click.option("--detail", is_flag=True, help="A line per stage instead of one per checkpoint.")
 def command(
@@ -27,6 +31,9 @@ def command(
     against: tuple[str, ...],
     prompt: str | None,
     tokens: list[int] | None,
+    numerics: str | None,
+    kv_cache: str,
+    residency: Any,
     as_json: bool,
     detail: bool,
 ) -> None:
@@ -36,13 +43,17 @@ def command(
     positions on; then decoding with the cache, logits, sampling and generation.
 
     A built-in model is compared with stored goldens. For a .gguf file or a Hugging Face folder both engines run now;
-    they come with pip install 'llorch[golden]'. Exit code 1: numbers differ. 3: an engine or a golden is missing.
+    they come with pip install 'llorch[golden]'. A quantised, F16 or BF16 .gguf file is compared with llama.cpp running
+    that very file, its rounding of inputs emulated (--numerics ggml); --numerics exact decodes it for both engines.
+
+    Exit code 1: numbers differ. 3: an engine or a golden is missing.
     """
     refuse_both(prompt, tokens)
     if "golden" in against and len(against) > 1:
         raise click.UsageError("--against golden goes alone; give it, or engines")
-    from llorch.cli.judging import judge_all
+    from llorch.cli.judging import Arithmetic, judge_all
 
+    arithmetic = Arithmetic(numerics, kv_cache, residency)
     raise click.exceptions.Exit(
-        judge_all(models, against, prompt=prompt, tokens=tokens, as_json=as_json, detail=detail)
+        judge_all(models, against, arithmetic, prompt=prompt, tokens=tokens, as_json=as_json, detail=detail)
     )

@@ -116,6 +116,39 @@ def read(tensor: GgmlTensor) -> np.ndarray:
     return np.ndarray(shape, DTYPES[type_name], span, strides=strides).copy()
 
 
+class _Traits(ctypes.Structure):
+    """The first fields of `struct ggml_type_traits`."""
+
+    _fields_ = (
+        ("type_name", ctypes.c_char_p),
+        ("block_size", ctypes.c_int64),
+        ("block_size_interleave", ctypes.c_int64),
+        ("type_size", ctypes.c_size_t),
+        ("is_quantized", ctypes.c_bool),
+        ("to_float", ctypes.CFUNCTYPE(None, _POINTER, _POINTER, ctypes.c_int64)),
+    )
+
+
+libggml.ggml_get_type_traits.restype = ctypes.POINTER(_Traits)
+libggml.ggml_get_type_traits.argtypes = [ctypes.c_int]
+
+
+def decode(raw: np.ndarray, ggml_type: int, n_elements: int) -> np.ndarray:
+    """Decode blocks with ggml's own C function for their type.
+
+    Args:
+        raw: Contiguous bytes, uint8.
+        ggml_type: Number of the type; not F32, which has no such function.
+        n_elements: How many numbers they hold, a whole number of blocks.
+
+    Returns:
+        The numbers, float32.
+    """
+    raw, out = np.ascontiguousarray(raw), np.empty(n_elements, np.float32)
+    libggml.ggml_get_type_traits(ggml_type).contents.to_float(raw.ctypes.data, out.ctypes.data, n_elements)
+    return out
+
+
 def check_layout() -> None:
     """Compare every field we read with the C accessors on a graph built for the purpose.
 

@@ -11,7 +11,6 @@ activations, which it rounds to float16 apart from the activations.
 Source: llama.cpp ggml/src/ggml-cpu (vec_dot of each type); llorch.ops.rounding.
 """
 
-from collections.abc import Iterator
 from functools import cached_property
 
 import numpy as np
@@ -24,7 +23,6 @@ from llorch.weights.names import undo_interleave
 from llorch.weights.packed import Packed
 from llorch.weights.quant import ACTIVATION_TYPE, BLOCK_SIZES, decode_mins, has_bad_scale
 
-_TILE = 1 << 20  # elements decoded in one go: large enough for a fast product, small beside a model
 _SUMMED = "Q8_1"  # the one activation type with a rounded sum beside the codes
 
 
@@ -70,7 +68,7 @@ class Matrix:
         if self._decoded is not None:
             return self._with_sums(x, rounded, product(rounded, self._decoded)).astype(x.dtype, copy=False)
         y = np.empty((len(x), self.shape[0]), x.dtype)
-        for start, tile in self._tiles():
+        for start, tile in self.packed.tiles():
             part = product(rounded, tile)
             if not np.isfinite(part).all():
                 self.packed.require_finite(start, tile)
@@ -107,11 +105,6 @@ class Matrix:
         for row, token in zip(rows, ids, strict=True):
             self.packed.require_finite(int(token), row[None])
         return rows
-
-    def _tiles(self) -> Iterator[tuple[int, np.ndarray]]:
-        step = max(1, _TILE // self.shape[1])
-        for start in range(0, self.shape[0], step):
-            yield start, self.packed.decode(start, start + step)
 
     def _with_sums(self, x: np.ndarray, rounded: np.ndarray, y: np.ndarray) -> np.ndarray:
         """Replace the sums of rounded activations, by which minima were multiplied, with ggml's rounded sums."""

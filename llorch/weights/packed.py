@@ -1,12 +1,16 @@
 """A tensor as its file stores it: bytes, type and shape, decoded when it is wanted and only as far as it is wanted."""
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from llorch.errors import FormatError
-from llorch.weights.quant import GGMLType, decode
+from llorch.weights.quant import GGMLType, decode, decode_into
+
+TILE = 1 << 20  # elements decoded in one go: large enough for a fast product, small beside a model
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,15 @@ class Packed:
     def decode_bytes(self, rows: np.ndarray) -> np.ndarray:
         """Some rows of `by_row` as float32."""
         return decode(rows, self.ggml_type, (len(rows), *self.shape[1:]))
+
+    def tiles(self) -> Iterator[tuple[int, np.ndarray]]:
+        """First row and decoded rows of one piece of a matrix after the other; the next piece overwrites the last."""
+        step = min(self.shape[0], max(1, TILE // math.prod(self.shape[1:])))
+        room = np.empty((step, *self.shape[1:]), np.float32)
+        for start in range(0, self.shape[0], step):
+            tile = room[: self.shape[0] - start]
+            decode_into(self.by_row[start : start + step], self.ggml_type, tile)
+            yield start, tile
 
     def require_finite(self, start: int, rows: np.ndarray) -> None:
         """Refuse decoded rows with NaN or infinity.

@@ -1,17 +1,11 @@
 """The tensor types of ggml and their decoding to float32.
 
-A quantised row is a run of blocks: a few bytes of scale, then small integers packed into bits. Most types are
-decoded by the gguf package; those that it lacks are written here from the block layout of ggml.
-
-    Q1_0  x = +d or -d            1 bit,  128 to a block, scale d in float16 Q2_0  x = (q - 1) * d         2
-    bits,  64 to a block, scale d in float16 Q8_1  x = q * d               8 bits,  32 to a block, d in
-    float16 (then a sum that decoding does not need) Q8_K  x = q * d               8 bits, 256 to a block, d
-    in float32 (then 16 sums)
-
-Source: ggml src/ggml-common.h (layouts) and src/ggml-quants.c (dequantize_row_*), as of libggml 0.25.
+A quantised row is a run of blocks: a few bytes of scale, then small integers packed into bits. Common types are
+decoded by `llorch.weights.blocks`; the rest by the gguf package, which gives the same bits and takes longer.
 """
 
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Mapping
 from enum import IntEnum
 from types import MappingProxyType
 
@@ -20,8 +14,10 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from llorch.ops.rounding import ActivationKind
+from llorch.weights.blocks import DECODERS, SCRATCH_BYTES, Chunk, Decoder
 
-_ELEMENTS_AT_ONCE = 1 << 18  # decoded in one go: the temporaries then stay in the processor cache
+_ELEMENTS_AT_ONCE = 1 << 19  # decoded in one go: enough to hide the cost of calls, little enough for the L3 cache
+_own = threading.local()
 
 
 class GGMLType(IntEnum):
@@ -109,15 +105,36 @@ def decode(raw: np.ndarray, ggml_type: GGMLType, shape: tuple[int, ...]) -> np.n
     Returns:
         A new float32 array of that shape. Overflowing scales give inf or NaN, which the caller looks for.
     """
+    values = np.empty(shape, np.float32)
+    decode_into(raw, ggml_type, values)
+    return values
+
+
+def decode_into(raw: np.ndarray, ggml_type: GGMLType, out: np.ndarray) -> None:
+    """Decode the bytes of a tensor into an array that exists, which saves the time of getting fresh memory.
+
+    Args:
+        raw: Its bytes, uint8.
+        ggml_type: Its type, as for `decode`.
+        out: Contiguous float32, one for every element.
+
+    Raises:
+        ValueError: `out` is not that.
+    """
     block_size, block_bytes = BLOCK_SIZES[ggml_type]
     blocks = raw.reshape(-1, block_bytes)
-    values = np.empty((len(blocks), block_size), np.float32)
-    decode_blocks = _DECODERS.get(ggml_type) or _gguf_decoder(ggml_type)
+    if not out.flags.c_contiguous or out.dtype != np.float32:
+        raise ValueError(f"out must be a contiguous float32 array, got {out.dtype} with strides {out.strides}")
+    if out.size != len(blocks) * block_size:
+        raise ValueError(f"out must hold the {len(blocks) * block_size} elements, got room for {out.size}")
+    values = out.reshape(-1, block_size)
+    decode_blocks = DECODERS.get(ggml_type.name) or _gguf_decoder(ggml_type)
     step = max(1, _ELEMENTS_AT_ONCE // block_size)
+    scratch = _scratch()
     with np.errstate(all="ignore"):
         for start in range(0, len(blocks), step):
-            values[start : start + step] = decode_blocks(blocks[start : start + step])
-    return values.reshape(shape)
+            chunk = Chunk(blocks[start : start + step], scratch)
+            decode_blocks(chunk, values[start : start + step])
 
 
 def decode_mins(raw: np.ndarray, ggml_type: GGMLType, shape: tuple[int, ...]) -> np.ndarray:
@@ -165,52 +182,18 @@ def has_bad_scale(raw: np.ndarray, ggml_type: GGMLType) -> bool:
     return ggml_type is GGMLType.MXFP4 and bool((blocks[:, 0] == 0xFF).any())
 
 
-def _gguf_decoder(ggml_type: GGMLType) -> Callable[[np.ndarray], np.ndarray]:
+def _scratch() -> np.ndarray:
+    """Memory of this thread that every call works in: fresh memory would cost as much as the work."""
+    if not hasattr(_own, "scratch"):
+        _own.scratch = np.empty(SCRATCH_BYTES * _ELEMENTS_AT_ONCE, np.uint8)
+    return _own.scratch
+
+
+def _gguf_decoder(ggml_type: GGMLType) -> Decoder:
     known = GGMLQuantizationType(ggml_type)
-    # As one long row: the package loops in Python over every 16 rows.
-    return lambda blocks: dequantize(blocks.reshape(1, -1), known).reshape(len(blocks), -1)
 
+    def decode_blocks(chunk: Chunk, out: np.ndarray) -> None:
+        # As one long row: the package loops in Python over every 16 rows.
+        out[...] = dequantize(chunk.blocks.reshape(1, -1), known).reshape(out.shape)
 
-def _float16_scale(blocks: np.ndarray) -> np.ndarray:
-    return blocks[:, :2].view("<f2").astype(np.float32)  # (blocks, 1)
-
-
-def _decode_f16(blocks: np.ndarray) -> np.ndarray:
-    return blocks.view("<f2")
-
-
-def _decode_bf16(blocks: np.ndarray) -> np.ndarray:
-    return bf16_to_float32(blocks.view("<u2"))
-
-
-def _decode_f64(blocks: np.ndarray) -> np.ndarray:
-    return blocks.view("<f8")
-
-
-def _decode_q1_0(blocks: np.ndarray) -> np.ndarray:
-    scale = _float16_scale(blocks)
-    return np.where(np.unpackbits(blocks[:, 2:], axis=1, bitorder="little"), scale, -scale)
-
-
-def _decode_q2_0(blocks: np.ndarray) -> np.ndarray:
-    quads = blocks[:, 2:, None] >> np.array([0, 2, 4, 6], np.uint8) & 3  # (blocks, bytes, 4)
-    return (quads.reshape(len(blocks), 64).astype(np.float32) - 1) * _float16_scale(blocks)
-
-
-def _decode_q8_1(blocks: np.ndarray) -> np.ndarray:
-    return blocks[:, 4:].view(np.int8) * _float16_scale(blocks)
-
-
-def _decode_q8_k(blocks: np.ndarray) -> np.ndarray:
-    return blocks[:, 4:260].view(np.int8) * blocks[:, :4].view("<f4")
-
-
-_DECODERS: dict[GGMLType, Callable[[np.ndarray], np.ndarray]] = {
-    GGMLType.F16: _decode_f16,
-    GGMLType.BF16: _decode_bf16,
-    GGMLType.F64: _decode_f64,
-    GGMLType.Q1_0: _decode_q1_0,
-    GGMLType.Q2_0: _decode_q2_0,
-    GGMLType.Q8_1: _decode_q8_1,
-    GGMLType.Q8_K: _decode_q8_k,
-}
+    return decode_blocks

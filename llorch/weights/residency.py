@@ -66,6 +66,7 @@ def plan(weights: Weights, wanted: Residency = "auto", *, n_tokens: int = 1024) 
     Raises:
         MemoryError: It would not fit, with the figures.
     """
+    n_tokens = min(n_tokens, weights.config.max_position_embeddings)
     working = _OVERHEAD + working_bytes(weights, n_tokens)
     stored = list(_matrices(weights))
     types: dict[str, int] = {}

@@ -1,0 +1,136 @@
+"""Moving bytes and bits of many blocks at once, which is most of the work of decoding.
+
+NumPy copies items of 16 bytes with any stride at the speed of the cache, but pays a price per row for rows of bytes.
+So whatever has to be rearranged is moved as items, and whatever can be is worked on as one long row of 32-bit words.
+Fresh memory costs as much as the work itself: all results lie in one piece that is used again for the next chunk.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+SCRATCH_BYTES = 8  # that the results may take, for each element of a chunk
+
+
+class Chunk:
+    """Some blocks of a tensor, and what takes them apart. All results are contiguous and last as long as the chunk."""
+
+    def __init__(self, blocks: np.ndarray, scratch: np.ndarray) -> None:
+        """Wrap blocks.
+
+        Args:
+            blocks: One block per row, uint8.
+            scratch: Memory for the results, uint8, `SCRATCH_BYTES` for each element.
+        """
+        self.blocks = blocks
+        self._scratch = scratch
+        self._used = 0
+
+    def field(self, start: int, size: int) -> np.ndarray:
+        """Copy some bytes of every block.
+
+        Args:
+            start: First byte.
+            size: Number of bytes.
+
+        Returns:
+            The bytes, one block per row.
+        """
+        copied = self._empty(len(self.blocks) * size, np.uint8).reshape(-1, size)
+        item = size & -size if size < 64 else size  # the largest power of two that divides it; long rows as rows
+        for offset in range(0, size, item):
+            source = self.blocks[:, start + offset : start + offset + item]
+            copied[:, offset : offset + item].view(f"V{item}")[...] = source.view(f"V{item}")
+        return copied
+
+    def float16_field(self, start: int) -> np.ndarray:
+        """Read a float16 of every block.
+
+        Args:
+            start: First byte.
+
+        Returns:
+            The numbers as float32, one per block.
+        """
+        return self.blocks[:, start : start + 2].view("<f2")[:, 0].astype(np.float32)
+
+    def bit_fields(self, data: np.ndarray, bits: int, *, place: int = 0) -> list[np.ndarray]:
+        """Split every byte into equal parts.
+
+        Args:
+            data: Contiguous bytes, a multiple of 4 of them.
+            bits: Width of a part: 1, 2 or 4.
+            place: Bit of the result where the parts begin.
+
+        Returns:
+            8 / bits flat arrays of bytes, the lowest bits first.
+        """
+        words = data.reshape(-1).view(np.uint32)
+        mask = np.uint32(((1 << bits) - 1) * 0x0101_0101 << place)
+        fields = []
+        for shift in range(0, 8, bits):
+            part = self._empty(words.size, np.uint32)
+            if shift < place:
+                np.left_shift(words, np.uint32(place - shift), out=part)
+            else:
+                np.right_shift(words, np.uint32(shift - place), out=part)
+            part &= mask
+            fields.append(part.view(np.uint8))
+        return fields
+
+    def weave(self, parts: Sequence[np.ndarray], width: int) -> np.ndarray:
+        """Take some bytes of each part in turn: `width` of the first, of the second, ..., of the first again.
+
+        Args:
+            parts: Contiguous arrays of the same number of bytes.
+            width: Bytes to take at a time: 8, or a multiple of 16.
+
+        Returns:
+            All bytes in one flat array.
+        """
+        item = np.dtype(f"V{min(width, 16)}")
+        columns = [part.reshape(-1, width).view(item) for part in parts]
+        woven = self._empty(sum(part.size for part in parts), np.uint8)
+        items = woven.view(item).reshape(len(columns[0]), len(parts), -1)
+        for index, column in enumerate(columns):
+            for place in range(column.shape[1]):
+                items[:, index, place] = column[:, place]
+        return woven
+
+    def look_up(self, table: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        """Replace every key by an entry of a table.
+
+        Args:
+            table: What stands for 0, 1, 2, ...
+            keys: Flat, none beyond the table.
+
+        Returns:
+            One entry for each key.
+        """
+        indices = self._empty(keys.size, np.intp)
+        indices[...] = keys
+        found = self._empty(keys.size, table.dtype)
+        np.take(table, indices, out=found, mode="clip")  # any other mode makes a copy of `found`
+        return found
+
+    def _empty(self, count: int, dtype: np.typing.DTypeLike) -> np.ndarray:
+        start = self._used
+        self._used += -(-count * np.dtype(dtype).itemsize // 64) * 64
+        return self._scratch[start : start + count * np.dtype(dtype).itemsize].view(dtype)
+
+
+def write_scaled(codes: np.ndarray, scales: np.ndarray, out: np.ndarray) -> np.ndarray:
+    """Write code times scale.
+
+    Args:
+        codes: Integers in the order of the elements, contiguous.
+        scales: One float32 for every equally long run of codes.
+        out: Contiguous float32, as many as codes.
+
+    Returns:
+        A view of `out` with one run per row.
+    """
+    np.copyto(out.reshape(-1), codes.reshape(-1))
+    runs = out.reshape(scales.size, -1)
+    runs *= scales.reshape(-1, 1)
+    return runs
