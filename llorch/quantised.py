@@ -80,15 +80,25 @@ class QuantisedVerifier(Verifier):
     def sampler_rows(self, tolerances: Tolerances) -> Iterator[Row]:
         """As in `Verifier`; none for products alone."""
         for row in () if self._products_only else super().sampler_rows(tolerances):
-            yield self._against_one_pass(row) if row.stage == "generation" and row.verdict == FAIL else row
+            failed = row.verdict == FAIL and row.checkpoint in ("09", "10", "12")
+            yield self._against_one_pass(row, tolerances) if failed else row
 
-    def _against_one_pass(self, row: Row) -> Row:
-        """llama.cpp's inputs flip too: its tokens one by one may not be those of its own single pass, as ours are."""
-        ours, _ = self._greedy(len(self._golden.greedy))
-        one_pass = self._golden.traces["near"]["logits"][-len(ours) :].argmax(axis=-1)
-        if not np.array_equal(ours, one_pass):
+    def _against_one_pass(self, row: Row, tolerances: Tolerances) -> Row:
+        """Values flip inside llama.cpp too, so that it differs from its own pass over all tokens, which ours equals.
+
+        With one row of logits, or token by token, it adds in another order than with many rows.
+        """
+        single = self._golden.traces["near"]["logits"]
+        ours = self._run(self.weights, "near")["logits"]
+        same = {
+            "09": measure(ours[-1], single[-1]).within(tolerances["near"]["chained"]["logits"]),
+            "10": ours[-1].argmax() == single[-1].argmax(),
+            "12": np.array_equal(*(array[-len(self._golden.greedy) :].argmax(axis=-1) for array in (ours, single))),
+        }
+        if not same[row.checkpoint]:
             return row
-        return replace(row, verdict=TIE, note=f"{row.note}; llama.cpp in a single pass takes the same tokens as we do")
+        note = f"{row.note or f'error {row.error:.1e}'}; ours is what llama.cpp gives when it computes all rows at once"
+        return replace(row, verdict=TIE, note=note)
 
     def _stages(self) -> list[tuple[str, Stage, int | None]]:
         return [entry for entry in super()._stages() if not self._products_only or entry[1].matrix]
@@ -143,14 +153,19 @@ class QuantisedVerifier(Verifier):
         return array
 
     def _capped(self, made: Tolerance, case: str, mode: str, stage: str) -> Tolerance:
-        """One engine cannot say how far float32 sums may lie apart, so products have a derived tolerance instead."""
+        """One engine cannot say how far float32 sums may lie apart, so products have a derived tolerance instead.
+
+        Chained, what follows a product inherits its error, so none is held tighter than the products are.
+        """
         capped = super()._capped(made, case, mode, stage)
-        if stage not in BY_NAME or not BY_NAME[stage].matrix:
+        products = [s for s in BY_NAME.values() if s.matrix and (mode == "chained" or s.name == stage)]
+        if not products or stage not in (*BY_NAME, "selected_logits"):
             return capped
-        error = self._matmul_tolerance(case, BY_NAME[stage])
+        error = max(self._matmul_tolerance(case, product) for product in products)
         if mode == "isolated":
             return Tolerance(error, WORST * error)
-        return Tolerance(max(capped.error, error), max(capped.worst, WORST * error))
+        one_row = WORST if stage == "selected_logits" else 1  # of many; the error of a tensor says little of one row
+        return Tolerance(max(capped.error, one_row * error), max(capped.worst, WORST * error))
 
     def _matmul_tolerance(self, case: str, stage: Stage) -> float:
         bound = self._bounds[case, stage.name]

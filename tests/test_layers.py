@@ -11,11 +11,12 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LAYERS = (
     ("errors", "fields", "blas", "config", "memory", "numerics", "ops", "compare"),
-    ("stages", "weights", "tokenizer", "builtin"),
+    ("stages", "weights", "tokenizer", "builtin", "quantised_models"),
     ("cache", "forward"),
     (
         "model", "generate", "sampling", "replay", "verify", "verifier", "evidence", "foundation",
-        "diagnose", "mistakes", "producers", "quantised", "convert", "quality",
+        "diagnose", "mistakes", "producers", "quantised", "quantised_goldens", "verify_quantised",
+        "convert", "quality",
     ),
     ("cli", "report", "__init__", "__main__"),
 )  # fmt: skip

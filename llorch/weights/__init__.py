@@ -154,6 +154,7 @@ class Weights(Mapping):
         """
         other = copy(self)
         other.dtype = dtype
+        other._matrices = {}
         return other
 
     def using(self, numerics: Numerics | None = None, *, packed: bool | None = None) -> "Weights":
@@ -200,6 +201,7 @@ class Weights(Mapping):
             self._require_equal(slot)
         return Matrix(
             self.source.packed(slot.source_name),
+            dtype=self.dtype,
             round_inputs=self.numerics.rounds_activations,
             decoded=None if self.packed else self.astype(np.float32).array(name),
             interleaved_heads=slot.interleaved_heads,

@@ -30,12 +30,19 @@ class Matrix:
     """A `QuantMethod` over a stored tensor."""
 
     def __init__(
-        self, packed: Packed, *, round_inputs: bool, decoded: np.ndarray | None = None, interleaved_heads: int = 0
+        self,
+        packed: Packed,
+        *,
+        dtype: type[np.floating] = np.float32,
+        round_inputs: bool,
+        decoded: np.ndarray | None = None,
+        interleaved_heads: int = 0,
     ) -> None:
         """Wrap a stored matrix.
 
         Args:
             packed: What the file holds.
+            dtype: Dtype of the run, in which rows of an embedding are handed out.
             round_inputs: Whether to round activations as ggml does for this type.
             decoded: The whole matrix as float32, in Hugging Face's order of rows; None decodes at every use.
             interleaved_heads: Heads whose rows the file holds in pairs; 0 for none.
@@ -44,6 +51,7 @@ class Matrix:
             FormatError: NonFinite for a block scale that means NaN.
         """
         self.packed = packed
+        self._dtype = dtype
         self._decoded = decoded
         self._heads = interleaved_heads
         self.shape = packed.shape
@@ -69,7 +77,8 @@ class Matrix:
             return self._with_sums(x, rounded, product(rounded, self._decoded)).astype(x.dtype, copy=False)
         y = np.empty((len(x), self.shape[0]), x.dtype)
         for start, tile in self.packed.tiles():
-            part = product(rounded, tile)
+            with np.errstate(invalid="ignore"):  # looked for below
+                part = product(rounded, tile)
             if not np.isfinite(part).all():
                 self.packed.require_finite(start, tile)
             y[:, start : start + len(tile)] = part
@@ -94,17 +103,17 @@ class Matrix:
             ids: Row numbers.
 
         Returns:
-            The rows as float32.
+            The rows in the dtype of the run.
 
         Raises:
             FormatError: NonFinite when one holds NaN or infinity.
         """
         if self._decoded is not None:
-            return self._decoded[ids]
+            return self._decoded[ids].astype(self._dtype, copy=False)
         rows = self.packed.decode_bytes(self.packed.by_row[ids])
         for row, token in zip(rows, ids, strict=True):
             self.packed.require_finite(int(token), row[None])
-        return rows
+        return rows.astype(self._dtype, copy=False)
 
     def _with_sums(self, x: np.ndarray, rounded: np.ndarray, y: np.ndarray) -> np.ndarray:
         """Replace the sums of rounded activations, by which minima were multiplied, with ggml's rounded sums."""
