@@ -183,6 +183,7 @@ class Verifier:
         self.wide = weights.astype(np.float64)
         self.cases = cases
         self.evidence = evidence
+        self._true_stages: dict[tuple, np.ndarray] = {}  # wanted for the tolerances and again for every backend
         self._keys = self._stages()
         for producer, shown in evidence.items():
             for case in cases:
@@ -208,8 +209,7 @@ class Verifier:
         """How far every golden is from the truth, isolated and chained."""
         for case, mode, key, stage, layer, producer in self._comparisons():
             golden = self.evidence[producer].traces[case][key]
-            truth = self._isolated(self.wide, case, producer, stage, layer)
-            truth = truth if mode == "isolated" else self.truth[case][key]
+            truth = self._true_isolated(case, producer, stage, layer) if mode == "isolated" else self.truth[case][key]
             yield Distance(case, mode, stage.name, _from_truth(golden, truth, masked=stage.masked))
         yield from self.sampler_distances()
 
@@ -259,7 +259,7 @@ class Verifier:
         for case, mode, key, stage, layer, producer in self._comparisons():
             if mode == "isolated":
                 ours = self._isolated(self.weights, case, producer, stage, layer)
-                truth = self._isolated(self.wide, case, producer, stage, layer)
+                truth = self._true_isolated(case, producer, stage, layer)
             else:
                 ours, truth = chained[case][key], self.truth[case][key]
             golden = self.evidence[producer].traces[case][key]
@@ -341,6 +341,12 @@ class Verifier:
 
     def _isolated(self, weights: Weights, case: str, producer: str, stage: Stage, layer: int | None) -> np.ndarray:
         return isolated(stage, layer, self.evidence[producer].traces[case], weights, self.cases[case])
+
+    def _true_isolated(self, case: str, producer: str, stage: Stage, layer: int | None) -> np.ndarray:
+        place = case, producer, stage.name, layer
+        if place not in self._true_stages:
+            self._true_stages[place] = self._isolated(self.wide, case, producer, stage, layer)
+        return self._true_stages[place]
 
     def _true_row(self) -> np.ndarray:
         return self.truth["near"]["logits"][-1]

@@ -81,7 +81,7 @@ def verify_live(
     weights = open_weights(path)
     model = Model(weights).name
     cases = cases_for(ids, weights.config)
-    require_memory(weights.config, len(ids), n_traces=len(producers) + 3)  # ours, and the truth, which is twice as wide
+    require_memory(weights.config, len(ids), n_traces=3 * len(producers) + 3)  # truths are twice as wide
     n_greedy = min(N_GREEDY, weights.config.max_position_embeddings - len(ids) + 1)
     evidence: dict[str, Evidence] = {}
     tokens: dict[str, Sequence[int]] = {}
@@ -131,7 +131,7 @@ def verify_as_stored(
     """
     path = Path(model.weights.path)
     n_greedy = min(N_GREEDY, model.config.max_position_embeddings - len(ids) + 1)
-    require_memory(model.config, len(ids) + n_greedy, n_traces=4)
+    require_memory(model.config, len(ids) + n_greedy, n_traces=6)
     say("running llamacpp")
     with open_producer("llamacpp", path, numerics=model.weights.numerics) as producer:
         greedy = producer.greedy(ids, n_greedy)
