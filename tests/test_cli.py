@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from command_line import REPOSITORY, invoke, spawn
 
-VERBS = ("run", "verify", "inspect", "tokenize", "trace")
+VERBS = ("run", "verify", "inspect", "tokenize", "trace", "convert", "quality")
 
 
 def examples(verb: str) -> list[str]:

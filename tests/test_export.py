@@ -6,12 +6,23 @@ from typing import Any
 import numpy as np
 import pytest
 from ggml_library import load_ggml
-from tiny_models import FAMILIES, GGUF_METADATA, VOCAB, gguf_tensors, random_tensors, write_file, write_folder
+from tiny_models import (
+    FAMILIES,
+    GGUF_METADATA,
+    VOCAB,
+    gguf_tensors,
+    huggingface_shapes,
+    random_tensors,
+    write_file,
+    write_folder,
+)
 
 from llorch.config import FactorScaling, LinearScaling, YarnScaling
 from llorch.errors import FormatError
 from llorch.weights import StringArray, Weights, open_gguf, open_weights
-from llorch.weights.export import write_gguf
+from llorch.weights.export import FILE_TYPES, gguf_size, gguf_types, write_gguf
+from llorch.weights.names import inventory
+from llorch.weights.quant import GGMLType
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -28,6 +39,21 @@ SCALINGS: dict[str, dict[str, Any] | None] = {
     "yarn": YARN,
 }
 NOT_IN_LLAMACPP = {("llama3", "qwen2"), ("llama3", "qwen3")}  # refused by write_gguf
+
+WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_size": 48}
+
+
+def wide_tensors() -> dict[str, np.ndarray]:
+    """A llama whose rows are whole blocks of every type."""
+    widths = {32: 256, 56: 512, 40: 48}
+    rng = np.random.default_rng(9)
+    tensors = {}
+    for name, shape in huggingface_shapes("llama").items():
+        shape = tuple(widths.get(size, size) for size in shape)
+        if "k_proj" in name or "v_proj" in name:
+            shape = (128, 256)
+        tensors[name] = rng.normal(0, 0.02, shape).astype(np.float32)
+    return tensors
 
 
 def round_trip(weights: Weights, path: Path) -> Weights:
@@ -173,6 +199,45 @@ def test_metadata_of_another_kind_is_a_type_error(tmp_path: Path):
     weights = open_weights(write_file(tmp_path / "m.gguf", gguf_tensors(), GGUF_METADATA))
     with pytest.raises(TypeError, match="x must be a scalar, a string, an array or strings, got NoneType"):
         write_gguf(weights, tmp_path / "out.gguf", tokenizer_metadata={"x": None})
+
+
+@pytest.mark.parametrize("ggml_type", FILE_TYPES, ids=lambda one: one.name)
+def test_matrices_get_the_type_and_vectors_stay_f32(tmp_path: Path, ggml_type: GGMLType):
+    source = write_folder(tmp_path, tensors := wide_tensors(), **WIDE)
+    weights = open_weights(source)
+    write_gguf(weights, tmp_path / "out.gguf", ggml_type=ggml_type)
+    expected = gguf_types(weights.config, ggml_type)
+    with open_gguf(tmp_path / "out.gguf") as file:
+        for weight in inventory(weights.config).values():
+            kind = file.tensors[weight.gguf].ggml_type
+            assert kind is expected[weight.name]
+            ternary = ggml_type in (GGMLType.TQ1_0, GGMLType.TQ2_0) and weight.name in ("embed_tokens", "lm_head")
+            assert kind is (GGMLType.F32 if len(weight.shape) == 1 else GGMLType.F16 if ternary else ggml_type)
+        assert file.metadata["general.file_type"] == FILE_TYPES[ggml_type]
+        assert ("general.quantization_version" in file.metadata) == (ggml_type.name[0] in "QTM")
+        assert sum(info.n_bytes for info in file.tensors.values()) == gguf_size(weights.config, ggml_type)
+        got = file.array("blk.1.attn_norm.weight")
+        assert np.array_equal(got, tensors["model.layers.1.input_layernorm.weight"])
+
+
+def test_rows_that_are_no_whole_number_of_blocks_become_f16(tmp_path: Path):
+    weights = open_weights(write_folder(tmp_path, random_tensors("llama")))  # 56 columns in down_proj
+    write_gguf(weights, tmp_path / "out.gguf", ggml_type=GGMLType.Q8_0)
+    with open_gguf(tmp_path / "out.gguf") as file:
+        assert file.tensors["blk.0.ffn_down.weight"].ggml_type is GGMLType.F16
+        assert file.tensors["blk.0.ffn_up.weight"].ggml_type is GGMLType.Q8_0
+
+
+def test_a_file_of_the_same_type_keeps_its_bytes(tmp_path: Path):
+    path = tmp_path / "a.gguf"
+    write_gguf(open_weights(write_folder(tmp_path, wide_tensors(), **WIDE)), path, ggml_type=GGMLType.Q4_0)
+    with open_gguf(path) as file:
+        start = file.tensors["blk.1.attn_q.weight"].offset
+    data = bytearray(path.read_bytes())
+    data[start + 2 : start + 18] = b"\x79" * 16  # a block without its outermost code, as better quantisers make them
+    path.write_bytes(data)
+    write_gguf(open_weights(path), tmp_path / "b.gguf", ggml_type=GGMLType.Q4_0)
+    assert (tmp_path / "b.gguf").read_bytes() == data
 
 
 @pytest.mark.live

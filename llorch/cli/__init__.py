@@ -10,7 +10,7 @@ import click
 import llorch
 from llorch.cli.outcome import reported
 
-VERBS = ("run", "verify", "inspect", "tokenize", "trace")
+VERBS = ("run", "verify", "inspect", "tokenize", "trace", "convert", "quality")
 
 
 class Verbs(click.Group):
@@ -34,6 +34,7 @@ HELP = """\b
 llorch run story "Once upon a time"      text at once, nothing to download
 llorch verify                            every stage against llama.cpp and transformers
 llorch inspect story                     what is in a file
+llorch convert model.gguf folder         to Hugging Face, and back
 echo "Once upon" | llorch run story -n 40
 
 Llama and Qwen in NumPy, every step checked against two engines that someone else wrote.

@@ -72,6 +72,7 @@ def judge_all(
     for spec, path, engines in plans:
         with progress(f"verifying {spec}") as tell:
             if not engines:
+                _refuse_other_numerics(spec, arithmetic)
                 judged = _stored(spec)
             elif (numerics := _numerics(path, engines, arithmetic)) == EXACT:
                 judged = _live(path, engines, prompt, tokens, tell)
@@ -129,6 +130,12 @@ def _numerics(path: Path, engines: Sequence[ProducerName], wanted: Arithmetic) -
     rounded = path.is_file() and "llamacpp" in engines and bool(emulated(open_weights(path).using(GGML)))
     default = "ggml" if rounded else "exact"
     return chosen_numerics(wanted.numerics or default, wanted.kv_cache)
+
+
+def _refuse_other_numerics(spec: str, wanted: Arithmetic) -> None:
+    """Refuse what stored goldens cannot answer."""
+    if wanted.numerics == "ggml" or wanted.kv_cache != "f32":
+        raise click.UsageError(f"{spec}: its goldens are those of exact numerics; add --against llamacpp")
 
 
 def _as_stored(

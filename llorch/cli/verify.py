@@ -13,7 +13,7 @@ from llorch.cli.options import ENGINES, json_option, numerics_options, refuse_bo
     "llorch verify micro-llama --detail               stage by stage",
     "llorch verify micro-qwen3 --against llamacpp     with the engine itself",
     'llorch verify model.gguf --prompt "Once upon a time, a small fox found a stone"',
-    "llorch verify model-Q4_K_M.gguf                  against llama.cpp running that very file",
+    "llorch verify model.gguf                         if quantised: as llama.cpp computes it",
     "llorch verify path/to/huggingface-folder --tokens 1,22,333,44,5,66,777,8",
 )
 @click.argument("models", nargs=-1, metavar="[MODEL]...")

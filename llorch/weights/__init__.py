@@ -112,13 +112,31 @@ class Weights(Mapping):
         Raises:
             FormatError: NonFinite when it holds NaN or infinity.
         """
-        slot = self._slots[name]
-        array = self._loaded.get(name)
-        if array is None:
-            array = self._load(slot)
-            if not (self.packed and self._multiplies_itself(slot)):
-                self._loaded[name] = array
+        if name in self._loaded:
+            return self._loaded[name].astype(self.dtype, copy=False)
+        array = self.read(name)
+        if not (self.packed and self._multiplies_itself(self._slots[name])):
+            self._loaded[name] = array
         return array.astype(self.dtype, copy=False)
+
+    def read(self, name: str) -> np.ndarray:
+        """A weight as float32, decoded anew and not kept.
+
+        Args:
+            name: Canonical name.
+
+        Returns:
+            A view of the map for F32 whose rows need no reordering, else a new array.
+
+        Raises:
+            FormatError: NonFinite when it holds NaN or infinity.
+        """
+        slot = self._slots[name]
+        array = self.source.array(slot.source_name)
+        _require_finite(array, slot.source_name, self.path)
+        if slot.must_equal is not None:
+            self._require_equal(slot)
+        return undo_interleave(array, slot.interleaved_heads) if slot.interleaved_heads else array
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._slots)
@@ -206,13 +224,6 @@ class Weights(Mapping):
             decoded=None if self.packed else self.astype(np.float32).array(name),
             interleaved_heads=slot.interleaved_heads,
         )
-
-    def _load(self, slot: Slot) -> np.ndarray:
-        array = self.source.array(slot.source_name)
-        _require_finite(array, slot.source_name, self.path)
-        if slot.must_equal is not None:
-            self._require_equal(slot)
-        return undo_interleave(array, slot.interleaved_heads) if slot.interleaved_heads else array
 
     def _require_equal(self, slot: Slot) -> None:
         assert slot.must_equal is not None

@@ -1,12 +1,13 @@
 """Float32 to the tensor types of ggml, byte for byte as ggml's own quantisers write them.
 
-The blocks are made by the gguf package. It differs from ggml in one place: of a block of negative zeros it makes a
-positive scale where ggml's C makes a negative one, for Q4_0 and Q5_0 (see `encode`).
+The blocks are made by the gguf package. It differs from ggml in one thing, the sign of a scale or minimum that is zero,
+which is mended here.
 
 Source: ggml src/ggml-quants.c, `quantize_row_*_ref`, through `ggml_quantize_chunk` of libggml 0.25.
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 from gguf import GGMLQuantizationType
@@ -49,13 +50,14 @@ def encoded_size(shape: tuple[int, ...], ggml_type: GGMLType) -> int:
     return int(np.prod(shape)) // block_size * block_bytes
 
 
-def encode(values: np.ndarray, ggml_type: GGMLType, *, name: str) -> Iterator[np.ndarray]:
+def encode(values: np.ndarray, ggml_type: GGMLType, *, name: str, path: Path) -> Iterator[np.ndarray]:
     """Encode a tensor, part by part.
 
     Args:
         values: Float32 and finite; the last axis is a whole number of blocks.
         ggml_type: A key of `LARGEST`.
         name: Of the tensor, for messages.
+        path: Of the file that it comes from, for messages.
 
     Yields:
         The bytes in order, as uint8.
@@ -69,7 +71,8 @@ def encode(values: np.ndarray, ggml_type: GGMLType, *, name: str) -> Iterator[np
         largest = float(np.abs(part).max())
         if largest > LARGEST[ggml_type]:
             limit = f"{LARGEST[ggml_type]:.6g} in magnitude, the limit of {ggml_type.name}"
-            raise FormatError("OutOfRange", f"{name}: expected at most {limit}, got {largest:.6g}; use BF16 or F32")
+            message = f"{name}: expected at most {limit}, got {largest:.6g}; convert to BF16 or F32"
+            raise FormatError("OutOfRange", message, path=path)
         yield _encode_part(part, ggml_type)
 
 
@@ -78,8 +81,17 @@ def _encode_part(part: np.ndarray, ggml_type: GGMLType) -> np.ndarray:
         return part.astype("<f4", copy=False).view(np.uint8)
     if ggml_type is GGMLType.F16:
         return part.astype("<f2").view(np.uint8)
-    if ggml_type is not GGMLType.BF16:
-        part = part + np.float32(0)  # -0.0 becomes 0.0: the sign that ggml's C gives the scale of a block of zeros
+    if ggml_type in (GGMLType.Q4_0, GGMLType.Q5_0):
+        part = part + np.float32(0)  # -0.0 becomes 0.0: ggml starts its search for the largest number there
+    if ggml_type in (GGMLType.Q4_1, GGMLType.Q5_1):
+        part = _zeros_like_the_first(part, BLOCK_SIZES[ggml_type][0])
     with np.errstate(all="ignore"):  # 1 / scale of tiny blocks is infinite in C too
         # As one long row: the package loops in Python over every 16 rows.
         return quantize(part.reshape(1, -1), GGMLQuantizationType(ggml_type)).reshape(-1).view(np.uint8)
+
+
+def _zeros_like_the_first(part: np.ndarray, block_size: int) -> np.ndarray:
+    """Give all zeros of a block the sign of its first: ggml keeps the first of equal minima, NumPy any of them."""
+    blocks = part.reshape(-1, block_size)
+    first = np.take_along_axis(blocks, (blocks != 0).argmin(axis=1)[:, None], axis=1)  # of no zero: never used
+    return np.where(blocks == 0, first, blocks)

@@ -1,0 +1,73 @@
+"""`llorch convert`: a model from one file format to the other."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import click
+
+from llorch.cli.options import json_option, verb
+from llorch.cli.output import progress, say, to_json
+
+TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "TQ1_0", "TQ2_0", "MXFP4")
+_TERMINATED = 128 + signal.SIGTERM
+
+
+@verb(
+    "Convert between a Hugging Face folder and GGUF.",
+    "llorch convert path/to/huggingface-folder model.gguf",
+    "llorch convert path/to/huggingface-folder model-q8_0.gguf --type Q8_0",
+    "llorch convert model.gguf path/to/new-folder --type BF16",
+    "llorch convert model.gguf smaller.gguf --type Q4_0",
+)
+@click.argument("source")
+@click.argument("target", type=click.Path(path_type=Path))
+@click.option(
+    "--type", "type_name", type=click.Choice(TYPES, case_sensitive=False),
+    help="Type of the matrices; a folder takes F32, F16 and BF16.  [default: as in SOURCE where possible, else F32]",
+)  # fmt: skip
+@click.option("--force", is_flag=True, help="Replace TARGET when it exists.")
+@json_option("One object: source, target, type, n_tensors, n_bytes, fallbacks, has_vocabulary, notes.")
+def command(*, source: str, target: Path, type_name: str | None, force: bool, as_json: bool) -> None:
+    """Write the model SOURCE, a GGUF file, Hugging Face folder or built-in model, as TARGET.
+
+    A TARGET that ends in .gguf becomes a GGUF file, any other name a Hugging Face folder. Tokenizer, chat template and
+    sampling defaults go along. All matrices get the same type, the embedding too; norms and biases stay F32 in GGUF,
+    and a matrix whose rows are no whole number of blocks becomes F16, which is said.
+
+    TARGET is complete or absent: it is written under another name, read back, then renamed.
+    """
+    from llorch.cli.inputs import model_path
+    from llorch.convert import convert
+    from llorch.weights.quant import GGMLType
+
+    ggml_type = GGMLType[type_name.upper()] if type_name is not None else None
+    with _cleaning_up_when_terminated(), progress(f"converting to {target}") as report:
+        done = convert(model_path(source), target, ggml_type=ggml_type, force=force, report=report)
+    for note in done.notes:
+        say(f"note: {note}")
+    if done.fallbacks:
+        say(f"note: {len(done.fallbacks)} matrices are F16, {done.ggml_type.name} does not fit their rows: "
+            + ", ".join(done.fallbacks[:4]) + (", ..." if len(done.fallbacks) > 4 else ""))  # fmt: skip
+    if as_json:
+        values = {
+            name: getattr(done, name) for name in ("n_tensors", "n_bytes", "fallbacks", "has_vocabulary", "notes")
+        }
+        click.echo(to_json({"source": source, "target": str(target), "type": done.ggml_type.name, **values}))
+    else:
+        click.echo(f"{target}: {done.ggml_type.name}, {done.n_tensors} tensors, {done.n_bytes / 1e6:.1f} MB")
+
+
+@contextmanager
+def _cleaning_up_when_terminated() -> Iterator[None]:
+    """SIGTERM ends the process with its usual code, but after the temporary file is removed."""
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(_TERMINATED)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

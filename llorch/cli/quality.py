@@ -1,0 +1,195 @@
+"""`llorch quality`: how much a quantised model differs from its unquantised self, on a text."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from llorch.cli.options import json_option, numerics_options, verb
+from llorch.cli.output import progress, to_json
+from llorch.memory import available_memory
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from llorch.model import Model
+    from llorch.numerics import Numerics
+    from llorch.quality import Comparison, Estimate, Prediction, Windows
+    from llorch.weights.residency import Residency
+
+_TOKENIZING = 200  # bytes of memory per byte of text; 173 were measured on prose with a vocabulary of 151 thousand
+
+Line = tuple[str, str, str]  # what, value, standard error
+
+
+@verb(
+    "Compare a quantised model with its unquantised self, on a text.",
+    "llorch quality model.gguf model-q4_k_m.gguf --text wiki.test.raw",
+    "llorch quality model.gguf model-q4_k_m.gguf --text wiki.test.raw --windows 20 --json",
+    "llorch quality model.gguf model-q8_0.gguf --text wiki.test.raw --numerics ggml",
+    "llorch quality model.gguf --text wiki.test.raw      perplexity of one model",
+)
+@click.argument("reference")
+@click.argument("model", required=False)
+@click.option("--text", "path", required=True, type=click.Path(path_type=Path), help="A file of UTF-8 text.")
+@click.option("--context", type=int, help="Tokens per window.  [default: 512, or all that the models can hold]")
+@click.option("--windows", "limit", type=click.IntRange(min=1), help="Use so many windows.  [default: all]")
+@numerics_options
+@json_option("One object; every figure with its error, probabilities from 0 to 1.")
+def command(
+    *,
+    reference: str,
+    model: str | None,
+    path: Path,
+    context: int | None,
+    limit: int | None,
+    numerics: str | None,
+    kv_cache: str,
+    residency: "Residency",
+    as_json: bool,
+) -> None:
+    """How far MODEL is from REFERENCE on a text: KL divergence, same best token, perplexities.
+
+    The windows and the scored tokens (the second half of each window) are those of llama-perplexity, so perplexities
+    can be compared with its own. Logits are used in full precision: a model differs from itself by exactly 0.
+    Errors (+-) are one standard error. With one model alone: its perplexity. --numerics and --kv-cache are for the last
+    model; the reference computes exactly.
+
+    One line end at the end of the text is not part of it. What does not fill a window is not used.
+    """
+    from llorch.cli.inputs import chosen_numerics, model_path, say_plan
+    from llorch.model import load
+    from llorch.quality import cut_text
+
+    arithmetic = chosen_numerics(numerics, kv_cache)
+    text = _read(path)
+    specs = [reference] if model is None else [reference, model]
+    paths = [model_path(spec) for spec in specs]
+    windows = cut_text([load(path) for path in paths], text, context=context, limit=limit)
+    models = _fitting(paths, arithmetic, residency, windows.context)
+    for each in models:
+        say_plan(each)
+    about: dict[str, Any] = {"reference": reference} if model else {}
+    about |= {"model": specs[-1], "numerics": str(arithmetic), "text": str(path)}
+    about |= {"context": windows.context, "windows": len(windows), "tokens": len(windows.ids)}
+    judged = _judge(models, windows)
+    if as_json:
+        click.echo(to_json(about | asdict(judged), indent=1))
+    else:
+        _print(about, judged)
+
+
+def _read(path: Path) -> str:
+    size, free = path.stat().st_size, available_memory()
+    if size * _TOKENIZING > free:
+        needed = f"{size / 1e9:.2f} GB of text need about {size * _TOKENIZING / 1e9:.1f} GB of memory"
+        raise MemoryError(f"{path}: {needed}, {free / 1e9:.1f} GB are free; give a part of the text")
+    data = path.read_bytes()
+    try:
+        text = data.decode().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        found = f"got the byte {data[error.start]:#04x} at offset {error.start}"
+        raise ValueError(f"{path}: expected UTF-8 text, {found}; convert it first") from None
+    if not text:
+        raise ValueError(f"{path}: expected text, the file is empty")
+    return text
+
+
+def _fitting(paths: list[Path], numerics: "Numerics", residency: "Residency", n_tokens: int) -> "list[Model]":
+    """Load one model or two so that they fit in memory together; the last one computes with `numerics`."""
+    models = _loaded(paths, numerics, residency, n_tokens)
+    if residency == "auto" and _needed(models) > available_memory():  # each was placed as if it were alone
+        models = _loaded(paths, numerics, "packed", n_tokens)
+    needed, free = _needed(models) / 1e9, available_memory() / 1e9
+    if needed > free:
+        names = " and ".join(model.name for model in models)
+        raise MemoryError(f"{names}: need about {needed:.1f} GB, {free:.1f} GB are free; use smaller models")
+    return models
+
+
+def _loaded(paths: list[Path], numerics: "Numerics", residency: "Residency", n_tokens: int) -> "list[Model]":
+    from llorch.model import load
+    from llorch.numerics import EXACT
+
+    chosen = [*[EXACT] * (len(paths) - 1), numerics]
+    placed = zip(paths, chosen, strict=True)
+    return [load(path, numerics=each, residency=residency, n_tokens=n_tokens) for path, each in placed]
+
+
+def _needed(models: "list[Model]") -> int:
+    return sum(model.plan.needed for model in models if model.plan is not None)
+
+
+def _judge(models: "list[Model]", windows: "Windows") -> "Comparison | Prediction":
+    import numpy as np
+
+    from llorch.quality import PairScores, compare_models, perplexity, score, score_pair
+
+    if len(models) == 1:
+        steps = score(models[0], windows)
+        return perplexity(np.concatenate(_watched(steps, len(windows), "loss", lambda loss: loss)))
+    reference, model = models
+    steps = score_pair(reference, model, windows)
+    return compare_models(PairScores.join(_watched(steps, len(windows), "KL divergence", lambda scores: scores.kl)))
+
+
+def _watched(steps: Iterable[Any], count: int, what: str, values: "Callable[[Any], np.ndarray]") -> list[Any]:
+    """Collect the steps; show how far they are, the mean of some values of theirs so far, and the time left."""
+    import numpy as np
+
+    from llorch.quality import mean
+
+    done: list[Any] = []
+    start = time.monotonic()
+    with progress("scoring") as update:
+        for step in steps:
+            done.append(step)
+            so_far = mean(np.concatenate([values(each) for each in done]))
+            left = (time.monotonic() - start) / len(done) * (count - len(done))
+            update(f"window {len(done)} of {count}, {what} {so_far.value:.4g} +- {so_far.error:.2g}, {left:.0f} s left")
+    return done
+
+
+def _print(about: dict[str, Any], judged: "Comparison | Prediction") -> None:
+    from llorch.cli.tables import console, print_table, table
+    from llorch.quality import Comparison
+
+    out = console()
+    unused = about["tokens"] - about["windows"] * about["context"]
+    cut = f"{about['windows']} windows of {about['context']} tokens, {judged.n_scored} scored, {unused} unused"
+    out.print(f"{about['text']}: {cut}", soft_wrap=True)
+    rows = table("figure", ">value", ">+-")
+    for line in _comparison(judged) if isinstance(judged, Comparison) else _prediction(judged):
+        rows.add_row(*line)
+    print_table(out, rows)
+
+
+def _prediction(judged: "Prediction") -> Iterator[Line]:
+    yield _line("perplexity", judged.perplexity)
+    yield _line("loss (nats)", judged.loss)
+
+
+def _comparison(judged: "Comparison") -> Iterator[Line]:
+    yield _line("perplexity of the reference", judged.reference_perplexity)
+    yield _line("perplexity of the model", judged.perplexity)
+    yield _line("perplexity, difference", judged.perplexity_difference)
+    yield _line("perplexity, ratio", judged.perplexity_ratio)
+    yield _line("perplexity, ln of the ratio", judged.perplexity_log_ratio)
+    yield _line("KL divergence, mean (nats)", judged.kl)
+    for share, value in judged.kl_quantiles.items():
+        yield f"KL divergence, {share}", _number(value), ""
+    yield _line("same most likely token (%)", judged.same_top, 100)
+    yield _line("probability of the right token, RMS change (%)", judged.p_rms, 100)
+    yield _line("probability of the right token, mean change (%)", judged.p_mean, 100)
+    yield "probability of the right token, largest change (%)", _number(100 * judged.p_max), ""
+
+
+def _line(what: str, figure: "Estimate", times: int = 1) -> Line:
+    return what, _number(times * figure.value), f"{times * figure.error:.2g}"
+
+
+def _number(value: float) -> str:
+    return f"{value:.7g}"

@@ -1,0 +1,331 @@
+"""Conversion of a model between a Hugging Face folder and a GGUF file, tokenizer and chat template included.
+
+The target is written under another name beside its place, read back, and renamed: it is complete or absent. One
+tensor is in memory at a time.
+"""
+
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+import numpy as np
+
+from llorch.config import ModelConfig
+from llorch.errors import FormatError
+from llorch.fields import Fields
+from llorch.tokenizer.export_gguf import probes_for, read_tokenizer
+from llorch.tokenizer.export_huggingface import HuggingFaceTokenizer, translate_vocabulary
+from llorch.tokenizer.gguf_vocabulary import GGUFVocabulary
+from llorch.tokenizer.huggingface import HuggingFaceVocabulary
+from llorch.tokenizer.probes import require_same_ids
+from llorch.weights import GGUFFile, Weights, open_weights
+from llorch.weights.encode import LARGEST, encode
+from llorch.weights.export import FILE_TYPES, NO_VOCABULARY, gguf_size, gguf_types, write_gguf_content
+from llorch.weights.export_huggingface import (
+    DTYPES,
+    huggingface_config,
+    huggingface_size,
+    write_json,
+    write_safetensors,
+)
+from llorch.weights.names import inventory
+from llorch.weights.placing import new_file, new_folder
+from llorch.weights.quant import BLOCK_SIZES, GGMLType, decode
+from llorch.weights.strict_json import read_json
+
+_MAX_CONFIG = 4 << 20  # bytes
+# Keys of a GGUF file that a copy of it keeps; the writer makes those about the weights anew.
+_KEPT, _MADE = ("general.", "tokenizer.", "llorch."), ("architecture", "file_type", "quantization_version", "alignment")
+# Defaults for sampling: name in generation_config.json, and behind `general.sampling.` in GGUF files.
+_SAMPLING = {
+    "temperature": "temp",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
+_FOREIGN_TOKENIZERS = ("tokenizer.model", "vocab.json", "tiktoken.model", "tekken.json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """What was done."""
+
+    source: Path
+    target: Path
+    ggml_type: GGMLType
+    n_tensors: int
+    n_bytes: int
+    fallbacks: list[str]  # matrices that are F16, because their rows are no whole number of blocks
+    has_vocabulary: bool
+    notes: list[str]  # what the target cannot hold
+
+
+@dataclass
+class _Job:
+    weights: Weights
+    target: Path
+    ggml_type: GGMLType
+    report: Callable[[str], None]
+    notes: list[str] = field(default_factory=list)
+
+
+def convert(
+    source: str | Path,
+    target: str | Path,
+    *,
+    ggml_type: GGMLType | None = None,
+    force: bool = False,
+    report: Callable[[str], None] = lambda line: None,
+) -> Conversion:
+    """Convert a model.
+
+    Args:
+        source: A GGUF file or a Hugging Face folder.
+        target: A name that ends in .gguf becomes a GGUF file, any other a Hugging Face folder.
+        ggml_type: Type of the matrices; None keeps that of the source where the target can hold it without loss,
+            else F32. A folder has one type for all, norms and biases too.
+        force: Replace a target that exists. A folder is replaced only if all in it is a model's.
+        report: Told what is being done, a line at a time.
+
+    Returns:
+        What was written.
+
+    Raises:
+        FileNotFoundError: There is no source, or no folder for the target.
+        FileExistsError: The target exists.
+        FormatError: The source cannot be used, or the target cannot express it.
+        ValueError: The type does not exist in the target's format, or source and target are the same.
+        OSError: No room, or no permission; nothing is left of the target.
+    """
+    source, target = Path(source), Path(target)
+    to_gguf = target.suffix == ".gguf"
+    _check_places(source, target, force=force, to_gguf=to_gguf)
+    weights = open_weights(source)
+    with closing(weights.source):
+        job = _Job(weights, target, _choose_type(weights, ggml_type, to_gguf=to_gguf), report)
+        _note_second_loss(job)
+        has_vocabulary = _to_gguf(job) if to_gguf else _to_huggingface(job)
+        types = gguf_types(weights.config, job.ggml_type) if to_gguf else {}
+        shapes = {weight.name: weight.shape for weight in inventory(weights.config).values()}
+        return Conversion(
+            source=source,
+            target=target,
+            ggml_type=job.ggml_type,
+            n_tensors=len(shapes),
+            n_bytes=sum(file.stat().st_size for file in (target.iterdir() if target.is_dir() else [target])),
+            fallbacks=[
+                name for name in types if shapes[name][-1] % BLOCK_SIZES[job.ggml_type][0] and len(shapes[name]) > 1
+            ],
+            has_vocabulary=has_vocabulary,
+            notes=job.notes,
+        )
+
+
+def _check_places(source: Path, target: Path, *, force: bool, to_gguf: bool) -> None:
+    if not source.exists():
+        raise FileNotFoundError(f"{source}: no such file or folder")
+    if source.is_dir() and not to_gguf:
+        raise ValueError(f"{target}: source and target are both Hugging Face folders; a GGUF file ends in .gguf")
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"{target}: the folder {target.parent} does not exist; make it first")
+    if not target.exists():
+        return
+    if source.samefile(target) or target.resolve() in source.resolve().parents:
+        raise ValueError(f"{target}: the target would replace the source; choose another name")
+    if not force:
+        raise FileExistsError(errno.EEXIST, "exists; choose another name, or replace it with --force", str(target))
+    if target.is_dir() == to_gguf:
+        kind = "a folder" if to_gguf else "a file"
+        raise FileExistsError(errno.EEXIST, f"is {kind}, which is not replaced; choose another name", str(target))
+    foreign = sorted(file.name for file in target.iterdir() if not _is_of_a_model(file)) if not to_gguf else []
+    if foreign:
+        message = f"holds {foreign[0]}, which is no file of a model; the folder is not replaced, choose another name"
+        raise FileExistsError(errno.EEXIST, message, str(target))
+
+
+def _is_of_a_model(file: Path) -> bool:
+    known = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+    known |= {"special_tokens_map.json", "chat_template.jinja", "model.safetensors.index.json"}
+    return file.is_file() and (file.name in known or file.suffix == ".safetensors")
+
+
+def _choose_type(weights: Weights, wanted: GGMLType | None, *, to_gguf: bool) -> GGMLType:
+    allowed: Mapping[GGMLType, object] = FILE_TYPES if to_gguf else DTYPES
+    if wanted is None:
+        stored = _stored_types(weights)
+        kind = next(iter(stored)) if len(stored) == 1 else GGMLType.F32
+        return kind if kind in allowed and (to_gguf or _holds_vectors(weights, kind)) else GGMLType.F32
+    if wanted not in allowed:
+        kind = "GGUF files" if to_gguf else "Hugging Face folders"
+        known = ", ".join(one.name for one in allowed)
+        raise ValueError(f"type: {kind} are written in {known}, got {wanted.name}")
+    return wanted
+
+
+def _holds_vectors(weights: Weights, kind: GGMLType) -> bool:
+    """Whether a dtype keeps every bit of norms and biases, which GGUF files store as F32."""
+    for name in weights:
+        if len(weights.shape(name)) > 1:
+            continue
+        array = weights.array(name)
+        if np.abs(array).max() > LARGEST[kind]:
+            return False
+        raw = np.concatenate([*encode(array, kind, name=name, path=Path(weights.path))])
+        if not np.array_equal(decode(raw, kind, array.shape), array):
+            return False
+    return True
+
+
+def _stored_types(weights: Weights) -> set[GGMLType]:
+    return {weights.stored_type(name) for name in weights if len(weights.shape(name)) > 1}
+
+
+def _note_second_loss(job: _Job) -> None:
+    quantised = {kind for kind in _stored_types(job.weights) if BLOCK_SIZES[kind][0] > 1}
+    if quantised - {job.ggml_type} and job.ggml_type is not GGMLType.F32:
+        names = ", ".join(sorted(kind.name for kind in quantised))
+        job.notes.append(f"the source is quantised already ({names}); {job.ggml_type.name} adds its own rounding")
+
+
+def _to_gguf(job: _Job) -> bool:
+    weights, source = job.weights, job.weights.source
+    if weights.config.o_bias and weights.config.family != "llama":
+        message = f"llama.cpp reads a bias of attn_output for the llama family only, got {weights.config.family}"
+        raise FormatError("Unsupported", message, path=weights.path)
+    if isinstance(source, GGUFFile):
+        metadata: dict[str, object] = {key: value for key, value in source.metadata.items() if _is_kept(key)}
+        has_vocabulary = "tokenizer.ggml.tokens" in metadata
+    else:
+        job.report("tokenizer")
+        metadata = {"general.name": Path(weights.path).resolve().name, **_sampling_metadata(Path(weights.path))}
+        vocabulary = _tokenizer_metadata(job)
+        has_vocabulary = vocabulary is not None
+        metadata |= vocabulary or {}
+    if not has_vocabulary:
+        metadata |= NO_VOCABULARY
+    with _placing(job, gguf_size(weights.config, job.ggml_type)), new_file(job.target) as temporary:
+        on_tensor = _counting(job)
+        write_gguf_content(weights, temporary, ggml_type=job.ggml_type, metadata=metadata, on_tensor=on_tensor)
+        _read_back(temporary, job)
+    return has_vocabulary
+
+
+def _is_kept(key: str) -> bool:
+    return key.startswith(_KEPT) and key.removeprefix("general.") not in _MADE
+
+
+def _tokenizer_metadata(job: _Job) -> dict[str, object] | None:
+    folder = Path(job.weights.path)
+    if not (folder / "tokenizer.json").is_file():
+        others = [name for name in _FOREIGN_TOKENIZERS if (folder / name).exists()]
+        if others:
+            message = f"the tokenizer is in {others[0]}, which is not read; save it with transformers as tokenizer.json"
+            raise FormatError("Missing", message, path=folder)
+        job.notes.append("the folder has no tokenizer.json: the file gets no vocabulary")
+        return None
+    tokenizer = read_tokenizer(folder, job.weights.config.vocab_size)
+    job.notes += tokenizer.notes
+    return tokenizer.metadata
+
+
+def _sampling_metadata(folder: Path) -> dict[str, object]:
+    path = folder / "generation_config.json"
+    values = Fields(read_json(path, limit=_MAX_CONFIG) if path.is_file() else {}, path)
+    if not values.boolean("do_sample", default=False):
+        return {}
+    found = {key: name for key, name in _SAMPLING.items() if values.has(key)}
+    return {
+        f"general.sampling.{name}": values.integer(key) if key == "top_k" else values.number(key)
+        for key, name in found.items()
+    }
+
+
+def _to_huggingface(job: _Job) -> bool:
+    weights, source = job.weights, job.weights.source
+    assert isinstance(source, GGUFFile)
+    config = huggingface_config(weights.config, job.ggml_type, path=source.path)
+    has_vocabulary = "tokenizer.ggml.tokens" in source.metadata
+    vocabulary = GGUFVocabulary(source.metadata, source.path) if has_vocabulary else None
+    if vocabulary is None:
+        job.notes.append("the file has no vocabulary: the folder gets no tokenizer")
+    with _placing(job, huggingface_size(weights.config, job.ggml_type)), new_folder(job.target) as folder:
+        write_safetensors(weights, folder, ggml_type=job.ggml_type, on_tensor=_counting(job))
+        if vocabulary is not None:
+            job.report("tokenizer")
+            tokenizer = translate_vocabulary(
+                source.metadata,
+                vocabulary,
+                source.path,
+                family=weights.config.family,
+                context=weights.config.max_position_embeddings,
+            )
+            job.notes += tokenizer.notes
+            _write_tokenizer(folder, tokenizer, source.metadata)
+            config |= _model_ids(tokenizer)
+        write_json(folder / "config.json", config)
+        _read_back(folder, job)
+        if vocabulary is not None:
+            texts = probes_for(source.metadata)
+            require_same_ids(vocabulary, HuggingFaceVocabulary(folder), texts, path=source.path)
+    return has_vocabulary
+
+
+def _write_tokenizer(folder: Path, tokenizer: HuggingFaceTokenizer, metadata: Mapping[str, object]) -> None:
+    write_json(folder / "tokenizer.json", tokenizer.tokenizer)
+    write_json(folder / "tokenizer_config.json", tokenizer.config)
+    sampling = {
+        key: metadata[f"general.sampling.{name}"]
+        for key, name in _SAMPLING.items()
+        if f"general.sampling.{name}" in metadata
+    }
+    generation = _model_ids(tokenizer) | ({"do_sample": True} if sampling else {}) | sampling
+    write_json(folder / "generation_config.json", generation)
+
+
+def _model_ids(tokenizer: HuggingFaceTokenizer) -> dict[str, object]:
+    ends = tokenizer.eos_token_ids
+    return {**tokenizer.token_ids, **({"eos_token_id": ends if len(ends) > 1 else ends[0]} if ends else {})}
+
+
+def _counting(job: _Job) -> Callable[[str], None]:
+    total, done = len(inventory(job.weights.config)), 0
+
+    def on_tensor(name: str) -> None:
+        nonlocal done
+        done += 1
+        job.report(f"{min(done, total)}/{total} {name}")
+
+    return on_tensor
+
+
+@contextmanager
+def _placing(job: _Job, n_bytes: int) -> Iterator[None]:
+    """Refuse what would not fit; name the target, not the temporary file, when writing fails."""
+    free = shutil.disk_usage(job.target.parent).free
+    if n_bytes > free:
+        message = f"needs {n_bytes / 1e9:.2f} GB, but only {free / 1e9:.2f} GB are free; nothing was written"
+        raise OSError(errno.ENOSPC, message, str(job.target))
+    try:
+        yield
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise OSError(error.errno or errno.EIO, f"{reason}; nothing was written", str(job.target)) from error
+
+
+def _read_back(path: Path, job: _Job) -> None:
+    """Open what was written: every tensor is there, and the configuration is the same to float32 rounding."""
+    written = open_weights(path)
+    written.source.close()
+    for one in fields(ModelConfig):
+        got, want = getattr(written.config, one.name), getattr(job.weights.config, one.name)
+        if isinstance(want, float):
+            got, want = np.float32(got), np.float32(want)
+        # Frequency scalings have a form of their own in each format.
+        if got != want and one.name != "rope_scaling":
+            message = f"{one.name}: the target would have {got}, the source has {want}"
+            raise FormatError("Inconsistent", message, path=job.target)

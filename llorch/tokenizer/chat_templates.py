@@ -1,0 +1,92 @@
+"""Chat templates as files keep them: by name, the unnamed one being `default`. Nothing is rendered here.
+
+Source: transformers tokenization_utils_base.py (chat_template.jinja before tokenizer_config.json); gguf-py
+`add_chat_template` (keys).
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from llorch.errors import FormatError
+from llorch.fields import Fields
+from llorch.weights.strict_json import read_json
+
+_KEY, _NAMES = "tokenizer.chat_template", "tokenizer.chat_templates"
+_MAX_CONFIG, _MAX_TEMPLATE = 4 << 20, 1 << 20  # bytes
+
+
+def read_templates(folder: Path) -> dict[str, str]:
+    """Collect the chat templates of a Hugging Face folder.
+
+    Args:
+        folder: The folder.
+
+    Returns:
+        Name to template; empty without any.
+
+    Raises:
+        FormatError: Malformed when they are no texts, TooLarge for a file beyond 1 MiB.
+    """
+    files = {"default": folder / "chat_template.jinja"}
+    files |= {file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    templates = {name: _read_text(file) for name, file in files.items() if file.is_file()}
+    return templates or _from_config(folder / "tokenizer_config.json")
+
+
+def templates_metadata(templates: Mapping[str, str]) -> dict[str, object]:
+    """Name templates as GGUF files do.
+
+    Args:
+        templates: Name to template.
+
+    Returns:
+        Keys and values of the metadata.
+    """
+    metadata: dict[str, object] = {
+        _KEY if name == "default" else f"{_KEY}.{name}": text for name, text in templates.items()
+    }
+    named = [name for name in templates if name != "default"]
+    return metadata | ({_NAMES: named} if named else {})
+
+
+def templates_of_metadata(metadata: Mapping[str, object], path: Path) -> dict[str, str]:
+    """Collect the chat templates of a GGUF file.
+
+    Args:
+        metadata: Keys and values of the file.
+        path: The file, for messages.
+
+    Returns:
+        Name to template; empty without any.
+
+    Raises:
+        FormatError: Malformed when they are no texts.
+    """
+    fields = Fields(metadata, path)
+    keys = {"default": _KEY} | {key.removeprefix(_KEY + "."): key for key in metadata if key.startswith(_KEY + ".")}
+    return {name: fields.text(key) for name, key in keys.items() if fields.has(key)}
+
+
+def _read_text(file: Path) -> str:
+    data = file.read_bytes()
+    if len(data) > _MAX_TEMPLATE:
+        raise FormatError("TooLarge", f"a chat template has at most {_MAX_TEMPLATE} bytes, got {len(data)}", path=file)
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise FormatError("Malformed", f"the chat template is not UTF-8: {error.reason}", path=file) from None
+
+
+def _from_config(path: Path) -> dict[str, str]:
+    value = read_json(path, limit=_MAX_CONFIG).get("chat_template") if path.is_file() else None
+    match value:
+        case None:
+            return {}
+        case str():
+            return {"default": value}
+        case [*entries]:
+            named = [(one.get("name"), one.get("template")) for one in entries if isinstance(one, dict)]
+            templates = {name: text for name, text in named if isinstance(name, str) and isinstance(text, str)}
+            if len(templates) == len(entries):
+                return templates
+    raise FormatError("Malformed", "chat_template: expected a text, or a list of names and templates", path=path)

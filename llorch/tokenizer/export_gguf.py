@@ -1,0 +1,233 @@
+"""The tokenizer of a Hugging Face folder as the metadata of a GGUF file, so that llama.cpp gives the same ids.
+
+Keys under `llorch.tokenizer` keep what GGUF has no key for; llama.cpp skips them, a conversion back reads them.
+
+Source: llama.cpp conversion/base.py (`get_vocab_base`, `_set_vocab_gpt2`) and gguf-py SpecialVocab (keys); src/
+llama-vocab.cpp (what the keys do).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llorch.errors import FormatError
+from llorch.tokenizer.chat_templates import read_templates, templates_metadata
+from llorch.tokenizer.gguf_table import TokenType
+from llorch.tokenizer.gguf_vocabulary import GGUFVocabulary
+from llorch.tokenizer.huggingface import HuggingFaceVocabulary
+from llorch.tokenizer.pipeline import LLAMA_3_WORDS, QWEN_2_WORDS, read_template
+from llorch.tokenizer.probes import PROBES, require_same_ids
+from llorch.tokenizer.scores import scores_of_merges
+from llorch.tokenizer.sentencepiece import BYTE_TOKEN
+from llorch.tokenizer.special import END_TEXTS
+from llorch.weights.strict_json import read_json
+
+_MAX_TOKENIZER, _MAX_CONFIG = 64 << 20, 4 << 20  # bytes
+PREFIX = "tokenizer.ggml."
+NORMALIZER, SPACE_PREFIX = "llorch.tokenizer.normalizer", "llorch.tokenizer.space_prefix"
+_LLAMA_CPP = "llama.cpp puts one before every text and after each special token"
+_METASPACE_NOTES = {
+    "first": f"the folder puts a space before the text only, and none if it begins with one; {_LLAMA_CPP}",
+    "always": f"the folder puts none before a text that begins with one; {_LLAMA_CPP}",
+}
+
+
+@dataclass
+class GGUFTokenizer:
+    """What goes into a GGUF file."""
+
+    metadata: dict[str, object]
+    notes: list[str] = field(default_factory=list)  # where llama.cpp will differ from the folder
+
+
+def read_tokenizer(folder: Path, rows: int) -> GGUFTokenizer:
+    """Translate the tokenizer files of a folder.
+
+    Args:
+        folder: The model folder; its tokenizer.json is the truth.
+        rows: Rows of the embedding; ids without a token are filled up to there.
+
+    Returns:
+        The metadata, and notes for the user.
+
+    Raises:
+        FormatError: The tokenizer cannot be read, or llama.cpp cannot do what it does.
+    """
+    vocabulary = HuggingFaceVocabulary(folder)  # refuses all that is not known
+    path = folder / "tokenizer.json"
+    content: dict[str, Any] = read_json(path, limit=_MAX_TOKENIZER)
+    config = _read(folder / "tokenizer_config.json")
+    byte_level = content["model"].get("byte_fallback") is not True
+    tokenizer = GGUFTokenizer({})
+    texts, types = _tokens(content, vocabulary, rows, path)
+    tokenizer.metadata |= {
+        PREFIX + "model": "gpt2" if byte_level else "llama",
+        PREFIX + "pre": _pre_tokenizer(content, path) if byte_level else "default",
+        PREFIX + "tokens": [text.encode() for text in texts],
+        PREFIX + "token_type": np.array(types, np.int32),
+    }
+    if byte_level:
+        tokenizer.metadata[PREFIX + "merges"] = [" ".join(pair).encode() for pair in _merges(content)]
+    else:
+        tokenizer.metadata[PREFIX + "scores"] = _scores(content, texts, types, path)
+    _add_special(tokenizer, folder, content, config, vocabulary)
+    _add_spaces(tokenizer, vocabulary, content)
+    tokenizer.metadata |= templates_metadata(read_templates(folder))
+    _note_switches(tokenizer, content)
+    _check(tokenizer, vocabulary, path)
+    return tokenizer
+
+
+def probes_for(metadata: Mapping[str, object]) -> list[str]:
+    """Choose the probes whose ids a folder and a GGUF file can share.
+
+    Args:
+        metadata: Keys and values of the GGUF file.
+
+    Returns:
+        All probes, or those without a space in front where the folder treats it differently, as a note tells.
+    """
+    return [text for text in PROBES if SPACE_PREFIX not in metadata or not text.startswith(" ")]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return read_json(path, limit=_MAX_CONFIG) if path.is_file() else {}
+
+
+def _tokens(
+    content: Mapping[str, Any], vocabulary: HuggingFaceVocabulary, rows: int, path: Path
+) -> tuple[list[str], list[TokenType]]:
+    texts: dict[int, str] = {}
+    types: dict[int, TokenType] = {}
+    fallback, unknown = content["model"].get("byte_fallback"), content["model"].get("unk_token")
+    for text, token_id in content["model"]["vocab"].items():
+        texts[token_id] = text
+        types[token_id] = TokenType.BYTE if fallback and BYTE_TOKEN.fullmatch(text) else TokenType.NORMAL
+    made = {left + right for left, right in _merges(content)}
+    for entry in content["added_tokens"]:
+        token_id, text = entry["id"], entry["content"]
+        texts[token_id] = text
+        if text in made and text in END_TEXTS:
+            continue  # "</s>" of Qwen: normal in the file, since merges make it; llama.cpp knows it by its text
+        hidden = token_id in vocabulary.special.hidden
+        types[token_id] = TokenType.CONTROL if hidden else TokenType.USER_DEFINED
+    if fallback and unknown is not None:
+        types |= {token_id: TokenType.UNKNOWN for token_id, text in texts.items() if text == unknown}
+    if max(texts) >= rows:
+        message = f"token {max(texts)} has no row in the embedding of the model, which has {rows}"
+        raise FormatError("Inconsistent", message, path=path)
+    every = range(rows)
+    return [texts.get(i, f"[PAD{i}]") for i in every], [types.get(i, TokenType.UNUSED) for i in every]
+
+
+def _pre_tokenizer(content: Mapping[str, Any], path: Path) -> str:
+    """The name under which llama.cpp knows a pre-tokenizer; `HuggingFaceVocabulary` knows the same four."""
+    match content["pre_tokenizer"]:
+        case {"type": "ByteLevel"}:
+            name = "gpt-2"
+        case {"pretokenizers": [{"type": "Digits"}, *_]}:
+            name = "smollm"
+        case {"pretokenizers": [{"pattern": {"Regex": pattern}}, *_]}:
+            name = {LLAMA_3_WORDS: "llama-bpe", QWEN_2_WORDS: "qwen2"}[pattern]
+        case other:
+            raise FormatError("Unsupported", f"pre_tokenizer: llama.cpp has no name for {other!r:.200}", path=path)
+    ignores = content["model"].get("ignore_merges") is True
+    if ignores != (name == "llama-bpe"):
+        message = f"ignore_merges: llama.cpp has it {'on' if name == 'llama-bpe' else 'off'} for {name}, got {ignores}"
+        raise FormatError("Unsupported", message, path=path)
+    return name
+
+
+def _merges(content: Mapping[str, Any]) -> list[tuple[str, str]]:
+    pairs = [merge.partition(" ")[::2] if isinstance(merge, str) else merge for merge in content["model"]["merges"]]
+    return [(left, right) for left, right in pairs]
+
+
+def _scores(content: Mapping[str, Any], texts: Sequence[str], types: Sequence[TokenType], path: Path) -> np.ndarray:
+    normal = {text for text, kind in zip(texts, types, strict=True) if kind is TokenType.NORMAL}
+    merges = [(left, right) for left, right in _merges(content) if {left, right, left + right} <= normal]
+    scores = scores_of_merges(merges, normal, path=path)
+    lowest = min(scores.values(), default=0.0) - 1
+    return np.array([scores.get(text, lowest) for text in texts], np.float32)
+
+
+def _add_special(
+    tokenizer: GGUFTokenizer,
+    folder: Path,
+    content: Mapping[str, Any],
+    config: Mapping[str, Any],
+    vocabulary: HuggingFaceVocabulary,
+) -> None:
+    path = folder / "tokenizer.json"
+    ids = content["model"]["vocab"] | {entry["content"]: entry["id"] for entry in content["added_tokens"]}
+    model, generation = _read(folder / "config.json"), _read(folder / "generation_config.json")
+    first, last = read_template(content.get("post_processor"), path)
+    roles = {"bos": _single(first, "before", path), "eos": _single(last, "after", path)}
+    adds = {role: token_id is not None for role, token_id in roles.items()}
+    roles["bos"] = vocabulary.special.bos_token_id if roles["bos"] is None else roles["bos"]
+    for role, key in (("eos", "eos"), ("padding", "pad"), ("unknown", "unk")):
+        named = [ids.get(_text(config.get(f"{key}_token")))]
+        named += [_first(values.get(f"{key}_token_id")) for values in (generation, model)]
+        roles.setdefault(role, None)
+        roles[role] = next((token_id for token_id in [roles[role], *named] if token_id is not None), None)
+    for role, token_id in roles.items():
+        if token_id is not None:
+            tokenizer.metadata[f"{PREFIX}{role}_token_id"] = int(token_id)
+    for role, wanted in adds.items():
+        tokenizer.metadata[f"{PREFIX}add_{role}_token"] = wanted
+        if config.get(f"add_{role}_token", wanted) != wanted:
+            message = f"tokenizer_config.json says add_{role}_token {not wanted}, tokenizer.json does otherwise"
+            tokenizer.notes.append(message + " and is followed")
+
+
+def _single(ids: Sequence[object], where: str, path: Path) -> int | None:
+    if len(ids) > 1:
+        message = f"post_processor: llama.cpp puts at most one token {where} a text, got {ids}"
+        raise FormatError("Unsupported", message, path=path)
+    return int(str(ids[0])) if ids else None
+
+
+def _text(token: object) -> str:
+    value = token.get("content") if isinstance(token, dict) else token
+    return value if isinstance(value, str) else ""
+
+
+def _first(value: object) -> int | None:
+    value = value[0] if isinstance(value, list) and value else value
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _add_spaces(tokenizer: GGUFTokenizer, vocabulary: HuggingFaceVocabulary, content: Mapping[str, Any]) -> None:
+    if content.get("normalizer") == {"type": "NFC"}:
+        tokenizer.metadata[NORMALIZER] = "NFC"
+        tokenizer.notes.append("the folder composes characters first (NFC), llama.cpp takes text as it is")
+    if tokenizer.metadata[PREFIX + "model"] == "llama":
+        tokenizer.metadata[PREFIX + "add_space_prefix"] = vocabulary.space_prefix != "never"
+    match content.get("pre_tokenizer"):
+        case {"type": "Metaspace", "prepend_scheme": str(scheme)} if scheme in _METASPACE_NOTES:
+            tokenizer.metadata[SPACE_PREFIX] = scheme
+            tokenizer.notes.append(_METASPACE_NOTES[scheme])
+
+
+def _note_switches(tokenizer: GGUFTokenizer, content: Mapping[str, Any]) -> None:
+    for switch in ("lstrip", "rstrip", "single_word"):
+        texts = [entry["content"] for entry in content["added_tokens"] if entry.get(switch)]
+        if texts:
+            listed = ", ".join(texts[:4])
+            tokenizer.notes.append(f"{len(texts)} added tokens have {switch}, which llama.cpp ignores: {listed}")
+
+
+def _check(tokenizer: GGUFTokenizer, vocabulary: HuggingFaceVocabulary, path: Path) -> None:
+    """Read the metadata back, and compare ends and ids."""
+    back = GGUFVocabulary(tokenizer.metadata, path)
+    spare = [role for role in ("eot", "eom") if f"{PREFIX}{role}_token_id" not in tokenizer.metadata]
+    missing = sorted(vocabulary.special.eos_token_ids - back.special.eos_token_ids)
+    for role, token_id in zip(spare, missing, strict=False):
+        tokenizer.metadata[f"{PREFIX}{role}_token_id"] = token_id
+    if len(missing) > len(spare):
+        left = ", ".join(map(str, missing[len(spare) :]))
+        tokenizer.notes.append(f"a GGUF file names three end tokens at most; llama.cpp will not stop at {left}")
+    require_same_ids(vocabulary, back, probes_for(tokenizer.metadata), path=path)

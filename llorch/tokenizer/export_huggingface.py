@@ -1,0 +1,242 @@
+"""The vocabulary of a GGUF file as tokenizer.json and tokenizer_config.json, so that transformers gives the same ids.
+
+The class is named PreTrainedTokenizerFast, which takes tokenizer.json as it stands. For models of the family qwen2,
+however, transformers 5 puts Qwen's own words and NFC in place of those of the file, whatever the class: NFC is then
+written too, so that all readers of the folder agree, and a vocabulary with other words is refused.
+
+GGUF has no word for normalising text, and llama.cpp does not do it. For other families NFC, which Qwen's own folders
+have, is therefore written only where a conversion to GGUF has kept it.
+
+Source: tokenizers `src/tokenizer/serialization.rs` (fields); transformers tokenization_utils_base.py (config).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llorch.errors import FormatError
+from llorch.fields import Fields
+from llorch.tokenizer.byte_level import LLAMA_3_NAMES
+from llorch.tokenizer.chat_templates import templates_of_metadata
+from llorch.tokenizer.export_gguf import NORMALIZER, PREFIX, SPACE_PREFIX
+from llorch.tokenizer.gguf_table import TokenTable, TokenType
+from llorch.tokenizer.gguf_vocabulary import GGUFVocabulary
+from llorch.tokenizer.pipeline import LLAMA_3_WORDS, QWEN_2_WORDS
+from llorch.tokenizer.scores import merges_of_scores
+from llorch.tokenizer.sentencepiece import SPACE
+
+Json = dict[str, Any]
+
+_BYTE_LEVEL: Json = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+_WORDS_OF_GPT_2 = _BYTE_LEVEL | {"use_regex": True}
+_QWEN_2_NAMES = ("qwen2", "deepseek-r1-qwen")
+_WORDS_OF_QWEN_2 = "qwen2 for this family, as transformers cuts words for all of its models"
+_ROLES = {"bos": "bos", "eos": "eos", "padding": "pad"}  # in GGUF keys, in those of transformers
+_TEXT = (TokenType.NORMAL, TokenType.UNUSED, TokenType.UNDEFINED)
+
+
+@dataclass(frozen=True)
+class HuggingFaceTokenizer:
+    """What goes into a folder, and the ids that the model's own files name."""
+
+    tokenizer: Json  # tokenizer.json
+    config: Json  # tokenizer_config.json
+    token_ids: dict[str, int]  # bos_token_id, eos_token_id, pad_token_id, where there is one
+    eos_token_ids: list[int]  # every id that ends a generation, the named one first
+    notes: list[str]  # where transformers will differ from llama.cpp
+
+
+def translate_vocabulary(
+    metadata: Mapping[str, object], vocabulary: GGUFVocabulary, path: Path, *, family: str, context: int
+) -> HuggingFaceTokenizer:
+    """Translate the vocabulary of a GGUF file.
+
+    Args:
+        metadata: Keys and values of the file.
+        vocabulary: The same, read and checked.
+        path: The file, for messages.
+        family: Of the model.
+        context: Longest text in tokens.
+
+    Returns:
+        The content of the tokenizer files.
+
+    Raises:
+        FormatError: The vocabulary has what tokenizer.json cannot express.
+    """
+    table = TokenTable(metadata, path)
+    _require_unicode(table, path)
+    fields = Fields(metadata, path, prefix=PREFIX)
+    notes: list[str] = []
+    if fields.text("model") == "gpt2":
+        parts = _byte_level(table, fields.text("pre"))
+        parts["normalizer"] = _normalizer(Fields(metadata, path), fields.text("pre"), family, notes)
+    else:
+        kept = Fields(metadata, path).text(SPACE_PREFIX, default="")
+        parts = _sentencepiece(table, "never" if vocabulary.space_prefix == "never" else kept)
+    if family == "qwen2" and fields.text("pre", default="") not in _QWEN_2_NAMES:
+        raise fields.error("Unsupported", "pre", _WORDS_OF_QWEN_2, fields.text("pre", default=""))
+    parts["added_tokens"] = _added_tokens(table, vocabulary)
+    _place(parts["model"]["vocab"], parts["added_tokens"])
+    ids = {role: fields.integer(f"{role}_token_id") for role in _ROLES if fields.has(f"{role}_token_id")}
+    ends = vocabulary.special.eos_token_ids
+    return HuggingFaceTokenizer(
+        tokenizer={
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            **parts,
+            "post_processor": _post_processor(fields, ids, table),
+        },
+        config=_config(table, ids, templates_of_metadata(metadata, path), context),
+        token_ids={f"{_ROLES[role]}_token_id": token_id for role, token_id in ids.items()},
+        eos_token_ids=sorted(ends, key=lambda token_id: (token_id != ids.get("eos"), token_id)),
+        notes=notes,
+    )
+
+
+def _normalizer(kept: Fields, pre: str, family: str, notes: list[str]) -> Json | None:
+    if kept.text(NORMALIZER, default="") == "NFC":
+        return {"type": "NFC"}
+    if family == "qwen2":
+        notes.append("transformers composes characters first (NFC) for every qwen2, llama.cpp takes text as it is")
+        return {"type": "NFC"}
+    if pre in _QWEN_2_NAMES:
+        notes.append("the folder takes text as it is, like llama.cpp; Qwen's own composes characters first (NFC)")
+    return None
+
+
+def _require_unicode(table: TokenTable, path: Path) -> None:
+    for token_id, text in enumerate(table.texts):
+        if any("\udc80" <= character <= "\udcff" for character in text):
+            raw = text.encode("utf-8", "surrogateescape")
+            message = f"tokenizer.ggml.tokens: a tokenizer.json holds UTF-8, got {raw!r} as token {token_id}"
+            raise FormatError("Unsupported", message, path=path)
+
+
+def _text_ids(table: TokenTable) -> dict[str, int]:
+    """What text can become, without the names that fill up a padded embedding."""
+    ids = table.ids_of(*_TEXT)
+    return {
+        text: token_id
+        for text, token_id in ids.items()
+        if table.types[token_id] is TokenType.NORMAL or text != f"[PAD{token_id}]"
+    }
+
+
+def _byte_level(table: TokenTable, name: str) -> Json:
+    ids = _text_ids(table) | table.ids_of(TokenType.BYTE)
+    merges = table.read_merges(table.ids_of(*_TEXT, TokenType.USER_DEFINED, TokenType.BYTE))
+    kept = [pair for pair in merges if {*pair, "".join(pair)} <= ids.keys()]
+    return {
+        "pre_tokenizer": _words(name),
+        "decoder": _BYTE_LEVEL,
+        "model": _model(ids, kept, ignore_merges=name in LLAMA_3_NAMES),
+    }
+
+
+def _words(name: str) -> Json:
+    if name == "gpt-2":
+        return _WORDS_OF_GPT_2
+    if name == "smollm":
+        return _sequence("pretokenizers", {"type": "Digits", "individual_digits": True}, _WORDS_OF_GPT_2)
+    pattern = LLAMA_3_WORDS if name in LLAMA_3_NAMES else QWEN_2_WORDS
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return _sequence("pretokenizers", split, _BYTE_LEVEL)
+
+
+def _sentencepiece(table: TokenTable, spaces: str) -> Json:
+    text_ids = _text_ids(table)
+    scores = table.read_scores()
+    merges = merges_of_scores({text: scores[token_id] for text, token_id in text_ids.items()})
+    unknown = next(iter(table.ids_of(TokenType.UNKNOWN)), None)
+    ids = text_ids | table.ids_of(TokenType.BYTE, TokenType.UNKNOWN)
+    model = _model(ids, merges, byte_fallback=True, fuse_unk=True, unk_token=unknown)
+    back = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
+    decoders = [back, {"type": "ByteFallback"}, {"type": "Fuse"}]
+    if spaces != "never":
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    parts = {"normalizer": None, "pre_tokenizer": None, "decoder": _sequence("decoders", *decoders), "model": model}
+    if spaces in ("never", "first", "always"):
+        parts["pre_tokenizer"] = {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": spaces, "split": False}
+    else:
+        before = {"type": "Prepend", "prepend": SPACE}
+        parts["normalizer"] = _sequence("normalizers", before, back | {"pattern": {"String": " "}, "content": SPACE})
+    return parts
+
+
+def _model(ids: Mapping[str, int], merges: list[tuple[str, str]], **switches: object) -> Json:
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        **switches,
+        "vocab": dict(sorted(ids.items(), key=lambda item: item[1])),
+        "merges": [list(pair) for pair in merges],
+    }
+
+
+def _sequence(kind: str, *parts: Json) -> Json:
+    return {"type": "Sequence", kind: list(parts)}
+
+
+def _added_tokens(table: TokenTable, vocabulary: GGUFVocabulary) -> list[Json]:
+    hidden, visible = vocabulary.special.hidden, vocabulary.special.visible
+    switches = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    return [
+        {"id": token_id, "content": table.texts[token_id], **switches, "special": token_id in hidden}
+        for token_id in sorted(hidden | visible)
+    ]
+
+
+def _place(vocab: dict[str, int], added: list[Json]) -> None:
+    """Put added tokens into the vocabulary, unless the library counts on from its end and so finds their ids."""
+    for token in added:
+        vocab.pop(token["content"], None)
+    free = range(len(vocab), len(vocab) + len(added))
+    if [token["id"] for token in added] != [*free] or max(vocab.values()) >= len(vocab):
+        vocab |= {token["content"]: token["id"] for token in added}
+
+
+def _post_processor(fields: Fields, ids: Mapping[str, int], table: TokenTable) -> Json:
+    byte_level = fields.text("model") == "gpt2"
+    begins = fields.boolean("add_bos_token", default=not byte_level or fields.text("pre") in LLAMA_3_NAMES)
+    ends = fields.boolean("add_eos_token", default=False)
+    around = {role: ids[role] for role, wanted in (("bos", begins), ("eos", ends)) if wanted}
+    texts = {role: table.texts[token_id] for role, token_id in around.items()}
+
+    def steps(sequence: str, type_id: int) -> list[Json]:
+        one: list[Json] = [{"Sequence": {"id": sequence, "type_id": type_id}}]
+        if "bos" in texts:
+            one.insert(0, {"SpecialToken": {"id": texts["bos"], "type_id": type_id}})
+        if "eos" in texts:
+            one.append({"SpecialToken": {"id": texts["eos"], "type_id": type_id}})
+        return one
+
+    named = {texts[role]: {"id": texts[role], "ids": [around[role]], "tokens": [texts[role]]} for role in texts}
+    pair = steps("A", 0) + steps("B", 1)
+    template = {"type": "TemplateProcessing", "single": steps("A", 0), "pair": pair, "special_tokens": named}
+    return _sequence("processors", _BYTE_LEVEL, template) if byte_level else template
+
+
+def _config(table: TokenTable, ids: Mapping[str, int], templates: Mapping[str, str], context: int) -> Json:
+    config: Json = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": table.texts[ids["bos"]] if "bos" in ids else None,
+        "eos_token": table.texts[ids["eos"]] if "eos" in ids else None,
+        "pad_token": table.texts[ids["padding"]] if "padding" in ids else None,
+        "unk_token": next(iter(table.ids_of(TokenType.UNKNOWN)), None),
+        "model_max_length": context,
+        "clean_up_tokenization_spaces": False,
+    }
+    if templates.keys() == {"default"}:
+        config["chat_template"] = templates["default"]
+    elif templates:
+        config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
+    return config

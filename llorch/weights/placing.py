@@ -1,0 +1,73 @@
+"""A new file or folder that is complete or absent: written under another name beside its place, synced, renamed.
+
+Source: POSIX rename (atomic within a file system) and fsync (a rename may reach the disk before the data does).
+"""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """Give a name to write to, and move the file to its place when the body ends well.
+
+    Args:
+        path: The place. What lies there stays until the end; it may be the very file that is being read.
+
+    Yields:
+        A name in the same folder. Whatever lies under it after a failure is removed.
+    """
+    temporary = _beside(path)
+    try:
+        yield temporary
+        _sync(temporary)
+        temporary.replace(path)
+        _sync(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Give a folder to write files into, and move it to its place when the body ends well.
+
+    Args:
+        path: The place. A folder that lies there is removed at the end, so the caller looks at what is in it.
+
+    Yields:
+        A new folder beside it. It is removed after a failure.
+    """
+    temporary, old = _beside(path), _beside(path, "old")
+    temporary.mkdir()
+    try:
+        yield temporary
+        for file in temporary.iterdir():
+            _sync(file)
+        _sync(temporary)
+        if path.exists():
+            path.rename(old)
+        try:
+            temporary.rename(path)
+        except BaseException:
+            if old.exists():
+                old.rename(path)
+            raise
+        _sync(path.parent)
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _beside(path: Path, ending: str = "tmp") -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.{ending}")
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

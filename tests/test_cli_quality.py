@@ -1,0 +1,154 @@
+"""`llorch quality`."""
+
+import json
+from pathlib import Path
+
+import pytest
+from command_line import invoke
+from story_files import rounded, tale
+
+
+@pytest.fixture
+def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "tale.txt"
+    path.write_text(tale(monkeypatch, 12) + "\n")
+    return path
+
+
+@pytest.fixture
+def coarse(tmp_path: Path) -> Path:
+    return rounded(tmp_path / "coarse.gguf")
+
+
+def rows(stdout: str) -> dict[str, list[str]]:
+    """Figure to value and error, from the table."""
+    split = (line.rsplit(maxsplit=2) for line in stdout.splitlines()[2:])
+    return {parts[0].strip(): parts[1:] for parts in split}
+
+
+def test_a_coarse_copy_is_told_from_the_reference(text: Path, coarse: Path):
+    words = ("quality", "story", str(coarse), "--text", str(text), "--context", "64")
+    result = invoke(*words)
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(invoke(*words, "--json").stdout)
+    assert f"{found['windows']} windows of 64 tokens, {31 * found['windows']} scored" in result.stdout
+    assert f"{found['tokens'] - 64 * found['windows']} unused" in result.stdout
+    table = rows(result.stdout)
+    assert table["perplexity of the reference"][0] == f"{found['reference_perplexity']['value']:.7g}"
+    assert float(table["KL divergence, mean (nats)"][0]) == pytest.approx(found["kl"]["value"], rel=1e-6)
+    assert float(table["same most likely token (%)"][0]) == pytest.approx(100 * found["same_top"]["value"], rel=1e-6)
+    assert found["kl"]["value"] > 0.01
+    assert found["perplexity"]["value"] > found["reference_perplexity"]["value"]
+
+
+def test_json_says_what_was_compared_and_every_figure(text: Path, coarse: Path):
+    found = json.loads(
+        invoke(
+            "quality", "story", str(coarse), "--text", str(text), "--windows", "2", "--context", "50", "--json"
+        ).stdout
+    )
+    about = {"reference": "story", "model": str(coarse), "numerics": "exact", "text": str(text), "context": 50}
+    assert about.items() <= found.items()
+    assert (found["windows"], found["n_scored"]) == (2, 48)
+    assert found["kl_quantiles"].keys() == {"median", "90%", "95%", "99%", "99.9%", "maximum"}
+    for name in ("perplexity_ratio", "perplexity_log_ratio", "perplexity_difference", "p_rms", "p_mean"):
+        assert found[name].keys() == {"value", "error"}
+
+
+def test_a_model_differs_from_itself_by_exactly_nothing(text: Path):
+    found = json.loads(invoke("quality", "story", "story", "--text", str(text), "--context", "64", "--json").stdout)
+    assert found["kl"] == {"value": 0, "error": 0}
+    assert found["perplexity_ratio"] == {"value": 1, "error": 0}
+    assert found["same_top"] == {"value": 1, "error": 0}
+    assert set(found["kl_quantiles"].values()) == {0}
+
+
+def test_a_model_alone_gets_its_perplexity(text: Path):
+    alone = invoke("quality", "story", "--text", str(text), "--context", "64")
+    found = json.loads(invoke("quality", "story", "--text", str(text), "--context", "64", "--json").stdout)
+    pair = json.loads(invoke("quality", "story", "story", "--text", str(text), "--context", "64", "--json").stdout)
+    assert found["perplexity"] == pair["perplexity"]
+    assert "reference" not in found
+    assert rows(alone.stdout).keys() == {"perplexity", "loss (nats)"}
+
+
+def test_float32_weights_leave_nothing_to_round_with_ggml_numerics(text: Path):
+    words = ("quality", "story", "story", "--text", str(text), "--windows", "1", "--json", "--numerics", "ggml")
+    found = json.loads(invoke(*words).stdout)
+    assert found["numerics"] == "ggml"
+    assert found["kl"]["value"] == 0
+
+
+def test_the_last_line_end_of_a_text_is_no_part_of_it(text: Path):
+    def n_tokens() -> int:
+        return json.loads(invoke("quality", "story", "--text", str(text), "--windows", "1", "--json").stdout)["tokens"]
+
+    with_end = n_tokens()
+    text.write_text(text.read_text().removesuffix("\n"))
+    assert n_tokens() == with_end
+
+
+def test_line_ends_inside_a_text_stay_as_they_are(tmp_path: Path):
+    lines = tmp_path / "lines.txt"
+
+    def n_tokens(data: bytes) -> int:
+        lines.write_bytes(data)
+        return json.loads(invoke("quality", "story", "--text", str(lines), "--context", "4", "--json").stdout)["tokens"]
+
+    assert n_tokens(b"a fox\r\nran\r\nhome") > n_tokens(b"a fox\nran\nhome")
+
+
+def test_the_error_of_a_single_token_is_null(text: Path):
+    words = ("quality", "story", "--text", str(text), "--context", "3", "--windows", "1", "--json")
+    assert json.loads(invoke(*words).stdout)["perplexity"]["error"] is None
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (b"", "expected text, the file is empty"),
+        (b"\n", "expected text, the file is empty"),
+        (b"caf\xe9 au lait", "expected UTF-8 text, got the byte 0xe9 at offset 3"),
+        (b"Once upon a time", "one window needs 512 tokens, got 5"),
+    ],
+)
+def test_a_text_that_cannot_be_used_is_refused_in_one_line(data: bytes, expected: str, tmp_path: Path):
+    (tmp_path / "text.txt").write_bytes(data)
+    result = invoke("quality", "story", "--text", str(tmp_path / "text.txt"))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert expected in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_text_larger_than_memory_is_refused_before_it_is_read(tmp_path: Path):
+    with (tmp_path / "huge.txt").open("wb") as file:
+        file.truncate(1 << 40)  # takes no room on the disk
+    result = invoke("quality", "story", "--text", str(tmp_path / "huge.txt"))
+    assert result.exit_code == 4
+    assert "1099.51 GB of text need about 219902.3 GB of memory" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "expected"),
+    [
+        ("story --text nothing.txt", 3, "nothing.txt: No such file"),
+        ("story nothing.gguf --text {}", 3, "'nothing.gguf': no such file or folder"),
+        ("story micro-llama --text {}", 2, "story has 1003, micro-llama has 401"),
+        ("story --text {} --context 513", 2, "story can have 3 to 512 tokens, got 513"),
+        ("story --text {} --windows 0", 2, "--windows"),
+        ("story --text {} --kv-cache f16", 2, "--kv-cache f16 goes with --numerics ggml"),
+        ("story", 2, "Missing option '--text'"),
+    ],
+)
+def test_an_unusable_command_line_is_refused(words: str, code: int, expected: str, text: Path):
+    result = invoke("quality", *words.replace("{}", str(text)).split())
+    assert (result.exit_code, result.stdout) == (code, "")
+    assert expected in result.stderr
+
+
+def test_models_that_do_not_fit_together_are_refused(text: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("llorch.cli.quality.available_memory", lambda: 4e8)  # room for one
+    assert invoke("quality", "story", "--text", str(text), "--windows", "1").exit_code == 0
+    result = invoke("quality", "story", "story", "--text", str(text), "--windows", "1")
+    assert result.exit_code == 4
+    assert "story and story: need about" in result.stderr

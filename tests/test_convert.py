@@ -1,0 +1,245 @@
+"""Conversion between formats, without the engines: round trips, refusals, and what is left after a failure."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_models import random_tensors, write_folder
+from whole_folders import VOCABULARIES, write_whole_folder
+
+from llorch.builtin import BUILTIN, builtin_path
+from llorch.convert import convert
+from llorch.errors import FormatError
+from llorch.model import load
+from llorch.weights import Weights, open_gguf, open_weights
+from llorch.weights.export import NO_VOCABULARY, write_gguf_content
+from llorch.weights.quant import GGMLType
+
+TEXTS = ("", "hello  wor 12", "a<tool>b \u00e9\u4f60\U0001f600\n", "<s>aaab<|eot_id|>")
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def assert_same_model(got: Path, want: Path) -> None:
+    """Every bit of every tensor, the ids of some texts and the end tokens; the logits to the rounding of epsilon."""
+    one, other = load(got), load(want)
+    assert_same_tensors(one.weights, other.weights)
+    ids = list(range(1, 20))
+    np.testing.assert_allclose(one.forward(ids), other.forward(ids), rtol=0, atol=1e-5)
+    for text in TEXTS:
+        assert one.tokenizer.encode(text) == other.tokenizer.encode(text)
+        assert one.tokenizer.encode(text, parse_special=True) == other.tokenizer.encode(text, parse_special=True)
+    assert one.tokenizer.eos_token_ids == other.tokenizer.eos_token_ids
+
+
+def assert_same_tensors(got: Weights, want: Weights) -> None:
+    assert list(got) == list(want)
+    assert all(got.array(name).tobytes() == want.array(name).tobytes() for name in want)
+
+
+@pytest.mark.parametrize("name", BUILTIN)
+def test_a_file_becomes_a_folder_and_the_same_file_again(tmp_path: Path, name: str):
+    source = builtin_path(name)
+    convert(source, tmp_path / "folder")
+    assert_same_model(tmp_path / "folder", source)
+    convert(tmp_path / "folder", tmp_path / "back.gguf")
+    assert_same_model(tmp_path / "back.gguf", source)
+    assert names(tmp_path) == ["back.gguf", "folder"]
+
+
+@pytest.mark.parametrize("kind", VOCABULARIES)
+def test_a_folder_becomes_a_file_and_the_same_folder_again(tmp_path: Path, kind: str):
+    source = write_whole_folder(tmp_path / "source", kind)
+    done = convert(source, tmp_path / "m.gguf")
+    assert any("NFC" in note for note in done.notes) == kind.startswith("qwen")
+    convert(tmp_path / "m.gguf", tmp_path / "back")
+    one, other = load(source), load(tmp_path / "back")
+    assert_same_tensors(one.weights, other.weights)
+    assert one.config == other.config
+    for text in (*TEXTS, "e\u0301 <tool> hell"):
+        assert one.tokenizer.encode(text) == other.tokenizer.encode(text)
+    assert one.tokenizer.eos_token_ids == other.tokenizer.eos_token_ids
+    old, new = (json.loads((folder / "generation_config.json").read_text()) for folder in (source, tmp_path / "back"))
+    for key in ("temperature", "top_k", "repetition_penalty", "do_sample", "bos_token_id"):
+        assert new[key] == pytest.approx(old[key], rel=1e-7)
+    with open_gguf(tmp_path / "m.gguf") as file:
+        assert file.metadata["general.sampling.temp"] == pytest.approx(0.7, rel=1e-7)
+        assert file.metadata["general.sampling.penalty_repeat"] == pytest.approx(1.05, rel=1e-7)
+        assert file.metadata["general.sampling.top_k"] == 20
+        assert file.metadata["general.name"] == "source"
+
+
+def test_a_file_becomes_a_smaller_file_with_the_same_vocabulary(tmp_path: Path):
+    done = convert(builtin_path("story"), tmp_path / "m.gguf", ggml_type=GGMLType.Q8_0)
+    assert (done.n_tensors, done.ggml_type, done.has_vocabulary) == (47, GGMLType.Q8_0, True)
+    assert done.n_bytes == (tmp_path / "m.gguf").stat().st_size < 0.3 * builtin_path("story").stat().st_size
+    assert not done.fallbacks
+    with open_gguf(tmp_path / "m.gguf") as new, open_gguf(builtin_path("story")) as old:
+        for key, value in old.metadata.items():
+            if key.startswith("tokenizer."):
+                assert list(np.atleast_1d(new.metadata[key])) == list(np.atleast_1d(value)), key  # type: ignore[arg-type]
+        assert new.metadata["general.license"] == old.metadata["general.license"]
+        assert new.metadata["general.file_type"] == 7
+
+
+def test_what_a_file_says_of_itself_goes_along_with_every_kind_of_value(tmp_path: Path):
+    told: dict[str, object] = {
+        "general.text": "\u4f60\nx",
+        "general.yes": True,
+        "general.large": 2**40,
+        "general.below": -(2**40),
+        "general.wide": 1e300,
+        "general.tags": [b"a", b""],
+        "general.bytes": np.array([1, -2], np.int8),
+        "general.flags": np.array([True, False]),
+    }
+    weights = open_weights(write_folder(tmp_path / "a", random_tensors("llama")))
+    write_gguf_content(weights, tmp_path / "m.gguf", ggml_type=GGMLType.F32, metadata={**told, **NO_VOCABULARY})
+    convert(tmp_path / "m.gguf", tmp_path / "n.gguf")
+    with open_gguf(tmp_path / "n.gguf") as file:
+        for key, value in told.items():
+            got = file.metadata[key]
+            assert list(got) == list(value) if isinstance(value, list | np.ndarray) else got == value, key  # type: ignore
+
+
+@pytest.mark.parametrize("ggml_type", [GGMLType.BF16, GGMLType.Q4_0], ids=lambda one: one.name)
+def test_the_type_of_the_source_is_kept_where_the_target_can_hold_it(tmp_path: Path, ggml_type: GGMLType):
+    convert(builtin_path("story"), tmp_path / "m.gguf", ggml_type=ggml_type)
+    assert convert(tmp_path / "m.gguf", tmp_path / "again.gguf").ggml_type is ggml_type
+    assert (tmp_path / "m.gguf").read_bytes() == (tmp_path / "again.gguf").read_bytes()
+    assert convert(tmp_path / "m.gguf", tmp_path / "folder").ggml_type is GGMLType.F32  # for the norms
+    assert_same_tensors(open_weights(tmp_path / "folder"), open_weights(tmp_path / "m.gguf"))
+
+
+@pytest.mark.parametrize("ggml_type", [GGMLType.BF16, GGMLType.F16], ids=lambda one: one.name)
+def test_half_precision_goes_round_without_being_asked_for(tmp_path: Path, ggml_type: GGMLType):
+    convert(builtin_path("story"), tmp_path / "half", ggml_type=ggml_type)
+    assert convert(tmp_path / "half", tmp_path / "m.gguf").ggml_type is ggml_type
+    assert convert(tmp_path / "m.gguf", tmp_path / "back").ggml_type is ggml_type
+    assert_same_tensors(open_weights(tmp_path / "back"), open_weights(tmp_path / "half"))
+
+
+def test_a_second_rounding_is_noted(tmp_path: Path):
+    convert(builtin_path("story"), tmp_path / "m.gguf", ggml_type=GGMLType.Q8_0)
+    done = convert(tmp_path / "m.gguf", tmp_path / "n.gguf", ggml_type=GGMLType.Q4_0)
+    assert done.notes == ["the source is quantised already (Q8_0); Q4_0 adds its own rounding"]
+    assert not convert(tmp_path / "m.gguf", tmp_path / "o.gguf", ggml_type=GGMLType.F32).notes
+
+
+def test_matrices_that_do_not_fit_the_type_are_named(tmp_path: Path):
+    folder = write_folder(tmp_path / "a", random_tensors("llama"))
+    done = convert(folder, tmp_path / "m.gguf", ggml_type=GGMLType.Q8_0)
+    assert done.fallbacks == ["layers.0.down_proj", "layers.1.down_proj"]
+    assert done.notes == ["the folder has no tokenizer.json: the file gets no vocabulary"]
+    assert not done.has_vocabulary
+
+
+def test_a_file_without_vocabulary_becomes_a_folder_without_tokenizer(tmp_path: Path):
+    convert(write_folder(tmp_path / "a", random_tensors("qwen2"), "qwen2"), tmp_path / "m.gguf")
+    done = convert(tmp_path / "m.gguf", tmp_path / "b")
+    assert names(tmp_path / "b") == ["config.json", "model.safetensors"]
+    assert done.notes == ["the file has no vocabulary: the folder gets no tokenizer"]
+
+
+def test_a_tokenizer_that_is_not_read_is_not_dropped(tmp_path: Path):
+    folder = write_folder(tmp_path / "a", random_tensors("llama"))
+    (folder / "tokenizer.model").touch()
+    with pytest.raises(FormatError, match=r"the tokenizer is in tokenizer\.model, which is not read"):
+        convert(folder, tmp_path / "m.gguf")
+    assert names(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize("target", ["m.gguf", "folder"])
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+def test_weights_that_are_not_finite_are_refused_and_nothing_is_left(tmp_path: Path, target: str, number: float):
+    tensors = random_tensors("qwen3")
+    tensors["model.layers.1.self_attn.o_proj.weight"][3, 4] = number
+    source = write_folder(tmp_path / "a", tensors, "qwen3")
+    if target == "folder":
+        clean = convert(write_folder(tmp_path / "c", random_tensors("qwen3"), "qwen3"), tmp_path / "c.gguf").target
+        data = bytearray(clean.read_bytes())
+        with open_gguf(clean) as file:
+            start = file.tensors["blk.1.attn_output.weight"].offset
+        data[start : start + 4] = np.float32(number).tobytes()
+        (source := tmp_path / "bad.gguf").write_bytes(data)
+    before = names(tmp_path)
+    with pytest.raises(FormatError, match=rf"has {number}") as caught:
+        convert(source, tmp_path / target)
+    assert caught.value.code == "NonFinite"
+    assert names(tmp_path) == before
+
+
+def test_a_bias_that_llamacpp_does_not_read_is_refused(tmp_path: Path):
+    tensors = random_tensors("qwen3")
+    for layer in (0, 1):
+        for part, width in (("q", 32), ("k", 16), ("v", 16), ("o", 32)):
+            tensors[f"model.layers.{layer}.self_attn.{part}_proj.bias"] = np.ones(width, np.float32)
+    source = write_folder(tmp_path / "a", tensors, "qwen3", attention_bias=True)
+    with pytest.raises(FormatError, match="a bias of attn_output for the llama family only, got qwen3"):
+        convert(source, tmp_path / "m.gguf")
+
+
+def test_what_the_source_is_refused_for_is_said_before_anything_is_written(tmp_path: Path):
+    tensors = random_tensors("llama")
+    del tensors["model.norm.weight"]
+    with pytest.raises(FormatError, match=r"1 Missing: model\.norm\.weight"):
+        convert(write_folder(tmp_path / "a", tensors), tmp_path / "m.gguf")
+    assert names(tmp_path) == ["a"]
+
+
+def test_an_existing_target_is_kept_unless_it_is_to_be_replaced(tmp_path: Path):
+    for target in (tmp_path / "m.gguf", tmp_path / "folder"):
+        convert(builtin_path("micro-llama"), target)
+        with pytest.raises(FileExistsError, match="exists; choose another name, or replace it with --force"):
+            convert(builtin_path("micro-qwen3"), target)
+        assert open_weights(target).config.family == "llama"
+        convert(builtin_path("micro-qwen3"), target, force=True)
+        assert open_weights(target).config.family == "qwen3"
+    assert names(tmp_path) == ["folder", "m.gguf"]
+
+
+def test_a_folder_with_other_things_in_it_is_never_replaced(tmp_path: Path):
+    convert(builtin_path("micro-llama"), tmp_path / "folder")
+    (tmp_path / "folder" / "thesis.doc").touch()
+    with pytest.raises(FileExistsError, match=r"holds thesis\.doc, which is no file of a model"):
+        convert(builtin_path("micro-qwen3"), tmp_path / "folder", force=True)
+    (tmp_path / "folder.gguf").mkdir()
+    (tmp_path / "file").touch()
+    for target, kind in (("folder.gguf", "a folder"), ("file", "a file")):
+        with pytest.raises(FileExistsError, match=f"is {kind}, which is not replaced"):
+            convert(builtin_path("micro-qwen3"), tmp_path / target, force=True)
+
+
+def test_the_source_is_never_replaced(tmp_path: Path):
+    source = tmp_path / "home" / "m.gguf"
+    source.parent.mkdir()
+    source.write_bytes(builtin_path("micro-llama").read_bytes())
+    (tmp_path / "link.gguf").symlink_to(source)
+    for target in (source, tmp_path / "link.gguf", tmp_path / "home"):
+        with pytest.raises(ValueError, match="the target would replace the source"):
+            convert(source, target, force=True)
+    assert source.read_bytes() == builtin_path("micro-llama").read_bytes()
+    convert(source, tmp_path / "home" / "folder")  # beside it is well
+
+
+def test_a_folder_is_not_converted_to_a_folder(tmp_path: Path):
+    folder = write_folder(tmp_path / "a", random_tensors("llama"))
+    with pytest.raises(ValueError, match="both Hugging Face folders"):
+        convert(folder, tmp_path / "b")
+
+
+def test_places_that_are_not_there_are_named(tmp_path: Path):
+    with pytest.raises(FileNotFoundError, match=r"nothing\.gguf: no such file or folder"):
+        convert(tmp_path / "nothing.gguf", tmp_path / "b")
+    with pytest.raises(FileNotFoundError, match=r"the folder .*nowhere does not exist; make it first"):
+        convert(builtin_path("story"), tmp_path / "nowhere" / "m.gguf")
+
+
+def test_types_that_a_format_does_not_have_are_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match="folders are written in F32, F16, BF16, got Q8_0"):
+        convert(builtin_path("story"), tmp_path / "b", ggml_type=GGMLType.Q8_0)
+    with pytest.raises(ValueError, match=r"GGUF files are written in F32, .* got Q4_K"):
+        convert(builtin_path("story"), tmp_path / "b.gguf", ggml_type=GGMLType.Q4_K)
