@@ -14,7 +14,7 @@ import numpy as np
 
 from llorch.compare import Difference, Tolerance, measure
 from llorch.config import ModelConfig
-from llorch.mistakes import SAMPLING, STAGE_MISTAKES, Mistake, SamplerInputs
+from llorch.mistakes import QUANTISED, SAMPLING, STAGE_MISTAKES, Mistake, QuantisedInputs, SamplerInputs, quantised
 from llorch.mistakes.sampling import RIGHT
 from llorch.replay import Pass, isolated
 from llorch.stages import BY_NAME, Compute, Stage, StageInputs
@@ -121,6 +121,20 @@ def sampler_variants(step: str, inputs: SamplerInputs, config: ModelConfig) -> V
     """
     known = [mistake for mistake in SAMPLING if step in mistake.stages and mistake.applies_to(config)]
     return Variants(RIGHT[step](inputs), [(mistake, mistake.wrong(inputs, step)) for mistake in known])
+
+
+def quantised_variants(step: str, inputs: QuantisedInputs) -> Variants:
+    """Run a part of a quantised product, right and wrong.
+
+    Args:
+        step: `decode`, `rounding` or `product`.
+        inputs: A matrix and what it is multiplied with.
+
+    Returns:
+        What it makes of them.
+    """
+    known = [mistake for mistake in QUANTISED if step in mistake.stages and inputs.kind.name in mistake.cases]
+    return Variants(quantised.RIGHT[step](inputs), [(mistake, mistake.wrong(inputs, step)) for mistake in known])
 
 
 def rank(observed: np.ndarray, made: Variants, *, tolerance: Tolerance) -> list[Suspect]:

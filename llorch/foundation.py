@@ -6,11 +6,12 @@ The other side is the `gguf` package's GGUFReader for a GGUF file (name, type, s
 
 import hashlib
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 
-from llorch.weights import Weights
+from llorch.weights import Weights, open_weights
 from llorch.weights.gguf import GGUFFile
 
 Table = Mapping[str, str]  # tensor name -> "dtype shape [sha256]"
@@ -30,6 +31,21 @@ def own_tensors(weights: Weights) -> Table:
         tensors = source.tensors.items()
         return {name: _entry(info.ggml_type.name, info.shape, source.raw(name)) for name, info in tensors}
     return {name: _entry(info.dtype, info.shape) for name, info in source.tensors.items()}
+
+
+def fingerprint(path: Path) -> str:
+    """Hash of the names, types, shapes and bytes of all tensors; the rest of the file is free.
+
+    Args:
+        path: A GGUF file.
+
+    Returns:
+        Hexadecimal digits.
+    """
+    weights = open_weights(path)
+    with closing(weights.source):
+        table = sorted(own_tensors(weights).items())
+    return hashlib.sha256(repr(table).encode()).hexdigest()
 
 
 def foreign_tensors(path: Path) -> Table:

@@ -55,7 +55,7 @@ class ModelRecipe:
             n_kv_heads=2,
             head_dim=32,
             vocab_size=96,
-            rms_norm_eps=1e-5,
+            rms_norm_eps=2.0**-17,  # a float32, as the file holds it
             rope_theta=10000.0,
             rope_scaling=None,
             max_position_embeddings=256,

@@ -87,6 +87,7 @@ CHECKPOINTS: Mapping[str, str] = {
     "10": "argmax",
     "11": "probabilities",
     "12": "generation",
+    "13": "quantised",
 }  # number -> name; design decides, the numbers are public interface
 
 

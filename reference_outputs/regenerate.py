@@ -2,10 +2,12 @@
 
     python reference_outputs/regenerate.py                 write all
     python reference_outputs/regenerate.py micro-llama     write one
+    python reference_outputs/regenerate.py quantised       write those of checkpoint 13
     python reference_outputs/regenerate.py --check         compare with the stored ones at their tolerances
 
 Goldens come from llama.cpp and transformers as they are installed here; tolerances come from how far the two lie
-from our float64 run. Nothing is written when a producer is missing or too far from the truth.
+from our float64 run. Nothing is written when a producer is missing or too far from the truth. Those of checkpoint 13
+come from llama.cpp and its ggml alone.
 """
 
 import platform
@@ -13,6 +15,7 @@ import sys
 from pathlib import Path
 
 import click
+import make_quantised
 import numpy as np
 
 from llorch.builtin import BUILTIN, builtin_path
@@ -21,6 +24,9 @@ from llorch.evidence import PRODUCERS, Evidence, Golden, TokenCheck, cases_for, 
 from llorch.foundation import foreign_tensors
 from llorch.model import Model
 from llorch.producers import Producer, open_producer
+from llorch.quantised_goldens import FOLDER as QUANTISED
+from llorch.quantised_goldens import read as read_quantised
+from llorch.quantised_goldens import save as save_quantised
 from llorch.verifier import Verifier, ceiling
 from llorch.weights import Weights, open_weights
 
@@ -38,23 +44,40 @@ TEXTS = (
 
 
 @click.command(help=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("names", nargs=-1, type=click.Choice(BUILTIN))
+@click.argument("names", nargs=-1, type=click.Choice((*BUILTIN, QUANTISED)))
 @click.option("--check", is_flag=True, help="Compare with the stored goldens instead of writing.")
 def main(names: tuple[str, ...], check: bool) -> None:
     """Entry point."""
     failures = 0
-    for name in names or BUILTIN:
-        click.echo(f"{name}: running {' and '.join(PRODUCERS)}", err=True)
-        golden = make(name)
+    for name in names or (*BUILTIN, QUANTISED):
         folder = FOLDER / name
+        lines = quantised(folder, check=check) if name == QUANTISED else built_in(name, folder, check=check)
+        failures += len(lines)
         if check:
-            lines = differences(golden, read(folder))
-            failures += len(lines)
             click.echo("\n".join(lines) if lines else f"{name}: reproduced")
         else:
-            save(folder, golden)
             click.echo(f"{name}: written to {folder.name}, {size(folder) / 1e6:.1f} MB")
     sys.exit(1 if failures else 0)
+
+
+def built_in(name: str, folder: Path, *, check: bool) -> list[str]:
+    """Make the goldens of one built-in model; write them, or say where they are not the stored ones."""
+    click.echo(f"{name}: running {' and '.join(PRODUCERS)}", err=True)
+    golden = make(name)
+    if check:
+        return differences(golden, read(folder))
+    save(folder, golden)
+    return []
+
+
+def quantised(folder: Path, *, check: bool) -> list[str]:
+    """Make the goldens of checkpoint 13; write them, or say where they are not the stored ones."""
+    click.echo(f"{QUANTISED}: running ggml and llamacpp", err=True)
+    golden = make_quantised.make_quantised()
+    if check:
+        return make_quantised.differences(golden, read_quantised(folder))
+    save_quantised(folder, golden)
+    return []
 
 
 def make(name: str) -> Golden:

@@ -1,5 +1,6 @@
 """Grouping and counting of verification rows."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -56,13 +57,13 @@ def test_a_failure_is_shown_before_a_near_tie_and_both_before_any_pass():
         assert lines(judged(*rows[:n]))[6].verdict == verdict
 
 
-def test_every_checkpoint_has_a_line_also_without_a_row():
-    from llorch.cli.judged import NOT_RUN, lines
-    from llorch.stages import CHECKPOINTS
+def test_every_checkpoint_of_the_arithmetic_has_a_line_also_without_a_row():
+    from llorch.cli.judged import ALL, NOT_RUN, lines
 
-    found = lines(judged(row()))
-    assert [line.checkpoint for line in found] == list(CHECKPOINTS)
-    assert sum(line.verdict == NOT_RUN for line in found) == len(CHECKPOINTS) - 1
+    for numbers in (ALL[:-1], ALL):
+        found = lines(replace(judged(row()), checkpoints=numbers))
+        assert [line.checkpoint for line in found] == list(numbers)
+        assert sum(line.verdict == NOT_RUN for line in found) == len(numbers) - 1
 
 
 @pytest.mark.parametrize(

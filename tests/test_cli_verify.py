@@ -41,16 +41,18 @@ def changed_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_every_built_in_model_agrees_with_its_goldens():
     from llorch.builtin import BUILTIN
+    from llorch.cli.judged import EXACT
     from llorch.stages import CHECKPOINTS
 
     result = invoke("verify")
     assert result.exit_code == 0, result.stdout
     for name in BUILTIN:
         table = result.stdout.split(f"{name}\n")[1].split("\n\n")[0].splitlines()[1:]
-        assert [line[:20].rstrip() for line in table] == [f"{n:<3} {name}" for n, name in CHECKPOINTS.items()]
+        assert [line[:20].rstrip() for line in table] == [f"{n:<3} {CHECKPOINTS[n]}" for n in EXACT]
         assert all(line.rstrip().endswith("PASS") for line in table)
+    assert "13  quantised" in result.stdout.split("quantised   one witness: llamacpp\n")[1]
     last = result.stdout.splitlines()[-1]
-    assert last.startswith("5 models, ")
+    assert last.startswith("6 models, ")
     assert " 0 failed; our float32 at least as close to the truth as both producers at " in last
 
 

@@ -19,6 +19,7 @@ from llorch.evidence import (
     take,
 )
 from llorch.producers import Producer
+from llorch.quantised_goldens import FOLDER as QUANTISED
 from llorch.replay import Pass
 from llorch.weights import open_weights
 
@@ -132,4 +133,10 @@ def test_a_golden_without_one_of_its_parts_is_refused(tmp_path: Path, part: str)
 def test_the_wheel_carries_the_goldens_of_every_built_in_model():
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
     included = project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
-    assert included == {f"reference_outputs/{name}": f"llorch/reference_outputs/{name}" for name in BUILTIN}
+    folders = (*BUILTIN, QUANTISED)
+    assert included == {f"reference_outputs/{name}": f"llorch/reference_outputs/{name}" for name in folders}
+
+
+def test_all_goldens_together_stay_under_20_megabytes():
+    files = [file for name in (*BUILTIN, QUANTISED) for file in (goldens_folder() / name).iterdir()]
+    assert sum(file.stat().st_size for file in files) < 20e6

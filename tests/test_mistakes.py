@@ -11,7 +11,9 @@ from llorch.diagnose import Variants, diagnose, mistakes_of, rank, wrong_compute
 from llorch.mistakes import (
     AFTER_LOGITS,
     GENERATION,
+    IN_PRODUCTS,
     MISTAKES,
+    QUANTISED,
     SAMPLING,
     STAGE_MISTAKES,
     Mistake,
@@ -22,7 +24,7 @@ from llorch.mistakes.norm import skipped
 from llorch.replay import isolated
 from llorch.stages import BY_NAME, CHECKPOINTS, StageInputs, keys
 
-EVERY = (*STAGE_MISTAKES, *SAMPLING, *GENERATION)
+EVERY = (*STAGE_MISTAKES, *SAMPLING, *GENERATION, *QUANTISED)
 TOLERANCE = Tolerance(1e-6, 1e-6)
 
 
@@ -37,6 +39,7 @@ def test_the_library_holds_more_than_a_hundred_mistakes_under_different_names():
 def test_the_library_is_filed_by_the_kind_of_step():
     assert all(set(mistake.stages) <= BY_NAME.keys() for mistake in STAGE_MISTAKES)
     assert all(set(mistake.stages) <= AFTER_LOGITS.keys() for mistake in (*SAMPLING, *GENERATION))
+    assert all(set(mistake.stages) <= IN_PRODUCTS.keys() for mistake in QUANTISED)
 
 
 @pytest.mark.parametrize("mistake", EVERY, ids=lambda mistake: mistake.name)

@@ -1,7 +1,7 @@
 """The script that makes the goldens: `--check` sees every kind of difference, and far witnesses are refused."""
 
-import importlib.util
-from collections.abc import Callable, Sequence
+import importlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -21,13 +21,10 @@ SCRIPT = goldens_folder() / "regenerate.py"
 
 
 @pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("regenerate", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def script() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SCRIPT.parent))  # as when it is run
+        yield importlib.import_module("regenerate")
 
 
 @pytest.fixture

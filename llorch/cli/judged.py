@@ -61,7 +61,7 @@ def lines(judged: Judged, *, by_stage: bool = False) -> list[Line]:
 
     Args:
         judged: The rows of a model.
-        by_stage: A line per stage.
+        by_stage: A line per stage, or per model where there are several.
 
     Returns:
         The lines; a checkpoint without a row has one too.
@@ -69,14 +69,15 @@ def lines(judged: Judged, *, by_stage: bool = False) -> list[Line]:
     groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
     errors: dict[tuple, dict[str, float]] = defaultdict(dict)
     for row in judged.rows:
-        groups[row.checkpoint, row.stage if by_stage else ""].append(row)
-        errors[_place(row)][row.producer] = row.producer_error
+        part = row.stage if row.model == judged.model else row.model
+        groups[row.checkpoint, part if by_stage else ""].append(row)
+        errors[row.model, *_place(row)][row.producer] = row.producer_error
     out = []
     for checkpoint in judged.checkpoints:
         found = [(stage, rows) for (number, stage), rows in groups.items() if number == checkpoint]
         for stage, rows in found:
             closest = max(rows, key=_closeness)
-            out.append(Line(checkpoint, stage, len(rows), closest, errors[_place(closest)]))
+            out.append(Line(checkpoint, stage, len(rows), closest, errors[closest.model, *_place(closest)]))
         if not found:
             out.append(Line(checkpoint, "", 0, None, {}))
     return out
@@ -124,7 +125,7 @@ def summary(models: Sequence[Judged]) -> dict:
         "ties": verdicts[TIE],
         "checkpoints_not_run": sum(line.verdict == NOT_RUN for judged in models for line in lines(judged)),
         "not_run": [{"model": judged.model, "reason": reason} for judged in models for reason in judged.not_run],
-        "witnesses": {judged.model: judged.witnesses for judged in models},
+        "witnesses": {judged.model: judged.witnesses for judged in models if not judged.numerics},
         "closer_to_truth": {backend: closer_to_truth(models, backend) for backend in BACKENDS},
         "first_failures": [asdict(failure) for failure in failures],
     }

@@ -13,20 +13,23 @@ from llorch.cli.inputs import choose_ids, chosen_numerics, model_path, say_plan
 from llorch.cli.judged import ALL, Judged, summary
 from llorch.cli.outcome import DIFFERS, MISSING, OK
 from llorch.cli.output import progress, say, to_json
-from llorch.cli.report import LEGEND, print_end, print_model
+from llorch.cli.report import print_end, print_model
 from llorch.cli.tables import console
 from llorch.errors import MissingExtra
 from llorch.evidence import N_GREEDY
 from llorch.model import Model, load
 from llorch.numerics import EXACT, GGML, Numerics
 from llorch.producers import ProducerName
-from llorch.quantised import emulated
+from llorch.quantised import CHECKPOINT, emulated
+from llorch.quantised_models import MODELS
 from llorch.verify import verify_as_stored, verify_live, verify_stored
+from llorch.verify_quantised import verify_quantised_stored
 from llorch.weights import open_weights
 from llorch.weights.residency import Residency
 
 _PACKAGES = {"llamacpp": ("llama_cpp",), "transformers": ("torch", "transformers")}
 
+QUANTISED = "quantised"  # stands for the micro models of checkpoint 13
 MIN_DISTINCT = 8  # fewer distinct tokens hide some mistakes
 
 Say = Callable[[str], None]
@@ -66,7 +69,8 @@ def judge_all(
         The exit code.
     """
     has_input = prompt is not None or tokens is not None
-    plans = [(spec, *_plan(spec, against, has_input=has_input)) for spec in dict.fromkeys(models or BUILTIN)]
+    specs = dict.fromkeys(models or (*BUILTIN, QUANTISED))
+    plans = [(spec, *_plan(spec, against, has_input=has_input)) for spec in specs]
     out = console()
     done: list[Judged] = []
     for spec, path, engines in plans:
@@ -85,15 +89,14 @@ def judge_all(
         rows = [asdict(row) for judged in done for row in judged.rows]
         click.echo(to_json({"rows": rows, "summary": summary(done)}))
     else:
-        out.print(LEGEND)
         print_end(out, done)
     return _exit_code(summary(done))
 
 
 def _plan(spec: str, against: Sequence[str], *, has_input: bool) -> tuple[Path, tuple[ProducerName, ...]]:
     """The path of a model and the engines to run; none means stored goldens."""
-    path = model_path(spec)
-    stored = spec in BUILTIN and not Path(spec).exists()
+    stored = spec in (*BUILTIN, QUANTISED) and not Path(spec).exists()
+    path = Path(spec) if stored and spec == QUANTISED else model_path(spec)
     if "golden" in against and not stored:
         raise click.UsageError(f"{spec}: only built-in models have goldens; use --against llamacpp or transformers")
     if stored and not set(against) - {"golden"}:
@@ -105,6 +108,9 @@ def _plan(spec: str, against: Sequence[str], *, has_input: bool) -> tuple[Path, 
 
 def _stored(name: str) -> Judged:
     try:
+        if name == QUANTISED:
+            arithmetic = f"numerics {GGML}; {len(MODELS)} micro models, one of each type, made in a temporary folder"
+            return Judged(name, list(verify_quantised_stored()), numerics=arithmetic, checkpoints=(CHECKPOINT,))
         return Judged(name, list(verify_stored(name)))
     except FileNotFoundError as error:
         return Judged(name, [], [str(error)])

@@ -13,12 +13,13 @@ from llorch.ops.precision import WIDE_LIMIT
 from llorch.stages import CHECKPOINTS
 from llorch.verifier import FAIL, PASS, TIE, Row
 
-LEGEND = (
-    "rows: our float32 as it runs, and again with every sum in float32 as in larger models\n"
+_ROWS = "rows: our float32 as it runs, and again with every sum in float32 as in larger models\n"
+_COLUMNS = (
     "error: how far ours is from the golden, in the row closest to its limit\n"
     "ours, llamacpp, transformers: how far each is from the float64 truth there\n"
     f"limit: {FACTOR:.0f} times the larger of the producers' distances in all layers, at least {FLOOR:.1e}"
 )
+_PRODUCTS = "\nlimit of a product, numerics ggml: how far two float32 sums of the same terms may lie apart"
 WIDTHS = (20, 5, 7, 7)  # so that the tables of all models line up
 _STYLES = {PASS: "green", TIE: "yellow", FAIL: "bold red", NOT_RUN: "yellow"}
 
@@ -45,7 +46,7 @@ def print_model(out: Console, judged: Judged, *, detail: bool) -> None:
         out.print(judged.numerics, soft_wrap=True)
     print_table(out, rows)
     for row in judged.rows:
-        if row.note and row.verdict == PASS:
+        if row.note and row.verdict == PASS and row.model == judged.model:
             out.print(f"{row.stage}, {row.case}: {row.note}", soft_wrap=True)
     for reason in judged.not_run:
         out.print(Text(f"{NOT_RUN}: {reason}", _STYLES[NOT_RUN]), soft_wrap=True)
@@ -55,8 +56,15 @@ def print_model(out: Console, judged: Judged, *, detail: bool) -> None:
     out.print()
 
 
+def legend(models: Sequence[Judged]) -> str:
+    """What the columns mean, for the arithmetics that were judged."""
+    exact = _ROWS if any(not judged.numerics for judged in models) else ""
+    return exact + _COLUMNS + (_PRODUCTS if any(judged.numerics for judged in models) else "")
+
+
 def print_end(out: Console, models: Sequence[Judged]) -> None:
-    """Print what failed first in each model, and the closing line."""
+    """Print the legend, what failed first in each model, and the closing line."""
+    out.print(legend(models))
     for judged in models:
         for line in failure_report(judged):
             out.print(Text(line, _STYLES[FAIL]), soft_wrap=True)

@@ -1,7 +1,8 @@
 """The library of known mistakes, as data: what people got wrong when they ported these models.
 
 `STAGE_MISTAKES` belong to stages of the table, `SAMPLING` to the steps from the logits to a distribution,
-`GENERATION` to the loop. `llorch.diagnose` compares a wrong result with them; tests plant every one of them.
+`GENERATION` to the loop, `QUANTISED` to the parts of a product with a quantised matrix. `llorch.diagnose` compares a
+wrong result with them; tests plant every one of them.
 """
 
 from collections.abc import Mapping
@@ -12,9 +13,10 @@ from llorch.mistakes.cache import CACHE
 from llorch.mistakes.embedding import EMBEDDING
 from llorch.mistakes.feed_forward import FEED_FORWARD
 from llorch.mistakes.generation import GENERATION, GenerationInputs
-from llorch.mistakes.mistake import AFTER_LOGITS, Mistake, checkpoint_of
+from llorch.mistakes.mistake import AFTER_LOGITS, IN_PRODUCTS, Mistake, checkpoint_of
 from llorch.mistakes.norm import NORM
 from llorch.mistakes.projection import PROJECTION
+from llorch.mistakes.quantised import QUANTISED, QuantisedInputs
 from llorch.mistakes.rope import ROPE
 from llorch.mistakes.sampling import SAMPLING, SamplerInputs
 from llorch.stages import StageInputs
@@ -22,11 +24,14 @@ from llorch.stages import StageInputs
 __all__ = [
     "AFTER_LOGITS",
     "GENERATION",
+    "IN_PRODUCTS",
     "MISTAKES",
+    "QUANTISED",
     "SAMPLING",
     "STAGE_MISTAKES",
     "GenerationInputs",
     "Mistake",
+    "QuantisedInputs",
     "SamplerInputs",
     "checkpoint_of",
     "of_checkpoint",
@@ -36,9 +41,9 @@ STAGE_MISTAKES: tuple[Mistake[StageInputs], ...] = (
     *EMBEDDING, *NORM, *PROJECTION, *ROPE, *CACHE, *ATTENTION, *FEED_FORWARD, *BLOCK,
 )  # fmt: skip
 
-MISTAKES: Mapping[str, Mistake[StageInputs] | Mistake[SamplerInputs] | Mistake[GenerationInputs]] = {
-    mistake.name: mistake for mistake in (*STAGE_MISTAKES, *SAMPLING, *GENERATION)
-}
+MISTAKES: Mapping[
+    str, Mistake[StageInputs] | Mistake[SamplerInputs] | Mistake[GenerationInputs] | Mistake[QuantisedInputs]
+] = {mistake.name: mistake for mistake in (*STAGE_MISTAKES, *SAMPLING, *GENERATION, *QUANTISED)}
 
 
 def of_checkpoint(number: str) -> list[str]:

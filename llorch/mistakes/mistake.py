@@ -14,6 +14,7 @@ from llorch.stages import BY_NAME
 
 Inputs = TypeVar("Inputs")
 AFTER_LOGITS = {"selected_logits": "09", "argmax": "10", "probabilities": "11", "generation": "12"}  # -> checkpoint
+IN_PRODUCTS = {"decode": "13", "rounding": "13", "product": "13"}  # what a quantised product consists of
 
 
 def every_model(config: ModelConfig) -> bool:
@@ -27,11 +28,12 @@ class Mistake(Generic[Inputs]):
 
     Attributes:
         name: Kebab-case, unique.
-        stages: Where it strikes: stages of the table, or one of `AFTER_LOGITS`.
+        stages: Where it strikes: stages of the table, one of `AFTER_LOGITS`, or some of `IN_PRODUCTS`.
         diagnosis: What was done and what is right, in one sentence.
         wrong: Makes the wrong array from the inputs of the right op and the name of the stage.
         reads: Stages that it reads beside the inputs of the right op.
-        cases: Inputs that show it: `near` and `far`, or names in `SAMPLINGS`, or a case of its checkpoint.
+        cases: Inputs that show it: `near` and `far`, names in `SAMPLINGS`, types of a matrix, or a case of its
+            checkpoint.
         after_cached: It shows only in a pass that continues a cache.
         applies_to: Whether it can be made with a configuration.
     """
@@ -52,5 +54,6 @@ class Mistake(Generic[Inputs]):
 
 
 def checkpoint_of(stage: str) -> str:
-    """The number of the checkpoint that a stage, or a step after the logits, belongs to."""
-    return AFTER_LOGITS[stage] if stage in AFTER_LOGITS else BY_NAME[stage].checkpoint
+    """The number of the checkpoint that a stage, a step after the logits, or a step of a product belongs to."""
+    steps = AFTER_LOGITS | IN_PRODUCTS
+    return steps[stage] if stage in steps else BY_NAME[stage].checkpoint

@@ -17,10 +17,13 @@ import click
 
 from llorch.builtin import goldens_folder
 from llorch.evidence import read
+from llorch.quantised import CHECKPOINT as QUANTISED
+from llorch.report.quantised import exact_errors, quantised_blocks
 from llorch.report.tables import Blocks, index_blocks, models_with_goldens, page_blocks
 from llorch.stages import CHECKPOINTS
 from llorch.verifier import Row
 from llorch.verify import verify_stored
+from llorch.verify_quantised import verify_quantised_stored
 
 FOLDER = Path(__file__).resolve().parents[2] / "checkpoints"
 START, END = "<!-- generated: ", "<!-- end -->"
@@ -64,8 +67,9 @@ def generated(folder: Path) -> Mapping[Path, Blocks]:
         raise ValueError(
             f"pages: expected goldens in {goldens_folder()}, got none; run reference_outputs/regenerate.py"
         )
-    rows = [row for name in goldens for row in rows_of(name)]
-    pages = {page(folder, number): page_blocks(number, rows) for number in CHECKPOINTS}
+    rows = [*(row for name in goldens for row in rows_of(name)), *quantised_rows()]
+    pages = {page(folder, number): page_blocks(number, rows) for number in CHECKPOINTS if number != QUANTISED}
+    pages[page(folder, QUANTISED)] = quantised_blocks(quantised_rows(), exact_errors())
     return {folder / "README.md": index_blocks(rows, goldens, CHECKPOINTS)} | pages
 
 
@@ -73,6 +77,12 @@ def generated(folder: Path) -> Mapping[Path, Blocks]:
 def rows_of(model: str) -> Sequence[Row]:
     """All comparisons of one built-in model, as it runs, with its goldens."""
     return [row for row in verify_stored(model) if row.backend == "numpy"]
+
+
+@cache
+def quantised_rows() -> Sequence[Row]:
+    """All comparisons of checkpoint 13."""
+    return list(verify_quantised_stored())
 
 
 def page(folder: Path, number: str) -> Path:

@@ -132,6 +132,11 @@ def table(columns: Sequence[str], lines: Iterable[Sequence[str]], *, right: int 
     return "\n".join(f"| {' | '.join(line)} |" for line in (columns, rules, *cells))
 
 
+def short(value: float, digits: int) -> str:
+    """A distance with some digits."""
+    return f"{value:.{digits - 1}e}" if value else "0"
+
+
 def _stage_name(stage: Stage) -> str:
     return f"`{stage.name}`" + (" (families with q/k norm)" if stage.needs_qk_norm else "")
 
@@ -152,11 +157,7 @@ def _largest(rows: Sequence[Row]) -> list[str]:
     engines = [max(row.producer_error for row in rows if row.producer == producer) for producer in PRODUCERS]
     ours = max(row.truth_error for row in rows)
     allowed = max(row.tolerance for row in rows)
-    return [*(_number(distance, 2) for distance in engines), f"~{_number(ours, 1)}", _number(allowed, 2)]
-
-
-def _number(value: float, digits: int) -> str:
-    return f"{value:.{digits - 1}e}" if value else "0"
+    return [*(short(distance, 2) for distance in engines), f"~{short(ours, 1)}", short(allowed, 2)]
 
 
 def _verdicts(rows: Sequence[Row]) -> str:
@@ -175,7 +176,7 @@ def _place(stage: str) -> int:
 
 
 def _compared(number: str, rows: Sequence[Row]) -> str:
-    found = dict.fromkeys(row.stage for row in rows if row.checkpoint == number)
+    found = dict.fromkeys(row.stage.split(".")[0] for row in rows if row.checkpoint == number)  # one of many settings
     return ", ".join(f"`{stage}`" for stage in sorted(found, key=_place))
 
 

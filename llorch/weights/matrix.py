@@ -82,7 +82,7 @@ class Matrix:
             if not np.isfinite(part).all():
                 self.packed.require_finite(start, tile)
             y[:, start : start + len(tile)] = part
-        y = self._with_sums(x, rounded, y)
+        y = self._with_sums(x, rounded, y).astype(x.dtype, copy=False)
         return undo_interleave(y.T, self._heads).T if self._heads else y
 
     def dequantize(self) -> Float[np.ndarray, "out in"]:

@@ -1,0 +1,178 @@
+"""Make the goldens of checkpoint 13: inputs that show mistakes, and what ggml and llama.cpp make of them."""
+
+import platform
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from llorch.compare import Tolerance, measure
+from llorch.foundation import fingerprint
+from llorch.numerics import GGML
+from llorch.ops.rounding import BLOCK_SIZE, HOST_VARIANT, ActivationKind
+from llorch.producers import open_producer
+from llorch.quantised import PRODUCTS
+from llorch.quantised_goldens import ROUNDED_TO, QuantisedGolden, types
+from llorch.quantised_models import MODELS, SCALES, random_blocks, write_model
+from llorch.replay import Pass
+from llorch.verifier import FAIL
+from llorch.verify_quantised import product_rows
+from llorch.weights.quant import BLOCK_SIZES, GGMLType
+
+IDS = (5, 17, 33, 80, 71, 42, 8, 93)  # of 96
+N_RANDOM = 4
+ONE_FLIP = Tolerance(1e-2, 1e-1)  # what a few inputs rounded to the other side may cost
+PATTERNS = (0x00, 0x55, 0xAA, 0x0F, 0xF0)
+# float16 bits of scales: the smallest, a subnormal of either sign, -0, the largest, infinity, NaN
+FLOAT16_EDGES = (0x0001, 0x83FF, 0x8000, 0x7BFF, 0x7C00, 0x7E00)
+BYTE_EDGES = {  # types whose scales are bytes: how many, and their edges
+    GGMLType.MXFP4: (1, (0x00, 0x01, 0x02, 0x7F, 0xFE)),  # 0xFF, NaN, is refused before it is decoded
+    GGMLType.NVFP4: (4, (0x00, 0x01, 0x07, 0x08, 0x7E, 0x7F, 0x80, 0xFF)),
+}
+ELEMENT_EDGES = (0x0000, 0x8000, 0x0001, 0x83FF, 0x0400, 0x7BFF, 0x7C00, 0x7E00, 0xFC00, 0x3C01, 0x007F, 0x7F80)
+
+
+def make_quantised() -> QuantisedGolden:
+    """Ask ggml and llama.cpp as they are installed here.
+
+    Returns:
+        The goldens.
+    """
+    blocks = {f"{kind.name}.blocks": blocks_of(kind) for kind in types()}
+    golden = QuantisedGolden(
+        blocks=blocks | {f"{kind.name}.values": _decoded(kind, blocks[f"{kind.name}.blocks"]) for kind in types()},
+        rounding={name: array for kind in ROUNDED_TO for name, array in rounding_of(kind).items()},
+        traces={},
+        files={},
+        case=Pass(IDS),
+        provenance={
+            "command": "python reference_outputs/regenerate.py quantised",
+            "rounding": HOST_VARIANT,
+            "numpy": np.__version__,
+            "machine": platform.machine(),
+        },
+    )
+    with tempfile.TemporaryDirectory(prefix="llorch-") as folder:
+        for name in MODELS:
+            golden = _with_model(golden, name, write_model(name, Path(folder)))
+    return golden
+
+
+def blocks_of(kind: GGMLType) -> np.ndarray:
+    """Random blocks, blocks of one bit pattern, and blocks with every edge case of a scale."""
+    if BLOCK_SIZES[kind][0] == 1:
+        edges = np.array(ELEMENT_EDGES, "<u2").view(np.uint8).reshape(-1, 2)
+        return np.concatenate([random_blocks(kind, 64, key="goldens"), edges])
+    patterns = np.repeat(np.array(PATTERNS, np.uint8)[:, None], BLOCK_SIZES[kind][1], axis=1)
+    return np.concatenate([random_blocks(kind, N_RANDOM, key="goldens"), patterns, _edge_blocks(kind)])
+
+
+def rows_of(width: int) -> np.ndarray:
+    """Activations: of all sizes, on the edge between two codes, ties for the largest, zeros, and out of range."""
+    draw = _Draw(width)
+    ordinary = draw.signed(8, width) ** 3 * np.array([1e-3, 0.03, 1, 1, 1, 20, 300, 4e4])[:, None]
+    halves = np.floor(draw.signed(6, width) * 127) + 0.5
+    halves[:, 0] = 127
+    halves[:, 1] = (-127, 127, 126, -126, 0.5, -0.5)  # a tie of both signs for the largest
+    sizes = 2.0 ** (8 * draw.signed(512 // width, 1, 1))  # at odd sizes the last bit of the factor decides
+    nearly = (halves / 127 * sizes).reshape(-1, width)
+    on_edges = np.concatenate([halves, halves[:, ::-1] * -0.25, nearly, halves * 2.0**-20])
+    small = draw.signed(5, width) * np.array([2.0**-14, 2.0**-24, 1e-30, 1e-38, 1e-42])[:, None]
+    special = np.zeros((6, width))
+    special[1] = -0.0
+    special[2, 7] = -3e4
+    special[3, 5] = 1e-38
+    special[4] = ordinary[2]
+    special[4, 3] = 1e6  # an outlier, which leaves the others a code or two
+    special[5, :8] = 1 + 2.0**-11, 1 + 3 * 2.0**-11, 1 + 2.0**-8, 1 + 3 * 2.0**-8, -(2.0**-25), 65504, 65519, 0.1
+    return np.concatenate([ordinary, on_edges, small, special]).astype(np.float32)
+
+
+def rounding_of(kind: ActivationKind) -> dict[str, np.ndarray]:
+    """Rows, and their bytes by every variant that this build of ggml has."""
+    from llorch.producers.ggml_rounding import quantize, variants
+
+    rows = rows_of(BLOCK_SIZE.get(kind, 32))
+    return {f"{kind}.rows": rows} | {f"{kind}.{v}": quantize(rows, kind, v) for v in variants(kind)}
+
+
+def differences(new: QuantisedGolden, stored: QuantisedGolden) -> list[str]:
+    """Where newly made goldens are not the stored ones.
+
+    Blocks, rounding and files must be equal. Of the products on another processor an input may round to the other side
+    of an edge; each set was judged against our own products, so here they are only compared roughly.
+
+    Args:
+        new: Made now.
+        stored: Read from the repository.
+
+    Returns:
+        One line for each difference.
+    """
+    pairs = [("case", new.case == stored.case)]
+    pairs += [(f"file {name}", new.files[name] == stored.files[name]) for name in MODELS]
+    for ours, theirs in ((new.blocks, stored.blocks), (new.rounding, stored.rounding)):
+        pairs += [(name, _same(ours.get(name), theirs.get(name))) for name in sorted(ours.keys() | theirs.keys())]
+    lines = [f"quantised {name}: not as stored" for name, equal in pairs if not equal]
+    for model in MODELS:
+        for name in sorted(new.traces[model].keys() | stored.traces[model].keys()):
+            difference = measure(new.traces[model].get(name), stored.traces[model].get(name))
+            if not difference.within(ONE_FLIP):
+                lines.append(f"quantised {model} {name}: {difference.describe()}")
+    return lines
+
+
+class _Draw:
+    """Numbers from bits that NumPy promises never to change."""
+
+    def __init__(self, key: int) -> None:
+        self._bits = np.random.Philox(key=key)
+
+    def signed(self, *shape: int) -> np.ndarray:
+        """Between -1 and 1."""
+        return ((self._bits.random_raw(int(np.prod(shape))) >> 40) / 2.0**23 - 1).reshape(shape)
+
+
+def _edge_blocks(kind: GGMLType) -> np.ndarray:
+    if kind in BYTE_EDGES:
+        count, edges = BYTE_EDGES[kind]
+        blocks = random_blocks(kind, len(edges), key="edges")
+        blocks[:, :count] = np.array(edges, np.uint8)[:, None]
+        return blocks
+    blocks = random_blocks(kind, len(FLOAT16_EDGES), key="edges")
+    for scale in SCALES.get(kind, ()):
+        blocks[:, scale.offset : scale.offset + 2] = np.array(FLOAT16_EDGES, "<u2").view(np.uint8).reshape(-1, 2)
+    return blocks
+
+
+def _decoded(kind: GGMLType, blocks: np.ndarray) -> np.ndarray:
+    from llorch.producers.ggml_tensor import decode
+
+    return decode(blocks, int(kind), len(blocks) * BLOCK_SIZES[kind][0]).reshape(len(blocks), -1)
+
+
+def _with_model(golden: QuantisedGolden, name: str, path: Path) -> QuantisedGolden:
+    """The same goldens with one model more.
+
+    Raises:
+        ValueError: llama.cpp's products are not ours, so that one of the two is wrong.
+    """
+    with open_producer("llamacpp", path, n_threads=2, numerics=GGML) as producer:
+        trace = producer.trace(golden.case.ids)
+        provenance = dict(golden.provenance) | {"engines": {"llamacpp": producer.provenance()}}
+    kept = {key: array for key, array in trace.items() if key.split(".")[-1] in PRODUCTS}
+    golden = replace(
+        golden,
+        traces={**golden.traces, name: kept},
+        files={**golden.files, name: fingerprint(path)},
+        provenance=provenance,
+    )
+    red = [row for row in product_rows(name, path, golden) if row.verdict == FAIL]
+    if red:
+        raise ValueError(f"regenerate quantised: {len(red)} comparisons of {name} fail, the first is {red[0]}")
+    return golden
+
+
+def _same(one: np.ndarray | None, other: np.ndarray | None) -> bool:
+    return one is not None and other is not None and one.dtype == other.dtype and one.tobytes() == other.tobytes()
