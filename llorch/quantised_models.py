@@ -13,9 +13,10 @@ from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFWriter
+from gguf import GGML_QUANT_VERSION, GGMLQuantizationType, GGUFWriter
 
 from llorch.config import FAMILIES, FamilyName, ModelConfig
+from llorch.weights.export import add_hyperparameters
 from llorch.weights.names import Weight, inventory
 from llorch.weights.quant import BLOCK_SIZES, GGMLType
 
@@ -140,7 +141,10 @@ def write_model(name: str, folder: Path) -> Path:
     config = recipe.config
     writer = GGUFWriter(path, config.family)
     try:
-        _add_metadata(writer, name, config)
+        writer.add_name(f"llorch micro {name}")
+        writer.add_quantization_version(GGML_QUANT_VERSION)
+        writer.add_tokenizer_model("no_vocab")
+        add_hyperparameters(writer, config)
         for weight in inventory(config).values():
             if len(weight.shape) == 1:
                 writer.add_tensor(weight.gguf, _vector(name, weight))
@@ -201,24 +205,6 @@ def matrix_bytes(ggml_type: GGMLType, shape: tuple[int, ...], *, key: str) -> np
         The bytes, uint8.
     """
     return random_blocks(ggml_type, shape[0] * shape[1] // BLOCK_SIZES[ggml_type][0], key=key).reshape(-1)
-
-
-def _add_metadata(writer: GGUFWriter, name: str, config: ModelConfig) -> None:
-    writer.add_name(f"llorch micro {name}")
-    writer.add_quantization_version(2)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.n_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.n_heads)
-    writer.add_head_count_kv(config.n_kv_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(config.rope_theta)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("no_vocab")
 
 
 def _vector(name: str, weight: Weight) -> np.ndarray:

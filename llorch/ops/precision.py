@@ -34,6 +34,8 @@ def widen(*arrays: np.ndarray) -> tuple[np.ndarray, ...]:
     Returns:
         All of them widened, or none.
     """
-    if max(array.size for array in arrays) > _limit.get():
-        return arrays
-    return tuple(array.astype(np.float64, copy=False) for array in arrays)
+    limit = _limit.get()
+    for array in arrays:
+        if array.size > limit:
+            return arrays
+    return tuple([array.astype(np.float64, copy=False) for array in arrays])

@@ -28,6 +28,6 @@ def rms_norm(
         The normalised activations, shape and dtype of `x`; squares and mean are taken in float64.
     """
     wide_x, wide_weight = widen(x, weight)
-    mean_square = np.mean(np.square(wide_x, dtype=np.float64), axis=-1, keepdims=True)  # (*rows, 1)
+    mean_square = np.square(wide_x, dtype=np.float64).sum(axis=-1, keepdims=True) / x.shape[-1]  # (*rows, 1)
     root = np.sqrt(mean_square + eps).astype(wide_x.dtype, copy=False)
     return (wide_x / root * wide_weight).astype(x.dtype, copy=False)

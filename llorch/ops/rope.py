@@ -35,10 +35,13 @@ def rope(
         The rotated heads, shape and dtype of `x`.
     """
     (wide,) = widen(x)
-    first, second = np.split(wide, 2, axis=-1)  # (seq, heads, half) each
+    half = cos.shape[-1]
+    first, second = wide[..., :half], wide[..., half:]  # (seq, heads, half) each
     cos, sin = (table.astype(wide.dtype, copy=False)[:, None, :] for table in (cos, sin))  # (seq, 1, half)
-    turned = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype, copy=False)
+    turned = np.empty(x.shape, x.dtype)
+    turned[..., :half] = first * cos - second * sin
+    turned[..., half:] = second * cos + first * sin
+    return turned
 
 
 def rope_tables(

@@ -23,7 +23,8 @@ def swiglu(gate: Float[np.ndarray, "seq inter"], up: Float[np.ndarray, "seq inte
     """
     wide_gate, wide_up = widen(gate, up)
     with np.errstate(over="ignore"):  # exp(-z) = inf for very negative z gives the right limit, 0
-        y = np.exp(-wide_gate)
+        y = -wide_gate
+        np.exp(y, out=y)
     y += 1
     np.divide(wide_gate, y, out=y)
     y *= wide_up

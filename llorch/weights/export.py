@@ -213,8 +213,7 @@ def _write_header(
         writer.add_file_type(FILE_TYPES[ggml_type])
         if BLOCK_SIZES[ggml_type][0] > 1:
             writer.add_quantization_version(GGML_QUANT_VERSION)
-        _add_hyperparameters(writer, config)
-        _add_rope(writer, config)
+        add_hyperparameters(writer, config)
         for key, value in metadata.items():
             _add_value(writer, key, value)
         for entry in entries:
@@ -249,7 +248,16 @@ def _rope_factors(weights: Weights) -> np.ndarray | None:
     return values.astype(np.float32)
 
 
-def _add_hyperparameters(writer: GGUFWriter, config: ModelConfig) -> None:
+def add_hyperparameters(writer: GGUFWriter, config: ModelConfig) -> None:
+    """Add the metadata keys of a configuration.
+
+    Args:
+        writer: Before its header is written.
+        config: The model.
+
+    Raises:
+        FormatError: Unsupported for a frequency scaling that llama.cpp computes differently.
+    """
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.n_layers)
@@ -260,6 +268,7 @@ def _add_hyperparameters(writer: GGUFWriter, config: ModelConfig) -> None:
     writer.add_value_length(config.head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
+    _add_rope(writer, config)
 
 
 def _add_rope(writer: GGUFWriter, config: ModelConfig) -> None:
