@@ -11,7 +11,6 @@ print(llorch.compare(trace, other_trace))         first divergence
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-import llorch.blas  # noqa: F401 (first: it acts before NumPy is imported)
 from llorch.compare import Difference, Report, Tolerance, compare  # not lazy: the module has the function's name
 from llorch.errors import CheckpointMismatch, FormatError, MissingExtra
 
