@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import click
-from forward_speed import processor
+from rounds import processor
 
 OPEN = (
     "import sys; from llorch.weights.gguf import open_gguf; file = open_gguf(sys.argv[1]); "

@@ -9,30 +9,24 @@ shown instead of being hidden in a tolerance. What a run without replacing gives
 Source: llama.cpp ggml/src/ggml-cpu; llorch.ops.rounding.
 """
 
-import math
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 
 from llorch.cache import KVCache
-from llorch.compare import Tolerance, measure
+from llorch.compare import measure
 from llorch.evidence import Tolerances
 from llorch.forward import forward
 from llorch.ops.rounding import BLOCK_SIZE, ActivationKind, block_sums, round_activations
-from llorch.stages import BY_NAME, STAGES, Stage, input_key, key, keys, matrix_of
+from llorch.stages import STAGES, Stage, input_key, key, keys, matrix_of
 from llorch.verifier import FAIL, TIE, Row, Verifier, run
 from llorch.weights import Weights
 from llorch.weights.quant import ACTIVATION_TYPE
 
 BACKEND = "numpy-ggml"
 CHECKPOINT = "13"
-MATMUL_ERROR = 1e-6  # squared 1e-12: the most that a product of a smaller width is granted
-WORST = 4  # times the error of the whole tensor: what its worst element may be off, on the tensor's scale
-WIDE = 4096  # from this width on a longer sum may need more, see `rounding_bound`
 EDGE = 2.0**-13  # a quarter of the smallest step of any rounding, relative to the value or to its block's largest
 
 # What a float16 cache rounds: stage -> the input of its that is rounded.
@@ -134,49 +128,6 @@ class QuantisedVerifier(Verifier):
             flips[name] = flips.get(name, 0) + n
         return array
 
-    def _capped(self, made: Tolerance, case: str, mode: str, stage: str) -> Tolerance:
-        """One engine cannot say how far float32 sums may lie apart, so products have a derived tolerance instead.
-
-        Chained, the independent errors of all products in a row add up, as the square root of their number, and what
-        lies between the products inherits them. With Q8_K they are felt most: its scale is a float32 that comes from
-        one value by two divisions, so that the last bit of that value moves a whole block by a few.
-        """
-        capped = super()._capped(made, case, mode, stage)
-        products = [s for s in BY_NAME.values() if s.matrix and (mode == "chained" or s.name == stage)]
-        if not products or stage not in (*BY_NAME, "selected_logits"):
-            return capped
-        error = max(self._matmul_tolerance(case, product) for product in products)
-        if mode == "isolated":
-            return Tolerance(error, WORST * error)
-        in_a_row = 4 * self.weights.config.n_layers + 1  # qkv, attn_out, gate and up, ffn_out; logits
-        error *= math.sqrt(in_a_row)
-        return Tolerance(max(capped.error, error), max(capped.worst, WORST * error))
-
-    def _matmul_tolerance(self, case: str, stage: Stage) -> float:
-        bound = self._bounds[case, stage.name]
-        return bound if matmul_width(stage, self.weights) >= WIDE else min(bound, MATMUL_ERROR)
-
-    @cached_property
-    def _bounds(self) -> Mapping[tuple[str, str], float]:
-        """Case and stage to its largest `rounding_bound` of all layers."""
-        config = self.weights.config
-        bounds: dict[tuple[str, str], float] = defaultdict(float)
-        for case in self.cases:
-            trace = self._golden.traces[case]
-            for trace_key, stage, layer in self._keys:
-                if stage.matrix:
-                    weights = self.weights if layer is None else self.weights.layer(layer)
-                    x = trace[input_key(stage.inputs[0], layer, config)]
-                    bound = rounding_bound(x, weights[matrix_of(stage, config)], trace[trace_key])
-                    bounds[case, stage.name] = max(bounds[case, stage.name], bound)
-        return bounds
-
-
-def matmul_width(stage: Stage, weights: Weights) -> int:
-    """Terms of the sums of a stage that multiplies with a matrix."""
-    name = matrix_of(stage, weights.config)
-    return weights.shape(f"layers.0.{name}" if stage.in_layer else name)[1]
-
 
 def rounded_stages(weights: Weights) -> dict[str, set[ActivationKind]]:
     """Which stages are rounded before they are multiplied, and to what.
@@ -247,27 +198,6 @@ def emulated(weights: Weights) -> str:
     if weights.cache_dtype is np.float16:
         parts.append("cache F16: queries and probabilities rounded to F16")
     return "; ".join(parts)
-
-
-def rounding_bound(x: np.ndarray, weight: object, y: np.ndarray) -> float:
-    """How far two float32 products may lie apart that add the same terms in another order.
-
-    A sum of n terms t, added one by one, passes through n partial sums, each rounded by up to 2^-24 of its size. For
-    terms of random sign the errors add up to 2^-24 * sqrt(n / 6 * sum(t * t)) on the average. Both engines add in at
-    least 8 lanes, so n = width / 8; both are off, independently; and 4 times the average is granted.
-
-    Args:
-        x: The inputs.
-        weight: The matrix, an array or a `QuantMethod`.
-        y: The product.
-
-    Returns:
-        The bound on the relative error of the whole tensor.
-    """
-    matrix = weight if isinstance(weight, np.ndarray) else weight.dequantize()  # type: ignore[attr-defined]
-    squares = np.square(x, dtype=np.float64).astype(np.float32) @ np.square(matrix).T
-    spread = math.sqrt(float(squares.sum(dtype=np.float64))) / float(np.linalg.norm(y))
-    return 4 * math.sqrt(2) * 2.0**-24 * math.sqrt(x.shape[1] / 48) * max(1.0, spread)
 
 
 def _tokens(array: np.ndarray, name: str, start: int, stop: int) -> np.ndarray:

@@ -16,14 +16,15 @@ from functools import cached_property
 import numpy as np
 
 from llorch.cache import KVCache
-from llorch.compare import FLOAT32_ULP, Difference, Tolerance, measure, tolerance_from
+from llorch.compare import FLOAT32_ULP, FLOOR, Difference, Tolerance, measure, tolerance_from
 from llorch.evidence import SAMPLINGS, Evidence, Tolerances, sampler_inputs
 from llorch.forward import forward
 from llorch.generate import sample_ids
 from llorch.ops.precision import own_dtype_only
 from llorch.replay import Pass, cut, isolated
 from llorch.sampling import SamplingSettings, probabilities
-from llorch.stages import Stage, keys
+from llorch.stages import BY_NAME, Stage, input_key, keys, matrix_of
+from llorch.sums import MATMUL_ERROR, WIDE, product_limit
 from llorch.weights import Weights
 
 PASS, FAIL, TIE = "PASS", "FAIL", "TIE"
@@ -31,6 +32,7 @@ BACKENDS: Mapping[str, Callable[[], AbstractContextManager[None]]] = {
     "numpy": nullcontext,  # as it runs: small sums in float64
     "numpy-float32": own_dtype_only,  # every sum in float32, which is how larger models run
 }
+WORST = 4  # times the error of a whole tensor: what its worst element may be off, where limits are derived
 DECODED = ("k_cache", "v_cache", "logits")  # what checkpoint 03 looks at after a split pass
 
 
@@ -317,7 +319,53 @@ class Verifier:
 
     def _capped(self, made: Tolerance, case: str, mode: str, stage: str) -> Tolerance:
         highest = ceiling(mode, int(self.cases[case].positions[-1]))
-        return Tolerance(min(made.error, highest.error), min(made.worst, highest.worst))
+        capped = Tolerance(min(made.error, highest.error), min(made.worst, highest.worst))
+        if len(self.evidence) > 1 or stage not in (*BY_NAME, "selected_logits"):
+            return capped
+        error = self._derived(case, mode, stage, capped.error)
+        own = mode == "isolated" and BY_NAME[stage].matrix  # its limit is the derived one, whatever the engine's error
+        return Tolerance(error if own else max(capped.error, error), max(0 if own else capped.worst, WORST * error))
+
+    def _derived(self, case: str, mode: str, stage: str, engines: float) -> float:
+        """One engine cannot say how far float32 sums may lie apart, so the limits of products are derived instead.
+
+        Below a width of `WIDE` they are held to `MATMUL_ERROR`, or to 4 times the distance of the engine from the truth
+        (`engines`) where its own sums cancel more than that; never beyond what is derived.
+
+        Chained, the independent errors of all products in a row add up, as the square root of their number, and what
+        lies between the products inherits them. With Q8_K they are felt most: its scale is a float32 that comes from
+        one value by two divisions, so that the last bit of that value moves a whole block by a few.
+        """
+        if mode == "isolated" and not BY_NAME[stage].matrix:
+            return FLOOR
+        if mode == "isolated":
+            return self._granted(case, BY_NAME[stage], engines)
+        in_a_row = 4 * self.weights.config.n_layers + 1  # qkv, attn_out, gate and up, ffn_out; logits
+        return math.sqrt(in_a_row) * max(self._granted(case, product, 0.0) for product in self._products)
+
+    def _granted(self, case: str, product: Stage, engines: float) -> float:
+        limit, name = self._product_limits[case, product.name], matrix_of(product, self.weights.config)
+        width = self.weights.shape(f"layers.0.{name}" if product.in_layer else name)[1]
+        return limit if width >= WIDE else min(limit, max(MATMUL_ERROR, engines))
+
+    @property
+    def _products(self) -> list[Stage]:
+        return list({stage.name: stage for _, stage, _ in self._keys if stage.matrix}.values())
+
+    @cached_property
+    def _product_limits(self) -> Mapping[tuple[str, str], float]:
+        """Case and stage to the limit of a product with a matrix, the largest of all layers."""
+        (evidence,) = self.evidence.values()
+        config = self.weights.config
+        limits: dict[tuple[str, str], float] = defaultdict(float)
+        for case in self.cases:
+            trace = evidence.traces[case]
+            for trace_key, stage, layer in self._keys:
+                if stage.matrix:
+                    weights = self.weights if layer is None else self.weights.layer(layer)
+                    x, matrix = trace[input_key(stage.inputs[0], layer, config)], weights[matrix_of(stage, config)]
+                    limits[case, stage.name] = max(limits[case, stage.name], product_limit(x, matrix, trace[trace_key]))
+        return limits
 
     def _wanted(self) -> set[str]:
         """The keys that a trace must have, no less and no more."""

@@ -82,6 +82,7 @@ def verify_live(
     model = Model(weights).name
     cases = cases_for(ids, weights.config)
     require_memory(weights.config, len(ids), n_traces=3 * len(producers) + 3)  # truths are twice as wide
+    require_engines(weights, producers)
     n_greedy = min(N_GREEDY, weights.config.max_position_embeddings - len(ids) + 1)
     evidence: dict[str, Evidence] = {}
     tokens: dict[str, Sequence[int]] = {}
@@ -189,6 +190,26 @@ def require_memory(config: ModelConfig, n_tokens: int, *, n_traces: int) -> None
         raise MemoryError(
             f"verify: the traces of {n_tokens} tokens need {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free; "
             "give a shorter prompt"
+        )
+
+
+def require_engines(weights: Weights, producers: Sequence[ProducerName]) -> None:
+    """Refuse a model that does not fit as float32 in every engine, before any of them loads it.
+
+    Args:
+        weights: The model.
+        producers: The engines; llama.cpp maps a file, transformers holds a copy of its own.
+
+    Raises:
+        MemoryError: They need more than is free.
+    """
+    one = 4 * sum(math.prod(weights.shape(name)) for name in weights)
+    needed = one * (1 + ("transformers" in producers))  # ours, and its
+    free = available_memory()
+    if needed > free:
+        raise MemoryError(
+            f"{weights.path}: exact numerics need float32 weights in every engine, about {needed / 1e9:.1f} GB, "
+            f"{free / 1e9:.1f} GB are free; use --numerics ggml, or --against llamacpp alone"
         )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 U8, BOOL, U32, I32, F32, STRING, ARRAY = 0, 7, 4, 5, 6, 8, 9
-TYPE_F32, TYPE_F16, TYPE_Q4_0, TYPE_MXFP4, TYPE_I32 = 0, 1, 2, 39, 26
+TYPE_F32, TYPE_F16, TYPE_Q4_0, TYPE_Q8_0, TYPE_MXFP4, TYPE_I32 = 0, 1, 2, 8, 39, 26
 
 
 def string(text: bytes, *, length: int | None = None) -> bytes:

@@ -13,9 +13,10 @@ from llorch.compare import EXACT, Tolerance
 from llorch.diagnose import Variants, quantised_variants
 from llorch.mistakes import Mistake, QuantisedInputs
 from llorch.ops.rounding import VariantName
-from llorch.quantised import MATMUL_ERROR, WORST
 from llorch.quantised_goldens import FOLDER, QuantisedGolden, read
 from llorch.quantised_models import write_model
+from llorch.sums import MATMUL_ERROR
+from llorch.verifier import WORST
 from llorch.weights import open_weights
 from llorch.weights.quant import ACTIVATION_TYPE, BLOCK_SIZES, GGMLType, decode
 

@@ -144,3 +144,23 @@ def test_the_truth_is_not_called_on_where_numbers_differ():
     from llorch.cli.report import closing_line
 
     assert closing_line(summary([judged(row(verdict="FAIL"))])).endswith("13 checkpoints not run")
+
+
+def test_a_detailed_line_is_of_a_stage_or_of_one_of_several_models():
+    from llorch.cli.judged import lines
+
+    rows = [row(), row(stage="attn_context"), row(model="Q4_0"), row(model="Q8_0"), row(model="Q8_0", layer=1)]
+    found = [line for line in lines(judged(*rows), by_stage=True) if line.n_rows]
+    assert [(line.stage, line.n_rows) for line in found] == [
+        ("attn_out", 1),
+        ("attn_context", 1),
+        ("Q4_0", 1),
+        ("Q8_0", 2),
+    ]
+
+
+def test_witnesses_are_counted_where_several_are_expected():
+    from llorch.cli.judged import summary
+
+    assert summary([judged(row())])["witnesses"] == {"m": ["llamacpp"]}
+    assert summary([judged(row(), numerics="ggml")])["witnesses"] == {}

@@ -1,6 +1,7 @@
 """`--numerics`, `--kv-cache` and `--weights` on the command line."""
 
 import json
+import struct
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from llorch.builtin import builtin_path
 from llorch.quantised_models import write_model
 from llorch.weights import GGUFFile, open_weights
 from llorch.weights.export import write_gguf
+from llorch.weights.gguf import open_gguf
 from llorch.weights.quant import GGMLType
 
 TOKENS = "--tokens=5,17,33,60,2,42,8,90,71,29"
@@ -58,6 +60,7 @@ def test_exact_numerics_show_both_engines_the_decoded_weights(path: str):
     [
         (["micro-llama", "--numerics", "ggml"], "its goldens are those of exact numerics; add --against llamacpp"),
         (["micro-llama", "--kv-cache", "f16"], "its goldens are those of exact numerics"),
+        (["{path}", TOKENS, "--weights", "packed", "--numerics", "exact"], "--weights goes with --numerics ggml"),
         (["{path}", TOKENS, "--kv-cache", "f16", "--numerics", "exact"], "--kv-cache f16 goes with --numerics ggml"),
         (["{path}", TOKENS, "--numerics", "ggml", "--against", "transformers"], "needs a .gguf file and llama.cpp"),
     ],
@@ -78,3 +81,19 @@ def test_run_takes_the_numerics_and_says_where_the_weights_lie(tmp_path: Path):
     assert result.exit_code == 0
     assert result.stdout.strip()
     assert "GB Q8_0; packed, decoded tile by tile" in result.stderr
+
+
+@pytest.mark.parametrize("kind", [GGMLType.Q8_1, GGMLType.Q8_K, GGMLType.F64], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("wanted", [[], ["--numerics", "ggml"]], ids=["by default", "asked for"])
+def test_a_type_that_llama_cpp_has_no_product_for_is_refused_by_name(tmp_path: Path, kind: GGMLType, wanted: list[str]):
+    path = write_model("Q8_0", tmp_path)
+    with open_gguf(path) as file:
+        last = list(file.tensors.values())[-1]
+    content = path.read_bytes()
+    at = content.index(last.name.encode()) + len(last.name) + 4 + 8 * len(last.shape)  # behind the dimensions
+    grown = bytes(8 * last.shape[0] * last.shape[1])
+    path.write_bytes(content[:at] + struct.pack("<I", kind) + content[at + 4 :] + grown)
+    result = invoke("verify", str(path), TOKENS, *wanted)
+    assert result.exit_code == 2
+    said = f"llorch: {path}: Unsupported: {last.name} is {kind.name}, which llama.cpp has no product for; use exact"
+    assert result.stderr.startswith(said)

@@ -5,13 +5,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_models import random_tensors, write_folder
+from gguf import GGUFValueType, GGUFWriter
+from tiny_models import GGUF_METADATA, gguf_tensors, random_tensors, write_folder
 from whole_folders import VOCABULARIES, write_whole_folder
 
+from llorch import quantised_models
 from llorch.builtin import BUILTIN, builtin_path
 from llorch.convert import convert
 from llorch.errors import FormatError
 from llorch.model import load
+from llorch.quantised_models import ModelRecipe
 from llorch.weights import Weights, open_gguf, open_weights
 from llorch.weights.export import NO_VOCABULARY, write_gguf_content
 from llorch.weights.quant import GGMLType
@@ -95,6 +98,7 @@ def test_what_a_file_says_of_itself_goes_along_with_every_kind_of_value(tmp_path
         "general.tags": [b"a", b""],
         "general.bytes": np.array([1, -2], np.int8),
         "general.flags": np.array([True, False]),
+        "llorch.kept": "yes",
     }
     weights = open_weights(write_folder(tmp_path / "a", random_tensors("llama")))
     write_gguf_content(weights, tmp_path / "m.gguf", ggml_type=GGMLType.F32, metadata={**told, **NO_VOCABULARY})
@@ -108,10 +112,37 @@ def test_what_a_file_says_of_itself_goes_along_with_every_kind_of_value(tmp_path
 @pytest.mark.parametrize("ggml_type", [GGMLType.BF16, GGMLType.Q4_0], ids=lambda one: one.name)
 def test_the_type_of_the_source_is_kept_where_the_target_can_hold_it(tmp_path: Path, ggml_type: GGMLType):
     convert(builtin_path("story"), tmp_path / "m.gguf", ggml_type=ggml_type)
-    assert convert(tmp_path / "m.gguf", tmp_path / "again.gguf").ggml_type is ggml_type
+    again = convert(tmp_path / "m.gguf", tmp_path / "again.gguf")
+    assert (again.ggml_type, again.notes) == (ggml_type, [])
     assert (tmp_path / "m.gguf").read_bytes() == (tmp_path / "again.gguf").read_bytes()
     assert convert(tmp_path / "m.gguf", tmp_path / "folder").ggml_type is GGMLType.F32  # for the norms
     assert_same_tensors(open_weights(tmp_path / "folder"), open_weights(tmp_path / "m.gguf"))
+
+
+def test_a_source_of_several_types_becomes_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    mixed = ModelRecipe("llama", GGMLType.F16, {"lm_head": GGMLType.Q8_0, "layers.0.q_proj": GGMLType.Q4_0})
+    monkeypatch.setattr(quantised_models, "MODELS", {"mixed": mixed})
+    source = quantised_models.write_model("mixed", tmp_path)
+    for target in ("m.gguf", "folder"):
+        assert convert(source, tmp_path / target).ggml_type is GGMLType.F32
+        assert_same_tensors(open_weights(tmp_path / target), open_weights(source))
+
+
+def test_a_file_with_an_alignment_of_its_own_is_read_and_gets_the_usual_one(tmp_path: Path):
+    writer = GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_custom_alignment(256)
+    for key, value in GGUF_METADATA.items():
+        writer.add_key_value(key, value, GGUFValueType.FLOAT32 if isinstance(value, float) else GGUFValueType.UINT32)
+    for name, array in gguf_tensors().items():
+        writer.add_tensor(name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    convert(tmp_path / "m.gguf", tmp_path / "n.gguf")
+    assert_same_tensors(open_weights(tmp_path / "n.gguf"), open_weights(tmp_path / "m.gguf"))
+    with open_gguf(tmp_path / "n.gguf") as file:
+        assert file.metadata.get("general.alignment", 32) == 32
 
 
 @pytest.mark.parametrize("ggml_type", [GGMLType.BF16, GGMLType.F16], ids=lambda one: one.name)
@@ -135,6 +166,8 @@ def test_matrices_that_do_not_fit_the_type_are_named(tmp_path: Path):
     assert done.fallbacks == ["layers.0.down_proj", "layers.1.down_proj"]
     assert done.notes == ["the folder has no tokenizer.json: the file gets no vocabulary"]
     assert not done.has_vocabulary
+    biased = write_folder(tmp_path / "b", random_tensors("qwen2"), "qwen2")  # its biases of k and v have 16 numbers
+    assert convert(biased, tmp_path / "n.gguf", ggml_type=GGMLType.Q8_0).fallbacks == done.fallbacks
 
 
 def test_a_file_without_vocabulary_becomes_a_folder_without_tokenizer(tmp_path: Path):

@@ -8,6 +8,7 @@ import pytest
 from ggml_library import load_ggml
 
 from llorch.errors import FormatError
+from llorch.weights import encode as encoding
 from llorch.weights.encode import LARGEST, encode, encoded_size
 from llorch.weights.quant import GGMLType, decode
 
@@ -83,6 +84,9 @@ def test_a_number_at_the_limit_stays_finite_and_one_beyond_is_refused(ggml_type:
         with pytest.raises(FormatError, match=rf"x: expected at most .* the limit of {ggml_type.name}, got") as caught:
             encoded(np.where(values > 0, beyond, values), ggml_type)
         assert caught.value.code == "OutOfRange"
+        with np.errstate(over="ignore"):
+            far = encoding._encode_part(values.reshape(-1) * np.float32(1.005), ggml_type)
+        assert not np.isfinite(decode(far, ggml_type, values.shape)).all(), "the limit is lower than it need be"
 
 
 @pytest.mark.parametrize("ggml_type", LARGEST, ids=lambda one: one.name)

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from tiny_models import FAMILIES, random_tensors, write_folder
 from llorch.config import FactorScaling, LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
 from llorch.errors import FormatError
 from llorch.ops.rope import frequencies, llama3_factors
-from llorch.weights import open_safetensors, open_weights
+from llorch.weights import Weights, open_safetensors, open_weights
 from llorch.weights.export_huggingface import huggingface_config, huggingface_size, shortest, write_safetensors
 from llorch.weights.quant import GGMLType
 
@@ -72,6 +73,37 @@ def test_a_large_model_is_written_in_shards_with_an_index(tmp_path: Path):
     assert all(np.array_equal(back.array(name), weights.array(name)) for name in weights)
 
 
+def shards_of(weights: Weights, folder: Path, ggml_type: GGMLType, shard_bytes: int) -> list[int]:
+    """The bytes of tensors in each file, which together must be those that the index tells."""
+    folder.mkdir()
+    write_safetensors(weights, folder, ggml_type=ggml_type, shard_bytes=shard_bytes)
+    sizes = []
+    for path in sorted(folder.glob("*.safetensors")):
+        with open_safetensors(path) as file:
+            sizes.append(sum(info.n_bytes for info in file.tensors.values()))
+    index = folder / "model.safetensors.index.json"
+    if len(sizes) > 1:
+        assert json.loads(index.read_text())["metadata"]["total_size"] == sum(sizes)
+    return sizes
+
+
+@pytest.mark.parametrize("ggml_type", [GGMLType.F32, GGMLType.F16], ids=lambda one: one.name)
+def test_shards_are_filled_and_none_is_empty(tmp_path: Path, ggml_type: GGMLType):
+    weights = open_weights(write_folder(tmp_path / "a", random_tensors("llama")))
+    whole = huggingface_size(weights.config, ggml_type)
+    assert shards_of(weights, tmp_path / "one", ggml_type, whole) == [whole]
+    sizes = shards_of(weights, tmp_path / "some", ggml_type, whole // 3)
+    assert max(sizes) <= whole // 3
+    assert all(one + following > whole // 3 for one, following in pairwise(sizes))
+    assert len(shards_of(weights, tmp_path / "each", ggml_type, 1)) == len(weights)
+
+
+def test_the_config_names_the_dtype_of_the_tensors(config: ModelConfig):
+    kinds = {GGMLType.F32: "float32", GGMLType.F16: "float16", GGMLType.BF16: "bfloat16"}
+    for kind, name in kinds.items():
+        assert huggingface_config(config, kind, path=Path("m"))["torch_dtype"] == name
+
+
 def test_a_weight_beyond_float16_is_refused_by_name(tmp_path: Path):
     tensors = random_tensors("llama")
     tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = 70000
@@ -113,6 +145,10 @@ def test_other_frequency_factors_are_refused(config: ModelConfig):
     with pytest.raises(FormatError, match="expected the factors of a Llama 3 scaling") as caught:
         written_config(llama(config, rope_scaling=FactorScaling(factors=(1.0, 3.0, 2.0))))
     assert caught.value.code == "Unsupported"
+    values = llama3_factors(frequencies(128, 500000.0), LLAMA_3_1).astype(np.float32) * np.float32(1.0001)
+    near = FactorScaling(factors=tuple(values.tolist()))
+    with pytest.raises(FormatError, match="expected the factors of a Llama 3 scaling"):
+        written_config(llama(config, head_dim=128, rope_theta=500000.0, rope_scaling=near))
 
 
 def test_biases_that_transformers_cannot_have_are_refused(config: ModelConfig):

@@ -170,6 +170,23 @@ def test_end_tokens_that_llama_cpp_would_not_find_get_a_role(tmp_path: Path):
     assert "llama.cpp will not stop at 9" in tokenizer.notes[-1]
 
 
+def test_the_named_end_token_comes_first_of_all(tmp_path: Path):
+    made = to_folder(byte_level("llama-bpe") | {"tokenizer.ggml.eos_token_id": 262}, tmp_path)
+    assert made.eos_token_ids == [262, 261, 263]  # the last one by its text
+
+
+def test_the_settings_of_generation_name_the_end_before_those_of_the_model(tmp_path: Path):
+    metadata = byte_level("llama-bpe")
+    write(tmp_path, metadata)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    del config["eos_token"]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 259}))
+    assert read_tokenizer(tmp_path, n_tokens(metadata)).metadata["tokenizer.ggml.eos_token_id"] == 259
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [261, 259]}))
+    assert read_tokenizer(tmp_path, n_tokens(metadata)).metadata["tokenizer.ggml.eos_token_id"] == 261
+
+
 def test_switches_of_added_tokens_are_noted(tmp_path: Path):
     added = [added_token(260, "<|begin_of_text|>"), added_token(261, "<|eot_id|>") | {"lstrip": True}]
     tokenizer = read_tokenizer(write(tmp_path, byte_level("qwen2"), added_tokens=added), 262)

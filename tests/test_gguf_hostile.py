@@ -20,6 +20,7 @@ from gguf_bytes import (
     TYPE_I32,
     TYPE_MXFP4,
     TYPE_Q4_0,
+    TYPE_Q8_0,
     U8,
     U32,
     array,
@@ -189,6 +190,15 @@ def test_a_nan_block_scale_is_not_finite(tmp_path: Path):
     with open_gguf(path) as file, pytest.raises(FormatError, match="NaN block scale") as caught:
         file.array("t")
     assert caught.value.code == "NonFinite"
+
+
+def test_a_vector_may_be_made_of_blocks(tmp_path: Path):
+    path = tmp_path / "vector.gguf"
+    codes = np.arange(64, dtype=np.int8).reshape(2, 32)
+    blocks = b"".join(np.float16(2).tobytes() + row.tobytes() for row in codes)
+    path.write_bytes(tensor(64, kind=TYPE_Q8_0, data=blocks))
+    with open_gguf(path) as file:
+        assert file.array("t").tolist() == [2.0 * code for code in range(64)]
 
 
 def test_a_float16_nan_decodes_to_nan_for_the_loader_to_find(tmp_path: Path):

@@ -15,7 +15,7 @@ LAYERS = (
     ("cache", "forward"),
     (
         "model", "generate", "sampling", "replay", "verify", "verifier", "evidence", "foundation",
-        "diagnose", "mistakes", "producers", "quantised", "quantised_goldens", "verify_quantised",
+        "diagnose", "mistakes", "producers", "sums", "quantised", "quantised_goldens", "verify_quantised",
         "convert", "quality",
     ),
     ("cli", "report", "__init__", "__main__"),

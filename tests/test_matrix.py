@@ -54,17 +54,20 @@ def test_without_rounding_a_matrix_is_what_its_blocks_mean(resident: bool):
     assert made.activations == "F32"
 
 
+@pytest.mark.parametrize(("dtype", "within"), [(np.float32, 2e-6), (np.float64, 1e-13)])
 @pytest.mark.parametrize("resident", [True, False], ids=["decoded", "packed"])
 @pytest.mark.parametrize("kind", [GGMLType.Q4_1, GGMLType.Q5_1], ids=lambda kind: kind.name)
-def test_minima_are_multiplied_with_the_rounded_sum_of_a_block(kind: GGMLType, resident: bool):
-    x = activations()
+def test_minima_are_multiplied_with_the_rounded_sum_of_a_block(
+    kind: GGMLType, resident: bool, dtype: type, within: float
+):
+    x = activations(dtype=dtype)
     made = matrix(kind, resident=resident, heads=3)
     blocks = made.dequantize().reshape(SHAPE[0], -1, 32)
     minima = undo_interleave(packed(kind).raw.reshape(SHAPE[0], -1, BLOCK_SIZES[kind][1])[..., 2:4].copy(), 3)
     m = minima.view("<f2")[..., 0].astype(np.float64)
     codes = (blocks - m[..., None]).reshape(SHAPE)
     want = round_activations(x, "Q8_1").astype(np.float64) @ codes.T + block_sums(x).astype(np.float64) @ m.T
-    agree(made.forward(x), want)
+    agree(made.forward(x), want, within=within)
     assert np.abs(made.forward(x) - round_activations(x, "Q8_1") @ made.dequantize().T).max() > 1e-5
 
 
@@ -96,10 +99,26 @@ def test_rows_of_an_embedding_are_exact_and_in_the_dtype_of_the_run(resident: bo
     np.testing.assert_array_equal(rows, decoded[[3, 90, 3]].astype(dtype), strict=True)
 
 
-def test_a_product_keeps_the_dtype_of_its_input():
-    made = matrix(GGMLType.Q8_0, resident=False)
+@pytest.mark.parametrize("resident", [True, False], ids=["decoded", "packed"])
+@pytest.mark.parametrize("kind", [GGMLType.Q8_0, GGMLType.Q5_1], ids=lambda kind: kind.name)
+def test_a_product_keeps_the_dtype_of_its_input(kind: GGMLType, resident: bool):
+    made = matrix(kind, resident=resident)
     assert made.forward(activations()).dtype == np.float32
+    assert made.forward(activations(dtype=np.float64)).dtype == np.float64
     assert linear(activations(dtype=np.float64), made).dtype == np.float64
+
+
+def test_a_row_longer_than_a_tile_is_a_tile(monkeypatch: pytest.MonkeyPatch):
+    made = matrix(GGMLType.Q8_0, resident=False)
+    whole = made.forward(activations())
+    monkeypatch.setattr("llorch.weights.packed.TILE", SHAPE[1] - 1)
+    assert [len(tile) for _, tile in made.packed.tiles()] == [1] * SHAPE[0]
+    agree(made.forward(activations()), whole)
+
+
+@pytest.mark.parametrize("resident", [True, False], ids=["decoded", "packed"])
+def test_a_matrix_takes_the_bytes_of_its_file(resident: bool):
+    assert matrix(GGMLType.Q8_0, resident=resident).n_bytes == SHAPE[0] * SHAPE[1] // 32 * 34
 
 
 def broken(kind: GGMLType, at_row: int, scale: bytes) -> Packed:
@@ -118,12 +137,29 @@ def test_a_bad_block_scale_of_a_packed_matrix_is_found_when_it_is_used(scale: by
         made.rows(np.array([1, 40]))
 
 
-def test_a_scale_that_means_nan_in_its_own_format_is_found_at_once():
+def test_one_infinite_weight_of_a_packed_matrix_is_found_where_it_is_in_a_later_tile(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("llorch.weights.packed.TILE", 7 * SHAPE[1])
+    stored = packed(GGMLType.F16)
+    values = stored.raw.copy().view("<f2").reshape(SHAPE)
+    values[40, 3] = -np.inf
+    made = Matrix(
+        Packed(stored.name, stored.path, values.reshape(-1).view(np.uint8), stored.ggml_type, SHAPE), round_inputs=True
+    )
+    with pytest.raises(FormatError, match=r"NonFinite: .* has -inf at \(40, 3\)"):
+        made.forward(activations())
+
+
+@pytest.mark.parametrize("resident", [True, False], ids=["decoded", "packed"])
+def test_a_scale_that_means_nan_in_its_own_format_is_found_at_once(resident: bool):
     sound = packed(GGMLType.MXFP4)
     raw = sound.raw.copy()
-    raw[0] = 0xFF
-    with pytest.raises(FormatError, match=r"NonFinite: .* NaN block scale"):
-        Matrix(Packed(sound.name, sound.path, raw, sound.ggml_type, SHAPE), round_inputs=True)
+    raw.reshape(SHAPE[0], -1)[5, 17] = 0xFF  # the first byte of the second block
+    with pytest.raises(FormatError, match=r"NonFinite: .* has a NaN block scale in row 5"):
+        Matrix(
+            Packed(sound.name, sound.path, raw, sound.ggml_type, SHAPE),
+            round_inputs=True,
+            decoded=sound.decode() if resident else None,
+        )
 
 
 def test_numerics_say_what_they_are():
@@ -131,3 +167,4 @@ def test_numerics_say_what_they_are():
     assert str(Numerics("ggml", "f16")) == "ggml with a f16 cache"
     assert Numerics("ggml", "f16").cache_dtype(np.float64) is np.float16
     assert GGML.cache_dtype(np.float64) is np.float64
+    assert [one.rounds_activations for one in (EXACT, GGML, Numerics("exact", "f16"))] == [False, True, False]

@@ -10,6 +10,7 @@ from vocabularies import tiny_byte_level
 
 import llorch
 from llorch.errors import FormatError
+from llorch.numerics import Numerics
 from llorch.quality import CONTEXT, PairScores, Windows, compare_rows, cut_text, losses, score, score_pair, text_ids
 
 BEGINNING = 998  # of story
@@ -103,6 +104,7 @@ def test_an_end_token_that_a_vocabulary_adds_is_left_out():
     assert tokenizer.encode("hell") == [260, 258, 261]
     ids, beginning = text_ids(tokenizer, "hell")
     assert (ids.tolist(), beginning) == ([260, 258], 260)
+    assert 261 not in text_ids(tokenizer, "hell<|eot_id|>")[0]  # control tokens in a text stay text
     adds["tokenizer.ggml.add_bos_token"] = False
     ids, beginning = text_ids(Tokenizer(GGUFVocabulary(tiny_byte_level() | adds, Path("tiny.gguf"))), "hell")
     assert (ids.tolist(), beginning) == ([258], None)
@@ -139,6 +141,14 @@ def test_few_rows_of_logits_at_a_time_give_the_same_figures(
     parts = PairScores.join(list(score_pair(story, coarse, windows)))
     np.testing.assert_allclose(parts.loss, whole.loss, rtol=1e-4, atol=1e-5, strict=True)
     np.testing.assert_allclose(parts.kl, whole.kl, rtol=1e-4, atol=1e-5, strict=True)
+
+
+def test_keys_and_values_are_kept_in_the_type_of_the_numerics(story: llorch.Model, text: str):
+    half = llorch.load("story", numerics=Numerics("ggml", "f16"))
+    windows = cut_text([story, half], text, context=64, limit=1)
+    scores = PairScores.join(list(score_pair(story, half, windows)))
+    assert 1e-8 < scores.kl.max() < 1e-4
+    np.testing.assert_array_equal(np.concatenate(list(score(half, windows))), scores.loss)
 
 
 def test_a_model_differs_from_a_second_copy_of_itself_by_exactly_nothing(story: llorch.Model, text: str):

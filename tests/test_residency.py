@@ -1,3 +1,5 @@
+import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +35,13 @@ def test_matrices_are_decoded_where_that_fits(weights: Weights, monkeypatch: pyt
     assert "decoded at load" in made.describe()
 
 
+def test_what_just_fits_is_decoded(weights: Weights, monkeypatch: pytest.MonkeyPatch):
+    needed = plan(weights).decoded
+    for spare, residency_then in ((0, "decoded"), (-1, "packed")):
+        free(monkeypatch, float(needed + spare))
+        assert plan(weights).residency == residency_then
+
+
 def test_matrices_stay_packed_where_only_that_fits(weights: Weights, monkeypatch: pytest.MonkeyPatch):
     free(monkeypatch, 1e12)
     made = plan(weights)
@@ -53,6 +62,9 @@ def test_what_does_not_fit_is_refused_with_the_figures_and_a_way_out(weights: We
     with pytest.raises(MemoryError, match=r"packed weights would need .* GB, use --weights packed"):
         plan(weights, "decoded")
     assert wide.residency == "packed"
+    free(monkeypatch, float(wide.packed - 1))
+    with pytest.raises(MemoryError, match=r"\(decoded, 256 tokens\), .*; use a smaller model, a smaller type or fewer"):
+        plan(weights, "decoded")
 
 
 def plan_free_between(weights: Weights, monkeypatch: pytest.MonkeyPatch) -> residency.Plan:
@@ -76,6 +88,29 @@ def test_a_longer_context_and_a_wider_cache_need_more(weights: Weights):
     half = weights.using(Numerics("ggml", "f16"))
     config = weights.config
     assert working_bytes(weights, 100) - working_bytes(half, 100) == 2 * 2 * 100 * config.n_layers * config.kv_width * 2
+
+
+def test_what_is_planned_for_a_pass_is_enough_and_not_twice_of_that():
+    model = llorch.load("story")
+    ids = np.arange(256)
+    model.forward(ids[:4])
+    tracemalloc.start()
+    model.forward(ids)
+    taken = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert taken < working_bytes(model.weights, 256) < 2 * taken
+
+
+@pytest.mark.parametrize(("part", "per_token"), [("hidden_size", 1), ("intermediate_size", 2), ("vocab_size", 1 / 100)])
+def test_a_wider_model_needs_room_for_the_rows_that_are_wider(weights: Weights, part: str, per_token: float):
+    wider = weights.using()
+    wider.config = replace(weights.config, **{part: getattr(weights.config, part) + 4096})
+    assert working_bytes(wider, 100) - working_bytes(weights, 100) >= 4 * 4096 * 100 * per_token
+
+
+def test_a_pass_takes_512_tokens_at_most_however_long_the_context(weights: Weights):
+    longer = [working_bytes(weights, n) for n in (512, 1024, 2048)]
+    assert longer[2] - longer[1] == 2 * (longer[1] - longer[0])
 
 
 def test_no_more_tokens_are_planned_than_the_context_holds(weights: Weights):

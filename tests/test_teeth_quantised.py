@@ -147,6 +147,12 @@ def test_one_wrong_bit_of_decoding_is_red(monkeypatch: pytest.MonkeyPatch):
     assert all("1 of" in row.note and "the first in block 1" in row.note for row in rows)
 
 
+def test_nan_where_ggml_has_a_number_is_red(monkeypatch: pytest.MonkeyPatch):
+    right = verify_quantised.decode
+    monkeypatch.setattr(verify_quantised, "decode", lambda *what: right(*what) * np.float32("nan"))
+    assert {row.verdict for row in decode_rows(golden())} == {FAIL}
+
+
 @pytest.mark.parametrize("other", ["neon", "generic"])
 def test_another_variant_of_rounding_is_red(other: VariantName, monkeypatch: pytest.MonkeyPatch):
     assert {row.verdict for row in rounding_rows(golden())} == {PASS}

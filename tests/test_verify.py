@@ -136,3 +136,12 @@ def test_a_prompt_whose_traces_do_not_fit_the_memory_is_refused_before_an_engine
     verify.require_memory(config, 12, n_traces=5)
     with pytest.raises(MemoryError, match=r"traces of 1000000 tokens need \d+\.\d GB, .* free; give a shorter prompt"):
         verify.require_memory(config, 10**6, n_traces=5)
+
+
+def test_a_model_that_does_not_fit_every_engine_is_refused_with_the_figures(monkeypatch: pytest.MonkeyPatch):
+    weights = open_weights(PATH)
+    needed = 4 * sum(int(np.prod(weights.shape(name))) for name in weights)
+    monkeypatch.setattr("llorch.verify.available_memory", lambda: 1.5 * needed)
+    verify.require_engines(weights, ["llamacpp"])
+    with pytest.raises(MemoryError, match=r"need float32 weights in every engine, about .* are free; use --numerics"):
+        verify.require_engines(weights, ["llamacpp", "transformers"])

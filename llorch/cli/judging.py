@@ -79,6 +79,7 @@ def judge_all(
                 _refuse_other_numerics(spec, arithmetic)
                 judged = _stored(spec)
             elif (numerics := _numerics(path, engines, arithmetic)) == EXACT:
+                _refuse_residency(arithmetic)
                 judged = _live(path, engines, prompt, tokens, tell)
             else:
                 judged = _as_stored(path, numerics, arithmetic.residency, prompt, tokens, tell)
@@ -133,15 +134,20 @@ def _numerics(path: Path, engines: Sequence[ProducerName], wanted: Arithmetic) -
     """What the user asks for, or else what suits the file."""
     if wanted.numerics == "ggml" and (path.is_dir() or "llamacpp" not in engines):
         raise click.UsageError(f"{path}: --numerics ggml needs a .gguf file and llama.cpp; see llorch convert")
-    rounded = path.is_file() and "llamacpp" in engines and bool(emulated(open_weights(path).using(GGML)))
-    default = "ggml" if rounded else "exact"
-    return chosen_numerics(wanted.numerics or default, wanted.kv_cache)
+    rounded = wanted.numerics is None and path.is_file() and "llamacpp" in engines
+    default = GGML if rounded and emulated(open_weights(path).using(GGML)) else EXACT
+    return chosen_numerics(wanted.numerics or default.name, wanted.kv_cache)
 
 
 def _refuse_other_numerics(spec: str, wanted: Arithmetic) -> None:
     """Refuse what stored goldens cannot answer."""
     if wanted.numerics == "ggml" or wanted.kv_cache != "f32":
         raise click.UsageError(f"{spec}: its goldens are those of exact numerics; add --against llamacpp")
+
+
+def _refuse_residency(wanted: Arithmetic) -> None:
+    if wanted.residency != "auto":
+        raise click.UsageError("--weights goes with --numerics ggml; exact numerics decode the weights for all engines")
 
 
 def _as_stored(

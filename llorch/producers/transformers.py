@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.initialization import no_init_weights
@@ -53,14 +54,14 @@ class Transformers:
 
         Raises:
             FormatError: The files are not a model that llorch knows.
-            RuntimeError: The weights do not fill the model exactly.
+            RuntimeError: transformers refuses the configuration, or the weights do not fill the model exactly.
         """
         self.path = Path(path)
         weights = open_weights(self.path)
         self.config = weights.config
         self.n_threads = n_threads or n_threads_for(self.config)
         torch.set_num_threads(self.n_threads)
-        with closing(weights.source), _quiet():
+        with closing(weights.source), _quiet(), _refusals():
             if self.path.is_dir():
                 model, self.rope = _model_of_folder(self.path, self.config), "as config.json says"
             else:
@@ -281,6 +282,15 @@ def _processors(settings: SamplingSettings, history: Sequence[int]) -> LogitsPro
     if settings.min_p > 0:
         processors.append(transformers.MinPLogitsWarper(settings.min_p))
     return processors
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Some models of llama.cpp have no configuration here: hidden_size must be a multiple of the number of heads."""
+    try:
+        yield
+    except StrictDataclassError as error:
+        raise RuntimeError(f"transformers: refuses the configuration: {error.__cause__ or error}") from error
 
 
 @contextmanager

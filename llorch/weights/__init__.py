@@ -24,7 +24,7 @@ from llorch.weights.folder import PICKLE_SUFFIXES, SafetensorsFolder, file_insid
 from llorch.weights.gguf import GGUFFile, StringArray, TensorInfo, open_gguf
 from llorch.weights.matrix import Matrix
 from llorch.weights.names import inventory, undo_interleave
-from llorch.weights.quant import GGMLType
+from llorch.weights.quant import ACTIVATION_TYPE, GGMLType
 from llorch.weights.safetensors import SafetensorsFile, open_safetensors
 from llorch.weights.strict_json import read_json
 
@@ -184,9 +184,14 @@ class Weights(Mapping):
 
         Returns:
             Weights over the same file.
+
+        Raises:
+            FormatError: Unsupported when ggml's numerics are asked for and it cannot compute with the type of a weight.
         """
         other = copy(self)
         other.numerics = self.numerics if numerics is None else numerics
+        if other.numerics.rounds_activations:
+            self._require_products()
         other.packed = self.packed if packed is None else packed
         other._matrices = {}
         return other
@@ -207,6 +212,17 @@ class Weights(Mapping):
     def stored_bytes(self, name: str) -> int:
         """Bytes that a weight takes in the file."""
         return self.source.packed(self._slots[name].source_name).raw.size
+
+    def _require_products(self) -> None:
+        """Refuse what llama.cpp ends the whole process at: there is no emulating that."""
+        in_gguf = isinstance(self.source, GGUFFile)
+        for name, slot in self._slots.items():
+            kind = self.stored_type(name)
+            is_matrix = len(slot.shape) == 2
+            if kind not in ACTIVATION_TYPE if is_matrix else in_gguf and kind is not GGMLType.F32:
+                what = "which llama.cpp has no product for" if is_matrix else "but llama.cpp takes vectors in F32 only"
+                message = f"{slot.source_name} is {kind.name}, {what}; use exact numerics"
+                raise FormatError("Unsupported", message, path=self.path)
 
     def _multiplies_itself(self, slot: Slot) -> bool:
         if len(slot.shape) != 2 or not (self.packed or self.numerics.rounds_activations):

@@ -23,7 +23,7 @@ from llorch.weights.mapped import TensorFile
 from llorch.weights.metadata import DEFAULT_LIMITS, Cursor, Limits, StringArray, Value, read_metadata
 from llorch.weights.names import is_plain_name
 from llorch.weights.packed import Packed
-from llorch.weights.quant import BLOCK_SIZES, GGMLType, has_bad_scale
+from llorch.weights.quant import BLOCK_SIZES, GGMLType
 
 __all__ = ["GGUFFile", "Limits", "StringArray", "TensorInfo", "open_gguf"]
 
@@ -93,8 +93,7 @@ class GGUFFile(TensorFile[TensorInfo]):
         packed = self.packed(name)
         if packed.ggml_type is GGMLType.F32:
             return packed.raw.view("<f4").reshape(packed.shape)
-        if has_bad_scale(packed.raw, packed.ggml_type):
-            raise self._file.error("NonFinite", f"{name} has a NaN block scale", self.info(name).offset)
+        packed.require_scales()
         return packed.decode()
 
     def packed(self, name: str) -> Packed:

@@ -16,12 +16,11 @@ from functools import cached_property
 import numpy as np
 from jaxtyping import Float, Int
 
-from llorch.errors import FormatError
 from llorch.ops.linear import product
 from llorch.ops.rounding import ActivationKind, block_sums, round_activations
 from llorch.weights.names import undo_interleave
 from llorch.weights.packed import Packed
-from llorch.weights.quant import ACTIVATION_TYPE, BLOCK_SIZES, decode_mins, has_bad_scale
+from llorch.weights.quant import ACTIVATION_TYPE, BLOCK_SIZES, decode_mins
 
 _SUMMED = "Q8_1"  # the one activation type with a rounded sum beside the codes
 
@@ -57,8 +56,7 @@ class Matrix:
         self.shape = packed.shape
         self.n_bytes = packed.raw.size
         self.activations: ActivationKind = ACTIVATION_TYPE[packed.ggml_type] if round_inputs else "F32"
-        if has_bad_scale(packed.raw, packed.ggml_type):
-            raise FormatError("NonFinite", f"{packed.name} has a NaN block scale", path=packed.path)
+        packed.require_scales()
 
     def forward(self, x: Float[np.ndarray, "seq in"]) -> Float[np.ndarray, "seq out"]:
         """Round, multiply tile by tile.
@@ -91,10 +89,11 @@ class Matrix:
         Returns:
             The matrix as float32, in Hugging Face's order of rows.
         """
-        if self._decoded is not None:
-            return self._decoded
-        array = self.packed.decode()
-        return undo_interleave(array, self._heads) if self._heads else array
+        return self.in_order(self.packed.decode()) if self._decoded is None else self._decoded
+
+    def in_order(self, rows: np.ndarray) -> np.ndarray:
+        """Rows in the order of the file, brought to that of Hugging Face."""
+        return undo_interleave(rows, self._heads) if self._heads else rows
 
     def rows(self, ids: Int[np.ndarray, " seq"]) -> Float[np.ndarray, "seq in"]:
         """Decode some rows of an embedding.

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from llorch.errors import FormatError
-from llorch.weights.quant import GGMLType, decode, decode_into
+from llorch.weights.quant import GGMLType, decode, decode_into, has_bad_scale
 
 TILE = 1 << 20  # elements decoded in one go: large enough for a fast product, small beside a model
 
@@ -25,12 +25,12 @@ class Packed:
 
     @property
     def by_row(self) -> np.ndarray:
-        """The bytes, one row of the matrix per row."""
-        return self.raw.reshape(self.shape[0], -1)
+        """The bytes of a matrix, one row per row; a vector is one row."""
+        return self.raw.reshape(self.shape[0] if len(self.shape) > 1 else 1, -1)
 
-    def decode(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Rows from `start` to `stop` as float32."""
-        return self.decode_bytes(self.by_row[start:stop])
+    def decode(self) -> np.ndarray:
+        """The whole tensor as float32."""
+        return decode(self.raw, self.ggml_type, self.shape)
 
     def decode_bytes(self, rows: np.ndarray) -> np.ndarray:
         """Some rows of `by_row` as float32."""
@@ -44,6 +44,16 @@ class Packed:
             tile = room[: self.shape[0] - start]
             decode_into(self.by_row[start : start + step], self.ggml_type, tile)
             yield start, tile
+
+    def require_scales(self) -> None:
+        """Refuse a block scale that means NaN and yet decodes to a finite number.
+
+        Raises:
+            FormatError: NonFinite, with the place.
+        """
+        if has_bad_scale(self.raw, self.ggml_type):
+            row = next(row for row, blocks in enumerate(self.by_row) if has_bad_scale(blocks, self.ggml_type))
+            raise FormatError("NonFinite", f"{self.name} has a NaN block scale in row {row}", path=self.path)
 
     def require_finite(self, start: int, rows: np.ndarray) -> None:
         """Refuse decoded rows with NaN or infinity.

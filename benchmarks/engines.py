@@ -1,0 +1,88 @@
+"""The engines that are timed, each with the model loaded: ours, llama.cpp and transformers."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from llorch.numerics import Numerics
+    from llorch.weights.residency import Residency
+
+
+class Engine(Protocol):
+    """One engine with the model loaded."""
+
+    def prefill(self, ids: list[int]) -> None:
+        """Run a prompt from an empty cache, up to the logits of its last token."""
+        ...
+
+    def decode(self, token_id: int) -> None:
+        """Run one more token, up to its logits."""
+        ...
+
+
+class Llorch:
+    """Our NumPy path; its thread count comes from the environment, set before NumPy is imported."""
+
+    def __init__(self, path: Path, numerics: "Numerics | None" = None, residency: "Residency" = "auto") -> None:
+        """Load a GGUF file."""
+        import llorch
+        from llorch.numerics import EXACT
+
+        self._model = llorch.load(path, numerics=numerics or EXACT, residency=residency)
+
+    def prefill(self, ids: list[int]) -> None:
+        """See `Engine`."""
+        from llorch.cache import KVCache
+
+        self._cache = KVCache(self._model.config, self._model.weights.cache_dtype)
+        self._model.forward(ids, cache=self._cache, last_only=True)
+
+    def decode(self, token_id: int) -> None:
+        """See `Engine`."""
+        self._model.forward([token_id], cache=self._cache, last_only=True)
+
+
+class LlamaCpp:
+    """llama.cpp as llama-cpp-python sets it up by default, on the CPU."""
+
+    def __init__(self, path: Path, n_threads: int) -> None:
+        """Load a GGUF file."""
+        from llama_cpp import Llama
+
+        self._llama = Llama(str(path), n_ctx=1024, n_threads=n_threads, n_threads_batch=n_threads, verbose=False)
+
+    def prefill(self, ids: list[int]) -> None:
+        """See `Engine`."""
+        self._llama.reset()
+        self._llama.eval(ids)
+
+    def decode(self, token_id: int) -> None:
+        """See `Engine`."""
+        self._llama.eval([token_id])
+
+
+class Transformers:
+    """transformers in float32 with its default attention."""
+
+    def __init__(self, folder: Path, n_threads: int) -> None:
+        """Load a Hugging Face folder."""
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        torch.set_num_threads(n_threads)
+        self._torch = torch
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def prefill(self, ids: list[int]) -> None:
+        """See `Engine`."""
+        self._past = None
+        self._step(ids)
+
+    def decode(self, token_id: int) -> None:
+        """See `Engine`."""
+        self._step([token_id])
+
+    def _step(self, ids: list[int]) -> None:
+        with self._torch.inference_mode():
+            out = self._model(self._torch.tensor([ids]), past_key_values=self._past, use_cache=True, logits_to_keep=1)
+        self._past = out.past_key_values

@@ -1,0 +1,138 @@
+"""Speeds of several engines, measured in turn, and how much of the machine other programs took meanwhile.
+
+Rounds of all engines are interleaved, so that a drift of the machine meets each alike. Threads that wait for each other
+by spinning, as OpenBLAS's and llama.cpp's do, become many times slower when another program wants a core. So a timing
+during which others had more than `OTHERS` of the processors is left out, and the number of quiet ones is printed.
+"""
+
+import ctypes
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import click
+from engines import Engine
+
+OTHERS = 0.05  # share of the processors
+Samples = dict[str, list[tuple[float, float]]]  # what is timed: (tokens/s, share of others) of each round
+
+
+def set_threads() -> None:
+    """Give NumPy the `--threads` of the command line, 2 without; only before it is imported."""
+    wanted = sys.argv[sys.argv.index("--threads") + 1] if "--threads" in sys.argv else "2"
+    for variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
+        os.environ.setdefault(variable, wanted)
+
+
+def interleave(engines: Mapping[str, Engine], prompts: Sequence[int], n_decode: int, rounds: int) -> dict[str, Samples]:
+    """Time every engine in every round.
+
+    Args:
+        engines: By name.
+        prompts: Lengths to prefill; decoding follows the first.
+        n_decode: Tokens decoded per round.
+        rounds: How many, after one that warms up.
+
+    Returns:
+        Samples by engine.
+    """
+    samples: dict[str, Samples] = {name: {} for name in engines}
+    for i in range(rounds + 1):
+        for name, engine in engines.items():
+            click.echo(f"round {i} of {rounds}: {name}", err=True)
+            for what, sample in _one_round(engine, prompts, n_decode):
+                if i > 0:
+                    samples[name].setdefault(what, []).append(sample)
+    return samples
+
+
+def _one_round(engine: Engine, prompts: Sequence[int], n_decode: int) -> list[tuple[str, tuple[float, float]]]:
+    def decode() -> None:
+        for token_id in range(2000, 2000 + n_decode):
+            engine.decode(token_id)
+
+    made = []
+    for n in prompts:
+        ids = list(range(1000, 1000 + n))
+        made.append((f"prefill {n}", _timed(lambda ids=ids: engine.prefill(ids), n)))
+        if n == prompts[0]:
+            made.append(("decode", _timed(decode, n_decode)))
+    return made
+
+
+def _timed(action: Callable[[], None], n_tokens: int) -> tuple[float, float]:
+    """Tokens per second, and the share of the processors that other programs had meanwhile."""
+    busy, own, start = _busy_seconds(), time.process_time(), time.perf_counter()
+    action()
+    seconds = time.perf_counter() - start
+    others = _busy_seconds() - busy - (time.process_time() - own)
+    return n_tokens / seconds, max(0.0, others) / seconds / (os.cpu_count() or 1)
+
+
+def _busy_seconds() -> float:
+    """Seconds that all processors have worked since the start of the system; 0 where it does not say."""
+    try:
+        user, nice, system, _, _, irq, softirq, *_ = Path("/proc/stat").read_text().split()[1:9]
+    except OSError:
+        return 0.0
+    return sum(map(int, (user, nice, system, irq, softirq))) / os.sysconf("SC_CLK_TCK")
+
+
+def quiet(samples: Sequence[tuple[float, float]]) -> list[float]:
+    """The speeds that count: those measured while the machine was ours, or all when it never was."""
+    kept = [speed for speed, others in samples if others <= OTHERS]
+    return kept or [speed for speed, _ in samples]
+
+
+def report(samples: Mapping[str, Samples], ours: Sequence[str], theirs: Sequence[str]) -> None:
+    """Print medians, ranges, rounds kept, and the ratio of each of our speeds to each of theirs.
+
+    Args:
+        samples: See `interleave`.
+        ours: Names of our engines.
+        theirs: Names of the engines to compare with.
+    """
+    for name, of_engine in samples.items():
+        for what, measured in of_engine.items():
+            speeds = quiet(measured)
+            spread = f"{statistics.median(speeds):8.1f} ({min(speeds):.1f}-{max(speeds):.1f}) tokens/s"
+            n_quiet = sum(others <= OTHERS for _, others in measured)
+            print(f"{name:<24} {what:<12} {spread:<34} {n_quiet} of {len(measured)} rounds quiet")
+    for mine in ours:
+        for other in theirs:
+            of_median = [f"{what} {_ratio(samples, mine, other, what):.2f}" for what in samples[mine]]
+            print(f"{mine} / {other}: {', '.join(of_median)}")
+
+
+def _ratio(samples: Mapping[str, Samples], mine: str, other: str, what: str) -> float:
+    return statistics.median(quiet(samples[mine][what])) / statistics.median(quiet(samples[other][what]))
+
+
+def machine() -> str:
+    """Processor, cores, and the kernels that NumPy's OpenBLAS uses."""
+    return f"machine: {processor()}, {os.cpu_count()} cores; OpenBLAS kernels: {openblas_kernels()}"
+
+
+def processor() -> str:
+    """What the system calls its processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def openblas_kernels() -> str:
+    """The processor that the OpenBLAS in NumPy's wheel chose its kernels for; `OPENBLAS_CORETYPE` overrides it."""
+    import numpy as np
+
+    for file in (Path(np.__file__).parents[1] / "numpy.libs").glob("*openblas*"):
+        name = getattr(ctypes.CDLL(str(file)), "scipy_openblas_get_corename64_", None)
+        if name is not None:
+            name.restype = ctypes.c_char_p
+            return name().decode()
+    return "unknown"
