@@ -84,9 +84,7 @@ def rounding_rows(golden: QuantisedGolden) -> Iterator[Row]:
 def file_row(name: str, path: Path, golden: QuantisedGolden) -> Row:
     """The model that was made here is the one that the goldens come from."""
     made = fingerprint(path)
-    note = (
-        f"made {made[:12]}, goldens are of {golden.files[name][:12]}: another numpy makes other random bytes"
-    )
+    note = f"made {made[:12]}, goldens are of {golden.files[name][:12]}: another numpy makes other random bytes"
     other = made != golden.files[name]
     return exact_row(name, CHECKPOINT, "file", PRODUCER, float(other), note if other else "", backend=BACKEND)
 

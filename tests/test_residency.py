@@ -113,7 +113,8 @@ def test_a_pass_takes_512_tokens_at_most_however_long_the_context(weights: Weigh
     assert longer[2] - longer[1] == 2 * (longer[1] - longer[0])
 
 
-def test_no_more_tokens_are_planned_than_the_context_holds(weights: Weights):
+def test_no_more_tokens_are_planned_than_the_context_holds(weights: Weights, monkeypatch: pytest.MonkeyPatch):
+    free(monkeypatch, 1e12)
     assert plan(weights, n_tokens=10**9) == plan(weights, n_tokens=weights.config.max_position_embeddings)
 
 
