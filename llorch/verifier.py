@@ -213,10 +213,6 @@ class Verifier:
             golden = self.evidence[producer].traces[case][key]
             truth = self._true_isolated(case, producer, stage, layer) if mode == "isolated" else self.truth[case][key]
             yield Distance(case, mode, stage.name, _from_truth(golden, truth, masked=stage.masked))
-        yield from self.sampler_distances()
-
-    def sampler_distances(self) -> Iterator[Distance]:
-        """How far what the samplers see and make is from the truth."""
         for evidence in self.evidence.values():
             difference = _from_truth(evidence.selected_logits, self._true_row())
             yield Distance("near", "chained", "selected_logits", difference)
@@ -267,7 +263,7 @@ class Verifier:
             golden = self.evidence[producer].traces[case][key]
             allowed = tolerances[case][mode][stage.name]
             arrays = ours, golden, truth
-            yield self._row(self._checkpoint(stage), stage.name, layer, case, producer, mode, arrays, allowed)
+            yield self._row(stage.checkpoint, stage.name, layer, case, producer, mode, arrays, allowed)
 
     def decode_rows(self, tolerances: Tolerances) -> Iterator[Row]:
         """Checkpoint 03: a pass in two parts gives what the producers' single pass gave."""
@@ -303,10 +299,6 @@ class Verifier:
                 note = edge_of_a_filter(arrays[0], arrays[1], allowed) if judged.verdict == FAIL else ""
                 yield replace(judged, verdict=TIE, note=note) if note else judged
             yield self._exact("12", "generation", producer, greedy, evidence.greedy, seen)
-
-    def _checkpoint(self, stage: Stage) -> str:
-        """The number under which a stage is judged."""
-        return stage.checkpoint
 
     def _last_row(self) -> np.ndarray:
         """Our logits of the last token of `near`, the row that sampling sees."""
@@ -367,16 +359,11 @@ class Verifier:
                     limits[case, stage.name] = max(limits[case, stage.name], product_limit(x, matrix, trace[trace_key]))
         return limits
 
-    def _wanted(self) -> set[str]:
-        """The keys that a trace must have, no less and no more."""
-        return {key for key, _, _ in self._keys}
-
     def _require_all_stages(self, producer: str, case: str, trace: Mapping[str, np.ndarray]) -> None:
-        wanted = self._wanted()
-        wrong = sorted(trace.keys() ^ wanted)
+        wrong = sorted(trace.keys() ^ {key for key, _, _ in self._keys})
         if wrong:
             raise ValueError(
-                f"{self.name}: the {case} trace of {producer} must have the {len(wanted)} stages of the model; "
+                f"{self.name}: the {case} trace of {producer} must have the {len(self._keys)} stages of the model; "
                 f"missing or unknown: {', '.join(wrong[:5])}; run reference_outputs/regenerate.py"
             )
 
