@@ -1,0 +1,118 @@
+"""Memory and time of a 7B-shaped Q4_K_M file whose matrices stay packed; writes 4.1 GB of random blocks and runs it.
+
+    python benchmarks/large_model.py
+
+Printed are the file's size, the plan, the peak of the process (the mapped file counts) and the seconds of each token.
+"""
+
+import resource
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import click
+from rounds import machine, set_threads
+
+MORE_BITS = {*range(4), *range(28, 32), *range(2, 32, 3)}  # layers whose v_proj and down_proj llama-quantize makes Q6_K
+
+
+@click.command(help=__doc__)
+@click.option("--threads", default=2, show_default=True)
+@click.option("--prompt", default=8, show_default=True, help="Tokens of the prompt.")
+@click.option("--decode", default=3, show_default=True, help="Tokens decoded.")
+def main(threads: int, prompt: int, decode: int) -> None:
+    """Entry point."""
+    import llorch
+    from llorch.cache import KVCache
+
+    print(f"{machine()}; {threads} threads")
+    with tempfile.TemporaryDirectory(prefix="llorch-benchmark-") as folder:
+        path = Path(folder) / "7B-Q4_K_M.gguf"
+        write(path)
+        model = llorch.load(path, residency="packed", n_tokens=prompt + decode)
+        assert model.plan is not None
+        print(f"file {path.stat().st_size / 1e9:.2f} GB; {model.plan.describe()}")
+        cache = KVCache(model.config, model.weights.cache_dtype)
+        for ids in (list(range(100, 100 + prompt)), *([7] for _ in range(decode))):
+            start = time.perf_counter()
+            model.forward(ids, cache=cache, last_only=True)
+            print(f"{len(ids)} tokens in {time.perf_counter() - start:.2f} s")
+        print(f"peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.2f} GB")
+
+
+def write(path: Path) -> None:
+    """Write the file, one tensor after the other."""
+    import numpy as np
+    from gguf import GGMLQuantizationType, GGUFWriter
+
+    from llorch.weights.export import add_hyperparameters
+    from llorch.weights.names import inventory
+
+    config = llama_7b()
+    stored = [
+        (weight, type_of(weight.name) if len(weight.shape) == 2 else None) for weight in inventory(config).values()
+    ]
+    writer = GGUFWriter(path, config.family)
+    writer.add_tokenizer_model("no_vocab")
+    add_hyperparameters(writer, config)
+    for weight, kind in stored:
+        n_bytes = size_of(weight.shape, kind)
+        raw = GGMLQuantizationType(kind) if kind is not None else None
+        writer.add_tensor_info(weight.gguf, weight.shape, np.dtype(np.float32), n_bytes, raw_dtype=raw)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for i, (weight, kind) in enumerate(stored):
+        print(f"writing {weight.name}", file=sys.stderr)
+        writer.write_tensor_data(np.ones(weight.shape, np.float32) if kind is None else blocks(weight.shape, kind, i))
+    writer.close()
+
+
+def llama_7b():
+    """The shape of Llama 2 7B."""
+    from dataclasses import replace
+
+    from llorch.quantised_models import MODELS
+
+    return replace(
+        MODELS["Q4_K"].config,
+        hidden_size=4096, intermediate_size=11008, n_layers=32, n_heads=32, n_kv_heads=32, head_dim=128,
+        vocab_size=32000, max_position_embeddings=4096,
+    )  # fmt: skip
+
+
+def type_of(name: str):
+    """The type of a matrix in a Q4_K_M file."""
+    from llorch.weights.quant import GGMLType
+
+    layer = int(name.split(".")[1]) if name.startswith("layers.") else -1
+    more = name == "lm_head" or (layer in MORE_BITS and name.endswith(("v_proj", "down_proj")))
+    return GGMLType.Q6_K if more else GGMLType.Q4_K
+
+
+def size_of(shape: tuple[int, ...], kind) -> int:
+    """Bytes of a tensor; None is F32."""
+    import math
+
+    from llorch.weights.quant import BLOCK_SIZES
+
+    n_elements, (size, n_bytes) = math.prod(shape), (1, 4) if kind is None else BLOCK_SIZES[kind]
+    return n_elements // size * n_bytes
+
+
+def blocks(shape: tuple[int, ...], kind, shift: int):
+    """Random blocks, repeated: what they say does not matter here."""
+    import numpy as np
+
+    from llorch.quantised_models import random_blocks
+    from llorch.weights.quant import BLOCK_SIZES
+
+    n_bytes = BLOCK_SIZES[kind][1]
+    some = np.roll(random_blocks(kind, 1 << 12, key=kind.name), shift, axis=0)
+    return np.resize(some, (size_of(shape, kind) // n_bytes, n_bytes)).reshape(-1).view(np.int8)
+
+
+if __name__ == "__main__":
+    set_threads()
+    main()
