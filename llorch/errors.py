@@ -65,3 +65,7 @@ class MissingExtra(ImportError):
         )
         self.extra = extra
         self.package = package
+
+
+class MissingDevice(RuntimeError):
+    """A device, or an ability of it, that was asked for by name and is not there."""

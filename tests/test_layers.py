@@ -12,16 +12,17 @@ ROOT = Path(__file__).parents[1]
 LAYERS = (
     ("errors", "fields", "config", "memory", "numerics", "ops", "compare"),
     ("stages", "weights", "tokenizer", "builtin", "quantised_models"),
-    ("cache", "forward"),
+    ("cache", "forward", "torch_cache", "torch_model", "kernels"),
     (
         "model", "generate", "sampling", "replay", "verify", "verifier", "evidence", "foundation",
         "diagnose", "mistakes", "producers", "sums", "quantised", "quantised_goldens", "verify_quantised",
-        "convert", "quality",
+        "convert", "quality", "torch_backend", "bench",
     ),
     ("cli", "report", "__init__", "__main__"),
 )  # fmt: skip
 LAYER = {name: level for level, names in enumerate(LAYERS) for name in names}
-OPTIONAL = ("torch", "transformers", "llama_cpp", "huggingface_hub", "matplotlib", "starlette", "pydantic")
+ON_TORCH = ("producers", "torch_cache", "torch_model", "kernels", "torch_backend")  # nothing imports them at its top
+OPTIONAL = ("torch", "triton", "transformers", "llama_cpp", "huggingface_hub", "matplotlib", "starlette", "pydantic")
 
 
 def modules() -> list[Path]:
@@ -86,8 +87,8 @@ def test_imports_point_down_only(file):
 
 
 @pytest.mark.parametrize("file", modules(), ids=lambda file: str(file.relative_to(ROOT)))
-def test_optional_packages_are_imported_at_the_top_of_producers_only(file):
-    if part_of(file) != "producers":
+def test_optional_packages_are_imported_at_the_top_of_producers_and_the_torch_path_only(file):
+    if part_of(file) not in ON_TORCH:
         assert not top_level_imports(file.read_text(encoding="utf-8")) & {*OPTIONAL}
 
 

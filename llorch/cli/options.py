@@ -73,6 +73,23 @@ def numerics_options(function: Callable) -> Callable:
     return function
 
 
+def backend_options(function: Callable) -> Callable:
+    """`--backend`, `--device` and `--dtype`, for whatever runs a model."""
+    for option in (
+        click.option(
+            "--dtype", type=click.Choice(["float32", "bfloat16", "float16", "float64"]),
+            help="With --backend torch: of weights and activations; float32 by default.",
+        ),
+        click.option("--device", help="With --backend torch: cpu (the default), cuda or cuda:N."),
+        click.option(
+            "--backend", type=click.Choice(["numpy", "torch"]), default="numpy", show_default=True,
+            help="Which of our forward passes runs.",
+        ),
+    ):  # fmt: skip
+        function = option(function)
+    return function
+
+
 def refuse_both(prompt: str | None, tokens: list[int] | None) -> None:
     """Raise a usage error when there is text and ids."""
     if prompt is not None and tokens is not None:

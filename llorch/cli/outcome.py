@@ -1,7 +1,7 @@
 """How a command ends: the exit code, and one line on stderr instead of a traceback.
 
-0 ok, 1 numbers differ, 2 usage or data that cannot be used, 3 something needed is missing (a file, a golden, an
-optional package), 4 out of memory, 70 a bug in llorch, 130 interrupted, 141 the reader of our output went away.
+0 ok, 1 numbers differ, 2 usage or data that cannot be used, 3 something needed is missing (a file, a golden, a device,
+an optional package), 4 out of memory, 70 a bug in llorch, 130 interrupted, 141 the reader of our output went away.
 """
 
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import click
 
-from llorch.errors import CheckpointMismatch, MissingExtra
+from llorch.errors import CheckpointMismatch, MissingDevice, MissingExtra
 
 OK, DIFFERS, USAGE, MISSING, NO_MEMORY, BUG = 0, 1, 2, 3, 4, 70
 INTERRUPTED, BROKEN_PIPE = 130, 141  # 128 + the signal, as a shell reports them
@@ -22,6 +22,7 @@ _CODES: tuple[tuple[type[BaseException], int], ...] = (
     (BrokenPipeError, BROKEN_PIPE),
     (CheckpointMismatch, DIFFERS),
     (MissingExtra, MISSING),
+    (MissingDevice, MISSING),
     (FileNotFoundError, MISSING),
     (MemoryError, NO_MEMORY),
     (ValueError, USAGE),  # FormatError is one

@@ -1,0 +1,1 @@
+"""The torch path: loading, running, generating and verifying on CPU and CUDA."""
