@@ -42,6 +42,36 @@ class Llorch:
         self._model.forward([token_id], cache=self._cache, last_only=True)
 
 
+class LlorchTorch:
+    """Our torch path on the CPU."""
+
+    def __init__(self, path: Path, n_threads: int, dtype: str, residency: "Residency" = "auto") -> None:
+        """Load a GGUF file."""
+        import torch
+
+        from llorch.torch_backend.model import load_torch
+
+        torch.set_num_threads(n_threads)
+        self._torch = torch
+        self._model = load_torch(path, dtype=dtype, residency=residency)
+
+    def prefill(self, ids: list[int]) -> None:
+        """See `Engine`."""
+        self._cache, self._length = self._model.new_cache(1, 1024), 0
+        self._step(ids)
+
+    def decode(self, token_id: int) -> None:
+        """See `Engine`."""
+        self._step([token_id])
+
+    def _step(self, ids: list[int]) -> None:
+        torch, start = self._torch, self._length
+        self._length += len(ids)
+        with torch.inference_mode():
+            place = self._cache.place(torch.arange(start, self._length)[None], ctx=self._length, causal=True)
+            self._model.module(torch.tensor([ids]), place, self._cache, rows=torch.tensor([len(ids) - 1]))
+
+
 class LlamaCpp:
     """llama.cpp as llama-cpp-python sets it up by default, on the CPU."""
 
@@ -62,16 +92,16 @@ class LlamaCpp:
 
 
 class Transformers:
-    """transformers in float32 with its default attention."""
+    """transformers with its default attention and cache, on the CPU."""
 
-    def __init__(self, folder: Path, n_threads: int) -> None:
+    def __init__(self, folder: Path, n_threads: int, dtype: str = "float32") -> None:
         """Load a Hugging Face folder."""
         import torch
         from transformers import AutoModelForCausalLM
 
         torch.set_num_threads(n_threads)
         self._torch = torch
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
 
     def prefill(self, ids: list[int]) -> None:
         """See `Engine`."""

@@ -6,6 +6,7 @@ for token in model.generate("Once upon a time"):  id, text and log probability
 trace = {}
 logits = model.forward([1, 2, 3], trace=trace)    every stage by name
 print(llorch.compare(trace, other_trace))         first divergence
+model = llorch.load_torch("story", device="cuda", dtype="bfloat16")    the same in torch; many prompts at once, too
 """
 
 from importlib import import_module
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from llorch.generate import Token
     from llorch.model import Model, load
     from llorch.sampling import SamplingSettings
+    from llorch.torch_backend.model import TorchModel, load_torch
 
 __version__ = "0.1.0"
 
@@ -33,8 +35,10 @@ __all__ = [
     "SamplingSettings",
     "Token",
     "Tolerance",
+    "TorchModel",
     "compare",
     "load",
+    "load_torch",
 ]
 
 _WHERE = {
@@ -43,6 +47,8 @@ _WHERE = {
     "Model": "model",
     "load": "model",
     "SamplingSettings": "sampling",
+    "TorchModel": "torch_backend.model",
+    "load_torch": "torch_backend.model",
 }
 
 
@@ -50,4 +56,9 @@ def __getattr__(name: str) -> object:
     """Import on first use: `llorch --help` and `import llorch` need none of it."""
     if name not in _WHERE:
         raise AttributeError(f"module 'llorch' has no attribute {name!r}")
-    return getattr(import_module(f"llorch.{_WHERE[name]}"), name)
+    try:
+        return getattr(import_module(f"llorch.{_WHERE[name]}"), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise MissingExtra("torch", "torch") from None

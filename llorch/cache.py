@@ -47,13 +47,7 @@ class KVCache:
             ValueError: No token, or more than the context holds.
         """
         start = self._first_position + self.length
-        if n_tokens < 1:
-            raise ValueError("forward: expected at least one token id, got none")
-        if start < 0 or start + n_tokens > self._max_positions:
-            raise ValueError(
-                f"forward: {n_tokens} tokens from position {start} do not fit the context of "
-                f"{self._max_positions} tokens; shorten the prompt"
-            )
+        require_context(n_tokens, start, self._max_positions)
         return np.arange(start, start + n_tokens)
 
     def append(self, layer: int, k: NewRows, v: NewRows) -> tuple[Context, Context]:
@@ -75,6 +69,26 @@ class KVCache:
         if layer == len(self._keys) - 1:
             self.length = end
         return self._keys[layer][:, :end], self._values[layer][:, :end]
+
+
+def require_context(n_tokens: int, start: int, max_positions: int) -> None:
+    """Refuse tokens that do not fit the context.
+
+    Args:
+        n_tokens: How many tokens come.
+        start: Position of the first one.
+        max_positions: Length of the context.
+
+    Raises:
+        ValueError: No token, or more than the context holds.
+    """
+    if n_tokens < 1:
+        raise ValueError("forward: expected at least one token id, got none")
+    if start < 0 or start + n_tokens > max_positions:
+        raise ValueError(
+            f"forward: {n_tokens} tokens from position {start} do not fit the context of "
+            f"{max_positions} tokens; shorten the prompt"
+        )
 
 
 def _grown(old: np.ndarray, used: int, needed: int) -> np.ndarray:

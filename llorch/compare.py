@@ -17,6 +17,11 @@ from llorch.errors import CheckpointMismatch
 
 FLOAT32_ULP = 2.0**-23
 FLOOR = 4 * FLOAT32_ULP  # 4 ulp of the tensor's scale: no tolerance is ever below it
+FLOORS: Mapping[str, float] = {  # by dtype of a run; half precision: 4 ulp of a number just below that scale
+    "float32": FLOOR,
+    "bfloat16": 4 * 2.0**-8,
+    "float16": 4 * 2.0**-11,
+}
 FACTOR = 4.0  # times the larger distance of a producer from the truth
 
 Trace = Mapping[str, np.ndarray]
@@ -28,6 +33,10 @@ class Tolerance:
 
     error: float
     worst: float
+
+    def at_most(self, highest: "Tolerance") -> "Tolerance":
+        """This tolerance, but in neither limit above another."""
+        return Tolerance(min(self.error, highest.error), min(self.worst, highest.worst))
 
 
 EXACT = Tolerance(0.0, 0.0)
@@ -63,14 +72,15 @@ class Difference:
         )
 
 
-def tolerance_from(distances: list[Difference]) -> Tolerance:
+def tolerance_from(distances: list[Difference], *, floor: float = FLOOR) -> Tolerance:
     """The tolerance that the producers' own distances from the truth give.
 
     Args:
         distances: Of each producer (and layer) from the float64 truth; at least one, none with a fault.
+        floor: The smallest tolerance of the dtype, see `FLOORS`.
 
     Returns:
-        4 times the larger distance, never under 4 ulp of the tensor's scale.
+        4 times the larger distance, never under the floor.
 
     Raises:
         ValueError: No distance, or one with a fault or without a finite size: it would let everything pass.
@@ -79,8 +89,8 @@ def tolerance_from(distances: list[Difference]) -> Tolerance:
     if faults or not distances:
         raise ValueError(f"tolerance: expected clean distances of the producers, got {faults or 'none'}")
     return Tolerance(
-        max(FLOOR, FACTOR * max(d.error for d in distances)),
-        max(FLOOR, FACTOR * max(d.worst for d in distances)),
+        max(floor, FACTOR * max(d.error for d in distances)),
+        max(floor, FACTOR * max(d.worst for d in distances)),
     )
 
 

@@ -15,11 +15,13 @@ import numpy as np
 
 from llorch.compare import Tolerance
 from llorch.config import ModelConfig
+from llorch.numerics import DtypeName
 from llorch.producers import Producer
 from llorch.replay import Pass
 from llorch.sampling import SamplingSettings
 
 PRODUCERS = ("llamacpp", "transformers")
+HALF_DTYPES: tuple[DtypeName, ...] = ("bfloat16", "float16")
 FAR_POSITION = 4000
 FAR_TOKENS = 8
 N_GREEDY = 24
@@ -80,15 +82,18 @@ class TokenCheck:
 
 
 Tolerances = dict[str, dict[str, dict[str, Tolerance]]]  # case -> mode -> stage -> tolerance
+Errors = dict[str, dict[str, dict[str, dict[str, float]]]]  # producer -> case -> mode -> stage -> error
 
 
 @dataclass(frozen=True)
 class Golden:
-    """The stored goldens of one model."""
+    """The stored goldens of one model; of runs in half precision only what is made from them, see `llorch.half`."""
 
     cases: Mapping[str, Pass]
     evidence: Mapping[str, Evidence]  # by producer
     tolerances: Tolerances
+    half_tolerances: Mapping[str, Tolerances]  # by dtype
+    half_errors: Mapping[str, Errors]  # by dtype: how far the producers are from the truth
     tensors: Mapping[str, str]  # the file's tensor table by a foreign reader, see `foundation`
     tokens: Sequence[TokenCheck]
     provenance: Mapping[str, object]
@@ -160,13 +165,12 @@ def save(folder: Path, golden: Golden) -> None:
         _replace(folder / f"{producer}.safetensors", to_bytes(evidence.arrays()))
     record = {
         "cases": {name: asdict(case) for name, case in golden.cases.items()},
+        "half_errors": golden.half_errors,
+        "half_tolerances": {dtype: _plain(made) for dtype, made in golden.half_tolerances.items()},
         "provenance": golden.provenance,
         "tensors": golden.tensors,
         "tokens": [asdict(check) for check in golden.tokens],
-        "tolerances": {
-            case: {mode: {stage: asdict(t) for stage, t in by_stage.items()} for mode, by_stage in modes.items()}
-            for case, modes in golden.tolerances.items()
-        },
+        "tolerances": _plain(golden.tolerances),
     }
     _replace(folder / "golden.json", (json.dumps(record, indent=1, sort_keys=True) + "\n").encode())
 
@@ -196,13 +200,18 @@ def read(folder: Path) -> Golden:
             f"{sorted(record['cases'])}, {len(record['tensors'])} tensors, {len(record['tokens'])} texts; "
             "run reference_outputs/regenerate.py"
         )
+    for key in ("half_tolerances", "half_errors"):
+        if record.get(key, {}).keys() != {*HALF_DTYPES}:
+            raise ValueError(
+                f"golden {folder / 'golden.json'}: expected {key} of {' and '.join(HALF_DTYPES)}, "
+                f"got {sorted(record.get(key, {})) or 'none'}; run reference_outputs/regenerate.py"
+            )
     return Golden(
         cases={name: Pass(tuple(case["ids"]), case["first_position"]) for name, case in record["cases"].items()},
         evidence={p: Evidence.from_arrays(load_file(folder / f"{p}.safetensors")) for p in PRODUCERS},
-        tolerances={
-            case: {mode: {stage: Tolerance(**t) for stage, t in by_stage.items()} for mode, by_stage in modes.items()}
-            for case, modes in record["tolerances"].items()
-        },
+        tolerances=_tolerances(record["tolerances"]),
+        half_tolerances={dtype: _tolerances(plain) for dtype, plain in record["half_tolerances"].items()},
+        half_errors=record["half_errors"],
         tensors=record["tensors"],
         tokens=[TokenCheck(**check) for check in record["tokens"]],
         provenance=record["provenance"],
@@ -213,6 +222,22 @@ def sha256(path: Path) -> str:
     """Hash of a file's bytes."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _plain(tolerances: Tolerances) -> dict[str, dict[str, dict[str, dict[str, float]]]]:
+    """Tolerances as JSON holds them."""
+    return {
+        case: {mode: {stage: asdict(t) for stage, t in by_stage.items()} for mode, by_stage in modes.items()}
+        for case, modes in tolerances.items()
+    }
+
+
+def _tolerances(plain: Mapping[str, Mapping[str, Mapping[str, Mapping[str, float]]]]) -> Tolerances:
+    """The inverse of `_plain`."""
+    return {
+        case: {mode: {stage: Tolerance(**t) for stage, t in by_stage.items()} for mode, by_stage in modes.items()}
+        for case, modes in plain.items()
+    }
 
 
 def _replace(path: Path, content: bytes) -> None:

@@ -86,19 +86,49 @@ def stream(
     Yields:
         One token per id.
     """
-    held = HeldText(stop)
-    for n, (token_id, logprob) in enumerate(sampled, start=1):
-        if token_id in end_ids:
-            yield Token(token_id, held.flush(), logprob, "eos")
+    answer = Answer(tokenizer, end_ids=end_ids, stop=stop, max_tokens=max_tokens)
+    for token_id, logprob in sampled:
+        token = answer.take(token_id, logprob)
+        yield token
+        if token.finish is not None:
             return
-        text, stopped = held.add(tokenizer.token_bytes(token_id))
-        if stopped:
-            yield Token(token_id, text, logprob, "stop")
-            return
-        if n == max_tokens:
-            yield Token(token_id, text + held.flush(), logprob, "length")
-            return
-        yield Token(token_id, text, logprob)
+
+
+class Answer:
+    """Ids of one answer come in, tokens with text go out.
+
+    Attributes:
+        finish: Why the answer ended; None while it goes on.
+    """
+
+    def __init__(self, tokenizer: Bytes, *, end_ids: frozenset[int], stop: Sequence[str] = (), max_tokens: int) -> None:
+        """Start empty; for the arguments see `stream`."""
+        self.finish: str | None = None
+        self._tokenizer = tokenizer
+        self._end_ids = end_ids
+        self._held = HeldText(stop)
+        self._left = max_tokens
+
+    def take(self, token_id: int, logprob: float) -> Token:
+        """Add the next id.
+
+        Args:
+            token_id: The id.
+            logprob: Its log probability.
+
+        Returns:
+            The token, with the text that became certain.
+        """
+        self._left -= 1
+        text, stopped = "", False
+        if token_id in self._end_ids:
+            self.finish = "eos"
+        else:
+            text, stopped = self._held.add(self._tokenizer.token_bytes(token_id))
+            self.finish = "stop" if stopped else "length" if self._left == 0 else None
+        if self.finish in ("eos", "length"):
+            text += self._held.flush()
+        return Token(token_id, text, logprob, self.finish)
 
 
 class HeldText:

@@ -23,18 +23,16 @@ from llorch.weights.residency import Plan, Residency, plan
 PREFILL_CHUNK = 512  # tokens per pass of a long prompt: bounds the memory of the attention scores
 
 
-class Model:
-    """Weights and tokenizer of one file or folder."""
+class Opened:
+    """Weights and tokenizer of one file or folder, whichever backend runs them."""
 
-    def __init__(self, weights: Weights, plan: Plan | None = None) -> None:
+    def __init__(self, weights: Weights) -> None:
         """Wrap opened weights.
 
         Args:
             weights: See `llorch.weights.open_weights`.
-            plan: Why they lie where they lie, when that was planned.
         """
         self.weights = weights
-        self.plan = plan
 
     @property
     def config(self) -> ModelConfig:
@@ -57,6 +55,49 @@ class Model:
         if isinstance(source, GGUFFile):
             return Tokenizer.from_gguf(source)
         return Tokenizer.from_huggingface(Path(self.weights.path))
+
+    def prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
+        """Token ids of a prompt: of a text with the model's special tokens, or ids as they are."""
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    def checked_ids(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Token ids as an array.
+
+        Args:
+            ids: What a caller handed in.
+
+        Returns:
+            The ids as int64.
+
+        Raises:
+            ValueError: An id is out of range, or there is none.
+        """
+        array = np.asarray(ids)
+        if array.ndim != 1 or array.size == 0:
+            raise ValueError(f"forward: expected a list of at least one token id, got shape {array.shape}")
+        if array.dtype.kind not in "iu":
+            raise ValueError(f"forward: expected integer token ids, got {array.dtype}")
+        outside = (array < 0) | (array >= self.config.vocab_size)
+        if outside.any():
+            at = int(np.argmax(outside))
+            raise ValueError(
+                f"forward: token id {int(array[at])} at index {at} is outside 0 to {self.config.vocab_size - 1}"
+            )
+        return array.astype(np.int64)
+
+
+class Model(Opened):
+    """A model that runs in NumPy."""
+
+    def __init__(self, weights: Weights, plan: Plan | None = None) -> None:
+        """Wrap opened weights.
+
+        Args:
+            weights: See `llorch.weights.open_weights`.
+            plan: Why they lie where they lie, when that was planned.
+        """
+        super().__init__(weights)
+        self.plan = plan
 
     def forward(
         self,
@@ -82,7 +123,7 @@ class Model:
         Raises:
             ValueError: An id is out of range, there is none, or they do not fit the context.
         """
-        ids = self._checked_ids(ids)
+        ids = self.checked_ids(ids)
         if cache is None:
             cache = KVCache(self.config, self.weights.cache_dtype, first_position=first_position)
         cache.next_positions(len(ids))  # refuses what does not fit before any work is done
@@ -125,7 +166,7 @@ class Model:
         Raises:
             ValueError: The prompt is empty or does not fit the context.
         """
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        ids = self.prompt_ids(prompt)
         cache = KVCache(self.config, self.weights.cache_dtype)
         cache.next_positions(len(ids))  # refuses a prompt that does not fit
         max_tokens = min(max_tokens, self.config.max_position_embeddings - len(ids) + 1)
@@ -137,19 +178,15 @@ class Model:
         end_ids = frozenset() if ignore_eos else self.tokenizer.eos_token_ids
         yield from stream(sampled, self.tokenizer, end_ids=end_ids, stop=stop, max_tokens=max_tokens)
 
-    def _checked_ids(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:
-        array = np.asarray(ids)
-        if array.ndim != 1 or array.size == 0:
-            raise ValueError(f"forward: expected a list of at least one token id, got shape {array.shape}")
-        if array.dtype.kind not in "iu":
-            raise ValueError(f"forward: expected integer token ids, got {array.dtype}")
-        outside = (array < 0) | (array >= self.config.vocab_size)
-        if outside.any():
-            at = int(np.argmax(outside))
-            raise ValueError(
-                f"forward: token id {int(array[at])} at index {at} is outside 0 to {self.config.vocab_size - 1}"
-            )
-        return array.astype(np.int64)
+
+def find(path_or_name: str | Path) -> Path:
+    """The file or folder that was meant: an existing path, else a built-in model.
+
+    Raises:
+        FileNotFoundError: There is neither.
+    """
+    path = Path(path_or_name)
+    return path if path.exists() else builtin_path(str(path_or_name))
 
 
 def load(
@@ -173,7 +210,6 @@ def load(
         MemoryError: The model would not fit.
     """
     keep_freed_memory()
-    path = Path(path_or_name)
-    weights = open_weights(path if path.exists() else builtin_path(str(path_or_name))).using(numerics)
+    weights = open_weights(find(path_or_name)).using(numerics)
     chosen = plan(weights, residency, n_tokens=n_tokens)
     return Model(weights.using(packed=chosen.residency == "packed"), chosen)

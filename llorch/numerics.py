@@ -13,6 +13,8 @@ from typing import Literal, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Float, Int
 
+DtypeName = Literal["float32", "bfloat16", "float16"]  # of a run on an engine that computes in one dtype
+
 
 @dataclass(frozen=True)
 class Numerics:

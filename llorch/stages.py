@@ -88,6 +88,7 @@ CHECKPOINTS: Mapping[str, str] = {
     "11": "probabilities",
     "12": "generation",
     "13": "quantised",
+    "14": "torch",
 }  # number -> name; design decides, the numbers are public interface
 
 

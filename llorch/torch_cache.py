@@ -90,6 +90,22 @@ class Cache:
         self._slot = torch.arange(n_slots, device=device)
         self._sequence = torch.arange(batch, device=device)[:, None]  # (batch, 1)
 
+    def require_device(self, **others: Tensor) -> None:
+        """Refuse tensors on another device before they meet in a product.
+
+        Args:
+            others: What is used together with the cache, by name.
+
+        Raises:
+            ValueError: One lies elsewhere.
+        """
+        here = self.cos.device
+        for name, tensor in others.items():
+            if tensor.device != here:
+                raise ValueError(
+                    f"forward: the cache lies on {here}, {name} on {tensor.device}; put both on one device"
+                )
+
     def place(self, positions: Int[Tensor, "batch seq"], *, ctx: int, causal: bool = False) -> Place:
         """Find the places of new tokens; nothing is read back from the device.
 
@@ -100,7 +116,11 @@ class Cache:
 
         Returns:
             Their places.
+
+        Raises:
+            ValueError: The positions lie on another device.
         """
+        self.require_device(positions=positions)
         slots = positions - self.first_position
         seen_up_to = slots.clamp(min=0)[:, None, :, None]  # padding sees slot 0: a row that sees nothing would be NaN
         slots = torch.where(positions < 0, self.n_slots, slots)

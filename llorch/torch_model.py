@@ -61,7 +61,11 @@ class CausalLM(nn.Module):
 
         Returns:
             Logits, of every new token or of one per sequence.
+
+        Raises:
+            ValueError: Ids, weights and cache lie on different devices.
         """
+        cache.require_device(ids=ids, weights=self.model.norm.weight)
         x = self.model(ids, place, cache, keep)
         x = x if rows is None else x[torch.arange(len(rows), device=x.device), rows][:, None]  # (batch, 1, hidden)
         return keep("logits", self.lm_head(keep("final_norm", self.model.norm(x))))

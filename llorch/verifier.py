@@ -63,9 +63,11 @@ class Row:
 class Distance:
     """How far one golden is from the truth."""
 
+    producer: str
     case: str
     mode: str
     stage: str
+    layer: int | None
     difference: Difference
 
 
@@ -80,8 +82,13 @@ def ceiling(mode: str, last_position: int) -> Tolerance:
         The ceiling: rounding of one op, or of all before it, plus what float32 angles cost.
     """
     rounding = 1e-5 if mode == "isolated" else 1e-3
-    angle = 8 * last_position * FLOAT32_ULP
+    angle = angle_error(last_position)
     return Tolerance(rounding + angle, 10 * (rounding + angle))
+
+
+def angle_error(last_position: int) -> float:
+    """What float32 angles up to a position may cost, in every dtype of a run."""
+    return 8 * last_position * FLOAT32_ULP
 
 
 def exact_row(
@@ -212,13 +219,14 @@ class Verifier:
         for case, mode, key, stage, layer, producer in self._comparisons():
             golden = self.evidence[producer].traces[case][key]
             truth = self._true_isolated(case, producer, stage, layer) if mode == "isolated" else self.truth[case][key]
-            yield Distance(case, mode, stage.name, _from_truth(golden, truth, masked=stage.masked))
-        for evidence in self.evidence.values():
+            difference = _from_truth(golden, truth, masked=stage.masked)
+            yield Distance(producer, case, mode, stage.name, layer, difference)
+        for producer, evidence in self.evidence.items():
             difference = _from_truth(evidence.selected_logits, self._true_row())
-            yield Distance("near", "chained", "selected_logits", difference)
+            yield Distance(producer, "near", "chained", "selected_logits", None, difference)
             for sampling, true in self._probabilities(np.float64).items():
                 difference = _from_truth(evidence.probabilities[sampling], true)
-                yield Distance("near", "isolated", "probabilities", difference)
+                yield Distance(producer, "near", "isolated", "probabilities", None, difference)
 
     def tolerances(self) -> Tolerances:
         """Tolerances made from the producers' distances from the truth."""
@@ -228,7 +236,7 @@ class Verifier:
         out: Tolerances = {}
         for (case, mode, stage), differences in grouped.items():
             clean = [d for d in differences if d.fault is None]
-            made = tolerance_from(clean) if clean else Tolerance(math.inf, math.inf)
+            made = tolerance_from(clean, floor=self._floor(stage)) if clean else Tolerance(math.inf, math.inf)
             out.setdefault(case, {}).setdefault(mode, {})[stage] = self._capped(made, case, mode, stage)
         return out
 
@@ -275,7 +283,7 @@ class Verifier:
                     if stage.name not in DECODED:
                         continue
                     truth = cut(stage, self.truth[case][key], n_cached)
-                    allowed = tolerances[case]["chained"][stage.name]
+                    allowed = self._allowed_after_cached(tolerances, case, stage.name, len(whole.ids) - n_cached)
                     for producer, evidence in self.evidence.items():
                         arrays = trace[key], cut(stage, evidence.traces[case][key], n_cached), truth
                         yield self._row("03", stage.name, layer, where, producer, "decode", arrays, allowed)
@@ -309,9 +317,20 @@ class Verifier:
         """Our forward pass on a case."""
         return run(weights, self.cases[case], n_cached=n_cached)
 
+    def _allowed_after_cached(self, tolerances: Tolerances, case: str, stage: str, n_tokens: int) -> Tolerance:
+        """How far the last `n_tokens` of a pass may be off, when those before them were cached."""
+        return tolerances[case]["chained"][stage]
+
+    def ceiling_of(self, case: str, mode: str, stage: str) -> Tolerance:
+        """The largest tolerance that is ever granted to a stage."""
+        return ceiling(mode, int(self.cases[case].positions[-1]))
+
+    def _floor(self, stage: str) -> float:
+        """The smallest tolerance of a stage."""
+        return FLOOR
+
     def _capped(self, made: Tolerance, case: str, mode: str, stage: str) -> Tolerance:
-        highest = ceiling(mode, int(self.cases[case].positions[-1]))
-        capped = Tolerance(min(made.error, highest.error), min(made.worst, highest.worst))
+        capped = made.at_most(self.ceiling_of(case, mode, stage))
         if len(self.evidence) > 1 or stage not in (*BY_NAME, "selected_logits"):
             return capped
         error = self._derived(case, mode, stage, capped.error)

@@ -2,15 +2,15 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from llorch.builtin import builtin_path, goldens_folder
 from llorch.config import ModelConfig
-from llorch.evidence import N_GREEDY, Evidence, TokenCheck, cases_for, read, sha256, take
+from llorch.evidence import N_GREEDY, Evidence, Golden, TokenCheck, cases_for, read, sha256, take
 from llorch.foundation import Table, differing, foreign_tensors, own_tensors
 from llorch.memory import available_memory
 from llorch.model import Model
@@ -26,6 +26,34 @@ from llorch.weights.quant import GGMLType
 Say = Callable[[str], None]
 
 
+@dataclass(frozen=True)
+class Shown:
+    """What producers that ran now showed for a file.
+
+    Attributes:
+        weights: Of the file.
+        cases: What they were given.
+        evidence: By producer; those that could not run the model are absent.
+        texts: The prompt, with the ids that each of their tokenizers gives.
+    """
+
+    weights: Weights
+    cases: Mapping[str, Pass]
+    evidence: Mapping[str, Evidence]
+    texts: Sequence[TokenCheck]
+
+    @property
+    def model(self) -> str:
+        """Name of the model in rows."""
+        return Model(self.weights).name
+
+    def foundation_rows(self) -> Iterator[Row]:
+        """Checkpoint 00, but for the embedding: the file as we read it, its tokens as we make them."""
+        yield from foundation_rows(self.model, own_tensors(self.weights), foreign_tensors(Path(self.weights.path)))
+        if self.texts:
+            yield from token_rows(self.model, self.weights, self.texts)
+
+
 def verify_stored(name: str) -> Iterator[Row]:
     """Judge a built-in model against its stored goldens.
 
@@ -39,16 +67,31 @@ def verify_stored(name: str) -> Iterator[Row]:
         FileNotFoundError: A golden is missing.
         ValueError: The goldens were made for other weights.
     """
+    weights, golden = stored(name)
+    yield from stored_foundation_rows(name, weights, golden)
+    verifier = Verifier(name, weights, golden.cases, golden.evidence)
+    for backend in BACKENDS:
+        yield from verifier.on(backend).rows(golden.tolerances)
+
+
+def stored(name: str) -> tuple[Weights, Golden]:
+    """Open a built-in model and its goldens.
+
+    Args:
+        name: A built-in model.
+
+    Returns:
+        Both.
+
+    Raises:
+        FileNotFoundError: A golden is missing.
+        ValueError: The goldens were made for other weights.
+    """
     path = builtin_path(name)
     golden = read(goldens_folder() / name)
     if golden.provenance["weights_sha256"] != sha256(path):
         raise ValueError(f"golden {name}: made for other weights than {path}; run reference_outputs/regenerate.py")
-    weights = open_weights(path)
-    yield from foundation_rows(name, own_tensors(weights), golden.tensors)
-    yield from token_rows(name, weights, golden.tokens)
-    verifier = Verifier(name, weights, golden.cases, golden.evidence)
-    for backend in BACKENDS:
-        yield from verifier.on(backend).rows(golden.tolerances)
+    return open_weights(path), golden
 
 
 def verify_live(
@@ -78,8 +121,30 @@ def verify_live(
         MissingExtra: An engine is not installed.
         RuntimeError: An engine failed, and `failed` is not given.
     """
+    shown = ask(path, ids, producers, text=text, say=say, failed=failed)
+    if not shown.evidence:
+        return
+    say("reading the tensor table")
+    yield from shown.foundation_rows()
+    say("computing the float64 truth")
+    verifier = Verifier(shown.model, shown.weights, shown.cases, shown.evidence)
+    tolerances = verifier.tolerances()
+    say("comparing")
+    for backend in BACKENDS:
+        yield from verifier.on(backend).rows(tolerances)
+
+
+def ask(
+    path: Path,
+    ids: Sequence[int],
+    producers: Sequence[ProducerName],
+    *,
+    text: str | None,
+    say: Say,
+    failed: dict[str, str] | None,
+) -> Shown:
+    """Run producers on a model; for the arguments and exceptions see `verify_live`."""
     weights = open_weights(path)
-    model = Model(weights).name
     cases = cases_for(ids, weights.config)
     require_memory(weights.config, len(ids), n_traces=3 * len(producers) + 3)  # truths are twice as wide
     require_engines(weights, producers)
@@ -97,18 +162,7 @@ def verify_live(
             if failed is None:
                 raise
             failed[name] = str(error)
-    if not evidence:
-        return
-    say("reading the tensor table")
-    yield from foundation_rows(model, own_tensors(weights), foreign_tensors(path))
-    if text is not None:
-        yield from token_rows(model, weights, [TokenCheck(text, tokens)])
-    say("computing the float64 truth")
-    verifier = Verifier(model, weights, cases, evidence)
-    tolerances = verifier.tolerances()
-    say("comparing")
-    for backend in BACKENDS:
-        yield from verifier.on(backend).rows(tolerances)
+    return Shown(weights, cases, evidence, [TokenCheck(text, tokens)] if text is not None else [])
 
 
 def verify_as_stored(
@@ -211,6 +265,12 @@ def require_engines(weights: Weights, producers: Sequence[ProducerName]) -> None
             f"{weights.path}: exact numerics need float32 weights in every engine, about {needed / 1e9:.1f} GB, "
             f"{free / 1e9:.1f} GB are free; use --numerics ggml, or --against llamacpp alone"
         )
+
+
+def stored_foundation_rows(name: str, weights: Weights, golden: Golden) -> Iterator[Row]:
+    """Checkpoint 00 of a built-in model, but for the embedding."""
+    yield from foundation_rows(name, own_tensors(weights), golden.tensors)
+    yield from token_rows(name, weights, golden.tokens)
 
 
 def foundation_rows(model: str, own: Table, foreign: Table) -> Iterator[Row]:

@@ -6,8 +6,9 @@
     python reference_outputs/regenerate.py --check         compare with the stored ones at their tolerances
 
 Goldens come from llama.cpp and transformers as they are installed here; tolerances come from how far the two lie
-from our float64 run. Nothing is written when a producer is missing or too far from the truth. Those of checkpoint 13
-come from llama.cpp and its ggml alone.
+from our float64 run; for runs in bfloat16 and float16, from how far the two lie from it when they run in that dtype.
+Nothing is written when a producer is missing or too far from the truth. Goldens of checkpoint 13 come from llama.cpp
+and its ggml alone.
 """
 
 import platform
@@ -15,6 +16,7 @@ import sys
 from pathlib import Path
 
 import click
+import make_half
 import make_quantised
 import numpy as np
 
@@ -27,7 +29,7 @@ from llorch.producers import Producer, open_producer
 from llorch.quantised_goldens import FOLDER as QUANTISED
 from llorch.quantised_goldens import read as read_quantised
 from llorch.quantised_goldens import save as save_quantised
-from llorch.verifier import Verifier, ceiling
+from llorch.verifier import Verifier
 from llorch.weights import Weights, open_weights
 
 FOLDER = Path(__file__).resolve().parent  # never the copy inside an installed wheel
@@ -103,11 +105,15 @@ def make(name: str) -> Golden:
             for text in TEXTS:
                 tokens[text] |= token_ids(producer, text)
     verifier = Verifier(name, weights, cases, evidence)
-    refuse_far_witnesses(verifier)
+    halves = make_half.half_runs(name, weights, cases)
+    for judge in (verifier, *(half.verifier for half in halves.values())):
+        refuse_far_witnesses(judge)
     return Golden(
         cases=cases,
         evidence=evidence,
         tolerances=verifier.tolerances(),
+        half_tolerances={dtype: half.verifier.tolerances() for dtype, half in halves.items()},
+        half_errors={dtype: half.verifier.errors() for dtype, half in halves.items()},
         tensors=foreign_tensors(path),
         tokens=[TokenCheck(text, ids) for text, ids in tokens.items()],
         provenance={
@@ -115,6 +121,7 @@ def make(name: str) -> Golden:
             "weights_sha256": sha256(path),
             "prompt": PROMPT,
             "engines": engines,
+            "half_engines": {dtype: half.engines for dtype, half in halves.items()},
             "numpy": np.__version__,
             "machine": platform.machine(),
         },
@@ -140,7 +147,7 @@ def token_ids(producer: Producer, text: str) -> dict[str, list[int]]:
 
 
 def refuse_far_witnesses(verifier: Verifier) -> None:
-    """Refuse goldens that are not the truth to float32 rounding.
+    """Refuse goldens that are not the truth to rounding in the dtype of the run.
 
     Raises:
         ValueError: A producer is further from the float64 truth than the ceiling allows.
@@ -148,7 +155,7 @@ def refuse_far_witnesses(verifier: Verifier) -> None:
     far = [
         f"{d.case} {d.mode} {d.stage}: {d.difference.describe()}"
         for d in verifier.distances()
-        if not d.difference.within(ceiling(d.mode, int(verifier.cases[d.case].positions[-1])))
+        if not d.difference.within(verifier.ceiling_of(d.case, d.mode, d.stage))
     ]
     if far:
         raise ValueError(f"regenerate {verifier.name}: {len(far)} goldens too far from the truth:\n" + "\n".join(far))
@@ -164,7 +171,7 @@ def differences(new: Golden, stored: Golden) -> list[str]:
     Returns:
         One line for each difference.
     """
-    lines = []
+    lines = make_half.differences(new.half_tolerances, stored.half_tolerances)
     for what in ("cases", "tensors", "tokens"):
         if getattr(new, what) != getattr(stored, what):
             lines.append(f"{what}: not as stored")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from command_line import REPOSITORY, invoke, spawn
 
-VERBS = ("run", "verify", "inspect", "tokenize", "trace", "convert", "quality")
+VERBS = ("run", "verify", "inspect", "tokenize", "trace", "convert", "quality", "bench")
 
 
 def examples(verb: str) -> list[str]:
@@ -42,8 +42,10 @@ def test_examples_of_the_help_pages_run(verb: str, tmp_path: Path, monkeypatch: 
     (tmp_path / "README.md").write_text("Once upon a time\n")
     monkeypatch.chdir(tmp_path)
     for line in examples(verb):
-        if line == "llorch verify" or any(other in line for other in ("model.gguf", "path/to", "llamacpp")):
-            continue  # test_cli_verify runs the first; the others need a file of the user's, or an engine
+        if line == "llorch verify" or any(
+            other in line for other in ("model.gguf", "path/to", "llamacpp", "--device cuda")
+        ):
+            continue  # test_cli_verify runs the first; the others need a file, an engine or a device
         stdin, _, command = line.rpartition(" | ")
         words = shlex.split(command)
         result = invoke(*words[1:], stdin="Once upon a time\n" if stdin else "")

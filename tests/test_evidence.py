@@ -1,3 +1,5 @@
+import json
+import re
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -60,6 +62,8 @@ def test_saving_twice_gives_the_same_bytes_and_reading_gives_the_same_arrays(tmp
         assert file.read_bytes() == (goldens_folder() / "micro-llama" / file.name).read_bytes()
     again = read(tmp_path / "one")
     assert again.tolerances == golden.tolerances
+    assert again.half_tolerances == golden.half_tolerances
+    assert again.half_errors == golden.half_errors
     assert again.cases == golden.cases
     for producer in PRODUCERS:
         for key, array in golden.evidence[producer].arrays().items():
@@ -127,6 +131,27 @@ def test_a_golden_without_one_of_its_parts_is_refused(tmp_path: Path, part: str)
     }
     save(tmp_path, replace(golden, **changes[part]))
     with pytest.raises(ValueError, match="expected the cases near and far, tensors and tokens"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("part", ["half_tolerances", "half_errors"])
+@pytest.mark.parametrize("left", [{}, {"bfloat16": {}}])
+def test_a_golden_without_tolerances_of_half_precision_is_refused(tmp_path: Path, part: str, left: dict[str, dict]):
+    changes: dict[str, dict] = {part: left}
+    save(tmp_path, replace(read(goldens_folder() / "micro-llama"), **changes))
+    got = re.escape(str(sorted(left) or "none"))
+    with pytest.raises(
+        ValueError, match=rf"golden.json: expected {part} of bfloat16 and float16, got {got}; run refer"
+    ):
+        read(tmp_path)
+
+
+def test_a_golden_of_before_half_precision_is_refused(tmp_path: Path):
+    save(tmp_path, read(goldens_folder() / "micro-llama"))
+    record = json.loads((tmp_path / "golden.json").read_text())
+    del record["half_tolerances"]
+    (tmp_path / "golden.json").write_text(json.dumps(record))
+    with pytest.raises(ValueError, match="expected half_tolerances of bfloat16 and float16, got none; run"):
         read(tmp_path)
 
 

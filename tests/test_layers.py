@@ -16,7 +16,7 @@ LAYERS = (
     (
         "model", "generate", "sampling", "replay", "verify", "verifier", "evidence", "foundation",
         "diagnose", "mistakes", "producers", "sums", "quantised", "quantised_goldens", "verify_quantised",
-        "convert", "quality", "torch_backend", "bench",
+        "convert", "quality", "half", "torch_backend", "bench",
     ),
     ("cli", "report", "__init__", "__main__"),
 )  # fmt: skip

@@ -65,7 +65,7 @@ def test_what_a_mistake_reads_is_made_before_its_stage():
             assert all(order.index(name) < order.index(stage) for name in mistake.reads), mistake.name
 
 
-@pytest.mark.parametrize("number", CHECKPOINTS)
+@pytest.mark.parametrize("number", [number for number in CHECKPOINTS if number != "14"])  # it reruns 01 to 12
 def test_every_checkpoint_has_mistakes_that_it_catches(number: str):
     names = of_checkpoint(number)
     assert names

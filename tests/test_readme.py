@@ -29,14 +29,17 @@ def test_a_command_on_built_in_models_runs(line: str, tmp_path: Path, monkeypatc
     assert result.exit_code == 0, result.output
 
 
-def test_the_python_example_runs(capsys: pytest.CaptureFixture[str]):
+def test_the_python_examples_run(capsys: pytest.CaptureFixture[str]):
     import llorch
 
     theirs: dict[str, object] = {}
     llorch.load("story").forward([1, 2, 3], trace=theirs)  # type: ignore[arg-type]
-    (code,) = (block for language, block in BLOCKS if language == "python")
-    exec(code, {"other_engines_trace": theirs})
+    first, batch = (block for language, block in BLOCKS if language == "python")
+    names = {"other_engines_trace": theirs}
+    exec(first, names)
     assert "stages agree" in capsys.readouterr().out
+    exec(batch, names)
+    assert {line.split()[0] for line in capsys.readouterr().out.splitlines() if line[:2] in ("0 ", "1 ")} == {"0", "1"}
 
 
 @pytest.mark.parametrize("link", re.findall(r"\]\(([^)#]+)\)", README))

@@ -1,7 +1,7 @@
 """The script that makes the goldens: `--check` sees every kind of difference, and far witnesses are refused."""
 
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -12,9 +12,11 @@ from click.testing import CliRunner, Result
 from planted import golden_of, weights_of
 
 from llorch.builtin import BUILTIN, goldens_folder
-from llorch.evidence import PRODUCERS, Evidence, Golden, TokenCheck, save
+from llorch.evidence import HALF_DTYPES, PRODUCERS, Errors, Evidence, Golden, TokenCheck, Tolerances, save
+from llorch.half import HalfVerifier
 from llorch.replay import Pass
 from llorch.verifier import Verifier, ceiling
+from llorch.weights import Weights
 
 NAME = "micro-qwen3"
 SCRIPT = goldens_folder() / "regenerate.py"
@@ -215,9 +217,24 @@ class Replayed:
         return {"producer": self.name}
 
 
-def replayed(script: ModuleType, monkeypatch: pytest.MonkeyPatch, golden: Golden) -> None:
-    monkeypatch.setattr(script, "open_producer", lambda name, path, n_threads: Replayed(name, golden))
-    monkeypatch.setattr(script, "take", lambda producer, cases: golden.evidence[producer.name])
+class ReplayedHalf(HalfVerifier):
+    """A judge of engines in half precision whose traces are gone: what it made of them is stored."""
+
+    def tolerances(self) -> Tolerances:
+        return golden_of(NAME).half_tolerances[self.dtype]
+
+    def errors(self) -> Errors:
+        return golden_of(NAME).half_errors[self.dtype]
+
+
+def replayed(script: ModuleType, patch: pytest.MonkeyPatch, golden: Golden, half: Golden | None = None) -> None:
+    def half_runs(name: str, weights: Weights, cases: Mapping[str, Pass]) -> dict:
+        judges = {dtype: ReplayedHalf(name, weights, cases, (half or golden).evidence, dtype) for dtype in HALF_DTYPES}
+        return {dtype: script.make_half.HalfRun(judge, {"llamacpp": {"of": dtype}}) for dtype, judge in judges.items()}
+
+    patch.setattr(script, "open_producer", lambda name, path, n_threads: Replayed(name, golden))
+    patch.setattr(script, "take", lambda producer, cases: golden.evidence[producer.name])
+    patch.setattr(script.make_half, "half_runs", half_runs)
 
 
 def test_what_engines_show_becomes_goldens(script: ModuleType, golden: Golden, monkeypatch: pytest.MonkeyPatch):
@@ -226,7 +243,18 @@ def test_what_engines_show_becomes_goldens(script: ModuleType, golden: Golden, m
     assert script.differences(made, golden) == []
     assert made.provenance["weights_sha256"] == golden.provenance["weights_sha256"]
     assert made.provenance["engines"] == {name: {"producer": name} for name in PRODUCERS}
+    assert made.provenance["half_engines"] == {dtype: {"llamacpp": {"of": dtype}} for dtype in HALF_DTYPES}
     assert made.tolerances.keys() == golden.tolerances.keys()
+    assert (made.half_tolerances, made.half_errors) == (golden.half_tolerances, golden.half_errors)
+
+
+def test_a_far_witness_in_half_precision_is_refused_too(
+    script: ModuleType, golden: Golden, monkeypatch: pytest.MonkeyPatch
+):
+    half = changed(golden, "near/l1.ffn_gate", lambda array: np.float32(1.3) * array, "llamacpp")
+    replayed(script, monkeypatch, golden, half)
+    with pytest.raises(ValueError, match=r"goldens too far (?s:.*)ffn_gate: error"):
+        script.make(NAME)
 
 
 def test_far_witnesses_are_refused_before_anything_is_written(

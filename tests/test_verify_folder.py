@@ -112,4 +112,4 @@ def test_a_folder_that_transformers_would_fill_up_with_random_weights_is_refused
     del tensors["model.layers.1.self_attn.k_norm.weight"]
     write_folder(tmp_path, tensors, "qwen3")
     with pytest.raises(RuntimeError, match=r"does not fill the model exactly: .*layers\.1\.self_attn\.k_norm"):
-        _model_of_folder(tmp_path, config)
+        _model_of_folder(tmp_path, config, "float32")

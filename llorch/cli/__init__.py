@@ -10,7 +10,7 @@ import click
 import llorch
 from llorch.cli.outcome import reported
 
-VERBS = ("run", "verify", "inspect", "tokenize", "trace", "convert", "quality")
+VERBS = ("run", "verify", "inspect", "tokenize", "trace", "convert", "quality", "bench")
 
 
 class Verbs(click.Group):
@@ -35,6 +35,7 @@ llorch run story "Once upon a time"      text at once, nothing to download
 llorch verify                            every stage against llama.cpp and transformers
 llorch inspect story                     what is in a file
 llorch convert model.gguf folder         to Hugging Face, and back
+llorch bench story                       speed, and the share of what the machine can do
 echo "Once upon" | llorch run story -n 40
 
 Llama and Qwen in NumPy, every step checked against two engines that someone else wrote.

@@ -12,7 +12,7 @@ NOT_RUN = "NOT RUN"
 _SEVERITY = {PASS: 0, TIE: 1, FAIL: 2}
 _MODES = ("isolated", "chained", "decode", "exact")
 
-ALL = tuple(CHECKPOINTS)
+ALL = tuple(number for number in CHECKPOINTS if number <= "13")  # 14 is the same rows from another backend
 EXACT = tuple(number for number in CHECKPOINTS if number < "13")  # those that exact numerics are judged by
 
 
@@ -25,6 +25,7 @@ class Judged:
     not_run: Sequence[str] = ()  # reasons: a golden or an engine that is missing
     numerics: str = ""  # the arithmetic, when it is not exact
     checkpoints: Sequence[str] = EXACT  # those that should have rows
+    backend: str = ""  # device and dtype of the torch path, when that was judged
 
     @property
     def witnesses(self) -> list[str]:
@@ -112,19 +113,30 @@ def closer_to_truth(models: Sequence[Judged], backend: str) -> dict[str, dict[st
     return {name: dict(count) for name, count in counts.items()}
 
 
-def summary(models: Sequence[Judged]) -> dict:
-    """Counts over all models, as `--json` gives them."""
+def summary(models: Sequence[Judged], absent: Mapping[str, str] | None = None) -> dict:
+    """Counts over all models, as `--json` gives them.
+
+    Args:
+        models: With their rows; once per backend.
+        absent: Backends that nothing was run on, and why.
+
+    Returns:
+        The counts.
+    """
+    absent = absent or {}
     rows = [row for judged in models for row in judged.rows]
     verdicts = Counter(row.verdict for row in rows)
     failures = [failure for judged in models if (failure := first_failure(judged)) is not None]
     return {
-        "models": len(models),
+        "models": sum(judged.backend == models[0].backend for judged in models),
         "comparisons": len(rows),
         "passed": verdicts[PASS],
         "failed": verdicts[FAIL],
         "ties": verdicts[TIE],
         "checkpoints_not_run": sum(line.verdict == NOT_RUN for judged in models for line in lines(judged)),
         "not_run": [{"model": judged.model, "reason": reason} for judged in models for reason in judged.not_run],
+        "backends": sorted({row.backend for row in rows}),
+        "backends_not_run": [{"backend": backend, "reason": reason} for backend, reason in absent.items()],
         "witnesses": {judged.model: judged.witnesses for judged in models if not judged.numerics},
         "closer_to_truth": {backend: closer_to_truth(models, backend) for backend in BACKENDS},
         "first_failures": [asdict(failure) for failure in failures],

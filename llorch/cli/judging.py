@@ -1,7 +1,7 @@
 """The work of `llorch verify`: judge each model with stored goldens or live engines, and report."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import get_args
@@ -11,6 +11,7 @@ import click
 from llorch.builtin import BUILTIN
 from llorch.cli.inputs import choose_ids, chosen_numerics, model_path, say_plan
 from llorch.cli.judged import ALL, Judged, summary
+from llorch.cli.on_torch import TorchBackend, backends_not_run, torch_backends
 from llorch.cli.outcome import DIFFERS, MISSING, OK
 from llorch.cli.output import progress, say, to_json
 from llorch.cli.report import print_end, print_model
@@ -22,6 +23,7 @@ from llorch.numerics import EXACT, GGML, Numerics
 from llorch.producers import ProducerName
 from llorch.quantised import CHECKPOINT, emulated
 from llorch.quantised_models import MODELS
+from llorch.verifier import Row
 from llorch.verify import verify_as_stored, verify_live, verify_stored
 from llorch.verify_quantised import verify_quantised_stored
 from llorch.weights import open_weights
@@ -37,11 +39,31 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """What the user says of the arithmetic."""
+    """What the user says of the arithmetic.
 
-    numerics: str | None  # None: ggml for a file that llama.cpp rounds inputs for, else exact
+    Attributes:
+        numerics: None takes ggml for a file that llama.cpp rounds inputs for, else exact.
+        kv_cache: Its type, with ggml numerics.
+        residency: Where matrices lie, with ggml numerics.
+        backend: `numpy` or `torch`.
+        device: Of the torch path.
+        dtype: Of the torch path.
+    """
+
+    numerics: str | None
     kv_cache: str
     residency: Residency
+    backend: str = "numpy"
+    device: str | None = None
+    dtype: str | None = None
+
+
+@dataclass(frozen=True)
+class Input:
+    """What live engines are given, when the user says so."""
+
+    prompt: str | None
+    tokens: list[int] | None
 
 
 def judge_all(
@@ -59,7 +81,7 @@ def judge_all(
     Args:
         models: Built-in names and paths; none stands for all built-in models.
         against: `golden` or producers; none stands for goldens of built-in models and all producers of others.
-        arithmetic: Numerics and residency for live engines.
+        arithmetic: Backend, numerics and residency.
         prompt: Text for live engines.
         tokens: Ids for live engines.
         as_json: Print one JSON object at the end instead of tables.
@@ -68,30 +90,67 @@ def judge_all(
     Returns:
         The exit code.
     """
-    has_input = prompt is not None or tokens is not None
+    given = Input(prompt, tokens)
+    on_torch = _torch_backends(arithmetic)
+    absent = backends_not_run(on_torch) if on_torch else {}
     specs = dict.fromkeys(models or (*BUILTIN, QUANTISED))
-    plans = [(spec, *_plan(spec, against, has_input=has_input)) for spec in specs]
+    plans = [(spec, *_plan(spec, against, has_input=given != Input(None, None))) for spec in specs]
     out = console()
     done: list[Judged] = []
     for spec, path, engines in plans:
-        with progress(f"verifying {spec}") as tell:
-            if not engines:
-                _refuse_other_numerics(spec, arithmetic)
-                judged = _stored(spec)
-            elif (numerics := _numerics(path, engines, arithmetic)) == EXACT:
-                _refuse_residency(arithmetic)
-                judged = _live(path, engines, prompt, tokens, tell)
-            else:
-                judged = _as_stored(path, numerics, arithmetic.residency, prompt, tokens, tell)
-        done.append(judged)
-        if not as_json:
-            print_model(out, judged, detail=detail)
+        for backend in on_torch or [None]:
+            with progress(f"verifying {spec}" + (f" on {backend.name}" if backend else "")) as tell:
+                if backend is not None:
+                    judged = _judged_on_torch(spec, path, engines, backend, given, tell)
+                else:
+                    judged = _judged(spec, path, engines, arithmetic, given, tell)
+            done.append(judged)
+            if not as_json:
+                print_model(out, judged, detail=detail)
+    counts = summary(done, absent)
     if as_json:
         rows = [asdict(row) for judged in done for row in judged.rows]
-        click.echo(to_json({"rows": rows, "summary": summary(done)}))
+        click.echo(to_json({"rows": rows, "summary": counts}))
     else:
-        print_end(out, done)
-    return _exit_code(summary(done))
+        print_end(out, done, absent)
+    return _exit_code(counts)
+
+
+def _torch_backends(arithmetic: Arithmetic) -> Sequence[TorchBackend]:
+    """The targets on the torch path; none for NumPy."""
+    if arithmetic.backend == "numpy":
+        if arithmetic.device or arithmetic.dtype:
+            raise click.UsageError("--device and --dtype go with --backend torch; NumPy runs on the CPU in float32")
+        return []
+    if arithmetic.numerics == "ggml" or arithmetic.kv_cache != "f32":
+        raise click.UsageError("--numerics ggml goes with --backend numpy; the torch path computes what weights mean")
+    _refuse_residency(arithmetic)
+    return torch_backends(arithmetic.device, arithmetic.dtype)
+
+
+def _judged(
+    spec: str, path: Path, engines: Sequence[ProducerName], arithmetic: Arithmetic, given: Input, tell: Say
+) -> Judged:
+    if not engines:
+        _refuse_other_numerics(spec, arithmetic)
+        return _stored(spec)
+    if (numerics := _numerics(path, engines, arithmetic)) == EXACT:
+        _refuse_residency(arithmetic)
+        return _live(path, engines, given, tell, verify_live)
+    return _as_stored(path, numerics, arithmetic.residency, given, tell)
+
+
+def _judged_on_torch(
+    spec: str, path: Path, engines: Sequence[ProducerName], backend: TorchBackend, given: Input, tell: Say
+) -> Judged:
+    if engines:
+        judged = _live(path, engines, given, tell, backend.live)
+    elif spec == QUANTISED:
+        judged = _from_goldens(spec, backend.quantised)
+        judged = replace(judged, numerics="packed matrices; inputs rounded as ggml does", checkpoints=(CHECKPOINT,))
+    else:
+        judged = _from_goldens(spec, lambda: backend.stored(spec))
+    return replace(judged, backend=backend.name)
 
 
 def _plan(spec: str, against: Sequence[str], *, has_input: bool) -> tuple[Path, tuple[ProducerName, ...]]:
@@ -108,24 +167,28 @@ def _plan(spec: str, against: Sequence[str], *, has_input: bool) -> tuple[Path, 
 
 
 def _stored(name: str) -> Judged:
+    if name == QUANTISED:
+        arithmetic = f"numerics {GGML}; {len(MODELS)} micro models, one of each type, made in a temporary folder"
+        return replace(_from_goldens(name, verify_quantised_stored), numerics=arithmetic, checkpoints=(CHECKPOINT,))
+    return _from_goldens(name, lambda: verify_stored(name))
+
+
+def _from_goldens(name: str, verify: Callable[[], Iterator[Row]]) -> Judged:
     try:
-        if name == QUANTISED:
-            arithmetic = f"numerics {GGML}; {len(MODELS)} micro models, one of each type, made in a temporary folder"
-            return Judged(name, list(verify_quantised_stored()), numerics=arithmetic, checkpoints=(CHECKPOINT,))
-        return Judged(name, list(verify_stored(name)))
+        return Judged(name, list(verify()))
     except FileNotFoundError as error:
         return Judged(name, [], [str(error)])
 
 
 def _live(
-    path: Path, engines: Sequence[ProducerName], prompt: str | None, tokens: list[int] | None, tell: Say
+    path: Path, engines: Sequence[ProducerName], given: Input, tell: Say, verify: Callable[..., Iterator[Row]]
 ) -> Judged:
     model = Model(open_weights(path))
-    ids, text = _checked_input(model, prompt, tokens)
+    ids, text = _checked_input(model, given)
     absent = {engine: missing for engine in engines if (missing := _missing_package(engine)) is not None}
     usable: list[ProducerName] = [engine for engine in engines if engine not in absent]
     failed: dict[str, str] = {}
-    rows = list(verify_live(path, ids, usable, text=text, say=tell, failed=failed)) if usable else []
+    rows = list(verify(path, ids, usable, text=text, say=tell, failed=failed)) if usable else []
     reasons = {engine: str(MissingExtra("golden", package)) for engine, package in absent.items()} | failed
     return Judged(model.name, rows, [f"{engine}: {reason}" for engine, reason in reasons.items()])
 
@@ -150,10 +213,8 @@ def _refuse_residency(wanted: Arithmetic) -> None:
         raise click.UsageError("--weights goes with --numerics ggml; exact numerics decode the weights for all engines")
 
 
-def _as_stored(
-    path: Path, numerics: Numerics, residency: Residency, prompt: str | None, tokens: list[int] | None, tell: Say
-) -> Judged:
-    ids, text = _checked_input(Model(open_weights(path)), prompt, tokens)
+def _as_stored(path: Path, numerics: Numerics, residency: Residency, given: Input, tell: Say) -> Judged:
+    ids, text = _checked_input(Model(open_weights(path)), given)
     model = load(path, numerics=numerics, residency=residency, n_tokens=len(ids) + N_GREEDY)
     arithmetic = f"numerics {numerics}; {emulated(model.weights)}"
     if (missing := _missing_package("llamacpp")) is not None:
@@ -163,8 +224,8 @@ def _as_stored(
     return Judged(model.name, rows, numerics=arithmetic, checkpoints=ALL)
 
 
-def _checked_input(model: Model, prompt: str | None, tokens: list[int] | None) -> tuple[list[int], str | None]:
-    ids, text = choose_ids(model, prompt, tokens)
+def _checked_input(model: Model, given: Input) -> tuple[list[int], str | None]:
+    ids, text = choose_ids(model, given.prompt, given.tokens)
     _check_length(len(ids), model.config.max_position_embeddings)
     if len(set(ids)) < MIN_DISTINCT:
         say(f"warning: distinct tokens: {len(set(ids))}; some mistakes cannot show with fewer than {MIN_DISTINCT}")
@@ -183,7 +244,7 @@ def _missing_package(engine: str) -> str | None:
     return next((package for package in _PACKAGES[engine] if find_spec(package) is None), None)
 
 
-def _exit_code(counts: dict) -> int:
+def _exit_code(counts: Mapping) -> int:
     if counts["failed"]:
         return DIFFERS
     return MISSING if counts["not_run"] or counts["checkpoints_not_run"] else OK

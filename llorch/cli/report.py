@@ -1,5 +1,6 @@
 """The report of `llorch verify` for a person: a table per model, the first failures, one closing line."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from rich.console import Console
@@ -14,6 +15,10 @@ from llorch.stages import CHECKPOINTS
 from llorch.verifier import FAIL, PASS, TIE, Row
 
 _ROWS = "rows: our float32 as it runs, and again with every sum in float32 as in larger models\n"
+_TORCH_ROWS = (
+    "rows: torch as written, with fused attention, with its fastest parts, reproducible; in a batch with padding\n"
+    "limit in bfloat16 and float16: from engines in that dtype; a text is held to the golden's, token by token\n"
+)
 _COLUMNS = (
     "error: how far ours is from the golden, in the row closest to its limit\n"
     "ours, llamacpp, transformers: how far each is from the float64 truth there\n"
@@ -40,8 +45,10 @@ def print_model(out: Console, judged: Judged, *, detail: bool) -> None:
     for line in lines(judged, by_stage=detail):
         name = f"{line.checkpoint:<3} {line.stage or CHECKPOINTS[line.checkpoint]}"
         cells = [name, str(line.n_rows), *_numbers(line), Text(line.verdict, _STYLES[line.verdict])]
-        rows.add_row(*cells, *([_where(line.closest)] if detail else []))
-    out.print(Text(judged.model + _witness_note(judged), "bold"))
+        where = _where(line.closest) + (f", {line.closest.backend}" if judged.backend and line.closest else "")
+        rows.add_row(*cells, *([where] if detail else []))
+    backend = f"   {judged.backend}" if judged.backend else ""
+    out.print(Text(judged.model + backend + _witness_note(judged), "bold"))
     if judged.numerics:
         out.print(judged.numerics, soft_wrap=True)
     print_table(out, rows)
@@ -50,25 +57,27 @@ def print_model(out: Console, judged: Judged, *, detail: bool) -> None:
             out.print(f"{row.stage}, {row.case}: {row.note}", soft_wrap=True)
     for reason in judged.not_run:
         out.print(Text(f"{NOT_RUN}: {reason}", _STYLES[NOT_RUN]), soft_wrap=True)
-    for row in judged.rows:
-        if row.verdict == TIE:
-            out.print(Text(f"{TIE}: {row.stage} against {row.producer}: {row.note}", _STYLES[TIE]), soft_wrap=True)
+    for tie in _ties(judged):
+        out.print(Text(f"{TIE}: {tie}", _STYLES[TIE]), soft_wrap=True)
     out.print()
 
 
 def legend(models: Sequence[Judged]) -> str:
     """What the columns mean, for the arithmetics that were judged."""
-    exact = _ROWS if any(not judged.numerics for judged in models) else ""
-    return exact + _COLUMNS + (_PRODUCTS if any(judged.numerics for judged in models) else "")
+    exact = _ROWS if any(not judged.numerics and not judged.backend for judged in models) else ""
+    torch = _TORCH_ROWS if any(judged.backend for judged in models) else ""
+    return exact + torch + _COLUMNS + (_PRODUCTS if any(judged.numerics for judged in models) else "")
 
 
-def print_end(out: Console, models: Sequence[Judged]) -> None:
-    """Print the legend, what failed first in each model, and the closing line."""
+def print_end(out: Console, models: Sequence[Judged], absent: Mapping[str, str]) -> None:
+    """Print the legend, what failed first in each model, the backends that nothing ran on, and the closing line."""
     out.print(legend(models))
     for judged in models:
         for line in failure_report(judged):
             out.print(Text(line, _STYLES[FAIL]), soft_wrap=True)
-    out.print(closing_line(summary(models)), soft_wrap=True)
+    for backend, reason in absent.items():
+        out.print(Text(f"{NOT_RUN}  {backend}: {reason}", _STYLES[NOT_RUN]), soft_wrap=True)
+    out.print(closing_line(summary(models, absent)), soft_wrap=True)
 
 
 def failure_report(judged: Judged) -> list[str]:
@@ -92,7 +101,7 @@ def failure_report(judged: Judged) -> list[str]:
     exact = f"{row.error:.1%} differ, none may"
     return [
         f"first failing stage of {judged.model}: checkpoint {row.checkpoint} {CHECKPOINTS[row.checkpoint]}: "
-        f"{row.stage}, {_where(row)}, numpy against {row.producer}",
+        f"{row.stage}, {_where(row)}, {row.backend} against {row.producer}",
         f"  {exact if row.mode == 'exact' else limits}" + (f": {row.note}" if row.note else ""),
         f"  {len(failing)} of {len(judged.rows)} rows fail; fed with the golden's own input: "
         + (", ".join(alone) if alone else "none, so each op alone is right and the difference grows on the way"),
@@ -107,6 +116,8 @@ def closing_line(counts: Mapping) -> str:
         line += f", {_count(counts['ties'], 'near-tie')}"
     if counts["checkpoints_not_run"]:
         line += f", {_count(counts['checkpoints_not_run'], 'checkpoint')} not run"
+    if counts["backends_not_run"]:
+        line += f", {_count(len(counts['backends_not_run']), 'backend')} not run"
     closer = counts["closer_to_truth"]
     if not closer["numpy"] or counts["failed"]:
         return line  # the truth is ours: where numbers differ it cannot be called on
@@ -118,6 +129,21 @@ def closing_line(counts: Mapping) -> str:
         f"{closer['numpy']['all']['places']} (stage, layer, model) rows, chained; with every sum in float32, "
         f"as matrices above {WIDE_LIMIT:,} elements have it, at {large}"
     )
+
+
+def _ties(judged: Judged) -> list[str]:
+    """One line per stage and reason, however many backends and producers share them."""
+    alike: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    for row in judged.rows:
+        if row.verdict == TIE:
+            alike[row.stage, row.note].append(row)
+    found = []
+    for (stage, note), rows in alike.items():
+        n_backends = len({row.backend for row in rows})
+        where = f" of {_count(n_backends, 'backend')}" if judged.backend else ""
+        against = " and ".join(dict.fromkeys(row.producer for row in rows))
+        found.append(f"{stage}{where} against {against}: {note}")
+    return found
 
 
 def _shares(counts: Mapping) -> str:

@@ -4,11 +4,12 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import click
 
-from llorch.cli.options import json_option, numerics_options, verb
+from llorch.cli.options import backend_options, json_option, numerics_options, verb
 from llorch.cli.output import say, to_json
 
 
@@ -18,6 +19,7 @@ from llorch.cli.output import say, to_json
     'llorch run story "The little fox" -n 60 -t 0.8 --top-p 0.95 --seed 7',
     'echo "Once upon a time" | llorch run',
     'llorch run story "Once upon a time" -n 8 --json',
+    'llorch run model.gguf "Once upon a time" --backend torch --device cuda --dtype bfloat16',
 )
 @click.argument("model", default="story")
 @click.argument("prompt", required=False)
@@ -31,6 +33,8 @@ from llorch.cli.output import say, to_json
 @click.option("--stop", multiple=True, help="Text to stop before; may be given several times.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after an end token.")
 @numerics_options
+@backend_options
+@click.option("--compile", "compiled", is_flag=True, help="With --backend torch: decode through torch.compile.")
 @json_option("One JSON line per token: id, text, logprob, finish (null, eos, stop or length).")
 @click.option("-v", "--verbose", is_flag=True, help="Rates on stderr.")
 def command(
@@ -43,6 +47,10 @@ def command(
     numerics: str | None,
     kv_cache: str,
     residency: Any,
+    backend: str,
+    device: str | None,
+    dtype: str | None,
+    compiled: bool,
     as_json: bool,
     verbose: bool,
     **sampling: Any,
@@ -59,20 +67,49 @@ def command(
     settings = SamplingSettings(**sampling)
     if settings.temperature == 0 and (settings.top_k, settings.top_p, settings.min_p) != (0, 1.0, 0.0):
         say("note: --top-k, --top-p and --min-p change nothing at temperature 0; set -t")
+    _refuse_misplaced(
+        backend, device=device, dtype=dtype, compiled=compiled, ggml=numerics == "ggml", f16=kv_cache == "f16"
+    )
+    arithmetic = chosen_numerics(numerics, kv_cache)
     path = model_path(model)  # first: a prompt without MODEL before it is taken for a model, which this then says
     text = prompt_text(prompt)
     timing = Timing()
-    arithmetic = chosen_numerics(numerics, kv_cache)
     most = len(text.encode()) + max_tokens  # a token stands for a byte or more
-    loaded = load(path, numerics=arithmetic, residency=residency, n_tokens=most)
-    say_plan(loaded)
+    loaded: Any
+    if backend == "torch":
+        loaded = _on_torch(path, device, dtype, compiled=compiled, residency=residency, n_tokens=most)
+    else:
+        loaded = load(path, numerics=arithmetic, residency=residency, n_tokens=most)
+        say_plan(loaded)
     ids = loaded.tokenizer.encode(text)
     tokens = loaded.generate(ids, max_tokens=max_tokens, settings=settings, stop=stop, ignore_eos=ignore_eos)
     finish = _print(timing.watch(tokens), as_json=as_json)
     if finish == "length" and timing.n_tokens < max_tokens:
         say(f"note: the context of {loaded.config.max_position_embeddings} tokens is full")
     if verbose:
-        say(f"{loaded.name}: {timing.describe(len(ids))}; end: {finish}")
+        where = f", {loaded.target}" if backend == "torch" else ""
+        say(f"{loaded.name}{where}: {timing.describe(len(ids))}; end: {finish}")
+
+
+def _refuse_misplaced(
+    backend: str, *, device: str | None, dtype: str | None, compiled: bool, ggml: bool, f16: bool
+) -> None:
+    """Raise a usage error for options that mean nothing to the backend."""
+    if backend == "numpy":
+        given = {"--device": device, "--dtype": dtype, "--compile": compiled}
+        other = "torch; the NumPy path runs on the CPU in float32"
+    else:
+        given = {"--numerics ggml": ggml, "--kv-cache f16": f16}
+        other = "numpy; the torch path computes what the weights mean"
+    for option, value in given.items():
+        if value:
+            raise click.UsageError(f"{option} goes with --backend {other}")
+
+
+def _on_torch(path: Path, device: str | None, dtype: str | None, **wanted: Any) -> Any:
+    from llorch import load_torch  # from there: it says what to install where torch is absent
+
+    return load_torch(path, device=device or "cpu", dtype=dtype or "float32", **wanted)
 
 
 class Timing:

@@ -4,7 +4,7 @@ from typing import Any
 
 import click
 
-from llorch.cli.options import ENGINES, json_option, numerics_options, refuse_both, tokens_option, verb
+from llorch.cli.options import ENGINES, backend_options, json_option, numerics_options, refuse_both, tokens_option, verb
 
 
 @verb(
@@ -15,6 +15,8 @@ from llorch.cli.options import ENGINES, json_option, numerics_options, refuse_bo
     'llorch verify model.gguf --prompt "Once upon a time, a small fox found a stone"',
     "llorch verify model.gguf                         if quantised: as llama.cpp computes it",
     "llorch verify path/to/huggingface-folder --tokens 1,22,333,44,5,66,777,8",
+    "llorch verify --backend torch                    the torch path: float32 and bfloat16",
+    "llorch verify --backend torch --device cuda --dtype bfloat16",
 )
 @click.argument("models", nargs=-1, metavar="[MODEL]...")
 @click.option(
@@ -23,6 +25,7 @@ from llorch.cli.options import ENGINES, json_option, numerics_options, refuse_bo
 @click.option("--prompt", help="Text to run, with live engines.")
 @tokens_option("Token ids to run, with live engines; for models without a vocabulary.")
 @numerics_options
+@backend_options
 @json_option("One object {rows, summary}; NaN and infinity become null.")
 @click.option("--detail", is_flag=True, help="A line per stage instead of one per checkpoint.")
 def command(
@@ -34,10 +37,13 @@ def command(
     numerics: str | None,
     kv_cache: str,
     residency: Any,
+    backend: str,
+    device: str | None,
+    dtype: str | None,
     as_json: bool,
     detail: bool,
 ) -> None:
-    """Compare our float32 forward pass with two engines that someone else wrote.
+    """Compare our forward pass with two engines that someone else wrote.
 
     Every stage of every layer is judged alone (fed the golden's input) and chained, near position 0 and thousands of
     positions on; then decoding with the cache, logits, sampling and generation.
@@ -46,14 +52,18 @@ def command(
     they come with pip install 'llorch[golden]'. A quantised, F16 or BF16 .gguf file is compared with llama.cpp running
     that very file, its rounding of inputs emulated (--numerics ggml); --numerics exact decodes it for both engines.
 
-    Exit code 1: numbers differ. 3: an engine or a golden is missing.
+    With --backend torch the torch modules are judged on one device, in float32 and in bfloat16, or in --dtype: as they
+    are written, with their fastest parts, reproducible, and in a batch with padding. In half precision tolerances come
+    from engines that run in that dtype. Devices that nothing ran on are printed as NOT RUN.
+
+    Exit code 1: numbers differ. 3: an engine, a golden or the device is missing.
     """
     refuse_both(prompt, tokens)
     if "golden" in against and len(against) > 1:
         raise click.UsageError("--against golden goes alone; give it, or engines")
     from llorch.cli.judging import Arithmetic, judge_all
 
-    arithmetic = Arithmetic(numerics, kv_cache, residency)
+    arithmetic = Arithmetic(numerics, kv_cache, residency, backend, device, dtype)
     raise click.exceptions.Exit(
         judge_all(models, against, arithmetic, prompt=prompt, tokens=tokens, as_json=as_json, detail=detail)
     )

@@ -13,7 +13,7 @@ import numpy as np
 
 from llorch.config import ModelConfig
 from llorch.errors import MissingExtra
-from llorch.numerics import EXACT, Numerics
+from llorch.numerics import EXACT, DtypeName, Numerics
 from llorch.sampling import SamplingSettings
 
 ProducerName = Literal["llamacpp", "transformers"]
@@ -65,7 +65,12 @@ class Producer(Protocol):
 
 
 def open_producer(
-    name: ProducerName, path: str | Path, *, n_threads: int | None = None, numerics: Numerics = EXACT
+    name: ProducerName,
+    path: str | Path,
+    *,
+    n_threads: int | None = None,
+    numerics: Numerics = EXACT,
+    dtype: DtypeName = "float32",
 ) -> Producer:
     """Load a model into an engine.
 
@@ -74,12 +79,14 @@ def open_producer(
         path: A GGUF file or a Hugging Face folder.
         n_threads: CPU threads; None takes one for a small model, else all.
         numerics: `EXACT` shows the engine float32 weights; `GGML` lets llama.cpp compute with the file as it is.
+        dtype: Of the weights that the engine is shown with exact numerics. In half precision transformers keeps
+            activations in it too, llama.cpp rounds to it what it multiplies with a matrix.
 
     Returns:
         The producer, to be closed or used in a `with` statement.
 
     Raises:
-        ValueError: There is no such producer.
+        ValueError: There is no such producer, or it does not do that.
         MissingExtra: The engine's package is not installed.
     """
     if name == "llamacpp":
@@ -88,7 +95,7 @@ def open_producer(
         _require("llama_cpp")
         from llorch.producers.llamacpp import LlamaCpp
 
-        return LlamaCpp(path, n_threads=n_threads, numerics=numerics)
+        return LlamaCpp(path, n_threads=n_threads, numerics=numerics, dtype=dtype)
     if name == "transformers" and numerics != EXACT:
         raise ValueError(f"transformers: computes with exact numerics only, got {numerics}; use llamacpp")
     if name == "transformers":
@@ -96,7 +103,7 @@ def open_producer(
         _require("transformers")
         from llorch.producers.transformers import Transformers
 
-        return Transformers(path, n_threads=n_threads)
+        return Transformers(path, n_threads=n_threads, dtype=dtype)
     raise ValueError(f"producer: expected one of {', '.join(get_args(ProducerName))}, got {name!r}")
 
 

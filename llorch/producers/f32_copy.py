@@ -1,52 +1,62 @@
-"""A GGUF file of the same weights in float32, for an engine that computes differently with other types."""
+"""A GGUF file of the same weights in one float type, for an engine whose arithmetic depends on the type."""
 
 import errno
 import logging
-import math
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 from llorch.config import ModelConfig
+from llorch.numerics import DtypeName
 from llorch.weights import Weights, open_weights
-from llorch.weights.export import write_gguf
+from llorch.weights.export import gguf_size, write_gguf
 from llorch.weights.gguf import GGUFFile
+from llorch.weights.quant import GGMLType
 
 logger = logging.getLogger(__name__)
 
 
-@contextmanager
-def f32_gguf(path: Path) -> Iterator[tuple[Path, ModelConfig]]:
-    """Give a path at which an all-F32 GGUF file of the model lies.
+FLOAT_TYPES: Mapping[DtypeName, GGMLType] = {
+    "float32": GGMLType.F32,
+    "bfloat16": GGMLType.BF16,
+    "float16": GGMLType.F16,
+}
 
-    A GGUF file of that kind is given as it is; anything else is written to a temporary file without
-    vocabulary, which is removed at the end.
+
+@contextmanager
+def float_gguf(path: Path, dtype: DtypeName) -> Iterator[tuple[Path, ModelConfig]]:
+    """Give a path at which a GGUF file of the model lies whose matrices have one float type.
+
+    An all-F32 file is given as it is when that is asked for; anything else is written to a temporary file without
+    vocabulary, which is removed at the end. Norms and biases are F32 in every file.
 
     Args:
         path: A GGUF file or a Hugging Face folder.
+        dtype: Of the matrices.
 
     Yields:
         The path, and the model's configuration.
 
     Raises:
         OSError: The temporary file would not fit.
+        FormatError: OutOfRange for a weight that float16 cannot hold.
     """
     with ExitStack() as resources:
         weights = open_weights(path)
         with closing(weights.source):
-            if not _is_f32_gguf(weights):
+            if dtype != "float32" or not _is_f32_gguf(weights):
                 folder = resources.enter_context(tempfile.TemporaryDirectory(prefix="llorch-"))
-                path = _written(weights, Path(folder) / "float32.gguf")
+                path = _written(weights, Path(folder) / f"{dtype}.gguf", dtype)
         yield path, weights.config
 
 
-def _written(weights: Weights, copy: Path) -> Path:
-    n_bytes = sum(4 * math.prod(info.shape) for info in weights.source.tensors.values())
-    _check_room(n_bytes, copy.parent)
-    logger.info("%s: goes to llama.cpp as float32, %.1f MB in %s", weights.path, n_bytes / 1e6, copy)
-    write_gguf(weights, copy, tokenizer_metadata=None)
+def _written(weights: Weights, copy: Path, dtype: DtypeName) -> Path:
+    n_bytes = gguf_size(weights.config, FLOAT_TYPES[dtype])
+    _check_room(n_bytes, dtype, copy.parent)
+    logger.info("%s: goes to llama.cpp as %s, %.1f MB in %s", weights.path, dtype, n_bytes / 1e6, copy)
+    write_gguf(weights, copy, ggml_type=FLOAT_TYPES[dtype], tokenizer_metadata=None)
     return copy
 
 
@@ -56,12 +66,12 @@ def _is_f32_gguf(weights: Weights) -> bool:
     return types == {"F32"}
 
 
-def _check_room(n_bytes: int, folder: Path) -> None:
+def _check_room(n_bytes: int, dtype: DtypeName, folder: Path) -> None:
     free = shutil.disk_usage(folder).free
     if n_bytes > free:
         raise OSError(
             errno.ENOSPC,
-            f"llama.cpp needs these weights as a float32 GGUF file of {n_bytes / 1e9:.1f} GB, "
+            f"llama.cpp needs these weights as a {dtype} GGUF file of {n_bytes / 1e9:.1f} GB, "
             f"but only {free / 1e9:.1f} GB are free; set TMPDIR to a larger place",
             str(folder),
         )

@@ -4,7 +4,8 @@ Everything that could move a number away from plain float32 is switched off: wei
 flash attention, no repacked weights, one micro-batch, no GPU. llama.cpp's CPU backend rounds the *activations* to
 suit the weights' type when these are F16, BF16 or quantised (an error near 1e-2), so such a file is decoded to a
 temporary F32 file first: we ask what these weights mean. With the numerics `ggml` it is given the file as it is: then
-we ask what llama.cpp computes from it.
+we ask what llama.cpp computes from it. And a temporary file in bfloat16 or float16 asks what a run in that dtype is:
+products round their inputs to it, everything else stays float32.
 """
 
 import ctypes
@@ -18,9 +19,9 @@ import llama_cpp
 import numpy as np
 
 from llorch.config import ModelConfig
-from llorch.numerics import EXACT, Numerics
+from llorch.numerics import EXACT, DtypeName, Numerics
 from llorch.producers import ggml_tensor
-from llorch.producers.f32_copy import f32_gguf
+from llorch.producers.f32_copy import FLOAT_TYPES, float_gguf
 from llorch.producers.llamacpp_graph import GraphCapture
 from llorch.producers.threads import n_threads_for
 from llorch.producers.trace_check import Trace, check_ids, checked_trace
@@ -54,30 +55,39 @@ class LlamaCpp:
 
     name = "llamacpp"
 
-    def __init__(self, path: str | Path, *, n_threads: int | None = None, numerics: Numerics = EXACT) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        n_threads: int | None = None,
+        numerics: Numerics = EXACT,
+        dtype: DtypeName = "float32",
+    ) -> None:
         """Load a model.
 
         Args:
             path: A GGUF file, or with exact numerics a Hugging Face folder.
             n_threads: CPU threads; None takes one for a small model, else all.
             numerics: Whether the engine sees float32 weights or those of the file, and the type of its cache.
+            dtype: With exact numerics, what the engine sees instead of float32 weights.
 
         Raises:
             RuntimeError: This build of llama.cpp is laid out differently from what we know.
-            ValueError: A folder, with other than exact numerics.
-            OSError: No room for the temporary F32 file, or llama.cpp refuses the file.
+            ValueError: A folder, or a dtype, with other than exact numerics.
+            OSError: No room for the temporary file, or llama.cpp refuses the file.
         """
         ggml_tensor.check_layout()
         llama_cpp.llama_log_set(_log, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
         self.path = Path(path)
         self.numerics = numerics
+        self.dtype: DtypeName = dtype
         with ExitStack() as resources:
-            run_path, self.config = resources.enter_context(_as_run(self.path, numerics))
+            run_path, self.config = resources.enter_context(_as_run(self.path, numerics, dtype))
             self.n_threads = n_threads or n_threads_for(self.config)
-            model = vocabulary = resources.enter_context(_loaded_model(run_path, self.path, vocab_only=False))
+            model = vocabulary = resources.enter_context(_loaded_model(run_path, self.path, dtype))
             if run_path != self.path and self.path.is_file():
-                vocabulary = resources.enter_context(_loaded_model(self.path, self.path, vocab_only=True))
+                vocabulary = resources.enter_context(_loaded_model(self.path, self.path, dtype, vocab_only=True))
             self._models: tuple[llama_cpp.llama_model_p, llama_cpp.llama_model_p] | None = (model, vocabulary)
             self._resources = resources.pop_all()
 
@@ -192,7 +202,7 @@ class LlamaCpp:
         }
 
     def _knobs(self) -> dict[str, object]:
-        weights = "F32" if self.numerics == EXACT else "as in the file"
+        weights = FLOAT_TYPES[self.dtype].name if self.numerics == EXACT else "as in the file"
         return {"weights": weights, "type_k": self._cache_type, "type_v": self._cache_type, **KNOBS}
 
     @property
@@ -256,12 +266,14 @@ class _Watcher:
 
 
 @contextmanager
-def _as_run(path: Path, numerics: Numerics) -> Iterator[tuple[Path, ModelConfig]]:
+def _as_run(path: Path, numerics: Numerics, dtype: DtypeName) -> Iterator[tuple[Path, ModelConfig]]:
     """The file that llama.cpp is given, and its configuration."""
     if numerics == EXACT:
-        with f32_gguf(path) as given:
+        with float_gguf(path, dtype) as given:
             yield given
         return
+    if dtype != "float32":
+        raise ValueError(f"llamacpp: ggml numerics take the file as it is, not as {dtype}")
     if path.is_dir():
         raise ValueError(f"{path}: ggml numerics need a GGUF file; make one with llorch convert")
     weights = open_weights(path)
@@ -270,7 +282,9 @@ def _as_run(path: Path, numerics: Numerics) -> Iterator[tuple[Path, ModelConfig]
 
 
 @contextmanager
-def _loaded_model(path: Path, original: Path, *, vocab_only: bool) -> Iterator[llama_cpp.llama_model_p]:
+def _loaded_model(
+    path: Path, original: Path, dtype: DtypeName, *, vocab_only: bool = False
+) -> Iterator[llama_cpp.llama_model_p]:
     params = llama_cpp.llama_model_default_params()
     params.n_gpu_layers = 0
     params.load_mode = llama_cpp.LLAMA_LOAD_MODE_MMAP
@@ -279,7 +293,7 @@ def _loaded_model(path: Path, original: Path, *, vocab_only: bool) -> Iterator[l
     _errors.clear()
     model = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
     if not model:
-        what = original if path == original else f"{original} as a float32 file"
+        what = original if path == original else f"{original} as a {dtype} file"
         raise OSError(f"llama.cpp: cannot load {what}: {_last_errors()}")
     try:
         yield model

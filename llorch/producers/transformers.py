@@ -1,7 +1,10 @@
-"""Goldens from transformers: the family's own class in float32 with eager attention, watched by hooks.
+"""Goldens from transformers: the family's own class with eager attention, watched by hooks; in float32, if not told.
 
 A Hugging Face folder is loaded by transformers itself. A GGUF file is given to the same class through a config
 made from the file's metadata and a state dict of its decoded weights.
+
+In bfloat16 and float16 all weights are cast, gains of norms too, as `from_pretrained(dtype=...)` does it; the RoPE
+frequencies stay float32, which `model.to(dtype)` would round.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,6 +24,7 @@ from transformers.initialization import no_init_weights
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from llorch.config import FactorScaling, LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
+from llorch.numerics import DtypeName
 from llorch.producers.threads import n_threads_for
 from llorch.producers.trace_check import Trace, check_ids, checked_trace
 from llorch.producers.transformers_capture import captured
@@ -45,12 +49,13 @@ class Transformers:
 
     name = "transformers"
 
-    def __init__(self, path: str | Path, *, n_threads: int | None = None) -> None:
+    def __init__(self, path: str | Path, *, n_threads: int | None = None, dtype: DtypeName = "float32") -> None:
         """Load a model.
 
         Args:
             path: A GGUF file or a Hugging Face folder.
             n_threads: CPU threads of torch, for the whole process; None takes one for a small model, else all.
+            dtype: Of weights and activations.
 
         Raises:
             FormatError: The files are not a model that llorch knows.
@@ -59,13 +64,14 @@ class Transformers:
         self.path = Path(path)
         weights = open_weights(self.path)
         self.config = weights.config
+        self.dtype = dtype
         self.n_threads = n_threads or n_threads_for(self.config)
         torch.set_num_threads(self.n_threads)
         with closing(weights.source), _quiet(), _refusals():
             if self.path.is_dir():
-                model, self.rope = _model_of_folder(self.path, self.config), "as config.json says"
+                model, self.rope = _model_of_folder(self.path, self.config, dtype), "as config.json says"
             else:
-                model, self.rope = _model_of_weights(weights)
+                model, self.rope = _model_of_weights(weights, dtype)
         # The folder's generation settings (end tokens, penalties, sampling) must not enter the greedy run.
         model.generation_config = GenerationConfig()
         self._loaded = model.eval()
@@ -107,12 +113,12 @@ class Transformers:
     def logits(self, ids: Sequence[int], *, first_position: int = 0) -> np.ndarray:
         """Logits of every token from a run that nobody watches; bit by bit those of `trace`."""
         positions = torch.arange(first_position, first_position + len(ids))[None]
-        return self._model(self._ids(ids), position_ids=positions, use_cache=True).logits[0].numpy()
+        return self._model(self._ids(ids), position_ids=positions, use_cache=True).logits[0].float().numpy()
 
     @torch.no_grad()
     def selected_logits(self, ids: Sequence[int]) -> np.ndarray:
         """The logits of the last token, the only ones computed, as in `generate`."""
-        return self._model(self._ids(ids), logits_to_keep=1).logits[0, 0].numpy()
+        return self._model(self._ids(ids), logits_to_keep=1).logits[0, 0].float().numpy()
 
     @torch.no_grad()
     def greedy(self, ids: Sequence[int], n: int) -> list[int]:
@@ -163,7 +169,7 @@ class Transformers:
             "cpu_capability": torch.backends.cpu.get_cpu_capability(),
             "mkl": torch.backends.mkl.is_available(),
             "n_threads": self.n_threads,
-            "knobs": {"dtype": "float32", "attn_implementation": "eager", "device": "cpu", "rope": self.rope},
+            "knobs": {"dtype": self.dtype, "attn_implementation": "eager", "device": "cpu", "rope": self.rope},
         }
 
     def _ids(self, ids: Sequence[int]) -> torch.Tensor:
@@ -171,12 +177,12 @@ class Transformers:
         return torch.tensor([list(ids)])
 
 
-def _model_of_folder(path: Path, config: ModelConfig) -> Any:
+def _model_of_folder(path: Path, config: ModelConfig, dtype: DtypeName) -> Any:
     model, report = CLASSES[config.family][1].from_pretrained(
         path,
         local_files_only=True,
         use_safetensors=True,
-        dtype=torch.float32,
+        dtype=getattr(torch, dtype),
         attn_implementation="eager",
         output_loading_info=True,
     )
@@ -186,7 +192,7 @@ def _model_of_folder(path: Path, config: ModelConfig) -> Any:
     return model
 
 
-def _model_of_weights(weights: Weights) -> tuple[Any, str]:
+def _model_of_weights(weights: Weights, dtype: DtypeName) -> tuple[Any, str]:
     config = weights.config
     rope, note = _rope_parameters(config)
     config_class, model_class = CLASSES[config.family]
@@ -208,22 +214,24 @@ def _model_of_weights(weights: Weights) -> tuple[Any, str]:
     )
     with no_init_weights():
         model = model_class(engine_config)
-    model.load_state_dict(_state_dict(weights), strict=True, assign=True)
+    model.load_state_dict(_state_dict(weights, getattr(torch, dtype)), strict=True, assign=True)
     model.tie_weights()
     if note.startswith("inv_freq"):
         _divide_frequencies(model, config)
     return model, note
 
 
-def _state_dict(weights: Weights) -> dict[str, torch.Tensor]:
+def _state_dict(weights: Weights, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """The weights under transformers' names; copies, because torch wants memory that it may write to."""
     config = weights.config
-    state = {w.huggingface: torch.from_numpy(weights.array(name).copy()) for name, w in inventory(config).items()}
+    state = {
+        w.huggingface: torch.from_numpy(weights.array(name).copy()).to(dtype) for name, w in inventory(config).items()
+    }
     if config.tie_word_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     if config.qkv_bias and not config.o_bias and config.family != "qwen2":
         # These classes have all four biases or none; adding zero is exact.
-        zeros = torch.zeros(config.hidden_size)
+        zeros = torch.zeros(config.hidden_size, dtype=dtype)
         state |= {f"model.layers.{i}.self_attn.o_proj.bias": zeros.clone() for i in range(config.n_layers)}
     return state
 

@@ -49,7 +49,7 @@ def captured(model: nn.Module) -> Iterator[dict[str, np.ndarray]]:
         model: A LlamaForCausalLM, Qwen2ForCausalLM or Qwen3ForCausalLM with eager attention.
 
     Yields:
-        Stage to array, filled by the run.
+        Stage to array, float32 whatever the dtype of the run; filled by the run.
     """
     stages: dict[str, np.ndarray] = {}
     with ExitStack() as hooks:
@@ -84,7 +84,7 @@ def _input_hook(stages: dict[str, np.ndarray], stage: str) -> Callable[..., None
 def _keep(stages: dict[str, np.ndarray], stage: str, tensor: torch.Tensor) -> None:
     if stage in stages:
         raise RuntimeError(f"transformers: stage {stage} was computed twice in one run")
-    stages[stage] = tensor.detach().contiguous().numpy().copy()
+    stages[stage] = tensor.detach().float().contiguous().numpy().copy()  # half values are floats too
 
 
 @contextmanager

@@ -18,6 +18,8 @@ import click
 from llorch.builtin import goldens_folder
 from llorch.evidence import read
 from llorch.quantised import CHECKPOINT as QUANTISED
+from llorch.report.half import CHECKPOINT as TORCH
+from llorch.report.half import torch_blocks
 from llorch.report.quantised import exact_errors, quantised_blocks
 from llorch.report.tables import Blocks, index_blocks, models_with_goldens, page_blocks
 from llorch.stages import CHECKPOINTS
@@ -68,8 +70,10 @@ def generated(folder: Path) -> Mapping[Path, Blocks]:
             f"pages: expected goldens in {goldens_folder()}, got none; run reference_outputs/regenerate.py"
         )
     rows = [*(row for name in goldens for row in rows_of(name)), *quantised_rows()]
-    pages = {page(folder, number): page_blocks(number, rows) for number in CHECKPOINTS if number != QUANTISED}
+    alike = [number for number in CHECKPOINTS if number not in (QUANTISED, TORCH)]
+    pages = {page(folder, number): page_blocks(number, rows) for number in alike}
     pages[page(folder, QUANTISED)] = quantised_blocks(quantised_rows(), exact_errors())
+    pages[page(folder, TORCH)] = torch_blocks(goldens, rows)
     return {folder / "README.md": index_blocks(rows, goldens, CHECKPOINTS)} | pages
 
 

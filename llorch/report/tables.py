@@ -111,7 +111,7 @@ def index_blocks(rows: Sequence[Row], goldens: Mapping[str, Golden], names: Mapp
         Name to Markdown.
     """
     lines = (
-        [number, f"[{name}]({number}_{name}/README.md)", _compared(number, rows), str(len(of_checkpoint(number)))]
+        [number, f"[{name}]({number}_{name}/README.md)", _compared(number, rows), str(len(of_checkpoint(number)) or "")]
         for number, name in names.items()
     )
     return {
@@ -177,7 +177,7 @@ def _place(stage: str) -> int:
 
 def _compared(number: str, rows: Sequence[Row]) -> str:
     found = dict.fromkeys(row.stage.split(".")[0] for row in rows if row.checkpoint == number)  # one of many settings
-    return ", ".join(f"`{stage}`" for stage in sorted(found, key=_place))
+    return ", ".join(f"`{stage}`" for stage in sorted(found, key=_place)) or "01 to 12 again, in every dtype"
 
 
 def _witnesses(golden: Golden) -> list[str]:

@@ -1,5 +1,6 @@
 """Where the torch path runs and in which dtype; what was asked for by name is used or refused, never replaced."""
 
+import re
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,8 @@ DTYPES = {
     "float16": torch.float16,
     "float64": torch.float64,
 }
+
+_SINCE = {torch.float16: (5, 3), torch.bfloat16: (8, 0)}  # compute capability of CUDA; the CPU has all dtypes
 
 
 @dataclass(frozen=True)
@@ -52,23 +55,67 @@ def target(device: str = "cpu", dtype: str = "float32") -> Target:
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
-    kind, _, index = device.partition(":")
-    if kind not in ("cpu", "cuda") or (index and not index.isdecimal()) or (kind == "cpu" and index):
+    named = re.fullmatch("cpu|cuda(?::([0-9]{1,4}))?", device)
+    if named is None:
         raise ValueError(f"device: expected cpu, cuda or cuda:N, got {device!r}")
-    if kind == "cuda":
-        _require_cuda(device, int(index or 0), DTYPES[dtype])
-        return Target(torch.device("cuda", int(index or 0)), DTYPES[dtype])
-    return Target(torch.device("cpu"), DTYPES[dtype])
+    if device == "cpu":
+        return Target(torch.device("cpu"), DTYPES[dtype])
+    index = int(named[1] or 0)
+    _require_cuda(device, index, DTYPES[dtype])
+    return Target(torch.device("cuda", index), DTYPES[dtype])
+
+
+def compute_as_named(at: Target) -> None:
+    """Turn off what lets products be less exact than their dtype says: switches of torch for the whole process.
+
+    Args:
+        at: Where a model is about to run.
+    """
+    torch.set_float32_matmul_precision("highest")  # no TF32, no bfloat16 parts
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    if at.device.type == "cuda":
+        torch.cuda.set_device(at.device)  # Triton launches on the current device, wherever its tensors are
 
 
 def _require_cuda(device: str, index: int, dtype: torch.dtype) -> None:
     if not torch.cuda.is_available():
         why = "this torch is built without CUDA" if torch.version.cuda is None else "torch finds no CUDA device"
         raise MissingDevice(f"device {device}: {why} (torch {torch.__version__}); use --device cpu")
-    if index >= torch.cuda.device_count():
+    require_index(device, index, torch.cuda.device_count())
+    require_dtype(device, torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index), dtype)
+
+
+def require_index(device: str, index: int, count: int) -> None:
+    """Refuse a device beyond the last.
+
+    Args:
+        device: As it was asked for.
+        index: Its number.
+        count: Devices of this machine.
+
+    Raises:
+        MissingDevice: There is none of that number.
+    """
+    if index >= count:
+        raise MissingDevice(f"device {device}: this machine has {count} CUDA devices, cuda:0 to cuda:{count - 1}")
+
+
+def require_dtype(device: str, name: str, capability: tuple[int, int], dtype: torch.dtype) -> None:
+    """Refuse a dtype that a CUDA device has no products for; torch would emulate it, many times slower, and not say so.
+
+    Args:
+        device: As it was asked for.
+        name: What its maker calls it.
+        capability: Of CUDA.
+        dtype: That was asked for.
+
+    Raises:
+        MissingDevice: The device lacks it.
+    """
+    if capability < _SINCE.get(dtype, (0, 0)):
+        least = ".".join(map(str, _SINCE[dtype]))
         raise MissingDevice(
-            f"device {device}: this machine has {torch.cuda.device_count()} CUDA devices, from cuda:0 on"
+            f"device {device}: {name} (compute capability {capability[0]}.{capability[1]}) has no "
+            f"{str(dtype).removeprefix('torch.')}, which needs {least}; use --dtype float32"
         )
-    if dtype is torch.bfloat16 and torch.cuda.get_device_capability(index) < (8, 0):
-        name = torch.cuda.get_device_name(index)
-        raise MissingDevice(f"device {device}: {name} has no bfloat16; use --dtype float16 or float32")

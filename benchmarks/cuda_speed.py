@@ -1,0 +1,240 @@
+"""All of the CUDA path in one command: its tests, its checkpoints and its speed, written to one JSON file.
+
+    python benchmarks/cuda_speed.py          on a machine with a CUDA device; needs the golden and dev extras
+
+Speed is that of 7B and 8B shapes with random weights: decode of one prompt behind a context of 512 tokens in bfloat16,
+Q8_0 and Q4_K, and prefill of 4096 tokens, each beside the copy and the product of the device measured in the same run,
+and beside transformers with static cache and compile on the same bfloat16 weights. Without a CUDA device nothing is
+measured and the exit code is 3.
+"""
+
+import gc
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+from llorch.bench import SHAPES, Load, measure, prompts, speeds
+from llorch.config import ModelConfig
+from llorch.torch_backend.bench import Made, TorchEngine, random, torch_subject
+from llorch.weights.names import inventory
+
+SHAPE_NAMES = ("llama-2-7b", "llama-3-8b")
+TYPES = (None, "Q8_0", "Q4_K")  # of the matrices; None is bfloat16
+DECODE = Load(prompt=512, decode=64, batch=1, rounds=5)
+PREFILL = Load(prompt=4096, decode=1, batch=1, rounds=5)
+NOT_RUN, FAILED = 3, 1
+
+
+@dataclass(frozen=True)
+class Goal:
+    """One figure that is to be reached.
+
+    Attributes:
+        name: What.
+        got: The figure.
+        least: The goal.
+    """
+
+    name: str
+    got: float
+    least: float
+
+    @property
+    def met(self) -> bool:
+        """Whether it was."""
+        return self.got >= self.least
+
+
+def prefill_load(config: ModelConfig) -> Load:
+    """Prefill of 4096 tokens, or of one less than the context where that is no longer."""
+    return Load(min(PREFILL.prompt, config.max_position_embeddings - 1), 1, 1, PREFILL.rounds)
+
+
+def ours(made: Made, load: Load) -> dict:
+    """Measure our path.
+
+    Args:
+        made: The model.
+        load: What to run.
+
+    Returns:
+        See `llorch.bench.measure`.
+    """
+    engine = TorchEngine(made.module, made.target, load)
+    subject = torch_subject(made.module, made.target, made.name, made.weights)
+    return measure(engine, subject, load, lambda line: click.echo(f"{made.name}, {made.weights}: {line}", err=True))
+
+
+def same_in_transformers(module: Any, config: ModelConfig) -> Any:
+    """The model of transformers with the very weights of ours; names of tensors are the same.
+
+    Args:
+        module: Dense, of the Llama family.
+        config: Its shape.
+
+    Returns:
+        The model in evaluation mode.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    theirs = LlamaConfig(
+        vocab_size=config.vocab_size, hidden_size=config.hidden_size, intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.n_layers, num_attention_heads=config.n_heads, num_key_value_heads=config.n_kv_heads,
+        head_dim=config.head_dim, rms_norm_eps=config.rms_norm_eps, tie_word_embeddings=config.tie_word_embeddings,
+        max_position_embeddings=config.max_position_embeddings,
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+    )  # fmt: skip
+    state = {row.huggingface: module.get_parameter(row.huggingface) for row in inventory(config).values()}
+    with torch.device("meta"):
+        model = LlamaForCausalLM(theirs)
+    model.load_state_dict(state, assign=True)
+    with torch.device(module.model.norm.weight.device):  # its table is no weight
+        model.model.rotary_emb = LlamaRotaryEmbedding(theirs)
+    return model.eval()
+
+
+@torch.no_grad()
+def theirs(model: Any, load: Load, device: torch.device) -> dict[str, dict[str, float]]:
+    """Tokens/s of transformers through `generate` with a static cache, which it compiles for decoding on CUDA.
+
+    Args:
+        model: Of transformers.
+        load: What to run.
+        device: Where it lies.
+
+    Returns:
+        Prefill and decode; decoding is what a generation takes beyond its first token.
+    """
+    ids = torch.from_numpy(prompts(load, model.config.vocab_size)).to(device)
+    one, many = ([_generate(model, ids, n, device) for _ in range(load.rounds + 2)][2:] for n in (1, load.decode + 1))
+    decode = [max(long - short, 1e-9) for long, short in zip(many, one, strict=True)]
+    return {
+        "prefill": speeds([load.batch * load.prompt / s for s in one]),
+        "decode": speeds([load.batch * load.decode / s for s in decode]),
+    }
+
+
+def _generate(model: Any, ids: torch.Tensor, n: int, device: torch.device) -> float:
+    start = time.perf_counter()
+    made = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, min_new_tokens=n, do_sample=False,
+        cache_implementation="static", pad_token_id=0,
+    )  # fmt: skip
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    assert made.shape[1] == ids.shape[1] + n
+    return time.perf_counter() - start
+
+
+def goals(decode: Mapping[str, dict], prefill: dict, other: Mapping[str, dict]) -> list[Goal]:
+    """The goals of one shape.
+
+    Args:
+        decode: Our decode runs by type of weights: `bfloat16`, `Q8_0`, `Q4_K`.
+        prefill: Our prefill run.
+        other: Runs of transformers, `decode` and `prefill`, as `theirs` gives them.
+
+    Returns:
+        Each with its figure.
+    """
+
+    def speed(run: dict, part: str) -> float:
+        return run[part]["tokens_per_s"]["median"]
+
+    dense = speed(decode["bfloat16"], "decode")
+    return [
+        Goal("bfloat16 decode, share of the copy", decode["bfloat16"]["decode"]["share_of_copy"], 0.85),
+        Goal("Q8_0 decode / bfloat16 decode", speed(decode["Q8_0"], "decode") / dense, 1.6),
+        Goal("Q4_K decode / bfloat16 decode", speed(decode["Q4_K"], "decode") / dense, 2.5),
+        Goal("prefill, share of the product", prefill["prefill"]["share_of_matmul"], 0.65),
+        Goal("decode / transformers", dense / other["decode"]["decode"]["median"], 1.0),
+        Goal("prefill / transformers", speed(prefill, "prefill") / other["prefill"]["prefill"]["median"], 1.0),
+    ]
+
+
+def one_shape(name: str, device: str) -> dict:
+    """Everything about one shape; a model at a time is on the device."""
+    decode, prefill, other = {}, {}, {}
+    for kind in TYPES:
+        made = random(name, device, "bfloat16", kind, DECODE, compiled=False)
+        decode[made.weights] = ours(made, DECODE)
+        if kind is None:
+            load = prefill_load(SHAPES[name])
+            prefill = ours(made, load)
+            plain = same_in_transformers(made.module, SHAPES[name])
+            other = {
+                "decode": theirs(plain, DECODE, made.target.device),
+                "prefill": theirs(plain, load, made.target.device),
+            }
+            del plain
+        del made
+        gc.collect()
+        torch.cuda.empty_cache()
+    found = goals(decode, prefill, other)
+    listed = [{"goal": goal.name, "got": goal.got, "least": goal.least, "met": goal.met} for goal in found]
+    return {"shape": name, "goals": listed, "decode": decode, "prefill": prefill, "transformers": other}
+
+
+def run(command: Sequence[str], cwd: Path) -> dict:
+    """Run a command and keep how it ended.
+
+    Args:
+        command: Its words.
+        cwd: Where.
+
+    Returns:
+        Words, exit code and the last lines of what it printed.
+    """
+    click.echo(" ".join(command), err=True)
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    return {
+        "command": list(command),
+        "exit_code": done.returncode,
+        "tail": (done.stdout + done.stderr).splitlines()[-20:],
+    }
+
+
+def print_goals(shapes: Sequence[dict]) -> None:
+    """One line per goal."""
+    for shape in shapes:
+        for goal in shape["goals"]:
+            verdict = "met" if goal["met"] else "NOT MET"
+            print(f"{shape['shape']}: {goal['goal']}: {goal['got']:.3f}, goal {goal['least']}: {verdict}")
+
+
+@click.command(help=__doc__)
+@click.option("--device", default="cuda", show_default=True)
+@click.option("--shape", "names", multiple=True, type=click.Choice(SHAPE_NAMES), default=SHAPE_NAMES)
+@click.option("--json", "output", type=click.Path(path_type=Path), default=Path("cuda_speed.json"), show_default=True)
+def main(device: str, names: tuple[str, ...], output: Path) -> None:
+    """Entry point."""
+    if not torch.cuda.is_available():
+        print(f"NOT RUN: torch {torch.__version__} finds no CUDA device")
+        sys.exit(NOT_RUN)
+    root, python = Path(__file__).parents[1], sys.executable
+    checks = [
+        run([python, "-m", "pytest", "-m", "gpu", "-q"], root),
+        run([python, "-m", "llorch", "verify", "--backend", "torch", "--device", device], root),
+    ]
+    shapes = [one_shape(name, device) for name in names]
+    first = shapes[0]["prefill"]
+    head = {key: first[key] for key in ("device_name", "versions", "date")}
+    output.write_text(json.dumps({**head, "checks": checks, "shapes": shapes}, indent=1))
+    print_goals(shapes)
+    for check in checks:
+        print(f"{' '.join(check['command'][1:])}: exit code {check['exit_code']}")
+    all_met = all(goal["met"] for shape in shapes for goal in shape["goals"])
+    sys.exit(0 if all_met and not any(check["exit_code"] for check in checks) else FAILED)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""What reproducible mode holds and costs, and what fast mode does instead.
+
+    python benchmarks/reproducible.py                      story, float32, 2 threads
+    python benchmarks/reproducible.py --dtype bfloat16 --threads 1
+
+Prompts are told by the model itself. Each is run alone in one pass; then in batches of 1 to 16, in several orders,
+padded on the left; then in two chunks and, from its middle on, token by token. Every logit is compared with that of the
+run alone, bit by bit.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import click
+import numpy as np
+import torch
+from rounds import processor
+
+from llorch.sampling import SamplingSettings
+from llorch.torch_backend.decoding import left_padded
+from llorch.torch_backend.model import TorchModel, load_torch
+
+BATCHES = (1, 2, 4, 8, 16)
+Prompts = Sequence[Sequence[int]]
+
+
+@dataclass
+class Differences:
+    """What became of logits in other company.
+
+    Attributes:
+        rows: Rows of logits compared.
+        changed: Those of which a bit differs.
+        tokens: Those whose most likely token is another.
+        largest: Largest difference of two logits.
+    """
+
+    rows: int = 0
+    changed: int = 0
+    tokens: int = 0
+    largest: float = 0.0
+
+    def add(self, alone: torch.Tensor, other: torch.Tensor) -> None:
+        """Compare the logits of one prompt."""
+        self.rows += len(alone)
+        self.changed += int((alone != other).any(-1).sum())
+        self.tokens += int((alone.argmax(-1) != other.argmax(-1)).sum())
+        self.largest = max(self.largest, float((alone.double() - other.double()).abs().max()))
+
+    def __str__(self) -> str:
+        """In one line."""
+        verdict = "bit-equal" if self.changed == 0 else "NOT bit-equal"
+        return (
+            f"{verdict}: {self.changed} of {self.rows} rows of logits differ, by at most {self.largest:.2e}; "
+            f"{self.tokens} greedy tokens differ"
+        )
+
+
+def tell(model: TorchModel, n: int) -> list[list[int]]:
+    """Prompts of 5 to 100 tokens, ragged."""
+    told = []
+    for seed in range(n):
+        settings = SamplingSettings(temperature=1.0, seed=seed)
+        start = model.tokenizer.encode("Once upon a time")
+        more = model.generate(start, max_tokens=1 + seed * 37 % 96, settings=settings, ignore_eos=True)
+        told.append([*start, *(token.id for token in more)])
+    return told
+
+
+@torch.no_grad()
+def together(model: TorchModel, prompts: Prompts) -> list[torch.Tensor]:
+    """Logits of each prompt, all in one batch."""
+    ids, positions = (torch.from_numpy(array).to(model.target.device) for array in left_padded(prompts))
+    cache = model.new_cache(len(prompts), ids.shape[1])
+    logits = model.module(ids, cache.place(positions, ctx=ids.shape[1]), cache)
+    return [row[ids.shape[1] - len(prompt) :] for row, prompt in zip(logits, prompts, strict=True)]
+
+
+@torch.no_grad()
+def in_passes(model: TorchModel, prompt: Sequence[int], ends: Sequence[int]) -> torch.Tensor:
+    """Logits of a prompt that is cut at some places."""
+    cache, start, made = model.new_cache(1, len(prompt)), 0, []
+    for end in ends:
+        positions = torch.arange(start, end, device=model.target.device)[None]
+        ids = torch.tensor([prompt[start:end]], device=model.target.device)
+        made.append(model.module(ids, cache.place(positions, ctx=end, causal=True), cache)[0])
+        start = end
+    return torch.cat(made)
+
+
+def in_company(model: TorchModel, prompts: Prompts, orders: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """Index and logits of every prompt, in every batch size and order."""
+    for size in BATCHES:
+        for order in range(orders):
+            click.echo(f"batch {size}, order {order + 1} of {orders}", err=True)
+            members = np.random.default_rng(order).permutation(len(prompts)).tolist()
+            for start in range(0, len(prompts), size):
+                batch = members[start : start + size]
+                yield from zip(batch, together(model, [prompts[i] for i in batch]), strict=True)
+
+
+def cut(model: TorchModel, prompts: Prompts) -> Iterator[tuple[int, torch.Tensor]]:
+    """Index and logits of every prompt, in two chunks, and with its second half token by token."""
+    for i, prompt in enumerate(prompts):
+        middle = len(prompt) // 2
+        yield i, in_passes(model, prompt, (middle, len(prompt)))
+        yield i, in_passes(model, prompt, range(middle, len(prompt) + 1))
+
+
+def seconds(model: TorchModel, prompts: Prompts) -> dict[str, float]:
+    """Best of three times: a batch of 8 prompts, and decoding 32 tokens of a batch of 1 and of 8."""
+    longest = sorted(prompts, key=len)[-8:]
+    return {
+        "prefill": min(_timed(lambda: together(model, longest)) for _ in range(3)),
+        "decode, batch 1": min(_timed(lambda: _decode(model, longest[-1:])) for _ in range(3)),
+        "decode, batch 8": min(_timed(lambda: _decode(model, longest)) for _ in range(3)),
+    }
+
+
+def _decode(model: TorchModel, prompts: Prompts) -> None:
+    list(model.generate_batch([prompt[:8] for prompt in prompts], max_tokens=32, ignore_eos=True))
+
+
+def _timed(action: object) -> float:
+    start = time.perf_counter()
+    action()  # type: ignore[operator]
+    return time.perf_counter() - start
+
+
+@click.command(help=__doc__)
+@click.option("--model", "path", default="story", show_default=True)
+@click.option("--device", default="cpu", show_default=True)
+@click.option("--dtype", default="float32", show_default=True)
+@click.option("--threads", default=2, show_default=True)
+@click.option("--prompts", "n_prompts", default=50, show_default=True)
+@click.option("--orders", default=5, show_default=True)
+def main(path: str, device: str, dtype: str, threads: int, n_prompts: int, orders: int) -> None:
+    """Entry point."""
+    torch.set_num_threads(threads)
+    print(f"{path}, {device}, {dtype}; {processor()}, {threads} threads; torch {torch.__version__}")
+    cost, prompts = {}, None
+    for mode in ("fast", "reproducible"):
+        model = load_torch(path, device=device, dtype=dtype, mode=mode)
+        prompts = prompts or tell(model, n_prompts)
+        alone = [in_passes(model, prompt, (len(prompt),)) for prompt in prompts]
+        for name, runs in (("batches", in_company(model, prompts, orders)), ("chunks and decode", cut(model, prompts))):
+            found = Differences()
+            for i, logits in runs:
+                found.add(alone[i], logits)
+            print(f"{mode}, {name}: {found}")
+        cost[mode] = seconds(model, prompts)
+    for what, fast in cost["fast"].items():
+        print(f"{what}: reproducible takes {cost['reproducible'][what] / fast:.1f} times as long as fast")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""Prefill and decode speed of our torch path on the CPU, against transformers and llama.cpp, measured in turn.
+
+    python benchmarks/torch_speed.py                       Qwen2.5-0.5B shape, random weights, 2 threads
+    python benchmarks/torch_speed.py --layers 4 --rounds 3 --what BF16
+
+Every engine runs the same weights in the same dtype. llama.cpp makes the quantised files and runs them with its own
+rounding of activations to 8 bits; ours keeps matrices packed and computes in the dtype that is named.
+"""
+
+import json
+import statistics
+from collections.abc import Callable
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+import click
+from engines import Engine, LlamaCpp, LlorchTorch, Transformers
+from quantised_speed import quantised
+from random_models import QWEN_05B, forget, random_model
+from rounds import Samples, interleave, processor, quiet, report, set_threads
+
+# What is compared: ours -> those it is held against, the first part of a name being its file.
+PAIRS = {
+    "F32": {"llorch float32": ["transformers float32", "llama.cpp"]},
+    "BF16": {"llorch bfloat16": ["transformers bfloat16", "llama.cpp"]},
+    "Q8_0": {"llorch bfloat16": ["llama.cpp"], "llorch float32": ["llama.cpp"]},
+    "Q4_0": {"llorch bfloat16": ["llama.cpp"], "llorch float32": ["llama.cpp"]},
+}
+
+
+@click.command(help=__doc__)
+@click.option("--what", "kinds", multiple=True, type=click.Choice(list(PAIRS)), default=list(PAIRS))
+@click.option("--layers", default=24, show_default=True)
+@click.option("--threads", default=2, show_default=True)
+@click.option("--prompt", "prompts", multiple=True, default=[128], show_default=True, help="Tokens of a prefill.")
+@click.option("--decode", "n_decode", default=24, show_default=True, help="Tokens decoded per round.")
+@click.option("--rounds", default=9, show_default=True)
+@click.option("--json", "output", type=click.Path(path_type=Path), help="Write all samples here.")
+def main(
+    kinds: tuple[str, ...],
+    layers: int,
+    threads: int,
+    prompts: tuple[int, ...],
+    n_decode: int,
+    rounds: int,
+    output: Path | None,
+) -> None:
+    """Entry point."""
+    samples: dict[str, dict[str, Samples]] = {}
+    print(", ".join(f"{name} {value}" for name, value in surroundings(threads).items()))
+    with random_model(QWEN_05B | {"num_hidden_layers": layers}) as folder:
+        for kind in kinds:
+            path = file_of(folder, kind, threads)
+            samples[kind] = interleave(engines_of(kind, folder, path, threads), prompts, n_decode, rounds)
+            print(f"\n{kind}, {path.stat().st_size / 1e9:.2f} GB")
+            for ours, theirs in PAIRS[kind].items():
+                shown = {name: samples[kind][name] for name in (ours, *theirs)}
+                report(shown, [ours], theirs)
+    print(f"\n{table(samples)}")
+    if output is not None:
+        about = surroundings(threads) | {"date": datetime.now(UTC).isoformat(timespec="seconds"), "layers": layers}
+        output.write_text(json.dumps(about | {"medians": medians(samples), "samples": samples}, indent=1))
+
+
+def file_of(folder: Path, kind: str, n_threads: int) -> Path:
+    """The file of a type, made when it is not there."""
+    from llorch.convert import convert
+    from llorch.weights.quant import GGMLType
+
+    if kind == "F32":
+        return folder / "model.gguf"
+    if kind != "BF16":
+        return quantised(folder / "model.gguf", kind, n_threads)
+    path = folder / "BF16.gguf"
+    convert(folder / "model.gguf", path, ggml_type=GGMLType.BF16)
+    forget(path)
+    return path
+
+
+def engines_of(kind: str, folder: Path, path: Path, n_threads: int) -> dict[str, Engine]:
+    """Load all engines of a comparison."""
+    makers: dict[str, Callable[[str], Engine]] = {
+        "llorch": lambda dtype: LlorchTorch(path, n_threads, dtype),
+        "transformers": lambda dtype: Transformers(folder, n_threads, dtype),
+        "llama.cpp": lambda dtype: LlamaCpp(path, n_threads),
+    }
+    names = dict.fromkeys(name for ours, theirs in PAIRS[kind].items() for name in (ours, *theirs))
+    return {name: makers[name.split()[0]](name.split()[-1]) for name in names}
+
+
+def medians(samples: dict[str, dict[str, Samples]]) -> dict[str, dict[str, dict[str, float]]]:
+    """Tokens per second of the quiet rounds: file type -> engine -> what was timed."""
+    return {
+        kind: {
+            name: {what: statistics.median(quiet(measured)) for what, measured in of_engine.items()}
+            for name, of_engine in of_kind.items()
+        }
+        for kind, of_kind in samples.items()
+    }
+
+
+def table(samples: dict[str, dict[str, Samples]]) -> str:
+    """A line per pair, as Markdown: tokens per second of both sides and their ratio."""
+    speeds = medians(samples)
+    timed = list(next(iter(next(iter(speeds.values())).values())))
+    lines = [f"| | ours | theirs | {' | '.join(timed)} |", "|---|---|---|" + "---|" * len(timed)]
+    for kind, of_kind in speeds.items():
+        for ours, theirs in PAIRS[kind].items():
+            for other in theirs:
+                pairs = [(of_kind[ours][what], of_kind[other][what]) for what in timed]
+                cells = [f"{mine:.1f} / {their:.1f} = {mine / their:.2f}" for mine, their in pairs]
+                lines.append(f"| {kind} | {ours} | {other} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def surroundings(n_threads: int) -> dict[str, object]:
+    """What the figures belong to."""
+    import torch
+
+    from llorch.kernels.cpu_library import library
+
+    packages = {name: version(name) for name in ("torch", "transformers", "llama-cpp-python")}
+    kernels = "compiled" if library() is not None else "torch only"
+    capability = torch.backends.cpu.get_cpu_capability()
+    return {"processor": processor(), "threads": n_threads, "torch uses": capability, "kernels": kernels, **packages}
+
+
+if __name__ == "__main__":
+    set_threads()
+    main()

@@ -1,0 +1,341 @@
+"""How fast a model runs, and how much of what the machine can do that is.
+
+Prefill is bounded by the rate of matrix products, decode by how fast weights and cache are read. Both bounds are
+measured in the same run, on the same device, with the library that the backend computes with: one large copy, one large
+square product.
+"""
+
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from llorch.config import ModelConfig
+from llorch.model import Model
+from llorch.weights.names import inventory
+
+Progress = Callable[[str], None]
+
+COPY_BYTES = {"cpu": 1 << 28, "cuda": 1 << 32}  # of a copy that no cache holds
+PRODUCT_WIDTH = {"cpu": 2048, "cuda": 8192}  # of a product that fills the device
+
+_shape = partial(
+    ModelConfig, family="llama", qkv_bias=False, o_bias=False, qk_norm=False, rope_scaling=None, rms_norm_eps=1e-5
+)
+SHAPES: dict[str, ModelConfig] = {
+    "qwen2.5-0.5b": _shape(
+        family="qwen2", qkv_bias=True, hidden_size=896, intermediate_size=4864, n_layers=24, n_heads=14, n_kv_heads=2,
+        head_dim=64, vocab_size=151936, rope_theta=1e6, max_position_embeddings=32768, tie_word_embeddings=True,
+    ),
+    "llama-3.2-1b": _shape(
+        hidden_size=2048, intermediate_size=8192, n_layers=16, n_heads=32, n_kv_heads=8, head_dim=64,
+        vocab_size=128256, rope_theta=5e5, max_position_embeddings=131072, tie_word_embeddings=True,
+    ),
+    "llama-2-7b": _shape(
+        hidden_size=4096, intermediate_size=11008, n_layers=32, n_heads=32, n_kv_heads=32, head_dim=128,
+        vocab_size=32000, rope_theta=1e4, max_position_embeddings=4096, tie_word_embeddings=False,
+    ),
+    "llama-3-8b": _shape(
+        hidden_size=4096, intermediate_size=14336, n_layers=32, n_heads=32, n_kv_heads=8, head_dim=128,
+        vocab_size=128256, rope_theta=5e5, max_position_embeddings=8192, tie_word_embeddings=False,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is run in every round.
+
+    Attributes:
+        prompt: Tokens of each prompt.
+        decode: Tokens decoded after it.
+        batch: Prompts at once.
+        rounds: Rounds that count; one more warms up.
+    """
+
+    prompt: int
+    decode: int
+    batch: int
+    rounds: int
+
+    def require(self, config: ModelConfig) -> None:
+        """Refuse what the model has no room for.
+
+        Args:
+            config: The model.
+
+        Raises:
+            ValueError: Prompt and decoded tokens do not fit the context.
+        """
+        if self.prompt + self.decode > config.max_position_embeddings:
+            raise ValueError(
+                f"bench: {self.prompt} tokens of prompt and {self.decode} decoded do not fit the context of "
+                f"{config.max_position_embeddings} tokens; use a smaller --prompt or --decode"
+            )
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is measured.
+
+    Attributes:
+        name: Of the model.
+        config: Its hyperparameters.
+        backend: `numpy`, or device and dtype of torch.
+        weights: How they are stored.
+        weight_bytes: Bytes of weights that a decode step reads.
+        cache_itemsize: Bytes of a number in the cache.
+        device_name: As its maker calls it.
+        threads: That compute on the CPU; None where nobody tells.
+        versions: Of what computes.
+    """
+
+    name: str
+    config: ModelConfig
+    backend: str
+    weights: str
+    weight_bytes: int
+    cache_itemsize: int
+    device_name: str
+    threads: int | None
+    versions: dict[str, str]
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """A model ready to be timed; every call ends when its work is done."""
+
+    def prefill(self) -> None:
+        """Run the prompts from an empty cache, up to the logits of their last tokens."""
+        ...
+
+    def decode(self) -> None:
+        """Run the tokens after them."""
+        ...
+
+    def copy_rate(self) -> float:
+        """Bytes per second, read and written, of a large copy."""
+        ...
+
+    def product_rate(self) -> float:
+        """Operations per second of a large square product."""
+        ...
+
+
+class NumpyEngine:
+    """Our NumPy path."""
+
+    def __init__(self, model: Model, load: Load) -> None:
+        """Keep what is run.
+
+        Args:
+            model: Loaded.
+            load: What to run; one prompt at a time.
+
+        Raises:
+            ValueError: More than one prompt at once.
+        """
+        if load.batch != 1:
+            raise ValueError(f"bench: the NumPy path runs one prompt at a time, got --batch {load.batch}")
+        self._model, self._load = model, load
+
+    def prefill(self) -> None:
+        """See `Engine`."""
+        from llorch.cache import KVCache
+
+        self._cache = KVCache(self._model.config, self._model.weights.cache_dtype)
+        self._model.forward(prompts(self._load, self._model.config.vocab_size)[0], cache=self._cache, last_only=True)
+
+    def decode(self) -> None:
+        """See `Engine`."""
+        for token_id in range(self._load.decode):
+            self._model.forward([token_id % self._model.config.vocab_size], cache=self._cache, last_only=True)
+
+    def copy_rate(self) -> float:
+        """See `Engine`."""
+        source = np.ones(COPY_BYTES["cpu"], np.uint8)
+        target = np.empty_like(source)
+        return 2 * source.nbytes / best_time(lambda: np.copyto(target, source))
+
+    def product_rate(self) -> float:
+        """See `Engine`."""
+        width = PRODUCT_WIDTH["cpu"]
+        matrix = np.full((width, width), 0.5, np.float32)
+        return 2 * width**3 / best_time(lambda: matrix @ matrix)
+
+
+def numpy_subject(model: Model) -> Subject:
+    """What is measured, of the NumPy path."""
+    weights = model.weights
+    matrices = [name for name in weights if _read_by_a_step(name, model.config)]
+    packed = sum(weights.stored_bytes(name) for name in matrices)
+    decoded = sum(4 * int(np.prod(weights.shape(name))) for name in matrices)
+    return Subject(
+        name=model.name,
+        config=model.config,
+        backend="numpy",
+        weights="packed" if weights.packed else "float32",
+        weight_bytes=packed if weights.packed else decoded,
+        cache_itemsize=np.dtype(weights.cache_dtype).itemsize,
+        device_name=processor(),
+        threads=None,
+        versions={"python": platform.python_version(), "numpy": np.__version__},
+    )
+
+
+def measure(engine: Engine, subject: Subject, load: Load, progress: Progress = lambda line: None) -> dict:
+    """Time a model.
+
+    Args:
+        engine: Runs it.
+        subject: What it is.
+        load: What to run.
+        progress: Told what is done.
+
+    Returns:
+        Speeds, rates, ceilings and shares, with all that is needed to repeat the run.
+    """
+    progress("copy and product of the machine")
+    copy, product = engine.copy_rate(), engine.product_rate()
+    prefills, decodes = [], []
+    for i in range(load.rounds + 1):
+        progress(f"round {i} of {load.rounds}" if i else "warm-up")
+        prefills.append(elapsed(engine.prefill))
+        decodes.append(elapsed(engine.decode))
+    return report(subject, load, prefills[1:], decodes[1:], copy=copy, product=product)
+
+
+def report(
+    subject: Subject, load: Load, prefills: Sequence[float], decodes: Sequence[float], *, copy: float, product: float
+) -> dict:
+    """Turn seconds into speeds and shares of the ceilings; see `measure`."""
+    prefill, decode = (
+        {"tokens_per_s": speeds([load.batch * n / s for s in times])}
+        for n, times in ((load.prompt, prefills), (load.decode, decodes))
+    )
+    steps = decode["tokens_per_s"]["median"] / load.batch
+    prompts_per_s = prefill["tokens_per_s"]["median"] / (load.batch * load.prompt)
+    context = load.prompt + load.decode / 2  # on average
+    bytes_per_step = step_bytes(subject, load.batch, context)
+    decode_flop = load.batch * (token_flop(subject.config, context) + head_flop(subject.config))
+    prefill_flop = load.batch * (load.prompt * token_flop(subject.config, load.prompt / 2) + head_flop(subject.config))
+    prefill |= rates("flop", prefill_flop * prompts_per_s, "matmul", product)
+    decode |= {"bytes_per_step": bytes_per_step} | rates("bytes", bytes_per_step * steps, "copy", copy)
+    decode |= rates("flop", decode_flop * steps, "matmul", product)
+    return {
+        "model": subject.name,
+        "backend": subject.backend,
+        "device_name": subject.device_name,
+        "weights": subject.weights,
+        "threads": subject.threads,
+        "versions": subject.versions,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "prompt": load.prompt,
+        "decoded": load.decode,
+        "batch": load.batch,
+        "rounds": load.rounds,
+        "ceilings": {"copy_bytes_per_s": copy, "matmul_flop_per_s": product},
+        "prefill": prefill,
+        "decode": decode,
+    }
+
+
+def rates(what: str, rate: float, ceiling: str, ceiling_rate: float) -> dict[str, float]:
+    """A rate and its share of a ceiling, under the names of the report."""
+    return {f"{what}_per_s": rate, f"share_of_{ceiling}": rate / ceiling_rate}
+
+
+def speeds(samples: Sequence[float]) -> dict[str, float]:
+    """Median, least and most."""
+    return {"median": statistics.median(samples), "min": min(samples), "max": max(samples)}
+
+
+def prompts(load: Load, vocab_size: int) -> np.ndarray:
+    """Token ids, different ones in every row; which ones they are is no matter to the speed."""
+    grid = np.arange(load.prompt)[None] * 7 + np.arange(load.batch)[:, None] * 13
+    return grid % vocab_size
+
+
+def step_bytes(subject: Subject, batch: int, context: float) -> float:
+    """Bytes that one decode step has to read: the weights once, and the keys and values of every sequence."""
+    config = subject.config
+    return subject.weight_bytes + batch * 2 * config.n_layers * config.kv_width * context * subject.cache_itemsize
+
+
+def token_flop(config: ModelConfig, context: float) -> float:
+    """Operations for one token in all layers, a multiplication and an addition being two."""
+    layers = [w for w in inventory(config).values() if w.name.startswith("layers.") and len(w.shape) == 2]
+    attention = 4 * config.n_layers * config.q_width * context
+    return 2 * sum(w.shape[0] * w.shape[1] for w in layers) + attention
+
+
+def head_flop(config: ModelConfig) -> int:
+    """Operations for the logits of one token."""
+    return 2 * config.hidden_size * config.vocab_size
+
+
+def _read_by_a_step(name: str, config: ModelConfig) -> bool:
+    """Of an embedding that is no output matrix only a row is read."""
+    return name != "embed_tokens" or config.tie_word_embeddings
+
+
+def elapsed(action: Callable[[], object]) -> float:
+    """Seconds that something takes."""
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def best_time(action: Callable[[], object], times: int = 5) -> float:
+    """Seconds that something takes at best, after a first time that does not count."""
+    action()
+    return min(elapsed(action) for _ in range(times))
+
+
+def processor() -> str:
+    """What the system calls its processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def describe(result: dict) -> list[str]:
+    """The report for a person.
+
+    Args:
+        result: From `measure`.
+
+    Returns:
+        Lines.
+    """
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    threads = "" if result["threads"] is None else f", {result['threads']} threads"
+    copy, product = result["ceilings"]["copy_bytes_per_s"], result["ceilings"]["matmul_flop_per_s"]
+    prefill, decode = result["prefill"], result["decode"]
+    return [
+        f"{result['model']}, {result['backend']}, weights {result['weights']}; {result['device_name']}{threads}",
+        f"{versions}; {result['date']}",
+        f"batch {result['batch']}, prompt {result['prompt']}, decoded {result['decoded']}, {result['rounds']} rounds",
+        f"this machine: copy {copy / 1e9:.1f} GB/s, product {product / 1e9:.1f} GFLOP/s",
+        f"prefill {_spread(prefill)}: {_flop(prefill)}",
+        f"decode  {_spread(decode)}: {decode['bytes_per_s'] / 1e9:.1f} GB/s, {decode['share_of_copy']:.1%} of the "
+        f"copy; {_flop(decode)}",
+    ]
+
+
+def _spread(part: dict) -> str:
+    spread = part["tokens_per_s"]
+    return f"{spread['median']:.1f} ({spread['min']:.1f}-{spread['max']:.1f}) tokens/s"
+
+
+def _flop(part: dict) -> str:
+    return f"{part['flop_per_s'] / 1e9:.1f} GFLOP/s, {part['share_of_matmul']:.1%} of the product"

@@ -1,0 +1,116 @@
+"""`llorch bench`: speed, and how much of what this machine can do that is."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from llorch.cli.options import backend_options, json_option, verb
+from llorch.cli.output import progress, say, to_json
+
+SHAPES = ("qwen2.5-0.5b", "llama-3.2-1b", "llama-2-7b", "llama-3-8b")  # as in llorch.bench, which is slow to import
+TYPES = ("Q8_0", "Q4_0", "Q4_K", "Q6_K")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the command line says about the model."""
+
+    model: str | None
+    shape: str | None
+    weights_type: str | None
+    device: str | None
+    dtype: str | None
+    residency: Any
+    compiled: bool
+
+
+@verb(
+    "Measure speed on this machine.",
+    "llorch bench                                      story, NumPy",
+    "llorch bench model.gguf --backend torch --dtype bfloat16",
+    "llorch bench model.gguf --backend torch --device cuda --prompt 4096 --decode 128",
+    "llorch bench --shape llama-3-8b --backend torch --device cuda --dtype bfloat16",
+    "llorch bench --shape llama-3-8b --weights-type Q4_K --backend torch --device cuda --dtype bfloat16 --json",
+)
+@click.argument("model", required=False)
+@click.option("--shape", type=click.Choice(SHAPES), help="Random weights of this shape, made on the device; no file.")
+@click.option("--weights-type", type=click.Choice(TYPES), help="With --shape: matrices in random blocks of this type.")
+@click.option("--prompt", type=click.IntRange(min=1), default=128, show_default=True, help="Tokens of a prompt.")
+@click.option("--decode", type=click.IntRange(min=1), default=32, show_default=True, help="Tokens decoded after it.")
+@click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="After one that warms up.")
+@click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Prompts at once.")
+@click.option(
+    "--weights", "residency", type=click.Choice(["auto", "decoded", "packed"]), default="auto", show_default=True,
+    help="Decode matrices at load, or keep them packed and decode at every use.",
+)  # fmt: skip
+@backend_options
+@click.option("--compile", "compiled", is_flag=True, help="With --backend torch: decode through torch.compile.")
+@json_option("One object with all figures.")
+def command(*, prompt: int, decode: int, rounds: int, batch: int, backend: str, as_json: bool, **choice: Any) -> None:
+    """Measure how fast MODEL (default: story) reads a prompt and writes, on this machine.
+
+    Prefill and decode in tokens/s (median, least and most of the rounds); bytes of weights and cache that a decode
+    step has to read, and operations, per second. Their ceilings, a large copy and a large square product with the same
+    library and dtype, are measured in the same run.
+    """
+    from llorch.bench import Load, describe, measure
+
+    chosen = Choice(**choice)
+    _refuse_misplaced(chosen, backend)
+    load = Load(prompt, decode, batch, rounds)
+    with progress("bench") as tell:
+        tell("loading")
+        engine, subject = (_on_torch if backend == "torch" else _on_numpy)(chosen, load)
+        result = measure(engine, subject, load, tell)
+    click.echo(to_json(result) if as_json else "\n".join(describe(result)))
+
+
+def _refuse_misplaced(chosen: Choice, backend: str) -> None:
+    """Raise a usage error for options that mean nothing together."""
+    if chosen.model is not None and chosen.shape is not None:
+        raise click.UsageError("give a MODEL or --shape, not both")
+    if chosen.weights_type is not None and chosen.shape is None:
+        raise click.UsageError("--weights-type goes with --shape; a file says its types itself")
+    if chosen.shape is not None and chosen.residency != "auto":
+        raise click.UsageError("--weights goes with a MODEL; --shape takes --weights-type")
+    only_torch = {
+        "--device": chosen.device, "--dtype": chosen.dtype, "--compile": chosen.compiled, "--shape": chosen.shape,
+    }  # fmt: skip
+    for option, value in only_torch.items():
+        if value and backend == "numpy":
+            raise click.UsageError(f"{option} goes with --backend torch")
+
+
+def _on_numpy(chosen: Choice, load: Any) -> tuple[Any, Any]:
+    from llorch.bench import NumpyEngine, numpy_subject
+    from llorch.cli.inputs import model_path
+    from llorch.model import load as load_model
+
+    model = load_model(
+        model_path(chosen.model or "story"), residency=chosen.residency, n_tokens=load.prompt + load.decode
+    )
+    load.require(model.config)
+    return NumpyEngine(model, load), numpy_subject(model)
+
+
+def _on_torch(chosen: Choice, load: Any) -> tuple[Any, Any]:
+    from llorch.errors import MissingExtra
+
+    try:
+        import torch  # noqa: F401 (asked for first, so that its absence is named)
+    except ModuleNotFoundError:
+        raise MissingExtra("torch", "torch") from None
+    from llorch.torch_backend.bench import TorchEngine, opened, random, torch_subject
+
+    at, device, dtype = load, chosen.device or "cpu", chosen.dtype or "float32"
+    if chosen.shape is not None:
+        made = random(chosen.shape, device, dtype, chosen.weights_type, at, compiled=chosen.compiled)
+    else:
+        from llorch.cli.inputs import model_path
+
+        path = model_path(chosen.model or "story")
+        made = opened(path, device, dtype, chosen.residency, at, compiled=chosen.compiled)
+    say(f"{made.name}: loaded, weights {made.weights}, {made.target}")
+    engine = TorchEngine(made.module, made.target, load, compiled=chosen.compiled)
+    return engine, torch_subject(made.module, made.target, made.name, made.weights)

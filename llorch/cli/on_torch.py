@@ -1,0 +1,78 @@
+"""What `llorch verify --backend torch` runs on, and what judges a model there; torch is imported only then."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from llorch.errors import MissingExtra
+from llorch.verifier import Row
+
+if TYPE_CHECKING:
+    from llorch.torch_backend.device import Target
+
+DTYPES = ("float32", "bfloat16")  # judged when none is asked for
+
+
+@dataclass(frozen=True)
+class TorchBackend:
+    """One device and dtype of the torch path, as a judge of models."""
+
+    target: "Target"
+
+    @property
+    def name(self) -> str:
+        """As in the rows, `torch-cpu-float32`."""
+        return str(self.target)
+
+    def stored(self, model: str) -> Iterator[Row]:
+        """Judge a built-in model against its goldens."""
+        from llorch.torch_backend.verify import verify_torch_stored
+
+        return verify_torch_stored(model, self.target)
+
+    def quantised(self) -> Iterator[Row]:
+        """Judge packed matrices against the goldens of checkpoint 13."""
+        from llorch.torch_backend.verify_quantised import verify_quantised_torch
+
+        return verify_quantised_torch(self.target)
+
+    @property
+    def live(self) -> Callable[..., Iterator[Row]]:
+        """Judge any model against engines; the arguments are those of `verify_live`."""
+        from llorch.torch_backend.verify import verify_torch_live
+
+        return partial(verify_torch_live, target=self.target)
+
+
+def torch_backends(device: str | None, dtype: str | None) -> Sequence[TorchBackend]:
+    """The targets that were asked for.
+
+    Args:
+        device: None takes the CPU.
+        dtype: None takes each of `DTYPES`.
+
+    Returns:
+        At least one.
+
+    Raises:
+        MissingExtra: torch is not installed.
+        MissingDevice: The device is not here, or cannot compute in the dtype.
+        ValueError: A name without a meaning.
+    """
+    if find_spec("torch") is None:
+        raise MissingExtra("torch", "torch")
+    from llorch.torch_backend.device import target
+
+    return [TorchBackend(target(device or "cpu", name)) for name in ([dtype] if dtype else DTYPES)]
+
+
+def backends_not_run(backends: Sequence[TorchBackend]) -> Mapping[str, str]:
+    """The kinds of device that a run leaves out, and why; a skip is not a pass."""
+    import torch
+
+    kinds = {backend.target.device.type for backend in backends}
+    no_cuda = "not asked for; --device cuda" if torch.cuda.is_available() else "this torch finds no CUDA device"
+    reasons = {"torch-cpu-*": ("cpu", "not asked for; --device cpu"), "torch-cuda-*": ("cuda", no_cuda)}
+    return {name: reason for name, (kind, reason) in reasons.items() if kind not in kinds}

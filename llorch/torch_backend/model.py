@@ -1,0 +1,302 @@
+"""A model ready to run in torch: what `llorch.model` is for NumPy, on any device and in any dtype."""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from llorch.cache import require_context
+from llorch.generate import Answer, Token
+from llorch.kernels.sdpa import use_sdpa
+from llorch.model import Opened, find
+from llorch.sampling import SamplingSettings
+from llorch.torch_backend.batch import Running, one_each
+from llorch.torch_backend.decoding import Decoding, Job, n_slots
+from llorch.torch_backend.device import Target, compute_as_named, target
+from llorch.torch_backend.graph import GraphedSteps, compiled_forward
+from llorch.torch_backend.leaves import fit
+from llorch.torch_backend.load import load_dense, load_packed
+from llorch.torch_backend.memory import CHUNK, SLOTS, require_memory
+from llorch.torch_backend.reproducible import make_reproducible
+from llorch.torch_backend.sampling import Needs
+from llorch.torch_cache import Cache
+from llorch.torch_model import CausalLM, keep_nothing
+from llorch.weights import Weights, open_weights
+from llorch.weights.residency import Residency
+
+Attention = Literal["sdpa", "eager"]
+Mode = Literal["fast", "reproducible"]
+
+
+class TorchModel(Opened):
+    """Weights, tokenizer and modules of one file or folder.
+
+    Attributes:
+        target: Device and dtype.
+        module: The forward pass.
+    """
+
+    def __init__(self, weights: Weights, target: Target, module: CausalLM, *, compiled: bool = False) -> None:
+        """Wrap what was loaded.
+
+        Args:
+            weights: Where the modules' weights come from.
+            target: Device and dtype of the module.
+            module: With its weights.
+            compiled: Whether decoding goes through torch.compile.
+        """
+        super().__init__(weights)
+        self.target = target
+        self.module = module
+        self._compiled = compiled_forward(module, growing=target.device.type == "cpu") if compiled else None
+        self._spare: Decoding | None = None
+
+    def new_cache(self, batch: int, n_slots: int, first_position: int = 0) -> Cache:
+        """An empty cache; see `llorch.torch_cache.Cache`."""
+        kind = {"dtype": self.target.dtype, "device": self.target.device}
+        return Cache(self.config, batch=batch, n_slots=n_slots, first_position=first_position, **kind)
+
+    @torch.no_grad()
+    def forward(
+        self,
+        ids: Sequence[int] | np.ndarray,
+        *,
+        trace: dict[str, np.ndarray] | None = None,
+        first_position: int = 0,
+        last_only: bool = False,
+    ) -> Float[np.ndarray, "rows vocab"]:
+        """Logits of some tokens.
+
+        Args:
+            ids: Token ids, at least one.
+            trace: Filled with every stage by name, when given; attention "sdpa" has no scores and probabilities.
+            first_position: Position of the first token.
+            last_only: Logits of the last token only.
+
+        Returns:
+            One row per token, or one, as float32, or float64 where the model is.
+
+        Raises:
+            ValueError: An id is out of range, there is none, or they do not fit the context.
+        """
+        array = self.checked_ids(ids)
+        require_context(len(array), first_position, self.config.max_position_embeddings)
+        cache = self.new_cache(1, len(array), first_position)
+        row = torch.from_numpy(array)[None].to(self.target.device)  # (1, seq)
+        positions = torch.arange(first_position, first_position + len(array), device=row.device)[None]
+        keep, chunk = (keep_nothing, self._chunk(1)) if trace is None else (recorder(trace), len(array))
+        logits = []
+        for start in range(0, len(array), chunk):
+            new, end = slice(start, start + chunk), min(start + chunk, len(array))
+            place = cache.place(positions[:, new], ctx=end, causal=True)
+            last = torch.tensor([end - start - 1], device=row.device) if last_only else None
+            logits.append(self.module(row[:, new], place, cache, keep=keep, rows=last)[0])
+        return as_numpy(logits[-1] if last_only else torch.cat(logits))
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        max_tokens: int = 128,
+        settings: SamplingSettings | None = None,
+        stop: Sequence[str] = (),
+        ignore_eos: bool = False,
+    ) -> Iterator[Token]:
+        """Continue a prompt, token by token; see `llorch.model.Model.generate`.
+
+        Args:
+            prompt: Text (tokenized with the model's special tokens), or ids as they are.
+            max_tokens: At most so many; the context may end sooner.
+            settings: How to sample; greedy by default. A seed draws what it draws in NumPy.
+            stop: Strings that end the text.
+            ignore_eos: Go on after an end token.
+
+        Yields:
+            Tokens with id, text and log probability.
+
+        Raises:
+            ValueError: The prompt is empty or does not fit the context.
+        """
+        job = self._job(prompt, max_tokens, settings or SamplingSettings(), ignore_eos)
+        yield from (token for _, token in self._run([(0, job)], stop))
+
+    def generate_batch(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        *,
+        max_tokens: int | Sequence[int] = 128,
+        settings: SamplingSettings | Sequence[SamplingSettings] | None = None,
+        stop: Sequence[str] = (),
+        ignore_eos: bool = False,
+    ) -> Iterator[tuple[int, Token]]:
+        """Continue many prompts at once; each answer is the one that the prompt gets alone.
+
+        In mode "reproducible" that holds to the last bit. In mode "fast" a product of many rows may be rounded
+        otherwise than one of a single row, and then two tokens that are nearly equally likely may change places.
+
+        Args:
+            prompts: Texts or ids, of any lengths.
+            max_tokens: At most so many; one number, or one per prompt.
+            settings: How to sample; one, or one per prompt.
+            stop: Strings that end a text.
+            ignore_eos: Go on after an end token.
+
+        Yields:
+            Index of the prompt and its next token, as they come.
+
+        Raises:
+            ValueError: A prompt is empty or does not fit the context.
+        """
+        each = zip(
+            prompts,
+            one_each(max_tokens, len(prompts), name="max_tokens"),
+            one_each(settings or SamplingSettings(), len(prompts), name="settings"),
+            strict=True,
+        )
+        jobs = []
+        for at, (prompt, most, how) in enumerate(each):
+            try:
+                jobs.append((at, self._job(prompt, most, how, ignore_eos)))
+            except ValueError as error:
+                raise ValueError(f"prompt {at}: {error}") from None
+        yield from self._run(jobs, stop)
+
+    def _job(self, prompt: str | Sequence[int], max_tokens: int, settings: SamplingSettings, ignore_eos: bool) -> Job:
+        ids = self.prompt_ids(prompt)
+        room = self.config.max_position_embeddings
+        require_context(len(ids), 0, room)
+        self.checked_ids(ids)
+        end_ids = frozenset[int]() if ignore_eos else self.tokenizer.eos_token_ids
+        return Job(ids, min(max_tokens, room - len(ids) + 1), settings, end_ids)
+
+    def _run(self, numbered: Sequence[tuple[int, Job]], stop: Sequence[str]) -> Iterator[tuple[int, Token]]:
+        numbered = [(at, job) for at, job in numbered if job.max_tokens > 0]
+        if not numbered:
+            return
+        jobs = [job for _, job in numbered]
+        answers = [Answer(self.tokenizer, end_ids=job.end_ids, stop=stop, max_tokens=job.max_tokens) for job in jobs]
+        decoding = self._decoding(jobs)
+        decoding.begin(jobs, chunk=self._chunk(len(jobs)))
+        running = Running(decoding, jobs, answers, narrow=self._narrowed)
+        try:
+            for row, token in running:
+                yield numbered[row][0], token
+        finally:
+            self._spare = running.decoding
+
+    def _decoding(self, jobs: Sequence[Job]) -> Decoding:
+        needs = Needs.of([job.settings for job in jobs])
+        spare, self._spare = self._spare, None  # an answer that is begun meanwhile gets another
+        if spare is not None and spare.fits(jobs, needs):
+            return spare
+        del spare  # its memory is wanted
+        slots = min(-(-n_slots(jobs) // SLOTS) * SLOTS, self.config.max_position_embeddings)
+        n_end_ids = len(self.tokenizer.eos_token_ids)
+        return self._fast(Decoding(self.module, self.new_cache(len(jobs), slots), needs, n_end_ids=n_end_ids))
+
+    def _narrowed(self, decoding: Decoding, rows: Sequence[int]) -> Decoding:
+        return self._fast(decoding.narrowed(rows, self.new_cache(len(rows), decoding.cache.n_slots)))
+
+    def _fast(self, decoding: Decoding) -> Decoding:
+        if self._compiled is not None:
+            decoding.forward = self._compiled
+        if self.target.device.type == "cuda":
+            decoding.replay = GraphedSteps()
+        return decoding
+
+    def _chunk(self, batch: int) -> int:
+        """Tokens of each sequence per pass of long prompts."""
+        return max(1, CHUNK[self.target.device.type] // batch)
+
+
+def recorder(trace: dict[str, np.ndarray]) -> Callable[[str, Tensor], Tensor]:
+    """A `keep` that copies every stage of a batch of one into a trace."""
+
+    def keep(name: str, array: Tensor) -> Tensor:
+        trace[name] = as_numpy(array[0])
+        return array
+
+    return keep
+
+
+def as_numpy(array: Tensor) -> np.ndarray:
+    """A copy for NumPy, which has no bfloat16: at least float32."""
+    return array.to(torch.promote_types(array.dtype, torch.float32)).cpu().numpy().copy()
+
+
+def load_torch(
+    path_or_name: str | Path,
+    *,
+    device: str = "cpu",
+    dtype: str = "float32",
+    residency: Residency = "auto",
+    attention: Attention = "sdpa",
+    mode: Mode = "fast",
+    compiled: bool = False,
+    n_tokens: int = 1024,
+) -> TorchModel:
+    """Open a model to run it in torch.
+
+    Args:
+        path_or_name: A .gguf file, a Hugging Face folder, or the name of a built-in model.
+        device: `cpu`, `cuda` or `cuda:N`.
+        dtype: Of weights and activations: `float32`, `bfloat16`, `float16` or `float64`.
+        residency: `decoded`: all weights in `dtype`. `packed`: quantised matrices stay packed, where they can.
+        attention: `sdpa`: fused. `eager`: step by step, so that a trace has scores and probabilities.
+        mode: `fast`, or `reproducible`: neighbours in a batch cannot change a token.
+        compiled: Send decoding through torch.compile; the first steps then take their time.
+        n_tokens: Tokens of context to keep memory for.
+
+    Returns:
+        The model, its weights loaded.
+
+    Raises:
+        FileNotFoundError: There is no such file, folder or built-in model.
+        FormatError: The file cannot be used.
+        MemoryError: The model would not fit.
+        MissingDevice: The device is not here, or cannot compute in the dtype.
+        ValueError: A name without a meaning.
+    """
+    at = target(device, dtype)
+    _require_known(residency=residency, attention=attention, mode=mode)
+    if compiled and mode == "reproducible":
+        raise ValueError("load_torch: compiled=True fuses sums, which mode 'reproducible' must not; choose one of them")
+    compute_as_named(at)
+    weights = open_weights(find(path_or_name))
+    chosen = require_memory(weights, at, residency, n_tokens=n_tokens)
+    module = (load_packed if chosen == "packed" else load_dense)(weights, dtype=at.dtype, device=at.device)
+    if mode == "reproducible":
+        make_reproducible(module)
+    else:
+        speed_up(module, at, attention, compiled=compiled)
+    return TorchModel(weights, at, module, compiled=compiled)
+
+
+def _require_known(**given: str) -> None:
+    known = {"residency": get_args(Residency), "attention": get_args(Attention), "mode": get_args(Mode)}
+    for name, value in given.items():
+        if value not in known[name]:
+            raise ValueError(f"load_torch: {name} must be one of {', '.join(known[name])}, got {value!r}")
+
+
+def speed_up(module: CausalLM, at: Target, attention: Attention, *, compiled: bool) -> None:
+    """Put faster leaves in place of the page's; what torch.compile is to fuse stays as it is."""
+    if attention == "sdpa":
+        use_sdpa(module)
+    if at.device.type == "cuda":
+        _use_triton(module, compiled=compiled)
+    elif not compiled:
+        fit(module, at)
+
+
+def _use_triton(module: CausalLM, *, compiled: bool) -> None:
+    from llorch.kernels.fused import fuse  # needs triton, which torch for the CPU comes without
+    from llorch.kernels.quantised_triton import put_kernels
+
+    put_kernels(module)
+    if not compiled:
+        fuse(module)

@@ -1,0 +1,81 @@
+"""Run the producers in bfloat16 and float16; used by `regenerate`.
+
+Their traces are not stored, only the tolerances and distances that follow from them: goldens are those of float32.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from llorch.evidence import HALF_DTYPES, PRODUCERS, Evidence, Tolerances, take
+from llorch.half import HalfVerifier
+from llorch.producers import open_producer
+from llorch.replay import Pass
+from llorch.weights import Weights
+
+# How far new tolerances may be from the stored ones. Which way a value is rounded depends on the instructions that a
+# CPU has, and so do the distances, a little. Measured with engines kept from AVX512-BF16, AVX512 and SSE4.1 in turn: up
+# to 1.00, 1.05 and 1.15 times for whole tensors, up to 1.00, 1.22 and 1.89 for single elements and the one row of
+# `selected_logits`. Another dtype is off by 8.
+OF_TENSORS, OF_FEW_VALUES = 1.25, 2.0
+
+
+@dataclass(frozen=True)
+class HalfRun:
+    """What the producers showed in one dtype, and what they say about themselves."""
+
+    verifier: HalfVerifier
+    engines: Mapping[str, Mapping[str, object]]
+
+
+def half_runs(name: str, weights: Weights, cases: Mapping[str, Pass]) -> dict[str, HalfRun]:
+    """Run both producers on one model in every half-precision dtype.
+
+    Args:
+        name: The model.
+        weights: Opened from its file.
+        cases: The inputs.
+
+    Returns:
+        Dtype to its runs.
+    """
+    runs = {}
+    for dtype in HALF_DTYPES:
+        evidence: dict[str, Evidence] = {}
+        engines: dict[str, Mapping[str, object]] = {}
+        for producer_name in PRODUCERS:
+            with open_producer(producer_name, weights.path, n_threads=2, dtype=dtype) as producer:
+                evidence[producer_name] = take(producer, cases, n_greedy=1)
+                engines[producer_name] = producer.provenance()
+        runs[dtype] = HalfRun(HalfVerifier(name, weights, cases, evidence, dtype), engines)
+    return runs
+
+
+def differences(new: Mapping[str, Tolerances], stored: Mapping[str, Tolerances]) -> list[str]:
+    """Where newly made tolerances of half precision are not nearly the stored ones.
+
+    Args:
+        new: Made now, by dtype.
+        stored: Read from the repository.
+
+    Returns:
+        One line for each difference.
+    """
+    ours, theirs = dict(_flat(new)), dict(_flat(stored))
+    lines = [f"tolerance {' '.join(key)}: only on one side" for key in sorted(ours.keys() ^ theirs.keys())]
+    for key in sorted(ours.keys() & theirs.keys()):
+        few = key[-1] == "worst" or "selected_logits" in key
+        limit = OF_FEW_VALUES if few else OF_TENSORS
+        if not 1 / limit <= ours[key] / theirs[key] <= limit:
+            lines.append(
+                f"tolerance {' '.join(key)}: {ours[key]:.2e}, stored {theirs[key]:.2e}, allowed {limit:g} times"
+            )
+    return lines
+
+
+def _flat(tolerances: Mapping[str, Tolerances]) -> Iterator[tuple[tuple[str, ...], float]]:
+    for dtype, cases in tolerances.items():
+        for case, modes in cases.items():
+            for mode, stages in modes.items():
+                for stage, made in stages.items():
+                    yield (dtype, case, mode, stage, "error"), made.error
+                    yield (dtype, case, mode, stage, "worst"), made.worst

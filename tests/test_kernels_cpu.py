@@ -1,0 +1,114 @@
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from llorch.kernels import cpu_library
+from llorch.kernels.cpu_library import library
+from llorch.kernels.cpu_linear import CpuLinear
+
+SHAPES = [(96, 64), (7, 37), (260, 896)]  # rows and widths that fill no whole vector, too
+ROWS = [1, 3, 8, 9, 40]
+
+
+def parameter(*shape: int, dtype: torch.dtype, seed: int) -> nn.Parameter:
+    numbers = np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+    return nn.Parameter(torch.from_numpy(numbers).to(dtype), requires_grad=False)
+
+
+def layer(shape: tuple[int, int], dtype: torch.dtype, *, bias: bool = True, compiled: bool = True) -> CpuLinear:
+    weight, out = parameter(*shape, dtype=dtype, seed=1), shape[0]
+    return CpuLinear(weight, parameter(out, dtype=dtype, seed=2) if bias else None, library() if compiled else None)
+
+
+def truth(x: torch.Tensor, leaf: CpuLinear) -> torch.Tensor:
+    return linear(x.double(), leaf.weight.double(), None if leaf.bias is None else leaf.bias.double())
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.double() - want).norm() / want.norm())
+
+
+def test_the_kernels_are_built_on_this_machine():
+    assert library() is not None
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_float32_products_are_exact_to_float32_rounding(shape, rows, compiled, bias):
+    leaf = layer(shape, torch.float32, bias=bias, compiled=compiled)
+    x = parameter(rows, shape[1], dtype=torch.float32, seed=3)
+    got = leaf(x)
+    assert got.dtype == torch.float32
+    assert error(got, truth(x, leaf)) < 1e-6
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_bfloat16_products_are_no_worse_than_those_of_torch(shape, rows, bias):
+    leaf = layer(shape, torch.bfloat16, bias=bias)
+    x = parameter(rows, shape[1], dtype=torch.bfloat16, seed=3)
+    got, want = leaf(x), truth(x, leaf)
+    assert got.dtype == torch.bfloat16
+    assert error(got, want) <= 1.01 * error(linear(x, leaf.weight, leaf.bias), want)
+
+
+def test_a_few_bfloat16_rows_are_the_exact_sums_rounded_once():
+    leaf = layer((260, 896), torch.bfloat16)
+    x = parameter(2, 896, dtype=torch.bfloat16, seed=3)
+    exact = truth(x, leaf)
+    off = (leaf(x).double() - exact).abs() / exact.abs()
+    assert off.max() <= 2**-8 * 1.001  # half a step of eight bits, and the float32 sum under it
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_leading_axes_and_strides_of_the_input_do_not_matter(dtype):
+    leaf = layer((96, 64), dtype)
+    x = parameter(2, 64, 3, dtype=dtype, seed=3).transpose(1, 2)  # (2, 3, 64), not contiguous
+    got = leaf(x)
+    assert got.shape == (2, 3, 96)
+    assert error(got, truth(x, leaf)) < (1e-6 if dtype is torch.float32 else 1e-2)
+
+
+def test_infinity_and_nan_come_through_a_bfloat16_product():
+    leaf = layer((96, 64), torch.bfloat16, bias=False)
+    x = torch.zeros(2, 64, dtype=torch.bfloat16)
+    x[0, 0], x[1, 0] = torch.inf, torch.nan
+    got = leaf(x)
+    assert got[0].isinf().all()
+    assert got[1].isnan().all()
+
+
+def test_an_input_of_another_dtype_is_refused():
+    leaf = layer((96, 64), torch.float32)
+    with pytest.raises(ValueError, match=r"expected an input of torch\.float32, got torch\.bfloat16"):
+        leaf(torch.zeros(1, 64, dtype=torch.bfloat16))
+
+
+def test_a_machine_without_a_compiler_is_told_once_and_goes_on(monkeypatch, capsys):
+    monkeypatch.setattr(cpu_library, "find_compiler", lambda: None)
+    cpu_library.library.cache_clear()
+    try:
+        assert [library(), library()] == [None, None]
+    finally:
+        cpu_library.library.cache_clear()
+    assert capsys.readouterr().err.count("note: CPU kernels are not built") == 1
+
+
+def test_a_compiler_that_fails_is_quoted(tmp_path):
+    compiler = tmp_path / "cc"
+    compiler.write_text("#!/bin/sh\necho 'cc: error: no -fopenmp here' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    assert cpu_library.build(str(compiler), tmp_path / "made.so") == f"{compiler}: cc: error: no -fopenmp here"
+
+
+def test_a_compiler_named_by_the_environment_comes_first(tmp_path, monkeypatch):
+    compiler = tmp_path / "mycc"
+    compiler.write_text("")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    assert cpu_library.find_compiler() == str(compiler)

@@ -1,0 +1,55 @@
+"""Tolerances of half precision made again: how far they may be from the stored ones."""
+
+import importlib
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import replace
+from types import ModuleType
+
+import pytest
+from planted import golden_of
+
+from llorch.builtin import goldens_folder
+from llorch.evidence import Golden
+
+
+@pytest.fixture(scope="module")
+def script() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(goldens_folder()))
+        yield importlib.import_module("regenerate")
+
+
+@pytest.fixture
+def golden() -> Golden:
+    return golden_of("micro-qwen3")
+
+
+def with_tolerance(golden: Golden, mode: str, stage: str, **factors: float) -> Golden:
+    """The golden with one tolerance of bfloat16 multiplied."""
+    made = deepcopy(dict(golden.half_tolerances))
+    old = made["bfloat16"]["far"][mode][stage]
+    new = {what: factor * getattr(old, what) for what, factor in factors.items()}
+    made["bfloat16"]["far"][mode][stage] = replace(old, **new)
+    return replace(golden, half_tolerances=made)
+
+
+@pytest.mark.parametrize(
+    ("mode", "what", "small", "large"), [("chained", "error", 1.2, 1.3), ("isolated", "worst", 1.9, 2.1)]
+)
+def test_a_tolerance_of_half_precision_may_move_a_little(
+    script: ModuleType, golden: Golden, mode: str, what: str, small: float, large: float
+):
+    for factor in (small, 1 / small):
+        assert script.differences(with_tolerance(golden, mode, "ffn_up", **{what: factor}), golden) == []
+    for factor in (large, 1 / large):
+        (line,) = script.differences(with_tolerance(golden, mode, "ffn_up", **{what: factor}), golden)
+        assert line.startswith(f"tolerance bfloat16 far {mode} ffn_up {what}: ")
+
+
+def test_a_tolerance_of_half_precision_on_one_side_only_is_a_difference(script: ModuleType, golden: Golden):
+    less = replace(golden, half_tolerances={"bfloat16": golden.half_tolerances["bfloat16"]})
+    for new, stored in ((less, golden), (golden, less)):
+        lines = script.differences(new, stored)
+        assert lines
+        assert all(line.startswith("tolerance float16 ") and line.endswith(": only on one side") for line in lines)
