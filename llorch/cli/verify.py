@@ -15,7 +15,7 @@ from llorch.cli.options import ENGINES, backend_options, json_option, numerics_o
     'llorch verify model.gguf --prompt "Once upon a time, a small fox found a stone"',
     "llorch verify model.gguf                         if quantised: as llama.cpp computes it",
     "llorch verify path/to/huggingface-folder --tokens 1,22,333,44,5,66,777,8",
-    "llorch verify --backend torch                    the torch path: float32 and bfloat16",
+    "llorch verify story --backend torch              the torch path: float32 and bfloat16",
     "llorch verify --backend torch --device cuda --dtype bfloat16",
 )
 @click.argument("models", nargs=-1, metavar="[MODEL]...")
