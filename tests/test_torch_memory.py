@@ -192,3 +192,19 @@ def test_a_run_takes_no_more_than_was_predicted_and_not_much_less(dtype: str):
     )
     predicted, measured = map(int, done.stdout.split())
     assert measured <= predicted <= 1.5 * measured
+
+
+def test_a_batch_that_does_not_fit_is_refused_with_one_that_does(monkeypatch: pytest.MonkeyPatch):
+    from llorch.torch_backend.model import load_torch
+
+    model = load_torch("micro-llama")
+    free(monkeypatch, 16e6)
+    with pytest.raises(MemoryError, match=r"^generate: 64 sequences of 256 tokens need 0\.\d\d GB on cpu") as caught:
+        list(model.generate_batch([[1, 2, 3]] * 64, max_tokens=4))
+    (fits,) = re.findall(r"(\d+) sequences at once would fit", str(caught.value))
+    assert list(model.generate_batch([[1, 2, 3]] * int(fits), max_tokens=1))
+    with pytest.raises(MemoryError):
+        list(model.generate_batch([[1, 2, 3]] * (int(fits) + 1), max_tokens=1))
+    free(monkeypatch, 1)
+    with pytest.raises(MemoryError, match="use fewer tokens"):
+        list(model.generate([1, 2, 3], max_tokens=300))

@@ -139,6 +139,33 @@ def require_memory(
     return wanted.residency
 
 
+def require_room(weights: Weights, target: Target, *, batch: int, n_tokens: int) -> None:
+    """Refuse a batch that does not fit beside the weights, which are loaded, before anything of it is made.
+
+    Args:
+        weights: The model.
+        target: Device and dtype.
+        batch: Sequences at once.
+        n_tokens: Of context per sequence.
+
+    Raises:
+        MemoryError: It would not fit, with the figures and the largest batch that would.
+    """
+    free, packable = free_memory(target.device), any(weights.stored_type(name) in PACKERS for name in weights)
+
+    def room(sequences: int) -> int:
+        need = predict(weights, target, "packed" if packable else "decoded", sequences, n_tokens)
+        return need.cache + need.activations + need.logits
+
+    if room(batch) > free:
+        fits = max((n for n in range(1, batch) if room(n) <= free), default=0)
+        remedy = f"{fits} sequences at once would fit" if fits else "use fewer tokens"
+        raise MemoryError(
+            f"generate: {batch} sequences of {n_tokens} tokens need {_gb(room(batch))} on {target.device} beside the "
+            f"weights, {_gb(free)} are free; {remedy}"
+        )
+
+
 def free_memory(device: torch.device) -> float:
     """Bytes that can still be taken on a device."""
     return float(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else available_memory()

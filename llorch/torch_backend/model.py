@@ -20,7 +20,7 @@ from llorch.torch_backend.device import Target, compute_as_named, target
 from llorch.torch_backend.graph import GraphedSteps, compiled_forward
 from llorch.torch_backend.leaves import fit
 from llorch.torch_backend.load import load_dense, load_packed
-from llorch.torch_backend.memory import CHUNK, SLOTS, require_memory
+from llorch.torch_backend.memory import CHUNK, SLOTS, require_memory, require_room
 from llorch.torch_backend.reproducible import make_reproducible
 from llorch.torch_backend.sampling import Needs
 from llorch.torch_cache import Cache
@@ -195,6 +195,7 @@ class TorchModel(Opened):
             return spare
         del spare  # its memory is wanted
         slots = min(-(-n_slots(jobs) // SLOTS) * SLOTS, self.config.max_position_embeddings)
+        require_room(self.weights, self.target, batch=len(jobs), n_tokens=slots)
         n_end_ids = len(self.tokenizer.eos_token_ids)
         return self._fast(Decoding(self.module, self.new_cache(len(jobs), slots), needs, n_end_ids=n_end_ids))
 
