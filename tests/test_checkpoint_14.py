@@ -4,14 +4,17 @@ pytest -k checkpoint_14         all; what needs CUDA says NOT RUN where there is
 pytest -k "checkpoint_14 and bfloat16 and micro-qwen3"
 """
 
+import shutil
 from collections.abc import Iterator
 from functools import cache
 from itertools import product
+from pathlib import Path
 
 import pytest
 from torch_targets import CPU, CUDA, on
 
-from llorch.builtin import BUILTIN, builtin_path
+from llorch import verify
+from llorch.builtin import BUILTIN, builtin_path, goldens_folder
 from llorch.config import ModelConfig
 from llorch.evidence import PRODUCERS, SAMPLINGS
 from llorch.stages import STAGES
@@ -139,3 +142,12 @@ def test_checkpoint_14_ties_are_of_half_precision_alone(target: str):
 def test_checkpoint_14_in_float64_is_the_truth_itself():
     alike = [row for model in BUILTIN for row in rows("torch-cpu-float64", model) if row.checkpoint < "09"]
     assert max(row.truth_error for row in alike) < 1e-12
+
+
+@pytest.mark.parametrize("missing", ["golden.json", *(f"{producer}.safetensors" for producer in PRODUCERS)])
+def test_checkpoint_14_fails_without_a_golden(missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    shutil.copytree(goldens_folder() / WHOLE, tmp_path / WHOLE)
+    (tmp_path / WHOLE / missing).unlink()
+    monkeypatch.setattr(verify, "goldens_folder", lambda: tmp_path)
+    with pytest.raises(FileNotFoundError, match=rf"{missing} is missing; make it with reference_outputs/regenerate"):
+        list(verify_torch_stored(WHOLE, on("torch-cpu-bfloat16")))
