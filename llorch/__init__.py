@@ -7,6 +7,7 @@ trace = {}
 logits = model.forward([1, 2, 3], trace=trace)    every stage by name
 print(llorch.compare(trace, other_trace))         first divergence
 model = llorch.load_torch("story", device="cuda", dtype="bfloat16")    the same in torch; many prompts at once, too
+model.add_adapter("pirate", "my-adapter")         a LoRA adapter, for model.generate(..., adapter="pirate")
 """
 
 from importlib import import_module

@@ -1,8 +1,9 @@
-"""The built-in models and their goldens: where the files lie in a wheel and in a clone."""
+"""The built-in models, their goldens and the example data: where the files lie in a wheel and in a clone."""
 
 from pathlib import Path
 
 BUILTIN = ("micro-llama", "micro-llama3", "micro-qwen2", "micro-qwen3", "story")
+DATA = ("pirate",)
 _PACKAGE = Path(__file__).parent
 
 
@@ -23,6 +24,28 @@ def builtin_path(name: str) -> Path:
             f"model {name!r}: no such file or folder, and not a built-in model ({', '.join(BUILTIN)})"
         )
     return _PACKAGE / "models" / f"{name}.gguf"
+
+
+def find_data(path_or_name: str) -> Path:
+    """The training data that was meant: an existing file or folder, else a built-in data set.
+
+    Args:
+        path_or_name: A path, or one of `DATA`.
+
+    Returns:
+        The file or folder.
+
+    Raises:
+        FileNotFoundError: There is neither.
+    """
+    path = Path(path_or_name)
+    if path_or_name and path.exists():
+        return path
+    if path_or_name not in DATA:
+        raise FileNotFoundError(
+            f"data {path_or_name!r}: no such file or folder, and not a built-in data set ({', '.join(DATA)})"
+        )
+    return _PACKAGE / "examples" / path_or_name
 
 
 def goldens_folder() -> Path:

@@ -123,6 +123,30 @@ def measure(got: object, want: object, *, masked: bool = False) -> Difference:
     return Difference(error, worst, None, index, float(a[index]), float(b[index]))
 
 
+def measure_in(got: object, want: object, *, unit: float) -> Difference:
+    """How far one array is from another in a unit of its own, for numbers whose size says nothing of their error.
+
+    Parameters of a training move by about a learning rate per step, wherever they stand; that is the unit then.
+
+    Args:
+        got: The array under test.
+        want: The array to reproduce.
+        unit: Size of one unit, > 0.
+
+    Returns:
+        The root mean square of the differences and the largest, both in units; with `fault` as in `measure`.
+    """
+    fault = _fault(got, want, masked=False)
+    if fault is not None:
+        return Difference(math.inf, math.inf, fault)
+    assert isinstance(got, np.ndarray)
+    assert isinstance(want, np.ndarray)
+    apart = np.abs(got.astype(np.float64) - want) / unit
+    index = tuple(int(i) for i in np.unravel_index(int(np.argmax(apart)), apart.shape))
+    error = float(np.sqrt(np.square(apart).mean()))
+    return Difference(error, float(apart[index]), None, index, float(got[index]), float(want[index]))
+
+
 def check(got: object, want: object, tolerance: Tolerance, *, label: str, masked: bool = False) -> Difference:
     """Measure, and raise when the tolerance is exceeded.
 

@@ -4,19 +4,16 @@ The target is written under another name beside its place, read back, and rename
 tensor is in memory at a time.
 """
 
-import errno
-import os
-import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from llorch.config import ModelConfig
 from llorch.errors import FormatError
 from llorch.fields import Fields
+from llorch.model_places import check_places, counting, placing, read_back, size_of
 from llorch.tokenizer.export_gguf import probes_for, read_tokenizer
 from llorch.tokenizer.export_huggingface import HuggingFaceTokenizer, translate_vocabulary
 from llorch.tokenizer.gguf_vocabulary import GGUFVocabulary
@@ -103,58 +100,67 @@ def convert(
         OSError: No room, or no permission; nothing is left of the target.
     """
     source, target = Path(source), Path(target)
-    to_gguf = target.suffix == ".gguf"
-    _check_places(source, target, force=force, to_gguf=to_gguf)
+    if source.is_dir() and target.suffix != ".gguf":
+        raise ValueError(f"{target}: source and target are both Hugging Face folders; a GGUF file ends in .gguf")
+    check_places(source, target, force=force)
     weights = open_weights(source)
     with closing(weights.source):
-        job = _Job(weights, target, _choose_type(weights, ggml_type, to_gguf=to_gguf), report)
-        _note_second_loss(job)
-        has_vocabulary = _to_gguf(job) if to_gguf else _to_huggingface(job)
-        types = gguf_types(weights.config, job.ggml_type) if to_gguf else {}
-        shapes = {weight.name: weight.shape for weight in inventory(weights.config).values()}
-        return Conversion(
-            source=source,
-            target=target,
-            ggml_type=job.ggml_type,
-            n_tensors=len(shapes),
-            n_bytes=sum(file.stat().st_size for file in (target.iterdir() if target.is_dir() else [target])),
-            fallbacks=[
-                name for name in types if shapes[name][-1] % BLOCK_SIZES[job.ggml_type][0] and len(shapes[name]) > 1
-            ],
-            has_vocabulary=has_vocabulary,
-            notes=job.notes,
-        )
+        return write_model(weights, target, ggml_type=ggml_type, report=report)
 
 
-def _check_places(source: Path, target: Path, *, force: bool, to_gguf: bool) -> None:
-    if not source.exists():
-        raise FileNotFoundError(f"{source}: no such file or folder")
-    if source.is_dir() and not to_gguf:
-        raise ValueError(f"{target}: source and target are both Hugging Face folders; a GGUF file ends in .gguf")
-    if not target.parent.is_dir():
-        raise FileNotFoundError(f"{target}: the folder {target.parent} does not exist; make it first")
-    if not target.exists():
-        return
-    if source.samefile(target) or target.resolve() in source.resolve().parents:
-        raise ValueError(f"{target}: the target would replace the source; choose another name")
-    if not force:
-        raise FileExistsError(errno.EEXIST, "exists; choose another name, or replace it with --force", str(target))
-    if target.is_dir() == to_gguf:
-        kind = "a folder" if to_gguf else "a file"
-        raise FileExistsError(errno.EEXIST, f"is {kind}, which is not replaced; choose another name", str(target))
-    foreign = sorted(file.name for file in target.iterdir() if not _is_of_a_model(file)) if not to_gguf else []
-    if foreign:
-        message = f"holds {foreign[0]}, which is no file of a model; the folder is not replaced, choose another name"
-        raise FileExistsError(errno.EEXIST, message, str(target))
+def write_model(
+    weights: Weights, target: Path, *, ggml_type: GGMLType | None = None, report: Callable[[str], None]
+) -> Conversion:
+    """Write an open model; its file or folder gives tokenizer and chat template.
+
+    Args:
+        weights: The model.
+        target: As for `convert`; the places were checked.
+        ggml_type: As for `convert`.
+        report: As for `convert`.
+
+    Returns:
+        What was written.
+
+    Raises:
+        FormatError: The target cannot express the model.
+        ValueError: The type does not exist in the target's format.
+        OSError: No room, or no permission; nothing is left of the target.
+    """
+    to_gguf = target.suffix == ".gguf"
+    job = _Job(weights, target, choose_type(weights, ggml_type, to_gguf=to_gguf), report)
+    _note_second_loss(job)
+    has_vocabulary = _to_gguf(job) if to_gguf else _to_huggingface(job)
+    types = gguf_types(weights.config, job.ggml_type) if to_gguf else {}
+    shapes = {weight.name: weight.shape for weight in inventory(weights.config).values()}
+    return Conversion(
+        source=weights.path,
+        target=target,
+        ggml_type=job.ggml_type,
+        n_tensors=len(shapes),
+        n_bytes=size_of(target),
+        fallbacks=[
+            name for name in types if shapes[name][-1] % BLOCK_SIZES[job.ggml_type][0] and len(shapes[name]) > 1
+        ],
+        has_vocabulary=has_vocabulary,
+        notes=job.notes,
+    )
 
 
-def _is_of_a_model(file: Path) -> bool:
-    known = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
-    known |= {"special_tokens_map.json", "chat_template.jinja", "model.safetensors.index.json"}
-    return file.is_file() and (file.name in known or file.suffix == ".safetensors")
+def choose_type(weights: Weights, wanted: GGMLType | None, *, to_gguf: bool) -> GGMLType:
+    """The type of the matrices to be: the one that is wanted, else that of the source if the target can hold it.
 
+    Args:
+        weights: The model.
+        wanted: None leaves the choice.
+        to_gguf: Whether the target is a GGUF file.
 
-def _choose_type(weights: Weights, wanted: GGMLType | None, *, to_gguf: bool) -> GGMLType:
+    Returns:
+        The type.
+
+    Raises:
+        ValueError: The target's format does not have the wanted type.
+    """
     allowed: Mapping[GGMLType, object] = FILE_TYPES if to_gguf else DTYPES
     if wanted is None:
         stored = _stored_types(weights)
@@ -208,10 +214,10 @@ def _to_gguf(job: _Job) -> bool:
         metadata |= vocabulary or {}
     if not has_vocabulary:
         metadata |= NO_VOCABULARY
-    with _placing(job, gguf_size(weights.config, job.ggml_type)), new_file(job.target) as temporary:
-        on_tensor = _counting(job)
+    with placing(job.target, gguf_size(weights.config, job.ggml_type)), new_file(job.target) as temporary:
+        on_tensor = counting(weights, job.report)
         write_gguf_content(weights, temporary, ggml_type=job.ggml_type, metadata=metadata, on_tensor=on_tensor)
-        _read_back(temporary, job)
+        read_back(temporary, weights, job.target)
     return has_vocabulary
 
 
@@ -253,8 +259,8 @@ def _to_huggingface(job: _Job) -> bool:
     vocabulary = GGUFVocabulary(source.metadata, source.path) if has_vocabulary else None
     if vocabulary is None:
         job.notes.append("the file has no vocabulary: the folder gets no tokenizer")
-    with _placing(job, huggingface_size(weights.config, job.ggml_type)), new_folder(job.target) as folder:
-        write_safetensors(weights, folder, ggml_type=job.ggml_type, on_tensor=_counting(job))
+    with placing(job.target, huggingface_size(weights.config, job.ggml_type)), new_folder(job.target) as folder:
+        write_safetensors(weights, folder, ggml_type=job.ggml_type, on_tensor=counting(weights, job.report))
         if vocabulary is not None:
             job.report("tokenizer")
             tokenizer = translate_vocabulary(
@@ -268,7 +274,7 @@ def _to_huggingface(job: _Job) -> bool:
             _write_tokenizer(folder, tokenizer, source.metadata)
             config |= _model_ids(tokenizer)
         write_json(folder / "config.json", config)
-        _read_back(folder, job)
+        read_back(folder, weights, job.target)
         if vocabulary is not None:
             texts = probes_for(source.metadata)
             require_same_ids(vocabulary, HuggingFaceVocabulary(folder), texts, path=source.path)
@@ -290,42 +296,3 @@ def _write_tokenizer(folder: Path, tokenizer: HuggingFaceTokenizer, metadata: Ma
 def _model_ids(tokenizer: HuggingFaceTokenizer) -> dict[str, object]:
     ends = tokenizer.eos_token_ids
     return {**tokenizer.token_ids, **({"eos_token_id": ends if len(ends) > 1 else ends[0]} if ends else {})}
-
-
-def _counting(job: _Job) -> Callable[[str], None]:
-    total, done = len(inventory(job.weights.config)), 0
-
-    def on_tensor(name: str) -> None:
-        nonlocal done
-        done += 1
-        job.report(f"{min(done, total)}/{total} {name}")
-
-    return on_tensor
-
-
-@contextmanager
-def _placing(job: _Job, n_bytes: int) -> Iterator[None]:
-    """Refuse what would not fit; name the target, not the temporary file, when writing fails."""
-    free = shutil.disk_usage(job.target.parent).free
-    if n_bytes > free:
-        message = f"needs {n_bytes / 1e9:.2f} GB, but only {free / 1e9:.2f} GB are free; nothing was written"
-        raise OSError(errno.ENOSPC, message, str(job.target))
-    try:
-        yield
-    except OSError as error:
-        reason = os.strerror(error.errno) if error.errno else str(error)
-        raise OSError(error.errno or errno.EIO, f"{reason}; nothing was written", str(job.target)) from error
-
-
-def _read_back(path: Path, job: _Job) -> None:
-    """Open what was written: every tensor is there, and the configuration is the same to float32 rounding."""
-    written = open_weights(path)
-    written.source.close()
-    for one in fields(ModelConfig):
-        got, want = getattr(written.config, one.name), getattr(job.weights.config, one.name)
-        if isinstance(want, float):
-            got, want = np.float32(got), np.float32(want)
-        # Frequency scalings have a form of their own in each format.
-        if got != want and one.name != "rope_scaling":
-            message = f"{one.name}: the target would have {got}, the source has {want}"
-            raise FormatError("Inconsistent", message, path=job.target)

@@ -19,6 +19,9 @@ ErrorCode = Literal[
     "NonFinite",
     "Inconsistent",
     "Unsafe",
+    "BaseMismatch",
+    "TemplateBudget",
+    "TemplateError",
 ]
 
 
@@ -43,6 +46,7 @@ class FormatError(ValueError):
         self.code: ErrorCode = code
         self.path = path
         self.offset = offset
+        self.message = message
 
 
 class CheckpointMismatch(AssertionError):

@@ -12,10 +12,14 @@ from llorch.cache import KVCache
 from llorch.config import ModelConfig
 from llorch.forward import forward
 from llorch.generate import Token, sample_ids, stream
+from llorch.lora.adapted import AdaptedWeights
+from llorch.lora.adapter import Adapter
+from llorch.lora.opened import adapter_for, require_fits, require_free, require_known
 from llorch.memory import keep_freed_memory
 from llorch.numerics import EXACT, Numerics
 from llorch.sampling import SamplingSettings
 from llorch.tokenizer import Tokenizer
+from llorch.tokenizer.chat_templates import read_templates, templates_of_metadata
 from llorch.weights import Weights, open_weights
 from llorch.weights.gguf import GGUFFile
 from llorch.weights.residency import Plan, Residency, plan
@@ -33,6 +37,46 @@ class Opened:
             weights: See `llorch.weights.open_weights`.
         """
         self.weights = weights
+        self._adapters: dict[str, Adapter] = {}
+
+    @property
+    def adapters(self) -> list[str]:
+        """Names of the adapters that were added."""
+        return list(self._adapters)
+
+    def add_adapter(self, name: str, adapter: Adapter | str | Path, *, any_base: bool = False) -> str:
+        """Put an adapter beside the weights, which stay as they are; a request uses it by its name.
+
+        Args:
+            name: What it is called from now on.
+            adapter: A PEFT directory, a LoRA GGUF file, or an adapter in memory.
+            any_base: Take one that was made for another base of the same shapes.
+
+        Returns:
+            What is known of its base, in a sentence.
+
+        Raises:
+            FileNotFoundError: Nothing has this path.
+            FormatError: The file cannot be used with this model, or BaseMismatch.
+            ValueError: The name is taken or unusable, or the adapter is for another model.
+        """
+        require_free(name, self.adapters)
+        made, known = adapter_for(self.weights, adapter, any_base=any_base)
+        require_fits(name, made, self.config)
+        self._adapters[name] = made
+        return known
+
+    def remove_adapter(self, name: str) -> None:
+        """Forget an adapter; what is being generated with it goes on.
+
+        Args:
+            name: Which.
+
+        Raises:
+            ValueError: There is none of this name.
+        """
+        require_known(name, self.adapters)
+        del self._adapters[name]
 
     @property
     def config(self) -> ModelConfig:
@@ -55,6 +99,18 @@ class Opened:
         if isinstance(source, GGUFFile):
             return Tokenizer.from_gguf(source)
         return Tokenizer.from_huggingface(Path(self.weights.path))
+
+    @cached_property
+    def chat_templates(self) -> dict[str, str]:
+        """Chat templates by name, `default` for the unnamed one; empty without any.
+
+        Raises:
+            FormatError: What is there is no text.
+        """
+        source = self.weights.source
+        if isinstance(source, GGUFFile):
+            return templates_of_metadata(source.metadata, source.path)
+        return read_templates(Path(self.weights.path))
 
     def prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
         """Token ids of a prompt: of a text with the model's special tokens, or ids as they are."""
@@ -98,6 +154,21 @@ class Model(Opened):
         """
         super().__init__(weights)
         self.plan = plan
+        self._adapted: dict[str, AdaptedWeights] = {}
+
+    def remove_adapter(self, name: str) -> None:
+        """See `Opened.remove_adapter`."""
+        super().remove_adapter(name)
+        self._adapted.pop(name, None)
+
+    def _weights_for(self, adapter: str | None) -> Weights:
+        """The weights, with an adapter beside them where one is wanted."""
+        require_known(adapter, self.adapters)
+        if adapter is None:
+            return self.weights
+        if adapter not in self._adapted:
+            self._adapted[adapter] = AdaptedWeights(self.weights, self._adapters[adapter])
+        return self._adapted[adapter]
 
     def forward(
         self,
@@ -107,6 +178,7 @@ class Model(Opened):
         first_position: int = 0,
         cache: KVCache | None = None,
         last_only: bool = False,
+        adapter: str | None = None,
     ) -> Float[np.ndarray, "rows vocab"]:
         """Logits of some tokens.
 
@@ -116,13 +188,25 @@ class Model(Opened):
             first_position: Position of the first token, when no cache is given.
             cache: Tokens before these; the new ones are appended.
             last_only: Logits of the last token only.
+            adapter: Which adapter to use; None runs the base alone.
 
         Returns:
             One row per token, or one.
 
         Raises:
-            ValueError: An id is out of range, there is none, or they do not fit the context.
+            ValueError: An id is out of range, there is none, they do not fit the context, or no such adapter was added.
         """
+        return self._forward(ids, self._weights_for(adapter), trace, first_position, cache, last_only)
+
+    def _forward(
+        self,
+        ids: Sequence[int] | np.ndarray,
+        weights: Weights,
+        trace: dict[str, np.ndarray] | None = None,
+        first_position: int = 0,
+        cache: KVCache | None = None,
+        last_only: bool = False,
+    ) -> Float[np.ndarray, "rows vocab"]:
         ids = self.checked_ids(ids)
         if cache is None:
             cache = KVCache(self.config, self.weights.cache_dtype, first_position=first_position)
@@ -133,12 +217,12 @@ class Model(Opened):
                 trace[name] = array
                 return array
 
-            return forward(ids, self.weights, cache, keep=keep, last_only=last_only)
+            return forward(ids, weights, cache, keep=keep, last_only=last_only)
         rows = []
         for start in range(0, len(ids), PREFILL_CHUNK):
             chunk = ids[start : start + PREFILL_CHUNK]
             unseen = last_only and start + PREFILL_CHUNK < len(ids)
-            logits = forward(chunk, self.weights, cache, last_only=last_only)
+            logits = forward(chunk, weights, cache, last_only=last_only)
             rows += [] if unseen else [logits]
         return np.concatenate(rows) if len(rows) > 1 else rows[0]
 
@@ -150,6 +234,7 @@ class Model(Opened):
         settings: SamplingSettings | None = None,
         stop: Sequence[str] = (),
         ignore_eos: bool = False,
+        adapter: str | None = None,
     ) -> Iterator[Token]:
         """Continue a prompt, token by token.
 
@@ -159,20 +244,21 @@ class Model(Opened):
             settings: How to sample; greedy by default.
             stop: Strings that end the text.
             ignore_eos: Go on after an end token.
+            adapter: Which adapter to use; None runs the base alone.
 
         Yields:
             Tokens with id, text and log probability.
 
         Raises:
-            ValueError: The prompt is empty or does not fit the context.
+            ValueError: The prompt is empty or does not fit the context, or no such adapter was added.
         """
-        ids = self.prompt_ids(prompt)
+        ids, weights = self.prompt_ids(prompt), self._weights_for(adapter)
         cache = KVCache(self.config, self.weights.cache_dtype)
         cache.next_positions(len(ids))  # refuses a prompt that does not fit
         max_tokens = min(max_tokens, self.config.max_position_embeddings - len(ids) + 1)
 
         def step(new: Sequence[int]) -> np.ndarray:
-            return self.forward(new, cache=cache, last_only=True)[-1]
+            return self._forward(new, weights, cache=cache, last_only=True)[-1]
 
         sampled = sample_ids(step, ids, settings or SamplingSettings(), max_tokens=max_tokens)
         end_ids = frozenset() if ignore_eos else self.tokenizer.eos_token_ids

@@ -67,7 +67,7 @@ class QuantMethod(Protocol):
         ...
 
     def forward(self, x: Float[np.ndarray, "seq in"]) -> Float[np.ndarray, "seq out"]:
-        """Multiply every row of `x`; the result has the dtype of `x`."""
+        """Multiply every row of `x`; the result is new, and has the dtype of `x` or is yet to be rounded to it."""
         ...
 
     def dequantize(self) -> Float[np.ndarray, "out in"]:

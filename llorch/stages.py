@@ -89,6 +89,12 @@ CHECKPOINTS: Mapping[str, str] = {
     "12": "generation",
     "13": "quantised",
     "14": "torch",
+    "15": "lora_delta",
+    "16": "loss",
+    "17": "gradients",
+    "18": "optimizer_step",
+    "19": "training_curve",
+    "20": "merge_export",
 }  # number -> name; design decides, the numbers are public interface
 
 

@@ -148,3 +148,35 @@ class Cache:
         for store, new in ((self.keys[layer], k), (self.values[layer], v)):
             store[self._sequence, :, place.slots] = new.to(store.dtype)
         return self.keys[layer][:, :, : place.ctx], self.values[layer][:, :, : place.ctx]
+
+
+class NoCache(Cache):
+    """What a pass that is trained on uses: keys and values of this very pass, written nowhere, so gradients flow."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Hold nothing.
+
+        Args:
+            device: Where the pass runs.
+        """
+        self.cos = torch.empty(0, device=device)
+
+    def append(
+        self,
+        layer: int,
+        k: Float[Tensor, "batch seq kv_heads head_dim"],
+        v: Float[Tensor, "batch seq kv_heads head_dim"],
+        place: Place,
+    ) -> tuple[Float[Tensor, "batch kv_heads ctx head_dim"], Float[Tensor, "batch kv_heads ctx head_dim"]]:
+        """Give back keys and values as a context.
+
+        Args:
+            layer: Which layer.
+            k: Rotated keys.
+            v: Values.
+            place: Where the tokens stand.
+
+        Returns:
+            The same, heads first.
+        """
+        return k.transpose(1, 2), v.transpose(1, 2)

@@ -8,7 +8,7 @@
 Goldens come from llama.cpp and transformers as they are installed here; tolerances come from how far the two lie
 from our float64 run; for runs in bfloat16 and float16, from how far the two lie from it when they run in that dtype.
 Nothing is written when a producer is missing or too far from the truth. Goldens of checkpoint 13 come from llama.cpp
-and its ggml alone.
+and its ggml alone, those of 15 to 20 from PEFT with torch, and from llama.cpp.
 """
 
 import platform
@@ -18,6 +18,7 @@ from pathlib import Path
 import click
 import make_half
 import make_quantised
+import make_training
 import numpy as np
 
 from llorch.builtin import BUILTIN, builtin_path
@@ -29,6 +30,9 @@ from llorch.producers import Producer, open_producer
 from llorch.quantised_goldens import FOLDER as QUANTISED
 from llorch.quantised_goldens import read as read_quantised
 from llorch.quantised_goldens import save as save_quantised
+from llorch.training_goldens import MODELS as TRAINED
+from llorch.training_goldens import read as read_training
+from llorch.training_goldens import save as save_training
 from llorch.verifier import Verifier
 from llorch.weights import Weights, open_weights
 
@@ -54,6 +58,7 @@ def main(names: tuple[str, ...], check: bool) -> None:
     for name in names or (*BUILTIN, QUANTISED):
         folder = FOLDER / name
         lines = quantised(folder, check=check) if name == QUANTISED else built_in(name, folder, check=check)
+        lines += training(name, folder, check=check) if name in TRAINED else []
         failures += len(lines)
         if check:
             click.echo("\n".join(lines) if lines else f"{name}: reproduced")
@@ -69,6 +74,16 @@ def built_in(name: str, folder: Path, *, check: bool) -> list[str]:
     if check:
         return differences(golden, read(folder))
     save(folder, golden)
+    return []
+
+
+def training(name: str, folder: Path, *, check: bool) -> list[str]:
+    """Make the goldens of checkpoints 15 to 20; write them, or say where they are not the stored ones."""
+    click.echo(f"{name}: running peft and llamacpp", err=True)
+    golden = make_training.make_training(name)
+    if check:
+        return make_training.differences(golden, read_training(folder))
+    save_training(folder, golden)
     return []
 
 

@@ -17,7 +17,7 @@ def invoke(*args: str, stdin: str = "") -> Result:
     return CliRunner().invoke(main, list(args), input=stdin, prog_name="llorch")
 
 
-def spawn(*args: str, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+def spawn(*args: str, stdin: str = "", cwd: Path = REPOSITORY, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run a command as a process of its own."""
     return subprocess.run(
         [sys.executable, "-m", "llorch", *args],
@@ -26,6 +26,6 @@ def spawn(*args: str, stdin: str = "", **environment: str) -> subprocess.Complet
         text=True,
         timeout=120,
         check=False,
-        cwd=REPOSITORY,
+        cwd=cwd,
         env=os.environ | environment,
     )

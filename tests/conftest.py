@@ -19,8 +19,10 @@ if not Path("/dev/nvidiactl").exists():
 
 @pytest.hookimpl(tryfirst=True)  # before any fixture
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """A live test needs both engines; without them it says that it did not run."""
-    missing = [name for name in ("llama_cpp", "torch", "transformers") if find_spec(name) is None]
+    """A live test needs the engines; without them it says that it did not run."""
+    missing = [
+        name for name in ("llama_cpp", "peft", "tensorboard", "torch", "transformers") if find_spec(name) is None
+    ]
     if missing and item.get_closest_marker("live"):
         pytest.skip(f"NOT RUN: {', '.join(missing)} not installed; pip install -c constraints.txt -e '.[golden]'")
 

@@ -1,4 +1,4 @@
-"""Get the vocabularies and test strings that ship inside the llama-cpp-python source distribution.
+"""Get the vocabularies, test strings and chat templates that ship in the llama-cpp-python source distribution.
 
 python tests/fetch_vocabularies.py FOLDER
 LLORCH_VOCABULARIES=FOLDER pytest -m weights
@@ -13,7 +13,17 @@ from pathlib import Path
 NAMES = ("qwen2", "llama-bpe", "llama-spm")
 PACKAGE, VERSION = "llama-cpp-python", "0.3.36"
 SUFFIXES = (".gguf", ".gguf.inp", ".gguf.out")
-WANTED = tuple(f"ggml-vocab-{name}{suffix}" for name in NAMES for suffix in SUFFIXES)
+TEMPLATES = (
+    "Qwen-Qwen2.5-7B-Instruct",
+    "Qwen-Qwen3-0.6B",
+    "meta-llama-Llama-3.1-8B-Instruct",
+    "meta-llama-Llama-3.2-3B-Instruct",
+    "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B",
+)
+WANTED = (
+    *(f"ggml-vocab-{name}{suffix}" for name in NAMES for suffix in SUFFIXES),
+    *(f"templates/{name}.jinja" for name in TEMPLATES),
+)
 
 
 def fetch(folder: Path) -> list[Path]:
@@ -62,6 +72,7 @@ def unpack(archive: Path, folder: Path) -> list[Path]:
                 source = None
             if source is None:
                 sys.exit(f"fetch_vocabularies: {archive.name} has no file {prefix}{name}")
+            (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(source.read())
     return [folder / name for name in WANTED]
 

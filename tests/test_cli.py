@@ -8,12 +8,17 @@ from pathlib import Path
 import pytest
 from command_line import REPOSITORY, invoke, spawn
 
-VERBS = ("run", "verify", "inspect", "tokenize", "trace", "convert", "quality", "bench")
+VERBS = ("run", "verify", "inspect", "tokenize", "trace", "convert", "quality", "bench", "lora", "data")
+COMMANDS = (
+    *VERBS[:-2],
+    *(f"lora {verb}" for verb in ("train", "eval", "merge", "export", "inspect", "doctor", "verify-resume")),
+    "data show",
+)
 
 
-def examples(verb: str) -> list[str]:
+def examples(command: str) -> list[str]:
     """The command lines that open a help page, without the remarks beside them."""
-    page = invoke(verb, "--help").stdout.split("\n\n")
+    page = invoke(*command.split(), "--help").stdout.split("\n\n")
     return [line.strip().split("   ")[0] for line in page[1].splitlines()]
 
 
@@ -30,14 +35,24 @@ def test_version_is_the_version_of_the_package():
     assert invoke("--version").stdout == f"llorch {llorch.__version__}\n"
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_help_starts_with_examples_that_name_the_verb(verb: str):
-    lines = examples(verb)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_starts_with_examples_that_name_the_verb(command: str):
+    lines = examples(command)
     assert len(lines) >= 3
-    assert all(f"llorch {verb}" in line for line in lines)
+    assert all(f"llorch {command}" in line for line in lines)
 
 
-@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_of_a_group_is_listed_here():
+    import click
+
+    from llorch.cli import main
+
+    groups = {verb: main.get_command(click.Context(main), verb) for verb in ("lora", "data")}
+    listed = [f"{name} {verb}" for name, group in groups.items() for verb in group.list_commands(click.Context(group))]  # type: ignore[union-attr, arg-type]
+    assert listed == [command for command in COMMANDS if " " in command]
+
+
+@pytest.mark.parametrize("verb", COMMANDS)
 def test_examples_of_the_help_pages_run(verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "README.md").write_text("Once upon a time\n")
     monkeypatch.chdir(tmp_path)
@@ -52,13 +67,16 @@ def test_examples_of_the_help_pages_run(verb: str, tmp_path: Path, monkeypatch: 
         assert result.exit_code == 0, (line, result.stderr, result.exception)
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_every_option_has_a_help_text(verb: str):
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_has_a_help_text(name: str):
     import click
 
     from llorch.cli import main
 
-    command = main.get_command(click.Context(main), verb)
+    command: click.Command | None = main
+    for word in name.split():
+        assert isinstance(command, click.Group)
+        command = command.get_command(click.Context(command), word)
     assert command is not None
     assert [p.name for p in command.params if isinstance(p, click.Option) and not p.help] == []
 

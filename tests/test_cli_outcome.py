@@ -1,6 +1,8 @@
 """Exit codes and error lines."""
 
+import errno
 import io
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +10,8 @@ from pathlib import Path
 import click
 import pytest
 from command_line import REPOSITORY
+
+OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EROFS)
 
 
 def outcome(error: BaseException, **options: bool) -> int:
@@ -32,10 +36,11 @@ def errors() -> list[tuple[BaseException, int]]:
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), 4),
         (IndexError("list index out of range"), 70),
         (KeyboardInterrupt(), 130),
+        *((OSError(number, os.strerror(number), "a.gguf"), 74) for number in OF_DISKS),
     ]
 
 
-@pytest.mark.parametrize("place", range(10))
+@pytest.mark.parametrize("place", range(10 + len(OF_DISKS)))
 def test_each_class_of_error_has_its_exit_code_and_ends_in_one_line(place: int, capsys: pytest.CaptureFixture[str]):
     error, code = errors()[place]
     assert outcome(error) == code
@@ -85,6 +90,27 @@ def test_a_stream_that_the_caller_closed_is_no_error(words: str, closed: str):
         capture_output=True, check=False, cwd=REPOSITORY, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="NOT RUN: no /dev/full")
+@pytest.mark.parametrize("words", ["inspect story", "verify micro-llama", "run story Once -n 2"])
+def test_output_to_a_full_disk_is_one_line(words: str):
+    done = subprocess.run(
+        ["sh", "-c", f"{sys.executable} -m llorch {words} >/dev/full"],
+        capture_output=True, check=False, cwd=REPOSITORY, text=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (74, "llorch: [Errno 28] No space left on device\n")
+
+
+@pytest.mark.parametrize("name", ["model.gguf", "folder"])
+def test_a_model_that_does_not_fit_on_the_disk_is_one_line(name: str, tmp_path: Path):
+    done = subprocess.run(  # files may have so many blocks of 512 or 1024 bytes
+        ["sh", "-c", f"ulimit -f 18; {sys.executable} -m llorch convert micro-llama '{tmp_path}/{name}'"],
+        capture_output=True, check=False, cwd=REPOSITORY, text=True,
+    )  # fmt: skip
+    reason = "File too large; nothing was written"
+    assert (done.returncode, done.stderr) == (74, f"llorch: {tmp_path}/{name}: {reason}\n")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_narrow_terminal_loses_no_column():

@@ -16,12 +16,12 @@ FIELDS = "model checkpoint stage layer producer backend mode error producer_erro
 
 @pytest.fixture
 def changed_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """`micro-llama` with one weight of layer 1 changed a little, and goldens that claim to be of this file."""
+    """`micro-qwen2` with one weight of layer 1 changed a little, and goldens that claim to be of this file."""
     from llorch.builtin import builtin_path, goldens_folder
     from llorch.evidence import sha256
     from llorch.weights import open_gguf
 
-    name = "micro-llama"
+    name = "micro-qwen2"
     path = tmp_path / f"{name}.gguf"
     data = bytearray(builtin_path(name).read_bytes())
     with open_gguf(builtin_path(name)) as file:
@@ -41,14 +41,17 @@ def changed_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_every_built_in_model_agrees_with_its_goldens():
     from llorch.builtin import BUILTIN
-    from llorch.cli.judged import EXACT
+    from llorch.cli.judged import EXACT, TRAINING
     from llorch.stages import CHECKPOINTS
+    from llorch.training_goldens import MODELS
 
-    result = invoke("verify")
-    assert result.exit_code == 0, result.stdout
+    result = spawn("verify")
+    assert result.returncode == 0, result.stdout
     for name in BUILTIN:
-        table = result.stdout.split(f"{name}\n")[1].split("\n\n")[0].splitlines()[1:]
-        assert [line[:20].rstrip() for line in table] == [f"{n:<3} {CHECKPOINTS[n]}" for n in EXACT]
+        lines = result.stdout.split(f"{name}\n")[1].split("\n\n")[0].splitlines()
+        table = [line for line in lines if not line.startswith("checkpoint ")]
+        numbers = (*EXACT, *(TRAINING if name in MODELS else ()))
+        assert [line[:20].rstrip() for line in table] == [f"{n:<3} {CHECKPOINTS[n]}" for n in numbers]
         assert all(line.rstrip().endswith("PASS") for line in table)
     assert "13  quantised" in result.stdout.split("quantised   one witness: llamacpp\n")[1]
     last = result.stdout.splitlines()[-1]
@@ -57,23 +60,24 @@ def test_every_built_in_model_agrees_with_its_goldens():
 
 
 def test_json_has_every_row_and_a_summary_that_counts_them():
-    result = invoke("verify", "micro-qwen3", "--json")
+    result = spawn("verify", "micro-qwen3", "--json")
     found = json.loads(result.stdout)
     rows, summary = found["rows"], found["summary"]
-    assert result.exit_code == 0
+    assert result.returncode == 0
     assert all(row.keys() >= set(FIELDS) for row in rows)
-    assert {row["producer"] for row in rows} == {"reader", "llamacpp", "transformers"}
+    assert {row["producer"] for row in rows} == {"reader", "llamacpp", "transformers", "peft"}
     assert {row["mode"] for row in rows} == {"isolated", "chained", "decode", "exact"}
     assert summary["comparisons"] == len(rows) == summary["passed"]
     from llorch.verifier import BACKENDS
 
-    places = len({(row["case"], row["stage"], row["layer"]) for row in rows if row["mode"] == "chained"})
+    forward = [row for row in rows if row["mode"] == "chained" and row["checkpoint"] < "15"]
+    places = len({(row["case"], row["stage"], row["layer"]) for row in forward})
     closer = summary["closer_to_truth"]
     assert {backend: counts["all"]["places"] for backend, counts in closer.items()} == dict.fromkeys(BACKENDS, places)
 
 
 def test_detail_has_a_line_per_stage_and_says_where_its_row_lies():
-    lines = invoke("verify", "micro-qwen3", "--detail").stdout.splitlines()
+    lines = spawn("verify", "micro-qwen3", "--detail").stdout.splitlines()
     shown = [line[4:20].strip() for line in lines if line.startswith("02 ")]
     assert shown == ["q_proj", "k_proj", "v_proj", "q_norm", "k_norm"]
     assert all("isolated" in line or "chained" in line for line in lines if line.startswith("02 "))
@@ -82,8 +86,8 @@ def test_detail_has_a_line_per_stage_and_says_where_its_row_lies():
 def test_a_changed_weight_turns_the_run_red_and_is_located(changed_weight: str):
     result = invoke("verify", changed_weight)
     assert result.exit_code == 1
-    assert "first failing stage of micro-llama: checkpoint 00 foundation: tensors, near, exact" in result.stdout
-    assert "3.3% differ, none may: blk.1.ffn_gate.weight" in result.stdout
+    assert "first failing stage of micro-qwen2: checkpoint 00 foundation: tensors, near, exact" in result.stdout
+    assert "2.6% differ, none may: blk.1.ffn_gate.weight" in result.stdout
     assert "fed with the golden's own input: ffn_gate\n" in result.stdout
     assert "FAIL" in result.stdout.split("06  swiglu")[1].splitlines()[0]
 
@@ -109,9 +113,9 @@ def test_a_missing_golden_is_not_run_and_never_a_pass(tmp_path: Path, monkeypatc
     monkeypatch.setattr("llorch.verify.goldens_folder", lambda: tmp_path)
     result = invoke("verify", "micro-llama")
     assert result.exit_code == 3
-    assert result.stdout.count("- NOT RUN") == 14
+    assert result.stdout.count("- NOT RUN") == 20
     assert "regenerate.py" in result.stdout
-    assert "1 model, 0 comparisons: 0 passed, 0 failed, 14 checkpoints not run" in result.stdout
+    assert "1 model, 0 comparisons: 0 passed, 0 failed, 20 checkpoints not run" in result.stdout
 
 
 def test_without_engines_a_file_is_not_run_and_the_command_that_adds_them_is_shown(
@@ -181,3 +185,21 @@ def test_one_engine_that_is_missing_leaves_one_witness(tmp_path: Path, monkeypat
     assert "tiny   one witness: llamacpp" in result.stdout
     assert "NOT RUN: transformers" in result.stdout
     assert " 0 failed" in result.stdout
+
+
+def test_training_is_shown_beside_peft_and_a_missing_golden_of_it_is_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from llorch.builtin import goldens_folder
+
+    shown = spawn("verify", "micro-qwen3", "--detail").stdout
+    (header,) = [line for line in shown.splitlines() if line.startswith("checkpoint ") and " peft " in line]
+    assert "transformers" not in header
+    assert "18  second_moment" in shown
+    assert "18 parameters: in learning rates" in shown
+    shutil.copytree(goldens_folder() / "micro-qwen3", tmp_path / "micro-qwen3")
+    (tmp_path / "micro-qwen3" / "training.json").unlink()
+    monkeypatch.setattr("llorch.verify_training.goldens_folder", lambda: tmp_path)
+    result = invoke("verify", "micro-qwen3")
+    assert result.exit_code == 3
+    assert "training.json is missing; make it with reference_outputs/regenerate.py" in result.stdout

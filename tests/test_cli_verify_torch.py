@@ -32,8 +32,10 @@ def test_json_names_backends_and_what_was_not_run():
     found = json.loads(invoke("verify", "micro-qwen3", "--backend", "torch", "--dtype", "bfloat16", "--json").stdout)
     from llorch.torch_backend.device import target
     from llorch.torch_backend.variants import backends
+    from llorch.torch_backend.verify_training import VARIANTS
 
-    assert found["summary"]["backends"] == sorted(backends(target("cpu", "bfloat16")))
+    at = target("cpu", "bfloat16")
+    assert found["summary"]["backends"] == sorted({*backends(at), *(f"{at}{suffix}" for suffix in VARIANTS)})
     assert {row["backend"] for row in found["rows"]} == set(found["summary"]["backends"])
     reason = "this torch finds no CUDA device"
     assert found["summary"]["backends_not_run"] == [{"backend": "torch-cuda-*", "reason": reason}]
@@ -73,7 +75,7 @@ def test_a_missing_golden_is_not_run_and_never_a_pass(tmp_path: Path, monkeypatc
     monkeypatch.setattr("llorch.verify.goldens_folder", lambda: tmp_path)
     result = invoke("verify", "micro-llama", "--backend", "torch", "--dtype", "float32")
     assert result.exit_code == 3
-    assert result.stdout.count("- NOT RUN") == 14
+    assert result.stdout.count("- NOT RUN") == 20
 
 
 @pytest.mark.parametrize(

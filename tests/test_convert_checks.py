@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -55,18 +56,18 @@ def test_settings_of_sampling_that_are_not_used_are_not_taken_along(tmp_path: Pa
 
 
 def test_a_file_of_another_configuration_is_refused_after_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    right = conversion._read_back
+    right = conversion.read_back
 
-    def changed(path: Path, job: conversion._Job) -> None:
+    def changed(path: Path, *others: Any) -> None:
         content = path.read_bytes()
         before, after = (np.float32(theta).tobytes() for theta in (10000.0, 20000.0))
         at = content.index(before, content.index(b"rope.freq_base"))
         path.write_bytes(content[:at] + after + content[at + 4 :])
-        right(path, job)
+        right(path, *others)
 
     source = write_folder(tmp_path / "a", random_tensors("llama"))
     with monkeypatch.context() as patch:
-        patch.setattr(conversion, "_read_back", changed)
+        patch.setattr(conversion, "read_back", changed)
         with pytest.raises(FormatError, match=r"rope_theta: the target would have 20000\.0, the source has 10000\.0"):
             convert(source, tmp_path / "m.gguf")
     assert names(tmp_path) == ["a"]
@@ -78,7 +79,7 @@ def test_what_was_written_is_read_back(tmp_path: Path, monkeypatch: pytest.Monke
     if target == "folder":
         source = convert(source, tmp_path / "b.gguf").target
     before = names(tmp_path)
-    monkeypatch.setattr(conversion, "open_weights", lambda path: opened_once(path, source))
+    monkeypatch.setattr("llorch.model_places.open_weights", lambda path: opened_once(path, source))
     with pytest.raises(FormatError, match="cannot be read"):
         convert(source, tmp_path / target)
     assert names(tmp_path) == before

@@ -39,6 +39,39 @@ def test_tiles_of_a_few_rows_give_what_the_whole_gives(ggml_type, monkeypatch):
     torch.testing.assert_close(leaf(x), whole, rtol=1e-14, atol=1e-14)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@EVERY_TYPE
+def test_the_gradient_of_the_input_is_that_of_a_layer_with_decoded_weights(ggml_type, dtype):
+    x, grad = activations(6, IN, dtype).view(2, 3, IN).requires_grad_(), activations(6, OUT, dtype).view(2, 3, OUT)
+    leaf = layer(ggml_type, torch.linspace(-1, 1, OUT).to(dtype))
+    (want,) = torch.autograd.grad(linear(x, decode(leaf.fields, ggml_type).to(dtype), leaf.bias), x, grad)
+    made = leaf(x)
+    (got,) = torch.autograd.grad(made, x, grad)
+    assert torch.equal(made, leaf(x.detach()))
+    assert got.dtype is dtype
+    torch.testing.assert_close(got, want)
+
+
+@EVERY_TYPE
+def test_a_gradient_decodes_tiles_and_never_the_whole_matrix(ggml_type, monkeypatch):
+    leaf, x, decoded = layer(ggml_type), activations(3, IN, torch.float64).requires_grad_(), []
+    (whole,) = torch.autograd.grad(leaf(x).square().sum(), x)
+    monkeypatch.setattr(quantised_linear, "TILE", 5 * IN)
+    monkeypatch.setattr(quantised_linear, "decode", lambda *args: decoded.append(decode(*args)) or decoded[-1])
+    (tiled,) = torch.autograd.grad(leaf(x).square().sum(), x)
+    torch.testing.assert_close(tiled, whole, rtol=1e-13, atol=1e-13)
+    assert max(len(tile) for tile in decoded) == 5
+    assert sum(len(tile) for tile in decoded) == 2 * OUT  # once forward, once back
+
+
+def test_the_gradient_needs_no_backward_pass_of_the_kernel():
+    leaf, x = layer(GGMLType.Q8_0), torch.ones(2, 3, IN, requires_grad=True)
+    leaf.multiply = lambda x, fields, ggml_type, bias: x.new_full((len(x), OUT), 7.0)
+    leaf(x).sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, decode(leaf.fields, GGMLType.Q8_0).sum(0).expand(2, 3, IN))
+
+
 @EVERY_TYPE
 def test_an_embedding_hands_out_rows_of_the_matrix(ggml_type):
     fields, ids = packed_matrix(ggml_type, OUT, IN), torch.tensor([[3, 36, 0], [0, 11, 3]])

@@ -16,15 +16,18 @@ from llorch.mistakes import (
     QUANTISED,
     SAMPLING,
     STAGE_MISTAKES,
+    TRAINING,
     Mistake,
+    TrainingMistake,
     checkpoint_of,
     of_checkpoint,
 )
 from llorch.mistakes.norm import skipped
 from llorch.replay import isolated
 from llorch.stages import BY_NAME, CHECKPOINTS, StageInputs, keys
+from llorch.training_stages import BY_GROUP
 
-EVERY = (*STAGE_MISTAKES, *SAMPLING, *GENERATION, *QUANTISED)
+EVERY = (*STAGE_MISTAKES, *SAMPLING, *GENERATION, *QUANTISED, *TRAINING)
 TOLERANCE = Tolerance(1e-6, 1e-6)
 
 
@@ -40,10 +43,11 @@ def test_the_library_is_filed_by_the_kind_of_step():
     assert all(set(mistake.stages) <= BY_NAME.keys() for mistake in STAGE_MISTAKES)
     assert all(set(mistake.stages) <= AFTER_LOGITS.keys() for mistake in (*SAMPLING, *GENERATION))
     assert all(set(mistake.stages) <= IN_PRODUCTS.keys() for mistake in QUANTISED)
+    assert all(set(mistake.stages) <= BY_GROUP.keys() for mistake in TRAINING)
 
 
 @pytest.mark.parametrize("mistake", EVERY, ids=lambda mistake: mistake.name)
-def test_a_mistake_is_well_formed(mistake: Mistake):
+def test_a_mistake_is_well_formed(mistake: Mistake | TrainingMistake):
     assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)+", mistake.name)
     assert re.fullmatch(r"[^\n]{15,}\.", mistake.diagnosis)
     assert mistake.stages

@@ -1,11 +1,16 @@
 """What the README shows is true: its Python runs, its links lead somewhere, its commands exist."""
 
+import importlib
 import re
 import shlex
+import subprocess
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from command_line import spawn
 
 from llorch.cli import main
 from llorch.stages import CHECKPOINTS
@@ -14,7 +19,9 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, re.DOTALL)
 SHELL = [line for language, block in BLOCKS if not language for line in block.splitlines()]
-BUILTIN_ONLY = [line for line in SHELL if line.startswith("llorch") and "path/to" not in line]
+TRAINING = next(block.splitlines() for _, block in BLOCKS if "llorch lora train story" in block)
+BUILTIN_ONLY = [line for line in SHELL if line.startswith("llorch") and "path/to" not in line and line not in TRAINING]
+PYTHON = [block for language, block in BLOCKS if language == "python"]
 
 
 def test_the_first_two_blocks_are_the_two_commands():
@@ -23,10 +30,14 @@ def test_the_first_two_blocks_are_the_two_commands():
 
 
 @pytest.mark.parametrize("line", BUILTIN_ONLY)
-def test_a_command_on_built_in_models_runs(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(main, shlex.split(line)[1:])
-    assert result.exit_code == 0, result.output
+def test_a_command_on_built_in_models_runs(line: str, tmp_path: Path):
+    done = verified() if line == "llorch verify" else spawn(*shlex.split(line)[1:], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+@cache
+def verified() -> subprocess.CompletedProcess[str]:
+    return spawn("verify")
 
 
 def test_the_python_examples_run(capsys: pytest.CaptureFixture[str]):
@@ -34,12 +45,43 @@ def test_the_python_examples_run(capsys: pytest.CaptureFixture[str]):
 
     theirs: dict[str, object] = {}
     llorch.load("story").forward([1, 2, 3], trace=theirs)  # type: ignore[arg-type]
-    first, batch = (block for language, block in BLOCKS if language == "python")
+    first, batch, *_ = PYTHON
     names = {"other_engines_trace": theirs}
     exec(first, names)
     assert "stages agree" in capsys.readouterr().out
     exec(batch, names)
     assert {line.split()[0] for line in capsys.readouterr().out.splitlines() if line[:2] in ("0 ", "1 ")} == {"0", "1"}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder in which the block about training was run, line by line, with fewer steps."""
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("LLORCH_LORA_TRAIN_STEPS", "6")
+        for line in TRAINING[1:]:
+            result = CliRunner().invoke(main, shlex.split(line)[1:])
+            assert result.exit_code == 0, (line, result.output)
+        yield folder
+
+
+def test_training_is_installed_resumed_judged_and_handed_on_in_one_block(trained: Path):
+    assert TRAINING[0] == 'pip install -c constraints.txt -e ".[train]"'
+    assert {"my-adapter", "merged.gguf", "my-adapter.gguf", "story-folder"} == {path.name for path in trained.iterdir()}
+    assert (trained / "my-adapter" / "curve.svg").is_file()
+
+
+def test_an_adapter_is_used_from_python_as_shown(trained: Path, capsys: pytest.CaptureFixture[str]):
+    exec(PYTHON[-1], {"llorch": importlib.import_module("llorch")})
+    assert capsys.readouterr().out
+
+
+@pytest.mark.live
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # transformers about itself
+def test_the_trained_files_are_loaded_by_peft_and_llama_cpp_as_shown(trained: Path, capsys: pytest.CaptureFixture[str]):
+    exec(PYTHON[-2], {})
+    assert capsys.readouterr().out.strip()
 
 
 @pytest.mark.parametrize("link", re.findall(r"\]\(([^)#]+)\)", README))
@@ -52,8 +94,8 @@ def test_every_checkpoint_is_listed():
 
 
 def test_the_closing_figures_are_those_of_verify():
-    result = CliRunner().invoke(main, ["verify"])
-    (n_rows,) = re.findall(r"(\d+) comparisons", result.output)
+    output = verified().stdout
+    (n_rows,) = re.findall(r"(\d+) comparisons", output)
     assert f"{n_rows} comparisons, all pass" in README
-    (n_places,) = re.findall(r"of (\d+) \(stage, layer, model\) rows", result.output)
+    (n_places,) = re.findall(r"of (\d+) \(stage, layer, model\) rows", output)
     assert f"{n_places} (stage, layer, model) rows" in README

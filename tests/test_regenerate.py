@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from planted import golden_of, weights_of
+from planted_training import training_golden_of
 
 from llorch.builtin import BUILTIN, goldens_folder
 from llorch.evidence import HALF_DTYPES, PRODUCERS, Errors, Evidence, Golden, TokenCheck, Tolerances, save
 from llorch.half import HalfVerifier
 from llorch.replay import Pass
+from llorch.training_goldens import FILES
+from llorch.training_goldens import save as save_training
 from llorch.verifier import Verifier, ceiling
 from llorch.weights import Weights
 
@@ -120,17 +123,24 @@ def test_other_inputs_tensors_and_token_ids_are_differences(script: ModuleType, 
     assert script.differences(replace(golden, tokens=tokens), golden) == ["tokens: not as stored"]
 
 
+def store(folder: Path, golden: Golden) -> None:
+    """Goldens of all checkpoints of the model, as they are stored."""
+    save(folder / NAME, golden)
+    save_training(folder / NAME, training_golden_of(NAME))
+
+
 def command(script: ModuleType, monkeypatch: pytest.MonkeyPatch, folder: Path, made: Golden, *words: str) -> Result:
     """The command on another folder of goldens, with engines that give `made`."""
     monkeypatch.setattr(script, "FOLDER", folder)
     monkeypatch.setattr(script, "make", lambda name: made)
+    monkeypatch.setattr(script.make_training, "make_training", training_golden_of)
     return CliRunner().invoke(script.main, [NAME, *words])
 
 
 def test_check_exits_with_0_when_goldens_are_reproduced(
     script: ModuleType, golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    save(tmp_path / NAME, golden)
+    store(tmp_path, golden)
     done = command(script, monkeypatch, tmp_path, golden, "--check")
     assert done.exit_code == 0
     assert done.stdout == f"{NAME}: reproduced\n"
@@ -139,7 +149,7 @@ def test_check_exits_with_0_when_goldens_are_reproduced(
 def test_check_exits_with_1_names_the_golden_and_writes_nothing(
     script: ModuleType, golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    save(tmp_path / NAME, changed(golden, "near/l1.block_out", one_number, "transformers"))
+    store(tmp_path, changed(golden, "near/l1.block_out", one_number, "transformers"))
     before = {file.name: file.read_bytes() for file in (tmp_path / NAME).iterdir()}
     done = command(script, monkeypatch, tmp_path, golden, "--check")
     assert done.exit_code == 1
@@ -147,11 +157,11 @@ def test_check_exits_with_1_names_the_golden_and_writes_nothing(
     assert {file.name: file.read_bytes() for file in (tmp_path / NAME).iterdir()} == before
 
 
-@pytest.mark.parametrize("missing", ["golden.json", "llamacpp.safetensors", "transformers.safetensors"])
+@pytest.mark.parametrize("missing", ["golden.json", "llamacpp.safetensors", "transformers.safetensors", *FILES])
 def test_check_of_a_missing_golden_is_an_error(
     script: ModuleType, golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
 ):
-    save(tmp_path / NAME, golden)
+    store(tmp_path, golden)
     (tmp_path / NAME / missing).unlink()
     done = command(script, monkeypatch, tmp_path, golden, "--check")
     assert done.exit_code != 0

@@ -36,7 +36,7 @@ def test_every_stage_belongs_to_the_checkpoint_that_design_states():
     assert {number: names for number, names in table.items() if names} == {
         n: set(s.split()) for n, s in NUMBERED.items()
     }
-    assert list(CHECKPOINTS) == "00 01 01b 02 03 04 05 06 07 08 09 10 11 12 13 14".split()
+    assert list(CHECKPOINTS) == "00 01 01b 02 03 04 05 06 07 08 09 10 11 12 13 14 15 16 17 18 19 20".split()
 
 
 def test_every_input_comes_before_the_stage_that_reads_it(config: ModelConfig):

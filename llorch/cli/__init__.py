@@ -3,26 +3,20 @@
 Results go to stdout, everything else (progress, warnings, errors) to stderr; see `outcome` for exit codes.
 """
 
-from importlib import import_module
-
 import click
 
 import llorch
 from llorch.cli.outcome import reported
+from llorch.cli.verbs import Verbs
 
-VERBS = ("run", "verify", "inspect", "tokenize", "trace", "convert", "quality", "bench")
+VERBS = ("run", "verify", "inspect", "tokenize", "trace", "convert", "quality", "bench", "lora", "data")
 
 
-class Verbs(click.Group):
-    """The group of verbs; every module `llorch.cli.<verb>` holds its `command`."""
+class Main(Verbs):
+    """The group of all verbs, where errors end."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        """Name the verbs in the order of the help page."""
-        return list(VERBS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import one verb."""
-        return import_module(f"llorch.cli.{cmd_name}").command if cmd_name in VERBS else None
+    verbs = VERBS
+    package = "llorch.cli"
 
     def invoke(self, ctx: click.Context) -> None:
         """Run the verb; an error becomes one line and an exit code."""
@@ -36,6 +30,7 @@ llorch verify                            every stage against llama.cpp and trans
 llorch inspect story                     what is in a file
 llorch convert model.gguf folder         to Hugging Face, and back
 llorch bench story                       speed, and the share of what the machine can do
+llorch lora train story --data pirate -o my-adapter    fine-tune it
 echo "Once upon" | llorch run story -n 40
 
 Llama and Qwen in NumPy, every step checked against two engines that someone else wrote.
@@ -48,12 +43,13 @@ Any option may be set in the environment as LLORCH_<COMMAND>_<OPTION>.
 
 \b
 Exit codes: 0 ok, 1 numbers differ, 2 usage or unusable data,
-3 something needed is missing, 4 out of memory, 70 a bug in llorch.
+3 something needed is missing, 4 out of memory, 70 a bug in llorch,
+74 a disk that is full, fails or cannot be written to.
 """
 
 
 @click.group(
-    cls=Verbs,
+    cls=Main,
     help=HELP,
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "LLORCH"},

@@ -43,7 +43,7 @@ def command(*, source: str, target: Path, type_name: str | None, force: bool, as
     from llorch.weights.quant import GGMLType
 
     ggml_type = GGMLType[type_name.upper()] if type_name is not None else None
-    with _cleaning_up_when_terminated(), progress(f"converting to {target}") as report:
+    with cleaning_up_when_terminated(), progress(f"converting to {target}") as report:
         done = convert(model_path(source), target, ggml_type=ggml_type, force=force, report=report)
     for note in done.notes:
         say(f"note: {note}")
@@ -60,7 +60,7 @@ def command(*, source: str, target: Path, type_name: str | None, force: bool, as
 
 
 @contextmanager
-def _cleaning_up_when_terminated() -> Iterator[None]:
+def cleaning_up_when_terminated() -> Iterator[None]:
     """SIGTERM ends the process with its usual code, but after the temporary file is removed."""
 
     def leave(number: int, frame: object) -> None:

@@ -14,6 +14,7 @@ _MODES = ("isolated", "chained", "decode", "exact")
 
 ALL = tuple(number for number in CHECKPOINTS if number <= "13")  # 14 is the same rows from another backend
 EXACT = tuple(number for number in CHECKPOINTS if number < "13")  # those that exact numerics are judged by
+TRAINING = tuple(number for number in CHECKPOINTS if number >= "15")  # those of models with training goldens
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,8 @@ def lines(judged: Judged, *, by_stage: bool = False) -> list[Line]:
     groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
     errors: dict[tuple, dict[str, float]] = defaultdict(dict)
     for row in judged.rows:
-        part = row.stage if row.model == judged.model else row.model
+        stage = row.stage.split(".")[0] if row.checkpoint in TRAINING else row.stage  # one of many tensors there
+        part = stage if row.model == judged.model else row.model
         groups[row.checkpoint, part if by_stage else ""].append(row)
         errors[row.model, *_place(row)][row.producer] = row.producer_error
     out = []
@@ -91,7 +93,7 @@ def first_failure(judged: Judged) -> Row | None:
 
 
 def closer_to_truth(models: Sequence[Judged], backend: str) -> dict[str, dict[str, int]]:
-    """How often our float32, as it runs, is at least as close to the truth as every producer, chained.
+    """How often our float32, as it runs, is at least as close to the truth as every producer, in the forward pass.
 
     Args:
         models: With their rows.
@@ -103,7 +105,7 @@ def closer_to_truth(models: Sequence[Judged], backend: str) -> dict[str, dict[st
     places: dict[tuple, list[Row]] = defaultdict(list)
     for number, judged in enumerate(models):
         for row in judged.rows:
-            if row.mode == "chained" and row.backend == backend:
+            if row.mode == "chained" and row.backend == backend and row.checkpoint not in TRAINING:
                 places[number, _place(row)].append(row)
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     for (_, (case, *_)), here in places.items():

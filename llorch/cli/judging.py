@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import get_args
 
@@ -10,7 +11,8 @@ import click
 
 from llorch.builtin import BUILTIN
 from llorch.cli.inputs import choose_ids, chosen_numerics, model_path, say_plan
-from llorch.cli.judged import ALL, Judged, summary
+from llorch.cli.judged import ALL, TRAINING, Judged, summary
+from llorch.cli.judged import EXACT as FORWARD
 from llorch.cli.on_torch import TorchBackend, backends_not_run, torch_backends
 from llorch.cli.outcome import DIFFERS, MISSING, OK
 from llorch.cli.output import progress, say, to_json
@@ -23,9 +25,11 @@ from llorch.numerics import EXACT, GGML, Numerics
 from llorch.producers import ProducerName
 from llorch.quantised import CHECKPOINT, emulated
 from llorch.quantised_models import MODELS
+from llorch.training_goldens import MODELS as TRAINED
 from llorch.verifier import Row
 from llorch.verify import verify_as_stored, verify_live, verify_stored
 from llorch.verify_quantised import verify_quantised_stored
+from llorch.verify_training import verify_training_stored
 from llorch.weights import open_weights
 from llorch.weights.residency import Residency
 
@@ -149,7 +153,9 @@ def _judged_on_torch(
         judged = _from_goldens(spec, backend.quantised)
         judged = replace(judged, numerics="packed matrices; inputs rounded as ggml does", checkpoints=(CHECKPOINT,))
     else:
-        judged = _from_goldens(spec, lambda: backend.stored(spec))
+        trained = spec in TRAINED and backend.trains
+        judged = _from_goldens(spec, lambda: chain(backend.stored(spec), backend.training(spec) if trained else ()))
+        judged = replace(judged, checkpoints=(*FORWARD, *(TRAINING if trained else ())))
     return replace(judged, backend=backend.name)
 
 
@@ -170,7 +176,10 @@ def _stored(name: str) -> Judged:
     if name == QUANTISED:
         arithmetic = f"numerics {GGML}; {len(MODELS)} micro models, one of each type, made in a temporary folder"
         return replace(_from_goldens(name, verify_quantised_stored), numerics=arithmetic, checkpoints=(CHECKPOINT,))
-    return _from_goldens(name, lambda: verify_stored(name))
+    if name not in TRAINED:
+        return _from_goldens(name, lambda: verify_stored(name))
+    judged = _from_goldens(name, lambda: chain(verify_stored(name), verify_training_stored(name)))
+    return replace(judged, checkpoints=(*FORWARD, *TRAINING))
 
 
 def _from_goldens(name: str, verify: Callable[[], Iterator[Row]]) -> Judged:

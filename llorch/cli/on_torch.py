@@ -32,6 +32,19 @@ class TorchBackend:
 
         return verify_torch_stored(model, self.target)
 
+    @property
+    def trains(self) -> bool:
+        """Whether there are tolerances for training in its dtype."""
+        from llorch.torch_backend.verify_training import DTYPES
+
+        return self.target.dtype_name in DTYPES
+
+    def training(self, model: str) -> Iterator[Row]:
+        """Judge training on a built-in model against its goldens."""
+        from llorch.torch_backend.verify_training import verify_training_torch
+
+        return verify_training_torch(model, self.target)
+
     def quantised(self) -> Iterator[Row]:
         """Judge packed matrices against the goldens of checkpoint 13."""
         from llorch.torch_backend.verify_quantised import verify_quantised_torch

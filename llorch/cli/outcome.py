@@ -1,9 +1,11 @@
 """How a command ends: the exit code, and one line on stderr instead of a traceback.
 
 0 ok, 1 numbers differ, 2 usage or data that cannot be used, 3 something needed is missing (a file, a golden, a device,
-an optional package), 4 out of memory, 70 a bug in llorch, 130 interrupted, 141 the reader of our output went away.
+an optional package), 4 out of memory, 70 a bug in llorch, 74 a disk that is full, fails or cannot be written to, 130
+interrupted, 141 the reader of our output went away.
 """
 
+import errno
 import os
 import sys
 from collections.abc import Iterator
@@ -14,7 +16,7 @@ import click
 
 from llorch.errors import CheckpointMismatch, MissingDevice, MissingExtra
 
-OK, DIFFERS, USAGE, MISSING, NO_MEMORY, BUG = 0, 1, 2, 3, 4, 70
+OK, DIFFERS, USAGE, MISSING, NO_MEMORY, BUG, DISK = 0, 1, 2, 3, 4, 70, 74
 INTERRUPTED, BROKEN_PIPE = 130, 141  # 128 + the signal, as a shell reports them
 
 _CODES: tuple[tuple[type[BaseException], int], ...] = (
@@ -28,12 +30,15 @@ _CODES: tuple[tuple[type[BaseException], int], ...] = (
     (ValueError, USAGE),  # FormatError is one
     (OSError, USAGE),
 )
+_OF_DISKS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EROFS}
 
 
 def exit_code(error: BaseException) -> int:
     """The exit code that an exception stands for; the first class that fits counts."""
     if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):
         return NO_MEMORY  # as torch says it
+    if isinstance(error, OSError) and error.errno in _OF_DISKS:
+        return DISK
     return next((code for kind, code in _CODES if isinstance(error, kind)), BUG)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.text import Text
 
-from llorch.cli.judged import NOT_RUN, Judged, Line, first_failure, lines, summary
+from llorch.cli.judged import NOT_RUN, TRAINING, Judged, Line, first_failure, lines, summary
 from llorch.cli.tables import print_table, table
 from llorch.compare import FACTOR, FLOOR
 from llorch.evidence import PRODUCERS
@@ -21,10 +21,12 @@ _TORCH_ROWS = (
 )
 _COLUMNS = (
     "error: how far ours is from the golden, in the row closest to its limit\n"
-    "ours, llamacpp, transformers: how far each is from the float64 truth there\n"
+    "ours, llamacpp, transformers, peft: how far each is from the float64 truth there\n"
     f"limit: {FACTOR:.0f} times the larger of the producers' distances in all layers, at least {FLOOR:.1e}"
 )
 _PRODUCTS = "\nlimit of a product, numerics ggml: how far two float32 sums of the same terms may lie apart"
+_TRAINING = "\n18 parameters: in learning rates, since near a gradient of eps rounding moves them by a share of one"
+TRAINING_PRODUCERS = ("llamacpp", "peft")
 WIDTHS = (20, 5, 7, 7)  # so that the tables of all models line up
 _STYLES = {PASS: "green", TIE: "yellow", FAIL: "bold red", NOT_RUN: "yellow"}
 
@@ -37,21 +39,15 @@ def print_model(out: Console, judged: Judged, *, detail: bool) -> None:
         judged: Its rows.
         detail: A line per stage and where its row lies, instead of a line per checkpoint.
     """
-    rows = table("checkpoint", ">rows", ">error", ">ours", *(f">{p}" for p in PRODUCERS), ">limit", "verdict")
-    for column, width in zip(rows.columns, WIDTHS, strict=False):
-        column.min_width = width
-    if detail:
-        rows.add_column("where", no_wrap=True)
-    for line in lines(judged, by_stage=detail):
-        name = f"{line.checkpoint:<3} {line.stage or CHECKPOINTS[line.checkpoint]}"
-        cells = [name, str(line.n_rows), *_numbers(line), Text(line.verdict, _STYLES[line.verdict])]
-        where = _where(line.closest) + (f", {line.closest.backend}" if judged.backend and line.closest else "")
-        rows.add_row(*cells, *([where] if detail else []))
     backend = f"   {judged.backend}" if judged.backend else ""
     out.print(Text(judged.model + backend + _witness_note(judged), "bold"))
     if judged.numerics:
         out.print(judged.numerics, soft_wrap=True)
-    print_table(out, rows)
+    every = lines(judged, by_stage=detail)
+    training = [line for line in every if line.checkpoint in TRAINING]
+    _print_lines(out, judged, [line for line in every if line not in training], PRODUCERS, detail=detail)
+    if training:
+        _print_lines(out, judged, training, TRAINING_PRODUCERS, detail=detail)
     for row in judged.rows:
         if row.note and row.verdict == PASS and row.model == judged.model:
             out.print(f"{row.stage}, {row.case}: {row.note}", soft_wrap=True)
@@ -62,11 +58,30 @@ def print_model(out: Console, judged: Judged, *, detail: bool) -> None:
     out.print()
 
 
+def _print_lines(
+    out: Console, judged: Judged, found: Sequence[Line], producers: Sequence[str], *, detail: bool
+) -> None:
+    """One table: checkpoints that were compared with the same producers."""
+    rows = table("checkpoint", ">rows", ">error", ">ours", *(f">{p}" for p in producers), ">limit", "verdict")
+    for column, width in zip(rows.columns, WIDTHS, strict=False):
+        column.min_width = width
+    rows.columns[-3].min_width = len(PRODUCERS[-1])
+    if detail:
+        rows.add_column("where", no_wrap=True)
+    for line in found:
+        name = f"{line.checkpoint:<3} {line.stage or CHECKPOINTS[line.checkpoint]}"
+        cells = [name, str(line.n_rows), *_numbers(line, producers), Text(line.verdict, _STYLES[line.verdict])]
+        where = _where(line.closest) + (f", {line.closest.backend}" if judged.backend and line.closest else "")
+        rows.add_row(*cells, *([where] if detail else []))
+    print_table(out, rows)
+
+
 def legend(models: Sequence[Judged]) -> str:
     """What the columns mean, for the arithmetics that were judged."""
     exact = _ROWS if any(not judged.numerics and not judged.backend for judged in models) else ""
     torch = _TORCH_ROWS if any(judged.backend for judged in models) else ""
-    return exact + torch + _COLUMNS + (_PRODUCTS if any(judged.numerics for judged in models) else "")
+    training = _TRAINING if any(row.checkpoint in TRAINING for judged in models for row in judged.rows) else ""
+    return exact + torch + _COLUMNS + (_PRODUCTS if any(judged.numerics for judged in models) else "") + training
 
 
 def print_end(out: Console, models: Sequence[Judged], absent: Mapping[str, str]) -> None:
@@ -151,13 +166,13 @@ def _shares(counts: Mapping) -> str:
     return f"{shares.pop('all')} ({', '.join(f'{case} {share}' for case, share in shares.items())})"
 
 
-def _numbers(line: Line) -> list[str]:
+def _numbers(line: Line, producers: Sequence[str]) -> list[str]:
     row = line.closest
     if row is None:
-        return ["-"] * (3 + len(PRODUCERS))
+        return ["-"] * (3 + len(producers))
     if row.mode == "exact":
-        return [_short(row.error), *["-"] * (1 + len(PRODUCERS)), "exact"]
-    theirs = [_short(line.producer_errors[p]) if p in line.producer_errors else "-" for p in PRODUCERS]
+        return [_short(row.error), *["-"] * (1 + len(producers)), "exact"]
+    theirs = [_short(line.producer_errors[p]) if p in line.producer_errors else "-" for p in producers]
     return [_short(row.error), _short(row.truth_error), *theirs, _short(row.tolerance)]
 
 

@@ -20,6 +20,7 @@ from llorch.cli.output import say, to_json
     'echo "Once upon a time" | llorch run',
     'llorch run story "Once upon a time" -n 8 --json',
     'llorch run model.gguf "Once upon a time" --backend torch --device cuda --dtype bfloat16',
+    'llorch run model.gguf "Once upon a time" --adapter path/to/adapter',
 )
 @click.argument("model", default="story")
 @click.argument("prompt", required=False)
@@ -32,6 +33,8 @@ from llorch.cli.output import say, to_json
 @click.option("--seed", default=0, show_default=True, help="Of the draws.")
 @click.option("--stop", multiple=True, help="Text to stop before; may be given several times.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after an end token.")
+@click.option("--adapter", type=click.Path(path_type=Path), help="LoRA: a PEFT directory or a GGUF file.")
+@click.option("--any-base", is_flag=True, help="Take an --adapter that names another base.")
 @numerics_options
 @backend_options
 @click.option("--compile", "compiled", is_flag=True, help="With --backend torch: decode through torch.compile.")
@@ -44,6 +47,8 @@ def command(
     max_tokens: int,
     stop: tuple[str, ...],
     ignore_eos: bool,
+    adapter: Path | None,
+    any_base: bool,
     numerics: str | None,
     kv_cache: str,
     residency: Any,
@@ -70,6 +75,8 @@ def command(
     _refuse_misplaced(
         backend, device=device, dtype=dtype, compiled=compiled, ggml=numerics == "ggml", f16=kv_cache == "f16"
     )
+    if any_base and adapter is None:
+        raise click.UsageError("--any-base goes with --adapter")
     arithmetic = chosen_numerics(numerics, kv_cache)
     path = model_path(model)  # first: a prompt without MODEL before it is taken for a model, which this then says
     text = prompt_text(prompt)
@@ -81,8 +88,11 @@ def command(
     else:
         loaded = load(path, numerics=arithmetic, residency=residency, n_tokens=most)
         say_plan(loaded)
+    name = None if adapter is None else _added(loaded, adapter, any_base=any_base)
     ids = loaded.tokenizer.encode(text)
-    tokens = loaded.generate(ids, max_tokens=max_tokens, settings=settings, stop=stop, ignore_eos=ignore_eos)
+    tokens = loaded.generate(
+        ids, max_tokens=max_tokens, settings=settings, stop=stop, ignore_eos=ignore_eos, adapter=name
+    )
     finish = _print(timing.watch(tokens), as_json=as_json)
     if finish == "length" and timing.n_tokens < max_tokens:
         say(f"note: the context of {loaded.config.max_position_embeddings} tokens is full")
@@ -104,6 +114,12 @@ def _refuse_misplaced(
     for option, value in given.items():
         if value:
             raise click.UsageError(f"{option} goes with --backend {other}")
+
+
+def _added(loaded: Any, adapter: Path, *, any_base: bool) -> str:
+    """Put an adapter beside a model, say what is known of its base, and give its name."""
+    say(f"{adapter}: {loaded.add_adapter('adapter', adapter, any_base=any_base)}")
+    return "adapter"
 
 
 def _on_torch(path: Path, device: str | None, dtype: str | None, **wanted: Any) -> Any:

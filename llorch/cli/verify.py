@@ -46,7 +46,9 @@ def command(
     """Compare our forward pass with two engines that someone else wrote.
 
     Every stage of every layer is judged alone (fed the golden's input) and chained, near position 0 and thousands of
-    positions on; then decoding with the cache, logits, sampling and generation.
+    positions on; then decoding with the cache, logits, sampling and generation. Of micro-llama and micro-qwen3
+    training is judged too: what an adapter adds, loss, gradients, optimizer steps, a loss curve, and the files that
+    others load.
 
     A built-in model is compared with stored goldens. For a .gguf file or a Hugging Face folder both engines run now;
     they come with pip install 'llorch[golden]'. A quantised, F16 or BF16 .gguf file is compared with llama.cpp running

@@ -1,10 +1,12 @@
 """Leaves of the torch model whose matrix stays packed: a linear layer and an embedding.
 
 `multiply` is what makes the product. The one here, the twin of all others, decodes a tile of rows and multiplies it
-with what torch has; kernels take its place from outside.
+with what torch has; kernels take its place from outside. The matrix is frozen, so its gradient is never made; that of
+the input is, from tiles too, whatever made the product.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -67,8 +69,27 @@ class QuantisedLinear(PackedMatrix):
 
     def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
         """Multiply, in the dtype of `x`."""
-        y = self.multiply(x.reshape(-1, self.in_features), self.fields, self.ggml_type, self.bias)
+        flat = x.reshape(-1, self.in_features)
+        if torch.is_grad_enabled() and x.requires_grad:
+            y: Any = FrozenProduct.apply(flat, self)
+        else:
+            y = self.multiply(flat, self.fields, self.ggml_type, self.bias)
         return y.view(*x.shape[:-1], self.out_features)
+
+
+class FrozenProduct(torch.autograd.Function):
+    """The product of a `QuantisedLinear`; nothing is kept for the backward pass, which decodes the matrix again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: QuantisedLinear) -> Tensor:
+        """Multiply by what the layer multiplies with."""
+        ctx.layer = layer
+        return layer.multiply(x, layer.fields, layer.ggml_type, layer.bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """The gradient of the input."""
+        return back_by_tiles(grads[0], ctx.layer.fields, ctx.layer.ggml_type), None
 
 
 class QuantisedEmbedding(PackedMatrix):
@@ -104,10 +125,42 @@ def multiply_by_tiles(
     Returns:
         The products, in the dtype of `x`; torch sums those of half precision in float32.
     """
-    step = max(1, TILE // x.shape[1])
     y = x.new_empty(len(x), len(fields["codes"]))
-    for start in range(0, y.shape[1], step):
-        part = slice(start, start + step)
-        tile = decode({name: field[part] for name, field in fields.items()}, ggml_type).to(x.dtype)
+    for part, tile in tiles(fields, ggml_type, x.dtype):
         y[:, part] = linear(x, tile, None if bias is None else bias[part])
     return y
+
+
+def back_by_tiles(grad: Float[Tensor, "rows out"], fields: Fields, ggml_type: GGMLType) -> Float[Tensor, "rows in"]:
+    """Compute grad @ decode(fields), the gradient of the input of a product, a tile of the matrix at a time.
+
+    Args:
+        grad: Gradient of the product, of any float dtype; tiles are rounded to it.
+        fields: The matrix.
+        ggml_type: Its type.
+
+    Returns:
+        The gradient, in the dtype of `grad`; tiles are summed in at least float32.
+    """
+    wide = torch.promote_types(grad.dtype, torch.float32)
+    total = grad.new_zeros(len(grad), width(fields, ggml_type), dtype=wide)
+    for part, tile in tiles(fields, ggml_type, grad.dtype):
+        total += grad[:, part] @ tile
+    return total.to(grad.dtype)
+
+
+def tiles(fields: Fields, ggml_type: GGMLType, dtype: torch.dtype) -> Iterator[tuple[slice, Float[Tensor, "rows in"]]]:
+    """Decode a matrix, `TILE` elements at a time.
+
+    Args:
+        fields: The matrix.
+        ggml_type: Its type.
+        dtype: To which tiles are rounded.
+
+    Yields:
+        Which rows, and the rows.
+    """
+    n_rows, step = len(fields["codes"]), max(1, TILE // width(fields, ggml_type))
+    for start in range(0, n_rows, step):
+        part = slice(start, min(start + step, n_rows))
+        yield part, decode({name: field[part] for name, field in fields.items()}, ggml_type).to(dtype)

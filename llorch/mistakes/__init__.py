@@ -2,7 +2,7 @@
 
 `STAGE_MISTAKES` belong to stages of the table, `SAMPLING` to the steps from the logits to a distribution,
 `GENERATION` to the loop, `QUANTISED` to the parts of a product with a quantised matrix. `llorch.diagnose` compares a
-wrong result with them; tests plant every one of them.
+wrong result with them; tests plant every one of them. `TRAINING` are functions to be put in the place of ours.
 """
 
 from collections.abc import Mapping
@@ -19,6 +19,7 @@ from llorch.mistakes.projection import PROJECTION
 from llorch.mistakes.quantised import QUANTISED, QuantisedInputs
 from llorch.mistakes.rope import ROPE
 from llorch.mistakes.sampling import SAMPLING, SamplerInputs
+from llorch.mistakes.training import TRAINING, TrainingMistake
 from llorch.stages import StageInputs
 
 __all__ = [
@@ -29,10 +30,12 @@ __all__ = [
     "QUANTISED",
     "SAMPLING",
     "STAGE_MISTAKES",
+    "TRAINING",
     "GenerationInputs",
     "Mistake",
     "QuantisedInputs",
     "SamplerInputs",
+    "TrainingMistake",
     "checkpoint_of",
     "of_checkpoint",
 ]
@@ -42,8 +45,13 @@ STAGE_MISTAKES: tuple[Mistake[StageInputs], ...] = (
 )  # fmt: skip
 
 MISTAKES: Mapping[
-    str, Mistake[StageInputs] | Mistake[SamplerInputs] | Mistake[GenerationInputs] | Mistake[QuantisedInputs]
-] = {mistake.name: mistake for mistake in (*STAGE_MISTAKES, *SAMPLING, *GENERATION, *QUANTISED)}
+    str,
+    Mistake[StageInputs]
+    | Mistake[SamplerInputs]
+    | Mistake[GenerationInputs]
+    | Mistake[QuantisedInputs]
+    | TrainingMistake,
+] = {mistake.name: mistake for mistake in (*STAGE_MISTAKES, *SAMPLING, *GENERATION, *QUANTISED, *TRAINING)}
 
 
 def of_checkpoint(number: str) -> list[str]:

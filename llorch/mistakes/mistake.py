@@ -11,9 +11,11 @@ import numpy as np
 
 from llorch.config import ModelConfig
 from llorch.stages import BY_NAME
+from llorch.training_stages import TRAINING_STAGES
 
 Inputs = TypeVar("Inputs")
 AFTER_LOGITS = {"selected_logits": "09", "argmax": "10", "probabilities": "11", "generation": "12"}  # -> checkpoint
+IN_TRAINING = {stage.name: stage.checkpoint for stage in TRAINING_STAGES}
 IN_PRODUCTS = {"decode": "13", "rounding": "13", "product": "13"}  # what a quantised product consists of
 
 
@@ -54,6 +56,6 @@ class Mistake(Generic[Inputs]):
 
 
 def checkpoint_of(stage: str) -> str:
-    """The number of the checkpoint that a stage, a step after the logits, or a step of a product belongs to."""
-    steps = AFTER_LOGITS | IN_PRODUCTS
+    """The number of the checkpoint that a stage, a step after the logits, of a product or of training belongs to."""
+    steps = AFTER_LOGITS | IN_PRODUCTS | IN_TRAINING
     return steps[stage] if stage in steps else BY_NAME[stage].checkpoint

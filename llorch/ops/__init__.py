@@ -1,1 +1,4 @@
-"""Pure NumPy operations, one per file: arrays in, arrays out, the dtype of the input is the dtype of the result."""
+"""Pure NumPy operations, one per file, each beside its hand-derived backward: arrays in, arrays out.
+
+The dtype of the input is the dtype of the result.
+"""

@@ -4,8 +4,14 @@
     probs   = softmax(scores)
     context = probs v, heads joined
 
-Query head h reads key and value head h // group_size. Keys and values of a narrower dtype, from a float16 cache, make
-queries and probabilities be rounded to that dtype before they are multiplied, as in ggml.
+    dL/dprobs  = dL/dcontext v^T                          dL/dv = probs^T dL/dcontext
+    dL/dscores = probs * (dL/dprobs - sum(dL/dprobs * probs))        sum over the keys; 0 where probs is 0
+    dL/dq      = dL/dscores k / sqrt(head_dim)            dL/dk = dL/dscores^T q / sqrt(head_dim)
+
+Query head h reads key and value head h // group_size, so a key or value gets the sum of what the query heads of its
+group send back: group and queries are one axis in the products, and that axis is summed over. Keys and values of a
+narrower dtype, from a float16 cache, make queries and probabilities be rounded to that dtype before they are
+multiplied, as in ggml.
 
 Source: arXiv:1706.03762; grouped heads arXiv:2305.13245.
 """
@@ -75,6 +81,73 @@ def attention_context(
     grouped, values = widen(rounded.reshape(n_kv_heads, -1, ctx), v)  # (kv_heads, group * seq, ctx)
     mixed = (grouped @ values).astype(probs.dtype, copy=False).reshape(n_heads, seq, head_dim)
     return mixed.swapaxes(0, 1).reshape(seq, n_heads * head_dim)
+
+
+def attention_scores_backward(
+    grad: Float[np.ndarray, "heads seq ctx"],
+    q: Float[np.ndarray, "seq heads head_dim"],
+    k: Float[np.ndarray, "kv_heads ctx head_dim"],
+) -> tuple[Float[np.ndarray, "seq heads head_dim"], Float[np.ndarray, "kv_heads ctx head_dim"]]:
+    """Send the gradient of the scores back to queries and keys.
+
+    Args:
+        grad: Gradient by the scores; 0 where the key lies after the query, as `attention_probs_backward` leaves it.
+        q: Rotated queries.
+        k: Rotated keys.
+
+    Returns:
+        Gradients by `q` and by `k`.
+    """
+    seq, n_heads, head_dim = q.shape
+    n_kv_heads, ctx, _ = k.shape
+    by_group = q.swapaxes(0, 1).reshape(n_kv_heads, -1, head_dim)  # (kv_heads, group * seq, head_dim)
+    d_scores, queries, keys = widen(grad.reshape(n_kv_heads, -1, ctx), by_group, k)
+    d_scores = d_scores / math.sqrt(head_dim)
+    d_q = (d_scores @ keys).reshape(n_heads, seq, head_dim).swapaxes(0, 1)  # (seq, heads, head_dim)
+    d_k = d_scores.swapaxes(1, 2) @ queries  # summed over group * seq
+    return d_q.astype(q.dtype, copy=False), d_k.astype(k.dtype, copy=False)
+
+
+def attention_probs_backward(
+    grad: Float[np.ndarray, "heads seq ctx"], probs: Float[np.ndarray, "heads seq ctx"]
+) -> Float[np.ndarray, "heads seq ctx"]:
+    """Send the gradient of the probabilities back through the softmax.
+
+    Args:
+        grad: Gradient by the probabilities.
+        probs: What the softmax gave; its scores are not needed, so that no -inf is met.
+
+    Returns:
+        Gradient by the scores; rows sum to 0, and a key that was masked gets 0.
+    """
+    wide_grad, wide = widen(grad, probs)
+    along = (wide_grad * wide).sum(axis=-1, keepdims=True, dtype=np.float64).astype(wide.dtype, copy=False)
+    return (wide * (wide_grad - along)).astype(probs.dtype, copy=False)
+
+
+def attention_context_backward(
+    grad: Float[np.ndarray, "seq q_width"],
+    probs: Float[np.ndarray, "heads seq ctx"],
+    v: Float[np.ndarray, "kv_heads ctx head_dim"],
+) -> tuple[Float[np.ndarray, "heads seq ctx"], Float[np.ndarray, "kv_heads ctx head_dim"]]:
+    """Send the gradient of the joined heads back to probabilities and values.
+
+    Args:
+        grad: Gradient by the joined heads.
+        probs: Attention probabilities.
+        v: Values of the whole context.
+
+    Returns:
+        Gradients by `probs` and by `v`.
+    """
+    n_heads, seq, ctx = probs.shape
+    n_kv_heads, _, head_dim = v.shape
+    by_head = grad.reshape(seq, n_heads, head_dim).swapaxes(0, 1)  # (heads, seq, head_dim)
+    by_group = by_head.reshape(n_kv_heads, -1, head_dim)  # (kv_heads, group * seq, head_dim)
+    d_context, weights, values = widen(by_group, probs.reshape(n_kv_heads, -1, ctx), v)
+    d_probs = (d_context @ values.swapaxes(1, 2)).reshape(n_heads, seq, ctx)
+    d_v = weights.swapaxes(1, 2) @ d_context  # summed over group * seq
+    return d_probs.astype(probs.dtype, copy=False), d_v.astype(v.dtype, copy=False)
 
 
 def like(x: np.ndarray, cached: np.ndarray) -> np.ndarray:

@@ -1,6 +1,7 @@
 """Embedding: a token id picks its row.
 
 y[t] = weight[ids[t]]
+dL/dweight[v] = sum of dL/dy[t] over all t with ids[t] = v        0 for tokens that do not occur
 """
 
 import numpy as np
@@ -22,3 +23,21 @@ def embedding(
         A new array of the picked rows.
     """
     return weight[ids] if isinstance(weight, np.ndarray) else weight.rows(ids)
+
+
+def embedding_backward(
+    grad: Float[np.ndarray, "seq hidden"], ids: Int[np.ndarray, " seq"], *, vocab_size: int
+) -> Float[np.ndarray, "vocab hidden"]:
+    """Give every row back what its tokens got; a token that occurs twice gets the sum.
+
+    Args:
+        grad: Gradient by the picked rows.
+        ids: Token ids that picked them.
+        vocab_size: Rows of the table.
+
+    Returns:
+        Gradient by the table.
+    """
+    d_weight = np.zeros((vocab_size, grad.shape[1]), grad.dtype)
+    np.add.at(d_weight, ids, grad)
+    return d_weight

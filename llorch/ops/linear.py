@@ -1,6 +1,10 @@
 """Linear projection with weights in Hugging Face order, (out, in).
 
-y = x @ weight.T + bias
+    y = x @ weight.T + bias
+    dL/dx = dL/dy @ weight
+
+The weight is frozen, so dL/dweight = dL/dy^T @ x is never computed; what is trained stands beside it, see
+`ops/lora.py`.
 """
 
 import numpy as np
@@ -25,13 +29,15 @@ def linear(
     Returns:
         The projected activations.
     """
-    y = product(x, weight) if isinstance(weight, np.ndarray) else weight.forward(x)
+    y = product(x, weight)
     if bias is not None:
         y += bias
     return y.astype(x.dtype, copy=False)
 
 
-def product(x: Float[np.ndarray, "seq in"], weight: Float[np.ndarray, "out in"]) -> Float[np.ndarray, "seq out"]:
+def product(
+    x: Float[np.ndarray, "seq in"], weight: Float[np.ndarray, "out in"] | QuantMethod
+) -> Float[np.ndarray, "seq out"]:
     """Multiply, without a last rounding to the dtype of `x` where the operands are small enough to be widened.
 
     Args:
@@ -41,5 +47,23 @@ def product(x: Float[np.ndarray, "seq in"], weight: Float[np.ndarray, "out in"])
     Returns:
         A new array.
     """
+    if not isinstance(weight, np.ndarray):
+        return weight.forward(x)
     wide_x, wide_weight = widen(x, weight)
     return wide_x @ wide_weight.T
+
+
+def linear_backward(
+    grad: Float[np.ndarray, "seq out"], weight: Float[np.ndarray, "out in"] | QuantMethod
+) -> Float[np.ndarray, "seq in"]:
+    """Send the gradient of every row back through the frozen projection.
+
+    Args:
+        grad: Gradient by the projected activations.
+        weight: One row per output; a packed one is decoded. Activations that it rounds count as not rounded.
+
+    Returns:
+        Gradient by the input.
+    """
+    wide_grad, wide_weight = widen(grad, weight if isinstance(weight, np.ndarray) else weight.dequantize())
+    return (wide_grad @ wide_weight).astype(grad.dtype, copy=False)

@@ -1,6 +1,9 @@
 """RMSNorm: bring each row to unit root mean square, then apply a learned gain.
 
-    y = x / sqrt(mean(x * x) + eps) * weight        mean over the last axis
+    y = x / root * weight        root = sqrt(mean(x * x) + eps), mean over the last axis
+    dL/dx = (g - n mean(g n)) / root        g = dL/dy * weight, n = x / root
+
+What a row gains along its own direction n is taken away again, because the norm undoes a change of length.
 
 Source: arXiv:1910.07467; eps sits inside the root, as in Llama and Qwen.
 """
@@ -28,6 +31,35 @@ def rms_norm(
         The normalised activations, shape and dtype of `x`; squares and mean are taken in float64.
     """
     wide_x, wide_weight = widen(x, weight)
-    mean_square = np.square(wide_x, dtype=np.float64).sum(axis=-1, keepdims=True) / x.shape[-1]  # (*rows, 1)
-    root = np.sqrt(mean_square + eps).astype(wide_x.dtype, copy=False)
-    return (wide_x / root * wide_weight).astype(x.dtype, copy=False)
+    return (wide_x / root_mean_square(wide_x, eps) * wide_weight).astype(x.dtype, copy=False)
+
+
+def rms_norm_backward(
+    grad: Float[np.ndarray, "*rows width"],
+    x: Float[np.ndarray, "*rows width"],
+    weight: Float[np.ndarray, " width"],
+    *,
+    eps: float,
+) -> Float[np.ndarray, "*rows width"]:
+    """Send the gradient of every row back to the row before the norm; the gain is frozen.
+
+    Args:
+        grad: Gradient by the normalised activations.
+        x: What was normalised.
+        weight: The gain.
+        eps: As in the forward pass.
+
+    Returns:
+        Gradient by `x`.
+    """
+    wide_grad, wide_x, wide_weight = widen(grad, x, weight)
+    root = root_mean_square(wide_x, eps)
+    gained, normed = wide_grad * wide_weight, wide_x / root
+    along = (gained * normed).sum(axis=-1, keepdims=True, dtype=np.float64) / x.shape[-1]  # (*rows, 1)
+    return ((gained - normed * along.astype(wide_x.dtype, copy=False)) / root).astype(x.dtype, copy=False)
+
+
+def root_mean_square(x: Float[np.ndarray, "*rows width"], eps: float) -> Float[np.ndarray, "*rows 1"]:
+    """What each row is divided by, in the dtype of `x`."""
+    mean_square = np.square(x, dtype=np.float64).sum(axis=-1, keepdims=True) / x.shape[-1]
+    return np.sqrt(mean_square + eps).astype(x.dtype, copy=False)

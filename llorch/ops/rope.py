@@ -3,6 +3,7 @@
     angle[p, j] = p * inv_freq[j]            inv_freq[j] = theta ** (-2 j / head_dim)
     y[j]        = x[j] cos - x[j + half] sin
     y[j + half] = x[j + half] cos + x[j] sin          half = head_dim / 2
+    dL/dx = dL/dy turned by -angle, because a rotation turned over (transposed) is the rotation back
 
 Pairs are (j, j + half), the Hugging Face order; Llama GGUF files store them interleaved, which
 `weights/names.py` undoes. Scaling for longer contexts changes inv_freq only (YaRN also scales cos and sin).
@@ -42,6 +43,24 @@ def rope(
     turned[..., :half] = first * cos - second * sin
     turned[..., half:] = second * cos + first * sin
     return turned
+
+
+def rope_backward(
+    grad: Float[np.ndarray, "seq heads head_dim"],
+    cos: Float64[np.ndarray, "seq half"],
+    sin: Float64[np.ndarray, "seq half"],
+) -> Float[np.ndarray, "seq heads head_dim"]:
+    """Turn the gradient of every head back.
+
+    Args:
+        grad: Gradient by the rotated heads.
+        cos: Cosines that they were rotated with.
+        sin: Sines of the same.
+
+    Returns:
+        Gradient by the heads before.
+    """
+    return rope(grad, cos, -sin)
 
 
 def rope_tables(

@@ -1,6 +1,8 @@
 """SwiGLU: a gate decides how much of each inner value passes.
 
-    y = silu(gate) * up            silu(z) = z / (1 + exp(-z))
+    y = silu(gate) * up            silu(z) = z s(z), s(z) = 1 / (1 + exp(-z))
+    dL/dup   = dL/dy * silu(gate)
+    dL/dgate = dL/dy * up * s (1 + gate (1 - s))        s = s(gate), because s' = s (1 - s)
 
 Source: arXiv:2002.05202.
 """
@@ -29,3 +31,24 @@ def swiglu(gate: Float[np.ndarray, "seq inter"], up: Float[np.ndarray, "seq inte
     np.divide(wide_gate, y, out=y)
     y *= wide_up
     return y.astype(gate.dtype, copy=False)
+
+
+def swiglu_backward(
+    grad: Float[np.ndarray, "seq inter"], gate: Float[np.ndarray, "seq inter"], up: Float[np.ndarray, "seq inter"]
+) -> tuple[Float[np.ndarray, "seq inter"], Float[np.ndarray, "seq inter"]]:
+    """Split the gradient between the gate and what it lets pass.
+
+    Args:
+        grad: Gradient by the gated values.
+        gate: Output of gate_proj.
+        up: Output of up_proj.
+
+    Returns:
+        Gradients by `gate` and by `up`.
+    """
+    wide_grad, wide_gate, wide_up = widen(grad, gate, up)
+    with np.errstate(over="ignore"):  # as in the forward pass: s is 0 then
+        s = 1 / (1 + np.exp(-wide_gate))
+    d_gate = wide_grad * wide_up * s * (1 + wide_gate * (1 - s))
+    d_up = wide_grad * wide_gate * s
+    return d_gate.astype(gate.dtype, copy=False), d_up.astype(up.dtype, copy=False)

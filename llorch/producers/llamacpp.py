@@ -228,7 +228,7 @@ class LlamaCpp:
             params.cb_eval = watcher.callback
         context = llama_cpp.llama_init_from_model(self._model(), params)
         if not context:
-            raise RuntimeError(f"llama.cpp: no context for {n_tokens} tokens: {_last_errors()}")
+            raise RuntimeError(f"llama.cpp: no context for {n_tokens} tokens: {last_errors()}")
         try:
             yield context
         finally:
@@ -294,7 +294,7 @@ def _loaded_model(
     model = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
     if not model:
         what = original if path == original else f"{original} as a {dtype} file"
-        raise OSError(f"llama.cpp: cannot load {what}: {_last_errors()}")
+        raise OSError(f"llama.cpp: cannot load {what}: {last_errors()}")
     try:
         yield model
     finally:
@@ -325,7 +325,7 @@ def _decode(
     if watcher is not None and watcher.error is not None:
         raise watcher.error
     if status != 0:
-        raise RuntimeError(f"llama.cpp: decode of {len(ids)} tokens gave status {status}: {_last_errors()}")
+        raise RuntimeError(f"llama.cpp: decode of {len(ids)} tokens gave status {status}: {last_errors()}")
 
 
 @contextmanager
@@ -351,5 +351,6 @@ def _sampler_chain(
         llama_cpp.llama_sampler_free(chain)
 
 
-def _last_errors() -> str:
+def last_errors() -> str:
+    """What llama.cpp said last about errors."""
     return "; ".join(_errors) or "no reason given"

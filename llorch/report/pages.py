@@ -22,10 +22,14 @@ from llorch.report.half import CHECKPOINT as TORCH
 from llorch.report.half import torch_blocks
 from llorch.report.quantised import exact_errors, quantised_blocks
 from llorch.report.tables import Blocks, index_blocks, models_with_goldens, page_blocks
+from llorch.report.training import trainers, training_blocks
 from llorch.stages import CHECKPOINTS
+from llorch.training_goldens import MODELS as TRAINED
+from llorch.training_stages import CHECKPOINTS as TRAINING
 from llorch.verifier import Row
 from llorch.verify import verify_stored
 from llorch.verify_quantised import verify_quantised_stored
+from llorch.verify_training import verify_training_stored
 
 FOLDER = Path(__file__).resolve().parents[2] / "checkpoints"
 START, END = "<!-- generated: ", "<!-- end -->"
@@ -69,12 +73,13 @@ def generated(folder: Path) -> Mapping[Path, Blocks]:
         raise ValueError(
             f"pages: expected goldens in {goldens_folder()}, got none; run reference_outputs/regenerate.py"
         )
-    rows = [*(row for name in goldens for row in rows_of(name)), *quantised_rows()]
-    alike = [number for number in CHECKPOINTS if number not in (QUANTISED, TORCH)]
+    rows = [*(row for name in goldens for row in rows_of(name)), *quantised_rows(), *training_rows()]
+    alike = [number for number in CHECKPOINTS if number not in (QUANTISED, TORCH, *TRAINING)]
     pages = {page(folder, number): page_blocks(number, rows) for number in alike}
     pages[page(folder, QUANTISED)] = quantised_blocks(quantised_rows(), exact_errors())
     pages[page(folder, TORCH)] = torch_blocks(goldens, rows)
-    return {folder / "README.md": index_blocks(rows, goldens, CHECKPOINTS)} | pages
+    pages |= {page(folder, number): training_blocks(number, training_rows()) for number in TRAINING}
+    return {folder / "README.md": index_blocks(rows, goldens, CHECKPOINTS, trainers())} | pages
 
 
 @cache  # the slow part, and goldens do not change under a running command
@@ -87,6 +92,12 @@ def rows_of(model: str) -> Sequence[Row]:
 def quantised_rows() -> Sequence[Row]:
     """All comparisons of checkpoint 13."""
     return list(verify_quantised_stored())
+
+
+@cache
+def training_rows() -> Sequence[Row]:
+    """All comparisons of checkpoints 15 to 20, as NumPy runs."""
+    return [row for name in TRAINED for row in verify_training_stored(name) if row.backend == "numpy"]
 
 
 def page(folder: Path, number: str) -> Path:

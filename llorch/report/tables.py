@@ -14,7 +14,7 @@ from llorch.mistakes import MISTAKES, checkpoint_of, of_checkpoint
 from llorch.stages import BY_NAME, STAGES, Stage
 from llorch.verifier import PASS, TIE, Row
 
-ENGINES = {"llamacpp": "llama.cpp", "transformers": "transformers", "reader": "gguf package"}
+ENGINES = {"llamacpp": "llama.cpp", "transformers": "transformers", "reader": "gguf package", "peft": "PEFT"}
 MODES = ("isolated", "chained", "decode")
 PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -51,7 +51,8 @@ def stages(rows: Sequence[Stage]) -> str:
     """The stage table's rows of one checkpoint."""
     columns = ("stage", "shape", "formula", "our function", "llama.cpp node", "transformers hook")
     return table(
-        columns, ([_stage_name(s), _shape(s), f"`{s.formula}`", _link(s), s.llamacpp, s.transformers] for s in rows)
+        columns,
+        ([_stage_name(s), _shape(s), f"`{s.formula}`", link(s.function), s.llamacpp, s.transformers] for s in rows),
     )
 
 
@@ -99,24 +100,28 @@ def mistakes(number: str) -> str:
     return table(("mistake", "at", "diagnosis"), lines)
 
 
-def index_blocks(rows: Sequence[Row], goldens: Mapping[str, Golden], names: Mapping[str, str]) -> Blocks:
+def index_blocks(
+    rows: Sequence[Row], goldens: Mapping[str, Golden], names: Mapping[str, str], trainers: Iterable[str]
+) -> Blocks:
     """The generated parts of the index.
 
     Args:
         rows: Of all checkpoints and models.
         goldens: Model to goldens.
         names: Checkpoint number to name.
+        trainers: What the training goldens come from, a line each.
 
     Returns:
         Name to Markdown.
     """
+    witnesses = {line for golden in goldens.values() for line in _witnesses(golden)}
     lines = (
         [number, f"[{name}]({number}_{name}/README.md)", _compared(number, rows), str(len(of_checkpoint(number)) or "")]
         for number, name in names.items()
     )
     return {
         "checkpoints": table(("no", "page", "compared", "mistakes"), lines),
-        "witnesses": "\n".join(sorted({f"- {line}" for golden in goldens.values() for line in _witnesses(golden)})),
+        "witnesses": "\n".join(f"- {line}" for line in sorted({*witnesses, *trainers})),
     }
 
 
@@ -145,9 +150,9 @@ def _shape(stage: Stage) -> str:
     return f"({', '.join(stage.axes.split())})"
 
 
-def _link(stage: Stage) -> str:
+def link(function: str) -> str:
     """A link from a page to the file of `llorch.ops.rope.rope`, or of `llorch.cache.KVCache.append`."""
-    file, names = PACKAGE, stage.function.split(".")[1:]
+    file, names = PACKAGE, function.split(".")[1:]
     while not file.with_suffix(".py").is_file():
         file /= names.pop(0)
     return f"[`{'.'.join(names)}`](../../llorch/{file.relative_to(PACKAGE).as_posix()}.py)"

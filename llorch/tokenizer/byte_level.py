@@ -103,3 +103,15 @@ class ByteLevelBPE:
             Token ids.
         """
         return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_spans(self, text: str) -> tuple[list[int], list[int]]:
+        """Encode text, and tell where tokens start.
+
+        Args:
+            text: Any text without lone surrogates.
+
+        Returns:
+            Token ids, and for each the character in which it starts.
+        """
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        return encoding.ids, [start for start, _ in encoding.offsets]

@@ -93,6 +93,38 @@ class GGUFVocabulary:
                 at_start = False
         return ids + self._added_last if add_special else ids
 
+    def encode_spans(
+        self, text: str, *, add_special: bool, parse_special: bool, continues: bool
+    ) -> tuple[list[int], list[int]]:
+        """Encode text as `encode` does, and tell where tokens start.
+
+        Args:
+            text: Any text without lone surrogates.
+            add_special: Put the beginning and end tokens that the file asks for.
+            parse_special: Cut at control tokens too, not only at user-defined ones.
+            continues: The text stands behind a control token.
+
+        Returns:
+            Token ids, and for each the character in which it starts; -1 for an added beginning.
+        """
+        ids = [*self._added_first] if add_special else []
+        starts = [-1] * len(ids)
+        place, spaced = 0, self.space_prefix == "always" or (self.space_prefix == "start" and not continues)
+        for part in (self._every_special if parse_special else self._user_defined).cut(text):
+            if isinstance(part, int):
+                ids.append(part)
+                starts.append(place)
+                place += len(self._table.texts[part])
+                spaced = self.space_prefix == "always"
+            else:
+                new, places = self._encoder.encode_spans(" " * spaced + part)
+                ids += new
+                starts += [place + max(0, start - spaced) for start in places]
+                place += len(part)
+                spaced = False
+        last = self._added_last if add_special else []
+        return ids + last, starts + [place] * len(last)
+
     def piece(self, token_id: int) -> bytes:
         """Give the bytes of a token.
 
@@ -168,6 +200,7 @@ class GGUFVocabulary:
         self._every_special = Cutter(control | visible)
         return SpecialTokens(
             bos_token_id=named.get("bos"),
+            eos_token_id=named.get("eos"),
             eos_token_ids=find_end_tokens(by_text, named),
             hidden=frozenset(control.values()),
             visible=frozenset(visible.values()),

@@ -3,11 +3,13 @@
 Source: tokenizers `src/tokenizer/serialization.rs`, `src/models/bpe/serialization.rs` (fields of tokenizer.json).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
 
 from tokenizers import AddedToken, Tokenizer, models
+from tokenizers.pre_tokenizers import Metaspace
 
 from llorch.errors import FormatError
 from llorch.fields import Fields
@@ -74,6 +76,41 @@ class HuggingFaceVocabulary:
             self._tokenizer.encode_special_tokens = not parse_special
             ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         return [*self._first, *ids, *self._last] if add_special else ids
+
+    def encode_spans(
+        self, text: str, *, add_special: bool, parse_special: bool, continues: bool
+    ) -> tuple[list[int], list[int]]:
+        """Encode text as `encode` does, and tell where tokens start.
+
+        Args:
+            text: Any text without lone surrogates.
+            add_special: Put the tokens of the file's template around it.
+            parse_special: Turn the text of special tokens into them.
+            continues: The text stands behind a control token: no space is put before it, unless after each of them.
+
+        Returns:
+            Token ids, and for each the character in which it starts; -1 for an added beginning.
+        """
+        with self._lock, self._without_prefix(continues):
+            self._tokenizer.encode_special_tokens = not parse_special
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        starts = [start for start, _ in encoding.offsets]
+        if not add_special:
+            return encoding.ids, starts
+        ids = [*self._first, *encoding.ids, *self._last]
+        return ids, [-1] * len(self._first) + starts + [len(text)] * len(self._last)
+
+    @contextmanager
+    def _without_prefix(self, continues: bool) -> Iterator[None]:
+        part = self._tokenizer.pre_tokenizer
+        if not continues or self.space_prefix != "start" or not isinstance(part, Metaspace):
+            yield
+            return
+        part.prepend_scheme = "never"
+        try:
+            yield
+        finally:
+            part.prepend_scheme = "first"
 
     def piece(self, token_id: int) -> bytes:
         """Give the bytes of a token.
@@ -150,6 +187,7 @@ class HuggingFaceVocabulary:
         self.vocab_size = max(max(self._texts) + 1, named.rows)
         return SpecialTokens(
             bos_token_id=named.bos_token_id,
+            eos_token_id=named.eos_token_id,
             eos_token_ids=named.eos_token_ids | find_end_tokens(by_text, {}),
             hidden=frozenset(token_id for token_id, token in added if token.special),
             visible=frozenset(token_id for token_id, token in added if not token.special),

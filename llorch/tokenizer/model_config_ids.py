@@ -15,6 +15,7 @@ class NamedIds:
     """What config.json, generation_config.json and tokenizer_config.json say; each of them may be absent."""
 
     bos_token_id: int | None
+    eos_token_id: int | None  # the first that is named
     eos_token_ids: frozenset[int]
     rows: int  # of the embedding table; it may be padded beyond the last token
 
@@ -42,6 +43,7 @@ class NamedIds:
         ends = [by_text["eos_token"], *_ids(model, "eos_token_id", limit), *_ids(generation, "eos_token_id", limit)]
         return cls(
             bos_token_id=next((token_id for token_id in begins if token_id is not None), None),
+            eos_token_id=next((token_id for token_id in ends if token_id is not None), None),
             eos_token_ids=frozenset(token_id for token_id in ends if token_id is not None),
             rows=rows,
         )

@@ -53,6 +53,27 @@ class SentencePieceBPE:
             ids += self._encode_word(word)
         return ids
 
+    def encode_spans(self, text: str) -> tuple[list[int], list[int]]:
+        """Encode text, and tell where tokens start.
+
+        Args:
+            text: Any text without lone surrogates, its space prefix included.
+
+        Returns:
+            Token ids, and for each the character in which it starts.
+        """
+        ids: list[int] = []
+        starts: list[int] = []
+        place = 0
+        for word in self._words.findall(text.replace(" ", SPACE)):
+            for piece in merge(word, self._ranks):
+                token_id = self._ids.get(piece)
+                new = [self._byte_ids[byte] for byte in piece.encode()] if token_id is None else [token_id]
+                ids += new
+                starts += [place] * len(new)
+                place += len(piece)
+        return ids, starts
+
     def _encode_word(self, word: str) -> list[int]:
         if word in self._cache:
             return self._cache[word]

@@ -45,6 +45,7 @@ class SpecialTokens:
     """The ids that are treated as something other than text."""
 
     bos_token_id: int | None
+    eos_token_id: int | None  # the one that the file names, or names first: it ends a text
     eos_token_ids: frozenset[int]  # every id that ends a generation
     hidden: frozenset[int]  # control and unknown tokens: cut out of text only on request, never shown in it
     visible: frozenset[int]  # user-defined tokens: always cut out of text, and part of what is shown

@@ -1,6 +1,7 @@
 """The public tokenizer: one behaviour for the vocabularies of GGUF files and of Hugging Face folders."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
 
 from llorch.tokenizer.gguf_vocabulary import GGUFVocabulary
@@ -20,6 +21,7 @@ class Tokenizer:
         self._vocabulary = vocabulary
         self.vocab_size = vocabulary.vocab_size
         self.bos_token_id = vocabulary.special.bos_token_id
+        self.eos_token_id = vocabulary.special.eos_token_id
         self.eos_token_ids = vocabulary.special.eos_token_ids
 
     @classmethod
@@ -67,13 +69,82 @@ class Tokenizer:
         Raises:
             ValueError: The text has a lone surrogate.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            surrogate = text[error.start]
-            message = f"text: expected Unicode, got the lone surrogate {surrogate!a} at index {error.start}"
-            raise ValueError(f"{message}; decode the bytes with errors='replace'") from None
+        _refuse_surrogates(text)
         return self._vocabulary.encode(text, add_special=add_special, parse_special=parse_special)
+
+    def encode_spans(
+        self, text: str, *, add_special: bool = True, parse_special: bool = False
+    ) -> tuple[list[int], list[int]]:
+        """Encode text as `encode` does, and tell where tokens start.
+
+        Args:
+            text: See `encode`.
+            add_special: See `encode`.
+            parse_special: See `encode`.
+
+        Returns:
+            Token ids, and for each the index of the character in which it starts: tokens that share a character start
+            at the same one. -1 for an added beginning, the length of the text for an added end.
+
+        Raises:
+            ValueError: The text has a lone surrogate.
+        """
+        _refuse_surrogates(text)
+        return self._vocabulary.encode_spans(
+            text, add_special=add_special, parse_special=parse_special, continues=False
+        )
+
+    def encode_rendered(self, text: str, *, inert: Collection[int] = ()) -> tuple[list[int], list[int]]:
+        """Encode what a chat template made: the text of control tokens is these tokens, but not inside of user text.
+
+        Args:
+            text: The rendered conversation.
+            inert: Places that no control token may run over: one inside each text of one that a user wrote.
+
+        Returns:
+            Token ids, and for each the index of the character in which it starts.
+
+        Raises:
+            ValueError: The text has a lone surrogate.
+        """
+        ids, starts = self.encode_spans(text, add_special=False, parse_special=True)
+        if not inert:
+            return ids, starts
+        controls = self._controls(ids, starts, len(text))
+        taken = [(first, last) for first, last in controls if not any(first < place < last for place in inert)]
+        if len(taken) == len(controls):
+            return ids, starts
+        return self._encode_between(text, taken)
+
+    def _controls(self, ids: list[int], starts: list[int], end: int) -> list[tuple[int, int]]:
+        """First character of every control token, and the one behind it."""
+        ends = [*starts[1:], end]
+        return [(start, stop) for one, start, stop in zip(ids, starts, ends, strict=True) if one in self.control_ids]
+
+    def _encode_between(self, text: str, controls: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
+        """Encode with these control tokens and no others."""
+        ids: list[int] = []
+        starts: list[int] = []
+        place = 0
+        for first, last in [*controls, (len(text), len(text))]:
+            for part, special in ((text[place:first], False), (text[first:last], True)):
+                new, places = self._vocabulary.encode_spans(
+                    part, add_special=False, parse_special=special, continues=place > 0
+                )
+                ids += new
+                starts += [start + (first if special else place) for start in places]
+            place = last
+        return ids, starts
+
+    @property
+    def control_ids(self) -> frozenset[int]:
+        """All control tokens: those that are no text."""
+        return self._vocabulary.special.hidden
+
+    @cached_property
+    def control_texts(self) -> frozenset[str]:
+        """Their texts, as somebody would write them."""
+        return frozenset(self._piece(one).decode("utf-8", "replace") for one in self.control_ids)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """Decode token ids; the inverse of `encode`.
@@ -123,3 +194,12 @@ class Tokenizer:
         if not 0 <= token_id < self.vocab_size:
             raise ValueError(f"token id: expected 0 to {self.vocab_size - 1}, got {token_id}")
         return self._vocabulary.piece(token_id)
+
+
+def _refuse_surrogates(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        surrogate = text[error.start]
+        message = f"text: expected Unicode, got the lone surrogate {surrogate!a} at index {error.start}"
+        raise ValueError(f"{message}; decode the bytes with errors='replace'") from None

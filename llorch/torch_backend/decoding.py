@@ -24,12 +24,16 @@ Replay = Callable[["Decoding", int], None]  # slots to look at
 
 @dataclass(frozen=True)
 class Job:
-    """What to do with one prompt: at most `max_tokens` more, sampled by `settings`; one of `end_ids` is the last."""
+    """What to do with one prompt: at most `max_tokens` more, sampled by `settings`; one of `end_ids` is the last.
+
+    With `adapter` it runs through the adapter of that name.
+    """
 
     ids: Sequence[int]
     max_tokens: int
     settings: SamplingSettings
     end_ids: frozenset[int]
+    adapter: str | None = None
 
     @property
     def n_slots(self) -> int:
@@ -44,6 +48,7 @@ class Decoding:
         cache: Of the batch.
         filled: Slots that each sequence has filled, or would have, had it not ended.
         n_done: Tokens per sequence that were made.
+        adapters: Name of the adapter that each sequence runs through.
         forward: Runs the model in a step; replaced by what is compiled.
         replay: Replays a recorded step that looks at so many slots, where there is one.
     """
@@ -74,6 +79,7 @@ class Decoding:
         self.settings = BatchSettings.of([SamplingSettings()] * batch, device)
         self.filled = [0] * batch
         self.n_done = 0
+        self.adapters: Sequence[str | None] = [None] * batch
         self.replay: Replay | None = None
 
     @property
@@ -86,10 +92,10 @@ class Decoding:
         """What a step changes, but for the cache, whose slots a second try of the same step writes again."""
         return self.ids, self.positions, self.n, self.tokens, self.logprobs, self.seen
 
-    def fits(self, jobs: Sequence[Job], needs: Needs) -> bool:
-        """Whether these jobs can be begun here."""
-        room = max(len(job.end_ids) for job in jobs) <= self.end_ids.shape[1]
-        return room and self.needs == needs and self.batch == len(jobs) and n_slots(jobs) <= self.cache.n_slots
+    def fits(self, jobs: Sequence[Job], needs: Needs, module: CausalLM) -> bool:
+        """Whether these jobs can be begun here, with this very model."""
+        room = max(len(job.end_ids) for job in jobs) <= self.end_ids.shape[1] and n_slots(jobs) <= self.cache.n_slots
+        return room and self.needs == needs and self.batch == len(jobs) and self.module is module
 
     @torch.no_grad()
     def begin(self, jobs: Sequence[Job], *, chunk: int) -> None:
@@ -110,6 +116,7 @@ class Decoding:
         self.n_done = 1
 
     def _assign(self, jobs: Sequence[Job]) -> None:
+        self.adapters = [job.adapter for job in jobs]
         settings, most = [job.settings for job in jobs], max(job.max_tokens for job in jobs)
         self.settings.assign(BatchSettings.of(settings, self.ids.device))
         self.uniforms[:, :most] = torch.from_numpy(uniforms(settings, most)).to(self.uniforms)
@@ -152,19 +159,21 @@ class Decoding:
         self.ids.copy_(token)
 
     @torch.no_grad()
-    def narrowed(self, rows: Sequence[int], cache: Cache) -> "Decoding":
+    def narrowed(self, rows: Sequence[int], cache: Cache, module: CausalLM) -> "Decoding":
         """The same with some of the sequences only.
 
         Args:
             rows: Which.
             cache: An empty one of that many rows and as many slots.
+            module: The model for these sequences.
 
         Returns:
             What goes on where this one stands.
         """
         kept = torch.tensor(rows, device=self.ids.device)
-        small = Decoding(self.module, cache, self.needs, n_end_ids=self.end_ids.shape[1])
+        small = Decoding(module, cache, self.needs, n_end_ids=self.end_ids.shape[1])
         small.filled, small.n_done = [self.filled[row] for row in rows], self.n_done
+        small.adapters = [self.adapters[row] for row in rows]
         for name in ("ids", "positions", "limits", "end_ids", "tokens", "logprobs", "uniforms", "seen"):
             getattr(small, name).copy_(getattr(self, name)[kept])
         small.n.copy_(self.n)

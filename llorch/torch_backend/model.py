@@ -12,12 +12,15 @@ from torch import Tensor
 from llorch.cache import require_context
 from llorch.generate import Answer, Token
 from llorch.kernels.sdpa import use_sdpa
-from llorch.model import Opened, find
+from llorch.lora.opened import require_known
+from llorch.lora.torch_serving import view
+from llorch.model import find
 from llorch.sampling import SamplingSettings
+from llorch.torch_backend.adapted import AdaptedModules
 from llorch.torch_backend.batch import Running, one_each
 from llorch.torch_backend.decoding import Decoding, Job, n_slots
 from llorch.torch_backend.device import Target, compute_as_named, target
-from llorch.torch_backend.graph import GraphedSteps, compiled_forward
+from llorch.torch_backend.graph import GraphedSteps
 from llorch.torch_backend.leaves import fit
 from llorch.torch_backend.load import load_dense, load_packed
 from llorch.torch_backend.memory import CHUNK, SLOTS, require_memory, require_room
@@ -32,7 +35,7 @@ Attention = Literal["sdpa", "eager"]
 Mode = Literal["fast", "reproducible"]
 
 
-class TorchModel(Opened):
+class TorchModel(AdaptedModules):
     """Weights, tokenizer and modules of one file or folder.
 
     Attributes:
@@ -49,11 +52,14 @@ class TorchModel(Opened):
             module: With its weights.
             compiled: Whether decoding goes through torch.compile.
         """
-        super().__init__(weights)
+        super().__init__(weights, module, compiled=compiled)
         self.target = target
-        self.module = module
-        self._compiled = compiled_forward(module, growing=target.device.type == "cpu") if compiled else None
         self._spare: Decoding | None = None
+
+    def remove_adapter(self, name: str) -> None:
+        """See `Opened.remove_adapter`."""
+        super().remove_adapter(name)
+        self._spare = None  # it may hold the adapter
 
     def new_cache(self, batch: int, n_slots: int, first_position: int = 0) -> Cache:
         """An empty cache; see `llorch.torch_cache.Cache`."""
@@ -68,6 +74,7 @@ class TorchModel(Opened):
         trace: dict[str, np.ndarray] | None = None,
         first_position: int = 0,
         last_only: bool = False,
+        adapter: str | None = None,
     ) -> Float[np.ndarray, "rows vocab"]:
         """Logits of some tokens.
 
@@ -76,14 +83,15 @@ class TorchModel(Opened):
             trace: Filled with every stage by name, when given; attention "sdpa" has no scores and probabilities.
             first_position: Position of the first token.
             last_only: Logits of the last token only.
+            adapter: Which adapter to use; None runs the base alone.
 
         Returns:
             One row per token, or one, as float32, or float64 where the model is.
 
         Raises:
-            ValueError: An id is out of range, there is none, or they do not fit the context.
+            ValueError: An id is out of range, there is none, they do not fit the context, or no such adapter was added.
         """
-        array = self.checked_ids(ids)
+        array, module = self.checked_ids(ids), self.module_for([adapter])
         require_context(len(array), first_position, self.config.max_position_embeddings)
         cache = self.new_cache(1, len(array), first_position)
         row = torch.from_numpy(array)[None].to(self.target.device)  # (1, seq)
@@ -94,7 +102,7 @@ class TorchModel(Opened):
             new, end = slice(start, start + chunk), min(start + chunk, len(array))
             place = cache.place(positions[:, new], ctx=end, causal=True)
             last = torch.tensor([end - start - 1], device=row.device) if last_only else None
-            logits.append(self.module(row[:, new], place, cache, keep=keep, rows=last)[0])
+            logits.append(module(row[:, new], place, cache, keep=keep, rows=last)[0])
         return as_numpy(logits[-1] if last_only else torch.cat(logits))
 
     def generate(
@@ -105,6 +113,7 @@ class TorchModel(Opened):
         settings: SamplingSettings | None = None,
         stop: Sequence[str] = (),
         ignore_eos: bool = False,
+        adapter: str | None = None,
     ) -> Iterator[Token]:
         """Continue a prompt, token by token; see `llorch.model.Model.generate`.
 
@@ -114,14 +123,15 @@ class TorchModel(Opened):
             settings: How to sample; greedy by default. A seed draws what it draws in NumPy.
             stop: Strings that end the text.
             ignore_eos: Go on after an end token.
+            adapter: Which adapter to use; None runs the base alone.
 
         Yields:
             Tokens with id, text and log probability.
 
         Raises:
-            ValueError: The prompt is empty or does not fit the context.
+            ValueError: The prompt is empty or does not fit the context, or no such adapter was added.
         """
-        job = self._job(prompt, max_tokens, settings or SamplingSettings(), ignore_eos)
+        job = self._job(prompt, max_tokens, settings or SamplingSettings(), ignore_eos, adapter)
         yield from (token for _, token in self._run([(0, job)], stop))
 
     def generate_batch(
@@ -132,6 +142,7 @@ class TorchModel(Opened):
         settings: SamplingSettings | Sequence[SamplingSettings] | None = None,
         stop: Sequence[str] = (),
         ignore_eos: bool = False,
+        adapter: str | Sequence[str | None] | None = None,
     ) -> Iterator[tuple[int, Token]]:
         """Continue many prompts at once; each answer is the one that the prompt gets alone.
 
@@ -144,34 +155,45 @@ class TorchModel(Opened):
             settings: How to sample; one, or one per prompt.
             stop: Strings that end a text.
             ignore_eos: Go on after an end token.
+            adapter: Which adapter to use, None for the base alone; one, or one per prompt.
 
         Yields:
             Index of the prompt and its next token, as they come.
 
         Raises:
-            ValueError: A prompt is empty or does not fit the context.
+            ValueError: A prompt is empty or does not fit the context, no such adapter was added, or a compiled model
+                is asked for several of them at once.
         """
         each = zip(
             prompts,
             one_each(max_tokens, len(prompts), name="max_tokens"),
             one_each(settings or SamplingSettings(), len(prompts), name="settings"),
+            [adapter] * len(prompts) if isinstance(adapter, str) else one_each(adapter, len(prompts), name="adapter"),
             strict=True,
         )
         jobs = []
-        for at, (prompt, most, how) in enumerate(each):
+        for at, (prompt, most, how, with_adapter) in enumerate(each):
             try:
-                jobs.append((at, self._job(prompt, most, how, ignore_eos)))
+                jobs.append((at, self._job(prompt, most, how, ignore_eos, with_adapter)))
             except ValueError as error:
                 raise ValueError(f"prompt {at}: {error}") from None
         yield from self._run(jobs, stop)
 
-    def _job(self, prompt: str | Sequence[int], max_tokens: int, settings: SamplingSettings, ignore_eos: bool) -> Job:
+    def _job(
+        self,
+        prompt: str | Sequence[int],
+        max_tokens: int,
+        settings: SamplingSettings,
+        ignore_eos: bool,
+        adapter: str | None,
+    ) -> Job:
+        require_known(adapter, self.adapters)
         ids = self.prompt_ids(prompt)
         room = self.config.max_position_embeddings
         require_context(len(ids), 0, room)
         self.checked_ids(ids)
         end_ids = frozenset[int]() if ignore_eos else self.tokenizer.eos_token_ids
-        return Job(ids, min(max_tokens, room - len(ids) + 1), settings, end_ids)
+        return Job(ids, min(max_tokens, room - len(ids) + 1), settings, end_ids, adapter)
 
     def _run(self, numbered: Sequence[tuple[int, Job]], stop: Sequence[str]) -> Iterator[tuple[int, Token]]:
         numbered = [(at, job) for at, job in numbered if job.max_tokens > 0]
@@ -189,22 +211,27 @@ class TorchModel(Opened):
             self._spare = running.decoding
 
     def _decoding(self, jobs: Sequence[Job]) -> Decoding:
-        needs = Needs.of([job.settings for job in jobs])
+        needs, module = Needs.of([job.settings for job in jobs]), self.module_for([job.adapter for job in jobs])
         spare, self._spare = self._spare, None  # an answer that is begun meanwhile gets another
-        if spare is not None and spare.fits(jobs, needs):
+        if spare is not None and spare.fits(jobs, needs, module):
             return spare
         del spare  # its memory is wanted
         slots = min(-(-n_slots(jobs) // SLOTS) * SLOTS, self.config.max_position_embeddings)
         require_room(self.weights, self.target, batch=len(jobs), n_tokens=slots)
         n_end_ids = len(self.tokenizer.eos_token_ids)
-        return self._fast(Decoding(self.module, self.new_cache(len(jobs), slots), needs, n_end_ids=n_end_ids))
+        made = Decoding(module, self.new_cache(len(jobs), slots), needs, n_end_ids=n_end_ids)
+        return self._fast(made, [job.adapter for job in jobs])
 
     def _narrowed(self, decoding: Decoding, rows: Sequence[int]) -> Decoding:
-        return self._fast(decoding.narrowed(rows, self.new_cache(len(rows), decoding.cache.n_slots)))
+        """Where sequences had different adapters, those that are left need another view."""
+        names = [decoding.adapters[row] for row in rows]
+        module = decoding.module if len(set(decoding.adapters)) == 1 else view(decoding.module, names)
+        return self._fast(decoding.narrowed(rows, self.new_cache(len(rows), decoding.cache.n_slots), module), names)
 
-    def _fast(self, decoding: Decoding) -> Decoding:
-        if self._compiled is not None:
-            decoding.forward = self._compiled
+    def _fast(self, decoding: Decoding, adapters: Sequence[str | None]) -> Decoding:
+        if self._compiles:
+            (name,), growing = set(adapters), self.target.device.type == "cpu"
+            decoding.forward = self.compiled_for(decoding.module, name, growing=growing)
         if self.target.device.type == "cuda":
             decoding.replay = GraphedSteps()
         return decoding

@@ -24,6 +24,7 @@ from llorch.weights.folder import PICKLE_SUFFIXES, SafetensorsFolder, file_insid
 from llorch.weights.gguf import GGUFFile, StringArray, TensorInfo, open_gguf
 from llorch.weights.matrix import Matrix
 from llorch.weights.names import inventory, undo_interleave
+from llorch.weights.packed import Packed
 from llorch.weights.quant import ACTIVATION_TYPE, GGMLType
 from llorch.weights.safetensors import SafetensorsFile, open_safetensors
 from llorch.weights.strict_json import read_json
@@ -205,13 +206,26 @@ class Weights(Mapping):
         """The shape of a weight, without reading it."""
         return self._slots[name].shape
 
+    @property
+    def slots(self) -> Mapping[str, Slot]:
+        """Where each weight is found."""
+        return self._slots
+
+    def as_stored(self, name: str) -> Packed:
+        """A weight as the file holds it: its rows in the order of the file."""
+        return self.source.packed(self._slots[name].source_name)
+
+    def is_changed(self, name: str) -> bool:
+        """Whether a weight has other numbers than the file, as merged ones have."""
+        return False
+
     def stored_type(self, name: str) -> GGMLType:
         """The type in which the file stores a weight."""
-        return self.source.packed(self._slots[name].source_name).ggml_type
+        return self.as_stored(name).ggml_type
 
     def stored_bytes(self, name: str) -> int:
         """Bytes that a weight takes in the file."""
-        return self.source.packed(self._slots[name].source_name).raw.size
+        return self.as_stored(name).raw.size
 
     def _require_products(self) -> None:
         """Refuse what llama.cpp ends the whole process at: there is no emulating that."""

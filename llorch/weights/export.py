@@ -161,8 +161,7 @@ def read_once(weights: Weights, weight: Weight) -> Iterator[np.ndarray]:
     try:
         yield weights.read(weight.name)
     finally:
-        stored = weight.gguf if weight.gguf in weights.source.tensors else weight.huggingface
-        _release_pages(weights.source.packed(stored).raw)
+        _release_pages(weights.as_stored(weight.name).raw)
 
 
 def _release_pages(view: np.ndarray) -> None:
@@ -198,8 +197,9 @@ def _entries(weights: Weights, ggml_type: GGMLType) -> list[_Entry]:
 
 def _parts(weights: Weights, weight: Weight, ggml_type: GGMLType) -> Iterator[np.ndarray]:
     with read_once(weights, weight) as array:
-        if isinstance(weights.source, GGUFFile) and weights.stored_type(weight.name) is ggml_type:
-            yield weights.source.raw(weight.gguf)  # the same bytes: quantising twice would change some
+        in_gguf = isinstance(weights.source, GGUFFile) and not weights.is_changed(weight.name)
+        if in_gguf and weights.stored_type(weight.name) is ggml_type:
+            yield weights.as_stored(weight.name).raw  # the same bytes: quantising twice would change some
             return
         rows = interleave(array, weight.interleaved_heads) if weight.interleaved_heads else array
         yield from encode(rows, ggml_type, name=weight.gguf, path=weights.path)

@@ -19,6 +19,9 @@ def new_file(path: Path) -> Iterator[Path]:
 
     Yields:
         A name in the same folder. Whatever lies under it after a failure is removed.
+
+    Raises:
+        OSError: Of the body, with the place in it where it named no file.
     """
     temporary = _beside(path)
     try:
@@ -26,6 +29,10 @@ def new_file(path: Path) -> Iterator[Path]:
         _sync(temporary)
         temporary.replace(path)
         _sync(path.parent)
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = str(path)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -6,7 +6,7 @@ once, so a red ball stays red and a she stays a she.
 
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from small_models import grammar
 from small_models.words import ANIMAL_NAMES, ANIMALS, BOYS, BUILDS, GIRLS, LEXICON, NOISES
@@ -48,7 +48,7 @@ def story(rng: random.Random) -> str:
     lines += [line.removeprefix("?") for line in plot.lines if not line.startswith("?") or rng.random() < 0.5]
     lines += _ending(rng, plot)
     props = _Props(rng, when=when)
-    return " ".join(_sentence(props.fill(line)) for line in lines)
+    return " ".join(sentence(props.fill(line)) for line in lines)
 
 
 def _ending(rng: random.Random, plot: grammar.Plot) -> list[str]:
@@ -56,6 +56,25 @@ def _ending(rng: random.Random, plot: grammar.Plot) -> list[str]:
     if rng.random() < 0.4:
         lines.append(rng.choice(grammar.MORALS).replace("{moral}", plot.moral))
     return lines + ["The end."] * (rng.random() < 0.15)
+
+
+def expand(line: str, rng: random.Random, value: Callable[[str], str]) -> str:
+    """Expand choices and slots until neither is left; a slot in a side not taken draws nothing.
+
+    Args:
+        line: With `[a|b]` and `{slot}`.
+        rng: Source of every choice.
+        value: Gives the value of a slot.
+
+    Returns:
+        The sentence.
+    """
+    while _CHOICE.search(line) or _SLOT.search(line):
+        if _CHOICE.search(line):
+            line = _CHOICE.sub(lambda match: rng.choice(match[1].split("|")), line)
+        else:
+            line = _SLOT.sub(lambda match: value(match[1]), line)
+    return line
 
 
 class _Props:
@@ -77,13 +96,8 @@ class _Props:
         self._draw_things()
 
     def fill(self, line: str) -> str:
-        """Expand choices and slots until neither is left; a slot in a side not taken draws nothing."""
-        while _CHOICE.search(line) or _SLOT.search(line):
-            if _CHOICE.search(line):
-                line = _CHOICE.sub(lambda match: self._rng.choice(match[1].split("|")), line)
-            else:
-                line = _SLOT.sub(lambda match: self._value(match[1]), line)
-        return line
+        """Expand one line."""
+        return expand(line, self._rng, self._value)
 
     def _value(self, slot: str) -> str:
         if slot not in self._values:
@@ -133,7 +147,7 @@ def _adjective(rng: random.Random, *, always: bool) -> str:
     return rng.choice(LEXICON[rng.choice(("size", "size", "trait"))]) + " "
 
 
-def _sentence(line: str) -> str:
+def sentence(line: str) -> str:
     """Make articles agree and begin every sentence and every speech with a capital."""
     line = re.sub(r"\b([Aa]) (?=[aeiou]|honest)", r"\1n ", line)
     return re.sub(r'(^|[.!?] |(?:^| )")([a-z])', lambda match: match[1] + match[2].upper(), line)

@@ -1,0 +1,184 @@
+"""Kill a training run at random moments, go on each time, and compare the end with a run that nobody killed.
+
+    python benchmarks/kill_resume.py                       100 kills
+    python benchmarks/kill_resume.py --kills 10 --seed 3
+
+Both are `llorch lora train` with dropout and accumulation, a snapshot at every step. SIGKILL comes at a random time
+after a random step, sometimes while the program still starts. Compared bit by bit: the adapter, weights, moments and
+random generators of the last snapshot, and the lines of the log.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import click
+
+from llorch.train.verify_resume import Comparison, compare_runs
+
+FLAGS = (
+    "micro-llama", "--r", "4", "--dropout", "0.1", "--batch-size", "2", "--accumulation", "2", "--save-every", "1",
+    "--eval-every", "7", "--keep", "2",
+)  # fmt: skip
+STEPS_PER_KILL = 4  # that a run has, at least
+EARLY = 0.1  # share of kills while the program starts
+PATIENCE = 120.0  # seconds that a run may take to make a step
+
+
+@dataclass
+class Outcome:
+    """What came of a run that was killed again and again.
+
+    Attributes:
+        killed_after: Lines of the log at each kill.
+        in_a_save: Kills that left a snapshot half written.
+        left: What it left that an undisturbed run does not.
+        comparison: With the undisturbed run.
+    """
+
+    killed_after: list[int] = field(default_factory=list)
+    in_a_save: int = 0
+    left: list[str] = field(default_factory=list)
+    comparison: Comparison | None = None
+
+    @property
+    def exact(self) -> bool:
+        """Whether nothing differs and nothing is left."""
+        return self.comparison is not None and self.comparison.equal and not self.left
+
+
+def write_data(folder: Path, n: int = 40) -> Path:
+    """Write a small data set of token ids, of rows that differ in length.
+
+    Args:
+        folder: Gets train.jsonl and valid.jsonl.
+        n: Rows to train on.
+
+    Returns:
+        The folder.
+    """
+    draw = random.Random(0)
+    folder.mkdir()
+    for name, count in (("train", n), ("valid", 3)):
+        rows = [[draw.randrange(3, 200) for _ in range(draw.randrange(5, 30))] for _ in range(count)]
+        lines = [json.dumps({"input_ids": ids, "labels": ids}) + "\n" for ids in rows]
+        (folder / f"{name}.jsonl").write_text("".join(lines))
+    return folder
+
+
+def start(folder: Path, data: Path, steps: int) -> subprocess.Popen[str]:
+    """Start a run, or go on with one that is there.
+
+    Args:
+        folder: Of the run.
+        data: Of `write_data`.
+        steps: Of the whole run.
+
+    Returns:
+        The process.
+    """
+    words = [*FLAGS, "--data", str(data), "--steps", str(steps)]
+    words += ["--resume"] if (folder / "run.json").exists() else []
+    command = [sys.executable, "-m", "llorch", "lora", "train", *words, "-o", str(folder)]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    return subprocess.Popen(command, text=True, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+
+def run_to_the_end(folder: Path, data: Path, steps: int) -> None:
+    """Run without disturbing.
+
+    Raises:
+        RuntimeError: It did not end well.
+    """
+    process = start(folder, data, steps)
+    _, said = process.communicate()
+    if process.returncode:
+        raise RuntimeError(f"{folder}: ended with {process.returncode}: {said}")
+
+
+def kill_and_resume(folder: Path, *, kills: int, seed: int) -> Outcome:
+    """Make both runs.
+
+    Args:
+        folder: Where; exists.
+        kills: How often the second is killed.
+        seed: Of the moments.
+
+    Returns:
+        What came of it.
+
+    Raises:
+        RuntimeError: A run ended by itself, before its time or badly.
+    """
+    data, steps = write_data(folder / "data"), kills * STEPS_PER_KILL
+    run_to_the_end(folder / "straight", data, steps)
+    outcome, draw, killed = Outcome(), random.Random(seed), folder / "killed"
+    while len(outcome.killed_after) < kills:
+        spare = steps - lines(killed) - (kills - len(outcome.killed_after)) * 2
+        kill_once(killed, data, steps, draw, most=max(1, min(spare, 2 * STEPS_PER_KILL - 2)))
+        outcome.killed_after.append(lines(killed))
+        outcome.in_a_save += any((killed / "snapshots").glob(".new-*"))
+    run_to_the_end(killed, data, steps)
+    outcome.left = sorted({*names(killed)} ^ {*names(folder / "straight")})
+    outcome.comparison = compare_runs(folder / "straight", killed)
+    return outcome
+
+
+def kill_once(folder: Path, data: Path, steps: int, draw: random.Random, *, most: int) -> None:
+    """Start or go on, and kill after some lines of the log, at most so many, and a moment.
+
+    Raises:
+        RuntimeError: The run ended by itself.
+    """
+    process = start(folder, data, steps)
+    early = draw.random() < EARLY
+    wanted = 0 if early else lines(folder) + draw.randint(1, most)
+    deadline = time.monotonic() + PATIENCE
+    while process.poll() is None and lines(folder) < wanted and time.monotonic() < deadline:
+        time.sleep(0.001)
+    time.sleep(draw.uniform(0, 2.0 if early else 0.05))
+    process.send_signal(signal.SIGKILL)
+    _, said = process.communicate()
+    if process.returncode != -signal.SIGKILL:
+        raise RuntimeError(f"{folder}: ended with {process.returncode} before it was killed: {said}")
+
+
+def lines(folder: Path) -> int:
+    """Lines of the log of a run so far."""
+    log = folder / "log.jsonl"
+    return log.read_bytes().count(b"\n") if log.exists() else 0
+
+
+def names(folder: Path) -> list[str]:
+    """All files of a run, hidden ones too."""
+    return [str(path.relative_to(folder)) for path in folder.rglob("*")]
+
+
+@click.command()
+@click.option("--kills", default=100, show_default=True)
+@click.option("--seed", default=0, show_default=True)
+def main(kills: int, seed: int) -> None:
+    """Print what came of it; exit code 1 when anything differs."""
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        outcome = kill_and_resume(Path(folder), kills=kills, seed=seed)
+    comparison = outcome.comparison
+    assert comparison is not None
+    differing = [tensor.name for tensor in comparison.tensors if tensor.differing_bits]
+    click.echo(f"{kills} kills in {time.monotonic() - begin:.0f} s, {outcome.in_a_save} of them inside a save")
+    click.echo(f"killed after log line {', '.join(map(str, outcome.killed_after))}")
+    click.echo(f"{len(differing)} of {len(comparison.tensors)} tensors differ {differing[:5]}")
+    click.echo(f"{comparison.differing_lines} of {comparison.n_lines} log lines differ")
+    click.echo(f"left behind: {outcome.left or 'nothing'}")
+    raise click.exceptions.Exit(not outcome.exact)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""Time of one training step of a LoRA adapter, ours against PEFT's, measured in turn on the same weights.
+
+    python benchmarks/train_speed.py                                       Qwen2.5-0.5B shape, CPU, 2 threads
+    python benchmarks/train_speed.py --device cuda --shape llama-3-8b --dtype bfloat16 --tokens 1024
+
+Random weights, one copy in memory that both sides read. Both start from PEFT's adapter and take the whole step:
+forward, loss over all tokens, backward, clipping, AdamW. Their first losses are printed: sides that compute different
+things cannot be compared. PEFT runs as it comes, with transformers' default attention.
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+
+import click
+from rounds import OTHERS, _busy_seconds, processor, set_threads
+
+SHAPES = ("qwen2.5-0.5b", "llama-3.2-1b", "llama-3-8b")
+Step = Callable[[], float]  # takes one step, gives its loss
+
+
+@click.command(help=__doc__)
+@click.option("--shape", type=click.Choice(SHAPES), default=SHAPES[0], show_default=True)
+@click.option("--layers", type=int, help="Fewer layers than the shape has.")
+@click.option("--dtype", "dtypes", multiple=True, default=["float32", "bfloat16"], show_default=True)
+@click.option("--device", default="cpu", show_default=True)
+@click.option("--batch", default=2, show_default=True)
+@click.option("--tokens", default=128, show_default=True, help="In each row.")
+@click.option("--r", "rank", default=8, show_default=True)
+@click.option("--modules", default="q_proj,v_proj", show_default=True)
+@click.option("--chunk", default=256, show_default=True, help="Rows of logits at a time on our side; 0: all at once.")
+@click.option("--rounds", default=7, show_default=True)
+@click.option("--threads", default=2, show_default=True)
+@click.option("--json", "output", type=click.Path(path_type=Path), help="Write all samples here.")
+def main(
+    shape: str, layers: int | None, dtypes: tuple[str, ...], device: str, batch: int, tokens: int, rank: int,
+    modules: str, chunk: int, rounds: int, threads: int, output: Path | None,
+) -> None:  # fmt: skip
+    """Entry point."""
+    import torch
+
+    torch.set_num_threads(threads)
+    where = torch.cuda.get_device_name() if device.startswith("cuda") else processor()
+    packages = {name: version(name) for name in ("torch", "transformers", "peft")}
+    print(f"{where}, {threads} threads, {packages}; {shape}, {batch} x {tokens} tokens, r={rank} on {modules}")
+    found = {}
+    for dtype in dtypes:
+        sides = both(shape, layers, dtype, device, (batch, tokens), rank, tuple(modules.split(",")), chunk or None)
+        print(f"{dtype}: first loss " + ", ".join(f"{name} {step():.6f}" for name, step in sides.items()))
+        found[dtype] = interleaved(sides, rounds, device)
+        report(dtype, found[dtype])
+    if output is not None:
+        output.write_text(json.dumps({"machine": where, "threads": threads, **packages, "samples": found}, indent=1))
+
+
+def both(
+    shape: str, layers: int | None, dtype: str, device: str, size: tuple[int, int], rank: int,
+    modules: tuple[str, ...], chunk: int | None,
+) -> dict[str, Step]:  # fmt: skip
+    """Build both sides on the same weights, with the same adapter and tokens.
+
+    Returns:
+        Name to step.
+    """
+    from dataclasses import replace
+
+    import torch
+
+    from llorch.bench import SHAPES as CONFIGS
+    from llorch.torch_backend.device import target
+    from llorch.torch_backend.random_weights import random_model
+
+    config = CONFIGS[shape]
+    config = config if layers is None else replace(config, n_layers=layers)
+    at = target(device, dtype)
+    module = random_model(config, at)
+    ids = torch.randint(0, config.vocab_size, size, generator=torch.Generator().manual_seed(0))
+    theirs, adapter = peft_side(module, rank, modules, ids.to(at.device))
+    return {"llorch": our_side(module, adapter, ids, at.device, chunk), "peft": theirs}
+
+
+def peft_side(module, rank: int, modules: tuple[str, ...], ids):
+    """PEFT over transformers' model, which reads our weights.
+
+    Returns:
+        Its step, and its adapter, B not zero, for the other side.
+    """
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from llorch.weights.export_huggingface import huggingface_config
+    from llorch.weights.quant import GGMLType
+
+    values = huggingface_config(module.config, GGMLType.F32, path=Path("shape"))
+    config = AutoConfig.for_model(str(values["model_type"]), **{k: v for k, v in values.items() if k != "model_type"})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    model.load_state_dict(module.state_dict(), assign=True, strict=False)
+    model.tie_weights()
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(ids.device)
+    lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(modules), task_type="CAUSAL_LM")
+    wrapped = get_peft_model(model, lora).train()
+    trained = {name: p for name, p in wrapped.named_parameters() if p.requires_grad}
+    torch.manual_seed(0)
+    for name, parameter in trained.items():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.01)
+    optimizer = torch.optim.AdamW(trained.values(), lr=1e-4)
+
+    def step() -> float:
+        loss = wrapped(input_ids=ids, labels=ids).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained.values(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step, {name: p.detach().float().cpu().numpy().copy() for name, p in trained.items()}
+
+
+def our_side(module, arrays: dict, ids, device, chunk: int | None) -> Step:
+    """Our own step, as `llorch lora train` takes it."""
+    import numpy as np
+    import torch
+
+    from llorch.lora.adapter import LoraTensors, checked
+    from llorch.lora.config import LoraConfig
+    from llorch.lora.torch_lora import attach, trainable_parameters
+    from llorch.train.batch import Batch
+    from llorch.train.torch_adamw import AdamW
+    from llorch.train.torch_forward import hidden_states
+    from llorch.train.torch_loading import prepare
+    from llorch.train.torch_loss import loss_sum
+
+    ends = tuple(sorted({name.split(".")[-4] for name in arrays}))
+    rank = next(iter(arrays.values())).shape[0]
+    lora = LoraConfig(r=rank, lora_alpha=2.0 * rank, target_modules=ends)
+    key = "base_model.model.{}.lora_{}.default.weight"
+    tensors = {
+        name: LoraTensors(arrays[key.format(target.path, "A")], arrays[key.format(target.path, "B")])
+        for name, target in lora.targets(module.config).items()
+    }
+    prepare(module)
+    attach(module, checked(lora, tensors, module.config), trainable=True)
+    optimizer = AdamW(
+        trainable_parameters(module), betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, lr_ratio=1.0, eight_bit=False
+    )
+    rows = ids.numpy()
+    batch = Batch(rows, rows, np.tile(np.arange(rows.shape[1]), (len(rows), 1)), np.zeros_like(rows))
+    labels = rows.copy()
+    labels[:, 0] = -100
+    batch = Batch(rows, labels, batch.positions, batch.documents)
+
+    def step() -> float:
+        hidden = hidden_states(module.train(), batch, device)
+        summed = loss_sum(hidden, module.lm_head, torch.from_numpy(labels), label_smoothing=0.0, chunk=chunk)
+        loss = summed / batch.n_trained
+        loss.backward()
+        optimizer.clip(1.0)
+        optimizer.step(1e-4)
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step
+
+
+def interleaved(sides: dict[str, Step], rounds: int, device: str) -> dict[str, list[tuple[float, float]]]:
+    """Time every side in every round.
+
+    Returns:
+        Name to (seconds, share of the processors that other programs had) of each round.
+    """
+    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
+    for _ in range(rounds):
+        for name, step in sides.items():
+            busy, own, start = _busy_seconds(), time.process_time(), time.perf_counter()
+            step()
+            if device.startswith("cuda"):
+                import torch
+
+                torch.cuda.synchronize()
+            seconds = time.perf_counter() - start
+            others = max(0.0, _busy_seconds() - busy - (time.process_time() - own)) / seconds / 2
+            samples[name].append((seconds, others))
+    return samples
+
+
+def report(dtype: str, samples: dict[str, list[tuple[float, float]]]) -> None:
+    """Print medians, ranges and the ratio."""
+    medians = {}
+    for name, measured in samples.items():
+        quiet = [seconds for seconds, others in measured if others <= OTHERS] or [seconds for seconds, _ in measured]
+        medians[name] = statistics.median(quiet)
+        n_quiet = sum(others <= OTHERS for _, others in measured)
+        spread = f"({min(quiet):.3f}-{max(quiet):.3f})"
+        print(f"{dtype:<9} {name:<7} {medians[name]:.3f} s a step {spread}, {n_quiet} of {len(measured)} rounds quiet")
+    print(f"{dtype:<9} llorch / peft: {medians['llorch'] / medians['peft']:.2f}")
+
+
+if __name__ == "__main__":
+    set_threads()
+    main()

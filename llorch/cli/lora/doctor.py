@@ -1,0 +1,55 @@
+"""`llorch lora doctor`: what is wrong with an adapter that loads without an error."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from llorch.cli.options import json_option, verb
+from llorch.cli.output import progress, to_json
+
+
+@verb(
+    "Check an adapter for silent faults.",
+    "llorch lora doctor path/to/adapter --base path/to/base",
+    "llorch lora doctor path/to/adapter --base story --against none",
+    "llorch lora doctor adapter.gguf --base model.gguf --against llamacpp --json",
+)
+@click.argument("adapter", type=click.Path(path_type=Path))
+@click.option("--base", required=True, help="The model that it is for: GGUF file, Hugging Face folder, built-in name.")
+@click.option(
+    "--against", help="Engines to compare logits with: peft, llamacpp, or both with a comma; none: no engine."
+    "  [default: both, for models of up to 600 M weights]",
+)  # fmt: skip
+@json_option("A list of objects: check, verdict (ok, warning, WRONG, NOT RUN), text.")
+def command(*, adapter: Path, base: str, against: str | None, as_json: bool) -> None:
+    """Check ADAPTER, a PEFT directory or a LoRA GGUF file, for faults that no program reports.
+
+    Each line is one check. WRONG computes something else than you think, and makes the exit code 1. A warning does so
+    in some programs. NOT RUN says what is missing.
+    """
+    from llorch.cli.inputs import model_path
+    from llorch.lora.doctor import ENGINES, examine
+    from llorch.lora.finding import WRONG
+
+    engines = _engines(against, ENGINES)
+    with progress(f"examining {adapter}") as report:
+        findings = examine(adapter, model_path(base), against=engines, report=report)
+    if as_json:
+        click.echo(to_json([asdict(finding) for finding in findings], indent=1))
+    else:
+        width = max(len(finding.check) for finding in findings)
+        for finding in findings:
+            click.echo(f"{finding.verdict:8}{finding.check:{width}}  {finding.text}")
+    if any(finding.verdict == WRONG for finding in findings):
+        raise click.exceptions.Exit(1)
+
+
+def _engines(text: str | None, known: tuple[str, ...]) -> tuple[str, ...] | None:
+    if text is None or text == "none":
+        return None if text is None else ()
+    names = tuple(name.strip() for name in text.split(","))
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise click.UsageError(f"--against: expected {', '.join(known)} or none, got {unknown[0]!r}")
+    return names

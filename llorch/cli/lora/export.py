@@ -1,0 +1,44 @@
+"""`llorch lora export`: an adapter for other programs."""
+
+from pathlib import Path
+
+import click
+
+from llorch.cli.lora.options import any_base_option, force_option
+from llorch.cli.options import json_option, verb
+from llorch.cli.output import say, to_json
+
+
+@verb(
+    "Write an adapter as LoRA GGUF or PEFT directory.",
+    "llorch lora export path/to/base path/to/adapter adapter.gguf",
+    "llorch lora export path/to/base adapter.gguf path/to/peft-directory",
+    "llorch lora export path/to/base path/to/adapter path/to/new --vllm-safe",
+)
+@click.argument("base")
+@click.argument("adapter", type=click.Path(path_type=Path))
+@click.argument("target", type=click.Path(path_type=Path))
+@click.option("--vllm-safe", is_flag=True, help="One rank, one alpha, no patterns: scales are multiplied into B.")
+@force_option
+@any_base_option
+@json_option("One object: target, n_parameters, n_bytes, notes.")
+def command(
+    *, base: str, adapter: Path, target: Path, vllm_safe: bool, force: bool, any_base: bool, as_json: bool
+) -> None:
+    """Write ADAPTER, a PEFT directory or a LoRA GGUF file made for BASE, as TARGET.
+
+    A TARGET that ends in .gguf becomes a LoRA GGUF file for llama.cpp, any other name a PEFT directory. What the
+    target's readers would compute wrongly or cannot load (DoRA in GGUF, an adapted output of a tied base) is refused;
+    merge it instead. vLLM ignores alpha and rank patterns and SGLang the rsLoRA scale: --vllm-safe writes none.
+    """
+    from llorch.cli.inputs import model_path
+    from llorch.lora.export import export
+
+    done = export(model_path(base), adapter, target, vllm_safe=vllm_safe, force=force, any_base=any_base)
+    for note in done.notes:
+        say(f"note: {note}")
+    if as_json:
+        values = {"n_parameters": done.n_parameters, "n_bytes": done.n_bytes, "notes": done.notes}
+        click.echo(to_json({"target": str(target), **values}))
+    else:
+        click.echo(f"{target}: {done.n_parameters} parameters, {done.n_bytes / 1e6:.2f} MB")

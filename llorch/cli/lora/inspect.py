@@ -1,0 +1,68 @@
+"""`llorch lora inspect`: what is in an adapter."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from llorch.cli.options import json_option, verb
+from llorch.cli.output import say, to_json
+
+if TYPE_CHECKING:
+    from llorch.lora.summary import Summary
+
+
+@verb(
+    "Show rank, scale and weight of an adapter.",
+    "llorch lora inspect path/to/adapter",
+    "llorch lora inspect path/to/adapter --base story",
+    "llorch lora inspect adapter.gguf --base path/to/base --json",
+)
+@click.argument("adapter", type=click.Path(path_type=Path))
+@click.option("--base", help="Read the adapter for this model: everything is checked, and norms are compared.")
+@json_option("One object: path, format, config, base, dtypes, n_parameters, matrices, problems.")
+def command(*, adapter: Path, base: str | None, as_json: bool) -> None:
+    """Show what ADAPTER, a PEFT directory or a LoRA GGUF file, adds to its base, matrix by matrix.
+
+    The norm is that of scaling * B A; 0 means that the matrix was never trained. What llorch refuses is named on
+    stderr after all that could be read; the exit code is then 2.
+    """
+    from llorch.cli.inputs import model_path
+    from llorch.lora.files import check_base, read_adapter
+    from llorch.lora.summary import summarise
+    from llorch.weights import open_weights
+
+    weights = open_weights(model_path(base)) if base is not None else None
+    summary = summarise(adapter, weights)
+    if as_json:
+        values = asdict(summary) | {"path": str(summary.path)}
+        click.echo(to_json(values, indent=1))
+    else:
+        _print(summary)
+    for problem in summary.problems:
+        say(f"llorch: {adapter}: {problem}")
+    if weights is not None:
+        verdict = check_base(adapter, weights)
+        read_adapter(adapter, weights.config)
+        say(verdict)
+    if summary.problems:
+        raise click.exceptions.Exit(2)
+
+
+def _print(summary: "Summary") -> None:
+    from llorch.cli.tables import console, print_table, table
+
+    out = console()
+    out.print(f"{summary.path}: {summary.format}, {', '.join(summary.dtypes)}, {summary.n_parameters} parameters")
+    out.print(f"base: {summary.base or 'not recorded'}")
+    for name, value in asdict(summary.config).items() if summary.config is not None else ():
+        if value not in ((), {}, None):
+            out.print(f"{name}: {', '.join(map(str, value)) if isinstance(value, tuple) else value}")
+    rows = table("matrix", ">r", ">scaling", ">parameters", ">norm", ">of the base's")
+    for matrix in summary.matrices:
+        share = "-" if matrix.relative is None else f"{matrix.relative:.2%}"
+        norm = f"{matrix.norm:.4g}"
+        rows.add_row(matrix.path, str(matrix.rank), f"{matrix.scaling:.4g}", str(matrix.n_parameters), norm, share)
+    out.print()
+    print_table(out, rows)

@@ -1,0 +1,77 @@
+"""`llorch lora merge`: base and adapter to one model."""
+
+from pathlib import Path
+
+import click
+
+from llorch.cli.convert import TYPES, cleaning_up_when_terminated
+from llorch.cli.lora.options import any_base_option, force_option
+from llorch.cli.options import json_option, verb
+from llorch.cli.output import progress, say, to_json
+
+
+@verb(
+    "Merge an adapter into its base.",
+    "llorch lora merge path/to/base path/to/adapter path/to/merged-folder",
+    "llorch lora merge path/to/base path/to/adapter merged.gguf --type Q8_0",
+    "llorch lora merge model.gguf adapter.gguf path/to/merged-folder --json",
+)
+@click.argument("base")
+@click.argument("adapter", type=click.Path(path_type=Path))
+@click.argument("target", type=click.Path(path_type=Path))
+@click.option(
+    "--type", "type_name", type=click.Choice(TYPES, case_sensitive=False),
+    help="Type of the matrices; a folder takes F32, F16 and BF16.  [default: a float type of BASE, else F32]",
+)  # fmt: skip
+@click.option(
+    "--logits/--no-logits", default=None,
+    help="Compare logits of base, adapter and merged model.  [default: for models of up to 600 M weights]",
+)  # fmt: skip
+@force_option
+@any_base_option
+@json_option("One object: target, type, base_types, n_bytes, matrices, logits, notes.")
+def command(
+    *, base: str, adapter: Path, target: Path, type_name: str | None, logits: bool | None, force: bool,
+    any_base: bool, as_json: bool,
+) -> None:  # fmt: skip
+    """Write BASE with ADAPTER merged into it as TARGET.
+
+    BASE is a GGUF file, Hugging Face folder or built-in model, ADAPTER a PEFT directory or a LoRA GGUF file. A TARGET
+    that ends in .gguf becomes a GGUF file, any other name a Hugging Face folder. Config and tokenizer files of a folder
+    are copied byte for byte. The sum is computed in float64 and rounded once; what rounding swallowed is told.
+
+    TARGET is complete or absent; BASE and ADAPTER are never touched.
+    """
+    from dataclasses import asdict
+
+    from llorch.cli.inputs import model_path
+    from llorch.lora.merge_files import merge
+    from llorch.weights.quant import GGMLType
+
+    kind = GGMLType[type_name.upper()] if type_name is not None else None
+    with cleaning_up_when_terminated(), progress(f"merging to {target}") as report:
+        done = merge(
+            model_path(base), adapter, target,
+            ggml_type=kind, force=force, any_base=any_base, logits=logits, report=report,
+        )  # fmt: skip
+    for note in done.notes:
+        say(f"note: {note}")
+    if as_json:
+        matrices = {name: asdict(change) for name, change in done.changes.items()}
+        values = {"type": done.ggml_type.name, "base_types": done.base_types, "n_bytes": done.n_bytes}
+        values |= {"matrices": matrices, "logits": asdict(done.logits) if done.logits else None, "notes": done.notes}
+        click.echo(to_json({"target": str(target), **values}))
+        return
+    worst = max(done.changes.values(), key=lambda change: change.vanished)
+    largest = max(change.change for change in done.changes.values())
+    click.echo(f"{target}: {done.ggml_type.name}, {done.n_bytes / 1e6:.1f} MB, {len(done.changes)} matrices merged")
+    click.echo(
+        f"largest change of a weight {largest:.3g}; swallowed by rounding: up to {worst.vanished:.1%} of a matrix"
+    )
+    if done.logits is None:
+        click.echo("logits NOT COMPARED (--logits does)")
+    else:
+        click.echo(
+            f"logits: the adapter moves them by {done.logits.effect:.3g}, "
+            f"merging by {done.logits.error:.3g} (they spread by {done.logits.spread:.3g})"
+        )

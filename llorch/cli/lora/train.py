@@ -1,0 +1,74 @@
+"""`llorch lora train`: train an adapter in a folder of its own."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from llorch.cli.lora.settings_options import settings_options
+from llorch.cli.options import json_option, verb
+from llorch.cli.output import say, to_json
+
+
+@verb(
+    "Train a LoRA adapter.",
+    "llorch lora train story --data pirate -o path/to/my-adapter",
+    "llorch lora train path/to/model --data path/to/folder -o path/to/run --r 16 --lr 2e-4 --epochs 2",
+    "llorch lora train path/to/model --data path/to/chats.jsonl -o path/to/run --device cuda --packing --chunk 2048",
+    "llorch lora train --config path/to/settings.yaml -o path/to/run --steps 100",
+    "llorch lora train -o path/to/run --resume",
+)
+@click.argument("model", required=False)
+@click.option(
+    "--data", help="JSONL file, folder with train.jsonl (valid.jsonl, test.jsonl), or pirate, which is built in."
+)
+@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder of the run; new or empty.")
+@click.option("--config", type=click.Path(path_type=Path), help="Settings from a .yaml or .toml file; options win.")
+@settings_options
+@click.option("--resume", is_flag=True, help="Go on with the run in the folder, bit by bit as if it had not stopped.")
+@click.option("--allow-change", is_flag=True, help="Resume although settings, data or versions changed; not bit-exact.")
+@json_option("At the end one object: steps, loss, valid_loss, seconds, n_parameters, adapter.")
+def command(
+    *, output: Path, config: Path | None, resume: bool, allow_change: bool, as_json: bool, **given: Any
+) -> None:
+    """Train an adapter for MODEL (a .gguf file, a Hugging Face folder or a built-in name) and write it to a folder.
+
+    The folder gets log.jsonl, curve.svg, snapshots to resume from, and at the end the adapter as PEFT has it, for
+    `llorch run MODEL --adapter FOLDER`. Only tokens that are to be learned count for the loss: of a chat those of the
+    assistant, of a prompt with its completion the completion; `llorch data show` prints them.
+
+    Ctrl-C or SIGTERM ends the step, saves and leaves; a second one leaves at once. With --resume, settings that are not
+    given come from the run in the folder.
+    """
+    from llorch.cli.lora.needs import require_torch
+    from llorch.cli.lora.training_progress import Progress
+    from llorch.train.settings_file import read_settings, settings_from
+    from llorch.train.stopping import Stopped
+
+    require_torch()
+    from llorch.train.torch_run import Run, saved_settings
+
+    sources = [("run.json", saved_settings(output))] if resume else []
+    sources += [(str(config), read_settings(config))] if config is not None else []
+    flags = {name: value for name, value in given.items() if value is not None}
+    settings = settings_from(*sources, ("command line", flags))
+    try:
+        with Progress() as progress:
+            result = Run(settings, output, progress, resume=resume, allow_change=allow_change).run()
+    except Stopped as stopped:
+        say(f"llorch: {stopped}")
+        raise click.exceptions.Exit(stopped.exit_code) from None
+    values = {name: getattr(result, name) for name in ("steps", "loss", "valid_loss", "seconds", "n_parameters")}
+    if as_json:
+        click.echo(to_json({**values, "adapter": str(output)}))
+    else:
+        _print(values, settings.model, output)
+
+
+def _print(values: dict[str, Any], model: str, output: Path) -> None:
+    click.echo(f"{values['steps']} steps in {values['seconds']:.1f} s, loss {values['loss']:.4f}")
+    if values["valid_loss"] is not None:
+        first, best, last = (values["valid_loss"][name] for name in ("first", "best", "last"))
+        best_at = f"; best {best[1]:.4f} at step {best[0]}" if best[0] != last[0] else ""
+        click.echo(f"validation loss {first[1]:.4f} before, {last[1]:.4f} after{best_at}")
+    click.echo(f"{output}: the adapter; try it with: llorch run {model} --adapter {output}")

@@ -1,0 +1,92 @@
+"""What `llorch lora train` prints while it runs: a bar on a terminal, a line now and then elsewhere; all on stderr."""
+
+import sys
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from llorch.cli.output import say
+
+if TYPE_CHECKING:
+    from llorch.train.torch_trainer import StepReport, Training
+
+LINES = 20  # of steps, about, where there is no terminal
+
+
+class Progress:
+    """Tells a person about a run."""
+
+    def __init__(self) -> None:
+        """Show nothing before the run begins."""
+        self._bar: Any = None
+        self._task: Any = None
+        self._total = 0
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def begins(self, training: "Training") -> None:
+        """Print what is about to be computed."""
+        for line in description(training):
+            say(line)
+        self._total = training.total_steps
+        if sys.stderr.isatty():
+            self._start_bar(training.step)
+
+    def made(self, report: "StepReport") -> None:
+        """Move on by a step."""
+        line = f"loss {report.loss:.4f}, norm {report.norm:.3g}, rate {report.learning_rate:.2e}"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=report.step, line=line)
+        elif report.step == self._total or report.step % max(1, self._total // LINES) == 0:
+            say(f"step {report.step} of {self._total}: {line}")
+
+    def validated(self, step: int, loss: float) -> None:
+        """Tell a validation loss."""
+        self.note(f"step {step}: validation loss {loss:.4f}")
+
+    def note(self, line: str) -> None:
+        """Tell something beside the bar."""
+        if self._bar is not None:
+            self._bar.console.print(line, markup=False, highlight=False)
+        else:
+            say(line)
+
+    def _start_bar(self, step: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bar
+
+        columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[line]}")
+        self._bar = Bar(*columns, console=Console(stderr=True))
+        self._task = self._bar.add_task("", total=self._total, completed=step, line="")
+        self._bar.start()
+
+
+def description(training: "Training") -> list[str]:
+    """What a run is about to do, defaults included.
+
+    Args:
+        training: Loaded.
+
+    Returns:
+        A few lines.
+    """
+    settings, data, module = training.settings, training.data, training.module
+    trained = sum(parameter.numel() for parameter in training.parameters.values())
+    frozen = sum(parameter.numel() for parameter in module.parameters()) - trained
+    held = sum(t.numel() * t.element_size() for t in (*module.parameters(), *module.buffers()))
+    rows = settings.batch_size * settings.accumulation
+    return [
+        f"model: {settings.model}, {settings.dtype} on {training.target.device}, {held / 1e6:.1f} MB; "
+        f"training {trained:,} parameters beside {frozen:,} (r {settings.r}, alpha {settings.alpha:g}, "
+        f"{len(training.adapter.targets)} matrices)",
+        f"data: {settings.data}, {data.train.n_tokens:,} tokens of which {data.train.n_trained:,} are learned, at most "
+        f"{data.settings.max_length} in a row",
+        f"steps: {training.total_steps} of {rows} rows ({settings.batch_size} x {settings.accumulation}), rate "
+        f"{settings.lr:.2e} {settings.schedule}, {settings.warmup_for(training.total_steps)} of them warm-up",
+        *data.notes,
+    ]

@@ -1,0 +1,1 @@
+"""LoRA: small trained matrices beside frozen weights: configuration, tensors, file formats, merging."""

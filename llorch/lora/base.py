@@ -1,0 +1,175 @@
+"""Which base an adapter was trained on: digests of its shapes and numbers, stored beside the adapter.
+
+The numbers are digested as decoded float32 in the row order of Hugging Face, so a folder and a GGUF file of the same
+model agree as long as no matrix was rounded. Norms and biases have a digest of their own: GGUF files keep them whole
+also where the matrices are quantised.
+"""
+
+import hashlib
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from llorch.config import ModelConfig
+from llorch.errors import FormatError
+from llorch.fields import Fields
+from llorch.weights import Weights
+from llorch.weights.export import read_once
+from llorch.weights.names import inventory
+
+_AT_ONCE = 4  # tensors that are read and hashed at the same time
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseIdentity:
+    """What can be said of a base without keeping it.
+
+    Attributes:
+        name: Name or path by which it was opened.
+        config: SHA-256 of its family, shapes and constants.
+        vectors: SHA-256 of its norms and biases.
+        matrices: SHA-256 of all its matrices.
+        types: Types in which the matrices were stored.
+    """
+
+    name: str
+    config: str
+    vectors: str
+    matrices: str
+    types: tuple[str, ...]
+
+    @property
+    def digest(self) -> str:
+        """One digest of all numbers and shapes; neither name nor stored type is in it."""
+        return _sha256(f"{self.config} {self.vectors} {self.matrices}".encode())
+
+    def to_json(self) -> str:
+        """One object, its keys sorted."""
+        return json.dumps(asdict(self) | {"types": list(self.types)}, indent=2, sort_keys=True) + "\n"
+
+    @classmethod
+    def from_fields(cls, values: dict[str, object], path: Path) -> "BaseIdentity":
+        """Read what `to_json` wrote.
+
+        Args:
+            values: The parsed object.
+            path: Its file, for messages.
+
+        Returns:
+            The identity.
+
+        Raises:
+            FormatError: Missing or Malformed.
+        """
+        fields = Fields(values, path)
+        digests = {key: fields.text(key) for key in ("config", "vectors", "matrices")}
+        bad = [key for key, value in digests.items() if re.fullmatch("[0-9a-f]{64}", value) is None]
+        types = values.get("types")
+        if bad or not isinstance(types, list) or not all(isinstance(kind, str) for kind in types):
+            message = f"{bad[0] if bad else 'types'}: expected what llorch writes (64 hexadecimal digits, a list)"
+            raise FormatError("Malformed", message, path=path)
+        return cls(name=fields.text("name"), types=tuple(types), **digests)
+
+
+def identity_of(weights: Weights, name: str | None = None) -> BaseIdentity:
+    """Digest a base; reads every tensor once.
+
+    Args:
+        weights: The base.
+        name: Name or path for the record; None takes the path of the weights.
+
+    Returns:
+        Its identity.
+
+    Raises:
+        FormatError: NonFinite, or the file changed.
+    """
+    rows = [row for _, row in sorted(inventory(weights.config).items())]
+
+    def digest(row) -> str:
+        with read_once(weights, row) as array:
+            return f"{row.name} {array.shape} " + _sha256(np.ascontiguousarray(array, "<f4").data)
+
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        digests = dict(zip(rows, pool.map(digest, rows), strict=True))
+    vectors, matrices = ([text for row, text in digests.items() if len(row.shape) == n] for n in (1, 2))
+    return BaseIdentity(
+        name=name or str(weights.path),
+        config=_sha256(_constants(weights.config).encode()),
+        vectors=_sha256("\n".join(vectors).encode()),
+        matrices=_sha256("\n".join(matrices).encode()),
+        types=tuple(sorted({weights.stored_type(row.name).name for row in rows if len(row.shape) == 2})),
+    )
+
+
+def require_base(made_for: BaseIdentity | str | None, base: BaseIdentity, *, where: object) -> str:
+    """Refuse an adapter that was made for another base.
+
+    Args:
+        made_for: What the adapter records: an identity, a mere name, or nothing.
+        base: The base that it is to be put on.
+        where: The adapter, for messages.
+
+    Returns:
+        A sentence: that the base is the same, or that it cannot be told.
+
+    Raises:
+        FormatError: BaseMismatch.
+    """
+    if not isinstance(made_for, BaseIdentity):
+        return require_name(made_for, base.name, where=where)
+    if made_for.digest == base.digest:
+        return "base: the same, number by number"
+    parts = {"shapes and constants": "config", "norms and biases": "vectors"}
+    differ = [text for text, key in parts.items() if getattr(made_for, key) != getattr(base, key)]
+    if not differ and made_for.types != base.types:
+        stored = f"{', '.join(made_for.types)} there and {', '.join(base.types)} here"
+        return f"base: unknown, norms and shapes are those of {made_for.name}, its matrices are stored as {stored}"
+    what = differ[0] if differ else "matrices"
+    message = f"made for {made_for.name}, the {what} of {base.name} are others; give the base that it was trained on"
+    raise FormatError("BaseMismatch", message, path=str(where))
+
+
+def require_name(made_for: str | None, base: str, *, where: object) -> str:
+    """Refuse an adapter that names another base; the ends of both names count.
+
+    Args:
+        made_for: The name that the adapter gives, or None.
+        base: Name or path of the base that it is to be put on.
+        where: The adapter, for messages.
+
+    Returns:
+        A sentence: that the name fits, or that it cannot be told.
+
+    Raises:
+        FormatError: BaseMismatch.
+    """
+    if not made_for:
+        return "base: unknown, the adapter does not say which one it was made for"
+    if _plain(made_for) == _plain(base):
+        return f"base: the adapter names {made_for}, without a digest; the name fits"
+    message = f"made for {made_for} (by name, there is no digest), the base is {base}"
+    raise FormatError("BaseMismatch", f"{message}; if that is the same model, say so with --any-base", path=str(where))
+
+
+def _constants(config: ModelConfig) -> str:
+    """What both formats say of a model in the same words: neither the form of the RoPE scaling nor the context."""
+    shapes = {name: weight.shape for name, weight in inventory(config).items()}
+    floats = [str(np.float32(value)) for value in (config.rms_norm_eps, config.rope_theta)]
+    heads = [config.n_heads, config.n_kv_heads, config.head_dim]
+    return json.dumps([config.family, heads, floats, sorted((k, list(v)) for k, v in shapes.items())])
+
+
+def _plain(name: str) -> str:
+    """The end of a name or path, without what copies and downloads change."""
+    cached = re.search(r"models--([^/]+)/snapshots/", name)
+    end = cached[1].rpartition("--")[2] if cached else re.split(r"[/\\]", name.rstrip("/\\"))[-1]
+    return re.sub("[^a-z0-9]", "", end.lower().removesuffix(".gguf"))
+
+
+def _sha256(data) -> str:
+    return hashlib.sha256(data).hexdigest()

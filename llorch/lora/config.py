@@ -1,0 +1,169 @@
+"""How an adapter was or will be made: rank, scale, and which matrices it stands beside.
+
+    y = W x + scaling * B A x          scaling = lora_alpha / r, or lora_alpha / sqrt(r) with rank-stabilised LoRA
+
+Names, defaults and patterns are PEFT's. Source: arXiv:2106.09685; rsLoRA arXiv:2312.03732; DoRA arXiv:2402.09353;
+peft/tuners/lora/config.py and peft/tuners/tuners_utils.py (`check_target_module_exists`, `get_pattern_key`).
+"""
+
+import math
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from llorch.config import ModelConfig
+from llorch.lora.targets import LAYER_TARGETS, Target, targets_of
+
+Number = TypeVar("Number", int, float)
+ALL_LINEAR = "all-linear"  # every matrix of the layers; neither embedding nor output
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """The hyperparameters of one adapter; validated when it is made.
+
+    Attributes:
+        r: Rank, at least 1.
+        lora_alpha: Numerator of the scale; finite, above 0.
+        target_modules: Ends of module paths (`q_proj`), a regular expression for whole paths, or `all-linear`.
+        exclude_modules: Likewise, of what is left out again.
+        layers_to_transform: Only these layers; None takes all.
+        lora_dropout: Share of the adapter's input that is dropped in training, 0 or more and below 1.
+        use_rslora: Divide alpha by the root of the rank.
+        use_dora: Learn the length of every row apart from its direction.
+        rank_pattern: Regular expression for the end of a path -> rank of its own.
+        alpha_pattern: Likewise for alpha.
+    """
+
+    r: int = 8
+    lora_alpha: float = 16.0
+    target_modules: tuple[str, ...] | str = ALL_LINEAR
+    exclude_modules: tuple[str, ...] | str = ()
+    layers_to_transform: tuple[int, ...] | None = None
+    lora_dropout: float = 0.0
+    use_rslora: bool = False
+    use_dora: bool = False
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuse numbers without a meaning."""
+        for name, rank in {"r": self.r, **{f"rank_pattern {k}": v for k, v in self.rank_pattern.items()}}.items():
+            if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+                raise ValueError(f"lora config: {name} must be a whole number of at least 1, got {rank!r}")
+        alphas = {"lora_alpha": self.lora_alpha} | {f"alpha_pattern {k}": v for k, v in self.alpha_pattern.items()}
+        for name, alpha in alphas.items():
+            if not (math.isfinite(alpha) and alpha > 0):
+                raise ValueError(f"lora config: {name} must be finite and above 0, got {alpha}")
+        if not 0 <= self.lora_dropout < 1:
+            raise ValueError(f"lora config: lora_dropout must be 0 or more and below 1, got {self.lora_dropout}")
+        if not self.target_modules:
+            raise ValueError("lora config: target_modules must name at least one module, got none")
+        patterns = [*self.rank_pattern, *self.alpha_pattern]
+        patterns += [p for p in (self.target_modules, self.exclude_modules) if isinstance(p, str)]
+        for pattern in patterns:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"lora config: {pattern!r} is no regular expression: {error}") from None
+
+    def targets(self, config: ModelConfig) -> Mapping[str, Target]:
+        """Which matrices of a model the adapter stands beside.
+
+        Args:
+            config: The model.
+
+        Returns:
+            Canonical name to target, in the order of the forward pass.
+
+        Raises:
+            ValueError: A module that is asked for is nowhere in the model.
+        """
+        every = targets_of(config)
+        if isinstance(self.target_modules, tuple):
+            absent = [end for end in self.target_modules if not any(_ends(t.path, end) for t in every.values())]
+            if absent:
+                known = sorted({t.path.rpartition(".")[2] for t in every.values()})
+                raise ValueError(f"lora config: the model has no module {', '.join(absent)}; it has {', '.join(known)}")
+        found = {name: target for name, target in every.items() if self._takes(target)}
+        if not found:
+            chosen = {
+                name: getattr(self, name) for name in ("target_modules", "exclude_modules", "layers_to_transform")
+            }
+            told = ", ".join(f"{name} {value!r:.80}" for name, value in chosen.items() if value)
+            raise ValueError(f"lora config: {told} fit no matrix of the model")
+        return found
+
+    def require_effect(self, config: ModelConfig) -> None:
+        """Refuse a name, layer or pattern that changes nothing: it was meant to.
+
+        Args:
+            config: The model that an adapter is to be made for.
+
+        Raises:
+            ValueError: One of them has no effect, or no matrix is chosen.
+        """
+        chosen, offered = self.targets(config).values(), replace(self, exclude_modules=()).targets(config).values()
+        idle = [
+            *(("target_modules", end) for end in _idle(self.target_modules, chosen)),
+            *(("exclude_modules", end) for end in _idle(self.exclude_modules, offered)),
+            *(("layers_to_transform", n) for n in self.layers_to_transform or () if n not in map(_layer_of, chosen)),
+            *(("rank_pattern", key) for key in self.rank_pattern if not _hits(key, chosen)),
+            *(("alpha_pattern", key) for key in self.alpha_pattern if not _hits(key, chosen)),
+        ]
+        if idle:
+            told = ", ".join(f"{name} {value!r}" for name, value in idle[:8]) + (" and more" if idle[8:] else "")
+            raise ValueError(
+                f"lora config: expected what fits a matrix of the adapter, got {told}; correct or remove it"
+            )
+
+    def rank_of(self, target: Target) -> int:
+        """Rank of the adapter of one matrix."""
+        return _by_pattern(self.rank_pattern, target.path, self.r)
+
+    def alpha_of(self, target: Target) -> float:
+        """Alpha of the adapter of one matrix."""
+        return _by_pattern(self.alpha_pattern, target.path, self.lora_alpha)
+
+    def scaling_of(self, target: Target) -> float:
+        """What the adapter's product is multiplied with."""
+        rank = self.rank_of(target)
+        return self.alpha_of(target) / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def _takes(self, target: Target) -> bool:
+        if self.layers_to_transform is not None and _layer_of(target) not in self.layers_to_transform:
+            return False
+        return _fits(target, self.target_modules) and not (self.exclude_modules and _fits(target, self.exclude_modules))
+
+
+def _fits(target: Target, modules: tuple[str, ...] | str) -> bool:
+    if modules == ALL_LINEAR:
+        return target.path.rpartition(".")[2] in LAYER_TARGETS
+    if isinstance(modules, str):
+        return re.fullmatch(modules, target.path) is not None
+    return any(_ends(target.path, end) for end in modules)
+
+
+def _idle(modules: tuple[str, ...] | str, targets: Collection[Target]) -> list[str]:
+    """Those of some names, or the pattern that stands for them, which fit no target."""
+    each = [(name, (name,)) for name in modules] if isinstance(modules, tuple) else [(modules, modules)]
+    return [shown for shown, one in each if not any(_fits(target, one) for target in targets)]
+
+
+def _layer_of(target: Target) -> int | None:
+    found = re.match(r"layers\.(\d+)\.", target.name)
+    return None if found is None else int(found[1])
+
+
+def _ends(path: str, end: str) -> bool:
+    return path == end or path.endswith(f".{end}")
+
+
+def _hits(pattern: str, targets: Collection[Target]) -> bool:
+    return any(re.match(rf"(.*\.)?({pattern})$", target.path) for target in targets)
+
+
+def _by_pattern(patterns: Mapping[str, Number], path: str, default: Number) -> Number:
+    """The value of the first pattern that fits the end of a path, as PEFT finds it."""
+    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", path)), default)

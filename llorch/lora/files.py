@@ -1,0 +1,103 @@
+"""An adapter from whatever lies at a path: a PEFT directory or a LoRA GGUF file."""
+
+from pathlib import Path
+
+import numpy as np
+
+from llorch.config import ModelConfig
+from llorch.errors import FormatError
+from llorch.lora.adapter import Adapter
+from llorch.lora.base import BaseIdentity, identity_of, require_base, require_name
+from llorch.lora.gguf_format import base_of_gguf, read_lora_gguf
+from llorch.lora.peft_format import base_of_peft, copies_in_peft, read_peft
+from llorch.weights import Weights
+from llorch.weights.quant import BLOCK_SIZES
+
+_BF16, _LEAST = 2.0**-8, 1e-7  # a copy may have been rounded to half the width
+
+
+def read_adapter(path: str | Path, model: ModelConfig) -> Adapter:
+    """Read an adapter by what it is.
+
+    Args:
+        path: A PEFT directory or a LoRA GGUF file.
+        model: The model that it is for.
+
+    Returns:
+        The adapter, in float32.
+
+    Raises:
+        FileNotFoundError: Nothing has this path.
+        FormatError: As `read_peft` and `read_lora_gguf`; Unsupported for a lone safetensors file.
+    """
+    path = _existing(path)
+    return read_peft(path, model) if path.is_dir() else read_lora_gguf(path, model)
+
+
+def recorded_base(path: str | Path) -> BaseIdentity | str | None:
+    """What an adapter says of the base that it was made for: our record, a name, or nothing.
+
+    Args:
+        path: A PEFT directory or a LoRA GGUF file.
+
+    Returns:
+        See `require_base`.
+
+    Raises:
+        FileNotFoundError: Nothing has this path.
+        FormatError: The record is damaged.
+    """
+    path = _existing(path)
+    return base_of_peft(path) if path.is_dir() else base_of_gguf(path)
+
+
+def check_base(path: str | Path, weights: Weights, *, any_base: bool = False) -> str:
+    """Refuse an adapter that was made for another base, as far as it records one.
+
+    Args:
+        path: A PEFT directory or a LoRA GGUF file.
+        weights: The base; all of it is read if the adapter records a digest.
+        any_base: Accept a base of other numbers or another name.
+
+    Returns:
+        A sentence: whether the base is the same, or that it cannot be told.
+
+    Raises:
+        FormatError: BaseMismatch.
+    """
+    recorded = recorded_base(path)
+    try:
+        if isinstance(recorded, BaseIdentity):
+            verdict = require_base(recorded, identity_of(weights), where=path)
+        else:
+            verdict = require_name(recorded, str(weights.path), where=path)
+        _require_copies(Path(path), weights)
+    except FormatError as error:
+        if error.code != "BaseMismatch" or not any_base:
+            raise
+        return f"base: another one, and accepted; {error}"
+    return verdict
+
+
+def _require_copies(path: Path, weights: Weights) -> None:
+    """PEFT stores embedding and output beside their adapters: other numbers than the base's were trained or resized."""
+    for name, copy in (copies_in_peft(path) if path.is_dir() else {}).items():
+        stored = name if name in weights else "embed_tokens"
+        if BLOCK_SIZES[weights.stored_type(stored)][0] > 1:
+            continue  # rounded here, so other numbers say nothing
+        own = weights.read(stored)
+        differ = np.abs(own - copy) > np.abs(own) * _BF16 + _LEAST
+        if differ.any():
+            message = (
+                f"it carries a copy of {name}, of whose numbers {differ.mean():.1%} are not those of {weights.path}"
+            )
+            raise FormatError("BaseMismatch", message, path=path)
+
+
+def _existing(path: str | Path) -> Path:
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no such adapter; give a PEFT directory or a LoRA GGUF file")
+    if path.suffix == ".safetensors":
+        raise FormatError("Unsupported", "give the folder that holds adapter_config.json, not the file", path=path)
+    return path

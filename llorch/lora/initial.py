@@ -1,0 +1,159 @@
+"""What an adapter starts from, by PEFT's rules, drawn apart for every tensor: a seed gives the same numbers anywhere.
+
+    default    A uniform within 1 / sqrt(in), B zero            gaussian   A normal with deviation 1 / r, B zero
+    pissa      scaling * B A is the largest part of W: its first r singular vectors, their values shared by both sides
+    embedding  A zero, B standard normal, whichever of these is asked for
+
+With B or A zero the model starts as its base. With PiSSA it does so over the rest of W only. Here the base is never
+changed: while training, what the adapter started as is taken off again (`attach(..., minus=)`), and `over_original`
+turns both into one plain adapter of twice the rank, which is right beside the base as published.
+
+Source: peft/tuners/lora/layer.py (`reset_lora_parameters`, `pissa_init`) and model.py (`subtract_mutated_init`);
+PiSSA arXiv:2404.02948.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+from jaxtyping import Float, Float32
+
+from llorch.config import ModelConfig
+from llorch.lora.adapter import LORA_A, LORA_B, Adapter, LoraTensors, checked
+from llorch.lora.config import LoraConfig
+from llorch.lora.targets import Target
+from llorch.weights import Weights
+
+INITS = ("default", "gaussian", "pissa")
+_TILE = 1 << 22  # elements of a matrix that are looked at in one go
+
+
+def initial_adapter(config: LoraConfig, weights: Weights, *, init: str, seed: int) -> Adapter:
+    """Draw the tensors that training starts from.
+
+    Args:
+        config: Of the adapter.
+        weights: The base; its matrices are read for PiSSA and DoRA only.
+        init: One of `INITS`.
+        seed: 0 or above; the name of a tensor is mixed in.
+
+    Returns:
+        The adapter; one of PiSSA is meant with `attach(..., minus=)`.
+
+    Raises:
+        ValueError: A rule without a name, a seed below 0, PiSSA with DoRA, a rank that a matrix does not have, or a
+            part of the configuration that fits no matrix.
+    """
+    if init not in INITS:
+        raise ValueError(f"lora init: expected one of {', '.join(INITS)}, got {init!r}")
+    if seed < 0:
+        raise ValueError(f"lora init: the seed must be 0 or above, got {seed}")
+    if init == "pissa" and config.use_dora:
+        raise ValueError("lora init: pissa and DoRA cannot be turned into one plain adapter; choose one of them")
+    config.require_effect(weights.config)
+    tensors = {}
+    for name, target in config.targets(weights.config).items():
+        rank, scaling = config.rank_of(target), config.scaling_of(target)
+        if init == "pissa" and not target.is_embedding:
+            pair = principal(weights.read(target.weight), rank=rank, scaling=scaling, name=name)
+        else:
+            pair = _drawn(target, rank, init, seed)
+        lengths = _lengths(weights, target, pair, scaling) if config.use_dora else None
+        tensors[name] = LoraTensors(*pair, lengths)
+    return checked(config, tensors, weights.config)
+
+
+def principal(
+    weight: Float[np.ndarray, "out in"], *, rank: int, scaling: float, name: str
+) -> tuple[Float32[np.ndarray, "r in"], Float32[np.ndarray, "out r"]]:
+    """Split off the largest part of a matrix: scaling * B A is its best approximation of a rank.
+
+    Args:
+        weight: The matrix.
+        rank: How many singular vectors.
+        scaling: Of the adapter.
+        name: Of the matrix, for the message.
+
+    Returns:
+        A and B.
+
+    Raises:
+        ValueError: The matrix has fewer singular vectors.
+    """
+    if rank > min(weight.shape):
+        raise ValueError(f"lora init: pissa needs a rank of at most {min(weight.shape)} for {name}, got {rank}")
+    left, values, right = np.linalg.svd(weight.astype(np.float64), full_matrices=False)
+    share = np.sqrt(values[:rank] / scaling)
+    return (share[:, None] * right[:rank]).astype(np.float32), (left[:, :rank] * share).astype(np.float32)
+
+
+def over_original(trained: Adapter, initial: Adapter, model: ModelConfig) -> Adapter:
+    """Turn an adapter that was trained with PiSSA into a plain one beside the original base.
+
+        W - s B0 A0 + s B A = W + s [B, -B0] [A; A0]
+
+    Args:
+        trained: After training.
+        initial: What it started as.
+        model: The base.
+
+    Returns:
+        An adapter of twice the rank and the same scale.
+    """
+    tensors = {}
+    for name, after in trained.tensors.items():
+        before = initial.tensors[name]
+        lora_A = np.concatenate([after.lora_A, before.lora_A])
+        tensors[name] = LoraTensors(lora_A, np.concatenate([after.lora_B, -before.lora_B], axis=1))
+    return checked(_of_twice_the_rank(trained.config), tensors, model)
+
+
+def _of_twice_the_rank(config: LoraConfig) -> LoraConfig:
+    factor = math.sqrt(2) if config.use_rslora else 2.0
+    return replace(
+        config,
+        r=2 * config.r,
+        lora_alpha=factor * config.lora_alpha,
+        rank_pattern={pattern: 2 * rank for pattern, rank in config.rank_pattern.items()},
+        alpha_pattern={pattern: factor * alpha for pattern, alpha in config.alpha_pattern.items()},
+    )
+
+
+def _drawn(target: Target, rank: int, init: str, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    lora_A, lora_B = np.zeros((rank, target.n_in), np.float32), np.zeros((target.n_out, rank), np.float32)
+    if target.is_embedding:
+        lora_B = _generator(seed, f"{target.name}.{LORA_B}").standard_normal(lora_B.shape)
+    elif init == "gaussian":
+        lora_A = _generator(seed, f"{target.name}.{LORA_A}").standard_normal(lora_A.shape) / rank
+    else:
+        bound = 1 / math.sqrt(target.n_in)
+        lora_A = _generator(seed, f"{target.name}.{LORA_A}").uniform(-bound, bound, lora_A.shape)
+    return lora_A.astype(np.float32), lora_B.astype(np.float32)
+
+
+def _generator(seed: int, name: str) -> np.random.Generator:
+    """One for each tensor, so that no tensor's numbers depend on which others there are."""
+    digest = hashlib.sha256(name.encode()).digest()
+    return np.random.Generator(np.random.PCG64([seed, *np.frombuffer(digest, np.uint32).tolist()]))
+
+
+def _lengths(
+    weights: Weights, target: Target, pair: tuple[np.ndarray, np.ndarray], scaling: float
+) -> Float32[np.ndarray, " out"]:
+    """|W + scaling * B A| along the input, which DoRA starts from."""
+    lora_A, lora_B = (array.astype(np.float64) for array in pair)
+    weight = weights.read(target.weight)
+    if target.is_embedding:
+        added = ((rows, lora_A[:, rows].T @ lora_B.T) for rows in _tiles(weight.shape))
+        squares = sum(np.square(weight[rows] + scaling * part).sum(axis=0) for rows, part in added)
+        return np.sqrt(squares).astype(np.float32)
+    added = ((rows, lora_B[rows] @ lora_A) for rows in _tiles(weight.shape))
+    lengths = [np.linalg.norm(weight[rows] + scaling * part, axis=1) for rows, part in added]
+    return np.concatenate(lengths).astype(np.float32)
+
+
+def _tiles(shape: tuple[int, int]) -> Iterator[slice]:
+    step = max(1, _TILE // shape[1])
+    return (slice(start, start + step) for start in range(0, shape[0], step))

@@ -1,0 +1,103 @@
+"""Merging: an adapter's product added to the weights it stands beside, in float64, rounded to float32 once.
+
+    W' = W + s B A                         of an embedding: W' = W + s (B A)^T
+    DoRA: W' = magnitude * (W + s B A) / length of each of its rows
+
+Source: arXiv:2106.09685 section 4.1; DoRA arXiv:2402.09353; peft/tuners/lora/layer.py (`merge`, `get_delta_weight`).
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+from jaxtyping import Float32
+
+from llorch.errors import FormatError
+from llorch.lora.adapter import Adapter, LoraTensors
+from llorch.weights import Slot, Weights
+
+_AT_ONCE = 1 << 20  # elements in float64 at a time
+
+
+class MergedWeights(Weights):
+    """A base whose adapted matrices are read with the adapter merged in; the file is not touched."""
+
+    def __init__(self, weights: Weights, adapter: Adapter) -> None:
+        """Put both together.
+
+        Args:
+            weights: The base. Tied embedding and output become two where one of them is adapted.
+            adapter: What is merged in.
+        """
+        slots: dict[str, Slot] = dict(weights.slots)
+        config = weights.config
+        if config.tie_word_embeddings and adapter.tensors.keys() & {"embed_tokens", "lm_head"}:
+            config = replace(config, tie_word_embeddings=False)
+            slots["lm_head"] = slots["embed_tokens"]
+        super().__init__(config=config, path=weights.path, source=weights.source, slots=slots)
+        self.dtype = weights.dtype
+        self.adapter = adapter
+
+    def read(self, name: str) -> Float32[np.ndarray, "..."]:
+        """A weight as float32, merged anew and not kept; see `Weights.read`."""
+        array = super().read(name)
+        return merged_matrix(array, self.adapter, name, where=self.path) if self.is_changed(name) else array
+
+    def is_changed(self, name: str) -> bool:
+        """Whether an adapter is merged into a weight."""
+        return name in self.adapter.tensors
+
+    def _multiplies_itself(self, slot: Slot) -> bool:
+        return False  # what the file packs is not what is multiplied
+
+
+def merged_matrix(
+    weight: Float32[np.ndarray, "rows columns"], adapter: Adapter, name: str, *, where: object = None
+) -> Float32[np.ndarray, "rows columns"]:
+    """Merge the adapter of one matrix.
+
+    Args:
+        weight: The base matrix; an embedding has one row per token.
+        adapter: Holds tensors for the matrix.
+        name: Canonical name of the matrix.
+        where: The base, for messages.
+
+    Returns:
+        The merged matrix, rounded once.
+
+    Raises:
+        FormatError: NonFinite when the sum overflows float32.
+    """
+    tensors, is_embedding = adapter.tensors[name], adapter.targets[name].is_embedding
+    factors = None
+    if tensors.magnitude is not None:
+        lengths = _lengths(weight, tensors, adapter.scaling(name), is_embedding=is_embedding)
+        factors = tensors.magnitude / lengths
+        factors = factors[None, :] if is_embedding else factors[:, None]
+    merged = np.empty_like(weight)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for rows, wide in _sums(weight, tensors, adapter.scaling(name), is_embedding=is_embedding):
+            own = factors if factors is None or is_embedding else factors[rows]
+            merged[rows] = wide if own is None else wide * own
+    if not np.isfinite(merged).all():
+        raise FormatError("NonFinite", f"{name} has NaN or infinity after merging", path=str(where))
+    return merged
+
+
+def _sums(
+    weight: np.ndarray, tensors: LoraTensors, scaling: float, *, is_embedding: bool
+) -> Iterator[tuple[slice, np.ndarray]]:
+    """W + s B A in float64, some rows at a time."""
+    left, right = (tensors.lora_A.T, tensors.lora_B.T) if is_embedding else (tensors.lora_B, tensors.lora_A)
+    right = right * np.float64(scaling)
+    step = max(1, _AT_ONCE // weight.shape[1])
+    for start in range(0, len(weight), step):
+        rows = slice(start, start + step)
+        yield rows, weight[rows] + left[rows].astype(np.float64) @ right
+
+
+def _lengths(weight: np.ndarray, tensors: LoraTensors, scaling: float, *, is_embedding: bool) -> np.ndarray:
+    """Length of every output's weights: a row of a matrix, a column of an embedding."""
+    axis = 0 if is_embedding else 1
+    squares = [np.square(wide).sum(axis=axis) for _, wide in _sums(weight, tensors, scaling, is_embedding=is_embedding)]
+    return np.sqrt(np.sum(squares, axis=0) if is_embedding else np.concatenate(squares))

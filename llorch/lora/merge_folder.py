@@ -1,0 +1,63 @@
+"""A merged Hugging Face folder from a Hugging Face folder: new tensors, every other file byte for byte."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from llorch.lora.merge import MergedWeights
+from llorch.model_places import counting, placing, read_back
+from llorch.weights.export_huggingface import DTYPES, huggingface_size, write_json, write_safetensors
+from llorch.weights.placing import new_folder
+from llorch.weights.quant import GGMLType
+
+CONFIG = "config.json"
+_KEPT = (
+    CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "chat_template.jinja", "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model",
+)  # fmt: skip
+
+
+def write_merged_folder(
+    merged: MergedWeights, target: Path, *, ggml_type: GGMLType, report: Callable[[str], None]
+) -> list[str]:
+    """Write a folder that transformers loads; complete or absent.
+
+    Args:
+        merged: Read from a folder.
+        target: The place, checked.
+        ggml_type: A key of `DTYPES`.
+        report: Told what is being done, a line at a time.
+
+    Returns:
+        What was changed beside the tensors, a line each.
+
+    Raises:
+        FormatError: NonFinite, or OutOfRange for a number that the dtype cannot hold.
+        OSError: No room, or no permission; nothing is left of the target.
+    """
+    source, notes = Path(merged.path), []
+    with placing(target, huggingface_size(merged.config, ggml_type)), new_folder(target) as folder:
+        write_safetensors(merged, folder, ggml_type=ggml_type, on_tensor=counting(merged, report))
+        for name in _KEPT:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, folder / name)
+        changes = _changes(merged, source, ggml_type)
+        if changes:
+            values = json.loads((source / CONFIG).read_bytes())
+            write_json(folder / CONFIG, values | changes)
+            notes = [f"{CONFIG}: {key} is {json.dumps(value)} now" for key, value in changes.items()]
+        read_back(folder, merged, target)
+    return notes
+
+
+def _changes(merged: MergedWeights, source: Path, ggml_type: GGMLType) -> dict[str, object]:
+    """What the configuration would say wrongly of the merged tensors."""
+    values = json.loads((source / CONFIG).read_bytes())
+    changes: dict[str, object] = {}
+    if values.get("tie_word_embeddings", False) != merged.config.tie_word_embeddings:
+        changes["tie_word_embeddings"] = merged.config.tie_word_embeddings
+    stored = {merged.stored_type(name) for name in merged}
+    if stored != {ggml_type}:
+        changes |= {key: DTYPES[ggml_type] for key in ("dtype", "torch_dtype") if key in values}
+    return changes

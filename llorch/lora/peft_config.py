@@ -1,0 +1,193 @@
+"""`adapter_config.json` of PEFT in and out. A field that changes the maths and is not ours is refused by name.
+
+Source: peft/tuners/lora/config.py of PEFT 0.21 (41 fields), peft/config.py.
+"""
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+from llorch.errors import FormatError
+from llorch.fields import Fields
+from llorch.lora.config import ALL_LINEAR, LoraConfig
+from llorch.lora.targets import LAYER_TARGETS, Target
+from llorch.weights.strict_json import read_json
+
+logger = logging.getLogger(__name__)
+
+CONFIG_FILE = "adapter_config.json"
+_LIMIT = 1 << 20  # bytes
+
+# Read below.
+_OURS = (
+    "peft_type", "r", "lora_alpha", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",
+    "lora_dropout", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "init_lora_weights",
+)  # fmt: skip
+# Without meaning for the numbers of a trained adapter: bookkeeping, and how training began or saved memory.
+_BOOKKEEPING = (
+    "task_type", "base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping",
+    "megatron_config", "megatron_core", "runtime_config", "qalora_group_size", "eva_config", "velora_config",
+    "corda_config", "loftq_config", "lora_ga_config",
+)  # fmt: skip
+# Each changes what is computed; the value is why an adapter that has it cannot be used.
+_REFUSED: Mapping[str, str] = {
+    "bias": "biases of the base were trained",
+    "lora_bias": "lora_B has a bias",
+    "modules_to_save": "whole modules were trained beside the adapter",
+    "fan_in_fan_out": "weights are stored transposed",
+    "trainable_token_indices": "single rows of the embedding were trained",
+    "target_parameters": "adapters stand beside parameters, not modules",
+    "layer_replication": "layers are repeated",
+    "alora_invocation_tokens": "the adapter acts from a token on",
+    "use_qalora": "the input is pooled",
+    "use_bdlora": "the matrices are block-diagonal",
+    "arrow_config": "a router chooses adapters",
+    "kasa_config": "the base weights are changed",
+    "monteclora_config": "the matrices are drawn at random",
+    "ensure_weight_tying": "embedding and output share an adapter",
+}
+_OFF: tuple[object, ...] = (None, False, "none", [], {})
+# Initialisations that subtract from the base: the saved adapter means nothing beside the original weights.
+_CHANGE_THE_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
+_REMEDY = "merge it with PEFT first"
+
+
+def read_config(folder: Path) -> tuple[LoraConfig, str | None]:
+    """Read and check `adapter_config.json`.
+
+    Args:
+        folder: The adapter.
+
+    Returns:
+        How the adapter was made, and the base that it names.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        FormatError: Unsupported, with the field's name, for what changes the maths; Malformed, Missing, OutOfRange.
+    """
+    path = folder / CONFIG_FILE
+    fields = Fields(read_json(path, limit=_LIMIT), path)
+    if fields.text("peft_type") != "LORA":
+        raise fields.error("Unsupported", "peft_type", "LORA", fields.values["peft_type"])
+    _refuse(fields, path)
+    try:
+        config = LoraConfig(
+            r=fields.integer("r"),
+            lora_alpha=fields.number("lora_alpha"),
+            target_modules=_modules(fields, "target_modules"),
+            exclude_modules=_modules(fields, "exclude_modules") if fields.has("exclude_modules") else (),
+            layers_to_transform=_layers(fields),
+            lora_dropout=fields.number("lora_dropout", default=0.0),
+            use_rslora=fields.boolean("use_rslora", default=False),
+            use_dora=fields.boolean("use_dora", default=False),
+            rank_pattern=_pattern(fields, "rank_pattern", Fields.integer),
+            alpha_pattern=_pattern(fields, "alpha_pattern", Fields.number),
+        )
+    except FormatError:
+        raise
+    except ValueError as error:
+        raise FormatError("OutOfRange", str(error), path=path) from None
+    return config, fields.text("base_model_name_or_path") if fields.has("base_model_name_or_path") else None
+
+
+def config_json(config: LoraConfig, targets: Mapping[str, Target], *, base: str) -> str:
+    """Express a configuration as PEFT does.
+
+    Args:
+        config: How the adapter was made.
+        targets: The matrices that it stands beside.
+        base: Name or path of the base.
+
+    Returns:
+        The text of the file; equal for equal arguments, whatever the order of modules in them.
+    """
+    values = {
+        "alpha_pattern": {key: _short(alpha) for key, alpha in config.alpha_pattern.items()},
+        "base_model_name_or_path": base,
+        "bias": "none",
+        "exclude_modules": _listed(config.exclude_modules) or None,
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "layers_to_transform": None if config.layers_to_transform is None else sorted(config.layers_to_transform),
+        "lora_alpha": _short(config.lora_alpha),
+        "lora_bias": False,
+        "lora_dropout": config.lora_dropout,
+        "modules_to_save": None,
+        "peft_type": "LORA",
+        "r": config.r,
+        "rank_pattern": dict(config.rank_pattern),
+        "revision": None,
+        "target_modules": _listed(config.target_modules),
+        "task_type": "CAUSAL_LM",
+        "use_dora": config.use_dora,
+        "use_rslora": config.use_rslora,
+    }
+    values = dict(sorted((values | _patterned_layers(config, targets)).items()))  # patterns keep their order: it counts
+    return json.dumps(values, indent=2, allow_nan=False) + "\n"
+
+
+def _refuse(fields: Fields, path: Path) -> None:
+    on = {key: value for key, value in fields.values.items() if value not in _OFF}
+    for key, reason in _REFUSED.items():
+        if key in on:
+            raise FormatError("Unsupported", f"{key}: {on[key]!r:.60}: {reason}; {_REMEDY}", path=path)
+    unknown = sorted(fields.values.keys() - {*_OURS, *_BOOKKEEPING, *_REFUSED})
+    if any(key in on for key in unknown):
+        named = ", ".join(f"{key}: {on[key]!r:.60}" for key in unknown if key in on)
+        message = f"{named}: unknown here, it may change what is computed; {_REMEDY}"
+        raise FormatError("Unsupported", message, path=path)
+    if unknown:
+        logger.warning("%s: %s: unknown here and switched off; ignored", path, ", ".join(unknown))
+    start = fields.values.get("init_lora_weights")
+    if isinstance(start, str) and start.startswith(_CHANGE_THE_BASE):
+        how = "save it from PEFT with path_initial_model_for_weight_conversion"
+        message = f"init_lora_weights: {start!r} changed the base weights, beside which the adapter stands; {how}"
+        raise FormatError("Unsupported", message, path=path)
+    if fields.has("layers_pattern") and fields.values["layers_pattern"] not in ("layers", ["layers"], []):
+        raise fields.error("Unsupported", "layers_pattern", "layers", fields.values["layers_pattern"])
+
+
+def _modules(fields: Fields, key: str) -> tuple[str, ...] | str:
+    value = fields.values.get(key)
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise fields.error("Malformed" if fields.has(key) else "Missing", key, "a list of module names", value)
+    return tuple(sorted(value))
+
+
+def _layers(fields: Fields) -> tuple[int, ...] | None:
+    value = fields.values.get("layers_to_transform")
+    if value is None:
+        return None
+    layers = value if isinstance(value, list) else [value]
+    numbers = tuple(layer for layer in layers if isinstance(layer, int) and layer is not True and layer is not False)
+    if len(numbers) != len(layers):
+        raise fields.error("Malformed", "layers_to_transform", "layer numbers", value)
+    return numbers
+
+
+def _pattern(fields: Fields, key: str, read) -> dict:
+    section = fields.section(key)
+    return {} if section is None else {name: read(section, name) for name in section.values}
+
+
+def _listed(modules: tuple[str, ...] | str) -> list[str] | str:
+    """Module names, sorted: PEFT writes a set, whose order changes from run to run."""
+    if modules == ALL_LINEAR:
+        return sorted(LAYER_TARGETS)
+    return modules if isinstance(modules, str) else sorted(modules)
+
+
+def _short(alpha: float) -> float | int:
+    return int(alpha) if alpha == int(alpha) else alpha
+
+
+def _patterned_layers(config: LoraConfig, targets: Mapping[str, Target]) -> dict[str, object]:
+    """PEFT takes no choice of layers beside a regular expression: name every module then."""
+    if config.layers_to_transform is None or not isinstance(_listed(config.target_modules), str):
+        return {}
+    paths = sorted(target.path for target in targets.values())
+    return {"target_modules": paths, "layers_to_transform": None}

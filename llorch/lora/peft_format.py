@@ -1,0 +1,204 @@
+"""The adapter directory of PEFT in and out: `adapter_config.json` and `adapter_model.safetensors`.
+
+    base_model.model.<path>.lora_A.weight (r, in)        base_model.model.<path>.lora_B.weight (out, r)
+    of an embedding: .lora_embedding_A (r, vocab)        .lora_embedding_B (hidden, r)
+    of DoRA: .lora_magnitude_vector (out,)               of PEFT, ignored: .base_layer.weight of embedding and output
+
+What we write is the same bytes for the same adapter. The identity of the base goes into a file of its own, which PEFT
+does not look at: it warns of unknown fields in its configuration.
+
+Source: peft/utils/save_and_load.py of PEFT 0.21; safetensors README (layout).
+"""
+
+import json
+import logging
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from llorch.config import ModelConfig
+from llorch.errors import FormatError
+from llorch.lora.adapter import LORA_A, LORA_B, MAGNITUDE, Adapter
+from llorch.lora.assemble import assembled, some
+from llorch.lora.base import BaseIdentity
+from llorch.lora.config import LoraConfig
+from llorch.lora.peft_config import CONFIG_FILE, config_json, read_config
+from llorch.lora.targets import Target
+from llorch.weights.folder import PICKLE_SUFFIXES, file_inside
+from llorch.weights.placing import new_file
+from llorch.weights.safetensors import SafetensorsFile
+from llorch.weights.strict_json import read_json
+
+logger = logging.getLogger(__name__)
+
+TENSOR_FILE, BASE_FILE = "adapter_model.safetensors", "llorch_base.json"
+_PREFIX = "base_model.model."
+_COPY = "base_layer.weight"
+_LINEAR = {LORA_A: "lora_A.weight", LORA_B: "lora_B.weight", MAGNITUDE: "lora_magnitude_vector"}
+_EMBEDDING = {LORA_A: "lora_embedding_A", LORA_B: "lora_embedding_B", MAGNITUDE: "lora_magnitude_vector"}
+# Tensors that a configuration we accept does not announce, and what they are.
+_FOREIGN = {
+    r"\.lora_[AB]\.bias$": "a bias of the adapter (lora_bias)",
+    r"trainable_tokens": "trained rows of the embedding (trainable_token_indices)",
+    r"modules_to_save": "a module that was trained whole (modules_to_save)",
+    r"(embed_tokens|lm_head)\.weight$": "a whole matrix, trained or resized (save_embedding_layers)",
+}
+_LIMIT = 1 << 20  # bytes of a JSON file
+
+
+def read_peft(folder: str | Path, model: ModelConfig) -> Adapter:
+    """Read an adapter that PEFT, or llorch, wrote.
+
+    Args:
+        folder: Holds `adapter_config.json` and `adapter_model.safetensors`.
+        model: The model that it is for.
+
+    Returns:
+        The adapter, in float32.
+
+    Raises:
+        FileNotFoundError: There is no such folder, or it has no configuration.
+        FormatError: Missing, Unexpected, Shape, DType, NonFinite or OutOfRange with all tensors or the field concerned;
+            Unsupported for a field or tensor that changes the maths; Unsafe for a pickle.
+    """
+    folder = Path(folder)
+    config, _ = read_config(folder)
+    targets = _targets(config, model, folder)
+    with SafetensorsFile(tensor_file(folder)) as file:
+        ours = {stored: name for name, stored in _stored_names(config, targets).items()}
+        _check_copies(file, targets)
+        extra = sorted(name for name in file.tensors if name not in ours and not name.endswith(_COPY))
+        _refuse_foreign(extra, folder)
+        arrays = {ours.get(name, name): file.array(name) for name in file.tensors if not name.endswith(_COPY)}
+        return assembled(config, arrays, model, where=folder)
+
+
+def write_peft(adapter: Adapter, folder: str | Path, *, base: BaseIdentity) -> None:
+    """Write an adapter as PEFT does, into a folder that may exist.
+
+    Each file is complete or absent, the configuration last: without it nobody takes the folder for an adapter.
+
+    Args:
+        adapter: The adapter.
+        folder: Made if it does not exist; other files in it stay.
+        base: The base that it was trained on.
+    """
+    folder = Path(folder)
+    folder.mkdir(exist_ok=True)
+    stored = _stored_names(adapter.config, adapter.targets)
+    arrays = {stored[name]: array for name, array in adapter.flat().items()}
+    config = config_json(adapter.config, adapter.targets, base=base.name)
+    if (folder / CONFIG_FILE).exists() and (folder / CONFIG_FILE).read_text(encoding="utf-8") != config:
+        (folder / CONFIG_FILE).unlink()  # the old one must never stand beside the new tensors
+    with new_file(folder / TENSOR_FILE) as path:
+        path.write_bytes(_safetensors(arrays))
+    with new_file(folder / BASE_FILE) as path:
+        path.write_text(base.to_json(), encoding="utf-8")
+    with new_file(folder / CONFIG_FILE) as path:
+        path.write_text(config, encoding="utf-8")
+
+
+def base_of_peft(folder: str | Path) -> BaseIdentity | str | None:
+    """What an adapter folder says of its base.
+
+    Args:
+        folder: Written by PEFT or llorch.
+
+    Returns:
+        Our record, else the name that PEFT wrote, else None.
+
+    Raises:
+        FormatError: The record or the configuration is damaged.
+    """
+    record = Path(folder) / BASE_FILE
+    if record.exists():
+        return BaseIdentity.from_fields(read_json(record, limit=_LIMIT), record)
+    return read_config(Path(folder))[1]
+
+
+def copies_in_peft(folder: str | Path) -> Mapping[str, np.ndarray]:
+    """The matrices of the base that PEFT stores beside adapters of embedding and output.
+
+    Args:
+        folder: Written by PEFT.
+
+    Returns:
+        `embed_tokens` or `lm_head` to its numbers.
+    """
+    with SafetensorsFile(tensor_file(Path(folder))) as file:
+        names = [name for name in file.tensors if name.endswith(_COPY)]
+        return {name.split(".")[-3]: np.array(file.array(name)) for name in names}
+
+
+def tensor_file(folder: Path) -> Path:
+    """Find the tensors of an adapter.
+
+    Args:
+        folder: The adapter.
+
+    Returns:
+        The file.
+
+    Raises:
+        FormatError: Missing; Unsafe for a pickle, or a link that leads out of the folder.
+    """
+    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLE_SUFFIXES)
+    if pickles and not (folder / TENSOR_FILE).exists():
+        message = f"{pickles[0]} is a pickle, which can run code; save the adapter with PEFT as safetensors"
+        raise FormatError("Unsafe", message, path=folder)
+    return file_inside(folder, TENSOR_FILE)
+
+
+def _targets(config: LoraConfig, model: ModelConfig, folder: Path) -> Mapping[str, Target]:
+    try:
+        return config.targets(model)
+    except ValueError as error:
+        raise FormatError("Missing", str(error), path=folder) from None
+
+
+def _stored_names(config: LoraConfig, targets: Mapping[str, Target]) -> dict[str, str]:
+    """Our names to those in the file."""
+    names = {}
+    for target in targets.values():
+        kinds = _EMBEDDING if target.is_embedding else _LINEAR
+        for kind in (LORA_A, LORA_B, *([MAGNITUDE] if config.use_dora else [])):
+            names[f"{target.name}.{kind}"] = f"{_PREFIX}{target.path}.{kinds[kind]}"
+    return names
+
+
+def _check_copies(file: SafetensorsFile, targets: Mapping[str, Target]) -> None:
+    """PEFT stores the base's own matrix beside an adapter of embedding or output; it must be that."""
+    for name, info in file.tensors.items():
+        if not name.endswith(_COPY):
+            continue
+        target = next((t for t in targets.values() if f"{_PREFIX}{t.path}.{_COPY}" == name), None)
+        if target is None or target.name not in ("embed_tokens", "lm_head"):
+            raise FormatError("Unexpected", f"{name} is a base matrix that no adapter stands beside", path=file.path)
+        shape = (target.n_in, target.n_out) if target.is_embedding else (target.n_out, target.n_in)
+        if info.shape != shape:
+            message = f"{name} expected {shape}, got {info.shape}: the vocabulary was resized"
+            raise FormatError("Shape", message, path=file.path)
+
+
+def _refuse_foreign(names: list[str], folder: Path) -> None:
+    for pattern, what in _FOREIGN.items():
+        found = [name for name in names if re.search(pattern, name)]
+        if found:
+            message = f"{some(found)}: {what}; merge the adapter with PEFT first"
+            raise FormatError("Unsupported", message, path=folder)
+
+
+def _safetensors(arrays: Mapping[str, np.ndarray]) -> bytes:
+    """A file whose bytes depend on names and numbers only: sorted, and with one metadata key, as PEFT needs it."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    for name, array in sorted(arrays.items()):
+        end = begin + 4 * array.size
+        header[name] = {"dtype": "F32", "shape": list(array.shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the tensors are aligned
+    parts = [np.ascontiguousarray(array, "<f4").tobytes() for _, array in sorted(arrays.items())]
+    return b"".join([len(text).to_bytes(8, "little"), text, *parts])

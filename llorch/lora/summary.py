@@ -1,0 +1,180 @@
+"""What is in an adapter, with or without its base at hand: ranks, scales, and how far each matrix is moved."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Float
+
+from llorch.fields import Fields
+from llorch.lora.config import LoraConfig
+from llorch.lora.files import recorded_base
+from llorch.lora.gguf_format import ALPHA
+from llorch.lora.peft_config import read_config
+from llorch.lora.peft_format import tensor_file
+from llorch.lora.targets import Target, targets_of
+from llorch.weights import Weights
+from llorch.weights.gguf import GGUFFile
+from llorch.weights.safetensors import SafetensorsFile
+
+_PEFT = re.compile(r"^base_model\.model\.(?P<path>.+)\.lora_(?:embedding_)?(?P<half>[AB])(?:\.weight)?$")
+_GGUF = re.compile(r"^(?P<path>.+)\.weight\.lora_(?P<half>[ab])$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatrixSummary:
+    """The adapter of one matrix.
+
+    Attributes:
+        path: Module path; in a GGUF file the name of the base tensor.
+        rank: Its r.
+        scaling: Factor of its product.
+        n_parameters: Trained numbers, magnitudes left out.
+        norm: Frobenius norm of scaling * B A, which is added to the matrix.
+        relative: The same divided by the norm of the base matrix; None without a base.
+    """
+
+    path: str
+    rank: int
+    scaling: float
+    n_parameters: int
+    norm: float
+    relative: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """An adapter as it lies on the disk.
+
+    Attributes:
+        path: Folder or file.
+        format: What it is.
+        config: How it was made, as far as the file says.
+        base: The base that it records, by name.
+        dtypes: Types of its tensors.
+        n_parameters: All trained numbers.
+        matrices: One by one.
+        problems: What llorch would refuse it for, seen without a base.
+    """
+
+    path: Path
+    format: str
+    config: LoraConfig | None
+    base: str | None
+    dtypes: list[str]
+    n_parameters: int
+    matrices: list[MatrixSummary]
+    problems: list[str]
+
+
+def summarise(path: str | Path, weights: Weights | None = None) -> Summary:
+    """Look at an adapter.
+
+    Args:
+        path: A PEFT directory or a LoRA GGUF file.
+        weights: Its base, for norms beside those of the base; may be None.
+
+    Returns:
+        What is in it.
+
+    Raises:
+        FileNotFoundError: Nothing has this path.
+        FormatError: Not even its configuration or tensor table can be read.
+    """
+    recorded, path = recorded_base(path), Path(path)
+    config = read_config(path)[0] if path.is_dir() else None
+    with SafetensorsFile(tensor_file(path)) if path.is_dir() else GGUFFile(path) as file:
+        halves = _halves(file)
+        alpha = Fields(file.metadata, path).number(ALPHA, default=0.0) if isinstance(file, GGUFFile) else 0.0
+        whole = {name: pair for name, pair in halves.items() if pair.keys() == {"A", "B"}}
+        matrices = [_summary(name, pair, config, alpha, weights) for name, pair in sorted(whole.items())]
+        kinds = _types(file)
+        trained = [info for name, info in file.tensors.items() if "lora" in name]
+    problems = [f"{name}: half of it is missing" for name in sorted(halves.keys() - whole.keys())]
+    problems += [f"{matrix.path}: NaN or infinity" for matrix in matrices if not np.isfinite(matrix.norm)]
+    return Summary(
+        path=path,
+        format="PEFT directory" if path.is_dir() else "LoRA GGUF",
+        config=config,
+        base=recorded if isinstance(recorded, str) or recorded is None else recorded.name,
+        dtypes=kinds,
+        n_parameters=sum(int(np.prod(info.shape)) for info in trained),
+        matrices=matrices,
+        problems=problems if halves else ["no LoRA tensors"],
+    )
+
+
+def stored_types(path: str | Path) -> list[str]:
+    """Types in which an adapter stores its tensors.
+
+    Args:
+        path: A PEFT directory or a LoRA GGUF file.
+
+    Returns:
+        Their names, `F32` and so on.
+    """
+    path = Path(path)
+    with SafetensorsFile(tensor_file(path)) if path.is_dir() else GGUFFile(path) as file:
+        return _types(file)
+
+
+def product_norm(lora_A: Float[np.ndarray, "r in"], lora_B: Float[np.ndarray, "out r"]) -> float:
+    """Frobenius norm of B A, without the product itself.
+
+    Args:
+        lora_A: The way down.
+        lora_B: The way up.
+
+    Returns:
+        The norm.
+    """
+    a, b = lora_A.astype(np.float64), lora_B.astype(np.float64)
+    with np.errstate(invalid="ignore", over="ignore"):
+        return float(np.sqrt(np.maximum(0, np.sum((a @ a.T) * (b.T @ b)))))  # trace of A^T B^T B A
+
+
+def _types(file: SafetensorsFile | GGUFFile) -> list[str]:
+    return sorted({file.packed(name).ggml_type.name for name in file.tensors if "lora" in name})
+
+
+def _halves(file: SafetensorsFile | GGUFFile) -> dict[str, dict[str, np.ndarray]]:
+    pattern = _PEFT if isinstance(file, SafetensorsFile) else _GGUF
+    found: dict[str, dict[str, np.ndarray]] = {}
+    for name in file.tensors:
+        match = pattern.match(name)
+        if match:
+            array = file.array(name)
+            transposed = match["path"] == "token_embd" and match["half"] == "a"
+            found.setdefault(match["path"], {})[match["half"].upper()] = array.T if transposed else array
+    return found
+
+
+def _summary(
+    path: str, pair: dict[str, np.ndarray], config: LoraConfig | None, alpha: float, weights: Weights | None
+) -> MatrixSummary:
+    lora_A, lora_B = pair["A"], pair["B"]
+    rank = lora_B.shape[-1]
+    if config is not None:
+        scaling = config.scaling_of(Target(path, path, "", lora_A.shape[-1], len(lora_B), 0, path))
+    else:
+        scaling = alpha / rank if alpha else 1.0
+    fits = lora_A.ndim == lora_B.ndim == 2 and len(lora_A) == rank
+    norm = scaling * product_norm(lora_A, lora_B) if fits else float("nan")
+    base = _base_norm(path, weights)
+    return MatrixSummary(
+        path=path,
+        rank=rank,
+        scaling=scaling,
+        n_parameters=lora_A.size + lora_B.size,
+        norm=norm,
+        relative=None if base is None else norm / base,
+    )
+
+
+def _base_norm(path: str, weights: Weights | None) -> float | None:
+    targets = targets_of(weights.config).values() if weights is not None else ()
+    target = next((target for target in targets if path in (target.path, target.gguf)), None)
+    if weights is None or target is None:
+        return None
+    return float(np.linalg.norm(weights.read(target.weight)))

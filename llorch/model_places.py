@@ -1,0 +1,120 @@
+"""Where a model is written: what must not be replaced, whether there is room, and a look at what was written."""
+
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+
+from llorch.config import ModelConfig
+from llorch.errors import FormatError
+from llorch.weights import Weights, open_weights
+from llorch.weights.names import inventory
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file, or of the files in a folder."""
+    return sum(file.stat().st_size for file in (path.iterdir() if path.is_dir() else [path]))
+
+
+def check_places(source: Path, target: Path, *, force: bool) -> None:
+    """Refuse a target that cannot be written without harm.
+
+    Args:
+        source: What is read.
+        target: What would be written.
+        force: Whether a target that exists may be replaced.
+
+    Raises:
+        FileNotFoundError: There is no source, or no folder for the target.
+        FileExistsError: The target exists.
+        ValueError: The target is the source, or holds it.
+    """
+    to_gguf = target.suffix == ".gguf"
+    if not source.exists():
+        raise FileNotFoundError(f"{source}: no such file or folder")
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"{target}: the folder {target.parent} does not exist; make it first")
+    if not target.exists():
+        return
+    if source.samefile(target) or target.resolve() in source.resolve().parents:
+        raise ValueError(f"{target}: the target would replace the source; choose another name")
+    if not force:
+        raise FileExistsError(errno.EEXIST, "exists; choose another name, or replace it with --force", str(target))
+    if target.is_dir() == to_gguf:
+        kind = "a folder" if to_gguf else "a file"
+        raise FileExistsError(errno.EEXIST, f"is {kind}, which is not replaced; choose another name", str(target))
+    foreign = sorted(file.name for file in target.iterdir() if not _is_of_a_model(file)) if not to_gguf else []
+    if foreign:
+        message = f"holds {foreign[0]}, which is no file of a model; the folder is not replaced, choose another name"
+        raise FileExistsError(errno.EEXIST, message, str(target))
+
+
+def _is_of_a_model(file: Path) -> bool:
+    known = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+    known |= {"special_tokens_map.json", "chat_template.jinja", "model.safetensors.index.json"}
+    return file.is_file() and (file.name in known or file.suffix == ".safetensors")
+
+
+def counting(weights: Weights, report: Callable[[str], None]) -> Callable[[str], None]:
+    """A listener for the writers that reports how many of the tensors were begun."""
+    total, done = len(inventory(weights.config)), 0
+
+    def on_tensor(name: str) -> None:
+        nonlocal done
+        done += 1
+        report(f"{min(done, total)}/{total} {name}")
+
+    return on_tensor
+
+
+@contextmanager
+def placing(target: Path, n_bytes: int) -> Iterator[None]:
+    """Refuse what would not fit; name the target, not the temporary file, when writing fails.
+
+    Args:
+        target: What will be written.
+        n_bytes: Its size.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        OSError: No room, or whatever the body raised of it.
+    """
+    free = shutil.disk_usage(target.parent).free
+    if n_bytes > free:
+        message = f"needs {n_bytes / 1e9:.2f} GB, but only {free / 1e9:.2f} GB are free; nothing was written"
+        raise OSError(errno.ENOSPC, message, str(target))
+    try:
+        yield
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise OSError(error.errno or errno.EIO, f"{reason}; nothing was written", str(target)) from error
+
+
+def read_back(path: Path, weights: Weights, target: Path) -> None:
+    """Open what was written: every tensor is there, and the configuration is the same to float32 rounding.
+
+    Args:
+        path: Where it lies now.
+        weights: What it was made of.
+        target: Where it will lie, for the message.
+
+    Raises:
+        FormatError: It is not what it should be.
+    """
+    written = open_weights(path)
+    written.source.close()
+    for one in fields(ModelConfig):
+        got, want = getattr(written.config, one.name), getattr(weights.config, one.name)
+        if isinstance(want, float):
+            got, want = np.float32(got), np.float32(want)
+        # Frequency scalings have a form of their own in each format.
+        if got != want and one.name != "rope_scaling":
+            message = f"{one.name}: the target would have {got}, the source has {want}"
+            raise FormatError("Inconsistent", message, path=target)

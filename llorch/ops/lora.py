@@ -1,0 +1,302 @@
+"""LoRA: a narrow trained detour beside a frozen matrix.
+
+    y = W x + s B A x            A (r, in), B (out, r), s = scaling
+    dL/dB = s g (A x)^T          g = dL/dy; summed over the rows of x and g
+    dL/dA = s (B^T g) x^T
+    dL/dx = W^T g + s A^T B^T g
+
+The frozen W gets no gradient. With B = 0, as training starts, dL/dA is exactly 0. Dropout acts on the x of the detour
+only: x' = mask * x there, and what comes back is masked likewise. For an embedding x is one-hot: A x is a column of A.
+
+Source: arXiv:2106.09685; peft/tuners/lora/layer.py.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from llorch.numerics import QuantMethod
+from llorch.ops.dora import dora, dora_backward, row_lengths
+from llorch.ops.embedding import embedding, embedding_backward
+from llorch.ops.linear import linear, linear_backward, product
+from llorch.ops.precision import widen
+
+Trained = dict[str, np.ndarray]  # lora_A, lora_B, with DoRA magnitude -> gradient
+
+
+def lora_delta(
+    x: Float[np.ndarray, "seq in"],
+    lora_A: Float[np.ndarray, "r in"],
+    lora_B: Float[np.ndarray, "out r"],
+    *,
+    scaling: float,
+) -> Float[np.ndarray, "seq out"]:
+    """What the adapter adds to the frozen projection.
+
+    Args:
+        x: Activations, after dropout if there is any.
+        lora_A: The way down to rank r.
+        lora_B: The way up again.
+        scaling: Factor of the product.
+
+    Returns:
+        The addition, in the dtype of `x`.
+    """
+    wide_x, wide_A, wide_B = widen(x, lora_A, lora_B)
+    return (wide_x @ wide_A.T @ wide_B.T * scaling).astype(x.dtype, copy=False)
+
+
+def lora_backward(
+    grad: Float[np.ndarray, "seq out"],
+    x: Float[np.ndarray, "seq in"],
+    lora_A: Float[np.ndarray, "r in"],
+    lora_B: Float[np.ndarray, "out r"],
+    *,
+    scaling: float,
+) -> tuple[Float[np.ndarray, "seq in"], Float[np.ndarray, "r in"], Float[np.ndarray, "out r"]]:
+    """Send the gradient of the addition back to its input and to both matrices.
+
+    Args:
+        grad: Gradient by the addition.
+        x: Activations, after dropout if there was any.
+        lora_A: The way down to rank r.
+        lora_B: The way up again.
+        scaling: Factor of the product.
+
+    Returns:
+        Gradients by `x`, `lora_A` and `lora_B`, in the dtype of `grad`.
+    """
+    wide_grad, wide_x, wide_A, wide_B = widen(grad, x, lora_A, lora_B)
+    d_up = wide_grad * scaling  # (seq, out)
+    d_down = d_up @ wide_B  # (seq, r)
+    grads = (d_down @ wide_A, d_down.T @ wide_x, d_up.T @ (wide_x @ wide_A.T))
+    d_x, d_A, d_B = (array.astype(grad.dtype, copy=False) for array in grads)
+    return d_x, d_A, d_B
+
+
+def embedding_lora_delta(
+    ids: Int[np.ndarray, " seq"],
+    lora_A: Float[np.ndarray, "r vocab"],
+    lora_B: Float[np.ndarray, "hidden r"],
+    *,
+    scaling: float,
+) -> Float[np.ndarray, "seq hidden"]:
+    """What the adapter of an embedding adds to the picked rows.
+
+    Args:
+        ids: Token ids.
+        lora_A: One column per token.
+        lora_B: The way up from rank r.
+        scaling: Factor of the product.
+
+    Returns:
+        The addition, in the dtype of the adapter.
+    """
+    return linear(embedding(ids, lora_A.T), lora_B) * scaling
+
+
+def embedding_lora_backward(
+    grad: Float[np.ndarray, "seq hidden"],
+    ids: Int[np.ndarray, " seq"],
+    lora_A: Float[np.ndarray, "r vocab"],
+    lora_B: Float[np.ndarray, "hidden r"],
+    *,
+    scaling: float,
+) -> tuple[Float[np.ndarray, "r vocab"], Float[np.ndarray, "hidden r"]]:
+    """Send the gradient of that addition back to both matrices.
+
+    Args:
+        grad: Gradient by the addition.
+        ids: Token ids.
+        lora_A: One column per token.
+        lora_B: The way up from rank r.
+        scaling: Factor of the product.
+
+    Returns:
+        Gradients by `lora_A` and `lora_B`, in the dtype of `grad`; columns of tokens that do not occur are 0.
+    """
+    d_up = grad * scaling  # (seq, hidden)
+    d_A = embedding_backward(linear_backward(d_up, lora_B), ids, vocab_size=lora_A.shape[1]).T
+    return d_A, linear(d_up.T, embedding(ids, lora_A.T).T)
+
+
+@dataclass(frozen=True)
+class Lora:
+    """The adapter of one matrix, its arrays in the dtype of the run.
+
+    Attributes:
+        lora_A: (r, in); of an embedding (r, vocab).
+        lora_B: (out, r); of an embedding (hidden, r).
+        scaling: Factor of the product.
+        magnitude: Learned row lengths of DoRA, or None.
+        mask: What the input is multiplied with in training, 0 or 1 / (1 - p), or None; an embedding has none.
+    """
+
+    lora_A: Float[np.ndarray, "r in"]
+    lora_B: Float[np.ndarray, "out r"]
+    scaling: float
+    magnitude: Float[np.ndarray, " out"] | None = None
+    mask: Float[np.ndarray, "seq in"] | None = None
+
+    def addition(self) -> Float[np.ndarray, "out in"]:
+        """The addition to the matrix itself, scaling * B A."""
+        return linear(self.lora_B, self.lora_A.T) * self.scaling
+
+    def kept(self, x: Float[np.ndarray, "seq in"]) -> Float[np.ndarray, "seq in"]:
+        """What dropout leaves of an input, or lets through of its gradient."""
+        return x if self.mask is None else (x * self.mask).astype(x.dtype, copy=False)
+
+
+class LoraMatrix:
+    """A `QuantMethod`: a frozen matrix with an adapter beside its products, beside its picked rows, or both.
+
+    Both is what a table has that serves as embedding and, tied to it, as output matrix: two adapters on one base.
+    """
+
+    def __init__(
+        self, base: np.ndarray | QuantMethod, lora: Lora | None = None, *, embedding_lora: Lora | None = None
+    ) -> None:
+        """Put adapters beside a matrix.
+
+        Args:
+            base: The frozen matrix in the dtype of the run, or one that multiplies itself.
+            lora: Adapter of the products.
+            embedding_lora: Adapter of the picked rows.
+        """
+        self.base = base
+        self.lora = lora
+        self.embedding_lora = embedding_lora
+        self.shape = base.shape
+        self.n_bytes = base.nbytes if isinstance(base, np.ndarray) else base.n_bytes
+        self.activations = "F32" if isinstance(base, np.ndarray) else base.activations
+
+    def forward(self, x: Float[np.ndarray, "seq in"]) -> Float[np.ndarray, "seq out"]:
+        """Multiply every row with the matrix, and send it through the detour.
+
+        Args:
+            x: Activations.
+
+        Returns:
+            The sum of both, as `product` gives it: small ones are not yet rounded to the dtype of `x`.
+        """
+        y = product(x, self.base)
+        return y if self.lora is None else y + self.added(x, y)
+
+    def added(self, x: Float[np.ndarray, "seq in"], y: Float[np.ndarray, "seq out"]) -> Float[np.ndarray, "seq out"]:
+        """What the adapter of the products adds.
+
+        Args:
+            x: Activations.
+            y: What the frozen matrix makes of them.
+
+        Returns:
+            The addition, in the dtype of `x`.
+        """
+        lora = self.lora
+        assert lora is not None
+        kept = lora.kept(x)
+        delta = lora_delta(kept, lora.lora_A, lora.lora_B, scaling=lora.scaling)
+        if lora.magnitude is None:
+            return delta
+        of_base = y if lora.mask is None else product(kept, self.base)
+        return dora(of_base, delta, lora.magnitude, self._lengths)
+
+    def backward(
+        self, grad: Float[np.ndarray, "seq out"], x: Float[np.ndarray, "seq in"]
+    ) -> tuple[Float[np.ndarray, "seq in"], Trained]:
+        """Send the gradient of `forward` back to its input and to what is trained.
+
+        Args:
+            grad: Gradient by the result.
+            x: Activations.
+
+        Returns:
+            Gradients by `x` and by the tensors of the adapter of the products.
+        """
+        d_x, lora = linear_backward(grad, self.base), self.lora
+        if lora is None:
+            return d_x, {}
+        kept, d_delta, trained = lora.kept(x), grad, {}
+        if lora.magnitude is not None:
+            delta = lora_delta(kept, lora.lora_A, lora.lora_B, scaling=lora.scaling)
+            of_base = product(kept, self.base)
+            d_base, d_delta, d_magnitude = dora_backward(grad, of_base, delta, lora.magnitude, self._lengths)
+            d_x += lora.kept(linear_backward(d_base, self.base))
+            trained = {"magnitude": d_magnitude}
+        d_kept, d_A, d_B = lora_backward(d_delta, kept, lora.lora_A, lora.lora_B, scaling=lora.scaling)
+        return d_x + lora.kept(d_kept), {"lora_A": d_A, "lora_B": d_B} | trained
+
+    def rows(self, ids: Int[np.ndarray, " seq"]) -> Float[np.ndarray, "seq in"]:
+        """Pick rows as an embedding, and add what its adapter adds.
+
+        Args:
+            ids: Row numbers.
+
+        Returns:
+            The rows in the dtype of the run.
+        """
+        picked, lora = embedding(ids, self.base), self.embedding_lora
+        if lora is None:
+            return picked
+        delta = embedding_lora_delta(ids, lora.lora_A, lora.lora_B, scaling=lora.scaling)
+        if lora.magnitude is not None:
+            delta = dora(picked, delta, lora.magnitude, self._embedding_lengths)
+        return picked + delta
+
+    def rows_backward(self, grad: Float[np.ndarray, "seq in"], ids: Int[np.ndarray, " seq"]) -> Trained:
+        """Send the gradient of `rows` back to what is trained.
+
+        Args:
+            grad: Gradient by the picked rows.
+            ids: Row numbers.
+
+        Returns:
+            Gradients by the tensors of the adapter of the picked rows.
+        """
+        lora, trained = self.embedding_lora, {}
+        if lora is None:
+            return trained
+        if lora.magnitude is not None:
+            delta = embedding_lora_delta(ids, lora.lora_A, lora.lora_B, scaling=lora.scaling)
+            picked = embedding(ids, self.base)
+            _, grad, d_magnitude = dora_backward(grad, picked, delta, lora.magnitude, self._embedding_lengths)
+            trained = {"magnitude": d_magnitude}
+        d_A, d_B = embedding_lora_backward(grad, ids, lora.lora_A, lora.lora_B, scaling=lora.scaling)
+        return {"lora_A": d_A, "lora_B": d_B} | trained
+
+    def dequantize(self) -> Float[np.ndarray, "out in"]:
+        """The matrix with the adapter of its products merged in; dropout has no part in it.
+
+        Returns:
+            The whole matrix, in the dtype of the run.
+        """
+        weight, lora = decoded(self.base), self.lora
+        if lora is None:
+            return weight
+        merged = weight + lora.addition()
+        return merged if lora.magnitude is None else merged * (lora.magnitude / self._lengths)[:, None]
+
+    def table(self) -> Float[np.ndarray, "vocab hidden"]:
+        """The embedding table with the adapter of its picked rows merged in.
+
+        Returns:
+            The whole table, in the dtype of the run.
+        """
+        return self.rows(np.arange(self.shape[0]))
+
+    @cached_property
+    def _lengths(self) -> np.ndarray:
+        assert self.lora is not None
+        return row_lengths(decoded(self.base), self.lora.addition())
+
+    @cached_property
+    def _embedding_lengths(self) -> np.ndarray:
+        assert self.embedding_lora is not None
+        return row_lengths(decoded(self.base).T, self.embedding_lora.addition())
+
+
+def decoded(weight: np.ndarray | QuantMethod) -> np.ndarray:
+    """The numbers of a matrix, whatever it lies in."""
+    return weight if isinstance(weight, np.ndarray) else weight.dequantize()

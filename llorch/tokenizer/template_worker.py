@@ -1,0 +1,172 @@
+"""The process that renders chat templates: `main` answers the requests of template_process.py.
+
+A template is a program that came with a file. It runs in jinja's sandbox, which keeps it from everything but its data,
+and in a process of its own, which keeps what it costs within limits. The process imports jinja2 and the standard
+library only and so starts in about 60 ms.
+
+A frame is its length, four bytes with the highest first, and JSON. The first one names the limits and is answered when
+all is ready; each further one is a request. A template that takes too long ends the process, by an alarm that nothing
+in it can hold up, and so does one that takes too much memory.
+
+Source: transformers utils/chat_template_utils.py, `_cached_compile_jinja_template` (environment, filters, variables).
+"""
+
+import faulthandler
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import lru_cache
+from typing import NoReturn
+
+from jinja2 import Template, TemplateError, nodes, pass_context
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+_OUT_OF_MEMORY = 4  # exit status
+_MAX_REASON = 500  # characters; a template may refuse a conversation with a text of its own
+
+
+class _TooLong(Exception):
+    """A template that writes too much."""
+
+
+def main() -> None:
+    """Answer requests until stdin ends, as it does when the process that asks is gone."""
+    limits = _received()
+    _prepare(limits["memory"])
+    _write(_encoded({}))
+    try:
+        while request := _received():
+            _set_alarm(limits["seconds"])
+            data = _encoded(answer(request, max_text=limits["text"]))
+            _set_alarm(0)
+            _write(data)
+    except MemoryError:
+        os._exit(_OUT_OF_MEMORY)
+
+
+def answer(request: Mapping[str, object], *, max_text: int) -> dict[str, str]:
+    """Render a template, or only compile it.
+
+    Args:
+        request: `source` of the template, and the `variables` that it sees if it is to be rendered.
+        max_text: Characters that it may write.
+
+    Returns:
+        `text`; or `code` and `message`, which says what the template does.
+    """
+    try:
+        template = _compiled(str(request["source"]))
+    except MemoryError:
+        raise
+    except Exception as error:  # of jinja2 or of Python's compiler, whatever it is
+        return {"code": "TemplateError", "message": f"cannot be read: {_reason(error)}"}
+    variables = request.get("variables")
+    if not isinstance(variables, dict):
+        return {"text": ""}
+    try:
+        return {"text": _rendered(template, variables, max_text)}
+    except MemoryError:
+        raise
+    except _TooLong:
+        return {"code": "TemplateBudget", "message": f"writes over {max_text} characters"}
+    except Exception as error:  # whatever the template does with what it sees
+        return {"code": "TemplateError", "message": f"refuses this: {_reason(error)}"}
+
+
+def _reason(error: Exception) -> str:
+    return str(error).rstrip(".")[:_MAX_REASON] or type(error).__name__
+
+
+def _rendered(template: Template, variables: Mapping[str, object], max_text: int) -> str:
+    parts: list[str] = []
+    n_characters = 0
+    for part in template.generate(**variables):
+        parts.append(part)
+        n_characters += len(part)
+        if n_characters > max_text:
+            raise _TooLong
+    return "".join(parts)
+
+
+@lru_cache(maxsize=8)
+def _compiled(source: str) -> Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols],
+        optimized=False, finalize=_as_it_is,  # no constant is computed before rendering, or its cost would come twice
+    )  # fmt: skip
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    return environment.from_string(source)
+
+
+class _Generation(Extension):
+    """`{% generation %}`: marks what the assistant says for other readers; here its body is simply rendered."""
+
+    tags = {"generation"}  # noqa: RUF012 (as the base class declares it)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+@pass_context
+def _as_it_is(context: Context, value: object) -> object:
+    """What needs the context is not done when a template is compiled."""
+    return value
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _prepare(memory: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
+    if hasattr(signal, "setitimer"):
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process, whatever the one that asks does with it
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
+    with suppress(ImportError, ValueError, OSError):  # not on every system, and the limit may be lower already
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+
+
+def _set_alarm(seconds: float) -> None:
+    """End the process after so many seconds; 0 takes that back."""
+    if hasattr(signal, "setitimer"):
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+    elif seconds:
+        faulthandler.dump_traceback_later(seconds, exit=True)
+    else:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _received() -> dict:
+    """The next frame; an empty one at the end."""
+    header = sys.stdin.buffer.read(4)
+    return json.loads(sys.stdin.buffer.read(int.from_bytes(header, "big"))) if header else {}
+
+
+def _encoded(content: Mapping[str, str]) -> bytes:
+    return json.dumps(content, ensure_ascii=False).encode("utf-8", "surrogatepass")
+
+
+def _write(data: bytes) -> None:
+    sys.stdout.buffer.write(len(data).to_bytes(4, "big") + data)
+    sys.stdout.buffer.flush()

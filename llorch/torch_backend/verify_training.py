@@ -1,0 +1,46 @@
+"""Checkpoints 15 to 20, but for files, on the torch path, against the stored goldens of training."""
+
+from collections.abc import Iterator
+
+from llorch.numerics import DtypeName
+from llorch.torch_backend.device import Target
+from llorch.torch_backend.training_path import TorchPath
+from llorch.training_goldens import HALF_DTYPES
+from llorch.training_half import NUMPY_ALONE, HalfTrainingJudge
+from llorch.verifier import Row
+from llorch.verify_training import TrainingJudge, stored
+
+VARIANTS = {"": False, "-recomputed": True}  # suffix of the backend's name -> whether memory is saved
+DTYPES = ("float32", "float64", *HALF_DTYPES)  # in which training is judged
+HALVES: dict[str, DtypeName] = {dtype: dtype for dtype in HALF_DTYPES}
+LEFT_OUT = NUMPY_ALONE
+
+
+def verify_training_torch(name: str, target: Target) -> Iterator[Row]:
+    """Judge the torch path on a model against its stored training goldens.
+
+    Args:
+        name: In `training_goldens.MODELS`.
+        target: Device, and a dtype in `DTYPES`.
+
+    Yields:
+        Rows of checkpoints 15 to 20, for each of `VARIANTS`.
+
+    Raises:
+        FileNotFoundError: A golden is missing.
+        ValueError: The goldens were made for other weights, or the dtype has no tolerances.
+    """
+    if target.dtype_name not in DTYPES:
+        raise ValueError(f"training: judged in {', '.join(DTYPES)}, got {target}; leave it out or choose one of these")
+    weights, golden = stored(name)
+    half = HALVES.get(target.dtype_name)
+    judge = HalfTrainingJudge(name, weights, golden, half) if half else TrainingJudge(name, weights, golden)
+    yield from torch_rows(judge, target)
+
+
+def torch_rows(judge: TrainingJudge, target: Target) -> Iterator[Row]:
+    """The rows of one judge, which knows the dtype of the target; for the rest see `verify_training_torch`."""
+    for suffix, recomputed in VARIANTS.items():
+        path = TorchPath(judge.weights, judge.golden, target, recomputed=recomputed)
+        ours = {"isolated": dict(path.isolated()), "chained": dict(path.chained())}
+        yield from judge.rows(f"{target}{suffix}", ours, left_out=LEFT_OUT)

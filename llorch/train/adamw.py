@@ -1,0 +1,131 @@
+"""AdamW as torch computes it: decay first, bias-corrected moments, eps outside the corrected root.
+
+    p <- p * (1 - lr * weight_decay)
+    m <- m + (1 - beta1) * (g - m)             v <- beta2 * v + (1 - beta2) * g * g
+    p <- p - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)          t: steps of the whole run, from 1
+
+Weight decay is decoupled from the gradient and scaled by the rate of its own tensor. It acts on every trained tensor,
+on A and B and on the magnitude of DoRA, as in PEFT under the Trainer. What it pulls to zero is the adapter, so the
+model is pulled to its base; not with DoRA, whose magnitude begins as the length of the base's rows.
+
+Source: arXiv:1711.05101; torch/optim/adamw.py and torch/nn/utils/clip_grad.py; LoRA+ arXiv:2402.12354,
+peft/optimizers/loraplus.py.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+from jaxtyping import Float
+
+
+def adamw_step(
+    param: Float[np.ndarray, "*shape"],
+    grad: Float[np.ndarray, "*shape"],
+    m: Float[np.ndarray, "*shape"],
+    v: Float[np.ndarray, "*shape"],
+    *,
+    step: int,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> tuple[Float[np.ndarray, "*shape"], Float[np.ndarray, "*shape"], Float[np.ndarray, "*shape"]]:
+    """One step of one tensor.
+
+    Args:
+        param: The tensor.
+        grad: Its gradient, clipped.
+        m: First moment; zeros before step 1.
+        v: Second moment; likewise.
+        step: Number of this step in the whole run, from 1.
+        lr: Learning rate of this step and tensor.
+        betas: Decay of m and of v, each 0 or more and below 1.
+        eps: Added to the corrected root; > 0.
+        weight_decay: Share of the tensor, times lr, that is taken away; 0 or more.
+
+    Returns:
+        The new tensor, m and v.
+    """
+    m, v = moments(grad, m, v, betas=betas)
+    return moved(param, m, v, step=step, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay), m, v
+
+
+def moments(
+    grad: Float[np.ndarray, "*shape"],
+    m: Float[np.ndarray, "*shape"],
+    v: Float[np.ndarray, "*shape"],
+    *,
+    betas: tuple[float, float],
+) -> tuple[Float[np.ndarray, "*shape"], Float[np.ndarray, "*shape"]]:
+    """Running means of the gradient and of its square; see `adamw_step`."""
+    return m + (1 - betas[0]) * (grad - m), betas[1] * v + (1 - betas[1]) * grad * grad
+
+
+def moved(
+    param: Float[np.ndarray, "*shape"],
+    m: Float[np.ndarray, "*shape"],
+    v: Float[np.ndarray, "*shape"],
+    *,
+    step: int,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> Float[np.ndarray, "*shape"]:
+    """The tensor after decay and update, from the new moments; see `adamw_step`."""
+    corrected_root = np.sqrt(v) / math.sqrt(1 - betas[1] ** step) + eps
+    return param * (1 - lr * weight_decay) - lr / (1 - betas[0] ** step) * m / corrected_root
+
+
+def clip_by_norm(
+    grads: Mapping[str, Float[np.ndarray, "..."]], *, max_norm: float
+) -> tuple[dict[str, Float[np.ndarray, "..."]], float]:
+    """Scale all gradients together so that their common norm is at most `max_norm`.
+
+    Args:
+        grads: Gradient of every trained tensor.
+        max_norm: Largest norm; `math.inf` leaves the gradients as they are.
+
+    Returns:
+        The gradients, and the norm before.
+
+    Raises:
+        NonFiniteNorm: A gradient holds NaN or infinity.
+    """
+    norm = math.sqrt(sum(float(np.square(grad, dtype=np.float64).sum()) for grad in grads.values()))
+    if not math.isfinite(norm):
+        raise NonFiniteNorm(norm, [name for name, grad in grads.items() if not np.isfinite(grad).all()])
+    factor = min(1.0, max_norm / (norm + 1e-6))
+    return {name: grad * grad.dtype.type(factor) for name, grad in grads.items()}, norm
+
+
+def rate_factor(name: str, *, lr_ratio: float) -> float:
+    """What LoRA+ multiplies the learning rate of one tensor with.
+
+    The groups are PEFT's, but for one: there both tensors of an embedding have a fixed rate of their own, 1e-6 unless
+    it is set; here the embedding is a matrix like the others.
+
+    Args:
+        name: As in `Adapter.flat`, `layers.3.q_proj.lora_A`.
+        lr_ratio: Rate of B over that of A; 1 is plain LoRA.
+
+    Returns:
+        The ratio for B and for DoRA's magnitude, 1 for A.
+    """
+    return 1.0 if name.endswith(".lora_A") else lr_ratio
+
+
+class NonFiniteNorm(ValueError):
+    """The gradients have no finite norm, so that no step can be taken."""
+
+    def __init__(self, norm: float, names: Iterable[str]) -> None:
+        """Say which tensors are at fault.
+
+        Args:
+            norm: What came out.
+            names: Tensors whose gradient holds NaN or infinity.
+        """
+        names = list(names)
+        found = f"NaN or infinity in {len(names)}: {', '.join(names[:5])}" if names else "their squares overflow"
+        super().__init__(f"gradients: expected a finite norm, got {norm}; {found}; nothing was updated")

@@ -1,0 +1,119 @@
+"""A data set: from files to examples, with a digest that tells whether the data of a resumed run is the same."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from llorch.errors import FormatError
+from llorch.model import Opened
+from llorch.train.batch import Example
+from llorch.train.data.encode import Encoder
+from llorch.train.data.examples import Examples
+from llorch.train.data.formats import format_of, parse, unused_keys
+from llorch.train.data.packing import Rows, best_fit
+from llorch.train.data.read import find_splits, read_records
+from llorch.train.data.settings import DataSettings
+
+__all__ = ["DataSettings", "TrainingData", "read_data"]
+
+_REPORT_EVERY = 500  # rows
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """Encoded data.
+
+    Attributes:
+        train: What is learned.
+        valid: To look at on the way; empty without valid.jsonl.
+        test: To look at in the end; empty without test.jsonl.
+        settings: How it was encoded; `max_length` is at most the context of the model.
+        digest: SHA-256 of the examples and the settings.
+        notes: What the user should know, a line each.
+    """
+
+    train: Examples
+    valid: Examples
+    test: Examples
+    settings: DataSettings
+    digest: str
+    notes: list[str]
+
+    def rows(self, examples: Examples) -> Rows:
+        """Arrange examples as rows: packed, or one in each.
+
+        Args:
+            examples: One of the three.
+
+        Returns:
+            The rows, see `Plan` and `batches`.
+        """
+        packed = best_fit(examples.lengths, room=self.settings.max_length) if self.settings.packing else None
+        return Rows(examples, packed)
+
+
+def read_data(
+    path: str | Path, model: Opened, settings: DataSettings, *, progress: Callable[[str], None] = lambda line: None
+) -> TrainingData:
+    """Read and encode a data set.
+
+    Args:
+        path: A file of JSON lines, or a folder with train.jsonl and perhaps valid.jsonl and test.jsonl.
+        model: Whose vocabulary and chat template to use.
+        settings: What to learn, and how long examples get.
+        progress: Told now and then how far it is.
+
+    Returns:
+        The data.
+
+    Raises:
+        FileNotFoundError: There is no such file or folder.
+        FormatError: A row cannot be used; the message names file and line.
+    """
+    files = find_splits(Path(path))
+    notes = []
+    context = model.config.max_position_embeddings
+    if settings.max_length > context:
+        settings = replace(settings, max_length=context)
+        notes.append(f"max_length is {context}: the model has no longer context")
+    splits = {split: Examples(_read_split(file, model, settings, notes, progress)) for split, file in files.items()}
+    train, valid, test = (splits.get(split, Examples()) for split in ("train", "valid", "test"))
+    return TrainingData(train, valid, test, settings, _digest((train, valid, test), settings), notes)
+
+
+def _read_split(
+    file: Path, model: Opened, settings: DataSettings, notes: list[str], progress: Callable[[str], None]
+) -> Iterator[Example]:
+    encoder = Encoder(model, settings)
+    name, unused, n_rows, n_examples = "", set[str](), 0, 0
+    for record in read_records(file):
+        found = format_of(record)
+        if found != (name or found):
+            message = f"expected {name} as in the rows before, got {found}; a file holds one format"
+            raise FormatError("Inconsistent", message, path=record.where)
+        name, n_rows, unused = found, n_rows + 1, unused | unused_keys(record, found)
+        for example in encoder.encode(parse(record, name), record):
+            n_examples += 1
+            yield example
+        if n_rows % _REPORT_EVERY == 0:
+            progress(f"{file.name}: {n_rows} rows")
+    if not n_examples:
+        raise FormatError("Missing", f"none of {n_rows} rows can be learned; raise max_length", path=file)
+    notes += _notes(file.name, name, n_rows, n_examples, unused, encoder)
+
+
+def _notes(file: str, name: str, n_rows: int, n_examples: int, unused: set[str], encoder: Encoder) -> list[str]:
+    ignored = f"; keys not used: {', '.join(sorted(unused))}" if unused else ""
+    first = f"{file}: {n_rows} rows of {name}, {n_examples} examples{ignored}"
+    return [first, *(f"{file}: {what}: {count}" for what, count in encoder.counts.items())]
+
+
+def _digest(splits: tuple[Examples, ...], settings: DataSettings) -> str:
+    digest = hashlib.sha256(json.dumps(asdict(settings), sort_keys=True).encode())
+    for examples in splits:
+        for part in examples.content():
+            digest.update(len(part).to_bytes(8, "little"))
+            digest.update(part)
+    return digest.hexdigest()

@@ -1,0 +1,191 @@
+"""Rows to examples: token ids, and which of them are learned.
+
+A token is learned if its first character lies in a learned part of the text; one that starts before and runs into it
+is not: the model would be given it. The beginning token comes from the vocabulary for plain text, from the template for
+conversations, and stands there once. The end token goes after plain text and completions, once; conversations have
+what the template writes, and after the end-of-turn token of a turn nothing more of it is learned.
+"""
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+from llorch.errors import FormatError
+from llorch.model import Opened
+from llorch.tokenizer.chat import ChatTemplate, compiled
+from llorch.train.batch import IGNORED, Example
+from llorch.train.data.inert import Breaker
+from llorch.train.data.read import Record
+from llorch.train.data.rows import Chat, Completion, Instruction, Parsed, Text, Tokens
+from llorch.train.data.settings import DataSettings
+from llorch.train.data.turns import Rendered, Renderer, render_turns
+
+Learned = list[tuple[int, bool]]  # a token, and whether it is learned
+
+
+class Encoder:
+    """Encodes rows for one model.
+
+    Attributes:
+        counts: How often something was done that the user may want to know, by its description.
+    """
+
+    def __init__(self, model: Opened, settings: DataSettings) -> None:
+        """Prepare for a model.
+
+        Args:
+            model: Its vocabulary and its chat template are read when they are first needed.
+            settings: What to learn, and how long examples get.
+        """
+        self.counts: Counter[str] = Counter()
+        self._model = model
+        self._settings = settings
+
+    def encode(self, row: Parsed, record: Record) -> Iterator[Example]:
+        """Encode one row.
+
+        Args:
+            row: What it says.
+            record: Where it stands.
+
+        Yields:
+            Its examples; more than one for some conversations, none when nothing that is learned fits.
+
+        Raises:
+            FormatError: The row cannot be used, or nothing of it is learned; with file and line.
+        """
+        try:
+            texts = list(self._learned(row))
+        except FormatError as error:
+            raise FormatError(error.code, error.message, path=record.where) from None
+        except ValueError as error:  # of the tokenizer
+            raise FormatError("Malformed", str(error), path=record.where) from None
+        if len(texts) > 1:
+            self.counts[
+                "conversations that became several examples, as the template writes earlier turns differently"
+            ] += 1
+        examples = [_example(tokens, record.source) for tokens in texts]
+        if not any(example.n_trained for example in examples):
+            message = "nothing in this row is learned: no turn of the assistant with text, no token with a label"
+            raise FormatError("Missing", message, path=record.where)
+        yield from filter(None, map(self._cut, examples))
+
+    def _learned(self, row: Parsed) -> Iterator[Learned]:
+        match row:
+            case Text():
+                yield self._plain(row.text, 0)
+            case Completion():
+                start = 0 if self._settings.train_on == "all" else len(row.prompt)
+                yield self._plain(row.prompt + row.completion, start)
+            case Instruction():
+                yield from self._learned(row.chat if self._model.chat_templates else self._without_template(row))
+            case Chat():
+                yield from self._chat(row)
+            case Tokens():
+                yield self._ready(row)
+
+    def _plain(self, text: str, start: int) -> Learned:
+        """Text that is learned from `start` on, with the end token."""
+        tokenizer = self._model.tokenizer
+        ids, starts = tokenizer.encode_spans(text, parse_special=self._settings.parse_special)
+        if not self._settings.parse_special and self._breaker.found_in(text):
+            self.counts["texts with that of a control token, which stays plain text (see parse_special)"] += 1
+        if ids[:2] == [tokenizer.bos_token_id] * 2:
+            ids, starts = ids[1:], starts[1:]
+        if ids[-1:] == [] or ids[-1] not in tokenizer.eos_token_ids:
+            ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+            ids, starts = ids + ends, starts + [len(text)] * len(ends)
+        self._count_straddling(starts, [start])
+        return [(one, place >= start) for one, place in zip(ids, starts, strict=True)]
+
+    def _without_template(self, row: Instruction) -> Completion:
+        if row.plain is None:
+            raise FormatError("Missing", f"a row with a system text or a history {_NEEDS_TEMPLATE}")
+        self.counts["rows in the words of the Alpaca data set, as the model has no chat template"] += 1
+        return row.plain
+
+    def _chat(self, chat: Chat) -> Iterator[Learned]:
+        template = self._template(chat)
+        renderer = Renderer(chat, template, self._breaker)
+        if self._settings.train_on == "all":
+            text, inert = renderer.text(len(chat.messages))
+            yield self._rendered(Rendered(text, [(0, len(text))], inert), ends_turns=False)
+            return
+        learned = chat.learned[-1:] if self._settings.train_on == "last" else chat.learned
+        for rendered in render_turns(learned, renderer):
+            yield self._rendered(rendered, ends_turns=True)
+
+    def _rendered(self, rendered: Rendered, *, ends_turns: bool) -> Learned:
+        ids, starts = self._model.tokenizer.encode_rendered(rendered.text, inert=rendered.inert)
+        learned = [False] * len(ids)
+        for first, last in rendered.spans:
+            begin, end = bisect_left(starts, first), bisect_left(starts, last)
+            if ends_turns:
+                end = self._end_of_turn(rendered.text[:last], ids, starts, begin, end)
+            learned[begin:end] = [True] * (end - begin)
+        self._count_straddling(starts, [first for first, _ in rendered.spans])
+        return list(zip(ids, learned, strict=True))
+
+    def _end_of_turn(self, text: str, ids: list[int], starts: list[int], begin: int, end: int) -> int:
+        """The token behind the end-of-turn token, if only white space follows it; else `end`."""
+        last = end
+        while last > begin and ids[last - 1] not in self._model.tokenizer.eos_token_ids:
+            last -= 1
+        if last > begin and not (text[starts[last] :] if last < len(starts) else "").strip():
+            return last
+        self.counts[
+            "turns that the chat template ends without an end-of-turn token: the model will not learn to stop"
+        ] += 1
+        return end
+
+    def _ready(self, row: Tokens) -> Learned:
+        size = self._model.config.vocab_size
+        for place, one in enumerate(row.ids):
+            if not 0 <= one < size:
+                message = f"input_ids[{place}]: expected an id from 0 to {size - 1}, got {one}"
+                raise FormatError("OutOfRange", message)
+        labels = row.ids if row.labels is None else row.labels
+        return [(one, label != IGNORED) for one, label in zip(row.ids, labels, strict=True)]
+
+    def _cut(self, example: Example) -> Example | None:
+        room = self._settings.max_length
+        if len(example.ids) <= room:
+            return example
+        cut = Example(example.ids[:room], example.labels[:room], example.source)
+        if not cut.n_trained:
+            self.counts[f"examples left out, as nothing of their first {room} tokens is learned"] += 1
+            return None
+        self.counts[f"examples cut to {room} tokens"] += 1
+        return cut
+
+    def _count_straddling(self, starts: Sequence[int], firsts: Sequence[int]) -> None:
+        for first in firsts:
+            place = bisect_left(starts, first)
+            if 0 < place < len(starts) and starts[place] > first:
+                self.counts["tokens that start before a learned part and run into it, and are not learned"] += 1
+
+    @cached_property
+    def _breaker(self) -> Breaker:
+        return Breaker(self._model.tokenizer.control_texts)
+
+    @cached_property
+    def _templates(self) -> dict[str, ChatTemplate]:
+        return compiled(self._model.chat_templates, self._model.tokenizer, path=self._model.weights.path)
+
+    def _template(self, chat: Chat) -> ChatTemplate:
+        name = "tool_use" if chat.tools and "tool_use" in self._templates else "default"
+        if name not in self._templates:
+            raise FormatError("Missing", f"a conversation {_NEEDS_TEMPLATE}")
+        return self._templates[name]
+
+
+_NEEDS_TEMPLATE = (
+    "needs a chat template, and the model has none: put a chat_template.jinja beside a Hugging Face model,"
+    " or write rows of prompt and completion"
+)
+
+
+def _example(tokens: Learned, source: str) -> Example:
+    labels = tuple(one if learned else IGNORED for one, learned in tokens)
+    return Example(tuple(one for one, _ in tokens), labels, source)

@@ -1,0 +1,180 @@
+"""The formats of a row, told apart by their keys.
+
+Of the formats whose keys a row has, the first of this list counts (the Alpaca data set has a `text` beside its parts):
+token ids, messages, ShareGPT, Alpaca, prompt and completion, text. All rows of a file have the same one.
+
+Source: TRL dataset formats (messages, prompt and completion); LLaMA-Factory data/README.md (ShareGPT, Alpaca);
+tatsu-lab/stanford_alpaca README (prompts of the Alpaca data set).
+"""
+
+from collections.abc import Callable, Mapping
+
+from llorch.errors import FormatError
+from llorch.fields import Fields
+from llorch.train.batch import IGNORED
+from llorch.train.data.messages import parsed, read_chat, read_messages, read_tools, tool_call
+from llorch.train.data.read import Record
+from llorch.train.data.rows import Chat, Completion, Instruction, Message, Parsed, Text, Tokens
+
+# Of the data set itself; for models without a chat template.
+_ALPACA = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{}\n\n### Response:\n"
+)
+_ALPACA_WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. "
+    "Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{}\n\n### Input:\n{}\n\n### Response:\n"
+)
+_SPEAKERS = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+    "tool": "tool",
+}
+
+
+def format_of(record: Record) -> str:
+    """Find the format of a row.
+
+    Args:
+        record: The row.
+
+    Returns:
+        A key of `FORMATS`.
+
+    Raises:
+        FormatError: Its keys are those of no format.
+    """
+    present = {key for key, value in record.values.items() if value is not None}
+    for name, (keys, _, _) in FORMATS.items():
+        if present.issuperset(keys):
+            return name
+    wanted = "; ".join(", ".join(keys) for keys, _, _ in FORMATS.values())
+    got = ", ".join(sorted(present)) or "none"
+    raise FormatError("Unsupported", f"keys of a row: expected one of: {wanted}; got {got}", path=record.where)
+
+
+def parse(record: Record, name: str) -> Parsed:
+    """Read a row of a known format.
+
+    Args:
+        record: The row.
+        name: Its format.
+
+    Returns:
+        What it says.
+
+    Raises:
+        FormatError: A value has the wrong type.
+    """
+    _, _, read = FORMATS[name]
+    return read(Fields(record.values, record.where))
+
+
+def unused_keys(record: Record, name: str) -> set[str]:
+    """Keys of a row that its format does not read."""
+    keys, optional, _ = FORMATS[name]
+    return {key for key, value in record.values.items() if value is not None} - {*keys, *optional}
+
+
+def _tokens(fields: Fields) -> Tokens:
+    ids = _integers(fields, "input_ids")
+    if not fields.has("labels"):
+        return Tokens(ids, None)
+    labels = _integers(fields, "labels")
+    if len(labels) != len(ids):
+        raise fields.error("Shape", "labels", f"as many as input_ids, {len(ids)}", len(labels))
+    for place, (token_id, label) in enumerate(zip(ids, labels, strict=True)):
+        if label not in (IGNORED, token_id):
+            raise fields.error("Inconsistent", f"labels[{place}]", f"{IGNORED} or the id there, {token_id}", label)
+    return Tokens(ids, labels)
+
+
+def _integers(fields: Fields, key: str) -> list[int]:
+    value = fields.values.get(key)
+    if not isinstance(value, list) or not value or not {type(one) for one in value} <= {int}:
+        raise fields.error("Malformed", key, "a list of integers, not empty", value)
+    return value
+
+
+def _share_gpt(fields: Fields) -> Chat:
+    value = fields.values.get("conversations")
+    if not isinstance(value, list):
+        raise fields.error("Malformed", "conversations", "a list", value)
+    turns = [_share_gpt_turn(fields, f"conversations[{i}]", entry) for i, entry in enumerate(value)]
+    if fields.has("system"):
+        turns = [{"role": "system", "content": fields.text("system")}, *turns]
+    return read_chat(fields, "conversations", turns)
+
+
+def _share_gpt_turn(fields: Fields, name: str, entry: object) -> dict[str, object]:
+    if not isinstance(entry, Mapping):
+        raise fields.error("Malformed", name, "an object with from and value", entry)
+    speaker, text = entry.get("from"), entry.get("value")
+    if not isinstance(speaker, str) or speaker not in _SPEAKERS:
+        raise fields.error("Unsupported", f"{name}.from", f"one of {', '.join(_SPEAKERS)}", speaker)
+    if not isinstance(text, str):
+        raise fields.error("Malformed", f"{name}.value", "a text", text)
+    turn: dict[str, object] = {"role": _SPEAKERS[speaker], "content": text, "weight": entry.get("weight")}
+    if speaker == "function_call":
+        calls = parsed(text)
+        listed = calls if isinstance(calls, list) else [calls]
+        turn["content"], turn["tool_calls"] = "", [tool_call(fields, f"{name}.value", call) for call in listed]
+    return turn
+
+
+def _alpaca(fields: Fields) -> Instruction:
+    system = fields.text("system", default="")
+    turns: list[Message] = [{"role": "system", "content": system}] if system else []
+    for user, assistant in _history(fields):
+        turns += [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
+    asked, given, output = fields.text("instruction"), fields.text("input", default=""), fields.text("output")
+    prompt = _ALPACA_WITH_INPUT.format(asked, given) if given else _ALPACA.format(asked)
+    plain = None if turns else Completion(prompt, output)
+    user = f"{asked}\n{given}" if given else asked
+    turns += [{"role": "user", "content": user}, {"role": "assistant", "content": output}]
+    learned = [place for place, turn in enumerate(turns) if turn["role"] == "assistant"]
+    return Instruction(Chat(turns, None, learned), plain)
+
+
+def _history(fields: Fields) -> list[list[str]]:
+    value = fields.values.get("history") or []
+    if not isinstance(value, list):
+        raise fields.error("Malformed", "history", "a list of pairs", value)
+    for place, pair in enumerate(value):
+        if not isinstance(pair, list) or [type(one) for one in pair] != [str, str]:
+            raise fields.error("Malformed", f"history[{place}]", "a list of two texts", pair)
+    return value
+
+
+def _completion(fields: Fields) -> Completion | Chat:
+    prompt, completion = fields.values.get("prompt"), fields.values.get("completion")
+    if not isinstance(prompt, list):
+        return Completion(fields.text("prompt"), fields.text("completion"))
+    before, _ = read_messages(fields, "prompt", prompt)
+    after, learned = read_messages(fields, "completion", completion)
+    return Chat([*before, *after], read_tools(fields), [len(before) + place for place in learned])
+
+
+def _messages(fields: Fields) -> Chat:
+    return read_chat(fields, "messages", fields.values.get("messages"))
+
+
+def _text(fields: Fields) -> Text:
+    return Text(fields.text("text"))
+
+
+# Name: the keys that tell it, further keys that it reads, how it is read.
+FORMATS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...], Callable[[Fields], Parsed]]] = {
+    "token ids": (("input_ids",), ("labels", "attention_mask"), _tokens),
+    "messages": (("messages",), ("tools",), _messages),
+    "ShareGPT": (("conversations",), ("system", "tools"), _share_gpt),
+    "Alpaca": (("instruction", "output"), ("input", "system", "history"), _alpaca),
+    "prompt and completion": (("prompt", "completion"), ("tools",), _completion),
+    "text": (("text",), (), _text),
+}

@@ -1,0 +1,104 @@
+"""JSON lines: one object a line, strictly read; every fault names its file and line.
+
+A line of white space is skipped, and a byte order mark at the start of a file too. What Python's parser lets through
+by default (NaN, equal keys, half surrogates) is refused, see `llorch.weights.strict_json`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from llorch.errors import FormatError
+from llorch.weights.strict_json import parse_json
+
+SPLITS = ("train", "valid", "test")
+_MAX_LINE = 16 << 20  # bytes
+_MAX_ITEMS = 1 << 22  # of a line: as many token ids fit
+_REMEDY = "to make JSON lines of a list: jq -c '.[]' data.json > data.jsonl"
+_BOM = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True)
+class Record:
+    """One line.
+
+    Attributes:
+        values: The object that it holds.
+        where: File and line as the user gave the path, for messages.
+        source: File name and line.
+    """
+
+    values: dict[str, object]
+    where: str
+    source: str
+
+
+def find_splits(path: Path) -> dict[str, Path]:
+    """The files of a data set: a file is all of it, a folder holds train.jsonl and perhaps valid.jsonl and test.jsonl.
+
+    Args:
+        path: What the user gave.
+
+    Returns:
+        Name of the split to file.
+
+    Raises:
+        FileNotFoundError: There is no such path, or no train.jsonl in the folder.
+    """
+    if not path.is_dir():
+        if not path.exists():
+            raise FileNotFoundError(f"data: no such file or folder: {path}")
+        return {"train": path}
+    found = {split: file for split in SPLITS if (file := path / f"{split}.jsonl").is_file()}
+    if "train" not in found:
+        raise FileNotFoundError(f"data: {path} has no train.jsonl (valid.jsonl and test.jsonl may stand beside it)")
+    return found
+
+
+def read_records(path: Path) -> Iterator[Record]:
+    """Read a file line by line.
+
+    Args:
+        path: The file.
+
+    Yields:
+        Its objects.
+
+    Raises:
+        FormatError: A line is too long or no JSON object, or there is none.
+    """
+    empty = True
+    with path.open("rb") as file:
+        for number, line in enumerate(_lines(file, path), start=1):
+            if line.strip():
+                empty = False
+                where = f"{path}:{number}"
+                yield Record(_parse(line, where), where, f"{path.name}:{number}")
+    if empty:
+        raise FormatError("Missing", "expected JSON lines, one object a line, got an empty file", path=path)
+
+
+def _lines(file: IO[bytes], path: Path) -> Iterator[bytes]:
+    number = 1
+    while line := file.readline(_MAX_LINE + 1):
+        if len(line) > _MAX_LINE:
+            raise FormatError("TooLarge", f"a line has at most {_MAX_LINE} bytes", path=f"{path}:{number}")
+        yield line.removeprefix(_BOM) if number == 1 else line
+        number += 1
+
+
+def _parse(line: bytes, where: str) -> dict[str, object]:
+    if line.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise FormatError("Malformed", "expected UTF-8, got UTF-16; save the file as UTF-8", path=where)
+    if line.strip() in (b"[", b"{"):
+        raise FormatError("Malformed", f"expected a whole object on one line; {_REMEDY}", path=where)
+    try:
+        value = parse_json(line, what="the line", path=where, max_items=_MAX_ITEMS)
+    except FormatError as error:
+        column = f" (column {error.offset + 1})" if error.offset is not None else ""
+        raise FormatError(error.code, error.message + column, path=where) from None
+    if not isinstance(value, dict):
+        remedy = f"; {_REMEDY}" if isinstance(value, list) else ""
+        raise FormatError("Malformed", f"expected an object, got {type(value).__name__}{remedy}", path=where)
+    return value

@@ -1,0 +1,37 @@
+"""How data becomes training examples."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+TrainOn = Literal["assistant", "last", "all"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSettings:
+    """What does not follow from the data itself.
+
+    Attributes:
+        max_length: Most tokens of an example; longer ones lose their end. With packing also the length of a row.
+        packing: Put several examples into one row.
+        train_on: Which tokens are learned. `assistant`: every turn of the assistant with its end-of-turn token, or the
+            completion of a prompt. `last`: only the last turn of the assistant. `all`: every token. Rows of plain text
+            are learned whole; rows of token ids as their labels say.
+        parse_special: In plain text, prompts and completions the text of a control token, such as `<|im_end|>`, is that
+            token. In messages it never is.
+    """
+
+    max_length: int = 1024
+    packing: bool = False
+    train_on: TrainOn = "assistant"
+    parse_special: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what has no meaning.
+
+        Raises:
+            ValueError: A setting is out of range.
+        """
+        if self.max_length < 2:
+            raise ValueError(f"max_length: expected at least 2 tokens, one to predict the other, got {self.max_length}")
+        if self.train_on not in get_args(TrainOn):
+            raise ValueError(f"train_on: expected one of {', '.join(get_args(TrainOn))}, got {self.train_on!r}")

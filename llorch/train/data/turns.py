@@ -1,0 +1,112 @@
+"""Where the turns of the assistant lie in a rendered conversation.
+
+A turn reaches from the end of `render(chat before it, with the opening of a turn)` to the end of `render(chat up to and
+with it)`: what the model is given and what it has to say from there, with the template as the only judge. Token ids are
+not searched for anything.
+
+Some templates write a turn differently once others follow (Qwen3 and DeepSeek-R1 leave the thinking of earlier turns
+out). The turns of such a conversation do not lie in one text; it then becomes several examples, each of them as the
+model sees it when it speaks, and each turn is learned in exactly one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from llorch.errors import FormatError
+from llorch.tokenizer.chat import ChatTemplate
+from llorch.train.data.inert import Breaker, taken_out
+from llorch.train.data.rows import Chat
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation as text.
+
+    Attributes:
+        text: The text.
+        spans: First character of every learned part, and the one behind it.
+        inert: Places that no control token may run over.
+    """
+
+    text: str
+    spans: Sequence[tuple[int, int]]
+    inert: Sequence[int]
+
+
+class Renderer:
+    """Renders the beginnings of one conversation."""
+
+    def __init__(self, chat: Chat, template: ChatTemplate, breaker: Breaker) -> None:
+        """Break control tokens in the words of users.
+
+        Args:
+            chat: The conversation.
+            template: How it is written.
+            breaker: Knows the texts of control tokens.
+        """
+        both = {"messages": chat.messages, "tools": chat.tools}
+        self._mark = breaker.mark_for(both)
+        broken = both if self._mark is None else breaker.broken(both, self._mark)
+        assert isinstance(broken, dict)
+        self._messages, self._tools = broken["messages"], broken["tools"]
+        self._template = template
+
+    def text(self, count: int, *, opened: bool = False) -> tuple[str, list[int]]:
+        """The first messages as text.
+
+        Args:
+            count: How many messages.
+            opened: With what opens a turn of the assistant.
+
+        Returns:
+            The text, and the inert places in it.
+        """
+        text = self._template.render(self._messages[:count], tools=self._tools, add_generation_prompt=opened)
+        return taken_out(text, self._mark)
+
+    def turn(self, place: int) -> tuple[str, int, list[int]]:
+        """The conversation up to and with a turn of the assistant.
+
+        Args:
+            place: Of the turn.
+
+        Returns:
+            The text, where the turn starts in it, and the inert places.
+
+        Raises:
+            FormatError: The turn does not start with what opens a turn.
+        """
+        before, _ = self.text(place, opened=True)
+        text, inert = self.text(place + 1)
+        if not text.startswith(before):
+            common = next(i for i, c in enumerate(before) if i >= len(text) or text[i] != c)
+            raise FormatError(
+                "Unsupported",
+                f"chat template: the turn of the assistant at messages[{place}] is not written as the template opens"
+                f" one: expected {before[common:][:40]!r}, got {text[common:][:40]!r}; what the model is asked and what"
+                " it would learn differ. Use a template without that difference, or rows of prompt and completion",
+            )
+        return text, len(before), inert
+
+
+def render_turns(learned: Sequence[int], renderer: Renderer) -> list[Rendered]:
+    """Render a conversation so that every turn that is learned stands as the model would say it.
+
+    Args:
+        learned: Places of these turns.
+        renderer: Knows the conversation.
+
+    Returns:
+        One text, or several when the template writes earlier turns differently; the last one has the last turn.
+
+    Raises:
+        FormatError: The template refuses the conversation, or does not open turns as it writes them.
+    """
+    turns = [renderer.turn(place) for place in learned]
+    found: list[Rendered] = []
+    while turns:
+        text, _, inert = turns[-1]
+        inside = [turn for turn in turns if text.startswith(turn[0])]
+        found.append(Rendered(text, [(start, len(part)) for part, start, _ in inside], inert))
+        turns = [turn for turn in turns if not text.startswith(turn[0])]
+    return found[::-1]

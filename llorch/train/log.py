@@ -1,0 +1,135 @@
+"""What a run says about its steps: one JSON line each, and events for TensorBoard where they are wanted.
+
+`log.jsonl` holds only what two equal runs have in common, to the last bit; wall times go to `timing.jsonl`.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from llorch.errors import FormatError, MissingExtra
+
+LOG, TIMING, EVENTS = "log.jsonl", "timing.jsonl", "tensorboard"
+
+
+class RunLog:
+    """The log of one run, open for writing."""
+
+    def __init__(self, folder: Path, *, offset: int, tensorboard: bool) -> None:
+        """Open the log and drop the lines behind an offset: those that a resumed run is about to write again.
+
+        Args:
+            folder: Of the run; it exists.
+            offset: Bytes to keep; 0 begins a new log.
+            tensorboard: Write events, too.
+
+        Raises:
+            FormatError: The log is shorter than `offset`: it is not that of the snapshot.
+            MissingExtra: Events are wanted and tensorboard is not installed.
+        """
+        self._log = _opened_at(folder / LOG, offset)
+        self._timing = (folder / TIMING).open("ab" if offset else "wb")
+        self._events = _event_writer(folder / EVENTS) if tensorboard else None
+
+    def step(self, record: Mapping[str, Any], *, seconds: float) -> None:
+        """Note one optimizer step.
+
+        Args:
+            record: Its `step` and what equal runs have in common.
+            seconds: Wall time that it took.
+        """
+        self._line(record)
+        self._timing.write(_json({"step": record["step"], "seconds": round(seconds, 6)}))
+        self._timing.flush()
+
+    def validation(self, record: Mapping[str, Any]) -> None:
+        """Note a validation, with its `step` and `valid_loss`."""
+        self._line(record)
+
+    def synced(self) -> int:
+        """Bring all lines to the disk.
+
+        Returns:
+            The offset behind them, for a snapshot.
+        """
+        self._log.flush()
+        os.fsync(self._log.fileno())
+        return self._log.tell()
+
+    def __enter__(self) -> "RunLog":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._log.close()
+        self._timing.close()
+        if self._events is not None:
+            self._events.close()
+
+    def _line(self, record: Mapping[str, Any]) -> None:
+        self._log.write(_json(record))
+        self._log.flush()
+        if self._events is not None:
+            for name in record.keys() - {"step"}:
+                self._events.add_scalar(name, record[name], record["step"])
+
+
+def read_log(path: Path) -> Sequence[Mapping[str, Any]]:
+    """Read the lines of a log.
+
+    Args:
+        path: The file.
+
+    Returns:
+        One record per line, in the order of the run.
+
+    Raises:
+        FormatError: A line is no JSON object with a step.
+    """
+    records = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise FormatError("Malformed", f"log: line {number} is no JSON: {error}", path=path) from None
+        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            raise FormatError("Malformed", f"log: line {number} has no step: {line[:60]}", path=path)
+        records.append(record)
+    return records
+
+
+def _opened_at(path: Path, offset: int) -> Any:
+    """A file open for writing behind its first bytes."""
+    file = path.open("r+b" if offset else "wb")
+    size = file.seek(0, os.SEEK_END)
+    if size < offset:
+        file.close()
+        raise FormatError("Truncated", f"log: the snapshot was taken at byte {offset}, the file has {size}", path=path)
+    file.truncate(offset)
+    file.seek(offset)
+    return file
+
+
+def _json(record: Mapping[str, Any]) -> bytes:
+    return json.dumps(record, allow_nan=False).encode() + b"\n"
+
+
+def require_tensorboard() -> None:
+    """Say what to install where tensorboard is absent.
+
+    Raises:
+        MissingExtra: It is.
+    """
+    try:
+        import tensorboard  # noqa: F401
+    except ModuleNotFoundError:
+        raise MissingExtra("tensorboard", "tensorboard") from None
+
+
+def _event_writer(folder: Path) -> Any:
+    require_tensorboard()
+    from torch.utils.tensorboard.writer import SummaryWriter
+
+    return SummaryWriter(str(folder))

@@ -1,0 +1,76 @@
+"""Loss and gradients of one optimizer step in NumPy: the reference that faster paths are compared with.
+
+Documents run one after the other, so nothing is masked or padded, and nothing can be seen that should not be.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from jaxtyping import Float
+
+from llorch.backward import backward, recorder
+from llorch.cache import KVCache
+from llorch.forward import forward
+from llorch.lora.adapted import AdaptedWeights
+from llorch.lora.adapter import Adapter
+from llorch.ops.cross_entropy import IGNORED, cross_entropy, cross_entropy_backward, shifted
+from llorch.train.batch import Batch
+from llorch.weights import Weights
+
+Gradients = dict[str, np.ndarray]
+
+
+def loss_and_gradients(
+    weights: Weights,
+    adapter: Adapter,
+    batches: Sequence[Batch],
+    *,
+    label_smoothing: float,
+    parameters: Mapping[str, Float[np.ndarray, "..."]] | None = None,
+) -> tuple[float, Gradients]:
+    """Run forward and backward over all batches of one optimizer step; nothing is dropped out.
+
+    Args:
+        weights: The frozen base; its dtype is that of the computation.
+        adapter: What is trained.
+        batches: The batches of the step.
+        label_smoothing: See `llorch.ops.cross_entropy`.
+        parameters: Values in place of the adapter's own, under the names of `Adapter.flat`.
+
+    Returns:
+        The mean loss of the trained tokens of all batches together, and its gradient by every tensor of the adapter.
+
+    Raises:
+        ValueError: A document has no token to train on.
+    """
+    adapted = AdaptedWeights(weights, adapter, parameters=parameters)
+    documents = [(ids, shifted(labels)) for batch in batches for ids, labels in batch.each_document()]
+    n_trained = sum(int((wanted != IGNORED).sum()) for _, wanted in documents)
+    loss, total = 0.0, {name: np.zeros(array.shape, weights.dtype) for name, array in adapter.flat().items()}
+    for ids, wanted in documents:
+        part, grads = of_document(ids, wanted, adapted, label_smoothing=label_smoothing, n_trained=n_trained)
+        loss += part / n_trained
+        total = {name: array + grads[name] for name, array in total.items()}
+    return loss, total
+
+
+def of_document(
+    ids: np.ndarray, wanted: np.ndarray, weights: Weights, *, label_smoothing: float, n_trained: int
+) -> tuple[float, Gradients]:
+    """Run one document.
+
+    Args:
+        ids: Its tokens.
+        wanted: What each of its rows of logits should predict, see `shifted`.
+        weights: The adapted weights.
+        label_smoothing: See `llorch.ops.cross_entropy`.
+        n_trained: Trained tokens of the whole step.
+
+    Returns:
+        Sum of the losses of its trained tokens, and the gradient of their share of the mean, see `backward`.
+    """
+    trace: dict[str, np.ndarray] = {}
+    logits = forward(ids, weights, KVCache(weights.config, weights.dtype), keep=recorder(trace))
+    loss_sum, _ = cross_entropy(logits, wanted, label_smoothing=label_smoothing)
+    d_logits = cross_entropy_backward(logits, wanted, label_smoothing=label_smoothing, n_trained=n_trained)
+    return loss_sum, backward(d_logits, ids, trace, weights)

@@ -1,0 +1,127 @@
+"""What has to be equal for a resumed run to be the same run, bit for bit; the random generators are in `torch_rng`."""
+
+import os
+import platform
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from llorch.errors import FormatError
+
+PACKAGES = ("llorch", "torch", "numpy", "safetensors", "tokenizers")
+NOTHING = "nothing"
+CUBLAS_WORKSPACE = (
+    "CUBLAS_WORKSPACE_CONFIG",
+    ":4096:8",
+)  # the variable, and what we set where it is not set
+
+
+def environment(device: str) -> dict[str, Any]:
+    """Describe what, besides settings and data, decides the bits of a run.
+
+    Args:
+        device: Where it runs, `cpu` or `cuda:0`.
+
+    Returns:
+        Versions, threads, device and the switches of torch, as JSON.
+    """
+    import torch
+
+    kind = torch.device(device)
+    found = {
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "machine": platform.machine(),
+        "threads": torch.get_num_threads(),
+        "device": "cpu" if kind.type == "cpu" else torch.cuda.get_device_name(kind),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "mkldnn": torch.backends.mkldnn.enabled,
+    }
+    return found | (_cuda_switches() if kind.type == "cuda" else {})
+
+
+def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Compare two descriptions of a run.
+
+    Args:
+        saved: Of the snapshot.
+        now: Of the run that wants to go on.
+
+    Returns:
+        A line `what: saved X, now Y` for each value that differs; nested names are joined by dots.
+    """
+    old, new = dict(_leaves(saved)), dict(_leaves(now))
+    return [
+        f"{name}: saved {_shown(old, name)}, now {_shown(new, name)}"
+        for name in {**old, **new}
+        if name not in old or name not in new or old[name] != new[name] or type(old[name]) is not type(new[name])
+    ]
+
+
+def require_same(saved: Mapping[str, Any], now: Mapping[str, Any], *, allow_change: bool, path: Path) -> list[str]:
+    """Refuse to resume a run that is not the same any more.
+
+    Args:
+        saved: Of the snapshot.
+        now: Of the run that wants to go on.
+        allow_change: Go on all the same.
+        path: The snapshot, for the message.
+
+    Returns:
+        The differences, for the record of the run; empty when it will be bit-exact.
+
+    Raises:
+        FormatError: Inconsistent, with the differences.
+    """
+    found = differences(saved, now)
+    if found and not allow_change:
+        advice = "undo the change, or go on with --allow-change, which is not bit-exact"
+        raise FormatError("Inconsistent", f"the run has changed: {'; '.join(found)}; {advice}", path=path)
+    return found
+
+
+def _cuda_switches() -> dict[str, Any]:
+    import torch
+
+    return {
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "cublas_workspace": os.environ.get(*CUBLAS_WORKSPACE),
+        "tf32_matmul": torch.backends.cuda.matmul.allow_tf32,
+        "tf32_cudnn": torch.backends.cudnn.allow_tf32,
+        "cudnn_benchmark": torch.backends.cudnn.benchmark,
+        "cudnn_deterministic": torch.backends.cudnn.deterministic,
+        "reduced_bf16_sums": torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+        "sdpa": {
+            "flash": torch.backends.cuda.flash_sdp_enabled(),
+            "efficient": torch.backends.cuda.mem_efficient_sdp_enabled(),
+            "math": torch.backends.cuda.math_sdp_enabled(),
+            "cudnn": torch.backends.cuda.cudnn_sdp_enabled(),
+        },
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Values that are no mappings, with their dotted names; tuples as JSON knows them."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", list(value) if isinstance(value, tuple) else value
+
+
+def _shown(values: Mapping[str, Any], name: str) -> str:
+    if name not in values:
+        return NOTHING
+    text = str(values[name])
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,158 @@
+"""Training settings from a YAML or TOML file, from flags and from a run that is resumed, in one order of precedence."""
+
+import difflib
+import re
+import tomllib
+from collections.abc import Hashable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from types import NoneType
+from typing import Any, get_args, get_type_hints
+
+from llorch.errors import FormatError, MissingExtra
+from llorch.train.settings import TrainSettings
+
+SHORT = {"layers": "layers_to_transform"}  # names that are also understood, and flags have
+_NAMES = tuple(field.name for field in fields(TrainSettings))
+
+
+def settings_from(*sources: tuple[str, Mapping[str, Any]]) -> TrainSettings:
+    """Merge settings; a later source wins.
+
+    Args:
+        *sources: Where values come from, for messages, and the values by name; `-` in a name counts as `_`.
+
+    Returns:
+        The settings, validated.
+
+    Raises:
+        ValueError: An unknown name, a value of the wrong kind or out of its range, or no model or data.
+    """
+    merged: dict[str, Any] = {}
+    for where, values in sources:
+        merged |= {_known(name, where): _typed(_known(name, where), value, where) for name, value in values.items()}
+    if missing := [name for name in ("model", "data") if name not in merged]:
+        raise ValueError(f"settings: {' and '.join(missing)} must be given, in a config file or on the command line")
+    return TrainSettings(**merged)
+
+
+def read_settings(path: Path) -> Mapping[str, Any]:
+    """Read a config file.
+
+    Args:
+        path: Ends in .yaml, .yml or .toml.
+
+    Returns:
+        Its values by name.
+
+    Raises:
+        FormatError: It is not of that format, or no flat list of names.
+        FileNotFoundError: There is none.
+        MissingExtra: It is YAML and pyyaml is not installed.
+    """
+    if path.suffix not in (".yaml", ".yml", ".toml"):
+        raise FormatError("Unsupported", f"config: expected .yaml, .yml or .toml, got {path.suffix!r}", path=path)
+    try:
+        text = path.read_bytes().decode()
+        values = tomllib.loads(text) if path.suffix == ".toml" else _yaml(text)
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+        raise FormatError("Malformed", f"config: {error}", path=path) from None
+    except ValueError as error:
+        raise FormatError("Malformed", f"config: {' '.join(str(error).split())}", path=path) from None
+    if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
+        raise FormatError("Malformed", "config: expected names with values, one per line (lr: 0.001)", path=path)
+    return values
+
+
+def _yaml(text: str) -> Any:
+    try:
+        import yaml
+    except ModuleNotFoundError:
+        raise MissingExtra("train", "yaml") from None
+
+    class Strict(yaml.SafeLoader):
+        """YAML that does not let the last of two equal names win."""
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+            names = [self.construct_object(key) for key, _ in node.value]
+            if twice := [name for at, name in enumerate(names) if name in names[:at]]:
+                raise ValueError(f"{twice[0]!r} is given twice")
+            return super().construct_mapping(node, deep)
+
+    try:
+        return yaml.load(text, Strict) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
+
+
+def _known(name: str, where: str) -> str:
+    plain = name.replace("-", "_")
+    plain = SHORT.get(plain, plain)
+    if plain in _NAMES:
+        return plain
+    near = difflib.get_close_matches(plain, _NAMES, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(_NAMES)}"
+    raise ValueError(f"{where}: unknown setting {name!r}; {hint}")
+
+
+def _typed(name: str, value: Any, where: str) -> Any:
+    """A value as its field wants it; YAML reads 1e-4 as text, and a whole number may stand for a rate."""
+    if name in ("target_modules", "exclude_modules"):
+        return _modules(name, value, where)
+    if name == "layers_to_transform":
+        return _layers(value, where)
+    if name in ("rank_pattern", "alpha_pattern"):
+        return _pattern(name, value, where)
+    wanted = get_type_hints(TrainSettings)[name]
+    kinds = get_args(wanted) or (wanted,)
+    if value is None and NoneType in kinds:
+        return None
+    kind = type(kinds[0]) if isinstance(kinds[0], str) else kinds[0]  # a choice of texts is text
+    return _of_kind(kind, name, value, where)
+
+
+def _of_kind(kind: type, name: str, value: Any, where: str) -> Any:
+    if kind is float and isinstance(value, int | float | str) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except (ValueError, OverflowError):
+            pass
+    elif type(value) is kind:
+        return value
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    raise ValueError(f"{where}: {name} must be {words[kind]}, got {value!r}")
+
+
+def _modules(name: str, value: Any, where: str) -> tuple[str, ...] | str:
+    """Names as a list or with commas; text with anything else in it is a regular expression, or `all-linear`."""
+    if isinstance(value, str):
+        names = [part.strip() for part in value.split(",")]
+        plain = all(part.replace(".", "_").isidentifier() for part in names)
+        return tuple(names) if plain else value
+    if isinstance(value, list | tuple) and all(isinstance(part, str) and part for part in value):
+        return tuple(value)
+    raise ValueError(f"{where}: {name} must be a list of module names or text, got {value!r}")
+
+
+def _layers(value: Any, where: str) -> tuple[int, ...] | None:
+    """Numbers as a list, or as text with commas and ranges: `0,4-7`."""
+    if isinstance(value, str) and re.fullmatch(r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*", value.replace(" ", "")):
+        ends = [[int(number) for number in part.split("-")] for part in value.split(",")]
+        layers: Any = [layer for first, *last in ends for layer in range(first, (last or [first])[0] + 1)]
+    else:
+        layers = value
+    if layers is None or (isinstance(layers, list | tuple) and layers and all(_is_count(n) for n in layers)):
+        return None if layers is None else tuple(sorted(set(layers)))
+    raise ValueError(f"{where}: layers_to_transform must be a list of layers or text such as 0,4-7, got {value!r}")
+
+
+def _is_count(number: Any) -> bool:
+    return type(number) is int and number >= 0
+
+
+def _pattern(name: str, value: Any, where: str) -> Mapping[str, Any]:
+    """Ends of module paths to numbers; where several fit a path, the first one counts."""
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) and key for key in value):
+        raise ValueError(f"{where}: {name} must be names with numbers (q_proj: 8), got {value!r}")
+    kind = int if name == "rank_pattern" else float
+    return {key: _of_kind(kind, f"{name} {key}", number, where) for key, number in value.items()}

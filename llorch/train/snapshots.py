@@ -1,0 +1,215 @@
+"""Snapshots of a training run on disk: complete or absent, checked by digest when read, the last few kept.
+
+The files of `snapshots/step-00000010/` are those of `snapshot_files`. They are written into a folder whose name begins
+with a dot, synced, and renamed:
+
+    .new-step-00000010    being written; never read, removed at the next start
+    .old-step-00000010    had to make room for a new one of the same step; back in its place if that did not arrive
+    .gone-step-00000010   on its way out; removed at the next start
+
+Source: POSIX rename (atomic within a file system) and fsync (a rename may reach the disk before the data does).
+"""
+
+import fcntl
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llorch.errors import FormatError
+from llorch.train.disk import Disk, remove_tree, write_new_file
+from llorch.train.snapshot_files import RECORD, TENSORS, Hashing, Snapshot, read_snapshot, record_bytes
+from llorch.train.tensor_file import tensor_bytes
+
+
+class SnapshotStore:
+    """The snapshots of one run folder."""
+
+    def __init__(self, folder: Path, *, keep: int = 2, disk: Disk | None = None) -> None:
+        """Name the folder; nothing is touched yet.
+
+        Args:
+            folder: The run folder.
+            keep: How many snapshots stay.
+            disk: Does the file operations; the real one by default.
+
+        Raises:
+            ValueError: `keep` is less than 1.
+        """
+        if keep < 1:
+            raise ValueError(f"snapshots: keep must be at least 1, got {keep}")
+        self.folder = folder
+        self.snapshots = folder / "snapshots"
+        self._keep = keep
+        self._disk = disk or Disk()
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the run folder, which is made if need be, and clear what a killed run left in it.
+
+        The lock ends with the process, however that ends.
+
+        Raises:
+            BlockingIOError: Another process holds it.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self.folder, os.O_RDONLY)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                message = "another run is writing to this folder; wait for it, or choose another one"
+                raise BlockingIOError(error.errno, message, str(self.folder)) from None
+            self.clear()
+            yield
+        finally:
+            os.close(descriptor)
+
+    def clear(self) -> None:
+        """Remove what a killed run left behind; the caller holds the lock.
+
+        Raises:
+            OSError: It cannot be removed.
+        """
+        for name in self._disk.names(self.folder):
+            if is_leftover(name):
+                self._disk.remove_file(self.folder / name)
+        for name in self._disk.names(self.snapshots) if self._disk.exists(self.snapshots) else ():
+            mark, _, step = name.partition("-")
+            if mark == ".old" and not self._disk.exists(self.snapshots / step):
+                self._disk.rename(self.snapshots / name, self.snapshots / step)
+            elif mark in (".new", ".old", ".gone"):
+                remove_tree(self._disk, self.snapshots / name)
+
+    def save(self, step: int, tensors: Mapping[str, np.ndarray], record: Mapping[str, Any]) -> Path:
+        """Write a snapshot, then remove those that are no longer kept; the caller holds the lock.
+
+        Snapshots of later steps go too: the run was taken up before them.
+
+        Args:
+            step: Optimizer steps done.
+            tensors: Arrays by name.
+            record: What JSON can hold.
+
+        Returns:
+            Its folder.
+
+        Raises:
+            OSError: It could not be written, and the ones before are as they were; or they could not be removed.
+            ValueError: A tensor or a value cannot be expressed.
+        """
+        target = self.snapshots / step_name(step)
+        try:
+            self._prepare()
+            self._write(target, tensors, record)
+        except OSError as error:
+            raise self._explained(error, step) from error
+        self._prune(step)
+        return target
+
+    def newest(self) -> Snapshot | None:
+        """Read the newest snapshot that is complete and undamaged.
+
+        Returns:
+            The snapshot, with the reasons why newer ones were passed over; None when there is none at all.
+
+        Raises:
+            FormatError: There are some, and none can be used.
+        """
+        reasons: list[str] = []
+        for step in reversed(self.steps()):
+            try:
+                found = read_snapshot(self.snapshots / step_name(step))
+            except (FormatError, OSError) as error:
+                reasons.append(str(error))
+                continue
+            return replace(found, skipped=tuple(reasons))
+        if reasons:
+            raise FormatError("Inconsistent", f"no snapshot can be used: {'; '.join(reasons)}", path=self.snapshots)
+        return None
+
+    def steps(self) -> list[int]:
+        """Steps of which there is a snapshot, damaged or not, in order."""
+        if not self._disk.exists(self.snapshots):
+            return []
+        matches = (re.fullmatch(r"step-(\d{8,})", name) for name in self._disk.names(self.snapshots))
+        return sorted(int(match[1]) for match in matches if match)
+
+    def _prepare(self) -> None:
+        if self._disk.exists(self.snapshots):
+            self.clear()  # a save that failed may not have been able to
+        else:
+            self._disk.make_folder(self.snapshots)
+            self._disk.sync_folder(self.folder)
+
+    def _write(self, target: Path, tensors: Mapping[str, np.ndarray], record: Mapping[str, Any]) -> None:
+        """Write the files under another name and put them in place."""
+        new = _marked(target, "new")
+        try:
+            self._disk.make_folder(new)
+            hashing = Hashing(tensor_bytes(tensors))
+            write_new_file(self._disk, new / TENSORS, hashing)
+            write_new_file(self._disk, new / RECORD, [record_bytes(_step_of(target), record, hashing)])
+            self._disk.sync_folder(new)
+            self._place(new, target)
+        except BaseException:
+            with suppress(OSError):
+                remove_tree(self._disk, new)
+            raise
+
+    def _place(self, new: Path, target: Path) -> None:
+        """Give a finished snapshot its name; one of the same step makes room."""
+        old = _marked(target, "old")
+        replaces = self._disk.exists(target)
+        if replaces:
+            self._disk.rename(target, old)
+        try:
+            self._disk.rename(new, target)
+        except BaseException:
+            if replaces:
+                self._disk.rename(old, target)
+            raise
+        self._disk.sync_folder(self.snapshots)
+        if replaces:
+            remove_tree(self._disk, old)
+
+    def _prune(self, newest: int) -> None:
+        steps = self.steps()
+        kept = [step for step in steps if step <= newest][-self._keep :]
+        for step in steps:
+            if step not in kept:
+                target = self.snapshots / step_name(step)
+                self._disk.rename(target, _marked(target, "gone"))  # so that a part of it is never taken for it
+                self._disk.sync_folder(self.snapshots)
+                remove_tree(self._disk, _marked(target, "gone"))
+
+    def _explained(self, error: OSError, step: int) -> OSError:
+        with suppress(OSError):
+            others = [other for other in self.steps() if other != step]
+            left = f"the one of step {others[-1]} is intact" if others else "there is none before it"
+            message = f"snapshot of step {step} not saved: {error.strerror}; {left}"
+            return OSError(error.errno, message, str(self.snapshots))
+        return error
+
+
+def is_leftover(name: str) -> bool:
+    """Whether a file was being written when its run was killed; `llorch.weights.placing` gives it such a name."""
+    return re.fullmatch(r"\..+\.\d+\.tmp", name) is not None
+
+
+def step_name(step: int) -> str:
+    """The folder name of a snapshot; sorted names are sorted steps."""
+    return f"step-{step:08}"
+
+
+def _marked(target: Path, mark: str) -> Path:
+    return target.with_name(f".{mark}-{target.name}")
+
+
+def _step_of(target: Path) -> int:
+    return int(target.name.removeprefix("step-"))

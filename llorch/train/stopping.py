@@ -1,0 +1,47 @@
+"""Ending a run on SIGTERM or SIGINT: after the step that is being computed, or at once when the signal comes again."""
+
+import os
+import signal
+from types import FrameType, TracebackType
+from typing import Any
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Stopped(Exception):
+    """A run that a signal ended; its state is saved."""
+
+    def __init__(self, number: int, message: str) -> None:
+        """Note the signal.
+
+        Args:
+            number: Of the signal.
+            message: What became of the run.
+        """
+        super().__init__(message)
+        self.exit_code = 128 + number
+
+
+class StopRequest:
+    """Listens for signals while a run is inside it; outside the main thread nobody can listen, so nothing happens."""
+
+    def __init__(self) -> None:
+        """Listen to nothing yet."""
+        self.number: int | None = None  # of the signal that came
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopRequest":
+        try:
+            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        except ValueError:  # not the main thread
+            self._before = {}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.number is not None:
+            os._exit(128 + number)
+        self.number = number

@@ -1,0 +1,157 @@
+"""What the training goldens are made of: the adapter, the rows, and every setting of the runs.
+
+Both sides start from these: PEFT when goldens are made, ours when they are judged. Ranks and scales differ from matrix
+to matrix, and one matrix of one layer from the others, so that no mix-up stays hidden. Rows differ in length, and so
+do the numbers of learned tokens, so that a mean of means is not the mean.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from llorch.config import ModelConfig
+from llorch.lora.adapter import Adapter, LoraTensors, checked
+from llorch.lora.config import LoraConfig
+from llorch.lora.targets import LAYER_TARGETS, Target
+from llorch.train.batch import IGNORED, PADDING, Batch
+
+SMOOTHING = 0.1
+STEPS_SHOWN = (1, 2, 10)  # of the optimizer
+
+
+@dataclass(frozen=True)
+class OptimizerRecipe:
+    """Settings of AdamW and clipping."""
+
+    learning_rate: float = 1e-2
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    max_norm: float = 0.05  # below the norm of every step, so that clipping shows
+
+
+@dataclass(frozen=True)
+class CurveRecipe:
+    """Settings of the run of N steps."""
+
+    n_steps: int = 30
+    accumulation: int = 2
+    warmup_steps: int = 5
+    optimizer: OptimizerRecipe = OptimizerRecipe(learning_rate=5e-3, max_norm=1.0)
+
+
+OPTIMIZER = OptimizerRecipe()
+CURVE = CurveRecipe()
+SCHEDULES = ("constant", "linear", "cosine")
+SCHEDULE_STEPS, SCHEDULE_WARMUP = 12, 3
+
+LORA = LoraConfig(
+    r=3,
+    lora_alpha=4.0,
+    target_modules=LAYER_TARGETS,
+    rank_pattern={
+        "layers.1.self_attn.v_proj": 2, "q_proj": 2, "k_proj": 4, "gate_proj": 2, "down_proj": 2,
+    },
+    alpha_pattern={
+        "q_proj": 3.0, "k_proj": 2.0, "v_proj": 5.0, "gate_proj": 2.5, "up_proj": 6.0, "down_proj": 1.4,
+    },
+)  # fmt: skip
+RSLORA = replace(LORA, use_rslora=True)
+SMOOTHINGS = {"plain": 0.0, "smoothed": SMOOTHING}  # case -> label smoothing
+SHARED_INPUT = ("q_proj", "k_proj", "v_proj")  # of layer 0: what goes into them does not depend on the adapter
+INPUT_OF = {  # matrix -> the stage that goes into it
+    "q_proj": "attn_norm", "k_proj": "attn_norm", "v_proj": "attn_norm", "o_proj": "attn_context",
+    "gate_proj": "ffn_norm", "up_proj": "ffn_norm", "down_proj": "ffn_act",
+}  # fmt: skip
+MERGED = "layers.0.k_proj"  # the matrix that is stored merged
+
+
+class Bits:
+    """Numbers from bits that NumPy promises never to change; exact in float32."""
+
+    def __init__(self, key: int) -> None:
+        """Start a stream.
+
+        Args:
+            key: Names the stream.
+        """
+        self._bits = np.random.Philox(key=key)
+
+    def signed(self, *shape: int) -> np.ndarray:
+        """Uniform between -1 and 1."""
+        raw = self._bits.random_raw(int(np.prod(shape))) >> 40
+        return (raw / 2.0**23 - 1).reshape(shape).astype(np.float32)
+
+
+def make_adapter(config: ModelConfig, lora: LoraConfig = LORA) -> Adapter:
+    """The adapter that every run starts from: neither A nor B is zero.
+
+    Args:
+        config: The model.
+        lora: `LORA`, or a variant with the same ranks.
+
+    Returns:
+        It; the same numbers on every machine.
+    """
+    bits = Bits(config.vocab_size)
+    tensors = {name: _tensors(bits, target, lora.rank_of(target)) for name, target in lora.targets(config).items()}
+    return checked(lora, tensors, config)
+
+
+def with_zero_b(adapter: Adapter) -> Adapter:
+    """The adapter as training starts it: A as it is, B zero."""
+    tensors = {
+        name: LoraTensors(t.lora_A, np.zeros_like(t.lora_B)) for name, t in adapter.tensors.items()
+    }  # fmt: skip
+    return replace(adapter, tensors=tensors)
+
+
+def batch_of(rows: Sequence[Sequence[int]], prompts: Sequence[int]) -> Batch:
+    """Rows of one document each, padded at the end.
+
+    Args:
+        rows: Ids.
+        prompts: How many tokens at the beginning of each row are not learned; at least 1.
+
+    Returns:
+        The batch.
+    """
+    width = max(map(len, rows))
+    shape = (len(rows), width)
+    ids, labels = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
+    positions, documents = np.full(shape, PADDING, np.int64), np.full(shape, PADDING, np.int64)
+    for i, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
+        ids[i, : len(row)] = row
+        labels[i, prompt : len(row)] = row[prompt:]
+        positions[i, : len(row)] = np.arange(len(row))
+        documents[i, : len(row)] = 0
+    return Batch(ids, labels, positions, documents)
+
+
+def step_batches(batches: Sequence[Batch], step: int, accumulation: int) -> list[Batch]:
+    """The micro-batches of an optimizer step, counted from 1; all are used in turn."""
+    first = (step - 1) * accumulation
+    return [batches[(first + i) % len(batches)] for i in range(accumulation)]
+
+
+def with_stage(name: str, stage: str) -> str:
+    """Put a stage into the name of a tensor: `layers.0.q_proj.lora_A` becomes `l0.<stage>.q_proj.lora_A`.
+
+    Args:
+        name: Flat name of a tensor, or a stage key such as `l0.block_in`.
+        stage: Group in the table of training stages.
+
+    Returns:
+        A stage key.
+    """
+    if name.startswith("layers."):
+        _, layer, rest = name.split(".", 2)
+        return f"l{layer}.{stage}.{rest}"
+    head, _, rest = name.rpartition(".")
+    return f"{head}.{stage}.{rest}" if head else f"{stage}.{rest}"
+
+
+def _tensors(bits: Bits, target: Target, rank: int) -> LoraTensors:
+    lora_A = bits.signed(rank, target.n_in) * np.float32(target.n_in**-0.5)
+    return LoraTensors(lora_A, bits.signed(target.n_out, rank) * np.float32(0.25))

@@ -1,0 +1,215 @@
+"""Checkpoints 15 to 20 against their stored goldens: deltas, losses, gradients, optimizer steps, curves, exports.
+
+Each row compares ours with what PEFT, torch or llama.cpp made, and shows how far both are from the float64 truth. The
+tolerance is 4 times their distance from it, of a group of stages, never above a ceiling. Parameters are measured in
+learning rates: see `checkpoints/18_optimizer_step`.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager
+from functools import cached_property
+
+import numpy as np
+
+from llorch.builtin import builtin_path, goldens_folder
+from llorch.compare import FACTOR, Difference, Tolerance, measure, measure_in
+from llorch.evidence import sha256
+from llorch.training_exports import EXPORTS, Exports
+from llorch.training_goldens import Tolerances, TrainingGolden, read
+from llorch.training_path import NumpyPath
+from llorch.training_recipe import OPTIMIZER
+from llorch.training_stages import TRAINING_STAGES, Key, TrainingStage
+from llorch.verifier import BACKENDS, FAIL, PASS, Row
+from llorch.weights import Weights, open_weights
+
+Arrays = dict[str, np.ndarray]
+MODES = ("isolated", "chained")
+OF_EXPORTS = ("merged_logits", "exported_logits")  # groups that are made from files
+WORST = 10  # times the ceiling of a whole tensor: what its worst element is granted at most
+
+
+def verify_training_stored(name: str) -> Iterator[Row]:
+    """Judge NumPy on a model against its stored training goldens.
+
+    Args:
+        name: In `training_goldens.MODELS`.
+
+    Yields:
+        Rows of checkpoints 15 to 20.
+
+    Raises:
+        FileNotFoundError: A golden is missing.
+        ValueError: The goldens were made for other weights, or a part is missing.
+    """
+    judge = TrainingJudge(name, *stored(name))
+    for backend, arithmetic in BACKENDS.items():
+        yield from judge.numpy_rows(backend, arithmetic)
+
+
+def stored(name: str) -> tuple[Weights, TrainingGolden]:
+    """Open a model and its training goldens; for the exceptions see `verify_training_stored`."""
+    path = builtin_path(name)
+    golden = read(goldens_folder() / name)
+    if golden.provenance["weights_sha256"] != sha256(path):
+        raise ValueError(f"golden {name}: made for other weights than {path}; run reference_outputs/regenerate.py")
+    return open_weights(path), golden
+
+
+class TrainingJudge:
+    """Judges training paths on one model."""
+
+    def __init__(self, name: str, weights: Weights, golden: TrainingGolden) -> None:
+        """Prepare; nothing is computed yet.
+
+        Args:
+            name: Name of the model in the rows.
+            weights: The base in float32.
+            golden: Its training goldens.
+        """
+        self.name, self.weights, self.golden = name, weights, golden
+
+    @cached_property
+    def truth(self) -> Mapping[str, Arrays]:
+        """Our float64 arrays by mode and key; merged or exported, an adapter means what it means beside the base."""
+        path = NumpyPath(self.weights.astype(np.float64), self.golden)
+        chained = dict(path.chained())
+        same = ("merged_logits", *(f"exported_logits.{kind}" for kind in EXPORTS))
+        chained |= {f"plain/{stage}": chained["plain/adapted_logits"] for stage in same}
+        return {"isolated": dict(path.isolated()), "chained": chained}
+
+    def numpy_rows(self, backend: str, arithmetic: Callable[[], AbstractContextManager[None]]) -> Iterator[Row]:
+        """Judge NumPy in one of `BACKENDS`; files are written and read once, as it runs."""
+        assert self.truth
+        with arithmetic():
+            path = NumpyPath(self.weights, self.golden)
+            exports = Exports.of(self.name, self.weights, self.golden) if backend == "numpy" else None
+            ours = {"isolated": dict(path.isolated()), "chained": dict(path.chained())}
+        if exports:
+            ours["chained"].update(exports.logits)
+        yield from self.rows(backend, ours, left_out=() if exports else OF_EXPORTS)
+        if exports:
+            yield from exports.rows
+
+    def rows(self, backend: str, ours: Mapping[str, Arrays], *, left_out: Collection[str] = ()) -> Iterator[Row]:
+        """Compare arrays with all goldens.
+
+        Args:
+            backend: Its name in the rows.
+            ours: Mode to key to array.
+            left_out: Groups of stages that the backend does not have; any other that is missing fails.
+
+        Yields:
+            One row for each array and producer.
+        """
+        for mode, text, producer, golden in self._comparisons():
+            key = Key.of(text)
+            if key.group.name not in left_out:
+                yield self._row(backend, mode, key, producer, ours[mode].get(text), golden, self.truth[mode][text])
+
+    def tolerances(self) -> Tolerances:
+        """Made from the distances of the producers from the truth."""
+        made: dict[str, dict[str, Tolerance]] = {mode: {} for mode in MODES}
+        for mode, text, _, golden in self._comparisons():
+            stage = Key.of(text).group
+            distance, floor = self._distance(mode, text, golden), self.floor_of(stage)
+            old = made[mode].get(stage.name, Tolerance(floor, floor))
+            new = Tolerance(max(old.error, FACTOR * distance.error), max(old.worst, FACTOR * distance.worst))
+            made[mode][stage.name] = new.at_most(self.ceiling_of(mode, stage))
+        return made
+
+    def shows(self, mode: str, key: Key) -> bool:
+        """Whether a stage can be judged in the dtype of the run."""
+        return True
+
+    def floor_of(self, stage: TrainingStage) -> float:
+        """The smallest tolerance of a stage."""
+        return stage.floor
+
+    def ceiling_of(self, mode: str, stage: TrainingStage) -> Tolerance:
+        """The largest tolerance that is ever granted to a stage."""
+        return ceiling(mode, stage)
+
+    def stored_tolerance(self, mode: str, stage: TrainingStage) -> Tolerance:
+        """What the golden grants."""
+        return self.golden.tolerances[mode][stage.name]
+
+    def refuse_far_witnesses(self) -> None:
+        """Refuse goldens that are not the truth to rounding, and such that nothing is compared with.
+
+        Raises:
+            ValueError: A producer is further from the truth than is ever granted, or an array is left over.
+        """
+        far, judged = [], set()
+        for mode, text, producer, golden in self._comparisons():
+            judged.add((producer, text))
+            distance = self._distance(mode, text, golden)
+            if not distance.within(self.ceiling_of(mode, Key.of(text).group)):
+                far.append(f"{producer} {mode} {text}: {distance.describe()}")
+        every = {(p, text) for p, arrays in self.golden.arrays.items() for text in arrays if self._wanted(text)}
+        far += [f"{producer} {text}: compared with nothing" for producer, text in sorted(every - judged)]
+        if far:
+            raise ValueError(f"training goldens of {self.name}: {len(far)} too far from the truth:\n" + "\n".join(far))
+
+    def _wanted(self, text: str) -> bool:
+        """Whether an array is there to be compared; what no run of ours has is one of these."""
+        key, modes = Key.of(text), [mode for mode in MODES if text in self.truth[mode]]
+        return key.in_table and (not modes or any(self.shows(mode, key) for mode in modes))
+
+    def _distance(self, mode: str, text: str, golden: np.ndarray) -> Difference:
+        """Of a producer from the truth."""
+        truth = self.truth[mode][text]
+        return difference(golden.astype(truth.dtype), truth, Key.of(text).group)
+
+    def _comparisons(self) -> Iterator[tuple[str, str, str, np.ndarray]]:
+        """Mode, key, producer and golden of all that is compared, in the order of the table."""
+        places = {stage.name: place for place, stage in enumerate(TRAINING_STAGES)}
+        every = [(mode, text) for mode in MODES for text in self.truth[mode]]
+        for mode, text in sorted(every, key=lambda entry: places[Key.of(entry[1]).group.name]):
+            for producer, arrays in self.golden.arrays.items():
+                if text in arrays and self.shows(mode, Key.of(text)):
+                    yield mode, text, producer, arrays[text]
+
+    def _row(
+        self,
+        backend: str,
+        mode: str,
+        key: Key,
+        producer: str,
+        ours: np.ndarray | None,
+        golden: np.ndarray,
+        truth: np.ndarray,
+    ) -> Row:
+        stage = key.group
+        wide = golden if ours is None or ours.dtype != np.float64 else golden.astype(np.float64)
+        found = difference(ours, wide, stage)
+        allowed = self.stored_tolerance(mode, stage).at_most(self.ceiling_of(mode, stage))
+        return Row(
+            model=self.name,
+            checkpoint=stage.checkpoint,
+            stage=key.stage,
+            layer=key.layer,
+            case=key.case,
+            producer=producer,
+            backend=backend,
+            mode=mode,
+            error=found.error,
+            worst=found.worst,
+            truth_error=difference(None if ours is None else ours.astype(truth.dtype), truth, stage).error,
+            producer_error=difference(golden.astype(truth.dtype), truth, stage).error,
+            tolerance=allowed.error,
+            tolerance_worst=allowed.worst,
+            verdict=PASS if found.within(allowed) else FAIL,
+            note=found.fault or "",
+        )
+
+
+def difference(got: np.ndarray | None, want: np.ndarray, stage: TrainingStage) -> Difference:
+    """How far one array of a stage is from another: as a share of the tensor, or in learning rates."""
+    return measure_in(got, want, unit=OPTIMIZER.learning_rate) if stage.in_rates else measure(got, want)
+
+
+def ceiling(mode: str, stage: TrainingStage) -> Tolerance:
+    """The largest tolerance that is ever granted to a stage."""
+    error = stage.isolated_ceiling if mode == "isolated" else stage.chained_ceiling
+    worst = stage.worst_ceiling if mode == "chained" else 0.0
+    return Tolerance(error, worst or WORST * error)

@@ -1,0 +1,73 @@
+"""Write the example data set that llorch carries: pirate tales, from text of our own.
+
+    python reference_outputs/make_examples.py [--out DIR]
+
+The same seed gives the same files. No tale occurs twice, so what is held out was never trained on.
+"""
+
+import argparse
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+from small_models import pirates
+from small_models.corpus import expand, sentence
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "llorch" / "examples"
+SEED = 7
+SIZES = {"train": 240, "valid": 20, "test": 20}
+_PRONOUNS = {"she": {"he": "she", "him": "her", "his": "her"}, "he": {"he": "he", "him": "him", "his": "his"}}
+
+
+def tales(seed: int) -> Iterator[str]:
+    """Yield tales without end, no two of them alike.
+
+    Args:
+        seed: Equal seeds give equal tales.
+
+    Yields:
+        One tale of a few sentences on one line.
+    """
+    rng = random.Random(seed)
+    told = set()
+    while True:
+        tale = _tale(rng)
+        if tale not in told:
+            told.add(tale)
+            yield tale
+
+
+def write_examples(folder: Path) -> None:
+    """Write `pirate/train.jsonl`, `valid.jsonl` and `test.jsonl`.
+
+    Args:
+        folder: Gets the folder `pirate`.
+    """
+    source = tales(SEED)
+    (folder / "pirate").mkdir(parents=True, exist_ok=True)
+    for name, size in SIZES.items():
+        lines = [json.dumps({"text": next(source)}) + "\n" for _ in range(size)]
+        (folder / "pirate" / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+def _tale(rng: random.Random) -> str:
+    name, pronoun = rng.choice(pirates.NAMES)
+    values = {"name": name, **_PRONOUNS[pronoun], "when": pirates.WHEN}
+    values |= {"mate": rng.choice(pirates.MATES), "mate_name": rng.choice(pirates.MATE_NAMES)}
+    lines = [rng.choice(pirates.OPENINGS), rng.choice(pirates.MATE_INTROS)]
+    lines += rng.sample(pirates.TRAITS, rng.choice((0, 1)))
+    lines += [*rng.choice(pirates.PLOTS), rng.choice(pirates.ENDINGS)]
+
+    def value(slot: str) -> str:
+        if slot not in values:
+            values[slot] = rng.choice(pirates.LEXICON[slot])
+        return values[slot]
+
+    return " ".join(sentence(expand(line, rng, value)) for line in lines)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--out", type=Path, default=EXAMPLES, help="folder for the data sets")
+    write_examples(parser.parse_args().out)

@@ -1,0 +1,255 @@
+"""Make the goldens of checkpoints 15 to 20: ask PEFT, torch and llama.cpp about one adapter and a few batches.
+
+Of runs on a base in bfloat16 only the tolerances and distances that follow from them are stored, as in `make_half`.
+"""
+
+import platform
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import make_half
+import numpy as np
+
+from llorch.builtin import builtin_path
+from llorch.compare import measure
+from llorch.evidence import Tolerances as HalfTolerances
+from llorch.evidence import sha256
+from llorch.lora.adapter import Adapter
+from llorch.model import Model
+from llorch.numerics import DtypeName
+from llorch.producers import ProducerName, open_producer
+from llorch.train.batch import Batch
+from llorch.training_exports import EXPORTS, LOADED_BY, export_all, file_tables, safetensors_table
+from llorch.training_goldens import HALF_DTYPES, LLAMACPP, PEFT, Rows, TrainingGolden
+from llorch.training_half import HalfTrainingJudge
+from llorch.training_recipe import (
+    CURVE,
+    MERGED,
+    OPTIMIZER,
+    RSLORA,
+    SCHEDULE_STEPS,
+    SCHEDULE_WARMUP,
+    SCHEDULES,
+    SHARED_INPUT,
+    SMOOTHING,
+    SMOOTHINGS,
+    STEPS_SHOWN,
+    make_adapter,
+    step_batches,
+    with_zero_b,
+)
+from llorch.training_stages import BY_GROUP, Key
+from llorch.verify_training import MODES, TrainingJudge, difference
+from llorch.weights import Weights, open_weights
+
+if TYPE_CHECKING:
+    from llorch.producers.peft import Peft
+
+TEXTS = (  # beginning and number of tokens, number of those that are not learned
+    (("Once upon a time, Mia the little fox", 10, 4), ("The fox ran home to the river.", 7, 3)),
+    (("Tom asked: Where is my blue kite?", 8, 2), ("In the forest the owl sang a slow song.", 12, 5)),
+    (("Anna and Ben built a boat.", 6, 1), ("One day the sun was very warm.", 9, 6)),
+)
+
+Arrays = dict[str, np.ndarray]
+
+
+def make_training(name: str) -> TrainingGolden:
+    """Run the producers on one model.
+
+    Args:
+        name: One of `MODELS`.
+
+    Returns:
+        The goldens, with tolerances made from their distances from the truth.
+
+    Raises:
+        ValueError: A producer is further from the truth than is ever granted.
+    """
+    from llorch.producers.peft import Peft
+
+    path = builtin_path(name)
+    weights = open_weights(path)
+    rows, adapter, producer = rows_of(weights), make_adapter(weights.config), Peft(path)
+    batches = [each.batch() for each in rows]
+    of_peft = forward_arrays(producer, weights, adapter, batches[0]) | training_arrays(producer, adapter, batches)
+    with tempfile.TemporaryDirectory(prefix="llorch-") as folder:
+        exported, files = export_arrays(producer, weights, adapter, batches[0], Path(folder))
+    golden = TrainingGolden(
+        adapter=adapter.flat(),
+        arrays={PEFT: of_peft | exported[PEFT], LLAMACPP: exported[LLAMACPP]},
+        rows=rows,
+        files=files,
+        tolerances={},
+        half_tolerances={},
+        half_errors={},
+        provenance={
+            "command": f"python reference_outputs/regenerate.py {name}",
+            "weights_sha256": sha256(path),
+            "engines": {PEFT: producer.provenance(), LLAMACPP: llamacpp_provenance(path)},
+            "numpy": np.__version__,
+            "machine": platform.machine(),
+        },
+    )
+    judge = TrainingJudge(name, weights, golden)
+    judge.refuse_far_witnesses()
+    halves = {dtype: half_judge(name, weights, golden, dtype) for dtype in HALF_DTYPES}
+    return replace(
+        golden,
+        tolerances=judge.tolerances(),
+        half_tolerances={dtype: half.tolerances() for dtype, half in halves.items()},
+        half_errors={dtype: half.errors() for dtype, half in halves.items()},
+    )
+
+
+def half_judge(name: str, weights: Weights, golden: TrainingGolden, dtype: DtypeName) -> HalfTrainingJudge:
+    """Run PEFT once more, on a base in half precision.
+
+    Args:
+        name: One of `MODELS`.
+        weights: Of the model.
+        golden: Adapter and rows.
+        dtype: Of the base.
+
+    Returns:
+        What knows how far PEFT is from the truth then.
+
+    Raises:
+        ValueError: It is further than roundings explain.
+    """
+    from llorch.producers.peft import Peft
+
+    producer, adapter, batches = Peft(weights.path, dtype=dtype), golden.adapter_for(weights.config), golden.batches
+    shown = forward_arrays(producer, weights, adapter, batches[0]) | training_arrays(producer, adapter, batches)
+    judge = HalfTrainingJudge(name, weights, replace(golden, arrays={PEFT: shown}), dtype)
+    judge.refuse_far_witnesses()
+    return judge
+
+
+def rows_of(weights: Weights) -> list[Rows]:
+    """The batches, in tokens of one model.
+
+    Raises:
+        ValueError: Fewer than 8 distinct tokens in the first batch; such an input hides mistakes.
+    """
+    encode = Model(weights).tokenizer.encode
+    made = [Rows([encode(text)[:n] for text, n, _ in rows], [prompt for _, _, prompt in rows]) for rows in TEXTS]
+    distinct = {token for row in made[0].ids for token in row}
+    if len(distinct) < 8:
+        raise ValueError(f"regenerate: expected at least 8 distinct tokens in a batch, got {sorted(distinct)}")
+    return made
+
+
+def forward_arrays(producer: "Peft", weights: Weights, adapter: Adapter, batch: Batch) -> Arrays:
+    """Deltas, logits and losses; with rank-stabilised scales what cannot be told from the other deltas."""
+    found = {f"plain/{key}": array for key, array in producer.forward(adapter, batch).items()}
+    stable = producer.forward(replace(adapter, config=RSLORA), batch)
+    wanted = ["adapted_logits", *(f"l0.lora_delta.{name}" for name in SHARED_INPUT)]
+    found |= {f"rslora/{key}": stable[key] for key in wanted}
+    for case, smoothing in SMOOTHINGS.items():
+        losses = producer.losses(adapter, batch, smoothing=smoothing)
+        found |= {f"{case}/{key}": array for key, array in losses.items()}
+    return found | {f"plain/{key}": array for key, array in producer.merged(adapter, batch, [MERGED]).items()}
+
+
+def training_arrays(producer: "Peft", adapter: Adapter, batches: Sequence[Batch]) -> Arrays:
+    """Gradients, optimizer steps, schedules and the curve."""
+    from llorch.producers.peft import schedule
+
+    found = {f"plain/{key}": array for key, array in producer.gradients(adapter, batches[0]).items()}
+    of_zero_b = producer.gradients(with_zero_b(adapter), batches[0])
+    found |= {f"zero_b/{key}": array for key, array in of_zero_b.items() if "lora_" in key}
+    steps = [step_batches(batches, step, 1) for step in range(1, max(STEPS_SHOWN) + 1)]
+    for step, arrays in producer.steps(adapter, steps, OPTIMIZER, shown=STEPS_SHOWN).items():
+        found |= {f"step {step}/{key}": a for key, a in arrays.items() if ".given." not in key or step == 2}
+    for name in SCHEDULES:
+        rates = schedule(
+            name, peak=OPTIMIZER.learning_rate, warmup_steps=SCHEDULE_WARMUP, total_steps=SCHEDULE_STEPS
+        )  # fmt: skip
+        found[f"{name}/learning_rate"] = rates
+    steps = [step_batches(batches, step, CURVE.accumulation) for step in range(1, CURVE.n_steps + 1)]
+    curve = producer.curve(
+        adapter, steps, CURVE.optimizer, smoothing=SMOOTHING, warmup_steps=CURVE.warmup_steps
+    )  # fmt: skip
+    return found | {f"curve/{key}": array for key, array in curve.items()}
+
+
+def export_arrays(
+    producer: "Peft", weights: Weights, adapter: Adapter, batch: Batch, folder: Path
+) -> tuple[dict[str, Arrays], dict[str, Mapping[str, str]]]:
+    """Logits of the engines that load what we write, and the tables of adapter files.
+
+    PEFT's own file of the adapter is what ours has to equal; of the GGUF file, which nobody else writes rightly, it is
+    the one that llama.cpp made the right logits from.
+    """
+    from llorch.producers.llamacpp_adapter import logits_with_adapter
+
+    export_all(weights, adapter, folder)
+    ids = [document for document, _ in batch.each_document()]
+    path = Path(weights.path)
+    logits = {
+        "peft_folder": producer.loaded(folder / EXPORTS["peft_folder"], batch),
+        "lora_gguf": np.concatenate(
+            [logits_with_adapter(path, folder / EXPORTS["lora_gguf"], row.tolist()) for row in ids]
+        ),
+        "merged_folder": logits_of("transformers", folder / EXPORTS["merged_folder"], ids),
+        "merged_gguf": logits_of("llamacpp", folder / EXPORTS["merged_gguf"], ids),
+    }
+    arrays: dict[str, Arrays] = {PEFT: {}, LLAMACPP: {}}
+    for kind, array in logits.items():
+        arrays[LOADED_BY[kind]][f"plain/exported_logits.{kind}"] = array
+    files = file_tables(folder) | {"peft_folder": safetensors_table(producer.saved(adapter, folder / "by_peft"))}
+    return arrays, files
+
+
+def logits_of(engine: ProducerName, path: Path, ids: Sequence[np.ndarray]) -> np.ndarray:
+    """Logits of an engine that runs a model as it is."""
+    with open_producer(engine, path, n_threads=2) as producer:
+        return np.concatenate([producer.logits(row.tolist()) for row in ids])
+
+
+def llamacpp_provenance(path: Path) -> dict[str, object]:
+    """What llama.cpp says about itself."""
+    with open_producer("llamacpp", path, n_threads=2) as engine:
+        return engine.provenance()
+
+
+def differences(new: TrainingGolden, stored: TrainingGolden) -> list[str]:
+    """Where newly made goldens are not the stored ones.
+
+    The adapter, the batches and the files of adapters must be equal; arrays are held to the stored tolerances, and
+    tolerances of half precision are what `make_half` wants of them (measured in the same way: up to 1.08 times).
+
+    Args:
+        new: Made now.
+        stored: Read from the repository.
+
+    Returns:
+        One line for each difference.
+    """
+    pairs = [(what, getattr(new, what) == getattr(stored, what)) for what in ("rows", "files")]
+    names = sorted(new.adapter.keys() | stored.adapter.keys())
+    pairs += [(name, _same(new.adapter.get(name), stored.adapter.get(name))) for name in names]
+    lines = [f"training {name}: not as stored" for name, equal in pairs if not equal]
+    for producer, arrays in stored.arrays.items():
+        for text in sorted(arrays.keys() | new.arrays[producer].keys()):
+            stage = Key.of(text).group if Key.of(text).in_table else BY_GROUP["lora_delta"]  # what goes into one
+            ours, theirs = new.arrays[producer].get(text), arrays.get(text)
+            apart = measure(ours, theirs) if theirs is None else difference(ours, theirs, stage)
+            modes = [stored.tolerances[mode][stage.name] for mode in MODES if stage.name in stored.tolerances[mode]]
+            if not any(apart.within(tolerance) for tolerance in modes):
+                lines.append(f"training {producer} {text}: {apart.describe()}")
+    return lines + make_half.differences(_by_dtype(new), _by_dtype(stored))
+
+
+def _by_dtype(golden: TrainingGolden) -> dict[str, HalfTolerances]:
+    """As those of the forward pass, in one case."""
+    halves = golden.half_tolerances.items()
+    return {dtype: {"training": {mode: dict(groups) for mode, groups in made.items()}} for dtype, made in halves}
+
+
+def _same(one: np.ndarray | None, other: np.ndarray | None) -> bool:
+    return one is not None and other is not None and one.dtype == other.dtype and np.array_equal(one, other)

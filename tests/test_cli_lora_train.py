@@ -1,0 +1,167 @@
+"""`llorch lora train`: one command from data to an adapter."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from command_line import REPOSITORY, invoke
+from training_runs import small_data
+
+SMALL = ("--r", "2", "--batch-size", "2", "--steps", "3", "--lr", "0.005")
+
+
+def train(output: Path, *more: str, model: str = "micro-qwen3", data: str = "pirate"):
+    return invoke("lora", "train", model, "--data", data, "-o", str(output), *SMALL, "--max-length", "24", *more)
+
+
+def saved(output: Path) -> dict:
+    return json.loads((output / "run.json").read_text())["settings"]
+
+
+def test_the_built_in_example_trains_and_its_adapter_runs(tmp_path: Path):
+    result = train(tmp_path / "mine", model="story")
+    assert result.exit_code == 0, result.stderr
+    assert f"llorch run story --adapter {tmp_path / 'mine'}" in result.stdout
+    assert "validation loss" in result.stdout
+    assert invoke("run", "story", "Once", "-n", "3", "--adapter", str(tmp_path / "mine")).exit_code == 0
+
+
+def test_what_will_be_done_is_said_before_it_is_done(tmp_path: Path):
+    lines = train(tmp_path / "mine").stderr.splitlines()
+    assert lines[0].startswith("model: micro-qwen3, float32 on cpu, ")
+    assert "(r 2, alpha 32, 14 matrices)" in lines[0]
+    assert lines[1].startswith("data: pirate, ")
+    assert lines[2] == "steps: 3 of 2 rows (2 x 1), rate 5.00e-03 cosine, 1 of them warm-up"
+    assert [line.split(":")[0] for line in lines if line.startswith("step ")] == [
+        "step 0", "step 1 of 3", "step 2 of 3", "step 3 of 3", "step 3"
+    ]  # fmt: skip
+
+
+def test_json_is_one_object_and_stdout_holds_nothing_else(tmp_path: Path):
+    found = json.loads(train(tmp_path / "mine", "--json").stdout)
+    assert found.keys() == {"steps", "loss", "valid_loss", "seconds", "n_parameters", "adapter"}
+    assert (found["steps"], found["adapter"]) == (3, str(tmp_path / "mine"))
+    assert found["valid_loss"]["first"][0] == 0
+
+
+def test_every_setting_has_an_option_and_every_option_a_text():
+    import click
+
+    from llorch.cli.lora.train import command
+    from llorch.train.settings import TrainSettings
+
+    options = {p.name: p for p in command.params if isinstance(p, click.Option)}
+    assert {field.name for field in fields(TrainSettings)} - options.keys() == {"model"}
+    assert [name for name, option in options.items() if not option.help] == []
+    for field in fields(TrainSettings):
+        if isinstance(field.default, int | float) and not isinstance(field.default, bool):
+            assert f"[default: {field.default}]" in (options[field.name].help or ""), field.name
+
+
+def test_a_config_file_wins_over_defaults_and_options_over_the_file(tmp_path: Path):
+    config = tmp_path / "settings.yaml"
+    config.write_text("model: micro-qwen3\ndata: pirate\nr: 5\nalpha: 7\npacking: true\ndora: true\nlr: 1e-3\n")
+    result = invoke(
+        "lora", "train", "--config", str(config), "-o", str(tmp_path / "mine"), *SMALL, "--no-dora",
+        "--target-modules", "q_proj,v_proj",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.stderr
+    found = saved(tmp_path / "mine")
+    want = {"r": 2, "alpha": 7.0, "packing": True, "dora": False, "lr": 0.005, "target_modules": ["q_proj", "v_proj"]}
+    assert {name: found[name] for name in want} == want
+
+
+def test_a_resumed_run_needs_nothing_but_its_folder(tmp_path: Path):
+    train(tmp_path / "mine", "--dropout", "0.1")
+    before = (tmp_path / "mine" / "log.jsonl").read_bytes()
+    result = invoke("lora", "train", "-o", str(tmp_path / "mine"), "--resume")
+    assert result.exit_code == 0, result.stderr
+    assert (tmp_path / "mine" / "log.jsonl").read_bytes() == before
+    assert saved(tmp_path / "mine")["dropout"] == 0.1
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "expected"),
+    [
+        ("story -o {}/new", 2, "data must be given"),
+        ("--data pirate -o {}/new", 2, "model must be given"),
+        ("story --data pirates -o {}/new", 3, "not a built-in data set (pirate)"),
+        ("stori --data pirate -o {}/new", 3, "not a built-in model"),
+        ("story --data pirate -o {}", 2, "expected a new or empty folder"),
+        ("story --data pirate -o {}/new --resume", 3, "there is no run to resume"),
+        ("story --data pirate -o {}/new --config {}/bad.yaml", 2, "unknown setting 'learning-rate'"),
+        ("story --data pirate -o {}/new --config {}/none.yaml", 3, "none.yaml"),
+        ("story --data pirate -o {}/new --lr -1", 2, "lr must be finite and above 0, got -1.0"),
+        ("story --data pirate -o {}/new --target-modules w1", 2, "the model has no module w1"),
+        ("story --data pirate -o {}/new --device tpu", 2, "expected cpu, cuda or cuda:N, got 'tpu'"),
+        ("story --data {}/bad.jsonl -o {}/new", 2, "bad.jsonl:2"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line_and_leaves_no_folder(words: str, code: int, expected: str, tmp_path: Path):
+    (tmp_path / "bad.yaml").write_text("learning-rate: 1\n")
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    result = invoke("lora", "train", *words.replace("{}", str(tmp_path)).split())
+    assert (result.exit_code, result.stdout) == (code, "")
+    assert expected in result.stderr.splitlines()[-1]
+    assert not (tmp_path / "new").exists()
+
+
+def started(output: Path, *more: str, **how) -> subprocess.Popen[str]:
+    """A long run as a process of its own."""
+    words = ["lora", "train", "micro-qwen3", "--data", str(small_data(output.parent)), "-o", str(output)]
+    words += [*SMALL, "--steps", "100000", "--eval-every", "0", *more]
+    return subprocess.Popen(
+        [sys.executable, "-m", "llorch", *words], cwd=REPOSITORY, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"}, **how,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_step_and_saves(tmp_path: Path, number: signal.Signals):
+    from llorch.train.log import read_log
+    from llorch.train.snapshots import SnapshotStore
+
+    output = tmp_path / "mine"
+    process = started(output)
+    deadline = time.monotonic() + 60
+    while not ((output / "log.jsonl").exists() and (output / "log.jsonl").stat().st_size > 1000):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(number)
+    stdout, stderr = process.communicate(timeout=30)
+    assert (process.returncode, stdout) == (128 + number, "")
+    assert "are saved in" in stderr.splitlines()[-1]
+    found = SnapshotStore(output).newest()
+    assert found is not None
+    assert found.step == read_log(output / "log.jsonl")[-1]["step"]
+
+
+def test_a_full_disk_is_one_line_and_leaves_the_snapshot_before(tmp_path: Path):
+    from llorch.train.snapshots import SnapshotStore
+
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))  # bytes of a file
+
+    output = tmp_path / "mine"
+    assert (
+        train(output, "--steps", "2", "--r", "1", "--target-modules", "k_proj", "--schedule", "constant").exit_code == 0
+    )
+    words = ["lora", "train", "-o", str(output), "--resume", "--steps", "3", "--allow-change"]
+    done = subprocess.run(
+        [sys.executable, "-m", "llorch", *words], cwd=REPOSITORY, text=True, check=False,
+        capture_output=True, preexec_fn=limited,
+    )  # fmt: skip
+    assert done.returncode == 74, done.stderr
+    assert "snapshot of step 3 not saved" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+    found = SnapshotStore(output).newest()
+    assert found is not None
+    assert (found.step, found.skipped) == (2, ())

@@ -1,0 +1,116 @@
+"""The hyperparameters of an adapter: what is refused, which matrices it takes, rank and scale of each."""
+
+import math
+
+import pytest
+
+from llorch.config import ModelConfig
+from llorch.lora.config import LoraConfig
+from llorch.lora.targets import LAYER_TARGETS, targets_of
+
+
+def test_targets_are_every_matrix_in_the_order_of_the_forward_pass(config: ModelConfig):
+    names = list(targets_of(config))
+    assert names[:2] == ["embed_tokens", "layers.0.q_proj"]
+    assert names[-2:] == ["layers.2.down_proj", "lm_head"]
+    assert len(names) == 2 + 7 * config.n_layers
+
+
+def test_a_target_knows_its_names_and_widths(config: ModelConfig):
+    target = targets_of(config)["layers.1.o_proj"]
+    assert (target.path, target.gguf) == ("model.layers.1.self_attn.o_proj", "blk.1.attn_output")
+    assert (target.n_in, target.n_out) == (config.q_width, config.hidden_size)
+    embedding, head = targets_of(config)["embed_tokens"], targets_of(config)["lm_head"]
+    assert (embedding.n_in, embedding.n_out, embedding.is_embedding) == (config.vocab_size, config.hidden_size, True)
+    assert (head.n_in, head.n_out, head.weight) == (config.hidden_size, config.vocab_size, "embed_tokens")  # tied
+
+
+def test_by_default_all_seven_matrices_of_every_layer_are_taken(config: ModelConfig):
+    names = list(LoraConfig().targets(config))
+    assert names == [f"layers.{layer}.{short}" for layer in range(config.n_layers) for short in LAYER_TARGETS]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "want"),
+    [
+        ({"target_modules": ("q_proj", "lm_head")}, ["0.q_proj", "1.q_proj", "2.q_proj", "lm_head"]),
+        ({"target_modules": r".*\.[12]\.mlp\.up_proj"}, ["1.up_proj", "2.up_proj"]),
+        ({"target_modules": ("v_proj",), "layers_to_transform": (2,)}, ["2.v_proj"]),
+        ({"target_modules": ("v_proj",), "exclude_modules": r".*layers\.0\..*"}, ["1.v_proj", "2.v_proj"]),
+        ({"target_modules": ("k_proj", "up_proj"), "exclude_modules": ("k_proj",)}, [f"{i}.up_proj" for i in range(3)]),
+    ],
+)  # fmt: skip
+def test_targets_are_chosen_as_peft_chooses_them(config: ModelConfig, chosen: dict, want: list[str]):
+    assert [name.removeprefix("layers.") for name in LoraConfig(**chosen).targets(config)] == want
+
+
+def test_a_module_that_is_nowhere_is_an_error(config: ModelConfig):
+    with pytest.raises(ValueError, match=r"no module c_attn; it has down_proj, .*v_proj"):
+        LoraConfig(target_modules=("q_proj", "c_attn")).targets(config)
+    with pytest.raises(ValueError, match="fit no matrix of the model"):
+        LoraConfig(target_modules=r"transformer\..*").targets(config)
+    with pytest.raises(ValueError, match=r"target_modules 'all-linear', layers_to_transform \(9,\) fit no matrix"):
+        LoraConfig(layers_to_transform=(9,)).targets(config)
+
+
+@pytest.mark.parametrize(
+    ("idle", "told"),
+    [
+        ({"target_modules": ("q_proj", "lm_head"), "layers_to_transform": (0,)}, "target_modules 'lm_head'"),
+        ({"target_modules": ("q_proj",), "exclude_modules": ("v_proj",)}, "exclude_modules 'v_proj'"),
+        ({"exclude_modules": r"encoder\..*"}, r"exclude_modules 'encoder\\..*'"),
+        ({"layers_to_transform": (0, 3, 9)}, "layers_to_transform 3, layers_to_transform 9"),
+        ({"rank_pattern": {"qproj": 4}}, "rank_pattern 'qproj'"),
+        ({"target_modules": ("q_proj",), "alpha_pattern": {"k_proj": 4.0, "q_proj": 2.0}}, "alpha_pattern 'k_proj'"),
+    ],
+)
+def test_a_setting_that_fits_no_matrix_is_an_error_for_a_new_adapter(config: ModelConfig, idle: dict, told: str):
+    with pytest.raises(ValueError, match="expected what fits a matrix") as error:
+        LoraConfig(**idle).require_effect(config)
+    assert str(error.value).endswith(f"got {told}; correct or remove it")
+
+
+def test_settings_that_all_fit_are_taken(config: ModelConfig):
+    LoraConfig(
+        target_modules=("q_proj", "v_proj"), exclude_modules=("layers.0.self_attn.v_proj",), layers_to_transform=(0, 2),
+        rank_pattern={r"layers\.2\..*": 3}, alpha_pattern={"v_proj": 1.0},
+    ).require_effect(config)  # fmt: skip
+
+
+def test_the_scale_is_alpha_by_rank_or_by_its_root(config: ModelConfig):
+    target = targets_of(config)["layers.0.q_proj"]
+    assert LoraConfig(r=4, lora_alpha=6.0).scaling_of(target) == 1.5
+    assert LoraConfig(r=4, lora_alpha=6.0, use_rslora=True).scaling_of(target) == 3.0
+
+
+def test_a_pattern_sets_rank_and_alpha_of_what_ends_in_it(config: ModelConfig):
+    lora = LoraConfig(
+        r=4,
+        lora_alpha=8.0,
+        use_rslora=True,
+        rank_pattern={r"layers\.1\.self_attn\.q_proj": 9},
+        alpha_pattern={"q_proj": 6.0},
+    )
+    first, second = (targets_of(config)[f"layers.{layer}.q_proj"] for layer in (0, 1))
+    assert (lora.rank_of(first), lora.rank_of(second)) == (4, 9)
+    assert lora.scaling_of(second) == 6 / math.sqrt(9)
+    assert lora.alpha_of(targets_of(config)["layers.1.k_proj"]) == 8
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"r": 0}, "r must be a whole number of at least 1, got 0"),
+        ({"r": True}, "got True"),
+        ({"rank_pattern": {"q_proj": 0}}, "rank_pattern q_proj must be a whole number"),
+        ({"lora_alpha": math.nan}, "lora_alpha must be finite and above 0, got nan"),
+        ({"lora_alpha": 0.0}, "lora_alpha must be finite and above 0, got 0.0"),
+        ({"alpha_pattern": {"q_proj": math.inf}}, "alpha_pattern q_proj must be finite"),
+        ({"lora_dropout": 1.0}, "lora_dropout must be 0 or more and below 1, got 1.0"),
+        ({"target_modules": ()}, "must name at least one module"),
+        ({"target_modules": "(q_proj"}, "'\\(q_proj' is no regular expression"),
+    ],
+)
+def test_a_number_without_a_meaning_is_refused(wrong: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        LoraConfig(**wrong)

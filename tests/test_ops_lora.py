@@ -1,0 +1,158 @@
+"""LoRA: products by hand, finite differences of every tensor, dropout, DoRA, and the two adapters of a tied table."""
+
+import copy
+
+import numpy as np
+import pytest
+from finite_differences import assert_is_gradient
+
+from llorch.numerics import QuantMethod
+from llorch.ops.linear import linear
+from llorch.ops.lora import (
+    Lora,
+    LoraMatrix,
+    embedding_lora_backward,
+    embedding_lora_delta,
+    lora_backward,
+    lora_delta,
+)
+
+pytestmark = pytest.mark.usefixtures("arithmetic")
+
+SEQ, IN, OUT, R = 5, 4, 6, 3
+IDS = np.array([2, 0, 2, 5, 2])
+
+
+def random_lora(rng, n_in: int, n_out: int, *, dora: bool, dropout: bool = False, dtype: type = np.float64) -> Lora:
+    mask = rng.integers(0, 2, (SEQ, n_in)) * 2.0 if dropout else None
+    arrays = rng.normal(size=(R, n_in)), rng.normal(size=(n_out, R)), rng.random(n_out) + 0.5
+    lora_A, lora_B, magnitude = (array.astype(dtype) for array in arrays)
+    return Lora(lora_A, lora_B, 0.7, magnitude if dora else None, None if mask is None else mask.astype(dtype))
+
+
+def test_the_delta_matches_a_product_worked_by_hand():
+    lora_A, lora_B = np.array([[1.0, 2.0, 0.0]]), np.array([[3.0], [-1.0]])
+    got = lora_delta(np.array([[1.0, 1.0, 9.0]]), lora_A, lora_B, scaling=0.5)
+    np.testing.assert_array_equal(got, [[4.5, -1.5]])
+
+
+def test_lora_backward_is_the_gradient(rng):
+    x, lora = rng.normal(size=(SEQ, IN)), random_lora(rng, IN, OUT, dora=False)
+    grad = rng.normal(size=(SEQ, OUT))
+    d_x, d_A, d_B = lora_backward(grad, x, lora.lora_A, lora.lora_B, scaling=0.7)
+
+    def weighed(x, A, B):
+        return float((lora_delta(x, A, B, scaling=0.7) * grad).sum())
+
+    assert_is_gradient(d_x, lambda v: weighed(v, lora.lora_A, lora.lora_B), x, "x")
+    assert_is_gradient(d_A, lambda v: weighed(x, v, lora.lora_B), lora.lora_A, "A")
+    assert_is_gradient(d_B, lambda v: weighed(x, lora.lora_A, v), lora.lora_B, "B")
+
+
+def test_with_B_of_zeros_every_gradient_by_A_is_exactly_0_and_that_by_B_is_not(rng):
+    x, lora_A, grad = rng.normal(size=(SEQ, IN)), rng.normal(size=(R, IN)), rng.normal(size=(SEQ, OUT))
+    d_x, d_A, d_B = lora_backward(grad, x, lora_A, np.zeros((OUT, R)), scaling=0.7)
+    assert not d_x.any()
+    assert not d_A.any()
+    assert d_B.all()
+
+
+def test_an_embedding_adapter_is_a_lora_on_one_hot_inputs(rng):
+    lora, grad = random_lora(rng, 7, OUT, dora=False), rng.normal(size=(SEQ, OUT))
+    one_hot, A, B = np.eye(7)[IDS], lora.lora_A, lora.lora_B
+    np.testing.assert_allclose(
+        embedding_lora_delta(IDS, A, B, scaling=0.7), lora_delta(one_hot, A, B, scaling=0.7), rtol=0, atol=1e-14
+    )
+    _, want_A, want_B = lora_backward(grad, one_hot, A, B, scaling=0.7)
+    d_A, d_B = embedding_lora_backward(grad, IDS, A, B, scaling=0.7)
+    np.testing.assert_allclose(d_A, want_A, rtol=0, atol=1e-14)
+    np.testing.assert_allclose(d_B, want_B, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("dropout", [False, True])
+def test_the_backward_of_a_matrix_is_its_gradient(rng, dora, dropout):
+    base, x = rng.normal(size=(OUT, IN)), rng.normal(size=(SEQ, IN))
+    lora, grad = random_lora(rng, IN, OUT, dora=dora, dropout=dropout), rng.normal(size=(SEQ, OUT))
+    d_x, trained = LoraMatrix(base, lora).backward(grad, x)
+    assert list(trained) == ["lora_A", "lora_B", "magnitude"][: 2 + dora]
+    lengths = np.linalg.norm(base + 0.7 * lora.lora_B @ lora.lora_A, axis=1)  # the constant of DoRA's gradient
+
+    def weighed(x, tensors):
+        kept = x if lora.mask is None else x * lora.mask
+        added = lora_delta(kept, tensors["lora_A"], tensors["lora_B"], scaling=0.7)
+        gain = tensors.get("magnitude", lengths) / lengths
+        return float(((x @ base.T + (gain - 1) * (kept @ base.T) + gain * added) * grad).sum())
+
+    tensors = {name: getattr(lora, name) for name in trained}
+    assert weighed(x, tensors) == pytest.approx(float((LoraMatrix(base, lora).forward(x) * grad).sum()), rel=1e-13)
+    assert_is_gradient(d_x, lambda v: weighed(v, tensors), x, "x")
+    for name, got in trained.items():
+        assert_is_gradient(got, lambda v, name=name: weighed(x, tensors | {name: v}), tensors[name], name)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_the_backward_of_picked_rows_is_their_gradient(rng, dora):
+    table, lora, grad = rng.normal(size=(7, OUT)), random_lora(rng, 7, OUT, dora=dora), rng.normal(size=(SEQ, OUT))
+    trained = LoraMatrix(table, embedding_lora=lora).rows_backward(grad, IDS)
+    lengths = np.linalg.norm(table + 0.7 * (lora.lora_B @ lora.lora_A).T, axis=0)
+
+    def weighed(tensors):
+        whole = table + 0.7 * (tensors["lora_B"] @ tensors["lora_A"]).T
+        return float(((whole * tensors.get("magnitude", lengths) / lengths)[IDS] * grad).sum())
+
+    tensors = {name: getattr(lora, name) for name in trained}
+    rows = LoraMatrix(table, embedding_lora=lora).rows(IDS)
+    assert weighed(tensors) == pytest.approx(float((rows * grad).sum()), rel=1e-13)
+    for name, got in trained.items():
+        assert_is_gradient(got, lambda v, name=name: weighed(tensors | {name: v}), tensors[name], name)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_the_merged_matrix_makes_the_same_products_and_the_merged_table_the_same_rows(rng, dora):
+    base, x = rng.normal(size=(OUT, IN)), rng.normal(size=(SEQ, IN))
+    matrix = LoraMatrix(base, random_lora(rng, IN, OUT, dora=dora), embedding_lora=random_lora(rng, OUT, IN, dora=dora))
+    np.testing.assert_allclose(x @ matrix.dequantize().T, matrix.forward(x), rtol=0, atol=1e-13)
+    np.testing.assert_allclose(matrix.table()[IDS], matrix.rows(IDS), rtol=0, atol=1e-13)
+    assert not np.allclose(matrix.table(), matrix.dequantize(), rtol=0.1)
+
+
+def test_a_table_used_twice_has_an_adapter_of_its_own_in_either_use(rng):
+    base, x = rng.normal(size=(7, IN)), rng.normal(size=(SEQ, IN))
+    head, rows = random_lora(rng, IN, 7, dora=False), random_lora(rng, 7, IN, dora=False)
+    both = LoraMatrix(base, head, embedding_lora=rows)
+    np.testing.assert_array_equal(both.forward(x), LoraMatrix(base, head).forward(x))
+    np.testing.assert_array_equal(both.rows(IDS), LoraMatrix(base, embedding_lora=rows).rows(IDS))
+    np.testing.assert_array_equal(LoraMatrix(base, head).rows(IDS), base[IDS])
+    np.testing.assert_array_equal(LoraMatrix(base, embedding_lora=rows).forward(x), linear(x, base))
+    d_x, nothing = LoraMatrix(base, embedding_lora=rows).backward(both.forward(x), x)
+    np.testing.assert_array_equal(d_x, both.forward(x) @ base)
+    assert nothing == {}
+    assert LoraMatrix(base, head).rows_backward(x, IDS) == {}
+
+
+def test_dropout_that_drops_everything_leaves_the_frozen_product_and_trains_nothing(rng):
+    base, x, grad = rng.normal(size=(OUT, IN)), rng.normal(size=(SEQ, IN)), rng.normal(size=(SEQ, OUT))
+    lora = random_lora(rng, IN, OUT, dora=False)
+    matrix = LoraMatrix(base, Lora(lora.lora_A, lora.lora_B, 0.7, mask=np.zeros((SEQ, IN))))
+    np.testing.assert_array_equal(matrix.forward(x), linear(x, base))
+    d_x, trained = matrix.backward(grad, x)
+    np.testing.assert_allclose(d_x, grad @ base, rtol=0, atol=1e-14)
+    assert not any(gradient.any() for gradient in trained.values())
+
+
+def test_it_is_a_quant_method_that_keeps_dtype_and_leaves_base_and_adapter_alone(rng, dtype):
+    base, x = rng.normal(size=(OUT, IN)).astype(dtype), rng.normal(size=(SEQ, IN)).astype(dtype)
+    lora = random_lora(rng, IN, OUT, dora=True, dropout=True, dtype=dtype)
+    rows = random_lora(rng, OUT, IN, dora=True, dtype=dtype)
+    held = [base, x, *vars(lora).values(), *vars(rows).values()]
+    before = copy.deepcopy(held)
+    matrix = LoraMatrix(base, lora, embedding_lora=rows)
+    assert isinstance(matrix, QuantMethod)
+    assert (matrix.shape, matrix.n_bytes, matrix.activations) == (base.shape, base.nbytes, "F32")
+    y, picked = linear(x, matrix), matrix.rows(IDS)
+    d_x, trained = matrix.backward(y, x)
+    results = [y, picked, d_x, *trained.values(), *matrix.rows_backward(picked, IDS).values()]
+    assert {array.dtype for array in (*results, matrix.dequantize(), matrix.table())} == {np.dtype(dtype)}
+    for array, old in zip(held, before, strict=True):
+        np.testing.assert_array_equal(array, old)

@@ -1,0 +1,147 @@
+"""Chat templates: rendered as transformers renders them, in a sandbox, without a clock."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from fetch_vocabularies import TEMPLATES
+from vocabularies import real_vocabulary
+
+from llorch.errors import FormatError
+from llorch.tokenizer.chat import ChatTemplate
+
+MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "f", "description": "\u00e9 <b>", "parameters": {"type": "object"}}}
+]
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": "b", "n": 2}}}
+CHATS = {
+    "system": [{"role": "system", "content": "Be brief."}, *MESSAGES],
+    "turns": [
+        *MESSAGES,
+        {"role": "user", "content": " \u4f60\n"},
+        {"role": "assistant", "content": "\n\nSo \U0001f98a "},
+    ],
+    "empty": [{"role": "user", "content": "x"}, {"role": "assistant", "content": ""}],
+    "thinking": [MESSAGES[0], {"role": "assistant", "content": "<think>\nhm\n</think>\n\nyes"}, *MESSAGES],
+    "reasoning": [MESSAGES[0], {"role": "assistant", "content": "yes", "reasoning_content": "hm"}],
+    "tools": [
+        MESSAGES[0],
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "content": "sunny"},
+        MESSAGES[1],
+    ],
+}
+
+
+def rendered(source: str, messages: Sequence[dict[str, Any]] = (), **variables: str) -> str:
+    return ChatTemplate(source, variables=variables).render(messages)
+
+
+def test_a_conversation_becomes_text():
+    source = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m['content'] }}\n{% endfor %}"
+    assert rendered(source, MESSAGES, bos_token="<s>") == "<s>user: Hi\nassistant: Yes\n"
+
+
+def test_blocks_leave_no_blank_lines():
+    assert rendered("a\n  {% if true %}\nb\n  {% endif %}\nc") == "a\nb\nc"
+
+
+def test_the_opening_of_a_turn_is_written_when_asked_for():
+    template = ChatTemplate("x{% if add_generation_prompt %}>{% endif %}", variables={})
+    assert (template.render([]), template.render([], add_generation_prompt=True)) == ("x", "x>")
+
+
+def test_loops_can_be_left_and_generation_tags_are_transparent():
+    source = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}"
+    assert rendered(source, MESSAGES) == "Hi"
+
+
+def test_json_keeps_letters_and_brackets():
+    assert ChatTemplate("{{ tools | tojson }}", variables={}).render([], tools=TOOLS).count("\u00e9 <b>") == 1
+
+
+def test_keys_without_a_value_are_absent():
+    assert rendered("{{ 'content' in messages[0] }}", [{"role": "assistant", "content": None}]) == "False"
+
+
+def test_there_is_no_clock():
+    assert rendered("{{ strftime_now is defined }}") == "False"
+
+
+def test_a_template_can_refuse():
+    with pytest.raises(FormatError, match="the chat template refuses this: roles must alternate"):
+        rendered("{{ raise_exception('roles must alternate') }}")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.__init__.__globals__ }}",
+        "{{ cycler.__init__.__globals__.os.system('true') }}",
+        "{{ self._TemplateReference__context }}{{ lipsum.__globals__['os'] }}",
+        "{% set x = messages.append('y') %}",
+        "{{ 'x'.format_map.__self__ }}{{ ''.__class__.x }}",
+        "{{ messages[3].role }}",
+        "{{ 1 // 0 }}",
+        "{{ messages + 1 }}",
+        "{{ range(10000000) | list }}",
+        "{% for x in 7 %}{% endfor %}",
+        "{{ messages | tojson(indent={}) }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    ],
+)
+def test_what_a_template_must_not_or_cannot_do_is_an_error_of_the_template(source: str):
+    with pytest.raises(FormatError, match="TemplateError: the chat template refuses this"):
+        rendered(source, MESSAGES)
+
+
+@pytest.mark.parametrize("source", ["{% for", "{{ x", "{% nothing %}", "{% generation %}x", "{{ x | no_filter }}"])
+def test_what_is_no_template_is_refused(source: str):
+    with pytest.raises(FormatError, match="TemplateError: the chat template cannot be read"):
+        ChatTemplate(source, variables={})
+
+
+def test_a_conversation_that_json_cannot_say_is_refused():
+    with pytest.raises(FormatError, match="TemplateError: the chat template refuses this: it is no JSON"):
+        rendered("x", [{"role": "user", "content": object()}])
+
+
+def test_an_error_is_one_line_with_the_file_and_what_to_do():
+    def line(source: str) -> str:
+        with pytest.raises(FormatError) as caught:
+            ChatTemplate(source, variables={}, path="model.gguf").render([])
+        return str(caught.value)
+
+    what = "the chat template of model.gguf"
+    assert line("{{ raise_exception('no\n!') }}") == (
+        f"TemplateError: {what} refuses this: no\\n!; correct the template or the conversation"
+    )
+    assert line("{{ x }") == (
+        f"TemplateError: {what} cannot be read: unexpected '}}'; correct the template or the conversation"
+    )
+    assert line("{{ 'a' * 2000000000 }}") == (
+        f"TemplateBudget: {what} takes over 512 MiB of memory; it was stopped; "
+        "shorten the conversation, or use another chat_template.jinja"
+    )
+
+
+@pytest.mark.weights
+@pytest.mark.live
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("chat", CHATS)
+def test_real_templates_render_as_in_transformers(name: str, chat: str):
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    source = (real_vocabulary("qwen2").parent / "templates" / f"{name}.jinja").read_text()
+    tools = TOOLS if chat == "tools" else None
+    ours = ChatTemplate(source, variables={"bos_token": "<bos>"})
+    for opened in (False, True):
+        got = ours.render(CHATS[chat], tools=tools, add_generation_prompt=opened)
+        texts, _ = render_jinja_template(
+            [CHATS[chat]], tools=tools, chat_template=source, add_generation_prompt=opened, bos_token="<bos>"
+        )
+        today = re.compile(r"Today Date: .*")  # Llama 3.2 writes a date of its own where there is no clock
+        assert got == today.sub("Today Date: 26 Jul 2024", texts[0])

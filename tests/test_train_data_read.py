@@ -1,0 +1,86 @@
+"""JSON lines: what is read, and how a bad line is named."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from llorch.errors import FormatError
+from llorch.train.data.read import find_splits, read_records
+
+
+def values(path: Path, content: bytes) -> list[dict[str, object]]:
+    path.write_bytes(content)
+    return [record.values for record in read_records(path)]
+
+
+def test_every_line_is_an_object_and_knows_where_it_stands(tmp_path: Path):
+    path = tmp_path / "train.jsonl"
+    path.write_text('{"text": "a"}\n\n  \t\r\n{"text": "b"}')
+    records = list(read_records(path))
+    assert [record.values for record in records] == [{"text": "a"}, {"text": "b"}]
+    assert [record.source for record in records] == ["train.jsonl:1", "train.jsonl:4"]
+    assert records[1].where == f"{path}:4"
+
+
+@pytest.mark.parametrize("content", [b'\xef\xbb\xbf{"a": 1}', b'{"a": 1}\r\n', b' {"a": 1} \n\n'])
+def test_byte_order_mark_and_white_space_do_not_matter(tmp_path: Path, content: bytes):
+    assert values(tmp_path / "d.jsonl", content) == [{"a": 1}]
+
+
+BAD = {
+    "no JSON": (b'{"text": oops}', "Malformed: the line is not JSON: Expecting value (column 10)"),
+    "cut": (b'{"text": "a', "Malformed: the line is not JSON: Unterminated string starting at (column 10)"),
+    "two objects": (b'{"a": 1} {"b": 2}', "Malformed: the line is not JSON: Extra data (column 10)"),
+    "not UTF-8": (b'{"text": "caf\xe9"}', "Malformed: the line is not UTF-8: invalid continuation byte (column 14)"),
+    "UTF-16": ('{"a": 1}'.encode("utf-16"), "Malformed: expected UTF-8, got UTF-16; save the file as UTF-8"),
+    "NaN": (b'{"x": NaN}', "Malformed: the line: NaN is not a JSON number"),
+    "infinity": (b'{"x": 1e999}', "Malformed: the line: 1e999 does not fit a float64"),
+    "equal keys": (b'{"a": 1, "a": 2}', "Malformed: the line: key 'a' occurs twice"),
+    "half a pair": (rb'{"a": "\ud800"}', "Malformed: the line: a string holds half of a surrogate pair"),
+    "deep": (b'{"a": ' + b"[" * 40 + b"]" * 40 + b"}", "Malformed: the line: nested deeper than 32"),
+    "list": (b'[{"a": 1}]', "Malformed: expected an object, got list; to make JSON lines of a list: jq"),
+    "text": (b'"a"', "Malformed: expected an object, got str"),
+    "list over lines": (b'[\n{"a": 1}\n]', "Malformed: expected a whole object on one line; to make JSON lines"),
+    "NUL": (b'{"a": "\x00"}', "Malformed: the line is not JSON: Invalid control character at (column 8)"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_line_is_refused_with_its_place(tmp_path: Path, name: str):
+    content, message = BAD[name]
+    path = tmp_path / "train.jsonl"
+    first = b"" if name == "UTF-16" else b'{"text": "good"}\n'
+    with pytest.raises(FormatError, match=re.escape(f"{path}:{1 + bool(first)}: {message}")):
+        values(path, first + content)
+
+
+@pytest.mark.parametrize("content", [b"", b"\n \n", b"\xef\xbb\xbf"])
+def test_an_empty_file_is_refused(tmp_path: Path, content: bytes):
+    with pytest.raises(FormatError, match="Missing: expected JSON lines, one object a line, got an empty file"):
+        values(tmp_path / "d.jsonl", content)
+
+
+def test_a_giant_line_is_refused_before_it_is_read_whole(tmp_path: Path):
+    with pytest.raises(FormatError, match=r"d\.jsonl:2: TooLarge: a line has at most 16777216 bytes"):
+        values(tmp_path / "d.jsonl", b'{"text": "a"}\n{"text": "' + b"a" * (17 << 20) + b'"}')
+
+
+def test_many_token_ids_fit_a_line(tmp_path: Path):
+    ids = list(range(300_000))
+    assert values(tmp_path / "d.jsonl", json.dumps({"input_ids": ids}).encode())[0]["input_ids"] == ids
+
+
+def test_a_file_is_all_training_data_and_a_folder_has_splits(tmp_path: Path):
+    for name in ("train", "test", "other"):
+        (tmp_path / f"{name}.jsonl").touch()
+    assert find_splits(tmp_path / "other.jsonl") == {"train": tmp_path / "other.jsonl"}
+    assert find_splits(tmp_path) == {split: tmp_path / f"{split}.jsonl" for split in ("train", "test")}
+
+
+def test_a_missing_path_or_training_file_is_named(tmp_path: Path):
+    with pytest.raises(FileNotFoundError, match=r"data: no such file or folder: .*nothing"):
+        find_splits(tmp_path / "nothing")
+    with pytest.raises(FileNotFoundError, match=r"has no train\.jsonl"):
+        find_splits(tmp_path)

@@ -1,0 +1,153 @@
+"""Settings from files: one order of precedence, nothing unknown, nothing of the wrong kind."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BOTH = {"model": "story", "data": "pirate"}
+
+
+def merged(*sources: dict[str, Any]):
+    from llorch.train.settings_file import settings_from
+
+    return settings_from(*((f"source {number}", source) for number, source in enumerate(sources)))
+
+
+def read(path: Path, text: str):
+    from llorch.train.settings_file import read_settings
+
+    path.write_text(text)
+    return read_settings(path)
+
+
+def test_a_later_source_wins_and_others_keep_what_it_does_not_say():
+    found = merged(BOTH | {"r": 4, "lr": 0.1}, {"lr": 0.2, "alpha": 3.0}, {"alpha": 7.0})
+    assert (found.model, found.r, found.lr, found.alpha) == ("story", 4, 0.2, 7.0)
+
+
+def test_names_may_be_written_as_on_the_command_line():
+    assert merged(BOTH | {"batch-size": 3}).batch_size == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("learning_rate", "known are"), ("batchsize", "did you mean batch_size"), ("lora_dropout", "dropout")],
+)
+def test_an_unknown_name_is_refused_with_the_nearest_one(name: str, hint: str):
+    with pytest.raises(ValueError, match=f"source 1: unknown setting '{name}'") as error:
+        merged(BOTH, {name: 1})
+    assert hint in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"r": 4.0}, "r must be a whole number, got 4.0"),
+        ({"r": True}, "r must be a whole number, got True"),
+        ({"lr": "fast"}, "lr must be a number, got 'fast'"),
+        ({"lr": False}, "lr must be a number, got False"),
+        ({"packing": 1}, "packing must be true or false, got 1"),
+        ({"schedule": 3}, "schedule must be text, got 3"),
+        ({"epochs": None}, "epochs must be a whole number, got None"),
+        ({"target_modules": [1]}, "target_modules must be a list of module names or text, got [1]"),
+        ({"alpha": 10**400}, "alpha must be a number"),
+        ({"exclude_modules": [""]}, "exclude_modules must be a list of module names or text, got ['']"),
+        ({"layers": "7-4"}, "layers_to_transform must be a list of layers or text such as 0,4-7, got '7-4'"),
+        ({"layers": "-1"}, "got '-1'"),
+        ({"layers": [0, True]}, "got [0, True]"),
+        ({"layers": []}, "got []"),
+        ({"rank_pattern": "q_proj=8"}, "rank_pattern must be names with numbers (q_proj: 8), got 'q_proj=8'"),
+        ({"rank_pattern": {"q_proj": 8.0}}, "rank_pattern q_proj must be a whole number, got 8.0"),
+        ({"rank_pattern": {3: 8}}, "got {3: 8}"),
+        ({"alpha_pattern": {"q_proj": "much"}}, "alpha_pattern q_proj must be a number, got 'much'"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_refused_with_its_source(given: dict[str, Any], expected: str):
+    with pytest.raises(ValueError, match=r"^source 1: ") as error:
+        merged(BOTH, given)
+    assert expected in str(error.value)
+
+
+def test_model_and_data_must_come_from_somewhere():
+    with pytest.raises(ValueError, match="model and data must be given"):
+        merged({"r": 4})
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("q_proj,v_proj", ("q_proj", "v_proj")),
+        ("q_proj", ("q_proj",)),
+        ("self_attn.q_proj, lm_head", ("self_attn.q_proj", "lm_head")),
+        ("all-linear", "all-linear"),
+        (r".*\.[02]\..*_proj", r".*\.[02]\..*_proj"),
+        (["q_proj", "v_proj"], ("q_proj", "v_proj")),
+    ],
+)
+def test_target_modules_are_names_or_a_pattern(value: Any, expected: object):
+    assert merged(BOTH | {"target_modules": value}).target_modules == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [("0", (0,)), ("3, 0, 5-7", (0, 3, 5, 6, 7)), ([2, 0, 2], (0, 2)), (None, None)]
+)
+def test_layers_are_numbers_or_ranges(value: Any, expected: object):
+    assert merged(BOTH | {"layers": value}).layers_to_transform == expected
+    assert merged(BOTH | {"layers_to_transform": value}).layers_to_transform == expected
+
+
+def test_patterns_keep_their_order_and_a_later_source_replaces_them(tmp_path: Path):
+    yaml = read(tmp_path / "a.yaml", "rank_pattern: {v_proj: 2, '.*_proj': 4}\nalpha_pattern:\n  q_proj: 1e1\n")
+    toml = read(tmp_path / "a.toml", '[rank_pattern]\nv_proj = 2\n".*_proj" = 4\n[alpha_pattern]\nq_proj = 10\n')
+    assert merged(BOTH, dict(yaml)) == merged(BOTH, dict(toml))
+    found = merged(BOTH, dict(yaml), {"alpha_pattern": {"k_proj": 3}})
+    assert list(found.rank_pattern.items()) == [("v_proj", 2), (".*_proj", 4)]
+    assert found.alpha_pattern == {"k_proj": 3.0}
+
+
+def test_yaml_and_toml_say_the_same(tmp_path: Path):
+    yaml = read(tmp_path / "a.yaml", "r: 4\nlr: 1e-4\npacking: true\ntarget_modules: [q_proj]\ndtype: null\n")
+    toml = read(tmp_path / "a.toml", 'r = 4\nlr = 1e-4\npacking = true\ntarget_modules = ["q_proj"]\n')
+    assert merged(BOTH, dict(yaml)) == merged(BOTH, dict(toml))
+    assert merged(BOTH, dict(yaml)).lr == 1e-4
+
+
+def test_what_settings_say_of_themselves_is_read_back():
+    chosen = {"layers": "0-1", "exclude_modules": "k_proj", "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"a": 1}}
+    found = merged(BOTH | {"target_modules": "q_proj,k_proj", "lr": 0.25, "dora": True} | chosen)
+    assert merged(found.as_json()) == found
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("a.yaml", "r: 4\nr: 8\n", "'r' is given twice"),
+        ("a.yaml", "r: [4\n", "expected ',' or ']'"),
+        ("a.yaml", "- r\n- alpha\n", "expected names with values"),
+        ("a.yaml", "3: 4\n", "expected names with values"),
+        ("a.yaml", "model: !!python/object:os.system x\n", "could not determine a constructor"),
+        ("a.toml", "r = \n", "Invalid value"),
+        ("a.json", "{}", "expected .yaml, .yml or .toml, got '.json'"),
+    ],
+)
+def test_a_damaged_file_is_refused_in_one_line(tmp_path: Path, name: str, text: str, expected: str):
+    from llorch.errors import FormatError
+
+    with pytest.raises(FormatError) as error:
+        read(tmp_path / name, text)
+    assert expected in str(error.value)
+    assert name in str(error.value)
+
+
+def test_an_empty_file_says_nothing(tmp_path: Path):
+    assert read(tmp_path / "a.yml", "") == {}
+
+
+def test_without_pyyaml_a_yaml_file_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from llorch.errors import MissingExtra
+
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(MissingExtra, match=r"llorch\[train\]"):
+        read(tmp_path / "a.yaml", "r: 4\n")

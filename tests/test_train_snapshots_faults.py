@@ -1,0 +1,131 @@
+"""Saves that fail: whatever goes wrong at whatever operation, the snapshot before or the new one loads, never a mix."""
+
+import itertools
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from faulty_disk import (
+    FAULTS,
+    Crash,
+    FastDisk,
+    Fault,
+    FaultyDisk,
+    StutteringDisk,
+    VolatileDisk,
+    leftovers,
+    put_down,
+    save,
+    tensors_of,
+)  # fmt: skip
+
+from llorch.train.snapshot_files import Snapshot, read_snapshot
+from llorch.train.snapshots import SnapshotStore, step_name
+
+SITUATIONS = {  # steps saved before, the step whose save fails, snapshots kept; more than 600 scenarios in all
+    "first": ((), 10, 2),
+    "third": ((10, 20), 30, 2),
+    "only one kept": ((10,), 20, 1),
+    "same step again": ((10, 20), 20, 2),
+    "taken up before the last": ((10, 20), 15, 2),
+}
+
+
+def assert_holds(found: Snapshot | None, steps: set[int]) -> None:
+    """One of these steps, and exactly the state that was saved; 0 stands for none."""
+    assert (found.step if found else 0) in steps
+    if found:
+        assert found.skipped == ()
+        assert found.record == {"step": found.step, "text": "ä"}
+        assert found.tensors.keys() == tensors_of(found.step).keys()
+        for name, array in tensors_of(found.step).items():
+            np.testing.assert_array_equal(found.tensors[name], array, strict=True)
+
+
+def fail_at(at: int, fault: Fault, folder: Path, situation: str) -> bool:
+    """Save with a fault at one operation, look at what is left, save again; whether the fault happened."""
+    before, step, keep = SITUATIONS[situation]
+    for earlier in before:
+        save(SnapshotStore(folder, keep=keep, disk=FastDisk()), earlier)
+    disk = FaultyDisk(fault, at)
+    after = SnapshotStore(folder, keep=keep, disk=FastDisk())
+    old_or_new = {before[-1] if before else 0, step}
+    try:
+        save(SnapshotStore(folder, keep=keep, disk=disk), step)
+    except OSError:  # the run may go on, and what was wrong may be right again
+        if not fault.sticky:
+            assert_holds(after.newest(), old_or_new)
+        save(after, step)
+        old_or_new = {step}
+    except Crash:
+        pass  # and another process starts
+    with after.lock():
+        assert leftovers(folder) == []
+        assert_holds(after.newest(), old_or_new)
+        save(after, 40)
+        assert_holds(after.newest(), {40})
+    return disk.failed
+
+
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_the_old_or_the_new_snapshot_loads_whichever_operation_of_a_save_fails(situation: str, tmp_path: Path):
+    tried = 0
+    for fault in FAULTS:
+        for at in itertools.count(1):
+            folder = tmp_path / f"operation {at}, {fault.name}"
+            folder.mkdir()
+            if not fail_at(at, fault, folder, situation):
+                break
+            shutil.rmtree(folder)
+            tried += 1
+    print(f"{tried} scenarios")
+    assert tried >= 120
+
+
+def test_a_failed_save_leaves_nothing_behind_where_removing_still_works(tmp_path: Path):
+    for at in range(1, 12):
+        folder = tmp_path / str(at)
+        folder.mkdir()
+        with pytest.raises(OSError, match="snapshot of step 10 not saved: injected; there is none before it"):
+            save(SnapshotStore(folder, disk=FaultyDisk(FAULTS[0], at)), 10)
+        assert leftovers(folder) == []
+
+
+def test_writes_that_are_cut_short_are_gone_on_with(tmp_path: Path):
+    store = SnapshotStore(tmp_path, disk=StutteringDisk())
+    save(store, 10)
+    assert_holds(store.newest(), {10})
+
+
+def test_a_loss_of_power_leaves_what_was_saved_last_or_what_was_being_saved(tmp_path: Path):
+    root = tmp_path / "run"
+    looked_at: set[frozenset] = set()
+    saved = [0]
+
+    def pull_the_plug() -> None:
+        for tree in disk.after_power_loss():
+            state = frozenset([*tree.items(), ("saved", saved[-1])])
+            if state not in looked_at:
+                looked_at.add(state)
+                assert_survives(tree, tmp_path / str(len(looked_at)), saved[-1], saving)
+
+    disk = VolatileDisk(root, pull_the_plug)
+    store = SnapshotStore(root, keep=2, disk=disk)
+    for saving in (10, 20, 20, 30):
+        save(store, saving)
+        saved.append(saving)
+        pull_the_plug()
+    print(f"{len(looked_at)} states of the disk")
+    assert len(looked_at) > 50
+
+
+def assert_survives(tree: dict[str, bytes | None], folder: Path, saved: int, saving: int) -> None:
+    put_down(tree, folder)
+    store = SnapshotStore(folder, disk=FastDisk())
+    with store.lock():
+        assert_holds(store.newest(), {saved, saving})
+        for step in store.steps():
+            read_snapshot(store.snapshots / step_name(step))
+        assert leftovers(folder) == []
+    shutil.rmtree(folder)

@@ -1,0 +1,210 @@
+"""A step of training: what it leaves alone, what it must not depend on, and when it is not made."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from training_runs import bits, distance, gradients, small_settings, trained
+
+
+def adapter_and_moments(training: Any) -> dict[str, np.ndarray]:
+    return {name: array for name, array in training.state()[0].items() if not name.startswith("rng/")}
+
+
+def test_training_learns_what_the_rows_have_in_common(tmp_path: Path):
+    settings = small_settings(tmp_path, steps=20, lr=3e-2, r=8, alpha=16.0)
+    training = trained(settings, steps=0)
+    before = training.validate()
+    losses = [training.run_step().loss for _ in range(20)]
+    assert losses[-1] < 0.5 * losses[0]
+    assert training.validate() < before
+
+
+def test_the_base_keeps_every_bit_and_gets_no_gradient(tmp_path: Path):
+    from llorch.builtin import builtin_path
+    from llorch.torch_backend.device import target
+    from llorch.train.torch_loading import load_for_training
+    from llorch.weights import open_weights
+
+    training = trained(small_settings(tmp_path, target_modules="all-linear"), steps=3)
+    at = target("cpu", "float32")
+    fresh = load_for_training(open_weights(builtin_path("micro-qwen3")), at, residency="decoded", batch=1, n_tokens=9)
+    weights = {name.replace(".base_layer", ""): tensor for name, tensor in training.module.named_parameters()}
+    for name, tensor in fresh.named_parameters():
+        assert weights[name].numpy(force=True).tobytes() == tensor.numpy(force=True).tobytes(), name
+        assert weights[name].grad is None
+        assert not weights[name].requires_grad
+
+
+@pytest.mark.parametrize(("batch_size", "accumulation"), [(4, 2), (3, 3), (1, 8)])
+def test_accumulating_over_ragged_batches_is_one_large_batch(tmp_path: Path, batch_size: int, accumulation: int):
+    whole = trained(small_settings(tmp_path), steps=0)
+    parts = trained(small_settings(tmp_path, batch_size=batch_size, accumulation=accumulation), steps=0)
+    for _ in range(3):
+        want, got = whole.run_step(), parts.run_step()
+        assert got.loss == pytest.approx(want.loss, rel=1e-6)
+        assert (got.n_trained, got.n_tokens) == (want.n_trained, want.n_tokens)
+    assert distance(gradients(parts), gradients(whole)) < 1e-5  # moments of three steps
+
+
+def test_accumulating_gives_the_gradients_of_one_large_batch_to_float64_rounding(tmp_path: Path):
+    how = {"dtype": "float64", "max_grad_norm": 0.0}
+    whole = trained(small_settings(tmp_path, **how), steps=1)
+    parts = trained(small_settings(tmp_path, batch_size=1, accumulation=8, **how), steps=1)
+    assert distance(gradients(parts), gradients(whole)) < 1e-12
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), [("float32", 1e-5), ("float64", 1e-12)])
+def test_packed_rows_have_the_loss_and_gradients_of_rows_apart(tmp_path: Path, dtype: str, rounding: float):
+    how = {"dtype": dtype, "max_grad_norm": 0.0, "max_length": 40, "init": "gaussian"}
+    apart, packed = (trained(small_settings(tmp_path, packing=packing, **how), steps=0) for packing in (False, True))
+    assert len(packed.plan.rows(0)) < len(apart.plan.rows(0))  # or nothing was packed
+    for _ in range(2):
+        want, got = apart.run_step(), packed.run_step()
+        assert got.loss == pytest.approx(want.loss, rel=min(rounding, 1e-6))
+        assert (got.n_trained, got.n_tokens) == (want.n_trained, want.n_tokens)
+    assert distance(gradients(packed), gradients(apart)) < rounding
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradient_checkpointing_changes_no_bit_also_with_dropout(tmp_path: Path, dtype: str):
+    how = {"dropout": 0.2, "dtype": dtype}
+    plain = trained(small_settings(tmp_path, **how), steps=3)
+    recomputed = trained(small_settings(tmp_path, gradient_checkpointing=True, **how), steps=3)
+    assert bits(recomputed.state()[0]) == bits(plain.state()[0])
+
+
+def test_dropout_changes_steps_but_not_validations(tmp_path: Path):
+    plain, dropping = (trained(small_settings(tmp_path, dropout=share), steps=0) for share in (0.0, 0.5))
+    assert dropping.validate() == plain.validate()
+    for _ in range(2):
+        plain.run_step()
+        dropping.run_step()
+    assert bits(adapter_and_moments(plain)) != bits(adapter_and_moments(dropping))
+    assert dropping.validate() == dropping.validate()
+
+
+def test_a_length_beyond_the_context_asks_for_no_more_memory_than_the_context(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from llorch.train import torch_trainer
+
+    asked: list[int] = []
+    load = torch_trainer.load_for_training
+
+    def listening(*given: Any, n_tokens: int, **named: Any) -> Any:
+        asked.append(n_tokens)
+        return load(*given, n_tokens=n_tokens, **named)
+
+    monkeypatch.setattr(torch_trainer, "load_for_training", listening)
+    training = torch_trainer.Training(small_settings(tmp_path, max_length=10**9))
+    assert asked == [training.data.settings.max_length]
+    assert asked[0] < 10**6
+
+
+def test_chunks_of_logits_give_the_same_steps(tmp_path: Path):
+    whole, chunked = (trained(small_settings(tmp_path, chunk=chunk), steps=3) for chunk in (0, 7))
+    assert distance(gradients(chunked), gradients(whole)) < 1e-5
+    assert chunked.validate() == pytest.approx(whole.validate(), rel=1e-6)
+
+
+def test_moments_of_eight_bits_train_too(tmp_path: Path):
+    settings = small_settings(tmp_path, eight_bit=True, steps=15, lr=1e-2, r=64, alpha=128.0)
+    training = trained(settings, steps=0)
+    losses = [training.run_step().loss for _ in range(15)]
+    assert losses[-1] < 0.5 * losses[0]
+    assert any(array.dtype == np.uint8 for name, array in training.state()[0].items() if name.startswith("optimizer/"))
+
+
+@pytest.mark.parametrize("more", [{}, {"dora": True}, {"eight_bit": True, "lora_plus_ratio": 4.0}, {"init": "pissa"}])
+def test_a_state_that_is_loaded_goes_on_bit_by_bit(tmp_path: Path, more: dict[str, Any]):
+    how = {"dropout": 0.1, "schedule": "linear", "batch_size": 3, **more}
+    straight = trained(small_settings(tmp_path, **how), steps=2)
+    tensors, record = straight.state()
+    want = [straight.run_step() for _ in range(2)]
+    at_end = bits(straight.state()[0])
+    resumed = trained(small_settings(tmp_path, **how), steps=1)  # has drawn random numbers of its own
+    assert resumed.identity() == straight.identity()
+    resumed.load(tensors, record)
+    assert [resumed.run_step() for _ in range(2)] == want
+    assert bits(resumed.state()[0]) == at_end
+
+
+def test_a_state_of_another_rank_is_refused(tmp_path: Path):
+    tensors, record = trained(small_settings(tmp_path, r=4), steps=0).state()
+    with pytest.raises(ValueError, match="snapshot: its adapter has other matrices or another rank"):
+        trained(small_settings(tmp_path), steps=0).load(tensors, record)
+
+
+def test_what_is_not_finite_ends_training_before_the_update_and_names_rows(tmp_path: Path):
+    from llorch.train.torch_trainer import NonFiniteLoss
+
+    training = trained(small_settings(tmp_path, lr=1e30, batch_size=2), steps=1)
+    before = bits(adapter_and_moments(training))
+    with pytest.raises(NonFiniteLoss, match=r"step 2: expected a finite loss and gradient, got loss") as error:
+        training.run_step()
+    assert all(f"train.jsonl:{row[0].source.rpartition(':')[2]}" in str(error.value) for row in training.plan.rows(1))
+    assert bits(adapter_and_moments(training)) == before
+    assert training.step == 1
+
+
+def test_a_gradient_that_is_not_finite_ends_training_although_the_loss_is(tmp_path: Path):
+    from llorch.train.torch_trainer import NonFiniteLoss
+
+    training = trained(small_settings(tmp_path), steps=1)
+    name, parameter = next(iter(training.parameters.items()))
+    parameter.register_hook(lambda gradient: gradient * np.inf)
+    before = bits(adapter_and_moments(training))
+    with pytest.raises(NonFiniteLoss, match=f"step 2: .*{name}"):
+        training.run_step()
+    assert bits(adapter_and_moments(training)) == before
+    assert parameter.grad is None
+
+
+def test_a_loss_that_is_not_finite_ends_training_although_the_gradient_is(tmp_path: Path):
+    from llorch.train.torch_trainer import NonFiniteLoss
+
+    training = trained(small_settings(tmp_path), steps=1)
+    others = torch.arange(1, training.module.config.vocab_size)  # with a probability of 0, and no gradient through it
+    training.module.lm_head.register_forward_hook(lambda _m, _i, logits: logits.index_fill(-1, others, -math.inf))
+    before = bits(adapter_and_moments(training))
+    with pytest.raises(NonFiniteLoss, match=r"step 2: .* got loss inf, from train\.jsonl:"):
+        training.run_step()
+    assert bits(adapter_and_moments(training)) == before
+
+
+@pytest.mark.parametrize(
+    ("given", "changed"),
+    [
+        ({"lr": 0.1}, {"settings"}), ({"seed": 1}, {"settings", "initial_adapter"}), ({"steps": 5}, {"total_steps"}),
+        ({"warmup_steps": 2}, {"warmup_steps"}), ({"model": "micro-qwen2"}, {"base", "initial_adapter"}),
+        ({"eval_every": 1, "save_every": 1, "keep": 9, "gradient_checkpointing": True}, set()),
+    ],
+)  # fmt: skip
+def test_the_identity_holds_what_changes_bits_and_nothing_else(
+    tmp_path: Path, given: dict[str, Any], changed: set[str]
+):
+    plain, other = (trained(small_settings(tmp_path, **more), steps=0).identity() for more in ({}, given))
+    assert {key for key in plain if plain[key] != other[key]} == changed
+
+
+@pytest.mark.parametrize("init", ["gaussian", "pissa"])
+def test_training_begins_at_the_base_whatever_the_first_values_are(tmp_path: Path, init: str):
+    plain, other = (trained(small_settings(tmp_path, init=kind), steps=0) for kind in ("default", init))
+    assert other.validate() == pytest.approx(plain.validate(), rel=1e-5)
+
+
+def test_the_adapter_of_pissa_stands_beside_the_base_as_it_is_in_its_file(tmp_path: Path):
+    from llorch.lora.torch_lora import attach
+    from llorch.train.data import batches
+    from llorch.train.torch_evaluation import mean_loss
+    from llorch.train.torch_loading import load_for_training
+
+    training = trained(small_settings(tmp_path, init="pissa"), steps=3)
+    module = load_for_training(training._weights, training.target, residency="decoded", batch=8, n_tokens=40)
+    attach(module, training.adapter)
+    made = batches(training.data.rows(training.data.valid), 8)
+    assert mean_loss(module, made, training.target.device) == pytest.approx(training.validate(), rel=1e-5)

@@ -1,0 +1,82 @@
+"""Training goldens on disk, and what their judge refuses."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from planted_training import judge_of, training_golden_of, weights_of
+
+from llorch.builtin import goldens_folder
+from llorch.training_goldens import FILES, PEFT, TrainingGolden, read, save
+from llorch.training_stages import BY_GROUP, Key
+from llorch.verifier import FAIL
+from llorch.verify_training import OF_EXPORTS, TrainingJudge
+
+MODEL = "micro-qwen3"
+
+
+@pytest.fixture
+def golden() -> TrainingGolden:
+    return training_golden_of(MODEL)
+
+
+def changed(golden: TrainingGolden, key: str, change: Callable[[np.ndarray], np.ndarray]) -> TrainingGolden:
+    arrays = dict(golden.arrays[PEFT])
+    arrays[key] = change(arrays[key].copy())
+    return replace(golden, arrays={**golden.arrays, PEFT: arrays})
+
+
+def test_goldens_are_written_as_the_bytes_that_were_read(golden: TrainingGolden, tmp_path: Path):
+    save(tmp_path, golden)
+    for name in FILES:
+        assert (tmp_path / name).read_bytes() == (goldens_folder() / MODEL / name).read_bytes()
+
+
+def test_what_is_exactly_zero_is_listed_and_comes_back(golden: TrainingGolden):
+    record = json.loads((goldens_folder() / MODEL / FILES[1]).read_text())
+    names = {name for name in record["exactly_zero"] if name.startswith("peft/zero_b/")}
+    assert len(names) == 14  # A of seven matrices in two layers
+    assert all(golden.arrays[PEFT][name.removeprefix("peft/")].shape for name in names)
+
+
+def test_a_golden_without_a_part_is_refused(golden: TrainingGolden, tmp_path: Path):
+    save(tmp_path, replace(golden, arrays={PEFT: golden.arrays[PEFT]}))
+    with pytest.raises(ValueError, match=r"missing: llamacpp; run reference_outputs/regenerate\.py"):
+        read(tmp_path)
+
+
+def test_every_array_of_the_table_has_a_key_that_is_taken_apart(golden: TrainingGolden):
+    assert Key.of("step 2/l1.first_moment.q_proj.lora_A") == Key("step 2", 1, "first_moment.q_proj.lora_A")
+    assert Key.of("linear/learning_rate") == Key("linear", None, "learning_rate")
+    found = {Key.of(name).group.name for arrays in golden.arrays.values() for name in arrays if Key.of(name).in_table}
+    assert found == BY_GROUP.keys() - {"adapter_file"}
+
+
+@pytest.mark.parametrize("key", ["plain/l0.gradient.q_proj.lora_A", "step 1/l0.parameters.up_proj.lora_B"])
+def test_a_witness_that_is_far_from_the_truth_is_refused(golden: TrainingGolden, key: str):
+    far = changed(golden, key, lambda array: array * np.float32(1.1))
+    judge = TrainingJudge(MODEL, weights_of(MODEL), far)
+    judge.truth = judge_of(MODEL).truth
+    with pytest.raises(ValueError, match=f"peft chained {key}: error"):
+        judge.refuse_far_witnesses()
+
+
+def test_an_array_that_nothing_is_compared_with_is_refused(golden: TrainingGolden):
+    arrays = {**golden.arrays[PEFT], "plain/l9.gradient.q_proj.lora_A": np.ones(2, np.float32)}
+    judge = TrainingJudge(MODEL, weights_of(MODEL), replace(golden, arrays={**golden.arrays, PEFT: arrays}))
+    judge.truth = judge_of(MODEL).truth
+    with pytest.raises(ValueError, match=r"l9\.gradient\.q_proj\.lora_A: compared with nothing"):
+        judge.refuse_far_witnesses()
+
+
+def test_an_array_that_a_backend_does_not_make_fails():
+    judge = judge_of(MODEL)
+    ours = {mode: dict(arrays) for mode, arrays in judge.truth.items()}
+    del ours["chained"]["plain/loss"]
+    red = [row for row in judge.rows("made-up", ours, left_out=OF_EXPORTS) if row.verdict == FAIL]
+    assert [(row.stage, row.mode, row.note) for row in red] == [
+        ("loss", "chained", "got: expected an array, got nothing")
+    ]
