@@ -115,4 +115,4 @@ PLANTED: dict[str, Plant] = {
     "adamw-decay-missing": replaced(torch_adamw.AdamW, "_move", with_settings(weight_decay=0.0)),
     "adamw-decay-after-update": replaced(torch_adamw.AdamW, "_move", decay_after_update),
 }
-RECOMPUTED = ("gradient-graph-cut-between-blocks",)  # shown by the way that saves memory
+AS_TRAINER = ("gradient-graph-cut-between-blocks",)  # shown by the way that saves memory

@@ -15,7 +15,7 @@ from planted_training import (
     rows_with,
     up_to,
 )
-from planted_training_torch import PLANTED, RECOMPUTED
+from planted_training_torch import AS_TRAINER, PLANTED
 from torch_targets import on
 
 from llorch.diagnose import VISIBLE
@@ -94,7 +94,7 @@ def test_mistake_of_training_in_torch_goes_red_by_far_at_its_checkpoint_first(
     half = dtype == "bfloat16"
     mistake, judge = MISTAKES[name], (half_judge_of if half else judge_of)(MODELS[-1])
     PLANTED[name](monkeypatch)
-    path = TorchPath(judge.weights, judge.golden, on(f"torch-cpu-{dtype}"), recomputed=name in RECOMPUTED)
+    path = TorchPath(judge.weights, judge.golden, on(f"torch-cpu-{dtype}"), as_trainer=name in AS_TRAINER)
     last = mistake.checkpoints[0]
     before = {"isolated": last, "chained": "17" if last == "18" else last}
     ours: dict[str, dict[str, np.ndarray]] = {"isolated": {}, "chained": {}}

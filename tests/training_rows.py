@@ -71,7 +71,7 @@ def not_shown_in_half(mode: str, key: Key) -> bool:
 
 def require_all(number: str, backend: str, model: str) -> list[Row]:
     """Every comparison of a checkpoint was made on a backend, and passes."""
-    target = "numpy" if backend in BACKENDS else backend.removesuffix("-recomputed")
+    target = "numpy" if backend in BACKENDS else backend.removesuffix("-trainer")
     mine = [row for row in rows(model, target) if (row.checkpoint, row.backend) == (number, backend)]
     found = [(row.mode, row.case, row.layer, row.stage, row.producer) for row in mine if row.mode != "exact"]
     assert sorted(map(str, found)) == sorted(map(str, expected(number, backend, model)))

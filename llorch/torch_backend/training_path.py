@@ -2,8 +2,8 @@
 
 Isolated and chained are as in `llorch.training_path`; a block alone is one layer of the module, given the golden's
 input and the gradient of its output. In half precision the base and its activations are, the adapter, its gradients and
-the optimizer stay float32. `-recomputed` is the way that saves memory: blocks run again for their gradients,
-and logits never exist all at once.
+the optimizer stay float32. `-trainer` is how `llorch lora train` runs when it saves memory: fused attention, products
+of frozen weights by oneDNN, blocks that run again for their gradients, logits that never exist all at once.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +24,7 @@ from llorch.train.batch import IGNORED, Batch
 from llorch.train.schedules import learning_rate
 from llorch.train.torch_adamw import AdamW
 from llorch.train.torch_forward import checkpoint_gradients, hidden_states, place_of
+from llorch.train.torch_loading import prepare
 from llorch.train.torch_loss import loss_sum
 from llorch.training_goldens import PEFT, TrainingGolden
 from llorch.training_path import STATE
@@ -51,17 +52,17 @@ Arrays = Iterator[tuple[str, np.ndarray]]
 class TorchPath:
     """What torch makes of one golden on one device, in one dtype."""
 
-    def __init__(self, weights: Weights, golden: TrainingGolden, target: Target, *, recomputed: bool) -> None:
+    def __init__(self, weights: Weights, golden: TrainingGolden, target: Target, *, as_trainer: bool) -> None:
         """Prepare; nothing is loaded yet.
 
         Args:
             weights: The base in float32.
             golden: Adapter, batches, and inputs of isolated stages.
             target: Device and dtype.
-            recomputed: Whether memory is saved as the trainer can.
+            as_trainer: Whether it runs as the trainer does when it saves memory, or as it is written.
         """
         self.weights, self.target = weights, target
-        self.recomputed, self.chunk = recomputed, CHUNK if recomputed else None
+        self.as_trainer, self.chunk = as_trainer, CHUNK if as_trainer else None
         self.batches = golden.batches
         self.adapter = golden.adapter_for(weights.config)
         self.rslora = golden.adapter_for(weights.config, RSLORA)
@@ -89,8 +90,10 @@ class TorchPath:
 
     def _module(self, adapter: Adapter) -> CausalLM:
         module = load_dense(self.weights, dtype=self.target.dtype, device=self.target.device)
+        if self.as_trainer:
+            prepare(module)
         attach(module, adapter, name=NAME, trainable=True)
-        if self.recomputed:
+        if self.as_trainer:
             checkpoint_gradients(module)
         return module.train()
 

@@ -10,7 +10,7 @@ from llorch.training_half import NUMPY_ALONE, HalfTrainingJudge
 from llorch.verifier import Row
 from llorch.verify_training import TrainingJudge, stored
 
-VARIANTS = {"": False, "-recomputed": True}  # suffix of the backend's name -> whether memory is saved
+VARIANTS = {"": False, "-trainer": True}  # suffix of the backend's name -> whether it runs as the trainer does
 DTYPES = ("float32", "float64", *HALF_DTYPES)  # in which training is judged
 HALVES: dict[str, DtypeName] = {dtype: dtype for dtype in HALF_DTYPES}
 LEFT_OUT = NUMPY_ALONE
@@ -40,7 +40,7 @@ def verify_training_torch(name: str, target: Target) -> Iterator[Row]:
 
 def torch_rows(judge: TrainingJudge, target: Target) -> Iterator[Row]:
     """The rows of one judge, which knows the dtype of the target; for the rest see `verify_training_torch`."""
-    for suffix, recomputed in VARIANTS.items():
-        path = TorchPath(judge.weights, judge.golden, target, recomputed=recomputed)
+    for suffix, as_trainer in VARIANTS.items():
+        path = TorchPath(judge.weights, judge.golden, target, as_trainer=as_trainer)
         ours = {"isolated": dict(path.isolated()), "chained": dict(path.chained())}
         yield from judge.rows(f"{target}{suffix}", ours, left_out=LEFT_OUT)
