@@ -187,7 +187,7 @@ def test_a_full_disk_is_one_line_and_the_snapshot_before_stays(store: SnapshotSt
         [sys.executable, "-c", LIMITED, str(store.folder)], capture_output=True, text=True, cwd=REPOSITORY, check=False
     )
     line = "snapshot of step 20 not saved: File too large; the one of step 10 is intact"
-    assert (done.stdout, done.stderr) == (f"2 llorch: {store.snapshots}: {line}\n", "")
+    assert (done.stdout, done.stderr) == (f"74 llorch: {store.snapshots}: {line}\n", "")
     assert leftovers(store.folder) == []
     assert store.steps() == [10]
 
