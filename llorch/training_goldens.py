@@ -77,6 +77,22 @@ class TrainingGolden:
         """All batches."""
         return [rows.batch() for rows in self.rows]
 
+    def given(self, key: str) -> np.ndarray:
+        """What PEFT showed, as the input of a stage that is judged alone.
+
+        Args:
+            key: Its name.
+
+        Returns:
+            The array.
+
+        Raises:
+            ValueError: It is missing.
+        """
+        if key not in self.arrays[PEFT]:
+            raise lacking([key])
+        return self.arrays[PEFT][key]
+
     def adapter_for(self, config: ModelConfig, lora: LoraConfig = LORA) -> Adapter:
         """The stored adapter.
 
@@ -90,6 +106,12 @@ class TrainingGolden:
         names = dict.fromkeys(name.rpartition(".")[0] for name in self.adapter)
         tensors = {n: LoraTensors(self.adapter[f"{n}.{LORA_A}"], self.adapter[f"{n}.{LORA_B}"]) for n in names}
         return checked(lora, tensors, config)
+
+
+def lacking(keys: Sequence[str]) -> ValueError:
+    """The error for arrays that are not among the goldens: a missing golden is a failure, never a pass."""
+    shown = ", ".join(keys[:4]) + (", ..." if len(keys) > 4 else "")
+    return ValueError(f"golden {FILES[0]}: {len(keys)} arrays missing: {shown}; run reference_outputs/regenerate.py")
 
 
 def save(folder: Path, golden: TrainingGolden) -> None:

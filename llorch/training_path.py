@@ -22,7 +22,7 @@ from llorch.ops.lora import LoraMatrix
 from llorch.ops.rms_norm import rms_norm, rms_norm_backward
 from llorch.train import adamw, numpy_step, schedules
 from llorch.train.batch import Batch
-from llorch.training_goldens import PEFT, TrainingGolden
+from llorch.training_goldens import TrainingGolden
 from llorch.training_recipe import (
     CURVE,
     INPUT_OF,
@@ -71,7 +71,7 @@ class NumpyPath:
         self.batches = golden.batches
         self.adapter = golden.adapter_for(self.config)
         self.rslora = golden.adapter_for(self.config, RSLORA)
-        self._golden = golden.arrays[PEFT]
+        self._golden = golden
 
     def isolated(self) -> Iterator[tuple[str, np.ndarray]]:
         """Every stage that can be fed what the golden was fed."""
@@ -142,7 +142,7 @@ class NumpyPath:
         return MergedWeights(self.weights, self.adapter).array(MERGED)
 
     def _given(self, key: str) -> np.ndarray:
-        return self._golden[key].astype(self.dtype)
+        return self._golden.given(key).astype(self.dtype)
 
     def _split(self, tokens: np.ndarray) -> list[np.ndarray]:
         """Rows of all documents of the first batch, taken apart."""

@@ -15,7 +15,7 @@ from llorch.builtin import builtin_path, goldens_folder
 from llorch.compare import FACTOR, Difference, Tolerance, measure, measure_in
 from llorch.evidence import sha256
 from llorch.training_exports import EXPORTS, Exports
-from llorch.training_goldens import Tolerances, TrainingGolden, read
+from llorch.training_goldens import Tolerances, TrainingGolden, lacking, read
 from llorch.training_path import NumpyPath
 from llorch.training_recipe import OPTIMIZER
 from llorch.training_stages import TRAINING_STAGES, Key, TrainingStage
@@ -164,6 +164,9 @@ class TrainingJudge:
         """Mode, key, producer and golden of all that is compared, in the order of the table."""
         places = {stage.name: place for place, stage in enumerate(TRAINING_STAGES)}
         every = [(mode, text) for mode in MODES for text in self.truth[mode]]
+        shown = {text for arrays in self.golden.arrays.values() for text in arrays}
+        if missing := sorted({text for _, text in every} - shown):
+            raise lacking(missing)
         for mode, text in sorted(every, key=lambda entry: places[Key.of(entry[1]).group.name]):
             for producer, arrays in self.golden.arrays.items():
                 if text in arrays and self.shows(mode, Key.of(text)):

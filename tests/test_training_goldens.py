@@ -48,6 +48,16 @@ def test_a_golden_without_a_part_is_refused(golden: TrainingGolden, tmp_path: Pa
         read(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "key", ["curve/loss_curve", "plain/merged_logits", "plain/l0.lora_delta.q_proj", "plain/l0.gradient.q_proj.lora_A"]
+)
+def test_a_single_array_that_is_missing_is_no_pass(golden: TrainingGolden, key: str):
+    fewer = {name: array for name, array in golden.arrays[PEFT].items() if name != key}
+    judge = TrainingJudge(MODEL, weights_of(MODEL), replace(golden, arrays={**golden.arrays, PEFT: fewer}))
+    with pytest.raises(ValueError, match=rf"1 arrays missing: {key}; run reference_outputs/regenerate\.py"):
+        list(judge.rows("numpy", judge.truth))
+
+
 def test_every_array_of_the_table_has_a_key_that_is_taken_apart(golden: TrainingGolden):
     assert Key.of("step 2/l1.first_moment.q_proj.lora_A") == Key("step 2", 1, "first_moment.q_proj.lora_A")
     assert Key.of("linear/learning_rate") == Key("linear", None, "learning_rate")

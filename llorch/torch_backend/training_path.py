@@ -26,7 +26,7 @@ from llorch.train.torch_adamw import AdamW
 from llorch.train.torch_forward import checkpoint_gradients, hidden_states, place_of
 from llorch.train.torch_loading import prepare
 from llorch.train.torch_loss import loss_sum
-from llorch.training_goldens import PEFT, TrainingGolden
+from llorch.training_goldens import TrainingGolden
 from llorch.training_path import STATE
 from llorch.training_recipe import (
     CURVE,
@@ -66,7 +66,7 @@ class TorchPath:
         self.batches = golden.batches
         self.adapter = golden.adapter_for(weights.config)
         self.rslora = golden.adapter_for(weights.config, RSLORA)
-        self._golden = golden.arrays[PEFT]
+        self._golden = golden
 
     def isolated(self) -> Arrays:
         """Every stage that can be fed what the golden was fed."""
@@ -101,7 +101,7 @@ class TorchPath:
         return hidden_states(module, batch, self.target.device)
 
     def _given(self, key: str, dtype: torch.dtype | None = None) -> Tensor:
-        return torch.tensor(self._golden[key], device=self.target.device, dtype=dtype or self.target.dtype)
+        return torch.tensor(self._golden.given(key), device=self.target.device, dtype=dtype or self.target.dtype)
 
     def _padded(self, key: str) -> Tensor:
         """The golden's tokens as rows of the first batch; 0 where there is padding."""
