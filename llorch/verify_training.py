@@ -100,7 +100,13 @@ class TrainingJudge:
 
         Yields:
             One row for each array and producer.
+
+        Raises:
+            ValueError: A golden is missing.
         """
+        shown = {text for arrays in self.golden.arrays.values() for text in arrays}
+        if missing := sorted({text for mode in MODES for text in self.truth[mode]} - shown):
+            raise lacking(missing)
         for mode, text, producer, golden in self._comparisons():
             key = Key.of(text)
             if key.group.name not in left_out:
@@ -164,9 +170,6 @@ class TrainingJudge:
         """Mode, key, producer and golden of all that is compared, in the order of the table."""
         places = {stage.name: place for place, stage in enumerate(TRAINING_STAGES)}
         every = [(mode, text) for mode in MODES for text in self.truth[mode]]
-        shown = {text for arrays in self.golden.arrays.values() for text in arrays}
-        if missing := sorted({text for _, text in every} - shown):
-            raise lacking(missing)
         for mode, text in sorted(every, key=lambda entry: places[Key.of(entry[1]).group.name]):
             for producer, arrays in self.golden.arrays.items():
                 if text in arrays and self.shows(mode, Key.of(text)):
