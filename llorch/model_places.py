@@ -12,13 +12,37 @@ import numpy as np
 
 from llorch.config import ModelConfig
 from llorch.errors import FormatError
+from llorch.tokenizer.chat_templates import MORE_TEMPLATES, template_files
 from llorch.weights import Weights, open_weights
+from llorch.weights.folder import require_inside
 from llorch.weights.names import inventory
+
+CONFIG, TEMPLATE = "config.json", "chat_template.jinja"
+_BESIDE = (
+    CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model",
+)  # fmt: skip
 
 
 def size_of(path: Path) -> int:
     """Bytes of a file, or of the files in a folder."""
-    return sum(file.stat().st_size for file in (path.iterdir() if path.is_dir() else [path]))
+    return sum(file.stat().st_size for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file())
+
+
+def files_beside(folder: Path) -> list[Path]:
+    """Find what a Hugging Face folder has beside its tensors: configuration, tokenizer and chat templates.
+
+    Args:
+        folder: The folder.
+
+    Returns:
+        Files in it, and in a folder of it.
+
+    Raises:
+        FormatError: Unsafe for a link that leads out of the folder.
+    """
+    named = [require_inside(folder / name, folder) for name in _BESIDE if (folder / name).is_file()]
+    return [*named, *template_files(folder).values()]
 
 
 def check_places(source: Path, target: Path, *, force: bool) -> None:
@@ -55,8 +79,9 @@ def check_places(source: Path, target: Path, *, force: bool) -> None:
 
 
 def _is_of_a_model(file: Path) -> bool:
-    known = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
-    known |= {"special_tokens_map.json", "chat_template.jinja", "model.safetensors.index.json"}
+    if file.is_dir():
+        return file.name == MORE_TEMPLATES and all(one.suffix == ".jinja" and one.is_file() for one in file.iterdir())
+    known = {*_BESIDE, TEMPLATE, "model.safetensors.index.json"}
     return file.is_file() and (file.name in known or file.suffix == ".safetensors")
 
 

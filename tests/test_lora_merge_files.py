@@ -58,15 +58,46 @@ def test_every_way_gives_the_logits_of_the_adapter_beside_the_base(tmp_path, sou
     assert done.logits.error < 3e-5 < 0.01 < done.logits.effect
 
 
-def test_a_folder_keeps_every_other_file_byte_for_byte(tmp_path):
-    base = tmp_path / "base"
-    write_whole_folder(base, "qwen2")
-    (base / "special_tokens_map.json").write_text("{ }\n")
-    (base / "chat_template.jinja").write_text("{{ messages }}")
-    merge(base, pair(tmp_path, base)[0], tmp_path / "merged")
+def base_with_every_file(folder: Path) -> Path:
+    write_whole_folder(folder, "qwen2")
+    (folder / "additional_chat_templates").mkdir()
+    others = ("special_tokens_map.json", "chat_template.jinja", "vocab.json", "merges.txt", "added_tokens.json")
+    for name in (*others, "tokenizer.model", "additional_chat_templates/rag.jinja"):
+        (folder / name).write_text("{ }\n")
+    return folder
+
+
+def test_a_folder_keeps_every_other_file_byte_for_byte_and_may_be_replaced_with_all_of_them(tmp_path):
+    base = base_with_every_file(tmp_path / "base")
+    adapter, _ = pair(tmp_path, base)
+    merge(base, adapter, tmp_path / "merged")
     before, after = digests(base), digests(tmp_path / "merged")
     assert before.keys() == after.keys()
     assert [name for name in before if before[name] != after[name]] == ["model.safetensors"]
+    merge(base, adapter, tmp_path / "merged", force=True)
+    assert digests(tmp_path / "merged") == after
+
+
+@pytest.mark.parametrize("name", ["special_tokens_map.json", "additional_chat_templates/rag.jinja"])
+def test_a_link_into_the_download_cache_is_followed_and_one_to_elsewhere_refused(tmp_path, name):
+    whole = base_with_every_file(tmp_path / "whole")
+    base, blobs = tmp_path / "models--a--b/snapshots/1f", tmp_path / "models--a--b/blobs"
+    blobs.mkdir(parents=True)
+    for file in whole.rglob("*.*"):  # as huggingface_hub lays it out: every file is a link
+        link = base / file.relative_to(whole)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(os.path.relpath(file.rename(blobs / file.name), link.parent))
+    adapter, _ = pair(tmp_path, base)
+    merge(base, adapter, tmp_path / "merged")
+    assert digests(tmp_path / "merged").keys() == digests(base).keys()
+    assert not any(file.is_symlink() for file in (tmp_path / "merged").rglob("*"))
+    (tmp_path / "secret").write_text("{ }")
+    (base / name).unlink()
+    (base / name).symlink_to(tmp_path / "secret")
+    for target in ("new", "new.gguf") if name.endswith(".jinja") else ("new",):
+        with pytest.raises(FormatError, match=f"Unsafe: {name} is a link that leads out"):
+            merge(base, adapter, tmp_path / target)
+        assert not (tmp_path / target).exists()
 
 
 @pytest.mark.parametrize("kind", ["BF16", "F16", "F32"])

@@ -6,16 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from llorch.lora.merge import MergedWeights
-from llorch.model_places import counting, placing, read_back
+from llorch.model_places import CONFIG, counting, files_beside, placing, read_back
 from llorch.weights.export_huggingface import DTYPES, huggingface_size, write_json, write_safetensors
 from llorch.weights.placing import new_folder
 from llorch.weights.quant import GGMLType
-
-CONFIG = "config.json"
-_KEPT = (
-    CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "chat_template.jinja", "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model",
-)  # fmt: skip
 
 
 def write_merged_folder(
@@ -33,15 +27,18 @@ def write_merged_folder(
         What was changed beside the tensors, a line each.
 
     Raises:
-        FormatError: NonFinite, or OutOfRange for a number that the dtype cannot hold.
+        FormatError: NonFinite, OutOfRange for a number that the dtype cannot hold, or Unsafe for a file that is a link
+            out of the source.
         OSError: No room, or no permission; nothing is left of the target.
     """
     source, notes = Path(merged.path), []
+    kept = files_beside(source)  # refuses before tensors are written
     with placing(target, huggingface_size(merged.config, ggml_type)), new_folder(target) as folder:
         write_safetensors(merged, folder, ggml_type=ggml_type, on_tensor=counting(merged, report))
-        for name in _KEPT:
-            if (source / name).is_file():
-                shutil.copyfile(source / name, folder / name)
+        for file in kept:
+            copy = folder / file.relative_to(source)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, copy)
         changes = _changes(merged, source, ggml_type)
         if changes:
             values = json.loads((source / CONFIG).read_bytes())

@@ -9,10 +9,29 @@ from pathlib import Path
 
 from llorch.errors import FormatError
 from llorch.fields import Fields
+from llorch.weights.folder import require_inside
 from llorch.weights.strict_json import read_json
 
+MORE_TEMPLATES = "additional_chat_templates"  # a folder in that of a model
 _KEY, _NAMES = "tokenizer.chat_template", "tokenizer.chat_templates"
 _MAX_CONFIG, _MAX_TEMPLATE = 4 << 20, 1 << 20  # bytes
+
+
+def template_files(folder: Path) -> dict[str, Path]:
+    """Find the files of chat templates in a Hugging Face folder.
+
+    Args:
+        folder: The folder.
+
+    Returns:
+        Name to file; empty without any.
+
+    Raises:
+        FormatError: Unsafe for a link that leads out of the folder.
+    """
+    files = {"default": folder / "chat_template.jinja"}
+    files |= {file.stem: file for file in sorted((folder / MORE_TEMPLATES).glob("*.jinja"))}
+    return {name: require_inside(file, folder) for name, file in files.items() if file.is_file()}
 
 
 def read_templates(folder: Path) -> dict[str, str]:
@@ -25,11 +44,10 @@ def read_templates(folder: Path) -> dict[str, str]:
         Name to template; empty without any.
 
     Raises:
-        FormatError: Malformed when they are no texts, TooLarge for a file beyond 1 MiB.
+        FormatError: Malformed when they are no texts, TooLarge for a file beyond 1 MiB, Unsafe for a link that leads
+            out of the folder.
     """
-    files = {"default": folder / "chat_template.jinja"}
-    files |= {file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
-    templates = {name: _read_text(file) for name, file in files.items() if file.is_file()}
+    templates = {name: _read_text(file) for name, file in template_files(folder).items()}
     return templates or _from_config(folder / "tokenizer_config.json")
 
 

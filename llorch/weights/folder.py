@@ -123,9 +123,6 @@ def _single_file(folder: Path) -> Path:
 def file_inside(folder: Path, name: str) -> Path:
     """Resolve a file name that a file of the folder gave, and refuse to leave the folder.
 
-    A link into the `blobs` beside the `snapshots` of a Hugging Face download cache is how that cache stores
-    files, and is followed.
-
     Args:
         folder: The model's folder.
         name: A plain file name.
@@ -141,10 +138,30 @@ def file_inside(folder: Path, name: str) -> Path:
     path = folder / name
     if not path.exists():
         raise FormatError("Missing", f"there is no file {name}", path=folder)
+    return require_inside(path, folder)
+
+
+def require_inside(path: Path, folder: Path) -> Path:
+    """Refuse a file of a folder that is a link to somewhere else.
+
+    A link into the `blobs` beside the `snapshots` of a Hugging Face download cache is how that cache stores
+    files, and is followed.
+
+    Args:
+        path: The file, in the folder or below it.
+        folder: The model's folder.
+
+    Returns:
+        The path.
+
+    Raises:
+        FormatError: Unsafe for a link that leads out.
+    """
     home, target = folder.resolve(), path.resolve()
-    allowed = {home, home.parent.parent / "blobs"} if home.parent.name == "snapshots" else {home}
-    if target.parent not in allowed:
-        raise FormatError("Unsafe", f"{name} is a link that leads out of the folder", path=folder)
+    allowed = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
+    if not any(target.is_relative_to(place) for place in allowed):
+        message = f"{path.relative_to(folder)} is a link that leads out of the folder"
+        raise FormatError("Unsafe", message, path=folder)
     return path
 
 

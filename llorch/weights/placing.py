@@ -51,7 +51,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     temporary.mkdir()
     try:
         yield temporary
-        for file in temporary.iterdir():
+        for file in temporary.rglob("*"):
             _sync(file)
         _sync(temporary)
         if path.exists():
