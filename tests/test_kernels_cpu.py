@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from llorch.kernels import cpu_library
+from llorch.kernels import cpu_library, cpu_linear
 from llorch.kernels.cpu_library import library
 from llorch.kernels.cpu_linear import CpuLinear
 
@@ -72,6 +72,26 @@ def test_leading_axes_and_strides_of_the_input_do_not_matter(dtype):
     got = leaf(x)
     assert got.shape == (2, 3, 96)
     assert error(got, truth(x, leaf)) < (1e-6 if dtype is torch.float32 else 1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_processor_or_a_torch_without_such_products_of_onednn_gets_others(dtype, bias, monkeypatch):
+    monkeypatch.setattr(cpu_linear, "onednn_multiplies", lambda dtype: False)
+    monkeypatch.setattr(cpu_linear, "TILE", 100 * 896)  # so that 260 rows of weights are three tiles
+    leaf = layer((260, 896), dtype, bias=bias)
+    x = parameter(40, 896, dtype=dtype, seed=3)
+    assert leaf(x).dtype == dtype
+    assert error(leaf(x), truth(x, leaf)) <= 1.01 * max(error(linear(x, leaf.weight, leaf.bias), truth(x, leaf)), 1e-7)
+
+
+def test_what_onednn_multiplies_is_tried(monkeypatch):
+    def refuse(*args):
+        raise RuntimeError("could not create a primitive descriptor")
+
+    assert cpu_linear.onednn_multiplies.__wrapped__(torch.float32)
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", refuse)
+    assert not cpu_linear.onednn_multiplies.__wrapped__(torch.float32)
 
 
 def test_infinity_and_nan_come_through_a_bfloat16_product():

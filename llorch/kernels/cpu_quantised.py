@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from llorch.kernels.cpu_library import pointer
+from llorch.kernels.cpu_linear import TILE, product
 from llorch.kernels.packing import Fields
 from llorch.kernels.quantised_linear import PackedMatrix
 from llorch.weights.quant import GGMLType
@@ -17,7 +18,6 @@ from llorch.weights.quant import GGMLType
 KINDS = {GGMLType.Q8_0: 2, GGMLType.Q4_0: 3, GGMLType.Q4_K: 4, GGMLType.Q6_K: 5}
 HALF = {torch.float32: 0, torch.bfloat16: 1}
 FEW = 8  # rows up to which decoding in registers, once per row, is faster than a tile in memory
-TILE = 1 << 23  # elements of a tile; smaller ones that stay in the cache cost more in calls than they save
 
 
 class CpuQuantisedLinear(PackedMatrix):
@@ -59,7 +59,7 @@ class CpuQuantisedLinear(PackedMatrix):
             sizes = start, len(rows), self.in_features
             self.library.llorch_decode(*self._matrix(x.dtype), rows.data_ptr(), *sizes)
             bias = None if self.bias is None else self.bias[start : start + step]
-            made.append(torch.ops.mkldnn._linear_pointwise(x, rows, bias, "none", [], ""))
+            made.append(product(x, rows, bias))
         return made[0] if len(made) == 1 else torch.cat(made, dim=-1)
 
     def _matrix(self, dtype: torch.dtype) -> tuple[int | None, ...]:
