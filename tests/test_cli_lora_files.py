@@ -10,6 +10,7 @@ from random_adapters import random_adapter, tiny_base
 
 from llorch.lora.base import identity_of
 from llorch.lora.peft_format import write_peft
+from llorch.model import load
 from llorch.weights import open_weights
 
 
@@ -75,6 +76,30 @@ def test_inspect_with_another_base_is_refused(made, tmp_path):
     result = invoke("lora", "inspect", adapter, "--base", "micro-llama")
     assert result.exit_code == 2
     assert "BaseMismatch: made for" in result.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "lora inspect ADAPTER --base BASE", "lora doctor ADAPTER --base BASE --against none",
+        "run BASE x --adapter ADAPTER -n 4",
+        "lora merge BASE ADAPTER OUT.gguf", "lora export BASE ADAPTER OUT", "lora eval BASE ADAPTER --data DATA",
+    ],
+)  # fmt: skip
+def test_any_base_exists_wherever_it_is_advised(tmp_path, words):
+    adapter = tmp_path / "adapter"
+    write_peft(random_adapter(load("story").config), adapter, base=identity_of(load("story").weights, "someone/else"))
+    (adapter / "llorch_base.json").unlink()
+    (tmp_path / "data.jsonl").write_text('{"text": "Once upon a time there was a fox."}\n')
+    places = {"ADAPTER": adapter, "BASE": "story", "OUT": tmp_path / "new", "DATA": tmp_path / "data.jsonl"}
+    for name, place in places.items():
+        words = words.replace(name, str(place))
+    refused, accepted = invoke(*words.split()), invoke(*words.split(), "--any-base")
+    assert refused.exit_code != 0
+    assert "made for someone/else" in refused.output
+    assert "say so with --any-base" in refused.output
+    assert accepted.exit_code == 0, accepted.stderr
+    assert "another one, and accepted" in accepted.output
 
 
 def test_inspect_shows_a_choice_of_layers(made, tmp_path):

@@ -1,6 +1,7 @@
 """The proof that a run can be resumed, and that it would notice if it could not."""
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -126,3 +127,10 @@ def test_what_differs_is_printed_tensor_by_tensor_and_the_exit_code_is_one(
     ]
     every = invoke("lora", "verify-resume", "micro-llama", "--data", str(tmp_path), "-v")
     assert "  optimizer/step: 1 values, 0 bits differ" in every.stdout.splitlines()
+
+
+def test_without_torch_the_command_that_brings_it_is_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    result = invoke("lora", "verify-resume", "micro-llama", "--data", str(write_data(tmp_path / "data")))
+    assert (result.exit_code, result.stdout) == (3, "")
+    assert "torch is not installed; get it with: pip install 'llorch[train]'" in result.stderr

@@ -153,7 +153,9 @@ def require_name(made_for: str | None, base: str, *, where: object) -> str:
     if _plain(made_for) == _plain(base):
         return f"base: the adapter names {made_for}, without a digest; the name fits"
     message = f"made for {made_for} (by name, there is no digest), the base is {base}"
-    raise FormatError("BaseMismatch", f"{message}; if that is the same model, say so with --any-base", path=str(where))
+    raise FormatError(
+        "BaseMismatch", f"{message}; if that is the same model, say so with --any-base (any_base=True)", path=str(where)
+    )
 
 
 def _constants(config: ModelConfig) -> str:

@@ -34,6 +34,7 @@ def examine(
     base: str | Path,
     *,
     against: tuple[str, ...] | None = None,
+    any_base: bool = False,
     report: Callable[[str], None] = lambda line: None,
 ) -> list[Finding]:
     """Check an adapter.
@@ -43,6 +44,7 @@ def examine(
         base: The model that it is for.
         against: Engines whose logits are compared, of `ENGINES`; None takes those that are installed, for models of
             moderate size.
+        any_base: Warn of another base instead of calling it wrong.
         report: Told what is being done, a line at a time.
 
     Returns:
@@ -60,7 +62,7 @@ def examine(
             return [Finding(_CHECK_OF.get(error.code, "readable files"), WRONG, str(error))]
         findings = [Finding("all tensors", OK, f"{len(read.flat())} tensors of {len(read.targets)} matrices")]
         report("base")
-        findings.append(_base(adapter, weights))
+        findings.append(_base(adapter, weights, any_base=any_base))
         findings += [check(read, weights) for check in READER_CHECKS]
         for check in NUMBER_CHECKS:
             report(check.__name__.replace("_", " "))
@@ -70,10 +72,10 @@ def examine(
     return findings
 
 
-def _base(adapter: Path, weights: Weights) -> Finding:
+def _base(adapter: Path, weights: Weights, *, any_base: bool) -> Finding:
     try:
-        verdict = check_base(adapter, weights)
+        verdict = check_base(adapter, weights, any_base=any_base)
     except FormatError as error:
         return Finding("base", WRONG, str(error))
-    known = "same" in verdict or "fits" in verdict
-    return Finding("base", OK if known else WARNING, verdict.removeprefix("base: "))
+    unsure = verdict.startswith(("base: unknown", "base: another"))
+    return Finding("base", WARNING if unsure else OK, verdict.removeprefix("base: "))

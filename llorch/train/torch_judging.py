@@ -6,8 +6,7 @@ from pathlib import Path
 
 from llorch.builtin import find_data
 from llorch.errors import FormatError
-from llorch.lora.base import identity_of, require_base
-from llorch.lora.files import read_adapter, recorded_base
+from llorch.lora.files import check_base, read_adapter
 from llorch.lora.torch_lora import activate, attach
 from llorch.model import Opened, find
 from llorch.torch_backend.device import target
@@ -44,13 +43,16 @@ class Judgement:
         return math.exp(self.without), math.exp(self.with_adapter)
 
 
-def judge_adapter(settings: TrainSettings, adapter: str | Path, *, split: str | None) -> Judgement:
+def judge_adapter(
+    settings: TrainSettings, adapter: str | Path, *, split: str | None, any_base: bool = False
+) -> Judgement:
     """Compute the loss of a model on data, with and without an adapter.
 
     Args:
         settings: Model, data, how it is read, and where and in which batches it runs.
         adapter: A PEFT directory or a LoRA GGUF file.
         split: `train`, `valid` or `test`; None takes the last one that there is.
+        any_base: Accept an adapter that was made for another base.
 
     Returns:
         Both losses.
@@ -62,7 +64,7 @@ def judge_adapter(settings: TrainSettings, adapter: str | Path, *, split: str | 
     weights = open_weights(find(settings.model))
     config = weights.config
     settings = settings.with_defaults(hidden_size=config.hidden_size, context=config.max_position_embeddings)
-    base = require_base(recorded_base(adapter), identity_of(weights, settings.model), where=adapter)
+    base = check_base(adapter, weights, any_base=any_base)
     read = read_adapter(adapter, config)
     data = read_data(find_data(settings.data), Opened(weights), settings.data_settings)
     split, rows = _rows(data, split, settings.data)

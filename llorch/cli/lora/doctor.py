@@ -5,6 +5,7 @@ from pathlib import Path
 
 import click
 
+from llorch.cli.lora.options import any_base_option
 from llorch.cli.options import json_option, verb
 from llorch.cli.output import progress, to_json
 
@@ -21,8 +22,9 @@ from llorch.cli.output import progress, to_json
     "--against", help="Engines to compare logits with: peft, llamacpp, or both with a comma; none: no engine."
     "  [default: both, for models of up to 600 M weights]",
 )  # fmt: skip
+@any_base_option
 @json_option("A list of objects: check, verdict (ok, warning, WRONG, NOT RUN), text.")
-def command(*, adapter: Path, base: str, against: str | None, as_json: bool) -> None:
+def command(*, adapter: Path, base: str, against: str | None, any_base: bool, as_json: bool) -> None:
     """Check ADAPTER, a PEFT directory or a LoRA GGUF file, for faults that no program reports.
 
     Each line is one check. WRONG computes something else than you think, and makes the exit code 1. A warning does so
@@ -34,7 +36,7 @@ def command(*, adapter: Path, base: str, against: str | None, as_json: bool) -> 
 
     engines = _engines(against, ENGINES)
     with progress(f"examining {adapter}") as report:
-        findings = examine(adapter, model_path(base), against=engines, report=report)
+        findings = examine(adapter, model_path(base), against=engines, any_base=any_base, report=report)
     if as_json:
         click.echo(to_json([asdict(finding) for finding in findings], indent=1))
     else:

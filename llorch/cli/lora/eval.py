@@ -5,6 +5,7 @@ from typing import Any
 
 import click
 
+from llorch.cli.lora.options import any_base_option
 from llorch.cli.options import json_option, verb
 from llorch.cli.output import progress, say, to_json
 
@@ -38,10 +39,11 @@ from llorch.cli.output import progress, say, to_json
     "--weights", type=click.Choice(["decoded", "packed"]), default="decoded", show_default=True,
     help="packed: keep quantised matrices as they are in the file.",
 )  # fmt: skip
+@any_base_option
 @json_option(
     "One object: base, split, n_rows, n_trained, loss, perplexity, each of these two without and with_adapter."
 )
-def command(*, adapter: Path, split: str | None, as_json: bool, **given: Any) -> None:
+def command(*, adapter: Path, split: str | None, any_base: bool, as_json: bool, **given: Any) -> None:
     """Judge ADAPTER, a PEFT directory or a LoRA GGUF file, on MODEL.
 
     The loss is the mean over all tokens that are to be learned, in nats; perplexity is its exponential.
@@ -53,7 +55,7 @@ def command(*, adapter: Path, split: str | None, as_json: bool, **given: Any) ->
     from llorch.train.torch_judging import judge_adapter
 
     with progress("judging the adapter"):
-        found = judge_adapter(TrainSettings(**given), adapter, split=split)
+        found = judge_adapter(TrainSettings(**given), adapter, split=split, any_base=any_base)
     losses = dict(zip(("without", "with_adapter"), (found.without, found.with_adapter), strict=True))
     perplexities = dict(zip(("without", "with_adapter"), found.perplexities, strict=True))
     if as_json:

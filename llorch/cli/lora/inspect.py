@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from llorch.cli.lora.options import any_base_option
 from llorch.cli.options import json_option, verb
 from llorch.cli.output import say, to_json
 
@@ -21,8 +22,9 @@ if TYPE_CHECKING:
 )
 @click.argument("adapter", type=click.Path(path_type=Path))
 @click.option("--base", help="Read the adapter for this model: everything is checked, and norms are compared.")
+@any_base_option
 @json_option("One object: path, format, config, base, dtypes, n_parameters, matrices, problems.")
-def command(*, adapter: Path, base: str | None, as_json: bool) -> None:
+def command(*, adapter: Path, base: str | None, any_base: bool, as_json: bool) -> None:
     """Show what ADAPTER, a PEFT directory or a LoRA GGUF file, adds to its base, matrix by matrix.
 
     The norm is that of scaling * B A; 0 means that the matrix was never trained. What llorch refuses is named on
@@ -43,7 +45,7 @@ def command(*, adapter: Path, base: str | None, as_json: bool) -> None:
     for problem in summary.problems:
         say(f"llorch: {adapter}: {problem}")
     if weights is not None:
-        verdict = check_base(adapter, weights)
+        verdict = check_base(adapter, weights, any_base=any_base)
         read_adapter(adapter, weights.config)
         say(verdict)
     if summary.problems:

@@ -41,10 +41,12 @@ def command(*, config: Path | None, control: bool, verbose: bool, as_json: bool,
 
     Exit code 0 when they do not, 1 when they do or when a control was not noticed.
     """
+    from llorch.cli.lora.needs import require_torch
     from llorch.train.settings_file import read_settings, settings_from
     from llorch.train.stopping import Stopped
     from llorch.train.verify_resume import verify_resume
 
+    require_torch()
     sources = [(str(config), read_settings(config))] if config is not None else []
     flags = {"steps": STEPS} | {name: value for name, value in given.items() if value is not None}
     settings = settings_from(*sources, ("command line", flags))
