@@ -1,6 +1,7 @@
 """`llorch trace`."""
 
 import json
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +49,18 @@ def test_the_first_position_turns_queries_and_leaves_values(tmp_path: Path):
     near, far = read_npz(tmp_path / "0.npz"), read_npz(tmp_path / "4000.npz")
     assert np.array_equal(near["l0.v_proj"], far["l0.v_proj"])
     assert not np.allclose(near["l0.q_rope"], far["l0.q_rope"], atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["t.npz", "t.safetensors"])
+def test_a_full_disk_is_one_line_that_names_the_file(tmp_path: Path, name: str):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        result = invoke("trace", "micro-llama", "--tokens", TOKENS, "-o", str(tmp_path / name))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (result.exit_code, result.stderr) == (74, f"llorch: {tmp_path / name}: File too large\n")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_that_fails_leaves_no_file(tmp_path: Path):

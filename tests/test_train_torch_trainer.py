@@ -1,6 +1,7 @@
 """A step of training: what it leaves alone, what it must not depend on, and when it is not made."""
 
 import math
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 from training_runs import bits, distance, gradients, small_settings, trained
+
+from llorch.weights.tensor_file import tensor_bytes
 
 
 def adapter_and_moments(training: Any) -> dict[str, np.ndarray]:
@@ -123,7 +126,7 @@ def test_moments_of_eight_bits_train_too(tmp_path: Path):
 def test_a_state_that_is_loaded_goes_on_bit_by_bit(tmp_path: Path, more: dict[str, Any]):
     how = {"dropout": 0.1, "schedule": "linear", "batch_size": 3, **more}
     straight = trained(small_settings(tmp_path, **how), steps=2)
-    tensors, record = straight.state()
+    tensors, record = deepcopy(straight.state())
     want = [straight.run_step() for _ in range(2)]
     at_end = bits(straight.state()[0])
     resumed = trained(small_settings(tmp_path, **how), steps=1)  # has drawn random numbers of its own
@@ -131,6 +134,18 @@ def test_a_state_that_is_loaded_goes_on_bit_by_bit(tmp_path: Path, more: dict[st
     resumed.load(tensors, record)
     assert [resumed.run_step() for _ in range(2)] == want
     assert bits(resumed.state()[0]) == at_end
+
+
+@pytest.mark.parametrize("eight_bit", [False, True])
+def test_a_state_to_be_saved_is_no_second_copy(tmp_path: Path, eight_bit: bool):
+    training = trained(small_settings(tmp_path, eight_bit=eight_bit, r=40), steps=1)
+    tensors, _ = training.state()
+    parts = [np.frombuffer(part, np.uint8) for part in tensor_bytes(tensors)]
+    live = {name: array for name, array in tensors.items() if not name.startswith("rng/") and array.ndim}
+    assert all(any(np.shares_memory(array, part) for part in parts) for array in live.values())  # to the disk as it is
+    before = bits(live)
+    training.run_step()
+    assert not before.items() & bits(live).items()  # the arrays that training changes
 
 
 def test_a_state_of_another_rank_is_refused(tmp_path: Path):

@@ -1,7 +1,6 @@
 """`llorch trace`: every stage of a run, written to a file."""
 
 import json
-import os
 from pathlib import Path
 
 import click
@@ -83,17 +82,13 @@ def _take(path: Path, ids: list[int], first_position: int, producer: str | None)
 
 
 def _write(output: Path, arrays: dict, metadata: str) -> None:
-    """Write the file beside its place, then move it there: a trace is whole or absent."""
     import numpy as np
-    from safetensors.numpy import save_file
 
-    arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-    temporary = output.with_name(f".{output.stem}.{os.getpid()}{output.suffix}")
-    try:
+    from llorch.weights.placing import new_file
+    from llorch.weights.tensor_file import tensor_bytes
+
+    with new_file(output) as temporary, temporary.open("wb") as file:
         if output.suffix == ".npz":
-            np.savez(temporary, **arrays)
+            np.savez(file, **arrays)
         else:
-            save_file(arrays, temporary, metadata={"llorch": metadata})
-        temporary.replace(output)
-    finally:
-        temporary.unlink(missing_ok=True)
+            file.writelines(tensor_bytes(arrays, metadata={"llorch": metadata}))

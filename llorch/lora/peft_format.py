@@ -10,7 +10,6 @@ does not look at: it warns of unknown fields in its configuration.
 Source: peft/utils/save_and_load.py of PEFT 0.21; safetensors README (layout).
 """
 
-import json
 import logging
 import re
 from collections.abc import Mapping
@@ -30,6 +29,7 @@ from llorch.weights.folder import PICKLE_SUFFIXES, file_inside
 from llorch.weights.placing import new_file
 from llorch.weights.safetensors import SafetensorsFile
 from llorch.weights.strict_json import read_json
+from llorch.weights.tensor_file import tensor_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,8 @@ def write_peft(adapter: Adapter, folder: str | Path, *, base: BaseIdentity) -> N
     if (folder / CONFIG_FILE).exists() and (folder / CONFIG_FILE).read_text(encoding="utf-8") != config:
         (folder / CONFIG_FILE).unlink()  # the old one must never stand beside the new tensors
     with new_file(folder / TENSOR_FILE) as path:
-        path.write_bytes(_safetensors(arrays))
+        with path.open("wb") as file:
+            file.writelines(tensor_bytes(arrays, metadata={"format": "pt"}))  # PEFT wants to be told
     with new_file(folder / BASE_FILE) as path:
         path.write_text(base.to_json(), encoding="utf-8")
     with new_file(folder / CONFIG_FILE) as path:
@@ -188,17 +189,3 @@ def _refuse_foreign(names: list[str], folder: Path) -> None:
         if found:
             message = f"{some(found)}: {what}; merge the adapter with PEFT first"
             raise FormatError("Unsupported", message, path=folder)
-
-
-def _safetensors(arrays: Mapping[str, np.ndarray]) -> bytes:
-    """A file whose bytes depend on names and numbers only: sorted, and with one metadata key, as PEFT needs it."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    begin = 0
-    for name, array in sorted(arrays.items()):
-        end = begin + 4 * array.size
-        header[name] = {"dtype": "F32", "shape": list(array.shape), "data_offsets": [begin, end]}
-        begin = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that the tensors are aligned
-    parts = [np.ascontiguousarray(array, "<f4").tobytes() for _, array in sorted(arrays.items())]
-    return b"".join([len(text).to_bytes(8, "little"), text, *parts])

@@ -24,7 +24,7 @@ import numpy as np
 from llorch.errors import FormatError
 from llorch.train.disk import Disk, remove_tree, write_new_file
 from llorch.train.snapshot_files import RECORD, TENSORS, Hashing, Snapshot, read_snapshot, record_bytes
-from llorch.train.tensor_file import tensor_bytes
+from llorch.weights.tensor_file import tensor_bytes
 
 
 class SnapshotStore:

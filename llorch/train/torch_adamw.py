@@ -103,13 +103,13 @@ class AdamW:
             parameter.grad = None
 
     def state(self) -> dict[str, Tensor]:
-        """Copy all that the next step depends on, besides the parameters.
+        """All that the next step depends on, besides the parameters: not copied, so the next step changes it.
 
         Returns:
             `step`, and moments as `layers.3.q_proj.lora_A.m` and `.v`; with 8 bits these are codes, beside `.m_absmax`
             and `.v_absmax`.
         """
-        return {"step": torch.tensor(self.step_count)} | {n: t.clone() for n, t in self._tensors().items()}
+        return {"step": torch.tensor(self.step_count)} | self._tensors()
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Continue from a state.

@@ -164,11 +164,12 @@ class Training:
         """Everything that the steps to come depend on, besides what `identity` says.
 
         Returns:
-            Tensors `adapter/...`, `optimizer/...` and `rng/...`, and what is no tensor.
+            Tensors `adapter/...`, `optimizer/...` and `rng/...`, and what is no tensor. On the CPU the first two are
+            the arrays in use, which the next step changes: a save needs no second copy of them.
         """
         found: dict[str, Tensor] = {f"adapter/{name}": value for name, value in self.parameters.items()}
         found |= {f"optimizer/{name}": value for name, value in self._optimizer.state().items()}
-        tensors = {name: value.detach().cpu().numpy().copy() for name, value in found.items()}
+        tensors = {name: value.detach().cpu().numpy() for name, value in found.items()}
         return tensors | capture_rng(), {"step": self.step}
 
     def load(self, tensors: Mapping[str, np.ndarray], record: Mapping[str, Any]) -> None:

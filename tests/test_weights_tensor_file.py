@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from llorch.errors import FormatError
-from llorch.train.tensor_file import tensor_bytes, tensors_from
+from llorch.weights.tensor_file import tensor_bytes, tensors_from
 
 WHERE = Path("snapshot.safetensors")
 

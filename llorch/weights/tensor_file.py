@@ -1,6 +1,6 @@
-"""The tensors of a snapshot as a safetensors file: bytes to write, and arrays from bytes that were read.
+"""Arrays as a safetensors file (an adapter, a snapshot, a trace): bytes to write, and arrays from bytes that were read.
 
-    u64 header length | JSON {name: {dtype, shape, data_offsets}} | data without holes
+    u64 header length | JSON {"__metadata__": {...}, name: {dtype, shape, data_offsets}} | data without holes
 
 Names may hold slashes (`optimizer/layers.0.q_proj.lora_A.m`), integers and bytes are kept as they are, and the same
 tensors always give the same bytes.
@@ -25,11 +25,15 @@ _DTYPES = {
 _CODES = {np.dtype(dtype): code for code, dtype in _DTYPES.items()}
 
 
-def tensor_bytes(tensors: Mapping[str, np.ndarray]) -> Iterator[bytes | memoryview]:
+def tensor_bytes(
+    tensors: Mapping[str, np.ndarray], *, metadata: Mapping[str, str] | None = None
+) -> Iterator[bytes | memoryview]:
     """Give the bytes of the file, header first, one tensor at a time.
 
     Args:
-        tensors: Arrays of a dtype of the table above; the widest come first, so that all are aligned.
+        tensors: Arrays of a dtype of the table above; the widest come first, so that all are aligned. None is copied
+            that lies in one piece.
+        metadata: Texts for the header.
 
     Yields:
         Parts of the file.
@@ -39,9 +43,10 @@ def tensor_bytes(tensors: Mapping[str, np.ndarray]) -> Iterator[bytes | memoryvi
     """
     for name, array in tensors.items():
         if array.dtype not in _CODES:
-            raise ValueError(f"snapshot: {name} has the dtype {array.dtype}, expected one of {', '.join(_DTYPES)}")
+            raise ValueError(f"tensor file: {name} has the dtype {array.dtype}, expected one of {', '.join(_DTYPES)}")
     names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
-    header, begin = {}, 0
+    header: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    begin = 0
     for name in names:
         array, end = tensors[name], begin + tensors[name].nbytes
         header[name] = {"dtype": _CODES[array.dtype], "shape": list(array.shape), "data_offsets": [begin, end]}
