@@ -35,6 +35,25 @@ class Token:
     finish: str | None = None  # "stop", "eos" or "length" on the last one
 
 
+@dataclass(frozen=True)
+class Job:
+    """What to do with one prompt: at most `max_tokens` more, sampled by `settings`; one of `end_ids` is the last.
+
+    With `adapter` it runs through the adapter of that name.
+    """
+
+    ids: Sequence[int]
+    max_tokens: int
+    settings: SamplingSettings
+    end_ids: frozenset[int]
+    adapter: str | None = None
+
+    @property
+    def n_slots(self) -> int:
+        """Slots of the cache that it fills; the last token is never fed back."""
+        return len(self.ids) + self.max_tokens - 1
+
+
 def sample_ids(
     step: Step, prompt: Sequence[int], settings: SamplingSettings, *, max_tokens: int
 ) -> Iterator[tuple[int, float]]:
@@ -66,27 +85,16 @@ def log_probability(logits: np.ndarray, token_id: int) -> float:
     return float(shifted[token_id] - np.log(np.exp(shifted).sum()))
 
 
-def stream(
-    sampled: Iterator[tuple[int, float]],
-    tokenizer: Bytes,
-    *,
-    end_ids: frozenset[int],
-    stop: Sequence[str] = (),
-    max_tokens: int,
-) -> Iterator[Token]:
-    """Turn sampled ids into tokens with text.
+def stream(sampled: Iterator[tuple[int, float]], answer: "Answer") -> Iterator[Token]:
+    """Turn sampled ids into tokens with text, until the answer ends.
 
     Args:
         sampled: Ids and log probabilities.
-        tokenizer: Gives the bytes of an id.
-        end_ids: Ids that end the text; they have no text themselves.
-        stop: Strings that end the text; neither they nor what follows is handed out.
-        max_tokens: How many ids will come, to know the last one.
+        answer: Where they go.
 
     Yields:
         One token per id.
     """
-    answer = Answer(tokenizer, end_ids=end_ids, stop=stop, max_tokens=max_tokens)
     for token_id, logprob in sampled:
         token = answer.take(token_id, logprob)
         yield token
@@ -102,7 +110,17 @@ class Answer:
     """
 
     def __init__(self, tokenizer: Bytes, *, end_ids: frozenset[int], stop: Sequence[str] = (), max_tokens: int) -> None:
-        """Start empty; for the arguments see `stream`."""
+        """Start empty.
+
+        Args:
+            tokenizer: Gives the bytes of an id.
+            end_ids: Ids that end the text; they have no text themselves.
+            stop: Strings that end the text; neither they nor what follows is handed out.
+            max_tokens: How many ids will come, to know the last one.
+
+        Raises:
+            ValueError: See `HeldText`.
+        """
         self.finish: str | None = None
         self._tokenizer = tokenizer
         self._end_ids = end_ids

@@ -1,17 +1,19 @@
 """A model ready to run: weights, tokenizer, and the forward pass with its boundary checks."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
 from llorch.builtin import builtin_path
-from llorch.cache import KVCache
+from llorch.cache import KVCache, require_context
 from llorch.config import ModelConfig
+from llorch.fields import Fields
 from llorch.forward import forward
-from llorch.generate import Token, sample_ids, stream
+from llorch.generate import Answer, Job, Token, sample_ids, stream
 from llorch.lora.adapted import AdaptedWeights
 from llorch.lora.adapter import Adapter
 from llorch.lora.opened import adapter_for, require_fits, require_free, require_known
@@ -19,11 +21,15 @@ from llorch.memory import keep_freed_memory
 from llorch.numerics import EXACT, Numerics
 from llorch.sampling import SamplingSettings
 from llorch.tokenizer import Tokenizer
+from llorch.tokenizer.chat import Message
 from llorch.tokenizer.chat_templates import read_templates, templates_of_metadata
+from llorch.tokenizer.conversation import Chats
+from llorch.tokenizer.messages import checked_messages
 from llorch.weights import Weights, open_weights
 from llorch.weights.gguf import GGUFFile
 from llorch.weights.residency import Plan, Residency, plan
 
+Prompt = str | Sequence[int] | Sequence[Message]
 PREFILL_CHUNK = 512  # tokens per pass of a long prompt: bounds the memory of the attention scores
 
 
@@ -112,9 +118,59 @@ class Opened:
             return templates_of_metadata(source.metadata, source.path)
         return read_templates(Path(self.weights.path))
 
-    def prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
-        """Token ids of a prompt: of a text with the model's special tokens, or ids as they are."""
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    @cached_property
+    def chats(self) -> Chats:
+        """How the model writes conversations; its chat template is checked when the first one comes."""
+        return Chats(lambda: self.chat_templates, self.tokenizer, path=self.weights.path)
+
+    def prompt_ids(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt.
+
+        Args:
+            prompt: A text, which gets the model's special tokens; a conversation, which its chat template writes, up to
+                the answer; or ids, which stay as they are.
+
+        Returns:
+            The ids.
+
+        Raises:
+            FormatError: The messages are none, or the model has no chat template for them.
+            ValueError: The text has a lone surrogate.
+        """
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        if _is_conversation(prompt):
+            return self.chats.ids(_checked(prompt))
+        return list(prompt)  # type: ignore[arg-type] (ids)
+
+    def job(
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int,
+        settings: SamplingSettings | None,
+        ignore_eos: bool,
+        adapter: str | None,
+    ) -> Job:
+        """Check what `generate` is asked for; the arguments are its own.
+
+        Returns:
+            What is to be done, with no more tokens than fit the context.
+
+        Raises:
+            FormatError: See `prompt_ids`.
+            ValueError: An argument is out of range, the prompt does not fit the context, or no such adapter was added.
+        """
+        require_known(adapter, self.adapters)
+        if type(max_tokens) is not int or max_tokens < 0:
+            raise ValueError(f"generate: max_tokens must be an integer of at least 0, got {max_tokens!r}")
+        ids, room = self.prompt_ids(prompt), self.config.max_position_embeddings
+        require_context(len(ids), 0, room)
+        self.checked_ids(ids)
+        end_ids = frozenset[int]() if ignore_eos else self.tokenizer.eos_token_ids
+        if _is_conversation(prompt) and not ignore_eos:
+            end_ids |= self.chats.end_ids
+        return Job(ids, min(max_tokens, room - len(ids) + 1), settings or SamplingSettings(), end_ids, adapter)
 
     def checked_ids(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:
         """Token ids as an array.
@@ -228,41 +284,74 @@ class Model(Opened):
 
     def generate(
         self,
-        prompt: str | Sequence[int],
+        prompt: str | Sequence[int] | None = None,
         *,
+        messages: Sequence[Message] | None = None,
         max_tokens: int = 128,
         settings: SamplingSettings | None = None,
         stop: Sequence[str] = (),
         ignore_eos: bool = False,
         adapter: str | None = None,
     ) -> Iterator[Token]:
-        """Continue a prompt, token by token.
+        """Continue a prompt or answer a conversation, token by token.
 
         Args:
             prompt: Text (tokenized with the model's special tokens), or ids as they are.
+            messages: Instead of a prompt a conversation, `[{"role": "user", "content": "Hello"}]`, which the model's
+                chat template writes. Control tokens are those of the template; in the messages their text stays text.
             max_tokens: At most so many; the context may end sooner.
             settings: How to sample; greedy by default.
             stop: Strings that end the text.
             ignore_eos: Go on after an end token.
             adapter: Which adapter to use; None runs the base alone.
 
-        Yields:
-            Tokens with id, text and log probability.
+        Returns:
+            Tokens with id, text and log probability, computed as they are taken.
 
         Raises:
-            ValueError: The prompt is empty or does not fit the context, or no such adapter was added.
+            FormatError: The messages are none, or the model has no chat template for them.
+            ValueError: An argument is out of range, the prompt is empty or does not fit the context, or no such adapter
+                was added.
         """
-        ids, weights = self.prompt_ids(prompt), self._weights_for(adapter)
-        cache = KVCache(self.config, self.weights.cache_dtype)
-        cache.next_positions(len(ids))  # refuses a prompt that does not fit
-        max_tokens = min(max_tokens, self.config.max_position_embeddings - len(ids) + 1)
+        job = self.job(
+            given(prompt, messages), max_tokens=max_tokens, settings=settings, ignore_eos=ignore_eos, adapter=adapter
+        )
+        weights, cache = self._weights_for(adapter), KVCache(self.config, self.weights.cache_dtype)
 
         def step(new: Sequence[int]) -> np.ndarray:
             return self._forward(new, weights, cache=cache, last_only=True)[-1]
 
-        sampled = sample_ids(step, ids, settings or SamplingSettings(), max_tokens=max_tokens)
-        end_ids = frozenset() if ignore_eos else self.tokenizer.eos_token_ids
-        yield from stream(sampled, self.tokenizer, end_ids=end_ids, stop=stop, max_tokens=max_tokens)
+        answer = Answer(self.tokenizer, end_ids=job.end_ids, stop=stop, max_tokens=job.max_tokens)
+        return stream(sample_ids(step, job.ids, job.settings, max_tokens=job.max_tokens), answer)
+
+
+def given(prompt: str | Sequence[int] | None, messages: Sequence[Message] | None) -> Prompt:
+    """The one of both that was given.
+
+    Args:
+        prompt: See `Model.generate`.
+        messages: See `Model.generate`.
+
+    Returns:
+        It.
+
+    Raises:
+        FormatError: Something among the messages is none.
+        ValueError: There are both, or neither.
+    """
+    if prompt is not None and messages is None:
+        return prompt
+    if messages is None or prompt is not None:
+        raise ValueError(f"generate: expected a prompt or messages, got {'neither' if messages is None else 'both'}")
+    return _checked(messages)
+
+
+def _is_conversation(prompt: Prompt) -> bool:
+    return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
+def _checked(messages: Sequence[Any]) -> list[dict[str, object]]:
+    return checked_messages(Fields({}, "generate"), "messages", list(messages))
 
 
 def find(path_or_name: str | Path) -> Path:

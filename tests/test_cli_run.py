@@ -1,8 +1,10 @@
 """`llorch run`."""
 
 import json
+import subprocess
+import sys
 
-from command_line import invoke, spawn
+from command_line import REPOSITORY, invoke, spawn
 
 START = "Once upon a time"
 
@@ -22,9 +24,11 @@ def test_a_prompt_on_stdin_loses_only_its_last_line_end():
     )
 
 
-def test_stdin_goes_before_the_argument_on_a_line_of_its_own():
-    both = invoke("run", "story", START, "-n", "8", stdin="The little fox ran.\n").stdout
-    assert both == invoke("run", "story", f"The little fox ran.\n{START}", "-n", "8").stdout
+def test_stdin_is_left_to_the_caller_where_there_is_a_prompt():
+    loop = f"printf 'one\\ntwo\\n' | while read line; do {sys.executable} -m llorch run story \"$line\" -n 1; done"
+    done = subprocess.run(["sh", "-c", loop], capture_output=True, check=True, cwd=REPOSITORY, text=True)
+    assert len(done.stdout.splitlines()) == 2
+    assert invoke("run", "story", "-", "-n", "8", stdin=START).stdout == invoke("run", "story", START, "-n", "8").stdout
 
 
 def test_json_is_one_line_per_token_and_the_last_says_why():

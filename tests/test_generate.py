@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
-from llorch.generate import HeldText, Token, log_probability, sample_ids, stream
+from llorch.generate import Answer, HeldText, Token, log_probability, sample_ids, stream
 from llorch.sampling import SamplingSettings
 
 END, OTHER_END = 900, 901
@@ -31,15 +31,9 @@ def run(ids: Sequence[int], *words: str, stop: Sequence[str] = (), max_tokens: i
             yield token_id, -float(n)
         raise AssertionError("went on after the last token")
 
-    return list(
-        stream(
-            sampled(),
-            ByteTokenizer(*words),
-            end_ids=frozenset({END, OTHER_END}),
-            stop=stop,
-            max_tokens=len(ids) if max_tokens is None else max_tokens,
-        )
-    )
+    most = len(ids) if max_tokens is None else max_tokens
+    ends = frozenset({END, OTHER_END})
+    return list(stream(sampled(), Answer(ByteTokenizer(*words), end_ids=ends, stop=stop, max_tokens=most)))
 
 
 def texts(tokens: list[Token]) -> list[str]:
@@ -83,7 +77,7 @@ def test_an_end_token_hands_out_what_was_held_back():
 
 
 def test_without_end_ids_an_end_token_is_an_empty_token():
-    got = list(stream(iter([(END, 0.0), (97, 0.0)]), ByteTokenizer(), end_ids=frozenset(), max_tokens=2))
+    got = list(stream(iter([(END, 0.0), (97, 0.0)]), Answer(ByteTokenizer(), end_ids=frozenset(), max_tokens=2)))
     assert [(token.text, token.finish) for token in got] == [("", None), ("a", "length")]
 
 
@@ -138,7 +132,7 @@ def test_no_text_is_lost_or_doubled(rng, stop):
 
 
 def test_no_tokens_wanted_means_none():
-    assert list(stream(iter([]), ByteTokenizer(), end_ids=frozenset(), max_tokens=0)) == []
+    assert list(stream(iter([]), Answer(ByteTokenizer(), end_ids=frozenset(), max_tokens=0))) == []
 
 
 def test_stop_strings_that_cannot_be_meant_are_refused():

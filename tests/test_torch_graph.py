@@ -11,8 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import llorch
+from llorch.generate import Job
 from llorch.sampling import SamplingSettings
-from llorch.torch_backend.decoding import Decoding, Job
+from llorch.torch_backend.decoding import Decoding
 from llorch.torch_backend.graph import GraphedSteps, size_class, try_out
 from llorch.torch_backend.sampling import Needs
 from llorch.torch_cache import Cache

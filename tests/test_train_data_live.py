@@ -16,13 +16,14 @@ from vocabularies import generated_texts, real_vocabulary
 from llorch.model import Model
 from llorch.tokenizer import Tokenizer
 from llorch.tokenizer.chat import compiled
+from llorch.tokenizer.conversation import Conversation
+from llorch.tokenizer.inert import Breaker
 from llorch.train.batch import IGNORED, Example
 from llorch.train.data.encode import Encoder
-from llorch.train.data.inert import Breaker
 from llorch.train.data.read import Record
 from llorch.train.data.rows import Chat
 from llorch.train.data.settings import DataSettings
-from llorch.train.data.turns import Renderer, render_turns
+from llorch.train.data.turns import render_turns
 from llorch.weights import open_weights
 
 pytestmark = pytest.mark.live
@@ -152,10 +153,10 @@ def test_real_templates_and_vocabularies_give_the_ids_of_transformers(
         if has_control(messages, tokenizer):
             continue
         turns = [place for place, one in enumerate(messages) if one["role"] == "assistant"]
-        renderer = Renderer(Chat(messages, None, turns), template, breaker)
-        assert sum(len(one.spans) for one in render_turns(turns, renderer)) == len(turns)
+        conversation = Conversation(messages, None, template, breaker)
+        assert sum(len(one.spans) for one in render_turns(turns, conversation)) == len(turns)
         for place in turns:
-            (one,) = render_turns([place], renderer)
+            (one,) = render_turns([place], conversation)
             before, after = messages[:place], messages[: place + 1]
             want = other.apply_chat_template(after, chat_template=source, tokenize=True, return_dict=True)
             assert tokenizer.encode_rendered(one.text)[0] == want["input_ids"]

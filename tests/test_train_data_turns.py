@@ -5,9 +5,10 @@ from chat_models import CHATML, LLAMA_3, NO_END, OPENS_WITH_THINKING, THINKING
 
 from llorch.errors import FormatError
 from llorch.tokenizer.chat import ChatTemplate
-from llorch.train.data.inert import Breaker
+from llorch.tokenizer.conversation import Conversation
+from llorch.tokenizer.inert import Breaker
 from llorch.train.data.rows import Chat
-from llorch.train.data.turns import Rendered, Renderer, render_turns
+from llorch.train.data.turns import Rendered, render_turns
 
 CONTROLS = ("<|im_start|>", "<|im_end|>", "<|eot_id|>")
 
@@ -20,12 +21,13 @@ def chat(*texts: str, tools: list[object] | None = None, system: str | None = No
     return Chat([*first, *messages], tools, learned)
 
 
-def renderer(found: Chat, template: str) -> Renderer:
-    return Renderer(found, ChatTemplate(template, variables={"bos_token": "<s>"}), Breaker(CONTROLS))
+def conversation(found: Chat, template: str) -> Conversation:
+    written = ChatTemplate(template, variables={"bos_token": "<s>"})
+    return Conversation(found.messages, found.tools, written, Breaker(CONTROLS))
 
 
 def turns(found: Chat, template: str) -> list[Rendered]:
-    return render_turns(found.learned, renderer(found, template))
+    return render_turns(found.learned, conversation(found, template))
 
 
 def learned(rendered: Rendered) -> list[str]:
@@ -55,8 +57,8 @@ def test_an_empty_turn_is_its_end():
 
 def test_only_the_turns_that_are_asked_for_are_spans():
     found = chat("q", "one", "q", "two", "q", "three")
-    assert [learned(one) for one in render_turns([3], renderer(found, CHATML))] == [["two<|im_end|>\n"]]
-    (rendered,) = render_turns([1, 5], renderer(found, CHATML))
+    assert [learned(one) for one in render_turns([3], conversation(found, CHATML))] == [["two<|im_end|>\n"]]
+    (rendered,) = render_turns([1, 5], conversation(found, CHATML))
     assert learned(rendered) == ["one<|im_end|>\n", "three<|im_end|>\n"]
 
 

@@ -36,7 +36,9 @@ def say_plan(model: Model) -> None:
 
 
 def prompt_text(prompt: str | None) -> str:
-    """The argument, stdin (without its last line end), or both: then stdin first and the argument on a new line.
+    """The argument, or stdin (without its last line end) where there is none or it is `-`.
+
+    Stdin belongs to whoever called us and is left alone otherwise: it may be a list that a loop reads.
 
     Args:
         prompt: The argument.
@@ -47,11 +49,12 @@ def prompt_text(prompt: str | None) -> str:
     Raises:
         UsageError: There is neither.
     """
-    piped = sys.stdin.read() if sys.stdin is not None and not sys.stdin.isatty() else ""
-    parts = [piped.removesuffix("\n")] * bool(piped) + [prompt] * (prompt is not None)
-    if not parts:
+    if prompt not in (None, "-"):
+        return prompt
+    piped = sys.stdin.read() if sys.stdin is not None and (prompt == "-" or not sys.stdin.isatty()) else ""
+    if not piped:
         raise click.UsageError("no text: give it as an argument or on stdin")
-    return "\n".join(parts)
+    return piped.removesuffix("\n")
 
 
 def choose_ids(model: Model, prompt: str | None, tokens: list[int] | None) -> tuple[list[int], str | None]:

@@ -1,5 +1,6 @@
-"""`llorch run`: continue a prompt."""
+"""`llorch run`: continue a prompt, or answer a message."""
 
+import json
 import sys
 import time
 from collections.abc import Iterator
@@ -14,16 +15,24 @@ from llorch.cli.output import say, to_json
 
 
 @verb(
-    "Continue a prompt.",
+    "Continue a prompt, or answer a message.",
     'llorch run story "Once upon a time"',
     'llorch run story "The little fox" -n 60 -t 0.8 --top-p 0.95 --seed 7',
     'echo "Once upon a time" | llorch run',
     'llorch run story "Once upon a time" -n 8 --json',
+    'llorch run model.gguf --chat "Why is the sky blue?" --system "Answer in a sentence."',
     'llorch run model.gguf "Once upon a time" --backend torch --device cuda --dtype bfloat16',
     'llorch run model.gguf "Once upon a time" --adapter path/to/adapter',
 )
 @click.argument("model", default="story")
 @click.argument("prompt", required=False)
+@click.option("--chat", metavar="TEXT", help="Instead of PROMPT: what the user says, in the model's chat template.")
+@click.option("--system", metavar="TEXT", help="With --chat: the system message.")
+@click.option(
+    "--history",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="With --chat, or ending with the user: messages so far, a JSON list or one a line.",
+)
 @click.option("-n", "--max-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="At most so many.")
 @click.option("-t", "--temperature", default=0.0, show_default=True, help="0 takes the most likely token.")
 @click.option("--top-k", default=0, show_default=True, help="Keep the k most likely tokens; 0 keeps all.")
@@ -44,6 +53,9 @@ def command(
     *,
     model: str,
     prompt: str | None,
+    chat: str | None,
+    system: str | None,
+    history: Path | None,
     max_tokens: int,
     stop: tuple[str, ...],
     ignore_eos: bool,
@@ -60,11 +72,14 @@ def command(
     verbose: bool,
     **sampling: Any,
 ) -> None:
-    """Continue PROMPT with MODEL (default: story); text goes to stdout as it is made.
+    """Continue PROMPT with MODEL (default: story), or answer --chat; text goes to stdout as it is made.
 
-    The prompt comes from the argument, from stdin (without its last line end), or from both: then stdin goes first
-    and the argument follows on a new line.
+    The prompt is read from stdin (without its last line end) where there is none or it is -, and so is --chat -.
+
+    With --chat or --history the model's own chat template writes the conversation, and the answer ends with its turn.
+    The text of a control token in a message stays text.
     """
+    from llorch.cli.conversation import conversation
     from llorch.cli.inputs import chosen_numerics, model_path, prompt_text, say_plan
     from llorch.model import load
     from llorch.sampling import SamplingSettings
@@ -79,9 +94,12 @@ def command(
         raise click.UsageError("--any-base goes with --adapter")
     arithmetic = chosen_numerics(numerics, kv_cache)
     path = model_path(model)  # first: a prompt without MODEL before it is taken for a model, which this then says
-    text = prompt_text(prompt)
+    messages = conversation(chat, system, history)
+    if messages is not None and prompt is not None:
+        raise click.UsageError("give PROMPT, or --chat and --history, not both")
+    text = prompt_text(prompt) if messages is None else None
     timing = Timing()
-    most = len(text.encode()) + max_tokens  # a token stands for a byte or more
+    most = _n_bytes(text, messages) + max_tokens  # a token stands for a byte or more
     loaded: Any
     if backend == "torch":
         loaded = _on_torch(path, device, dtype, compiled=compiled, residency=residency, n_tokens=most)
@@ -89,16 +107,22 @@ def command(
         loaded = load(path, numerics=arithmetic, residency=residency, n_tokens=most)
         say_plan(loaded)
     name = None if adapter is None else _added(loaded, adapter, any_base=any_base)
-    ids = loaded.tokenizer.encode(text)
     tokens = loaded.generate(
-        ids, max_tokens=max_tokens, settings=settings, stop=stop, ignore_eos=ignore_eos, adapter=name
-    )
+        text, messages=messages, max_tokens=max_tokens, settings=settings, stop=stop, ignore_eos=ignore_eos,
+        adapter=name,
+    )  # fmt: skip
     finish = _print(timing.watch(tokens), as_json=as_json)
     if finish == "length" and timing.n_tokens < max_tokens:
         say(f"note: the context of {loaded.config.max_position_embeddings} tokens is full")
     if verbose:
         where = f", {loaded.target}" if backend == "torch" else ""
-        say(f"{loaded.name}{where}: {timing.describe(len(ids))}; end: {finish}")
+        n_prompt = len(loaded.prompt_ids(messages or text))
+        say(f"{loaded.name}{where}: {timing.describe(n_prompt)}; end: {finish}")
+
+
+def _n_bytes(text: str | None, messages: list[dict[str, object]] | None) -> int:
+    """How long a prompt is at most, in bytes; what a template adds to messages is little beside 1024."""
+    return len(text.encode()) if text is not None else len(json.dumps(messages)) + 1024
 
 
 def _refuse_misplaced(

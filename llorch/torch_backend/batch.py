@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from llorch.generate import Answer, Token
-from llorch.torch_backend.decoding import Decoding, Job
+from llorch.generate import Answer, Job, Token
+from llorch.torch_backend.decoding import Decoding
 
 GROUP = 8  # on CUDA, steps that are launched before the host looks at the tokens of the group before
 

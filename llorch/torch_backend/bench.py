@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from llorch.bench import COPY_BYTES, PRODUCT_WIDTH, SHAPES, Load, Subject, best_time, processor, prompts
+from llorch.generate import Job
 from llorch.kernels.cpu_linear import KINDS
 from llorch.kernels.quantised_linear import PackedMatrix
 from llorch.sampling import SamplingSettings
-from llorch.torch_backend.decoding import Decoding, Job
+from llorch.torch_backend.decoding import Decoding
 from llorch.torch_backend.device import Target, compute_as_named, target
 from llorch.torch_backend.graph import GraphedSteps, compiled_forward
 from llorch.torch_backend.leaves import fitted

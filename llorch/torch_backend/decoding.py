@@ -6,13 +6,13 @@ that were written.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from llorch.generate import Job
 from llorch.sampling import SamplingSettings
 from llorch.torch_backend.sampling import BatchSettings, Needs, choose, seen_tokens, uniforms
 from llorch.torch_cache import Cache, Place
@@ -20,25 +20,6 @@ from llorch.torch_model import CausalLM, keep_nothing
 
 Forward = Callable[[Tensor, Place, Cache], Tensor]  # ids, where they stand, cache -> logits of each
 Replay = Callable[["Decoding", int], None]  # slots to look at
-
-
-@dataclass(frozen=True)
-class Job:
-    """What to do with one prompt: at most `max_tokens` more, sampled by `settings`; one of `end_ids` is the last.
-
-    With `adapter` it runs through the adapter of that name.
-    """
-
-    ids: Sequence[int]
-    max_tokens: int
-    settings: SamplingSettings
-    end_ids: frozenset[int]
-    adapter: str | None = None
-
-    @property
-    def n_slots(self) -> int:
-        """Slots of the cache that it fills; the last token is never fed back."""
-        return len(self.ids) + self.max_tokens - 1
 
 
 class Decoding:

@@ -10,15 +10,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from llorch.cache import require_context
-from llorch.generate import Answer, Token
+from llorch.generate import Answer, Job, Token
 from llorch.kernels.sdpa import use_sdpa
-from llorch.lora.opened import require_known
 from llorch.lora.torch_serving import view
-from llorch.model import find
+from llorch.model import Prompt, find, given
 from llorch.sampling import SamplingSettings
+from llorch.tokenizer.chat import Message
 from llorch.torch_backend.adapted import AdaptedModules
 from llorch.torch_backend.batch import Running, one_each
-from llorch.torch_backend.decoding import Decoding, Job, n_slots
+from llorch.torch_backend.decoding import Decoding, n_slots
 from llorch.torch_backend.device import Target, compute_as_named, target
 from llorch.torch_backend.graph import GraphedSteps
 from llorch.torch_backend.leaves import fit
@@ -107,36 +107,42 @@ class TorchModel(AdaptedModules):
 
     def generate(
         self,
-        prompt: str | Sequence[int],
+        prompt: str | Sequence[int] | None = None,
         *,
+        messages: Sequence[Message] | None = None,
         max_tokens: int = 128,
         settings: SamplingSettings | None = None,
         stop: Sequence[str] = (),
         ignore_eos: bool = False,
         adapter: str | None = None,
     ) -> Iterator[Token]:
-        """Continue a prompt, token by token; see `llorch.model.Model.generate`.
+        """Continue a prompt or answer a conversation, token by token.
 
         Args:
-            prompt: Text (tokenized with the model's special tokens), or ids as they are.
-            max_tokens: At most so many; the context may end sooner.
-            settings: How to sample; greedy by default. A seed draws what it draws in NumPy.
-            stop: Strings that end the text.
-            ignore_eos: Go on after an end token.
-            adapter: Which adapter to use; None runs the base alone.
+            prompt: See `llorch.model.Model.generate`, as for the arguments that follow.
+            messages: See there.
+            max_tokens: See there.
+            settings: See there; a seed draws what it draws in NumPy.
+            stop: See there.
+            ignore_eos: See there.
+            adapter: See there.
 
-        Yields:
-            Tokens with id, text and log probability.
+        Returns:
+            Tokens with id, text and log probability, computed as they are taken.
 
         Raises:
-            ValueError: The prompt is empty or does not fit the context, or no such adapter was added.
+            FormatError: The messages are none, or the model has no chat template for them.
+            ValueError: An argument is out of range, the prompt is empty or does not fit the context, or no such adapter
+                was added.
         """
-        job = self._job(prompt, max_tokens, settings or SamplingSettings(), ignore_eos, adapter)
-        yield from (token for _, token in self._run([(0, job)], stop))
+        job = self.job(
+            given(prompt, messages), max_tokens=max_tokens, settings=settings, ignore_eos=ignore_eos, adapter=adapter
+        )
+        return (token for _, token in self._run([(0, job)], stop))
 
     def generate_batch(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        prompts: Sequence[Prompt],
         *,
         max_tokens: int | Sequence[int] = 128,
         settings: SamplingSettings | Sequence[SamplingSettings] | None = None,
@@ -150,19 +156,20 @@ class TorchModel(AdaptedModules):
         otherwise than one of a single row, and then two tokens that are nearly equally likely may change places.
 
         Args:
-            prompts: Texts or ids, of any lengths.
+            prompts: Texts, ids or conversations (lists of messages), of any lengths.
             max_tokens: At most so many; one number, or one per prompt.
             settings: How to sample; one, or one per prompt.
             stop: Strings that end a text.
             ignore_eos: Go on after an end token.
             adapter: Which adapter to use, None for the base alone; one, or one per prompt.
 
-        Yields:
-            Index of the prompt and its next token, as they come.
+        Returns:
+            Index of the prompt and its next token, as they come; computed as they are taken.
 
         Raises:
-            ValueError: A prompt is empty or does not fit the context, no such adapter was added, or a compiled model
-                is asked for several of them at once.
+            ValueError: An argument is out of range, a prompt is empty or does not fit the context, messages are none or
+                the model has no chat template, no such adapter was added, or a compiled model is asked for several of
+                them at once.
         """
         each = zip(
             prompts,
@@ -174,33 +181,20 @@ class TorchModel(AdaptedModules):
         jobs = []
         for at, (prompt, most, how, with_adapter) in enumerate(each):
             try:
-                jobs.append((at, self._job(prompt, most, how, ignore_eos, with_adapter)))
+                job = self.job(prompt, max_tokens=most, settings=how, ignore_eos=ignore_eos, adapter=with_adapter)
             except ValueError as error:
                 raise ValueError(f"prompt {at}: {error}") from None
-        yield from self._run(jobs, stop)
-
-    def _job(
-        self,
-        prompt: str | Sequence[int],
-        max_tokens: int,
-        settings: SamplingSettings,
-        ignore_eos: bool,
-        adapter: str | None,
-    ) -> Job:
-        require_known(adapter, self.adapters)
-        ids = self.prompt_ids(prompt)
-        room = self.config.max_position_embeddings
-        require_context(len(ids), 0, room)
-        self.checked_ids(ids)
-        end_ids = frozenset[int]() if ignore_eos else self.tokenizer.eos_token_ids
-        return Job(ids, min(max_tokens, room - len(ids) + 1), settings, end_ids, adapter)
+            jobs.append((at, job))
+        return self._run(jobs, stop)
 
     def _run(self, numbered: Sequence[tuple[int, Job]], stop: Sequence[str]) -> Iterator[tuple[int, Token]]:
         numbered = [(at, job) for at, job in numbered if job.max_tokens > 0]
-        if not numbered:
-            return
+        self.module_for([job.adapter for _, job in numbered])  # refuses what cannot run together
+        answers = [Answer(self.tokenizer, end_ids=j.end_ids, stop=stop, max_tokens=j.max_tokens) for _, j in numbered]
+        return self._tokens(numbered, answers) if numbered else iter(())
+
+    def _tokens(self, numbered: Sequence[tuple[int, Job]], answers: Sequence[Answer]) -> Iterator[tuple[int, Token]]:
         jobs = [job for _, job in numbered]
-        answers = [Answer(self.tokenizer, end_ids=job.end_ids, stop=stop, max_tokens=job.max_tokens) for job in jobs]
         decoding = self._decoding(jobs)
         decoding.begin(jobs, chunk=self._chunk(len(jobs)))
         running = Running(decoding, jobs, answers, narrow=self._narrowed)

@@ -9,17 +9,14 @@ what the template writes, and after the end-of-turn token of a turn nothing more
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 
 from llorch.errors import FormatError
 from llorch.model import Opened
-from llorch.tokenizer.chat import ChatTemplate, compiled
 from llorch.train.batch import IGNORED, Example
-from llorch.train.data.inert import Breaker
 from llorch.train.data.read import Record
 from llorch.train.data.rows import Chat, Completion, Instruction, Parsed, Text, Tokens
 from llorch.train.data.settings import DataSettings
-from llorch.train.data.turns import Rendered, Renderer, render_turns
+from llorch.train.data.turns import Rendered, render_turns
 
 Learned = list[tuple[int, bool]]  # a token, and whether it is learned
 
@@ -89,7 +86,7 @@ class Encoder:
         """Text that is learned from `start` on, with the end token."""
         tokenizer = self._model.tokenizer
         ids, starts = tokenizer.encode_spans(text, parse_special=self._settings.parse_special)
-        if not self._settings.parse_special and self._breaker.found_in(text):
+        if not self._settings.parse_special and self._model.chats.breaker.found_in(text):
             self.counts["texts with that of a control token, which stays plain text (see parse_special)"] += 1
         if ids[:2] == [tokenizer.bos_token_id] * 2:
             ids, starts = ids[1:], starts[1:]
@@ -101,19 +98,19 @@ class Encoder:
 
     def _without_template(self, row: Instruction) -> Completion:
         if row.plain is None:
-            raise FormatError("Missing", f"a row with a system text or a history {_NEEDS_TEMPLATE}")
+            message = "a row with a system text or a history needs a chat template, and the model has none"
+            raise FormatError("Missing", f"{message}; write rows of prompt and completion")
         self.counts["rows in the words of the Alpaca data set, as the model has no chat template"] += 1
         return row.plain
 
     def _chat(self, chat: Chat) -> Iterator[Learned]:
-        template = self._template(chat)
-        renderer = Renderer(chat, template, self._breaker)
+        conversation = self._model.chats.conversation(chat.messages, chat.tools)
         if self._settings.train_on == "all":
-            text, inert = renderer.text(len(chat.messages))
+            text, inert = conversation.text(len(chat.messages))
             yield self._rendered(Rendered(text, [(0, len(text))], inert), ends_turns=False)
             return
         learned = chat.learned[-1:] if self._settings.train_on == "last" else chat.learned
-        for rendered in render_turns(learned, renderer):
+        for rendered in render_turns(learned, conversation):
             yield self._rendered(rendered, ends_turns=True)
 
     def _rendered(self, rendered: Rendered, *, ends_turns: bool) -> Learned:
@@ -164,26 +161,6 @@ class Encoder:
             place = bisect_left(starts, first)
             if 0 < place < len(starts) and starts[place] > first:
                 self.counts["tokens that start before a learned part and run into it, and are not learned"] += 1
-
-    @cached_property
-    def _breaker(self) -> Breaker:
-        return Breaker(self._model.tokenizer.control_texts)
-
-    @cached_property
-    def _templates(self) -> dict[str, ChatTemplate]:
-        return compiled(self._model.chat_templates, self._model.tokenizer, path=self._model.weights.path)
-
-    def _template(self, chat: Chat) -> ChatTemplate:
-        name = "tool_use" if chat.tools and "tool_use" in self._templates else "default"
-        if name not in self._templates:
-            raise FormatError("Missing", f"a conversation {_NEEDS_TEMPLATE}")
-        return self._templates[name]
-
-
-_NEEDS_TEMPLATE = (
-    "needs a chat template, and the model has none: put a chat_template.jinja beside a Hugging Face model,"
-    " or write rows of prompt and completion"
-)
 
 
 def _example(tokens: Learned, source: str) -> Example:

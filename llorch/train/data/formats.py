@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping
 
 from llorch.errors import FormatError
 from llorch.fields import Fields
+from llorch.tokenizer.messages import parsed, tool_call
 from llorch.train.batch import IGNORED
-from llorch.train.data.messages import parsed, read_chat, read_messages, read_tools, tool_call
+from llorch.train.data.messages import read_chat, read_messages, read_tools
 from llorch.train.data.read import Record
 from llorch.train.data.rows import Chat, Completion, Instruction, Message, Parsed, Text, Tokens
 

@@ -13,9 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llorch.errors import FormatError
-from llorch.tokenizer.chat import ChatTemplate
-from llorch.train.data.inert import Breaker, taken_out
-from llorch.train.data.rows import Chat
+from llorch.tokenizer.conversation import Conversation
 
 
 @dataclass(frozen=True)
@@ -33,68 +31,12 @@ class Rendered:
     inert: Sequence[int]
 
 
-class Renderer:
-    """Renders the beginnings of one conversation."""
-
-    def __init__(self, chat: Chat, template: ChatTemplate, breaker: Breaker) -> None:
-        """Break control tokens in the words of users.
-
-        Args:
-            chat: The conversation.
-            template: How it is written.
-            breaker: Knows the texts of control tokens.
-        """
-        both = {"messages": chat.messages, "tools": chat.tools}
-        self._mark = breaker.mark_for(both)
-        broken = both if self._mark is None else breaker.broken(both, self._mark)
-        assert isinstance(broken, dict)
-        self._messages, self._tools = broken["messages"], broken["tools"]
-        self._template = template
-
-    def text(self, count: int, *, opened: bool = False) -> tuple[str, list[int]]:
-        """The first messages as text.
-
-        Args:
-            count: How many messages.
-            opened: With what opens a turn of the assistant.
-
-        Returns:
-            The text, and the inert places in it.
-        """
-        text = self._template.render(self._messages[:count], tools=self._tools, add_generation_prompt=opened)
-        return taken_out(text, self._mark)
-
-    def turn(self, place: int) -> tuple[str, int, list[int]]:
-        """The conversation up to and with a turn of the assistant.
-
-        Args:
-            place: Of the turn.
-
-        Returns:
-            The text, where the turn starts in it, and the inert places.
-
-        Raises:
-            FormatError: The turn does not start with what opens a turn.
-        """
-        before, _ = self.text(place, opened=True)
-        text, inert = self.text(place + 1)
-        if not text.startswith(before):
-            common = next(i for i, c in enumerate(before) if i >= len(text) or text[i] != c)
-            raise FormatError(
-                "Unsupported",
-                f"chat template: the turn of the assistant at messages[{place}] is not written as the template opens"
-                f" one: expected {before[common:][:40]!r}, got {text[common:][:40]!r}; what the model is asked and what"
-                " it would learn differ. Use a template without that difference, or rows of prompt and completion",
-            )
-        return text, len(before), inert
-
-
-def render_turns(learned: Sequence[int], renderer: Renderer) -> list[Rendered]:
+def render_turns(learned: Sequence[int], conversation: Conversation) -> list[Rendered]:
     """Render a conversation so that every turn that is learned stands as the model would say it.
 
     Args:
         learned: Places of these turns.
-        renderer: Knows the conversation.
+        conversation: Whose turns they are.
 
     Returns:
         One text, or several when the template writes earlier turns differently; the last one has the last turn.
@@ -102,7 +44,7 @@ def render_turns(learned: Sequence[int], renderer: Renderer) -> list[Rendered]:
     Raises:
         FormatError: The template refuses the conversation, or does not open turns as it writes them.
     """
-    turns = [renderer.turn(place) for place in learned]
+    turns = [_turn(conversation, place) for place in learned]
     found: list[Rendered] = []
     while turns:
         text, _, inert = turns[-1]
@@ -110,3 +52,18 @@ def render_turns(learned: Sequence[int], renderer: Renderer) -> list[Rendered]:
         found.append(Rendered(text, [(start, len(part)) for part, start, _ in inside], inert))
         turns = [turn for turn in turns if not text.startswith(turn[0])]
     return found[::-1]
+
+
+def _turn(conversation: Conversation, place: int) -> tuple[str, int, list[int]]:
+    """The conversation up to and with a turn of the assistant, where the turn starts in it, and the inert places."""
+    before, _ = conversation.text(place, opened=True)
+    text, inert = conversation.text(place + 1)
+    if not text.startswith(before):
+        common = next(i for i, c in enumerate(before) if i >= len(text) or text[i] != c)
+        raise FormatError(
+            "Unsupported",
+            f"chat template: the turn of the assistant at messages[{place}] is not written as the template opens"
+            f" one: expected {before[common:][:40]!r}, got {text[common:][:40]!r}; what the model is asked and what"
+            " it would learn differ. Use a template without that difference, or rows of prompt and completion",
+        )
+    return text, len(before), inert

@@ -1,0 +1,82 @@
+"""Conversations: messages as OpenAI and transformers write them, checked.
+
+Source: transformers apply_chat_template (role, content, tool_calls, reasoning_content).
+"""
+
+import json
+from collections.abc import Mapping
+
+from llorch.fields import Fields
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def checked_messages(fields: Fields, key: str, value: object) -> list[dict[str, object]]:
+    """Check a list of messages.
+
+    Args:
+        fields: Where it was found, for errors.
+        key: Name of the list, for errors.
+        value: The list.
+
+    Returns:
+        The messages, as chat templates take them.
+
+    Raises:
+        FormatError: Something in it is no message.
+    """
+    if not isinstance(value, list) or not value:
+        raise fields.error("Malformed", key, "a list of messages", value)
+    return [_checked_message(fields, f"{key}[{place}]", entry) for place, entry in enumerate(value)]
+
+
+def parsed(text: str) -> object:
+    """The value of a JSON text; a text that is none stays what it is."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def tool_call(fields: Fields, name: str, call: object) -> dict[str, object]:
+    """Check a call of a function, and bring it into the form that templates take.
+
+    Args:
+        fields: The row.
+        name: Of the value, for messages.
+        call: `{"name", "arguments"}`, perhaps as `function` of an object; arguments may be JSON text.
+
+    Returns:
+        `{"type": "function", "function": {"name", "arguments"}}`, and whatever else the object says.
+
+    Raises:
+        FormatError: It is none.
+    """
+    outer = call if isinstance(call, Mapping) else {}
+    function = outer.get("function", outer)
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise fields.error("Malformed", name, "a call with the name of a function", call)
+    arguments = function.get("arguments", {})
+    arguments = parsed(arguments) if isinstance(arguments, str) else arguments
+    if not isinstance(arguments, Mapping):
+        raise fields.error("Malformed", f"{name}.arguments", "an object, or the JSON text of one", arguments)
+    rest = {key: value for key, value in outer.items() if key == "id"}
+    return rest | {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _checked_message(fields: Fields, name: str, entry: object) -> dict[str, object]:
+    if not isinstance(entry, dict):
+        raise fields.error("Malformed", name, "an object with role and content", entry)
+    role, content, calls = entry.get("role"), entry.get("content"), entry.get("tool_calls")
+    if role not in ROLES:
+        raise fields.error("Unsupported", f"{name}.role", f"one of {', '.join(ROLES)}", role)
+    if calls is not None and (role != "assistant" or not isinstance(calls, list)):
+        raise fields.error("Malformed", f"{name}.tool_calls", "a list, in a turn of the assistant", calls)
+    if not isinstance(content, str) and not (content is None and calls):
+        raise fields.error("Malformed", f"{name}.content", "a text", content)
+    if not isinstance(entry.get("reasoning_content", ""), str | None):
+        raise fields.error("Malformed", f"{name}.reasoning_content", "a text", entry["reasoning_content"])
+    message: dict[str, object] = {**entry, "content": content or ""}  # many templates fail on a call without a text
+    if calls:
+        message["tool_calls"] = [tool_call(fields, f"{name}.tool_calls[{i}]", one) for i, one in enumerate(calls)]
+    return message
