@@ -27,14 +27,30 @@ class Family:
     qkv_bias: bool | None
     o_bias: bool | None
     qk_norm: bool
-    head_dim: int | None  # where config.json names none; None is hidden_size / n_heads
+    # Where config.json names none, as in transformers:
+    head_dim: int | None  # None is hidden_size / n_heads
+    n_kv_heads: int | None  # None is n_heads
+    context: int
 
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family(qkv_bias=None, o_bias=None, qk_norm=False, head_dim=None),
-    "qwen2": Family(qkv_bias=True, o_bias=False, qk_norm=False, head_dim=None),
-    "qwen3": Family(qkv_bias=None, o_bias=None, qk_norm=True, head_dim=128),
+    "llama": Family(qkv_bias=None, o_bias=None, qk_norm=False, head_dim=None, n_kv_heads=None, context=2048),
+    "qwen2": Family(qkv_bias=True, o_bias=False, qk_norm=False, head_dim=None, n_kv_heads=32, context=32768),
+    "qwen3": Family(qkv_bias=None, o_bias=None, qk_norm=True, head_dim=128, n_kv_heads=32, context=32768),
 }
+_O_BIAS_IN_GGUF = ("llama",)  # llama.cpp reads attn_output.bias for no other family of these
+
+# A null of config.json that transformers does not take for a default: it refuses it, or computes something else.
+_NEVER_NULL = (
+    "attention_bias",
+    "hidden_act",
+    "is_causal",
+    "max_position_embeddings",
+    "mlp_bias",
+    "tie_word_embeddings",
+    "use_sliding_window",
+)
+_NEVER_NULL_IN_ROPE = ("original_max_position_embeddings", "rope_theta", "rope_type", "truncate", "type")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +86,15 @@ class YarnScaling:
     attention_factor: float  # multiplies cos and sin; > 0
     beta_fast: float = 32.0  # rotations above which a frequency is kept
     beta_slow: float = 1.0  # rotations below which a frequency is interpolated
+
+    def ramp(self, *, head_dim: int, theta: float) -> tuple[int, int]:
+        """The last pair whose frequency is kept whole and the first that is wholly interpolated."""
+
+        def pair_with(rotations: float) -> float:
+            length = self.original_max_position_embeddings / (rotations * 2 * math.pi)
+            return head_dim * math.log(length) / (2 * math.log(theta))
+
+        return max(math.floor(pair_with(self.beta_fast)), 0), min(math.ceil(pair_with(self.beta_slow)), head_dim - 1)
 
 
 RopeScaling = LinearScaling | Llama3Scaling | FactorScaling | YarnScaling
@@ -127,6 +152,8 @@ class ModelConfig:
             raise _out_of_range(f"rope_theta must be above 1 and finite, got {self.rope_theta}")
         if isinstance(self.rope_scaling, FactorScaling):
             self._check_factors(self.rope_scaling.factors)
+        if isinstance(self.rope_scaling, YarnScaling):
+            self._check_ramp(self.rope_scaling)
 
     def _check_factors(self, factors: tuple[float, ...]) -> None:
         if len(factors) != self.head_dim // 2:
@@ -135,6 +162,16 @@ class ModelConfig:
             )
         if not all(0 < factor < math.inf for factor in factors):
             raise _out_of_range("rope_freqs.weight: every factor must be positive and finite")
+
+    def _check_ramp(self, yarn: YarnScaling) -> None:
+        start, end = yarn.ramp(head_dim=self.head_dim, theta=self.rope_theta)
+        if end < start:  # transformers divides by the negative width, llama.cpp by 0.001
+            raise _out_of_range(
+                f"the ramp of yarn must end behind its start, got pairs {start} to {end} from beta_fast="
+                f"{yarn.beta_fast} beta_slow={yarn.beta_slow} original_max_position_embeddings="
+                f"{yarn.original_max_position_embeddings} rope_theta={self.rope_theta}; "
+                "transformers and llama.cpp compute different frequencies from it"
+            )
 
     @property
     def q_width(self) -> int:
@@ -167,13 +204,13 @@ class ModelConfig:
         """
         fields = Fields(values, path)
         family = _family(fields.text("model_type"), path)
+        defaults = FAMILIES[family]
         _refuse_huggingface_variants(fields)
         n_heads = fields.integer("num_attention_heads", low=1)
         hidden_size = fields.integer("hidden_size", low=1)
         bias = fields.boolean("attention_bias", default=False)
         rope = _huggingface_rope(fields)
-        context = fields.integer("max_position_embeddings", default=2048)
-        theta = rope.optional_number("rope_theta") if rope is not None else None
+        context = fields.integer("max_position_embeddings", default=defaults.context)
         with fields.naming_the_file():
             return cls(
                 family=family,
@@ -181,16 +218,16 @@ class ModelConfig:
                 intermediate_size=fields.integer("intermediate_size"),
                 n_layers=fields.integer("num_hidden_layers"),
                 n_heads=n_heads,
-                n_kv_heads=fields.integer("num_key_value_heads", default=n_heads, low=1),
-                head_dim=_head_dim(fields, "head_dim", hidden_size, n_heads, FAMILIES[family].head_dim),
+                n_kv_heads=_n_kv_heads(fields, n_heads, defaults.n_kv_heads),
+                head_dim=_head_dim(fields, "head_dim", hidden_size, n_heads, defaults.head_dim),
                 vocab_size=fields.integer("vocab_size"),
                 rms_norm_eps=fields.number("rms_norm_eps"),
-                rope_theta=theta if theta is not None else fields.number("rope_theta", default=10000.0),
+                rope_theta=_huggingface_theta(fields, rope),
                 rope_scaling=_huggingface_scaling(rope, context) if rope is not None else None,
                 max_position_embeddings=context,
-                qkv_bias=_stated(FAMILIES[family].qkv_bias, bias),
-                o_bias=_stated(FAMILIES[family].o_bias, bias),
-                qk_norm=FAMILIES[family].qk_norm,
+                qkv_bias=_stated(defaults.qkv_bias, bias),
+                o_bias=_stated(defaults.o_bias, bias),
+                qk_norm=defaults.qk_norm,
                 tie_word_embeddings=fields.boolean("tie_word_embeddings", default=False),
             )
 
@@ -241,7 +278,7 @@ class ModelConfig:
                 rope_scaling=_gguf_scaling(fields, family, rope_factors),
                 max_position_embeddings=fields.integer("context_length"),
                 qkv_bias=_stated(FAMILIES[family].qkv_bias, "blk.0.attn_q.bias" in tensor_names),
-                o_bias=_stated(FAMILIES[family].o_bias, "blk.0.attn_output.bias" in tensor_names),
+                o_bias=family in _O_BIAS_IN_GGUF and "blk.0.attn_output.bias" in tensor_names,
                 qk_norm=FAMILIES[family].qk_norm,
                 tie_word_embeddings="output.weight" not in tensor_names,
             )
@@ -263,6 +300,12 @@ def _head_dim(fields: Fields, key: str, hidden_size: int, n_heads: int, default:
     return fields.integer(key, default=default)
 
 
+def _n_kv_heads(fields: Fields, n_heads: int, default: int | None) -> int:
+    if default is None or fields.is_null("num_key_value_heads"):
+        default = n_heads
+    return fields.integer("num_key_value_heads", default=default, low=1)
+
+
 def _family(name: str, path: str | Path) -> FamilyName:
     if name not in get_args(FamilyName):
         raise FormatError("Unsupported", f"architecture {name!r}: llorch reads {', '.join(FAMILIES)}", path=path)
@@ -270,6 +313,14 @@ def _family(name: str, path: str | Path) -> FamilyName:
 
 
 def _refuse_huggingface_variants(fields: Fields) -> None:
+    fields.refuse_null(*_NEVER_NULL)
+    if fields.values["model_type"] != "llama":
+        fields.refuse_null("head_dim")
+    fields.refuse("is_causal", unless=(True,), default=True)
+    fields.refuse("per_layer_config", unless=(None,), default=None)
+    every_layer = ["full_attention"] * fields.integer("num_hidden_layers")
+    if fields.has("layer_types") and fields.values["layer_types"] != every_layer:
+        raise fields.error("Unsupported", "layer_types", "full_attention for every layer", fields.values["layer_types"])
     fields.refuse("hidden_act", unless=("silu", "swish"), default="silu")
     fields.refuse("mlp_bias", unless=(False,), default=False)
     fields.refuse("use_sliding_window", unless=(False,), default=False)
@@ -280,6 +331,7 @@ def _refuse_huggingface_variants(fields: Fields) -> None:
 
 def _refuse_gguf_variants(fields: Fields, head_dim: int) -> None:
     fields.refuse("expert_count", unless=(0,), default=0)
+    fields.refuse("nextn_predict_layers", unless=(0,), default=0)
     fields.refuse("attention.causal", unless=(True,), default=True)
     fields.refuse("attention.value_length", unless=(head_dim,), default=head_dim)
     rope_width = fields.integer("rope.dimension_count", default=head_dim)
@@ -292,7 +344,20 @@ def _huggingface_rope(fields: Fields) -> Fields | None:
     if new is not None and old is not None and new.values != old.values:
         # transformers takes the old key then, and with it the default theta: never what the author meant.
         raise fields.error("Inconsistent", "rope_scaling", "no other values than rope_parameters", old.values)
-    return new or old
+    rope = new or old
+    if rope is not None:
+        rope.refuse_null(*_NEVER_NULL_IN_ROPE)
+        for key, value in rope.values.items():
+            if isinstance(value, Mapping):
+                raise rope.error("Unsupported", key, "one set of RoPE parameters for all layers", value)
+    return rope
+
+
+def _huggingface_theta(fields: Fields, rope: Fields | None) -> float:
+    if rope is not None and rope.has("rope_theta"):
+        return rope.number("rope_theta")
+    fields.refuse_null("rope_theta")
+    return fields.number("rope_theta", default=10000.0)
 
 
 def _huggingface_scaling(rope: Fields, context: int) -> RopeScaling | None:

@@ -31,6 +31,16 @@ class Fields:
         """Whether there is a value, other than null."""
         return self.values.get(self._prefix + key) is not None
 
+    def is_null(self, key: str) -> bool:
+        """Whether the key is there and holds null."""
+        key = self._prefix + key
+        return key in self.values and self.values[key] is None
+
+    def refuse_null(self, *keys: str) -> None:
+        """Refuse an explicit null where it does not mean the default."""
+        for key in filter(self.is_null, keys):
+            raise self.error("Malformed", key, "a value or no such key", None)
+
     def error(self, code: ErrorCode, key: str, expected: str, got: object) -> FormatError:
         """The error for one key."""
         shown = repr(got)

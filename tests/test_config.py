@@ -70,7 +70,7 @@ def test_a_llama_config_is_read_field_by_field():
     [
         ("llama", False, (False, False, False)),
         ("llama", True, (True, True, False)),
-        ("qwen2", None, (True, False, False)),
+        ("qwen2", True, (True, False, False)),
         ("qwen3", False, (False, False, True)),
         ("qwen3", True, (True, True, True)),
     ],
@@ -86,9 +86,22 @@ def test_head_dim_of_the_file_wins_over_the_split():
     assert (config.head_dim, config.q_width, config.kv_width, config.group_size) == (32, 192, 64, 3)
 
 
-def test_qwen3_without_head_dim_has_128_as_in_transformers():
-    assert read(model_type="qwen3").head_dim == 128
-    assert read(model_type="qwen2").head_dim == 8
+@pytest.mark.parametrize(
+    ("family", "defaults"), [("llama", (64, 8, 2048)), ("qwen2", (32, 8, 32768)), ("qwen3", (32, 128, 32768))]
+)
+def test_what_config_json_leaves_out_is_what_transformers_puts_in(family, defaults):
+    gone = ("num_key_value_heads", "max_position_embeddings")
+    values = {key: LLAMA[key] for key in LLAMA if key not in gone}
+    values |= {"model_type": family, "num_attention_heads": 64, "hidden_size": 512}
+    config = ModelConfig.from_huggingface(values, path="config.json")
+    assert (config.n_kv_heads, config.head_dim, config.max_position_embeddings) == defaults
+    values["num_key_value_heads"] = None  # null is no missing key: as many as there are query heads
+    assert ModelConfig.from_huggingface(values, path="config.json").n_kv_heads == 64
+
+
+def test_missing_key_heads_that_do_not_divide_the_query_heads_are_refused():
+    with pytest.raises(FormatError, match="n_heads must be a multiple of n_kv_heads, got n_heads=6 n_kv_heads=32"):
+        ModelConfig.from_huggingface(without("num_key_value_heads") | {"model_type": "qwen2"}, path="config.json")
 
 
 def test_head_dim_of_the_file_needs_no_even_split():
@@ -174,6 +187,21 @@ def test_values_that_no_model_has_are_refused_with_their_numbers(changes, messag
         ({"model_type": "gemma3"}, "architecture 'gemma3': llorch reads llama, qwen2, qwen3"),
         ({"hidden_act": "gelu"}, "hidden_act: expected 'silu' or 'swish', got 'gelu'"),
         ({"mlp_bias": True}, "mlp_bias: expected False, got True"),
+        ({"is_causal": False}, "is_causal: expected True, got False"),
+        ({"per_layer_config": {"0": {}}}, "per_layer_config: expected None, got {'0': {}}"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+            "layer_types: expected full_attention for every layer, got "
+            "['full_attention', 'sliding_attention', 'full_attention']",
+        ),
+        (
+            {"layer_types": ["full_attention"]},
+            "layer_types: expected full_attention for every layer, got ['full_attention']",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 5.0}}},
+            "full_attention: expected one set of RoPE parameters for all layers, got {'rope_theta': 5.0}",
+        ),
         ({"use_sliding_window": True}, "use_sliding_window: expected False, got True"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: expected 1 or None, got 0.5"),
         ({"quantization_config": {"bits": 4}}, "quantization_config: expected None, got {'bits': 4}"),
@@ -190,6 +218,46 @@ def test_values_that_no_model_has_are_refused_with_their_numbers(changes, messag
 )
 def test_variants_that_llorch_lacks_are_refused_by_name(changes, message):
     assert refusal(**changes) == f"config.json: Unsupported: {message}"
+
+
+def test_layers_that_are_all_full_attention_are_read():
+    assert read(layer_types=["full_attention"] * 3) == read()
+
+
+@pytest.mark.parametrize(
+    ("key", "changes"),
+    [
+        *[
+            (key, {key: None})
+            for key in ("attention_bias", "hidden_act", "is_causal", "max_position_embeddings", "mlp_bias")
+        ],
+        *[(key, {key: None}) for key in ("rope_theta", "tie_word_embeddings", "use_sliding_window")],
+        *[
+            (key, {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, key: None}})
+            for key in ("rope_theta", "rope_type", "type", "original_max_position_embeddings", "truncate")
+        ],
+        ("head_dim", {"model_type": "qwen2", "head_dim": None}),
+        ("head_dim", {"model_type": "qwen3", "head_dim": None}),
+    ],
+)
+def test_null_is_refused_where_it_is_not_the_default(key, changes):
+    assert refusal(**changes) == f"config.json: Malformed: {key}: expected a value or no such key, got None"
+
+
+@pytest.mark.parametrize(
+    ("changes", "pairs"),
+    [
+        ({"beta_fast": 0.1, "beta_slow": 512}, "pairs 2 to 1"),
+        ({"rope_theta": 1.01}, "pairs 1211 to 7"),
+    ],
+)
+def test_a_yarn_ramp_that_ends_before_it_starts_is_refused_as_the_engines_differ(changes, pairs):
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+    got = refusal(rope_parameters=scaling | changes)
+    assert got.startswith(
+        f"config.json: OutOfRange: config: the ramp of yarn must end behind its start, got {pairs}"
+    ), got
+    assert got.endswith("transformers and llama.cpp compute different frequencies from it")
 
 
 @pytest.mark.parametrize(

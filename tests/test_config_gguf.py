@@ -74,6 +74,7 @@ def test_llama_metadata_is_read_field_by_field():
         ("qwen2", (), (True, False, False)),
         ("qwen3", (), (False, False, True)),
         ("qwen3", ("blk.0.attn_q.bias",), (True, False, True)),
+        ("qwen3", ("blk.0.attn_q.bias", "blk.0.attn_output.bias"), (True, False, True)),  # then one tensor too many
     ],
 )
 def test_biases_and_norms_follow_family_and_tensors(arch, biases, contents):
@@ -194,6 +195,7 @@ def test_a_file_without_architecture_or_eps_is_refused():
     ("changes", "message"),
     [
         ({"arch": "gemma2"}, "Unsupported: architecture 'gemma2': llorch reads llama, qwen2, qwen3"),
+        ({"nextn_predict_layers": 1}, "Unsupported: llama.nextn_predict_layers: expected 0, got 1"),
         ({"expert_count": 8}, "Unsupported: llama.expert_count: expected 0, got 8"),
         ({"attention__causal": False}, "Unsupported: llama.attention.causal: expected True, got False"),
         ({"attention__value_length": 16}, "Unsupported: llama.attention.value_length: expected 8, got 16"),
@@ -227,6 +229,12 @@ def test_a_file_without_architecture_or_eps_is_refused():
         (
             YARN | {"rope__scaling__factor": 0.5},
             "OutOfRange: llama.rope.scaling.factor: expected at least 1.0, got 0.5",
+        ),
+        (
+            YARN | {"rope__freq_base": 1.01},
+            "OutOfRange: config: the ramp of yarn must end behind its start, got pairs 97 to 7 from beta_fast=32.0 "
+            "beta_slow=1.0 original_max_position_embeddings=256 rope_theta=1.01; "
+            "transformers and llama.cpp compute different frequencies from it",
         ),
         (
             {"rope__scaling__attn_factor": 1.2},

@@ -1,11 +1,13 @@
 """RoPE frequencies and tables against those that transformers makes for the same config.json."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from llorch.config import ModelConfig, YarnScaling
+from llorch.errors import FormatError
 from llorch.ops.rope import frequencies, rope_tables, scale_frequencies
 
 pytestmark = pytest.mark.live
@@ -82,6 +84,44 @@ def test_tables_are_those_of_transformers_near_and_far(name):
         # float32 angles of theirs: an error of the angle of up to 2 ulp, which grows with the position
         limit = 4 * np.finfo(np.float32).eps * (1 + positions[:, None])
         assert (np.abs(ours - half) <= limit).all()
+
+
+def random_yarn(rng: np.random.Generator) -> tuple[dict[str, Any], float, int]:
+    scaling = YARN | {
+        "factor": float(rng.uniform(1, 64)),
+        "original_max_position_embeddings": int(2 ** rng.uniform(4, 17)),
+    }
+    scaling |= {name: float(2 ** rng.uniform(-2, 7)) for name in ("beta_fast", "beta_slow") if rng.random() < 0.5}
+    return scaling, float(1 + 10 ** rng.uniform(0, 7)), 2 * int(rng.integers(1, 129))
+
+
+def config_unless_crossing(values: dict[str, Any]) -> ModelConfig | None:
+    try:
+        return ModelConfig.from_huggingface(values, path="config.json")
+    except FormatError as error:
+        if "the ramp of yarn must end behind its start" in str(error):
+            return None
+        raise
+
+
+def test_every_yarn_that_is_not_refused_has_the_frequencies_of_transformers(rng):
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    refused = 0
+    for _ in range(1000):
+        scaling, theta, head_dim = random_yarn(rng)
+        values = config_json(scaling, theta=theta, head_dim=head_dim)
+        config = config_unless_crossing(values)
+        if config is None:
+            refused += 1
+            continue
+        theirs = SimpleNamespace(**values, standardize_rope_params=lambda: None)  # their config class is slow to make
+        want, gain = ROPE_INIT_FUNCTIONS["yarn"](theirs)
+        assert isinstance(config.rope_scaling, YarnScaling)
+        assert config.rope_scaling.attention_factor == pytest.approx(gain, rel=1e-12)
+        got = scale_frequencies(frequencies(head_dim, theta), config.rope_scaling, head_dim=head_dim, theta=theta)
+        np.testing.assert_allclose(got, np.asarray(want.tolist()), rtol=1e-5, err_msg=str(values))
+    assert 10 < refused < 500
 
 
 def test_yarn_gain_of_transformers_for_a_factor_of_four_is_worked_by_hand():

@@ -122,12 +122,6 @@ def llama3_factors(inv_freq: Float64[np.ndarray, " half"], scaling: Llama3Scalin
 
 def yarn_kept_share(scaling: YarnScaling, *, head_dim: int, theta: float) -> Float64[np.ndarray, " half"]:
     """How much of each unscaled frequency YaRN keeps, 1 for short waves to 0 for long ones."""
-
-    def pair_with(rotations: float) -> float:
-        length = scaling.original_max_position_embeddings / (rotations * 2 * math.pi)
-        return head_dim * math.log(length) / (2 * math.log(theta))
-
-    low = max(math.floor(pair_with(scaling.beta_fast)), 0)
-    high = min(math.ceil(pair_with(scaling.beta_slow)), head_dim - 1)
-    ramp = (np.arange(head_dim // 2, dtype=np.float64) - low) / max(high - low, 0.001)
+    start, end = scaling.ramp(head_dim=head_dim, theta=theta)
+    ramp = (np.arange(head_dim // 2, dtype=np.float64) - start) / (end - start or 0.001)  # as both engines divide
     return 1 - np.clip(ramp, 0, 1)
