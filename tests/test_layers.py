@@ -79,6 +79,17 @@ def top_level_imports(source: str) -> set[str]:
     return names
 
 
+def test_what_only_unix_has_is_imported_in_functions():
+    for file in modules():
+        assert not top_level_imports(file.read_text(encoding="utf-8")) & {
+            "fcntl",
+            "resource",
+            "pwd",
+            "grp",
+            "termios",
+        }, file
+
+
 def test_every_module_has_a_layer():
     assert modules()
     without = {part_of(file) for file in modules()} - LAYER.keys()

@@ -158,6 +158,16 @@ def test_a_second_run_in_the_folder_is_refused_and_a_third_after_it_is_not(store
     assert subprocess.run(command, cwd=REPOSITORY, check=False).returncode == 0
 
 
+def test_where_there_is_no_flock_a_run_is_told_so(tmp_path: Path):
+    code = (
+        "import sys; sys.modules['fcntl'] = None\nfrom pathlib import Path\nimport llorch.train.torch_run as module\n"
+    )
+    code += "with module.SnapshotStore(Path(sys.argv[1])).lock() as without: print(without)"
+    command = [sys.executable, "-c", code, str(tmp_path / "run")]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("this system has no flock: see to it that no second run")
+
+
 def test_locking_makes_the_folder_and_removes_what_a_killed_run_left(tmp_path: Path):
     store = SnapshotStore(tmp_path / "runs" / "mine")
     with store.lock():

@@ -10,7 +10,6 @@ with a dot, synced, and renamed:
 Source: POSIX rename (atomic within a file system) and fsync (a rename may reach the disk before the data does).
 """
 
-import fcntl
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -49,26 +48,21 @@ class SnapshotStore:
         self._disk = disk or Disk()
 
     @contextmanager
-    def lock(self) -> Iterator[None]:
+    def lock(self) -> Iterator[str | None]:
         """Hold the run folder, which is made if need be, and clear what a killed run left in it.
 
         The lock ends with the process, however that ends.
+
+        Yields:
+            A sentence where this system has no such lock, else None.
 
         Raises:
             BlockingIOError: Another process holds it.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.folder, os.O_RDONLY)
-        try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                message = "another run is writing to this folder; wait for it, or choose another one"
-                raise BlockingIOError(error.errno, message, str(self.folder)) from None
+        with _locked(self.folder) as without:
             self.clear()
-            yield
-        finally:
-            os.close(descriptor)
+            yield without
 
     def clear(self) -> None:
         """Remove what a killed run left behind; the caller holds the lock.
@@ -195,6 +189,25 @@ class SnapshotStore:
             message = f"snapshot of step {step} not saved: {error.strerror}; {left}"
             return OSError(error.errno, message, str(self.snapshots))
         return error
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[str | None]:
+    try:
+        import fcntl
+    except ModuleNotFoundError:  # Windows
+        yield "this system has no flock: see to it that no second run writes to the folder"
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            message = "another run is writing to this folder; wait for it, or choose another one"
+            raise BlockingIOError(error.errno, message, str(folder)) from None
+        yield None
+    finally:
+        os.close(descriptor)
 
 
 def is_leftover(name: str) -> bool:

@@ -143,7 +143,9 @@ class Run:
             ValueError: The snapshot is beyond the end of the run.
             OSError: Something could not be written; the last snapshot is as it was.
         """
-        with StopRequest() as stop, self._store.lock():
+        with StopRequest() as stop, self._store.lock() as without:
+            if without:
+                self._watcher.note(without)
             self._require_place(self._folder, self._resume)  # someone may have been here meanwhile
             offset = self._restore() if self._resume else 0
             self._write_record()
