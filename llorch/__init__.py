@@ -10,13 +10,15 @@ model = llorch.load_torch("story", device="cuda", dtype="bfloat16")    the same 
 model.add_adapter("pirate", "my-adapter")         a LoRA adapter, for model.generate(..., adapter="pirate")
 """
 
+import sys
 from importlib import import_module
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-from llorch.compare import Difference, Report, Tolerance, compare  # not lazy: the module has the function's name
 from llorch.errors import CheckpointMismatch, FormatError, MissingExtra
 
 if TYPE_CHECKING:
+    from llorch.compare import Difference, Report, Tolerance, compare
     from llorch.config import ModelConfig
     from llorch.generate import Token
     from llorch.model import Model, load
@@ -43,6 +45,9 @@ __all__ = [
 ]
 
 _WHERE = {
+    "Difference": "compare",
+    "Report": "compare",
+    "Tolerance": "compare",
     "ModelConfig": "config",
     "Token": "generate",
     "Model": "model",
@@ -63,3 +68,18 @@ def __getattr__(name: str) -> object:
         if error.name != "torch":
             raise
         raise MissingExtra("torch", "torch") from None
+
+
+class _Package(ModuleType):
+    """The module `compare` has the name of its function; whoever imports the module must not hide the function."""
+
+    @property
+    def compare(self) -> Any:
+        return import_module("llorch.compare").compare
+
+    @compare.setter
+    def compare(self, module: ModuleType) -> None:
+        """The import system names a module that it has loaded."""
+
+
+sys.modules[__name__].__class__ = _Package

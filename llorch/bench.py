@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import numpy as np
+from threadpoolctl import threadpool_info
 
 from llorch.config import ModelConfig
 from llorch.model import Model
@@ -176,6 +177,7 @@ def numpy_subject(model: Model) -> Subject:
     weights = model.weights
     matrices = [name for name in weights if _read_by_a_step(name, model.config)]
     packed = sum(weights.stored_bytes(name) for name in matrices)
+    pools = [pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"]
     decoded = sum(4 * int(np.prod(weights.shape(name))) for name in matrices)
     return Subject(
         name=model.name,
@@ -185,7 +187,7 @@ def numpy_subject(model: Model) -> Subject:
         weight_bytes=packed if weights.packed else decoded,
         cache_itemsize=np.dtype(weights.cache_dtype).itemsize,
         device_name=processor(),
-        threads=None,
+        threads=max(pools, default=None),
         versions={"python": platform.python_version(), "numpy": np.__version__},
     )
 

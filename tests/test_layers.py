@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = (
     ("errors", "fields", "config", "memory", "numerics", "ops", "compare"),
     ("stages", "weights", "tokenizer", "builtin", "quantised_models"),
-    ("cache", "forward", "backward", "torch_cache", "torch_model", "kernels"),
+    ("cache", "forward", "backward", "torch_cache", "torch_model", "kernels", "threads"),
     (
         "model", "generate", "sampling", "replay", "verify", "verifier", "evidence", "foundation",
         "diagnose", "mistakes", "producers", "sums", "quantised", "quantised_goldens", "verify_quantised",

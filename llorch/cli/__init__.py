@@ -7,6 +7,7 @@ import click
 
 import llorch
 from llorch.cli.outcome import reported
+from llorch.cli.threads import wait_asleep
 from llorch.cli.verbs import Verbs
 
 VERBS = ("run", "verify", "inspect", "tokenize", "trace", "convert", "quality", "bench", "lora", "data")
@@ -20,6 +21,7 @@ class Main(Verbs):
 
     def invoke(self, ctx: click.Context) -> None:
         """Run the verb; an error becomes one line and an exit code."""
+        wait_asleep()
         with reported(traceback=ctx.params["traceback"]):
             super().invoke(ctx)
 

@@ -7,6 +7,7 @@ import click
 
 from llorch.cli.options import backend_options, json_option, verb
 from llorch.cli.output import progress, say, to_json
+from llorch.cli.threads import threads_option, use_threads
 
 SHAPES = ("qwen2.5-0.5b", "llama-3.2-1b", "llama-2-7b", "llama-3-8b")  # as in llorch.bench, which is slow to import
 TYPES = ("Q8_0", "Q4_0", "Q4_K", "Q6_K")
@@ -45,6 +46,7 @@ class Choice:
     help="Decode matrices at load, or keep them packed and decode at every use.",
 )  # fmt: skip
 @backend_options
+@threads_option
 @click.option("--compile", "compiled", is_flag=True, help="With --backend torch: decode through torch.compile.")
 @json_option("One object with all figures.")
 def command(*, prompt: int, decode: int, rounds: int, batch: int, backend: str, as_json: bool, **choice: Any) -> None:
@@ -91,6 +93,7 @@ def _on_numpy(chosen: Choice, load: Any) -> tuple[Any, Any]:
         model_path(chosen.model or "story"), residency=chosen.residency, n_tokens=load.prompt + load.decode
     )
     load.require(model.config)
+    use_threads(model.config)
     return NumpyEngine(model, load), numpy_subject(model)
 
 
@@ -112,5 +115,6 @@ def _on_torch(chosen: Choice, load: Any) -> tuple[Any, Any]:
         path = model_path(chosen.model or "story")
         made = opened(path, device, dtype, chosen.residency, at, compiled=chosen.compiled)
     say(f"{made.name}: loaded, weights {made.weights}, {made.target}")
+    use_threads(made.module.config)
     engine = TorchEngine(made.module, made.target, load, compiled=chosen.compiled)
     return engine, torch_subject(made.module, made.target, made.name, made.weights)

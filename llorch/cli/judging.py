@@ -18,6 +18,8 @@ from llorch.cli.outcome import DIFFERS, MISSING, OK
 from llorch.cli.output import progress, say, to_json
 from llorch.cli.report import print_end, print_model
 from llorch.cli.tables import console
+from llorch.cli.threads import use_threads
+from llorch.config import ModelConfig
 from llorch.errors import MissingExtra
 from llorch.evidence import N_GREEDY
 from llorch.model import Model, load
@@ -99,6 +101,7 @@ def judge_all(
     absent = backends_not_run(on_torch) if on_torch else {}
     specs = dict.fromkeys(models or (*BUILTIN, QUANTISED))
     plans = [(spec, *_plan(spec, against, has_input=given != Input(None, None))) for spec in specs]
+    say(use_threads(*(_config(spec, path) for spec, path, _ in plans)))
     out = console()
     done: list[Judged] = []
     for spec, path, engines in plans:
@@ -170,6 +173,12 @@ def _plan(spec: str, against: Sequence[str], *, has_input: bool) -> tuple[Path, 
             raise click.UsageError(f"{spec}: goldens have their own input; add --against llamacpp to run another")
         return path, ()
     return path, tuple(p for p in get_args(ProducerName) if not against or p in against)
+
+
+def _config(spec: str, path: Path) -> ModelConfig:
+    """Of a model, or of the micro models of checkpoint 13, which are all of one size."""
+    micro = spec == QUANTISED and not path.exists()
+    return next(iter(MODELS.values())).config if micro else open_weights(path).config
 
 
 def _stored(name: str) -> Judged:

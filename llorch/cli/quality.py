@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from llorch.cli.options import json_option, numerics_options, verb
-from llorch.cli.output import progress, to_json
+from llorch.cli.output import progress, say, to_json
+from llorch.cli.threads import threads_option, use_threads
 from llorch.memory import available_memory
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ Line = tuple[str, str, str]  # what, value, standard error
 @click.option("--context", type=int, help="Tokens per window.  [default: 512, or all that the models can hold]")
 @click.option("--windows", "limit", type=click.IntRange(min=1), help="Use so many windows.  [default: all]")
 @numerics_options
+@threads_option
 @json_option("One object; every figure with its error, probabilities from 0 to 1.")
 def command(
     *,
@@ -72,6 +74,7 @@ def command(
     models = _fitting(paths, arithmetic, residency, windows.context)
     for each in models:
         say_plan(each)
+    say(use_threads(*(each.config for each in models)))
     about: dict[str, Any] = {"reference": reference} if model else {}
     about |= {"model": specs[-1], "numerics": str(arithmetic), "text": str(path)}
     about |= {"context": windows.context, "windows": len(windows), "tokens": len(windows.ids)}

@@ -12,6 +12,7 @@ import click
 
 from llorch.cli.options import backend_options, json_option, numerics_options, verb
 from llorch.cli.output import say, to_json
+from llorch.cli.threads import threads_option, use_threads
 
 
 @verb(
@@ -46,6 +47,7 @@ from llorch.cli.output import say, to_json
 @click.option("--any-base", is_flag=True, help="Take an --adapter that names another base.")
 @numerics_options
 @backend_options
+@threads_option
 @click.option("--compile", "compiled", is_flag=True, help="With --backend torch: decode through torch.compile.")
 @json_option("One JSON line per token: id, text, logprob, finish (null, eos, stop or length).")
 @click.option("-v", "--verbose", is_flag=True, help="Rates on stderr.")
@@ -106,6 +108,7 @@ def command(
     else:
         loaded = load(path, numerics=arithmetic, residency=residency, n_tokens=most)
         say_plan(loaded)
+    threads = use_threads(loaded.config)
     name = None if adapter is None else _added(loaded, adapter, any_base=any_base)
     tokens = loaded.generate(
         text, messages=messages, max_tokens=max_tokens, settings=settings, stop=stop, ignore_eos=ignore_eos,
@@ -117,7 +120,7 @@ def command(
     if verbose:
         where = f", {loaded.target}" if backend == "torch" else ""
         n_prompt = len(loaded.prompt_ids(messages or text))
-        say(f"{loaded.name}{where}: {timing.describe(n_prompt)}; end: {finish}")
+        say(f"{loaded.name}{where}: {timing.describe(n_prompt)}; end: {finish}; {threads}")
 
 
 def _n_bytes(text: str | None, messages: list[dict[str, object]] | None) -> int:

@@ -7,6 +7,7 @@ import click
 
 from llorch.cli.options import ENGINES, refuse_both, tokens_option, verb
 from llorch.cli.output import progress, say
+from llorch.cli.threads import threads_option, use_threads
 
 SUFFIXES = (".safetensors", ".npz")
 
@@ -31,6 +32,7 @@ def _checked_output(ctx: click.Context, param: click.Parameter, value: Path) -> 
 )  # fmt: skip
 @tokens_option("Token ids instead of a prompt.")
 @click.option("--first-position", type=click.IntRange(min=0), default=0, show_default=True, help="Of the first token.")
+@threads_option
 @click.option("--producer", type=click.Choice(ENGINES), help="Run this engine instead of ours.")
 def command(
     *,
@@ -52,13 +54,15 @@ def command(
     refuse_both(prompt, tokens)
     path = model_path(model)
     _check_place(output, path)
-    ids, _ = choose_ids(load(path), prompt, tokens)
+    loaded = load(path)
+    threads = use_threads(loaded.config)
+    ids, _ = choose_ids(loaded, prompt, tokens)
     with progress(f"running {producer or 'llorch'}"):
         arrays = _take(path, ids, first_position, producer)
     engine = {"engine": producer or "llorch", "first_position": first_position, "ids": ids, "model": model}
     _write(output, arrays, json.dumps(engine, sort_keys=True))
     size = sum(array.nbytes for array in arrays.values())
-    say(f"wrote {len(arrays)} stages of {len(ids)} tokens to {output} ({size / 1e6:.1f} MB)")
+    say(f"wrote {len(arrays)} stages of {len(ids)} tokens to {output} ({size / 1e6:.1f} MB); {threads}")
 
 
 def _check_place(output: Path, model: Path) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import click
 
 from llorch.cli.options import ENGINES, backend_options, json_option, numerics_options, refuse_both, tokens_option, verb
+from llorch.cli.threads import threads_option
 
 
 @verb(
@@ -26,6 +27,7 @@ from llorch.cli.options import ENGINES, backend_options, json_option, numerics_o
 @tokens_option("Token ids to run, with live engines; for models without a vocabulary.")
 @numerics_options
 @backend_options
+@threads_option
 @json_option("One object {rows, summary}; NaN and infinity become null.")
 @click.option("--detail", is_flag=True, help="A line per stage instead of one per checkpoint.")
 def command(

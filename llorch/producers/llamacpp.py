@@ -23,9 +23,9 @@ from llorch.numerics import EXACT, DtypeName, Numerics
 from llorch.producers import ggml_tensor
 from llorch.producers.f32_copy import FLOAT_TYPES, float_gguf
 from llorch.producers.llamacpp_graph import GraphCapture
-from llorch.producers.threads import n_threads_for
 from llorch.producers.trace_check import Trace, check_ids, checked_trace
 from llorch.sampling import SamplingSettings
+from llorch.threads import n_threads_for
 from llorch.weights import open_weights
 
 ERROR_LEVEL = 4  # GGML_LOG_LEVEL_ERROR

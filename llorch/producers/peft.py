@@ -63,6 +63,8 @@ class Peft:
         with self._base() as base:
             self.config: ModelConfig = base.config
             self._provenance = base.provenance()
+            self._n_threads = base.n_threads
+        torch.set_num_threads(self._n_threads)  # its models outlive the bases that they are made of
 
     def adapted(self, adapter: Adapter) -> Any:
         """A fresh base with an adapter on it, in training mode (no dropout in these recipes).

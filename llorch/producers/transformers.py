@@ -8,7 +8,7 @@ frequencies stay float32, which `model.to(dtype)` would round.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -25,10 +25,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from llorch.config import FactorScaling, LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
 from llorch.numerics import DtypeName
-from llorch.producers.threads import n_threads_for
 from llorch.producers.trace_check import Trace, check_ids, checked_trace
 from llorch.producers.transformers_capture import captured
 from llorch.sampling import SamplingSettings
+from llorch.threads import limited, n_threads_for
 from llorch.weights import Weights, open_weights
 from llorch.weights.names import inventory
 
@@ -54,7 +54,7 @@ class Transformers:
 
         Args:
             path: A GGUF file or a Hugging Face folder.
-            n_threads: CPU threads of torch, for the whole process; None takes one for a small model, else all.
+            n_threads: CPU threads of the process until `close`; None takes one for a small model, else all.
             dtype: Of weights and activations.
 
         Raises:
@@ -66,12 +66,14 @@ class Transformers:
         self.config = weights.config
         self.dtype = dtype
         self.n_threads = n_threads or n_threads_for(self.config)
-        torch.set_num_threads(self.n_threads)
-        with closing(weights.source), _quiet(), _refusals():
-            if self.path.is_dir():
-                model, self.rope = _model_of_folder(self.path, self.config, dtype), "as config.json says"
-            else:
-                model, self.rope = _model_of_weights(weights, dtype)
+        with ExitStack() as resources:
+            resources.enter_context(limited(self.n_threads))
+            with closing(weights.source), _quiet(), _refusals():
+                if self.path.is_dir():
+                    model, self.rope = _model_of_folder(self.path, self.config, dtype), "as config.json says"
+                else:
+                    model, self.rope = _model_of_weights(weights, dtype)
+            self._resources = resources.pop_all()
         # The folder's generation settings (end tokens, penalties, sampling) must not enter the greedy run.
         model.generation_config = GenerationConfig()
         self._loaded = model.eval()
@@ -84,6 +86,7 @@ class Transformers:
 
     def close(self) -> None:
         """Drop the model."""
+        self._resources.close()
         self._loaded = None
 
     @property

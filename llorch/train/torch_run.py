@@ -97,6 +97,14 @@ def saved_settings(folder: Path) -> Mapping[str, Any]:
     return settings
 
 
+def saved_threads(folder: Path) -> int | None:
+    """How many threads computed the run that is there; None where its record does not say."""
+    environment: Any = read_json(folder / RUN, limit=_LIMIT)
+    for name in ("identity", "environment", "threads"):
+        environment = environment.get(name) if isinstance(environment, dict) else None
+    return environment if isinstance(environment, int) and environment > 0 else None
+
+
 class Run:
     """One training run and its folder."""
 

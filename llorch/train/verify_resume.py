@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from llorch.errors import CheckpointMismatch
+from llorch.threads import limited
 from llorch.train.log import LOG
 from llorch.train.settings import TrainSettings
 from llorch.train.settings_file import settings_from
@@ -259,7 +260,8 @@ def _compared(name: str, one: np.ndarray | None, other: np.ndarray | None) -> Co
 
 
 if __name__ == "__main__":
-    from llorch.train.torch_run import saved_settings
+    from llorch.train.torch_run import saved_settings, saved_threads  # and torch with it
 
     run = Path(sys.argv[1])
-    _run(settings_from(("run.json", saved_settings(run))), run, resume=True)
+    with limited(saved_threads(run) or 1):
+        _run(settings_from(("run.json", saved_settings(run))), run, resume=True)

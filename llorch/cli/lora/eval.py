@@ -8,6 +8,7 @@ import click
 from llorch.cli.lora.options import any_base_option
 from llorch.cli.options import json_option, verb
 from llorch.cli.output import progress, say, to_json
+from llorch.cli.threads import threads_option
 
 
 @verb(
@@ -40,6 +41,7 @@ from llorch.cli.output import progress, say, to_json
     help="packed: keep quantised matrices as they are in the file.",
 )  # fmt: skip
 @any_base_option
+@threads_option
 @json_option(
     "One object: base, split, n_rows, n_trained, loss, perplexity, each of these two without and with_adapter."
 )
@@ -48,14 +50,16 @@ def command(*, adapter: Path, split: str | None, any_base: bool, as_json: bool, 
 
     The loss is the mean over all tokens that are to be learned, in nats; perplexity is its exponential.
     """
-    from llorch.cli.lora.needs import require_torch
+    from llorch.cli.lora.needs import require_torch, threads_for_training
 
     require_torch()
     from llorch.train.settings import TrainSettings
     from llorch.train.torch_judging import judge_adapter
 
+    settings = TrainSettings(**given)
+    say(threads_for_training(settings))
     with progress("judging the adapter"):
-        found = judge_adapter(TrainSettings(**given), adapter, split=split, any_base=any_base)
+        found = judge_adapter(settings, adapter, split=split, any_base=any_base)
     losses = dict(zip(("without", "with_adapter"), (found.without, found.with_adapter), strict=True))
     perplexities = dict(zip(("without", "with_adapter"), found.perplexities, strict=True))
     if as_json:

@@ -1,8 +1,13 @@
 """What training needs beside the core."""
 
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
+from llorch.cli.threads import use_threads
 from llorch.errors import MissingExtra
+
+if TYPE_CHECKING:
+    from llorch.train.settings import TrainSettings
 
 
 def require_torch() -> None:
@@ -13,3 +18,13 @@ def require_torch() -> None:
     """
     if find_spec("torch") is None:
         raise MissingExtra("train", "torch")
+
+
+def threads_for_training(settings: "TrainSettings", *, recorded: int | None = None) -> str:
+    """Choose the threads of a run on torch; see `use_threads`."""
+    import torch  # noqa: F401 (whose threads they are)
+
+    from llorch.model import find
+    from llorch.weights import open_weights
+
+    return use_threads(open_weights(find(settings.model)).config, recorded=recorded)

@@ -8,6 +8,7 @@ import click
 from llorch.cli.lora.settings_options import settings_options
 from llorch.cli.options import json_option, verb
 from llorch.cli.output import say, to_json
+from llorch.cli.threads import threads_option
 
 
 @verb(
@@ -25,6 +26,7 @@ from llorch.cli.output import say, to_json
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder of the run; new or empty.")
 @click.option("--config", type=click.Path(path_type=Path), help="Settings from a .yaml or .toml file; options win.")
 @settings_options
+@threads_option
 @click.option("--resume", is_flag=True, help="Go on with the run in the folder, bit by bit as if it had not stopped.")
 @click.option("--allow-change", is_flag=True, help="Resume although settings, data or versions changed; not bit-exact.")
 @json_option("At the end one object: steps, loss, valid_loss, seconds, n_parameters, adapter.")
@@ -38,20 +40,21 @@ def command(
     assistant, of a prompt with its completion the completion; `llorch data show` prints them.
 
     Ctrl-C or SIGTERM ends the step, saves and leaves; a second one leaves at once. With --resume, settings that are not
-    given come from the run in the folder.
+    given come from the run in the folder, and so does the number of threads, which decides the last bits.
     """
-    from llorch.cli.lora.needs import require_torch
+    from llorch.cli.lora.needs import require_torch, threads_for_training
     from llorch.cli.lora.training_progress import Progress
     from llorch.train.settings_file import read_settings, settings_from
     from llorch.train.stopping import Stopped
 
     require_torch()
-    from llorch.train.torch_run import Run, saved_settings
+    from llorch.train.torch_run import Run, saved_settings, saved_threads
 
     sources = [("run.json", saved_settings(output))] if resume else []
     sources += [(str(config), read_settings(config))] if config is not None else []
     flags = {name: value for name, value in given.items() if value is not None}
     settings = settings_from(*sources, ("command line", flags))
+    threads_for_training(settings, recorded=saved_threads(output) if resume else None)
     try:
         with Progress() as progress:
             result = Run(settings, output, progress, resume=resume, allow_change=allow_change).run()

@@ -80,8 +80,9 @@ def description(training: "Training") -> list[str]:
     frozen = sum(parameter.numel() for parameter in module.parameters()) - trained
     held = sum(t.numel() * t.element_size() for t in (*module.parameters(), *module.buffers()))
     rows = settings.batch_size * settings.accumulation
+    where = f"{training.target.device}, threads {training.identity()['environment']['threads']}"
     return [
-        f"model: {settings.model}, {settings.dtype} on {training.target.device}, {held / 1e6:.1f} MB; "
+        f"model: {settings.model}, {settings.dtype} on {where}, {held / 1e6:.1f} MB; "
         f"training {trained:,} parameters beside {frozen:,} (r {settings.r}, alpha {settings.alpha:g}, "
         f"{len(training.adapter.targets)} matrices)",
         f"data: {settings.data}, {data.train.n_tokens:,} tokens of which {data.train.n_trained:,} are learned, at most "

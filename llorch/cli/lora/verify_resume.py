@@ -12,6 +12,7 @@ from llorch.cli.lora.settings_options import settings_options
 from llorch.cli.options import json_option, verb
 from llorch.cli.outcome import DIFFERS, OK
 from llorch.cli.output import progress, say, to_json
+from llorch.cli.threads import threads_option
 
 if TYPE_CHECKING:
     from llorch.train.verify_resume import Comparison, Proof
@@ -30,6 +31,7 @@ KINDS = {"adapter": "weights", "optimizer": "moments", "rng": "generators", "ada
 @click.option("--data", help="As llorch lora train takes it.")
 @click.option("--config", type=click.Path(path_type=Path), help="Settings from a .yaml or .toml file; options win.")
 @settings_options
+@threads_option
 @click.option("--control", is_flag=True, help="Lose moments and generators on purpose, too: that must be noticed.")
 @click.option("-v", "--verbose", is_flag=True, help="A line for every tensor.")
 @json_option("One object: steps, stopped_at, holds, and every tensor compared.")
@@ -41,7 +43,7 @@ def command(*, config: Path | None, control: bool, verbose: bool, as_json: bool,
 
     Exit code 0 when they do not, 1 when they do or when a control was not noticed.
     """
-    from llorch.cli.lora.needs import require_torch
+    from llorch.cli.lora.needs import require_torch, threads_for_training
     from llorch.train.settings_file import read_settings, settings_from
     from llorch.train.stopping import Stopped
     from llorch.train.verify_resume import verify_resume
@@ -50,6 +52,7 @@ def command(*, config: Path | None, control: bool, verbose: bool, as_json: bool,
     sources = [(str(config), read_settings(config))] if config is not None else []
     flags = {"steps": STEPS} | {name: value for name, value in given.items() if value is not None}
     settings = settings_from(*sources, ("command line", flags))
+    say(threads_for_training(settings))
     try:
         with tempfile.TemporaryDirectory(prefix="llorch-") as folder, progress("verify-resume") as tell:
             proof = verify_resume(settings, Path(folder), control=control, tell=tell)

@@ -1,0 +1,54 @@
+"""`--threads`, and what a command takes without it."""
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from llorch.config import ModelConfig
+
+_WANTED = "llorch.threads"
+
+
+def threads_option(function: Callable) -> Callable:
+    """`--threads`, for whatever computes; `use_threads` reads it."""
+    return click.option(
+        "--threads", type=click.IntRange(min=1), expose_value=False, callback=_remember,
+        help="Of the CPU.  [default: OMP_NUM_THREADS, else 1 for a small model, else all]",
+    )(function)  # fmt: skip
+
+
+def _remember(ctx: click.Context, param: click.Parameter, value: int | None) -> None:
+    ctx.meta[_WANTED] = value
+
+
+def use_threads(*configs: "ModelConfig", recorded: int | None = None) -> str:
+    """Compute with as many threads as the user says, or else as suit the models, until the command ends.
+
+    Args:
+        configs: Of the models; where torch runs them, it is imported by now.
+        recorded: Threads of the run that is gone on with; as good as said by the user.
+
+    Returns:
+        How many, for a line on stderr.
+    """
+    from llorch.threads import VARIABLES, is_small, limited
+
+    ctx = click.get_current_context()
+    n = ctx.meta.get(_WANTED) or recorded
+    if n is None:
+        for name in VARIABLES:
+            if os.environ.get(name):
+                return f"threads: {name}={os.environ[name]}"
+        if not all(map(is_small, configs)):
+            return "threads: all"
+    ctx.with_resource(limited(n or 1))
+    return f"threads: {n or 1}"
+
+
+def wait_asleep() -> None:
+    """Let threads sleep while they wait for each other, not spin; libraries read this when they are loaded."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # GNU's and Intel's OpenMP: torch
+    os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")  # 2^4 cycles, the least: NumPy

@@ -1,0 +1,63 @@
+"""How many CPU threads compute: one for a small model, whose threads would mostly wait for each other.
+
+A step of a small model is hundreds of products of some microseconds each. Beside another busy program every one of them
+waits until the other thread gets its core again: twenty training steps were seen to take 152 s instead of 40.
+
+The command line sets this for as long as a command runs. A program that imports llorch keeps what it has set itself;
+`with limited(1):` is for it, too.
+"""
+
+import math
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from threadpoolctl import threadpool_limits
+
+from llorch.config import ModelConfig
+from llorch.weights.names import inventory
+
+SMALL = 20_000_000  # parameters
+VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # by which a user says how many
+
+
+def is_small(config: ModelConfig) -> bool:
+    """Whether a model gains nothing from a second thread."""
+    return sum(math.prod(weight.shape) for weight in inventory(config).values()) < SMALL
+
+
+def n_threads_for(config: ModelConfig) -> int:
+    """Threads of a foreign engine when nobody says: one for a small model, else as many as this process may run."""
+    if is_small(config):
+        return 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextmanager
+def limited(n: int) -> Iterator[None]:
+    """Let NumPy, and torch where it is imported by now, compute with so many threads; puts back what was before.
+
+    Args:
+        n: At least 1.
+
+    Yields:
+        Nothing.
+    """
+    with threadpool_limits(n, user_api="blas"), _torch_limited(n):
+        yield
+
+
+@contextmanager
+def _torch_limited(n: int) -> Iterator[None]:
+    if "torch" not in sys.modules:
+        yield
+        return
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(n)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

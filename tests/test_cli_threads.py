@@ -1,0 +1,112 @@
+"""`--threads`: what a command computes with, what it says of it, and what it leaves behind."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from command_line import REPOSITORY, invoke
+from threadpoolctl import threadpool_info
+from training_runs import small_data
+
+from llorch.model import Model
+from llorch.threads import VARIABLES, limited
+
+
+def n_threads() -> tuple[int, int]:
+    """Of NumPy and of torch."""
+    return max(pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"), torch.get_num_threads()
+
+
+@pytest.fixture
+def three(monkeypatch: pytest.MonkeyPatch):
+    """A process with three threads whose user has said nothing."""
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    with limited(3):
+        yield
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The threads of every pass of a NumPy model."""
+    found, forward = [], Model._forward
+
+    def watched(self, *args, **kwargs):
+        found.append(n_threads())
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(Model, "_forward", watched)
+    return found
+
+
+def run(*more: str) -> str:
+    return invoke("run", "story", "Once", "-n", "1", "-v", *more).stderr
+
+
+@pytest.mark.usefixtures("three")
+def test_a_small_model_computes_with_one_thread_and_the_process_gets_back_what_it_had(seen: list):
+    assert run().endswith("; threads: 1\n")
+    assert (seen, n_threads()) == ([(1, 1)], (3, 3))
+
+
+@pytest.mark.usefixtures("three")
+def test_a_large_model_computes_with_all(seen: list, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("llorch.threads.SMALL", 1)
+    assert run().endswith("; threads: all\n")
+    assert seen == [(3, 3)]
+
+
+@pytest.mark.usefixtures("three")
+def test_what_the_user_says_is_done(seen: list, monkeypatch: pytest.MonkeyPatch):
+    assert run("--threads", "2").endswith("; threads: 2\n")
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "3")
+    assert run().endswith("; threads: OPENBLAS_NUM_THREADS=3\n")
+    assert run("--threads", "2").endswith("; threads: 2\n")
+    assert seen == [(2, 2), (3, 3), (2, 2)]
+
+
+@pytest.mark.usefixtures("three")
+def test_a_command_that_fails_leaves_no_thread_count_behind(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Model, "_forward", None)
+    assert invoke("run", "story", "Once").exit_code == 70
+    assert n_threads() == (3, 3)
+
+
+def test_every_verb_that_computes_has_the_option():
+    computing = ("run", "verify", "trace", "quality", "bench", "lora train", "lora eval", "lora verify-resume")
+    assert [verb for verb in computing if "--threads INTEGER" not in invoke(*verb.split(), "--help").stdout] == []
+
+
+def test_libraries_are_told_to_sleep_before_they_are_loaded():
+    watch = """
+import os, sys
+class Watch:
+    def find_spec(self, name, *_):
+        if name in ("numpy", "torch"):
+            print(name, os.environ.get("OMP_WAIT_POLICY"), os.environ.get("OPENBLAS_THREAD_TIMEOUT"), flush=True)
+sys.meta_path.insert(0, Watch())
+from llorch.cli import main
+main(["run", "story", "Once", "-n", "1", "--backend", "torch"], prog_name="llorch")
+"""
+    said = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    said |= {"OPENBLAS_THREAD_TIMEOUT": "9"}  # by the user, so it stays
+    done = subprocess.run(
+        [sys.executable, "-c", watch], capture_output=True, text=True, check=False, cwd=REPOSITORY, env=said
+    )
+    assert done.stdout.splitlines()[:2] == ["numpy passive 9", "torch passive 9"], done.stderr
+
+
+@pytest.mark.usefixtures("three")
+def test_a_run_is_gone_on_with_by_as_many_threads_as_began_it(tmp_path: Path):
+    data, output = small_data(tmp_path), str(tmp_path / "run")
+    settings = ("--data", str(data), "--steps", "2", "--batch-size", "2", "--r", "2", "--lr", "0.01")
+    begun = invoke("lora", "train", "micro-qwen3", *settings, "-o", output, "--threads", "2")
+    assert "float32 on cpu, threads 2, " in begun.stderr
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["identity"]["environment"]["threads"] == 2
+    assert "float32 on cpu, threads 2, " in invoke("lora", "train", "-o", output, "--resume").stderr
+    other = invoke("lora", "train", "-o", output, "--resume", "--threads", "1")
+    assert (other.exit_code, "environment.threads: saved 2, now 1; undo" in other.stderr) == (2, True)
