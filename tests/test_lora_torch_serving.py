@@ -180,7 +180,7 @@ def test_an_answer_that_ends_late_leaves_nothing_to_the_next_adapter_of_its_name
 def test_in_mode_reproducible_no_bit_of_an_adapted_row_depends_on_its_company():
     generator = torch.Generator().manual_seed(0)
     lora_A, lora_B, x = (torch.randn(*shape, generator=generator) for shape in ((16, 896), (600, 16), (150, 896)))
-    leaf = LoraLinear(FixedRows(torch.nn.Linear(896, 600), wide=False), fixed=True)
+    leaf = LoraLinear(FixedRows(torch.nn.Linear(896, 600)), fixed=True)
     config = LoraConfig(r=16, target_modules=("q_proj",))
     target = Target("layers.0.q_proj", "model.layers.0.self_attn.q_proj", "blk.0.attn_q", 896, 600, 0, "")
     tensors = LoraTensors(lora_A.numpy(), lora_B.numpy())

@@ -1,7 +1,9 @@
 """Reproducible mode: hashes of logits, whatever the company of a prompt and however it is cut."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -82,39 +84,99 @@ def test_no_bit_of_a_logit_depends_on_the_company_on_cuda(dtype):
     assert len(hashes_when_cut(run, run.prompts()[3])) == 1
 
 
-class AddsInAnotherOrder(torch.nn.Linear):
-    """A projection whose wide products differ from its narrow ones in the last bits."""
+class Planted(torch.nn.Linear):
+    """A projection that adds the terms of some rows in another order, as some libraries do; all sums are our own."""
+
+    def __init__(self, some_rows: Callable[[torch.Tensor], torch.Tensor], n_in: int, n_out: int, **kwargs: Any) -> None:
+        super().__init__(n_in, n_out, **kwargs)
+        self.some_rows, self.seen = some_rows, []
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return super().forward(input) if len(input) < 100 else (input.flip(-1) @ self.weight.flip(-1).T)
+        from llorch.kernels.reproducible import tree_sum
+
+        self.seen.append(len(input))
+        terms = input.float()[:, None] * self.weight.float()  # (rows, out, in)
+        other = terms.unflatten(-1, (2, -1)).mT.flatten(-2)
+        made = torch.where(self.some_rows(input)[:, None], tree_sum(other), tree_sum(terms)) + self.bias.float()
+        return made.to(input.dtype)
 
 
-def test_wide_products_are_used_only_where_they_have_the_bits_of_narrow_ones():
-    from llorch.kernels.reproducible import WIDE_ROWS, wide_rows_agree
+HABITS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # the rows that a kernel adds in another order
+    "odd rows": lambda x: torch.arange(len(x)) % 2 == 1,
+    "the last row of eight": lambda x: torch.arange(len(x)) % 8 == 7,
+    "rows above zeros": lambda x: (x.roll(-1, 0) == 0).all(1),
+    "odd rows, with two threads": lambda x: torch.arange(len(x)) % torch.get_num_threads() == 1,
+}
+TILES = {  # rows added in another order: the numbers of rows with which the projection may be called
+    "none": (lambda x: torch.zeros(len(x), dtype=torch.bool), {128, 8}),
+    "all of a wide product": (lambda x: torch.full([len(x)], len(x) > 100), {8}),
+    "the last eight of a wide product": (lambda x: torch.arange(len(x)) >= 120, {8}),
+} | {habit: (rows, {1}) for habit, rows in HABITS.items()}
+HALF_TOO = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 
-    probe = torch.randn(WIDE_ROWS, 320, generator=torch.Generator().manual_seed(0))
-    with torch.inference_mode():
-        assert wide_rows_agree(torch.nn.Linear(320, 64, bias=False), probe)
-        assert not wide_rows_agree(AddsInAnotherOrder(320, 64, bias=False), probe)
+
+@HALF_TOO
+@pytest.mark.parametrize("habit", TILES)
+@pytest.mark.parametrize("n_out", [2, 10])
+def test_a_row_is_alone_in_its_product_unless_every_place_and_size_gave_its_bits(habit, dtype, n_out, monkeypatch):
+    from llorch.kernels import reproducible
+
+    monkeypatch.setattr(reproducible, "_FOUND", {})
+    some_rows, sizes = TILES[habit]
+    leaf = Planted(some_rows, 64, n_out, dtype=dtype)
+    fixed, x = reproducible.FixedRows(leaf), torch.randn(3, 50, 64).to(dtype)
+    with torch.no_grad():
+        fixed(x)
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 2)  # as if (real ones spin): it is tried again
+        fixed(x)
+        leaf.seen.clear()
+        together = fixed(x)
+        assert set(leaf.seen) == sizes
+        assert torch.equal(torch.cat([fixed(row) for row in x.flatten(0, 1).split(1)]), together.flatten(0, 1))
+        torch.testing.assert_close(together, torch.nn.functional.linear(x, leaf.weight, leaf.bias))
 
 
-def test_a_projection_sees_tiles_of_two_sizes_only():
-    from llorch.kernels.reproducible import ROWS, WIDE_ROWS, FixedRows
+@pytest.mark.parametrize("r", [1, 2, 3])
+@pytest.mark.parametrize("habit", HABITS)
+def test_so_is_a_row_of_an_adapter(habit: str, r: int, monkeypatch: pytest.MonkeyPatch):
+    from llorch.kernels import reproducible
+    from llorch.lora import torch_delta
 
-    seen = []
+    def planted(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        leaf = Planted(HABITS[habit], *reversed(weight.shape))
+        leaf.weight, leaf.bias = torch.nn.Parameter(weight), torch.nn.Parameter(torch.zeros(len(weight)))
+        return leaf(x)
 
-    class Watched(torch.nn.Linear):
-        def forward(self, input: torch.Tensor) -> torch.Tensor:
-            seen.append(len(input))
-            return super().forward(input)
+    monkeypatch.setattr(torch_delta, "linear", planted)
+    monkeypatch.setattr(reproducible, "_FOUND", {})
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    x, weight = torch.randn(9, 64), torch.randn(r, 64)
+    with torch.no_grad():
+        alone = torch.cat([torch_delta.fixed_product(row, weight) for row in x.split(1)])
+        assert torch.equal(torch_delta.fixed_product(x, weight), alone)
 
-    leaf = Watched(6, 4)
-    x = torch.randn(3, 50, 6)
-    torch.testing.assert_close(FixedRows(leaf, wide=True)(x), torch.nn.Linear.forward(leaf, x))
-    assert seen == [WIDE_ROWS, ROWS, ROWS, ROWS]
-    seen.clear()
-    FixedRows(leaf, wide=False)(x[:1, :9])
-    assert seen == [ROWS, ROWS]
+
+@pytest.mark.parametrize("head_dim", [6, 16])  # MKL's product of 64 keys with 6 columns differs by place on AVX2
+@pytest.mark.parametrize("habit", ["of the library", "odd rows"])
+def test_so_is_a_query_of_attention(habit: str, head_dim: int, monkeypatch: pytest.MonkeyPatch):
+    from llorch.kernels import reproducible
+    from llorch.torch_model import keep_nothing
+
+    def planted(tile: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+        made, other = torch.matmul(tile, block), torch.matmul(tile.flip(-1), block.flip(-2))
+        return torch.where(torch.arange(tile.shape[-2])[:, None] % 2 == 1, other, made)
+
+    monkeypatch.setattr(reproducible, "_FOUND", {})
+    if habit != "of the library":
+        monkeypatch.setattr(reproducible, "matmul", planted)
+    generator = torch.Generator().manual_seed(0)
+    q, keys, values = (torch.randn(1, *of, head_dim, generator=generator) for of in ((70, 6), (2, 70), (2, 70)))
+    whole = reproducible.attention(q, keys, values, None, keep_nothing)
+    for n in range(1, 70):
+        visible = (torch.arange(70) <= n).view(1, 1, 1, 70)
+        assert torch.equal(
+            reproducible.attention(q[:, n : n + 1], keys, values, visible, keep_nothing)[0, 0], whole[0, n]
+        )
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1.2e-7), (torch.float64, 2.3e-16)])

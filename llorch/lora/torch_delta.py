@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.functional import linear
 
-from llorch.kernels.reproducible import FixedRows
+from llorch.kernels.reproducible import in_tiles
 
 
 def delta(
@@ -48,7 +48,7 @@ def drop_mask(x: Float[Tensor, "*rows in"], share: float) -> Bool[Tensor, "*rows
 
 def fixed_product(x: Float[Tensor, "*rows in"], weight: Float[Tensor, "out in"]) -> Float[Tensor, "*rows out"]:
     """Compute x @ weight.T so that a row does not depend on its company; see `llorch.kernels.reproducible`."""
-    return FixedRows(lambda tile: linear(tile, weight), wide=False)(x)
+    return in_tiles(lambda tile: linear(tile, weight), x, (linear, *weight.shape))
 
 
 class Delta(torch.autograd.Function):
