@@ -97,6 +97,13 @@ def test_a_pattern_sets_rank_and_alpha_of_what_ends_in_it(config: ModelConfig):
     assert lora.alpha_of(targets_of(config)["layers.1.k_proj"]) == 8
 
 
+def test_the_first_pattern_that_fits_counts_and_each_of_its_alternatives(config: ModelConfig):
+    lora = LoraConfig(r=8, rank_pattern={"q_proj|v_proj": 5, "o_proj|q_proj": 2, "proj|up_proj|k_": 3, "gate|mlp": 4})
+    ranks = {name.rpartition(".")[2]: lora.rank_of(target) for name, target in lora.targets(config).items()}
+    rest = {"k_proj": 8, "gate_proj": 8, "down_proj": 8}  # no alternative is the whole end of these paths
+    assert ranks == {"q_proj": 5, "v_proj": 5, "o_proj": 2, "up_proj": 3} | rest
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

@@ -2,7 +2,17 @@
 
 import numpy as np
 import pytest
-from random_adapters import EVERY, IDS, adapted_logits, peft_model, random_adapter, tiny_base, torch_logits
+from random_adapters import (
+    EVERY,
+    IDS,
+    adapted_logits,
+    peft_model,
+    plain_logits,
+    random_adapter,
+    save_quietly,
+    tiny_base,
+    torch_logits,
+)
 
 from llorch.lora.base import identity_of
 from llorch.lora.gguf_format import write_lora_gguf
@@ -62,6 +72,23 @@ def test_a_tied_base_merges_into_what_peft_computes(tmp_path, modules):
         np.testing.assert_allclose(engine.logits(IDS), theirs, rtol=0, atol=5e-6 * np.abs(theirs).max())
     merged = torch_logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"))
     np.testing.assert_allclose(merged, theirs, rtol=0, atol=5e-6 * np.abs(theirs).max())
+
+
+@pytest.mark.filterwarnings("ignore:Input and output embeddings are no longer tied")
+@pytest.mark.parametrize(("tied", "module"), [(True, "lm_head"), (True, "embed_tokens"), (False, "norm")])
+def test_the_way_out_for_modules_trained_whole_keeps_what_peft_computes(tmp_path, tied, module):
+    import torch
+
+    base = tiny_base(tmp_path / "base", "qwen3", tied=tied)
+    model = peft_model(base, r=3, target_modules=["q_proj"], modules_to_save=[module])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "modules_to_save" in name:
+                parameter += 0.3 * torch.randn_like(parameter)
+    theirs = torch_logits(model)
+    merged = save_quietly(model.merge_and_unload(), tmp_path / "merged")
+    assert np.abs(theirs - plain_logits(base)).max() > 0.1
+    np.testing.assert_allclose(plain_logits(merged), theirs, rtol=0, atol=2e-6 * np.abs(theirs).max())
 
 
 def test_a_merged_bf16_folder_is_that_of_peft_but_for_its_second_rounding(tmp_path):

@@ -34,6 +34,11 @@ KINDS = {
         "rank_pattern": {"q_proj": 5, r"layers\.1\.mlp\.up_proj": 2},
         "alpha_pattern": {r"layers\.0\.self_attn\..*": 2.5, "down_proj": 11.0},  # PEFT sorts what it saves
     },
+    "patterns with alternatives": {
+        "target_modules": EVERY,
+        "rank_pattern": {"k_proj|v_proj": 5, r"layers\.1\.mlp\.(up|gate)_proj|q_proj": 2},
+        "alpha_pattern": {"down_proj|o_proj": 11.0, "o_proj|v_proj": 2.5},
+    },
     "one layer, one module left out": {
         "target_modules": ("q_proj", "v_proj", "up_proj"),
         "layers_to_transform": (1,),

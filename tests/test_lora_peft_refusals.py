@@ -98,6 +98,21 @@ def test_tensors_that_do_not_fit_are_refused_by_name(adapter, model, change, cod
     assert named in str(error)
 
 
+def test_an_adapter_of_mlx_is_called_one(adapter, model):
+    mlx = {"fine_tune_type": "lora", "num_layers": 16, "lora_parameters": {"rank": 8, "dropout": 0.0, "scale": 20.0}}
+    (adapter / "adapter_config.json").write_text(json.dumps(mlx))
+    assert "Unsupported: an adapter of MLX" in str(refusal(adapter, model[1]))
+
+
+def test_a_module_that_was_trained_whole_is_named_with_the_remedy(adapter, model):
+    config = adapter / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"modules_to_save": ["lm_head", "norm"]}))
+    told = (
+        "modules_to_save: ['lm_head', 'norm']: these modules were trained whole and take the place of the base's; merge"
+    )
+    assert told in str(refusal(adapter, model[1]))
+
+
 @pytest.mark.parametrize(
     ("field", "value", "code"),
     [

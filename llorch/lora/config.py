@@ -161,9 +161,14 @@ def _ends(path: str, end: str) -> bool:
 
 
 def _hits(pattern: str, targets: Collection[Target]) -> bool:
-    return any(re.match(rf"(.*\.)?({pattern})$", target.path) for target in targets)
+    return any(_fits_end(pattern, target.path) for target in targets)
 
 
 def _by_pattern(patterns: Mapping[str, Number], path: str, default: Number) -> Number:
-    """The value of the first pattern that fits the end of a path, as PEFT finds it."""
-    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", path)), default)
+    """The value of the first pattern that fits the end of a path."""
+    return next((value for pattern, value in patterns.items() if _fits_end(pattern, path)), default)
+
+
+def _fits_end(pattern: str, path: str) -> bool:
+    """As PEFT finds it: whole names at the end of a path, any of the alternatives `q_proj|v_proj`."""
+    return re.match(rf"(.*\.)?({pattern})$", path) is not None

@@ -34,7 +34,7 @@ _BOOKKEEPING = (
 _REFUSED: Mapping[str, str] = {
     "bias": "biases of the base were trained",
     "lora_bias": "lora_B has a bias",
-    "modules_to_save": "whole modules were trained beside the adapter",
+    "modules_to_save": "these modules were trained whole and take the place of the base's",
     "fan_in_fan_out": "weights are stored transposed",
     "trainable_token_indices": "single rows of the embedding were trained",
     "target_parameters": "adapters stand beside parameters, not modules",
@@ -50,7 +50,7 @@ _REFUSED: Mapping[str, str] = {
 _OFF: tuple[object, ...] = (None, False, "none", [], {})
 # Initialisations that subtract from the base: the saved adapter means nothing beside the original weights.
 _CHANGE_THE_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
-_REMEDY = "merge it with PEFT first"
+_REMEDY = "merge it with PEFT first (merge_and_unload, save_pretrained)"
 
 
 def read_config(folder: Path) -> tuple[LoraConfig, str | None]:
@@ -68,6 +68,7 @@ def read_config(folder: Path) -> tuple[LoraConfig, str | None]:
     """
     path = folder / CONFIG_FILE
     fields = Fields(read_json(path, limit=_LIMIT), path)
+    _refuse_mlx(fields, path)
     if fields.text("peft_type") != "LORA":
         raise fields.error("Unsupported", "peft_type", "LORA", fields.values["peft_type"])
     _refuse(fields, path)
@@ -126,6 +127,15 @@ def config_json(config: LoraConfig, targets: Mapping[str, Target], *, base: str)
     }
     values = dict(sorted((values | _patterned_layers(config, targets)).items()))  # patterns keep their order: it counts
     return json.dumps(values, indent=2, allow_nan=False) + "\n"
+
+
+def _refuse_mlx(fields: Fields, path: Path) -> None:
+    """mlx-lm writes a file of the same name; its tensors have other names, and A and B are transposed."""
+    marks = [key for key in ("fine_tune_type", "lora_parameters", "num_layers") if key in fields.values]
+    if marks and "peft_type" not in fields.values:
+        message = f"an adapter of MLX (it has {', '.join(marks)}, no peft_type), expected one of PEFT"
+        message += "; fuse it with its model (mlx_lm.fuse) and give the fused model"
+        raise FormatError("Unsupported", message, path=path)
 
 
 def _refuse(fields: Fields, path: Path) -> None:
