@@ -1,0 +1,277 @@
+"""Plant bugs, one at a time, and count how many the tests see.
+
+    python benchmarks/mutants.py                           20 in each area (hours)
+    python benchmarks/mutants.py --area ops --n 50 --seed 3
+    python benchmarks/mutants.py --area ops --area lora --jobs 4 --json
+
+A bug is one place of a source file made wrong by a rule of `mutations.py`; what guards a file stands in
+`mutation_areas.py`. Everything happens in a copy of the working tree. The tests run there, those that name the
+module first, until one fails. One that runs much longer than without the bug has caught it too, by time. A bug that
+keeps its module from being imported is no test of the tests: another is drawn.
+
+Which places are drawn depends on the seed and on the text of each line, not on where it stands, so that a change of
+one function leaves the other bugs of a sample what they were. A survivor is a missing test, unless what was planted
+changes no result: judge it by hand.
+"""
+
+import hashlib
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from pathlib import Path
+from queue import SimpleQueue
+
+import click
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.mutation_areas import AREAS, ROOT, Area
+from benchmarks.mutations import Edit, edits
+
+LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "node_modules", "build", "dist")
+PATIENCE = 5.0  # times what the tests take without a bug, and a minute
+LARGEST_FILE = 2 << 30  # bytes that a bug may write
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A planted bug, and what came of it.
+
+    Attributes:
+        file: Source file, relative to the repository.
+        edit: The place made wrong.
+        fate: `caught`, `timed out`, `survived`, or `invalid` where the module cannot be imported; empty before.
+    """
+
+    file: Path
+    edit: Edit
+    fate: str = ""
+
+    def __str__(self) -> str:
+        before, after = (re.sub(r"\s+", " ", text)[:150] for text in (self.edit.before, self.edit.after))
+        return f"{self.file}:{self.edit.line}  {self.edit.rule}: {before}  ->  {after}"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the tests of an area saw.
+
+    Attributes:
+        area: Its name.
+        planted: Number of bugs.
+        caught: How many a test saw.
+        timed_out: How many of these by running too long.
+        survivors: The others.
+    """
+
+    area: str
+    planted: int
+    caught: int
+    timed_out: int
+    survivors: list[str]
+
+    @property
+    def share(self) -> float:
+        """Caught of planted."""
+        return self.caught / max(self.planted, 1)
+
+    def __str__(self) -> str:
+        by_time = f" ({self.timed_out} by time)" if self.timed_out else ""
+        head = f"{self.area}: {self.caught} of {self.planted} caught{by_time}, {self.share:.0%}"
+        return "\n".join([head, *(f"  survived  {line}" for line in self.survivors)])
+
+
+def drawn(area: Area, seed: int) -> Iterator[Mutant]:
+    """Bugs of an area in random order: a line, then one of the bugs that it may have.
+
+    Args:
+        area: Whose files.
+        seed: Of the order.
+
+    Yields:
+        One bug a line.
+    """
+
+    def rank(*parts: object) -> bytes:
+        return hashlib.sha256(repr((seed, *parts)).encode()).digest()
+
+    best: dict[bytes, tuple[bytes, Mutant]] = {}
+    for file in area.files():
+        source = (ROOT / file).read_text(encoding="utf-8")
+        lines, seen = source.splitlines(), Counter[str]()
+        nth = [seen.update([text]) or seen[text] for text in lines]  # equal lines are told apart by their number
+        for edit in edits(source):
+            text = lines[edit.line - 1]
+            line = rank(file.as_posix(), text, nth[edit.line - 1])
+            order = rank(text, edit.rule, edit.after)
+            if (line not in best or order < best[line][0]) and edit.parses(source):
+                best[line] = order, Mutant(file, edit)
+    yield from (best[line][1] for line in sorted(best))
+
+
+class Tree:
+    """A copy of the working tree in which one bug at a time stands."""
+
+    def __init__(self, folder: Path, area: Area) -> None:
+        """Copy it.
+
+        Args:
+            folder: Where to; a new folder.
+            area: Whose tests run.
+        """
+        self.root, self.area = folder / "tree", area
+        self.limit: float | None = None
+        shutil.copytree(ROOT, self.root, ignore=LEFT_OUT)
+
+    def baseline(self) -> None:
+        """Run all tests without a bug; sets the time that a bug gets.
+
+        Raises:
+            click.ClickException: They are red.
+        """
+        began = time.monotonic()
+        if self._pytest(self.area.tests()) != "survived":
+            raise click.ClickException(f"mutants: the tests of area {self.area.name} are red without a bug")
+        self.limit = 60 + PATIENCE * (time.monotonic() - began)
+
+    def judge(self, mutant: Mutant) -> Mutant:
+        """Plant a bug, run what guards its file, and put the file back."""
+        file = self.root / mutant.file
+        sound = file.read_text(encoding="utf-8")
+        file.write_text(mutant.edit.apply(sound), encoding="utf-8")
+        try:
+            return replace(mutant, fate=self._fate(mutant))
+        finally:
+            file.write_text(sound, encoding="utf-8")
+
+    def _fate(self, mutant: Mutant) -> str:
+        module = ".".join(mutant.file.with_suffix("").parts).removesuffix(".__init__")
+        if mutant.edit.at_import and self._run([sys.executable, "-c", f"import {module}"]) != 0:
+            return "invalid"
+        first = [test for test in self.area.tests() if _names(self.root / test, module)]
+        fate = self._pytest(first) if first else "survived"
+        others = [test for test in self.area.tests() if test not in first]
+        return self._pytest(others) if fate == "survived" and others else fate
+
+    def _pytest(self, tests: Iterable[Path]) -> str:
+        """What some tests say; those that run the engines only where the area asks for them."""
+        marks = "not gpu and not weights" + ("" if self.area.live else " and not live and not slow")
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", marks]
+        done = self._run([*command, *map(str, tests)])
+        return "timed out" if done is None else "survived" if done in (0, 5) else "caught"  # 5: no test selected
+
+    def _run(self, command: list[str]) -> int | None:
+        """Exit code of a command in the copy, with a home and a temporary folder of its own; None past the limit."""
+        with tempfile.TemporaryDirectory(dir=self.root.parent, ignore_cleanup_errors=True) as home:
+            surroundings = {"PYTHONPATH": str(self.root), "PYTHONDONTWRITEBYTECODE": "1", "HOME": home, "TMPDIR": home}
+            process = subprocess.Popen(
+                command,
+                cwd=self.root,
+                env=os.environ | surroundings,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST_FILE, LARGEST_FILE)),
+            )
+            try:
+                return process.wait(self.limit)
+            except subprocess.TimeoutExpired:
+                return None
+            finally:
+                _end(process)
+
+
+def _end(process: subprocess.Popen) -> None:
+    """End a program and what it started."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def _names(test: Path, module: str) -> bool:
+    """Whether a test file is about a module, by its name or by what it imports."""
+    words = set(module.rpartition(".")[2].split("_"))
+    package, _, name = module.rpartition(".")
+    imports = rf"\b{re.escape(module)}\b|from {re.escape(package)} import [^\n]*\b{name}\b"
+    return words <= set(test.stem.split("_")) or re.search(imports, test.read_text(encoding="utf-8")) is not None
+
+
+def measure(area: Area, *, n: int, seed: int, jobs: int) -> Result:
+    """Plant bugs in an area.
+
+    Args:
+        area: Where.
+        n: How many.
+        seed: Of their places.
+        jobs: How many at the same time, each in a copy of its own.
+
+    Returns:
+        How many were caught, and the survivors.
+    """
+    with tempfile.TemporaryDirectory(prefix="llorch-mutants-") as folder:
+        trees = SimpleQueue[Tree]()
+        first = Tree(Path(folder, "0"), area)
+        first.baseline()
+        for i in range(jobs):
+            tree = Tree(Path(folder, str(i)), area) if i else first
+            tree.limit = first.limit
+            trees.put(tree)
+
+        def judged(mutant: Mutant) -> Mutant:
+            tree = trees.get()
+            try:
+                return tree.judge(mutant)
+            finally:
+                trees.put(tree)
+
+        places, done = drawn(area, seed), []
+        with ThreadPoolExecutor(jobs) as pool:
+            while missing := list(islice(places, n - len(done))):
+                for mutant in pool.map(judged, missing):
+                    click.echo(f"  {mutant.fate:9} {mutant}", err=True)
+                    done += [mutant] if mutant.fate != "invalid" else []
+    fates = Counter(mutant.fate for mutant in done)
+    survivors = [str(mutant) for mutant in done if mutant.fate == "survived"]
+    return Result(area.name, len(done), len(done) - len(survivors), fates["timed out"], survivors)
+
+
+@click.command()
+@click.option("--area", "names", multiple=True, type=click.Choice([area.name for area in AREAS]), help="All if none.")
+@click.option("--n", default=20, show_default=True, help="Bugs in each area.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--jobs", default=1, show_default=True, help="Bugs at the same time.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON list instead.")
+@click.option("--at-least", default=0.0, help="Share that must be caught, over all areas; exit code 1 below it.")
+def main(names: tuple[str, ...], n: int, seed: int, jobs: int, as_json: bool, at_least: float) -> None:
+    """Print how many planted bugs the tests of each area catch, and those that they do not."""
+    results = []
+    for area in AREAS:
+        if not names or area.name in names:
+            results.append(measure(area, n=n, seed=seed, jobs=jobs))
+            if not as_json:
+                click.echo(str(results[-1]))
+    planted, caught = (sum(getattr(result, name) for result in results) for name in ("planted", "caught"))
+    if as_json:
+        click.echo(json.dumps([asdict(result) | {"share": result.share} for result in results], indent=2))
+    else:
+        click.echo(f"{caught} of {planted} caught, {caught / max(planted, 1):.0%}")
+    raise click.exceptions.Exit(caught < at_least * planted)
+
+
+if __name__ == "__main__":
+    main()

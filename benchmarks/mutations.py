@@ -1,0 +1,245 @@
+"""The rules by which one place of a Python source is made wrong: what `mutants.py` plants.
+
+Own rules, because the libraries that are kept up do not fit: cosmic-ray 8.7 brings a database, GitPython and aiohttp
+and does not know the mistakes that this project has met (a keyword left out, a name missing in a table, a loop that
+stops after the first chunk); mutmut 3.8 decides itself what runs and has no random sample; libcst only rewrites.
+Left alone is what cannot change a number or an answer: docstrings, annotations, texts of errors, assertions.
+"""
+
+import ast
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+Change = tuple[str, ast.AST | str]  # rule, and what stands at the place of the node then
+
+COMPARE = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
+}  # fmt: skip
+ARITHMETIC = {
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Mod: ast.Add,
+    ast.Pow: ast.Mult, ast.LShift: ast.RShift, ast.RShift: ast.LShift, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
+}  # fmt: skip
+SIBLINGS = (
+    ("min", "max"), ("any", "all"), ("floor", "ceil"), ("minimum", "maximum"), ("argmin", "argmax"), ("sin", "cos"),
+    ("startswith", "endswith"), ("removeprefix", "removesuffix"), ("append", "extend"), ("lstrip", "rstrip"),
+    ("find", "rfind"), ("zeros", "ones"), ("zeros_like", "ones_like"), ("partition", "rpartition"),
+)  # fmt: skip
+SIBLING = {one: other for pair in SIBLINGS for one, other in (pair, pair[::-1])}
+NO_ANSWER = {"help", "metavar", "show_default", "short_help", "stacklevel", "copy"}  # keywords that change no answer
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One wrong place: the bytes from `start` to `end` of the source become `text`.
+
+    Attributes:
+        line: Where it begins, from 1.
+        rule: What was done.
+        start: First byte of what is replaced.
+        end: Byte behind it.
+        text: What stands there instead.
+        before: The lines that it changes.
+        after: What they become.
+        at_import: Whether importing the module runs it.
+    """
+
+    line: int
+    rule: str
+    start: int
+    end: int
+    text: str
+    before: str
+    after: str
+    at_import: bool
+
+    def apply(self, source: str) -> str:
+        """The source with this place made wrong."""
+        data = source.encode()
+        return (data[: self.start] + self.text.encode() + data[self.end :]).decode()
+
+    def parses(self, source: str) -> bool:
+        """Whether that still is a module; parentheses around a node may not fit the new one."""
+        try:
+            ast.parse(self.apply(source))
+        except SyntaxError:
+            return False
+        return True
+
+
+def edits(source: str) -> Iterator[Edit]:
+    """Every place that a rule can make wrong.
+
+    Args:
+        source: A Python module.
+
+    Yields:
+        One wrong place each.
+    """
+    data = source.encode()
+    starts = [0]
+    for row in data.splitlines(keepends=True):
+        starts.append(starts[-1] + len(row))
+    for node, at_import in _nodes(ast.parse(source)):
+        for rule, new in _changes(node):
+            first, last = node.lineno - 1, node.end_lineno or node.lineno
+            start, end = starts[first] + node.col_offset, starts[last - 1] + (node.end_col_offset or 0)
+            text = data[start:end].decode() + new if isinstance(new, str) else ast.unparse(new)
+            before = data[starts[first] : starts[last]].decode()
+            after = data[starts[first] : start].decode() + text + data[end : starts[last]].decode()
+            yield Edit(node.lineno, rule, start, end, text, before.strip(), after.strip(), at_import)
+
+
+def _nodes(tree: ast.Module) -> Iterator[tuple[ast.stmt | ast.expr, bool]]:
+    """Nodes that change what the module does, each with whether importing it runs them."""
+    pending: list[tuple[ast.AST, bool]] = [(tree, True)]
+    while pending:
+        node, at_import = pending.pop()
+        if isinstance(node, ast.stmt | ast.expr):
+            yield node, at_import
+        inside = {*map(id, node.body)} if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else set()
+        pending += [(child, at_import and id(child) not in inside) for child in _children(node)]
+
+
+def _children(node: ast.AST) -> list[ast.AST]:
+    """What of a node is looked into."""
+    match node:
+        case ast.FunctionDef(name="__repr__") | ast.Raise() | ast.Assert() | ast.JoinedStr() | ast.Import():
+            return []
+        case ast.ImportFrom() | ast.Expr(value=ast.Constant()) | ast.Assign(value=ast.BinOp(op=ast.BitOr())):
+            return []  # the last is a union of types
+        case ast.Assign(targets=[ast.Name(id="__all__" | "__slots__")]):
+            return []
+        case ast.If(test=ast.Name(id="TYPE_CHECKING") | ast.Compare(left=ast.Name(id="__name__"))):
+            return list(node.orelse)
+        case ast.FunctionDef():
+            return [*node.decorator_list, *node.args.defaults, *filter(None, node.args.kw_defaults), *node.body]
+        case ast.ClassDef():
+            return list(node.body)
+        case ast.AnnAssign():
+            return [node.value] if node.value else []
+        case ast.keyword(arg=name) if name in NO_ANSWER:
+            return []
+        case ast.Subscript(value=ast.Name(id="tuple" | "list" | "dict" | "Callable" | "Literal")):
+            return []
+        case ast.Call(func=ast.Name(id="isinstance")):
+            return [node.args[0]]
+        case ast.Call(func=ast.Name(id="cast")):
+            return [node.args[1]]
+        case _:
+            return list(ast.iter_child_nodes(node))
+
+
+def _changes(node: ast.AST) -> Iterator[Change]:
+    match node:
+        case ast.Compare():
+            for i, op in enumerate(node.ops):
+                yield "comparison", _with(node, ops=[*node.ops[:i], COMPARE[type(op)](), *node.ops[i + 1 :]])
+        case ast.BinOp() if type(node.op) in ARITHMETIC:
+            yield "arithmetic", _with(node, op=ARITHMETIC[type(node.op)]())
+        case ast.AugAssign() if type(node.op) in ARITHMETIC:
+            yield "arithmetic", _with(node, op=ARITHMETIC[type(node.op)]())
+        case ast.BoolOp():
+            yield "and/or", _with(node, op=ast.And() if isinstance(node.op, ast.Or) else ast.Or())
+        case ast.UnaryOp(op=ast.Not()):
+            yield "not left out", node.operand
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=1)):
+            yield "last is first", ast.Constant(0)
+        case ast.UnaryOp(op=ast.USub()):
+            yield "sign", node.operand
+        case ast.IfExp():
+            yield "branches swapped", _with(node, body=node.orelse, orelse=node.body)
+        case ast.Constant():
+            yield from _constants(node)
+        case ast.Subscript():
+            yield from _subscripts(node)
+        case ast.Call(func=ast.Name(id="isinstance" | "cast")):
+            return
+        case ast.Call():
+            yield from _calls(node)
+        case ast.Tuple() | ast.List() | ast.Set() | ast.Dict():
+            yield from _tables(node)
+        case ast.stmt():
+            yield from _statements(node)
+
+
+def _with(node: ast.AST, **fields: object) -> ast.AST:
+    """A copy of a node with other fields."""
+    made = copy.copy(node)
+    for name, value in fields.items():
+        setattr(made, name, value)
+    return made
+
+
+def _constants(node: ast.Constant) -> Iterator[Change]:
+    match node.value:
+        case bool():
+            yield "truth value", ast.Constant(not node.value)
+        case int():
+            yield "constant", ast.Constant(node.value + 1 if abs(node.value) < 64 else node.value * 2)
+        case float():
+            yield "constant", ast.Constant(node.value * 2 or 1.0)
+
+
+def _subscripts(node: ast.Subscript) -> Iterator[Change]:
+    match node.slice:
+        case ast.Constant(value=0):
+            yield "first is last", _with(node, slice=ast.Constant(-1))
+        case ast.Slice():
+            for name in ("lower", "upper", "step"):
+                if getattr(node.slice, name) is not None:
+                    yield f"slice without its {name}", _with(node, slice=_with(node.slice, **{name: None}))
+
+
+def _calls(node: ast.Call) -> Iterator[Change]:
+    for keyword in node.keywords:
+        if keyword.arg not in NO_ANSWER:
+            left = [other for other in node.keywords if other is not keyword]
+            yield f"{keyword.arg or '**'}= left out", _with(node, keywords=left)
+    for i, (one, other) in enumerate(pairwise(node.args)):
+        named = isinstance(one, ast.Name | ast.Attribute) and isinstance(other, ast.Name | ast.Attribute)
+        if named and ast.dump(one) != ast.dump(other):
+            yield "arguments swapped", _with(node, args=[*node.args[:i], other, one, *node.args[i + 2 :]])
+    match node.func:
+        case ast.Name(id=name) if name in SIBLING:
+            yield name, _with(node, func=ast.Name(SIBLING[name]))
+        case ast.Attribute(attr=name) if name in SIBLING:
+            yield name, _with(node, func=_with(node.func, attr=SIBLING[name]))
+
+
+def _tables(node: ast.Tuple | ast.List | ast.Set | ast.Dict) -> Iterator[Change]:
+    """A name that a table lacks."""
+    names = node.keys if isinstance(node, ast.Dict) else node.elts
+    if len(names) < 2 or not all(map(_is_name, names)):
+        return
+    for i in range(len(names)):
+        label = f"{ast.unparse(names[i])[:40]} left out" if names[i] else "** left out"  # pyright: ignore[reportArgumentType]
+        if isinstance(node, ast.Dict):
+            yield label, _with(node, keys=_without(node.keys, i), values=_without(node.values, i))
+        else:
+            yield label, _with(node, elts=_without(node.elts, i))
+
+
+def _is_name(node: ast.expr | None) -> bool:
+    """A string, or a row of a table that begins with one."""
+    if isinstance(node, ast.Tuple) and node.elts:
+        node = node.elts[0]
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def _without(items: list, i: int) -> list:
+    return [*items[:i], *items[i + 1 :]]
+
+
+def _statements(node: ast.stmt) -> Iterator[Change]:
+    match node:
+        case ast.Raise() | ast.Continue() | ast.Break() | ast.Expr(value=ast.Call() | ast.Yield() | ast.YieldFrom()):
+            yield "statement left out", ast.Pass()
+        case ast.Assign(targets=[ast.Attribute() | ast.Subscript()]) | ast.AugAssign() | ast.Delete():
+            yield "statement left out", ast.Pass()
+        case ast.If(orelse=[], body=[ast.Return() | ast.Continue() | ast.Raise()]):
+            yield "statement left out", ast.Pass()
+        case ast.For() if not isinstance(node.body[-1], ast.Return | ast.Raise | ast.Continue | ast.Break):
+            yield "loop ends after the first", f"\n{' ' * node.body[-1].col_offset}break"
