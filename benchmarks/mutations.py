@@ -114,6 +114,8 @@ def _children(node: ast.AST) -> list[ast.AST]:
             return []
         case ast.If(test=ast.Name(id="TYPE_CHECKING") | ast.Compare(left=ast.Name(id="__name__"))):
             return list(node.orelse)
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant()):
+            return []
         case ast.FunctionDef():
             return [*node.decorator_list, *node.args.defaults, *filter(None, node.args.kw_defaults), *node.body]
         case ast.ClassDef():
