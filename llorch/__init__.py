@@ -15,7 +15,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from llorch.errors import CheckpointMismatch, FormatError, MissingExtra
+from llorch.errors import CheckpointMismatch, FormatError, MissingExtra, NonFiniteRun
 
 if TYPE_CHECKING:
     from llorch.compare import Difference, Report, Tolerance, compare
@@ -34,6 +34,7 @@ __all__ = [
     "MissingExtra",
     "Model",
     "ModelConfig",
+    "NonFiniteRun",
     "Report",
     "SamplingSettings",
     "Token",

@@ -53,6 +53,23 @@ class CheckpointMismatch(AssertionError):
     """A stage whose numbers are not those of the golden."""
 
 
+class NonFiniteRun(ArithmeticError):
+    """A run whose numbers overflowed, although all weights are finite."""
+
+    def __init__(self, stage: str, what: str, *, where: object, dtype: str) -> None:
+        """Name the stage.
+
+        Args:
+            stage: The first that is not finite.
+            what: What was seen there.
+            where: Model and adapter.
+            dtype: That of the run.
+        """
+        cause = f"weights, or the alpha of an adapter, are too large for {dtype}"
+        super().__init__(f"{where}: {stage} is the first stage that is not finite ({what}); {cause}")
+        self.stage = stage
+
+
 class MissingExtra(ImportError):
     """An optional package that the command needs and that is not installed."""
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from jaxtyping import Float
@@ -12,6 +12,7 @@ from llorch.builtin import builtin_path
 from llorch.cache import KVCache, require_context
 from llorch.config import ModelConfig
 from llorch.fields import Fields
+from llorch.finite import Look, name_first_stage
 from llorch.forward import forward
 from llorch.generate import Answer, Job, Token, sample_ids, stream
 from llorch.lora.adapted import AdaptedWeights
@@ -312,17 +313,39 @@ class Model(Opened):
             FormatError: The messages are none, or the model has no chat template for them.
             ValueError: An argument is out of range, the prompt is empty or does not fit the context, or no such adapter
                 was added.
+            NonFiniteRun: While tokens are taken: numbers overflow.
         """
         job = self.job(
             given(prompt, messages), max_tokens=max_tokens, settings=settings, ignore_eos=ignore_eos, adapter=adapter
         )
         weights, cache = self._weights_for(adapter), KVCache(self.config, self.weights.cache_dtype)
 
+        seen: list[int] = []
+
+        @np.errstate(over="ignore", invalid="ignore")  # what is not finite is refused below
         def step(new: Sequence[int]) -> np.ndarray:
-            return self._forward(new, weights, cache=cache, last_only=True)[-1]
+            seen.extend(new)
+            logits = self._forward(new, weights, cache=cache, last_only=True)[-1]
+            if not np.isfinite(logits).all():
+                self._name_non_finite(seen, weights)
+            return logits
 
         answer = Answer(self.tokenizer, end_ids=job.end_ids, stop=stop, max_tokens=job.max_tokens)
         return stream(sample_ids(step, job.ids, job.settings, max_tokens=job.max_tokens), answer)
+
+    def _name_non_finite(self, ids: Sequence[int], weights: Weights) -> NoReturn:
+        """Refuse a run that is not finite, see `name_first_stage`."""
+
+        def run(look: Look) -> None:
+            def keep(name: str, array: np.ndarray) -> np.ndarray:
+                look(name, array)
+                return array
+
+            cache = KVCache(self.config, weights.cache_dtype)
+            for start in range(0, len(ids), PREFILL_CHUNK):
+                forward(np.array(ids[start : start + PREFILL_CHUNK]), weights, cache, keep=keep, last_only=True)
+
+        name_first_stage(run, where=weights.path, dtype=str(np.dtype(weights.dtype)))
 
 
 def given(prompt: str | Sequence[int] | None, messages: Sequence[Message] | None) -> Prompt:

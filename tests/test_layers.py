@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = (
-    ("errors", "fields", "config", "memory", "numerics", "ops", "compare"),
+    ("errors", "fields", "config", "finite", "memory", "numerics", "ops", "compare"),
     ("stages", "weights", "tokenizer", "builtin", "quantised_models"),
     ("cache", "forward", "backward", "torch_cache", "torch_model", "kernels", "threads"),
     (

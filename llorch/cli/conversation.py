@@ -29,9 +29,9 @@ def conversation(chat: str | None, system: str | None, history: Path | None) -> 
     before = [] if history is None else read_history(history)
     if system is not None and before and before[0]["role"] == "system":
         raise click.UsageError(f"--system: {history} begins with a system message already")
-    first = [] if system is None else [{"role": "system", "content": system}]
-    last = [] if chat is None else [{"role": "user", "content": prompt_text(chat)}]
-    return [*first, *before, *last]
+    messages: list[dict[str, object]] = [] if system is None else [{"role": "system", "content": system}]
+    messages += before
+    return messages if chat is None else [*messages, {"role": "user", "content": prompt_text(chat)}]
 
 
 def read_history(path: Path) -> list[dict[str, object]]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import click
 
-from llorch.errors import CheckpointMismatch, MissingDevice, MissingExtra
+from llorch.errors import CheckpointMismatch, MissingDevice, MissingExtra, NonFiniteRun
 
 OK, DIFFERS, USAGE, MISSING, NO_MEMORY, BUG, DISK = 0, 1, 2, 3, 4, 70, 74
 INTERRUPTED, BROKEN_PIPE = 130, 141  # 128 + the signal, as a shell reports them
@@ -23,6 +23,7 @@ _CODES: tuple[tuple[type[BaseException], int], ...] = (
     (KeyboardInterrupt, INTERRUPTED),
     (BrokenPipeError, BROKEN_PIPE),
     (CheckpointMismatch, DIFFERS),
+    (NonFiniteRun, USAGE),
     (MissingExtra, MISSING),
     (MissingDevice, MISSING),
     (FileNotFoundError, MISSING),

@@ -1,15 +1,17 @@
 """A model ready to run in torch: what `llorch.model` is for NumPy, on any device and in any dtype."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, NoReturn, get_args
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from llorch.cache import require_context
+from llorch.finite import Look, name_first_stage
 from llorch.generate import Answer, Job, Token
 from llorch.kernels.sdpa import use_sdpa
 from llorch.lora.torch_serving import view
@@ -91,19 +93,31 @@ class TorchModel(AdaptedModules):
         Raises:
             ValueError: An id is out of range, there is none, they do not fit the context, or no such adapter was added.
         """
-        array, module = self.checked_ids(ids), self.module_for([adapter])
+        array = self.checked_ids(ids)
         require_context(len(array), first_position, self.config.max_position_embeddings)
-        cache = self.new_cache(1, len(array), first_position)
+        keep, chunk = (keep_nothing, self._chunk(1)) if trace is None else (recorder(trace), len(array))
+        return as_numpy(self._logits(array, adapter, keep, chunk, first_position=first_position, last_only=last_only))
+
+    def _logits(
+        self,
+        array: Int[np.ndarray, " seq"],
+        adapter: str | None,
+        keep: Callable[[str, Tensor], Tensor],
+        chunk: int,
+        *,
+        first_position: int = 0,
+        last_only: bool = True,
+    ) -> Float[Tensor, "rows vocab"]:
+        module, cache = self.module_for([adapter]), self.new_cache(1, len(array), first_position)
         row = torch.from_numpy(array)[None].to(self.target.device)  # (1, seq)
         positions = torch.arange(first_position, first_position + len(array), device=row.device)[None]
-        keep, chunk = (keep_nothing, self._chunk(1)) if trace is None else (recorder(trace), len(array))
         logits = []
         for start in range(0, len(array), chunk):
             new, end = slice(start, start + chunk), min(start + chunk, len(array))
             place = cache.place(positions[:, new], ctx=end, causal=True)
             last = torch.tensor([end - start - 1], device=row.device) if last_only else None
             logits.append(module(row[:, new], place, cache, keep=keep, rows=last)[0])
-        return as_numpy(logits[-1] if last_only else torch.cat(logits))
+        return logits[-1] if last_only else torch.cat(logits)
 
     def generate(
         self,
@@ -134,6 +148,7 @@ class TorchModel(AdaptedModules):
             FormatError: The messages are none, or the model has no chat template for them.
             ValueError: An argument is out of range, the prompt is empty or does not fit the context, or no such adapter
                 was added.
+            NonFiniteRun: While tokens are taken: numbers overflow.
         """
         job = self.job(
             given(prompt, messages), max_tokens=max_tokens, settings=settings, ignore_eos=ignore_eos, adapter=adapter
@@ -170,6 +185,7 @@ class TorchModel(AdaptedModules):
             ValueError: An argument is out of range, a prompt is empty or does not fit the context, messages are none or
                 the model has no chat template, no such adapter was added, or a compiled model is asked for several of
                 them at once.
+            NonFiniteRun: While tokens are taken: numbers overflow.
         """
         each = zip(
             prompts,
@@ -189,7 +205,8 @@ class TorchModel(AdaptedModules):
 
     def _run(self, numbered: Sequence[tuple[int, Job]], stop: Sequence[str]) -> Iterator[tuple[int, Token]]:
         numbered = [(at, job) for at, job in numbered if job.max_tokens > 0]
-        self.module_for([job.adapter for _, job in numbered])  # refuses what cannot run together
+        if numbered:
+            self.module_for([job.adapter for _, job in numbered])  # refuses what cannot run together
         answers = [Answer(self.tokenizer, end_ids=j.end_ids, stop=stop, max_tokens=j.max_tokens) for _, j in numbered]
         return self._tokens(numbered, answers) if numbered else iter(())
 
@@ -198,11 +215,28 @@ class TorchModel(AdaptedModules):
         decoding = self._decoding(jobs)
         decoding.begin(jobs, chunk=self._chunk(len(jobs)))
         running = Running(decoding, jobs, answers, narrow=self._narrowed)
+        made: list[list[int]] = [[] for _ in jobs]
         try:
             for row, token in running:
+                made[row].append(token.id)
+                if math.isnan(token.logprob):
+                    self._name_non_finite([*jobs[row].ids, *made[row][:-1]], jobs[row].adapter)
                 yield numbered[row][0], token
         finally:
             self._spare = running.decoding
+
+    @torch.no_grad()
+    def _name_non_finite(self, ids: Sequence[int], adapter: str | None) -> NoReturn:
+        """Refuse a run that is not finite, see `name_first_stage`."""
+
+        def run(look: Look) -> None:
+            def keep(name: str, array: Tensor) -> Tensor:
+                look(name, as_numpy(array[0]))
+                return array
+
+            self._logits(np.array(ids), adapter, keep, self._chunk(1))
+
+        name_first_stage(run, where=self.weights.path, dtype=self.target.dtype_name)
 
     def _decoding(self, jobs: Sequence[Job]) -> Decoding:
         needs, module = Needs.of([job.settings for job in jobs]), self.module_for([job.adapter for job in jobs])

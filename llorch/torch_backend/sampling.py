@@ -189,7 +189,7 @@ def choose(
         u: A uniform number for each row.
 
     Returns:
-        The tokens, and the log probability of each under the unfiltered logits.
+        The tokens, and the log probability of each under the unfiltered logits; NaN where one of these is not finite.
     """
     if needs.sampled:
         token = draw(probabilities(logits, settings, needs, seen), u)
@@ -197,7 +197,8 @@ def choose(
         scores = penalise(logits.double(), seen, settings.repetition_penalty) if needs.penalty else logits
         token = scores.argmax(-1, keepdim=True)
     wide = logits.double()
-    return token, wide.gather(-1, token) - wide.logsumexp(-1, keepdim=True)
+    logprob = wide.gather(-1, token) - wide.logsumexp(-1, keepdim=True)
+    return token, torch.where(logits.isfinite().all(-1, keepdim=True), logprob, torch.nan)
 
 
 def seen_tokens(histories: Sequence[Sequence[int]], vocab_size: int) -> Bool[np.ndarray, "batch vocab"]:

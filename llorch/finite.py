@@ -1,0 +1,33 @@
+"""Numbers that are not finite show in the logits; a second pass that looks at every stage names where they begin."""
+
+from collections.abc import Callable
+from typing import NoReturn
+
+import numpy as np
+
+from llorch.errors import NonFiniteRun
+
+Look = Callable[[str, np.ndarray], None]  # name and array of a stage
+
+
+def name_first_stage(run: Callable[[Look], object], *, where: object, dtype: str) -> NoReturn:
+    """Run again and stop at the first stage that is not finite.
+
+    Args:
+        run: Runs the same tokens; shows every stage, in order.
+        where: Model and adapter, for the message.
+        dtype: That of the run.
+
+    Raises:
+        NonFiniteRun: Always; it names the stage.
+    """
+
+    def look(name: str, array: np.ndarray) -> None:
+        masked = name.endswith("attn_scores")  # -inf hides a later key there
+        n_wrong = array.size - np.count_nonzero(np.isfinite(array) | (np.isneginf(array) & masked))
+        if n_wrong:
+            raise NonFiniteRun(name, f"{n_wrong} of {array.size} values", where=where, dtype=dtype)
+
+    with np.errstate(all="ignore"):
+        run(look)
+    raise NonFiniteRun("logits", "only as it was computed first", where=where, dtype=dtype)
