@@ -160,10 +160,14 @@ class Tree:
         module = ".".join(mutant.file.with_suffix("").parts).removesuffix(".__init__")
         if mutant.edit.at_import and self._run([sys.executable, "-c", f"import {module}"]) != 0:
             return "invalid"
-        first = [test for test in self.area.tests() if _names(self.root / test, module)]
+        first = self._about(module) or self._about(module.rpartition(".")[0])
         fate = self._pytest(first) if first else "survived"
         others = [test for test in self.area.tests() if test not in first]
         return self._pytest(others) if fate == "survived" and others else fate
+
+    def _about(self, module: str) -> list[Path]:
+        """The tests of the area that name a module."""
+        return [test for test in self.area.tests() if _names(self.root / test, module)]
 
     def _pytest(self, tests: Iterable[Path]) -> str:
         """What some tests say; those that run the engines only where the area asks for them."""

@@ -267,6 +267,10 @@ def test_a_yarn_ramp_that_ends_before_it_starts_is_refused_as_the_engines_differ
         ({"type": "linear", "factor": 0.5}, "OutOfRange: factor: expected at least 1.0, got 0.5"),
         ({"type": "yarn", "factor": math.inf}, "OutOfRange: factor: expected at least 1.0, got inf"),
         ({"type": "yarn", "factor": 2, "attention_factor": 0}, "attention_factor: expected at least 1e-06, got 0"),
+        (
+            {"type": "yarn", "factor": 2, "original_max_position_embeddings": 0},
+            "original_max_position_embeddings: expected at least 1, got 0",
+        ),
         ({"type": "yarn", "factor": 2, "beta_slow": 0}, "OutOfRange: beta_slow: expected at least 1e-06, got 0"),
         (LLAMA3 | {"high_freq_factor": 1.0}, "high_freq_factor: expected at least 1.0000000000000002, got 1.0"),
         (LLAMA3 | {"low_freq_factor": 0}, "OutOfRange: low_freq_factor: expected at least 1e-06, got 0"),

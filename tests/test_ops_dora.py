@@ -20,6 +20,12 @@ def test_lengths_are_those_of_the_rows_of_the_sum():
     np.testing.assert_array_equal(lengths, [5, 13])
 
 
+def test_lengths_of_long_rows_are_rounded_once(rng):
+    weight = rng.normal(size=(3, 5000)).astype(np.float32)
+    want = np.sqrt(np.square(weight, dtype=np.float64).sum(axis=1)).astype(np.float32)
+    np.testing.assert_array_equal(row_lengths(weight, np.zeros_like(weight)), want, strict=True)
+
+
 def test_with_the_learned_length_equal_to_the_length_only_the_delta_is_added(arrays):
     of_base, delta, _, lengths = arrays
     np.testing.assert_array_equal(dora(of_base, delta, lengths, lengths), delta)
