@@ -1,7 +1,8 @@
 """Fixtures for all tests; llorch is imported inside them only, or its shape checks would be hooked in too late."""
 
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Generator, Iterator
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +26,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     ]
     if missing and item.get_closest_marker("live"):
         pytest.skip(f"NOT RUN: {', '.join(missing)} not installed; pip install -c constraints.txt -e '.[golden]'")
+
+
+@pytest.hookimpl(wrapper=True)  # around the fixtures too, whatever their scope, and whatever becomes of the test
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """The number of torch's threads is that of the process: what one test sets must not reach the next."""
+    torch = sys.modules.get("torch")
+    threads = torch.get_num_threads() if torch else None
+    try:
+        return (yield)
+    finally:
+        if torch and torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
 
 
 @pytest.fixture

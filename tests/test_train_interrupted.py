@@ -149,11 +149,9 @@ CHANGES: dict[str, Callable[[TrainSettings], TrainSettings]] = {
 
 
 @pytest.fixture
-def copied(stopped: Path, data: Path, tmp_path: Path):
-    """The stopped run and its data, for changing; threads are put back."""
-    threads = torch.get_num_threads()
-    yield shutil.copytree(stopped, tmp_path / "run"), shutil.copytree(data, tmp_path / "data")
-    torch.set_num_threads(threads)
+def copied(stopped: Path, data: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """The stopped run and its data, for changing."""
+    return shutil.copytree(stopped, tmp_path / "run"), shutil.copytree(data, tmp_path / "data")
 
 
 @pytest.mark.parametrize("line", CHANGES)

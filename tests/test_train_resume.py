@@ -83,7 +83,6 @@ def test_the_environment_follows_the_switches_of_torch():
     try:
         found = differences(before, environment("cpu"))
     finally:
-        torch.set_num_threads(threads)
         torch.set_float32_matmul_precision(precision)
     assert found == [
         f"threads: saved {threads}, now {threads + 1}",
