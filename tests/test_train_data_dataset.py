@@ -61,6 +61,30 @@ def test_the_digest_is_of_what_is_trained_on(file: Path, model: Model):
     assert len(changed) == 9
 
 
+def test_a_share_of_the_rows_is_held_out_whatever_their_order(tmp_path: Path, model: Model):
+    rows = [{"text": f"The fox found {n} stones."} for n in range(18)] + [{"text": "It rained."}] * 2
+    parts = []
+    for order in (rows, rows[::-1]):
+        data = read(write(tmp_path / "all.jsonl", *order), model, valid=0.25)
+        parts.append([sorted(example.ids for example in split) for split in (data.train, data.valid)])
+    assert parts[0] == parts[1]
+    whole = read(tmp_path / "all.jsonl", model)
+    assert sorted(parts[0][0] + parts[0][1]) == sorted(example.ids for example in whole.train)
+    assert len(parts[0][1]) in (5, 6)  # equal rows stay together
+    assert not {*parts[0][0]} & {*parts[0][1]}
+    assert data.notes[-1] == f"all.jsonl: {len(data.valid)} of 20 rows are held out for validation (valid 0.25)"
+    assert data.digest != whole.digest
+
+
+def test_rows_are_held_out_where_there_are_enough_and_no_validation_set(file: Path, model: Model):
+    one = write(file.parent / "one.jsonl", ROWS[0])
+    with pytest.raises(FormatError, match=r"none of 1 rows is left to train on, valid is 0\.1"):
+        read(one, model, valid=0.1)
+    write(file.parent / "valid.jsonl", ROWS[0])
+    with pytest.raises(FormatError, match=r"valid\.jsonl: Inconsistent: there is a validation set already"):
+        read(file.parent, model, valid=0.1)
+
+
 def test_rows_are_packed_when_asked_for(file: Path, model: Model):
     plain, packed = read(file, model), read(file, model, packing=True)
     assert list(plain.train) == list(packed.train)

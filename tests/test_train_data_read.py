@@ -40,9 +40,9 @@ BAD = {
     "equal keys": (b'{"a": 1, "a": 2}', "Malformed: the line: key 'a' occurs twice"),
     "half a pair": (rb'{"a": "\ud800"}', "Malformed: the line: a string holds half of a surrogate pair"),
     "deep": (b'{"a": ' + b"[" * 40 + b"]" * 40 + b"}", "Malformed: the line: nested deeper than 32"),
-    "list": (b'[{"a": 1}]', "Malformed: expected an object, got list; to make JSON lines of a list: jq"),
+    "list": (b'[{"a": 1}]', "Malformed: expected an object, got list; a list belongs into a file that ends in .json"),
     "text": (b'"a"', "Malformed: expected an object, got str"),
-    "list over lines": (b'[\n{"a": 1}\n]', "Malformed: expected a whole object on one line; to make JSON lines"),
+    "list over lines": (b'[\n{"a": 1}\n]', "Malformed: expected a whole object on one line; a list belongs into"),
     "NUL": (b'{"a": "\x00"}', "Malformed: the line is not JSON: Invalid control character at (column 8)"),
 }
 
@@ -60,6 +60,30 @@ def test_a_bad_line_is_refused_with_its_place(tmp_path: Path, name: str):
 def test_an_empty_file_is_refused(tmp_path: Path, content: bytes):
     with pytest.raises(FormatError, match="Missing: expected JSON lines, one object a line, got an empty file"):
         values(tmp_path / "d.jsonl", content)
+
+
+@pytest.mark.parametrize("content", [b'[{"a": 1},\n {"a": 2}]', b'\xef\xbb\xbf \n[\n{"a": 1}, {"a": 2}\n]\n'])
+def test_a_json_file_may_be_a_list_of_rows(tmp_path: Path, content: bytes):
+    path = tmp_path / "train.json"
+    assert values(path, content) == [{"a": 1}, {"a": 2}]
+    records = list(read_records(path))
+    assert (records[1].where, records[1].source) == (f"{path} row 2", "train.json row 2")
+    assert values(path, b'{"a": 1}\n{"a": 2}') == [{"a": 1}, {"a": 2}]  # JSON lines by another name
+    assert find_splits(tmp_path) == {"train": path}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'[{"a": 1}, 2]', "train.json row 2: Malformed: expected an object, got int"),
+        (b'[{"a": 1}', "train.json: Malformed: the list is not JSON: "),
+        (b"[]", "train.json: Missing: expected JSON lines"),
+        (b"[" + b" " * (128 << 20), "train.json: TooLarge: a list has at most 134217728 bytes; a list belongs"),
+    ],
+)
+def test_a_list_that_is_none_is_refused(tmp_path: Path, content: bytes, message: str):
+    with pytest.raises(FormatError, match=re.escape(message)):
+        values(tmp_path / "train.json", content)
 
 
 def test_a_giant_line_is_refused_before_it_is_read_whole(tmp_path: Path):

@@ -22,6 +22,7 @@ REFUSED = [
     ({"target_modules": ()}, "target_modules must name at least one module"),
     ({"dropout": 1.0}, "dropout must be at least 0 and below 1, got 1.0"),
     ({"dropout": float("nan")}, "dropout must be at least 0 and below 1, got nan"),
+    ({"valid": 1.0}, "valid must be at least 0 and below 1, got 1.0"),
     ({"init": "zeros"}, "init must be one of default, gaussian, pissa, got 'zeros'"),
     ({"lr": 0.0}, "lr must be finite and above 0, got 0.0"),
     ({"lr": float("inf")}, "lr must be finite and above 0, got inf"),

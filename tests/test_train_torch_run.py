@@ -184,6 +184,35 @@ def test_a_change_that_is_allowed_is_written_down(tmp_path: Path):
     assert [one["step"] for one in lines(tmp_path / "run") if "loss" in one] == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize(("schedule", "same"), [("constant", True), ("linear", False)])
+def test_a_run_that_is_over_goes_on_for_more_steps(tmp_path: Path, schedule: str, same: bool):
+    from llorch.train.torch_run import Run
+
+    short, long = (small_settings(tmp_path, schedule=schedule, dropout=0.1, steps=steps) for steps in (2, 4))
+    run(long, tmp_path / "straight")
+    run(short, tmp_path / "run")
+    watcher = Silent()
+    assert Run(long, tmp_path / "run", watcher, resume=True).run().steps == 4
+    assert watcher.notes == [
+        "the run was over after 2 steps and goes on to 4; from here the rate is that of the "
+        f"{schedule} schedule of 4 steps, {'' if same else 'so '}the bits are {'' if same else 'not '}"
+        "those of a run that was begun for 4"
+    ]
+    assert (lasting(tmp_path / "run") == lasting(tmp_path / "straight")) == same
+    rates = [[one["learning_rate"] for one in lines(tmp_path / name) if "loss" in one] for name in ("run", "straight")]
+    assert rates[0][2:] == rates[1][2:]  # the schedule of all steps, from where the run goes on
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["changes"] == ["after step 2: total_steps: saved 2, now 4"]
+
+
+def test_a_longer_run_must_not_differ_otherwise(tmp_path: Path):
+    from llorch.errors import FormatError
+
+    run(small_settings(tmp_path, steps=1), tmp_path / "run")
+    with pytest.raises(FormatError, match=r"has changed: settings\.lr: saved 0\.005, now 0\.25; undo"):
+        run(small_settings(tmp_path, steps=2, lr=0.25), tmp_path / "run", resume=True)
+
+
 def test_a_run_cannot_be_resumed_beyond_its_end(tmp_path: Path):
     run(small_settings(tmp_path), tmp_path / "run")
     before = lasting(tmp_path / "run")

@@ -2,14 +2,16 @@
 
 import math
 from copy import deepcopy
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from training_runs import bits, distance, gradients, small_settings, trained
+from training_runs import bits, distance, gradients, small_data, small_settings, trained
 
+from llorch.train.settings import TrainSettings
 from llorch.weights.tensor_file import tensor_bytes
 
 
@@ -191,19 +193,39 @@ def test_a_loss_that_is_not_finite_ends_training_although_the_gradient_is(tmp_pa
     assert bits(adapter_and_moments(training)) == before
 
 
-@pytest.mark.parametrize(
-    ("given", "changed"),
-    [
-        ({"lr": 0.1}, {"settings"}), ({"seed": 1}, {"settings", "initial_adapter"}), ({"steps": 5}, {"total_steps"}),
-        ({"warmup_steps": 2}, {"warmup_steps"}), ({"model": "micro-qwen2"}, {"base", "initial_adapter"}),
-        ({"eval_every": 1, "save_every": 1, "keep": 9, "gradient_checkpointing": True}, set()),
-    ],
-)  # fmt: skip
-def test_the_identity_holds_what_changes_bits_and_nothing_else(
-    tmp_path: Path, given: dict[str, Any], changed: set[str]
-):
-    plain, other = (trained(small_settings(tmp_path, **more), steps=0).identity() for more in ({}, given))
-    assert {key for key in plain if plain[key] != other[key]} == changed
+# Another value of every setting, and the parts of the identity that it changes.
+ALL, NAMED = "settings", "settings initial_adapter"
+OTHER: dict[str, tuple[dict[str, Any], str]] = {
+    "model": ({"model": "micro-qwen2"}, "base initial_adapter"), "data": ({"data": "train.jsonl"}, "data"),
+    "valid": ({"data": "train.jsonl", "valid": 0.3}, "data"),
+    "max_length": ({"max_length": 20}, "settings data"), "train_on": ({"train_on": "last"}, "settings data"),
+    "parse_special": ({"parse_special": True}, "settings data"), "packing": ({"packing": True}, "settings data"),
+    "epochs": ({"steps": None, "epochs": 7}, "total_steps"), "steps": ({"steps": 5}, "total_steps"),
+    "warmup_steps": ({"warmup_steps": 2}, "warmup_steps"),
+    "warmup_ratio": ({"warmup_steps": None, "warmup_ratio": 1.0}, "warmup_steps"),
+    "r": ({"r": 4}, NAMED), "target_modules": ({"target_modules": ("q_proj",)}, NAMED),
+    "exclude_modules": ({"exclude_modules": ("q_proj",)}, NAMED), "seed": ({"seed": 1}, NAMED),
+    "layers_to_transform": ({"layers_to_transform": (0,)}, NAMED), "init": ({"init": "gaussian"}, NAMED),
+    "rank_pattern": ({"rank_pattern": {"q_proj": 4}}, NAMED), "dora": ({"dora": True}, NAMED),
+    "alpha": ({"alpha": 6.0}, ALL), "alpha_pattern": ({"alpha_pattern": {"q_proj": 6.0}}, ALL),
+    "dropout": ({"dropout": 0.1}, ALL), "rslora": ({"rslora": True}, ALL), "lr": ({"lr": 0.1}, ALL),
+    "lora_plus_ratio": ({"lora_plus_ratio": 2.0}, ALL), "schedule": ({"schedule": "linear"}, ALL),
+    "weight_decay": ({"weight_decay": 0.1}, ALL), "max_grad_norm": ({"max_grad_norm": 0.5}, ALL),
+    "eight_bit": ({"eight_bit": True}, ALL), "batch_size": ({"batch_size": 7, "steps": 4}, ALL),
+    "accumulation": ({"accumulation": 2}, ALL), "label_smoothing": ({"label_smoothing": 0.1}, ALL),
+    "chunk": ({"chunk": 3}, ALL), "dtype": ({"dtype": "bfloat16"}, ALL), "weights": ({"weights": "packed"}, ALL),
+    **{name: ({name: 9}, "") for name in ("eval_every", "save_every", "keep")},  # these change no bit
+    **{name: ({name: True}, "") for name in ("gradient_checkpointing", "tensorboard")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(TrainSettings) if field.name != "device"])
+def test_every_setting_is_in_the_identity_or_changes_no_bit(tmp_path: Path, name: str):
+    given, changed = OTHER[name]
+    place = {"data": str(small_data(tmp_path) / given["data"])} if "data" in given else {}
+    before = place if name == "valid" else {}
+    plain, other = (trained(small_settings(tmp_path, **more), steps=0).identity() for more in (before, given | place))
+    assert {key for key in plain if plain[key] != other[key]} == set(changed.split())
 
 
 @pytest.mark.parametrize("init", ["gaussian", "pissa"])

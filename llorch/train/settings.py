@@ -27,7 +27,8 @@ class TrainSettings:
     """
 
     model: str  # .gguf file, Hugging Face folder or built-in name
-    data: str  # JSONL file, folder with train.jsonl, or the name of a built-in example
+    data: str  # JSONL file, .json list, folder with train.jsonl, or the name of a built-in example
+    valid: float = 0.0  # share of the rows held out for validation without valid.jsonl; 0 <= valid < 1
     r: int = 16  # rank of the adapter; at least 1
     alpha: float = 32.0  # numerator of the adapter's scale; above 0
     target_modules: tuple[str, ...] | str = ALL_LINEAR  # ends of module paths, a regular expression, or all-linear
@@ -96,6 +97,7 @@ class TrainSettings:
             *((name, _between(getattr(self, name), low, math.inf), f"at least {low}") for name, low in at_least),
             ("lr", self.lr is None or 0 < self.lr < math.inf, "finite and above 0"),
             ("lora_plus_ratio", 0 < self.lora_plus_ratio < math.inf, "finite and above 0"),
+            ("valid", _between(self.valid, 0, 1), "at least 0 and below 1"),
             ("dropout", _between(self.dropout, 0, 1), "at least 0 and below 1"),
             ("label_smoothing", _between(self.label_smoothing, 0, 1), "at least 0 and below 1"),
             ("seed", 0 <= self.seed < _SEEDS, f"at least 0 and below {_SEEDS}"),
@@ -127,6 +129,7 @@ class TrainSettings:
             packing=self.packing,
             train_on=self.train_on,
             parse_special=self.parse_special,
+            valid=self.valid,
         )
 
     @property

@@ -21,7 +21,7 @@ from llorch.errors import FormatError, MissingExtra
 from llorch.lora.peft_format import write_peft
 from llorch.train.curve import draw_curve
 from llorch.train.log import LOG, RunLog, read_log, require_tensorboard
-from llorch.train.resume import require_same
+from llorch.train.resume import differences, require_same
 from llorch.train.settings import TrainSettings
 from llorch.train.snapshots import SnapshotStore, is_leftover
 from llorch.train.stopping import Stopped, StopRequest
@@ -31,6 +31,7 @@ from llorch.weights.strict_json import read_json
 
 RUN, CURVE = "run.json", "curve.svg"
 _LIMIT = 1 << 20  # bytes of run.json
+_OF_THE_LENGTH = ("total_steps", "warmup_steps")  # parts of the identity
 
 
 @runtime_checkable
@@ -123,7 +124,8 @@ class Run:
             settings: What to do.
             folder: New or empty; with `resume` that of a run.
             watcher: Is told what happens.
-            resume: Go on from the newest snapshot, or from the start where there is none.
+            resume: Go on from the newest snapshot, or from the start where there is none. A run that is over goes on
+                where the settings ask for more steps: those made stay, the rate follows the schedule of all steps.
             allow_change: Go on although something has changed, which is noted in the log of the run.
 
         Raises:
@@ -214,8 +216,10 @@ class Run:
         for reason in found.skipped:
             self._watcher.note(f"passed over: {reason}")
         record = found.record
-        now = self._training.identity()
-        changes = require_same(record["identity"], now, allow_change=self._allow_change, path=found.path)
+        saved, now = record["identity"], self._training.identity()
+        longer = found.step == saved["total_steps"] < now["total_steps"]
+        expected = saved | {name: now[name] for name in _OF_THE_LENGTH} if longer else saved
+        changes = require_same(expected, now, allow_change=self._allow_change, path=found.path)
         if found.step > self._training.total_steps:
             raise ValueError(
                 f"{found.path}: expected at most the {self._training.total_steps} steps of the run, got a snapshot of "
@@ -223,9 +227,23 @@ class Run:
             )
         for line in changes:
             self._watcher.note(f"not bit-exact any more: {line}")
+        if longer:
+            changes += self._lengthened(saved, now)
         self._changes = [*record["changes"], *(f"after step {found.step}: {line}" for line in changes)]
         self._training.load(found.tensors, record)
         return int(record["log_offset"])
+
+    def _lengthened(self, saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+        """Say what becomes of the schedule of a run that was over and goes on; returns what is different."""
+        done, total = saved["total_steps"], now["total_steps"]
+        schedule = self._training.settings.schedule
+        constant = schedule == "constant" and saved["warmup_steps"] == now["warmup_steps"]
+        bits = "the bits are" if constant else "so the bits are not"
+        self._watcher.note(
+            f"the run was over after {done} steps and goes on to {total}; from here the rate is that of the {schedule} "
+            f"schedule of {total} steps, {bits} those of a run that was begun for {total}"
+        )
+        return differences({name: saved[name] for name in _OF_THE_LENGTH}, {name: now[name] for name in _OF_THE_LENGTH})
 
     def _write_record(self) -> None:
         training = self._training

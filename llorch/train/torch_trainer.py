@@ -39,7 +39,7 @@ from llorch.weights import open_weights
 BETAS, EPS = (0.9, 0.999), 1e-8  # of AdamW, as torch has them
 _SPOKEN_FOR = {  # settings that change no bit of a step, or that other parts of the identity speak for
     "model", "data", "epochs", "steps", "warmup_steps", "warmup_ratio", "gradient_checkpointing", "device",
-    "eval_every", "save_every", "keep", "tensorboard",
+    "eval_every", "save_every", "keep", "tensorboard", "valid",
 }  # fmt: skip
 
 

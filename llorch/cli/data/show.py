@@ -50,10 +50,9 @@ def command(
 
     What is learned is green, or stands in [[brackets]] where there is no colour; control tokens are underlined.
 
-    DATA is a file of JSON lines, a folder with train.jsonl and perhaps valid.jsonl and test.jsonl, or pirate, which is
-    built in. Formats are told
-    apart by the keys of a row: text (learned whole); prompt and completion; messages, with tools; conversations
-    (ShareGPT); instruction and output (Alpaca); input_ids, with labels.
+    DATA is a file of JSON lines or a .json list, a folder with train.jsonl and perhaps valid.jsonl and test.jsonl, or
+    pirate, which is built in. Formats are told apart by the keys of a row: text (learned whole); prompt and completion;
+    messages, with tools; conversations (ShareGPT); instruction and output (Alpaca); input_ids, with labels.
     """
     from llorch.builtin import find_data
     from llorch.cli.data.examples import as_object, facts_of, pieces_of, print_examples, summary

@@ -19,11 +19,12 @@ from llorch.cli.threads import threads_option
 )
 @click.argument("model")
 @click.argument("adapter", type=click.Path(path_type=Path))
-@click.option("--data", required=True, help="JSONL file, folder with train.jsonl, or the built-in pirate.")
+@click.option("--data", required=True, help="JSONL file, .json list, folder with train.jsonl, or the built-in pirate.")
 @click.option(
     "--split", type=click.Choice(["train", "valid", "test"]),
     help="Which part of the data.  [default: test, else valid, else train]",
 )  # fmt: skip
+@click.option("--valid", default=0.0, show_default=True, help="Hold out this share of the rows, as training did.")
 @click.option("--batch-size", default=8, show_default=True, help="Rows of one forward pass.")
 @click.option("--max-length", type=int, help="Tokens of a row.  [default: the model's context, at most 1024]")
 @click.option(

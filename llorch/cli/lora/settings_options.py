@@ -35,6 +35,7 @@ class Pair(click.ParamType):
 
 
 _HELP: Mapping[str, tuple[Any, str]] = {
+    "valid": (float, "Share of the rows that is held out for validation, where there is no valid.jsonl."),
     "r": (int, "Rank of the adapter."),
     "alpha": (float, "Its product is scaled by alpha / r."),
     "target_modules": (str, "Which matrices: q_proj,v_proj, a regular expression for module paths, or all-linear."),

@@ -21,7 +21,8 @@ from llorch.cli.threads import threads_option
 )
 @click.argument("model", required=False)
 @click.option(
-    "--data", help="JSONL file, folder with train.jsonl (valid.jsonl, test.jsonl), or pirate, which is built in."
+    "--data",
+    help="JSONL file, .json list, folder with train.jsonl (valid.jsonl, test.jsonl), or pirate, which is built in.",
 )
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder of the run; new or empty.")
 @click.option("--config", type=click.Path(path_type=Path), help="Settings from a .yaml or .toml file; options win.")
@@ -41,6 +42,9 @@ def command(
 
     Ctrl-C or SIGTERM ends the step, saves and leaves; a second one leaves at once. With --resume, settings that are not
     given come from the run in the folder, and so does the number of threads, which decides the last bits.
+
+    A run that is over goes on with --resume when more --steps or --epochs are asked for: from there the rate follows
+    the schedule of all steps. With a constant one it ends as a run that was begun for so many.
     """
     from llorch.cli.lora.needs import require_torch, threads_for_training
     from llorch.cli.lora.training_progress import Progress

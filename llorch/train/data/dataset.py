@@ -30,7 +30,7 @@ class TrainingData:
         valid: To look at on the way; empty without valid.jsonl.
         test: To look at in the end; empty without test.jsonl.
         settings: How it was encoded; `max_length` is at most the context of the model.
-        digest: SHA-256 of the examples and the settings.
+        digest: SHA-256 of the examples and the settings; how they came apart is in the examples.
         notes: What the user should know, a line each.
     """
 
@@ -60,7 +60,7 @@ def read_data(
     """Read and encode a data set.
 
     Args:
-        path: A file of JSON lines, or a folder with train.jsonl and perhaps valid.jsonl and test.jsonl.
+        path: A file of JSON lines or a .json list, or a folder with train.jsonl and perhaps valid.jsonl and test.jsonl.
         model: Whose vocabulary and chat template to use.
         settings: What to learn, and how long examples get.
         progress: Told now and then how far it is.
@@ -70,15 +70,23 @@ def read_data(
 
     Raises:
         FileNotFoundError: There is no such file or folder.
-        FormatError: A row cannot be used; the message names file and line.
+        FormatError: A row cannot be used; the message names file and line. Or rows are to be held out, and there are
+            too few or a valid.jsonl already.
     """
     files = find_splits(Path(path))
+    if settings.valid and "valid" in files:
+        message = (
+            f"there is a validation set already, so none of the rows is held out; leave out valid={settings.valid:g}"
+        )
+        raise FormatError("Inconsistent", message, path=files["valid"])
     notes = []
     context = model.config.max_position_embeddings
     if settings.max_length > context:
         settings = replace(settings, max_length=context)
         notes.append(f"max_length is {context}: the model has no longer context")
     splits = {split: Examples(_read_split(file, model, settings, notes, progress)) for split, file in files.items()}
+    if settings.valid:
+        splits |= _held_out(splits["train"], settings.valid, files["train"], notes)
     train, valid, test = (splits.get(split, Examples()) for split in ("train", "valid", "test"))
     return TrainingData(train, valid, test, settings, _digest((train, valid, test), settings), notes)
 
@@ -104,6 +112,26 @@ def _read_split(
     notes += _notes(file.name, name, n_rows, n_examples, unused, encoder)
 
 
+def _held_out(train: Examples, share: float, file: Path, notes: list[str]) -> dict[str, Examples]:
+    """Part examples by rows: the share whose digests are lowest is held out.
+
+    So equal rows stay together, and neither the order of a file nor the seed of a run changes what is held out.
+    """
+    digests = {}
+    for one in train:
+        digests.setdefault(one.source, hashlib.sha256()).update(json.dumps([one.ids, one.labels]).encode())
+    ranked = sorted(digest.digest() for digest in digests.values())
+    last = ranked[max(1, round(share * len(ranked))) - 1]
+    parts: dict[str, list[Example]] = {"train": [], "valid": []}
+    for one in train:
+        parts["valid" if digests[one.source].digest() <= last else "train"].append(one)
+    if not parts["train"]:
+        raise FormatError("Missing", f"none of {len(ranked)} rows is left to train on, valid is {share:g}", path=file)
+    n_held = sum(digest <= last for digest in ranked)
+    notes.append(f"{file.name}: {n_held} of {len(ranked)} rows are held out for validation (valid {share:g})")
+    return {split: Examples(examples) for split, examples in parts.items()}
+
+
 def _notes(file: str, name: str, n_rows: int, n_examples: int, unused: set[str], encoder: Encoder) -> list[str]:
     ignored = f"; keys not used: {', '.join(sorted(unused))}" if unused else ""
     first = f"{file}: {n_rows} rows of {name}, {n_examples} examples{ignored}"
@@ -111,7 +139,8 @@ def _notes(file: str, name: str, n_rows: int, n_examples: int, unused: set[str],
 
 
 def _digest(splits: tuple[Examples, ...], settings: DataSettings) -> str:
-    digest = hashlib.sha256(json.dumps(asdict(settings), sort_keys=True).encode())
+    encoding = {name: value for name, value in asdict(settings).items() if name != "valid"}
+    digest = hashlib.sha256(json.dumps(encoding, sort_keys=True).encode())
     for examples in splits:
         for part in examples.content():
             digest.update(len(part).to_bytes(8, "little"))

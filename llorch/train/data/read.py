@@ -1,4 +1,6 @@
-"""JSON lines: one object a line, strictly read; every fault names its file and line.
+"""Rows of data, strictly read: JSON lines, one object a line, or a .json file that is a list of objects.
+
+Every fault names its file and line, in a list its row.
 
 A line of white space is skipped, and a byte order mark at the start of a file too. What Python's parser lets through
 by default (NaN, equal keys, half surrogates) is refused, see `llorch.weights.strict_json`.
@@ -13,20 +15,20 @@ from llorch.errors import FormatError
 from llorch.weights.strict_json import parse_json
 
 SPLITS = ("train", "valid", "test")
-_MAX_LINE = 16 << 20  # bytes
-_MAX_ITEMS = 1 << 22  # of a line: as many token ids fit
-_REMEDY = "to make JSON lines of a list: jq -c '.[]' data.json > data.jsonl"
+_MAX_LINE, _MAX_LIST = 16 << 20, 128 << 20  # bytes; a list is in memory whole
+_MAX_ITEMS = 1 << 22  # of a line or list: as many token ids fit
+_REMEDY = "a list belongs into a file that ends in .json; to make JSON lines of it: jq -c '.[]' data.json > data.jsonl"
 _BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True)
 class Record:
-    """One line.
+    """One row.
 
     Attributes:
         values: The object that it holds.
-        where: File and line as the user gave the path, for messages.
-        source: File name and line.
+        where: File and line, or row of a list, as the user gave the path, for messages.
+        source: The same, with the name of the file only.
     """
 
     values: dict[str, object]
@@ -35,7 +37,7 @@ class Record:
 
 
 def find_splits(path: Path) -> dict[str, Path]:
-    """The files of a data set: a file is all of it, a folder holds train.jsonl and perhaps valid.jsonl and test.jsonl.
+    """The files of a data set: a file is all of it, a folder holds train.jsonl, perhaps valid and test; or .json.
 
     Args:
         path: What the user gave.
@@ -50,14 +52,15 @@ def find_splits(path: Path) -> dict[str, Path]:
         if not path.exists():
             raise FileNotFoundError(f"data: no such file or folder: {path}")
         return {"train": path}
-    found = {split: file for split in SPLITS if (file := path / f"{split}.jsonl").is_file()}
+    files = {split: [path / f"{split}.{ending}" for ending in ("jsonl", "json")] for split in SPLITS}
+    found = {split: next(filter(Path.is_file, both)) for split, both in files.items() if any(map(Path.is_file, both))}
     if "train" not in found:
         raise FileNotFoundError(f"data: {path} has no train.jsonl (valid.jsonl and test.jsonl may stand beside it)")
     return found
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """Read a file line by line.
+    """Read the rows of a file, line by line unless it is a list.
 
     Args:
         path: The file.
@@ -66,17 +69,37 @@ def read_records(path: Path) -> Iterator[Record]:
         Its objects.
 
     Raises:
-        FormatError: A line is too long or no JSON object, or there is none.
+        FormatError: A line or a list is too long, a row is no JSON object, or there is none.
     """
     empty = True
     with path.open("rb") as file:
-        for number, line in enumerate(_lines(file, path), start=1):
-            if line.strip():
-                empty = False
-                where = f"{path}:{number}"
-                yield Record(_parse(line, where), where, f"{path.name}:{number}")
+        is_list = path.suffix == ".json" and file.read(1 << 12).removeprefix(_BOM).lstrip().startswith(b"[")
+        file.seek(0)
+        for record in (_of_list if is_list else _of_lines)(file, path):
+            empty = False
+            yield record
     if empty:
         raise FormatError("Missing", "expected JSON lines, one object a line, got an empty file", path=path)
+
+
+def _of_list(file: IO[bytes], path: Path) -> Iterator[Record]:
+    data = file.read(_MAX_LIST + 1).removeprefix(_BOM)
+    if len(data) > _MAX_LIST:
+        raise FormatError("TooLarge", f"a list has at most {_MAX_LIST} bytes; {_REMEDY}", path=path)
+    rows = parse_json(data, what="the list", path=path, max_items=_MAX_ITEMS)
+    assert isinstance(rows, list)
+    for number, values in enumerate(rows, start=1):
+        where, source = (f"{name} row {number}" for name in (path, path.name))
+        if not isinstance(values, dict):
+            raise FormatError("Malformed", f"expected an object, got {type(values).__name__}", path=where)
+        yield Record(values, where, source)
+
+
+def _of_lines(file: IO[bytes], path: Path) -> Iterator[Record]:
+    for number, line in enumerate(_lines(file, path), start=1):
+        if line.strip():
+            where = f"{path}:{number}"
+            yield Record(_parse(line, where), where, f"{path.name}:{number}")
 
 
 def _lines(file: IO[bytes], path: Path) -> Iterator[bytes]:

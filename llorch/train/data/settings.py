@@ -18,12 +18,14 @@ class DataSettings:
             are learned whole; rows of token ids as their labels say.
         parse_special: In plain text, prompts and completions the text of a control token, such as `<|im_end|>`, is that
             token. In messages it never is.
+        valid: Share of the rows that is held out for validation, where there is no valid.jsonl; 0 holds none.
     """
 
     max_length: int = 1024
     packing: bool = False
     train_on: TrainOn = "assistant"
     parse_special: bool = False
+    valid: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse what has no meaning.
