@@ -8,12 +8,13 @@ never pass. Nothing else in the project decides whether numbers agree.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from llorch.errors import CheckpointMismatch
+from llorch.stages import forward_order
 
 FLOAT32_ULP = 2.0**-23
 FLOOR = 4 * FLOAT32_ULP  # 4 ulp of the tensor's scale: no tolerance is ever below it
@@ -172,43 +173,62 @@ def check(got: object, want: object, tolerance: Tolerance, *, label: str, masked
 
 @dataclass(frozen=True)
 class Report:
-    """The comparison of two traces, stage by stage in the order of `want`."""
+    """The comparison of two traces, stage by stage in the order of the forward pass.
+
+    Attributes:
+        differences: Of the stages that both have.
+        tolerance: What passes.
+        only: Stages that one side alone has, by side, `got` or `want`.
+    """
 
     differences: Mapping[str, Difference]
     tolerance: Tolerance
+    only: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @property
     def first_divergence(self) -> str | None:
-        """The first stage that does not pass, or None."""
+        """The first stage of both that does not pass, or None."""
         return next((key for key, d in self.differences.items() if not d.within(self.tolerance)), None)
 
+    @property
+    def agrees(self) -> bool:
+        """Whether both have the same stages, and all pass."""
+        return self.first_divergence is None and not any(self.only.values())
+
     def __str__(self) -> str:
-        """One line: the verdict and, when it fails, the first stage that diverges."""
+        """One line: the verdict, when it fails the first stage that diverges, and what one side alone has."""
         first = self.first_divergence
-        if first is None:
-            return f"{len(self.differences)} stages agree"
-        passed = list(self.differences).index(first)
-        return f"{first}: {self.differences[first].describe()}; first failing stage, {passed} before it passed"
+        text = f"{len(self.differences)} stages agree"
+        if first is not None:
+            passed = list(self.differences).index(first)
+            text = f"{first}: {self.differences[first].describe()}; first failing stage, {passed} before it passed"
+        return text + "".join(f"; only in {side}: {', '.join(keys)}" for side, keys in self.only.items() if keys)
 
 
 def compare(got: Trace, want: Trace, tolerance: Tolerance = Tolerance(1e-5, 1e-4)) -> Report:
-    """Compare two traces of the same input.
+    """Compare two traces of the same input, whatever order their files have them in.
 
     Args:
         got: The trace under test.
-        want: The trace to reproduce; its order is the order of the report (`stages.in_forward_order` restores it).
+        want: The trace to reproduce.
         tolerance: What passes; the default suits two float32 engines near position 0.
 
     Returns:
-        The report; a stage on one side only is a divergence.
+        The report, in the order of the forward pass; names that are no stages come last, in the order of `want`.
+
+    Raises:
+        ValueError: The traces have no stage in common.
     """
     differences = {
-        key: measure(got.get(key), want.get(key), masked=key.endswith("attn_scores"))
-        for key in [*want, *(key for key in got if key not in want)]
+        key: measure(got[key], want[key], masked=key.endswith("attn_scores"))
+        for key in forward_order(want)
+        if key in got
     }
     if not differences:
-        raise ValueError("compare: expected traces with at least one stage, got two empty ones")
-    return Report(differences, tolerance)
+        raise ValueError(f"compare: expected traces with a stage in common, got {len(got)} and {len(want)} stages")
+    sides = (("got", got, want), ("want", want, got))
+    only = {side: [key for key in forward_order(one) if key not in other] for side, one, other in sides}
+    return Report(differences, tolerance, only)
 
 
 def _fault(got: object, want: object, *, masked: bool) -> str | None:

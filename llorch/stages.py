@@ -4,7 +4,9 @@ One row says which checkpoint a stage is part of, what goes in, the op that make
 where llama.cpp and transformers show it. Tests, `verify`, the checkpoint pages and the known mistakes read this table.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -332,18 +334,26 @@ def keys(config: ModelConfig) -> Iterator[tuple[str, Stage, int | None]]:
         yield stage.name, stage, None
 
 
-def in_forward_order(trace: Mapping[str, np.ndarray], config: ModelConfig) -> dict[str, np.ndarray]:
-    """The same trace in the order of the forward pass; a file may have stored it in another.
+def forward_order(names: Iterable[str]) -> list[str]:
+    """Sort trace keys; a file may have stored them in another order.
 
     Args:
-        trace: Stage key to array.
-        config: The model.
+        names: Trace keys.
 
     Returns:
-        Known stages in order, then whatever else there is.
+        Stages in the order of the forward pass, then whatever else there is, as it came.
     """
-    known = {key: trace[key] for key, _, _ in keys(config) if key in trace}
-    return known | {key: array for key, array in trace.items() if key not in known}
+    return sorted(names, key=_place)
+
+
+def _place(name: str) -> tuple[float, int]:
+    """Layer and row of the table, infinite where there is none; a layer lies behind `embed` and before `final_norm`."""
+    parts = re.fullmatch(r"(?:l([0-9]+)\.)?(\w+)", name)
+    stage = BY_NAME.get(parts[2]) if parts else None
+    if not parts or stage is None or stage.in_layer != (parts[1] is not None):
+        return math.inf, len(STAGES)
+    outside = -1.0 if stage is STAGES[0] else math.inf
+    return float(parts[1]) if stage.in_layer else outside, STAGES.index(stage)
 
 
 def key(name: str, layer: int | None) -> str:

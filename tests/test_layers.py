@@ -10,8 +10,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = (
-    ("errors", "fields", "config", "finite", "memory", "numerics", "ops", "compare"),
-    ("stages", "weights", "tokenizer", "builtin", "quantised_models"),
+    ("errors", "fields", "config", "finite", "memory", "numerics", "ops"),
+    ("compare", "stages", "weights", "tokenizer", "builtin", "quantised_models"),
     ("cache", "forward", "backward", "torch_cache", "torch_model", "kernels", "threads"),
     (
         "model", "generate", "sampling", "replay", "verify", "verifier", "evidence", "foundation",

@@ -1,9 +1,8 @@
-import numpy as np
 import pytest
 
 from llorch.builtin import BUILTIN, builtin_path
 from llorch.config import ModelConfig
-from llorch.stages import BY_NAME, CHECKPOINTS, STAGES, in_forward_order, input_key, keys
+from llorch.stages import BY_NAME, CHECKPOINTS, STAGES, forward_order, input_key, keys
 from llorch.weights import open_weights
 
 # The numbers are public interface; here they stand once more, as design states them.
@@ -50,7 +49,8 @@ def test_query_and_key_norms_belong_to_models_that_have_them(config: ModelConfig
     assert ("l0.q_norm" in {key for key, _, _ in keys(config)}) == config.qk_norm
 
 
-def test_a_shuffled_trace_is_put_back_in_order(config: ModelConfig):
+def test_shuffled_keys_are_put_back_in_order_and_foreign_ones_come_last_as_they_came(config: ModelConfig):
     want = [key for key, _, _ in keys(config)]
-    shuffled = {key: np.zeros(1) for key in [*sorted(want), "mine"]}
-    assert list(in_forward_order(shuffled, config)) == [*want, "mine"]
+    foreign = ["mine", "lx.q_proj", "l0.logits", "q_proj", ".embed", "a"]
+    assert forward_order([*foreign, *sorted(want)]) == [*want, *foreign]
+    assert forward_order(["l10.q_proj", "l9.q_proj"]) == ["l9.q_proj", "l10.q_proj"]
