@@ -36,6 +36,14 @@ def test_plain_rows():
     assert row(input_ids=[1, 2], labels=[IGNORED, 2], attention_mask=[1, 1]) == Tokens([1, 2], [IGNORED, 2])
 
 
+@pytest.mark.parametrize("mask", [[1, 1, 0, 0], [0, 0, 1, 1], [0, 1, 1, 0]])
+def test_padding_of_token_ids_is_left_out_on_either_side(mask: list[int]):
+    ids = [one * (place + 5) for place, one in enumerate(mask)]
+    tokens = [one for one in ids if one]
+    assert row(input_ids=ids, attention_mask=mask) == Tokens(tokens, None)
+    assert row(input_ids=ids, labels=ids, attention_mask=mask) == Tokens(tokens, tokens)
+
+
 def test_messages_learn_every_turn_of_the_assistant_unless_its_weight_is_0():
     turns = [USER, ASSISTANT | {"weight": 0}, USER, ASSISTANT | {"weight": 1}, USER, ASSISTANT | {"weight": None}]
     found = chat(messages=turns)
@@ -122,6 +130,19 @@ BAD: dict[str, tuple[dict[str, object], str]] = {
     "text": ({"text": 3}, "Malformed: text: expected a string, got 3"),
     "completion": ({"prompt": "a", "completion": ["b"]}, "Malformed: completion: expected a string, got ['b']"),
     "ids": ({"input_ids": []}, "Malformed: input_ids: expected a list of integers, not empty, got []"),
+    "mask length": (
+        {"input_ids": [1], "attention_mask": [1, 1]},
+        "Shape: attention_mask: expected as many as input_ids, 1, got 2",
+    ),
+    "mask value": (
+        {"input_ids": [1, 2], "attention_mask": [1, 2]},
+        "OutOfRange: attention_mask[1]: expected 0 or 1, got 2",
+    ),
+    "mask of nothing": ({"input_ids": [1], "attention_mask": [0]}, "Missing: attention_mask: expected a 1"),
+    "mask with a hole": (
+        {"input_ids": [1, 2, 3, 4], "attention_mask": [0, 1, 0, 1]},
+        "Unsupported: attention_mask[2]: expected 1: padding stands before or behind all tokens, got 0",
+    ),
     "bool id": ({"input_ids": [1, True]}, "Malformed: input_ids: expected a list of integers"),
     "float id": ({"input_ids": [1.0]}, "Malformed: input_ids: expected a list of integers"),
     "length": ({"input_ids": [1], "labels": [1, 2]}, "Shape: labels: expected as many as input_ids, 1, got 2"),

@@ -85,21 +85,39 @@ def unused_keys(record: Record, name: str) -> set[str]:
 
 def _tokens(fields: Fields) -> Tokens:
     ids = _integers(fields, "input_ids")
+    present = _unpadded(fields, len(ids))
     if not fields.has("labels"):
-        return Tokens(ids, None)
-    labels = _integers(fields, "labels")
-    if len(labels) != len(ids):
-        raise fields.error("Shape", "labels", f"as many as input_ids, {len(ids)}", len(labels))
+        return Tokens(ids[present], None)
+    labels = _integers(fields, "labels", as_many=len(ids))
     for place, (token_id, label) in enumerate(zip(ids, labels, strict=True)):
         if label not in (IGNORED, token_id):
             raise fields.error("Inconsistent", f"labels[{place}]", f"{IGNORED} or the id there, {token_id}", label)
-    return Tokens(ids, labels)
+    return Tokens(ids[present], labels[present])
 
 
-def _integers(fields: Fields, key: str) -> list[int]:
+def _unpadded(fields: Fields, count: int) -> slice:
+    """The tokens that are no padding, which may stand at either end."""
+    if not fields.has("attention_mask"):
+        return slice(None)
+    mask = _integers(fields, "attention_mask", as_many=count)
+    strange = next((place for place, one in enumerate(mask) if one not in (0, 1)), None)
+    if strange is not None:
+        raise fields.error("OutOfRange", f"attention_mask[{strange}]", "0 or 1", mask[strange])
+    if 1 not in mask:
+        raise fields.error("Missing", "attention_mask", "a 1, for a token that is no padding", mask)
+    first, last = mask.index(1), count - mask[::-1].index(1)
+    if 0 in mask[first:last]:
+        hole = first + mask[first:last].index(0)
+        raise fields.error("Unsupported", f"attention_mask[{hole}]", "1: padding stands before or behind all tokens", 0)
+    return slice(first, last)
+
+
+def _integers(fields: Fields, key: str, *, as_many: int | None = None) -> list[int]:
     value = fields.values.get(key)
     if not isinstance(value, list) or not value or not {type(one) for one in value} <= {int}:
         raise fields.error("Malformed", key, "a list of integers, not empty", value)
+    if as_many not in (None, len(value)):
+        raise fields.error("Shape", key, f"as many as input_ids, {as_many}", len(value))
     return value
 
 
