@@ -55,6 +55,12 @@ def test_a_character_is_held_back_until_its_last_byte(character):
     assert texts(got) == [""] * (len(data) - 1) + [character, "!"]
 
 
+def test_a_token_without_text_inside_a_character_leaves_it_whole():
+    first, *rest = "€".encode()
+    ids = [first, 256, *rest, 256, 33]
+    assert texts(run(ids, "", stop=["!?"])) == ["", "", "", "€", "", "!"]
+
+
 def test_an_incomplete_character_at_the_end_is_replaced_once():
     assert texts(run(list("a€".encode()[:-1]))) == ["a", "", "\ufffd"]
     assert texts(run([*"€".encode()[:-1], END])) == ["", "", "\ufffd"]

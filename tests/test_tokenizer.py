@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 from vocabularies import generated_texts, tiny_byte_level, tiny_sentencepiece
 
+from llorch.errors import FormatError
 from llorch.tokenizer import Tokenizer
 from llorch.tokenizer.gguf_vocabulary import GGUFVocabulary
 from llorch.tokenizer.sentencepiece import merge
@@ -132,11 +133,42 @@ def test_user_defined_tokens_are_always_cut_out_longest_first():
 
 def test_a_longer_special_text_wins_over_an_earlier_one():
     cutter = Cutter({"ab": 1, "bcd": 2, "(.": 3})
-    assert cutter.cut("abcd") == ["a", 2]
+    assert cutter.cut("abcd") == [(0, "a"), (1, 2)]
     assert cutter.cut("") == []
-    assert cutter.cut("abab(.") == [1, 1, 3]
-    assert cutter.cut("a\nb") == ["a\nb"]
-    assert Cutter({}).cut("ab") == ["ab"]
+    assert cutter.cut("abab(.") == [(0, 1), (2, 1), (4, 3)]
+    assert cutter.cut("a\nb") == [(0, "a\nb")]
+    assert Cutter({}).cut("ab") == [(0, "ab")]
+
+
+def phi_3(**metadata: object) -> Tokenizer:
+    """Special tokens: 0 <unk>, 1 <s>, 2 </s>, 259 <|endoftext|> and 266 [x]."""
+    tokens = renamed({259: b"<|endoftext|>", 264: b"\xe2\x96\x81"}, tiny_sentencepiece())
+    return from_metadata(tiny_sentencepiece() | {"general.name": "My PHI-3 mini"} | metadata, {"tokens": tokens})
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("a[x] \t\n\v\f\ra", [(0, "a"), (1, "[x]"), (10, "a")]),
+        ("a [x]\u00a0a", [(0, "a "), (2, "[x]"), (5, "\u00a0a")]),  # not before it, and no other space
+        ("</s>  [x]  ", [(0, "</s>"), (6, "[x]")]),
+        ("<s> a<unk> a", [(0, "<s>"), (3, " a"), (5, "<unk>"), (10, " a")]),
+    ],
+)
+def test_a_model_named_phi_3_swallows_whitespace_behind_its_special_tokens(text: str, parts: list[tuple[int, str]]):
+    tokenizer = phi_3()
+    special = {"[x]": 266, "</s>": 2, "<s>": 1, "<unk>": 0}
+    ids, starts = tokenizer.encode_spans(text, add_special=False, parse_special=True)
+    want: list[int] = []
+    for place, part in parts:
+        assert starts[len(want)] == place
+        want += [special[part]] if part in special else text_ids(tokenizer, part)
+    assert ids == want == tokenizer.encode(text, add_special=False, parse_special=True)
+
+
+def test_a_model_named_phi_3_needs_the_tokens_that_llama_cpp_asks_for():
+    with pytest.raises(FormatError, match=r"Missing: general.name: .* only if it has the token <\|endoftext\|>"):
+        from_metadata(tiny_sentencepiece() | {"general.name": "phi3"}, {})
 
 
 def test_sentencepiece_starts_afresh_after_a_special_token():
@@ -168,6 +200,8 @@ def test_decoding_hides_control_tokens_on_request_and_shows_user_defined_ones():
     assert byte_level().decode(ids) == "o<tool>"
     assert byte_level().decode(ids, skip_special=False) == "<|begin_of_text|>o<tool><|eot_id|>"
     assert byte_level().decode([0xC3]) == "\ufffd"
+    assert byte_level().decode([0xC3, EOT, 0xA9]) == "\u00e9"  # a control token inside a character
+    assert byte_level().decode([0xC3, EOT, 0xA9], skip_special=False) == "\ufffd<|eot_id|>\ufffd"
 
 
 def test_token_bytes_join_to_the_bytes_of_the_text():

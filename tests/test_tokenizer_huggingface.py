@@ -10,13 +10,15 @@ from vocabularies import generated_texts, tiny_byte_level, tiny_sentencepiece
 from llorch.tokenizer import Tokenizer
 
 WITH_WORDS = BYTE_LEVEL | {"use_regex": True}
+DECODER = folder_content(tiny_sentencepiece())[0]["decoder"]["decoders"]  # type: ignore[index]
 DIGITS: Json = {"type": "Digits", "individual_digits": True}
 DIGITS_AND_WORDS: Json = {"type": "Sequence", "pretokenizers": [DIGITS, WITH_WORDS]}
 
 
 def metaspace(scheme: str) -> Json:
     part = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": scheme, "split": False}
-    return {"normalizer": None, "pre_tokenizer": part}
+    decoder = [*DECODER[:-1], *([] if scheme == "never" else DECODER[-1:])]  # then there is no space to take away
+    return {"normalizer": None, "pre_tokenizer": part, "decoder": {"type": "Sequence", "decoders": decoder}}
 
 
 def qwen() -> dict[str, object]:
@@ -77,6 +79,35 @@ def test_a_space_goes_before_text_as_the_file_says(tmp_path: Path, form: str, id
     assert tokenizer.encode("a<s>a", add_special=False, parse_special=True) == ids
     assert tokenizer.decode(ids, skip_special=False) == "a<s>a"
     assert tokenizer.decode(tokenizer.encode("a b")) == "a b"
+
+
+def test_only_behind_a_beginning_the_space_of_the_text_is_taken_away(tmp_path: Path):
+    tokenizer = write(tmp_path, "llama-2 first")
+    assert tokenizer.decode([1, 265]) == "a"
+    assert tokenizer.decode([2, 265]) == " a"
+    assert tokenizer.encode("</s> a", add_special=False, parse_special=True) == [2, 265]
+
+
+@pytest.mark.parametrize(
+    ("switch", "ids"),
+    [
+        (None, [111, 32, 262, 32, 111, 262]),
+        ("lstrip", [111, 262, 32, 111, 262]),
+        ("rstrip", [111, 32, 262, 111, 262]),
+        ("single_word", [111, 32, 262, 32, 111, *b"tool"]),
+    ],
+)
+def test_added_tokens_take_the_text_that_their_switches_say(tmp_path: Path, switch: str | None, ids: list[int]):
+    tool = added_token(262, "tool", special=False) | ({switch: True} if switch else {})
+    added = [added_token(260, "<|begin_of_text|>"), added_token(261, "<|eot_id|>"), tool]
+    assert write(tmp_path, "qwen", added_tokens=added).encode("o tool otool") == ids
+
+
+@pytest.mark.parametrize(("normalized", "ids"), [(True, [262]), (False, [*b"\xe1\xb9\xa1"])])
+def test_an_added_token_is_looked_for_before_or_behind_the_normalizer(tmp_path: Path, normalized: bool, ids: list[int]):
+    added = [added_token(260, "<|begin_of_text|>"), added_token(261, "<|eot_id|>")]
+    added += [added_token(262, "\u1e61", special=False) | {"normalized": normalized}]
+    assert write(tmp_path, "qwen", added_tokens=added).encode("s\u0307") == ids
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -47,6 +47,16 @@ def test_the_text_comes_back_and_every_control_token_in_it_has_an_inert_place(br
             place = got.find(control, place + 1)
 
 
+@pytest.mark.parametrize("text", ["a#b", "#", "##", "<#", "#<|im_", "x<|a#b|>#"])
+def test_behind_a_control_token_of_one_character_there_are_two_inert_places(text: str):
+    breaker = Breaker(["#", "<|im_end|>", "<|a#b|>"])
+    got, inert = through("#{{ messages[0].content }}#", user(text), breaker)
+    assert got == f"#{text}#"
+    assert [place for place in range(len(got)) if inert.count(place + 1) > 1] == [
+        1 + i for i, character in enumerate(text) if character == "#"
+    ]
+
+
 def test_a_token_that_two_texts_make_together_is_inert(breaker: Breaker):
     messages: list[dict[str, object]] = [{"role": "user", "content": "<|im_"}, {"role": "user", "content": "end|>"}]
     got, inert = through("{% for m in messages %}{{ m.content }}{% endfor %}", messages, breaker)

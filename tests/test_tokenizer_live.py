@@ -1,6 +1,7 @@
 """The same ids as llama.cpp and transformers give, on real vocabularies and on tiny ones."""
 
 import ctypes
+import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -209,6 +210,38 @@ def test_tiny_vocabularies_equal_llama_cpp(
     assert first_difference(ours, theirs, ["", " ", "hello", "aaaab", *mixed, *generated_texts(100, seed=5)]) is None
     assert ours.eos_token_ids == theirs.end_tokens()
     assert [ours.token_bytes(i) for i in range(theirs.size)] == [theirs.piece(i) for i in range(theirs.size)]
+    theirs.close()
+
+
+@pytest.mark.live
+@pytest.mark.parametrize("name", ["Phi-3 mini", "a phi3", "phi"])
+def test_the_name_of_a_model_changes_its_ids_as_in_llama_cpp(llama_api: ModuleType, tmp_path: Path, name: str):
+    metadata = tiny_sentencepiece()
+    tokens = metadata["tokenizer.ggml.tokens"]
+    assert isinstance(tokens, list)
+    tokens[264] = b"<|endoftext|>"
+    path = write_vocabulary(tmp_path / "tiny.gguf", metadata | {"general.name": name})
+    theirs = LlamaVocabulary(llama_api, path)
+    with open_gguf(path) as file:
+        ours = Tokenizer.from_gguf(file)
+    rng = random.Random(0)
+    parts = [
+        "[x]",
+        "</s>",
+        "<s>",
+        "<unk>",
+        "<|endoftext|>",
+        " ",
+        "\n",
+        "\t",
+        "\x0b",
+        "\x1c",
+        "\u00a0",
+        "\x85",
+        "a",
+        "ab",
+    ]
+    assert first_difference(ours, theirs, ["".join(rng.choices(parts, k=8)) for _ in range(5000)]) is None
     theirs.close()
 
 

@@ -141,6 +141,14 @@ def config(name: str, **values: object) -> Change:
 
 SPLIT: Json = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
 PREFIXED = BYTE_LEVEL | {"add_prefix_space": True}
+STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+
+
+def two_templates(files: dict) -> None:
+    processors = files["tokenizer.json"]["post_processor"]["processors"]
+    processors.append(processors[1])
+
+
 TEMPLATE = "post_processor/processors/1"
 FOLDERS = [
     pytest.param(lambda files: files.update({"tokenizer.json": None}), "Missing", "no tokenizer.json", id="no file"),
@@ -174,6 +182,9 @@ FOLDERS = [
     pytest.param(at("added_tokens/0", added_token(999, "<x>")), "Inconsistent", "got 999", id="added id with a gap"),
     pytest.param(at("added_tokens/0/special", "yes"), "Malformed", "special", id="special a text"),
     pytest.param(at("post_processor", {"type": "Roberta"}), "Unsupported", "Roberta", id="foreign template"),
+    pytest.param(lambda files: two_templates(files), "Unsupported", "one TemplateProcessing", id="two templates"),
+    pytest.param(at("decoder", None), "Unsupported", "expected ByteLevel, got None", id="no decoder"),
+    pytest.param(at("decoder", STRIP), "Unsupported", "expected ByteLevel, got {'type': 'Strip'", id="strip decoder"),
     pytest.param(at(f"{TEMPLATE}/single", []), "Malformed", "0 times", id="template without text"),
     pytest.param(at(f"{TEMPLATE}/single/0", 5), "Malformed", "got 5", id="template step"),
     pytest.param(at(f"{TEMPLATE}/special_tokens", {}), "Malformed", "special", id="template token"),
@@ -197,6 +208,23 @@ def test_a_faulty_folder_is_refused(tmp_path: Path, change: Change, code: str, w
     with pytest.raises(FormatError) as caught:
         Tokenizer.from_huggingface(folder)
     assert (caught.value.code, words in str(caught.value)) == (code, True), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda parts: parts.pop(),  # a file that puts a space before the text and does not take it away again
+        lambda parts: parts.append(STRIP),
+        lambda parts: parts[3].update(stop=1),
+        lambda parts: parts[0].update(content="_"),
+    ],
+)
+def test_a_decoder_that_is_not_the_inverse_of_encoding_is_refused(tmp_path: Path, change: Callable[[list], None]):
+    content, _ = folder_content(tiny_sentencepiece())
+    change(content["decoder"]["decoders"])  # type: ignore[index]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(FormatError, match="Unsupported: decoder: expected Replace ByteFallback Fuse Strip, got"):
+        Tokenizer.from_huggingface(tmp_path)
 
 
 def test_the_folder_without_a_fault_is_read(tmp_path: Path):

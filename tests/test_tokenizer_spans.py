@@ -5,11 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from huggingface_folders import added_token
 from test_tokenizer_huggingface import FORMS, write
 from vocabularies import generated_texts, tiny_byte_level, tiny_sentencepiece
 
 from llorch.tokenizer import Tokenizer
 from llorch.tokenizer.gguf_vocabulary import GGUFVocabulary
+from llorch.tokenizer.inert import Breaker, taken_out
 
 GGUF_FORMS = {
     "gguf byte-level": tiny_byte_level,
@@ -85,6 +87,20 @@ def test_a_control_token_over_an_inert_place_stays_text_and_the_others_count(tok
     assert starts == sorted(starts)
     # What stands behind the token is encoded as it would be without the user's text before it.
     assert ids[place:] == tokenizer.encode_rendered(f"{text}ab")[0][-(len(ids) - place) :]
+
+
+@pytest.mark.parametrize("parts", [{}, {"rstrip": True}])
+def test_a_control_token_of_one_character_that_a_user_wrote_stays_text(tmp_path: Path, parts: dict[str, bool]):
+    added = [added_token(260, "<|begin_of_text|>"), added_token(261, "<|eot_id|>"), added_token(262, "\u20ac") | parts]
+    tokenizer = write(tmp_path, "qwen", added_tokens=added)
+    breaker = Breaker(tokenizer.control_texts)
+    words = "o\u20ac \u20ac<|eot_id|>o"
+    mark = breaker.mark_for(words)
+    assert mark is not None
+    text, inert = taken_out(f"\u20ac{breaker.broken(words, mark)}\u20aco<|eot_id|>", mark)
+    ids, starts = tokenizer.encode_rendered(text, inert=inert)
+    assert ids == [262, *tokenizer.encode(words), 262, ord("o"), 261]
+    assert starts == sorted(starts)
 
 
 def test_an_inert_place_at_the_edge_of_a_control_token_changes_nothing(tokenizer: Tokenizer):

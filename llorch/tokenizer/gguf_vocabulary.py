@@ -3,7 +3,7 @@
 Source: ggml docs/gguf.md (keys); llama.cpp src/llama-vocab.cpp, `impl::load` and `impl::tokenize`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Container, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -24,6 +24,7 @@ from llorch.tokenizer.special import Cutter, SpacePrefix, SpecialTokens, find_by
 _PREFIX = "tokenizer.ggml."
 # What text may turn into: no control token, so that no text of a user is one.
 _TEXT_TYPES = (TokenType.NORMAL, TokenType.USER_DEFINED, TokenType.UNUSED, TokenType.UNDEFINED)
+_PHI_3_KEEPS = ("<unk>", "<s>", "<|endoftext|>")  # the special tokens of Phi-3 that leave whitespace behind them alone
 # Roles whose ids are used, by metadata key.
 _ROLES = {
     "bos": "bos_token_id",
@@ -84,7 +85,7 @@ class GGUFVocabulary:
         """
         ids = [*self._added_first] if add_special else []
         at_start = self.space_prefix == "always"
-        for part in (self._every_special if parse_special else self._user_defined).cut(text):
+        for _, part in (self._every_special if parse_special else self._user_defined).cut(text):
             if isinstance(part, int):
                 ids.append(part)
                 at_start = self.space_prefix == "always"
@@ -109,21 +110,19 @@ class GGUFVocabulary:
         """
         ids = [*self._added_first] if add_special else []
         starts = [-1] * len(ids)
-        place, spaced = 0, self.space_prefix == "always" or (self.space_prefix == "start" and not continues)
-        for part in (self._every_special if parse_special else self._user_defined).cut(text):
+        spaced = self.space_prefix == "always" or (self.space_prefix == "start" and not continues)
+        for place, part in (self._every_special if parse_special else self._user_defined).cut(text):
             if isinstance(part, int):
                 ids.append(part)
                 starts.append(place)
-                place += len(self._table.texts[part])
                 spaced = self.space_prefix == "always"
             else:
                 new, places = self._encoder.encode_spans(" " * spaced + part)
                 ids += new
                 starts += [place + max(0, start - spaced) for start in places]
-                place += len(part)
                 spaced = False
         last = self._added_last if add_special else []
-        return ids + last, starts + [place] * len(last)
+        return ids + last, starts + [len(text)] * len(last)
 
     def piece(self, token_id: int) -> bytes:
         """Give the bytes of a token.
@@ -196,8 +195,9 @@ class GGUFVocabulary:
         by_text = find_by_text(ids, named)
         control |= {self._table.texts[token_id]: token_id for token_id in by_text.values()}
         visible = {text: i for text, i in self._table.ids_of(TokenType.USER_DEFINED).items() if text not in control}
-        self._user_defined = Cutter(visible)
-        self._every_special = Cutter(control | visible)
+        strips = self._strips(metadata, ids, control | visible)
+        self._user_defined = Cutter(visible, strips=strips)
+        self._every_special = Cutter(control | visible, strips=strips)
         return SpecialTokens(
             bos_token_id=named.get("bos"),
             eos_token_id=named.get("eos"),
@@ -205,6 +205,19 @@ class GGUFVocabulary:
             hidden=frozenset(control.values()),
             visible=frozenset(visible.values()),
         )
+
+    def _strips(self, metadata: Mapping[str, object], ids: Container[str], special: Collection[str]) -> Collection[str]:
+        """The special tokens that swallow whitespace: llama.cpp goes by the name of the model."""
+        name = Fields(metadata, self._path).text("general.name", default="").lower()
+        if "phi-3" not in name and "phi3" not in name:
+            return ()
+        for text in ("</s>", *_PHI_3_KEEPS):
+            if text not in ids:
+                message = (
+                    f"general.name: llama.cpp opens a model named phi-3 only if it has the token {text}, got {name!r}"
+                )
+                raise FormatError("Missing", message, path=self._path)
+        return [text for text in special if text not in _PHI_3_KEEPS]
 
     def _added(self, fields: Fields, role: Literal["bos", "eos"], *, default: bool) -> list[int]:
         if not fields.boolean(f"add_{role}_token", default=default):

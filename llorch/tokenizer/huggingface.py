@@ -50,6 +50,7 @@ class HuggingFaceVocabulary:
         content = read_json(self._path, limit=_MAX_TOKENIZER)
         self._fields = Fields(content, self._path)
         pipeline = Pipeline(content.get("normalizer"), content.get("pre_tokenizer"), self._path)
+        pipeline.check_decoder(content.get("decoder"), self._path)
         self._byte_level = pipeline.byte_level
         self.space_prefix: SpacePrefix = pipeline.space_prefix
         self._tokenizer = Tokenizer(self._read_model())

@@ -3,7 +3,7 @@
 A template puts the words of users and its own control tokens into one text, in which `<|im_end|>` is the same whoever
 wrote it. So such texts are broken in the conversation by a character that is no text (U+FDD0 and on are reserved for
 the use inside of programs), and after rendering that character is taken out again and its place is kept: no control
-token may run over it.
+token may run over it. One of a single character has no inside: there the character stands behind it, twice.
 
 Source: transformers 5.23 `sanitize_control_tokens` (the same idea); Unicode 16, section 23.7 (noncharacters).
 """
@@ -25,7 +25,8 @@ class Breaker:
             controls: Texts of the control tokens.
         """
         texts = sorted((text for text in controls if text), key=len, reverse=True)
-        self._whole = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+        self._whole = _any_of([text for text in texts if len(text) > 1])
+        self._single = _any_of([text for text in texts if len(text) == 1])
         self._starts = {text[:length] for text in texts for length in range(1, len(text))}
         self._longest = max(map(len, texts), default=0)
 
@@ -45,7 +46,7 @@ class Breaker:
 
     def found_in(self, text: str) -> bool:
         """Whether a text holds that of a control token, or ends with the beginning of one."""
-        return self._whole.search(text) is not None or self._end(text) < len(text)
+        return bool(self._whole.search(text) or self._single.search(text)) or self._end(text) < len(text)
 
     def broken(self, values: object, mark: str) -> object:
         """Break the texts of control tokens in a conversation.
@@ -55,7 +56,7 @@ class Breaker:
             mark: See `mark_for`.
 
         Returns:
-            A copy with `mark` after the first character of each such text.
+            A copy with `mark` after the first character of each such text, and twice after one that is its whole text.
         """
         return _mapped(values, lambda text: self._break(text, mark))
 
@@ -63,7 +64,8 @@ class Breaker:
         end = self._end(text)
         head, tail = text[:end], text[end:]
         tail = tail and tail[0] + mark + tail[1:]
-        return self._whole.sub(lambda match: match[0][0] + mark + match[0][1:], head) + tail
+        broken = self._whole.sub(lambda match: match[0][0] + mark + match[0][1:], head) + tail
+        return self._single.sub(lambda match: match[0] + 2 * mark, broken)
 
     def _end(self, text: str) -> int:
         """Where the beginning of a control token's text starts that ends this text: the template may add the rest."""
@@ -71,6 +73,10 @@ class Breaker:
             if text[start:] in self._starts:
                 return start
         return len(text)
+
+
+def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
 
 
 def taken_out(text: str, mark: str | None) -> tuple[str, list[int]]:

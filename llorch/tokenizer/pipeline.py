@@ -54,6 +54,14 @@ _SPACES_TO_METASPACE = _sequence(
 )
 
 
+_METASPACE_DECODERS: list[dict[str, object]] = [
+    {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+    {"type": "ByteFallback"},
+    {"type": "Fuse"},
+]
+_TAKES_SPACE: dict[str, object] = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+
+
 class Pipeline:
     """Normalizer and pre-tokenizer of a file, rebuilt."""
 
@@ -101,12 +109,35 @@ class Pipeline:
         if self._pre_tokenizer is not None:
             tokenizer.pre_tokenizer = self._pre_tokenizer
 
+    def check_decoder(self, decoder: object, path: Path) -> None:
+        """Refuse a decoder that gives another text than taking back what encoding did.
+
+        Args:
+            decoder: As in the file.
+            path: The file, for messages.
+
+        Raises:
+            FormatError: Unsupported.
+        """
+        if self.byte_level:
+            known = isinstance(decoder, dict) and decoder.get("type") == "ByteLevel"
+            expected = "ByteLevel"
+        else:
+            strip = [_TAKES_SPACE] if self.space_prefix != "never" else []
+            known = decoder == _sequence("decoders", *_METASPACE_DECODERS, *strip)
+            expected = " ".join(str(part["type"]) for part in _METASPACE_DECODERS + strip)
+        if not known:
+            raise FormatError("Unsupported", f"decoder: expected {expected}, got {_shown(decoder)}", path=path)
+
     def _expect(self, part: object, known: Sequence[object], what: str, path: Path) -> None:
         if part not in known:
-            shown = repr(part)
-            shown = shown if len(shown) <= 200 else shown[:197] + "..."
-            message = f"{what}: expected one of Llama 2, Llama 3, Qwen, SmolLM2 or GPT-2, got {shown}"
+            message = f"{what}: expected one of Llama 2, Llama 3, Qwen, SmolLM2 or GPT-2, got {_shown(part)}"
             raise FormatError("Unsupported", message, path=path)
+
+
+def _shown(part: object) -> str:
+    shown = repr(part)
+    return shown if len(shown) <= 200 else shown[:197] + "..."
 
 
 def _without_offsets(part: object) -> object:
@@ -150,12 +181,10 @@ def read_template(processor: object, path: Path) -> tuple[list[object], list[obj
         case None | {"type": "ByteLevel"}:
             return [], []
         case {"type": "Sequence", "processors": [*inner]}:
-            first: list[object] = []
-            last: list[object] = []
-            for one in inner:
-                before, after = read_template(one, path)
-                first, last = before + first, last + after
-            return first, last
+            around = [found for found in (read_template(one, path) for one in inner) if found != ([], [])]
+            if len(around) > 1:  # the library then keeps the tokens of one of them only
+                raise FormatError("Unsupported", "post_processor: expected one TemplateProcessing, got more", path=path)
+            return around[0] if around else ([], [])
         case {"type": "TemplateProcessing", "single": [*steps], "special_tokens": {**tokens}}:
             return _read_steps(steps, tokens, path)
     kind = processor.get("type") if isinstance(processor, dict) else processor

@@ -83,43 +83,51 @@ def find_end_tokens(by_text: Mapping[str, int], named: Mapping[str, int]) -> fro
     return frozenset(ids[key] for ids in (by_text, named) for key in keys if key in ids)
 
 
+_WHITESPACE = r"[ \t\n\v\f\r]*"  # isspace of C
+
+
 class Cutter:
     """Cuts text at special tokens: where two overlap, the one with more bytes counts, even if it starts later."""
 
-    def __init__(self, texts: Mapping[str, int]) -> None:
+    def __init__(self, texts: Mapping[str, int], *, strips: Container[str] = ()) -> None:
         """Prepare one search per length.
 
         Args:
             texts: Special text to id.
+            strips: Those that take the whitespace behind them with them.
         """
         self._ids = texts
-        lengths = {text: len(text.encode("utf-8", "surrogateescape")) for text in texts}
+        kinds = {text: (len(text.encode("utf-8", "surrogateescape")), text in strips) for text in texts}
         self._searches = [
-            re.compile("(" + "|".join(re.escape(text) for text in texts if lengths[text] == length) + ")")
-            for length in sorted(set(lengths.values()), reverse=True)
+            re.compile("(" + "|".join(map(re.escape, same)) + ")" + _WHITESPACE * kind[1])
+            for kind in sorted(set(kinds.values()), reverse=True)
+            for same in [[text for text in texts if kinds[text] == kind]]
         ]
 
-    def cut(self, text: str) -> list[str | int]:
+    def cut(self, text: str) -> list[tuple[int, str | int]]:
         """Replace every special text by its id.
 
         Args:
             text: What to cut.
 
         Returns:
-            Pieces of text (none of them empty) and ids, in order.
+            Pieces of text (none of them empty) and ids, in order, each with the index of its first character.
         """
-        parts: list[str | int] = [text] if text else []
+        parts: list[tuple[int, str | int]] = [(0, text)] if text else []
         for search in self._searches:
             if search.search(text):
-                parts = [piece for part in parts for piece in self._split(part, search)]
+                parts = [piece for start, part in parts for piece in self._split(start, part, search)]
         return parts
 
-    def _split(self, part: str | int, search: re.Pattern[str]) -> Iterator[str | int]:
+    def _split(self, start: int, part: str | int, search: re.Pattern[str]) -> Iterator[tuple[int, str | int]]:
         if isinstance(part, int):
-            yield part
+            yield start, part
             return
-        for index, piece in enumerate(search.split(part)):  # text and special text in turn
-            if index % 2:
-                yield self._ids[piece]
-            elif piece:
-                yield piece
+        end = 0
+        for match in search.finditer(part):
+            if match.start() > end:
+                yield start + end, part[end : match.start()]
+            yield start + match.start(), self._ids[match[1]]
+            end = match.end()
+        if end < len(part):
+            yield start + end, part[end:]

@@ -1,6 +1,6 @@
 """The public tokenizer: one behaviour for the vocabularies of GGUF files and of Hugging Face folders."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -94,12 +94,13 @@ class Tokenizer:
             text, add_special=add_special, parse_special=parse_special, continues=False
         )
 
-    def encode_rendered(self, text: str, *, inert: Collection[int] = ()) -> tuple[list[int], list[int]]:
+    def encode_rendered(self, text: str, *, inert: Sequence[int] = ()) -> tuple[list[int], list[int]]:
         """Encode what a chat template made: the text of control tokens is these tokens, but not inside of user text.
 
         Args:
             text: The rendered conversation.
-            inert: Places that no control token may run over: one inside each text of one that a user wrote.
+            inert: Places that no control token may run over: one inside each text of one that a user wrote. Where one
+                is a single character, the place behind it, twice.
 
         Returns:
             Token ids, and for each the index of the character in which it starts.
@@ -111,7 +112,7 @@ class Tokenizer:
         if not inert:
             return ids, starts
         controls = self._controls(ids, starts, len(text))
-        taken = [(first, last) for first, last in controls if not any(first < place < last for place in inert)]
+        taken = [(first, last) for first, last in controls if not _is_inert(text, first, last, inert)]
         if len(taken) == len(controls):
             return ids, starts
         return self._encode_between(text, taken)
@@ -194,6 +195,13 @@ class Tokenizer:
         if not 0 <= token_id < self.vocab_size:
             raise ValueError(f"token id: expected 0 to {self.vocab_size - 1}, got {token_id}")
         return self._vocabulary.piece(token_id)
+
+
+def _is_inert(text: str, first: int, last: int, inert: Sequence[int]) -> bool:
+    """Whether a user wrote the text of a control token; one that strips takes whitespace with it."""
+    if len(text[first:last].strip()) <= 1 and any(first < place <= last and inert.count(place) > 1 for place in inert):
+        return True
+    return any(first < place < last for place in inert)
 
 
 def _refuse_surrogates(text: str) -> None:
