@@ -41,6 +41,30 @@ def test_a_line_shows_the_row_closest_to_its_tolerance_with_both_producers_at_it
     assert line.producer_errors == {"llamacpp": 3e-7, "transformers": 4e-7}
 
 
+@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize("worse", [{"error": 9e-7}, {"worst": 9e-7}, {"verdict": "TIE"}, {"verdict": "FAIL"}])
+def test_a_line_shows_its_worst_row_wherever_that_stands(worse: dict[str, Any], at: int):
+    from llorch.cli.judged import lines
+
+    rows = [row(layer=layer, **(worse if layer == at else {})) for layer in range(3)]
+    line = next(line for line in lines(judged(*rows)) if line.checkpoint == "05")
+    assert line.closest == rows[at]
+    assert line.verdict == rows[at].verdict
+
+
+@pytest.mark.parametrize(
+    ("failed", "not_run", "code"), [(0, [], 0), (0, ["no engine"], 3), (2, [], 1), (2, ["no engine"], 1)]
+)
+@pytest.mark.parametrize("checkpoints_not_run", [0, 1])
+def test_numbers_that_differ_count_more_than_what_was_not_run(
+    failed: int, not_run: list[str], checkpoints_not_run: int, code: int
+):
+    from llorch.cli.judging import _exit_code
+
+    counts = {"failed": failed, "not_run": not_run, "checkpoints_not_run": checkpoints_not_run}
+    assert _exit_code(counts) == (3 if checkpoints_not_run and code == 0 else code)
+
+
 def test_a_worst_element_counts_like_an_error():
     from llorch.cli.judged import lines
 

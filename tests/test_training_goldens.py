@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +10,7 @@ import pytest
 from planted_training import judge_of, training_golden_of, weights_of
 
 from llorch.builtin import goldens_folder
-from llorch.training_goldens import FILES, PEFT, TrainingGolden, read, save
+from llorch.training_goldens import FILES, MODELS, PEFT, TrainingGolden, read, save
 from llorch.training_stages import BY_GROUP, Key
 from llorch.verifier import FAIL
 from llorch.verify_training import OF_EXPORTS, TrainingJudge
@@ -33,6 +33,15 @@ def test_goldens_are_written_as_the_bytes_that_were_read(golden: TrainingGolden,
     save(tmp_path, golden)
     for name in FILES:
         assert (tmp_path / name).read_bytes() == (goldens_folder() / MODEL / name).read_bytes()
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_stored_tolerances_follow_from_the_stored_arrays(model: str):
+    stored, made = training_golden_of(model).tolerances, judge_of(model).tolerances()
+    assert {mode: {*groups} for mode, groups in made.items()} == {mode: {*groups} for mode, groups in stored.items()}
+    for mode, groups in made.items():
+        for group, tolerance in groups.items():
+            assert asdict(stored[mode][group]) == pytest.approx(asdict(tolerance), rel=1e-3), f"{mode} {group}"
 
 
 def test_what_is_exactly_zero_is_listed_and_comes_back(golden: TrainingGolden):
