@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 import make_half
 import numpy as np
+from training_spread import stage_of
 
 from llorch.builtin import builtin_path
-from llorch.compare import measure
+from llorch.compare import EXACT, Tolerance, measure
 from llorch.evidence import Tolerances as HalfTolerances
 from llorch.evidence import sha256
 from llorch.lora.adapter import Adapter
@@ -23,7 +24,7 @@ from llorch.numerics import DtypeName
 from llorch.producers import ProducerName, open_producer
 from llorch.train.batch import Batch
 from llorch.training_exports import EXPORTS, LOADED_BY, export_all, file_tables, safetensors_table
-from llorch.training_goldens import HALF_DTYPES, LLAMACPP, PEFT, Rows, TrainingGolden
+from llorch.training_goldens import HALF_DTYPES, LLAMACPP, PEFT, Rows, Tolerances, TrainingGolden
 from llorch.training_half import HalfTrainingJudge
 from llorch.training_recipe import (
     CURVE,
@@ -41,7 +42,6 @@ from llorch.training_recipe import (
     step_batches,
     with_zero_b,
 )
-from llorch.training_stages import BY_GROUP, Key
 from llorch.verify_training import MODES, TrainingJudge, difference
 from llorch.weights import Weights, open_weights
 
@@ -217,38 +217,41 @@ def llamacpp_provenance(path: Path) -> dict[str, object]:
         return engine.provenance()
 
 
-def differences(new: TrainingGolden, stored: TrainingGolden) -> list[str]:
-    """Where newly made goldens are not the stored ones.
+def differences(new: TrainingGolden, judge: TrainingJudge, spread: Mapping[str, Tolerance]) -> list[str]:
+    """Where newly made goldens are not the stored ones, and where stored tolerances do not follow from stored arrays.
 
-    The adapter, the batches and the files of adapters must be equal; arrays are held to the stored tolerances, and
-    tolerances of half precision are what `make_half` wants of them (measured in the same way: up to 1.08 times).
+    The adapter, the batches and the files of adapters must be equal; arrays are held to the stored tolerances or to
+    what rounding does to optimizer steps, the larger; tolerances of half precision are what `make_half` wants of them.
 
     Args:
         new: Made now.
-        stored: Read from the repository.
+        judge: Of the goldens that are read from the repository.
+        spread: What rounding can do to them, see `training_spread`.
 
     Returns:
         One line for each difference.
     """
+    stored = judge.golden
     pairs = [(what, getattr(new, what) == getattr(stored, what)) for what in ("rows", "files")]
     names = sorted(new.adapter.keys() | stored.adapter.keys())
     pairs += [(name, _same(new.adapter.get(name), stored.adapter.get(name))) for name in names]
     lines = [f"training {name}: not as stored" for name, equal in pairs if not equal]
     for producer, arrays in stored.arrays.items():
         for text in sorted(arrays.keys() | new.arrays[producer].keys()):
-            stage = Key.of(text).group if Key.of(text).in_table else BY_GROUP["lora_delta"]  # what goes into one
-            ours, theirs = new.arrays[producer].get(text), arrays.get(text)
+            stage, ours, theirs = stage_of(text), new.arrays[producer].get(text), arrays.get(text)
             apart = measure(ours, theirs) if theirs is None else difference(ours, theirs, stage)
-            modes = [stored.tolerances[mode][stage.name] for mode in MODES if stage.name in stored.tolerances[mode]]
-            if not any(apart.within(tolerance) for tolerance in modes):
+            granted = [stored.tolerances[mode][stage.name] for mode in MODES if stage.name in stored.tolerances[mode]]
+            if not any(apart.within(tolerance) for tolerance in (*granted, spread.get(text, EXACT))):
                 lines.append(f"training {producer} {text}: {apart.describe()}")
-    return lines + make_half.differences(_by_dtype(new), _by_dtype(stored))
+    lines += make_half.differences(_by_dtype(new.half_tolerances), _by_dtype(stored.half_tolerances))
+    float32 = ({"float32": tolerances} for tolerances in (judge.tolerances(), stored.tolerances))
+    return lines + make_half.differences(*map(_by_dtype, float32), times=make_half.AGAIN)
 
 
-def _by_dtype(golden: TrainingGolden) -> dict[str, HalfTolerances]:
+def _by_dtype(tolerances: Mapping[str, Tolerances]) -> dict[str, HalfTolerances]:
     """As those of the forward pass, in one case."""
-    halves = golden.half_tolerances.items()
-    return {dtype: {"training": {mode: dict(groups) for mode, groups in made.items()}} for dtype, made in halves}
+    made = tolerances.items()
+    return {dtype: {"training": {mode: dict(groups) for mode, groups in modes.items()}} for dtype, modes in made}
 
 
 def _same(one: np.ndarray | None, other: np.ndarray | None) -> bool:

@@ -169,9 +169,8 @@ def test_engines_running_now_give_nearly_the_stored_tolerances(dtype: DtypeName)
     made = half_tolerances(weights_of(NAME), golden.cases, builtin_path(NAME), dtype, said.append)
     assert said == [f"running llamacpp in {dtype}", f"running transformers in {dtype}"]
     for case, mode, stage in places(golden.tolerances):
-        allowed = 2 if stage == "selected_logits" else 1.25
         ratio = made[case][mode][stage].error / golden.half_tolerances[dtype][case][mode][stage].error
-        assert 1 / allowed <= ratio <= allowed, f"{case} {mode} {stage}"
+        assert 1 / FACTOR <= ratio <= FACTOR, f"{case} {mode} {stage}"
 
 
 @pytest.mark.live

@@ -34,15 +34,13 @@ def with_tolerance(golden: Golden, mode: str, stage: str, **factors: float) -> G
     return replace(golden, half_tolerances=made)
 
 
-@pytest.mark.parametrize(
-    ("mode", "what", "small", "large"), [("chained", "error", 1.2, 1.3), ("isolated", "worst", 1.9, 2.1)]
-)
-def test_a_tolerance_of_half_precision_may_move_a_little(
-    script: ModuleType, golden: Golden, mode: str, what: str, small: float, large: float
+@pytest.mark.parametrize(("mode", "what"), [("chained", "error"), ("isolated", "worst")])
+def test_a_tolerance_of_half_precision_may_move_as_far_as_its_engines_pass(
+    script: ModuleType, golden: Golden, mode: str, what: str
 ):
-    for factor in (small, 1 / small):
+    for factor in (3.9, 1 / 3.9):
         assert script.differences(with_tolerance(golden, mode, "ffn_up", **{what: factor}), golden) == []
-    for factor in (large, 1 / large):
+    for factor in (4.1, 1 / 4.1, 9, 1 / 9):
         (line,) = script.differences(with_tolerance(golden, mode, "ffn_up", **{what: factor}), golden)
         assert line.startswith(f"tolerance bfloat16 far {mode} ffn_up {what}: ")
 

@@ -122,6 +122,19 @@ def test_one_difference_is_one_line_that_names_it(maker: ModuleType):
     assert sum("expected an array, got nothing" in line for line in lines) == len(lines) - 1
 
 
+@pytest.mark.parametrize(("model", "least", "most"), [("F16", 3e-4, 1e-3), ("Q8_0", 0.02, 0.04), ("Q4_K", 0.04, 0.08)])
+def test_products_are_held_to_what_rounding_their_inputs_costs(
+    maker: ModuleType, model: str, least: float, most: float
+):
+    whole = golden()
+    limit = maker.all_flipped(model, whole.traces[model]).error
+    assert least < limit < most  # 8 bits cost 1 or 2 % of each input, 11 bits some 1e-4
+    for factor, n_lines in ((0.9, 0), (1.1, 1)):
+        logits = whole.traces[model]["logits"] * np.float32(1 + factor * limit)
+        traces = {**whole.traces, model: {**whole.traces[model], "logits": logits}}
+        assert len(maker.differences(replace(whole, traces=traces), whole)) == n_lines
+
+
 @pytest.mark.live
 def test_ggml_gives_the_stored_blocks_and_roundings_again(maker: ModuleType):
     for kind in types():

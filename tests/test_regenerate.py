@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -155,6 +156,20 @@ def test_check_exits_with_1_names_the_golden_and_writes_nothing(
     assert done.exit_code == 1
     assert done.stdout.startswith("transformers near/l1.block_out: error ")
     assert {file.name: file.read_bytes() for file in (tmp_path / NAME).iterdir()} == before
+
+
+@pytest.mark.parametrize("factor", [9, 1 / 9])
+def test_check_is_red_where_a_stored_tolerance_does_not_follow_from_the_goldens(
+    script: ModuleType, golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factor: float
+):
+    tolerances = deepcopy(golden.tolerances)
+    old = tolerances["far"]["chained"]["ffn_up"]
+    tolerances["far"]["chained"]["ffn_up"] = replace(old, worst=factor * old.worst)
+    store(tmp_path, replace(golden, tolerances=tolerances))
+    monkeypatch.setattr(script, "training", lambda name, folder, check: [])
+    done = command(script, monkeypatch, tmp_path, golden, "--check")
+    assert done.exit_code == 1
+    assert done.stdout.startswith("tolerance float32 far chained ffn_up worst: ")
 
 
 @pytest.mark.parametrize("missing", ["golden.json", "llamacpp.safetensors", "transformers.safetensors", *FILES])
