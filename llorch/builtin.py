@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from llorch.errors import suggestion
+
 BUILTIN = ("micro-llama", "micro-llama3", "micro-qwen2", "micro-qwen3", "story")
 DATA = ("pirate",)
 _PACKAGE = Path(__file__).parent
@@ -22,6 +24,7 @@ def builtin_path(name: str) -> Path:
     if name not in BUILTIN:
         raise FileNotFoundError(
             f"model {name!r}: no such file or folder, and not a built-in model ({', '.join(BUILTIN)})"
+            + suggestion(name, BUILTIN)
         )
     return _PACKAGE / "models" / f"{name}.gguf"
 
@@ -44,6 +47,7 @@ def find_data(path_or_name: str) -> Path:
     if path_or_name not in DATA:
         raise FileNotFoundError(
             f"data {path_or_name!r}: no such file or folder, and not a built-in data set ({', '.join(DATA)})"
+            + suggestion(path_or_name, DATA)
         )
     return _PACKAGE / "examples" / path_or_name
 

@@ -1,5 +1,7 @@
 """The exceptions that llorch raises on purpose, each with a message for the person who has to act on it."""
 
+from collections.abc import Iterable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
 
@@ -90,3 +92,17 @@ class MissingExtra(ImportError):
 
 class MissingDevice(RuntimeError):
     """A device, or an ability of it, that was asked for by name and is not there."""
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """What somebody may have meant by a word that nothing is called; empty where nothing is like it.
+
+    Args:
+        word: What was written.
+        known: What there is; of names of several words the last one counts, of equal ones the last name.
+
+    Returns:
+        The end of a message.
+    """
+    names = {name.rpartition(" ")[2]: name for name in known}
+    return "".join(f"; did you mean {names[near]!r}?" for near in get_close_matches(word, names, n=1))

@@ -110,7 +110,9 @@ def bad_files(tmp_path: Path) -> Path:
     ("words", "code", "expected"),
     [
         ("run {}/nothing.gguf x", 3, "no such file or folder"),
-        ("run micro-lama x", 3, "not a built-in model"),
+        ("run storry x", 3, "not a built-in model (micro-llama, micro-llama3, micro-qwen2, micro-qwen3, story); did"),
+        ("run nowhere x", 3, "micro-qwen3, story)"),
+        ("data show story pirat", 3, "not a built-in data set (pirate); did you mean 'pirate'?"),
         ("verify micro-lama", 3, "not a built-in model"),
         ("inspect {}/nothing.gguf", 3, "no such file or folder"),
         ("run {}/cut.gguf x", 2, "cut.gguf: Truncated"),
@@ -148,7 +150,11 @@ def test_a_prompt_longer_than_the_context_is_refused_before_anything_is_printed(
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("bogus", "No such command"),
+        ("bogus", "there is no verb 'bogus'\n"),
+        ("verfy", "there is no verb 'verfy'; did you mean 'verify'?"),
+        ("trian", "there is no verb 'trian'; did you mean 'lora train'?"),
+        ("lora trian", "there is no verb 'trian'; did you mean 'train'?"),
+        ("run story x -n zero", "'zero' is not a valid integer."),
         ("run story x -n 0", "0 is not in the range"),
         ("run story x --top-k some", "'some' is not a valid integer"),
         ("run story", "no text: give it as an argument or on stdin"),

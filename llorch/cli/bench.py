@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from llorch.cli.options import backend_options, json_option, verb
+from llorch.cli.options import WholeNumber, backend_options, json_option, verb
 from llorch.cli.output import progress, say, to_json
 from llorch.cli.threads import threads_option, use_threads
 
@@ -37,10 +37,10 @@ class Choice:
 @click.argument("model", required=False)
 @click.option("--shape", type=click.Choice(SHAPES), help="Random weights of this shape, made on the device; no file.")
 @click.option("--weights-type", type=click.Choice(TYPES), help="With --shape: matrices in random blocks of this type.")
-@click.option("--prompt", type=click.IntRange(min=1), default=128, show_default=True, help="Tokens of a prompt.")
-@click.option("--decode", type=click.IntRange(min=1), default=32, show_default=True, help="Tokens decoded after it.")
-@click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="After one that warms up.")
-@click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Prompts at once.")
+@click.option("--prompt", type=WholeNumber(min=1), default=128, show_default=True, help="Tokens of a prompt.")
+@click.option("--decode", type=WholeNumber(min=1), default=32, show_default=True, help="Tokens decoded after it.")
+@click.option("--rounds", type=WholeNumber(min=1), default=5, show_default=True, help="After one that warms up.")
+@click.option("--batch", type=WholeNumber(min=1), default=1, show_default=True, help="Prompts at once.")
 @click.option(
     "--weights", "residency", type=click.Choice(["auto", "decoded", "packed"]), default="auto", show_default=True,
     help="Decode matrices at load, or keep them packed and decode at every use.",

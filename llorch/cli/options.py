@@ -9,6 +9,12 @@ import click
 ENGINES = ("llamacpp", "transformers")
 
 
+class WholeNumber(click.IntRange):
+    """An integer in a range; click calls other text no valid "integer range", which says nothing."""
+
+    name = "integer"
+
+
 class TokenIds(click.ParamType):
     """Token ids, `1,2,3`."""
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from llorch.cli.options import json_option, numerics_options, verb
+from llorch.cli.options import WholeNumber, json_option, numerics_options, verb
 from llorch.cli.output import progress, say, to_json
 from llorch.cli.threads import threads_option, use_threads
 from llorch.memory import available_memory
@@ -37,7 +37,7 @@ Line = tuple[str, str, str]  # what, value, standard error
 @click.argument("model", required=False)
 @click.option("--text", "path", required=True, type=click.Path(path_type=Path), help="A file of UTF-8 text.")
 @click.option("--context", type=int, help="Tokens per window.  [default: 512, or all that the models can hold]")
-@click.option("--windows", "limit", type=click.IntRange(min=1), help="Use so many windows.  [default: all]")
+@click.option("--windows", "limit", type=WholeNumber(min=1), help="Use so many windows.  [default: all]")
 @numerics_options
 @threads_option
 @json_option("One object; every figure with its error, probabilities from 0 to 1.")

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from llorch.cli.options import backend_options, json_option, numerics_options, verb
+from llorch.cli.options import WholeNumber, backend_options, json_option, numerics_options, verb
 from llorch.cli.output import say, to_json
 from llorch.cli.threads import threads_option, use_threads
 
@@ -34,7 +34,7 @@ from llorch.cli.threads import threads_option, use_threads
     type=click.Path(path_type=Path, dir_okay=False),
     help="With --chat, or ending with the user: messages so far, a JSON list or one a line.",
 )
-@click.option("-n", "--max-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="At most so many.")
+@click.option("-n", "--max-tokens", type=WholeNumber(min=1), default=128, show_default=True, help="At most so many.")
 @click.option("-t", "--temperature", default=0.0, show_default=True, help="0 takes the most likely token.")
 @click.option("--top-k", default=0, show_default=True, help="Keep the k most likely tokens; 0 keeps all.")
 @click.option("--top-p", default=1.0, show_default=True, help="Keep the most likely tokens up to this mass.")

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from llorch.cli.options import WholeNumber
+
 if TYPE_CHECKING:
     from llorch.config import ModelConfig
 
@@ -15,7 +17,7 @@ _WANTED = "llorch.threads"
 def threads_option(function: Callable) -> Callable:
     """`--threads`, for whatever computes; `use_threads` reads it."""
     return click.option(
-        "--threads", type=click.IntRange(min=1), expose_value=False, callback=_remember,
+        "--threads", type=WholeNumber(min=1), expose_value=False, callback=_remember,
         help="Of the CPU.  [default: OMP_NUM_THREADS, else 1 for a small model, else all]",
     )(function)  # fmt: skip
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from llorch.cli.options import ENGINES, refuse_both, tokens_option, verb
+from llorch.cli.options import ENGINES, WholeNumber, refuse_both, tokens_option, verb
 from llorch.cli.output import progress, say
 from llorch.cli.threads import threads_option, use_threads
 
@@ -31,7 +31,7 @@ def _checked_output(ctx: click.Context, param: click.Parameter, value: Path) -> 
     help="A .safetensors or .npz file; replaced when it exists.",
 )  # fmt: skip
 @tokens_option("Token ids instead of a prompt.")
-@click.option("--first-position", type=click.IntRange(min=0), default=0, show_default=True, help="Of the first token.")
+@click.option("--first-position", type=WholeNumber(min=0), default=0, show_default=True, help="Of the first token.")
 @threads_option
 @click.option("--producer", type=click.Choice(ENGINES), help="Run this engine instead of ours.")
 def command(

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from llorch.cli.options import json_option, verb
+from llorch.cli.options import WholeNumber, json_option, verb
 from llorch.cli.output import progress, say, to_json
 
 if TYPE_CHECKING:
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 )
 @click.argument("model")
 @click.argument("data")
-@click.option("-n", "count", type=click.IntRange(min=0), default=3, show_default=True, help="Show so many examples.")
+@click.option("-n", "count", type=WholeNumber(min=0), default=3, show_default=True, help="Show so many examples.")
 @click.option(
     "--split", type=click.Choice(["train", "valid", "test"]), default="train", show_default=True,
     help="Which file of the folder.",
 )  # fmt: skip
 @click.option(
-    "--max-length", type=click.IntRange(min=2),
+    "--max-length", type=WholeNumber(min=2),
     help="Most tokens of an example; longer ones lose their end.  [default: the model's context, at most 1024]",
 )  # fmt: skip
 @click.option(

@@ -46,6 +46,7 @@ def command(
     A run that is over goes on with --resume when more --steps or --epochs are asked for: from there the rate follows
     the schedule of all steps. With a constant one it ends as a run that was begun for so many.
     """
+    from llorch.cli.lora.hint import try_it
     from llorch.cli.lora.needs import require_torch, threads_for_training
     from llorch.cli.lora.training_progress import Progress
     from llorch.train.settings_file import read_settings, settings_from
@@ -69,13 +70,13 @@ def command(
     if as_json:
         click.echo(to_json({**values, "adapter": str(output)}))
     else:
-        _print(values, settings.model, output)
+        _print(values)
+        click.echo(f"{output}: the adapter; try it with: {try_it(settings.model, settings.data, output)}")
 
 
-def _print(values: dict[str, Any], model: str, output: Path) -> None:
+def _print(values: dict[str, Any]) -> None:
     click.echo(f"{values['steps']} steps in {values['seconds']:.1f} s, loss {values['loss']:.4f}")
     if values["valid_loss"] is not None:
         first, best, last = (values["valid_loss"][name] for name in ("first", "best", "last"))
         best_at = f"; best {best[1]:.4f} at step {best[0]}" if best[0] != last[0] else ""
         click.echo(f"validation loss {first[1]:.4f} before, {last[1]:.4f} after{best_at}")
-    click.echo(f"{output}: the adapter; try it with: llorch run {model} --adapter {output}")
