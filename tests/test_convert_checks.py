@@ -55,6 +55,21 @@ def test_settings_of_sampling_that_are_not_used_are_not_taken_along(tmp_path: Pa
     assert (config["bos_token_id"], config["eos_token_id"]) == (260, [261, 259])
 
 
+def test_every_setting_of_sampling_goes_there_and_back(tmp_path: Path):
+    from gguf import Keys
+
+    settings = {"temperature": 0.75, "top_k": 20, "top_p": 0.875, "min_p": 0.0625, "repetition_penalty": 1.125}
+    names = ("SAMPLING_TEMP", "SAMPLING_TOP_K", "SAMPLING_TOP_P", "SAMPLING_MIN_P", "SAMPLING_PENALTY_REPEAT")
+    source = write_whole_folder(tmp_path / "a", "llama-bpe")
+    (source / "generation_config.json").write_text(json.dumps({"do_sample": True, **settings}))
+    convert(source, tmp_path / "m.gguf")
+    with open_gguf(tmp_path / "m.gguf") as file:
+        assert [file.metadata[getattr(Keys.General, name)] for name in names] == list(settings.values())
+    convert(tmp_path / "m.gguf", tmp_path / "b")
+    back = json.loads((tmp_path / "b" / "generation_config.json").read_text())
+    assert {key: back.get(key) for key in settings} == settings
+
+
 def test_a_file_of_another_configuration_is_refused_after_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     right = conversion.read_back
 

@@ -93,6 +93,15 @@ def test_a_stop_string_across_tokens_is_never_handed_out():
     assert [token.finish for token in got] == [None] * 7 + ["stop"]
 
 
+@pytest.mark.parametrize("length", [17, 40, 300])
+def test_a_long_stop_string_across_tokens_is_never_handed_out(length):
+    stop = "".join(chr(97 + place % 26) for place in range(length))
+    got = run(list(b"> " + stop.encode()), stop=[stop], max_tokens=999)
+    assert texts(got) == [">", " "] + [""] * length
+    assert got[-1].finish == "stop"
+    assert "".join(texts(run(list(stop[:-1].encode()), stop=[stop]))) == stop[:-1]
+
+
 def test_a_stop_string_inside_a_token_cuts_it():
     got = run([97, 256], "b END c", stop=[" END"], max_tokens=99)
     assert got == [Token(97, "a", -0.0, None), Token(256, "b", -1.0, "stop")]
