@@ -1,12 +1,19 @@
 """The command line as a whole: help pages, exit codes, one line per error, and which stream gets what."""
 
 import shlex
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 from command_line import REPOSITORY, invoke, spawn
+
+from llorch.builtin import builtin_path
+from llorch.cli import main
+from llorch.cli.tables import console
 
 VERBS = ("run", "verify", "inspect", "tokenize", "trace", "convert", "quality", "bench", "lora", "data")
 COMMANDS = (
@@ -43,10 +50,6 @@ def test_help_starts_with_examples_that_name_the_verb(command: str):
 
 
 def test_every_verb_of_a_group_is_listed_here():
-    import click
-
-    from llorch.cli import main
-
     groups = {verb: main.get_command(click.Context(main), verb) for verb in ("lora", "data")}
     listed = [f"{name} {verb}" for name, group in groups.items() for verb in group.list_commands(click.Context(group))]  # type: ignore[union-attr, arg-type]
     assert listed == [command for command in COMMANDS if " " in command]
@@ -69,10 +72,6 @@ def test_examples_of_the_help_pages_run(verb: str, tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_has_a_help_text(name: str):
-    import click
-
-    from llorch.cli import main
-
     command: click.Command | None = main
     for word in name.split():
         assert isinstance(command, click.Group)
@@ -200,3 +199,31 @@ def test_a_reader_that_goes_away_is_no_traceback():
         process.stdout.close()
         assert process.wait(60) == 141
         assert process.stderr.read() == ""
+
+
+@pytest.mark.parametrize("width", range(60, 81, 4))
+def test_no_word_of_a_help_page_is_broken(width: int):
+    def pages(command: click.Command, context: click.Context) -> Iterator[str]:
+        yield command.get_help(context)
+        for name in command.list_commands(context) if isinstance(command, click.Group) else ():
+            found = command.get_command(context, name)
+            assert found is not None
+            yield from pages(found, found.context_class(found, parent=context, info_name=name))
+
+    top = main.context_class(main, info_name="llorch", terminal_width=width)
+    lines = [line for page in pages(main, top) for line in page.splitlines()]
+    assert len(lines) > 300
+    assert [line for line in lines if line.endswith("-")] == []
+    assert not any("\u2011" in line for line in lines)
+
+
+def test_a_line_is_not_broken_for_a_pipe_or_a_narrow_terminal(tmp_path: Path):
+    folder = tmp_path / ("deep-" * 30) / ("down-" * 30)
+    folder.mkdir(parents=True)
+    path = shutil.copy(builtin_path("micro-llama"), folder / "m.gguf")
+    assert invoke("inspect", str(path)).stdout.startswith(f"{path}   GGUF")
+    out = console()
+    out.width = 80
+    with out.capture() as captured:
+        out.print(f"{path}: a line")
+    assert captured.get() == f"{path}: a line\n"

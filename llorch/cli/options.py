@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import click
 
+from llorch.cli.help_pages import Verb
+
 ENGINES = ("llamacpp", "transformers")
 
 
@@ -44,7 +46,7 @@ def verb(summary: str, *examples: str) -> Callable[[Callable], click.Command]:
 
     def decorate(function: Callable) -> click.Command:
         text = "\b\n" + "\n".join(examples) + "\n\n" + inspect.cleandoc(function.__doc__ or "")
-        return click.command(help=text, short_help=summary)(function)
+        return click.command(cls=Verb, help=text, short_help=summary)(function)
 
     return decorate
 

@@ -163,7 +163,7 @@ def _print(about: dict[str, Any], judged: "Comparison | Prediction") -> None:
     out = console()
     unused = about["tokens"] - about["windows"] * about["context"]
     cut = f"{about['windows']} windows of {about['context']} tokens, {judged.n_scored} scored, {unused} unused"
-    out.print(f"{about['text']}: {cut}", soft_wrap=True)
+    out.print(f"{about['text']}: {cut}")
     rows = table("figure", ">value", ">+-")
     for line in _comparison(judged) if isinstance(judged, Comparison) else _prediction(judged):
         rows.add_row(*line)

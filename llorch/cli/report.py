@@ -42,7 +42,7 @@ def print_model(out: Console, judged: Judged, *, detail: bool) -> None:
     backend = f"   {judged.backend}" if judged.backend else ""
     out.print(Text(judged.model + backend + _witness_note(judged), "bold"))
     if judged.numerics:
-        out.print(judged.numerics, soft_wrap=True)
+        out.print(judged.numerics)
     every = lines(judged, by_stage=detail)
     training = [line for line in every if line.checkpoint in TRAINING]
     _print_lines(out, judged, [line for line in every if line not in training], PRODUCERS, detail=detail)
@@ -50,11 +50,11 @@ def print_model(out: Console, judged: Judged, *, detail: bool) -> None:
         _print_lines(out, judged, training, TRAINING_PRODUCERS, detail=detail)
     for row in judged.rows:
         if row.note and row.verdict == PASS and row.model == judged.model:
-            out.print(f"{row.stage}, {row.case}: {row.note}", soft_wrap=True)
+            out.print(f"{row.stage}, {row.case}: {row.note}")
     for reason in judged.not_run:
-        out.print(Text(f"{NOT_RUN}: {reason}", _STYLES[NOT_RUN]), soft_wrap=True)
+        out.print(Text(f"{NOT_RUN}: {reason}", _STYLES[NOT_RUN]))
     for tie in _ties(judged):
-        out.print(Text(f"{TIE}: {tie}", _STYLES[TIE]), soft_wrap=True)
+        out.print(Text(f"{TIE}: {tie}", _STYLES[TIE]))
     out.print()
 
 
@@ -89,10 +89,10 @@ def print_end(out: Console, models: Sequence[Judged], absent: Mapping[str, str])
     out.print(legend(models))
     for judged in models:
         for line in failure_report(judged):
-            out.print(Text(line, _STYLES[FAIL]), soft_wrap=True)
+            out.print(Text(line, _STYLES[FAIL]))
     for backend, reason in absent.items():
-        out.print(Text(f"{NOT_RUN}  {backend}: {reason}", _STYLES[NOT_RUN]), soft_wrap=True)
-    out.print(closing_line(summary(models, absent)), soft_wrap=True)
+        out.print(Text(f"{NOT_RUN}  {backend}: {reason}", _STYLES[NOT_RUN]))
+    out.print(closing_line(summary(models, absent)))
 
 
 def failure_report(judged: Judged) -> list[str]:

@@ -19,8 +19,8 @@ class Stdout(Console):
 
 
 def console() -> Console:
-    """Stdout; rich obeys NO_COLOR and FORCE_COLOR."""
-    out = Stdout(markup=False, highlight=False, emoji=False)
+    """Stdout, which breaks no line itself; rich obeys NO_COLOR and FORCE_COLOR."""
+    out = Stdout(markup=False, highlight=False, emoji=False, soft_wrap=True)
     if not sys.stdout.isatty() and out.width < MIN_WIDTH:
         out.width = MIN_WIDTH
     return out
@@ -52,6 +52,6 @@ def print_table(out: Console, rows: Table) -> None:
     width = out.width
     out.width = max(width, Measurement.get(out, out.options.update_width(MAX_WIDTH), rows).maximum)
     try:
-        out.print(rows)
+        out.print(rows, soft_wrap=False)
     finally:
         out.width = width

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import click
 
+from llorch.cli.help_pages import HelpContext
 from llorch.errors import suggestion
 
 
@@ -18,6 +19,7 @@ class Verbs(click.Group):
 
     verbs: ClassVar[tuple[str, ...]]
     package: ClassVar[str]
+    context_class = HelpContext
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Name the verbs in the order of the help page."""

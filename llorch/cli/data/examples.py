@@ -109,7 +109,7 @@ def print_examples(shown: Sequence[tuple[Example, Sequence[Piece]]]) -> None:
         head = f"{example.source}: {len(example.ids)} tokens, {example.n_trained} learned"
         if coloured:
             parts = [(_printable(piece.text), _style(piece)) for piece in pieces]
-            out.print(Text(head, style="bold"), Text.assemble(*parts), "", sep="\n", soft_wrap=True)
+            out.print(Text(head, style="bold"), Text.assemble(*parts), "", sep="\n")
         else:
             click.echo(f"{head}\n{_bracketed(pieces)}\n")
 

@@ -61,7 +61,7 @@ class Progress:
         from rich.progress import Progress as Bar
 
         columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[line]}")
-        self._bar = Bar(*columns, console=Console(stderr=True))
+        self._bar = Bar(*columns, console=Console(stderr=True, soft_wrap=True))
         self._task = self._bar.add_task("", total=self._total, completed=step, line="")
         self._bar.start()
 
