@@ -138,7 +138,7 @@ class Answer:
             The token, with the text that became certain.
         """
         self._left -= 1
-        text, stopped = "", False
+        text = ""
         if token_id in self._end_ids:
             self.finish = "eos"
         else:
@@ -181,7 +181,6 @@ class HeldText:
         text = self._pending + self._decoder.decode(data)
         found = [at for at in (text.find(s) for s in self._stop) if at >= 0]
         if found:
-            self._pending = ""
             return text[: min(found)], True
         held = max((_overlap(text, s) for s in self._stop), default=0)
         self._pending = text[len(text) - held :]

@@ -176,11 +176,14 @@ def test_a_thinking_template_learns_every_turn_in_an_example_of_its_own(model_wi
     turns = [{"role": role, "content": text} for role, text in (
         ("user", "q"), ("assistant", "<think>1</think>one"), ("user", "q"), ("assistant", "<think>2</think>two"),
     )]  # fmt: skip
-    found = examples(model, DataSettings(), messages=turns)
+    encoder, record = Encoder(model, DataSettings()), Record({"messages": turns}, "d/train.jsonl:7", "train.jsonl:7")
+    found = list(encoder.encode(parse(record, "messages"), record))
     assert [learned(model, example) for example in found] == [
         ["<think>1</think>one<|im_end|>"],
         ["<think>2</think>two<|im_end|>"],
     ]
+    (told,) = [count for text, count in encoder.counts.items() if text.startswith("conversations that became several")]
+    assert told == 1
     assert examples(model, DataSettings(train_on="last"), messages=turns) == found[1:]
 
 

@@ -1,4 +1,5 @@
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -136,6 +137,22 @@ def test_a_prompt_whose_traces_do_not_fit_the_memory_is_refused_before_an_engine
     verify.require_memory(config, 12, n_traces=5)
     with pytest.raises(MemoryError, match=r"traces of 1000000 tokens need \d+\.\d GB, .* free; give a shorter prompt"):
         verify.require_memory(config, 10**6, n_traces=5)
+
+
+def test_a_prompt_near_the_end_of_the_context_leaves_fewer_greedy_tokens(monkeypatch: pytest.MonkeyPatch):
+    asked: list[int] = []
+
+    def take(producer: None, cases: object, *, n_greedy: int = 99) -> None:
+        asked.append(n_greedy)
+        raise RuntimeError
+
+    monkeypatch.setattr(verify, "take", take)
+    monkeypatch.setattr(verify, "require_memory", lambda *_, **__: None)
+    monkeypatch.setattr(verify, "open_producer", lambda name, path: nullcontext())
+    length = open_weights(PATH).config.max_position_embeddings
+    for missing in (30, 3, 0):
+        verify.ask(PATH, [1] * (length - missing), ["llamacpp"], text=None, say=print, failed={})
+    assert asked == [24, 4, 1]
 
 
 def test_a_model_that_does_not_fit_every_engine_is_refused_with_the_figures(monkeypatch: pytest.MonkeyPatch):
