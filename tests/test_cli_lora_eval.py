@@ -64,6 +64,16 @@ def test_any_split_can_be_asked_for_and_one_that_is_not_there_is_refused(run: Pa
     assert "expected one of the splits train, valid, got test" in result.stderr
 
 
+def test_rows_that_training_held_out_are_judged_as_such(run: Path, tmp_path: Path):
+    words = ["micro-qwen3", "--data", str(run.parent / "data" / "train.jsonl"), "--valid", "0.3"]
+    trained = invoke("lora", "train", *words, "-o", str(tmp_path / "held"), "--r", "2", "--steps", "2", "--lr", "0.02")
+    assert "train.jsonl: 2 of 8 rows are held out for validation (valid 0.3)" in trained.stderr
+    found = json.loads(invoke("lora", "eval", words[0], str(tmp_path / "held"), *words[1:], "--json").stdout)
+    last = json.loads((tmp_path / "held" / "log.jsonl").read_text().splitlines()[-1])
+    assert (found["split"], found["n_rows"]) == ("valid", 2)
+    assert found["loss"]["with_adapter"] == pytest.approx(last["valid_loss"], rel=1e-6)
+
+
 def test_a_batch_size_changes_rounding_only(run: Path):
     one, all_ = (json.loads(judged(run, "--json", "--batch-size", size).stdout)["loss"] for size in ("1", "8"))
     for name in one:
