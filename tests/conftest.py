@@ -40,6 +40,14 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
             torch.set_num_threads(threads)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What llorch remembers between runs is neither read from the user's cache nor left there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(0)

@@ -7,9 +7,10 @@ import numpy as np
 from llorch.config import ModelConfig
 from llorch.errors import FormatError
 from llorch.lora.adapter import Adapter
-from llorch.lora.base import BaseIdentity, identity_of, require_base, require_name
+from llorch.lora.base import BaseIdentity, require_base, require_name
 from llorch.lora.gguf_format import base_of_gguf, read_lora_gguf
 from llorch.lora.peft_format import base_of_peft, copies_in_peft, read_peft
+from llorch.lora.remembered import remembered_identity
 from llorch.weights import Weights
 from llorch.weights.quant import BLOCK_SIZES
 
@@ -56,7 +57,7 @@ def check_base(path: str | Path, weights: Weights, *, any_base: bool = False) ->
 
     Args:
         path: A PEFT directory or a LoRA GGUF file.
-        weights: The base; all of it is read if the adapter records a digest.
+        weights: The base; all of it is read if the adapter records a digest and it was not read before.
         any_base: Accept a base of other numbers or another name.
 
     Returns:
@@ -68,7 +69,7 @@ def check_base(path: str | Path, weights: Weights, *, any_base: bool = False) ->
     recorded = recorded_base(path)
     try:
         if isinstance(recorded, BaseIdentity):
-            verdict = require_base(recorded, identity_of(weights), where=path)
+            verdict = require_base(recorded, remembered_identity(weights), where=path)
         else:
             verdict = require_name(recorded, str(weights.path), where=path)
         _require_copies(Path(path), weights)

@@ -44,6 +44,11 @@ class SafetensorsFolder:
             self.close()
             raise
 
+    @property
+    def fingerprint(self) -> list[tuple[int, ...]]:
+        """See `MappedFile.fingerprint`; one for each shard."""
+        return [one for shard in self._shards for one in shard.fingerprint]
+
     def _open_all(self) -> None:
         index = self.path / "model.safetensors.index.json"
         if (self.path / "model.safetensors").exists() or not index.exists():

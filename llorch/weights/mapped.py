@@ -90,6 +90,12 @@ class MappedFile:
         if (size, modified) != self._state:
             raise self.error("Inconsistent", "the file was changed while open; open it again")
 
+    @property
+    def fingerprint(self) -> tuple[int, ...]:
+        """What tells the file from another and from itself after a change: device, inode, size, times of change."""
+        status = os.fstat(self._descriptor)
+        return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
     def _state_now(self) -> tuple[int, int]:
         status = os.fstat(self._descriptor)
         return status.st_size, status.st_mtime_ns
@@ -127,6 +133,11 @@ class TensorFile(Generic[Info]):
         """
         self._file = MappedFile(path)
         self.path = self._file.path
+
+    @property
+    def fingerprint(self) -> list[tuple[int, ...]]:
+        """See `MappedFile.fingerprint`; one for each file."""
+        return [self._file.fingerprint]
 
     def info(self, name: str) -> Info:
         """Look up a tensor.
