@@ -1,3 +1,8 @@
+import ctypes
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -119,16 +124,98 @@ def test_a_machine_without_a_compiler_is_told_once_and_goes_on(monkeypatch, caps
     assert capsys.readouterr().err.count("note: CPU kernels are not built") == 1
 
 
+def script(path: Path, text: str) -> str:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
 def test_a_compiler_that_fails_is_quoted(tmp_path):
-    compiler = tmp_path / "cc"
-    compiler.write_text("#!/bin/sh\necho 'cc: error: no -fopenmp here' >&2\nexit 1\n")
-    compiler.chmod(0o755)
-    assert cpu_library.build(str(compiler), tmp_path / "made.so") == f"{compiler}: cc: error: no -fopenmp here"
+    compiler = script(tmp_path / "cc", "echo 'cc: error: no -fopenmp here' >&2\nexit 1")
+    with pytest.raises(cpu_library.NotBuilt, match=f"{compiler}: cc: error: no -fopenmp here"):
+        cpu_library.build([compiler], tmp_path / "made.so")
 
 
 def test_a_compiler_named_by_the_environment_comes_first(tmp_path, monkeypatch):
-    compiler = tmp_path / "mycc"
-    compiler.write_text("")
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CC", str(compiler))
-    assert cpu_library.find_compiler() == str(compiler)
+    compiler = script(tmp_path / "my cc", "")
+    monkeypatch.setenv("CC", f"'{compiler}' gcc -pipe")
+    assert cpu_library.find_compiler() == [compiler, "gcc", "-pipe"]
+    monkeypatch.setenv("CC", "nowhere gcc")
+    assert cpu_library.find_compiler() == [shutil.which("cc")]
+
+
+@pytest.fixture
+def counted(tmp_path, monkeypatch) -> Callable[[], int]:
+    """A compiler behind another command, a cache of its own, and how often was compiled."""
+    log = tmp_path / "log"
+    wrapper = script(tmp_path / "ccache", f'case "$*" in *--version*) ;; *) echo >> {log} ;; esac\nexec "$@"')
+    monkeypatch.setenv("CC", f"{wrapper} cc")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return lambda: len(log.read_text()) if log.exists() else 0
+
+
+def fresh() -> ctypes.CDLL | None:
+    """The library as a new process gets it."""
+    return cpu_library.library.__wrapped__()
+
+
+def test_what_was_built_is_kept_for_the_next_process(counted, tmp_path):
+    assert [fresh() is None, fresh() is None, counted()] == [False, False, 1]
+    (folder,) = (tmp_path / "cache").iterdir()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert [path.suffix for path in folder.iterdir()] == [".so"]
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:4096], lambda data: b"", lambda data: data[:-40] + data[-39:]])
+def test_a_damaged_library_is_built_anew(damage, counted, tmp_path):
+    fresh()
+    (file,) = (tmp_path / "cache" / "llorch").iterdir()
+    whole = file.read_bytes()
+    file.unlink()  # it is mapped
+    file.write_bytes(damage(whole))
+    assert fresh() is not None
+    assert counted() == 2
+    assert cpu_library.is_sealed(file)
+
+
+def test_another_source_compiler_or_processor_has_another_name(counted, monkeypatch):
+    command = cpu_library.find_compiler()
+    names = {cpu_library.identity(command), cpu_library.identity([*command, "-g"])}
+    monkeypatch.setattr(cpu_library, "_processor", lambda: ["another"])
+    names.add(cpu_library.identity(command))
+    monkeypatch.setattr(cpu_library, "FLAGS", (*cpu_library.FLAGS, "-g"))
+    assert len({*names, cpu_library.identity(command)}) == 4
+
+
+@pytest.mark.parametrize("what", ["others may write to it", "no folder", "not loadable"])
+def test_without_a_private_folder_to_load_from_every_process_builds(what, counted, tmp_path, monkeypatch):
+    folder = tmp_path / "cache" / "llorch"
+    if what == "no folder":
+        monkeypatch.setenv("XDG_CACHE_HOME", "/proc")
+    else:
+        folder.mkdir(parents=True)
+        folder.chmod(0o777 if what == "others may write to it" else 0o700)
+    if what == "not loadable":
+        refuse_to_load_from(folder, monkeypatch)
+    assert [fresh() is None, fresh() is None] == [False, False]
+    assert counted() == (4 if what == "not loadable" else 2)
+    assert not folder.exists() or [*folder.iterdir()] == []
+
+
+def test_a_machine_that_loads_from_no_folder_says_so_and_goes_on(counted, monkeypatch, capsys):
+    refuse_to_load_from(Path("/"), monkeypatch)
+    assert fresh() is None
+    assert "not built, so tokens take" in (line := capsys.readouterr().err)
+    assert line.endswith("failed to map segment from shared object\n")
+
+
+def refuse_to_load_from(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a file system mounted noexec does."""
+    load = ctypes.CDLL
+
+    def refusing(name: str) -> ctypes.CDLL:
+        if Path(name).is_relative_to(folder):
+            raise OSError(f"{name}: failed to map segment from shared object")
+        return load(name)
+
+    monkeypatch.setattr(cpu_library.ctypes, "CDLL", refusing)

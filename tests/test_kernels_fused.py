@@ -1,5 +1,6 @@
 """Norm, activation and projections in one launch each, against the page in float64."""
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -121,6 +122,28 @@ def test_projections_hand_out_what_belongs_to_their_input(device):
     x, other = (random(1, 20, dtype=torch.float32, device=device, seed=seed) for seed in (12, 13))
     for layer, given in ((first, x), (second, other), (first, other), (first, other), (second, x), (second, x)):
         assert_product(layer(given), given, layer, device)
+
+
+class Interrupted(DenseLinear):
+    """Lets another thread go first when its product is looked up."""
+
+    interrupt: Any = None
+
+    def __hash__(self) -> int:
+        interrupt, self.interrupt = self.interrupt, None
+        if interrupt is not None:
+            interrupt()
+        return id(self)
+
+
+def test_a_thread_of_the_host_gets_no_product_of_another(device):
+    first, second = (Interrupted(linear(20, out, torch.float32, device, bias=False)) for out in (3, 4))
+    Together([first, second])
+    x, other = (random(1, 20, dtype=torch.float32, device=device, seed=seed) for seed in (15, 16))
+    with ThreadPoolExecutor(1) as thread:
+        first(x)
+        second.interrupt = lambda: thread.submit(first, other).result()
+        assert_product(second(x), x, second, device)
 
 
 def test_projections_remember_nothing_once_all_are_handed_out(device):

@@ -1,17 +1,22 @@
 """The compiled part of the CPU kernels, the C files beside this one, built for this very processor when needed.
 
-Building takes half a second with any compiler that knows OpenMP. It is done anew in every process, in a temporary
-folder, so there is no store of binaries to grow old. A machine without such a compiler runs on what torch has, which is
-said once. The loops share torch's OpenMP threads, because torch's library is loaded before.
+Building takes half a second with any compiler that knows OpenMP. What was built is kept in a folder that belongs to the
+user alone, under a name made of sources, compiler and processor. Where there can be no such folder, or nothing
+is loaded from it, every process builds for itself in a temporary one; where that fails, too, it runs on what torch has,
+which is said once. The loops share torch's OpenMP threads, because torch's library is loaded before.
 """
 
 import ctypes
 import os
+import platform
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from functools import cache
+from hashlib import sha256
 from pathlib import Path
 
 import torch
@@ -19,6 +24,7 @@ import torch
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("cpu_products.c", "cpu_layer.c", "cpu_block.c"))
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC")
 COMPILERS = ("cc", "gcc", "clang")
+_TELLING = ("vendor", "cpu family", "model", "stepping", "flags", "CPU ", "Features")  # lines of /proc/cpuinfo
 
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 _MATRIX = (_INT, _POINTER, _POINTER, _POINTER, _POINTER, _INT)
@@ -34,47 +40,132 @@ SIGNATURES = {
 }
 
 
+class NotBuilt(Exception):
+    """The compiler failed."""
+
+
 @cache
 def library() -> ctypes.CDLL | None:
-    """Build and load the kernels.
+    """Load the kernels, built now or by an earlier process.
 
     Returns:
-        The library, or None, after a note on stderr, where it cannot be built.
+        The library, or None, after a note on stderr, where it cannot be built or loaded.
     """
-    compiler, why = find_compiler(), "no C compiler is installed"
-    if compiler is not None:
-        with tempfile.TemporaryDirectory(prefix="llorch-") as folder:
-            built = Path(folder) / "cpu_products.so"
-            why = build(compiler, built)
-            if not why:
-                return declared(ctypes.CDLL(str(built)))
+    command, why = find_compiler(), "no C compiler is installed"
+    if command is not None:
+        try:
+            return declared(kept(command) or built(command))
+        except (NotBuilt, OSError, subprocess.TimeoutExpired) as error:  # no folder to write to, or to load from
+            why = str(error)
     slower = "tokens take at least twice as long, with packed weights many times"
     print(f"note: CPU kernels are not built, so {slower}: {why}", file=sys.stderr)
     return None
 
 
-def find_compiler() -> str | None:
-    """Path of the compiler named by the environment variable CC, or of the first that is installed."""
-    return next((path for name in (os.environ.get("CC", ""), *COMPILERS) if (path := shutil.which(name))), None)
+def find_compiler() -> list[str] | None:
+    """Command of the compiler that the environment variable CC names, or of the first that is installed."""
+    for text in (os.environ.get("CC", ""), *COMPILERS):
+        name, *arguments = shlex.split(text) or [""]
+        if path := shutil.which(name):
+            return [path, *arguments]
+    return None
 
 
-def build(compiler: str, target: Path) -> str:
+def kept(command: Sequence[str]) -> ctypes.CDLL | None:
+    """Load the library of an earlier process, or build it for processes to come; None where neither can be."""
+    folder = private_folder()
+    if folder is None:
+        return None
+    target = folder / f"cpu-{identity(command)}.so"
+    try:
+        return ctypes.CDLL(str(target)) if is_sealed(target) else built(command, target)
+    except OSError:
+        return None
+
+
+def private_folder() -> Path | None:
+    """Where this user's caches are, if nobody else can write there: what is in it will be executed."""
+    try:
+        home = Path(os.environ.get("XDG_CACHE_HOME", ""))
+        folder = (home if home.is_absolute() else Path.home() / ".cache") / "llorch"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
+        return folder if found.st_uid == os.getuid() and not found.st_mode & 0o022 else None
+    except (OSError, RuntimeError, AttributeError):  # not writable; no home; no user ids (Windows)
+        return None
+
+
+def identity(command: Sequence[str]) -> str:
+    """What decides the bytes of the library: sources, flags, compiler and processor."""
+    version = subprocess.run([*command, "--version"], capture_output=True, check=False, timeout=60).stdout
+    sources = (path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.[ch]")))
+    parts = (*sources, version, repr([*FLAGS, *command, platform.machine(), _processor()]).encode())
+    return sha256(b"".join(sha256(part).digest() for part in parts)).hexdigest()[:32]
+
+
+def _processor() -> list[str]:
+    """What -march=native looks at, as Linux tells it: the model and what it can do."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+    except OSError:
+        return [platform.processor()]
+    return [line for line in lines if line.startswith(_TELLING)]
+
+
+def is_sealed(file: Path) -> bool:
+    """Whether a library ends in its own digest, as `built` leaves it; to load a torn one could end the process."""
+    try:
+        data = file.read_bytes()
+    except OSError:
+        return False
+    return data[-32:] == sha256(data[:-32]).digest()
+
+
+def built(command: Sequence[str], target: Path | None = None) -> ctypes.CDLL:
+    """Build and load the library.
+
+    Args:
+        command: Of the compiler.
+        target: Where to put it for others, once it is whole and can be loaded.
+
+    Returns:
+        The library.
+
+    Raises:
+        NotBuilt: The compiler failed.
+        OSError: There is no folder to build in, or the library cannot be loaded from it.
+    """
+    with tempfile.TemporaryDirectory(prefix="llorch-", dir=target and target.parent) as folder:
+        made = Path(folder) / "cpu_kernels.so"
+        build(command, made)
+        data = made.read_bytes()
+        made.write_bytes(data + sha256(data).digest())
+        loaded = ctypes.CDLL(str(made))
+        if target is not None:
+            made.replace(target)
+        return loaded
+
+
+def build(command: Sequence[str], target: Path) -> None:
     """Compile the kernels.
 
     Args:
-        compiler: Its path.
+        command: Of the compiler.
         target: File to write.
 
-    Returns:
-        Why that failed; empty when it did not.
+    Raises:
+        NotBuilt: With the first line that the compiler said.
     """
-    command = [compiler, *FLAGS, *map(str, SOURCES), "-o", str(target), "-lm"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=120)
+        done = subprocess.run(
+            [*command, *FLAGS, *map(str, SOURCES), "-o", str(target), "-lm"],
+            capture_output=True, text=True, errors="replace", timeout=120,
+        )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
-        return f"{compiler}: {error}"
-    lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-    return f"{compiler}: {lines[0]}" if done.returncode else ""
+        raise NotBuilt(f"{command[0]}: {error}") from None
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        raise NotBuilt(f"{shlex.join(command)}: {lines[0]}")
 
 
 def declared(loaded: ctypes.CDLL) -> ctypes.CDLL:

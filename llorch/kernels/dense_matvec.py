@@ -8,6 +8,7 @@ Projections of one input (queries, keys and values; gate and up) are made in one
 model with grouped heads is over before the memory is busy.
 """
 
+import threading
 from collections.abc import Sequence
 from typing import Any, no_type_check
 
@@ -44,8 +45,11 @@ class DenseLinear(nn.Module):
         return multiply_few_rows(x, [self])[0] if self.together is None else self.together.product(self, x)
 
 
-class Together:
-    """Linear layers of the same input: when the first is asked for its product, all are made."""
+class Together(threading.local):
+    """Linear layers of the same input: when the first is asked for its product, all are made.
+
+    Each thread of the host has its own (this is what `threading.local` does): two that run one model ask in turn.
+    """
 
     def __init__(self, layers: Sequence[DenseLinear]) -> None:
         """Join layers of one width and dtype, all with a bias or none.
