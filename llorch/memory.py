@@ -7,16 +7,37 @@ from pathlib import Path
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameter numbers of mallopt(3)
 _KEPT = 1 << 28  # bytes of freed memory kept for the next array
+_ROOT = Path("/")  # of what Linux says about itself
+_VERSION_2 = "memory.max", "memory.current", ""  # files of a control group, and how names in memory.stat begin
+_VERSION_1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
 
 
 def available_memory() -> float:
-    """Bytes that a program can still take: free memory and what the system would give up for it.
+    """Bytes that this process can still take: of the machine's, of its container's, of its own limit the least.
+
+    What the system would give up counts as free: pages of files.
 
     Returns:
         What Linux says; elsewhere all memory of the machine, or infinity where nobody tells.
     """
+    return min(_left_on_machine(), _left_in_groups(), address_space_left())
+
+
+def address_space_left() -> float:
+    """What `ulimit -v` leaves; infinity without such a limit."""
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
+        import resource  # not on Windows
+
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        taken = int((_ROOT / "proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    except (ImportError, OSError):
+        return math.inf
+    return math.inf if limit == resource.RLIM_INFINITY else float(limit - taken)
+
+
+def _left_on_machine() -> float:
+    try:
+        lines = (_ROOT / "proc/meminfo").read_text().splitlines()
         return next(float(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration):
         pass
@@ -24,6 +45,33 @@ def available_memory() -> float:
         return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     except (AttributeError, OSError, ValueError):
         return math.inf
+
+
+def _left_in_groups() -> float:
+    """The least that is left in a control group of this process or one around it, of version 2 or 1."""
+    try:
+        lines = (_ROOT / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return math.inf
+    left = [math.inf]
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        if not controllers or "memory" in controllers.split(","):
+            mount = _ROOT / "sys/fs/cgroup" / ("memory" if controllers else "")
+            own = mount / path.strip("/")  # in a container often not there: the mount is the group itself
+            left += [_left_in_group(folder) for folder in (own, *own.parents) if folder.is_relative_to(mount)]
+    return min(left)
+
+
+def _left_in_group(folder: Path) -> float:
+    for limit, used, prefix in (_VERSION_2, _VERSION_1):
+        try:
+            most, taken = ((folder / name).read_text().strip() for name in (limit, used))
+            found = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        except OSError:
+            continue
+        files = sum(int(found.get(f"{prefix}{state}_file", 0)) for state in ("active", "inactive"))  # can be dropped
+        return math.inf if most == "max" else float(int(most) - int(taken) + files)
+    return math.inf
 
 
 def keep_freed_memory() -> None:

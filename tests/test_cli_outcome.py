@@ -33,6 +33,7 @@ def errors() -> list[tuple[BaseException, int]]:
         (FileNotFoundError(2, "No such file or directory", "a.gguf"), 3),
         (MissingExtra("golden", "llama_cpp"), 3),
         (MemoryError(), 4),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), 4),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), 4),
         (IndexError("list index out of range"), 70),
         (KeyboardInterrupt(), 130),
@@ -40,7 +41,7 @@ def errors() -> list[tuple[BaseException, int]]:
     ]
 
 
-@pytest.mark.parametrize("place", range(10 + len(OF_DISKS)))
+@pytest.mark.parametrize("place", range(11 + len(OF_DISKS)))
 def test_each_class_of_error_has_its_exit_code_and_ends_in_one_line(place: int, capsys: pytest.CaptureFixture[str]):
     error, code = errors()[place]
     assert outcome(error) == code

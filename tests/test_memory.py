@@ -1,9 +1,11 @@
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
+from llorch import memory
 from llorch.memory import available_memory, keep_freed_memory
 
 
@@ -33,3 +35,56 @@ def test_without_linux_all_memory_counts(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(Path, "read_text", missing)
     assert available_memory() > 1e8
+
+
+GB = 10**9
+V2 = {"memory.max": "{limit}", "memory.current": "700", "memory.stat": "anon 500\nactive_file 40\ninactive_file 60\n"}
+V1 = {
+    "memory.limit_in_bytes": "{limit}", "memory.usage_in_bytes": "700",
+    "memory.stat": "inactive_file 1\ntotal_active_file 40\ntotal_inactive_file 60\n",
+}  # fmt: skip
+GROUPS = {  # what this process reads as its groups, and the limits along the way
+    "none": ("0::/\n", "", V2, {}, 4 * GB),
+    "version 2": ("0::/a/b\n", "", V2, {"a/b": "900"}, 300),
+    "version 2, one around it": ("0::/a/b\n", "", V2, {"a/b": "max", "a": "800"}, 200),
+    "version 2, in a container": ("0::/\n", "", V2, {"": "1000"}, 400),
+    "version 1": ("3:cpu:/a\n4:memory,x:/a\n0::/\n", "memory", V1, {"a": "900", "": str(2**63 - 4096)}, 300),
+    "version 1, in a container": ("4:memory:/docker/0123\n", "memory", V1, {"": "900"}, 300),
+    "no limit": ("0::/a\n", "", V2, {"a": "max"}, 4 * GB),
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_what_is_left_in_a_container_counts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    lines, mount, files, limits, left = GROUPS[name]
+    write(tmp_path / "proc", {"meminfo": f"MemAvailable: {4 * GB // 1024} kB\n", "self/cgroup": lines})
+    for group, limit in limits.items():
+        texts = {file: text.replace("{limit}", limit) for file, text in files.items()}
+        write(tmp_path / "sys/fs/cgroup" / mount / group, texts)
+    monkeypatch.setattr(memory, "_ROOT", tmp_path)
+    assert available_memory() == pytest.approx(left, rel=1e-6)
+
+
+def write(folder: Path, texts: Mapping[str, str]) -> None:
+    for name, text in texts.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+def test_the_limit_of_the_address_space_counts_and_a_file_that_it_does_not_hold_is_one_line(tmp_path: Path):
+    big = tmp_path / "model.gguf"
+    with big.open("wb") as file:
+        file.truncate(GB)  # no bytes on the disk
+    code = f"""
+import resource
+from llorch.memory import address_space_left, available_memory
+before = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+from llorch.cli import main
+resource.setrlimit(resource.RLIMIT_AS, (before + {GB // 2},) * 2)
+assert 1e8 < available_memory() == address_space_left() < {GB // 2} + 1
+main(["inspect", {str(big)!r}], prog_name="llorch")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr.startswith(f"llorch: {big}: mapping it needs 1.00 GB of address space, 0.")
+    assert done.stderr.endswith(" GB are left; raise ulimit -v\n")
+    assert done.returncode == 4

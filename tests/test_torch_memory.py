@@ -208,3 +208,13 @@ def test_a_batch_that_does_not_fit_is_refused_with_one_that_does(monkeypatch: py
     free(monkeypatch, 1)
     with pytest.raises(MemoryError, match="use fewer tokens"):
         list(model.generate([1, 2, 3], max_tokens=300))
+
+
+def test_blocks_that_torch_keeps_for_itself_are_free(monkeypatch: pytest.MonkeyPatch):
+    import torch
+
+    from llorch.torch_backend.memory import free_memory
+
+    for name, value in {"mem_get_info": (10, 100), "memory_reserved": 7, "memory_allocated": 4}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    assert free_memory(torch.device("cuda", 0)) == 13

@@ -38,6 +38,8 @@ def exit_code(error: BaseException) -> int:
     """The exit code that an exception stands for; the first class that fits counts."""
     if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):
         return NO_MEMORY  # as torch says it
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return NO_MEMORY
     if isinstance(error, OSError) and error.errno in _OF_DISKS:
         return DISK
     return next((code for kind, code in _CODES if isinstance(error, kind)), BUG)
@@ -49,6 +51,8 @@ def error_line(error: BaseException) -> str:
         text = "interrupted"
     elif isinstance(error, OSError) and error.filename is not None:
         text = f"{error.filename}: {error.strerror}"
+    elif (isinstance(error, OSError) and error.errno == errno.ENOMEM) or (type(error), str(error)) == (MemoryError, ""):
+        text = "no memory is left, or no address space (ulimit -v)"
     else:
         text = " ".join(str(error).split()) or type(error).__name__
     return "llorch: " + "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

@@ -168,7 +168,10 @@ def require_room(weights: Weights, target: Target, *, batch: int, n_tokens: int)
 
 def free_memory(device: torch.device) -> float:
     """Bytes that can still be taken on a device."""
-    return float(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else available_memory()
+    if device.type != "cuda":
+        return available_memory()
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's own, to be used again
+    return float(torch.cuda.mem_get_info(device)[0] + cached)
 
 
 def _need(weights: Weights, target: Target, wanted: Wanted) -> Need:

@@ -7,6 +7,7 @@ overwritten in the meantime is an error message, not a dead process.
 Source: POSIX mmap; reliability notes of the project (safetensors and numpy.memmap die here).
 """
 
+import errno
 import mmap
 import os
 import weakref
@@ -18,6 +19,7 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 import numpy as np
 
 from llorch.errors import ErrorCode, FormatError
+from llorch.memory import address_space_left
 
 
 class MappedFile:
@@ -32,6 +34,7 @@ class MappedFile:
         Raises:
             FileNotFoundError: Nothing has this path.
             FormatError: The path is a folder, a pipe or a device.
+            MemoryError: There is no address space for the map (`ulimit -v`).
         """
         self.path = Path(path)
         if self.path.exists() and not self.path.is_file():
@@ -42,8 +45,19 @@ class MappedFile:
         self._descriptor = descriptor
         self._state = self._state_now()
         self.size = self._state[0]
-        self.map: mmap.mmap | bytes = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) if self.size else b""
+        self.map: mmap.mmap | bytes = self._mapped() if self.size else b""
         self._bytes = np.frombuffer(self.map, np.uint8)
+
+    def _mapped(self) -> mmap.mmap:
+        try:
+            return mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            if error.errno != errno.ENOMEM:
+                raise
+            raise MemoryError(
+                f"{self.path}: mapping it needs {self.size / 1e9:.2f} GB of address space, "
+                f"{address_space_left() / 1e9:.2f} GB are left; raise ulimit -v"
+            ) from None
 
     def error(self, code: ErrorCode, message: str, offset: int | None = None) -> FormatError:
         """Build (not raise) the error that names this file.
