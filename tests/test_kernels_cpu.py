@@ -179,7 +179,7 @@ def test_a_damaged_library_is_built_anew(damage, counted, tmp_path):
 
 
 def test_another_source_compiler_or_processor_has_another_name(counted, monkeypatch):
-    command = cpu_library.find_compiler()
+    command = cpu_library.find_compiler() or []
     names = {cpu_library.identity(command), cpu_library.identity([*command, "-g"])}
     monkeypatch.setattr(cpu_library, "_processor", lambda: ["another"])
     names.add(cpu_library.identity(command))

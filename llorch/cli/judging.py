@@ -101,7 +101,7 @@ def judge_all(
     absent = backends_not_run(on_torch) if on_torch else {}
     specs = dict.fromkeys(models or (*BUILTIN, QUANTISED))
     plans = [(spec, *_plan(spec, against, has_input=given != Input(None, None))) for spec in specs]
-    say(use_threads(*(_config(spec, path) for spec, path, _ in plans)))
+    threads = use_threads(*(_config(spec, path) for spec, path, _ in plans))
     out = console()
     done: list[Judged] = []
     for spec, path, engines in plans:
@@ -119,6 +119,7 @@ def judge_all(
         rows = [asdict(row) for judged in done for row in judged.rows]
         click.echo(to_json({"rows": rows, "summary": counts}))
     else:
+        out.print(threads)
         print_end(out, done, absent)
     return _exit_code(counts)
 
