@@ -1,0 +1,171 @@
+"""`verify` and a sample of the suite under the libraries' other kernels, each variant in a process of its own.
+
+    python .ci/variants.py                        all
+    python .ci/variants.py "no C compiler"        some
+    python .ci/variants.py --share 1              each with every test of the sampled files
+
+The sample: the tests of `FILES`, whose numbers come from a library's kernels. A hash of its name draws each test for
+one share of `SHARES`, and each variant runs a share of its own; those of `ALWAYS` run under every variant. All have one
+thread if they do not say otherwise.
+
+A variant that a processor cannot run is NOT RUN, and counted. One that did not take effect has failed: before anything
+else a process under it is asked which kernels it uses.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).parents[1]
+FILES = (
+    "backward backward_torch cache checkpoint_14 checkpoint_15 checkpoint_17 forward kernels_cpu kernels_cpu_block "
+    "kernels_cpu_layer kernels_cpu_quantised kernels_frozen_linear lora_torch_lora lora_torch_serving model "
+    "ops_attention ops_backward ops_cross_entropy ops_dora ops_linear ops_lora ops_rms_norm ops_rope ops_swiglu "
+    "quantised torch_batch torch_cache torch_generate torch_model torch_quantised torch_reproducible train_numpy_step "
+    "train_torch_forward train_torch_loss train_torch_trainer"
+)
+ALWAYS = ("gets_alone[dense-float32-reproducible]", "holds_with_two_threads_too[float32")
+COMMANDS = (
+    "-m llorch verify micro-qwen3 story",
+    "-m llorch verify micro-qwen2 --backend torch --dtype float32",
+    "-m pytest -q -p variants --no-header " + " ".join(f"tests/test_{name}.py" for name in FILES.split()),
+)
+SHARES = 30  # so that all variants together take about four minutes on two cores
+THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+KERNELS = """
+import contextlib, io, json, numpy, torch
+from threadpoolctl import threadpool_info
+from llorch.kernels.cpu_library import library
+torch.ops.mkldnn._linear_pointwise(torch.ones(16, 16), torch.ones(16, 16), None, "none", [], "")  # oneDNN says its ISA
+blas = [pool for pool in threadpool_info() if pool["internal_api"] == "openblas"]
+print(json.dumps({
+    "openblas": blas[0]["architecture"] if blas else None,
+    "aten": torch.backends.cpu.get_cpu_capability(),
+    "compiled": library() is not None,
+    "threads": torch.get_num_threads(),
+}))
+"""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way in which the libraries compute.
+
+    Attributes:
+        environment: What is set for its processes.
+        expected: What `KERNELS` must answer.
+        flag: Of the processor, which the kernels need.
+    """
+
+    environment: Mapping[str, str]
+    expected: Mapping[str, object]
+    flag: str = ""
+
+
+FOUR_THREADS = dict.fromkeys(THREADS, "4") | {  # waiting ones sleep: they may be more than there are cores
+    "MKL_DYNAMIC": "FALSE",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "OPENBLAS_THREAD_TIMEOUT": "4",
+}
+VARIANTS = {
+    "the processor's own kernels": Variant({}, {"threads": 1, "compiled": True}),
+    "OpenBLAS Haswell": Variant({"OPENBLAS_CORETYPE": "Haswell"}, {"openblas": "Haswell"}, "avx2"),
+    "OpenBLAS SkylakeX": Variant({"OPENBLAS_CORETYPE": "SkylakeX"}, {"openblas": "SkylakeX"}, "avx512f"),
+    "ATen default": Variant({"ATEN_CPU_CAPABILITY": "default"}, {"aten": "DEFAULT"}),
+    "ATen AVX2": Variant({"ATEN_CPU_CAPABILITY": "avx2"}, {"aten": "AVX2"}, "avx2"),
+    "oneDNN AVX2": Variant({"ONEDNN_MAX_CPU_ISA": "AVX2"}, {"onednn": "Intel AVX2"}, "avx2"),
+    "no C compiler": Variant({"PATH": str(Path(sys.executable).parent), "CC": ""}, {"compiled": False}),
+    "4 threads": Variant(FOUR_THREADS, {"threads": 4}),
+}
+CHOSEN = {name for variant in VARIANTS.values() for name in variant.environment} - {"PATH"}
+
+
+def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
+    """Leave the share of this process; this file is a plugin of its own pytest runs."""
+    index, n = map(int, os.environ["LLORCH_SHARE"].split("/"))
+    drawn = [zlib.crc32(item.nodeid.encode()) % n == index for item in items]
+    kept = [item for item, own in zip(items, drawn, strict=True) if own or any(name in item.nodeid for name in ALWAYS)]
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = kept
+
+
+def kernels(environment: Mapping[str, str]) -> dict[str, object]:
+    """What the libraries of a process use."""
+    lines = _python(("-c", KERNELS), environment | {"ONEDNN_VERBOSE": "1"}).splitlines()
+    isa = next((line.split("isa:")[1] for line in lines if "cpu,isa:" in line), None)
+    return json.loads(lines[-1]) | {"onednn": isa}
+
+
+def run(name: str, share: str) -> str:
+    """Run a variant.
+
+    Args:
+        name: Of `VARIANTS`.
+        share: Which of how many parts of the sample.
+
+    Returns:
+        What became of it: "passed", or a text that begins with "FAILED" or "NOT RUN".
+    """
+    variant = VARIANTS[name]
+    if variant.flag and variant.flag not in _processor_flags():
+        return f"NOT RUN: the processor has no {variant.flag}"
+    with tempfile.TemporaryDirectory() as cache:  # compiled kernels are kept between processes, but not beyond
+        inherited = {key: value for key, value in os.environ.items() if key not in CHOSEN}
+        path = os.pathsep.join((str(REPOSITORY), str(REPOSITORY / ".ci")))
+        own = dict.fromkeys(THREADS, "1") | {"XDG_CACHE_HOME": cache, "PYTHONPATH": path, "LLORCH_SHARE": share}
+        environment = inherited | own | variant.environment
+        found = kernels(environment)
+        print(f"== {name}: {found}", flush=True)
+        wrong = {key: value for key, value in variant.expected.items() if found[key] != value}
+        if wrong:
+            return f"FAILED: it did not take effect; expected {wrong}"
+        for command in COMMANDS:
+            try:
+                print(*_python(command.split(), environment).splitlines()[-1:], flush=True)
+            except subprocess.CalledProcessError as error:
+                print(error.stdout)
+                return f"FAILED: python {command[:60]} ended with {error.returncode}"
+    return "passed"
+
+
+def _python(arguments: Sequence[str], environment: Mapping[str, str]) -> str:
+    command = [sys.executable, *arguments]
+    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.run(command, check=True, text=True, env=dict(environment), cwd=REPOSITORY, **both).stdout
+
+
+def _processor_flags() -> set[str]:
+    try:
+        return set(Path("/proc/cpuinfo").read_text().split())
+    except OSError:
+        return set()
+
+
+def main() -> None:
+    """Entry point: exit code 1 if a variant failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("variants", nargs="*", metavar="VARIANT", help=", ".join(VARIANTS))
+    parser.add_argument("--share", type=int, default=SHARES, help="each runs one test in so many")
+    arguments = parser.parse_args()
+    verdicts = {}
+    for index, name in enumerate(VARIANTS):
+        if not arguments.variants or name in arguments.variants:
+            start = time.monotonic()
+            verdicts[name] = run(name, f"{index % arguments.share}/{arguments.share}")
+            print(f"{name}: {verdicts[name]} ({time.monotonic() - start:.0f} s)", flush=True)
+    kinds = [verdict.partition(":")[0] for verdict in verdicts.values()]
+    print(", ".join(f"{kinds.count(kind)} {kind}" for kind in ("passed", "FAILED", "NOT RUN")))
+    sys.exit("FAILED" in kinds or len(verdicts) < len(set(arguments.variants)))
+
+
+if __name__ == "__main__":
+    main()
