@@ -90,6 +90,24 @@ def test_what_only_unix_has_is_imported_in_functions():
         }, file
 
 
+def prints(source: str) -> list[int]:
+    """Lines that write to the streams of the process."""
+    nodes = list(ast.walk(ast.parse(source)))
+    calls = [n for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id == "print"]
+    streams = [n for n in nodes if isinstance(n, ast.Attribute) and n.attr in ("stdout", "stderr")]
+    return [n.lineno for n in (*calls, *(n for n in streams if isinstance(n.value, ast.Name) and n.value.id == "sys"))]
+
+
+@pytest.mark.parametrize("file", modules(), ids=lambda file: str(file.relative_to(ROOT)))
+def test_only_the_command_line_prints(file):
+    allowed = part_of(file) in ("cli", "report") or file.name == "template_worker.py"  # a process of its own
+    assert allowed or not prints(file.read_text(encoding="utf-8"))
+
+
+def test_what_prints_is_found():
+    assert prints("print(1)\nimport sys\nsys.stderr.write('')\nprint = 3\nx.print()") == [1, 3]
+
+
 def test_every_module_has_a_layer():
     assert modules()
     without = {part_of(file) for file in modules()} - LAYER.keys()

@@ -7,12 +7,12 @@ which is said once. The loops share torch's OpenMP threads, because torch's libr
 """
 
 import ctypes
+import logging
 import os
 import platform
 import shlex
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from functools import cache
@@ -20,6 +20,8 @@ from hashlib import sha256
 from pathlib import Path
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("cpu_products.c", "cpu_layer.c", "cpu_block.c"))
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC")
@@ -49,7 +51,7 @@ def library() -> ctypes.CDLL | None:
     """Load the kernels, built now or by an earlier process.
 
     Returns:
-        The library, or None, after a note on stderr, where it cannot be built or loaded.
+        The library, or None, after a warning, where it cannot be built or loaded.
     """
     command, why = find_compiler(), "no C compiler is installed"
     if command is not None:
@@ -58,7 +60,7 @@ def library() -> ctypes.CDLL | None:
         except (NotBuilt, OSError, subprocess.TimeoutExpired) as error:  # no folder to write to, or to load from
             why = str(error)
     slower = "tokens take at least twice as long, with packed weights many times"
-    print(f"note: CPU kernels are not built, so {slower}: {why}", file=sys.stderr)
+    logger.warning("CPU kernels are not built, so %s: %s", slower, why)
     return None
 
 
