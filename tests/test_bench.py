@@ -73,6 +73,14 @@ def test_the_figures_follow_from_the_seconds():
     assert result["prefill"]["share_of_matmul"] == result["prefill"]["flop_per_s"] / 1e10
 
 
+def test_the_threads_are_those_of_the_products(monkeypatch: pytest.MonkeyPatch):
+    from llorch.model import load
+
+    pools = [{"user_api": "openmp", "num_threads": 7}, {"user_api": "blas", "num_threads": 3}]
+    monkeypatch.setattr("llorch.bench.threadpool_info", lambda: pools)
+    assert numpy_subject(load("story")).threads == 3
+
+
 def test_a_batch_reads_the_weights_once_and_every_cache():
     from llorch.model import load
 

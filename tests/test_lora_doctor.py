@@ -10,12 +10,15 @@ import safetensors.numpy as container
 from command_line import invoke
 from random_adapters import random_adapter, tiny_base
 
+from llorch.lora.adapted import AdaptedWeights
 from llorch.lora.adapter import Adapter
 from llorch.lora.base import identity_of
 from llorch.lora.doctor import examine
+from llorch.lora.doctor_engines import _RUNS
 from llorch.lora.doctor_numbers import NUMBER_CHECKS
 from llorch.lora.doctor_readers import READER_CHECKS
 from llorch.lora.gguf_format import write_lora_gguf
+from llorch.lora.logits import probe_ids, run
 from llorch.lora.peft_format import write_peft
 from llorch.weights import open_weights
 
@@ -158,6 +161,17 @@ def test_an_engine_that_is_not_installed_is_not_run(tmp_path, monkeypatch):
     verdict, text = verdicts(adapter, base, ("peft",))["logits in PEFT"]
     assert verdict == "NOT RUN"
     assert "llorch[golden]" in text
+
+
+def test_one_wrong_logit_of_an_engine_is_found(tmp_path, monkeypatch):
+    adapter, base, read = made(tmp_path)
+    weights = open_weights(base)
+    ours = run(AdaptedWeights(weights, read), probe_ids(weights.config.vocab_size, read))
+    monkeypatch.setattr("llorch.lora.doctor_engines.find_spec", lambda name: "installed")
+    for wrong, verdict in ((0.0, "ok"), (1.0, "WRONG")):
+        theirs = ours + wrong * (np.arange(ours.size).reshape(ours.shape) == 7)
+        monkeypatch.setitem(_RUNS, "peft", lambda *_, theirs=theirs: theirs)
+        assert verdicts(adapter, base, ("peft",))["logits in PEFT"][0] == verdict
 
 
 def test_every_check_has_a_name_of_its_own(tmp_path):
