@@ -72,6 +72,7 @@ def test_defaults_are_valid_and_leave_open_only_what_the_model_decides():
     filled = settings().with_defaults(hidden_size=4096, context=512)
     assert (filled.lr, filled.dtype, filled.max_length) == (2e-4, "float32", 512)
     assert filled.with_defaults(hidden_size=64, context=8) == filled
+    assert settings().with_defaults(hidden_size=64, context=4096).max_length == 1024
 
 
 def test_the_default_rate_rises_as_models_get_narrower_and_one_that_is_given_stays():
