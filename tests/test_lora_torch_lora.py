@@ -202,6 +202,24 @@ def test_dropout_acts_in_training_on_the_input_of_the_adapter_only():
     assert torch.equal(leaf(x), whole)
 
 
+def test_with_dropout_dora_scales_what_the_base_makes_of_the_same_input():
+    module = base("micro-qwen2", torch.float64)
+    adapter = random_adapter(module.config, target_modules=("q_proj",), lora_dropout=0.5, use_dora=True)
+    attach(module, adapter)
+    leaf, x = module.get_submodule("model.layers.0.self_attn.q_proj"), noise(1, 40, 96).double()
+    assert isinstance(leaf, LoraLeaf)
+    module.train()
+    torch.manual_seed(3)
+    got = leaf(x)
+    torch.manual_seed(3)
+    left = x * torch.empty_like(x, dtype=torch.bool).bernoulli_(0.5) * 2
+    tensors, weight = adapter.tensors["layers.0.q_proj"], leaf.base_layer.weight
+    assert tensors.magnitude is not None
+    changed = weight + adapter.scaling("layers.0.q_proj") * torch.from_numpy(tensors.lora_B @ tensors.lora_A).double()
+    whole = torch.from_numpy(tensors.magnitude)[:, None] / changed.norm(dim=1, keepdim=True) * changed
+    torch.testing.assert_close(got, leaf.base_layer(x) + left @ (whole - weight).mT, rtol=1e-6, atol=1e-5)
+
+
 def test_with_dropout_gradients_are_those_of_the_same_mask():
     module = base("micro-qwen2", torch.float64)
     for dora in (False, True):

@@ -81,6 +81,25 @@ def test_tokens_come_as_they_are_made():
     assert order == [0, 1, 0, 1, 0, 1]
 
 
+def test_what_a_penalty_counts_goes_with_its_sequence_when_others_leave():
+    model = llorch.load_torch("micro-llama", dtype="float64")
+    settings = SamplingSettings(repetition_penalty=1.5)
+    lengths = [2, 15, 2, 2, 9]  # then those that are left stand in other rows, twice
+    answers = batched(model, max_tokens=lengths, settings=settings, ignore_eos=True)
+    for prompt, n, answer in zip(PROMPTS, lengths, answers, strict=True):
+        alone = list(model.generate(prompt, max_tokens=n, settings=settings, ignore_eos=True))
+        assert_same(answer, alone, atol=1e-11)
+
+
+def test_infinity_that_an_earlier_batch_left_behind_is_no_nan():
+    model = llorch.load_torch("micro-llama")
+    first = batched(model, max_tokens=4, ignore_eos=True)
+    assert model._spare is not None
+    for store in (*model._spare.cache.keys, *model._spare.cache.values):
+        store.fill_(torch.inf)
+    assert batched(model, max_tokens=4, ignore_eos=True) == first
+
+
 def test_sequences_that_ended_leave_the_batch():
     model = llorch.load_torch("micro-llama")
     sizes: list[int] = []

@@ -14,6 +14,7 @@ from llorch.torch_backend.batch import positions_of
 from llorch.torch_backend.load import load_dense
 from llorch.torch_backend.model import TorchModel, load_torch
 from llorch.torch_cache import Cache
+from llorch.torch_model import rms_norm, swiglu
 from llorch.weights import open_weights
 
 IDS = (5, 26, 17, 33, 2, 19, 14, 38, 30)
@@ -155,6 +156,19 @@ def test_half_precision_runs_in_its_dtype_with_scores_in_float32(dtype: torch.dt
     module(torch.tensor([IDS]), cache.place(torch.arange(len(IDS))[None], ctx=len(IDS)), cache, keep=keep)
     assert seen.pop("attn_scores") == seen.pop("attn_probs") == torch.float32
     assert set(seen.values()) == {dtype}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_norms_and_swiglu_are_rounded_once(dtype: torch.dtype):
+    x, y = torch.randn(2, 64, 96, generator=torch.Generator().manual_seed(0)).to(dtype)
+    wide, gain = x.double(), 1 + y[0]
+    norm = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * gain.double()
+    act = wide / (1 + (-wide).exp()) * y.double()
+    for got, exact in ((rms_norm(x, gain, eps=1e-5), norm), (swiglu(x, y), act)):
+        assert got.dtype is dtype
+        step = torch.finfo(dtype).eps * 2 ** exact.abs().log2().floor()
+        off = (got.double() - exact).abs() / step.clamp(min=torch.finfo(dtype).tiny * torch.finfo(dtype).eps)
+        assert off.max() <= 0.501  # half a step, and the float32 under it
 
 
 def test_what_keep_returns_is_used_from_there_on():

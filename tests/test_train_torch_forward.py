@@ -65,7 +65,9 @@ def alone(name: str = "micro-qwen3") -> list[np.ndarray]:
 
 @pytest.mark.parametrize("name", ["micro-llama3", "micro-qwen3"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("rows", [[[0], [1], [2]], [[0, 2], [1]], [[2, 1, 0]]], ids=["padded", "packed", "one row"])
+@pytest.mark.parametrize(
+    "rows", [[[0], [1], [2]], [[0, 2], [1]], [[1], [0, 2]], [[2, 1, 0]]], ids=["padded", "first", "second", "one row"]
+)
 def test_a_document_is_what_it_is_alone(rows: list[list[int]], attention: str, name: str):
     module = model(name=name)
     if attention == "sdpa":
