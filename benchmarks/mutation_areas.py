@@ -50,19 +50,18 @@ def _matching(folder: str, patterns: Iterable[str]) -> list[Path]:
 AREAS = (
     Area(
         "ops",
-        "ops/* forward backward cache numerics memory",
-        "ops_* forward backward cache memory lora_adapted train_numpy_step checkpoints",
+        "ops/* forward backward cache numerics memory finite",
+        "ops_* forward backward cache finite memory lora_adapted train_numpy_step checkpoints",
     ),
     Area("config", "config fields errors builtin", "config* fields weights weights_hostile examples"),
     Area(
         "files",
-        "weights/__init__ weights/folder weights/gguf weights/mapped weights/matrix weights/metadata weights/names "
-        "weights/packed weights/quant weights/residency weights/safetensors weights/strict_json weights/blocks/*",
+        "weights/[!ep]* weights/packed weights/blocks/*",
         "weights* gguf* safetensors* matrix quant quant_blocks residency verify_folder",
     ),
     Area(
         "export",
-        "convert weights/encode weights/export* weights/placing tokenizer/export*",
+        "convert weights/e* weights/placing tokenizer/export*",
         "export* convert convert_checks convert_failures quant_blocks",
     ),
     Area("tokenizer", "tokenizer/[!e]*", "tokenizer* export_tokenizer quality_windows"),
@@ -96,6 +95,6 @@ AREAS = (
     Area("quality", "quality/* bench", "quality_[sw]* cli_quality bench cli_bench"),
     Area("report", "report/*", "pages report_half readme cli_verify"),
     Area("producers", "producers/*", "producers* trace_check evidence", live=True),
-    Area("cli", "__init__ __main__ cli/*", "cli* layers"),
+    Area("cli", "__init__ __main__ threads cli/*", "cli* layers"),
     Area("cli_lora", "cli/lora/* cli/data/*", "cli_lora* cli_data cli_run_adapter"),
 )

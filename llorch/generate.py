@@ -188,9 +188,7 @@ class HeldText:
 
     def flush(self) -> str:
         """All that is left; an incomplete character becomes U+FFFD."""
-        text = self._pending + self._decoder.decode(b"", final=True)
-        self._pending = ""
-        return text
+        return self._pending + self._decoder.decode(b"", final=True)
 
 
 def _overlap(text: str, stop: str) -> int:

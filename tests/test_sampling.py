@@ -215,6 +215,7 @@ def test_draws_follow_the_distribution(rng):
         ("min_p", 1.0, "at least 0 and below 1"),
         ("repetition_penalty", 0.0, "from 0.001 to 1000"),
         ("repetition_penalty", -1.0, "from 0.001 to 1000"),
+        ("repetition_penalty", 1000.1, "from 0.001 to 1000"),
         ("repetition_penalty", INF, "from 0.001 to 1000"),
         ("seed", -1, "at least 0"),
     ],
