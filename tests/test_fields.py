@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from llorch.errors import FormatError, MissingExtra
+from llorch.errors import FormatError, MissingExtra, suggestion
 from llorch.fields import Fields
 
 
@@ -155,3 +155,8 @@ def test_a_missing_package_names_the_extra_that_brings_it():
         "or in a clone: pip install -c constraints.txt -e '.[golden]'"
     )
     assert (error.extra, error.package) == ("golden", "llama_cpp")
+
+
+def test_of_several_names_the_nearest_is_suggested():
+    assert suggestion("valu", ["values", "lora value"]) == "; did you mean 'lora value'?"
+    assert suggestion("zebra", ["values"]) == ""
