@@ -10,6 +10,7 @@ from pathlib import Path
 from llorch.errors import FormatError
 from llorch.fields import Fields
 from llorch.weights.folder import require_inside
+from llorch.weights.regular import read_regular
 from llorch.weights.strict_json import read_json
 
 MORE_TEMPLATES = "additional_chat_templates"  # a folder in that of a model
@@ -86,11 +87,8 @@ def templates_of_metadata(metadata: Mapping[str, object], path: Path) -> dict[st
 
 
 def _read_text(file: Path) -> str:
-    data = file.read_bytes()
-    if len(data) > _MAX_TEMPLATE:
-        raise FormatError("TooLarge", f"a chat template has at most {_MAX_TEMPLATE} bytes, got {len(data)}", path=file)
     try:
-        return data.decode()
+        return read_regular(file, limit=_MAX_TEMPLATE).decode()
     except UnicodeDecodeError as error:
         raise FormatError("Malformed", f"the chat template is not UTF-8: {error.reason}", path=file) from None
 

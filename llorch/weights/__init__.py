@@ -111,9 +111,11 @@ class Weights(Mapping):
             The array in the dtype of these weights; in packed residency it is decoded anew at every call.
 
         Raises:
-            FormatError: NonFinite when it holds NaN or infinity.
+            FormatError: NonFinite when it holds NaN or infinity, Truncated when the file was cut in the meantime.
         """
         if name in self._loaded:
+            if not self._loaded[name].flags.writeable:  # a view of the map
+                self.source.require_whole(self._slots[name].source_name)
             return self._loaded[name].astype(self.dtype, copy=False)
         array = self.read(name)
         if not (self.packed and self._multiplies_itself(self._slots[name])):

@@ -96,6 +96,17 @@ class SafetensorsFolder:
         """
         return self._shard(name).packed(name)
 
+    def require_whole(self, name: str) -> None:
+        """Refuse to go on with a tensor whose file was cut since; as `SafetensorsFile.require_whole`.
+
+        Args:
+            name: Name in the folder.
+
+        Raises:
+            FormatError: Missing for an unknown name; Truncated.
+        """
+        self._shard(name).require_whole(name)
+
     def _shard(self, name: str) -> SafetensorsFile:
         if name not in self._shard_of:
             raise FormatError("Missing", f"no tensor {name!r} in this folder", path=self.path)

@@ -1,8 +1,10 @@
 """A file opened once, mapped read-only, and watched for change while arrays look into it.
 
 A map that reaches past the end of its file kills the whole process with SIGBUS on the first touch. So size
-and modification time are compared with those at opening each time a tensor is taken: a file that was cut or
-overwritten in the meantime is an error message, not a dead process.
+and modification time are compared with those at opening each time a tensor is taken, and the size each time
+a weight that looks into the map is used: a file that was cut before is an error message. One that is cut
+during a product, or under an array that a caller took and kept, still is SIGBUS: no Python code can catch
+that. The command line then says where it was (faulthandler); who must be sure copies the array.
 
 Source: POSIX mmap; reliability notes of the project (safetensors and numpy.memmap die here).
 """
@@ -20,6 +22,7 @@ import numpy as np
 
 from llorch.errors import ErrorCode, FormatError
 from llorch.memory import address_space_left
+from llorch.weights.regular import open_regular
 
 
 class MappedFile:
@@ -37,9 +40,7 @@ class MappedFile:
             MemoryError: There is no address space for the map (`ulimit -v`).
         """
         self.path = Path(path)
-        if self.path.exists() and not self.path.is_file():
-            raise FormatError("Unsupported", "expected a regular file, got something else", path=path)
-        descriptor = os.open(self.path, os.O_RDONLY)
+        descriptor = open_regular(self.path)
         # The finaliser closes the descriptor also when nobody calls close(); it must not hold `self`.
         self.close = weakref.finalize(self, os.close, descriptor)
         self._descriptor = descriptor
@@ -98,11 +99,19 @@ class MappedFile:
         """
         if not self.close.alive:
             raise ValueError(f"{self.path}: the file is closed; open it again to read more tensors")
-        size, modified = self._state_now()
+        self.require_whole()
+        if self._state_now() != self._state:
+            raise self.error("Inconsistent", "the file was changed while open; open it again")
+
+    def require_whole(self) -> None:
+        """Refuse to go on with arrays that look past the end of a file that was cut.
+
+        Raises:
+            FormatError: Truncated. A closed file is no longer watched.
+        """
+        size = self._state_now()[0] if self.close.alive else self.size
         if size < self.size:
             raise self.error("Truncated", f"the file was cut from {self.size} to {size} bytes while open")
-        if (size, modified) != self._state:
-            raise self.error("Inconsistent", "the file was changed while open; open it again")
 
     @property
     def fingerprint(self) -> tuple[int, ...]:
@@ -183,6 +192,18 @@ class TensorFile(Generic[Info]):
         """
         info = self.info(name)
         return self._file.view(info.offset, info.n_bytes)
+
+    def require_whole(self, name: str) -> None:
+        """Refuse to go on with a tensor that was taken from a file which was cut since.
+
+        Args:
+            name: Name in the file.
+
+        Raises:
+            FormatError: Missing for an unknown name; Truncated.
+        """
+        self.info(name)
+        self._file.require_whole()
 
     def close(self) -> None:
         """Close the file; arrays that were handed out stay valid."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from llorch.errors import FormatError
+from llorch.weights.regular import read_regular
 
 _MAX_DEPTH = 32
 _MAX_DIGITS = 64  # of one number
@@ -66,12 +67,9 @@ def read_json(path: Path, *, limit: int) -> dict[str, object]:
         The object.
 
     Raises:
-        FormatError: TooLarge, or Malformed as `parse_json`.
+        FormatError: Unsupported for what is no regular file, TooLarge, or Malformed as `parse_json`.
     """
-    with path.open("rb") as file:
-        data = file.read(limit + 1)
-    if len(data) > limit:
-        raise FormatError("TooLarge", f"the file has more than {limit} bytes", path=path)
+    data = read_regular(path, limit=limit)
     # Real tokenizers hold an item per 20 bytes or so.
     value = parse_json(data, what="the file", path=path, max_items=max(_MAX_ITEMS, limit // 16))
     if not isinstance(value, dict):
