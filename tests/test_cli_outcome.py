@@ -3,11 +3,14 @@
 import errno
 import io
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import click
+import numpy as np
 import pytest
 from command_line import REPOSITORY
 
@@ -22,13 +25,25 @@ def outcome(error: BaseException, **options: bool) -> int:
     return caught.value.exit_code
 
 
+def made_by(wrong: Callable[[], object]) -> BaseException:
+    try:
+        wrong()
+    except Exception as error:
+        return error
+    raise AssertionError("expected an error")
+
+
 def errors() -> list[tuple[BaseException, int]]:
     from llorch.errors import CheckpointMismatch, FormatError, MissingExtra
+    from llorch.sampling import SamplingSettings
 
     return [
         (CheckpointMismatch("l0.q_rope: error 1e-2"), 1),
         (FormatError("Truncated", "cut", path="a.gguf"), 2),
-        (ValueError("sampling: no"), 2),
+        (made_by(lambda: SamplingSettings(temperature=-1.0)), 2),
+        (made_by(lambda: np.zeros(3).reshape(2, 2)), 70),
+        (made_by(lambda: np.linalg.inv(np.zeros(3))), 70),
+        (made_by(lambda: int("one")), 70),
         (PermissionError(13, "Permission denied", "a.gguf"), 2),
         (FileNotFoundError(2, "No such file or directory", "a.gguf"), 3),
         (MissingExtra("golden", "llama_cpp"), 3),
@@ -41,7 +56,7 @@ def errors() -> list[tuple[BaseException, int]]:
     ]
 
 
-@pytest.mark.parametrize("place", range(11 + len(OF_DISKS)))
+@pytest.mark.parametrize("place", range(14 + len(OF_DISKS)))
 def test_each_class_of_error_has_its_exit_code_and_ends_in_one_line(place: int, capsys: pytest.CaptureFixture[str]):
     error, code = errors()[place]
     assert outcome(error) == code
@@ -68,6 +83,27 @@ def test_an_error_line_cannot_move_the_cursor_of_a_terminal():
     from llorch.cli.outcome import error_line
 
     assert error_line(ValueError("a\nb \x1b[2J")) == "llorch: a b \\x1b[2J"
+
+
+BUS_ERROR = """
+import os, sys
+from llorch.cli.outcome import reported
+from llorch.weights.mapped import MappedFile
+with reported():
+    view = MappedFile(sys.argv[1]).view(0, 8192)
+    os.truncate(sys.argv[1], 0)
+    view.sum()
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGBUS"), reason="NOT RUN: no SIGBUS here")
+def test_a_file_that_is_cut_during_a_product_ends_the_process_with_the_place(tmp_path: Path):
+    path = tmp_path / "cut"
+    path.write_bytes(bytes(8192))
+    command = [sys.executable, "-c", BUS_ERROR, path]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=REPOSITORY)
+    assert done.returncode == -signal.SIGBUS
+    assert done.stderr.startswith("Fatal Python error: Bus error\n")
 
 
 def test_click_keeps_its_own_ways_to_end():

@@ -3,9 +3,14 @@
 0 ok, 1 numbers differ, 2 usage or data that cannot be used, 3 something needed is missing (a file, a golden, a device,
 an optional package), 4 out of memory, 70 a bug in llorch, 74 a disk that is full, fails or cannot be written to, 130
 interrupted, 141 the reader of our output went away.
+
+A `ValueError` is the user's where a line of llorch raises it. One that an operation of Python or NumPy raises (a shape
+that does not broadcast) is a bug, as every other class of theirs is.
 """
 
+import dis
 import errno
+import faulthandler
 import os
 import sys
 from collections.abc import Iterator
@@ -14,7 +19,7 @@ from pathlib import Path
 
 import click
 
-from llorch.errors import CheckpointMismatch, MissingDevice, MissingExtra, NonFiniteRun
+from llorch.errors import CheckpointMismatch, FormatError, MissingDevice, MissingExtra, NonFiniteRun
 
 OK, DIFFERS, USAGE, MISSING, NO_MEMORY, BUG, DISK = 0, 1, 2, 3, 4, 70, 74
 INTERRUPTED, BROKEN_PIPE = 130, 141  # 128 + the signal, as a shell reports them
@@ -42,7 +47,20 @@ def exit_code(error: BaseException) -> int:
         return NO_MEMORY
     if isinstance(error, OSError) and error.errno in _OF_DISKS:
         return DISK
+    if isinstance(error, ValueError) and not isinstance(error, FormatError) and not _is_raised_by_us(error):
+        return BUG
     return next((code for kind, code in _CODES if isinstance(error, kind)), BUG)
+
+
+def _is_raised_by_us(error: BaseException) -> bool:
+    """Whether a `raise` in llorch is where an exception comes from."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
+        return True  # never raised: nobody else can have
+    code, module = trace.tb_frame.f_code, trace.tb_frame.f_globals.get("__name__", "")
+    return module.partition(".")[0] == "llorch" and dis.opname[code.co_code[trace.tb_lasti]] == "RAISE_VARARGS"
 
 
 def error_line(error: BaseException) -> str:
@@ -72,6 +90,8 @@ def reported(*, traceback: bool = False) -> Iterator[None]:
         Exit: With the code of the exception.
     """
     _open_closed_streams()
+    if sys.__stderr__ is not None and not faulthandler.is_enabled():
+        faulthandler.enable(sys.__stderr__)  # what no exception can tell: a mapped file that was cut is SIGBUS
     try:
         yield
         sys.stdout.flush()  # so that a closed pipe shows here and not while Python shuts down
