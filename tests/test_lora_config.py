@@ -104,6 +104,18 @@ def test_the_first_pattern_that_fits_counts_and_each_of_its_alternatives(config:
     assert ranks == {"q_proj": 5, "v_proj": 5, "o_proj": 2, "up_proj": 3} | rest
 
 
+def test_a_pattern_that_goes_back_for_ever_is_done_or_refused(config: ModelConfig, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(ValueError, match=r"lora config: target_modules '\(\.\*\)\*x' fit no matrix of the model"):
+        LoraConfig(target_modules="(.*)*x").targets(config)
+    monkeypatch.setattr("llorch.lora.config._MATCH_SECONDS", 0.05)
+    slow = r"(?:\w|[a-z.]|.)*m"
+    for wrong in (LoraConfig(target_modules=slow), LoraConfig(rank_pattern={slow: 4})):
+        with pytest.raises(
+            ValueError, match=r"of target_modules, exclude_modules, rank_pattern .* write a plainer one"
+        ):
+            wrong.require_effect(config)
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

@@ -12,10 +12,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+import regex
+
 from llorch.config import ModelConfig
 from llorch.lora.targets import LAYER_TARGETS, Target, targets_of
 
 Number = TypeVar("Number", int, float)
+_MATCH_SECONDS = 1.0
 ALL_LINEAR = "all-linear"  # every matrix of the layers; neither embedding nor output
 
 
@@ -141,8 +144,21 @@ def _fits(target: Target, modules: tuple[str, ...] | str) -> bool:
     if modules == ALL_LINEAR:
         return target.path.rpartition(".")[2] in LAYER_TARGETS
     if isinstance(modules, str):
-        return re.fullmatch(modules, target.path) is not None
+        return _matches(modules, target.path)
     return any(_ends(target.path, end) for end in modules)
+
+
+def _matches(pattern: str, path: str) -> bool:
+    """Whether a pattern fits a whole path, as PEFT's `re` would find, which takes years for some: `(.*)*x`."""
+    try:
+        return regex.fullmatch(pattern, path, timeout=_MATCH_SECONDS) is not None
+    except TimeoutError:
+        where = "target_modules, exclude_modules, rank_pattern or alpha_pattern"
+        raise ValueError(
+            f"lora config: {pattern!r} of {where} was not done with {path} in {_MATCH_SECONDS} s; write a plainer one"
+        ) from None
+    except regex.error as error:
+        raise ValueError(f"lora config: {pattern!r} is no regular expression: {error}") from None
 
 
 def _idle(modules: tuple[str, ...] | str, targets: Collection[Target]) -> list[str]:
@@ -171,4 +187,4 @@ def _by_pattern(patterns: Mapping[str, Number], path: str, default: Number) -> N
 
 def _fits_end(pattern: str, path: str) -> bool:
     """As PEFT finds it: whole names at the end of a path, any of the alternatives `q_proj|v_proj`."""
-    return re.match(rf"(.*\.)?({pattern})$", path) is not None
+    return _matches(rf"(.*\.)?({pattern})", path)
