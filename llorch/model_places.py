@@ -111,15 +111,19 @@ def placing(target: Path, n_bytes: int) -> Iterator[None]:
     Raises:
         OSError: No room, or whatever the body raised of it.
     """
-    free = shutil.disk_usage(target.parent).free
-    if n_bytes > free:
-        message = f"needs {n_bytes / 1e9:.2f} GB, but only {free / 1e9:.2f} GB are free; nothing was written"
+    disk = shutil.disk_usage(target.parent)
+    if disk.total and n_bytes > disk.free:  # /proc and a tmpfs without limit have 0: there the writing tells
+        message = f"needs {_size(n_bytes)}, but only {_size(disk.free)} are free; nothing was written"
         raise OSError(errno.ENOSPC, message, str(target))
     try:
         yield
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
         raise OSError(error.errno or errno.EIO, f"{reason}; nothing was written", str(target)) from error
+
+
+def _size(n_bytes: int) -> str:
+    return f"{n_bytes / 1e9:.2f} GB" if n_bytes >= 1e7 else f"{n_bytes / 1e3:.0f} kB"
 
 
 def read_back(path: Path, weights: Weights, target: Path) -> None:

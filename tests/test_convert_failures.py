@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -77,6 +78,18 @@ def test_a_target_that_cannot_fit_is_refused_before_it_is_written(tmp_path: Path
     with pytest.raises(OSError, match=r"needs [0-9.]+ GB, but only [0-9.]+ GB are free; nothing was written"):
         convert(source, tmp_path / "m.gguf")
     assert names(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("total", "reason"), [(9000, r"needs \d\d\d+ kB, but only 3 kB are free"), (0, "No such file or directory")]
+)
+def test_little_room_is_told_in_its_unit_and_a_file_system_without_any_by_the_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, total: int, reason: str
+):
+    target = tmp_path / "m.gguf" if total else Path("/proc/m.gguf")
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(total=total, free=total // 3))
+    with pytest.raises(OSError, match=f"{reason}; nothing was written"):
+        convert(builtin_path("micro-llama"), target)
 
 
 def write_sparse(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:

@@ -89,6 +89,13 @@ def test_a_number_at_the_limit_stays_finite_and_one_beyond_is_refused(ggml_type:
         assert not np.isfinite(decode(far, ggml_type, values.shape)).all(), "the limit is lower than it need be"
 
 
+def test_a_number_beyond_the_limit_is_refused_in_a_later_part_too():
+    values = np.zeros((600, 1024), np.float32)  # three parts
+    values[599, 1023] = 65536
+    with pytest.raises(FormatError, match="x: expected at most 65504 in magnitude, the limit of F16, got 65536"):
+        encoded(values, GGMLType.F16)
+
+
 @pytest.mark.parametrize("ggml_type", LARGEST, ids=lambda one: one.name)
 def test_a_tensor_of_many_parts_equals_its_rows(rng: np.random.Generator, ggml_type: GGMLType):
     values = rng.normal(size=(600, 1024)).astype(np.float32)  # three parts, the last one short

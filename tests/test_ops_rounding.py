@@ -124,6 +124,15 @@ def test_float16_and_bfloat16_ties_go_to_even():
     ]
 
 
+@pytest.mark.parametrize(
+    ("x", "want"), [(65504, 65504), (65519.996, 65504), (65520, np.inf), (65535.996, np.inf), (65536, np.inf)]
+)
+def test_what_float16_cannot_hold_is_infinite_from_half_a_step_beyond_its_largest(x: float, want: float):
+    with np.errstate(over="ignore"):
+        assert round_activations(float32(x, 1.0), "F16").tolist() == [[want, 1.0]]
+        assert round_activations(float32(-x, 1.0), "F16").tolist() == [[-want, 1.0]]
+
+
 def test_float16_agrees_with_the_cast_of_numpy_on_every_exponent():
     bits = np.random.default_rng(0).integers(0, 2**32, (4, 100_000), dtype=np.uint32)
     bits[0] = (bits[0] & 0x8FFF_F000) | 0x3000_0000  # small enough for the fast path, many ties

@@ -202,6 +202,20 @@ def test_weights_cut_while_open_are_an_error_not_a_dead_process(tmp_path: Path):
     assert caught.value.code == "Truncated"
 
 
+@pytest.mark.parametrize("place", [262_144, 300_000, 524_287])
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+def test_a_number_that_is_not_finite_is_found_far_behind_the_start(tmp_path: Path, place: int, wrong: float):
+    tensors = random_tensors("llama")
+    wide = {f"model.layers.{i}.mlp.{part}_proj.weight": (16384, HIDDEN) for i in range(2) for part in ("gate", "up")}
+    wide |= {f"model.layers.{i}.mlp.down_proj.weight": (HIDDEN, 16384) for i in range(2)}
+    tensors |= {name: np.zeros(shape, np.float32) for name, shape in wide.items()}
+    tensors["model.layers.1.mlp.up_proj.weight"].reshape(-1)[place] = wrong
+    write_folder(tmp_path, tensors, intermediate_size=16384)
+    at = re.escape(str(divmod(place, HIDDEN)))
+    with pytest.raises(FormatError, match=rf"model.layers.1.mlp.up_proj.weight has {wrong} at {at}"):
+        read_all(tmp_path)
+
+
 def test_an_index_that_leads_out_of_the_folder_is_unsafe(tmp_path: Path):
     folder = write_folder(tmp_path / "model", random_tensors("llama"))
     (folder / "model.safetensors").rename(tmp_path / "outside.safetensors")
