@@ -1,8 +1,14 @@
 """Devices and dtypes: what was asked for is used or refused in one line."""
 
+import logging
+import os
+import warnings
+
+import numpy as np
 import pytest
 import torch
 from command_line import invoke
+from threadpoolctl import threadpool_info
 
 from llorch.errors import MissingDevice
 
@@ -146,12 +152,40 @@ def test_mixed_devices_are_refused_before_any_product():
         model.to(elsewhere)(positions, place, cache)
 
 
-def test_float32_is_float32_and_sums_are_not_rounded_whatever_a_library_had_switched_on():
+def test_float32_is_float32_and_sums_are_not_rounded_whatever_a_library_had_switched_on(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    from llorch.torch_backend.device import Target, compute_as_named
     from llorch.torch_backend.model import load_torch
 
     torch.set_float32_matmul_precision("medium")
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
     load_torch("micro-llama")
     assert torch.get_float32_matmul_precision() == "highest"
     assert not torch.backends.cuda.matmul.allow_tf32
-    assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+    reduced = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    try:
+        compute_as_named(Target(torch.device("cuda", 0), torch.bfloat16))
+        assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+    finally:
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = reduced
+
+
+def test_a_process_that_loads_and_generates_on_the_cpu_is_as_it_was():
+    def switches() -> list[object]:
+        matmul = torch.backends.cuda.matmul
+        return [
+            torch.get_num_threads(), torch.get_default_dtype(), torch.get_float32_matmul_precision(), matmul.allow_tf32,
+            matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction,
+            torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled(), torch.get_rng_state().tolist(),
+            dict(os.environ), np.geterr(), list(warnings.filters), logging.root.level, threadpool_info(),
+        ]  # fmt: skip
+
+    from llorch.model import load
+    from llorch.torch_backend.model import load_torch
+
+    before = switches()
+    for model in (load("micro-llama"), load_torch("micro-llama")):
+        list(model.generate("Once", max_tokens=2))
+    assert switches() == before

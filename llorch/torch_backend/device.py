@@ -72,9 +72,9 @@ def compute_as_named(at: Target) -> None:
         at: Where a model is about to run.
     """
     torch.set_float32_matmul_precision("highest")  # no TF32, no bfloat16 parts
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     if at.device.type == "cuda":
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         torch.cuda.set_device(at.device)  # Triton launches on the current device, wherever its tensors are
 
 
