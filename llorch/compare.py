@@ -39,6 +39,10 @@ class Tolerance:
         """This tolerance, but in neither limit above another."""
         return Tolerance(min(self.error, highest.error), min(self.worst, highest.worst))
 
+    def at_least(self, lowest: "Tolerance") -> "Tolerance":
+        """This tolerance, but in neither limit below another."""
+        return Tolerance(max(self.error, lowest.error), max(self.worst, lowest.worst))
+
 
 EXACT = Tolerance(0.0, 0.0)
 

@@ -63,7 +63,8 @@ def spread(x: np.ndarray, weight: "np.ndarray | QuantMethod", y: np.ndarray) -> 
         squares = (np.square(x) @ np.square(matrix).T).sum(dtype=np.float64)
     else:
         squares = _squares_in_two_sums(x, matrix - minima, minima)
-    return max(1.0, math.sqrt(float(squares)) / float(np.linalg.norm(y)))
+    size = float(np.linalg.norm(y))
+    return max(1.0, math.sqrt(float(squares)) / size) if size else 1.0
 
 
 def _minima(weight: Matrix) -> np.ndarray | None:

@@ -4,10 +4,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from llorch import forward as forward_page
+from llorch import stages
 from llorch.builtin import builtin_path, goldens_folder
-from llorch.compare import Tolerance
+from llorch.compare import FLOOR, Tolerance
 from llorch.evidence import Evidence, Golden, read
-from llorch.verifier import FAIL, PASS, TIE, Verifier, ceiling, edge_of_a_filter
+from llorch.verifier import FAIL, PASS, TIE, WORST, Verifier, ceiling, edge_of_a_filter
 from llorch.weights import open_weights
 
 NAME = "micro-qwen3"
@@ -92,6 +94,49 @@ def test_a_wrong_truth_cannot_widen_the_tolerance_beyond_the_ceiling(golden: Gol
     assert tolerances["near"]["chained"]["logits"] == highest
     verdicts = {row.verdict for row in judge.stage_rows(tolerances) if row.stage == "logits" and row.mode == "chained"}
     assert verdicts == {FAIL}
+
+
+@pytest.fixture(scope="module")
+def lucky(golden: Golden) -> Verifier:
+    """A judge of engines that show the truth itself, rounded: all they grant is the floor."""
+    judge = verifier(golden, dict(golden.evidence))
+    shown = {
+        producer: replace(
+            evidence,
+            traces={case: {key: a.astype(np.float32) for key, a in t.items()} for case, t in judge.truth.items()},
+            selected_logits=judge.truth["near"]["logits"][-1].astype(np.float32),
+        )
+        for producer, evidence in golden.evidence.items()
+    }
+    return verifier(golden, shown)
+
+
+def in_four_lanes(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
+    """A product as processors with short registers add it up; this model has no biases."""
+    assert bias is None
+    terms = (x[:, None] * weight).reshape(len(x), len(weight), -1, 4)
+    return np.cumsum(terms, axis=2, dtype=x.dtype)[:, :, -1].sum(axis=-1, dtype=x.dtype)
+
+
+def test_sums_in_another_order_pass_beside_engines_that_happen_to_be_exact(
+    lucky: Verifier, monkeypatch: pytest.MonkeyPatch
+):
+    tolerances = lucky.tolerances()
+    assert tolerances["near"]["chained"]["ffn_out"] == Tolerance(FLOOR, FLOOR)
+    for page in (forward_page, stages):
+        monkeypatch.setattr(page, "linear", in_four_lanes)
+    rows = list(lucky.stage_rows(tolerances))
+    assert [row for row in rows if row.error > row.tolerance or row.worst > row.tolerance_worst]  # engines alone
+    assert [row for row in lucky.rows(tolerances) if row.verdict == FAIL] == []
+
+
+def test_what_is_derived_is_a_few_roundings_and_never_above_the_ceiling(lucky: Verifier):
+    exact = Tolerance(0.0, 0.0)
+    for mode, most in (("isolated", 1e-6), ("chained", 3e-6)):
+        made = lucky._allowed(exact, "near", mode, "ffn_out")
+        assert FLOOR <= made.error <= most
+        assert made.worst == WORST * made.error
+        assert lucky._allowed(Tolerance(9.0, 9.0), "near", mode, "ffn_out") == ceiling(mode, 11)
 
 
 def test_stored_tolerances_are_capped_too(golden: Golden):

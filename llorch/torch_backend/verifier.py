@@ -134,6 +134,10 @@ class TorchVerifier(Verifier):
             return super().ceiling_of(case, mode, stage)
         return half_ceiling(self.weights.config, self.cases[case], mode, self.half)
 
+    def _allowed(self, made: Tolerance, case: str, mode: str, stage: str) -> Tolerance:
+        granted = super()._allowed if self.half is None else self._capped
+        return granted(made, case, mode, stage)
+
     def _capped(self, made: Tolerance, case: str, mode: str, stage: str) -> Tolerance:
         if self.half is None:
             return super()._capped(made, case, mode, stage)
