@@ -205,7 +205,9 @@ def test_a_reader_that_goes_away_is_no_traceback():
 def test_no_word_of_a_help_page_is_broken(width: int):
     def pages(command: click.Command, context: click.Context) -> Iterator[str]:
         yield command.get_help(context)
-        for name in command.list_commands(context) if isinstance(command, click.Group) else ():
+        if not isinstance(command, click.Group):
+            return
+        for name in command.list_commands(context):
             found = command.get_command(context, name)
             assert found is not None
             yield from pages(found, found.context_class(found, parent=context, info_name=name))

@@ -1,6 +1,7 @@
 """AdamW in use: the bits of torch's, a state that continues bit by bit, and refusals before anything is changed."""
 
 import math
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ def run(params: dict[str, nn.Parameter], ours: AdamW, steps: range) -> None:
         ours.step(1e-3 * (step + 1))
 
 
-def values(params: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+def values(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in params.items()}
 
 
