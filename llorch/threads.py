@@ -50,7 +50,7 @@ def limited(n: int) -> Iterator[None]:
 
 @contextmanager
 def _torch_limited(n: int) -> Iterator[None]:
-    if "torch" not in sys.modules:
+    if sys.modules.get("torch") is None:  # not imported, or kept from being so
         yield
         return
     import torch
