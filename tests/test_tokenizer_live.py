@@ -165,7 +165,7 @@ def test_a_repeated_pattern_costs_time_in_proportion_to_its_length(ours: Tokeniz
         return time.process_time() - start
 
     quarter, whole = (min(seconds(n_bytes) for _ in range(3)) for n_bytes in (250_000, 1_000_000))
-    assert whole <= 3.0
+    assert whole <= 10.0  # seconds, on a slow and busy processor
     # In proportion it would be 4 times as long; caches that no longer suffice make it 5 to 8, a square law 16.
     assert whole <= 12 * quarter
 
