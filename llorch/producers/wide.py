@@ -1,0 +1,62 @@
+"""The truth is computed by an engine that someone else wrote, unmodified, in pure float64.
+
+`model.double()` is not enough: norms, RoPE, the softmax and the loss of transformers go through float32 by name. Every
+such cast is an operator call that a dispatch mode sees, below autograd; each float dtype that is asked for becomes
+float64. A run in which any operator still makes a narrower number is refused: it would be no truth.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+NARROW = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Float64Everywhere(TorchDispatchMode):
+    """Turns every float dtype that an operator is asked for into float64."""
+
+    def __init__(self, *, refuse: bool) -> None:
+        """Prepare.
+
+        Args:
+            refuse: Whether a narrower result is refused; while files are read there are such.
+        """
+        super().__init__()
+        self._refuse = refuse
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run one operator, as wide as it goes."""
+        kwargs = {name: _widened(value) for name, value in (kwargs or {}).items()}
+        made = func(*map(_widened, args), **kwargs)
+        if self._refuse and any(isinstance(leaf, torch.Tensor) and leaf.dtype in NARROW for leaf in tree_leaves(made)):
+            raise RuntimeError(f"truth: {func} made a number narrower than float64; this engine's run is no truth")
+        return made
+
+
+@contextmanager
+def float64_everywhere(*, refuse: bool = True) -> Iterator[None]:
+    """Compute in float64 whatever the code inside asks for; models must be made inside too.
+
+    Args:
+        refuse: See `Float64Everywhere`.
+
+    Yields:
+        Nothing.
+    """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with Float64Everywhere(refuse=refuse):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _widened(value: Any) -> Any:
+    return torch.float64 if isinstance(value, torch.dtype) and value in NARROW else value
