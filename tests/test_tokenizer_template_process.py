@@ -26,10 +26,14 @@ OUT_OF_TIME = {"code": "TemplateBudget", "message": "takes over 0.3 s"}
 
 
 @pytest.fixture
-def process() -> Iterator[TemplateProcess]:
-    process = TemplateProcess(Limits(seconds=0.3))
+def process(request: pytest.FixtureRequest) -> Iterator[TemplateProcess]:
+    """With time that suits a busy machine; a test whose template takes too much of it asks for less."""
+    process = TemplateProcess(Limits(seconds=getattr(request, "param", 30.0)))
     yield process
     process.stop()
+
+
+hasty = pytest.mark.parametrize("process", [0.3], indirect=True)
 
 
 def pid_of(process: TemplateProcess) -> int:
@@ -77,6 +81,7 @@ def test_one_process_renders_everything_and_waits_as_long_as_need_be(process: Te
     assert pid_of(process) == first
 
 
+@hasty
 @pytest.mark.parametrize(
     ("request_", "says"), [(ENDLESS, "takes over 0.3 s"), (HUNGRY, "takes over 512 MiB of memory")]
 )
@@ -144,6 +149,7 @@ def test_ctrl_c_is_not_for_the_process(process: TemplateProcess):
     assert pid_of(process) == first
 
 
+@hasty
 def test_a_caller_that_ignores_the_alarm_does_not_switch_it_off(process: TemplateProcess):
     before = signal.signal(signal.SIGALRM, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
@@ -154,6 +160,7 @@ def test_a_caller_that_ignores_the_alarm_does_not_switch_it_off(process: Templat
         signal.signal(signal.SIGALRM, before)
 
 
+@hasty
 def test_time_is_limited_where_alarms_and_limits_of_memory_are_missing(
     process: TemplateProcess, monkeypatch: pytest.MonkeyPatch
 ):
@@ -194,7 +201,7 @@ def test_the_end_leaves_no_process_and_no_zombie_behind():
 def test_the_process_ends_when_the_one_that_asks_is_killed(end: str):
     done = script(f"process.ask(HELLO)\nprint(process.pid, flush=True)\n{end}\n")
     assert (done.returncode, done.stderr) == (-signal.SIGKILL, "")
-    assert ends_within(3, int(done.stdout))
+    assert ends_within(30, int(done.stdout))
 
 
 def test_a_fork_has_a_process_of_its_own():

@@ -1,7 +1,6 @@
 """What the process that renders chat templates answers: what the same code answers in this process, at little cost."""
 
 import json
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -107,6 +106,6 @@ def test_a_rendering_costs_little_more_than_in_this_process():
             start = time.perf_counter()
             render()
             times.append(time.perf_counter() - start)
-        return statistics.median(times)
+        return min(times)  # what a busy machine adds now and then does not count
 
     assert cost(lambda: RESIDENT.ask(request)) - cost(lambda: answer(request, max_text=MAX_TEXT)) < 1e-3
