@@ -13,7 +13,7 @@ from typing import Literal, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Float, Int
 
-DtypeName = Literal["float32", "bfloat16", "float16"]  # of a run on an engine that computes in one dtype
+DtypeName = Literal["float64", "float32", "bfloat16", "float16"]  # of a run on an engine that computes in one dtype
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,13 @@ from llorch.config import ModelConfig
 Trace = dict[str, np.ndarray]
 
 
-def checked_trace(captured: Mapping[str, np.ndarray], config: ModelConfig, n_tokens: int, engine: str) -> Trace:
+def checked_trace(
+    captured: Mapping[str, np.ndarray],
+    config: ModelConfig,
+    n_tokens: int,
+    engine: str,
+    dtype: type[np.floating] = np.float32,
+) -> Trace:
     """Refuse a capture that is not exactly the expected set of stages.
 
     Args:
@@ -18,9 +24,10 @@ def checked_trace(captured: Mapping[str, np.ndarray], config: ModelConfig, n_tok
         config: The model.
         n_tokens: Tokens of the run, which started with an empty cache.
         engine: Its name, for the error message.
+        dtype: That every array must have.
 
     Returns:
-        The trace in the order of the stage table, every array float32 and C-contiguous.
+        The trace in the order of the stage table, every array C-contiguous.
 
     Raises:
         RuntimeError: Stages are missing or unexpected, or have another shape or dtype; all are listed.
@@ -29,8 +36,8 @@ def checked_trace(captured: Mapping[str, np.ndarray], config: ModelConfig, n_tok
     faults = [f"{name} is missing" for name in shapes if name not in captured]
     faults += [f"{name} is unexpected" for name in captured if name not in shapes]
     for name, array in captured.items():
-        if name in shapes and (array.shape != shapes[name] or array.dtype != np.float32):
-            faults.append(f"{name} must be float32 {shapes[name]}, got {array.dtype} {array.shape}")
+        if name in shapes and (array.shape != shapes[name] or array.dtype != dtype):
+            faults.append(f"{name} must be {np.dtype(dtype)} {shapes[name]}, got {array.dtype} {array.shape}")
     if faults:
         raise RuntimeError(f"{engine}: the capture is not the expected set of stages: {'; '.join(faults)}")
     return {name: np.ascontiguousarray(captured[name]) for name in shapes}

@@ -3,12 +3,13 @@
 A Hugging Face folder is loaded by transformers itself. A GGUF file is given to the same class through a config
 made from the file's metadata and a state dict of its decoded weights.
 
+In float64 every cast to a narrower dtype is widened, see `wide`: this is the truth that others are judged by.
 In bfloat16 and float16 all weights are cast, gains of norms too, as `from_pretrained(dtype=...)` does it; the RoPE
 frequencies stay float32, which `model.to(dtype)` would round.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +27,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from llorch.config import FactorScaling, LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
 from llorch.numerics import DtypeName
 from llorch.producers.trace_check import Trace, check_ids, checked_trace
-from llorch.producers.transformers_capture import captured
+from llorch.producers.transformers_capture import as_array, captured
+from llorch.producers.wide import float64_everywhere
 from llorch.sampling import SamplingSettings
 from llorch.threads import limited, n_threads_for
 from llorch.weights import Weights, open_weights
@@ -68,7 +70,7 @@ class Transformers:
         self.n_threads = n_threads or n_threads_for(self.config)
         with ExitStack() as resources:
             resources.enter_context(limited(self.n_threads))
-            with closing(weights.source), _quiet(), _refusals():
+            with closing(weights.source), _quiet(), _refusals(), self._arithmetic(refuse=False):
                 if self.path.is_dir():
                     model, self.rope = _model_of_folder(self.path, self.config, dtype), "as config.json says"
                 else:
@@ -95,12 +97,19 @@ class Transformers:
             raise ValueError("transformers: the producer is closed")
         return self._loaded
 
-    def trace(self, ids: Sequence[int], *, first_position: int = 0) -> Trace:
+    def _arithmetic(self, *, refuse: bool = True) -> AbstractContextManager[None]:
+        """In which models are made and run."""
+        return float64_everywhere(refuse=refuse) if self.dtype == "float64" else nullcontext()
+
+    def trace(
+        self, ids: Sequence[int], *, first_position: int = 0, golden: Mapping[str, np.ndarray] | None = None
+    ) -> Trace:
         """Run the tokens from an empty cache and return every stage.
 
         Args:
             ids: Token ids, at least one.
             first_position: Position of the first token.
+            golden: Makes it a run of isolated stages: takes the place of each stage that it has, once that was noted.
 
         Returns:
             Stage to array, exactly the stages of the model's family.
@@ -108,28 +117,33 @@ class Transformers:
         Raises:
             RuntimeError: The model did not compute the stages that we know.
         """
-        with captured(self._model) as stages:
+        with captured(self._model, golden) as stages:
             self.logits(ids, first_position=first_position)
-        return checked_trace(stages, self.config, len(ids), self.name)
+        dtype = np.float64 if self.dtype == "float64" else np.float32
+        return checked_trace(stages, self.config, len(ids), self.name, dtype)
 
     @torch.no_grad()
     def logits(self, ids: Sequence[int], *, first_position: int = 0) -> np.ndarray:
         """Logits of every token from a run that nobody watches; bit by bit those of `trace`."""
         positions = torch.arange(first_position, first_position + len(ids))[None]
-        return self._model(self._ids(ids), position_ids=positions, use_cache=True).logits[0].float().numpy()
+        with self._arithmetic():
+            logits = self._model(self._ids(ids), position_ids=positions, use_cache=True).logits
+        return as_array(logits[0])
 
     @torch.no_grad()
     def selected_logits(self, ids: Sequence[int]) -> np.ndarray:
         """The logits of the last token, the only ones computed, as in `generate`."""
-        return self._model(self._ids(ids), logits_to_keep=1).logits[0, 0].float().numpy()
+        with self._arithmetic():
+            return as_array(self._model(self._ids(ids), logits_to_keep=1).logits[0, 0])
 
     @torch.no_grad()
     def greedy(self, ids: Sequence[int], n: int) -> list[int]:
         """Continue by `n` tokens with transformers' `generate` and its cache; end tokens do not stop it."""
         prompt = self._ids(ids)
-        out = self._model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=n, pad_token_id=0
-        )
+        with self._arithmetic():
+            out = self._model.generate(
+                prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=n, pad_token_id=0
+            )
         return out[0, len(ids) :].tolist()
 
     def probabilities(self, logits: np.ndarray, settings: SamplingSettings, history: Sequence[int]) -> np.ndarray:
@@ -143,11 +157,12 @@ class Transformers:
         Returns:
             Probabilities, 0 for removed tokens; temperature 0 is `generate`'s argmax.
         """
-        scores = torch.tensor(logits, dtype=torch.float32)[None]
-        scores = _processors(settings, history)(torch.LongTensor([list(history)]), scores)
-        if settings.temperature == 0:
-            return nn.functional.one_hot(scores[0].argmax(), scores.shape[-1]).float().numpy()
-        return nn.functional.softmax(scores[0], dim=-1).numpy()
+        scores = torch.tensor(logits, dtype=torch.float64 if self.dtype == "float64" else torch.float32)[None]
+        with self._arithmetic():
+            scores = _processors(settings, history)(torch.LongTensor([list(history)]), scores)
+            if settings.temperature == 0:
+                return as_array(nn.functional.one_hot(scores[0].argmax(), scores.shape[-1]))
+            return as_array(nn.functional.softmax(scores[0], dim=-1))
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int] | None:
         """Token ids of the folder's tokenizer; None without a `tokenizer.json`."""
@@ -197,7 +212,7 @@ def _model_of_folder(path: Path, config: ModelConfig, dtype: DtypeName) -> Any:
 
 def _model_of_weights(weights: Weights, dtype: DtypeName) -> tuple[Any, str]:
     config = weights.config
-    rope, note = _rope_parameters(config)
+    rope, note = _rope_parameters(config, dtype)
     config_class, model_class = CLASSES[config.family]
     settings = {} if config.family == "qwen2" else {"attention_bias": config.qkv_bias}
     engine_config = config_class(
@@ -239,8 +254,11 @@ def _state_dict(weights: Weights, dtype: torch.dtype) -> dict[str, torch.Tensor]
     return state
 
 
-def _rope_parameters(config: ModelConfig) -> tuple[dict[str, object], str]:
-    """What transformers is told about RoPE, and a note on it for the provenance."""
+def _rope_parameters(config: ModelConfig, dtype: DtypeName) -> tuple[dict[str, object], str]:
+    """What transformers is told about RoPE, and a note on it for the provenance.
+
+    The divisors of a file are float32: in float64 they are not those that the published settings give, to 1e-8.
+    """
     theta: dict[str, object] = {"rope_theta": config.rope_theta}
     match config.rope_scaling:
         case None:
@@ -252,7 +270,7 @@ def _rope_parameters(config: ModelConfig) -> tuple[dict[str, object], str]:
         case Llama3Scaling() as scaling:
             return {"rope_type": "llama3"} | asdict(scaling) | theta, "llama3"
         case FactorScaling() as scaling:
-            for published in PUBLISHED_LLAMA3:
+            for published in PUBLISHED_LLAMA3 if dtype != "float64" else ():
                 rope = {"rope_type": "llama3"} | asdict(published) | theta
                 if np.allclose(_factors_of(rope, config.head_dim), scaling.factors, rtol=1e-6, atol=0):
                     return rope, f"llama3 with factor {published.factor:g}, the divisors of the file"
@@ -274,8 +292,8 @@ def _plain_frequencies(engine_config: Any) -> torch.Tensor:
 def _divide_frequencies(model: Any, config: ModelConfig) -> None:
     """Bring a file's own divisors in, which no rope_type of transformers can express."""
     assert isinstance(config.rope_scaling, FactorScaling)
-    factors = torch.tensor(config.rope_scaling.factors, dtype=torch.float32)
-    model.model.rotary_emb.inv_freq /= factors
+    frequencies = model.model.rotary_emb.inv_freq
+    frequencies /= torch.tensor(config.rope_scaling.factors, dtype=frequencies.dtype)
 
 
 def _processors(settings: SamplingSettings, history: Sequence[int]) -> LogitsProcessorList:

@@ -4,10 +4,12 @@ Most stages are inputs or outputs of modules. Rotated queries and keys and the c
 attention function, which transformers looks up in its registry: for one run we register, under the name "eager",
 a function that notes its arguments and then calls the family's own. The scores exist only inside that function,
 as the input of its softmax; a torch function mode sees that call.
+
+*Isolated*, every stage is recorded and then overwritten with the golden's, so that the next one is made of the golden.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 import numpy as np
@@ -41,54 +43,77 @@ LAYER_INPUTS = {
 MODEL_OUTPUTS = {"embed": "model.embed_tokens", "final_norm": "model.norm", "logits": "lm_head"}
 
 
+class Recorder:
+    """Notes stages, and says what the run goes on with."""
+
+    def __init__(self, golden: Mapping[str, np.ndarray] | None) -> None:
+        """Prepare.
+
+        Args:
+            golden: Takes the place of each stage that it has, once that was noted.
+        """
+        self.stages: dict[str, np.ndarray] = {}
+        self.golden = golden or {}
+
+    def keep(self, stage: str, tensor: torch.Tensor) -> None:
+        """Note a stage; where there is a golden, write that into the very tensor that the engine goes on with."""
+        if stage in self.stages:
+            raise RuntimeError(f"transformers: stage {stage} was computed twice in one run")
+        self.stages[stage] = as_array(tensor).copy()
+        if stage in self.golden:
+            dtype = np.float64 if tensor.dtype == torch.float64 else np.float32
+            tensor.copy_(torch.from_numpy(self.golden[stage].astype(dtype)))
+
+
+def as_array(tensor: torch.Tensor) -> np.ndarray:
+    """Contiguous, in float64 where it is that, else in float32, which holds every half value."""
+    wide = tensor.detach() if tensor.dtype == torch.float64 else tensor.detach().float()
+    return wide.contiguous().numpy()
+
+
 @contextmanager
-def captured(model: nn.Module) -> Iterator[dict[str, np.ndarray]]:
+def captured(model: nn.Module, golden: Mapping[str, np.ndarray] | None = None) -> Iterator[dict[str, np.ndarray]]:
     """Watch the runs inside the `with` block.
 
     Args:
         model: A LlamaForCausalLM, Qwen2ForCausalLM or Qwen3ForCausalLM with eager attention.
+        golden: Takes the place of each stage that it has, once that was noted; the run is then that of no prompt.
 
     Yields:
-        Stage to array, float32 whatever the dtype of the run; filled by the run.
+        Stage to array, float64 of such a run, else float32; filled by the run.
     """
-    stages: dict[str, np.ndarray] = {}
+    recorder = Recorder(golden)
     with ExitStack() as hooks:
         for stage, path in MODEL_OUTPUTS.items():
-            hooks.enter_context(model.get_submodule(path).register_forward_hook(_output_hook(stages, stage)))
+            hooks.enter_context(model.get_submodule(path).register_forward_hook(_output_hook(recorder, stage)))
         for i, layer in enumerate(model.get_submodule("model.layers").children()):
             for stage, path in LAYER_OUTPUTS.items():
                 if stage not in ("q_norm", "k_norm") or hasattr(layer.self_attn, stage):
-                    hook = _output_hook(stages, f"l{i}.{stage}")
+                    hook = _output_hook(recorder, f"l{i}.{stage}")
                     hooks.enter_context(layer.get_submodule(path).register_forward_hook(hook))
             for stage, path in LAYER_INPUTS.items():
-                hook = _input_hook(stages, f"l{i}.{stage}")
+                hook = _input_hook(recorder, f"l{i}.{stage}")
                 hooks.enter_context(layer.get_submodule(path).register_forward_pre_hook(hook))
-        hooks.enter_context(_watched_attention(stages))
-        yield stages
+        hooks.enter_context(_watched_attention(recorder))
+        yield recorder.stages
 
 
-def _output_hook(stages: dict[str, np.ndarray], stage: str) -> Callable[..., None]:
+def _output_hook(recorder: Recorder, stage: str) -> Callable[..., None]:
     def hook(_module: nn.Module, _inputs: tuple, output: torch.Tensor) -> None:
-        _keep(stages, stage, output[0])
+        recorder.keep(stage, output[0])
 
     return hook
 
 
-def _input_hook(stages: dict[str, np.ndarray], stage: str) -> Callable[..., None]:
+def _input_hook(recorder: Recorder, stage: str) -> Callable[..., None]:
     def hook(_module: nn.Module, inputs: tuple) -> None:
-        _keep(stages, stage, inputs[0][0])
+        recorder.keep(stage, inputs[0][0])
 
     return hook
-
-
-def _keep(stages: dict[str, np.ndarray], stage: str, tensor: torch.Tensor) -> None:
-    if stage in stages:
-        raise RuntimeError(f"transformers: stage {stage} was computed twice in one run")
-    stages[stage] = tensor.detach().float().contiguous().numpy().copy()  # half values are floats too
 
 
 @contextmanager
-def _watched_attention(stages: dict[str, np.ndarray]) -> Iterator[None]:
+def _watched_attention(recorder: Recorder) -> Iterator[None]:
     def attention(
         module: nn.Module,
         query: torch.Tensor,
@@ -98,16 +123,15 @@ def _watched_attention(stages: dict[str, np.ndarray]) -> Iterator[None]:
         **settings: object,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         eager: Attention = sys.modules[type(module).__module__].eager_attention_forward
-        with _SoftmaxInputs() as softmax:
-            output, probs = eager(module, query, key, value, attention_mask, **settings)
-        (scores,) = softmax.inputs
         stage = f"l{module.layer_idx}.".__add__
-        _keep(stages, stage("q_rope"), query[0].transpose(0, 1))  # (seq, heads, head_dim)
-        _keep(stages, stage("k_rope"), key[0].transpose(0, 1))
-        _keep(stages, stage("k_cache"), key[0])
-        _keep(stages, stage("v_cache"), value[0])
-        _keep(stages, stage("attn_scores"), _with_infinite_mask(scores, attention_mask)[0])
-        _keep(stages, stage("attn_probs"), probs[0])
+        recorder.keep(stage("q_rope"), query[0].transpose(0, 1))  # (seq, heads, head_dim)
+        recorder.keep(stage("k_rope"), key[0].transpose(0, 1))
+        recorder.keep(stage("k_cache"), key[0])
+        recorder.keep(stage("v_cache"), value[0])
+        with _Softmax(recorder, stage, attention_mask):
+            output, probs = eager(module, query, key, value, attention_mask, **settings)
+        if stage("attn_probs") not in recorder.golden:
+            recorder.keep(stage("attn_probs"), probs[0])
         return output, probs
 
     ALL_ATTENTION_FUNCTIONS["eager"] = attention
@@ -117,17 +141,23 @@ def _watched_attention(stages: dict[str, np.ndarray]) -> Iterator[None]:
         del ALL_ATTENTION_FUNCTIONS["eager"]
 
 
-class _SoftmaxInputs(TorchFunctionMode):
-    """Notes what goes into every softmax called while it is active."""
+class _Softmax(TorchFunctionMode):
+    """Notes what goes into the softmax called while it is active; and what comes out, where that is replaced."""
 
-    def __init__(self) -> None:
+    def __init__(self, recorder: Recorder, stage: Callable[[str], str], mask: torch.Tensor | None) -> None:
         super().__init__()
-        self.inputs: list[torch.Tensor] = []
+        self._recorder, self._stage, self._mask = recorder, stage, mask
 
     def __torch_function__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
-        if func is nn.functional.softmax:
-            self.inputs.append(args[0].clone())
-        return func(*args, **(kwargs or {}))
+        if func is not nn.functional.softmax:
+            return func(*args, **(kwargs or {}))
+        scores = _with_infinite_mask(args[0], self._mask).clone()
+        self._recorder.keep(self._stage("attn_scores"), scores[0])
+        replaced = self._stage("attn_scores") in self._recorder.golden
+        probs = func(scores if replaced else args[0], *args[1:], **(kwargs or {}))
+        if self._stage("attn_probs") in self._recorder.golden:
+            self._recorder.keep(self._stage("attn_probs"), probs[0])
+        return probs
 
 
 def _with_infinite_mask(scores: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
