@@ -10,10 +10,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+import shape_checks
 
 if TYPE_CHECKING:
     from llorch.config import ModelConfig
 
+shape_checks.install()
+for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(_name, "1")  # of the processes that are started from here: those of xdist are one a core
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run in Triton's interpreter where there is no device
 

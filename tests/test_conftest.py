@@ -1,7 +1,14 @@
 """What `conftest.py` promises each test."""
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
 import pytest
 import torch
+from beartype import beartype
+from jaxtyping import Float, TypeCheckError
+from shape_checks import checked
 
 THREADS = torch.get_num_threads()
 
@@ -23,3 +30,59 @@ def test_a_fixture_may_set_them(more_threads: None):
 
 def test_until_the_test_that_asked_for_it_ends():
     assert torch.get_num_threads() == THREADS
+
+
+Rows = Float[np.ndarray, "rows width"]
+
+
+@checked(typechecker=beartype)
+def joined(x: Rows, y: Float[np.ndarray, " width"] | None = None, *, n: int = 1) -> Rows:
+    return x[:n] if y is None else x
+
+
+@checked(typechecker=beartype)
+def named(name: "str") -> "str":
+    return name * 2 if name else None  # type: ignore[return-value]
+
+
+@checked(typechecker=beartype)
+def parts(x: Rows) -> Iterator[int]:
+    yield from range(len(x))
+
+
+@checked(typechecker=beartype)
+@dataclass
+class Held:
+    rows: Rows
+    more: "Held | None" = None
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: joined(np.zeros((2, 3)), np.zeros(4)),
+        lambda: joined(np.zeros((2, 3), np.int64)),
+        lambda: joined(np.zeros((2, 3)), n=1),  # the result has other rows
+        lambda: joined(np.zeros((1, 3)), n=1.0),  # type: ignore[arg-type]
+        lambda: named(3),  # type: ignore[arg-type]
+        lambda: named(""),
+        lambda: next(parts(np.zeros(2))),
+        lambda: Held(np.zeros(3)),
+    ],
+)
+def test_what_an_annotation_does_not_allow_is_refused(wrong):
+    with pytest.raises(TypeCheckError):
+        wrong()
+
+
+def test_each_call_has_axes_of_its_own():
+    for width in (3, 4):
+        assert joined(np.zeros((2, width)), np.zeros(width)).shape == (2, width)
+        assert Held(np.zeros((2, width)), Held(np.zeros((3, 5)))).rows.shape == (2, width)
+    assert (named("a"), [*parts(np.zeros((2, 1)))]) == ("aa", [0, 1])
+
+
+def test_a_refusal_says_the_shapes_of_the_call():
+    with pytest.raises(TypeCheckError, match="parameter y=") as error:
+        joined(np.zeros((2, 3)), np.zeros(4), n=2)
+    assert error.value.__notes__ == ["called with (2, 3), (4,), int"]
