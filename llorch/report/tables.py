@@ -14,7 +14,10 @@ from llorch.mistakes import MISTAKES, checkpoint_of, of_checkpoint
 from llorch.stages import BY_NAME, STAGES, Stage
 from llorch.verifier import PASS, TIE, Row
 
-ENGINES = {"llamacpp": "llama.cpp", "transformers": "transformers", "reader": "gguf package", "peft": "PEFT"}
+ENGINES = {
+    "llamacpp": "llama.cpp", "transformers": "transformers", "reader": "gguf package", "peft": "PEFT",
+    "ours": "our file that llama.cpp loaded",
+}  # fmt: skip
 MODES = ("isolated", "chained", "decode")
 PACKAGE = Path(__file__).resolve().parents[1]
 
