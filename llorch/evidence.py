@@ -1,7 +1,7 @@
 """What producers showed for a model: taken live, or read from the goldens that were stored.
 
 A *case* is an input: `near` starts at position 0, `far` some thousands of positions on, where RoPE angles are large.
-Goldens of one producer lie in one safetensors file; names are `<case>/<stage key>`.
+Goldens of one producer lie in one safetensors file; names are `<case>/<stage key>`. The truth has a file like theirs.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from llorch.compare import Tolerance
+from llorch.compare import Difference, Tolerance
 from llorch.config import ModelConfig
 from llorch.numerics import DtypeName
 from llorch.producers import Producer
@@ -21,6 +21,8 @@ from llorch.replay import Pass
 from llorch.sampling import SamplingSettings
 
 PRODUCERS = ("llamacpp", "transformers")
+TRUTH = "truth"
+STEP_LOGITS = "near/step_logits"
 HALF_DTYPES: tuple[DtypeName, ...] = ("bfloat16", "float16")
 FAR_POSITION = 4000
 FAR_TOKENS = 8
@@ -33,6 +35,8 @@ SAMPLINGS: Mapping[str, SamplingSettings] = {
     "penalty": SamplingSettings(temperature=1.0, repetition_penalty=1.4),
     "all": SamplingSettings(temperature=1.1, top_k=40, top_p=0.9, min_p=0.01, repetition_penalty=1.2),
 }
+
+Distances = Mapping[str, Mapping[str, Mapping[str, Difference]]]  # producer -> case -> stage key -> distance
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,21 @@ class Evidence:
 
 
 @dataclass(frozen=True)
+class Truth:
+    """What an engine that someone else wrote shows in pure float64, see `llorch.truth`.
+
+    Attributes:
+        evidence: As a producer shows it, float64.
+        step_logits: Logits of every step of its greedy text, (steps, vocab).
+        isolated: How far each golden is from what float64 makes of its own inputs; with `l0.attention` of each layer.
+    """
+
+    evidence: Evidence
+    step_logits: np.ndarray
+    isolated: Distances
+
+
+@dataclass(frozen=True)
 class TokenCheck:
     """A text and the ids that each producer's tokenizer gives for it."""
 
@@ -91,6 +110,7 @@ class Golden:
 
     cases: Mapping[str, Pass]
     evidence: Mapping[str, Evidence]  # by producer
+    truth: Truth
     tolerances: Tolerances
     half_tolerances: Mapping[str, Tolerances]  # by dtype
     half_errors: Mapping[str, Errors]  # by dtype: how far the producers are from the truth
@@ -163,10 +183,13 @@ def save(folder: Path, golden: Golden) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for producer, evidence in golden.evidence.items():
         _replace(folder / f"{producer}.safetensors", to_bytes(evidence.arrays()))
+    true = golden.truth.evidence.arrays() | {STEP_LOGITS: golden.truth.step_logits}
+    _replace(folder / f"{TRUTH}.safetensors", to_bytes(true))
     record = {
         "cases": {name: asdict(case) for name, case in golden.cases.items()},
         "half_errors": golden.half_errors,
         "half_tolerances": {dtype: _plain(made) for dtype, made in golden.half_tolerances.items()},
+        "isolated": _plain_distances(golden.truth.isolated),
         "provenance": golden.provenance,
         "tensors": golden.tensors,
         "tokens": [asdict(check) for check in golden.tokens],
@@ -190,7 +213,7 @@ def read(folder: Path) -> Golden:
     """
     from safetensors.numpy import load_file
 
-    for name in ("golden.json", *(f"{producer}.safetensors" for producer in PRODUCERS)):
+    for name in ("golden.json", *(f"{producer}.safetensors" for producer in (*PRODUCERS, TRUTH))):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"golden {folder / name} is missing; make it with reference_outputs/regenerate.py")
     record = json.loads((folder / "golden.json").read_text())
@@ -200,13 +223,16 @@ def read(folder: Path) -> Golden:
             f"{sorted(record['cases'])}, {len(record['tensors'])} tensors, {len(record['tokens'])} texts; "
             "run reference_outputs/regenerate.py"
         )
-    for key in ("half_tolerances", "half_errors"):
-        if record.get(key, {}).keys() != {*HALF_DTYPES}:
+    for key, wanted in {"half_tolerances": HALF_DTYPES, "half_errors": HALF_DTYPES, "isolated": PRODUCERS}.items():
+        if record.get(key, {}).keys() != {*wanted}:
             raise ValueError(
-                f"golden {folder / 'golden.json'}: expected {key} of {' and '.join(HALF_DTYPES)}, "
+                f"golden {folder / 'golden.json'}: expected {key} of {' and '.join(wanted)}, "
                 f"got {sorted(record.get(key, {})) or 'none'}; run reference_outputs/regenerate.py"
             )
+    true = load_file(folder / f"{TRUTH}.safetensors")
+    steps = true.pop(STEP_LOGITS)
     return Golden(
+        truth=Truth(Evidence.from_arrays(true), steps, _distances(record["isolated"])),
         cases={name: Pass(tuple(case["ids"]), case["first_position"]) for name, case in record["cases"].items()},
         evidence={p: Evidence.from_arrays(load_file(folder / f"{p}.safetensors")) for p in PRODUCERS},
         tolerances=_tolerances(record["tolerances"]),
@@ -237,6 +263,28 @@ def _tolerances(plain: Mapping[str, Mapping[str, Mapping[str, Mapping[str, float
     return {
         case: {mode: {stage: Tolerance(**t) for stage, t in by_stage.items()} for mode, by_stage in modes.items()}
         for case, modes in plain.items()
+    }
+
+
+def _plain_distances(distances: Distances) -> dict[str, dict[str, dict[str, list[float]]]]:
+    """Distances as JSON holds them: error and worst element, with four digits; more would be noise."""
+    return {
+        producer: {
+            case: {key: [float(f"{n:.3e}") for n in (d.error, d.worst)] for key, d in found.items()}
+            for case, found in cases.items()
+        }
+        for producer, cases in distances.items()
+    }
+
+
+def _distances(plain: Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]) -> Distances:
+    """The inverse of `_plain_distances`."""
+    return {
+        producer: {
+            case: {key: Difference(error, worst) for key, (error, worst) in found.items()}
+            for case, found in cases.items()
+        }
+        for producer, cases in plain.items()
     }
 
 

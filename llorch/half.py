@@ -1,8 +1,8 @@
 """Tolerances of runs in bfloat16 and float16, made from engines that run in that dtype.
 
-The truth stays what it is for float32: our float64 pass with the weights as they are stored. Rounding them is part of
-what a run in half precision does. transformers rounds weights and every activation, llama.cpp rounds weights and what
-they are multiplied with, and keeps everything else in float32.
+The truth stays what it is for float32: transformers in float64, with the weights as they are stored. Rounding them is
+part of what a run in half precision does. transformers rounds weights and every activation, llama.cpp rounds weights
+and what they are multiplied with, and keeps everything else in float32.
 """
 
 import math
@@ -13,11 +13,12 @@ import numpy as np
 
 from llorch.compare import FLOORS, Tolerance
 from llorch.config import ModelConfig
-from llorch.evidence import PRODUCERS, Errors, Evidence, Tolerances, take
+from llorch.evidence import PRODUCERS, Errors, Evidence, Tolerances, Truth, take
 from llorch.numerics import DtypeName
 from llorch.producers import ProducerName, open_producer
 from llorch.replay import Pass
 from llorch.stages import key, keys
+from llorch.truth import truth_of
 from llorch.verifier import WORST, Verifier, angle_error
 from llorch.weights import Weights
 
@@ -28,6 +29,7 @@ FROM_FLOAT32 = ("probabilities",)  # made from float32 logits in every run
 def half_tolerances(
     weights: Weights,
     cases: Mapping[str, Pass],
+    truth: Truth | None,
     path: Path,
     dtype: DtypeName,
     say: Callable[[str], None] = lambda line: None,
@@ -39,6 +41,7 @@ def half_tolerances(
     Args:
         weights: The model in float32, as it is stored.
         cases: The inputs.
+        truth: Of the model; None grants the ceilings.
         path: Its GGUF file or Hugging Face folder.
         dtype: `bfloat16` or `float16`.
         say: Told what is being done.
@@ -61,7 +64,8 @@ def half_tolerances(
         overflow = _overflow(evidence[name])
         if overflow:
             say(f"{name} in {dtype}: not finite from {overflow} on; tolerances are made from what is")
-    return HalfVerifier(path.stem, weights, cases, evidence, dtype).tolerances()
+    own = truth_of(truth, path, cases, evidence) if truth is not None else None
+    return HalfVerifier(path.stem, weights, cases, evidence, own, dtype).tolerances()
 
 
 def half_ceiling(config: ModelConfig, this: Pass, mode: str, dtype: DtypeName) -> Tolerance:
@@ -100,6 +104,7 @@ class HalfVerifier(Verifier):
         weights: Weights,
         cases: Mapping[str, Pass],
         evidence: Mapping[str, Evidence],
+        truth: Truth | None,
         dtype: DtypeName,
     ) -> None:
         """Prepare; nothing is computed yet.
@@ -109,12 +114,13 @@ class HalfVerifier(Verifier):
             weights: The model in float32, as it is stored.
             cases: The inputs.
             evidence: What each producer showed for them in this dtype.
+            truth: As for float32, with the isolated distances of this evidence.
             dtype: `bfloat16` or `float16`.
 
         Raises:
             ValueError: A trace has not exactly the stages of the model.
         """
-        super().__init__(name, weights, cases, evidence)
+        super().__init__(name, weights, cases, evidence, truth)
         self.dtype: DtypeName = dtype
 
     def errors(self) -> Errors:

@@ -11,16 +11,19 @@ Source: llama.cpp ggml/src/ggml-cpu; llorch.ops.rounding.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 
 from llorch.cache import KVCache
-from llorch.compare import measure
+from llorch.compare import Difference, measure
 from llorch.evidence import Tolerances
 from llorch.forward import forward
 from llorch.ops.rounding import BLOCK_SIZE, ActivationKind, block_sums, round_activations
-from llorch.stages import STAGES, Stage, input_key, key, keys, matrix_of
+from llorch.replay import isolated
+from llorch.stages import STAGES, input_key, key, keys, matrix_of
+from llorch.truth import distance
 from llorch.verifier import FAIL, TIE, Row, Verifier, run
 from llorch.weights import Weights
 from llorch.weights.quant import ACTIVATION_TYPE
@@ -48,7 +51,7 @@ class QuantisedVerifier(Verifier):
             cases: The inputs; `near` ends in llama.cpp's greedy continuation, but for its last token.
             evidence: What llama.cpp showed for them.
         """
-        super().__init__(name, weights, cases, evidence)
+        super().__init__(name, weights, cases, evidence, None)
         self.backend = BACKEND
         self._golden = evidence["llamacpp"]
         self._rounded = rounded_stages(weights)
@@ -94,8 +97,29 @@ class QuantisedVerifier(Verifier):
     def _last_row(self) -> np.ndarray:
         return self._run(self.weights, "near")["logits"][-1]
 
-    def _isolated(self, weights: Weights, case: str, producer: str, stage: Stage, layer: int | None) -> np.ndarray:
-        return super()._isolated(weights, case, producer, stage, layer).astype(weights.dtype, copy=False)
+    def _run_isolated(self, case: str, golden: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        return self._stages_alone(self.weights, case, golden)
+
+    def _stages_alone(self, weights: Weights, case: str, golden: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {
+            name: isolated(stage, layer, golden, weights, self.cases[case]).astype(weights.dtype, copy=False)
+            for name, stage, layer in self._keys
+            if stage.matrix or f"{name.partition('.')[0]}.k_cache" in golden or layer is None
+        }
+
+    @cached_property
+    def truth(self) -> Mapping[str, Mapping[str, np.ndarray]]:
+        """Our float64 trace of every case."""
+        return {name: self._run(self.wide, name) for name in self.cases}
+
+    def _distance(self, producer: str, case: str, mode: str, key: str) -> Difference:
+        trace = self.evidence[producer].traces[case]
+        true = self.truth[case] if mode == "chained" else self._true_stages[case]
+        return distance(trace[key], true[key], key) if key in true else Difference(0.0, 0.0)
+
+    @cached_property
+    def _true_stages(self) -> Mapping[str, Mapping[str, np.ndarray]]:
+        return {case: self._stages_alone(self.wide, case, self._golden.traces[case]) for case in self.cases}
 
     def _greedy(self, n_tokens: int) -> tuple[np.ndarray, list[np.ndarray]]:
         """The argmax at each of llama.cpp's own tokens: `near` ends in its continuation, but for the last token."""

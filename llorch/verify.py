@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,7 +10,8 @@ import numpy as np
 
 from llorch.builtin import builtin_path, goldens_folder
 from llorch.config import ModelConfig
-from llorch.evidence import N_GREEDY, Evidence, Golden, TokenCheck, cases_for, read, sha256, take
+from llorch.errors import MissingExtra
+from llorch.evidence import N_GREEDY, Evidence, Golden, TokenCheck, Truth, cases_for, read, sha256, take
 from llorch.foundation import Table, differing, foreign_tensors, own_tensors
 from llorch.memory import available_memory
 from llorch.model import Model
@@ -18,7 +19,8 @@ from llorch.producers import ProducerName, open_producer
 from llorch.quantised import QuantisedVerifier
 from llorch.replay import Pass
 from llorch.stages import keys
-from llorch.verifier import BACKENDS, Row, Verifier, exact_row
+from llorch.truth import WITNESS, take_truth
+from llorch.verifier import BACKENDS, FLOAT64, Row, Verifier, exact_row
 from llorch.weights import Weights, open_weights
 from llorch.weights.packed import Packed
 from llorch.weights.quant import GGMLType
@@ -34,18 +36,24 @@ class Shown:
         weights: Of the file.
         cases: What they were given.
         evidence: By producer; those that could not run the model are absent.
+        truth: What float64 shows; None where transformers cannot run the model.
         texts: The prompt, with the ids that each of their tokenizers gives.
     """
 
     weights: Weights
     cases: Mapping[str, Pass]
     evidence: Mapping[str, Evidence]
+    truth: Truth | None
     texts: Sequence[TokenCheck]
 
     @property
     def model(self) -> str:
         """Name of the model in rows."""
         return Model(self.weights).name
+
+    def judged(self, backends: Iterable[str]) -> list[str]:
+        """Those of some backends that there is something to judge by: in float64 only the truth is that."""
+        return [name for name in backends if self.truth is not None or "float64" not in name]
 
     def foundation_rows(self) -> Iterator[Row]:
         """Checkpoint 00, but for the embedding: the file as we read it, its tokens as we make them."""
@@ -69,8 +77,8 @@ def verify_stored(name: str) -> Iterator[Row]:
     """
     weights, golden = stored(name)
     yield from stored_foundation_rows(name, weights, golden)
-    verifier = Verifier(name, weights, golden.cases, golden.evidence)
-    for backend in BACKENDS:
+    verifier = Verifier(name, weights, golden.cases, golden.evidence, golden.truth)
+    for backend in (*BACKENDS, FLOAT64):
         yield from verifier.on(backend).rows(golden.tolerances)
 
 
@@ -126,11 +134,10 @@ def verify_live(
         return
     say("reading the tensor table")
     yield from shown.foundation_rows()
-    say("computing the float64 truth")
-    verifier = Verifier(shown.model, shown.weights, shown.cases, shown.evidence)
+    verifier = Verifier(shown.model, shown.weights, shown.cases, shown.evidence, shown.truth)
     tolerances = verifier.tolerances()
     say("comparing")
-    for backend in BACKENDS:
+    for backend in shown.judged((*BACKENDS, FLOAT64)):
         yield from verifier.on(backend).rows(tolerances)
 
 
@@ -162,7 +169,29 @@ def ask(
             if failed is None:
                 raise
             failed[name] = str(error)
-    return Shown(weights, cases, evidence, [TokenCheck(text, tokens)] if text is not None else [])
+    texts = [TokenCheck(text, tokens)] if text is not None else []
+    return Shown(weights, cases, evidence, _truth(path, cases, evidence, n_greedy, say, failed), texts)
+
+
+def _truth(
+    path: Path,
+    cases: Mapping[str, Pass],
+    evidence: Mapping[str, Evidence],
+    n_greedy: int,
+    say: Say,
+    failed: dict[str, str] | None,
+) -> Truth | None:
+    """Of the model, or None with the reason in `failed`."""
+    if not evidence:
+        return None
+    say(f"running {WITNESS}")
+    try:
+        return take_truth(path, cases, evidence, n_greedy=n_greedy)
+    except (RuntimeError, MissingExtra) as error:
+        if failed is None:
+            raise
+        failed[WITNESS] = str(error)
+        return None
 
 
 def verify_as_stored(

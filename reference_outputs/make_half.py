@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from llorch.compare import FACTOR
-from llorch.evidence import HALF_DTYPES, PRODUCERS, Evidence, Tolerances, take
+from llorch.evidence import HALF_DTYPES, PRODUCERS, Evidence, Tolerances, Truth, take
 from llorch.half import HalfVerifier
 from llorch.producers import open_producer
 from llorch.replay import Pass
+from llorch.truth import truth_of
 from llorch.weights import Weights
 
 AGAIN = 1.001  # times that a tolerance may move which is made again from the same arrays, by float64 of another order
@@ -24,13 +25,14 @@ class HalfRun:
     engines: Mapping[str, Mapping[str, object]]
 
 
-def half_runs(name: str, weights: Weights, cases: Mapping[str, Pass]) -> dict[str, HalfRun]:
+def half_runs(name: str, weights: Weights, cases: Mapping[str, Pass], truth: Truth) -> dict[str, HalfRun]:
     """Run both producers on one model in every half-precision dtype.
 
     Args:
         name: The model.
         weights: Opened from its file.
         cases: The inputs.
+        truth: Of the model.
 
     Returns:
         Dtype to its runs.
@@ -43,7 +45,8 @@ def half_runs(name: str, weights: Weights, cases: Mapping[str, Pass]) -> dict[st
             with open_producer(producer_name, weights.path, n_threads=2, dtype=dtype) as producer:
                 evidence[producer_name] = take(producer, cases, n_greedy=1)
                 engines[producer_name] = producer.provenance()
-        runs[dtype] = HalfRun(HalfVerifier(name, weights, cases, evidence, dtype), engines)
+        own = truth_of(truth, weights.path, cases, evidence)
+        runs[dtype] = HalfRun(HalfVerifier(name, weights, cases, evidence, own, dtype), engines)
     return runs
 
 

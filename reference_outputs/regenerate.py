@@ -5,8 +5,8 @@
     python reference_outputs/regenerate.py quantised       write those of checkpoint 13
     python reference_outputs/regenerate.py --check         compare with the stored ones at their tolerances
 
-Goldens come from llama.cpp and transformers as they are installed here; tolerances come from how far the two lie
-from our float64 run; for runs in bfloat16 and float16, from how far the two lie from it when they run in that dtype.
+Goldens come from llama.cpp and transformers as they are installed here, the truth from transformers in float64;
+tolerances come from how far the two lie from it; for runs in bfloat16 and float16, when they run in that dtype.
 Nothing is written when a producer is missing or too far from the truth. Goldens of checkpoint 13 come from llama.cpp
 and its ggml alone, those of 15 to 20 from PEFT with torch, and from llama.cpp.
 """
@@ -20,10 +20,11 @@ import make_half
 import make_quantised
 import make_training
 import numpy as np
+from training_spread import training_spread
 
 from llorch.builtin import BUILTIN, builtin_path
 from llorch.compare import measure
-from llorch.evidence import PRODUCERS, Evidence, Golden, TokenCheck, cases_for, read, save, sha256, take
+from llorch.evidence import N_GREEDY, PRODUCERS, Evidence, Golden, TokenCheck, cases_for, read, save, sha256, take
 from llorch.foundation import foreign_tensors
 from llorch.model import Model
 from llorch.producers import Producer, open_producer
@@ -33,7 +34,8 @@ from llorch.quantised_goldens import save as save_quantised
 from llorch.training_goldens import MODELS as TRAINED
 from llorch.training_goldens import read as read_training
 from llorch.training_goldens import save as save_training
-from llorch.verifier import Verifier
+from llorch.truth import take_truth
+from llorch.verifier import MATHEMATICS, Verifier
 from llorch.verify_training import TrainingJudge
 from llorch.weights import Weights, open_weights
 
@@ -74,7 +76,7 @@ def built_in(name: str, folder: Path, *, check: bool) -> list[str]:
     golden = make(name)
     if check:
         stored = read(folder)
-        return differences(golden, stored) + widened(name, stored)
+        return differences(golden, stored) + made_otherwise(name, stored)
     save(folder, golden)
     return []
 
@@ -84,11 +86,8 @@ def training(name: str, folder: Path, *, check: bool) -> list[str]:
     click.echo(f"{name}: running peft and llamacpp", err=True)
     golden = make_training.make_training(name)
     if check:
-        from training_spread import training_spread
-
         judge = TrainingJudge(name, open_weights(builtin_path(name)), read_training(folder))
-        truth = make_training.truth_of(judge.weights, judge.golden)
-        return make_training.differences(golden, judge, training_spread(judge), truth)
+        return make_training.differences(golden, judge, training_spread(judge))
     save_training(folder, golden)
     return []
 
@@ -125,13 +124,15 @@ def make(name: str) -> Golden:
             engines[producer_name] = producer.provenance()
             for text in TEXTS:
                 tokens[text] |= token_ids(producer, text)
-    verifier = Verifier(name, weights, cases, evidence)
-    halves = make_half.half_runs(name, weights, cases)
+    truth = take_truth(path, cases, evidence, n_greedy=N_GREEDY)
+    verifier = Verifier(name, weights, cases, evidence, truth)
+    halves = make_half.half_runs(name, weights, cases, truth)
     for judge in (verifier, *(half.verifier for half in halves.values())):
         refuse_far_witnesses(judge)
     return Golden(
         cases=cases,
         evidence=evidence,
+        truth=truth,
         tolerances=verifier.tolerances(),
         half_tolerances={dtype: half.verifier.tolerances() for dtype, half in halves.items()},
         half_errors={dtype: half.verifier.errors() for dtype, half in halves.items()},
@@ -210,11 +211,19 @@ def differences(new: Golden, stored: Golden) -> list[str]:
     return lines
 
 
-def widened(name: str, stored: Golden) -> list[str]:
-    """Stored tolerances of float32 that do not follow from the stored goldens, one line for each."""
-    judge = Verifier(name, open_weights(builtin_path(name)), stored.cases, stored.evidence)
+def made_otherwise(name: str, stored: Golden) -> list[str]:
+    """What of the stored truth and tolerances is not made again of the stored goldens, one line for each."""
+    path = builtin_path(name)
+    truth = take_truth(path, stored.cases, stored.evidence, n_greedy=N_GREEDY)
+    lines = []
+    new, old = ({**t.evidence.arrays(), "step logits": t.step_logits} for t in (truth, stored.truth))
+    for key in sorted(new.keys() | old.keys()):
+        difference = measure(old.get(key), new.get(key), masked=key.endswith("attn_scores"))
+        if not difference.within(MATHEMATICS):
+            lines.append(f"truth {key}: {difference.describe()}")
+    judge = Verifier(name, open_weights(path), stored.cases, stored.evidence, truth)
     made = ({"float32": tolerances} for tolerances in (judge.tolerances(), stored.tolerances))
-    return make_half.differences(*made, times=make_half.AGAIN)
+    return lines + make_half.differences(*made, times=make_half.AGAIN)
 
 
 def size(folder: Path) -> int:

@@ -14,7 +14,8 @@ import pytest
 from llorch.builtin import BUILTIN, builtin_path
 from llorch.evidence import PRODUCERS, SAMPLINGS
 from llorch.stages import CHECKPOINTS, STAGES
-from llorch.verifier import BACKENDS, DECODED, PASS, TIE, Row
+from llorch.truth import WITNESS
+from llorch.verifier import BACKENDS, DECODED, FLOAT64, PASS, TIE, Row
 from llorch.verify import verify_stored
 from llorch.weights import open_weights
 
@@ -34,7 +35,7 @@ def expected_keys(model: str) -> Iterator[Key]:
     config = open_weights(builtin_path(model)).config
     yield "00", model, "tensors", "exact", "reader", "numpy"
     yield "00", model, "token_ids", "exact", "llamacpp", "numpy"
-    for producer, backend in product(PRODUCERS, BACKENDS):
+    for producer, backend in (*product(PRODUCERS, BACKENDS), (WITNESS, FLOAT64)):
         for stage in STAGES:
             if stage.applies_to(config):
                 yield stage.checkpoint, model, stage.name, "isolated", producer, backend

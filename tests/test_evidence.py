@@ -162,6 +162,6 @@ def test_the_wheel_carries_the_goldens_of_every_built_in_model():
     assert included == {f"reference_outputs/{name}": f"llorch/reference_outputs/{name}" for name in folders}
 
 
-def test_all_goldens_together_stay_under_20_megabytes():
+def test_all_goldens_together_stay_under_40_megabytes():
     files = [file for name in (*BUILTIN, QUANTISED) for file in (goldens_folder() / name).iterdir()]
-    assert sum(file.stat().st_size for file in files) < 20e6
+    assert sum(file.stat().st_size for file in files) < 40e6

@@ -15,10 +15,10 @@ LAYERS = (
     ("cache", "forward", "backward", "torch_cache", "torch_model", "kernels", "threads"),
     (
         "model", "generate", "sampling", "replay", "verify", "verifier", "evidence", "foundation",
-        "diagnose", "mistakes", "producers", "sums", "quantised", "quantised_goldens", "verify_quantised",
+        "diagnose", "truth", "mistakes", "producers", "sums", "quantised", "quantised_goldens", "verify_quantised",
         "convert", "model_places", "quality", "half", "torch_backend", "bench", "lora", "train",
         "training_recipe", "training_goldens", "training_stages", "training_path", "training_exports",
-        "training_half", "training_limits", "verify_training",
+        "training_half", "verify_training",
     ),
     ("cli", "report", "__init__", "__main__"),
 )  # fmt: skip

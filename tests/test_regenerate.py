@@ -14,7 +14,7 @@ from planted import golden_of, weights_of
 from planted_training import training_golden_of
 
 from llorch.builtin import BUILTIN, goldens_folder
-from llorch.evidence import HALF_DTYPES, PRODUCERS, Errors, Evidence, Golden, TokenCheck, Tolerances, save
+from llorch.evidence import HALF_DTYPES, PRODUCERS, Errors, Evidence, Golden, TokenCheck, Tolerances, Truth, save
 from llorch.half import HalfVerifier
 from llorch.replay import Pass
 from llorch.training_goldens import FILES
@@ -195,7 +195,7 @@ def test_without_check_the_goldens_are_written(
 
 
 def judge(golden: Golden) -> Verifier:
-    return Verifier(NAME, weights_of(NAME), golden.cases, golden.evidence)
+    return Verifier(NAME, weights_of(NAME), golden.cases, golden.evidence, golden.truth)
 
 
 def test_the_stored_witnesses_are_not_far_from_the_truth(script: ModuleType, golden: Golden):
@@ -217,7 +217,7 @@ def test_a_witness_too_far_from_the_truth_is_refused_by_name(
 
 
 def test_a_witness_that_is_not_finite_is_refused(script: ModuleType, golden: Golden):
-    with pytest.raises(ValueError, match="too far from the truth:\nnear isolated logits: non-finite: 1 of"):
+    with pytest.raises(ValueError, match="too far from the truth:\nnear chained logits: non-finite: 1 of"):
         script.refuse_far_witnesses(judge(changed(golden, "near/logits", not_a_number, "llamacpp")))
 
 
@@ -253,11 +253,13 @@ class ReplayedHalf(HalfVerifier):
 
 
 def replayed(script: ModuleType, patch: pytest.MonkeyPatch, golden: Golden, half: Golden | None = None) -> None:
-    def half_runs(name: str, weights: Weights, cases: Mapping[str, Pass]) -> dict:
-        judges = {dtype: ReplayedHalf(name, weights, cases, (half or golden).evidence, dtype) for dtype in HALF_DTYPES}
+    def half_runs(name: str, weights: Weights, cases: Mapping[str, Pass], truth: Truth) -> dict:
+        evidence = (half or golden).evidence
+        judges = {dtype: ReplayedHalf(name, weights, cases, evidence, truth, dtype) for dtype in HALF_DTYPES}
         return {dtype: script.make_half.HalfRun(judge, {"llamacpp": {"of": dtype}}) for dtype, judge in judges.items()}
 
     patch.setattr(script, "open_producer", lambda name, path, n_threads: Replayed(name, golden))
+    patch.setattr(script, "take_truth", lambda path, cases, evidence, n_greedy: golden.truth)
     patch.setattr(script, "take", lambda producer, cases: golden.evidence[producer.name])
     patch.setattr(script.make_half, "half_runs", half_runs)
 

@@ -1,7 +1,5 @@
 """Teeth of the verifier: an op broken in the running code turns its checkpoint red, not only a variant in a table."""
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 from planted import golden_of, weights_of
@@ -20,7 +18,7 @@ def judge(rows: str) -> list[Row]:
     golden = golden_of(MODEL)
     near = {"near": golden.cases["near"]}
     evidence = {"llamacpp": golden.evidence["llamacpp"]}
-    return list(getattr(Verifier(MODEL, weights_of(MODEL), near, evidence), rows)(golden.tolerances))
+    return list(getattr(Verifier(MODEL, weights_of(MODEL), near, evidence, golden.truth), rows)(golden.tolerances))
 
 
 def first_fail(rows: list[Row]) -> tuple[str, str, int | None]:
@@ -47,36 +45,28 @@ def tiled(probs: np.ndarray, v: np.ndarray) -> np.ndarray:
     return mixed.swapaxes(0, 1).reshape(probs.shape[1], -1)
 
 
-BROKEN = {
-    "embedding": (lambda ids, weight: weight[ids + 1], ("00", "embed", None)),
-    "rms_norm": (without_gain, ("01", "attn_norm", 0)),
-    "rope": (interleaved, ("01b", "q_rope", 0)),
-    "linear": (lambda x, weight, bias=None: x @ weight.T, ("02", "q_proj", 0)),
-    "attention_scores": (unmasked, ("04", "attn_scores", 0)),
-    "attention_probs": (lambda scores: np.exp(scores), ("04", "attn_probs", 0)),
-    "attention_context": (tiled, ("05", "attn_context", 0)),
-    "swiglu": (lambda gate, up: up / (1 + np.exp(-up)) * gate, ("06", "ffn_act", 0)),
+NORMS, BIASED = ("attn_norm", "ffn_norm", "final_norm"), ("q_proj", "k_proj", "v_proj")
+BROKEN = {  # op -> what is wrong, its checkpoint, and the stages that it makes
+    "embedding": (lambda ids, weight: weight[ids + 1], "00", ("embed",)),
+    "rms_norm": (without_gain, "01", NORMS),
+    "rope": (interleaved, "01b", ("q_rope", "k_rope")),
+    "linear": (lambda x, weight, bias=None: x @ weight.T, "02", BIASED),
+    "attention_scores": (unmasked, "04", ("attn_scores",)),
+    "attention_probs": (lambda scores: np.exp(scores), "04", ("attn_probs",)),
+    "attention_context": (tiled, "05", ("attn_context",)),
+    "swiglu": (lambda gate, up: up / (1 + np.exp(-up)) * gate, "06", ("ffn_act",)),
 }
 
 
 @pytest.mark.parametrize("op", BROKEN)
-def test_an_op_broken_in_forward_fails_first_at_its_checkpoint(monkeypatch: pytest.MonkeyPatch, op: str):
-    wrong, where = BROKEN[op]
-    break_for_float32(monkeypatch, op, wrong)
+def test_an_op_broken_in_forward_fails_alone_at_its_stages_and_first_at_its_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, op: str
+):
+    wrong, checkpoint, stages = BROKEN[op]
+    monkeypatch.setattr(forward, op, wrong)
     rows = judge("stage_rows")
-    assert first_fail(rows) == where
-    assert all(row.verdict != FAIL for row in rows if row.mode == "isolated")  # the table's ops are not the broken one
-
-
-def break_for_float32(monkeypatch: pytest.MonkeyPatch, op: str, wrong: Callable) -> None:
-    """Break the op for runs, and leave it to the float64 truth."""
-    right = getattr(forward, op)
-
-    def broken(*args: np.ndarray, **settings: float) -> np.ndarray:
-        narrow = all(array.dtype != np.float64 for array in args[: 1 if op == "rope" else None] if array is not None)
-        return (wrong if narrow else right)(*args, **settings)
-
-    monkeypatch.setattr(forward, op, broken)
+    assert first_fail([row for row in rows if row.mode == "chained"])[:2] == (checkpoint, stages[0])
+    assert {row.stage for row in rows if row.mode == "isolated" and row.verdict == FAIL} == {*stages}
 
 
 def test_positions_that_restart_fail_the_pass_after_a_cache_only(monkeypatch: pytest.MonkeyPatch):
@@ -100,11 +90,6 @@ def test_filters_that_are_ignored_fail_checkpoint_11(monkeypatch: pytest.MonkeyP
     def careless(logits: np.ndarray, settings: SamplingSettings, history: list[int]) -> np.ndarray:
         return softmax(logits / logits.dtype.type(settings.temperature))
 
-    right = verifier.probabilities
-    monkeypatch.setattr(
-        verifier,
-        "probabilities",
-        lambda logits, *rest: (careless if logits.dtype == np.float32 else right)(logits, *rest),
-    )
+    monkeypatch.setattr(verifier, "probabilities", careless)
     failed = {(row.checkpoint, row.stage) for row in judge("sampler_rows") if row.verdict == FAIL}
     assert failed == {("11", f"probabilities.{name}") for name in SAMPLINGS if name != "temperature"}

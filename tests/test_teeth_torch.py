@@ -21,7 +21,7 @@ from llorch.weights import Weights
 def verifier(model: str, case: str, target: str) -> TorchVerifier:
     golden = golden_of(model)
     evidence = {"llamacpp": golden.evidence["llamacpp"], "transformers": golden.evidence["transformers"]}
-    return TorchVerifier(model, weights_of(model), {case: golden.cases[case]}, evidence, on(target))
+    return TorchVerifier(model, weights_of(model), {case: golden.cases[case]}, evidence, golden.truth, on(target))
 
 
 def broken(planted: Planted, target: str, patch: pytest.MonkeyPatch) -> list[Row]:

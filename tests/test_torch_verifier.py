@@ -23,7 +23,7 @@ HALF, SINGLE = "torch-cpu-bfloat16", "torch-cpu-float32"
 def verifier(target: str, evidence: dict[str, Evidence] | None = None) -> TorchVerifier:
     golden = golden_of(NAME)
     near = {"near": golden.cases["near"]}
-    return TorchVerifier(NAME, weights_of(NAME), near, evidence or dict(golden.evidence), on(target))
+    return TorchVerifier(NAME, weights_of(NAME), near, evidence or dict(golden.evidence), golden.truth, on(target))
 
 
 @cache

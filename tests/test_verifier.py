@@ -21,7 +21,7 @@ def golden() -> Golden:
 
 
 def verifier(golden: Golden, evidence: dict[str, Evidence]) -> Verifier:
-    return Verifier(NAME, open_weights(builtin_path(NAME)), golden.cases, evidence)
+    return Verifier(NAME, open_weights(builtin_path(NAME)), golden.cases, evidence, golden.truth)
 
 
 def changed(golden: Golden, key: str, change: Callable[[np.ndarray], np.ndarray]) -> dict[str, Evidence]:

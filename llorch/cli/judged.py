@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 
 from llorch.compare import Difference, Tolerance
 from llorch.stages import BY_NAME, CHECKPOINTS
+from llorch.truth import WITNESS
 from llorch.verifier import BACKENDS, FAIL, PASS, TIE, Row
 
 NOT_RUN = "NOT RUN"
@@ -31,7 +32,7 @@ class Judged:
     @property
     def witnesses(self) -> list[str]:
         """The producers that stages were compared with."""
-        return sorted({row.producer for row in self.rows if row.stage in BY_NAME})
+        return sorted({row.producer for row in self.rows if row.stage in BY_NAME} - {WITNESS})
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,12 @@ def closer_to_truth(models: Sequence[Judged], backend: str) -> dict[str, dict[st
     return {name: dict(count) for name, count in counts.items()}
 
 
+def worst_float64(rows: Sequence[Row]) -> dict | None:
+    """Where ours in float64 is farthest from the truth, as `--json` gives it; None where nothing was compared."""
+    wide = [row for row in rows if row.producer == WITNESS and row.mode != "exact"]
+    return asdict(max(wide, key=lambda row: row.error)) if wide else None
+
+
 def summary(models: Sequence[Judged], absent: Mapping[str, str] | None = None) -> dict:
     """Counts over all models, as `--json` gives them.
 
@@ -140,6 +147,7 @@ def summary(models: Sequence[Judged], absent: Mapping[str, str] | None = None) -
         "backends": sorted({row.backend for row in rows}),
         "backends_not_run": [{"backend": backend, "reason": reason} for backend, reason in absent.items()],
         "witnesses": {judged.model: judged.witnesses for judged in models if not judged.numerics},
+        "float64": worst_float64(rows),
         "closer_to_truth": {backend: closer_to_truth(models, backend) for backend in BACKENDS},
         "first_failures": [asdict(failure) for failure in failures],
     }

@@ -12,7 +12,7 @@ from llorch.verifier import Row
 if TYPE_CHECKING:
     from llorch.torch_backend.device import Target
 
-DTYPES = ("float32", "bfloat16")  # judged when none is asked for
+DTYPES = ("float64", "float32", "bfloat16")  # judged when none is asked for
 
 
 @dataclass(frozen=True)

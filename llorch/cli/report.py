@@ -1,5 +1,6 @@
 """The report of `llorch verify` for a person: a table per model, the first failures, one closing line."""
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -14,14 +15,16 @@ from llorch.ops.precision import WIDE_LIMIT
 from llorch.stages import CHECKPOINTS
 from llorch.verifier import FAIL, PASS, TIE, Row
 
-_ROWS = "rows: our float32 as it runs, and again with every sum in float32 as in larger models\n"
+_ROWS = (
+    "rows: our float32 as it runs, again with every sum in float32 as in larger models, and our float64 (limit 1e-12)\n"
+)
 _TORCH_ROWS = (
     "rows: torch as written, with fused attention, with its fastest parts, reproducible; in a batch with padding\n"
     "limit in bfloat16 and float16: from engines in that dtype; a text is held to the golden's, token by token\n"
 )
 _COLUMNS = (
     "error: how far ours is from the golden, in the row closest to its limit\n"
-    "ours, llamacpp, transformers, peft: how far each is from the float64 truth there\n"
+    "ours, llamacpp, transformers, peft: how far each is from the truth there: transformers, PEFT in pure float64\n"
     f"limit: {FACTOR:.0f} times the larger of the producers' distances in all layers, at least {FLOOR:.1e}"
 )
 _PRODUCTS = "\nlimit of a product, numerics ggml: how far two float32 sums of the same terms may lie apart"
@@ -92,7 +95,19 @@ def print_end(out: Console, models: Sequence[Judged], absent: Mapping[str, str])
             out.print(Text(line, _STYLES[FAIL]))
     for backend, reason in absent.items():
         out.print(Text(f"{NOT_RUN}  {backend}: {reason}", _STYLES[NOT_RUN]))
-    out.print(closing_line(summary(models, absent)))
+    counts = summary(models, absent)
+    if counts["float64"]:
+        out.print(float64_line(counts["float64"]))
+    out.print(closing_line(counts))
+
+
+def float64_line(worst: Mapping) -> str:
+    """How far our float64 is from the truth, at most."""
+    place = worst["stage"] if worst["layer"] is None else f"l{worst['layer']}.{worst['stage']}"
+    return (
+        f"our float64 is within {_short(worst['error'])} of the truth, {worst['producer']}, in every row of its own "
+        f"(farthest: {place}, {worst['case']}, {worst['mode']}, {worst['model']})"
+    )
 
 
 def failure_report(judged: Judged) -> list[str]:
@@ -135,7 +150,7 @@ def closing_line(counts: Mapping) -> str:
         line += f", {_count(len(counts['backends_not_run']), 'backend')} not run"
     closer = counts["closer_to_truth"]
     if not closer["numpy"] or counts["failed"]:
-        return line  # the truth is ours: where numbers differ it cannot be called on
+        return line
     as_run, large = (_shares(closer[backend]) for backend in ("numpy", "numpy-float32"))
     n_witnesses = min(len(names) for names in counts["witnesses"].values() if names)
     others = "both producers" if n_witnesses > 1 else "the producer"
@@ -177,6 +192,8 @@ def _numbers(line: Line, producers: Sequence[str]) -> list[str]:
 
 
 def _short(number: float) -> str:
+    if math.isnan(number):
+        return "-"
     return "0" if number == 0 else f"{number:.1e}"
 
 

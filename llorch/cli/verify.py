@@ -16,7 +16,7 @@ from llorch.cli.threads import threads_option
     'llorch verify model.gguf --prompt "Once upon a time, a small fox found a stone"',
     "llorch verify model.gguf                         if quantised: as llama.cpp computes it",
     "llorch verify path/to/huggingface-folder --tokens 1,22,333,44,5,66,777,8",
-    "llorch verify story --backend torch              the torch path: float32 and bfloat16",
+    "llorch verify story --backend torch              the torch path: float64, float32, bfloat16",
     "llorch verify --backend torch --device cuda --dtype bfloat16",
 )
 @click.argument("models", nargs=-1, metavar="[MODEL]...")
@@ -47,18 +47,19 @@ def command(
 ) -> None:
     """Compare our forward pass with two engines that someone else wrote.
 
-    Every stage of every layer is judged alone (fed the golden's input) and chained, near position 0 and thousands of
-    positions on; then decoding with the cache, logits, sampling and generation. Of micro-llama and micro-qwen3
-    training is judged too: what an adapter adds, loss, gradients, optimizer steps, a loss curve, and the files that
-    others load.
+    In float64 ours is compared with the truth, which transformers computes in pure float64, at 1e-12; in float32 with
+    both engines. Every stage of every layer is judged alone (fed the golden's input) and chained, near position 0 and
+    thousands of positions on; then decoding with the cache, logits, sampling and generation. Of micro-llama and
+    micro-qwen3 training is judged too: what an adapter adds, loss, gradients, optimizer steps, a loss curve, and the
+    files that others load.
 
     A built-in model is compared with stored goldens. For a .gguf file or a Hugging Face folder both engines run now;
     they come with pip install 'llorch[golden]'. A quantised, F16 or BF16 .gguf file is compared with llama.cpp running
     that very file, its rounding of inputs emulated (--numerics ggml); --numerics exact decodes it for both engines.
 
-    With --backend torch the torch modules are judged on one device, in float32 and in bfloat16, or in --dtype: as they
-    are written, with their fastest parts, reproducible, and in a batch with padding. In half precision tolerances come
-    from engines that run in that dtype. Devices that nothing ran on are printed as NOT RUN.
+    With --backend torch the torch modules are judged on one device, in float64, float32 and bfloat16, or in --dtype:
+    as they are written, with their fastest parts, reproducible, and in a batch with padding. In half precision
+    tolerances come from engines that run in that dtype. Devices that nothing ran on are printed as NOT RUN.
 
     Exit code 1: numbers differ. 3: an engine, a golden or the device is missing.
     """

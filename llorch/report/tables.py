@@ -4,6 +4,7 @@ Distances of the engines and tolerances follow from stored files, so they are th
 own float32 run is off depends a little on the machine's BLAS; such numbers are marked with `~`, see `pages`.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,12 +13,12 @@ from llorch.builtin import BUILTIN, goldens_folder
 from llorch.evidence import PRODUCERS, SAMPLINGS, Golden
 from llorch.mistakes import MISTAKES, checkpoint_of, of_checkpoint
 from llorch.stages import BY_NAME, STAGES, Stage
+from llorch.truth import WITNESS
 from llorch.verifier import PASS, TIE, Row
 
-ENGINES = {
-    "llamacpp": "llama.cpp", "transformers": "transformers", "reader": "gguf package", "peft": "PEFT",
-    "ours": "our file that llama.cpp loaded",
-}  # fmt: skip
+ENGINES = {"llamacpp": "llama.cpp", "transformers": "transformers", "reader": "gguf package", "peft": "PEFT"} | {
+    WITNESS: "transformers in float64"
+}
 MODES = ("isolated", "chained", "decode")
 PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -60,7 +61,7 @@ def stages(rows: Sequence[Stage]) -> str:
 
 
 def distances(rows: Sequence[Row]) -> str:
-    """How far the engines and we are from the float64 truth, and what is allowed.
+    """How far the engines and we, in float64 and in float32, are from the truth, and what float32 is allowed.
 
     Args:
         rows: Measured rows of one checkpoint, any number of models and layers.
@@ -73,9 +74,9 @@ def distances(rows: Sequence[Row]) -> str:
         case = row.case.split(",")[0]  # "near, 6 cached" is the case `near`
         groups.setdefault((row.stage, row.mode, case), []).append(row)
     ordered = sorted(groups, key=lambda k: (_place(k[0]), MODES.index(k[1]), k[2] != "near"))
-    columns = ("stage", "mode", "case", *(ENGINES[p] for p in PRODUCERS), "ours", "tolerance")
+    columns = ("stage", "mode", "case", *(ENGINES[p] for p in PRODUCERS), "our float64", "ours", "tolerance")
     lines = ([f"`{stage}`", mode, case, *_largest(groups[stage, mode, case])] for stage, mode, case in ordered)
-    return f"{_models(rows)}.\n\n{table(columns, lines, right=4)}"
+    return f"{_models(rows)}.\n\n{table(columns, lines, right=5)}"
 
 
 def equal(rows: Sequence[Row]) -> str:
@@ -163,9 +164,15 @@ def link(function: str) -> str:
 
 def _largest(rows: Sequence[Row]) -> list[str]:
     engines = [max(row.producer_error for row in rows if row.producer == producer) for producer in PRODUCERS]
-    ours = max(row.truth_error for row in rows)
+    wide = max((row.error for row in rows if row.producer == WITNESS), default=math.nan)
+    ours = max(row.truth_error for row in rows if row.producer != WITNESS)  # NaN of all isolated rows
     allowed = max(row.tolerance for row in rows)
-    return [*(short(distance, 2) for distance in engines), f"~{short(ours, 1)}", short(allowed, 2)]
+    return [*(short(distance, 2) for distance in engines), *(_roughly(n) for n in (wide, ours)), short(allowed, 2)]
+
+
+def _roughly(distance: float) -> str:
+    """Of ours, which depends a little on the machine."""
+    return "" if math.isnan(distance) else f"~{short(distance, 1)}"
 
 
 def _verdicts(rows: Sequence[Row]) -> str:

@@ -9,9 +9,8 @@ from llorch.torch_backend.device import Target
 from llorch.torch_backend.load import load_dense
 from llorch.torch_backend.memory import require_memory
 from llorch.torch_backend.model import TorchModel, load_torch
+from llorch.truth import SCORES
 from llorch.weights import Weights
-
-SCORES = frozenset({"attn_scores", "attn_probs"})  # what fused attention does not show
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ a run is judged again with the golden's tokens fed back: at each step the most l
 true logit be within the tolerance of the golden's. And each token of the text must be so close to the truly best one.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -16,19 +15,19 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from llorch.compare import Tolerance, measure, tolerance_from
+from llorch.compare import Tolerance
 from llorch.errors import CheckpointMismatch
-from llorch.evidence import HALF_DTYPES, SAMPLINGS, Evidence, Tolerances, sampler_inputs
+from llorch.evidence import HALF_DTYPES, SAMPLINGS, Evidence, Tolerances, Truth, sampler_inputs
 from llorch.half import half_ceiling
 from llorch.numerics import DtypeName
-from llorch.ops.attention import attention_context, attention_probs, attention_scores
-from llorch.replay import Pass, isolated
-from llorch.stages import Stage, StageInputs, key
+from llorch.replay import Pass
+from llorch.stages import Stage
 from llorch.torch_backend.device import Target
 from llorch.torch_backend.model import TorchModel, as_numpy
 from llorch.torch_backend.observed import ObservedCase, Trace
 from llorch.torch_backend.sampling import BatchSettings, Needs, probabilities, seen_tokens
-from llorch.torch_backend.variants import SCORES, VARIANTS, Variant
+from llorch.torch_backend.variants import VARIANTS, Variant
+from llorch.truth import ATTENTION, SCORES, WITNESS
 from llorch.verifier import FAIL, PASS, TIE, Row, Verifier, run
 from llorch.weights import Weights
 
@@ -52,6 +51,7 @@ class TorchVerifier(Verifier):
         weights: Weights,
         cases: Mapping[str, Pass],
         evidence: Mapping[str, Evidence],
+        truth: Truth | None,
         target: Target,
     ) -> None:
         """Prepare; nothing is loaded before `on`.
@@ -61,14 +61,16 @@ class TorchVerifier(Verifier):
             weights: The model in float32, from which all variants are loaded.
             cases: The inputs.
             evidence: What each producer showed for them.
+            truth: What float64 shows for them; a run in float64 is judged by it alone.
             target: Device and dtype that are judged.
 
         Raises:
             ValueError: A trace has not exactly the stages of the model.
         """
-        super().__init__(name, weights, cases, evidence)
+        super().__init__(name, weights, cases, evidence, truth)
         self.target = target
-        self._alone: dict[tuple[str, str], Trace] = {}  # case and producer to the isolated stages
+        if target.dtype_name == "float64":
+            self.evidence = {WITNESS: truth.evidence} if truth is not None else {}
         self._texts: dict[int, np.ndarray] = {}  # by length
         self._forced: dict[tuple[int, ...], np.ndarray] = {}  # tokens that were fed back to the logits of every step
         self.half: DtypeName | None = next((d for d in HALF_DTYPES if d == target.dtype_name), None)
@@ -97,11 +99,10 @@ class TorchVerifier(Verifier):
         Raises:
             ValueError: A parameter is not of the dtype or not on the device of the target.
         """
-        assert self.truth
         other = copy(self)
         other.backend, other.variant = backend, variant
         other.model = variant.make(self.weights, self.target)
-        other._alone, other._forced, other._texts = {}, {}, {}
+        other._isolated_traces, other._forced, other._texts = {}, {}, {}
         require_target(other.model)
         vars(other.model)["tokenizer"] = IdsOnly()  # also a file without a vocabulary is judged
         return other
@@ -110,7 +111,7 @@ class TorchVerifier(Verifier):
         """Checkpoints 00 to 08; attention that shows no scores is one op, with a tolerance of its own."""
         if SCORES <= self.variant.hidden:
             tolerances = {
-                case: modes | {"isolated": modes["isolated"] | {"attn_context": self._fused_tolerance(case, modes)}}
+                case: modes | {"isolated": modes["isolated"] | {"attn_context": modes["isolated"][ATTENTION]}}
                 for case, modes in tolerances.items()
                 if case in self.cases
             }
@@ -143,22 +144,6 @@ class TorchVerifier(Verifier):
             return super()._capped(made, case, mode, stage)
         return made.at_most(self.ceiling_of(case, mode, stage))
 
-    def _row(
-        self,
-        checkpoint: str,
-        stage: str,
-        layer: int | None,
-        case: str,
-        producer: str,
-        mode: str,
-        arrays: tuple[np.ndarray, np.ndarray, np.ndarray],
-        allowed: Tolerance,
-    ) -> Row:
-        """As there; a run in float64 is compared with the golden in float64, so that rows show its own error."""
-        ours, golden, truth = arrays
-        arrays = ours, golden.astype(ours.dtype) if ours.dtype == np.float64 else golden, truth
-        return super()._row(checkpoint, stage, layer, case, producer, mode, arrays, allowed)
-
     def _comparisons(self) -> Iterator[tuple[str, str, str, Stage, int | None, str]]:
         for comparison in super()._comparisons():
             if comparison[3].name not in self.variant.hidden:
@@ -169,8 +154,6 @@ class TorchVerifier(Verifier):
 
     def _run(self, weights: Weights, case: str, *, n_cached: int = 0) -> Trace:
         """Ours; of the second of two passes in a cache that was used before, when there are two."""
-        if weights is self.wide:
-            return run(weights, self.cases[case], n_cached=n_cached)
         observed, trace = self._observed(case), {}
         if n_cached:
             observed.warm_up()
@@ -178,47 +161,14 @@ class TorchVerifier(Verifier):
         observed.feed(len(self.cases[case].ids), trace=trace)
         return self._complete(trace)
 
-    def _isolated(self, weights: Weights, case: str, producer: str, stage: Stage, layer: int | None) -> np.ndarray:
-        if weights is self.wide:
-            return super()._isolated(weights, case, producer, stage, layer)
-        if (case, producer) not in self._alone:
-            trace: Trace = {}
-            golden = self.evidence[producer].traces[case]
-            self._observed(case).feed(len(self.cases[case].ids), trace=trace, golden=golden)
-            self._alone[case, producer] = self._complete(trace)
-        return self._alone[case, producer][key(stage.name, layer)]
+    def _run_isolated(self, case: str, golden: Mapping[str, np.ndarray]) -> Trace:
+        trace: Trace = {}
+        self._observed(case).feed(len(self.cases[case].ids), trace=trace, golden=golden)
+        return self._complete(trace)
 
-    def _true_isolated(self, case: str, producer: str, stage: Stage, layer: int | None) -> np.ndarray:
-        if stage.name != "attn_context" or not self.variant.hidden >= SCORES:
-            return super()._true_isolated(case, producer, stage, layer)
-        place = case, producer, "attention", layer
-        if place not in self._true_stages:
-            self._true_stages[place] = isolated(
-                stage, layer, self.evidence[producer].traces[case], self.wide, self.cases[case],
-                compute=whole_attention, reads=("q_rope", "k_cache"),
-            )  # fmt: skip
-        return self._true_stages[place]
-
-    def _fused_tolerance(self, case: str, modes: Mapping[str, Mapping[str, Tolerance]]) -> Tolerance:
-        """What attention as one op may be off: made as all tolerances, from the goldens' distances from its truth.
-
-        In half precision the engines' own are known by their three stages only, whose errors add up as roundings do.
-        """
-        if self.half is not None:
-            parts = [modes["isolated"][name] for name in (*SCORES, "attn_context")]
-            made = Tolerance(math.hypot(*(p.error for p in parts)), math.hypot(*(p.worst for p in parts)))
-        else:
-            made = tolerance_from(
-                [
-                    measure(golden.astype(truth.dtype), truth)
-                    for producer, evidence in self.evidence.items()
-                    for name, stage, layer in self._keys
-                    if stage.name == "attn_context"
-                    for golden in [evidence.traces[case][name]]
-                    for truth in [self._true_isolated(case, producer, stage, layer)]
-                ]
-            )
-        return made.at_most(self.ceiling_of(case, "isolated", "attn_context"))
+    def _isolated_error(self, producer: str, case: str, key: str) -> float:
+        fused = key.endswith("attn_context") and self.variant.hidden >= SCORES
+        return super()._isolated_error(producer, case, key.replace("attn_context", ATTENTION) if fused else key)
 
     def _complete(self, trace: Trace) -> Trace:
         expected = {key for key, stage, _ in self._keys if stage.name not in self.variant.hidden}
@@ -233,9 +183,7 @@ class TorchVerifier(Verifier):
     def _last_row(self) -> np.ndarray:
         return self._observed("near").feed(len(self.cases["near"].ids), last_only=True)[0]
 
-    def _probabilities(self, dtype: type[np.floating]) -> dict[str, np.ndarray]:
-        if dtype is np.float64:
-            return super()._probabilities(dtype)
+    def _probabilities(self) -> dict[str, np.ndarray]:
         logits, history = sampler_inputs(self.cases["near"].ids, self.weights.config.vocab_size)
         groups = [[*SAMPLINGS]] if self.variant.in_batch else [[name] for name in SAMPLINGS]
         return {name: row for names in groups for name, row in self._filtered(names, logits, history)}
@@ -247,7 +195,8 @@ class TorchVerifier(Verifier):
         """Distributions of some settings, as rows of one batch."""
         settings, device = [SAMPLINGS[name] for name in names], self.target.device
         seen = torch.from_numpy(seen_tokens([history] * len(names), logits.size)).to(device)
-        rows = torch.from_numpy(logits).to(device).expand(len(names), -1)
+        dtype = torch.promote_types(self.target.dtype, torch.float32)  # as the model makes its logits
+        rows = torch.from_numpy(logits).to(device, dtype).expand(len(names), -1)
         made = probabilities(rows, BatchSettings.of(settings, device), Needs.of(settings), seen)
         return zip(names, as_numpy(made), strict=True)
 
@@ -316,12 +265,6 @@ class IdsOnly:
     def token_bytes(self, token_id: int) -> bytes:
         """Nothing."""
         return b""
-
-
-def whole_attention(inputs: StageInputs) -> np.ndarray:
-    """Scores, probabilities and context in one go."""
-    scores = attention_scores(inputs["q_rope"], inputs["k_cache"])
-    return attention_context(attention_probs(scores), inputs["v_cache"])
 
 
 def near_ties(got: np.ndarray, want: np.ndarray, true: np.ndarray) -> dict[int, float]:

@@ -31,7 +31,7 @@ def verify_torch_stored(name: str, target: Target, only: Sequence[str] | None = 
     """
     weights, golden = stored(name)
     yield from (replace(row, backend=str(target)) for row in stored_foundation_rows(name, weights, golden))
-    verifier = TorchVerifier(name, weights, golden.cases, golden.evidence, target)
+    verifier = TorchVerifier(name, weights, golden.cases, golden.evidence, golden.truth, target)
     tolerances = golden.half_tolerances.get(target.dtype_name, golden.tolerances)
     for backend in only if only is not None else backends(target):
         yield from verifier.on(backend).rows(tolerances)
@@ -71,13 +71,14 @@ def verify_torch_live(
     if not shown.evidence:
         return
     yield from (replace(row, backend=str(target)) for row in shown.foundation_rows())
-    verifier = TorchVerifier(shown.model, shown.weights, shown.cases, shown.evidence, target)
+    verifier = TorchVerifier(shown.model, shown.weights, shown.cases, shown.evidence, shown.truth, target)
     usable: list[ProducerName] = [name for name in producers if name in shown.evidence]
     if verifier.half is None:
-        say("computing the float64 truth")
-        tolerances = Verifier(shown.model, shown.weights, shown.cases, shown.evidence).tolerances()
+        tolerances = Verifier(shown.model, shown.weights, shown.cases, shown.evidence, shown.truth).tolerances()
     else:
-        tolerances = half_tolerances(shown.weights, shown.cases, path, verifier.half, say, producers=usable)
-    for backend in backends(target, shown.weights):
+        tolerances = half_tolerances(
+            shown.weights, shown.cases, shown.truth, path, verifier.half, say, producers=usable
+        )
+    for backend in shown.judged(backends(target, shown.weights)):
         say(f"comparing {backend}")
         yield from verifier.on(backend).rows(tolerances)

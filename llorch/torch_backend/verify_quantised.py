@@ -120,7 +120,7 @@ class LeafVerifier(ProductVerifier):
             golden = self.evidence[producer].traces[case][key]
             x = rounded_input(self.weights, stage, layer, self.evidence[producer].traces[case])
             ours = multiply(leaf_of(model, stage, layer), x, target)
-            truth = self._true_isolated(case, producer, stage, layer)
+            truth = self._true_stages[case][key]
             allowed = tolerances[case][mode][stage.name]
             if target.dtype in HALF_UNIT:
                 allowed = self._half(x, stage, layer, golden, HALF_UNIT[target.dtype])
