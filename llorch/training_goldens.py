@@ -1,8 +1,9 @@
 """The goldens of checkpoints 15 to 20: what PEFT, torch and llama.cpp made of one adapter, its batches and settings.
 
-`peft.safetensors` holds the adapter as `adapter/<flat name>` and every array as `<producer>/<case>/<stage key>`;
-`training.json` the batches, the tensor tables of adapter files, tolerances and where all this comes from. What PEFT
-made exactly zero is listed by name and stored nowhere.
+`peft.safetensors` holds the adapter as `adapter/<flat name>`, every array as `<producer>/<case>/<stage key>` and what
+PEFT makes of the same in float64 as `truth/<mode>/<case>/<stage key>`; `training.json` the batches, the tensor tables
+of adapter files, tolerances and where all this comes from. What PEFT made exactly zero is listed by name and stored
+nowhere.
 """
 
 import json
@@ -23,6 +24,7 @@ from llorch.training_recipe import LORA, batch_of
 MODELS = ("micro-llama", "micro-qwen3")
 FILES = ("peft.safetensors", "training.json")
 PEFT, LLAMACPP = "peft", "llamacpp"
+AMPLIFICATION = "amplification"  # beside the modes of the truth, see `training_limits`
 HALF_DTYPES: tuple[DtypeName, ...] = ("bfloat16",)  # that training runs in; float16 needs its loss scaled
 ADAPTER_FILES = ("peft_folder", "lora_gguf")
 
@@ -55,6 +57,7 @@ class TrainingGolden:
     Attributes:
         adapter: Tensors of the adapter that every run starts from, by flat name.
         arrays: Producer to `<case>/<stage key>` to array.
+        truth: `isolated`, `chained` and `AMPLIFICATION` to the same of PEFT in float64.
         rows: The batches; a step takes the next ones in turn.
         files: One of `ADAPTER_FILES` to tensor name to `dtype shape sha256`, as the producer has or took it.
         tolerances: Mode to group of stages to tolerance.
@@ -65,6 +68,7 @@ class TrainingGolden:
 
     adapter: Arrays
     arrays: Mapping[str, Arrays]
+    truth: Mapping[str, Arrays]
     rows: Sequence[Rows]
     files: Mapping[str, Mapping[str, str]]
     tolerances: Tolerances
@@ -125,6 +129,7 @@ def save(folder: Path, golden: TrainingGolden) -> None:
 
     flat = {f"adapter/{name}": array for name, array in golden.adapter.items()}
     flat |= {f"{producer}/{key}": a for producer, arrays in golden.arrays.items() for key, a in arrays.items()}
+    flat |= {f"truth/{mode}/{key}": array for mode, arrays in golden.truth.items() for key, array in arrays.items()}
     zero = {name: list(array.shape) for name, array in flat.items() if array.ndim and not array.any()}
     stored = {name: np.array(array, order="C") for name, array in sorted(flat.items()) if name not in zero}
     record = {
@@ -160,8 +165,9 @@ def read(folder: Path) -> TrainingGolden:
             raise FileNotFoundError(f"golden {folder / name} is missing; make it with reference_outputs/regenerate.py")
     record = json.loads((folder / FILES[1]).read_text(encoding="utf-8"))
     flat = load_file(folder / FILES[0])
-    flat |= {name: np.zeros(shape, np.float32) for name, shape in record["exactly_zero"].items()}
-    parts: dict[str, dict[str, np.ndarray]] = {"adapter": {}, PEFT: {}, LLAMACPP: {}}
+    for name, shape in record["exactly_zero"].items():
+        flat[name] = np.zeros(shape, np.float64 if name.startswith("truth/") else np.float32)
+    parts: dict[str, dict[str, np.ndarray]] = {"adapter": {}, PEFT: {}, LLAMACPP: {}, "truth": {}}
     for name, array in flat.items():
         part, _, key = name.partition("/")
         parts.setdefault(part, {})[key] = array
@@ -170,11 +176,12 @@ def read(folder: Path) -> TrainingGolden:
     missing += [f"tolerances in {dtype}" for dtype in HALF_DTYPES if not halves.get(dtype)]
     if missing or not record["rows"] or len(record["files"]) != len(ADAPTER_FILES):
         raise ValueError(
-            f"golden {folder / FILES[0]}: expected an adapter, batches, files and arrays of {PEFT} and {LLAMACPP}, "
-            f"missing: {', '.join(missing) or 'batches or files'}; run reference_outputs/regenerate.py"
+            f"golden {folder / FILES[0]}: expected an adapter, batches, files, the truth and arrays of {PEFT} and "
+            f"{LLAMACPP}, missing: {', '.join(missing) or 'batches or files'}; run reference_outputs/regenerate.py"
         )
     return TrainingGolden(
         adapter=parts.pop("adapter"),
+        truth=_by_mode(parts.pop("truth")),
         arrays=parts,
         rows=[Rows(**rows) for rows in record["rows"]],
         files=record["files"],
@@ -183,6 +190,14 @@ def read(folder: Path) -> TrainingGolden:
         half_errors=record["half_errors"],
         provenance=record["provenance"],
     )
+
+
+def _by_mode(truth: Arrays) -> dict[str, dict[str, np.ndarray]]:
+    made: dict[str, dict[str, np.ndarray]] = {}
+    for name, array in truth.items():
+        mode, _, key = name.partition("/")
+        made.setdefault(mode, {})[key] = array
+    return made
 
 
 def _plain(tolerances: Tolerances) -> dict[str, dict[str, dict[str, float]]]:

@@ -13,8 +13,9 @@ from llorch.half import IN_ONE_OP
 from llorch.numerics import DtypeName
 from llorch.stages import keys
 from llorch.training_goldens import Errors, Tolerances, TrainingGolden
+from llorch.training_limits import WORST
 from llorch.training_stages import Key, TrainingStage
-from llorch.verify_training import WORST, TrainingJudge
+from llorch.verify_training import TrainingJudge
 from llorch.weights import Weights
 
 NUMPY_ALONE = ("learning_rate", "merged_weight", "exported_logits")  # groups that no path in half precision has

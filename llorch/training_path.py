@@ -1,7 +1,8 @@
 """Checkpoints 15 to 20 as NumPy computes them: isolated on a golden's arrays, chained on our own.
 
-Everything is returned by the keys of the golden. Which dtype computes is decided by the weights: float32 is judged,
-float64 is the truth. Chained runs start from the stored adapter and share nothing with the golden after that.
+Everything is returned by the keys of the golden. The dtype of the weights computes: float32 is judged for its
+arithmetic, float64 for its mathematics. Chained runs start from the stored adapter and share nothing with the golden
+after that.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from llorch import backward as page
-from llorch import forward as forward_page
 from llorch.cache import KVCache
 from llorch.forward import forward
 from llorch.lora.adapted import AdaptedWeights
@@ -35,6 +35,7 @@ from llorch.training_recipe import (
     SHARED_INPUT,
     SMOOTHING,
     SMOOTHINGS,
+    STATE,
     STEPS_SHOWN,
     OptimizerRecipe,
     step_batches,
@@ -45,7 +46,6 @@ from llorch.weights import Weights
 
 Arrays = dict[str, np.ndarray]
 Parameters = Mapping[str, np.ndarray]
-STATE = ("parameters", "first_moment", "second_moment")
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class NumpyPath:
             grads = {n: self._given(_key(source, n)) for n in self.adapter.flat()}
             yield from self._shown(step, *self.optimizer_step(step, grads, state, OPTIMIZER, OPTIMIZER.learning_rate))
         yield from self._schedules()
-        yield f"plain/{with_stage(MERGED, 'merged_weight')}", self._merged()
+        yield f"plain/{with_stage(MERGED, 'merged_weight')}", MergedWeights(self.weights, self.adapter).array(MERGED)
 
     def chained(self) -> Iterator[tuple[str, np.ndarray]]:
         """Every run from its beginning."""
@@ -104,6 +104,13 @@ class NumpyPath:
         yield from self._gradients("zero_b", with_zero_b(self.adapter))
         yield from self._steps()
         yield from self._curve()
+        yield from self.merged()
+
+    def merged(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Logits of the model with the adapter merged in."""
+        merged, documents = MergedWeights(self.weights, self.adapter), self.batches[0].each_document()
+        rows = [forward(ids, merged, KVCache(self.config, self.dtype)) for ids, _ in documents]
+        yield "plain/merged_logits", np.concatenate(rows)
 
     def initial(self) -> OptimizerState:
         """The stored adapter, and moments of zero."""
@@ -134,12 +141,6 @@ class NumpyPath:
             for name, grad in clipped.items()
         }  # fmt: skip
         return norm, OptimizerState(*({name: parts[i] for name, parts in made.items()} for i in range(3)))
-
-    def _merged(self) -> np.ndarray:
-        """One matrix as merging gives it, rounded to float32; the truth is not rounded."""
-        if self.dtype == np.float64:
-            return self._adapted(self.adapter)[MERGED].dequantize()
-        return MergedWeights(self.weights, self.adapter).array(MERGED)
 
     def _given(self, key: str) -> np.ndarray:
         return self._golden.given(key).astype(self.dtype)
@@ -197,26 +198,14 @@ class NumpyPath:
         yield from _joined(parts)
 
     def _block_gradients_of(self, index: int, document: tuple[np.ndarray, np.ndarray]) -> Arrays:
-        ids, labels = document
         weights, n_layers = self._adapted(self.adapter), self.config.n_layers
-        cos, sin = page.tables(len(ids), self.config)
         given = {key: self._split(self._given(f"plain/{key}"))[index] for key in _block_keys(n_layers)}
-        grads = {"gradient.last_block_out": self._head_gradient(given["last_block_out"], labels)}
+        grads = {"gradient.last_block_out": self._head_gradient(given["last_block_out"], document[1])}
         for i in range(n_layers):
-            stage = {"block_in": given[f"l{i}.block_in"]}
-
-            def note(name: str, array: np.ndarray, stage: Arrays = stage) -> np.ndarray:
-                return stage.setdefault(name, array)
-
-            def keep(name: str, array: np.ndarray, i: int = i) -> np.ndarray:
-                if "." in name or name == "block_in":
-                    grads[f"l{i}.gradient.{name}"] = array
-                return array
-
             above = "gradient.last_block_out" if i == n_layers - 1 else f"l{i + 1}.gradient.block_in"
-            layer = weights.layer(i)
-            forward_page.block(stage["block_in"], layer, self.config, cos, sin, _no_cache, note)
-            page.block_backward(given[above], stage, layer, self.config, cos, sin, keep)
+            found = page.block_gradients(given[above], given[f"l{i}.block_in"], i, weights)
+            wanted = {name: array for name, array in found.items() if "layers." in name or name == f"l{i}.block_in"}
+            grads |= {with_stage(name, "gradient"): array for name, array in wanted.items()}
         return grads
 
     def _head_gradient(self, last: np.ndarray, labels: np.ndarray) -> np.ndarray:
@@ -298,10 +287,6 @@ class NumpyPath:
                 for step in range(SCHEDULE_STEPS)
             ]  # fmt: skip
             yield f"{name}/learning_rate", np.asarray(rates)
-
-
-def _no_cache(k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    return k.swapaxes(0, 1), v.swapaxes(0, 1)
 
 
 def _block_keys(n_layers: int) -> list[str]:

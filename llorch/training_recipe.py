@@ -18,6 +18,7 @@ from llorch.train.batch import IGNORED, PADDING, Batch
 
 SMOOTHING = 0.1
 STEPS_SHOWN = (1, 2, 10)  # of the optimizer
+STATE = ("parameters", "first_moment", "second_moment")  # that a step starts from and leaves
 
 
 @dataclass(frozen=True)

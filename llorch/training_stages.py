@@ -90,7 +90,8 @@ TRAINING_STAGES: tuple[TrainingStage, ...] = (
     ),
     TrainingStage(
         name="adapter_file", checkpoint="20", formula="names, shapes and bytes of an adapter's tensors",
-        function="llorch.lora.peft_format.write_peft", peft="save_pretrained; with llama.cpp: the LoRA GGUF it loaded",
+        function="llorch.lora.peft_format.write_peft",
+        peft="save_pretrained; of the LoRA GGUF our own file, loaded by llama.cpp",
     ),
     TrainingStage(
         name="merged_weight", checkpoint="20", formula="round(W + scaling * B @ A)",

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import make_half
 import numpy as np
-from training_spread import stage_of
 
 from llorch.builtin import builtin_path
 from llorch.compare import EXACT, Tolerance, measure
@@ -24,24 +23,24 @@ from llorch.numerics import DtypeName
 from llorch.producers import ProducerName, open_producer
 from llorch.train.batch import Batch
 from llorch.training_exports import EXPORTS, LOADED_BY, export_all, file_tables, safetensors_table
-from llorch.training_goldens import HALF_DTYPES, LLAMACPP, PEFT, Rows, Tolerances, TrainingGolden
+from llorch.training_goldens import AMPLIFICATION, HALF_DTYPES, LLAMACPP, PEFT, Rows, Tolerances, TrainingGolden
 from llorch.training_half import HalfTrainingJudge
+from llorch.training_limits import amplification, wide_limit
 from llorch.training_recipe import (
     CURVE,
     MERGED,
     OPTIMIZER,
     RSLORA,
-    SCHEDULE_STEPS,
-    SCHEDULE_WARMUP,
-    SCHEDULES,
     SHARED_INPUT,
     SMOOTHING,
     SMOOTHINGS,
     STEPS_SHOWN,
     make_adapter,
     step_batches,
+    with_stage,
     with_zero_b,
 )
+from llorch.training_stages import BY_GROUP, Key, TrainingStage
 from llorch.verify_training import MODES, TrainingJudge, difference
 from llorch.weights import Weights, open_weights
 
@@ -55,6 +54,7 @@ TEXTS = (  # beginning and number of tokens, number of those that are not learne
 )
 
 Arrays = dict[str, np.ndarray]
+PARTS = ("given", "first_moment", "second_moment")  # of a step, that decide how far its parameters move
 
 
 def make_training(name: str) -> TrainingGolden:
@@ -81,6 +81,7 @@ def make_training(name: str) -> TrainingGolden:
     golden = TrainingGolden(
         adapter=adapter.flat(),
         arrays={PEFT: of_peft | exported[PEFT], LLAMACPP: exported[LLAMACPP]},
+        truth={},
         rows=rows,
         files=files,
         tolerances={},
@@ -94,6 +95,7 @@ def make_training(name: str) -> TrainingGolden:
             "machine": platform.machine(),
         },
     )
+    golden = replace(golden, truth=truth_of(weights, golden))
     judge = TrainingJudge(name, weights, golden)
     judge.refuse_far_witnesses()
     halves = {dtype: half_judge(name, weights, golden, dtype) for dtype in HALF_DTYPES}
@@ -103,6 +105,60 @@ def make_training(name: str) -> TrainingGolden:
         half_tolerances={dtype: half.tolerances() for dtype, half in halves.items()},
         half_errors={dtype: half.errors() for dtype, half in halves.items()},
     )
+
+
+def truth_of(weights: Weights, golden: TrainingGolden) -> dict[str, Arrays]:
+    """Run PEFT, unmodified, in pure float64: each stage on what the golden was fed, and all from the beginning.
+
+    Args:
+        weights: Of the model.
+        golden: Adapter, rows, and inputs of isolated stages.
+
+    Returns:
+        What `TrainingGolden.truth` holds.
+    """
+    from llorch.producers.peft import Peft
+    from llorch.producers.wide import float64_everywhere
+
+    adapter, batches = golden.adapter_for(weights.config), golden.batches
+    with float64_everywhere():
+        producer = Peft(weights.path, dtype="float64")
+        shown = forward_arrays(producer, weights, adapter, batches[0]) | training_arrays(producer, adapter, batches)
+        steps = [step_batches(batches, step, 1) for step in range(1, max(STEPS_SHOWN) + 1)]
+        taken = producer.steps(adapter, steps, OPTIMIZER, shown=range(1, len(steps) + 1))
+    return {
+        "isolated": isolated_truth(weights, golden),
+        "chained": {text: array for text, array in shown.items() if has_chain(Key.of(text))},
+        AMPLIFICATION: amplified(adapter, taken),
+    }
+
+
+def isolated_truth(weights: Weights, golden: TrainingGolden) -> Arrays:
+    """The part of `truth_of` that depends on what the golden was fed."""
+    from llorch.producers.peft import Peft
+    from llorch.producers.peft_isolated import Isolated
+    from llorch.producers.wide import float64_everywhere
+
+    with float64_everywhere():
+        return Isolated(Peft(weights.path, dtype="float64"), golden).arrays()
+
+
+def has_chain(key: Key) -> bool:
+    """Whether an array is a stage of a run from its beginning."""
+    if not key.in_table or key.group.name in ("learning_rate", "merged_weight"):
+        return False
+    return (key.case, key.group.name) != ("rslora", "lora_delta")
+
+
+def amplified(adapter: Adapter, taken: Mapping[int, Arrays]) -> Arrays:
+    """What `training_limits` makes of all steps, for those that are stored."""
+    parts = [tuple({n: taken[step][with_stage(n, s)] for n in adapter.flat()} for s in PARTS) for step in sorted(taken)]
+    found = amplification(parts, [float(taken[step]["grad_norm"]) for step in sorted(taken)], OPTIMIZER)
+    return {
+        f"step {step}/{with_stage(name, 'parameters')}": pair
+        for step in STEPS_SHOWN
+        for name, pair in found[step - 1].items()
+    }
 
 
 def half_judge(name: str, weights: Weights, golden: TrainingGolden, dtype: DtypeName) -> HalfTrainingJudge:
@@ -124,7 +180,9 @@ def half_judge(name: str, weights: Weights, golden: TrainingGolden, dtype: Dtype
 
     producer, adapter, batches = Peft(weights.path, dtype=dtype), golden.adapter_for(weights.config), golden.batches
     shown = forward_arrays(producer, weights, adapter, batches[0]) | training_arrays(producer, adapter, batches)
-    judge = HalfTrainingJudge(name, weights, replace(golden, arrays={PEFT: shown}), dtype)
+    own = replace(golden, arrays={PEFT: shown})
+    own = replace(own, truth={**golden.truth, "isolated": isolated_truth(weights, own)})
+    judge = HalfTrainingJudge(name, weights, own, dtype)
     judge.refuse_far_witnesses()
     return judge
 
@@ -157,7 +215,7 @@ def forward_arrays(producer: "Peft", weights: Weights, adapter: Adapter, batch: 
 
 def training_arrays(producer: "Peft", adapter: Adapter, batches: Sequence[Batch]) -> Arrays:
     """Gradients, optimizer steps, schedules and the curve."""
-    from llorch.producers.peft import schedule
+    from llorch.producers.peft import schedules
 
     found = {f"plain/{key}": array for key, array in producer.gradients(adapter, batches[0]).items()}
     of_zero_b = producer.gradients(with_zero_b(adapter), batches[0])
@@ -165,11 +223,7 @@ def training_arrays(producer: "Peft", adapter: Adapter, batches: Sequence[Batch]
     steps = [step_batches(batches, step, 1) for step in range(1, max(STEPS_SHOWN) + 1)]
     for step, arrays in producer.steps(adapter, steps, OPTIMIZER, shown=STEPS_SHOWN).items():
         found |= {f"step {step}/{key}": a for key, a in arrays.items() if ".given." not in key or step == 2}
-    for name in SCHEDULES:
-        rates = schedule(
-            name, peak=OPTIMIZER.learning_rate, warmup_steps=SCHEDULE_WARMUP, total_steps=SCHEDULE_STEPS
-        )  # fmt: skip
-        found[f"{name}/learning_rate"] = rates
+    found |= schedules()
     steps = [step_batches(batches, step, CURVE.accumulation) for step in range(1, CURVE.n_steps + 1)]
     curve = producer.curve(
         adapter, steps, CURVE.optimizer, smoothing=SMOOTHING, warmup_steps=CURVE.warmup_steps
@@ -217,16 +271,20 @@ def llamacpp_provenance(path: Path) -> dict[str, object]:
         return engine.provenance()
 
 
-def differences(new: TrainingGolden, judge: TrainingJudge, spread: Mapping[str, Tolerance]) -> list[str]:
+def differences(
+    new: TrainingGolden, judge: TrainingJudge, spread: Mapping[str, Tolerance], truth: Mapping[str, Arrays]
+) -> list[str]:
     """Where newly made goldens are not the stored ones, and where stored tolerances do not follow from stored arrays.
 
     The adapter, the batches and the files of adapters must be equal; arrays are held to the stored tolerances or to
-    what rounding does to optimizer steps, the larger; tolerances of half precision are what `make_half` wants of them.
+    what rounding does to optimizer steps, the larger; the truth is held to the limits of float64; tolerances of half
+    precision are what `make_half` wants of them.
 
     Args:
         new: Made now.
         judge: Of the goldens that are read from the repository.
         spread: What rounding can do to them, see `training_spread`.
+        truth: Of these goldens, made now.
 
     Returns:
         One line for each difference.
@@ -243,9 +301,33 @@ def differences(new: TrainingGolden, judge: TrainingJudge, spread: Mapping[str, 
             granted = [stored.tolerances[mode][stage.name] for mode in MODES if stage.name in stored.tolerances[mode]]
             if not any(apart.within(tolerance) for tolerance in (*granted, spread.get(text, EXACT))):
                 lines.append(f"training {producer} {text}: {apart.describe()}")
+    lines += truth_differences(truth, stored.truth)
     lines += make_half.differences(_by_dtype(new.half_tolerances), _by_dtype(stored.half_tolerances))
     float32 = ({"float32": tolerances} for tolerances in (judge.tolerances(), stored.tolerances))
     return lines + make_half.differences(*map(_by_dtype, float32), times=make_half.AGAIN)
+
+
+def truth_differences(new: Mapping[str, Arrays], stored: Mapping[str, Mapping[str, np.ndarray]]) -> list[str]:
+    """Where a truth of the same goldens is not the stored one; one line for each."""
+    lines = []
+    for mode, text in sorted({(m, text) for truth in (new, stored) for m, found in truth.items() for text in found}):
+        ours, theirs = new.get(mode, {}).get(text), stored.get(mode, {}).get(text)
+        if mode == AMPLIFICATION:
+            apart, allowed = measure(ours, theirs), Tolerance(make_half.AGAIN - 1, make_half.AGAIN - 1)
+        else:
+            apart = difference(ours, theirs, Key.of(text).group)
+            allowed = wide_limit(stored[AMPLIFICATION].get(text) if mode == "chained" else None)
+        if not apart.within(allowed):
+            lines.append(f"training truth {mode} {text}: {apart.describe()}")
+    return lines
+
+
+def stage_of(text: str) -> TrainingStage:
+    """The group that an array is measured like; what goes into a step is a gradient, other inputs go into a delta."""
+    key = Key.of(text)
+    if key.in_table:
+        return key.group
+    return BY_GROUP["gradient" if key.stage.startswith(("given.", "gradient.")) else "lora_delta"]
 
 
 def _by_dtype(tolerances: Mapping[str, Tolerances]) -> dict[str, HalfTolerances]:

@@ -20,7 +20,6 @@ import make_half
 import make_quantised
 import make_training
 import numpy as np
-from training_spread import training_spread
 
 from llorch.builtin import BUILTIN, builtin_path
 from llorch.compare import measure
@@ -86,8 +85,11 @@ def training(name: str, folder: Path, *, check: bool) -> list[str]:
     click.echo(f"{name}: running peft and llamacpp", err=True)
     golden = make_training.make_training(name)
     if check:
+        from training_spread import training_spread
+
         judge = TrainingJudge(name, open_weights(builtin_path(name)), read_training(folder))
-        return make_training.differences(golden, judge, training_spread(judge))
+        truth = make_training.truth_of(judge.weights, judge.golden)
+        return make_training.differences(golden, judge, training_spread(judge), truth)
     save_training(folder, golden)
     return []
 

@@ -18,7 +18,7 @@ from llorch.training_half import HalfTrainingJudge
 from llorch.training_path import NumpyPath
 from llorch.training_stages import TRAINING_STAGES, Key
 from llorch.verifier import FAIL, Row
-from llorch.verify_training import TrainingJudge
+from llorch.verify_training import TrainingJudge, WideTrainingJudge
 from llorch.weights import Weights, open_weights
 
 
@@ -34,16 +34,17 @@ def weights_of(model: str) -> Weights:
 
 @cache
 def judge_of(model: str) -> TrainingJudge:
-    judge = TrainingJudge(model, weights_of(model), training_golden_of(model))
-    assert judge.truth  # made before anything is broken
-    return judge
+    return TrainingJudge(model, weights_of(model), training_golden_of(model))
+
+
+@cache
+def wide_judge_of(model: str) -> WideTrainingJudge:
+    return WideTrainingJudge(model, weights_of(model), training_golden_of(model))
 
 
 @cache
 def half_judge_of(model: str) -> HalfTrainingJudge:
-    judge = HalfTrainingJudge(model, weights_of(model), training_golden_of(model), "bfloat16")
-    judge.truth = judge_of(model).truth
-    return judge
+    return HalfTrainingJudge(model, weights_of(model), training_golden_of(model), "bfloat16")
 
 
 def model_of(mistake: TrainingMistake) -> str:
@@ -86,7 +87,10 @@ def rows_with(mistake: TrainingMistake | None, model: str) -> list[Row]:
         path = NumpyPath(judge.weights, judge.golden)
         exports = Exports.of(model, judge.weights, judge.golden) if last == "20" else None
         if last == "20":
-            ours = {"isolated": dict(path.isolated()), "chained": exports.logits if exports else {}}
+            ours = {
+                "isolated": dict(path.isolated()),
+                "chained": {**dict(path.merged()), **(exports.logits if exports else {})},
+            }
         else:
             alone = last == "18"  # ten steps in a row show nothing more than one from the golden's state
             before = {"isolated": last, "chained": "17" if alone else last}

@@ -18,7 +18,7 @@ LAYERS = (
         "diagnose", "truth", "mistakes", "producers", "sums", "quantised", "quantised_goldens", "verify_quantised",
         "convert", "model_places", "quality", "half", "torch_backend", "bench", "lora", "train",
         "training_recipe", "training_goldens", "training_stages", "training_path", "training_exports",
-        "training_half", "verify_training",
+        "training_half", "training_limits", "verify_training",
     ),
     ("cli", "report", "__init__", "__main__"),
 )  # fmt: skip

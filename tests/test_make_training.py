@@ -1,7 +1,7 @@
 """Training goldens made again: `--check` sees every kind of difference."""
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import replace
 from types import ModuleType
@@ -13,8 +13,8 @@ from planted_training import judge_of, training_golden_of, weights_of
 
 from llorch import training_path
 from llorch.builtin import goldens_folder
-from llorch.compare import FACTOR
-from llorch.training_goldens import LLAMACPP, MODELS, PEFT, TrainingGolden
+from llorch.compare import FACTOR, Tolerance
+from llorch.training_goldens import LLAMACPP, MODELS, PEFT, Tolerances, TrainingGolden
 from llorch.training_recipe import OPTIMIZER
 from llorch.verify_training import TrainingJudge
 
@@ -25,28 +25,31 @@ Differences = Callable[[TrainingGolden, TrainingGolden], list[str]]
 
 
 @pytest.fixture(scope="module")
-def scripts() -> Iterator[tuple[ModuleType, ModuleType]]:
+def script() -> Iterator[ModuleType]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(goldens_folder()))
-        yield importlib.import_module("make_training"), importlib.import_module("training_spread")
+        yield importlib.import_module("make_training")
 
 
 @pytest.fixture(scope="module")
-def script(scripts: tuple[ModuleType, ModuleType]) -> ModuleType:
-    return scripts[0]
+def disturbed(script: ModuleType) -> ModuleType:
+    return importlib.import_module("training_spread")
+
+
+def against(script: ModuleType, spread: Mapping[str, Tolerance]) -> Differences:
+    truth = training_golden_of(MODEL).truth
+    return lambda new, stored: script.differences(new, TrainingJudge(MODEL, weights_of(MODEL), stored), spread, truth)
 
 
 @pytest.fixture(scope="module")
-def differences(scripts: tuple[ModuleType, ModuleType]) -> Differences:
-    make, spread = scripts
-    granted = spread.training_spread(judge_of(MODEL))
+def differences(script: ModuleType) -> Differences:
+    return against(script, {})
 
-    def found(new: TrainingGolden, stored: TrainingGolden) -> list[str]:
-        judge = TrainingJudge(MODEL, weights_of(MODEL), stored)
-        judge.truth = judge_of(MODEL).truth
-        return make.differences(new, judge, granted)
 
-    return found
+@pytest.fixture(scope="module")
+def lenient(script: ModuleType, disturbed: ModuleType) -> Differences:
+    """With what rounding can do to optimizer steps, which PEFT says."""
+    return against(script, disturbed.training_spread(judge_of(MODEL)))
 
 
 @pytest.fixture
@@ -76,17 +79,23 @@ def with_run(golden: TrainingGolden, run: dict[str, np.ndarray]) -> TrainingGold
     return replace(golden, arrays={**golden.arrays, PEFT: arrays})
 
 
+@pytest.mark.live
 def test_a_processor_that_rounds_otherwise_has_no_differences(
-    scripts: tuple[ModuleType, ModuleType], differences: Differences, golden: TrainingGolden
+    disturbed: ModuleType, lenient: Differences, golden: TrainingGolden
 ):
-    size = golden.tolerances["chained"]["gradient"].error / FACTOR
-    wide = weights_of(MODEL).astype(np.float64)
-    run = scripts[1].DisturbedPath(wide, golden, size=size, seed=101).run()
+    from llorch.producers.wide import float64_everywhere
+
+    with float64_everywhere():
+        producer = disturbed.DisturbedPeft(weights_of(MODEL).path, dtype="float64")
+        size = golden.tolerances["chained"]["gradient"].error / FACTOR
+        run = producer.run(judge_of(MODEL), size=size, seed=101)
     key = "step 2/l0.given.v_proj.lora_A"
     assert not np.array_equal(run[key].astype(np.float32), golden.arrays[PEFT][key])
-    assert differences(with_run(golden, run), golden) == []
+    lines = lenient(with_run(golden, run), golden)
+    assert lines == []
 
 
+@pytest.mark.live
 @pytest.mark.parametrize(
     ("change", "where"),
     [
@@ -99,7 +108,7 @@ def test_a_processor_that_rounds_otherwise_has_no_differences(
     ],
 )
 def test_an_optimizer_with_another_setting_is_a_difference(
-    differences: Differences,
+    lenient: Differences,
     golden: TrainingGolden,
     monkeypatch: pytest.MonkeyPatch,
     change: dict[str, Any],
@@ -108,28 +117,54 @@ def test_an_optimizer_with_another_setting_is_a_difference(
     monkeypatch.setattr(training_path, "STEPS_SHOWN", (1, 2))
     monkeypatch.setattr(training_path, "OPTIMIZER", replace(OPTIMIZER, **change))
     run = dict(training_path.NumpyPath(weights_of(MODEL).astype(np.float64), golden)._steps())
-    lines = differences(with_run(golden, run), golden)
+    lines = lenient(with_run(golden, run), golden)
     assert any(line.startswith(f"training peft {where}") for line in lines)
 
 
+@pytest.mark.live
 @pytest.mark.parametrize("other", ["step 1", "step 10"])
-def test_arrays_of_another_step_are_differences(differences: Differences, golden: TrainingGolden, other: str):
+def test_arrays_of_another_step_are_differences(lenient: Differences, golden: TrainingGolden, other: str):
     every = golden.arrays[PEFT]
     moved = {key: every[key.replace("step 2", other)] for key in every if "step 2" in key and "given" not in key}
-    wrong = differences(replace(golden, arrays={**golden.arrays, PEFT: {**every, **moved}}), golden)
+    wrong = lenient(replace(golden, arrays={**golden.arrays, PEFT: {**every, **moved}}), golden)
     assert [line.split(":")[0] for line in wrong] == [f"training {PEFT} {key}" for key in sorted(moved)]
 
 
 @pytest.mark.parametrize("factor", [9, 1 / 9])
-@pytest.mark.parametrize(("mode", "group", "what"), [("chained", "parameters", "worst"), ("isolated", "loss", "error")])
-def test_a_stored_tolerance_that_does_not_follow_from_the_arrays_is_a_difference(
-    differences: Differences, golden: TrainingGolden, mode: str, group: str, what: str, factor: float
+@pytest.mark.parametrize("what", ["error", "worst"])
+def test_every_stored_tolerance_has_to_follow_from_the_arrays(
+    differences: Differences, golden: TrainingGolden, what: str, factor: float
 ):
-    old = golden.tolerances[mode][group]
-    lax = {**golden.tolerances[mode], group: replace(old, **{what: factor * getattr(old, what)})}
-    stored = replace(golden, tolerances={**golden.tolerances, mode: lax})
-    (line,) = differences(stored, stored)
-    assert line.startswith(f"tolerance float32 training {mode} {group} {what}: ")
+    def moved(made: Tolerances) -> Tolerances:
+        every = {
+            mode: {g: replace(t, **{what: factor * getattr(t, what)}) for g, t in made[mode].items()} for mode in made
+        }
+        return every
+
+    half = {dtype: moved(made) for dtype, made in golden.half_tolerances.items()}
+    lines = differences(golden, replace(golden, tolerances=moved(golden.tolerances), half_tolerances=half))
+    by_dtype = {"float32": golden.tolerances, **golden.half_tolerances}
+    wanted = {f"tolerance {d} training {m} {g} {what}" for d, made in by_dtype.items() for m in made for g in made[m]}
+    assert {line.split(":")[0] for line in lines if line.startswith("tolerance")} == wanted
+
+
+@pytest.mark.parametrize(
+    ("mode", "key"),
+    [
+        ("isolated", "plain/l1.gradient.q_proj.lora_B"),
+        ("isolated", "step 2/l0.parameters.v_proj.lora_A"),
+        ("chained", "curve/norm_curve"),
+        ("chained", "step 10/l1.parameters.k_proj.lora_B"),
+        ("amplification", "step 10/l1.parameters.k_proj.lora_B"),
+    ],
+)
+def test_a_truth_that_peft_does_not_give_again_is_a_difference(
+    differences: Differences, golden: TrainingGolden, mode: str, key: str
+):
+    part = 1.1 if mode == "amplification" else 1 + 1e-6
+    truth = {**golden.truth, mode: {**golden.truth[mode], key: part * golden.truth[mode][key]}}
+    lines = differences(golden, replace(golden, truth=truth))
+    assert f"training truth {mode} {key}" in {line.split(": ")[0] for line in lines}
 
 
 @pytest.mark.parametrize(

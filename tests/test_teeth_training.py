@@ -1,6 +1,7 @@
 """Teeth of checkpoints 15 to 20: a mistake in the running code turns its checkpoint red first, and by far."""
 
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from planted_training import (
     owner_of,
     rows_with,
     up_to,
+    users,
+    wide_judge_of,
 )
 from planted_training_torch import AS_TRAINER, PLANTED
 from torch_targets import on
@@ -24,6 +27,7 @@ from llorch.report.pages import FOLDER, page
 from llorch.torch_backend.training_path import TorchPath
 from llorch.torch_backend.verify_training import LEFT_OUT
 from llorch.training_goldens import MODELS
+from llorch.training_path import NumpyPath
 from llorch.training_stages import BY_GROUP, TRAINING_STAGES
 from llorch.verifier import BACKENDS, FAIL
 
@@ -113,3 +117,77 @@ def test_mistake_of_training_in_torch_goes_red_by_far_at_its_checkpoint_first(
     assert red.checkpoint == last, red
     least = 1 if half and name in LESS_IN_HALF else VISIBLE
     assert max(over(row) for row in rows if row.stage.split(".")[0] == mistake.stages[0]) >= least
+
+
+SHARED = {  # code that both precisions share -> the group of stages that shows it alone
+    "llorch.ops.lora.lora_delta": "lora_delta",
+    "llorch.ops.lora.lora_backward": "gradient",
+    "llorch.ops.cross_entropy.cross_entropy": "token_losses",
+    "llorch.ops.cross_entropy.cross_entropy_backward": "gradient",
+    "llorch.ops.rms_norm.rms_norm_backward": "gradient",
+    "llorch.ops.rope.rope_backward": "gradient",
+    "llorch.ops.swiglu.swiglu_backward": "gradient",
+    "llorch.ops.attention.attention_scores_backward": "gradient",
+    "llorch.train.adamw.clip_by_norm": "grad_norm",
+    "llorch.train.adamw.moments": "first_moment",
+    "llorch.train.adamw.moved": "parameters",
+    "llorch.train.schedules.learning_rate": "learning_rate",
+    "llorch.lora.merge.merged_matrix": "merged_weight",
+}
+SHARED_TORCH = {
+    "llorch.lora.torch_leaves.delta": "lora_delta",
+    "llorch.lora.torch_delta.Delta.backward": "gradient",
+    "llorch.train.torch_step.loss_sum": "gradient",
+    "llorch.train.torch_step.trained_tokens": "gradient",
+    "llorch.train.torch_adamw.AdamW.clip": "first_moment",
+    "llorch.train.torch_adamw.AdamW.step": "parameters",
+}
+GIVEN_MORE = ("clip", "step")  # take one number, and are given one that is off
+LEAST = 1e5  # times the limit, by one part in a million
+
+
+def off(made: Any) -> Any:
+    """Every number of a result off by one part in a million."""
+    if isinstance(made, tuple):
+        return tuple(map(off, made))
+    if isinstance(made, dict):
+        return {name: off(array) for name, array in made.items()}
+    return made if made is None else made * (1 + 1e-6)
+
+
+def wrong(name: str, right: Any) -> Any:
+    if name in GIVEN_MORE:
+        return lambda own, number: right(own, off(number))
+    made = lambda *given, **named: off(right(*given, **named))  # noqa: E731
+    return staticmethod(made) if name == "backward" else made
+
+
+def worst_in_float64(path: NumpyPath | TorchPath, model: str, group: str) -> float:
+    """By what factor a group of stages is over the limits of float64 at most, alone or in a chain up to gradients."""
+    ours = {"isolated": dict(path.isolated()), "chained": dict(up_to("17", path.chained()))}
+    rows = list(wide_judge_of(model).rows("float64", ours))
+    return max(over(row) for row in rows if row.stage.split(".")[0] == group and not row.note)
+
+
+@pytest.mark.parametrize(("part", "group"), SHARED.items())
+def test_one_part_in_a_million_in_code_that_both_precisions_share_is_far_over_the_limit(
+    part: str, group: str, monkeypatch: pytest.MonkeyPatch
+):
+    owner, name = owner_of(part)
+    right = getattr(owner, name)
+    for place in {owner, *users(name, right)}:
+        monkeypatch.setattr(place, name, wrong(name, right))
+    judge = wide_judge_of(MODELS[-1])
+    assert worst_in_float64(NumpyPath(judge.weights, judge.golden), judge.name, group) > LEAST
+
+
+@pytest.mark.parametrize("as_trainer", [False, True])
+@pytest.mark.parametrize(("part", "group"), SHARED_TORCH.items())
+def test_one_part_in_a_million_in_what_the_trainer_runs_is_far_over_the_limit(
+    part: str, group: str, as_trainer: bool, monkeypatch: pytest.MonkeyPatch
+):
+    owner, name = owner_of(part)
+    monkeypatch.setattr(owner, name, wrong(name, getattr(owner, name)))
+    judge = wide_judge_of(MODELS[-1])
+    path = TorchPath(judge.weights, judge.golden, on("torch-cpu-float64"), as_trainer=as_trainer)
+    assert worst_in_float64(path, judge.name, group) > LEAST

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from planted_training import judge_of, training_golden_of, weights_of
+from planted_training import judge_of, training_golden_of, weights_of, wide_judge_of
 
 from llorch.builtin import goldens_folder
 from llorch.training_goldens import FILES, MODELS, PEFT, TrainingGolden, read, save
 from llorch.training_stages import BY_GROUP, Key
 from llorch.verifier import FAIL
-from llorch.verify_training import OF_EXPORTS, TrainingJudge
+from llorch.verify_training import TrainingJudge, WideTrainingJudge
 
 MODEL = "micro-qwen3"
 
@@ -67,6 +67,13 @@ def test_a_single_array_that_is_missing_is_no_pass(golden: TrainingGolden, key: 
         list(judge.rows("numpy", judge.truth))
 
 
+def test_a_part_of_the_truth_that_is_missing_is_no_pass(golden: TrainingGolden):
+    chained = {key: array for key, array in golden.truth["chained"].items() if key != "curve/loss_curve"}
+    judge = WideTrainingJudge(MODEL, weights_of(MODEL), replace(golden, truth={**golden.truth, "chained": chained}))
+    with pytest.raises(ValueError, match="1 arrays missing: curve/loss_curve"):
+        list(judge.rows("numpy-float64", judge.truth))
+
+
 def test_every_array_of_the_table_has_a_key_that_is_taken_apart(golden: TrainingGolden):
     assert Key.of("step 2/l1.first_moment.q_proj.lora_A") == Key("step 2", 1, "first_moment.q_proj.lora_A")
     assert Key.of("linear/learning_rate") == Key("linear", None, "learning_rate")
@@ -78,7 +85,6 @@ def test_every_array_of_the_table_has_a_key_that_is_taken_apart(golden: Training
 def test_a_witness_that_is_far_from_the_truth_is_refused(golden: TrainingGolden, key: str):
     far = changed(golden, key, lambda array: array * np.float32(1.1))
     judge = TrainingJudge(MODEL, weights_of(MODEL), far)
-    judge.truth = judge_of(MODEL).truth
     with pytest.raises(ValueError, match=f"peft chained {key}: error"):
         judge.refuse_far_witnesses()
 
@@ -86,16 +92,15 @@ def test_a_witness_that_is_far_from_the_truth_is_refused(golden: TrainingGolden,
 def test_an_array_that_nothing_is_compared_with_is_refused(golden: TrainingGolden):
     arrays = {**golden.arrays[PEFT], "plain/l9.gradient.q_proj.lora_A": np.ones(2, np.float32)}
     judge = TrainingJudge(MODEL, weights_of(MODEL), replace(golden, arrays={**golden.arrays, PEFT: arrays}))
-    judge.truth = judge_of(MODEL).truth
     with pytest.raises(ValueError, match=r"l9\.gradient\.q_proj\.lora_A: compared with nothing"):
         judge.refuse_far_witnesses()
 
 
 def test_an_array_that_a_backend_does_not_make_fails():
-    judge = judge_of(MODEL)
+    judge = wide_judge_of(MODEL)
     ours = {mode: dict(arrays) for mode, arrays in judge.truth.items()}
     del ours["chained"]["plain/loss"]
-    red = [row for row in judge.rows("made-up", ours, left_out=OF_EXPORTS) if row.verdict == FAIL]
+    red = [row for row in judge.rows("made-up", ours) if row.verdict == FAIL]
     assert [(row.stage, row.mode, row.note) for row in red] == [
         ("loss", "chained", "got: expected an array, got nothing")
     ]

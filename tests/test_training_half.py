@@ -83,7 +83,6 @@ def test_peft_too_far_from_the_truth_is_refused():
     key = "plain/l1.gradient.k_proj.lora_B"
     arrays = {**golden.arrays[PEFT], key: golden.arrays[PEFT][key] * np.float32(1.2)}
     judge = HalfTrainingJudge(MODEL, weights_of(MODEL), replace(golden, arrays={PEFT: arrays}), DTYPE)
-    judge.truth = judge_of(MODEL).truth
     with pytest.raises(ValueError, match=f"peft chained {key}: error 2"):
         judge.refuse_far_witnesses()
 
@@ -102,7 +101,8 @@ def test_a_run_whose_adapter_is_in_half_precision_is_refused(monkeypatch: pytest
 
 def test_an_array_that_is_not_made_fails_in_half_precision_too():
     judge = half_judge_of(MODEL)
-    ours = {mode: dict(arrays) for mode, arrays in judge.truth.items()}
+    shown = judge.golden.arrays[PEFT]
+    ours = {mode: {key: shown[key] for key in arrays if key in shown} for mode, arrays in judge.truth.items()}
     del ours["chained"]["curve/loss_curve"]
     red = [row for row in judge.rows("made-up", ours) if row.verdict == FAIL]
     assert [(row.stage, row.note) for row in red] == [("loss_curve", "got: expected an array, got nothing")]

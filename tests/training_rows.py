@@ -1,31 +1,41 @@
 """Rows of checkpoints 15 to 20 of every backend, and what must be among them."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import cache
 
 import pytest
-from planted_training import half_judge_of, judge_of, training_golden_of
+from planted_training import judge_of, training_golden_of, weights_of, wide_judge_of
 from torch_targets import on
 
-from llorch.torch_backend.verify_training import LEFT_OUT, VARIANTS, torch_rows
+from llorch.torch_backend.verify_training import LEFT_OUT, VARIANTS, judge_for, torch_rows
 from llorch.training_goldens import ADAPTER_FILES, MODELS
 from llorch.training_stages import Key
 from llorch.verifier import BACKENDS, PASS, Row
 from llorch.verify_training import OF_EXPORTS
 
+WIDE = "numpy-float64"
+ON_NUMPY = (*BACKENDS, WIDE)
 TARGETS = ("torch-cpu-float32", "torch-cpu-float64", "torch-cpu-bfloat16")
 ON_CUDA = ("torch-cuda-float32", "torch-cuda-bfloat16")
 ALONE = ("learning_rate", "merged_weight")  # groups that have no chain
-IN_CHAIN = ("adapted_logits", "loss_curve", "norm_curve", *OF_EXPORTS)  # groups whose one input is the whole run
+IN_CHAIN = (
+    "adapted_logits",
+    "loss_curve",
+    "norm_curve",
+    "merged_logits",
+    *OF_EXPORTS,
+)  # groups whose one input is the whole run
 Place = tuple[str, str, int | None, str, str]  # mode, case, layer, stage, producer
 
 
 @cache
 def rows(model: str, target: str) -> list[Row]:
     if target != "numpy":
-        return list(torch_rows(half_judge_of(model) if "bfloat16" in target else judge_of(model), on(target)))
-    judge = judge_of(model)
-    return [row for backend, arithmetic in BACKENDS.items() for row in judge.numpy_rows(backend, arithmetic)]
+        judge = judge_for(on(target).dtype_name, model, weights_of(model), training_golden_of(model))
+        return list(torch_rows(judge, on(target)))
+    made = [row for backend, how in BACKENDS.items() for row in judge_of(model).numpy_rows(backend, how)]
+    return [*made, *wide_judge_of(model).numpy_rows(WIDE, nullcontext)]
 
 
 def backends(number: str, targets: tuple[str, ...] = TARGETS) -> list[str]:
@@ -44,7 +54,7 @@ def places(number: str) -> list[object]:
 
 def expected(number: str, backend: str, model: str) -> Iterator[Place]:
     """Every comparison of one checkpoint that a golden allows, worked out without the judge."""
-    left_out = {"numpy": (), "numpy-float32": OF_EXPORTS}.get(backend, LEFT_OUT)
+    left_out = {"numpy": (), "numpy-float32": OF_EXPORTS, WIDE: OF_EXPORTS}.get(backend, LEFT_OUT)
     for producer, arrays in training_golden_of(model).arrays.items():
         for key in map(Key.of, arrays):
             if key.in_table and key.group.checkpoint == number and key.group.name not in left_out:
@@ -71,7 +81,7 @@ def not_shown_in_half(mode: str, key: Key) -> bool:
 
 def require_all(number: str, backend: str, model: str) -> list[Row]:
     """Every comparison of a checkpoint was made on a backend, and passes."""
-    target = "numpy" if backend in BACKENDS else backend.removesuffix("-trainer")
+    target = "numpy" if backend in ON_NUMPY else backend.removesuffix("-trainer")
     mine = [row for row in rows(model, target) if (row.checkpoint, row.backend) == (number, backend)]
     found = [(row.mode, row.case, row.layer, row.stage, row.producer) for row in mine if row.mode != "exact"]
     assert sorted(map(str, found)) == sorted(map(str, expected(number, backend, model)))

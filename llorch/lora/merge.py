@@ -1,4 +1,4 @@
-"""Merging: an adapter's product added to the weights it stands beside, in float64, rounded to float32 once.
+"""Merging: an adapter's product added to the weights it stands beside, in float64, rounded once to their dtype.
 
     W' = W + s B A                         of an embedding: W' = W + s (B A)^T
     DoRA: W' = magnitude * (W + s B A) / length of each of its rows
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
-from jaxtyping import Float32
+from jaxtyping import Float
 
 from llorch.errors import FormatError
 from llorch.lora.adapter import Adapter, LoraTensors
@@ -38,9 +38,9 @@ class MergedWeights(Weights):
         self.dtype = weights.dtype
         self.adapter = adapter
 
-    def read(self, name: str) -> Float32[np.ndarray, "..."]:
-        """A weight as float32, merged anew and not kept; see `Weights.read`."""
-        array = super().read(name)
+    def read(self, name: str) -> Float[np.ndarray, "..."]:
+        """A weight in the dtype of the base, merged anew and not kept; see `Weights.read`."""
+        array = super().read(name).astype(self.dtype, copy=False)
         return merged_matrix(array, self.adapter, name, where=self.path) if self.is_changed(name) else array
 
     def is_changed(self, name: str) -> bool:
@@ -52,8 +52,8 @@ class MergedWeights(Weights):
 
 
 def merged_matrix(
-    weight: Float32[np.ndarray, "rows columns"], adapter: Adapter, name: str, *, where: object = None
-) -> Float32[np.ndarray, "rows columns"]:
+    weight: Float[np.ndarray, "rows columns"], adapter: Adapter, name: str, *, where: object = None
+) -> Float[np.ndarray, "rows columns"]:
     """Merge the adapter of one matrix.
 
     Args:
@@ -66,7 +66,7 @@ def merged_matrix(
         The merged matrix, rounded once.
 
     Raises:
-        FormatError: NonFinite when the sum overflows float32.
+        FormatError: NonFinite when the sum overflows the dtype.
     """
     tensors, is_embedding = adapter.tensors[name], adapter.targets[name].is_embedding
     factors = None

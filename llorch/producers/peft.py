@@ -29,7 +29,14 @@ from llorch.lora.targets import LAYER_TARGETS
 from llorch.numerics import DtypeName
 from llorch.producers.transformers import Transformers
 from llorch.train.batch import IGNORED, Batch
-from llorch.training_recipe import OptimizerRecipe, with_stage
+from llorch.training_recipe import (
+    OPTIMIZER,
+    SCHEDULE_STEPS,
+    SCHEDULE_WARMUP,
+    SCHEDULES,
+    OptimizerRecipe,
+    with_stage,
+)
 
 Arrays = dict[str, np.ndarray]
 INPUTS = {  # stage that goes into some projections -> one of them
@@ -89,29 +96,26 @@ class Peft:
     def forward(self, adapter: Adapter, batch: Batch) -> Arrays:
         """Inputs of the adapted projections, what PEFT adds to them, and logits; the tokens of all rows in a row."""
         model, seen = self.adapted(adapter), {}
-        with torch.no_grad(), _Watch(model, seen):
+        with torch.no_grad(), Watch(model, seen):
             seen["adapted_logits"] = logits_of(model, batch)
-        return {name: _tokens(tensor, batch) for name, tensor in seen.items()}
+        return {name: tokens_of(tensor, batch) for name, tensor in seen.items()}
 
     def losses(self, adapter: Adapter, batch: Batch, *, smoothing: float) -> Arrays:
         """Mean over the learned tokens, and the loss of each."""
         with torch.no_grad():
-            rows = logits_of(self.adapted(adapter), batch)
-        each = [token_losses(rows, batch, smoothing=smoothing, reduction=kind) for kind in ("mean", "none")]
-        kept = torch.from_numpy(batch.labels)[:, 1:].reshape(-1) != IGNORED
-        return {"loss": each[0].numpy(), "token_losses": each[1][kept].numpy()}
+            return losses_of(logits_of(self.adapted(adapter), batch), batch, smoothing=smoothing)
 
     def gradients(self, adapter: Adapter, batch: Batch) -> Arrays:
         """Of every trained tensor, and of what goes into and comes out of the blocks; block inputs beside them."""
         model = self.adapted(adapter)
         blocks: dict[str, Tensor] = {}
         with _block_tensors(model, blocks):
-            _accumulate(model, [batch], smoothing=0.0)
-        out = {name: _tokens(tensor.detach(), batch) for name, tensor in blocks.items()}
+            accumulate(model, [batch], smoothing=0.0)
+        out = {name: tokens_of(tensor.detach(), batch) for name, tensor in blocks.items()}
         for name, tensor in blocks.items():
             assert tensor.grad is not None
-            out[with_stage(name, "gradient")] = _tokens(tensor.grad, batch)
-        return out | {with_stage(n, "gradient"): _numpy(g) for n, g in gradients_of(model).items()}
+            out[with_stage(name, "gradient")] = tokens_of(tensor.grad, batch)
+        return out | {with_stage(n, "gradient"): array_of(g) for n, g in gradients_of(model).items()}
 
     def steps(
         self, adapter: Adapter, steps: Sequence[Sequence[Batch]], recipe: OptimizerRecipe, *, shown: Sequence[int]
@@ -128,14 +132,14 @@ class Peft:
             By step: gradients before clipping, their norm, moments and parameters after the step.
         """
         model, found = self.adapted(adapter), {}
-        optimizer = _optimizer(model, recipe)
+        optimizer = optimizer_of(model, recipe)
         for step, batches in enumerate(steps, start=1):
-            _accumulate(model, batches, smoothing=0.0)
-            before = {with_stage(n, "given"): _numpy(g) for n, g in gradients_of(model).items()}
-            norm = torch.nn.utils.clip_grad_norm_(trained(model).values(), recipe.max_norm)
+            self._backward(model, batches)
+            before = {with_stage(n, "given"): array_of(g) for n, g in gradients_of(model).items()}
+            norm = clip(model, recipe)
             optimizer.step()
             if step in shown:
-                found[step] = before | {"grad_norm": norm.numpy().copy()} | _state(model, optimizer)
+                found[step] = before | {"grad_norm": array_of(norm)} | state_of(model, optimizer)
             optimizer.zero_grad()
         return found
 
@@ -150,12 +154,12 @@ class Peft:
     ) -> Arrays:
         """Loss and norm of every step, with a cosine schedule; the parameters after the last."""
         model = self.adapted(adapter)
-        optimizer = _optimizer(model, recipe)
+        optimizer = optimizer_of(model, recipe)
         schedule = SCHEDULE_MAKERS["cosine"](optimizer, warmup_steps, len(steps))
         losses, norms = [], []
         for batches in steps:
-            losses.append(_accumulate(model, batches, smoothing=smoothing))
-            norms.append(float(torch.nn.utils.clip_grad_norm_(trained(model).values(), recipe.max_norm)))
+            losses.append(accumulate(model, batches, smoothing=smoothing))
+            norms.append(float(clip(model, recipe)))
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
@@ -174,10 +178,10 @@ class Peft:
         """
         model = self.adapted(adapter).merge_and_unload()
         with torch.no_grad():
-            out = {"merged_logits": _tokens(logits_of(model, batch), batch)}
+            out = {"merged_logits": tokens_of(logits_of(model, batch), batch)}
         for name in weights:
             matrix = model.get_parameter(f"{adapter.targets[name].path}.weight")
-            out[with_stage(name, "merged_weight")] = _numpy(matrix)
+            out[with_stage(name, "merged_weight")] = array_of(matrix)
         return out
 
     def saved(self, adapter: Adapter, folder: Path) -> Path:
@@ -198,7 +202,11 @@ class Peft:
         with _quiet():
             model = peft.PeftModel.from_pretrained(self._base()._model, folder).eval()
         with torch.no_grad():
-            return _tokens(logits_of(model, batch), batch)
+            return tokens_of(logits_of(model, batch), batch)
+
+    def _backward(self, model: Any, batches: Sequence[Batch]) -> None:
+        """Gradients of one of `steps`."""
+        accumulate(model, batches, smoothing=0.0)
 
     def _base(self) -> Transformers:
         return Transformers(self._path, n_threads=self._n_threads, dtype=self._dtype)
@@ -208,12 +216,16 @@ class Peft:
         return self._provenance | {"producer": self.name, "peft": peft.__version__, "optimizer": "torch.optim.AdamW"}
 
 
-def schedule(name: str, *, peak: float, warmup_steps: int, total_steps: int) -> np.ndarray:
-    """Learning rates of all optimizer steps by transformers' schedule of that name."""
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=peak)
-    made = SCHEDULE_MAKERS[name](optimizer, warmup_steps, total_steps)
+def schedules() -> Arrays:
+    """Learning rates of all steps by transformers' schedules."""
+    return {f"{name}/learning_rate": _rates(SCHEDULE_MAKERS[name]) for name in SCHEDULES}
+
+
+def _rates(maker: Callable[..., Any]) -> np.ndarray:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=OPTIMIZER.learning_rate)
+    made = maker(optimizer, SCHEDULE_WARMUP, SCHEDULE_STEPS)
     rates = []
-    for _ in range(total_steps):
+    for _ in range(SCHEDULE_STEPS):
         rates.append(made.get_last_lr()[0])
         optimizer.step()
         made.step()
@@ -262,10 +274,23 @@ def token_losses(logits: Tensor, batch: Batch, *, smoothing: float, reduction: s
     )  # fmt: skip
 
 
-class _Watch(TorchFunctionMode):
+def losses_of(logits: Tensor, batch: Batch, *, smoothing: float) -> Arrays:
+    """Mean over the learned tokens, and the loss of each."""
+    each = [token_losses(logits, batch, smoothing=smoothing, reduction=kind) for kind in ("mean", "none")]
+    kept = torch.from_numpy(batch.labels)[:, 1:].reshape(-1) != IGNORED
+    return {"loss": array_of(each[0]), "token_losses": array_of(each[1][kept])}
+
+
+def clip(model: Any, recipe: OptimizerRecipe) -> Tensor:
+    """Clip by torch; the norm before."""
+    return torch.nn.utils.clip_grad_norm_(trained(model).values(), recipe.max_norm)
+
+
+class Watch(TorchFunctionMode):
     """Notes what goes into projections, and the product of each `lora_B` output and its scaling."""
 
     def __init__(self, model: Any, seen: dict[str, Tensor]) -> None:
+        """Hook into PEFT's model; what is noted goes into `seen`, by stage key."""
         super().__init__()
         self._seen, self._outputs = seen, {}
         self._hooks = ExitStack()
@@ -329,7 +354,7 @@ def _block_tensors(model: Any, found: dict[str, Tensor]) -> Iterator[None]:
         yield
 
 
-def _accumulate(model: Any, batches: Sequence[Batch], *, smoothing: float) -> float:
+def accumulate(model: Any, batches: Sequence[Batch], *, smoothing: float) -> float:
     """Backward of a step: the sum over all learned tokens of its micro-batches, divided by their number."""
     n_trained = sum(batch.n_trained for batch in batches)
     total = 0.0
@@ -340,19 +365,21 @@ def _accumulate(model: Any, batches: Sequence[Batch], *, smoothing: float) -> fl
     return total
 
 
-def _optimizer(model: Any, recipe: OptimizerRecipe) -> torch.optim.AdamW:
+def optimizer_of(model: Any, recipe: OptimizerRecipe) -> torch.optim.AdamW:
+    """Torch's, one tensor after the other."""
     return torch.optim.AdamW(
         trained(model).values(), lr=recipe.learning_rate, betas=recipe.betas, eps=recipe.eps,
         weight_decay=recipe.weight_decay, foreach=False, fused=False,
     )  # fmt: skip
 
 
-def _state(model: Any, optimizer: torch.optim.AdamW) -> Arrays:
+def state_of(model: Any, optimizer: torch.optim.AdamW) -> Arrays:
+    """Parameters and moments as they are now."""
     found: Arrays = {}
     for name, parameter in trained(model).items():
         state = optimizer.state[parameter]
         kept = {"first_moment": state["exp_avg"], "second_moment": state["exp_avg_sq"], "parameters": parameter}
-        found |= {with_stage(name, stage): _numpy(tensor) for stage, tensor in kept.items()}
+        found |= {with_stage(name, stage): array_of(tensor) for stage, tensor in kept.items()}
     return found
 
 
@@ -369,10 +396,11 @@ def _flat_order(names: Mapping[str, object]) -> list[str]:
     return sorted(names, key=lambda name: (int(name.split(".")[1]), place[name.split(".")[2]], name))
 
 
-def _tokens(tensor: Tensor, batch: Batch) -> np.ndarray:
+def tokens_of(tensor: Tensor, batch: Batch) -> np.ndarray:
     """The slots that hold tokens, row after row."""
-    return _numpy(tensor[torch.from_numpy(batch.documents >= 0)])
+    return array_of(tensor[torch.from_numpy(batch.documents >= 0)])
 
 
-def _numpy(tensor: Tensor) -> np.ndarray:
+def array_of(tensor: Tensor) -> np.ndarray:
+    """A copy; what is narrower than float32 is widened to it, and to float64 where everything is."""
     return tensor.detach().float().contiguous().numpy().copy()

@@ -16,9 +16,10 @@ from llorch.stages import BY_NAME, STAGES, Stage
 from llorch.truth import WITNESS
 from llorch.verifier import PASS, TIE, Row
 
-ENGINES = {"llamacpp": "llama.cpp", "transformers": "transformers", "reader": "gguf package", "peft": "PEFT"} | {
-    WITNESS: "transformers in float64"
-}
+ENGINES = {
+    "llamacpp": "llama.cpp", "transformers": "transformers", "reader": "gguf package", "peft": "PEFT",
+    "ours": "our file that llama.cpp loaded", WITNESS: "transformers in float64",
+}  # fmt: skip
 MODES = ("isolated", "chained", "decode")
 PACKAGE = Path(__file__).resolve().parents[1]
 

@@ -1,9 +1,10 @@
 """Checkpoints 15 to 20 as the torch path computes them: the modules, leaves, loss and optimizer that training uses.
 
 Isolated and chained are as in `llorch.training_path`; a block alone is one layer of the module, given the golden's
-input and the gradient of its output. In half precision the base and its activations are, the adapter, its gradients and
-the optimizer stay float32. `-trainer` is how `llorch lora train` runs when it saves memory: fused attention, products
-of frozen weights by oneDNN, blocks that run again for their gradients, logits that never exist all at once.
+input and the gradient of its output. The trainer's own `Stepper` makes gradients and steps. In half precision the base
+and its activations are, the adapter, its gradients and the optimizer stay float32. `-trainer` is how `llorch lora
+train` runs when it saves memory: fused attention, products of frozen weights by oneDNN, blocks that run again for their
+gradients, logits that never exist all at once.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,10 +25,10 @@ from llorch.train.batch import IGNORED, Batch
 from llorch.train.schedules import learning_rate
 from llorch.train.torch_adamw import AdamW
 from llorch.train.torch_forward import checkpoint_gradients, hidden_states, place_of
-from llorch.train.torch_loading import prepare
+from llorch.train.torch_loading import load_for_training
 from llorch.train.torch_loss import loss_sum
+from llorch.train.torch_step import Stepper
 from llorch.training_goldens import TrainingGolden
-from llorch.training_path import STATE
 from llorch.training_recipe import (
     CURVE,
     INPUT_OF,
@@ -36,6 +37,7 @@ from llorch.training_recipe import (
     SHARED_INPUT,
     SMOOTHING,
     SMOOTHINGS,
+    STATE,
     STEPS_SHOWN,
     OptimizerRecipe,
     step_batches,
@@ -89,9 +91,11 @@ class TorchPath:
         yield "plain/merged_logits", self._merged_logits()
 
     def _module(self, adapter: Adapter) -> CausalLM:
-        module = load_dense(self.weights, dtype=self.target.dtype, device=self.target.device)
         if self.as_trainer:
-            prepare(module)
+            width = max(batch.ids.shape[1] for batch in self.batches)
+            module = load_for_training(self.weights, self.target, residency="decoded", batch=2, n_tokens=width)
+        else:
+            module = load_dense(self.weights, dtype=self.target.dtype, device=self.target.device)
         attach(module, adapter, name=NAME, trainable=True)
         if self.as_trainer:
             checkpoint_gradients(module)
@@ -165,33 +169,36 @@ class TorchPath:
 
     def _gradients(self, case: str, adapter: Adapter) -> Arrays:
         """Of every trained tensor and of block inputs, in one backward pass."""
-        module, batch = self._module(adapter), self.batches[0]
-        blocks: dict[str, Tensor] = {}
+        stepper = self._stepper(adapter, OPTIMIZER, 0.0)
+        module, blocks = stepper.module, dict[str, Tensor]()
         for i, layer in enumerate(module.model.layers):
             layer.register_forward_pre_hook(_noting(blocks, f"l{i}.gradient.block_in"))
         module.model.norm.register_forward_pre_hook(_noting(blocks, "gradient.last_block_out"))
-        loss = self._loss(self._hidden(module, batch), module.lm_head, batch.labels, 0.0) / batch.n_trained
-        loss.backward()
-        for name, parameter in trainable_parameters(module, NAME).items():
+        stepper.backward(self.batches[:1])
+        for name, parameter in stepper.optimizer.params.items():
             yield f"{case}/{with_stage(name, 'gradient')}", _gradient(parameter).cpu().numpy()
         if case == "plain":
             for key, tensor in blocks.items():
                 yield f"plain/{key}", self._tokens(_gradient(tensor))
 
-    def _optimizer(self, parameters: Mapping[str, nn.Parameter], recipe: OptimizerRecipe) -> AdamW:
-        return AdamW(
-            parameters, betas=recipe.betas, eps=recipe.eps, weight_decay=recipe.weight_decay,
+    def _stepper(self, adapter: Adapter, recipe: OptimizerRecipe, smoothing: float) -> Stepper:
+        """What the trainer makes its steps with."""
+        module = self._module(adapter)
+        optimizer = AdamW(
+            trainable_parameters(module, NAME), betas=recipe.betas, eps=recipe.eps, weight_decay=recipe.weight_decay,
             lr_ratio=1.0, eight_bit=False,
         )  # fmt: skip
+        return Stepper(
+            module, optimizer, self.target.device, label_smoothing=smoothing, chunk=self.chunk, max_norm=recipe.max_norm
+        )
 
     def _optimizer_step(self, step: int) -> Arrays:
         """One step from the golden's gradients, moments and parameters."""
-        parameters = trainable_parameters(self._module(self.adapter), NAME)
-        optimizer = self._optimizer(parameters, OPTIMIZER)
-        wide = next(iter(parameters.values())).dtype
+        optimizer = self._stepper(self.adapter, OPTIMIZER, 0.0).optimizer
+        wide = next(iter(optimizer.params.values())).dtype
         source, case = ("gradient", "plain") if step == 1 else ("given", f"step {step}")
         state: dict[str, Tensor] = {"step": torch.tensor(step - 1)}
-        for name, parameter in parameters.items():
+        for name, parameter in optimizer.params.items():
             parameter.grad = self._given(f"{case}/{with_stage(name, source)}", wide)
             if step > 1:
                 before = [self._given(f"step {step - 1}/{with_stage(name, stage)}", wide) for stage in STATE]
@@ -199,21 +206,18 @@ class TorchPath:
                 state |= {f"{name}.m": before[1], f"{name}.v": before[2]}
         if step > 1:
             optimizer.load(state)
-        yield from self._stepped(optimizer, step)
-
-    def _steps(self) -> Arrays:
-        module = self._module(self.adapter)
-        optimizer = self._optimizer(trainable_parameters(module, NAME), OPTIMIZER)
-        for step in range(1, max(STEPS_SHOWN) + 1):
-            self._backward(module, step_batches(self.batches, step, 1), 0.0)
-            shown = list(self._stepped(optimizer, step))
-            optimizer.zero_grad()
-            if step in STEPS_SHOWN:
-                yield from shown
-
-    def _stepped(self, optimizer: AdamW, step: int) -> Arrays:
         norm = optimizer.clip(OPTIMIZER.max_norm)
         optimizer.step(OPTIMIZER.learning_rate)
+        yield from self._shown(optimizer, step, norm)
+
+    def _steps(self) -> Arrays:
+        stepper = self._stepper(self.adapter, OPTIMIZER, 0.0)
+        for step in range(1, max(STEPS_SHOWN) + 1):
+            _, norm = stepper.step(step_batches(self.batches, step, 1), OPTIMIZER.learning_rate)
+            if step in STEPS_SHOWN:
+                yield from self._shown(stepper.optimizer, step, norm)
+
+    def _shown(self, optimizer: AdamW, step: int, norm: float) -> Arrays:
         state = optimizer.state()
         yield f"step {step}/grad_norm", np.asarray(norm, self._numpy_dtype)
         for name, parameter in optimizer.params.items():
@@ -221,17 +225,14 @@ class TorchPath:
                 yield f"step {step}/{with_stage(name, stage)}", tensor.detach().cpu().numpy().copy()
 
     def _curve(self) -> Arrays:
-        module, losses, norms = self._module(self.adapter), [], []
-        optimizer = self._optimizer(trainable_parameters(module, NAME), CURVE.optimizer)
+        stepper, found = self._stepper(self.adapter, CURVE.optimizer, SMOOTHING), []
         for step in range(1, CURVE.n_steps + 1):
-            losses.append(self._backward(module, step_batches(self.batches, step, CURVE.accumulation), SMOOTHING))
-            norms.append(optimizer.clip(CURVE.optimizer.max_norm))
             rate = learning_rate(
                 step - 1, schedule="cosine", peak=CURVE.optimizer.learning_rate,
                 warmup_steps=CURVE.warmup_steps, total_steps=CURVE.n_steps,
             )  # fmt: skip
-            optimizer.step(rate)
-            optimizer.zero_grad()
+            found.append(stepper.step(step_batches(self.batches, step, CURVE.accumulation), rate))
+        losses, norms = zip(*found, strict=True)
         yield "curve/loss_curve", np.asarray(losses)
         yield "curve/norm_curve", np.asarray(norms)
 
@@ -241,14 +242,6 @@ class TorchPath:
         merged = MergedWeights(self.weights, self.adapter)
         module = load_dense(merged, dtype=self.target.dtype, device=self.target.device)
         return self._tokens(module.lm_head(self._hidden(module, self.batches[0])))
-
-    def _backward(self, module: CausalLM, batches: Sequence[Batch], smoothing: float) -> float:
-        n_trained, total = sum(batch.n_trained for batch in batches), 0.0
-        for batch in batches:
-            loss = self._loss(self._hidden(module, batch), module.lm_head, batch.labels, smoothing) / n_trained
-            loss.backward()
-            total += loss.item()
-        return total
 
     @property
     def _numpy_dtype(self) -> Any:

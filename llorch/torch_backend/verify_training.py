@@ -5,10 +5,11 @@ from collections.abc import Iterator
 from llorch.numerics import DtypeName
 from llorch.torch_backend.device import Target
 from llorch.torch_backend.training_path import TorchPath
-from llorch.training_goldens import HALF_DTYPES
+from llorch.training_goldens import HALF_DTYPES, TrainingGolden
 from llorch.training_half import NUMPY_ALONE, HalfTrainingJudge
 from llorch.verifier import Row
-from llorch.verify_training import TrainingJudge, stored
+from llorch.verify_training import TrainingJudge, WideTrainingJudge, stored
+from llorch.weights import Weights
 
 VARIANTS = {"": False, "-trainer": True}  # suffix of the backend's name -> whether it runs as the trainer does
 DTYPES = ("float32", "float64", *HALF_DTYPES)  # in which training is judged
@@ -33,9 +34,14 @@ def verify_training_torch(name: str, target: Target) -> Iterator[Row]:
     if target.dtype_name not in DTYPES:
         raise ValueError(f"training: judged in {', '.join(DTYPES)}, got {target}; leave it out or choose one of these")
     weights, golden = stored(name)
-    half = HALVES.get(target.dtype_name)
-    judge = HalfTrainingJudge(name, weights, golden, half) if half else TrainingJudge(name, weights, golden)
-    yield from torch_rows(judge, target)
+    yield from torch_rows(judge_for(target.dtype_name, name, weights, golden), target)
+
+
+def judge_for(dtype: str, name: str, weights: Weights, golden: TrainingGolden) -> TrainingJudge:
+    """What judges runs in a dtype."""
+    if dtype in HALVES:
+        return HalfTrainingJudge(name, weights, golden, HALVES[dtype])
+    return (WideTrainingJudge if dtype == "float64" else TrainingJudge)(name, weights, golden)
 
 
 def torch_rows(judge: TrainingJudge, target: Target) -> Iterator[Row]:

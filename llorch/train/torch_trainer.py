@@ -1,13 +1,8 @@
-"""Training of an adapter, one optimizer step at a time; nothing here writes files.
-
-    loss of a step = sum over all trained tokens of its batches / their number
-
-so accumulating over small batches gives the gradients of a large one, however ragged the rows are.
-"""
+"""Training of an adapter, one optimizer step at a time; nothing here writes files."""
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -22,18 +17,16 @@ from llorch.lora.initial import initial_adapter
 from llorch.lora.torch_lora import adapter_of, attach, trainable_parameters
 from llorch.model import Opened, find
 from llorch.torch_backend.device import target
-from llorch.train.adamw import NonFiniteNorm
-from llorch.train.batch import Batch, trained_tokens
 from llorch.train.data import Plan, batches, read_data
 from llorch.train.resume import environment
 from llorch.train.schedules import learning_rate
 from llorch.train.settings import TrainSettings
 from llorch.train.torch_adamw import AdamW
-from llorch.train.torch_evaluation import deterministic, mean_loss
-from llorch.train.torch_forward import checkpoint_gradients, hidden_states
+from llorch.train.torch_evaluation import mean_loss
+from llorch.train.torch_forward import checkpoint_gradients
 from llorch.train.torch_loading import load_for_training
-from llorch.train.torch_loss import loss_sum
 from llorch.train.torch_rng import capture_rng, restore_rng, seed_rng
+from llorch.train.torch_step import NonFiniteLoss, Stepper
 from llorch.weights import open_weights
 
 BETAS, EPS = (0.9, 0.999), 1e-8  # of AdamW, as torch has them
@@ -41,10 +34,6 @@ _SPOKEN_FOR = {  # settings that change no bit of a step, or that other parts of
     "model", "data", "epochs", "steps", "warmup_steps", "warmup_ratio", "gradient_checkpointing", "device",
     "eval_every", "save_every", "keep", "tensorboard", "valid",
 }  # fmt: skip
-
-
-class NonFiniteLoss(ValueError):
-    """A loss or a gradient that is NaN or infinite; the step was not made."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +101,10 @@ class Training:
             self.parameters, betas=BETAS, eps=EPS, weight_decay=settings.weight_decay,
             lr_ratio=settings.lora_plus_ratio, eight_bit=settings.eight_bit,
         )  # fmt: skip
+        self._stepper = Stepper(
+            self.module, self._optimizer, self.target.device, label_smoothing=settings.label_smoothing,
+            chunk=settings.chunk or None, max_norm=settings.max_grad_norm or math.inf,
+        )  # fmt: skip
         self.step = 0
         seed_rng(settings.seed)
 
@@ -129,12 +122,11 @@ class Training:
         Raises:
             NonFiniteLoss: The loss or a gradient is not finite; nothing was changed.
         """
-        made = self.plan.step(self.step)
-        with deterministic():
-            loss, norm = self._gradients(made)
-            rate = self._rate()
-            self._optimizer.step(rate)
-        self._optimizer.zero_grad()
+        made, rate = self.plan.step(self.step), self._rate()
+        try:
+            loss, norm = self._stepper.step(made, rate)
+        except NonFiniteLoss as error:
+            raise self._non_finite(str(error)) from None
         self.step += 1
         n_tokens = sum(int((batch.positions >= 0).sum()) for batch in made)
         return StepReport(self.step, loss, norm, rate, sum(batch.n_trained for batch in made), n_tokens)
@@ -217,31 +209,6 @@ class Training:
         if settings.gradient_checkpointing:
             checkpoint_gradients(module)
         return module
-
-    def _gradients(self, made: Sequence[Batch]) -> tuple[float, float]:
-        """Make the gradients of a step; give its loss and their norm before they are clipped."""
-        loss = self._backward(made)
-        try:
-            norm = self._optimizer.clip(self.settings.max_grad_norm or math.inf)
-        except NonFiniteNorm as error:
-            raise self._non_finite(f"loss {loss:g}; {error}") from None
-        if not math.isfinite(loss):
-            raise self._non_finite(f"loss {loss:g}")
-        return loss, norm
-
-    def _backward(self, made: Sequence[Batch]) -> float:
-        n_trained = trained_tokens(made)
-        self.module.train()
-        total = torch.zeros((), dtype=torch.float64, device=self.target.device)
-        for batch in made:
-            hidden = hidden_states(self.module, batch, self.target.device)
-            smoothing, chunk = self.settings.label_smoothing, self.settings.chunk or None
-            loss = loss_sum(
-                hidden, self.module.lm_head, torch.from_numpy(batch.labels), label_smoothing=smoothing, chunk=chunk
-            )
-            (loss / n_trained).backward()
-            total += loss.detach()
-        return float(total) / n_trained
 
     def _rate(self) -> float:
         return learning_rate(
