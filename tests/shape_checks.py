@@ -1,14 +1,15 @@
 """Shapes and types are checked at a tenth of what jaxtyping's hook costs, on which the suite spent most of its time.
 
 jaxtyping binds the arguments of every call and has beartype check them twice, for its messages. Here beartype wraps
-the function itself, and only one whose annotations name axes gets a scope for them. What cannot be wrapped so (a
-generator, a class that names itself) is left to jaxtyping.
+the function itself; where annotations name axes, arguments and results of types, dtypes and shapes that have passed
+together pass again unchecked. What cannot be wrapped so (a generator, a class that names itself) is left to jaxtyping.
 """
 
 import dataclasses
 import inspect
-from collections.abc import Callable
-from functools import partial, wraps
+from collections.abc import Callable, Hashable, Iterable
+from contextlib import suppress
+from functools import cache, partial, wraps
 from typing import Any, get_args, get_type_hints
 
 import jaxtyping
@@ -38,25 +39,75 @@ def checked(what=None, *, typechecker: Any = None) -> Any:
         hints = None
     if hints is None or inspect.isgeneratorfunction(what):
         return _slow(what, typechecker=typechecker)
-    return _scoped(_quick(what)) if any(map(_names_axes, hints.values())) else _quick(what)
+    return _remembering(what) if any(map(_is_costly, hints.values())) else _quick(what)
 
 
-def _names_axes(hint: object) -> bool:
-    if inspect.isclass(hint) and issubclass(hint, jaxtyping.AbstractArray):
+def _is_costly(hint: object) -> bool:
+    if inspect.isclass(hint) and (issubclass(hint, jaxtyping.AbstractArray) or getattr(hint, "_is_protocol", False)):
         return True
-    return any(map(_names_axes, get_args(hint)))
+    return any(map(_is_costly, get_args(hint)))
 
 
-def _scoped(function: Callable) -> Callable:
+def _remembering(function: Callable) -> Callable:
+    """A function whose check is not repeated for arguments and a result that are of kinds which passed it together."""
+    quick, passed = _quick(function), dict[Hashable, set[Hashable]]()
+
     @wraps(function)
-    def scoped(*args: object, **kwargs: object) -> object:
-        with _scope:
-            try:
-                return function(*args, **kwargs)
-            except jaxtyping.TypeCheckError as error:
-                if not hasattr(error, "__notes__"):
-                    shapes = [str(getattr(value, "shape", type(value).__name__)) for value in (*args, *kwargs.values())]
-                    error.add_note(f"called with {', '.join(shapes)}")
-                raise
+    def remembering(*args: object, **kwargs: object) -> object:
+        try:
+            given = _kind(args), _kind((*kwargs.items(),))
+        except _UnknowableError:
+            return _scoped(quick, args, kwargs)
+        if given not in passed:
+            result = _scoped(quick, args, kwargs)
+        else:
+            result = function(*args, **kwargs)
+            with suppress(_UnknowableError):
+                if _kind(result) in passed[given]:
+                    return result
+            _scoped(_quick(wraps(function)(lambda *args, **kwargs: result)), args, kwargs)
+        with suppress(_UnknowableError):
+            passed[given] = passed.get(given, set()) | {_kind(result)}
+        return result
 
-    return scoped
+    return remembering
+
+
+def _scoped(function: Callable, args: tuple, kwargs: dict[str, object]) -> object:
+    """Call a function in a scope for axes of its own."""
+    with _scope:
+        try:
+            return function(*args, **kwargs)
+        except jaxtyping.TypeCheckError as error:
+            if not hasattr(error, "__notes__"):
+                shapes = [str(getattr(value, "shape", type(value).__name__)) for value in (*args, *kwargs.values())]
+                error.add_note(f"called with {', '.join(shapes)}")
+            raise
+
+
+class _UnknowableError(Exception):
+    """A container: what it holds is checked, too."""
+
+
+def _kind(value: Any) -> Hashable:
+    """All that a check of a value looks at."""
+    kind = type(value)
+    if _is_array(kind):
+        return kind, value.dtype, value.shape
+    if kind is tuple:
+        return tuple(map(_kind, value))
+    if kind is str or kind is type:
+        return value
+    if _is_container(kind):
+        raise _UnknowableError
+    return kind
+
+
+@cache
+def _is_array(kind: type) -> bool:
+    return hasattr(kind, "__array__") and hasattr(kind, "shape")
+
+
+@cache
+def _is_container(kind: type) -> bool:
+    return issubclass(kind, Iterable | tuple | str | type)

@@ -82,6 +82,21 @@ def test_each_call_has_axes_of_its_own():
     assert (named("a"), [*parts(np.zeros((2, 1)))]) == ("aa", [0, 1])
 
 
+@checked(typechecker=beartype)
+def some(x: Rows, kept: list[bool]) -> Rows | list[Rows]:
+    return [x] if len(kept) == 1 else x[: sum(kept)] if all(kept) else x[0]
+
+
+def test_what_passed_once_is_checked_again_where_it_may_differ():
+    x = np.zeros((2, 3))
+    for _ in range(2):
+        assert joined(x, n=2).shape == (2, 3)
+        assert (len(some(x, [True, True])), len(some(x, [True]))) == (2, 1)
+        for wrong in (lambda: joined(x, n=1), lambda: some(x, [True, False]), lambda: some(x, [1])):  # type: ignore[list-item]
+            with pytest.raises(TypeCheckError):
+                wrong()
+
+
 def test_a_refusal_says_the_shapes_of_the_call():
     with pytest.raises(TypeCheckError, match="parameter y=") as error:
         joined(np.zeros((2, 3)), np.zeros(4), n=2)
