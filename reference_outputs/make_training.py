@@ -271,6 +271,13 @@ def llamacpp_provenance(path: Path) -> dict[str, object]:
         return engine.provenance()
 
 
+def checked(new: TrainingGolden, judge: TrainingJudge) -> list[str]:
+    """The `differences` of goldens from the stored ones; PEFT makes the truth and the spread again."""
+    from training_spread import training_spread
+
+    return differences(new, judge, training_spread(judge), truth_of(judge.weights, judge.golden))
+
+
 def differences(
     new: TrainingGolden, judge: TrainingJudge, spread: Mapping[str, Tolerance], truth: Mapping[str, Arrays]
 ) -> list[str]:

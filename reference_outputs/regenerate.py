@@ -85,11 +85,8 @@ def training(name: str, folder: Path, *, check: bool) -> list[str]:
     click.echo(f"{name}: running peft and llamacpp", err=True)
     golden = make_training.make_training(name)
     if check:
-        from training_spread import training_spread
-
         judge = TrainingJudge(name, open_weights(builtin_path(name)), read_training(folder))
-        truth = make_training.truth_of(judge.weights, judge.golden)
-        return make_training.differences(golden, judge, training_spread(judge), truth)
+        return make_training.checked(golden, judge)
     save_training(folder, golden)
     return []
 

@@ -135,6 +135,8 @@ def command(script: ModuleType, monkeypatch: pytest.MonkeyPatch, folder: Path, m
     monkeypatch.setattr(script, "FOLDER", folder)
     monkeypatch.setattr(script, "make", lambda name: made)
     monkeypatch.setattr(script.make_training, "make_training", training_golden_of)
+    without_peft = lambda new, judge: script.make_training.differences(new, judge, {}, judge.golden.truth)  # noqa: E731
+    monkeypatch.setattr(script.make_training, "checked", without_peft)
     return CliRunner().invoke(script.main, [NAME, *words])
 
 
