@@ -24,6 +24,7 @@ from llorch.training_recipe import LORA, batch_of
 MODELS = ("micro-llama", "micro-qwen3")
 FILES = ("peft.safetensors", "training.json")
 PEFT, LLAMACPP = "peft", "llamacpp"
+TRUTH = f"{PEFT}-float64"  # its name in rows
 AMPLIFICATION = "amplification"  # beside the modes of the truth, see `training_limits`
 HALF_DTYPES: tuple[DtypeName, ...] = ("bfloat16",)  # that training runs in; float16 needs its loss scaled
 ADAPTER_FILES = ("peft_folder", "lora_gguf")

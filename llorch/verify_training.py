@@ -16,12 +16,12 @@ from llorch.builtin import builtin_path, goldens_folder
 from llorch.compare import FACTOR, Difference, Tolerance, measure, measure_in
 from llorch.evidence import sha256
 from llorch.training_exports import EXPORTS, Exports
-from llorch.training_goldens import AMPLIFICATION, Tolerances, TrainingGolden, lacking, read
+from llorch.training_goldens import AMPLIFICATION, TRUTH, Tolerances, TrainingGolden, lacking, read
 from llorch.training_limits import ceiling, wide_limit
 from llorch.training_path import NumpyPath
 from llorch.training_recipe import OPTIMIZER
 from llorch.training_stages import TRAINING_STAGES, Key, TrainingStage
-from llorch.verifier import BACKENDS, FAIL, PASS, Row
+from llorch.verifier import BACKENDS, FAIL, FLOAT64, PASS, Row
 from llorch.weights import Weights, open_weights
 
 Arrays = dict[str, np.ndarray]
@@ -45,7 +45,7 @@ def verify_training_stored(name: str) -> Iterator[Row]:
     judge = TrainingJudge(name, *stored(name))
     for backend, arithmetic in BACKENDS.items():
         yield from judge.numpy_rows(backend, arithmetic)
-    yield from WideTrainingJudge(name, judge.weights, judge.golden).numpy_rows("numpy-float64", nullcontext)
+    yield from WideTrainingJudge(name, judge.weights, judge.golden).numpy_rows(FLOAT64, nullcontext)
 
 
 def stored(name: str) -> tuple[Weights, TrainingGolden]:
@@ -144,9 +144,9 @@ class TrainingJudge:
         stage = Key.of(text).group
         return self.stored_tolerance(mode, stage).at_most(self.ceiling_of(mode, stage))
 
-    def compared_with(self, golden: np.ndarray, truth: np.ndarray) -> np.ndarray:
-        """The golden, or what a run in another dtype is compared with."""
-        return golden
+    def compared_with(self, producer: str, golden: np.ndarray, truth: np.ndarray) -> tuple[str, np.ndarray]:
+        """Whose array a row compares with, and that array."""
+        return producer, golden
 
     def refuse_far_witnesses(self) -> None:
         """Refuse goldens that are not the truth to rounding, and such that nothing is compared with.
@@ -193,7 +193,8 @@ class TrainingJudge:
         self, backend: str, mode: str, text: str, producer: str, ours: np.ndarray | None, golden: np.ndarray
     ) -> Row:
         key, truth, allowed = Key.of(text), self.truth[mode][text], self.limit(mode, text)
-        found = difference(ours, self.compared_with(golden, truth), key.group)
+        producer, wanted = self.compared_with(producer, golden, truth)
+        found = difference(ours, wanted, key.group)
         return Row(
             model=self.name,
             checkpoint=key.group.checkpoint,
@@ -206,7 +207,7 @@ class TrainingJudge:
             error=found.error,
             worst=found.worst,
             truth_error=difference(None if ours is None else ours.astype(truth.dtype), truth, key.group).error,
-            producer_error=self._distance(mode, text, golden).error,
+            producer_error=self._distance(mode, text, wanted).error,
             tolerance=allowed.error,
             tolerance_worst=allowed.worst,
             verdict=PASS if found.within(allowed) else FAIL,
@@ -229,9 +230,9 @@ class WideTrainingJudge(TrainingJudge):
         """See `training_limits`."""
         return wide_limit(self.golden.truth[AMPLIFICATION].get(text) if mode == "chained" else None)
 
-    def compared_with(self, golden: np.ndarray, truth: np.ndarray) -> np.ndarray:
+    def compared_with(self, producer: str, golden: np.ndarray, truth: np.ndarray) -> tuple[str, np.ndarray]:
         """The truth."""
-        return truth
+        return TRUTH, truth
 
 
 def difference(got: np.ndarray | None, want: np.ndarray | None, stage: TrainingStage) -> Difference:

@@ -11,10 +11,10 @@ from torch_targets import on
 from llorch.torch_backend.verify_training import LEFT_OUT, VARIANTS, judge_for, torch_rows
 from llorch.training_goldens import ADAPTER_FILES, MODELS
 from llorch.training_stages import Key
-from llorch.verifier import BACKENDS, PASS, Row
+from llorch.verifier import BACKENDS, FLOAT64, PASS, Row
 from llorch.verify_training import OF_EXPORTS
 
-WIDE = "numpy-float64"
+WIDE = FLOAT64
 ON_NUMPY = (*BACKENDS, WIDE)
 TARGETS = ("torch-cpu-float32", "torch-cpu-float64", "torch-cpu-bfloat16")
 ON_CUDA = ("torch-cuda-float32", "torch-cuda-bfloat16")
@@ -61,7 +61,7 @@ def expected(number: str, backend: str, model: str) -> Iterator[Place]:
                 for mode in modes_of(key):
                     if "bfloat16" in backend and not_shown_in_half(mode, key):
                         continue
-                    yield mode, key.case, key.layer, key.stage, producer
+                    yield mode, key.case, key.layer, key.stage, "peft-float64" if "float64" in backend else producer
 
 
 def modes_of(key: Key) -> tuple[str, ...]:

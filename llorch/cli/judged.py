@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 
 from llorch.compare import Difference, Tolerance
 from llorch.stages import BY_NAME, CHECKPOINTS
+from llorch.training_goldens import TRUTH
 from llorch.truth import WITNESS
 from llorch.verifier import BACKENDS, FAIL, PASS, TIE, Row
 
@@ -118,7 +119,7 @@ def closer_to_truth(models: Sequence[Judged], backend: str) -> dict[str, dict[st
 
 def worst_float64(rows: Sequence[Row]) -> dict | None:
     """Where ours in float64 is farthest from the truth, as `--json` gives it; None where nothing was compared."""
-    wide = [row for row in rows if row.producer == WITNESS and row.mode != "exact"]
+    wide = [row for row in rows if row.producer in (WITNESS, TRUTH) and row.mode != "exact"]
     return asdict(max(wide, key=lambda row: row.error)) if wide else None
 
 

@@ -26,7 +26,7 @@ from llorch.report.training import trainers, training_blocks
 from llorch.stages import CHECKPOINTS
 from llorch.training_goldens import MODELS as TRAINED
 from llorch.training_stages import CHECKPOINTS as TRAINING
-from llorch.verifier import Row
+from llorch.verifier import FLOAT64, Row
 from llorch.verify import verify_stored
 from llorch.verify_quantised import verify_quantised_stored
 from llorch.verify_training import verify_training_stored
@@ -96,8 +96,8 @@ def quantised_rows() -> Sequence[Row]:
 
 @cache
 def training_rows() -> Sequence[Row]:
-    """All comparisons of checkpoints 15 to 20, as NumPy runs."""
-    return [row for name in TRAINED for row in verify_training_stored(name) if row.backend == "numpy"]
+    """All comparisons of checkpoints 15 to 20, as NumPy runs and in float64."""
+    return [row for name in TRAINED for row in verify_training_stored(name) if row.backend in ("numpy", FLOAT64)]
 
 
 def page(folder: Path, number: str) -> Path:

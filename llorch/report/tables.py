@@ -168,10 +168,10 @@ def _largest(rows: Sequence[Row]) -> list[str]:
     wide = max((row.error for row in rows if row.producer == WITNESS), default=math.nan)
     ours = max(row.truth_error for row in rows if row.producer != WITNESS)  # NaN of all isolated rows
     allowed = max(row.tolerance for row in rows)
-    return [*(short(distance, 2) for distance in engines), *(_roughly(n) for n in (wide, ours)), short(allowed, 2)]
+    return [*(short(distance, 2) for distance in engines), *(roughly(n) for n in (wide, ours)), short(allowed, 2)]
 
 
-def _roughly(distance: float) -> str:
+def roughly(distance: float) -> str:
     """Of ours, which depends a little on the machine."""
     return "" if math.isnan(distance) else f"~{short(distance, 1)}"
 

@@ -1,10 +1,11 @@
 """The generated parts of the pages of checkpoints 15 to 20."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from llorch.builtin import goldens_folder
-from llorch.report.tables import ENGINES, MODES, Blocks, equal, link, mistakes, short, table
-from llorch.training_goldens import HALF_DTYPES, LLAMACPP, MODELS, PEFT, TrainingGolden, read
+from llorch.report.tables import ENGINES, MODES, Blocks, equal, link, mistakes, roughly, short, table
+from llorch.training_goldens import HALF_DTYPES, LLAMACPP, MODELS, PEFT, TRUTH, TrainingGolden, read
 from llorch.training_stages import BY_GROUP, TRAINING_STAGES
 from llorch.verifier import Row
 
@@ -40,7 +41,7 @@ def stages(number: str) -> str:
 
 
 def distances(rows: Sequence[Row]) -> str:
-    """How far the producers and we are from the float64 truth, and what is allowed.
+    """How far the producers and we, in float64 and in float32, are from the truth, and what float32 is allowed.
 
     Args:
         rows: Measured rows of one checkpoint.
@@ -53,9 +54,9 @@ def distances(rows: Sequence[Row]) -> str:
         groups.setdefault((row.stage.split(".")[0], row.mode, row.case), []).append(row)
     places = list(BY_GROUP)
     ordered = sorted(groups, key=lambda k: (places.index(k[0]), MODES.index(k[1])))
-    columns = ("stage", "mode", "case", *(ENGINES[p] for p in (LLAMACPP, PEFT)), "ours", "tolerance")
+    columns = ("stage", "mode", "case", *(ENGINES[p] for p in (LLAMACPP, PEFT)), "our float64", "ours", "tolerance")
     lines = ([f"`{stage}`", mode, case, *_largest(groups[stage, mode, case])] for stage, mode, case in ordered)
-    return f"Models: {', '.join(MODELS)}.\n\n{table(columns, lines, right=4)}"
+    return f"Models: {', '.join(MODELS)}.\n\n{table(columns, lines, right=5)}"
 
 
 def half() -> str:
@@ -95,5 +96,7 @@ def _largest(rows: Sequence[Row]) -> list[str]:
     for name in (LLAMACPP, PEFT):
         found = [row.producer_error for row in rows if row.producer == name]
         producers.append(short(max(found), 2) if found else "-")
-    ours, allowed = max(row.truth_error for row in rows), max(row.tolerance for row in rows)
-    return [*producers, f"~{short(ours, 1)}", short(allowed, 2)]
+    wide = max((row.error for row in rows if row.producer == TRUTH), default=math.nan)
+    narrow = [row for row in rows if row.producer != TRUTH]
+    ours, allowed = max(row.truth_error for row in narrow), max(row.tolerance for row in narrow)
+    return [*producers, roughly(wide), roughly(ours), short(allowed, 2)]
