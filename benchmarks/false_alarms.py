@@ -1,0 +1,141 @@
+"""Random models of all families, judged live as `llorch verify` judges them: a right run must not fail.
+
+    python benchmarks/false_alarms.py --n 50                           NumPy, folders and their GGUF twins
+    python benchmarks/false_alarms.py --n 20 --torch float32           and the torch path
+    OPENBLAS_CORETYPE=Haswell python benchmarks/false_alarms.py        with other kernels
+
+Families, dimensions, biases, ties, frequency scaling, epsilon, stored dtype and positions are drawn; a number names its
+model, so that one can be judged again (`--first 17 --n 1`). Every row that fails is a false alarm, or a mistake of ours
+that both engines and the truth agree on; the closing line counts them, the farthest row of float64, and near-ties.
+"""
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+from llorch.config import ModelConfig
+from llorch.convert import convert
+from llorch.truth import WITNESS
+from llorch.verifier import FAIL, TIE, Row
+from llorch.verify import verify_live
+from llorch.weights.names import inventory
+
+FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+SCALINGS: tuple[dict[str, Any] | None, ...] = (
+    None,
+    {"rope_type": "linear", "factor": 2.5},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512},
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+     "original_max_position_embeddings": 512},
+)  # fmt: skip
+N_TOKENS = 12
+
+
+@click.command(help=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--n", default=20, show_default=True, help="Models.")
+@click.option("--first", default=0, show_default=True, help="Number of the first one.")
+@click.option("--torch", "dtypes", multiple=True, help="Judge the torch path too, in this dtype; may be repeated.")
+def main(n: int, first: int, dtypes: tuple[str, ...]) -> None:
+    """Entry point; exit code 1 when a row failed or an engine did not run."""
+    every: list[Row] = []
+    absent = 0
+    for number in range(first, first + n):
+        failed: dict[str, str] = {}
+        with tempfile.TemporaryDirectory(prefix="llorch-random-") as place:
+            folder = Path(place) / f"m{number}"
+            config = write_random(folder, np.random.default_rng(number))
+            rows = list(judged(folder, config, number, dtypes, failed))
+        bad = [row for row in rows if row.verdict == FAIL]
+        every += rows
+        absent += len(failed)
+        family, scaling = config["model_type"], (config.get("rope_scaling") or {}).get("rope_type", "plain")
+        click.echo(f"{number:4d} {family:6} {scaling:7} {len(rows):6d} rows, {len(bad)} fail {failed or ''}", err=True)
+        for row in bad[:5]:
+            click.echo(f"     {row}")
+    wide = max((row.error for row in every if row.producer == WITNESS and row.mode != "exact"), default=float("nan"))
+    n_failed, ties = (sum(row.verdict == verdict for row in every) for verdict in (FAIL, TIE))
+    click.echo(
+        f"{n} models, {len(every)} rows: {n_failed} fail, {ties} near-ties, {absent} runs of engines missing; "
+        f"float64 within {wide:.1e} of the truth"
+    )
+    sys.exit(1 if n_failed or absent else 0)
+
+
+def judged(
+    folder: Path, config: dict[str, Any], number: int, dtypes: tuple[str, ...], failed: dict[str, str]
+) -> Iterator[Row]:
+    """Rows of a folder and of its GGUF twin."""
+    ids = np.random.default_rng(number).integers(0, config["vocab_size"], N_TOKENS).tolist()
+    twin = folder.with_suffix(".gguf")
+    convert(folder, twin)
+    for path in (folder, twin):
+        yield from verify_live(path, ids, ["llamacpp", "transformers"], failed=failed)
+        for dtype in dtypes:
+            from llorch.torch_backend.device import target
+            from llorch.torch_backend.verify import verify_torch_live
+
+            on = target("cpu", dtype)
+            yield from verify_torch_live(path, ids, ["llamacpp", "transformers"], on, failed=failed)
+
+
+def write_random(folder: Path, rng: np.random.Generator) -> dict[str, Any]:
+    """Write a Hugging Face folder with a drawn configuration and weights.
+
+    Args:
+        folder: Made here.
+        rng: Draws both.
+
+    Returns:
+        The configuration.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    config = draw(rng)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    size = 10 ** rng.uniform(-2, -0.7)  # of the weights: from nearly linear to saturated attention
+    tensors = {}
+    for weight in inventory(ModelConfig.from_huggingface(config, path=folder)).values():
+        array = size * rng.standard_normal(weight.shape, dtype=np.float32)
+        tensors[weight.huggingface] = torch.from_numpy(1 + array if weight.name.endswith("norm") else array)
+    dtype = torch.bfloat16 if rng.random() < 0.3 else torch.float32
+    save_file({name: tensor.to(dtype) for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return config
+
+
+def draw(rng: np.random.Generator) -> dict[str, Any]:
+    """A configuration that both engines load."""
+    family = str(rng.choice([*FAMILIES]))
+    kv_heads, group, head_dim = int(rng.integers(1, 4)), int(rng.integers(1, 4)), 8 * int(rng.integers(1, 9))
+    hidden = kv_heads * group * head_dim if family != "qwen3" else kv_heads * group * 8 * int(rng.integers(1, 7))
+    config: dict[str, Any] = {
+        "model_type": family,
+        "architectures": [FAMILIES[family]],
+        "hidden_size": hidden,
+        "intermediate_size": 8 * int(rng.integers(2, 60)),
+        "num_hidden_layers": int(rng.integers(1, 4)),
+        "num_attention_heads": kv_heads * group,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": int(rng.integers(40, 3000)),
+        "rms_norm_eps": float(rng.choice([1e-5, 1e-6])),
+        "rope_theta": float(rng.choice([1e4, 5e5, 1e6])),
+        "max_position_embeddings": int(rng.choice([64, 2048, 8192])),
+        "tie_word_embeddings": bool(rng.random() < 0.5),
+        "hidden_act": "silu",
+    }
+    if family != "qwen2":
+        biased = family == "llama" and rng.random() < 0.3  # of attn_output llama.cpp has it there only
+        config |= {"head_dim": head_dim, "attention_bias": bool(biased)}
+    scaling = SCALINGS[int(rng.integers(len(SCALINGS) - (family != "llama")))]  # llama.cpp has llama3's for llama only
+    return config | ({"rope_scaling": scaling} if scaling and rng.random() < 0.6 else {})
+
+
+if __name__ == "__main__":
+    main()
