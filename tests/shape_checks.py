@@ -35,7 +35,7 @@ def checked(what=None, *, typechecker: Any = None) -> Any:
         return what
     try:
         hints = get_type_hints(what, include_extras=True)
-    except (NameError, TypeError):
+    except Exception:  # whatever a text stands for that cannot be read yet, or here
         hints = None
     if hints is None or inspect.isgeneratorfunction(what):
         return _slow(what, typechecker=typechecker)

@@ -101,3 +101,10 @@ def test_a_refusal_says_the_shapes_of_the_call():
     with pytest.raises(TypeCheckError, match="parameter y=") as error:
         joined(np.zeros((2, 3)), np.zeros(4), n=2)
     assert error.value.__notes__ == ["called with (2, 3), (4,), int"]
+
+
+def test_an_annotation_that_cannot_be_read_here_is_no_error():
+    def odd(x: "np.no_such_type", y: int) -> None: ...  # type: ignore[reportAttributeAccessIssue]
+
+    with pytest.raises(TypeCheckError):
+        checked(odd, typechecker=beartype)(1, "2")
