@@ -5,7 +5,10 @@ import pytest
 from planted_training import training_golden_of, weights_of
 
 from llorch.builtin import builtin_path
+from llorch.training_limits import GATE
 from llorch.training_recipe import LORA, OPTIMIZER, with_zero_b
+from llorch.training_stages import Key
+from llorch.verify_training import difference
 
 pytestmark = pytest.mark.live
 MODEL = "micro-qwen3"
@@ -50,3 +53,17 @@ def test_the_norm_is_that_of_the_gradients_before_clipping(producer):
     norm = np.sqrt(sum(float(np.square(grad, dtype=np.float64).sum()) for grad in grads))
     np.testing.assert_allclose(found["grad_norm"], norm, rtol=1e-6)
     assert norm > OPTIMIZER.max_norm
+
+
+def test_the_stored_truth_of_isolated_stages_is_peft_in_float64_running_now():
+    from llorch.producers.peft import Peft
+    from llorch.producers.peft_isolated import Isolated
+    from llorch.producers.wide import float64_everywhere
+
+    golden = training_golden_of(MODEL)
+    with float64_everywhere():
+        made = Isolated(Peft(builtin_path(MODEL), n_threads=1, dtype="float64"), golden).arrays()
+    stored = golden.truth["isolated"]
+    assert made.keys() == stored.keys()
+    assert {array.dtype for array in made.values()} == {np.dtype(np.float64)}
+    assert max(difference(made[key], stored[key], Key.of(key).group).error for key in made) < GATE
