@@ -2,7 +2,7 @@
 
 Everything that could move a number away from plain float32 is switched off: weights and KV cache are F32, no
 flash attention, no repacked weights, one micro-batch, no GPU. llama.cpp's CPU backend rounds the *activations* to
-suit the weights' type when these are F16, BF16 or quantised (an error near 1e-2), so such a file is decoded to a
+suit the weights' type when these are F16, BF16 or quantised (an error near 1e-2), so llama.cpp's own quantiser makes a
 temporary F32 file first: we ask what these weights mean. With the numerics `ggml` it is given the file as it is: then
 we ask what llama.cpp computes from it. And a temporary file in bfloat16 or float16 asks what a run in that dtype is:
 products round their inputs to it, everything else stays float32.
@@ -21,7 +21,7 @@ import numpy as np
 from llorch.config import ModelConfig
 from llorch.numerics import EXACT, DtypeName, Numerics
 from llorch.producers import ggml_tensor
-from llorch.producers.f32_copy import FLOAT_TYPES, float_gguf
+from llorch.producers.f32_copy import float_gguf
 from llorch.producers.llamacpp_graph import GraphCapture
 from llorch.producers.trace_check import Trace, check_ids, checked_trace
 from llorch.sampling import SamplingSettings
@@ -83,7 +83,7 @@ class LlamaCpp:
         self.numerics = numerics
         self.dtype: DtypeName = dtype
         with ExitStack() as resources:
-            run_path, self.config = resources.enter_context(_as_run(self.path, numerics, dtype))
+            run_path, self.config, self.weights = resources.enter_context(_as_run(self.path, numerics, dtype))
             self.n_threads = n_threads or n_threads_for(self.config)
             model = vocabulary = resources.enter_context(_loaded_model(run_path, self.path, dtype))
             if run_path != self.path and self.path.is_file():
@@ -202,8 +202,7 @@ class LlamaCpp:
         }
 
     def _knobs(self) -> dict[str, object]:
-        weights = FLOAT_TYPES[self.dtype].name if self.numerics == EXACT else "as in the file"
-        return {"weights": weights, "type_k": self._cache_type, "type_v": self._cache_type, **KNOBS}
+        return {"weights": self.weights, "type_k": self._cache_type, "type_v": self._cache_type, **KNOBS}
 
     @property
     def _cache_type(self) -> str:
@@ -266,8 +265,8 @@ class _Watcher:
 
 
 @contextmanager
-def _as_run(path: Path, numerics: Numerics, dtype: DtypeName) -> Iterator[tuple[Path, ModelConfig]]:
-    """The file that llama.cpp is given, and its configuration."""
+def _as_run(path: Path, numerics: Numerics, dtype: DtypeName) -> Iterator[tuple[Path, ModelConfig, str]]:
+    """The file that llama.cpp is given, its configuration, and what its matrices are."""
     if numerics == EXACT:
         with float_gguf(path, dtype) as given:
             yield given
@@ -278,7 +277,7 @@ def _as_run(path: Path, numerics: Numerics, dtype: DtypeName) -> Iterator[tuple[
         raise ValueError(f"{path}: ggml numerics need a GGUF file; make one with llorch convert")
     weights = open_weights(path)
     weights.source.close()
-    yield path, weights.config
+    yield path, weights.config, "as in the file"
 
 
 @contextmanager
