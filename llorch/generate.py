@@ -25,6 +25,16 @@ class Bytes(Protocol):
         ...
 
 
+class IdsOnly:
+    """Stands for a tokenizer where ids are compared and no text is made."""
+
+    eos_token_ids: frozenset[int] = frozenset()
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Nothing."""
+        return b""
+
+
 @dataclass(frozen=True)
 class Token:
     """One generated token."""

@@ -1,8 +1,8 @@
-"""The goldens of checkpoint 13: what ggml's C functions make of blocks and activations, llama.cpp's products of models.
+"""The goldens of checkpoint 13: what ggml's C functions make of blocks and activations, llama.cpp's stages of models.
 
 `blocks.safetensors` holds blocks of every type beside their decoded numbers, `rounding.safetensors` rows of activations
-beside the bytes that they are rounded to, `<model>.safetensors` the inputs and results of every product of one of the
-models in `quantised_models`. There is no tolerance among them: all are derived, see `verify_quantised`.
+beside the bytes that they are rounded to, `<model>.safetensors` every stage of one of the models in `quantised_models`.
+There is no tolerance among them: all are derived, see `quantised_limits`.
 """
 
 import json
@@ -31,7 +31,7 @@ class QuantisedGolden:
     Attributes:
         blocks: `<type>.blocks` (uint8, one block per row) and `<type>.values` (float32).
         rounding: `<type>.rows` (float32) and `<type>.<variant>` (uint8, one block per row).
-        traces: Model to the stages of its products.
+        traces: Model to its stages.
         files: Model to the `fingerprint` of its file.
         case: The tokens of all models.
         provenance: Where all this comes from.

@@ -57,14 +57,25 @@ def spread(x: np.ndarray, weight: "np.ndarray | QuantMethod", y: np.ndarray) -> 
     Returns:
         Root of the sum of squared terms over the size of the product, at least 1.
     """
+    size = float(np.linalg.norm(y))
+    return max(1.0, math.sqrt(float(squared_terms(x, weight).sum(dtype=np.float64))) / size) if size else 1.0
+
+
+def squared_terms(x: np.ndarray, weight: "np.ndarray | QuantMethod") -> np.ndarray:
+    """The sum of the squared terms of every element of a product.
+
+    Args:
+        x: The inputs.
+        weight: The matrix.
+
+    Returns:
+        As large as the product.
+    """
     matrix = weight if isinstance(weight, np.ndarray) else weight.dequantize()
     minima = _minima(weight) if isinstance(weight, Matrix) else None
     if minima is None:
-        squares = (np.square(x) @ np.square(matrix).T).sum(dtype=np.float64)
-    else:
-        squares = _squares_in_two_sums(x, matrix - minima, minima)
-    size = float(np.linalg.norm(y))
-    return max(1.0, math.sqrt(float(squares)) / size) if size else 1.0
+        return np.square(x) @ np.square(matrix).T
+    return _squares_in_two_sums(x, matrix - minima, minima)
 
 
 def _minima(weight: Matrix) -> np.ndarray | None:
@@ -77,10 +88,10 @@ def _minima(weight: Matrix) -> np.ndarray | None:
     return weight.in_order(decode(blocks, packed.ggml_type, packed.shape))
 
 
-def _squares_in_two_sums(x: np.ndarray, scaled: np.ndarray, minima: np.ndarray) -> float:
-    total = 0.0
+def _squares_in_two_sums(x: np.ndarray, scaled: np.ndarray, minima: np.ndarray) -> np.ndarray:
+    total = np.zeros((len(x), len(scaled)), x.dtype)
     for start in range(0, x.shape[1], _BLOCK):
         part = slice(start, start + _BLOCK)
-        total += float(np.square(x[:, part] @ scaled[:, part].T).sum(dtype=np.float64))
-        total += float(np.square(x[:, part] @ minima[:, part].T).sum(dtype=np.float64))
+        total += np.square(x[:, part] @ scaled[:, part].T)
+        total += np.square(x[:, part] @ minima[:, part].T)
     return total

@@ -55,7 +55,7 @@ class Row:
     case: str
     producer: str
     backend: str
-    mode: str  # isolated, chained, decode or exact
+    mode: str  # isolated, chained, decode, exact, or free: with no flip replaced
     error: float  # ours from the golden
     worst: float  # its worst element
     truth_error: float  # ours from the float64 truth; NaN for isolated rows, which start from the golden

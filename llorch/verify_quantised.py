@@ -1,4 +1,4 @@
-"""Checkpoint 13 against its stored goldens: decoding, rounding of activations, and every product of every type.
+"""Checkpoint 13 against its stored goldens: decoding, rounding of activations, and every stage of every type.
 
 Models are made in a temporary folder, see `quantised_models`. Each is judged twice: with its matrices decoded when they
 are loaded, and packed, when they are decoded at every use.
@@ -8,13 +8,12 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 
 from llorch.builtin import goldens_folder
-from llorch.compare import Tolerance
-from llorch.evidence import Tolerances
 from llorch.foundation import fingerprint
 from llorch.numerics import GGML
 from llorch.ops.rounding import (
@@ -26,24 +25,21 @@ from llorch.ops.rounding import (
     quantize_blocks,
     round_activations,
 )
-from llorch.quantised import BACKEND, CHECKPOINT, PRODUCTS, QuantisedVerifier
+from llorch.quantised import BACKEND, CHECKPOINT, PRODUCER, QuantisedVerifier
 from llorch.quantised_goldens import CASE, FOLDER, ROUNDED_TO, QuantisedGolden, read, types
 from llorch.quantised_models import MODELS, write_model
-from llorch.stages import Stage
 from llorch.verifier import Row, exact_row
 from llorch.weights import open_weights
 from llorch.weights.quant import BLOCK_SIZES, GGMLType, decode
 
 BACKENDS = {BACKEND: False, f"{BACKEND}-packed": True}  # name -> whether matrices stay packed
-PRODUCER = "llamacpp"
-MODES = ("isolated", "chained")
 
 
 def verify_quantised_stored() -> Iterator[Row]:
     """Judge all that checkpoint 13 compares against the stored goldens.
 
     Yields:
-        Rows of the stages `decode.<type>`, `rounding.<type>`, `file`, and for every model its products.
+        Rows of the stages `decode.<type>`, `rounding.<type>`, `file`, and for every model its stages.
 
     Raises:
         FileNotFoundError: A golden is missing.
@@ -90,7 +86,7 @@ def file_row(name: str, path: Path, golden: QuantisedGolden) -> Row:
 
 
 def product_rows(name: str, path: Path, golden: QuantisedGolden) -> Iterator[Row]:
-    """Every product of one model, isolated, chained, and after a cache; both residencies.
+    """Every stage of one model, isolated, chained, and after a cache; both residencies.
 
     Args:
         name: A key of `MODELS`.
@@ -102,40 +98,13 @@ def product_rows(name: str, path: Path, golden: QuantisedGolden) -> Iterator[Row
     """
     weights = open_weights(path).using(GGML)
     with closing(weights.source):
-        verifier = ProductVerifier(name, weights, {CASE: golden.case}, golden.evidence(name))
+        verifier = QuantisedVerifier(name, weights, {CASE: golden.case}, golden.evidence(name))
+        tolerances = verifier.tolerances()
         for backend, packed in BACKENDS.items():
-            verifier = verifier.on(backend)  # with the truth of the first one
+            verifier = verifier.on(backend)
             verifier.weights = weights.using(GGML, packed=packed)
-            for row in verifier.rows(verifier.tolerances()):
+            for row in chain(verifier.stage_rows(tolerances), verifier.decode_rows(tolerances)):
                 yield replace(row, checkpoint=CHECKPOINT)
-
-
-class ProductVerifier(QuantisedVerifier):
-    """Judges the products, and chained what goes into them too; there is nothing else in the goldens.
-
-    In a chain, an input that rounds to other numbers than the golden's is replaced by the golden's. Only a comparison
-    of the inputs before that shows what norms, rotation, cache, attention and activation did wrong.
-    """
-
-    def sampler_rows(self, tolerances: Tolerances) -> Iterator[Row]:
-        """None."""
-        return iter(())
-
-    def tolerances(self) -> Tolerances:
-        """Every one is derived: none is made from the distance of the one engine."""
-        none, stages = Tolerance(0.0, 0.0), {stage.name for _, stage, _ in self._keys}
-        return {
-            case: {mode: {name: self._capped(none, case, mode, name) for name in stages} for mode in MODES}
-            for case in self.cases
-        }
-
-    def _stages(self) -> list[tuple[str, Stage, int | None]]:
-        return [entry for entry in super()._stages() if entry[1].name in PRODUCTS]
-
-    def _comparisons(self) -> Iterator[tuple[str, str, str, Stage, int | None, str]]:
-        for comparison in super()._comparisons():
-            if comparison[1] == "chained" or comparison[3].matrix:
-                yield comparison
 
 
 def packed_activations(rows: np.ndarray, kind: ActivationKind, variant: VariantName) -> np.ndarray:

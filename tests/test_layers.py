@@ -15,7 +15,8 @@ LAYERS = (
     ("cache", "forward", "backward", "torch_cache", "torch_model", "kernels", "threads"),
     (
         "model", "generate", "sampling", "replay", "verify", "verifier", "evidence", "foundation",
-        "diagnose", "truth", "mistakes", "producers", "sums", "quantised", "quantised_goldens", "verify_quantised",
+        "diagnose", "truth", "mistakes", "producers", "sums", "quantised", "quantised_goldens",
+        "quantised_limits", "verify_quantised",
         "convert", "model_places", "quality", "half", "torch_backend", "bench", "lora", "train",
         "training_recipe", "training_goldens", "training_stages", "training_path", "training_exports",
         "training_half", "training_limits", "verify_training",

@@ -16,6 +16,7 @@ from llorch.ops.rounding import VARIANTS, round_activations
 from llorch.quantised_goldens import FOLDER, ROUNDED_TO, QuantisedGolden, read, save, types
 from llorch.quantised_models import MODELS
 from llorch.replay import Pass
+from llorch.stages import input_key, keys
 from llorch.weights.quant import ACTIVATION_TYPE, BLOCK_SIZES
 
 
@@ -40,8 +41,8 @@ def test_goldens_say_where_they_come_from():
     assert {"command", "rounding", "numpy", "machine"} <= provenance.keys()
 
 
-def test_goldens_take_less_than_8_megabytes():
-    assert sum(file.stat().st_size for file in (goldens_folder() / FOLDER).iterdir()) < 8e6
+def test_goldens_take_less_than_12_megabytes():
+    assert sum(file.stat().st_size for file in (goldens_folder() / FOLDER).iterdir()) < 12e6
 
 
 @pytest.mark.parametrize("part", ["blocks", "rounding", "files"])
@@ -87,7 +88,8 @@ def test_variants_differ_on_the_stored_rows_and_agree_on_the_inputs_of_the_store
     assert all((one != other).any() for i, one in enumerate(rounded) for other in rounded[:i])
     for name, trace in golden().traces.items():
         kind = ACTIVATION_TYPE[MODELS[name].ggml_type]
-        for key in (key for key in trace if key.endswith(("norm", "attn_context", "ffn_act"))):
+        config = MODELS[name].config
+        for key in {input_key(stage.inputs[0], i, config) for _, stage, i in keys(config) if stage.matrix}:
             first, *others = (round_activations(trace[key], kind, variant) for variant in VARIANTS)
             assert all(np.array_equal(first, other) for other in others), f"{name} {key}"
 
@@ -122,12 +124,10 @@ def test_one_difference_is_one_line_that_names_it(maker: ModuleType):
     assert sum("expected an array, got nothing" in line for line in lines) == len(lines) - 1
 
 
-@pytest.mark.parametrize(("model", "least", "most"), [("F16", 3e-4, 1e-3), ("Q8_0", 0.02, 0.04), ("Q4_K", 0.04, 0.08)])
-def test_products_are_held_to_what_rounding_their_inputs_costs(
-    maker: ModuleType, model: str, least: float, most: float
-):
+@pytest.mark.parametrize(("model", "least", "most"), [("F16", 1e-3, 4e-3), ("Q8_0", 0.03, 0.1), ("Q4_K", 0.05, 0.2)])
+def test_stages_are_held_to_what_flips_cost(maker: ModuleType, model: str, least: float, most: float):
     whole = golden()
-    limit = maker.all_flipped(model, whole.traces[model]).error
+    limit = maker.all_flipped(model, whole)["logits"].error
     assert least < limit < most  # 8 bits cost 1 or 2 % of each input, 11 bits some 1e-4
     for factor, n_lines in ((0.9, 0), (1.1, 1)):
         logits = whole.traces[model]["logits"] * np.float32(1 + factor * limit)

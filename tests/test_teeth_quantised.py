@@ -2,20 +2,26 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from planted_quantised import QuantisedSituation, golden, situations, variant
 
+import llorch
 from llorch import forward, quantised, verify_quantised
+from llorch.builtin import builtin_path
 from llorch.cache import KVCache
 from llorch.compare import Tolerance, measure
 from llorch.config import ModelConfig
 from llorch.diagnose import VISIBLE, rank
 from llorch.mistakes import IN_PRODUCTS, QUANTISED, Mistake, QuantisedInputs
+from llorch.model import Model
+from llorch.numerics import GGML
 from llorch.ops.rounding import VariantName
 from llorch.quantised_models import MODELS, write_model
 from llorch.verifier import FAIL, PASS, Row
+from llorch.verify import verify_as_stored
 from llorch.verify_quantised import decode_rows, file_row, product_rows, rounding_rows
 from llorch.weights import Weights, matrix, packed
 from llorch.weights.quant import GGMLType
@@ -87,23 +93,17 @@ def red(rows: list[Row], mode: str) -> set[str]:
 PRODUCTS = {"q_proj", "k_proj", "v_proj", "attn_out", "ffn_gate", "ffn_up", "ffn_out"}
 
 
-def when_narrow(wrong: Callable, right: Callable) -> Callable:
-    """Broken for float32, and right for the float64 truth."""
-    return lambda x, *rest: (wrong if x.dtype == np.float32 else right)(x, *rest)
-
-
 @pytest.mark.parametrize("name", ["BF16", "Q8_0", "Q4_K_M"])
 def test_activations_that_are_not_rounded_turn_every_product_red(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    assert not red(judged(name, tmp_path), "isolated")
-    monkeypatch.setattr(matrix, "round_activations", when_narrow(lambda x, kind: x, matrix.round_activations))
+    monkeypatch.setattr(matrix, "round_activations", lambda x, kind: x)
     assert red(judged(name, tmp_path), "isolated") == PRODUCTS
 
 
 def test_sums_that_are_not_rounded_turn_every_product_red(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     exact = lambda x: matrix.round_activations(x, "Q8_1").reshape(len(x), -1, 32).sum(-1)  # noqa: E731
-    monkeypatch.setattr(matrix, "block_sums", when_narrow(exact, matrix.block_sums))
+    monkeypatch.setattr(matrix, "block_sums", exact)
     assert red(judged("Q5_1", tmp_path), "isolated") == PRODUCTS
 
 
@@ -125,11 +125,98 @@ def test_a_float16_cache_where_float32_is_asked_for_is_red_although_flips_are_re
         assert "attn_context" in red(judged(name, tmp_path), "chained")
 
 
-def test_a_wrong_norm_is_red_although_flips_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    right = forward.rms_norm
-    wrong = lambda x, weight, *, eps: right(x, weight, eps=eps * 10 if x.dtype == np.float32 else eps)  # noqa: E731
-    monkeypatch.setattr(forward, "rms_norm", wrong)
-    assert "attn_norm" in red(judged("Q8_0", tmp_path), "chained")
+def with_cache(op: Callable, wrong: Callable) -> Callable:
+    """An op of attention that is wrong where the context is longer than the pass."""
+    return lambda p, other: wrong(op(p, other)) if p.shape[-1] > p.shape[-2] else op(p, other)
+
+
+def of_one_token(op: Callable, wrong: Callable) -> Callable:
+    return lambda x, *rest, **named: wrong(op(x, *rest, **named)) if len(x) == 1 else op(x, *rest, **named)
+
+
+def kept_as_zeros(right: Callable, *, in_steps: bool) -> Callable:
+    def append(cache: KVCache, layer: int, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, ...]:
+        context = right(cache, layer, k, v)
+        kept = in_steps and context[0].shape[1] == len(k)
+        return tuple(array if kept else array * 0 for array in context)
+
+    return append
+
+
+def one_position_on(cache: KVCache, n_tokens: int) -> np.ndarray:
+    return cache._first_position + cache.length + np.arange(n_tokens) + (cache.length > 0)
+
+
+norm, tables, context, append = forward.rms_norm, forward.rope_tables, forward.attention_context, KVCache.append
+# Planted into the product -> where it has to show first, live and against what is stored.
+PLANTED: dict[str, tuple[str, str, Any, str, Callable]] = {
+    "eps of 1.1": ("isolated", "attn_norm", forward, "rms_norm", lambda x, w, *, eps: norm(x, w, eps=1.1 * eps)),
+    "base of 1.00001": (
+        "isolated", "q_rope", forward, "rope_tables", lambda *p, theta, **k: tables(*p, theta=theta * 1.00001, **k)
+    ),
+    "cache of zeros": ("isolated", "k_cache", KVCache, "append", kept_as_zeros(append, in_steps=False)),
+    "cache of zeros in a step": ("decode", "k_cache", KVCache, "append", kept_as_zeros(append, in_steps=True)),
+    "context of zeros after a cache": (
+        "decode", "attn_context", forward, "attention_context", with_cache(context, lambda y: y * 0)
+    ),
+    "activation of 1.001 in a step": (
+        "decode", "ffn_act", forward, "swiglu", of_one_token(forward.swiglu, lambda y: y * np.float32(1.001))
+    ),
+    "a step one position on": ("decode", "q_rope", KVCache, "next_positions", one_position_on),
+}  # fmt: skip
+FTYPES = {"Q8_0": 7, "Q4_K_M": 15}  # LLAMA_FTYPE_MOSTLY_*
+
+
+def require_red(rows: list[Row], mode: str, stage: str) -> None:
+    bad = {(row.mode, row.stage) for row in rows if row.verdict == FAIL}
+    assert (mode, stage) in bad
+    assert mode == "isolated" or {m for m, _ in bad} <= {"decode", "exact"}  # one pass over all tokens is right
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+@pytest.mark.parametrize("name", FTYPES)
+def test_a_bug_in_the_product_is_red(name: str, bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    mode, stage, where, name_there, wrong = PLANTED[bug]
+    monkeypatch.setattr(where, name_there, wrong)
+    require_red(judged(name, tmp_path), mode, stage)
+
+
+def live(name: str, folder: Path) -> list[Row]:
+    """The story model, quantised by llama.cpp itself."""
+    pytest.importorskip("llama_cpp")
+    from llorch.producers.f32_copy import write_by_llamacpp
+
+    write_by_llamacpp(builtin_path("story"), folder / "story.gguf", FTYPES[name])
+    model = llorch.load(folder / "story.gguf", numerics=GGML)
+    return list(verify_as_stored(model, model.tokenizer.encode("Once upon a time, a small fox found a stone")))
+
+
+@pytest.mark.live
+@pytest.mark.parametrize("bug", PLANTED)
+@pytest.mark.parametrize("name", FTYPES)
+def test_a_bug_in_the_product_is_red_live(name: str, bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    mode, stage, where, name_there, wrong = PLANTED[bug]
+    monkeypatch.setattr(where, name_there, wrong)
+    require_red(live(name, tmp_path), mode, stage)
+
+
+@pytest.mark.live
+@pytest.mark.parametrize("name", FTYPES)
+def test_a_bug_in_generation_alone_is_red_live(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    assert not [row for row in live(name, tmp_path) if row.verdict == FAIL]
+    right = Model._forward
+    rolled = lambda this, new, *p, **k: np.roll(right(this, new, *p, **k), len(new) == 1, -1)  # noqa: E731
+    monkeypatch.setattr(Model, "_forward", rolled)
+    assert {row.stage for row in live(name, tmp_path) if row.verdict == FAIL} == {"generation"}
+
+
+@pytest.mark.live
+@pytest.mark.parametrize("name", FTYPES)
+def test_a_bug_of_the_last_row_alone_is_red_live(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    right = forward.forward
+    constant = lambda *p, last_only=False, **k: right(*p, last_only=last_only, **k) ** (not last_only)  # noqa: E731
+    monkeypatch.setattr(quantised, "forward", constant)
+    assert {row.stage for row in live(name, tmp_path) if row.verdict == FAIL} == {"selected_logits", "argmax"}
 
 
 def test_one_wrong_bit_of_decoding_is_red(monkeypatch: pytest.MonkeyPatch):
@@ -177,4 +264,4 @@ def test_a_model_of_other_bytes_is_red_and_said_so(tmp_path: Path):
 def test_products_with_swapped_matrices_are_red(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     right = Weights.layer
     monkeypatch.setattr(Weights, "layer", lambda weights, index: right(weights, 1 - index))
-    assert red(judged("IQ3_S", tmp_path), "isolated") == PRODUCTS
+    assert red(judged("IQ3_S", tmp_path), "isolated") == PRODUCTS | {"attn_norm", "ffn_norm"}

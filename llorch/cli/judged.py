@@ -12,7 +12,7 @@ from llorch.verifier import BACKENDS, FAIL, PASS, TIE, Row
 
 NOT_RUN = "NOT RUN"
 _SEVERITY = {PASS: 0, TIE: 1, FAIL: 2}
-_MODES = ("isolated", "chained", "decode", "exact")
+_MODES = ("isolated", "chained", "free", "decode", "exact")
 
 ALL = tuple(number for number in CHECKPOINTS if number <= "13")  # 14 is the same rows from another backend
 EXACT = tuple(number for number in CHECKPOINTS if number < "13")  # those that exact numerics are judged by

@@ -27,7 +27,7 @@ _COLUMNS = (
     "ours, llamacpp, transformers, peft: how far each is from the truth there: transformers, PEFT in pure float64\n"
     f"limit: {FACTOR:.0f} times the larger of the producers' distances in all layers, at least {FLOOR:.1e}"
 )
-_PRODUCTS = "\nlimit of a product, numerics ggml: how far two float32 sums of the same terms may lie apart"
+_DERIVED = "\nnumerics ggml: llama.cpp stands for the truth; limits are derived from its numbers"
 _TRAINING = "\n18 parameters: in learning rates, since near a gradient of eps rounding moves them by a share of one"
 TRAINING_PRODUCERS = ("llamacpp", "peft")
 WIDTHS = (20, 5, 7, 7)  # so that the tables of all models line up
@@ -84,7 +84,7 @@ def legend(models: Sequence[Judged]) -> str:
     exact = _ROWS if any(not judged.numerics and not judged.backend for judged in models) else ""
     torch = _TORCH_ROWS if any(judged.backend for judged in models) else ""
     training = _TRAINING if any(row.checkpoint in TRAINING for judged in models for row in judged.rows) else ""
-    return exact + torch + _COLUMNS + (_PRODUCTS if any(judged.numerics for judged in models) else "") + training
+    return exact + torch + _COLUMNS + (_DERIVED if any(judged.numerics for judged in models) else "") + training
 
 
 def print_end(out: Console, models: Sequence[Judged], absent: Mapping[str, str]) -> None:

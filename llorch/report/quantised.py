@@ -67,21 +67,23 @@ def _types(rows: Sequence[Row], exact: Mapping[str, float]) -> str:
         "chained",
         "limit",
         "flips",
+        "free",
+        "limit",
         "exact arithmetic",
     )
-    return table(columns, (_line(name, rows, exact[name]) for name in MODELS), right=6)
+    return table(columns, (_line(name, rows, exact[name]) for name in MODELS), right=8)
 
 
 def _line(name: str, rows: Sequence[Row], exact: float) -> list[str]:
     mine = [row for row in rows if row.model == name and row.backend in BACKENDS]
     cells = []
-    for mode in ("isolated", "chained"):
-        found = [row for row in mine if row.mode == mode]
+    for modes in (("isolated",), ("chained", "decode"), ("free",)):
+        found = [row for row in mine if row.mode in modes]
         cells += [f"~{short(max(getattr(row, what) for row in found), 1)}" for what in ("error", "tolerance")]
     flips = sum(row.flips for row in mine if row.mode == "chained" and row.backend == BACKEND)
     recipe = MODELS[name]
     kinds = sorted({ACTIVATION_TYPE[kind] for kind in recipe.types})
-    return [f"`{name}`", recipe.family, ", ".join(kinds), *cells, f"~{flips}", f"~{short(exact, 1)}"]
+    return [f"`{name}`", recipe.family, ", ".join(kinds), *cells[:4], f"~{flips}", *cells[4:], f"~{short(exact, 1)}"]
 
 
 def _passed(rows: Sequence[Row]) -> int:

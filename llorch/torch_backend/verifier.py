@@ -18,6 +18,7 @@ import torch
 from llorch.compare import Tolerance
 from llorch.errors import CheckpointMismatch
 from llorch.evidence import HALF_DTYPES, SAMPLINGS, Evidence, Tolerances, Truth, sampler_inputs
+from llorch.generate import IdsOnly
 from llorch.half import half_ceiling
 from llorch.numerics import DtypeName
 from llorch.replay import Pass
@@ -255,16 +256,6 @@ class TorchVerifier(Verifier):
     def _true_steps(self, tokens: np.ndarray) -> np.ndarray:
         near = self.cases["near"].ids
         return run(self.wide, Pass((*near, *tokens[:-1].tolist())))["logits"][len(near) - 1 :]
-
-
-class IdsOnly:
-    """Stands for a tokenizer where ids are compared and no text is made."""
-
-    eos_token_ids: frozenset[int] = frozenset()
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """Nothing."""
-        return b""
 
 
 def near_ties(got: np.ndarray, want: np.ndarray, true: np.ndarray) -> dict[int, float]:

@@ -22,7 +22,7 @@ from llorch.foundation import fingerprint
 from llorch.kernels.packing import PACKERS, decode, pack
 from llorch.numerics import GGML
 from llorch.ops.rounding import round_activations
-from llorch.quantised import CHECKPOINT
+from llorch.quantised import CHECKPOINT, PRODUCER, QuantisedVerifier
 from llorch.quantised_goldens import CASE, FOLDER, QuantisedGolden, read
 from llorch.quantised_models import MODELS, write_model
 from llorch.stages import Stage, input_key, matrix_of
@@ -32,7 +32,7 @@ from llorch.torch_backend.load import load_packed
 from llorch.torch_backend.model import speed_up
 from llorch.torch_model import CausalLM
 from llorch.verifier import WORST, Row, exact_row
-from llorch.verify_quantised import PRODUCER, ProductVerifier, file_row
+from llorch.verify_quantised import file_row
 from llorch.weights import Weights, open_weights
 from llorch.weights.names import inventory
 from llorch.weights.quant import ACTIVATION_TYPE
@@ -98,8 +98,8 @@ def product_rows(name: str, path: Path, golden: QuantisedGolden, target: Target)
         yield from verifier.product_rows(model, target, str(target))
 
 
-class LeafVerifier(ProductVerifier):
-    """Judges the leaves of a torch model on golden inputs; limits and truth are those of the NumPy products."""
+class LeafVerifier(QuantisedVerifier):
+    """Judges the leaves of a torch model on golden inputs; limits are those of the NumPy products."""
 
     def product_rows(self, model: CausalLM, target: Target, backend: str) -> Iterator[Row]:
         """Every product by the leaves of a model.
@@ -113,19 +113,17 @@ class LeafVerifier(ProductVerifier):
             One row for each product.
         """
         self.backend = backend
-        tolerances = self.tolerances()
-        for case, mode, key, stage, layer, producer in self._comparisons():
-            if mode != "isolated":
-                continue
-            golden = self.evidence[producer].traces[case][key]
-            x = rounded_input(self.weights, stage, layer, self.evidence[producer].traces[case])
-            ours = multiply(leaf_of(model, stage, layer), x, target)
-            truth = self._true_stages[case][key]
-            allowed = tolerances[case][mode][stage.name]
-            if target.dtype in HALF_UNIT:
-                allowed = self._half(x, stage, layer, golden, HALF_UNIT[target.dtype])
-            arrays = ours, golden, truth
-            yield self._row(CHECKPOINT, stage.name, layer, case, producer, mode, arrays, allowed)
+        for case, limits in self._limits.items():
+            trace = self._golden.traces[case]
+            for key, stage, layer in self._keys:
+                if not stage.matrix:
+                    continue
+                x = rounded_input(self.weights, stage, layer, trace)
+                ours, allowed = multiply(leaf_of(model, stage, layer), x, target), limits.isolated[key]
+                if target.dtype in HALF_UNIT:
+                    allowed = self._half(x, stage, layer, trace[key], HALF_UNIT[target.dtype])
+                row = self._against(trace[key], ours, stage, layer, case, "isolated", allowed)
+                yield replace(row, checkpoint=CHECKPOINT)
 
     def _half(self, x: np.ndarray, stage: Stage, layer: int | None, golden: np.ndarray, unit: float) -> Tolerance:
         """Input and weight of each term and the result are rounded independently; 4 times the average is granted."""
