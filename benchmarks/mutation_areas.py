@@ -77,8 +77,8 @@ AREAS = (
     Area("train", "train/*", "train_[!d]* train_disk cli_lora_train"),
     Area(
         "verification",
-        "compare diagnose evidence foundation half model_places quantised quantised_goldens quantised_models replay "
-        "stages sums verifier verify verify_quantised",
+        "compare diagnose evidence foundation half model_places quantised quantised_goldens quantised_limits "
+        "quantised_models replay stages sums truth verifier verify verify_quantised",
         "compare* evidence half matrix mistakes quantised* replay stages sums verifier* verify* checkpoint_13 teeth",
     ),
     Area("mistakes", "mistakes/*", "mistakes teeth*"),

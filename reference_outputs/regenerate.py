@@ -8,7 +8,7 @@
 Goldens come from llama.cpp and transformers as they are installed here, the truth from transformers in float64;
 tolerances come from how far the two lie from it; for runs in bfloat16 and float16, when they run in that dtype.
 Nothing is written when a producer is missing or too far from the truth. Goldens of checkpoint 13 come from llama.cpp
-and its ggml alone, those of 15 to 20 from PEFT with torch, and from llama.cpp.
+and its ggml alone, those of 15 to 20 from PEFT with torch, and from llama.cpp; their truth is PEFT's in float64.
 """
 
 import platform

@@ -67,3 +67,10 @@ def test_the_stored_truth_of_isolated_stages_is_peft_in_float64_running_now():
     assert made.keys() == stored.keys()
     assert {array.dtype for array in made.values()} == {np.dtype(np.float64)}
     assert max(difference(made[key], stored[key], Key.of(key).group).error for key in made) < GATE
+
+
+def test_float64_outside_of_the_mode_that_widens_everything_is_refused():
+    from llorch.producers.peft import Peft
+
+    with pytest.raises(RuntimeError, match="must be made inside float64_everywhere"):
+        Peft(builtin_path(MODEL), n_threads=1, dtype="float64")

@@ -63,8 +63,13 @@ class Peft:
         Args:
             path: A GGUF file or a Hugging Face folder.
             n_threads: CPU threads of torch, for the whole process.
-            dtype: Of the base and its activations.
+            dtype: Of the base and its activations; float64 is for runs inside `float64_everywhere`.
+
+        Raises:
+            RuntimeError: float64 was asked for outside, where PEFT and torch go through float32 by name.
         """
+        if dtype == "float64" and torch.get_default_dtype() != torch.float64:
+            raise RuntimeError("peft: a run in float64 must be made inside float64_everywhere, or it is no truth")
         self._path, self._n_threads = path, n_threads
         self._dtype: DtypeName = dtype
         with self._base() as base:
