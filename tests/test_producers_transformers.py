@@ -9,8 +9,10 @@ from tiny_models import random_tensors, write_folder
 from llorch.builtin import builtin_path
 from llorch.numerics import DtypeName
 from llorch.producers import open_producer
+from llorch.quantised_models import write_model
 from llorch.weights import open_weights
 from llorch.weights.export import write_gguf
+from llorch.weights.names import inventory
 
 pytestmark = pytest.mark.live
 
@@ -70,3 +72,17 @@ def test_a_folder_and_a_file_of_the_same_weights_give_the_same_bits(tmp_path: Pa
             assert str(producer._model.model.rotary_emb.inv_freq.dtype) == "torch.float32"  # type: ignore[attr-defined]
     for key in traces[0]:
         np.testing.assert_array_equal(*(trace[key] for trace in traces), err_msg=key)
+
+
+@pytest.mark.parametrize(
+    ("name", "reader"), [("Q4_K_M", "transformers"), ("IQ4_NL", "transformers"), ("Q1_0", "llorch")]
+)
+def test_a_quantised_file_is_decoded_by_transformers_where_it_can(tmp_path: Path, name: str, reader: str, capfd):
+    path = write_model(name, tmp_path)
+    weights = open_weights(path)
+    with open_producer("transformers", path) as producer:
+        assert producer.provenance()["knobs"]["weights"] == f"read by {reader}"  # type: ignore[index]
+        state = producer._model.state_dict()  # type: ignore[attr-defined]
+        for short, row in inventory(weights.config).items():
+            np.testing.assert_array_equal(state[row.huggingface].numpy(), weights.array(short))
+    assert capfd.readouterr() == ("", "")

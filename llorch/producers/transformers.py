@@ -1,7 +1,7 @@
 """Goldens from transformers: the family's own class with eager attention, watched by hooks; in float32, if not told.
 
-A Hugging Face folder is loaded by transformers itself. A GGUF file is given to the same class through a config
-made from the file's metadata and a state dict of its decoded weights.
+A Hugging Face folder is loaded by transformers itself. So are the weights of a GGUF file, with a config that we make
+from the file's metadata; types that its loader does not know are decoded by us, and the provenance says who did.
 
 In float64 every cast to a narrower dtype is widened, see `wide`: this is the truth that others are judged by.
 In bfloat16 and float16 all weights are cast, gains of norms too, as `from_pretrained(dtype=...)` does it; the RoPE
@@ -9,9 +9,11 @@ frequencies stay float32, which `model.to(dtype)` would round.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, redirect_stderr
+from copy import deepcopy
 from dataclasses import asdict
 from functools import cached_property
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +75,9 @@ class Transformers:
             with closing(weights.source), _quiet(), _refusals(), self._arithmetic(refuse=False):
                 if self.path.is_dir():
                     model, self.rope = _model_of_folder(self.path, self.config, dtype), "as config.json says"
+                    self.reader = "transformers"
                 else:
-                    model, self.rope = _model_of_weights(weights, dtype)
+                    model, self.rope, self.reader = _model_of_file(weights, dtype)
             self._resources = resources.pop_all()
         # The folder's generation settings (end tokens, penalties, sampling) must not enter the greedy run.
         model.generation_config = GenerationConfig()
@@ -187,7 +190,13 @@ class Transformers:
             "cpu_capability": torch.backends.cpu.get_cpu_capability(),
             "mkl": torch.backends.mkl.is_available(),
             "n_threads": self.n_threads,
-            "knobs": {"dtype": self.dtype, "attn_implementation": "eager", "device": "cpu", "rope": self.rope},
+            "knobs": {
+                "dtype": self.dtype,
+                "attn_implementation": "eager",
+                "device": "cpu",
+                "rope": self.rope,
+                "weights": f"read by {self.reader}",
+            },
         }
 
     def _ids(self, ids: Sequence[int]) -> torch.Tensor:
@@ -210,7 +219,8 @@ def _model_of_folder(path: Path, config: ModelConfig, dtype: DtypeName) -> Any:
     return model
 
 
-def _model_of_weights(weights: Weights, dtype: DtypeName) -> tuple[Any, str]:
+def _model_of_file(weights: Weights, dtype: DtypeName) -> tuple[Any, str, str]:
+    """The model, a note on its RoPE, and who read and decoded the file."""
     config = weights.config
     rope, note = _rope_parameters(config, dtype)
     config_class, model_class = CLASSES[config.family]
@@ -230,13 +240,41 @@ def _model_of_weights(weights: Weights, dtype: DtypeName) -> tuple[Any, str]:
         attn_implementation="eager",
         **settings,
     )
-    with no_init_weights():
-        model = model_class(engine_config)
-    model.load_state_dict(_state_dict(weights, getattr(torch, dtype)), strict=True, assign=True)
-    model.tie_weights()
+    model, reader = (
+        _as_transformers_reads(Path(weights.path), model_class, deepcopy(engine_config), dtype),
+        "transformers",
+    )
+    if model is None:
+        reader = "llorch"
+        with no_init_weights():
+            model = model_class(engine_config)
+        model.load_state_dict(_state_dict(weights, getattr(torch, dtype)), strict=True, assign=True)
+        model.tie_weights()
     if note.startswith("inv_freq"):
         _divide_frequencies(model, config)
-    return model, note
+    return model, note, reader
+
+
+def _as_transformers_reads(path: Path, model_class: Any, engine_config: Any, dtype: DtypeName) -> Any:
+    """The model as transformers' own GGUF loader reads and decodes it; None where it cannot.
+
+    Its idea of the configuration knows no `head_dim` and no divisors of frequencies, so it is given ours. Types that it
+    does not decode, and biases of which the file has a part, are beyond it.
+    """
+    try:
+        with redirect_stderr(StringIO()):  # its progress bar has no switch
+            model, report = model_class.from_pretrained(
+                path.parent,
+                gguf_file=path.name,
+                config=engine_config,
+                local_files_only=True,
+                dtype=getattr(torch, dtype),
+                attn_implementation="eager",
+                output_loading_info=True,
+            )
+    except (ImportError, NotImplementedError, RuntimeError, ValueError):
+        return None
+    return None if any(report.values()) else model
 
 
 def _state_dict(weights: Weights, dtype: torch.dtype) -> dict[str, torch.Tensor]:
