@@ -117,9 +117,8 @@ def measure(got: object, want: object, *, masked: bool = False) -> Difference:
     assert isinstance(want, np.ndarray)
     if got.dtype.kind in "iu":
         return _measure_exact(got, want)
-    visible = np.isfinite(want)
-    a = np.where(visible, got, 0).astype(np.float64)
-    b = np.where(visible, want, 0).astype(np.float64)
+    a, b = (np.where(np.isneginf(want), 0, x) if masked else x for x in (got, want))
+    a, b = a.astype(np.float64, copy=False), b.astype(np.float64, copy=False)
     apart = np.abs(a - b)
     index = tuple(int(i) for i in np.unravel_index(int(np.argmax(apart)), apart.shape))
     worst = _ratio(float(apart[index]), float(np.abs(b).max()))

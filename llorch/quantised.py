@@ -160,7 +160,7 @@ class QuantisedVerifier(Verifier):
         want, near = self._golden.greedy, self.cases["near"].ids
         n_prompt, at, wrong, notes = len(near) + 1 - len(want), 0, False, []
         while at < len(want) and not wrong:
-            ours = self._text((*near[:n_prompt], *want[:at].tolist()), len(want) - at)
+            ours = self._generated((*near[:n_prompt], *want[:at].tolist()), len(want) - at)
             other = np.flatnonzero(ours != want[at:])
             at += int(other[0]) if other.size else len(ours)
             if other.size:
@@ -175,7 +175,7 @@ class QuantisedVerifier(Verifier):
         )
         return replace(row, verdict=TIE) if notes and not wrong else row
 
-    def _text(self, prompt: Sequence[int], n_tokens: int) -> np.ndarray:
+    def _generated(self, prompt: Sequence[int], n_tokens: int) -> np.ndarray:
         model = Model(self.weights)
         vars(model)["tokenizer"] = IdsOnly()  # also a file without a vocabulary is judged
         return np.asarray([t.id for t in model.generate(prompt, max_tokens=n_tokens, ignore_eos=True)], np.int64)
@@ -189,14 +189,12 @@ class QuantisedVerifier(Verifier):
     def _last_row(self) -> np.ndarray:
         return self._adopting("near", last_only=True).trace["logits"][-1]
 
-    def _exact(
-        self, checkpoint: str, stage: str, producer: str, got: np.ndarray, want: np.ndarray, seen: Sequence[np.ndarray]
-    ) -> Row:
+    def _tokens(self, checkpoint: str, stage: str, producer: str, got: np.ndarray, want: np.ndarray) -> Row:
         """Equal or not; what flips may excuse is judged by `sampler_rows`."""
         return exact_row(self.name, checkpoint, stage, producer, measure(got, want).error, "", backend=self.backend)
 
-    def _greedy(self, n_tokens: int) -> tuple[np.ndarray, list[np.ndarray]]:
-        return self._golden.greedy, []  # judged by `_generation_row`
+    def _text(self, after: Sequence[int], n_tokens: int) -> np.ndarray:
+        return self._golden.greedy  # judged by `_generation_row`
 
     def _against(
         self,

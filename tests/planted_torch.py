@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, linear, scaled_dot_product_attention
 
 from llorch import torch_model
-from llorch.torch_backend import sampling
+from llorch.torch_backend import decoding, sampling
 from llorch.torch_model import Block, CausalLM, RMSNorm, attention, keep_nothing, rope
 
 
@@ -113,6 +113,36 @@ def attending(attend: Callable[..., Tensor]) -> Plant:
     return in_every_layer(lambda layer: setattr(layer.self_attn, "attend", attend))
 
 
+def context_lost(q: Tensor, keys: Tensor, values: Tensor, visible: Any, keep: Any) -> Tensor:
+    """Nothing once there is a cache."""
+    return attention(q, keys, values, visible, keep) * (q.shape[1] == keys.shape[2])
+
+
+def least_dropped(keep_first: Any) -> Any:
+    """The token that carries the sum over p is removed."""
+
+    def wrong(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+        kept = keep_first(logits, top_k, top_p)
+        least = kept.masked_fill(kept.isneginf(), torch.inf).amin(-1, keepdim=True)
+        return kept.masked_fill((kept == least) & (top_p < 1), -torch.inf)
+
+    return wrong
+
+
+def constant_logits(module: CausalLM, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(module.lm_head, "forward", lambda x, right=module.lm_head.forward: right(x) * 0 + 1)
+
+
+def token_after(choose: Any) -> Any:
+    """The token behind the most likely one, in generation alone."""
+
+    def wrong(logits: Tensor, *given: Any) -> Any:
+        token, logprob = choose(logits, *given)
+        return (token + 1) % logits.shape[-1], logprob
+
+    return wrong
+
+
 def norms_swapped(layer: Any) -> None:
     layer.self_attn.q_norm, layer.self_attn.k_norm = layer.self_attn.k_norm, layer.self_attn.q_norm
 
@@ -173,7 +203,7 @@ PLANTED = {
         attending(fused(scale=1.0)), ("05", "attn_context", 0), base="-sdpa"
     ),
     "causal mask aligned to the first slot": Planted(
-        attending(fused()), ("03", "k_cache", 1), base="-sdpa", rows="decode_rows"
+        attending(fused()), ("03", "attn_context", 0), base="-sdpa", rows="decode_rows"
     ),
     "grouped heads tiled": Planted(attending(tiled), ("04", "attn_scores", 0)),
     "scores not scaled": Planted(
@@ -212,6 +242,14 @@ PLANTED = {
     "gate and up swapped": Planted(in_every_layer(gate_and_up_swapped), ("06", "ffn_gate", 0)),
     "gelu for silu": Planted(in_every_layer(with_gelu), ("06", "ffn_act", 0)),
     "tied head not tied": Planted(head_of_its_own, ("08", "logits", None), model="micro-qwen2"),
+    "context lost after a cache": Planted(attending(context_lost), ("03", "attn_context", 0), rows="decode_rows"),
+    "logits constant": Planted(constant_logits, ("09", "selected_logits", None), rows="sampler_rows"),
+    "token after the best one": Planted(
+        method(decoding, "choose", token_after), ("12", "generation", None), rows="sampler_rows"
+    ),
+    "top-p drops the crossing token": Planted(
+        method(sampling, "keep_first", least_dropped), ("11", "probabilities.top_p", None), rows="sampler_rows"
+    ),
     "last column for the last token": Planted(
         method(CausalLM, "forward", last_column), ("09", "selected_logits", None), base="-batch", rows="sampler_rows"
     ),

@@ -61,8 +61,26 @@ def test_numbers_that_differ_count_more_than_what_was_not_run(
 ):
     from llorch.cli.judging import _exit_code
 
-    counts = {"failed": failed, "not_run": not_run, "checkpoints_not_run": checkpoints_not_run}
+    counts = {
+        "failed": failed,
+        "not_run": not_run,
+        "checkpoints_not_run": checkpoints_not_run,
+        "strict": True,
+        "ties": 0,
+    }
     assert _exit_code(counts) == (3 if checkpoints_not_run and code == 0 else code)
+
+
+@pytest.mark.parametrize("not_run", [[], ["no engine"]])
+def test_a_near_tie_fails_a_strict_run_alone(not_run: list[str]):
+    from llorch.cli.judged import EXACT, summary
+    from llorch.cli.judging import _exit_code
+
+    rows = [row(checkpoint=number, verdict="TIE" if number == "10" else "PASS") for number in EXACT]
+    for strict, code in ((True, 1), (False, 3 if not_run else 0)):
+        counts = summary([judged(*rows, not_run=not_run)], strict=strict)
+        assert (counts["ties"], counts["failed"], counts["strict"]) == (1, 0, strict)
+        assert _exit_code(counts) == code
 
 
 def test_a_worst_element_counts_like_an_error():

@@ -171,7 +171,7 @@ def test_only_flips_between_two_runs_of_llama_cpp_excuse_a_failure(folder: Path,
 
 def text(made: QuantisedVerifier, tokens: list[int], margin: float) -> Row:
     """The row of our text against another; the golden finds its tokens better than ours by `margin`."""
-    ours = made._text(IDS[: len(IDS) + 1 - len(tokens)], len(tokens))
+    ours = made._generated(IDS[: len(IDS) + 1 - len(tokens)], len(tokens))
     trace = dict(made._golden.traces["near"])
     trace["logits"] = trace["logits"].copy()
     for at, (got, want) in enumerate(zip(ours, tokens, strict=True), start=len(IDS) - len(tokens)):
@@ -182,7 +182,7 @@ def text(made: QuantisedVerifier, tokens: list[int], margin: float) -> Row:
 
 def test_our_text_runs_free_and_another_token_must_be_explained_by_flips(folder: Path):
     made = verifier(folder)
-    right = made._text(IDS[:-1], 2).tolist()
+    right = made._generated(IDS[:-1], 2).tolist()
     assert text(made, right, 0.0).verdict == PASS
     allowed = made._gap(len(IDS) - 1, 0, 1)[1]
     other = [right[0], (right[1] + 1) % 96]

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from planted import golden_of, weights_of
 
-from llorch import forward, verifier
+from llorch import forward, generate, verifier
 from llorch.cache import KVCache
 from llorch.evidence import SAMPLINGS
 from llorch.sampling import SamplingSettings, softmax
-from llorch.verifier import FAIL, Row, Verifier
+from llorch.verifier import FAIL, PASS, Row, Verifier
 
 MODEL = "micro-qwen2"
 
@@ -71,7 +71,7 @@ def test_an_op_broken_in_forward_fails_alone_at_its_stages_and_first_at_its_chec
 
 def test_positions_that_restart_fail_the_pass_after_a_cache_only(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(KVCache, "next_positions", lambda cache, n_tokens: np.arange(n_tokens))
-    assert first_fail(judge("decode_rows")) == ("03", "k_cache", 0)
+    assert first_fail(judge("decode_rows")) == ("03", "q_rope", 0)
     assert all(row.verdict != FAIL for row in judge("stage_rows"))
 
 
@@ -84,6 +84,35 @@ def test_a_cache_that_loses_its_past_fails(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(KVCache, "append", forgetful)
     assert first_fail(judge("decode_rows")) == ("03", "k_cache", 0)
+
+
+def test_a_cache_of_zeros_fails_where_it_is_filled(monkeypatch: pytest.MonkeyPatch):
+    append = KVCache.append
+
+    def empty(cache: KVCache, layer: int, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        keys, values = append(cache, layer, k, v)
+        return keys * 0, values * 0
+
+    monkeypatch.setattr(KVCache, "append", empty)
+    assert {row.stage for row in judge("stage_rows") if (row.mode, row.verdict) == ("isolated", FAIL)} == {
+        "k_cache", "v_cache"
+    }  # fmt: skip
+    assert first_fail(judge("decode_rows")) == ("03", "k_cache", 0)
+
+
+def test_a_context_that_is_lost_after_a_cache_fails_there(monkeypatch: pytest.MonkeyPatch):
+    right = forward.attention_context
+    monkeypatch.setattr(
+        forward, "attention_context", lambda probs, v: right(probs, v) * (probs.shape[1] == probs.shape[2])
+    )
+    assert first_fail(judge("decode_rows")) == ("03", "attn_context", 0)
+    assert all(row.verdict != FAIL for row in judge("stage_rows"))
+
+
+def test_a_token_after_the_best_one_fails_generation_alone(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(generate, "draw", lambda distribution, u: int(distribution.argmax() + 1) % distribution.size)
+    failed = [(row.checkpoint, row.stage) for row in judge("sampler_rows") if row.verdict != PASS]
+    assert failed == [("12", "generation")]
 
 
 def test_filters_that_are_ignored_fail_checkpoint_11(monkeypatch: pytest.MonkeyPatch):

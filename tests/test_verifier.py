@@ -8,8 +8,9 @@ from llorch import forward as forward_page
 from llorch import stages
 from llorch.builtin import builtin_path, goldens_folder
 from llorch.compare import FLOOR, Tolerance
-from llorch.evidence import Evidence, Golden, read
-from llorch.verifier import FAIL, PASS, TIE, WORST, Verifier, ceiling, edge_of_a_filter
+from llorch.evidence import Evidence, Golden, read, sampler_inputs
+from llorch.sampling import SamplingSettings, probabilities, softmax
+from llorch.verifier import FAIL, PASS, TIE, WORST, Verifier, ceiling, edge_of_top_p, on_scale_of, true_gap
 from llorch.weights import open_weights
 
 NAME = "micro-qwen3"
@@ -156,16 +157,49 @@ def test_tolerances_made_now_are_the_stored_ones(golden: Golden):
                 assert made[case][mode][stage].error == pytest.approx(stored.error, rel=1e-3)
 
 
-def test_tokens_at_the_edge_of_top_p_are_a_tie_and_others_are_not():
-    allowed = Tolerance(1e-6, 1e-6)
-    ours = np.full(1000, 1e-3, np.float32)
+LOGITS, _ = sampler_inputs(range(8), 1000)
+AHEAD = np.cumsum(np.sort(softmax(LOGITS.astype(np.float64)))[::-1])[200]  # the mass of all tokens ahead of number 201
+
+
+@pytest.mark.parametrize(
+    ("p", "settings", "swapped", "factor", "excused"),
+    [
+        (AHEAD + 1e-6, {}, False, 1.0, True),
+        (AHEAD + 1e-6, {}, True, 1.0, False),  # ours is the one that lacks it
+        (AHEAD + 1e-4, {}, False, 1.0, False),  # float32 sums of a thousand terms are nearer
+        (AHEAD - 1e-6, {}, True, 1.0, False),  # neither has it
+        (AHEAD + 1e-6, {"top_k": 900}, False, 1.0, False),
+        (AHEAD + 1e-6, {"min_p": 1e-6}, False, 1.0, False),
+        (AHEAD + 1e-6, {"repetition_penalty": 1.1}, False, 1.0, False),
+        (AHEAD + 1e-6, {}, False, 1.01, False),
+    ],
+)
+def test_only_a_token_that_the_true_sum_puts_at_the_edge_of_top_p_may_be_missing_from_a_golden(
+    p: float, settings: dict[str, float], swapped: bool, factor: float, excused: bool
+):
+    chosen = SamplingSettings(temperature=1.0, top_p=float(p), **settings)  # pyright: ignore[reportArgumentType]
+    ours = probabilities(LOGITS, chosen, ())
     golden = ours.copy()
-    golden[7] = 0
-    assert edge_of_a_filter(ours, golden, allowed) == ""  # 1e-3 is much more than 1000 * 2^-24
-    ours[7] = 1e-5
-    assert "1 tokens at the edge" in edge_of_a_filter(ours, golden, allowed)
-    golden[8] *= 1.01
-    assert edge_of_a_filter(ours, golden, allowed) == ""
+    golden[np.flatnonzero(ours)[ours[ours > 0].argmin()]] = 0
+    golden[ours.argmax()] *= factor
+    ours, golden = (golden, ours) if swapped else (ours, golden)
+    said = edge_of_top_p(ours, golden, LOGITS, chosen, Tolerance(1e-6, 1e-6))
+    assert said.startswith("1 tokens at the edge of top-p, 1.0e-06 from p; ") == excused
+
+
+def test_the_gap_of_a_near_tie_is_that_of_the_truth_to_the_less_likely_of_both():
+    true = np.asarray([4.0, 3.0, -5.0])
+    assert true_gap(true, 0, 0) == 0
+    assert true_gap(true, 1, 0) == true_gap(true, 0, 1) == true_gap(true, 1, 1) == pytest.approx(1 / np.sqrt(50 / 3))
+    assert true_gap(true, 0, 3) == true_gap(true, -1, 0) == np.inf
+
+
+def test_what_a_part_of_an_array_is_granted_is_what_the_whole_is():
+    whole = np.asarray([[8.0, 0.0], [-1.0, 1.0], [-np.inf, 2.0]])
+    granted = on_scale_of(whole[1:2], whole, Tolerance(1e-6, 1e-5))
+    assert granted.error == pytest.approx(1e-6 * np.sqrt(70 / 6))
+    assert granted.worst == pytest.approx(8e-5)
+    assert on_scale_of(np.zeros(2), whole, Tolerance(1e-6, 1e-5)) == Tolerance(1e-6, 1e-5)
 
 
 def test_verdicts_are_three_words():

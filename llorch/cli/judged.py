@@ -123,12 +123,13 @@ def worst_float64(rows: Sequence[Row]) -> dict | None:
     return asdict(max(wide, key=lambda row: row.error)) if wide else None
 
 
-def summary(models: Sequence[Judged], absent: Mapping[str, str] | None = None) -> dict:
+def summary(models: Sequence[Judged], absent: Mapping[str, str] | None = None, *, strict: bool = False) -> dict:
     """Counts over all models, as `--json` gives them.
 
     Args:
         models: With their rows; once per backend.
         absent: Backends that nothing was run on, and why.
+        strict: Whether near-ties fail.
 
     Returns:
         The counts.
@@ -143,6 +144,7 @@ def summary(models: Sequence[Judged], absent: Mapping[str, str] | None = None) -
         "passed": verdicts[PASS],
         "failed": verdicts[FAIL],
         "ties": verdicts[TIE],
+        "strict": strict,
         "checkpoints_not_run": sum(line.verdict == NOT_RUN for judged in models for line in lines(judged)),
         "not_run": [{"model": judged.model, "reason": reason} for judged in models for reason in judged.not_run],
         "backends": sorted({row.backend for row in rows}),

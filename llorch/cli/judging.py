@@ -80,6 +80,7 @@ def judge_all(
     prompt: str | None,
     tokens: list[int] | None,
     as_json: bool,
+    strict: bool,
     detail: bool,
 ) -> int:
     """Judge models one after the other and report each as soon as it is done.
@@ -91,6 +92,7 @@ def judge_all(
         prompt: Text for live engines.
         tokens: Ids for live engines.
         as_json: Print one JSON object at the end instead of tables.
+        strict: Near-ties fail.
         detail: A line per stage.
 
     Returns:
@@ -114,7 +116,7 @@ def judge_all(
             done.append(judged)
             if not as_json:
                 print_model(out, judged, detail=detail)
-    counts = summary(done, absent)
+    counts = summary(done, absent, strict=strict)
     if as_json:
         rows = [asdict(row) for judged in done for row in judged.rows]
         click.echo(to_json({"rows": rows, "summary": counts}))
@@ -264,6 +266,6 @@ def _missing_package(engine: str) -> str | None:
 
 
 def _exit_code(counts: Mapping) -> int:
-    if counts["failed"]:
+    if counts["failed"] or (counts["strict"] and counts["ties"]):
         return DIFFERS
     return MISSING if counts["not_run"] or counts["checkpoints_not_run"] else OK

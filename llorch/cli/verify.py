@@ -29,6 +29,7 @@ from llorch.cli.threads import threads_option
 @backend_options
 @threads_option
 @json_option("One object {rows, summary}; NaN and infinity become null.")
+@click.option("--strict", is_flag=True, help="A near-tie (TIE) fails, too.")
 @click.option("--detail", is_flag=True, help="A line per stage instead of one per checkpoint.")
 def command(
     *,
@@ -43,6 +44,7 @@ def command(
     device: str | None,
     dtype: str | None,
     as_json: bool,
+    strict: bool,
     detail: bool,
 ) -> None:
     """Compare our forward pass with two engines that someone else wrote.
@@ -61,7 +63,10 @@ def command(
     as they are written, with their fastest parts, reproducible, and in a batch with padding. In half precision
     tolerances come from engines that run in that dtype. Devices that nothing ran on are printed as NOT RUN.
 
-    Exit code 1: numbers differ. 3: an engine, a golden or the device is missing.
+    Another token than the golden's is a TIE only where the float64 truth holds both so near to each other that rounding
+    moves one past the other, and a token more or less in top-p only where float32 sums may put it on either side of p.
+
+    Exit code 1: numbers differ, or with --strict there is a TIE. 3: an engine, a golden or the device is missing.
     """
     refuse_both(prompt, tokens)
     if "golden" in against and len(against) > 1:
@@ -70,5 +75,7 @@ def command(
 
     arithmetic = Arithmetic(numerics, kv_cache, residency, backend, device, dtype)
     raise click.exceptions.Exit(
-        judge_all(models, against, arithmetic, prompt=prompt, tokens=tokens, as_json=as_json, detail=detail)
+        judge_all(
+            models, against, arithmetic, prompt=prompt, tokens=tokens, as_json=as_json, strict=strict, detail=detail
+        )
     )

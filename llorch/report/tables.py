@@ -192,8 +192,10 @@ def _place(stage: str) -> int:
 
 
 def _compared(number: str, rows: Sequence[Row]) -> str:
-    found = dict.fromkeys(row.stage.split(".")[0] for row in rows if row.checkpoint == number)  # one of many settings
-    return ", ".join(f"`{stage}`" for stage in sorted(found, key=_place)) or "01 to 12 again, in every dtype"
+    mine = [row for row in rows if row.checkpoint == number]
+    found = dict.fromkeys(row.stage.split(".")[0] for row in mine if row.mode != "decode")  # one of many settings
+    named = ", ".join(f"`{stage}`" for stage in sorted(found, key=_place)) or "01 to 12 again, in every dtype"
+    return named + ("; every stage again, in two passes" if number == "03" else "")
 
 
 def _witnesses(golden: Golden) -> list[str]:

@@ -2,15 +2,10 @@
 
 Truth, goldens and comparison are those of `llorch.verifier`; only what is ours is computed by the modules. *Isolated*
 is a forward pass of these very modules in which the golden takes the place of every stage as soon as it was recorded.
-
-In bfloat16 and float16 a greedy text leaves the golden's at the first near-tie, and all later tokens say nothing. Such
-a run is judged again with the golden's tokens fed back: at each step the most likely token must be the golden's, or its
-true logit be within the tolerance of the golden's. And each token of the text must be so close to the truly best one.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -29,7 +24,7 @@ from llorch.torch_backend.observed import ObservedCase, Trace
 from llorch.torch_backend.sampling import BatchSettings, Needs, probabilities, seen_tokens
 from llorch.torch_backend.variants import VARIANTS, Variant
 from llorch.truth import ATTENTION, SCORES, WITNESS
-from llorch.verifier import FAIL, PASS, TIE, Row, Verifier, run
+from llorch.verifier import Row, Verifier
 from llorch.weights import Weights
 
 
@@ -72,8 +67,6 @@ class TorchVerifier(Verifier):
         self.target = target
         if target.dtype_name == "float64":
             self.evidence = {WITNESS: truth.evidence} if truth is not None else {}
-        self._texts: dict[int, np.ndarray] = {}  # by length
-        self._forced: dict[tuple[int, ...], np.ndarray] = {}  # tokens that were fed back to the logits of every step
         self.half: DtypeName | None = next((d for d in HALF_DTYPES if d == target.dtype_name), None)
 
     def on(self, backend: str) -> "TorchVerifier":
@@ -103,7 +96,7 @@ class TorchVerifier(Verifier):
         other = copy(self)
         other.backend, other.variant = backend, variant
         other.model = variant.make(self.weights, self.target)
-        other._isolated_traces, other._forced, other._texts = {}, {}, {}
+        other._isolated_traces = {}
         require_target(other.model)
         vars(other.model)["tokenizer"] = IdsOnly()  # also a file without a vocabulary is judged
         return other
@@ -117,18 +110,6 @@ class TorchVerifier(Verifier):
                 if case in self.cases
             }
         return super().stage_rows(tolerances)
-
-    def sampler_rows(self, tolerances: Tolerances) -> Iterator[Row]:
-        """Checkpoints 09 to 12; what is not equal in half precision is looked at once more."""
-        allowed = tolerances["near"]["chained"]["logits"]
-        for row in super().sampler_rows(tolerances):
-            again = self.half is not None and row.verdict != PASS and row.checkpoint in ("10", "12")
-            yield self._at_near_ties(row, allowed) if again else row
-
-    def _allowed_after_cached(self, tolerances: Tolerances, case: str, stage: str, n_tokens: int) -> Tolerance:
-        """As there; the last row alone is what sampling sees, whose error is not averaged over a whole pass."""
-        alone = n_tokens == 1 and (case, stage) == ("near", "logits")
-        return super()._allowed_after_cached(tolerances, case, "selected_logits" if alone else stage, n_tokens)
 
     def ceiling_of(self, case: str, mode: str, stage: str) -> Tolerance:
         """The largest tolerance that is ever granted to a stage."""
@@ -145,10 +126,10 @@ class TorchVerifier(Verifier):
             return super()._capped(made, case, mode, stage)
         return made.at_most(self.ceiling_of(case, mode, stage))
 
-    def _comparisons(self) -> Iterator[tuple[str, str, str, Stage, int | None, str]]:
-        for comparison in super()._comparisons():
-            if comparison[3].name not in self.variant.hidden:
-                yield comparison
+    @property
+    def _shown(self) -> Sequence[tuple[str, Stage, int | None]]:
+        """The stages that the variant has."""
+        return [shown for shown in self._keys if shown[1].name not in self.variant.hidden]
 
     def _observed(self, case: str) -> ObservedCase:
         return ObservedCase(self.model, self.cases[case], in_batch=self.variant.in_batch)
@@ -172,7 +153,7 @@ class TorchVerifier(Verifier):
         return super()._isolated_error(producer, case, key.replace("attn_context", ATTENTION) if fused else key)
 
     def _complete(self, trace: Trace) -> Trace:
-        expected = {key for key, stage, _ in self._keys if stage.name not in self.variant.hidden}
+        expected = {key for key, _, _ in self._shown}
         wrong = sorted(expected ^ trace.keys())
         if wrong:
             raise CheckpointMismatch(
@@ -201,78 +182,18 @@ class TorchVerifier(Verifier):
         made = probabilities(rows, BatchSettings.of(settings, device), Needs.of(settings), seen)
         return zip(names, as_numpy(made), strict=True)
 
-    def _greedy(self, n_tokens: int) -> tuple[np.ndarray, list[np.ndarray]]:
-        tokens = self._text(n_tokens)
-        others = [e.greedy for e in self.evidence.values() if not np.array_equal(tokens, e.greedy)]
-        if not others:
-            return tokens, []  # logits are looked at where a token is another
-        return tokens, [*self._step_by_step(tokens if self.half is None else others[0])]  # equal up to the first such
-
-    def _text(self, n_tokens: int) -> np.ndarray:
+    def _text(self, after: Sequence[int], n_tokens: int) -> np.ndarray:
         """The greedy text as users get it, in a batch beside another."""
-        if n_tokens not in self._texts:
-            self._texts[n_tokens] = self._generated(n_tokens)
-        return self._texts[n_tokens]
-
-    def _generated(self, n_tokens: int) -> np.ndarray:
-        ids = [*self.cases["near"].ids]
+        ids = [*self.cases["near"].ids, *after]
         prompts = [ids[::-1][:-1], ids] if self.variant.in_batch else [ids]
         made = self.model.generate_batch(prompts, max_tokens=n_tokens, ignore_eos=True)
         return np.asarray([token.id for row, token in made if row == len(prompts) - 1], np.int64)
 
-    def _step_by_step(self, tokens: np.ndarray) -> np.ndarray:
-        """Our logits of every step when these tokens are fed back."""
-        fed = tuple(tokens[:-1].tolist())
-        if fed not in self._forced:
-            near = self.cases["near"].ids
-            observed = ObservedCase(self.model, Pass((*near, *fed)), in_batch=self.variant.in_batch)
-            rows = [observed.feed(n)[-1] for n in range(len(near), len(near) + len(fed) + 1)]
-            self._forced[fed] = np.stack(rows)
-        return self._forced[fed]
-
-    def _at_near_ties(self, row: Row, allowed: Tolerance) -> Row:
-        """Judge argmax or text of a run in half precision: another token must be as likely, within the tolerance.
-
-        So must every token of the text that the run goes on with, after the tokens before it.
-        """
-        evidence = self.evidence[row.producer]
-        if row.checkpoint == "10":
-            want = np.asarray([int(np.argmax(evidence.selected_logits))])
-            got = free = self._last_row()[None].argmax(-1)
-        else:
-            want, free = evidence.greedy, self._text(len(evidence.greedy))
-            got = self._step_by_step(want).argmax(-1)
-        if free.shape != want.shape:
-            return row
-        others, after_ours = near_ties(got, want, self._true_steps(want)), self._true_steps(free)
-        gap = max([*others.values(), *near_ties(free, after_ours.argmax(-1), after_ours).values()], default=0.0)
-        note = f"{len(others)} of {len(want)} steps take another token; largest logit gap {gap:.1e}"
-        return replace(
-            row,
-            verdict=TIE if gap <= allowed.worst else FAIL,
-            note=f"{note} of the largest logit, allowed {allowed.worst:.1e}",
-        )
-
-    def _true_steps(self, tokens: np.ndarray) -> np.ndarray:
-        near = self.cases["near"].ids
-        return run(self.wide, Pass((*near, *tokens[:-1].tolist())))["logits"][len(near) - 1 :]
-
-
-def near_ties(got: np.ndarray, want: np.ndarray, true: np.ndarray) -> dict[int, float]:
-    """How much less likely the other tokens really are, where two texts differ.
-
-    Args:
-        got: Our token at every step.
-        want: The golden's.
-        true: True logits of every step, after the golden's tokens before it.
-
-    Returns:
-        Step to the distance of the two logits, as a share of the largest.
-    """
-    return {
-        int(at): abs(float(true[at, want[at]] - true[at, got[at]])) / float(np.abs(true[at]).max())
-        for at in np.flatnonzero(got != want)
-    }
+    def _moved_by_rounding(self, n_after: int) -> float:
+        """As there; in half precision every stage rounds."""
+        if self.half is None:
+            return super()._moved_by_rounding(n_after)
+        return half_ceiling(self.weights.config, self.cases["near"], "chained", self.half).error
 
 
 def require_target(model: TorchModel) -> None:
