@@ -90,6 +90,10 @@ class MissingExtra(ImportError):
         self.package = package
 
 
+class EngineDied(RuntimeError):
+    """An engine of others whose process ended, or was silent for too long and ended by us."""
+
+
 class MissingDevice(RuntimeError):
     """A device, or an ability of it, that was asked for by name and is not there."""
 

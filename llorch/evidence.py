@@ -7,7 +7,8 @@ Goldens of one producer lie in one safetensors file; names are `<case>/<stage ke
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -169,6 +170,25 @@ def take(producer: Producer, cases: Mapping[str, Pass], *, n_greedy: int = N_GRE
         probabilities={name: producer.probabilities(logits, settings, history) for name, settings in SAMPLINGS.items()},
         greedy=np.asarray(producer.greedy(near, n_greedy), np.int64),
     )
+
+
+@contextmanager
+def not_run(name: str, failed: dict[str, str] | None) -> Iterator[None]:
+    """Note that a producer cannot run a model, or did not survive it, and let the others go on.
+
+    Args:
+        name: The producer.
+        failed: Filled with the reason; without it errors are raised.
+
+    Yields:
+        Nothing.
+    """
+    try:
+        yield
+    except (ImportError, MemoryError, OSError, RuntimeError, ValueError) as error:
+        if failed is None:
+            raise
+        failed[name] = " ".join(str(error).split()) or type(error).__name__
 
 
 def save(folder: Path, golden: Golden) -> None:

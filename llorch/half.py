@@ -13,12 +13,12 @@ import numpy as np
 
 from llorch.compare import FLOORS, Tolerance
 from llorch.config import ModelConfig
-from llorch.evidence import PRODUCERS, Errors, Evidence, Tolerances, Truth, take
+from llorch.evidence import PRODUCERS, Errors, Evidence, Tolerances, Truth, not_run, take
 from llorch.numerics import DtypeName
 from llorch.producers import ProducerName, open_producer
 from llorch.replay import Pass
 from llorch.stages import key, keys
-from llorch.truth import truth_of
+from llorch.truth import WITNESS, truth_of
 from llorch.verifier import WORST, Verifier, angle_error
 from llorch.weights import Weights
 
@@ -35,6 +35,7 @@ def half_tolerances(
     say: Callable[[str], None] = lambda line: None,
     *,
     producers: Sequence[ProducerName] = PRODUCERS,
+    failed: dict[str, str] | None = None,
 ) -> Tolerances:
     """Make the tolerances of one dtype for any model, from engines that run now.
 
@@ -46,9 +47,10 @@ def half_tolerances(
         dtype: `bfloat16` or `float16`.
         say: Told what is being done.
         producers: The engines.
+        failed: Filled with the engines that could not run the model, and why; without it such an error is raised.
 
     Returns:
-        Case to mode to stage to tolerance.
+        Case to mode to stage to tolerance; nothing when every engine failed.
 
     Raises:
         MissingExtra: An engine is not installed.
@@ -59,12 +61,18 @@ def half_tolerances(
     evidence: dict[str, Evidence] = {}
     for name in producers:
         say(f"running {name} in {dtype}")
-        with open_producer(name, path, dtype=dtype) as producer:
-            evidence[name] = take(producer, cases, n_greedy=1)
-        overflow = _overflow(evidence[name])
-        if overflow:
-            say(f"{name} in {dtype}: not finite from {overflow} on; tolerances are made from what is")
-    own = truth_of(truth, path, cases, evidence) if truth is not None else None
+        with not_run(name, failed):
+            with open_producer(name, path, dtype=dtype) as producer:
+                shown = take(producer, cases, n_greedy=1)
+            evidence[name] = shown
+            if overflow := _overflow(shown):
+                say(f"{name} in {dtype}: not finite from {overflow} on; tolerances are made from what is")
+    if not evidence:
+        return {}
+    own: Truth | None = None
+    if truth is not None:
+        with not_run(WITNESS, failed):
+            own = truth_of(truth, path, cases, evidence)
     return HalfVerifier(path.stem, weights, cases, evidence, own, dtype).tolerances()
 
 

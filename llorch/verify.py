@@ -4,18 +4,19 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from llorch.builtin import builtin_path, goldens_folder
 from llorch.config import ModelConfig
-from llorch.errors import MissingExtra
-from llorch.evidence import N_GREEDY, Evidence, Golden, TokenCheck, Truth, cases_for, read, sha256, take
+from llorch.evidence import N_GREEDY, Evidence, Golden, TokenCheck, Truth, cases_for, not_run, read, sha256, take
 from llorch.foundation import Table, differing, foreign_tensors, own_tensors
 from llorch.memory import available_memory
 from llorch.model import Model
 from llorch.producers import ProducerName, open_producer
+from llorch.producers.process import in_child, start
 from llorch.quantised import QuantisedVerifier
 from llorch.replay import Pass
 from llorch.stages import keys
@@ -155,20 +156,18 @@ def ask(
     cases = cases_for(ids, weights.config)
     require_memory(weights.config, len(ids), n_traces=3 * len(producers) + 3)  # truths are twice as wide
     require_engines(weights, producers)
+    start((*producers, "transformers"))  # which the truth takes
     n_greedy = min(N_GREEDY, weights.config.max_position_embeddings - len(ids) + 1)
     evidence: dict[str, Evidence] = {}
     tokens: dict[str, Sequence[int]] = {}
     for name in producers:
         say(f"running {name}")
-        try:
+        with not_run(name, failed):
             with open_producer(name, path) as producer:
-                evidence[name] = take(producer, cases, n_greedy=n_greedy)
+                shown = take(producer, cases, n_greedy=n_greedy)
                 theirs = producer.tokenize(text, add_special=True, parse_special=False) if text is not None else None
-                tokens |= {name: theirs} if theirs is not None else {}
-        except RuntimeError as error:
-            if failed is None:
-                raise
-            failed[name] = str(error)
+            evidence[name] = shown
+            tokens |= {name: theirs} if theirs is not None else {}
     texts = [TokenCheck(text, tokens)] if text is not None else []
     return Shown(weights, cases, evidence, _truth(path, cases, evidence, n_greedy, say, failed), texts)
 
@@ -185,17 +184,18 @@ def _truth(
     if not evidence:
         return None
     say(f"running {WITNESS}")
-    try:
+    with not_run(WITNESS, failed):
         return take_truth(path, cases, evidence, n_greedy=n_greedy)
-    except (RuntimeError, MissingExtra) as error:
-        if failed is None:
-            raise
-        failed[WITNESS] = str(error)
-        return None
+    return None
 
 
 def verify_as_stored(
-    model: Model, ids: Sequence[int], *, text: str | None = None, say: Say = lambda line: None
+    model: Model,
+    ids: Sequence[int],
+    *,
+    text: str | None = None,
+    say: Say = lambda line: None,
+    failed: dict[str, str] | None = None,
 ) -> Iterator[Row]:
     """Judge a GGUF file under ggml numerics, against llama.cpp running the file as it is.
 
@@ -204,6 +204,7 @@ def verify_as_stored(
         ids: The prompt.
         text: The prompt's text, when it was tokenized by us; its ids are then compared too.
         say: Told what is being done.
+        failed: Filled with why llama.cpp could not run the model; without it such an error is raised.
 
     Yields:
         Rows, checkpoint 00 first.
@@ -211,17 +212,19 @@ def verify_as_stored(
     Raises:
         MemoryError: The traces would not fit.
         MissingExtra: llama.cpp is not installed.
-        RuntimeError: llama.cpp failed.
+        RuntimeError: llama.cpp failed, and `failed` is not given.
     """
     path = Path(model.weights.path)
     n_greedy = min(N_GREEDY, model.config.max_position_embeddings - len(ids) + 1)
     require_memory(model.config, len(ids) + n_greedy, n_traces=6)
     say("running llamacpp")
-    with open_producer("llamacpp", path, numerics=model.weights.numerics) as producer:
+    with not_run("llamacpp", failed), open_producer("llamacpp", path, numerics=model.weights.numerics) as producer:
         greedy = producer.greedy(ids, n_greedy)
         cases = cases_for(ids, model.config) | {"near": Pass((*ids, *greedy[:-1]))}
         evidence = replace(take(producer, cases, n_greedy=1), greedy=np.asarray(greedy, np.int64))
         theirs = producer.tokenize(text, add_special=True, parse_special=False) if text is not None else None
+    if failed:
+        return
     say("comparing tensors")
     yield from foundation_rows(model.name, own_tensors(model.weights), foreign_tensors(path))
     if text is not None and theirs is not None:
@@ -234,8 +237,7 @@ def verify_as_stored(
 
 def decode_rows(model: str, weights: Weights) -> Iterator[Row]:
     """Checkpoint 13: our decoding of every matrix of a file, bit by bit against ggml's own C functions."""
-    from llorch.producers.ggml_tensor import decode
-
+    decode = partial(in_child, "llamacpp", weights.path, "llorch.producers.ggml_tensor:decode")
     by_type: dict[str, list[Packed]] = defaultdict(list)
     for info in weights.source.tensors.values():
         packed = weights.source.packed(info.name)

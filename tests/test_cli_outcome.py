@@ -34,7 +34,7 @@ def made_by(wrong: Callable[[], object]) -> BaseException:
 
 
 def errors() -> list[tuple[BaseException, int]]:
-    from llorch.errors import CheckpointMismatch, FormatError, MissingExtra
+    from llorch.errors import CheckpointMismatch, EngineDied, FormatError, MissingExtra
     from llorch.sampling import SamplingSettings
 
     return [
@@ -47,6 +47,7 @@ def errors() -> list[tuple[BaseException, int]]:
         (PermissionError(13, "Permission denied", "a.gguf"), 2),
         (FileNotFoundError(2, "No such file or directory", "a.gguf"), 3),
         (MissingExtra("golden", "llama_cpp"), 3),
+        (EngineDied("llamacpp: its process was ended by SIGSEGV in trace; it said nothing"), 3),
         (MemoryError(), 4),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), 4),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), 4),
@@ -56,7 +57,7 @@ def errors() -> list[tuple[BaseException, int]]:
     ]
 
 
-@pytest.mark.parametrize("place", range(14 + len(OF_DISKS)))
+@pytest.mark.parametrize("place", range(15 + len(OF_DISKS)))
 def test_each_class_of_error_has_its_exit_code_and_ends_in_one_line(place: int, capsys: pytest.CaptureFixture[str]):
     error, code = errors()[place]
     assert outcome(error) == code

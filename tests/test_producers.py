@@ -20,7 +20,8 @@ from tokenizers import models, pre_tokenizers, processors
 from llorch.builtin import builtin_path
 from llorch.errors import MissingExtra
 from llorch.evidence import SAMPLINGS
-from llorch.producers import Producer, ProducerName, f32_copy, open_producer
+from llorch.producers import Producer, ProducerName, f32_copy
+from llorch.producers import open_here as open_producer  # what is watched here is inside the engines
 from llorch.weights import open_weights
 from llorch.weights.export import write_gguf
 

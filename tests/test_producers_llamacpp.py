@@ -9,7 +9,8 @@ import pytest
 from llorch.builtin import builtin_path
 from llorch.numerics import GGML, DtypeName
 from llorch.ops.rounding import ActivationKind, round_activations
-from llorch.producers import f32_copy, open_producer
+from llorch.producers import f32_copy
+from llorch.producers import open_here as open_producer
 from llorch.quantised_models import write_model
 from llorch.weights import open_weights
 

@@ -8,7 +8,7 @@ from tiny_models import random_tensors, write_folder
 
 from llorch.builtin import builtin_path
 from llorch.numerics import DtypeName
-from llorch.producers import open_producer
+from llorch.producers import open_here as open_producer
 from llorch.quantised_models import write_model
 from llorch.weights import open_weights
 from llorch.weights.export import write_gguf

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from planted import golden_of, weights_of
 
-from llorch.producers import open_producer
+from llorch.producers import open_here as open_producer
 from llorch.producers.trace_check import check_ids, checked_trace
 
 NAME = "micro-qwen3"

@@ -211,7 +211,11 @@ def _live(
     failed: dict[str, str] = {}
     rows = list(verify(path, ids, usable, text=text, say=tell, failed=failed)) if usable else []
     reasons = {engine: str(MissingExtra("golden", package)) for engine, package in absent.items()} | failed
-    return Judged(model.name, rows, [f"{engine}: {reason}" for engine, reason in reasons.items()])
+    return Judged(model.name, rows, _reasons(reasons))
+
+
+def _reasons(of_engines: Mapping[str, str]) -> list[str]:
+    return [f"{engine}: {reason.removeprefix(f'{engine}: ')}" for engine, reason in of_engines.items()]
 
 
 def _numerics(path: Path, engines: Sequence[ProducerName], wanted: Arithmetic) -> Numerics:
@@ -241,8 +245,9 @@ def _as_stored(path: Path, numerics: Numerics, residency: Residency, given: Inpu
     if (missing := _missing_package("llamacpp")) is not None:
         return Judged(model.name, [], [f"llamacpp: {MissingExtra('golden', missing)}"], arithmetic, ALL)
     say_plan(model)
-    rows = list(verify_as_stored(model, ids, text=text, say=tell))
-    return Judged(model.name, rows, numerics=arithmetic, checkpoints=ALL)
+    failed: dict[str, str] = {}
+    rows = list(verify_as_stored(model, ids, text=text, say=tell, failed=failed))
+    return Judged(model.name, rows, _reasons(failed), arithmetic, ALL)
 
 
 def _checked_input(model: Model, given: Input) -> tuple[list[int], str | None]:

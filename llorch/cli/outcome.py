@@ -1,8 +1,8 @@
 """How a command ends: the exit code, and one line on stderr instead of a traceback.
 
 0 ok, 1 numbers differ, 2 usage or data that cannot be used, 3 something needed is missing (a file, a golden, a device,
-an optional package), 4 out of memory, 70 a bug in llorch, 74 a disk that is full, fails or cannot be written to, 130
-interrupted, 141 the reader of our output went away.
+an optional package, an engine that did not survive), 4 out of memory, 70 a bug in llorch, 74 a disk that is full, fails
+or cannot be written to, 130 interrupted, 141 the reader of our output went away.
 
 A `ValueError` is the user's where a line of llorch raises it. One that an operation of Python or NumPy raises (a shape
 that does not broadcast) is a bug, as every other class of theirs is.
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import click
 
-from llorch.errors import CheckpointMismatch, FormatError, MissingDevice, MissingExtra, NonFiniteRun
+from llorch.errors import CheckpointMismatch, EngineDied, FormatError, MissingDevice, MissingExtra, NonFiniteRun
 
 OK, DIFFERS, USAGE, MISSING, NO_MEMORY, BUG, DISK = 0, 1, 2, 3, 4, 70, 74
 INTERRUPTED, BROKEN_PIPE = 130, 141  # 128 + the signal, as a shell reports them
@@ -31,6 +31,7 @@ _CODES: tuple[tuple[type[BaseException], int], ...] = (
     (NonFiniteRun, USAGE),
     (MissingExtra, MISSING),
     (MissingDevice, MISSING),
+    (EngineDied, MISSING),
     (FileNotFoundError, MISSING),
     (MemoryError, NO_MEMORY),
     (ValueError, USAGE),  # FormatError is one

@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from llorch.errors import FormatError
+from llorch.errors import EngineDied, FormatError
 from llorch.lora.adapted import AdaptedWeights
 from llorch.lora.adapter import Adapter
 from llorch.lora.base import BaseIdentity
@@ -16,6 +16,7 @@ from llorch.lora.gguf_format import write_lora_gguf
 from llorch.lora.logits import probe_ids, run
 from llorch.lora.merge_files import LARGEST_COMPARED
 from llorch.lora.peft_format import write_peft
+from llorch.producers.process import in_child
 from llorch.weights import Weights
 
 _PACKAGES = {"peft": ("peft", "transformers", "torch"), "llamacpp": ("llama_cpp",)}
@@ -77,7 +78,7 @@ def _engine(
     try:
         with TemporaryDirectory(prefix="llorch-") as folder:
             theirs = _RUNS[engine](path, adapter, weights, ids.tolist(), Path(folder))
-    except FormatError as error:
+    except (EngineDied, FormatError) as error:
         return Finding(_TITLES[engine], NOT_RUN, str(error))
     except (OSError, RuntimeError, ValueError, KeyError) as error:
         return Finding(_TITLES[engine], WRONG, f"refused: {' '.join(str(error).split())[:300]}")
@@ -91,20 +92,18 @@ def _engine(
 
 
 def _in_peft(path: Path, adapter: Adapter, weights: Weights, ids: list[int], folder: Path) -> np.ndarray:
-    from llorch.producers.peft_files import peft_logits
-
-    if path.is_dir():
-        return peft_logits(weights.path, path, ids)
-    unknown = BaseIdentity(name="", config="", vectors="", matrices="", types=())
-    write_peft(adapter, folder / "adapter", base=unknown)
-    return peft_logits(weights.path, folder / "adapter", ids)
+    if not path.is_dir():
+        unknown = BaseIdentity(name="", config="", vectors="", matrices="", types=())
+        write_peft(adapter, folder / "adapter", base=unknown)
+        path = folder / "adapter"
+    base = Path(weights.path)
+    return in_child("transformers", base, "llorch.producers.peft_files:peft_logits", base, path, ids)
 
 
 def _in_llamacpp(path: Path, adapter: Adapter, weights: Weights, ids: list[int], folder: Path) -> np.ndarray:
-    from llorch.producers.llamacpp_adapter import logits_with_adapter
-
     write_lora_gguf(adapter, folder / "adapter.gguf", weights.config)  # also where it is one: refuses what kills it
-    return logits_with_adapter(weights.path, folder / "adapter.gguf" if path.is_dir() else path, ids)
+    path, base = folder / "adapter.gguf" if path.is_dir() else path, Path(weights.path)
+    return in_child("llamacpp", base, "llorch.producers.llamacpp_adapter:logits_with_adapter", base, path, ids)
 
 
 _RUNS: dict[str, Callable[[Path, Adapter, Weights, list[int], Path], np.ndarray]] = {

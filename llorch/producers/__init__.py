@@ -1,22 +1,25 @@
 """Producers: engines that someone else wrote, behind one interface, each giving the same stages of a run.
 
-Nothing of either engine is imported before `open_producer` asks for it, so llorch works without them.
+Nothing of either engine is imported in this process, so llorch works without them, and when they do not.
 """
 
 import importlib
 import os
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal, Protocol, get_args, runtime_checkable
+from typing import Literal, Protocol, cast, get_args, runtime_checkable
 
 import numpy as np
 
 from llorch.config import ModelConfig
 from llorch.errors import MissingExtra
 from llorch.numerics import EXACT, DtypeName, Numerics
+from llorch.producers.process import GGML_VARIABLES, EngineInChild
 from llorch.sampling import SamplingSettings
 
 ProducerName = Literal["llamacpp", "transformers"]
+_PACKAGES = {"llamacpp": ("llama_cpp",), "transformers": ("torch", "transformers")}
 
 
 @runtime_checkable
@@ -72,7 +75,7 @@ def open_producer(
     numerics: Numerics = EXACT,
     dtype: DtypeName = "float32",
 ) -> Producer:
-    """Load a model into an engine.
+    """Load a model into an engine, in a process of its own.
 
     Args:
         name: Which engine.
@@ -88,10 +91,27 @@ def open_producer(
     Raises:
         ValueError: There is no such producer, or it does not do that.
         MissingExtra: The engine's package is not installed.
+        EngineDied: The engine did not survive it, or hangs; every method may raise this.
     """
+    for package in _PACKAGES.get(name, ()):
+        if find_spec(package) is None:
+            raise MissingExtra("golden", package)
+    settings = {"n_threads": n_threads, "numerics": numerics, "dtype": dtype}
+    opened = EngineInChild(name, path, f"{__name__}:open_here", name, path, **settings)
+    return cast(Producer, opened)
+
+
+def open_here(
+    name: ProducerName,
+    path: str | Path,
+    *,
+    n_threads: int | None = None,
+    numerics: Numerics = EXACT,
+    dtype: DtypeName = "float32",
+) -> Producer:
+    """`open_producer` in this process, which is changed by that."""
     if name == "llamacpp":
-        # ggml reads these once, when its CPU backend starts.
-        os.environ |= {"GGML_CPU_DISABLE_FUSION": "1", "GGML_CPU_TILED_MM": "0"}
+        os.environ |= GGML_VARIABLES
         _require("llama_cpp")
         from llorch.producers.llamacpp import LlamaCpp
 

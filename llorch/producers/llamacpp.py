@@ -9,6 +9,7 @@ products round their inputs to it, everything else stays float32.
 """
 
 import ctypes
+import logging
 import os
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -28,7 +29,9 @@ from llorch.sampling import SamplingSettings
 from llorch.threads import n_threads_for
 from llorch.weights import open_weights
 
-ERROR_LEVEL = 4  # GGML_LOG_LEVEL_ERROR
+logger = logging.getLogger(__name__)
+
+ERROR_LEVEL, CONTINUED = 4, 5  # GGML_LOG_LEVEL_ERROR, GGML_LOG_LEVEL_CONT
 KNOBS = {
     "flash_attn": "disabled",
     "use_extra_bufts": False,
@@ -45,9 +48,12 @@ _errors: deque[str] = deque(maxlen=4)
 
 @llama_cpp.llama_log_callback
 def _log(level: int, text: bytes, _user_data: int | None) -> None:
-    """Silence llama.cpp, but remember what it said last about errors."""
+    """Silence llama.cpp, but remember what it said last about errors; a process of its own writes all of it down."""
+    line = text.decode(errors="replace").strip()
+    if level != CONTINUED:
+        logger.debug(line)
     if level == ERROR_LEVEL:
-        _errors.append(text.decode(errors="replace").strip())
+        _errors.append(line)
 
 
 class LlamaCpp:

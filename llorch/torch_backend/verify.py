@@ -64,7 +64,7 @@ def verify_torch_live(
     Raises:
         MemoryError: The traces or the model would not fit.
         MissingExtra: An engine is not installed.
-        RuntimeError: An engine failed, and `failed` is not given, or it failed in half precision only.
+        RuntimeError: An engine failed, and `failed` is not given.
         CheckpointMismatch: What ran is not the model or not on the target.
     """
     shown = ask(path, ids, producers, text=text, say=say, failed=failed)
@@ -77,8 +77,10 @@ def verify_torch_live(
         tolerances = Verifier(shown.model, shown.weights, shown.cases, shown.evidence, shown.truth).tolerances()
     else:
         tolerances = half_tolerances(
-            shown.weights, shown.cases, shown.truth, path, verifier.half, say, producers=usable
+            shown.weights, shown.cases, shown.truth, path, verifier.half, say, producers=usable, failed=failed
         )
+        if not tolerances:
+            return
     for backend in shown.judged(backends(target, shown.weights)):
         say(f"comparing {backend}")
         yield from verifier.on(backend).rows(tolerances)

@@ -1,0 +1,140 @@
+"""Messages between this process and that of an engine: plain values and arrays, nothing that could run.
+
+A message is the length of a JSON text, the text, and then the bytes of its arrays, in the order in which it names
+them. What JSON has no word for is an object of one entry that says what it is: `{"array": [dtype, shape]}`.
+"""
+
+import importlib
+import json
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+_LENGTH = struct.Struct("<Q")
+_OWN = ("builtins", "llorch.errors")  # modules whose exceptions arrive as what they are
+
+
+def message(value: object) -> list[bytes | memoryview]:
+    """The parts of a message; arrays are not copied.
+
+    Args:
+        value: Made of None, numbers, texts, paths, arrays, sequences, mappings and dataclasses of llorch.
+
+    Returns:
+        For `send`.
+
+    Raises:
+        TypeError: It holds something else.
+    """
+    arrays: list[np.ndarray] = []
+    text = json.dumps(_said(value, arrays)).encode()
+    return [_LENGTH.pack(len(text)) + text, *map(_bytes, arrays)]
+
+
+def send(channel: socket.socket, parts: Sequence[bytes | memoryview]) -> None:
+    """Send a message."""
+    for part in parts:
+        channel.sendall(part)
+
+
+def receive(channel: socket.socket) -> Any:
+    """Receive a value; arrays are filled as they come.
+
+    Args:
+        channel: To the other process.
+
+    Returns:
+        What was sent; sequences are lists and tuples, mappings are dictionaries.
+
+    Raises:
+        EOFError: The other process is gone.
+        OSError: The same, or it says nothing for too long.
+    """
+    header, text = bytearray(_LENGTH.size), bytearray()
+    _fill(channel, memoryview(header))
+    text = bytearray(_LENGTH.unpack(header)[0])
+    _fill(channel, memoryview(text))
+    return _meant(json.loads(text), channel)
+
+
+def described(error: Exception) -> list:
+    """What `raised` needs to make an exception again, so far as its class is Python's or ours."""
+    kind = next(kind for kind in type(error).__mro__ if kind.__module__ in _OWN)
+    args = error.args
+    if isinstance(error, OSError) and error.errno is not None:
+        args = (error.errno, error.strerror, error.filename)
+    found = [kind.__module__, kind.__name__, list(args), vars(error)]
+    try:
+        message(found)
+        same = kind is not Exception and str(raised(*found)) == str(error)
+    except Exception:
+        same = False  # a class that is made in a way of its own
+    return found if same else ["builtins", "RuntimeError", [f"{type(error).__name__}: {error}"], {}]
+
+
+def raised(module: str, kind: str, args: Sequence, state: Mapping[str, object]) -> Exception:
+    """The exception that was described."""
+    made = getattr(importlib.import_module(module), kind)
+    error = made.__new__(made, *args)  # `__init__` of ours takes other arguments, and has been there
+    error.args = error.args or tuple(args)  # which MemoryError leaves to `__init__`
+    vars(error).update(state)
+    return error
+
+
+def _said(value: Any, arrays: list[np.ndarray]) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, np.ndarray):
+        arrays.append(np.ascontiguousarray(value))
+        return {"array": [value.dtype.str, value.shape]}
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Path):
+        return {"path": str(value)}
+    if isinstance(value, Mapping):
+        return {"mapping": [[_said(part, arrays) for part in entry] for entry in value.items()]}
+    if isinstance(value, tuple):
+        return {"tuple": [_said(part, arrays) for part in value]}
+    if isinstance(value, Sequence):
+        return [_said(part, arrays) for part in value]
+    if is_dataclass(value) and type(value).__module__.startswith("llorch."):
+        parts = [[field.name, _said(getattr(value, field.name), arrays)] for field in fields(value)]
+        return {"dataclass": [type(value).__module__, type(value).__qualname__, parts]}
+    raise TypeError(f"messages: cannot send a {type(value).__name__} to or from the process of an engine")
+
+
+def _meant(said: Any, channel: socket.socket) -> Any:
+    if isinstance(said, list):
+        return [_meant(part, channel) for part in said]
+    if not isinstance(said, dict):
+        return said
+    ((kind, parts),) = said.items()
+    if kind == "array":
+        array = np.empty(parts[1], parts[0])
+        _fill(channel, _bytes(array))
+        return array
+    if kind == "path":
+        return Path(parts)
+    if kind == "tuple":
+        return tuple(_meant(part, channel) for part in parts)
+    if kind == "mapping":
+        return {_meant(key, channel): _meant(part, channel) for key, part in parts}
+    module, name, entries = parts
+    return getattr(importlib.import_module(module), name)(**{key: _meant(part, channel) for key, part in entries})
+
+
+def _bytes(array: np.ndarray) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data
+
+
+def _fill(channel: socket.socket, view: memoryview) -> None:
+    while view:
+        n = channel.recv_into(view)
+        if n == 0:
+            raise EOFError("the other process is gone")
+        view = view[n:]
