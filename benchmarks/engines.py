@@ -1,7 +1,11 @@
-"""The engines that are timed, each with the model loaded: ours, llama.cpp and transformers."""
+"""The engines that are timed, each with the model loaded: ours, llama.cpp and transformers.
 
+Those of others run, and are timed, in processes of their own.
+"""
+
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from llorch.numerics import Numerics
@@ -18,6 +22,36 @@ class Engine(Protocol):
     def decode(self, token_id: int) -> None:
         """Run one more token, up to its logits."""
         ...
+
+
+class Timed:
+    """An engine in the process where it is timed."""
+
+    def __init__(self, kind: str, *args: object) -> None:
+        """Load it."""
+        self._engine: Engine = globals()[kind](*args)
+
+    def one_round(self, prompts: Sequence[int], n_decode: int) -> list:
+        """See `rounds.one_round`."""
+        from rounds import one_round
+
+        return one_round(self._engine, prompts, n_decode)
+
+
+def foreign(kind: str, path: Path, *args: object) -> Any:
+    """Load an engine of others in a process of its own.
+
+    Args:
+        kind: `LlamaCpp` or `Transformers`.
+        path: Of the model.
+        args: What else the class takes.
+
+    Returns:
+        A `Timed` there.
+    """
+    from llorch.producers.process import EngineInChild
+
+    return EngineInChild({"LlamaCpp": "llama.cpp"}.get(kind, kind.lower()), path, "engines:Timed", kind, path, *args)
 
 
 class Llorch:

@@ -10,17 +10,18 @@ each decode speed amounts to.
 import json
 import statistics
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import click
-from engines import Engine, LlamaCpp, Llorch, Transformers
+from engines import Engine, Llorch, foreign
 from random_models import QWEN_05B, random_model
-from rounds import interleave, machine, quiet, report, set_threads
+from rounds import finish, interleave, machine, quiet, report, set_threads
 
 ENGINES: dict[str, Callable[[Path, int], Engine]] = {
     "llorch": lambda folder, n_threads: Llorch(folder / "model.gguf"),
-    "llama.cpp": lambda folder, n_threads: LlamaCpp(folder / "model.gguf", n_threads),
-    "transformers": Transformers,
+    "llama.cpp": lambda folder, n_threads: foreign("LlamaCpp", folder / "model.gguf", n_threads),
+    "transformers": lambda folder, n_threads: foreign("Transformers", folder, n_threads),
 }
 
 
@@ -44,7 +45,7 @@ def main(
     """Entry point."""
     with random_model(QWEN_05B | {"num_hidden_layers": layers}) as folder:
         n_bytes = (folder / "model.gguf").stat().st_size
-        engines = {name: ENGINES[name](folder, threads) for name in names}
+        engines = {name: partial(ENGINES[name], folder, threads) for name in names}
         samples = interleave(engines, prompts, n_decode, rounds)
     print(f"{machine()}; {threads} threads; model file {n_bytes / 1e9:.2f} GB")
     report(samples, [name for name in names if name == "llorch"], [name for name in names if name != "llorch"])
@@ -52,6 +53,7 @@ def main(
     print("decode reads " + ", ".join(f"{name} {speed:.0f} GB/s" for name, speed in read.items()))
     if output is not None:
         output.write_text(json.dumps({"machine": machine(), "threads": threads, "samples": samples}))
+    finish(samples, names)
 
 
 if __name__ == "__main__":

@@ -9,12 +9,15 @@ plain float32 (exact) and with activations rounded as llama.cpp rounds them (ggm
 
 import ctypes
 import json
+import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import click
-from engines import Engine, LlamaCpp, Llorch
+from engines import Engine, Llorch, foreign
 from random_models import QWEN_05B, forget, random_model
-from rounds import Samples, interleave, machine, report, set_threads
+from rounds import Samples, finish, interleave, machine, report, set_threads
 
 FILE_TYPES = {"Q8_0": 7, "Q4_0": 2, "Q4_K_M": 15}  # llama.cpp's llama_ftype
 
@@ -46,41 +49,54 @@ def main(
             samples[name] = interleave(engines, prompts, n_decode, rounds)
             print(f"{name}, {path.stat().st_size / 1e9:.2f} GB")
             report(samples[name], [engine for engine in engines if engine != "llama.cpp"], ["llama.cpp"])
-            del engines
             path.unlink()
     if output is not None:
         output.write_text(json.dumps({"machine": machine(), "threads": threads, "samples": samples}))
+    for name in types:
+        finish(samples[name], engines_of(Path(name), threads))
 
 
-def engines_of(path: Path, n_threads: int) -> dict[str, Engine]:
-    """llama.cpp, and ours in both arithmetics and both residencies."""
+def engines_of(path: Path, n_threads: int) -> dict[str, Callable[[], Engine]]:
+    """What loads llama.cpp, and ours in both arithmetics and both residencies."""
     from llorch.numerics import EXACT, GGML
 
     ours = {
-        f"llorch {numerics} {residency}": Llorch(path, numerics, residency)
+        f"llorch {numerics} {residency}": partial(Llorch, path, numerics, residency)
         for numerics in (EXACT, GGML)
         for residency in ("decoded", "packed")
     }
-    return {"llama.cpp": LlamaCpp(path, n_threads), **ours}
+    return {"llama.cpp": lambda: foreign("LlamaCpp", path, n_threads), **ours}
 
 
 def quantised(source: Path, name: str, n_threads: int) -> Path:
-    """Write a quantised copy with llama.cpp.
+    """Have llama.cpp write a quantised copy; ends with 3 where it does not survive that.
 
     Raises:
         ChildProcessError: It refused.
     """
-    import llama_cpp
+    from llorch.errors import EngineDied
+    from llorch.producers.process import in_child
 
     click.echo(f"quantising to {name}", err=True)
     path = source.with_name(f"{name}.gguf")
-    parameters = llama_cpp.llama_model_quantize_default_params()
-    parameters.ftype, parameters.nthread = FILE_TYPES[name], n_threads
-    status = llama_cpp.llama_model_quantize(str(source).encode(), str(path).encode(), ctypes.pointer(parameters))
-    if status:
-        raise ChildProcessError(f"llama.cpp ended with {status} when it was to write {name}")
+    try:
+        in_child("llama.cpp", source, "quantised_speed:quantise", source, path, FILE_TYPES[name], n_threads)
+    except EngineDied as error:
+        click.echo(f"NOT RUN: {error}")
+        sys.exit(3)
     forget(path)
     return path
+
+
+def quantise(source: Path, path: Path, file_type: int, n_threads: int) -> None:
+    """Write a quantised copy in this process."""
+    import llama_cpp
+
+    parameters = llama_cpp.llama_model_quantize_default_params()
+    parameters.ftype, parameters.nthread = file_type, n_threads
+    status = llama_cpp.llama_model_quantize(str(source).encode(), str(path).encode(), ctypes.pointer(parameters))
+    if status:
+        raise ChildProcessError(f"llama.cpp ended with {status} when it was to write {path.name}")
 
 
 if __name__ == "__main__":

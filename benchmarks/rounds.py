@@ -11,8 +11,10 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 from engines import Engine
@@ -28,29 +30,58 @@ def set_threads() -> None:
         os.environ.setdefault(variable, wanted)
 
 
-def interleave(engines: Mapping[str, Engine], prompts: Sequence[int], n_decode: int, rounds: int) -> dict[str, Samples]:
+def interleave(
+    makers: Mapping[str, Callable[[], Engine]], prompts: Sequence[int], n_decode: int, rounds: int
+) -> dict[str, Samples]:
     """Time every engine in every round.
 
     Args:
-        engines: By name.
+        makers: What loads each engine, by name.
         prompts: Lengths to prefill; decoding follows the first.
         n_decode: Tokens decoded per round.
         rounds: How many, after one that warms up.
 
     Returns:
-        Samples by engine.
+        Samples by engine; one that does not survive has none.
     """
-    samples: dict[str, Samples] = {name: {} for name in engines}
+    from llorch.errors import EngineDied
+
+    samples: dict[str, Samples] = {name: {} for name in makers}
+    engines: dict[str, Any] = {}
     for i in range(rounds + 1):
-        for name, engine in engines.items():
+        for name in list(samples):
             click.echo(f"round {i} of {rounds}: {name}", err=True)
-            for what, sample in _one_round(engine, prompts, n_decode):
-                if i > 0:
-                    samples[name].setdefault(what, []).append(sample)
+            try:
+                engine = engines[name] = engines.get(name) or makers[name]()
+                measure = getattr(engine, "one_round", partial(one_round, engine))
+                measured = measure(prompts, n_decode)
+            except EngineDied as error:
+                click.echo(f"NOT RUN: {error}")
+                del samples[name]
+                continue
+            for what, sample in measured if i > 0 else ():
+                samples[name].setdefault(what, []).append(sample)
     return samples
 
 
-def _one_round(engine: Engine, prompts: Sequence[int], n_decode: int) -> list[tuple[str, tuple[float, float]]]:
+def finish(samples: Mapping[str, Samples], wanted: Collection[str]) -> None:
+    """End with 3 where an engine was not run."""
+    if samples.keys() != set(wanted):
+        sys.exit(3)
+
+
+def one_round(engine: Engine, prompts: Sequence[int], n_decode: int) -> list[tuple[str, tuple[float, float]]]:
+    """Time an engine that is loaded in this process.
+
+    Args:
+        engine: What is timed.
+        prompts: See `interleave`.
+        n_decode: The same.
+
+    Returns:
+        What was timed, with tokens per second and the share of others.
+    """
+
     def decode() -> None:
         for token_id in range(2000, 2000 + n_decode):
             engine.decode(token_id)
@@ -94,7 +125,7 @@ def report(samples: Mapping[str, Samples], ours: Sequence[str], theirs: Sequence
     Args:
         samples: See `interleave`.
         ours: Names of our engines.
-        theirs: Names of the engines to compare with.
+        theirs: Names of the engines to compare with, so far as they were run.
     """
     for name, of_engine in samples.items():
         for what, measured in of_engine.items():
@@ -104,6 +135,8 @@ def report(samples: Mapping[str, Samples], ours: Sequence[str], theirs: Sequence
             print(f"{name:<24} {what:<12} {spread:<34} {n_quiet} of {len(measured)} rounds quiet")
     for mine in ours:
         for other in theirs:
+            if other not in samples:
+                continue
             of_median = [f"{what} {_ratio(samples, mine, other, what):.2f}" for what in samples[mine]]
             print(f"{mine} / {other}: {', '.join(of_median)}")
 

@@ -11,14 +11,15 @@ import json
 import statistics
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
 import click
-from engines import Engine, LlamaCpp, LlorchTorch, Transformers
+from engines import Engine, LlorchTorch, foreign
 from quantised_speed import quantised
 from random_models import QWEN_05B, forget, random_model
-from rounds import Samples, interleave, processor, quiet, report, set_threads
+from rounds import Samples, finish, interleave, processor, quiet, report, set_threads
 
 # What is compared: ours -> those it is held against, the first part of a name being its file.
 PAIRS = {
@@ -55,12 +56,14 @@ def main(
             samples[kind] = interleave(engines_of(kind, folder, path, threads), prompts, n_decode, rounds)
             print(f"\n{kind}, {path.stat().st_size / 1e9:.2f} GB")
             for ours, theirs in PAIRS[kind].items():
-                shown = {name: samples[kind][name] for name in (ours, *theirs)}
+                shown = {name: samples[kind][name] for name in (ours, *theirs) if name in samples[kind]}
                 report(shown, [ours], theirs)
     print(f"\n{table(samples)}")
     if output is not None:
         about = surroundings(threads) | {"date": datetime.now(UTC).isoformat(timespec="seconds"), "layers": layers}
         output.write_text(json.dumps(about | {"medians": medians(samples), "samples": samples}, indent=1))
+    for kind in kinds:
+        finish(samples[kind], names_of(kind))
 
 
 def file_of(folder: Path, kind: str, n_threads: int) -> Path:
@@ -78,15 +81,19 @@ def file_of(folder: Path, kind: str, n_threads: int) -> Path:
     return path
 
 
-def engines_of(kind: str, folder: Path, path: Path, n_threads: int) -> dict[str, Engine]:
-    """Load all engines of a comparison."""
+def engines_of(kind: str, folder: Path, path: Path, n_threads: int) -> dict[str, Callable[[], Engine]]:
+    """What loads each engine of a comparison."""
     makers: dict[str, Callable[[str], Engine]] = {
         "llorch": lambda dtype: LlorchTorch(path, n_threads, dtype),
-        "transformers": lambda dtype: Transformers(folder, n_threads, dtype),
-        "llama.cpp": lambda dtype: LlamaCpp(path, n_threads),
+        "transformers": lambda dtype: foreign("Transformers", folder, n_threads, dtype),
+        "llama.cpp": lambda dtype: foreign("LlamaCpp", path, n_threads),
     }
-    names = dict.fromkeys(name for ours, theirs in PAIRS[kind].items() for name in (ours, *theirs))
-    return {name: makers[name.split()[0]](name.split()[-1]) for name in names}
+    return {name: partial(makers[name.split()[0]], name.split()[-1]) for name in names_of(kind)}
+
+
+def names_of(kind: str) -> list[str]:
+    """All engines of a comparison."""
+    return list(dict.fromkeys(name for ours, theirs in PAIRS[kind].items() for name in (ours, *theirs)))
 
 
 def medians(samples: dict[str, dict[str, Samples]]) -> dict[str, dict[str, dict[str, float]]]:
@@ -107,7 +114,7 @@ def table(samples: dict[str, dict[str, Samples]]) -> str:
     lines = [f"| | ours | theirs | {' | '.join(timed)} |", "|---|---|---|" + "---|" * len(timed)]
     for kind, of_kind in speeds.items():
         for ours, theirs in PAIRS[kind].items():
-            for other in theirs:
+            for other in (name for name in theirs if name in of_kind):
                 pairs = [(of_kind[ours][what], of_kind[other][what]) for what in timed]
                 cells = [f"{mine:.1f} / {their:.1f} = {mine / their:.2f}" for mine, their in pairs]
                 lines.append(f"| {kind} | {ours} | {other} | {' | '.join(cells)} |")

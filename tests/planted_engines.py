@@ -81,7 +81,7 @@ class Planted:
 
     def surroundings(self) -> dict:
         ignores = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-        return {"ggml": os.environ["GGML_CPU_TILED_MM"], "stdin": sys.stdin.read(), "ignores Ctrl-C": ignores}
+        return {"ggml": os.environ.get("GGML_CPU_TILED_MM"), "stdin": sys.stdin.read(), "ignores Ctrl-C": ignores}
 
     def _private(self) -> None:
         """Not to be asked for."""

@@ -121,9 +121,12 @@ def test_a_process_serves_one_model_after_the_other_but_not_two_at_once(engine: 
     assert not running(first)
 
 
-def test_what_an_engine_changes_and_leaves_stays_with_its_process(engine: Any):
-    assert engine.surroundings() == {"ggml": "0", "stdin": "", "ignores Ctrl-C": True}
-    assert "GGML_CPU_TILED_MM" not in os.environ
+def test_what_an_engine_is_told_and_what_it_leaves_stays_with_its_process(engine: Any, monkeypatch: pytest.MonkeyPatch):
+    assert engine.surroundings() == {"ggml": os.environ.get("GGML_CPU_TILED_MM"), "stdin": "", "ignores Ctrl-C": True}
+    monkeypatch.setitem(process._VARIABLES, "planted", process._VARIABLES["llamacpp"] | {"GGML_CPU_TILED_MM": "7"})
+    with planted() as told:
+        assert told.surroundings()["ggml"] == "7"
+        told._process.end()  # type: ignore[union-attr] (not for the next test)
     file = engine.leave_a_file()
     assert file.exists()
     with pytest.raises(EngineDied):
@@ -223,11 +226,13 @@ def test_a_file_that_kills_llamacpp_is_not_run_there_and_judged_by_the_other(
 @pytest.mark.live
 def test_a_verification_imports_no_engine_here():
     code = f"""
-import sys
+import os, sys
 from pathlib import Path
 from llorch.verify import verify_live
+before = dict(os.environ)
 rows = list(verify_live(Path({str(MODEL)!r}), range(8), ["llamacpp", "transformers"]))
 print({{row.verdict for row in rows}}, {{"torch", "transformers", "llama_cpp"}} & {{*sys.modules}})
+print(os.environ == before)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPOSITORY)
-    assert (done.stdout, done.stderr) == ("{'PASS'} set()\n", "")
+    assert (done.stdout, done.stderr) == ("{'PASS'} set()\nTrue\n", "")

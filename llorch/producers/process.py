@@ -5,7 +5,6 @@ default dtype, the log levels of transformers, llama.cpp's log function, memory 
 imports no engine. A process serves one model after the other, because importing transformers takes seconds.
 """
 
-import atexit
 import os
 import shutil
 import signal
@@ -18,13 +17,13 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
+from weakref import finalize
 
 from llorch.errors import EngineDied
 from llorch.producers.messages import message, raised, receive, send
 
 GGML_VARIABLES = {"GGML_CPU_DISABLE_FUSION": "1", "GGML_CPU_TILED_MM": "0"}  # read once, when its CPU backend starts
-_NO_STACK = {"GGML_NO_BACKTRACE": "1"}  # C frames are nobody's last words
+_VARIABLES = {"llamacpp": GGML_VARIABLES}
 _IMPORTS = {"llamacpp": "llorch.producers.llamacpp", "transformers": "llorch.producers.transformers"}
 _BOOT = "import sys; sys.path[:] = sys.argv[2:]; from llorch.producers.child import main; main(sys.argv[1])"
 # How long an engine may be silent: its start, and as often as a call may go through the whole model, at a speed that a
@@ -40,19 +39,19 @@ class EngineProcess:
         """Start it; the engine is imported while nothing is asked yet.
 
         Args:
-            engine: `llamacpp`, `transformers`, or another name without such an import.
+            engine: `llamacpp`, `transformers`, or another name without such an import and without settings.
         """
-        self.engine = engine
-        self._owner, self._lock = os.getpid(), threading.Lock()
-        self._folder = Path(tempfile.mkdtemp(prefix="llorch-"))  # whatever the engine leaves there goes with it
+        self.engine, self._lock, self._death = engine, threading.Lock(), ""
+        folder = Path(tempfile.mkdtemp(prefix="llorch-"))  # whatever the engine leaves there goes with it
+        variables = {"GGML_NO_BACKTRACE": "1", "TMPDIR": str(folder)}  # C frames are nobody's last words
         self._channel, theirs = socket.socketpair()
-        with theirs, self._stderr.open("wb") as said:
+        with theirs, (folder / "stderr").open("wb") as said:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _BOOT, _IMPORTS.get(engine, ""), *(str(Path(p).absolute()) for p in sys.path)],
                 stdin=theirs.fileno(), stdout=said, stderr=said,
-                env=os.environ | GGML_VARIABLES | _NO_STACK | {"TMPDIR": str(self._folder)},
+                env=os.environ | variables | _VARIABLES.get(engine, {}),
             )  # fmt: skip
-        _PROCESSES.add(self)
+        self._end = finalize(self, _ended, os.getpid(), self._process, self._channel, folder)
 
     @property
     def pid(self) -> int:
@@ -62,7 +61,7 @@ class EngineProcess:
     @property
     def runs(self) -> bool:
         """Whether it can be asked."""
-        return self._channel.fileno() != -1 and self._process.poll() is None
+        return self._end.alive and self._process.poll() is None
 
     def ask(self, what: str, request: Sequence[object], seconds: float) -> Any:
         """Have something done.
@@ -82,15 +81,19 @@ class EngineProcess:
         """
         parts = message(request)
         with self._lock:
+            if self._death:
+                raise EngineDied(self._death)
             try:
                 self._channel.settimeout(seconds)
                 send(self._channel, parts)
                 kind, *answer = receive(self._channel)
-            except TimeoutError:
-                raise EngineDied(f"{self.engine}: no answer to {what} for {seconds:.0f} s{self._end()}") from None
-            except (EOFError, OSError):
-                raise EngineDied(f"{self.engine}: its process {self._end_of_itself()} in {what}{self._end()}") from None
+            except (EOFError, OSError) as error:
+                hangs = isinstance(error, TimeoutError)
+                what = f"no answer to {what} for {seconds:.0f} s" if hangs else f"{self._way_to_end()} in {what}"
+                self._death = f"{self.engine}: {what}; {self._end()}"
+                raise EngineDied(self._death) from None
             except BaseException:  # such as Ctrl-C: an answer may come that nobody waits for
+                self._death = f"{self.engine}: its process was ended when {what} was interrupted"
                 self._end()
                 raise
         if kind == "value":
@@ -101,34 +104,31 @@ class EngineProcess:
         raise error
 
     def end(self) -> None:
-        """End the process, whatever it does; a copy of this one, made by a fork, leaves it alone."""
-        if self._owner == os.getpid():
-            self._end()
+        """End the process, whatever it does."""
+        self._death = f"{self.engine}: its process was ended"
+        self._end()
 
-    def _end(self) -> str:
-        """End the process and remove its files; what it said last, as the end of a message."""
-        if self._channel.fileno() == -1:
-            return ""
-        self._process.kill()
-        self._process.wait()
-        self._channel.close()
-        words = _last_words(self._stderr)
-        shutil.rmtree(self._folder, ignore_errors=True)
-        return f"; its last words: {words}" if words else "; it said nothing"
-
-    def _end_of_itself(self) -> str:
+    def _way_to_end(self) -> str:
         try:
             status = self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:
-            return "went silent"
+            return "its process went silent"
         if status >= 0:
-            return f"ended with status {status}"
+            return f"its process ended with status {status}"
         memory = ", as the system does when memory runs out" if status == -signal.SIGKILL else ""
-        return f"was ended by {signal.Signals(-status).name}{memory}"
+        return f"its process was ended by {signal.Signals(-status).name}{memory}"
 
-    @property
-    def _stderr(self) -> Path:
-        return self._folder / "stderr"
+
+def _ended(owner: int, process: subprocess.Popen, channel: socket.socket, folder: Path) -> str:
+    """End a process and remove its files; says what its last words were. A copy of its owner leaves it alone."""
+    if owner != os.getpid():
+        return ""
+    process.kill()
+    process.wait()
+    channel.close()
+    words = _last_words(folder / "stderr")
+    shutil.rmtree(folder, ignore_errors=True)
+    return f"its last words: {words}" if words else "it said nothing"
 
 
 class EngineInChild:
@@ -244,11 +244,4 @@ def _last_words(file: Path) -> str:
     return next((line[:_WORDS] for line in reversed(lines) if line), "")
 
 
-_PROCESSES: WeakSet[EngineProcess] = WeakSet()
 _IDLE: dict[str, EngineProcess] = {}  # by engine
-
-
-@atexit.register
-def _end_all() -> None:
-    for process in _PROCESSES:
-        process.end()
