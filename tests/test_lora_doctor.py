@@ -20,6 +20,7 @@ from llorch.lora.doctor_readers import READER_CHECKS
 from llorch.lora.gguf_format import write_lora_gguf
 from llorch.lora.logits import probe_ids, run
 from llorch.lora.peft_format import write_peft
+from llorch.producers.process import in_child
 from llorch.weights import open_weights
 
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -161,6 +162,20 @@ def test_an_engine_that_is_not_installed_is_not_run(tmp_path, monkeypatch):
     verdict, text = verdicts(adapter, base, ("peft",))["logits in PEFT"]
     assert verdict == "NOT RUN"
     assert "llorch[golden]" in text
+
+
+@pytest.mark.live
+def test_an_engine_that_does_not_survive_is_not_run_and_the_other_goes_on(tmp_path, monkeypatch):
+    adapter, base, _ = made(tmp_path)
+    deadly = {"transformers": ("os:_exit", 7)}
+    monkeypatch.setattr(
+        "llorch.lora.doctor_engines.in_child",
+        lambda engine, path, *what: in_child(engine, path, *deadly.get(engine, what)),
+    )
+    found = verdicts(adapter, base, ("peft", "llamacpp"))
+    assert found["logits in PEFT"][0] == "NOT RUN"
+    assert found["logits in PEFT"][1].startswith("transformers: its process ended with status 7 in _exit; ")
+    assert found["logits in llama.cpp"][0] == "ok"
 
 
 def test_one_wrong_logit_of_an_engine_is_found(tmp_path, monkeypatch):
