@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import llama_cpp
 import numpy as np
@@ -334,9 +335,7 @@ def _decode(
 
 
 @contextmanager
-def _sampler_chain(
-    settings: SamplingSettings, history: Sequence[int], *, n_vocab: int
-) -> "Iterator[llama_cpp.llama_sampler_p]":
+def _sampler_chain(settings: SamplingSettings, history: Sequence[int], *, n_vocab: int) -> Iterator[Any]:
     chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
     parts = [
         llama_cpp.llama_sampler_init_penalties(n_vocab, len(history), settings.repetition_penalty, 0.0, 0.0),
