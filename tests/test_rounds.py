@@ -1,14 +1,12 @@
 """benchmarks/rounds.py: engines that do not survive are not run, and the others are timed to the end."""
 
 import importlib
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 from command_line import REPOSITORY
 
-from llorch.builtin import builtin_path
 from llorch.errors import EngineDied
 
 
@@ -47,11 +45,13 @@ def test_an_engine_that_ends_is_named_and_the_others_go_on(rounds: Any, end: int
 
 
 @pytest.mark.live
-def test_engines_of_others_are_timed_in_their_process(rounds: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    engines = importlib.import_module("engines")
-    makers = {"llama.cpp": lambda: engines.foreign("LlamaCpp", builtin_path("story"), 1)}
+def test_engines_of_others_are_timed_in_their_process(rounds: Any, monkeypatch: pytest.MonkeyPatch):
+    engines, models = importlib.import_module("engines"), importlib.import_module("random_models")
+    small = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     monkeypatch.setattr("time.process_time", lambda: 1 / 0)  # of this process, which only waits
-    samples = rounds.interleave(makers, [4, 8], 2, 1)
+    with models.random_model(models.QWEN_05B | small | {"vocab_size": 2048}) as folder:
+        makers = {"llama.cpp": lambda: engines.foreign("LlamaCpp", folder / "model.gguf", 1)}
+        samples = rounds.interleave(makers, [4, 8], 2, 1)
     assert {what: len(of_one) for what, of_one in samples["llama.cpp"].items()} == {
         "prefill 4": 1,
         "decode": 1,
