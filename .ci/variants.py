@@ -71,7 +71,8 @@ class Variant:
     def commands(self) -> tuple[str, ...]:
         """What is run under it, by python."""
         files = [name for name in FILES.split() if self.left_out is None or not name.startswith(self.left_out)]
-        return (*VERIFY, "-m pytest -q -p variants --no-header " + " ".join(f"tests/test_{name}.py" for name in files))
+        tests = " ".join(f"tests/test_{name}.py" for name in files)
+        return (*VERIFY, f"-m pytest -n 0 -q -p variants --no-header {tests}")
 
 
 FOUR_THREADS = dict.fromkeys(THREADS, "4") | {  # waiting ones sleep: they may be more than there are cores

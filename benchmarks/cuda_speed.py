@@ -222,7 +222,7 @@ def main(device: str, names: tuple[str, ...], output: Path) -> None:
         sys.exit(NOT_RUN)
     root, python = Path(__file__).parents[1], sys.executable
     checks = [
-        run([python, "-m", "pytest", "-m", "gpu", "-q"], root),
+        run([python, "-m", "pytest", "-n", "0", "-m", "gpu", "-q"], root),
         run([python, "-m", "llorch", "verify", "--backend", "torch", "--device", device], root),
     ]
     shapes = [one_shape(name, device) for name in names]

@@ -172,7 +172,7 @@ class Tree:
     def _pytest(self, tests: Iterable[Path]) -> str:
         """What some tests say; those that run the engines only where the area asks for them."""
         marks = "not gpu and not weights" + ("" if self.area.live else " and not live and not slow")
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", marks]
+        command = [sys.executable, "-m", "pytest", "-n", "0", "-x", "-q", "-p", "no:cacheprovider", "-m", marks]
         done = self._run([*command, *map(str, tests)])
         return "timed out" if done is None else "survived" if done in (0, 5) else "caught"  # 5: no test selected
 

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 from click.testing import CliRunner, Result
@@ -24,8 +25,14 @@ def spawn(*args: str, stdin: str = "", cwd: Path = REPOSITORY, **environment: st
         input=stdin,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
         cwd=cwd,
         env=os.environ | environment,
     )
+
+
+@cache
+def verified() -> subprocess.CompletedProcess[str]:
+    """What `llorch verify` says, for all tests that look at it."""
+    return spawn("verify")

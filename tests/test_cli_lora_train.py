@@ -130,13 +130,13 @@ def test_a_signal_ends_the_step_and_saves(tmp_path: Path, number: signal.Signals
 
     output = tmp_path / "mine"
     process = started(output)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not ((output / "log.jsonl").exists() and (output / "log.jsonl").stat().st_size > 1000):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.02)
     process.send_signal(number)
-    stdout, stderr = process.communicate(timeout=30)
+    stdout, stderr = process.communicate(timeout=300)
     assert (process.returncode, stdout) == (128 + number, "")
     assert "are saved in" in stderr.splitlines()[-1]
     found = SnapshotStore(output).newest()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command_line import invoke, spawn
+from command_line import invoke, spawn, verified
 from tiny_models import random_tensors, write_folder
 
 TOKENS = "3,1,4,15,9,2,6,5"
@@ -45,7 +45,7 @@ def test_every_built_in_model_agrees_with_its_goldens():
     from llorch.stages import CHECKPOINTS
     from llorch.training_goldens import MODELS
 
-    result = spawn("verify")
+    result = verified()
     assert result.returncode == 0, result.stdout
     for name in BUILTIN:
         lines = result.stdout.split(f"{name}\n")[1].split("\n\n")[0].splitlines()
@@ -76,8 +76,13 @@ def test_json_has_every_row_and_a_summary_that_counts_them():
     assert {backend: counts["all"]["places"] for backend, counts in closer.items()} == dict.fromkeys(BACKENDS, places)
 
 
-def test_detail_has_a_line_per_stage_and_says_where_its_row_lies():
-    lines = spawn("verify", "micro-qwen3", "--detail").stdout.splitlines()
+@pytest.fixture(scope="module")
+def detail() -> str:
+    return spawn("verify", "micro-qwen3", "--detail").stdout
+
+
+def test_detail_has_a_line_per_stage_and_says_where_its_row_lies(detail: str):
+    lines = detail.splitlines()
     shown = [line[4:20].strip() for line in lines if line.startswith("02 ")]
     assert shown == ["q_proj", "k_proj", "v_proj", "q_norm", "k_norm"]
     assert all("isolated" in line or "chained" in line for line in lines if line.startswith("02 "))
@@ -149,15 +154,16 @@ def test_combinations_without_a_meaning_are_usage_errors(words: str, expected: s
 
 
 def test_a_prompt_that_does_not_fit_is_refused_before_an_engine_runs():
-    result = invoke("verify", "micro-llama", "story", "--against", "llamacpp", "--prompt", "a fox " * 300)
+    result = invoke("verify", "story", "--against", "llamacpp", "--prompt", "a fox " * 300)
     assert result.exit_code == 2
     assert "tokens do not fit the context of 512; give fewer --tokens or a shorter --prompt" in result.stderr
 
 
 def test_color_is_for_terminals_and_on_request_only():
-    assert "\x1b[" not in spawn("verify", "micro-llama").stdout
-    assert "\x1b[32m" in spawn("verify", "micro-llama", FORCE_COLOR="1").stdout
-    assert "\x1b[32m" not in spawn("verify", "micro-llama", FORCE_COLOR="1", NO_COLOR="1").stdout
+    command = ("verify", "micro-llama3")  # whose goldens are the fewest
+    assert "\x1b[" not in spawn(*command).stdout
+    assert "\x1b[32m" in spawn(*command, FORCE_COLOR="1").stdout
+    assert "\x1b[32m" not in spawn(*command, FORCE_COLOR="1", NO_COLOR="1").stdout
 
 
 @pytest.mark.live
@@ -189,15 +195,14 @@ def test_one_engine_that_is_missing_leaves_one_witness(tmp_path: Path, monkeypat
 
 
 def test_training_is_shown_beside_peft_and_a_missing_golden_of_it_is_not_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    detail: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     from llorch.builtin import goldens_folder
 
-    shown = spawn("verify", "micro-qwen3", "--detail").stdout
-    (header,) = [line for line in shown.splitlines() if line.startswith("checkpoint ") and " peft " in line]
+    (header,) = [line for line in detail.splitlines() if line.startswith("checkpoint ") and " peft " in line]
     assert "transformers" not in header
-    assert "18  second_moment" in shown
-    assert "18 parameters: in learning rates" in shown
+    assert "18  second_moment" in detail
+    assert "18 parameters: in learning rates" in detail
     shutil.copytree(goldens_folder() / "micro-qwen3", tmp_path / "micro-qwen3")
     (tmp_path / "micro-qwen3" / "training.json").unlink()
     monkeypatch.setattr("llorch.verify_training.goldens_folder", lambda: tmp_path)

@@ -51,7 +51,7 @@ def test_packed_matrices_agree_on_torch():
 
 
 def test_detail_says_which_variant_a_row_is_of():
-    result = invoke("verify", "micro-qwen3", "--backend", "torch", "--dtype", "float32", "--detail")
+    result = invoke("verify", "micro-llama3", "--backend", "torch", "--dtype", "float32", "--detail")
     lines = [line for line in result.stdout.splitlines() if line.startswith("05 ")]
     assert all(", torch-cpu-float32" in line for line in lines)
 

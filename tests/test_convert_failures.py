@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import takewhile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -51,7 +52,7 @@ except OSError as error:
 def test_a_write_that_fails_in_the_middle_leaves_the_old_target(tmp_path: Path, target: str, room: int):
     convert(builtin_path("micro-qwen3"), tmp_path / target)
     command = [sys.executable, "-c", FULL, str(builtin_path("micro-llama")), str(tmp_path / target), str(room)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=REPOSITORY, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=REPOSITORY, timeout=300)
     assert done.returncode == 1
     assert done.stderr.strip() == f"{tmp_path / target}: File too large; nothing was written"
     assert names(tmp_path) == [target]
@@ -121,7 +122,7 @@ def without_privileges() -> Iterator[None]:
 @pytest.mark.parametrize("target", ["m.gguf", "folder"])
 def test_a_folder_that_may_not_be_written_is_named(tmp_path_factory: pytest.TempPathFactory, target: str):
     place = tmp_path_factory.mktemp("readonly")
-    for folder in (place, place.parent, place.parent.parent):
+    for folder in takewhile(lambda folder: not folder.stat().st_mode & 0o001, (place, *place.parents)):
         folder.chmod(0o755)  # so that anybody gets here
     place.chmod(0o555)
     (source := place.parent / f"{target}-source.gguf").write_bytes(builtin_path("micro-llama").read_bytes())
@@ -172,6 +173,6 @@ def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path, back: bool):
         convert(source, target)
         source, target = target, tmp_path / "b"
     command = [sys.executable, "-c", MEASURED, str(source), str(target)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY, timeout=300)
     grown = int(done.stdout)
     assert grown < 40e6, f"{grown / 1e6:.0f} MB"

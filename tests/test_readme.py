@@ -6,12 +6,11 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from command_line import spawn
+from command_line import spawn, verified
 
 from llorch.cli import main
 from llorch.stages import CHECKPOINTS
@@ -34,11 +33,6 @@ def test_the_first_two_blocks_are_the_two_commands():
 def test_a_command_on_built_in_models_runs(line: str, tmp_path: Path):
     done = verified() if line == "llorch verify" else spawn(*shlex.split(line)[1:], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-
-
-@cache
-def verified() -> subprocess.CompletedProcess[str]:
-    return spawn("verify")
 
 
 def program(block: str, folder: Path) -> str:

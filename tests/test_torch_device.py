@@ -124,7 +124,7 @@ def test_absent_torch_is_one_line_that_says_what_to_install(verb: list[str]):
 
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, *verb, "--backend", "torch"],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (3, "")
     assert done.stderr.startswith("llorch: torch is not installed; get it with: pip install 'llorch[torch]'")

@@ -20,7 +20,7 @@ def data(tmp_path: Path) -> Path:
     return write_data(tmp_path / "data")
 
 
-def wait_for(condition, seconds: float = 60.0) -> None:
+def wait_for(condition, seconds: float = 300.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
@@ -47,9 +47,9 @@ def test_a_signal_ends_the_step_saves_and_leaves_with_its_code(number: signal.Si
     wait_for(lambda: lines(folder) > 3)
     process.send_signal(number)
     begin = time.monotonic()
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=300)
     assert process.returncode == 128 + number
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 60
     steps = SnapshotStore(folder).steps()
     assert f"stopped after {steps[-1]} of 500 steps, which are saved in {folder}; go on with --resume" in said
     assert leftovers(folder) == []
@@ -85,4 +85,4 @@ def test_a_second_signal_leaves_in_the_middle_of_a_step(slow_steps: subprocess.P
     time.sleep(0.3)
     assert slow_steps.poll() is None  # the step is finished first
     slow_steps.send_signal(signal.SIGTERM)
-    assert slow_steps.wait(timeout=10) == 128 + signal.SIGTERM
+    assert slow_steps.wait(timeout=40) == 128 + signal.SIGTERM
