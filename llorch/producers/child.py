@@ -50,7 +50,8 @@ def _alone() -> socket.socket:
     """Keep the engine off the channel and the terminal, and let nothing happen to others for its sake."""
     channel = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
+    for number in (signal.SIGINT, signal.SIGTERM):  # to a whole group: they are for the process that asks
+        signal.signal(number, signal.SIG_IGN)
     faulthandler.disable()  # its stack would stand where the last words are
     logging.basicConfig(format="%(message)s")
     logging.getLogger("llorch").setLevel(logging.DEBUG)
