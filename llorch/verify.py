@@ -185,8 +185,23 @@ def _truth(
         return None
     say(f"running {WITNESS}")
     with not_run(WITNESS, failed):
+        require_truth(open_weights(path))
         return take_truth(path, cases, evidence, n_greedy=n_greedy)
     return None
+
+
+def require_truth(weights: Weights) -> None:
+    """Refuse a model that does not fit as float64, before an engine loads it.
+
+    Args:
+        weights: The model.
+
+    Raises:
+        MemoryError: It needs more than is free.
+    """
+    needed, free = 8 * sum(math.prod(weights.shape(name)) for name in weights), available_memory()
+    if needed > free:
+        raise MemoryError(f"the truth needs float64 weights, {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free")
 
 
 def verify_as_stored(

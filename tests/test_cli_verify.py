@@ -65,7 +65,8 @@ def test_json_has_every_row_and_a_summary_that_counts_them():
     rows, summary = found["rows"], found["summary"]
     assert result.returncode == 0
     assert all(row.keys() >= set(FIELDS) for row in rows)
-    assert {row["producer"] for row in rows} == {"reader", "llamacpp", "transformers", "peft"}
+    foreign = {"reader", "llamacpp", "transformers", "peft", "transformers-float64", "peft-float64"}
+    assert {row["producer"] for row in rows} == foreign | {"ours"}
     assert {row["mode"] for row in rows} == {"isolated", "chained", "decode", "exact"}
     assert summary["comparisons"] == len(rows) == summary["passed"]
     from llorch.verifier import BACKENDS

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from planted import golden_of
 from tiny_models import random_tensors, write_folder
 
 from llorch import builtin, verify
@@ -12,6 +13,7 @@ from llorch.evidence import TokenCheck
 from llorch.foundation import differing, foreign_tensors, own_tensors
 from llorch.model import Model
 from llorch.tokenizer import Tokenizer
+from llorch.truth import WITNESS
 from llorch.verifier import FAIL, PASS
 from llorch.verify import foundation_rows, token_rows, verify_live, verify_stored
 from llorch.weights import open_weights
@@ -162,3 +164,16 @@ def test_a_model_that_does_not_fit_every_engine_is_refused_with_the_figures(monk
     verify.require_engines(weights, ["llamacpp"])
     with pytest.raises(MemoryError, match=r"need float32 weights in every engine, about .* are free; use --numerics"):
         verify.require_engines(weights, ["llamacpp", "transformers"])
+
+
+def test_a_truth_that_does_not_fit_is_not_run_and_says_so(monkeypatch: pytest.MonkeyPatch):
+    weights = open_weights(PATH)
+    needed = 8 * sum(int(np.prod(weights.shape(name))) for name in weights)
+    monkeypatch.setattr("llorch.verify.available_memory", lambda: needed)
+    verify.require_truth(weights)
+    monkeypatch.setattr("llorch.verify.available_memory", lambda: needed - 1)
+    failed: dict[str, str] = {}
+    evidence = dict(golden_of("micro-qwen2").evidence)
+    assert verify._truth(PATH, {}, evidence, 1, print, failed) is None
+    assert failed.keys() == {WITNESS}
+    assert failed[WITNESS].startswith("the truth needs float64 weights, ")
