@@ -142,7 +142,8 @@ def test_checkpoint_14_ties_are_of_half_precision_alone(target: str):
 
 def test_checkpoint_14_in_float64_is_far_below_its_limit_of_the_truth():
     every = [row for model in BUILTIN for row in rows("torch-cpu-float64", model) if row.mode != "exact"]
-    assert {row.tolerance for row in every} == {0.0, MATHEMATICS.error}
+    of_one_pass = [row for row in every if row.mode != "decode"]  # a part of a pass has the limit of the whole
+    assert {row.tolerance for row in of_one_pass} == {0.0, MATHEMATICS.error}
     assert max(row.error for row in every) < MATHEMATICS.error / 4
 
 
