@@ -132,9 +132,10 @@ def test_a_stream_that_the_caller_closed_is_no_error(words: str, closed: str):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="NOT RUN: no /dev/full")
 @pytest.mark.parametrize("words", ["inspect story", "verify micro-llama", "run story Once -n 2"])
-def test_output_to_a_full_disk_is_one_line(words: str):
+@pytest.mark.parametrize("buffered", ["", "1"])
+def test_output_to_a_full_disk_is_one_line(words: str, buffered: str):
     done = subprocess.run(
-        ["sh", "-c", f"{sys.executable} -m llorch {words} >/dev/full"],
+        ["sh", "-c", f"PYTHONUNBUFFERED={buffered} {sys.executable} -m llorch {words} >/dev/full"],
         capture_output=True, check=False, cwd=REPOSITORY, text=True,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (74, "llorch: [Errno 28] No space left on device\n")

@@ -100,10 +100,9 @@ def reported(*, traceback: bool = False) -> Iterator[None]:
         raise  # click's own ways to end
     except (Exception, KeyboardInterrupt) as error:
         code = exit_code(error)
-        if code == BROKEN_PIPE:
-            _abandon_stdout()
-        else:
+        if code != BROKEN_PIPE:
             _explain(error, traceback=traceback or code == BUG)
+        _abandon_broken_stdout()
         raise click.exceptions.Exit(code) from None
 
 
@@ -121,6 +120,9 @@ def _open_closed_streams() -> None:
     sys.stderr = sys.stderr or Path(os.devnull).open("w")
 
 
-def _abandon_stdout() -> None:
-    """Nobody reads on: what is still buffered must not raise again at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _abandon_broken_stdout() -> None:
+    """Where nobody reads on, or the disk is full, what is still buffered must not raise again at exit."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -14,8 +14,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
-import llama_cpp
-
 from llorch.config import ModelConfig
 from llorch.numerics import DtypeName
 from llorch.weights import Weights, open_weights
@@ -25,6 +23,7 @@ from llorch.weights.quant import GGMLType
 
 logger = logging.getLogger(__name__)
 
+ALL_F32 = 0  # LLAMA_FTYPE_ALL_F32 of llama.h
 
 FLOAT_TYPES: Mapping[DtypeName, GGMLType] = {
     "float32": GGMLType.F32,
@@ -67,7 +66,7 @@ def _written(weights: Weights, copy: Path, dtype: DtypeName) -> tuple[Path, str]
     _check_room(n_bytes, dtype, copy.parent)
     logger.info("%s: goes to llama.cpp as %s, %.1f MB in %s", weights.path, dtype, n_bytes / 1e6, copy)
     if dtype == "float32" and isinstance(weights.source, GGUFFile):
-        write_by_llamacpp(Path(weights.path), copy, llama_cpp.LLAMA_FTYPE_ALL_F32)
+        write_by_llamacpp(Path(weights.path), copy, ALL_F32)
         return copy, "F32, decoded and written by llama.cpp"
     write_gguf(weights, copy, ggml_type=FLOAT_TYPES[dtype], tokenizer_metadata=None)
     return copy, f"{FLOAT_TYPES[dtype].name}, read and written by llorch"
@@ -84,6 +83,8 @@ def write_by_llamacpp(path: Path, copy: Path, ftype: int) -> None:
     Raises:
         RuntimeError: It refuses.
     """
+    import llama_cpp
+
     settings = llama_cpp.llama_model_quantize_default_params()
     settings.ftype, settings.allow_requantize = ftype, True
     if status := llama_cpp.llama_model_quantize(os.fsencode(path), os.fsencode(copy), ctypes.pointer(settings)):
