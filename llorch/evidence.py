@@ -185,10 +185,11 @@ def not_run(name: str, failed: dict[str, str] | None) -> Iterator[None]:
     """
     try:
         yield
-    except (ImportError, MemoryError, OSError, RuntimeError, ValueError) as error:
+    except (ImportError, LookupError, MemoryError, OSError, RuntimeError, ValueError) as error:
         if failed is None:
             raise
-        failed[name] = " ".join(str(error).split()) or type(error).__name__
+        kind = type(error).__name__ if isinstance(error, LookupError) or not str(error) else ""
+        failed[name] = " ".join([kind, *str(error).split()]).strip()
 
 
 def save(folder: Path, golden: Golden) -> None:

@@ -22,6 +22,7 @@ from tiny_models import (
 from llorch.cache import KVCache
 from llorch.forward import forward
 from llorch.replay import Pass, chained
+from llorch.truth import WITNESS
 from llorch.verifier import FAIL, PASS, run
 from llorch.verify import verify_live
 from llorch.weights import open_weights
@@ -63,13 +64,13 @@ def test_a_bias_of_the_output_projection_is_added_in_forward_and_in_the_stage_ta
 def test_a_folder_with_every_bias_verifies_live_against_both_engines(folder: Path):
     rows = list(verify_live(folder, IDS, ["llamacpp", "transformers"]))
     assert [row for row in rows if row.verdict != PASS] == []
-    assert {row.producer for row in rows if row.stage == "attn_out"} == {"llamacpp", "transformers"}
+    assert {row.producer for row in rows if row.stage == "attn_out"} == {"llamacpp", "transformers", WITNESS}
 
 
 @pytest.mark.live
 def test_both_cases_are_judged_at_their_own_positions(folder: Path):
     rows = list(verify_live(folder, IDS, ["llamacpp"]))
-    assert {row.case for row in rows if row.stage == "q_rope"} == {"near", "far"}
+    assert {row.case for row in rows if row.stage == "q_rope" and row.mode != "decode"} == {"near", "far"}
     assert {row.case for row in rows if row.mode == "decode"} == {
         *(f"near, {n} cached" for n in (1, 6, 11)),
         *(f"far, {n} cached" for n in (1, 4, 7)),
@@ -85,10 +86,17 @@ def test_a_folder_of_several_files_is_read_whole_by_the_other_reader(tmp_path: P
     files = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
     for file, part in files.items():
         safetensors.numpy.save_file({name: tensors[name] for name in part}, folder / file)
-    index = {"weight_map": {name: file for file, part in files.items() for name in part}}
+    index = {"metadata": {}, "weight_map": {name: file for file, part in files.items() for name in part}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     rows = list(verify_live(folder, IDS, ["llamacpp"]))
     assert rows[0].stage == "tensors"
+    assert [row for row in rows if row.verdict == FAIL] == []
+
+    failed: dict[str, str] = {}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index["weight_map"]}))
+    rows = list(verify_live(folder, IDS, ["llamacpp"], failed=failed))
+    assert failed == {WITNESS: "KeyError 'metadata'"}  # transformers wants it, llama.cpp and we do not
+    assert {row.producer for row in rows} == {"reader", "llamacpp"}
     assert [row for row in rows if row.verdict == FAIL] == []
 
 
@@ -100,7 +108,7 @@ def test_a_file_with_its_own_frequency_factors_verifies_live_against_both_engine
     path = write_file(tmp_path / "factors.gguf", {**tensors, "rope_freqs.weight": factors}, metadata)
     rows = list(verify_live(path, IDS, ["llamacpp", "transformers"]))
     assert [row for row in rows if row.verdict != PASS] == []
-    assert {row.producer for row in rows if row.stage == "q_rope"} == {"llamacpp", "transformers"}
+    assert {row.producer for row in rows if row.stage == "q_rope"} == {"llamacpp", "transformers", WITNESS}
 
 
 @pytest.mark.live
