@@ -1,5 +1,6 @@
 """The producer `transformers`: its dtypes, and what it says of models that transformers does not take."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 from tiny_models import random_tensors, write_folder
 
 from llorch.builtin import builtin_path
+from llorch.config import ModelConfig
 from llorch.numerics import DtypeName
 from llorch.producers import open_here as open_producer
 from llorch.quantised_models import write_model
@@ -86,3 +88,13 @@ def test_a_quantised_file_is_decoded_by_transformers_where_it_can(tmp_path: Path
         for short, row in inventory(weights.config).items():
             np.testing.assert_array_equal(state[row.huggingface].numpy(), weights.array(short))
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_hyperparameter_that_we_misread_is_no_part_of_what_transformers_computes(monkeypatch: pytest.MonkeyPatch):
+    right = open_weights(builtin_path("micro-llama3")).config
+    wrong = replace(right, rms_norm_eps=1.1 * right.rms_norm_eps, rope_theta=1.00001 * right.rope_theta)
+    monkeypatch.setattr(ModelConfig, "from_gguf", lambda *_, **__: wrong)
+    with open_producer("transformers", builtin_path("micro-llama3"), dtype="float64") as engine:
+        settings = engine._model.config  # pyright: ignore[reportAttributeAccessIssue]
+    assert settings.rms_norm_eps == right.rms_norm_eps
+    assert settings.rope_parameters["rope_theta"] == right.rope_theta

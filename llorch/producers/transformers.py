@@ -1,7 +1,8 @@
 """Goldens from transformers: the family's own class with eager attention, watched by hooks; in float32, if not told.
 
-A Hugging Face folder is loaded by transformers itself. So are the weights of a GGUF file, with a config that we make
-from the file's metadata; types that its loader does not know are decoded by us, and the provenance says who did.
+A Hugging Face folder is loaded by transformers itself. So are the weights of a GGUF file, and what its loader reads of
+the hyperparameters, so that a number which we misread is no part of the truth; the rest of the config is made by us.
+Types that its loader does not know are decoded by us, and the provenance says who did.
 
 In float64 every cast to a narrower dtype is widened, see `wide`: this is the truth that others are judged by.
 In bfloat16 and float16 all weights are cast, gains of norms too, as `from_pretrained(dtype=...)` does it; the RoPE
@@ -24,6 +25,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.initialization import no_init_weights
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from llorch.config import FactorScaling, LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
@@ -225,20 +227,23 @@ def _model_of_file(weights: Weights, dtype: DtypeName) -> tuple[Any, str, str]:
     rope, note = _rope_parameters(config, dtype)
     config_class, model_class = CLASSES[config.family]
     settings = {} if config.family == "qwen2" else {"attention_bias": config.qkv_bias}
+    settings |= {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.n_layers,
+        "num_attention_heads": config.n_heads,
+        "num_key_value_heads": config.n_kv_heads,
+        "rms_norm_eps": config.rms_norm_eps,
+    }
+    theirs = _as_transformers_understands(Path(weights.path))
     engine_config = config_class(
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.n_layers,
-        num_attention_heads=config.n_heads,
-        num_key_value_heads=config.n_kv_heads,
         head_dim=config.head_dim,
         vocab_size=config.vocab_size,
-        rms_norm_eps=config.rms_norm_eps,
         max_position_embeddings=config.max_position_embeddings,
         tie_word_embeddings=config.tie_word_embeddings,
-        rope_parameters=rope,
+        rope_parameters=rope | {name: theirs[name] for name in ("rope_theta",) if name in theirs},
         attn_implementation="eager",
-        **settings,
+        **{name: theirs.get(name, ours) for name, ours in settings.items()},
     )
     model, reader = (
         _as_transformers_reads(Path(weights.path), model_class, deepcopy(engine_config), dtype),
@@ -253,6 +258,14 @@ def _model_of_file(weights: Weights, dtype: DtypeName) -> tuple[Any, str, str]:
     if note.startswith("inv_freq"):
         _divide_frequencies(model, config)
     return model, note, reader
+
+
+def _as_transformers_understands(path: Path) -> dict[str, Any]:
+    """The hyperparameters that transformers' own reader finds in a GGUF file; none where it cannot read it."""
+    try:
+        return load_gguf_checkpoint(str(path), return_tensors=False)["config"]
+    except (ImportError, NotImplementedError, RuntimeError, ValueError):
+        return {}
 
 
 def _as_transformers_reads(path: Path, model_class: Any, engine_config: Any, dtype: DtypeName) -> Any:
