@@ -27,11 +27,19 @@ from typing import Any
 
 REPOSITORY = Path(__file__).parents[1]
 FILES = (
-    "backward cache forward kernels_cpu kernels_cpu_block kernels_cpu_layer kernels_cpu_quantised "
-    "kernels_frozen_linear model ops_attention ops_backward ops_cross_entropy ops_dora ops_linear ops_lora "
-    "ops_rms_norm ops_rope ops_swiglu quantised torch_cache torch_model torch_quantised torch_reproducible "
-    "train_numpy_step train_torch_forward train_torch_loss"
+    "backward cache forward pytorch/cpu/cpu pytorch/cpu/block pytorch/cpu/layer pytorch/cpu/quantised "
+    "pytorch/cpu/frozen_linear model ops/attention ops/backward ops/cross_entropy ops/dora ops/linear ops/lora "
+    "ops/rms_norm ops/rope ops/swiglu verify/quantised pytorch/cache pytorch/model pytorch/quantised "
+    "pytorch/reproducible train/numpy_step pytorch/train/forward pytorch/train/loss"
 )
+
+
+def test_file(name: str) -> str:
+    """Where the tests of a module lie."""
+    folder, slash, module = name.rpartition("/")
+    return f"tests/{folder}{slash}test_{module}.py"
+
+
 ALWAYS = ("test_so_is_a_query_of_attention",)
 VERIFY = ("-m llorch verify micro-qwen3 story", "-m llorch verify micro-qwen2 --backend torch --dtype float32")
 SHARES = 30  # so that all variants together take about four minutes on two cores
@@ -40,7 +48,7 @@ THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 KERNELS = """
 import contextlib, io, json, numpy, torch
 from threadpoolctl import threadpool_info
-from llorch.kernels.cpu_library import library
+from llorch.pytorch.cpu.library import library
 torch.ops.mkldnn._linear_pointwise(torch.ones(16, 16), torch.ones(16, 16), None, "none", [], "")  # oneDNN says its ISA
 blas = [pool for pool in threadpool_info() if pool["internal_api"] == "openblas"]
 print(json.dumps({
@@ -71,7 +79,7 @@ class Variant:
     def commands(self) -> tuple[str, ...]:
         """What is run under it, by python."""
         files = [name for name in FILES.split() if self.left_out is None or not name.startswith(self.left_out)]
-        tests = " ".join(f"tests/test_{name}.py" for name in files)
+        tests = " ".join(map(test_file, files))
         return (*VERIFY, f"-m pytest -n 0 -q -p variants --no-header {tests}")
 
 
@@ -88,7 +96,7 @@ VARIANTS = {
     "ATen AVX2": Variant({"ATEN_CPU_CAPABILITY": "avx2"}, {"aten": "AVX2"}, "avx2"),
     "oneDNN AVX2": Variant({"ONEDNN_MAX_CPU_ISA": "AVX2"}, {"onednn": "Intel AVX2"}, "avx2"),
     "no C compiler": Variant(
-        {"PATH": str(Path(sys.executable).parent), "CC": ""}, {"compiled": False}, left_out="kernels_cpu"
+        {"PATH": str(Path(sys.executable).parent), "CC": ""}, {"compiled": False}, left_out="pytorch/cpu"
     ),
     "4 threads": Variant(FOUR_THREADS, {"threads": 4}),
 }

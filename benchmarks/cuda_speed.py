@@ -23,8 +23,8 @@ import torch
 
 from llorch.bench import SHAPES, Load, measure, prompts, speeds
 from llorch.config import ModelConfig
-from llorch.torch_backend.bench import Made, TorchEngine, random, torch_subject
-from llorch.weights.names import inventory
+from llorch.files.names import inventory
+from llorch.pytorch.bench import Made, TorchEngine, random, torch_subject
 
 SHAPE_NAMES = ("llama-2-7b", "llama-3-8b")
 TYPES = (None, "Q8_0", "Q4_K")  # of the matrices; None is bfloat16

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from llorch.files.residency import Residency
     from llorch.numerics import Numerics
-    from llorch.weights.residency import Residency
 
 
 class Engine(Protocol):
@@ -49,7 +49,7 @@ def foreign(kind: str, path: Path, *args: object) -> Any:
     Returns:
         A `Timed` there.
     """
-    from llorch.producers.process import EngineInChild
+    from llorch.verify.witnesses.process import EngineInChild
 
     return EngineInChild({"LlamaCpp": "llama.cpp"}.get(kind, kind.lower()), path, "engines:Timed", kind, path, *args)
 
@@ -83,7 +83,7 @@ class LlorchTorch:
         """Load a GGUF file."""
         import torch
 
-        from llorch.torch_backend.model import load_torch
+        from llorch.pytorch.model import load_torch
 
         torch.set_num_threads(n_threads)
         self._torch = torch

@@ -21,10 +21,10 @@ import numpy as np
 
 from llorch.config import ModelConfig
 from llorch.convert import convert
-from llorch.truth import WITNESS
-from llorch.verifier import FAIL, TIE, Row
-from llorch.verify import verify_live
-from llorch.weights.names import inventory
+from llorch.files.names import inventory
+from llorch.verify.forward import verify_live
+from llorch.verify.truth import WITNESS
+from llorch.verify.verifier import FAIL, TIE, Row
 
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 SCALINGS: tuple[dict[str, Any] | None, ...] = (
@@ -77,8 +77,8 @@ def judged(
     for path in (folder, twin):
         yield from verify_live(path, ids, ["llamacpp", "transformers"], failed=failed)
         for dtype in dtypes:
-            from llorch.torch_backend.device import target
-            from llorch.torch_backend.verify import verify_torch_live
+            from llorch.pytorch.device import target
+            from llorch.verify.torch_verify import verify_torch_live
 
             on = target("cpu", dtype)
             yield from verify_torch_live(path, ids, ["llamacpp", "transformers"], on, failed=failed)

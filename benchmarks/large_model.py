@@ -46,8 +46,8 @@ def write(path: Path) -> None:
     import numpy as np
     from gguf import GGMLQuantizationType, GGUFWriter
 
-    from llorch.weights.export import add_hyperparameters
-    from llorch.weights.names import inventory
+    from llorch.files.export import add_hyperparameters
+    from llorch.files.names import inventory
 
     config = llama_7b()
     stored = [
@@ -73,7 +73,7 @@ def llama_7b():
     """The shape of Llama 2 7B."""
     from dataclasses import replace
 
-    from llorch.quantised_models import MODELS
+    from llorch.verify.quantised_models import MODELS
 
     return replace(
         MODELS["Q4_K"].config,
@@ -84,7 +84,7 @@ def llama_7b():
 
 def type_of(name: str):
     """The type of a matrix in a Q4_K_M file."""
-    from llorch.weights.quant import GGMLType
+    from llorch.files.quant import GGMLType
 
     layer = int(name.split(".")[1]) if name.startswith("layers.") else -1
     more = name == "lm_head" or (layer in MORE_BITS and name.endswith(("v_proj", "down_proj")))
@@ -95,7 +95,7 @@ def size_of(shape: tuple[int, ...], kind) -> int:
     """Bytes of a tensor; None is F32."""
     import math
 
-    from llorch.weights.quant import BLOCK_SIZES
+    from llorch.files.quant import BLOCK_SIZES
 
     n_elements, (size, n_bytes) = math.prod(shape), (1, 4) if kind is None else BLOCK_SIZES[kind]
     return n_elements // size * n_bytes
@@ -105,8 +105,8 @@ def blocks(shape: tuple[int, ...], kind, shift: int):
     """Random blocks, repeated: what they say does not matter here."""
     import numpy as np
 
-    from llorch.quantised_models import random_blocks
-    from llorch.weights.quant import BLOCK_SIZES
+    from llorch.files.quant import BLOCK_SIZES
+    from llorch.verify.quantised_models import random_blocks
 
     n_bytes = BLOCK_SIZES[kind][1]
     some = np.roll(random_blocks(kind, 1 << 12, key=kind.name), shift, axis=0)

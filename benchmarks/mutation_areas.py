@@ -14,7 +14,7 @@ class Area:
     Attributes:
         name: On the command line.
         sources: Patterns below `llorch`, without suffix; a file is in one area.
-        guards: Patterns of test files, without `test_` and suffix.
+        guards: Patterns of test files below `tests`, without `test_` and suffix.
         live: Whether the tests that run the engines are among them.
     """
 
@@ -29,7 +29,12 @@ class Area:
 
     def tests(self) -> list[Path]:
         """Test files, relative to the repository."""
-        return _matching("tests", (f"test_{name}" for name in self.guards.split()))
+        return _matching("tests", map(_of_tests, self.guards.split()))
+
+
+def _of_tests(name: str) -> str:
+    folder, slash, module = name.rpartition("/")
+    return f"{folder}{slash}test_{module}"
 
 
 def _matching(folder: str, patterns: Iterable[str]) -> list[Path]:
@@ -51,50 +56,44 @@ AREAS = (
     Area(
         "ops",
         "ops/* forward backward cache numerics memory finite",
-        "ops_* forward backward cache finite memory lora_adapted train_numpy_step checkpoints",
+        "ops/* forward backward cache finite memory lora/adapted train/numpy_step verify/checkpoints",
     ),
-    Area("config", "config fields errors builtin", "config* fields weights weights_hostile examples"),
-    Area(
-        "files",
-        "weights/[!ep]* weights/packed weights/blocks/*",
-        "weights* gguf* safetensors* matrix quant quant_blocks residency verify_folder",
-    ),
+    Area("config", "config fields errors builtin stages", "config* fields files/weights* stages repository/examples"),
+    Area("files", "files/[!ep]* files/packed files/blocks/*", "files/[!e]* verify/verify_folder"),
     Area(
         "export",
-        "convert weights/e* weights/placing tokenizer/export*",
-        "export* convert convert_checks convert_failures quant_blocks",
+        "convert model_places files/e* files/placing tokenizer/export*",
+        "files/export* convert convert_checks convert_failures files/quant_blocks",
     ),
-    Area("tokenizer", "tokenizer/[!e]*", "tokenizer* export_tokenizer quality_windows"),
-    Area("generation", "sampling generate model", "sampling generate model model_adapters teeth_forward cli_run"),
+    Area("tokenizer", "tokenizer/[!e]*", "tokenizer/* files/export_tokenizer verify/quality/windows"),
     Area(
-        "torch",
-        "torch_model torch_cache torch_backend/[!otv]*",
-        "torch_* kernels_fused_model lora_torch_serving bench",
+        "generation", "sampling generate model", "sampling generate model model_adapters verify/teeth_forward cli/run"
     ),
-    Area("kernels", "kernels/*", "kernels_* torch_reproducible torch_model torch_quantised"),
-    Area("lora", "lora/*", "lora_* cli_lora_files model_adapters"),
-    Area("data", "train/data/*", "train_data_* cli_data"),
-    Area("train", "train/*", "train_[!d]* train_disk cli_lora_train"),
+    Area("torch", "pytorch/* pytorch/lora/*", "pytorch/* pytorch/lora/*"),
+    Area("kernels", "pytorch/cpu/* pytorch/cuda/*", "pytorch/cpu/* pytorch/cuda/* pytorch/model pytorch/quantised"),
+    Area("lora", "lora/* verify/doctor/*", "lora/* verify/doctor/* cli/lora_files model_adapters"),
+    Area("data", "train/data/*", "train/data_* cli/data"),
+    Area("train", "train/* pytorch/train/* verify/resume", "train/[!d]* train/disk pytorch/train/* cli/lora_train"),
     Area(
         "verification",
-        "compare diagnose evidence foundation half model_places quantised quantised_goldens quantised_limits "
-        "quantised_models replay stages sums truth verifier verify verify_quantised",
-        "compare* evidence half matrix mistakes quantised* replay stages sums verifier* verify* checkpoint_13 teeth",
+        "verify/[!rt]* verify/[rt][!eo]*",
+        "verify/[!t]* verify/teeth files/matrix",
     ),
-    Area("mistakes", "mistakes/*", "mistakes teeth*"),
+    Area("mistakes", "verify/mistakes/*", "verify/mistakes verify/teeth*"),
     Area(
         "training_proof",
-        "training_* verify_training",
-        "training_* checkpoint_1[5-9] checkpoint_20 make_training teeth_training",
+        "verify/training/[!t]*",
+        "verify/training_* verify/checkpoint_1[5-9] verify/checkpoint_20 verify/teeth_training "
+        "repository/make_training",
     ),
     Area(
         "torch_proof",
-        "torch_backend/observed torch_backend/training_path torch_backend/v*",
-        "torch_verifier torch_quantised checkpoint_14 teeth_torch training_half cli_verify_torch",
+        "verify/to* verify/training/t* verify/rep*",
+        "pytorch/verifier pytorch/quantised verify/checkpoint_14 verify/teeth_torch cli/verify_torch",
     ),
-    Area("quality", "quality/* bench", "quality_[sw]* cli_quality bench cli_bench"),
-    Area("report", "report/*", "pages report_half readme cli_verify"),
-    Area("producers", "producers/*", "producers* trace_check evidence", live=True),
-    Area("cli", "__init__ __main__ threads cli/*", "cli* layers"),
-    Area("cli_lora", "cli/lora/* cli/data/*", "cli_lora* cli_data cli_run_adapter"),
+    Area("quality", "verify/quality/* bench", "verify/quality/[sw]* cli/quality bench cli/bench"),
+    Area("report", "verify/report/*", "verify/pages verify/report_half repository/readme cli/verify"),
+    Area("producers", "verify/witnesses/*", "verify/witnesses/* verify/evidence", live=True),
+    Area("cli", "__init__ __main__ threads cli/*", "cli/* repository/layers"),
+    Area("cli_lora", "cli/lora/* cli/data/*", "cli/lora* cli/data cli/run_adapter"),
 )

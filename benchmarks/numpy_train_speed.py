@@ -30,12 +30,12 @@ def step_time(name: str, tokens: int) -> float:
     import numpy as np
 
     from llorch.builtin import builtin_path
+    from llorch.files import open_weights
     from llorch.lora.config import LoraConfig
     from llorch.lora.initial import initial_adapter
     from llorch.train.adamw import adamw_step, clip_by_norm
     from llorch.train.batch import IGNORED, Batch
     from llorch.train.numpy_step import loss_and_gradients
-    from llorch.weights import open_weights
 
     weights = open_weights(builtin_path(name)).astype(np.float64)
     adapter = initial_adapter(LoraConfig(r=8), weights, init="default", seed=0)

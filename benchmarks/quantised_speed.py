@@ -75,7 +75,7 @@ def quantised(source: Path, name: str, n_threads: int) -> Path:
         ChildProcessError: It refused.
     """
     from llorch.errors import EngineDied
-    from llorch.producers.process import in_child
+    from llorch.verify.witnesses.process import in_child
 
     click.echo(f"quantising to {name}", err=True)
     path = source.with_name(f"{name}.gguf")

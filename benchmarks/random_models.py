@@ -33,9 +33,9 @@ def random_model(config: dict[str, object]) -> Iterator[Path]:
     from safetensors.numpy import save_file
 
     from llorch.config import ModelConfig
-    from llorch.weights import open_weights
-    from llorch.weights.export import write_gguf
-    from llorch.weights.names import inventory
+    from llorch.files import open_weights
+    from llorch.files.export import write_gguf
+    from llorch.files.names import inventory
 
     rng = np.random.default_rng(0)
     with tempfile.TemporaryDirectory(prefix="llorch-benchmark-") as name:

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from rounds import processor
 
+from llorch.pytorch.decoding import left_padded
+from llorch.pytorch.model import TorchModel, load_torch
 from llorch.sampling import SamplingSettings
-from llorch.torch_backend.decoding import left_padded
-from llorch.torch_backend.model import TorchModel, load_torch
 
 BATCHES = (1, 2, 4, 8, 16)
 Prompts = Sequence[Sequence[int]]

@@ -1,7 +1,7 @@
 """Time and memory of whole processes: importing, verifying everything built in, opening a real vocabulary.
 
     python benchmarks/start_up.py
-    python benchmarks/start_up.py --vocabulary DIR/ggml-vocab-llama-bpe.gguf     (see tests/fetch_vocabularies.py)
+    python benchmarks/start_up.py --vocabulary DIR/ggml-vocab-llama-bpe.gguf   (tests/support/fetch_vocabularies.py)
 
 Medians of some runs after one that is not counted; memory is the peak of the process.
 """
@@ -17,7 +17,7 @@ import click
 from rounds import processor
 
 OPEN = (
-    "import sys; from llorch.weights.gguf import open_gguf; file = open_gguf(sys.argv[1]); "
+    "import sys; from llorch.files.gguf import open_gguf; file = open_gguf(sys.argv[1]); "
     "print(sum(len(token) for token in file.metadata['tokenizer.ggml.tokens']))"
 )
 

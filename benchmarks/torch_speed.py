@@ -69,7 +69,7 @@ def main(
 def file_of(folder: Path, kind: str, n_threads: int) -> Path:
     """The file of a type, made when it is not there."""
     from llorch.convert import convert
-    from llorch.weights.quant import GGMLType
+    from llorch.files.quant import GGMLType
 
     if kind == "F32":
         return folder / "model.gguf"
@@ -125,7 +125,7 @@ def surroundings(n_threads: int) -> dict[str, object]:
     """What the figures belong to."""
     import torch
 
-    from llorch.kernels.cpu_library import library
+    from llorch.pytorch.cpu.library import library
 
     packages = {name: version(name) for name in ("torch", "transformers", "llama-cpp-python")}
     kernels = "compiled" if library() is not None else "torch only"

@@ -139,11 +139,11 @@ def our_side(folder: Path, dtype, ids, chunk: int | None, recomputed: bool) -> S
     import numpy as np
     import torch
 
-    from llorch.lora.torch_lora import trainable_parameters
+    from llorch.pytorch.lora.adapters import trainable_parameters
+    from llorch.pytorch.train.adamw import AdamW
+    from llorch.pytorch.train.forward import hidden_states
+    from llorch.pytorch.train.loss import loss_sum
     from llorch.train.batch import IGNORED, Batch
-    from llorch.train.torch_adamw import AdamW
-    from llorch.train.torch_forward import hidden_states
-    from llorch.train.torch_loss import loss_sum
 
     module, kind = our_module(folder, dtype, recomputed), {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
     optimizer = AdamW(trainable_parameters(module), lr_ratio=1.0, eight_bit=False, **kind)
@@ -167,13 +167,13 @@ def our_module(folder: Path, dtype, recomputed: bool):
     """Our model with a fresh adapter."""
     import torch
 
+    from llorch.files import open_weights
     from llorch.lora.config import LoraConfig
     from llorch.lora.initial import initial_adapter
-    from llorch.lora.torch_lora import attach
-    from llorch.torch_backend.load import load_dense
-    from llorch.train.torch_forward import checkpoint_gradients
-    from llorch.train.torch_loading import prepare
-    from llorch.weights import open_weights
+    from llorch.pytorch.load import load_dense
+    from llorch.pytorch.lora.adapters import attach
+    from llorch.pytorch.train.forward import checkpoint_gradients
+    from llorch.pytorch.train.loading import prepare
 
     weights = open_weights(folder)
     module = load_dense(weights, dtype=dtype, device=torch.device("cpu")).train()
@@ -211,7 +211,7 @@ def eight_bit() -> str:
     from llorch.config import ModelConfig
     from llorch.lora.assemble import wanted_shapes
     from llorch.lora.config import ALL_LINEAR, LoraConfig
-    from llorch.train.torch_adamw import AdamW
+    from llorch.pytorch.train.adamw import AdamW
 
     model, lines = ModelConfig.from_huggingface(QWEN_05B, path=Path("config.json")), []
     for what, modules in (("all matrices", ALL_LINEAR), ("q and v", ("q_proj", "v_proj"))):

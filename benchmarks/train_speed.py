@@ -70,8 +70,8 @@ def both(
     import torch
 
     from llorch.bench import SHAPES as CONFIGS
-    from llorch.torch_backend.device import target
-    from llorch.torch_backend.random_weights import random_model
+    from llorch.pytorch.device import target
+    from llorch.pytorch.random_weights import random_model
 
     config = CONFIGS[shape]
     config = config if layers is None else replace(config, n_layers=layers)
@@ -92,8 +92,8 @@ def peft_side(module, rank: int, modules: tuple[str, ...], ids):
     from peft import LoraConfig, get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from llorch.weights.export_huggingface import huggingface_config
-    from llorch.weights.quant import GGMLType
+    from llorch.files.export_huggingface import huggingface_config
+    from llorch.files.quant import GGMLType
 
     values = huggingface_config(module.config, GGMLType.F32, path=Path("shape"))
     config = AutoConfig.for_model(str(values["model_type"]), **{k: v for k, v in values.items() if k != "model_type"})
@@ -129,12 +129,12 @@ def our_side(module, arrays: dict, ids, device, chunk: int | None) -> Step:
 
     from llorch.lora.adapter import LoraTensors, checked
     from llorch.lora.config import LoraConfig
-    from llorch.lora.torch_lora import attach, trainable_parameters
+    from llorch.pytorch.lora.adapters import attach, trainable_parameters
+    from llorch.pytorch.train.adamw import AdamW
+    from llorch.pytorch.train.forward import hidden_states
+    from llorch.pytorch.train.loading import prepare
+    from llorch.pytorch.train.loss import loss_sum
     from llorch.train.batch import Batch
-    from llorch.train.torch_adamw import AdamW
-    from llorch.train.torch_forward import hidden_states
-    from llorch.train.torch_loading import prepare
-    from llorch.train.torch_loss import loss_sum
 
     ends = tuple(sorted({name.split(".")[-4] for name in arrays}))
     rank = next(iter(arrays.values())).shape[0]

@@ -10,20 +10,18 @@ model = llorch.load_torch("story", device="cuda", dtype="bfloat16")    the same 
 model.add_adapter("pirate", "my-adapter")         a LoRA adapter, for model.generate(..., adapter="pirate")
 """
 
-import sys
 from importlib import import_module
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from llorch.errors import CheckpointMismatch, FormatError, MissingExtra, NonFiniteRun
 
 if TYPE_CHECKING:
-    from llorch.compare import Difference, Report, Tolerance, compare
     from llorch.config import ModelConfig
     from llorch.generate import Token
     from llorch.model import Model, load
+    from llorch.pytorch.model import TorchModel, load_torch
     from llorch.sampling import SamplingSettings
-    from llorch.torch_backend.model import TorchModel, load_torch
+    from llorch.verify.compare import Difference, Report, Tolerance, compare
 
 __version__ = "0.1.0"
 
@@ -46,16 +44,17 @@ __all__ = [
 ]
 
 _WHERE = {
-    "Difference": "compare",
-    "Report": "compare",
-    "Tolerance": "compare",
+    "compare": "verify.compare",
+    "Difference": "verify.compare",
+    "Report": "verify.compare",
+    "Tolerance": "verify.compare",
     "ModelConfig": "config",
     "Token": "generate",
     "Model": "model",
     "load": "model",
     "SamplingSettings": "sampling",
-    "TorchModel": "torch_backend.model",
-    "load_torch": "torch_backend.model",
+    "TorchModel": "pytorch.model",
+    "load_torch": "pytorch.model",
 }
 
 
@@ -69,18 +68,3 @@ def __getattr__(name: str) -> object:
         if error.name != "torch":
             raise
         raise MissingExtra("torch", "torch") from None
-
-
-class _Package(ModuleType):
-    """The module `compare` has the name of its function; whoever imports the module must not hide the function."""
-
-    @property
-    def compare(self) -> Any:
-        return import_module("llorch.compare").compare
-
-    @compare.setter
-    def compare(self, module: ModuleType) -> None:
-        """The import system names a module that it has loaded."""
-
-
-sys.modules[__name__].__class__ = _Package

@@ -19,6 +19,7 @@ import numpy as np
 from jaxtyping import Float, Float64, Int
 
 from llorch.config import ModelConfig
+from llorch.files import LayerWeights, Weights
 from llorch.forward import Keep, block
 from llorch.ops.attention import attention_context_backward, attention_probs_backward, attention_scores_backward
 from llorch.ops.linear import linear_backward
@@ -26,7 +27,6 @@ from llorch.ops.lora import LoraMatrix
 from llorch.ops.rms_norm import rms_norm_backward
 from llorch.ops.rope import rope_backward, rope_tables
 from llorch.ops.swiglu import swiglu_backward
-from llorch.weights import LayerWeights, Weights
 
 Trace = Mapping[str, np.ndarray]
 Hidden = Float[np.ndarray, "seq hidden"]

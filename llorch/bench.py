@@ -19,8 +19,8 @@ import numpy as np
 from threadpoolctl import threadpool_info
 
 from llorch.config import ModelConfig
+from llorch.files.names import inventory
 from llorch.model import Model
-from llorch.weights.names import inventory
 
 Progress = Callable[[str], None]
 

@@ -13,26 +13,26 @@ import numpy as np
 
 from llorch.errors import FormatError
 from llorch.fields import Fields
-from llorch.model_places import check_places, counting, placing, read_back, size_of
-from llorch.tokenizer.export_gguf import probes_for, read_tokenizer
-from llorch.tokenizer.export_huggingface import HuggingFaceTokenizer, translate_vocabulary
-from llorch.tokenizer.gguf_vocabulary import GGUFVocabulary
-from llorch.tokenizer.huggingface import HuggingFaceVocabulary
-from llorch.tokenizer.probes import require_same_ids
-from llorch.weights import GGUFFile, Weights, open_weights
-from llorch.weights.encode import LARGEST, encode
-from llorch.weights.export import FILE_TYPES, NO_VOCABULARY, gguf_size, gguf_types, write_gguf_content
-from llorch.weights.export_huggingface import (
+from llorch.files import GGUFFile, Weights, open_weights
+from llorch.files.encode import LARGEST, encode
+from llorch.files.export import FILE_TYPES, NO_VOCABULARY, gguf_size, gguf_types, write_gguf_content
+from llorch.files.export_huggingface import (
     DTYPES,
     huggingface_config,
     huggingface_size,
     write_json,
     write_safetensors,
 )
-from llorch.weights.names import inventory
-from llorch.weights.placing import new_file, new_folder
-from llorch.weights.quant import BLOCK_SIZES, GGMLType, decode
-from llorch.weights.strict_json import read_json
+from llorch.files.names import inventory
+from llorch.files.placing import new_file, new_folder
+from llorch.files.quant import BLOCK_SIZES, GGMLType, decode
+from llorch.files.strict_json import read_json
+from llorch.model_places import check_places, counting, placing, read_back, size_of
+from llorch.tokenizer.export_gguf import probes_for, read_tokenizer
+from llorch.tokenizer.export_huggingface import HuggingFaceTokenizer, translate_vocabulary
+from llorch.tokenizer.gguf_vocabulary import GGUFVocabulary
+from llorch.tokenizer.huggingface import HuggingFaceVocabulary
+from llorch.tokenizer.probes import require_same_ids
 
 _MAX_CONFIG = 4 << 20  # bytes
 # Keys of a GGUF file that a copy of it keeps; the writer makes those about the weights anew.

@@ -12,13 +12,13 @@ from jaxtyping import Float, Float64, Int
 
 from llorch.cache import KVCache
 from llorch.config import ModelConfig
+from llorch.files import LayerWeights, Weights
 from llorch.ops.attention import attention_context, attention_probs, attention_scores
 from llorch.ops.embedding import embedding
 from llorch.ops.linear import linear
 from llorch.ops.rms_norm import rms_norm
 from llorch.ops.rope import rope, rope_tables
 from llorch.ops.swiglu import swiglu
-from llorch.weights import LayerWeights, Weights
 
 Keep = Callable[[str, np.ndarray], np.ndarray]
 Append = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]

@@ -12,6 +12,9 @@ from llorch.builtin import builtin_path
 from llorch.cache import KVCache, require_context
 from llorch.config import ModelConfig
 from llorch.fields import Fields
+from llorch.files import Weights, open_weights
+from llorch.files.gguf import GGUFFile
+from llorch.files.residency import Plan, Residency, plan
 from llorch.finite import Look, name_first_stage
 from llorch.forward import forward
 from llorch.generate import Answer, Job, Token, sample_ids, stream
@@ -26,9 +29,6 @@ from llorch.tokenizer.chat import Message
 from llorch.tokenizer.chat_templates import read_templates, templates_of_metadata
 from llorch.tokenizer.conversation import Chats
 from llorch.tokenizer.messages import checked_messages
-from llorch.weights import Weights, open_weights
-from llorch.weights.gguf import GGUFFile
-from llorch.weights.residency import Plan, Residency, plan
 
 Prompt = str | Sequence[int] | Sequence[Message]
 PREFILL_CHUNK = 512  # tokens per pass of a long prompt: bounds the memory of the attention scores
@@ -41,7 +41,7 @@ class Opened:
         """Wrap opened weights.
 
         Args:
-            weights: See `llorch.weights.open_weights`.
+            weights: See `llorch.files.open_weights`.
         """
         self.weights = weights
         self._adapters: dict[str, Adapter] = {}
@@ -206,7 +206,7 @@ class Model(Opened):
         """Wrap opened weights.
 
         Args:
-            weights: See `llorch.weights.open_weights`.
+            weights: See `llorch.files.open_weights`.
             plan: Why they lie where they lie, when that was planned.
         """
         super().__init__(weights)

@@ -12,10 +12,10 @@ import numpy as np
 
 from llorch.config import ModelConfig
 from llorch.errors import FormatError
+from llorch.files import Weights, open_weights
+from llorch.files.folder import require_inside
+from llorch.files.names import inventory
 from llorch.tokenizer.chat_templates import MORE_TEMPLATES, template_files
-from llorch.weights import Weights, open_weights
-from llorch.weights.folder import require_inside
-from llorch.weights.names import inventory
 
 CONFIG, TEMPLATE = "config.json", "chat_template.jinja"
 _BESIDE = (

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from threadpoolctl import threadpool_limits
 
 from llorch.config import ModelConfig
-from llorch.weights.names import inventory
+from llorch.files.names import inventory
 
 SMALL = 20_000_000  # parameters
 VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # by which a user says how many

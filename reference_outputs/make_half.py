@@ -6,13 +6,13 @@ Their traces are not stored, only the tolerances and distances that follow from 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from llorch.compare import FACTOR
-from llorch.evidence import HALF_DTYPES, PRODUCERS, Evidence, Tolerances, Truth, take
-from llorch.half import HalfVerifier
-from llorch.producers import open_producer
-from llorch.replay import Pass
-from llorch.truth import truth_of
-from llorch.weights import Weights
+from llorch.files import Weights
+from llorch.verify.compare import FACTOR
+from llorch.verify.goldens import HALF_DTYPES, PRODUCERS, Evidence, Tolerances, Truth, take
+from llorch.verify.half import HalfVerifier
+from llorch.verify.replay import Pass
+from llorch.verify.truth import truth_of
+from llorch.verify.witnesses import open_producer
 
 AGAIN = 1.001  # times that a tolerance may move which is made again from the same arrays, by float64 of another order
 

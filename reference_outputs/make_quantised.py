@@ -9,19 +9,19 @@ from pathlib import Path
 
 import numpy as np
 
-from llorch.compare import Tolerance, measure
-from llorch.foundation import fingerprint
+from llorch.files import open_weights
+from llorch.files.quant import BLOCK_SIZES, GGMLType
 from llorch.numerics import GGML
 from llorch.ops.rounding import BLOCK_SIZE, HOST_VARIANT, ActivationKind
-from llorch.producers import open_producer
-from llorch.quantised_goldens import ROUNDED_TO, QuantisedGolden, types
-from llorch.quantised_limits import FREE, limit, variances
-from llorch.quantised_models import MODELS, SCALES, random_blocks, write_model
-from llorch.replay import Pass
-from llorch.verifier import FAIL
-from llorch.verify_quantised import product_rows
-from llorch.weights import open_weights
-from llorch.weights.quant import BLOCK_SIZES, GGMLType
+from llorch.verify.compare import Tolerance, measure
+from llorch.verify.foundation import fingerprint
+from llorch.verify.limits import FREE, limit, variances
+from llorch.verify.quantised_goldens import ROUNDED_TO, QuantisedGolden, types
+from llorch.verify.quantised_models import MODELS, SCALES, random_blocks, write_model
+from llorch.verify.quantised_stored import product_rows
+from llorch.verify.replay import Pass
+from llorch.verify.verifier import FAIL
+from llorch.verify.witnesses import open_producer
 
 IDS = (5, 17, 33, 80, 71, 42, 8, 93)  # of 96
 N_RANDOM = 4
@@ -93,7 +93,7 @@ def rows_of(width: int) -> np.ndarray:
 
 def rounding_of(kind: ActivationKind) -> dict[str, np.ndarray]:
     """Rows, and their bytes by every variant that this build of ggml has."""
-    from llorch.producers.ggml_rounding import quantize, variants
+    from llorch.verify.witnesses.ggml_rounding import quantize, variants
 
     rows = rows_of(BLOCK_SIZE.get(kind, 32))
     return {f"{kind}.rows": rows} | {f"{kind}.{v}": quantize(rows, kind, v) for v in variants(kind)}
@@ -128,7 +128,7 @@ def differences(new: QuantisedGolden, stored: QuantisedGolden) -> list[str]:
 
 
 def all_flipped(model: str, golden: QuantisedGolden) -> Mapping[str, Tolerance]:
-    """What the stages of a free run may be off, see `llorch.quantised_limits`."""
+    """What the stages of a free run may be off, see `llorch.verify.limits`."""
     trace = golden.traces[model]
     with tempfile.TemporaryDirectory(prefix="llorch-") as folder:
         weights = open_weights(write_model(model, Path(folder))).using(GGML)
@@ -160,7 +160,7 @@ def _edge_blocks(kind: GGMLType) -> np.ndarray:
 
 
 def _decoded(kind: GGMLType, blocks: np.ndarray) -> np.ndarray:
-    from llorch.producers.ggml_tensor import decode
+    from llorch.verify.witnesses.ggml_tensor import decode
 
     return decode(blocks, int(kind), len(blocks) * BLOCK_SIZES[kind][0]).reshape(len(blocks), -1)
 

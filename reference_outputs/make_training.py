@@ -14,19 +14,20 @@ import make_half
 import numpy as np
 
 from llorch.builtin import builtin_path
-from llorch.compare import EXACT, Tolerance, measure
-from llorch.evidence import Tolerances as HalfTolerances
-from llorch.evidence import sha256
+from llorch.files import Weights, open_weights
 from llorch.lora.adapter import Adapter
 from llorch.model import Model
 from llorch.numerics import DtypeName
-from llorch.producers import ProducerName, open_producer
 from llorch.train.batch import Batch
-from llorch.training_exports import EXPORTS, LOADED_BY, export_all, file_tables, safetensors_table
-from llorch.training_goldens import AMPLIFICATION, HALF_DTYPES, LLAMACPP, PEFT, Rows, Tolerances, TrainingGolden
-from llorch.training_half import HalfTrainingJudge
-from llorch.training_limits import amplification, wide_limit
-from llorch.training_recipe import (
+from llorch.verify.compare import EXACT, Tolerance, measure
+from llorch.verify.goldens import Tolerances as HalfTolerances
+from llorch.verify.goldens import sha256
+from llorch.verify.training.exports import EXPORTS, LOADED_BY, export_all, file_tables, safetensors_table
+from llorch.verify.training.goldens import AMPLIFICATION, HALF_DTYPES, LLAMACPP, PEFT, Rows, Tolerances, TrainingGolden
+from llorch.verify.training.half import HalfTrainingJudge
+from llorch.verify.training.judge import MODES, TrainingJudge, difference
+from llorch.verify.training.limits import amplification, wide_limit
+from llorch.verify.training.recipe import (
     CURVE,
     MERGED,
     OPTIMIZER,
@@ -40,12 +41,11 @@ from llorch.training_recipe import (
     with_stage,
     with_zero_b,
 )
-from llorch.training_stages import BY_GROUP, Key, TrainingStage
-from llorch.verify_training import MODES, TrainingJudge, difference
-from llorch.weights import Weights, open_weights
+from llorch.verify.training.stages import BY_GROUP, Key, TrainingStage
+from llorch.verify.witnesses import ProducerName, open_producer
 
 if TYPE_CHECKING:
-    from llorch.producers.peft import Peft
+    from llorch.verify.witnesses.peft import Peft
 
 TEXTS = (  # beginning and number of tokens, number of those that are not learned
     (("Once upon a time, Mia the little fox", 10, 4), ("The fox ran home to the river.", 7, 3)),
@@ -69,7 +69,7 @@ def make_training(name: str) -> TrainingGolden:
     Raises:
         ValueError: A producer is further from the truth than is ever granted.
     """
-    from llorch.producers.peft import Peft
+    from llorch.verify.witnesses.peft import Peft
 
     path = builtin_path(name)
     weights = open_weights(path)
@@ -117,8 +117,8 @@ def truth_of(weights: Weights, golden: TrainingGolden) -> dict[str, Arrays]:
     Returns:
         What `TrainingGolden.truth` holds.
     """
-    from llorch.producers.peft import Peft
-    from llorch.producers.wide import float64_everywhere
+    from llorch.verify.witnesses.peft import Peft
+    from llorch.verify.witnesses.wide import float64_everywhere
 
     adapter, batches = golden.adapter_for(weights.config), golden.batches
     with float64_everywhere():
@@ -135,9 +135,9 @@ def truth_of(weights: Weights, golden: TrainingGolden) -> dict[str, Arrays]:
 
 def isolated_truth(weights: Weights, golden: TrainingGolden) -> Arrays:
     """The part of `truth_of` that depends on what the golden was fed."""
-    from llorch.producers.peft import Peft
-    from llorch.producers.peft_isolated import Isolated
-    from llorch.producers.wide import float64_everywhere
+    from llorch.verify.witnesses.peft import Peft
+    from llorch.verify.witnesses.peft_isolated import Isolated
+    from llorch.verify.witnesses.wide import float64_everywhere
 
     with float64_everywhere():
         return Isolated(Peft(weights.path, dtype="float64"), golden).arrays()
@@ -176,7 +176,7 @@ def half_judge(name: str, weights: Weights, golden: TrainingGolden, dtype: Dtype
     Raises:
         ValueError: It is further than roundings explain.
     """
-    from llorch.producers.peft import Peft
+    from llorch.verify.witnesses.peft import Peft
 
     producer, adapter, batches = Peft(weights.path, dtype=dtype), golden.adapter_for(weights.config), golden.batches
     shown = forward_arrays(producer, weights, adapter, batches[0]) | training_arrays(producer, adapter, batches)
@@ -215,7 +215,7 @@ def forward_arrays(producer: "Peft", weights: Weights, adapter: Adapter, batch: 
 
 def training_arrays(producer: "Peft", adapter: Adapter, batches: Sequence[Batch]) -> Arrays:
     """Gradients, optimizer steps, schedules and the curve."""
-    from llorch.producers.peft import schedules
+    from llorch.verify.witnesses.peft import schedules
 
     found = {f"plain/{key}": array for key, array in producer.gradients(adapter, batches[0]).items()}
     of_zero_b = producer.gradients(with_zero_b(adapter), batches[0])
@@ -239,7 +239,7 @@ def export_arrays(
     PEFT's own file of the adapter is what ours has to equal; of the GGUF file, which nobody else writes rightly, it is
     the one that llama.cpp made the right logits from.
     """
-    from llorch.producers.llamacpp_adapter import logits_with_adapter
+    from llorch.verify.witnesses.llamacpp_adapter import logits_with_adapter
 
     export_all(weights, adapter, folder)
     ids = [document for document, _ in batch.each_document()]

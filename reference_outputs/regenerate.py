@@ -22,21 +22,21 @@ import make_training
 import numpy as np
 
 from llorch.builtin import BUILTIN, builtin_path
-from llorch.compare import measure
-from llorch.evidence import N_GREEDY, PRODUCERS, Evidence, Golden, TokenCheck, cases_for, read, save, sha256, take
-from llorch.foundation import foreign_tensors
+from llorch.files import Weights, open_weights
 from llorch.model import Model
-from llorch.producers import Producer, open_producer
-from llorch.quantised_goldens import FOLDER as QUANTISED
-from llorch.quantised_goldens import read as read_quantised
-from llorch.quantised_goldens import save as save_quantised
-from llorch.training_goldens import MODELS as TRAINED
-from llorch.training_goldens import read as read_training
-from llorch.training_goldens import save as save_training
-from llorch.truth import take_truth
-from llorch.verifier import MATHEMATICS, Verifier
-from llorch.verify_training import TrainingJudge
-from llorch.weights import Weights, open_weights
+from llorch.verify.compare import measure
+from llorch.verify.foundation import foreign_tensors
+from llorch.verify.goldens import N_GREEDY, PRODUCERS, Evidence, Golden, TokenCheck, cases_for, read, save, sha256, take
+from llorch.verify.quantised_goldens import FOLDER as QUANTISED
+from llorch.verify.quantised_goldens import read as read_quantised
+from llorch.verify.quantised_goldens import save as save_quantised
+from llorch.verify.training.goldens import MODELS as TRAINED
+from llorch.verify.training.goldens import read as read_training
+from llorch.verify.training.goldens import save as save_training
+from llorch.verify.training.judge import TrainingJudge
+from llorch.verify.truth import take_truth
+from llorch.verify.verifier import MATHEMATICS, Verifier
+from llorch.verify.witnesses import Producer, open_producer
 
 FOLDER = Path(__file__).resolve().parent  # never the copy inside an installed wheel
 PROMPT = "Once upon a time, Mia the little fox found 7 red apples near the river."

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from make_training import stage_of
 
-from llorch.compare import FACTOR, Difference, Tolerance, tolerance_from
-from llorch.producers.peft import Arrays, Peft, gradients_of
-from llorch.producers.wide import float64_everywhere
 from llorch.train.batch import Batch
-from llorch.training_recipe import OPTIMIZER, STEPS_SHOWN, step_batches
-from llorch.verify_training import TrainingJudge, difference
+from llorch.verify.compare import FACTOR, Difference, Tolerance, tolerance_from
+from llorch.verify.training.judge import TrainingJudge, difference
+from llorch.verify.training.recipe import OPTIMIZER, STEPS_SHOWN, step_batches
+from llorch.verify.witnesses.peft import Arrays, Peft, gradients_of
+from llorch.verify.witnesses.wide import float64_everywhere
 
 N_RUNS = 4
 

@@ -8,12 +8,12 @@ from random_adapters import EVERY, random_adapter, tiny_base
 
 from llorch.backward import backward, block_gradients, layer_trace, recorder
 from llorch.cache import KVCache
+from llorch.files import Weights, open_weights
 from llorch.forward import forward
 from llorch.lora.adapted import AdaptedWeights
 from llorch.lora.adapter import Adapter
 from llorch.ops.cross_entropy import cross_entropy, cross_entropy_backward
 from llorch.stages import keys
-from llorch.weights import Weights, open_weights
 
 IDS = np.array([3, 17, 8, 39, 0, 17])
 WANTED = np.array([17, -100, 39, 0, 25, -100])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from random_adapters import EVERY, random_adapter, tiny_base
 
+from llorch.files import Weights, open_weights
 from llorch.lora.adapted import AdaptedWeights
 from llorch.lora.adapter import Adapter
 from llorch.lora.targets import Target
@@ -15,7 +16,6 @@ from llorch.ops.cross_entropy import IGNORED, shifted
 from llorch.ops.precision import own_dtype_only
 from llorch.train.batch import Batch
 from llorch.train.numpy_step import loss_and_gradients, of_document
-from llorch.weights import Weights, open_weights
 
 pytestmark = pytest.mark.live
 

@@ -12,15 +12,15 @@ from torch_detours import detoured
 
 from llorch.backward import block_gradients
 from llorch.builtin import builtin_path
+from llorch.files import Weights, open_weights
 from llorch.lora.adapted import AdaptedWeights
 from llorch.lora.adapter import Adapter
 from llorch.ops.cross_entropy import IGNORED, shifted
+from llorch.pytorch.cache import NoCache
+from llorch.pytorch.train.forward import hidden_states, place_of
 from llorch.stages import keys
-from llorch.torch_cache import NoCache
 from llorch.train.batch import Batch
 from llorch.train.numpy_step import loss_and_gradients, of_document
-from llorch.train.torch_forward import hidden_states, place_of
-from llorch.weights import Weights, open_weights
 
 CPU = torch.device("cpu")
 SEQ = 11

@@ -17,7 +17,7 @@ from llorch.bench import (
     report,
 )
 from llorch.config import ModelConfig
-from llorch.weights.quant import GGMLType
+from llorch.files.quant import GGMLType
 
 LOAD = Load(prompt=12, decode=3, batch=1, rounds=2)
 FIGURES = {"tokens_per_s", "flop_per_s", "share_of_matmul"}
@@ -124,10 +124,10 @@ def test_numpy_takes_no_batch():
     ],
 )
 def test_torch_is_measured_on_random_weights(small: ModelConfig, dtype: str, packed: str | None, batch: int):
-    from llorch.torch_backend.bench import TorchEngine, torch_subject
-    from llorch.torch_backend.device import target
-    from llorch.torch_backend.model import speed_up
-    from llorch.torch_backend.random_weights import random_bytes, random_model
+    from llorch.pytorch.bench import TorchEngine, torch_subject
+    from llorch.pytorch.device import target
+    from llorch.pytorch.model import speed_up
+    from llorch.pytorch.random_weights import random_bytes, random_model
 
     at, kind = target("cpu", dtype), None if packed is None else GGMLType[packed]
     model = random_model(small, at, kind)
@@ -146,9 +146,9 @@ def test_a_copy_counts_what_is_read_and_written_and_a_product_both_its_operation
 ):
     from llorch import bench
     from llorch.model import load
-    from llorch.torch_backend import bench as torch_bench
-    from llorch.torch_backend.device import target
-    from llorch.torch_backend.random_weights import random_model
+    from llorch.pytorch import bench as torch_bench
+    from llorch.pytorch.device import target
+    from llorch.pytorch.random_weights import random_model
 
     for module in (bench, torch_bench):
         monkeypatch.setattr(module, "best_time", lambda action: (action(), 2.0)[1])  # seconds
@@ -161,8 +161,8 @@ def test_a_copy_counts_what_is_read_and_written_and_a_product_both_its_operation
 
 
 def test_packed_weights_are_as_many_bytes_as_their_blocks(small: ModelConfig):
-    from llorch.torch_backend.device import target
-    from llorch.torch_backend.random_weights import random_model, weight_bytes
+    from llorch.pytorch.device import target
+    from llorch.pytorch.random_weights import random_model, weight_bytes
 
     at = target("cpu", "bfloat16")
     dense, packed = weight_bytes(random_model(small, at)), weight_bytes(random_model(small, at, GGMLType.Q8_0))
@@ -171,15 +171,15 @@ def test_packed_weights_are_as_many_bytes_as_their_blocks(small: ModelConfig):
 
 
 def test_a_width_that_is_no_whole_number_of_blocks_is_refused():
-    from llorch.torch_backend.random_weights import random_fields
+    from llorch.pytorch.random_weights import random_fields
 
     with pytest.raises(ValueError, match=r"^weights Q4_K: expected rows of a multiple of 256 elements, got 896$"):
         random_fields((4, 896), GGMLType.Q4_K, torch.device("cpu"))
 
 
 def test_random_weights_are_about_as_large_as_real_ones():
-    from llorch.kernels.packing import PACKERS, decode
-    from llorch.torch_backend.random_weights import random_fields
+    from llorch.pytorch.packing import PACKERS, decode
+    from llorch.pytorch.random_weights import random_fields
 
     for kind in PACKERS:
         torch.manual_seed(0)
@@ -204,7 +204,7 @@ def test_what_does_not_fit_the_context_is_refused(small: ModelConfig):
 
 
 def test_the_shapes_have_the_parameters_of_their_models():
-    from llorch.weights.names import inventory
+    from llorch.files.names import inventory
 
     counts = {
         name: round(sum(int(np.prod(w.shape)) for w in inventory(shape).values()) / 1e6)

@@ -9,15 +9,15 @@ from gguf import GGUFValueType, GGUFWriter
 from tiny_models import GGUF_METADATA, gguf_tensors, random_tensors, write_folder
 from whole_folders import VOCABULARIES, write_whole_folder
 
-from llorch import quantised_models
 from llorch.builtin import BUILTIN, builtin_path
 from llorch.convert import convert
 from llorch.errors import FormatError
+from llorch.files import Weights, open_gguf, open_weights
+from llorch.files.export import NO_VOCABULARY, write_gguf_content
+from llorch.files.quant import GGMLType
 from llorch.model import load
-from llorch.quantised_models import ModelRecipe
-from llorch.weights import Weights, open_gguf, open_weights
-from llorch.weights.export import NO_VOCABULARY, write_gguf_content
-from llorch.weights.quant import GGMLType
+from llorch.verify import quantised_models
+from llorch.verify.quantised_models import ModelRecipe
 
 TEXTS = ("", "hello  wor 12", "a<tool>b \u00e9\u4f60\U0001f600\n", "<s>aaab<|eot_id|>")
 

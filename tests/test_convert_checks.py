@@ -13,8 +13,8 @@ from llorch import convert as conversion
 from llorch.builtin import builtin_path
 from llorch.convert import convert
 from llorch.errors import FormatError
-from llorch.weights import open_gguf, open_weights
-from llorch.weights.quant import GGMLType
+from llorch.files import open_gguf, open_weights
+from llorch.files.quant import GGMLType
 
 
 def names(folder: Path) -> list[str]:

@@ -17,7 +17,7 @@ from tiny_models import write_folder
 
 from llorch.builtin import builtin_path
 from llorch.convert import convert
-from llorch.weights import open_weights
+from llorch.files import open_weights
 
 
 def names(folder: Path) -> list[str]:

@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 from ggml_library import SILENT
-from test_export import NOT_IN_LLAMACPP, SCALINGS, WIDE, wide_tensors
-from test_tokenizer_live import LlamaVocabulary
 from tiny_models import FAMILIES, random_tensors, write_folder
 from vocabularies import NAMES, generated_texts, real_vocabulary
 from whole_folders import VOCABULARIES, tensors_with_rows, write_whole_folder
 
 from llorch.builtin import BUILTIN, builtin_path
 from llorch.convert import convert
+from llorch.files import open_gguf, open_weights
+from llorch.files.export import FILE_TYPES, write_gguf
+from llorch.files.quant import GGMLType
 from llorch.tokenizer import byte_level
-from llorch.weights import open_gguf, open_weights
-from llorch.weights.export import FILE_TYPES, write_gguf
-from llorch.weights.quant import GGMLType
+from tests.files.test_export import NOT_IN_LLAMACPP, SCALINGS, WIDE, wide_tensors
+from tests.tokenizer.test_live import LlamaVocabulary
 
 IDS = [*range(3, 40), 7, 7, 3]
 CHAT = [{"role": "user", "content": " hello <|eot_id|> 12"}, {"role": "assistant", "content": "\u4f60\n"}]
@@ -69,7 +69,7 @@ def transformers_logits(folder: Path) -> np.ndarray:
 
 
 def llama_logits(path: Path) -> np.ndarray:
-    from llorch.producers import open_producer
+    from llorch.verify.witnesses import open_producer
 
     with open_producer("llamacpp", path) as engine:
         return engine.logits(IDS)

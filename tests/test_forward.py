@@ -3,11 +3,11 @@ import pytest
 
 from llorch.builtin import BUILTIN, builtin_path
 from llorch.cache import KVCache
+from llorch.files import Weights, open_weights
 from llorch.forward import forward
-from llorch.replay import Pass, chained
 from llorch.stages import keys
-from llorch.verifier import run
-from llorch.weights import Weights, open_weights
+from llorch.verify.replay import Pass, chained
+from llorch.verify.verifier import run
 
 IDS = (5, 260, 17, 33, 2, 91, 144, 78, 300)
 

@@ -13,7 +13,7 @@ from llorch.lora.base import identity_of
 from llorch.lora.gguf_format import write_lora_gguf
 from llorch.lora.peft_format import write_peft
 from llorch.model import Model, load
-from llorch.quantised_models import write_model
+from llorch.verify.quantised_models import write_model
 
 IDS = [3, 17, 8, 39, 0, 25]
 EVERY = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head", "embed_tokens")

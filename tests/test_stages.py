@@ -2,8 +2,8 @@ import pytest
 
 from llorch.builtin import BUILTIN, builtin_path
 from llorch.config import ModelConfig
+from llorch.files import open_weights
 from llorch.stages import BY_NAME, CHECKPOINTS, STAGES, forward_order, input_key, keys
-from llorch.weights import open_weights
 
 # The numbers are public interface; here they stand once more, as design states them.
 NUMBERED = {

@@ -104,7 +104,7 @@ def _on_torch(chosen: Choice, load: Any) -> tuple[Any, Any]:
         import torch  # noqa: F401 (asked for first, so that its absence is named)
     except ModuleNotFoundError:
         raise MissingExtra("torch", "torch") from None
-    from llorch.torch_backend.bench import TorchEngine, opened, random, torch_subject
+    from llorch.pytorch.bench import TorchEngine, opened, random, torch_subject
 
     at, device, dtype = load, chosen.device or "cpu", chosen.dtype or "float32"
     if chosen.shape is not None:

@@ -12,8 +12,8 @@ from rich.console import Console
 from llorch.cli.inputs import has_vocabulary
 from llorch.cli.tables import console, print_table, table
 from llorch.errors import FormatError
+from llorch.files import GGUFFile, SafetensorsFolder, open_gguf, open_weights
 from llorch.tokenizer import Tokenizer
-from llorch.weights import GGUFFile, SafetensorsFolder, open_gguf, open_weights
 
 SHOWN = 60  # characters of a long text; --json has all of it
 SAMPLE = "Hello, world 27!"  # its ids tell vocabularies apart at a glance

@@ -47,8 +47,8 @@ def read_history(path: Path) -> list[dict[str, object]]:
         FormatError: It is no JSON, or something in it is no message.
     """
     from llorch.fields import Fields
+    from llorch.files.strict_json import parse_json
     from llorch.tokenizer.messages import checked_messages
-    from llorch.weights.strict_json import parse_json
 
     data = path.read_bytes()
     if data.lstrip().startswith(b"["):

@@ -40,7 +40,7 @@ def command(*, source: str, target: Path, type_name: str | None, force: bool, as
     """
     from llorch.cli.inputs import model_path
     from llorch.convert import convert
-    from llorch.weights.quant import GGMLType
+    from llorch.files.quant import GGMLType
 
     ggml_type = GGMLType[type_name.upper()] if type_name is not None else None
     with cleaning_up_when_terminated(), progress(f"converting to {target}") as report:

@@ -8,9 +8,9 @@ import click
 from llorch.builtin import builtin_path
 from llorch.cli.options import refuse_both
 from llorch.cli.output import say
+from llorch.files import GGUFFile, SafetensorsFolder
 from llorch.model import Model
 from llorch.numerics import Numerics
-from llorch.weights import GGUFFile, SafetensorsFolder
 
 SENTENCE = "Once upon a time, a small red fox found 27 shiny stones near the old river."
 SPREAD = (0, 5, 10, 3, 8, 1, 6, 11, 4, 9, 2, 7)  # of 12 stretches of a vocabulary; the order has no pattern

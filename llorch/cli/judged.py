@@ -4,11 +4,11 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from llorch.compare import Difference, Tolerance
 from llorch.stages import BY_NAME, CHECKPOINTS
-from llorch.training_goldens import TRUTH
-from llorch.truth import WITNESS
-from llorch.verifier import BACKENDS, FAIL, PASS, TIE, Row
+from llorch.verify.compare import Difference, Tolerance
+from llorch.verify.training.goldens import TRUTH
+from llorch.verify.truth import WITNESS
+from llorch.verify.verifier import BACKENDS, FAIL, PASS, TIE, Row
 
 NOT_RUN = "NOT RUN"
 _SEVERITY = {PASS: 0, TIE: 1, FAIL: 2}

@@ -21,19 +21,19 @@ from llorch.cli.tables import console
 from llorch.cli.threads import use_threads
 from llorch.config import ModelConfig
 from llorch.errors import MissingExtra
-from llorch.evidence import N_GREEDY
+from llorch.files import open_weights
+from llorch.files.residency import Residency
 from llorch.model import Model, load
 from llorch.numerics import EXACT, GGML, Numerics
-from llorch.producers import ProducerName
-from llorch.quantised import CHECKPOINT, emulated
-from llorch.quantised_models import MODELS
-from llorch.training_goldens import MODELS as TRAINED
-from llorch.verifier import Row
-from llorch.verify import verify_as_stored, verify_live, verify_stored
-from llorch.verify_quantised import verify_quantised_stored
-from llorch.verify_training import verify_training_stored
-from llorch.weights import open_weights
-from llorch.weights.residency import Residency
+from llorch.verify.forward import verify_as_stored, verify_live, verify_stored
+from llorch.verify.goldens import N_GREEDY
+from llorch.verify.quantised import CHECKPOINT, emulated
+from llorch.verify.quantised_models import MODELS
+from llorch.verify.quantised_stored import verify_quantised_stored
+from llorch.verify.training.goldens import MODELS as TRAINED
+from llorch.verify.training.judge import verify_training_stored
+from llorch.verify.verifier import Row
+from llorch.verify.witnesses import ProducerName
 
 _PACKAGES = {"llamacpp": ("llama_cpp",), "transformers": ("torch", "transformers")}
 

@@ -7,10 +7,10 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from llorch.errors import MissingExtra
-from llorch.verifier import Row
+from llorch.verify.verifier import Row
 
 if TYPE_CHECKING:
-    from llorch.torch_backend.device import Target
+    from llorch.pytorch.device import Target
 
 DTYPES = ("float64", "float32", "bfloat16")  # judged when none is asked for
 
@@ -28,33 +28,33 @@ class TorchBackend:
 
     def stored(self, model: str) -> Iterator[Row]:
         """Judge a built-in model against its goldens."""
-        from llorch.torch_backend.verify import verify_torch_stored
+        from llorch.verify.torch_verify import verify_torch_stored
 
         return verify_torch_stored(model, self.target)
 
     @property
     def trains(self) -> bool:
         """Whether there are tolerances for training in its dtype."""
-        from llorch.torch_backend.verify_training import DTYPES
+        from llorch.verify.torch_verify_training import DTYPES
 
         return self.target.dtype_name in DTYPES
 
     def training(self, model: str) -> Iterator[Row]:
         """Judge training on a built-in model against its goldens."""
-        from llorch.torch_backend.verify_training import verify_training_torch
+        from llorch.verify.torch_verify_training import verify_training_torch
 
         return verify_training_torch(model, self.target)
 
     def quantised(self) -> Iterator[Row]:
         """Judge packed matrices against the goldens of checkpoint 13."""
-        from llorch.torch_backend.verify_quantised import verify_quantised_torch
+        from llorch.verify.torch_verify_quantised import verify_quantised_torch
 
         return verify_quantised_torch(self.target)
 
     @property
     def live(self) -> Callable[..., Iterator[Row]]:
         """Judge any model against engines; the arguments are those of `verify_live`."""
-        from llorch.torch_backend.verify import verify_torch_live
+        from llorch.verify.torch_verify import verify_torch_live
 
         return partial(verify_torch_live, target=self.target)
 
@@ -76,7 +76,7 @@ def torch_backends(device: str | None, dtype: str | None) -> Sequence[TorchBacke
     """
     if find_spec("torch") is None:
         raise MissingExtra("torch", "torch")
-    from llorch.torch_backend.device import target
+    from llorch.pytorch.device import target
 
     return [TorchBackend(target(device or "cpu", name)) for name in ([dtype] if dtype else DTYPES)]
 

@@ -9,11 +9,11 @@ from rich.text import Text
 
 from llorch.cli.judged import NOT_RUN, TRAINING, Judged, Line, first_failure, lines, summary
 from llorch.cli.tables import print_table, table
-from llorch.compare import FACTOR, FLOOR
-from llorch.evidence import PRODUCERS
 from llorch.ops.precision import WIDE_LIMIT
 from llorch.stages import CHECKPOINTS
-from llorch.verifier import FAIL, PASS, TIE, Row
+from llorch.verify.compare import FACTOR, FLOOR
+from llorch.verify.goldens import PRODUCERS
+from llorch.verify.verifier import FAIL, PASS, TIE, Row
 
 _ROWS = (
     "rows: our float32 as it runs, again with every sum in float32 as in larger models, and our float64 (limit 1e-12)\n"

@@ -75,7 +75,7 @@ def _check_place(output: Path, model: Path) -> None:
 
 def _take(path: Path, ids: list[int], first_position: int, producer: str | None) -> dict:
     from llorch.model import load
-    from llorch.producers import open_producer
+    from llorch.verify.witnesses import open_producer
 
     if producer is None:
         trace: dict = {}
@@ -88,8 +88,8 @@ def _take(path: Path, ids: list[int], first_position: int, producer: str | None)
 def _write(output: Path, arrays: dict, metadata: str) -> None:
     import numpy as np
 
-    from llorch.weights.placing import new_file
-    from llorch.weights.tensor_file import tensor_bytes
+    from llorch.files.placing import new_file
+    from llorch.files.tensor_file import tensor_bytes
 
     with new_file(output) as temporary, temporary.open("wb") as file:
         if output.suffix == ".npz":

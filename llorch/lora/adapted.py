@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from llorch.files import Weights
 from llorch.lora.adapter import LORA_A, LORA_B, MAGNITUDE, Adapter
 from llorch.lora.targets import Target
 from llorch.numerics import Numerics
 from llorch.ops.lora import Lora, LoraMatrix
-from llorch.weights import Weights
 
 
 class AdaptedWeights(Weights):

@@ -17,9 +17,9 @@ import numpy as np
 from llorch.config import ModelConfig
 from llorch.errors import FormatError
 from llorch.fields import Fields
-from llorch.weights import Weights
-from llorch.weights.export import read_once
-from llorch.weights.names import inventory
+from llorch.files import Weights
+from llorch.files.export import read_once
+from llorch.files.names import inventory
 
 _AT_ONCE = 4  # tensors that are read and hashed at the same time
 

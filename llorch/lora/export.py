@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llorch.config import ModelConfig
+from llorch.files import open_weights
+from llorch.files.placing import new_folder
 from llorch.lora.adapter import Adapter
 from llorch.lora.base import BaseIdentity, identity_of
 from llorch.lora.files import check_base, read_adapter, recorded_base
@@ -14,8 +16,6 @@ from llorch.lora.peft_config import CONFIG_FILE
 from llorch.lora.peft_format import BASE_FILE, TENSOR_FILE, write_peft
 from llorch.lora.plain import plain_adapter
 from llorch.model_places import size_of
-from llorch.weights import open_weights
-from llorch.weights.placing import new_folder
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,13 +6,13 @@ import numpy as np
 
 from llorch.config import ModelConfig
 from llorch.errors import FormatError
+from llorch.files import Weights
+from llorch.files.quant import BLOCK_SIZES
 from llorch.lora.adapter import Adapter
 from llorch.lora.base import BaseIdentity, require_base, require_name
 from llorch.lora.gguf_format import base_of_gguf, read_lora_gguf
 from llorch.lora.peft_format import base_of_peft, copies_in_peft, read_peft
 from llorch.lora.remembered import remembered_identity
-from llorch.weights import Weights
-from llorch.weights.quant import BLOCK_SIZES
 
 _BF16, _LEAST = 2.0**-8, 1e-7  # a copy may have been rounded to half the width
 

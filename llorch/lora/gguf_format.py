@@ -20,16 +20,16 @@ from gguf import GGUFWriter
 from llorch.config import ModelConfig
 from llorch.errors import FormatError
 from llorch.fields import Fields
+from llorch.files.gguf import GGUFFile
+from llorch.files.names import interleave, undo_interleave
+from llorch.files.placing import new_file
+from llorch.files.strict_json import parse_json
 from llorch.lora.adapter import LORA_A, LORA_B, Adapter
 from llorch.lora.assemble import assembled, some
 from llorch.lora.base import BaseIdentity
 from llorch.lora.config import LoraConfig
 from llorch.lora.plain import module_names
 from llorch.lora.targets import Target, targets_of
-from llorch.weights.gguf import GGUFFile
-from llorch.weights.names import interleave, undo_interleave
-from llorch.weights.placing import new_file
-from llorch.weights.strict_json import parse_json
 
 ALPHA, BASE_KEY = "adapter.lora.alpha", "llorch.base"
 _SUFFIXES = {LORA_A: ".weight.lora_a", LORA_B: ".weight.lora_b"}

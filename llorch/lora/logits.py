@@ -6,10 +6,10 @@ import numpy as np
 from jaxtyping import Int64
 
 from llorch.cache import KVCache
+from llorch.files import Weights
 from llorch.forward import forward
 from llorch.lora.adapted import AdaptedWeights
 from llorch.lora.adapter import Adapter
-from llorch.weights import Weights
 
 N_IDS = 12
 

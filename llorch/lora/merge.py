@@ -13,8 +13,8 @@ import numpy as np
 from jaxtyping import Float
 
 from llorch.errors import FormatError
+from llorch.files import Slot, Weights
 from llorch.lora.adapter import Adapter, LoraTensors
-from llorch.weights import Slot, Weights
 
 _AT_ONCE = 1 << 20  # elements in float64 at a time
 

@@ -8,15 +8,15 @@ from pathlib import Path
 import numpy as np
 
 from llorch.convert import choose_type, write_model
+from llorch.files import Weights, open_weights
+from llorch.files.encode import encode
+from llorch.files.names import inventory
+from llorch.files.quant import BLOCK_SIZES, GGMLType, decode
 from llorch.lora.files import check_base, read_adapter
 from llorch.lora.logits import Agreement, compare_logits
 from llorch.lora.merge import MergedWeights
 from llorch.lora.merge_folder import write_merged_folder
 from llorch.model_places import check_places, size_of
-from llorch.weights import Weights, open_weights
-from llorch.weights.encode import encode
-from llorch.weights.names import inventory
-from llorch.weights.quant import BLOCK_SIZES, GGMLType, decode
 
 LARGEST_COMPARED = 600_000_000  # weights; beyond, logits are compared when asked for
 

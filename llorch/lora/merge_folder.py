@@ -5,11 +5,11 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from llorch.files.export_huggingface import DTYPES, huggingface_size, write_json, write_safetensors
+from llorch.files.placing import new_folder
+from llorch.files.quant import GGMLType
 from llorch.lora.merge import MergedWeights
 from llorch.model_places import CONFIG, counting, files_beside, placing, read_back
-from llorch.weights.export_huggingface import DTYPES, huggingface_size, write_json, write_safetensors
-from llorch.weights.placing import new_folder
-from llorch.weights.quant import GGMLType
 
 
 def write_merged_folder(

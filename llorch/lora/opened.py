@@ -4,10 +4,10 @@ import re
 from pathlib import Path
 
 from llorch.config import ModelConfig
+from llorch.files import Weights
 from llorch.lora.adapter import Adapter
 from llorch.lora.files import check_base, read_adapter
 from llorch.lora.targets import targets_of
-from llorch.weights import Weights
 
 
 def adapter_for(weights: Weights, adapter: Adapter | str | Path, *, any_base: bool) -> tuple[Adapter, str]:

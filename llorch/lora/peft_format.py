@@ -19,17 +19,17 @@ import numpy as np
 
 from llorch.config import ModelConfig
 from llorch.errors import FormatError
+from llorch.files.folder import PICKLE_SUFFIXES, file_inside
+from llorch.files.placing import new_file
+from llorch.files.safetensors import SafetensorsFile
+from llorch.files.strict_json import read_json
+from llorch.files.tensor_file import tensor_bytes
 from llorch.lora.adapter import LORA_A, LORA_B, MAGNITUDE, Adapter
 from llorch.lora.assemble import assembled, some
 from llorch.lora.base import BaseIdentity
 from llorch.lora.config import LoraConfig
 from llorch.lora.peft_config import CONFIG_FILE, config_json, read_config
 from llorch.lora.targets import Target
-from llorch.weights.folder import PICKLE_SUFFIXES, file_inside
-from llorch.weights.placing import new_file
-from llorch.weights.safetensors import SafetensorsFile
-from llorch.weights.strict_json import read_json
-from llorch.weights.tensor_file import tensor_bytes
 
 logger = logging.getLogger(__name__)
 

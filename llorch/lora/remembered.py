@@ -12,9 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from llorch.errors import FormatError
+from llorch.files import Weights
+from llorch.files.strict_json import read_json
 from llorch.lora.base import BaseIdentity, identity_of
-from llorch.weights import Weights
-from llorch.weights.strict_json import read_json
 
 _MAX_BYTES = 1 << 16
 _FORMAT = 1  # of what is hashed; another number forgets everything

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from llorch.config import ModelConfig
-from llorch.weights.names import inventory
+from llorch.files.names import inventory
 
 LAYER_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 OUTER_TARGETS = ("embed_tokens", "lm_head")

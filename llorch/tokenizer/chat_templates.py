@@ -9,9 +9,9 @@ from pathlib import Path
 
 from llorch.errors import FormatError
 from llorch.fields import Fields
-from llorch.weights.folder import require_inside
-from llorch.weights.regular import read_regular
-from llorch.weights.strict_json import read_json
+from llorch.files.folder import require_inside
+from llorch.files.regular import read_regular
+from llorch.files.strict_json import read_json
 
 MORE_TEMPLATES = "additional_chat_templates"  # a folder in that of a model
 _KEY, _NAMES = "tokenizer.chat_template", "tokenizer.chat_templates"

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from llorch.errors import FormatError
+from llorch.files.strict_json import read_json
 from llorch.tokenizer.chat_templates import read_templates, templates_metadata
 from llorch.tokenizer.gguf_table import TokenType
 from llorch.tokenizer.gguf_vocabulary import GGUFVocabulary
@@ -23,7 +24,6 @@ from llorch.tokenizer.probes import PROBES, require_same_ids
 from llorch.tokenizer.scores import scores_of_merges
 from llorch.tokenizer.sentencepiece import BYTE_TOKEN
 from llorch.tokenizer.special import END_TEXTS
-from llorch.weights.strict_json import read_json
 
 _MAX_TOKENIZER, _MAX_CONFIG = 64 << 20, 4 << 20  # bytes
 PREFIX = "tokenizer.ggml."

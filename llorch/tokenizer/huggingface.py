@@ -13,13 +13,13 @@ from tokenizers.pre_tokenizers import Metaspace
 
 from llorch.errors import FormatError
 from llorch.fields import Fields
+from llorch.files.strict_json import read_json
 from llorch.tokenizer.byte_level import BYTE_CHARACTERS, TEXT_BYTES, text_bytes
 from llorch.tokenizer.merges import check_merges
 from llorch.tokenizer.model_config_ids import NamedIds
 from llorch.tokenizer.pipeline import Pipeline, read_template
 from llorch.tokenizer.sentencepiece import BYTE_TOKEN, SPACE
 from llorch.tokenizer.special import SpacePrefix, SpecialTokens, find_by_text, find_end_tokens
-from llorch.weights.strict_json import read_json
 
 _MAX_TOKENIZER = 64 << 20  # bytes
 _MAX_ID = 1 << 22

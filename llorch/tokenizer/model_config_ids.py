@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llorch.fields import Fields
-from llorch.weights.strict_json import read_json
+from llorch.files.strict_json import read_json
 
 _MAX_CONFIG = 4 << 20  # bytes; a tokenizer_config.json with its chat template has about 60 thousand
 

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
+from llorch.files.gguf import GGUFFile
 from llorch.tokenizer.gguf_vocabulary import GGUFVocabulary
 from llorch.tokenizer.huggingface import HuggingFaceVocabulary
-from llorch.weights.gguf import GGUFFile
 
 
 class Tokenizer:

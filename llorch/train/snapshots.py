@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 
 from llorch.errors import FormatError
+from llorch.files.tensor_file import tensor_bytes
 from llorch.train.disk import Disk, remove_tree, write_new_file
 from llorch.train.snapshot_files import RECORD, TENSORS, Hashing, Snapshot, read_snapshot, record_bytes
-from llorch.weights.tensor_file import tensor_bytes
 
 
 class SnapshotStore:
@@ -211,7 +211,7 @@ def _locked(folder: Path) -> Iterator[str | None]:
 
 
 def is_leftover(name: str) -> bool:
-    """Whether a file was being written when its run was killed; `llorch.weights.placing` gives it such a name."""
+    """Whether a file was being written when its run was killed; `llorch.files.placing` gives it such a name."""
     return re.fullmatch(r"\..+\.\d+\.tmp", name) is not None
 
 

@@ -9,8 +9,8 @@ import torch
 import transformers
 
 from llorch.config import FAMILIES, Llama3Scaling, ModelConfig
+from llorch.files.names import interleave, inventory
 from llorch.ops.rope import frequencies, llama3_factors
-from llorch.weights.names import interleave, inventory
 from small_models.shapes import Recipe
 
 

@@ -57,9 +57,9 @@ def command(
     from llorch.builtin import find_data
     from llorch.cli.data.examples import as_object, facts_of, pieces_of, print_examples, summary
     from llorch.cli.inputs import has_vocabulary, model_path
+    from llorch.files import open_weights
     from llorch.model import Model
     from llorch.train.data import DataSettings, read_data
-    from llorch.weights import open_weights
 
     opened = Model(open_weights(model_path(model)))
     room = max_length or min(DataSettings.max_length, opened.config.max_position_embeddings)

@@ -54,8 +54,8 @@ def command(*, adapter: Path, split: str | None, any_base: bool, as_json: bool, 
     from llorch.cli.lora.needs import require_torch, threads_for_training
 
     require_torch()
+    from llorch.pytorch.train.judging import judge_adapter
     from llorch.train.settings import TrainSettings
-    from llorch.train.torch_judging import judge_adapter
 
     settings = TrainSettings(**given)
     say(threads_for_training(settings))

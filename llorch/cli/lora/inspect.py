@@ -31,9 +31,9 @@ def command(*, adapter: Path, base: str | None, any_base: bool, as_json: bool) -
     stderr after all that could be read; the exit code is then 2.
     """
     from llorch.cli.inputs import model_path
+    from llorch.files import open_weights
     from llorch.lora.files import check_base, read_adapter
     from llorch.lora.summary import summarise
-    from llorch.weights import open_weights
 
     weights = open_weights(model_path(base)) if base is not None else None
     summary = summarise(adapter, weights)

@@ -53,7 +53,7 @@ def command(
     from llorch.train.stopping import Stopped
 
     require_torch()
-    from llorch.train.torch_run import Run, saved_settings, saved_threads
+    from llorch.pytorch.train.run import Run, saved_settings, saved_threads
 
     sources = [("run.json", saved_settings(output))] if resume else []
     sources += [(str(config), read_settings(config))] if config is not None else []

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from llorch.cli.output import say
 
 if TYPE_CHECKING:
-    from llorch.train.torch_trainer import StepReport, Training
+    from llorch.pytorch.train.trainer import StepReport, Training
 
 LINES = 20  # of steps, about, where there is no terminal
 

@@ -15,7 +15,7 @@ from llorch.cli.output import progress, say, to_json
 from llorch.cli.threads import threads_option
 
 if TYPE_CHECKING:
-    from llorch.train.verify_resume import Comparison, Proof
+    from llorch.verify.resume import Comparison, Proof
 
 STEPS = 10
 KINDS = {"adapter": "weights", "optimizer": "moments", "rng": "generators", "adapter_model.safetensors": "adapter file"}
@@ -46,7 +46,7 @@ def command(*, config: Path | None, control: bool, verbose: bool, as_json: bool,
     from llorch.cli.lora.needs import require_torch, threads_for_training
     from llorch.train.settings_file import read_settings, settings_from
     from llorch.train.stopping import Stopped
-    from llorch.train.verify_resume import verify_resume
+    from llorch.verify.resume import verify_resume
 
     require_torch()
     sources = [(str(config), read_settings(config))] if config is not None else []

@@ -3,7 +3,7 @@
 Every fault names its file and line, in a list its row.
 
 A line of white space is skipped, and a byte order mark at the start of a file too. What Python's parser lets through
-by default (NaN, equal keys, half surrogates) is refused, see `llorch.weights.strict_json`.
+by default (NaN, equal keys, half surrogates) is refused, see `llorch.files.strict_json`.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from llorch.errors import FormatError
-from llorch.weights.strict_json import parse_json
+from llorch.files.strict_json import parse_json
 
 SPLITS = ("train", "valid", "test")
 _MAX_LINE, _MAX_LIST = 16 << 20, 128 << 20  # bytes; a list is in memory whole

@@ -1,0 +1,396 @@
+"""Weights of a model by canonical name, whatever file they come from; loaded when first asked for.
+
+Opening checks that the file holds exactly the tensors that its configuration asks for, and lists every fault
+at once. A tensor that is missing is never filled in, an extra one never dropped: both mean that the file and
+the configuration speak of different models.
+
+Source: transformers fills missing tensors with random numbers and prints a report; this is what we do
+instead.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping
+from copy import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llorch.config import ModelConfig
+from llorch.errors import ErrorCode, FormatError
+from llorch.files.folder import PICKLE_SUFFIXES, SafetensorsFolder, file_inside
+from llorch.files.gguf import GGUFFile, StringArray, TensorInfo, open_gguf
+from llorch.files.matrix import Matrix
+from llorch.files.names import inventory, undo_interleave
+from llorch.files.packed import Packed
+from llorch.files.quant import ACTIVATION_TYPE, GGMLType
+from llorch.files.safetensors import SafetensorsFile, open_safetensors
+from llorch.files.strict_json import read_json
+from llorch.numerics import EXACT, Numerics
+
+__all__ = [
+    "GGUFFile",
+    "LayerWeights",
+    "SafetensorsFile",
+    "SafetensorsFolder",
+    "StringArray",
+    "TensorInfo",
+    "Weights",
+    "open_gguf",
+    "open_safetensors",
+    "open_weights",
+]
+
+logger = logging.getLogger(__name__)
+
+_MAX_CONFIG = 1 << 20
+_ROPE_FACTORS = "rope_freqs.weight"
+_SCAN = 1 << 18  # elements looked at in one go: the mask stays in the processor cache
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where one weight is found."""
+
+    source_name: str
+    shape: tuple[int, ...]
+    interleaved_heads: int = 0  # rows to be reordered; 0: none
+    must_equal: str | None = None  # a second tensor that has to hold the same numbers
+
+
+# Mapping without types: with them, the run-time type checker of the tests loads a tensor at every call.
+class Weights(Mapping):
+    """The weights of a model by canonical name: arrays, and matrices that multiply themselves; see `open_weights`."""
+
+    def __init__(
+        self,
+        *,
+        config: ModelConfig,
+        path: Path,
+        source: GGUFFile | SafetensorsFolder,
+        slots: Mapping[str, Slot],
+    ) -> None:
+        """Wrap an open file that was checked against its configuration.
+
+        Args:
+            config: The model.
+            path: The file or folder.
+            source: What reads the tensors.
+            slots: Canonical name to place.
+        """
+        self.config = config
+        self.path = path
+        self.source = source
+        self.dtype: type[np.floating] = np.float32
+        self.numerics = EXACT
+        self.packed = False
+        self._slots = slots
+        self._loaded: dict[str, np.ndarray] = {}  # float32, shared by all variants
+        self._matrices: dict[str, Matrix] = {}
+        self._layers: list[dict[str, str]] = [{} for _ in range(config.n_layers)]  # short to canonical name
+        for name in slots:
+            if name.startswith("layers."):
+                _, index, short = name.split(".")
+                self._layers[int(index)][short] = name
+
+    def __getitem__(self, name: str) -> Any:
+        if not self._multiplies_itself(self._slots[name]):
+            return self.array(name)
+        if name not in self._matrices:
+            self._matrices[name] = self._matrix(name)
+        return self._matrices[name]
+
+    def array(self, name: str) -> np.ndarray:
+        """The decoded array of a weight, whatever the residency and numerics.
+
+        Args:
+            name: Canonical name.
+
+        Returns:
+            The array in the dtype of these weights; in packed residency it is decoded anew at every call.
+
+        Raises:
+            FormatError: NonFinite when it holds NaN or infinity, Truncated when the file was cut in the meantime.
+        """
+        if name in self._loaded:
+            if not self._loaded[name].flags.writeable:  # a view of the map
+                self.source.require_whole(self._slots[name].source_name)
+            return self._loaded[name].astype(self.dtype, copy=False)
+        array = self.read(name)
+        if not (self.packed and self._multiplies_itself(self._slots[name])):
+            self._loaded[name] = array
+        return array.astype(self.dtype, copy=False)
+
+    def read(self, name: str) -> np.ndarray:
+        """A weight as float32, decoded anew and not kept.
+
+        Args:
+            name: Canonical name.
+
+        Returns:
+            A view of the map for F32 whose rows need no reordering, else a new array.
+
+        Raises:
+            FormatError: NonFinite when it holds NaN or infinity.
+        """
+        slot = self._slots[name]
+        array = self.source.array(slot.source_name)
+        _require_finite(array, slot.source_name, self.path)
+        if slot.must_equal is not None:
+            self._require_equal(slot)
+        return undo_interleave(array, slot.interleaved_heads) if slot.interleaved_heads else array
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._slots)
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def layer(self, index: int) -> "LayerWeights":
+        """Look at the weights of one layer.
+
+        Args:
+            index: Layer number, from 0.
+
+        Returns:
+            The arrays by short name, `q_proj`, `attn_norm`, ..., each loaded when it is asked for.
+
+        Raises:
+            IndexError: The model has no such layer.
+        """
+        if not 0 <= index < self.config.n_layers:
+            raise IndexError(f"layer must be from 0 to {self.config.n_layers - 1}, got {index}")
+        return LayerWeights(self, self._layers[index])
+
+    def astype(self, dtype: type[np.floating]) -> "Weights":
+        """Hand out arrays of another type.
+
+        Args:
+            dtype: For instance `numpy.float64`.
+
+        Returns:
+            Weights over the same file. Arrays are widened on each access and not kept, so that float64 never
+            needs more memory than the layer in use.
+        """
+        other = copy(self)
+        other.dtype = dtype
+        other._matrices = {}
+        return other
+
+    def using(self, numerics: Numerics | None = None, *, packed: bool | None = None) -> "Weights":
+        """Choose how matrices are multiplied and where they lie.
+
+        Args:
+            numerics: The arithmetic; None keeps it.
+            packed: Whether matrices stay as the file packs them and are decoded at every use; None keeps it.
+
+        Returns:
+            Weights over the same file.
+
+        Raises:
+            FormatError: Unsupported when ggml's numerics are asked for and it cannot compute with the type of a weight.
+        """
+        other = copy(self)
+        other.numerics = self.numerics if numerics is None else numerics
+        if other.numerics.rounds_activations:
+            self._require_products()
+        other.packed = self.packed if packed is None else packed
+        other._matrices = {}
+        return other
+
+    @property
+    def cache_dtype(self) -> type[np.floating]:
+        """Dtype of keys and values in the cache of a run."""
+        return self.numerics.cache_dtype(self.dtype)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a weight, without reading it."""
+        return self._slots[name].shape
+
+    @property
+    def slots(self) -> Mapping[str, Slot]:
+        """Where each weight is found."""
+        return self._slots
+
+    def as_stored(self, name: str) -> Packed:
+        """A weight as the file holds it: its rows in the order of the file."""
+        return self.source.packed(self._slots[name].source_name)
+
+    def is_changed(self, name: str) -> bool:
+        """Whether a weight has other numbers than the file, as merged ones have."""
+        return False
+
+    def stored_type(self, name: str) -> GGMLType:
+        """The type in which the file stores a weight."""
+        return self.as_stored(name).ggml_type
+
+    def stored_bytes(self, name: str) -> int:
+        """Bytes that a weight takes in the file."""
+        return self.as_stored(name).raw.size
+
+    def _require_products(self) -> None:
+        """Refuse what llama.cpp ends the whole process at: there is no emulating that."""
+        in_gguf = isinstance(self.source, GGUFFile)
+        for name, slot in self._slots.items():
+            kind = self.stored_type(name)
+            is_matrix = len(slot.shape) == 2
+            if kind not in ACTIVATION_TYPE if is_matrix else in_gguf and kind is not GGMLType.F32:
+                what = "which llama.cpp has no product for" if is_matrix else "but llama.cpp takes vectors in F32 only"
+                message = f"{slot.source_name} is {kind.name}, {what}; use exact numerics"
+                raise FormatError("Unsupported", message, path=self.path)
+
+    def _multiplies_itself(self, slot: Slot) -> bool:
+        if len(slot.shape) != 2 or not (self.packed or self.numerics.rounds_activations):
+            return False
+        return self.source.packed(slot.source_name).ggml_type not in (GGMLType.F32, GGMLType.F64)
+
+    def _matrix(self, name: str) -> Matrix:
+        slot = self._slots[name]
+        if slot.must_equal is not None:
+            self._require_equal(slot)
+        return Matrix(
+            self.source.packed(slot.source_name),
+            dtype=self.dtype,
+            round_inputs=self.numerics.rounds_activations,
+            decoded=None if self.packed else self.astype(np.float32).array(name),
+            interleaved_heads=slot.interleaved_heads,
+        )
+
+    def _require_equal(self, slot: Slot) -> None:
+        assert slot.must_equal is not None
+        one, other = (self.source.packed(name) for name in (slot.source_name, slot.must_equal))
+        same_bytes = one.ggml_type is other.ggml_type and np.array_equal(one.raw, other.raw)
+        if not same_bytes and not np.array_equal(one.decode(), other.decode()):
+            message = f"config ties {slot.must_equal} to {slot.source_name}, but their numbers differ"
+            raise FormatError("Inconsistent", message, path=self.path)
+
+
+class LayerWeights(Mapping[str, Any]):
+    """The weights of one layer by short name; see `Weights.layer`."""
+
+    def __init__(self, weights: Weights, names: Mapping[str, str]) -> None:
+        """Wrap the whole model.
+
+        Args:
+            weights: The model.
+            names: Short to canonical name.
+        """
+        self._weights = weights
+        self._names = names
+
+    def __getitem__(self, name: str) -> Any:
+        return self._weights[self._names[name]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def open_weights(path: str | Path) -> Weights:
+    """Open a GGUF file or a Hugging Face folder.
+
+    Args:
+        path: A `.gguf` file, or a folder with `config.json` and safetensors.
+
+    Returns:
+        The weights; no tensor has been read yet.
+
+    Raises:
+        FileNotFoundError: Nothing has this path.
+        FormatError: The file, its configuration or its set of tensors is refused.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return _open_huggingface(path)
+    if path.suffix in PICKLE_SUFFIXES:
+        raise FormatError("Unsafe", "a pickle can run code; convert the model to safetensors first", path=path)
+    if path.suffix == ".safetensors":
+        raise FormatError("Unsupported", "give the folder that holds config.json, not the file", path=path)
+    return _open_gguf(path)
+
+
+def _open_gguf(path: Path) -> Weights:
+    file = open_gguf(path)
+    try:
+        config = _gguf_config(file)
+        slots = {
+            weight.name: Slot(weight.gguf, weight.shape, weight.interleaved_heads)
+            for weight in inventory(config).values()
+        }
+        _check_tensors(slots, file, ignored={_ROPE_FACTORS}, family=config.family)
+    except BaseException:
+        file.close()
+        raise
+    return Weights(config=config, path=path, source=file, slots=slots)
+
+
+def _gguf_config(file: GGUFFile) -> ModelConfig:
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise FormatError("Missing", "no token_embd.weight: the file holds no model", path=file.path)
+    rows = embedding.shape[0]
+    tokens = file.metadata.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, StringArray) and len(tokens) != rows:
+        message = f"the vocabulary has {len(tokens)} tokens, token_embd.weight has {rows} rows"
+        raise FormatError("Inconsistent", message, path=file.path)
+    factors = file.array(_ROPE_FACTORS).reshape(-1) if _ROPE_FACTORS in file.tensors else None
+    names = file.tensors.keys()
+    return ModelConfig.from_gguf(
+        file.metadata, tensor_names=names, vocab_size=rows, rope_factors=factors, path=file.path
+    )
+
+
+def _open_huggingface(path: Path) -> Weights:
+    values = read_json(file_inside(path, "config.json"), limit=_MAX_CONFIG)
+    if "auto_map" in values:
+        logger.warning("%s: config.json names custom code (auto_map), which is not run", path)
+    config = ModelConfig.from_huggingface(values, path=path / "config.json")
+    folder = SafetensorsFolder(path)
+    try:
+        slots = {weight.name: Slot(weight.huggingface, weight.shape) for weight in inventory(config).values()}
+        ignored = {name for name in folder.tensors if name.endswith(".rotary_emb.inv_freq")}
+        if config.tie_word_embeddings and "lm_head.weight" in folder.tensors:
+            embedding = slots["embed_tokens"]
+            slots["embed_tokens"] = Slot(embedding.source_name, embedding.shape, must_equal="lm_head.weight")
+            ignored.add("lm_head.weight")
+        _check_tensors(slots, folder, ignored=ignored, family=config.family)
+    except BaseException:
+        folder.close()
+        raise
+    return Weights(config=config, path=path, source=folder, slots=slots)
+
+
+def _check_tensors(
+    slots: Mapping[str, Slot], source: GGUFFile | SafetensorsFolder, *, ignored: set[str], family: str
+) -> None:
+    wanted = {slot.source_name: slot for slot in slots.values()}
+    found = source.tensors
+    both = sorted(wanted.keys() & found.keys())
+    faults: dict[ErrorCode, list[str]] = {
+        "Missing": sorted(wanted.keys() - found.keys()),
+        "Unexpected": sorted(found.keys() - wanted.keys() - ignored),
+        "Shape": [
+            f"{name} expected {wanted[name].shape} got {found[name].shape}"
+            for name in both
+            if wanted[name].shape != found[name].shape
+        ],
+        "DType": [f"{name} holds integers" for name in both if not found[name].holds_floats],
+    }
+    bad: list[tuple[ErrorCode, list[str]]] = [(code, names) for code, names in faults.items() if names]
+    if bad:
+        lists = "; ".join(f"{len(names)} {code}: {', '.join(names)}" for code, names in bad)
+        message = f"weights: expected the {len(wanted)} tensors of this {family} configuration, got {lists}"
+        raise FormatError(bad[0][0], message, path=source.path)
+
+
+def _require_finite(array: np.ndarray, name: str, path: Path) -> None:
+    flat = array.reshape(-1)
+    for start in range(0, flat.size, _SCAN):
+        finite = np.isfinite(flat[start : start + _SCAN])
+        if not finite.all():
+            first = start + int(np.argmin(finite))
+            where = tuple(int(axis) for axis in np.unravel_index(first, array.shape))
+            raise FormatError("NonFinite", f"{name} has {flat[first]} at {where}", path=path)

@@ -1,0 +1,101 @@
+"""Blocks of equally spaced numbers: x = code * d, or x = code * d + m, with one float d (and m) to a block.
+
+    type   elements  bytes of a block, in order
+    Q1_0   128       d float16, 1 bit an element: +d or -d
+    Q2_0   64        d float16, 2 bits an element, code - 1
+    Q4_0   32        d float16, 4 bits an element, code - 8
+    Q4_1   32        d, m float16, 4 bits an element
+    Q5_0   32        d float16, the fifth bits (4 bytes), 4 bits an element, code - 16
+    Q5_1   32        d, m float16, the fifth bits (4 bytes), 4 bits an element
+    Q8_0   32        d float16, 8 bits an element, signed
+    Q8_1   32        d float16, a sum that decoding does not need, 8 bits an element, signed
+    Q8_K   256       d float32, 8 bits an element, signed, 16 sums
+    TQ2_0  256       2 bits an element, code - 1, d float16
+
+Four-bit codes: the first half of a block lies in the low halves of its bytes, the second half in the high ones.
+
+Source: ggml src/ggml-common.h (layouts) and src/ggml-quants.c (dequantize_row_*), as of libggml 0.25.
+"""
+
+import numpy as np
+
+from llorch.files.blocks.chunk import Chunk, write_scaled
+
+_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").view(np.int8)
+_SIGNS = (2 * _BITS - 1).view(np.uint64)[:, 0]  # the eight codes in a byte
+_FIFTH_BITS = (16 * _BITS).view(np.uint64)[:, 0]
+_PAIRS_OF_BITS = (np.arange(256)[:, None] >> np.arange(0, 8, 2) & 3).astype(np.int8)
+_QUADS = (_PAIRS_OF_BITS - np.int8(1)).view(np.uint32)[:, 0]
+
+
+def decode_q1_0(chunk: Chunk, out: np.ndarray) -> None:
+    """One bit."""
+    signs = chunk.look_up(_SIGNS, chunk.field(2, 16).reshape(-1)).view(np.int8)
+    write_scaled(signs, chunk.float16_field(0), out)
+
+
+def decode_q2_0(chunk: Chunk, out: np.ndarray) -> None:
+    """Two bits, four neighbours to a byte."""
+    codes = chunk.look_up(_QUADS, chunk.field(2, 16).reshape(-1)).view(np.int8)
+    write_scaled(codes, chunk.float16_field(0), out)
+
+
+def decode_tq2_0(chunk: Chunk, out: np.ndarray) -> None:
+    """Two bits, a byte holds elements that are 32 apart."""
+    codes = chunk.weave(chunk.bit_fields(chunk.field(0, 64), 2), 32).view(np.int8)
+    codes -= 1
+    write_scaled(codes, chunk.float16_field(64), out)
+
+
+def decode_q4_0(chunk: Chunk, out: np.ndarray) -> None:
+    """Four bits."""
+    codes = _four_bits(chunk, 2)
+    codes -= 8
+    write_scaled(codes, chunk.float16_field(0), out)
+
+
+def decode_q4_1(chunk: Chunk, out: np.ndarray) -> None:
+    """Four bits and a minimum."""
+    runs = write_scaled(_four_bits(chunk, 4), chunk.float16_field(0), out)
+    runs += chunk.float16_field(2)[:, None]
+
+
+def decode_q5_0(chunk: Chunk, out: np.ndarray) -> None:
+    """Five bits."""
+    codes = _five_bits(chunk, 2)
+    codes -= 16
+    write_scaled(codes, chunk.float16_field(0), out)
+
+
+def decode_q5_1(chunk: Chunk, out: np.ndarray) -> None:
+    """Five bits and a minimum."""
+    runs = write_scaled(_five_bits(chunk, 4), chunk.float16_field(0), out)
+    runs += chunk.float16_field(2)[:, None]
+
+
+def decode_q8_0(chunk: Chunk, out: np.ndarray) -> None:
+    """Eight bits."""
+    out[...] = chunk.blocks[:, 2:].view(np.int8)
+    out *= chunk.float16_field(0)[:, None]
+
+
+def decode_q8_1(chunk: Chunk, out: np.ndarray) -> None:
+    """Eight bits; the sum is passed over."""
+    out[...] = chunk.blocks[:, 4:].view(np.int8)
+    out *= chunk.float16_field(0)[:, None]
+
+
+def decode_q8_k(chunk: Chunk, out: np.ndarray) -> None:
+    """Eight bits with a float32 scale; the sums are passed over."""
+    out[...] = chunk.blocks[:, 4:260].view(np.int8)
+    out *= chunk.blocks[:, :4].view("<f4")
+
+
+def _four_bits(chunk: Chunk, start: int) -> np.ndarray:
+    return chunk.weave(chunk.bit_fields(chunk.field(start, 16), 4), 16).view(np.int8)
+
+
+def _five_bits(chunk: Chunk, start: int) -> np.ndarray:
+    codes = _four_bits(chunk, start + 4)
+    codes |= chunk.look_up(_FIFTH_BITS, chunk.field(start, 4).reshape(-1)).view(np.int8)
+    return codes

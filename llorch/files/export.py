@@ -1,0 +1,322 @@
+"""Write weights as a GGUF file that llama.cpp loads, in any type of `encode`.
+
+Hyperparameters go into metadata keys, the llama3 frequency scaling into the tensor `rope_freqs.weight` (one
+divisor per frequency), and q and k of the llama family into the paired row order that llama.cpp rotates.
+
+Vectors (norms, biases) are always F32, as in llama.cpp. A matrix whose rows are no whole number of blocks becomes
+F16, and so do the embedding and the output matrix beside ternary types: llama.cpp's converter does the same.
+
+Source: llama.cpp conversion/base.py, `prepare_tensors`, and conversion/llama.py (keys, rope factors); gguf GGUFWriter.
+"""
+
+import math
+import mmap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from gguf import GGML_QUANT_VERSION, GGMLQuantizationType, GGUFValueType, GGUFWriter, LlamaFileType, RopeScalingType
+
+from llorch.config import FactorScaling, LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
+from llorch.errors import FormatError
+from llorch.files import GGUFFile, Weights
+from llorch.files.encode import encode, encoded_size
+from llorch.files.metadata import NUMBERS, StringArray
+from llorch.files.names import Weight, interleave, inventory
+from llorch.files.placing import new_file
+from llorch.files.quant import BLOCK_SIZES, GGMLType
+from llorch.ops.rope import frequencies, llama3_factors
+
+_VALUE_TYPES = {dtype: kind for kind, dtype in NUMBERS.items() if kind is not GGUFValueType.BOOL}
+NO_VOCABULARY: Mapping[str, object] = {"tokenizer.ggml.model": "no_vocab"}
+_TERNARY = (GGMLType.TQ1_0, GGMLType.TQ2_0)
+
+# What can be asked for, and the number that llama.cpp shows as the type of the whole file.
+FILE_TYPES: dict[GGMLType, LlamaFileType] = {
+    GGMLType.F32: LlamaFileType.ALL_F32,
+    GGMLType.F16: LlamaFileType.MOSTLY_F16,
+    GGMLType.BF16: LlamaFileType.MOSTLY_BF16,
+    GGMLType.Q8_0: LlamaFileType.MOSTLY_Q8_0,
+    GGMLType.Q4_0: LlamaFileType.MOSTLY_Q4_0,
+    GGMLType.Q4_1: LlamaFileType.MOSTLY_Q4_1,
+    GGMLType.Q5_0: LlamaFileType.MOSTLY_Q5_0,
+    GGMLType.Q5_1: LlamaFileType.MOSTLY_Q5_1,
+    GGMLType.TQ1_0: LlamaFileType.MOSTLY_TQ1_0,
+    GGMLType.TQ2_0: LlamaFileType.MOSTLY_TQ2_0,
+    GGMLType.MXFP4: LlamaFileType.MOSTLY_MXFP4_MOE,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """One tensor of the file to be: shapes are written long before the first array is wanted."""
+
+    name: str
+    shape: tuple[int, ...]
+    ggml_type: GGMLType
+    parts: Callable[[], Iterator[np.ndarray]]  # the bytes
+
+
+def write_gguf(
+    weights: Weights,
+    path: str | Path,
+    *,
+    ggml_type: GGMLType = GGMLType.F32,
+    tokenizer_metadata: Mapping[str, object] | None = None,
+) -> None:
+    """Write all weights; the file appears under its name only when it is complete.
+
+    Args:
+        weights: The model.
+        path: Target; may be the file that the weights are read from.
+        ggml_type: Type of the matrices, a key of `FILE_TYPES`.
+        tokenizer_metadata: `tokenizer.*` keys as `GGUFFile.metadata` holds them. None: llama.cpp loads the file as
+            a model without vocabulary.
+
+    Raises:
+        FormatError: Unsupported for a frequency scaling that llama.cpp does not know for this family, NonFinite for
+            a weight that is NaN or infinite, OutOfRange for one that the type cannot hold.
+    """
+    with new_file(Path(path)) as temporary:
+        write_gguf_content(
+            weights,
+            temporary,
+            ggml_type=ggml_type,
+            metadata={"general.name": "llorch export"} | dict(tokenizer_metadata or NO_VOCABULARY),
+        )
+
+
+def write_gguf_content(
+    weights: Weights,
+    path: Path,
+    *,
+    ggml_type: GGMLType,
+    metadata: Mapping[str, object],
+    on_tensor: Callable[[str], None] = lambda name: None,
+) -> None:
+    """Write all weights to a file that nobody reads yet; the rest is as in `write_gguf`.
+
+    Args:
+        weights: The model.
+        path: Written from the start.
+        ggml_type: Type of the matrices, a key of `FILE_TYPES`.
+        metadata: Keys that are not about the weights, `general.*`, `tokenizer.*` and others.
+        on_tensor: Told the name of each tensor before it is written.
+    """
+    entries = _entries(weights, ggml_type)
+    alignment = _write_header(path, weights.config, ggml_type, metadata, entries)
+    with path.open("ab") as file:
+        _write_padding(file, file.tell(), alignment)
+        for entry in entries:
+            on_tensor(entry.name)
+            for part in entry.parts():
+                file.write(part.data)
+            _write_padding(file, encoded_size(entry.shape, entry.ggml_type), alignment)
+
+
+def gguf_types(config: ModelConfig, ggml_type: GGMLType) -> dict[str, GGMLType]:
+    """Tell the type that each weight gets in a file.
+
+    Args:
+        config: The model.
+        ggml_type: Type of the matrices, where their rows allow it.
+
+    Returns:
+        Types by canonical name.
+    """
+    return {name: _type_of(weight, ggml_type) for name, weight in inventory(config).items()}
+
+
+def gguf_size(config: ModelConfig, ggml_type: GGMLType) -> int:
+    """Predict the bytes of all tensors of a file, which is nearly all of it.
+
+    Args:
+        config: The model.
+        ggml_type: Type of the matrices.
+
+    Returns:
+        The number of bytes.
+    """
+    return sum(encoded_size(weight.shape, _type_of(weight, ggml_type)) for weight in inventory(config).values())
+
+
+@contextmanager
+def read_once(weights: Weights, weight: Weight) -> Iterator[np.ndarray]:
+    """Read one weight and forget it, so that a whole model can pass through a small memory.
+
+    Args:
+        weights: The model.
+        weight: A line of its inventory.
+
+    Yields:
+        Float32, in the row order of Hugging Face; every number is finite.
+
+    Raises:
+        FormatError: NonFinite.
+    """
+    try:
+        yield weights.read(weight.name)
+    finally:
+        _release_pages(weights.as_stored(weight.name).raw)
+
+
+def _release_pages(view: np.ndarray) -> None:
+    """Let the system forget the pages of a mapped file that were read: they count as memory of this process."""
+    owner: object = view
+    while isinstance(owner, np.ndarray):
+        owner = owner.base
+    mapped = owner.obj if isinstance(owner, memoryview) else owner
+    if isinstance(mapped, mmap.mmap):
+        mapped.madvise(mmap.MADV_DONTNEED)
+
+
+def _type_of(weight: Weight, ggml_type: GGMLType) -> GGMLType:
+    if len(weight.shape) == 1:
+        return GGMLType.F32
+    if weight.shape[-1] % BLOCK_SIZES[ggml_type][0]:
+        return GGMLType.F16
+    if ggml_type in _TERNARY and weight.name in ("embed_tokens", "lm_head"):
+        return GGMLType.F16
+    return ggml_type
+
+
+def _entries(weights: Weights, ggml_type: GGMLType) -> list[_Entry]:
+    entries = []
+    factors = _rope_factors(weights)
+    if factors is not None:
+        entries.append(_Entry("rope_freqs.weight", factors.shape, GGMLType.F32, lambda: iter([factors])))
+    for weight in inventory(weights.config).values():
+        kind = _type_of(weight, ggml_type)
+        entries.append(_Entry(weight.gguf, weight.shape, kind, partial(_parts, weights, weight, kind)))
+    return entries
+
+
+def _parts(weights: Weights, weight: Weight, ggml_type: GGMLType) -> Iterator[np.ndarray]:
+    with read_once(weights, weight) as array:
+        in_gguf = isinstance(weights.source, GGUFFile) and not weights.is_changed(weight.name)
+        if in_gguf and weights.stored_type(weight.name) is ggml_type:
+            yield weights.as_stored(weight.name).raw  # the same bytes: quantising twice would change some
+            return
+        rows = interleave(array, weight.interleaved_heads) if weight.interleaved_heads else array
+        yield from encode(rows, ggml_type, name=weight.gguf, path=weights.path)
+
+
+def _write_header(
+    path: Path, config: ModelConfig, ggml_type: GGMLType, metadata: Mapping[str, object], entries: list[_Entry]
+) -> int:
+    writer = GGUFWriter(path, config.family)
+    try:
+        writer.add_file_type(FILE_TYPES[ggml_type])
+        if BLOCK_SIZES[ggml_type][0] > 1:
+            writer.add_quantization_version(GGML_QUANT_VERSION)
+        add_hyperparameters(writer, config)
+        for key, value in metadata.items():
+            _add_value(writer, key, value)
+        for entry in entries:
+            n_bytes = encoded_size(entry.shape, entry.ggml_type)
+            known = GGMLQuantizationType(entry.ggml_type)
+            writer.add_tensor_info(entry.name, entry.shape, np.dtype(np.float32), n_bytes, raw_dtype=known)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        writer.flush()
+    finally:
+        writer.close()
+    return writer.data_alignment
+
+
+def _write_padding(file: BinaryIO, n_bytes: int, alignment: int) -> None:
+    file.write(bytes(-n_bytes % alignment))
+
+
+def _rope_factors(weights: Weights) -> np.ndarray | None:
+    config = weights.config
+    match config.rope_scaling:
+        case FactorScaling(factors=factors):
+            values = np.array(factors)
+        case Llama3Scaling() as scaling:
+            values = llama3_factors(frequencies(config.head_dim, config.rope_theta), scaling)
+        case _:
+            return None
+    if config.family != "llama":
+        message = f"llama.cpp reads frequency factors for the llama family only, got {config.family}"
+        raise FormatError("Unsupported", message, path=weights.path)
+    return values.astype(np.float32)
+
+
+def add_hyperparameters(writer: GGUFWriter, config: ModelConfig) -> None:
+    """Add the metadata keys of a configuration.
+
+    Args:
+        writer: Before its header is written.
+        config: The model.
+
+    Raises:
+        FormatError: Unsupported for a frequency scaling that llama.cpp computes differently.
+    """
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.n_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.n_heads)
+    writer.add_head_count_kv(config.n_kv_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    _add_rope(writer, config)
+
+
+def _add_rope(writer: GGUFWriter, config: ModelConfig) -> None:
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope_theta)
+    match config.rope_scaling:
+        case LinearScaling(factor=factor):
+            writer.add_rope_scaling_type(RopeScalingType.LINEAR)
+            writer.add_rope_scaling_factor(factor)
+        case YarnScaling() as yarn:
+            writer.add_rope_scaling_type(RopeScalingType.YARN)
+            writer.add_rope_scaling_factor(yarn.factor)
+            writer.add_rope_scaling_orig_ctx_len(yarn.original_max_position_embeddings)
+            # llama.cpp multiplies by YaRN's own gain as well, so that is left out here.
+            writer.add_rope_scaling_attn_factors(yarn.attention_factor / (0.1 * math.log(yarn.factor) + 1.0))
+            if (yarn.beta_fast, yarn.beta_slow) != (32.0, 1.0):
+                message = f"llama.cpp computes YaRN with betas 32 and 1, got {yarn.beta_fast} and {yarn.beta_slow}"
+                raise FormatError("Unsupported", message)
+
+
+def _add_value(writer: GGUFWriter, key: str, value: object) -> None:
+    match value:
+        case bool():
+            writer.add_bool(key, value)
+        case int():
+            writer.add_key_value(key, value, _integer_type(value))
+        case float():
+            wide = math.isfinite(value) and abs(value) > float(np.finfo(np.float32).max)
+            writer.add_key_value(key, value, GGUFValueType.FLOAT64 if wide else GGUFValueType.FLOAT32)
+        case str():
+            writer.add_string(key, value)
+        case np.ndarray():
+            kind = GGUFValueType.BOOL if value.dtype == bool else _VALUE_TYPES[value.dtype]
+            writer.add_key_value(key, value.tolist(), GGUFValueType.ARRAY, kind)
+        case Sequence():
+            writer.add_key_value(key, list(value), GGUFValueType.ARRAY, _element_type(value))
+        case _:
+            raise TypeError(f"{key} must be a scalar, a string, an array or strings, got {type(value).__name__}")
+
+
+def _integer_type(value: int) -> GGUFValueType:
+    wide = not -(2**31) <= value < 2**32
+    if value < 0:
+        return GGUFValueType.INT64 if wide else GGUFValueType.INT32
+    return GGUFValueType.UINT64 if wide else GGUFValueType.UINT32
+
+
+def _element_type(values: Sequence) -> GGUFValueType:
+    if isinstance(values, StringArray):
+        return GGUFValueType.STRING
+    return GGUFValueType.get_type(values[0])

@@ -1,0 +1,199 @@
+"""Hugging Face folders: one model.safetensors, or shards listed by model.safetensors.index.json.
+
+Every name that a file of the folder gives is resolved inside the folder. Pickles are never opened.
+
+Source: transformers modeling_utils (layout and precedence); huggingface_hub (layout of the download cache).
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from llorch.errors import FormatError
+from llorch.files.names import is_plain_name
+from llorch.files.packed import Packed
+from llorch.files.safetensors import SafetensorsFile, SafetensorsInfo
+from llorch.files.strict_json import read_json
+
+PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".pkl", ".ckpt"})
+
+_MAX_INDEX = 25_000_000
+
+
+class SafetensorsFolder:
+    """The weights of a Hugging Face folder: one file, or the shards of an index, as one set of tensors."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Find and open the file or the shards.
+
+        Args:
+            path: The folder.
+
+        Raises:
+            FormatError: Missing, Unsafe, or whatever a shard is refused for.
+        """
+        self.path = Path(path)
+        self._shards: list[SafetensorsFile] = []
+        self._shard_of: dict[str, SafetensorsFile] = {}
+        self.tensors: dict[str, SafetensorsInfo] = {}
+        try:
+            self._open_all()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def fingerprint(self) -> list[tuple[int, ...]]:
+        """See `MappedFile.fingerprint`; one for each shard."""
+        return [one for shard in self._shards for one in shard.fingerprint]
+
+    def _open_all(self) -> None:
+        index = self.path / "model.safetensors.index.json"
+        if (self.path / "model.safetensors").exists() or not index.exists():
+            self._add(_single_file(self.path))
+            return
+        weight_map = _read_index(index)
+        for shard in sorted(set(weight_map.values())):
+            self._add(file_inside(self.path, shard))
+        _check_index(index, weight_map, {name: shard.path.name for name, shard in self._shard_of.items()})
+
+    def _add(self, path: Path) -> None:
+        shard = SafetensorsFile(path)
+        self._shards.append(shard)
+        twice = sorted(shard.tensors.keys() & self.tensors.keys())
+        if twice:
+            raise FormatError("Duplicate", f"tensor {twice[0]!r} is in two shards", path=path)
+        self.tensors |= shard.tensors
+        self._shard_of |= dict.fromkeys(shard.tensors, shard)
+
+    def array(self, name: str) -> np.ndarray:
+        """Read a tensor as float32; as `SafetensorsFile.array`.
+
+        Args:
+            name: Name in the folder.
+
+        Returns:
+            A view of the map, or a converted copy.
+
+        Raises:
+            FormatError: Missing for an unknown name, or as `SafetensorsFile.array`.
+        """
+        return self._shard(name).array(name)
+
+    def packed(self, name: str) -> Packed:
+        """Look at a tensor as it is stored; as `SafetensorsFile.packed`.
+
+        Args:
+            name: Name in the folder.
+
+        Returns:
+            Its bytes and type.
+
+        Raises:
+            FormatError: Missing for an unknown name, or as `SafetensorsFile.packed`.
+        """
+        return self._shard(name).packed(name)
+
+    def require_whole(self, name: str) -> None:
+        """Refuse to go on with a tensor whose file was cut since; as `SafetensorsFile.require_whole`.
+
+        Args:
+            name: Name in the folder.
+
+        Raises:
+            FormatError: Missing for an unknown name; Truncated.
+        """
+        self._shard(name).require_whole(name)
+
+    def _shard(self, name: str) -> SafetensorsFile:
+        if name not in self._shard_of:
+            raise FormatError("Missing", f"no tensor {name!r} in this folder", path=self.path)
+        return self._shard_of[name]
+
+    def close(self) -> None:
+        """Close all shards; arrays that were handed out stay valid."""
+        for shard in self._shards:
+            shard.close()
+
+    def __enter__(self) -> "SafetensorsFolder":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _single_file(folder: Path) -> Path:
+    if (folder / "model.safetensors").exists():
+        return file_inside(folder, "model.safetensors")
+    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLE_SUFFIXES)
+    if pickles:
+        message = f"{pickles[0]} is a pickle, which can run code; convert the model to safetensors first"
+        raise FormatError("Unsafe", message, path=folder)
+    raise FormatError("Missing", "no model.safetensors and no model.safetensors.index.json", path=folder)
+
+
+def file_inside(folder: Path, name: str) -> Path:
+    """Resolve a file name that a file of the folder gave, and refuse to leave the folder.
+
+    Args:
+        folder: The model's folder.
+        name: A plain file name.
+
+    Returns:
+        The path inside the folder.
+
+    Raises:
+        FormatError: Unsafe for a path or a link that leads out, Missing when there is no such file.
+    """
+    if not is_plain_name(name):
+        raise FormatError("Unsafe", f"expected a plain file name, got {name!r}", path=folder)
+    path = folder / name
+    if not path.exists():
+        raise FormatError("Missing", f"there is no file {name}", path=folder)
+    return require_inside(path, folder)
+
+
+def require_inside(path: Path, folder: Path) -> Path:
+    """Refuse a file of a folder that is a link to somewhere else.
+
+    A link into the `blobs` beside the `snapshots` of a Hugging Face download cache is how that cache stores
+    files, and is followed.
+
+    Args:
+        path: The file, in the folder or below it.
+        folder: The model's folder.
+
+    Returns:
+        The path.
+
+    Raises:
+        FormatError: Unsafe for a link that leads out.
+    """
+    home, target = folder.resolve(), path.resolve()
+    allowed = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
+    if not any(target.is_relative_to(place) for place in allowed):
+        message = f"{path.relative_to(folder)} is a link that leads out of the folder"
+        raise FormatError("Unsafe", message, path=folder)
+    return path
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    weight_map = read_json(path, limit=_MAX_INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise FormatError("Malformed", "weight_map must map tensor names to file names", path=path)
+    return weight_map
+
+
+def _check_index(path: Path, weight_map: Mapping[str, str], found: Mapping[str, str]) -> None:
+    missing = sorted(name for name, shard in weight_map.items() if found.get(name) != shard)
+    if missing:
+        message = f"{len(missing)} tensors are not in the shard that the index names: {', '.join(missing[:20])}"
+        raise FormatError("Missing", message, path=path)
+    extra = sorted(found.keys() - weight_map.keys())
+    if extra:
+        message = f"{len(extra)} tensors of the shards are not in the index: {', '.join(extra[:20])}"
+        raise FormatError("Unexpected", message, path=path)

@@ -1,0 +1,222 @@
+"""GGUF v2 and v3: the header is read once and checked, the tensors stay in the file until they are wanted.
+
+    magic "GGUF" | u32 version | u64 tensor count | u64 metadata count
+    metadata entries | tensor table (name, dimensions fastest first, type, offset) | padding | tensor data
+
+The reader is our own, since the one of the gguf package follows lengths and offsets that the file only claims
+(it loops without end on a 49-byte file) and takes seconds for a real vocabulary. The rule here is: never
+laxer than llama.cpp. Offsets must be exactly the running sum of padded sizes, so no two names can share
+bytes.
+
+Source: ggml docs/gguf.md; ggml src/gguf.cpp.
+"""
+
+import logging
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import numpy as np
+from gguf import GGUFValueType
+
+from llorch.files.mapped import TensorFile
+from llorch.files.metadata import DEFAULT_LIMITS, Cursor, Limits, StringArray, Value, read_metadata
+from llorch.files.names import is_plain_name
+from llorch.files.packed import Packed
+from llorch.files.quant import BLOCK_SIZES, GGMLType
+
+__all__ = ["GGUFFile", "Limits", "StringArray", "TensorInfo", "open_gguf"]
+
+logger = logging.getLogger(__name__)
+
+_MAX_ELEMENTS = 2**63 - 1  # ggml counts elements in a signed 64-bit number
+
+_INTEGERS = frozenset({GGMLType.I8, GGMLType.I16, GGMLType.I32, GGMLType.I64})
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One row of the tensor table."""
+
+    name: str
+    shape: tuple[int, ...]  # NumPy order: slowest first, the reverse of the file
+    ggml_type: GGMLType
+    offset: int  # bytes from the start of the file
+    n_bytes: int
+
+    @property
+    def holds_floats(self) -> bool:
+        """Whether the tensor can be a weight: floats or blocks, not integers."""
+        return self.ggml_type not in _INTEGERS
+
+
+class GGUFFile(TensorFile[TensorInfo]):
+    """An open GGUF file: metadata and tensor table in memory, tensors on demand."""
+
+    def __init__(self, path: str | Path, *, limits: Limits = DEFAULT_LIMITS) -> None:
+        """Read and check header, metadata and tensor table.
+
+        Args:
+            path: The file.
+            limits: What it may claim.
+
+        Raises:
+            FormatError: The file is not a sound GGUF v2 or v3 file.
+            FileNotFoundError: There is no such file.
+        """
+        super().__init__(path)
+        try:
+            cursor = Cursor(self._file, limits)
+            self.version = _read_version(cursor)
+            n_tensors = _read_count(cursor, "tensor", limits.tensors)
+            n_entries = _read_count(cursor, "metadata entry", limits.metadata_entries)
+            self.metadata, kinds = read_metadata(cursor, n_entries)
+            self.alignment = _alignment(cursor, self.metadata, kinds)
+            self.tensors = _read_tensor_table(cursor, n_tensors, self.alignment)
+        except BaseException:
+            self.close()
+            raise
+
+    def array(self, name: str) -> np.ndarray:
+        """Read a tensor as float32.
+
+        Args:
+            name: Name in the file.
+
+        Returns:
+            A read-only view of the map for F32, a decoded copy for every other type. Finiteness is the
+            caller's business, except for scales that decode to finite nonsense.
+
+        Raises:
+            FormatError: DType for integer tensors, NonFinite for a NaN block scale, or as `raw`.
+        """
+        packed = self.packed(name)
+        if packed.ggml_type is GGMLType.F32:
+            return packed.raw.view("<f4").reshape(packed.shape)
+        packed.require_scales()
+        return packed.decode()
+
+    def packed(self, name: str) -> Packed:
+        """Look at a tensor as it is stored.
+
+        Args:
+            name: Name in the file.
+
+        Returns:
+            Its bytes and type.
+
+        Raises:
+            FormatError: DType for integer tensors, or as `raw`.
+        """
+        info, raw = self.info(name), self.raw(name)
+        if not info.holds_floats:
+            raise self._file.error("DType", f"{name} must hold floats or blocks, got {info.ggml_type.name}")
+        return Packed(name, self.path, raw, info.ggml_type, info.shape)
+
+
+def open_gguf(path: str | Path, *, limits: Limits = DEFAULT_LIMITS) -> GGUFFile:
+    """Open a GGUF file; the work is done in `GGUFFile`.
+
+    Args:
+        path: The file.
+        limits: What it may claim.
+
+    Returns:
+        The open file, also usable in a `with` statement.
+    """
+    return GGUFFile(path, limits=limits)
+
+
+def _read_version(cursor: Cursor) -> int:
+    magic = cursor.file.map[cursor.skip(4, "magic") : 4]
+    if magic != b"GGUF":
+        raise cursor.error("BadMagic", f"a GGUF file starts with b'GGUF', got {magic!r}", 0)
+    version = cursor.u32("version")
+    if version and version & 0xFFFF == 0:
+        raise cursor.error("Unsupported", "the file is big-endian, only little-endian files are read", 4)
+    if version not in (2, 3):
+        raise cursor.error("Unsupported", f"GGUF versions 2 and 3 are read, got version {version}", 4)
+    return version
+
+
+def _read_count(cursor: Cursor, what: str, limit: int) -> int:
+    count = cursor.u64(f"{what} count")
+    if count > limit:
+        raise cursor.error("TooLarge", f"{what} count is {count}, at most {limit} are allowed", cursor.position - 8)
+    return count
+
+
+def _alignment(cursor: Cursor, metadata: dict[str, Value], kinds: dict[str, GGUFValueType]) -> int:
+    key, limit = "general.alignment", cursor.limits.alignment
+    alignment = metadata.get(key, 32)
+    if kinds.get(key, GGUFValueType.UINT32) is not GGUFValueType.UINT32 or not isinstance(alignment, int):
+        raise cursor.file.error("Malformed", f"{key} must be of type UINT32, got {kinds[key].name}")
+    if not 0 < alignment <= limit or alignment & (alignment - 1):
+        raise cursor.file.error("Malformed", f"{key} must be a power of two up to {limit}, got {alignment}")
+    return alignment
+
+
+def _read_tensor_table(cursor: Cursor, count: int, alignment: int) -> dict[str, TensorInfo]:
+    rows: dict[str, TensorInfo] = {}
+    for index in range(count):
+        row = _read_tensor_row(cursor, index)
+        if row.name in rows:
+            raise cursor.error("Duplicate", f"tensor name {row.name!r} occurs twice")
+        rows[row.name] = row
+    data_start = cursor.position + -cursor.position % alignment if count else cursor.position
+    expected = 0  # the offset that the next tensor must have
+    for name, row in rows.items():
+        _check_range(cursor, row, data_start, expected)
+        expected += row.n_bytes + -row.n_bytes % alignment
+        rows[name] = TensorInfo(name, row.shape, row.ggml_type, data_start + row.offset, row.n_bytes)
+    trailing = cursor.file.size - (data_start + expected)
+    if trailing > 0:
+        logger.info("%s: %d bytes after the last tensor are ignored", cursor.file.path, trailing)
+    return rows
+
+
+def _read_tensor_row(cursor: Cursor, index: int) -> TensorInfo:
+    start = cursor.position
+    name = cursor.text(f"name of tensor {index}", limit=cursor.limits.name_bytes, over_limit="Malformed")
+    if not is_plain_name(name):
+        raise cursor.error("Malformed", f"tensor name must be plain printable text, got {name!r}", start)
+    n_dims = cursor.u32(f"dimension count of {name}")
+    if not 1 <= n_dims <= cursor.limits.dimensions:
+        raise cursor.error("Malformed", f"{name} must have 1..4 dimensions, got {n_dims}")
+    dims = [cursor.u64(f"dimension {axis} of {name}") for axis in range(n_dims)]
+    ggml_type = _read_type(cursor, name)
+    n_bytes = _size_in_bytes(cursor, name, dims, ggml_type)
+    offset = cursor.u64(f"offset of {name}")
+    return TensorInfo(name, tuple(reversed(dims)), ggml_type, offset, n_bytes)
+
+
+def _read_type(cursor: Cursor, name: str) -> GGMLType:
+    number = cursor.u32(f"type of {name}")
+    try:
+        return GGMLType(number)
+    except ValueError:
+        raise cursor.error("Unsupported", f"{name} has ggml type {number}, unknown or removed") from None
+
+
+def _size_in_bytes(cursor: Cursor, name: str, dims: list[int], ggml_type: GGMLType) -> int:
+    if any(not 0 < dim <= _MAX_ELEMENTS for dim in dims):
+        raise cursor.error("Malformed", f"{name} must have dimensions of 1 or more, got {dims}")
+    if prod(dims) > _MAX_ELEMENTS:
+        raise cursor.error("TooLarge", f"{name} has dimensions {dims}, more than 2^63 - 1 elements")
+    block_size, block_bytes = BLOCK_SIZES[ggml_type]
+    if dims[0] % block_size:
+        message = f"{name} has rows of {dims[0]}, {ggml_type.name} needs a multiple of {block_size}"
+        raise cursor.error("Malformed", message)
+    return prod(dims) // block_size * block_bytes
+
+
+def _check_range(cursor: Cursor, row: TensorInfo, data_start: int, expected: int) -> None:
+    end = data_start + row.offset + row.n_bytes
+    claim = f"{row.name} claims bytes {data_start + row.offset}..{end}"
+    if end > cursor.limits.data_end:
+        raise cursor.file.error("OutOfBounds", f"{claim}, the file has {cursor.file.size}")
+    if end > cursor.file.size:
+        raise cursor.file.error("Truncated", f"{claim}, the file ends at {cursor.file.size}")
+    if row.offset != expected:
+        message = f"{row.name} must have offset {expected} (no gap, no overlap, aligned), got {row.offset}"
+        raise cursor.file.error("Malformed", message)

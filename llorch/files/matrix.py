@@ -1,0 +1,130 @@
+"""Matrices that multiply themselves, because they lie packed or because their inputs are rounded first.
+
+Packed ones are decoded tile by tile at every use. Inputs are rounded as ggml does it, when that is asked for:
+
+    y = round(x) @ decode(blocks).T
+
+ggml multiplies the integers of both sides and scales the sum; in real numbers that is the same product, in float32 it
+differs by the rounding of a sum. Q4_1 and Q5_1 differ more: ggml multiplies their minima with the *sum* of a block of
+activations, which it rounds to float16 apart from the activations.
+
+Source: llama.cpp ggml/src/ggml-cpu (vec_dot of each type); llorch.ops.rounding.
+"""
+
+from functools import cached_property
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from llorch.files.names import undo_interleave
+from llorch.files.packed import Packed
+from llorch.files.quant import ACTIVATION_TYPE, BLOCK_SIZES, decode_mins
+from llorch.ops.linear import product
+from llorch.ops.rounding import ActivationKind, block_sums, round_activations
+
+_SUMMED = "Q8_1"  # the one activation type with a rounded sum beside the codes
+
+
+class Matrix:
+    """A `QuantMethod` over a stored tensor."""
+
+    def __init__(
+        self,
+        packed: Packed,
+        *,
+        dtype: type[np.floating] = np.float32,
+        round_inputs: bool,
+        decoded: np.ndarray | None = None,
+        interleaved_heads: int = 0,
+    ) -> None:
+        """Wrap a stored matrix.
+
+        Args:
+            packed: What the file holds.
+            dtype: Dtype of the run, in which rows of an embedding are handed out.
+            round_inputs: Whether to round activations as ggml does for this type.
+            decoded: The whole matrix as float32, in Hugging Face's order of rows; None decodes at every use.
+            interleaved_heads: Heads whose rows the file holds in pairs; 0 for none.
+
+        Raises:
+            FormatError: NonFinite for a block scale that means NaN.
+        """
+        self.packed = packed
+        self._dtype = dtype
+        self._decoded = decoded
+        self._heads = interleaved_heads
+        self.shape = packed.shape
+        self.n_bytes = packed.raw.size
+        self.activations: ActivationKind = ACTIVATION_TYPE[packed.ggml_type] if round_inputs else "F32"
+        packed.require_scales()
+
+    def forward(self, x: Float[np.ndarray, "seq in"]) -> Float[np.ndarray, "seq out"]:
+        """Round, multiply tile by tile.
+
+        Args:
+            x: Activations.
+
+        Returns:
+            The products, in the dtype of `x`.
+
+        Raises:
+            FormatError: NonFinite when a weight is NaN or infinite.
+        """
+        rounded = x if self.activations == "F32" else round_activations(x, self.activations)
+        if self._decoded is not None:
+            return self._with_sums(x, rounded, product(rounded, self._decoded)).astype(x.dtype, copy=False)
+        y = np.empty((len(x), self.shape[0]), x.dtype)
+        for start, tile in self.packed.tiles():
+            with np.errstate(invalid="ignore"):  # looked for below
+                part = product(rounded, tile)
+            if not np.isfinite(part).all():
+                self.packed.require_finite(start, tile)
+            y[:, start : start + len(tile)] = part
+        y = self._with_sums(x, rounded, y).astype(x.dtype, copy=False)
+        return undo_interleave(y.T, self._heads).T if self._heads else y
+
+    def dequantize(self) -> Float[np.ndarray, "out in"]:
+        """Decode everything.
+
+        Returns:
+            The matrix as float32, in Hugging Face's order of rows.
+        """
+        return self.in_order(self.packed.decode()) if self._decoded is None else self._decoded
+
+    def in_order(self, rows: np.ndarray) -> np.ndarray:
+        """Rows in the order of the file, brought to that of Hugging Face."""
+        return undo_interleave(rows, self._heads) if self._heads else rows
+
+    def rows(self, ids: Int[np.ndarray, " seq"]) -> Float[np.ndarray, "seq in"]:
+        """Decode some rows of an embedding.
+
+        Args:
+            ids: Row numbers.
+
+        Returns:
+            The rows in the dtype of the run.
+
+        Raises:
+            FormatError: NonFinite when one holds NaN or infinity.
+        """
+        if self._decoded is not None:
+            return self._decoded[ids].astype(self._dtype, copy=False)
+        rows = self.packed.decode_bytes(self.packed.by_row[ids])
+        for row, token in zip(rows, ids, strict=True):
+            self.packed.require_finite(int(token), row[None])
+        return rows.astype(self._dtype, copy=False)
+
+    def _with_sums(self, x: np.ndarray, rounded: np.ndarray, y: np.ndarray) -> np.ndarray:
+        """Replace the sums of rounded activations, by which minima were multiplied, with ggml's rounded sums."""
+        if self.activations != _SUMMED:
+            return y
+        block = BLOCK_SIZES[self.packed.ggml_type][0]
+        sums = rounded.reshape(len(x), -1, block).sum(axis=-1, dtype=np.float64)
+        return y + product((block_sums(x) - sums).astype(x.dtype), self._minima)
+
+    @cached_property
+    def _minima(self) -> np.ndarray:
+        packed = self.packed
+        minima = decode_mins(packed.raw, packed.ggml_type, packed.shape)
+        in_order = self._decoded is not None and self._heads
+        return undo_interleave(minima, self._heads) if in_order else minima

@@ -1,0 +1,300 @@
+"""The metadata section of a GGUF file: typed keys and values, read with every length checked first.
+
+A hostile file can claim any length. Lengths are Python integers here (they cannot wrap), and each is compared
+with what is left of the file, and with a limit, before anything of that size is allocated or looped over.
+
+Source: ggml docs/gguf.md (container), ggml src/gguf.cpp (what llama.cpp refuses).
+"""
+
+import struct
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import overload
+
+import numpy as np
+from gguf import GGUFValueType
+
+from llorch.errors import ErrorCode, FormatError
+from llorch.files.mapped import MappedFile
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a GGUF file may claim; the defaults leave room for any real model."""
+
+    metadata_entries: int = 65_536
+    tensors: int = 65_536
+    header_bytes: int = 256 << 20  # metadata and tensor table together
+    key_bytes: int = 65_535
+    string_bytes: int = 16 << 20
+    array_elements: int = 1 << 22
+    array_claim: int = 1 << 30  # above this no file is asked whether it is long enough, as in llama.cpp
+    name_bytes: int = 63  # ggml stores 64 with the closing NUL
+    dimensions: int = 4
+    alignment: int = 65_536
+    data_end: int = 1 << 40  # a tensor that ends beyond 1 TiB is a lie, not a truncation
+
+
+DEFAULT_LIMITS = Limits()
+
+Value = int | float | bool | str | np.ndarray | Sequence
+
+_U32 = struct.Struct("<I")
+_U64 = struct.Struct("<Q")
+NUMBERS = {
+    GGUFValueType.UINT8: np.dtype("u1"),
+    GGUFValueType.INT8: np.dtype("i1"),
+    GGUFValueType.UINT16: np.dtype("<u2"),
+    GGUFValueType.INT16: np.dtype("<i2"),
+    GGUFValueType.UINT32: np.dtype("<u4"),
+    GGUFValueType.INT32: np.dtype("<i4"),
+    GGUFValueType.UINT64: np.dtype("<u8"),
+    GGUFValueType.INT64: np.dtype("<i8"),
+    GGUFValueType.FLOAT32: np.dtype("<f4"),
+    GGUFValueType.FLOAT64: np.dtype("<f8"),
+    GGUFValueType.BOOL: np.dtype("u1"),
+}
+
+
+class StringArray(Sequence[bytes]):
+    """Many byte strings in two objects: the bytes as they stood in the file, and where each string starts.
+
+    128,000 Python strings would cost several times the file; a vocabulary has far more than that.
+    """
+
+    def __init__(self, blob: bytes, starts: np.ndarray) -> None:
+        """Keep the region and the index.
+
+        Args:
+            blob: For each string an 8-byte length, then its bytes.
+            starts: Where each string's bytes start in `blob`; one more entry, `len(blob) + 8`, closes the
+                list.
+        """
+        self._blob = blob
+        self._starts = starts
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[bytes]: ...
+    def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        position = range(len(self))[index]
+        return self._blob[self._starts[position] : self._starts[position + 1] - 8]
+
+    def __iter__(self) -> Iterator[bytes]:
+        starts = self._starts.tolist()
+        for start, following in pairwise(starts):
+            yield self._blob[start : following - 8]
+
+    def __repr__(self) -> str:
+        return f"StringArray({len(self)} strings, {len(self._blob)} bytes)"
+
+
+class Cursor:
+    """A position in the header that only moves over bytes that are there."""
+
+    def __init__(self, file: MappedFile, limits: Limits) -> None:
+        """Stand at the start of the file.
+
+        Args:
+            file: The mapped file.
+            limits: What the file may claim.
+        """
+        self.file = file
+        self.limits = limits
+        self.position = 0
+
+    def error(self, code: ErrorCode, message: str, offset: int | None = None) -> FormatError:
+        """Build the error for the current position, or for the given one.
+
+        Args:
+            code: The class of fault.
+            message: What was expected and what was got.
+            offset: Byte offset, if not the current position.
+
+        Returns:
+            The exception to raise.
+        """
+        return self.file.error(code, message, self.position if offset is None else offset)
+
+    def skip(self, n_bytes: int, what: str) -> int:
+        """Step over bytes that must be there.
+
+        Args:
+            n_bytes: How many; any Python integer.
+            what: Name of the field, for the message.
+
+        Returns:
+            The offset of the first byte stepped over.
+
+        Raises:
+            FormatError: Truncated at the end of the file, TooLarge beyond the header limit.
+        """
+        start, end = self.position, self.position + n_bytes
+        if end > self.file.size:
+            left = self.file.size - start
+            raise self.error("Truncated", f"{what} needs {n_bytes} bytes, the file has {left} left")
+        if end > self.limits.header_bytes:
+            raise self.error("TooLarge", f"{what} ends beyond the header limit {self.limits.header_bytes}")
+        self.position = end
+        return start
+
+    def u32(self, what: str) -> int:
+        """Read an unsigned 32-bit number.
+
+        Args:
+            what: Name of the field.
+
+        Returns:
+            The number.
+        """
+        return _U32.unpack_from(self.file.map, self.skip(4, what))[0]
+
+    def u64(self, what: str) -> int:
+        """Read an unsigned 64-bit number.
+
+        Args:
+            what: Name of the field.
+
+        Returns:
+            The number.
+        """
+        return _U64.unpack_from(self.file.map, self.skip(8, what))[0]
+
+    def text(self, what: str, *, limit: int, over_limit: ErrorCode = "TooLarge") -> str:
+        """Read a length and that many bytes of UTF-8.
+
+        Args:
+            what: Name of the field.
+            limit: Most bytes allowed.
+            over_limit: The code for a longer one.
+
+        Returns:
+            The string.
+
+        Raises:
+            FormatError: Truncated, too long, or not UTF-8 (Malformed).
+        """
+        length = self.u64(f"{what} length")
+        start = self.skip(length, what)
+        if length > limit:
+            raise self.error(over_limit, f"{what} has {length} bytes, at most {limit} are allowed", start)
+        try:
+            return self.file.map[start : start + length].decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise self.error("Malformed", f"{what} is not UTF-8: {error.reason}", start) from None
+
+    def value_type(self, what: str) -> GGUFValueType:
+        """Read the number of a value type.
+
+        Args:
+            what: Name of the field.
+
+        Returns:
+            The type.
+
+        Raises:
+            FormatError: Malformed for a number that GGUF does not define.
+        """
+        number = self.u32(f"type of {what}")
+        try:
+            return GGUFValueType(number)
+        except ValueError:
+            raise self.error("Malformed", f"type of {what} must be 0..12, got {number}") from None
+
+    def value(self, kind: GGUFValueType, what: str) -> Value:
+        """Read a value of a known type.
+
+        Args:
+            kind: Its type.
+            what: Name of the field.
+
+        Returns:
+            A Python scalar, a NumPy array or a `StringArray`.
+        """
+        if kind is GGUFValueType.STRING:
+            return self.text(what, limit=self.limits.string_bytes)
+        if kind is GGUFValueType.ARRAY:
+            return self._array(what)
+        return self._numbers(kind, 1, what)[0].item()
+
+    def _array(self, what: str) -> np.ndarray | StringArray:
+        kind = self.value_type(f"elements of {what}")
+        if kind is GGUFValueType.ARRAY:
+            raise self.error("Unsupported", f"{what} is an array of arrays")
+        count = self.u64(f"element count of {what}")
+        if count > self.limits.array_claim:
+            raise self.error("TooLarge", f"{what} claims {count} elements, at most 2^30 are possible")
+        smallest = 8 if kind is GGUFValueType.STRING else NUMBERS[kind].itemsize
+        start = self.skip(count * smallest, what)
+        if count > self.limits.array_elements:
+            allowed = self.limits.array_elements
+            raise self.error("TooLarge", f"{what} has {count} elements, at most {allowed} are allowed", start)
+        self.position = start
+        return self._strings(count, what) if kind is GGUFValueType.STRING else self._numbers(kind, count, what)
+
+    def _numbers(self, kind: GGUFValueType, count: int, what: str) -> np.ndarray:
+        dtype = NUMBERS[kind]
+        start = self.skip(count * dtype.itemsize, what)
+        # A copy: metadata must stay readable when the file is cut later.
+        numbers = np.frombuffer(self.file.map, dtype, count, start).copy()
+        if kind is not GGUFValueType.BOOL:
+            return numbers
+        if numbers.size and numbers.max() > 1:
+            raise self.error("Malformed", f"{what} must be 0 or 1 as a bool, got {numbers.max()}", start)
+        return numbers.astype(bool)
+
+    def _strings(self, count: int, what: str) -> StringArray:
+        first = position = self.position
+        end = min(self.file.size, self.limits.header_bytes)
+        starts, buffer, unpack = array("q"), self.file.map, _U64.unpack_from
+        for index in range(count):
+            after_length = position + 8
+            length = unpack(buffer, position)[0] if after_length <= end else 0
+            if length > self.limits.string_bytes or after_length + length > end:
+                self._refuse_string(index, position, length, what)
+            starts.append(after_length - first)
+            position = after_length + length
+        starts.append(position - first + 8)
+        self.position = position
+        return StringArray(buffer[first:position], np.frombuffer(starts, np.int64))
+
+    def _refuse_string(self, index: int, position: int, length: int, what: str) -> None:
+        self.position = position
+        self.skip(8 + length, f"string {index} of {what}")
+        allowed = self.limits.string_bytes
+        raise self.error("TooLarge", f"string {index} of {what} has {length} bytes, at most {allowed}", position)
+
+
+def read_metadata(cursor: Cursor, count: int) -> tuple[dict[str, Value], dict[str, GGUFValueType]]:
+    """Read the key-value section.
+
+    Args:
+        cursor: Standing at the first key.
+        count: Number of entries that the header claims.
+
+    Returns:
+        The values and their types, by key, in file order.
+
+    Raises:
+        FormatError: Any fault of a key, a type or a value.
+    """
+    values: dict[str, Value] = {}
+    kinds: dict[str, GGUFValueType] = {}
+    for index in range(count):
+        start = cursor.position
+        key = cursor.text(f"key {index}", limit=cursor.limits.key_bytes)
+        if not key:
+            raise cursor.error("Malformed", f"key {index} is empty", start)
+        if key in values:
+            raise cursor.error("Duplicate", f"key {key!r} occurs twice", start)
+        kinds[key] = cursor.value_type(f"key {key!r}")
+        values[key] = cursor.value(kinds[key], f"key {key!r}")
+    return values, kinds

@@ -1,0 +1,199 @@
+"""The tensor types of ggml and their decoding to float32.
+
+A quantised row is a run of blocks: a few bytes of scale, then small integers packed into bits. Common types are
+decoded by `llorch.files.blocks`; the rest by the gguf package, which gives the same bits and takes longer.
+"""
+
+import threading
+from collections.abc import Mapping
+from enum import IntEnum
+from types import MappingProxyType
+
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+
+from llorch.files.blocks import DECODERS, SCRATCH_BYTES, Chunk, Decoder
+from llorch.ops.rounding import ActivationKind
+
+_ELEMENTS_AT_ONCE = 1 << 19  # decoded in one go: enough to hide the cost of calls, little enough for the L3 cache
+_own = threading.local()
+
+
+class GGMLType(IntEnum):
+    """The tensor types of ggml, by their number in the file (removed ones are absent)."""
+
+    F32 = 0
+    F16 = 1
+    Q4_0 = 2
+    Q4_1 = 3
+    Q5_0 = 6
+    Q5_1 = 7
+    Q8_0 = 8
+    Q8_1 = 9
+    Q2_K = 10
+    Q3_K = 11
+    Q4_K = 12
+    Q5_K = 13
+    Q6_K = 14
+    Q8_K = 15
+    IQ2_XXS = 16
+    IQ2_XS = 17
+    IQ3_XXS = 18
+    IQ1_S = 19
+    IQ4_NL = 20
+    IQ3_S = 21
+    IQ2_S = 22
+    IQ4_XS = 23
+    I8 = 24
+    I16 = 25
+    I32 = 26
+    I64 = 27
+    F64 = 28
+    IQ1_M = 29
+    BF16 = 30
+    TQ1_0 = 34
+    TQ2_0 = 35
+    MXFP4 = 39
+    NVFP4 = 40
+    Q1_0 = 41
+    Q2_0 = 42
+
+
+# Elements and bytes of one block. gguf 0.19 has no Q2_0, and gives Q8_1 two floats where ggml has two halves.
+BLOCK_SIZES: dict[int, tuple[int, int]] = {
+    **GGML_QUANT_SIZES,
+    GGMLType.Q8_1: (32, 36),
+    GGMLType.Q1_0: (128, 18),
+    GGMLType.Q2_0: (64, 18),
+}
+
+# What ggml's CPU backend rounds activations to before it multiplies them with weights of a type.
+ACTIVATION_TYPE: Mapping[GGMLType, ActivationKind] = MappingProxyType(
+    {
+        GGMLType.F32: "F32",
+        GGMLType.F16: "F16",
+        GGMLType.BF16: "BF16",
+        **dict.fromkeys(
+            (
+                GGMLType.Q4_0, GGMLType.Q5_0, GGMLType.Q8_0, GGMLType.IQ4_NL, GGMLType.MXFP4, GGMLType.NVFP4,
+                GGMLType.Q1_0, GGMLType.Q2_0,
+            ),
+            "Q8_0",
+        ),
+        **dict.fromkeys((GGMLType.Q4_1, GGMLType.Q5_1), "Q8_1"),
+        **dict.fromkeys(
+            (
+                GGMLType.Q2_K, GGMLType.Q3_K, GGMLType.Q4_K, GGMLType.Q5_K, GGMLType.Q6_K,
+                GGMLType.IQ1_S, GGMLType.IQ1_M, GGMLType.IQ2_XXS, GGMLType.IQ2_XS, GGMLType.IQ2_S,
+                GGMLType.IQ3_XXS, GGMLType.IQ3_S, GGMLType.IQ4_XS, GGMLType.TQ1_0, GGMLType.TQ2_0,
+            ),
+            "Q8_K",
+        ),
+    }
+)  # fmt: skip
+
+
+def decode(raw: np.ndarray, ggml_type: GGMLType, shape: tuple[int, ...]) -> np.ndarray:
+    """Decode the bytes of a tensor to float32.
+
+    Args:
+        raw: Its bytes, uint8.
+        ggml_type: Its type; integer types are not weights and have no decoder.
+        shape: Its shape, slowest axis first; the last axis is a whole number of blocks.
+
+    Returns:
+        A new float32 array of that shape. Overflowing scales give inf or NaN, which the caller looks for.
+    """
+    values = np.empty(shape, np.float32)
+    decode_into(raw, ggml_type, values)
+    return values
+
+
+def decode_into(raw: np.ndarray, ggml_type: GGMLType, out: np.ndarray) -> None:
+    """Decode the bytes of a tensor into an array that exists, which saves the time of getting fresh memory.
+
+    Args:
+        raw: Its bytes, uint8.
+        ggml_type: Its type, as for `decode`.
+        out: Contiguous float32, one for every element.
+
+    Raises:
+        ValueError: `out` is not that.
+    """
+    block_size, block_bytes = BLOCK_SIZES[ggml_type]
+    blocks = raw.reshape(-1, block_bytes)
+    if not out.flags.c_contiguous or out.dtype != np.float32:
+        raise ValueError(f"out must be a contiguous float32 array, got {out.dtype} with strides {out.strides}")
+    if out.size != len(blocks) * block_size:
+        raise ValueError(f"out must hold the {len(blocks) * block_size} elements, got room for {out.size}")
+    values = out.reshape(-1, block_size)
+    decode_blocks = DECODERS.get(ggml_type.name) or _gguf_decoder(ggml_type)
+    step = max(1, _ELEMENTS_AT_ONCE // block_size)
+    scratch = _scratch()
+    with np.errstate(all="ignore"):
+        for start in range(0, len(blocks), step):
+            chunk = Chunk(blocks[start : start + step], scratch)
+            decode_blocks(chunk, values[start : start + step])
+
+
+def decode_mins(raw: np.ndarray, ggml_type: GGMLType, shape: tuple[int, ...]) -> np.ndarray:
+    """Decode the minimum of every block of Q4_1 or Q5_1, the m of x = q * d + m.
+
+    Args:
+        raw: The bytes of the tensor, uint8.
+        ggml_type: Q4_1 or Q5_1.
+        shape: The shape of the tensor; the last axis is a whole number of blocks.
+
+    Returns:
+        A new float32 array with one minimum for each 32 elements of the last axis.
+    """
+    block_size, block_bytes = BLOCK_SIZES[ggml_type]
+    minima = raw.reshape(-1, block_bytes)[:, 2:4].view("<f2").astype(np.float32)
+    return minima.reshape(*shape[:-1], shape[-1] // block_size)
+
+
+def bf16_to_float32(bits: np.ndarray) -> np.ndarray:
+    """Widen bfloat16, which is the upper half of a float32.
+
+    Args:
+        bits: The numbers as uint16.
+
+    Returns:
+        The same numbers as float32, exactly.
+    """
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def has_bad_scale(raw: np.ndarray, ggml_type: GGMLType) -> bool:
+    """Tell whether a block scale is the NaN of its own format, which decodes to a finite number.
+
+    All other types carry their scales as floats: a NaN there reaches the decoded values and is found there.
+
+    Args:
+        raw: The bytes of the tensor.
+        ggml_type: Its type.
+
+    Returns:
+        True if at least one scale means "not a number".
+    """
+    blocks = raw.reshape(-1, BLOCK_SIZES[ggml_type][1])
+    # E8M0: 255 is NaN. (NVFP4 has one too, which ggml defines as zero.)
+    return ggml_type is GGMLType.MXFP4 and bool((blocks[:, 0] == 0xFF).any())
+
+
+def _scratch() -> np.ndarray:
+    """Memory of this thread that every call works in: fresh memory would cost as much as the work."""
+    if not hasattr(_own, "scratch"):
+        _own.scratch = np.empty(SCRATCH_BYTES * _ELEMENTS_AT_ONCE, np.uint8)
+    return _own.scratch
+
+
+def _gguf_decoder(ggml_type: GGMLType) -> Decoder:
+    known = GGMLQuantizationType(ggml_type)
+
+    def decode_blocks(chunk: Chunk, out: np.ndarray) -> None:
+        # As one long row: the package loops in Python over every 16 rows.
+        out[...] = dequantize(chunk.blocks.reshape(1, -1), known).reshape(out.shape)
+
+    return decode_blocks

@@ -1,0 +1,122 @@
+"""Where matrices lie while a model runs: decoded to float32 at load, or packed as in the file and decoded at every use.
+
+Decoded is faster: every use is one matrix product. Packed needs the file's bytes and one tile. `auto` decodes when that
+fits the memory that is free now. F32 matrices are neither: they are used in place, mapped from the file.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from llorch.config import ModelConfig
+from llorch.files import Weights
+from llorch.files.quant import GGMLType
+from llorch.memory import available_memory
+
+Residency = Literal["auto", "decoded", "packed"]
+
+_OVERHEAD = 256_000_000  # interpreter, libraries, one decoded tile and its temporaries
+_GB = 1e9
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A choice and the figures that led to it.
+
+    Attributes:
+        residency: `decoded` or `packed`.
+        types: Stored type to bytes of the matrices that have it.
+        decoded: Bytes that the run would need with matrices decoded.
+        packed: Bytes that it would need with matrices packed.
+        free: Bytes that were free.
+    """
+
+    residency: Literal["decoded", "packed"]
+    types: dict[str, int]
+    decoded: int
+    packed: int
+    free: float
+
+    @property
+    def needed(self) -> int:
+        """Bytes that the run will need."""
+        return self.decoded if self.residency == "decoded" else self.packed
+
+    def describe(self) -> str:
+        """One line for a person."""
+        stored = ", ".join(f"{n / _GB:.2f} GB {kind}" for kind, n in self.types.items())
+        how = "decoded at load" if self.residency == "decoded" else "packed, decoded tile by tile"
+        needs = f"needs about {self.needed / _GB:.1f} GB, {self.free / _GB:.1f} GB are free"
+        other = f"; decoded at load would need {self.decoded / _GB:.1f} GB" if self.residency == "packed" else ""
+        return f"weights: {stored}; {how}, {needs}{other}"
+
+
+def plan(weights: Weights, wanted: Residency = "auto", *, n_tokens: int = 1024) -> Plan:
+    """Choose a residency that fits.
+
+    Args:
+        weights: The model.
+        wanted: `auto`, or the residency to insist on.
+        n_tokens: Tokens of context that the run will hold.
+
+    Returns:
+        The choice.
+
+    Raises:
+        MemoryError: It would not fit, with the figures.
+    """
+    n_tokens = min(n_tokens, weights.config.max_position_embeddings)
+    working = _OVERHEAD + working_bytes(weights, n_tokens)
+    stored = list(_matrices(weights))
+    types: dict[str, int] = {}
+    for kind, _, n_bytes in stored:
+        types[kind.name] = types.get(kind.name, 0) + n_bytes
+    packed = sum(n_bytes for _, _, n_bytes in stored) + working
+    decoded = sum(4 * size for _, size, _ in stored) + working
+    free = available_memory()
+    residency = wanted if wanted != "auto" else ("decoded" if decoded <= free else "packed")
+    made = Plan(residency, types, decoded, packed, free)
+    if made.needed > free:
+        raise MemoryError(_refusal(weights, made, n_tokens))
+    return made
+
+
+def working_bytes(weights: Weights, n_tokens: int) -> int:
+    """Bytes of the cache and of the activations of one pass.
+
+    Args:
+        weights: The model; its numerics say how wide the cache is.
+        n_tokens: Tokens of context.
+
+    Returns:
+        An upper estimate.
+    """
+    config = weights.config
+    per_value = 2 if weights.numerics.kv_cache == "f16" else 4
+    cache = 2 * 2 * config.n_layers * config.kv_width * n_tokens * per_value  # storage grows by doubling
+    return cache + _activation_bytes(config, min(n_tokens, 512), n_tokens)
+
+
+def _activation_bytes(config: ModelConfig, seq: int, ctx: int) -> int:
+    rows = seq * (6 * config.hidden_size + 4 * config.intermediate_size + 3 * config.q_width)
+    scores = 3 * config.n_heads * seq * ctx
+    return 4 * (rows + scores + config.vocab_size)
+
+
+def _matrices(weights: Weights) -> Iterator[tuple[GGMLType, int, int]]:
+    """Type, elements and bytes of every matrix."""
+    for name in weights:
+        shape = weights.shape(name)
+        if len(shape) == 2:
+            yield weights.stored_type(name), math.prod(shape), weights.stored_bytes(name)
+
+
+def _refusal(weights: Weights, made: Plan, n_tokens: int) -> str:
+    text = (
+        f"{weights.path}: needs about {made.needed / _GB:.1f} GB ({made.residency}, {n_tokens} tokens), "
+        f"{made.free / _GB:.1f} GB are free"
+    )
+    if made.residency == "decoded" and made.packed <= made.free:
+        return f"{text}; packed weights would need {made.packed / _GB:.1f} GB, use --weights packed"
+    return f"{text}; use a smaller model, a smaller type or fewer tokens"

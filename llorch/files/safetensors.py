@@ -1,0 +1,187 @@
+"""Safetensors files: the header is checked here, arrays are views of the map.
+
+    u64 header length | JSON {name: {dtype, shape, data_offsets}, "__metadata__": {...}} | data without holes
+
+The header is checked by us although the safetensors package checks it too: the package takes the last of two
+equal names, unknown fields and any name; it maps files in a way that a cut kills the process; and its NumPy
+side cannot read bfloat16.
+
+Source: https://github.com/huggingface/safetensors (README and safetensors/src/tensor.rs).
+"""
+
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import numpy as np
+
+from llorch.files.mapped import MappedFile, TensorFile
+from llorch.files.names import is_plain_name
+from llorch.files.packed import Packed
+from llorch.files.quant import GGMLType
+from llorch.files.strict_json import parse_json
+
+# Bits per element of every dtype of the format.
+_BITS = {"BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8}
+_BITS |= {"F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16}
+_BITS |= {"I32": 32, "U32": 32, "F32": 32, "C64": 64, "F64": 64, "I64": 64, "U64": 64}
+_FLOATS = {"F16": GGMLType.F16, "BF16": GGMLType.BF16, "F32": GGMLType.F32, "F64": GGMLType.F64}
+
+_MAX_HEADER = 25_000_000
+_MAX_TENSORS = 65_536
+_MAX_DIMS = 8
+_FIELDS = {"dtype", "shape", "data_offsets"}
+
+
+@dataclass(frozen=True, slots=True)
+class SafetensorsInfo:
+    """One tensor of the header."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int  # bytes from the start of the file
+    n_bytes: int
+
+    @property
+    def holds_floats(self) -> bool:
+        """Whether the tensor can be a weight."""
+        return self.dtype in _FLOATS
+
+
+class SafetensorsFile(TensorFile[SafetensorsInfo]):
+    """An open safetensors file: header in memory, tensors on demand."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Read and check the header.
+
+        Args:
+            path: The file.
+
+        Raises:
+            FormatError: The file is not a sound safetensors file.
+            FileNotFoundError: There is no such file.
+        """
+        super().__init__(path)
+        try:
+            header, data_start = _read_header(self._file)
+            self.metadata = _read_metadata(self._file, header.pop("__metadata__", {}))
+            self.tensors = _read_tensors(self._file, header, data_start)
+        except BaseException:
+            self.close()
+            raise
+
+    def array(self, name: str) -> np.ndarray:
+        """Read a tensor as float32.
+
+        Args:
+            name: Name in the file.
+
+        Returns:
+            A read-only view of the map for F32 (a copy if the file holds it at an odd address), a converted
+            copy for F16, BF16 and F64.
+
+        Raises:
+            FormatError: DType for any other type, or as `raw`.
+        """
+        packed = self.packed(name)
+        if packed.ggml_type is GGMLType.F32:
+            return np.require(packed.raw.view("<f4"), requirements="A").reshape(packed.shape)
+        return packed.decode()
+
+    def packed(self, name: str) -> Packed:
+        """Look at a tensor as it is stored.
+
+        Args:
+            name: Name in the file.
+
+        Returns:
+            Its bytes and type.
+
+        Raises:
+            FormatError: DType for other types than F32, F16, BF16 and F64, or as `raw`.
+        """
+        info, raw = self.info(name), self.raw(name)
+        if info.dtype not in _FLOATS:
+            raise self._file.error("DType", f"{name} must be F32, F16, BF16 or F64, got {info.dtype}")
+        return Packed(name, self.path, raw, _FLOATS[info.dtype], info.shape)
+
+
+def open_safetensors(path: str | Path) -> SafetensorsFile:
+    """Open a safetensors file; the work is done in `SafetensorsFile`.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The open file, also usable in a `with` statement.
+    """
+    return SafetensorsFile(path)
+
+
+def _read_header(file: MappedFile) -> tuple[dict[str, object], int]:
+    if file.size < 8:
+        raise file.error("Truncated", f"a safetensors file has at least 8 bytes, got {file.size}", 0)
+    length = int.from_bytes(file.map[:8], "little")
+    if length > _MAX_HEADER:
+        raise file.error("TooLarge", f"the header claims {length} bytes, at most {_MAX_HEADER} are read", 0)
+    if 8 + length > file.size:
+        raise file.error("Truncated", f"the header claims {length} bytes, the file has {file.size - 8} left", 0)
+    text = file.map[8 : 8 + length]
+    if text.count(b'"data_offsets"') > _MAX_TENSORS:  # a look before the long way through the parser
+        raise file.error("TooLarge", f"the header has more than {_MAX_TENSORS} tensors", 8)
+    header = parse_json(text, what="the header", path=file.path)
+    if not isinstance(header, dict):
+        raise file.error("Malformed", f"the header must be an object, got {type(header).__name__}", 8)
+    if len(header) > _MAX_TENSORS:
+        raise file.error("TooLarge", f"the header has {len(header)} entries, at most {_MAX_TENSORS} are read", 8)
+    return header, 8 + length
+
+
+def _read_metadata(file: MappedFile, metadata: object) -> dict[str, str]:
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise file.error("Malformed", "__metadata__ must be an object of strings")
+    return metadata
+
+
+def _read_tensors(file: MappedFile, header: dict[str, object], data_start: int) -> dict[str, SafetensorsInfo]:
+    infos = [_read_tensor(file, name, entry, data_start) for name, entry in header.items()]
+    expected = data_start
+    for info in sorted(infos, key=lambda info: (info.offset, info.n_bytes)):
+        if info.offset != expected:
+            message = f"{info.name} must start at {expected - data_start} (no hole, no overlap)"
+            raise file.error("Malformed", f"{message}, got {info.offset - data_start}")
+        expected += info.n_bytes
+    if expected > file.size:
+        raise file.error("Truncated", f"the tensors end at byte {expected}, the file at {file.size}")
+    if expected < file.size:
+        raise file.error("Malformed", f"{file.size - expected} bytes follow the last tensor", expected)
+    return {info.name: info for info in infos}
+
+
+def _read_tensor(file: MappedFile, name: str, entry: object, data_start: int) -> SafetensorsInfo:
+    if not is_plain_name(name):
+        raise file.error("Malformed", f"tensor name must be plain printable text, got {name!r}")
+    if not isinstance(entry, dict) or entry.keys() != _FIELDS:
+        raise file.error("Malformed", f"{name} must have exactly the fields dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in _BITS:
+        raise file.error("Unsupported", f"{name} has the unknown dtype {dtype!r}")
+    if not _are_counts(shape) or len(shape) > _MAX_DIMS:
+        raise file.error("Malformed", f"{name} must have a shape of at most {_MAX_DIMS} counts, got {shape!r:.80}")
+    if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise file.error("Malformed", f"{name} must have data_offsets [begin, end], got {offsets!r:.80}")
+    n_bytes = offsets[1] - offsets[0]
+    # Without zeros: a shape such as [0, 2^40, 2^40] overflows in other readers.
+    if prod(max(dim, 1) for dim in shape) >= 2**63:
+        raise file.error("TooLarge", f"{name} has the shape {shape}, more than 2^63 - 1 elements")
+    if prod(shape) * _BITS[dtype] != n_bytes * 8:
+        needed = prod(shape) * _BITS[dtype]
+        raise file.error("Malformed", f"{name} has {n_bytes * 8} bits, {dtype} {shape} needs {needed}")
+    return SafetensorsInfo(name, dtype, tuple(shape), data_start + offsets[0], n_bytes)
+
+
+def _are_counts(values: object) -> bool:
+    if not isinstance(values, list):
+        return False
+    return all(type(value) is int and 0 <= value < 2**63 for value in values)  # bool is an int to isinstance

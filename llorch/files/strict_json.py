@@ -1,0 +1,139 @@
+"""JSON from an untrusted file: what the standard parser lets through by default is refused here.
+
+Python's parser takes NaN, Infinity and 1e400, keeps the last of two equal keys, lets half surrogates into
+strings, and dies of RecursionError or a digit limit. Two tools that treat such a file differently see two
+different models.
+
+Source: RFC 8259 (text), RFC 7493 I-JSON (the strictness wanted here).
+"""
+
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from llorch.errors import FormatError
+from llorch.files.regular import read_regular
+
+_MAX_DEPTH = 32
+_MAX_DIGITS = 64  # of one number
+_MAX_ITEMS = 1 << 20  # an empty list costs 30 times its text in memory, a digit 100 ns
+
+
+class _Refused(Exception):
+    """Carries the reason out of the parser's hooks."""
+
+
+def parse_json(data: bytes, *, what: str, path: str | Path, max_items: int = _MAX_ITEMS) -> object:
+    """Parse a UTF-8 JSON text strictly.
+
+    Args:
+        data: The text; the caller bounded its size.
+        what: Name of the text, for messages.
+        path: Its file, for messages.
+        max_items: Most braces, brackets and commas (each), counted before parsing, also inside strings.
+
+    Returns:
+        Dictionaries, lists, strings, integers, finite floats, booleans and None.
+
+    Raises:
+        FormatError: Malformed for anything that is not strict JSON, TooLarge for too many items.
+    """
+    if max(map(data.count, (b"{", b"[", b","))) > max_items:
+        raise FormatError("TooLarge", f"{what} has more than {max_items} items", path=path)
+    try:
+        value = json.loads(data.decode("utf-8"), **_HOOKS)
+        _check_tree(value)
+    except UnicodeDecodeError as error:
+        raise FormatError("Malformed", f"{what} is not UTF-8: {error.reason}", path=path, offset=error.start) from None
+    except json.JSONDecodeError as error:
+        raise FormatError("Malformed", f"{what} is not JSON: {error.msg}", path=path, offset=error.pos) from None
+    except RecursionError:
+        raise FormatError("Malformed", f"{what} is nested deeper than {_MAX_DEPTH}", path=path) from None
+    except _Refused as error:
+        raise FormatError("Malformed", f"{what}: {error}", path=path) from None
+    return value
+
+
+def read_json(path: Path, *, limit: int) -> dict[str, object]:
+    """Read a JSON file that holds one object.
+
+    Args:
+        path: The file.
+        limit: Most bytes allowed.
+
+    Returns:
+        The object.
+
+    Raises:
+        FormatError: Unsupported for what is no regular file, TooLarge, or Malformed as `parse_json`.
+    """
+    data = read_regular(path, limit=limit)
+    # Real tokenizers hold an item per 20 bytes or so.
+    value = parse_json(data, what="the file", path=path, max_items=max(_MAX_ITEMS, limit // 16))
+    if not isinstance(value, dict):
+        raise FormatError("Malformed", f"expected a JSON object, got {type(value).__name__}", path=path)
+    return value
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise _Refused(f"{name} is not a JSON number")
+
+
+def _parse_int(text: str) -> int:
+    if len(text) > _MAX_DIGITS:
+        raise _Refused(f"a number has {len(text)} digits, at most {_MAX_DIGITS} are read")
+    return int(text)
+
+
+def _parse_float(text: str) -> float:
+    if len(text) > _MAX_DIGITS:
+        raise _Refused(f"a number has {len(text)} digits, at most {_MAX_DIGITS} are read")
+    number = float(text)
+    if not math.isfinite(number):
+        raise _Refused(f"{text} does not fit a float64")
+    return number
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise _Refused(f"key {twice!r} occurs twice")
+    return values
+
+
+_HOOKS: dict[str, Any] = {
+    "parse_constant": _refuse_constant,
+    "parse_int": _parse_int,
+    "parse_float": _parse_float,
+    "object_pairs_hook": _object,
+}
+
+
+def _check_tree(value: object) -> None:
+    """Bound the depth and look at every string, without recursion."""
+    level: Iterable[object] = [value]
+    for _ in range(_MAX_DEPTH + 1):
+        following: list[object] = []
+        for node in level:
+            if isinstance(node, dict):
+                following.extend(node)
+                following.extend(node.values())
+            elif isinstance(node, list):
+                following.extend(node)
+            elif isinstance(node, str) and not node.isascii():
+                _check_surrogates(node)
+        if not following:
+            return
+        level = following
+    raise _Refused(f"nested deeper than {_MAX_DEPTH}")
+
+
+def _check_surrogates(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise _Refused("a string holds half of a surrogate pair") from None

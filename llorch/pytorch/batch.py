@@ -1,0 +1,131 @@
+"""Many prompts at once: ragged, each with its own settings and end, tokens handed out as they come."""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from llorch.generate import Answer, Job, Token
+from llorch.pytorch.decoding import Decoding
+
+GROUP = 8  # on CUDA, steps that are launched before the host looks at the tokens of the group before
+
+
+def positions_of(attention_mask: Int[Tensor, "batch seq"] | Bool[Tensor, "batch seq"]) -> Int[Tensor, "batch seq"]:
+    """Positions for `Cache.place` from a mask as tokenizers of transformers give it.
+
+    Args:
+        attention_mask: 1 for tokens, 0 for padding, which may stand on any side.
+
+    Returns:
+        0, 1, 2, ... for the tokens of each row, -1 for padding.
+    """
+    mask = attention_mask.to(torch.int64)
+    return torch.where(mask == 1, mask.cumsum(-1) - 1, -1)
+
+
+@dataclass(frozen=True)
+class Read:
+    """Tokens on their way to the host."""
+
+    tokens: Tensor
+    logprobs: Tensor
+    arrived: torch.cuda.Event | None
+
+    @classmethod
+    def of(cls, decoding: Decoding, start: int) -> "Read":
+        """Fetch the tokens from step `start` on; the host does not wait."""
+        new = slice(start, decoding.n_done)
+        if decoding.ids.device.type != "cuda":
+            return cls(decoding.tokens[:, new], decoding.logprobs[:, new], None)
+        tokens, logprobs = _on_its_way(decoding.tokens[:, new]), _on_its_way(decoding.logprobs[:, new])
+        arrived = torch.cuda.Event()
+        arrived.record(torch.cuda.current_stream(decoding.ids.device))
+        return cls(tokens, logprobs, arrived)
+
+    def columns(self) -> list[tuple[list[int], list[float]]]:
+        """Ids and log probabilities of every sequence, step by step, once they are here."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return list(zip(self.tokens.T.tolist(), self.logprobs.T.tolist(), strict=True))
+
+
+def _on_its_way(tensor: Tensor) -> Tensor:
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return pinned.copy_(tensor, non_blocking=True)
+
+
+class Running:
+    """A batch on its way: launches steps, hands out tokens, drops sequences that ended."""
+
+    def __init__(
+        self, decoding: Decoding, jobs: Sequence[Job], answers: Sequence[Answer], *, narrow: Callable[..., Decoding]
+    ) -> None:
+        """Take over a decoding that was begun.
+
+        Args:
+            decoding: Its first tokens are chosen.
+            jobs: One per sequence.
+            answers: Turn ids into text, one per sequence.
+            narrow: Makes a decoding of some of the rows of another.
+        """
+        self.decoding = decoding
+        self._answers, self._narrow = answers, narrow
+        self._rows = list(range(len(jobs)))  # which sequence each row of the decoding is
+        self._total = max(job.max_tokens for job in jobs)
+        on_cuda = decoding.ids.device.type == "cuda"
+        self._group, self._ahead = (GROUP, 1) if on_cuda else (1, 0)
+        self._waiting: deque[tuple[list[int], Read]] = deque()
+
+    def __iter__(self) -> Iterator[tuple[int, Token]]:
+        """Yield sequence and token, for each sequence in order."""
+        yield from self._hand_out(self._rows, Read.of(self.decoding, 0))  # before the next steps are launched
+        while self._some_are_open():
+            self._go_on()
+            if len(self._waiting) > self._ahead or self.decoding.n_done >= self._total:
+                yield from self._hand_out(*self._waiting.popleft())
+
+    def _some_are_open(self) -> bool:
+        """Whether there is more to do; a batch in which half of the sequences ended goes on without them."""
+        rows = [row for row, at in enumerate(self._rows) if self._answers[at].finish is None]
+        if 0 < len(rows) <= len(self._rows) // 2:
+            self.decoding = self._narrow(self.decoding, rows)
+            self._rows = [self._rows[row] for row in rows]
+        return bool(rows)
+
+    def _go_on(self) -> None:
+        start = self.decoding.n_done
+        stop = min(start + self._group, self._total)
+        for _ in range(start, stop):
+            self.decoding.advance()
+        if stop > start:
+            self._waiting.append((self._rows, Read.of(self.decoding, start)))
+
+    def _hand_out(self, rows: list[int], read: Read) -> Iterator[tuple[int, Token]]:
+        for ids, logprobs in read.columns():
+            for at, token_id, logprob in zip(rows, ids, logprobs, strict=True):
+                if self._answers[at].finish is None:
+                    yield at, self._answers[at].take(token_id, logprob)
+
+
+def one_each(value: object, n: int, *, name: str) -> list:
+    """A setting for every prompt, from one for all or one per prompt.
+
+    Args:
+        value: One, or a list of them.
+        n: How many prompts there are.
+        name: For the message.
+
+    Returns:
+        One per prompt.
+
+    Raises:
+        ValueError: Another number of them.
+    """
+    values = list(value) if isinstance(value, Sequence) else [value] * n
+    if len(values) != n:
+        raise ValueError(f"generate_batch: expected one {name} or {n}, one per prompt, got {len(values)}")
+    return values

@@ -1,0 +1,211 @@
+"""Timing of the torch path, through the same steps that generation takes."""
+
+import platform
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from llorch.bench import COPY_BYTES, PRODUCT_WIDTH, SHAPES, Load, Subject, best_time, processor, prompts
+from llorch.files import open_weights
+from llorch.files.quant import GGMLType
+from llorch.files.residency import Residency
+from llorch.generate import Job
+from llorch.pytorch.cache import Cache
+from llorch.pytorch.causal_lm import CausalLM
+from llorch.pytorch.cpu.linear import KINDS
+from llorch.pytorch.cuda.graph import GraphedSteps, compiled_forward
+from llorch.pytorch.decoding import Decoding
+from llorch.pytorch.device import Target, compute_as_named, target
+from llorch.pytorch.leaves import fitted
+from llorch.pytorch.memory import CHUNK, free_memory
+from llorch.pytorch.model import load_torch, speed_up
+from llorch.pytorch.quantised_linear import PackedMatrix
+from llorch.pytorch.random_weights import random_bytes, random_model, weight_bytes
+from llorch.pytorch.sampling import Needs
+from llorch.sampling import SamplingSettings
+
+
+class TorchEngine:
+    """See `llorch.bench.Engine`."""
+
+    def __init__(self, module: CausalLM, target: Target, load: Load, *, compiled: bool = False) -> None:
+        """Reserve the cache.
+
+        Args:
+            module: With its weights and the leaves that are to be measured.
+            target: Where it is and in which dtype.
+            load: What to run.
+            compiled: Send decoding through torch.compile.
+        """
+        cuda = target.device.type == "cuda"
+        self._target, self._load, config = target, load, module.config
+        self._chunk = max(1, CHUNK[target.device.type] // load.batch)
+        self._jobs = [
+            Job(row, load.decode + 1, SamplingSettings(), frozenset())
+            for row in prompts(load, config.vocab_size).tolist()
+        ]
+        cache = Cache(
+            config, batch=load.batch, n_slots=load.prompt + load.decode, dtype=target.dtype, device=target.device
+        )
+        self._decoding = Decoding(module, cache, Needs.of([SamplingSettings()] * load.batch), n_end_ids=1)
+        if compiled:
+            self._decoding.forward = compiled_forward(module, growing=not cuda)
+        if cuda:
+            self._decoding.replay = GraphedSteps()
+
+    @property
+    def tokens(self) -> Tensor:
+        """What the last round wrote, a row per prompt."""
+        return self._decoding.tokens[:, : self._load.decode + 1]
+
+    @property
+    def logprobs(self) -> Tensor:
+        """How likely the model found each of these tokens."""
+        return self._decoding.logprobs[:, : self._load.decode + 1]
+
+    def prefill(self) -> None:
+        """See `Engine`."""
+        self._decoding.begin(self._jobs, chunk=self._chunk)
+        self._wait()
+
+    def decode(self) -> None:
+        """See `Engine`."""
+        for _ in range(self._load.decode):
+            self._decoding.advance()
+        self._wait()
+
+    def copy_rate(self) -> float:
+        """See `Engine`."""
+        n_bytes = COPY_BYTES[self._target.device.type]
+        source = torch.ones(n_bytes, dtype=torch.uint8, device=self._target.device)
+        copy = torch.empty_like(source)
+        return 2 * n_bytes / best_time(lambda: (copy.copy_(source), self._wait()))
+
+    def product_rate(self) -> float:
+        """See `Engine`; on the CPU the better of torch's two libraries, of which our leaves choose one."""
+        width, at = PRODUCT_WIDTH[self._target.device.type], self._target
+        matrix = torch.randn(width, width, device=at.device).to(at.dtype)
+        leaves: list[nn.Module] = [nn.Linear(width, width, bias=False, device=at.device, dtype=at.dtype)]
+        if at.device.type == "cpu" and at.dtype in KINDS:
+            leaves.append(fitted(leaves[0], None))
+        return 2 * width**3 / min(best_time(lambda leaf=leaf: (leaf(matrix), self._wait())) for leaf in leaves)
+
+    def _wait(self) -> None:
+        if self._target.device.type == "cuda":
+            torch.cuda.synchronize(self._target.device)
+
+
+@dataclass(frozen=True)
+class Made:
+    """A model to be measured, with its fast leaves in place.
+
+    Attributes:
+        module: The model.
+        target: Where it is and in which dtype.
+        name: Of the file or shape.
+        weights: How they are stored.
+    """
+
+    module: CausalLM
+    target: Target
+    name: str
+    weights: str
+
+
+def opened(path: Path, device: str, dtype: str, residency: Residency, load: Load, *, compiled: bool) -> Made:
+    """Load a file or folder.
+
+    Args:
+        path: Of it.
+        device: See `load_torch`.
+        dtype: See `load_torch`.
+        residency: See `load_torch`.
+        load: What will be run.
+        compiled: Whether decoding is going to be compiled.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: The context of the model is too small.
+    """
+    load.require(open_weights(path).config)
+    n_tokens = load.batch * (load.prompt + load.decode)
+    model = load_torch(path, device=device, dtype=dtype, residency=residency, compiled=compiled, n_tokens=n_tokens)
+    packed = sorted({leaf.ggml_type.name for leaf in model.module.modules() if isinstance(leaf, PackedMatrix)})
+    return Made(model.module, model.target, model.name, "+".join(packed) or model.target.dtype_name)
+
+
+def random(shape: str, device: str, dtype: str, weights_type: str | None, load: Load, *, compiled: bool) -> Made:
+    """Make random weights of a shape on a device.
+
+    Args:
+        shape: A key of `SHAPES`.
+        device: See `load_torch`.
+        dtype: See `load_torch`.
+        weights_type: Type of the matrices in blocks; None makes them dense.
+        load: What will be run.
+        compiled: Whether decoding is going to be compiled.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: The context of the shape is too small, or its rows are no whole number of blocks.
+        MemoryError: The weights would not fit.
+    """
+    config, at = SHAPES[shape], target(device, dtype)
+    load.require(config)
+    kind = None if weights_type is None else GGMLType[weights_type]
+    need, free = random_bytes(config, at, kind), free_memory(at.device)
+    if need > free:
+        raise MemoryError(
+            f"bench: weights of {shape} need {need / 1e9:.1f} GB on {at.device}, {free / 1e9:.1f} GB are free; "
+            "use a smaller --shape, --dtype bfloat16 or a --weights-type"
+        )
+    compute_as_named(at)
+    module = random_model(config, at, kind)
+    speed_up(module, at, "sdpa", compiled=compiled)
+    return Made(module, at, f"{shape}, random", weights_type or at.dtype_name)
+
+
+def torch_subject(module: CausalLM, target: Target, name: str, weights: str) -> Subject:
+    """What is measured, of the torch path.
+
+    Args:
+        module: The model.
+        target: Where it is and in which dtype.
+        name: Of the model.
+        weights: How they are stored.
+
+    Returns:
+        The description.
+    """
+    cuda = target.device.type == "cuda"
+    return Subject(
+        name=name,
+        config=module.config,
+        backend=str(target),
+        weights=weights,
+        weight_bytes=weight_bytes(module),
+        cache_itemsize=target.dtype.itemsize,
+        device_name=torch.cuda.get_device_name(target.device) if cuda else processor(),
+        threads=None if cuda else torch.get_num_threads(),
+        versions=versions(cuda=cuda),
+    )
+
+
+def versions(*, cuda: bool) -> dict[str, str]:
+    """Of everything that computes."""
+    found = {"python": platform.python_version(), "numpy": np.__version__, "torch": torch.__version__}
+    if cuda:
+        found["cuda"] = str(torch.version.cuda)
+        try:
+            found["triton"] = version("triton")
+        except PackageNotFoundError:
+            found["triton"] = "absent"
+    return found

@@ -1,0 +1,220 @@
+"""The forward pass of Llama and Qwen as torch modules on one page: batched, on any device, in any float dtype.
+
+Attribute paths are those of transformers, so that names of tensors need no map. Every line that makes a stage of the
+stage table names it with `keep`. What makes it faster replaces a leaf (a projection, a norm, `attend`, `rotate`, `act`)
+with something of the same interface; nothing here knows of it.
+
+Sums of norms, scores and softmax and all rotations are at least float32 and are rounded once, also in float16 and
+bfloat16; in float64 nothing is rounded in between.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from llorch.config import ModelConfig
+from llorch.pytorch.cache import Cache, Place, Visible
+
+Keep = Callable[[str, Tensor], Tensor]
+Hidden = Float[Tensor, "batch seq hidden"]
+Heads = Float[Tensor, "batch seq _heads head_dim"]
+Context = Float[Tensor, "batch kv_heads ctx head_dim"]
+
+
+def keep_nothing(name: str, array: Tensor) -> Tensor:
+    """What a run that nobody observes does with a stage."""
+    return array
+
+
+class CausalLM(nn.Module):
+    """The whole model: embedding, layers, norm, logits."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        """Build the modules; weights are put in by `llorch.pytorch.load`."""
+        super().__init__()
+        self.config = config
+        self.model = Decoder(config)
+        self.lm_head: Any = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def forward(
+        self,
+        ids: Int[Tensor, "batch seq"],
+        place: Place,
+        cache: Cache,
+        *,
+        keep: Keep = keep_nothing,
+        rows: Int[Tensor, " batch"] | None = None,
+    ) -> Float[Tensor, "batch rows vocab"]:
+        """Run new tokens through the model, after those that the cache holds.
+
+        Args:
+            ids: New token ids; any id where there is padding.
+            place: Where the tokens stand; see `Cache.place`.
+            cache: Keys and values so far; the new ones are written into it.
+            keep: Called with the name and the tensor of every stage; what it returns is used from there on.
+            rows: The one token of each sequence whose logits are wanted; None wants all.
+
+        Returns:
+            Logits, of every new token or of one per sequence.
+
+        Raises:
+            ValueError: Ids, weights and cache lie on different devices.
+        """
+        cache.require_device(ids=ids, weights=self.model.norm.weight)
+        x = self.model(ids, place, cache, keep)
+        x = x if rows is None else x[torch.arange(len(rows), device=x.device), rows][:, None]  # (batch, 1, hidden)
+        return keep("logits", self.lm_head(keep("final_norm", self.model.norm(x))))
+
+
+class Decoder(nn.Module):
+    """Embedding and layers; the norm after them is applied by `CausalLM`, to the rows that are wanted."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        """Build the modules."""
+        super().__init__()
+        self.embed_tokens: Any = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList([Block(config, i) for i in range(config.n_layers)])
+        self.norm: Any = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, ids: Int[Tensor, "batch seq"], place: Place, cache: Cache, keep: Keep) -> Hidden:
+        """Hidden states after the last layer."""
+        x = keep("embed", self.embed_tokens(ids))
+        for i, layer in enumerate(self.layers):
+
+            def keep_layer(name: str, array: Tensor, prefix: str = f"l{i}.") -> Tensor:
+                return keep(prefix + name, array)
+
+            x = layer(x, place, cache, keep_nothing if keep is keep_nothing else keep_layer)
+        return x
+
+
+class Block(nn.Module):
+    """One layer: attention and feed-forward, each on normalised input, each added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        """Build the modules of one layer."""
+        super().__init__()
+        self.input_layernorm: Any = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, layer)
+        self.post_attention_layernorm: Any = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Hidden, place: Place, cache: Cache, keep: Keep) -> Hidden:
+        """The residual stream after the layer."""
+        h = keep("attn_norm", self.input_layernorm(x))
+        x = keep("attn_residual", x + self.self_attn(h, place, cache, keep))
+        h = keep("ffn_norm", self.post_attention_layernorm(x))
+        return keep("block_out", x + self.mlp(h, keep))
+
+
+class Attention(nn.Module):
+    """Project, rotate, cache, mix the values of the context, project back."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        """Build the modules of one layer."""
+        super().__init__()
+        hidden, q_width, kv_width = config.hidden_size, config.q_width, config.kv_width
+        self.layer, self.head_dim = layer, config.head_dim
+        self.q_proj: Any = nn.Linear(hidden, q_width, bias=config.qkv_bias)
+        self.k_proj: Any = nn.Linear(hidden, kv_width, bias=config.qkv_bias)
+        self.v_proj: Any = nn.Linear(hidden, kv_width, bias=config.qkv_bias)
+        self.o_proj: Any = nn.Linear(q_width, hidden, bias=config.o_bias)
+        self.q_norm: Any = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm: Any = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.rotate: Any = rotate_and_cache
+        self.attend: Any = attention
+
+    def forward(self, h: Hidden, place: Place, cache: Cache, keep: Keep) -> Hidden:
+        """What attention adds to the residual stream."""
+        q = keep("q_proj", self.q_proj(h)).unflatten(-1, (-1, self.head_dim))  # (batch, seq, heads, head_dim)
+        k = keep("k_proj", self.k_proj(h)).unflatten(-1, (-1, self.head_dim))  # (batch, seq, kv_heads, head_dim)
+        v = keep("v_proj", self.v_proj(h)).unflatten(-1, (-1, self.head_dim))  # (batch, seq, kv_heads, head_dim)
+        if self.q_norm is not None:
+            q, k = keep("q_norm", self.q_norm(q)), keep("k_norm", self.k_norm(k))
+        q, keys, values = self.rotate(q, k, v, self.layer, place, cache, keep)
+        context = keep("attn_context", self.attend(q, keys, values, place.visible, keep).flatten(-2))
+        return keep("attn_out", self.o_proj(context))
+
+
+class MLP(nn.Module):
+    """SwiGLU: a gated pair of projections up, one down."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        """Build the modules."""
+        super().__init__()
+        hidden, inter = config.hidden_size, config.intermediate_size
+        self.gate_proj: Any = nn.Linear(hidden, inter, bias=False)
+        self.up_proj: Any = nn.Linear(hidden, inter, bias=False)
+        self.down_proj: Any = nn.Linear(inter, hidden, bias=False)
+        self.act: Any = swiglu
+
+    def forward(self, h: Hidden, keep: Keep) -> Hidden:
+        """What the feed-forward part adds to the residual stream."""
+        gate, up = keep("ffn_gate", self.gate_proj(h)), keep("ffn_up", self.up_proj(h))
+        return keep("ffn_out", self.down_proj(keep("ffn_act", self.act(gate, up))))
+
+
+class RMSNorm(nn.Module):
+    """See `rms_norm`."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        """Start with a gain of ones."""
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows width"]:
+        """Normalise the last axis."""
+        return rms_norm(x, self.weight, eps=self.eps)
+
+
+def widened(x: Tensor) -> Tensor:
+    """At least float32: the dtype in which sums and rotations are computed."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def rms_norm(
+    x: Float[Tensor, "*rows width"], weight: Float[Tensor, " width"], *, eps: float
+) -> Float[Tensor, "*rows width"]:
+    """Compute x / sqrt(mean(x * x) + eps) * weight, rounded once; transformers rounds before the gain too."""
+    wide = widened(x)
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
+
+
+def rope(x: Heads, cos: Float[Tensor, "batch seq half"], sin: Float[Tensor, "batch seq half"]) -> Heads:
+    """Turn the pairs (j, j + half) of every head by the angle of the token's position."""
+    first, second = widened(x).chunk(2, dim=-1)  # (batch, seq, heads, half) each
+    cos, sin = cos[:, :, None], sin[:, :, None]  # (batch, seq, 1, half)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def rotate_and_cache(
+    q: Heads, k: Heads, v: Heads, layer: int, place: Place, cache: Cache, keep: Keep
+) -> tuple[Heads, Context, Context]:
+    """Rotate queries and keys, write keys and values into the cache, give back the whole context."""
+    q, k = keep("q_rope", rope(q, place.cos, place.sin)), keep("k_rope", rope(k, place.cos, place.sin))
+    keys, values = cache.append(layer, k, v, place)
+    return q, keep("k_cache", keys), keep("v_cache", values)
+
+
+def attention(q: Heads, keys: Context, values: Context, visible: Visible, keep: Keep) -> Heads:
+    """softmax(q k^T / sqrt(head_dim)) v; query head h reads key and value head h // group_size."""
+    batch, seq, _, head_dim = q.shape
+    kv_heads, ctx = keys.shape[1:3]
+    grouped = q.view(batch, seq, kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)  # (batch, kv_heads, group, seq, hd)
+    scores = widened(grouped) @ widened(keys)[:, :, None].mT / math.sqrt(head_dim)
+    mask = visible if visible is not None else torch.ones(seq, ctx, dtype=torch.bool, device=q.device).tril(ctx - seq)
+    scores = scores.flatten(1, 2).masked_fill(~mask, -math.inf)  # (batch, heads, seq, ctx)
+    probs = keep("attn_probs", keep("attn_scores", scores).softmax(-1)).unflatten(1, (kv_heads, -1))
+    context = (probs @ widened(values)[:, :, None]).flatten(1, 2).to(q.dtype)  # (batch, heads, seq, head_dim)
+    return context.transpose(1, 2)
+
+
+def swiglu(gate: Float[Tensor, "*rows inter"], up: Float[Tensor, "*rows inter"]) -> Float[Tensor, "*rows inter"]:
+    """Compute gate / (1 + exp(-gate)) * up, rounded once."""
+    return (silu(widened(gate)) * widened(up)).to(gate.dtype)

@@ -1,0 +1,1 @@
+"""Leaves in C for the torch path on the CPU."""

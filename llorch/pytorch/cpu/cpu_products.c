@@ -1,0 +1,203 @@
+/* Products of a few rows with a matrix, dense or packed, and the decoding of packed rows.
+ *
+ *     y = x W^T + bias        every sum in float32, rounded once when x is bfloat16
+ *
+ * A matrix is read once, whatever the number of rows: decoding is as fast as the memory. Each kind of matrix has one
+ * function that yields 32 elements of a row; sums and decoding are built on it. Layouts: llorch/pytorch/packing.py.
+ * Compiled with contraction off, so that decoded numbers have the bits of the torch twin; sums fuse on purpose. */
+
+#include "cpu_layer.h"
+#include "cpu_numbers.h"
+
+enum kind { F32, BF16, Q8_0, Q4_0, Q4_K, Q6_K };
+enum { AHEAD = 4096 }; /* bytes to fetch early: the processor does not look beyond a page by itself */
+
+/* 32 elements of a row: codes times their scale, less a minimum. */
+typedef struct {
+    lanes a, b;
+    float scale_a, scale_b, min;
+} run_of_32;
+
+typedef struct {
+    const void *codes, *d, *scales, *more; /* more: dmin of Q4_K, upper of Q6_K */
+} fields;
+
+static inline float from_f16(const void *array, long i) {
+    _Float16 x;
+    memcpy(&x, (const char *)array + 2 * i, 2);
+    return (float)x;
+}
+
+static inline lanes from_int8(const int8_t *codes) {
+#ifdef __AVX512F__
+    return (lanes)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)codes)));
+#else
+    lanes v;
+    for (int i = 0; i < LANES; i++) v[i] = codes[i];
+    return v;
+#endif
+}
+
+/* 32 codes of four bits, less an offset: element 4 j + i is part j of word i. */
+static inline void four_bits(const uint8_t *codes, int offset, lanes *a, lanes *b) {
+#ifdef __AVX512F__
+    const __m512i to16 = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i shift = _mm512_slli_epi32(_mm512_srli_epi32(to16, 2), 2), upper = _mm512_set1_epi32(16);
+    const __m512 numbers = _mm512_cvtepi32_ps(_mm512_sub_epi32(to16, _mm512_set1_epi32(offset)));
+    __m512i words = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)codes));
+    *a = (lanes)_mm512_permutexvar_ps(_mm512_srlv_epi32(words, shift), numbers); /* looks at four bits only */
+    *b = (lanes)_mm512_permutexvar_ps(_mm512_srlv_epi32(words, _mm512_add_epi32(shift, upper)), numbers);
+#else
+    uint32_t word[4];
+    memcpy(word, codes, sizeof word);
+    for (int e = 0; e < LANES; e++) {
+        (*a)[e] = (float)((int)(word[e % 4] >> (e / 4 * 4) & 15) - offset);
+        (*b)[e] = (float)((int)(word[e % 4] >> (16 + e / 4 * 4) & 15) - offset);
+    }
+#endif
+}
+
+/* 16 times 32 upper codes of two bits: element 4 j + i is part j of the 16-bit word i. */
+static inline void two_bits(const uint8_t *upper, lanes *a, lanes *b) {
+#ifdef __AVX512F__
+    const __m512i shift = _mm512_setr_epi32(0, 0, 0, 0, 2, 2, 2, 2, 4, 4, 4, 4, 6, 6, 6, 6);
+    const __m512 numbers = _mm512_setr4_ps(0, 16, 32, 48);
+    const __m512i three = _mm512_set1_epi32(3), second = _mm512_set1_epi32(8);
+    __m512i words = _mm512_broadcast_i32x4(_mm_cvtepu16_epi32(_mm_loadl_epi64((const __m128i *)upper)));
+    __m512i first = _mm512_and_si512(_mm512_srlv_epi32(words, shift), three);
+    __m512i last = _mm512_and_si512(_mm512_srlv_epi32(words, _mm512_add_epi32(shift, second)), three);
+    *a = (lanes)_mm512_permutexvar_ps(first, numbers);
+    *b = (lanes)_mm512_permutexvar_ps(last, numbers);
+#else
+    uint16_t word[4];
+    memcpy(word, upper, sizeof word);
+    for (int e = 0; e < LANES; e++) {
+        (*a)[e] = (float)(word[e % 4] >> (e / 4 * 2) & 3) * 16;
+        (*b)[e] = (float)(word[e % 4] >> (8 + e / 4 * 2) & 3) * 16;
+    }
+#endif
+}
+
+static inline void scale_q4_k(const fields *f, long i, run_of_32 *r) {
+    const uint8_t *three = (const uint8_t *)f->scales + i / 2 * 3;
+    unsigned bits = (unsigned)three[0] | (unsigned)three[1] << 8 | (unsigned)three[2] << 16;
+    if (i % 2) bits >>= 12;
+    r->scale_a = r->scale_b = from_f16(f->d, i / 8) * (float)(bits & 63);
+    r->min = from_f16(f->more, i / 8) * (float)(bits >> 6 & 63);
+}
+
+static inline void run_q6_k(const fields *f, long i, run_of_32 *r) {
+    const int8_t *scales = (const int8_t *)f->scales + 2 * i;
+    float d = from_f16(f->d, i / 8);
+    lanes a, b;
+    two_bits((const uint8_t *)f->more + 8 * i, &a, &b);
+    four_bits((const uint8_t *)f->codes + 16 * i, 32, &r->a, &r->b);
+    r->a += a, r->b += b;
+    r->scale_a = d * (float)scales[0], r->scale_b = d * (float)scales[1];
+}
+
+/* Elements 32 i to 32 i + 31 of a matrix, counted over all rows. */
+static inline __attribute__((always_inline)) run_of_32 run(enum kind kind, const fields *f, long i) {
+    run_of_32 r = {.min = 0};
+    if (kind == Q6_K) {
+        run_q6_k(f, i, &r);
+    } else if (kind == Q8_0) {
+        const int8_t *codes = (const int8_t *)f->codes + RUN * i;
+        r.a = from_int8(codes), r.b = from_int8(codes + LANES);
+    } else {
+        four_bits((const uint8_t *)f->codes + 16 * i, kind == Q4_0 ? 8 : 0, &r.a, &r.b);
+    }
+    if (kind == Q4_K) scale_q4_k(f, i, &r);
+    if (kind == Q8_0 || kind == Q4_0) r.scale_a = r.scale_b = from_f16(f->d, i);
+    return r;
+}
+
+/* Adds the products of run i with the inputs at x. Where one scale holds for all, it is applied to their sum. */
+static inline __attribute__((always_inline)) lanes add_run(
+    enum kind kind, const fields *f, long i, const float *x, lanes sum) {
+    run_of_32 w = run(kind, f, i);
+    lanes first = load(x), second = load(x + LANES);
+    if (kind == Q6_K) return fma_lanes(w.a * first, splat(w.scale_a), fma_lanes(w.b * second, splat(w.scale_b), sum));
+    if (kind == Q4_K) sum = fma_lanes(first + second, splat(-w.min), sum);
+    return fma_lanes(fma_lanes(w.b, second, w.a * first), splat(w.scale_a), sum);
+}
+
+static inline __attribute__((always_inline)) float dot_packed(
+    enum kind kind, const fields *f, long row, const float *x, long in) {
+    const long n = in / RUN, first = row * n, bytes = kind == Q8_0 ? RUN : RUN / 2;
+    const char *codes = (const char *)f->codes + first * bytes;
+    lanes even = {0}, odd = {0};
+    long i = 0;
+    for (; i + 2 <= n; i += 2) {
+        __builtin_prefetch(codes + i * bytes + AHEAD);
+        even = add_run(kind, f, first + i, x + RUN * i, even);
+        odd = add_run(kind, f, first + i + 1, x + RUN * (i + 1), odd);
+    }
+    if (i < n) even = add_run(kind, f, first + i, x + RUN * i, even);
+    return sum_of(even + odd);
+}
+
+static inline float dot(int kind, const fields *f, long row, const float *x, long in) {
+    switch (kind) {
+    case F32: return dot_f32((const float *)f->codes + row * in, x, in);
+    case BF16: return dot_bf16((const uint16_t *)f->codes + row * in, x, in);
+    case Q8_0: return dot_packed(Q8_0, f, row, x, in);
+    case Q4_0: return dot_packed(Q4_0, f, row, x, in);
+    case Q4_K: return dot_packed(Q4_K, f, row, x, in);
+    default: return dot_packed(Q6_K, f, row, x, in);
+    }
+}
+
+static void product_f32(int kind, const fields *f, const float *x, float *y, long rows, long out, long in) {
+#pragma omp parallel for schedule(static) if (out * in > 1 << 14)
+    for (long r = 0; r < out; r++)
+        for (long m = 0; m < rows; m++) y[m * out + r] = dot(kind, f, r, x + m * in, in);
+}
+
+static void copy_as(int from_half, const void *x, int to_half, void *y, long n) {
+    long i = 0;
+    for (; i + LANES <= n; i += LANES) store_as(to_half, y, i, load_as(from_half, x, i));
+    for (; i < n; i++) store_one(to_half, y, i, load_one(from_half, x, i));
+}
+
+int llorch_product(int kind, const void *codes, const void *d, const void *scales, const void *more, int half,
+                   const void *x, const void *bias, void *y, long rows, long out, long in) {
+    const fields f = {codes, d, scales, more};
+    if (!half) {
+        product_f32(kind, &f, x, y, rows, out, in);
+        for (long i = 0; bias && i < rows * out; i++) ((float *)y)[i] += ((const float *)bias)[i % out];
+        return 0;
+    }
+    float *wide = malloc(sizeof(float) * (size_t)rows * (size_t)(in + out));
+    if (!wide) return 1;
+    float *sums = wide + rows * in;
+    copy_as(1, x, 0, wide, rows * in);
+    product_f32(kind, &f, wide, sums, rows, out, in);
+    for (long i = 0; bias && i < rows * out; i++) sums[i] += from_bf16(((const uint16_t *)bias)[i % out]);
+    copy_as(0, sums, 1, y, rows * out);
+    free(wide);
+    return 0;
+}
+
+static inline __attribute__((always_inline)) void decode(
+    enum kind kind, const fields *f, long first, long n, int half, void *y) {
+#pragma omp parallel for schedule(static)
+    for (long i = 0; i < n; i++) {
+        run_of_32 w = run(kind, f, first + i);
+        lanes wide[2] = {w.a * w.scale_a - w.min, w.b * w.scale_b - w.min};
+        store_as(half, y, RUN * i, wide[0]);
+        store_as(half, y, RUN * i + LANES, wide[1]);
+    }
+}
+
+void llorch_decode(int kind, const void *codes, const void *d, const void *scales, const void *more, int half,
+                   void *y, long first, long n, long in) {
+    const fields f = {codes, d, scales, more};
+    long start = first * (in / RUN), count = n * (in / RUN);
+    switch (kind) {
+    case Q8_0: decode(Q8_0, &f, start, count, half, y); break;
+    case Q4_0: decode(Q4_0, &f, start, count, half, y); break;
+    case Q4_K: decode(Q4_K, &f, start, count, half, y); break;
+    default: decode(Q6_K, &f, start, count, half, y);
+    }
+}

@@ -1,0 +1,116 @@
+"""What a layer does beside its products, on the CPU: each a single pass over its input, in `cpu_layer.c`.
+
+Decoding one token is some 25 small torch operations per layer, each of which costs more in calls than in work. The
+twins are the functions of `llorch.pytorch.causal_lm`; sums, rotations and exponentials are float32, rounded once.
+"""
+
+import ctypes
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from llorch.pytorch.cache import Cache, Place, Visible
+from llorch.pytorch.causal_lm import Context, Heads, Keep, swiglu
+
+HALF = {torch.float32: 0, torch.bfloat16: 1}
+FEW = 4  # tokens up to which attention is done here; more go to what was there before
+LANES, MOST_DIM = 16, 256  # of cpu_layer.c
+
+
+class CpuRMSNorm(nn.Module):
+    """See `llorch.pytorch.causal_lm.rms_norm`."""
+
+    def __init__(self, weight: Tensor, eps: float, library: ctypes.CDLL) -> None:
+        """Take over the gain of a plain norm, in the dtype of the run."""
+        super().__init__()
+        self.weight, self.eps, self.library = weight, eps, library
+
+    def forward(self, x: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows width"]:
+        """Normalise the last axis."""
+        x, weight = x.contiguous(), self.weight
+        y, width = torch.empty_like(x), len(weight)
+        sizes = x.numel() // width, width
+        self.library.llorch_rms_norm(HALF[x.dtype], x.data_ptr(), weight.data_ptr(), self.eps, y.data_ptr(), *sizes)
+        return y
+
+
+class CpuRotate:
+    """See `llorch.pytorch.causal_lm.rotate_and_cache`."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        """Keep the compiled functions."""
+        self.library = library
+
+    def __call__(
+        self, q: Heads, k: Heads, v: Heads, layer: int, place: Place, cache: Cache, keep: Keep
+    ) -> tuple[Heads, Context, Context]:
+        """Rotate queries and keys, write keys and values into the cache, give back the whole context."""
+        q, k = keep("q_rope", self.turned(q, place)), keep("k_rope", self.turned(k, place))
+        self.append(cache.keys[layer], k, place)
+        self.append(cache.values[layer], v, place)
+        keys, values = cache.keys[layer][:, :, : place.ctx], cache.values[layer][:, :, : place.ctx]
+        return q, keep("k_cache", keys), keep("v_cache", values)
+
+    def turned(self, x: Heads, place: Place) -> Heads:
+        """Rotate every head by the angle of its token's position."""
+        x, cos, sin = x.contiguous(), place.cos.contiguous(), place.sin.contiguous()
+        batch, seq, heads, head_dim = x.shape
+        y = torch.empty_like(x)
+        pointers = x.data_ptr(), cos.data_ptr(), sin.data_ptr(), y.data_ptr()
+        self.library.llorch_rope(HALF[x.dtype], *pointers, batch * seq, heads, head_dim // 2)
+        return y
+
+    def append(self, store: Tensor, new: Heads, place: Place) -> None:
+        """Write the keys or values of the new tokens into their slots."""
+        new, slots = new.to(store.dtype).contiguous(), place.slots.contiguous()
+        batch, seq, kv_heads, head_dim = new.shape
+        sizes = batch, seq, kv_heads, store.shape[2], head_dim * new.element_size()
+        if self.library.llorch_append(new.data_ptr(), store.data_ptr(), slots.data_ptr(), *sizes):
+            raise IndexError(f"cache: expected slots from 0 to {store.shape[2] - 1}, got {slots.tolist()}")
+
+
+def fits_attention(head_dim: int) -> bool:
+    """Whether heads of this size can be attended to here."""
+    return head_dim % LANES == 0 and head_dim <= MOST_DIM
+
+
+class CpuAttention:
+    """Attention of a few tokens; many are left to another leaf, such as torch's fused attention."""
+
+    def __init__(self, library: ctypes.CDLL, many) -> None:
+        """Keep the compiled functions and the leaf that stands here now."""
+        self.library, self.many = library, many
+
+    def __call__(self, q: Heads, keys: Context, values: Context, visible: Visible, keep: Keep) -> Heads:
+        """softmax(q k^T / sqrt(head_dim)) v; scores and probabilities are not made, so nobody can observe them."""
+        batch, seq, heads, head_dim = q.shape
+        if batch * seq > FEW or not fits_attention(head_dim):
+            return self.many(q, keys, values, visible, keep)
+        kv_heads, ctx = keys.shape[1:3]
+        q, mask = q.contiguous(), None if visible is None else visible.contiguous()
+        y = torch.empty_like(q)
+        pointers = q.data_ptr(), keys.data_ptr(), values.data_ptr(), None if mask is None else mask.data_ptr()
+        sizes = batch, seq, heads, kv_heads, ctx, head_dim, *keys.stride()[:2]
+        if self.library.llorch_attend(HALF[q.dtype], *pointers, y.data_ptr(), *sizes):
+            raise MemoryError(f"attention: no memory for the scores of {ctx} tokens")
+        return y
+
+
+class CpuSwiglu:
+    """See `llorch.pytorch.causal_lm.swiglu`."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        """Keep the compiled functions."""
+        self.library = library
+
+    def __call__(
+        self, gate: Float[Tensor, "*rows inter"], up: Float[Tensor, "*rows inter"]
+    ) -> Float[Tensor, "*rows inter"]:
+        """Compute gate / (1 + exp(-gate)) * up, rounded once."""
+        if gate.numel() % LANES:
+            return swiglu(gate, up)
+        gate, up = gate.contiguous(), up.contiguous()
+        y = torch.empty_like(gate)
+        self.library.llorch_swiglu(HALF[gate.dtype], gate.data_ptr(), up.data_ptr(), y.data_ptr(), gate.numel())
+        return y

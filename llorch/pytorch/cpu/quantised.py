@@ -1,0 +1,77 @@
+"""Products with a packed matrix on the CPU: few rows straight from the blocks, many by decoding a tile at a time.
+
+The layouts are those of `llorch.pytorch.packing`, whose `decode` is the twin of the decoding here, bit for bit.
+"""
+
+import ctypes
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from llorch.files.quant import GGMLType
+from llorch.pytorch.cpu.library import pointer
+from llorch.pytorch.cpu.linear import TILE, product
+from llorch.pytorch.packing import Fields
+from llorch.pytorch.quantised_linear import PackedMatrix
+
+KINDS = {GGMLType.Q8_0: 2, GGMLType.Q4_0: 3, GGMLType.Q4_K: 4, GGMLType.Q6_K: 5}
+HALF = {torch.float32: 0, torch.bfloat16: 1}
+FEW = 8  # rows up to which decoding in registers, once per row, is faster than a tile in memory
+
+
+class CpuQuantisedLinear(PackedMatrix):
+    """A linear layer, with the interface of `nn.Linear`, for inference: nothing is recorded for a backward pass."""
+
+    def __init__(self, fields: Fields, ggml_type: GGMLType, bias: Tensor | None, library: ctypes.CDLL) -> None:
+        """Take over the fields of a packed layer, or of an embedding that it shares them with.
+
+        Args:
+            fields: Made by `llorch.pytorch.packing.pack`.
+            ggml_type: Their type.
+            bias: In the dtype of the run.
+            library: From `llorch.pytorch.cpu.library`.
+        """
+        super().__init__(fields, ggml_type)
+        self.bias, self.library = bias, library
+        self._kind = KINDS[ggml_type]
+        self._found: tuple[int | None, ...] = ()
+        self._found_for: object = None
+
+    def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
+        """Multiply, in the dtype of `x`; sums are float32 and rounded once."""
+        x = x.contiguous()
+        rows = x.numel() // self.in_features
+        if rows > FEW:
+            return self._many(x.view(rows, -1)).view(*x.shape[:-1], self.out_features)
+        y = x.new_empty(*x.shape[:-1], self.out_features)
+        sizes = rows, self.out_features, self.in_features
+        if self.library.llorch_product(*self._matrix(x.dtype), x.data_ptr(), pointer(self.bias), y.data_ptr(), *sizes):
+            raise MemoryError(f"linear: no memory for {rows} rows")
+        return y
+
+    def _many(self, x: Float[Tensor, "rows in"]) -> Float[Tensor, "rows out"]:
+        step = max(1, TILE // self.in_features)
+        tile = x.new_empty(min(step, self.out_features), self.in_features)
+        made = []
+        for start in range(0, self.out_features, step):
+            rows = tile[: self.out_features - start]
+            sizes = start, len(rows), self.in_features
+            self.library.llorch_decode(*self._matrix(x.dtype), rows.data_ptr(), *sizes)
+            bias = None if self.bias is None else self.bias[start : start + step]
+            made.append(product(x, rows, bias))
+        return made[0] if len(made) == 1 else torch.cat(made, dim=-1)
+
+    def _matrix(self, dtype: torch.dtype) -> tuple[int | None, ...]:
+        """What the compiled functions want to know of the matrix; found once, until the fields are moved."""
+        buffers = self._buffers
+        if buffers["codes"] is not self._found_for:
+            more = buffers.get("dmin" if self.ggml_type is GGMLType.Q4_K else "upper")
+            self._found = tuple(map(pointer, (buffers["codes"], buffers["d"], buffers.get("scales"), more)))
+            self._found_for = buffers["codes"]
+        return self._kind, *self._found, HALF[dtype]
+
+    def described(self) -> tuple[int | None, ...]:
+        """Addresses and sizes as `cpu_block.c` wants them."""
+        kind, *found, _ = self._matrix(torch.float32)
+        return *found, pointer(self.bias), kind, self.out_features, self.in_features

@@ -1,0 +1,94 @@
+"""Decoding without host work per token: a step recorded once as a CUDA graph and replayed, or compiled.
+
+A graph is made for a fixed number of slots to look at, with the unfilled ones masked. So there is one graph per size
+class, made when the first sequence grows into it; all of them work on the same tensors.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from llorch.pytorch.decoding import Decoding, Forward
+
+SMALLEST = 256  # slots of the smallest class; below, looking at all of them costs nothing beside the weights
+_WARM_UPS = 2  # steps before recording: libraries and kernels set themselves up in the first ones
+
+
+def size_class(ctx: int, n_slots: int) -> int:
+    """The slots that a graph looks at: 256, 384, 512, 768, 1024, ..., or all there are.
+
+    Args:
+        ctx: Slots that it has to look at.
+        n_slots: Slots that there are.
+
+    Returns:
+        The smallest class that holds `ctx`; less than half as many again.
+    """
+    size = SMALLEST
+    while size < ctx:
+        size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
+    return min(size, n_slots)
+
+
+class GraphedSteps:
+    """The steps of one decoding as CUDA graphs."""
+
+    def __init__(self) -> None:
+        """Record nothing yet."""
+        self._graphs: dict[int, Any] = {}
+
+    def __call__(self, decoding: Decoding, ctx: int) -> None:
+        """Replay a step; the host does not wait for it.
+
+        Args:
+            decoding: Always the same one, on a CUDA device. It holds this object, so this one must not hold it:
+                memory of the device is to be free as soon as nobody wants it.
+            ctx: Slots to look at, at least.
+        """
+        size = size_class(ctx, decoding.cache.n_slots)
+        if size not in self._graphs:
+            with torch.cuda.device(decoding.ids.device):
+                self._graphs[size] = self._record(decoding, size)
+        self._graphs[size].replay()
+
+    def _record(self, decoding: Decoding, ctx: int) -> Any:
+        """Try the step on a stream of its own, as recording asks for, then record it."""
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            try_out(decoding, ctx)
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        pool = next((made.pool() for made in self._graphs.values()), None)
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            decoding.step(ctx)
+        return graph
+
+
+def try_out(decoding: Decoding, ctx: int) -> None:
+    """Run a step some times without going on.
+
+    Args:
+        decoding: Is as before afterwards, but for cache slots that its next step writes.
+        ctx: Slots to look at.
+    """
+    before = [tensor.clone() for tensor in decoding.state]
+    for _ in range(_WARM_UPS):
+        decoding.step(ctx)
+        for tensor, value in zip(decoding.state, before, strict=True):
+            tensor.copy_(value)
+
+
+def compiled_forward(module: nn.Module, *, growing: bool) -> Forward:
+    """The forward pass of a step through torch.compile, which makes one function of all layers.
+
+    Args:
+        module: The model.
+        growing: Whether each step looks at more slots than the one before, as steps do that are not replayed; they
+            are compiled for any number at once.
+
+    Returns:
+        What `Decoding.forward` is to be; the first calls compile.
+    """
+    return torch.compile(module, dynamic=True if growing else None)

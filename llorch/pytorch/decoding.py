@@ -1,0 +1,219 @@
+"""A batch that is being continued: read the prompts, then one token of every sequence per step.
+
+Whatever a step reads or writes lies in tensors that keep their place, and the token goes from a step to the next on the
+device. So a step can be recorded once and replayed, see `llorch.pytorch.cuda.graph`; the host only looks at the tokens
+that were written.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from llorch.generate import Job
+from llorch.pytorch.cache import Cache, Place
+from llorch.pytorch.causal_lm import CausalLM, keep_nothing
+from llorch.pytorch.sampling import BatchSettings, Needs, choose, seen_tokens, uniforms
+from llorch.sampling import SamplingSettings
+
+Forward = Callable[[Tensor, Place, Cache], Tensor]  # ids, where they stand, cache -> logits of each
+Replay = Callable[["Decoding", int], None]  # slots to look at
+
+
+class Decoding:
+    """The state of a batch, and the step that moves it on by a token.
+
+    Attributes:
+        cache: Of the batch.
+        filled: Slots that each sequence has filled, or would have, had it not ended.
+        n_done: Tokens per sequence that were made.
+        adapters: Name of the adapter that each sequence runs through.
+        forward: Runs the model in a step; replaced by what is compiled.
+        replay: Replays a recorded step that looks at so many slots, where there is one.
+    """
+
+    def __init__(self, module: CausalLM, cache: Cache, needs: Needs, *, n_end_ids: int) -> None:
+        """Reserve everything.
+
+        Args:
+            module: The model.
+            cache: Its rows are the sequences.
+            needs: Filters that a step has to have.
+            n_end_ids: Room for end tokens.
+        """
+        batch, device = cache.keys[0].shape[0], cache.keys[0].device
+        ints = {"dtype": torch.int64, "device": device}
+        wide = {"dtype": torch.float64, "device": device}
+        self.cache, self.needs, self.module = cache, needs, module
+        self.forward: Forward = module
+        self.ids = torch.zeros(batch, 1, **ints)
+        self.positions = torch.full((batch, 1), -1, **ints)
+        self.limits = torch.zeros(batch, 1, **ints)
+        self.end_ids = torch.full((batch, max(n_end_ids, 1)), -1, **ints)
+        self.n = torch.zeros(1, **ints)
+        self.tokens = torch.zeros(batch, cache.n_slots, **ints)
+        self.logprobs = torch.zeros(batch, cache.n_slots, **wide)
+        self.uniforms = torch.zeros(batch, cache.n_slots, **wide)
+        self.seen = torch.zeros(batch, module.config.vocab_size, dtype=torch.bool, device=device)
+        self.settings = BatchSettings.of([SamplingSettings()] * batch, device)
+        self.filled = [0] * batch
+        self.n_done = 0
+        self.adapters: Sequence[str | None] = [None] * batch
+        self.replay: Replay | None = None
+
+    @property
+    def batch(self) -> int:
+        """Sequences."""
+        return len(self.ids)
+
+    @property
+    def state(self) -> tuple[Tensor, ...]:
+        """What a step changes, but for the cache, whose slots a second try of the same step writes again."""
+        return self.ids, self.positions, self.n, self.tokens, self.logprobs, self.seen
+
+    def fits(self, jobs: Sequence[Job], needs: Needs, module: CausalLM) -> bool:
+        """Whether these jobs can be begun here, with this very model."""
+        room = max(len(job.end_ids) for job in jobs) <= self.end_ids.shape[1] and n_slots(jobs) <= self.cache.n_slots
+        return room and self.needs == needs and self.batch == len(jobs) and self.module is module
+
+    @torch.no_grad()
+    def begin(self, jobs: Sequence[Job], *, chunk: int) -> None:
+        """Read the prompts and choose the first token of each.
+
+        Args:
+            jobs: One per sequence, none of them empty.
+            chunk: Tokens of a sequence per pass.
+        """
+        device = self.ids.device
+        for store in (*self.cache.keys, *self.cache.values):
+            store.zero_()  # what an earlier run left is invisible, but 0 times its infinity would be NaN
+        self._assign(jobs)
+        ids, positions = (torch.from_numpy(array).to(device) for array in left_padded([job.ids for job in jobs]))
+        self.filled = [len(job.ids) for job in jobs]
+        even = len(set(self.filled)) == 1
+        self._choose(read_prompts(self.module, ids, positions, self.cache, causal=even, chunk=chunk))
+        self.n_done = 1
+
+    def _assign(self, jobs: Sequence[Job]) -> None:
+        self.adapters = [job.adapter for job in jobs]
+        settings, most = [job.settings for job in jobs], max(job.max_tokens for job in jobs)
+        self.settings.assign(BatchSettings.of(settings, self.ids.device))
+        self.uniforms[:, :most] = torch.from_numpy(uniforms(settings, most)).to(self.uniforms)
+        self.seen.copy_(torch.from_numpy(seen_tokens([job.ids for job in jobs], self.seen.shape[1])))
+        self.limits.copy_(torch.tensor([[job.max_tokens] for job in jobs]))
+        self.positions.copy_(torch.tensor([[len(job.ids) - 1] for job in jobs]))
+        width = self.end_ids.shape[1]
+        self.end_ids.copy_(torch.tensor([[*job.end_ids, *[-1] * (width - len(job.end_ids))] for job in jobs]))
+        self.n.zero_()
+
+    @torch.no_grad()
+    def step(self, ctx: int, *, causal: bool = False) -> None:
+        """Feed the last tokens and choose the next ones; sequences that ended stand still.
+
+        Args:
+            ctx: Slots to look at; all that are filled, and the new one.
+            causal: Promise that the new tokens stand in the last of them and none has ended.
+        """
+        place = self.cache.place(self.positions, ctx=ctx, causal=causal)
+        self._choose(self.forward(self.ids, place, self.cache)[:, 0])
+
+    def advance(self) -> None:
+        """One step that looks at no more slots than it has to."""
+        self.n_done += 1
+        self.filled = [min(n + 1, self.cache.n_slots) for n in self.filled]
+        if self.replay is not None:
+            self.replay(self, max(self.filled))
+        else:
+            self.step(max(self.filled), causal=self.batch == 1)
+
+    def _choose(self, logits: Float[Tensor, "batch vocab"]) -> None:
+        u = self.uniforms.index_select(1, self.n)
+        token, logprob = choose(logits, self.settings, self.needs, self.seen, u)
+        self.tokens.index_copy_(1, self.n, token)
+        self.logprobs.index_copy_(1, self.n, logprob)
+        self.seen.scatter_(1, token, True)
+        self.n.add_(1)
+        ended = (token == self.end_ids).any(-1, keepdim=True) | (self.n >= self.limits) | (self.positions < 0)
+        self.positions.copy_(torch.where(ended, -1, self.positions + 1))
+        self.ids.copy_(token)
+
+    @torch.no_grad()
+    def narrowed(self, rows: Sequence[int], cache: Cache, module: CausalLM) -> "Decoding":
+        """The same with some of the sequences only.
+
+        Args:
+            rows: Which.
+            cache: An empty one of that many rows and as many slots.
+            module: The model for these sequences.
+
+        Returns:
+            What goes on where this one stands.
+        """
+        kept = torch.tensor(rows, device=self.ids.device)
+        small = Decoding(module, cache, self.needs, n_end_ids=self.end_ids.shape[1])
+        small.filled, small.n_done = [self.filled[row] for row in rows], self.n_done
+        small.adapters = [self.adapters[row] for row in rows]
+        for name in ("ids", "positions", "limits", "end_ids", "tokens", "logprobs", "uniforms", "seen"):
+            getattr(small, name).copy_(getattr(self, name)[kept])
+        small.n.copy_(self.n)
+        small.settings.assign(self.settings.rows(kept))
+        for old, new in zip((*self.cache.keys, *self.cache.values), (*cache.keys, *cache.values), strict=True):
+            new.copy_(old[kept])
+        return small
+
+
+def n_slots(jobs: Sequence[Job]) -> int:
+    """Slots per sequence that a batch needs."""
+    return max(job.n_slots for job in jobs)
+
+
+def left_padded(
+    prompts: Sequence[Sequence[int]],
+) -> tuple[Int[np.ndarray, "batch seq"], Int[np.ndarray, "batch seq"]]:
+    """Put prompts into one array; all end in the last column, so that one column holds all last tokens.
+
+    Args:
+        prompts: Token ids, none empty.
+
+    Returns:
+        Ids, 0 where there is padding, and positions, -1 there.
+    """
+    width = max(len(ids) for ids in prompts)
+    ids, positions = np.zeros((len(prompts), width), np.int64), np.full((len(prompts), width), -1)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = prompt
+        positions[row, width - len(prompt) :] = np.arange(len(prompt))
+    return ids, positions
+
+
+def read_prompts(
+    module: CausalLM,
+    ids: Int[Tensor, "batch seq"],
+    positions: Int[Tensor, "batch seq"],
+    cache: Cache,
+    *,
+    causal: bool,
+    chunk: int,
+) -> Float[Tensor, "batch vocab"]:
+    """Fill an empty cache, some columns per pass.
+
+    Args:
+        module: The model.
+        ids: Left-padded prompts.
+        positions: -1 for padding.
+        cache: Empty.
+        causal: Promise that there is no padding.
+        chunk: Columns per pass, which bounds the memory of the activations.
+
+    Returns:
+        Logits of the last column.
+    """
+    last = (ids.shape[1] - 1) // chunk * chunk
+    for start in range(0, last, chunk):
+        place = cache.place(positions[:, start : start + chunk], ctx=start + chunk, causal=causal)
+        module.model(ids[:, start : start + chunk], place, cache, keep_nothing)
+    place = cache.place(positions[:, last:], ctx=ids.shape[1], causal=causal)
+    rows = torch.full((len(ids),), ids.shape[1] - last - 1, device=ids.device)
+    return module(ids[:, last:], place, cache, rows=rows)[:, 0]

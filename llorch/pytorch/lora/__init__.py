@@ -1,0 +1,1 @@
+"""LoRA adapters in the leaves of the torch path."""

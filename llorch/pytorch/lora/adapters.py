@@ -1,0 +1,215 @@
+"""Adapters beside the leaves of the torch model: put on, switched, trained and taken off again.
+
+    y = W x + scaling * B A x                                       LoRA
+    y = m / |W + scaling * B A| * (W x + scaling * B A x)           DoRA; no gradient flows through the length |.|
+
+Attributes are named as in PEFT: `base_layer`, `lora_A`, `lora_B`. Parameters are float32, or float64 over a float64
+base; the adapter's part is computed in their dtype, added, and the sum rounded once to the dtype of the base. Dropout
+acts on the input of the adapter, in training mode.
+
+Source: arXiv:2106.09685, arXiv:2402.09353 (section 4.3 for the constant length); peft/tuners/lora/layer.py and dora.py.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from llorch.lora.adapter import LORA_A, LORA_B, MAGNITUDE, Adapter, LoraTensors, checked
+from llorch.lora.initial import over_original
+from llorch.lora.opened import require_fits, require_free, require_known
+from llorch.lora.targets import Target, targets_of
+from llorch.pytorch.causal_lm import CausalLM
+from llorch.pytorch.lora.leaves import LoraEmbedding, LoraLeaf, LoraLinear, as_float32
+from llorch.pytorch.reproducible_sums import FixedRows
+
+
+def attach(
+    module: CausalLM,
+    adapter: Adapter,
+    *,
+    name: str = "default",
+    trainable: bool = False,
+    minus: Adapter | None = None,
+) -> None:
+    """Put an adapter beside the leaves of a model and make it the active one.
+
+    Args:
+        module: With its weights, which are frozen.
+        adapter: Made for a model of the same shapes; its arrays are copied.
+        name: What it is called from now on.
+        trainable: Whether gradients of its parameters are wanted.
+        minus: What is taken off what the adapter makes, frozen: the start of one that is trained with PiSSA. It has
+            the matrices of the adapter.
+
+    Raises:
+        ValueError: The name is taken or unusable, the adapter is for another model, or a leaf records no gradient.
+    """
+    _require_free(module, name)
+    require_fits(name, adapter, module.config)
+    dtype = torch.promote_types(module.model.norm.weight.dtype, torch.float32)
+    if trainable:
+        _freeze(module)
+        _require_gradients(module, adapter, dtype)
+    for target in adapter.targets.values():
+        tensors, start = adapter.tensors[target.name], None if minus is None else minus.tensors[target.name]
+        leaf = _wrapped(module, target)
+        leaf.add(name, adapter.config, target, tensors, dtype=dtype, trainable=trainable, minus=start)
+    activate(module, name)
+
+
+def detach(module: CausalLM, name: str) -> None:
+    """Take an adapter off; leaves without another one are the base's own again.
+
+    Args:
+        module: It is attached to.
+        name: Which.
+
+    Raises:
+        ValueError: There is none of this name.
+    """
+    require_adapter(module, name)
+    for target, leaf in lora_leaves(module):
+        leaf.remove(name)
+        if not leaf.names:
+            _put(module, target.path, leaf.base_layer)
+
+
+def activate(module: CausalLM, name: str | None) -> None:
+    """Choose the adapter that a forward pass uses.
+
+    Args:
+        module: It is attached to.
+        name: Which; None runs the base alone.
+
+    Raises:
+        ValueError: There is none of this name.
+    """
+    if name is not None:
+        require_adapter(module, name)
+    for _, leaf in lora_leaves(module):
+        leaf.activate(name)
+
+
+def trainable_parameters(module: CausalLM, name: str = "default") -> dict[str, nn.Parameter]:
+    """The parameters of an adapter, the very ones that the forward pass uses.
+
+    Args:
+        module: It is attached to.
+        name: Which.
+
+    Returns:
+        Names and order of `Adapter.flat`.
+
+    Raises:
+        ValueError: There is none of this name.
+    """
+    require_adapter(module, name)
+    return {
+        f"{target.name}.{kind}": parameter
+        for target, leaf in lora_leaves(module)
+        for kind, parameter in leaf.parameters_of(name).items()
+    }
+
+
+def adapter_of(module: CausalLM, name: str = "default") -> Adapter:
+    """Copy an adapter out of a model, as float32; one that was attached with `minus` as `over_original` makes it.
+
+    Args:
+        module: It is attached to.
+        name: Which.
+
+    Returns:
+        The adapter as it is now.
+
+    Raises:
+        ValueError: There is none of this name.
+        FormatError: NonFinite, with every tensor that has NaN or infinity.
+    """
+    require_adapter(module, name)
+    found = [(target.name, leaf) for target, leaf in lora_leaves(module) if name in leaf.names]
+    config, where = found[0][1].config_of(name), f"adapter {name!r}"
+    adapter = checked(config, {target: _tensors(leaf, name) for target, leaf in found}, module.config, where=where)
+    starts = {target: start for target, leaf in found if (start := leaf.start_of(name)) is not None}
+    if not starts:
+        return adapter
+    return over_original(adapter, checked(config, starts, module.config), module.config)
+
+
+def adapter_names(module: CausalLM) -> list[str]:
+    """Names of the adapters that are attached, in the order in which they came."""
+    return list(dict.fromkeys(name for _, leaf in lora_leaves(module) for name in leaf.names))
+
+
+def require_adapter(module: CausalLM, name: str) -> None:
+    """Refuse a name that no adapter has.
+
+    Args:
+        module: Adapters are attached to.
+        name: Which is wanted.
+
+    Raises:
+        ValueError: There is none of this name.
+    """
+    require_known(name, adapter_names(module))
+
+
+def lora_leaves(module: CausalLM) -> Iterator[tuple[Target, LoraLeaf]]:
+    """Leaves that have adapters, in the order of the forward pass."""
+    for target in targets_of(module.config).values():
+        leaf = module.get_submodule(target.path)
+        if isinstance(leaf, LoraLeaf):
+            yield target, leaf
+
+
+def _wrapped(module: CausalLM, target: Target) -> LoraLeaf:
+    """The leaf of a target, wrapped now if it was not."""
+    leaf = module.get_submodule(target.path)
+    if not isinstance(leaf, LoraLeaf):
+        fixed = isinstance(getattr(module.lm_head, "base_layer", module.lm_head), FixedRows)
+        leaf = (LoraEmbedding if target.is_embedding else LoraLinear)(leaf, fixed=fixed)
+        _put(module, target.path, leaf)
+    return leaf
+
+
+def _put(module: nn.Module, path: str, leaf: nn.Module) -> None:
+    owner, _, name = path.rpartition(".")
+    setattr(module.get_submodule(owner), name, leaf)
+
+
+def _require_free(module: CausalLM, name: str) -> None:
+    require_free(name, adapter_names(module))
+    if hasattr(nn.ParameterDict(), name):
+        raise ValueError(f"adapter: torch uses the name {name!r} itself; choose another one")
+
+
+def _freeze(module: CausalLM) -> None:
+    """Gradients are for adapters only."""
+    of_adapters = {
+        id(p) for _, leaf in lora_leaves(module) for name in leaf.names for p in leaf.parameters_of(name).values()
+    }
+    for parameter in module.parameters():
+        if id(parameter) not in of_adapters:
+            parameter.requires_grad_(False)
+
+
+def _require_gradients(module: CausalLM, adapter: Adapter, dtype: torch.dtype) -> None:
+    """Leaves made for inference cut the graph without a word; so each is tried with a row of zeros."""
+    norm = module.model.norm.weight
+    for target in adapter.targets.values():
+        if target.is_embedding:
+            continue
+        leaf: Any = module.get_submodule(target.path)
+        probe = torch.zeros(1, target.n_in, dtype=norm.dtype, device=norm.device, requires_grad=True)
+        with torch.enable_grad():
+            if not leaf(probe).requires_grad:
+                kind = type(getattr(leaf, "base_layer", leaf)).__name__
+                raise ValueError(
+                    f"adapter: {target.path} is a {kind}, which records no gradient; train on plain leaves"
+                )
+
+
+def _tensors(leaf: LoraLeaf, name: str) -> LoraTensors:
+    arrays = {kind: as_float32(parameter) for kind, parameter in leaf.parameters_of(name).items()}
+    return LoraTensors(arrays[LORA_A], arrays[LORA_B], arrays.get(MAGNITUDE))

@@ -1,0 +1,233 @@
+"""Leaves of the torch model that have adapters beside their frozen matrix; see `llorch.pytorch.lora.adapters`."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Float32, Int
+from torch import Tensor, nn
+from torch.nn.functional import embedding, linear
+
+from llorch.lora.adapter import LORA_A, LORA_B, MAGNITUDE, LoraTensors
+from llorch.lora.config import LoraConfig
+from llorch.lora.targets import Target
+from llorch.pytorch.lora.delta import delta, drop_mask, fixed_product
+from llorch.pytorch.quantised_linear import TILE, PackedMatrix, tiles
+from llorch.pytorch.reproducible_sums import FixedRows
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What an adapter has beside its parameters, on one leaf."""
+
+    config: LoraConfig
+    scaling: float
+
+
+class LoraLeaf(nn.Module):
+    """A frozen leaf and the adapters beside it.
+
+    Attributes:
+        base_layer: The leaf, whatever multiplies there.
+        parts: Adapters that a pass uses: name, and which sequences of the batch it is for, None for all.
+    """
+
+    def __init__(self, base_layer: Any, *, fixed: bool) -> None:
+        """Wrap a leaf; without an adapter nothing changes.
+
+        Args:
+            base_layer: Anything with the interface of `nn.Linear` or `nn.Embedding`.
+            fixed: Whether no row may depend on its company, as in mode "reproducible".
+        """
+        super().__init__()
+        self.base_layer = base_layer
+        self.fixed = fixed
+        self.lora_A = nn.ParameterDict()
+        self.lora_B = nn.ParameterDict()
+        self.lora_magnitude_vector = nn.ParameterDict()
+        self.start_A = nn.ParameterDict()  # of PiSSA, taken off what the adapter makes
+        self.start_B = nn.ParameterDict()
+        self.parts: tuple[tuple[str, Tensor | None], ...] = ()
+        self._settings: dict[str, Setting] = {}
+        self._lengths: dict[str, Tensor] = {}  # of frozen adapters with DoRA
+        self.train(base_layer.training)
+
+    @property
+    def names(self) -> list[str]:
+        """Adapters beside this leaf."""
+        return list(self._settings)
+
+    def add(
+        self,
+        name: str,
+        config: LoraConfig,
+        target: Target,
+        tensors: LoraTensors,
+        *,
+        dtype: torch.dtype,
+        trainable: bool,
+        minus: LoraTensors | None,
+    ) -> None:
+        """Put an adapter beside the leaf; it is not yet active.
+
+        Args:
+            name: Not in use here.
+            config: Of the adapter.
+            target: What the leaf is.
+            tensors: Initial values.
+            dtype: Of the parameters.
+            trainable: Whether they require gradients.
+            minus: What is taken off what the adapter makes.
+        """
+        device = next(tensor for tensor in (*self.base_layer.parameters(), *self.base_layer.buffers())).device
+        stores = {LORA_A: self.lora_A, LORA_B: self.lora_B, MAGNITUDE: self.lora_magnitude_vector}
+        for kind, array in tensors.arrays().items():
+            values = torch.tensor(array, dtype=dtype, device=device)
+            stores[kind][name] = nn.Parameter(values, requires_grad=trainable)
+        if minus is not None:
+            for store, array in ((self.start_A, minus.lora_A), (self.start_B, minus.lora_B)):
+                store[name] = nn.Parameter(torch.tensor(array, dtype=dtype, device=device), requires_grad=False)
+        self._settings[name] = Setting(config, config.scaling_of(target))
+
+    def remove(self, name: str) -> None:
+        """Forget an adapter, if it is here; copies of this leaf, which share its dictionaries, keep it."""
+        for store in ("lora_A", "lora_B", "lora_magnitude_vector", "start_A", "start_B"):
+            kept = {key: parameter for key, parameter in getattr(self, store).items() if key != name}
+            setattr(self, store, nn.ParameterDict(kept))
+        self._settings = {key: setting for key, setting in self._settings.items() if key != name}
+        self._lengths = {key: length for key, length in self._lengths.items() if key != name}
+        self.parts = tuple(part for part in self.parts if part[0] != name)
+
+    def activate(self, name: str | None) -> None:
+        """Use one adapter for all sequences, or none."""
+        self.parts = ((name, None),) if name in self._settings else ()  # type: ignore[assignment] (None is no key)
+
+    def config_of(self, name: str) -> LoraConfig:
+        """How an adapter was made."""
+        return self._settings[name].config
+
+    def parameters_of(self, name: str) -> dict[str, nn.Parameter]:
+        """Parameters of an adapter by kind; none if it is not here."""
+        stores: dict[str, Any] = {LORA_A: self.lora_A, LORA_B: self.lora_B, MAGNITUDE: self.lora_magnitude_vector}
+        return {kind: store[name] for kind, store in stores.items() if name in store}
+
+    def start_of(self, name: str) -> LoraTensors | None:
+        """What is taken off what an adapter makes, as float32."""
+        if name not in self.start_A:
+            return None
+        return LoraTensors(as_float32(self.start_A[name]), as_float32(self.start_B[name]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What the leaf makes, with what the active adapters make of it."""
+        y = self.base_layer(x)
+        for name, rows in self.parts:
+            if rows is None:
+                y = self.adapted(name, x, y)
+            else:
+                y = y.index_copy(0, rows, self.adapted(name, x[rows], y[rows]))
+        return y
+
+    def adapted(self, name: str, x: Tensor, y: Tensor) -> Tensor:
+        """The result of one adapter, given that of the base."""
+        raise NotImplementedError
+
+    def extra_repr(self) -> str:
+        """What torch prints of the module."""
+        return f"adapters={', '.join(self.names)}"
+
+    def _length(self, name: str) -> Tensor:
+        """|W + scaling * B A| along the input; kept while nothing it depends on is trained."""
+        if name in self._lengths:
+            return self._lengths[name]
+        lora_A, lora_B = self.lora_A[name], self.lora_B[name]
+        length = self._lengths_of(lora_A, lora_B, self._settings[name].scaling)
+        if not (lora_A.requires_grad or lora_B.requires_grad):
+            self._lengths[name] = length
+        return length
+
+    def _lengths_of(self, lora_A: Tensor, lora_B: Tensor, scaling: float) -> Tensor:
+        raise NotImplementedError
+
+
+class LoraLinear(LoraLeaf):
+    """A projection with adapters, with the interface of `nn.Linear`."""
+
+    def adapted(
+        self, name: str, x: Float[Tensor, "*rows in"], y: Float[Tensor, "*rows out"]
+    ) -> Float[Tensor, "*rows out"]:
+        """See `LoraLeaf.adapted`."""
+        lora_A, lora_B, setting = self.lora_A[name], self.lora_B[name], self._settings[name]
+        share = setting.config.lora_dropout if self.training else 0.0
+        mask = drop_mask(x, share) if share else None
+        added = self._delta(x, lora_A, lora_B, scaling=setting.scaling, mask=mask, share=share)
+        if name in self.start_A:
+            added = added - self._delta(x, self.start_A[name], self.start_B[name], scaling=setting.scaling)
+        if name in self.lora_magnitude_vector:
+            scale = self.lora_magnitude_vector[name] / self._length(name)
+            base = y if mask is None else self.base_layer((x.to(added.dtype) * mask / (1 - share)).to(x.dtype))
+            bias = bias_of(self.base_layer)
+            added = (scale - 1) * (base if bias is None else base - bias) + scale * added
+        return (y + added).to(y.dtype)
+
+    def _delta(self, x: Tensor, lora_A: Tensor, lora_B: Tensor, *, scaling: float, **dropout: Any) -> Tensor:
+        if self.fixed:
+            return fixed_product(fixed_product(x.to(lora_A.dtype), lora_A) * scaling, lora_B)
+        return delta(x, lora_A, lora_B, scaling=scaling, **dropout)
+
+    @torch.no_grad()
+    def _lengths_of(self, lora_A: Tensor, lora_B: Tensor, scaling: float) -> Float[Tensor, " out"]:
+        def length(part: slice, tile: Tensor) -> Tensor:
+            return torch.linalg.vector_norm(tile.to(lora_A.dtype) + scaling * (lora_B[part] @ lora_A), dim=1)
+
+        return torch.cat([length(*each) for each in weight_tiles(self.base_layer)])
+
+
+class LoraEmbedding(LoraLeaf):
+    """An embedding with adapters, with the interface of `nn.Embedding`; it has no dropout, as in PEFT."""
+
+    def adapted(self, name: str, x: Int[Tensor, "*rows"], y: Float[Tensor, "*rows out"]) -> Float[Tensor, "*rows out"]:
+        """See `LoraLeaf.adapted`."""
+        lora_A, lora_B, scaling = self.lora_A[name], self.lora_B[name], self._settings[name].scaling
+        product = fixed_product if self.fixed else linear
+        added = product(embedding(x, lora_A.mT) * scaling, lora_B)
+        if name in self.lora_magnitude_vector:
+            scale = self.lora_magnitude_vector[name] / self._length(name)
+            added = (scale - 1) * y + scale * added
+        return (y + added).to(y.dtype)
+
+    @torch.no_grad()
+    def _lengths_of(self, lora_A: Tensor, lora_B: Tensor, scaling: float) -> Float[Tensor, " out"]:
+        def squares(part: slice, tile: Tensor) -> Tensor:
+            return (tile.to(lora_A.dtype) + scaling * (lora_A[:, part].mT @ lora_B.mT)).square().sum(0)
+
+        return torch.stack([squares(*each) for each in weight_tiles(self.base_layer)]).sum(0).sqrt()
+
+
+def weight_tiles(leaf: Any) -> Iterator[tuple[slice, Float[Tensor, "rows in"]]]:
+    """The matrix of a leaf, dense or packed, some rows at a time.
+
+    Args:
+        leaf: Without adapters.
+
+    Yields:
+        Which rows, and the rows: as stored where they are dense, float32 where they are packed.
+    """
+    leaf = leaf.leaf if isinstance(leaf, FixedRows) else leaf
+    if isinstance(leaf, PackedMatrix):
+        yield from tiles(leaf.fields, leaf.ggml_type, torch.float32)
+        return
+    step = max(1, TILE // leaf.weight.shape[1])
+    for start in range(0, len(leaf.weight), step):
+        yield slice(start, start + step), leaf.weight[start : start + step]
+
+
+def bias_of(leaf: Any) -> Float[Tensor, " out"] | None:
+    """What a projection adds to its product."""
+    return leaf.leaf.bias if isinstance(leaf, FixedRows) else leaf.bias
+
+
+def as_float32(tensor: Tensor) -> Float32[np.ndarray, "*shape"]:
+    """A copy for NumPy, in the dtype of adapters."""
+    return tensor.detach().to("cpu", torch.float32).numpy().copy()

@@ -1,0 +1,116 @@
+"""Several adapters beside one base that runs: each request is given a model of its own, which shares all weights.
+
+The base's modules are never touched: without an adapter it runs as if there were none, with the same leaves, graphs and
+bits. A view is a copy of the few modules that own leaves, with adapters put beside those leaves; what a request
+uses cannot change under it, whatever is added, removed or asked for meanwhile.
+"""
+
+from collections.abc import Sequence
+from copy import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from llorch.lora.adapter import Adapter
+from llorch.pytorch.causal_lm import MLP, Attention, Block, CausalLM, Decoder
+from llorch.pytorch.lora.adapters import attach, detach, lora_leaves, require_adapter
+
+_OWNERS = (CausalLM, Decoder, nn.ModuleList, Block, Attention, MLP)
+
+
+class Views:
+    """The adapters of one model, and views of it that use them."""
+
+    def __init__(self, base: CausalLM) -> None:
+        """Start without an adapter.
+
+        Args:
+            base: Loaded, with the leaves that it is to run with.
+        """
+        self._base = base
+        self._adapted = base  # from the first adapter on a copy, to which all are attached
+        self._uniform: dict[str, CausalLM] = {}
+
+    def add(self, name: str, adapter: Adapter) -> None:
+        """Put an adapter beside the base, frozen.
+
+        Args:
+            name: Not in use.
+            adapter: Made for a model of these shapes.
+
+        Raises:
+            ValueError: As `attach`.
+        """
+        if self._adapted is self._base:
+            self._adapted = skeleton(self._base)
+        attach(self._adapted, adapter, name=name)
+
+    def remove(self, name: str) -> None:
+        """Forget an adapter; views that were handed out keep it.
+
+        Args:
+            name: Which.
+
+        Raises:
+            ValueError: There is none of this name.
+        """
+        detach(self._adapted, name)
+        self._uniform.pop(name, None)
+
+    def of(self, names: Sequence[str | None]) -> CausalLM:
+        """The model for a batch.
+
+        Args:
+            names: Adapter of each sequence; None runs the base alone.
+
+        Returns:
+            The base itself where no adapter is wanted, and one and the same view wherever all want the same one.
+
+        Raises:
+            ValueError: There is no adapter of a name.
+        """
+        for name in set(names) - {None}:
+            require_adapter(self._adapted, str(name))
+        (first, *others) = dict.fromkeys(names)
+        if others:
+            return view(self._adapted, names)
+        if first is None:
+            return self._base
+        if first not in self._uniform:
+            self._uniform[first] = view(self._adapted, names[:1])
+        return self._uniform[first]
+
+
+def view(adapted: CausalLM, names: Sequence[str | None]) -> CausalLM:
+    """Look at a model through some of its adapters.
+
+    Args:
+        adapted: With the adapters attached, or a view of such a model.
+        names: Adapter of each sequence of a batch, or a single one for batches of any size.
+
+    Returns:
+        A model that shares everything but which adapters it uses.
+    """
+    made = skeleton(adapted)
+    rows = {name: [row for row, other in enumerate(names) if other == name] for name in names if name is not None}
+    device = adapted.model.norm.weight.device
+    routes = [
+        (name, None if len(rows[name]) == len(names) else torch.tensor(rows[name], device=device)) for name in rows
+    ]
+    for target, leaf in list(lora_leaves(made)):
+        own = copy(leaf)
+        own._modules = dict(leaf._modules)
+        own.parts = tuple(route for route in routes if route[0] in leaf.names)
+        owner, _, name = target.path.rpartition(".")
+        setattr(made.get_submodule(owner), name, own)
+    return made
+
+
+def skeleton(module: Any) -> Any:
+    """Copy the modules that own leaves; the leaves are shared."""
+    made = copy(module)
+    made._modules = {
+        name: skeleton(child) if isinstance(child, _OWNERS) else child for name, child in module._modules.items()
+    }
+    return made

@@ -1,0 +1,280 @@
+"""Memory of a run in torch, known before anything is loaded: what does not fit is refused with the figures.
+
+Upper estimates. On the CPU only memory of the process counts: pages of a mapped file are given back when they are
+needed elsewhere.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Literal
+
+import torch
+
+from llorch.files import Weights
+from llorch.files.names import inventory
+from llorch.files.quant import GGMLType
+from llorch.files.residency import Residency
+from llorch.memory import available_memory
+from llorch.pytorch.cpu.library import library
+from llorch.pytorch.device import DTYPES, Target
+from llorch.pytorch.packing import PACKERS
+
+CHUNK = {"cpu": 512, "cuda": 4096}  # tokens of a batch per pass of long prompts
+SLOTS = 256  # caches for generation are whole multiples
+RUNTIME = {"cpu": 8 << 20, "cuda": 640 << 20}  # libraries, their workspaces, code of kernels
+_CPU_KERNELS = (torch.float32, torch.bfloat16)  # dtypes in which they multiply from blocks
+_TILE = 1 << 22  # elements of a packed matrix that are decoded at once
+_GB = 1e9
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a run asks for.
+
+    Attributes:
+        residency: Where matrices lie.
+        batch: Sequences at once.
+        n_tokens: Of context, per sequence.
+    """
+
+    residency: Literal["decoded", "packed"]
+    batch: int
+    n_tokens: int
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes that a run needs.
+
+    Attributes:
+        weights: On the device, in the dtype or packed.
+        cache: Keys and values.
+        activations: Of the largest pass.
+        logits: Of one token per sequence, with what sampling makes of them.
+        loading: Of weights while they are loaded, at most; on the CPU with the copies made meanwhile.
+        copies: Of the largest weight while it is decoded and converted, in the memory of the host.
+        runtime: Libraries and their workspaces.
+    """
+
+    weights: int
+    cache: int
+    activations: int
+    logits: int
+    loading: int
+    copies: int
+    runtime: int
+
+    @property
+    def peak(self) -> int:
+        """On the device, at any time."""
+        return self.runtime + max(self.loading, self.weights + self.cache + self.activations + self.logits)
+
+
+def predict(
+    weights: Weights, target: Target, residency: Literal["decoded", "packed"], batch: int, n_tokens: int
+) -> Need:
+    """Count bytes from shapes and types; nothing is read.
+
+    Args:
+        weights: The model.
+        target: Device and dtype.
+        residency: Whether quantised matrices stay packed.
+        batch: Sequences at once.
+        n_tokens: Of context per sequence, prompt and answer.
+
+    Returns:
+        The need.
+    """
+    config, width, kind = weights.config, target.dtype.itemsize, target.device.type
+    slots = min(-(-n_tokens // SLOTS) * SLOTS, config.max_position_embeddings) + 1
+    cache = 2 * config.n_layers * config.kv_width * slots * width * batch
+    kept = [_kept(weights, row.name, target, residency) for row in inventory(config).values()]  # in order of loading
+    copies = [_copies(weights, row.name, target, residency) for row in inventory(config).values()]
+    beside = copies if kind == "cpu" else [0] * len(copies)
+    return Need(
+        weights=sum(kept),
+        cache=cache + (cache // 2 if batch > 1 else 0),  # a batch that lost half of its sequences moves to a new one
+        activations=_activations(weights, target, residency, batch, min(n_tokens, slots)),
+        logits=batch * config.vocab_size * (width + 4 * 8),  # with copies in float64 and an order
+        loading=max(before + copy for before, copy in zip(accumulate(kept), beside, strict=True)),
+        copies=max(copies),
+        runtime=RUNTIME[kind] + _lost(weights, target, residency),
+    )
+
+
+def require_memory(
+    weights: Weights, target: Target, residency: Residency = "auto", *, batch: int = 1, n_tokens: int = 1024
+) -> Literal["decoded", "packed"]:
+    """Choose where matrices lie, and refuse what does not fit before anything is loaded.
+
+    `auto` keeps matrices packed where a kernel multiplies from their blocks, which is both less to keep and faster: on
+    CUDA, and on the CPU in float32 and bfloat16 where a C compiler is at hand. Elsewhere every use would decode them
+    anew, so that it decodes once if that fits.
+
+    Args:
+        weights: The model.
+        target: Device and dtype.
+        residency: `auto`, or what to insist on.
+        batch: Sequences at once.
+        n_tokens: Of context per sequence.
+
+    Returns:
+        The residency.
+
+    Raises:
+        MemoryError: It would not fit, with the figures and what would.
+    """
+    free = free_memory(target.device)
+    wanted = Wanted(_choice(weights, target, residency, batch, n_tokens, free), batch, n_tokens)
+    need = _need(weights, target, wanted)
+    if need.peak > free:
+        raise MemoryError(_refusal(weights, target, wanted, need, free))
+    if target.device.type != "cpu" and need.copies > available_memory():
+        raise MemoryError(
+            f"{weights.path}: loading needs {_gb(need.copies)} of host memory for its largest weight, "
+            f"{_gb(available_memory())} are free; close other programs"
+        )
+    return wanted.residency
+
+
+def require_room(weights: Weights, target: Target, *, batch: int, n_tokens: int) -> None:
+    """Refuse a batch that does not fit beside the weights, which are loaded, before anything of it is made.
+
+    Args:
+        weights: The model.
+        target: Device and dtype.
+        batch: Sequences at once.
+        n_tokens: Of context per sequence.
+
+    Raises:
+        MemoryError: It would not fit, with the figures and the largest batch that would.
+    """
+    free, packable = free_memory(target.device), any(weights.stored_type(name) in PACKERS for name in weights)
+
+    def room(sequences: int) -> int:
+        need = predict(weights, target, "packed" if packable else "decoded", sequences, n_tokens)
+        return need.cache + need.activations + need.logits
+
+    if room(batch) > free:
+        fits = max((n for n in range(1, batch) if room(n) <= free), default=0)
+        remedy = f"{fits} sequences at once would fit" if fits else "use fewer tokens"
+        raise MemoryError(
+            f"generate: {batch} sequences of {n_tokens} tokens need {_gb(room(batch))} on {target.device} beside the "
+            f"weights, {_gb(free)} are free; {remedy}"
+        )
+
+
+def free_memory(device: torch.device) -> float:
+    """Bytes that can still be taken on a device."""
+    if device.type != "cuda":
+        return available_memory()
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's own, to be used again
+    return float(torch.cuda.mem_get_info(device)[0] + cached)
+
+
+def _need(weights: Weights, target: Target, wanted: Wanted) -> Need:
+    return predict(weights, target, wanted.residency, wanted.batch, wanted.n_tokens)
+
+
+def _choice(
+    weights: Weights, target: Target, residency: Residency, batch: int, n_tokens: int, free: float
+) -> Literal["decoded", "packed"]:
+    if residency != "auto":
+        return residency
+    if not any(weights.stored_type(name) in PACKERS for name in weights):
+        return "decoded"
+    if target.device.type == "cuda" or (target.dtype in _CPU_KERNELS and library() is not None):
+        return "packed"
+    decoded = predict(weights, target, "decoded", batch, n_tokens)
+    return "decoded" if decoded.peak <= free else "packed"
+
+
+def _stays_packed(kind: GGMLType, residency: str) -> bool:
+    return residency == "packed" and kind in PACKERS
+
+
+def _kept(weights: Weights, name: str, target: Target, residency: str) -> int:
+    """Bytes of a weight once it is loaded."""
+    if _stays_packed(weights.stored_type(name), residency):
+        return weights.stored_bytes(name)
+    return math.prod(weights.shape(name)) * target.dtype.itemsize
+
+
+def _copies(weights: Weights, name: str, target: Target, residency: str) -> int:
+    """What lies beside a weight while it is read, decoded, reordered and converted."""
+    elements, kind = math.prod(weights.shape(name)), weights.stored_type(name)
+    if _stays_packed(kind, residency):
+        return (3 if kind is GGMLType.Q8_0 else 4) * elements  # blocks, and codes of a byte that are joined anew
+    decoded = 0 if kind is GGMLType.F32 else 4 * elements
+    converted = 0 if target.dtype is torch.float32 else 4 * elements
+    return decoded + converted
+
+
+def _lost(weights: Weights, target: Target, residency: str) -> int:
+    """What the C library does not give back between the matrices that are decoded: up to a tenth of them was seen."""
+    if target.device.type != "cpu":
+        return 0
+    decoded = [name for name in weights if weights.stored_type(name) is not GGMLType.F32]
+    kept = [name for name in decoded if not _stays_packed(weights.stored_type(name), residency)]
+    return sum(_kept(weights, name, target, residency) for name in kept) // 10
+
+
+def _activations(weights: Weights, target: Target, residency: str, batch: int, n_tokens: int) -> int:
+    """Hidden states, projections and the feed-forward part of one pass, and the mask and scores of attention."""
+    config, width = weights.config, target.dtype.itemsize
+    seq = min(n_tokens, max(1, CHUNK[target.device.type] // batch))
+    rows = 4 * config.hidden_size + 4 * config.intermediate_size + 3 * config.q_width + 2 * config.kv_width
+    scores = config.n_heads * min(seq, 64) * n_tokens * 4 if target.device.type == "cpu" else 0
+    mask = seq * n_tokens * (1 + width)
+    tile = 3 * _TILE * 4 if residency == "packed" else 0
+    return batch * (seq * rows * width + scores + mask) + tile
+
+
+def _refusal(weights: Weights, target: Target, wanted: Wanted, need: Need, free: float) -> str:
+    parts = {"weights": need.weights, "cache": need.cache, "activations": need.activations + need.logits}
+    figures = ", ".join(f"{name} {_gb(n_bytes)}" for name, n_bytes in parts.items())
+    peak = need.peak
+    return (
+        f"{weights.path}: needs about {_gb(peak)} on {target.device} ({target.dtype_name}, {wanted.residency}, "
+        f"batch {wanted.batch}, {wanted.n_tokens} tokens: {figures}), {_gb(free)} are free; "
+        + _suggestion(weights, target, wanted, free)
+    )
+
+
+def _suggestion(weights: Weights, target: Target, wanted: Wanted, free: float) -> str:
+    """The first change, from the least painful on, with which it fits."""
+    for words, other_target, other in _alternatives(weights, target, wanted):
+        peak = _need(weights, other_target, other).peak
+        if peak <= free:
+            return f"{words} would need {_gb(peak)}"
+    return "use a smaller model or a smaller type"
+
+
+def _alternatives(weights: Weights, target: Target, wanted: Wanted) -> Iterator[tuple[str, Target, Wanted]]:
+    half = Target(target.device, DTYPES["bfloat16"])
+    packable = wanted.residency == "decoded" and any(weights.stored_type(name) in PACKERS for name in weights)
+    packed = replace(wanted, residency="packed")
+    for batch in _halves(wanted.batch, least=1):
+        yield f"a batch of {batch}", target, replace(wanted, batch=batch)
+    for n_tokens in _halves(wanted.n_tokens, least=256):
+        yield f"{n_tokens} tokens of context", target, replace(wanted, n_tokens=n_tokens)
+    if packable:
+        yield "--weights packed", target, packed
+    if target.dtype.itemsize > 2:
+        yield "--dtype bfloat16", half, wanted
+        if packable:
+            yield "--dtype bfloat16 --weights packed", half, packed
+        for n_tokens in _halves(wanted.n_tokens, least=256):
+            yield f"--dtype bfloat16 with {n_tokens} tokens of context", half, replace(wanted, n_tokens=n_tokens)
+
+
+def _halves(n: int, *, least: int) -> Iterator[int]:
+    while n // 2 >= least:
+        n //= 2
+        yield n
+
+
+def _gb(n_bytes: int | float) -> str:
+    return f"{n_bytes / _GB:.2f} GB"

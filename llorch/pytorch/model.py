@@ -1,0 +1,358 @@
+"""A model ready to run in torch: what `llorch.model` is for NumPy, on any device and in any dtype."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Literal, NoReturn, get_args
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from llorch.cache import require_context
+from llorch.files import Weights, open_weights
+from llorch.files.residency import Residency
+from llorch.finite import Look, name_first_stage
+from llorch.generate import Answer, Job, Token
+from llorch.model import Prompt, find, given
+from llorch.pytorch.adapted import AdaptedModules
+from llorch.pytorch.batch import Running, one_each
+from llorch.pytorch.cache import Cache
+from llorch.pytorch.causal_lm import CausalLM, keep_nothing
+from llorch.pytorch.cuda.graph import GraphedSteps
+from llorch.pytorch.decoding import Decoding, n_slots
+from llorch.pytorch.device import Target, compute_as_named, target
+from llorch.pytorch.leaves import fit
+from llorch.pytorch.load import load_dense, load_packed
+from llorch.pytorch.lora.serving import view
+from llorch.pytorch.memory import CHUNK, SLOTS, require_memory, require_room
+from llorch.pytorch.reproducible import make_reproducible
+from llorch.pytorch.sampling import Needs
+from llorch.pytorch.sdpa import use_sdpa
+from llorch.sampling import SamplingSettings
+from llorch.tokenizer.chat import Message
+
+Attention = Literal["sdpa", "eager"]
+Mode = Literal["fast", "reproducible"]
+
+
+class TorchModel(AdaptedModules):
+    """Weights, tokenizer and modules of one file or folder.
+
+    Attributes:
+        target: Device and dtype.
+        module: The forward pass.
+    """
+
+    def __init__(self, weights: Weights, target: Target, module: CausalLM, *, compiled: bool = False) -> None:
+        """Wrap what was loaded.
+
+        Args:
+            weights: Where the modules' weights come from.
+            target: Device and dtype of the module.
+            module: With its weights.
+            compiled: Whether decoding goes through torch.compile.
+        """
+        super().__init__(weights, module, compiled=compiled)
+        self.target = target
+        self._spare: Decoding | None = None
+
+    def remove_adapter(self, name: str) -> None:
+        """See `Opened.remove_adapter`."""
+        super().remove_adapter(name)
+        self._spare = None  # it may hold the adapter
+
+    def new_cache(self, batch: int, n_slots: int, first_position: int = 0) -> Cache:
+        """An empty cache; see `llorch.pytorch.cache.Cache`."""
+        kind = {"dtype": self.target.dtype, "device": self.target.device}
+        return Cache(self.config, batch=batch, n_slots=n_slots, first_position=first_position, **kind)
+
+    @torch.no_grad()
+    def forward(
+        self,
+        ids: Sequence[int] | np.ndarray,
+        *,
+        trace: dict[str, np.ndarray] | None = None,
+        first_position: int = 0,
+        last_only: bool = False,
+        adapter: str | None = None,
+    ) -> Float[np.ndarray, "rows vocab"]:
+        """Logits of some tokens.
+
+        Args:
+            ids: Token ids, at least one.
+            trace: Filled with every stage by name, when given; attention "sdpa" has no scores and probabilities.
+            first_position: Position of the first token.
+            last_only: Logits of the last token only.
+            adapter: Which adapter to use; None runs the base alone.
+
+        Returns:
+            One row per token, or one, as float32, or float64 where the model is.
+
+        Raises:
+            ValueError: An id is out of range, there is none, they do not fit the context, or no such adapter was added.
+        """
+        array = self.checked_ids(ids)
+        require_context(len(array), first_position, self.config.max_position_embeddings)
+        keep, chunk = (keep_nothing, self._chunk(1)) if trace is None else (recorder(trace), len(array))
+        return as_numpy(self._logits(array, adapter, keep, chunk, first_position=first_position, last_only=last_only))
+
+    def _logits(
+        self,
+        array: Int[np.ndarray, " seq"],
+        adapter: str | None,
+        keep: Callable[[str, Tensor], Tensor],
+        chunk: int,
+        *,
+        first_position: int = 0,
+        last_only: bool = True,
+    ) -> Float[Tensor, "rows vocab"]:
+        module, cache = self.module_for([adapter]), self.new_cache(1, len(array), first_position)
+        row = torch.from_numpy(array)[None].to(self.target.device)  # (1, seq)
+        positions = torch.arange(first_position, first_position + len(array), device=row.device)[None]
+        logits = []
+        for start in range(0, len(array), chunk):
+            new, end = slice(start, start + chunk), min(start + chunk, len(array))
+            place = cache.place(positions[:, new], ctx=end, causal=True)
+            last = torch.tensor([end - start - 1], device=row.device) if last_only else None
+            logits.append(module(row[:, new], place, cache, keep=keep, rows=last)[0])
+        return logits[-1] if last_only else torch.cat(logits)
+
+    def generate(
+        self,
+        prompt: str | Sequence[int] | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        max_tokens: int = 128,
+        settings: SamplingSettings | None = None,
+        stop: Sequence[str] = (),
+        ignore_eos: bool = False,
+        adapter: str | None = None,
+    ) -> Iterator[Token]:
+        """Continue a prompt or answer a conversation, token by token.
+
+        Args:
+            prompt: See `llorch.model.Model.generate`, as for the arguments that follow.
+            messages: See there.
+            max_tokens: See there.
+            settings: See there; a seed draws what it draws in NumPy.
+            stop: See there.
+            ignore_eos: See there.
+            adapter: See there.
+
+        Returns:
+            Tokens with id, text and log probability, computed as they are taken.
+
+        Raises:
+            FormatError: The messages are none, or the model has no chat template for them.
+            ValueError: An argument is out of range, the prompt is empty or does not fit the context, or no such adapter
+                was added.
+            NonFiniteRun: While tokens are taken: numbers overflow.
+        """
+        job = self.job(
+            given(prompt, messages), max_tokens=max_tokens, settings=settings, ignore_eos=ignore_eos, adapter=adapter
+        )
+        return (token for _, token in self._run([(0, job)], stop))
+
+    def generate_batch(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        max_tokens: int | Sequence[int] = 128,
+        settings: SamplingSettings | Sequence[SamplingSettings] | None = None,
+        stop: Sequence[str] = (),
+        ignore_eos: bool = False,
+        adapter: str | Sequence[str | None] | None = None,
+    ) -> Iterator[tuple[int, Token]]:
+        """Continue many prompts at once; each answer is the one that the prompt gets alone.
+
+        In mode "reproducible" that holds to the last bit. In mode "fast" a product of many rows may be rounded
+        otherwise than one of a single row, and then two tokens that are nearly equally likely may change places.
+
+        Args:
+            prompts: Texts, ids or conversations (lists of messages), of any lengths.
+            max_tokens: At most so many; one number, or one per prompt.
+            settings: How to sample; one, or one per prompt.
+            stop: Strings that end a text.
+            ignore_eos: Go on after an end token.
+            adapter: Which adapter to use, None for the base alone; one, or one per prompt.
+
+        Returns:
+            Index of the prompt and its next token, as they come; computed as they are taken.
+
+        Raises:
+            ValueError: An argument is out of range, a prompt is empty or does not fit the context, messages are none or
+                the model has no chat template, no such adapter was added, or a compiled model is asked for several of
+                them at once.
+            NonFiniteRun: While tokens are taken: numbers overflow.
+        """
+        each = zip(
+            prompts,
+            one_each(max_tokens, len(prompts), name="max_tokens"),
+            one_each(settings or SamplingSettings(), len(prompts), name="settings"),
+            [adapter] * len(prompts) if isinstance(adapter, str) else one_each(adapter, len(prompts), name="adapter"),
+            strict=True,
+        )
+        jobs = []
+        for at, (prompt, most, how, with_adapter) in enumerate(each):
+            try:
+                job = self.job(prompt, max_tokens=most, settings=how, ignore_eos=ignore_eos, adapter=with_adapter)
+            except ValueError as error:
+                raise ValueError(f"prompt {at}: {error}") from None
+            jobs.append((at, job))
+        return self._run(jobs, stop)
+
+    def _run(self, numbered: Sequence[tuple[int, Job]], stop: Sequence[str]) -> Iterator[tuple[int, Token]]:
+        numbered = [(at, job) for at, job in numbered if job.max_tokens > 0]
+        if numbered:
+            self.module_for([job.adapter for _, job in numbered])  # refuses what cannot run together
+        answers = [Answer(self.tokenizer, end_ids=j.end_ids, stop=stop, max_tokens=j.max_tokens) for _, j in numbered]
+        return self._tokens(numbered, answers) if numbered else iter(())
+
+    def _tokens(self, numbered: Sequence[tuple[int, Job]], answers: Sequence[Answer]) -> Iterator[tuple[int, Token]]:
+        jobs = [job for _, job in numbered]
+        decoding = self._decoding(jobs)
+        decoding.begin(jobs, chunk=self._chunk(len(jobs)))
+        running = Running(decoding, jobs, answers, narrow=self._narrowed)
+        made: list[list[int]] = [[] for _ in jobs]
+        try:
+            for row, token in running:
+                made[row].append(token.id)
+                if math.isnan(token.logprob):
+                    self._name_non_finite([*jobs[row].ids, *made[row][:-1]], jobs[row].adapter)
+                yield numbered[row][0], token
+        finally:
+            self._spare = running.decoding
+
+    @torch.no_grad()
+    def _name_non_finite(self, ids: Sequence[int], adapter: str | None) -> NoReturn:
+        """Refuse a run that is not finite, see `name_first_stage`."""
+
+        def run(look: Look) -> None:
+            def keep(name: str, array: Tensor) -> Tensor:
+                look(name, as_numpy(array[0]))
+                return array
+
+            self._logits(np.array(ids), adapter, keep, self._chunk(1))
+
+        name_first_stage(run, where=self.weights.path, dtype=self.target.dtype_name)
+
+    def _decoding(self, jobs: Sequence[Job]) -> Decoding:
+        needs, module = Needs.of([job.settings for job in jobs]), self.module_for([job.adapter for job in jobs])
+        spare, self._spare = self._spare, None  # an answer that is begun meanwhile gets another
+        if spare is not None and spare.fits(jobs, needs, module):
+            return spare
+        del spare  # its memory is wanted
+        slots = min(-(-n_slots(jobs) // SLOTS) * SLOTS, self.config.max_position_embeddings)
+        require_room(self.weights, self.target, batch=len(jobs), n_tokens=slots)
+        n_end_ids = len(self.tokenizer.eos_token_ids)
+        made = Decoding(module, self.new_cache(len(jobs), slots), needs, n_end_ids=n_end_ids)
+        return self._fast(made, [job.adapter for job in jobs])
+
+    def _narrowed(self, decoding: Decoding, rows: Sequence[int]) -> Decoding:
+        """Where sequences had different adapters, those that are left need another view."""
+        names = [decoding.adapters[row] for row in rows]
+        module = decoding.module if len(set(decoding.adapters)) == 1 else view(decoding.module, names)
+        return self._fast(decoding.narrowed(rows, self.new_cache(len(rows), decoding.cache.n_slots), module), names)
+
+    def _fast(self, decoding: Decoding, adapters: Sequence[str | None]) -> Decoding:
+        if self._compiles:
+            (name,), growing = set(adapters), self.target.device.type == "cpu"
+            decoding.forward = self.compiled_for(decoding.module, name, growing=growing)
+        if self.target.device.type == "cuda":
+            decoding.replay = GraphedSteps()
+        return decoding
+
+    def _chunk(self, batch: int) -> int:
+        """Tokens of each sequence per pass of long prompts."""
+        return max(1, CHUNK[self.target.device.type] // batch)
+
+
+def recorder(trace: dict[str, np.ndarray]) -> Callable[[str, Tensor], Tensor]:
+    """A `keep` that copies every stage of a batch of one into a trace."""
+
+    def keep(name: str, array: Tensor) -> Tensor:
+        trace[name] = as_numpy(array[0])
+        return array
+
+    return keep
+
+
+def as_numpy(array: Tensor) -> np.ndarray:
+    """A copy for NumPy, which has no bfloat16: at least float32."""
+    return array.to(torch.promote_types(array.dtype, torch.float32)).cpu().numpy().copy()
+
+
+def load_torch(
+    path_or_name: str | Path,
+    *,
+    device: str = "cpu",
+    dtype: str = "float32",
+    residency: Residency = "auto",
+    attention: Attention = "sdpa",
+    mode: Mode = "fast",
+    compiled: bool = False,
+    n_tokens: int = 1024,
+) -> TorchModel:
+    """Open a model to run it in torch.
+
+    Args:
+        path_or_name: A .gguf file, a Hugging Face folder, or the name of a built-in model.
+        device: `cpu`, `cuda` or `cuda:N`.
+        dtype: Of weights and activations: `float32`, `bfloat16`, `float16` or `float64`.
+        residency: `decoded`: all weights in `dtype`. `packed`: quantised matrices stay packed, where they can.
+        attention: `sdpa`: fused. `eager`: step by step, so that a trace has scores and probabilities.
+        mode: `fast`, or `reproducible`: neighbours in a batch cannot change a token.
+        compiled: Send decoding through torch.compile; the first steps then take their time.
+        n_tokens: Tokens of context to keep memory for.
+
+    Returns:
+        The model, its weights loaded.
+
+    Raises:
+        FileNotFoundError: There is no such file, folder or built-in model.
+        FormatError: The file cannot be used.
+        MemoryError: The model would not fit.
+        MissingDevice: The device is not here, or cannot compute in the dtype.
+        ValueError: A name without a meaning.
+    """
+    at = target(device, dtype)
+    _require_known(residency=residency, attention=attention, mode=mode)
+    if compiled and mode == "reproducible":
+        raise ValueError("load_torch: compiled=True fuses sums, which mode 'reproducible' must not; choose one of them")
+    compute_as_named(at)
+    weights = open_weights(find(path_or_name))
+    chosen = require_memory(weights, at, residency, n_tokens=n_tokens)
+    module = (load_packed if chosen == "packed" else load_dense)(weights, dtype=at.dtype, device=at.device)
+    if mode == "reproducible":
+        make_reproducible(module)
+    else:
+        speed_up(module, at, attention, compiled=compiled)
+    return TorchModel(weights, at, module, compiled=compiled)
+
+
+def _require_known(**given: str) -> None:
+    known = {"residency": get_args(Residency), "attention": get_args(Attention), "mode": get_args(Mode)}
+    for name, value in given.items():
+        if value not in known[name]:
+            raise ValueError(f"load_torch: {name} must be one of {', '.join(known[name])}, got {value!r}")
+
+
+def speed_up(module: CausalLM, at: Target, attention: Attention, *, compiled: bool) -> None:
+    """Put faster leaves in place of the page's; what torch.compile is to fuse stays as it is."""
+    if attention == "sdpa":
+        use_sdpa(module)
+    if at.device.type == "cuda":
+        _use_triton(module, compiled=compiled)
+    elif not compiled:
+        fit(module, at)
+
+
+def _use_triton(module: CausalLM, *, compiled: bool) -> None:
+    from llorch.pytorch.cuda.fused import fuse  # needs triton, which torch for the CPU comes without
+    from llorch.pytorch.cuda.quantised import put_kernels
+
+    put_kernels(module)
+    if not compiled:
+        fuse(module)

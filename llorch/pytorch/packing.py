@@ -1,0 +1,195 @@
+"""Quantised matrices as torch tensors, one to a field, and their decoding to float32: the twin of every kernel.
+
+A file keeps the fields of a block side by side, which no wide load likes. Here each field is a matrix of its own with
+as many rows as the weight; bits are moved, none is added, so that a weight takes as many bytes as in its file.
+
+    type   field   dtype    columns      what
+    Q8_0   codes   int8     in           in the order of the elements
+           d       float16  in / 32      x = d * code
+    Q4_0   codes   uint8    in / 2       four bits, see below
+           d       float16  in / 32      x = d * (code - 8)
+    Q4_K   codes   uint8    in / 2       four bits, see below
+           scales  uint8    in / 64 * 3  twelve bits for 32 elements: scale in the lower six, min in the upper six
+           d       float16  in / 256     x = d * scale * code - dmin * min
+           dmin    float16  in / 256
+    Q6_K   codes   uint8    in / 2       the lower four bits, see below
+           upper   uint8    in / 4       the upper two bits, see below
+           scales  int8     in / 16      x = d * scale * (code - 32)
+           d       float16  in / 256
+
+Codes of less than a byte: 32 elements are four little-endian words, and element 4 * j + i is part j of word i. So a
+thread that loads 16 bytes holds all codes that share a scale, and the inputs of part j of its words are neighbours.
+
+    codes   part j is bits 4 * j to 4 * j + 3 of a 32-bit word
+    upper   part j is bits 2 * j and 2 * j + 1 of a 16-bit word
+    scales  (Q4_K) a little-endian stream of 12-bit numbers: even ones begin a byte, odd ones in the middle of one
+
+Source: ggml src/ggml-common.h (layouts in a file), see `llorch.files.blocks`; the order here is ours.
+"""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import torch
+from jaxtyping import Float32, UInt8
+from torch import Tensor
+
+from llorch.files.quant import BLOCK_SIZES, GGMLType
+
+Fields = Mapping[str, Tensor]
+
+
+def pack(raw: UInt8[Tensor, "out row_bytes"], ggml_type: GGMLType) -> dict[str, Tensor]:
+    """Take the blocks of a matrix apart.
+
+    Args:
+        raw: The bytes of the matrix as in its file, on any device; rows in the order that is wanted.
+        ggml_type: A key of `PACKERS`.
+
+    Returns:
+        The fields, each contiguous with one row for a row of the matrix.
+    """
+    blocks = raw.unflatten(1, (-1, BLOCK_SIZES[ggml_type][1]))  # (out, blocks, block_bytes)
+    return {name: field.contiguous() for name, field in PACKERS[ggml_type](blocks).items()}
+
+
+def decode(fields: Fields, ggml_type: GGMLType) -> Float32[Tensor, "*rows in"]:
+    """Decode whole rows, to the bits of `llorch.files.quant.decode`.
+
+    Args:
+        fields: As `pack` made them, or some rows of each.
+        ggml_type: Their type.
+
+    Returns:
+        The numbers. A scale that is not finite gives inf or NaN.
+    """
+    return DECODERS[ggml_type](fields)
+
+
+def width(fields: Fields, ggml_type: GGMLType) -> int:
+    """Elements of one row."""
+    return fields["codes"].shape[-1] * (1 if ggml_type is GGMLType.Q8_0 else 2)
+
+
+def four_bits(codes: UInt8[Tensor, "*rows bytes"]) -> UInt8[Tensor, "*rows in"]:
+    """Codes of four bits in the order of the elements."""
+    words = codes.unflatten(-1, (-1, 4, 4))  # (..., runs, word, byte)
+    parts = torch.stack((words & 15, words >> 4), dim=-1)  # (..., runs, word, byte, half)
+    return parts.flatten(-2).mT.flatten(-3)
+
+
+def two_bits(upper: UInt8[Tensor, "*rows bytes"]) -> UInt8[Tensor, "*rows in"]:
+    """Upper two bits of codes in the order of the elements."""
+    words = upper.unflatten(-1, (-1, 4, 2))  # (..., runs, word, byte)
+    parts = torch.stack([words >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1)  # (..., runs, word, byte, quarter)
+    return parts.flatten(-2).mT.flatten(-3)
+
+
+def six_bits(scales: UInt8[Tensor, "*rows bytes"]) -> tuple[UInt8[Tensor, "*rows runs"], UInt8[Tensor, "*rows runs"]]:
+    """Scales and minima of Q4_K, one of each for 32 elements."""
+    first, middle, last = scales.unflatten(-1, (-1, 3)).unbind(-1)  # two runs of 12 bits
+    scale = torch.stack((first & 63, middle >> 4 | (last & 3) << 4), dim=-1)
+    minimum = torch.stack((first >> 6 | (middle & 15) << 2, last >> 2), dim=-1)
+    return scale.flatten(-2), minimum.flatten(-2)
+
+
+def _pack_q8_0(blocks: Tensor) -> dict[str, Tensor]:
+    return {"codes": blocks[..., 2:].flatten(1).view(torch.int8), "d": _halves(blocks[..., :2])}
+
+
+def _pack_q4_0(blocks: Tensor) -> dict[str, Tensor]:
+    codes = torch.cat((blocks[..., 2:] & 15, blocks[..., 2:] >> 4), dim=-1)  # (out, blocks, 32)
+    return {"codes": _join_four_bits(codes.flatten(1)), "d": _halves(blocks[..., :2])}
+
+
+def _pack_q4_k(blocks: Tensor) -> dict[str, Tensor]:
+    quarters = blocks[..., 16:].unflatten(-1, (4, 1, 32))  # 64 elements each
+    codes = torch.cat((quarters & 15, quarters >> 4), dim=-2)  # (out, blocks, 4, 2, 32)
+    first, second, third = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
+    scale = torch.cat((first & 63, third & 15 | first >> 6 << 4), dim=-1)  # (out, blocks, 8)
+    minimum = torch.cat((second & 63, third >> 4 | second >> 6 << 4), dim=-1)
+    return {
+        "codes": _join_four_bits(codes.flatten(1)),
+        "scales": _join_six_bits(scale.flatten(1), minimum.flatten(1)),
+        "d": _halves(blocks[..., :2]),
+        "dmin": _halves(blocks[..., 2:4]),
+    }
+
+
+def _pack_q6_k(blocks: Tensor) -> dict[str, Tensor]:
+    lower = blocks[..., :128].unflatten(-1, (2, 1, 64))
+    lower = torch.cat((lower & 15, lower >> 4), dim=-2)  # (out, blocks, 2, 2, 64)
+    upper = blocks[..., 128:192].unflatten(-1, (2, 1, 32))
+    upper = torch.cat([upper >> shift & 3 for shift in (0, 2, 4, 6)], dim=-2)  # (out, blocks, 2, 4, 32)
+    return {
+        "codes": _join_four_bits(lower.flatten(1)),
+        "upper": _join_two_bits(upper.flatten(1)),
+        "scales": blocks[..., 192:208].flatten(1).view(torch.int8),
+        "d": _halves(blocks[..., 208:]),
+    }
+
+
+def _decode_q8_0(fields: Fields) -> Tensor:
+    return _scaled(fields["codes"], fields["d"].float())
+
+
+def _decode_q4_0(fields: Fields) -> Tensor:
+    return _scaled(four_bits(fields["codes"]).view(torch.int8) - 8, fields["d"].float())
+
+
+def _decode_q4_k(fields: Fields) -> Tensor:
+    scale, minimum = six_bits(fields["scales"])
+    values = _scaled(four_bits(fields["codes"]), _scaled(scale, fields["d"].float()))
+    minima = _scaled(minimum, fields["dmin"].float())
+    return (values.unflatten(-1, (minima.shape[-1], -1)) - minima[..., None]).flatten(-2)
+
+
+def _decode_q6_k(fields: Fields) -> Tensor:
+    codes = four_bits(fields["codes"]) | two_bits(fields["upper"]) << 4
+    return _scaled(codes.view(torch.int8) - 32, _scaled(fields["scales"], fields["d"].float()))
+
+
+def _scaled(numbers: Tensor, scales: Tensor) -> Tensor:
+    """Integers times the scale of the run that each is in, rounded to float32."""
+    runs = numbers.unflatten(-1, (scales.shape[-1], -1))
+    return (runs.float() * scales[..., None]).flatten(-2)
+
+
+def _halves(columns: Tensor) -> Tensor:
+    """Two bytes of every block as float16."""
+    return columns.flatten(1).contiguous().view(torch.float16)
+
+
+def _join_four_bits(codes: UInt8[Tensor, "out in"]) -> UInt8[Tensor, "out bytes"]:
+    parts = codes.unflatten(1, (-1, 8, 4)).mT  # (out, runs, word, part)
+    return (parts[..., ::2] | parts[..., 1::2] << 4).flatten(1)
+
+
+def _join_two_bits(codes: UInt8[Tensor, "out in"]) -> UInt8[Tensor, "out bytes"]:
+    parts = codes.unflatten(1, (-1, 8, 4)).mT  # (out, runs, word, part)
+    return (parts[..., ::4] | parts[..., 1::4] << 2 | parts[..., 2::4] << 4 | parts[..., 3::4] << 6).flatten(1)
+
+
+def _join_six_bits(scale: UInt8[Tensor, "out runs"], minimum: UInt8[Tensor, "out runs"]) -> UInt8[Tensor, "out bytes"]:
+    low, high = scale.unflatten(1, (-1, 2)).unbind(-1)
+    low_min, high_min = minimum.unflatten(1, (-1, 2)).unbind(-1)
+    parts = (low | low_min << 6, low_min >> 2 | high << 4, high >> 4 | high_min << 2)
+    return torch.stack(parts, dim=-1).flatten(1)
+
+
+PACKERS: Mapping[GGMLType, Callable[[Tensor], dict[str, Tensor]]] = MappingProxyType(
+    {
+        GGMLType.Q8_0: _pack_q8_0,
+        GGMLType.Q4_0: _pack_q4_0,
+        GGMLType.Q4_K: _pack_q4_k,
+        GGMLType.Q6_K: _pack_q6_k,
+    }
+)
+DECODERS: Mapping[GGMLType, Callable[[Fields], Tensor]] = MappingProxyType(
+    {
+        GGMLType.Q8_0: _decode_q8_0,
+        GGMLType.Q4_0: _decode_q4_0,
+        GGMLType.Q4_K: _decode_q4_k,
+        GGMLType.Q6_K: _decode_q6_k,
+    }
+)

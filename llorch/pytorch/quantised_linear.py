@@ -1,0 +1,166 @@
+"""Leaves of the torch model whose matrix stays packed: a linear layer and an embedding.
+
+`multiply` is what makes the product. The one here, the twin of all others, decodes a tile of rows and multiplies it
+with what torch has; kernels take its place from outside. The matrix is frozen, so its gradient is never made; that of
+the input is, from tiles too, whatever made the product.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from llorch.files.quant import GGMLType
+from llorch.pytorch.packing import Fields, decode, width
+
+Multiply = Callable[[Tensor, Fields, GGMLType, Tensor | None], Tensor]
+
+TILE = 1 << 22  # elements decoded in one go: little beside a model, enough for the product to be efficient
+
+
+class PackedMatrix(nn.Module):
+    """The fields of a packed matrix.
+
+    They are kept as integers, so that `.to(dtype)` of a model leaves them alone: a scale is float16 by its format.
+    """
+
+    def __init__(self, fields: Fields, ggml_type: GGMLType) -> None:
+        """Keep the fields; matrices that are given the same ones share them.
+
+        Args:
+            fields: Made by `llorch.pytorch.packing.pack`.
+            ggml_type: Their type.
+        """
+        super().__init__()
+        self.ggml_type = ggml_type
+        self.out_features = len(fields["codes"])
+        self.in_features = width(fields, ggml_type)
+        self._dtypes = {name: field.dtype for name, field in fields.items()}
+        for name, field in fields.items():
+            self.register_buffer(name, field.view(torch.int16) if field.dtype is torch.float16 else field)
+
+    @property
+    def fields(self) -> dict[str, Tensor]:
+        """The fields as `pack` made them, views of the buffers."""
+        return {name: self.get_buffer(name).view(dtype) for name, dtype in self._dtypes.items()}
+
+    def extra_repr(self) -> str:
+        """What torch prints of the module."""
+        return f"{self.ggml_type.name}, out_features={self.out_features}, in_features={self.in_features}"
+
+
+class QuantisedLinear(PackedMatrix):
+    """A linear layer, with the interface of `nn.Linear`."""
+
+    def __init__(self, fields: Fields, ggml_type: GGMLType) -> None:
+        """Start without a bias, which is set as the parameter `bias`.
+
+        Args:
+            fields: Made by `llorch.pytorch.packing.pack`.
+            ggml_type: Their type.
+        """
+        super().__init__(fields, ggml_type)
+        self.bias: nn.Parameter | None
+        self.register_parameter("bias", None)
+        self.multiply: Multiply = multiply_by_tiles
+
+    def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
+        """Multiply, in the dtype of `x`."""
+        flat = x.reshape(-1, self.in_features)
+        if torch.is_grad_enabled() and x.requires_grad:
+            y: Any = FrozenProduct.apply(flat, self)
+        else:
+            y = self.multiply(flat, self.fields, self.ggml_type, self.bias)
+        return y.view(*x.shape[:-1], self.out_features)
+
+
+class FrozenProduct(torch.autograd.Function):
+    """The product of a `QuantisedLinear`; nothing is kept for the backward pass, which decodes the matrix again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: QuantisedLinear) -> Tensor:
+        """Multiply by what the layer multiplies with."""
+        ctx.layer = layer
+        return layer.multiply(x, layer.fields, layer.ggml_type, layer.bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """The gradient of the input."""
+        return back_by_tiles(grads[0], ctx.layer.fields, ctx.layer.ggml_type), None
+
+
+class QuantisedEmbedding(PackedMatrix):
+    """An embedding, with the interface of `nn.Embedding`; only the rows that are asked for are decoded."""
+
+    def __init__(self, fields: Fields, ggml_type: GGMLType, dtype: torch.dtype) -> None:
+        """Keep the fields.
+
+        Args:
+            fields: Made by `llorch.pytorch.packing.pack`.
+            ggml_type: Their type.
+            dtype: In which rows are handed out.
+        """
+        super().__init__(fields, ggml_type)
+        self.dtype = dtype
+
+    def forward(self, ids: Int[Tensor, "*rows"]) -> Float[Tensor, "*rows in"]:
+        """Decode some rows."""
+        return decode({name: field[ids] for name, field in self.fields.items()}, self.ggml_type).to(self.dtype)
+
+
+def multiply_by_tiles(
+    x: Float[Tensor, "rows in"], fields: Fields, ggml_type: GGMLType, bias: Float[Tensor, " out"] | None
+) -> Float[Tensor, "rows out"]:
+    """Compute x @ decode(fields).T + bias, a tile of the matrix at a time.
+
+    Args:
+        x: Activations of any float dtype; tiles are rounded to it.
+        fields: The matrix.
+        ggml_type: Its type.
+        bias: In the dtype of `x`, or None.
+
+    Returns:
+        The products, in the dtype of `x`; torch sums those of half precision in float32.
+    """
+    y = x.new_empty(len(x), len(fields["codes"]))
+    for part, tile in tiles(fields, ggml_type, x.dtype):
+        y[:, part] = linear(x, tile, None if bias is None else bias[part])
+    return y
+
+
+def back_by_tiles(grad: Float[Tensor, "rows out"], fields: Fields, ggml_type: GGMLType) -> Float[Tensor, "rows in"]:
+    """Compute grad @ decode(fields), the gradient of the input of a product, a tile of the matrix at a time.
+
+    Args:
+        grad: Gradient of the product, of any float dtype; tiles are rounded to it.
+        fields: The matrix.
+        ggml_type: Its type.
+
+    Returns:
+        The gradient, in the dtype of `grad`; tiles are summed in at least float32.
+    """
+    wide = torch.promote_types(grad.dtype, torch.float32)
+    total = grad.new_zeros(len(grad), width(fields, ggml_type), dtype=wide)
+    for part, tile in tiles(fields, ggml_type, grad.dtype):
+        total += grad[:, part] @ tile
+    return total.to(grad.dtype)
+
+
+def tiles(fields: Fields, ggml_type: GGMLType, dtype: torch.dtype) -> Iterator[tuple[slice, Float[Tensor, "rows in"]]]:
+    """Decode a matrix, `TILE` elements at a time.
+
+    Args:
+        fields: The matrix.
+        ggml_type: Its type.
+        dtype: To which tiles are rounded.
+
+    Yields:
+        Which rows, and the rows.
+    """
+    n_rows, step = len(fields["codes"]), max(1, TILE // width(fields, ggml_type))
+    for start in range(0, n_rows, step):
+        part = slice(start, min(start + step, n_rows))
+        yield part, decode({name: field[part] for name, field in fields.items()}, ggml_type).to(dtype)

@@ -1,0 +1,125 @@
+"""Models of a real shape with random weights, made on the device: a device can be measured without a download."""
+
+import math
+
+import torch
+
+from llorch.config import ModelConfig
+from llorch.files.names import Weight, inventory
+from llorch.files.quant import BLOCK_SIZES, GGMLType
+from llorch.pytorch.causal_lm import CausalLM
+from llorch.pytorch.device import Target
+from llorch.pytorch.load import put
+from llorch.pytorch.packing import Fields, pack, width
+from llorch.pytorch.quantised_linear import QuantisedEmbedding, QuantisedLinear
+
+SIZE = 0.02  # of weights and of scales; small enough that no activation overflows in float16
+
+
+@torch.no_grad()
+def random_model(config: ModelConfig, target: Target, packed: GGMLType | None = None) -> CausalLM:
+    """Build a model.
+
+    Args:
+        config: Its shape.
+        target: Where it is made, and in which dtype.
+        packed: Type of its matrices in blocks; None makes them dense.
+
+    Returns:
+        The model in evaluation mode.
+
+    Raises:
+        ValueError: A row is no whole number of blocks of that type.
+    """
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = CausalLM(config)
+    for row in inventory(config).values():
+        if packed is not None and len(row.shape) == 2:
+            _put_blocks(model, row, target, packed)
+        else:
+            _put_dense(model, row, target)
+    if config.tie_word_embeddings:
+        embedding = model.model.embed_tokens
+        if packed is None:
+            model.lm_head.weight = embedding.weight
+        else:
+            model.lm_head = QuantisedLinear(embedding.fields, packed)
+    return model.eval()
+
+
+def _put_dense(model: CausalLM, row: Weight, target: Target) -> None:
+    tensor = torch.randn(row.shape, dtype=target.dtype, device=target.device).mul_(SIZE)
+    put(model, row.huggingface, tensor + 1 if row.name.endswith("norm") else tensor)
+
+
+def _put_blocks(model: CausalLM, row: Weight, target: Target, packed: GGMLType) -> None:
+    fields = random_fields(row.shape, packed, target.device)
+    leaf = (
+        QuantisedEmbedding(fields, packed, target.dtype)
+        if row.name == "embed_tokens"
+        else QuantisedLinear(fields, packed)
+    )
+    owner, _, name = row.huggingface.removesuffix(".weight").rpartition(".")
+    setattr(model.get_submodule(owner), name, leaf)
+
+
+def random_fields(shape: tuple[int, ...], packed: GGMLType, device: torch.device) -> Fields:
+    """Random codes, with scales that give numbers of about the size of real weights.
+
+    Args:
+        shape: (out, in).
+        packed: A type that `llorch.pytorch.packing` knows.
+        device: Where to.
+
+    Returns:
+        The fields.
+
+    Raises:
+        ValueError: A row is no whole number of blocks.
+    """
+    elements, n_bytes = BLOCK_SIZES[packed]
+    if shape[1] % elements:
+        raise ValueError(f"weights {packed.name}: expected rows of a multiple of {elements} elements, got {shape[1]}")
+    raw = torch.randint(0, 256, (shape[0], shape[1] // elements * n_bytes), dtype=torch.uint8, device=device)
+    fields = pack(raw, packed)
+    largest = {GGMLType.Q8_0: 128, GGMLType.Q4_0: 8, GGMLType.Q4_K: 63 * 15, GGMLType.Q6_K: 128 * 32}[packed]
+    for field in fields.values():
+        if field.is_floating_point():
+            field.fill_(2 * SIZE / largest)
+    assert width(fields, packed) == shape[1]
+    return fields
+
+
+def random_bytes(config: ModelConfig, target: Target, packed: GGMLType | None = None) -> int:
+    """Bytes that `random_model` takes.
+
+    Args:
+        config: Its shape.
+        target: Where it would be made, and in which dtype.
+        packed: Type of its matrices.
+
+    Returns:
+        All weights, and what the largest needs while it is made.
+    """
+    shapes = [row.shape for row in inventory(config).values()]
+    elements, n_bytes = (1, target.dtype.itemsize) if packed is None else BLOCK_SIZES[packed]
+    return sum(map(math.prod, shapes)) * n_bytes // elements + 4 * max(map(math.prod, shapes))
+
+
+def weight_bytes(model: CausalLM) -> int:
+    """Bytes of weights that a decode step reads: all but an embedding that is no output matrix.
+
+    Args:
+        model: Dense or packed.
+
+    Returns:
+        Each tensor counted once.
+    """
+    skipped = set() if model.config.tie_word_embeddings else {t.data_ptr() for t in _tensors(model.model.embed_tokens)}
+    sizes = {t.data_ptr(): math.prod(t.shape) * t.element_size() for t in _tensors(model)}
+    return sum(size for where, size in sizes.items() if where not in skipped)
+
+
+def _tensors(module: torch.nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers()]

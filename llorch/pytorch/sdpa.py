@@ -1,0 +1,63 @@
+"""Attention by torch's scaled_dot_product_attention, which never holds all scores: two stages less to observe.
+
+Its half precision kernels round probabilities to the dtype of the values before the second product, which the page does
+not. Measured on two CPU cores, 14 query and 2 key heads of 64 elements, bfloat16, one token in a context of 512: query
+heads as rows of their key head take 30 us, `enable_gqa` 327 us, keys expanded to all heads 365 us. With 128 tokens
+`enable_gqa` is a twentieth faster than expanding and allocates nothing.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from llorch.pytorch.cache import Visible
+from llorch.pytorch.causal_lm import CausalLM, Context, Heads, Keep
+
+
+def use_sdpa(model: CausalLM) -> None:
+    """Let every layer attend by `sdpa_attention`.
+
+    Args:
+        model: Changed in place.
+    """
+    layers: Any = model.model.layers
+    for layer in layers:
+        layer.self_attn.attend = sdpa_attention
+
+
+def sdpa_attention(q: Heads, keys: Context, values: Context, visible: Visible, keep: Keep) -> Heads:
+    """As `llorch.pytorch.causal_lm.attention`; `keep` is given nothing, as scores and probabilities do not exist.
+
+    Args:
+        q: Rotated queries.
+        keys: Keys of the context.
+        values: Values of the context.
+        visible: Which slots each token sees; None: all up to its own, the tokens being the last of the context.
+        keep: Not called.
+
+    Returns:
+        The mixed values of each query head.
+    """
+    batch, seq, n_heads, head_dim = q.shape
+    kv_heads, ctx = keys.shape[1:3]
+    if seq == 1:  # the query heads of a key head are rows that see the same slots
+        rows = q.reshape(batch, kv_heads, -1, head_dim)  # (batch, kv_heads, group, head_dim)
+        context = scaled_dot_product_attention(rows, keys, values, attn_mask=visible)
+        return context.reshape(batch, 1, n_heads, head_dim)
+    causal = visible is None and seq == ctx
+    if visible is None and not causal:  # is_causal would let the first token see the first slot only
+        visible = torch.ones(seq, ctx, dtype=torch.bool, device=q.device).tril(ctx - seq)
+    grouped = n_heads != kv_heads
+    if grouped and visible is not None and q.is_cuda:  # no fused CUDA kernel takes a mask and groups
+        keys, values, grouped = _every_head(keys, n_heads), _every_head(values, n_heads), False
+    context = scaled_dot_product_attention(
+        q.transpose(1, 2), keys, values, attn_mask=visible, is_causal=causal, enable_gqa=grouped
+    )
+    return context.transpose(1, 2)
+
+
+def _every_head(context: Tensor, n_heads: int) -> Tensor:
+    """Keys or values repeated for each query head, in new memory."""
+    return context.repeat_interleave(n_heads // context.shape[1], dim=1)

@@ -1,0 +1,1 @@
+"""Training on the torch path."""

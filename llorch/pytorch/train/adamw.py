@@ -1,0 +1,181 @@
+"""AdamW on the parameters of an adapter: formula and order of `llorch.train.adamw`, 8 bits of `llorch.train.eight_bit`.
+
+Operations and their order are torch's, and with 8 bits those of bitsandbytes, so that the bits are theirs.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from llorch.pytorch.train.eight_bit import Codec, EightBit, zeros
+from llorch.train.adamw import NonFiniteNorm, rate_factor
+from llorch.train.eight_bit import MIN_SIZE, SIGNED, UNSIGNED
+
+foreach: Any = (
+    torch  # operations on lists of tensors, a few launches on a GPU; they are torch's own, with an underscore
+)
+
+
+class AdamW:
+    """Moments of every trained tensor, and one count of steps for all of them.
+
+    Attributes:
+        params: What is trained, by the names of `Adapter.flat`.
+        step_count: Steps done.
+        codecs: Of the first and the second moment, where they are kept in 8 bits.
+    """
+
+    def __init__(
+        self,
+        params: Mapping[str, nn.Parameter],
+        *,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        lr_ratio: float,
+        eight_bit: bool,
+    ) -> None:
+        """Start with moments of zero.
+
+        Args:
+            params: What is trained, updated in place; all on one device.
+            betas: Decay of the first and the second moment, each 0 or more and below 1.
+            eps: Added to the root of the corrected second moment; > 0.
+            weight_decay: Share of a tensor, times its rate, that each step takes away; 0 or more.
+            lr_ratio: Rate of B over that of A, as in LoRA+; 1 for plain LoRA.
+            eight_bit: Whether tensors of 4096 numbers and more have moments of 8 bits a number.
+        """
+        self.params = dict(params)
+        self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
+        self.step_count = 0
+        device = next(iter(self.params.values())).device
+        self.codecs = Codec(SIGNED, device), Codec(UNSIGNED, device)
+        self._factors = {name: rate_factor(name, lr_ratio=lr_ratio) for name in params}
+        small = {name: p for name, p in self.params.items() if not eight_bit or p.numel() < MIN_SIZE}
+        self._full = {name: (torch.zeros_like(p.data), torch.zeros_like(p.data)) for name, p in small.items()}
+        self._packed = {name: (zeros(p.data), zeros(p.data)) for name, p in self.params.items() if name not in small}
+
+    @torch.no_grad()
+    def clip(self, max_norm: float) -> float:
+        """Scale all gradients together so that their common norm is at most `max_norm`.
+
+        Args:
+            max_norm: Largest norm; `math.inf` leaves the gradients as they are.
+
+        Returns:
+            The norm before.
+
+        Raises:
+            ValueError: A parameter has no gradient.
+            NonFiniteNorm: A gradient holds NaN or infinity.
+        """
+        grads = self._grads()
+        norm = torch.nn.utils.get_total_norm(grads.values())
+        if not norm.isfinite():
+            names = [name for name, grad in grads.items() if not grad.isfinite().all()]
+            raise NonFiniteNorm(norm.item(), names)
+        torch.nn.utils.clip_grads_with_norm_(self.params.values(), max_norm, norm)
+        return norm.item()
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        """Update every parameter from its gradient.
+
+        Args:
+            lr: Learning rate of this step, before the factor of LoRA+.
+
+        Raises:
+            ValueError: A parameter has no gradient.
+        """
+        grads = self._grads()
+        self.step_count += 1
+        if self._full:
+            m, v = map(list, zip(*self._full.values(), strict=True))
+            self._step(list(self._full), [grads[name] for name in self._full], m, v, lr)
+        for name, (m, v) in self._packed.items():
+            self._step_packed(name, grads[name], m, v, lr)
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        for parameter in self.params.values():
+            parameter.grad = None
+
+    def state(self) -> dict[str, Tensor]:
+        """All that the next step depends on, besides the parameters: not copied, so the next step changes it.
+
+        Returns:
+            `step`, and moments as `layers.3.q_proj.lora_A.m` and `.v`; with 8 bits these are codes, beside `.m_absmax`
+            and `.v_absmax`.
+        """
+        return {"step": torch.tensor(self.step_count)} | self._tensors()
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from a state.
+
+        Args:
+            state: What `state` gave; copied.
+
+        Raises:
+            ValueError: Names, shapes or dtypes differ.
+        """
+        mine = {"step": torch.tensor(self.step_count)} | self._tensors()
+        wrong = [
+            f"{name} expected {_kind(mine.get(name))}, got {_kind(state.get(name))}"
+            for name in sorted(mine.keys() | state.keys())
+            if _kind(mine.get(name)) != _kind(state.get(name))
+        ]
+        if wrong:
+            raise ValueError(
+                f"optimizer state: {len(wrong)} of {len(mine)} tensors differ: {'; '.join(wrong[:5])}; "
+                "it was saved with another adapter or other settings"
+            )
+        self.step_count = int(state["step"])
+        for name, tensor in self._tensors().items():
+            tensor.copy_(state[name])
+
+    def _step(self, names: list[str], grads: list[Tensor], m: list[Tensor], v: list[Tensor], lr: float) -> None:
+        foreach._foreach_lerp_(m, grads, 1 - self.betas[0])
+        foreach._foreach_mul_(v, self.betas[1])
+        foreach._foreach_addcmul_(v, grads, grads, 1 - self.betas[1])
+        self._move(names, m, v, lr)
+
+    def _step_packed(self, name: str, grad: Tensor, m: EightBit, v: EightBit, lr: float) -> None:
+        first, second = (codec.decode(x).to(grad.dtype) for codec, x in zip(self.codecs, (m, v), strict=True))
+        first.mul_(self.betas[0]).add_(grad, alpha=1 - self.betas[0])
+        second.mul_(self.betas[1]).addcmul_(grad, grad, value=1 - self.betas[1])
+        self._move([name], [first], [second], lr)
+        self.codecs[0].encode(first, m)
+        self.codecs[1].encode(second, v)
+
+    def _move(self, names: Sequence[str], m: list[Tensor], v: list[Tensor], lr: float) -> None:
+        """Decay and update parameters, given their new moments."""
+        params, rates = [self.params[name] for name in names], [lr * self._factors[name] for name in names]
+        correction_m, correction_v = (1 - beta**self.step_count for beta in self.betas)
+        foreach._foreach_mul_(params, [1 - rate * self.weight_decay for rate in rates])
+        root = foreach._foreach_sqrt(v)
+        foreach._foreach_div_(root, correction_v**0.5)
+        foreach._foreach_add_(root, self.eps)
+        foreach._foreach_addcdiv_(params, m, root, [-(rate / correction_m) for rate in rates])
+
+    def _tensors(self) -> dict[str, Tensor]:
+        found = {f"{n}.{kind}": t for n, pair in self._full.items() for kind, t in zip("mv", pair, strict=True)}
+        for name, pair in self._packed.items():
+            for kind, x in zip("mv", pair, strict=True):
+                found |= {f"{name}.{kind}": x.codes, f"{name}.{kind}_absmax": x.absmax}
+        return found
+
+    def _grads(self) -> dict[str, Tensor]:
+        grads = {name: parameter.grad for name, parameter in self.params.items() if parameter.grad is not None}
+        missing = [name for name in self.params if name not in grads]
+        if missing:
+            raise ValueError(
+                f"optimizer: {len(missing)} of {len(self.params)} parameters have no gradient, so they took no part in "
+                f"the loss: {', '.join(missing[:5])}"
+            )
+        return grads
+
+
+def _kind(tensor: Tensor | None) -> str:
+    return "none" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"

@@ -1,0 +1,127 @@
+"""Cross entropy of a causal model in torch, without all logits at once.
+
+    loss = sum over trained tokens of (1 - e) * -log p(label) + e * mean over the vocabulary of -log p
+
+Only rows that predict a trained token are multiplied with the output matrix. In chunks, the gradient of each chunk's
+logits is made in the forward pass, in the memory of the logits, and multiplied back at once, so that what is kept for
+the backward pass is as large as the hidden states and the trained tensors of the head.
+
+Source: torch.nn.CrossEntropyLoss for the formula; the order of work is that of Liger's fused linear cross entropy
+(arXiv:2410.10989).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import cross_entropy, pad
+
+from llorch.pytorch.causal_lm import widened
+from llorch.train.batch import IGNORED
+
+
+def loss_sum(
+    hidden: Float[Tensor, "batch seq hidden"],
+    lm_head: nn.Module,
+    labels: Int64[Tensor, "batch seq"],
+    *,
+    label_smoothing: float,
+    chunk: int | None,
+) -> Float[Tensor, ""]:
+    """Sum the loss over the trained tokens of a batch; divide by those of the whole optimizer step.
+
+    Args:
+        hidden: Normalised hidden states.
+        lm_head: What makes logits of them; its trained parameters get gradients.
+        labels: Of the batch; the label of token t judges the logits of token t - 1. On the CPU they need no waiting.
+        label_smoothing: Weight of the uniform distribution, 0 or more and below 1.
+        chunk: Rows whose logits exist at the same time; None for all, through torch's own cross entropy.
+
+    Returns:
+        The sum, at least float32; 0 where nothing is trained.
+    """
+    rows, targets = _trained_rows(hidden, labels)
+    if chunk is None:
+        return _all_at_once(rows, lm_head, targets, smoothing=label_smoothing)
+    if not torch.is_grad_enabled():
+        parts = zip(rows.split(chunk), targets.split(chunk), strict=True)
+        return torch.stack([_all_at_once(x, lm_head, y, smoothing=label_smoothing) for x, y in parts]).sum()
+    trained = [parameter for parameter in lm_head.parameters() if parameter.requires_grad]
+    return _ChunkedLoss.apply(rows, targets, lm_head, label_smoothing, chunk, *trained)  # type: ignore[return-value]
+
+
+def _trained_rows(
+    hidden: Float[Tensor, "batch seq hidden"], labels: Int64[Tensor, "batch seq"]
+) -> tuple[Float[Tensor, "rows hidden"], Int64[Tensor, " rows"]]:
+    """Hidden states that predict a trained token, and the tokens."""
+    judged_by = pad(labels[:, 1:], (0, 1), value=IGNORED).flatten()
+    index = (judged_by != IGNORED).nonzero()[:, 0]
+    targets = judged_by[index].to(hidden.device)
+    return hidden.flatten(0, 1)[index.to(hidden.device)], targets
+
+
+def _all_at_once(
+    rows: Float[Tensor, "rows hidden"], lm_head: nn.Module, targets: Int64[Tensor, " rows"], *, smoothing: float
+) -> Float[Tensor, ""]:
+    return cross_entropy(widened(lm_head(rows)), targets, reduction="sum", label_smoothing=smoothing)
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, targets: Tensor, lm_head: nn.Module, smoothing: float, chunk: int, *trained: Tensor
+    ) -> Tensor:
+        losses, d_rows = widened(rows.new_zeros(len(rows))), torch.zeros_like(rows)
+        d_trained: list[Tensor | None] = [None] * len(trained)  # so it stays for one that the head does not use
+        for start in range(0, len(rows), chunk):
+            part = slice(start, start + chunk)
+            losses[part], d_rows[part], more = _chunk(rows[part], targets[part], lm_head, trained, smoothing=smoothing)
+            pairs = zip(d_trained, more, strict=True)
+            d_trained = [new if old is None or new is None else old + new for old, new in pairs]
+        ctx.save_for_backward(d_rows, *d_trained)
+        return losses.sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *d_losses: Any) -> Any:  # type: ignore[override]
+        saved = ctx.saved_tensors
+        d_rows, *d_trained = (d if d is None else (d_losses[0] * widened(d)).to(d.dtype) for d in saved)
+        return d_rows, None, None, None, None, *d_trained
+
+
+def _chunk(
+    rows: Float[Tensor, "rows hidden"],
+    targets: Int64[Tensor, " rows"],
+    lm_head: nn.Module,
+    trained: Sequence[Tensor],
+    *,
+    smoothing: float,
+) -> tuple[Float[Tensor, " rows"], Float[Tensor, "rows hidden"], Sequence[Tensor | None]]:
+    """The loss of every row, and the gradients of the rows and of what is trained; its logits end with it."""
+    x = rows.detach().requires_grad_()
+    with torch.enable_grad():
+        logits = lm_head(x)
+    losses, d_logits = _token_losses(logits.detach(), targets, smoothing=smoothing)
+    d_x, *d_trained = torch.autograd.grad(logits, [x, *trained], d_logits, allow_unused=True)
+    return losses, d_x, d_trained
+
+
+def _token_losses(
+    logits: Float[Tensor, "rows vocab"], targets: Int64[Tensor, " rows"], *, smoothing: float
+) -> tuple[Float[Tensor, " rows"], Float[Tensor, "rows vocab"]]:
+    """The loss of every row, and its gradient in the memory of the logits."""
+    index = torch.arange(len(logits), device=logits.device)
+    wide = widened(logits)
+    wide -= wide.amax(-1, keepdim=True)
+    goal = (1 - smoothing) * wide[index, targets]
+    if smoothing:
+        goal += smoothing * wide.mean(-1)
+    total = wide.exp_().sum(-1)
+    wide /= total[:, None]  # probabilities
+    if smoothing:
+        wide -= smoothing / wide.shape[-1]
+    wide[index, targets] -= 1 - smoothing
+    return total.log() - goal, logits.copy_(wide)

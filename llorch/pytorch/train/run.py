@@ -1,0 +1,277 @@
+"""A run in a folder of its own: steps, log, validations, snapshots, and at the end the adapter.
+
+    run.json                settings and identity
+    log.jsonl               one line per step and validation; equal runs have equal bytes
+    timing.jsonl            wall times
+    snapshots/              states to resume from
+    curve.svg               the loss
+    adapter_config.json, adapter_model.safetensors       the trained adapter, as PEFT has it
+
+A validation stands behind the snapshot of its step, in the log as in time, so a resumed run makes it again.
+"""
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from llorch.errors import FormatError, MissingExtra
+from llorch.files.placing import new_file
+from llorch.files.strict_json import read_json
+from llorch.lora.peft_format import write_peft
+from llorch.pytorch.train.trainer import StepReport, Training
+from llorch.train.curve import draw_curve
+from llorch.train.log import LOG, RunLog, read_log, require_tensorboard
+from llorch.train.resume import differences, require_same
+from llorch.train.settings import TrainSettings
+from llorch.train.snapshots import SnapshotStore, is_leftover
+from llorch.train.stopping import Stopped, StopRequest
+
+RUN, CURVE = "run.json", "curve.svg"
+_LIMIT = 1 << 20  # bytes of run.json
+_OF_THE_LENGTH = ("total_steps", "warmup_steps")  # parts of the identity
+
+
+@runtime_checkable
+class Watcher(Protocol):
+    """Is told what a run does."""
+
+    def begins(self, training: Training) -> None:
+        """Model and data are loaded, and the state of a resumed run is."""
+        ...
+
+    def made(self, report: StepReport) -> None:
+        """A step was made."""
+        ...
+
+    def validated(self, step: int, loss: float) -> None:
+        """The validation set was run."""
+        ...
+
+    def note(self, line: str) -> None:
+        """Something that is good to know."""
+        ...
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """A run that came to its end.
+
+    Attributes:
+        steps: All of them, also those before it was resumed.
+        loss: Of the last step.
+        valid_loss: Step and loss of the first, the best and the last validation; None without a validation set.
+        seconds: From this start, loading not included.
+        n_parameters: Trained numbers.
+    """
+
+    steps: int
+    loss: float
+    valid_loss: Mapping[str, tuple[int, float]] | None
+    seconds: float
+    n_parameters: int
+
+
+def saved_settings(folder: Path) -> Mapping[str, Any]:
+    """The settings of a run that is there.
+
+    Args:
+        folder: Of the run.
+
+    Returns:
+        Its settings by name.
+
+    Raises:
+        FileNotFoundError: No run was begun there.
+        FormatError: Its record is damaged.
+    """
+    if not (folder / RUN).is_file():
+        raise FileNotFoundError(f"{folder}: there is no run to resume, it has no {RUN}; start it without --resume")
+    values = read_json(folder / RUN, limit=_LIMIT)
+    settings = values.get("settings")
+    if not isinstance(settings, dict):
+        raise FormatError(
+            "Malformed", "settings: expected an object, as llorch lora train writes it", path=folder / RUN
+        )
+    return settings
+
+
+def saved_threads(folder: Path) -> int | None:
+    """How many threads computed the run that is there; None where its record does not say."""
+    environment: Any = read_json(folder / RUN, limit=_LIMIT)
+    for name in ("identity", "environment", "threads"):
+        environment = environment.get(name) if isinstance(environment, dict) else None
+    return environment if isinstance(environment, int) and environment > 0 else None
+
+
+class Run:
+    """One training run and its folder."""
+
+    def __init__(
+        self,
+        settings: TrainSettings,
+        folder: Path,
+        watcher: Watcher,
+        *,
+        resume: bool = False,
+        allow_change: bool = False,
+    ) -> None:
+        """Look at the folder, then load model and data; nothing is written yet.
+
+        Args:
+            settings: What to do.
+            folder: New or empty; with `resume` that of a run.
+            watcher: Is told what happens.
+            resume: Go on from the newest snapshot, or from the start where there is none. A run that is over goes on
+                where the settings ask for more steps: those made stay, the rate follows the schedule of all steps.
+            allow_change: Go on although something has changed, which is noted in the log of the run.
+
+        Raises:
+            ValueError: The folder is in use; or as `Training`.
+            MissingExtra: Events are wanted and tensorboard is not installed.
+        """
+        self._require_place(folder, resume)
+        self._folder, self._watcher, self._resume, self._allow_change = folder, watcher, resume, allow_change
+        self._store = SnapshotStore(folder, keep=settings.keep)
+        if settings.tensorboard:
+            require_tensorboard()
+        self._training = Training(settings)
+        self._changes: list[str] = []
+
+    def run(self) -> RunResult:
+        """Train to the end.
+
+        Returns:
+            What came of it.
+
+        Raises:
+            Stopped: A signal came; the state is saved.
+            NonFiniteLoss: The last snapshot is as it was.
+            FormatError: The snapshot cannot be used, or belongs to another run.
+            ValueError: The snapshot is beyond the end of the run.
+            OSError: Something could not be written; the last snapshot is as it was.
+        """
+        with StopRequest() as stop, self._store.lock() as without:
+            if without:
+                self._watcher.note(without)
+            self._require_place(self._folder, self._resume)  # someone may have been here meanwhile
+            offset = self._restore() if self._resume else 0
+            self._write_record()
+            self._watcher.begins(self._training)
+            begin = time.perf_counter()
+            with RunLog(self._folder, offset=offset, tensorboard=self._training.settings.tensorboard) as log:
+                self._loop(log, stop)
+            return self._finish(time.perf_counter() - begin)
+
+    def _loop(self, log: RunLog, stop: StopRequest) -> None:
+        training, every = self._training, self._training.settings.save_every
+        while True:
+            offset = log.synced() if self._is_due(training.settings.eval_every) else None
+            if offset is not None:
+                self._validate(log, stop)
+            if stop.number is not None:
+                self._save(log.synced() if offset is None else offset)
+                raise self._stopped(stop.number)
+            if training.step == training.total_steps:
+                return
+            self._step(log)
+            if training.step == training.total_steps or (every and training.step % every == 0):
+                self._save(log.synced())
+
+    def _step(self, log: RunLog) -> None:
+        begin = time.perf_counter()
+        report = self._training.run_step()
+        record = {
+            "step": report.step, "loss": report.loss, "norm": report.norm, "learning_rate": report.learning_rate,
+            "trained_tokens": report.n_trained, "tokens": report.n_tokens,
+        }  # fmt: skip
+        log.step(record, seconds=time.perf_counter() - begin)
+        self._watcher.made(report)
+
+    def _validate(self, log: RunLog, stop: StopRequest) -> None:
+        if not len(self._training.data.valid):
+            return
+        loss = self._training.validate(stop=lambda: stop.number is not None)
+        if loss is not None:
+            log.validation({"step": self._training.step, "valid_loss": loss})
+            self._watcher.validated(self._training.step, loss)
+
+    def _is_due(self, every: int) -> bool:
+        step = self._training.step
+        return step in (0, self._training.total_steps) or (every > 0 and step % every == 0)
+
+    def _save(self, offset: int) -> None:
+        tensors, record = self._training.state()
+        record |= {"log_offset": offset, "identity": self._training.identity(), "changes": self._changes}
+        self._store.save(self._training.step, tensors, record)
+
+    def _restore(self) -> int:
+        """Load the newest snapshot; returns where the log goes on."""
+        found = self._store.newest()
+        if found is None:
+            self._watcher.note("there is no snapshot yet; the run starts again")
+            return 0
+        for reason in found.skipped:
+            self._watcher.note(f"passed over: {reason}")
+        record = found.record
+        saved, now = record["identity"], self._training.identity()
+        longer = found.step == saved["total_steps"] < now["total_steps"]
+        expected = saved | {name: now[name] for name in _OF_THE_LENGTH} if longer else saved
+        changes = require_same(expected, now, allow_change=self._allow_change, path=found.path)
+        if found.step > self._training.total_steps:
+            raise ValueError(
+                f"{found.path}: expected at most the {self._training.total_steps} steps of the run, got a snapshot of "
+                f"step {found.step}; ask for more --steps, or train anew in another folder"
+            )
+        for line in changes:
+            self._watcher.note(f"not bit-exact any more: {line}")
+        if longer:
+            changes += self._lengthened(saved, now)
+        self._changes = [*record["changes"], *(f"after step {found.step}: {line}" for line in changes)]
+        self._training.load(found.tensors, record)
+        return int(record["log_offset"])
+
+    def _lengthened(self, saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+        """Say what becomes of the schedule of a run that was over and goes on; returns what is different."""
+        done, total = saved["total_steps"], now["total_steps"]
+        schedule = self._training.settings.schedule
+        constant = schedule == "constant" and saved["warmup_steps"] == now["warmup_steps"]
+        bits = "the bits are" if constant else "so the bits are not"
+        self._watcher.note(
+            f"the run was over after {done} steps and goes on to {total}; from here the rate is that of the {schedule} "
+            f"schedule of {total} steps, {bits} those of a run that was begun for {total}"
+        )
+        return differences({name: saved[name] for name in _OF_THE_LENGTH}, {name: now[name] for name in _OF_THE_LENGTH})
+
+    def _write_record(self) -> None:
+        training = self._training
+        values = {"settings": training.settings.as_json(), "identity": training.identity(), "changes": self._changes}
+        with new_file(self._folder / RUN) as path:
+            path.write_text(json.dumps(values, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    def _stopped(self, number: int) -> Stopped:
+        done = f"{self._training.step} of {self._training.total_steps} steps"
+        return Stopped(number, f"stopped after {done}, which are saved in {self._folder}; go on with --resume")
+
+    def _finish(self, seconds: float) -> RunResult:
+        training, records = self._training, read_log(self._folder / LOG)
+        write_peft(training.adapter, self._folder, base=training.base)
+        try:
+            draw_curve(records, self._folder / CURVE, title=f"{training.settings.model} on {training.settings.data}")
+        except MissingExtra as error:
+            self._watcher.note(f"no {CURVE}: {error}")
+        losses = [record["loss"] for record in records if "loss" in record]
+        valid = [(record["step"], record["valid_loss"]) for record in records if "valid_loss" in record]
+        ends = {"first": valid[0], "best": min(valid, key=lambda one: one[1]), "last": valid[-1]} if valid else None
+        return RunResult(training.step, losses[-1], ends, seconds, training.adapter.n_parameters)
+
+    @staticmethod
+    def _require_place(folder: Path, resume: bool) -> None:
+        if resume:
+            saved_settings(folder)
+        elif (folder / RUN).exists():
+            raise ValueError(f"{folder}: there is a run in this folder; go on with --resume, or choose another folder")
+        elif folder.exists() and (not folder.is_dir() or not all(is_leftover(path.name) for path in folder.iterdir())):
+            raise ValueError(f"{folder}: expected a new or empty folder for the run; choose another one")

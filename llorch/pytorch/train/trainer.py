@@ -1,0 +1,234 @@
+"""Training of an adapter, one optimizer step at a time; nothing here writes files."""
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llorch.builtin import find_data
+from llorch.files import open_weights
+from llorch.lora.adapter import Adapter
+from llorch.lora.base import identity_of
+from llorch.lora.initial import initial_adapter
+from llorch.model import Opened, find
+from llorch.pytorch.device import target
+from llorch.pytorch.lora.adapters import adapter_of, attach, trainable_parameters
+from llorch.pytorch.train.adamw import AdamW
+from llorch.pytorch.train.evaluation import mean_loss
+from llorch.pytorch.train.forward import checkpoint_gradients
+from llorch.pytorch.train.loading import load_for_training
+from llorch.pytorch.train.rng import capture_rng, restore_rng, seed_rng
+from llorch.pytorch.train.step import NonFiniteLoss, Stepper
+from llorch.train.data import Plan, batches, read_data
+from llorch.train.resume import environment
+from llorch.train.schedules import learning_rate
+from llorch.train.settings import TrainSettings
+
+BETAS, EPS = (0.9, 0.999), 1e-8  # of AdamW, as torch has them
+_SPOKEN_FOR = {  # settings that change no bit of a step, or that other parts of the identity speak for
+    "model", "data", "epochs", "steps", "warmup_steps", "warmup_ratio", "gradient_checkpointing", "device",
+    "eval_every", "save_every", "keep", "tensorboard", "valid",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One optimizer step.
+
+    Attributes:
+        step: Its number, from 1.
+        loss: Mean over its trained tokens, before the update.
+        norm: Of all gradients together, before they are clipped.
+        learning_rate: That it was made with.
+        n_trained: Trained tokens.
+        n_tokens: Tokens, padding not counted.
+    """
+
+    step: int
+    loss: float
+    norm: float
+    learning_rate: float
+    n_trained: int
+    n_tokens: int
+
+
+class Training:
+    """A model, an adapter, its optimizer and its data, at some step.
+
+    Attributes:
+        settings: With the defaults that depend on the model filled in.
+        target: Device and dtype.
+        base: Which base it is.
+        data: What is trained and validated on.
+        plan: The order of training.
+        module: The model, the adapter attached.
+        parameters: What is trained.
+        total_steps: Steps of the whole run.
+        step: Steps done.
+    """
+
+    def __init__(self, settings: TrainSettings) -> None:
+        """Load model and data and put a new adapter beside the model; the generators of torch are seeded.
+
+        Args:
+            settings: What to do.
+
+        Raises:
+            FileNotFoundError: There is no such model or data.
+            FormatError: The model or the data cannot be used.
+            MemoryError: The model does not fit.
+            MissingDevice: The device is not here, or cannot compute in the dtype.
+            ValueError: A setting does not fit the model.
+        """
+        self._weights = open_weights(find(settings.model))
+        config = self._weights.config
+        self.settings = settings.with_defaults(hidden_size=config.hidden_size, context=config.max_position_embeddings)
+        self.target = target(settings.device, self.settings.dtype_name)
+        self.data = read_data(find_data(settings.data), Opened(self._weights), self.settings.data_settings)
+        counts = {"batch_size": settings.batch_size, "accumulation": settings.accumulation}
+        self.plan = Plan(self.data.rows(self.data.train), **counts, seed=settings.seed)
+        self.total_steps = settings.steps or settings.epochs * self.plan.steps_per_epoch
+        self.base = identity_of(self._weights, settings.model)
+        self._initial = initial_adapter(settings.lora, self._weights, init=settings.init, seed=settings.seed)
+        self.module = self._loaded()
+        self.parameters = trainable_parameters(self.module)
+        self._optimizer = AdamW(
+            self.parameters, betas=BETAS, eps=EPS, weight_decay=settings.weight_decay,
+            lr_ratio=settings.lora_plus_ratio, eight_bit=settings.eight_bit,
+        )  # fmt: skip
+        self._stepper = Stepper(
+            self.module, self._optimizer, self.target.device, label_smoothing=settings.label_smoothing,
+            chunk=settings.chunk or None, max_norm=settings.max_grad_norm or math.inf,
+        )  # fmt: skip
+        self.step = 0
+        seed_rng(settings.seed)
+
+    @property
+    def adapter(self) -> Adapter:
+        """The adapter as it is now, beside the base as it is in its file."""
+        return adapter_of(self.module)
+
+    def run_step(self) -> StepReport:
+        """Make one optimizer step.
+
+        Returns:
+            What it did.
+
+        Raises:
+            NonFiniteLoss: The loss or a gradient is not finite; nothing was changed.
+        """
+        made, rate = self.plan.step(self.step), self._rate()
+        try:
+            loss, norm = self._stepper.step(made, rate)
+        except NonFiniteLoss as error:
+            raise self._non_finite(str(error)) from None
+        self.step += 1
+        n_tokens = sum(int((batch.positions >= 0).sum()) for batch in made)
+        return StepReport(self.step, loss, norm, rate, sum(batch.n_trained for batch in made), n_tokens)
+
+    def validate(self, *, stop: Callable[[], bool] = lambda: False) -> float | None:
+        """Mean loss over the trained tokens of the validation set, which is not empty; see `mean_loss`.
+
+        Args:
+            stop: Asked before each batch whether to give up.
+
+        Returns:
+            The loss; None when it was given up.
+
+        Raises:
+            NonFiniteLoss: It is not finite.
+        """
+        made = batches(self.data.rows(self.data.valid), self.settings.batch_size)
+        loss = mean_loss(self.module, made, self.target.device, chunk=self.settings.chunk or None, stop=stop)
+        if loss is not None and not math.isfinite(loss):
+            raise NonFiniteLoss(
+                f"step {self.step}: expected a finite validation loss, got {loss:g}; train again with a lower --lr, or "
+                "look at the data with llorch data show"
+            )
+        return loss
+
+    def state(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        """Everything that the steps to come depend on, besides what `identity` says.
+
+        Returns:
+            Tensors `adapter/...`, `optimizer/...` and `rng/...`, and what is no tensor. On the CPU the first two are
+            the arrays in use, which the next step changes: a save needs no second copy of them.
+        """
+        found: dict[str, Tensor] = {f"adapter/{name}": value for name, value in self.parameters.items()}
+        found |= {f"optimizer/{name}": value for name, value in self._optimizer.state().items()}
+        tensors = {name: value.detach().cpu().numpy() for name, value in found.items()}
+        return tensors | capture_rng(), {"step": self.step}
+
+    def load(self, tensors: Mapping[str, np.ndarray], record: Mapping[str, Any]) -> None:
+        """Go back to a saved state.
+
+        Args:
+            tensors: Of `state`.
+            record: Of `state`.
+
+        Raises:
+            ValueError: Tensors are missing, or have other shapes.
+        """
+        saved = _below("adapter/", tensors)
+        if {n: t.shape for n, t in saved.items()} != {n: p.shape for n, p in self.parameters.items()}:
+            raise ValueError("snapshot: its adapter has other matrices or another rank; use the settings of the run")
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                parameter.copy_(saved[name])
+        self._optimizer.load(_below("optimizer/", tensors))
+        self.step = int(record["step"])
+        restore_rng(tensors)
+
+    def identity(self) -> dict[str, Any]:
+        """What has to be equal for the steps to come to be the same, bit by bit; JSON."""
+        settings = {name: value for name, value in self.settings.as_json().items() if name not in _SPOKEN_FOR}
+        flat = self._initial.flat()
+        return {
+            "base": self.base.digest,
+            "data": self.data.digest,
+            "initial_adapter": hashlib.sha256(b"".join(flat[name].tobytes() for name in flat)).hexdigest(),
+            "settings": settings,
+            "total_steps": self.total_steps,
+            "warmup_steps": self.settings.warmup_for(self.total_steps),
+            "environment": environment(str(self.target.device)),
+        }
+
+    def _loaded(self) -> Any:
+        """The model with the new adapter."""
+        settings, length = self.settings, self.data.settings.max_length
+        module = load_for_training(
+            self._weights, self.target, residency=settings.weights, batch=settings.batch_size, n_tokens=length
+        )
+        minus = self._initial if settings.init == "pissa" else None
+        attach(module, self._initial, trainable=True, minus=minus)
+        if settings.gradient_checkpointing:
+            checkpoint_gradients(module)
+        return module
+
+    def _rate(self) -> float:
+        return learning_rate(
+            self.step,
+            schedule=self.settings.schedule,
+            peak=cast(float, self.settings.lr),
+            warmup_steps=self.settings.warmup_for(self.total_steps),
+            total_steps=self.total_steps,
+        )
+
+    def _non_finite(self, what: str) -> NonFiniteLoss:
+        self._optimizer.zero_grad()
+        sources = [example.source for row in self.plan.rows(self.step) for example in row]
+        shown = ", ".join(sources[:8]) + (f" and {len(sources) - 8} more" if len(sources) > 8 else "")
+        return NonFiniteLoss(
+            f"step {self.step + 1}: expected a finite loss and gradient, got {what}, from {shown}; the step was not "
+            "made: lower --lr, or look at these rows with llorch data show"
+        )
+
+
+def _below(prefix: str, tensors: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
+    """Tensors whose names begin with a prefix, without it."""
+    return {name.removeprefix(prefix): torch.from_numpy(a) for name, a in tensors.items() if name.startswith(prefix)}

@@ -1,0 +1,315 @@
+"""What producers showed for a model: taken live, or read from the goldens that were stored.
+
+A *case* is an input: `near` starts at position 0, `far` some thousands of positions on, where RoPE angles are large.
+Goldens of one producer lie in one safetensors file; names are `<case>/<stage key>`. The truth has a file like theirs.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from llorch.config import ModelConfig
+from llorch.numerics import DtypeName
+from llorch.sampling import SamplingSettings
+from llorch.verify.compare import Difference, Tolerance
+from llorch.verify.replay import Pass
+from llorch.verify.witnesses import Producer
+
+PRODUCERS = ("llamacpp", "transformers")
+TRUTH = "truth"
+STEP_LOGITS = "near/step_logits"
+HALF_DTYPES: tuple[DtypeName, ...] = ("bfloat16", "float16")
+FAR_POSITION = 4000
+FAR_TOKENS = 8
+N_GREEDY = 24
+SAMPLINGS: Mapping[str, SamplingSettings] = {
+    "temperature": SamplingSettings(temperature=0.7),
+    "top_k": SamplingSettings(temperature=1.0, top_k=7),
+    "top_p": SamplingSettings(temperature=1.3, top_p=0.8),
+    "min_p": SamplingSettings(temperature=1.0, min_p=0.02),
+    "penalty": SamplingSettings(temperature=1.0, repetition_penalty=1.4),
+    "all": SamplingSettings(temperature=1.1, top_k=40, top_p=0.9, min_p=0.01, repetition_penalty=1.2),
+}
+
+Distances = Mapping[str, Mapping[str, Mapping[str, Difference]]]  # producer -> case -> stage key -> distance
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What one producer showed.
+
+    Attributes:
+        traces: Case to trace.
+        selected_logits: The row its sampler sees after the tokens of `near`.
+        probabilities: Name in `SAMPLINGS` to its distribution, made from `sampler_inputs`.
+        greedy: Its greedy continuation of `near`.
+    """
+
+    traces: Mapping[str, Mapping[str, np.ndarray]]
+    selected_logits: np.ndarray
+    probabilities: Mapping[str, np.ndarray]
+    greedy: np.ndarray
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Everything under one name each, as stored."""
+        flat = {f"{case}/{key}": array for case, trace in self.traces.items() for key, array in trace.items()}
+        flat |= {f"near/probabilities.{name}": array for name, array in self.probabilities.items()}
+        return flat | {"near/selected_logits": self.selected_logits, "near/generation": self.greedy}
+
+    @classmethod
+    def from_arrays(cls, flat: Mapping[str, np.ndarray]) -> "Evidence":
+        """The inverse of `arrays`."""
+        traces: dict[str, dict[str, np.ndarray]] = {}
+        for name, array in flat.items():
+            case, key = name.split("/")
+            traces.setdefault(case, {})[key] = array
+        near = traces["near"]
+        return cls(
+            selected_logits=near.pop("selected_logits"),
+            greedy=near.pop("generation"),
+            probabilities={name: near.pop(f"probabilities.{name}") for name in SAMPLINGS},
+            traces=traces,
+        )
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What an engine that someone else wrote shows in pure float64, see `llorch.verify.truth`.
+
+    Attributes:
+        evidence: As a producer shows it, float64.
+        step_logits: Logits of every step of its greedy text, (steps, vocab).
+        isolated: How far each golden is from what float64 makes of its own inputs; with `l0.attention` of each layer.
+    """
+
+    evidence: Evidence
+    step_logits: np.ndarray
+    isolated: Distances
+
+
+@dataclass(frozen=True)
+class TokenCheck:
+    """A text and the ids that each producer's tokenizer gives for it."""
+
+    text: str
+    ids: Mapping[str, Sequence[int]]  # by producer
+
+
+Tolerances = dict[str, dict[str, dict[str, Tolerance]]]  # case -> mode -> stage -> tolerance
+Errors = dict[str, dict[str, dict[str, dict[str, float]]]]  # producer -> case -> mode -> stage -> error
+
+
+@dataclass(frozen=True)
+class Golden:
+    """The stored goldens of one model; of runs in half precision only what is made from them; see `half`."""
+
+    cases: Mapping[str, Pass]
+    evidence: Mapping[str, Evidence]  # by producer
+    truth: Truth
+    tolerances: Tolerances
+    half_tolerances: Mapping[str, Tolerances]  # by dtype
+    half_errors: Mapping[str, Errors]  # by dtype: how far the producers are from the truth
+    tensors: Mapping[str, str]  # the file's tensor table by a foreign reader, see `foundation`
+    tokens: Sequence[TokenCheck]
+    provenance: Mapping[str, object]
+
+
+def cases_for(ids: Sequence[int], config: ModelConfig) -> dict[str, Pass]:
+    """The inputs made from one prompt: at the start, and as far on as the context allows.
+
+    Args:
+        ids: The prompt.
+        config: Bounds the positions.
+
+    Returns:
+        Case to pass.
+    """
+    n_far = min(FAR_TOKENS, len(ids))
+    far = min(FAR_POSITION, config.max_position_embeddings - n_far)
+    return {"near": Pass(tuple(ids)), "far": Pass(tuple(ids[:n_far]), far)}
+
+
+def sampler_inputs(ids: Sequence[int], vocab_size: int) -> tuple[np.ndarray, tuple[int, ...]]:
+    """What the sampling filters are shown: a model that is sure of its next token would hide most mistakes.
+
+    Args:
+        ids: The prompt.
+        vocab_size: Length of the logits.
+
+    Returns:
+        Logits of both signs among which no token dominates, and a history in which tokens repeat, likely ones too.
+    """
+    logits = np.random.default_rng(vocab_size).normal(0, 2, vocab_size).astype(np.float32)
+    likely = [int(token) for token in np.argsort(-logits)[:4]]
+    return logits, (*ids, *ids[:3], *likely, likely[1])
+
+
+def take(producer: Producer, cases: Mapping[str, Pass], *, n_greedy: int = N_GREEDY) -> Evidence:
+    """Run a producer on every case.
+
+    Args:
+        producer: Opened on the model.
+        cases: See `cases_for`.
+        n_greedy: Length of the greedy continuation.
+
+    Returns:
+        What it showed.
+    """
+    near = cases["near"].ids
+    selected = producer.selected_logits(near)
+    logits, history = sampler_inputs(near, selected.size)
+    return Evidence(
+        traces={name: producer.trace(c.ids, first_position=c.first_position) for name, c in cases.items()},
+        selected_logits=selected,
+        probabilities={name: producer.probabilities(logits, settings, history) for name, settings in SAMPLINGS.items()},
+        greedy=np.asarray(producer.greedy(near, n_greedy), np.int64),
+    )
+
+
+@contextmanager
+def not_run(name: str, failed: dict[str, str] | None) -> Iterator[None]:
+    """Note that a producer cannot run a model, or did not survive it, and let the others go on.
+
+    Args:
+        name: The producer.
+        failed: Filled with the reason; without it errors are raised.
+
+    Yields:
+        Nothing.
+    """
+    try:
+        yield
+    except (ImportError, LookupError, MemoryError, OSError, RuntimeError, ValueError) as error:
+        if failed is None:
+            raise
+        kind = type(error).__name__ if isinstance(error, LookupError) or not str(error) else ""
+        failed[name] = " ".join([kind, *str(error).split()]).strip()
+
+
+def save(folder: Path, golden: Golden) -> None:
+    """Write the goldens of one model; the same content gives the same bytes.
+
+    Args:
+        folder: Made when absent.
+        golden: What to store.
+    """
+    from safetensors.numpy import save as to_bytes
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for producer, evidence in golden.evidence.items():
+        _replace(folder / f"{producer}.safetensors", to_bytes(evidence.arrays()))
+    true = golden.truth.evidence.arrays() | {STEP_LOGITS: golden.truth.step_logits}
+    _replace(folder / f"{TRUTH}.safetensors", to_bytes(true))
+    record = {
+        "cases": {name: asdict(case) for name, case in golden.cases.items()},
+        "half_errors": golden.half_errors,
+        "half_tolerances": {dtype: _plain(made) for dtype, made in golden.half_tolerances.items()},
+        "isolated": _plain_distances(golden.truth.isolated),
+        "provenance": golden.provenance,
+        "tensors": golden.tensors,
+        "tokens": [asdict(check) for check in golden.tokens],
+        "tolerances": _plain(golden.tolerances),
+    }
+    _replace(folder / "golden.json", (json.dumps(record, indent=1, sort_keys=True) + "\n").encode())
+
+
+def read(folder: Path) -> Golden:
+    """Read stored goldens.
+
+    Args:
+        folder: Written by `save`.
+
+    Returns:
+        The goldens.
+
+    Raises:
+        FileNotFoundError: A file is missing; a missing golden is a failure, never a pass.
+        ValueError: A part of it is missing.
+    """
+    from safetensors.numpy import load_file
+
+    for name in ("golden.json", *(f"{producer}.safetensors" for producer in (*PRODUCERS, TRUTH))):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"golden {folder / name} is missing; make it with reference_outputs/regenerate.py")
+    record = json.loads((folder / "golden.json").read_text())
+    if record["cases"].keys() != {"near", "far"} or not record["tensors"] or not record["tokens"]:
+        raise ValueError(
+            f"golden {folder / 'golden.json'}: expected the cases near and far, tensors and tokens, got cases "
+            f"{sorted(record['cases'])}, {len(record['tensors'])} tensors, {len(record['tokens'])} texts; "
+            "run reference_outputs/regenerate.py"
+        )
+    for key, wanted in {"half_tolerances": HALF_DTYPES, "half_errors": HALF_DTYPES, "isolated": PRODUCERS}.items():
+        if record.get(key, {}).keys() != {*wanted}:
+            raise ValueError(
+                f"golden {folder / 'golden.json'}: expected {key} of {' and '.join(wanted)}, "
+                f"got {sorted(record.get(key, {})) or 'none'}; run reference_outputs/regenerate.py"
+            )
+    true = load_file(folder / f"{TRUTH}.safetensors")
+    steps = true.pop(STEP_LOGITS)
+    return Golden(
+        truth=Truth(Evidence.from_arrays(true), steps, _distances(record["isolated"])),
+        cases={name: Pass(tuple(case["ids"]), case["first_position"]) for name, case in record["cases"].items()},
+        evidence={p: Evidence.from_arrays(load_file(folder / f"{p}.safetensors")) for p in PRODUCERS},
+        tolerances=_tolerances(record["tolerances"]),
+        half_tolerances={dtype: _tolerances(plain) for dtype, plain in record["half_tolerances"].items()},
+        half_errors=record["half_errors"],
+        tensors=record["tensors"],
+        tokens=[TokenCheck(**check) for check in record["tokens"]],
+        provenance=record["provenance"],
+    )
+
+
+def sha256(path: Path) -> str:
+    """Hash of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _plain(tolerances: Tolerances) -> dict[str, dict[str, dict[str, dict[str, float]]]]:
+    """Tolerances as JSON holds them."""
+    return {
+        case: {mode: {stage: asdict(t) for stage, t in by_stage.items()} for mode, by_stage in modes.items()}
+        for case, modes in tolerances.items()
+    }
+
+
+def _tolerances(plain: Mapping[str, Mapping[str, Mapping[str, Mapping[str, float]]]]) -> Tolerances:
+    """The inverse of `_plain`."""
+    return {
+        case: {mode: {stage: Tolerance(**t) for stage, t in by_stage.items()} for mode, by_stage in modes.items()}
+        for case, modes in plain.items()
+    }
+
+
+def _plain_distances(distances: Distances) -> dict[str, dict[str, dict[str, list[float]]]]:
+    """Distances as JSON holds them: error and worst element, with four digits; more would be noise."""
+    return {
+        producer: {
+            case: {key: [float(f"{n:.3e}") for n in (d.error, d.worst)] for key, d in found.items()}
+            for case, found in cases.items()
+        }
+        for producer, cases in distances.items()
+    }
+
+
+def _distances(plain: Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]) -> Distances:
+    """The inverse of `_plain_distances`."""
+    return {
+        producer: {
+            case: {key: Difference(error, worst) for key, (error, worst) in found.items()}
+            for case, found in cases.items()
+        }
+        for producer, cases in plain.items()
+    }
+
+
+def _replace(path: Path, content: bytes) -> None:
+    temporary = path.with_suffix(path.suffix + ".tmp")
+    temporary.write_bytes(content)
+    os.replace(temporary, path)

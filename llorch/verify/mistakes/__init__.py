@@ -1,0 +1,66 @@
+"""The library of known mistakes, as data: what people got wrong when they ported these models.
+
+`STAGE_MISTAKES` belong to stages of the table, `SAMPLING` to the steps from the logits to a distribution,
+`GENERATION` to the loop, `QUANTISED` to the parts of a product with a quantised matrix. `diagnose` compares a
+wrong result with them; tests plant every one of them. `TRAINING` are functions to be put in the place of ours.
+"""
+
+from collections.abc import Mapping
+
+from llorch.stages import StageInputs
+from llorch.verify.mistakes.attention import ATTENTION
+from llorch.verify.mistakes.block import BLOCK
+from llorch.verify.mistakes.cache import CACHE
+from llorch.verify.mistakes.embedding import EMBEDDING
+from llorch.verify.mistakes.feed_forward import FEED_FORWARD
+from llorch.verify.mistakes.generation import GENERATION, GenerationInputs
+from llorch.verify.mistakes.mistake import AFTER_LOGITS, IN_PRODUCTS, Mistake, checkpoint_of
+from llorch.verify.mistakes.norm import NORM
+from llorch.verify.mistakes.projection import PROJECTION
+from llorch.verify.mistakes.quantised import QUANTISED, QuantisedInputs
+from llorch.verify.mistakes.rope import ROPE
+from llorch.verify.mistakes.sampling import SAMPLING, SamplerInputs
+from llorch.verify.mistakes.training import TRAINING, TrainingMistake
+
+__all__ = [
+    "AFTER_LOGITS",
+    "GENERATION",
+    "IN_PRODUCTS",
+    "MISTAKES",
+    "QUANTISED",
+    "SAMPLING",
+    "STAGE_MISTAKES",
+    "TRAINING",
+    "GenerationInputs",
+    "Mistake",
+    "QuantisedInputs",
+    "SamplerInputs",
+    "TrainingMistake",
+    "checkpoint_of",
+    "of_checkpoint",
+]
+
+STAGE_MISTAKES: tuple[Mistake[StageInputs], ...] = (
+    *EMBEDDING, *NORM, *PROJECTION, *ROPE, *CACHE, *ATTENTION, *FEED_FORWARD, *BLOCK,
+)  # fmt: skip
+
+MISTAKES: Mapping[
+    str,
+    Mistake[StageInputs]
+    | Mistake[SamplerInputs]
+    | Mistake[GenerationInputs]
+    | Mistake[QuantisedInputs]
+    | TrainingMistake,
+] = {mistake.name: mistake for mistake in (*STAGE_MISTAKES, *SAMPLING, *GENERATION, *QUANTISED, *TRAINING)}
+
+
+def of_checkpoint(number: str) -> list[str]:
+    """Names of the mistakes that a checkpoint catches, in the order of the library.
+
+    Args:
+        number: As in `pytest -k checkpoint_01b`.
+
+    Returns:
+        The names.
+    """
+    return [name for name, mistake in MISTAKES.items() if number in mistake.checkpoints]

@@ -1,0 +1,61 @@
+"""What a known mistake is: a wrong variant of one or more stages, with a name and a sentence for who made it.
+
+The right op and the wrong variant read the same inputs, so a result that equals the wrong variant's names its mistake.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from llorch.config import ModelConfig
+from llorch.stages import BY_NAME
+from llorch.verify.training.stages import TRAINING_STAGES
+
+Inputs = TypeVar("Inputs")
+AFTER_LOGITS = {"selected_logits": "09", "argmax": "10", "probabilities": "11", "generation": "12"}  # -> checkpoint
+IN_TRAINING = {stage.name: stage.checkpoint for stage in TRAINING_STAGES}
+IN_PRODUCTS = {"decode": "13", "rounding": "13", "product": "13"}  # what a quantised product consists of
+
+
+def every_model(config: ModelConfig) -> bool:
+    """A mistake that can be made with any configuration."""
+    return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mistake(Generic[Inputs]):
+    """One known mistake.
+
+    Attributes:
+        name: Kebab-case, unique.
+        stages: Where it strikes: stages of the table, one of `AFTER_LOGITS`, or some of `IN_PRODUCTS`.
+        diagnosis: What was done and what is right, in one sentence.
+        wrong: Makes the wrong array from the inputs of the right op and the name of the stage.
+        reads: Stages that it reads beside the inputs of the right op.
+        cases: Inputs that show it: `near` and `far`, names in `SAMPLINGS`, types of a matrix, or a case of its
+            checkpoint.
+        after_cached: It shows only in a pass that continues a cache.
+        applies_to: Whether it can be made with a configuration.
+    """
+
+    name: str
+    stages: tuple[str, ...]
+    diagnosis: str
+    wrong: Callable[[Inputs, str], np.ndarray]
+    reads: tuple[str, ...] = ()
+    cases: tuple[str, ...] = ("near", "far")
+    after_cached: bool = False
+    applies_to: Callable[[ModelConfig], bool] = every_model
+
+    @property
+    def checkpoints(self) -> tuple[str, ...]:
+        """Numbers of the checkpoints that its stages belong to, the first stage's first."""
+        return tuple(dict.fromkeys(checkpoint_of(stage) for stage in self.stages))
+
+
+def checkpoint_of(stage: str) -> str:
+    """The number of the checkpoint that a stage, a step after the logits, of a product or of training belongs to."""
+    steps = AFTER_LOGITS | IN_PRODUCTS | IN_TRAINING
+    return steps[stage] if stage in steps else BY_NAME[stage].checkpoint

@@ -1,0 +1,181 @@
+"""Mistakes of every linear projection, and those of queries, keys and values: bias, order of rows, input."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from llorch.config import ModelConfig
+from llorch.files.names import interleave, undo_interleave
+from llorch.ops.linear import linear
+from llorch.stages import StageInputs, output_matrix
+from llorch.verify.mistakes.mistake import Mistake
+
+PROJECTIONS = {
+    "q_proj": ("attn_norm", "q_proj"), "k_proj": ("attn_norm", "k_proj"), "v_proj": ("attn_norm", "v_proj"),
+    "attn_out": ("attn_context", "o_proj"), "ffn_gate": ("ffn_norm", "gate_proj"), "ffn_up": ("ffn_norm", "up_proj"),
+    "ffn_out": ("ffn_act", "down_proj"),
+}  # fmt: skip  # stage -> input, weight
+QKV = ("q_proj", "k_proj", "v_proj")
+
+
+def _parts(s: StageInputs, stage: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Input, weight and bias of the right projection."""
+    if stage == "logits":
+        return s["final_norm"], s.weights[output_matrix(s.config)], None
+    x, projection = PROJECTIONS[stage]
+    return s[x], s.weights[projection], s.weights.get(projection.replace("_proj", "_bias"))
+
+
+def _n_heads(s: StageInputs, stage: str) -> int:
+    return s.config.n_heads if stage == "q_proj" else s.config.n_kv_heads
+
+
+def dimensions_not_reversed(s: StageInputs, stage: str) -> np.ndarray:
+    """The bytes of (out, in) taken as (in, out)."""
+    x, weight, bias = _parts(s, stage)
+    return linear(x, weight.reshape(weight.shape[::-1]).T, bias)
+
+
+def weight_never_loaded(s: StageInputs, stage: str) -> np.ndarray:
+    """A weight of zeros."""
+    x, weight, bias = _parts(s, stage)
+    return linear(x, np.zeros_like(weight), bias)
+
+
+def bias_missing(s: StageInputs, stage: str) -> np.ndarray:
+    """No bias."""
+    x, weight, _ = _parts(s, stage)
+    return linear(x, weight)
+
+
+def bias_twice(s: StageInputs, stage: str) -> np.ndarray:
+    """The bias added by the kernel and again after it."""
+    x, weight, bias = _parts(s, stage)
+    assert bias is not None
+    return linear(x, weight, bias) + bias
+
+
+def keys_and_values_swapped(s: StageInputs, stage: str) -> np.ndarray:
+    """The other one's weight and bias."""
+    return s.linear("attn_norm", "v_proj" if stage == "k_proj" else "k_proj")
+
+
+def input_not_normalised(s: StageInputs, stage: str) -> np.ndarray:
+    """The block's input projected."""
+    _, weight, bias = _parts(s, stage)
+    return linear(s["block_in"], weight, bias)
+
+
+def heads_interleaved(s: StageInputs, stage: str) -> np.ndarray:
+    """Outputs cut into (head_dim, heads) instead of (heads, head_dim)."""
+    y = linear(*_parts(s, stage))
+    return y.reshape(len(y), s.config.head_dim, -1).swapaxes(1, 2).reshape(y.shape)
+
+
+def fused_per_group(s: StageInputs, stage: str) -> np.ndarray:
+    """Rows of q, k and v, one after the other, cut as if stored group by group."""
+    config, groups = s.config, s.config.n_kv_heads
+    rows = np.concatenate([linear(*_parts(s, name)) for name in QKV], axis=1)
+    rows = rows.reshape(len(rows), groups, config.group_size + 2, config.head_dim)  # queries, key, value of a group
+    part = {"q_proj": rows[:, :, :-2], "k_proj": rows[:, :, -2], "v_proj": rows[:, :, -1]}[stage]
+    return part.reshape(len(rows), -1)
+
+
+def rows_left_interleaved(s: StageInputs, stage: str) -> np.ndarray:
+    """Rows in the order of a Llama GGUF file."""
+    return _reordered(s, stage, lambda rows: interleave(rows, _n_heads(s, stage)))
+
+
+def rows_reordered_needlessly(s: StageInputs, stage: str) -> np.ndarray:
+    """Llama's order undone in a file that never had it."""
+    return _reordered(s, stage, lambda rows: undo_interleave(rows, _n_heads(s, stage)))
+
+
+def keys_reordered_by_query_heads(s: StageInputs, stage: str) -> np.ndarray:
+    """Key rows written with the number of query heads."""
+    n_heads, n_kv_heads = s.config.n_heads, s.config.n_kv_heads
+    return _reordered(s, stage, lambda rows: undo_interleave(interleave(rows, n_heads), n_kv_heads))
+
+
+def _reordered(s: StageInputs, stage: str, reorder: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    x, weight, bias = _parts(s, stage)
+    return linear(x, reorder(weight), None if bias is None else reorder(bias))
+
+
+def output_heads_interleaved(s: StageInputs, stage: str) -> np.ndarray:
+    """Columns of o_proj taken as (head_dim, heads)."""
+    x, weight, bias = _parts(s, stage)
+    columns = weight.reshape(len(weight), s.config.head_dim, -1).swapaxes(1, 2)  # (hidden, heads, head_dim)
+    return linear(x, columns.reshape(weight.shape), bias)
+
+
+def output_skipped(s: StageInputs, stage: str) -> np.ndarray:
+    """The joined heads as they are."""
+    return s["attn_context"]
+
+
+def _is_llama(config: ModelConfig) -> bool:
+    return config.family == "llama"
+
+
+PROJECTION: tuple[Mistake[StageInputs], ...] = (
+    Mistake(
+        name="weight-dimensions-not-reversed", stages=(*PROJECTIONS, "logits"), wrong=dimensions_not_reversed,
+        diagnosis="The weight was read as (in, out), its GGUF dimensions as they stand or a square matrix transposed; "
+        "in memory it is (out, in) and y = x @ weight.T.",
+    ),
+    Mistake(
+        name="weight-never-loaded", stages=(*PROJECTIONS, "logits"), wrong=weight_never_loaded,
+        diagnosis="The weight is all zeros: it was never loaded, or under another name.",
+    ),
+    Mistake(
+        name="qkv-bias-missing", stages=QKV, wrong=bias_missing, applies_to=lambda config: config.qkv_bias,
+        diagnosis="The bias was not added; Qwen2 has one for queries, keys and values.",
+    ),
+    Mistake(
+        name="qkv-bias-twice", stages=QKV, wrong=bias_twice, applies_to=lambda config: config.qkv_bias,
+        diagnosis="The bias was added twice.",
+    ),
+    Mistake(
+        name="qkv-keys-and-values-swapped", stages=("k_proj", "v_proj"), wrong=keys_and_values_swapped,
+        diagnosis="The weights of keys and values were exchanged; a fused matrix holds q, k, v in this order.",
+    ),
+    Mistake(
+        name="qkv-input-not-normalised", stages=QKV, wrong=input_not_normalised, reads=("block_in",),
+        diagnosis="The block's input was projected; q, k and v read attn_norm.",
+    ),
+    Mistake(
+        name="qkv-heads-interleaved", stages=QKV, wrong=heads_interleaved,
+        diagnosis="Outputs were cut into (head_dim, heads); the rows of one head lie together: (heads, head_dim).",
+    ),
+    Mistake(
+        name="qkv-fused-per-group", stages=QKV, wrong=fused_per_group,
+        diagnosis="A fused matrix was cut group by group (queries, key, value of each key head); it holds all queries, "
+        "then all keys, then all values.",
+    ),
+    Mistake(
+        name="qk-rows-left-interleaved", stages=("q_proj", "k_proj"), wrong=rows_left_interleaved,
+        applies_to=_is_llama,
+        diagnosis="Rows of q and k are in the interleaved order of Llama GGUF files; bring them to half-split order, "
+        "or rotate neighbouring pairs.",
+    ),
+    Mistake(
+        name="qk-rows-reordered-needlessly", stages=("q_proj", "k_proj"), wrong=rows_reordered_needlessly,
+        applies_to=lambda config: not _is_llama(config),
+        diagnosis="Rows of q and k were reordered as for a Llama GGUF file; Qwen files are in half-split order.",
+    ),
+    Mistake(
+        name="k-rows-reordered-by-query-heads", stages=("k_proj",), wrong=keys_reordered_by_query_heads,
+        applies_to=lambda config: _is_llama(config) and config.kv_width % (2 * config.n_heads) == 0,
+        diagnosis="Rows of k were reordered with the number of query heads; with grouped heads k has n_kv_heads.",
+    ),
+    Mistake(
+        name="o-proj-heads-interleaved", stages=("attn_out",), wrong=output_heads_interleaved,
+        diagnosis="Columns of o_proj were read as (head_dim, heads); its input is one head after the other.",
+    ),
+    Mistake(
+        name="o-proj-skipped", stages=("attn_out",), wrong=output_skipped,
+        applies_to=lambda config: config.q_width == config.hidden_size,
+        diagnosis="The joined heads were not projected; o_proj mixes them back into the residual stream.",
+    ),
+)  # fmt: skip

@@ -1,0 +1,302 @@
+"""Mistakes of checkpoints 09 to 11: the row that is sampled from, the greedy token, the filters."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from llorch.sampling import (
+    SamplingSettings,
+    keep_min_p,
+    keep_top_k,
+    keep_top_p,
+    penalise,
+    probabilities,
+    softmax,
+)
+from llorch.verify.mistakes.mistake import Mistake
+
+
+@dataclass(frozen=True)
+class SamplerInputs:
+    """All that a step after the logits may read.
+
+    Attributes:
+        logits: Of every token of the pass, (seq, vocab).
+        settings: The filters.
+        history: Tokens so far.
+    """
+
+    logits: np.ndarray
+    settings: SamplingSettings
+    history: Sequence[int]
+
+    @property
+    def row(self) -> np.ndarray:
+        """What is sampled from: the logits of the last token."""
+        return self.logits[-1]
+
+    def probabilities(self, **changes: int | float) -> np.ndarray:
+        """The right distribution for some other settings."""
+        return probabilities(self.row, replace(self.settings, **changes), self.history)  # pyright: ignore[reportArgumentType]
+
+
+RIGHT: Mapping[str, Callable[[SamplerInputs], np.ndarray]] = {
+    "selected_logits": lambda s: s.row,
+    "argmax": lambda s: np.asarray([np.argmax(s.row)]),
+    "probabilities": lambda s: s.probabilities(),
+}
+
+
+def first_row(s: SamplerInputs, step: str) -> np.ndarray:
+    """The first token's logits."""
+    return s.logits[0]
+
+
+def row_before_last(s: SamplerInputs, step: str) -> np.ndarray:
+    """One token too early."""
+    return s.logits[-2]
+
+
+def mean_of_rows(s: SamplerInputs, step: str) -> np.ndarray:
+    """Logits averaged over the tokens."""
+    return s.logits.mean(axis=0)
+
+
+def last_of_ties(s: SamplerInputs, step: str) -> np.ndarray:
+    """The highest id among equal logits."""
+    return np.asarray([s.row.size - 1 - np.argmax(s.row[::-1])])
+
+
+def smallest(s: SamplerInputs, step: str) -> np.ndarray:
+    """An ascending sort read from its front."""
+    return np.asarray([np.argmin(s.row)])
+
+
+def counted_from_one(s: SamplerInputs, step: str) -> np.ndarray:
+    """Ids from 1."""
+    return np.asarray([np.argmax(s.row) + 1])
+
+
+def penalty_divides_all(s: SamplerInputs, step: str) -> np.ndarray:
+    """Negative logits divided as well."""
+    logits = s.row.copy()
+    logits[np.unique(s.history)] /= logits.dtype.type(s.settings.repetition_penalty)
+    return _filtered(s, logits)
+
+
+def penalty_per_occurrence(s: SamplerInputs, step: str) -> np.ndarray:
+    """Penalised once for every occurrence."""
+    logits = s.row
+    for token in s.history:
+        logits = penalise(logits, [token], penalty=s.settings.repetition_penalty)
+    return _filtered(s, logits)
+
+
+def penalty_subtracted(s: SamplerInputs, step: str) -> np.ndarray:
+    """A presence penalty."""
+    logits = s.row.copy()
+    logits[np.unique(s.history)] -= logits.dtype.type(s.settings.repetition_penalty)
+    return _filtered(s, logits)
+
+
+def penalty_ignored(s: SamplerInputs, step: str) -> np.ndarray:
+    """Settings not handed on."""
+    return s.probabilities(repetition_penalty=1.0)
+
+
+def temperature_ignored(s: SamplerInputs, step: str) -> np.ndarray:
+    """Settings not handed on."""
+    return s.probabilities(temperature=1.0)
+
+
+def temperature_multiplied(s: SamplerInputs, step: str) -> np.ndarray:
+    """Logits multiplied."""
+    return s.probabilities(temperature=1 / s.settings.temperature)
+
+
+def temperature_after_filters(s: SamplerInputs, step: str) -> np.ndarray:
+    """The filters see logits at temperature 1."""
+    logits = _kept(s, _penalised(s))
+    return softmax(logits / logits.dtype.type(s.settings.temperature))
+
+
+def top_k_ignored(s: SamplerInputs, step: str) -> np.ndarray:
+    """Settings not handed on."""
+    return s.probabilities(top_k=0)
+
+
+def top_k_one_less(s: SamplerInputs, step: str) -> np.ndarray:
+    """The k-th token dropped."""
+    return s.probabilities(top_k=max(s.settings.top_k - 1, 0))  # 0 keeps all, as in the right op
+
+
+def top_k_one_more(s: SamplerInputs, step: str) -> np.ndarray:
+    """One token more than k."""
+    return s.probabilities(top_k=s.settings.top_k + (s.settings.top_k > 0))
+
+
+def top_p_ignored(s: SamplerInputs, step: str) -> np.ndarray:
+    """Settings not handed on."""
+    return s.probabilities(top_p=1.0)
+
+
+def top_p_on_logits(s: SamplerInputs, step: str) -> np.ndarray:
+    """Logits summed up in place of probabilities."""
+    if s.settings.top_p == 1:
+        return s.probabilities()
+    logits = keep_top_k(_tempered(s), k=s.settings.top_k)
+    order = np.argsort(-logits, kind="stable")
+    n_keep = int(np.argmax(np.cumsum(logits[order]) >= s.settings.top_p)) + 1
+    return _only(s, logits, order[:n_keep])
+
+
+def top_p_drops_crossing(s: SamplerInputs, step: str) -> np.ndarray:
+    """The token that reaches p is removed."""
+    if s.settings.top_p == 1:
+        return s.probabilities()
+    logits = keep_top_k(_tempered(s), k=s.settings.top_k)
+    order = np.argsort(-logits, kind="stable")
+    n_below = int(np.searchsorted(np.cumsum(softmax(logits)[order], dtype=np.float64), s.settings.top_p))
+    return _only(s, logits, order[: max(n_below, 1)])
+
+
+def min_p_ignored(s: SamplerInputs, step: str) -> np.ndarray:
+    """Settings not handed on."""
+    return s.probabilities(min_p=0.0)
+
+
+def min_p_absolute(s: SamplerInputs, step: str) -> np.ndarray:
+    """The threshold not scaled by the best probability."""
+    logits = keep_top_p(keep_top_k(_tempered(s), k=s.settings.top_k), p=s.settings.top_p)
+    return softmax(np.where(softmax(logits) < s.settings.min_p, -np.inf, logits).astype(logits.dtype))
+
+
+def not_renormalised(s: SamplerInputs, step: str) -> np.ndarray:
+    """Removed tokens set to zero, nothing else."""
+    logits = _tempered(s)
+    return np.where(s.probabilities() > 0, softmax(logits), 0).astype(logits.dtype)
+
+
+def _penalised(s: SamplerInputs) -> np.ndarray:
+    return penalise(s.row, s.history, penalty=s.settings.repetition_penalty)
+
+
+def _tempered(s: SamplerInputs) -> np.ndarray:
+    logits = _penalised(s)
+    return logits / logits.dtype.type(s.settings.temperature)
+
+
+def _kept(s: SamplerInputs, logits: np.ndarray) -> np.ndarray:
+    """The filters after temperature, in the right order."""
+    logits = keep_top_p(keep_top_k(logits, k=s.settings.top_k), p=s.settings.top_p)
+    return keep_min_p(logits, min_p=s.settings.min_p)
+
+
+def _filtered(s: SamplerInputs, penalised: np.ndarray) -> np.ndarray:
+    """The right chain after a penalty."""
+    return softmax(_kept(s, penalised / penalised.dtype.type(s.settings.temperature)))
+
+
+def _only(s: SamplerInputs, logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """The distribution when top-p kept these tokens."""
+    kept = np.full_like(logits, -np.inf)
+    kept[tokens] = logits[tokens]
+    return softmax(keep_min_p(kept, min_p=s.settings.min_p))
+
+
+SELECTED, ARGMAX, PROBABILITIES = ("selected_logits",), ("argmax",), ("probabilities",)
+PENALISED, TEMPERED = ("penalty", "all"), ("temperature", "top_p", "all")
+
+SAMPLING: tuple[Mistake[SamplerInputs], ...] = (
+    Mistake(
+        name="selected-first-row", stages=SELECTED, cases=("near",), wrong=first_row,
+        diagnosis="The first token's logits were used; the next token is predicted by the last row.",
+    ),
+    Mistake(
+        name="selected-row-before-last", stages=SELECTED, cases=("near",), wrong=row_before_last,
+        diagnosis="The row before the last was used; row n - 1 predicts the token after n tokens.",
+    ),
+    Mistake(
+        name="selected-mean-of-rows", stages=SELECTED, cases=("near",), wrong=mean_of_rows,
+        diagnosis="Logits were averaged over the tokens; only the last row counts.",
+    ),
+    Mistake(
+        name="argmax-last-of-ties", stages=ARGMAX, cases=("tie",), wrong=last_of_ties,
+        diagnosis="Of two equal logits the later was taken; ties go to the lowest id.",
+    ),
+    Mistake(
+        name="argmax-smallest", stages=ARGMAX, cases=("near",), wrong=smallest,
+        diagnosis="The least likely token was taken; the sort is ascending.",
+    ),
+    Mistake(
+        name="argmax-counted-from-one", stages=ARGMAX, cases=("near",), wrong=counted_from_one,
+        diagnosis="The id is one too high; ids count from 0.",
+    ),
+    Mistake(
+        name="penalty-divides-negative-logits", stages=PROBABILITIES, cases=("penalty",), wrong=penalty_divides_all,
+        diagnosis="Negative logits of seen tokens were divided, which makes them likelier; multiply those.",
+    ),
+    Mistake(
+        name="penalty-per-occurrence", stages=PROBABILITIES, cases=PENALISED, wrong=penalty_per_occurrence,
+        diagnosis="A token was penalised once per occurrence; once is enough, however often it was seen.",
+    ),
+    Mistake(
+        name="penalty-subtracted", stages=PROBABILITIES, cases=PENALISED, wrong=penalty_subtracted,
+        diagnosis="The penalty was subtracted (presence penalty); the repetition penalty divides or multiplies.",
+    ),
+    Mistake(
+        name="penalty-ignored", stages=PROBABILITIES, cases=PENALISED, wrong=penalty_ignored,
+        diagnosis="The repetition penalty had no effect.",
+    ),
+    Mistake(
+        name="temperature-ignored", stages=PROBABILITIES, cases=TEMPERED, wrong=temperature_ignored,
+        diagnosis="The temperature had no effect.",
+    ),
+    Mistake(
+        name="temperature-multiplied", stages=PROBABILITIES, cases=TEMPERED, wrong=temperature_multiplied,
+        diagnosis="Logits were multiplied by the temperature; divide them, so that a high one flattens.",
+    ),
+    Mistake(
+        name="temperature-after-filters", stages=PROBABILITIES, cases=("top_p",), wrong=temperature_after_filters,
+        diagnosis="top-p saw the logits before the temperature; the order is penalty, temperature, top-k, top-p, "
+        "min-p.",
+    ),
+    Mistake(
+        name="top-k-ignored", stages=PROBABILITIES, cases=("top_k",), wrong=top_k_ignored,
+        diagnosis="top-k had no effect.",
+    ),
+    Mistake(
+        name="top-k-one-less", stages=PROBABILITIES, cases=("top_k",), wrong=top_k_one_less,
+        diagnosis="k - 1 tokens were kept; the k-th stays.",
+    ),
+    Mistake(
+        name="top-k-one-more", stages=PROBABILITIES, cases=("top_k",), wrong=top_k_one_more,
+        diagnosis="k + 1 tokens were kept.",
+    ),
+    Mistake(
+        name="top-p-ignored", stages=PROBABILITIES, cases=("top_p", "all"), wrong=top_p_ignored,
+        diagnosis="top-p had no effect.",
+    ),
+    Mistake(
+        name="top-p-on-logits", stages=PROBABILITIES, cases=("top_p", "all"), wrong=top_p_on_logits,
+        diagnosis="Logits were summed up until p; top-p sums probabilities, after the softmax.",
+    ),
+    Mistake(
+        name="top-p-drops-crossing-token", stages=PROBABILITIES, cases=("top_p",), wrong=top_p_drops_crossing,
+        diagnosis="The token that carries the sum over p was removed; it stays, so that at least p is kept.",
+    ),
+    Mistake(
+        name="min-p-ignored", stages=PROBABILITIES, cases=("min_p",), wrong=min_p_ignored,
+        diagnosis="min-p had no effect.",
+    ),
+    Mistake(
+        name="min-p-absolute", stages=PROBABILITIES, cases=("min_p",), wrong=min_p_absolute,
+        diagnosis="Probabilities were compared with min_p itself; the threshold is min_p times the best probability.",
+    ),
+    Mistake(
+        name="probabilities-not-renormalised", stages=PROBABILITIES, cases=("top_k", "top_p", "min_p", "all"),
+        wrong=not_renormalised,
+        diagnosis="Removed tokens were set to zero after the softmax; what is kept has to sum to one again.",
+    ),
+)  # fmt: skip

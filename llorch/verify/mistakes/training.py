@@ -1,0 +1,11 @@
+"""Mistakes of checkpoints 15 to 20, in their order."""
+
+from llorch.verify.mistakes.training_adapter import ADAPTER
+from llorch.verify.mistakes.training_gradients import GRADIENTS
+from llorch.verify.mistakes.training_loss import LOSSES
+from llorch.verify.mistakes.training_mistake import TrainingMistake
+from llorch.verify.mistakes.training_optimizer import OPTIMIZER
+
+__all__ = ["TRAINING", "TrainingMistake"]
+
+TRAINING: tuple[TrainingMistake, ...] = (*ADAPTER, *LOSSES, *GRADIENTS, *OPTIMIZER)

@@ -1,0 +1,33 @@
+"""How well a model predicts a text, and how much a quantised model differs from its unquantised self on it.
+
+The text is cut into windows of `context` tokens that do not overlap. Where the vocabulary starts texts with a
+beginning token, that token takes the place of the first one of every window. The first half of a window is only
+read; each token after it is scored, given all before it in the window. These are the windows of `llama-perplexity`,
+so that perplexities can be compared. Its `--kl-divergence` keeps the reference in 16 bits and cuts every probability
+at exp(-16) of the best; here the logits of both models are used as they are, in float64, and none are kept.
+
+Source: llama.cpp tools/perplexity/perplexity.cpp, `perplexity` and `kl_divergence`.
+"""
+
+from llorch.verify.quality.scores import PairScores, compare_rows, log_softmax, losses
+from llorch.verify.quality.summary import Comparison, Estimate, Prediction, compare_models, mean, perplexity
+from llorch.verify.quality.windows import CONTEXT, Windows, cut_text, score, score_pair, text_ids
+
+__all__ = [
+    "CONTEXT",
+    "Comparison",
+    "Estimate",
+    "PairScores",
+    "Prediction",
+    "Windows",
+    "compare_models",
+    "compare_rows",
+    "cut_text",
+    "log_softmax",
+    "losses",
+    "mean",
+    "perplexity",
+    "score",
+    "score_pair",
+    "text_ids",
+]

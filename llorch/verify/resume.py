@@ -1,0 +1,267 @@
+"""Prove, on the machine at hand, that a run that was stopped and taken up again is the run that was not, bit by bit.
+
+    straight    N steps
+    halves      N/2 steps, then SIGTERM, so that a snapshot is written; the rest in a process of its own
+    controls    as halves, but part of the snapshot is lost in between: this has to be noticed, or nothing was proven
+
+Each is a run as `llorch lora train` makes it, in a folder of its own; weights, moments, generators, log are compared.
+"""
+
+import gc
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from llorch.errors import CheckpointMismatch
+from llorch.threads import limited
+from llorch.train.log import LOG
+from llorch.train.settings import TrainSettings
+from llorch.train.settings_file import settings_from
+from llorch.train.snapshot_files import Snapshot
+from llorch.train.snapshots import SnapshotStore
+
+if TYPE_CHECKING:
+    from llorch.pytorch.train.trainer import StepReport, Training
+
+ADAPTER = "adapter_model.safetensors"
+LOST = ("moments", "generators")  # what a control loses
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One tensor of both runs.
+
+    Attributes:
+        name: `adapter/...`, `optimizer/...`, `rng/...`, or the file of the adapter.
+        n_values: Elements that were compared.
+        differing_bits: Of all their bits; all of them where dtype or shape differ or one run lacks the tensor.
+    """
+
+    name: str
+    n_values: int
+    differing_bits: int
+
+    @property
+    def kind(self) -> str:
+        """What it belongs to."""
+        return self.name.partition("/")[0]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two runs.
+
+    Attributes:
+        tensors: Of the snapshots at the end, and the adapter as it was written.
+        n_lines: Lines of the longer log.
+        differing_lines: Those that are not equal, byte by byte.
+    """
+
+    tensors: tuple[Compared, ...]
+    n_lines: int
+    differing_lines: int
+
+    @property
+    def equal(self) -> bool:
+        """Whether no bit differs."""
+        return not self.differing_lines and not any(tensor.differing_bits for tensor in self.tensors)
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What came of it.
+
+    Attributes:
+        steps: Of the whole run.
+        stopped_at: Step at which the halves were cut.
+        halves: Straight run against halves.
+        controls: What was lost, and the comparison that must not be equal.
+    """
+
+    steps: int
+    stopped_at: int
+    halves: Comparison
+    controls: Mapping[str, Comparison]
+
+    @property
+    def holds(self) -> bool:
+        """Whether the halves are equal and every control is not."""
+        return self.halves.equal and not any(control.equal for control in self.controls.values())
+
+
+def verify_resume(
+    settings: TrainSettings, folder: Path, *, control: bool, tell: Callable[[str], None] = lambda line: None
+) -> Proof:
+    """Make the runs and compare them.
+
+    Args:
+        settings: Of the run; `steps` is its length, at least 2.
+        folder: Exists and is empty; the runs go below it.
+        control: Make the control runs, too.
+        tell: Told what happens.
+
+    Returns:
+        The comparisons.
+
+    Raises:
+        CheckpointMismatch: The second half did not come to its end.
+        Stopped: Ctrl-C.
+        ValueError: The run is too short, or a setting does not fit the model.
+    """
+    steps = settings.steps or 0
+    if steps < 2:
+        raise ValueError(f"verify-resume: steps must be at least 2, got {settings.steps}; the run is cut in two")
+    middle = steps // 2
+    settings = replace(settings, save_every=0, eval_every=middle, keep=1, tensorboard=False)
+    straight, halves = folder / "straight", folder / "halves"
+    tell(f"{steps} steps without a stop")
+    _run(settings, straight)
+    tell(f"{middle} steps, then a stop")
+    _run_until(middle, settings, halves)
+    _give_memory_back()
+    controls = {what: _without(what, halves) for what in LOST if control}
+
+    def finished(run: Path) -> Comparison:
+        tell(f"{steps - middle} more steps in a process of their own ({run.name})")
+        _go_on_elsewhere(run)
+        return compare_runs(straight, run)
+
+    return Proof(steps, middle, finished(halves), {what: finished(copy) for what, copy in controls.items()})
+
+
+def compare_runs(one: Path, other: Path) -> Comparison:
+    """Compare what two finished runs left.
+
+    Args:
+        one: Folder of a run.
+        other: Another.
+
+    Returns:
+        All tensors and the log, compared.
+    """
+    ours, theirs = _tensors(one), _tensors(other)
+    names = sorted(ours.keys() | theirs.keys())
+    lines = list(zip_longest(*((run / LOG).read_bytes().splitlines(keepends=True) for run in (one, other))))
+    return Comparison(
+        tuple(_compared(name, ours.get(name), theirs.get(name)) for name in names),
+        len(lines),
+        sum(a != b for a, b in lines),
+    )
+
+
+class _Quiet:
+    """Watches a run: leaves of the validation set what one pass takes, and may stop the run."""
+
+    def __init__(self, stop_at: int | None = None) -> None:
+        self._stop_at = stop_at
+
+    def begins(self, training: "Training") -> None:
+        from llorch.train.data.examples import Examples
+
+        valid = training.data.valid
+        few = (valid[i] for i in range(min(len(valid), training.settings.batch_size)))
+        training.data = replace(training.data, valid=Examples(few))
+
+    def made(self, report: "StepReport") -> None:
+        if report.step == self._stop_at:
+            signal.raise_signal(signal.SIGTERM)
+
+    def validated(self, step: int, loss: float) -> None:
+        pass
+
+    def note(self, line: str) -> None:
+        pass
+
+
+def _run(settings: TrainSettings, folder: Path, *, stop_at: int | None = None, resume: bool = False) -> None:
+    from llorch.pytorch.train.run import Run
+
+    Run(settings, folder, _Quiet(stop_at), resume=resume).run()
+
+
+def _run_until(step: int, settings: TrainSettings, folder: Path) -> None:
+    """Train, and stop as a signal of someone else would."""
+    from llorch.train.stopping import Stopped
+
+    try:
+        _run(settings, folder, stop_at=step)
+    except Stopped as stopped:
+        if stopped.exit_code != 128 + signal.SIGTERM:
+            raise
+
+
+def _give_memory_back() -> None:
+    """Leave the device to the processes to come."""
+    import torch
+
+    gc.collect()
+    torch.cuda.empty_cache()  # does nothing where there is no device
+
+
+def _go_on_elsewhere(folder: Path) -> None:
+    """Finish a run in a new process."""
+    package = str(Path(__file__).parents[2])
+    path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "llorch.verify.resume", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": path})
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise CheckpointMismatch(f"verify-resume: the second half ended with code {done.returncode}: {last}")
+
+
+def _newest(folder: Path) -> Snapshot:
+    found = SnapshotStore(folder).newest()
+    assert found is not None, f"{folder} has no snapshot"
+    return found
+
+
+def _without(what: str, run: Path) -> Path:
+    """Copy a run, and save its snapshot again without part of it, as a program would that never kept it."""
+    folder = shutil.copytree(run, run.with_name(what))
+    found = _newest(folder)
+    tensors = dict(found.tensors)
+    for name in tensors:
+        if what == "moments" and name.startswith("optimizer/") and name != "optimizer/step":
+            tensors[name] = np.zeros_like(tensors[name])
+        if what == "generators" and name.startswith(("rng/torch", "rng/cuda")):
+            tensors[name] = _fresh_generator(name)
+    SnapshotStore(folder, keep=1).save(found.step, tensors, found.record)
+    return folder
+
+
+def _fresh_generator(name: str) -> np.ndarray:
+    """The state of a generator with a seed of its own."""
+    import torch
+
+    device = "cpu" if name == "rng/torch" else name.removeprefix("rng/")
+    return torch.Generator(device).manual_seed(20_25).get_state().numpy()
+
+
+def _tensors(folder: Path) -> dict[str, np.ndarray]:
+    """All tensors of the last snapshot, and the bytes of the adapter."""
+    return {**_newest(folder).tensors, ADAPTER: np.fromfile(folder / ADAPTER, np.uint8)}
+
+
+def _compared(name: str, one: np.ndarray | None, other: np.ndarray | None) -> Compared:
+    largest = max((array for array in (one, other) if array is not None), key=lambda array: array.nbytes)
+    if one is None or other is None or (one.dtype, one.shape) != (other.dtype, other.shape):
+        return Compared(name, largest.size, 8 * largest.nbytes)
+    bits = np.bitwise_count(one.reshape(-1).view(np.uint8) ^ other.reshape(-1).view(np.uint8))
+    return Compared(name, one.size, int(bits.sum(dtype=np.int64)))
+
+
+if __name__ == "__main__":
+    from llorch.pytorch.train.run import saved_settings, saved_threads  # and torch with it
+
+    run = Path(sys.argv[1])
+    with limited(saved_threads(run) or 1):
+        _run(settings_from(("run.json", saved_settings(run))), run, resume=True)

@@ -1,0 +1,162 @@
+"""One case run on the torch model for all to see: stage by stage, in one pass or several, alone or in a batch.
+
+In a batch the judged sequence has a neighbour with other tokens, of another length where the context allows it, and
+padding. Only what belongs to the judged tokens is shown and replaced.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from llorch.config import ModelConfig
+from llorch.errors import CheckpointMismatch
+from llorch.pytorch.causal_lm import Keep, keep_nothing
+from llorch.pytorch.device import Target
+from llorch.pytorch.model import TorchModel, as_numpy
+from llorch.stages import BY_NAME
+from llorch.verify.replay import Pass
+
+MORE = 3  # tokens that the neighbour has more
+PADDING = 2  # columns that are padding in every row
+WIDENED = ("attn_scores", "attn_probs")  # at least float32 in every run
+
+Trace = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Where the judged tokens of a pass stand: always in the last row of the batch."""
+
+    config: ModelConfig
+    seq: slice
+    ctx: slice
+    width: int  # columns of the pass
+    n_slots: int  # slots that attention looks at
+
+    def of(self, name: str, stage: Tensor) -> Tensor:
+        """The judged part of a stage, a view; all of the last row when the stage has not the shape it must have."""
+        row = BY_NAME[name.rpartition(".")[2]]
+        if tuple(stage.shape[1:]) != row.shape(self.config, seq=self.width, ctx=self.n_slots):
+            return stage[-1]
+        parts = {"seq": self.seq, "ctx": self.ctx}
+        return stage[(-1, *(parts.get(axis, slice(None)) for axis in row.axes.split()))]
+
+
+class ObservedCase:
+    """The tokens of a case and a cache.
+
+    Attributes:
+        n_cached: Judged tokens that are in the cache.
+    """
+
+    def __init__(self, model: TorchModel, this: Pass, *, in_batch: bool = False) -> None:
+        """Start with an empty cache.
+
+        Args:
+            model: What is judged.
+            this: The tokens.
+            in_batch: Run them in row 1 of 2, with padding.
+        """
+        self._model, self._first_position, self._ids = model, this.first_position, this.ids
+        room = model.config.max_position_embeddings - this.first_position - len(this.ids)
+        neighbour = (*reversed(this.ids), *this.ids[: min(MORE, room)])
+        self._rows = [neighbour, this.ids] if in_batch else [this.ids]
+        self._cache = model.new_cache(len(self._rows), max(len(row) for row in self._rows), this.first_position)
+        self.n_cached = 0
+
+    def warm_up(self) -> None:
+        """Fill every slot with other tokens, as an earlier answer does, and begin again."""
+        rows = self._rows
+        self._rows = [row[::-1] for row in rows]
+        self.feed(len(self._ids))
+        self._rows, self.n_cached = rows, 0
+
+    @torch.inference_mode()
+    def feed(
+        self,
+        stop: int,
+        *,
+        trace: Trace | None = None,
+        golden: Mapping[str, np.ndarray] | None = None,
+        last_only: bool = False,
+    ) -> Float[np.ndarray, "rows vocab"]:
+        """Run the judged tokens up to `stop`.
+
+        Args:
+            stop: Judged tokens that are in the cache afterwards.
+            trace: Filled with every stage that the model shows.
+            golden: With `trace`, takes the place of each stage as soon as that was shown.
+            last_only: Logits of the last token only; padding then stands behind the tokens instead of before them.
+
+        Returns:
+            Logits of the judged tokens.
+
+        Raises:
+            CheckpointMismatch: A stage is not of the dtype or not on the device that is judged.
+        """
+        new = [self._new(row, stop) for row in self._rows]
+        width = max(len(part) for part in new) + (PADDING if len(new) > 1 else 0)
+        firsts = [0 if last_only else width - len(part) for part in new]
+        ids, positions = np.zeros((len(new), width), np.int64), np.full((len(new), width), -1)
+        for row, (first, part) in enumerate(zip(firsts, new, strict=True)):
+            columns = slice(first, first + len(part))
+            ids[row, columns] = np.asarray(self._rows[row])[part]
+            positions[row, columns] = self._first_position + np.asarray(part)
+        n_slots = max(part.stop for part in new)
+        seq = slice(firsts[-1], firsts[-1] + len(new[-1]))
+        where = Columns(self._model.config, seq, slice(0, stop), width, n_slots)
+        keep = keep_nothing if trace is None else observer(trace, golden or {}, where, self._model.target)
+        device = self._model.target.device
+        place = self._cache.place(torch.from_numpy(positions).to(device), ctx=n_slots, causal=len(new) == 1)
+        rows = torch.tensor([first + len(part) - 1 for first, part in zip(firsts, new, strict=True)], device=device)
+        logits = self._model.module(
+            torch.from_numpy(ids).to(device), place, self._cache, keep=keep, rows=rows if last_only else None
+        )
+        self.n_cached = stop
+        return as_numpy(logits[-1] if last_only else logits[-1, seq])
+
+    def _new(self, row: tuple[int, ...], stop: int) -> range:
+        """The tokens of a row that a pass adds; the neighbour stays as far ahead as it is longer."""
+        ahead = len(row) - len(self._ids)
+        return range(self.n_cached + ahead if self.n_cached else 0, stop + ahead)
+
+
+def observer(trace: Trace, golden: Mapping[str, np.ndarray], where: Columns, target: Target) -> Keep:
+    """A `keep` that records the judged part of each stage, and puts a golden in its place.
+
+    Args:
+        trace: Filled.
+        golden: What the pass goes on with, rounded to the dtype of the run; a stage that is absent goes on as it is.
+        where: The judged part.
+        target: What every stage must be on, and of which dtype.
+
+    Returns:
+        The function; it raises CheckpointMismatch for a stage of another dtype or device.
+    """
+
+    def keep(name: str, stage: Tensor) -> Tensor:
+        _require(name, stage, target)
+        part = where.of(name, stage)
+        trace[name] = as_numpy(part)
+        theirs = golden.get(name)
+        if theirs is None or theirs.shape != part.shape:
+            return stage
+        stage = stage.clone()
+        where.of(name, stage).copy_(torch.from_numpy(theirs))
+        return stage
+
+    return keep
+
+
+def _require(name: str, stage: Tensor, target: Target) -> None:
+    widened = name.rpartition(".")[2] in WIDENED
+    dtype = torch.promote_types(target.dtype, torch.float32) if widened else target.dtype
+    if (stage.dtype, stage.device) != (dtype, target.device):
+        raise CheckpointMismatch(
+            f"{name}: expected {dtype} on {target.device}, got {stage.dtype} on {stage.device}; "
+            f"this is no run of {target}"
+        )

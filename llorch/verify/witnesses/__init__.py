@@ -1,0 +1,134 @@
+"""Producers: engines that someone else wrote, behind one interface, each giving the same stages of a run.
+
+Nothing of either engine is imported in this process, so llorch works without them, and when they do not.
+"""
+
+import importlib
+import os
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal, Protocol, cast, get_args, runtime_checkable
+
+import numpy as np
+
+from llorch.config import ModelConfig
+from llorch.errors import MissingExtra
+from llorch.numerics import EXACT, DtypeName, Numerics
+from llorch.sampling import SamplingSettings
+from llorch.verify.witnesses.process import GGML_VARIABLES, EngineInChild
+
+ProducerName = Literal["llamacpp", "transformers"]
+_PACKAGES = {"llamacpp": ("llama_cpp",), "transformers": ("torch", "transformers")}
+
+
+@runtime_checkable
+class Producer(Protocol):
+    """What every engine can be asked; a context manager that frees the model."""
+
+    name: str
+    config: ModelConfig
+    n_threads: int
+
+    def __enter__(self) -> "Producer": ...
+
+    def __exit__(self, *exception: object) -> None: ...
+
+    def close(self) -> None:
+        """Free the model."""
+        ...
+
+    def trace(self, ids: Sequence[int], *, first_position: int = 0) -> dict[str, np.ndarray]:
+        """Run tokens from an empty cache and return every stage, float32 and C-contiguous."""
+        ...
+
+    def logits(self, ids: Sequence[int], *, first_position: int = 0) -> np.ndarray:
+        """Logits of every token, from a run without capture."""
+        ...
+
+    def selected_logits(self, ids: Sequence[int]) -> np.ndarray:
+        """The row that the engine's own sampling sees for the last token."""
+        ...
+
+    def greedy(self, ids: Sequence[int], n: int) -> list[int]:
+        """The engine's own greedy continuation of `n` tokens, with its own cache."""
+        ...
+
+    def probabilities(self, logits: np.ndarray, settings: SamplingSettings, history: Sequence[int]) -> np.ndarray:
+        """The distribution after the engine's own sampling filters; 0 for removed tokens."""
+        ...
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int] | None:
+        """Token ids of the engine's own tokenizer, None when the model comes without one."""
+        ...
+
+    def provenance(self) -> dict[str, object]:
+        """Versions, build, CPU features and switches of the engine."""
+        ...
+
+
+def open_producer(
+    name: ProducerName,
+    path: str | Path,
+    *,
+    n_threads: int | None = None,
+    numerics: Numerics = EXACT,
+    dtype: DtypeName = "float32",
+) -> Producer:
+    """Load a model into an engine, in a process of its own.
+
+    Args:
+        name: Which engine.
+        path: A GGUF file or a Hugging Face folder.
+        n_threads: CPU threads; None takes one for a small model, else all.
+        numerics: `EXACT` shows the engine float32 weights; `GGML` lets llama.cpp compute with the file as it is.
+        dtype: Of the weights that the engine is shown with exact numerics. In half precision transformers keeps
+            activations in it too, llama.cpp rounds to it what it multiplies with a matrix.
+
+    Returns:
+        The producer, to be closed or used in a `with` statement.
+
+    Raises:
+        ValueError: There is no such producer, or it does not do that.
+        MissingExtra: The engine's package is not installed.
+        EngineDied: The engine did not survive it, or hangs; every method may raise this.
+    """
+    for package in _PACKAGES.get(name, ()):
+        if find_spec(package) is None:
+            raise MissingExtra("golden", package)
+    settings = {"n_threads": n_threads, "numerics": numerics, "dtype": dtype}
+    opened = EngineInChild(name, path, f"{__name__}:open_here", name, path, **settings)
+    return cast(Producer, opened)
+
+
+def open_here(
+    name: ProducerName,
+    path: str | Path,
+    *,
+    n_threads: int | None = None,
+    numerics: Numerics = EXACT,
+    dtype: DtypeName = "float32",
+) -> Producer:
+    """`open_producer` in this process, which is changed by that."""
+    if name == "llamacpp":
+        os.environ |= GGML_VARIABLES
+        _require("llama_cpp")
+        from llorch.verify.witnesses.llamacpp import LlamaCpp
+
+        return LlamaCpp(path, n_threads=n_threads, numerics=numerics, dtype=dtype)
+    if name == "transformers" and numerics != EXACT:
+        raise ValueError(f"transformers: computes with exact numerics only, got {numerics}; use llamacpp")
+    if name == "transformers":
+        _require("torch")
+        _require("transformers")
+        from llorch.verify.witnesses.transformers import Transformers
+
+        return Transformers(path, n_threads=n_threads, dtype=dtype)
+    raise ValueError(f"producer: expected one of {', '.join(get_args(ProducerName))}, got {name!r}")
+
+
+def _require(package: str) -> None:
+    try:
+        importlib.import_module(package)
+    except ImportError as error:
+        raise MissingExtra("golden", package) from error

@@ -1,0 +1,108 @@
+"""A GGUF file of the same weights in one float type, for an engine whose arithmetic depends on the type.
+
+llama.cpp's own quantiser makes float32 of a file: what it computes from was then decoded and written by llama.cpp. A
+folder, and a copy in half precision, are read and written by llorch, and the provenance says so.
+"""
+
+import ctypes
+import errno
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+
+from llorch.config import ModelConfig
+from llorch.files import Weights, open_weights
+from llorch.files.export import gguf_size, write_gguf
+from llorch.files.gguf import GGUFFile
+from llorch.files.quant import GGMLType
+from llorch.numerics import DtypeName
+
+logger = logging.getLogger(__name__)
+
+ALL_F32 = 0  # LLAMA_FTYPE_ALL_F32 of llama.h
+
+FLOAT_TYPES: Mapping[DtypeName, GGMLType] = {
+    "float32": GGMLType.F32,
+    "bfloat16": GGMLType.BF16,
+    "float16": GGMLType.F16,
+}
+
+
+@contextmanager
+def float_gguf(path: Path, dtype: DtypeName) -> Iterator[tuple[Path, ModelConfig, str]]:
+    """Give a path at which a GGUF file of the model lies whose matrices have one float type.
+
+    An all-F32 file is given as it is when that is asked for; anything else is written to a temporary file, which is
+    removed at the end. Norms and biases are F32 in every file.
+
+    Args:
+        path: A GGUF file or a Hugging Face folder.
+        dtype: Of the matrices.
+
+    Yields:
+        The path, the model's configuration, and what it holds, and who wrote it when it is a copy.
+
+    Raises:
+        OSError: The temporary file would not fit.
+        FormatError: OutOfRange for a weight that float16 cannot hold.
+        RuntimeError: llama.cpp cannot convert the file.
+    """
+    with ExitStack() as resources:
+        weights = open_weights(path)
+        content = "F32"
+        with closing(weights.source):
+            if dtype != "float32" or not _is_f32_gguf(weights):
+                folder = resources.enter_context(tempfile.TemporaryDirectory(prefix="llorch-"))
+                path, content = _written(weights, Path(folder) / f"{dtype}.gguf", dtype)
+        yield path, weights.config, content
+
+
+def _written(weights: Weights, copy: Path, dtype: DtypeName) -> tuple[Path, str]:
+    n_bytes = gguf_size(weights.config, FLOAT_TYPES[dtype])
+    _check_room(n_bytes, dtype, copy.parent)
+    logger.info("%s: goes to llama.cpp as %s, %.1f MB in %s", weights.path, dtype, n_bytes / 1e6, copy)
+    if dtype == "float32" and isinstance(weights.source, GGUFFile):
+        write_by_llamacpp(Path(weights.path), copy, ALL_F32)
+        return copy, "F32, decoded and written by llama.cpp"
+    write_gguf(weights, copy, ggml_type=FLOAT_TYPES[dtype], tokenizer_metadata=None)
+    return copy, f"{FLOAT_TYPES[dtype].name}, read and written by llorch"
+
+
+def write_by_llamacpp(path: Path, copy: Path, ftype: int) -> None:
+    """Let llama.cpp's quantiser write a GGUF file anew.
+
+    Args:
+        path: The file.
+        copy: Where to.
+        ftype: What its matrices become, one of `LLAMA_FTYPE_*`.
+
+    Raises:
+        RuntimeError: It refuses.
+    """
+    import llama_cpp
+
+    settings = llama_cpp.llama_model_quantize_default_params()
+    settings.ftype, settings.allow_requantize = ftype, True
+    if status := llama_cpp.llama_model_quantize(os.fsencode(path), os.fsencode(copy), ctypes.pointer(settings)):
+        raise RuntimeError(f"llama.cpp: its quantiser gave status {status} for {path}")
+
+
+def _is_f32_gguf(weights: Weights) -> bool:
+    source = weights.source
+    types = {info.ggml_type.name for info in source.tensors.values()} if isinstance(source, GGUFFile) else {}
+    return types == {"F32"}
+
+
+def _check_room(n_bytes: int, dtype: DtypeName, folder: Path) -> None:
+    free = shutil.disk_usage(folder).free
+    if n_bytes > free:
+        raise OSError(
+            errno.ENOSPC,
+            f"llama.cpp needs these weights as a {dtype} GGUF file of {n_bytes / 1e9:.1f} GB, "
+            f"but only {free / 1e9:.1f} GB are free; set TMPDIR to a larger place",
+            str(folder),
+        )

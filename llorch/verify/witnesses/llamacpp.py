@@ -1,0 +1,360 @@
+"""Goldens from llama.cpp: an unmodified build, watched through its scheduler callback.
+
+Everything that could move a number away from plain float32 is switched off: weights and KV cache are F32, no
+flash attention, no repacked weights, one micro-batch, no GPU. llama.cpp's CPU backend rounds the *activations* to
+suit the weights' type when these are F16, BF16 or quantised (an error near 1e-2), so llama.cpp's own quantiser makes a
+temporary F32 file first: we ask what these weights mean. With the numerics `ggml` it is given the file as it is: then
+we ask what llama.cpp computes from it. And a temporary file in bfloat16 or float16 asks what a run in that dtype is:
+products round their inputs to it, everything else stays float32.
+"""
+
+import ctypes
+import logging
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import numpy as np
+
+from llorch.config import ModelConfig
+from llorch.files import open_weights
+from llorch.numerics import EXACT, DtypeName, Numerics
+from llorch.sampling import SamplingSettings
+from llorch.threads import n_threads_for
+from llorch.verify.witnesses import ggml_tensor
+from llorch.verify.witnesses.f32_copy import float_gguf
+from llorch.verify.witnesses.llamacpp_graph import GraphCapture
+from llorch.verify.witnesses.trace_check import Trace, check_ids, checked_trace
+
+logger = logging.getLogger(__name__)
+
+ERROR_LEVEL, CONTINUED = 4, 5  # GGML_LOG_LEVEL_ERROR, GGML_LOG_LEVEL_CONT
+KNOBS = {
+    "flash_attn": "disabled",
+    "use_extra_bufts": False,
+    "n_gpu_layers": 0,
+    "n_ubatch": "all tokens",
+    "GGML_CPU_DISABLE_FUSION": "1",
+    "GGML_CPU_TILED_MM": "0",
+}
+
+TOKEN_DATA = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])  # llama_token_data
+
+_errors: deque[str] = deque(maxlen=4)
+
+
+@llama_cpp.llama_log_callback
+def _log(level: int, text: bytes, _user_data: int | None) -> None:
+    """Silence llama.cpp, but remember what it said last about errors; a process of its own writes all of it down."""
+    line = text.decode(errors="replace").strip()
+    if level != CONTINUED:
+        logger.debug(line)
+    if level == ERROR_LEVEL:
+        _errors.append(line)
+
+
+class LlamaCpp:
+    """The producer `llamacpp`; a context manager that frees the model."""
+
+    name = "llamacpp"
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        n_threads: int | None = None,
+        numerics: Numerics = EXACT,
+        dtype: DtypeName = "float32",
+    ) -> None:
+        """Load a model.
+
+        Args:
+            path: A GGUF file, or with exact numerics a Hugging Face folder.
+            n_threads: CPU threads; None takes one for a small model, else all.
+            numerics: Whether the engine sees float32 weights or those of the file, and the type of its cache.
+            dtype: With exact numerics, what the engine sees instead of float32 weights.
+
+        Raises:
+            RuntimeError: This build of llama.cpp is laid out differently from what we know.
+            ValueError: A folder, or a dtype, with other than exact numerics.
+            OSError: No room for the temporary file, or llama.cpp refuses the file.
+        """
+        ggml_tensor.check_layout()
+        llama_cpp.llama_log_set(_log, ctypes.c_void_p(0))
+        llama_cpp.llama_backend_init()
+        self.path = Path(path)
+        self.numerics = numerics
+        self.dtype: DtypeName = dtype
+        with ExitStack() as resources:
+            run_path, self.config, self.weights = resources.enter_context(_as_run(self.path, numerics, dtype))
+            self.n_threads = n_threads or n_threads_for(self.config)
+            model = vocabulary = resources.enter_context(_loaded_model(run_path, self.path, dtype))
+            if run_path != self.path and self.path.is_file():
+                vocabulary = resources.enter_context(_loaded_model(self.path, self.path, dtype, vocab_only=True))
+            self._models: tuple[llama_cpp.llama_model_p, llama_cpp.llama_model_p] | None = (model, vocabulary)
+            self._resources = resources.pop_all()
+
+    def __enter__(self) -> "LlamaCpp":
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the model and remove temporary files."""
+        self._resources.close()
+        self._models = None
+
+    def _model(self, *, for_text: bool = False) -> llama_cpp.llama_model_p:
+        if self._models is None:
+            raise ValueError("llamacpp: the producer is closed")
+        return self._models[1 if for_text else 0]
+
+    def trace(self, ids: Sequence[int], *, first_position: int = 0) -> Trace:
+        """Run the tokens from an empty cache and return every stage.
+
+        Args:
+            ids: Token ids, at least one.
+            first_position: Position of the first token.
+
+        Returns:
+            Stage to array, exactly the stages of the model's family.
+
+        Raises:
+            RuntimeError: llama.cpp failed, or its graph is not the one we know.
+        """
+        capture = GraphCapture(self.config, len(ids))
+        self._logits(ids, first_position, _Watcher(capture))
+        return checked_trace(capture.stages(), self.config, len(ids), self.name)
+
+    def logits(self, ids: Sequence[int], *, first_position: int = 0) -> np.ndarray:
+        """Logits of every token from a run that nobody watches; bit by bit those of `trace`."""
+        return self._logits(ids, first_position, None)
+
+    def selected_logits(self, ids: Sequence[int]) -> np.ndarray:
+        """The logits that llama.cpp's sampler sees: those of the last token, the only ones computed."""
+        check_ids(ids, self.config)
+        with self._context(len(ids)) as context:
+            _decode(context, ids, first_position=0, all_logits=False)
+            return self._row(context, -1)
+
+    def greedy(self, ids: Sequence[int], n: int) -> list[int]:
+        """Continue by `n` tokens with llama.cpp's greedy sampler and KV cache; end tokens do not stop it."""
+        check_ids(ids, self.config)
+        sampler = llama_cpp.llama_sampler_init_greedy()
+        out: list[int] = []
+        try:
+            with self._context(len(ids) + n) as context:
+                step, position = list(ids), 0
+                while len(out) < n:
+                    _decode(context, step, first_position=position, all_logits=False)
+                    position += len(step)
+                    step = [llama_cpp.llama_sampler_sample(sampler, context, -1)]
+                    out += step
+        finally:
+            llama_cpp.llama_sampler_free(sampler)
+        return out
+
+    def probabilities(self, logits: np.ndarray, settings: SamplingSettings, history: Sequence[int]) -> np.ndarray:
+        """The distribution that llama.cpp's own sampler chain draws from.
+
+        Args:
+            logits: One row.
+            settings: The chain is penalty, temperature, top-k, top-p, min-p, then the draw, whose normalised
+                probabilities are read back.
+            history: Tokens that the penalty counts.
+
+        Returns:
+            Probabilities, 0 for tokens that the chain removed.
+        """
+        candidates = np.zeros(len(logits), TOKEN_DATA)
+        candidates["id"], candidates["logit"] = np.arange(len(logits)), logits
+        data = candidates.ctypes.data_as(ctypes.POINTER(llama_cpp.llama_token_data))
+        array = (llama_cpp.llama_token_data_array * 1)((data, len(logits), -1, False))
+        with _sampler_chain(settings, history, n_vocab=len(logits)) as chain:
+            llama_cpp.llama_sampler_apply(chain, array)
+        kept = candidates[: array[0].size]  # the chain moves what it keeps to the front
+        out = np.zeros(len(logits), np.float32)
+        out[kept["id"]] = kept["p"]
+        return out
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int] | None:
+        """Token ids of llama.cpp's tokenizer; None for a file without a vocabulary."""
+        vocabulary = llama_cpp.llama_model_get_vocab(self._model(for_text=True))
+        assert vocabulary is not None
+        if llama_cpp.llama_vocab_type(vocabulary) == llama_cpp.LLAMA_VOCAB_TYPE_NONE:
+            return None
+        data = text.encode()
+        room = len(data) + 8  # a token covers a byte or more; special tokens come on top
+        buffer = (llama_cpp.llama_token * room)()
+        n = llama_cpp.llama_tokenize(vocabulary, data, len(data), buffer, room, add_special, parse_special)
+        if n < 0:
+            raise RuntimeError(f"llama.cpp: {len(data)} bytes of text need {-n} tokens, expected up to {room}")
+        return list(buffer[:n])
+
+    def provenance(self) -> dict[str, object]:
+        """What a golden must say about where it comes from."""
+        return {
+            "producer": self.name,
+            "llama_cpp_python": llama_cpp.__version__,
+            "ggml": ggml_tensor.libggml.ggml_version().decode(),
+            "ggml_commit": ggml_tensor.libggml.ggml_commit().decode(),
+            "system": llama_cpp.llama_print_system_info().decode().strip(" |"),
+            "n_threads": self.n_threads,
+            "knobs": self._knobs(),
+        }
+
+    def _knobs(self) -> dict[str, object]:
+        return {"weights": self.weights, "type_k": self._cache_type, "type_v": self._cache_type, **KNOBS}
+
+    @property
+    def _cache_type(self) -> str:
+        return self.numerics.kv_cache.upper()
+
+    def _logits(self, ids: Sequence[int], first_position: int, watcher: "_Watcher | None") -> np.ndarray:
+        check_ids(ids, self.config)
+        with self._context(len(ids), watcher) as context:
+            _decode(context, ids, first_position=first_position, all_logits=True, watcher=watcher)
+            return np.stack([self._row(context, i) for i in range(len(ids))])
+
+    @contextmanager
+    def _context(self, n_tokens: int, watcher: "_Watcher | None" = None) -> Iterator[llama_cpp.llama_context_p]:
+        """An empty KV cache and a graph for up to `n_tokens` tokens at once."""
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx = params.n_batch = params.n_ubatch = n_tokens
+        params.n_threads = params.n_threads_batch = self.n_threads
+        params.type_k = params.type_v = getattr(llama_cpp, f"GGML_TYPE_{self._cache_type}")
+        params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        params.offload_kqv = params.op_offload = False
+        if watcher is not None:
+            params.cb_eval = watcher.callback
+        context = llama_cpp.llama_init_from_model(self._model(), params)
+        if not context:
+            raise RuntimeError(f"llama.cpp: no context for {n_tokens} tokens: {last_errors()}")
+        try:
+            yield context
+        finally:
+            llama_cpp.llama_free(context)
+
+    def _row(self, context: llama_cpp.llama_context_p, i: int) -> np.ndarray:
+        pointer = llama_cpp.llama_get_logits_ith(context, i)
+        return np.ctypeslib.as_array(pointer, (self.config.vocab_size,)).copy()
+
+
+class _Watcher:
+    """The scheduler's callback: first asked whether a node matters, then given it when it is computed.
+
+    An exception must not cross the C frames (ctypes would print it and go on as if we had said no), so it is
+    kept here and raised after the decode.
+    """
+
+    def __init__(self, capture: GraphCapture) -> None:
+        self.error: BaseException | None = None
+        self._capture = capture
+        self.callback = llama_cpp.ggml_backend_sched_eval_callback(self._on_node)
+
+    def _on_node(self, address: int, ask: bool, _user_data: int | None) -> bool:
+        if self.error is not None:
+            return ask  # yes, we want the node: the next answer can then stop the graph
+        try:
+            tensor = ggml_tensor.node(address)
+            if ask:
+                return self._capture.stage_of(tensor) is not None
+            self._capture.keep(tensor)
+        except BaseException as error:
+            self.error = error
+            return ask
+        return True
+
+
+@contextmanager
+def _as_run(path: Path, numerics: Numerics, dtype: DtypeName) -> Iterator[tuple[Path, ModelConfig, str]]:
+    """The file that llama.cpp is given, its configuration, and what its matrices are."""
+    if numerics == EXACT:
+        with float_gguf(path, dtype) as given:
+            yield given
+        return
+    if dtype != "float32":
+        raise ValueError(f"llamacpp: ggml numerics take the file as it is, not as {dtype}")
+    if path.is_dir():
+        raise ValueError(f"{path}: ggml numerics need a GGUF file; make one with llorch convert")
+    weights = open_weights(path)
+    weights.source.close()
+    yield path, weights.config, "as in the file"
+
+
+@contextmanager
+def _loaded_model(
+    path: Path, original: Path, dtype: DtypeName, *, vocab_only: bool = False
+) -> Iterator[llama_cpp.llama_model_p]:
+    params = llama_cpp.llama_model_default_params()
+    params.n_gpu_layers = 0
+    params.load_mode = llama_cpp.LLAMA_LOAD_MODE_MMAP
+    params.use_extra_bufts = False
+    params.vocab_only = vocab_only
+    _errors.clear()
+    model = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
+    if not model:
+        what = original if path == original else f"{original} as a {dtype} file"
+        raise OSError(f"llama.cpp: cannot load {what}: {last_errors()}")
+    try:
+        yield model
+    finally:
+        llama_cpp.llama_model_free(model)
+
+
+def _decode(
+    context: llama_cpp.llama_context_p,
+    ids: Sequence[int],
+    *,
+    first_position: int,
+    all_logits: bool,
+    watcher: _Watcher | None = None,
+) -> None:
+    batch = llama_cpp.llama_batch_init(len(ids), 0, 1)
+    try:
+        batch.n_tokens = len(ids)
+        for i, token in enumerate(ids):
+            batch.token[i] = token
+            batch.pos[i] = first_position + i
+            batch.n_seq_id[i] = 1
+            batch.seq_id[i][0] = 0
+            batch.logits[i] = all_logits or i == len(ids) - 1
+        _errors.clear()
+        status = llama_cpp.llama_decode(context, batch)
+    finally:
+        llama_cpp.llama_batch_free(batch)
+    if watcher is not None and watcher.error is not None:
+        raise watcher.error
+    if status != 0:
+        raise RuntimeError(f"llama.cpp: decode of {len(ids)} tokens gave status {status}: {last_errors()}")
+
+
+@contextmanager
+def _sampler_chain(settings: SamplingSettings, history: Sequence[int], *, n_vocab: int) -> Iterator[Any]:
+    chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
+    parts = [
+        llama_cpp.llama_sampler_init_penalties(n_vocab, len(history), settings.repetition_penalty, 0.0, 0.0),
+        llama_cpp.llama_sampler_init_temp(settings.temperature),
+        llama_cpp.llama_sampler_init_top_k(settings.top_k),
+        llama_cpp.llama_sampler_init_top_p(settings.top_p, 1),
+        llama_cpp.llama_sampler_init_min_p(settings.min_p, 1),
+        llama_cpp.llama_sampler_init_dist(settings.seed),
+    ]
+    try:
+        for part in parts:
+            llama_cpp.llama_sampler_chain_add(chain, part)
+        for token in history:
+            llama_cpp.llama_sampler_accept(chain, token)
+        yield chain
+    finally:
+        llama_cpp.llama_sampler_free(chain)
+
+
+def last_errors() -> str:
+    """What llama.cpp said last about errors."""
+    return "; ".join(_errors) or "no reason given"

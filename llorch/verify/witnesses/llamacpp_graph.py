@@ -1,0 +1,160 @@
+"""Which node of llama.cpp's graph is which stage, and how its bytes become the stage's array.
+
+One name can mean up to four tensors (`Qcur-0` is the product, the sum with the bias, a reshape and the rotated
+heads), and the output projection has no name of its own in some families. So a node is known by its name, its
+operation and one of its sources together. A node that matches twice is an error, and so is a stage without one.
+
+Source: llama.cpp `src/llama-graph.cpp`, `src/models/{llama,qwen2,qwen3}.cpp`.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from llorch.config import ModelConfig
+from llorch.files.names import undo_interleave
+from llorch.verify.witnesses import ggml_tensor
+from llorch.verify.witnesses.ggml_tensor import GgmlTensor
+
+
+class NodeRule(NamedTuple):
+    """How to know the node of a stage; None matches anything."""
+
+    stage: str
+    op: str
+    name: str | None
+    source: str | None  # one of the tensors that it is computed from
+
+
+def node_rules(config: ModelConfig) -> list[NodeRule]:
+    """The rules for every node that a trace of this model needs."""
+    rules = [NodeRule("embed", "GET_ROWS", "embd", "token_embd.weight")]
+    for i in range(config.n_layers):
+        for stage, op, name, source in _layer_rules(config):
+            rules.append(NodeRule(f"l{i}.{stage}", op, name and f"{name}-{i}", source and source.format(i=i)))
+    head = "token_embd.weight" if config.tie_word_embeddings else "output.weight"
+    return [
+        *rules,
+        NodeRule("final_norm", "MUL", "result_norm", "output_norm.weight"),
+        NodeRule("logits", "MUL_MAT", "result_output", head),
+    ]
+
+
+def _layer_rules(config: ModelConfig) -> Iterator[NodeRule]:
+    yield NodeRule("attn_norm", "MUL", "attn_norm", "blk.{i}.attn_norm.weight")
+    for letter in "qkv":
+        name, tensor = f"{letter.upper()}cur", f"blk.{{i}}.attn_{letter}"
+        if config.qkv_bias:
+            yield NodeRule(f"{letter}_proj", "ADD", name, f"{tensor}.bias")
+        else:
+            yield NodeRule(f"{letter}_proj", "MUL_MAT", name, f"{tensor}.weight")
+    for letter in "qk":
+        name = f"{letter.upper()}cur"
+        if config.qk_norm:
+            yield NodeRule(f"{letter}_norm", "MUL", f"{name}_normed", f"blk.{{i}}.attn_{letter}_norm.weight")
+        yield NodeRule(f"{letter}_rope", "ROPE", name, None)
+    yield NodeRule("kq", "MUL_MAT", "kq", None)
+    yield NodeRule("attn_probs", "SOFT_MAX", "kq_soft_max", "kq-{i}")
+    yield NodeRule("kqv", "MUL_MAT", "kqv", "kq_soft_max-{i}")
+    yield NodeRule("attn_context", "CONT", "kqv_out", None)
+    if config.o_bias:
+        yield NodeRule("attn_out", "ADD", None, "blk.{i}.attn_output.bias")
+    else:
+        yield NodeRule("attn_out", "MUL_MAT", None, "blk.{i}.attn_output.weight")
+    yield NodeRule("attn_residual", "ADD", "ffn_inp", None)
+    yield NodeRule("ffn_norm", "MUL", "ffn_norm", "blk.{i}.ffn_norm.weight")
+    yield NodeRule("ffn_gate", "MUL_MAT", "ffn_gate", "blk.{i}.ffn_gate.weight")
+    yield NodeRule("ffn_up", "MUL_MAT", "ffn_up", "blk.{i}.ffn_up.weight")
+    yield NodeRule("ffn_act", "SWIGLU", "ffn_swiglu", None)
+    yield NodeRule("ffn_out", "MUL_MAT", "ffn_out", "blk.{i}.ffn_down.weight")
+    yield NodeRule("block_out", "ADD", "l_out", None)
+
+
+class GraphCapture:
+    """Receives the nodes of one decode and keeps the arrays of the stages."""
+
+    def __init__(self, config: ModelConfig, n_tokens: int) -> None:
+        """Prepare for one decode of `n_tokens` tokens into an empty cache."""
+        self.config = config
+        self.n_tokens = n_tokens
+        self.arrays: dict[str, np.ndarray] = {}
+        self._rules: dict[tuple[str, str], list[NodeRule]] = {}
+        self._unnamed: list[NodeRule] = []
+        for rule in node_rules(config):
+            known = self._unnamed if rule.name is None else self._rules.setdefault((rule.op, rule.name), [])
+            known.append(rule)
+
+    def stage_of(self, tensor: GgmlTensor) -> str | None:
+        """The stage that a node computes, or None."""
+        op = ggml_tensor.op_name(tensor)
+        sources = ggml_tensor.source_names(tensor)
+        for rule in (*self._rules.get((op, tensor.name.decode()), ()), *self._unnamed):
+            if rule.op == op and (rule.source is None or rule.source in sources):
+                return rule.stage
+        return None
+
+    def keep(self, tensor: GgmlTensor) -> None:
+        """Copy a computed node; called while its sources are still in place.
+
+        Args:
+            tensor: A node for which `stage_of` gave a stage.
+
+        Raises:
+            RuntimeError: The stage was delivered before.
+        """
+        stage = self.stage_of(tensor)
+        if stage is None:
+            return
+        if stage in self.arrays:
+            raise RuntimeError(f"llama.cpp: two nodes match {stage}, the second is {tensor.name.decode()}")
+        layer, _, short = stage.rpartition(".")
+        self.arrays[stage] = ggml_tensor.read(tensor)
+        if short == "kq":
+            self.arrays[f"{layer}.k_cache"] = ggml_tensor.read(tensor.src[0].contents)
+        elif short == "kqv":
+            self.arrays[f"{layer}.v_cache"] = ggml_tensor.read(tensor.src[0].contents)
+        elif short == "attn_probs":
+            self.arrays[f"{layer}.attn_scores"] = self._scores(tensor, self.arrays[f"{layer}.kq"])
+
+    def _scores(self, softmax: GgmlTensor, products: np.ndarray) -> np.ndarray:
+        """What enters the softmax: ggml scales and masks inside the node, with these two inputs of it."""
+        scale, max_bias = ggml_tensor.float_params(softmax)[:2]
+        if max_bias != 0:
+            raise RuntimeError(f"llama.cpp: expected a softmax without ALiBi, got max_bias {max_bias}")
+        mask = ggml_tensor.read(softmax.src[1].contents).astype(np.float32)
+        return products * scale + mask[..., : products.shape[-2], :]
+
+    def stages(self) -> dict[str, np.ndarray]:
+        """The captured arrays in llorch's shapes and in Hugging Face's order of head dimensions."""
+        out = {}
+        for stage, array in self.arrays.items():
+            short = stage.rpartition(".")[2]
+            if short not in ("kq", "kqv"):
+                out[stage] = self._shaped(short, array).astype(np.float32, copy=False)  # a cache may be float16
+        return out
+
+    def _shaped(self, short: str, array: np.ndarray) -> np.ndarray:
+        n, config = self.n_tokens, self.config
+        interleaved = config.family == "llama"  # its GGUF files store the rows of Q and K in RoPE pairs
+        match short:
+            case "q_norm" | "k_norm" | "q_rope" | "k_rope":
+                heads = array.reshape(n, -1, config.head_dim)
+                return half_split(heads) if interleaved else heads
+            case "q_proj" | "k_proj":
+                heads = array.reshape(n, -1, config.head_dim)
+                return (half_split(heads) if interleaved else heads).reshape(n, -1)
+            case "k_cache":
+                cache = array[0, :, :n]  # the view is padded beyond the real context
+                return half_split(cache) if interleaved else cache
+            case "v_cache":
+                return array[0, :, :, :n].transpose(0, 2, 1)  # stored with the tokens as fastest axis
+            case "attn_scores" | "attn_probs":
+                return array[0, :, :, :n]
+            case _:
+                return array.reshape(n, -1)
+
+
+def half_split(heads: np.ndarray) -> np.ndarray:
+    """Bring the last axis from llama.cpp's order of pairs (2j, 2j+1) to Hugging Face's (j, j + half)."""
+    return undo_interleave(heads.reshape(-1), heads.size // heads.shape[-1]).reshape(heads.shape)

@@ -1,0 +1,411 @@
+"""Training goldens from PEFT: its LoRA on an unmodified transformers model, torch's loss, autograd, clipping and AdamW.
+
+The base is the one that the producer `transformers` loads, in float32, if not told. Deltas are what PEFT itself adds:
+the product of the output of `lora_B` and the scaling, seen by a torch function mode. Gradients come from autograd,
+those of block inputs from tensors that hooks retain. Nothing of ours computes.
+
+On a base in bfloat16 PEFT keeps the adapter in float32, and so are its gradients and the optimizer; the loss is taken
+of float32 logits, as transformers' own loss is.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.overrides import TorchFunctionMode
+
+from llorch.config import ModelConfig
+from llorch.lora.adapter import LORA_A, LORA_B, Adapter
+from llorch.lora.config import LoraConfig
+from llorch.lora.targets import LAYER_TARGETS
+from llorch.numerics import DtypeName
+from llorch.train.batch import IGNORED, Batch
+from llorch.verify.training.recipe import (
+    OPTIMIZER,
+    SCHEDULE_STEPS,
+    SCHEDULE_WARMUP,
+    SCHEDULES,
+    OptimizerRecipe,
+    with_stage,
+)
+from llorch.verify.witnesses.transformers import Transformers
+
+Arrays = dict[str, np.ndarray]
+INPUTS = {  # stage that goes into some projections -> one of them
+    "attn_norm": "self_attn.q_proj",
+    "attn_context": "self_attn.o_proj",
+    "ffn_norm": "mlp.gate_proj",
+    "ffn_act": "mlp.down_proj",
+}
+SCHEDULE_MAKERS: Mapping[str, Callable[..., Any]] = {
+    "constant": lambda optimizer, warmup, total: transformers.get_constant_schedule_with_warmup(optimizer, warmup),
+    "linear": transformers.get_linear_schedule_with_warmup,
+    "cosine": transformers.get_cosine_schedule_with_warmup,
+}
+
+
+class Peft:
+    """The producer `peft`: one base model, one adapter at a time."""
+
+    name = "peft"
+
+    def __init__(self, path: str | Path, *, n_threads: int | None = None, dtype: DtypeName = "float32") -> None:
+        """Load a base model.
+
+        Args:
+            path: A GGUF file or a Hugging Face folder.
+            n_threads: CPU threads of torch, for the whole process.
+            dtype: Of the base and its activations; float64 is for runs inside `float64_everywhere`.
+
+        Raises:
+            RuntimeError: float64 was asked for outside, where PEFT and torch go through float32 by name.
+        """
+        if dtype == "float64" and torch.get_default_dtype() != torch.float64:
+            raise RuntimeError("peft: a run in float64 must be made inside float64_everywhere, or it is no truth")
+        self._path, self._n_threads = path, n_threads
+        self._dtype: DtypeName = dtype
+        with self._base() as base:
+            self.config: ModelConfig = base.config
+            self._provenance = base.provenance()
+            self._n_threads = base.n_threads
+        torch.set_num_threads(self._n_threads)  # its models outlive the bases that they are made of
+
+    def adapted(self, adapter: Adapter) -> Any:
+        """A fresh base with an adapter on it, in training mode (no dropout in these recipes).
+
+        Args:
+            adapter: Its numbers are copied in.
+
+        Returns:
+            PEFT's model.
+        """
+        with _quiet():
+            model = peft.get_peft_model(self._base()._model, peft.LoraConfig(**peft_settings(adapter.config)))
+        parameters = trained(model)
+        arrays = adapter.flat()
+        if parameters.keys() != arrays.keys():
+            raise RuntimeError(f"peft: adapts other tensors: {sorted(parameters.keys() ^ arrays.keys())[:5]}")
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(torch.from_numpy(arrays[name]))
+        return model.train()
+
+    def forward(self, adapter: Adapter, batch: Batch) -> Arrays:
+        """Inputs of the adapted projections, what PEFT adds to them, and logits; the tokens of all rows in a row."""
+        model, seen = self.adapted(adapter), {}
+        with torch.no_grad(), Watch(model, seen):
+            seen["adapted_logits"] = logits_of(model, batch)
+        return {name: tokens_of(tensor, batch) for name, tensor in seen.items()}
+
+    def losses(self, adapter: Adapter, batch: Batch, *, smoothing: float) -> Arrays:
+        """Mean over the learned tokens, and the loss of each."""
+        with torch.no_grad():
+            return losses_of(logits_of(self.adapted(adapter), batch), batch, smoothing=smoothing)
+
+    def gradients(self, adapter: Adapter, batch: Batch) -> Arrays:
+        """Of every trained tensor, and of what goes into and comes out of the blocks; block inputs beside them."""
+        model = self.adapted(adapter)
+        blocks: dict[str, Tensor] = {}
+        with _block_tensors(model, blocks):
+            accumulate(model, [batch], smoothing=0.0)
+        out = {name: tokens_of(tensor.detach(), batch) for name, tensor in blocks.items()}
+        for name, tensor in blocks.items():
+            assert tensor.grad is not None
+            out[with_stage(name, "gradient")] = tokens_of(tensor.grad, batch)
+        return out | {with_stage(n, "gradient"): array_of(g) for n, g in gradients_of(model).items()}
+
+    def steps(
+        self, adapter: Adapter, steps: Sequence[Sequence[Batch]], recipe: OptimizerRecipe, *, shown: Sequence[int]
+    ) -> dict[int, Arrays]:
+        """AdamW with clipping at a constant rate.
+
+        Args:
+            adapter: Where it starts.
+            steps: Micro-batches of every step.
+            recipe: Settings.
+            shown: Steps that are wanted, counted from 1.
+
+        Returns:
+            By step: gradients before clipping, their norm, moments and parameters after the step.
+        """
+        model, found = self.adapted(adapter), {}
+        optimizer = optimizer_of(model, recipe)
+        for step, batches in enumerate(steps, start=1):
+            self._backward(model, batches)
+            before = {with_stage(n, "given"): array_of(g) for n, g in gradients_of(model).items()}
+            norm = clip(model, recipe)
+            optimizer.step()
+            if step in shown:
+                found[step] = before | {"grad_norm": array_of(norm)} | state_of(model, optimizer)
+            optimizer.zero_grad()
+        return found
+
+    def curve(
+        self,
+        adapter: Adapter,
+        steps: Sequence[Sequence[Batch]],
+        recipe: OptimizerRecipe,
+        *,
+        smoothing: float,
+        warmup_steps: int,
+    ) -> Arrays:
+        """Loss and norm of every step, with a cosine schedule; the parameters after the last."""
+        model = self.adapted(adapter)
+        optimizer = optimizer_of(model, recipe)
+        schedule = SCHEDULE_MAKERS["cosine"](optimizer, warmup_steps, len(steps))
+        losses, norms = [], []
+        for batches in steps:
+            losses.append(accumulate(model, batches, smoothing=smoothing))
+            norms.append(float(clip(model, recipe)))
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        return {"loss_curve": np.asarray(losses), "norm_curve": np.asarray(norms)}
+
+    def merged(self, adapter: Adapter, batch: Batch, weights: Sequence[str]) -> Arrays:
+        """Logits after PEFT merged the adapter into the base, and some of the merged matrices.
+
+        Args:
+            adapter: What is merged.
+            batch: What the merged model is run on.
+            weights: Canonical names of matrices that are wanted.
+
+        Returns:
+            `merged_logits` and `merged_weight.<name>` of its layer.
+        """
+        model = self.adapted(adapter).merge_and_unload()
+        with torch.no_grad():
+            out = {"merged_logits": tokens_of(logits_of(model, batch), batch)}
+        for name in weights:
+            matrix = model.get_parameter(f"{adapter.targets[name].path}.weight")
+            out[with_stage(name, "merged_weight")] = array_of(matrix)
+        return out
+
+    def saved(self, adapter: Adapter, folder: Path) -> Path:
+        """Let PEFT save an adapter, as users get it from there.
+
+        Args:
+            adapter: What is saved.
+            folder: Where.
+
+        Returns:
+            The file of tensors.
+        """
+        self.adapted(adapter).save_pretrained(folder, save_embedding_layers=False)
+        return folder / "adapter_model.safetensors"
+
+    def loaded(self, folder: Path, batch: Batch) -> np.ndarray:
+        """Logits with an adapter that PEFT loads from a folder."""
+        with _quiet():
+            model = peft.PeftModel.from_pretrained(self._base()._model, folder).eval()
+        with torch.no_grad():
+            return tokens_of(logits_of(model, batch), batch)
+
+    def _backward(self, model: Any, batches: Sequence[Batch]) -> None:
+        """Gradients of one of `steps`."""
+        accumulate(model, batches, smoothing=0.0)
+
+    def _base(self) -> Transformers:
+        return Transformers(self._path, n_threads=self._n_threads, dtype=self._dtype)
+
+    def provenance(self) -> dict[str, object]:
+        """What a golden must say about where it comes from."""
+        return self._provenance | {"producer": self.name, "peft": peft.__version__, "optimizer": "torch.optim.AdamW"}
+
+
+def schedules() -> Arrays:
+    """Learning rates of all steps by transformers' schedules."""
+    return {f"{name}/learning_rate": _rates(SCHEDULE_MAKERS[name]) for name in SCHEDULES}
+
+
+def _rates(maker: Callable[..., Any]) -> np.ndarray:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=OPTIMIZER.learning_rate)
+    made = maker(optimizer, SCHEDULE_WARMUP, SCHEDULE_STEPS)
+    rates = []
+    for _ in range(SCHEDULE_STEPS):
+        rates.append(made.get_last_lr()[0])
+        optimizer.step()
+        made.step()
+    return np.asarray(rates)
+
+
+def peft_settings(lora: LoraConfig) -> dict[str, Any]:
+    """Our configuration in PEFT's names."""
+    return {
+        "task_type": "CAUSAL_LM",
+        "r": lora.r,
+        "lora_alpha": lora.lora_alpha,
+        "target_modules": list(lora.target_modules),
+        "lora_dropout": lora.lora_dropout,
+        "use_rslora": lora.use_rslora,
+        "rank_pattern": dict(lora.rank_pattern),
+        "alpha_pattern": dict(lora.alpha_pattern),
+    }
+
+
+def trained(model: Any) -> dict[str, nn.Parameter]:
+    """Trained parameters under our flat names, in the order of the forward pass."""
+    found = {_flat_name(name): p for name, p in model.named_parameters() if p.requires_grad}
+    order = {name: place for place, name in enumerate(_flat_order(found))}
+    return dict(sorted(found.items(), key=lambda item: order[item[0]]))
+
+
+def gradients_of(model: Any) -> dict[str, Tensor]:
+    """Gradient of every trained parameter."""
+    gradients = {name: parameter.grad for name, parameter in trained(model).items()}
+    return {name: gradient for name, gradient in gradients.items() if gradient is not None}
+
+
+def logits_of(model: Any, batch: Batch) -> Tensor:
+    """Logits of every slot of a batch; padding is masked."""
+    mask = torch.from_numpy((batch.documents >= 0).astype(np.int64))
+    return model(input_ids=torch.from_numpy(batch.ids), attention_mask=mask, use_cache=False).logits
+
+
+def token_losses(logits: Tensor, batch: Batch, *, smoothing: float, reduction: str) -> Tensor:
+    """Torch's cross entropy of what comes next."""
+    labels = torch.from_numpy(batch.labels)[:, 1:].reshape(-1)
+    return cross_entropy(
+        logits[:, :-1].reshape(-1, logits.shape[-1]).float(), labels,
+        ignore_index=IGNORED, label_smoothing=smoothing, reduction=reduction,
+    )  # fmt: skip
+
+
+def losses_of(logits: Tensor, batch: Batch, *, smoothing: float) -> Arrays:
+    """Mean over the learned tokens, and the loss of each."""
+    each = [token_losses(logits, batch, smoothing=smoothing, reduction=kind) for kind in ("mean", "none")]
+    kept = torch.from_numpy(batch.labels)[:, 1:].reshape(-1) != IGNORED
+    return {"loss": array_of(each[0]), "token_losses": array_of(each[1][kept])}
+
+
+def clip(model: Any, recipe: OptimizerRecipe) -> Tensor:
+    """Clip by torch; the norm before."""
+    return torch.nn.utils.clip_grad_norm_(trained(model).values(), recipe.max_norm)
+
+
+class Watch(TorchFunctionMode):
+    """Notes what goes into projections, and the product of each `lora_B` output and its scaling."""
+
+    def __init__(self, model: Any, seen: dict[str, Tensor]) -> None:
+        """Hook into PEFT's model; what is noted goes into `seen`, by stage key."""
+        super().__init__()
+        self._seen, self._outputs = seen, {}
+        self._hooks = ExitStack()
+        for i, layer in enumerate(model.base_model.model.model.layers):
+            for stage, path in INPUTS.items():
+                hook = self._input_hook(f"l{i}.{stage}")
+                self._hooks.enter_context(layer.get_submodule(path).register_forward_pre_hook(hook))
+            for path, module in layer.named_modules():
+                if path.endswith("lora_B.default"):
+                    name = f"l{i}.lora_delta.{path.split('.')[-3]}"
+                    self._hooks.enter_context(module.register_forward_hook(self._output_hook(name)))
+
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)
+        self._hooks.close()
+
+    def __torch_function__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
+        result: Any = func(*args, **(kwargs or {}))
+        if func in (Tensor.mul, Tensor.__mul__) and id(args[0]) in self._outputs:
+            name, _ = self._outputs.pop(id(args[0]))
+            self._seen[name] = result.detach().clone()
+        return result
+
+    def _input_hook(self, name: str) -> Callable[..., None]:
+        return lambda _module, inputs: self._seen.update({name: inputs[0].detach().clone()})
+
+    def _output_hook(self, name: str) -> Callable[..., None]:
+        return lambda _module, _inputs, output: self._outputs.update({id(output): (name, output)})
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """PEFT looks at names that transformers has given up, which transformers says at every model."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
+
+
+@contextmanager
+def _block_tensors(model: Any, found: dict[str, Tensor]) -> Iterator[None]:
+    """What goes into each block, and what comes out of the last, with their gradients."""
+
+    def keep(name: str, tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad:
+            tensor = tensor.detach().requires_grad_()  # the embedding is frozen, its output is wanted all the same
+        tensor.retain_grad()
+        found[name] = tensor
+        return tensor
+
+    decoder = model.base_model.model.model
+    with ExitStack() as hooks:
+        for i, layer in enumerate(decoder.layers):
+
+            def enter(_module: Any, inputs: tuple, name: str = f"l{i}.block_in") -> tuple:
+                return keep(name, inputs[0]), *inputs[1:]
+
+            hooks.enter_context(layer.register_forward_pre_hook(enter))
+        hooks.enter_context(
+            decoder.norm.register_forward_pre_hook(lambda _m, inputs: (keep("last_block_out", inputs[0]),))
+        )
+        yield
+
+
+def accumulate(model: Any, batches: Sequence[Batch], *, smoothing: float) -> float:
+    """Backward of a step: the sum over all learned tokens of its micro-batches, divided by their number."""
+    n_trained = sum(batch.n_trained for batch in batches)
+    total = 0.0
+    for batch in batches:
+        loss = token_losses(logits_of(model, batch), batch, smoothing=smoothing, reduction="sum") / n_trained
+        loss.backward()
+        total += loss.item()
+    return total
+
+
+def optimizer_of(model: Any, recipe: OptimizerRecipe) -> torch.optim.AdamW:
+    """Torch's, one tensor after the other."""
+    return torch.optim.AdamW(
+        trained(model).values(), lr=recipe.learning_rate, betas=recipe.betas, eps=recipe.eps,
+        weight_decay=recipe.weight_decay, foreach=False, fused=False,
+    )  # fmt: skip
+
+
+def state_of(model: Any, optimizer: torch.optim.AdamW) -> Arrays:
+    """Parameters and moments as they are now."""
+    found: Arrays = {}
+    for name, parameter in trained(model).items():
+        state = optimizer.state[parameter]
+        kept = {"first_moment": state["exp_avg"], "second_moment": state["exp_avg_sq"], "parameters": parameter}
+        found |= {with_stage(name, stage): array_of(tensor) for stage, tensor in kept.items()}
+    return found
+
+
+def _flat_name(name: str) -> str:
+    """`base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight` as `layers.0.q_proj.lora_A`."""
+    parts = name.split(".")
+    at = parts.index("layers")
+    kind = LORA_A if LORA_A in parts else LORA_B
+    return ".".join((*parts[at : at + 2], parts[parts.index(kind) - 1], kind))
+
+
+def _flat_order(names: Mapping[str, object]) -> list[str]:
+    place = {name: i for i, name in enumerate(LAYER_TARGETS)}
+    return sorted(names, key=lambda name: (int(name.split(".")[1]), place[name.split(".")[2]], name))
+
+
+def tokens_of(tensor: Tensor, batch: Batch) -> np.ndarray:
+    """The slots that hold tokens, row after row."""
+    return array_of(tensor[torch.from_numpy(batch.documents >= 0)])
+
+
+def array_of(tensor: Tensor) -> np.ndarray:
+    """A copy; what is narrower than float32 is widened to it, and to float64 where everything is."""
+    return tensor.detach().float().contiguous().numpy().copy()

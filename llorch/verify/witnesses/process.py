@@ -1,0 +1,247 @@
+"""Engines in processes of their own: one that crashes, hangs or takes all memory is a line, and the work goes on.
+
+What an engine does to its process stays there: variables that ggml reads, torch's and BLAS's number of threads and
+default dtype, the log levels of transformers, llama.cpp's log function, memory that was never given back. This process
+imports no engine. A process serves one model after the other, because importing transformers takes seconds.
+"""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+from weakref import finalize
+
+from llorch.errors import EngineDied
+from llorch.verify.witnesses.messages import message, raised, receive, send
+
+GGML_VARIABLES = {"GGML_CPU_DISABLE_FUSION": "1", "GGML_CPU_TILED_MM": "0"}  # read once, when its CPU backend starts
+_VARIABLES = {"llamacpp": GGML_VARIABLES}
+_IMPORTS = {"llamacpp": "llorch.verify.witnesses.llamacpp", "transformers": "llorch.verify.witnesses.transformers"}
+_BOOT = "import sys; sys.path[:] = sys.argv[2:]; from llorch.verify.witnesses.child import main; main(sys.argv[1])"
+# How long an engine may be silent: its start, and as often as a call may go through the whole model, at a speed that a
+# slow disk has.
+START, PASSES, SPEED = 180.0, 32, 50e6  # seconds, times, bytes per second
+_WORDS = 300  # characters
+
+
+class EngineProcess:
+    """A process for one engine."""
+
+    def __init__(self, engine: str) -> None:
+        """Start it; the engine is imported while nothing is asked yet.
+
+        Args:
+            engine: `llamacpp`, `transformers`, or another name without such an import and without settings.
+        """
+        self.engine, self._lock, self._death = engine, threading.Lock(), ""
+        folder = Path(tempfile.mkdtemp(prefix="llorch-"))  # whatever the engine leaves there goes with it
+        variables = {"GGML_NO_BACKTRACE": "1", "TMPDIR": str(folder)}  # C frames are nobody's last words
+        self._channel, theirs = socket.socketpair()
+        with theirs, (folder / "stderr").open("wb") as said:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _BOOT, _IMPORTS.get(engine, ""), *(str(Path(p).absolute()) for p in sys.path)],
+                stdin=theirs.fileno(), stdout=said, stderr=said,
+                env=os.environ | variables | _VARIABLES.get(engine, {}),
+            )  # fmt: skip
+        self._end = finalize(self, _ended, os.getpid(), self._process, self._channel, folder)
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    @property
+    def runs(self) -> bool:
+        """Whether it can be asked."""
+        return self._end.alive and self._process.poll() is None
+
+    def ask(self, what: str, request: Sequence[object], seconds: float) -> Any:
+        """Have something done.
+
+        Args:
+            what: For the message, when the process does not survive it.
+            request: See child.py.
+            seconds: How long it may be silent.
+
+        Returns:
+            The answer.
+
+        Raises:
+            EngineDied: The process ended, or was silent for too long.
+            Exception: What the engine raised, with the place in its process as a note.
+            TypeError: The request, or the answer, holds what cannot be sent.
+        """
+        parts = message(request)
+        with self._lock:
+            if self._death:
+                raise EngineDied(self._death)
+            try:
+                self._channel.settimeout(seconds)
+                send(self._channel, parts)
+                kind, *answer = receive(self._channel)
+            except (EOFError, OSError) as error:
+                hangs = isinstance(error, TimeoutError)
+                what = f"no answer to {what} for {seconds:.0f} s" if hangs else f"{self._way_to_end()} in {what}"
+                self._death = f"{self.engine}: {what}; {self._end()}"
+                raise EngineDied(self._death) from None
+            except BaseException:  # such as Ctrl-C: an answer may come that nobody waits for
+                self._death = f"{self.engine}: its process was ended when {what} was interrupted"
+                self._end()
+                raise
+        if kind == "value":
+            return answer[0]
+        *what_it_was, trace = answer
+        error = raised(*what_it_was)
+        error.add_note(f"in the process of {self.engine}:\n{trace}")
+        raise error
+
+    def end(self) -> None:
+        """End the process, whatever it does."""
+        self._death = f"{self.engine}: its process was ended"
+        self._end()
+
+    def _way_to_end(self) -> str:
+        try:
+            status = self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            return "its process went silent"
+        if status >= 0:
+            return f"its process ended with status {status}"
+        memory = ", as the system does when memory runs out" if status == -signal.SIGKILL else ""
+        return f"its process was ended by {signal.Signals(-status).name}{memory}"
+
+
+def _ended(owner: int, process: subprocess.Popen, channel: socket.socket, folder: Path) -> str:
+    """End a process and remove its files; says what its last words were. A copy of its owner leaves it alone."""
+    if owner != os.getpid():
+        return ""
+    process.kill()
+    process.wait()
+    channel.close()
+    words = _last_words(folder / "stderr")
+    shutil.rmtree(folder, ignore_errors=True)
+    return f"its last words: {words}" if words else "it said nothing"
+
+
+class EngineInChild:
+    """An engine with a model, in a process of its own: it has every public method of that engine."""
+
+    def __init__(self, engine: str, path: str | Path, target: str, *args: object, **kwargs: object) -> None:
+        """Load a model.
+
+        Args:
+            engine: For `EngineProcess`.
+            path: Of the model; by its size go the limits of time.
+            target: `module:function`, what makes the engine there.
+            args: Of that function.
+            kwargs: Of that function.
+
+        Raises:
+            EngineDied: The process ended, or was silent for too long.
+            Exception: What the function raised.
+        """
+        self._engine, self._path = engine, Path(path)
+        self._process: EngineProcess | None = _taken(engine)
+        try:
+            shown = self._process.ask("loading", ["open", str(Path.cwd()), target, args, kwargs], _patience(self._path))
+        except BaseException:
+            _give_back(self._process)
+            raise
+        for method in shown.pop("methods"):
+            setattr(self, method, partial(self._call, method))
+        vars(self).update(shown)
+
+    def __enter__(self) -> "EngineInChild":
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
+
+    @property
+    def pid(self) -> int:
+        """Of its process."""
+        return self._asked().pid
+
+    def close(self) -> None:
+        """Free the model; its process waits for the next."""
+        process, self._process = self._process, None
+        if process is not None and process.runs:
+            process.ask("closing", ["close"], START)
+            _give_back(process)
+
+    def _call(self, method: str, *args: object, **kwargs: object) -> Any:
+        seconds = _patience(self._path, *args, *kwargs.values())
+        return self._asked().ask(method, ["call", method, args, kwargs], seconds)
+
+    def _asked(self) -> EngineProcess:
+        if self._process is None:
+            raise ValueError(f"{self._engine}: the producer is closed")
+        return self._process
+
+
+def in_child(engine: str, path: str | Path, target: str, *args: object) -> Any:
+    """Call a function in the process of an engine.
+
+    Args:
+        engine: For `EngineProcess`.
+        path: Of the model that it works on; by its size go the limits of time.
+        target: `module:function`.
+        args: Of that function.
+
+    Returns:
+        What it returns.
+
+    Raises:
+        EngineDied: The process ended, or was silent for too long.
+        Exception: What the function raised.
+    """
+    process = _taken(engine)
+    try:
+        what = target.rpartition(":")[2]
+        return process.ask(what, ["run", str(Path.cwd()), target, args, {}], _patience(Path(path), *args))
+    finally:
+        _give_back(process)
+
+
+def start(engines: Sequence[str]) -> None:
+    """Let processes of engines import them meanwhile; each is used when the engine is."""
+    for engine in engines:
+        _give_back(_taken(engine))
+
+
+def _taken(engine: str) -> EngineProcess:
+    idle = _IDLE.pop(engine, None)
+    return idle if idle is not None and idle.runs else EngineProcess(engine)
+
+
+def _give_back(process: EngineProcess) -> None:
+    """Let a process wait for the next model, where no other does."""
+    if process.runs and _IDLE.setdefault(process.engine, process) is not process:
+        process.end()
+
+
+def _patience(path: Path, *args: object) -> float:
+    """Seconds that a call may take: it goes through the model for each of its tokens, and some more."""
+    files = path.iterdir() if path.is_dir() else [path] if path.exists() else []
+    n_bytes = sum(file.stat().st_size for file in files if file.is_file())
+    n_tokens = max((len(value) for value in args if isinstance(value, Sequence | Mapping)), default=0)
+    return START + (PASSES + n_tokens) * n_bytes / SPEED
+
+
+def _last_words(file: Path) -> str:
+    """The last line that is not empty."""
+    with file.open("rb") as said:
+        said.seek(max(0, file.stat().st_size - 8192))
+        lines = [" ".join(line.split()) for line in said.read().decode(errors="replace").splitlines()]
+    return next((line[:_WORDS] for line in reversed(lines) if line), "")
+
+
+_IDLE: dict[str, EngineProcess] = {}  # by engine

@@ -1,0 +1,388 @@
+"""Goldens from transformers: the family's own class with eager attention, watched by hooks; in float32, if not told.
+
+A Hugging Face folder is loaded by transformers itself. So are the weights of a GGUF file, and what its loader reads of
+the hyperparameters, so that a number which we misread is no part of the truth; the rest of the config is made by us.
+Types that its loader does not know are decoded by us, and the provenance says who did.
+
+In float64 every cast to a narrower dtype is widened, see `wide`: this is the truth that others are judged by.
+In bfloat16 and float16 all weights are cast, gains of norms too, as `from_pretrained(dtype=...)` does it; the RoPE
+frequencies stay float32, which `model.to(dtype)` would round.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, redirect_stderr
+from copy import deepcopy
+from dataclasses import asdict
+from functools import cached_property
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+from transformers import GenerationConfig, LogitsProcessorList
+from transformers.initialization import no_init_weights
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from llorch.config import FactorScaling, LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
+from llorch.files import Weights, open_weights
+from llorch.files.names import inventory
+from llorch.numerics import DtypeName
+from llorch.sampling import SamplingSettings
+from llorch.threads import limited, n_threads_for
+from llorch.verify.witnesses.trace_check import Trace, check_ids, checked_trace
+from llorch.verify.witnesses.transformers_capture import as_array, captured
+from llorch.verify.witnesses.wide import float64_everywhere
+
+CLASSES: dict[str, tuple[Any, Any]] = {
+    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+}
+# What the converter of llama.cpp turned into rope_freqs.weight: Llama 3.1, Llama 3.2.
+PUBLISHED_LLAMA3 = tuple(
+    Llama3Scaling(factor=f, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+    for f in (8.0, 32.0)
+)
+
+
+class Transformers:
+    """The producer `transformers`; a context manager for symmetry with the other one."""
+
+    name = "transformers"
+
+    def __init__(self, path: str | Path, *, n_threads: int | None = None, dtype: DtypeName = "float32") -> None:
+        """Load a model.
+
+        Args:
+            path: A GGUF file or a Hugging Face folder.
+            n_threads: CPU threads of the process until `close`; None takes one for a small model, else all.
+            dtype: Of weights and activations.
+
+        Raises:
+            FormatError: The files are not a model that llorch knows.
+            RuntimeError: transformers refuses the configuration, or the weights do not fill the model exactly.
+        """
+        self.path = Path(path)
+        weights = open_weights(self.path)
+        self.config = weights.config
+        self.dtype = dtype
+        self.n_threads = n_threads or n_threads_for(self.config)
+        with ExitStack() as resources:
+            resources.enter_context(limited(self.n_threads))
+            with closing(weights.source), _quiet(), _refusals(), self._arithmetic(refuse=False):
+                if self.path.is_dir():
+                    model, self.rope = _model_of_folder(self.path, self.config, dtype), "as config.json says"
+                    self.reader = "transformers"
+                else:
+                    model, self.rope, self.reader = _model_of_file(weights, dtype)
+            self._resources = resources.pop_all()
+        # The folder's generation settings (end tokens, penalties, sampling) must not enter the greedy run.
+        model.generation_config = GenerationConfig()
+        self._loaded = model.eval()
+
+    def __enter__(self) -> "Transformers":
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Drop the model."""
+        self._resources.close()
+        self._loaded = None
+
+    @property
+    def _model(self) -> Any:
+        if self._loaded is None:
+            raise ValueError("transformers: the producer is closed")
+        return self._loaded
+
+    def _arithmetic(self, *, refuse: bool = True) -> AbstractContextManager[None]:
+        """In which models are made and run."""
+        return float64_everywhere(refuse=refuse) if self.dtype == "float64" else nullcontext()
+
+    def trace(
+        self, ids: Sequence[int], *, first_position: int = 0, golden: Mapping[str, np.ndarray] | None = None
+    ) -> Trace:
+        """Run the tokens from an empty cache and return every stage.
+
+        Args:
+            ids: Token ids, at least one.
+            first_position: Position of the first token.
+            golden: Makes it a run of isolated stages: takes the place of each stage that it has, once that was noted.
+
+        Returns:
+            Stage to array, exactly the stages of the model's family.
+
+        Raises:
+            RuntimeError: The model did not compute the stages that we know.
+        """
+        with captured(self._model, golden) as stages:
+            self.logits(ids, first_position=first_position)
+        dtype = np.float64 if self.dtype == "float64" else np.float32
+        return checked_trace(stages, self.config, len(ids), self.name, dtype)
+
+    @torch.no_grad()
+    def logits(self, ids: Sequence[int], *, first_position: int = 0) -> np.ndarray:
+        """Logits of every token from a run that nobody watches; bit by bit those of `trace`."""
+        positions = torch.arange(first_position, first_position + len(ids))[None]
+        with self._arithmetic():
+            logits = self._model(self._ids(ids), position_ids=positions, use_cache=True).logits
+        return as_array(logits[0])
+
+    @torch.no_grad()
+    def selected_logits(self, ids: Sequence[int]) -> np.ndarray:
+        """The logits of the last token, the only ones computed, as in `generate`."""
+        with self._arithmetic():
+            return as_array(self._model(self._ids(ids), logits_to_keep=1).logits[0, 0])
+
+    @torch.no_grad()
+    def greedy(self, ids: Sequence[int], n: int) -> list[int]:
+        """Continue by `n` tokens with transformers' `generate` and its cache; end tokens do not stop it."""
+        prompt = self._ids(ids)
+        with self._arithmetic():
+            out = self._model.generate(
+                prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=n, pad_token_id=0
+            )
+        return out[0, len(ids) :].tolist()
+
+    def probabilities(self, logits: np.ndarray, settings: SamplingSettings, history: Sequence[int]) -> np.ndarray:
+        """The distribution that transformers draws from after its own logits processors.
+
+        Args:
+            logits: One row.
+            settings: Penalty, temperature, top-k, top-p, min-p, in this order.
+            history: Tokens that the penalty counts.
+
+        Returns:
+            Probabilities, 0 for removed tokens; temperature 0 is `generate`'s argmax.
+        """
+        scores = torch.tensor(logits, dtype=torch.float64 if self.dtype == "float64" else torch.float32)[None]
+        with self._arithmetic():
+            scores = _processors(settings, history)(torch.LongTensor([list(history)]), scores)
+            if settings.temperature == 0:
+                return as_array(nn.functional.one_hot(scores[0].argmax(), scores.shape[-1]))
+            return as_array(nn.functional.softmax(scores[0], dim=-1))
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int] | None:
+        """Token ids of the folder's tokenizer; None without a `tokenizer.json`."""
+        if self._tokenizer is None:
+            return None
+        out = self._tokenizer(text, add_special_tokens=add_special, split_special_tokens=not parse_special)
+        return out["input_ids"]
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        if not (self.path / "tokenizer.json").is_file():
+            return None
+        with _quiet():
+            return transformers.AutoTokenizer.from_pretrained(self.path, local_files_only=True, trust_remote_code=False)
+
+    def provenance(self) -> dict[str, object]:
+        """What a golden must say about where it comes from."""
+        return {
+            "producer": self.name,
+            "transformers": transformers.__version__,
+            "torch": torch.__version__,
+            "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+            "mkl": torch.backends.mkl.is_available(),
+            "n_threads": self.n_threads,
+            "knobs": {
+                "dtype": self.dtype,
+                "attn_implementation": "eager",
+                "device": "cpu",
+                "rope": self.rope,
+                "weights": f"read by {self.reader}",
+            },
+        }
+
+    def _ids(self, ids: Sequence[int]) -> torch.Tensor:
+        check_ids(ids, self.config)
+        return torch.tensor([list(ids)])
+
+
+def _model_of_folder(path: Path, config: ModelConfig, dtype: DtypeName) -> Any:
+    model, report = CLASSES[config.family][1].from_pretrained(
+        path,
+        local_files_only=True,
+        use_safetensors=True,
+        dtype=getattr(torch, dtype),
+        attn_implementation="eager",
+        output_loading_info=True,
+    )
+    faults = {kind: names for kind, names in report.items() if names}
+    if faults:
+        raise RuntimeError(f"transformers: {path} does not fill the model exactly: {faults}")
+    return model
+
+
+def _model_of_file(weights: Weights, dtype: DtypeName) -> tuple[Any, str, str]:
+    """The model, a note on its RoPE, and who read and decoded the file."""
+    config = weights.config
+    rope, note = _rope_parameters(config, dtype)
+    config_class, model_class = CLASSES[config.family]
+    settings = {} if config.family == "qwen2" else {"attention_bias": config.qkv_bias}
+    settings |= {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.n_layers,
+        "num_attention_heads": config.n_heads,
+        "num_key_value_heads": config.n_kv_heads,
+        "rms_norm_eps": config.rms_norm_eps,
+    }
+    theirs = _as_transformers_understands(Path(weights.path))
+    engine_config = config_class(
+        head_dim=config.head_dim,
+        vocab_size=config.vocab_size,
+        max_position_embeddings=config.max_position_embeddings,
+        tie_word_embeddings=config.tie_word_embeddings,
+        rope_parameters=rope | {name: theirs[name] for name in ("rope_theta",) if name in theirs},
+        attn_implementation="eager",
+        **{name: theirs.get(name, ours) for name, ours in settings.items()},
+    )
+    model, reader = (
+        _as_transformers_reads(Path(weights.path), model_class, deepcopy(engine_config), dtype),
+        "transformers",
+    )
+    if model is None:
+        reader = "llorch"
+        with no_init_weights():
+            model = model_class(engine_config)
+        model.load_state_dict(_state_dict(weights, getattr(torch, dtype)), strict=True, assign=True)
+        model.tie_weights()
+    if note.startswith("inv_freq"):
+        _divide_frequencies(model, config)
+    return model, note, reader
+
+
+def _as_transformers_understands(path: Path) -> dict[str, Any]:
+    """The hyperparameters that transformers' own reader finds in a GGUF file; none where it cannot read it."""
+    try:
+        return load_gguf_checkpoint(str(path), return_tensors=False)["config"]
+    except (ImportError, NotImplementedError, RuntimeError, ValueError):
+        return {}
+
+
+def _as_transformers_reads(path: Path, model_class: Any, engine_config: Any, dtype: DtypeName) -> Any:
+    """The model as transformers' own GGUF loader reads and decodes it; None where it cannot.
+
+    Its idea of the configuration knows no `head_dim` and no divisors of frequencies, so it is given ours. Types that it
+    does not decode, and biases of which the file has a part, are beyond it.
+    """
+    try:
+        with redirect_stderr(StringIO()):  # its progress bar has no switch
+            model, report = model_class.from_pretrained(
+                path.parent,
+                gguf_file=path.name,
+                config=engine_config,
+                local_files_only=True,
+                dtype=getattr(torch, dtype),
+                attn_implementation="eager",
+                output_loading_info=True,
+            )
+    except (ImportError, NotImplementedError, RuntimeError, ValueError):
+        return None
+    return None if any(report.values()) else model
+
+
+def _state_dict(weights: Weights, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The weights under transformers' names; copies, because torch wants memory that it may write to."""
+    config = weights.config
+    state = {
+        w.huggingface: torch.from_numpy(weights.array(name).copy()).to(dtype) for name, w in inventory(config).items()
+    }
+    if config.tie_word_embeddings:
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    if config.qkv_bias and not config.o_bias and config.family != "qwen2":
+        # These classes have all four biases or none; adding zero is exact.
+        zeros = torch.zeros(config.hidden_size, dtype=dtype)
+        state |= {f"model.layers.{i}.self_attn.o_proj.bias": zeros.clone() for i in range(config.n_layers)}
+    return state
+
+
+def _rope_parameters(config: ModelConfig, dtype: DtypeName) -> tuple[dict[str, object], str]:
+    """What transformers is told about RoPE, and a note on it for the provenance.
+
+    The divisors of a file are float32: in float64 they are not those that the published settings give, to 1e-8.
+    """
+    theta: dict[str, object] = {"rope_theta": config.rope_theta}
+    match config.rope_scaling:
+        case None:
+            return {"rope_type": "default"} | theta, "default"
+        case LinearScaling() as scaling:
+            return {"rope_type": "linear"} | asdict(scaling) | theta, "linear"
+        case YarnScaling() as scaling:
+            return {"rope_type": "yarn"} | asdict(scaling) | theta, "yarn"
+        case Llama3Scaling() as scaling:
+            return {"rope_type": "llama3"} | asdict(scaling) | theta, "llama3"
+        case FactorScaling() as scaling:
+            for published in PUBLISHED_LLAMA3 if dtype != "float64" else ():
+                rope = {"rope_type": "llama3"} | asdict(published) | theta
+                if np.allclose(_factors_of(rope, config.head_dim), scaling.factors, rtol=1e-6, atol=0):
+                    return rope, f"llama3 with factor {published.factor:g}, the divisors of the file"
+            return {"rope_type": "default"} | theta, "inv_freq divided by rope_freqs.weight of the file"
+
+
+def _factors_of(rope: dict[str, object], head_dim: int) -> np.ndarray:
+    """The divisors that transformers' own llama3 scaling means."""
+    probe = transformers.LlamaConfig(head_dim=head_dim, rope_parameters=rope, max_position_embeddings=131072)
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](probe)
+    return (_plain_frequencies(probe) / scaled).numpy()
+
+
+def _plain_frequencies(engine_config: Any) -> torch.Tensor:
+    rotary = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding
+    return rotary.compute_default_rope_parameters(engine_config)[0]
+
+
+def _divide_frequencies(model: Any, config: ModelConfig) -> None:
+    """Bring a file's own divisors in, which no rope_type of transformers can express."""
+    assert isinstance(config.rope_scaling, FactorScaling)
+    frequencies = model.model.rotary_emb.inv_freq
+    frequencies /= torch.tensor(config.rope_scaling.factors, dtype=frequencies.dtype)
+
+
+def _processors(settings: SamplingSettings, history: Sequence[int]) -> LogitsProcessorList:
+    processors = LogitsProcessorList()
+    if settings.repetition_penalty != 1 and history:
+        processors.append(transformers.RepetitionPenaltyLogitsProcessor(settings.repetition_penalty))
+    if settings.temperature == 0:
+        return processors
+    if settings.temperature != 1:
+        processors.append(transformers.TemperatureLogitsWarper(settings.temperature))
+    if settings.top_k:
+        processors.append(transformers.TopKLogitsWarper(settings.top_k))
+    if settings.top_p < 1:
+        processors.append(transformers.TopPLogitsWarper(settings.top_p))
+    if settings.min_p > 0:
+        processors.append(transformers.MinPLogitsWarper(settings.min_p))
+    return processors
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Some models of llama.cpp have no configuration here: hidden_size must be a multiple of the number of heads."""
+    try:
+        yield
+    except StrictDataclassError as error:
+        raise RuntimeError(f"transformers: refuses the configuration: {error.__cause__ or error}") from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers' progress bars and advice off the terminal while a model loads."""
+    log = transformers.utils.logging
+    verbosity, bars = log.get_verbosity(), log.is_progress_bar_enabled()
+    log.set_verbosity_error()
+    log.disable_progress_bar()
+    try:
+        yield
+    finally:
+        log.set_verbosity(verbosity)
+        if bars:
+            log.enable_progress_bar()

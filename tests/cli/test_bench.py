@@ -1,0 +1,93 @@
+"""`llorch bench`."""
+
+import json
+
+import pytest
+from command_line import invoke
+
+SHORT = ("--prompt", "5", "--decode", "2", "--rounds", "1")
+
+
+@pytest.fixture(autouse=True)
+def _small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine's ceilings are not what is tested; a copy of 256 MB takes its time under ten tests."""
+    from llorch import bench
+
+    monkeypatch.setitem(bench.COPY_BYTES, "cpu", 1 << 12)
+    monkeypatch.setitem(bench.PRODUCT_WIDTH, "cpu", 16)
+
+
+@pytest.mark.parametrize(
+    "backend", [(), ("--backend", "torch"), ("--backend", "torch", "--dtype", "bfloat16", "--batch", "2")]
+)
+def test_speeds_rates_and_shares_are_printed(backend: tuple[str, ...]):
+    result = invoke("bench", "micro-llama", *SHORT, *backend)
+    assert result.exit_code == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("micro-llama, ")
+    assert [line.split()[0] for line in lines[4:]] == ["prefill", "decode"]
+    assert "tokens/s" in lines[4]
+    assert "of the copy" in lines[5]
+    assert "of the product" in lines[5]
+
+
+@pytest.mark.parametrize("backend", [(), ("--backend", "torch")])
+def test_json_has_what_is_needed_to_repeat_the_run(backend: tuple[str, ...]):
+    result = invoke("bench", *SHORT, "--json", *backend)
+    made = json.loads(result.stdout)
+    assert (made["model"], made["prompt"], made["decoded"], made["batch"], made["rounds"]) == ("story", 5, 2, 1, 1)
+    assert made["versions"]["numpy"]
+    assert made["device_name"]
+    assert made["date"].startswith("20")
+    assert made["backend"] == ("torch-cpu-float32" if backend else "numpy")
+
+
+def test_a_packed_file_is_measured_packed(tmp_path):
+    from llorch.verify.quantised_models import write_model
+
+    path = str(write_model("Q8_0", tmp_path))
+    result = invoke("bench", path, *SHORT, "--backend", "torch", "--weights", "packed", "--json")
+    assert json.loads(result.stdout)["weights"] == "Q8_0"
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["story", "--shape", "llama-2-7b"], "give a MODEL or --shape, not both"),
+        (["--weights-type", "Q8_0", "--backend", "torch"], "--weights-type goes with --shape"),
+        (["--shape", "llama-2-7b"], "--shape goes with --backend torch"),
+        (["--dtype", "float32"], "--dtype goes with --backend torch"),
+        (["--device", "cuda"], "--device goes with --backend torch"),
+        (["--compile"], "--compile goes with --backend torch"),
+        (["--shape", "gpt-2", "--backend", "torch"], "'gpt-2' is not one of"),
+        (["--shape", "llama-2-7b", "--backend", "torch", "--weights", "packed"], "--weights goes with a MODEL"),
+        (["--batch", "2"], "the NumPy path runs one prompt at a time, got --batch 2"),
+        (["--prompt", "5000"], "do not fit the context of 512 tokens"),
+        (["--prompt", "5000", "--backend", "torch"], "do not fit the context of 512 tokens"),
+        (["--prompt", "5000", "--backend", "torch", "--shape", "llama-2-7b"], "do not fit the context of 4096 tokens"),
+    ],
+)
+def test_what_cannot_be_measured_is_said_in_words(options: list[str], problem: str):
+    result = invoke("bench", *options)
+    assert result.exit_code == 2
+    assert problem in " ".join(result.stderr.replace("\u2502", " ").split())
+    assert result.stdout == ""
+
+
+def test_a_shape_that_does_not_fit_is_refused_before_it_is_made(monkeypatch: pytest.MonkeyPatch):
+    from llorch.pytorch import memory
+
+    monkeypatch.setattr(memory, "available_memory", lambda: 1e9)
+    result = invoke("bench", "--shape", "llama-2-7b", "--backend", "torch")
+    assert result.exit_code == 4
+    assert result.stderr.startswith("llorch: bench: weights of llama-2-7b need ")
+    assert "GB on cpu, 1.0 GB are free; use a smaller --shape" in result.stderr
+
+
+def test_the_names_of_shapes_are_those_of_the_module():
+    from llorch.bench import SHAPES
+    from llorch.cli import bench as verb
+    from llorch.pytorch.packing import PACKERS
+
+    assert tuple(SHAPES) == verb.SHAPES
+    assert {kind.name for kind in PACKERS} == set(verb.TYPES)

@@ -1,0 +1,130 @@
+"""`llorch convert` as a user runs it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from command_line import REPOSITORY, invoke
+from tiny_models import random_tensors, write_folder
+
+from llorch.cli.convert import TYPES
+from llorch.files import open_gguf, open_weights
+from llorch.files.export import FILE_TYPES
+from tests.test_convert_failures import names, write_sparse
+
+
+def test_a_model_is_converted_there_and_back(tmp_path: Path):
+    folder, file = str(tmp_path / "folder"), str(tmp_path / "m.gguf")
+    result = invoke("convert", "micro-qwen3", folder)
+    assert (result.exit_code, result.stderr.count("note:")) == (0, 1)
+    assert result.stdout == f"{folder}: F32, 25 tensors, 1.1 MB\n"
+    result = invoke("convert", folder, file, "--type", "q8_0")
+    assert result.exit_code == 0
+    assert result.stdout == f"{file}: Q8_0, 25 tensors, 0.3 MB\n"
+    with open_gguf(file) as written:
+        assert written.tensors["token_embd.weight"].ggml_type.name == "Q8_0"
+    result = invoke("run", file, "Once upon a time", "-n", "3")
+    assert result.exit_code == 0
+
+
+def test_json_says_what_was_done(tmp_path: Path):
+    source = write_folder(tmp_path / "a", random_tensors("llama"))
+    result = invoke("convert", str(source), str(tmp_path / "m.gguf"), "--type", "Q4_0", "--json")
+    assert json.loads(result.stdout) == {
+        "source": str(source),
+        "target": str(tmp_path / "m.gguf"),
+        "type": "Q4_0",
+        "n_tensors": 21,
+        "n_bytes": (tmp_path / "m.gguf").stat().st_size,
+        "fallbacks": ["layers.0.down_proj", "layers.1.down_proj"],
+        "has_vocabulary": False,
+        "notes": ["the folder has no tokenizer.json: the file gets no vocabulary"],
+    }
+    assert (
+        "note: 2 matrices are F16, Q4_0 does not fit their rows: layers.0.down_proj, layers.1.down_proj\n"
+        in result.stderr
+    )
+
+
+def test_all_types_can_be_asked_for():
+    assert [one.name for one in FILE_TYPES] == list(TYPES)
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "line"),
+    [
+        (("nothing", "m.gguf"), 3, "model 'nothing': no such file or folder"),
+        (("story", "nowhere/m.gguf"), 3, "nowhere/m.gguf: the folder nowhere does not exist; make it first"),
+        (("story", "there.gguf"), 2, "there.gguf: exists; choose another name, or replace it with --force"),
+        (("story", "b", "--type", "Q8_0"), 2, "type: Hugging Face folders are written in F32, F16, BF16, got Q8_0"),
+    ],
+)
+def test_errors_are_one_line_and_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...], code: int, line: str
+):
+    monkeypatch.chdir(tmp_path)
+    Path("there.gguf").touch()
+    result = invoke("convert", *args)
+    assert result.exit_code == code
+    assert result.stderr.startswith(f"llorch: {line}")
+    assert result.stderr.count("\n") == 1
+    assert names(tmp_path) == ["there.gguf"]
+
+
+def test_a_type_that_does_not_exist_is_a_usage_error(tmp_path: Path):
+    result = invoke("convert", "story", str(tmp_path / "m.gguf"), "--type", "Q9_X")
+    assert result.exit_code == 2
+    assert "'Q9_X' is not one of 'f32', 'f16', 'bf16', 'q8_0'" in result.stderr
+
+
+def test_force_replaces(tmp_path: Path):
+    target = tmp_path / "m.gguf"
+    target.write_text("old")
+    assert invoke("convert", "micro-llama", str(target), "--force").exit_code == 0
+    assert open_weights(target).config.family == "llama"
+
+
+@pytest.fixture
+def slow_source(tmp_path: Path) -> Path:
+    """A model of 2 GB of zeros, which takes no room on the disk but some seconds to convert."""
+    rows, width = 1 << 20, 512
+    shapes = {"model.embed_tokens.weight": (rows, width), "model.norm.weight": (width,)}
+    block = "model.layers.0."
+    shapes |= {block + name: (width,) for name in ("input_layernorm.weight", "post_attention_layernorm.weight")}
+    shapes |= {f"{block}self_attn.{part}_proj.weight": (width, width) for part in "qkvo"}
+    shapes |= {block + "mlp.gate_proj.weight": (64, width), block + "mlp.up_proj.weight": (64, width)}
+    shapes[block + "mlp.down_proj.weight"] = (width, 64)
+    write_folder(
+        tmp_path / "slow", {}, hidden_size=width, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, vocab_size=rows, tie_word_embeddings=True,
+    )  # fmt: skip
+    write_sparse(tmp_path / "slow" / "model.safetensors", shapes)
+    return tmp_path / "slow"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["INT", "TERM"])
+def test_a_signal_in_the_middle_leaves_nothing(tmp_path: Path, slow_source: Path, number: signal.Signals, code: int):
+    command = [sys.executable, "-m", "llorch", "convert", str(slow_source), str(tmp_path / "m.gguf"), "--type", "Q4_0"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY)
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.glob(".m.gguf.*")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.2)
+    os.kill(process.pid, number)
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == code
+    assert stderr in ("llorch: interrupted\n", "")
+    assert names(tmp_path) == ["slow"]
+
+
+def test_zeros_are_converted(tmp_path: Path):
+    tensors = {name: np.zeros_like(array) for name, array in random_tensors("llama").items()}
+    result = invoke("convert", str(write_folder(tmp_path / "a", tensors)), str(tmp_path / "m.gguf"), "--type", "Q4_0")
+    assert result.exit_code == 0
+    assert not open_weights(tmp_path / "m.gguf").array("layers.0.q_proj").any()

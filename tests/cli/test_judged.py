@@ -1,0 +1,208 @@
+"""Grouping and counting of verification rows."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+
+def row(**changes: Any) -> Any:
+    """A row that passes, layer 0, with some fields changed."""
+    from llorch.verify.verifier import Row
+
+    fields: dict[str, Any] = {
+        "model": "m", "checkpoint": "05", "stage": "attn_out", "layer": 0, "case": "near", "producer": "llamacpp",
+        "backend": "numpy", "mode": "chained", "error": 1e-7, "worst": 1e-7, "truth_error": 1e-8,
+        "producer_error": 2e-7, "tolerance": 1e-6, "tolerance_worst": 1e-6, "verdict": "PASS",
+    }  # fmt: skip
+    return Row(**fields | changes)
+
+
+def judged(*rows: Any, **other: Any) -> Any:
+    from llorch.cli.judged import Judged
+
+    return Judged("m", list(rows), **other)
+
+
+def test_a_line_shows_the_row_closest_to_its_tolerance_with_both_producers_at_its_place():
+    from llorch.cli.judged import lines
+
+    found = lines(
+        judged(
+            row(error=9e-7, tolerance=1e-5),
+            row(layer=1, error=8e-7, producer_error=3e-7),
+            row(layer=1, producer="transformers", producer_error=4e-7),
+        )
+    )
+    line = next(line for line in found if line.checkpoint == "05")
+    assert line.n_rows == 3
+    assert line.closest is not None
+    assert line.closest.layer == 1
+    assert line.producer_errors == {"llamacpp": 3e-7, "transformers": 4e-7}
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize("worse", [{"error": 9e-7}, {"worst": 9e-7}, {"verdict": "TIE"}, {"verdict": "FAIL"}])
+def test_a_line_shows_its_worst_row_wherever_that_stands(worse: dict[str, Any], at: int):
+    from llorch.cli.judged import lines
+
+    rows = [row(layer=layer, **(worse if layer == at else {})) for layer in range(3)]
+    line = next(line for line in lines(judged(*rows)) if line.checkpoint == "05")
+    assert line.closest == rows[at]
+    assert line.verdict == rows[at].verdict
+
+
+@pytest.mark.parametrize(
+    ("failed", "not_run", "code"), [(0, [], 0), (0, ["no engine"], 3), (2, [], 1), (2, ["no engine"], 1)]
+)
+@pytest.mark.parametrize("checkpoints_not_run", [0, 1])
+def test_numbers_that_differ_count_more_than_what_was_not_run(
+    failed: int, not_run: list[str], checkpoints_not_run: int, code: int
+):
+    from llorch.cli.judging import _exit_code
+
+    counts = {
+        "failed": failed,
+        "not_run": not_run,
+        "checkpoints_not_run": checkpoints_not_run,
+        "strict": True,
+        "ties": 0,
+    }
+    assert _exit_code(counts) == (3 if checkpoints_not_run and code == 0 else code)
+
+
+@pytest.mark.parametrize("not_run", [[], ["no engine"]])
+def test_a_near_tie_fails_a_strict_run_alone(not_run: list[str]):
+    from llorch.cli.judged import EXACT, summary
+    from llorch.cli.judging import _exit_code
+
+    rows = [row(checkpoint=number, verdict="TIE" if number == "10" else "PASS") for number in EXACT]
+    for strict, code in ((True, 1), (False, 3 if not_run else 0)):
+        counts = summary([judged(*rows, not_run=not_run)], strict=strict)
+        assert (counts["ties"], counts["failed"], counts["strict"]) == (1, 0, strict)
+        assert _exit_code(counts) == code
+
+
+def test_a_worst_element_counts_like_an_error():
+    from llorch.cli.judged import lines
+
+    line = lines(judged(row(error=9e-7), row(layer=1, worst=9.5e-7)))[6]
+    assert line.closest is not None
+    assert line.closest.layer == 1
+
+
+def test_a_failure_is_shown_before_a_near_tie_and_both_before_any_pass():
+    from llorch.cli.judged import lines
+
+    rows = [row(error=9e-7), row(layer=1, verdict="TIE"), row(layer=2, verdict="FAIL")]
+    for n, verdict in ((1, "PASS"), (2, "TIE"), (3, "FAIL")):
+        assert lines(judged(*rows[:n]))[6].verdict == verdict
+
+
+def test_every_checkpoint_of_the_arithmetic_has_a_line_also_without_a_row():
+    from llorch.cli.judged import ALL, NOT_RUN, lines
+
+    for numbers in (ALL[:-1], ALL):
+        found = lines(replace(judged(row()), checkpoints=numbers))
+        assert [line.checkpoint for line in found] == list(numbers)
+        assert sum(line.verdict == NOT_RUN for line in found) == len(numbers) - 1
+
+
+@pytest.mark.parametrize(
+    ("first", "later"),
+    [
+        ({"layer": 0, "stage": "attn_out"}, {"layer": 1, "stage": "attn_norm"}),
+        ({"layer": 0, "stage": "q_proj"}, {"layer": 0, "stage": "ffn_gate"}),
+        ({"mode": "isolated", "case": "far"}, {"mode": "chained"}),
+        ({"layer": None, "stage": "embed"}, {"layer": 0, "stage": "attn_norm"}),
+        ({"layer": 7, "stage": "block_out"}, {"layer": None, "stage": "final_norm"}),
+        ({"layer": None, "stage": "logits"}, {"layer": None, "stage": "argmax", "checkpoint": "10"}),
+        ({"layer": None, "stage": "tensors", "checkpoint": "00"}, {"layer": None, "stage": "embed"}),
+        ({"stage": "argmax", "checkpoint": "10"}, {"stage": "generation", "checkpoint": "12"}),
+    ],
+)
+def test_the_first_failure_is_the_first_in_the_forward_pass(first: dict[str, Any], later: dict[str, Any]):
+    from llorch.cli.judged import first_failure
+
+    rows = [row(verdict="FAIL", **fields) for fields in (later, first)]
+    assert first_failure(judged(row(stage="embed", layer=None), *rows)) == rows[1]
+
+
+def test_nothing_failed_means_no_failure():
+    from llorch.cli.judged import first_failure
+    from llorch.cli.report import failure_report
+
+    assert first_failure(judged(row(), row(verdict="TIE"))) is None
+    assert failure_report(judged(row())) == []
+
+
+def test_closeness_to_the_truth_needs_every_producer_and_counts_chained_places_only():
+    from llorch.cli.judged import closer_to_truth
+
+    counts = closer_to_truth(
+        [
+            judged(
+                row(truth_error=1e-7, producer_error=1e-7),
+                row(truth_error=1e-7, producer_error=2e-7, producer="transformers"),
+                row(layer=1, truth_error=1e-7, producer_error=0.9e-7),
+                row(layer=1, truth_error=1e-7, producer_error=2e-7, producer="transformers"),
+                row(case="far", truth_error=1e-7),
+                row(layer=2, mode="isolated", truth_error=9.0),
+            ),
+            judged(row(truth_error=9.0), row(layer=3, backend="numpy-float32")),
+        ],
+        "numpy",
+    )
+    assert counts == {
+        "near": {"places": 3, "ours": 1},
+        "far": {"places": 1, "ours": 1},
+        "all": {"places": 4, "ours": 2},
+    }
+
+
+def test_the_closing_line_rounds_down_and_counts_what_was_not_run():
+    from llorch.cli.judged import summary
+    from llorch.cli.report import closing_line
+
+    rows = [row(layer=n, truth_error=9.0 if n == 0 else 0.0) for n in range(300)]
+    rows.append(row(backend="numpy-float32", truth_error=9.0))
+    line = closing_line(summary([judged(*rows, not_run=["transformers: absent"])]))
+    assert line.startswith("1 model, 301 comparisons: 301 passed, 0 failed, 13 checkpoints not run; ")
+    assert "as close to the truth as the producer at 99 % (near 99 %) of 300 " in line
+    assert line.endswith("at 0 % (near 0 %)")
+
+
+def test_a_report_says_when_each_op_alone_is_right():
+    from llorch.cli.report import failure_report
+
+    text = "\n".join(failure_report(judged(row(verdict="FAIL", error=2e-6, note="shape: got (1,), want (2,)"))))
+    assert "checkpoint 05 attention_output: attn_out, layer 0, near, chained, numpy against llamacpp" in text
+    assert "error 2.0e-06 (limit 1.0e-06), worst element 1.0e-07 (limit 1.0e-06): shape: got (1,), want (2,)" in text
+    assert "none, so each op alone is right" in text
+
+
+def test_the_truth_is_not_called_on_where_numbers_differ():
+    from llorch.cli.judged import summary
+    from llorch.cli.report import closing_line
+
+    assert closing_line(summary([judged(row(verdict="FAIL"))])).endswith("13 checkpoints not run")
+
+
+def test_a_detailed_line_is_of_a_stage_or_of_one_of_several_models():
+    from llorch.cli.judged import lines
+
+    rows = [row(), row(stage="attn_context"), row(model="Q4_0"), row(model="Q8_0"), row(model="Q8_0", layer=1)]
+    found = [line for line in lines(judged(*rows), by_stage=True) if line.n_rows]
+    assert [(line.stage, line.n_rows) for line in found] == [
+        ("attn_out", 1),
+        ("attn_context", 1),
+        ("Q4_0", 1),
+        ("Q8_0", 2),
+    ]
+
+
+def test_witnesses_are_counted_where_several_are_expected():
+    from llorch.cli.judged import summary
+
+    assert summary([judged(row())])["witnesses"] == {"m": ["llamacpp"]}
+    assert summary([judged(row(), numerics="ggml")])["witnesses"] == {}

@@ -1,0 +1,165 @@
+"""Exit codes and error lines."""
+
+import errno
+import io
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import numpy as np
+import pytest
+from command_line import REPOSITORY
+
+OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EROFS)
+
+
+def outcome(error: BaseException, **options: bool) -> int:
+    from llorch.cli.outcome import reported
+
+    with pytest.raises(click.exceptions.Exit) as caught, reported(**options):
+        raise error
+    return caught.value.exit_code
+
+
+def made_by(wrong: Callable[[], object]) -> BaseException:
+    try:
+        wrong()
+    except Exception as error:
+        return error
+    raise AssertionError("expected an error")
+
+
+def errors() -> list[tuple[BaseException, int]]:
+    from llorch.errors import CheckpointMismatch, EngineDied, FormatError, MissingExtra
+    from llorch.sampling import SamplingSettings
+
+    return [
+        (CheckpointMismatch("l0.q_rope: error 1e-2"), 1),
+        (FormatError("Truncated", "cut", path="a.gguf"), 2),
+        (made_by(lambda: SamplingSettings(temperature=-1.0)), 2),
+        (made_by(lambda: np.zeros(3).reshape(2, 2)), 70),
+        (made_by(lambda: np.linalg.inv(np.zeros(3))), 70),
+        (made_by(lambda: int("one")), 70),
+        (PermissionError(13, "Permission denied", "a.gguf"), 2),
+        (FileNotFoundError(2, "No such file or directory", "a.gguf"), 3),
+        (MissingExtra("golden", "llama_cpp"), 3),
+        (EngineDied("llamacpp: its process was ended by SIGSEGV in trace; it said nothing"), 3),
+        (MemoryError(), 4),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), 4),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), 4),
+        (IndexError("list index out of range"), 70),
+        (KeyboardInterrupt(), 130),
+        *((OSError(number, os.strerror(number), "a.gguf"), 74) for number in OF_DISKS),
+    ]
+
+
+@pytest.mark.parametrize("place", range(15 + len(OF_DISKS)))
+def test_each_class_of_error_has_its_exit_code_and_ends_in_one_line(place: int, capsys: pytest.CaptureFixture[str]):
+    error, code = errors()[place]
+    assert outcome(error) == code
+    assert capsys.readouterr().err.splitlines()[-1].startswith("llorch: ")
+
+
+def test_only_a_bug_prints_a_traceback_unasked(capsys: pytest.CaptureFixture[str]):
+    printed = {}
+    for error, code in errors():
+        outcome(error)
+        printed[code] = "Traceback" in capsys.readouterr().err
+    assert [code for code, shown in printed.items() if shown] == [70]
+
+
+def test_an_error_of_the_system_names_the_file(tmp_path: Path):
+    from llorch.cli.outcome import error_line
+
+    with pytest.raises(FileNotFoundError) as caught:
+        (tmp_path / "absent").read_bytes()
+    assert error_line(caught.value) == f"llorch: {tmp_path}/absent: No such file or directory"
+
+
+def test_an_error_line_cannot_move_the_cursor_of_a_terminal():
+    from llorch.cli.outcome import error_line
+
+    assert error_line(ValueError("a\nb \x1b[2J")) == "llorch: a b \\x1b[2J"
+
+
+BUS_ERROR = """
+import os, sys
+from llorch.cli.outcome import reported
+from llorch.files.mapped import MappedFile
+with reported():
+    view = MappedFile(sys.argv[1]).view(0, 8192)
+    os.truncate(sys.argv[1], 0)
+    view.sum()
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGBUS"), reason="NOT RUN: no SIGBUS here")
+def test_a_file_that_is_cut_during_a_product_ends_the_process_with_the_place(tmp_path: Path):
+    path = tmp_path / "cut"
+    path.write_bytes(bytes(8192))
+    command = [sys.executable, "-c", BUS_ERROR, path]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=REPOSITORY)
+    assert done.returncode == -signal.SIGBUS
+    assert done.stderr.startswith("Fatal Python error: Bus error\n")
+
+
+def test_click_keeps_its_own_ways_to_end():
+    from llorch.cli.outcome import reported
+
+    with pytest.raises(click.UsageError), reported():
+        raise click.UsageError("no")
+
+
+def test_json_has_null_where_a_number_is_not_finite():
+    from llorch.cli.output import to_json
+
+    assert to_json({"a": [1.5, float("nan")], "b": (float("inf"), "x")}) == '{"a": [1.5, null], "b": [null, "x"]}'
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+@pytest.mark.parametrize("words", ["verify micro-llama", "inspect story", "run story Once -n 2"])
+def test_a_stream_that_the_caller_closed_is_no_error(words: str, closed: str):
+    done = subprocess.run(
+        ["sh", "-c", f"{sys.executable} -m llorch {words} {closed}"],
+        capture_output=True, check=False, cwd=REPOSITORY, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="NOT RUN: no /dev/full")
+@pytest.mark.parametrize("words", ["inspect story", "verify micro-llama", "run story Once -n 2"])
+@pytest.mark.parametrize("buffered", ["", "1"])
+def test_output_to_a_full_disk_is_one_line(words: str, buffered: str):
+    done = subprocess.run(
+        ["sh", "-c", f"PYTHONUNBUFFERED={buffered} {sys.executable} -m llorch {words} >/dev/full"],
+        capture_output=True, check=False, cwd=REPOSITORY, text=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (74, "llorch: [Errno 28] No space left on device\n")
+
+
+@pytest.mark.parametrize("name", ["model.gguf", "folder"])
+def test_a_model_that_does_not_fit_on_the_disk_is_one_line(name: str, tmp_path: Path):
+    done = subprocess.run(  # files may have so many blocks of 512 or 1024 bytes
+        ["sh", "-c", f"ulimit -f 18; {sys.executable} -m llorch convert micro-llama '{tmp_path}/{name}'"],
+        capture_output=True, check=False, cwd=REPOSITORY, text=True,
+    )  # fmt: skip
+    reason = "File too large; nothing was written"
+    assert (done.returncode, done.stderr) == (74, f"llorch: {tmp_path}/{name}: {reason}\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_narrow_terminal_loses_no_column():
+    from rich.console import Console
+
+    from llorch.cli.tables import print_table, table
+
+    rows = table("first column", "second column", ">verdict")
+    rows.add_row("one", "two", "PASS")
+    out = Console(width=20, file=io.StringIO())
+    print_table(out, rows)
+    assert out.file.getvalue().splitlines()[-1].split() == ["one", "two", "PASS"]  # type: ignore[attr-defined]
+    assert out.width == 20

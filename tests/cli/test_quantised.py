@@ -1,0 +1,99 @@
+"""`--numerics`, `--kv-cache` and `--weights` on the command line."""
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+from command_line import invoke
+
+from llorch.builtin import builtin_path
+from llorch.files import GGUFFile, open_weights
+from llorch.files.export import write_gguf
+from llorch.files.gguf import open_gguf
+from llorch.files.quant import GGMLType
+from llorch.verify.quantised_models import write_model
+
+TOKENS = "--tokens=5,17,33,60,2,42,8,90,71,29"
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_model("Q4_K_M", tmp_path_factory.mktemp("model")))
+
+
+@pytest.mark.live
+def test_a_quantised_file_is_verified_as_llama_cpp_computes_it(path: str):
+    result = invoke("verify", path, TOKENS)
+    assert result.exit_code == 0
+    assert "numerics ggml; Q4_K, Q6_K: inputs rounded to Q8_K" in result.stdout
+    assert "values flip; as it runs, with nothing replaced: error" in result.stdout
+    assert "Q4_K_M: weights: 0.00 GB Q4_K, 0.00 GB Q6_K; decoded at load, needs about" in result.stderr
+    assert "NOT RUN" not in result.stdout
+
+
+@pytest.mark.live
+def test_json_counts_the_flips_of_every_stage(path: str):
+    result = invoke("verify", path, TOKENS, "--kv-cache", "f16", "--numerics", "ggml", "--json")
+    rows = json.loads(result.stdout)["rows"]
+    assert {row["backend"] for row in rows if row["mode"] != "exact"} == {"numpy-ggml"}
+    assert sum(row["flips"] for row in rows) > 0
+
+
+@pytest.mark.live
+def test_the_residency_can_be_chosen(path: str):
+    result = invoke("verify", path, TOKENS, "--weights", "packed")
+    assert result.exit_code == 0
+    assert "packed, decoded tile by tile" in result.stderr
+
+
+@pytest.mark.live
+def test_exact_numerics_show_both_engines_the_decoded_weights(path: str):
+    result = invoke("verify", path, TOKENS, "--numerics", "exact")
+    assert result.exit_code == 0
+    assert "inputs rounded" not in result.stdout
+    assert "one witness" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["micro-llama", "--numerics", "ggml"], "its goldens are those of exact numerics; add --against llamacpp"),
+        (["micro-llama", "--kv-cache", "f16"], "its goldens are those of exact numerics"),
+        (["{path}", TOKENS, "--weights", "packed", "--numerics", "exact"], "--weights goes with --numerics ggml"),
+        (["{path}", TOKENS, "--kv-cache", "f16", "--numerics", "exact"], "--kv-cache f16 goes with --numerics ggml"),
+        (["{path}", TOKENS, "--numerics", "ggml", "--against", "transformers"], "needs a .gguf file and llama.cpp"),
+    ],
+)
+def test_what_does_not_go_together_is_a_usage_error(path: str, arguments: list[str], said: str):
+    result = invoke("verify", *(a.format(path=path) for a in arguments))
+    assert result.exit_code == 2
+    assert said in " ".join(result.stderr.split())
+
+
+def test_run_takes_the_numerics_and_says_where_the_weights_lie(tmp_path: Path):
+    story = open_weights(builtin_path("story"))
+    assert isinstance(story.source, GGUFFile)
+    vocabulary = {key: value for key, value in story.source.metadata.items() if key.startswith("tokenizer.")}
+    path = tmp_path / "story.gguf"
+    write_gguf(story, path, ggml_type=GGMLType.Q8_0, tokenizer_metadata=vocabulary)
+    result = invoke("run", str(path), "Once upon a time", "-n", "4", "--numerics", "ggml", "--weights", "packed")
+    assert result.exit_code == 0
+    assert result.stdout.strip()
+    assert "GB Q8_0; packed, decoded tile by tile" in result.stderr
+
+
+@pytest.mark.parametrize("kind", [GGMLType.Q8_1, GGMLType.Q8_K, GGMLType.F64], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("wanted", [[], ["--numerics", "ggml"]], ids=["by default", "asked for"])
+def test_a_type_that_llama_cpp_has_no_product_for_is_refused_by_name(tmp_path: Path, kind: GGMLType, wanted: list[str]):
+    path = write_model("Q8_0", tmp_path)
+    with open_gguf(path) as file:
+        last = list(file.tensors.values())[-1]
+    content = path.read_bytes()
+    at = content.index(last.name.encode()) + len(last.name) + 4 + 8 * len(last.shape)  # behind the dimensions
+    grown = bytes(8 * last.shape[0] * last.shape[1])
+    path.write_bytes(content[:at] + struct.pack("<I", kind) + content[at + 4 :] + grown)
+    result = invoke("verify", str(path), TOKENS, *wanted)
+    assert result.exit_code == 2
+    said = f"llorch: {path}: Unsupported: {last.name} is {kind.name}, which llama.cpp has no product for; use exact"
+    assert result.stderr.startswith(said)

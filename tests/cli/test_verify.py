@@ -1,0 +1,212 @@
+"""`llorch verify`: the report, the exit codes and the JSON."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from command_line import invoke, spawn, verified
+from tiny_models import random_tensors, write_folder
+
+TOKENS = "3,1,4,15,9,2,6,5"
+FIELDS = "model checkpoint stage layer producer backend mode error producer_error tolerance verdict".split()
+
+
+@pytest.fixture
+def changed_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """`micro-qwen2` with one weight of layer 1 changed a little, and goldens that claim to be of this file."""
+    from llorch.builtin import builtin_path, goldens_folder
+    from llorch.files import open_gguf
+    from llorch.verify.goldens import sha256
+
+    name = "micro-qwen2"
+    path = tmp_path / f"{name}.gguf"
+    data = bytearray(builtin_path(name).read_bytes())
+    with open_gguf(builtin_path(name)) as file:
+        tensor = file.tensors["blk.1.ffn_gate.weight"]
+    weight = np.frombuffer(data, np.float32, 1, tensor.offset + 400)
+    data[tensor.offset + 400 : tensor.offset + 404] = (weight + np.float32(0.1)).tobytes()
+    path.write_bytes(data)
+    shutil.copytree(goldens_folder() / name, tmp_path / "goldens" / name)
+    record = tmp_path / "goldens" / name / "golden.json"
+    golden = json.loads(record.read_text())
+    golden["provenance"]["weights_sha256"] = sha256(path)
+    record.write_text(json.dumps(golden))
+    monkeypatch.setattr("llorch.verify.forward.builtin_path", lambda _: path)
+    monkeypatch.setattr("llorch.verify.forward.goldens_folder", lambda: tmp_path / "goldens")
+    return name
+
+
+def test_every_built_in_model_agrees_with_its_goldens():
+    from llorch.builtin import BUILTIN
+    from llorch.cli.judged import EXACT, TRAINING
+    from llorch.stages import CHECKPOINTS
+    from llorch.verify.training.goldens import MODELS
+
+    result = verified()
+    assert result.returncode == 0, result.stdout
+    for name in BUILTIN:
+        lines = result.stdout.split(f"{name}\n")[1].split("\n\n")[0].splitlines()
+        table = [line for line in lines if not line.startswith("checkpoint ")]
+        numbers = (*EXACT, *(TRAINING if name in MODELS else ()))
+        assert [line[:20].rstrip() for line in table] == [f"{n:<3} {CHECKPOINTS[n]}" for n in numbers]
+        assert all(line.rstrip().endswith("PASS") for line in table)
+    assert "13  quantised" in result.stdout.split("quantised   one witness: llamacpp\n")[1]
+    last = result.stdout.splitlines()[-1]
+    assert last.startswith("6 models, ")
+    assert " 0 failed; our float32 at least as close to the truth as both producers at " in last
+
+
+def test_json_has_every_row_and_a_summary_that_counts_them():
+    result = spawn("verify", "micro-qwen3", "--json")
+    found = json.loads(result.stdout)
+    rows, summary = found["rows"], found["summary"]
+    assert result.returncode == 0
+    assert all(row.keys() >= set(FIELDS) for row in rows)
+    foreign = {"reader", "llamacpp", "transformers", "peft", "transformers-float64", "peft-float64"}
+    assert {row["producer"] for row in rows} == foreign | {"ours"}
+    assert {row["mode"] for row in rows} == {"isolated", "chained", "decode", "exact"}
+    assert summary["comparisons"] == len(rows) == summary["passed"]
+    from llorch.verify.verifier import BACKENDS
+
+    forward = [row for row in rows if row["mode"] == "chained" and row["checkpoint"] < "15"]
+    places = len({(row["case"], row["stage"], row["layer"]) for row in forward})
+    closer = summary["closer_to_truth"]
+    assert {backend: counts["all"]["places"] for backend, counts in closer.items()} == dict.fromkeys(BACKENDS, places)
+
+
+@pytest.fixture(scope="module")
+def detail() -> str:
+    return spawn("verify", "micro-qwen3", "--detail").stdout
+
+
+def test_detail_has_a_line_per_stage_and_says_where_its_row_lies(detail: str):
+    lines = detail.splitlines()
+    shown = [line[4:20].strip() for line in lines if line.startswith("02 ")]
+    assert shown == ["q_proj", "k_proj", "v_proj", "q_norm", "k_norm"]
+    assert all("isolated" in line or "chained" in line for line in lines if line.startswith("02 "))
+
+
+def test_a_changed_weight_turns_the_run_red_and_is_located(changed_weight: str):
+    result = invoke("verify", changed_weight)
+    assert result.exit_code == 1
+    assert "first failing stage of micro-qwen2: checkpoint 00 foundation: tensors, near, exact" in result.stdout
+    assert "2.6% differ, none may: blk.1.ffn_gate.weight" in result.stdout
+    assert "fed with the golden's own input: ffn_gate\n" in result.stdout
+    assert "FAIL" in result.stdout.split("06  swiglu")[1].splitlines()[0]
+
+
+def test_json_of_a_failure_names_the_first_stage_too(changed_weight: str):
+    result = invoke("verify", changed_weight, "--json")
+    summary = json.loads(result.stdout)["summary"]
+    assert result.exit_code == 1
+    assert summary["failed"] == summary["comparisons"] - summary["passed"] > 0
+    assert [failure["stage"] for failure in summary["first_failures"]] == ["tensors"]
+
+
+def test_goldens_of_other_weights_are_refused(changed_weight: str, monkeypatch: pytest.MonkeyPatch):
+    from llorch.builtin import goldens_folder
+
+    monkeypatch.setattr("llorch.verify.forward.goldens_folder", goldens_folder)
+    result = invoke("verify", changed_weight)
+    assert result.exit_code == 2
+    assert "made for other weights" in result.stderr
+
+
+def test_a_missing_golden_is_not_run_and_never_a_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("llorch.verify.forward.goldens_folder", lambda: tmp_path)
+    result = invoke("verify", "micro-llama")
+    assert result.exit_code == 3
+    assert result.stdout.count("- NOT RUN") == 20
+    assert "regenerate.py" in result.stdout
+    assert "1 model, 0 comparisons: 0 passed, 0 failed, 20 checkpoints not run" in result.stdout
+
+
+def test_without_engines_a_file_is_not_run_and_the_command_that_adds_them_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    folder = write_folder(tmp_path / "tiny-1.5", random_tensors("qwen2"), "qwen2")
+    result = invoke("verify", str(folder))
+    assert result.exit_code == 3
+    assert "tiny-1.5\n" in result.stdout
+    assert "NOT RUN: llamacpp: llama_cpp is not installed; get it with: pip install 'llorch[golden]'" in result.stdout
+    assert "NOT RUN: transformers: torch is not installed" in result.stdout
+    assert "input: token ids 1,18,35,11,28,5,21,38,15,31,8,25 (the model has no vocabulary)" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("micro-llama --tokens 1,2,3", "goldens have their own input"),
+        ("micro-llama --prompt hello", "goldens have their own input"),
+        ("micro-llama --prompt=", "goldens have their own input"),
+        ("micro-llama --against golden --against llamacpp", "goes alone"),
+        ("tests --against golden", "only built-in models have goldens"),
+    ],
+)
+def test_combinations_without_a_meaning_are_usage_errors(words: str, expected: str):
+    result = invoke("verify", *words.split())
+    assert result.exit_code == 2
+    assert expected in result.stderr
+
+
+def test_a_prompt_that_does_not_fit_is_refused_before_an_engine_runs():
+    result = invoke("verify", "story", "--against", "llamacpp", "--prompt", "a fox " * 300)
+    assert result.exit_code == 2
+    assert "tokens do not fit the context of 512; give fewer --tokens or a shorter --prompt" in result.stderr
+
+
+def test_color_is_for_terminals_and_on_request_only():
+    command = ("verify", "micro-llama3")  # whose goldens are the fewest
+    assert "\x1b[" not in spawn(*command).stdout
+    assert "\x1b[32m" in spawn(*command, FORCE_COLOR="1").stdout
+    assert "\x1b[32m" not in spawn(*command, FORCE_COLOR="1", NO_COLOR="1").stdout
+
+
+@pytest.mark.live
+def test_a_built_in_model_agrees_with_an_engine_that_runs_now():
+    done = spawn("verify", "micro-llama", "--against", "llamacpp", "--tokens", TOKENS)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("micro-llama   one witness: llamacpp\n")
+    assert "as close to the truth as the producer at" in done.stdout
+    assert "\nthreads: " in done.stdout
+    assert done.stderr == ""
+
+
+@pytest.mark.live
+def test_one_token_is_enough_to_run_but_not_to_show_every_mistake():
+    result = invoke("verify", "micro-llama", "--against", "llamacpp", "--tokens", "7")
+    assert result.exit_code == 0, result.stdout
+    assert "warning: distinct tokens: 1;" in result.stderr
+
+
+@pytest.mark.live
+def test_one_engine_that_is_missing_leaves_one_witness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    folder = write_folder(tmp_path / "tiny", random_tensors("llama"))
+    result = invoke("verify", str(folder), "--tokens", TOKENS)
+    assert result.exit_code == 3, result.stdout
+    assert "tiny   one witness: llamacpp" in result.stdout
+    assert "NOT RUN: transformers" in result.stdout
+    assert " 0 failed" in result.stdout
+
+
+def test_training_is_shown_beside_peft_and_a_missing_golden_of_it_is_not_run(
+    detail: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from llorch.builtin import goldens_folder
+
+    (header,) = [line for line in detail.splitlines() if line.startswith("checkpoint ") and " peft " in line]
+    assert "transformers" not in header
+    assert "18  second_moment" in detail
+    assert "18 parameters: in learning rates" in detail
+    shutil.copytree(goldens_folder() / "micro-qwen3", tmp_path / "micro-qwen3")
+    (tmp_path / "micro-qwen3" / "training.json").unlink()
+    monkeypatch.setattr("llorch.verify.training.judge.goldens_folder", lambda: tmp_path)
+    result = invoke("verify", "micro-qwen3")
+    assert result.exit_code == 3
+    assert "training.json is missing; make it with reference_outputs/regenerate.py" in result.stdout

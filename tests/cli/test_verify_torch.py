@@ -1,0 +1,104 @@
+"""`llorch verify --backend torch`: the report, what was not run, the exit codes and the JSON."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from command_line import invoke
+
+
+@pytest.fixture
+def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.mark.usefixtures("no_cuda")
+def test_a_built_in_model_agrees_on_torch_and_cuda_is_counted_as_not_run():
+    result = invoke("verify", "micro-llama3", "--backend", "torch", "--dtype", "float32")
+    assert result.exit_code == 0, result.stdout
+    assert result.stdout.startswith("micro-llama3   torch-cpu-float32\n")
+    assert "12  generation" in result.stdout
+    *_, absent, last = result.stdout.splitlines()
+    assert absent == "NOT RUN  torch-cuda-*: this torch finds no CUDA device"
+    assert last.startswith("1 model, ")
+    assert last.endswith(" 0 failed, 1 backend not run")
+
+
+@pytest.mark.usefixtures("no_cuda")
+def test_json_names_backends_and_what_was_not_run():
+    found = json.loads(invoke("verify", "micro-qwen3", "--backend", "torch", "--dtype", "bfloat16", "--json").stdout)
+    from llorch.pytorch.device import target
+    from llorch.verify.torch_variants import backends
+    from llorch.verify.torch_verify_training import VARIANTS
+
+    at = target("cpu", "bfloat16")
+    assert found["summary"]["backends"] == sorted({*backends(at), *(f"{at}{suffix}" for suffix in VARIANTS)})
+    assert {row["backend"] for row in found["rows"]} == set(found["summary"]["backends"])
+    reason = "this torch finds no CUDA device"
+    assert found["summary"]["backends_not_run"] == [{"backend": "torch-cuda-*", "reason": reason}]
+    assert found["summary"]["ties"] > 0
+
+
+def test_packed_matrices_agree_on_torch():
+    result = invoke("verify", "quantised", "--backend", "torch")
+    assert result.exit_code == 0, result.stdout
+    assert "quantised   torch-cpu-float32" in result.stdout
+    assert "quantised   torch-cpu-bfloat16" in result.stdout
+    assert "1 model, " in result.stdout.splitlines()[-1]
+
+
+def test_detail_says_which_variant_a_row_is_of():
+    result = invoke("verify", "micro-llama3", "--backend", "torch", "--dtype", "float32", "--detail")
+    lines = [line for line in result.stdout.splitlines() if line.startswith("05 ")]
+    assert all(", torch-cpu-float32" in line for line in lines)
+
+
+@pytest.mark.usefixtures("no_cuda")
+def test_a_device_that_is_not_here_is_never_replaced():
+    result = invoke("verify", "micro-llama", "--backend", "torch", "--device", "cuda")
+    assert result.exit_code == 3
+    assert result.stdout == ""
+    assert "CUDA" in result.stderr
+
+
+def test_without_torch_the_command_that_brings_it_is_shown(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    result = invoke("verify", "micro-llama", "--backend", "torch")
+    assert result.exit_code == 3
+    assert "torch is not installed; get it with: pip install 'llorch[torch]'" in result.stderr
+
+
+def test_a_missing_golden_is_not_run_and_never_a_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("llorch.verify.forward.goldens_folder", lambda: tmp_path)
+    result = invoke("verify", "micro-llama", "--backend", "torch", "--dtype", "float32")
+    assert result.exit_code == 3
+    assert result.stdout.count("- NOT RUN") == 20
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("micro-llama --device cpu", "--device and --dtype go with --backend torch"),
+        ("micro-llama --dtype bfloat16", "--device and --dtype go with --backend torch"),
+        ("micro-llama --backend torch --numerics ggml", "--numerics ggml goes with --backend numpy"),
+        ("micro-llama --backend torch --weights packed", "--weights goes with --numerics ggml"),
+        ("micro-llama --backend torch --device gpu", "device: expected cpu, cuda or cuda:N, got 'gpu'"),
+    ],
+)
+def test_combinations_without_a_meaning_are_usage_errors(words: str, expected: str):
+    result = invoke("verify", *words.split())
+    assert result.exit_code == 2
+    assert expected in result.stderr
+
+
+@pytest.mark.live
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_file_agrees_with_engines_that_run_now(dtype: str):
+    words = f"micro-qwen2 --backend torch --dtype {dtype} --against llamacpp --against transformers"
+    result = invoke("verify", *words.split(), "--tokens", "3,1,4,15,9,2,6,5")
+    assert result.exit_code == 0, result.stdout
+    assert f"micro-qwen2   torch-cpu-{dtype}\n" in result.stdout
+    assert " 0 failed" in result.stdout

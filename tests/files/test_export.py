@@ -1,0 +1,281 @@
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ggml_library import load_ggml
+from tiny_models import (
+    FAMILIES,
+    GGUF_METADATA,
+    VOCAB,
+    gguf_tensors,
+    huggingface_shapes,
+    random_tensors,
+    write_file,
+    write_folder,
+)
+
+from llorch.config import FactorScaling, LinearScaling, YarnScaling
+from llorch.errors import FormatError
+from llorch.files import StringArray, Weights, open_gguf, open_weights
+from llorch.files.export import FILE_TYPES, gguf_size, gguf_types, write_gguf
+from llorch.files.names import inventory
+from llorch.files.quant import GGMLType
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "attention_factor": 1.25}
+SCALINGS: dict[str, dict[str, Any] | None] = {
+    "none": None,
+    "llama3": LLAMA3,
+    "linear": {"rope_type": "linear", "factor": 2.0},
+    "yarn": YARN,
+}
+NOT_IN_LLAMACPP = {("llama3", "qwen2"), ("llama3", "qwen3")}  # refused by write_gguf
+
+WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_size": 48}
+
+
+def wide_tensors() -> dict[str, np.ndarray]:
+    """A llama whose rows are whole blocks of every type."""
+    widths = {32: 256, 56: 512, 40: 48}
+    rng = np.random.default_rng(9)
+    tensors = {}
+    for name, shape in huggingface_shapes("llama").items():
+        shape = tuple(widths.get(size, size) for size in shape)
+        if "k_proj" in name or "v_proj" in name:
+            shape = (128, 256)
+        tensors[name] = rng.normal(0, 0.02, shape).astype(np.float32)
+    return tensors
+
+
+def round_trip(weights: Weights, path: Path) -> Weights:
+    write_gguf(weights, path)
+    return open_weights(path)
+
+
+def assert_same_arrays(got: Weights, want: Weights) -> None:
+    assert list(got) == list(want)
+    for name in want:
+        assert np.array_equal(got[name], want[name]), name
+
+
+def metadata_of(path: Path) -> dict[str, Any]:
+    with open_gguf(path) as file:
+        return dict(file.metadata)
+
+
+def with_tokens() -> dict[str, object]:
+    return GGUF_METADATA | {"tokenizer.ggml.tokens": [f"t{index}" for index in range(VOCAB)]}
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_folder_comes_back_equal_from_a_gguf_file(tmp_path: Path, family: str, tied: bool):
+    tensors = random_tensors(family)
+    if tied:
+        del tensors["lm_head.weight"]
+    weights = open_weights(write_folder(tmp_path, tensors, family, tie_word_embeddings=tied))
+    back = round_trip(weights, tmp_path / "out.gguf")
+    assert_same_arrays(back, weights)
+    for field in ("family", "n_heads", "n_kv_heads", "head_dim", "vocab_size", "max_position_embeddings", "qkv_bias"):
+        assert getattr(back.config, field) == getattr(weights.config, field)
+    assert back.config.rms_norm_eps == pytest.approx(weights.config.rms_norm_eps, rel=1e-7)
+    assert back.config.tie_word_embeddings is tied
+
+
+def test_biases_of_a_llama_are_reordered_and_come_back(tmp_path: Path):
+    tensors = random_tensors("llama")
+    for layer in (0, 1):
+        for part, width in (("q", 32), ("k", 16), ("v", 16), ("o", 32)):
+            tensors[f"model.layers.{layer}.self_attn.{part}_proj.bias"] = np.arange(width, dtype=np.float32)
+    weights = open_weights(write_folder(tmp_path, tensors, attention_bias=True))
+    back = round_trip(weights, tmp_path / "out.gguf")
+    assert_same_arrays(back, weights)
+    assert back.source.array("blk.0.attn_q.bias")[:4].tolist() == [0, 4, 1, 5]
+    assert back.source.array("blk.0.attn_output.bias")[:4].tolist() == [0, 1, 2, 3]
+
+
+def test_linear_scaling_comes_back(tmp_path: Path):
+    folder = write_folder(tmp_path, random_tensors("llama"), rope_scaling=SCALINGS["linear"])
+    assert round_trip(open_weights(folder), tmp_path / "out.gguf").config.rope_scaling == LinearScaling(factor=2.0)
+
+
+def test_yarn_scaling_comes_back(tmp_path: Path):
+    folder = write_folder(tmp_path, random_tensors("llama"), rope_scaling=YARN)
+    back = round_trip(open_weights(folder), tmp_path / "out.gguf").config.rope_scaling
+    assert isinstance(back, YarnScaling)
+    assert back.attention_factor == pytest.approx(1.25, rel=1e-6)
+    assert (back.factor, back.original_max_position_embeddings) == (4.0, 16)
+    assert (back.beta_fast, back.beta_slow) == (32.0, 1.0)
+
+
+def test_llama3_scaling_becomes_the_factors_of_the_converter(tmp_path: Path):
+    folder = write_folder(tmp_path, random_tensors("llama"), rope_scaling=LLAMA3)
+    back = round_trip(open_weights(folder), tmp_path / "out.gguf").config.rope_scaling
+    assert isinstance(back, FactorScaling)
+    wanted = []
+    for pair in range(4):  # the rule by wavelength: keep short ones, divide long ones, blend between
+        wavelength = 2 * math.pi * 10000.0 ** (2 * pair / 8)
+        smooth = (32 / wavelength - 1.0) / (4.0 - 1.0)
+        blend = 1 / ((1 - smooth) / 8.0 + smooth)
+        wanted.append(1.0 if wavelength < 32 / 4.0 else 8.0 if wavelength > 32 / 1.0 else blend)
+    assert back.factors == pytest.approx(wanted, rel=1e-6)
+    again = round_trip(open_weights(tmp_path / "out.gguf"), tmp_path / "again.gguf").config.rope_scaling
+    assert again == back
+
+
+def test_llama3_scaling_of_another_family_is_refused(tmp_path: Path):
+    folder = write_folder(tmp_path, random_tensors("qwen2"), "qwen2", rope_scaling=LLAMA3)
+    with pytest.raises(FormatError, match="for the llama family only, got qwen2") as caught:
+        write_gguf(open_weights(folder), tmp_path / "out.gguf")
+    assert caught.value.code == "Unsupported"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_yarn_with_other_betas_is_refused(tmp_path: Path):
+    folder = write_folder(tmp_path, random_tensors("llama"), rope_scaling=YARN | {"beta_fast": 16.0})
+    with pytest.raises(FormatError, match=r"got 16\.0 and 1\.0") as caught:
+        write_gguf(open_weights(folder), tmp_path / "out.gguf")
+    assert caught.value.code == "Unsupported"
+
+
+def test_the_file_that_is_read_can_be_written_over(tmp_path: Path):
+    path = write_file(tmp_path / "m.gguf", gguf_tensors(), GGUF_METADATA)
+    weights = open_weights(path)
+    write_gguf(weights, path)
+    assert_same_arrays(open_weights(path), open_weights(write_file(tmp_path / "n.gguf", gguf_tensors(), GGUF_METADATA)))
+    assert np.array_equal(weights["layers.0.q_proj"], open_weights(path)["layers.0.q_proj"])
+
+
+def test_a_failed_export_leaves_the_old_file_and_no_other(tmp_path: Path):
+    tensors = gguf_tensors()
+    tensors["output_norm.weight"][0] = np.nan
+    weights = open_weights(write_file(tmp_path / "m.gguf", tensors, GGUF_METADATA))
+    (tmp_path / "out.gguf").write_bytes(b"old")
+    with pytest.raises(FormatError, match="has nan"):
+        write_gguf(weights, tmp_path / "out.gguf")
+    assert sorted(os.listdir(tmp_path)) == ["m.gguf", "out.gguf"]
+    assert (tmp_path / "out.gguf").read_bytes() == b"old"
+
+
+def test_tokenizer_metadata_is_carried_over_type_by_type(tmp_path: Path):
+    metadata = with_tokens() | {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.ggml.eos_token_id": 7,
+        "tokenizer.ggml.some_scale": 0.5,
+        "tokenizer.ggml.token_type": [1] * VOCAB,
+        "tokenizer.ggml.scores": [0.5] * VOCAB,
+        "tokenizer.ggml.flags": [True, False],
+    }
+    weights = open_weights(write_file(tmp_path / "m.gguf", gguf_tensors(), metadata))
+    source = {key: value for key, value in metadata_of(tmp_path / "m.gguf").items() if key.startswith("tokenizer.")}
+    write_gguf(weights, tmp_path / "out.gguf", tokenizer_metadata=source | {"tokenizer.negative": -1})
+    back = metadata_of(tmp_path / "out.gguf")
+    for key, value in source.items():
+        assert type(back[key]) is type(value), key
+        assert list(back[key]) == list(value) if isinstance(value, StringArray | np.ndarray) else back[key] == value
+    assert back["tokenizer.ggml.scores"].dtype == np.float32
+    assert back["tokenizer.ggml.token_type"].dtype == np.int32
+    assert back["tokenizer.negative"] == -1
+
+
+def test_plain_lists_of_strings_are_written_too(tmp_path: Path):
+    weights = open_weights(write_file(tmp_path / "m.gguf", gguf_tensors(), GGUF_METADATA))
+    tokens = [f"t{index}" for index in range(VOCAB)]
+    write_gguf(weights, tmp_path / "out.gguf", tokenizer_metadata={"tokenizer.ggml.tokens": tokens})
+    assert metadata_of(tmp_path / "out.gguf")["tokenizer.ggml.tokens"][3] == b"t3"
+
+
+def test_metadata_of_another_kind_is_a_type_error(tmp_path: Path):
+    weights = open_weights(write_file(tmp_path / "m.gguf", gguf_tensors(), GGUF_METADATA))
+    with pytest.raises(TypeError, match="x must be a scalar, a string, an array or strings, got NoneType"):
+        write_gguf(weights, tmp_path / "out.gguf", tokenizer_metadata={"x": None})
+
+
+@pytest.mark.parametrize("ggml_type", FILE_TYPES, ids=lambda one: one.name)
+def test_matrices_get_the_type_and_vectors_stay_f32(tmp_path: Path, ggml_type: GGMLType):
+    source = write_folder(tmp_path, tensors := wide_tensors(), **WIDE)
+    weights = open_weights(source)
+    write_gguf(weights, tmp_path / "out.gguf", ggml_type=ggml_type)
+    expected = gguf_types(weights.config, ggml_type)
+    with open_gguf(tmp_path / "out.gguf") as file:
+        for weight in inventory(weights.config).values():
+            kind = file.tensors[weight.gguf].ggml_type
+            assert kind is expected[weight.name]
+            ternary = ggml_type in (GGMLType.TQ1_0, GGMLType.TQ2_0) and weight.name in ("embed_tokens", "lm_head")
+            assert kind is (GGMLType.F32 if len(weight.shape) == 1 else GGMLType.F16 if ternary else ggml_type)
+        assert file.metadata["general.file_type"] == FILE_TYPES[ggml_type]
+        assert ("general.quantization_version" in file.metadata) == (ggml_type.name[0] in "QTM")
+        assert sum(info.n_bytes for info in file.tensors.values()) == gguf_size(weights.config, ggml_type)
+        got = file.array("blk.1.attn_norm.weight")
+        assert np.array_equal(got, tensors["model.layers.1.input_layernorm.weight"])
+
+
+def test_rows_that_are_no_whole_number_of_blocks_become_f16(tmp_path: Path):
+    weights = open_weights(write_folder(tmp_path, random_tensors("llama")))  # 56 columns in down_proj
+    write_gguf(weights, tmp_path / "out.gguf", ggml_type=GGMLType.Q8_0)
+    with open_gguf(tmp_path / "out.gguf") as file:
+        assert file.tensors["blk.0.ffn_down.weight"].ggml_type is GGMLType.F16
+        assert file.tensors["blk.0.ffn_up.weight"].ggml_type is GGMLType.Q8_0
+
+
+def test_a_file_of_the_same_type_keeps_its_bytes(tmp_path: Path):
+    path = tmp_path / "a.gguf"
+    write_gguf(open_weights(write_folder(tmp_path, wide_tensors(), **WIDE)), path, ggml_type=GGMLType.Q4_0)
+    with open_gguf(path) as file:
+        start = file.tensors["blk.1.attn_q.weight"].offset
+    data = bytearray(path.read_bytes())
+    data[start + 2 : start + 18] = b"\x79" * 16  # a block without its outermost code, as better quantisers make them
+    path.write_bytes(data)
+    write_gguf(open_weights(path), tmp_path / "b.gguf", ggml_type=GGMLType.Q4_0)
+    assert (tmp_path / "b.gguf").read_bytes() == data
+
+
+@pytest.mark.live
+@pytest.mark.parametrize(
+    ("family", "scaling"),
+    [(family, scaling) for family in FAMILIES for scaling in SCALINGS if (scaling, family) not in NOT_IN_LLAMACPP],
+)
+def test_llamacpp_loads_what_is_written(tmp_path: Path, family: str, scaling: str):
+    load_ggml()
+    import llama_cpp
+
+    folder = write_folder(tmp_path, random_tensors(family), family, rope_scaling=SCALINGS[scaling])
+    write_gguf(open_weights(folder), tmp_path / "out.gguf")
+    parameters = llama_cpp.llama_model_default_params()
+    model = llama_cpp.llama_model_load_from_file(str(tmp_path / "out.gguf").encode(), parameters)
+    assert model
+    assert llama_cpp.llama_model_n_embd(model) == 32
+    assert llama_cpp.llama_model_n_head_kv(model) == 2
+    vocabulary = llama_cpp.llama_model_get_vocab(model)
+    assert vocabulary
+    assert llama_cpp.llama_vocab_n_tokens(vocabulary) == VOCAB
+    llama_cpp.llama_model_free(model)
+
+
+@pytest.mark.live
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_model_saved_by_transformers_opens_and_exports(tmp_path: Path, family: str, dtype: str):
+    import torch
+    import transformers
+
+    config = transformers.AutoConfig.for_model(
+        family, hidden_size=32, intermediate_size=56, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, vocab_size=VOCAB, pad_token_id=0,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype))
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    weights = open_weights(tmp_path)
+    state = model.state_dict()
+    assert np.array_equal(weights["layers.1.v_proj"], state["model.layers.1.self_attn.v_proj.weight"].float().numpy())
+    assert_same_arrays(round_trip(weights, tmp_path / "out.gguf"), weights)

@@ -1,0 +1,166 @@
+"""Safetensors and config.json of the folders that are written."""
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_models import FAMILIES, random_tensors, write_folder
+
+from llorch.config import FactorScaling, LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
+from llorch.errors import FormatError
+from llorch.files import Weights, open_safetensors, open_weights
+from llorch.files.export_huggingface import huggingface_config, huggingface_size, shortest, write_safetensors
+from llorch.files.quant import GGMLType
+from llorch.ops.rope import frequencies, llama3_factors
+
+LLAMA_3_1 = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+
+
+def written_config(config: ModelConfig) -> dict[str, object]:
+    return huggingface_config(config, GGMLType.F32, path=Path("m.gguf"))
+
+
+def llama(config: ModelConfig, **changes: object) -> ModelConfig:
+    return replace(config, family="llama", qk_norm=False, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tensors_come_back_with_every_bit(tmp_path: Path, family: str):
+    tensors = random_tensors(family)
+    weights = open_weights(write_folder(tmp_path / "a", tensors, family))
+    (tmp_path / "b").mkdir()
+    write_safetensors(weights, tmp_path / "b", ggml_type=GGMLType.F32)
+    with open_safetensors(tmp_path / "b" / "model.safetensors") as back:
+        assert back.tensors.keys() == tensors.keys()
+        assert all(back.array(name).tobytes() == tensors[name].tobytes() for name in tensors)
+        assert back.metadata == {"format": "pt"}
+        assert all(info.offset % 4 == 0 for info in back.tensors.values())
+        size = sum(info.n_bytes for info in back.tensors.values())
+    assert size == huggingface_size(weights.config, GGMLType.F32)
+
+
+@pytest.mark.parametrize("ggml_type", [GGMLType.F16, GGMLType.BF16], ids=lambda one: one.name)
+def test_half_precision_is_rounded_to_nearest(tmp_path: Path, ggml_type: GGMLType):
+    tensors = random_tensors("llama")
+    weights = open_weights(write_folder(tmp_path / "a", tensors))
+    write_folder(tmp_path / "b", {})
+    write_safetensors(weights, tmp_path / "b", ggml_type=ggml_type)
+    back = open_weights(tmp_path / "b")
+    spacing = 2.0**-11 if ggml_type is GGMLType.F16 else 2.0**-8
+    for name in ("embed_tokens", "layers.1.q_proj", "final_norm"):
+        assert np.allclose(back.array(name), weights.array(name), rtol=spacing, atol=1e-7)
+        assert not np.array_equal(back.array(name), weights.array(name))
+
+
+def test_a_large_model_is_written_in_shards_with_an_index(tmp_path: Path):
+    tensors = random_tensors("qwen3")
+    weights = open_weights(write_folder(tmp_path / "a", tensors, "qwen3"))
+    folder = tmp_path / "b"
+    folder.mkdir()
+    write_safetensors(weights, folder, ggml_type=GGMLType.F32, shard_bytes=8000)
+    shards = sorted(path.name for path in folder.glob("*.safetensors"))
+    assert len(shards) > 2
+    assert shards[0] == f"model-00001-of-{len(shards):05}.safetensors"
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(array.nbytes for array in tensors.values())
+    assert index["weight_map"].keys() == tensors.keys()
+    assert all((folder / shard).stat().st_size < 10_000 for shard in shards)
+    (folder / "config.json").write_text((tmp_path / "a" / "config.json").read_text())
+    back = open_weights(folder)
+    assert all(np.array_equal(back.array(name), weights.array(name)) for name in weights)
+
+
+def shards_of(weights: Weights, folder: Path, ggml_type: GGMLType, shard_bytes: int) -> list[int]:
+    """The bytes of tensors in each file, which together must be those that the index tells."""
+    folder.mkdir()
+    write_safetensors(weights, folder, ggml_type=ggml_type, shard_bytes=shard_bytes)
+    sizes = []
+    for path in sorted(folder.glob("*.safetensors")):
+        with open_safetensors(path) as file:
+            sizes.append(sum(info.n_bytes for info in file.tensors.values()))
+    index = folder / "model.safetensors.index.json"
+    if len(sizes) > 1:
+        assert json.loads(index.read_text())["metadata"]["total_size"] == sum(sizes)
+    return sizes
+
+
+@pytest.mark.parametrize("ggml_type", [GGMLType.F32, GGMLType.F16], ids=lambda one: one.name)
+def test_shards_are_filled_and_none_is_empty(tmp_path: Path, ggml_type: GGMLType):
+    weights = open_weights(write_folder(tmp_path / "a", random_tensors("llama")))
+    whole = huggingface_size(weights.config, ggml_type)
+    assert shards_of(weights, tmp_path / "one", ggml_type, whole) == [whole]
+    sizes = shards_of(weights, tmp_path / "some", ggml_type, whole // 3)
+    assert max(sizes) <= whole // 3
+    assert all(one + following > whole // 3 for one, following in pairwise(sizes))
+    assert len(shards_of(weights, tmp_path / "each", ggml_type, 1)) == len(weights)
+
+
+def test_the_config_names_the_dtype_of_the_tensors(config: ModelConfig):
+    kinds = {GGMLType.F32: "float32", GGMLType.F16: "float16", GGMLType.BF16: "bfloat16"}
+    for kind, name in kinds.items():
+        assert huggingface_config(config, kind, path=Path("m"))["torch_dtype"] == name
+
+
+def test_a_weight_beyond_float16_is_refused_by_name(tmp_path: Path):
+    tensors = random_tensors("llama")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = 70000
+    weights = open_weights(write_folder(tmp_path / "a", tensors))
+    with pytest.raises(FormatError, match=r"layers\.1\.mlp\.up_proj\.weight: expected at most 65504 .* got 70000"):
+        write_safetensors(weights, tmp_path, ggml_type=GGMLType.F16)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        None,
+        LinearScaling(factor=2.5),
+        LLAMA_3_1,
+        YarnScaling(factor=4.0, original_max_position_embeddings=16, attention_factor=1.25, beta_fast=20.0),
+    ],
+)
+def test_a_config_is_read_as_it_was(config: ModelConfig, scaling: object):
+    for family in ("llama", "qwen2", "qwen3"):
+        own = replace(
+            config,
+            family=family,  # type: ignore[arg-type]
+            rope_scaling=scaling,  # type: ignore[arg-type]
+            qk_norm=family == "qwen3",
+            qkv_bias=family == "qwen2",
+        )
+        assert ModelConfig.from_huggingface(written_config(own), path="config.json") == own
+
+
+@pytest.mark.parametrize(("factor", "context"), [(8.0, 8192), (32.0, 8192), (16.0, 4096)])
+def test_frequency_factors_become_the_llama3_scaling_that_gives_them(config: ModelConfig, factor: float, context: int):
+    scaling = replace(LLAMA_3_1, factor=factor, original_max_position_embeddings=context)
+    values = llama3_factors(frequencies(128, 500000.0), scaling).astype(np.float32)
+    own = llama(config, head_dim=128, rope_theta=500000.0, rope_scaling=FactorScaling(factors=tuple(values.tolist())))
+    assert ModelConfig.from_huggingface(written_config(own), path="c").rope_scaling == scaling
+
+
+def test_other_frequency_factors_are_refused(config: ModelConfig):
+    with pytest.raises(FormatError, match="expected the factors of a Llama 3 scaling") as caught:
+        written_config(llama(config, rope_scaling=FactorScaling(factors=(1.0, 3.0, 2.0))))
+    assert caught.value.code == "Unsupported"
+    values = llama3_factors(frequencies(128, 500000.0), LLAMA_3_1).astype(np.float32) * np.float32(1.0001)
+    near = FactorScaling(factors=tuple(values.tolist()))
+    with pytest.raises(FormatError, match="expected the factors of a Llama 3 scaling"):
+        written_config(llama(config, head_dim=128, rope_theta=500000.0, rope_scaling=near))
+
+
+def test_biases_that_transformers_cannot_have_are_refused(config: ModelConfig):
+    assert written_config(llama(config, qkv_bias=True, o_bias=True))["attention_bias"] is True
+    with pytest.raises(FormatError, match="this model for q, k and v only"):
+        written_config(llama(config, qkv_bias=True))
+    with pytest.raises(FormatError, match="this model for o only"):
+        written_config(llama(config, o_bias=True))
+
+
+def test_a_float32_is_written_as_the_decimal_that_it_was():
+    assert shortest(9.999999747378752e-06) == 1e-05
+    assert shortest(1e-5) == 1e-5
+    assert shortest(500000.0) == 500000.0
+    assert shortest(0.1234567890123) == 0.1234567890123

@@ -1,0 +1,200 @@
+import logging
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf import GGUFReader, GGUFWriter
+from gguf_bytes import ARRAY, STRING, U8, array, entry, gguf, row, sound_file, string
+
+from llorch.errors import FormatError
+from llorch.files import StringArray, open_gguf
+from llorch.files.quant import GGMLType
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="NOT RUN: memory is read from /proc")
+SLOWEST = 3.0  # seconds of the processor; the gguf package's reader takes more than 15 for these files
+
+
+def resident_kilobytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmRSS:")[2].split()[0])
+
+
+@pytest.fixture
+def sound(tmp_path: Path) -> Path:
+    path = tmp_path / "sound.gguf"
+    path.write_bytes(sound_file())
+    return path
+
+
+def test_every_kind_of_metadata_value_is_read(sound: Path):
+    with open_gguf(sound) as file:
+        values = file.metadata
+    assert values["general.architecture"] == "llama"
+    assert values["a.bool"] is True
+    assert values["a.float"] == 0.5
+    assert values["a.negative"] == -3
+    assert values["a.u64"] == 2**63
+    numbers, bools, tokens = values["a.numbers"], values["a.bools"], values["a.tokens"]
+    assert isinstance(numbers, np.ndarray)
+    assert numbers.dtype == np.int32
+    assert numbers.tolist() == [1, -2, 3]
+    assert isinstance(bools, np.ndarray)
+    assert bools.tolist() == [False, True]
+    assert isinstance(tokens, StringArray)
+    assert list(tokens) == [b"one", b"", b"\xff\xfe"]
+
+
+def test_string_arrays_behave_like_sequences(sound: Path):
+    with open_gguf(sound) as file:
+        tokens = file.metadata["a.tokens"]
+    assert isinstance(tokens, StringArray)
+    assert len(tokens) == 3
+    assert tokens[0] == tokens[-3] == b"one"
+    assert tokens[1:] == [b"", b"\xff\xfe"]
+    assert b"one" in tokens
+    assert repr(tokens) == "StringArray(3 strings, 29 bytes)"
+    with pytest.raises(IndexError):
+        tokens[3]
+
+
+def test_tensors_have_numpy_shapes_and_decode(sound: Path):
+    with open_gguf(sound) as file:
+        assert {name: info.shape for name, info in file.tensors.items()} == {
+            "f32": (2, 3),
+            "f16": (4,),
+            "q4_0": (2, 32),
+        }
+        assert file.tensors["q4_0"].ggml_type is GGMLType.Q4_0
+        assert file.array("f32").tolist() == [[0, 1, 2], [3, 4, 5]]
+        assert file.array("f16").tolist() == [1, -2, 0.5, 65504]
+        assert file.array("q4_0")[0, :3].tolist() == [-4.0, -3.5, -3.0]
+        assert file.raw("f16").tobytes() == np.array([1, -2, 0.5, 65504], "<f2").tobytes()
+
+
+def test_float32_tensors_are_read_only_views_of_the_map(sound: Path):
+    with open_gguf(sound) as file:
+        values = file.array("f32")
+        assert np.shares_memory(values, file.raw("f32"))
+    assert not values.flags.writeable
+    assert values[1, 2] == 5  # still there after close
+
+
+def test_the_package_reader_sees_the_same_file(sound: Path):
+    reader = GGUFReader(sound)
+    with open_gguf(sound) as file:
+        assert {tensor.name: int(tensor.data_offset) for tensor in reader.tensors} == {
+            name: info.offset for name, info in file.tensors.items()
+        }
+        assert set(file.metadata) == {key for key in reader.fields if not key.startswith("GGUF.")}
+
+
+def test_version_2_is_read(tmp_path: Path):
+    path = tmp_path / "two.gguf"
+    path.write_bytes(gguf(version=2))
+    with open_gguf(path) as file:
+        assert (file.version, file.metadata, file.tensors) == (2, {}, {})
+
+
+def test_another_alignment_is_followed(tmp_path: Path):
+    writer = GGUFWriter(tmp_path / "a.gguf", "llama")
+    writer.add_custom_alignment(256)
+    for name in ("one", "two"):
+        writer.add_tensor(name, np.full(3, len(name) + 0.5, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with open_gguf(tmp_path / "a.gguf") as file:
+        assert file.tensors["two"].offset % 256 == 0
+        assert file.array("two").tolist() == [3.5] * 3
+
+
+def test_trailing_bytes_are_accepted_with_a_note(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    path = tmp_path / "padded.gguf"
+    path.write_bytes(sound_file() + b"\0" * 1024)
+    with caplog.at_level(logging.INFO, logger="llorch"), open_gguf(path) as file:
+        assert file.array("f32")[1, 0] == 3
+    assert "1024 bytes after the last tensor are ignored" in caplog.text
+
+
+def test_a_missing_file_is_file_not_found(tmp_path: Path):
+    with pytest.raises(FileNotFoundError):
+        open_gguf(tmp_path / "nothing.gguf")
+
+
+def test_a_folder_is_not_a_file(tmp_path: Path):
+    with pytest.raises(FormatError, match="expected a regular file") as caught:
+        open_gguf(tmp_path)
+    assert caught.value.code == "Unsupported"
+
+
+def test_an_unknown_tensor_is_missing(sound: Path):
+    with open_gguf(sound) as file, pytest.raises(FormatError, match="no tensor 'x' among the 3") as caught:
+        file.raw("x")
+    assert caught.value.code == "Missing"
+
+
+def test_a_closed_file_hands_out_nothing(sound: Path):
+    file = open_gguf(sound)
+    file.close()
+    with pytest.raises(ValueError, match="the file is closed"):
+        file.array("f32")
+
+
+@pytest.mark.parametrize("legal", ["4 MB of u8", "a million empty strings"])
+def test_large_legal_metadata_takes_seconds_at_most(tmp_path: Path, legal: str):
+    large = array(U8, 1 << 22, bytes(1 << 22)) if legal == "4 MB of u8" else array(STRING, 10**6, bytes(8 * 10**6))
+    path = tmp_path / "large.gguf"
+    path.write_bytes(gguf([entry(b"large", ARRAY, large)]))
+    start = time.process_time()
+    with open_gguf(path) as file:
+        values = file.metadata["large"]
+    assert time.process_time() - start < SLOWEST
+    assert isinstance(values, np.ndarray | StringArray)
+    assert len(values) in (1 << 22, 10**6)
+
+
+@needs_proc
+def test_a_real_sized_vocabulary_opens_in_seconds_and_80_mb(tmp_path: Path):
+    tokens, merges = 128_256, 280_147  # as in the Llama 3 vocabulary
+    words = b"".join(string(b"token%d" % index) for index in range(tokens))
+    pairs = b"".join(string(b"left%d right" % index) for index in range(merges))
+    kinds = array(5, tokens, struct.pack("<i", 1) * tokens)
+    entries = [
+        entry(b"tokenizer.ggml.tokens", ARRAY, array(STRING, tokens, words)),
+        entry(b"tokenizer.ggml.token_type", ARRAY, kinds),
+        entry(b"tokenizer.ggml.merges", ARRAY, array(STRING, merges, pairs)),
+    ]
+    path = tmp_path / "vocabulary.gguf"
+    path.write_bytes(gguf(entries))
+    script = """
+import sys, time
+from llorch.files import open_gguf
+start = time.process_time()
+with open_gguf(sys.argv[1]) as file:
+    n_bytes = sum(map(len, file.metadata["tokenizer.ggml.tokens"]))
+peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
+print(time.process_time() - start, peak.split()[1])
+"""
+    ran = subprocess.run([sys.executable, "-c", script, path], capture_output=True, text=True, check=True)
+    seconds, kilobytes = map(float, ran.stdout.split())
+    assert seconds < SLOWEST
+    assert kilobytes < 80 * 1024
+
+
+@needs_proc
+def test_opening_does_not_read_the_tensors(tmp_path: Path):
+    path = tmp_path / "sparse.gguf"
+    n_bytes = 2 << 30
+    path.write_bytes(gguf((), [row(b"big", [n_bytes // 4])]))
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size + n_bytes)  # a hole: 2 GB that take no room
+    before, start = resident_kilobytes(), time.process_time()
+    with open_gguf(path) as file:
+        assert file.array("big").shape == (n_bytes // 4,)
+    assert time.process_time() - start < SLOWEST
+    assert resident_kilobytes() - before < 10_000

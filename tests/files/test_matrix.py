@@ -1,0 +1,170 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llorch.errors import FormatError
+from llorch.files.matrix import Matrix
+from llorch.files.names import undo_interleave
+from llorch.files.packed import TILE, Packed
+from llorch.files.quant import ACTIVATION_TYPE, BLOCK_SIZES, GGMLType, decode
+from llorch.numerics import EXACT, GGML, Numerics
+from llorch.ops.linear import linear
+from llorch.ops.rounding import block_sums, round_activations
+from llorch.verify.quantised_models import matrix_bytes
+
+SHAPE = (96, 512)
+ROUNDING = [GGMLType.F16, GGMLType.BF16, GGMLType.Q4_0, GGMLType.Q8_0, GGMLType.Q4_K, GGMLType.IQ4_XS]
+
+
+def packed(kind: GGMLType, shape: tuple[int, int] = SHAPE) -> Packed:
+    return Packed("blk.0.attn_q.weight", Path("m.gguf"), matrix_bytes(kind, shape, key=kind.name), kind, shape)
+
+
+def activations(width: int = SHAPE[1], dtype: type = np.float32) -> np.ndarray:
+    return np.random.default_rng(0).normal(0, 1, (5, width)).astype(dtype)
+
+
+def matrix(kind: GGMLType, *, resident: bool, heads: int = 0, round_inputs: bool = True) -> Matrix:
+    stored = packed(kind)
+    array = stored.decode()
+    decoded = undo_interleave(array, heads) if heads else array
+    return Matrix(stored, round_inputs=round_inputs, decoded=decoded if resident else None, interleaved_heads=heads)
+
+
+def agree(got: np.ndarray, want: np.ndarray, *, within: float = 2e-6) -> None:
+    assert got.shape == want.shape
+    assert np.abs(got - want).max() <= within * np.abs(want).max()
+
+
+@pytest.mark.parametrize("resident", [True, False], ids=["decoded", "packed"])
+@pytest.mark.parametrize("kind", ROUNDING, ids=lambda kind: kind.name)
+def test_inputs_are_rounded_to_what_the_type_asks_for(kind: GGMLType, resident: bool):
+    x, decoded = activations(), decode(packed(kind).raw, kind, SHAPE)
+    got = matrix(kind, resident=resident).forward(x)
+    agree(got, round_activations(x, ACTIVATION_TYPE[kind]) @ decoded.T)
+    assert np.abs(got - x @ decoded.T).max() > 1e-4 * np.abs(got).max()  # the rounding shows
+
+
+@pytest.mark.parametrize("resident", [True, False], ids=["decoded", "packed"])
+def test_without_rounding_a_matrix_is_what_its_blocks_mean(resident: bool):
+    x = activations(dtype=np.float64)
+    made = matrix(GGMLType.Q6_K, resident=resident, round_inputs=False)
+    agree(made.forward(x), x @ made.dequantize().astype(np.float64).T, within=1e-14)
+    assert made.activations == "F32"
+
+
+@pytest.mark.parametrize(("dtype", "within"), [(np.float32, 2e-6), (np.float64, 1e-13)])
+@pytest.mark.parametrize("resident", [True, False], ids=["decoded", "packed"])
+@pytest.mark.parametrize("kind", [GGMLType.Q4_1, GGMLType.Q5_1], ids=lambda kind: kind.name)
+def test_minima_are_multiplied_with_the_rounded_sum_of_a_block(
+    kind: GGMLType, resident: bool, dtype: type, within: float
+):
+    x = activations(dtype=dtype)
+    made = matrix(kind, resident=resident, heads=3)
+    blocks = made.dequantize().reshape(SHAPE[0], -1, 32)
+    minima = undo_interleave(packed(kind).raw.reshape(SHAPE[0], -1, BLOCK_SIZES[kind][1])[..., 2:4].copy(), 3)
+    m = minima.view("<f2")[..., 0].astype(np.float64)
+    codes = (blocks - m[..., None]).reshape(SHAPE)
+    want = round_activations(x, "Q8_1").astype(np.float64) @ codes.T + block_sums(x).astype(np.float64) @ m.T
+    agree(made.forward(x), want, within=within)
+    assert np.abs(made.forward(x) - round_activations(x, "Q8_1") @ made.dequantize().T).max() > 1e-5
+
+
+@pytest.mark.parametrize("kind", [GGMLType.Q8_0, GGMLType.Q5_1], ids=lambda kind: kind.name)
+def test_rows_of_heads_come_out_in_the_order_of_hugging_face(kind: GGMLType):
+    x = activations()
+    made = [matrix(kind, resident=resident, heads=3) for resident in (True, False)]
+    agree(made[1].forward(x), made[0].forward(x))
+    np.testing.assert_array_equal(made[1].dequantize(), made[0].dequantize())
+    assert np.abs(made[0].forward(x) - matrix(kind, resident=True).forward(x)).max() > 0.1
+
+
+def test_a_matrix_of_several_tiles_is_the_same_as_one_in_one_piece():
+    shape = (3 * TILE // 512 + 7, 512)
+    stored = packed(GGMLType.Q4_0, shape)
+    x = activations()
+    whole = Matrix(stored, round_inputs=True, decoded=stored.decode())
+    agree(Matrix(stored, round_inputs=True).forward(x), whole.forward(x))
+    assert [start for start, _ in stored.tiles()] == [0, TILE // 512, 2 * TILE // 512, 3 * TILE // 512]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("resident", [True, False], ids=["decoded", "packed"])
+def test_rows_of_an_embedding_are_exact_and_in_the_dtype_of_the_run(resident: bool, dtype: type):
+    stored = packed(GGMLType.Q4_K)
+    decoded = stored.decode()
+    made = Matrix(stored, dtype=dtype, round_inputs=True, decoded=decoded if resident else None)
+    rows = made.rows(np.array([3, 90, 3]))
+    np.testing.assert_array_equal(rows, decoded[[3, 90, 3]].astype(dtype), strict=True)
+
+
+@pytest.mark.parametrize("resident", [True, False], ids=["decoded", "packed"])
+@pytest.mark.parametrize("kind", [GGMLType.Q8_0, GGMLType.Q5_1], ids=lambda kind: kind.name)
+def test_a_product_keeps_the_dtype_of_its_input(kind: GGMLType, resident: bool):
+    made = matrix(kind, resident=resident)
+    assert made.forward(activations()).dtype == np.float32
+    assert made.forward(activations(dtype=np.float64)).dtype == np.float64
+    assert linear(activations(dtype=np.float64), made).dtype == np.float64
+
+
+def test_a_row_longer_than_a_tile_is_a_tile(monkeypatch: pytest.MonkeyPatch):
+    made = matrix(GGMLType.Q8_0, resident=False)
+    whole = made.forward(activations())
+    monkeypatch.setattr("llorch.files.packed.TILE", SHAPE[1] - 1)
+    assert [len(tile) for _, tile in made.packed.tiles()] == [1] * SHAPE[0]
+    agree(made.forward(activations()), whole)
+
+
+@pytest.mark.parametrize("resident", [True, False], ids=["decoded", "packed"])
+def test_a_matrix_takes_the_bytes_of_its_file(resident: bool):
+    assert matrix(GGMLType.Q8_0, resident=resident).n_bytes == SHAPE[0] * SHAPE[1] // 32 * 34
+
+
+def broken(kind: GGMLType, at_row: int, scale: bytes) -> Packed:
+    sound = packed(kind)
+    raw = sound.raw.copy().reshape(SHAPE[0], -1, BLOCK_SIZES[kind][1])
+    raw[at_row, 2, :2] = np.frombuffer(scale, np.uint8)
+    return Packed(sound.name, sound.path, raw.reshape(-1), kind, SHAPE)
+
+
+@pytest.mark.parametrize("scale", [b"\x00\x7e", b"\x00\x7c"], ids=["nan", "inf"])
+def test_a_bad_block_scale_of_a_packed_matrix_is_found_when_it_is_used(scale: bytes):
+    made = Matrix(broken(GGMLType.Q8_0, 40, scale), round_inputs=True)
+    with pytest.raises(FormatError, match=r"NonFinite: blk.0.attn_q.weight has .* at \(40, 6\d\)"):
+        made.forward(activations())
+    with pytest.raises(FormatError, match=r"NonFinite: .* at \(40, 6\d\)"):
+        made.rows(np.array([1, 40]))
+
+
+def test_one_infinite_weight_of_a_packed_matrix_is_found_where_it_is_in_a_later_tile(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("llorch.files.packed.TILE", 7 * SHAPE[1])
+    stored = packed(GGMLType.F16)
+    values = stored.raw.copy().view("<f2").reshape(SHAPE)
+    values[40, 3] = -np.inf
+    made = Matrix(
+        Packed(stored.name, stored.path, values.reshape(-1).view(np.uint8), stored.ggml_type, SHAPE), round_inputs=True
+    )
+    with pytest.raises(FormatError, match=r"NonFinite: .* has -inf at \(40, 3\)"):
+        made.forward(activations())
+
+
+@pytest.mark.parametrize("resident", [True, False], ids=["decoded", "packed"])
+def test_a_scale_that_means_nan_in_its_own_format_is_found_at_once(resident: bool):
+    sound = packed(GGMLType.MXFP4)
+    raw = sound.raw.copy()
+    raw.reshape(SHAPE[0], -1)[5, 17] = 0xFF  # the first byte of the second block
+    with pytest.raises(FormatError, match=r"NonFinite: .* has a NaN block scale in row 5"):
+        Matrix(
+            Packed(sound.name, sound.path, raw, sound.ggml_type, SHAPE),
+            round_inputs=True,
+            decoded=sound.decode() if resident else None,
+        )
+
+
+def test_numerics_say_what_they_are():
+    assert (str(EXACT), str(GGML)) == ("exact", "ggml")
+    assert str(Numerics("ggml", "f16")) == "ggml with a f16 cache"
+    assert Numerics("ggml", "f16").cache_dtype(np.float64) is np.float16
+    assert GGML.cache_dtype(np.float64) is np.float64
+    assert [one.rounds_activations for one in (EXACT, GGML, Numerics("exact", "f16"))] == [False, True, False]

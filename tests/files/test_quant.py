@@ -1,0 +1,173 @@
+import ctypes
+
+import numpy as np
+import pytest
+from ggml_library import cpu_traits_of, load_ggml
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from llorch.files.quant import (
+    ACTIVATION_TYPE,
+    BLOCK_SIZES,
+    GGMLType,
+    bf16_to_float32,
+    decode,
+    decode_mins,
+    has_bad_scale,
+)
+
+INTEGERS = {GGMLType.I8, GGMLType.I16, GGMLType.I32, GGMLType.I64}
+NO_DECODER_IN_GGML = {GGMLType.F32, GGMLType.F64, GGMLType.Q8_1, GGMLType.Q8_K}
+DECODED_BY_GGML = [kind for kind in GGMLType if kind not in INTEGERS | NO_DECODER_IN_GGML]
+
+
+class Traits(ctypes.Structure):
+    """The first fields of `struct ggml_type_traits`."""
+
+    _fields_ = (
+        ("type_name", ctypes.c_char_p),
+        ("block_size", ctypes.c_int64),
+        ("block_size_interleave", ctypes.c_int64),
+        ("type_size", ctypes.c_size_t),
+        ("is_quantized", ctypes.c_bool),
+        ("to_float", ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)),
+    )
+
+
+@pytest.fixture(scope="module")
+def ggml() -> ctypes.CDLL:
+    return load_ggml()
+
+
+def traits_of(ggml: ctypes.CDLL, kind: GGMLType) -> Traits:
+    ggml.ggml_get_type_traits.restype = ctypes.POINTER(Traits)
+    return ggml.ggml_get_type_traits(int(kind)).contents
+
+
+def random_blocks(kind: GGMLType, count: int) -> np.ndarray:
+    return np.random.default_rng(int(kind)).integers(0, 256, (count, BLOCK_SIZES[kind][1]), dtype=np.uint8)
+
+
+def assert_same_bits(got: np.ndarray, want: np.ndarray) -> None:
+    """Bit for bit, -0 from 0 included; only the payload of a NaN is free."""
+    both_nan = np.isnan(got) & np.isnan(want)
+    assert got.shape == want.shape
+    assert np.all((got.view(np.uint32) == want.view(np.uint32)) | both_nan)
+
+
+@pytest.mark.live
+@pytest.mark.parametrize("kind", GGMLType, ids=lambda kind: kind.name)
+def test_block_sizes_are_those_of_ggml(ggml: ctypes.CDLL, kind: GGMLType):
+    traits = traits_of(ggml, kind)
+    assert (traits.block_size, traits.type_size) == BLOCK_SIZES[kind]
+
+
+@pytest.mark.live
+def test_no_type_of_ggml_is_missing(ggml: ctypes.CDLL):
+    ggml.ggml_get_type_traits.restype = ctypes.POINTER(Traits)
+    in_use = {number for number in range(43) if ggml.ggml_get_type_traits(number).contents.block_size}
+    assert in_use == set(GGMLType)
+
+
+@pytest.mark.live
+def test_activations_are_rounded_to_what_ggml_rounds_them_to():
+    traits = {kind: cpu_traits_of(kind) for kind in GGMLType}
+    assert ACTIVATION_TYPE == {
+        kind: GGMLType(found.vec_dot_type).name for kind, found in traits.items() if found.vec_dot
+    }
+
+
+def test_minima_of_blocks_are_found_behind_their_scales():
+    for kind in (GGMLType.Q4_1, GGMLType.Q5_1):
+        raw = np.zeros((4, BLOCK_SIZES[kind][1]), np.uint8)
+        raw[:, :4] = np.array([[7, -0.5], [7, 0.25], [7, 2], [7, -3]], "<f2").view(np.uint8)
+        minima = decode_mins(raw.reshape(-1), kind, (2, 64))
+        assert minima.dtype == np.float32
+        assert minima.tolist() == [[-0.5, 0.25], [2, -3]]
+        raw[:, :2] = 0  # a scale of 0 leaves the minimum
+        assert np.array_equal(decode(raw.reshape(-1), kind, (2, 64))[:, ::32], minima)
+
+
+@pytest.mark.live
+@pytest.mark.parametrize("kind", DECODED_BY_GGML, ids=lambda kind: kind.name)
+def test_random_bytes_decode_to_the_bits_of_ggml(ggml: ctypes.CDLL, kind: GGMLType):
+    blocks = random_blocks(kind, max(512, 8192 // BLOCK_SIZES[kind][0]))
+    want = np.empty(len(blocks) * BLOCK_SIZES[kind][0], np.float32)
+    traits_of(ggml, kind).to_float(blocks.ctypes.data, want.ctypes.data, want.size)
+    assert_same_bits(decode(blocks.reshape(-1), kind, want.shape), want)
+    assert np.isfinite(want).mean() > 0.5  # most of what was compared were numbers
+
+
+@pytest.mark.live
+@pytest.mark.parametrize("kind", DECODED_BY_GGML, ids=lambda kind: kind.name)
+def test_whatever_ggml_calls_invalid_is_found_here(ggml: ctypes.CDLL, kind: GGMLType):
+    ggml.ggml_validate_row_data.restype = ctypes.c_bool
+    ggml.ggml_validate_row_data.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t]
+    blocks = random_blocks(kind, 4096 if BLOCK_SIZES[kind][0] > 1 else 65_536)
+    values = decode(blocks.reshape(-1), kind, (len(blocks), BLOCK_SIZES[kind][0]))
+    for block, row in zip(blocks[:500], values[:500], strict=True):
+        valid = ggml.ggml_validate_row_data(int(kind), block.ctypes.data, block.nbytes)  # reports on stderr
+        assert valid or not np.isfinite(row).all() or has_bad_scale(block, kind)
+
+
+@pytest.mark.live
+def test_q8_k_decodes_to_the_bits_of_ggml(ggml: ctypes.CDLL):
+    blocks = random_blocks(GGMLType.Q8_K, 64)
+    blocks[:, 3] = 0x3D  # scales between 0.03 and 0.13 or so
+    want = np.empty(64 * 256, np.float32)
+    ggml.dequantize_row_q8_K(
+        ctypes.c_void_p(blocks.ctypes.data), ctypes.c_void_p(want.ctypes.data), ctypes.c_int64(want.size)
+    )
+    assert_same_bits(decode(blocks.reshape(-1), GGMLType.Q8_K, want.shape), want)
+
+
+def test_q8_1_is_its_scale_times_its_integers():
+    block = np.concatenate(
+        [np.array([0.25, 99.0], "<f2").view(np.uint8), np.arange(-16, 16, dtype=np.int8).view(np.uint8)]
+    )
+    assert decode(block, GGMLType.Q8_1, (32,)).tolist() == [quant / 4 for quant in range(-16, 16)]
+
+
+def test_q1_0_takes_the_sign_from_each_bit():
+    block = np.concatenate([np.array([0.5], "<f2").view(np.uint8), np.full(16, 0b101, np.uint8)])
+    assert decode(block, GGMLType.Q1_0, (128,))[:9].tolist() == [0.5, -0.5, 0.5, -0.5, -0.5, -0.5, -0.5, -0.5, 0.5]
+
+
+def test_q2_0_takes_minus_one_to_two_from_each_pair_of_bits():
+    block = np.concatenate([np.array([0.5], "<f2").view(np.uint8), np.full(16, 0b11_10_01_00, np.uint8)])
+    assert decode(block, GGMLType.Q2_0, (64,))[:5].tolist() == [-0.5, 0.0, 0.5, 1.0, -0.5]
+
+
+def test_f64_is_rounded_to_float32():
+    values = decode(np.array([0.1, -2.5]).view(np.uint8), GGMLType.F64, (2,))
+    assert values.dtype == np.float32
+    assert values.tolist() == [float(np.float32(0.1)), -2.5]
+
+
+def test_bfloat16_is_the_upper_half_of_a_float32():
+    values = np.array([1.0, -0.15625, 3.0e38, 0.0], np.float32)
+    upper = (values.view(np.uint32) >> 16).astype(np.uint16)
+    np.testing.assert_allclose(bf16_to_float32(upper), values, rtol=2**-7, atol=0)
+    assert bf16_to_float32(upper)[1] == -0.15625
+
+
+def test_large_tensors_decode_in_pieces_to_the_same_values():
+    blocks = random_blocks(GGMLType.Q8_0, 20_000)  # more than one piece
+    blocks[:, 1] &= 0x3F  # finite scales
+    whole = decode(blocks.reshape(-1), GGMLType.Q8_0, (20_000, 32))
+    assert np.array_equal(whole[-3:], decode(blocks[-3:].reshape(-1), GGMLType.Q8_0, (3, 32)))
+
+
+def test_only_mxfp4_can_hide_a_nan_scale():
+    block = np.zeros(17, np.uint8)
+    assert not has_bad_scale(block, GGMLType.MXFP4)
+    block[0] = 0xFF
+    assert has_bad_scale(block, GGMLType.MXFP4)
+    assert not has_bad_scale(np.full(36, 0x7F, np.uint8), GGMLType.NVFP4)
+
+
+def test_the_type_numbers_agree_with_the_gguf_package():
+    assert {kind.name: kind.value for kind in GGMLQuantizationType}.items() <= {
+        kind.name: kind.value for kind in GGMLType
+    }.items()
+    differing = {kind for kind in GGML_QUANT_SIZES if BLOCK_SIZES[kind] != GGML_QUANT_SIZES[kind]}
+    assert differing <= {GGMLType.Q8_1}

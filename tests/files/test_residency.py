@@ -1,0 +1,137 @@
+import tracemalloc
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import llorch
+from llorch.builtin import builtin_path
+from llorch.files import Weights, open_weights, residency
+from llorch.files.residency import plan, working_bytes
+from llorch.numerics import EXACT, GGML, Numerics
+from llorch.verify.quantised_models import write_model
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model("Q4_K_M", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def weights(path: Path) -> Weights:
+    return open_weights(path)
+
+
+def free(monkeypatch: pytest.MonkeyPatch, n_bytes: float) -> None:
+    monkeypatch.setattr(residency, "available_memory", lambda: n_bytes)
+
+
+def test_matrices_are_decoded_where_that_fits(weights: Weights, monkeypatch: pytest.MonkeyPatch):
+    free(monkeypatch, 1e12)
+    made = plan(weights)
+    assert made.residency == "decoded"
+    assert made.needed == made.decoded > made.packed
+    assert "decoded at load" in made.describe()
+
+
+def test_what_just_fits_is_decoded(weights: Weights, monkeypatch: pytest.MonkeyPatch):
+    needed = plan(weights).decoded
+    for spare, residency_then in ((0, "decoded"), (-1, "packed")):
+        free(monkeypatch, float(needed + spare))
+        assert plan(weights).residency == residency_then
+
+
+def test_matrices_stay_packed_where_only_that_fits(weights: Weights, monkeypatch: pytest.MonkeyPatch):
+    free(monkeypatch, 1e12)
+    made = plan(weights)
+    free(monkeypatch, (made.packed + made.decoded) / 2)
+    again = plan(weights)
+    assert again.residency == "packed"
+    assert "packed, decoded tile by tile, needs about" in again.describe()
+    assert "decoded at load would need" in again.describe()
+
+
+def test_what_does_not_fit_is_refused_with_the_figures_and_a_way_out(weights: Weights, monkeypatch: pytest.MonkeyPatch):
+    free(monkeypatch, 1e3)
+    with pytest.raises(
+        MemoryError, match=r"Q4_K_M.gguf: needs about 0.3 GB \(packed, 256 tokens\), 0.0 GB are free; use a"
+    ):
+        plan(weights)
+    wide = plan_free_between(weights, monkeypatch)
+    with pytest.raises(MemoryError, match=r"packed weights would need .* GB, use --weights packed"):
+        plan(weights, "decoded")
+    assert wide.residency == "packed"
+    free(monkeypatch, float(wide.packed - 1))
+    with pytest.raises(MemoryError, match=r"\(decoded, 256 tokens\), .*; use a smaller model, a smaller type or fewer"):
+        plan(weights, "decoded")
+
+
+def plan_free_between(weights: Weights, monkeypatch: pytest.MonkeyPatch) -> residency.Plan:
+    free(monkeypatch, 1e12)
+    made = plan(weights)
+    free(monkeypatch, (made.packed + made.decoded) / 2)
+    return plan(weights)
+
+
+def test_the_plan_counts_the_bytes_of_each_type(weights: Weights):
+    made = plan(weights)
+    matrices = [name for name in weights if len(weights.shape(name)) == 2]
+    assert sum(made.types.values()) == sum(weights.stored_bytes(name) for name in matrices)
+    assert made.types.keys() == {"Q4_K", "Q6_K"}
+    n_elements = sum(int(np.prod(weights.shape(name))) for name in matrices)
+    assert made.decoded - made.packed == 4 * n_elements - sum(made.types.values())
+
+
+def test_a_longer_context_and_a_wider_cache_need_more(weights: Weights):
+    assert working_bytes(weights, 200) > working_bytes(weights, 100)
+    half = weights.using(Numerics("ggml", "f16"))
+    config = weights.config
+    assert working_bytes(weights, 100) - working_bytes(half, 100) == 2 * 2 * 100 * config.n_layers * config.kv_width * 2
+
+
+def test_what_is_planned_for_a_pass_is_enough_and_not_twice_of_that():
+    model = llorch.load("story")
+    ids = np.arange(256)
+    model.forward(ids[:4])
+    tracemalloc.start()
+    model.forward(ids)
+    taken = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert taken < working_bytes(model.weights, 256) < 2 * taken
+
+
+@pytest.mark.parametrize(("part", "per_token"), [("hidden_size", 1), ("intermediate_size", 2), ("vocab_size", 1 / 100)])
+def test_a_wider_model_needs_room_for_the_rows_that_are_wider(weights: Weights, part: str, per_token: float):
+    wider = weights.using()
+    wider.config = replace(weights.config, **{part: getattr(weights.config, part) + 4096})
+    assert working_bytes(wider, 100) - working_bytes(weights, 100) >= 4 * 4096 * 100 * per_token
+
+
+def test_a_pass_takes_512_tokens_at_most_however_long_the_context(weights: Weights):
+    longer = [working_bytes(weights, n) for n in (512, 1024, 2048)]
+    assert longer[2] - longer[1] == 2 * (longer[1] - longer[0])
+
+
+def test_no_more_tokens_are_planned_than_the_context_holds(weights: Weights, monkeypatch: pytest.MonkeyPatch):
+    free(monkeypatch, 1e12)
+    assert plan(weights, n_tokens=10**9) == plan(weights, n_tokens=weights.config.max_position_embeddings)
+
+
+def test_float32_files_have_nothing_to_choose():
+    made = plan(open_weights(builtin_path("story")))
+    assert made.types.keys() == {"F32"}
+    assert made.decoded == made.packed
+
+
+@pytest.mark.parametrize("numerics", [EXACT, GGML], ids=str)
+def test_both_residencies_compute_the_same(path: Path, numerics: Numerics):
+    ids = [5, 17, 33, 60, 2, 42, 8, 90]
+    one, other = (llorch.load(path, numerics=numerics, residency=where).forward(ids) for where in ("decoded", "packed"))
+    assert np.abs(one - other).max() < 1e-5 * np.abs(one).max()
+
+
+def test_a_packed_model_does_not_keep_what_it_decodes(path: Path):
+    model = llorch.load(path, residency="packed")
+    model.forward([1, 2, 3])
+    assert all(array.ndim == 1 for array in model.weights._loaded.values())

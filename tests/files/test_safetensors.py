@@ -1,0 +1,174 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from safetensors_bytes import safetensors_bytes
+
+from llorch.errors import FormatError
+from llorch.files import SafetensorsFolder, open_safetensors
+
+ONE = {"a": np.arange(6, dtype=np.float32).reshape(2, 3)}
+TWO = {"b": np.array([0.5, -2.0], np.float16), "c": np.array([[1.0], [2.5]])}
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    safetensors.numpy.save_file(ONE, tmp_path / "model-1.safetensors")
+    safetensors.numpy.save_file(TWO, tmp_path / "model-2.safetensors")
+    write_index(tmp_path, {"a": "model-1.safetensors", "b": "model-2.safetensors", "c": "model-2.safetensors"})
+    return tmp_path
+
+
+def write_index(folder: Path, weight_map: object) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def test_files_of_the_safetensors_package_read_back(tmp_path: Path):
+    path = tmp_path / "x.safetensors"
+    safetensors.numpy.save_file(ONE | TWO, path, metadata={"format": "np"})
+    with open_safetensors(path) as file:
+        assert file.metadata == {"format": "np"}
+        for name, values in (ONE | TWO).items():
+            got = file.array(name)
+            assert got.dtype == np.float32
+            assert np.array_equal(got, values.astype(np.float32))
+
+
+def test_float32_tensors_are_read_only_views_of_the_map(tmp_path: Path):
+    path = tmp_path / "x.safetensors"
+    safetensors.numpy.save_file(ONE, path)
+    with open_safetensors(path) as file:
+        values = file.array("a")
+        assert np.shares_memory(values, file.raw("a"))
+    assert not values.flags.writeable
+    assert values[1, 2] == 5
+
+
+def test_float32_at_an_odd_address_is_copied_to_an_even_one(tmp_path: Path):
+    header = {
+        "byte": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]},
+        "a": {"dtype": "F32", "shape": [2], "data_offsets": [1, 9]},
+    }
+    path = tmp_path / "odd.safetensors"
+    path.write_bytes(safetensors_bytes(header, b"\0" + np.array([1.5, -2], "<f4").tobytes()))
+    with open_safetensors(path) as file:
+        assert file.array("a").flags.aligned
+        assert file.array("a").tolist() == [1.5, -2]
+
+
+def test_bfloat16_is_widened_exactly(tmp_path: Path):
+    bits = np.array([0x3F80, 0xBE20, 0x0001], "<u2")  # 1, -0.15625, the smallest subnormal
+    header = {"a": {"dtype": "BF16", "shape": [3], "data_offsets": [0, 6]}}
+    path = tmp_path / "bf16.safetensors"
+    path.write_bytes(safetensors_bytes(header, bits.tobytes()))
+    with open_safetensors(path) as file:
+        assert file.array("a").tolist() == [1.0, -0.15625, 2.0**-133]
+
+
+@pytest.mark.parametrize("padding", [b"   ", b"\n\t"])
+def test_white_space_around_the_header_is_accepted(tmp_path: Path, padding: bytes):
+    text = padding + json.dumps({"a": {"dtype": "F32", "shape": [0, 3], "data_offsets": [0, 0]}}).encode() + padding
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(safetensors_bytes(text))
+    with open_safetensors(path) as file:
+        assert file.array("a").shape == (0, 3)
+
+
+def test_an_unknown_tensor_is_missing(sharded: Path):
+    with open_safetensors(sharded / "model-1.safetensors") as file, pytest.raises(FormatError) as caught:
+        file.array("x")
+    assert caught.value.code == "Missing"
+    with SafetensorsFolder(sharded) as folder, pytest.raises(FormatError, match="no tensor 'x'"):
+        folder.array("x")
+
+
+def test_the_shards_of_an_index_are_one_set_of_tensors(sharded: Path):
+    with SafetensorsFolder(sharded) as folder:
+        assert folder.tensors.keys() == {"a", "b", "c"}
+        assert folder.array("b").tolist() == [0.5, -2.0]
+        assert folder.array("a").tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_one_file_wins_over_an_index(sharded: Path):
+    safetensors.numpy.save_file({"only": np.zeros(1, np.float32)}, sharded / "model.safetensors")
+    with SafetensorsFolder(sharded) as folder:
+        assert folder.tensors.keys() == {"only"}
+
+
+def test_the_links_of_a_download_cache_are_followed(tmp_path: Path):
+    snapshot, blobs = tmp_path / "models--x" / "snapshots" / "abc", tmp_path / "models--x" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    safetensors.numpy.save_file(ONE, blobs / "1234")
+    (snapshot / "model.safetensors").symlink_to(blobs / "1234")
+    with SafetensorsFolder(snapshot) as folder:
+        assert folder.tensors.keys() == {"a"}
+
+
+@pytest.mark.parametrize("outside", ["../outside.safetensors", "/outside.safetensors", "a\\b", ""])
+def test_a_shard_outside_the_folder_is_unsafe(sharded: Path, outside: str):
+    write_index(sharded, {"a": outside})
+    with pytest.raises(FormatError, match="expected a plain file name") as caught:
+        SafetensorsFolder(sharded)
+    assert caught.value.code == "Unsafe"
+
+
+def test_a_link_out_of_the_folder_is_unsafe(sharded: Path):
+    folder = sharded / "inner"
+    folder.mkdir()
+    (folder / "model.safetensors").symlink_to(sharded / "model-1.safetensors")
+    with pytest.raises(FormatError, match="leads out of the folder") as caught:
+        SafetensorsFolder(folder)
+    assert caught.value.code == "Unsafe"
+
+
+def test_a_shard_that_is_not_there_is_missing(sharded: Path):
+    write_index(sharded, {"a": "model-9.safetensors"})
+    with pytest.raises(FormatError, match=r"there is no file model-9\.safetensors") as caught:
+        SafetensorsFolder(sharded)
+    assert caught.value.code == "Missing"
+
+
+def test_a_tensor_that_is_not_in_its_shard_is_missing(sharded: Path):
+    names = {"a": "model-1.safetensors", "b": "model-1.safetensors", "c": "model-2.safetensors"}
+    write_index(sharded, names)
+    with pytest.raises(FormatError, match="1 tensors are not in the shard that the index names: b") as caught:
+        SafetensorsFolder(sharded)
+    assert caught.value.code == "Missing"
+
+
+def test_a_tensor_that_is_not_in_the_index_is_unexpected(sharded: Path):
+    write_index(sharded, {"a": "model-1.safetensors", "b": "model-2.safetensors"})
+    with pytest.raises(FormatError, match="1 tensors of the shards are not in the index: c") as caught:
+        SafetensorsFolder(sharded)
+    assert caught.value.code == "Unexpected"
+
+
+def test_one_name_in_two_shards_is_a_duplicate(sharded: Path):
+    safetensors.numpy.save_file(TWO | ONE, sharded / "model-2.safetensors")
+    with pytest.raises(FormatError, match="'a' is in two shards") as caught:
+        SafetensorsFolder(sharded)
+    assert caught.value.code == "Duplicate"
+
+
+@pytest.mark.parametrize("weight_map", [None, ["a"], {"a": 1}])
+def test_an_index_that_maps_nothing_is_malformed(sharded: Path, weight_map: object):
+    write_index(sharded, weight_map)
+    with pytest.raises(FormatError, match="weight_map must map") as caught:
+        SafetensorsFolder(sharded)
+    assert caught.value.code == "Malformed"
+
+
+def test_a_folder_without_weights_says_what_is_missing(tmp_path: Path):
+    with pytest.raises(FormatError, match=r"no model\.safetensors") as caught:
+        SafetensorsFolder(tmp_path)
+    assert caught.value.code == "Missing"
+
+
+def test_a_pickle_is_never_opened(tmp_path: Path):
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04N.")
+    with pytest.raises(FormatError, match="is a pickle, which can run code") as caught:
+        SafetensorsFolder(tmp_path)
+    assert caught.value.code == "Unsafe"

@@ -1,0 +1,165 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf import MODEL_ARCH, get_tensor_name_map
+from tiny_models import (
+    FAMILIES,
+    GGUF_METADATA,
+    HEAD_DIM,
+    HEADS,
+    KV_HEADS,
+    gguf_tensors,
+    huggingface_shapes,
+    random_tensors,
+    write_file,
+    write_folder,
+)
+
+from llorch.files import open_weights
+from llorch.files.names import interleave, inventory, undo_interleave
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_folder_gives_its_tensors_by_canonical_name(tmp_path: Path, family: str):
+    tensors = random_tensors(family)
+    weights = open_weights(write_folder(tmp_path, tensors, family))
+    assert weights.config.family == family
+    assert len(weights) == len(tensors)
+    assert np.array_equal(weights["embed_tokens"], tensors["model.embed_tokens.weight"])
+    assert np.array_equal(weights["layers.1.k_proj"], tensors["model.layers.1.self_attn.k_proj.weight"])
+    assert np.array_equal(weights["layers.0.down_proj"], tensors["model.layers.0.mlp.down_proj.weight"])
+    assert {weight.huggingface for weight in inventory(weights.config).values()} == tensors.keys()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_names_agree_with_the_mapping_of_the_gguf_package(tmp_path: Path, family: str):
+    weights = open_weights(write_folder(tmp_path, random_tensors(family), family))
+    theirs = get_tensor_name_map(MODEL_ARCH[family.upper()], 2)
+    for weight in inventory(weights.config).values():
+        assert weight.gguf == theirs.get_name(weight.huggingface, try_suffixes=(".weight", ".bias"))
+        assert weight.shape == huggingface_shapes(family)[weight.huggingface]
+
+
+def test_layer_collects_the_weights_of_one_layer_by_short_name(tmp_path: Path):
+    weights = open_weights(write_folder(tmp_path, random_tensors("qwen3"), "qwen3"))
+    layer = weights.layer(1)
+    projections = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert layer.keys() == projections | {"attn_norm", "ffn_norm", "q_norm", "k_norm"}
+    assert layer["q_norm"] is weights["layers.1.q_norm"]
+    for wrong in (-1, 2):
+        with pytest.raises(IndexError, match=f"from 0 to 1, got {wrong}"):
+            weights.layer(wrong)
+
+
+def test_an_unknown_name_is_a_key_error_as_in_any_mapping(tmp_path: Path):
+    weights = open_weights(write_folder(tmp_path, random_tensors("llama")))
+    assert "layers.0.q_bias" not in weights
+    assert weights.get("layers.2.q_proj") is None
+
+
+def test_float32_weights_are_views_and_loaded_once(tmp_path: Path):
+    weights = open_weights(write_folder(tmp_path, random_tensors("llama")))
+    values = weights["embed_tokens"]
+    assert not values.flags.owndata
+    assert not values.flags.writeable
+    assert weights["embed_tokens"] is values
+
+
+def test_astype_widens_on_access_and_shares_what_was_loaded(tmp_path: Path):
+    weights = open_weights(write_folder(tmp_path, random_tensors("llama")))
+    wide = weights.astype(np.float64)
+    assert wide["layers.0.q_proj"].dtype == np.float64
+    assert np.array_equal(wide["layers.0.q_proj"], weights["layers.0.q_proj"])
+    assert wide.layer(0)["attn_norm"].dtype == np.float64
+    assert wide.config is weights.config
+    assert wide.astype(np.float32)["final_norm"] is weights["final_norm"]
+
+
+def test_opening_reads_no_tensor(tmp_path: Path):
+    tensors = random_tensors("llama")
+    for values in tensors.values():
+        values.fill(np.nan)
+    weights = open_weights(write_folder(tmp_path, tensors))  # the NaN is found on first access only
+    assert len(weights) == 21
+
+
+def test_a_tied_folder_needs_no_output_matrix(tmp_path: Path):
+    tensors = random_tensors("llama")
+    del tensors["lm_head.weight"]
+    weights = open_weights(write_folder(tmp_path, tensors, tie_word_embeddings=True))
+    assert "lm_head" not in weights
+
+
+def test_a_tied_folder_may_repeat_the_embedding_as_output_matrix(tmp_path: Path):
+    tensors = random_tensors("llama")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+    weights = open_weights(write_folder(tmp_path, tensors, tie_word_embeddings=True))
+    assert "lm_head" not in weights
+    assert np.array_equal(weights["embed_tokens"], tensors["lm_head.weight"])
+
+
+def test_the_rotary_buffers_of_old_folders_are_ignored(tmp_path: Path):
+    tensors = random_tensors("llama") | {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)}
+    assert len(open_weights(write_folder(tmp_path, tensors))) == len(tensors) - 1
+
+
+def test_custom_code_is_ignored_with_one_notice(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    folder = write_folder(tmp_path, random_tensors("llama"), auto_map={"AutoModel": "evil.Model"})
+    assert len(open_weights(folder)) == 21
+    assert [record.message for record in caplog.records] == [
+        f"{folder}: config.json names custom code (auto_map), which is not run"
+    ]
+
+
+def test_the_row_order_of_one_head_worked_by_hand():
+    huggingface = np.arange(6)  # half is 3: pairs (0, 3), (1, 4), (2, 5)
+    assert interleave(huggingface, 1).tolist() == [0, 3, 1, 4, 2, 5]
+    assert undo_interleave(np.array([0, 3, 1, 4, 2, 5]), 1).tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_the_row_order_is_per_head_and_keeps_columns():
+    rows = np.arange(2 * 4 * 3).reshape(8, 3)  # two heads of four
+    assert interleave(rows, 2)[:, 0].tolist() == [0, 6, 3, 9, 12, 18, 15, 21]
+    assert np.array_equal(undo_interleave(interleave(rows, 2), 2), rows)
+
+
+def test_a_llama_file_has_its_q_and_k_rows_reordered_and_nothing_else(tmp_path: Path):
+    tensors = gguf_tensors()
+    tensors |= {f"blk.{layer}.attn_{part}.bias": np.arange(16, dtype=np.float32) for layer in (0, 1) for part in "kv"}
+    tensors |= {f"blk.{layer}.attn_q.bias": np.arange(32, dtype=np.float32) for layer in (0, 1)}
+    weights = open_weights(write_file(tmp_path / "m.gguf", tensors, GGUF_METADATA))
+    order_of_one_head = [0, 2, 4, 6, 1, 3, 5, 7]
+    q_order = [8 * head + row for head in range(HEADS) for row in order_of_one_head]
+    k_order = q_order[: KV_HEADS * HEAD_DIM]
+    assert np.array_equal(weights["layers.1.q_proj"], tensors["blk.1.attn_q.weight"][q_order])
+    assert np.array_equal(weights["layers.1.k_proj"], tensors["blk.1.attn_k.weight"][k_order])
+    assert weights["layers.0.q_bias"].tolist() == q_order
+    assert weights["layers.0.k_bias"].tolist() == k_order
+    assert weights["layers.0.v_bias"].tolist() == list(range(16))
+    assert np.array_equal(weights["layers.0.v_proj"], tensors["blk.0.attn_v.weight"])
+
+
+def test_a_qwen_file_keeps_its_rows(tmp_path: Path):
+    tensors = gguf_tensors()
+    for layer in (0, 1):
+        tensors |= {f"blk.{layer}.attn_{part}.bias": np.ones(32 if part == "q" else 16, np.float32) for part in "qkv"}
+    metadata = {key.replace("llama.", "qwen2."): value for key, value in GGUF_METADATA.items()}
+    weights = open_weights(write_file(tmp_path / "m.gguf", tensors, metadata, "qwen2"))
+    assert np.array_equal(weights["layers.1.q_proj"], tensors["blk.1.attn_q.weight"])
+
+
+def test_a_file_without_output_matrix_is_tied(tmp_path: Path):
+    tensors = gguf_tensors()
+    assert not open_weights(write_file(tmp_path / "untied.gguf", tensors, GGUF_METADATA)).config.tie_word_embeddings
+    del tensors["output.weight"]
+    weights = open_weights(write_file(tmp_path / "tied.gguf", tensors, GGUF_METADATA))
+    assert weights.config.tie_word_embeddings
+    assert "lm_head" not in weights
+
+
+def test_rope_factors_become_part_of_the_configuration(tmp_path: Path):
+    tensors = gguf_tensors() | {"rope_freqs.weight": np.array([1, 1.5, 2, 8], np.float32)}
+    weights = open_weights(write_file(tmp_path / "m.gguf", tensors, GGUF_METADATA))
+    assert weights.config.rope_scaling is not None
+    assert "rope_freqs" not in weights

@@ -1,0 +1,90 @@
+"""Files that are no regular files, and files that are cut while they are open."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from command_line import REPOSITORY
+from tiny_models import random_tensors, write_folder
+
+from llorch.builtin import builtin_path
+from llorch.errors import FormatError
+from llorch.files import open_gguf, open_safetensors, open_weights
+from llorch.lora.peft_config import read_config
+from llorch.tokenizer.huggingface import HuggingFaceVocabulary
+
+CUT = """
+import os, sys, llorch
+from llorch.errors import FormatError
+model = llorch.load(sys.argv[1])
+model.forward([1, 2, 3])
+os.truncate(sys.argv[1], 4096)
+try:
+    model.forward([1, 2, 3])
+except FormatError as error:
+    print(error)
+"""
+
+
+def test_a_gguf_file_that_is_cut_between_two_runs_is_an_error_not_a_dead_process(tmp_path: Path):
+    path = tmp_path / "cut.gguf"
+    shutil.copy(builtin_path("micro-llama"), path)
+    done = subprocess.run(
+        [sys.executable, "-c", CUT, path], capture_output=True, text=True, check=False, cwd=REPOSITORY
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.fullmatch(rf"{path}: Truncated: the file was cut from \d+ to 4096 bytes while open\n", done.stdout)
+
+
+def test_a_closed_file_is_no_longer_watched(tmp_path: Path):
+    folder = write_folder(tmp_path, random_tensors("llama"))
+    weights = open_weights(folder)
+    before = weights["lm_head"].copy()
+    weights.source.close()
+    assert np.array_equal(weights["lm_head"], before)
+
+
+@pytest.fixture
+def soon() -> Iterator[None]:
+    """What waits for ever is an error after ten seconds."""
+
+    def give_up(*_: object) -> None:
+        raise AssertionError("still waiting")
+
+    old = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(10)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, old)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="NOT RUN: no named pipes here")
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize(
+    ("name", "opened"),
+    [
+        ("config.json", open_weights),
+        ("model.safetensors", open_weights),
+        ("model.safetensors.index.json", open_weights),
+        ("tokenizer.json", HuggingFaceVocabulary),
+        ("adapter_config.json", read_config),
+        ("adapter_model.safetensors", lambda folder: open_safetensors(folder / "adapter_model.safetensors")),
+        ("model.gguf", lambda folder: open_gguf(folder / "model.gguf")),
+    ],
+)
+def test_a_pipe_in_the_place_of_a_file_is_refused_at_once(tmp_path: Path, name: str, opened: Callable[[Path], object]):
+    write_folder(tmp_path, random_tensors("llama"))
+    if name.endswith("index.json"):
+        (tmp_path / "model.safetensors").unlink()
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(FormatError, match=re.escape(name)) as caught:
+        opened(tmp_path)
+    assert caught.value.code in ("Unsupported", "Missing")

@@ -1,0 +1,138 @@
+"""An adapter beside frozen weights: what changes, what must not, and over which bases it stands."""
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from random_adapters import EVERY, random_adapter
+
+from llorch.builtin import builtin_path
+from llorch.cache import KVCache
+from llorch.files import Weights, open_weights
+from llorch.forward import forward
+from llorch.lora.adapted import AdaptedWeights
+from llorch.lora.adapter import Adapter, LoraTensors
+from llorch.numerics import GGML
+from llorch.ops.lora import LoraMatrix
+from llorch.verify.quantised_models import write_model
+
+IDS = np.array([5, 60, 17, 33, 2, 91, 44])
+ALL = (*EVERY, "embed_tokens", "lm_head")
+
+
+@pytest.fixture(params=["micro-llama", "micro-llama3", "micro-qwen2", "micro-qwen3"])
+def weights(request: pytest.FixtureRequest) -> Weights:
+    return open_weights(builtin_path(request.param))
+
+
+def logits(weights: Weights) -> np.ndarray:
+    return forward(IDS, weights, KVCache(weights.config, weights.dtype))
+
+
+def without_b(adapter: Adapter) -> Adapter:
+    """As training starts."""
+    fresh = {n: LoraTensors(t.lora_A, np.zeros_like(t.lora_B)) for n, t in adapter.tensors.items()}
+    return Adapter(adapter.config, adapter.targets, fresh)
+
+
+def test_a_fresh_adapter_changes_no_bit_of_the_logits(weights: Weights):
+    adapter = without_b(random_adapter(weights.config, target_modules=ALL))
+    np.testing.assert_array_equal(logits(AdaptedWeights(weights, adapter)), logits(weights))
+
+
+def test_an_adapter_on_any_one_matrix_changes_the_logits(weights: Weights):
+    plain = logits(weights)
+    for name in ALL:
+        adapted = AdaptedWeights(weights, random_adapter(weights.config, target_modules=(name,)))
+        assert np.abs(logits(adapted) - plain).max() > 1e-3, name
+
+
+def test_dora_with_the_lengths_of_the_base_and_B_of_zeros_changes_nothing_beyond_rounding(weights: Weights):
+    wide = weights.astype(np.float64)
+    adapter = random_adapter(weights.config, target_modules=ALL, use_dora=True)
+    parameters = {}
+    for name, array in adapter.flat().items():
+        target = adapter.targets[name.rpartition(".")[0]]
+        axis = 0 if target.is_embedding else 1
+        lengths = np.linalg.norm(wide.array(target.weight), axis=axis)
+        parameters[name] = {"lora_A": array, "lora_B": 0 * array, "magnitude": lengths}[name.rpartition(".")[2]]
+    got = logits(AdaptedWeights(wide, adapter, parameters=parameters))
+    np.testing.assert_allclose(got, logits(wide), rtol=0, atol=1e-12)
+
+
+def test_neither_the_base_nor_the_file_changes(weights: Weights):
+    before = {name: array.copy() for name, array in ((name, weights.array(name)) for name in weights)}
+    digest = hashlib.sha256(Path(weights.path).read_bytes()).digest()
+    plain = logits(weights)
+    logits(AdaptedWeights(weights, random_adapter(weights.config, target_modules=ALL, use_dora=True)))
+    np.testing.assert_array_equal(logits(weights), plain)
+    for name, array in before.items():
+        np.testing.assert_array_equal(weights.array(name), array, err_msg=name)
+    assert hashlib.sha256(Path(weights.path).read_bytes()).digest() == digest
+
+
+def test_what_has_no_adapter_is_the_very_array_of_the_base(weights: Weights):
+    adapted = AdaptedWeights(
+        weights, random_adapter(weights.config, target_modules=("q_proj",), layers_to_transform=(1,))
+    )
+    lora = [name for name in weights if isinstance(adapted[name], LoraMatrix)]
+    assert lora == ["layers.1.q_proj"]
+    assert adapted["layers.1.q_proj"].base is weights["layers.1.q_proj"]
+    assert adapted.layer(1)["q_proj"] is adapted["layers.1.q_proj"]
+    assert adapted["layers.0.q_proj"] is weights["layers.0.q_proj"]
+
+
+def test_a_tied_table_has_both_adapters_and_an_untied_one_its_own():
+    tied, untied = (open_weights(builtin_path(name)) for name in ("micro-llama3", "micro-llama"))
+    both = AdaptedWeights(tied, random_adapter(tied.config, target_modules=("embed_tokens", "lm_head")))
+    assert both["embed_tokens"].lora is not None
+    assert both["embed_tokens"].embedding_lora is not None
+    apart = AdaptedWeights(untied, random_adapter(untied.config, target_modules=("embed_tokens", "lm_head")))
+    assert apart["embed_tokens"].lora is None
+    assert apart["lm_head"].embedding_lora is None
+
+
+def test_another_dtype_keeps_the_adapter_and_comes_close_to_it(weights: Weights):
+    adapted = AdaptedWeights(weights, random_adapter(weights.config, target_modules=ALL, use_dora=True))
+    wide, narrow = logits(adapted.astype(np.float64)), logits(adapted)
+    assert (wide.dtype, narrow.dtype) == (np.float64, np.float32)
+    np.testing.assert_allclose(narrow, wide, rtol=0, atol=3e-5 * np.abs(wide).max())
+
+
+def test_parameters_take_the_place_of_the_adapter_s_own_in_their_own_precision(weights: Weights):
+    wide = weights.astype(np.float64)
+    one, other = (random_adapter(weights.config, target_modules=ALL, seed=seed) for seed in (0, 1))
+    swapped = AdaptedWeights(wide, one, parameters=other.flat())
+    np.testing.assert_array_equal(logits(swapped), logits(AdaptedWeights(wide, other)))
+    a_little_more = {name: array * np.float64(1 + 1e-12) for name, array in other.flat().items()}
+    assert (logits(AdaptedWeights(wide, one, parameters=a_little_more)) != logits(swapped)).any()
+    assert (logits(swapped.astype(np.float64)) == logits(swapped)).all()
+
+
+@pytest.mark.parametrize("use_dora", [False, True])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K"])
+def test_it_stands_beside_a_packed_base_as_beside_the_decoded_one(tmp_path: Path, kind: str, use_dora: bool):
+    dense = open_weights(write_model(kind, tmp_path)).astype(np.float64)
+    adapter = random_adapter(dense.config, target_modules=ALL, use_dora=use_dora)
+    packed = AdaptedWeights(dense.using(packed=True), adapter)
+    assert not isinstance(packed["layers.0.q_proj"].base, np.ndarray)
+    want = logits(AdaptedWeights(dense, adapter))
+    np.testing.assert_allclose(logits(packed), want, rtol=0, atol=1e-12 * np.abs(want).max())
+    np.testing.assert_allclose(
+        packed["layers.1.down_proj"].dequantize(), AdaptedWeights(dense, adapter)["layers.1.down_proj"].dequantize(),
+        rtol=0, atol=1e-14,
+    )  # fmt: skip
+
+
+def test_ggml_numerics_of_the_base_are_kept_and_the_adapter_itself_is_not_rounded(tmp_path: Path):
+    base = open_weights(write_model("Q8_0", tmp_path))
+    adapted = AdaptedWeights(base, random_adapter(base.config)).using(GGML, packed=True)
+    matrix, x = adapted["layers.0.q_proj"], np.linspace(-1, 1, 512, dtype=np.float32).reshape(2, 256)
+    assert matrix.activations == "Q8_0"
+    np.testing.assert_allclose(
+        matrix.forward(x) - base.using(GGML, packed=True)["layers.0.q_proj"].forward(x),
+        x @ matrix.lora.lora_A.T @ matrix.lora.lora_B.T * matrix.lora.scaling,
+        rtol=0,
+        atol=1e-5,
+    )

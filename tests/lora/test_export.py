@@ -1,0 +1,101 @@
+"""An adapter carried from format to format, and what stands in the way of a target."""
+
+import errno
+import resource
+
+import numpy as np
+import pytest
+from random_adapters import adapted_logits, random_adapter, same_tensors, tiny_base
+
+from llorch.errors import FormatError
+from llorch.files import open_weights
+from llorch.lora.base import identity_of
+from llorch.lora.export import export
+from llorch.lora.files import read_adapter, recorded_base
+from llorch.lora.peft_format import write_peft
+
+
+@pytest.fixture
+def base(tmp_path):
+    return tiny_base(tmp_path / "base")
+
+
+def written(folder, base, **settings):
+    weights = open_weights(base)
+    adapter = random_adapter(weights.config, **settings)
+    write_peft(adapter, folder / "adapter", base=identity_of(weights, "its own name"))
+    return folder / "adapter", adapter
+
+
+def test_to_gguf_and_back_is_the_same_adapter_of_the_same_base(tmp_path, base):
+    path, adapter = written(tmp_path, base)
+    export(base, path, tmp_path / "a.gguf")
+    export(base, tmp_path / "a.gguf", tmp_path / "back")
+    assert same_tensors(read_adapter(tmp_path / "back", open_weights(base).config), adapter)
+    assert recorded_base(tmp_path / "back") == recorded_base(path)
+
+
+def test_scales_that_differ_are_folded_and_that_is_said(tmp_path, base):
+    path, adapter = written(tmp_path, base, alpha_pattern={"q_proj": 1.0})
+    done = export(base, path, tmp_path / "a.gguf")
+    assert any("multiplied into its B" in note for note in done.notes)
+    want = adapted_logits(base, adapter)
+    got = adapted_logits(base, read_adapter(tmp_path / "a.gguf", open_weights(base).config))
+    np.testing.assert_allclose(got, want, rtol=0, atol=2e-6 * np.abs(want).max())
+
+
+@pytest.mark.parametrize(("target", "room"), [("new.gguf", 4096), ("new.gguf", 100), ("new", 4096)])
+def test_a_full_disk_is_an_error_that_names_the_target_and_leaves_nothing(tmp_path, base, target, room):
+    path, _ = written(tmp_path, base)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as error:
+            export(base, path, tmp_path / target)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert error.value.errno == errno.EFBIG
+    assert str(error.value.filename).startswith(str(tmp_path))
+    assert sorted(found.name for found in tmp_path.iterdir()) == ["adapter", "base"]
+
+
+@pytest.mark.parametrize("target", ["adapter", "base", "."])
+def test_the_target_is_neither_the_adapter_nor_the_base_nor_holds_them(tmp_path, base, target):
+    path, _ = written(tmp_path, base)
+    with pytest.raises(ValueError, match="would replace"):
+        export(base, path, tmp_path / target, force=True)
+
+
+def test_a_target_that_exists_or_holds_other_files_is_kept(tmp_path, base):
+    path, _ = written(tmp_path, base)
+    export(base, path, tmp_path / "new")
+    with pytest.raises(FileExistsError):
+        export(base, path, tmp_path / "new")
+    export(base, path, tmp_path / "new", force=True)
+    (tmp_path / "new" / "thesis.tex").write_text("years of work")
+    with pytest.raises(FileExistsError, match=r"thesis\.tex"):
+        export(base, path, tmp_path / "new", force=True)
+    (tmp_path / "folder.gguf").mkdir()
+    with pytest.raises(FileExistsError, match="is a folder"):
+        export(base, path, tmp_path / "folder.gguf", force=True)
+    with pytest.raises(FileNotFoundError, match="make it first"):
+        export(base, path, tmp_path / "no" / "where")
+
+
+def test_a_refused_export_leaves_nothing(tmp_path, base):
+    path, _ = written(tmp_path, base, use_dora=True)
+    before = sorted(tmp_path.rglob("*"))
+    for target, vllm_safe in (("a.gguf", False), ("folder", True)):
+        with pytest.raises(FormatError, match="merge instead"):
+            export(base, path, tmp_path / target, vllm_safe=vllm_safe)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_another_base_is_refused_unless_it_is_wanted(tmp_path, base):
+    path, _ = written(tmp_path, base)
+    other = tiny_base(tmp_path / "other", tied=False)
+    config = other / "config.json"
+    config.write_text(config.read_text().replace("10000.0", "20000.0"))
+    with pytest.raises(FormatError, match="BaseMismatch"):
+        export(other, path, tmp_path / "new")
+    assert export(other, path, tmp_path / "new", any_base=True).notes[0].startswith("base: another one, and accepted")

@@ -1,0 +1,151 @@
+"""What an adapter starts from: PEFT's distributions, one set of numbers for a name and a seed, PiSSA's part of W."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from training_passes import ALL, SETTINGS
+
+from llorch.builtin import builtin_path
+from llorch.config import ModelConfig
+from llorch.files import Weights, open_weights
+from llorch.lora.adapter import Adapter, LoraTensors
+from llorch.lora.config import LoraConfig
+from llorch.lora.initial import INITS, initial_adapter, over_original, principal
+
+EVERY = (*ALL, "embed_tokens", "lm_head")
+EVERY_INIT = pytest.mark.parametrize("init", INITS)
+
+
+@pytest.fixture(scope="module")
+def weights() -> Weights:
+    return open_weights(builtin_path("micro-qwen2"))
+
+
+def drawn(weights: Weights, *, init: str = "default", seed: int = 0, **settings) -> Adapter:
+    return initial_adapter(LoraConfig(**{"r": 4, "target_modules": EVERY} | settings), weights, init=init, seed=seed)
+
+
+def qwen_05b() -> ModelConfig:
+    return ModelConfig(
+        family="qwen2", hidden_size=896, intermediate_size=4864, n_layers=24, n_heads=14, n_kv_heads=2, head_dim=64,
+        vocab_size=151936, rms_norm_eps=1e-6, rope_theta=1e6, rope_scaling=None, max_position_embeddings=32768,
+        qkv_bias=True, o_bias=False, qk_norm=False, tie_word_embeddings=True,
+    )  # fmt: skip
+
+
+def test_rank_8_on_q_and_v_of_qwen_05b_trains_540672_numbers():
+    config = LoraConfig(r=8, target_modules=("q_proj", "v_proj"))
+    targets = config.targets(qwen_05b())
+    zeros = {
+        name: LoraTensors(np.zeros((8, target.n_in), np.float32), np.zeros((target.n_out, 8), np.float32))
+        for name, target in targets.items()
+    }
+    assert Adapter(config, targets, zeros).n_parameters == 540_672
+    assert zeros["layers.23.v_proj"].lora_B.shape == (128, 8)
+
+
+def test_by_default_a_is_uniform_and_b_is_zero(weights: Weights):
+    tensors = drawn(weights, r=64).tensors["layers.0.down_proj"]
+    bound = 1 / np.sqrt(tensors.lora_A.shape[1])
+    assert np.abs(tensors.lora_A).max() <= bound
+    assert np.abs(tensors.lora_A).max() > 0.99 * bound
+    np.testing.assert_allclose(tensors.lora_A.std(), bound / np.sqrt(3), rtol=0.02)
+    assert not tensors.lora_B.any()
+
+
+def test_gaussian_has_a_deviation_of_one_over_the_rank_of_the_matrix(weights: Weights):
+    made = drawn(weights, init="gaussian", r=32, rank_pattern={"up_proj": 16})
+    for name, deviation in (("layers.0.q_proj", 1 / 32), ("layers.0.up_proj", 1 / 16)):
+        np.testing.assert_allclose(made.tensors[name].lora_A.std(), deviation, rtol=0.05)
+        assert abs(made.tensors[name].lora_A.mean()) < 0.1 * deviation
+        assert not made.tensors[name].lora_B.any()
+
+
+@EVERY_INIT
+def test_of_an_embedding_b_is_normal_and_a_is_zero(weights: Weights, init: str):
+    tensors = drawn(weights, init=init, r=32).tensors["embed_tokens"]
+    assert not tensors.lora_A.any()
+    np.testing.assert_allclose(tensors.lora_B.std(), 1, rtol=0.05)
+
+
+def test_a_tensor_depends_on_the_seed_and_its_name_and_on_nothing_else(weights: Weights):
+    np.random.seed(1)  # noqa: NPY002 (the global state must not matter)
+    whole, few = drawn(weights), drawn(weights, target_modules=("v_proj",))
+    assert np.array_equal(whole.tensors["layers.2.v_proj"].lora_A, few.tensors["layers.2.v_proj"].lora_A)
+    others = [t.lora_A for name, t in few.tensors.items() if name != "layers.2.v_proj"]
+    others.append(drawn(weights, seed=1).tensors["layers.2.v_proj"].lora_A)
+    assert not any(np.array_equal(whole.tensors["layers.2.v_proj"].lora_A, other) for other in others)
+
+
+def test_the_numbers_of_a_seed_never_change(weights: Weights):
+    first = drawn(weights, seed=7).tensors["layers.0.q_proj"].lora_A[0, :3]
+    np.testing.assert_allclose(first, [0.045956016, -0.06341371, 0.0791408], rtol=1e-6)
+
+
+@pytest.mark.parametrize("init", ["default", "gaussian"])
+def test_dora_starts_from_the_lengths_of_the_base(weights: Weights, init: str):
+    made = drawn(weights, init=init, use_dora=True)
+    for name, target in made.targets.items():
+        axis = 0 if target.is_embedding else 1
+        want = np.linalg.norm(weights[target.weight].astype(np.float64), axis=axis)
+        np.testing.assert_allclose(made.flat()[f"{name}.magnitude"], want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_pissa_is_the_best_approximation_of_its_rank(weights: Weights, rslora: bool):
+    made = drawn(weights, init="pissa", use_rslora=rslora, rank_pattern={"k_proj": 2}, alpha_pattern={"o_proj": 3.0})
+    for name in ("layers.0.q_proj", "layers.1.k_proj", "layers.2.o_proj", "lm_head"):
+        matrix, tensors = weights[made.targets[name].weight], made.tensors[name]
+        rest = matrix - made.scaling(name) * tensors.lora_B.astype(np.float64) @ tensors.lora_A
+        values = np.linalg.svd(matrix.astype(np.float64), compute_uv=False)
+        rank = len(tensors.lora_A)
+        np.testing.assert_allclose(np.linalg.norm(rest), np.linalg.norm(values[rank:]), rtol=1e-6)
+        np.testing.assert_allclose(np.linalg.norm(tensors.lora_A), np.linalg.norm(tensors.lora_B), rtol=1e-6)
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_over_the_original_the_start_of_pissa_adds_nothing_and_a_change_all_of_itself(weights: Weights, rslora: bool):
+    start = drawn(weights, init="pissa", use_rslora=rslora, alpha_pattern={"o_proj": 3.0}, rank_pattern={"k_proj": 2})
+    rng, moved = np.random.default_rng(0), {}
+    for name, tensors in start.tensors.items():
+        arrays = (a + 0.1 * rng.standard_normal(a.shape).astype(np.float32) for a in tensors.arrays().values())
+        moved[name] = LoraTensors(*arrays)
+    trained = replace(start, tensors=moved)
+    plain = over_original(trained, start, weights.config)
+    for name, tensors in plain.tensors.items():
+        got, before, after = (delta(adapter, name) for adapter in (plain, start, trained))
+        np.testing.assert_allclose(got, after - before, atol=1e-6 * np.abs(after).max())
+        assert len(tensors.lora_A) == 2 * len(start.tensors[name].lora_A)
+        assert (
+            np.abs(delta(over_original(start, start, weights.config), name)).max() < 1e-6 * np.abs(before).max() + 1e-12
+        )
+
+
+def delta(adapter: Adapter, name: str) -> np.ndarray:
+    tensors = adapter.tensors[name]
+    return adapter.scaling(name) * tensors.lora_B.astype(np.float64) @ tensors.lora_A.astype(np.float64)
+
+
+@EVERY_INIT
+def test_every_kind_of_adapter_can_be_drawn(weights: Weights, init: str):
+    for settings in SETTINGS.values():
+        if not (init == "pissa" and settings.get("use_dora")):
+            drawn(weights, init=init, **settings)
+
+
+def test_what_has_no_meaning_is_refused(weights: Weights):
+    for problem, arguments in {
+        "expected one of default, gaussian, pissa, got 'olora'": {"init": "olora"},
+        "seed must be 0 or above, got -1": {"seed": -1},
+        "pissa and DoRA": {"init": "pissa", "use_dora": True},
+        "rank of at most 32 for layers.0.k_proj, got 33": {"init": "pissa", "r": 33},
+    }.items():
+        with pytest.raises(ValueError, match=problem):
+            drawn(weights, **arguments)
+
+
+def test_the_principal_part_of_a_matrix_worked_by_hand():
+    lora_A, lora_B = principal(np.diag([1.0, 8.0, 2.0]).astype(np.float32), rank=1, scaling=2.0, name="")
+    np.testing.assert_allclose(2.0 * lora_B @ lora_A, np.diag([0.0, 8.0, 0.0]), atol=1e-6)
+    np.testing.assert_allclose(np.abs(lora_A), [[0, 2, 0]], atol=1e-6)

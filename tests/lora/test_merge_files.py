@@ -1,0 +1,253 @@
+"""Merging on disk: what is written, what is copied, what is refused, and that nothing is left of a failure."""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from random_adapters import EVERY, adapted_logits, plain_logits, random_adapter, tiny_base
+from whole_folders import write_whole_folder
+
+from llorch.errors import FormatError
+from llorch.files import open_gguf, open_weights
+from llorch.files.export import write_gguf
+from llorch.files.quant import GGMLType
+from llorch.lora.adapter import Adapter
+from llorch.lora.base import identity_of
+from llorch.lora.merge import MergedWeights
+from llorch.lora.merge_files import Merge, merge
+from llorch.lora.peft_format import write_peft
+
+
+def pair(folder: Path, base: Path, **settings: Any) -> tuple[Path, Adapter]:
+    weights = open_weights(base)
+    adapter = random_adapter(weights.config, **settings)
+    write_peft(adapter, folder / "adapter", base=identity_of(weights))
+    return folder / "adapter", adapter
+
+
+def digests(path: Path) -> dict[str, str]:
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()}
+
+
+@pytest.mark.parametrize("source", ["folder", "m.gguf"])
+@pytest.mark.parametrize("target", ["merged", "merged.gguf"])
+@pytest.mark.parametrize(
+    ("family", "tied", "modules"), [("llama", False, EVERY), ("qwen3", True, ("lm_head", "q_proj"))]
+)
+def test_every_way_gives_the_logits_of_the_adapter_beside_the_base(tmp_path, source, target, family, tied, modules):
+    base = tiny_base(tmp_path / "folder", family, tied=tied)
+    if source == "m.gguf":
+        write_gguf(open_weights(base), tmp_path / source)
+    adapter_path, adapter = pair(tmp_path, base, target_modules=modules)
+    before = digests(tmp_path / source), digests(adapter_path)
+    done = merge(tmp_path / source, adapter_path, tmp_path / target)
+    want = adapted_logits(base, adapter)
+    np.testing.assert_allclose(plain_logits(tmp_path / target), want, rtol=0, atol=3e-6 * np.abs(want).max())
+    assert (digests(tmp_path / source), digests(adapter_path)) == before
+    assert done.notes[0] == "base: the same, number by number"
+    assert done.logits is not None
+    assert done.logits.error < 3e-5 < 0.01 < done.logits.effect
+
+
+def base_with_every_file(folder: Path) -> Path:
+    write_whole_folder(folder, "qwen2")
+    (folder / "additional_chat_templates").mkdir()
+    others = ("special_tokens_map.json", "chat_template.jinja", "vocab.json", "merges.txt", "added_tokens.json")
+    for name in (*others, "tokenizer.model", "additional_chat_templates/rag.jinja"):
+        (folder / name).write_text("{ }\n")
+    return folder
+
+
+def test_a_folder_keeps_every_other_file_byte_for_byte_and_may_be_replaced_with_all_of_them(tmp_path):
+    base = base_with_every_file(tmp_path / "base")
+    adapter, _ = pair(tmp_path, base)
+    merge(base, adapter, tmp_path / "merged")
+    before, after = digests(base), digests(tmp_path / "merged")
+    assert before.keys() == after.keys()
+    assert [name for name in before if before[name] != after[name]] == ["model.safetensors"]
+    merge(base, adapter, tmp_path / "merged", force=True)
+    assert digests(tmp_path / "merged") == after
+
+
+@pytest.mark.parametrize("name", ["special_tokens_map.json", "additional_chat_templates/rag.jinja"])
+def test_a_link_into_the_download_cache_is_followed_and_one_to_elsewhere_refused(tmp_path, name):
+    whole = base_with_every_file(tmp_path / "whole")
+    base, blobs = tmp_path / "models--a--b/snapshots/1f", tmp_path / "models--a--b/blobs"
+    blobs.mkdir(parents=True)
+    for file in whole.rglob("*.*"):  # as huggingface_hub lays it out: every file is a link
+        link = base / file.relative_to(whole)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(os.path.relpath(file.rename(blobs / file.name), link.parent))
+    adapter, _ = pair(tmp_path, base)
+    merge(base, adapter, tmp_path / "merged")
+    assert digests(tmp_path / "merged").keys() == digests(base).keys()
+    assert not any(file.is_symlink() for file in (tmp_path / "merged").rglob("*"))
+    (tmp_path / "secret").write_text("{ }")
+    (base / name).unlink()
+    (base / name).symlink_to(tmp_path / "secret")
+    for target in ("new", "new.gguf") if name.endswith(".jinja") else ("new",):
+        with pytest.raises(FormatError, match=f"Unsafe: {name} is a link that leads out"):
+            merge(base, adapter, tmp_path / target)
+        assert not (tmp_path / target).exists()
+
+
+@pytest.mark.parametrize("kind", ["BF16", "F16", "F32"])
+def test_a_folder_of_another_dtype_says_so_in_its_configuration(tmp_path, kind):
+    base = tiny_base(tmp_path / "base")
+    config = base / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"torch_dtype": "float32"}))
+    merge(base, pair(tmp_path, base)[0], tmp_path / "merged", ggml_type=GGMLType[kind])
+    written = json.loads((tmp_path / "merged" / "config.json").read_text())
+    assert written["torch_dtype"] == {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}[kind]
+    assert ((tmp_path / "merged" / "config.json").read_bytes() == config.read_bytes()) == (kind == "F32")
+
+
+def test_a_tied_base_parts_where_the_output_is_adapted(tmp_path):
+    base = tiny_base(tmp_path / "base", tied=True)
+    done = merge(base, pair(tmp_path, base, target_modules=("lm_head",))[0], tmp_path / "merged")
+    assert not open_weights(tmp_path / "merged").config.tie_word_embeddings
+    assert "config.json: tie_word_embeddings is false now" in done.notes
+    merge(base, tmp_path / "adapter", tmp_path / "merged.gguf")
+    assert "output.weight" in open_gguf(tmp_path / "merged.gguf").tensors
+
+
+def test_the_sum_is_rounded_once(tmp_path):
+    base = tiny_base(tmp_path / "base")
+    path, adapter = pair(tmp_path, base)
+    done = merge(base, path, tmp_path / "merged", ggml_type=GGMLType.BF16)
+    exact = MergedWeights(open_weights(base), adapter)
+    for name in adapter.targets:
+        want = exact.read(name)
+        got = open_weights(tmp_path / "merged").read(name)
+        step = 2.0 ** (np.floor(np.log2(np.abs(want))) - 7)  # of bfloat16
+        assert (np.abs(got - want) <= step / 2).all()
+        assert done.changes[name].rounding == pytest.approx(np.abs(got - want).max())
+
+
+def test_what_rounding_swallowed_is_counted(tmp_path):
+    base = tiny_base(tmp_path / "base")
+    weights = open_weights(base)
+    adapter = random_adapter(weights.config, lora_alpha=1e-4)
+    write_peft(adapter, tmp_path / "adapter", base=identity_of(weights))
+    fine = merge(base, tmp_path / "adapter", tmp_path / "fine")
+    coarse = merge(base, tmp_path / "adapter", tmp_path / "coarse", ggml_type=GGMLType.BF16)
+    assert max(change.vanished for change in fine.changes.values()) < 0.05
+    assert min(change.vanished for change in coarse.changes.values()) > 0.8
+
+
+def test_a_quantised_base_is_named_and_merged_from_its_decoded_numbers(tmp_path):
+    source = tiny_base(tmp_path / "source")
+    write_gguf(open_weights(source), tmp_path / "base.gguf", ggml_type=GGMLType.Q8_0)
+    weights = open_weights(tmp_path / "base.gguf")
+    adapter = random_adapter(weights.config, target_modules=("q_proj",))
+    write_peft(adapter, tmp_path / "adapter", base=identity_of(open_weights(source)))
+    done = merge(tmp_path / "base.gguf", tmp_path / "adapter", tmp_path / "merged.gguf")
+    assert done.ggml_type is GGMLType.F32
+    assert any("decoded numbers of a quantised base" in note for note in done.notes)
+    assert any(note.startswith("base: unknown") for note in done.notes)
+    want = MergedWeights(weights, adapter)
+    got = open_weights(tmp_path / "merged.gguf")
+    for name in want:
+        np.testing.assert_array_equal(got.read(name), want.read(name))
+
+
+def test_what_is_not_adapted_keeps_its_quantised_bytes(tmp_path):
+    write_gguf(open_weights(tiny_base(tmp_path / "s")), tmp_path / "base.gguf", ggml_type=GGMLType.Q8_0)
+    path, _ = pair(tmp_path, tmp_path / "base.gguf", target_modules=("q_proj",))
+    merge(tmp_path / "base.gguf", path, tmp_path / "merged.gguf", ggml_type=GGMLType.Q8_0)
+    before, after = open_weights(tmp_path / "base.gguf"), open_weights(tmp_path / "merged.gguf")
+    for name in before:
+        same = np.array_equal(before.as_stored(name).raw, after.as_stored(name).raw)
+        assert same != name.endswith("q_proj")
+
+
+def test_another_base_is_refused_unless_it_is_wanted(tmp_path):
+    path, _ = pair(tmp_path, tiny_base(tmp_path / "one"))
+    other = tiny_base(tmp_path / "two", "llama")
+    tensors_changed(other)
+    with pytest.raises(FormatError) as caught:
+        merge(other, path, tmp_path / "merged")
+    assert caught.value.code == "BaseMismatch"
+    assert not (tmp_path / "merged").exists()
+    assert merge(other, path, tmp_path / "merged", any_base=True).notes[0].startswith("base: another one, and accepted")
+
+
+def tensors_changed(base: Path) -> None:
+    import safetensors.numpy
+
+    tensors = safetensors.numpy.load_file(base / "model.safetensors")
+    tensors["model.norm.weight"][0] += 1
+    safetensors.numpy.save_file(tensors, base / "model.safetensors")
+
+
+@pytest.mark.parametrize("target", ["base", "adapter", "."])
+def test_the_target_is_neither_the_base_nor_the_adapter_nor_holds_them(tmp_path, target):
+    base = tiny_base(tmp_path / "base")
+    path, _ = pair(tmp_path, base)
+    before = digests(tmp_path)
+    with pytest.raises(ValueError, match="would replace the source"):
+        merge(base, path, tmp_path / target, force=True)
+    assert digests(tmp_path) == before
+
+
+def test_a_target_that_exists_is_kept_without_force(tmp_path):
+    base = tiny_base(tmp_path / "base")
+    path, _ = pair(tmp_path, base)
+    merge(base, path, tmp_path / "merged")
+    with pytest.raises(FileExistsError):
+        merge(base, path, tmp_path / "merged")
+    merge(base, path, tmp_path / "merged", force=True)
+
+
+@pytest.mark.parametrize("target", ["merged", "merged.gguf"])
+def test_a_failure_while_writing_leaves_nothing(tmp_path, monkeypatch, target):
+    base = tiny_base(tmp_path / "base")
+    path, _ = pair(tmp_path, base)
+    before = sorted(file.name for file in tmp_path.iterdir())
+    read, calls = MergedWeights.read, []
+
+    def failing(self: MergedWeights, name: str) -> np.ndarray:
+        calls.append(name)
+        if len(calls) > 9:
+            raise OSError(28, "No space left on device")
+        return read(self, name)
+
+    monkeypatch.setattr(MergedWeights, "read", failing)
+    with pytest.raises(OSError, match="nothing was written"):
+        merge(base, path, tmp_path / target)
+    assert sorted(file.name for file in tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("target", ["merged", "merged.gguf"])
+def test_a_killed_merge_leaves_the_sources_and_no_target(tmp_path, target):
+    base = tiny_base(tmp_path / "base")
+    path, _ = pair(tmp_path, base)
+    before = digests(base), digests(path)
+    script = (
+        "import sys, time; from llorch.lora.merge import MergedWeights; from llorch.lora.merge_files import merge\n"
+        "read = MergedWeights.read\n"
+        "def slow(self, name): print(name, flush=True); time.sleep(0.2); return read(self, name)\n"
+        "MergedWeights.read = slow; merge(*sys.argv[1:4])\n"
+    )
+    command = [sys.executable, "-c", script, str(base), str(path), str(tmp_path / target)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2], env=os.environ)
+    assert process.stdout is not None
+    for _ in range(4):
+        process.stdout.readline()
+    time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    assert not (tmp_path / target).exists()
+    assert (digests(base), digests(path)) == before
+    done: Merge = merge(base, path, tmp_path / target)  # what lies beside does not disturb
+    assert done.target.exists()

@@ -1,0 +1,159 @@
+"""The adapter directory of PEFT: what we write it loads, what it writes we load, and our bytes do not change."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from random_adapters import (
+    EVERY,
+    adapted_logits,
+    peft_model,
+    random_adapter,
+    same_tensors,
+    save_quietly,
+    tiny_base,
+    torch_logits,
+)
+
+from llorch.files import open_safetensors, open_weights
+from llorch.lora.base import BaseIdentity, identity_of
+from llorch.lora.peft_format import base_of_peft, copies_in_peft, read_peft, write_peft
+
+KINDS = {
+    "every matrix": {"target_modules": EVERY},
+    "rsLoRA": {"target_modules": ("q_proj", "down_proj"), "use_rslora": True},
+    "DoRA": {"target_modules": EVERY, "use_dora": True},
+    "embedding and output": {"target_modules": ("embed_tokens", "lm_head", "k_proj")},
+    "DoRA of embedding and output": {"target_modules": ("embed_tokens", "lm_head"), "use_dora": True},
+    "patterns": {
+        "target_modules": EVERY,
+        "rank_pattern": {"q_proj": 5, r"layers\.1\.mlp\.up_proj": 2},
+        "alpha_pattern": {r"layers\.0\.self_attn\..*": 2.5, "down_proj": 11.0},  # PEFT sorts what it saves
+    },
+    "patterns with alternatives": {
+        "target_modules": EVERY,
+        "rank_pattern": {"k_proj|v_proj": 5, r"layers\.1\.mlp\.(up|gate)_proj|q_proj": 2},
+        "alpha_pattern": {"down_proj|o_proj": 11.0, "o_proj|v_proj": 2.5},
+    },
+    "one layer, one module left out": {
+        "target_modules": ("q_proj", "v_proj", "up_proj"),
+        "layers_to_transform": (1,),
+        "exclude_modules": ("v_proj",),
+    },
+    "regular expression": {"target_modules": r".*\.1\..*(gate|k)_proj"},
+}
+TIED = ["every matrix", "embedding and output", "DoRA of embedding and output"]
+CASES = (
+    [("llama", False, kind) for kind in KINDS] + [("qwen3", True, kind) for kind in TIED] + [("qwen2", False, "DoRA")]
+)
+
+
+@pytest.mark.live
+@pytest.mark.parametrize(("family", "tied", "kind"), CASES)
+def test_peft_computes_what_we_compute_from_the_folder_that_we_write(tmp_path, family, tied, kind):
+    base = tiny_base(tmp_path / "base", family, tied=tied)
+    weights = open_weights(base)
+    adapter = random_adapter(weights.config, **KINDS[kind])
+    write_peft(adapter, tmp_path / "adapter", base=identity_of(weights))
+    model = peft_model(base, tmp_path / "adapter")
+    theirs, ours = torch_logits(model), adapted_logits(base, adapter)
+    assert np.abs(theirs - torch_logits(model.unload())).max() > 0.1  # the adapter does something
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-6 * np.abs(theirs).max())
+
+
+@pytest.mark.live
+@pytest.mark.parametrize(("family", "tied", "kind"), CASES)
+def test_we_compute_what_peft_computes_from_the_folder_that_it_writes(tmp_path, family, tied, kind):
+    base = tiny_base(tmp_path / "base", family, tied=tied)
+    settings: dict[str, Any] = {key: list(v) if isinstance(v, tuple) else v for key, v in KINDS[kind].items()}
+    model = peft_model(base, r=3, lora_alpha=5, **settings)
+    adapter = read_peft(save_quietly(model, tmp_path / "adapter"), open_weights(base).config)
+    theirs = torch_logits(model)
+    np.testing.assert_allclose(adapted_logits(base, adapter), theirs, rtol=0, atol=2e-6 * np.abs(theirs).max())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_we_write_we_read_bit_for_bit(tmp_path, kind):
+    weights = open_weights(tiny_base(tmp_path / "base"))
+    adapter = random_adapter(weights.config, **KINDS[kind])
+    write_peft(adapter, tmp_path / "adapter", base=identity_of(weights))
+    got = read_peft(tmp_path / "adapter", weights.config)
+    assert same_tensors(got, adapter)
+    assert {n: got.scaling(n) for n in got.targets} == {n: adapter.scaling(n) for n in adapter.targets}
+
+
+def test_the_bytes_depend_neither_on_the_hash_seed_nor_on_the_order_of_modules(tmp_path):
+    base = tiny_base(tmp_path / "base")
+    script = (
+        "import sys; from random_adapters import *; from llorch.lora.base import BaseIdentity, identity_of\n"
+        "from llorch.lora.peft_format import write_peft\n"
+        "w = open_weights(sys.argv[1]); modules = tuple({'v_proj', 'q_proj', 'up_proj', 'o_proj', 'k_proj'})\n"
+        "write_peft(random_adapter(w.config, target_modules=modules), sys.argv[2], base=identity_of(w, 'base'))\n"
+    )
+    folders = [tmp_path / f"adapter{seed}" for seed in (1, 2)]
+    for seed, folder in enumerate(folders, start=1):
+        support = Path(__file__).parents[1] / "support"
+        environment = os.environ | {"PYTHONHASHSEED": str(seed), "PYTHONPATH": str(support)}
+        command = [sys.executable, "-c", script, str(base), str(folder)]
+        subprocess.run(command, check=True, env=environment, cwd=Path(__file__).parents[2])
+    one, other = ({file.name: file.read_bytes() for file in folder.iterdir()} for folder in folders)
+    assert one == other
+    assert one.keys() == {"adapter_config.json", "adapter_model.safetensors", "llorch_base.json"}
+    with open_safetensors(folders[0] / "adapter_model.safetensors") as file:
+        assert file.metadata == {"format": "pt"}  # some readers refuse a file without it
+        assert list(file.tensors) == sorted(file.tensors)
+
+
+def test_patterns_keep_their_order_because_the_first_that_fits_counts(tmp_path):
+    weights = open_weights(tiny_base(tmp_path / "base"))
+    adapter = random_adapter(weights.config, rank_pattern={r"layers\.1\.self_attn\.q_proj": 7, "q_proj": 2})
+    write_peft(adapter, tmp_path / "adapter", base=identity_of(weights))
+    got = read_peft(tmp_path / "adapter", weights.config)
+    assert got.tensors["layers.1.q_proj"].lora_A.shape[0] == 7
+
+
+def test_the_base_is_recorded_beside_the_adapter(tmp_path):
+    weights = open_weights(tiny_base(tmp_path / "base"))
+    identity = identity_of(weights, "a name")
+    write_peft(random_adapter(weights.config), tmp_path / "adapter", base=identity)
+    assert base_of_peft(tmp_path / "adapter") == identity
+    (tmp_path / "adapter" / "llorch_base.json").unlink()
+    assert base_of_peft(tmp_path / "adapter") == "a name"  # as PEFT keeps it
+
+
+@pytest.mark.live
+def test_copies_of_base_matrices_that_peft_writes_are_found(tmp_path):
+    base = tiny_base(tmp_path / "base", tied=True)
+    folder = save_quietly(peft_model(base, r=2, target_modules=["embed_tokens", "lm_head"]), tmp_path / "adapter")
+    copies, embedding = copies_in_peft(folder), open_weights(base).array("embed_tokens")
+    assert copies.keys() == {"embed_tokens", "lm_head"}
+    assert all(np.array_equal(copy, embedding) for copy in copies.values())
+
+
+def test_an_old_configuration_never_stands_beside_new_tensors(tmp_path, monkeypatch):
+    weights = open_weights(tiny_base(tmp_path / "base"))
+    write_peft(random_adapter(weights.config), tmp_path / "adapter", base=identity_of(weights))
+    monkeypatch.setattr(BaseIdentity, "to_json", lambda self: 1 / 0)  # a failure between tensors and configuration
+    other = random_adapter(weights.config, lora_alpha=9.0, seed=1)
+    with pytest.raises(ZeroDivisionError):
+        write_peft(other, tmp_path / "adapter", base=identity_of(weights))
+    with pytest.raises(FileNotFoundError, match=r"adapter_config\.json"):
+        read_peft(tmp_path / "adapter", weights.config)
+
+
+def test_half_precision_tensors_are_widened(tmp_path):
+    import safetensors.numpy as container
+
+    weights = open_weights(tiny_base(tmp_path / "base"))
+    folder = tmp_path / "adapter"
+    write_peft(random_adapter(weights.config), folder, base=identity_of(weights))
+    tensors = container.load_file(folder / "adapter_model.safetensors")
+    halves = {name: array.astype(np.float16) for name, array in tensors.items()}
+    container.save_file(halves, folder / "adapter_model.safetensors", {"format": "pt"})
+    got = read_peft(folder, weights.config)
+    want = halves["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"].astype(np.float32)
+    np.testing.assert_array_equal(got.tensors["layers.0.q_proj"].lora_A, want, strict=True)

@@ -1,0 +1,216 @@
+"""Adapter folders that cannot be used: each is refused with its code and the name of what is wrong."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy as container
+from random_adapters import random_adapter, tiny_base
+
+from llorch.config import ModelConfig
+from llorch.errors import FormatError
+from llorch.files import open_weights
+from llorch.lora.base import identity_of
+from llorch.lora.files import read_adapter, recorded_base
+from llorch.lora.peft_format import write_peft
+
+TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+Q = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ModelConfig]:
+    folder = tmp_path_factory.mktemp("refusals")
+    weights = open_weights(tiny_base(folder / "base"))
+    adapter = random_adapter(weights.config, target_modules=("q_proj", "v_proj", "embed_tokens"))
+    write_peft(adapter, folder / "adapter", base=identity_of(weights))
+    return folder / "adapter", weights.config
+
+
+@pytest.fixture
+def adapter(model: tuple[Path, ModelConfig], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(model[0], tmp_path / "adapter"))
+
+
+def refusal(folder: Path, config: ModelConfig) -> FormatError:
+    with pytest.raises(FormatError) as caught:
+        read_adapter(folder, config)
+    assert str(folder) in str(caught.value)
+    return caught.value
+
+
+def with_tensors(folder: Path, change: Callable[[dict], object]) -> None:
+    tensors = container.load_file(folder / TENSORS)
+    change(tensors)
+    container.save_file(tensors, folder / TENSORS, {"format": "pt"})
+
+
+def half(tensors: dict) -> None:
+    for name in list(tensors)[::2]:
+        del tensors[name]
+
+
+def renamed(tensors: dict) -> None:
+    for name in list(tensors):
+        tensors[name.replace("base_model.model.", "")] = tensors.pop(name)
+
+
+def nan(tensors: dict) -> None:
+    tensors[f"{Q}.lora_B.weight"][1, 1] = np.nan
+
+
+def put(name: str, shape: tuple[int, ...]) -> Callable[[dict], object]:
+    return lambda tensors: tensors.update({name: np.ones(shape, np.float32)})
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "named"),
+    [
+        (half, "Missing", "layers."),
+        (renamed, "Missing", "Unexpected: model.embed_tokens.lora_embedding_A"),
+        (lambda t: t.pop(f"{Q}.lora_A.weight"), "Missing", "layers.0.q_proj.lora_A"),
+        (put("base_model.model.model.layers.9.mlp.up_proj.lora_A.weight", (3, 32)), "Unexpected", "layers.9"),
+        (put(f"{Q}.lora_A.weight", (4, 32)), "Shape", "layers.0.q_proj.lora_A expected (3, 32), got (4, 32)"),
+        (put(f"{Q}.lora_A.weight", (96,)), "Shape", "got (96,)"),
+        (put(f"{Q}.lora_A.weight", (32, 3)), "Shape", "layers.0.q_proj.lora_A"),
+        (put(f"{Q}.lora_B.weight", (32, 4)), "Shape", "layers.0.q_proj.lora_B"),
+        (nan, "NonFinite", "layers.0.q_proj.lora_B"),
+        (put(f"{Q}.lora_B.bias", (32,)), "Unsupported", "lora_bias"),
+        (put(f"{Q}.lora_magnitude_vector", (32,)), "Unexpected", "lora_magnitude_vector"),
+        (put("base_model.model.lm_head.weight", (40, 32)), "Unsupported", "save_embedding_layers"),
+        (
+            put("base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta", (1, 32)),
+            "Unsupported",
+            "trainable_token_indices",
+        ),
+        (put("base_model.model.model.embed_tokens.base_layer.weight", (44, 32)), "Shape", "resized"),
+        (put(f"{Q}.base_layer.weight", (32, 32)), "Unexpected", "base_layer"),
+        (lambda t: t.update({f"{Q}.lora_A.weight": np.ones((3, 32), np.int64)}), "DType", "I64"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused_by_name(adapter, model, change, code, named):
+    with_tensors(adapter, change)
+    error = refusal(adapter, model[1])
+    assert error.code == code
+    assert named in str(error)
+
+
+def test_an_adapter_of_mlx_is_called_one(adapter, model):
+    mlx = {"fine_tune_type": "lora", "num_layers": 16, "lora_parameters": {"rank": 8, "dropout": 0.0, "scale": 20.0}}
+    (adapter / "adapter_config.json").write_text(json.dumps(mlx))
+    assert "Unsupported: an adapter of MLX" in str(refusal(adapter, model[1]))
+
+
+def test_a_module_that_was_trained_whole_is_named_with_the_remedy(adapter, model):
+    config = adapter / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"modules_to_save": ["lm_head", "norm"]}))
+    told = (
+        "modules_to_save: ['lm_head', 'norm']: these modules were trained whole and take the place of the base's; merge"
+    )
+    assert told in str(refusal(adapter, model[1]))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "code"),
+    [
+        ("lora_alpha", 0, "OutOfRange"),
+        ("lora_alpha", "16", "Malformed"),
+        ("r", 0, "OutOfRange"),
+        ("r", 8, "Shape"),
+        ("r", 2.5, "Malformed"),
+        ("r", None, "Missing"),
+        ("peft_type", "IA3", "Unsupported"),
+        ("target_modules", ["q_proj", "v_proj", "c_attn"], "Missing"),
+        ("target_modules", ["q_proj"], "Unexpected"),
+        ("target_modules", None, "Missing"),
+        ("target_modules", {"q_proj": 1}, "Malformed"),
+        ("target_modules", "(", "OutOfRange"),
+        ("lora_dropout", 1.5, "OutOfRange"),
+        ("use_dora", True, "Missing"),
+        ("use_rslora", "yes", "Malformed"),
+        ("rank_pattern", {"q_proj": 4}, "Shape"),
+        ("alpha_pattern", {"q_proj": -1}, "OutOfRange"),
+        ("layers_to_transform", ["0"], "Malformed"),
+        ("layers_pattern", "blocks", "Unsupported"),
+        ("bias", "lora_only", "Unsupported"),
+        ("lora_bias", True, "Unsupported"),
+        ("modules_to_save", ["lm_head"], "Unsupported"),
+        ("fan_in_fan_out", True, "Unsupported"),
+        ("trainable_token_indices", [3], "Unsupported"),
+        ("target_parameters", ["mlp.experts.gate_up_proj"], "Unsupported"),
+        ("layer_replication", [[0, 1], [0, 2]], "Unsupported"),
+        ("alora_invocation_tokens", [1, 2], "Unsupported"),
+        ("use_qalora", True, "Unsupported"),
+        ("ensure_weight_tying", True, "Unsupported"),
+        ("init_lora_weights", "pissa_niter_4", "Unsupported"),
+        ("use_time_travel", True, "Unsupported"),
+    ],
+)
+def test_fields_that_do_not_fit_or_change_the_maths_are_refused_by_name(adapter, model, field, value, code):
+    path = adapter / CONFIG
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    error = refusal(adapter, model[1])
+    assert error.code == code
+    if code == "Unsupported":
+        assert field in str(error)
+
+
+def test_an_unknown_field_that_is_off_is_ignored_by_name(adapter, model, caplog):
+    path = adapter / CONFIG
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"use_time_travel": False, "warp_config": None}))
+    read_adapter(adapter, model[1])
+    assert "use_time_travel" in caplog.text
+    assert "warp_config" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [(b"{", "Malformed"), (b"[]", "Malformed"), (b'{"r": NaN}', "Malformed"), (b'{"r": 1, "r": 2}', "Malformed")],
+)
+def test_a_damaged_configuration_is_refused(adapter, model, text, code):
+    (adapter / CONFIG).write_bytes(text)
+    assert refusal(adapter, model[1]).code == code
+
+
+@pytest.mark.parametrize(
+    ("cut", "code"),
+    [(lambda b: b[:-7], "Truncated"), (lambda b: b"\xff" * 8 + b[8:], "TooLarge"), (lambda b: b"", "Truncated")],
+)
+def test_a_damaged_tensor_file_is_refused(adapter, model, cut, code):
+    (adapter / TENSORS).write_bytes(cut((adapter / TENSORS).read_bytes()))
+    assert refusal(adapter, model[1]).code == code
+
+
+def test_a_pickle_is_never_opened(adapter, model):
+    (adapter / TENSORS).rename(adapter / "adapter_model.bin")
+    assert refusal(adapter, model[1]).code == "Unsafe"
+
+
+def test_a_tensor_file_that_is_a_link_out_of_the_folder_is_refused(adapter, model, tmp_path):
+    (adapter / TENSORS).rename(tmp_path / "elsewhere")
+    (adapter / TENSORS).symlink_to(tmp_path / "elsewhere")
+    assert refusal(adapter, model[1]).code == "Unsafe"
+
+
+def test_what_is_not_there_is_a_missing_file(adapter, model):
+    with pytest.raises(FileNotFoundError, match="no such adapter"):
+        read_adapter(adapter / "x", model[1])
+    (adapter / CONFIG).unlink()
+    with pytest.raises(FileNotFoundError, match=CONFIG):
+        read_adapter(adapter, model[1])
+
+
+def test_a_lone_tensor_file_is_refused_with_the_remedy(adapter, model):
+    with pytest.raises(FormatError, match="give the folder"):
+        read_adapter(adapter / TENSORS, model[1])
+
+
+@pytest.mark.parametrize("text", ["{}", '{"name": "x", "config": "1", "vectors": "2", "matrices": "3", "types": []}'])
+def test_a_damaged_record_of_the_base_is_refused(adapter, text):
+    (adapter / "llorch_base.json").write_text(text)
+    with pytest.raises(FormatError) as caught:
+        recorded_base(adapter)
+    assert caught.value.code in ("Missing", "Malformed")

@@ -1,0 +1,167 @@
+from collections.abc import Callable
+from typing import cast
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from llorch.builtin import builtin_path
+from llorch.files import open_weights
+from llorch.pytorch.cache import Cache
+from llorch.pytorch.causal_lm import CausalLM, keep_nothing
+from llorch.pytorch.cpu.block import CpuBlock
+from llorch.pytorch.cpu.layer import FEW
+from llorch.pytorch.cpu.library import library
+from llorch.pytorch.cpu.linear import CpuLinear
+from llorch.pytorch.cpu.quantised import CpuQuantisedLinear
+from llorch.pytorch.device import target
+from llorch.pytorch.leaves import fit
+from llorch.pytorch.load import load_dense, load_packed
+from llorch.pytorch.sdpa import use_sdpa
+from llorch.verify.quantised_models import write_model
+
+CPU = torch.device("cpu")
+FIRST = 50
+
+
+def fitted(name: str, dtype: torch.dtype) -> CausalLM:
+    model = load_dense(open_weights(builtin_path(name)), dtype=dtype, device=CPU)
+    use_sdpa(model)
+    fit(model, target("cpu", str(dtype).removeprefix("torch.")))
+    return model
+
+
+def observe(name: str, array: Tensor) -> Tensor:
+    return array
+
+
+def continued(model: CausalLM, dtype: torch.dtype, keep: Callable[[str, Tensor], Tensor], seq: int = 1) -> Tensor:
+    """Logits of some steps of a ragged batch of two, after a prompt."""
+    cache = Cache(model.config, batch=2, n_slots=20, dtype=dtype, device=CPU, first_position=FIRST)
+    ids = torch.arange(40).view(2, 20)
+    positions = FIRST + torch.arange(20).expand(2, 20) - torch.tensor([[0], [2]])
+    positions[1, :2] = -1
+    made = [model(ids[:, :8], cache.place(positions[:, :8], ctx=8), cache, keep=keep)]
+    for start in range(8, 20, seq):
+        new = slice(start, start + seq)
+        made.append(model(ids[:, new], cache.place(positions[:, new], ctx=start + seq), cache, keep=keep))
+    return torch.cat(made, dim=1)
+
+
+def blocks(model: CausalLM) -> list[CpuBlock]:
+    return [cast(CpuBlock, layer) for layer in model.model.layers]
+
+
+def parts(model: CausalLM) -> list[nn.Module]:
+    return [module for module in model.modules() if type(module).__module__.startswith("llorch.pytorch.cpu")]
+
+
+@pytest.mark.parametrize("seq", [1, FEW // 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["micro-llama", "micro-qwen2", "micro-qwen3"])
+@torch.no_grad()
+def test_a_block_in_one_call_has_the_bits_of_its_leaves(name, dtype, seq):
+    model = fitted(name, dtype)
+    got, want = continued(model, dtype, keep_nothing, seq), continued(model, dtype, observe, seq)
+    assert all(block._known[2] is not None for block in blocks(model))  # it was used
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_K", "Q6_K"])
+@torch.no_grad()
+def test_a_packed_block_in_one_call_has_the_bits_of_its_leaves(kind, tmp_path):
+    path = write_model(kind, tmp_path)
+    model = load_packed(open_weights(path), dtype=torch.float32, device=CPU)
+    use_sdpa(model)
+    fit(model, target())
+    assert any(isinstance(part, CpuQuantisedLinear) for part in parts(model))
+    got, want = (continued(model, torch.float32, keep) for keep in (keep_nothing, observe))
+    assert torch.equal(got, want)
+
+
+@torch.no_grad()
+def test_a_batch_without_a_mask_goes_on_as_with_one():
+    model = fitted("micro-llama", torch.float32)
+    cache = Cache(model.config, batch=1, n_slots=6, dtype=torch.float32, device=CPU)
+    ids = torch.arange(6)[None]
+    whole = model(ids, cache.place(ids, ctx=6, causal=True), cache)
+    for step in range(6):
+        place = cache.place(ids[:, step : step + 1], ctx=step + 1, causal=True)
+        row = model(ids[:, step : step + 1], place, cache)[0, 0]
+        torch.testing.assert_close(row, whole[0, step], rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_leaf_put_in_place_later_is_noticed():
+    model = fitted("micro-llama", torch.float32)
+    before = continued(model, torch.float32, keep_nothing)
+
+    class Doubled(nn.Module):
+        def __init__(self, leaf: nn.Module) -> None:
+            super().__init__()
+            self.leaf = leaf
+
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * self.leaf(x)
+
+    mlp = blocks(model)[1].mlp
+    mlp.down_proj = Doubled(mlp.down_proj)
+    after = continued(model, torch.float32, keep_nothing)
+    assert not torch.allclose(after, before)
+    assert torch.equal(after, continued(model, torch.float32, observe))
+
+
+@torch.no_grad()
+def test_a_function_put_in_place_later_is_noticed():
+    model = fitted("micro-llama", torch.float32)
+    before = continued(model, torch.float32, keep_nothing)
+    blocks(model)[1].mlp.act = torch.mul
+    after = continued(model, torch.float32, keep_nothing)
+    assert not torch.allclose(after, before)
+    assert torch.equal(after, continued(model, torch.float32, observe))
+
+
+@torch.no_grad()
+def test_a_weight_that_has_moved_is_noticed():
+    model = fitted("micro-llama", torch.float32)
+    before = continued(model, torch.float32, keep_nothing)
+    weight = blocks(model)[0].mlp.down_proj.weight
+    weight.data = 2 * weight.data
+    after = continued(model, torch.float32, keep_nothing)
+    assert not torch.allclose(after, before)
+    assert torch.equal(after, continued(model, torch.float32, observe))
+
+
+@torch.no_grad()
+def test_a_slot_that_does_not_exist_is_refused():
+    model = fitted("micro-llama", torch.float32)
+    cache = Cache(model.config, batch=1, n_slots=6, dtype=torch.float32, device=CPU, first_position=10)
+    with pytest.raises(IndexError, match="expected slots from 0 to 6, got "):
+        model(torch.zeros(1, 1, dtype=torch.int64), cache.place(torch.tensor([[9]]), ctx=1), cache)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
+def test_other_dtypes_keep_the_leaves_of_the_page(dtype):
+    assert parts(fitted("micro-llama", dtype)) == []
+
+
+def test_paths_of_modules_and_weights_stay_those_of_transformers():
+    plain = load_dense(open_weights(builtin_path("micro-qwen2")), dtype=torch.float32, device=CPU)
+    names, modules = list(plain.state_dict()), {name for name, _ in plain.named_modules()}
+    fit(plain, target())
+    assert list(plain.state_dict()) == names
+    assert {name for name, _ in plain.named_modules()} == modules
+
+
+def test_without_a_compiler_products_still_go_to_onednn(monkeypatch):
+    monkeypatch.setattr("llorch.pytorch.leaves.library", lambda: None)
+    model = fitted("micro-llama", torch.float32)
+    assert {type(part) for part in parts(model)} == {CpuLinear}
+    with torch.no_grad():
+        got, want = continued(model, torch.float32, keep_nothing), None
+    assert library() is not None
+    with torch.no_grad():
+        want = continued(fitted("micro-llama", torch.float32), torch.float32, keep_nothing)
+    assert float((got - want).norm() / want.norm()) < 1e-5
+    assert np.isfinite(got.numpy()).all()

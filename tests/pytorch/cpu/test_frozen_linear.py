@@ -1,0 +1,56 @@
+"""The linear layer of frozen weights: the products of `nn.Linear`, forward and backward, and no gradient of its own."""
+
+import pytest
+import torch
+from torch import nn
+
+from llorch.builtin import builtin_path
+from llorch.files import open_weights
+from llorch.pytorch.causal_lm import CausalLM
+from llorch.pytorch.cpu.frozen_linear import FrozenLinear, freeze_linears
+from llorch.pytorch.load import load_dense
+
+
+def loaded(dtype: torch.dtype) -> CausalLM:
+    return load_dense(open_weights(builtin_path("micro-qwen2")), dtype=dtype, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_products_and_gradients_are_those_of_a_linear_layer(bias: bool):
+    torch.manual_seed(0)
+    plain = nn.Linear(96, 160, bias=bias)
+    frozen = FrozenLinear(plain.weight.detach(), plain.bias.detach() if bias else None)
+    x, grad = torch.randn(2, 7, 96), torch.randn(2, 7, 160)
+    results = []
+    for layer in (plain, frozen):
+        own = x.clone().requires_grad_()
+        y = layer(own)
+        y.backward(grad)
+        results.append((y.detach(), own.grad))
+    for got, want in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=2e-6)
+
+
+def test_a_gradient_that_does_not_lie_in_order_is_multiplied_right():
+    layer = FrozenLinear(torch.randn(6, 4), None)
+    x = torch.randn(3, 4, requires_grad=True)
+    layer(x).T.contiguous().T.sum(dim=0).mul(torch.arange(6.0)).sum().backward()
+    torch.testing.assert_close(x.grad, (torch.arange(6.0) @ layer.weight).expand(3, 4))
+
+
+def test_every_float32_projection_is_replaced_and_shares_its_weights():
+    module = loaded(torch.float32)
+    before = dict(module.named_parameters())
+    freeze_linears(module)
+    assert isinstance(module.lm_head, FrozenLinear)
+    assert module.lm_head.weight is module.model.embed_tokens.weight
+    q_proj = module.get_submodule("model.layers.1.self_attn.q_proj")
+    assert isinstance(q_proj, FrozenLinear)
+    assert q_proj.weight is before["model.layers.1.self_attn.q_proj.weight"]
+    assert q_proj.bias is before["model.layers.1.self_attn.q_proj.bias"]
+
+
+def test_another_dtype_keeps_its_plain_layers():
+    module = loaded(torch.bfloat16)
+    freeze_linears(module)
+    assert not any(isinstance(leaf, FrozenLinear) for leaf in module.modules())

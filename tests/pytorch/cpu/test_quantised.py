@@ -1,0 +1,89 @@
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from llorch.files.quant import BLOCK_SIZES
+from llorch.pytorch.cpu.library import library
+from llorch.pytorch.cpu.quantised import FEW, HALF, KINDS, CpuQuantisedLinear
+from llorch.pytorch.packing import decode, pack
+from llorch.verify.quantised_models import random_blocks
+
+ROWS = [1, 3, FEW, FEW + 1, 40]
+OUT = 70
+
+
+def layer(ggml_type, dtype: torch.dtype, *, width: int = 768, bias: bool = True) -> CpuQuantisedLinear:
+    blocks = random_blocks(ggml_type, OUT * width // BLOCK_SIZES[ggml_type][0], key=ggml_type.name)
+    fields = pack(torch.from_numpy(blocks.reshape(OUT, -1)), ggml_type)
+    compiled = library()
+    assert compiled is not None
+    return CpuQuantisedLinear(fields, ggml_type, bias_of(dtype) if bias else None, compiled)
+
+
+def bias_of(dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.from_numpy(np.linspace(-1, 1, OUT)).to(dtype), requires_grad=False)
+
+
+def inputs(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(rows).standard_normal((rows, width))).to(dtype)
+
+
+def truth(x: torch.Tensor, leaf: CpuQuantisedLinear) -> torch.Tensor:
+    weight = decode(leaf.fields, leaf.ggml_type).double()
+    return linear(x.double(), weight, None if leaf.bias is None else leaf.bias.double())
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.double() - want).norm() / want.norm())
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("ggml_type", KINDS, ids=lambda kind: kind.name)
+def test_float32_products_are_exact_to_float32_rounding(ggml_type, rows, bias):
+    leaf = layer(ggml_type, torch.float32, bias=bias)
+    x = inputs(rows, 768, torch.float32)
+    assert error(leaf(x), truth(x, leaf)) < 1e-6
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("ggml_type", KINDS, ids=lambda kind: kind.name)
+def test_bfloat16_products_are_no_worse_than_those_of_torch_with_a_decoded_matrix(ggml_type, rows):
+    leaf = layer(ggml_type, torch.bfloat16)
+    x = inputs(rows, 768, torch.bfloat16)
+    decoded = decode(leaf.fields, ggml_type).bfloat16()
+    assert error(leaf(x), truth(x, leaf)) <= 1.01 * error(linear(x, decoded, leaf.bias), truth(x, leaf))
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("ggml_type", KINDS, ids=lambda kind: kind.name)
+def test_decoding_has_the_bits_of_the_twin(ggml_type, dtype):
+    leaf = layer(ggml_type, dtype)
+    got = torch.empty(OUT - 3, 768, dtype=dtype)
+    leaf.library.llorch_decode(*leaf._matrix(dtype), got.data_ptr(), 3, OUT - 3, 768)
+    want = decode(leaf.fields, ggml_type)[3:].to(dtype)
+    assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+
+
+@pytest.mark.parametrize("ggml_type", list(KINDS)[:2], ids=lambda kind: kind.name)
+def test_rows_of_an_odd_number_of_blocks_are_summed_to_the_end(ggml_type):
+    leaf = layer(ggml_type, torch.float32, width=9 * 32)
+    x = inputs(1, 9 * 32, torch.float32)
+    assert error(leaf(x), truth(x, leaf)) < 1e-6
+
+
+def test_a_matrix_of_many_tiles_is_multiplied_as_a_whole(monkeypatch):
+    monkeypatch.setattr("llorch.pytorch.cpu.quantised.TILE", 768 * 8)
+    leaf = layer(next(iter(KINDS)), torch.float32)
+    x = inputs(FEW + 1, 768, torch.float32)
+    assert error(leaf(x), truth(x, leaf)) < 1e-6
+
+
+def test_leading_axes_and_strides_of_the_input_do_not_matter():
+    leaf = layer(next(iter(KINDS)), torch.float32, width=32 * 8)
+    x = inputs(2 * 256, 3, torch.float32).view(2, 256, 3).transpose(1, 2)  # (2, 3, 256), not contiguous
+    got = leaf(x)
+    assert got.shape == (2, 3, OUT)
+    assert error(got, truth(x, leaf)) < 1e-6

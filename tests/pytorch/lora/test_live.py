@@ -1,0 +1,45 @@
+"""Adapters on the torch page against PEFT: what each adds, logits, loss, and the gradient of every parameter."""
+
+import pytest
+import torch
+from random_adapters import random_adapter
+from torch import Tensor
+from training_passes import SETTINGS, base, batch, in_peft, logits_of, loss_of, peft_name, watched
+
+from llorch.pytorch.lora.adapters import attach, lora_leaves, trainable_parameters
+
+MODELS = ("micro-llama", "micro-llama3", "micro-qwen2", "micro-qwen3")
+pytestmark = [pytest.mark.live, pytest.mark.filterwarnings("ignore")]  # PEFT's advice on tied embeddings
+
+
+def distance(got: Tensor, want: Tensor) -> float:
+    """Largest difference as a share of the largest value."""
+    return float((got - want).abs().max() / want.abs().max())
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+@pytest.mark.parametrize("name", MODELS)
+def test_deltas_logits_loss_and_gradients_are_those_of_peft(name: str, kind: str):
+    ours, of = base(name), batch()
+    adapter = random_adapter(ours.config, **SETTINGS[kind])
+    theirs = in_peft(name, adapter, **SETTINGS[kind])
+    attach(ours, adapter, trainable=True)
+    leaves = {target.name: leaf for target, leaf in lora_leaves(ours)}
+    peft_leaves = {key: theirs.get_submodule(f"base_model.model.{adapter.targets[key].path}") for key in leaves}
+    with watched(leaves) as our_deltas, watched(peft_leaves) as peft_deltas:
+        logits = logits_of(ours, of)
+        peft_logits = theirs(input_ids=torch.from_numpy(of.ids), use_cache=False).logits
+    assert leaves.keys() == adapter.targets.keys()
+    for key, delta in our_deltas.items():
+        assert distance(delta, peft_deltas[key]) < 2e-5, key
+    assert distance(logits, peft_logits) < 1e-5
+    loss, peft_loss = loss_of(logits, of), loss_of(peft_logits, of)
+    assert abs(float(loss - peft_loss)) < 1e-5 * float(peft_loss)
+    loss.backward()
+    peft_loss.backward()
+    want = dict(theirs.named_parameters())
+    for key, parameter in trainable_parameters(ours).items():
+        gradient, peft_gradient = parameter.grad, want[peft_name(key, adapter.targets)].grad
+        assert gradient is not None
+        assert peft_gradient is not None
+        assert distance(gradient, peft_gradient) < 5e-5, key

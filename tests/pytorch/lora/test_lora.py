@@ -1,0 +1,258 @@
+"""Adapters beside the leaves of the torch page: put on, switched, trained, taken off."""
+
+import hashlib
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+import torch
+from random_adapters import random_adapter
+from torch import Tensor, nn
+from training_passes import ALL, SETTINGS, base, batch, logits_of, loss_of, merged
+
+from llorch.pytorch.causal_lm import CausalLM
+from llorch.pytorch.device import target
+from llorch.pytorch.leaves import fit
+from llorch.pytorch.lora.adapters import (
+    activate,
+    adapter_names,
+    adapter_of,
+    attach,
+    detach,
+    lora_leaves,
+    trainable_parameters,
+)
+from llorch.pytorch.lora.leaves import LoraLeaf
+
+KINDS = pytest.mark.parametrize("kind", SETTINGS)
+
+
+def logits(module: CausalLM) -> Tensor:
+    with torch.no_grad():
+        return logits_of(module, batch())
+
+
+def gradients(module: CausalLM) -> Mapping[str, Tensor]:
+    parameters = trainable_parameters(module)
+    torch.manual_seed(0)
+    made = torch.autograd.grad(loss_of(logits_of(module, batch()), batch()), list(parameters.values()))
+    return dict(zip(parameters, made, strict=True))
+
+
+def assert_slope(module: CausalLM, keys: list[str]) -> None:
+    """The loss changes along a random direction of some parameters as their gradients say."""
+    parameters, made = trainable_parameters(module), gradients(module)
+    directions = {key: noise(*parameters[key].shape, seed=at).double() for at, key in enumerate(keys)}
+    losses = []
+    for step in (1e-5, -1e-5):
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for key, direction in directions.items():
+                parameters[key].add_(step * direction)
+            losses.append(float(loss_of(logits_of(module, batch()), batch())))
+            for key, direction in directions.items():
+                parameters[key].sub_(step * direction)
+    slope = sum(float((made[key] * direction).sum()) for key, direction in directions.items())
+    assert abs(slope) > 0.01
+    assert slope == pytest.approx((losses[0] - losses[1]) / 2e-5, rel=1e-5)
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def digest(module: nn.Module) -> str:
+    """Of every tensor that is no adapter's."""
+    of_adapters = {id(p) for m in module.modules() if isinstance(m, nn.ParameterDict) for p in m.values()}
+    tensors = [t for t in (*module.parameters(), *module.buffers()) if id(t) not in of_adapters]
+    return hashlib.sha256(
+        b"".join(t.detach().contiguous().view(torch.uint8).numpy().tobytes() for t in tensors)
+    ).hexdigest()
+
+
+@KINDS
+@pytest.mark.parametrize("name", ["micro-llama3", "micro-qwen3"])  # tied, and not
+def test_an_adapter_beside_the_weights_is_the_sum_of_them(name: str, kind: str):
+    module = base(name, torch.float64)
+    adapter = random_adapter(module.config, **SETTINGS[kind])
+    attach(module, adapter)
+    want = logits(merged(name, adapter, torch.float64))
+    torch.testing.assert_close(logits(module), want, rtol=0, atol=1e-12 * float(want.abs().max()))
+    assert float((want - logits(base(name, torch.float64))).abs().max()) > 0.1
+
+
+@KINDS
+def test_gradients_are_those_of_differences(kind: str):
+    module = base("micro-qwen2", torch.float64)
+    adapter = random_adapter(module.config, **SETTINGS[kind])
+    attach(module, adapter, trainable=True)
+    held = ("lora_A", "lora_B") if adapter.config.use_dora else ()  # of a length that differences would change
+    assert_slope(module, [key for key in adapter.flat() if not key.endswith(held)])
+
+
+def test_parameters_have_the_names_the_order_and_the_numbers_of_the_adapter():
+    module = base("micro-qwen2")
+    adapter = random_adapter(module.config, **SETTINGS["dora on embedding and head"])
+    attach(module, adapter, name="mine", trainable=True)
+    parameters = trainable_parameters(module, "mine")
+    assert list(parameters) == list(adapter.flat())
+    assert all(np.array_equal(p.detach().numpy(), adapter.flat()[key]) for key, p in parameters.items())
+    with torch.no_grad():
+        parameters["lm_head.lora_B"].add_(1)
+    assert np.array_equal(adapter_of(module, "mine").tensors["lm_head"].lora_B, adapter.tensors["lm_head"].lora_B + 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_parameters_are_float32_beside_narrower_weights_and_float64_beside_float64(dtype: torch.dtype):
+    module = base("micro-qwen2", dtype)
+    attach(module, random_adapter(module.config), trainable=True)
+    wide = torch.promote_types(dtype, torch.float32)
+    made = logits_of(module, batch())
+    loss_of(made, batch()).backward()
+    parameters = trainable_parameters(module).values()
+    assert made.dtype is dtype
+    assert {p.dtype for p in parameters} == {p.grad.dtype for p in parameters if p.grad is not None} == {wide}
+
+
+def test_the_sum_of_product_and_delta_is_rounded_once():
+    module = base("micro-qwen2", torch.bfloat16)
+    path, x = "model.layers.0.self_attn.k_proj", noise(3, 96).bfloat16()
+    product = module.get_submodule(path)(x)
+    adapter = random_adapter(module.config, target_modules=("k_proj",))
+    attach(module, adapter)
+    tensors = adapter.tensors["layers.0.k_proj"]
+    matrix = adapter.scaling("layers.0.k_proj") * torch.from_numpy(tensors.lora_B @ tensors.lora_A).double()
+    got = module.get_submodule(path)(x)
+    assert torch.equal(got, (product.double() + x.double() @ matrix.T).bfloat16())
+
+
+@KINDS
+def test_taking_an_adapter_off_puts_the_very_leaves_back(kind: str):
+    module = base("micro-llama3")
+    before, leaves = logits(module), dict(module.named_modules())
+    attach(module, random_adapter(module.config, **SETTINGS[kind]), trainable=True)
+    assert not torch.equal(logits(module), before)
+    detach(module, "default")
+    assert dict(module.named_modules()) == leaves
+    assert torch.equal(logits(module), before)
+
+
+def test_several_adapters_are_switched_and_one_is_left_when_another_goes():
+    module = base("micro-qwen2")
+    plain, want = logits(module), {}
+    for seed, name in enumerate(("one", "two")):
+        alone = base("micro-qwen2")
+        attach(alone, random_adapter(alone.config, seed=seed, target_modules=ALL[seed : seed + 3]))
+        attach(module, random_adapter(alone.config, seed=seed, target_modules=ALL[seed : seed + 3]), name=name)
+        want[name] = logits(alone)
+    assert adapter_names(module) == ["one", "two"]
+    for name in ("one", "two", "one"):
+        activate(module, name)
+        assert torch.equal(logits(module), want[name])
+    activate(module, None)
+    assert torch.equal(logits(module), plain)
+    detach(module, "one")
+    activate(module, "two")
+    assert torch.equal(logits(module), want["two"])
+
+
+def test_optimizer_steps_change_the_adapter_and_no_number_of_the_base():
+    module = base("micro-llama3")
+    attach(module, random_adapter(module.config, **SETTINGS["dora on embedding and head"]), trainable=True)
+    before, optimizer = digest(module), torch.optim.AdamW(trainable_parameters(module).values(), lr=0.01)
+    first = adapter_of(module)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss_of(logits_of(module, batch()), batch()).backward()
+        optimizer.step()
+    assert digest(module) == before
+    assert [key for key, p in module.named_parameters() if p.grad is not None and "lora_" not in key] == []
+    assert all((a != b).any() for a, b in zip(first.flat().values(), adapter_of(module).flat().values(), strict=True))
+    with torch.no_grad():
+        module.model.norm.weight[0] += 1  # the digest can tell
+    assert digest(module) != before
+
+
+def test_weights_that_want_gradients_are_frozen_when_an_adapter_is_trained():
+    module = base("micro-qwen2")
+    module.model.norm.weight.requires_grad_(True)
+    attach(module, random_adapter(module.config), name="frozen")
+    attach(module, random_adapter(module.config), name="trained", trainable=True)
+    wanting = [p for p in module.parameters() if p.requires_grad]
+    assert {id(p) for p in wanting} == {id(p) for p in trainable_parameters(module, "trained").values()}
+
+
+def test_dropout_acts_in_training_on_the_input_of_the_adapter_only():
+    module = base("micro-qwen2", torch.float64)
+    adapter = random_adapter(module.config, target_modules=("q_proj",), lora_dropout=0.5)
+    attach(module, adapter)
+    leaf, x = module.get_submodule("model.layers.0.self_attn.q_proj"), noise(1, 4000, 96).double()
+    assert isinstance(leaf, LoraLeaf)
+    whole, product = leaf(x), leaf.base_layer(x)
+    module.train()
+    torch.manual_seed(3)
+    dropped = leaf(x)
+    torch.manual_seed(3)
+    kept = torch.empty_like(x, dtype=torch.bool).bernoulli_(0.5)
+    tensors = adapter.tensors["layers.0.q_proj"]
+    matrix = adapter.scaling("layers.0.q_proj") * torch.from_numpy(tensors.lora_B @ tensors.lora_A).double()
+    torch.testing.assert_close(dropped, product + (x * kept * 2) @ matrix.T, rtol=1e-6, atol=1e-5)
+    assert abs(float(kept.double().mean()) - 0.5) < 0.01
+    module.eval()
+    assert torch.equal(leaf(x), whole)
+
+
+def test_with_dropout_dora_scales_what_the_base_makes_of_the_same_input():
+    module = base("micro-qwen2", torch.float64)
+    adapter = random_adapter(module.config, target_modules=("q_proj",), lora_dropout=0.5, use_dora=True)
+    attach(module, adapter)
+    leaf, x = module.get_submodule("model.layers.0.self_attn.q_proj"), noise(1, 40, 96).double()
+    assert isinstance(leaf, LoraLeaf)
+    module.train()
+    torch.manual_seed(3)
+    got = leaf(x)
+    torch.manual_seed(3)
+    left = x * torch.empty_like(x, dtype=torch.bool).bernoulli_(0.5) * 2
+    tensors, weight = adapter.tensors["layers.0.q_proj"], leaf.base_layer.weight
+    assert tensors.magnitude is not None
+    changed = weight + adapter.scaling("layers.0.q_proj") * torch.from_numpy(tensors.lora_B @ tensors.lora_A).double()
+    whole = torch.from_numpy(tensors.magnitude)[:, None] / changed.norm(dim=1, keepdim=True) * changed
+    torch.testing.assert_close(got, leaf.base_layer(x) + left @ (whole - weight).mT, rtol=1e-6, atol=1e-5)
+
+
+def test_with_dropout_gradients_are_those_of_the_same_mask():
+    module = base("micro-qwen2", torch.float64)
+    for dora in (False, True):
+        attach(module, random_adapter(module.config, lora_dropout=0.3, use_dora=dora), trainable=True)
+        module.train()
+        assert_slope(module, [key for key in trainable_parameters(module) if not dora or key.endswith("magnitude")])
+        detach(module, "default")
+
+
+def test_training_on_leaves_that_cut_the_graph_is_refused():
+    module = base("micro-qwen2")
+    fit(module, target("cpu", "float32"))
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.q_proj is a CpuLinear, which records no gradient"):
+        attach(module, random_adapter(module.config), trainable=True)
+    assert adapter_names(module) == []
+    attach(module, random_adapter(module.config))  # to run it is well
+
+
+@pytest.mark.parametrize("name", ["", "a.b", "keys", "a b"])
+def test_a_name_that_cannot_be_one_is_refused(name: str):
+    module = base("micro-qwen2")
+    with pytest.raises(ValueError, match="name"):
+        attach(module, random_adapter(module.config), name=name)
+    assert list(lora_leaves(module)) == []
+
+
+def test_mistaken_names_and_models_are_refused():
+    module = base("micro-qwen2")
+    attach(module, random_adapter(module.config))
+    with pytest.raises(ValueError, match="'default' already"):
+        attach(module, random_adapter(module.config))
+    for call in (activate, detach, trainable_parameters, adapter_of):
+        with pytest.raises(ValueError, match="none called 'other'; there are default"):
+            call(module, "other")
+    with pytest.raises(ValueError, match=r"made for another model, .* layers\.0\.q_proj"):
+        attach(module, random_adapter(base("micro-qwen3").config), name="foreign")

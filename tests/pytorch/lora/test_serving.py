@@ -1,0 +1,218 @@
+"""Several adapters beside one model that runs in torch: chosen per request and per prompt, added and removed."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from random_adapters import random_adapter
+from training_passes import ALL, SETTINGS
+
+from llorch.generate import Token
+from llorch.lora.adapter import Adapter, LoraTensors
+from llorch.lora.config import LoraConfig
+from llorch.lora.targets import Target
+from llorch.pytorch.cpu.block import CpuBlock
+from llorch.pytorch.lora.leaves import LoraLinear
+from llorch.pytorch.model import TorchModel, load_torch
+from llorch.pytorch.reproducible_sums import FixedRows
+from llorch.verify.quantised_models import write_model
+
+STARTS = ("Once upon a time", "The little fox", "A boy named", "There was a", "She said")
+EVERY_TARGET = (*ALL, "embed_tokens", "lm_head")
+MODES = pytest.mark.parametrize("mode", ["fast", "reproducible"])
+
+
+def small(model: TorchModel, seed: int, **settings) -> Adapter:
+    """Strong enough to change the text, weak enough to leave it one."""
+    return random_adapter(model.config, seed=seed, **{"lora_alpha": 0.5} | settings)
+
+
+@pytest.fixture(scope="module")
+def model() -> TorchModel:
+    made = load_torch("story")
+    made.add_adapter("one", small(made, 1, lora_alpha=3.0))
+    made.add_adapter("two", small(made, 2, use_dora=True, target_modules=("q_proj", "down_proj", "lm_head")))
+    made.add_adapter("three", small(made, 3, lora_alpha=3.0, target_modules=("embed_tokens", "v_proj")))
+    return made
+
+
+def ids_of(tokens) -> list[int]:
+    return [token.id for token in tokens]
+
+
+def text(model: TorchModel, prompt: str | Sequence[int], adapter: str | None, n: int = 8) -> list[int]:
+    return ids_of(model.generate(prompt, max_tokens=n, ignore_eos=True, adapter=adapter))
+
+
+def rows_of(batch: Sequence[tuple[int, Token]], n: int) -> list[list[int]]:
+    return [[token.id for row, token in batch if row == at] for at in range(n)]
+
+
+def with_merged(adapter: Adapter) -> TorchModel:
+    """The story model with an adapter of its layers added to its matrices."""
+    model = load_torch("story")
+    for name, target in adapter.targets.items():
+        tensors = adapter.tensors[name]
+        product = adapter.scaling(name) * (tensors.lora_B.astype(np.float64) @ tensors.lora_A)
+        weight = model.module.get_parameter(f"{target.path}.weight")
+        weight.copy_((weight.double() + torch.from_numpy(product)).float())
+    return model
+
+
+@pytest.mark.parametrize(("targets", "alpha"), [(ALL, 0.5), (("q_proj", "v_proj"), 3.0)], ids=["all", "q and v"])
+def test_generation_with_an_adapter_is_that_of_the_merged_model_token_for_token(targets: tuple[str, ...], alpha: float):
+    plain = load_torch("story")
+    adapter = small(plain, 5, target_modules=targets, lora_alpha=alpha)
+    plain.add_adapter("mine", adapter)
+    merged = with_merged(adapter)
+    differs = 0
+    for start in STARTS[:3]:
+        ours = text(plain, start, "mine", 10)
+        assert ours == text(merged, start, None, 10)
+        differs += ours != text(plain, start, None, 10)
+    assert differs >= 2
+
+
+def test_the_base_runs_as_if_there_were_no_adapter(model: TorchModel):
+    alone = load_torch("story")
+    ids = alone.tokenizer.encode(STARTS[0])
+    assert np.array_equal(model.forward(ids), alone.forward(ids))
+    assert text(model, STARTS[0], None) == text(alone, STARTS[0], None)
+    kinds = [type(module) for module in alone.module.modules()]
+    assert [type(module) for module in model.module.modules()] == kinds
+    assert CpuBlock in kinds
+
+
+@MODES
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_removing_an_adapter_leaves_the_logits_and_leaves_of_the_base(dtype: str, mode):
+    model = load_torch("micro-qwen2", dtype=dtype, mode=mode)
+    ids, leaves = [3, 17, 8, 39, 0, 25], dict(model.module.named_modules())
+    before = model.forward(ids)
+    model.add_adapter("one", small(model, 1, target_modules=EVERY_TARGET))
+    assert not np.array_equal(model.forward(ids, adapter="one"), before)
+    assert np.array_equal(model.forward(ids), before)
+    model.remove_adapter("one")
+    assert np.array_equal(model.forward(ids), before)
+    assert dict(model.module.named_modules()) == leaves
+    with pytest.raises(ValueError, match="none called 'one'"):
+        model.forward(ids, adapter="one")
+
+
+@MODES
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["packed Q4_K_M", "dense"])
+def test_rows_with_different_adapters_are_what_each_prompt_gets_alone(dtype: str, mode, kind: str, tmp_path: Path):
+    path = write_model("Q4_K_M", tmp_path) if kind.startswith("packed") else "micro-qwen2"
+    model = load_torch(path, dtype=dtype, mode=mode, residency="packed" if kind.startswith("packed") else "decoded")
+    for seed, name in enumerate(SETTINGS):
+        model.add_adapter(f"a{seed}", random_adapter(model.config, seed=seed, lora_alpha=0.3, **SETTINGS[name]))
+    names = [None, "a0", "a3", "a5", None, "a6", "a0"]
+    rng = np.random.default_rng(2)
+    prompts = [rng.integers(0, 90, 3 + at).tolist() for at in range(len(names))]
+    model.tokenizer = NoText()  # type: ignore[misc] (the micro models have no vocabulary)
+    most = [2, 6, 3, 7, 1, 4, 3]  # so that the batch is narrowed on its way
+    batch = list(model.generate_batch(prompts, max_tokens=most, ignore_eos=True, adapter=names))
+    alone = [text(model, prompt, name, n) for prompt, name, n in zip(prompts, names, most, strict=True)]
+    if dtype == "float32" or mode == "reproducible":
+        assert rows_of(batch, len(names)) == alone
+    allowed = 0 if mode == "reproducible" else 1e-4 if dtype == "float32" else 0.1
+    for at, (prompt, name) in enumerate(zip(prompts, names, strict=True)):
+        (first,) = model.generate(prompt, max_tokens=1, ignore_eos=True, adapter=name)
+        in_batch = next(token.logprob for row, token in batch if row == at)
+        assert in_batch == pytest.approx(first.logprob, rel=0, abs=allowed)
+
+
+class NoText:
+    """Stands for a tokenizer where ids are compared."""
+
+    eos_token_ids: frozenset[int] = frozenset()
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b""
+
+
+def test_one_adapter_can_be_named_for_all_prompts(model: TorchModel):
+    batch = list(model.generate_batch(STARTS, max_tokens=6, ignore_eos=True, adapter="two"))
+    assert rows_of(batch, len(STARTS)) == [text(model, start, "two", 6) for start in STARTS]
+
+
+def test_answers_that_are_begun_together_keep_their_adapters(model: TorchModel):
+    names = ["one", None, "two", "three"]
+    want = [text(model, STARTS[0], name, 6) for name in names]
+    running = [model.generate(STARTS[0], max_tokens=6, ignore_eos=True, adapter=name) for name in names]
+    got = [[next(answer).id for answer in running] for _ in range(6)]
+    assert [list(row) for row in zip(*got, strict=True)] == want
+    assert len({tuple(row) for row in want}) >= 3
+
+
+def test_an_answer_goes_on_when_its_adapter_is_removed_and_another_takes_the_name():
+    model = load_torch("story")
+    first, second = small(model, 1), small(model, 2)
+    model.add_adapter("mine", first)
+    names, most = ["mine", None, "mine", None], [8, 3, 8, 3]  # narrowed after the removal
+    want = list(model.generate_batch(STARTS[:4], max_tokens=most, ignore_eos=True, adapter=names))
+    running = model.generate_batch(STARTS[:4], max_tokens=most, ignore_eos=True, adapter=names)
+    begun = [next(running)]
+    model.remove_adapter("mine")
+    model.add_adapter("mine", second)
+    new = text(model, STARTS[0], "mine")
+    assert begun + list(running) == want
+    assert text(model, STARTS[0], "mine") == new
+    assert new != rows_of(want, 4)[0]
+
+
+def test_an_answer_that_ends_late_leaves_nothing_to_the_next_adapter_of_its_name():
+    model = load_torch("story")
+    model.add_adapter("mine", small(model, 1))
+    old = model.generate(STARTS[0], max_tokens=8, ignore_eos=True, adapter="mine")
+    next(old)
+    model.remove_adapter("mine")
+    model.add_adapter("mine", small(model, 2))
+    fresh = load_torch("story")
+    fresh.add_adapter("mine", small(fresh, 2))
+    assert ids_of(old) != text(fresh, STARTS[0], "mine", 8)[1:]
+    assert text(model, STARTS[0], "mine") == text(fresh, STARTS[0], "mine")
+
+
+def test_in_mode_reproducible_no_bit_of_an_adapted_row_depends_on_its_company():
+    generator = torch.Generator().manual_seed(0)
+    lora_A, lora_B, x = (torch.randn(*shape, generator=generator) for shape in ((16, 896), (600, 16), (150, 896)))
+    leaf = LoraLinear(FixedRows(torch.nn.Linear(896, 600)), fixed=True)
+    config = LoraConfig(r=16, target_modules=("q_proj",))
+    target = Target("layers.0.q_proj", "model.layers.0.self_attn.q_proj", "blk.0.attn_q", 896, 600, 0, "")
+    tensors = LoraTensors(lora_A.numpy(), lora_B.numpy())
+    leaf.add("one", config, target, tensors, dtype=torch.float32, trainable=False, minus=None)
+    leaf.activate("one")
+    with torch.no_grad():
+        together = leaf(x)
+        for rows in (1, 3, 40):
+            assert torch.equal(leaf(x[:rows]), together[:rows])
+
+
+def test_a_trace_names_the_same_stages_as_without_an_adapter(model: TorchModel):
+    plain: dict[str, np.ndarray] = {}
+    adapted: dict[str, np.ndarray] = {}
+    model.forward([5, 9, 2], trace=plain)
+    logits = model.forward([5, 9, 2], trace=adapted, adapter="one")
+    assert plain.keys() == adapted.keys()
+    assert np.array_equal(adapted["logits"], logits)
+    np.testing.assert_allclose(model.forward([5, 9, 2], adapter="one"), logits, rtol=0, atol=1e-4)
+
+
+def test_mistakes_are_named(model: TorchModel):
+    for problem, call in {
+        "none called 'four'; there are one, two, three": lambda: text(model, STARTS[0], "four"),
+        "expected one adapter or 2, one per prompt, got 1": lambda: list(
+            model.generate_batch(STARTS[:2], adapter=["one"])
+        ),
+        "'one' already": lambda: model.add_adapter("one", small(model, 1)),
+        "letters, digits, _ and -, got 'a b'": lambda: model.add_adapter("a b", small(model, 1)),
+        "uses the name 'keys' itself": lambda: model.add_adapter("keys", small(model, 1)),
+        "made for another model": lambda: model.add_adapter("x", small(load_torch("micro-qwen2"), 1)),
+    }.items():
+        with pytest.raises(ValueError, match=problem):
+            call()
+    assert model.adapters == ["one", "two", "three"]

@@ -1,0 +1,213 @@
+"""Loading and generating on the torch path: what a user calls, against the NumPy path."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import llorch
+from llorch.builtin import BUILTIN
+from llorch.errors import MissingDevice
+from llorch.pytorch.memory import CHUNK
+from llorch.sampling import SamplingSettings
+from llorch.verify.goldens import SAMPLINGS
+
+IDS = [5, 260, 17, 33, 2, 91, 144, 78, 300]
+START = "Once upon a time"
+
+
+@pytest.fixture(scope="module", params=BUILTIN)
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def model() -> llorch.TorchModel:
+    return llorch.load_torch("micro-qwen3")
+
+
+def ids_of(tokens: list[llorch.Token]) -> list[int]:
+    return [token.id for token in tokens]
+
+
+def test_logits_are_those_of_numpy(name: str):
+    want = llorch.load(name).forward(IDS)
+    got = llorch.load_torch(name).forward(IDS)
+    np.testing.assert_allclose(got, want, rtol=0, atol=4e-6 * np.abs(want).max(), strict=True)
+
+
+@pytest.mark.parametrize("sampling", ["greedy", *SAMPLINGS])
+def test_the_same_seed_continues_as_numpy_does(name: str, sampling: str):
+    settings = SAMPLINGS.get(sampling, SamplingSettings())
+    want = list(llorch.load(name).generate(START, max_tokens=20, settings=settings))
+    got = list(llorch.load_torch(name).generate(START, max_tokens=20, settings=settings))
+    assert [(t.id, t.text, t.finish) for t in got] == [(t.id, t.text, t.finish) for t in want]
+    np.testing.assert_allclose([t.logprob for t in got], [t.logprob for t in want], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+def test_every_dtype_writes_the_same_story(dtype: str):
+    want = [t.text for t in llorch.load("story").generate(START, max_tokens=12)]
+    assert [t.text for t in llorch.load_torch("story", dtype=dtype).generate(START, max_tokens=12)] == want
+
+
+def test_half_precision_gives_float32_logits_and_double_gives_double():
+    assert llorch.load_torch("micro-llama", dtype="bfloat16").forward([1]).dtype == np.float32
+    assert llorch.load_torch("micro-llama", dtype="float64").forward([1]).dtype == np.float64
+
+
+def test_the_backend_is_named_by_device_and_dtype(model: llorch.TorchModel):
+    assert str(model.target) == "torch-cpu-float32"
+    assert model.name == "micro-qwen3"
+    assert model.config is model.weights.config
+
+
+@pytest.mark.parametrize("ids", [[-1, 2], [3, 10**6], [], [1.5], [[1, 2]]])
+def test_bad_ids_are_refused_in_the_words_of_the_numpy_path(model: llorch.TorchModel, ids: list):
+    with pytest.raises(ValueError, match="forward: ") as ours:
+        model.forward(np.asarray(ids))
+    with pytest.raises(ValueError, match="forward: ") as theirs:
+        llorch.load("micro-qwen3").forward(np.asarray(ids))
+    assert str(ours.value) == str(theirs.value)
+
+
+@pytest.mark.parametrize(("n", "first_position"), [(2, -1), (2, 10**6), (10**5, 0)])
+def test_positions_outside_the_context_are_refused_in_the_same_words(
+    model: llorch.TorchModel, n: int, first_position: int
+):
+    with pytest.raises(ValueError, match="do not fit the context of") as ours:
+        model.forward([1] * n, first_position=first_position)
+    with pytest.raises(ValueError, match="do not fit the context of") as theirs:
+        llorch.load("micro-qwen3").forward([1] * n, first_position=first_position)
+    assert str(ours.value) == str(theirs.value)
+
+
+def test_a_long_prompt_runs_in_chunks_and_gives_the_same_logits():
+    model = llorch.load_torch("micro-qwen3", attention="eager")
+    ids = np.random.default_rng(0).integers(0, model.config.vocab_size, CHUNK["cpu"] + 100)
+    trace: dict[str, np.ndarray] = {}
+    whole = model.forward(ids, trace=trace)  # a traced run is one pass
+    chunked = model.forward(ids)
+    assert trace["l0.attn_scores"].shape[1:] == (len(ids), len(ids))
+    np.testing.assert_allclose(chunked, whole, rtol=0, atol=2e-5 * np.abs(whole).max(), strict=True)
+    last = model.forward(ids, last_only=True)
+    np.testing.assert_allclose(last, chunked[-1:], rtol=0, atol=2e-5 * np.abs(whole).max(), strict=True)
+
+
+@pytest.mark.parametrize("n_tokens", [3, 4, 5, 8, 9])
+def test_chunks_of_any_number_give_every_row_once(
+    model: llorch.TorchModel, monkeypatch: pytest.MonkeyPatch, n_tokens: int
+):
+    ids = np.random.default_rng(n_tokens).integers(0, model.config.vocab_size, n_tokens)
+    whole = model.forward(ids)
+    first = next(iter(model.generate(ids.tolist(), max_tokens=1)))
+    monkeypatch.setitem(CHUNK, "cpu", 4)
+    np.testing.assert_allclose(model.forward(ids), whole, rtol=0, atol=2e-5 * np.abs(whole).max(), strict=True)
+    chunked = next(iter(model.generate(ids.tolist(), max_tokens=1)))
+    assert chunked.id == first.id
+    assert chunked.logprob == pytest.approx(first.logprob, abs=1e-5)
+
+
+def test_only_eager_attention_shows_scores_and_probabilities(model: llorch.TorchModel):
+    eager, fused = ({}, {})
+    llorch.load_torch("micro-qwen3", attention="eager").forward(IDS, trace=eager)
+    model.forward(IDS, trace=fused)
+    assert {key.rpartition(".")[2] for key in eager.keys() - fused.keys()} == {"attn_scores", "attn_probs"}
+    assert not fused.keys() - eager.keys()
+
+
+def test_a_trace_is_a_copy_that_later_runs_leave_alone(model: llorch.TorchModel):
+    trace: dict[str, np.ndarray] = {}
+    model.forward(IDS, trace=trace)
+    before = {key: array.copy() for key, array in trace.items()}
+    model.forward(IDS[::-1])
+    for key, array in before.items():
+        np.testing.assert_array_equal(trace[key], array)
+
+
+def test_a_second_answer_in_the_storage_of_the_first_is_the_same(model: llorch.TorchModel):
+    settings = SamplingSettings(temperature=1.2, repetition_penalty=1.3, seed=3)
+    first = list(model.generate(START, max_tokens=15, settings=settings, ignore_eos=True))
+    list(model.generate("The little fox", max_tokens=20, settings=settings, ignore_eos=True))
+    assert list(model.generate(START, max_tokens=15, settings=settings, ignore_eos=True)) == first
+
+
+def test_two_answers_at_the_same_time_do_not_meet(model: llorch.TorchModel):
+    one, other = (list(model.generate(text, max_tokens=8, ignore_eos=True)) for text in (START, "The fox"))
+    both = zip(
+        model.generate(START, max_tokens=8, ignore_eos=True),
+        model.generate("The fox", max_tokens=8, ignore_eos=True),
+        strict=True,
+    )
+    assert list(both) == list(zip(one, other, strict=True))
+
+
+def test_an_answer_ends_at_an_end_token_unless_that_is_ignored(monkeypatch: pytest.MonkeyPatch):
+    model = llorch.load_torch("micro-qwen3")
+    ids = ids_of(list(model.generate(START, max_tokens=8, ignore_eos=True)))
+    monkeypatch.setattr(model.tokenizer, "eos_token_ids", frozenset({ids[3]}))
+    tokens = list(model.generate(START, max_tokens=8))
+    assert ids_of(tokens) == ids[: ids.index(ids[3]) + 1]
+    assert (tokens[-1].finish, tokens[-1].text) == ("eos", "")
+    assert ids_of(list(model.generate(START, max_tokens=8, ignore_eos=True))) == ids
+
+
+def test_text_ends_before_a_stop_string():
+    model = llorch.load_torch("story")
+    whole = "".join(t.text for t in model.generate(START, max_tokens=40))
+    assert "." in whole
+    tokens = list(model.generate(START, max_tokens=40, stop=["nowhere", "."]))
+    assert "".join(t.text for t in tokens) == whole[: whole.index(".")]
+    assert tokens[-1].finish == "stop"
+
+
+def test_generation_ends_where_the_context_ends():
+    model = llorch.load_torch("story")
+    ids = [1] * (model.config.max_position_embeddings - 3)
+    tokens = list(model.generate(ids, max_tokens=100, ignore_eos=True))
+    assert len(tokens) == 4  # three more positions, and the token that the last one predicts
+    assert tokens[-1].finish == "length"
+
+
+def test_no_tokens_are_made_when_none_are_wanted(model: llorch.TorchModel):
+    assert list(model.generate(START, max_tokens=0)) == []
+
+
+@pytest.mark.parametrize(
+    ("prompt", "problem"), [([], "at least one token id"), ([1] * 10**5, "do not fit the context")]
+)
+def test_a_prompt_that_cannot_be_continued_is_refused(model: llorch.TorchModel, prompt: list[int], problem: str):
+    with pytest.raises(ValueError, match=problem):
+        list(model.generate(prompt, max_tokens=3))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "problem"),
+    [
+        ({"device": "gpu"}, "device: expected cpu, cuda or cuda:N, got 'gpu'"),
+        ({"dtype": "int8"}, "dtype: expected one of .* got 'int8'"),
+        ({"mode": "reproducible", "compiled": True}, "choose one of them"),
+    ],
+)
+def test_settings_without_a_meaning_are_refused(wrong: dict, problem: str):
+    with pytest.raises(ValueError, match=problem):
+        llorch.load_torch("micro-llama", **wrong)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_here_is_never_replaced():
+    with pytest.raises(MissingDevice, match=r"device cuda: .*use --device cpu"):
+        llorch.load_torch("micro-llama", device="cuda")
+
+
+def test_without_torch_the_remedy_is_named():
+    code = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r}); sys.modules['torch'] = None\n"
+        "import llorch\n"
+        "try:\n    llorch.load_torch\nexcept llorch.MissingExtra as error:\n    print(error)"
+    )
+    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout.startswith("torch is not installed; get it with: pip install 'llorch[torch]'")

@@ -1,0 +1,153 @@
+"""Decoding as steps that are replayed: on CUDA as a graph; all that a graph needs of a step is tested without one."""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import llorch
+from llorch.generate import Job
+from llorch.pytorch.cache import Cache
+from llorch.pytorch.causal_lm import CausalLM
+from llorch.pytorch.cuda.graph import GraphedSteps, size_class, try_out
+from llorch.pytorch.decoding import Decoding
+from llorch.pytorch.sampling import Needs
+from llorch.sampling import SamplingSettings
+
+DRAWN = SamplingSettings(temperature=1.1, top_k=40, top_p=0.9, min_p=0.01, repetition_penalty=1.2, seed=3)
+IDS = [5, 60, 17, 33, 2]
+
+
+@pytest.fixture(scope="module")
+def model() -> llorch.TorchModel:
+    return llorch.load_torch("micro-qwen3")
+
+
+def begun(model: llorch.TorchModel, jobs: Sequence[Job], *, n_slots: int = 64) -> Decoding:
+    needs = Needs.of([job.settings for job in jobs])
+    decoding = Decoding(model.module, model.new_cache(len(jobs), n_slots), needs, n_end_ids=2)
+    decoding.begin(jobs, chunk=512)
+    return decoding
+
+
+def job(settings: SamplingSettings, n: int = 12, ids: Sequence[int] = IDS, end: Sequence[int] = ()) -> Job:
+    return Job(list(ids), n, settings, frozenset(end))
+
+
+@pytest.mark.parametrize("settings", [SamplingSettings(), DRAWN])
+def test_steps_that_look_at_all_slots_make_the_tokens_of_generate(model: llorch.TorchModel, settings: SamplingSettings):
+    want = [t.id for t in model.generate(IDS, max_tokens=12, settings=settings, ignore_eos=True)]
+    decoding = begun(model, [job(settings)])
+    for _ in range(11):
+        decoding.step(decoding.cache.n_slots)
+    assert decoding.tokens[0, :12].tolist() == want
+
+
+def test_steps_leave_every_tensor_in_its_place(model: llorch.TorchModel):
+    decoding = begun(model, [job(DRAWN)] * 2)
+    tensors = (*decoding.state, *decoding.cache.keys, *decoding.cache.values)
+    before = [tensor.data_ptr() for tensor in tensors]
+    for _ in range(3):
+        decoding.step(64)
+    assert [tensor.data_ptr() for tensor in (*decoding.state, *decoding.cache.keys, *decoding.cache.values)] == before
+
+
+class NothingFromTheHost(TorchDispatchMode):
+    """Fails when an operation reads or makes a tensor that is not on the device."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves((args, kwargs, out)):
+            if isinstance(tensor, torch.Tensor):
+                assert tensor.device.type == "meta", f"{func} works on {tensor.device}"
+        return out
+
+
+@pytest.mark.parametrize("name", ["micro-llama", "micro-qwen2", "micro-qwen3"])
+@pytest.mark.parametrize("settings", [SamplingSettings(), DRAWN])
+def test_a_step_reads_nothing_back_and_takes_nothing_from_the_host(name: str, settings: SamplingSettings):
+    device = torch.device("meta")  # has no values: whoever asks for one gets an error
+    config = llorch.load(name).config
+    with device:
+        module = CausalLM(config)
+    cache = Cache(config, batch=3, n_slots=16, dtype=torch.float32, device=device)
+    decoding = Decoding(module, cache, Needs.of([settings]), n_end_ids=2)
+    with NothingFromTheHost():
+        decoding.step(16)
+    with pytest.raises(RuntimeError, match=r"item\(\) cannot be called"), NothingFromTheHost():
+        decoding.tokens[0, 0].item()
+    with pytest.raises(AssertionError, match="works on cpu"), NothingFromTheHost():
+        decoding.ids.copy_(torch.zeros(3, 1))
+
+
+def test_a_step_that_is_tried_out_is_as_if_it_had_not_been(model: llorch.TorchModel):
+    one, other = begun(model, [job(DRAWN)]), begun(model, [job(DRAWN)])
+    for _ in range(5):
+        try_out(other, 64)
+        one.step(64)
+        other.step(64)
+    assert all(torch.equal(a, b) for a, b in zip(one.state, other.state, strict=True))
+    assert torch.equal(one.cache.keys[1], other.cache.keys[1])
+
+
+def test_infinities_that_an_earlier_answer_left_in_the_cache_reach_nobody(model: llorch.TorchModel):
+    decoding, fresh = begun(model, [job(DRAWN)]), begun(model, [job(DRAWN)])
+    for store in (*decoding.cache.keys, *decoding.cache.values):
+        store.fill_(torch.inf)
+    decoding.begin([job(DRAWN)], chunk=512)
+    for _ in range(5):
+        decoding.step(64)
+        fresh.step(64)
+    assert all(torch.equal(a, b) for a, b in zip(decoding.state, fresh.state, strict=True))
+
+
+def test_a_sequence_that_ended_stands_still(model: llorch.TorchModel):
+    free = [t.id for t in model.generate(IDS, max_tokens=12, ignore_eos=True)]
+    decoding = begun(model, [job(SamplingSettings(), end=[free[3]]), job(SamplingSettings(), n=2), job(DRAWN)])
+    for _ in range(11):
+        decoding.step(64)
+    filled = [int(cache[0].any(-1).sum()) for cache in decoding.cache.keys[0][:, :, :64]]
+    assert filled == [len(IDS) + free.index(free[3]), len(IDS) + 1, len(IDS) + 11]
+    assert decoding.positions[:, 0].tolist() == [-1, -1, -1]
+
+
+def test_size_classes_hold_what_they_must_and_waste_less_than_half():
+    for n_slots in (300, 5000):
+        for ctx in range(1, n_slots + 1):
+            size = size_class(ctx, n_slots)
+            assert ctx <= size <= n_slots
+            assert size <= 256 or size < 1.5 * ctx or size == n_slots
+    assert sorted({size_class(ctx, 2048) for ctx in range(1, 2049)}) == [256, 384, 512, 768, 1024, 1536, 2048]
+
+
+@pytest.mark.slow
+def test_compiled_steps_make_the_tokens_of_eager_ones():
+    script = Path(__file__).parents[1] / "support" / "compiled_steps.py"
+    done = subprocess.run(
+        [sys.executable, script, "micro-qwen3"], capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.stdout.strip() == "ok", done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("settings", [SamplingSettings(), DRAWN])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_cuda_graph_makes_the_tokens_of_eager_steps(settings: SamplingSettings, compiled: bool):
+    if not torch.cuda.is_available():
+        pytest.skip("NOT RUN: torch finds no CUDA device")
+    model = llorch.load_torch("micro-qwen3", device="cuda", compiled=compiled)
+    assert {p.device.type for p in model.module.parameters()} == {"cuda"}
+    eager, graphed = (begun(model, [job(settings, n=300)] * 2, n_slots=400) for _ in range(2))
+    graphed.replay = GraphedSteps()
+    for _ in range(299):  # into the second size class
+        eager.step(400)
+        graphed.advance()
+    assert graphed.tokens.device.type == "cuda"
+    assert torch.equal(eager.tokens, graphed.tokens)
+    want = [t.id for t in llorch.load("micro-qwen3").generate(IDS, max_tokens=20, settings=settings, ignore_eos=True)]
+    assert [t.id for t in model.generate(IDS, max_tokens=20, settings=settings, ignore_eos=True)] == want

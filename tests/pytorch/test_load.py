@@ -1,0 +1,103 @@
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from llorch.builtin import builtin_path
+from llorch.convert import convert
+from llorch.errors import FormatError
+from llorch.files import open_weights
+from llorch.files.quant import GGMLType
+from llorch.pytorch import load
+from llorch.pytorch.cache import Cache
+from llorch.pytorch.causal_lm import CausalLM
+from llorch.pytorch.load import load_dense, load_packed
+from llorch.pytorch.packing import PACKERS
+from llorch.pytorch.quantised_linear import QuantisedEmbedding, QuantisedLinear
+from llorch.verify.quantised_models import MODELS, write_model
+
+CPU = torch.device("cpu")
+PACKED = [name for name, recipe in MODELS.items() if recipe.types <= PACKERS.keys()]
+
+
+def logits(model: CausalLM, dtype: torch.dtype) -> torch.Tensor:
+    ids = torch.tensor([[5, 26, 17, 33, 2, 19, 14, 38, 30]])
+    cache = Cache(model.config, batch=1, n_slots=9, dtype=dtype, device=CPU)
+    with torch.inference_mode():
+        return model(ids, cache.place(torch.arange(9)[None], ctx=9, causal=True), cache)
+
+
+def loaded(path: Path, way: Callable[..., CausalLM], dtype: torch.dtype) -> CausalLM:
+    return way(open_weights(path), dtype=dtype, device=CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", [*PACKED, "Q4_1"])
+def test_packed_matrices_give_the_logits_of_decoded_ones(name, dtype, tmp_path):
+    path = write_model(name, tmp_path)
+    packed, dense = (logits(loaded(path, way, dtype), dtype).double() for way in (load_packed, load_dense))
+    assert float((packed - dense).norm() / dense.norm()) < (1e-6 if dtype is torch.float32 else 1e-2)
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_every_matrix_of_the_four_types_stays_packed(name, tmp_path):
+    model = loaded(write_model(name, tmp_path), load_packed, torch.bfloat16)
+    matrices = [name for name, parameter in model.named_parameters() if parameter.ndim > 1]
+    assert not matrices
+    assert sum(isinstance(module, QuantisedLinear) for module in model.modules()) == 2 * 7 + 1
+    assert isinstance(model.model.embed_tokens, QuantisedEmbedding)
+
+
+def test_matrices_of_other_types_are_decoded(tmp_path):
+    model = loaded(write_model("Q4_1", tmp_path), load_packed, torch.float32)
+    assert not any(isinstance(module, QuantisedLinear | QuantisedEmbedding) for module in model.modules())
+
+
+@pytest.mark.parametrize("ggml_type", [GGMLType.Q8_0, GGMLType.F16], ids=lambda kind: kind.name)
+def test_a_tied_head_shares_the_memory_of_the_embedding(ggml_type, tmp_path):
+    path = tmp_path / "tied.gguf"
+    convert(builtin_path("micro-llama3"), path, ggml_type=ggml_type)
+    model = loaded(path, load_packed, torch.float32)
+    head, embedding = (list(leaf.state_dict().values()) for leaf in (model.lm_head, model.model.embed_tokens))
+    assert [tensor.data_ptr() for tensor in head] == [tensor.data_ptr() for tensor in embedding]
+    assert (
+        float((logits(model, torch.float32) - logits(loaded(path, load_dense, torch.float32), torch.float32)).norm())
+        < 1e-4
+    )
+
+
+def test_rows_of_q_and_k_in_another_order_give_other_logits(tmp_path, monkeypatch):
+    path = write_model("Q4_K", tmp_path)
+    right = logits(loaded(path, load_packed, torch.float32), torch.float32)
+    monkeypatch.setattr(load, "undo_interleave", lambda rows, heads: rows.copy())
+    wrong = logits(loaded(path, load_packed, torch.float32), torch.float32)
+    assert float((wrong - right).norm() / right.norm()) > 0.01
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize(("name", "offset"), [("Q8_0", 0), ("Q4_0", 0), ("Q4_K", 0), ("Q4_K", 2), ("Q6_K", 208)])
+def test_a_scale_that_is_not_finite_is_refused_as_with_decoded_matrices(name, offset, bad, tmp_path):
+    path = write_model(name, tmp_path)
+    weights = open_weights(path)
+    raw = weights.source.packed("blk.1.ffn_up.weight").raw
+    data = bytearray(path.read_bytes())
+    start = data.index(raw.tobytes()) + raw.size // 2  # at the begin of a row
+    data[start + offset : start + offset + 2] = np.array(bad, "<f2").tobytes()
+    weights.source.close()
+    path.write_bytes(data)
+    messages = []
+    for way in (load_packed, load_dense):
+        with pytest.raises(
+            FormatError, match=r"NonFinite.*blk\.1\.ffn_up\.weight has -?(nan|inf) at \(256, 0\)"
+        ) as caught:
+            loaded(path, way, torch.float32)
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+
+
+def test_initial_values_are_not_drawn(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "normal_", None)
+    monkeypatch.setattr(torch.Tensor, "uniform_", None)
+    assert loaded(builtin_path("micro-qwen2"), load_dense, torch.float32).lm_head.weight.isfinite().all()

@@ -1,0 +1,169 @@
+"""Checkpoint 14, quantised: the torch path's packed matrices against llama.cpp's goldens of checkpoint 13."""
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from planted_quantised import golden
+
+from llorch.files.quant import GGMLType
+from llorch.pytorch import load, packing
+from llorch.pytorch.device import target
+from llorch.pytorch.packing import PACKERS, Fields
+from llorch.stages import STAGES
+from llorch.verify import torch_verify_quantised as verification
+from llorch.verify.quantised_models import write_model
+from llorch.verify.torch_verify_quantised import PACKED_MODELS, product_rows, verify_quantised_torch
+from llorch.verify.verifier import FAIL, PASS, Row
+
+PRODUCTS = [stage.name for stage in STAGES if stage.matrix]
+Key = tuple[str, str, str, str]  # model or type, stage, mode, backend
+
+
+@cache
+def rows(device: str, dtype: str) -> dict[Key, list[Row]]:
+    grouped: dict[Key, list[Row]] = {}
+    for row in verify_quantised_torch(target(device, dtype)):
+        grouped.setdefault((row.model, row.stage, row.mode, row.backend), []).append(row)
+    return grouped
+
+
+def expected_keys(device: str, dtype: str) -> Iterator[Key]:
+    backend = f"torch-{device}-{dtype}"
+    for kind in PACKERS:
+        yield kind.name, f"decode.{kind.name}", "exact", backend
+    for model in PACKED_MODELS:
+        yield model, "file", "exact", backend
+        for stage in PRODUCTS:
+            yield model, stage, "isolated", backend
+            yield model, stage, "isolated", f"{backend}-plain"
+
+
+def parameters() -> Iterator:
+    for device in ("cpu", "cuda"):
+        for dtype in ("float32", "bfloat16", "float16"):
+            for key in expected_keys(device, dtype):
+                marks = pytest.mark.gpu if device == "cuda" else ()
+                yield pytest.param(device, dtype, key, marks=marks, id="checkpoint_14-13-" + "-".join(key))
+
+
+@pytest.mark.parametrize(("device", "dtype", "key"), list(parameters()))
+def test_checkpoint(device: str, dtype: str, key: Key):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("NOT RUN: needs a CUDA device")
+    found = rows(device, dtype).get(key, [])
+    assert found, f"{key}: no comparison was made"
+    assert {row.checkpoint for row in found} == {"13"}
+    bad = [row for row in found if row.verdict != PASS]
+    assert not bad, f"{len(bad)} of {len(found)} rows fail, first: {bad[0]}"
+
+
+def test_checkpoint_14_quantised_rows_are_all_looked_at():
+    assert rows("cpu", "float32").keys() == set(expected_keys("cpu", "float32"))
+    assert {"Q8_0", "Q4_0", "Q4_K", "Q6_K", "Q4_K_M"} == set(PACKED_MODELS)
+
+
+def test_checkpoint_14_quantised_covers_both_layers():
+    for (_, stage, mode, _), found in rows("cpu", "float32").items():
+        if mode == "isolated" and stage != "logits":
+            assert {row.layer for row in found} == {0, 1}
+
+
+def test_checkpoint_14_quantised_grants_float32_what_numpy_is_granted():
+    assert max(row.tolerance for found in rows("cpu", "float32").values() for row in found) <= 2e-6
+
+
+def test_checkpoint_14_quantised_grants_half_precision_a_few_roundings_only():
+    granted = {
+        dtype: max(r.tolerance for f in rows("cpu", dtype).values() for r in f) for dtype in ("bfloat16", "float16")
+    }
+    assert granted["bfloat16"] < 0.04
+    assert granted["float16"] < 0.005
+
+
+def swap_halves(fields: Fields) -> None:
+    fields["codes"].copy_(fields["codes"] >> 4 | fields["codes"] << 4)
+
+
+def neighbours_scale(fields: Fields) -> None:
+    fields["d"].copy_(fields["d"].roll(1, 1) if fields["d"].shape[1] > 1 else fields["d"].roll(1, 0))
+
+
+def neighbours_inner_scale(fields: Fields) -> None:
+    width = 3 if fields["scales"].dtype is torch.uint8 else 1
+    fields["scales"].copy_(fields["scales"].roll(width, 1))
+
+
+def drop_minimum(fields: Fields) -> None:
+    fields["dmin"].zero_()
+
+
+def drop_upper_bits(fields: Fields) -> None:
+    fields["upper"].zero_()
+
+
+def drop_sign_of_scales(fields: Fields) -> None:
+    fields["scales"].abs_()
+
+
+MISTAKES: list[tuple[str, Callable[[Fields], None]]] = [
+    ("Q4_0", swap_halves),
+    ("Q4_K", swap_halves),
+    ("Q6_K", swap_halves),
+    ("Q8_0", neighbours_scale),
+    ("Q4_0", neighbours_scale),
+    ("Q4_K", neighbours_scale),
+    ("Q6_K", neighbours_scale),
+    ("Q4_K", neighbours_inner_scale),
+    ("Q6_K", neighbours_inner_scale),
+    ("Q4_K", drop_minimum),
+    ("Q6_K", drop_upper_bits),
+    ("Q6_K", drop_sign_of_scales),
+]
+
+
+def products(name: str, folder: Path) -> list[Row]:
+    return list(product_rows(name, write_model(name, folder), golden(), target("cpu", "float32")))
+
+
+@pytest.mark.parametrize(("name", "spoil"), MISTAKES, ids=lambda part: getattr(part, "__name__", part))
+def test_a_mistake_in_the_fields_turns_every_product_red(name, spoil, tmp_path, monkeypatch):
+    right = load.pack
+
+    def wrong(raw: torch.Tensor, ggml_type: GGMLType) -> dict[str, torch.Tensor]:
+        fields = right(raw, ggml_type)
+        spoil(fields)
+        return fields
+
+    monkeypatch.setattr(load, "pack", wrong)
+    found = products(name, tmp_path)
+    assert {row.backend for row in found} == {"torch-cpu-float32", "torch-cpu-float32-plain"}
+    assert all(row.verdict == FAIL and row.error > 10 * row.tolerance for row in found)
+
+
+def test_bytes_that_are_read_without_their_sign_turn_every_product_of_the_twin_red(tmp_path, monkeypatch):
+    def unsigned(fields: Fields) -> torch.Tensor:
+        return packing._scaled(fields["codes"].view(torch.uint8), fields["d"].float())
+
+    monkeypatch.setattr(packing, "DECODERS", {GGMLType.Q8_0: unsigned})
+    found = [row for row in products("Q8_0", tmp_path) if row.backend.endswith("-plain")]
+    assert found
+    assert all(row.verdict == FAIL and row.error > 10 * row.tolerance for row in found)
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_K"])
+def test_rows_of_q_and_k_in_the_order_of_the_file_turn_their_products_red(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(load, "undo_interleave", lambda rows, heads: rows.copy())
+    for row in products(name, tmp_path):
+        reordered = row.stage in ("q_proj", "k_proj")
+        assert row.verdict == (FAIL if reordered else PASS)
+        assert not reordered or row.error > 10 * row.tolerance
+
+
+def test_products_of_another_file_are_not_judged(monkeypatch):
+    monkeypatch.setattr(verification, "fingerprint", lambda path: "another")
+    monkeypatch.setattr(verification, "PACKED_MODELS", ("Q4_0",))
+    stages = [row.stage for row in verify_quantised_torch(target("cpu", "float32"))]
+    assert stages == [*(f"decode.{kind.name}" for kind in PACKERS), "file"]

@@ -1,0 +1,97 @@
+"""Training against PEFT and torch.optim: the same first adapter and the same batches, step by step."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from training_passes import in_peft, peft_name
+from training_runs import Silent, small_settings
+
+pytestmark = [pytest.mark.live, pytest.mark.filterwarnings("ignore")]
+STEPS = 21
+LORA = {"r": 3, "lora_alpha": 5.0, "target_modules": ("q_proj", "v_proj", "o_proj", "down_proj")}
+
+
+def loop(model: Any, training: Any, *, weight_decay: float) -> list[tuple[float, float]]:
+    """Train a PEFT model as one would by hand: loss and norm of every step."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1.0, betas=(0.9, 0.999), eps=1e-8, weight_decay=weight_decay)
+    seen = []
+    for step in range(STEPS):
+        made = training.plan.step(step)
+        n_trained, total = sum(batch.n_trained for batch in made), 0.0
+        for batch in made:
+            ids, labels = torch.from_numpy(batch.ids), torch.from_numpy(batch.labels)
+            mask = torch.from_numpy(batch.positions >= 0).long()
+            logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+            flat = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+            loss = cross_entropy(*flat, ignore_index=-100, reduction="sum") / n_trained
+            loss.backward()
+            total += loss.item()
+        norm = torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.param_groups[0]["lr"] = training.settings.lr * (1 - step / STEPS)
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append((total, norm.item()))
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("micro-qwen3", {}), ("micro-llama", {"rslora": True}), ("micro-qwen2", {"dora": True})],
+)
+def test_the_losses_of_many_steps_are_those_of_peft_and_torch(tmp_path: Path, name: str, kind: dict[str, bool]):
+    from llorch.pytorch.train.trainer import Training
+
+    settings = small_settings(
+        tmp_path, model=name, batch_size=3, accumulation=2, schedule="linear", steps=STEPS, weight_decay=0.1,
+        target_modules=LORA["target_modules"], **kind,
+    )  # fmt: skip
+    training: Any = Training(settings)
+    peft_kind = {f"use_{key}": value for key, value in kind.items()}
+    theirs = in_peft(name, training.adapter, **LORA, **peft_kind)
+    want = loop(theirs, training, weight_decay=0.1)
+    got = [training.run_step() for _ in range(STEPS)]
+    np.testing.assert_allclose([one.loss for one in got], [loss for loss, _ in want], rtol=1e-5, strict=True)
+    np.testing.assert_allclose([one.norm for one in got], [norm for _, norm in want], rtol=1e-3, strict=True)
+    assert got[-1].loss < 0.9 * got[0].loss
+    trained = dict(theirs.named_parameters())
+    for key, array in training.adapter.flat().items():
+        peft = trained[peft_name(key, training.adapter.targets)].detach().numpy()
+        assert np.abs(array - peft).max() < 0.2 * training.settings.lr, key  # Adam divides by small gradients
+
+
+def test_the_adapter_of_a_run_does_in_peft_what_it_does_here(tmp_path: Path):
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    from llorch.convert import convert
+    from llorch.model import find
+    from llorch.pytorch.train.run import Run
+    from llorch.pytorch.train.trainer import Training
+
+    folder, base = tmp_path / "run", tmp_path / "base"
+    convert(find("micro-qwen3"), base)
+    chosen = {
+        "target_modules": ("q_proj", "v_proj", "up_proj"), "exclude_modules": ("layers.0.self_attn.v_proj",),
+        "rank_pattern": {r"layers\.1\..*_proj": 5, "q_proj": 2}, "alpha_pattern": {"up_proj": 40.0},
+        "layers_to_transform": (0, 1),
+    }  # fmt: skip
+    result = Run(small_settings(tmp_path, steps=6, lr=2e-2, **chosen), folder, Silent()).run()
+    model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
+    model = peft.PeftModel.from_pretrained(model, str(folder)).eval()
+    trained = {name: tuple(p.shape) for name, p in model.named_parameters() if "lora_A" in name}
+    assert sorted(shape[0] for shape in trained.values()) == [2, 3, 5, 5, 5]
+    training = Training(small_settings(tmp_path))
+    total, n_trained = 0.0, 0
+    for example in training.data.valid:
+        ids, labels = torch.tensor([example.ids]), torch.tensor(example.labels)
+        with torch.no_grad():
+            logits = model(input_ids=ids).logits[0]
+        total += cross_entropy(logits[:-1], labels[1:], ignore_index=-100, reduction="sum").item()
+        n_trained += example.n_trained
+    assert result.valid_loss is not None
+    assert total / n_trained == pytest.approx(result.valid_loss["last"][1], rel=1e-5)

@@ -1,0 +1,211 @@
+"""The loss against torch's cross entropy over all logits: values, gradients, rows that never become logits."""
+
+import numpy as np
+import pytest
+import torch
+from random_adapters import random_adapter
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from training_passes import CPU, base
+
+from llorch.pytorch.lora.adapters import activate, attach, trainable_parameters
+from llorch.pytorch.train.forward import hidden_states
+from llorch.pytorch.train.loss import loss_sum
+from llorch.train.batch import IGNORED, Batch
+
+CHUNKS = pytest.mark.parametrize("chunk", [None, 1, 4, 1000])
+WIDE = {torch.float64: 1e-13, torch.float32: 1e-6}  # of the loss, and of the norm of each gradient
+
+
+class Counted(nn.Module):
+    """A head that remembers how many rows it was given at a time, and whether a gradient was wanted."""
+
+    def __init__(self, head: nn.Module):
+        super().__init__()
+        self.head, self.rows, self.wanted = head, list[int](), list[bool]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.rows.append(len(x))
+        self.wanted.append(torch.is_grad_enabled())
+        return self.head(x)
+
+
+def problem(dtype: torch.dtype) -> tuple[Tensor, nn.Linear, Tensor]:
+    """Hidden states, a head that is trained, labels of which about a third are ignored."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(3, 11, 16, generator=generator, dtype=dtype).requires_grad_()
+    head = nn.Linear(16, 70, bias=False, dtype=dtype)
+    nn.init.normal_(head.weight, generator=generator)
+    labels = torch.randint(0, 70, (3, 11), generator=generator)
+    labels[torch.rand(3, 11, generator=generator) < 0.3] = IGNORED
+    labels[1, :7] = IGNORED
+    return hidden, head, labels
+
+
+def by_torch(hidden: Tensor, head: nn.Module, labels: Tensor, smoothing: float) -> Tensor:
+    """All logits, shifted by slices, in at least float32."""
+    logits = head(hidden)[:, :-1].flatten(0, 1)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    kind = {"ignore_index": IGNORED, "reduction": "sum", "label_smoothing": smoothing}
+    return cross_entropy(wide, labels[:, 1:].flatten(), **kind)
+
+
+def gradients(loss: Tensor, *of: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(loss / 7, of))
+
+
+def distance(got: Tensor, want: Tensor) -> float:
+    return float((got - want).detach().double().norm() / want.detach().double().norm())
+
+
+@CHUNKS
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("dtype", WIDE)
+def test_loss_and_gradients_are_those_of_torch_over_all_logits(dtype: torch.dtype, smoothing: float, chunk: int | None):
+    hidden, head, labels = problem(dtype)
+    want = by_torch(hidden, head, labels, smoothing)
+    got = loss_sum(hidden, head, labels, label_smoothing=smoothing, chunk=chunk)
+    assert got.dtype == dtype
+    assert distance(got, want) < WIDE[dtype]
+    pairs = zip(gradients(got, hidden, head.weight), gradients(want, hidden, head.weight), strict=True)
+    for mine, theirs in pairs:
+        assert mine.dtype == dtype
+        assert distance(mine, theirs) < WIDE[dtype]
+
+
+@CHUNKS
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_the_softmax_of_bfloat16_logits_is_float32(smoothing: float, chunk: int | None):
+    hidden, head, labels = problem(torch.bfloat16)
+    want = by_torch(hidden, head, labels, smoothing)
+    got = loss_sum(hidden, head, labels, label_smoothing=smoothing, chunk=chunk)
+    assert got.dtype == torch.float32
+    assert distance(got, want) < 1e-6, "a softmax in bfloat16 is off by some 1e-3"
+    pairs = zip(gradients(got, hidden, head.weight), gradients(want, hidden, head.weight), strict=True)
+    for mine, theirs in pairs:
+        assert mine.dtype == torch.bfloat16
+        assert distance(mine, theirs) < 2**-7  # each is rounded to 8 bits several times
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 10, 1000])
+def test_only_trained_rows_become_logits_and_no_more_than_a_chunk_at_once(chunk: int):
+    hidden, head, labels = problem(torch.float32)
+    counted, n_trained = Counted(head), int((labels[:, 1:] != IGNORED).sum())
+    assert n_trained < 0.8 * labels.numel()
+    loss_sum(hidden, counted, labels, label_smoothing=0.1, chunk=chunk).backward()
+    assert sum(counted.rows) == n_trained, "each row once, also in the backward pass"
+    assert max(counted.rows) == min(chunk, n_trained)
+
+
+@CHUNKS
+def test_large_logits_make_no_infinity(chunk: int | None):
+    hidden, head, labels = problem(torch.float32)
+    far = hidden.detach() * 1e4
+    far.requires_grad_()
+    want = by_torch(far, head, labels, 0.1)
+    got = loss_sum(far, head, labels, label_smoothing=0.1, chunk=chunk)
+    assert distance(got, want) < 1e-6
+    assert distance(gradients(got, far)[0], gradients(want, far)[0]) < 1e-5
+
+
+@CHUNKS
+def test_a_batch_without_trained_tokens_adds_nothing(chunk: int | None):
+    hidden, head, labels = problem(torch.float32)
+    labels[:] = IGNORED
+    labels[:, 0] = 3  # nothing predicts the first token
+    loss = loss_sum(hidden, head, labels, label_smoothing=0.1, chunk=chunk)
+    loss.backward()
+    assert loss.item() == 0
+    assert hidden.grad is not None
+    assert not hidden.grad.any()
+
+
+@CHUNKS
+def test_without_gradients_the_loss_is_the_same(chunk: int | None):
+    hidden, head, labels = problem(torch.float64)
+    want = by_torch(hidden, head, labels, 0.1)
+    counted = Counted(head)
+    with torch.no_grad():
+        got = loss_sum(hidden, counted, labels, label_smoothing=0.1, chunk=chunk)
+    assert not any(counted.wanted), "time spent on gradients that nobody wants"
+    assert distance(got, want) < 1e-13
+    assert chunk is None or max(counted.rows) <= chunk
+
+
+ADAPTED = {
+    "tied": ("micro-qwen2", {"target_modules": ("q_proj", "lm_head")}),
+    "untied": ("micro-llama", {"target_modules": ("lm_head",)}),
+    "dora": ("micro-llama", {"target_modules": ("lm_head", "v_proj"), "use_dora": True}),
+    "head frozen": ("micro-qwen2", {"target_modules": ("q_proj", "embed_tokens")}),
+}
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 1000])
+@pytest.mark.parametrize("kind", ADAPTED)
+def test_an_adapted_head_gets_the_same_gradients_in_chunks(kind: str, chunk: int):
+    name, settings = ADAPTED[kind]
+    module = base(name, torch.float64)
+    attach(module, random_adapter(module.config, **settings), trainable=True)
+    of, found = ragged([7, 12, 4]), {}
+    for each in (None, chunk):
+        hidden = hidden_states(module, of, CPU)
+        loss = loss_sum(hidden, module.lm_head, torch.from_numpy(of.labels), label_smoothing=0.1, chunk=each)
+        (loss / of.n_trained).backward()
+        found[each] = [loss, *(taken(p) for p in trainable_parameters(module).values())]
+    for got, want in zip(found[chunk], found[None], strict=True):
+        assert bool(want.any())
+        assert distance(got, want) < 1e-12
+
+
+def test_an_adapter_that_is_switched_off_gets_no_gradient():
+    module = base("micro-llama", torch.float64)
+    for name in ("first", "second"):
+        attach(module, random_adapter(module.config, target_modules=("lm_head",)), name=name, trainable=True)
+    activate(module, "first")
+    of = ragged([7, 12])
+    labels = torch.from_numpy(of.labels)
+    loss_sum(hidden_states(module, of, CPU), module.lm_head, labels, label_smoothing=0.0, chunk=3).backward()
+    assert all(parameter.grad is not None for parameter in trainable_parameters(module, "first").values())
+    assert all(parameter.grad is None for parameter in trainable_parameters(module, "second").values())
+
+
+def taken(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    grad, parameter.grad = parameter.grad, None
+    return grad
+
+
+def ragged(lengths: list[int], first: int = 0) -> Batch:
+    """One document a row, a third of its labels ignored; row `i` is the same in every batch that has it."""
+    seq = max(lengths)
+    ids, positions = np.zeros((len(lengths), seq), np.int64), np.full((len(lengths), seq), -1)
+    labels = np.full_like(ids, IGNORED)
+    for row, length in enumerate(lengths):
+        rng = np.random.default_rng(first + row)
+        ids[row, :length], positions[row, :length] = rng.integers(0, 300, length), np.arange(length)
+        labels[row, 1:length] = np.where(rng.random(length - 1) < 0.3, IGNORED, ids[row, 1:length])
+    return Batch(ids, labels, positions, np.where(positions < 0, -1, 0))
+
+
+@pytest.mark.parametrize("chunk", [None, 5])
+def test_accumulating_ragged_batches_gives_the_gradients_of_one_batch(chunk: int | None):
+    module = base("micro-qwen3", torch.float64)
+    attach(module, random_adapter(module.config), trainable=True)
+    lengths = [3, 14, 9, 6]
+    found = []
+    for made in (
+        [ragged(lengths)],
+        [ragged(lengths[:3]), ragged(lengths[3:], 3)],
+        [ragged([n], i) for i, n in enumerate(lengths)],
+    ):
+        n_trained, total = sum(batch.n_trained for batch in made), 0.0
+        assert len({batch.n_trained for batch in made}) == len(made), "a mean of means would be another number"
+        for batch in made:
+            hidden, labels = hidden_states(module, batch, CPU), torch.from_numpy(batch.labels)
+            loss = loss_sum(hidden, module.lm_head, labels, label_smoothing=0.1, chunk=chunk) / n_trained
+            loss.backward()
+            total += loss.item()
+        found.append((total, [taken(p) for p in trainable_parameters(module).values()]))
+    for total, grads in found[1:]:
+        assert abs(total - found[0][0]) < 1e-12
+        assert all(distance(got, want) < 1e-11 for got, want in zip(grads, found[0][1], strict=True))

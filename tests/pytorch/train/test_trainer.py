@@ -1,0 +1,247 @@
+"""A step of training: what it leaves alone, what it must not depend on, and when it is not made."""
+
+import math
+from copy import deepcopy
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from training_runs import bits, distance, gradients, small_data, small_settings, trained
+
+from llorch.files.tensor_file import tensor_bytes
+from llorch.train.settings import TrainSettings
+
+
+def adapter_and_moments(training: Any) -> dict[str, np.ndarray]:
+    return {name: array for name, array in training.state()[0].items() if not name.startswith("rng/")}
+
+
+def test_training_learns_what_the_rows_have_in_common(tmp_path: Path):
+    settings = small_settings(tmp_path, steps=20, lr=3e-2, r=8, alpha=16.0)
+    training = trained(settings, steps=0)
+    before = training.validate()
+    losses = [training.run_step().loss for _ in range(20)]
+    assert losses[-1] < 0.5 * losses[0]
+    assert training.validate() < before
+
+
+def test_the_base_keeps_every_bit_and_gets_no_gradient(tmp_path: Path):
+    from llorch.builtin import builtin_path
+    from llorch.files import open_weights
+    from llorch.pytorch.device import target
+    from llorch.pytorch.train.loading import load_for_training
+
+    training = trained(small_settings(tmp_path, target_modules="all-linear"), steps=3)
+    at = target("cpu", "float32")
+    fresh = load_for_training(open_weights(builtin_path("micro-qwen3")), at, residency="decoded", batch=1, n_tokens=9)
+    weights = {name.replace(".base_layer", ""): tensor for name, tensor in training.module.named_parameters()}
+    for name, tensor in fresh.named_parameters():
+        assert weights[name].numpy(force=True).tobytes() == tensor.numpy(force=True).tobytes(), name
+        assert weights[name].grad is None
+        assert not weights[name].requires_grad
+
+
+@pytest.mark.parametrize(("batch_size", "accumulation"), [(4, 2), (3, 3), (1, 8)])
+def test_accumulating_over_ragged_batches_is_one_large_batch(tmp_path: Path, batch_size: int, accumulation: int):
+    whole = trained(small_settings(tmp_path), steps=0)
+    parts = trained(small_settings(tmp_path, batch_size=batch_size, accumulation=accumulation), steps=0)
+    for _ in range(3):
+        want, got = whole.run_step(), parts.run_step()
+        assert got.loss == pytest.approx(want.loss, rel=1e-6)
+        assert (got.n_trained, got.n_tokens) == (want.n_trained, want.n_tokens)
+    assert distance(gradients(parts), gradients(whole)) < 1e-5  # moments of three steps
+
+
+def test_accumulating_gives_the_gradients_of_one_large_batch_to_float64_rounding(tmp_path: Path):
+    how = {"dtype": "float64", "max_grad_norm": 0.0}
+    whole = trained(small_settings(tmp_path, **how), steps=1)
+    parts = trained(small_settings(tmp_path, batch_size=1, accumulation=8, **how), steps=1)
+    assert distance(gradients(parts), gradients(whole)) < 1e-12
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), [("float32", 1e-5), ("float64", 1e-12)])
+def test_packed_rows_have_the_loss_and_gradients_of_rows_apart(tmp_path: Path, dtype: str, rounding: float):
+    how = {"dtype": dtype, "max_grad_norm": 0.0, "max_length": 40, "init": "gaussian"}
+    apart, packed = (trained(small_settings(tmp_path, packing=packing, **how), steps=0) for packing in (False, True))
+    assert len(packed.plan.rows(0)) < len(apart.plan.rows(0))  # or nothing was packed
+    for _ in range(2):
+        want, got = apart.run_step(), packed.run_step()
+        assert got.loss == pytest.approx(want.loss, rel=min(rounding, 1e-6))
+        assert (got.n_trained, got.n_tokens) == (want.n_trained, want.n_tokens)
+    assert distance(gradients(packed), gradients(apart)) < rounding
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradient_checkpointing_changes_no_bit_also_with_dropout(tmp_path: Path, dtype: str):
+    how = {"dropout": 0.2, "dtype": dtype}
+    plain = trained(small_settings(tmp_path, **how), steps=3)
+    recomputed = trained(small_settings(tmp_path, gradient_checkpointing=True, **how), steps=3)
+    assert bits(recomputed.state()[0]) == bits(plain.state()[0])
+
+
+def test_dropout_changes_steps_but_not_validations(tmp_path: Path):
+    plain, dropping = (trained(small_settings(tmp_path, dropout=share), steps=0) for share in (0.0, 0.5))
+    assert dropping.validate() == plain.validate()
+    for _ in range(2):
+        plain.run_step()
+        dropping.run_step()
+    assert bits(adapter_and_moments(plain)) != bits(adapter_and_moments(dropping))
+    assert dropping.validate() == dropping.validate()
+
+
+def test_a_length_beyond_the_context_asks_for_no_more_memory_than_the_context(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from llorch.pytorch.train import trainer as torch_trainer
+
+    asked: list[int] = []
+    load = torch_trainer.load_for_training
+
+    def listening(*given: Any, n_tokens: int, **named: Any) -> Any:
+        asked.append(n_tokens)
+        return load(*given, n_tokens=n_tokens, **named)
+
+    monkeypatch.setattr(torch_trainer, "load_for_training", listening)
+    training = torch_trainer.Training(small_settings(tmp_path, max_length=10**9))
+    assert asked == [training.data.settings.max_length]
+    assert asked[0] < 10**6
+
+
+def test_chunks_of_logits_give_the_same_steps(tmp_path: Path):
+    whole, chunked = (trained(small_settings(tmp_path, chunk=chunk), steps=3) for chunk in (0, 7))
+    assert distance(gradients(chunked), gradients(whole)) < 1e-5
+    assert chunked.validate() == pytest.approx(whole.validate(), rel=1e-6)
+
+
+def test_moments_of_eight_bits_train_too(tmp_path: Path):
+    settings = small_settings(tmp_path, eight_bit=True, steps=15, lr=1e-2, r=64, alpha=128.0)
+    training = trained(settings, steps=0)
+    losses = [training.run_step().loss for _ in range(15)]
+    assert losses[-1] < 0.5 * losses[0]
+    assert any(array.dtype == np.uint8 for name, array in training.state()[0].items() if name.startswith("optimizer/"))
+
+
+@pytest.mark.parametrize("more", [{}, {"dora": True}, {"eight_bit": True, "lora_plus_ratio": 4.0}, {"init": "pissa"}])
+def test_a_state_that_is_loaded_goes_on_bit_by_bit(tmp_path: Path, more: dict[str, Any]):
+    how = {"dropout": 0.1, "schedule": "linear", "batch_size": 3, **more}
+    straight = trained(small_settings(tmp_path, **how), steps=2)
+    tensors, record = deepcopy(straight.state())
+    want = [straight.run_step() for _ in range(2)]
+    at_end = bits(straight.state()[0])
+    resumed = trained(small_settings(tmp_path, **how), steps=1)  # has drawn random numbers of its own
+    assert resumed.identity() == straight.identity()
+    resumed.load(tensors, record)
+    assert [resumed.run_step() for _ in range(2)] == want
+    assert bits(resumed.state()[0]) == at_end
+
+
+@pytest.mark.parametrize("eight_bit", [False, True])
+def test_a_state_to_be_saved_is_no_second_copy(tmp_path: Path, eight_bit: bool):
+    training = trained(small_settings(tmp_path, eight_bit=eight_bit, r=40), steps=1)
+    tensors, _ = training.state()
+    parts = [np.frombuffer(part, np.uint8) for part in tensor_bytes(tensors)]
+    live = {name: array for name, array in tensors.items() if not name.startswith("rng/") and array.ndim}
+    assert all(any(np.shares_memory(array, part) for part in parts) for array in live.values())  # to the disk as it is
+    before = bits(live)
+    training.run_step()
+    assert not before.items() & bits(live).items()  # the arrays that training changes
+
+
+def test_a_state_of_another_rank_is_refused(tmp_path: Path):
+    tensors, record = trained(small_settings(tmp_path, r=4), steps=0).state()
+    with pytest.raises(ValueError, match="snapshot: its adapter has other matrices or another rank"):
+        trained(small_settings(tmp_path), steps=0).load(tensors, record)
+
+
+def test_what_is_not_finite_ends_training_before_the_update_and_names_rows(tmp_path: Path):
+    from llorch.pytorch.train.trainer import NonFiniteLoss
+
+    training = trained(small_settings(tmp_path, lr=1e30, batch_size=2), steps=1)
+    before = bits(adapter_and_moments(training))
+    with pytest.raises(NonFiniteLoss, match=r"step 2: expected a finite loss and gradient, got loss") as error:
+        training.run_step()
+    assert all(f"train.jsonl:{row[0].source.rpartition(':')[2]}" in str(error.value) for row in training.plan.rows(1))
+    assert bits(adapter_and_moments(training)) == before
+    assert training.step == 1
+
+
+def test_a_gradient_that_is_not_finite_ends_training_although_the_loss_is(tmp_path: Path):
+    from llorch.pytorch.train.trainer import NonFiniteLoss
+
+    training = trained(small_settings(tmp_path), steps=1)
+    name, parameter = next(iter(training.parameters.items()))
+    parameter.register_hook(lambda gradient: gradient * np.inf)
+    before = bits(adapter_and_moments(training))
+    with pytest.raises(NonFiniteLoss, match=f"step 2: .*{name}"):
+        training.run_step()
+    assert bits(adapter_and_moments(training)) == before
+    assert parameter.grad is None
+
+
+def test_a_loss_that_is_not_finite_ends_training_although_the_gradient_is(tmp_path: Path):
+    from llorch.pytorch.train.trainer import NonFiniteLoss
+
+    training = trained(small_settings(tmp_path), steps=1)
+    others = torch.arange(1, training.module.config.vocab_size)  # with a probability of 0, and no gradient through it
+    training.module.lm_head.register_forward_hook(lambda _m, _i, logits: logits.index_fill(-1, others, -math.inf))
+    before = bits(adapter_and_moments(training))
+    with pytest.raises(NonFiniteLoss, match=r"step 2: .* got loss inf, from train\.jsonl:"):
+        training.run_step()
+    assert bits(adapter_and_moments(training)) == before
+
+
+# Another value of every setting, and the parts of the identity that it changes.
+ALL, NAMED = "settings", "settings initial_adapter"
+OTHER: dict[str, tuple[dict[str, Any], str]] = {
+    "model": ({"model": "micro-qwen2"}, "base initial_adapter"), "data": ({"data": "train.jsonl"}, "data"),
+    "valid": ({"data": "train.jsonl", "valid": 0.3}, "data"),
+    "max_length": ({"max_length": 20}, "settings data"), "train_on": ({"train_on": "last"}, "settings data"),
+    "parse_special": ({"parse_special": True}, "settings data"), "packing": ({"packing": True}, "settings data"),
+    "epochs": ({"steps": None, "epochs": 7}, "total_steps"), "steps": ({"steps": 5}, "total_steps"),
+    "warmup_steps": ({"warmup_steps": 2}, "warmup_steps"),
+    "warmup_ratio": ({"warmup_steps": None, "warmup_ratio": 1.0}, "warmup_steps"),
+    "r": ({"r": 4}, NAMED), "target_modules": ({"target_modules": ("q_proj",)}, NAMED),
+    "exclude_modules": ({"exclude_modules": ("q_proj",)}, NAMED), "seed": ({"seed": 1}, NAMED),
+    "layers_to_transform": ({"layers_to_transform": (0,)}, NAMED), "init": ({"init": "gaussian"}, NAMED),
+    "rank_pattern": ({"rank_pattern": {"q_proj": 4}}, NAMED), "dora": ({"dora": True}, NAMED),
+    "alpha": ({"alpha": 6.0}, ALL), "alpha_pattern": ({"alpha_pattern": {"q_proj": 6.0}}, ALL),
+    "dropout": ({"dropout": 0.1}, ALL), "rslora": ({"rslora": True}, ALL), "lr": ({"lr": 0.1}, ALL),
+    "lora_plus_ratio": ({"lora_plus_ratio": 2.0}, ALL), "schedule": ({"schedule": "linear"}, ALL),
+    "weight_decay": ({"weight_decay": 0.1}, ALL), "max_grad_norm": ({"max_grad_norm": 0.5}, ALL),
+    "eight_bit": ({"eight_bit": True}, ALL), "batch_size": ({"batch_size": 7, "steps": 4}, ALL),
+    "accumulation": ({"accumulation": 2}, ALL), "label_smoothing": ({"label_smoothing": 0.1}, ALL),
+    "chunk": ({"chunk": 3}, ALL), "dtype": ({"dtype": "bfloat16"}, ALL), "weights": ({"weights": "packed"}, ALL),
+    **{name: ({name: 9}, "") for name in ("eval_every", "save_every", "keep")},  # these change no bit
+    **{name: ({name: True}, "") for name in ("gradient_checkpointing", "tensorboard")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(TrainSettings) if field.name != "device"])
+def test_every_setting_is_in_the_identity_or_changes_no_bit(tmp_path: Path, name: str):
+    given, changed = OTHER[name]
+    place = {"data": str(small_data(tmp_path) / given["data"])} if "data" in given else {}
+    before = place if name == "valid" else {}
+    plain, other = (trained(small_settings(tmp_path, **more), steps=0).identity() for more in (before, given | place))
+    assert {key for key in plain if plain[key] != other[key]} == set(changed.split())
+
+
+@pytest.mark.parametrize("init", ["gaussian", "pissa"])
+def test_training_begins_at_the_base_whatever_the_first_values_are(tmp_path: Path, init: str):
+    plain, other = (trained(small_settings(tmp_path, init=kind), steps=0) for kind in ("default", init))
+    assert other.validate() == pytest.approx(plain.validate(), rel=1e-5)
+
+
+def test_the_adapter_of_pissa_stands_beside_the_base_as_it_is_in_its_file(tmp_path: Path):
+    from llorch.pytorch.lora.adapters import attach
+    from llorch.pytorch.train.evaluation import mean_loss
+    from llorch.pytorch.train.loading import load_for_training
+    from llorch.train.data import batches
+
+    training = trained(small_settings(tmp_path, init="pissa"), steps=3)
+    module = load_for_training(training._weights, training.target, residency="decoded", batch=8, n_tokens=40)
+    attach(module, training.adapter)
+    made = batches(training.data.rows(training.data.valid), 8)
+    assert mean_loss(module, made, training.target.device) == pytest.approx(training.validate(), rel=1e-5)

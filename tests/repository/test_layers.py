@@ -1,0 +1,185 @@
+"""The rooms of the package: imports point down only, and the core needs no optional package."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ROOMS = (  # each may import those before it, at the top of a file or in a function
+    "errors", "numerics", "fields", "finite", "memory", "config", "builtin", "ops", "stages", "files", "cache",
+    "forward", "backward", "sampling", "tokenizer", "model_places", "convert", "threads", "generate", "lora", "model",
+    "train", "bench", "pytorch", "verify", "__init__", "cli", "__main__",
+)  # fmt: skip
+LAYER = {name: level for level, name in enumerate(ROOMS)}
+ON_TORCH = ("llorch/pytorch/", "llorch/verify/witnesses/")  # and files named torch_*; nothing imports them at its top
+OPTIONAL = (
+    "torch", "triton", "transformers", "llama_cpp", "huggingface_hub", "matplotlib", "starlette", "pydantic", "peft",
+    "tensorboard", "bitsandbytes", "yaml",
+)  # fmt: skip
+
+
+def modules() -> list[Path]:
+    return sorted((ROOT / "llorch").rglob("*.py"))
+
+
+def part_of(file: Path, root: Path = ROOT) -> str:
+    """The module or package directly below llorch that a file belongs to."""
+    return file.relative_to(root / "llorch").with_suffix("").parts[0]
+
+
+def imported_modules(source: str, package: str) -> Iterator[tuple[str, int]]:
+    """Full dotted names that a file imports, anywhere in it, with their lines."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        if isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            yield from ((f"{base}.{alias.name}", node.lineno) for alias in node.names)
+
+
+def violations(source: str, part: str, package: str = "llorch") -> list[str]:
+    """Imports of llorch that point up, or to nothing that has a layer."""
+    found = []
+    for name, line in imported_modules(source, package):
+        head, *below = name.split(".")
+        if head != "llorch":
+            continue
+        target = below[0] if below and below[0] in LAYER else "__init__"
+        if LAYER[target] > LAYER[part]:
+            found.append(f"line {line}: {part} (L{LAYER[part]}) imports {name} (L{LAYER[target]})")
+    return found
+
+
+def top_level_imports(source: str) -> set[str]:
+    """Outermost packages that importing the file imports: those outside functions."""
+    names = set()
+    pending: list[ast.AST] = [ast.parse(source)]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module.split(".")[0])
+        pending += ast.iter_child_nodes(node)
+    return names
+
+
+def test_what_only_unix_has_is_imported_in_functions():
+    for file in modules():
+        assert not top_level_imports(file.read_text(encoding="utf-8")) & {
+            "fcntl",
+            "resource",
+            "pwd",
+            "grp",
+            "termios",
+        }, file
+
+
+def prints(source: str) -> list[int]:
+    """Lines that write to the streams of the process."""
+    nodes = list(ast.walk(ast.parse(source)))
+    calls = [n for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id == "print"]
+    streams = [n for n in nodes if isinstance(n, ast.Attribute) and n.attr in ("stdout", "stderr")]
+    return [n.lineno for n in (*calls, *(n for n in streams if isinstance(n.value, ast.Name) and n.value.id == "sys"))]
+
+
+@pytest.mark.parametrize("file", modules(), ids=lambda file: str(file.relative_to(ROOT)))
+def test_only_the_command_line_prints(file):
+    allowed = (
+        part_of(file) == "cli" or file.name == "pages.py" or file.name == "template_worker.py"
+    )  # a process of its own
+    assert allowed or not prints(file.read_text(encoding="utf-8"))
+
+
+def test_what_prints_is_found():
+    assert prints("print(1)\nimport sys\nsys.stderr.write('')\nprint = 3\nx.print()") == [1, 3]
+
+
+def test_every_module_is_in_a_room():
+    assert modules()
+    without = {part_of(file) for file in modules()} - LAYER.keys()
+    assert not without, f"give these modules a room: {sorted(without)}"
+
+
+@pytest.mark.parametrize("file", modules(), ids=lambda file: str(file.relative_to(ROOT)))
+def test_imports_point_down_only(file):
+    package = ".".join(file.relative_to(ROOT).parent.parts)
+    assert not violations(file.read_text(encoding="utf-8"), part_of(file), package)
+
+
+@pytest.mark.parametrize("file", modules(), ids=lambda file: str(file.relative_to(ROOT)))
+def test_optional_packages_are_imported_at_the_top_of_producers_and_the_torch_path_only(file):
+    path = file.relative_to(ROOT).as_posix()
+    if not path.startswith(ON_TORCH) and not file.name.startswith("torch_"):
+        assert not top_level_imports(file.read_text(encoding="utf-8")) & {*OPTIONAL}
+
+
+@pytest.mark.parametrize(
+    ("source", "part", "package"),
+    [
+        ("from llorch.forward import forward", "stages", "llorch"),
+        ("import llorch.model", "forward", "llorch"),
+        ("from llorch import model", "config", "llorch"),
+        ("import llorch", "stages", "llorch"),
+        ("def f():\n    from llorch.cli import main", "verify", "llorch"),
+        ("from .. import verify", "files", "llorch.files"),
+        ("from ..forward import forward", "ops", "llorch.ops"),
+        ("from .model import load", "errors", "llorch"),
+        ("from llorch.nowhere import x", "errors", "llorch"),
+    ],
+)
+def test_an_import_that_points_up_is_found(source, part, package):
+    assert len(violations(source, part, package)) == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "part", "package"),
+    [
+        ("from llorch.config import ModelConfig", "forward", "llorch"),
+        ("from llorch.files.gguf import open_gguf", "files", "llorch.files"),
+        ("from .gguf import open_gguf", "files", "llorch.files"),
+        ("import numpy as np\nfrom gguf import GGUFWriter", "errors", "llorch"),
+    ],
+)
+def test_an_import_that_points_down_or_sideways_is_allowed(source, part, package):
+    assert not violations(source, part, package)
+
+
+def test_imports_at_the_top_are_told_from_those_in_functions():
+    source = "import a.b\nif True:\n    from c import d\ndef f():\n    import e\nclass G:\n    import h"
+    assert top_level_imports(source) == {"a", "c", "h"}
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); {code}"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_import_llorch_pulls_in_none_of_the_optional_or_slow_packages():
+    slow = (*OPTIONAL, "rich", "click", "jinja2")
+    loaded = run_python(f"import llorch; print(*sorted({set(slow)} & set(sys.modules)))")
+    assert loaded == ""
+
+
+def test_llorch_can_be_imported_where_the_optional_packages_are_absent():
+    blocked = "; ".join(f"sys.modules[{name!r}] = None" for name in OPTIONAL)
+    names = "FormatError ModelConfig SamplingSettings Token Tolerance compare load"
+    assert run_python(f"{blocked}; import llorch; print(*[n for n in llorch.__all__ if n in {names.split()}])") == names
+
+
+def test_everything_that_llorch_exports_exists():
+    assert run_python("import llorch; print([n for n in llorch.__all__ if not hasattr(llorch, n)])") == "[]"

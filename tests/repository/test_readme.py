@@ -1,0 +1,102 @@
+"""What the README shows is true: its Python runs, its links lead somewhere, its commands exist."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from command_line import spawn, verified
+
+from llorch.cli import main
+from llorch.stages import CHECKPOINTS
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, re.DOTALL)
+SHELL = [line for language, block in BLOCKS if not language for line in block.splitlines()]
+TRAINING = next(block.splitlines() for _, block in BLOCKS if "llorch lora train story" in block)
+BUILTIN_ONLY = [line for line in SHELL if line.startswith("llorch") and "path/to" not in line and line not in TRAINING]
+PYTHON = [block for language, block in BLOCKS if language == "python"]
+
+
+def test_the_first_two_blocks_are_the_two_commands():
+    assert BLOCKS[0][1].splitlines() == ["pip install -c constraints.txt -e .", "llorch verify"]
+    assert BLOCKS[1][1].splitlines() == ['pip install -c constraints.txt -e ".[dev]"', "pytest"]
+
+
+@pytest.mark.parametrize("line", BUILTIN_ONLY)
+def test_a_command_on_built_in_models_runs(line: str, tmp_path: Path):
+    done = verified() if line == "llorch verify" else spawn(*shlex.split(line)[1:], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def program(block: str, folder: Path) -> str:
+    """What a block prints that is run as a program of its own."""
+    where = {"PYTHONPATH": str(ROOT)} | os.environ
+    run = subprocess.run(
+        [sys.executable, "-c", block], capture_output=True, text=True, cwd=folder, env=where, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def test_the_first_python_example_is_a_program_and_finds_what_it_says(tmp_path: Path):
+    (said,) = re.findall("first stage that diverges: (.*)", PYTHON[0])
+    assert f"{said}: error" in program(PYTHON[0], tmp_path).splitlines()[-1]
+
+
+def test_the_example_of_a_batch_is_a_program(tmp_path: Path):
+    lines = program(PYTHON[1], tmp_path).splitlines()
+    assert {line.split()[0] for line in lines if line[:2] in ("0 ", "1 ")} == {"0", "1"}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder in which the block about training was run, line by line, with fewer steps."""
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("LLORCH_LORA_TRAIN_STEPS", "6")
+        for line in TRAINING[1:]:
+            result = CliRunner().invoke(main, shlex.split(line)[1:])
+            assert result.exit_code == 0, (line, result.output)
+        yield folder
+
+
+def test_training_is_installed_resumed_judged_and_handed_on_in_one_block(trained: Path):
+    assert TRAINING[0] == 'pip install -c constraints.txt -e ".[train]"'
+    assert {"my-adapter", "merged.gguf", "my-adapter.gguf", "story-folder"} == {path.name for path in trained.iterdir()}
+    assert (trained / "my-adapter" / "curve.svg").is_file()
+
+
+def test_an_adapter_is_used_from_python_as_shown(trained: Path):
+    assert program(PYTHON[-1], trained)
+
+
+@pytest.mark.live
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # transformers about itself
+def test_the_trained_files_are_loaded_by_peft_and_llama_cpp_as_shown(trained: Path, capsys: pytest.CaptureFixture[str]):
+    exec(PYTHON[-2], {})
+    assert capsys.readouterr().out.strip()
+
+
+@pytest.mark.parametrize("link", re.findall(r"\]\(([^)#]+)\)", README))
+def test_a_link_leads_to_a_file(link: str):
+    assert (ROOT / link).exists()
+
+
+def test_every_checkpoint_is_listed():
+    assert re.findall(r"^\| (\w+) \| \[", README, re.MULTILINE) == list(CHECKPOINTS)
+
+
+def test_the_closing_figures_are_those_of_verify():
+    output = verified().stdout
+    (n_rows,) = re.findall(r"(\d+) comparisons", output)
+    assert f"{n_rows} comparisons, all pass" in README
+    (n_places,) = re.findall(r"of (\d+) \(stage, layer, model\) rows", output)
+    assert f"{n_places} (stage, layer, model) rows" in README

@@ -1,0 +1,311 @@
+"""The script that makes the goldens: `--check` sees every kind of difference, and far witnesses are refused."""
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from planted import golden_of, weights_of
+from planted_training import training_golden_of
+
+from llorch.builtin import BUILTIN, goldens_folder
+from llorch.files import Weights
+from llorch.verify.goldens import HALF_DTYPES, PRODUCERS, Errors, Evidence, Golden, TokenCheck, Tolerances, Truth, save
+from llorch.verify.half import HalfVerifier
+from llorch.verify.replay import Pass
+from llorch.verify.training.goldens import FILES
+from llorch.verify.training.goldens import save as save_training
+from llorch.verify.verifier import Verifier, ceiling
+
+NAME = "micro-qwen3"
+SCRIPT = goldens_folder() / "regenerate.py"
+
+
+@pytest.fixture(scope="module")
+def script() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SCRIPT.parent))  # as when it is run
+        yield importlib.import_module("regenerate")
+
+
+@pytest.fixture
+def golden() -> Golden:
+    return golden_of(NAME)
+
+
+def changed(golden: Golden, name: str, change: Callable[[np.ndarray], np.ndarray], producer: str) -> Golden:
+    arrays = golden.evidence[producer].arrays()
+    arrays[name] = change(arrays[name].copy())
+    return replace(golden, evidence={**golden.evidence, producer: Evidence.from_arrays(arrays)})
+
+
+def one_number(array: np.ndarray) -> np.ndarray:
+    """Changed so little that only its own tolerance can show it, or by one where it is an integer."""
+    at = int(np.argmax(np.where(np.isfinite(array), array, 0)))
+    array.flat[at] += 1 if array.dtype.kind == "i" else 2e-3 * array.flat[at]
+    return array
+
+
+def unmasked(array: np.ndarray) -> np.ndarray:
+    array[0, 0, -1] = -1e4
+    return array
+
+
+def not_a_number(array: np.ndarray) -> np.ndarray:
+    array.flat[3] = np.nan
+    return array
+
+
+def test_goldens_made_again_without_a_change_have_no_differences(script: ModuleType, golden: Golden):
+    assert script.differences(golden, golden) == []
+
+
+@pytest.mark.parametrize("producer", PRODUCERS)
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("near/embed", one_number),
+        ("far/l1.k_rope", one_number),
+        ("near/l0.attn_scores", one_number),
+        ("near/l0.attn_scores", unmasked),
+        ("near/logits", one_number),
+        ("near/selected_logits", one_number),
+        ("near/probabilities.top_p", one_number),
+        ("near/generation", one_number),
+        ("near/generation", lambda array: array[:-1]),
+        ("far/l0.ffn_up", lambda array: array.astype(np.float64)),
+        ("far/l0.ffn_up", not_a_number),
+    ],
+)
+def test_one_difference_is_one_line_that_names_it(
+    script: ModuleType, golden: Golden, producer: str, name: str, change: Callable[[np.ndarray], np.ndarray]
+):
+    other = changed(golden, name, change, producer)
+    for new, stored in ((other, golden), (golden, other)):
+        (line,) = script.differences(new, stored)
+        assert line.startswith(f"{producer} {name}: ")
+
+
+def test_what_is_no_number_in_both_is_a_difference(script: ModuleType, golden: Golden):
+    both = changed(golden, "near/l0.attn_out", not_a_number, "llamacpp")
+    (line,) = script.differences(both, both)
+    assert line.startswith("llamacpp near/l0.attn_out: non-finite: 1 of ")
+
+
+def test_the_stored_tolerance_decides_and_not_the_new_one(script: ModuleType, golden: Golden):
+    allowed = golden.tolerances["near"]["chained"]["logits"]
+    nearly = changed(golden, "near/logits", lambda a: a * np.float32(1 + 0.5 * allowed.error), "llamacpp")
+    assert script.differences(nearly, golden) == []
+    beyond = changed(golden, "near/logits", lambda a: a * np.float32(1 + 2 * allowed.error), "llamacpp")
+    lax = {"near": {"chained": {"logits": replace(allowed, error=1.0, worst=1.0)}}}
+    assert len(script.differences(replace(beyond, tolerances=lax), golden)) == 1
+
+
+@pytest.mark.parametrize("producer", PRODUCERS)
+def test_a_stage_on_one_side_only_is_a_difference(script: ModuleType, golden: Golden, producer: str):
+    arrays = golden.evidence[producer].arrays()
+    del arrays["far/l0.q_norm"]
+    less = replace(golden, evidence={**golden.evidence, producer: Evidence.from_arrays(arrays)})
+    for new, stored in ((less, golden), (golden, less)):
+        assert script.differences(new, stored) == [f"{producer} far/l0.q_norm: only on one side"]
+
+
+def test_other_inputs_tensors_and_token_ids_are_differences(script: ModuleType, golden: Golden):
+    cases = {**golden.cases, "near": Pass(golden.cases["near"].ids, 1)}
+    assert script.differences(replace(golden, cases=cases), golden) == ["cases: not as stored"]
+    tensors = {**golden.tensors, "output_norm.weight": "F32 64 0"}
+    assert script.differences(replace(golden, tensors=tensors), golden) == ["tensors: not as stored"]
+    tokens = [*golden.tokens[:-1], TokenCheck(golden.tokens[-1].text, {"llamacpp": [1]})]
+    assert script.differences(replace(golden, tokens=tokens), golden) == ["tokens: not as stored"]
+
+
+def store(folder: Path, golden: Golden) -> None:
+    """Goldens of all checkpoints of the model, as they are stored."""
+    save(folder / NAME, golden)
+    save_training(folder / NAME, training_golden_of(NAME))
+
+
+def command(script: ModuleType, monkeypatch: pytest.MonkeyPatch, folder: Path, made: Golden, *words: str) -> Result:
+    """The command on another folder of goldens, with engines that give `made`."""
+    monkeypatch.setattr(script, "FOLDER", folder)
+    monkeypatch.setattr(script, "make", lambda name: made)
+    monkeypatch.setattr(script.make_training, "make_training", training_golden_of)
+    without_peft = lambda new, judge: script.make_training.differences(new, judge, {}, judge.golden.truth)  # noqa: E731
+    monkeypatch.setattr(script.make_training, "checked", without_peft)
+    monkeypatch.setattr(script, "take_truth", lambda path, cases, evidence, n_greedy: golden_of(NAME).truth)
+    return CliRunner().invoke(script.main, [NAME, *words])
+
+
+def test_check_exits_with_0_when_goldens_are_reproduced(
+    script: ModuleType, golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    store(tmp_path, golden)
+    done = command(script, monkeypatch, tmp_path, golden, "--check")
+    assert done.exit_code == 0
+    assert done.stdout == f"{NAME}: reproduced\n"
+
+
+def test_check_exits_with_1_names_the_golden_and_writes_nothing(
+    script: ModuleType, golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    store(tmp_path, changed(golden, "near/l1.block_out", one_number, "transformers"))
+    before = {file.name: file.read_bytes() for file in (tmp_path / NAME).iterdir()}
+    done = command(script, monkeypatch, tmp_path, golden, "--check")
+    assert done.exit_code == 1
+    assert done.stdout.startswith("transformers near/l1.block_out: error ")
+    assert {file.name: file.read_bytes() for file in (tmp_path / NAME).iterdir()} == before
+
+
+@pytest.mark.parametrize("factor", [9, 1 / 9])
+def test_check_is_red_where_a_stored_tolerance_does_not_follow_from_the_goldens(
+    script: ModuleType, golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factor: float
+):
+    tolerances = deepcopy(golden.tolerances)
+    old = tolerances["far"]["chained"]["ffn_up"]
+    tolerances["far"]["chained"]["ffn_up"] = replace(old, worst=factor * old.worst)
+    store(tmp_path, replace(golden, tolerances=tolerances))
+    monkeypatch.setattr(script, "training", lambda name, folder, check: [])
+    done = command(script, monkeypatch, tmp_path, golden, "--check")
+    assert done.exit_code == 1
+    assert done.stdout.startswith("tolerance float32 far chained ffn_up worst: ")
+
+
+@pytest.mark.parametrize("missing", ["golden.json", "llamacpp.safetensors", "transformers.safetensors", *FILES])
+def test_check_of_a_missing_golden_is_an_error(
+    script: ModuleType, golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
+):
+    store(tmp_path, golden)
+    (tmp_path / NAME / missing).unlink()
+    done = command(script, monkeypatch, tmp_path, golden, "--check")
+    assert done.exit_code != 0
+    assert isinstance(done.exception, FileNotFoundError)
+    assert "reproduced" not in done.stdout
+
+
+def test_without_check_the_goldens_are_written(
+    script: ModuleType, golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    done = command(script, monkeypatch, tmp_path, golden)
+    assert done.exit_code == 0
+    assert done.stdout.startswith(f"{NAME}: written to {NAME}, ")
+    for file in (goldens_folder() / NAME).iterdir():
+        assert (tmp_path / NAME / file.name).read_bytes() == file.read_bytes()
+
+
+def judge(golden: Golden) -> Verifier:
+    return Verifier(NAME, weights_of(NAME), golden.cases, golden.evidence, golden.truth)
+
+
+def test_the_stored_witnesses_are_not_far_from_the_truth(script: ModuleType, golden: Golden):
+    script.refuse_far_witnesses(judge(golden))
+
+
+@pytest.mark.parametrize("producer", PRODUCERS)
+@pytest.mark.parametrize(
+    "name", ["near/l1.ffn_gate", "far/l0.v_proj", "near/selected_logits", "near/probabilities.all"]
+)
+def test_a_witness_too_far_from_the_truth_is_refused_by_name(
+    script: ModuleType, golden: Golden, producer: str, name: str
+):
+    case, stage = name.split("/")[0], name.split("/")[1].removeprefix("l0.").removeprefix("l1.").split(".")[0]
+    highest = ceiling("chained", int(golden.cases[case].positions[-1])).error
+    far = changed(golden, name, lambda array: array * np.float32(1 + 2 * highest), producer)
+    with pytest.raises(ValueError, match=rf"regenerate {NAME}: \d+ goldens too far (?s:.*){stage}: error"):
+        script.refuse_far_witnesses(judge(far))
+
+
+def test_a_witness_that_is_not_finite_is_refused(script: ModuleType, golden: Golden):
+    with pytest.raises(ValueError, match="too far from the truth:\nnear chained logits: non-finite: 1 of"):
+        script.refuse_far_witnesses(judge(changed(golden, "near/logits", not_a_number, "llamacpp")))
+
+
+class Replayed:
+    """An engine that shows again what the goldens say it showed."""
+
+    def __init__(self, name: str, golden: Golden) -> None:
+        self.name = name
+        self.golden = golden
+
+    def __enter__(self) -> "Replayed":
+        return self
+
+    def __exit__(self, *exception: object) -> None: ...
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> Sequence[int] | None:
+        assert add_special
+        assert not parse_special
+        return next(check.ids.get(self.name) for check in self.golden.tokens if check.text == text)
+
+    def provenance(self) -> dict[str, object]:
+        return {"producer": self.name}
+
+
+class ReplayedHalf(HalfVerifier):
+    """A judge of engines in half precision whose traces are gone: what it made of them is stored."""
+
+    def tolerances(self) -> Tolerances:
+        return golden_of(NAME).half_tolerances[self.dtype]
+
+    def errors(self) -> Errors:
+        return golden_of(NAME).half_errors[self.dtype]
+
+
+def replayed(script: ModuleType, patch: pytest.MonkeyPatch, golden: Golden, half: Golden | None = None) -> None:
+    def half_runs(name: str, weights: Weights, cases: Mapping[str, Pass], truth: Truth) -> dict:
+        evidence = (half or golden).evidence
+        judges = {dtype: ReplayedHalf(name, weights, cases, evidence, truth, dtype) for dtype in HALF_DTYPES}
+        return {dtype: script.make_half.HalfRun(judge, {"llamacpp": {"of": dtype}}) for dtype, judge in judges.items()}
+
+    patch.setattr(script, "open_producer", lambda name, path, n_threads: Replayed(name, golden))
+    patch.setattr(script, "take_truth", lambda path, cases, evidence, n_greedy: golden.truth)
+    patch.setattr(script, "take", lambda producer, cases: golden.evidence[producer.name])
+    patch.setattr(script.make_half, "half_runs", half_runs)
+
+
+def test_what_engines_show_becomes_goldens(script: ModuleType, golden: Golden, monkeypatch: pytest.MonkeyPatch):
+    replayed(script, monkeypatch, golden)
+    made = script.make(NAME)
+    assert script.differences(made, golden) == []
+    assert made.provenance["weights_sha256"] == golden.provenance["weights_sha256"]
+    assert made.provenance["engines"] == {name: {"producer": name} for name in PRODUCERS}
+    assert made.provenance["half_engines"] == {dtype: {"llamacpp": {"of": dtype}} for dtype in HALF_DTYPES}
+    assert made.tolerances.keys() == golden.tolerances.keys()
+    assert (made.half_tolerances, made.half_errors) == (golden.half_tolerances, golden.half_errors)
+
+
+def test_a_far_witness_in_half_precision_is_refused_too(
+    script: ModuleType, golden: Golden, monkeypatch: pytest.MonkeyPatch
+):
+    half = changed(golden, "near/l1.ffn_gate", lambda array: np.float32(1.3) * array, "llamacpp")
+    replayed(script, monkeypatch, golden, half)
+    with pytest.raises(ValueError, match=r"goldens too far (?s:.*)ffn_gate: error"):
+        script.make(NAME)
+
+
+def test_far_witnesses_are_refused_before_anything_is_written(
+    script: ModuleType, golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    replayed(script, monkeypatch, changed(golden, "near/l0.ffn_out", lambda array: 1.01 * array, "llamacpp"))
+    monkeypatch.setattr(script, "FOLDER", tmp_path)
+    done = CliRunner().invoke(script.main, [NAME])
+    assert done.exit_code != 0
+    assert "too far from the truth" in str(done.exception)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", BUILTIN)
+def test_the_stored_input_is_the_beginning_of_the_prompt(script: ModuleType, name: str):
+    assert tuple(script.prompt_ids(weights_of(name))) == golden_of(name).cases["near"].ids
+    assert golden_of(name).provenance["prompt"] == script.PROMPT
+    assert [check.text for check in golden_of(name).tokens] == list(script.TEXTS)
+
+
+def test_a_prompt_that_repeats_itself_is_refused(script: ModuleType, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(script, "PROMPT", "a a a a a a a a a a a a")
+    with pytest.raises(ValueError, match=r"regenerate: expected at least 8 distinct tokens, got \["):
+        script.prompt_ids(weights_of(NAME))

@@ -1,0 +1,190 @@
+import hashlib
+import importlib
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llorch.files import GGUFFile, Weights, open_weights
+
+REPOSITORY = Path(__file__).parents[2]
+MODELS = REPOSITORY / "llorch" / "models"
+MICRO = ("micro-llama", "micro-llama3", "micro-qwen2", "micro-qwen3")
+ALL = (*MICRO, "story")
+PROVENANCE = json.loads((MODELS / "provenance.json").read_text())
+
+
+@pytest.fixture(params=ALL)
+def model(request: pytest.FixtureRequest) -> Weights:
+    return open_weights(MODELS / f"{request.param}.gguf")
+
+
+@pytest.fixture
+def stories(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Iterator[str]]:
+    monkeypatch.syspath_prepend(str(REPOSITORY / "reference_outputs"))
+    return importlib.import_module("small_models.corpus").stories
+
+
+@pytest.fixture
+def texts(stories: Callable[[int], Iterator[str]]) -> list[str]:
+    return list(itertools.islice(stories(0), 2000))
+
+
+def metadata(model: Weights) -> dict:
+    assert isinstance(model.source, GGUFFile)
+    return dict(model.source.metadata)
+
+
+def gains(model: Weights) -> dict[str, np.ndarray]:
+    return {name: array for name, array in model.items() if name.endswith("_norm")}
+
+
+def test_all_models_together_stay_under_15_megabytes():
+    sizes = {name: (MODELS / f"{name}.gguf").stat().st_size for name in ALL}
+    assert sum(sizes.values()) < 15e6
+    assert sizes["story"] < 9e6
+    assert max(sizes[name] for name in MICRO) < 1.4e6
+
+
+def test_files_are_the_ones_the_provenance_speaks_of():
+    found = {path.stem: hashlib.sha256(path.read_bytes()).hexdigest() for path in MODELS.glob("*.gguf")}
+    assert found == {name: entry["sha256"] for name, entry in PROVENANCE.items()}
+
+
+def test_provenance_names_script_seed_steps_and_losses():
+    assert set(PROVENANCE) == set(ALL)
+    for entry in PROVENANCE.values():
+        assert (REPOSITORY / entry["script"]).is_file()
+        assert entry["recipe"]["seed"] > 0
+        assert entry["recipe"]["steps"] >= 100
+        assert entry["final_loss"] < 0.3 * entry["first_loss"]
+        assert entry["llamacpp_relative_difference"] < 1e-5
+
+
+def test_dimensions_are_pairwise_different(model: Weights):
+    config = model.config
+    dimensions = [
+        config.hidden_size, config.kv_width, config.intermediate_size, config.vocab_size,
+        config.head_dim, config.n_heads, config.n_kv_heads, config.n_layers,
+    ]  # fmt: skip
+    if config.family == "qwen2":  # llama.cpp loads no other q_width for this family
+        assert config.q_width == config.hidden_size
+    else:
+        dimensions.append(config.q_width)
+    assert len(set(dimensions)) == len(dimensions)
+    assert config.n_kv_heads > 1
+    assert config.group_size > 1
+    assert config.n_layers > 1
+
+
+def test_rows_fill_whole_quantisation_blocks_and_the_vocabulary_does_not(model: Weights):
+    config = model.config
+    assert all(width % 32 == 0 for width in (config.hidden_size, config.q_width, config.intermediate_size))
+    assert config.vocab_size % 32 != 0
+
+
+def test_models_differ_in_shape_from_each_other():
+    shapes = [open_weights(MODELS / f"{name}.gguf").config for name in ALL]
+    assert len({config.vocab_size for config in shapes}) == len(ALL)
+    assert len({(config.hidden_size, config.intermediate_size, config.n_heads) for config in shapes}) == len(ALL)
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "tied", "theta", "eps", "pre"),
+    [
+        ("micro-llama", "llama", False, 1e4, 1e-5, "default"),
+        ("micro-llama3", "llama", True, 5e5, 1e-5, "llama-bpe"),
+        ("micro-qwen2", "qwen2", True, 1e6, 1e-6, "qwen2"),
+        ("micro-qwen3", "qwen3", False, 1e6, 1e-6, "qwen2"),
+        ("story", "llama", True, 1e4, 1e-5, "llama-bpe"),
+    ],
+)
+def test_each_model_is_of_its_kind(name: str, family: str, tied: bool, theta: float, eps: float, pre: str):
+    model = open_weights(MODELS / f"{name}.gguf")
+    config = model.config
+    assert (config.family, config.tie_word_embeddings, config.rope_theta) == (family, tied, theta)
+    assert config.rms_norm_eps == np.float32(eps)
+    assert metadata(model)["tokenizer.ggml.pre"] == pre
+    assert len(metadata(model)["tokenizer.ggml.tokens"]) == config.vocab_size
+
+
+def test_llama3_scaling_has_kept_ramped_and_divided_frequencies():
+    scaling = open_weights(MODELS / "micro-llama3.gguf").config.rope_scaling
+    factors = getattr(scaling, "factors", ())
+    assert len(factors) == 16
+    assert min(factors) == 1
+    assert max(factors) == 8
+    assert any(1 < factor < 8 for factor in factors)
+
+
+def test_qwen3_head_width_is_not_hidden_over_heads():
+    config = open_weights(MODELS / "micro-qwen3.gguf").config
+    assert config.head_dim * config.n_heads != config.hidden_size
+
+
+def test_gains_are_neither_ones_nor_even(model: Weights):
+    for name, gain in gains(model).items():
+        assert np.mean(np.abs(gain - 1) > 0.05) > 0.5, name
+        size = np.abs(gain).mean()
+        assert gain.std() > 0.2 * size, name
+        first, second = np.split(gain, 2)
+        assert np.abs(first - second).min() > 0, name
+        assert np.median(np.abs(first - second)) > 0.1 * size, name
+
+
+def test_biases_are_not_zero():
+    model = open_weights(MODELS / "micro-qwen2.gguf")
+    biases = {name: array for name, array in model.items() if name.endswith("_bias")}
+    assert len(biases) == 3 * model.config.n_layers
+    assert all(bias.std() > 0.1 and np.count_nonzero(bias) == bias.size for bias in biases.values())
+
+
+@pytest.mark.parametrize("name", MICRO)
+def test_embeddings_are_small_as_in_real_models(name: str):
+    model = open_weights(MODELS / f"{name}.gguf")
+    assert 0.01 < model["embed_tokens"].std() < 0.1
+
+
+def test_every_layer_was_trained_to_other_weights(model: Weights):
+    for first, second in itertools.combinations(range(model.config.n_layers), 2):
+        for name, array in model.layer(first).items():
+            assert not np.allclose(array, model.layer(second)[name], atol=1e-3), name
+
+
+def test_files_say_who_made_them_and_how_texts_begin_and_end(model: Weights):
+    keys = metadata(model)
+    assert keys["general.name"] == model.path.stem
+    assert (keys["general.author"], keys["general.license"]) == ("llorch", "apache-2.0")
+    assert keys["tokenizer.ggml.add_bos_token"] == (model.config.family == "llama")
+    assert 0 <= keys["tokenizer.ggml.eos_token_id"] < model.config.vocab_size
+
+
+def test_stories_are_varied(texts: list[str]):
+    sentences = {sentence for text in texts for sentence in re.split(r"(?<=[.!?]) (?=[A-Z])", text)}
+    words = {word.strip('.,!?"') for text in texts for word in text.split()}
+    assert len(set(texts)) == len(texts)
+    assert len(sentences) > 8000
+    assert len(words) > 600
+    assert len({" ".join(text.split()[:3]) for text in texts}) > 200
+
+
+def test_stories_are_well_formed(texts: list[str]):
+    for text in texts:
+        assert re.fullmatch(r"[A-Z][A-Za-z ,.!?\"']*[.!]", text), text
+        assert text.count('"') % 2 == 0, text
+        assert not re.search(r"\s[,.!?]|\s\s|[.!?,]{2}|[.!?] [a-z]|\b[Aa] [aeiou]|\b(\w+) \1\b", _plain(text)), text
+        assert 5 <= len(re.findall(r"[.!?]", text)) <= 40, text
+
+
+def test_equal_seeds_give_equal_stories(stories: Callable[[int], Iterator[str]], texts: list[str]):
+    assert list(itertools.islice(stories(0), 20)) == texts[:20]
+    assert list(itertools.islice(stories(1), 20)) != texts[:20]
+
+
+def _plain(text: str) -> str:
+    """Without what may repeat or lack a capital by intent: speech followed by who speaks."""
+    return re.sub(r'([.!?])" [a-z]', '" x', text)

@@ -1,0 +1,108 @@
+"""Vocabularies for the tokenizer tests: two tiny ones made by hand, the real ones where they are at hand, and texts."""
+
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fetch_vocabularies import NAMES as NAMES
+
+from llorch.tokenizer.byte_level import BYTE_CHARACTERS
+
+FOLDER_VARIABLE = "LLORCH_VOCABULARIES"
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
+
+
+def real_vocabulary(name: str) -> Path:
+    """The file of a real vocabulary; skips the test without it."""
+    folder = os.environ.get(FOLDER_VARIABLE)
+    if not folder:
+        pytest.skip(f"NOT RUN: {FOLDER_VARIABLE} is not set (tests/support/fetch_vocabularies.py gets the files)")
+    return Path(folder) / f"ggml-vocab-{name}.gguf"
+
+
+def tiny_byte_level() -> dict[str, object]:
+    """Byte n has id n; then 256 he, 257 ll, 258 hell, 259 wor (no merge makes it), and special tokens from 260."""
+    tokens = [BYTE_CHARACTERS[byte] for byte in range(256)] + ["he", "ll", "hell", "wor"]
+    types = [_NORMAL] * len(tokens)
+    tokens += ["<|begin_of_text|>", "<|eot_id|>", "<tool>", "<|fim_pad|>", "<tool>x"]
+    types += [_CONTROL, _CONTROL, _USER_DEFINED, _USER_DEFINED, _USER_DEFINED]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "llama-bpe",
+        "tokenizer.ggml.tokens": [token.encode() for token in tokens],
+        "tokenizer.ggml.token_type": np.array(types, np.int32),
+        "tokenizer.ggml.merges": [b"h e", b"l l", b"he ll"],
+        "tokenizer.ggml.bos_token_id": 260,
+        "tokenizer.ggml.eos_token_id": 261,
+    }
+
+
+def tiny_sentencepiece() -> dict[str, object]:
+    """0 to 2 special, byte n at 3 + n, then 259 space, a, b, aa, aaa, ab, space + a, and 266 a user-defined one."""
+    words = {"\u2581": -9, "a": -9, "b": -9, "aa": -1, "aaa": -2, "ab": -3, "\u2581a": -4, "[x]": 0}
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    types = [_UNKNOWN, _CONTROL, _CONTROL, *[_BYTE] * 256, *[_NORMAL] * 7, _USER_DEFINED]
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": [token.encode() for token in tokens],
+        "tokenizer.ggml.token_type": np.array(types, np.int32),
+        "tokenizer.ggml.scores": np.array([0] * 259 + list(words.values()), np.float32),
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+    }
+
+
+_SCRIPTS = (
+    (0x20, 0x7E), (0xA1, 0x24F), (0x370, 0x3FF), (0x400, 0x4FF), (0x590, 0x6FF), (0x900, 0xDFF), (0xE00, 0xEFF),
+    (0x1780, 0x17FF), (0x3040, 0x30FF), (0x4E00, 0x9FFF), (0xAC00, 0xD7A3), (0x1F300, 0x1FAFF), (0x0, 0x10FFFF),
+)  # fmt: skip
+_SPACES = (
+    " ",
+    "  ",
+    "    ",
+    "\t",
+    "\n",
+    "\n\n",
+    "\r\n",
+    "\r",
+    "\x0b",
+    "\x0c",
+    "\x85",
+    "\xa0",
+    "\u2028",
+    "\u3000",
+    "\u200b",
+)
+_WORDS = (
+    "Hello", "world", "y'all", "I'LL", "don't", "it's", "WE'RE", "'\u017f", "na\u00efve", "\u4f60\u597d", "3.14159",
+    "1000000", "\u0967\u0968\u0969", "\u00bd", "def f(x):", "return", "x += 1", "{}[]();", "==", "->", "//", "/* */",
+    "<html>", "\\n", "%s", "#include <a.h>", "------", "======", "aaaaaaa", "onono", "blobl", "...", "?!", "\u2026",
+)  # fmt: skip
+_ODD = (
+    "\ufffd", "\x00", "\x7f", "\x1b[0m", "\ufeff", "\u0301", "\u200d", "\ufe0f", "\U0001f468\u200d\U0001f469\u200d",
+    "\U0001f1e9\U0001f1ea", "\U0001f44d\U0001f3fd", "\ufdd0", "\uffff", "\U0010ffff", "<0x0A>", "<0xZZ>", "\u2581",
+    "\u0120",
+    "<|", "|>", "<|eot_id", "</s", "<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "[PAD151646]",
+    "<|endoftext|>", "<|begin_of_text|>", "<|reserved_special_token_3|>", "<|start_header_id|>", "<<|im_end|>>",
+)  # fmt: skip
+
+
+def generated_texts(count: int, *, seed: int) -> list[str]:
+    """Different texts of many scripts, code, emoji, white space and things that look invalid, mixed at random."""
+    rng = random.Random(seed)
+    texts: dict[str, None] = {}
+    while len(texts) < count:
+        texts["".join(_fragment(rng) for _ in range(rng.randrange(1, 30)))] = None
+    return list(texts)
+
+
+def _fragment(rng: random.Random) -> str:
+    kind = rng.randrange(4)
+    if kind == 0:
+        low, high = rng.choice(_SCRIPTS)
+        codes = [rng.randint(low, high) for _ in range(rng.randrange(1, 8))]
+        return "".join(chr(code) for code in codes if not 0xD800 <= code < 0xE000)
+    return rng.choice((_SPACES, _WORDS, _ODD)[kind - 1])

@@ -1,0 +1,111 @@
+"""What the process that renders chat templates answers: what the same code answers in this process, at little cost."""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import chat_models
+import pytest
+from fetch_vocabularies import TEMPLATES
+from vocabularies import real_vocabulary
+
+from llorch.tokenizer import template_worker
+from llorch.tokenizer.template_process import RESIDENT
+from llorch.tokenizer.template_worker import answer
+from tests.repository.test_layers import imported_modules
+from tests.tokenizer.test_chat import CHATS, TOOLS
+
+ODD = [
+    "\ud800",
+    "\x00\x1b[0m",
+    "\ufdd0\uffff",
+    "\U0001f98a",
+    "\u2028\x85\r\n",
+    '"\\"',
+    "<|im_end|>",
+    "\udfff\ud800",
+    "\ud83e" + "\udd8a",
+]
+SOURCES = {
+    name: value for name, value in vars(chat_models).items() if isinstance(value, str) and not name.startswith("_")
+}
+MAX_TEXT = 4 << 20
+
+
+def requests(source: str) -> list[dict[str, Any]]:
+    odd = [[{"role": "user", "content": text}, {"role": "assistant", "content": text}] for text in ODD]
+    return [
+        {
+            "source": source,
+            "variables": {
+                "messages": chat,
+                "tools": tools,
+                "documents": None,
+                "add_generation_prompt": opened,
+                "bos_token": "<bos>",
+            },
+        }
+        for chat in [*CHATS.values(), *odd]
+        for tools in (None, TOOLS)
+        for opened in (False, True)
+    ]
+
+
+@pytest.mark.parametrize("name", ["CHATML", "LLAMA_3", "THINKING", "OPENS_WITH_THINKING", "NO_END"])
+def test_the_process_says_what_this_process_would(name: str):
+    for request in requests(SOURCES[name]):
+        assert RESIDENT.ask(request) == answer(request, max_text=MAX_TEXT)
+
+
+@pytest.mark.weights
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_process_renders_real_templates_as_this_process_would(name: str):
+    source = (real_vocabulary("qwen2").parent / "templates" / f"{name}.jinja").read_text()
+    for request in requests(source):
+        assert RESIDENT.ask(request) == answer(request, max_text=MAX_TEXT)
+
+
+@pytest.mark.parametrize("text", ODD)
+def test_no_text_is_changed_on_the_way(text: str):
+    request = {"source": "{{ x }}{{ y | tojson }}", "variables": {"x": text, "y": {text: [1, 2.5, True, None]}}}
+    found = RESIDENT.ask(request)["text"]
+    assert found.startswith(text)
+    assert json.loads(found[len(text) :]) == {text: [1, 2.5, True, None]}
+
+
+def test_a_conversation_may_be_longer_than_a_pipe_holds():
+    text = "\u4f60 " * 500_000
+    assert RESIDENT.ask({"source": "{{ x }}", "variables": {"x": text}}) == {"text": text}
+
+
+def test_a_reason_is_short_and_never_empty():
+    long = answer({"source": "{{ raise_exception('x' * 9999) }}", "variables": {}}, max_text=9)
+    empty = answer({"source": "{{ raise_exception('') }}", "variables": {}}, max_text=9)
+    assert (len(long["message"]), empty["message"]) == (514, "refuses this: TemplateError")
+
+
+def test_out_of_memory_is_no_answer():
+    with pytest.raises(MemoryError):
+        answer({"source": "{{ 'a' * n }}", "variables": {"n": 2**62}}, max_text=9)
+
+
+def test_the_process_imports_jinja_and_the_standard_library_only():
+    source = Path(template_worker.__file__).read_text()
+    outside = {name.split(".")[0] for name, _ in imported_modules(source, "llorch.tokenizer")} & {"llorch", "numpy"}
+    assert outside == set()
+
+
+def test_a_rendering_costs_little_more_than_in_this_process():
+    request = requests(SOURCES["CHATML"])[0]
+
+    def cost(render: Callable[[], object]) -> float:
+        times = []
+        for _ in range(200):
+            start = time.perf_counter()
+            render()
+            times.append(time.perf_counter() - start)
+        return min(times)  # what a busy machine adds now and then does not count
+
+    assert cost(lambda: RESIDENT.ask(request)) - cost(lambda: answer(request, max_text=MAX_TEXT)) < 1e-3

@@ -1,0 +1,156 @@
+"""Checkpoint 14: checkpoints 00 to 12 of every built-in model on the torch path, against the goldens of both producers.
+
+pytest -k checkpoint_14         all; what needs CUDA says NOT RUN where there is none
+pytest -k "checkpoint_14 and bfloat16 and micro-qwen3"
+"""
+
+import shutil
+from collections.abc import Iterator
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+import pytest
+from torch_targets import CPU, CUDA, on
+
+from llorch.builtin import BUILTIN, builtin_path, goldens_folder
+from llorch.config import ModelConfig
+from llorch.files import open_weights
+from llorch.stages import STAGES
+from llorch.verify import forward as verify
+from llorch.verify.goldens import PRODUCERS, SAMPLINGS
+from llorch.verify.torch_variants import VARIANTS
+from llorch.verify.torch_verify import verify_torch_stored
+from llorch.verify.truth import WITNESS
+from llorch.verify.verifier import MATHEMATICS, PASS, TIE, Row
+
+IN_LAYERS = {stage.name for stage in STAGES if stage.in_layer}
+
+
+# What is judged of every model on the CPU: as it is written, and as users get it. `WHOLE`, which has every kind of
+# stage, is judged in all variants; `llorch verify --backend torch` judges all of everything.
+EVERYWHERE = {
+    "torch-cpu-float32": ("", "-sdpa-batch", "-fast", "-fast-batch"),
+    "torch-cpu-bfloat16": ("-sdpa-batch", "-fast", "-fast-batch"),
+    "torch-cpu-float16": ("-sdpa-batch",),
+    "torch-cpu-float64": ("",),
+}
+WHOLE = "micro-qwen3"
+WHOLE_IN = ("torch-cpu-float32", "torch-cpu-bfloat16")
+
+
+@cache
+def rows(target: str, model: str) -> list[Row]:
+    backends = [f"{target}{suffix}" for suffix in suffixes(target, model)]
+    return list(verify_torch_stored(model, on(target), backends))
+
+
+@cache
+def config_of(model: str) -> ModelConfig:
+    return open_weights(builtin_path(model)).config
+
+
+def shown(config: ModelConfig, variant: str) -> list[str]:
+    return [s.name for s in STAGES if s.applies_to(config) and s.name not in VARIANTS[variant].hidden]
+
+
+def expected(target: str, variant: str, model: str) -> Iterator[tuple[str, str, str, str]]:
+    """Checkpoint, mode, stage and producer of every comparison of one backend."""
+    config = config_of(model)
+    if variant == suffixes(target, model)[0]:  # once per target
+        yield "00", "exact", "tensors", "reader"
+        yield "00", "exact", "token_ids", "llamacpp"
+    for producer in PRODUCERS if target != "torch-cpu-float64" else (WITNESS,):
+        for stage in (stage for stage in STAGES if stage.name in shown(config, variant)):
+            yield stage.checkpoint, "isolated", stage.name, producer
+            yield stage.checkpoint, "chained", stage.name, producer
+            yield "03", "decode", stage.name, producer
+        yield "09", "chained", "selected_logits", producer
+        yield "10", "exact", "argmax", producer
+        for name in SAMPLINGS:
+            yield "11", "isolated", f"probabilities.{name}", producer
+        yield "12", "exact", "generation", producer
+
+
+def suffixes(target: str, model: str) -> list[str]:
+    """Variants that are judged; packed matrices have goldens of their own."""
+    if target in CPU and not (model == WHOLE and target in WHOLE_IN):
+        return [*EVERYWHERE[target]]
+    return [suffix for suffix in VARIANTS if suffix != "-packed" and (suffix != "-compiled" or target in CUDA)]
+
+
+def places() -> Iterator[object]:
+    for target, model in product(CPU, BUILTIN):
+        for suffix in suffixes(target, model):
+            for number in dict.fromkeys(number for number, *_ in expected(target, suffix, model)):
+                name = f"checkpoint_14-{target}{suffix}-{model}-checkpoint_{number}"
+                yield pytest.param(target, suffix, model, number, id=name)
+
+
+@pytest.mark.parametrize(("target", "suffix", "model", "number"), list(places()))
+def test_checkpoint(target: str, suffix: str, model: str, number: str):
+    require_all(target, suffix, model, {number})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", BUILTIN)
+@pytest.mark.parametrize(("target", "suffix"), [(t, s) for t in CUDA for s in suffixes(t, WHOLE)])
+def test_checkpoint_14_on_cuda(target: str, suffix: str, model: str):
+    require_all(target, suffix, model, {number for number, *_ in expected(target, suffix, model)})
+
+
+def require_all(target: str, suffix: str, model: str, numbers: set[str]) -> None:
+    """Every comparison of some checkpoints was made, and passes."""
+    found = [row for row in rows(target, model) if belongs(row, target, suffix, model) and row.checkpoint in numbers]
+    want = {place for place in expected(target, suffix, model) if place[0] in numbers}
+    assert {(row.checkpoint, row.mode, row.stage, row.producer) for row in found} == want
+    good = (PASS, TIE) if target.endswith("16") else (PASS,)
+    bad = [row for row in found if row.verdict not in good]
+    assert not bad, f"{len(bad)} of {len(found)} rows fail, first: {bad[0]}"
+
+
+def belongs(row: Row, target: str, suffix: str, model: str) -> bool:
+    """Rows of a variant; those of the file itself are the first one's."""
+    of_the_file = row.stage in ("tensors", "token_ids")
+    return suffix == suffixes(target, model)[0] if of_the_file else row.backend == f"{target}{suffix}"
+
+
+@pytest.mark.parametrize("target", CPU)
+def test_checkpoint_14_rows_are_all_looked_at(target: str):
+    for model in BUILTIN:
+        backends = {row.backend for row in rows(target, model) if row.stage not in ("tensors", "token_ids")}
+        assert backends == {f"{target}{suffix}" for suffix in suffixes(target, model)}
+
+
+@pytest.mark.parametrize("target", CPU)
+def test_checkpoint_14_rows_cover_every_layer_and_case(target: str):
+    for model in BUILTIN:
+        n_layers = config_of(model).n_layers
+        places: dict[tuple[str, str, str], set[tuple[str, int | None]]] = {}
+        for row in rows(target, model):
+            if row.mode in ("isolated", "chained") and row.stage in IN_LAYERS:
+                places.setdefault((row.backend, row.stage, row.mode), set()).add((row.case, row.layer))
+        for found in places.values():
+            assert found == {(case, layer) for case in ("near", "far") for layer in range(n_layers)}
+
+
+@pytest.mark.parametrize("target", CPU)
+def test_checkpoint_14_ties_are_of_half_precision_alone(target: str):
+    ties = [row for model in BUILTIN for row in rows(target, model) if row.verdict == TIE]
+    assert {row.stage for row in ties} <= ({"generation", "argmax"} if target.endswith("16") else set())
+
+
+def test_checkpoint_14_in_float64_is_far_below_its_limit_of_the_truth():
+    every = [row for model in BUILTIN for row in rows("torch-cpu-float64", model) if row.mode != "exact"]
+    of_one_pass = [row for row in every if row.mode != "decode"]  # a part of a pass has the limit of the whole
+    assert {row.tolerance for row in of_one_pass} == {0.0, MATHEMATICS.error}
+    assert max(row.error for row in every) < MATHEMATICS.error / 4
+
+
+@pytest.mark.parametrize("missing", ["golden.json", *(f"{producer}.safetensors" for producer in PRODUCERS)])
+def test_checkpoint_14_fails_without_a_golden(missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    shutil.copytree(goldens_folder() / WHOLE, tmp_path / WHOLE)
+    (tmp_path / WHOLE / missing).unlink()
+    monkeypatch.setattr(verify, "goldens_folder", lambda: tmp_path)
+    with pytest.raises(FileNotFoundError, match=rf"{missing} is missing; make it with reference_outputs/regenerate"):
+        list(verify_torch_stored(WHOLE, on("torch-cpu-bfloat16")))

@@ -1,0 +1,255 @@
+"""The comparison of two arrays: everything that must not pass, does not pass."""
+
+import math
+
+import numpy as np
+import pytest
+
+from llorch.errors import CheckpointMismatch
+from llorch.verify.compare import EXACT, FACTOR, FLOOR, Difference, Tolerance, check, measure, tolerance_from
+
+TIGHT = Tolerance(1e-6, 1e-6)
+ANYTHING = Tolerance(math.inf, math.inf)
+
+
+@pytest.fixture
+def want(rng, dtype) -> np.ndarray:
+    return rng.normal(size=(4, 3, 5)).astype(dtype)
+
+
+def passes(got: object, want: object, tolerance: Tolerance = TIGHT, *, masked: bool = False) -> bool:
+    difference = measure(got, want, masked=masked)
+    try:
+        check(got, want, tolerance, label="x", masked=masked)
+    except CheckpointMismatch:
+        assert not difference.within(tolerance)
+        assert not difference.over(tolerance) <= 1
+        return False
+    assert difference.within(tolerance)
+    assert difference.over(tolerance) <= 1
+    return True
+
+
+def test_equal_arrays_pass_exactly(want):
+    first = float(want[0, 0, 0])
+    assert measure(want.copy(), want) == Difference(0.0, 0.0, None, (0, 0, 0), first, first)
+    assert passes(want.copy(), want, EXACT)
+
+
+def test_memory_order_and_mapped_memory_do_not_matter(want, tmp_path):
+    assert passes(np.asfortranarray(want), want, EXACT)
+    assert passes(np.flip(np.flip(want).copy()), want, EXACT)
+    want.tofile(tmp_path / "golden")
+    assert passes(np.memmap(tmp_path / "golden", want.dtype, "r", shape=want.shape), want, EXACT)
+
+
+@pytest.mark.parametrize("index", [(0, 0, 0), (2, 1, 3), (3, 2, 4)])
+def test_one_perturbed_value_fails_and_is_named(want, index):
+    got = want.copy()
+    got[index] += 0.01
+    difference = measure(got, want)
+    assert not passes(got, want)
+    assert difference.index == index
+    assert (difference.got, difference.want) == (float(got[index]), float(want[index]))
+    assert difference.worst == pytest.approx(0.01 / np.abs(want).max(), rel=1e-5)
+    assert difference.error == pytest.approx(0.01 / np.linalg.norm(want), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda a: a[:, ::-1],  # heads in another order
+        lambda a: a[[1, 0, 2, 3]],  # two tokens swapped
+        lambda a: np.roll(a, 1, axis=-1),
+        lambda a: a.reshape(4, 5, 3).swapaxes(1, 2),  # merged before the transpose
+        lambda a: -a,
+        lambda a: a.mean() + 0 * a,
+        lambda a: np.zeros_like(a),
+        lambda a: np.sort(a, axis=None).reshape(a.shape),  # same values, same mean, same norm
+        lambda a: a * a.dtype.type(1.0001),
+        lambda a: a + a.dtype.type(0.0001),
+    ],
+)
+def test_wrong_values_of_the_right_shape_fail(want, change):
+    assert not passes(np.ascontiguousarray(change(want)), want)
+
+
+def test_transpose_of_a_square_fails(rng):
+    square = rng.normal(size=(5, 5))
+    assert not passes(square.T, square)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("sides", [("got",), ("want",), ("got", "want")])
+def test_non_finite_values_never_pass(want, value, sides):
+    got = want.copy()
+    for side in sides:
+        (got if side == "got" else want)[1, 2, 3] = value
+    assert not passes(got, want, ANYTHING)
+    assert measure(got, want).fault == f"non-finite: 1 of 60 values of {sides[0]}"
+
+
+@pytest.mark.parametrize("other", [np.float16, np.int32, np.longdouble, np.complex128, bool, object])
+def test_another_dtype_never_passes(want, other):
+    for got, wanted in ((want.astype(other), want), (want, want.astype(other))):
+        assert not passes(got, wanted, ANYTHING)
+        assert measure(got, wanted).fault == f"dtype: got {got.dtype}, want {wanted.dtype}"
+
+
+def test_float64_does_not_pass_for_float32(rng):
+    want = rng.normal(size=(2, 3)).astype(np.float32)
+    assert not passes(want.astype(np.float64), want, ANYTHING)
+    assert measure(want.astype(np.float64), want).fault == "dtype: got float64, want float32"
+
+
+@pytest.mark.parametrize("dtype_", [bool, np.complex128, object, "U3"])
+def test_arrays_that_are_no_numbers_never_pass(dtype_):
+    array = np.ones(3).astype(dtype_)
+    assert measure(array, array).fault == f"dtype: expected integers or floats, got {array.dtype}"
+    assert not passes(array, array, ANYTHING)
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (1, 3, 5), (4, 3, 1), (4, 1, 5), (1,), (), (60,), (4, 3, 5, 1), (4, 5, 3)])
+def test_another_shape_never_passes_even_when_it_would_broadcast(shape):
+    ones = np.ones((4, 3, 5))
+    for got, want in ((np.ones(shape), ones), (ones, np.ones(shape))):
+        assert not passes(got, want, ANYTHING)
+        assert measure(got, want).fault == f"shape: got {got.shape}, want {want.shape}"
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 3, 5)])
+@pytest.mark.parametrize("masked", [True, False])
+def test_empty_arrays_never_pass(shape, masked):
+    assert measure(np.empty(shape), np.empty(shape), masked=masked).fault == "empty: nothing to compare"
+    assert not passes(np.empty(shape), np.empty(shape), ANYTHING, masked=masked)
+
+
+@pytest.mark.parametrize("got", [1.0, np.float64(1.0), [1.0], (1.0,), "1.0"])
+def test_things_that_are_no_arrays_never_pass(got):
+    want = np.ones(1)
+    assert measure(got, want).fault == f"got: expected an array, got {type(got).__name__}"
+    assert measure(want, got).fault == f"want: expected an array, got {type(got).__name__}"
+    assert not passes(got, want, ANYTHING)
+
+
+def test_nothing_never_passes():
+    assert measure(None, np.ones(1)).fault == "got: expected an array, got nothing"
+    assert measure(np.ones(1), None).fault == "want: expected an array, got nothing"
+    assert measure(None, None).fault == "got: expected an array, got nothing"
+    assert not passes(None, None, ANYTHING)
+
+
+def test_a_numpy_mask_hides_nothing():
+    want = np.array([1.0, 2.0, 3.0])
+    for hidden in (99.0, np.nan):
+        got = np.ma.masked_array([1.0, hidden, 3.0], mask=[False, True, False])
+        assert not passes(got, want)
+        assert not passes(want, got)
+
+
+def test_arrays_of_one_number_are_compared():
+    assert passes(np.array(2.0), np.array(2.0), EXACT)
+    assert not passes(np.array(2.0), np.array(2.001))
+    assert measure(np.array(3.0), np.array(2.0)).index == ()
+
+
+def test_zeros_equal_zeros_and_nothing_else(dtype):
+    zeros, tiny = np.zeros((2, 3), dtype), np.full((2, 3), np.finfo(dtype).tiny)
+    assert passes(zeros.copy(), zeros, EXACT)
+    assert passes(-zeros, zeros, EXACT)
+    assert measure(tiny, zeros) == Difference(math.inf, math.inf, None, (0, 0), float(tiny[0, 0]), 0.0)
+    assert not passes(tiny, zeros, Tolerance(1e300, 1e300))
+    assert not passes(zeros, tiny, Tolerance(0.5, 0.5))
+
+
+@pytest.mark.parametrize("scale", [1e-200, 1e200])
+def test_scale_of_the_tensor_does_not_hide_an_error(rng, scale):
+    want = rng.normal(size=9) * scale  # squares underflow or overflow
+    got = want.copy()
+    got[4] *= 1.01
+    assert passes(want.copy(), want, EXACT)
+    assert not passes(got, want)
+
+
+def test_whole_tensor_gate_trips_alone():
+    want = np.concatenate([[1000.0], np.ones(10_000)])
+    got = np.concatenate([[1000.0], np.full(10_000, 1.5)])  # off by half, everywhere but in the largest value
+    assert measure(got, want).worst == pytest.approx(5e-4)
+    assert measure(got, want).error == pytest.approx(50 / math.sqrt(1e6 + 1e4))
+    assert not passes(got, want, Tolerance(1e-2, 1e-3))
+    assert passes(got, want, Tolerance(1e-1, 1e-3))
+
+
+def test_worst_element_gate_trips_alone():
+    want = np.ones(10_000)
+    got = want.copy()
+    got[77] = 1.01
+    assert measure(got, want).error == pytest.approx(1e-4)
+    assert measure(got, want).worst == pytest.approx(1e-2)
+    assert not passes(got, want, Tolerance(1e-3, 1e-3))
+    assert passes(got, want, Tolerance(1e-3, 1.1e-2))
+
+
+def test_a_tolerance_is_met_at_its_very_value():
+    difference = Difference(0.25, 0.5)
+    assert difference.within(Tolerance(0.25, 0.5))
+    assert not difference.within(Tolerance(math.nextafter(0.25, 0), 0.5))
+    assert not difference.within(Tolerance(0.25, math.nextafter(0.5, 0)))
+
+
+def test_nothing_passes_a_tolerance_of_nan():
+    for tolerance in (Tolerance(math.nan, 1.0), Tolerance(1.0, math.nan)):
+        assert not Difference(0.0, 0.0).within(tolerance)
+        assert not Difference(0.5, 0.5).within(tolerance)
+    assert not Difference(math.nan, 0.0).within(ANYTHING)
+    assert not Difference(0.0, math.nan).within(ANYTHING)
+
+
+def test_over_says_by_what_factor_the_worse_gate_is_exceeded():
+    assert Difference(0.3, 0.1).over(Tolerance(0.1, 0.1)) == pytest.approx(3)
+    assert Difference(0.1, 0.7).over(Tolerance(0.1, 0.1)) == pytest.approx(7)
+    assert Difference(0.0, 0.0).over(EXACT) == 0
+    assert Difference(1e-30, 0.0).over(EXACT) == math.inf
+    assert Difference(0.0, 0.0, "shape").over(ANYTHING) == math.inf
+
+
+def test_tolerance_is_four_times_the_larger_distance_of_each_kind():
+    assert FACTOR == 4
+    got = tolerance_from([Difference(1e-5, 2e-4), Difference(3e-5, 1e-4), Difference(2e-5, 1e-4)])
+    assert (got.error, got.worst) == pytest.approx((1.2e-4, 8e-4))
+
+
+def test_tolerance_is_never_under_four_ulp_of_the_scale():
+    assert FLOOR == 4 * np.finfo(np.float32).eps
+    assert tolerance_from([Difference(0.0, 0.0)]) == Tolerance(FLOOR, FLOOR)
+    assert tolerance_from([Difference(FLOOR, 0.0)]) == Tolerance(4 * FLOOR, FLOOR)
+
+
+@pytest.mark.parametrize(
+    ("distances", "shown"),
+    [
+        ([], "none"),
+        ([Difference(0.1, 0.1), Difference(math.inf, math.inf, "shape: got (1,), want ()")], "shape: got"),
+        ([Difference(0.0, 0.0, "empty: nothing to compare")], "empty: nothing"),
+        ([Difference(math.inf, 1.0)], "error inf"),
+        ([Difference(0.1, math.inf)], "worst inf"),
+        ([Difference(math.nan, 0.1), Difference(0.1, 0.1)], "error nan"),
+    ],
+)
+def test_a_distance_that_is_no_number_makes_no_tolerance(distances, shown):
+    with pytest.raises(ValueError, match=f"tolerance: expected clean distances of the producers, got .*{shown}"):
+        tolerance_from(distances)
+
+
+def test_check_returns_the_difference_that_passed(want):
+    assert check(want + want * want.dtype.type(1e-3), want, Tolerance(0.1, 0.1), label="x").error > 0
+
+
+def test_check_raises_with_label_numbers_place_and_limits():
+    got, want = np.array([[1.0, 2.0], [3.0, 5.0]]), np.array([[1.0, 2.0], [3.0, 4.0]])
+    with pytest.raises(CheckpointMismatch) as caught:
+        check(got, want, Tolerance(1e-6, 2e-5), label="micro-llama/l0.q_rope numpy vs llamacpp")
+    assert str(caught.value) == (
+        "micro-llama/l0.q_rope numpy vs llamacpp: error 1.8e-01, worst 2.5e-01 at (1, 1): got 5, want 4; "
+        "allowed error 1.0e-06, worst 2.0e-05"
+    )

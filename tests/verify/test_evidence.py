@@ -1,0 +1,164 @@
+import json
+import re
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import Mock, call
+
+import numpy as np
+import pytest
+
+from llorch.builtin import BUILTIN, builtin_path, goldens_folder
+from llorch.files import open_weights
+from llorch.verify.goldens import (
+    FAR_POSITION,
+    PRODUCERS,
+    SAMPLINGS,
+    cases_for,
+    read,
+    sampler_inputs,
+    save,
+    sha256,
+    take,
+)
+from llorch.verify.quantised_goldens import FOLDER as QUANTISED
+from llorch.verify.replay import Pass
+from llorch.verify.witnesses import Producer
+
+
+@pytest.mark.parametrize("name", BUILTIN)
+def test_stored_inputs_can_show_mistakes(name: str):
+    golden = read(goldens_folder() / name)
+    config = open_weights(builtin_path(name)).config
+    assert golden.provenance["weights_sha256"] == sha256(builtin_path(name))
+    near, far = golden.cases["near"], golden.cases["far"]
+    assert len(set(near.ids)) >= 8
+    assert near.first_position == 0
+    assert len(far.ids) >= 8
+    assert far.first_position == min(FAR_POSITION, config.max_position_embeddings - len(far.ids))
+    assert config.n_layers >= 2
+    assert 1 < config.n_kv_heads < config.n_heads
+
+
+@pytest.mark.parametrize("name", BUILTIN)
+def test_greedy_goldens_of_both_producers_are_the_same_text(name: str):
+    evidence = read(goldens_folder() / name).evidence
+    np.testing.assert_array_equal(evidence["llamacpp"].greedy, evidence["transformers"].greedy)
+
+
+def test_all_models_stay_small():
+    assert sum(builtin_path(name).stat().st_size for name in BUILTIN) < 15e6
+
+
+def test_saving_twice_gives_the_same_bytes_and_reading_gives_the_same_arrays(tmp_path: Path):
+    golden = read(goldens_folder() / "micro-llama")
+    for folder in ("one", "two"):
+        save(tmp_path / folder, golden)
+    for file in (tmp_path / "one").iterdir():
+        assert file.read_bytes() == (tmp_path / "two" / file.name).read_bytes()
+        assert file.read_bytes() == (goldens_folder() / "micro-llama" / file.name).read_bytes()
+    again = read(tmp_path / "one")
+    assert again.tolerances == golden.tolerances
+    assert again.half_tolerances == golden.half_tolerances
+    assert again.half_errors == golden.half_errors
+    assert again.cases == golden.cases
+    for producer in PRODUCERS:
+        for key, array in golden.evidence[producer].arrays().items():
+            np.testing.assert_array_equal(again.evidence[producer].arrays()[key], array)
+
+
+@pytest.mark.parametrize("missing", ["golden.json", "llamacpp.safetensors", "transformers.safetensors"])
+def test_a_missing_golden_is_an_error_that_names_the_command(tmp_path: Path, missing: str):
+    save(tmp_path, read(goldens_folder() / "micro-llama"))
+    (tmp_path / missing).unlink()
+    with pytest.raises(FileNotFoundError, match=rf"{missing} is missing; make it with reference_outputs/regenerate"):
+        read(tmp_path)
+
+
+def test_far_positions_stay_inside_a_short_context():
+    config = open_weights(builtin_path("story")).config
+    far = cases_for(range(12), config)["far"]
+    assert far.positions[-1] < config.max_position_embeddings
+
+
+def test_the_far_case_lies_as_far_on_as_the_context_allows():
+    config = open_weights(builtin_path("micro-llama")).config
+    ids = range(12)
+    for context, far in ((2**17, 4000), (4008, 4000), (4007, 3999), (100, 92)):
+        cases = cases_for(ids, replace(config, max_position_embeddings=context))
+        assert cases == {"near": Pass(tuple(ids)), "far": Pass(tuple(range(8)), far)}
+    assert cases_for([5, 6], replace(config, max_position_embeddings=100))["far"] == Pass((5, 6), 98)
+
+
+def test_an_engine_is_asked_for_every_case_setting_and_token():
+    engine = Mock(spec=Producer)
+    engine.trace.side_effect = lambda ids, first_position: {"logits": np.array([first_position])}
+    engine.selected_logits.return_value = np.zeros(50, np.float32)
+    engine.probabilities.side_effect = lambda logits, settings, history: logits
+    engine.greedy.side_effect = lambda ids, n: [4] * n
+    near = (3, 1, 2)
+    taken = take(engine, {"near": Pass(near), "far": Pass((3, 1), 400)})
+    assert engine.trace.call_args_list == [call(near, first_position=0), call((3, 1), first_position=400)]
+    assert engine.selected_logits.call_args_list == [call(near)]
+    assert engine.greedy.call_args_list == [call(near, 24)]
+    asked = [(settings, history) for _, settings, history in (c.args for c in engine.probabilities.call_args_list)]
+    assert asked == [(settings, sampler_inputs(near, 50)[1]) for settings in SAMPLINGS.values()]
+    assert {case: trace["logits"].tolist() for case, trace in taken.traces.items()} == {"near": [0], "far": [400]}
+    assert taken.greedy.tolist() == [4] * 24
+    assert taken.probabilities.keys() == SAMPLINGS.keys()
+
+
+def test_the_sampler_sees_logits_of_both_signs_and_likely_tokens_that_repeat():
+    logits, history = sampler_inputs((9, 8, 7, 6), 400)
+    assert (logits > 1).any()
+    assert (logits < -1).any()
+    counts = np.bincount(history, minlength=400)
+    assert {9, 8, 7, 6, *np.argsort(-logits)[:4]} == set(np.flatnonzero(counts))
+    assert counts[np.argsort(-logits)[:4]].max() > 1
+    assert counts[[9, 8, 7]].min() > 1
+
+
+@pytest.mark.parametrize("part", ["far", "tokens", "tensors"])
+def test_a_golden_without_one_of_its_parts_is_refused(tmp_path: Path, part: str):
+    golden = read(goldens_folder() / "micro-llama")
+    changes: dict[str, dict] = {
+        "far": {"cases": {"near": golden.cases["near"]}},
+        "tokens": {"tokens": []},
+        "tensors": {"tensors": {}},
+    }
+    save(tmp_path, replace(golden, **changes[part]))
+    with pytest.raises(ValueError, match="expected the cases near and far, tensors and tokens"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("part", ["half_tolerances", "half_errors"])
+@pytest.mark.parametrize("left", [{}, {"bfloat16": {}}])
+def test_a_golden_without_tolerances_of_half_precision_is_refused(tmp_path: Path, part: str, left: dict[str, dict]):
+    changes: dict[str, dict] = {part: left}
+    save(tmp_path, replace(read(goldens_folder() / "micro-llama"), **changes))
+    got = re.escape(str(sorted(left) or "none"))
+    with pytest.raises(
+        ValueError, match=rf"golden.json: expected {part} of bfloat16 and float16, got {got}; run refer"
+    ):
+        read(tmp_path)
+
+
+def test_a_golden_of_before_half_precision_is_refused(tmp_path: Path):
+    save(tmp_path, read(goldens_folder() / "micro-llama"))
+    record = json.loads((tmp_path / "golden.json").read_text())
+    del record["half_tolerances"]
+    (tmp_path / "golden.json").write_text(json.dumps(record))
+    with pytest.raises(ValueError, match="expected half_tolerances of bfloat16 and float16, got none; run"):
+        read(tmp_path)
+
+
+def test_the_wheel_carries_the_goldens_of_every_built_in_model():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    included = project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
+    folders = (*BUILTIN, QUANTISED)
+    assert included == {f"reference_outputs/{name}": f"llorch/reference_outputs/{name}" for name in folders}
+
+
+def test_all_goldens_together_stay_under_40_megabytes():
+    files = [file for name in (*BUILTIN, QUANTISED) for file in (goldens_folder() / name).iterdir()]
+    assert sum(file.stat().st_size for file in files) < 40e6

@@ -1,0 +1,164 @@
+"""The checkpoint pages: their generated parts are current, their links lead somewhere, their writer is strict."""
+
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from llorch.stages import CHECKPOINTS, STAGES
+from llorch.verify.report import pages
+from llorch.verify.report.pages import FOLDER, main, page, render, same
+from llorch.verify.report.tables import Blocks, equal, table
+from llorch.verify.verifier import exact_row
+
+ALL = [FOLDER / "README.md", *(page(FOLDER, number) for number in CHECKPOINTS)]
+LINK = re.compile(r"\]\(([^)#]+)(?:#([a-z-]+))?\)")
+LINE = "<!-- generated: distances -->\n| `q_rope` | 3.5e-05 | ~3e-08 | 1.5e-04 |\n<!-- end -->\n"
+
+
+@pytest.fixture(scope="module")
+def blocks() -> Mapping[Path, Blocks]:
+    """What every page has to say, computed once."""
+    return pages.generated(FOLDER)
+
+
+@pytest.fixture
+def copy(tmp_path: Path, blocks: Mapping[Path, Blocks], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the pages that the command works on."""
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(FOLDER, folder)
+    monkeypatch.setattr(pages, "FOLDER", folder)
+    moved = {folder / path.relative_to(FOLDER): says for path, says in blocks.items()}
+    monkeypatch.setattr(pages, "generated", {folder: moved}.__getitem__)
+    return folder
+
+
+def every_page():
+    return pytest.mark.parametrize("path", ALL, ids=lambda path: "index" if path.parent == FOLDER else path.parent.name)
+
+
+def test_generated_parts_are_current(copy):
+    done = CliRunner().invoke(main, ["--check"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+
+
+def test_a_part_that_is_not_current_is_named_and_then_written(copy):
+    damaged = page(copy, "06")
+    good = damaged.read_text(encoding="utf-8")
+    damaged.write_text(good.replace("| stage |", "| stages |"), encoding="utf-8")
+    found = CliRunner().invoke(main, ["--check"], catch_exceptions=False)
+    assert found.exit_code == 1
+    assert found.output == f"{damaged}: not current; write it with: python -m llorch.verify.report.pages\n"
+    CliRunner().invoke(main, [], catch_exceptions=False)
+    assert same(damaged.read_text(encoding="utf-8"), good)
+
+
+def test_the_command_says_where_the_pages_are_when_they_are_not_here(monkeypatch, tmp_path):
+    monkeypatch.setattr(pages, "FOLDER", tmp_path / "checkpoints")
+    done = CliRunner().invoke(main, [], catch_exceptions=False)
+    assert done.exit_code == 1
+    assert (
+        done.output
+        == f"Error: {tmp_path / 'checkpoints'} is missing; the pages are in a clone of the repository only\n"
+    )
+
+
+def test_there_is_one_folder_for_each_number():
+    assert {path.name for path in FOLDER.iterdir() if path.is_dir()} == {path.parent.name for path in ALL[1:]}
+
+
+@every_page()
+def test_links_lead_somewhere(path):
+    for target, heading in LINK.findall(path.read_text(encoding="utf-8")):
+        file = path.parent / target
+        assert file.exists(), target
+        if heading:
+            headings = [line.lower() for line in file.read_text(encoding="utf-8").splitlines() if line[:1] == "#"]
+            assert heading in {line.lstrip("# ").replace(" ", "-") for line in headings}
+
+
+@every_page()
+def test_text_is_ascii_and_every_table_has_whole_lines(path):
+    text = path.read_text(encoding="utf-8")
+    assert text.isascii()
+    for block in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        widths = {len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}
+        assert len(widths) == 1, block
+
+
+@every_page()
+def test_tables_hold_nothing_that_a_reader_of_markdown_would_swallow(path):
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.startswith("|"):
+            assert not re.search(r"[<$]", re.sub(r"`[^`]*`", "", line)), line
+
+
+@pytest.mark.parametrize("number", CHECKPOINTS)
+def test_a_page_names_its_tests_and_its_stages(number):
+    text = page(FOLDER, number).read_text(encoding="utf-8")
+    assert re.search(rf"pytest -k \"?checkpoint_{number}\b", text)
+    assert all(f"| `{stage.name}`" in text for stage in STAGES if stage.checkpoint == number)
+
+
+@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
+def test_the_function_of_a_stage_is_in_the_file_that_its_page_links_to(stage):
+    text = page(FOLDER, stage.checkpoint).read_text(encoding="utf-8")
+    (line,) = [line for line in text.splitlines() if line.startswith(f"| `{stage.name}`") and "](" in line]
+    name, target = re.findall(r"\[`([\w.]+)`\]\(([^)]+)\)", line)[0]
+    source = (page(FOLDER, stage.checkpoint).parent / target).read_text(encoding="utf-8")
+    assert f"def {name.split('.')[-1]}(" in source
+    assert stage.function.endswith(f".{name}")
+
+
+def test_a_changed_number_makes_a_page_not_current():
+    assert same(LINE, LINE)
+    assert not same(LINE, LINE.replace("3.5e-05", "3.6e-05"))
+    assert not same(LINE, LINE.replace("1.5e-04", "1.5e-03"))
+
+
+def test_a_number_of_the_machine_does_not():
+    assert same(LINE, LINE.replace("~3e-08", "~4e-07"))
+    assert same(LINE, LINE.replace("~3e-08", "~0"))
+
+
+def test_only_generated_parts_are_rewritten():
+    text = f"# by hand\n\n{LINE}\nby hand\n"
+    new = render(text, {"distances": "| new |"}, label="page")
+    assert new == "# by hand\n\n<!-- generated: distances -->\n| new |\n<!-- end -->\n\nby hand\n"
+    assert render(new, {"distances": "| new |"}, label="page") == new
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "no block",
+        LINE + LINE,
+        LINE + LINE.replace("distances", "stages"),
+        LINE.replace("distances", "distance"),
+        LINE.replace("<!-- end -->", ""),
+        LINE.replace("<!-- end -->", "") + LINE,
+        LINE + "<!-- end -->",
+    ],
+    ids=["missing", "twice", "one too many", "misspelt", "open", "open before another", "closed twice"],
+)
+def test_a_page_without_exactly_its_blocks_is_refused(text):
+    with pytest.raises(ValueError, match=r"^page: expected the generated blocks \['distances'\], each closed"):
+        render(text, {"distances": "| new |"}, label="page")
+
+
+def test_without_goldens_nothing_is_written(monkeypatch, tmp_path):
+    monkeypatch.setattr("llorch.verify.report.tables.goldens_folder", lambda: tmp_path)
+    with pytest.raises(ValueError, match=r"^pages: expected goldens in .*, got none; run"):
+        pages.generated(FOLDER)
+
+
+def test_a_table_escapes_the_marks_between_its_cells():
+    assert table(("a", "b"), [["x|y", "1"]], right=1) == "| a | b |\n| --- | ---: |\n| x\\|y | 1 |"
+
+
+def test_the_table_of_equal_things_counts_those_that_are():
+    rows = [exact_row(model, "12", "generation", "llamacpp", wrong, "") for model, wrong in (("a", 0.0), ("b", 0.5))]
+    assert equal(rows).endswith("| `generation` | llama.cpp | 1 of 2 |")

@@ -1,0 +1,163 @@
+"""Teeth: every known mistake turns its checkpoint red by far and is named; what is right is never accused."""
+
+from functools import cache
+
+import numpy as np
+import pytest
+from planted import MICRO, Situation, chain, golden_of, models_of, n_cached, situations, weights_of
+
+from llorch.stages import BY_NAME, StageInputs, keys
+from llorch.verify.compare import EXACT, measure
+from llorch.verify.diagnose import VISIBLE, Suspect, Variants, rank, sampler_variants, variants
+from llorch.verify.goldens import PRODUCERS, SAMPLINGS, sampler_inputs
+from llorch.verify.mistakes import GENERATION, SAMPLING, STAGE_MISTAKES, GenerationInputs, Mistake, SamplerInputs
+from llorch.verify.mistakes.generation import right
+from llorch.verify.replay import cut
+
+# A pass from position 0 whose tokens all get its first position is a pass without rotation.
+TWINS = {"rope-missing": {"rope-position-frozen"}}
+
+
+def named(suspects: list[Suspect]) -> list[str]:
+    return [suspect.mistake.name for suspect in suspects if suspect.named]
+
+
+def by_name(mistake: Mistake) -> str:
+    return "_".join((*(f"checkpoint_{number}" for number in mistake.checkpoints), mistake.name))
+
+
+def test_red_is_ten_times_the_tolerance():
+    assert VISIBLE == 10
+
+
+@pytest.mark.parametrize("mistake", STAGE_MISTAKES, ids=by_name)
+def test_mistake_is_planted_at_each_of_its_stages_for_both_producers(mistake: Mistake[StageInputs]):
+    planted = {(where.producer, where.stage_name, where.case) for where in situations(mistake)}
+    assert planted == {(p, stage, case) for p in PRODUCERS for stage in mistake.stages for case in mistake.cases}
+
+
+@pytest.mark.parametrize("mistake", STAGE_MISTAKES, ids=by_name)
+def test_mistake_goes_red_at_its_stage_and_is_named(mistake: Mistake[StageInputs]):
+    for where in situations(mistake):
+        made = where.made()
+        wrong = next(array for known, array in made.wrong if known is mistake)
+        over = measure(wrong, where.golden, masked=where.stage.masked).over(where.tolerance)
+        assert over >= VISIBLE, f"{where}: {over:.1f} times the tolerance"
+        names = named(rank(wrong, made, tolerance=where.tolerance))
+        assert names[:1] == [mistake.name], f"{where}: named {names}"
+        assert set(names[1:]) <= TWINS.get(mistake.name, set()), f"{where}: named {names}"
+
+
+@pytest.mark.parametrize("mistake", STAGE_MISTAKES, ids=by_name)
+def test_mistake_in_a_chain_is_the_first_stage_to_fail(mistake: Mistake[StageInputs]):
+    case = mistake.cases[0]
+    for model in models_of(mistake):
+        config = weights_of(model).config
+        for name in (name for name in mistake.stages if BY_NAME[name].applies_to(config)):
+            with np.errstate(all="ignore"):  # what comes after a mistake may be infinite or no number
+                trace = chain(mistake, model, case, name)
+            expected = "k_cache" if name == "v_cache" and "k_cache" in mistake.stages else name
+            for producer in PRODUCERS:
+                assert first_failing(trace, mistake, model, case, producer) == (expected, BY_NAME[expected].checkpoint)
+
+
+def first_failing(
+    trace: dict[str, np.ndarray], mistake: Mistake, model: str, case: str, producer: str
+) -> tuple[str, str] | None:
+    """The first stage, in the first layer, and its checkpoint."""
+    golden = golden_of(model)
+    for key, stage, layer in keys(weights_of(model).config):
+        want = cut(stage, golden.evidence[producer].traces[case][key], n_cached(mistake, golden.cases[case]))
+        difference = measure(trace[key], want, masked=stage.masked)
+        if not difference.within(golden.tolerances[case]["chained"][stage.name]):
+            assert layer in (0, None), f"{key} of {model} is the first to fail"
+            return stage.name, stage.checkpoint
+    return None
+
+
+@pytest.mark.parametrize("case", ["near", "far"])
+@pytest.mark.parametrize("model", MICRO)
+def test_what_a_producer_made_is_never_accused(model: str, case: str):
+    golden, weights = golden_of(model), weights_of(model)
+    for producer, evidence in golden.evidence.items():
+        (other,) = set(PRODUCERS) - {producer}
+        for key, stage, layer in keys(weights.config):
+            made = variants(stage, layer, evidence.traces[case], weights, golden.cases[case])
+            tolerance = golden.tolerances[case]["isolated"][stage.name]
+            assert rank(evidence.traces[case][key], made, tolerance=tolerance) == []
+            foreign = golden.evidence[other].traces[case][key]  # made from slightly other inputs
+            assert named(rank(foreign, made, tolerance=tolerance)) == []
+
+
+@pytest.mark.parametrize("model", MICRO)
+def test_an_unknown_mistake_gets_suspects_but_no_name(model: str, rng: np.random.Generator):
+    for stage in (stage for stage in BY_NAME.values() if stage.applies_to(weights_of(model).config)):
+        where = Situation(model, "near", "llamacpp", stage.name, 0)
+        made = where.made()
+        noise = 1 + 1e-3 * rng.standard_normal(made.right.shape).astype(np.float32)
+        suspects = rank(made.right * noise, made, tolerance=where.tolerance)
+        assert suspects
+        assert named(suspects) == []
+
+
+@pytest.mark.parametrize("model", MICRO)
+@pytest.mark.parametrize("mistake", SAMPLING, ids=by_name)
+def test_mistake_after_the_logits_goes_red_and_is_named(mistake: Mistake[SamplerInputs], model: str):
+    (step,) = mistake.stages
+    golden = golden_of(model)
+    for producer in PRODUCERS:
+        for case in mistake.cases:
+            inputs, want = sampler_case(model, producer, step, case)
+            mode = "isolated" if step == "probabilities" else "chained"
+            tolerance = EXACT if step == "argmax" else golden.tolerances["near"][mode][step]
+            wrong = mistake.wrong(inputs, step)
+            assert measure(wrong, want).over(tolerance) >= VISIBLE, f"{producer} {case}"
+            made = sampler_variants(step, inputs, weights_of(model).config)
+            assert named(rank(wrong, made, tolerance=tolerance)) == [mistake.name], f"{producer} {case}"
+            assert rank(want, made, tolerance=tolerance) == []
+
+
+def sampler_case(model: str, producer: str, step: str, case: str) -> tuple[SamplerInputs, np.ndarray]:
+    """What a step reads, and what the producer made of it (at a tie: the lowest id, which design states)."""
+    golden = golden_of(model)
+    evidence, ids = golden.evidence[producer], golden.cases["near"].ids
+    selected = evidence.selected_logits
+    if step == "selected_logits":
+        return SamplerInputs(evidence.traces["near"]["logits"], SAMPLINGS["all"], ids), selected
+    if step == "argmax":
+        row = selected.copy()
+        best = int(np.argmax(row))
+        if case == "tie":
+            row[best + 1 :: 7] = row[best]
+        return SamplerInputs(row[None], SAMPLINGS["all"], ids), np.asarray([best])
+    logits, history = sampler_inputs(ids, selected.size)
+    return SamplerInputs(logits[None], SAMPLINGS[case], history), evidence.probabilities[case]
+
+
+@pytest.mark.parametrize("mistake", GENERATION, ids=by_name)
+def test_mistake_in_the_loop_is_named_by_its_text(mistake: Mistake[GenerationInputs]):
+    """Text is a weak oracle: a trained model may forgive a token too many, but no text names another mistake."""
+    shown = [shown_by_text(mistake, model) for model in MICRO]
+    assert any(shown)
+
+
+def shown_by_text(mistake: Mistake[GenerationInputs], model: str) -> bool:
+    wrong = next(text for known, text in texts(model).wrong if known is mistake)
+    names = named(rank(wrong, texts(model), tolerance=EXACT))
+    assert names == ([] if np.array_equal(wrong, greedy(model)) else [mistake.name])
+    return names != []
+
+
+@pytest.mark.parametrize("model", MICRO)
+def test_the_right_loop_writes_what_the_producers_write(model: str):
+    np.testing.assert_array_equal(texts(model).right, greedy(model))
+
+
+def greedy(model: str) -> np.ndarray:
+    return golden_of(model).evidence["llamacpp"].greedy
+
+
+@cache
+def texts(model: str) -> Variants:
+    loop = GenerationInputs(weights_of(model), golden_of(model).cases["near"].ids, len(greedy(model)))
+    return Variants(right(loop), [(mistake, mistake.wrong(loop, "generation")) for mistake in GENERATION])

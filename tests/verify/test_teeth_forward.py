@@ -1,0 +1,125 @@
+"""Teeth of the verifier: an op broken in the running code turns its checkpoint red, not only a variant in a table."""
+
+import numpy as np
+import pytest
+from planted import golden_of, weights_of
+
+from llorch import forward, generate
+from llorch.cache import KVCache
+from llorch.sampling import SamplingSettings, softmax
+from llorch.verify import verifier
+from llorch.verify.goldens import SAMPLINGS
+from llorch.verify.verifier import FAIL, PASS, Row, Verifier
+
+MODEL = "micro-qwen2"
+
+
+def judge(rows: str) -> list[Row]:
+    """Rows of one kind, on the near case and one producer."""
+    golden = golden_of(MODEL)
+    near = {"near": golden.cases["near"]}
+    evidence = {"llamacpp": golden.evidence["llamacpp"]}
+    return list(getattr(Verifier(MODEL, weights_of(MODEL), near, evidence, golden.truth), rows)(golden.tolerances))
+
+
+def first_fail(rows: list[Row]) -> tuple[str, str, int | None]:
+    return next((row.checkpoint, row.stage, row.layer) for row in rows if row.verdict == FAIL)
+
+
+def without_gain(x: np.ndarray, weight: np.ndarray, *, eps: float) -> np.ndarray:
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps)
+
+
+def interleaved(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
+    a, b = x[..., 0::2], x[..., 1::2]
+    cos, sin = cos[:, None], sin[:, None]
+    return np.stack([a * cos - b * sin, b * cos + a * sin], -1).reshape(x.shape).astype(x.dtype)
+
+
+def unmasked(q: np.ndarray, k: np.ndarray) -> np.ndarray:
+    k = np.repeat(k, q.shape[1] // len(k), axis=0)
+    return q.swapaxes(0, 1) @ k.swapaxes(1, 2) / q.dtype.type(q.shape[2] ** 0.5)
+
+
+def tiled(probs: np.ndarray, v: np.ndarray) -> np.ndarray:
+    mixed = probs @ np.tile(v, (len(probs) // len(v), 1, 1))
+    return mixed.swapaxes(0, 1).reshape(probs.shape[1], -1)
+
+
+NORMS, BIASED = ("attn_norm", "ffn_norm", "final_norm"), ("q_proj", "k_proj", "v_proj")
+BROKEN = {  # op -> what is wrong, its checkpoint, and the stages that it makes
+    "embedding": (lambda ids, weight: weight[ids + 1], "00", ("embed",)),
+    "rms_norm": (without_gain, "01", NORMS),
+    "rope": (interleaved, "01b", ("q_rope", "k_rope")),
+    "linear": (lambda x, weight, bias=None: x @ weight.T, "02", BIASED),
+    "attention_scores": (unmasked, "04", ("attn_scores",)),
+    "attention_probs": (lambda scores: np.exp(scores), "04", ("attn_probs",)),
+    "attention_context": (tiled, "05", ("attn_context",)),
+    "swiglu": (lambda gate, up: up / (1 + np.exp(-up)) * gate, "06", ("ffn_act",)),
+}
+
+
+@pytest.mark.parametrize("op", BROKEN)
+def test_an_op_broken_in_forward_fails_alone_at_its_stages_and_first_at_its_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, op: str
+):
+    wrong, checkpoint, stages = BROKEN[op]
+    monkeypatch.setattr(forward, op, wrong)
+    rows = judge("stage_rows")
+    assert first_fail([row for row in rows if row.mode == "chained"])[:2] == (checkpoint, stages[0])
+    assert {row.stage for row in rows if row.mode == "isolated" and row.verdict == FAIL} == {*stages}
+
+
+def test_positions_that_restart_fail_the_pass_after_a_cache_only(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(KVCache, "next_positions", lambda cache, n_tokens: np.arange(n_tokens))
+    assert first_fail(judge("decode_rows")) == ("03", "q_rope", 0)
+    assert all(row.verdict != FAIL for row in judge("stage_rows"))
+
+
+def test_a_cache_that_loses_its_past_fails(monkeypatch: pytest.MonkeyPatch):
+    append = KVCache.append
+
+    def forgetful(cache: KVCache, layer: int, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        keys, values = append(cache, layer, k, v)
+        return keys * (np.arange(keys.shape[1]) >= keys.shape[1] - len(k))[:, None], values
+
+    monkeypatch.setattr(KVCache, "append", forgetful)
+    assert first_fail(judge("decode_rows")) == ("03", "k_cache", 0)
+
+
+def test_a_cache_of_zeros_fails_where_it_is_filled(monkeypatch: pytest.MonkeyPatch):
+    append = KVCache.append
+
+    def empty(cache: KVCache, layer: int, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        keys, values = append(cache, layer, k, v)
+        return keys * 0, values * 0
+
+    monkeypatch.setattr(KVCache, "append", empty)
+    assert {row.stage for row in judge("stage_rows") if (row.mode, row.verdict) == ("isolated", FAIL)} == {
+        "k_cache", "v_cache"
+    }  # fmt: skip
+    assert first_fail(judge("decode_rows")) == ("03", "k_cache", 0)
+
+
+def test_a_context_that_is_lost_after_a_cache_fails_there(monkeypatch: pytest.MonkeyPatch):
+    right = forward.attention_context
+    monkeypatch.setattr(
+        forward, "attention_context", lambda probs, v: right(probs, v) * (probs.shape[1] == probs.shape[2])
+    )
+    assert first_fail(judge("decode_rows")) == ("03", "attn_context", 0)
+    assert all(row.verdict != FAIL for row in judge("stage_rows"))
+
+
+def test_a_token_after_the_best_one_fails_generation_alone(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(generate, "draw", lambda distribution, u: int(distribution.argmax() + 1) % distribution.size)
+    failed = [(row.checkpoint, row.stage) for row in judge("sampler_rows") if row.verdict != PASS]
+    assert failed == [("12", "generation")]
+
+
+def test_filters_that_are_ignored_fail_checkpoint_11(monkeypatch: pytest.MonkeyPatch):
+    def careless(logits: np.ndarray, settings: SamplingSettings, history: list[int]) -> np.ndarray:
+        return softmax(logits / logits.dtype.type(settings.temperature))
+
+    monkeypatch.setattr(verifier, "probabilities", careless)
+    failed = {(row.checkpoint, row.stage) for row in judge("sampler_rows") if row.verdict == FAIL}
+    assert failed == {("11", f"probabilities.{name}") for name in SAMPLINGS if name != "temperature"}

@@ -1,0 +1,80 @@
+"""Teeth of checkpoint 14: a mistake planted into the torch path turns the right row red first, and by far."""
+
+from functools import cache
+
+import pytest
+from planted import golden_of, weights_of
+from planted_torch import PLANTED, Planted
+from torch_targets import on
+
+from llorch.files import Weights
+from llorch.pytorch.device import Target
+from llorch.pytorch.model import TorchModel
+from llorch.verify.compare import Difference, Tolerance
+from llorch.verify.diagnose import VISIBLE
+from llorch.verify.torch_variants import VARIANTS, Variant
+from llorch.verify.torch_verifier import TorchVerifier
+from llorch.verify.verifier import FAIL, Row
+
+
+@cache
+def verifier(model: str, case: str, target: str) -> TorchVerifier:
+    golden = golden_of(model)
+    evidence = {"llamacpp": golden.evidence["llamacpp"], "transformers": golden.evidence["transformers"]}
+    return TorchVerifier(model, weights_of(model), {case: golden.cases[case]}, evidence, golden.truth, on(target))
+
+
+def broken(planted: Planted, target: str, patch: pytest.MonkeyPatch) -> list[Row]:
+    """The rows of a model with a mistake in it, in the order of the forward pass."""
+    golden, base = golden_of(planted.model), VARIANTS[planted.base]
+    half = golden.half_tolerances.get(target.rpartition("-")[2])
+
+    def make(weights: Weights, at: Target) -> TorchModel:
+        model = base.make(weights, at)
+        planted.plant(model.module, patch)
+        return model
+
+    judge = verifier(planted.model, planted.case, target)
+    judge = judge.judging(Variant(make, hidden=base.hidden, in_batch=base.in_batch), f"{target}-broken")
+    rows = getattr(judge, planted.rows)(half or golden.tolerances)
+    return [row for row in rows if row.mode != "isolated" or row.checkpoint == "11"]
+
+
+def first_red(rows: list[Row]) -> Row:
+    return next(row for row in rows if row.verdict == FAIL)
+
+
+def place(row: Row) -> tuple[str, str, int | None]:
+    return row.checkpoint, row.stage, row.layer
+
+
+def over(row: Row) -> float:
+    return Difference(row.error, row.worst).over(Tolerance(row.tolerance, row.tolerance_worst))
+
+
+def by_name(name: str) -> str:
+    return f"checkpoint_14_{PLANTED[name].shows[0]}_{name.replace(' ', '-')}"
+
+
+@pytest.mark.parametrize("name", PLANTED, ids=by_name)
+def test_mistake_in_torch_goes_red_by_far_at_its_checkpoint_first(name: str, monkeypatch: pytest.MonkeyPatch):
+    planted = PLANTED[name]
+    rows = broken(planted, "torch-cpu-float32", monkeypatch)
+    red = first_red(rows)
+    assert place(red) == planted.shows
+    alike = [row for row in rows if place(row) == planted.shows and (row.case, row.mode) == (red.case, red.mode)]
+    assert {row.producer for row in alike} == {"llamacpp", "transformers"}
+    assert all(over(row) >= VISIBLE for row in alike), [over(row) for row in alike]
+
+
+@pytest.mark.parametrize("name", [name for name in PLANTED if not PLANTED[name].of_rounding], ids=by_name)
+def test_mistake_in_torch_goes_red_at_its_checkpoint_in_bfloat16_too(name: str, monkeypatch: pytest.MonkeyPatch):
+    planted = PLANTED[name]
+    assert place(first_red(broken(planted, "torch-cpu-bfloat16", monkeypatch))) == planted.shows
+
+
+@pytest.mark.parametrize("base", sorted({planted.base for planted in PLANTED.values()}))
+@pytest.mark.parametrize("rows", sorted({planted.rows for planted in PLANTED.values()}))
+def test_what_is_planted_into_has_no_red_row_of_its_own(base: str, rows: str, monkeypatch: pytest.MonkeyPatch):
+    sound = Planted(lambda module, patch: None, ("", "", None), base=base, rows=rows)
+    assert all(row.verdict != FAIL for row in broken(sound, "torch-cpu-float32", monkeypatch))

@@ -1,0 +1,53 @@
+"""Limits of float64: what errors of gradients do to parameters, by hand and in torch's own AdamW."""
+
+import numpy as np
+import pytest
+import torch
+
+from llorch.verify.training.limits import GATE, amplification, wide_limit
+from llorch.verify.training.recipe import OPTIMIZER
+
+N, SIZE = 200, 1e-9
+
+
+def test_a_first_step_is_as_sensitive_as_its_gradient_is_small():
+    grad = np.array([1e-2, 1e-6])
+    state = {"w": 0.1 * grad}, {"w": 0.05 * grad * grad}
+    (found,) = amplification([({"w": grad}, *state)], [1e-3], OPTIMIZER)
+    roots = np.array([1e-2 + 1e-8, 1e-6 + 1e-8])
+    each = 1e-2 * (1 + grad / roots) / roots
+    np.testing.assert_allclose(found["w"], [np.sqrt(np.square(each).mean()), each.max()], rtol=1e-12)
+
+
+def test_nothing_is_granted_less_than_the_gate_and_what_is_amplified_more():
+    assert (wide_limit(None).error, wide_limit(None).worst) == (GATE, GATE)
+    limit = wide_limit(np.array([0.5, 30.0]))
+    assert (limit.error, limit.worst) == (GATE, pytest.approx(30 * GATE))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_parameters_move_no_further_than_the_bound_says(seed: int):
+    rng = np.random.default_rng(seed)
+    grads = [rng.normal(size=N) * 10.0 ** rng.uniform(-9, -2, N) for _ in range(6)]
+    signs = [SIZE * np.abs(grad).max() * rng.choice([-1.0, 1.0], N) for grad in grads]
+    straight, taken = steps(grads)
+    disturbed, _ = steps([grad + off for grad, off in zip(grads, signs, strict=True)])
+    found = amplification(taken, [OPTIMIZER.max_norm] * len(grads), OPTIMIZER)  # so that nothing is clipped
+    for moved, other, bound in zip(straight, disturbed, found, strict=True):
+        apart = np.abs(moved - other) / OPTIMIZER.learning_rate
+        assert apart.max() <= 1.01 * SIZE * bound["w"][1]
+        assert np.sqrt(np.square(apart).mean()) <= 1.01 * SIZE * bound["w"][0]
+
+
+def steps(grads: list[np.ndarray]) -> tuple[list[np.ndarray], list[tuple[dict[str, np.ndarray], ...]]]:
+    """Parameters after each step of torch's AdamW, and what `amplification` is made of."""
+    w = torch.zeros(N, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.AdamW([w], lr=OPTIMIZER.learning_rate, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps)
+    moved, taken = [], []
+    for grad in grads:
+        w.grad = torch.from_numpy(grad)
+        optimizer.step()
+        state = optimizer.state[w]
+        moved.append(w.detach().numpy().copy())
+        taken.append(({"w": grad}, *({"w": state[name].numpy().copy()} for name in ("exp_avg", "exp_avg_sq"))))
+    return moved, taken

@@ -1,0 +1,238 @@
+"""Engines in processes of their own: what becomes of them when they crash, hang or are killed, and of us."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from command_line import REPOSITORY, spawn
+from planted_engines import ERRORS
+from tiny_models import GGUF_METADATA, VOCAB, gguf_tensors, write_file
+
+from llorch.builtin import builtin_path
+from llorch.errors import EngineDied, MissingExtra
+from llorch.files import open_weights
+from llorch.numerics import GGML
+from llorch.verify.goldens import SAMPLINGS
+from llorch.verify.witnesses import Producer, open_producer, process
+from llorch.verify.witnesses.process import EngineInChild, in_child
+from tests.tokenizer.test_template_process import ends_within, running
+
+MODEL = builtin_path("micro-llama")
+IDS = "3,1,4,15,9,2,6,5"
+
+
+def planted(*doing: object) -> Any:
+    return EngineInChild("planted", MODEL, "planted_engines:Planted", *doing)
+
+
+@pytest.fixture
+def engine() -> Iterator[Any]:
+    with planted() as engine:
+        yield engine
+
+
+@pytest.mark.parametrize(
+    ("doing", "text"),
+    [
+        (("crash",), "planted: its process was ended by SIGSEGV in {}; it said nothing"),
+        (("abort",), r"planted: its process was ended by SIGABRT in {}; its last words: engine.cpp:7: ASSERT\(x > 0\)"),
+        (("end_by", signal.SIGKILL), r"SIGKILL, as the system does when memory runs out in {}; it said nothing"),
+        (("leave",), "planted: its process ended with status 5 in {}"),
+    ],
+)
+def test_an_engine_that_ends_is_an_error_with_its_last_words(doing: tuple, text: str, engine: Any):
+    with pytest.raises(EngineDied, match=text.format("loading")):
+        planted(*doing)
+    with pytest.raises(EngineDied, match=text.format(doing[0])):
+        getattr(engine, doing[0])(*doing[1:])
+    with pytest.raises(EngineDied, match="planted: its process"):
+        engine.echo()
+    with planted() as after:
+        assert after.echo(1) == ((1,), {})
+
+
+@pytest.mark.parametrize("doing", ["hang", "spin"])
+def test_an_engine_that_hangs_is_ended(doing: str, engine: Any, monkeypatch: pytest.MonkeyPatch):
+    pid = engine.pid
+    monkeypatch.setattr(process, "START", 0.5)
+    with pytest.raises(EngineDied, match=f"planted: no answer to {doing} for 1 s; it said nothing"):
+        getattr(engine, doing)()
+    assert not running(pid)
+
+
+def test_a_call_may_take_as_long_as_its_tokens_go_through_the_model(tmp_path: Path):
+    (tmp_path / "a").write_bytes(bytes(10**6))
+    for path in (tmp_path, tmp_path / "a"):
+        assert process._patience(path) == pytest.approx(180 + 32 * 1e6 / 50e6)
+        assert process._patience(path, range(68), 5, "text") == pytest.approx(180 + 100 * 1e6 / 50e6)
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_arrive_as_they_are(name: str, engine: Any):
+    want = ERRORS[name]
+    known = {"OwnError": RuntimeError, "MadeItsOwnWay": RuntimeError}.get(name, type(want))
+    with pytest.raises(known) as caught:
+        engine.fail(name)
+    text = "MadeItsOwnWay: because it can" if name == "MadeItsOwnWay" else str(want)
+    assert (type(caught.value), str(caught.value)) == (known, text)
+    assert getattr(caught.value, "offset", None) == getattr(want, "offset", None)
+    assert getattr(caught.value, "filename", None) == getattr(want, "filename", None)
+    assert "planted_engines.py" in caught.value.__notes__[0]
+    assert engine.echo() == ((), {})
+
+
+def test_values_arrive_as_they_are(engine: Any):
+    arrays = {"a": np.arange(6.0).reshape(2, 3)[:, ::2], "b": np.zeros((0, 3), np.float32), "c": np.array(True)}
+    arrays |= {"large": np.arange(10**6, dtype=np.int16).reshape(10, -1)}
+    others = (None, True, 7, 0.1, float("inf"), "é\n", (1, (2,)), [3], {"x": {4: [5]}}, Path("a"), GGML)
+    others += (SAMPLINGS["all"], *(open_weights(builtin_path(name)).config for name in ("micro-llama3", "micro-qwen3")))
+    values, named = engine.echo(*others, range(3), np.int64(4), arrays=arrays)
+    assert values == (*others, [0, 1, 2], 4)
+    for name, array in named["arrays"].items():
+        np.testing.assert_array_equal(array, arrays[name], strict=True)
+    with pytest.raises(TypeError, match="cannot send a object"):
+        engine.echo(object())
+    assert engine.echo() == ((), {})
+
+
+def test_every_public_method_of_an_engine_can_be_called_and_no_other(engine: Any):
+    assert isinstance(engine.leave_a_file(), Path)
+    assert not hasattr(engine, "_private")
+    engine.close()
+    with pytest.raises(ValueError, match="planted: the producer is closed"):
+        engine.echo()
+
+
+def test_a_process_serves_one_model_after_the_other_but_not_two_at_once(engine: Any):
+    with planted() as second:
+        assert second.pid != engine.pid
+        first, waits = engine.pid, second.pid
+    with planted() as third:
+        assert third.pid == waits
+    engine.close()  # one may wait, not two
+    assert running(waits)
+    assert not running(first)
+
+
+def test_what_an_engine_is_told_and_what_it_leaves_stays_with_its_process(engine: Any, monkeypatch: pytest.MonkeyPatch):
+    assert engine.surroundings() == {"ggml": os.environ.get("GGML_CPU_TILED_MM"), "stdin": "", "ignores Ctrl-C": True}
+    monkeypatch.setitem(process._VARIABLES, "planted", process._VARIABLES["llamacpp"] | {"GGML_CPU_TILED_MM": "7"})
+    with planted() as told:
+        assert told.surroundings()["ggml"] == "7"
+        told._process.end()  # type: ignore[union-attr] (not for the next test)
+    file = engine.leave_a_file()
+    assert file.exists()
+    with pytest.raises(EngineDied):
+        engine.crash()
+    assert not file.parent.exists()
+
+
+def test_a_function_can_be_called_there_too():
+    assert in_child("planted", MODEL, "planted_engines:doubled", 3) == 6
+
+
+def test_an_interruption_ends_the_engine(engine: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(process, "START", 20)
+    pid = engine.pid
+    timer = threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT])
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        engine.hang()
+    timer.join()
+    assert not running(pid)
+
+
+@pytest.mark.parametrize("doing", ["hang", "spin", ""])
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "sys.exit()", "os.abort()"])
+def test_no_engine_outlives_the_process_that_asked(doing: str, end: str):
+    code = f"""
+import os, sys, threading, time
+from llorch.verify.witnesses.process import EngineInChild
+engine = EngineInChild("planted", "none", "planted_engines:Planted")
+print(engine.pid, engine.leave_a_file(), flush=True)
+if {doing!r}:
+    threading.Thread(target=lambda: getattr(engine, {doing!r})(), daemon=True).start()
+    time.sleep(0.3)
+{end}
+"""
+    path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests" / "support")])
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path}, timeout=60
+    )
+    pid, file = done.stdout.split()
+    assert ends_within(10, int(pid))
+    assert not Path(file).parent.exists()
+
+
+@pytest.mark.live
+@pytest.mark.parametrize("name", ["llamacpp", "transformers"])
+def test_a_real_engine_shows_the_same_from_its_process_and_is_missed_when_it_is_killed(name: Any):
+    from llorch.verify.witnesses import open_here
+
+    with open_producer(name, MODEL) as there, open_here(name, MODEL) as here:
+        assert isinstance(there, Producer)
+        assert (there.name, there.n_threads, there.config) == (here.name, here.n_threads, here.config)
+        ours, theirs = here.trace((3, 1, 4), first_position=7), there.trace((3, 1, 4), first_position=7)
+        assert list(ours) == list(theirs)
+        for key in ours:
+            np.testing.assert_array_equal(ours[key], theirs[key], err_msg=key, strict=True)
+        assert here.provenance() == there.provenance()
+        os.kill(there.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+        with pytest.raises(EngineDied, match=f"{name}: its process was ended by SIGKILL, .* in greedy"):
+            there.greedy((3, 1), 4)
+
+
+@pytest.mark.parametrize(("name", "package"), [("llamacpp", "llama_cpp"), ("transformers", "torch")])
+def test_without_its_package_no_process_is_started(name: Any, package: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setattr(process, "EngineProcess", None)
+    with pytest.raises(MissingExtra, match=rf"{package} is not installed"):
+        open_producer(name, MODEL)
+
+
+def deadly_to_llamacpp(path: Path) -> Path:
+    """llama.cpp aborts where two tokens have one text; whoever does not read the vocabulary lives."""
+    words = {"model": "gpt2", "pre": "llama-bpe", "tokens": ["a"] * VOCAB, "token_type": [1] * VOCAB, "merges": ["a a"]}
+    metadata = GGUF_METADATA | {f"tokenizer.ggml.{key}": value for key, value in words.items()}
+    return write_file(path, {name: array * np.float32(0.1) for name, array in gguf_tensors().items()}, metadata)
+
+
+@pytest.mark.live
+@pytest.mark.parametrize(
+    ("options", "witness"),
+    [((), "one witness: transformers"), (("--numerics", "ggml"), None), (("--against", "llamacpp"), None)],
+)
+def test_a_file_that_kills_llamacpp_is_not_run_there_and_judged_by_the_other(
+    tmp_path: Path, options: tuple[str, ...], witness: str | None
+):
+    done = spawn("verify", str(deadly_to_llamacpp(tmp_path / "deadly.gguf")), "--tokens", IDS, *options)
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("NOT RUN: ")]
+    assert line.startswith("NOT RUN: llamacpp: its process was ended by SIGABRT in loading; its last words: ")
+    assert "GGML_ASSERT(id_to_token.size() == token_to_id.size()) failed" in line
+    assert done.returncode == 3
+    assert (witness or "deadly\n") in done.stdout
+    assert " 0 failed" in done.stdout
+    assert ("PASS" in done.stdout) == bool(witness)
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.live
+def test_a_verification_imports_no_engine_here():
+    code = f"""
+import os, sys
+from pathlib import Path
+from llorch.verify.forward import verify_live
+before = dict(os.environ)
+rows = list(verify_live(Path({str(MODEL)!r}), range(8), ["llamacpp", "transformers"]))
+print({{row.verdict for row in rows}}, {{"torch", "transformers", "llama_cpp"}} & {{*sys.modules}})
+print(os.environ == before)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPOSITORY)
+    assert (done.stdout, done.stderr) == ("{'PASS'} set()\nTrue\n", "")

@@ -1,0 +1,72 @@
+"""The producer `llamacpp` in half precision: what it rounds, what it does not, and what it refuses."""
+
+import errno
+import shutil
+
+import numpy as np
+import pytest
+
+from llorch.builtin import builtin_path
+from llorch.files import open_weights
+from llorch.numerics import GGML, DtypeName
+from llorch.ops.rounding import ActivationKind, round_activations
+from llorch.verify.quantised_models import write_model
+from llorch.verify.witnesses import f32_copy
+from llorch.verify.witnesses import open_here as open_producer
+
+pytestmark = pytest.mark.live
+
+PATH = builtin_path("micro-qwen3")
+IDS = (3, 17, 250, 9, 44, 101, 7, 88)
+half = pytest.mark.parametrize(("dtype", "kind"), [("bfloat16", "BF16"), ("float16", "F16")])
+
+
+@half
+def test_weights_and_inputs_of_products_are_rounded_and_nothing_else(dtype: DtypeName, kind: ActivationKind):
+    with open_producer("llamacpp", PATH, dtype=dtype) as producer:
+        trace = producer.trace(IDS)
+        assert producer.provenance()["knobs"]["weights"] == f"{kind}, read and written by llorch"  # type: ignore[index]
+        assert producer.provenance()["knobs"]["type_k"] == "F32"  # type: ignore[index]
+    weights = open_weights(PATH)
+    up, down = (round_activations(weights.array(f"layers.0.{name}_proj"), kind) for name in ("up", "down"))
+    for x, matrix, y in (("ffn_norm", up, "ffn_up"), ("ffn_act", down, "ffn_out")):
+        want = round_activations(trace[f"l0.{x}"], kind).astype(np.float64) @ matrix.T.astype(np.float64)
+        assert np.linalg.norm(trace[f"l0.{y}"] - want) < 1e-6 * np.linalg.norm(want)
+    stream = trace["l0.attn_residual"] + trace["l0.ffn_out"]
+    np.testing.assert_array_equal(trace["l0.block_out"], stream)  # in float32
+    assert (round_activations(stream, kind) != stream).any()
+
+
+@half
+def test_a_full_disk_is_refused_with_the_dtype(dtype: DtypeName, kind: str, monkeypatch: pytest.MonkeyPatch):
+    usage = shutil.disk_usage("/")._replace(free=1000)
+    monkeypatch.setattr(f32_copy.shutil, "disk_usage", lambda _path: usage)
+    with pytest.raises(OSError, match=f"needs these weights as a {dtype} GGUF file") as caught:
+        open_producer("llamacpp", PATH, dtype=dtype)
+    assert caught.value.errno == errno.ENOSPC
+
+
+def test_the_file_as_it_is_has_no_other_dtype():
+    with pytest.raises(ValueError, match="ggml numerics take the file as it is, not as float16"):
+        open_producer("llamacpp", PATH, numerics=GGML, dtype="float16")
+
+
+def test_temporary_files_are_removed(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with open_producer("llamacpp", PATH, dtype="bfloat16") as producer:
+        assert [file.name for folder in tmp_path.iterdir() for file in folder.iterdir()] == ["bfloat16.gguf"]
+        producer.logits(IDS)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_quantised_file_is_decoded_and_written_by_llama_cpp(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    path = write_model("Q4_K_M", tmp_path)
+    monkeypatch.delattr(f32_copy, "write_gguf")
+    with f32_copy.float_gguf(path, "float32") as (copy, _, content):
+        assert content == "F32, decoded and written by llama.cpp"
+        ours, theirs = open_weights(path), open_weights(copy)
+        assert {theirs.stored_type(name).name for name in theirs} == {"F32"}
+        assert all(np.array_equal(ours.array(name), theirs.array(name)) for name in ours)
+    (tmp_path / "damaged.gguf").write_bytes(path.read_bytes()[:-999])
+    with pytest.raises(RuntimeError, match=r"llama.cpp: its quantiser gave status \d+ for .*damaged.gguf"):
+        f32_copy.write_by_llamacpp(tmp_path / "damaged.gguf", tmp_path / "copy.gguf", 0)

@@ -1,0 +1,100 @@
+"""The producer `transformers`: its dtypes, and what it says of models that transformers does not take."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_models import random_tensors, write_folder
+
+from llorch.builtin import builtin_path
+from llorch.config import ModelConfig
+from llorch.files import open_weights
+from llorch.files.export import write_gguf
+from llorch.files.names import inventory
+from llorch.numerics import DtypeName
+from llorch.verify.quantised_models import write_model
+from llorch.verify.witnesses import open_here as open_producer
+
+pytestmark = pytest.mark.live
+
+IDS = (3, 17, 250, 9, 44, 101, 7, 88)
+
+
+def test_a_configuration_that_transformers_refuses_is_said_in_one_line(tmp_path: Path):
+    tensors = random_tensors("llama")  # three of the four heads of 8, on a hidden size of 32
+    parts = {"q_proj": np.s_[:24], "o_proj": np.s_[:, :24], "k_proj": np.s_[:8], "v_proj": np.s_[:8]}
+    tensors |= {n: t[cut].copy() for n, t in tensors.items() for part, cut in parts.items() if part in n}
+    folder = write_folder(tmp_path / "m", tensors, num_attention_heads=3, num_key_value_heads=1, head_dim=8)
+    write_gguf(open_weights(folder), tmp_path / "m.gguf")
+    for path in (folder, tmp_path / "m.gguf"):
+        with pytest.raises(RuntimeError, match=r"refuses the configuration: The hidden size \(32\) is not a multiple"):
+            open_producer("transformers", path)
+
+
+def significant_bits(array: np.ndarray) -> int:
+    """The most bits that any of the numbers needs."""
+    _, exponents = np.frexp(array)
+    whole = np.ldexp(array.astype(np.float64), 24 - exponents).astype(np.int64)
+    return next(bits for bits in range(24, 0, -1) if (whole & (1 << 24 - bits)).any())
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [("bfloat16", 8), ("float16", 11)])
+@pytest.mark.parametrize("name", ["micro-llama", "micro-qwen2", "micro-qwen3"])
+def test_a_run_in_half_precision_rounds_every_stage_and_keeps_the_frequencies(name: str, dtype: DtypeName, bits: int):
+    with open_producer("transformers", builtin_path(name), dtype=dtype) as producer:
+        trace = producer.trace(IDS)
+        model = producer._model  # type: ignore[attr-defined]
+        assert {str(weight.dtype) for weight in model.parameters()} == {f"torch.{dtype}"}
+        assert str(model.model.rotary_emb.inv_freq.dtype) == "torch.float32"
+        assert producer.provenance()["knobs"]["dtype"] == dtype  # type: ignore[index]
+        assert np.isfinite(producer.selected_logits(IDS)).all()
+        assert producer.greedy(IDS, 3)
+        np.testing.assert_array_equal(producer.logits(IDS), trace["logits"], strict=True)
+    for key, array in trace.items():
+        assert array.dtype == np.float32
+        assert np.isfinite(array).all() != key.endswith("attn_scores")
+        assert significant_bits(np.where(np.isfinite(array), array, 0)) <= bits, key
+    assert significant_bits(trace["logits"]) == bits
+
+
+def test_a_run_in_float32_needs_all_bits():
+    with open_producer("transformers", builtin_path("micro-llama")) as producer:
+        assert significant_bits(producer.trace(IDS)["logits"]) == 24
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_folder_and_a_file_of_the_same_weights_give_the_same_bits(tmp_path: Path, dtype: DtypeName):
+    folder = write_folder(tmp_path / "m", random_tensors("llama"))
+    write_gguf(open_weights(folder), tmp_path / "m.gguf")
+    traces = []
+    for path in (folder, tmp_path / "m.gguf"):
+        with open_producer("transformers", path, dtype=dtype) as producer:
+            traces.append(producer.trace((3, 1, 2), first_position=30))
+            assert str(producer._model.model.rotary_emb.inv_freq.dtype) == "torch.float32"  # type: ignore[attr-defined]
+    for key in traces[0]:
+        np.testing.assert_array_equal(*(trace[key] for trace in traces), err_msg=key)
+
+
+@pytest.mark.parametrize(
+    ("name", "reader"), [("Q4_K_M", "transformers"), ("IQ4_NL", "transformers"), ("Q1_0", "llorch")]
+)
+def test_a_quantised_file_is_decoded_by_transformers_where_it_can(tmp_path: Path, name: str, reader: str, capfd):
+    path = write_model(name, tmp_path)
+    weights = open_weights(path)
+    with open_producer("transformers", path) as producer:
+        assert producer.provenance()["knobs"]["weights"] == f"read by {reader}"  # type: ignore[index]
+        state = producer._model.state_dict()  # type: ignore[attr-defined]
+        for short, row in inventory(weights.config).items():
+            np.testing.assert_array_equal(state[row.huggingface].numpy(), weights.array(short))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_hyperparameter_that_we_misread_is_no_part_of_what_transformers_computes(monkeypatch: pytest.MonkeyPatch):
+    right = open_weights(builtin_path("micro-llama3")).config
+    wrong = replace(right, rms_norm_eps=1.1 * right.rms_norm_eps, rope_theta=1.00001 * right.rope_theta)
+    monkeypatch.setattr(ModelConfig, "from_gguf", lambda *_, **__: wrong)
+    with open_producer("transformers", builtin_path("micro-llama3"), dtype="float64") as engine:
+        settings = engine._model.config  # pyright: ignore[reportAttributeAccessIssue]
+    assert settings.rms_norm_eps == right.rms_norm_eps
+    assert settings.rope_parameters["rope_theta"] == right.rope_theta
