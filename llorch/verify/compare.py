@@ -2,6 +2,7 @@
 
     error = |got - want| / |want|                   Euclidean norms, in float64
     worst = max |got - want| / max |want|           the single worst element, on the tensor's own scale
+    tokens                                          the error of each token's row, on that row's own scale
 
 Presence, shape, dtype and finiteness are judged before any value. NaN, infinity, an empty array or a broadcast
 never pass. Nothing else in the project decides whether numbers agree.
@@ -30,18 +31,32 @@ Trace = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far an array may be from its golden; both limits hold at once."""
+    """How far an array may be from its golden; all limits hold at once.
+
+    Attributes:
+        error: Of the whole.
+        worst: Of its worst element.
+        tokens: Of the row of each token, one limit or one per token; None where tokens are not told apart.
+    """
 
     error: float
     worst: float
+    tokens: "np.ndarray | float | None" = field(default=None, compare=False)
 
     def at_most(self, highest: "Tolerance") -> "Tolerance":
         """This tolerance, but in neither limit above another."""
         return Tolerance(min(self.error, highest.error), min(self.worst, highest.worst))
 
     def at_least(self, lowest: "Tolerance") -> "Tolerance":
-        """This tolerance, but in neither limit below another."""
-        return Tolerance(max(self.error, lowest.error), max(self.worst, lowest.worst))
+        """This tolerance, but in no limit below another."""
+        tokens = None if self.tokens is None else np.maximum(self.tokens, lowest.tokens or 0.0)
+        return Tolerance(max(self.error, lowest.error), max(self.worst, lowest.worst), tokens)
+
+    def times(self, factor: float) -> "Tolerance":
+        """This tolerance, so many times as large."""
+        return Tolerance(
+            factor * self.error, factor * self.worst, None if self.tokens is None else factor * self.tokens
+        )
 
 
 EXACT = Tolerance(0.0, 0.0)
@@ -57,16 +72,29 @@ class Difference:
     index: tuple[int, ...] = ()  # of the worst element
     got: float = math.nan
     want: float = math.nan
+    tokens: np.ndarray | None = field(default=None, compare=False)  # the error of each token
 
     def within(self, tolerance: Tolerance) -> bool:
         """Whether this difference passes."""
-        return self.fault is None and self.error <= tolerance.error and self.worst <= tolerance.worst
+        token, limit = self.nearest_token(tolerance)
+        parts = (self.error, tolerance.error), (self.worst, tolerance.worst), (token, limit)
+        return self.fault is None and all(part <= limit for part, limit in parts)
 
     def over(self, tolerance: Tolerance) -> float:
         """By what factor the tolerance is exceeded; at most 1 when it passes, infinite for a fault."""
         if self.fault is not None:
             return math.inf
-        return max(_ratio(self.error, tolerance.error), _ratio(self.worst, tolerance.worst))
+        token = _ratio(*self.nearest_token(tolerance))
+        return max(_ratio(self.error, tolerance.error), _ratio(self.worst, tolerance.worst), token)
+
+    def nearest_token(self, tolerance: Tolerance) -> tuple[float, float]:
+        """Error and limit of the token that is nearest to its limit, or farthest beyond; zero where there is none."""
+        if self.tokens is None or tolerance.tokens is None:
+            return 0.0, 0.0
+        limits = np.broadcast_to(np.asarray(tolerance.tokens, np.float64), self.tokens.shape)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            at = int(np.argmax(np.where(self.tokens > 0, self.tokens / limits, 0.0)))
+        return float(self.tokens[at]), float(limits[at])
 
     def describe(self) -> str:
         """One line for a person."""
@@ -99,13 +127,14 @@ def tolerance_from(distances: list[Difference], *, floor: float = FLOOR) -> Tole
     )
 
 
-def measure(got: object, want: object, *, masked: bool = False) -> Difference:
+def measure(got: object, want: object, *, masked: bool = False, token_axis: int | None = None) -> Difference:
     """Measure how far one array is from another.
 
     Args:
         got: The array under test.
         want: The array to reproduce.
         masked: Whether -inf marks masked entries; both sides must then have it in the same places.
+        token_axis: Along which tokens stand, to measure each of them too.
 
     Returns:
         The difference; with `fault` set when the values could not be compared.
@@ -124,7 +153,8 @@ def measure(got: object, want: object, *, masked: bool = False) -> Difference:
     worst = _ratio(float(apart[index]), float(np.abs(b).max()))
     scale = max(float(apart[index]), float(np.abs(b).max())) or 1.0  # squares must neither overflow nor vanish
     error = _ratio(float(np.linalg.norm(apart / scale)), float(np.linalg.norm(b / scale)))
-    return Difference(error, worst, None, index, float(a[index]), float(b[index]))
+    tokens = None if token_axis is None else _by_token(apart / scale, b / scale, token_axis)
+    return Difference(error, worst, None, index, float(a[index]), float(b[index]), tokens)
 
 
 def measure_in(got: object, want: object, *, unit: float) -> Difference:
@@ -266,6 +296,13 @@ def _measure_exact(got: np.ndarray, want: np.ndarray) -> Difference:
     index = tuple(int(i) for i in np.unravel_index(int(np.argmax(wrong)), wrong.shape))
     # One wrong integer is wrong however many are right: `worst` is 1, above every tolerance.
     return Difference(float(wrong.mean()), float(wrong.any()), None, index, float(got[index]), float(want[index]))
+
+
+def _by_token(apart: np.ndarray, want: np.ndarray, axis: int) -> np.ndarray:
+    """The error of every token; where all of one is zero, any difference is infinite."""
+    others = tuple(other for other in range(want.ndim) if other != axis)
+    off, size = (np.sqrt(np.square(array).sum(axis=others)) for array in (apart, want))
+    return np.where(size > 0, off / np.where(size > 0, size, 1.0), np.where(off > 0, math.inf, 0.0))
 
 
 def _ratio(part: float, whole: float) -> float:

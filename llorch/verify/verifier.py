@@ -29,11 +29,11 @@ from llorch.sampling import SamplingSettings, probabilities
 from llorch.stages import BY_NAME, Stage, input_key, keys, matrix_of
 from llorch.verify.compare import EXACT, FLOAT32_ULP, FLOOR, Difference, Tolerance, measure, tolerance_from
 from llorch.verify.goldens import SAMPLINGS, Evidence, Tolerances, Truth, sampler_inputs
+from llorch.verify.judge import FAIL, PASS, TIE, Row
 from llorch.verify.replay import Pass, cut
 from llorch.verify.sums import MATMUL_ERROR, WIDE, product_limit
 from llorch.verify.truth import ATTENTION, WITNESS, distance
 
-PASS, FAIL, TIE = "PASS", "FAIL", "TIE"
 BACKENDS: Mapping[str, Callable[[], AbstractContextManager[None]]] = {
     "numpy": nullcontext,  # as it runs: small sums in float64
     "numpy-float32": own_dtype_only,  # every sum in float32, which is how larger models run
@@ -42,29 +42,6 @@ FLOAT64 = "numpy-float64"  # the same code in float64, judged by the truth alone
 MATHEMATICS = Tolerance(1e-12, 1e-11)  # of ours in float64 from the truth: 4500 times what one rounding costs
 COPIES = ("embed", "k_cache", "v_cache")  # isolated they are exact: nothing is computed
 WORST = 4  # times the error of a whole tensor: what its worst element may be off, where limits are derived
-
-
-@dataclass(frozen=True)
-class Row:
-    """One comparison and its verdict."""
-
-    model: str
-    checkpoint: str
-    stage: str
-    layer: int | None
-    case: str
-    producer: str
-    backend: str
-    mode: str  # isolated, chained, decode, exact, or free: with no flip replaced
-    error: float  # ours from the golden
-    worst: float  # its worst element
-    truth_error: float  # ours from the float64 truth; NaN for isolated rows, which start from the golden
-    producer_error: float  # the golden from the float64 truth
-    tolerance: float
-    tolerance_worst: float
-    verdict: str
-    note: str = ""
-    flips: int = 0  # values of this stage that the next product rounds to another side than the golden's
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,138 @@
+"""The judge: what is claimed of an array, what ours is, and the verdict. Every row of a verification is made here.
+
+A *claim* is made from goldens alone: a place, how it is reached (`mode`), whose array is to be reproduced, and how far
+ours may be from it. A runner computes; `judge` compares.
+"""
+
+import math
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from llorch.verify.compare import Difference, Tolerance, measure, measure_in
+from llorch.verify.places import Place
+
+PASS, FAIL, TIE = "PASS", "FAIL", "TIE"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison and its verdict."""
+
+    model: str
+    checkpoint: str
+    stage: str
+    layer: int | None
+    case: str
+    producer: str
+    backend: str
+    mode: str  # isolated, chained, decode, exact, or free: with no flip replaced
+    error: float  # ours from the golden
+    worst: float  # its worst element
+    truth_error: float  # ours from the float64 truth; NaN for isolated rows, which start from the golden
+    producer_error: float  # the golden from the float64 truth
+    tolerance: float
+    tolerance_worst: float
+    verdict: str
+    note: str = ""
+    flips: int = 0  # values of this stage that the next product rounds to another side than the golden's
+    token_error: float = math.nan  # of the token that is nearest to its limit; NaN where tokens are not told apart
+    tolerance_token: float = math.nan
+    place: Place = field(default=Place("", ""), repr=False, compare=False)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What an array of ours has to be.
+
+    Attributes:
+        place: Where it stands.
+        mode: How it is reached, as in `Row`.
+        witness: Who made `want`.
+        want: The golden.
+        limit: How far ours may be off.
+        truth: The same array of the float64 truth; None where there is none, as for isolated stages.
+        witness_error: How far the golden is from the truth, where that is known without it.
+        masked: Whether -inf marks masked entries.
+        token_axis: Along which tokens stand, where each is judged.
+        unit: What differences are measured in, instead of as shares of the golden.
+    """
+
+    place: Place
+    mode: str
+    witness: str
+    want: np.ndarray
+    limit: Tolerance
+    truth: np.ndarray | None = None
+    witness_error: float | None = None
+    masked: bool = False
+    token_axis: int | None = None
+    unit: float | None = None
+
+    def difference(self, got: np.ndarray | None, want: np.ndarray | None = None) -> Difference:
+        """How far an array is from the golden, or from another."""
+        want = self.want if want is None else want
+        if self.unit is not None:
+            return measure_in(got, want, unit=self.unit)
+        return measure(got, want, masked=self.masked, token_axis=self.token_axis)
+
+    def from_truth(self, array: np.ndarray | None) -> float:
+        """How far an array is from the truth; NaN where there is none."""
+        if self.truth is None:
+            return math.nan
+        return self.difference(None if array is None else array.astype(self.truth.dtype), self.truth).error
+
+
+def judge(claim: Claim, got: np.ndarray | None, *, model: str, backend: str) -> Row:
+    """Compare an array of ours with what is claimed of it."""
+    found, place = claim.difference(got), claim.place
+    token_error, token_limit = found.nearest_token(claim.limit)
+    return Row(
+        model=model,
+        checkpoint=place.checkpoint,
+        stage=place.name,
+        layer=place.layer,
+        case=place.case,
+        producer=claim.witness,
+        backend=backend,
+        mode=claim.mode,
+        error=found.error,
+        worst=found.worst,
+        truth_error=claim.from_truth(got),
+        producer_error=claim.from_truth(claim.want) if claim.witness_error is None else claim.witness_error,
+        tolerance=claim.limit.error,
+        tolerance_worst=claim.limit.worst,
+        verdict=PASS if found.within(claim.limit) else FAIL,
+        note=found.fault or "",
+        token_error=token_error,
+        tolerance_token=token_limit,
+        place=place,
+    )
+
+
+def exact_row(place: Place, witness: str, wrong: float, note: str, *, model: str, backend: str = "numpy") -> Row:
+    """The row of things that are equal or not; `wrong` is the share that is not."""
+    return Row(
+        model=model,
+        checkpoint=place.checkpoint,
+        stage=place.name,
+        layer=place.layer,
+        case=place.case,
+        producer=witness,
+        backend=backend,
+        mode="exact",
+        error=wrong,
+        worst=wrong,
+        truth_error=wrong,
+        producer_error=0.0,
+        tolerance=0.0,
+        tolerance_worst=0.0,
+        verdict=FAIL if wrong else PASS,
+        note=note,
+        place=place,
+    )
+
+
+def tied(row: Row, note: str) -> Row:
+    """The same row as a near-tie."""
+    return replace(row, verdict=TIE, note=note)

@@ -1,0 +1,76 @@
+"""Where an array stands in a run: the tokens of a pass, and the place of a stage in it. Data, never parsed."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from llorch.stages import Stage, key
+
+
+@dataclass(frozen=True)
+class Pass:
+    """The tokens of one forward pass.
+
+    Attributes:
+        ids: Token ids.
+        first_position: Position of the first one.
+    """
+
+    ids: tuple[int, ...]
+    first_position: int = 0
+
+    @property
+    def positions(self) -> np.ndarray:
+        """Absolute positions of the tokens."""
+        return np.arange(self.first_position, self.first_position + len(self.ids))
+
+    @property
+    def splits(self) -> list[int]:
+        """Where it is cut in two to judge a cache: how many tokens the first of two passes has."""
+        return sorted({1, len(self.ids) // 2, len(self.ids) - 1} - {0, len(self.ids)})
+
+    def after(self, n_cached: int) -> "Pass":
+        """The pass that remains when the first `n_cached` tokens are in the cache."""
+        return Pass(self.ids[n_cached:], self.first_position + n_cached)
+
+
+@dataclass(frozen=True)
+class Place:
+    """What one row compares.
+
+    Attributes:
+        checkpoint: Its number.
+        stage: Of the stage table or that of training, or a step after the logits, of a file, of a product.
+        layer: None outside the layers.
+        case: Of which run: `near` and `far`, `plain`, `step 2`.
+        part: Of the stage: a tensor, a setting of the sampler, a type of blocks.
+    """
+
+    checkpoint: str
+    stage: str
+    layer: int | None = None
+    case: str = "near"
+    part: str = ""
+
+    @property
+    def name(self) -> str:
+        """The stage and its part, as rows show it: `gradient.q_proj.lora_A`."""
+        return f"{self.stage}.{self.part}" if self.part else self.stage
+
+    @property
+    def key(self) -> str:
+        """Its name in a trace: `l0.q_rope`."""
+        return key(self.name, self.layer)
+
+
+def part_of(stage: Stage, array: np.ndarray, start: int, stop: int) -> np.ndarray:
+    """What a pass over the tokens from `start` to `stop` shows of a stage of the whole pass; caches hold all before."""
+    axes = stage.axes.split()
+    cuts = {"seq": slice(start, stop), "ctx": slice(0, stop)}
+    return array[tuple(cuts.get(axis, slice(None)) for axis in axes)]
+
+
+def token_axis(stage: Stage) -> int:
+    """The axis of a stage's array along which tokens stand."""
+    axes = stage.axes.split()
+    return axes.index("seq" if "seq" in axes else "ctx")
