@@ -57,18 +57,7 @@ class Contents:
 
 
 def read_contents(path: Path) -> Contents:
-    """Read a GGUF file or a Hugging Face folder.
-
-    Args:
-        path: The file or folder.
-
-    Returns:
-        Its contents; what llorch would refuse is in `problems`.
-
-    Raises:
-        FileNotFoundError: Nothing has this path.
-        FormatError: Not even the tensor table can be read.
-    """
+    """Read a GGUF file or a Hugging Face folder; what llorch would refuse is in `problems`."""
     problems: list[str] = []
     if path.is_dir():
         kind, metadata = "Hugging Face folder", {}

@@ -8,20 +8,7 @@ from llorch.cli.inputs import prompt_text
 
 
 def conversation(chat: str | None, system: str | None, history: Path | None) -> list[dict[str, object]] | None:
-    """Put a conversation together.
-
-    Args:
-        chat: What the user says; `-` reads stdin.
-        system: A system text before everything.
-        history: A file of messages.
-
-    Returns:
-        Messages, or None when no conversation is wanted.
-
-    Raises:
-        FormatError: The file holds no messages.
-        UsageError: There is nothing to answer, or there are two system texts.
-    """
+    """Put a conversation together; `chat` is what the user says, `-` reads stdin. None when none is wanted."""
     if chat is None and history is None:
         if system is not None:
             raise click.UsageError("--system goes with --chat or --history")
@@ -35,17 +22,7 @@ def conversation(chat: str | None, system: str | None, history: Path | None) -> 
 
 
 def read_history(path: Path) -> list[dict[str, object]]:
-    """Messages of a file: a JSON list of them, or one on each line.
-
-    Args:
-        path: The file.
-
-    Returns:
-        The messages.
-
-    Raises:
-        FormatError: It is no JSON, or something in it is no message.
-    """
+    """Messages of a file: a JSON list of them, or one on each line."""
     from llorch.fields import Fields
     from llorch.files.strict_json import parse_json
     from llorch.tokenizer.messages import checked_messages

@@ -39,15 +39,6 @@ def prompt_text(prompt: str | None) -> str:
     """The argument, or stdin (without its last line end) where there is none or it is `-`.
 
     Stdin belongs to whoever called us and is left alone otherwise: it may be a list that a loop reads.
-
-    Args:
-        prompt: The argument.
-
-    Returns:
-        The text.
-
-    Raises:
-        UsageError: There is neither.
     """
     if prompt not in (None, "-"):
         return prompt
@@ -58,19 +49,9 @@ def prompt_text(prompt: str | None) -> str:
 
 
 def choose_ids(model: Model, prompt: str | None, tokens: list[int] | None) -> tuple[list[int], str | None]:
-    """The ids to look at, and the text that they come from.
+    """The ids to look at, and the text that they come from, None where there is none.
 
-    Args:
-        model: Tokenizes the text.
-        prompt: Text of the user.
-        tokens: Ids of the user.
-
-    Returns:
-        Ids, and their text or None. Without input of the user: a fixed sentence, or fixed ids when the model has
-        no vocabulary; stderr says which.
-
-    Raises:
-        FormatError: There is a text but the model has no vocabulary for it.
+    Without input of the user: a fixed sentence, or fixed ids when the model has no vocabulary; stderr says which.
     """
     refuse_both(prompt, tokens)
     if tokens is not None:

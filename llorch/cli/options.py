@@ -34,15 +34,7 @@ class TokenIds(click.ParamType):
 
 
 def verb(summary: str, *examples: str) -> Callable[[Callable], click.Command]:
-    """Make a command whose help page starts with examples and goes on with the docstring.
-
-    Args:
-        summary: For the list of verbs.
-        examples: Command lines, each perhaps with a remark.
-
-    Returns:
-        The decorator.
-    """
+    """Make a command whose help page starts with examples and goes on with the docstring."""
 
     def decorate(function: Callable) -> click.Command:
         text = "\b\n" + "\n".join(examples) + "\n\n" + inspect.cleandoc(function.__doc__ or "")

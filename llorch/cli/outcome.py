@@ -79,17 +79,7 @@ def error_line(error: BaseException) -> str:
 
 @contextmanager
 def reported(*, traceback: bool = False) -> Iterator[None]:
-    """Turn whatever the body raises into a line on stderr and an exit code.
-
-    Args:
-        traceback: Print where it was raised, too.
-
-    Yields:
-        Nothing.
-
-    Raises:
-        Exit: With the code of the exception.
-    """
+    """Turn whatever the body raises into a line on stderr and an exit code."""
     _open_closed_streams()
     if sys.__stderr__ is not None and not faulthandler.is_enabled():
         faulthandler.enable(sys.__stderr__)  # what no exception can tell: a mapped file that was cut is SIGBUS

@@ -15,15 +15,7 @@ def say(line: str) -> None:
 
 
 def to_json(value: object, *, indent: int | None = None) -> str:
-    """JSON that every parser takes: NaN and infinity become null.
-
-    Args:
-        value: Dictionaries, lists, strings, numbers, None.
-        indent: Spaces per level; None gives one line.
-
-    Returns:
-        The text, without a line end.
-    """
+    """JSON that every parser takes: NaN and infinity become null."""
     return json.dumps(_finite(value), indent=indent, ensure_ascii=False, allow_nan=False)
 
 
@@ -37,14 +29,7 @@ def _finite(value: object) -> object:
 
 @contextmanager
 def progress(task: str) -> Iterator[Callable[[str], None]]:
-    """Show that work goes on, while it does; silent when stderr is not a terminal.
-
-    Args:
-        task: What is being done.
-
-    Yields:
-        A function that changes the text behind the task.
-    """
+    """Show that work goes on, while it does; silent when stderr is no terminal. Gives what changes the text."""
     if not sys.stderr.isatty():
         yield lambda line: None
         return

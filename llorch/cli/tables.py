@@ -27,14 +27,7 @@ def console() -> Console:
 
 
 def table(*columns: str) -> Table:
-    """An empty table without lines.
-
-    Args:
-        columns: Headings; one that begins with `>` is aligned to the right.
-
-    Returns:
-        The table.
-    """
+    """An empty table without lines; a heading that begins with `>` is aligned to the right."""
     empty = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for column in columns:
         right = column.startswith(">")
@@ -43,12 +36,7 @@ def table(*columns: str) -> Table:
 
 
 def print_table(out: Console, rows: Table) -> None:
-    """Print a table whole: on a narrow terminal its lines run over, no column is cut or left out.
-
-    Args:
-        out: Where to.
-        rows: The table.
-    """
+    """Print a table whole: on a narrow terminal its lines run over, no column is cut or left out."""
     width = out.width
     out.width = max(width, Measurement.get(out, out.options.update_width(MAX_WIDTH), rows).maximum)
     try:

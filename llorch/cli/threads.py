@@ -27,14 +27,9 @@ def _remember(ctx: click.Context, param: click.Parameter, value: int | None) -> 
 
 
 def use_threads(*configs: "ModelConfig", recorded: int | None = None) -> str:
-    """Compute with as many threads as the user says, or else as suit the models, until the command ends.
+    """Compute with as many threads as the user says, or as suit the models; gives how many, for stderr.
 
-    Args:
-        configs: Of the models; where torch runs them, it is imported by now.
-        recorded: Threads of the run that is gone on with; as good as said by the user.
-
-    Returns:
-        How many, for a line on stderr.
+    Where torch runs the models, it is imported by now. `recorded`: threads of the run that is gone on with.
     """
     from llorch.threads import VARIABLES, is_small, limited
 

@@ -10,12 +10,7 @@ from llorch.errors import suggestion
 
 
 class Verbs(click.Group):
-    """A group; the module `<package>.<verb>`, with `_` for `-`, holds the `command` of each verb.
-
-    Attributes:
-        verbs: Their names, in the order of the help page.
-        package: Where their modules are.
-    """
+    """A group; the module `<package>.<verb>`, with `_` for `-`, holds the `command` of each verb."""
 
     verbs: ClassVar[tuple[str, ...]]
     package: ClassVar[str]

@@ -14,20 +14,10 @@ from llorch.pytorch.lora.serving import Views
 
 
 class AdaptedModules(Opened):
-    """A base module and the views of it through adapters.
-
-    Attributes:
-        module: The forward pass without an adapter.
-    """
+    """A base module and the views of it through adapters; `module` is the pass without one."""
 
     def __init__(self, weights: Weights, module: CausalLM, *, compiled: bool) -> None:
-        """Wrap what was loaded.
-
-        Args:
-            weights: Where the module's weights come from.
-            module: With its weights.
-            compiled: Whether decoding goes through torch.compile.
-        """
+        """Wrap a module that has its weights."""
         super().__init__(weights)
         self.module = module
         self._views = Views(module)
@@ -51,17 +41,7 @@ class AdaptedModules(Opened):
         self._compiled.pop(name, None)
 
     def module_for(self, adapters: Sequence[str | None]) -> CausalLM:
-        """The forward pass of a batch.
-
-        Args:
-            adapters: Which adapter each sequence uses.
-
-        Returns:
-            The module, the same one whenever one adapter or none is asked for.
-
-        Raises:
-            ValueError: No adapter of a name was added, or several are to go through a compiled pass at once.
-        """
+        """The module of a batch: the same one whenever one adapter or none is asked for."""
         for name in adapters:
             require_known(name, self.adapters)
         if self._compiles and len(set(adapters)) > 1:
@@ -69,16 +49,7 @@ class AdaptedModules(Opened):
         return self._views.of(adapters)
 
     def compiled_for(self, module: CausalLM, adapter: str | None, *, growing: bool) -> Forward:
-        """A module through torch.compile; compiled once.
-
-        Args:
-            module: From `module_for`.
-            adapter: Which adapter all sequences use.
-            growing: See `compiled_forward`.
-
-        Returns:
-            What `Decoding.forward` is to be.
-        """
+        """A module from `module_for` through torch.compile, once; see `compiled_forward`."""
         if adapter not in self._compiled or self._compiled[adapter][0] is not module:
             self._compiled[adapter] = module, compiled_forward(module, growing=growing)
         return self._compiled[adapter][1]

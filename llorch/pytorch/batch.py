@@ -15,14 +15,7 @@ GROUP = 8  # on CUDA, steps that are launched before the host looks at the token
 
 
 def positions_of(attention_mask: Int[Tensor, "batch seq"] | Bool[Tensor, "batch seq"]) -> Int[Tensor, "batch seq"]:
-    """Positions for `Cache.place` from a mask as tokenizers of transformers give it.
-
-    Args:
-        attention_mask: 1 for tokens, 0 for padding, which may stand on any side.
-
-    Returns:
-        0, 1, 2, ... for the tokens of each row, -1 for padding.
-    """
+    """Positions for `Cache.place`, -1 for padding, from a mask as tokenizers of transformers give it."""
     mask = attention_mask.to(torch.int64)
     return torch.where(mask == 1, mask.cumsum(-1) - 1, -1)
 
@@ -64,14 +57,7 @@ class Running:
     def __init__(
         self, decoding: Decoding, jobs: Sequence[Job], answers: Sequence[Answer], *, narrow: Callable[..., Decoding]
     ) -> None:
-        """Take over a decoding that was begun.
-
-        Args:
-            decoding: Its first tokens are chosen.
-            jobs: One per sequence.
-            answers: Turn ids into text, one per sequence.
-            narrow: Makes a decoding of some of the rows of another.
-        """
+        """Take over a decoding whose first tokens are chosen; `narrow` makes one of some of its rows."""
         self.decoding = decoding
         self._answers, self._narrow = answers, narrow
         self._rows = list(range(len(jobs)))  # which sequence each row of the decoding is
@@ -112,19 +98,7 @@ class Running:
 
 
 def one_each(value: object, n: int, *, name: str) -> list:
-    """A setting for every prompt, from one for all or one per prompt.
-
-    Args:
-        value: One, or a list of them.
-        n: How many prompts there are.
-        name: For the message.
-
-    Returns:
-        One per prompt.
-
-    Raises:
-        ValueError: Another number of them.
-    """
+    """A setting for every prompt, from one for all or a list of one per prompt."""
     values = list(value) if isinstance(value, Sequence) else [value] * n
     if len(values) != n:
         raise ValueError(f"generate_batch: expected one {name} or {n}, one per prompt, got {len(values)}")

@@ -33,14 +33,7 @@ class TorchEngine:
     """See `llorch.bench.Engine`."""
 
     def __init__(self, module: CausalLM, target: Target, load: Load, *, compiled: bool = False) -> None:
-        """Reserve the cache.
-
-        Args:
-            module: With its weights and the leaves that are to be measured.
-            target: Where it is and in which dtype.
-            load: What to run.
-            compiled: Send decoding through torch.compile.
-        """
+        """Reserve the cache for a module that has the leaves that are to be measured."""
         cuda = target.device.type == "cuda"
         self._target, self._load, config = target, load, module.config
         self._chunk = max(1, CHUNK[target.device.type] // load.batch)
@@ -101,38 +94,16 @@ class TorchEngine:
 
 @dataclass(frozen=True)
 class Made:
-    """A model to be measured, with its fast leaves in place.
-
-    Attributes:
-        module: The model.
-        target: Where it is and in which dtype.
-        name: Of the file or shape.
-        weights: How they are stored.
-    """
+    """A model to be measured, with its fast leaves in place."""
 
     module: CausalLM
     target: Target
-    name: str
-    weights: str
+    name: str  # of the file or shape
+    weights: str  # how they are stored
 
 
 def opened(path: Path, device: str, dtype: str, residency: Residency, load: Load, *, compiled: bool) -> Made:
-    """Load a file or folder.
-
-    Args:
-        path: Of it.
-        device: See `load_torch`.
-        dtype: See `load_torch`.
-        residency: See `load_torch`.
-        load: What will be run.
-        compiled: Whether decoding is going to be compiled.
-
-    Returns:
-        The model.
-
-    Raises:
-        ValueError: The context of the model is too small.
-    """
+    """Load a file or folder; see `load_torch`."""
     load.require(open_weights(path).config)
     n_tokens = load.batch * (load.prompt + load.decode)
     model = load_torch(path, device=device, dtype=dtype, residency=residency, compiled=compiled, n_tokens=n_tokens)
@@ -141,23 +112,7 @@ def opened(path: Path, device: str, dtype: str, residency: Residency, load: Load
 
 
 def random(shape: str, device: str, dtype: str, weights_type: str | None, load: Load, *, compiled: bool) -> Made:
-    """Make random weights of a shape on a device.
-
-    Args:
-        shape: A key of `SHAPES`.
-        device: See `load_torch`.
-        dtype: See `load_torch`.
-        weights_type: Type of the matrices in blocks; None makes them dense.
-        load: What will be run.
-        compiled: Whether decoding is going to be compiled.
-
-    Returns:
-        The model.
-
-    Raises:
-        ValueError: The context of the shape is too small, or its rows are no whole number of blocks.
-        MemoryError: The weights would not fit.
-    """
+    """Make random weights of a shape, a key of `SHAPES`, on a device; `weights_type` names that of blocks."""
     config, at = SHAPES[shape], target(device, dtype)
     load.require(config)
     kind = None if weights_type is None else GGMLType[weights_type]
@@ -174,17 +129,7 @@ def random(shape: str, device: str, dtype: str, weights_type: str | None, load: 
 
 
 def torch_subject(module: CausalLM, target: Target, name: str, weights: str) -> Subject:
-    """What is measured, of the torch path.
-
-    Args:
-        module: The model.
-        target: Where it is and in which dtype.
-        name: Of the model.
-        weights: How they are stored.
-
-    Returns:
-        The description.
-    """
+    """What is measured, of the torch path; `weights` tells how they are stored."""
     cuda = target.device.type == "cuda"
     return Subject(
         name=name,

@@ -20,30 +20,17 @@ Visible = Bool[Tensor, "batch 1 seq ctx"] | None  # None: each token sees all be
 
 @dataclass(frozen=True)
 class Place:
-    """Where the tokens of one pass stand.
+    """Where the tokens of one pass stand."""
 
-    Attributes:
-        slots: Slot of each token; the last slot of the cache for padding.
-        cos: Cosines of each token's angles, at least float32.
-        sin: Sines of the same.
-        visible: Which slots each token sees.
-        ctx: Slots that attention looks at.
-    """
-
-    slots: Int[Tensor, "batch seq"]
-    cos: Float[Tensor, "batch seq half"]
+    slots: Int[Tensor, "batch seq"]  # the last slot of the cache for padding
+    cos: Float[Tensor, "batch seq half"]  # of each token's angles, at least float32
     sin: Float[Tensor, "batch seq half"]
     visible: Visible
-    ctx: int
+    ctx: int  # slots that attention looks at
 
 
 class Cache:
-    """Keys and values of a batch of sequences.
-
-    Attributes:
-        keys: One tensor per layer, (batch, kv_heads, n_slots + 1, head_dim).
-        values: Likewise.
-    """
+    """Keys and values of a batch: a tensor per layer each, (batch, kv_heads, n_slots + 1, head_dim)."""
 
     def __init__(
         self,
@@ -55,19 +42,7 @@ class Cache:
         device: torch.device,
         first_position: int = 0,
     ) -> None:
-        """Start empty; unseen slots are zero, because a probability of 0 times NaN would be NaN.
-
-        Args:
-            config: The model.
-            batch: Sequences.
-            n_slots: Tokens per sequence, at most.
-            dtype: Of keys and values.
-            device: Where they lie.
-            first_position: Position of slot 0.
-
-        Raises:
-            ValueError: No slot, or positions beyond the context of the model.
-        """
+        """Start empty; unseen slots are zero, because a probability of 0 times NaN would be NaN."""
         last = first_position + n_slots
         if n_slots < 1 or first_position < 0 or last > config.max_position_embeddings:
             raise ValueError(
@@ -91,14 +66,7 @@ class Cache:
         self._sequence = torch.arange(batch, device=device)[:, None]  # (batch, 1)
 
     def require_device(self, **others: Tensor) -> None:
-        """Refuse tensors on another device before they meet in a product.
-
-        Args:
-            others: What is used together with the cache, by name.
-
-        Raises:
-            ValueError: One lies elsewhere.
-        """
+        """Refuse tensors, given by name, on another device before they meet in a product."""
         here = self.cos.device
         for name, tensor in others.items():
             if tensor.device != here:
@@ -107,18 +75,10 @@ class Cache:
                 )
 
     def place(self, positions: Int[Tensor, "batch seq"], *, ctx: int, causal: bool = False) -> Place:
-        """Find the places of new tokens; nothing is read back from the device.
+        """Find the places of new tokens, padding at -1; nothing is read back from the device.
 
-        Args:
-            positions: Absolute positions, -1 for padding.
-            ctx: Slots up to the last one in use, so many that attention looks at.
-            causal: Promise that there is no padding and that the tokens are the last of `ctx`: then no mask is needed.
-
-        Returns:
-            Their places.
-
-        Raises:
-            ValueError: The positions lie on another device.
+        `ctx` are the slots up to the last one in use. `causal` promises that there is no padding and that the tokens
+        are the last of `ctx`: then no mask is needed.
         """
         self.require_device(positions=positions)
         slots = positions - self.first_position
@@ -134,17 +94,7 @@ class Cache:
         v: Float[Tensor, "batch seq kv_heads head_dim"],
         place: Place,
     ) -> tuple[Float[Tensor, "batch kv_heads ctx head_dim"], Float[Tensor, "batch kv_heads ctx head_dim"]]:
-        """Write the keys and values of the new tokens.
-
-        Args:
-            layer: Which layer.
-            k: Rotated keys.
-            v: Values.
-            place: Where the tokens stand.
-
-        Returns:
-            Keys and values of the context, views of the cache.
-        """
+        """Write rotated keys and values of the new tokens; gives those of the context, views of the cache."""
         for store, new in ((self.keys[layer], k), (self.values[layer], v)):
             store[self._sequence, :, place.slots] = new.to(store.dtype)
         return self.keys[layer][:, :, : place.ctx], self.values[layer][:, :, : place.ctx]
@@ -154,11 +104,7 @@ class NoCache(Cache):
     """What a pass that is trained on uses: keys and values of this very pass, written nowhere, so gradients flow."""
 
     def __init__(self, device: torch.device) -> None:
-        """Hold nothing.
-
-        Args:
-            device: Where the pass runs.
-        """
+        """Hold nothing."""
         self.cos = torch.empty(0, device=device)
 
     def append(
@@ -168,15 +114,5 @@ class NoCache(Cache):
         v: Float[Tensor, "batch seq kv_heads head_dim"],
         place: Place,
     ) -> tuple[Float[Tensor, "batch kv_heads ctx head_dim"], Float[Tensor, "batch kv_heads ctx head_dim"]]:
-        """Give back keys and values as a context.
-
-        Args:
-            layer: Which layer.
-            k: Rotated keys.
-            v: Values.
-            place: Where the tokens stand.
-
-        Returns:
-            The same, heads first.
-        """
+        """Give back keys and values as a context, heads first."""
         return k.transpose(1, 2), v.transpose(1, 2)

@@ -50,20 +50,10 @@ class CausalLM(nn.Module):
         keep: Keep = keep_nothing,
         rows: Int[Tensor, " batch"] | None = None,
     ) -> Float[Tensor, "batch rows vocab"]:
-        """Run new tokens through the model, after those that the cache holds.
+        """Logits of new tokens, after those that the cache holds.
 
-        Args:
-            ids: New token ids; any id where there is padding.
-            place: Where the tokens stand; see `Cache.place`.
-            cache: Keys and values so far; the new ones are written into it.
-            keep: Called with the name and the tensor of every stage; what it returns is used from there on.
-            rows: The one token of each sequence whose logits are wanted; None wants all.
-
-        Returns:
-            Logits, of every new token or of one per sequence.
-
-        Raises:
-            ValueError: Ids, weights and cache lie on different devices.
+        Any id may stand where there is padding. `keep` is called with the name and the tensor of every stage; what it
+        returns is used from there on. `rows` is the one token of each sequence whose logits are wanted.
         """
         cache.require_device(ids=ids, weights=self.model.norm.weight)
         x = self.model(ids, place, cache, keep)

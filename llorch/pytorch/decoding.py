@@ -23,31 +23,15 @@ Replay = Callable[["Decoding", int], None]  # slots to look at
 
 
 class Decoding:
-    """The state of a batch, and the step that moves it on by a token.
-
-    Attributes:
-        cache: Of the batch.
-        filled: Slots that each sequence has filled, or would have, had it not ended.
-        n_done: Tokens per sequence that were made.
-        adapters: Name of the adapter that each sequence runs through.
-        forward: Runs the model in a step; replaced by what is compiled.
-        replay: Replays a recorded step that looks at so many slots, where there is one.
-    """
+    """The state of a batch, and the step that moves it on by a token."""
 
     def __init__(self, module: CausalLM, cache: Cache, needs: Needs, *, n_end_ids: int) -> None:
-        """Reserve everything.
-
-        Args:
-            module: The model.
-            cache: Its rows are the sequences.
-            needs: Filters that a step has to have.
-            n_end_ids: Room for end tokens.
-        """
+        """Reserve everything; a row of the cache is a sequence, `needs` the filters that a step has to have."""
         batch, device = cache.keys[0].shape[0], cache.keys[0].device
         ints = {"dtype": torch.int64, "device": device}
         wide = {"dtype": torch.float64, "device": device}
         self.cache, self.needs, self.module = cache, needs, module
-        self.forward: Forward = module
+        self.forward: Forward = module  # or what is compiled
         self.ids = torch.zeros(batch, 1, **ints)
         self.positions = torch.full((batch, 1), -1, **ints)
         self.limits = torch.zeros(batch, 1, **ints)
@@ -58,10 +42,10 @@ class Decoding:
         self.uniforms = torch.zeros(batch, cache.n_slots, **wide)
         self.seen = torch.zeros(batch, module.config.vocab_size, dtype=torch.bool, device=device)
         self.settings = BatchSettings.of([SamplingSettings()] * batch, device)
-        self.filled = [0] * batch
-        self.n_done = 0
+        self.filled = [0] * batch  # slots that each sequence has filled, or would have, had it not ended
+        self.n_done = 0  # tokens per sequence that were made
         self.adapters: Sequence[str | None] = [None] * batch
-        self.replay: Replay | None = None
+        self.replay: Replay | None = None  # of a recorded step, where there is one
 
     @property
     def batch(self) -> int:
@@ -80,12 +64,7 @@ class Decoding:
 
     @torch.no_grad()
     def begin(self, jobs: Sequence[Job], *, chunk: int) -> None:
-        """Read the prompts and choose the first token of each.
-
-        Args:
-            jobs: One per sequence, none of them empty.
-            chunk: Tokens of a sequence per pass.
-        """
+        """Read the prompts, none of them empty, `chunk` tokens per pass, and choose the first token of each."""
         device = self.ids.device
         for store in (*self.cache.keys, *self.cache.values):
             store.zero_()  # what an earlier run left is invisible, but 0 times its infinity would be NaN
@@ -112,9 +91,8 @@ class Decoding:
     def step(self, ctx: int, *, causal: bool = False) -> None:
         """Feed the last tokens and choose the next ones; sequences that ended stand still.
 
-        Args:
-            ctx: Slots to look at; all that are filled, and the new one.
-            causal: Promise that the new tokens stand in the last of them and none has ended.
+        `ctx` are the slots to look at: all that are filled, and the new one. `causal` promises that the new tokens
+        stand in the last of them and none has ended.
         """
         place = self.cache.place(self.positions, ctx=ctx, causal=causal)
         self._choose(self.forward(self.ids, place, self.cache)[:, 0])
@@ -141,16 +119,7 @@ class Decoding:
 
     @torch.no_grad()
     def narrowed(self, rows: Sequence[int], cache: Cache, module: CausalLM) -> "Decoding":
-        """The same with some of the sequences only.
-
-        Args:
-            rows: Which.
-            cache: An empty one of that many rows and as many slots.
-            module: The model for these sequences.
-
-        Returns:
-            What goes on where this one stands.
-        """
+        """The same with some of the sequences only, in an empty cache of so many rows and as many slots."""
         kept = torch.tensor(rows, device=self.ids.device)
         small = Decoding(module, cache, self.needs, n_end_ids=self.end_ids.shape[1])
         small.filled, small.n_done = [self.filled[row] for row in rows], self.n_done
@@ -172,14 +141,7 @@ def n_slots(jobs: Sequence[Job]) -> int:
 def left_padded(
     prompts: Sequence[Sequence[int]],
 ) -> tuple[Int[np.ndarray, "batch seq"], Int[np.ndarray, "batch seq"]]:
-    """Put prompts into one array; all end in the last column, so that one column holds all last tokens.
-
-    Args:
-        prompts: Token ids, none empty.
-
-    Returns:
-        Ids, 0 where there is padding, and positions, -1 there.
-    """
+    """Ids, 0 where there is padding, and positions, -1 there; all prompts end in the last column."""
     width = max(len(ids) for ids in prompts)
     ids, positions = np.zeros((len(prompts), width), np.int64), np.full((len(prompts), width), -1)
     for row, prompt in enumerate(prompts):
@@ -197,19 +159,7 @@ def read_prompts(
     causal: bool,
     chunk: int,
 ) -> Float[Tensor, "batch vocab"]:
-    """Fill an empty cache, some columns per pass.
-
-    Args:
-        module: The model.
-        ids: Left-padded prompts.
-        positions: -1 for padding.
-        cache: Empty.
-        causal: Promise that there is no padding.
-        chunk: Columns per pass, which bounds the memory of the activations.
-
-    Returns:
-        Logits of the last column.
-    """
+    """Fill an empty cache, `chunk` columns per pass to bound the activations; logits of the last column."""
     last = (ids.shape[1] - 1) // chunk * chunk
     for start in range(0, last, chunk):
         place = cache.place(positions[:, start : start + chunk], ctx=start + chunk, causal=causal)

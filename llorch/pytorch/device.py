@@ -19,12 +19,7 @@ _SINCE = {torch.float16: (5, 3), torch.bfloat16: (8, 0)}  # compute capability o
 
 @dataclass(frozen=True)
 class Target:
-    """A device and a dtype.
-
-    Attributes:
-        device: With its index when it is a CUDA device.
-        dtype: Of weights and activations.
-    """
+    """A device, with its index if it is a CUDA device, and the dtype of weights and activations."""
 
     device: torch.device
     dtype: torch.dtype
@@ -40,19 +35,7 @@ class Target:
 
 
 def target(device: str = "cpu", dtype: str = "float32") -> Target:
-    """Check what was asked for.
-
-    Args:
-        device: `cpu`, `cuda` or `cuda:N`.
-        dtype: A key of `DTYPES`.
-
-    Returns:
-        The target.
-
-    Raises:
-        ValueError: A name without a meaning.
-        MissingDevice: The device is not here, or cannot compute in the dtype.
-    """
+    """Check what was asked for: `cpu`, `cuda` or `cuda:N`, and a key of `DTYPES`."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
     named = re.fullmatch("cpu|cuda(?::([0-9]{1,4}))?", device)
@@ -66,11 +49,7 @@ def target(device: str = "cpu", dtype: str = "float32") -> Target:
 
 
 def compute_as_named(at: Target) -> None:
-    """Turn off what lets products be less exact than their dtype says: switches of torch for the whole process.
-
-    Args:
-        at: Where a model is about to run.
-    """
+    """Turn off what lets products be less exact than their dtype says: switches of torch for the whole process."""
     torch.set_float32_matmul_precision("highest")  # no TF32, no bfloat16 parts
     if at.device.type == "cuda":
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -87,32 +66,13 @@ def _require_cuda(device: str, index: int, dtype: torch.dtype) -> None:
 
 
 def require_index(device: str, index: int, count: int) -> None:
-    """Refuse a device beyond the last.
-
-    Args:
-        device: As it was asked for.
-        index: Its number.
-        count: Devices of this machine.
-
-    Raises:
-        MissingDevice: There is none of that number.
-    """
+    """Refuse a device beyond the last."""
     if index >= count:
         raise MissingDevice(f"device {device}: this machine has {count} CUDA devices, cuda:0 to cuda:{count - 1}")
 
 
 def require_dtype(device: str, name: str, capability: tuple[int, int], dtype: torch.dtype) -> None:
-    """Refuse a dtype that a CUDA device has no products for; torch would emulate it, many times slower, and not say so.
-
-    Args:
-        device: As it was asked for.
-        name: What its maker calls it.
-        capability: Of CUDA.
-        dtype: That was asked for.
-
-    Raises:
-        MissingDevice: The device lacks it.
-    """
+    """Refuse a dtype that a CUDA device has no products for; torch would emulate it, many times slower, unsaid."""
     if capability < _SINCE.get(dtype, (0, 0)):
         least = ".".join(map(str, _SINCE[dtype]))
         raise MissingDevice(

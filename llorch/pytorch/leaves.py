@@ -21,10 +21,6 @@ def fit(model: CausalLM, target: Target) -> None:
 
     Float32 and bfloat16 on the CPU have such leaves; everything else is left as it is. They are for inference. The
     page's own attention stays, because someone wants its stages; another is replaced for few tokens.
-
-    Args:
-        model: Loaded, on the target.
-        target: Where it runs.
     """
     if target.device.type != "cpu" or target.dtype not in KINDS:
         return

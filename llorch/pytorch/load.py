@@ -17,19 +17,7 @@ from llorch.pytorch.quantised_linear import QuantisedEmbedding, QuantisedLinear
 
 
 def load_dense(weights: Weights, *, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    """Build the model with every weight decoded to one dtype.
-
-    Args:
-        weights: The model; each weight is read once.
-        dtype: Of all weights, and so of the run.
-        device: Where they go.
-
-    Returns:
-        The model in evaluation mode, its weights frozen.
-
-    Raises:
-        FormatError: A weight holds NaN or infinity.
-    """
+    """Build the model with every weight decoded to one dtype and frozen; NaN and infinity are refused."""
     model = _empty(weights.config)
     for row in inventory(weights.config).values():
         _put_dense(model, weights, row, dtype, device)
@@ -39,19 +27,7 @@ def load_dense(weights: Weights, *, dtype: torch.dtype, device: torch.device) ->
 
 
 def load_packed(weights: Weights, *, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    """Build the model with every matrix of a type in `PACKERS` packed, all else decoded to one dtype.
-
-    Args:
-        weights: The model; each weight is read once.
-        dtype: Of the run and of all weights that are not packed.
-        device: Where they go.
-
-    Returns:
-        The model in evaluation mode, its weights frozen.
-
-    Raises:
-        FormatError: A weight, or the scale of a block, holds NaN or infinity.
-    """
+    """As `load_dense`, but every matrix of a type in `PACKERS` stays packed."""
     model = _empty(weights.config)
     for row in inventory(weights.config).values():
         if weights.stored_type(row.name) in PACKERS:

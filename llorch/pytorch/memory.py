@@ -31,40 +31,24 @@ _GB = 1e9
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a run asks for.
-
-    Attributes:
-        residency: Where matrices lie.
-        batch: Sequences at once.
-        n_tokens: Of context, per sequence.
-    """
+    """What a run asks for."""
 
     residency: Literal["decoded", "packed"]
     batch: int
-    n_tokens: int
+    n_tokens: int  # of context, per sequence
 
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes that a run needs.
+    """Bytes that a run needs."""
 
-    Attributes:
-        weights: On the device, in the dtype or packed.
-        cache: Keys and values.
-        activations: Of the largest pass.
-        logits: Of one token per sequence, with what sampling makes of them.
-        loading: Of weights while they are loaded, at most; on the CPU with the copies made meanwhile.
-        copies: Of the largest weight while it is decoded and converted, in the memory of the host.
-        runtime: Libraries and their workspaces.
-    """
-
-    weights: int
+    weights: int  # on the device, in the dtype or packed
     cache: int
-    activations: int
-    logits: int
-    loading: int
-    copies: int
-    runtime: int
+    activations: int  # of the largest pass
+    logits: int  # of one token per sequence, with what sampling makes of them
+    loading: int  # of weights while they are loaded, at most; on the CPU with the copies made meanwhile
+    copies: int  # of the largest weight while it is decoded and converted, in the memory of the host
+    runtime: int  # libraries and their workspaces
 
     @property
     def peak(self) -> int:
@@ -75,18 +59,7 @@ class Need:
 def predict(
     weights: Weights, target: Target, residency: Literal["decoded", "packed"], batch: int, n_tokens: int
 ) -> Need:
-    """Count bytes from shapes and types; nothing is read.
-
-    Args:
-        weights: The model.
-        target: Device and dtype.
-        residency: Whether quantised matrices stay packed.
-        batch: Sequences at once.
-        n_tokens: Of context per sequence, prompt and answer.
-
-    Returns:
-        The need.
-    """
+    """Count bytes from shapes and types; nothing is read. `n_tokens` is the context per sequence, prompt and answer."""
     config, width, kind = weights.config, target.dtype.itemsize, target.device.type
     slots = min(-(-n_tokens // SLOTS) * SLOTS, config.max_position_embeddings) + 1
     cache = 2 * config.n_layers * config.kv_width * slots * width * batch
@@ -107,24 +80,11 @@ def predict(
 def require_memory(
     weights: Weights, target: Target, residency: Residency = "auto", *, batch: int = 1, n_tokens: int = 1024
 ) -> Literal["decoded", "packed"]:
-    """Choose where matrices lie, and refuse what does not fit before anything is loaded.
+    """Choose where matrices lie, and refuse what does not fit, with the figures, before anything is loaded.
 
     `auto` keeps matrices packed where a kernel multiplies from their blocks, which is both less to keep and faster: on
     CUDA, and on the CPU in float32 and bfloat16 where a C compiler is at hand. Elsewhere every use would decode them
     anew, so that it decodes once if that fits.
-
-    Args:
-        weights: The model.
-        target: Device and dtype.
-        residency: `auto`, or what to insist on.
-        batch: Sequences at once.
-        n_tokens: Of context per sequence.
-
-    Returns:
-        The residency.
-
-    Raises:
-        MemoryError: It would not fit, with the figures and what would.
     """
     free = free_memory(target.device)
     wanted = Wanted(_choice(weights, target, residency, batch, n_tokens, free), batch, n_tokens)
@@ -140,17 +100,7 @@ def require_memory(
 
 
 def require_room(weights: Weights, target: Target, *, batch: int, n_tokens: int) -> None:
-    """Refuse a batch that does not fit beside the weights, which are loaded, before anything of it is made.
-
-    Args:
-        weights: The model.
-        target: Device and dtype.
-        batch: Sequences at once.
-        n_tokens: Of context per sequence.
-
-    Raises:
-        MemoryError: It would not fit, with the figures and the largest batch that would.
-    """
+    """Refuse a batch that does not fit beside the weights, which are loaded, before anything of it is made."""
     free, packable = free_memory(target.device), any(weights.stored_type(name) in PACKERS for name in weights)
 
     def room(sequences: int) -> int:

@@ -40,29 +40,13 @@ Fields = Mapping[str, Tensor]
 
 
 def pack(raw: UInt8[Tensor, "out row_bytes"], ggml_type: GGMLType) -> dict[str, Tensor]:
-    """Take the blocks of a matrix apart.
-
-    Args:
-        raw: The bytes of the matrix as in its file, on any device; rows in the order that is wanted.
-        ggml_type: A key of `PACKERS`.
-
-    Returns:
-        The fields, each contiguous with one row for a row of the matrix.
-    """
+    """Take the blocks of a matrix, as in its file, apart into fields; rows in the order that is wanted."""
     blocks = raw.unflatten(1, (-1, BLOCK_SIZES[ggml_type][1]))  # (out, blocks, block_bytes)
     return {name: field.contiguous() for name, field in PACKERS[ggml_type](blocks).items()}
 
 
 def decode(fields: Fields, ggml_type: GGMLType) -> Float32[Tensor, "*rows in"]:
-    """Decode whole rows, to the bits of `llorch.files.quant.decode`.
-
-    Args:
-        fields: As `pack` made them, or some rows of each.
-        ggml_type: Their type.
-
-    Returns:
-        The numbers. A scale that is not finite gives inf or NaN.
-    """
+    """Decode whole rows, to the bits of `llorch.files.quant.decode`; a scale that is not finite gives inf or NaN."""
     return DECODERS[ggml_type](fields)
 
 

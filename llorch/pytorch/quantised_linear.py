@@ -28,12 +28,7 @@ class PackedMatrix(nn.Module):
     """
 
     def __init__(self, fields: Fields, ggml_type: GGMLType) -> None:
-        """Keep the fields; matrices that are given the same ones share them.
-
-        Args:
-            fields: Made by `llorch.pytorch.packing.pack`.
-            ggml_type: Their type.
-        """
+        """Keep fields made by `pack`; matrices that are given the same ones share them."""
         super().__init__()
         self.ggml_type = ggml_type
         self.out_features = len(fields["codes"])
@@ -56,12 +51,7 @@ class QuantisedLinear(PackedMatrix):
     """A linear layer, with the interface of `nn.Linear`."""
 
     def __init__(self, fields: Fields, ggml_type: GGMLType) -> None:
-        """Start without a bias, which is set as the parameter `bias`.
-
-        Args:
-            fields: Made by `llorch.pytorch.packing.pack`.
-            ggml_type: Their type.
-        """
+        """Start without a bias, which is set as the parameter `bias`."""
         super().__init__(fields, ggml_type)
         self.bias: nn.Parameter | None
         self.register_parameter("bias", None)
@@ -96,13 +86,7 @@ class QuantisedEmbedding(PackedMatrix):
     """An embedding, with the interface of `nn.Embedding`; only the rows that are asked for are decoded."""
 
     def __init__(self, fields: Fields, ggml_type: GGMLType, dtype: torch.dtype) -> None:
-        """Keep the fields.
-
-        Args:
-            fields: Made by `llorch.pytorch.packing.pack`.
-            ggml_type: Their type.
-            dtype: In which rows are handed out.
-        """
+        """Keep the fields; rows are handed out in `dtype`."""
         super().__init__(fields, ggml_type)
         self.dtype = dtype
 
@@ -114,17 +98,7 @@ class QuantisedEmbedding(PackedMatrix):
 def multiply_by_tiles(
     x: Float[Tensor, "rows in"], fields: Fields, ggml_type: GGMLType, bias: Float[Tensor, " out"] | None
 ) -> Float[Tensor, "rows out"]:
-    """Compute x @ decode(fields).T + bias, a tile of the matrix at a time.
-
-    Args:
-        x: Activations of any float dtype; tiles are rounded to it.
-        fields: The matrix.
-        ggml_type: Its type.
-        bias: In the dtype of `x`, or None.
-
-    Returns:
-        The products, in the dtype of `x`; torch sums those of half precision in float32.
-    """
+    """Compute x @ decode(fields).T + bias, a tile of the matrix, rounded to the dtype of `x`, at a time."""
     y = x.new_empty(len(x), len(fields["codes"]))
     for part, tile in tiles(fields, ggml_type, x.dtype):
         y[:, part] = linear(x, tile, None if bias is None else bias[part])
@@ -132,16 +106,7 @@ def multiply_by_tiles(
 
 
 def back_by_tiles(grad: Float[Tensor, "rows out"], fields: Fields, ggml_type: GGMLType) -> Float[Tensor, "rows in"]:
-    """Compute grad @ decode(fields), the gradient of the input of a product, a tile of the matrix at a time.
-
-    Args:
-        grad: Gradient of the product, of any float dtype; tiles are rounded to it.
-        fields: The matrix.
-        ggml_type: Its type.
-
-    Returns:
-        The gradient, in the dtype of `grad`; tiles are summed in at least float32.
-    """
+    """Compute grad @ decode(fields), the gradient of a product's input; tiles are summed in at least float32."""
     wide = torch.promote_types(grad.dtype, torch.float32)
     total = grad.new_zeros(len(grad), width(fields, ggml_type), dtype=wide)
     for part, tile in tiles(fields, ggml_type, grad.dtype):
@@ -150,16 +115,7 @@ def back_by_tiles(grad: Float[Tensor, "rows out"], fields: Fields, ggml_type: GG
 
 
 def tiles(fields: Fields, ggml_type: GGMLType, dtype: torch.dtype) -> Iterator[tuple[slice, Float[Tensor, "rows in"]]]:
-    """Decode a matrix, `TILE` elements at a time.
-
-    Args:
-        fields: The matrix.
-        ggml_type: Its type.
-        dtype: To which tiles are rounded.
-
-    Yields:
-        Which rows, and the rows.
-    """
+    """Decode a matrix, `TILE` elements at a time, rounded to `dtype`: which rows, and the rows."""
     n_rows, step = len(fields["codes"]), max(1, TILE // width(fields, ggml_type))
     for start in range(0, n_rows, step):
         part = slice(start, min(start + step, n_rows))

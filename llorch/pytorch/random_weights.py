@@ -18,19 +18,7 @@ SIZE = 0.02  # of weights and of scales; small enough that no activation overflo
 
 @torch.no_grad()
 def random_model(config: ModelConfig, target: Target, packed: GGMLType | None = None) -> CausalLM:
-    """Build a model.
-
-    Args:
-        config: Its shape.
-        target: Where it is made, and in which dtype.
-        packed: Type of its matrices in blocks; None makes them dense.
-
-    Returns:
-        The model in evaluation mode.
-
-    Raises:
-        ValueError: A row is no whole number of blocks of that type.
-    """
+    """Build a model, its matrices dense or in blocks of a type, whose size its rows must be a multiple of."""
     torch.manual_seed(0)
     with torch.device("meta"):
         model = CausalLM(config)
@@ -65,19 +53,7 @@ def _put_blocks(model: CausalLM, row: Weight, target: Target, packed: GGMLType) 
 
 
 def random_fields(shape: tuple[int, ...], packed: GGMLType, device: torch.device) -> Fields:
-    """Random codes, with scales that give numbers of about the size of real weights.
-
-    Args:
-        shape: (out, in).
-        packed: A type that `llorch.pytorch.packing` knows.
-        device: Where to.
-
-    Returns:
-        The fields.
-
-    Raises:
-        ValueError: A row is no whole number of blocks.
-    """
+    """Random codes, with scales that give numbers of about the size of real weights."""
     elements, n_bytes = BLOCK_SIZES[packed]
     if shape[1] % elements:
         raise ValueError(f"weights {packed.name}: expected rows of a multiple of {elements} elements, got {shape[1]}")
@@ -92,30 +68,14 @@ def random_fields(shape: tuple[int, ...], packed: GGMLType, device: torch.device
 
 
 def random_bytes(config: ModelConfig, target: Target, packed: GGMLType | None = None) -> int:
-    """Bytes that `random_model` takes.
-
-    Args:
-        config: Its shape.
-        target: Where it would be made, and in which dtype.
-        packed: Type of its matrices.
-
-    Returns:
-        All weights, and what the largest needs while it is made.
-    """
+    """Bytes that `random_model` takes: all weights, and what the largest needs while it is made."""
     shapes = [row.shape for row in inventory(config).values()]
     elements, n_bytes = (1, target.dtype.itemsize) if packed is None else BLOCK_SIZES[packed]
     return sum(map(math.prod, shapes)) * n_bytes // elements + 4 * max(map(math.prod, shapes))
 
 
 def weight_bytes(model: CausalLM) -> int:
-    """Bytes of weights that a decode step reads: all but an embedding that is no output matrix.
-
-    Args:
-        model: Dense or packed.
-
-    Returns:
-        Each tensor counted once.
-    """
+    """Bytes of weights that a decode step reads, each tensor once: all but an embedding that is no output matrix."""
     skipped = set() if model.config.tie_word_embeddings else {t.data_ptr() for t in _tensors(model.model.embed_tokens)}
     sizes = {t.data_ptr(): math.prod(t.shape) * t.element_size() for t in _tensors(model)}
     return sum(size for where, size in sizes.items() if where not in skipped)

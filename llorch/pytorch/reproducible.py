@@ -21,9 +21,6 @@ def make_reproducible(model: CausalLM) -> None:
 
     Prefill and cached decode give the same bits too. That holds for one device, dtype and number of threads. Rotations
     and the cache stay as they are: each element of theirs is made by itself.
-
-    Args:
-        model: With its weights, dense or packed; changed in place.
     """
     like = model.model.norm.weight
     layers: list[Any] = list(model.model.layers)

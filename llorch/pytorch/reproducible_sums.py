@@ -53,13 +53,8 @@ class FixedRows(nn.Module):
 def in_tiles(product: Product, x: Float[Tensor, "*rows in"], kind: object) -> Float[Tensor, "*rows out"]:
     """Multiply rows by one matrix so that the bits of each result depend on its row alone.
 
-    Args:
-        product: Takes any number of rows; called with one number only, or with some that agree bit by bit.
-        x: The rows.
-        kind: What decides, beside the rows, which kernel runs; products of one kind are tried once.
-
-    Returns:
-        The product.
+    `product` is called with one number of rows only, or with some that agree bit by bit. `kind` is what decides, beside
+    the rows, which kernel runs; products of one kind are tried once.
     """
     flat = x.reshape(-1, x.shape[-1])
     key = (kind, flat.shape[1], x.dtype, x.device, torch.get_num_threads())

@@ -52,15 +52,7 @@ class BatchSettings:
 
     @classmethod
     def of(cls, settings: Sequence[SamplingSettings], device: torch.device) -> "BatchSettings":
-        """Put settings on a device.
-
-        Args:
-            settings: One per row.
-            device: Where the logits lie.
-
-        Returns:
-            The tensors.
-        """
+        """Put settings, one per row, on a device."""
 
         def column(name: str) -> Tensor:
             dtype = torch.int64 if name == "top_k" else torch.float64
@@ -140,16 +132,9 @@ def softmax(logits: Wide) -> Wide:
 def probabilities(
     logits: Float[Tensor, "batch vocab"], settings: BatchSettings, needs: Needs, seen: Bool[Tensor, "batch vocab"]
 ) -> Float[Tensor, "batch vocab"]:
-    """The distributions that sampling draws from.
+    """The distributions that sampling draws from; temperature 0 puts all on the likeliest token, ties to the lowest id.
 
-    Args:
-        logits: Scores of the next token of each row.
-        settings: The filters; temperature 0 puts everything on the most likely token, ties to the lowest id.
-        needs: Which of them are used.
-        seen: Tokens so far, for the penalty.
-
-    Returns:
-        Probabilities, zero for removed tokens; computed in float64, rounded once to float32 at least.
+    Computed in float64 and rounded once, to float32 at least; zero for removed tokens.
     """
     wide = logits.double()
     if needs.penalty:
@@ -179,18 +164,7 @@ def choose(
     seen: Bool[Tensor, "batch vocab"],
     u: PerRow,
 ) -> tuple[Int[Tensor, "batch 1"], PerRow]:
-    """Choose the next token of each row.
-
-    Args:
-        logits: Scores.
-        settings: See `probabilities`.
-        needs: See `probabilities`.
-        seen: See `probabilities`.
-        u: A uniform number for each row.
-
-    Returns:
-        The tokens, and the log probability of each under the unfiltered logits; NaN where one of these is not finite.
-    """
+    """The next token of each row, and its log probability under the unfiltered logits; NaN where one is not finite."""
     if needs.sampled:
         token = draw(probabilities(logits, settings, needs, seen), u)
     else:

@@ -17,29 +17,14 @@ from llorch.pytorch.causal_lm import CausalLM, Context, Heads, Keep
 
 
 def use_sdpa(model: CausalLM) -> None:
-    """Let every layer attend by `sdpa_attention`.
-
-    Args:
-        model: Changed in place.
-    """
+    """Let every layer attend by `sdpa_attention`."""
     layers: Any = model.model.layers
     for layer in layers:
         layer.self_attn.attend = sdpa_attention
 
 
 def sdpa_attention(q: Heads, keys: Context, values: Context, visible: Visible, keep: Keep) -> Heads:
-    """As `llorch.pytorch.causal_lm.attention`; `keep` is given nothing, as scores and probabilities do not exist.
-
-    Args:
-        q: Rotated queries.
-        keys: Keys of the context.
-        values: Values of the context.
-        visible: Which slots each token sees; None: all up to its own, the tokens being the last of the context.
-        keep: Not called.
-
-    Returns:
-        The mixed values of each query head.
-    """
+    """As `attention` of the page; `keep` is given nothing, as scores and probabilities do not exist."""
     batch, seq, n_heads, head_dim = q.shape
     kv_heads, ctx = keys.shape[1:3]
     if seq == 1:  # the query heads of a key head are rows that see the same slots

@@ -38,17 +38,11 @@ LOST = ("moments", "generators")  # what a control loses
 
 @dataclass(frozen=True)
 class Compared:
-    """One tensor of both runs.
+    """One tensor of both runs."""
 
-    Attributes:
-        name: `adapter/...`, `optimizer/...`, `rng/...`, or the file of the adapter.
-        n_values: Elements that were compared.
-        differing_bits: Of all their bits; all of them where dtype or shape differ or one run lacks the tensor.
-    """
-
-    name: str
+    name: str  # `adapter/...`, `optimizer/...`, `rng/...`, or the file of the adapter
     n_values: int
-    differing_bits: int
+    differing_bits: int  # all of them where dtype or shape differ or one run lacks the tensor
 
     @property
     def kind(self) -> str:
@@ -58,17 +52,11 @@ class Compared:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two runs.
+    """Two runs."""
 
-    Attributes:
-        tensors: Of the snapshots at the end, and the adapter as it was written.
-        n_lines: Lines of the longer log.
-        differing_lines: Those that are not equal, byte by byte.
-    """
-
-    tensors: tuple[Compared, ...]
-    n_lines: int
-    differing_lines: int
+    tensors: tuple[Compared, ...]  # of the snapshots at the end, and the adapter as it was written
+    n_lines: int  # of the longer log
+    differing_lines: int  # those that are not equal, byte by byte
 
     @property
     def equal(self) -> bool:
@@ -78,19 +66,12 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Proof:
-    """What came of it.
-
-    Attributes:
-        steps: Of the whole run.
-        stopped_at: Step at which the halves were cut.
-        halves: Straight run against halves.
-        controls: What was lost, and the comparison that must not be equal.
-    """
+    """What came of it."""
 
     steps: int
-    stopped_at: int
-    halves: Comparison
-    controls: Mapping[str, Comparison]
+    stopped_at: int  # step at which the halves were cut
+    halves: Comparison  # straight run against halves
+    controls: Mapping[str, Comparison]  # what was lost, and the comparison that must not be equal
 
     @property
     def holds(self) -> bool:
@@ -101,22 +82,7 @@ class Proof:
 def verify_resume(
     settings: TrainSettings, folder: Path, *, control: bool, tell: Callable[[str], None] = lambda line: None
 ) -> Proof:
-    """Make the runs and compare them.
-
-    Args:
-        settings: Of the run; `steps` is its length, at least 2.
-        folder: Exists and is empty; the runs go below it.
-        control: Make the control runs, too.
-        tell: Told what happens.
-
-    Returns:
-        The comparisons.
-
-    Raises:
-        CheckpointMismatch: The second half did not come to its end.
-        Stopped: Ctrl-C.
-        ValueError: The run is too short, or a setting does not fit the model.
-    """
+    """Make runs of `settings.steps`, at least 2, below an empty folder and compare them."""
     steps = settings.steps or 0
     if steps < 2:
         raise ValueError(f"verify-resume: steps must be at least 2, got {settings.steps}; the run is cut in two")
@@ -139,15 +105,7 @@ def verify_resume(
 
 
 def compare_runs(one: Path, other: Path) -> Comparison:
-    """Compare what two finished runs left.
-
-    Args:
-        one: Folder of a run.
-        other: Another.
-
-    Returns:
-        All tensors and the log, compared.
-    """
+    """Compare all tensors and the log that two finished runs left."""
     ours, theirs = _tensors(one), _tensors(other)
     names = sorted(ours.keys() | theirs.keys())
     lines = list(zip_longest(*((run / LOG).read_bytes().splitlines(keepends=True) for run in (one, other))))

@@ -16,29 +16,15 @@ _MARKS = "[[", "]]"  # around what is learned, where there is no colour
 
 
 class Piece(NamedTuple):
-    """Neighbouring tokens that are alike.
+    """Neighbouring tokens that are alike."""
 
-    Attributes:
-        text: What they say; a character whose tokens lie in two pieces shows as U+FFFD in both.
-        learned: Whether they are learned.
-        control: Whether they are control tokens; their text may also be written by a user, and is none then.
-    """
-
-    text: str
+    text: str  # a character whose tokens lie in two pieces shows as U+FFFD in both
     learned: bool
-    control: bool
+    control: bool  # control tokens; their text may also be written by a user, and is none then
 
 
 def pieces_of(example: Example, tokenizer: Tokenizer | None) -> list[Piece]:
-    """Cut an example where learned tokens begin and end.
-
-    Args:
-        example: The example.
-        tokenizer: Says what tokens mean; without one they show as ids.
-
-    Returns:
-        The pieces; the first token is never learned.
-    """
+    """Cut an example where learned tokens begin and end; without a tokenizer, tokens show as ids."""
     control = tokenizer.control_ids if tokenizer is not None else frozenset[int]()
     labels = (IGNORED, *example.labels[1:])
     kinds = [(label != IGNORED, one in control) for one, label in zip(example.ids, labels, strict=True)]
@@ -66,15 +52,7 @@ def as_object(example: Example, pieces: Sequence[Piece]) -> dict[str, object]:
 
 
 def facts_of(data: TrainingData, examples: Examples) -> dict[str, Any]:
-    """Counts of a split.
-
-    Args:
-        data: All of the data.
-        examples: The split.
-
-    Returns:
-        Numbers by name; `fill` is the share of the room of packed rows that holds tokens.
-    """
+    """Counts of a split; `fill` is the share of the room of packed rows that holds tokens."""
     room = data.settings.max_length
     longest = int(np.argmax(examples.lengths))
     n_rows = len(best_fit(examples.lengths, room=room))

@@ -16,16 +16,7 @@ _BEGINNING = 4  # words or tokens of a text
 
 
 def try_it(model: str, data: str, adapter: Path) -> str:
-    """A command line that runs an adapter on the first short question of its data.
-
-    Args:
-        model: The base.
-        data: What it was trained on.
-        adapter: Its folder.
-
-    Returns:
-        The command, quoted for a shell.
-    """
+    """A command line, quoted for a shell, that runs an adapter on the first short question of its data."""
     opened = Opened(open_weights(find(model)))
     records = islice(read_records(find_splits(find_data(data))["train"]), _ROWS)
     found = (_asked(parse(record, format_of(record)), opened) for record in records)

@@ -11,11 +11,7 @@ if TYPE_CHECKING:
 
 
 def require_torch() -> None:
-    """Say what to install where torch is absent.
-
-    Raises:
-        MissingExtra: torch is not installed.
-    """
+    """Say what to install where torch is absent."""
     if find_spec("torch") is None:
         raise MissingExtra("train", "torch")
 

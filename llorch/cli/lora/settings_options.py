@@ -81,14 +81,7 @@ _HELP: Mapping[str, tuple[Any, str]] = {
 
 
 def settings_options(function: Callable) -> Callable:
-    """Add an option per setting; one that is not given is None, so that a config file can say it.
-
-    Args:
-        function: Takes them by name.
-
-    Returns:
-        The function with its options.
-    """
+    """Add an option per setting; one that is not given is None, so that a config file can say it."""
     for field in reversed([field for field in fields(TrainSettings) if field.name in _HELP]):
         kind, text = _HELP[field.name]
         flag = f"--{_SHORT.get(field.name, field.name).replace('_', '-')}"

@@ -67,14 +67,7 @@ class Progress:
 
 
 def description(training: "Training") -> list[str]:
-    """What a run is about to do, defaults included.
-
-    Args:
-        training: Loaded.
-
-    Returns:
-        A few lines.
-    """
+    """What a run is about to do, defaults included."""
     settings, data, module = training.settings, training.data, training.module
     trained = sum(parameter.numel() for parameter in training.parameters.values())
     frozen = sum(parameter.numel() for parameter in module.parameters()) - trained

@@ -16,12 +16,7 @@ class FrozenLinear(nn.Module):
     """A float32 linear layer with the interface of `nn.Linear`, whose weights have no gradient."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Take over the frozen parameters of a plain layer, or of an embedding that it shares them with.
-
-        Args:
-            weight: (out, in), float32, on the CPU.
-            bias: In the same dtype.
-        """
+        """Take over the frozen parameters of a plain layer, or of an embedding that it shares them with."""
         super().__init__()
         self.weight, self.bias = weight, bias
         self.out_features, self.in_features = weight.shape
@@ -48,11 +43,7 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def freeze_linears(module: CausalLM) -> None:
-    """Replace the plain linear layers of a float32 model on the CPU; any other model is left as it is.
-
-    Args:
-        module: Loaded, its weights frozen, no adapter attached yet.
-    """
+    """Replace the plain linear layers of a float32 model on the CPU that has no adapter yet; no others."""
     if not torch.backends.mkldnn.is_available():
         return
     for owner in list(module.modules()):

@@ -48,11 +48,7 @@ class NotBuilt(Exception):
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """Load the kernels, built now or by an earlier process.
-
-    Returns:
-        The library, or None, after a warning, where it cannot be built or loaded.
-    """
+    """The kernels, built now or by an earlier process; None, after a warning, where they cannot be built or loaded."""
     command, why = find_compiler(), "no C compiler is installed"
     if command is not None:
         try:
@@ -124,19 +120,7 @@ def is_sealed(file: Path) -> bool:
 
 
 def built(command: Sequence[str], target: Path | None = None) -> ctypes.CDLL:
-    """Build and load the library.
-
-    Args:
-        command: Of the compiler.
-        target: Where to put it for others, once it is whole and can be loaded.
-
-    Returns:
-        The library.
-
-    Raises:
-        NotBuilt: The compiler failed.
-        OSError: There is no folder to build in, or the library cannot be loaded from it.
-    """
+    """Build the library and load it; it is put at `target`, for others, once it is whole and can be loaded."""
     with tempfile.TemporaryDirectory(prefix="llorch-", dir=target and target.parent) as folder:
         made = Path(folder) / "cpu_kernels.so"
         build(command, made)
@@ -149,15 +133,7 @@ def built(command: Sequence[str], target: Path | None = None) -> ctypes.CDLL:
 
 
 def build(command: Sequence[str], target: Path) -> None:
-    """Compile the kernels.
-
-    Args:
-        command: Of the compiler.
-        target: File to write.
-
-    Raises:
-        NotBuilt: With the first line that the compiler said.
-    """
+    """Compile the kernels into a file; `NotBuilt` has the first line that the compiler said."""
     try:
         done = subprocess.run(
             [*command, *FLAGS, *map(str, SOURCES), "-o", str(target), "-lm"],

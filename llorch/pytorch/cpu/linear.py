@@ -26,13 +26,7 @@ class CpuLinear(nn.Module):
     """A linear layer, with the interface of `nn.Linear`, for inference: nothing is recorded for a backward pass."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, library: ctypes.CDLL | None) -> None:
-        """Take over the parameters of a plain layer, or of an embedding that it shares them with.
-
-        Args:
-            weight: (out, in), contiguous, of a dtype in `KINDS`.
-            bias: In the same dtype.
-            library: From `llorch.pytorch.cpu.library`; None leaves all rows to oneDNN.
-        """
+        """Take over contiguous parameters of a dtype in `KINDS`; without a library all rows go to oneDNN."""
         super().__init__()
         self.weight, self.bias = weight, bias
         self.out_features, self.in_features = weight.shape

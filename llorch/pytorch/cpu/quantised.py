@@ -24,14 +24,7 @@ class CpuQuantisedLinear(PackedMatrix):
     """A linear layer, with the interface of `nn.Linear`, for inference: nothing is recorded for a backward pass."""
 
     def __init__(self, fields: Fields, ggml_type: GGMLType, bias: Tensor | None, library: ctypes.CDLL) -> None:
-        """Take over the fields of a packed layer, or of an embedding that it shares them with.
-
-        Args:
-            fields: Made by `llorch.pytorch.packing.pack`.
-            ggml_type: Their type.
-            bias: In the dtype of the run.
-            library: From `llorch.pytorch.cpu.library`.
-        """
+        """Take over the fields of a packed layer, or of an embedding that it shares them with."""
         super().__init__(fields, ggml_type)
         self.bias, self.library = bias, library
         self._kind = KINDS[ggml_type]

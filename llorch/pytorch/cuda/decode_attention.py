@@ -30,18 +30,7 @@ _LEAST = 16  # rows and columns of a product on tensor cores
 
 
 def decode_attention(q: Heads, keys: Context, values: Context, visible: Visible, keep: Keep) -> Heads:
-    """As `llorch.pytorch.causal_lm.attention`; passes of more than one token go to `sdpa_attention`.
-
-    Args:
-        q: Rotated queries, in float32, bfloat16 or float16.
-        keys: Keys of the context, in the same dtype.
-        values: Values of the context, likewise.
-        visible: Which slots each token sees, at least one; None: all.
-        keep: Not called, as scores and probabilities never exist.
-
-    Returns:
-        The mixed values of each query head.
-    """
+    """As `attention` of the page, each token seeing a slot; more than one token goes to `sdpa_attention`."""
     if q.shape[1] != 1:
         return sdpa_attention(q, keys, values, visible, keep)
     q, keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (q.contiguous(), keys, values))

@@ -28,11 +28,7 @@ class DenseLinear(nn.Module):
     """A linear layer for inference, with the interface of `nn.Linear`."""
 
     def __init__(self, layer: nn.Linear) -> None:
-        """Share the parameters of a plain one.
-
-        Args:
-            layer: In float32, bfloat16 or float16.
-        """
+        """Share the parameters of a plain one, in float32, bfloat16 or float16."""
         super().__init__()
         self.weight, self.bias = layer.weight, layer.bias
         self.out_features, self.in_features = layer.out_features, layer.in_features
@@ -52,11 +48,7 @@ class Together(threading.local):
     """
 
     def __init__(self, layers: Sequence[DenseLinear]) -> None:
-        """Join layers of one width and dtype, all with a bias or none.
-
-        Args:
-            layers: At most `MOST_TOGETHER`.
-        """
+        """Join at most `MOST_TOGETHER` layers of one width and dtype, all with a bias or none."""
         self._layers = layers
         self._input: Tensor | None = None
         self._products: dict[DenseLinear, Tensor] = {}
@@ -64,15 +56,7 @@ class Together(threading.local):
             layer.together = self
 
     def product(self, layer: DenseLinear, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
-        """Hand out the product of a layer, made now or with that of another layer for this very tensor.
-
-        Args:
-            layer: One of the layers.
-            x: Its input; a layer that is asked again for the same tensor multiplies again.
-
-        Returns:
-            The product.
-        """
+        """The product of a layer, made now or with that of another for this very tensor; asked again, made again."""
         if x is not self._input or layer not in self._products:
             products = multiply_few_rows(x, self._layers)
             self._input, self._products = x, dict(zip(self._layers, products, strict=True))
@@ -83,15 +67,7 @@ class Together(threading.local):
 
 
 def multiply_few_rows(x: Float[Tensor, "*rows in"], layers: Sequence[DenseLinear]) -> list[Tensor]:
-    """Compute x @ weight.T + bias of some layers in one launch.
-
-    Args:
-        x: At most `MOST_ROWS` rows, in the dtype of the weights.
-        layers: At most `MOST_TOGETHER`, all with a bias or none.
-
-    Returns:
-        One product per layer.
-    """
+    """Compute x @ weight.T + bias of the layers that `Together` takes in one launch, for `MOST_ROWS` at most."""
     x, width = x.contiguous(), x.shape[-1]
     n_rows, sizes = x.numel() // width, [layer.out_features for layer in layers]
     products = [x.new_empty(*x.shape[:-1], size) for size in sizes]

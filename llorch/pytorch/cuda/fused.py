@@ -15,13 +15,10 @@ from llorch.pytorch.sdpa import sdpa_attention
 
 
 def fuse(model: CausalLM) -> None:
-    """Replace the leaves of a model, sharing their weights.
+    """Replace the leaves of a model, sharing their weights, for inference.
 
     Attention is replaced where `use_sdpa` did so before: step by step it has scores and probabilities to observe.
     Packed matrices stay as they are, and so does a model in float64: the kernels compute in float32.
-
-    Args:
-        model: With its weights, for inference; changed in place.
     """
     if model.model.norm.weight.dtype is torch.float64:
         return

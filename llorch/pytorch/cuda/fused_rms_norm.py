@@ -22,11 +22,7 @@ class FusedRMSNorm(nn.Module):
     """RMSNorm for inference: nothing is recorded for a backward pass."""
 
     def __init__(self, norm: RMSNorm) -> None:
-        """Share the gain of a plain one.
-
-        Args:
-            norm: In float32, bfloat16 or float16.
-        """
+        """Share the gain of a plain one, in float32, bfloat16 or float16."""
         super().__init__()
         self.weight = norm.weight
         self.eps = norm.eps

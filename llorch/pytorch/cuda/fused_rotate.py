@@ -17,20 +17,7 @@ from llorch.pytorch.causal_lm import Context, Heads, Keep, keep_nothing
 def rotate_and_cache(
     q: Heads, k: Heads, v: Heads, layer: int, place: Place, cache: Cache, keep: Keep
 ) -> tuple[Heads, Context, Context]:
-    """As `llorch.pytorch.causal_lm.rotate_and_cache`; rotated keys are a tensor of their own where somebody observes.
-
-    Args:
-        q: Queries, in float32, bfloat16 or float16.
-        k: Keys, in the dtype of the cache.
-        v: Values, likewise.
-        layer: Which layer.
-        place: Where the tokens stand.
-        cache: Written to.
-        keep: See `CausalLM.forward`.
-
-    Returns:
-        Rotated queries, and keys and values of the context, views of the cache.
-    """
+    """As that of the page; rotated keys are a tensor of their own where somebody observes."""
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     observed = keep is not keep_nothing
     q_rope, k_rope = torch.empty_like(q), torch.empty_like(k) if observed else k

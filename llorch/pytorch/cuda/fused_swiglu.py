@@ -15,15 +15,7 @@ _TILE = 1024  # 16 bytes of bfloat16 for each of 128 threads
 
 
 def swiglu(gate: Float[Tensor, "*rows inter"], up: Float[Tensor, "*rows inter"]) -> Float[Tensor, "*rows inter"]:
-    """Compute silu(gate) * up.
-
-    Args:
-        gate: In float32, bfloat16 or float16.
-        up: In the same dtype.
-
-    Returns:
-        The products, for inference: nothing is recorded for a backward pass.
-    """
+    """Compute silu(gate) * up for inference: nothing is recorded for a backward pass."""
     gate, up = gate.contiguous(), up.contiguous()
     y = torch.empty_like(gate)
     _swiglu[(triton.cdiv(gate.numel(), _TILE),)](gate, up, y, gate.numel(), TILE=_TILE)

@@ -16,15 +16,7 @@ _WARM_UPS = 2  # steps before recording: libraries and kernels set themselves up
 
 
 def size_class(ctx: int, n_slots: int) -> int:
-    """The slots that a graph looks at: 256, 384, 512, 768, 1024, ..., or all there are.
-
-    Args:
-        ctx: Slots that it has to look at.
-        n_slots: Slots that there are.
-
-    Returns:
-        The smallest class that holds `ctx`; less than half as many again.
-    """
+    """The smallest number of slots for a graph that holds `ctx`: 256, 384, 512, 768, 1024, ..., or all there are."""
     size = SMALLEST
     while size < ctx:
         size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
@@ -39,12 +31,10 @@ class GraphedSteps:
         self._graphs: dict[int, Any] = {}
 
     def __call__(self, decoding: Decoding, ctx: int) -> None:
-        """Replay a step; the host does not wait for it.
+        """Replay a step that looks at `ctx` slots or more, always of the same decoding; the host does not wait.
 
-        Args:
-            decoding: Always the same one, on a CUDA device. It holds this object, so this one must not hold it:
-                memory of the device is to be free as soon as nobody wants it.
-            ctx: Slots to look at, at least.
+        The decoding holds this object, so this one must not hold it: memory of the device is to be free as soon as
+        nobody wants it.
         """
         size = size_class(ctx, decoding.cache.n_slots)
         if size not in self._graphs:
@@ -67,12 +57,7 @@ class GraphedSteps:
 
 
 def try_out(decoding: Decoding, ctx: int) -> None:
-    """Run a step some times without going on.
-
-    Args:
-        decoding: Is as before afterwards, but for cache slots that its next step writes.
-        ctx: Slots to look at.
-    """
+    """Run a step some times without going on: only the cache slots that the next step writes are changed."""
     before = [tensor.clone() for tensor in decoding.state]
     for _ in range(_WARM_UPS):
         decoding.step(ctx)
@@ -83,12 +68,7 @@ def try_out(decoding: Decoding, ctx: int) -> None:
 def compiled_forward(module: nn.Module, *, growing: bool) -> Forward:
     """The forward pass of a step through torch.compile, which makes one function of all layers.
 
-    Args:
-        module: The model.
-        growing: Whether each step looks at more slots than the one before, as steps do that are not replayed; they
-            are compiled for any number at once.
-
-    Returns:
-        What `Decoding.forward` is to be; the first calls compile.
+    `growing`: each step looks at more slots than the one before, as those do that are not replayed, and is compiled for
+    any number.
     """
     return torch.compile(module, dynamic=True if growing else None)

@@ -26,11 +26,7 @@ SCRATCH = 1 << 26  # elements: 128 MiB in half precision, more than a matrix ins
 
 
 def put_kernels(model: nn.Module) -> None:
-    """Let every packed layer of a model multiply by kernels.
-
-    Args:
-        model: On a CUDA device.
-    """
+    """Let every packed layer of a model on a CUDA device multiply by kernels."""
     for module in model.modules():
         if isinstance(module, QuantisedLinear):
             module.multiply = multiply
@@ -39,17 +35,7 @@ def put_kernels(model: nn.Module) -> None:
 def multiply(
     x: Float[Tensor, "rows in"], fields: Fields, ggml_type: GGMLType, bias: Float[Tensor, " out"] | None
 ) -> Float[Tensor, "rows out"]:
-    """Compute x @ decode(fields).T + bias.
-
-    Args:
-        x: Activations.
-        fields: The matrix.
-        ggml_type: Its type.
-        bias: In the dtype of `x`, or None.
-
-    Returns:
-        The products, in the dtype of `x`.
-    """
+    """Compute x @ decode(fields).T + bias, in the dtype of `x`."""
     if x.dtype is torch.float64:
         return multiply_by_tiles(x, fields, ggml_type, bias)
     if len(x) <= FEW:

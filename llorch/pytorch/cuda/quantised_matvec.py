@@ -29,17 +29,7 @@ _REGISTERS = 128  # of a thread: four programs of 128 threads share a core, so t
 def multiply_few_rows(
     x: Float[Tensor, "rows in"], fields: Fields, ggml_type: GGMLType, bias: Float[Tensor, " out"] | None
 ) -> Float[Tensor, "rows out"]:
-    """Compute x @ decode(fields).T + bias for 1 to 8 rows.
-
-    Args:
-        x: Contiguous activations, of any float dtype but float64.
-        fields: The matrix.
-        ggml_type: Its type.
-        bias: In the dtype of `x`, or None.
-
-    Returns:
-        The products, in the dtype of `x`, rounded once.
-    """
+    """Compute x @ decode(fields).T + bias, rounded once, for 1 to 8 contiguous rows of any dtype but float64."""
     n_rows, n_out = len(x), len(fields["codes"])
     run, per_thread = (RUN // 4, 2) if ggml_type is GGMLType.Q8_0 else (RUN, 1)
     n_runs = x.shape[1] // run

@@ -28,17 +28,7 @@ _TILE_WRITTEN = (16, 8)
 def multiply_by_decoded_tiles(
     x: Float[Tensor, "rows in"], fields: Fields, ggml_type: GGMLType, bias: Float[Tensor, " out"] | None
 ) -> Float[Tensor, "rows out"]:
-    """Compute x @ decode(fields).T + bias.
-
-    Args:
-        x: Contiguous activations, of any float dtype but float64; tiles are rounded to it.
-        fields: The matrix.
-        ggml_type: Its type.
-        bias: In the dtype of `x`, or None.
-
-    Returns:
-        The products, in the dtype of `x`, rounded once.
-    """
+    """Compute x @ decode(fields).T + bias, rounded once, for contiguous `x` of any dtype but float64."""
     n_rows, n_out = len(x), len(fields["codes"])
     y = x.new_empty(n_rows, n_out)
     n_tile, runs = _TILE_FLOAT32 if x.dtype is torch.float32 else _TILE
@@ -53,16 +43,7 @@ def multiply_by_decoded_tiles(
 
 
 def decode_to(fields: Fields, ggml_type: GGMLType, dtype: torch.dtype) -> Float[Tensor, "out in"]:
-    """Decode a matrix, or some of its rows, into new memory.
-
-    Args:
-        fields: The rows.
-        ggml_type: Their type.
-        dtype: Of the result.
-
-    Returns:
-        The numbers of the twin, rounded to `dtype`.
-    """
+    """Decode a matrix, or some of its rows, into new memory: the numbers of the twin, rounded to `dtype`."""
     n_out, n_in = len(fields["codes"]), width(fields, ggml_type)
     out = torch.empty(n_out, n_in, dtype=dtype, device=fields["codes"].device)
     n_tile, runs = _TILE_WRITTEN

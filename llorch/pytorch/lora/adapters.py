@@ -33,18 +33,9 @@ def attach(
     trainable: bool = False,
     minus: Adapter | None = None,
 ) -> None:
-    """Put an adapter beside the leaves of a model and make it the active one.
+    """Put a copy of an adapter beside the leaves of a model, whose weights are frozen, and make it the active one.
 
-    Args:
-        module: With its weights, which are frozen.
-        adapter: Made for a model of the same shapes; its arrays are copied.
-        name: What it is called from now on.
-        trainable: Whether gradients of its parameters are wanted.
-        minus: What is taken off what the adapter makes, frozen: the start of one that is trained with PiSSA. It has
-            the matrices of the adapter.
-
-    Raises:
-        ValueError: The name is taken or unusable, the adapter is for another model, or a leaf records no gradient.
+    `minus` is taken off what the adapter makes, frozen: the start of one that is trained with PiSSA.
     """
     _require_free(module, name)
     require_fits(name, adapter, module.config)
@@ -60,15 +51,7 @@ def attach(
 
 
 def detach(module: CausalLM, name: str) -> None:
-    """Take an adapter off; leaves without another one are the base's own again.
-
-    Args:
-        module: It is attached to.
-        name: Which.
-
-    Raises:
-        ValueError: There is none of this name.
-    """
+    """Take an adapter off; leaves without another one are the base's own again."""
     require_adapter(module, name)
     for target, leaf in lora_leaves(module):
         leaf.remove(name)
@@ -77,15 +60,7 @@ def detach(module: CausalLM, name: str) -> None:
 
 
 def activate(module: CausalLM, name: str | None) -> None:
-    """Choose the adapter that a forward pass uses.
-
-    Args:
-        module: It is attached to.
-        name: Which; None runs the base alone.
-
-    Raises:
-        ValueError: There is none of this name.
-    """
+    """Choose the adapter that a forward pass uses; None runs the base alone."""
     if name is not None:
         require_adapter(module, name)
     for _, leaf in lora_leaves(module):
@@ -93,18 +68,7 @@ def activate(module: CausalLM, name: str | None) -> None:
 
 
 def trainable_parameters(module: CausalLM, name: str = "default") -> dict[str, nn.Parameter]:
-    """The parameters of an adapter, the very ones that the forward pass uses.
-
-    Args:
-        module: It is attached to.
-        name: Which.
-
-    Returns:
-        Names and order of `Adapter.flat`.
-
-    Raises:
-        ValueError: There is none of this name.
-    """
+    """The very parameters of an adapter that the forward pass uses, by names and in order of `Adapter.flat`."""
     require_adapter(module, name)
     return {
         f"{target.name}.{kind}": parameter
@@ -116,16 +80,7 @@ def trainable_parameters(module: CausalLM, name: str = "default") -> dict[str, n
 def adapter_of(module: CausalLM, name: str = "default") -> Adapter:
     """Copy an adapter out of a model, as float32; one that was attached with `minus` as `over_original` makes it.
 
-    Args:
-        module: It is attached to.
-        name: Which.
-
-    Returns:
-        The adapter as it is now.
-
-    Raises:
-        ValueError: There is none of this name.
-        FormatError: NonFinite, with every tensor that has NaN or infinity.
+    Raises FormatError NonFinite with every tensor that has NaN or infinity.
     """
     require_adapter(module, name)
     found = [(target.name, leaf) for target, leaf in lora_leaves(module) if name in leaf.names]
@@ -143,15 +98,7 @@ def adapter_names(module: CausalLM) -> list[str]:
 
 
 def require_adapter(module: CausalLM, name: str) -> None:
-    """Refuse a name that no adapter has.
-
-    Args:
-        module: Adapters are attached to.
-        name: Which is wanted.
-
-    Raises:
-        ValueError: There is none of this name.
-    """
+    """Refuse a name that no adapter has."""
     require_known(name, adapter_names(module))
 
 

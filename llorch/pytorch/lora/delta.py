@@ -23,19 +23,7 @@ def delta(
     mask: Bool[Tensor, "*rows in"] | None = None,
     share: float = 0.0,
 ) -> Float[Tensor, "*rows out"]:
-    """Compute scaling * (x A^T) B^T.
-
-    Args:
-        x: Activations of any float dtype.
-        lora_A: In the dtype of the computation.
-        lora_B: Likewise.
-        scaling: Of the adapter.
-        mask: Elements of `x` that dropout leaves, from `drop_mask`.
-        share: Of elements that it drops; the others are divided by 1 - share.
-
-    Returns:
-        The product, in the dtype of `lora_A`.
-    """
+    """Compute scaling * (x A^T) B^T in the dtype of A; dropout leaves `mask` of `x` and drops a `share` of it."""
     if torch.is_grad_enabled():
         return Delta.apply(x, lora_A, lora_B, scaling, mask, share)  # type: ignore[return-value] (torch says Any)
     return linear(_narrow(x, lora_A, scaling, mask, share), lora_B)

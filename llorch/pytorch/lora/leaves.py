@@ -27,20 +27,10 @@ class Setting:
 
 
 class LoraLeaf(nn.Module):
-    """A frozen leaf and the adapters beside it.
-
-    Attributes:
-        base_layer: The leaf, whatever multiplies there.
-        parts: Adapters that a pass uses: name, and which sequences of the batch it is for, None for all.
-    """
+    """A frozen leaf, whatever multiplies there, and the adapters beside it."""
 
     def __init__(self, base_layer: Any, *, fixed: bool) -> None:
-        """Wrap a leaf; without an adapter nothing changes.
-
-        Args:
-            base_layer: Anything with the interface of `nn.Linear` or `nn.Embedding`.
-            fixed: Whether no row may depend on its company, as in mode "reproducible".
-        """
+        """Wrap a leaf; without an adapter nothing changes. `fixed`: no row may depend on its company."""
         super().__init__()
         self.base_layer = base_layer
         self.fixed = fixed
@@ -49,7 +39,7 @@ class LoraLeaf(nn.Module):
         self.lora_magnitude_vector = nn.ParameterDict()
         self.start_A = nn.ParameterDict()  # of PiSSA, taken off what the adapter makes
         self.start_B = nn.ParameterDict()
-        self.parts: tuple[tuple[str, Tensor | None], ...] = ()
+        self.parts: tuple[tuple[str, Tensor | None], ...] = ()  # active: name, sequences it is for (None: all)
         self._settings: dict[str, Setting] = {}
         self._lengths: dict[str, Tensor] = {}  # of frozen adapters with DoRA
         self.train(base_layer.training)
@@ -70,17 +60,7 @@ class LoraLeaf(nn.Module):
         trainable: bool,
         minus: LoraTensors | None,
     ) -> None:
-        """Put an adapter beside the leaf; it is not yet active.
-
-        Args:
-            name: Not in use here.
-            config: Of the adapter.
-            target: What the leaf is.
-            tensors: Initial values.
-            dtype: Of the parameters.
-            trainable: Whether they require gradients.
-            minus: What is taken off what the adapter makes.
-        """
+        """Put an adapter beside the leaf, its parameters in `dtype`; it is not yet active."""
         device = next(tensor for tensor in (*self.base_layer.parameters(), *self.base_layer.buffers())).device
         stores = {LORA_A: self.lora_A, LORA_B: self.lora_B, MAGNITUDE: self.lora_magnitude_vector}
         for kind, array in tensors.arrays().items():
@@ -206,14 +186,7 @@ class LoraEmbedding(LoraLeaf):
 
 
 def weight_tiles(leaf: Any) -> Iterator[tuple[slice, Float[Tensor, "rows in"]]]:
-    """The matrix of a leaf, dense or packed, some rows at a time.
-
-    Args:
-        leaf: Without adapters.
-
-    Yields:
-        Which rows, and the rows: as stored where they are dense, float32 where they are packed.
-    """
+    """The matrix of a leaf, some rows at a time: as stored where they are dense, float32 where they are packed."""
     leaf = leaf.leaf if isinstance(leaf, FixedRows) else leaf
     if isinstance(leaf, PackedMatrix):
         yield from tiles(leaf.fields, leaf.ggml_type, torch.float32)

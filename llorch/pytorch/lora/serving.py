@@ -23,53 +23,24 @@ class Views:
     """The adapters of one model, and views of it that use them."""
 
     def __init__(self, base: CausalLM) -> None:
-        """Start without an adapter.
-
-        Args:
-            base: Loaded, with the leaves that it is to run with.
-        """
+        """Start without an adapter on a base with the leaves that it is to run with."""
         self._base = base
         self._adapted = base  # from the first adapter on a copy, to which all are attached
         self._uniform: dict[str, CausalLM] = {}
 
     def add(self, name: str, adapter: Adapter) -> None:
-        """Put an adapter beside the base, frozen.
-
-        Args:
-            name: Not in use.
-            adapter: Made for a model of these shapes.
-
-        Raises:
-            ValueError: As `attach`.
-        """
+        """Put an adapter beside the base, frozen."""
         if self._adapted is self._base:
             self._adapted = skeleton(self._base)
         attach(self._adapted, adapter, name=name)
 
     def remove(self, name: str) -> None:
-        """Forget an adapter; views that were handed out keep it.
-
-        Args:
-            name: Which.
-
-        Raises:
-            ValueError: There is none of this name.
-        """
+        """Forget an adapter; views that were handed out keep it."""
         detach(self._adapted, name)
         self._uniform.pop(name, None)
 
     def of(self, names: Sequence[str | None]) -> CausalLM:
-        """The model for a batch.
-
-        Args:
-            names: Adapter of each sequence; None runs the base alone.
-
-        Returns:
-            The base itself where no adapter is wanted, and one and the same view wherever all want the same one.
-
-        Raises:
-            ValueError: There is no adapter of a name.
-        """
+        """The model for a batch: one and the same view wherever all want the same adapter, the base where none does."""
         for name in set(names) - {None}:
             require_adapter(self._adapted, str(name))
         (first, *others) = dict.fromkeys(names)
@@ -83,15 +54,7 @@ class Views:
 
 
 def view(adapted: CausalLM, names: Sequence[str | None]) -> CausalLM:
-    """Look at a model through some of its adapters.
-
-    Args:
-        adapted: With the adapters attached, or a view of such a model.
-        names: Adapter of each sequence of a batch, or a single one for batches of any size.
-
-    Returns:
-        A model that shares everything but which adapters it uses.
-    """
+    """Look at a model, or a view of it, through the adapter of each sequence, or one for batches of any size."""
     made = skeleton(adapted)
     rows = {name: [row for row, other in enumerate(names) if other == name] for name in names if name is not None}
     device = adapted.model.norm.weight.device

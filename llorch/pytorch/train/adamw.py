@@ -19,13 +19,7 @@ foreach: Any = (
 
 
 class AdamW:
-    """Moments of every trained tensor, and one count of steps for all of them.
-
-    Attributes:
-        params: What is trained, by the names of `Adapter.flat`.
-        step_count: Steps done.
-        codecs: Of the first and the second moment, where they are kept in 8 bits.
-    """
+    """Moments of every trained tensor, and one count of steps for all of them."""
 
     def __init__(
         self,
@@ -37,15 +31,10 @@ class AdamW:
         lr_ratio: float,
         eight_bit: bool,
     ) -> None:
-        """Start with moments of zero.
+        """Start with moments of zero; `params` are updated in place.
 
-        Args:
-            params: What is trained, updated in place; all on one device.
-            betas: Decay of the first and the second moment, each 0 or more and below 1.
-            eps: Added to the root of the corrected second moment; > 0.
-            weight_decay: Share of a tensor, times its rate, that each step takes away; 0 or more.
-            lr_ratio: Rate of B over that of A, as in LoRA+; 1 for plain LoRA.
-            eight_bit: Whether tensors of 4096 numbers and more have moments of 8 bits a number.
+        `weight_decay` is the share of a tensor, times its rate, that each step takes away; `lr_ratio` the rate of B
+        over that of A, as in LoRA+. With `eight_bit`, tensors of 4096 numbers and more have moments of 8 bits.
         """
         self.params = dict(params)
         self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
@@ -59,18 +48,7 @@ class AdamW:
 
     @torch.no_grad()
     def clip(self, max_norm: float) -> float:
-        """Scale all gradients together so that their common norm is at most `max_norm`.
-
-        Args:
-            max_norm: Largest norm; `math.inf` leaves the gradients as they are.
-
-        Returns:
-            The norm before.
-
-        Raises:
-            ValueError: A parameter has no gradient.
-            NonFiniteNorm: A gradient holds NaN or infinity.
-        """
+        """Scale all gradients together to a norm of at most `max_norm`, which may be inf; gives the norm before."""
         grads = self._grads()
         norm = torch.nn.utils.get_total_norm(grads.values())
         if not norm.isfinite():
@@ -81,14 +59,7 @@ class AdamW:
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        """Update every parameter from its gradient.
-
-        Args:
-            lr: Learning rate of this step, before the factor of LoRA+.
-
-        Raises:
-            ValueError: A parameter has no gradient.
-        """
+        """Update every parameter from its gradient, at a rate before the factor of LoRA+."""
         grads = self._grads()
         self.step_count += 1
         if self._full:
@@ -105,21 +76,13 @@ class AdamW:
     def state(self) -> dict[str, Tensor]:
         """All that the next step depends on, besides the parameters: not copied, so the next step changes it.
 
-        Returns:
-            `step`, and moments as `layers.3.q_proj.lora_A.m` and `.v`; with 8 bits these are codes, beside `.m_absmax`
-            and `.v_absmax`.
+        `step`, and moments as `layers.3.q_proj.lora_A.m` and `.v`; with 8 bits these are codes, beside `.m_absmax` and
+        `.v_absmax`.
         """
         return {"step": torch.tensor(self.step_count)} | self._tensors()
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from a state.
-
-        Args:
-            state: What `state` gave; copied.
-
-        Raises:
-            ValueError: Names, shapes or dtypes differ.
-        """
+        """Continue from a copy of what `state` gave; other names, shapes or dtypes are refused."""
         mine = {"step": torch.tensor(self.step_count)} | self._tensors()
         wrong = [
             f"{name} expected {_kind(mine.get(name))}, got {_kind(state.get(name))}"

@@ -29,12 +29,7 @@ class Codec:
     """A code book on a device."""
 
     def __init__(self, book: CodeBook, device: torch.device) -> None:
-        """Copy a book.
-
-        Args:
-            book: Values and thresholds.
-            device: Of the tensors.
-        """
+        """Copy a book to a device."""
         self.values = torch.from_numpy(book.values).to(device)
         self.low, self.split, self.high = (torch.from_numpy(table).to(device) for table in cells(book))
 
@@ -45,12 +40,7 @@ class Codec:
         return blocks.flatten()[: x.codes.numel()].view(x.codes.shape)
 
     def encode(self, x: Float[Tensor, "*shape"], into: EightBit) -> None:
-        """Round to codes.
-
-        Args:
-            x: Finite numbers.
-            into: Written to; in a block of zeros all codes are 0.
-        """
+        """Round finite numbers to codes, written to `into`; in a block of zeros all codes are 0."""
         blocks = _blocks(x.float())
         torch.amax(blocks.abs(), -1, out=into.absmax)
         absmax = into.absmax.masked_fill_(into.absmax < TINY, 0)[:, None]
@@ -64,13 +54,9 @@ class Codec:
 def cells(
     book: CodeBook,
 ) -> tuple[UInt8[np.ndarray, "65536"], Float32[np.ndarray, "65536"], UInt8[np.ndarray, "65536"]]:
-    """Tables by the upper 16 bits of a float32, which are faster than a search: such a cell has at most one threshold.
+    """Tables by the upper 16 bits of a float32, faster than a search: such a cell has at most one threshold.
 
-    Args:
-        book: With thresholds that are no closer than the cells are wide.
-
-    Returns:
-        The code below the threshold of each cell, the threshold, infinite where there is none, and the code above.
+    The code below the threshold of each cell, the threshold, infinite where there is none, and the code above.
     """
     bits = np.arange(1 << 16, dtype=np.uint32) << 16
     ends = np.sort(np.stack([bits, bits | 0xFFFF]).view(np.float32), axis=0)

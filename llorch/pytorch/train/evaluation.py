@@ -22,17 +22,9 @@ def mean_loss(
     chunk: int | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> float | None:
-    """Mean loss over all trained tokens of some batches, without dropout and without smoothing.
+    """Mean loss over all trained tokens of some batches, without dropout and smoothing; None when `stop` gave up.
 
-    Args:
-        module: The model, with the adapter that it is to be judged with.
-        batches: At least one; their order is in the last bits of the result.
-        device: Where the module is.
-        chunk: Tokens whose logits exist at the same time; None for all of a batch.
-        stop: Asked before each batch whether to give up.
-
-    Returns:
-        The loss; None when it was given up.
+    The order of the batches is in its last bits. `chunk`: tokens whose logits exist at the same time.
     """
     module.eval()
     total, n_trained = torch.zeros((), dtype=torch.float64, device=device), 0

@@ -18,36 +18,14 @@ from llorch.train.batch import Batch
 def hidden_states(
     module: CausalLM, batch: Batch, device: torch.device, *, keep: Keep = keep_nothing
 ) -> Float[Tensor, "batch seq hidden"]:
-    """Run a batch up to the last norm; logits are made where the loss is, a part at a time.
-
-    Args:
-        module: The model, with its adapter attached.
-        batch: What to run; nothing is cached.
-        device: Where the module is.
-        keep: As in `llorch.pytorch.causal_lm`.
-
-    Returns:
-        Normalised hidden states, which `lm_head` makes logits from; those of padding mean nothing.
-    """
+    """Run a batch up to the last norm, uncached; logits are made where the loss is. Those of padding mean nothing."""
     ids = torch.from_numpy(batch.ids).to(device)
     x = module.model(ids, place_of(module, batch, device), NoCache(device), keep)
     return keep("final_norm", module.model.norm(x))
 
 
 def place_of(module: CausalLM, batch: Batch, device: torch.device) -> Place:
-    """Where the tokens of a batch stand.
-
-    Args:
-        module: Tells angles and dtype.
-        batch: Positions and documents.
-        device: Where the pass runs.
-
-    Returns:
-        Angles by position, and which tokens see each other; None where that is all up to their own.
-
-    Raises:
-        ValueError: A document is longer than the context.
-    """
+    """Where the tokens of a batch stand; a document longer than the context is refused."""
     config = module.config
     longest = int(batch.positions.max()) + 1
     if longest > config.max_position_embeddings:
@@ -76,12 +54,8 @@ def _own_document(documents: Tensor) -> Bool[Tensor, "batch 1 seq ctx"]:
 def checkpoint_gradients(module: CausalLM) -> None:
     """Keep only the input of each block and compute the block again when its gradient is wanted.
 
-    The random numbers of the first run are drawn again, so that gradients have the same bits, dropout included.
-
-    Args:
-        module: Changed in place.
-
-    Source: arXiv:1604.06174; torch.utils.checkpoint without reentrance, which does not cut the graph at a frozen input.
+    The random numbers of the first run are drawn again, so that gradients have the same bits, dropout included. Source:
+    arXiv:1604.06174; torch.utils.checkpoint without reentrance, which does not cut the graph at a frozen input.
     """
     for layer in module.model.layers:
         layer.forward = _Recomputed(layer.forward)  # type: ignore[method-assign]

@@ -19,21 +19,12 @@ from llorch.train.settings import TrainSettings
 
 @dataclass(frozen=True)
 class Judgement:
-    """Losses with and without an adapter.
+    """Losses of the base alone and with an adapter."""
 
-    Attributes:
-        base: What is known of the base that the adapter was trained on.
-        split: Which part of the data.
-        n_rows: Rows.
-        n_trained: Tokens that the loss is the mean over.
-        without: Loss of the base alone.
-        with_adapter: Loss with the adapter.
-    """
-
-    base: str
+    base: str  # what is known of the base that the adapter was trained on
     split: str
     n_rows: int
-    n_trained: int
+    n_trained: int  # tokens that the loss is the mean over
     without: float
     with_adapter: float
 
@@ -48,18 +39,8 @@ def judge_adapter(
 ) -> Judgement:
     """Compute the loss of a model on data, with and without an adapter.
 
-    Args:
-        settings: Model, data, how it is read, and where and in which batches it runs.
-        adapter: A PEFT directory or a LoRA GGUF file.
-        split: `train`, `valid` or `test`; None takes the last one that there is.
-        any_base: Accept an adapter that was made for another base.
-
-    Returns:
-        Both losses.
-
-    Raises:
-        FileNotFoundError: There is no such model, data or adapter.
-        FormatError: One of them cannot be used, or the data has no such split.
+    `adapter` is a PEFT directory or a LoRA GGUF file; `split` is `train`, `valid` or `test`, None the last one that
+    there is.
     """
     weights = open_weights(find(settings.model))
     config = weights.config

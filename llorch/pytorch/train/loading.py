@@ -12,22 +12,7 @@ from llorch.pytorch.sdpa import use_sdpa
 
 
 def load_for_training(weights: Weights, at: Target, *, residency: str, batch: int, n_tokens: int) -> CausalLM:
-    """Load a model, its weights frozen.
-
-    Args:
-        weights: The model.
-        at: Where to.
-        residency: `decoded`, or `packed` to keep quantised matrices as they are in the file.
-        batch: Rows of a forward pass.
-        n_tokens: Of a row.
-
-    Returns:
-        The model.
-
-    Raises:
-        FormatError: A weight holds NaN or infinity.
-        MemoryError: Not even a forward pass would fit.
-    """
+    """Load a model, its weights frozen, for forward passes of `batch` rows of `n_tokens`."""
     compute_as_named(at)
     chosen = require_memory(weights, at, cast(Any, residency), batch=batch, n_tokens=n_tokens)
     module = (load_packed if chosen == "packed" else load_dense)(weights, dtype=at.dtype, device=at.device)
@@ -36,10 +21,6 @@ def load_for_training(weights: Weights, at: Target, *, residency: str, batch: in
 
 
 def prepare(module: CausalLM) -> None:
-    """Put the leaves in place that training runs on: fused attention, faster products of frozen weights.
-
-    Args:
-        module: Loaded, without adapters; changed in place.
-    """
+    """Put the leaves in place that training runs on: fused attention, faster products of frozen weights."""
     use_sdpa(module)
     freeze_linears(module)

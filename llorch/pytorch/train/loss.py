@@ -33,15 +33,8 @@ def loss_sum(
 ) -> Float[Tensor, ""]:
     """Sum the loss over the trained tokens of a batch; divide by those of the whole optimizer step.
 
-    Args:
-        hidden: Normalised hidden states.
-        lm_head: What makes logits of them; its trained parameters get gradients.
-        labels: Of the batch; the label of token t judges the logits of token t - 1. On the CPU they need no waiting.
-        label_smoothing: Weight of the uniform distribution, 0 or more and below 1.
-        chunk: Rows whose logits exist at the same time; None for all, through torch's own cross entropy.
-
-    Returns:
-        The sum, at least float32; 0 where nothing is trained.
+    The label of token t judges the logits of token t - 1; on the CPU labels need no waiting. `chunk` is the number of
+    rows whose logits exist at the same time; None takes all, through torch's own cross entropy.
     """
     rows, targets = _trained_rows(hidden, labels)
     if chunk is None:

@@ -16,22 +16,14 @@ ALWAYS = ("rng/python", "rng/numpy", "rng/torch")
 
 
 def seed_rng(seed: int) -> None:
-    """Put every generator into a state that depends on the seed only.
-
-    Args:
-        seed: At least 0; NumPy takes its last 32 bits.
-    """
+    """Put every generator into a state that depends on the seed, at least 0, only; NumPy takes its last 32 bits."""
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002
     torch.manual_seed(seed)
 
 
 def capture_rng() -> dict[str, UInt8[np.ndarray, " n_bytes"]]:
-    """Read the states.
-
-    Returns:
-        `rng/python`, `rng/numpy`, `rng/torch` and, where CUDA is in use, `rng/cuda:0` and so on.
-    """
+    """Read the states: those of `ALWAYS` and, where CUDA is in use, `rng/cuda:0` and so on."""
     states = {
         "rng/python": _bytes_of(random.getstate()),
         "rng/numpy": _bytes_of(np.random.get_state(legacy=False)),  # noqa: NPY002 (the global one is what is saved)
@@ -43,14 +35,7 @@ def capture_rng() -> dict[str, UInt8[np.ndarray, " n_bytes"]]:
 
 
 def restore_rng(tensors: Mapping[str, np.ndarray]) -> None:
-    """Set the states; call it after everything that draws at start-up, and before the first step.
-
-    Args:
-        tensors: As captured; other names than `rng/...` are left alone.
-
-    Raises:
-        ValueError: A state is missing, or belongs to a device that is not there.
-    """
+    """Set captured states, after everything that draws at start-up; one without its device is refused."""
     cuda = [name for name in tensors if name.startswith("rng/cuda:")]
     there = [f"rng/cuda:{index}" for index in range(torch.cuda.device_count())]
     lacking = [*({*ALWAYS} - tensors.keys()), *({*cuda} - {*there})]

@@ -57,36 +57,17 @@ class Watcher(Protocol):
 
 @dataclass(frozen=True)
 class RunResult:
-    """A run that came to its end.
+    """A run that came to its end."""
 
-    Attributes:
-        steps: All of them, also those before it was resumed.
-        loss: Of the last step.
-        valid_loss: Step and loss of the first, the best and the last validation; None without a validation set.
-        seconds: From this start, loading not included.
-        n_parameters: Trained numbers.
-    """
-
-    steps: int
-    loss: float
-    valid_loss: Mapping[str, tuple[int, float]] | None
-    seconds: float
-    n_parameters: int
+    steps: int  # all of them, also those before it was resumed
+    loss: float  # of the last step
+    valid_loss: Mapping[str, tuple[int, float]] | None  # step and loss of the first, the best and the last validation
+    seconds: float  # from this start, loading not included
+    n_parameters: int  # trained numbers
 
 
 def saved_settings(folder: Path) -> Mapping[str, Any]:
-    """The settings of a run that is there.
-
-    Args:
-        folder: Of the run.
-
-    Returns:
-        Its settings by name.
-
-    Raises:
-        FileNotFoundError: No run was begun there.
-        FormatError: Its record is damaged.
-    """
+    """The settings of a run that is there."""
     if not (folder / RUN).is_file():
         raise FileNotFoundError(f"{folder}: there is no run to resume, it has no {RUN}; start it without --resume")
     values = read_json(folder / RUN, limit=_LIMIT)
@@ -120,17 +101,9 @@ class Run:
     ) -> None:
         """Look at the folder, then load model and data; nothing is written yet.
 
-        Args:
-            settings: What to do.
-            folder: New or empty; with `resume` that of a run.
-            watcher: Is told what happens.
-            resume: Go on from the newest snapshot, or from the start where there is none. A run that is over goes on
-                where the settings ask for more steps: those made stay, the rate follows the schedule of all steps.
-            allow_change: Go on although something has changed, which is noted in the log of the run.
-
-        Raises:
-            ValueError: The folder is in use; or as `Training`.
-            MissingExtra: Events are wanted and tensorboard is not installed.
+        With `resume` go on from the newest snapshot, or from the start where there is none. A run that is over goes on
+        where the settings ask for more steps: those made stay, the rate follows the schedule of all steps.
+        `allow_change` goes on although something has changed, which is noted in the log of the run.
         """
         self._require_place(folder, resume)
         self._folder, self._watcher, self._resume, self._allow_change = folder, watcher, resume, allow_change
@@ -141,18 +114,7 @@ class Run:
         self._changes: list[str] = []
 
     def run(self) -> RunResult:
-        """Train to the end.
-
-        Returns:
-            What came of it.
-
-        Raises:
-            Stopped: A signal came; the state is saved.
-            NonFiniteLoss: The last snapshot is as it was.
-            FormatError: The snapshot cannot be used, or belongs to another run.
-            ValueError: The snapshot is beyond the end of the run.
-            OSError: Something could not be written; the last snapshot is as it was.
-        """
+        """Train to the end; whatever stops it, the last snapshot is whole."""
         with StopRequest() as stop, self._store.lock() as without:
             if without:
                 self._watcher.note(without)

@@ -26,36 +26,19 @@ class NonFiniteLoss(ValueError):
 
 @dataclass(frozen=True)
 class Stepper:
-    """Makes steps of one model.
+    """Makes steps of one model."""
 
-    Attributes:
-        module: The model, with the adapter that is trained.
-        optimizer: Of the adapter's parameters.
-        device: Where both are.
-        label_smoothing: See `llorch.pytorch.train.loss`.
-        chunk: Likewise.
-        max_norm: Of all gradients together; `math.inf` clips nothing.
-    """
-
-    module: CausalLM
-    optimizer: AdamW
+    module: CausalLM  # with the adapter that is trained
+    optimizer: AdamW  # of the adapter's parameters
     device: torch.device
-    label_smoothing: float
-    chunk: int | None
-    max_norm: float
+    label_smoothing: float  # see `loss_sum`
+    chunk: int | None  # see `loss_sum`
+    max_norm: float  # of all gradients together; `math.inf` clips nothing
 
     def step(self, batches: Sequence[Batch], rate: float) -> tuple[float, float]:
-        """Make one.
+        """Make one of all its batches: its mean loss and the norm of the gradients before they are clipped.
 
-        Args:
-            batches: All of the step.
-            rate: Its learning rate.
-
-        Returns:
-            The mean loss of the trained tokens, and the norm of the gradients before they are clipped.
-
-        Raises:
-            NonFiniteLoss: One of both is not finite; nothing was updated.
+        Where one of both is not finite, nothing is updated.
         """
         with deterministic():
             loss = self.backward(batches)

@@ -38,53 +38,21 @@ _SPOKEN_FOR = {  # settings that change no bit of a step, or that other parts of
 
 @dataclass(frozen=True)
 class StepReport:
-    """One optimizer step.
+    """One optimizer step."""
 
-    Attributes:
-        step: Its number, from 1.
-        loss: Mean over its trained tokens, before the update.
-        norm: Of all gradients together, before they are clipped.
-        learning_rate: That it was made with.
-        n_trained: Trained tokens.
-        n_tokens: Tokens, padding not counted.
-    """
-
-    step: int
-    loss: float
-    norm: float
+    step: int  # its number, from 1
+    loss: float  # mean over its trained tokens, before the update
+    norm: float  # of all gradients together, before they are clipped
     learning_rate: float
     n_trained: int
-    n_tokens: int
+    n_tokens: int  # padding not counted
 
 
 class Training:
-    """A model, an adapter, its optimizer and its data, at some step.
-
-    Attributes:
-        settings: With the defaults that depend on the model filled in.
-        target: Device and dtype.
-        base: Which base it is.
-        data: What is trained and validated on.
-        plan: The order of training.
-        module: The model, the adapter attached.
-        parameters: What is trained.
-        total_steps: Steps of the whole run.
-        step: Steps done.
-    """
+    """A model, an adapter, its optimizer and its data, at some step."""
 
     def __init__(self, settings: TrainSettings) -> None:
-        """Load model and data and put a new adapter beside the model; the generators of torch are seeded.
-
-        Args:
-            settings: What to do.
-
-        Raises:
-            FileNotFoundError: There is no such model or data.
-            FormatError: The model or the data cannot be used.
-            MemoryError: The model does not fit.
-            MissingDevice: The device is not here, or cannot compute in the dtype.
-            ValueError: A setting does not fit the model.
-        """
+        """Load model and data and put a new adapter beside the model; the generators of torch are seeded."""
         self._weights = open_weights(find(settings.model))
         config = self._weights.config
         self.settings = settings.with_defaults(hidden_size=config.hidden_size, context=config.max_position_embeddings)
@@ -114,14 +82,7 @@ class Training:
         return adapter_of(self.module)
 
     def run_step(self) -> StepReport:
-        """Make one optimizer step.
-
-        Returns:
-            What it did.
-
-        Raises:
-            NonFiniteLoss: The loss or a gradient is not finite; nothing was changed.
-        """
+        """Make one optimizer step; where the loss or a gradient is not finite nothing is changed."""
         made, rate = self.plan.step(self.step), self._rate()
         try:
             loss, norm = self._stepper.step(made, rate)
@@ -132,17 +93,7 @@ class Training:
         return StepReport(self.step, loss, norm, rate, sum(batch.n_trained for batch in made), n_tokens)
 
     def validate(self, *, stop: Callable[[], bool] = lambda: False) -> float | None:
-        """Mean loss over the trained tokens of the validation set, which is not empty; see `mean_loss`.
-
-        Args:
-            stop: Asked before each batch whether to give up.
-
-        Returns:
-            The loss; None when it was given up.
-
-        Raises:
-            NonFiniteLoss: It is not finite.
-        """
+        """Mean loss over the trained tokens of the validation set, which is not empty; see `mean_loss`."""
         made = batches(self.data.rows(self.data.valid), self.settings.batch_size)
         loss = mean_loss(self.module, made, self.target.device, chunk=self.settings.chunk or None, stop=stop)
         if loss is not None and not math.isfinite(loss):
@@ -155,9 +106,8 @@ class Training:
     def state(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         """Everything that the steps to come depend on, besides what `identity` says.
 
-        Returns:
-            Tensors `adapter/...`, `optimizer/...` and `rng/...`, and what is no tensor. On the CPU the first two are
-            the arrays in use, which the next step changes: a save needs no second copy of them.
+        Tensors `adapter/...`, `optimizer/...` and `rng/...`, and what is no tensor. On the CPU the first two are the
+        arrays in use, which the next step changes: a save needs no second copy of them.
         """
         found: dict[str, Tensor] = {f"adapter/{name}": value for name, value in self.parameters.items()}
         found |= {f"optimizer/{name}": value for name, value in self._optimizer.state().items()}
@@ -165,15 +115,7 @@ class Training:
         return tensors | capture_rng(), {"step": self.step}
 
     def load(self, tensors: Mapping[str, np.ndarray], record: Mapping[str, Any]) -> None:
-        """Go back to a saved state.
-
-        Args:
-            tensors: Of `state`.
-            record: Of `state`.
-
-        Raises:
-            ValueError: Tensors are missing, or have other shapes.
-        """
+        """Go back to a saved state."""
         saved = _below("adapter/", tensors)
         if {n: t.shape for n, t in saved.items()} != {n: p.shape for n, p in self.parameters.items()}:
             raise ValueError("snapshot: its adapter has other matrices or another rank; use the settings of the run")

@@ -37,22 +37,10 @@ def examine(
     any_base: bool = False,
     report: Callable[[str], None] = lambda line: None,
 ) -> list[Finding]:
-    """Check an adapter.
+    """Check an adapter, a PEFT directory or a LoRA GGUF file; nothing is wrong where no finding is `WRONG`.
 
-    Args:
-        adapter: A PEFT directory or a LoRA GGUF file.
-        base: The model that it is for.
-        against: Engines whose logits are compared, of `ENGINES`; None takes those that are installed, for models of
-            moderate size.
-        any_base: Warn of another base instead of calling it wrong.
-        report: Told what is being done, a line at a time.
-
-    Returns:
-        All findings; nothing is wrong where none is `WRONG`.
-
-    Raises:
-        FileNotFoundError: There is no adapter or no base.
-        FormatError: The base cannot be used.
+    `against` are engines whose logits are compared; None takes those that are installed, for models of moderate size.
+    `any_base` warns of another base instead of calling it wrong.
     """
     adapter, base = Path(adapter), Path(base)
     with closing((weights := open_weights(base)).source):

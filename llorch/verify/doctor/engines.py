@@ -28,18 +28,7 @@ _OF_SPREAD, _OF_EFFECT, _LEAST = 1e-3, 0.05, 2e-5
 def compare_engines(
     path: Path, adapter: Adapter, weights: Weights, against: tuple[str, ...] | None, report: Callable[[str], None]
 ) -> list[Finding]:
-    """Run the adapter here and in other engines, all in float32.
-
-    Args:
-        path: Where the adapter lies.
-        adapter: What we read there.
-        weights: The base.
-        against: Engines; None takes all, for models of moderate size.
-        report: Told what is being done, a line at a time.
-
-    Returns:
-        A finding on our own logits, and one for each engine.
-    """
+    """Run the adapter here and in other engines, all in float32: a finding on our own logits and for each engine."""
     size = sum(int(np.prod(weights.shape(name))) for name in weights)
     engines = against if against is not None else tuple(_PACKAGES)
     if against is None and size > LARGEST_COMPARED:

@@ -18,15 +18,7 @@ _RUN, _LIMIT = "run.json", 1 << 20
 
 
 def check_run(adapter: Path, weights: Weights) -> list[Finding]:
-    """Look at the data that an adapter was trained on, if it lies in the folder of its run.
-
-    Args:
-        adapter: A PEFT directory or a LoRA GGUF file.
-        weights: The base.
-
-    Returns:
-        Findings on the end token and on the data.
-    """
+    """Look at the data that an adapter was trained on, if it lies in the folder of its run."""
     record = adapter / _RUN
     if not record.is_file():
         return [Finding("end token", NOT_RUN, "the adapter does not lie in the folder of a llorch run")]

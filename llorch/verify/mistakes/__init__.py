@@ -55,12 +55,5 @@ MISTAKES: Mapping[
 
 
 def of_checkpoint(number: str) -> list[str]:
-    """Names of the mistakes that a checkpoint catches, in the order of the library.
-
-    Args:
-        number: As in `pytest -k checkpoint_01b`.
-
-    Returns:
-        The names.
-    """
+    """Names of the mistakes that a checkpoint catches, in the order of the library."""
     return [name for name, mistake in MISTAKES.items() if number in mistake.checkpoints]

@@ -12,13 +12,7 @@ from llorch.verify.mistakes.mistake import Mistake
 
 @dataclass(frozen=True)
 class GenerationInputs:
-    """All that a greedy loop reads.
-
-    Attributes:
-        weights: The model.
-        prompt: Ids to start from.
-        n_tokens: How many to generate.
-    """
+    """All that a greedy loop reads."""
 
     weights: Weights
     prompt: tuple[int, ...]

@@ -26,28 +26,18 @@ def every_model(config: ModelConfig) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Mistake(Generic[Inputs]):
-    """One known mistake.
+    """One known mistake."""
 
-    Attributes:
-        name: Kebab-case, unique.
-        stages: Where it strikes: stages of the table, one of `AFTER_LOGITS`, or some of `IN_PRODUCTS`.
-        diagnosis: What was done and what is right, in one sentence.
-        wrong: Makes the wrong array from the inputs of the right op and the name of the stage.
-        reads: Stages that it reads beside the inputs of the right op.
-        cases: Inputs that show it: `near` and `far`, names in `SAMPLINGS`, types of a matrix, or a case of its
-            checkpoint.
-        after_cached: It shows only in a pass that continues a cache.
-        applies_to: Whether it can be made with a configuration.
-    """
-
-    name: str
-    stages: tuple[str, ...]
-    diagnosis: str
+    name: str  # kebab-case, unique
+    stages: tuple[str, ...]  # where it strikes: of the table, one of `AFTER_LOGITS`, or some of `IN_PRODUCTS`
+    diagnosis: str  # what was done and what is right, in one sentence
+    # makes the wrong array from the inputs of the right op and the name of the stage
     wrong: Callable[[Inputs, str], np.ndarray]
-    reads: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()  # stages beside the inputs of the right op
+    # inputs that show it: `near`, `far`, names in `SAMPLINGS`, types of a matrix, or a case of its checkpoint
     cases: tuple[str, ...] = ("near", "far")
-    after_cached: bool = False
-    applies_to: Callable[[ModelConfig], bool] = every_model
+    after_cached: bool = False  # it shows only in a pass that continues a cache
+    applies_to: Callable[[ModelConfig], bool] = every_model  # whether it can be made with a configuration
 
     @property
     def checkpoints(self) -> tuple[str, ...]:

@@ -21,21 +21,13 @@ from llorch.ops.rounding import (
 
 @dataclass(frozen=True)
 class QuantisedInputs:
-    """All that a step of checkpoint 13 may read.
-
-    Attributes:
-        kind: Type of the matrix.
-        blocks: Its bytes, one block per row.
-        shape: (out, in).
-        x: Activations, (seq, in).
-        variant: The build of ggml whose rounding counts.
-    """
+    """All that a step of checkpoint 13 may read."""
 
     kind: GGMLType
-    blocks: np.ndarray
+    blocks: np.ndarray  # the matrix, one block per row
     shape: tuple[int, ...]
-    x: np.ndarray
-    variant: VariantName = HOST_VARIANT
+    x: np.ndarray  # activations, (seq, in)
+    variant: VariantName = HOST_VARIANT  # the build of ggml whose rounding counts
 
     @property
     def activations(self) -> ActivationKind:
@@ -57,16 +49,7 @@ class QuantisedInputs:
     def product(
         self, *, matrix: np.ndarray | None = None, rounded: np.ndarray | None = None, sums: np.ndarray | None = None
     ) -> np.ndarray:
-        """The product with some of its parts replaced.
-
-        Args:
-            matrix: In place of the decoded one.
-            rounded: In place of the rounded activations.
-            sums: In place of the rounded sums that minima are multiplied with.
-
-        Returns:
-            The product.
-        """
+        """The product with the decoded matrix, the rounded activations or their sums (for minima) replaced."""
         matrix = self.decoded() if matrix is None else matrix
         values = self.rounded() if rounded is None else rounded
         y = product(values, matrix)

@@ -19,17 +19,11 @@ from llorch.verify.mistakes.mistake import Mistake
 
 @dataclass(frozen=True)
 class SamplerInputs:
-    """All that a step after the logits may read.
+    """All that a step after the logits may read."""
 
-    Attributes:
-        logits: Of every token of the pass, (seq, vocab).
-        settings: The filters.
-        history: Tokens so far.
-    """
-
-    logits: np.ndarray
+    logits: np.ndarray  # of every token of the pass, (seq, vocab)
     settings: SamplingSettings
-    history: Sequence[int]
+    history: Sequence[int]  # tokens so far
 
     @property
     def row(self) -> np.ndarray:

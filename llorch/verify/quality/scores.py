@@ -31,14 +31,7 @@ class PairScores:
 
     @classmethod
     def join(cls, parts: "Sequence[PairScores]") -> "PairScores":
-        """Put the tokens of several parts in one row.
-
-        Args:
-            parts: At least one.
-
-        Returns:
-            All tokens, in order.
-        """
+        """Put the tokens of several parts in one row."""
         return cls(
             np.concatenate([part.reference_loss for part in parts]),
             np.concatenate([part.loss for part in parts]),
@@ -48,43 +41,19 @@ class PairScores:
 
 
 def log_softmax(logits: Logits) -> Float64[np.ndarray, "rows vocab"]:
-    """Log probabilities; large logits do not overflow, since the best of each row is taken off first.
-
-    Args:
-        logits: Any floating dtype.
-
-    Returns:
-        Float64, one distribution per row.
-    """
+    """Log probabilities; large logits do not overflow, since the best of each row is taken off first."""
     shifted = logits.astype(np.float64)
     shifted -= shifted.max(axis=-1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 
 
 def losses(logits: Logits, targets: Targets) -> PerToken:
-    """Score the right token of each row.
-
-    Args:
-        logits: One row per token.
-        targets: Id of the right token of each row.
-
-    Returns:
-        Minus the log probability, in nats.
-    """
+    """Minus the log probability of the right token of each row, in nats."""
     return np.concatenate([_loss(log_softmax(logits[rows]), targets[rows]) for rows in _blocks(logits)])
 
 
 def compare_rows(reference: Logits, logits: Logits, targets: Targets) -> PairScores:
-    """Compare two models on the same tokens.
-
-    Args:
-        reference: Logits of the model that counts as right.
-        logits: Logits of the other model.
-        targets: Id of the right token of each row.
-
-    Returns:
-        Figures of each token. Of equally likely tokens the one with the lowest id counts as the best.
-    """
+    """Compare two models on the same tokens; of equally likely ones that with the lowest id counts as the best."""
     return PairScores.join([_compare(reference[rows], logits[rows], targets[rows]) for rows in _blocks(logits)])
 
 

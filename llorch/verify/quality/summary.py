@@ -56,40 +56,19 @@ QUANTILES = {"median": 0.5, "90%": 0.9, "95%": 0.95, "99%": 0.99, "99.9%": 0.999
 
 
 def mean(values: Values) -> Estimate:
-    """Mean and standard error.
-
-    Args:
-        values: At least one.
-
-    Returns:
-        The mean; its error is NaN when there is one value only.
-    """
+    """Mean and standard error, which is NaN when there is one value only."""
     n = len(values)
     return Estimate(float(values.mean()), float(values.std() / math.sqrt(n - 1)) if n > 1 else math.nan)
 
 
 def perplexity(loss: Values) -> Prediction:
-    """Judge one model.
-
-    Args:
-        loss: Of each scored token, in nats.
-
-    Returns:
-        Mean loss and perplexity.
-    """
+    """Judge one model by the loss of each scored token, in nats."""
     average = mean(loss)
     return Prediction(len(loss), average, _exp(average))
 
 
 def compare_models(scores: PairScores) -> Comparison:
-    """Judge a model against a reference.
-
-    Args:
-        scores: Of each scored token.
-
-    Returns:
-        The figures.
-    """
+    """Judge a model against a reference."""
     reference, model = perplexity(scores.reference_loss).perplexity, perplexity(scores.loss).perplexity
     log_ratio = mean(scores.loss - scores.reference_loss)
     change = np.exp(-scores.loss) - np.exp(-scores.reference_loss)

@@ -37,20 +37,9 @@ class Windows:
 
 
 def cut_text(models: Sequence[Model], text: str, *, context: int | None = None, limit: int | None = None) -> Windows:
-    """Tokenize a text and cut it into windows, once for all models.
+    """Tokenize a text and cut it into windows, once for all models, which must read it as the same ids.
 
-    Args:
-        models: At least one; all must read the text as the same ids.
-        text: What to predict.
-        context: Tokens per window; None takes 512, or what the models can hold if that is less.
-        limit: Use at most so many windows.
-
-    Returns:
-        The windows.
-
-    Raises:
-        FormatError: A model has no vocabulary.
-        ValueError: The models do not fit each other, the context does not fit them, or the text is too short.
+    Windows have 512 tokens unless told, or what the models can hold if that is less; `limit` is their number.
     """
     _require_same_size(models)
     context = _checked_context(models, context)
@@ -66,15 +55,7 @@ def cut_text(models: Sequence[Model], text: str, *, context: int | None = None, 
 
 
 def text_ids(tokenizer: Tokenizer, text: str) -> tuple[np.ndarray, int | None]:
-    """Encode a text that goes on: without the end token that some vocabularies add.
-
-    Args:
-        tokenizer: Of the model.
-        text: What to encode; control tokens in it stay text.
-
-    Returns:
-        The ids, and the beginning token that they start with or None where the vocabulary adds none.
-    """
+    """Encode a text that goes on, without the end token that some vocabularies add; and the beginning token, if any."""
     special = tokenizer.encode("")
     beginning = special[0] if special and special[0] == tokenizer.bos_token_id else None
     ids = tokenizer.encode(text, add_special=False)
@@ -82,18 +63,7 @@ def text_ids(tokenizer: Tokenizer, text: str) -> tuple[np.ndarray, int | None]:
 
 
 def score(model: Model, windows: Windows) -> Iterator[PerToken]:
-    """Score a model on a text.
-
-    Args:
-        model: Runs.
-        windows: The text.
-
-    Yields:
-        The losses of each window's scored tokens, in nats.
-
-    Raises:
-        ValueError: The model gave logits that are not finite.
-    """
+    """The losses of each window's scored tokens, in nats; logits that are not finite are refused."""
     for window in windows:
         loss = _score(model, window)
         _require_finite(model, loss)
@@ -101,19 +71,7 @@ def score(model: Model, windows: Windows) -> Iterator[PerToken]:
 
 
 def score_pair(reference: Model, model: Model, windows: Windows) -> Iterator[PairScores]:
-    """Score two models on a text, in step.
-
-    Args:
-        reference: The model that counts as right.
-        model: The other one.
-        windows: The text.
-
-    Yields:
-        The figures of each window's scored tokens.
-
-    Raises:
-        ValueError: A model gave logits that are not finite.
-    """
+    """Score two models on a text, in step."""
     for window in windows:
         scores = _score_pair(reference, model, window)
         _require_finite(reference, scores.reference_loss)

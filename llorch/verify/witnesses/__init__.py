@@ -75,23 +75,11 @@ def open_producer(
     numerics: Numerics = EXACT,
     dtype: DtypeName = "float32",
 ) -> Producer:
-    """Load a model into an engine, in a process of its own.
+    """Load a model into an engine, in a process of its own; to be closed or used in a `with` statement.
 
-    Args:
-        name: Which engine.
-        path: A GGUF file or a Hugging Face folder.
-        n_threads: CPU threads; None takes one for a small model, else all.
-        numerics: `EXACT` shows the engine float32 weights; `GGML` lets llama.cpp compute with the file as it is.
-        dtype: Of the weights that the engine is shown with exact numerics. In half precision transformers keeps
-            activations in it too, llama.cpp rounds to it what it multiplies with a matrix.
-
-    Returns:
-        The producer, to be closed or used in a `with` statement.
-
-    Raises:
-        ValueError: There is no such producer, or it does not do that.
-        MissingExtra: The engine's package is not installed.
-        EngineDied: The engine did not survive it, or hangs; every method may raise this.
+    With `EXACT` numerics the engine is shown float weights of `dtype`; `GGML` lets llama.cpp compute with the file as
+    it is. In half precision transformers keeps activations in it too, llama.cpp rounds to it what it multiplies with a
+    matrix. Every method may raise EngineDied.
     """
     for package in _PACKAGES.get(name, ()):
         if find_spec(package) is None:

@@ -23,11 +23,7 @@ from llorch.verify.witnesses.messages import described, message, receive, send
 
 
 def main(first_import: str) -> None:
-    """Answer requests until there are no more.
-
-    Args:
-        first_import: What takes long to import, and can be while nothing is asked yet; empty for nothing.
-    """
+    """Answer requests until there are no more; import first what takes long, while nothing is asked yet."""
     channel = _alone()
     requests: SimpleQueue[Any] = SimpleQueue()
     threading.Thread(target=_listen, args=(channel, requests), daemon=True).start()

@@ -34,22 +34,10 @@ FLOAT_TYPES: Mapping[DtypeName, GGMLType] = {
 
 @contextmanager
 def float_gguf(path: Path, dtype: DtypeName) -> Iterator[tuple[Path, ModelConfig, str]]:
-    """Give a path at which a GGUF file of the model lies whose matrices have one float type.
+    """Give a path at which a GGUF file of the model lies whose matrices have one float type, and what it holds.
 
     An all-F32 file is given as it is when that is asked for; anything else is written to a temporary file, which is
-    removed at the end. Norms and biases are F32 in every file.
-
-    Args:
-        path: A GGUF file or a Hugging Face folder.
-        dtype: Of the matrices.
-
-    Yields:
-        The path, the model's configuration, and what it holds, and who wrote it when it is a copy.
-
-    Raises:
-        OSError: The temporary file would not fit.
-        FormatError: OutOfRange for a weight that float16 cannot hold.
-        RuntimeError: llama.cpp cannot convert the file.
+    removed at the end. Norms and biases are F32 in every file. A weight that float16 cannot hold is refused.
     """
     with ExitStack() as resources:
         weights = open_weights(path)
@@ -73,16 +61,7 @@ def _written(weights: Weights, copy: Path, dtype: DtypeName) -> tuple[Path, str]
 
 
 def write_by_llamacpp(path: Path, copy: Path, ftype: int) -> None:
-    """Let llama.cpp's quantiser write a GGUF file anew.
-
-    Args:
-        path: The file.
-        copy: Where to.
-        ftype: What its matrices become, one of `LLAMA_FTYPE_*`.
-
-    Raises:
-        RuntimeError: It refuses.
-    """
+    """Let llama.cpp's quantiser write a GGUF file anew, matrices as one of `LLAMA_FTYPE_*`."""
     import llama_cpp
 
     settings = llama_cpp.llama_model_quantize_default_params()

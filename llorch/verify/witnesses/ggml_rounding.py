@@ -37,16 +37,7 @@ def variants(kind: ActivationKind) -> tuple[VariantName, ...]:
 
 
 def quantize(rows: np.ndarray, kind: ActivationKind, variant: VariantName) -> np.ndarray:
-    """Round activations with ggml's own C function.
-
-    Args:
-        rows: Float32, (rows, width), the width a whole number of blocks.
-        kind: What they are rounded to, not F32.
-        variant: One of `variants(kind)`.
-
-    Returns:
-        The bytes that ggml multiplies with, one block per row, uint8.
-    """
+    """Round float32 rows with ggml's own C function for a kind other than F32: the bytes that ggml multiplies with."""
     rows = np.ascontiguousarray(rows, np.float32)
     block_size, block_bytes = BLOCK_SIZES[GGMLType[kind]]
     raw = np.zeros((rows.size // block_size, block_bytes), np.uint8)

@@ -95,17 +95,7 @@ def float_params(tensor: GgmlTensor) -> np.ndarray:
 
 
 def read(tensor: GgmlTensor) -> np.ndarray:
-    """Copy a computed tensor out of its backend.
-
-    Args:
-        tensor: A node or a view of one; a view's strides are honoured.
-
-    Returns:
-        Its values, axes slowest first, always four of them, C-contiguous.
-
-    Raises:
-        TypeError: The element type has no plain NumPy dtype.
-    """
+    """Copy a computed tensor, or a view of one, out of its backend: always four axes, slowest first, C-contiguous."""
     type_name = libggml.ggml_type_name(tensor.type)
     if type_name not in DTYPES:
         name = tensor.name.decode()
@@ -134,27 +124,14 @@ libggml.ggml_get_type_traits.argtypes = [ctypes.c_int]
 
 
 def decode(raw: np.ndarray, ggml_type: int, n_elements: int) -> np.ndarray:
-    """Decode blocks with ggml's own C function for their type.
-
-    Args:
-        raw: Contiguous bytes, uint8.
-        ggml_type: Number of the type; not F32, which has no such function.
-        n_elements: How many numbers they hold, a whole number of blocks.
-
-    Returns:
-        The numbers, float32.
-    """
+    """Decode whole blocks with ggml's own C function for their type, which is not F32: that has none."""
     raw, out = np.ascontiguousarray(raw), np.empty(n_elements, np.float32)
     libggml.ggml_get_type_traits(ggml_type).contents.to_float(raw.ctypes.data, out.ctypes.data, n_elements)
     return out
 
 
 def check_layout() -> None:
-    """Compare every field we read with the C accessors on a graph built for the purpose.
-
-    Raises:
-        RuntimeError: The library's struct is laid out differently from `GgmlTensor`.
-    """
+    """Compare every field we read with the C accessors on a graph built for the purpose."""
     with _probe_graph() as (scores, view, mask, softmax):
         checks = {
             "type": (view.type, mask.type) == (_F32, _F16),

@@ -70,19 +70,7 @@ class LlamaCpp:
         numerics: Numerics = EXACT,
         dtype: DtypeName = "float32",
     ) -> None:
-        """Load a model.
-
-        Args:
-            path: A GGUF file, or with exact numerics a Hugging Face folder.
-            n_threads: CPU threads; None takes one for a small model, else all.
-            numerics: Whether the engine sees float32 weights or those of the file, and the type of its cache.
-            dtype: With exact numerics, what the engine sees instead of float32 weights.
-
-        Raises:
-            RuntimeError: This build of llama.cpp is laid out differently from what we know.
-            ValueError: A folder, or a dtype, with other than exact numerics.
-            OSError: No room for the temporary file, or llama.cpp refuses the file.
-        """
+        """Load a model; other than exact numerics take a GGUF file only, and its own types."""
         ggml_tensor.check_layout()
         llama_cpp.llama_log_set(_log, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
@@ -115,18 +103,7 @@ class LlamaCpp:
         return self._models[1 if for_text else 0]
 
     def trace(self, ids: Sequence[int], *, first_position: int = 0) -> Trace:
-        """Run the tokens from an empty cache and return every stage.
-
-        Args:
-            ids: Token ids, at least one.
-            first_position: Position of the first token.
-
-        Returns:
-            Stage to array, exactly the stages of the model's family.
-
-        Raises:
-            RuntimeError: llama.cpp failed, or its graph is not the one we know.
-        """
+        """Run the tokens from an empty cache and return every stage of the model's family."""
         capture = GraphCapture(self.config, len(ids))
         self._logits(ids, first_position, _Watcher(capture))
         return checked_trace(capture.stages(), self.config, len(ids), self.name)
@@ -162,14 +139,8 @@ class LlamaCpp:
     def probabilities(self, logits: np.ndarray, settings: SamplingSettings, history: Sequence[int]) -> np.ndarray:
         """The distribution that llama.cpp's own sampler chain draws from.
 
-        Args:
-            logits: One row.
-            settings: The chain is penalty, temperature, top-k, top-p, min-p, then the draw, whose normalised
-                probabilities are read back.
-            history: Tokens that the penalty counts.
-
-        Returns:
-            Probabilities, 0 for tokens that the chain removed.
+        The chain is penalty, temperature, top-k, top-p, min-p, then the draw, whose normalised probabilities are read
+        back; 0 for tokens that the chain removed.
         """
         candidates = np.zeros(len(logits), TOKEN_DATA)
         candidates["id"], candidates["logit"] = np.arange(len(logits)), logits

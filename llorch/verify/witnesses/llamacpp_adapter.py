@@ -20,17 +20,7 @@ class LlamaCppWithAdapter(LlamaCpp):
     def __init__(
         self, path: str | Path, adapter: str | Path, *, n_threads: int | None = None, numerics: Numerics = EXACT
     ) -> None:
-        """Load a model and an adapter.
-
-        Args:
-            path: The base, as for `LlamaCpp`.
-            adapter: A LoRA GGUF file.
-            n_threads: CPU threads; None takes one for a small model, else all.
-            numerics: As for `LlamaCpp`.
-
-        Raises:
-            OSError: llama.cpp refuses the model or the adapter.
-        """
+        """Load a model, as for `LlamaCpp`, and a LoRA GGUF file."""
         super().__init__(path, n_threads=n_threads, numerics=numerics)
         # Freed together with the model.
         self._adapter = llama_cpp.llama_adapter_lora_init(self._model(), os.fsencode(adapter))
@@ -50,19 +40,6 @@ class LlamaCppWithAdapter(LlamaCpp):
 def logits_with_adapter(
     model: str | Path, adapter: str | Path, ids: Sequence[int], *, numerics: Numerics = EXACT
 ) -> Float32[np.ndarray, "seq vocab"]:
-    """Logits of every token from llama.cpp with an adapter.
-
-    Args:
-        model: A GGUF file, or with exact numerics a Hugging Face folder.
-        adapter: A LoRA GGUF file.
-        ids: Token ids, at least one.
-        numerics: As for `LlamaCpp`.
-
-    Returns:
-        One row for each token.
-
-    Raises:
-        OSError: llama.cpp refuses the model or the adapter.
-    """
+    """Logits of every token from llama.cpp with a LoRA GGUF file."""
     with LlamaCppWithAdapter(model, adapter, numerics=numerics) as engine:
         return engine.logits(ids)

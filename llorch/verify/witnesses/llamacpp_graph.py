@@ -95,14 +95,7 @@ class GraphCapture:
         return None
 
     def keep(self, tensor: GgmlTensor) -> None:
-        """Copy a computed node; called while its sources are still in place.
-
-        Args:
-            tensor: A node for which `stage_of` gave a stage.
-
-        Raises:
-            RuntimeError: The stage was delivered before.
-        """
+        """Copy a computed node for which `stage_of` gave a stage; called while its sources are still in place."""
         stage = self.stage_of(tensor)
         if stage is None:
             return

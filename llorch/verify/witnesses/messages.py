@@ -22,14 +22,7 @@ _OWN = ("builtins", "llorch.errors")  # modules whose exceptions arrive as what 
 def message(value: object) -> list[bytes | memoryview]:
     """The parts of a message; arrays are not copied.
 
-    Args:
-        value: Made of None, numbers, texts, paths, arrays, sequences, mappings and dataclasses of llorch.
-
-    Returns:
-        For `send`.
-
-    Raises:
-        TypeError: It holds something else.
+    Made of None, numbers, texts, paths, arrays, sequences, mappings and dataclasses of llorch.
     """
     arrays: list[np.ndarray] = []
     text = json.dumps(_said(value, arrays)).encode()
@@ -43,17 +36,9 @@ def send(channel: socket.socket, parts: Sequence[bytes | memoryview]) -> None:
 
 
 def receive(channel: socket.socket) -> Any:
-    """Receive a value; arrays are filled as they come.
+    """Receive a value; arrays are filled as they come, sequences are lists and tuples, mappings dictionaries.
 
-    Args:
-        channel: To the other process.
-
-    Returns:
-        What was sent; sequences are lists and tuples, mappings are dictionaries.
-
-    Raises:
-        EOFError: The other process is gone.
-        OSError: The same, or it says nothing for too long.
+    Raises EOFError where the other process is gone; OSError for that, too, or when it says nothing for too long.
     """
     header, text = bytearray(_LENGTH.size), bytearray()
     _fill(channel, memoryview(header))

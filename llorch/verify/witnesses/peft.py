@@ -58,16 +58,7 @@ class Peft:
     name = "peft"
 
     def __init__(self, path: str | Path, *, n_threads: int | None = None, dtype: DtypeName = "float32") -> None:
-        """Load a base model.
-
-        Args:
-            path: A GGUF file or a Hugging Face folder.
-            n_threads: CPU threads of torch, for the whole process.
-            dtype: Of the base and its activations; float64 is for runs inside `float64_everywhere`.
-
-        Raises:
-            RuntimeError: float64 was asked for outside, where PEFT and torch go through float32 by name.
-        """
+        """Load a base model; float64 is refused outside `float64_everywhere`: PEFT and torch name float32 there."""
         if dtype == "float64" and torch.get_default_dtype() != torch.float64:
             raise RuntimeError("peft: a run in float64 must be made inside float64_everywhere, or it is no truth")
         self._path, self._n_threads = path, n_threads
@@ -79,14 +70,7 @@ class Peft:
         torch.set_num_threads(self._n_threads)  # its models outlive the bases that they are made of
 
     def adapted(self, adapter: Adapter) -> Any:
-        """A fresh base with an adapter on it, in training mode (no dropout in these recipes).
-
-        Args:
-            adapter: Its numbers are copied in.
-
-        Returns:
-            PEFT's model.
-        """
+        """A fresh base with a copy of an adapter on it, in training mode (no dropout in these recipes)."""
         with _quiet():
             model = peft.get_peft_model(self._base()._model, peft.LoraConfig(**peft_settings(adapter.config)))
         parameters = trained(model)
@@ -125,16 +109,10 @@ class Peft:
     def steps(
         self, adapter: Adapter, steps: Sequence[Sequence[Batch]], recipe: OptimizerRecipe, *, shown: Sequence[int]
     ) -> dict[int, Arrays]:
-        """AdamW with clipping at a constant rate.
+        """AdamW with clipping at a constant rate, from an adapter and the micro-batches of every step.
 
-        Args:
-            adapter: Where it starts.
-            steps: Micro-batches of every step.
-            recipe: Settings.
-            shown: Steps that are wanted, counted from 1.
-
-        Returns:
-            By step: gradients before clipping, their norm, moments and parameters after the step.
+        By step, of those `shown` and counted from 1: gradients before clipping, their norm, moments and parameters
+        after it.
         """
         model, found = self.adapted(adapter), {}
         optimizer = optimizer_of(model, recipe)
@@ -171,16 +149,7 @@ class Peft:
         return {"loss_curve": np.asarray(losses), "norm_curve": np.asarray(norms)}
 
     def merged(self, adapter: Adapter, batch: Batch, weights: Sequence[str]) -> Arrays:
-        """Logits after PEFT merged the adapter into the base, and some of the merged matrices.
-
-        Args:
-            adapter: What is merged.
-            batch: What the merged model is run on.
-            weights: Canonical names of matrices that are wanted.
-
-        Returns:
-            `merged_logits` and `merged_weight.<name>` of its layer.
-        """
+        """Logits after PEFT merged the adapter into the base, and merged matrices by their canonical names."""
         model = self.adapted(adapter).merge_and_unload()
         with torch.no_grad():
             out = {"merged_logits": tokens_of(logits_of(model, batch), batch)}
@@ -190,15 +159,7 @@ class Peft:
         return out
 
     def saved(self, adapter: Adapter, folder: Path) -> Path:
-        """Let PEFT save an adapter, as users get it from there.
-
-        Args:
-            adapter: What is saved.
-            folder: Where.
-
-        Returns:
-            The file of tensors.
-        """
+        """Let PEFT save an adapter, as users get it from there; the file of tensors."""
         self.adapted(adapter).save_pretrained(folder, save_embedding_layers=False)
         return folder / "adapter_model.safetensors"
 

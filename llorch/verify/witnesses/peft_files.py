@@ -13,20 +13,7 @@ from llorch.verify.witnesses.transformers import Transformers
 
 
 def peft_logits(model: str | Path, adapter: str | Path, ids: Sequence[int]) -> Float32[np.ndarray, "seq vocab"]:
-    """Logits of every token from PEFT.
-
-    Args:
-        model: A GGUF file or a Hugging Face folder.
-        adapter: A PEFT directory.
-        ids: Token ids, at least one.
-
-    Returns:
-        One row for each token.
-
-    Raises:
-        RuntimeError: PEFT refuses the adapter, or misses tensors in it, of which it only warns.
-        ValueError: PEFT refuses the adapter.
-    """
+    """Logits of every token from PEFT, which only warns where it misses tensors in an adapter: refused here."""
     with Transformers(model) as base, warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # of tied embeddings and renamed functions; keys that do not fit are an error
         warnings.filterwarnings("error", message="Found missing adapter keys")

@@ -46,12 +46,7 @@ class Isolated:
     """Stages of one golden, each fed what the golden was fed."""
 
     def __init__(self, producer: Peft, golden: TrainingGolden) -> None:
-        """Prepare; nothing is computed yet.
-
-        Args:
-            producer: That computes, in float64 everywhere.
-            golden: Its inputs.
-        """
+        """Prepare for a producer that computes in float64 everywhere; nothing is computed yet."""
         self._producer, self._golden, self._batch = producer, golden, golden.batches[0]
         self._adapter = golden.adapter_for(producer.config)
 

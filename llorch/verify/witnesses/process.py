@@ -36,11 +36,7 @@ class EngineProcess:
     """A process for one engine."""
 
     def __init__(self, engine: str) -> None:
-        """Start it; the engine is imported while nothing is asked yet.
-
-        Args:
-            engine: `llamacpp`, `transformers`, or another name without such an import and without settings.
-        """
+        """Start it; `llamacpp` and `transformers` are imported while nothing is asked yet."""
         self.engine, self._lock, self._death = engine, threading.Lock(), ""
         folder = Path(tempfile.mkdtemp(prefix="llorch-"))  # whatever the engine leaves there goes with it
         variables = {"GGML_NO_BACKTRACE": "1", "TMPDIR": str(folder)}  # C frames are nobody's last words
@@ -64,20 +60,9 @@ class EngineProcess:
         return self._end.alive and self._process.poll() is None
 
     def ask(self, what: str, request: Sequence[object], seconds: float) -> Any:
-        """Have something done.
+        """Have something done; what the engine raises is raised here, with the place in its process as a note.
 
-        Args:
-            what: For the message, when the process does not survive it.
-            request: See child.py.
-            seconds: How long it may be silent.
-
-        Returns:
-            The answer.
-
-        Raises:
-            EngineDied: The process ended, or was silent for too long.
-            Exception: What the engine raised, with the place in its process as a note.
-            TypeError: The request, or the answer, holds what cannot be sent.
+        `request`: see child.py. EngineDied, with `what`, when the process ended or was silent for too many seconds.
         """
         parts = message(request)
         with self._lock:
@@ -135,19 +120,7 @@ class EngineInChild:
     """An engine with a model, in a process of its own: it has every public method of that engine."""
 
     def __init__(self, engine: str, path: str | Path, target: str, *args: object, **kwargs: object) -> None:
-        """Load a model.
-
-        Args:
-            engine: For `EngineProcess`.
-            path: Of the model; by its size go the limits of time.
-            target: `module:function`, what makes the engine there.
-            args: Of that function.
-            kwargs: Of that function.
-
-        Raises:
-            EngineDied: The process ended, or was silent for too long.
-            Exception: What the function raised.
-        """
+        """Load a model by `target`, `module:function`; its size sets the limits of time."""
         self._engine, self._path = engine, Path(path)
         self._process: EngineProcess | None = _taken(engine)
         try:
@@ -188,21 +161,7 @@ class EngineInChild:
 
 
 def in_child(engine: str, path: str | Path, target: str, *args: object) -> Any:
-    """Call a function in the process of an engine.
-
-    Args:
-        engine: For `EngineProcess`.
-        path: Of the model that it works on; by its size go the limits of time.
-        target: `module:function`.
-        args: Of that function.
-
-    Returns:
-        What it returns.
-
-    Raises:
-        EngineDied: The process ended, or was silent for too long.
-        Exception: What the function raised.
-    """
+    """Call `target`, `module:function`, in the process of an engine; the size of the model sets the limits of time."""
     process = _taken(engine)
     try:
         what = target.rpartition(":")[2]

@@ -17,21 +17,7 @@ def checked_trace(
     engine: str,
     dtype: type[np.floating] = np.float32,
 ) -> Trace:
-    """Refuse a capture that is not exactly the expected set of stages.
-
-    Args:
-        captured: What the engine's hooks delivered.
-        config: The model.
-        n_tokens: Tokens of the run, which started with an empty cache.
-        engine: Its name, for the error message.
-        dtype: That every array must have.
-
-    Returns:
-        The trace in the order of the stage table, every array C-contiguous.
-
-    Raises:
-        RuntimeError: Stages are missing or unexpected, or have another shape or dtype; all are listed.
-    """
+    """Refuse a capture, of a run from an empty cache, that is not exactly the expected set of stages."""
     shapes = {key: stage.shape(config, seq=n_tokens, ctx=n_tokens) for key, stage, _ in stages.keys(config)}
     faults = [f"{name} is missing" for name in shapes if name not in captured]
     faults += [f"{name} is unexpected" for name in captured if name not in shapes]
@@ -44,11 +30,7 @@ def checked_trace(
 
 
 def check_ids(ids: Sequence[int], config: ModelConfig) -> None:
-    """Refuse token ids that the model does not have.
-
-    Raises:
-        ValueError: There are none, or one is out of range.
-    """
+    """Refuse token ids that the model does not have."""
     wrong = next((at for at, token in enumerate(ids) if not 0 <= token < config.vocab_size), None)
     if not ids or wrong is not None:
         got = "none" if wrong is None else f"{ids[wrong]} at index {wrong}"

@@ -56,17 +56,7 @@ class Transformers:
     name = "transformers"
 
     def __init__(self, path: str | Path, *, n_threads: int | None = None, dtype: DtypeName = "float32") -> None:
-        """Load a model.
-
-        Args:
-            path: A GGUF file or a Hugging Face folder.
-            n_threads: CPU threads of the process until `close`; None takes one for a small model, else all.
-            dtype: Of weights and activations.
-
-        Raises:
-            FormatError: The files are not a model that llorch knows.
-            RuntimeError: transformers refuses the configuration, or the weights do not fill the model exactly.
-        """
+        """Load a model; the threads are those of the process until `close`."""
         self.path = Path(path)
         weights = open_weights(self.path)
         self.config = weights.config
@@ -109,18 +99,9 @@ class Transformers:
     def trace(
         self, ids: Sequence[int], *, first_position: int = 0, golden: Mapping[str, np.ndarray] | None = None
     ) -> Trace:
-        """Run the tokens from an empty cache and return every stage.
+        """Run the tokens from an empty cache and return every stage of the model's family.
 
-        Args:
-            ids: Token ids, at least one.
-            first_position: Position of the first token.
-            golden: Makes it a run of isolated stages: takes the place of each stage that it has, once that was noted.
-
-        Returns:
-            Stage to array, exactly the stages of the model's family.
-
-        Raises:
-            RuntimeError: The model did not compute the stages that we know.
+        `golden` makes it a run of isolated stages: it takes the place of each stage that it has, once that was noted.
         """
         with captured(self._model, golden) as stages:
             self.logits(ids, first_position=first_position)
@@ -154,13 +135,7 @@ class Transformers:
     def probabilities(self, logits: np.ndarray, settings: SamplingSettings, history: Sequence[int]) -> np.ndarray:
         """The distribution that transformers draws from after its own logits processors.
 
-        Args:
-            logits: One row.
-            settings: Penalty, temperature, top-k, top-p, min-p, in this order.
-            history: Tokens that the penalty counts.
-
-        Returns:
-            Probabilities, 0 for removed tokens; temperature 0 is `generate`'s argmax.
+        0 for removed tokens; temperature 0 is `generate`'s argmax.
         """
         scores = torch.tensor(logits, dtype=torch.float64 if self.dtype == "float64" else torch.float32)[None]
         with self._arithmetic():

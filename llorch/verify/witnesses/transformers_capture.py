@@ -47,11 +47,7 @@ class Recorder:
     """Notes stages, and says what the run goes on with."""
 
     def __init__(self, golden: Mapping[str, np.ndarray] | None) -> None:
-        """Prepare.
-
-        Args:
-            golden: Takes the place of each stage that it has, once that was noted.
-        """
+        """Prepare; `golden` takes the place of each stage that it has, once that was noted."""
         self.stages: dict[str, np.ndarray] = {}
         self.golden = golden or {}
 
@@ -73,14 +69,9 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
 
 @contextmanager
 def captured(model: nn.Module, golden: Mapping[str, np.ndarray] | None = None) -> Iterator[dict[str, np.ndarray]]:
-    """Watch the runs inside the `with` block.
+    """Watch the runs of a model with eager attention inside the `with` block: stage to array.
 
-    Args:
-        model: A LlamaForCausalLM, Qwen2ForCausalLM or Qwen3ForCausalLM with eager attention.
-        golden: Takes the place of each stage that it has, once that was noted; the run is then that of no prompt.
-
-    Yields:
-        Stage to array, float64 of such a run, else float32; filled by the run.
+    With `golden`, as for `Recorder`, the run is that of no prompt and its arrays are float64, else float32.
     """
     recorder = Recorder(golden)
     with ExitStack() as hooks:

@@ -20,11 +20,7 @@ class Float64Everywhere(TorchDispatchMode):
     """Turns every float dtype that an operator is asked for into float64."""
 
     def __init__(self, *, refuse: bool) -> None:
-        """Prepare.
-
-        Args:
-            refuse: Whether a narrower result is refused; while files are read there are such.
-        """
+        """Prepare; while files are read there are narrower results, which `refuse` refuses."""
         super().__init__()
         self._refuse = refuse
 
@@ -43,14 +39,7 @@ class Float64Everywhere(TorchDispatchMode):
 
 @contextmanager
 def float64_everywhere(*, refuse: bool = True) -> Iterator[None]:
-    """Compute in float64 whatever the code inside asks for; models must be made inside too.
-
-    Args:
-        refuse: See `Float64Everywhere`.
-
-    Yields:
-        Nothing.
-    """
+    """Compute in float64 whatever the code inside asks for; models must be made inside too."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
