@@ -52,29 +52,15 @@ SHAPES: dict[str, ModelConfig] = {
 
 @dataclass(frozen=True)
 class Load:
-    """What is run in every round.
+    """What is run in every round."""
 
-    Attributes:
-        prompt: Tokens of each prompt.
-        decode: Tokens decoded after it.
-        batch: Prompts at once.
-        rounds: Rounds that count; one more warms up.
-    """
-
-    prompt: int
-    decode: int
-    batch: int
-    rounds: int
+    prompt: int  # tokens of each prompt
+    decode: int  # tokens decoded after it
+    batch: int  # prompts at once
+    rounds: int  # that count; one more warms up
 
     def require(self, config: ModelConfig) -> None:
-        """Refuse what the model has no room for.
-
-        Args:
-            config: The model.
-
-        Raises:
-            ValueError: Prompt and decoded tokens do not fit the context.
-        """
+        """Refuse (ValueError) prompt and decoded tokens that do not fit the context."""
         if self.prompt + self.decode > config.max_position_embeddings:
             raise ValueError(
                 f"bench: {self.prompt} tokens of prompt and {self.decode} decoded do not fit the context of "
@@ -84,29 +70,17 @@ class Load:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is measured.
-
-    Attributes:
-        name: Of the model.
-        config: Its hyperparameters.
-        backend: `numpy`, or device and dtype of torch.
-        weights: How they are stored.
-        weight_bytes: Bytes of weights that a decode step reads.
-        cache_itemsize: Bytes of a number in the cache.
-        device_name: As its maker calls it.
-        threads: That compute on the CPU; None where nobody tells.
-        versions: Of what computes.
-    """
+    """What is measured."""
 
     name: str
     config: ModelConfig
-    backend: str
-    weights: str
-    weight_bytes: int
-    cache_itemsize: int
-    device_name: str
-    threads: int | None
-    versions: dict[str, str]
+    backend: str  # `numpy`, or device and dtype of torch
+    weights: str  # how they are stored
+    weight_bytes: int  # that a decode step reads
+    cache_itemsize: int  # bytes of a number in the cache
+    device_name: str  # as its maker calls it
+    threads: int | None  # that compute on the CPU; None where nobody tells
+    versions: dict[str, str]  # of what computes
 
 
 @runtime_checkable
@@ -134,15 +108,7 @@ class NumpyEngine:
     """Our NumPy path."""
 
     def __init__(self, model: Model, load: Load) -> None:
-        """Keep what is run.
-
-        Args:
-            model: Loaded.
-            load: What to run; one prompt at a time.
-
-        Raises:
-            ValueError: More than one prompt at once.
-        """
+        """Keep what is run; ValueError for more than one prompt at once."""
         if load.batch != 1:
             raise ValueError(f"bench: the NumPy path runs one prompt at a time, got --batch {load.batch}")
         self._model, self._load = model, load
@@ -193,17 +159,7 @@ def numpy_subject(model: Model) -> Subject:
 
 
 def measure(engine: Engine, subject: Subject, load: Load, progress: Progress = lambda line: None) -> dict:
-    """Time a model.
-
-    Args:
-        engine: Runs it.
-        subject: What it is.
-        load: What to run.
-        progress: Told what is done.
-
-    Returns:
-        Speeds, rates, ceilings and shares, with all that is needed to repeat the run.
-    """
+    """Time a model: speeds, rates, ceilings and shares, with all that is needed to repeat the run."""
     progress("copy and product of the machine")
     copy, product = engine.copy_rate(), engine.product_rate()
     prefills, decodes = [], []
@@ -311,14 +267,7 @@ def processor() -> str:
 
 
 def describe(result: dict) -> list[str]:
-    """The report for a person.
-
-    Args:
-        result: From `measure`.
-
-    Returns:
-        Lines.
-    """
+    """The result of `measure` for a person, line by line."""
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     threads = "" if result["threads"] is None else f", {result['threads']} threads"
     copy, product = result["ceilings"]["copy_bytes_per_s"], result["ceilings"]["matmul_flop_per_s"]

@@ -10,17 +10,7 @@ _PACKAGE = Path(__file__).parent
 
 
 def builtin_path(name: str) -> Path:
-    """The file of a built-in model.
-
-    Args:
-        name: One of `BUILTIN`.
-
-    Returns:
-        Its GGUF file.
-
-    Raises:
-        FileNotFoundError: There is no built-in model of that name.
-    """
+    """The GGUF file of a built-in model, one of `BUILTIN`."""
     if name not in BUILTIN:
         raise FileNotFoundError(
             f"model {name!r}: no such file or folder, and not a built-in model ({', '.join(BUILTIN)})"
@@ -30,17 +20,7 @@ def builtin_path(name: str) -> Path:
 
 
 def find_data(path_or_name: str) -> Path:
-    """The training data that was meant: an existing file or folder, else a built-in data set.
-
-    Args:
-        path_or_name: A path, or one of `DATA`.
-
-    Returns:
-        The file or folder.
-
-    Raises:
-        FileNotFoundError: There is neither.
-    """
+    """The training data that was meant: an existing file or folder, else a built-in data set, one of `DATA`."""
     path = Path(path_or_name)
     if path_or_name and path.exists():
         return path

@@ -13,53 +13,27 @@ Context = Float[np.ndarray, "kv_heads ctx head_dim"]
 
 
 class KVCache:
-    """The cache of one sequence.
-
-    Attributes:
-        length: Tokens whose keys and values every layer holds.
-    """
+    """The cache of one sequence."""
 
     def __init__(self, config: ModelConfig, dtype: type[np.floating], *, first_position: int = 0) -> None:
-        """Start empty.
-
-        Args:
-            config: The model.
-            dtype: Dtype of keys and values.
-            first_position: Position of the first token.
-        """
+        """Start empty."""
         shape = (config.n_kv_heads, 0, config.head_dim)
         self._keys = [np.empty(shape, dtype) for _ in range(config.n_layers)]
         self._values = [np.empty(shape, dtype) for _ in range(config.n_layers)]
         self._first_position = first_position
         self._max_positions = config.max_position_embeddings
-        self.length = 0
+        self.length = 0  # tokens whose keys and values every layer holds
 
     def next_positions(self, n_tokens: int) -> Int[np.ndarray, " seq"]:
-        """Absolute positions of the next tokens.
-
-        Args:
-            n_tokens: How many tokens come; at least one.
-
-        Returns:
-            Their positions.
-
-        Raises:
-            ValueError: No token, or more than the context holds.
-        """
+        """Absolute positions of the next tokens; ValueError for none, or more than the context holds."""
         start = self._first_position + self.length
         require_context(n_tokens, start, self._max_positions)
         return np.arange(start, start + n_tokens)
 
     def append(self, layer: int, k: NewRows, v: NewRows) -> tuple[Context, Context]:
-        """Add the keys and values of the new tokens.
+        """Add rotated keys and values of the new tokens; returns views of the whole context.
 
-        Args:
-            layer: Which layer; layers come in order, the last one completes the step.
-            k: Rotated keys.
-            v: Values.
-
-        Returns:
-            Keys and values of the whole context, views of the cache.
+        Layers come in order, the last one completes the step.
         """
         end = self.length + len(k)
         for store, new in ((self._keys, k), (self._values, v)):
@@ -72,16 +46,7 @@ class KVCache:
 
 
 def require_context(n_tokens: int, start: int, max_positions: int) -> None:
-    """Refuse tokens that do not fit the context.
-
-    Args:
-        n_tokens: How many tokens come.
-        start: Position of the first one.
-        max_positions: Length of the context.
-
-    Raises:
-        ValueError: No token, or more than the context holds.
-    """
+    """Refuse (ValueError) no tokens, or tokens from a position on that the context does not hold."""
     if n_tokens < 1:
         raise ValueError("forward: expected at least one token id, got none")
     if start < 0 or start + n_tokens > max_positions:

@@ -79,25 +79,12 @@ def convert(
     force: bool = False,
     report: Callable[[str], None] = lambda line: None,
 ) -> Conversion:
-    """Convert a model.
+    """Write a GGUF file or Hugging Face folder as the other, or in another type; by its name a .gguf is a GGUF file.
 
-    Args:
-        source: A GGUF file or a Hugging Face folder.
-        target: A name that ends in .gguf becomes a GGUF file, any other a Hugging Face folder.
-        ggml_type: Type of the matrices; None keeps that of the source where the target can hold it without loss,
-            else F32. A folder has one type for all, norms and biases too.
-        force: Replace a target that exists. A folder is replaced only if all in it is a model's.
-        report: Told what is being done, a line at a time.
-
-    Returns:
-        What was written.
-
-    Raises:
-        FileNotFoundError: There is no source, or no folder for the target.
-        FileExistsError: The target exists.
-        FormatError: The source cannot be used, or the target cannot express it.
-        ValueError: The type does not exist in the target's format, or source and target are the same.
-        OSError: No room, or no permission; nothing is left of the target.
+    Type None keeps that of the matrices where the target can hold it without loss, else takes F32; a folder has one
+    type for all, norms and biases too. Refused: a target that exists (FileExistsError; with `force` a file, and a
+    folder of nothing but a model's, is replaced), a type that its format lacks or a target that is the source
+    (ValueError), what it cannot express (FormatError). After an error nothing is left of the target.
     """
     source, target = Path(source), Path(target)
     if source.is_dir() and target.suffix != ".gguf":
@@ -111,22 +98,7 @@ def convert(
 def write_model(
     weights: Weights, target: Path, *, ggml_type: GGMLType | None = None, report: Callable[[str], None]
 ) -> Conversion:
-    """Write an open model; its file or folder gives tokenizer and chat template.
-
-    Args:
-        weights: The model.
-        target: As for `convert`; the places were checked.
-        ggml_type: As for `convert`.
-        report: As for `convert`.
-
-    Returns:
-        What was written.
-
-    Raises:
-        FormatError: The target cannot express the model.
-        ValueError: The type does not exist in the target's format.
-        OSError: No room, or no permission; nothing is left of the target.
-    """
+    """Write an open model, with tokenizer and chat template of its file or folder, to a place that was checked."""
     to_gguf = target.suffix == ".gguf"
     job = _Job(weights, target, choose_type(weights, ggml_type, to_gguf=to_gguf), report)
     _note_second_loss(job)
@@ -148,19 +120,7 @@ def write_model(
 
 
 def choose_type(weights: Weights, wanted: GGMLType | None, *, to_gguf: bool) -> GGMLType:
-    """The type of the matrices to be: the one that is wanted, else that of the source if the target can hold it.
-
-    Args:
-        weights: The model.
-        wanted: None leaves the choice.
-        to_gguf: Whether the target is a GGUF file.
-
-    Returns:
-        The type.
-
-    Raises:
-        ValueError: The target's format does not have the wanted type.
-    """
+    """The matrices' type to be: the wanted one, else that of the source if the target holds it; ValueError if not."""
     allowed: Mapping[GGMLType, object] = FILE_TYPES if to_gguf else DTYPES
     if wanted is None:
         stored = _stored_types(weights)

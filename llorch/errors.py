@@ -33,13 +33,9 @@ class FormatError(ValueError):
     def __init__(
         self, code: ErrorCode, message: str, *, path: str | Path | None = None, offset: int | None = None
     ) -> None:
-        """Build the one-line message.
+        """Build the one-line message: subject, what was expected, what was got, what to do.
 
-        Args:
-            code: The class of fault, stable across releases.
-            message: Subject, what was expected, what was got, what to do.
-            path: The file or folder at fault.
-            offset: Byte offset of the fault inside the file.
+        `code` is stable across releases; `path` is the file or folder at fault, `offset` the byte in it.
         """
         where = f"{path}: " if path is not None else ""
         at = f" (byte {offset})" if offset is not None else ""
@@ -59,14 +55,7 @@ class NonFiniteRun(ArithmeticError):
     """A run whose numbers overflowed, although all weights are finite."""
 
     def __init__(self, stage: str, what: str, *, where: object, dtype: str) -> None:
-        """Name the stage.
-
-        Args:
-            stage: The first that is not finite.
-            what: What was seen there.
-            where: Model and adapter.
-            dtype: That of the run.
-        """
+        """Name the first stage that is not finite, what was seen there, model and adapter, and the run's dtype."""
         cause = f"weights, or the alpha of an adapter, are too large for {dtype}"
         super().__init__(f"{where}: {stage} is the first stage that is not finite ({what}); {cause}")
         self.stage = stage
@@ -76,12 +65,7 @@ class MissingExtra(ImportError):
     """An optional package that the command needs and that is not installed."""
 
     def __init__(self, extra: str, package: str) -> None:
-        """Name the extra.
-
-        Args:
-            extra: The extra of llorch that brings the package.
-            package: The module that could not be imported.
-        """
+        """Name the extra of llorch that brings a package which could not be imported."""
         super().__init__(
             f"{package} is not installed; get it with: pip install 'llorch[{extra}]', "
             f"or in a clone: pip install -c constraints.txt -e '.[{extra}]'"
@@ -99,14 +83,9 @@ class MissingDevice(RuntimeError):
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """What somebody may have meant by a word that nothing is called; empty where nothing is like it.
+    """What somebody may have meant by a word that nothing is called, as the end of a message; else empty.
 
-    Args:
-        word: What was written.
-        known: What there is; of names of several words the last one counts, of equal ones the last name.
-
-    Returns:
-        The end of a message.
+    Of known names of several words the last word counts, of equal ones the last name.
     """
     names = {name.rpartition(" ")[2]: name for name in known}
     return "".join(f"; did you mean {names[near]!r}?" for near in get_close_matches(word, names, n=1))

@@ -16,13 +16,7 @@ class Fields:
     """A mapping of unknown values; every getter returns the wanted type or raises `FormatError`."""
 
     def __init__(self, values: Mapping[str, object], path: str | Path, *, prefix: str = "") -> None:
-        """Wrap `values`.
-
-        Args:
-            values: Keys and values as parsed; null counts as absent.
-            path: The file they came from.
-            prefix: Put before every key that a getter is asked for.
-        """
+        """Wrap values as parsed, null counting as absent; `prefix` is put before every key that is asked for."""
         self.values = values
         self._path = path
         self._prefix = prefix

@@ -11,16 +11,7 @@ Look = Callable[[str, np.ndarray], None]  # name and array of a stage
 
 
 def name_first_stage(run: Callable[[Look], object], *, where: object, dtype: str) -> NoReturn:
-    """Run again and stop at the first stage that is not finite.
-
-    Args:
-        run: Runs the same tokens; shows every stage, in order.
-        where: Model and adapter, for the message.
-        dtype: That of the run.
-
-    Raises:
-        NonFiniteRun: Always; it names the stage.
-    """
+    """Run the same tokens again, showing every stage, and raise a NonFiniteRun of the first that is not finite."""
 
     def look(name: str, array: np.ndarray) -> None:
         masked = name.endswith("attn_scores")  # -inf hides a later key there

@@ -67,16 +67,9 @@ class Job:
 def sample_ids(
     step: Step, prompt: Sequence[int], settings: SamplingSettings, *, max_tokens: int
 ) -> Iterator[tuple[int, float]]:
-    """Draw up to `max_tokens` tokens.
+    """Draw up to `max_tokens` ids, with log probabilities under the unfiltered logits.
 
-    Args:
-        step: Runs new ids through the model.
-        prompt: Ids to start from.
-        settings: How to sample; the penalty looks at the prompt too.
-        max_tokens: At most so many.
-
-    Yields:
-        Token id and its log probability under the unfiltered logits.
+    `step` runs new ids through the model; the penalty looks at the prompt too.
     """
     rng = np.random.default_rng(settings.seed)
     history = list(prompt)
@@ -96,15 +89,7 @@ def log_probability(logits: np.ndarray, token_id: int) -> float:
 
 
 def stream(sampled: Iterator[tuple[int, float]], answer: "Answer") -> Iterator[Token]:
-    """Turn sampled ids into tokens with text, until the answer ends.
-
-    Args:
-        sampled: Ids and log probabilities.
-        answer: Where they go.
-
-    Yields:
-        One token per id.
-    """
+    """Turn sampled ids into tokens with text, until the answer ends."""
     for token_id, logprob in sampled:
         token = answer.take(token_id, logprob)
         yield token
@@ -113,40 +98,18 @@ def stream(sampled: Iterator[tuple[int, float]], answer: "Answer") -> Iterator[T
 
 
 class Answer:
-    """Ids of one answer come in, tokens with text go out.
-
-    Attributes:
-        finish: Why the answer ended; None while it goes on.
-    """
+    """Ids of one answer come in, tokens with text go out."""
 
     def __init__(self, tokenizer: Bytes, *, end_ids: frozenset[int], stop: Sequence[str] = (), max_tokens: int) -> None:
-        """Start empty.
-
-        Args:
-            tokenizer: Gives the bytes of an id.
-            end_ids: Ids that end the text; they have no text themselves.
-            stop: Strings that end the text; neither they nor what follows is handed out.
-            max_tokens: How many ids will come, to know the last one.
-
-        Raises:
-            ValueError: See `HeldText`.
-        """
-        self.finish: str | None = None
+        """Start empty."""
+        self.finish: str | None = None  # why the answer ended; None while it goes on
         self._tokenizer = tokenizer
         self._end_ids = end_ids
         self._held = HeldText(stop)
         self._left = max_tokens
 
     def take(self, token_id: int, logprob: float) -> Token:
-        """Add the next id.
-
-        Args:
-            token_id: The id.
-            logprob: Its log probability.
-
-        Returns:
-            The token, with the text that became certain.
-        """
+        """Add the next id; returns its token, with the text that became certain."""
         self._left -= 1
         text = ""
         if token_id in self._end_ids:
@@ -163,14 +126,7 @@ class HeldText:
     """Bytes come in, certain text goes out."""
 
     def __init__(self, stop: Sequence[str]) -> None:
-        """Start empty.
-
-        Args:
-            stop: Stop strings; none may be empty.
-
-        Raises:
-            ValueError: A stop string is empty, or `stop` is one string instead of a list of them.
-        """
+        """Start empty; ValueError for an empty stop string, or one string instead of a list of them."""
         if isinstance(stop, str):
             raise ValueError(f"generate: expected a list of stop strings, got the string {stop!r}")
         if "" in stop:
@@ -180,14 +136,7 @@ class HeldText:
         self._pending = ""
 
     def add(self, data: bytes) -> tuple[str, bool]:
-        """Take the bytes of one token.
-
-        Args:
-            data: The bytes.
-
-        Returns:
-            Text that is now certain, and whether a stop string was completed.
-        """
+        """Take the bytes of one token; returns text that is now certain, and whether a stop string was completed."""
         text = self._pending + self._decoder.decode(data)
         found = [at for at in (text.find(s) for s in self._stop) if at >= 0]
         if found:

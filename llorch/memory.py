@@ -15,10 +15,8 @@ _VERSION_1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
 def available_memory() -> float:
     """Bytes that this process can still take: of the machine's, of its container's, of its own limit the least.
 
-    What the system would give up counts as free: pages of files.
-
-    Returns:
-        What Linux says; elsewhere all memory of the machine, or infinity where nobody tells.
+    What the system would give up, pages of files, counts as free. Outside of Linux it is all memory of the machine, or
+    infinity where nobody tells.
     """
     return min(_left_on_machine(), _left_in_groups(), address_space_left())
 

@@ -38,11 +38,7 @@ class Opened:
     """Weights and tokenizer of one file or folder, whichever backend runs them."""
 
     def __init__(self, weights: Weights) -> None:
-        """Wrap opened weights.
-
-        Args:
-            weights: See `llorch.files.open_weights`.
-        """
+        """Wrap weights that `llorch.files.open_weights` opened."""
         self.weights = weights
         self._adapters: dict[str, Adapter] = {}
 
@@ -125,19 +121,7 @@ class Opened:
         return Chats(lambda: self.chat_templates, self.tokenizer, path=self.weights.path)
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt.
-
-        Args:
-            prompt: A text, which gets the model's special tokens; a conversation, which its chat template writes, up to
-                the answer; or ids, which stay as they are.
-
-        Returns:
-            The ids.
-
-        Raises:
-            FormatError: The messages are none, or the model has no chat template for them.
-            ValueError: The text has a lone surrogate.
-        """
+        """Token ids of a text with special tokens, or of a conversation up to the answer; ids stay as they are."""
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
         if _is_conversation(prompt):
@@ -153,15 +137,7 @@ class Opened:
         ignore_eos: bool,
         adapter: str | None,
     ) -> Job:
-        """Check what `generate` is asked for; the arguments are its own.
-
-        Returns:
-            What is to be done, with no more tokens than fit the context.
-
-        Raises:
-            FormatError: See `prompt_ids`.
-            ValueError: An argument is out of range, the prompt does not fit the context, or no such adapter was added.
-        """
+        """Check what `generate` is asked for, and cut `max_tokens` to the context; raises as `generate` does."""
         require_known(adapter, self.adapters)
         if type(max_tokens) is not int or max_tokens < 0:
             raise ValueError(f"generate: max_tokens must be an integer of at least 0, got {max_tokens!r}")
@@ -174,17 +150,7 @@ class Opened:
         return Job(ids, min(max_tokens, room - len(ids) + 1), settings or SamplingSettings(), end_ids, adapter)
 
     def checked_ids(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Token ids as an array.
-
-        Args:
-            ids: What a caller handed in.
-
-        Returns:
-            The ids as int64.
-
-        Raises:
-            ValueError: An id is out of range, or there is none.
-        """
+        """Token ids as int64; ValueError for none, or one that is out of range."""
         array = np.asarray(ids)
         if array.ndim != 1 or array.size == 0:
             raise ValueError(f"forward: expected a list of at least one token id, got shape {array.shape}")
@@ -203,12 +169,7 @@ class Model(Opened):
     """A model that runs in NumPy."""
 
     def __init__(self, weights: Weights, plan: Plan | None = None) -> None:
-        """Wrap opened weights.
-
-        Args:
-            weights: See `llorch.files.open_weights`.
-            plan: Why they lie where they lie, when that was planned.
-        """
+        """Wrap weights that `llorch.files.open_weights` opened, and the plan of where they lie, if there is one."""
         super().__init__(weights)
         self.plan = plan
         self._adapted: dict[str, AdaptedWeights] = {}
@@ -349,19 +310,7 @@ class Model(Opened):
 
 
 def given(prompt: str | Sequence[int] | None, messages: Sequence[Message] | None) -> Prompt:
-    """The one of both that was given.
-
-    Args:
-        prompt: See `Model.generate`.
-        messages: See `Model.generate`.
-
-    Returns:
-        It.
-
-    Raises:
-        FormatError: Something among the messages is none.
-        ValueError: There are both, or neither.
-    """
+    """The one of both that was given, see `Model.generate`; ValueError for both or neither."""
     if prompt is not None and messages is None:
         return prompt
     if messages is None or prompt is not None:
@@ -378,11 +327,7 @@ def _checked(messages: Sequence[Any]) -> list[dict[str, object]]:
 
 
 def find(path_or_name: str | Path) -> Path:
-    """The file or folder that was meant: an existing path, else a built-in model.
-
-    Raises:
-        FileNotFoundError: There is neither.
-    """
+    """The file or folder that was meant: an existing path, else a built-in model."""
     path = Path(path_or_name)
     return path if path.exists() else builtin_path(str(path_or_name))
 

@@ -30,16 +30,9 @@ def size_of(path: Path) -> int:
 
 
 def files_beside(folder: Path) -> list[Path]:
-    """Find what a Hugging Face folder has beside its tensors: configuration, tokenizer and chat templates.
+    """Files of a Hugging Face folder beside its tensors: configuration, tokenizer and chat templates.
 
-    Args:
-        folder: The folder.
-
-    Returns:
-        Files in it, and in a folder of it.
-
-    Raises:
-        FormatError: Unsafe for a link that leads out of the folder.
+    FormatError: Unsafe for a link that leads out of the folder.
     """
     named = [require_inside(folder / name, folder) for name in _BESIDE if (folder / name).is_file()]
     return [*named, *template_files(folder).values()]
@@ -48,15 +41,8 @@ def files_beside(folder: Path) -> list[Path]:
 def check_places(source: Path, target: Path, *, force: bool) -> None:
     """Refuse a target that cannot be written without harm.
 
-    Args:
-        source: What is read.
-        target: What would be written.
-        force: Whether a target that exists may be replaced.
-
-    Raises:
-        FileNotFoundError: There is no source, or no folder for the target.
-        FileExistsError: The target exists.
-        ValueError: The target is the source, or holds it.
+    FileNotFoundError: no source, or no folder for the target. FileExistsError: the target exists, without `force`.
+    ValueError: it is the source, or holds it.
     """
     to_gguf = target.suffix == ".gguf"
     if not source.exists():
@@ -99,18 +85,7 @@ def counting(weights: Weights, report: Callable[[str], None]) -> Callable[[str],
 
 @contextmanager
 def placing(target: Path, n_bytes: int) -> Iterator[None]:
-    """Refuse what would not fit; name the target, not the temporary file, when writing fails.
-
-    Args:
-        target: What will be written.
-        n_bytes: Its size.
-
-    Yields:
-        Nothing.
-
-    Raises:
-        OSError: No room, or whatever the body raised of it.
-    """
+    """Refuse (OSError) what would not fit; name the target, not the temporary file, when writing fails."""
     disk = shutil.disk_usage(target.parent)
     if disk.total and n_bytes > disk.free:  # /proc and a tmpfs without limit have 0: there the writing tells
         message = f"needs {_size(n_bytes)}, but only {_size(disk.free)} are free; nothing was written"
@@ -127,16 +102,7 @@ def _size(n_bytes: int) -> str:
 
 
 def read_back(path: Path, weights: Weights, target: Path) -> None:
-    """Open what was written: every tensor is there, and the configuration is the same to float32 rounding.
-
-    Args:
-        path: Where it lies now.
-        weights: What it was made of.
-        target: Where it will lie, for the message.
-
-    Raises:
-        FormatError: It is not what it should be.
-    """
+    """Open what was written: every tensor is there, and the configuration is the same to float32 rounding."""
     written = open_weights(path)
     written.source.close()
     for one in fields(ModelConfig):

@@ -20,10 +20,8 @@ DtypeName = Literal["float64", "float32", "bfloat16", "float16"]  # of a run on 
 class Numerics:
     """The arithmetic of a run.
 
-    Attributes:
-        name: `exact` or `ggml`.
-        kv_cache: Type of keys and values in the cache, `f32` or `f16`. With `f16`, queries and probabilities are
-            rounded to float16 too, because keys and values are the weights of their products.
+    With an `f16` cache queries and probabilities are rounded to float16 too: keys and values are the weights of their
+    products.
     """
 
     name: Literal["exact", "ggml"] = "exact"

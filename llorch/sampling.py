@@ -50,16 +50,7 @@ Logits = Float[np.ndarray, " vocab"]
 
 
 def penalise(logits: Logits, history: Sequence[int], *, penalty: float) -> Logits:
-    """Make every token of `history` less likely: positive logits divided, negative ones multiplied.
-
-    Args:
-        logits: Scores of the next token.
-        history: Tokens so far; each counts once.
-        penalty: 1 changes nothing, above 1 discourages.
-
-    Returns:
-        The new scores.
-    """
+    """Make each token of `history` less likely, once: positive logits divided, negative ones multiplied."""
     seen = np.unique(np.asarray(history, dtype=np.int64))
     out = logits.copy()
     out[seen] = np.where(out[seen] > 0, out[seen] / penalty, out[seen] * penalty)
@@ -101,15 +92,9 @@ def softmax(logits: Logits) -> Logits:
 
 
 def probabilities(logits: Logits, settings: SamplingSettings, history: Sequence[int]) -> Logits:
-    """The distribution that sampling draws from.
+    """The distribution that sampling draws from: zero for removed tokens; at temperature 0 all on the lowest best id.
 
-    Args:
-        logits: Scores of the next token.
-        settings: The filters; temperature 0 puts everything on the most likely token, ties to the lowest id.
-        history: Tokens so far, for the penalty.
-
-    Returns:
-        Probabilities, zero for removed tokens; computed in float64, rounded once to the dtype of `logits`.
+    Computed in float64, rounded once to the dtype of the logits; `history` is for the penalty.
     """
     wide = penalise(logits.astype(np.float64), history, penalty=settings.repetition_penalty)
     if settings.temperature == 0:

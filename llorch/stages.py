@@ -23,25 +23,15 @@ from llorch.ops.swiglu import swiglu
 
 @dataclass(frozen=True)
 class StageInputs:
-    """All that one stage may read.
-
-    Attributes:
-        config: The hyperparameters.
-        weights: Short name to array or matrix: the layer's weights, or those outside the layers.
-        arrays: The stages named in `Stage.inputs`, and for the caches `past_k` and `past_v`.
-        ids: Token ids of this pass.
-        positions: Their absolute positions.
-        dtype: Dtype of the run.
-        cache_dtype: Dtype of keys and values in the cache.
-    """
+    """All that one stage may read."""
 
     config: ModelConfig
-    weights: Mapping[str, Any]
-    arrays: Mapping[str, np.ndarray]
-    ids: np.ndarray
-    positions: np.ndarray
-    dtype: type[np.floating]
-    cache_dtype: type[np.floating]
+    weights: Mapping[str, Any]  # short name to array or matrix, of the layer or outside of it
+    arrays: Mapping[str, np.ndarray]  # the stages in `Stage.inputs`; for the caches `past_k`, `past_v`
+    ids: np.ndarray  # token ids of this pass
+    positions: np.ndarray  # absolute ones
+    dtype: type[np.floating]  # of the run
+    cache_dtype: type[np.floating]  # of keys and values in the cache
 
     def __getitem__(self, name: str) -> np.ndarray:
         """The input stage called `name`."""
@@ -315,14 +305,7 @@ def matrix_of(stage: Stage, config: ModelConfig) -> str:
 
 
 def keys(config: ModelConfig) -> Iterator[tuple[str, Stage, int | None]]:
-    """Every stage of a model in the order of the forward pass.
-
-    Args:
-        config: The model.
-
-    Yields:
-        Trace key, stage, and layer (None outside the layers).
-    """
+    """Trace key, stage, and layer (None outside the layers) of every stage in the order of the forward pass."""
     present = [stage for stage in STAGES if stage.applies_to(config)]
     in_layers = [stage for stage in present if stage.in_layer]
     outside = [stage for stage in present if not stage.in_layer]
@@ -335,14 +318,7 @@ def keys(config: ModelConfig) -> Iterator[tuple[str, Stage, int | None]]:
 
 
 def forward_order(names: Iterable[str]) -> list[str]:
-    """Sort trace keys; a file may have stored them in another order.
-
-    Args:
-        names: Trace keys.
-
-    Returns:
-        Stages in the order of the forward pass, then whatever else there is, as it came.
-    """
+    """Sort trace keys, which a file may have stored otherwise, by the forward pass; then other keys, as they came."""
     return sorted(names, key=_place)
 
 

@@ -36,14 +36,7 @@ def n_threads_for(config: ModelConfig) -> int:
 
 @contextmanager
 def limited(n: int) -> Iterator[None]:
-    """Let NumPy, and torch where it is imported by now, compute with so many threads; puts back what was before.
-
-    Args:
-        n: At least 1.
-
-    Yields:
-        Nothing.
-    """
+    """Let NumPy, and torch where it is imported by now, compute with so many threads; puts back what was before."""
     with threadpool_limits(n, user_api="blas"), _torch_limited(n):
         yield
 

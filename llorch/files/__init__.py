@@ -71,14 +71,7 @@ class Weights(Mapping):
         source: GGUFFile | SafetensorsFolder,
         slots: Mapping[str, Slot],
     ) -> None:
-        """Wrap an open file that was checked against its configuration.
-
-        Args:
-            config: The model.
-            path: The file or folder.
-            source: What reads the tensors.
-            slots: Canonical name to place.
-        """
+        """Wrap an open file that was checked against its configuration; slots by canonical name."""
         self.config = config
         self.path = path
         self.source = source
@@ -102,16 +95,10 @@ class Weights(Mapping):
         return self._matrices[name]
 
     def array(self, name: str) -> np.ndarray:
-        """The decoded array of a weight, whatever the residency and numerics.
+        """The decoded array of a weight in the dtype of these weights, whatever residency and numerics.
 
-        Args:
-            name: Canonical name.
-
-        Returns:
-            The array in the dtype of these weights; in packed residency it is decoded anew at every call.
-
-        Raises:
-            FormatError: NonFinite when it holds NaN or infinity, Truncated when the file was cut in the meantime.
+        Decoded anew at every call in packed residency. FormatError: NonFinite, or Truncated when the file was cut
+        since.
         """
         if name in self._loaded:
             if not self._loaded[name].flags.writeable:  # a view of the map
@@ -123,17 +110,7 @@ class Weights(Mapping):
         return array.astype(self.dtype, copy=False)
 
     def read(self, name: str) -> np.ndarray:
-        """A weight as float32, decoded anew and not kept.
-
-        Args:
-            name: Canonical name.
-
-        Returns:
-            A view of the map for F32 whose rows need no reordering, else a new array.
-
-        Raises:
-            FormatError: NonFinite when it holds NaN or infinity.
-        """
+        """A weight as float32, decoded anew and not kept; for F32 whose rows need no reordering a view of the map."""
         slot = self._slots[name]
         array = self.source.array(slot.source_name)
         _require_finite(array, slot.source_name, self.path)
@@ -148,30 +125,15 @@ class Weights(Mapping):
         return len(self._slots)
 
     def layer(self, index: int) -> "LayerWeights":
-        """Look at the weights of one layer.
-
-        Args:
-            index: Layer number, from 0.
-
-        Returns:
-            The arrays by short name, `q_proj`, `attn_norm`, ..., each loaded when it is asked for.
-
-        Raises:
-            IndexError: The model has no such layer.
-        """
+        """The weights of one layer by short name, `q_proj`, `attn_norm`, ..., each loaded when it is asked for."""
         if not 0 <= index < self.config.n_layers:
             raise IndexError(f"layer must be from 0 to {self.config.n_layers - 1}, got {index}")
         return LayerWeights(self, self._layers[index])
 
     def astype(self, dtype: type[np.floating]) -> "Weights":
-        """Hand out arrays of another type.
+        """Hand out arrays of another type, over the same file.
 
-        Args:
-            dtype: For instance `numpy.float64`.
-
-        Returns:
-            Weights over the same file. Arrays are widened on each access and not kept, so that float64 never
-            needs more memory than the layer in use.
+        Arrays are widened on each access and not kept: float64 never needs more memory than the layer in use.
         """
         other = copy(self)
         other.dtype = dtype
@@ -179,17 +141,9 @@ class Weights(Mapping):
         return other
 
     def using(self, numerics: Numerics | None = None, *, packed: bool | None = None) -> "Weights":
-        """Choose how matrices are multiplied and where they lie.
+        """Choose how matrices are multiplied, and whether they stay as the file packs them; None keeps it.
 
-        Args:
-            numerics: The arithmetic; None keeps it.
-            packed: Whether matrices stay as the file packs them and are decoded at every use; None keeps it.
-
-        Returns:
-            Weights over the same file.
-
-        Raises:
-            FormatError: Unsupported when ggml's numerics are asked for and it cannot compute with the type of a weight.
+        FormatError: Unsupported when ggml's numerics are asked for and it cannot compute with the type of a weight.
         """
         other = copy(self)
         other.numerics = self.numerics if numerics is None else numerics
@@ -270,12 +224,7 @@ class LayerWeights(Mapping[str, Any]):
     """The weights of one layer by short name; see `Weights.layer`."""
 
     def __init__(self, weights: Weights, names: Mapping[str, str]) -> None:
-        """Wrap the whole model.
-
-        Args:
-            weights: The model.
-            names: Short to canonical name.
-        """
+        """Wrap the whole model; names are short to canonical."""
         self._weights = weights
         self._names = names
 
@@ -290,18 +239,7 @@ class LayerWeights(Mapping[str, Any]):
 
 
 def open_weights(path: str | Path) -> Weights:
-    """Open a GGUF file or a Hugging Face folder.
-
-    Args:
-        path: A `.gguf` file, or a folder with `config.json` and safetensors.
-
-    Returns:
-        The weights; no tensor has been read yet.
-
-    Raises:
-        FileNotFoundError: Nothing has this path.
-        FormatError: The file, its configuration or its set of tensors is refused.
-    """
+    """Open a GGUF file or a Hugging Face folder and check configuration and set of tensors; none is read yet."""
     path = Path(path)
     if path.is_dir():
         return _open_huggingface(path)

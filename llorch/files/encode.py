@@ -37,33 +37,15 @@ LARGEST: dict[GGMLType, float] = {
 
 
 def encoded_size(shape: tuple[int, ...], ggml_type: GGMLType) -> int:
-    """Bytes of an encoded tensor.
-
-    Args:
-        shape: Its shape; the last axis is a whole number of blocks.
-        ggml_type: Its type.
-
-    Returns:
-        The number of bytes, without padding.
-    """
+    """Bytes of an encoded tensor, whose last axis is a whole number of blocks, without padding."""
     block_size, block_bytes = BLOCK_SIZES[ggml_type]
     return int(np.prod(shape)) // block_size * block_bytes
 
 
 def encode(values: np.ndarray, ggml_type: GGMLType, *, name: str, path: Path) -> Iterator[np.ndarray]:
-    """Encode a tensor, part by part.
+    """Encode a finite float32 tensor to bytes, part by part; the type is a key of `LARGEST`.
 
-    Args:
-        values: Float32 and finite; the last axis is a whole number of blocks.
-        ggml_type: A key of `LARGEST`.
-        name: Of the tensor, for messages.
-        path: Of the file that it comes from, for messages.
-
-    Yields:
-        The bytes in order, as uint8.
-
-    Raises:
-        FormatError: OutOfRange for a number that the type cannot hold.
+    FormatError: OutOfRange for a number that the type cannot hold.
     """
     flat = np.ascontiguousarray(values, np.float32).reshape(-1)
     for start in range(0, flat.size, _ELEMENTS_AT_ONCE):

@@ -68,18 +68,11 @@ def write_gguf(
     ggml_type: GGMLType = GGMLType.F32,
     tokenizer_metadata: Mapping[str, object] | None = None,
 ) -> None:
-    """Write all weights; the file appears under its name only when it is complete.
+    """Write all weights, complete or absent; the target may be the file that they are read from.
 
-    Args:
-        weights: The model.
-        path: Target; may be the file that the weights are read from.
-        ggml_type: Type of the matrices, a key of `FILE_TYPES`.
-        tokenizer_metadata: `tokenizer.*` keys as `GGUFFile.metadata` holds them. None: llama.cpp loads the file as
-            a model without vocabulary.
-
-    Raises:
-        FormatError: Unsupported for a frequency scaling that llama.cpp does not know for this family, NonFinite for
-            a weight that is NaN or infinite, OutOfRange for one that the type cannot hold.
+    `tokenizer_metadata` has the `tokenizer.*` keys of `GGUFFile.metadata`; without them llama.cpp loads a model without
+    vocabulary. FormatError: Unsupported for a frequency scaling that llama.cpp does not know for this family, NonFinite
+    for a weight that is NaN or infinite, OutOfRange for one that the type cannot hold.
     """
     with new_file(Path(path)) as temporary:
         write_gguf_content(
@@ -98,15 +91,7 @@ def write_gguf_content(
     metadata: Mapping[str, object],
     on_tensor: Callable[[str], None] = lambda name: None,
 ) -> None:
-    """Write all weights to a file that nobody reads yet; the rest is as in `write_gguf`.
-
-    Args:
-        weights: The model.
-        path: Written from the start.
-        ggml_type: Type of the matrices, a key of `FILE_TYPES`.
-        metadata: Keys that are not about the weights, `general.*`, `tokenizer.*` and others.
-        on_tensor: Told the name of each tensor before it is written.
-    """
+    """Write all weights to a file that nobody reads yet; the rest is as in `write_gguf`."""
     entries = _entries(weights, ggml_type)
     alignment = _write_header(path, weights.config, ggml_type, metadata, entries)
     with path.open("ab") as file:
@@ -119,44 +104,20 @@ def write_gguf_content(
 
 
 def gguf_types(config: ModelConfig, ggml_type: GGMLType) -> dict[str, GGMLType]:
-    """Tell the type that each weight gets in a file.
-
-    Args:
-        config: The model.
-        ggml_type: Type of the matrices, where their rows allow it.
-
-    Returns:
-        Types by canonical name.
-    """
+    """The type that each weight, by canonical name, gets in a file: `ggml_type` for matrices whose rows allow it."""
     return {name: _type_of(weight, ggml_type) for name, weight in inventory(config).items()}
 
 
 def gguf_size(config: ModelConfig, ggml_type: GGMLType) -> int:
-    """Predict the bytes of all tensors of a file, which is nearly all of it.
-
-    Args:
-        config: The model.
-        ggml_type: Type of the matrices.
-
-    Returns:
-        The number of bytes.
-    """
+    """Predict the bytes of all tensors of a file, which is nearly all of it."""
     return sum(encoded_size(weight.shape, _type_of(weight, ggml_type)) for weight in inventory(config).values())
 
 
 @contextmanager
 def read_once(weights: Weights, weight: Weight) -> Iterator[np.ndarray]:
-    """Read one weight and forget it, so that a whole model can pass through a small memory.
+    """Read one weight as float32 in Hugging Face's row order and forget it: a whole model passes through little memory.
 
-    Args:
-        weights: The model.
-        weight: A line of its inventory.
-
-    Yields:
-        Float32, in the row order of Hugging Face; every number is finite.
-
-    Raises:
-        FormatError: NonFinite.
+    FormatError: NonFinite.
     """
     try:
         yield weights.read(weight.name)
@@ -249,15 +210,7 @@ def _rope_factors(weights: Weights) -> np.ndarray | None:
 
 
 def add_hyperparameters(writer: GGUFWriter, config: ModelConfig) -> None:
-    """Add the metadata keys of a configuration.
-
-    Args:
-        writer: Before its header is written.
-        config: The model.
-
-    Raises:
-        FormatError: Unsupported for a frequency scaling that llama.cpp computes differently.
-    """
+    """Add a configuration's keys; Unsupported for a frequency scaling that llama.cpp computes differently."""
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.n_layers)

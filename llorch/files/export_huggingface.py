@@ -37,17 +37,10 @@ def write_safetensors(
     shard_bytes: int = SHARD_BYTES,
     on_tensor: Callable[[str], None] = lambda name: None,
 ) -> None:
-    """Write all weights into an existing folder.
+    """Write all weights into an existing folder, one file or shards with an index.
 
-    Args:
-        weights: The model.
-        folder: Gets model.safetensors, or shards and model.safetensors.index.json.
-        ggml_type: A key of `DTYPES`.
-        shard_bytes: At most so many bytes of tensors in a file, but at least one tensor.
-        on_tensor: Told the name of each tensor before it is written.
-
-    Raises:
-        FormatError: NonFinite for a weight that is NaN or infinite, OutOfRange for one that the dtype cannot hold.
+    A shard has at most `shard_bytes`, but at least one tensor. FormatError: NonFinite for a weight that is NaN or
+    infinite, OutOfRange for one that the dtype cannot hold.
     """
     shards = _shards(weights.config, ggml_type, shard_bytes)
     names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
@@ -64,34 +57,15 @@ def write_safetensors(
 
 
 def huggingface_size(config: ModelConfig, ggml_type: GGMLType) -> int:
-    """Predict the bytes of all tensors.
-
-    Args:
-        config: The model.
-        ggml_type: A key of `DTYPES`.
-
-    Returns:
-        The number of bytes.
-    """
+    """Predict the bytes of all tensors."""
     return sum(encoded_size(weight.shape, ggml_type) for weight in inventory(config).values())
 
 
 def huggingface_config(config: ModelConfig, ggml_type: GGMLType, *, path: Path) -> dict[str, object]:
-    """Express a configuration as transformers does.
+    """Express a configuration as transformers does, without token ids; RoPE in keys that both 4 and 5 read.
 
-    RoPE is written in the keys that transformers 4 and 5 both read.
-
-    Args:
-        config: The model.
-        ggml_type: A key of `DTYPES`.
-        path: The file that the model comes from, for messages.
-
-    Returns:
-        The content of config.json, without token ids.
-
-    Raises:
-        FormatError: Unsupported for what transformers cannot express: frequency factors of no published model, or
-            biases of q, k and v without one of o.
+    FormatError: Unsupported for what transformers cannot express: frequency factors of no published model, or biases of
+    q, k and v without one of o.
     """
     if config.family != "qwen2" and config.qkv_bias != config.o_bias:
         message = f"attention_bias of {config.family}: transformers has one for q, k, v and o together, this model for "
@@ -128,14 +102,7 @@ def write_json(path: Path, values: Mapping[str, object]) -> None:
 
 
 def shortest(value: float) -> float:
-    """Undo the widening of a float32 from a GGUF file: 9.999999747378752e-06 was 1e-05.
-
-    Args:
-        value: Any number.
-
-    Returns:
-        The shortest decimal that is the same float32, if the value is a float32; else the value.
-    """
+    """Undo the widening of a float32 from a GGUF file: 9.999999747378752e-06 was 1e-05; other numbers stay."""
     narrow = np.float32(value)
     return float(str(narrow)) if float(narrow) == value else value
 

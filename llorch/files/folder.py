@@ -26,14 +26,7 @@ class SafetensorsFolder:
     """The weights of a Hugging Face folder: one file, or the shards of an index, as one set of tensors."""
 
     def __init__(self, path: str | Path) -> None:
-        """Find and open the file or the shards.
-
-        Args:
-            path: The folder.
-
-        Raises:
-            FormatError: Missing, Unsafe, or whatever a shard is refused for.
-        """
+        """Find and open the file or the shards; FormatError Missing, Unsafe, or what a shard is refused for."""
         self.path = Path(path)
         self._shards: list[SafetensorsFile] = []
         self._shard_of: dict[str, SafetensorsFile] = {}
@@ -69,42 +62,15 @@ class SafetensorsFolder:
         self._shard_of |= dict.fromkeys(shard.tensors, shard)
 
     def array(self, name: str) -> np.ndarray:
-        """Read a tensor as float32; as `SafetensorsFile.array`.
-
-        Args:
-            name: Name in the folder.
-
-        Returns:
-            A view of the map, or a converted copy.
-
-        Raises:
-            FormatError: Missing for an unknown name, or as `SafetensorsFile.array`.
-        """
+        """Read a tensor as float32; as `SafetensorsFile.array`."""
         return self._shard(name).array(name)
 
     def packed(self, name: str) -> Packed:
-        """Look at a tensor as it is stored; as `SafetensorsFile.packed`.
-
-        Args:
-            name: Name in the folder.
-
-        Returns:
-            Its bytes and type.
-
-        Raises:
-            FormatError: Missing for an unknown name, or as `SafetensorsFile.packed`.
-        """
+        """Look at a tensor as it is stored; as `SafetensorsFile.packed`."""
         return self._shard(name).packed(name)
 
     def require_whole(self, name: str) -> None:
-        """Refuse to go on with a tensor whose file was cut since; as `SafetensorsFile.require_whole`.
-
-        Args:
-            name: Name in the folder.
-
-        Raises:
-            FormatError: Missing for an unknown name; Truncated.
-        """
+        """Refuse to go on with a tensor whose file was cut since; as `SafetensorsFile.require_whole`."""
         self._shard(name).require_whole(name)
 
     def _shard(self, name: str) -> SafetensorsFile:
@@ -137,18 +103,7 @@ def _single_file(folder: Path) -> Path:
 
 
 def file_inside(folder: Path, name: str) -> Path:
-    """Resolve a file name that a file of the folder gave, and refuse to leave the folder.
-
-    Args:
-        folder: The model's folder.
-        name: A plain file name.
-
-    Returns:
-        The path inside the folder.
-
-    Raises:
-        FormatError: Unsafe for a path or a link that leads out, Missing when there is no such file.
-    """
+    """Resolve a plain file name that a file of the folder gave; Unsafe where it leads out, Missing where it is not."""
     if not is_plain_name(name):
         raise FormatError("Unsafe", f"expected a plain file name, got {name!r}", path=folder)
     path = folder / name
@@ -158,20 +113,10 @@ def file_inside(folder: Path, name: str) -> Path:
 
 
 def require_inside(path: Path, folder: Path) -> Path:
-    """Refuse a file of a folder that is a link to somewhere else.
+    """Refuse (Unsafe) a file of a folder that is a link to somewhere else, else return it.
 
-    A link into the `blobs` beside the `snapshots` of a Hugging Face download cache is how that cache stores
-    files, and is followed.
-
-    Args:
-        path: The file, in the folder or below it.
-        folder: The model's folder.
-
-    Returns:
-        The path.
-
-    Raises:
-        FormatError: Unsafe for a link that leads out.
+    A link into the `blobs` beside the `snapshots` of a Hugging Face download cache is how that cache stores files, and
+    is followed.
     """
     home, target = folder.resolve(), path.resolve()
     allowed = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]

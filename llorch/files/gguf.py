@@ -54,16 +54,7 @@ class GGUFFile(TensorFile[TensorInfo]):
     """An open GGUF file: metadata and tensor table in memory, tensors on demand."""
 
     def __init__(self, path: str | Path, *, limits: Limits = DEFAULT_LIMITS) -> None:
-        """Read and check header, metadata and tensor table.
-
-        Args:
-            path: The file.
-            limits: What it may claim.
-
-        Raises:
-            FormatError: The file is not a sound GGUF v2 or v3 file.
-            FileNotFoundError: There is no such file.
-        """
+        """Read and check header, metadata and tensor table of a GGUF v2 or v3 file."""
         super().__init__(path)
         try:
             cursor = Cursor(self._file, limits)
@@ -78,17 +69,10 @@ class GGUFFile(TensorFile[TensorInfo]):
             raise
 
     def array(self, name: str) -> np.ndarray:
-        """Read a tensor as float32.
+        """Read a tensor as float32: a read-only view of the map for F32, else a decoded copy.
 
-        Args:
-            name: Name in the file.
-
-        Returns:
-            A read-only view of the map for F32, a decoded copy for every other type. Finiteness is the
-            caller's business, except for scales that decode to finite nonsense.
-
-        Raises:
-            FormatError: DType for integer tensors, NonFinite for a NaN block scale, or as `raw`.
+        Finiteness is the caller's business, except for scales that decode to finite nonsense (NonFinite). FormatError:
+        DType for integer tensors, or as `raw`.
         """
         packed = self.packed(name)
         if packed.ggml_type is GGMLType.F32:
@@ -97,17 +81,7 @@ class GGUFFile(TensorFile[TensorInfo]):
         return packed.decode()
 
     def packed(self, name: str) -> Packed:
-        """Look at a tensor as it is stored.
-
-        Args:
-            name: Name in the file.
-
-        Returns:
-            Its bytes and type.
-
-        Raises:
-            FormatError: DType for integer tensors, or as `raw`.
-        """
+        """Look at a tensor as it is stored; FormatError DType for integer tensors, or as `raw`."""
         info, raw = self.info(name), self.raw(name)
         if not info.holds_floats:
             raise self._file.error("DType", f"{name} must hold floats or blocks, got {info.ggml_type.name}")
@@ -115,15 +89,7 @@ class GGUFFile(TensorFile[TensorInfo]):
 
 
 def open_gguf(path: str | Path, *, limits: Limits = DEFAULT_LIMITS) -> GGUFFile:
-    """Open a GGUF file; the work is done in `GGUFFile`.
-
-    Args:
-        path: The file.
-        limits: What it may claim.
-
-    Returns:
-        The open file, also usable in a `with` statement.
-    """
+    """Open a GGUF file, also in a `with` statement; the work is done in `GGUFFile`."""
     return GGUFFile(path, limits=limits)
 
 

@@ -29,16 +29,7 @@ class MappedFile:
     """A read-only map of a regular file; views stay valid after `close`, new ones are refused."""
 
     def __init__(self, path: str | Path) -> None:
-        """Open and map the file; nothing is read yet.
-
-        Args:
-            path: A regular file (symbolic links are followed).
-
-        Raises:
-            FileNotFoundError: Nothing has this path.
-            FormatError: The path is a folder, a pipe or a device.
-            MemoryError: There is no address space for the map (`ulimit -v`).
-        """
+        """Open and map a regular file, through links; MemoryError where there is no address space (`ulimit -v`)."""
         self.path = Path(path)
         descriptor = open_regular(self.path)
         # The finaliser closes the descriptor also when nobody calls close(); it must not hold `self`.
@@ -61,31 +52,13 @@ class MappedFile:
             ) from None
 
     def error(self, code: ErrorCode, message: str, offset: int | None = None) -> FormatError:
-        """Build (not raise) the error that names this file.
-
-        Args:
-            code: The class of fault.
-            message: What was expected and what was got.
-            offset: Where in the file, in bytes.
-
-        Returns:
-            The exception to raise.
-        """
+        """Build (not raise) the error that names this file."""
         return FormatError(code, message, path=self.path, offset=offset)
 
     def view(self, offset: int, n_bytes: int) -> np.ndarray:
-        """Look at a range of the file without copying it.
+        """A read-only uint8 view, which keeps the map alive, of a range that the caller checked against `size`.
 
-        Args:
-            offset: First byte.
-            n_bytes: Length of the range; the whole range was checked against `size` by the caller.
-
-        Returns:
-            A read-only uint8 array that keeps the map alive.
-
-        Raises:
-            FormatError: The file changed since it was opened.
-            ValueError: The file was closed.
+        FormatError where the file changed since it was opened, ValueError where it was closed.
         """
         self.require_unchanged()
         return self._bytes[offset : offset + n_bytes]
@@ -93,9 +66,7 @@ class MappedFile:
     def require_unchanged(self) -> None:
         """Refuse to look into a file that is no longer the one that was checked.
 
-        Raises:
-            FormatError: The file was cut (Truncated) or written to (Inconsistent) since it was opened.
-            ValueError: The file was closed.
+        FormatError: it was cut (Truncated) or written to (Inconsistent) since; ValueError: it was closed.
         """
         if not self.close.alive:
             raise ValueError(f"{self.path}: the file is closed; open it again to read more tensors")
@@ -104,11 +75,7 @@ class MappedFile:
             raise self.error("Inconsistent", "the file was changed while open; open it again")
 
     def require_whole(self) -> None:
-        """Refuse to go on with arrays that look past the end of a file that was cut.
-
-        Raises:
-            FormatError: Truncated. A closed file is no longer watched.
-        """
+        """Refuse (Truncated) to go on with arrays that look past the end of a file that was cut and is open."""
         size = self._state_now()[0] if self.close.alive else self.size
         if size < self.size:
             raise self.error("Truncated", f"the file was cut from {self.size} to {size} bytes while open")
@@ -149,11 +116,7 @@ class TensorFile(Generic[Info]):
     tensors: Mapping[str, Info]
 
     def __init__(self, path: str | Path) -> None:
-        """Open and map the file; the table is the subclass's business.
-
-        Args:
-            path: A regular file.
-        """
+        """Open and map the file; the table is the subclass's business."""
         self._file = MappedFile(path)
         self.path = self._file.path
 
@@ -163,45 +126,18 @@ class TensorFile(Generic[Info]):
         return [self._file.fingerprint]
 
     def info(self, name: str) -> Info:
-        """Look up a tensor.
-
-        Args:
-            name: Name in the file.
-
-        Returns:
-            Its line of the table.
-
-        Raises:
-            FormatError: Missing for an unknown name.
-        """
+        """A tensor's line of the table; FormatError Missing for an unknown name."""
         if name not in self.tensors:
             raise self._file.error("Missing", f"no tensor {name!r} among the {len(self.tensors)} of this file")
         return self.tensors[name]
 
     def raw(self, name: str) -> np.ndarray:
-        """Look at the bytes of a tensor.
-
-        Args:
-            name: Name in the file.
-
-        Returns:
-            A read-only uint8 view of the map.
-
-        Raises:
-            FormatError: Missing for an unknown name; Truncated or Inconsistent if the file changed.
-        """
+        """A read-only uint8 view of a tensor; FormatError Missing, or Truncated or Inconsistent if the file changed."""
         info = self.info(name)
         return self._file.view(info.offset, info.n_bytes)
 
     def require_whole(self, name: str) -> None:
-        """Refuse to go on with a tensor that was taken from a file which was cut since.
-
-        Args:
-            name: Name in the file.
-
-        Raises:
-            FormatError: Missing for an unknown name; Truncated.
-        """
+        """Refuse (Truncated) to go on with a tensor that was taken from a file which was cut since."""
         self.info(name)
         self._file.require_whole()
 

@@ -37,17 +37,11 @@ class Matrix:
         decoded: np.ndarray | None = None,
         interleaved_heads: int = 0,
     ) -> None:
-        """Wrap a stored matrix.
+        """Wrap a stored matrix; FormatError NonFinite for a block scale that means NaN.
 
-        Args:
-            packed: What the file holds.
-            dtype: Dtype of the run, in which rows of an embedding are handed out.
-            round_inputs: Whether to round activations as ggml does for this type.
-            decoded: The whole matrix as float32, in Hugging Face's order of rows; None decodes at every use.
-            interleaved_heads: Heads whose rows the file holds in pairs; 0 for none.
-
-        Raises:
-            FormatError: NonFinite for a block scale that means NaN.
+        `dtype` is that of the run, in which rows of an embedding are handed out; `round_inputs` rounds activations as
+        ggml does for this type; `decoded` is the whole matrix in Hugging Face's order, None decodes at every use; the
+        file holds the rows of `interleaved_heads` in pairs.
         """
         self.packed = packed
         self._dtype = dtype
@@ -59,17 +53,7 @@ class Matrix:
         packed.require_scales()
 
     def forward(self, x: Float[np.ndarray, "seq in"]) -> Float[np.ndarray, "seq out"]:
-        """Round, multiply tile by tile.
-
-        Args:
-            x: Activations.
-
-        Returns:
-            The products, in the dtype of `x`.
-
-        Raises:
-            FormatError: NonFinite when a weight is NaN or infinite.
-        """
+        """Round, multiply tile by tile, in the dtype of `x`; FormatError NonFinite when a weight is NaN or infinite."""
         rounded = x if self.activations == "F32" else round_activations(x, self.activations)
         if self._decoded is not None:
             return self._with_sums(x, rounded, product(rounded, self._decoded)).astype(x.dtype, copy=False)
@@ -84,11 +68,7 @@ class Matrix:
         return undo_interleave(y.T, self._heads).T if self._heads else y
 
     def dequantize(self) -> Float[np.ndarray, "out in"]:
-        """Decode everything.
-
-        Returns:
-            The matrix as float32, in Hugging Face's order of rows.
-        """
+        """Decode everything to float32, in Hugging Face's order of rows."""
         return self.in_order(self.packed.decode()) if self._decoded is None else self._decoded
 
     def in_order(self, rows: np.ndarray) -> np.ndarray:
@@ -96,17 +76,7 @@ class Matrix:
         return undo_interleave(rows, self._heads) if self._heads else rows
 
     def rows(self, ids: Int[np.ndarray, " seq"]) -> Float[np.ndarray, "seq in"]:
-        """Decode some rows of an embedding.
-
-        Args:
-            ids: Row numbers.
-
-        Returns:
-            The rows in the dtype of the run.
-
-        Raises:
-            FormatError: NonFinite when one holds NaN or infinity.
-        """
+        """Decode some rows of an embedding in the dtype of the run; FormatError NonFinite."""
         if self._decoded is not None:
             return self._decoded[ids].astype(self._dtype, copy=False)
         rows = self.packed.decode_bytes(self.packed.by_row[ids])

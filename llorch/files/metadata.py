@@ -65,12 +65,9 @@ class StringArray(Sequence[bytes]):
     """
 
     def __init__(self, blob: bytes, starts: np.ndarray) -> None:
-        """Keep the region and the index.
+        """Keep the region, an 8-byte length before each string's bytes, and where these start.
 
-        Args:
-            blob: For each string an 8-byte length, then its bytes.
-            starts: Where each string's bytes start in `blob`; one more entry, `len(blob) + 8`, closes the
-                list.
+        One more start, `len(blob) + 8`, closes the list.
         """
         self._blob = blob
         self._starts = starts
@@ -101,41 +98,19 @@ class Cursor:
     """A position in the header that only moves over bytes that are there."""
 
     def __init__(self, file: MappedFile, limits: Limits) -> None:
-        """Stand at the start of the file.
-
-        Args:
-            file: The mapped file.
-            limits: What the file may claim.
-        """
+        """Stand at the start of the file."""
         self.file = file
         self.limits = limits
         self.position = 0
 
     def error(self, code: ErrorCode, message: str, offset: int | None = None) -> FormatError:
-        """Build the error for the current position, or for the given one.
-
-        Args:
-            code: The class of fault.
-            message: What was expected and what was got.
-            offset: Byte offset, if not the current position.
-
-        Returns:
-            The exception to raise.
-        """
+        """Build the error for the given or the current position."""
         return self.file.error(code, message, self.position if offset is None else offset)
 
     def skip(self, n_bytes: int, what: str) -> int:
-        """Step over bytes that must be there.
+        """Step over bytes (any Python integer) that must be there; returns where they began.
 
-        Args:
-            n_bytes: How many; any Python integer.
-            what: Name of the field, for the message.
-
-        Returns:
-            The offset of the first byte stepped over.
-
-        Raises:
-            FormatError: Truncated at the end of the file, TooLarge beyond the header limit.
+        FormatError: Truncated at the end of the file, TooLarge beyond the header limit.
         """
         start, end = self.position, self.position + n_bytes
         if end > self.file.size:
@@ -147,41 +122,15 @@ class Cursor:
         return start
 
     def u32(self, what: str) -> int:
-        """Read an unsigned 32-bit number.
-
-        Args:
-            what: Name of the field.
-
-        Returns:
-            The number.
-        """
+        """Read an unsigned 32-bit number."""
         return _U32.unpack_from(self.file.map, self.skip(4, what))[0]
 
     def u64(self, what: str) -> int:
-        """Read an unsigned 64-bit number.
-
-        Args:
-            what: Name of the field.
-
-        Returns:
-            The number.
-        """
+        """Read an unsigned 64-bit number."""
         return _U64.unpack_from(self.file.map, self.skip(8, what))[0]
 
     def text(self, what: str, *, limit: int, over_limit: ErrorCode = "TooLarge") -> str:
-        """Read a length and that many bytes of UTF-8.
-
-        Args:
-            what: Name of the field.
-            limit: Most bytes allowed.
-            over_limit: The code for a longer one.
-
-        Returns:
-            The string.
-
-        Raises:
-            FormatError: Truncated, too long, or not UTF-8 (Malformed).
-        """
+        """Read a length and that many bytes of UTF-8; FormatError `over_limit` for more bytes than allowed."""
         length = self.u64(f"{what} length")
         start = self.skip(length, what)
         if length > limit:
@@ -192,17 +141,7 @@ class Cursor:
             raise self.error("Malformed", f"{what} is not UTF-8: {error.reason}", start) from None
 
     def value_type(self, what: str) -> GGUFValueType:
-        """Read the number of a value type.
-
-        Args:
-            what: Name of the field.
-
-        Returns:
-            The type.
-
-        Raises:
-            FormatError: Malformed for a number that GGUF does not define.
-        """
+        """Read the number of a value type; Malformed for one that GGUF does not define."""
         number = self.u32(f"type of {what}")
         try:
             return GGUFValueType(number)
@@ -210,15 +149,7 @@ class Cursor:
             raise self.error("Malformed", f"type of {what} must be 0..12, got {number}") from None
 
     def value(self, kind: GGUFValueType, what: str) -> Value:
-        """Read a value of a known type.
-
-        Args:
-            kind: Its type.
-            what: Name of the field.
-
-        Returns:
-            A Python scalar, a NumPy array or a `StringArray`.
-        """
+        """Read a value of a known type: a Python scalar, a NumPy array or a `StringArray`."""
         if kind is GGUFValueType.STRING:
             return self.text(what, limit=self.limits.string_bytes)
         if kind is GGUFValueType.ARRAY:
@@ -274,18 +205,7 @@ class Cursor:
 
 
 def read_metadata(cursor: Cursor, count: int) -> tuple[dict[str, Value], dict[str, GGUFValueType]]:
-    """Read the key-value section.
-
-    Args:
-        cursor: Standing at the first key.
-        count: Number of entries that the header claims.
-
-    Returns:
-        The values and their types, by key, in file order.
-
-    Raises:
-        FormatError: Any fault of a key, a type or a value.
-    """
+    """Read so many keys with their values and types, in file order."""
     values: dict[str, Value] = {}
     kinds: dict[str, GGUFValueType] = {}
     for index in range(count):

@@ -80,14 +80,7 @@ class Weight:
 
 
 def inventory(config: ModelConfig) -> dict[str, Weight]:
-    """List every weight of a model.
-
-    Args:
-        config: The model.
-
-    Returns:
-        The weights by canonical name, in the order of the forward pass inside a layer.
-    """
+    """Every weight of a model by canonical name, in the order of the forward pass inside a layer."""
     rows = [("", "", "", row) for row in MODEL_WEIGHTS]
     for layer in range(config.n_layers):
         prefixes = (f"layers.{layer}.", f"blk.{layer}.", f"model.layers.{layer}.")
@@ -104,40 +97,23 @@ def inventory(config: ModelConfig) -> dict[str, Weight]:
 
 
 def undo_interleave(rows: np.ndarray, n_heads: int) -> np.ndarray:
-    """Bring the rows of q or k from the order of Llama GGUF files to that of Hugging Face.
+    """Bring rows of q or k (weight or bias) from the order of Llama GGUF files to that of Hugging Face: halves.
 
-    Args:
-        rows: Weight or bias; the first axis holds `n_heads` heads of an even width.
-        n_heads: Query heads for q, key and value heads for k.
-
-    Returns:
-        A copy in which each head has its first half, then its second.
+    `n_heads` are query heads for q, key and value heads for k, each of an even width.
     """
     pairs = rows.reshape(n_heads, -1, 2, *rows.shape[1:])  # (heads, half, 2, ...)
     return pairs.swapaxes(1, 2).reshape(rows.shape)
 
 
 def interleave(rows: np.ndarray, n_heads: int) -> np.ndarray:
-    """Bring the rows of q or k from the order of Hugging Face to that of Llama GGUF files.
-
-    Args:
-        rows: Weight or bias; the first axis holds `n_heads` heads of an even width.
-        n_heads: Query heads for q, key and value heads for k.
-
-    Returns:
-        A copy in which element j of each head's first half is followed by element j of its second.
-    """
+    """Bring rows of q or k from halves to pairs: element j of a head's first half, then element j of its second."""
     halves = rows.reshape(n_heads, 2, -1, *rows.shape[1:])  # (heads, 2, half, ...)
     return halves.swapaxes(1, 2).reshape(rows.shape)
 
 
 def is_plain_name(name: str) -> bool:
-    """Tell whether a tensor name from a file is harmless in messages, C strings and paths.
+    """Whether a tensor name from a file is harmless in messages, C strings and paths.
 
-    Args:
-        name: The name as decoded.
-
-    Returns:
-        False for an empty name, control characters, path separators and `..`.
+    Not harmless: an empty name, control characters, path separators and `..`.
     """
     return bool(name) and name.isprintable() and not any(part in name for part in ("/", "\\", ".."))

@@ -46,25 +46,13 @@ class Packed:
             yield start, tile
 
     def require_scales(self) -> None:
-        """Refuse a block scale that means NaN and yet decodes to a finite number.
-
-        Raises:
-            FormatError: NonFinite, with the place.
-        """
+        """Refuse (NonFinite, with the place) a block scale that means NaN and yet decodes to a finite number."""
         if has_bad_scale(self.raw, self.ggml_type):
             row = next(row for row, blocks in enumerate(self.by_row) if has_bad_scale(blocks, self.ggml_type))
             raise FormatError("NonFinite", f"{self.name} has a NaN block scale in row {row}", path=self.path)
 
     def require_finite(self, start: int, rows: np.ndarray) -> None:
-        """Refuse decoded rows with NaN or infinity.
-
-        Args:
-            start: Number of the first one.
-            rows: Decoded.
-
-        Raises:
-            FormatError: NonFinite, with the place.
-        """
+        """Refuse (NonFinite, with the place) decoded rows from number `start` on with NaN or infinity."""
         finite = np.isfinite(rows)
         if not finite.all():
             row, column = (int(axis) for axis in np.unravel_index(int(np.argmin(finite)), rows.shape))

@@ -12,16 +12,10 @@ from pathlib import Path
 
 @contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """Give a name to write to, and move the file to its place when the body ends well.
+    """Give a name in the same folder to write to, and move the file to its place when the body ends well.
 
-    Args:
-        path: The place. What lies there stays until the end; it may be the very file that is being read.
-
-    Yields:
-        A name in the same folder. Whatever lies under it after a failure is removed.
-
-    Raises:
-        OSError: Of the body, with the place in it where it named no file.
+    What lies at the place stays until then; it may be the file that is being read. After a failure the new one is
+    removed, and an OSError of the body names the place where it named no file.
     """
     temporary = _beside(path)
     try:
@@ -41,11 +35,8 @@ def new_file(path: Path) -> Iterator[Path]:
 def new_folder(path: Path) -> Iterator[Path]:
     """Give a folder to write files into, and move it to its place when the body ends well.
 
-    Args:
-        path: The place. A folder that lies there is removed at the end, so the caller looks at what is in it.
-
-    Yields:
-        A new folder beside it. It is removed after a failure.
+    A folder that lies at the place is removed at the end, so the caller looks at what is in it; after a failure the new
+    one is.
     """
     temporary, old = _beside(path), _beside(path, "old")
     temporary.mkdir()

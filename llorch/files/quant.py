@@ -95,15 +95,9 @@ ACTIVATION_TYPE: Mapping[GGMLType, ActivationKind] = MappingProxyType(
 
 
 def decode(raw: np.ndarray, ggml_type: GGMLType, shape: tuple[int, ...]) -> np.ndarray:
-    """Decode the bytes of a tensor to float32.
+    """Decode the bytes of a tensor to a new float32 array; integer types are not weights and have no decoder.
 
-    Args:
-        raw: Its bytes, uint8.
-        ggml_type: Its type; integer types are not weights and have no decoder.
-        shape: Its shape, slowest axis first; the last axis is a whole number of blocks.
-
-    Returns:
-        A new float32 array of that shape. Overflowing scales give inf or NaN, which the caller looks for.
+    The last axis is a whole number of blocks. Overflowing scales give inf or NaN, which the caller looks for.
     """
     values = np.empty(shape, np.float32)
     decode_into(raw, ggml_type, values)
@@ -111,16 +105,7 @@ def decode(raw: np.ndarray, ggml_type: GGMLType, shape: tuple[int, ...]) -> np.n
 
 
 def decode_into(raw: np.ndarray, ggml_type: GGMLType, out: np.ndarray) -> None:
-    """Decode the bytes of a tensor into an array that exists, which saves the time of getting fresh memory.
-
-    Args:
-        raw: Its bytes, uint8.
-        ggml_type: Its type, as for `decode`.
-        out: Contiguous float32, one for every element.
-
-    Raises:
-        ValueError: `out` is not that.
-    """
+    """Decode into a contiguous float32 array, which saves getting fresh memory; ValueError if it is not that."""
     block_size, block_bytes = BLOCK_SIZES[ggml_type]
     blocks = raw.reshape(-1, block_bytes)
     if not out.flags.c_contiguous or out.dtype != np.float32:
@@ -138,44 +123,21 @@ def decode_into(raw: np.ndarray, ggml_type: GGMLType, out: np.ndarray) -> None:
 
 
 def decode_mins(raw: np.ndarray, ggml_type: GGMLType, shape: tuple[int, ...]) -> np.ndarray:
-    """Decode the minimum of every block of Q4_1 or Q5_1, the m of x = q * d + m.
-
-    Args:
-        raw: The bytes of the tensor, uint8.
-        ggml_type: Q4_1 or Q5_1.
-        shape: The shape of the tensor; the last axis is a whole number of blocks.
-
-    Returns:
-        A new float32 array with one minimum for each 32 elements of the last axis.
-    """
+    """Decode the minimum of every block of 32 elements of Q4_1 or Q5_1, the m of x = q * d + m."""
     block_size, block_bytes = BLOCK_SIZES[ggml_type]
     minima = raw.reshape(-1, block_bytes)[:, 2:4].view("<f2").astype(np.float32)
     return minima.reshape(*shape[:-1], shape[-1] // block_size)
 
 
 def bf16_to_float32(bits: np.ndarray) -> np.ndarray:
-    """Widen bfloat16, which is the upper half of a float32.
-
-    Args:
-        bits: The numbers as uint16.
-
-    Returns:
-        The same numbers as float32, exactly.
-    """
+    """Widen bfloat16 (bits as uint16), which is the upper half of a float32, exactly."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def has_bad_scale(raw: np.ndarray, ggml_type: GGMLType) -> bool:
-    """Tell whether a block scale is the NaN of its own format, which decodes to a finite number.
+    """Whether a block scale is the NaN of its own format, which decodes to a finite number.
 
     All other types carry their scales as floats: a NaN there reaches the decoded values and is found there.
-
-    Args:
-        raw: The bytes of the tensor.
-        ggml_type: Its type.
-
-    Returns:
-        True if at least one scale means "not a number".
     """
     blocks = raw.reshape(-1, BLOCK_SIZES[ggml_type][1])
     # E8M0: 255 is NaN. (NVFP4 has one too, which ggml defines as zero.)

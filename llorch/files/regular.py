@@ -14,18 +14,7 @@ _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
 def open_regular(path: str | Path) -> int:
-    """Open a regular file for reading.
-
-    Args:
-        path: The file; symbolic links are followed.
-
-    Returns:
-        The descriptor, for the caller to close.
-
-    Raises:
-        FileNotFoundError: Nothing has this path.
-        FormatError: Unsupported for a folder, a pipe or a device.
-    """
+    """Open a regular file, through links, for reading; FormatError Unsupported for a folder, a pipe or a device."""
     descriptor = os.open(path, _FLAGS)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -34,19 +23,7 @@ def open_regular(path: str | Path) -> int:
 
 
 def read_regular(path: str | Path, *, limit: int) -> bytes:
-    """Read a small regular file.
-
-    Args:
-        path: The file.
-        limit: Most bytes allowed.
-
-    Returns:
-        Its bytes.
-
-    Raises:
-        FileNotFoundError: Nothing has this path.
-        FormatError: Unsupported as `open_regular`, TooLarge beyond the limit.
-    """
+    """Read a small regular file; FormatError as `open_regular`, or TooLarge beyond `limit` bytes."""
     with os.fdopen(open_regular(path), "rb") as file:
         data = file.read(limit + 1)
     if len(data) > limit:

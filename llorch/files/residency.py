@@ -22,21 +22,13 @@ _GB = 1e9
 
 @dataclass(frozen=True)
 class Plan:
-    """A choice and the figures that led to it.
-
-    Attributes:
-        residency: `decoded` or `packed`.
-        types: Stored type to bytes of the matrices that have it.
-        decoded: Bytes that the run would need with matrices decoded.
-        packed: Bytes that it would need with matrices packed.
-        free: Bytes that were free.
-    """
+    """A choice and the figures that led to it."""
 
     residency: Literal["decoded", "packed"]
-    types: dict[str, int]
-    decoded: int
-    packed: int
-    free: float
+    types: dict[str, int]  # stored type to bytes of the matrices that have it
+    decoded: int  # bytes that the run would need with matrices decoded
+    packed: int  # bytes that it would need with matrices packed
+    free: float  # bytes that were free
 
     @property
     def needed(self) -> int:
@@ -53,19 +45,7 @@ class Plan:
 
 
 def plan(weights: Weights, wanted: Residency = "auto", *, n_tokens: int = 1024) -> Plan:
-    """Choose a residency that fits.
-
-    Args:
-        weights: The model.
-        wanted: `auto`, or the residency to insist on.
-        n_tokens: Tokens of context that the run will hold.
-
-    Returns:
-        The choice.
-
-    Raises:
-        MemoryError: It would not fit, with the figures.
-    """
+    """Choose a residency that fits with so many tokens of context; MemoryError, with the figures, where none does."""
     n_tokens = min(n_tokens, weights.config.max_position_embeddings)
     working = _OVERHEAD + working_bytes(weights, n_tokens)
     stored = list(_matrices(weights))
@@ -83,15 +63,7 @@ def plan(weights: Weights, wanted: Residency = "auto", *, n_tokens: int = 1024) 
 
 
 def working_bytes(weights: Weights, n_tokens: int) -> int:
-    """Bytes of the cache and of the activations of one pass.
-
-    Args:
-        weights: The model; its numerics say how wide the cache is.
-        n_tokens: Tokens of context.
-
-    Returns:
-        An upper estimate.
-    """
+    """An upper estimate of the bytes of the cache, as wide as the numerics say, and of the activations of one pass."""
     config = weights.config
     per_value = 2 if weights.numerics.kv_cache == "f16" else 4
     cache = 2 * 2 * config.n_layers * config.kv_width * n_tokens * per_value  # storage grows by doubling

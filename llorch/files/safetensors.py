@@ -53,15 +53,7 @@ class SafetensorsFile(TensorFile[SafetensorsInfo]):
     """An open safetensors file: header in memory, tensors on demand."""
 
     def __init__(self, path: str | Path) -> None:
-        """Read and check the header.
-
-        Args:
-            path: The file.
-
-        Raises:
-            FormatError: The file is not a sound safetensors file.
-            FileNotFoundError: There is no such file.
-        """
+        """Read and check the header."""
         super().__init__(path)
         try:
             header, data_start = _read_header(self._file)
@@ -72,17 +64,9 @@ class SafetensorsFile(TensorFile[SafetensorsInfo]):
             raise
 
     def array(self, name: str) -> np.ndarray:
-        """Read a tensor as float32.
+        """Read a tensor as float32: a read-only view of the map for F32, a converted copy for F16, BF16 and F64.
 
-        Args:
-            name: Name in the file.
-
-        Returns:
-            A read-only view of the map for F32 (a copy if the file holds it at an odd address), a converted
-            copy for F16, BF16 and F64.
-
-        Raises:
-            FormatError: DType for any other type, or as `raw`.
+        F32 at an odd address is copied too. FormatError: DType for any other type, or as `raw`.
         """
         packed = self.packed(name)
         if packed.ggml_type is GGMLType.F32:
@@ -90,17 +74,7 @@ class SafetensorsFile(TensorFile[SafetensorsInfo]):
         return packed.decode()
 
     def packed(self, name: str) -> Packed:
-        """Look at a tensor as it is stored.
-
-        Args:
-            name: Name in the file.
-
-        Returns:
-            Its bytes and type.
-
-        Raises:
-            FormatError: DType for other types than F32, F16, BF16 and F64, or as `raw`.
-        """
+        """Look at a tensor as it is stored; FormatError DType for any but F32, F16, BF16 and F64, or as `raw`."""
         info, raw = self.info(name), self.raw(name)
         if info.dtype not in _FLOATS:
             raise self._file.error("DType", f"{name} must be F32, F16, BF16 or F64, got {info.dtype}")
@@ -108,14 +82,7 @@ class SafetensorsFile(TensorFile[SafetensorsInfo]):
 
 
 def open_safetensors(path: str | Path) -> SafetensorsFile:
-    """Open a safetensors file; the work is done in `SafetensorsFile`.
-
-    Args:
-        path: The file.
-
-    Returns:
-        The open file, also usable in a `with` statement.
-    """
+    """Open a safetensors file, also in a `with` statement; the work is done in `SafetensorsFile`."""
     return SafetensorsFile(path)
 
 

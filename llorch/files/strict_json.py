@@ -26,19 +26,10 @@ class _Refused(Exception):
 
 
 def parse_json(data: bytes, *, what: str, path: str | Path, max_items: int = _MAX_ITEMS) -> object:
-    """Parse a UTF-8 JSON text strictly.
+    """Parse a UTF-8 JSON text, whose size the caller bounded, strictly: finite floats, no doubled keys.
 
-    Args:
-        data: The text; the caller bounded its size.
-        what: Name of the text, for messages.
-        path: Its file, for messages.
-        max_items: Most braces, brackets and commas (each), counted before parsing, also inside strings.
-
-    Returns:
-        Dictionaries, lists, strings, integers, finite floats, booleans and None.
-
-    Raises:
-        FormatError: Malformed for anything that is not strict JSON, TooLarge for too many items.
+    Braces, brackets and commas, each at most `max_items`, are counted before parsing, also inside strings. FormatError:
+    Malformed for anything that is not strict JSON, TooLarge for too many items.
     """
     if max(map(data.count, (b"{", b"[", b","))) > max_items:
         raise FormatError("TooLarge", f"{what} has more than {max_items} items", path=path)
@@ -57,18 +48,7 @@ def parse_json(data: bytes, *, what: str, path: str | Path, max_items: int = _MA
 
 
 def read_json(path: Path, *, limit: int) -> dict[str, object]:
-    """Read a JSON file that holds one object.
-
-    Args:
-        path: The file.
-        limit: Most bytes allowed.
-
-    Returns:
-        The object.
-
-    Raises:
-        FormatError: Unsupported for what is no regular file, TooLarge, or Malformed as `parse_json`.
-    """
+    """Read a JSON file of at most `limit` bytes that holds one object; as `read_regular` and `parse_json`."""
     data = read_regular(path, limit=limit)
     # Real tokenizers hold an item per 20 bytes or so.
     value = parse_json(data, what="the file", path=path, max_items=max(_MAX_ITEMS, limit // 16))

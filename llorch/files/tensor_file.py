@@ -30,16 +30,7 @@ def tensor_bytes(
 ) -> Iterator[bytes | memoryview]:
     """Give the bytes of the file, header first, one tensor at a time.
 
-    Args:
-        tensors: Arrays of a dtype of the table above; the widest come first, so that all are aligned. None is copied
-            that lies in one piece.
-        metadata: Texts for the header.
-
-    Yields:
-        Parts of the file.
-
-    Raises:
-        ValueError: An array has another dtype.
+    The widest come first, so that all are aligned; none is copied that lies in one piece. ValueError for another dtype.
     """
     for name, array in tensors.items():
         if array.dtype not in _CODES:
@@ -59,18 +50,7 @@ def tensor_bytes(
 
 
 def tensors_from(data: UInt8[np.ndarray, " n_bytes"], path: Path) -> dict[str, np.ndarray]:
-    """Look at the tensors of a file that was read.
-
-    Args:
-        data: The whole file.
-        path: Where it was, for messages.
-
-    Returns:
-        Views of `data`, by name.
-
-    Raises:
-        FormatError: The bytes are not such a file.
-    """
+    """Views, by name, of the tensors of a file that was read whole."""
     length = int.from_bytes(data[:8].tobytes(), "little")
     if len(data) < 8 or 8 + length > len(data):
         raise FormatError("Truncated", f"the header claims {length} bytes, the file has {len(data)}", path=path)

@@ -24,15 +24,11 @@ class AdaptedWeights(Weights):
         parameters: Mapping[str, Float[np.ndarray, "..."]] | None = None,
         masks: Mapping[str, Float[np.ndarray, "seq in"]] | None = None,
     ) -> None:
-        """Put an adapter beside weights.
+        """Put an adapter beside a frozen base.
 
-        Args:
-            weights: The frozen base.
-            adapter: What stands beside it.
-            parameters: Values to use in place of the adapter's, under the names of `Adapter.flat`; in the midst of a
-                float64 training they are float64.
-            masks: Canonical name of a matrix to the dropout mask of its adapter's input, for a pass of so many tokens;
-                without one nothing is dropped.
+        `parameters`, named as in `Adapter.flat`, are used in place of the adapter's; in the midst of a float64 training
+        they are float64. `masks` are dropout masks of the adapters' inputs by canonical name; without one nothing is
+        dropped.
         """
         vars(self).update(vars(weights))  # the same open file and the same arrays
         self._base = weights
@@ -54,26 +50,11 @@ class AdaptedWeights(Weights):
         return self._adapted[name]
 
     def astype(self, dtype: type[np.floating]) -> "AdaptedWeights":
-        """The same adapter beside weights of another type.
-
-        Args:
-            dtype: Of the base, the adapter and the run.
-
-        Returns:
-            Weights over the same file; adapted matrices are kept once they are widened.
-        """
+        """The same adapter over the same file, base, adapter and run in another type."""
         return self._beside(self._base.astype(dtype))
 
     def using(self, numerics: Numerics | None = None, *, packed: bool | None = None) -> "AdaptedWeights":
-        """The same adapter beside weights that are multiplied otherwise or lie otherwise.
-
-        Args:
-            numerics: The arithmetic of the base; None keeps it.
-            packed: Whether the base stays packed; None keeps it.
-
-        Returns:
-            Weights over the same file.
-        """
+        """The same adapter beside the base in another arithmetic, packed or not; None keeps what it has."""
         return self._beside(self._base.using(numerics, packed=packed))
 
     def _beside(self, weights: Weights) -> "AdaptedWeights":

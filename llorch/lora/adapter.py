@@ -33,17 +33,11 @@ class LoraTensors:
 
 @dataclass(frozen=True)
 class Adapter:
-    """One adapter; see `checked`.
-
-    Attributes:
-        config: How it was made.
-        targets: Canonical name to matrix, in the order of the forward pass.
-        tensors: Canonical name to tensors, the same names.
-    """
+    """One adapter; see `checked`."""
 
     config: LoraConfig
-    targets: Mapping[str, Target]
-    tensors: Mapping[str, LoraTensors]
+    targets: Mapping[str, Target]  # by canonical name, in the order of the forward pass
+    tensors: Mapping[str, LoraTensors]  # the same names
 
     @property
     def n_parameters(self) -> int:
@@ -62,19 +56,9 @@ class Adapter:
 def checked(
     config: LoraConfig, tensors: Mapping[str, LoraTensors], model: ModelConfig, *, where: object = None
 ) -> Adapter:
-    """Put an adapter together, if its tensors are those that its configuration asks for.
+    """Put an adapter together if its tensors, by canonical name, are those its configuration asks for.
 
-    Args:
-        config: How it was made.
-        tensors: Canonical name of a matrix to its tensors.
-        model: The model that it is for.
-        where: File or folder, for the message.
-
-    Returns:
-        The adapter, its matrices in the order of the forward pass.
-
-    Raises:
-        FormatError: Missing, Unexpected, Shape or NonFinite, with every tensor concerned.
+    Else a FormatError, Missing, Unexpected, Shape or NonFinite, names every tensor concerned.
     """
     path = None if where is None else str(where)
     try:

@@ -14,20 +14,7 @@ SHOWN = 5  # names of one fault in a message
 
 
 def assembled(config: LoraConfig, arrays: Mapping[str, np.ndarray], model: ModelConfig, *, where: object) -> Adapter:
-    """Make an adapter of the arrays of `Adapter.flat`.
-
-    Args:
-        config: How it was made.
-        arrays: `layers.3.q_proj.lora_A` to its numbers, in any float dtype.
-        model: The model that it is for.
-        where: File or folder, for messages.
-
-    Returns:
-        The adapter, in float32.
-
-    Raises:
-        FormatError: Missing, Unexpected, Shape or NonFinite, with every tensor concerned.
-    """
+    """Make a float32 adapter of the arrays of `Adapter.flat`; a FormatError names every tensor concerned."""
     try:
         wanted = wanted_shapes(config, model)
     except ValueError as error:
@@ -50,18 +37,7 @@ def assembled(config: LoraConfig, arrays: Mapping[str, np.ndarray], model: Model
 
 
 def wanted_shapes(config: LoraConfig, model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor that an adapter of this configuration has, and its shape.
-
-    Args:
-        config: How the adapter is made.
-        model: The model that it is for.
-
-    Returns:
-        Names as `Adapter.flat` has them, in its order.
-
-    Raises:
-        ValueError: A module that is asked for is nowhere in the model.
-    """
+    """Every tensor that such an adapter has, named and ordered as `Adapter.flat`; ValueError for an unknown module."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, target in config.targets(model).items():
         shapes |= {f"{name}.{kind}": shape for kind, shape in _shapes_of(config, target).items()}

@@ -26,21 +26,13 @@ _AT_ONCE = 4  # tensors that are read and hashed at the same time
 
 @dataclass(frozen=True, kw_only=True)
 class BaseIdentity:
-    """What can be said of a base without keeping it.
+    """What can be said of a base without keeping it."""
 
-    Attributes:
-        name: Name or path by which it was opened.
-        config: SHA-256 of its family, shapes and constants.
-        vectors: SHA-256 of its norms and biases.
-        matrices: SHA-256 of all its matrices.
-        types: Types in which the matrices were stored.
-    """
-
-    name: str
-    config: str
-    vectors: str
-    matrices: str
-    types: tuple[str, ...]
+    name: str  # or path, by which it was opened
+    config: str  # SHA-256 of its family, shapes and constants
+    vectors: str  # SHA-256 of its norms and biases
+    matrices: str  # SHA-256 of all its matrices
+    types: tuple[str, ...]  # in which the matrices were stored
 
     @property
     def digest(self) -> str:
@@ -53,18 +45,7 @@ class BaseIdentity:
 
     @classmethod
     def from_fields(cls, values: dict[str, object], path: Path) -> "BaseIdentity":
-        """Read what `to_json` wrote.
-
-        Args:
-            values: The parsed object.
-            path: Its file, for messages.
-
-        Returns:
-            The identity.
-
-        Raises:
-            FormatError: Missing or Malformed.
-        """
+        """Read what `to_json` wrote; FormatError Missing or Malformed."""
         fields = Fields(values, path)
         digests = {key: fields.text(key) for key in ("config", "vectors", "matrices")}
         bad = [key for key, value in digests.items() if re.fullmatch("[0-9a-f]{64}", value) is None]
@@ -76,18 +57,7 @@ class BaseIdentity:
 
 
 def identity_of(weights: Weights, name: str | None = None) -> BaseIdentity:
-    """Digest a base; reads every tensor once.
-
-    Args:
-        weights: The base.
-        name: Name or path for the record; None takes the path of the weights.
-
-    Returns:
-        Its identity.
-
-    Raises:
-        FormatError: NonFinite, or the file changed.
-    """
+    """Digest a base; reads every tensor once, and refuses what is not finite."""
     rows = [row for _, row in sorted(inventory(weights.config).items())]
 
     def digest(row) -> str:
@@ -107,19 +77,7 @@ def identity_of(weights: Weights, name: str | None = None) -> BaseIdentity:
 
 
 def require_base(made_for: BaseIdentity | str | None, base: BaseIdentity, *, where: object) -> str:
-    """Refuse an adapter that was made for another base.
-
-    Args:
-        made_for: What the adapter records: an identity, a mere name, or nothing.
-        base: The base that it is to be put on.
-        where: The adapter, for messages.
-
-    Returns:
-        A sentence: that the base is the same, or that it cannot be told.
-
-    Raises:
-        FormatError: BaseMismatch.
-    """
+    """Refuse (BaseMismatch) an adapter made for another base; returns whether it is the same, or cannot be told."""
     if not isinstance(made_for, BaseIdentity):
         return require_name(made_for, base.name, where=where)
     if made_for.digest == base.digest:
@@ -135,19 +93,7 @@ def require_base(made_for: BaseIdentity | str | None, base: BaseIdentity, *, whe
 
 
 def require_name(made_for: str | None, base: str, *, where: object) -> str:
-    """Refuse an adapter that names another base; the ends of both names count.
-
-    Args:
-        made_for: The name that the adapter gives, or None.
-        base: Name or path of the base that it is to be put on.
-        where: The adapter, for messages.
-
-    Returns:
-        A sentence: that the name fits, or that it cannot be told.
-
-    Raises:
-        FormatError: BaseMismatch.
-    """
+    """Refuse (BaseMismatch) an adapter that names another base; of both names only the ends count."""
     if not made_for:
         return "base: unknown, the adapter does not say which one it was made for"
     if _plain(made_for) == _plain(base):

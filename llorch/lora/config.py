@@ -24,31 +24,18 @@ ALL_LINEAR = "all-linear"  # every matrix of the layers; neither embedding nor o
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """The hyperparameters of one adapter; validated when it is made.
+    """The hyperparameters of one adapter; validated when it is made."""
 
-    Attributes:
-        r: Rank, at least 1.
-        lora_alpha: Numerator of the scale; finite, above 0.
-        target_modules: Ends of module paths (`q_proj`), a regular expression for whole paths, or `all-linear`.
-        exclude_modules: Likewise, of what is left out again.
-        layers_to_transform: Only these layers; None takes all.
-        lora_dropout: Share of the adapter's input that is dropped in training, 0 or more and below 1.
-        use_rslora: Divide alpha by the root of the rank.
-        use_dora: Learn the length of every row apart from its direction.
-        rank_pattern: Regular expression for the end of a path -> rank of its own.
-        alpha_pattern: Likewise for alpha.
-    """
-
-    r: int = 8
-    lora_alpha: float = 16.0
-    target_modules: tuple[str, ...] | str = ALL_LINEAR
-    exclude_modules: tuple[str, ...] | str = ()
-    layers_to_transform: tuple[int, ...] | None = None
-    lora_dropout: float = 0.0
-    use_rslora: bool = False
-    use_dora: bool = False
-    rank_pattern: Mapping[str, int] = field(default_factory=dict)
-    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    r: int = 8  # rank, at least 1
+    lora_alpha: float = 16.0  # numerator of the scale; finite, above 0
+    target_modules: tuple[str, ...] | str = ALL_LINEAR  # ends of module paths (`q_proj`), or a regex for whole paths
+    exclude_modules: tuple[str, ...] | str = ()  # likewise, of what is left out again
+    layers_to_transform: tuple[int, ...] | None = None  # None takes all
+    lora_dropout: float = 0.0  # share of the adapter's input that is dropped in training, 0 or more and below 1
+    use_rslora: bool = False  # divide alpha by the root of the rank
+    use_dora: bool = False  # learn the length of every row apart from its direction
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)  # regex for the end of a path -> its rank
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)  # likewise for alpha
 
     def __post_init__(self) -> None:
         """Refuse numbers without a meaning."""
@@ -72,17 +59,7 @@ class LoraConfig:
                 raise ValueError(f"lora config: {pattern!r} is no regular expression: {error}") from None
 
     def targets(self, config: ModelConfig) -> Mapping[str, Target]:
-        """Which matrices of a model the adapter stands beside.
-
-        Args:
-            config: The model.
-
-        Returns:
-            Canonical name to target, in the order of the forward pass.
-
-        Raises:
-            ValueError: A module that is asked for is nowhere in the model.
-        """
+        """The matrices it stands beside, in forward order; ValueError for a module that is nowhere in the model."""
         every = targets_of(config)
         if isinstance(self.target_modules, tuple):
             absent = [end for end in self.target_modules if not any(_ends(t.path, end) for t in every.values())]
@@ -99,14 +76,7 @@ class LoraConfig:
         return found
 
     def require_effect(self, config: ModelConfig) -> None:
-        """Refuse a name, layer or pattern that changes nothing: it was meant to.
-
-        Args:
-            config: The model that an adapter is to be made for.
-
-        Raises:
-            ValueError: One of them has no effect, or no matrix is chosen.
-        """
+        """Refuse (ValueError) a name, layer or pattern that changes nothing: it was meant to."""
         chosen, offered = self.targets(config).values(), replace(self, exclude_modules=()).targets(config).values()
         idle = [
             *(("target_modules", end) for end in _idle(self.target_modules, chosen)),

@@ -37,25 +37,11 @@ def export(
     force: bool = False,
     any_base: bool = False,
 ) -> Export:
-    """Write an adapter anew.
+    """Write an adapter anew: as LoRA GGUF where the target ends in .gguf, else as PEFT directory.
 
-    Args:
-        base: The model that it is for.
-        adapter: A PEFT directory or a LoRA GGUF file.
-        target: A name that ends in .gguf becomes a LoRA GGUF file, any other a PEFT directory.
-        vllm_safe: Write one rank and one alpha, all scales multiplied into B.
-        force: Replace a target that exists.
-        any_base: Accept an adapter that was made for another base.
-
-    Returns:
-        What was written.
-
-    Raises:
-        FileNotFoundError: There is no base, adapter, or folder for the target.
-        FileExistsError: The target exists.
-        FormatError: BaseMismatch, an adapter that cannot be used, or that the target cannot express.
-        ValueError: The target is the adapter or the base, or holds one of them.
-        OSError: No room, or no permission; nothing is left of the target.
+    `vllm_safe` writes one rank and one alpha, all scales multiplied into B. Refused: BaseMismatch (unless `any_base`),
+    what the target cannot express, a target that exists (FileExistsError, unless `force`) or holds a source
+    (ValueError). After an error nothing is left of the target.
     """
     base, adapter, target = Path(base), Path(adapter), Path(target)
     _check_target(target, (base, adapter), force=force)

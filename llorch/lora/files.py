@@ -18,53 +18,21 @@ _BF16, _LEAST = 2.0**-8, 1e-7  # a copy may have been rounded to half the width
 
 
 def read_adapter(path: str | Path, model: ModelConfig) -> Adapter:
-    """Read an adapter by what it is.
-
-    Args:
-        path: A PEFT directory or a LoRA GGUF file.
-        model: The model that it is for.
-
-    Returns:
-        The adapter, in float32.
-
-    Raises:
-        FileNotFoundError: Nothing has this path.
-        FormatError: As `read_peft` and `read_lora_gguf`; Unsupported for a lone safetensors file.
-    """
+    """Read a PEFT directory or a LoRA GGUF file, in float32; FormatError Unsupported for a lone safetensors file."""
     path = _existing(path)
     return read_peft(path, model) if path.is_dir() else read_lora_gguf(path, model)
 
 
 def recorded_base(path: str | Path) -> BaseIdentity | str | None:
-    """What an adapter says of the base that it was made for: our record, a name, or nothing.
-
-    Args:
-        path: A PEFT directory or a LoRA GGUF file.
-
-    Returns:
-        See `require_base`.
-
-    Raises:
-        FileNotFoundError: Nothing has this path.
-        FormatError: The record is damaged.
-    """
+    """What an adapter says of the base that it was made for: our record, a name, or nothing."""
     path = _existing(path)
     return base_of_peft(path) if path.is_dir() else base_of_gguf(path)
 
 
 def check_base(path: str | Path, weights: Weights, *, any_base: bool = False) -> str:
-    """Refuse an adapter that was made for another base, as far as it records one.
+    """Refuse (BaseMismatch) an adapter made for another base, as far as it records one; says what is known.
 
-    Args:
-        path: A PEFT directory or a LoRA GGUF file.
-        weights: The base; all of it is read if the adapter records a digest and it was not read before.
-        any_base: Accept a base of other numbers or another name.
-
-    Returns:
-        A sentence: whether the base is the same, or that it cannot be told.
-
-    Raises:
-        FormatError: BaseMismatch.
+    Reads all of the base if the adapter records a digest and the base was not read before.
     """
     recorded = recorded_base(path)
     try:

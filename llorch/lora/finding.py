@@ -8,14 +8,8 @@ OK, WARNING, WRONG, NOT_RUN = "ok", "warning", "WRONG", "NOT RUN"
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found.
-
-    Attributes:
-        check: Name of the check.
-        verdict: `WRONG` computes something else than the user thinks; a `warning` does so in some programs only.
-        text: The diagnosis, and the remedy if there is one.
-    """
+    """What one check found."""
 
     check: str
-    verdict: Literal["ok", "warning", "WRONG", "NOT RUN"]
-    text: str
+    verdict: Literal["ok", "warning", "WRONG", "NOT RUN"]  # a warning: wrong in some programs only
+    text: str  # the diagnosis, and the remedy if there is one

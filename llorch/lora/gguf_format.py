@@ -38,17 +38,10 @@ _SUFFIXES = {LORA_A: ".weight.lora_a", LORA_B: ".weight.lora_b"}
 def write_lora_gguf(
     adapter: Adapter, path: str | Path, model: ModelConfig, *, base: BaseIdentity | None = None
 ) -> None:
-    """Write an adapter for llama.cpp, in F32; the file appears under its name only when it is complete.
+    """Write an adapter for llama.cpp in F32, complete or absent.
 
-    Args:
-        adapter: The adapter.
-        path: Target.
-        model: The model that it is for.
-        base: The base that it was trained on; None records none.
-
-    Raises:
-        FormatError: Unsupported for what llama.cpp cannot load or would compute wrongly: DoRA, and adapters of the
-            output or the embedding of a model in which these are tied.
+    Unsupported: what llama.cpp cannot load or would compute wrongly, which is DoRA, and adapters of the output or the
+    embedding where these are tied.
     """
     path = Path(path)
     _refuse(adapter, model, path)
@@ -65,19 +58,7 @@ def write_lora_gguf(
 
 
 def read_lora_gguf(path: str | Path, model: ModelConfig) -> Adapter:
-    """Read an adapter that llama.cpp's converter, or llorch, wrote.
-
-    Args:
-        path: The file.
-        model: The model that it is for.
-
-    Returns:
-        The adapter, in float32; its configuration says what the file says, a folded scale is 1.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        FormatError: Unsupported, BaseMismatch, Missing, Unexpected, Shape, DType, NonFinite or OutOfRange.
-    """
+    """Read what llama.cpp's converter or llorch wrote, as float32; a folded scale is 1 in its configuration."""
     with GGUFFile(path) as file:
         _check_header(file, model)
         targets = _targets_in(file, model)
@@ -87,17 +68,7 @@ def read_lora_gguf(path: str | Path, model: ModelConfig) -> Adapter:
 
 
 def base_of_gguf(path: str | Path) -> BaseIdentity | None:
-    """What a LoRA GGUF file says of its base.
-
-    Args:
-        path: The file.
-
-    Returns:
-        Our record, or None.
-
-    Raises:
-        FormatError: The record is damaged.
-    """
+    """Our record of the base in a LoRA GGUF file, or None; FormatError where it is damaged."""
     with GGUFFile(path) as file:
         text = file.metadata.get(BASE_KEY)
     if not isinstance(text, str):
@@ -107,14 +78,7 @@ def base_of_gguf(path: str | Path) -> BaseIdentity | None:
 
 
 def common_alpha(adapter: Adapter) -> float | None:
-    """The one alpha that gives every matrix its scale by alpha / r.
-
-    Args:
-        adapter: The adapter.
-
-    Returns:
-        A float32 number, or None where the matrices need different ones.
-    """
+    """The one alpha (a float32) that gives every matrix its scale by alpha / r, or None where they need several."""
     ranks = {name: adapter.config.rank_of(target) for name, target in adapter.targets.items()}
     alphas = {float(np.float32(adapter.scaling(name) * rank)) for name, rank in ranks.items()}
     return alphas.pop() if len(alphas) == 1 else None

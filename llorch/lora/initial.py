@@ -31,20 +31,10 @@ _TILE = 1 << 22  # elements of a matrix that are looked at in one go
 
 
 def initial_adapter(config: LoraConfig, weights: Weights, *, init: str, seed: int) -> Adapter:
-    """Draw the tensors that training starts from.
+    """Draw what training starts from; one of PiSSA is meant with `attach(..., minus=)`.
 
-    Args:
-        config: Of the adapter.
-        weights: The base; its matrices are read for PiSSA and DoRA only.
-        init: One of `INITS`.
-        seed: 0 or above; the name of a tensor is mixed in.
-
-    Returns:
-        The adapter; one of PiSSA is meant with `attach(..., minus=)`.
-
-    Raises:
-        ValueError: A rule without a name, a seed below 0, PiSSA with DoRA, a rank that a matrix does not have, or a
-            part of the configuration that fits no matrix.
+    The base's matrices are read for PiSSA and DoRA only. ValueError: an unknown rule, a seed below 0, PiSSA with DoRA,
+    a rank that a matrix does not have, or a part of the configuration that fits no matrix.
     """
     if init not in INITS:
         raise ValueError(f"lora init: expected one of {', '.join(INITS)}, got {init!r}")
@@ -68,20 +58,7 @@ def initial_adapter(config: LoraConfig, weights: Weights, *, init: str, seed: in
 def principal(
     weight: Float[np.ndarray, "out in"], *, rank: int, scaling: float, name: str
 ) -> tuple[Float32[np.ndarray, "r in"], Float32[np.ndarray, "out r"]]:
-    """Split off the largest part of a matrix: scaling * B A is its best approximation of a rank.
-
-    Args:
-        weight: The matrix.
-        rank: How many singular vectors.
-        scaling: Of the adapter.
-        name: Of the matrix, for the message.
-
-    Returns:
-        A and B.
-
-    Raises:
-        ValueError: The matrix has fewer singular vectors.
-    """
+    """Split off the largest part of a matrix as A and B: scaling * B A is its best approximation of that rank."""
     if rank > min(weight.shape):
         raise ValueError(f"lora init: pissa needs a rank of at most {min(weight.shape)} for {name}, got {rank}")
     left, values, right = np.linalg.svd(weight.astype(np.float64), full_matrices=False)
@@ -90,17 +67,9 @@ def principal(
 
 
 def over_original(trained: Adapter, initial: Adapter, model: ModelConfig) -> Adapter:
-    """Turn an adapter that was trained with PiSSA into a plain one beside the original base.
+    """Turn an adapter trained with PiSSA into one of twice the rank, the same scale, beside the original base.
 
-        W - s B0 A0 + s B A = W + s [B, -B0] [A; A0]
-
-    Args:
-        trained: After training.
-        initial: What it started as.
-        model: The base.
-
-    Returns:
-        An adapter of twice the rank and the same scale.
+    W - s B0 A0 + s B A = W + s [B, -B0] [A; A0]
     """
     tensors = {}
     for name, after in trained.tensors.items():

@@ -16,30 +16,15 @@ N_IDS = 12
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """Logits of a few tokens from all over the vocabulary.
+    """Logits of a few tokens from all over the vocabulary."""
 
-    Attributes:
-        spread: Standard deviation of the logits with the adapter.
-        effect: Largest difference between the base and the base with the adapter.
-        error: Largest difference between the base with the adapter and the merged model.
-    """
-
-    spread: float
-    effect: float
-    error: float
+    spread: float  # standard deviation of the logits with the adapter
+    effect: float  # largest difference between the base and the base with the adapter
+    error: float  # largest difference between the base with the adapter and the merged model
 
 
 def compare_logits(weights: Weights, adapter: Adapter, merged: Weights) -> Agreement:
-    """Run three models on the same tokens.
-
-    Args:
-        weights: The base.
-        adapter: What was merged into it.
-        merged: The merged model.
-
-    Returns:
-        How far they are apart.
-    """
+    """Run three models on the same tokens."""
     ids = probe_ids(weights.config.vocab_size, adapter)
     plain, beside, inside = (run(w, ids) for w in (weights, AdaptedWeights(weights, adapter), merged))
     return Agreement(
@@ -52,12 +37,7 @@ def compare_logits(weights: Weights, adapter: Adapter, merged: Weights) -> Agree
 def probe_ids(vocab_size: int, adapter: Adapter) -> Int64[np.ndarray, " ids"]:
     """Ids from all over a vocabulary, in an order without a pattern.
 
-    Args:
-        vocab_size: Of the model.
-        adapter: One of the embedding moves only tokens that it was trained on: half of the ids are those it moves most.
-
-    Returns:
-        The ids.
+    An adapter of the embedding moves only tokens that it was trained on: half of the ids are those it moves most.
     """
     places = np.arange(N_IDS) * 5 % N_IDS
     ids = (2 * places + 1) * vocab_size // (2 * N_IDS)

@@ -23,12 +23,7 @@ class MergedWeights(Weights):
     """A base whose adapted matrices are read with the adapter merged in; the file is not touched."""
 
     def __init__(self, weights: Weights, adapter: Adapter) -> None:
-        """Put both together.
-
-        Args:
-            weights: The base. Tied embedding and output become two where one of them is adapted.
-            adapter: What is merged in.
-        """
+        """Put both together; tied embedding and output become two where one of them is adapted."""
         slots: dict[str, Slot] = dict(weights.slots)
         config = weights.config
         if config.tie_word_embeddings and adapter.tensors.keys() & {"embed_tokens", "lm_head"}:
@@ -54,20 +49,7 @@ class MergedWeights(Weights):
 def merged_matrix(
     weight: Float[np.ndarray, "rows columns"], adapter: Adapter, name: str, *, where: object = None
 ) -> Float[np.ndarray, "rows columns"]:
-    """Merge the adapter of one matrix.
-
-    Args:
-        weight: The base matrix; an embedding has one row per token.
-        adapter: Holds tensors for the matrix.
-        name: Canonical name of the matrix.
-        where: The base, for messages.
-
-    Returns:
-        The merged matrix, rounded once.
-
-    Raises:
-        FormatError: NonFinite when the sum overflows the dtype.
-    """
+    """Merge the adapter of one matrix and round once; FormatError NonFinite when the sum overflows the dtype."""
     tensors, is_embedding = adapter.tensors[name], adapter.targets[name].is_embedding
     factors = None
     if tensors.magnitude is not None:

@@ -23,17 +23,11 @@ LARGEST_COMPARED = 600_000_000  # weights; beyond, logits are compared when aske
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixChange:
-    """What became of one merged matrix.
+    """What became of one merged matrix."""
 
-    Attributes:
-        change: Largest |W' - W| of the written numbers.
-        rounding: Largest distance of the written numbers from the exact sum.
-        vanished: Share of the elements that the adapter moves and the stored type does not show.
-    """
-
-    change: float
-    rounding: float
-    vanished: float
+    change: float  # largest |W' - W| of the written numbers
+    rounding: float  # largest distance of the written numbers from the exact sum
+    vanished: float  # share of the elements that the adapter moves and the stored type does not show
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,27 +56,11 @@ def merge(
     logits: bool | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> Merge:
-    """Merge an adapter into its base and write the model.
+    """Write a base with an adapter merged in: as GGUF where the target ends in .gguf, else as folder.
 
-    Args:
-        base: A GGUF file or a Hugging Face folder.
-        adapter: A PEFT directory or a LoRA GGUF file.
-        target: A name that ends in .gguf becomes a GGUF file, any other a Hugging Face folder.
-        ggml_type: Type of the matrices; None keeps a float type of the base, and takes F32 for a quantised one.
-        force: Replace a target that exists.
-        any_base: Accept an adapter that was made for another base.
-        logits: Run base, adapter and merged model and compare; None does so for models of moderate size.
-        report: Told what is being done, a line at a time.
-
-    Returns:
-        What was written, and how far it is from the exact sum.
-
-    Raises:
-        FileNotFoundError: There is no base, adapter, or folder for the target.
-        FileExistsError: The target exists.
-        FormatError: BaseMismatch, or a base or adapter that cannot be used.
-        ValueError: The target is base or adapter, or the type does not exist in its format.
-        OSError: No room, or no permission; nothing is left of the target.
+    Type None keeps a float type of the base and takes F32 for a quantised one; `logits` None compares models of
+    moderate size. Refused: BaseMismatch (unless `any_base`), a target that exists (FileExistsError, unless `force`) or
+    is a source (ValueError), a type its format lacks (ValueError). After an error nothing is left of the target.
     """
     base, adapter, target = Path(base), Path(adapter), Path(target)
     for source in (adapter, base):

@@ -15,21 +15,10 @@ from llorch.model_places import CONFIG, counting, files_beside, placing, read_ba
 def write_merged_folder(
     merged: MergedWeights, target: Path, *, ggml_type: GGMLType, report: Callable[[str], None]
 ) -> list[str]:
-    """Write a folder that transformers loads; complete or absent.
+    """Write a folder that transformers loads, complete or absent; returns what was changed beside the tensors.
 
-    Args:
-        merged: Read from a folder.
-        target: The place, checked.
-        ggml_type: A key of `DTYPES`.
-        report: Told what is being done, a line at a time.
-
-    Returns:
-        What was changed beside the tensors, a line each.
-
-    Raises:
-        FormatError: NonFinite, OutOfRange for a number that the dtype cannot hold, or Unsafe for a file that is a link
-            out of the source.
-        OSError: No room, or no permission; nothing is left of the target.
+    FormatError: NonFinite, OutOfRange for a number that the dtype cannot hold, Unsafe for a file that links out of the
+    source.
     """
     source, notes = Path(merged.path), []
     kept = files_beside(source)  # refuses before tensors are written

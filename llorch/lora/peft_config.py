@@ -54,17 +54,9 @@ _REMEDY = "merge it with PEFT first (merge_and_unload, save_pretrained)"
 
 
 def read_config(folder: Path) -> tuple[LoraConfig, str | None]:
-    """Read and check `adapter_config.json`.
+    """Read `adapter_config.json`: how the adapter was made, and the base that it names.
 
-    Args:
-        folder: The adapter.
-
-    Returns:
-        How the adapter was made, and the base that it names.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        FormatError: Unsupported, with the field's name, for what changes the maths; Malformed, Missing, OutOfRange.
+    FormatError: Unsupported, with the field's name, for what changes the maths; Malformed, Missing, OutOfRange.
     """
     path = folder / CONFIG_FILE
     fields = Fields(read_json(path, limit=_LIMIT), path)
@@ -93,16 +85,7 @@ def read_config(folder: Path) -> tuple[LoraConfig, str | None]:
 
 
 def config_json(config: LoraConfig, targets: Mapping[str, Target], *, base: str) -> str:
-    """Express a configuration as PEFT does.
-
-    Args:
-        config: How the adapter was made.
-        targets: The matrices that it stands beside.
-        base: Name or path of the base.
-
-    Returns:
-        The text of the file; equal for equal arguments, whatever the order of modules in them.
-    """
+    """Express a configuration as PEFT does; equal text for equal arguments, whatever the order of modules in them."""
     values = {
         "alpha_pattern": {key: _short(alpha) for key, alpha in config.alpha_pattern.items()},
         "base_model_name_or_path": base,

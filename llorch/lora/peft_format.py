@@ -49,19 +49,10 @@ _LIMIT = 1 << 20  # bytes of a JSON file
 
 
 def read_peft(folder: str | Path, model: ModelConfig) -> Adapter:
-    """Read an adapter that PEFT, or llorch, wrote.
+    """Read what PEFT or llorch wrote, as float32.
 
-    Args:
-        folder: Holds `adapter_config.json` and `adapter_model.safetensors`.
-        model: The model that it is for.
-
-    Returns:
-        The adapter, in float32.
-
-    Raises:
-        FileNotFoundError: There is no such folder, or it has no configuration.
-        FormatError: Missing, Unexpected, Shape, DType, NonFinite or OutOfRange with all tensors or the field concerned;
-            Unsupported for a field or tensor that changes the maths; Unsafe for a pickle.
+    FormatError: Missing, Unexpected, Shape, DType, NonFinite or OutOfRange with all tensors or the field concerned;
+    Unsupported for a field or tensor that changes the maths; Unsafe for a pickle.
     """
     folder = Path(folder)
     config, _ = read_config(folder)
@@ -79,11 +70,6 @@ def write_peft(adapter: Adapter, folder: str | Path, *, base: BaseIdentity) -> N
     """Write an adapter as PEFT does, into a folder that may exist.
 
     Each file is complete or absent, the configuration last: without it nobody takes the folder for an adapter.
-
-    Args:
-        adapter: The adapter.
-        folder: Made if it does not exist; other files in it stay.
-        base: The base that it was trained on.
     """
     folder = Path(folder)
     folder.mkdir(exist_ok=True)
@@ -102,17 +88,7 @@ def write_peft(adapter: Adapter, folder: str | Path, *, base: BaseIdentity) -> N
 
 
 def base_of_peft(folder: str | Path) -> BaseIdentity | str | None:
-    """What an adapter folder says of its base.
-
-    Args:
-        folder: Written by PEFT or llorch.
-
-    Returns:
-        Our record, else the name that PEFT wrote, else None.
-
-    Raises:
-        FormatError: The record or the configuration is damaged.
-    """
+    """What an adapter folder says of its base: our record, else the name that PEFT wrote, else None."""
     record = Path(folder) / BASE_FILE
     if record.exists():
         return BaseIdentity.from_fields(read_json(record, limit=_LIMIT), record)
@@ -120,31 +96,14 @@ def base_of_peft(folder: str | Path) -> BaseIdentity | str | None:
 
 
 def copies_in_peft(folder: str | Path) -> Mapping[str, np.ndarray]:
-    """The matrices of the base that PEFT stores beside adapters of embedding and output.
-
-    Args:
-        folder: Written by PEFT.
-
-    Returns:
-        `embed_tokens` or `lm_head` to its numbers.
-    """
+    """The matrices of the base, `embed_tokens` or `lm_head`, that PEFT stores beside their adapters."""
     with SafetensorsFile(tensor_file(Path(folder))) as file:
         names = [name for name in file.tensors if name.endswith(_COPY)]
         return {name.split(".")[-3]: np.array(file.array(name)) for name in names}
 
 
 def tensor_file(folder: Path) -> Path:
-    """Find the tensors of an adapter.
-
-    Args:
-        folder: The adapter.
-
-    Returns:
-        The file.
-
-    Raises:
-        FormatError: Missing; Unsafe for a pickle, or a link that leads out of the folder.
-    """
+    """Find the tensors of an adapter; Unsafe for a pickle, or a link that leads out of the folder."""
     pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLE_SUFFIXES)
     if pickles and not (folder / TENSOR_FILE).exists():
         message = f"{pickles[0]} is a pickle, which can run code; save the adapter with PEFT as safetensors"

@@ -18,17 +18,9 @@ from llorch.lora.targets import Target
 
 
 def plain_adapter(adapter: Adapter, model: ModelConfig) -> Adapter:
-    """Say the same with less.
+    """An equal adapter of one rank whose every scale is 1; the same where one rank and alpha suffice already.
 
-    Args:
-        adapter: The adapter.
-        model: The model that it is for.
-
-    Returns:
-        An adapter of one rank whose every scale is 1; the same one if it needs no more than one rank and alpha already.
-
-    Raises:
-        FormatError: Unsupported for DoRA, which such readers do not have.
+    Unsupported for DoRA, which such readers do not have.
     """
     config = adapter.config
     if config.use_dora:
@@ -44,15 +36,7 @@ def plain_adapter(adapter: Adapter, model: ModelConfig) -> Adapter:
 
 
 def module_names(targets: Mapping[str, Target], model: ModelConfig) -> tuple[str, ...]:
-    """Name the matrices of an adapter: ends of paths where every layer has the same ones, else whole paths.
-
-    Args:
-        targets: The matrices.
-        model: The model.
-
-    Returns:
-        Sorted names for `LoraConfig.target_modules`.
-    """
+    """Name the matrices of an adapter: ends of paths where every layer has the same ones, else whole paths; sorted."""
     ends = tuple(sorted({target.path.rpartition(".")[2] for target in targets.values()}))
     same = LoraConfig(target_modules=ends).targets(model).keys() == targets.keys()
     return ends if same else tuple(sorted(target.path for target in targets.values()))

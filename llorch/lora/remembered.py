@@ -21,17 +21,7 @@ _FORMAT = 1  # of what is hashed; another number forgets everything
 
 
 def remembered_identity(weights: Weights) -> BaseIdentity:
-    """Digest a base, or look up what that gave while its files were the same.
-
-    Args:
-        weights: The base.
-
-    Returns:
-        Its identity.
-
-    Raises:
-        FormatError: See `identity_of`.
-    """
+    """Digest a base, or look up what that gave while its files were the same; raises as `identity_of`."""
     place = _place(weights)
     try:
         known = BaseIdentity.from_fields(read_json(place, limit=_MAX_BYTES), place)

@@ -24,64 +24,32 @@ _GGUF = re.compile(r"^(?P<path>.+)\.weight\.lora_(?P<half>[ab])$")
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixSummary:
-    """The adapter of one matrix.
+    """The adapter of one matrix."""
 
-    Attributes:
-        path: Module path; in a GGUF file the name of the base tensor.
-        rank: Its r.
-        scaling: Factor of its product.
-        n_parameters: Trained numbers, magnitudes left out.
-        norm: Frobenius norm of scaling * B A, which is added to the matrix.
-        relative: The same divided by the norm of the base matrix; None without a base.
-    """
-
-    path: str
+    path: str  # of the module; in a GGUF file the name of the base tensor
     rank: int
     scaling: float
-    n_parameters: int
-    norm: float
-    relative: float | None
+    n_parameters: int  # magnitudes left out
+    norm: float  # Frobenius norm of scaling * B A, which is added to the matrix
+    relative: float | None  # to the norm of the base matrix; None without a base
 
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """An adapter as it lies on the disk.
-
-    Attributes:
-        path: Folder or file.
-        format: What it is.
-        config: How it was made, as far as the file says.
-        base: The base that it records, by name.
-        dtypes: Types of its tensors.
-        n_parameters: All trained numbers.
-        matrices: One by one.
-        problems: What llorch would refuse it for, seen without a base.
-    """
+    """An adapter as it lies on the disk."""
 
     path: Path
     format: str
-    config: LoraConfig | None
-    base: str | None
-    dtypes: list[str]
+    config: LoraConfig | None  # as far as the file says
+    base: str | None  # that it records, by name
+    dtypes: list[str]  # of its tensors
     n_parameters: int
     matrices: list[MatrixSummary]
-    problems: list[str]
+    problems: list[str]  # what llorch would refuse it for, seen without a base
 
 
 def summarise(path: str | Path, weights: Weights | None = None) -> Summary:
-    """Look at an adapter.
-
-    Args:
-        path: A PEFT directory or a LoRA GGUF file.
-        weights: Its base, for norms beside those of the base; may be None.
-
-    Returns:
-        What is in it.
-
-    Raises:
-        FileNotFoundError: Nothing has this path.
-        FormatError: Not even its configuration or tensor table can be read.
-    """
+    """Look at an adapter; a base adds norms relative to its own."""
     recorded, path = recorded_base(path), Path(path)
     config = read_config(path)[0] if path.is_dir() else None
     with SafetensorsFile(tensor_file(path)) if path.is_dir() else GGUFFile(path) as file:
@@ -106,29 +74,14 @@ def summarise(path: str | Path, weights: Weights | None = None) -> Summary:
 
 
 def stored_types(path: str | Path) -> list[str]:
-    """Types in which an adapter stores its tensors.
-
-    Args:
-        path: A PEFT directory or a LoRA GGUF file.
-
-    Returns:
-        Their names, `F32` and so on.
-    """
+    """Types in which an adapter stores its tensors: `F32` and so on."""
     path = Path(path)
     with SafetensorsFile(tensor_file(path)) if path.is_dir() else GGUFFile(path) as file:
         return _types(file)
 
 
 def product_norm(lora_A: Float[np.ndarray, "r in"], lora_B: Float[np.ndarray, "out r"]) -> float:
-    """Frobenius norm of B A, without the product itself.
-
-    Args:
-        lora_A: The way down.
-        lora_B: The way up.
-
-    Returns:
-        The norm.
-    """
+    """Frobenius norm of B A, without the product itself."""
     a, b = lora_A.astype(np.float64), lora_B.astype(np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
         return float(np.sqrt(np.maximum(0, np.sum((a @ a.T) * (b.T @ b)))))  # trace of A^T B^T B A

@@ -12,25 +12,15 @@ OUTER_TARGETS = ("embed_tokens", "lm_head")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One matrix that an adapter may stand beside.
+    """One matrix that an adapter may stand beside."""
 
-    Attributes:
-        name: Canonical, `layers.3.q_proj`, `embed_tokens` or `lm_head`.
-        path: Module path in transformers, `model.layers.3.self_attn.q_proj`.
-        gguf: Tensor name in GGUF without its suffix, `blk.3.attn_q`.
-        n_in: Width of the input; of an embedding the vocabulary.
-        n_out: Width of the output.
-        interleaved_heads: Heads whose rows a GGUF file of this model holds in pairs; 0: rows as in Hugging Face.
-        weight: Canonical name of the base weight; a tied `lm_head` has that of the embedding.
-    """
-
-    name: str
-    path: str
-    gguf: str
-    n_in: int
+    name: str  # canonical: `layers.3.q_proj`, `embed_tokens` or `lm_head`
+    path: str  # module path in transformers: `model.layers.3.self_attn.q_proj`
+    gguf: str  # tensor name in GGUF without its suffix: `blk.3.attn_q`
+    n_in: int  # of an embedding the vocabulary
     n_out: int
-    interleaved_heads: int
-    weight: str
+    interleaved_heads: int  # heads whose rows a GGUF file of this model holds in pairs; 0: rows as in Hugging Face
+    weight: str  # canonical name of the base weight; a tied `lm_head` has that of the embedding
 
     @property
     def is_embedding(self) -> bool:
@@ -39,14 +29,7 @@ class Target:
 
 
 def targets_of(config: ModelConfig) -> Mapping[str, Target]:
-    """List every matrix of a model that an adapter can be put on.
-
-    Args:
-        config: The model.
-
-    Returns:
-        Canonical name to target, in the order of the forward pass; `lm_head` also where the embedding is tied to it.
-    """
+    """Every matrix that an adapter can be put on, in forward order; `lm_head` also where it is tied."""
     found: dict[str, Target] = {}
     for weight in inventory(config).values():
         short = weight.name.rpartition(".")[2]

@@ -60,14 +60,7 @@ _BYTE_OF = {ord(character): chr(byte) for byte, character in BYTE_CHARACTERS.ite
 
 
 def text_bytes(token: str) -> bytes:
-    """Undo the byte alphabet.
-
-    Args:
-        token: Text of a token.
-
-    Returns:
-        The bytes that it stands for; for a text outside the alphabet its own UTF-8.
-    """
+    """Undo the byte alphabet; a text outside of it stands for its own UTF-8."""
     if all(ord(character) in _BYTE_OF for character in token):
         return token.translate(_BYTE_OF).encode("latin-1")
     return token.encode("utf-8", "surrogateescape")
@@ -81,11 +74,9 @@ class ByteLevelBPE:
     ) -> None:
         """Build the encoder in the `tokenizers` library.
 
-        Args:
-            ids: Token text to id, without control tokens: no text may turn into one.
-            merges: Pairs of tokens, most important first; parts and results are keys of `ids`.
-            patterns: Expressions that cut text into words, applied one after the other.
-            ignore_merges: A word that is a token is taken as it is.
+        `ids` has no control tokens: no text may turn into one. Merges come most important first, their parts and
+        results are keys of `ids`; `patterns` cut text into words, one after the other; with `ignore_merges` a word that
+        is a token is taken as it is.
         """
         model = models.BPE(vocab=dict(ids), merges=list(merges), ignore_merges=ignore_merges)
         words = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
@@ -94,24 +85,10 @@ class ByteLevelBPE:
         self._tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*words, to_alphabet])
 
     def encode(self, text: str) -> list[int]:
-        """Encode text without special tokens.
-
-        Args:
-            text: Any text without lone surrogates.
-
-        Returns:
-            Token ids.
-        """
+        """Encode text without special tokens."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_spans(self, text: str) -> tuple[list[int], list[int]]:
-        """Encode text, and tell where tokens start.
-
-        Args:
-            text: Any text without lone surrogates.
-
-        Returns:
-            Token ids, and for each the character in which it starts.
-        """
+        """Ids as `encode` gives them, and for each the character in which it starts."""
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         return encoding.ids, [start for start, _ in encoding.offsets]

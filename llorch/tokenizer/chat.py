@@ -25,15 +25,9 @@ class ChatTemplate:
     """A template that can be read."""
 
     def __init__(self, source: str, *, variables: Mapping[str, str], path: str | Path | None = None) -> None:
-        """Check a template.
+        """Check a template, which may use these `variables`, such as `bos_token`.
 
-        Args:
-            source: The text of the template.
-            variables: Names that it may use, such as `bos_token`.
-            path: Where it came from, for messages.
-
-        Raises:
-            FormatError: TemplateError when it is no template, TemplateBudget when that takes too long to see.
+        FormatError: TemplateError when it is no template, TemplateBudget when that takes too long to see.
         """
         self._path = path
         self._variables = variables
@@ -45,17 +39,9 @@ class ChatTemplate:
     ) -> str:
         """Write a conversation as the text that the model reads.
 
-        Args:
-            messages: With role and content; keys without a value are left out, as transformers does.
-            tools: Descriptions of the functions that the model may call.
-            add_generation_prompt: End with what opens a turn of the assistant.
-
-        Returns:
-            The text.
-
-        Raises:
-            FormatError: TemplateError when the template refuses the conversation or fails on it, TemplateBudget when it
-                takes more than 1 s or 512 MiB, or makes more than 4 Mi characters of it.
+        Keys of messages without a value are left out, as by transformers. FormatError: TemplateError when the template
+        refuses the conversation or fails on it, TemplateBudget when it takes more than 1 s or 512 MiB, or makes more
+        than 4 Mi characters of it.
         """
         chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
         known = {"messages": chat, "tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
@@ -74,19 +60,7 @@ class ChatTemplate:
 
 
 def compiled(templates: Mapping[str, str], tokenizer: Tokenizer, *, path: str | Path) -> dict[str, ChatTemplate]:
-    """Check the chat templates of a model.
-
-    Args:
-        templates: Name to template.
-        tokenizer: Knows the tokens that begin and end a text, which templates write.
-        path: Where they came from, for messages.
-
-    Returns:
-        Name to template.
-
-    Raises:
-        FormatError: One is no template.
-    """
+    """Check the chat templates of a model; the tokenizer knows what begins and ends a text, which templates write."""
     ids = {"bos_token": tokenizer.bos_token_id, "eos_token": tokenizer.eos_token_id}
     variables = {name: tokenizer.decode([one], skip_special=False) for name, one in ids.items() if one is not None}
     return {name: ChatTemplate(text, variables=variables, path=path) for name, text in templates.items()}

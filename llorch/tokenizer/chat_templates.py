@@ -19,48 +19,24 @@ _MAX_CONFIG, _MAX_TEMPLATE = 4 << 20, 1 << 20  # bytes
 
 
 def template_files(folder: Path) -> dict[str, Path]:
-    """Find the files of chat templates in a Hugging Face folder.
-
-    Args:
-        folder: The folder.
-
-    Returns:
-        Name to file; empty without any.
-
-    Raises:
-        FormatError: Unsafe for a link that leads out of the folder.
-    """
+    """Files of chat templates in a Hugging Face folder, by name; Unsafe for a link that leads out of it."""
     files = {"default": folder / "chat_template.jinja"}
     files |= {file.stem: file for file in sorted((folder / MORE_TEMPLATES).glob("*.jinja"))}
     return {name: require_inside(file, folder) for name, file in files.items() if file.is_file()}
 
 
 def read_templates(folder: Path) -> dict[str, str]:
-    """Collect the chat templates of a Hugging Face folder.
+    """Chat templates of a Hugging Face folder, by name.
 
-    Args:
-        folder: The folder.
-
-    Returns:
-        Name to template; empty without any.
-
-    Raises:
-        FormatError: Malformed when they are no texts, TooLarge for a file beyond 1 MiB, Unsafe for a link that leads
-            out of the folder.
+    FormatError: Malformed when they are no texts, TooLarge for a file beyond 1 MiB, Unsafe for a link out of the
+    folder.
     """
     templates = {name: _read_text(file) for name, file in template_files(folder).items()}
     return templates or _from_config(folder / "tokenizer_config.json")
 
 
 def templates_metadata(templates: Mapping[str, str]) -> dict[str, object]:
-    """Name templates as GGUF files do.
-
-    Args:
-        templates: Name to template.
-
-    Returns:
-        Keys and values of the metadata.
-    """
+    """Name templates as GGUF files do."""
     metadata: dict[str, object] = {
         _KEY if name == "default" else f"{_KEY}.{name}": text for name, text in templates.items()
     }
@@ -69,18 +45,7 @@ def templates_metadata(templates: Mapping[str, str]) -> dict[str, object]:
 
 
 def templates_of_metadata(metadata: Mapping[str, object], path: Path) -> dict[str, str]:
-    """Collect the chat templates of a GGUF file.
-
-    Args:
-        metadata: Keys and values of the file.
-        path: The file, for messages.
-
-    Returns:
-        Name to template; empty without any.
-
-    Raises:
-        FormatError: Malformed when they are no texts.
-    """
+    """Chat templates of a GGUF file, by name; Malformed when they are no texts."""
     fields = Fields(metadata, path)
     keys = {"default": _KEY} | {key.removeprefix(_KEY + "."): key for key in metadata if key.startswith(_KEY + ".")}
     return {name: fields.text(key) for name, key in keys.items() if fields.has(key)}

@@ -18,14 +18,7 @@ class Conversation:
     def __init__(
         self, messages: Sequence[Message], tools: Sequence[object] | None, template: ChatTemplate, breaker: Breaker
     ) -> None:
-        """Break control tokens in the words of users.
-
-        Args:
-            messages: With role and content.
-            tools: Functions that the assistant may call, or None.
-            template: How the conversation is written.
-            breaker: Knows the texts of control tokens.
-        """
+        """Break control tokens in the words of users."""
         both = {"messages": messages, "tools": tools}
         self._mark = breaker.mark_for(both)
         broken = both if self._mark is None else breaker.broken(both, self._mark)
@@ -34,50 +27,21 @@ class Conversation:
         self._template = template
 
     def text(self, count: int, *, opened: bool = False) -> tuple[str, list[int]]:
-        """The first messages as text.
-
-        Args:
-            count: How many messages.
-            opened: With what opens a turn of the assistant.
-
-        Returns:
-            The text, and the inert places in it.
-        """
+        """The first messages as text, `opened` with what opens a turn of the assistant; and the inert places in it."""
         text = self._template.render(self._messages[:count], tools=self._tools, add_generation_prompt=opened)
         return taken_out(text, self._mark)
 
 
 class Chats:
-    """How one model writes conversations.
-
-    Attributes:
-        breaker: Knows the texts of its control tokens.
-    """
+    """How one model writes conversations."""
 
     def __init__(self, templates: Callable[[], Mapping[str, str]], tokenizer: Tokenizer, *, path: str | Path) -> None:
-        """Prepare; templates are read and checked when the first conversation comes.
-
-        Args:
-            templates: Gives them by name.
-            tokenizer: Of the model.
-            path: The model, for messages.
-        """
+        """Prepare; templates are read and checked when the first conversation comes."""
         self._read, self._tokenizer, self._path = templates, tokenizer, path
-        self.breaker = Breaker(tokenizer.control_texts)
+        self.breaker = Breaker(tokenizer.control_texts)  # knows the texts of control tokens
 
     def conversation(self, messages: Sequence[Message], tools: Sequence[object] | None = None) -> Conversation:
-        """Take up a conversation.
-
-        Args:
-            messages: With role and content.
-            tools: Functions that the assistant may call, or None.
-
-        Returns:
-            What renders it.
-
-        Raises:
-            FormatError: The model has no chat template, or one that is none.
-        """
+        """Take up a conversation; FormatError where the model has no chat template, or one that is none."""
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
         if name not in self._templates:
             message = (
@@ -88,17 +52,7 @@ class Chats:
         return Conversation(messages, tools, self._templates[name], self.breaker)
 
     def ids(self, messages: Sequence[Message]) -> list[int]:
-        """A conversation up to the answer that is wanted, as token ids.
-
-        Args:
-            messages: With role and content.
-
-        Returns:
-            The ids; what the template writes may be control tokens, what is in the messages is text.
-
-        Raises:
-            FormatError: See `conversation`, and when the template refuses the messages.
-        """
+        """A conversation up to the answer that is wanted, as token ids; what is in the messages stays text."""
         text, inert = self.conversation(messages).text(len(messages), opened=True)
         return self._tokenizer.encode_rendered(text, inert=inert)[0]
 

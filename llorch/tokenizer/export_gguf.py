@@ -44,17 +44,10 @@ class GGUFTokenizer:
 
 
 def read_tokenizer(folder: Path, rows: int) -> GGUFTokenizer:
-    """Translate the tokenizer files of a folder.
+    """Translate the tokenizer files of a folder, tokenizer.json being the truth, to metadata and notes for the user.
 
-    Args:
-        folder: The model folder; its tokenizer.json is the truth.
-        rows: Rows of the embedding; ids without a token are filled up to there.
-
-    Returns:
-        The metadata, and notes for the user.
-
-    Raises:
-        FormatError: The tokenizer cannot be read, or llama.cpp cannot do what it does.
+    Ids without a token are filled up to `rows` of the embedding. FormatError where llama.cpp cannot do what the
+    tokenizer does.
     """
     vocabulary = HuggingFaceVocabulary(folder)  # refuses all that is not known
     path = folder / "tokenizer.json"
@@ -82,13 +75,9 @@ def read_tokenizer(folder: Path, rows: int) -> GGUFTokenizer:
 
 
 def probes_for(metadata: Mapping[str, object]) -> list[str]:
-    """Choose the probes whose ids a folder and a GGUF file can share.
+    """The probes whose ids a folder and a GGUF file can share.
 
-    Args:
-        metadata: Keys and values of the GGUF file.
-
-    Returns:
-        All probes, or those without a space in front where the folder treats it differently, as a note tells.
+    Those with a space in front are left out where the folder treats it differently, as a note tells.
     """
     return [text for text in PROBES if SPACE_PREFIX not in metadata or not text.startswith(" ")]
 

@@ -50,21 +50,7 @@ class HuggingFaceTokenizer:
 def translate_vocabulary(
     metadata: Mapping[str, object], vocabulary: GGUFVocabulary, path: Path, *, family: str, context: int
 ) -> HuggingFaceTokenizer:
-    """Translate the vocabulary of a GGUF file.
-
-    Args:
-        metadata: Keys and values of the file.
-        vocabulary: The same, read and checked.
-        path: The file, for messages.
-        family: Of the model.
-        context: Longest text in tokens.
-
-    Returns:
-        The content of the tokenizer files.
-
-    Raises:
-        FormatError: The vocabulary has what tokenizer.json cannot express.
-    """
+    """Translate the vocabulary of a GGUF file; FormatError for what tokenizer.json cannot express."""
     table = TokenTable(metadata, path)
     _require_unicode(table, path)
     fields = Fields(metadata, path, prefix=PREFIX)

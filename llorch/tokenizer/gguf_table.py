@@ -29,40 +29,18 @@ class TokenTable:
     """Texts and types by token id."""
 
     def __init__(self, metadata: Mapping[str, object], path: str | Path) -> None:
-        """Read and check the token list and its types.
-
-        Args:
-            metadata: Keys and values of the file.
-            path: The file, for messages.
-
-        Raises:
-            FormatError: Any fault of the two lists.
-        """
+        """Read and check the token list and its types."""
         self._metadata = metadata
         self._path = path
         self.texts = self._read_texts()
         self.types = self._read_types()
 
     def ids_of(self, *types: TokenType) -> dict[str, int]:
-        """Select tokens.
-
-        Args:
-            types: The types wanted.
-
-        Returns:
-            Text to id, in the order of the ids.
-        """
+        """Text to id of the tokens of some types, in the order of the ids."""
         return {text: i for i, (text, kind) in enumerate(zip(self.texts, self.types, strict=True)) if kind in types}
 
     def read_scores(self) -> list[float]:
-        """Read the scores.
-
-        Returns:
-            One number per token, higher merges first.
-
-        Raises:
-            FormatError: Missing, too few or too many, not numbers, or not finite.
-        """
+        """One finite score per token; higher merges first."""
         scores = self._numbers("scores", kinds="fi")
         if not np.isfinite(scores).all():
             first = int(np.flatnonzero(~np.isfinite(scores))[0])
@@ -70,18 +48,7 @@ class TokenTable:
         return scores.tolist()
 
     def read_merges(self, ids: Mapping[str, int]) -> list[tuple[str, str]]:
-        """Read the merges.
-
-        Args:
-            ids: The tokens that merges may use and make.
-
-        Returns:
-            Pairs of token texts, the most important first.
-
-        Raises:
-            FormatError: Malformed for a merge that is not two known tokens making a third, Duplicate for one seen
-                before.
-        """
+        """Pairs of token texts, the most important first; see `check_merges`."""
         return check_merges(self._strings("merges"), ids, key="tokenizer.ggml.merges", path=self._path)
 
     def _read_texts(self) -> list[str]:

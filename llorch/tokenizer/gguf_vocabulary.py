@@ -44,15 +44,7 @@ class GGUFVocabulary:
     """Tokens, special tokens and the text encoder of a GGUF file."""
 
     def __init__(self, metadata: Mapping[str, object], path: str | Path) -> None:
-        """Read and check the `tokenizer.ggml` keys.
-
-        Args:
-            metadata: Keys and values of the file; string arrays as sequences of bytes.
-            path: The file, for messages.
-
-        Raises:
-            FormatError: There is no vocabulary, one of a kind not known here, or a faulty one.
-        """
+        """Read and check the `tokenizer.ggml` keys; string arrays come as sequences of bytes."""
         fields = Fields(metadata, path, prefix=_PREFIX)
         model = fields.text("model", default="none")
         if model in ("none", "no_vocab"):
@@ -75,13 +67,7 @@ class GGUFVocabulary:
     def encode(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         """Encode text: first it is cut at special tokens, then what lies between is encoded.
 
-        Args:
-            text: Any text without lone surrogates.
-            add_special: Put the beginning and end tokens that the file asks for.
-            parse_special: Cut at control tokens too, not only at user-defined ones.
-
-        Returns:
-            Token ids.
+        `parse_special` cuts at control tokens too, not only at user-defined ones.
         """
         ids = [*self._added_first] if add_special else []
         at_start = self.space_prefix == "always"
@@ -97,16 +83,9 @@ class GGUFVocabulary:
     def encode_spans(
         self, text: str, *, add_special: bool, parse_special: bool, continues: bool
     ) -> tuple[list[int], list[int]]:
-        """Encode text as `encode` does, and tell where tokens start.
+        """Encode as `encode`, and tell where tokens start: -1 for an added beginning.
 
-        Args:
-            text: Any text without lone surrogates.
-            add_special: Put the beginning and end tokens that the file asks for.
-            parse_special: Cut at control tokens too, not only at user-defined ones.
-            continues: The text stands behind a control token.
-
-        Returns:
-            Token ids, and for each the character in which it starts; -1 for an added beginning.
+        `continues`: the text stands behind a control token.
         """
         ids = [*self._added_first] if add_special else []
         starts = [-1] * len(ids)
@@ -125,14 +104,7 @@ class GGUFVocabulary:
         return ids + last, starts + [len(text)] * len(last)
 
     def piece(self, token_id: int) -> bytes:
-        """Give the bytes of a token.
-
-        Args:
-            token_id: An id of the vocabulary.
-
-        Returns:
-            The bytes that it stands for; of a special token its own text.
-        """
+        """The bytes that a token stands for; of a special token its own text."""
         text = self._table.texts[token_id]
         kind = self._table.types[token_id]
         if token_id in self.special.hidden or token_id in self.special.visible:

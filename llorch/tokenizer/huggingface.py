@@ -35,14 +35,7 @@ class HuggingFaceVocabulary:
     """Tokens, special tokens and the text encoder of a folder."""
 
     def __init__(self, folder: Path) -> None:
-        """Read and check the files.
-
-        Args:
-            folder: The model folder.
-
-        Raises:
-            FormatError: There is no tokenizer.json, one with parts not known here, or a faulty one.
-        """
+        """Read and check the files; FormatError for parts of tokenizer.json that are not known here."""
         self._path = folder / "tokenizer.json"
         if not self._path.is_file():
             message = "this folder has no tokenizer.json; add the file, or give token ids"
@@ -63,16 +56,7 @@ class HuggingFaceVocabulary:
         self._last = [self._check_id(one, "post_processor", self.vocab_size) for one in last]
 
     def encode(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-        """Encode text.
-
-        Args:
-            text: Any text without lone surrogates.
-            add_special: Put the tokens of the file's template around it.
-            parse_special: Turn the text of special tokens into them.
-
-        Returns:
-            Token ids.
-        """
+        """Encode text; `add_special` puts the tokens of the file's template around it."""
         with self._lock:  # the switch belongs to the tokenizer, not to the call
             self._tokenizer.encode_special_tokens = not parse_special
             ids = self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -81,16 +65,10 @@ class HuggingFaceVocabulary:
     def encode_spans(
         self, text: str, *, add_special: bool, parse_special: bool, continues: bool
     ) -> tuple[list[int], list[int]]:
-        """Encode text as `encode` does, and tell where tokens start.
+        """Encode text and tell where tokens start: -1 for an added beginning.
 
-        Args:
-            text: Any text without lone surrogates.
-            add_special: Put the tokens of the file's template around it.
-            parse_special: Turn the text of special tokens into them.
-            continues: The text stands behind a control token: no space is put before it, unless after each of them.
-
-        Returns:
-            Token ids, and for each the character in which it starts; -1 for an added beginning.
+        Text that `continues` after a control token gets no space put before it, unless each control token is followed
+        by one.
         """
         with self._lock, self._without_prefix(continues):
             self._tokenizer.encode_special_tokens = not parse_special
@@ -114,14 +92,7 @@ class HuggingFaceVocabulary:
             part.prepend_scheme = "first"
 
     def piece(self, token_id: int) -> bytes:
-        """Give the bytes of a token.
-
-        Args:
-            token_id: An id below `vocab_size`.
-
-        Returns:
-            The bytes that it stands for; of an added token its own text; nothing for an id that only pads the model.
-        """
+        """The bytes of an id: of an added token its own text, nothing for an id that only pads the model."""
         text = self._texts.get(token_id, "")
         if token_id in self.special.hidden or token_id in self.special.visible:
             return text.encode()

@@ -19,11 +19,7 @@ class Breaker:
     """Breaks the texts of control tokens."""
 
     def __init__(self, controls: Collection[str]) -> None:
-        """Prepare the search.
-
-        Args:
-            controls: Texts of the control tokens.
-        """
+        """Prepare the search for the texts of control tokens."""
         texts = sorted((text for text in controls if text), key=len, reverse=True)
         self._whole = _any_of([text for text in texts if len(text) > 1])
         self._single = _any_of([text for text in texts if len(text) == 1])
@@ -31,14 +27,7 @@ class Breaker:
         self._longest = max(map(len, texts), default=0)
 
     def mark_for(self, values: object) -> str | None:
-        """The character to break texts with.
-
-        Args:
-            values: A conversation.
-
-        Returns:
-            A character that does not occur in it; None when there is nothing to break.
-        """
+        """A character that does not occur in a conversation; None when there is nothing to break."""
         texts = list(_texts(values))
         if not any(self.found_in(text) for text in texts):
             return None
@@ -49,15 +38,7 @@ class Breaker:
         return bool(self._whole.search(text) or self._single.search(text)) or self._end(text) < len(text)
 
     def broken(self, values: object, mark: str) -> object:
-        """Break the texts of control tokens in a conversation.
-
-        Args:
-            values: The conversation.
-            mark: See `mark_for`.
-
-        Returns:
-            A copy with `mark` after the first character of each such text, and twice after one that is its whole text.
-        """
+        """A copy with `mark` after the first character of each control token's text, twice if that is all of it."""
         return _mapped(values, lambda text: self._break(text, mark))
 
     def _break(self, text: str, mark: str) -> str:
@@ -80,15 +61,7 @@ def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
 
 
 def taken_out(text: str, mark: str | None) -> tuple[str, list[int]]:
-    """Take the marks out of a rendered text.
-
-    Args:
-        text: The text.
-        mark: See `Breaker.mark_for`.
-
-    Returns:
-        The text without them, and the places where they were.
-    """
+    """A rendered text without its marks, and the places where they were."""
     if mark is None:
         return text, []
     parts = re.split(f"{mark}|\\\\u{ord(mark):04x}", text)  # a template may write non-ASCII characters as escapes

@@ -9,19 +9,9 @@ from llorch.errors import FormatError
 def check_merges(
     merges: Iterable[object], ids: Mapping[str, int], *, key: str, path: str | Path
 ) -> list[tuple[str, str]]:
-    """Split and check merges.
+    """Split merges ("left right", or a list of the two), the most important first.
 
-    Args:
-        merges: "left right" as text or as UTF-8, or a list of the two; the most important first.
-        ids: The tokens that merges may use and make.
-        key: Name of the list, for messages.
-        path: The file, for messages.
-
-    Returns:
-        Pairs of token texts.
-
-    Raises:
-        FormatError: Malformed for a merge that is not two known tokens making a third, Duplicate for one seen before.
+    FormatError: Malformed for one that is not two known tokens making a third, Duplicate for one seen before.
     """
     pairs: dict[tuple[str, str], None] = {}
     for index, merge in enumerate(merges):

@@ -12,19 +12,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def checked_messages(fields: Fields, key: str, value: object) -> list[dict[str, object]]:
-    """Check a list of messages.
-
-    Args:
-        fields: Where it was found, for errors.
-        key: Name of the list, for errors.
-        value: The list.
-
-    Returns:
-        The messages, as chat templates take them.
-
-    Raises:
-        FormatError: Something in it is no message.
-    """
+    """Check a list of messages and bring it into the form that chat templates take."""
     if not isinstance(value, list) or not value:
         raise fields.error("Malformed", key, "a list of messages", value)
     return [_checked_message(fields, f"{key}[{place}]", entry) for place, entry in enumerate(value)]
@@ -41,16 +29,8 @@ def parsed(text: str) -> object:
 def tool_call(fields: Fields, name: str, call: object) -> dict[str, object]:
     """Check a call of a function, and bring it into the form that templates take.
 
-    Args:
-        fields: The row.
-        name: Of the value, for messages.
-        call: `{"name", "arguments"}`, perhaps as `function` of an object; arguments may be JSON text.
-
-    Returns:
-        `{"type": "function", "function": {"name", "arguments"}}`, and whatever else the object says.
-
-    Raises:
-        FormatError: It is none.
+    It comes as `{"name", "arguments"}`, perhaps as `function` of an object, arguments perhaps as JSON text; it leaves
+    as `{"type": "function", "function": {"name", "arguments"}}` and whatever else the object says.
     """
     outer = call if isinstance(call, Mapping) else {}
     function = outer.get("function", outer)

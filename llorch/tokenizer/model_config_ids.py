@@ -21,18 +21,7 @@ class NamedIds:
 
     @classmethod
     def read(cls, folder: Path, ids: Mapping[str, int]) -> "NamedIds":
-        """Read the files of a folder.
-
-        Args:
-            folder: The model folder.
-            ids: Token text to id, for files that name a token by its text.
-
-        Returns:
-            The ids.
-
-        Raises:
-            FormatError: A file is no sound JSON, or names no token of the vocabulary.
-        """
+        """Read the files of a folder; FormatError where one names no token of the vocabulary."""
         model = _read(folder / "config.json")
         generation = _read(folder / "generation_config.json")
         tokenizer = _read(folder / "tokenizer_config.json")

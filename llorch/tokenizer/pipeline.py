@@ -66,16 +66,7 @@ class Pipeline:
     """Normalizer and pre-tokenizer of a file, rebuilt."""
 
     def __init__(self, normalizer: object, pre_tokenizer: object, path: Path) -> None:
-        """Recognise the two parts.
-
-        Args:
-            normalizer: As in the file.
-            pre_tokenizer: As in the file.
-            path: The file, for messages.
-
-        Raises:
-            FormatError: Unsupported for a part, or a combination, that is not known here.
-        """
+        """Recognise the two parts; Unsupported for a part, or a combination, that is not known here."""
         words = _without_offsets(pre_tokenizer)
         self.byte_level = words in _BYTE_LEVEL_PARTS
         self.space_prefix: SpacePrefix = "never"
@@ -99,26 +90,14 @@ class Pipeline:
             self._normalizer = normalizers.Sequence(parts)
 
     def install(self, tokenizer: Tokenizer) -> None:
-        """Put the two parts into a tokenizer.
-
-        Args:
-            tokenizer: Changed in place.
-        """
+        """Put the two parts into a tokenizer, in place."""
         if self._normalizer is not None:
             tokenizer.normalizer = self._normalizer
         if self._pre_tokenizer is not None:
             tokenizer.pre_tokenizer = self._pre_tokenizer
 
     def check_decoder(self, decoder: object, path: Path) -> None:
-        """Refuse a decoder that gives another text than taking back what encoding did.
-
-        Args:
-            decoder: As in the file.
-            path: The file, for messages.
-
-        Raises:
-            FormatError: Unsupported.
-        """
+        """Refuse (Unsupported) a decoder that gives another text than taking back what encoding did."""
         if self.byte_level:
             known = isinstance(decoder, dict) and decoder.get("type") == "ByteLevel"
             expected = "ByteLevel"
@@ -165,18 +144,7 @@ def _build(part: object) -> pre_tokenizers.PreTokenizer:
 
 
 def read_template(processor: object, path: Path) -> tuple[list[object], list[object]]:
-    """Read which tokens a file puts around a text.
-
-    Args:
-        processor: `post_processor` of the file.
-        path: The file, for messages.
-
-    Returns:
-        The ids before the text and those after it, as in the file.
-
-    Raises:
-        FormatError: Unsupported for another kind of processor, Malformed for a faulty template.
-    """
+    """The ids that a file's `post_processor` puts before a text and after it."""
     match processor:
         case None | {"type": "ByteLevel"}:
             return [], []

@@ -22,17 +22,7 @@ PROBES = (
 
 
 def require_same_ids(source: Vocabulary, target: Vocabulary, texts: Iterable[str] = PROBES, *, path: Path) -> None:
-    """Compare two vocabularies.
-
-    Args:
-        source: What was converted.
-        target: What it became.
-        texts: What to encode.
-        path: The source, for messages.
-
-    Raises:
-        FormatError: Unsupported, naming the first text that is encoded differently.
-    """
+    """Refuse (Unsupported) to convert a vocabulary to one that encodes a text differently, naming the first."""
     for text in texts:
         want = source.encode(text, add_special=True, parse_special=False)
         got = target.encode(text, add_special=True, parse_special=False)

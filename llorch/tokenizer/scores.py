@@ -19,12 +19,8 @@ Merge = tuple[str, str]
 def merges_of_scores(scores: Mapping[str, float]) -> list[Merge]:
     """List every way to make a token of two others, the best-scored token first.
 
-    Args:
-        scores: Token text to score, in the order of the ids.
-
-    Returns:
-        The merges. Among equals the one with the longer left part counts first, so that runs of one character grow
-        from the left, as they do by score.
+    Scores come in the order of the ids. Among equals the one with the longer left part counts first, so that runs of
+    one character grow from the left, as they do by score.
     """
     cuts = [(text, cut) for text in scores for cut in range(1, len(text))]
     merges = [(text[:cut], text[cut:]) for text, cut in cuts if text[:cut] in scores and text[cut:] in scores]
@@ -32,19 +28,10 @@ def merges_of_scores(scores: Mapping[str, float]) -> list[Merge]:
 
 
 def scores_of_merges(merges: Sequence[Merge], texts: Collection[str], *, path: Path) -> dict[str, float]:
-    """Find scores that merge as the merges do.
+    """Find scores that merge as the merges, the most important first, do.
 
-    Args:
-        merges: Pairs of tokens, the most important first.
-        texts: The tokens that text can become.
-        path: The file, for messages.
-
-    Returns:
-        Token text to score: 0 for the token that is made first, then downwards; tokens whose merges are interleaved
-        share one. A token that no merge makes has the lowest.
-
-    Raises:
-        FormatError: Unsupported when the merges are not all ways to make their tokens.
+    0 for the token that is made first, then downwards; tokens whose merges are interleaved share one, a token that no
+    merge makes has the lowest. Unsupported when the merges are not all ways to make their tokens.
     """
     texts = frozenset(texts)
     _require_all(merges, texts, path)

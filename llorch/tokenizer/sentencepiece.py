@@ -22,12 +22,9 @@ class SentencePieceBPE:
     """The text encoder of a vocabulary with scores."""
 
     def __init__(self, ids: Mapping[str, int], scores: Mapping[str, float], byte_ids: Mapping[int, int]) -> None:
-        """Rank the tokens.
+        """Rank the tokens by score, higher first.
 
-        Args:
-            ids: Token text to id, without control and byte tokens: no text may turn into one.
-            scores: Token text to score, higher merges first.
-            byte_ids: Byte to id, for characters that are no token.
+        `ids` has no control tokens: no text may turn into one; `byte_ids` are for characters that are no token.
         """
         places = {score: place for place, score in enumerate(sorted(set(scores.values()), reverse=True))}
         self._ranks = {text: places[score] for text, score in scores.items()}
@@ -40,28 +37,14 @@ class SentencePieceBPE:
         self._cache: dict[str, list[int]] = {}
 
     def encode(self, text: str) -> list[int]:
-        """Encode text without special tokens.
-
-        Args:
-            text: Any text without lone surrogates, its space prefix included.
-
-        Returns:
-            Token ids.
-        """
+        """Encode text, its space prefix included, without special tokens."""
         ids: list[int] = []
         for word in self._words.findall(text.replace(" ", SPACE)):
             ids += self._encode_word(word)
         return ids
 
     def encode_spans(self, text: str) -> tuple[list[int], list[int]]:
-        """Encode text, and tell where tokens start.
-
-        Args:
-            text: Any text without lone surrogates, its space prefix included.
-
-        Returns:
-            Token ids, and for each the character in which it starts.
-        """
+        """Ids as `encode` gives them, and for each the character in which it starts."""
         ids: list[int] = []
         starts: list[int] = []
         place = 0
@@ -90,15 +73,7 @@ class SentencePieceBPE:
 
 
 def merge(text: str, ranks: Mapping[str, int]) -> list[str]:
-    """Merge neighbouring pieces, best rank first and leftmost among equals, until no pair is a token.
-
-    Args:
-        text: What to cut; it starts as single characters.
-        ranks: Token to rank, lower merges first.
-
-    Returns:
-        The pieces.
-    """
+    """Merge neighbouring characters and pieces, best rank first and leftmost among equals, until no pair is a token."""
     length = len(text)
     end = list(range(1, length + 1))  # of the piece that starts here; 0 once it has been merged into its left one
     before = list(range(-1, length - 1))  # start of the piece to the left

@@ -52,14 +52,9 @@ class SpecialTokens:
 
 
 def find_by_text(ids: Mapping[str, int], named: Container[str]) -> dict[str, int]:
-    """Find the tokens that are control tokens because of their text.
+    """Tokens that are control tokens because of their text: by role, by text where they have no role of their own.
 
-    Args:
-        ids: Token text to id, for the tokens that may count by their text.
-        named: Roles for which the file names a token, so that no text is looked for.
-
-    Returns:
-        Role to id, and for tokens without a role of their own text to id.
+    No text is looked for where the file names a token for the role (`named`).
     """
     found = {text: ids[text] for text in END_TEXTS if text in ids}
     for role, texts in FILL_TEXTS.items():
@@ -70,15 +65,7 @@ def find_by_text(ids: Mapping[str, int], named: Container[str]) -> dict[str, int
 
 
 def find_end_tokens(by_text: Mapping[str, int], named: Mapping[str, int]) -> frozenset[int]:
-    """Collect every token that ends a generation.
-
-    Args:
-        by_text: From `find_by_text`.
-        named: Role to id, as the file states them.
-
-    Returns:
-        The ids.
-    """
+    """Every token that ends a generation, from `find_by_text` and from the roles that the file states."""
     keys = (*END_TEXTS, *END_ROLES)
     return frozenset(ids[key] for ids in (by_text, named) for key in keys if key in ids)
 
@@ -90,12 +77,7 @@ class Cutter:
     """Cuts text at special tokens: where two overlap, the one with more bytes counts, even if it starts later."""
 
     def __init__(self, texts: Mapping[str, int], *, strips: Container[str] = ()) -> None:
-        """Prepare one search per length.
-
-        Args:
-            texts: Special text to id.
-            strips: Those that take the whitespace behind them with them.
-        """
+        """Prepare one search per length; special texts of `strips` take the whitespace behind them with them."""
         self._ids = texts
         kinds = {text: (len(text.encode("utf-8", "surrogateescape")), text in strips) for text in texts}
         self._searches = [
@@ -105,14 +87,7 @@ class Cutter:
         ]
 
     def cut(self, text: str) -> list[tuple[int, str | int]]:
-        """Replace every special text by its id.
-
-        Args:
-            text: What to cut.
-
-        Returns:
-            Pieces of text (none of them empty) and ids, in order, each with the index of its first character.
-        """
+        """Pieces of a text (none empty) and ids in place of special texts, each with its first character's index."""
         parts: list[tuple[int, str | int]] = [(0, text)] if text else []
         for search in self._searches:
             if search.search(text):

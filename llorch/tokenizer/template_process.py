@@ -24,28 +24,18 @@ _OUT_OF_TIME = -signal.SIGALRM if hasattr(signal, "SIGALRM") else 1  # the same;
 
 @dataclass(frozen=True)
 class Limits:
-    """What a template may take.
+    """What a template may take."""
 
-    Attributes:
-        seconds: Time to compile and render it once.
-        memory: Bytes of the process that does it.
-        text: Characters that it may write.
-    """
-
-    seconds: float = 1.0
-    memory: int = 512 << 20
-    text: int = 4 << 20
+    seconds: float = 1.0  # to compile and render it once
+    memory: int = 512 << 20  # bytes of the process that does it
+    text: int = 4 << 20  # characters that it may write
 
 
 class TemplateProcess:
     """A process that renders templates, one after the other; may be asked from any thread."""
 
     def __init__(self, limits: Limits) -> None:
-        """Start nothing yet.
-
-        Args:
-            limits: What each template may take.
-        """
+        """Start nothing yet."""
         self.limits = limits
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -56,19 +46,10 @@ class TemplateProcess:
         return None if self._process is None else self._process.pid
 
     def ask(self, request: Mapping[str, object]) -> dict[str, str]:
-        """Have a template compiled or rendered.
+        """Have a template compiled or rendered (see template_worker.py).
 
-        Args:
-            request: See template_worker.py; JSON can say it.
-
-        Returns:
-            Its answer, or the one that fits the way in which the process ended.
-
-        Raises:
-            ChildProcessError: The process cannot be started.
-            TypeError: JSON cannot say the request.
-            ValueError: The same.
-            RecursionError: The request is nested too deeply.
+        The answer is the worker's, or fits the way in which the process ended. What JSON cannot say is a TypeError,
+        ValueError or RecursionError; ChildProcessError where the process cannot be started.
         """
         data = _encoded(request)
         with self._lock:

@@ -51,15 +51,7 @@ def main() -> None:
 
 
 def answer(request: Mapping[str, object], *, max_text: int) -> dict[str, str]:
-    """Render a template, or only compile it.
-
-    Args:
-        request: `source` of the template, and the `variables` that it sees if it is to be rendered.
-        max_text: Characters that it may write.
-
-    Returns:
-        `text`; or `code` and `message`, which says what the template does.
-    """
+    """Render a `source` with its `variables`, or only compile it without any: `text`, or `code` and `message`."""
     try:
         template = _compiled(str(request["source"]))
     except MemoryError:

@@ -13,11 +13,7 @@ class Tokenizer:
     """Token ids from text, and text from token ids."""
 
     def __init__(self, vocabulary: GGUFVocabulary | HuggingFaceVocabulary) -> None:
-        """Wrap a vocabulary; use `from_gguf` or `from_huggingface`.
-
-        Args:
-            vocabulary: The checked content of a file.
-        """
+        """Wrap a vocabulary; use `from_gguf` or `from_huggingface`."""
         self._vocabulary = vocabulary
         self.vocab_size = vocabulary.vocab_size
         self.bos_token_id = vocabulary.special.bos_token_id
@@ -26,32 +22,12 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, file: GGUFFile) -> "Tokenizer":
-        """Read the vocabulary of a GGUF file; ids are those of llama.cpp.
-
-        Args:
-            file: The open file.
-
-        Returns:
-            The tokenizer; it does not need the file any more.
-
-        Raises:
-            FormatError: Missing without a vocabulary, else what is wrong with it.
-        """
+        """Read the vocabulary of an open GGUF file, which is not needed any more; ids are those of llama.cpp."""
         return cls(GGUFVocabulary(file.metadata, file.path))
 
     @classmethod
     def from_huggingface(cls, folder: str | Path) -> "Tokenizer":
-        """Read `tokenizer.json` of a model folder; ids are those of the `tokenizers` library.
-
-        Args:
-            folder: The folder.
-
-        Returns:
-            The tokenizer.
-
-        Raises:
-            FormatError: Missing without a tokenizer.json, else what is wrong with it.
-        """
+        """Read `tokenizer.json` of a model folder; ids are those of the `tokenizers` library."""
         return cls(HuggingFaceVocabulary(Path(folder)))
 
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
@@ -75,19 +51,10 @@ class Tokenizer:
     def encode_spans(
         self, text: str, *, add_special: bool = True, parse_special: bool = False
     ) -> tuple[list[int], list[int]]:
-        """Encode text as `encode` does, and tell where tokens start.
+        """Encode text as `encode` does, and tell in which character of it each token starts.
 
-        Args:
-            text: See `encode`.
-            add_special: See `encode`.
-            parse_special: See `encode`.
-
-        Returns:
-            Token ids, and for each the index of the character in which it starts: tokens that share a character start
-            at the same one. -1 for an added beginning, the length of the text for an added end.
-
-        Raises:
-            ValueError: The text has a lone surrogate.
+        Tokens that share a character start at the same one; -1 for an added beginning, the length of the text for an
+        added end.
         """
         _refuse_surrogates(text)
         return self._vocabulary.encode_spans(
@@ -97,16 +64,9 @@ class Tokenizer:
     def encode_rendered(self, text: str, *, inert: Sequence[int] = ()) -> tuple[list[int], list[int]]:
         """Encode what a chat template made: the text of control tokens is these tokens, but not inside of user text.
 
-        Args:
-            text: The rendered conversation.
-            inert: Places that no control token may run over: one inside each text of one that a user wrote. Where one
-                is a single character, the place behind it, twice.
-
-        Returns:
-            Token ids, and for each the index of the character in which it starts.
-
-        Raises:
-            ValueError: The text has a lone surrogate.
+        `inert` are places that no control token may run over: one inside each text of one that a user wrote; where one
+        is a single character, the place behind it, twice. Returned are ids, and for each the character in which it
+        starts.
         """
         ids, starts = self.encode_spans(text, add_special=False, parse_special=True)
         if not inert:

@@ -31,21 +31,10 @@ def adamw_step(
     eps: float,
     weight_decay: float,
 ) -> tuple[Float[np.ndarray, "*shape"], Float[np.ndarray, "*shape"], Float[np.ndarray, "*shape"]]:
-    """One step of one tensor.
+    """One step of one tensor: the new tensor, m and v.
 
-    Args:
-        param: The tensor.
-        grad: Its gradient, clipped.
-        m: First moment; zeros before step 1.
-        v: Second moment; likewise.
-        step: Number of this step in the whole run, from 1.
-        lr: Learning rate of this step and tensor.
-        betas: Decay of m and of v, each 0 or more and below 1.
-        eps: Added to the corrected root; > 0.
-        weight_decay: Share of the tensor, times lr, that is taken away; 0 or more.
-
-    Returns:
-        The new tensor, m and v.
+    The gradient is clipped already; m and v are zeros before `step` 1, which counts the whole run; `weight_decay` is
+    the share of the tensor, times lr, that is taken away.
     """
     m, v = moments(grad, m, v, betas=betas)
     return moved(param, m, v, step=step, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay), m, v
@@ -81,17 +70,9 @@ def moved(
 def clip_by_norm(
     grads: Mapping[str, Float[np.ndarray, "..."]], *, max_norm: float
 ) -> tuple[dict[str, Float[np.ndarray, "..."]], float]:
-    """Scale all gradients together so that their common norm is at most `max_norm`.
+    """Scale all gradients together so that their common norm is at most `max_norm`, infinity for no limit.
 
-    Args:
-        grads: Gradient of every trained tensor.
-        max_norm: Largest norm; `math.inf` leaves the gradients as they are.
-
-    Returns:
-        The gradients, and the norm before.
-
-    Raises:
-        NonFiniteNorm: A gradient holds NaN or infinity.
+    Returns the gradients and the norm before; NonFiniteNorm where one holds NaN or infinity.
     """
     norm = math.sqrt(sum(float(np.square(grad, dtype=np.float64).sum()) for grad in grads.values()))
     if not math.isfinite(norm):
@@ -101,17 +82,10 @@ def clip_by_norm(
 
 
 def rate_factor(name: str, *, lr_ratio: float) -> float:
-    """What LoRA+ multiplies the learning rate of one tensor with.
+    """What LoRA+ multiplies the learning rate of one tensor (`layers.3.q_proj.lora_A`) with.
 
-    The groups are PEFT's, but for one: there both tensors of an embedding have a fixed rate of their own, 1e-6 unless
-    it is set; here the embedding is a matrix like the others.
-
-    Args:
-        name: As in `Adapter.flat`, `layers.3.q_proj.lora_A`.
-        lr_ratio: Rate of B over that of A; 1 is plain LoRA.
-
-    Returns:
-        The ratio for B and for DoRA's magnitude, 1 for A.
+    The ratio for B and for DoRA's magnitude, 1 for A. The groups are PEFT's, but for one: there both tensors of an
+    embedding have a fixed rate of their own, 1e-6 unless it is set; here the embedding is a matrix like the others.
     """
     return 1.0 if name.endswith(".lora_A") else lr_ratio
 
@@ -120,12 +94,7 @@ class NonFiniteNorm(ValueError):
     """The gradients have no finite norm, so that no step can be taken."""
 
     def __init__(self, norm: float, names: Iterable[str]) -> None:
-        """Say which tensors are at fault.
-
-        Args:
-            norm: What came out.
-            names: Tensors whose gradient holds NaN or infinity.
-        """
+        """Say which tensors are at fault."""
         names = list(names)
         found = f"NaN or infinity in {len(names)}: {', '.join(names[:5])}" if names else "their squares overflow"
         super().__init__(f"gradients: expected a finite norm, got {norm}; {found}; nothing was updated")

@@ -17,17 +17,11 @@ PADDING = -1  # position and document of a slot without a token
 
 @dataclass(frozen=True)
 class Example:
-    """One tokenized example.
-
-    Attributes:
-        ids: Its tokens.
-        labels: As many; the id again, or `IGNORED`.
-        source: Where it came from, `train.jsonl:17`.
-    """
+    """One tokenized example."""
 
     ids: tuple[int, ...]
-    labels: tuple[int, ...]
-    source: str = ""
+    labels: tuple[int, ...]  # as many; the id again, or `IGNORED`
+    source: str = ""  # where it came from, `train.jsonl:17`
 
     @property
     def n_trained(self) -> int:
@@ -37,19 +31,12 @@ class Example:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of one forward pass; padding stands at the end of a row and packed documents one after the other.
+    """Rows of one forward pass; padding stands at the end of a row and packed documents one after the other."""
 
-    Attributes:
-        ids: Token ids; 0 where there is padding.
-        labels: Ids that are learned, `IGNORED` elsewhere and at the first token of every document.
-        positions: 0 and up inside each document, `PADDING` where there is none.
-        documents: Number of the document inside its row, `PADDING` where there is none: tokens see their own only.
-    """
-
-    ids: Int64[np.ndarray, "batch seq"]
-    labels: Int64[np.ndarray, "batch seq"]
-    positions: Int64[np.ndarray, "batch seq"]
-    documents: Int64[np.ndarray, "batch seq"]
+    ids: Int64[np.ndarray, "batch seq"]  # 0 where there is padding
+    labels: Int64[np.ndarray, "batch seq"]  # ids that are learned, else `IGNORED`, as at the start of a document
+    positions: Int64[np.ndarray, "batch seq"]  # 0 and up inside each document, `PADDING` where there is none
+    documents: Int64[np.ndarray, "batch seq"]  # number inside its row, or `PADDING`: tokens see their own only
 
     @property
     def n_trained(self) -> int:
@@ -65,17 +52,7 @@ class Batch:
 
 
 def trained_tokens(batches: Sequence[Batch]) -> int:
-    """Count what the loss of one optimizer step is divided by.
-
-    Args:
-        batches: All of the step.
-
-    Returns:
-        Tokens that are learned, at least 1.
-
-    Raises:
-        ValueError: There is none.
-    """
+    """Tokens that one optimizer step learns, by which its loss is divided; ValueError where there is none."""
     n_trained = sum(batch.n_trained for batch in batches)
     if n_trained == 0:
         n_tokens = sum(int((batch.positions != PADDING).sum()) for batch in batches)

@@ -15,16 +15,7 @@ _STYLE: Any = {
 
 
 def draw_curve(records: Sequence[Mapping[str, Any]], path: Path, *, title: str) -> None:
-    """Draw training and validation loss over the steps.
-
-    Args:
-        records: Lines of `log.jsonl`.
-        path: The SVG file; it is replaced.
-        title: Above the curve.
-
-    Raises:
-        MissingExtra: matplotlib is not installed.
-    """
+    """Draw training and validation loss of the lines of `log.jsonl` over the steps, as an SVG file."""
     try:
         from matplotlib import rc_context
         from matplotlib.backends.backend_svg import FigureCanvasSVG

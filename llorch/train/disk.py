@@ -62,16 +62,7 @@ class Disk:
 
 
 def write_new_file(disk: Disk, path: Path, parts: Iterable[bytes | memoryview]) -> None:
-    """Write a file that must be new, all of it, and wait until it lies on the device.
-
-    Args:
-        disk: Does it.
-        path: The file.
-        parts: Its bytes, in order.
-
-    Raises:
-        OSError: Whatever went wrong; part of the file may be there.
-    """
+    """Write a file that must be new, and wait until it lies on the device; after an OSError part of it may be there."""
     descriptor = disk.create(path)
     try:
         for part in parts:
@@ -87,15 +78,7 @@ def write_new_file(disk: Disk, path: Path, parts: Iterable[bytes | memoryview]) 
 
 
 def remove_tree(disk: Disk, path: Path) -> None:
-    """Remove a folder of files.
-
-    Args:
-        disk: Does it.
-        path: The folder.
-
-    Raises:
-        OSError: Whatever went wrong; part of it may be left.
-    """
+    """Remove a folder of files; after an OSError part of it may be left."""
     for name in disk.names(path):
         disk.remove_file(path / name)
     disk.remove_folder(path)

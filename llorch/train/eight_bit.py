@@ -28,15 +28,10 @@ _DECADES = 7
 
 @dataclass(frozen=True)
 class CodeBook:
-    """What codes stand for.
+    """What codes stand for."""
 
-    Attributes:
-        values: Ascending.
-        thresholds: Between neighbours; a number gets the first code whose threshold is not below it.
-    """
-
-    values: Float32[np.ndarray, "256"]
-    thresholds: Float32[np.ndarray, "255"]
+    values: Float32[np.ndarray, "256"]  # ascending
+    thresholds: Float32[np.ndarray, "255"]  # a number gets the first code whose threshold is not below it
 
 
 @dataclass(frozen=True)
@@ -73,14 +68,9 @@ def zeros(shape: tuple[int, ...]) -> Quantised:
 
 
 def quantise(x: Float[np.ndarray, "*shape"], book: CodeBook) -> Quantised:
-    """Round to codes, blocks counted over the flattened tensor.
+    """Round finite numbers to codes, blocks counted over the flattened tensor.
 
-    Args:
-        x: Finite numbers.
-        book: For their signs.
-
-    Returns:
-        Codes in the shape of `x`; 0 throughout a block of zeros, as in bitsandbytes.
+    Throughout a block of zeros the code is 0, as in bitsandbytes.
     """
     flat = x.reshape(-1).astype(np.float32)
     blocks = np.pad(flat, (0, -len(flat) % BLOCK)).reshape(-1, BLOCK)
@@ -110,22 +100,7 @@ def adamw_8bit_step(
     eps: float,
     weight_decay: float,
 ) -> tuple[Float[np.ndarray, "*shape"], Quantised, Quantised]:
-    """One step of one tensor; arguments as in `llorch.train.adamw.adamw_step`.
-
-    Args:
-        param: The tensor.
-        grad: Its gradient, clipped.
-        m: First moment in the signed book.
-        v: Second moment in the unsigned book.
-        step: Number of this step, from 1.
-        lr: Learning rate.
-        betas: Decay of m and of v.
-        eps: Added to the corrected root.
-        weight_decay: Share of the tensor, times lr.
-
-    Returns:
-        The new tensor, m and v.
-    """
+    """One step of one tensor as `llorch.train.adamw.adamw_step`; m is in the signed book, v in the unsigned one."""
     new_m, new_v = moments(grad, dequantise(m, SIGNED), dequantise(v, UNSIGNED), betas=betas)
     param = moved(param, new_m, new_v, step=step, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
     return param, quantise(new_m, SIGNED), quantise(new_v, UNSIGNED)

@@ -21,26 +21,14 @@ class RunLog:
     def __init__(self, folder: Path, *, offset: int, tensorboard: bool) -> None:
         """Open the log and drop the lines behind an offset: those that a resumed run is about to write again.
 
-        Args:
-            folder: Of the run; it exists.
-            offset: Bytes to keep; 0 begins a new log.
-            tensorboard: Write events, too.
-
-        Raises:
-            FormatError: The log is shorter than `offset`: it is not that of the snapshot.
-            MissingExtra: Events are wanted and tensorboard is not installed.
+        Offset 0 begins a new log; FormatError where the log is shorter: it is not that of the snapshot.
         """
         self._log = _opened_at(folder / LOG, offset)
         self._timing = (folder / TIMING).open("ab" if offset else "wb")
         self._events = _event_writer(folder / EVENTS) if tensorboard else None
 
     def step(self, record: Mapping[str, Any], *, seconds: float) -> None:
-        """Note one optimizer step.
-
-        Args:
-            record: Its `step` and what equal runs have in common.
-            seconds: Wall time that it took.
-        """
+        """Note one optimizer step: its `step` and what equal runs have in common, and the wall time that it took."""
         self._line(record)
         self._timing.write(_json({"step": record["step"], "seconds": round(seconds, 6)}))
         self._timing.flush()
@@ -50,11 +38,7 @@ class RunLog:
         self._line(record)
 
     def synced(self) -> int:
-        """Bring all lines to the disk.
-
-        Returns:
-            The offset behind them, for a snapshot.
-        """
+        """Bring all lines to the disk; returns the offset behind them, for a snapshot."""
         self._log.flush()
         os.fsync(self._log.fileno())
         return self._log.tell()
@@ -77,17 +61,7 @@ class RunLog:
 
 
 def read_log(path: Path) -> Sequence[Mapping[str, Any]]:
-    """Read the lines of a log.
-
-    Args:
-        path: The file.
-
-    Returns:
-        One record per line, in the order of the run.
-
-    Raises:
-        FormatError: A line is no JSON object with a step.
-    """
+    """The records of a log in the order of the run; FormatError where a line is no JSON object with a step."""
     records = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
@@ -117,11 +91,7 @@ def _json(record: Mapping[str, Any]) -> bytes:
 
 
 def require_tensorboard() -> None:
-    """Say what to install where tensorboard is absent.
-
-    Raises:
-        MissingExtra: It is.
-    """
+    """Say (MissingExtra) what to install where tensorboard is absent."""
     try:
         import tensorboard  # noqa: F401
     except ModuleNotFoundError:

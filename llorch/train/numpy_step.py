@@ -30,18 +30,9 @@ def loss_and_gradients(
 ) -> tuple[float, Gradients]:
     """Run forward and backward over all batches of one optimizer step; nothing is dropped out.
 
-    Args:
-        weights: The frozen base; its dtype is that of the computation.
-        adapter: What is trained.
-        batches: The batches of the step.
-        label_smoothing: See `llorch.ops.cross_entropy`.
-        parameters: Values in place of the adapter's own, under the names of `Adapter.flat`.
-
-    Returns:
-        The mean loss of the trained tokens of all batches together, and its gradient by every tensor of the adapter.
-
-    Raises:
-        ValueError: A document has no token to train on.
+    Returns the mean loss of the trained tokens of all batches together, and its gradient by every tensor of the
+    adapter, in the dtype of the weights. `parameters` are used in place of the adapter's own, named as in
+    `Adapter.flat`. ValueError where a document has no token to train on.
     """
     adapted = AdaptedWeights(weights, adapter, parameters=parameters)
     documents = [(ids, shifted(labels)) for batch in batches for ids, labels in batch.each_document()]
@@ -57,17 +48,9 @@ def loss_and_gradients(
 def of_document(
     ids: np.ndarray, wanted: np.ndarray, weights: Weights, *, label_smoothing: float, n_trained: int
 ) -> tuple[float, Gradients]:
-    """Run one document.
+    """Sum of the losses of one document's trained tokens, and the gradient of their share of the step's mean.
 
-    Args:
-        ids: Its tokens.
-        wanted: What each of its rows of logits should predict, see `shifted`.
-        weights: The adapted weights.
-        label_smoothing: See `llorch.ops.cross_entropy`.
-        n_trained: Trained tokens of the whole step.
-
-    Returns:
-        Sum of the losses of its trained tokens, and the gradient of their share of the mean, see `backward`.
+    `wanted` is what each row of logits should predict, see `shifted`; `n_trained` counts the tokens of the whole step.
     """
     trace: dict[str, np.ndarray] = {}
     logits = forward(ids, weights, KVCache(weights.config, weights.dtype), keep=recorder(trace))

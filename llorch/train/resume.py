@@ -18,14 +18,7 @@ CUBLAS_WORKSPACE = (
 
 
 def environment(device: str) -> dict[str, Any]:
-    """Describe what, besides settings and data, decides the bits of a run.
-
-    Args:
-        device: Where it runs, `cpu` or `cuda:0`.
-
-    Returns:
-        Versions, threads, device and the switches of torch, as JSON.
-    """
+    """What else decides the bits of a run: versions, threads, device and the switches of torch."""
     import torch
 
     kind = torch.device(device)
@@ -44,15 +37,7 @@ def environment(device: str) -> dict[str, Any]:
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Compare two descriptions of a run.
-
-    Args:
-        saved: Of the snapshot.
-        now: Of the run that wants to go on.
-
-    Returns:
-        A line `what: saved X, now Y` for each value that differs; nested names are joined by dots.
-    """
+    """A line `what: saved X, now Y` for each value that differs; nested names are joined by dots."""
     old, new = dict(_leaves(saved)), dict(_leaves(now))
     return [
         f"{name}: saved {_shown(old, name)}, now {_shown(new, name)}"
@@ -62,19 +47,9 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def require_same(saved: Mapping[str, Any], now: Mapping[str, Any], *, allow_change: bool, path: Path) -> list[str]:
-    """Refuse to resume a run that is not the same any more.
+    """Refuse (Inconsistent) to resume a run that is not the same any more, unless that is allowed.
 
-    Args:
-        saved: Of the snapshot.
-        now: Of the run that wants to go on.
-        allow_change: Go on all the same.
-        path: The snapshot, for the message.
-
-    Returns:
-        The differences, for the record of the run; empty when it will be bit-exact.
-
-    Raises:
-        FormatError: Inconsistent, with the differences.
+    Returns the differences, for the record of the run; none when it will be bit-exact.
     """
     found = differences(saved, now)
     if found and not allow_change:

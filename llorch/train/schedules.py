@@ -20,20 +20,9 @@ SCHEDULES: dict[str, Callable[[int, int], float]] = {  # steps done and steps in
 
 
 def learning_rate(step: int, *, schedule: str, peak: float, warmup_steps: int, total_steps: int) -> float:
-    """The learning rate of one step.
+    """The learning rate of one step, with so many done before it: 0 and up.
 
-    Args:
-        step: Optimizer steps done before it, 0 and up.
-        schedule: A name in `SCHEDULES`.
-        peak: Rate at the end of the warm-up.
-        warmup_steps: Steps over which the rate rises from 0; 0 for none.
-        total_steps: Steps of the whole run, warm-up included.
-
-    Returns:
-        The rate.
-
-    Raises:
-        ValueError: No such schedule.
+    `peak` is the rate after `warmup_steps`, over which it rises from 0; `total_steps` include them.
     """
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule: expected one of {', '.join(SCHEDULES)}, got {schedule!r}")

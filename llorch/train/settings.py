@@ -20,11 +20,7 @@ _SEEDS = 1 << 63  # that torch takes
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings:
-    """One training run.
-
-    Raises:
-        ValueError: A value is out of its range, or two exclude each other.
-    """
+    """One training run; ValueError where a value is out of its range, or two exclude each other."""
 
     model: str  # .gguf file, Hugging Face folder or built-in name
     data: str  # JSONL file, .json list, folder with train.jsonl, or the name of a built-in example
@@ -138,14 +134,7 @@ class TrainSettings:
         return self.dtype or ("float32" if self.device == "cpu" else "bfloat16")
 
     def rate_for(self, hidden_size: int) -> float:
-        """The peak learning rate: as asked for, or 2e-4 at a width of 4096 and in inverse proportion to the width.
-
-        Args:
-            hidden_size: Width of the model.
-
-        Returns:
-            The rate.
-        """
+        """The peak learning rate: as asked for, or 2e-4 at a width of 4096 and in inverse proportion to the width."""
         return self.lr if self.lr is not None else _USUAL_RATE * _WIDE / hidden_size
 
     def warmup_for(self, total_steps: int) -> int:
@@ -161,15 +150,7 @@ class TrainSettings:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
     def with_defaults(self, *, hidden_size: int, context: int) -> "TrainSettings":
-        """Put numbers in the place of those defaults that depend on the model and the device.
-
-        Args:
-            hidden_size: Width of the model.
-            context: Tokens that the model takes.
-
-        Returns:
-            Settings with a rate, a dtype and a length.
-        """
+        """Put a rate, a dtype and a length, which depend on model and device, in the place of defaults."""
         length = self.max_length if self.max_length is not None else min(context, 1024)
         return replace(self, lr=self.rate_for(hidden_size), dtype=self.dtype_name, max_length=length)
 

@@ -17,16 +17,9 @@ _NAMES = tuple(field.name for field in fields(TrainSettings))
 
 
 def settings_from(*sources: tuple[str, Mapping[str, Any]]) -> TrainSettings:
-    """Merge settings; a later source wins.
+    """Merge and validate settings by name (`-` counts as `_`), each source with what to call it; a later one wins.
 
-    Args:
-        *sources: Where values come from, for messages, and the values by name; `-` in a name counts as `_`.
-
-    Returns:
-        The settings, validated.
-
-    Raises:
-        ValueError: An unknown name, a value of the wrong kind or out of its range, or no model or data.
+    ValueError: an unknown name, a value of the wrong kind or out of its range, or no model or data.
     """
     merged: dict[str, Any] = {}
     for where, values in sources:
@@ -37,19 +30,7 @@ def settings_from(*sources: tuple[str, Mapping[str, Any]]) -> TrainSettings:
 
 
 def read_settings(path: Path) -> Mapping[str, Any]:
-    """Read a config file.
-
-    Args:
-        path: Ends in .yaml, .yml or .toml.
-
-    Returns:
-        Its values by name.
-
-    Raises:
-        FormatError: It is not of that format, or no flat list of names.
-        FileNotFoundError: There is none.
-        MissingExtra: It is YAML and pyyaml is not installed.
-    """
+    """Read a .yaml, .yml or .toml file; FormatError where it is no flat list of names."""
     if path.suffix not in (".yaml", ".yml", ".toml"):
         raise FormatError("Unsupported", f"config: expected .yaml, .yml or .toml, got {path.suffix!r}", path=path)
     try:

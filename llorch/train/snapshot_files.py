@@ -27,32 +27,20 @@ _DIGITS = 64
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A saved state that was read and whose digests are right.
-
-    Attributes:
-        step: Optimizer steps done.
-        tensors: By name; the arrays can be written to.
-        record: What is no tensor.
-        path: Its folder.
-        skipped: Why newer ones were passed over, a line each.
-    """
+    """A saved state that was read and whose digests are right."""
 
     step: int
-    tensors: Mapping[str, np.ndarray]
-    record: Mapping[str, Any]
+    tensors: Mapping[str, np.ndarray]  # the arrays can be written to
+    record: Mapping[str, Any]  # what is no tensor
     path: Path
-    skipped: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()  # why newer ones were passed over, a line each
 
 
 class Hashing:
     """Hands parts on, and keeps their digest."""
 
     def __init__(self, parts: Iterator[bytes | memoryview]) -> None:
-        """Read nothing yet.
-
-        Args:
-            parts: Of a file, in order.
-        """
+        """Read nothing yet."""
         self._parts = parts
         self._sha256 = hashlib.sha256()
 
@@ -67,19 +55,7 @@ class Hashing:
 
 
 def record_bytes(step: int, record: Mapping[str, Any], tensors: Hashing) -> bytes:
-    """Make the record.
-
-    Args:
-        step: Optimizer steps done.
-        record: What JSON can hold.
-        tensors: What was written to the file of the tensors.
-
-    Returns:
-        The bytes of its file.
-
-    Raises:
-        ValueError: A number is NaN or infinite.
-    """
+    """The bytes of the record's file, which has the digest of what was written; ValueError for NaN or infinity."""
     values = {"format": FORMAT, "step": step, "tensors": {"sha256": tensors.hexdigest()}, "record": record}
     body = json.dumps(values, indent=1, ensure_ascii=False, allow_nan=False).encode()
     tail = b'",' + body[1:] + b"\n"
@@ -87,17 +63,7 @@ def record_bytes(step: int, record: Mapping[str, Any], tensors: Hashing) -> byte
 
 
 def read_snapshot(path: Path) -> Snapshot:
-    """Read one snapshot and check its digests.
-
-    Args:
-        path: Its folder.
-
-    Returns:
-        The snapshot.
-
-    Raises:
-        FormatError: It is damaged, incomplete, or of another format.
-    """
+    """Read one snapshot and check its digests; FormatError where it is damaged, incomplete, or of another format."""
     for name in (RECORD, TENSORS):
         if not (path / name).is_file():
             raise FormatError("Missing", f"the snapshot has no {name}", path=path)

@@ -30,16 +30,7 @@ class SnapshotStore:
     """The snapshots of one run folder."""
 
     def __init__(self, folder: Path, *, keep: int = 2, disk: Disk | None = None) -> None:
-        """Name the folder; nothing is touched yet.
-
-        Args:
-            folder: The run folder.
-            keep: How many snapshots stay.
-            disk: Does the file operations; the real one by default.
-
-        Raises:
-            ValueError: `keep` is less than 1.
-        """
+        """Name the run folder, in which at least one snapshot stays; nothing is touched yet."""
         if keep < 1:
             raise ValueError(f"snapshots: keep must be at least 1, got {keep}")
         self.folder = folder
@@ -51,13 +42,8 @@ class SnapshotStore:
     def lock(self) -> Iterator[str | None]:
         """Hold the run folder, which is made if need be, and clear what a killed run left in it.
 
-        The lock ends with the process, however that ends.
-
-        Yields:
-            A sentence where this system has no such lock, else None.
-
-        Raises:
-            BlockingIOError: Another process holds it.
+        The lock ends with the process, however that ends; BlockingIOError while another one holds it. Yields a sentence
+        where this system has no such lock, else None.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         with _locked(self.folder) as without:
@@ -65,11 +51,7 @@ class SnapshotStore:
             yield without
 
     def clear(self) -> None:
-        """Remove what a killed run left behind; the caller holds the lock.
-
-        Raises:
-            OSError: It cannot be removed.
-        """
+        """Remove what a killed run left behind; the caller holds the lock."""
         for name in self._disk.names(self.folder):
             if is_leftover(name):
                 self._disk.remove_file(self.folder / name)
@@ -83,19 +65,8 @@ class SnapshotStore:
     def save(self, step: int, tensors: Mapping[str, np.ndarray], record: Mapping[str, Any]) -> Path:
         """Write a snapshot, then remove those that are no longer kept; the caller holds the lock.
 
-        Snapshots of later steps go too: the run was taken up before them.
-
-        Args:
-            step: Optimizer steps done.
-            tensors: Arrays by name.
-            record: What JSON can hold.
-
-        Returns:
-            Its folder.
-
-        Raises:
-            OSError: It could not be written, and the ones before are as they were; or they could not be removed.
-            ValueError: A tensor or a value cannot be expressed.
+        Snapshots of later steps go too: the run was taken up before them. After an OSError of writing, the ones before
+        are as they were; ValueError for a tensor or a value that cannot be expressed.
         """
         target = self.snapshots / step_name(step)
         try:
@@ -107,13 +78,9 @@ class SnapshotStore:
         return target
 
     def newest(self) -> Snapshot | None:
-        """Read the newest snapshot that is complete and undamaged.
+        """Read the newest undamaged snapshot, with the reasons why newer ones were passed over; None without any.
 
-        Returns:
-            The snapshot, with the reasons why newer ones were passed over; None when there is none at all.
-
-        Raises:
-            FormatError: There are some, and none can be used.
+        FormatError where there are some, and none can be used.
         """
         reasons: list[str] = []
         for step in reversed(self.steps()):

@@ -12,12 +12,7 @@ class Stopped(Exception):
     """A run that a signal ended; its state is saved."""
 
     def __init__(self, number: int, message: str) -> None:
-        """Note the signal.
-
-        Args:
-            number: Of the signal.
-            message: What became of the run.
-        """
+        """Note the signal, and what became of the run."""
         super().__init__(message)
         self.exit_code = 128 + number
 

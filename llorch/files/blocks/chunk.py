@@ -16,26 +16,13 @@ class Chunk:
     """Some blocks of a tensor, and what takes them apart. All results are contiguous and last as long as the chunk."""
 
     def __init__(self, blocks: np.ndarray, scratch: np.ndarray) -> None:
-        """Wrap blocks.
-
-        Args:
-            blocks: One block per row, uint8.
-            scratch: Memory for the results, uint8, `SCRATCH_BYTES` for each element.
-        """
+        """Wrap blocks, one per row, and memory for the results, `SCRATCH_BYTES` for each element."""
         self.blocks = blocks
         self._scratch = scratch
         self._used = 0
 
     def field(self, start: int, size: int) -> np.ndarray:
-        """Copy some bytes of every block.
-
-        Args:
-            start: First byte.
-            size: Number of bytes.
-
-        Returns:
-            The bytes, one block per row.
-        """
+        """Copy some bytes of every block."""
         copied = self._empty(len(self.blocks) * size, np.uint8).reshape(-1, size)
         item = size & -size if size < 64 else size  # the largest power of two that divides it; long rows as rows
         for offset in range(0, size, item):
@@ -44,26 +31,13 @@ class Chunk:
         return copied
 
     def float16_field(self, start: int) -> np.ndarray:
-        """Read a float16 of every block.
-
-        Args:
-            start: First byte.
-
-        Returns:
-            The numbers as float32, one per block.
-        """
+        """Read a float16 of every block, as float32."""
         return self.blocks[:, start : start + 2].view("<f2")[:, 0].astype(np.float32)
 
     def bit_fields(self, data: np.ndarray, bits: int, *, place: int = 0) -> list[np.ndarray]:
-        """Split every byte into equal parts.
+        """Split contiguous bytes, a multiple of 4, into parts of 1, 2 or 4 bits, moved up to bit `place`.
 
-        Args:
-            data: Contiguous bytes, a multiple of 4 of them.
-            bits: Width of a part: 1, 2 or 4.
-            place: Bit of the result where the parts begin.
-
-        Returns:
-            8 / bits flat arrays of bytes, the lowest bits first.
+        Gives 8 / bits flat arrays of bytes, the lowest bits first.
         """
         words = data.reshape(-1).view(np.uint32)
         mask = np.uint32(((1 << bits) - 1) * 0x0101_0101 << place)
@@ -81,12 +55,7 @@ class Chunk:
     def weave(self, parts: Sequence[np.ndarray], width: int) -> np.ndarray:
         """Take some bytes of each part in turn: `width` of the first, of the second, ..., of the first again.
 
-        Args:
-            parts: Contiguous arrays of the same number of bytes.
-            width: Bytes to take at a time: 8, or a multiple of 16.
-
-        Returns:
-            All bytes in one flat array.
+        The parts are contiguous and equally long, the width is 8 or a multiple of 16.
         """
         item = np.dtype(f"V{min(width, 16)}")
         columns = [part.reshape(-1, width).view(item) for part in parts]
@@ -98,15 +67,7 @@ class Chunk:
         return woven
 
     def look_up(self, table: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        """Replace every key by an entry of a table.
-
-        Args:
-            table: What stands for 0, 1, 2, ...
-            keys: Flat, none beyond the table.
-
-        Returns:
-            One entry for each key.
-        """
+        """Replace every key, none beyond the table, by the entry of the table."""
         indices = self._empty(keys.size, np.intp)
         indices[...] = keys
         found = self._empty(keys.size, table.dtype)
@@ -120,16 +81,7 @@ class Chunk:
 
 
 def write_scaled(codes: np.ndarray, scales: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """Write code times scale.
-
-    Args:
-        codes: Integers in the order of the elements, contiguous.
-        scales: One float32 for every equally long run of codes.
-        out: Contiguous float32, as many as codes.
-
-    Returns:
-        A view of `out` with one run per row.
-    """
+    """Write contiguous codes times scales, one for every equally long run, to `out`; viewed with a run per row."""
     np.copyto(out.reshape(-1), codes.reshape(-1))
     runs = out.reshape(scales.size, -1)
     runs *= scales.reshape(-1, 1)

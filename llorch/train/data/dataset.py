@@ -23,33 +23,17 @@ _REPORT_EVERY = 500  # rows
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Encoded data.
-
-    Attributes:
-        train: What is learned.
-        valid: To look at on the way; empty without valid.jsonl.
-        test: To look at in the end; empty without test.jsonl.
-        settings: How it was encoded; `max_length` is at most the context of the model.
-        digest: SHA-256 of the examples and the settings; how they came apart is in the examples.
-        notes: What the user should know, a line each.
-    """
+    """Encoded data."""
 
     train: Examples
-    valid: Examples
-    test: Examples
-    settings: DataSettings
-    digest: str
-    notes: list[str]
+    valid: Examples  # to look at on the way; empty without valid.jsonl
+    test: Examples  # to look at in the end; empty without test.jsonl
+    settings: DataSettings  # how it was encoded; `max_length` is at most the context of the model
+    digest: str  # SHA-256 of examples and settings; how they came apart is in the examples
+    notes: list[str]  # what the user should know, a line each
 
     def rows(self, examples: Examples) -> Rows:
-        """Arrange examples as rows: packed, or one in each.
-
-        Args:
-            examples: One of the three.
-
-        Returns:
-            The rows, see `Plan` and `batches`.
-        """
+        """Arrange examples of one split as rows: packed, or one in each; see `Plan` and `batches`."""
         packed = best_fit(examples.lengths, room=self.settings.max_length) if self.settings.packing else None
         return Rows(examples, packed)
 
@@ -57,21 +41,10 @@ class TrainingData:
 def read_data(
     path: str | Path, model: Opened, settings: DataSettings, *, progress: Callable[[str], None] = lambda line: None
 ) -> TrainingData:
-    """Read and encode a data set.
+    """Read a file of JSON lines, a .json list, or a folder of train.jsonl, perhaps valid.jsonl and test.jsonl.
 
-    Args:
-        path: A file of JSON lines or a .json list, or a folder with train.jsonl and perhaps valid.jsonl and test.jsonl.
-        model: Whose vocabulary and chat template to use.
-        settings: What to learn, and how long examples get.
-        progress: Told now and then how far it is.
-
-    Returns:
-        The data.
-
-    Raises:
-        FileNotFoundError: There is no such file or folder.
-        FormatError: A row cannot be used; the message names file and line. Or rows are to be held out, and there are
-            too few or a valid.jsonl already.
+    FormatError: a row cannot be used (named by file and line), or rows are to be held out and there are too few, or a
+    valid.jsonl already.
     """
     files = find_splits(Path(path))
     if settings.valid and "valid" in files:

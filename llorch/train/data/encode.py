@@ -22,35 +22,18 @@ Learned = list[tuple[int, bool]]  # a token, and whether it is learned
 
 
 class Encoder:
-    """Encodes rows for one model.
-
-    Attributes:
-        counts: How often something was done that the user may want to know, by its description.
-    """
+    """Encodes rows for one model."""
 
     def __init__(self, model: Opened, settings: DataSettings) -> None:
-        """Prepare for a model.
-
-        Args:
-            model: Its vocabulary and its chat template are read when they are first needed.
-            settings: What to learn, and how long examples get.
-        """
-        self.counts: Counter[str] = Counter()
+        """Prepare; the model's vocabulary and its chat template are read when they are first needed."""
+        self.counts: Counter[str] = Counter()  # how often something worth telling was done, by its description
         self._model = model
         self._settings = settings
 
     def encode(self, row: Parsed, record: Record) -> Iterator[Example]:
-        """Encode one row.
+        """The examples of one row: several for some conversations, none when nothing that is learned fits.
 
-        Args:
-            row: What it says.
-            record: Where it stands.
-
-        Yields:
-            Its examples; more than one for some conversations, none when nothing that is learned fits.
-
-        Raises:
-            FormatError: The row cannot be used, or nothing of it is learned; with file and line.
+        FormatError, with file and line, where the row cannot be used or nothing of it is learned.
         """
         try:
             texts = list(self._learned(row))

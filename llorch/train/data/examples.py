@@ -13,11 +13,7 @@ class Examples(Sequence[Example]):
     """A list of examples that are made when they are asked for."""
 
     def __init__(self, examples: Iterable[Example] = ()) -> None:
-        """Store examples.
-
-        Args:
-            examples: What to store; every label is the id itself or `IGNORED`, ids fit 32 bits.
-        """
+        """Store examples; every label is the id itself or `IGNORED`, ids fit 32 bits."""
         parts = [(np.array(one.ids, np.int32), np.array(one.labels) != IGNORED, one.source) for one in examples]
         self._ids = np.concatenate([np.zeros(0, np.int32), *(ids for ids, _, _ in parts)])
         self._learned = np.concatenate([np.zeros(0, bool), *(learned for _, learned, _ in parts)])

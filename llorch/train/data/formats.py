@@ -40,17 +40,7 @@ _SPEAKERS = {
 
 
 def format_of(record: Record) -> str:
-    """Find the format of a row.
-
-    Args:
-        record: The row.
-
-    Returns:
-        A key of `FORMATS`.
-
-    Raises:
-        FormatError: Its keys are those of no format.
-    """
+    """The key of `FORMATS` that a row's keys fit."""
     present = {key for key, value in record.values.items() if value is not None}
     for name, (keys, _, _) in FORMATS.items():
         if present.issuperset(keys):
@@ -61,18 +51,7 @@ def format_of(record: Record) -> str:
 
 
 def parse(record: Record, name: str) -> Parsed:
-    """Read a row of a known format.
-
-    Args:
-        record: The row.
-        name: Its format.
-
-    Returns:
-        What it says.
-
-    Raises:
-        FormatError: A value has the wrong type.
-    """
+    """Read a row of a known format."""
     _, _, read = FORMATS[name]
     return read(Fields(record.values, record.where))
 

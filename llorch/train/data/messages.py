@@ -9,37 +9,13 @@ from llorch.train.data.rows import Chat
 
 
 def read_chat(fields: Fields, key: str, value: object) -> Chat:
-    """Check a conversation.
-
-    Args:
-        fields: The row.
-        key: Name of the messages, for errors.
-        value: The messages.
-
-    Returns:
-        The conversation; `weight` is no part of its messages any more.
-
-    Raises:
-        FormatError: It is none.
-    """
+    """Check a conversation; `weight` is no part of its messages any more."""
     messages, learned = read_messages(fields, key, value)
     return Chat(messages, read_tools(fields), learned)
 
 
 def read_messages(fields: Fields, key: str, value: object) -> tuple[list[dict[str, object]], list[int]]:
-    """Check a list of messages.
-
-    Args:
-        fields: The row.
-        key: Name of the list, for errors.
-        value: The list.
-
-    Returns:
-        The messages, and the places of the turns that may be learned.
-
-    Raises:
-        FormatError: Something in it is no message.
-    """
+    """Check a list of messages; also returned are the places of the turns that may be learned."""
     messages, learned = checked_messages(fields, key, value), []
     for place, message in enumerate(messages):
         weight = message.pop("weight", None)
@@ -51,17 +27,7 @@ def read_messages(fields: Fields, key: str, value: object) -> tuple[list[dict[st
 
 
 def read_tools(fields: Fields) -> list[object] | None:
-    """Check the descriptions of tools, a list or the JSON text of one.
-
-    Args:
-        fields: The row.
-
-    Returns:
-        The list, or None when there is none.
-
-    Raises:
-        FormatError: It is no list of objects.
-    """
+    """Check the descriptions of tools, a list or the JSON text of one."""
     value = fields.values.get("tools")
     tools = parsed(value) if isinstance(value, str) else value
     if tools in (None, "", []):

@@ -18,14 +18,9 @@ Row = tuple[Example, ...]
 
 
 def best_fit(lengths: Sequence[int] | Int64[np.ndarray, " examples"], *, room: int) -> list[list[int]]:
-    """Distribute examples over rows.
+    """Distribute examples of at most `room` tokens over rows of so many, by index.
 
-    Args:
-        lengths: Tokens of each example, at most `room`.
-        room: Tokens of a row.
-
-    Returns:
-        The examples of every row by index; ties go to the earlier one, so equal data gives equal rows.
+    Ties go to the earlier one, so equal data gives equal rows.
     """
     rows: list[list[int]] = []
     open_rows: list[tuple[int, int]] = []  # room that is left and number of the row, sorted
@@ -47,12 +42,7 @@ class Rows(Sequence[Row]):
     """Examples in rows."""
 
     def __init__(self, examples: Sequence[Example], members: Sequence[Sequence[int]] | None = None) -> None:
-        """Arrange examples.
-
-        Args:
-            examples: All of them.
-            members: The examples of each row by index; every example in a row of its own when there is none.
-        """
+        """Arrange examples, by index; every example in a row of its own when there are no members."""
         self._examples = examples
         self._members = members
 
@@ -67,14 +57,7 @@ class Rows(Sequence[Row]):
 
 
 def make_batch(rows: Sequence[Row]) -> Batch:
-    """Lay rows out as arrays, padded at the end to the longest one.
-
-    Args:
-        rows: At least one, each of at least one example.
-
-    Returns:
-        The batch.
-    """
+    """Lay rows out as arrays, padded at the end to the longest one."""
     shape = len(rows), max(sum(len(example.ids) for example in row) for row in rows)
     ids, labels = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
     positions, documents = np.full(shape, PADDING, np.int64), np.full(shape, PADDING, np.int64)

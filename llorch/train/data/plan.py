@@ -11,24 +11,10 @@ from llorch.train.data.packing import Row, make_batch
 
 
 class Plan:
-    """The order of training: every epoch takes every row once, in an order of its own.
-
-    Attributes:
-        steps_per_epoch: Optimizer steps; the last one of an epoch may have fewer rows.
-    """
+    """The order of training: every epoch takes every row once, in an order of its own."""
 
     def __init__(self, rows: Sequence[Row], *, batch_size: int, accumulation: int, seed: int) -> None:
-        """Fix the order.
-
-        Args:
-            rows: What to train on, at least one.
-            batch_size: Rows of a forward pass.
-            accumulation: Forward passes of an optimizer step.
-            seed: Of the order; at least 0.
-
-        Raises:
-            ValueError: There is no row, or a number is too small.
-        """
+        """Fix the order; `accumulation` is forward passes of an optimizer step, the seed at least 0."""
         for name, value, low in (("batch_size", batch_size, 1), ("accumulation", accumulation, 1), ("seed", seed, 0)):
             if value < low:
                 raise ValueError(f"{name}: expected at least {low}, got {value}")
@@ -41,25 +27,11 @@ class Plan:
         self.steps_per_epoch = -(-len(rows) // self._step_size)
 
     def step(self, number: int) -> list[Batch]:
-        """The batches of one optimizer step.
-
-        Args:
-            number: Steps before this one.
-
-        Returns:
-            At most `accumulation` batches of at most `batch_size` rows.
-        """
+        """The batches of one optimizer step, after so many others."""
         return list(batches(self.rows(number), self._batch_size))
 
     def rows(self, number: int) -> list[Row]:
-        """The rows of one optimizer step, in the order in which its batches have them.
-
-        Args:
-            number: Steps before this one.
-
-        Returns:
-            The rows; their examples know where they come from.
-        """
+        """The rows of one optimizer step, in the order of its batches; their examples know where they come from."""
         epoch, place = divmod(number, self.steps_per_epoch)
         order = shuffled(len(self._rows), self._seed, epoch)
         return [self._rows[int(row)] for row in order[place * self._step_size :][: self._step_size]]
@@ -70,28 +42,12 @@ def shuffled(count: int, seed: int, epoch: int) -> Int64[np.ndarray, " count"]:
     """A random order that depends on the arguments only.
 
     The bits of PCG64 are the same in every version of NumPy; what `Generator.permutation` makes of them need not be.
-
-    Args:
-        count: How many there are to order.
-        seed: Of the run.
-        epoch: Number of the epoch.
-
-    Returns:
-        Every index once.
     """
     bits = np.random.PCG64(np.random.SeedSequence((seed, epoch))).random_raw(count)
     return np.argsort(bits, kind="stable")
 
 
 def batches(rows: Sequence[Row], batch_size: int) -> Iterator[Batch]:
-    """Cut rows into batches, in order: for a step, or to evaluate.
-
-    Args:
-        rows: Any number of rows.
-        batch_size: Most rows of a batch.
-
-    Yields:
-        Batches; the last one may have fewer rows.
-    """
+    """Cut rows into batches, in order, for a step or to evaluate; the last one may have fewer rows."""
     for start in range(0, len(rows), batch_size):
         yield make_batch([rows[index] for index in range(start, min(start + batch_size, len(rows)))])

@@ -23,31 +23,15 @@ _BOM = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True)
 class Record:
-    """One row.
-
-    Attributes:
-        values: The object that it holds.
-        where: File and line, or row of a list, as the user gave the path, for messages.
-        source: The same, with the name of the file only.
-    """
+    """One row."""
 
     values: dict[str, object]
-    where: str
-    source: str
+    where: str  # file and line, or row of a list, as the user gave the path, for messages
+    source: str  # the same, with the name of the file only
 
 
 def find_splits(path: Path) -> dict[str, Path]:
-    """The files of a data set: a file is all of it, a folder holds train.jsonl, perhaps valid and test; or .json.
-
-    Args:
-        path: What the user gave.
-
-    Returns:
-        Name of the split to file.
-
-    Raises:
-        FileNotFoundError: There is no such path, or no train.jsonl in the folder.
-    """
+    """Split to file: a file is all of it, a folder holds train.jsonl, perhaps valid and test; or .json."""
     if not path.is_dir():
         if not path.exists():
             raise FileNotFoundError(f"data: no such file or folder: {path}")
@@ -60,16 +44,9 @@ def find_splits(path: Path) -> dict[str, Path]:
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """Read the rows of a file, line by line unless it is a list.
+    """The rows of a file, line by line unless it is a list.
 
-    Args:
-        path: The file.
-
-    Yields:
-        Its objects.
-
-    Raises:
-        FormatError: A line or a list is too long, a row is no JSON object, or there is none.
+    FormatError: a line or a list is too long, a row is no JSON object, or there is none.
     """
     empty = True
     with path.open("rb") as file:

@@ -23,17 +23,11 @@ class Completion:
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation.
+    """A conversation."""
 
-    Attributes:
-        messages: As a chat template takes them.
-        tools: Functions that the assistant may call, or None.
-        learned: Places of the turns that may be learned, all of them turns of the assistant.
-    """
-
-    messages: Sequence[Message]
-    tools: Sequence[object] | None
-    learned: Sequence[int]
+    messages: Sequence[Message]  # as a chat template takes them
+    tools: Sequence[object] | None  # functions that the assistant may call
+    learned: Sequence[int]  # places of the turns that may be learned, all of them turns of the assistant
 
 
 @dataclass(frozen=True)
@@ -46,15 +40,10 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Instruction:
-    """An instruction and its answer.
+    """An instruction and its answer."""
 
-    Attributes:
-        chat: For models with a chat template.
-        plain: For models without one; None when it cannot be said this way.
-    """
-
-    chat: Chat
-    plain: Completion | None
+    chat: Chat  # for models with a chat template
+    plain: Completion | None  # for models without one; None when it cannot be said this way
 
 
 Parsed = Text | Completion | Chat | Instruction | Tokens

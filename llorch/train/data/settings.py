@@ -10,29 +10,18 @@ TrainOn = Literal["assistant", "last", "all"]
 class DataSettings:
     """What does not follow from the data itself.
 
-    Attributes:
-        max_length: Most tokens of an example; longer ones lose their end. With packing also the length of a row.
-        packing: Put several examples into one row.
-        train_on: Which tokens are learned. `assistant`: every turn of the assistant with its end-of-turn token, or the
-            completion of a prompt. `last`: only the last turn of the assistant. `all`: every token. Rows of plain text
-            are learned whole; rows of token ids as their labels say.
-        parse_special: In plain text, prompts and completions the text of a control token, such as `<|im_end|>`, is that
-            token. In messages it never is.
-        valid: Share of the rows that is held out for validation, where there is no valid.jsonl; 0 holds none.
+    Learned are, by `train_on`, every turn of the `assistant` with its end-of-turn token, or the completion of a prompt;
+    only its `last` turn; or `all` tokens. Rows of plain text are learned whole, rows of token ids as their labels say.
     """
 
-    max_length: int = 1024
-    packing: bool = False
+    max_length: int = 1024  # tokens of an example; longer ones lose their end. With packing also the length of a row
+    packing: bool = False  # put several examples into one row
     train_on: TrainOn = "assistant"
-    parse_special: bool = False
-    valid: float = 0.0
+    parse_special: bool = False  # outside of messages the text of a control token, such as `<|im_end|>`, is that token
+    valid: float = 0.0  # share of the rows held out for validation, where there is no valid.jsonl
 
     def __post_init__(self) -> None:
-        """Refuse what has no meaning.
-
-        Raises:
-            ValueError: A setting is out of range.
-        """
+        """Refuse what has no meaning."""
         if self.max_length < 2:
             raise ValueError(f"max_length: expected at least 2 tokens, one to predict the other, got {self.max_length}")
         if self.train_on not in get_args(TrainOn):

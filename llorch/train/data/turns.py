@@ -18,31 +18,18 @@ from llorch.tokenizer.conversation import Conversation
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation as text.
-
-    Attributes:
-        text: The text.
-        spans: First character of every learned part, and the one behind it.
-        inert: Places that no control token may run over.
-    """
+    """A conversation as text."""
 
     text: str
-    spans: Sequence[tuple[int, int]]
-    inert: Sequence[int]
+    spans: Sequence[tuple[int, int]]  # first character of every learned part, and the one behind it
+    inert: Sequence[int]  # places that no control token may run over
 
 
 def render_turns(learned: Sequence[int], conversation: Conversation) -> list[Rendered]:
-    """Render a conversation so that every turn that is learned stands as the model would say it.
+    """Render a conversation so that every learned turn (by place) stands as the model would say it.
 
-    Args:
-        learned: Places of these turns.
-        conversation: Whose turns they are.
-
-    Returns:
-        One text, or several when the template writes earlier turns differently; the last one has the last turn.
-
-    Raises:
-        FormatError: The template refuses the conversation, or does not open turns as it writes them.
+    One text, or several when the template writes earlier turns differently; the last one has the last turn. FormatError
+    where the template refuses the conversation, or does not open turns as it writes them.
     """
     turns = [_turn(conversation, place) for place in learned]
     found: list[Rendered] = []
