@@ -56,13 +56,13 @@ AREAS = (
     Area(
         "ops",
         "ops/* forward backward cache numerics memory finite",
-        "ops/* forward backward cache finite memory lora/adapted train/numpy_step verify/checkpoints",
+        "ops/* forward backward cache finite memory lora/adapted_weights train/numpy_step verify/checkpoints",
     ),
     Area("config", "config fields errors builtin stages", "config* fields files/weights* stages repository/examples"),
-    Area("files", "files/[!ep]* files/packed files/blocks/*", "files/[!e]* verify/verify_folder"),
+    Area("files", "files/[!e]* files/blocks/*", "files/[!e]* verify/verify_folder"),
     Area(
         "export",
-        "convert model_places files/e* files/placing tokenizer/export*",
+        "convert write_checks files/e* tokenizer/export*",
         "files/export* convert convert_checks convert_failures files/quant_blocks",
     ),
     Area("tokenizer", "tokenizer/[!e]*", "tokenizer/* files/export_tokenizer verify/quality/windows"),

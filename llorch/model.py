@@ -18,7 +18,7 @@ from llorch.files.residency import Plan, Residency, plan
 from llorch.finite import Look, name_first_stage
 from llorch.forward import forward
 from llorch.generate import Answer, Job, Token, sample_ids, stream
-from llorch.lora.adapted import AdaptedWeights
+from llorch.lora.adapted_weights import AdaptedWeights
 from llorch.lora.adapter import Adapter
 from llorch.lora.opened import adapter_for, require_fits, require_free, require_known
 from llorch.memory import keep_freed_memory

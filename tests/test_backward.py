@@ -10,7 +10,7 @@ from llorch.backward import backward, block_gradients, layer_trace, recorder
 from llorch.cache import KVCache
 from llorch.files import Weights, open_weights
 from llorch.forward import forward
-from llorch.lora.adapted import AdaptedWeights
+from llorch.lora.adapted_weights import AdaptedWeights
 from llorch.lora.adapter import Adapter
 from llorch.ops.cross_entropy import cross_entropy, cross_entropy_backward
 from llorch.stages import keys

@@ -9,7 +9,7 @@ import pytest
 from random_adapters import EVERY, random_adapter, tiny_base
 
 from llorch.files import Weights, open_weights
-from llorch.lora.adapted import AdaptedWeights
+from llorch.lora.adapted_weights import AdaptedWeights
 from llorch.lora.adapter import Adapter
 from llorch.lora.targets import Target
 from llorch.ops.cross_entropy import IGNORED, shifted

@@ -13,7 +13,7 @@ from torch_detours import detoured
 from llorch.backward import block_gradients
 from llorch.builtin import builtin_path
 from llorch.files import Weights, open_weights
-from llorch.lora.adapted import AdaptedWeights
+from llorch.lora.adapted_weights import AdaptedWeights
 from llorch.lora.adapter import Adapter
 from llorch.ops.cross_entropy import IGNORED, shifted
 from llorch.pytorch.cache import NoCache

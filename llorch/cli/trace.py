@@ -88,7 +88,7 @@ def _take(path: Path, ids: list[int], first_position: int, producer: str | None)
 def _write(output: Path, arrays: dict, metadata: str) -> None:
     import numpy as np
 
-    from llorch.files.placing import new_file
+    from llorch.files.new_file import new_file
     from llorch.files.tensor_file import tensor_bytes
 
     with new_file(output) as temporary, temporary.open("wb") as file:

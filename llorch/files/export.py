@@ -27,7 +27,7 @@ from llorch.files import GGUFFile, Weights
 from llorch.files.encode import encode, encoded_size
 from llorch.files.metadata import NUMBERS, StringArray
 from llorch.files.names import Weight, interleave, inventory
-from llorch.files.placing import new_file
+from llorch.files.new_file import new_file
 from llorch.files.quant import BLOCK_SIZES, GGMLType
 from llorch.ops.rope import frequencies, llama3_factors
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from llorch.config import ModelConfig
 from llorch.files import open_weights
-from llorch.files.placing import new_folder
+from llorch.files.new_file import new_folder
 from llorch.lora.adapter import Adapter
 from llorch.lora.base import BaseIdentity, identity_of
 from llorch.lora.files import check_base, read_adapter, recorded_base
@@ -15,7 +15,7 @@ from llorch.lora.gguf_format import common_alpha, write_lora_gguf
 from llorch.lora.peft_config import CONFIG_FILE
 from llorch.lora.peft_format import BASE_FILE, TENSOR_FILE, write_peft
 from llorch.lora.plain import plain_adapter
-from llorch.model_places import size_of
+from llorch.write_checks import size_of
 
 
 @dataclass(frozen=True, kw_only=True)

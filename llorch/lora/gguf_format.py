@@ -22,7 +22,7 @@ from llorch.errors import FormatError
 from llorch.fields import Fields
 from llorch.files.gguf import GGUFFile
 from llorch.files.names import interleave, undo_interleave
-from llorch.files.placing import new_file
+from llorch.files.new_file import new_file
 from llorch.files.strict_json import parse_json
 from llorch.lora.adapter import LORA_A, LORA_B, Adapter
 from llorch.lora.assemble import assembled, some

@@ -8,7 +8,7 @@ from jaxtyping import Int64
 from llorch.cache import KVCache
 from llorch.files import Weights
 from llorch.forward import forward
-from llorch.lora.adapted import AdaptedWeights
+from llorch.lora.adapted_weights import AdaptedWeights
 from llorch.lora.adapter import Adapter
 
 N_IDS = 12

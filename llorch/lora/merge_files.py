@@ -16,7 +16,7 @@ from llorch.lora.files import check_base, read_adapter
 from llorch.lora.logits import Agreement, compare_logits
 from llorch.lora.merge import MergedWeights
 from llorch.lora.merge_folder import write_merged_folder
-from llorch.model_places import check_places, size_of
+from llorch.write_checks import check_places, size_of
 
 LARGEST_COMPARED = 600_000_000  # weights; beyond, logits are compared when asked for
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from llorch.files.export_huggingface import DTYPES, huggingface_size, write_json, write_safetensors
-from llorch.files.placing import new_folder
+from llorch.files.new_file import new_folder
 from llorch.files.quant import GGMLType
 from llorch.lora.merge import MergedWeights
-from llorch.model_places import CONFIG, counting, files_beside, placing, read_back
+from llorch.write_checks import CONFIG, counting, files_beside, placing, read_back
 
 
 def write_merged_folder(

@@ -20,7 +20,7 @@ import numpy as np
 from llorch.config import ModelConfig
 from llorch.errors import FormatError
 from llorch.files.folder import PICKLE_SUFFIXES, file_inside
-from llorch.files.placing import new_file
+from llorch.files.new_file import new_file
 from llorch.files.safetensors import SafetensorsFile
 from llorch.files.strict_json import read_json
 from llorch.files.tensor_file import tensor_bytes

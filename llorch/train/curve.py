@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from llorch.errors import MissingExtra
-from llorch.files.placing import new_file
+from llorch.files.new_file import new_file
 
 _STYLE: Any = {
     "svg.hashsalt": "llorch",  # names inside the file, otherwise drawn anew each time

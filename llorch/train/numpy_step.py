@@ -12,7 +12,7 @@ from llorch.backward import backward, recorder
 from llorch.cache import KVCache
 from llorch.files import Weights
 from llorch.forward import forward
-from llorch.lora.adapted import AdaptedWeights
+from llorch.lora.adapted_weights import AdaptedWeights
 from llorch.lora.adapter import Adapter
 from llorch.ops.cross_entropy import IGNORED, cross_entropy, cross_entropy_backward, shifted
 from llorch.train.batch import Batch

@@ -178,7 +178,7 @@ def _locked(folder: Path) -> Iterator[str | None]:
 
 
 def is_leftover(name: str) -> bool:
-    """Whether a file was being written when its run was killed; `llorch.files.placing` gives it such a name."""
+    """Whether a file was being written when its run was killed; `llorch.files.new_file` gives it such a name."""
     return re.fullmatch(r"\..+\.\d+\.tmp", name) is not None
 
 

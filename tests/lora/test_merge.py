@@ -6,7 +6,7 @@ from random_adapters import EVERY, adapted_logits, logits_of, random_adapter, ti
 
 from llorch.errors import FormatError
 from llorch.files import open_weights
-from llorch.lora.adapted import AdaptedWeights
+from llorch.lora.adapted_weights import AdaptedWeights
 from llorch.lora.merge import MergedWeights, merged_matrix
 
 KINDS = {

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from llorch.errors import FormatError, MissingExtra
-from llorch.files.placing import new_file
+from llorch.files.new_file import new_file
 from llorch.files.strict_json import read_json
 from llorch.lora.peft_format import write_peft
 from llorch.pytorch.train.trainer import StepReport, Training

@@ -9,7 +9,7 @@ import numpy as np
 
 from llorch.errors import EngineDied, FormatError
 from llorch.files import Weights
-from llorch.lora.adapted import AdaptedWeights
+from llorch.lora.adapted_weights import AdaptedWeights
 from llorch.lora.adapter import Adapter
 from llorch.lora.base import BaseIdentity
 from llorch.lora.finding import NOT_RUN, OK, WRONG, Finding

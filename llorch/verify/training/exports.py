@@ -16,7 +16,7 @@ import numpy as np
 from llorch.cache import KVCache
 from llorch.files import GGUFFile, Weights, open_weights
 from llorch.forward import forward
-from llorch.lora.adapted import AdaptedWeights
+from llorch.lora.adapted_weights import AdaptedWeights
 from llorch.lora.adapter import Adapter
 from llorch.lora.base import identity_of
 from llorch.lora.gguf_format import ALPHA, read_lora_gguf, write_lora_gguf

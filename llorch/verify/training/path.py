@@ -14,7 +14,7 @@ from llorch import backward as page
 from llorch.cache import KVCache
 from llorch.files import Weights
 from llorch.forward import forward
-from llorch.lora.adapted import AdaptedWeights
+from llorch.lora.adapted_weights import AdaptedWeights
 from llorch.lora.adapter import Adapter
 from llorch.lora.merge import MergedWeights
 from llorch.ops.cross_entropy import IGNORED, cross_entropy, cross_entropy_backward, shifted

@@ -11,7 +11,7 @@ from command_line import invoke
 from random_adapters import random_adapter, tiny_base
 
 from llorch.files import open_weights
-from llorch.lora.adapted import AdaptedWeights
+from llorch.lora.adapted_weights import AdaptedWeights
 from llorch.lora.adapter import Adapter
 from llorch.lora.base import identity_of
 from llorch.lora.gguf_format import write_lora_gguf

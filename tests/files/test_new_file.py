@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from llorch.files.placing import new_file, new_folder
+from llorch.files.new_file import new_file, new_folder
 
 
 def names(folder: Path) -> list[str]:

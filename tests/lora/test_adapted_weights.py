@@ -11,7 +11,7 @@ from llorch.builtin import builtin_path
 from llorch.cache import KVCache
 from llorch.files import Weights, open_weights
 from llorch.forward import forward
-from llorch.lora.adapted import AdaptedWeights
+from llorch.lora.adapted_weights import AdaptedWeights
 from llorch.lora.adapter import Adapter, LoraTensors
 from llorch.numerics import GGML
 from llorch.ops.lora import LoraMatrix
