@@ -209,7 +209,7 @@ def eight_bit() -> str:
     import torch
 
     from llorch.config import ModelConfig
-    from llorch.lora.assemble import wanted_shapes
+    from llorch.lora.adapter import wanted_shapes
     from llorch.lora.config import ALL_LINEAR, LoraConfig
     from llorch.pytorch.train.adamw import AdamW
 

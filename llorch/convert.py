@@ -89,7 +89,7 @@ def convert(
     source, target = Path(source), Path(target)
     if source.is_dir() and target.suffix != ".gguf":
         raise ValueError(f"{target}: source and target are both Hugging Face folders; a GGUF file ends in .gguf")
-    check_places(source, target, force=force)
+    check_places(source, target=target, force=force)
     weights = open_weights(source)
     with closing(weights.source):
         return write_model(weights, target, ggml_type=ggml_type, report=report)

@@ -19,8 +19,8 @@ from llorch.finite import Look, name_first_stage
 from llorch.forward import forward
 from llorch.generate import Answer, Job, Token, sample_ids, stream
 from llorch.lora.adapted_weights import AdaptedWeights
-from llorch.lora.adapter import Adapter
-from llorch.lora.opened import adapter_for, require_fits, require_free, require_known
+from llorch.lora.adapter import Adapter, require_fits, require_free, require_known
+from llorch.lora.files import adapter_for
 from llorch.memory import keep_freed_memory
 from llorch.numerics import EXACT, Numerics
 from llorch.sampling import SamplingSettings

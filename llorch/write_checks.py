@@ -38,37 +38,41 @@ def files_beside(folder: Path) -> list[Path]:
     return [*named, *template_files(folder).values()]
 
 
-def check_places(source: Path, target: Path, *, force: bool) -> None:
-    """Refuse a target that cannot be written without harm.
-
-    FileNotFoundError: no source, or no folder for the target. FileExistsError: the target exists, without `force`.
-    ValueError: it is the source, or holds it.
-    """
-    to_gguf = target.suffix == ".gguf"
-    if not source.exists():
-        raise FileNotFoundError(f"{source}: no such file or folder")
-    if not target.parent.is_dir():
-        raise FileNotFoundError(f"{target}: the folder {target.parent} does not exist; make it first")
-    if not target.exists():
-        return
-    if source.samefile(target) or target.resolve() in source.resolve().parents:
-        raise ValueError(f"{target}: the target would replace the source; choose another name")
-    if not force:
-        raise FileExistsError(errno.EEXIST, "exists; choose another name, or replace it with --force", str(target))
-    if target.is_dir() == to_gguf:
-        kind = "a folder" if to_gguf else "a file"
-        raise FileExistsError(errno.EEXIST, f"is {kind}, which is not replaced; choose another name", str(target))
-    foreign = sorted(file.name for file in target.iterdir() if not _is_of_a_model(file)) if not to_gguf else []
-    if foreign:
-        message = f"holds {foreign[0]}, which is no file of a model; the folder is not replaced, choose another name"
-        raise FileExistsError(errno.EEXIST, message, str(target))
-
-
 def _is_of_a_model(file: Path) -> bool:
     if file.is_dir():
         return file.name == MORE_TEMPLATES and all(one.suffix == ".jinja" and one.is_file() for one in file.iterdir())
     known = {*_BESIDE, TEMPLATE, "model.safetensors.index.json"}
     return file.is_file() and (file.name in known or file.suffix == ".safetensors")
+
+
+def check_places(
+    *sources: Path, target: Path, force: bool, what: str = "a model", known: Callable[[Path], bool] = _is_of_a_model
+) -> None:
+    """Refuse a target that cannot be written without harm.
+
+    FileNotFoundError: no source, or no folder for the target. ValueError: it is a source, or holds one.
+    FileExistsError: it exists, without `force`; or is a folder where a file is written, or holds what is not `known`.
+    """
+    to_gguf = target.suffix == ".gguf"
+    for source in sources:
+        if not source.exists():
+            raise FileNotFoundError(f"{source}: no such file or folder")
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"{target}: the folder {target.parent} does not exist; make it first")
+    if not target.exists():
+        return
+    for source in sources:
+        if source.samefile(target) or target.resolve() in source.resolve().parents:
+            raise ValueError(f"{target}: the target would replace the source {source}; choose another name")
+    if not force:
+        raise FileExistsError(errno.EEXIST, "exists; choose another name, or replace it with --force", str(target))
+    if target.is_dir() == to_gguf:
+        kind = "a folder" if to_gguf else "a file"
+        raise FileExistsError(errno.EEXIST, f"is {kind}, which is not replaced; choose another name", str(target))
+    foreign = sorted(file.name for file in target.iterdir() if not known(file)) if not to_gguf else []
+    if foreign:
+        message = f"holds {foreign[0]}, which is no file of {what}; the folder is not replaced, choose another name"
+        raise FileExistsError(errno.EEXIST, message, str(target))
 
 
 def counting(weights: Weights, report: Callable[[str], None]) -> Callable[[str], None]:

@@ -8,7 +8,7 @@ from jaxtyping import Float
 
 from llorch.files import Weights
 from llorch.lora.adapter import LORA_A, LORA_B, MAGNITUDE, Adapter
-from llorch.lora.targets import Target
+from llorch.lora.config import Target
 from llorch.numerics import Numerics
 from llorch.ops.lora import Lora, LoraMatrix
 

@@ -1,8 +1,9 @@
-"""An adapter as arrays: what every file format is read into and written from.
+"""An adapter as arrays: what every file format is read into and written from, and by which name it is used.
 
 lora_A (r, in)   lora_B (out, r)   of an embedding: in = vocabulary, out = hidden_size
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -10,11 +11,11 @@ import numpy as np
 from jaxtyping import Float32
 
 from llorch.config import ModelConfig
-from llorch.errors import FormatError
-from llorch.lora.config import LoraConfig
-from llorch.lora.targets import Target
+from llorch.errors import ErrorCode, FormatError
+from llorch.lora.config import LoraConfig, Target, targets_of
 
 LORA_A, LORA_B, MAGNITUDE = "lora_A", "lora_B", "magnitude"
+_SHOWN = 5  # names of one fault in a message
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Adapter:
     @property
     def n_parameters(self) -> int:
         """Trained numbers."""
-        return sum(array.size for tensors in self.tensors.values() for array in tensors.arrays().values())
+        return sum(array.size for array in self.flat().values())
 
     def scaling(self, name: str) -> float:
         """What the product of one matrix's adapter is multiplied with."""
@@ -50,44 +51,95 @@ class Adapter:
 
     def flat(self) -> dict[str, np.ndarray]:
         """Every trained tensor under one name: `layers.3.q_proj.lora_A`."""
-        return {f"{name}.{kind}": a for name, tensors in self.tensors.items() for kind, a in tensors.arrays().items()}
+        return _flat(self.tensors)
 
 
 def checked(
     config: LoraConfig, tensors: Mapping[str, LoraTensors], model: ModelConfig, *, where: object = None
 ) -> Adapter:
-    """Put an adapter together if its tensors, by canonical name, are those its configuration asks for.
+    """Put an adapter together if its tensors, by canonical name, are those its configuration asks for."""
+    return assembled(config, _flat(tensors), model, where=where, copy=False)
 
-    Else a FormatError, Missing, Unexpected, Shape or NonFinite, names every tensor concerned.
+
+def assembled(
+    config: LoraConfig, arrays: Mapping[str, np.ndarray], model: ModelConfig, *, where: object, copy: bool = True
+) -> Adapter:
+    """Make a float32 adapter of the arrays of `Adapter.flat`, in any float dtype.
+
+    Copied, because the file may be closed and training writes into them. FormatError: Missing, Unexpected, Shape or
+    NonFinite, with the tensors concerned.
     """
     path = None if where is None else str(where)
     try:
         targets = config.targets(model)
     except ValueError as error:
         raise FormatError("Missing", str(error), path=path) from None
-    for code, names in (("Missing", targets.keys() - tensors.keys()), ("Unexpected", tensors.keys() - targets.keys())):
-        if names:
-            message = (
-                f"adapter: expected tensors for {len(targets)} matrices, {code.lower()}: {', '.join(sorted(names))}"
-            )
-            raise FormatError("Missing" if code == "Missing" else "Unexpected", message, path=path)
-    faults = [f for name, target in targets.items() for f in _shape_faults(config, target, tensors[name])]
-    if faults:
-        raise FormatError("Shape", f"adapter: {'; '.join(faults)}", path=path)
-    bad = [f"{n}.{k}" for n, t in tensors.items() for k, array in t.arrays().items() if not np.isfinite(array).all()]
+    _require_shapes(arrays, wanted_shapes(config, model), path)
+    flat = {name: np.array(array, np.float32, copy=copy or None) for name, array in arrays.items()}
+    bad = [name for name, array in flat.items() if not np.isfinite(array).all()]
     if bad:
-        raise FormatError("NonFinite", f"adapter: NaN or infinity in {', '.join(sorted(bad))}", path=path)
-    return Adapter(config, targets, {name: tensors[name] for name in targets})
+        raise FormatError("NonFinite", f"adapter: NaN or infinity in {some(sorted(bad))}", path=path)
+    found = {
+        name: LoraTensors(flat[f"{name}.{LORA_A}"], flat[f"{name}.{LORA_B}"], flat.get(f"{name}.{MAGNITUDE}"))
+        for name in targets
+    }
+    return Adapter(config, targets, found)
 
 
-def _shape_faults(config: LoraConfig, target: Target, tensors: LoraTensors) -> list[str]:
-    rank = config.rank_of(target)
-    want: dict[str, tuple[int, ...]] = {LORA_A: (rank, target.n_in), LORA_B: (target.n_out, rank)}
-    if config.use_dora:
-        want[MAGNITUDE] = (target.n_out,)
-    got = {kind: array.shape for kind, array in tensors.arrays().items()}
-    return [
-        f"{target.name}.{kind} expected {want.get(kind, 'none')}, got {got.get(kind, 'none')}"
-        for kind in sorted(want.keys() | got.keys())
-        if want.get(kind) != got.get(kind)
-    ]
+def wanted_shapes(config: LoraConfig, model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor that such an adapter has, named and ordered as `Adapter.flat`; ValueError for an unknown module."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, target in config.targets(model).items():
+        rank = config.rank_of(target)
+        shapes |= {f"{name}.{LORA_A}": (rank, target.n_in), f"{name}.{LORA_B}": (target.n_out, rank)}
+        shapes |= {f"{name}.{MAGNITUDE}": (target.n_out,)} if config.use_dora else {}
+    return shapes
+
+
+def some(names: list[str]) -> str:
+    """The first names of a list that may be long, for a message."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def require_free(name: str, known: list[str]) -> None:
+    """Refuse (ValueError) a name that is in use, or has other signs than letters, digits, _ and -."""
+    if not re.fullmatch(r"[\w-]+", name):
+        raise ValueError(f"adapter: expected a name of letters, digits, _ and -, got {name!r}")
+    if name in known:
+        raise ValueError(f"adapter: there is one called {name!r} already; remove it or choose another name")
+
+
+def require_known(name: str | None, known: list[str]) -> None:
+    """Refuse (ValueError) the name of an adapter that is not there; None wants none."""
+    if name is not None and name not in known:
+        raise ValueError(f"adapter: there is none called {name!r}; there are {', '.join(known) or 'none'}")
+
+
+def require_fits(name: str, adapter: Adapter, model: ModelConfig) -> None:
+    """Refuse (ValueError) an adapter of which a matrix has another name or shape in this model."""
+    every = targets_of(model)
+    foreign = [target.name for target in adapter.targets.values() if every.get(target.name) != target]
+    if foreign:
+        what = ", ".join(foreign)
+        raise ValueError(f"adapter {name!r}: made for another model, which has other names or shapes for {what}")
+
+
+def _require_shapes(arrays: Mapping[str, np.ndarray], wanted: Mapping[str, tuple[int, ...]], path: str | None) -> None:
+    faults: dict[ErrorCode, list[str]] = {
+        "Missing": [name for name in wanted if name not in arrays],
+        "Unexpected": [name for name in arrays if name not in wanted],
+        "Shape": [
+            f"{name} expected {wanted[name]}, got {array.shape}"
+            for name, array in arrays.items()
+            if name in wanted and array.shape != wanted[name]
+        ],
+    }
+    found: list[tuple[ErrorCode, str]] = [(code, some(names)) for code, names in faults.items() if names]
+    if found:
+        lists = "; ".join(f"{code}: {names}" for code, names in found)
+        raise FormatError(found[0][0], f"adapter: expected {len(wanted)} tensors; {lists}", path=path)
+
+
+def _flat(tensors: Mapping[str, LoraTensors]) -> dict[str, np.ndarray]:
+    return {f"{name}.{kind}": array for name, own in tensors.items() for kind, array in own.arrays().items()}

@@ -2,14 +2,17 @@
 
 The numbers are digested as decoded float32 in the row order of Hugging Face, so a folder and a GGUF file of the same
 model agree as long as no matrix was rounded. Norms and biases have a digest of their own: GGUF files keep them whole
-also where the matrices are quantised.
+also where the matrices are quantised. Hashing a large base takes longer than to answer: digests are remembered in the
+user's cache.
 """
 
 import hashlib
 import json
+import os
 import re
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +23,11 @@ from llorch.fields import Fields
 from llorch.files import Weights
 from llorch.files.export import read_once
 from llorch.files.names import inventory
+from llorch.files.strict_json import read_json
 
 _AT_ONCE = 4  # tensors that are read and hashed at the same time
+_MAX_BYTES = 1 << 16  # of a remembered digest
+_FORMAT = 1  # of what is hashed; another number forgets everything
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +80,41 @@ def identity_of(weights: Weights, name: str | None = None) -> BaseIdentity:
         matrices=_sha256("\n".join(matrices).encode()),
         types=tuple(sorted({weights.stored_type(row.name).name for row in rows if len(row.shape) == 2})),
     )
+
+
+def remembered_identity(weights: Weights) -> BaseIdentity:
+    """Digest a base, or look up what that gave while its files were the same; raises as `identity_of`.
+
+    A file is known by its inode, its size and the times of its last change, which the system keeps to the nanosecond.
+    What cannot be read or written in the cache is no fault: the base is hashed then.
+    """
+    place = _cache_file(weights)
+    try:
+        known = BaseIdentity.from_fields(read_json(place, limit=_MAX_BYTES), place)
+        return replace(known, name=str(weights.path))
+    except (OSError, FormatError):
+        identity = identity_of(weights)
+    if place == _cache_file(weights):
+        _remember(place, identity.to_json())
+    return identity
+
+
+def _cache_file(weights: Weights) -> Path:
+    """The file for a base as it lies on the disk, with its configuration, which says how to read it."""
+    key = json.dumps([_FORMAT, weights.source.fingerprint, repr(weights.config)])
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(root) / "llorch" / "bases" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
+
+
+def _remember(place: Path, text: str) -> None:
+    temporary = place.with_suffix(f".{os.getpid()}")
+    with suppress(OSError):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            temporary.write_text(text)
+            temporary.replace(place)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def require_base(made_for: BaseIdentity | str | None, base: BaseIdentity, *, where: object) -> str:

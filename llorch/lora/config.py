@@ -1,4 +1,4 @@
-"""How an adapter was or will be made: rank, scale, and which matrices it stands beside.
+"""How an adapter was or will be made: rank, scale, and which of a model's matrices it stands beside.
 
     y = W x + scaling * B A x          scaling = lora_alpha / r, or lora_alpha / sqrt(r) with rank-stabilised LoRA
 
@@ -15,11 +15,45 @@ from typing import TypeVar
 import regex
 
 from llorch.config import ModelConfig
-from llorch.lora.targets import LAYER_TARGETS, Target, targets_of
+from llorch.files.names import inventory
 
 Number = TypeVar("Number", int, float)
 _MATCH_SECONDS = 1.0
+LAYER_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+OUTER_TARGETS = ("embed_tokens", "lm_head")
 ALL_LINEAR = "all-linear"  # every matrix of the layers; neither embedding nor output
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One matrix that an adapter may stand beside."""
+
+    name: str  # canonical: `layers.3.q_proj`, `embed_tokens` or `lm_head`
+    path: str  # module path in transformers: `model.layers.3.self_attn.q_proj`
+    gguf: str  # tensor name in GGUF without its suffix: `blk.3.attn_q`
+    n_in: int  # of an embedding the vocabulary
+    n_out: int
+    interleaved_heads: int  # heads whose rows a GGUF file of this model holds in pairs; 0: rows as in Hugging Face
+    weight: str  # canonical name of the base weight; a tied `lm_head` has that of the embedding
+
+    @property
+    def is_embedding(self) -> bool:
+        """Whether its input is token ids."""
+        return self.name == "embed_tokens"
+
+
+def targets_of(config: ModelConfig) -> Mapping[str, Target]:
+    """Every matrix that an adapter can be put on, in forward order; `lm_head` also where it is tied."""
+    found: dict[str, Target] = {}
+    for weight in inventory(config).values():
+        short = weight.name.rpartition(".")[2]
+        if short in (*LAYER_TARGETS, *OUTER_TARGETS):
+            n_out, n_in = weight.shape if short != "embed_tokens" else weight.shape[::-1]
+            path, gguf = weight.huggingface.removesuffix(".weight"), weight.gguf.removesuffix(".weight")
+            found[weight.name] = Target(weight.name, path, gguf, n_in, n_out, weight.interleaved_heads, weight.name)
+    head = Target("lm_head", "lm_head", "output", config.hidden_size, config.vocab_size, 0, "embed_tokens")
+    lm_head = found.pop("lm_head", head)  # last in the forward pass
+    return found | {"lm_head": lm_head}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +142,13 @@ class LoraConfig:
         if self.layers_to_transform is not None and _layer_of(target) not in self.layers_to_transform:
             return False
         return _fits(target, self.target_modules) and not (self.exclude_modules and _fits(target, self.exclude_modules))
+
+
+def module_names(targets: Mapping[str, Target], model: ModelConfig) -> tuple[str, ...]:
+    """Name the matrices of an adapter: ends of paths where every layer has the same ones, else whole paths; sorted."""
+    ends = tuple(sorted({target.path.rpartition(".")[2] for target in targets.values()}))
+    same = LoraConfig(target_modules=ends).targets(model).keys() == targets.keys()
+    return ends if same else tuple(sorted(target.path for target in targets.values()))
 
 
 def _fits(target: Target, modules: tuple[str, ...] | str) -> bool:

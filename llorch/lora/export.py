@@ -1,21 +1,26 @@
-"""An adapter from one file format into the other, or into a PEFT directory that simpler readers understand."""
+"""An adapter from one file format into the other, or into a PEFT directory that simpler readers understand.
 
-import errno
+Source: vllm/lora/peft_helper.py; sglang issue 40835.
+"""
+
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from llorch.config import ModelConfig
+from llorch.errors import FormatError
 from llorch.files import open_weights
 from llorch.files.new_file import new_folder
-from llorch.lora.adapter import Adapter
+from llorch.lora.adapter import Adapter, LoraTensors, checked
 from llorch.lora.base import BaseIdentity, identity_of
+from llorch.lora.config import LoraConfig, module_names
 from llorch.lora.files import check_base, read_adapter, recorded_base
 from llorch.lora.gguf_format import common_alpha, write_lora_gguf
 from llorch.lora.peft_config import CONFIG_FILE
 from llorch.lora.peft_format import BASE_FILE, TENSOR_FILE, write_peft
-from llorch.lora.plain import plain_adapter
-from llorch.write_checks import size_of
+from llorch.write_checks import check_places, size_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +49,8 @@ def export(
     (ValueError). After an error nothing is left of the target.
     """
     base, adapter, target = Path(base), Path(adapter), Path(target)
-    _check_target(target, (base, adapter), force=force)
+    ours = {CONFIG_FILE, TENSOR_FILE, BASE_FILE}
+    check_places(base, adapter, target=target, force=force, what="an adapter", known=lambda file: file.name in ours)
     with closing((weights := open_weights(base)).source):
         notes = [check_base(adapter, weights, any_base=any_base)]
         read = read_adapter(adapter, weights.config)
@@ -67,21 +73,26 @@ def _write(adapter: Adapter, target: Path, model: ModelConfig, base: BaseIdentit
         write_peft(adapter, folder, base=base)
 
 
-def _check_target(target: Path, sources: tuple[Path, ...], *, force: bool) -> None:
-    if not target.parent.is_dir():
-        raise FileNotFoundError(f"{target}: the folder {target.parent} does not exist; make it first")
-    if not target.exists():
-        return
-    for source in (path for path in sources if path.exists()):
-        if source.samefile(target) or target.resolve() in source.resolve().parents:
-            raise ValueError(f"{target}: the target would replace {source}; choose another name")
-    if not force:
-        raise FileExistsError(errno.EEXIST, "exists; choose another name, or replace it with --force", str(target))
-    if target.is_dir() == (target.suffix == ".gguf"):
-        kind = "a folder" if target.is_dir() else "a file"
-        raise FileExistsError(errno.EEXIST, f"is {kind}, which is not replaced; choose another name", str(target))
-    ours = {CONFIG_FILE, TENSOR_FILE, BASE_FILE}
-    foreign = sorted(file.name for file in target.iterdir() if file.name not in ours) if target.is_dir() else []
-    if foreign:
-        message = f"holds {foreign[0]}, which is no file of an adapter; it is not replaced, choose another name"
-        raise FileExistsError(errno.EEXIST, message, str(target))
+def plain_adapter(adapter: Adapter, model: ModelConfig) -> Adapter:
+    """An equal adapter without patterns: the same where one rank and alpha suffice already, else of scale 1 throughout.
+
+    Servers read less than PEFT writes: vLLM has no alpha or rank patterns and no DoRA (Unsupported), SGLang no
+    rank-stabilised scale. Each scale is multiplied into its B, smaller ranks are filled up with zeros.
+    """
+    config = adapter.config
+    if config.use_dora:
+        raise FormatError("Unsupported", "vLLM and others have no DoRA; merge instead: llorch lora merge")
+    names = module_names(adapter.targets, model)
+    ranks = {config.rank_of(target) for target in adapter.targets.values()}
+    if ranks == {config.r} and {adapter.scaling(name) for name in adapter.targets} == {config.lora_alpha / config.r}:
+        kept = LoraConfig(r=config.r, lora_alpha=config.lora_alpha, target_modules=names)
+        return checked(kept, adapter.tensors, model)
+    rank = max(ranks)
+    tensors = {name: _filled(adapter.tensors[name], adapter.scaling(name), rank) for name in adapter.targets}
+    return checked(LoraConfig(r=rank, lora_alpha=float(rank), target_modules=names), tensors, model)
+
+
+def _filled(tensors: LoraTensors, scaling: float, rank: int) -> LoraTensors:
+    more = rank - len(tensors.lora_A)
+    scaled = (tensors.lora_B * np.float64(scaling)).astype(np.float32)
+    return LoraTensors(np.pad(tensors.lora_A, ((0, more), (0, 0))), np.pad(scaled, ((0, 0), (0, more))))

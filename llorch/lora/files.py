@@ -9,10 +9,9 @@ from llorch.errors import FormatError
 from llorch.files import Weights
 from llorch.files.quant import BLOCK_SIZES
 from llorch.lora.adapter import Adapter
-from llorch.lora.base import BaseIdentity, require_base, require_name
+from llorch.lora.base import BaseIdentity, remembered_identity, require_base, require_name
 from llorch.lora.gguf_format import base_of_gguf, read_lora_gguf
 from llorch.lora.peft_format import base_of_peft, copies_in_peft, read_peft
-from llorch.lora.remembered import remembered_identity
 
 _BF16, _LEAST = 2.0**-8, 1e-7  # a copy may have been rounded to half the width
 
@@ -46,6 +45,17 @@ def check_base(path: str | Path, weights: Weights, *, any_base: bool = False) ->
             raise
         return f"base: another one, and accepted; {error}"
     return verdict
+
+
+def adapter_for(weights: Weights, adapter: Adapter | str | Path, *, any_base: bool) -> tuple[Adapter, str]:
+    """An adapter that may stand beside some weights, and what is known of its base in a sentence.
+
+    Where the adapter records its base every tensor of the weights is read once; of one in memory nothing more is known.
+    """
+    if isinstance(adapter, Adapter):
+        return adapter, "base: unknown, the adapter does not come from a file"
+    verdict = check_base(adapter, weights, any_base=any_base)
+    return read_adapter(adapter, weights.config), verdict
 
 
 def _require_copies(path: Path, weights: Weights) -> None:

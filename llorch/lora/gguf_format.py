@@ -24,12 +24,9 @@ from llorch.files.gguf import GGUFFile
 from llorch.files.names import interleave, undo_interleave
 from llorch.files.new_file import new_file
 from llorch.files.strict_json import parse_json
-from llorch.lora.adapter import LORA_A, LORA_B, Adapter
-from llorch.lora.assemble import assembled, some
+from llorch.lora.adapter import LORA_A, LORA_B, Adapter, assembled, some
 from llorch.lora.base import BaseIdentity
-from llorch.lora.config import LoraConfig
-from llorch.lora.plain import module_names
-from llorch.lora.targets import Target, targets_of
+from llorch.lora.config import LoraConfig, Target, module_names, targets_of
 
 ALPHA, BASE_KEY = "adapter.lora.alpha", "llorch.base"
 _SUFFIXES = {LORA_A: ".weight.lora_a", LORA_B: ".weight.lora_b"}

@@ -23,8 +23,7 @@ from jaxtyping import Float, Float32
 from llorch.config import ModelConfig
 from llorch.files import Weights
 from llorch.lora.adapter import LORA_A, LORA_B, Adapter, LoraTensors, checked
-from llorch.lora.config import LoraConfig
-from llorch.lora.targets import Target
+from llorch.lora.config import LoraConfig, Target
 
 INITS = ("default", "gaussian", "pissa")
 _TILE = 1 << 22  # elements of a matrix that are looked at in one go

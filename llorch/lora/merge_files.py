@@ -1,24 +1,32 @@
 """A base and an adapter on disk to a merged model on disk, and what rounding did to the adapter on the way."""
 
+import json
+import shutil
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from jaxtyping import Int64
 
+from llorch.cache import KVCache
 from llorch.convert import choose_type, write_model
 from llorch.files import Weights, open_weights
 from llorch.files.encode import encode
+from llorch.files.export_huggingface import DTYPES, huggingface_size, write_json, write_safetensors
 from llorch.files.names import inventory
+from llorch.files.new_file import new_folder
 from llorch.files.quant import BLOCK_SIZES, GGMLType, decode
+from llorch.forward import forward
+from llorch.lora.adapted_weights import AdaptedWeights
+from llorch.lora.adapter import Adapter
 from llorch.lora.files import check_base, read_adapter
-from llorch.lora.logits import Agreement, compare_logits
 from llorch.lora.merge import MergedWeights
-from llorch.lora.merge_folder import write_merged_folder
-from llorch.write_checks import check_places, size_of
+from llorch.write_checks import CONFIG, check_places, counting, files_beside, placing, read_back, size_of
 
 LARGEST_COMPARED = 600_000_000  # weights; beyond, logits are compared when asked for
+N_IDS = 12  # that are compared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +36,15 @@ class MatrixChange:
     change: float  # largest |W' - W| of the written numbers
     rounding: float  # largest distance of the written numbers from the exact sum
     vanished: float  # share of the elements that the adapter moves and the stored type does not show
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """Logits of a few tokens from all over the vocabulary."""
+
+    spread: float  # standard deviation of the logits with the adapter
+    effect: float  # largest difference between the base and the base with the adapter
+    error: float  # largest difference between the base with the adapter and the merged model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +80,7 @@ def merge(
     is a source (ValueError), a type its format lacks (ValueError). After an error nothing is left of the target.
     """
     base, adapter, target = Path(base), Path(adapter), Path(target)
-    for source in (adapter, base):
-        check_places(source, target, force=force)
+    check_places(adapter, base, target=target, force=force)
     with closing((weights := open_weights(base)).source):
         notes = [check_base(adapter, weights, any_base=any_base)]
         read = read_adapter(adapter, weights.config)
@@ -101,8 +117,44 @@ def _type_for(merged: MergedWeights, target: Path, wanted: GGMLType | None, note
 
 def _write(merged: MergedWeights, target: Path, kind: GGMLType, report: Callable[[str], None]) -> list[str]:
     if Path(merged.path).is_dir() and target.suffix != ".gguf":
-        return write_merged_folder(merged, target, ggml_type=kind, report=report)
+        return _write_merged_folder(merged, target, ggml_type=kind, report=report)
     return write_model(merged, target, ggml_type=kind, report=report).notes
+
+
+def _write_merged_folder(
+    merged: MergedWeights, target: Path, *, ggml_type: GGMLType, report: Callable[[str], None]
+) -> list[str]:
+    """Write a folder that transformers loads, complete or absent; returns what was changed beside the tensors.
+
+    Every other file is copied byte for byte; Unsafe for one that links out of the source.
+    """
+    source, notes = Path(merged.path), []
+    kept = files_beside(source)  # refuses before tensors are written
+    with placing(target, huggingface_size(merged.config, ggml_type)), new_folder(target) as folder:
+        write_safetensors(merged, folder, ggml_type=ggml_type, on_tensor=counting(merged, report))
+        for file in kept:
+            copy = folder / file.relative_to(source)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, copy)
+        changes = _changes(merged, source, ggml_type)
+        if changes:
+            values = json.loads((source / CONFIG).read_bytes())
+            write_json(folder / CONFIG, values | changes)
+            notes = [f"{CONFIG}: {key} is {json.dumps(value)} now" for key, value in changes.items()]
+        read_back(folder, merged, target)
+    return notes
+
+
+def _changes(merged: MergedWeights, source: Path, ggml_type: GGMLType) -> dict[str, object]:
+    """What the configuration would say wrongly of the merged tensors."""
+    values = json.loads((source / CONFIG).read_bytes())
+    changes: dict[str, object] = {}
+    if values.get("tie_word_embeddings", False) != merged.config.tie_word_embeddings:
+        changes["tie_word_embeddings"] = merged.config.tie_word_embeddings
+    stored = {merged.stored_type(name) for name in merged}
+    if stored != {ggml_type}:
+        changes |= {key: DTYPES[ggml_type] for key in ("dtype", "torch_dtype") if key in values}
+    return changes
 
 
 def _types(weights: Weights) -> list[str]:
@@ -123,3 +175,32 @@ def _change(weights: Weights, merged: MergedWeights, written: Weights, name: str
         rounding=float(np.abs(after - exact).max()),
         vanished=float(unseen),
     )
+
+
+def compare_logits(weights: Weights, adapter: Adapter, merged: Weights) -> Agreement:
+    """Run three models on the same tokens."""
+    ids = probe_ids(weights.config.vocab_size, adapter)
+    plain, beside, inside = (run(w, ids) for w in (weights, AdaptedWeights(weights, adapter), merged))
+    return Agreement(
+        spread=float(beside.std()),
+        effect=float(np.abs(beside - plain).max()),
+        error=float(np.abs(inside - beside).max()),
+    )
+
+
+def probe_ids(vocab_size: int, adapter: Adapter) -> Int64[np.ndarray, " ids"]:
+    """Ids from all over a vocabulary, in an order without a pattern.
+
+    An adapter of the embedding moves only tokens that it was trained on: half of the ids are those it moves most.
+    """
+    places = np.arange(N_IDS) * 5 % N_IDS
+    ids = (2 * places + 1) * vocab_size // (2 * N_IDS)
+    if "embed_tokens" in adapter.tensors:
+        moved = np.abs(adapter.tensors["embed_tokens"].lora_A).sum(axis=0)
+        ids[::2] = np.argsort(-moved, kind="stable")[: N_IDS // 2]
+    return ids
+
+
+def run(weights: Weights, ids: np.ndarray) -> np.ndarray:
+    """Logits of every token."""
+    return forward(ids, weights, KVCache(weights.config, weights.dtype))

@@ -11,8 +11,7 @@ from pathlib import Path
 from llorch.errors import FormatError
 from llorch.fields import Fields
 from llorch.files.strict_json import read_json
-from llorch.lora.config import ALL_LINEAR, LoraConfig
-from llorch.lora.targets import LAYER_TARGETS, Target
+from llorch.lora.config import ALL_LINEAR, LAYER_TARGETS, LoraConfig, Target
 
 logger = logging.getLogger(__name__)
 

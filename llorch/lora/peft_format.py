@@ -24,12 +24,10 @@ from llorch.files.new_file import new_file
 from llorch.files.safetensors import SafetensorsFile
 from llorch.files.strict_json import read_json
 from llorch.files.tensor_file import tensor_bytes
-from llorch.lora.adapter import LORA_A, LORA_B, MAGNITUDE, Adapter
-from llorch.lora.assemble import assembled, some
+from llorch.lora.adapter import LORA_A, LORA_B, MAGNITUDE, Adapter, assembled, some
 from llorch.lora.base import BaseIdentity
-from llorch.lora.config import LoraConfig
+from llorch.lora.config import LoraConfig, Target
 from llorch.lora.peft_config import CONFIG_FILE, config_json, read_config
-from llorch.lora.targets import Target
 
 logger = logging.getLogger(__name__)
 

@@ -11,12 +11,11 @@ from llorch.fields import Fields
 from llorch.files import Weights
 from llorch.files.gguf import GGUFFile
 from llorch.files.safetensors import SafetensorsFile
-from llorch.lora.config import LoraConfig
+from llorch.lora.config import LoraConfig, Target, targets_of
 from llorch.lora.files import recorded_base
 from llorch.lora.gguf_format import ALPHA
 from llorch.lora.peft_config import read_config
 from llorch.lora.peft_format import tensor_file
-from llorch.lora.targets import Target, targets_of
 
 _PEFT = re.compile(r"^base_model\.model\.(?P<path>.+)\.lora_(?:embedding_)?(?P<half>[AB])(?:\.weight)?$")
 _GGUF = re.compile(r"^(?P<path>.+)\.weight\.lora_(?P<half>[ab])$")

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llorch.files import Weights
-from llorch.lora.adapter import Adapter
-from llorch.lora.opened import require_known
+from llorch.lora.adapter import Adapter, require_known
 from llorch.model import Opened
 from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.cuda.graph import compiled_forward

@@ -42,33 +42,22 @@ def test_the_order_of_the_tensors_does_not_matter(config: ModelConfig, rng: np.r
 def test_a_length_of_rows_belongs_to_dora_alone(config: ModelConfig, rng: np.random.Generator):
     dora = replace(LORA, use_dora=True)
     assert checked(dora, tensors(config, rng, dora), config).flat()["layers.0.q_proj.magnitude"].shape == (24,)
-    with pytest.raises(FormatError, match=r"Shape: .*magnitude expected \(24,\), got none"):
+    with pytest.raises(FormatError, match=r"Missing: .*layers\.0\.q_proj\.magnitude"):
         checked(dora, tensors(config, rng), config)
-    with pytest.raises(FormatError, match=r"Shape: .*magnitude expected none, got \(24,\)"):
+    with pytest.raises(FormatError, match=r"Unexpected: .*layers\.0\.q_proj\.magnitude"):
         checked(LORA, tensors(config, rng, dora), config)
 
 
 def test_what_is_missing_or_too_many_is_listed(config: ModelConfig, rng: np.random.Generator):
     half = {name: t for name, t in tensors(config, rng).items() if name != "layers.2.q_proj"}
-    with pytest.raises(FormatError, match=r"adapter: Missing: .*expected tensors for 4 .*missing: layers\.2\.q_proj"):
+    with pytest.raises(
+        FormatError, match=r"adapter: Missing: .*expected 8 tensors; Missing: layers\.2\.q_proj\.lora_A, "
+    ):
         checked(LORA, half, config, where="adapter")
-    with pytest.raises(FormatError, match=r"Unexpected: .*unexpected: layers\.0\.v_proj"):
+    with pytest.raises(FormatError, match=r"Unexpected: .*Unexpected: layers\.0\.v_proj\.lora_A, "):
         checked(LORA, tensors(config, rng) | {"layers.0.v_proj": half["layers.0.q_proj"]}, config)
 
 
 def test_a_module_that_the_model_lacks_is_missing(config: ModelConfig):
     with pytest.raises(FormatError, match="Missing: lora config: the model has no module c_attn"):
         checked(LoraConfig(target_modules=("c_attn",)), {}, config)
-
-
-def test_another_rank_than_the_configuration_says_is_refused(config: ModelConfig, rng: np.random.Generator):
-    with pytest.raises(FormatError, match=r"Shape: .*layers\.0\.q_proj\.lora_A expected \(5, 20\), got \(2, 20\)"):
-        checked(replace(LORA, r=5), tensors(config, rng), config)
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_number_that_is_none_is_refused(config: ModelConfig, rng: np.random.Generator, bad: float):
-    found = tensors(config, rng)
-    found["layers.1.q_proj"].lora_B[3, 1] = bad
-    with pytest.raises(FormatError, match=r"NonFinite: .*layers\.1\.q_proj\.lora_B"):
-        checked(LORA, found, config)

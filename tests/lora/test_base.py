@@ -1,6 +1,9 @@
 """The base that an adapter was made for: recognised in both formats, refused when it is another, unknown when it is."""
 
 import json
+import os
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +14,7 @@ from llorch.errors import FormatError
 from llorch.files import open_weights
 from llorch.files.export import write_gguf
 from llorch.files.quant import GGMLType
-from llorch.lora.base import BaseIdentity, identity_of, require_base, require_name
+from llorch.lora.base import BaseIdentity, identity_of, remembered_identity, require_base, require_name
 
 
 def identity(path) -> BaseIdentity:
@@ -27,8 +30,7 @@ def test_a_folder_and_its_gguf_file_are_the_same_base(tmp_path, family, tied):
     assert require_base(folder, file, where="a") == "base: the same, number by number"
 
 
-def test_a_quantised_copy_is_unknown_and_says_so(tmp_path):
-    base = tiny_base(tmp_path / "base")
+def test_a_quantised_copy_is_unknown_and_says_so(tmp_path, base):
     write_gguf(open_weights(base), tmp_path / "x.gguf", ggml_type=GGMLType.Q8_0)
     verdict = require_base(identity(base), identity(tmp_path / "x.gguf"), where="a")
     assert "unknown" in verdict
@@ -86,3 +88,61 @@ def test_an_adapter_that_names_no_base_is_unknown():
 def test_the_record_is_read_back(tmp_path):
     one = identity(tiny_base(tmp_path / "base"))
     assert BaseIdentity.from_fields(json.loads(one.to_json()), tmp_path) == one
+
+
+@pytest.fixture
+def digested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A base that was digested once."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = write_folder(tmp_path / "base", random_tensors("llama"))
+    assert remembered_identity(open_weights(folder)) == identity_of(open_weights(folder))
+    return folder
+
+
+def is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the base is hashed again; what comes of it is right in any case."""
+    want, calls = identity_of(open_weights(folder)), []
+    monkeypatch.setattr("llorch.lora.base.identity_of", lambda weights: calls.append(1) or identity_of(weights))
+    assert remembered_identity(open_weights(folder)) == want
+    return bool(calls)
+
+
+def test_the_same_files_are_read_once(digested: Path, monkeypatch: pytest.MonkeyPatch):
+    assert not is_read(digested, monkeypatch)
+    (entry,) = (digested.parent / "cache/llorch/bases").iterdir()
+    assert json.loads(entry.read_text())["config"]
+
+
+def test_a_number_that_was_changed_in_place_is_seen_though_size_and_time_stay(
+    digested: Path, monkeypatch: pytest.MonkeyPatch
+):
+    file = digested / "model.safetensors"
+    before = file.stat()
+    with file.open("r+b") as stream:
+        stream.seek(-4, os.SEEK_END)
+        stream.write(np.float32(0.5).tobytes())
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert file.stat().st_size == before.st_size
+    assert is_read(digested, monkeypatch)
+
+
+def test_a_copy_and_another_configuration_are_read(digested: Path, monkeypatch: pytest.MonkeyPatch):
+    shutil.copytree(digested, digested.parent / "copy")
+    assert is_read(digested.parent / "copy", monkeypatch)
+    config = json.loads((digested / "config.json").read_text())
+    (digested / "config.json").write_text(json.dumps(config | {"rope_theta": 77.0}))
+    assert is_read(digested, monkeypatch)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"name": "x", "config": "y"}'])
+def test_a_damaged_entry_is_made_anew(content: str, digested: Path, monkeypatch: pytest.MonkeyPatch):
+    (entry,) = (digested.parent / "cache/llorch/bases").iterdir()
+    entry.write_text(content)
+    assert is_read(digested, monkeypatch)
+    assert not is_read(digested, monkeypatch)
+
+
+def test_a_cache_that_cannot_be_written_is_no_fault(digested: Path, monkeypatch: pytest.MonkeyPatch):
+    (digested.parent / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(digested.parent / "file"))
+    assert is_read(digested, monkeypatch)

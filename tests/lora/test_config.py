@@ -5,8 +5,7 @@ import math
 import pytest
 
 from llorch.config import ModelConfig
-from llorch.lora.config import LoraConfig
-from llorch.lora.targets import LAYER_TARGETS, targets_of
+from llorch.lora.config import LAYER_TARGETS, LoraConfig, targets_of
 
 
 def test_targets_are_every_matrix_in_the_order_of_the_forward_pass(config: ModelConfig):

@@ -1,16 +1,18 @@
 """An adapter carried from format to format, and what stands in the way of a target."""
 
 import errno
+import json
 import resource
 
 import numpy as np
 import pytest
-from random_adapters import adapted_logits, random_adapter, same_tensors, tiny_base
+from random_adapters import EVERY, adapted_logits, random_adapter, same_tensors, tiny_base
 
 from llorch.errors import FormatError
 from llorch.files import open_weights
 from llorch.lora.base import identity_of
-from llorch.lora.export import export
+from llorch.lora.config import module_names
+from llorch.lora.export import export, plain_adapter
 from llorch.lora.files import read_adapter, recorded_base
 from llorch.lora.peft_format import write_peft
 
@@ -99,3 +101,45 @@ def test_another_base_is_refused_unless_it_is_wanted(tmp_path, base):
     with pytest.raises(FormatError, match="BaseMismatch"):
         export(other, path, tmp_path / "new")
     assert export(other, path, tmp_path / "new", any_base=True).notes[0].startswith("base: another one, and accepted")
+
+
+KINDS = {
+    "rsLoRA": {"use_rslora": True},
+    "ranks": {"rank_pattern": {"q_proj": 5, "up_proj": 2}},
+    "alphas": {"alpha_pattern": {"v_proj": 11.0, r"layers\.0\..*": 2.0}},
+    "one layer": {"target_modules": ("q_proj", "v_proj"), "layers_to_transform": (1,), "use_rslora": True},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_reader_that_knows_one_rank_and_alpha_computes_the_same(tmp_path, kind, base, weights):
+    adapter = random_adapter(weights.config, **KINDS[kind])
+    plain = plain_adapter(adapter, weights.config)
+    want = adapted_logits(base, adapter)
+    np.testing.assert_allclose(adapted_logits(base, plain), want, rtol=0, atol=2e-6 * np.abs(want).max())
+    write_peft(plain, tmp_path / "adapter", base=identity_of(weights))
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["lora_alpha"] == config["r"]
+    assert not any(config[key] for key in ("rank_pattern", "alpha_pattern", "use_rslora", "layers_to_transform"))
+    assert {len(tensors.lora_A) for tensors in plain.tensors.values()} == {config["r"]}
+
+
+def test_an_adapter_that_is_plain_already_keeps_its_bits(tmp_path):
+    config = open_weights(tiny_base(tmp_path / "base")).config
+    adapter = random_adapter(config)
+    plain = plain_adapter(adapter, config)
+    assert same_tensors(plain, adapter)
+    assert plain.config.lora_alpha == adapter.config.lora_alpha
+
+
+def test_dora_is_refused(tmp_path):
+    config = open_weights(tiny_base(tmp_path / "base")).config
+    with pytest.raises(FormatError, match="merge instead"):
+        plain_adapter(random_adapter(config, use_dora=True), config)
+
+
+def test_modules_are_named_by_their_ends_where_every_layer_has_them(tmp_path):
+    config = open_weights(tiny_base(tmp_path / "base")).config
+    assert module_names(random_adapter(config).targets, config) == tuple(sorted(EVERY))
+    some = random_adapter(config, target_modules=("q_proj",), layers_to_transform=(1,))
+    assert module_names(some.targets, config) == ("model.layers.1.self_attn.q_proj",)

@@ -9,7 +9,7 @@ from training_passes import ALL, SETTINGS, base, batch, logits_of, peft_name
 
 from llorch.builtin import builtin_path
 from llorch.files import open_weights
-from llorch.lora.assemble import wanted_shapes
+from llorch.lora.adapter import wanted_shapes
 from llorch.lora.config import LoraConfig
 from llorch.pytorch.lora.adapters import adapter_of, attach, trainable_parameters
 from tests.lora.test_initial import drawn, qwen_05b

@@ -38,8 +38,7 @@ def test_a_merged_matrix_is_the_sum_worked_by_hand(tmp_path):
     np.testing.assert_array_equal(merged_matrix(weight, adapter, "layers.0.q_proj"), want, strict=True)
 
 
-def test_many_tiles_give_the_bits_of_one(tmp_path, monkeypatch):
-    weights = open_weights(tiny_base(tmp_path / "base"))
+def test_many_tiles_give_the_bits_of_one(monkeypatch, weights):
     adapter = random_adapter(weights.config, target_modules=("embed_tokens", "up_proj"), use_dora=True)
     names = ("embed_tokens", "layers.1.up_proj")
     whole = [merged_matrix(weights.array(name), adapter, name) for name in names]
@@ -48,8 +47,7 @@ def test_many_tiles_give_the_bits_of_one(tmp_path, monkeypatch):
         np.testing.assert_allclose(merged_matrix(weights.array(name), adapter, name), want, rtol=2e-7)
 
 
-def test_dora_gives_every_output_the_learned_length(tmp_path):
-    weights = open_weights(tiny_base(tmp_path / "base"))
+def test_dora_gives_every_output_the_learned_length(weights):
     adapter = random_adapter(weights.config, target_modules=("embed_tokens", "up_proj"), use_dora=True)
     for name, axis in (("embed_tokens", 0), ("layers.0.up_proj", 1)):
         lengths = np.linalg.norm(merged_matrix(weights.array(name), adapter, name), axis=axis)
@@ -59,16 +57,14 @@ def test_dora_gives_every_output_the_learned_length(tmp_path):
 
 
 @pytest.mark.parametrize("use_dora", [False, True])
-def test_the_adapter_page_merges_to_the_same_numbers(tmp_path, use_dora):
-    weights = open_weights(tiny_base(tmp_path / "base"))
+def test_the_adapter_page_merges_to_the_same_numbers(use_dora, weights):
     adapter = random_adapter(weights.config, use_dora=use_dora)
     beside, merged = AdaptedWeights(weights, adapter), MergedWeights(weights, adapter)
     for name in adapter.targets:
         np.testing.assert_allclose(beside[name].dequantize(), merged.array(name), rtol=0, atol=3e-7)
 
 
-def test_weights_without_an_adapter_and_the_base_itself_do_not_change(tmp_path):
-    weights = open_weights(tiny_base(tmp_path / "base"))
+def test_weights_without_an_adapter_and_the_base_itself_do_not_change(weights):
     before = {name: weights.read(name).copy() for name in weights}
     merged = MergedWeights(weights, random_adapter(weights.config, target_modules=("q_proj",)))
     for name in weights:
@@ -88,8 +84,7 @@ def test_tied_embedding_and_output_part_only_where_one_of_them_is_adapted(tmp_pa
     assert not np.array_equal(outer.array("embed_tokens"), weights.array("embed_tokens"))
 
 
-def test_a_sum_that_overflows_is_refused(tmp_path):
-    weights = open_weights(tiny_base(tmp_path / "base"))
+def test_a_sum_that_overflows_is_refused(weights):
     adapter = random_adapter(weights.config)
     adapter.tensors["layers.0.q_proj"].lora_A[:] = 3e38
     with pytest.raises(FormatError, match=r"layers\.0\.q_proj") as caught:

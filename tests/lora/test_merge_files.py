@@ -19,10 +19,10 @@ from llorch.errors import FormatError
 from llorch.files import open_gguf, open_weights
 from llorch.files.export import write_gguf
 from llorch.files.quant import GGMLType
-from llorch.lora.adapter import Adapter
+from llorch.lora.adapter import LORA_A, Adapter, LoraTensors
 from llorch.lora.base import identity_of
 from llorch.lora.merge import MergedWeights
-from llorch.lora.merge_files import Merge, merge
+from llorch.lora.merge_files import N_IDS, Merge, compare_logits, merge, probe_ids
 from llorch.lora.peft_format import write_peft
 
 
@@ -101,8 +101,7 @@ def test_a_link_into_the_download_cache_is_followed_and_one_to_elsewhere_refused
 
 
 @pytest.mark.parametrize("kind", ["BF16", "F16", "F32"])
-def test_a_folder_of_another_dtype_says_so_in_its_configuration(tmp_path, kind):
-    base = tiny_base(tmp_path / "base")
+def test_a_folder_of_another_dtype_says_so_in_its_configuration(tmp_path, kind, base):
     config = base / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"torch_dtype": "float32"}))
     merge(base, pair(tmp_path, base)[0], tmp_path / "merged", ggml_type=GGMLType[kind])
@@ -120,8 +119,7 @@ def test_a_tied_base_parts_where_the_output_is_adapted(tmp_path):
     assert "output.weight" in open_gguf(tmp_path / "merged.gguf").tensors
 
 
-def test_the_sum_is_rounded_once(tmp_path):
-    base = tiny_base(tmp_path / "base")
+def test_the_sum_is_rounded_once(tmp_path, base):
     path, adapter = pair(tmp_path, base)
     done = merge(base, path, tmp_path / "merged", ggml_type=GGMLType.BF16)
     exact = MergedWeights(open_weights(base), adapter)
@@ -133,9 +131,7 @@ def test_the_sum_is_rounded_once(tmp_path):
         assert done.changes[name].rounding == pytest.approx(np.abs(got - want).max())
 
 
-def test_what_rounding_swallowed_is_counted(tmp_path):
-    base = tiny_base(tmp_path / "base")
-    weights = open_weights(base)
+def test_what_rounding_swallowed_is_counted(tmp_path, base, weights):
     adapter = random_adapter(weights.config, lora_alpha=1e-4)
     write_peft(adapter, tmp_path / "adapter", base=identity_of(weights))
     fine = merge(base, tmp_path / "adapter", tmp_path / "fine")
@@ -190,8 +186,7 @@ def tensors_changed(base: Path) -> None:
 
 
 @pytest.mark.parametrize("target", ["base", "adapter", "."])
-def test_the_target_is_neither_the_base_nor_the_adapter_nor_holds_them(tmp_path, target):
-    base = tiny_base(tmp_path / "base")
+def test_the_target_is_neither_the_base_nor_the_adapter_nor_holds_them(tmp_path, target, base):
     path, _ = pair(tmp_path, base)
     before = digests(tmp_path)
     with pytest.raises(ValueError, match="would replace the source"):
@@ -199,8 +194,7 @@ def test_the_target_is_neither_the_base_nor_the_adapter_nor_holds_them(tmp_path,
     assert digests(tmp_path) == before
 
 
-def test_a_target_that_exists_is_kept_without_force(tmp_path):
-    base = tiny_base(tmp_path / "base")
+def test_a_target_that_exists_is_kept_without_force(tmp_path, base):
     path, _ = pair(tmp_path, base)
     merge(base, path, tmp_path / "merged")
     with pytest.raises(FileExistsError):
@@ -209,8 +203,7 @@ def test_a_target_that_exists_is_kept_without_force(tmp_path):
 
 
 @pytest.mark.parametrize("target", ["merged", "merged.gguf"])
-def test_a_failure_while_writing_leaves_nothing(tmp_path, monkeypatch, target):
-    base = tiny_base(tmp_path / "base")
+def test_a_failure_while_writing_leaves_nothing(tmp_path, monkeypatch, target, base):
     path, _ = pair(tmp_path, base)
     before = sorted(file.name for file in tmp_path.iterdir())
     read, calls = MergedWeights.read, []
@@ -228,8 +221,7 @@ def test_a_failure_while_writing_leaves_nothing(tmp_path, monkeypatch, target):
 
 
 @pytest.mark.parametrize("target", ["merged", "merged.gguf"])
-def test_a_killed_merge_leaves_the_sources_and_no_target(tmp_path, target):
-    base = tiny_base(tmp_path / "base")
+def test_a_killed_merge_leaves_the_sources_and_no_target(tmp_path, target, base):
     path, _ = pair(tmp_path, base)
     before = digests(base), digests(path)
     script = (
@@ -251,3 +243,28 @@ def test_a_killed_merge_leaves_the_sources_and_no_target(tmp_path, target):
     assert (digests(base), digests(path)) == before
     done: Merge = merge(base, path, tmp_path / target)  # what lies beside does not disturb
     assert done.target.exists()
+
+
+def knowing(adapter: Adapter, ids: list[int]) -> Adapter:
+    """An adapter of the embedding that was trained on a few tokens only."""
+    made = adapter.tensors["embed_tokens"].arrays()
+    rows = np.zeros_like(made[LORA_A])
+    rows[:, ids] = made[LORA_A][:, ids]
+    return Adapter(adapter.config, adapter.targets, {"embed_tokens": LoraTensors(**made | {LORA_A: rows})})
+
+
+def test_the_ids_are_different_ones_from_all_over_the_vocabulary(tmp_path):
+    config = open_weights(tiny_base(tmp_path / "base")).config
+    ids = probe_ids(50_000, random_adapter(config))
+    assert len(set(ids.tolist())) == N_IDS
+    assert set((ids // 10_000).tolist()) == {0, 1, 2, 3, 4}
+
+
+def test_an_embedding_is_judged_on_tokens_that_it_was_trained_on(weights):
+    plain = probe_ids(weights.config.vocab_size, random_adapter(weights.config)).tolist()
+    unseen = next(token for token in range(weights.config.vocab_size) if token not in plain)
+    adapter = knowing(random_adapter(weights.config, target_modules=("embed_tokens",)), [unseen])
+    assert unseen in probe_ids(weights.config.vocab_size, adapter)
+    found = compare_logits(weights, adapter, MergedWeights(weights, adapter))
+    assert found.effect > 0
+    assert found.error < 1e-4 * found.effect

@@ -77,8 +77,7 @@ def test_we_compute_what_peft_computes_from_the_folder_that_it_writes(tmp_path, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_we_write_we_read_bit_for_bit(tmp_path, kind):
-    weights = open_weights(tiny_base(tmp_path / "base"))
+def test_what_we_write_we_read_bit_for_bit(tmp_path, kind, weights):
     adapter = random_adapter(weights.config, **KINDS[kind])
     write_peft(adapter, tmp_path / "adapter", base=identity_of(weights))
     got = read_peft(tmp_path / "adapter", weights.config)
@@ -86,8 +85,7 @@ def test_what_we_write_we_read_bit_for_bit(tmp_path, kind):
     assert {n: got.scaling(n) for n in got.targets} == {n: adapter.scaling(n) for n in adapter.targets}
 
 
-def test_the_bytes_depend_neither_on_the_hash_seed_nor_on_the_order_of_modules(tmp_path):
-    base = tiny_base(tmp_path / "base")
+def test_the_bytes_depend_neither_on_the_hash_seed_nor_on_the_order_of_modules(tmp_path, base):
     script = (
         "import sys; from random_adapters import *; from llorch.lora.base import BaseIdentity, identity_of\n"
         "from llorch.lora.peft_format import write_peft\n"
@@ -108,16 +106,14 @@ def test_the_bytes_depend_neither_on_the_hash_seed_nor_on_the_order_of_modules(t
         assert list(file.tensors) == sorted(file.tensors)
 
 
-def test_patterns_keep_their_order_because_the_first_that_fits_counts(tmp_path):
-    weights = open_weights(tiny_base(tmp_path / "base"))
+def test_patterns_keep_their_order_because_the_first_that_fits_counts(tmp_path, weights):
     adapter = random_adapter(weights.config, rank_pattern={r"layers\.1\.self_attn\.q_proj": 7, "q_proj": 2})
     write_peft(adapter, tmp_path / "adapter", base=identity_of(weights))
     got = read_peft(tmp_path / "adapter", weights.config)
     assert got.tensors["layers.1.q_proj"].lora_A.shape[0] == 7
 
 
-def test_the_base_is_recorded_beside_the_adapter(tmp_path):
-    weights = open_weights(tiny_base(tmp_path / "base"))
+def test_the_base_is_recorded_beside_the_adapter(tmp_path, weights):
     identity = identity_of(weights, "a name")
     write_peft(random_adapter(weights.config), tmp_path / "adapter", base=identity)
     assert base_of_peft(tmp_path / "adapter") == identity
@@ -134,8 +130,7 @@ def test_copies_of_base_matrices_that_peft_writes_are_found(tmp_path):
     assert all(np.array_equal(copy, embedding) for copy in copies.values())
 
 
-def test_an_old_configuration_never_stands_beside_new_tensors(tmp_path, monkeypatch):
-    weights = open_weights(tiny_base(tmp_path / "base"))
+def test_an_old_configuration_never_stands_beside_new_tensors(tmp_path, monkeypatch, weights):
     write_peft(random_adapter(weights.config), tmp_path / "adapter", base=identity_of(weights))
     monkeypatch.setattr(BaseIdentity, "to_json", lambda self: 1 / 0)  # a failure between tensors and configuration
     other = random_adapter(weights.config, lora_alpha=9.0, seed=1)

@@ -13,8 +13,7 @@ from llorch.config import ModelConfig
 from llorch.files import Weights, open_weights
 from llorch.forward import forward
 from llorch.lora.adapted_weights import AdaptedWeights
-from llorch.lora.adapter import Adapter
-from llorch.lora.assemble import assembled, wanted_shapes
+from llorch.lora.adapter import Adapter, assembled, wanted_shapes
 from llorch.lora.config import LoraConfig
 
 IDS = [3, 17, 8, 39, 0, 25]

@@ -16,10 +16,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from llorch.lora.adapter import LORA_A, LORA_B, MAGNITUDE, Adapter, LoraTensors, checked
+from llorch.lora.adapter import (
+    LORA_A,
+    LORA_B,
+    MAGNITUDE,
+    Adapter,
+    LoraTensors,
+    checked,
+    require_fits,
+    require_free,
+    require_known,
+)
+from llorch.lora.config import Target, targets_of
 from llorch.lora.initial import over_original
-from llorch.lora.opened import require_fits, require_free, require_known
-from llorch.lora.targets import Target, targets_of
 from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.lora.leaves import LoraEmbedding, LoraLeaf, LoraLinear, as_float32
 from llorch.pytorch.reproducible_sums import FixedRows

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 
 from llorch.lora.adapter import LORA_A, LORA_B, MAGNITUDE, LoraTensors
-from llorch.lora.config import LoraConfig
-from llorch.lora.targets import Target
+from llorch.lora.config import LoraConfig, Target
 from llorch.pytorch.lora.delta import delta, drop_mask, fixed_product
 from llorch.pytorch.quantised_linear import TILE, PackedMatrix, tiles
 from llorch.pytorch.reproducible_sums import FixedRows

@@ -14,8 +14,7 @@ from llorch.lora.adapter import Adapter
 from llorch.lora.base import BaseIdentity
 from llorch.lora.finding import NOT_RUN, OK, WRONG, Finding
 from llorch.lora.gguf_format import write_lora_gguf
-from llorch.lora.logits import probe_ids, run
-from llorch.lora.merge_files import LARGEST_COMPARED
+from llorch.lora.merge_files import LARGEST_COMPARED, probe_ids, run
 from llorch.lora.peft_format import write_peft
 from llorch.verify.witnesses.process import in_child
 

@@ -12,8 +12,7 @@ import numpy as np
 
 from llorch.config import ModelConfig
 from llorch.lora.adapter import Adapter, LoraTensors, checked
-from llorch.lora.config import LoraConfig
-from llorch.lora.targets import LAYER_TARGETS, Target
+from llorch.lora.config import LAYER_TARGETS, LoraConfig, Target
 from llorch.train.batch import IGNORED, PADDING, Batch
 
 SMOOTHING = 0.1

@@ -24,8 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from llorch.config import ModelConfig
 from llorch.lora.adapter import LORA_A, LORA_B, Adapter
-from llorch.lora.config import LoraConfig
-from llorch.lora.targets import LAYER_TARGETS
+from llorch.lora.config import LAYER_TARGETS, LoraConfig
 from llorch.numerics import DtypeName
 from llorch.train.batch import IGNORED, Batch
 from llorch.verify.training.recipe import (

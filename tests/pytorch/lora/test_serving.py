@@ -11,8 +11,7 @@ from training_passes import ALL, SETTINGS
 
 from llorch.generate import Token
 from llorch.lora.adapter import Adapter, LoraTensors
-from llorch.lora.config import LoraConfig
-from llorch.lora.targets import Target
+from llorch.lora.config import LoraConfig, Target
 from llorch.pytorch.cpu.block import CpuBlock
 from llorch.pytorch.lora.leaves import LoraLinear
 from llorch.pytorch.model import TorchModel, load_torch

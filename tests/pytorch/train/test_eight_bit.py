@@ -9,7 +9,7 @@ from bitsandbytes_codes import kernel_book
 from torch import Tensor, nn
 
 from llorch.config import ModelConfig
-from llorch.lora.assemble import wanted_shapes
+from llorch.lora.adapter import wanted_shapes
 from llorch.lora.config import LoraConfig
 from llorch.pytorch.train.adamw import AdamW
 from llorch.pytorch.train.eight_bit import Codec, zeros

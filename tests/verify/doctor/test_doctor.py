@@ -15,7 +15,7 @@ from llorch.lora.adapted_weights import AdaptedWeights
 from llorch.lora.adapter import Adapter
 from llorch.lora.base import identity_of
 from llorch.lora.gguf_format import write_lora_gguf
-from llorch.lora.logits import probe_ids, run
+from llorch.lora.merge_files import probe_ids, run
 from llorch.lora.peft_format import write_peft
 from llorch.verify.doctor import examine
 from llorch.verify.doctor.engines import _RUNS
