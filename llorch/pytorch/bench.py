@@ -16,11 +16,11 @@ from llorch.files.residency import Residency
 from llorch.generate import Job
 from llorch.pytorch.cache import Cache
 from llorch.pytorch.causal_lm import CausalLM
+from llorch.pytorch.cpu.block import fitted
 from llorch.pytorch.cpu.linear import KINDS
 from llorch.pytorch.cuda.graph import GraphedSteps, compiled_forward
 from llorch.pytorch.decoding import Decoding
 from llorch.pytorch.device import Target, compute_as_named, target
-from llorch.pytorch.leaves import fitted
 from llorch.pytorch.memory import CHUNK, free_memory
 from llorch.pytorch.model import load_torch, speed_up
 from llorch.pytorch.quantised_linear import PackedMatrix

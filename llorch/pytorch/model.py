@@ -16,16 +16,15 @@ from llorch.files.residency import Residency
 from llorch.finite import Look, name_first_stage
 from llorch.generate import Answer, Job, Token
 from llorch.model import Prompt, find, given
-from llorch.pytorch.adapted import AdaptedModules
 from llorch.pytorch.batch import Running, one_each
 from llorch.pytorch.cache import Cache
 from llorch.pytorch.causal_lm import CausalLM, keep_nothing
+from llorch.pytorch.cpu.block import fit
 from llorch.pytorch.cuda.graph import GraphedSteps
 from llorch.pytorch.decoding import Decoding, n_slots
 from llorch.pytorch.device import Target, compute_as_named, target
-from llorch.pytorch.leaves import fit
 from llorch.pytorch.load import load_dense, load_packed
-from llorch.pytorch.lora.serving import view
+from llorch.pytorch.lora.serving import AdaptedModules, view
 from llorch.pytorch.memory import CHUNK, SLOTS, require_memory, require_room
 from llorch.pytorch.reproducible import make_reproducible
 from llorch.pytorch.sampling import Needs

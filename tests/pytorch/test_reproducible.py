@@ -92,7 +92,7 @@ class Planted(torch.nn.Linear):
         self.some_rows, self.seen = some_rows, []
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        from llorch.pytorch.reproducible_sums import tree_sum
+        from llorch.pytorch.reproducible import tree_sum
 
         self.seen.append(len(input))
         terms = input.float()[:, None] * self.weight.float()  # (rows, out, in)
@@ -119,7 +119,7 @@ HALF_TOO = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("habit", TILES)
 @pytest.mark.parametrize("n_out", [2, 10])
 def test_a_row_is_alone_in_its_product_unless_every_place_and_size_gave_its_bits(habit, dtype, n_out, monkeypatch):
-    from llorch.pytorch import reproducible_sums as reproducible
+    from llorch.pytorch import reproducible
 
     monkeypatch.setattr(reproducible, "_FOUND", {})
     some_rows, sizes = TILES[habit]
@@ -139,27 +139,27 @@ def test_a_row_is_alone_in_its_product_unless_every_place_and_size_gave_its_bits
 @pytest.mark.parametrize("r", [1, 2, 3])
 @pytest.mark.parametrize("habit", HABITS)
 def test_so_is_a_row_of_an_adapter(habit: str, r: int, monkeypatch: pytest.MonkeyPatch):
-    from llorch.pytorch import reproducible_sums as reproducible
-    from llorch.pytorch.lora import delta as torch_delta
+    from llorch.pytorch import reproducible
+    from llorch.pytorch.lora import leaves
 
     def planted(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         leaf = Planted(HABITS[habit], *reversed(weight.shape))
         leaf.weight, leaf.bias = torch.nn.Parameter(weight), torch.nn.Parameter(torch.zeros(len(weight)))
         return leaf(x)
 
-    monkeypatch.setattr(torch_delta, "linear", planted)
+    monkeypatch.setattr(leaves, "linear", planted)
     monkeypatch.setattr(reproducible, "_FOUND", {})
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     x, weight = torch.randn(9, 64), torch.randn(r, 64)
     with torch.no_grad():
-        alone = torch.cat([torch_delta.fixed_product(row, weight) for row in x.split(1)])
-        assert torch.equal(torch_delta.fixed_product(x, weight), alone)
+        alone = torch.cat([leaves.fixed_product(row, weight) for row in x.split(1)])
+        assert torch.equal(leaves.fixed_product(x, weight), alone)
 
 
 @pytest.mark.parametrize("head_dim", [6, 16])  # MKL's product of 64 keys with 6 columns differs by place on AVX2
 @pytest.mark.parametrize("habit", ["of the library", "odd rows"])
 def test_so_is_a_query_of_attention(habit: str, head_dim: int, monkeypatch: pytest.MonkeyPatch):
-    from llorch.pytorch import reproducible_sums as reproducible
+    from llorch.pytorch import reproducible
     from llorch.pytorch.causal_lm import keep_nothing
 
     def planted(tile: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
@@ -181,7 +181,7 @@ def test_so_is_a_query_of_attention(habit: str, head_dim: int, monkeypatch: pyte
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1.2e-7), (torch.float64, 2.3e-16)])
 def test_exp_is_right_to_one_unit_in_the_last_place_and_ends_in_zero(dtype, tolerance):
-    from llorch.pytorch.reproducible_sums import exp
+    from llorch.pytorch.reproducible import exp
 
     x = torch.linspace(-86, 86, 100_001, dtype=dtype)
     want = np.exp(x.numpy().astype(np.longdouble))
@@ -195,7 +195,7 @@ def test_exp_is_right_to_one_unit_in_the_last_place_and_ends_in_zero(dtype, tole
 def test_swiglu_and_norms_of_a_row_have_the_same_bits_wherever_it_stands():
     from llorch.pytorch.causal_lm import RMSNorm
     from llorch.pytorch.causal_lm import swiglu as plain_swiglu
-    from llorch.pytorch.reproducible_sums import FixedNorm, swiglu
+    from llorch.pytorch.reproducible import FixedNorm, swiglu
 
     x = torch.randn(40, 37, generator=torch.Generator().manual_seed(0))  # a width that no vector register divides
     norm = FixedNorm(RMSNorm(37, 1e-6))
@@ -205,7 +205,7 @@ def test_swiglu_and_norms_of_a_row_have_the_same_bits_wherever_it_stands():
 
 
 def test_tree_sum_takes_any_width():
-    from llorch.pytorch.reproducible_sums import tree_sum
+    from llorch.pytorch.reproducible import tree_sum
 
     for width in (1, 2, 3, 7, 64, 100):
         x = torch.arange(2 * width, dtype=torch.float64).view(2, width)
@@ -213,7 +213,7 @@ def test_tree_sum_takes_any_width():
 
 
 def test_softmax_gives_masked_keys_exactly_nothing_and_ignores_how_many_follow():
-    from llorch.pytorch.reproducible_sums import softmax
+    from llorch.pytorch.reproducible import softmax
 
     row = torch.randn(5, 70, generator=torch.Generator().manual_seed(0))
     longer = torch.nn.functional.pad(row, (0, 100), value=-math.inf)

@@ -1,4 +1,4 @@
-"""Compile every kernel of the dense path for an sm_90 device, which need not be here; for test_kernels_fused_compile.
+"""Compile every kernel of the dense path for an sm_90 device, which need not be here; for test_fused.
 
 The checks of types are hooked in as under pytest. Prints dtype and name of each kernel, and whether it loads 16 bytes
 at a time.
@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 with install_import_hook(["llorch"], "beartype.beartype"):
-    from llorch.pytorch.cuda import decode_attention, dense_matvec, fused_rms_norm, fused_rotate, fused_swiglu
+    from llorch.pytorch.cuda import decode_attention, dense_matvec, fused
 
 POINTERS = frozenset(
     "x y weight weight0 weight1 weight2 bias0 bias1 bias2 y0 y1 y2 "
@@ -31,13 +31,13 @@ def cases(dtype: str) -> Iterator[Case]:
         for bias in (False, True):
             sizes = {"BIAS": bias, "M": rows, "ROWS": 4, "COLUMNS": 128 * span, "SPAN": span}
             yield f"multiply {rows} {bias}", dense_matvec._multiply, {}, sizes
-    yield "norm", fused_rms_norm._normalise, wide, {"ROWS": 1, "COLUMNS": 4096}
-    yield "norm of heads", fused_rms_norm._normalise, wide, {"ROWS": 16, "COLUMNS": 128}
-    yield "swiglu", fused_swiglu._swiglu, {}, {"TILE": 1024}
+    yield "norm", fused._normalise, wide, {"ROWS": 1, "COLUMNS": 4096}
+    yield "norm of heads", fused._normalise, wide, {"ROWS": 16, "COLUMNS": 128}
+    yield "swiglu", fused._swiglu, {}, {"TILE": 1024}
     angles = {"slots": "*i64", "cos": "*fp32", "sin": "*fp32"}
     for kept in (False, True):
         sizes = {"KEEP_KEYS": kept, "HALF": 64, "COLUMNS": 64, "HEADS": 32, "KV_HEADS": 8}
-        yield f"rotate {kept}", fused_rotate._rotate, angles, sizes
+        yield f"rotate {kept}", fused._rotate, angles, sizes
     for masked in (False, True):
         sizes = {"MASKED": masked, "WIDEN": False, "BLOCK": 64 // size, "GROUP": 16, "WIDTH": 128}
         yield f"attend {masked}", decode_attention._attend_part, wide | {"seen": "*u8"}, sizes

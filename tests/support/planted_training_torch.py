@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from llorch.pytorch import causal_lm as torch_model
 from llorch.pytorch.causal_lm import widened
-from llorch.pytorch.lora import delta as torch_delta
+from llorch.pytorch.lora import leaves
 from llorch.pytorch.lora import leaves as torch_leaves
 from llorch.pytorch.train import adamw as torch_adamw
 from llorch.pytorch.train import forward as torch_forward
@@ -110,7 +110,7 @@ PLANTED: dict[str, Plant] = {
     "loss-labels-not-shifted": replaced(torch_loss, "_trained_rows", not_shifted),
     "loss-smoothing-missing": replaced(torch_loss, "_all_at_once", smoothing_missing),
     "gradient-keys-not-summed-over-group": replaced(torch_model, "attention", keys_of_one_head),
-    "gradient-lora-input-left-out": replaced(torch_delta.Delta, "backward", input_left_out),
+    "gradient-lora-input-left-out": replaced(leaves.Delta, "backward", input_left_out),
     "gradient-graph-cut-between-blocks": replaced(torch_forward, "checkpoint", graph_cut),
     "clip-ignored": replaced(torch_adamw.AdamW, "clip", lambda right: lambda own, max_norm: right(own, math.inf)),
     "clip-per-tensor": replaced(torch_adamw.AdamW, "clip", per_tensor),

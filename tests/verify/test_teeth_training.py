@@ -136,7 +136,7 @@ SHARED = {  # code that both precisions share -> the group of stages that shows 
 }
 SHARED_TORCH = {
     "llorch.pytorch.lora.leaves.delta": "lora_delta",
-    "llorch.pytorch.lora.delta.Delta.backward": "gradient",
+    "llorch.pytorch.lora.leaves.Delta.backward": "gradient",
     "llorch.pytorch.train.step.loss_sum": "gradient",
     "llorch.pytorch.train.step.trained_tokens": "gradient",
     "llorch.pytorch.train.adamw.AdamW.clip": "first_moment",

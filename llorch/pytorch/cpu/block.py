@@ -1,18 +1,20 @@
-"""A whole block for a few tokens in one call, where nobody observes its stages.
+"""The leaves of the CPU put in place, and a whole block for a few tokens in one call, where nobody observes its stages.
 
 Decoding one token calls some 16 leaves per block, each of which costs Python a few microseconds. `cpu_block.c` calls
 the same compiled functions in the same order, so the result has the same bits, which a test holds. With an observer,
-many tokens or a leaf that is not of `llorch.pytorch.cuda.cpu_*`, the block is what it is on the page.
+many tokens or a leaf that is not one of these, the block is what it is on the page.
 """
 
 import ctypes
 import operator
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
+from llorch.memory import keep_freed_memory
 from llorch.pytorch.cache import Cache, Place
-from llorch.pytorch.causal_lm import Block, Hidden, Keep, keep_nothing
+from llorch.pytorch.causal_lm import MLP, Attention, Block, CausalLM, Hidden, Keep, RMSNorm, attention, keep_nothing
 from llorch.pytorch.cpu.layer import (
     FEW,
     HALF,
@@ -23,9 +25,11 @@ from llorch.pytorch.cpu.layer import (
     CpuSwiglu,
     fits_attention,
 )
-from llorch.pytorch.cpu.library import pointer
-from llorch.pytorch.cpu.linear import CpuLinear
+from llorch.pytorch.cpu.library import library, pointer
+from llorch.pytorch.cpu.linear import KINDS, CpuLinear
 from llorch.pytorch.cpu.quantised import CpuQuantisedLinear
+from llorch.pytorch.device import Target
+from llorch.pytorch.quantised_linear import QuantisedLinear
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_long
@@ -142,3 +146,42 @@ def describe(block: Block) -> _Block:
     matrices = [_Matrix(*getattr(owner, name).described()) for owner, name in zip(owners, PROJECTIONS, strict=True)]
     heads = [leaf.out_features // attention.head_dim for leaf in (attention.q_proj, attention.k_proj)]
     return _Block(*gains, *matrices, half, *heads, attention.head_dim, first.eps)
+
+
+def fit(model: CausalLM, target: Target) -> None:
+    """Put the fastest leaves that pass the checkpoints in place of the plain ones, sharing their weights.
+
+    Float32 and bfloat16 on the CPU have such leaves; everything else is left as it is. They are for inference. The
+    page's own attention stays, because someone wants its stages; another is replaced for few tokens.
+    """
+    if target.device.type != "cpu" or target.dtype not in KINDS:
+        return
+    keep_freed_memory()
+    compiled = library()
+    for module in list(model.modules()):
+        for name, leaf in module.named_children():
+            setattr(module, name, fitted(leaf, compiled))
+        if compiled is not None:
+            _fit_functions(module, compiled)
+    if compiled is not None:
+        model.model.layers = nn.ModuleList([CpuBlock(cast(Block, layer), compiled) for layer in model.model.layers])
+
+
+def fitted(leaf: nn.Module, compiled: ctypes.CDLL | None) -> nn.Module:
+    """The CPU's leaf for a plain or packed one, with its weights; any other module is returned as it is."""
+    if isinstance(leaf, nn.Linear):
+        return CpuLinear(leaf.weight, leaf.bias, compiled)
+    if isinstance(leaf, QuantisedLinear) and compiled is not None:
+        return CpuQuantisedLinear(leaf.fields, leaf.ggml_type, leaf.bias, compiled)
+    if isinstance(leaf, RMSNorm) and compiled is not None:
+        return CpuRMSNorm(leaf.weight, leaf.eps, compiled)
+    return leaf
+
+
+def _fit_functions(module: nn.Module, compiled: ctypes.CDLL) -> None:
+    if isinstance(module, MLP):
+        module.act = CpuSwiglu(compiled)
+    if isinstance(module, Attention):
+        module.rotate = CpuRotate(compiled)
+        if module.attend is not attention:
+            module.attend = CpuAttention(compiled, module.attend)

@@ -1,24 +1,155 @@
-"""Products with packed matrices on CUDA: which kernel makes them, by the number of rows.
+"""Products with packed matrices on CUDA: which kernel makes them, by the number of rows, and those that decode tiles.
 
     rows      way                                          what bounds it
-    1, 2      straight from the blocks, no tensor cores    packed bytes
+    1, 2      straight from the blocks, no tensor cores    packed bytes; see `quantised_matvec`
     3 .. 256  tiles decoded where tensor cores read them   decoding
     more      decoded once into scratch, then the library  the matrix product
 
 Float32, which tensor cores do not take, goes to the library from 33 rows on, where tiles would be decoded twice.
 Float64 has the plain way.
+
+Tiles: only packed bytes come from memory; sums are float32, and float32 inputs are multiplied without TF32. Many rows:
+a matrix is decoded once into scratch memory and multiplied by the library. The time of that is a fixed one for each
+weight, which many rows make small; a kernel that decodes would do it again for every tile of rows, and has half the
+speed of the library at that size.
+
+Decoded numbers have the bits of the twin, `llorch.pytorch.packing.decode`: products and differences are not fused.
 """
 
+from typing import Any, no_type_check
+
 import torch
+import triton
+import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from llorch.files.quant import GGMLType
-from llorch.pytorch.cuda.quantised_matvec import multiply_few_rows
-from llorch.pytorch.cuda.quantised_tiles import decode_to, multiply_by_decoded_tiles
-from llorch.pytorch.packing import Fields
+from llorch.pytorch.cuda.quantised_matvec import (
+    RUN,
+    load_eight_bits,
+    load_half,
+    load_twelve_bits,
+    multiply_few_rows,
+    pointers,
+)
+from llorch.pytorch.packing import Fields, width
 from llorch.pytorch.quantised_linear import QuantisedLinear, multiply_by_tiles
+
+_TILE = (64, 4)  # rows of the matrix and runs of each
+_TILE_FLOAT32 = (32, 1)  # no tensor cores: the sums of a thread and its part of the tile have to fit its registers
+_TILE_WRITTEN = (16, 8)
+
+
+def multiply_by_decoded_tiles(
+    x: Float[Tensor, "rows in"], fields: Fields, ggml_type: GGMLType, bias: Float[Tensor, " out"] | None
+) -> Float[Tensor, "rows out"]:
+    """Compute x @ decode(fields).T + bias, rounded once, for contiguous `x` of any dtype but float64."""
+    n_rows, n_out = len(x), len(fields["codes"])
+    y = x.new_empty(n_rows, n_out)
+    n_tile, runs = _TILE_FLOAT32 if x.dtype is torch.float32 else _TILE
+    rows = 16 if n_rows <= 16 else 32 if n_rows <= 32 or x.dtype is torch.float32 else 64
+    launch: Any = _multiply[(triton.cdiv(n_out, n_tile), triton.cdiv(n_rows, rows))]
+    launch(
+        x, y, y if bias is None else bias, *pointers(fields), n_rows, n_out, x.shape[1] // RUN,
+        KIND=ggml_type.name, BIAS=bias is not None, M=rows, ROWS=n_tile, RUNS=runs,
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return y
+
+
+def decode_to(fields: Fields, ggml_type: GGMLType, dtype: torch.dtype) -> Float[Tensor, "out in"]:
+    """Decode a matrix, or some of its rows, into new memory: the numbers of the twin, rounded to `dtype`."""
+    n_out, n_in = len(fields["codes"]), width(fields, ggml_type)
+    out = torch.empty(n_out, n_in, dtype=dtype, device=fields["codes"].device)
+    n_tile, runs = _TILE_WRITTEN
+    launch: Any = _write[(triton.cdiv(n_out, n_tile), triton.cdiv(n_in, runs * RUN))]
+    launch(
+        out, *pointers(fields), n_out, n_in // RUN,
+        KIND=ggml_type.name, ROWS=n_tile, RUNS=runs, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+@no_type_check
+def _multiply(
+    x, y, bias, codes, upper, scales, d, dmin, n_rows, n_out, n_runs,
+    KIND: tl.constexpr, BIAS: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, RUNS: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(1) * M + tl.arange(0, M)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    sums = tl.zeros((M, ROWS), tl.float32)
+    for first in range(0, n_runs, RUNS):
+        column = first * 32 + tl.arange(0, RUNS * 32)
+        there = (m < n_rows)[:, None] & (column < n_runs * 32)[None, :]
+        inputs = tl.load(x + m[:, None] * (n_runs * 32) + column[None, :], mask=there, other=0)
+        run = first + tl.arange(0, RUNS)
+        tile = _decoded(codes, upper, scales, d, dmin, row, run, n_out, n_runs, KIND, ROWS, RUNS)
+        sums = tl.dot(inputs, tile.to(inputs.dtype).T, sums, input_precision="ieee")
+    if BIAS:
+        sums += tl.load(bias + row, mask=row < n_out, other=0).to(tl.float32)[None, :]
+    there = (m < n_rows)[:, None] & (row < n_out)[None, :]
+    tl.store(y + m[:, None].to(tl.int64) * n_out + row[None, :], sums.to(y.dtype.element_ty), mask=there)
+
+
+@triton.jit
+@no_type_check
+def _write(
+    out, codes, upper, scales, d, dmin, n_out, n_runs, KIND: tl.constexpr, ROWS: tl.constexpr, RUNS: tl.constexpr
+):
+    row, run = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * RUNS + tl.arange(0, RUNS)
+    tile = _decoded(codes, upper, scales, d, dmin, row, run, n_out, n_runs, KIND, ROWS, RUNS)
+    column = tl.program_id(1) * RUNS * 32 + tl.arange(0, RUNS * 32)
+    there = (row < n_out)[:, None] & (column < n_runs * 32)[None, :]
+    at = row[:, None].to(tl.int64) * (n_runs * 32) + column[None, :]
+    tl.store(out + at, tile.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+@no_type_check
+def _decoded(
+    codes, upper, scales, d, dmin, row, run, n_out, n_runs, KIND: tl.constexpr, ROWS: tl.constexpr, RUNS: tl.constexpr
+):
+    """Some runs of some rows as float32, (ROWS, RUNS * 32)."""
+    row, run = row[:, None], run[None, :]
+    there = (row < n_out) & (run < n_runs)
+    if KIND == "Q8_0":
+        at = (row.to(tl.int64) * (n_runs * 32) + run * 32)[:, :, None] + tl.arange(0, 32)[None, None, :]
+        code = tl.load(codes + at, mask=there[:, :, None], other=0)
+        return tl.reshape(code.to(tl.float32) * load_half(d, row, run, n_runs, there)[:, :, None], (ROWS, RUNS * 32))
+    code = _parts(codes, row, run, n_runs, there, 4)  # (ROWS, RUNS, 8, 4)
+    if KIND == "Q4_0":
+        values = (code - 8).to(tl.float32) * load_half(d, row, run, n_runs, there)[:, :, None, None]
+    elif KIND == "Q4_K":
+        scale, minimum = load_twelve_bits(scales, d, dmin, row, run, n_runs, there)
+        values = code.to(tl.float32) * scale[:, :, None, None] - minimum[:, :, None, None]
+    else:
+        code = (code | _parts(upper, row, run, n_runs, there, 2) << 4) - 32
+        scale = _scales_of_parts(scales, d, row, run, n_runs, there)
+        values = code.to(tl.float32) * scale[:, :, :, None]
+    return tl.reshape(values, (ROWS, RUNS * 32))
+
+
+@triton.jit
+@no_type_check
+def _parts(words, row, run, n_runs, there, BITS: tl.constexpr):
+    """The eight parts of each of the four words of each run: (rows, runs, part, word), the order of the elements."""
+    at = (row * (n_runs * 4) + run * 4)[:, :, None] + tl.arange(0, 4)[None, None, :]
+    word = tl.load(words + at, mask=there[:, :, None], other=0).to(tl.int32)
+    shift = BITS * tl.arange(0, 8)[None, None, :, None]
+    return word[:, :, None, :] >> shift & (1 << BITS) - 1
+
+
+@triton.jit
+@no_type_check
+def _scales_of_parts(scales, d, row, run, n_runs, there):
+    """Scale of Q6_K for each of the eight parts of each run: (rows, runs, part)."""
+    first = load_eight_bits(scales, d, row, run, n_runs, there, 0)[:, :, None]
+    second = load_eight_bits(scales, d, row, run, n_runs, there, 1)[:, :, None]
+    return tl.where(tl.arange(0, 8)[None, None, :] < 4, first, second)
+
 
 FEW = 2
 SOME = {torch.float32: 32, torch.bfloat16: 256, torch.float16: 256}

@@ -31,7 +31,7 @@ from llorch.lora.config import Target, targets_of
 from llorch.lora.initial import over_original
 from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.lora.leaves import LoraEmbedding, LoraLeaf, LoraLinear, as_float32
-from llorch.pytorch.reproducible_sums import FixedRows
+from llorch.pytorch.reproducible import FixedRows
 
 
 def attach(

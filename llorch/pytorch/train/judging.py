@@ -11,8 +11,8 @@ from llorch.lora.files import check_base, read_adapter
 from llorch.model import Opened, find
 from llorch.pytorch.device import target
 from llorch.pytorch.lora.adapters import activate, attach
-from llorch.pytorch.train.evaluation import mean_loss
 from llorch.pytorch.train.loading import load_for_training
+from llorch.pytorch.train.step import mean_loss
 from llorch.train.data import Rows, TrainingData, batches, read_data
 from llorch.train.settings import TrainSettings
 

@@ -1,14 +1,62 @@
-"""A model in torch whose leaves record gradients; those for inference do not."""
+"""A model in torch whose leaves record gradients; those for inference do not.
+
+On the CPU frozen float32 matrices go to oneDNN, which multiplies twice as fast as the MKL that `nn.Linear` asks, and
+takes the transposed weights of the backward product as they lie (2 cores of an AMD EPYC, 256 rows by 896 x 4864: 275 to
+420 GFLOP/s against 80 to 140). Other dtypes go to oneDNN in torch anyway.
+"""
 
 from typing import Any, cast
 
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
 from llorch.files import Weights
 from llorch.pytorch.causal_lm import CausalLM
-from llorch.pytorch.cpu.frozen_linear import freeze_linears
 from llorch.pytorch.device import Target, compute_as_named
 from llorch.pytorch.load import load_dense, load_packed
 from llorch.pytorch.memory import require_memory
 from llorch.pytorch.sdpa import use_sdpa
+
+
+class FrozenLinear(nn.Module):
+    """A float32 linear layer with the interface of `nn.Linear`, whose weights have no gradient."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        """Take over the frozen parameters of a plain layer, or of an embedding that it shares them with."""
+        super().__init__()
+        self.weight, self.bias = weight, bias
+        self.out_features, self.in_features = weight.shape
+
+    def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
+        """Multiply, in float32."""
+        return _Product.apply(x, self.weight, self.bias)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.save_for_backward(weight)
+        return _multiply(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, *grad_outputs):
+        (weight,) = ctx.saved_tensors
+        return _multiply(grad_outputs[0], weight.T, None), None, None
+
+
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+def freeze_linears(module: CausalLM) -> None:
+    """Replace the plain linear layers of a float32 model on the CPU that has no adapter yet; no others."""
+    if not torch.backends.mkldnn.is_available():
+        return
+    for owner in list(module.modules()):
+        for name, leaf in owner.named_children():
+            if isinstance(leaf, nn.Linear) and leaf.weight.dtype is torch.float32 and leaf.weight.device.type == "cpu":
+                setattr(owner, name, FrozenLinear(leaf.weight, leaf.bias))
 
 
 def load_for_training(weights: Weights, at: Target, *, residency: str, batch: int, n_tokens: int) -> CausalLM:

@@ -19,11 +19,10 @@ from llorch.model import Opened, find
 from llorch.pytorch.device import target
 from llorch.pytorch.lora.adapters import adapter_of, attach, trainable_parameters
 from llorch.pytorch.train.adamw import AdamW
-from llorch.pytorch.train.evaluation import mean_loss
 from llorch.pytorch.train.forward import checkpoint_gradients
 from llorch.pytorch.train.loading import load_for_training
 from llorch.pytorch.train.rng import capture_rng, restore_rng, seed_rng
-from llorch.pytorch.train.step import NonFiniteLoss, Stepper
+from llorch.pytorch.train.step import NonFiniteLoss, Stepper, mean_loss
 from llorch.train.data import Plan, batches, read_data
 from llorch.train.resume import environment
 from llorch.train.schedules import learning_rate

@@ -10,13 +10,12 @@ from llorch.builtin import builtin_path
 from llorch.files import open_weights
 from llorch.pytorch.cache import Cache
 from llorch.pytorch.causal_lm import CausalLM, keep_nothing
-from llorch.pytorch.cpu.block import CpuBlock
+from llorch.pytorch.cpu.block import CpuBlock, fit
 from llorch.pytorch.cpu.layer import FEW
 from llorch.pytorch.cpu.library import library
 from llorch.pytorch.cpu.linear import CpuLinear
 from llorch.pytorch.cpu.quantised import CpuQuantisedLinear
 from llorch.pytorch.device import target
-from llorch.pytorch.leaves import fit
 from llorch.pytorch.load import load_dense, load_packed
 from llorch.pytorch.sdpa import use_sdpa
 from llorch.verify.quantised_models import write_model
@@ -155,7 +154,7 @@ def test_paths_of_modules_and_weights_stay_those_of_transformers():
 
 
 def test_without_a_compiler_products_still_go_to_onednn(monkeypatch):
-    monkeypatch.setattr("llorch.pytorch.leaves.library", lambda: None)
+    monkeypatch.setattr("llorch.pytorch.cpu.block.library", lambda: None)
     model = fitted("micro-llama", torch.float32)
     assert {type(part) for part in parts(model)} == {CpuLinear}
     with torch.no_grad():

@@ -1,6 +1,10 @@
 """Norm, activation and projections in one launch each, against the page in float64."""
 
+import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +15,9 @@ from torch import nn
 pytest.importorskip("triton", reason="NOT RUN: triton not installed")
 
 from llorch.pytorch.causal_lm import RMSNorm, rms_norm, swiglu
-from llorch.pytorch.cuda import dense_matvec, fused_swiglu
+from llorch.pytorch.cuda import dense_matvec, fused
 from llorch.pytorch.cuda.dense_matvec import MOST_ROWS, DenseLinear, Together, multiply_few_rows
-from llorch.pytorch.cuda.fused_rms_norm import FusedRMSNorm
+from llorch.pytorch.cuda.fused import FusedRMSNorm
 
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 SUM = 40  # roundings on the way of a term through a sum: those of one thread, then those of the tree of threads
@@ -75,14 +79,14 @@ def test_swiglu_is_that_of_the_page(shape, dtype, device):
     gate, up = (random(*shape, dtype=dtype, device=device, seed=seed) * 4 for seed in (7, 8))
     exact = swiglu(gate.double(), up.double())
     inner = (1.5 * gate.double().abs() + 8) * EPS * exact.abs()  # exp is off by its argument's rounding
-    assert_rounded(fused_swiglu.swiglu(gate, up), exact, inner, device)
+    assert_rounded(fused.swiglu(gate, up), exact, inner, device)
 
 
 def test_swiglu_of_far_gates_neither_overflows_nor_vanishes(device):
     gate = torch.tensor([-1e4, -300.0, -80.0, 0.0, 80.0, 300.0, 1e4], device=device)
     up = torch.full_like(gate, 3.0)
     exact = swiglu(gate.double(), up.double())
-    assert_rounded(fused_swiglu.swiglu(gate, up), exact, (1.5 * gate.double().abs() + 8) * EPS * exact.abs(), device)
+    assert_rounded(fused.swiglu(gate, up), exact, (1.5 * gate.double().abs() + 8) * EPS * exact.abs(), device)
 
 
 @EVERY_DTYPE
@@ -155,3 +159,14 @@ def test_projections_remember_nothing_once_all_are_handed_out(device):
     for layer, product in zip(layers, before, strict=True):
         assert torch.equal(layer(x), 2 * product)
     assert vars(together)["_input"] is None
+
+
+@pytest.mark.slow
+def test_every_kernel_compiles_for_a_device_and_loads_16_bytes_at_a_time(tmp_path):
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    script = Path(__file__).parents[2] / "support/compile_kernels.py"
+    run = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    lines = run.stdout.splitlines()
+    assert len(lines) == 2 * 12 * 2
+    assert not [line for line in lines if "narrow" in line]

@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="NOT RUN: triton not installed")
 from llorch.pytorch.cache import Cache, Place
 from llorch.pytorch.causal_lm import keep_nothing, rope
 from llorch.pytorch.causal_lm import rotate_and_cache as plain
-from llorch.pytorch.cuda.fused_rotate import rotate_and_cache
+from llorch.pytorch.cuda.fused import rotate_and_cache
 
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 POSITIONS = [[[-1, -1, 3, 4, 5], [2, 3, 4, -1, 5]], [[7], [-1]], [[0, 1, 2]]]  # padding left, within, of a whole pass

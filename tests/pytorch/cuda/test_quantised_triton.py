@@ -15,11 +15,9 @@ from llorch.pytorch.packing import PACKERS, decode
 
 pytest.importorskip("triton", reason="NOT RUN: triton is not installed")
 
-from llorch.pytorch.cuda import quantised as quantised_triton
-from llorch.pytorch.cuda import quantised_matvec as quantised_triton_matvec
-from llorch.pytorch.cuda.quantised import multiply, put_kernels
+from llorch.pytorch.cuda import quantised, quantised_matvec
+from llorch.pytorch.cuda.quantised import decode_to, multiply, multiply_by_decoded_tiles, put_kernels
 from llorch.pytorch.cuda.quantised_matvec import multiply_few_rows
-from llorch.pytorch.cuda.quantised_tiles import decode_to, multiply_by_decoded_tiles
 from llorch.pytorch.quantised_linear import QuantisedLinear
 
 EVERY_TYPE = pytest.mark.parametrize("ggml_type", PACKERS, ids=lambda kind: kind.name)
@@ -71,7 +69,7 @@ def test_few_rows_are_multiplied_straight_from_the_blocks(ggml_type, shape, rows
 @pytest.mark.parametrize("per_program", [2, 8])
 @EVERY_TYPE
 def test_a_program_may_have_more_rows_of_the_matrix_than_are_left(ggml_type, per_program, device, monkeypatch):
-    monkeypatch.setattr(quantised_triton_matvec, "_rows_per_program", lambda *sizes: per_program)
+    monkeypatch.setattr(quantised_matvec, "_rows_per_program", lambda *sizes: per_program)
     fields, x = packed_matrix(ggml_type, 13, 256, device), activations(1, 256, torch.float32, device)
     assert_close(multiply_few_rows(x, fields, ggml_type, None), x, decode(fields, ggml_type), None)
 
@@ -80,8 +78,8 @@ def test_a_program_may_have_more_rows_of_the_matrix_than_are_left(ggml_type, per
     ("n_rows", "n_out", "held"), [(1, 128256, 8), (1, 4096, 8), (1, 1024, 2), (2, 4096, 4), (1, 5, 1)]
 )
 def test_programs_share_inputs_where_there_are_enough_of_them(n_rows, n_out, held):
-    assert quantised_triton_matvec._rows_per_program(n_rows, n_out, GGMLType.Q4_K) == held
-    assert quantised_triton_matvec._rows_per_program(n_rows, n_out, GGMLType.Q6_K) == (min(held, 4 // n_rows))
+    assert quantised_matvec._rows_per_program(n_rows, n_out, GGMLType.Q4_K) == held
+    assert quantised_matvec._rows_per_program(n_rows, n_out, GGMLType.Q6_K) == (min(held, 4 // n_rows))
 
 
 @pytest.mark.parametrize("n_in", [32, 96, 4896])
@@ -123,7 +121,7 @@ def test_every_number_of_rows_has_its_way(rows, device):
 
 
 def test_a_matrix_larger_than_the_scratch_is_multiplied_in_parts(device, monkeypatch):
-    monkeypatch.setattr(quantised_triton, "SCRATCH", 9 * 256)
+    monkeypatch.setattr(quantised, "SCRATCH", 9 * 256)
     fields, x = packed_matrix(GGMLType.Q6_K, 40, 256, device), activations(300, 256, torch.float32, device)
     bias = torch.linspace(-1, 1, 40).to(device)
     assert_close(multiply(x, fields, GGMLType.Q6_K, bias), x, decode(fields, GGMLType.Q6_K), bias)

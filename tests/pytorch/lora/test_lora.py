@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from training_passes import ALL, SETTINGS, base, batch, logits_of, loss_of, merged
 
 from llorch.pytorch.causal_lm import CausalLM
+from llorch.pytorch.cpu.block import fit
 from llorch.pytorch.device import target
-from llorch.pytorch.leaves import fit
 from llorch.pytorch.lora.adapters import (
     activate,
     adapter_names,

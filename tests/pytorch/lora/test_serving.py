@@ -15,7 +15,7 @@ from llorch.lora.config import LoraConfig, Target
 from llorch.pytorch.cpu.block import CpuBlock
 from llorch.pytorch.lora.leaves import LoraLinear
 from llorch.pytorch.model import TorchModel, load_torch
-from llorch.pytorch.reproducible_sums import FixedRows
+from llorch.pytorch.reproducible import FixedRows
 from llorch.verify.quantised_models import write_model
 
 STARTS = ("Once upon a time", "The little fox", "A boy named", "There was a", "She said")

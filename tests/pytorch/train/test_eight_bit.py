@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from llorch.config import ModelConfig
 from llorch.lora.adapter import wanted_shapes
 from llorch.lora.config import LoraConfig
-from llorch.pytorch.train.adamw import AdamW
-from llorch.pytorch.train.eight_bit import Codec, zeros
+from llorch.pytorch.train.adamw import AdamW, Codec, zeros
 from llorch.train.eight_bit import SIGNED, UNSIGNED, CodeBook, dequantise, quantise
 
 HYPER = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}

@@ -236,8 +236,8 @@ def test_training_begins_at_the_base_whatever_the_first_values_are(tmp_path: Pat
 
 def test_the_adapter_of_pissa_stands_beside_the_base_as_it_is_in_its_file(tmp_path: Path):
     from llorch.pytorch.lora.adapters import attach
-    from llorch.pytorch.train.evaluation import mean_loss
     from llorch.pytorch.train.loading import load_for_training
+    from llorch.pytorch.train.step import mean_loss
     from llorch.train.data import batches
 
     training = trained(small_settings(tmp_path, init="pissa"), steps=3)

@@ -7,8 +7,8 @@ from torch import nn
 from llorch.builtin import builtin_path
 from llorch.files import open_weights
 from llorch.pytorch.causal_lm import CausalLM
-from llorch.pytorch.cpu.frozen_linear import FrozenLinear, freeze_linears
 from llorch.pytorch.load import load_dense
+from llorch.pytorch.train.loading import FrozenLinear, freeze_linears
 
 
 def loaded(dtype: torch.dtype) -> CausalLM:
