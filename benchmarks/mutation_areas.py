@@ -63,9 +63,9 @@ AREAS = (
     Area(
         "export",
         "convert write_checks files/e* tokenizer/export*",
-        "files/export* convert convert_checks convert_failures files/quant_blocks",
+        "files/export* tokenizer/export convert convert_checks convert_failures files/quant_blocks",
     ),
-    Area("tokenizer", "tokenizer/[!e]*", "tokenizer/* files/export_tokenizer verify/quality/windows"),
+    Area("tokenizer", "tokenizer/[!e]*", "tokenizer/* verify/quality/windows"),
     Area(
         "generation", "sampling generate model", "sampling generate model model_adapters verify/teeth_forward cli/run"
     ),

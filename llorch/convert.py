@@ -27,11 +27,10 @@ from llorch.files.names import inventory
 from llorch.files.new_file import new_file, new_folder
 from llorch.files.quant import BLOCK_SIZES, GGMLType, decode
 from llorch.files.strict_json import read_json
-from llorch.tokenizer.export_gguf import probes_for, read_tokenizer
+from llorch.tokenizer.export_gguf import probes_for, read_tokenizer, require_same_ids
 from llorch.tokenizer.export_huggingface import HuggingFaceTokenizer, translate_vocabulary
 from llorch.tokenizer.gguf_vocabulary import GGUFVocabulary
 from llorch.tokenizer.huggingface import HuggingFaceVocabulary
-from llorch.tokenizer.probes import require_same_ids
 from llorch.write_checks import check_places, counting, placing, read_back, size_of
 
 _MAX_CONFIG = 4 << 20  # bytes

@@ -84,11 +84,7 @@ class ByteLevelBPE:
         self._tokenizer = Tokenizer(model)
         self._tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*words, to_alphabet])
 
-    def encode(self, text: str) -> list[int]:
-        """Encode text without special tokens."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
-
     def encode_spans(self, text: str) -> tuple[list[int], list[int]]:
-        """Ids as `encode` gives them, and for each the character in which it starts."""
+        """Encode text without special tokens: ids, and for each the character in which it starts."""
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         return encoding.ids, [start for start, _ in encoding.offsets]

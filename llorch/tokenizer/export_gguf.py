@@ -6,7 +6,7 @@ Source: llama.cpp conversion/base.py (`get_vocab_base`, `_set_vocab_gpt2`) and g
 llama-vocab.cpp (what the keys do).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,11 @@ from llorch.tokenizer.chat_templates import read_templates, templates_metadata
 from llorch.tokenizer.gguf_table import TokenType
 from llorch.tokenizer.gguf_vocabulary import GGUFVocabulary
 from llorch.tokenizer.huggingface import HuggingFaceVocabulary
+from llorch.tokenizer.merges import scores_of_merges
 from llorch.tokenizer.pipeline import LLAMA_3_WORDS, QWEN_2_WORDS, read_template
-from llorch.tokenizer.probes import PROBES, require_same_ids
-from llorch.tokenizer.scores import scores_of_merges
 from llorch.tokenizer.sentencepiece import BYTE_TOKEN
 from llorch.tokenizer.special import END_TEXTS
+from llorch.tokenizer.tokenizer import Tokenizer
 
 _MAX_TOKENIZER, _MAX_CONFIG = 64 << 20, 4 << 20  # bytes
 PREFIX = "tokenizer.ggml."
@@ -33,6 +33,18 @@ _METASPACE_NOTES = {
     "first": f"the folder puts a space before the text only, and none if it begins with one; {_LLAMA_CPP}",
     "always": f"the folder puts none before a text that begins with one; {_LLAMA_CPP}",
 }
+Vocabulary = GGUFVocabulary | HuggingFaceVocabulary
+# What a converted tokenizer must encode as its source does, before the conversion counts as done.
+PROBES = (
+    "",
+    " ",
+    "Hello, world! It's 2024, isn't it? I'LL BE",
+    "  two  spaces\n\n\ttabs\r\nand lines  ",
+    "def f(x):\n    return x ** 2 + 12345.678\n",
+    "\u00fcber na\u00efve \u4f60\u597d\u4e16\u754c \u3053\u3093\u306b\u3061\u306f \u041f\u0440\u0438\u0432\u0435\u0442",
+    "\U0001f600\U0001f44d\U0001f3fd \U0001f468\u200d\U0001f469 \u2028 \ufffd",
+    "a" * 9 + " " * 7 + "1" * 11 + "!" * 5,
+)
 
 
 @dataclass
@@ -72,6 +84,15 @@ def read_tokenizer(folder: Path, rows: int) -> GGUFTokenizer:
     _note_switches(tokenizer, content)
     _check(tokenizer, vocabulary, path)
     return tokenizer
+
+
+def require_same_ids(source: Vocabulary, target: Vocabulary, texts: Iterable[str] = PROBES, *, path: Path) -> None:
+    """Refuse (Unsupported) to convert a vocabulary to one that encodes a text differently, naming the first."""
+    for text in texts:
+        want, got = (Tokenizer(vocabulary).encode(text) for vocabulary in (source, target))
+        if got != want:
+            message = f"tokenizer: the target would encode {text!r} as {got[:20]}, the source has {want[:20]}"
+            raise FormatError("Unsupported", message, path=path)
 
 
 def probes_for(metadata: Mapping[str, object]) -> list[str]:

@@ -22,8 +22,8 @@ from llorch.tokenizer.chat_templates import templates_of_metadata
 from llorch.tokenizer.export_gguf import NORMALIZER, PREFIX, SPACE_PREFIX
 from llorch.tokenizer.gguf_table import TokenTable, TokenType
 from llorch.tokenizer.gguf_vocabulary import GGUFVocabulary
+from llorch.tokenizer.merges import merges_of_scores
 from llorch.tokenizer.pipeline import LLAMA_3_WORDS, QWEN_2_WORDS
-from llorch.tokenizer.scores import merges_of_scores
 from llorch.tokenizer.sentencepiece import SPACE
 
 Json = dict[str, Any]

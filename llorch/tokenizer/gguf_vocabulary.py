@@ -64,28 +64,13 @@ class GGUFVocabulary:
         self._added_first = self._added(fields, "bos", default=starts_with_bos)
         self._added_last = self._added(fields, "eos", default=False)
 
-    def encode(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-        """Encode text: first it is cut at special tokens, then what lies between is encoded.
-
-        `parse_special` cuts at control tokens too, not only at user-defined ones.
-        """
-        ids = [*self._added_first] if add_special else []
-        at_start = self.space_prefix == "always"
-        for _, part in (self._every_special if parse_special else self._user_defined).cut(text):
-            if isinstance(part, int):
-                ids.append(part)
-                at_start = self.space_prefix == "always"
-            else:
-                ids += self._encoder.encode(" " + part if at_start else part)
-                at_start = False
-        return ids + self._added_last if add_special else ids
-
     def encode_spans(
         self, text: str, *, add_special: bool, parse_special: bool, continues: bool
     ) -> tuple[list[int], list[int]]:
-        """Encode as `encode`, and tell where tokens start: -1 for an added beginning.
+        """Cut text at special tokens, encode what lies between, and tell where tokens start: -1 for an added beginning.
 
-        `continues`: the text stands behind a control token.
+        `parse_special` cuts at control tokens too, not only at user-defined ones; text that `continues` stands behind
+        a control token.
         """
         ids = [*self._added_first] if add_special else []
         starts = [-1] * len(ids)

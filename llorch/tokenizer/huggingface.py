@@ -5,6 +5,7 @@ Source: tokenizers `src/tokenizer/serialization.rs`, `src/models/bpe/serializati
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 
@@ -16,12 +17,12 @@ from llorch.fields import Fields
 from llorch.files.strict_json import read_json
 from llorch.tokenizer.byte_level import BYTE_CHARACTERS, TEXT_BYTES, text_bytes
 from llorch.tokenizer.merges import check_merges
-from llorch.tokenizer.model_config_ids import NamedIds
 from llorch.tokenizer.pipeline import Pipeline, read_template
 from llorch.tokenizer.sentencepiece import BYTE_TOKEN, SPACE
 from llorch.tokenizer.special import SpacePrefix, SpecialTokens, find_by_text, find_end_tokens
 
 _MAX_TOKENIZER = 64 << 20  # bytes
+_MAX_CONFIG = 4 << 20  # bytes; a tokenizer_config.json with its chat template has about 60 thousand
 _MAX_ID = 1 << 22
 _BYTE_TOKENS = {byte: f"<0x{byte:02X}>" for byte in range(256)}
 _MODEL_KEYS = frozenset(
@@ -55,22 +56,15 @@ class HuggingFaceVocabulary:
         self._first = [self._check_id(one, "post_processor", self.vocab_size) for one in first]
         self._last = [self._check_id(one, "post_processor", self.vocab_size) for one in last]
 
-    def encode(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-        """Encode text; `add_special` puts the tokens of the file's template around it."""
-        with self._lock:  # the switch belongs to the tokenizer, not to the call
-            self._tokenizer.encode_special_tokens = not parse_special
-            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return [*self._first, *ids, *self._last] if add_special else ids
-
     def encode_spans(
         self, text: str, *, add_special: bool, parse_special: bool, continues: bool
     ) -> tuple[list[int], list[int]]:
-        """Encode text and tell where tokens start: -1 for an added beginning.
+        """Encode text, with `add_special` in the file's template, and tell where tokens start: -1 before the text.
 
         Text that `continues` after a control token gets no space put before it, unless each control token is followed
         by one.
         """
-        with self._lock, self._without_prefix(continues):
+        with self._lock, self._without_prefix(continues):  # the switch belongs to the tokenizer, not to the call
             self._tokenizer.encode_special_tokens = not parse_special
             encoding = self._tokenizer.encode(text, add_special_tokens=False)
         starts = [start for start, _ in encoding.offsets]
@@ -177,3 +171,61 @@ class HuggingFaceVocabulary:
         if not 0 <= token_id < limit:
             raise self._fields.error("OutOfRange", what, f"0 to {limit - 1}", token_id)
         return token_id
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedIds:
+    """Begin and end tokens that config.json, generation_config.json and tokenizer_config.json name, if there."""
+
+    bos_token_id: int | None
+    eos_token_id: int | None  # the first that is named
+    eos_token_ids: frozenset[int]
+    rows: int  # of the embedding table; it may be padded beyond the last token
+
+    @classmethod
+    def read(cls, folder: Path, ids: Mapping[str, int]) -> "NamedIds":
+        """Read the files of a folder; FormatError where one names no token of the vocabulary."""
+        model = _read(folder / "config.json")
+        generation = _read(folder / "generation_config.json")
+        tokenizer = _read(folder / "tokenizer_config.json")
+        rows = model.integer("vocab_size", default=0, low=0)
+        limit = max(rows, max(ids.values()) + 1)
+        by_text = {key: _id_of_text(tokenizer, key, ids) for key in ("bos_token", "eos_token")}
+        begins = [by_text["bos_token"], *_ids(model, "bos_token_id", limit), *_ids(generation, "bos_token_id", limit)]
+        ends = [by_text["eos_token"], *_ids(model, "eos_token_id", limit), *_ids(generation, "eos_token_id", limit)]
+        return cls(
+            bos_token_id=next((token_id for token_id in begins if token_id is not None), None),
+            eos_token_id=next((token_id for token_id in ends if token_id is not None), None),
+            eos_token_ids=frozenset(token_id for token_id in ends if token_id is not None),
+            rows=rows,
+        )
+
+
+def _read(path: Path) -> Fields:
+    return Fields(read_json(path, limit=_MAX_CONFIG) if path.is_file() else {}, path)
+
+
+def _ids(fields: Fields, key: str, limit: int) -> Iterator[int]:
+    """One id, a list of ids, or nothing."""
+    value = fields.values.get(key)
+    for token_id in value if isinstance(value, list) else [value]:
+        if token_id is None:
+            continue
+        if isinstance(token_id, bool) or not isinstance(token_id, int):
+            raise fields.error("Malformed", key, "an id or a list of ids", value)
+        if not 0 <= token_id < limit:
+            raise fields.error("OutOfRange", key, f"0 to {limit - 1}", token_id)
+        yield token_id
+
+
+def _id_of_text(fields: Fields, key: str, ids: Mapping[str, int]) -> int | None:
+    """A token by its text, which stands there alone or as `content` of an object."""
+    value = fields.values.get(key)
+    text = value.get("content") if isinstance(value, dict) else value
+    if text is None:
+        return None
+    if not isinstance(text, str):
+        raise fields.error("Malformed", key, "the text of a token", value)
+    if text not in ids:
+        raise fields.error("Missing", key, "a token of tokenizer.json", text)
+    return ids[text]

@@ -34,42 +34,35 @@ class SentencePieceBPE:
         crossing = re.compile(f"[^{SPACE}]{SPACE}")
         separable = not any(crossing.search(text) for text in ids)
         self._words = re.compile(f"{SPACE}*[^{SPACE}]*" if separable else "(?s).*")
-        self._cache: dict[str, list[int]] = {}
-
-    def encode(self, text: str) -> list[int]:
-        """Encode text, its space prefix included, without special tokens."""
-        ids: list[int] = []
-        for word in self._words.findall(text.replace(" ", SPACE)):
-            ids += self._encode_word(word)
-        return ids
+        self._cache: dict[str, tuple[list[int], list[int]]] = {}  # by word
 
     def encode_spans(self, text: str) -> tuple[list[int], list[int]]:
-        """Ids as `encode` gives them, and for each the character in which it starts."""
+        """Encode text, its space prefix included, without special tokens: ids, and where each of them starts."""
         ids: list[int] = []
         starts: list[int] = []
         place = 0
         for word in self._words.findall(text.replace(" ", SPACE)):
-            for piece in merge(word, self._ranks):
-                token_id = self._ids.get(piece)
-                new = [self._byte_ids[byte] for byte in piece.encode()] if token_id is None else [token_id]
-                ids += new
-                starts += [place] * len(new)
-                place += len(piece)
+            new, starts_in_word = self._encode_word(word)
+            ids += new
+            starts += [place + start for start in starts_in_word]
+            place += len(word)
         return ids, starts
 
-    def _encode_word(self, word: str) -> list[int]:
+    def _encode_word(self, word: str) -> tuple[list[int], list[int]]:
         if word in self._cache:
             return self._cache[word]
         ids: list[int] = []
+        starts: list[int] = []
+        place = 0
         for piece in merge(word, self._ranks):
             token_id = self._ids.get(piece)
-            if token_id is None:
-                ids += [self._byte_ids[byte] for byte in piece.encode()]
-            else:
-                ids.append(token_id)
+            new = [self._byte_ids[byte] for byte in piece.encode()] if token_id is None else [token_id]
+            ids += new
+            starts += [place] * len(new)
+            place += len(piece)
         if len(word) <= _CACHED_LENGTH and len(self._cache) < _CACHED_WORDS:
-            self._cache[word] = ids
-        return ids
+            self._cache[word] = ids, starts
+        return ids, starts
 
 
 def merge(text: str, ranks: Mapping[str, int]) -> list[str]:

@@ -45,8 +45,7 @@ class Tokenizer:
         Raises:
             ValueError: The text has a lone surrogate.
         """
-        _refuse_surrogates(text)
-        return self._vocabulary.encode(text, add_special=add_special, parse_special=parse_special)
+        return self.encode_spans(text, add_special=add_special, parse_special=parse_special)[0]
 
     def encode_spans(
         self, text: str, *, add_special: bool = True, parse_special: bool = False

@@ -9,8 +9,8 @@ from huggingface_folders import added_token
 from vocabularies import generated_texts, tiny_byte_level, tiny_sentencepiece
 
 from llorch.tokenizer import Tokenizer
+from llorch.tokenizer.conversation import Breaker, taken_out
 from llorch.tokenizer.gguf_vocabulary import GGUFVocabulary
-from llorch.tokenizer.inert import Breaker, taken_out
 from tests.tokenizer.test_huggingface import FORMS, write
 
 GGUF_FORMS = {
@@ -30,14 +30,6 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Tokenizer:
         return write(tmp_path, request.param)
     make: Callable[[], dict[str, object]] = GGUF_FORMS[request.param]
     return Tokenizer(GGUFVocabulary(make(), "tiny.gguf"))
-
-
-@pytest.mark.parametrize("add_special", [False, True])
-@pytest.mark.parametrize("parse_special", [False, True])
-def test_ids_are_those_of_encode(tokenizer: Tokenizer, add_special: bool, parse_special: bool):
-    for text in TEXTS:
-        ids, _ = tokenizer.encode_spans(text, add_special=add_special, parse_special=parse_special)
-        assert ids == tokenizer.encode(text, add_special=add_special, parse_special=parse_special), text
 
 
 def test_starts_are_in_order_and_added_tokens_stand_outside_of_the_text(tokenizer: Tokenizer):

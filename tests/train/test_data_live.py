@@ -17,8 +17,7 @@ from llorch.files import open_weights
 from llorch.model import Model
 from llorch.tokenizer import Tokenizer
 from llorch.tokenizer.chat import compiled
-from llorch.tokenizer.conversation import Conversation
-from llorch.tokenizer.inert import Breaker
+from llorch.tokenizer.conversation import Breaker, Conversation
 from llorch.train.batch import IGNORED, Example
 from llorch.train.data.encode import Encoder
 from llorch.train.data.read import Record

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from llorch.tokenizer.chat import ChatTemplate
-from llorch.tokenizer.inert import Breaker, taken_out
+from llorch.tokenizer.conversation import Breaker, taken_out
 
 CONTROLS = ("<|im_start|>", "<|im_end|>", "</s>", "<|im_end|>x")
 
