@@ -17,7 +17,9 @@ from llorch.verify.mistakes.generation import GENERATION, GenerationInputs
 from llorch.verify.mistakes.mistake import AFTER_LOGITS, IN_PRODUCTS, Mistake, checkpoint_of
 from llorch.verify.mistakes.norm import NORM
 from llorch.verify.mistakes.projection import PROJECTION
-from llorch.verify.mistakes.quantised import QUANTISED, QuantisedInputs
+from llorch.verify.mistakes.quantised import QuantisedInputs
+from llorch.verify.mistakes.quantised_blocks import BLOCKS
+from llorch.verify.mistakes.quantised_rounding import ROUNDINGS
 from llorch.verify.mistakes.rope import ROPE
 from llorch.verify.mistakes.sampling import SAMPLING, SamplerInputs
 from llorch.verify.mistakes.training import TRAINING, TrainingMistake
@@ -43,6 +45,7 @@ __all__ = [
 STAGE_MISTAKES: tuple[Mistake[StageInputs], ...] = (
     *EMBEDDING, *NORM, *PROJECTION, *ROPE, *CACHE, *ATTENTION, *FEED_FORWARD, *BLOCK,
 )  # fmt: skip
+QUANTISED: tuple[Mistake[QuantisedInputs], ...] = (*BLOCKS, *ROUNDINGS)
 
 MISTAKES: Mapping[
     str,

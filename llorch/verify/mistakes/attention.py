@@ -50,55 +50,10 @@ def _with_mask(s: StageInputs, stage: str, hidden: np.ndarray) -> np.ndarray:
     return _shown(np.where(hidden, -np.inf, _products(s) * s.dtype(_scale(s))), stage)
 
 
-def scale_missing(s: StageInputs, stage: str) -> np.ndarray:
-    """Products as they are."""
-    return _with_scale(s, stage, 1.0)
-
-
-def scale_by_head_dim(s: StageInputs, stage: str) -> np.ndarray:
-    """Divided by head_dim."""
-    return _with_scale(s, stage, 1 / s.config.head_dim)
-
-
-def scale_by_hidden(s: StageInputs, stage: str) -> np.ndarray:
-    """The width of the model in the root."""
-    return _with_scale(s, stage, s.config.hidden_size**-0.5)
-
-
-def scale_by_hidden_over_heads(s: StageInputs, stage: str) -> np.ndarray:
-    """The root of a model whose heads share its width."""
-    return _with_scale(s, stage, (s.config.hidden_size // s.config.n_heads) ** -0.5)
-
-
-def mask_missing(s: StageInputs, stage: str) -> np.ndarray:
-    """Every key seen."""
-    return _with_mask(s, stage, np.zeros_like(_future(s)))
-
-
-def mask_shows_next(s: StageInputs, stage: str) -> np.ndarray:
-    """One key too many."""
-    return _with_mask(s, stage, _future(s, shift=1))
-
-
-def mask_hides_itself(s: StageInputs, stage: str) -> np.ndarray:
-    """One key too few."""
-    return _with_mask(s, stage, _future(s, shift=-1))
-
-
-def mask_reversed(s: StageInputs, stage: str) -> np.ndarray:
-    """The past hidden."""
-    return _with_mask(s, stage, ~_future(s, shift=-1))
-
-
 def mask_ignores_cache(s: StageInputs, stage: str) -> np.ndarray:
     """A square mask laid at the first key."""
     seq, ctx = _future(s).shape
     return _with_mask(s, stage, np.triu(np.ones((seq, ctx), dtype=bool), k=1))
-
-
-def mask_minus_ten(s: StageInputs, stage: str) -> np.ndarray:
-    """A small penalty."""
-    return _shown(_products(s) * s.dtype(_scale(s)) - s.dtype(10) * _future(s), stage)
 
 
 def groups_tiled(s: StageInputs, stage: str) -> np.ndarray:
@@ -112,21 +67,6 @@ def scores_in_half(s: StageInputs, stage: str) -> np.ndarray:
     with np.errstate(over="ignore"):  # products above 65504 overflow, which is the point
         rounded = _products(s).astype(np.float16).astype(s.dtype)
     return _shown(np.where(_future(s), -np.inf, rounded * s.dtype(_scale(s))), stage)
-
-
-def mask_after_softmax(s: StageInputs, stage: str) -> np.ndarray:
-    """Rows that sum to less than one."""
-    return np.where(_future(s), 0, attention_probs(_products(s) * s.dtype(_scale(s))))
-
-
-def softmax_over_queries(s: StageInputs, stage: str) -> np.ndarray:
-    """Columns sum to one."""
-    return attention_probs(s["attn_scores"].swapaxes(1, 2)).swapaxes(1, 2)
-
-
-def softmax_base_two(s: StageInputs, stage: str) -> np.ndarray:
-    """exp2 for exp."""
-    return attention_probs(s["attn_scores"] * s.dtype(np.log(2)))
 
 
 def softmax_not_divided(s: StageInputs, stage: str) -> np.ndarray:
@@ -143,11 +83,6 @@ def _joined(mixed: np.ndarray) -> np.ndarray:
     return mixed.swapaxes(0, 1).reshape(mixed.shape[1], -1)
 
 
-def values_tiled(s: StageInputs, stage: str) -> np.ndarray:
-    """Value head h % n_kv_heads."""
-    return _joined(_mixed(s, _tiled(s["v_cache"], s.config.group_size)))
-
-
 def heads_joined_without_transpose(s: StageInputs, stage: str) -> np.ndarray:
     """(heads, seq, head_dim) reshaped as it lies."""
     mixed = _mixed(s, _repeated(s["v_cache"], s.config.group_size))
@@ -160,43 +95,45 @@ def heads_interleaved(s: StageInputs, stage: str) -> np.ndarray:
     return mixed.transpose(1, 2, 0).reshape(mixed.shape[1], -1)
 
 
-def keys_for_values(s: StageInputs, stage: str) -> np.ndarray:
-    """The keys are mixed."""
-    return _joined(_mixed(s, _repeated(s["k_cache"], s.config.group_size)))
-
-
 ATTENTION: tuple[Mistake[StageInputs], ...] = (
     Mistake(
-        name="scores-not-scaled", stages=SCORES, wrong=scale_missing, reads=QUERY_AND_KEY,
+        name="scores-not-scaled", stages=SCORES, wrong=lambda s, stage: _with_scale(s, stage, 1.0), reads=QUERY_AND_KEY,
         diagnosis="The products were not scaled; divide by sqrt(head_dim).",
     ),
     Mistake(
-        name="scores-divided-by-head-dim", stages=SCORES, wrong=scale_by_head_dim, reads=QUERY_AND_KEY,
+        name="scores-divided-by-head-dim", stages=SCORES, reads=QUERY_AND_KEY,
+        wrong=lambda s, stage: _with_scale(s, stage, 1 / s.config.head_dim),
         diagnosis="The products were divided by head_dim, or by its root twice; divide by sqrt(head_dim) once.",
     ),
     Mistake(
-        name="scores-scaled-by-hidden", stages=SCORES, wrong=scale_by_hidden, reads=QUERY_AND_KEY,
+        name="scores-scaled-by-hidden", stages=SCORES, reads=QUERY_AND_KEY,
+        wrong=lambda s, stage: _with_scale(s, stage, s.config.hidden_size**-0.5),
         diagnosis="The products were divided by sqrt(hidden_size); it is the width of one head that counts.",
     ),
     Mistake(
-        name="scores-scaled-by-hidden-over-heads", stages=SCORES, wrong=scale_by_hidden_over_heads,
-        reads=QUERY_AND_KEY, applies_to=lambda config: config.q_width != config.hidden_size,
+        name="scores-scaled-by-hidden-over-heads", stages=SCORES, reads=QUERY_AND_KEY,
+        applies_to=lambda config: config.q_width != config.hidden_size,
+        wrong=lambda s, stage: _with_scale(s, stage, (s.config.hidden_size // s.config.n_heads) ** -0.5),
         diagnosis="The products were divided by sqrt(hidden_size / n_heads); this model has a head_dim of its own.",
     ),
     Mistake(
-        name="mask-missing", stages=SCORES, wrong=mask_missing, reads=QUERY_AND_KEY,
+        name="mask-missing", stages=SCORES, wrong=lambda s, stage: _with_mask(s, stage, np.zeros_like(_future(s))),
+        reads=QUERY_AND_KEY,
         diagnosis="Every token saw all others; keys after the query are hidden.",
     ),
     Mistake(
-        name="mask-shows-next", stages=SCORES, wrong=mask_shows_next, reads=QUERY_AND_KEY,
+        name="mask-shows-next", stages=SCORES, wrong=lambda s, stage: _with_mask(s, stage, _future(s, shift=1)),
+        reads=QUERY_AND_KEY,
         diagnosis="Every token saw the next one: the mask starts one diagonal too late.",
     ),
     Mistake(
-        name="mask-hides-itself", stages=("attn_scores",), wrong=mask_hides_itself,
+        name="mask-hides-itself", stages=("attn_scores",),
+        wrong=lambda s, stage: _with_mask(s, stage, _future(s, shift=-1)),
         diagnosis="No token saw itself: the mask starts one diagonal too early.",
     ),
     Mistake(
-        name="mask-reversed", stages=SCORES, wrong=mask_reversed, reads=QUERY_AND_KEY,
+        name="mask-reversed", stages=SCORES, wrong=lambda s, stage: _with_mask(s, stage, ~_future(s, shift=-1)),
+        reads=QUERY_AND_KEY,
         diagnosis="The past was hidden and the future seen; the lower triangle is what a query may see.",
     ),
     Mistake(
@@ -204,7 +141,8 @@ ATTENTION: tuple[Mistake[StageInputs], ...] = (
         diagnosis="The mask was laid at the first key; after n cached tokens query t sees keys 0 to n + t.",
     ),
     Mistake(
-        name="mask-minus-ten", stages=SCORES, wrong=mask_minus_ten, reads=QUERY_AND_KEY,
+        name="mask-minus-ten", stages=SCORES, reads=QUERY_AND_KEY,
+        wrong=lambda s, stage: _shown(_products(s) * s.dtype(_scale(s)) - s.dtype(10) * _future(s), stage),
         diagnosis="Hidden scores were lowered by 10; they must be -inf, or a share of the future leaks through.",
     ),
     Mistake(
@@ -216,15 +154,18 @@ ATTENTION: tuple[Mistake[StageInputs], ...] = (
         diagnosis="Scores were kept in float16, which overflows on Qwen; multiply queries and keys in float32.",
     ),
     Mistake(
-        name="mask-after-softmax", stages=("attn_probs",), wrong=mask_after_softmax, reads=QUERY_AND_KEY,
+        name="mask-after-softmax", stages=("attn_probs",), reads=QUERY_AND_KEY,
+        wrong=lambda s, _: np.where(_future(s), 0, attention_probs(_products(s) * s.dtype(_scale(s)))),
         diagnosis="The mask was applied after the softmax, so rows sum to less than one; mask the scores.",
     ),
     Mistake(
-        name="softmax-over-queries", stages=("attn_probs",), wrong=softmax_over_queries,
+        name="softmax-over-queries", stages=("attn_probs",),
+        wrong=lambda s, _: attention_probs(s["attn_scores"].swapaxes(1, 2)).swapaxes(1, 2),
         diagnosis="The softmax ran over the queries; for each query the probabilities of the keys sum to one.",
     ),
     Mistake(
-        name="softmax-base-two", stages=("attn_probs",), wrong=softmax_base_two,
+        name="softmax-base-two", stages=("attn_probs",),
+        wrong=lambda s, _: attention_probs(s["attn_scores"] * s.dtype(np.log(2))),
         diagnosis="exp2 was used without scaling the scores by log2(e); the softmax is exp(x) / sum(exp(x)).",
     ),
     Mistake(
@@ -232,7 +173,8 @@ ATTENTION: tuple[Mistake[StageInputs], ...] = (
         diagnosis="The exponentials were not divided by their sum; rows sum to one.",
     ),
     Mistake(
-        name="groups-tiled-for-values", stages=("attn_context",), wrong=values_tiled,
+        name="groups-tiled-for-values", stages=("attn_context",),
+        wrong=lambda s, _: _joined(_mixed(s, _tiled(s["v_cache"], s.config.group_size))),
         diagnosis="Query head h mixed value head h % n_kv_heads (tile); it mixes h // group_size (repeat).",
     ),
     Mistake(
@@ -244,7 +186,8 @@ ATTENTION: tuple[Mistake[StageInputs], ...] = (
         diagnosis="Heads were joined as (head_dim, heads); one head comes after the other.",
     ),
     Mistake(
-        name="context-mixes-keys", stages=("attn_context",), wrong=keys_for_values, reads=("k_cache",),
+        name="context-mixes-keys", stages=("attn_context",), reads=("k_cache",),
+        wrong=lambda s, _: _joined(_mixed(s, _repeated(s["k_cache"], s.config.group_size))),
         diagnosis="The keys were mixed by the probabilities; the values are.",
     ),
 )  # fmt: skip

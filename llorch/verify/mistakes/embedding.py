@@ -6,40 +6,21 @@ from llorch.stages import StageInputs
 from llorch.verify.mistakes.mistake import Mistake
 
 
-def ids_off_by_one(s: StageInputs, stage: str) -> np.ndarray:
-    """Rows after those asked for."""
-    table = s.weights["embed_tokens"]
-    return table[(s.ids + 1) % len(table)]
-
-
-def first_token_twice(s: StageInputs, stage: str) -> np.ndarray:
-    """The beginning-of-sequence token was added twice."""
-    return s.weights["embed_tokens"][np.concatenate([s.ids[:1], s.ids[:-1]])]
-
-
 def dimensions_not_reversed(s: StageInputs, stage: str) -> np.ndarray:
     """GGUF's (hidden, vocab) taken as the NumPy shape of the same bytes; tokens pick columns."""
     table = s.weights["embed_tokens"]
     return table.reshape(table.shape[::-1])[:, s.ids].T
 
 
-def scaled(s: StageInputs, stage: str) -> np.ndarray:
-    """Gemma's scale."""
-    return s.weights["embed_tokens"][s.ids] * np.sqrt(s.config.hidden_size)
-
-
-def from_output_matrix(s: StageInputs, stage: str) -> np.ndarray:
-    """Rows of the other (vocab, hidden) matrix."""
-    return s.weights["lm_head"][s.ids]
-
-
 EMBEDDING: tuple[Mistake[StageInputs], ...] = (
     Mistake(
-        name="embedding-ids-off-by-one", stages=("embed",), wrong=ids_off_by_one,
+        name="embedding-ids-off-by-one", stages=("embed",),
+        wrong=lambda s, _: s.weights["embed_tokens"][(s.ids + 1) % s.config.vocab_size],
         diagnosis="Token t picked row t + 1; ids count from 0 and row t belongs to token t.",
     ),
     Mistake(
-        name="embedding-first-token-twice", stages=("embed",), wrong=first_token_twice,
+        name="embedding-first-token-twice", stages=("embed",),
+        wrong=lambda s, _: s.weights["embed_tokens"][np.concatenate([s.ids[:1], s.ids[:-1]])],
         diagnosis="The first token was put in front a second time (BOS added by template and tokenizer), so every "
         "later token is one place late; add it once.",
     ),
@@ -49,11 +30,12 @@ EMBEDDING: tuple[Mistake[StageInputs], ...] = (
         "array in memory is (vocab, hidden) and a token is one of its rows.",
     ),
     Mistake(
-        name="embedding-scaled", stages=("embed",), wrong=scaled,
+        name="embedding-scaled", stages=("embed",),
+        wrong=lambda s, _: s.weights["embed_tokens"][s.ids] * np.sqrt(s.config.hidden_size),
         diagnosis="Rows were multiplied by sqrt(hidden_size); Gemma does that, Llama and Qwen take them as stored.",
     ),
     Mistake(
-        name="embedding-from-lm-head", stages=("embed",), wrong=from_output_matrix,
+        name="embedding-from-lm-head", stages=("embed",), wrong=lambda s, _: s.weights["lm_head"][s.ids],
         applies_to=lambda config: not config.tie_word_embeddings,
         diagnosis="Rows were taken from lm_head; in an untied model embed_tokens is another matrix.",
     ),

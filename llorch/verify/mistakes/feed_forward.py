@@ -12,26 +12,6 @@ WIDE = {"ffn_gate": "gate_proj", "ffn_up": "up_proj"}
 GATE_AND_UP = tuple(WIDE)
 
 
-def input_not_normalised(s: StageInputs, stage: str) -> np.ndarray:
-    """The residual stream projected."""
-    return linear(s["attn_residual"], s.weights[WIDE[stage]])
-
-
-def input_of_attention(s: StageInputs, stage: str) -> np.ndarray:
-    """Both parts of the block fed the same."""
-    return linear(s["attn_norm"], s.weights[WIDE[stage]])
-
-
-def input_is_attention_output(s: StageInputs, stage: str) -> np.ndarray:
-    """Attention's output without residual and norm."""
-    return linear(s["attn_out"], s.weights[WIDE[stage]])
-
-
-def gate_and_up_swapped(s: StageInputs, stage: str) -> np.ndarray:
-    """The other one's weight."""
-    return linear(s["ffn_norm"], s.weights["up_proj" if stage == "ffn_gate" else "gate_proj"])
-
-
 def fused_rows_alternate(s: StageInputs, stage: str) -> np.ndarray:
     """Gate then up, cut as if their rows took turns."""
     fused = linear(s["ffn_norm"], np.concatenate([s.weights["gate_proj"], s.weights["up_proj"]]))
@@ -47,36 +27,6 @@ def _silu(x: np.ndarray) -> np.ndarray:
     return x * _sigmoid(x)
 
 
-def silu_on_up(s: StageInputs, stage: str) -> np.ndarray:
-    """The wrong factor activated."""
-    return s["ffn_gate"] * _silu(s["ffn_up"])
-
-
-def silu_on_both(s: StageInputs, stage: str) -> np.ndarray:
-    """Both factors activated."""
-    return _silu(s["ffn_gate"]) * _silu(s["ffn_up"])
-
-
-def silu_of_product(s: StageInputs, stage: str) -> np.ndarray:
-    """Activated after the product."""
-    return _silu(s["ffn_gate"] * s["ffn_up"])
-
-
-def silu_twice(s: StageInputs, stage: str) -> np.ndarray:
-    """Activated by the kernel and again after it."""
-    return _silu(_silu(s["ffn_gate"])) * s["ffn_up"]
-
-
-def sigmoid_only(s: StageInputs, stage: str) -> np.ndarray:
-    """GLU."""
-    return _sigmoid(s["ffn_gate"]) * s["ffn_up"]
-
-
-def relu(s: StageInputs, stage: str) -> np.ndarray:
-    """ReGLU."""
-    return np.maximum(s["ffn_gate"], 0) * s["ffn_up"]
-
-
 def gelu(s: StageInputs, stage: str) -> np.ndarray:
     """GEGLU with the exact error function."""
     gate = s["ffn_gate"].astype(np.float64)
@@ -89,32 +39,26 @@ def gelu_tanh(s: StageInputs, stage: str) -> np.ndarray:
     return gate * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) / 2 * s["ffn_up"]
 
 
-def gelu_quick(s: StageInputs, stage: str) -> np.ndarray:
-    """The sigmoid approximation of GELU."""
-    return s["ffn_gate"] * _sigmoid(s.dtype(1.702) * s["ffn_gate"]) * s["ffn_up"]
-
-
-def up_missing(s: StageInputs, stage: str) -> np.ndarray:
-    """The gate alone."""
-    return _silu(s["ffn_gate"])
-
-
 FEED_FORWARD: tuple[Mistake[StageInputs], ...] = (
     Mistake(
-        name="ffn-input-not-normalised", stages=GATE_AND_UP, wrong=input_not_normalised, reads=("attn_residual",),
+        name="ffn-input-not-normalised", stages=GATE_AND_UP, reads=("attn_residual",),
+        wrong=lambda s, stage: linear(s["attn_residual"], s.weights[WIDE[stage]]),
         diagnosis="The residual stream was projected; gate and up read ffn_norm.",
     ),
     Mistake(
-        name="ffn-input-of-attention", stages=GATE_AND_UP, wrong=input_of_attention, reads=("attn_norm",),
+        name="ffn-input-of-attention", stages=GATE_AND_UP, reads=("attn_norm",),
+        wrong=lambda s, stage: linear(s["attn_norm"], s.weights[WIDE[stage]]),
         diagnosis="attn_norm was projected, as in models with parallel blocks; gate and up read ffn_norm, which comes "
         "after attention.",
     ),
     Mistake(
-        name="ffn-input-is-attention-output", stages=GATE_AND_UP, wrong=input_is_attention_output, reads=("attn_out",),
+        name="ffn-input-is-attention-output", stages=GATE_AND_UP, reads=("attn_out",),
+        wrong=lambda s, stage: linear(s["attn_out"], s.weights[WIDE[stage]]),
         diagnosis="The raw output of attention was projected; add the residual and normalise first.",
     ),
     Mistake(
-        name="ffn-gate-and-up-swapped", stages=GATE_AND_UP, wrong=gate_and_up_swapped,
+        name="ffn-gate-and-up-swapped", stages=GATE_AND_UP,
+        wrong=lambda s, stage: linear(s["ffn_norm"], s.weights["up_proj" if stage == "ffn_gate" else "gate_proj"]),
         diagnosis="gate_proj and up_proj were exchanged; a fused matrix holds gate, then up.",
     ),
     Mistake(
@@ -122,27 +66,27 @@ FEED_FORWARD: tuple[Mistake[StageInputs], ...] = (
         diagnosis="A fused matrix was cut into even and odd rows; it holds all rows of gate, then all rows of up.",
     ),
     Mistake(
-        name="swiglu-silu-on-up", stages=("ffn_act",), wrong=silu_on_up,
+        name="swiglu-silu-on-up", stages=("ffn_act",), wrong=lambda s, _: s["ffn_gate"] * _silu(s["ffn_up"]),
         diagnosis="SiLU was applied to up; it belongs to gate: silu(gate) * up.",
     ),
     Mistake(
-        name="swiglu-silu-on-both", stages=("ffn_act",), wrong=silu_on_both,
+        name="swiglu-silu-on-both", stages=("ffn_act",), wrong=lambda s, _: _silu(s["ffn_gate"]) * _silu(s["ffn_up"]),
         diagnosis="SiLU was applied to gate and up; up enters as it is: silu(gate) * up.",
     ),
     Mistake(
-        name="swiglu-silu-of-product", stages=("ffn_act",), wrong=silu_of_product,
+        name="swiglu-silu-of-product", stages=("ffn_act",), wrong=lambda s, _: _silu(s["ffn_gate"] * s["ffn_up"]),
         diagnosis="SiLU was applied to gate * up; it belongs to gate alone: silu(gate) * up.",
     ),
     Mistake(
-        name="swiglu-silu-twice", stages=("ffn_act",), wrong=silu_twice,
+        name="swiglu-silu-twice", stages=("ffn_act",), wrong=lambda s, _: _silu(_silu(s["ffn_gate"])) * s["ffn_up"],
         diagnosis="SiLU was applied to gate twice, perhaps once inside the projection.",
     ),
     Mistake(
-        name="swiglu-sigmoid-only", stages=("ffn_act",), wrong=sigmoid_only,
+        name="swiglu-sigmoid-only", stages=("ffn_act",), wrong=lambda s, _: _sigmoid(s["ffn_gate"]) * s["ffn_up"],
         diagnosis="sigmoid(gate) * up was computed (GLU); SiLU is gate * sigmoid(gate).",
     ),
     Mistake(
-        name="swiglu-relu", stages=("ffn_act",), wrong=relu,
+        name="swiglu-relu", stages=("ffn_act",), wrong=lambda s, _: np.maximum(s["ffn_gate"], 0) * s["ffn_up"],
         diagnosis="ReLU was used; these models have SiLU.",
     ),
     Mistake(
@@ -154,11 +98,12 @@ FEED_FORWARD: tuple[Mistake[StageInputs], ...] = (
         diagnosis="GELU was used (tanh approximation); these models have SiLU.",
     ),
     Mistake(
-        name="swiglu-gelu-quick", stages=("ffn_act",), wrong=gelu_quick,
+        name="swiglu-gelu-quick", stages=("ffn_act",),
+        wrong=lambda s, _: s["ffn_gate"] * _sigmoid(s.dtype(1.702) * s["ffn_gate"]) * s["ffn_up"],
         diagnosis="gate * sigmoid(1.702 * gate) was used (quick GELU); SiLU has no factor.",
     ),
     Mistake(
-        name="swiglu-up-missing", stages=("ffn_act",), wrong=up_missing,
+        name="swiglu-up-missing", stages=("ffn_act",), wrong=lambda s, _: _silu(s["ffn_gate"]),
         diagnosis="silu(gate) came out alone; it is multiplied by up.",
     ),
 )  # fmt: skip

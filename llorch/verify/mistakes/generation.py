@@ -55,11 +55,6 @@ def last_prompt_token_twice(g: GenerationInputs, step: str) -> np.ndarray:
     return g.loop(g.prompt[-1:], cache)
 
 
-def first_token_twice(g: GenerationInputs, step: str) -> np.ndarray:
-    """One token more in front."""
-    return g.loop(g.prompt[:1] + g.prompt, g.empty_cache())
-
-
 def warm_up_left(g: GenerationInputs, step: str) -> np.ndarray:
     """Two tokens of a warm-up in the cache."""
     cache = g.empty_cache()
@@ -85,11 +80,6 @@ def not_fed_back(g: GenerationInputs, step: str) -> np.ndarray:
     return np.asarray([first, *later], np.int64)
 
 
-def positions_count_steps(g: GenerationInputs, step: str) -> np.ndarray:
-    """Positions of the new tokens from 1 on."""
-    return g.loop(g.prompt, RestartingCache(g.weights.config, g.weights.dtype))
-
-
 STEP, CASES = ("generation",), ("near",)
 
 GENERATION: tuple[Mistake[GenerationInputs], ...] = (
@@ -98,7 +88,8 @@ GENERATION: tuple[Mistake[GenerationInputs], ...] = (
         diagnosis="The prompt's last token was run again to get the first logits; the prompt's own pass gave them.",
     ),
     Mistake(
-        name="generation-first-token-twice", stages=STEP, cases=CASES, wrong=first_token_twice,
+        name="generation-first-token-twice", stages=STEP, cases=CASES,
+        wrong=lambda g, _: g.loop(g.prompt[:1] + g.prompt, g.empty_cache()),
         diagnosis="The prompt began with its first token twice (BOS added by template and tokenizer).",
     ),
     Mistake(
@@ -114,7 +105,8 @@ GENERATION: tuple[Mistake[GenerationInputs], ...] = (
         diagnosis="The same token was run at every step; the sampled token is the next input.",
     ),
     Mistake(
-        name="generation-positions-count-steps", stages=STEP, cases=CASES, wrong=positions_count_steps,
+        name="generation-positions-count-steps", stages=STEP, cases=CASES,
+        wrong=lambda g, _: g.loop(g.prompt, RestartingCache(g.weights.config, g.weights.dtype)),
         diagnosis="The first token after the prompt was rotated at position 1; its position is the prompt's length.",
     ),
 )  # fmt: skip

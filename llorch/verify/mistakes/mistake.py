@@ -10,10 +10,11 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from llorch.config import ModelConfig
-from llorch.stages import BY_NAME
+from llorch.stages import BY_NAME, StageInputs
 from llorch.verify.training.stages import TRAINING_STAGES
 
 Inputs = TypeVar("Inputs")
+Wrong = Callable[[StageInputs, str], np.ndarray]  # of a stage of the table
 AFTER_LOGITS = {"selected_logits": "09", "argmax": "10", "probabilities": "11", "generation": "12"}  # -> checkpoint
 IN_TRAINING = {stage.name: stage.checkpoint for stage in TRAINING_STAGES}
 IN_PRODUCTS = {"decode": "13", "rounding": "13", "product": "13"}  # what a quantised product consists of

@@ -1,11 +1,13 @@
 """Mistakes of RMSNorm: in the statistic, in eps, in the gain; and of Qwen3's norms of queries and keys."""
 
+from collections.abc import Callable
+
 import numpy as np
 
 from llorch.config import ModelConfig
 from llorch.ops.rms_norm import rms_norm
 from llorch.stages import StageInputs
-from llorch.verify.mistakes.mistake import Mistake
+from llorch.verify.mistakes.mistake import Mistake, Wrong
 
 NORMS = {
     "attn_norm": "block_in", "q_norm": "q_proj", "k_norm": "k_proj", "ffn_norm": "attn_residual",
@@ -28,57 +30,21 @@ def _normed(s: StageInputs, stage: str, *, eps: float) -> np.ndarray:
     return rms_norm(_input(s, stage), s.weights[stage].astype(np.float64), eps=eps)
 
 
+def _by(divisor: Callable[[np.ndarray, float], np.ndarray]) -> Wrong:
+    """Rows divided by what is made of them and eps, times the gain."""
+
+    def wrong(s: StageInputs, stage: str) -> np.ndarray:
+        x = _input(s, stage)
+        return x / divisor(x, s.config.rms_norm_eps) * s.weights[stage]
+
+    return wrong
+
+
 def layer_norm(s: StageInputs, stage: str) -> np.ndarray:
     """The mean is subtracted first."""
     x = _input(s, stage)
     x = x - x.mean(axis=-1, keepdims=True)
     return x / np.sqrt(_mean_square(x) + s.config.rms_norm_eps) * s.weights[stage]
-
-
-def eps_outside_root(s: StageInputs, stage: str) -> np.ndarray:
-    """Eps added to the root."""
-    x = _input(s, stage)
-    return x / (np.sqrt(_mean_square(x)) + s.config.rms_norm_eps) * s.weights[stage]
-
-
-def eps_missing(s: StageInputs, stage: str) -> np.ndarray:
-    """No eps."""
-    return _normed(s, stage, eps=0.0)
-
-
-def eps_small(s: StageInputs, stage: str) -> np.ndarray:
-    """Eps of another family."""
-    return _normed(s, stage, eps=1e-6)
-
-
-def eps_large(s: StageInputs, stage: str) -> np.ndarray:
-    """Eps of another family."""
-    return _normed(s, stage, eps=1e-5)
-
-
-def n_minus_one(s: StageInputs, stage: str) -> np.ndarray:
-    """The sum of squares divided by width - 1."""
-    x = _input(s, stage)
-    width = x.shape[-1]
-    return x / np.sqrt(_mean_square(x) * width / (width - 1) + s.config.rms_norm_eps) * s.weights[stage]
-
-
-def sum_for_mean(s: StageInputs, stage: str) -> np.ndarray:
-    """The sum of squares not divided at all."""
-    x = _input(s, stage)
-    return x / np.sqrt(_mean_square(x) * x.shape[-1] + s.config.rms_norm_eps) * s.weights[stage]
-
-
-def root_missing(s: StageInputs, stage: str) -> np.ndarray:
-    """Divided by the mean square itself."""
-    x = _input(s, stage)
-    return x / (_mean_square(x) + s.config.rms_norm_eps) * s.weights[stage]
-
-
-def over_all_tokens(s: StageInputs, stage: str) -> np.ndarray:
-    """One mean for the whole array."""
-    x = _input(s, stage)
-    return x / np.sqrt(np.mean(x * x) + s.config.rms_norm_eps) * s.weights[stage]
 
 
 def squares_in_half(s: StageInputs, stage: str) -> np.ndarray:
@@ -90,16 +56,6 @@ def squares_in_half(s: StageInputs, stage: str) -> np.ndarray:
     return x / np.sqrt(mean_square + s.config.rms_norm_eps) * s.weights[stage]
 
 
-def gain_plus_one(s: StageInputs, stage: str) -> np.ndarray:
-    """Gemma's gain."""
-    return _unit(s, stage) * (1 + s.weights[stage].astype(np.float64))
-
-
-def gain_missing(s: StageInputs, stage: str) -> np.ndarray:
-    """No gain."""
-    return _unit(s, stage)
-
-
 def gain_of_other_norm(s: StageInputs, stage: str) -> np.ndarray:
     """The gain of the layer's other norm of the same width."""
     other = {"attn_norm": "ffn_norm", "ffn_norm": "attn_norm", "q_norm": "k_norm", "k_norm": "q_norm"}[stage]
@@ -109,13 +65,6 @@ def gain_of_other_norm(s: StageInputs, stage: str) -> np.ndarray:
 def skipped(s: StageInputs, stage: str) -> np.ndarray:
     """The input as it came."""
     return _input(s, stage)
-
-
-def heads_together(s: StageInputs, stage: str) -> np.ndarray:
-    """One mean square over the heads of a token."""
-    x = _input(s, stage)
-    mean_square = np.mean(x * x, axis=(-2, -1), keepdims=True)  # (seq, 1, 1)
-    return x / np.sqrt(mean_square + s.config.rms_norm_eps) * s.weights[stage]
 
 
 def _unit(s: StageInputs, stage: str) -> np.ndarray:
@@ -133,36 +82,39 @@ NORM: tuple[Mistake[StageInputs], ...] = (
         diagnosis="The mean was subtracted (LayerNorm); RMSNorm divides by the root mean square and subtracts nothing.",
     ),
     Mistake(
-        name="norm-eps-outside-root", stages=("attn_norm",), wrong=eps_outside_root,
+        name="norm-eps-outside-root", stages=("attn_norm",), wrong=_by(lambda x, eps: np.sqrt(_mean_square(x)) + eps),
         diagnosis="eps was added after the square root; it belongs inside: sqrt(mean(x * x) + eps).",
     ),
     Mistake(
-        name="norm-eps-missing", stages=("attn_norm",), wrong=eps_missing,
+        name="norm-eps-missing", stages=("attn_norm",), wrong=lambda s, stage: _normed(s, stage, eps=0.0),
         diagnosis="No eps was added; rms_norm_eps belongs inside the root, and counts where activations are small.",
     ),
     Mistake(
-        name="norm-eps-1e-6-for-1e-5", stages=("attn_norm",), wrong=eps_small, applies_to=_has_large_eps,
+        name="norm-eps-1e-6-for-1e-5", stages=("attn_norm",), wrong=lambda s, stage: _normed(s, stage, eps=1e-6),
+        applies_to=_has_large_eps,
         diagnosis="eps was 1e-6; this model's config says 1e-5.",
     ),
     Mistake(
-        name="norm-eps-1e-5-for-1e-6", stages=("attn_norm", "ffn_norm", "q_norm", "k_norm"), wrong=eps_large,
-        applies_to=lambda config: not _has_large_eps(config),
+        name="norm-eps-1e-5-for-1e-6", stages=("attn_norm", "ffn_norm", "q_norm", "k_norm"),
+        applies_to=lambda config: not _has_large_eps(config), wrong=lambda s, stage: _normed(s, stage, eps=1e-5),
         diagnosis="eps was 1e-5; this model's config says 1e-6.",
     ),
     Mistake(
-        name="norm-divides-by-n-minus-one", stages=EVERYWHERE, wrong=n_minus_one,
+        name="norm-divides-by-n-minus-one", stages=EVERYWHERE,
+        wrong=_by(lambda x, eps: np.sqrt(_mean_square(x) * x.shape[-1] / (x.shape[-1] - 1) + eps)),
         diagnosis="The sum of squares was divided by width - 1, as for a sample variance; divide by the width.",
     ),
     Mistake(
-        name="norm-sum-for-mean", stages=EVERYWHERE, wrong=sum_for_mean,
+        name="norm-sum-for-mean", stages=EVERYWHERE,
+        wrong=_by(lambda x, eps: np.sqrt(_mean_square(x) * x.shape[-1] + eps)),
         diagnosis="Rows were divided by the root of the sum of squares (L2 norm); RMSNorm takes the mean of squares.",
     ),
     Mistake(
-        name="norm-root-missing", stages=EVERYWHERE, wrong=root_missing,
+        name="norm-root-missing", stages=EVERYWHERE, wrong=_by(lambda x, eps: _mean_square(x) + eps),
         diagnosis="Rows were divided by the mean square; the square root of it is missing.",
     ),
     Mistake(
-        name="norm-over-all-tokens", stages=EVERYWHERE, wrong=over_all_tokens,
+        name="norm-over-all-tokens", stages=EVERYWHERE, wrong=_by(lambda x, eps: np.sqrt(np.mean(x * x) + eps)),
         diagnosis="One mean square was taken over all tokens; every row has its own.",
     ),
     Mistake(
@@ -171,11 +123,12 @@ NORM: tuple[Mistake[StageInputs], ...] = (
         "take the mean square in float32 or wider.",
     ),
     Mistake(
-        name="norm-gain-plus-one", stages=EVERYWHERE, wrong=gain_plus_one,
+        name="norm-gain-plus-one", stages=EVERYWHERE,
+        wrong=lambda s, stage: _unit(s, stage) * (1 + s.weights[stage].astype(np.float64)),
         diagnosis="The gain was applied as 1 + weight; Gemma stores it that way, Llama and Qwen store the gain itself.",
     ),
     Mistake(
-        name="norm-gain-missing", stages=EVERYWHERE, wrong=gain_missing,
+        name="norm-gain-missing", stages=EVERYWHERE, wrong=lambda s, stage: _unit(s, stage),
         diagnosis="Rows were normalised but not multiplied by the learned gain.",
     ),
     Mistake(
@@ -188,7 +141,8 @@ NORM: tuple[Mistake[StageInputs], ...] = (
         diagnosis="The input came out unchanged: the norm was left out.",
     ),
     Mistake(
-        name="norm-of-heads-together", stages=HEAD_NORMS, wrong=heads_together,
+        name="norm-of-heads-together", stages=HEAD_NORMS,
+        wrong=_by(lambda x, eps: np.sqrt(np.mean(x * x, axis=(-2, -1), keepdims=True) + eps)),
         diagnosis="All heads of a token were normalised together; Qwen3 normalises each head over head_dim by itself.",
     ),
 )  # fmt: skip

@@ -1,6 +1,7 @@
 """Mistakes of every linear projection, and those of queries, keys and values: bias, order of rows, input."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -8,7 +9,7 @@ from llorch.config import ModelConfig
 from llorch.files.names import interleave, undo_interleave
 from llorch.ops.linear import linear
 from llorch.stages import StageInputs, output_matrix
-from llorch.verify.mistakes.mistake import Mistake
+from llorch.verify.mistakes.mistake import Mistake, Wrong
 
 PROJECTIONS = {
     "q_proj": ("attn_norm", "q_proj"), "k_proj": ("attn_norm", "k_proj"), "v_proj": ("attn_norm", "v_proj"),
@@ -26,38 +27,13 @@ def _parts(s: StageInputs, stage: str) -> tuple[np.ndarray, np.ndarray, np.ndarr
     return s[x], s.weights[projection], s.weights.get(projection.replace("_proj", "_bias"))
 
 
+def _with(change: Callable[[np.ndarray, np.ndarray, Any], np.ndarray]) -> Wrong:
+    """What a wrong product makes of input, weight and bias."""
+    return lambda s, stage: change(*_parts(s, stage))
+
+
 def _n_heads(s: StageInputs, stage: str) -> int:
     return s.config.n_heads if stage == "q_proj" else s.config.n_kv_heads
-
-
-def dimensions_not_reversed(s: StageInputs, stage: str) -> np.ndarray:
-    """The bytes of (out, in) taken as (in, out)."""
-    x, weight, bias = _parts(s, stage)
-    return linear(x, weight.reshape(weight.shape[::-1]).T, bias)
-
-
-def weight_never_loaded(s: StageInputs, stage: str) -> np.ndarray:
-    """A weight of zeros."""
-    x, weight, bias = _parts(s, stage)
-    return linear(x, np.zeros_like(weight), bias)
-
-
-def bias_missing(s: StageInputs, stage: str) -> np.ndarray:
-    """No bias."""
-    x, weight, _ = _parts(s, stage)
-    return linear(x, weight)
-
-
-def bias_twice(s: StageInputs, stage: str) -> np.ndarray:
-    """The bias added by the kernel and again after it."""
-    x, weight, bias = _parts(s, stage)
-    assert bias is not None
-    return linear(x, weight, bias) + bias
-
-
-def keys_and_values_swapped(s: StageInputs, stage: str) -> np.ndarray:
-    """The other one's weight and bias."""
-    return s.linear("attn_norm", "v_proj" if stage == "k_proj" else "k_proj")
 
 
 def input_not_normalised(s: StageInputs, stage: str) -> np.ndarray:
@@ -81,16 +57,6 @@ def fused_per_group(s: StageInputs, stage: str) -> np.ndarray:
     return part.reshape(len(rows), -1)
 
 
-def rows_left_interleaved(s: StageInputs, stage: str) -> np.ndarray:
-    """Rows in the order of a Llama GGUF file."""
-    return _reordered(s, stage, lambda rows: interleave(rows, _n_heads(s, stage)))
-
-
-def rows_reordered_needlessly(s: StageInputs, stage: str) -> np.ndarray:
-    """Llama's order undone in a file that never had it."""
-    return _reordered(s, stage, lambda rows: undo_interleave(rows, _n_heads(s, stage)))
-
-
 def keys_reordered_by_query_heads(s: StageInputs, stage: str) -> np.ndarray:
     """Key rows written with the number of query heads."""
     n_heads, n_kv_heads = s.config.n_heads, s.config.n_kv_heads
@@ -109,35 +75,35 @@ def output_heads_interleaved(s: StageInputs, stage: str) -> np.ndarray:
     return linear(x, columns.reshape(weight.shape), bias)
 
 
-def output_skipped(s: StageInputs, stage: str) -> np.ndarray:
-    """The joined heads as they are."""
-    return s["attn_context"]
-
-
 def _is_llama(config: ModelConfig) -> bool:
     return config.family == "llama"
 
 
 PROJECTION: tuple[Mistake[StageInputs], ...] = (
     Mistake(
-        name="weight-dimensions-not-reversed", stages=(*PROJECTIONS, "logits"), wrong=dimensions_not_reversed,
+        name="weight-dimensions-not-reversed", stages=(*PROJECTIONS, "logits"),
+        wrong=_with(lambda x, weight, bias: linear(x, weight.reshape(weight.shape[::-1]).T, bias)),
         diagnosis="The weight was read as (in, out), its GGUF dimensions as they stand or a square matrix transposed; "
         "in memory it is (out, in) and y = x @ weight.T.",
     ),
     Mistake(
-        name="weight-never-loaded", stages=(*PROJECTIONS, "logits"), wrong=weight_never_loaded,
+        name="weight-never-loaded", stages=(*PROJECTIONS, "logits"),
+        wrong=_with(lambda x, weight, bias: linear(x, np.zeros_like(weight), bias)),
         diagnosis="The weight is all zeros: it was never loaded, or under another name.",
     ),
     Mistake(
-        name="qkv-bias-missing", stages=QKV, wrong=bias_missing, applies_to=lambda config: config.qkv_bias,
+        name="qkv-bias-missing", stages=QKV, applies_to=lambda config: config.qkv_bias,
+        wrong=_with(lambda x, weight, bias: linear(x, weight)),
         diagnosis="The bias was not added; Qwen2 has one for queries, keys and values.",
     ),
     Mistake(
-        name="qkv-bias-twice", stages=QKV, wrong=bias_twice, applies_to=lambda config: config.qkv_bias,
+        name="qkv-bias-twice", stages=QKV, applies_to=lambda config: config.qkv_bias,
+        wrong=_with(lambda x, weight, bias: linear(x, weight, bias) + bias),
         diagnosis="The bias was added twice.",
     ),
     Mistake(
-        name="qkv-keys-and-values-swapped", stages=("k_proj", "v_proj"), wrong=keys_and_values_swapped,
+        name="qkv-keys-and-values-swapped", stages=("k_proj", "v_proj"),
+        wrong=lambda s, stage: s.linear("attn_norm", "v_proj" if stage == "k_proj" else "k_proj"),
         diagnosis="The weights of keys and values were exchanged; a fused matrix holds q, k, v in this order.",
     ),
     Mistake(
@@ -154,14 +120,15 @@ PROJECTION: tuple[Mistake[StageInputs], ...] = (
         "then all keys, then all values.",
     ),
     Mistake(
-        name="qk-rows-left-interleaved", stages=("q_proj", "k_proj"), wrong=rows_left_interleaved,
-        applies_to=_is_llama,
+        name="qk-rows-left-interleaved", stages=("q_proj", "k_proj"), applies_to=_is_llama,
+        wrong=lambda s, stage: _reordered(s, stage, lambda rows: interleave(rows, _n_heads(s, stage))),
         diagnosis="Rows of q and k are in the interleaved order of Llama GGUF files; bring them to half-split order, "
         "or rotate neighbouring pairs.",
     ),
     Mistake(
-        name="qk-rows-reordered-needlessly", stages=("q_proj", "k_proj"), wrong=rows_reordered_needlessly,
+        name="qk-rows-reordered-needlessly", stages=("q_proj", "k_proj"),
         applies_to=lambda config: not _is_llama(config),
+        wrong=lambda s, stage: _reordered(s, stage, lambda rows: undo_interleave(rows, _n_heads(s, stage))),
         diagnosis="Rows of q and k were reordered as for a Llama GGUF file; Qwen files are in half-split order.",
     ),
     Mistake(
@@ -174,7 +141,7 @@ PROJECTION: tuple[Mistake[StageInputs], ...] = (
         diagnosis="Columns of o_proj were read as (head_dim, heads); its input is one head after the other.",
     ),
     Mistake(
-        name="o-proj-skipped", stages=("attn_out",), wrong=output_skipped,
+        name="o-proj-skipped", stages=("attn_out",), wrong=lambda s, _: s["attn_context"],
         applies_to=lambda config: config.q_width == config.hidden_size,
         diagnosis="The joined heads were not projected; o_proj mixes them back into the residual stream.",
     ),

@@ -1,10 +1,104 @@
-"""Mistakes of checkpoint 13: blocks taken apart wrongly, activations rounded wrongly, and products with either."""
+"""What the mistakes of checkpoint 13 read: a stored matrix and what it is multiplied with, and the right steps."""
 
-from llorch.verify.mistakes.mistake import Mistake
-from llorch.verify.mistakes.quantised_blocks import BLOCKS
-from llorch.verify.mistakes.quantised_inputs import RIGHT, QuantisedInputs
-from llorch.verify.mistakes.quantised_rounding import ROUNDINGS
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-__all__ = ["QUANTISED", "RIGHT", "QuantisedInputs"]
+import numpy as np
 
-QUANTISED: tuple[Mistake[QuantisedInputs], ...] = (*BLOCKS, *ROUNDINGS)
+from llorch.files.matrix import Matrix
+from llorch.files.packed import Packed
+from llorch.files.quant import ACTIVATION_TYPE, GGMLType, decode, decode_mins
+from llorch.ops.linear import linear, product
+from llorch.ops.rounding import (
+    HOST_VARIANT,
+    ActivationKind,
+    VariantName,
+    block_sums,
+    round_activations,
+)
+
+
+@dataclass(frozen=True)
+class QuantisedInputs:
+    """All that a step of checkpoint 13 may read."""
+
+    kind: GGMLType
+    blocks: np.ndarray  # the matrix, one block per row
+    shape: tuple[int, ...]
+    x: np.ndarray  # activations, (seq, in)
+    variant: VariantName = HOST_VARIANT  # the build of ggml whose rounding counts
+
+    @property
+    def activations(self) -> ActivationKind:
+        """What its inputs are rounded to."""
+        return ACTIVATION_TYPE[self.kind]
+
+    def decoded(self) -> np.ndarray:
+        """The matrix."""
+        return decode(self.blocks, self.kind, self.shape)
+
+    def with_blocks(self, blocks: np.ndarray) -> "QuantisedInputs":
+        """The same with other bytes."""
+        return replace(self, blocks=blocks)
+
+    def rounded(self, kind: ActivationKind | None = None, variant: VariantName | None = None) -> np.ndarray:
+        """The activations that the matrix is multiplied with."""
+        return round_activations(self.x, kind or self.activations, variant or self.variant)
+
+    def product(
+        self, *, matrix: np.ndarray | None = None, rounded: np.ndarray | None = None, sums: np.ndarray | None = None
+    ) -> np.ndarray:
+        """The product with the decoded matrix, the rounded activations or their sums (for minima) replaced."""
+        matrix = self.decoded() if matrix is None else matrix
+        values = self.rounded() if rounded is None else rounded
+        y = product(values, matrix)
+        if self.activations == "Q8_1" and rounded is None:
+            sums = block_sums(self.x, self.variant) if sums is None else sums
+            minima = decode_mins(self.blocks, self.kind, self.shape)
+            y = y + product(sums - values.reshape(len(values), -1, 32).sum(axis=-1), minima)
+        return y.astype(self.x.dtype, copy=False)
+
+
+def _right_product(s: QuantisedInputs) -> np.ndarray:
+    packed = Packed(s.kind.name, Path(), s.blocks.reshape(-1), s.kind, s.shape)
+    return linear(s.x, Matrix(packed, round_inputs=True))
+
+
+RIGHT: Mapping[str, Callable[[QuantisedInputs], np.ndarray]] = {
+    "decode": QuantisedInputs.decoded,
+    "rounding": QuantisedInputs.rounded,
+    "product": _right_product,
+}
+
+Wrong = Callable[[QuantisedInputs, str], np.ndarray]
+
+
+def in_blocks(spoil: Callable[[QuantisedInputs], QuantisedInputs]) -> Wrong:
+    """A mistake that spoilt bytes make."""
+
+    def wrong(s: QuantisedInputs, step: str) -> np.ndarray:
+        spoilt = spoil(s)
+        return spoilt.decoded() if step == "decode" else spoilt.product()
+
+    return wrong
+
+
+def in_matrix(decode_wrongly: Callable[[QuantisedInputs], np.ndarray]) -> Wrong:
+    """A mistake of decoding, and the product with such a matrix."""
+
+    def wrong(s: QuantisedInputs, step: str) -> np.ndarray:
+        matrix = decode_wrongly(s)
+        return matrix if step == "decode" else s.product(matrix=matrix)
+
+    return wrong
+
+
+def in_rounding(round_wrongly: Callable[[QuantisedInputs], np.ndarray]) -> Wrong:
+    """A mistake of rounding, and the product with such activations; their own sums count then."""
+
+    def wrong(s: QuantisedInputs, step: str) -> np.ndarray:
+        rounded = round_wrongly(s)
+        return rounded if step == "rounding" else s.product(rounded=rounded)
+
+    return wrong

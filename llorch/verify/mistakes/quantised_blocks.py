@@ -9,7 +9,7 @@ import numpy as np
 
 from llorch.files.quant import BLOCK_SIZES, GGMLType, decode
 from llorch.verify.mistakes.mistake import Mistake
-from llorch.verify.mistakes.quantised_inputs import QuantisedInputs, in_blocks, in_matrix
+from llorch.verify.mistakes.quantised import QuantisedInputs, in_blocks, in_matrix
 from llorch.verify.quantised_models import SCALES
 
 # Bytes of the codes of a block, where their order or zero point can be mistaken.
@@ -89,16 +89,6 @@ def stride_padded(s: QuantisedInputs) -> QuantisedInputs:
     return s.with_blocks(flat[(starts[:, None] + np.arange(size)) % flat.size])
 
 
-def zero_point_forgotten(s: QuantisedInputs) -> np.ndarray:
-    """Codes not shifted to both sides of zero: what a code of 0 stands for is missing."""
-    return s.decoded() - _spoilt(s, CODES[s.kind.name], np.uint8(0)).decoded()
-
-
-def upper_bits_ignored(s: QuantisedInputs) -> QuantisedInputs:
-    """The bits that lie apart left out."""
-    return _spoilt(s, UPPER_BITS[s.kind.name], np.uint8(0))
-
-
 def fifth_bits_of_first_half(s: QuantisedInputs) -> QuantisedInputs:
     """The second half of the block given the bits of the first."""
     part = UPPER_BITS[s.kind.name]
@@ -131,11 +121,6 @@ def scale_and_minimum_swapped(s: QuantisedInputs) -> QuantisedInputs:
     return _spoilt(s, slice(first, first + 4), np.roll(both, 2, axis=1))
 
 
-def sub_scales_without_upper_bits(s: QuantisedInputs) -> QuantisedInputs:
-    """The last four scales and minima of four bits instead of six."""
-    return _spoilt(s, slice(4, 12), _part(s, slice(4, 12)) & 0x3F)
-
-
 def sub_scales_in_a_row(s: QuantisedInputs) -> QuantisedInputs:
     """The 12 bytes read as 16 numbers of six bits, one after the other."""
     bits = np.unpackbits(_part(s, slice(4, 16)), axis=1, bitorder="little").reshape(-1, 16, 6)
@@ -162,16 +147,6 @@ def sub_scales_not_centred(s: QuantisedInputs) -> np.ndarray:
     """The 32 not subtracted from a scale."""
     part = {"Q3_K": slice(96, 108), "IQ4_XS": slice(2, 8)}[s.kind.name]
     return s.decoded() - _spoilt(s, part, np.uint8(0)).decoded()
-
-
-def table_doubled(s: QuantisedInputs) -> np.ndarray:
-    """The doubled table with a scale that is not halved."""
-    return 2 * s.decoded()
-
-
-def table_linear(s: QuantisedInputs) -> np.ndarray:
-    """The bytes taken for Q4_0, which has the same layout."""
-    return decode(s.blocks, GGMLType.Q4_0, s.shape)
 
 
 DECODED = ("decode", "product")
@@ -214,13 +189,15 @@ BLOCKS: tuple[Mistake[QuantisedInputs], ...] = (
         "Q4_0); a scale takes two bytes and nothing is padded.",
     ),
     Mistake(
-        name="block-zero-point-forgotten", stages=DECODED, wrong=in_matrix(zero_point_forgotten),
+        name="block-zero-point-forgotten", stages=DECODED,
+        wrong=in_matrix(lambda s: s.decoded() - _spoilt(s, CODES[s.kind.name], np.uint8(0)).decoded()),
         cases=("Q4_0", "Q5_0", "Q3_K", "Q6_K", "TQ2_0", "Q2_0"),
         diagnosis="Codes were multiplied as they are; subtract the zero point first: 8 in Q4_0, 16 in Q5_0, 4 in Q3_K, "
         "32 in Q6_K, 1 in TQ2_0 and Q2_0.",
     ),
     Mistake(
-        name="block-upper-bits-ignored", stages=DECODED, cases=tuple(UPPER_BITS), wrong=in_blocks(upper_bits_ignored),
+        name="block-upper-bits-ignored", stages=DECODED, cases=tuple(UPPER_BITS),
+        wrong=in_blocks(lambda s: _spoilt(s, UPPER_BITS[s.kind.name], np.uint8(0))),
         diagnosis="The upper bits of the codes, which lie apart from the others, were left out.",
     ),
     Mistake(
@@ -247,7 +224,7 @@ BLOCKS: tuple[Mistake[QuantisedInputs], ...] = (
     ),
     Mistake(
         name="k-scales-without-upper-bits", stages=DECODED, cases=("Q4_K", "Q5_K"),
-        wrong=in_blocks(sub_scales_without_upper_bits),
+        wrong=in_blocks(lambda s: _spoilt(s, slice(4, 12), _part(s, slice(4, 12)) & 0x3F)),
         diagnosis="The last four scales and minima had four bits; their upper two lie above the first four's.",
     ),
     Mistake(
@@ -270,12 +247,14 @@ BLOCKS: tuple[Mistake[QuantisedInputs], ...] = (
         diagnosis="The 6-bit scales were used as they are; subtract 32 first.",
     ),
     Mistake(
-        name="fp4-scale-not-halved", stages=DECODED, cases=("MXFP4", "NVFP4"), wrong=in_matrix(table_doubled),
+        name="fp4-scale-not-halved", stages=DECODED, cases=("MXFP4", "NVFP4"),
+        wrong=in_matrix(lambda s: 2 * s.decoded()),
         diagnosis="Everything is twice too large: the table of codes holds doubled numbers (12 for 6), so the scale "
         "has to be halved, or the exponent's bias is one off.",
     ),
     Mistake(
-        name="iq4-nl-as-q4-0", stages=DECODED, cases=("IQ4_NL",), wrong=in_matrix(table_linear),
+        name="iq4-nl-as-q4-0", stages=DECODED, cases=("IQ4_NL",),
+        wrong=in_matrix(lambda s: decode(s.blocks, GGMLType.Q4_0, s.shape)),
         diagnosis="Codes were taken for equally spaced numbers, as in Q4_0; they are places in a table.",
     ),
 )  # fmt: skip

@@ -1,13 +1,11 @@
 """Mistakes of checkpoint 13 in rounding what a quantised matrix is multiplied with."""
 
-from collections.abc import Callable
-
 import numpy as np
 
 from llorch.files.quant import ACTIVATION_TYPE
-from llorch.ops.rounding import BLOCK_SIZE, ActivationKind, BlockKind, VariantName, quantize_blocks
+from llorch.ops.rounding import BLOCK_SIZE, BlockKind, quantize_blocks
 from llorch.verify.mistakes.mistake import Mistake
-from llorch.verify.mistakes.quantised_inputs import QuantisedInputs, in_rounding
+from llorch.verify.mistakes.quantised import QuantisedInputs, in_rounding
 
 
 def _codes(s: QuantisedInputs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -17,21 +15,6 @@ def _codes(s: QuantisedInputs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     exact = np.abs(blocks).max(axis=1, keepdims=True) / np.float32(127)
     stored = exact if kind == "Q8_K" else exact.astype(np.float16).astype(np.float32)
     return blocks, exact, stored
-
-
-def not_rounded(s: QuantisedInputs) -> np.ndarray:
-    """The activations as they are."""
-    return s.x
-
-
-def rounded_to(kind: ActivationKind) -> Callable[[QuantisedInputs], np.ndarray]:
-    """Rounded to another type."""
-    return lambda s: s.rounded(kind)
-
-
-def rounded_as(variant: VariantName) -> Callable[[QuantisedInputs], np.ndarray]:
-    """Rounded as another build of ggml does it."""
-    return lambda s: s.rounded(variant=variant)
 
 
 def scale_not_stored(s: QuantisedInputs) -> np.ndarray:
@@ -60,11 +43,6 @@ def codes_up_to_128(s: QuantisedInputs) -> np.ndarray:
     return (codes * stored).astype(np.float32).reshape(s.x.shape)
 
 
-def bits_cut_off(s: QuantisedInputs) -> np.ndarray:
-    """The upper half of the bits."""
-    return (s.x.view(np.uint32) & np.uint32(0xFFFF_0000)).view(np.float32)
-
-
 def sums_not_rounded(s: QuantisedInputs, step: str) -> np.ndarray:
     """The sums of the activations that the codes stand for, which is what decoding both sides gives."""
     return s.product(rounded=s.rounded())
@@ -85,30 +63,34 @@ BLOCK_INPUTS = (*Q8_0_INPUTS, *Q8_1_INPUTS, *Q8_K_INPUTS)
 ROUNDINGS: tuple[Mistake[QuantisedInputs], ...] = (
     Mistake(
         name="activation-not-rounded", stages=ROUNDED, cases=("F16", "BF16", *BLOCK_INPUTS),
-        wrong=in_rounding(not_rounded),
+        wrong=in_rounding(lambda s: s.x),
         diagnosis="Activations were multiplied as they are; llama.cpp rounds them to the partner type of the weights "
         "first.",
     ),
     Mistake(
-        name="activation-in-blocks-of-32", stages=ROUNDED, cases=Q8_K_INPUTS, wrong=in_rounding(rounded_to("Q8_0")),
+        name="activation-in-blocks-of-32", stages=ROUNDED, cases=Q8_K_INPUTS,
+        wrong=in_rounding(lambda s: s.rounded("Q8_0")),
         diagnosis="Activations were rounded to Q8_0; K and IQ types go with Q8_K, blocks of 256 with a float32 scale.",
     ),
     Mistake(
         name="activation-in-blocks-of-256", stages=("product",), cases=(*Q8_0_INPUTS, *Q8_1_INPUTS),
-        wrong=in_rounding(rounded_to("Q8_K")),
+        wrong=in_rounding(lambda s: s.rounded("Q8_K")),
         diagnosis="Activations were rounded to Q8_K; types in blocks of 32 go with Q8_0, those with a minimum with "
         "Q8_1.",
     ),
     Mistake(
-        name="activation-float16-for-bfloat16", stages=ROUNDED, cases=("BF16",), wrong=in_rounding(rounded_to("F16")),
+        name="activation-float16-for-bfloat16", stages=ROUNDED, cases=("BF16",),
+        wrong=in_rounding(lambda s: s.rounded("F16")),
         diagnosis="Activations were rounded to float16; BF16 weights go with bfloat16 ones.",
     ),
     Mistake(
-        name="activation-bfloat16-for-float16", stages=ROUNDED, cases=("F16",), wrong=in_rounding(rounded_to("BF16")),
+        name="activation-bfloat16-for-float16", stages=ROUNDED, cases=("F16",),
+        wrong=in_rounding(lambda s: s.rounded("BF16")),
         diagnosis="Activations were rounded to bfloat16; F16 weights go with float16 ones.",
     ),
     Mistake(
-        name="activation-bfloat16-cut-off", stages=ROUNDED, cases=("BF16",), wrong=in_rounding(bits_cut_off),
+        name="activation-bfloat16-cut-off", stages=ROUNDED, cases=("BF16",),
+        wrong=in_rounding(lambda s: (s.x.view(np.uint32) & np.uint32(0xFFFF_0000)).view(np.float32)),
         diagnosis="The lower 16 bits were cut off; bfloat16 is rounded to nearest, ties to even.",
     ),
     Mistake(
@@ -126,13 +108,13 @@ ROUNDINGS: tuple[Mistake[QuantisedInputs], ...] = (
     ),
     Mistake(
         name="activation-halves-away-from-zero", stages=("rounding",), cases=("Q8_0", "Q4_1"),
-        wrong=in_rounding(rounded_as("generic")),
+        wrong=in_rounding(lambda s: s.rounded(variant="generic")),
         diagnosis="Codes were computed as plain C does it, by the reciprocal of the scale and with halves away from "
         "zero; with SIMD on x86 halves go to even.",
     ),
     Mistake(
         name="activation-by-reciprocal", stages=("rounding",), cases=("Q8_0", "Q4_1"),
-        wrong=in_rounding(rounded_as("neon")),
+        wrong=in_rounding(lambda s: s.rounded(variant="neon")),
         diagnosis="Activations were multiplied by the reciprocal of the scale, as on ARM; x86 multiplies by 127 over "
         "the maximum, and edges between two codes differ.",
     ),

@@ -14,6 +14,10 @@ def _heads(s: StageInputs, stage: str) -> np.ndarray:
     return s.heads(rope_input(stage[0], s.config))
 
 
+def _unscaled(s: StageInputs) -> np.ndarray:
+    return frequencies(s.config.head_dim, s.config.rope_theta)
+
+
 def _inv_freq(s: StageInputs) -> np.ndarray:
     head_dim, theta = s.config.head_dim, s.config.rope_theta
     return scale_frequencies(frequencies(head_dim, theta), s.config.rope_scaling, head_dim=head_dim, theta=theta)
@@ -24,11 +28,6 @@ def _turned(s: StageInputs, x: np.ndarray, inv_freq: np.ndarray, positions: np.n
     return rope(x, np.cos(angle), np.sin(angle))
 
 
-def missing(s: StageInputs, stage: str) -> np.ndarray:
-    """The heads as they came."""
-    return _heads(s, stage)
-
-
 def interleaved_pairs(s: StageInputs, stage: str) -> np.ndarray:
     """Neighbours are turned against each other."""
     x = _heads(s, stage)
@@ -36,41 +35,6 @@ def interleaved_pairs(s: StageInputs, stage: str) -> np.ndarray:
     out = np.empty_like(x)
     out[..., 0::2], out[..., 1::2] = np.split(s.rope(halves), 2, axis=-1)
     return out
-
-
-def sign_flipped(s: StageInputs, stage: str) -> np.ndarray:
-    """Turned the other way round."""
-    return _turned(s, _heads(s, stage), -_inv_freq(s))
-
-
-def base_default(s: StageInputs, stage: str) -> np.ndarray:
-    """The base of the first Llama."""
-    return _turned(s, _heads(s, stage), frequencies(s.config.head_dim, 10_000.0))
-
-
-def base_million(s: StageInputs, stage: str) -> np.ndarray:
-    """The base of Qwen."""
-    return _turned(s, _heads(s, stage), frequencies(s.config.head_dim, 1e6))
-
-
-def position_plus_one(s: StageInputs, stage: str) -> np.ndarray:
-    """Positions count from 1."""
-    return _turned(s, _heads(s, stage), _inv_freq(s), s.positions + 1)
-
-
-def position_frozen(s: StageInputs, stage: str) -> np.ndarray:
-    """All tokens of the pass get the position of its first."""
-    return _turned(s, _heads(s, stage), _inv_freq(s), np.full_like(s.positions, s.positions[0]))
-
-
-def position_restarts(s: StageInputs, stage: str) -> np.ndarray:
-    """Every pass counts from 0."""
-    return _turned(s, _heads(s, stage), _inv_freq(s), s.positions - s.positions[0])
-
-
-def position_counts_steps(s: StageInputs, stage: str) -> np.ndarray:
-    """The pass after the prompt counts from 1."""
-    return _turned(s, _heads(s, stage), _inv_freq(s), s.positions - s.positions[0] + 1)
 
 
 def position_by_head(s: StageInputs, stage: str) -> np.ndarray:
@@ -86,20 +50,10 @@ def first_half_only(s: StageInputs, stage: str) -> np.ndarray:
     return np.concatenate([_turned(s, rotated, inv_freq), kept], axis=-1)
 
 
-def exponent_halved(s: StageInputs, stage: str) -> np.ndarray:
-    """The angle falls half as fast."""
-    return _turned(s, _heads(s, stage), np.sqrt(frequencies(s.config.head_dim, s.config.rope_theta)))
-
-
 def exponent_by_hidden_share(s: StageInputs, stage: str) -> np.ndarray:
     """The exponent of a model whose heads share its width."""
     even = np.arange(0, s.config.head_dim, 2)
     return _turned(s, _heads(s, stage), s.config.rope_theta ** (-even / (s.config.hidden_size // s.config.n_heads)))
-
-
-def frequencies_in_bfloat16(s: StageInputs, stage: str) -> np.ndarray:
-    """The table of frequencies rounded to 8 bits."""
-    return _turned(s, _heads(s, stage), _to_bfloat16(_inv_freq(s)))
 
 
 def tables_in_half(s: StageInputs, stage: str) -> np.ndarray:
@@ -107,34 +61,6 @@ def tables_in_half(s: StageInputs, stage: str) -> np.ndarray:
     angle = s.positions[:, None] * _inv_freq(s)
     cos, sin = (table.astype(np.float16).astype(np.float64) for table in (np.cos(angle), np.sin(angle)))
     return rope(_heads(s, stage), cos, sin)
-
-
-def scaling_missing(s: StageInputs, stage: str) -> np.ndarray:
-    """Unscaled frequencies."""
-    return _turned(s, _heads(s, stage), frequencies(s.config.head_dim, s.config.rope_theta))
-
-
-def scaling_linear(s: StageInputs, stage: str) -> np.ndarray:
-    """Every frequency divided by the factor of the longest waves."""
-    unscaled = frequencies(s.config.head_dim, s.config.rope_theta)
-    return _turned(s, _heads(s, stage), unscaled / (unscaled / _inv_freq(s)).max())
-
-
-def scaling_inverted(s: StageInputs, stage: str) -> np.ndarray:
-    """Multiplied by the factors."""
-    unscaled = frequencies(s.config.head_dim, s.config.rope_theta)
-    return _turned(s, _heads(s, stage), unscaled * (unscaled / _inv_freq(s)))
-
-
-def norm_after_rope(s: StageInputs, stage: str) -> np.ndarray:
-    """Rotated first, normalised then."""
-    which = stage[0]
-    return s.rms_norm(s.rope(s.heads(f"{which}_proj")), f"{which}_norm")
-
-
-def values_rotated(s: StageInputs, stage: str) -> np.ndarray:
-    """Values treated like keys."""
-    return np.concatenate([s["past_v"], s.rope(s.heads("v_proj")).swapaxes(0, 1)], axis=1)
 
 
 def _to_bfloat16(x: np.ndarray) -> np.ndarray:
@@ -148,7 +74,7 @@ def _has_factors(config: ModelConfig) -> bool:
 
 ROPE: tuple[Mistake[StageInputs], ...] = (
     Mistake(
-        name="rope-missing", stages=ROTATED, wrong=missing,
+        name="rope-missing", stages=ROTATED, wrong=lambda s, stage: _heads(s, stage),
         diagnosis="Nothing was rotated (or every token as if at position 0); both queries and keys must be.",
     ),
     Mistake(
@@ -157,34 +83,39 @@ ROPE: tuple[Mistake[StageInputs], ...] = (
         "dim j + head_dim / 2.",
     ),
     Mistake(
-        name="rope-sign-flipped", stages=ROTATED, wrong=sign_flipped,
+        name="rope-sign-flipped", stages=ROTATED, wrong=lambda s, stage: _turned(s, _heads(s, stage), -_inv_freq(s)),
         diagnosis="Pairs were turned by the negative angle; it is first * cos - second * sin, second * cos + first * "
         "sin.",
     ),
     Mistake(
-        name="rope-base-1e4", stages=ROTATED, wrong=base_default,
-        applies_to=lambda config: config.rope_theta != 10_000,
+        name="rope-base-1e4", stages=ROTATED, applies_to=lambda config: config.rope_theta != 10_000,
+        wrong=lambda s, stage: _turned(s, _heads(s, stage), frequencies(s.config.head_dim, 10_000.0)),
         diagnosis="The base was 10000, the default of old; this model's config has another rope_theta.",
     ),
     Mistake(
-        name="rope-base-1e6", stages=ROTATED, wrong=base_million, applies_to=lambda config: config.rope_theta != 1e6,
+        name="rope-base-1e6", stages=ROTATED, applies_to=lambda config: config.rope_theta != 1e6,
+        wrong=lambda s, stage: _turned(s, _heads(s, stage), frequencies(s.config.head_dim, 1e6)),
         diagnosis="The base was 1000000, that of Qwen; this model's config has another rope_theta.",
     ),
     Mistake(
-        name="rope-position-plus-one", stages=ROTATED, wrong=position_plus_one,
+        name="rope-position-plus-one", stages=ROTATED,
+        wrong=lambda s, stage: _turned(s, _heads(s, stage), _inv_freq(s), s.positions + 1),
         diagnosis="Every position was one too high; the first token is at position 0. The scores cannot show it, "
         "a cache filled by another engine does.",
     ),
     Mistake(
-        name="rope-position-frozen", stages=ROTATED, wrong=position_frozen, cases=("far",),
+        name="rope-position-frozen", stages=ROTATED, cases=("far",),
+        wrong=lambda s, stage: _turned(s, _heads(s, stage), _inv_freq(s), np.full_like(s.positions, s.positions[0])),
         diagnosis="All tokens of the pass got the position of its first token; each has its own.",
     ),
     Mistake(
-        name="rope-position-restarts", stages=ROTATED, wrong=position_restarts, after_cached=True,
+        name="rope-position-restarts", stages=ROTATED, after_cached=True,
+        wrong=lambda s, stage: _turned(s, _heads(s, stage), _inv_freq(s), s.positions - s.positions[0]),
         diagnosis="Positions started at 0 again in this pass; they go on after the tokens in the cache.",
     ),
     Mistake(
-        name="rope-position-counts-steps", stages=ROTATED, wrong=position_counts_steps, after_cached=True,
+        name="rope-position-counts-steps", stages=ROTATED, after_cached=True,
+        wrong=lambda s, stage: _turned(s, _heads(s, stage), _inv_freq(s), s.positions - s.positions[0] + 1),
         diagnosis="The pass after the prompt was given position 1, a counter of passes; it is the number of tokens "
         "before it.",
     ),
@@ -197,7 +128,8 @@ ROPE: tuple[Mistake[StageInputs], ...] = (
         diagnosis="Half of each head was rotated (partial rotary embedding); Llama and Qwen rotate all of head_dim.",
     ),
     Mistake(
-        name="rope-exponent-halved", stages=ROTATED, wrong=exponent_halved,
+        name="rope-exponent-halved", stages=ROTATED,
+        wrong=lambda s, stage: _turned(s, _heads(s, stage), np.sqrt(_unscaled(s))),
         diagnosis="Frequencies fell as theta ** (-j / head_dim); it is theta ** (-2 * j / head_dim) for pair j.",
     ),
     Mistake(
@@ -207,7 +139,8 @@ ROPE: tuple[Mistake[StageInputs], ...] = (
         "own.",
     ),
     Mistake(
-        name="rope-frequencies-in-bfloat16", stages=ROTATED, wrong=frequencies_in_bfloat16,
+        name="rope-frequencies-in-bfloat16", stages=ROTATED,
+        wrong=lambda s, stage: _turned(s, _heads(s, stage), _to_bfloat16(_inv_freq(s))),
         diagnosis="inv_freq was rounded to bfloat16, which turns far tokens by a wrong angle; keep it in float32.",
     ),
     Mistake(
@@ -215,26 +148,30 @@ ROPE: tuple[Mistake[StageInputs], ...] = (
         diagnosis="cos and sin were rounded to float16; keep the tables in float32.",
     ),
     Mistake(
-        name="rope-scaling-missing", stages=ROTATED, wrong=scaling_missing,
-        applies_to=lambda config: config.rope_scaling is not None,
+        name="rope-scaling-missing", stages=ROTATED, applies_to=lambda config: config.rope_scaling is not None,
+        wrong=lambda s, stage: _turned(s, _heads(s, stage), _unscaled(s)),
         diagnosis="The frequencies were not scaled; the config's rope_scaling (rope_freqs.weight in GGUF) counts at "
         "far positions, short texts hide it.",
     ),
     Mistake(
-        name="rope-scaling-linear", stages=ROTATED, wrong=scaling_linear, applies_to=_has_factors,
+        name="rope-scaling-linear", stages=ROTATED, applies_to=_has_factors,
+        wrong=lambda s, stage: _turned(s, _heads(s, stage), _unscaled(s) / (_unscaled(s) / _inv_freq(s)).max()),
         diagnosis="Every frequency was divided by the same factor; llama3 scaling keeps short waves and has a ramp.",
     ),
     Mistake(
-        name="rope-scaling-inverted", stages=ROTATED, wrong=scaling_inverted, applies_to=_has_factors,
+        name="rope-scaling-inverted", stages=ROTATED, applies_to=_has_factors,
+        wrong=lambda s, stage: _turned(s, _heads(s, stage), _unscaled(s) * (_unscaled(s) / _inv_freq(s))),
         diagnosis="Frequencies were multiplied by the scaling factors; they are divided by them.",
     ),
     Mistake(
-        name="rope-before-norm", stages=ROTATED, wrong=norm_after_rope, reads=("q_proj", "k_proj"),
+        name="rope-before-norm", stages=ROTATED, reads=("q_proj", "k_proj"),
+        wrong=lambda s, stage: s.rms_norm(s.rope(s.heads(f"{stage[0]}_proj")), f"{stage[0]}_norm"),
         applies_to=lambda config: config.qk_norm,
         diagnosis="Heads were rotated and then normalised; q_norm and k_norm come before RoPE.",
     ),
     Mistake(
-        name="rope-on-values", stages=("v_cache",), wrong=values_rotated,
+        name="rope-on-values", stages=("v_cache",),
+        wrong=lambda s, _: np.concatenate([s["past_v"], s.rope(s.heads("v_proj")).swapaxes(0, 1)], axis=1),
         diagnosis="The values were rotated too; RoPE turns queries and keys only.",
     ),
 )  # fmt: skip

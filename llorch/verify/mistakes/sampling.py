@@ -42,36 +42,6 @@ RIGHT: Mapping[str, Callable[[SamplerInputs], np.ndarray]] = {
 }
 
 
-def first_row(s: SamplerInputs, step: str) -> np.ndarray:
-    """The first token's logits."""
-    return s.logits[0]
-
-
-def row_before_last(s: SamplerInputs, step: str) -> np.ndarray:
-    """One token too early."""
-    return s.logits[-2]
-
-
-def mean_of_rows(s: SamplerInputs, step: str) -> np.ndarray:
-    """Logits averaged over the tokens."""
-    return s.logits.mean(axis=0)
-
-
-def last_of_ties(s: SamplerInputs, step: str) -> np.ndarray:
-    """The highest id among equal logits."""
-    return np.asarray([s.row.size - 1 - np.argmax(s.row[::-1])])
-
-
-def smallest(s: SamplerInputs, step: str) -> np.ndarray:
-    """An ascending sort read from its front."""
-    return np.asarray([np.argmin(s.row)])
-
-
-def counted_from_one(s: SamplerInputs, step: str) -> np.ndarray:
-    """Ids from 1."""
-    return np.asarray([np.argmax(s.row) + 1])
-
-
 def penalty_divides_all(s: SamplerInputs, step: str) -> np.ndarray:
     """Negative logits divided as well."""
     logits = s.row.copy()
@@ -94,45 +64,10 @@ def penalty_subtracted(s: SamplerInputs, step: str) -> np.ndarray:
     return _filtered(s, logits)
 
 
-def penalty_ignored(s: SamplerInputs, step: str) -> np.ndarray:
-    """Settings not handed on."""
-    return s.probabilities(repetition_penalty=1.0)
-
-
-def temperature_ignored(s: SamplerInputs, step: str) -> np.ndarray:
-    """Settings not handed on."""
-    return s.probabilities(temperature=1.0)
-
-
-def temperature_multiplied(s: SamplerInputs, step: str) -> np.ndarray:
-    """Logits multiplied."""
-    return s.probabilities(temperature=1 / s.settings.temperature)
-
-
 def temperature_after_filters(s: SamplerInputs, step: str) -> np.ndarray:
     """The filters see logits at temperature 1."""
     logits = _kept(s, _penalised(s))
     return softmax(logits / logits.dtype.type(s.settings.temperature))
-
-
-def top_k_ignored(s: SamplerInputs, step: str) -> np.ndarray:
-    """Settings not handed on."""
-    return s.probabilities(top_k=0)
-
-
-def top_k_one_less(s: SamplerInputs, step: str) -> np.ndarray:
-    """The k-th token dropped."""
-    return s.probabilities(top_k=max(s.settings.top_k - 1, 0))  # 0 keeps all, as in the right op
-
-
-def top_k_one_more(s: SamplerInputs, step: str) -> np.ndarray:
-    """One token more than k."""
-    return s.probabilities(top_k=s.settings.top_k + (s.settings.top_k > 0))
-
-
-def top_p_ignored(s: SamplerInputs, step: str) -> np.ndarray:
-    """Settings not handed on."""
-    return s.probabilities(top_p=1.0)
 
 
 def top_p_on_logits(s: SamplerInputs, step: str) -> np.ndarray:
@@ -153,11 +88,6 @@ def top_p_drops_crossing(s: SamplerInputs, step: str) -> np.ndarray:
     order = np.argsort(-logits, kind="stable")
     n_below = int(np.searchsorted(np.cumsum(softmax(logits)[order], dtype=np.float64), s.settings.top_p))
     return _only(s, logits, order[: max(n_below, 1)])
-
-
-def min_p_ignored(s: SamplerInputs, step: str) -> np.ndarray:
-    """Settings not handed on."""
-    return s.probabilities(min_p=0.0)
 
 
 def min_p_absolute(s: SamplerInputs, step: str) -> np.ndarray:
@@ -204,27 +134,29 @@ PENALISED, TEMPERED = ("penalty", "all"), ("temperature", "top_p", "all")
 
 SAMPLING: tuple[Mistake[SamplerInputs], ...] = (
     Mistake(
-        name="selected-first-row", stages=SELECTED, cases=("near",), wrong=first_row,
+        name="selected-first-row", stages=SELECTED, wrong=lambda s, _: s.logits[0], cases=("near",),
         diagnosis="The first token's logits were used; the next token is predicted by the last row.",
     ),
     Mistake(
-        name="selected-row-before-last", stages=SELECTED, cases=("near",), wrong=row_before_last,
+        name="selected-row-before-last", stages=SELECTED, wrong=lambda s, _: s.logits[-2], cases=("near",),
         diagnosis="The row before the last was used; row n - 1 predicts the token after n tokens.",
     ),
     Mistake(
-        name="selected-mean-of-rows", stages=SELECTED, cases=("near",), wrong=mean_of_rows,
+        name="selected-mean-of-rows", stages=SELECTED, wrong=lambda s, _: s.logits.mean(axis=0), cases=("near",),
         diagnosis="Logits were averaged over the tokens; only the last row counts.",
     ),
     Mistake(
-        name="argmax-last-of-ties", stages=ARGMAX, cases=("tie",), wrong=last_of_ties,
+        name="argmax-last-of-ties", stages=ARGMAX, cases=("tie",),
+        wrong=lambda s, _: np.asarray([s.row.size - 1 - np.argmax(s.row[::-1])]),
         diagnosis="Of two equal logits the later was taken; ties go to the lowest id.",
     ),
     Mistake(
-        name="argmax-smallest", stages=ARGMAX, cases=("near",), wrong=smallest,
+        name="argmax-smallest", stages=ARGMAX, cases=("near",), wrong=lambda s, _: np.asarray([np.argmin(s.row)]),
         diagnosis="The least likely token was taken; the sort is ascending.",
     ),
     Mistake(
-        name="argmax-counted-from-one", stages=ARGMAX, cases=("near",), wrong=counted_from_one,
+        name="argmax-counted-from-one", stages=ARGMAX, wrong=lambda s, _: np.asarray([np.argmax(s.row) + 1]),
+        cases=("near",),
         diagnosis="The id is one too high; ids count from 0.",
     ),
     Mistake(
@@ -240,15 +172,18 @@ SAMPLING: tuple[Mistake[SamplerInputs], ...] = (
         diagnosis="The penalty was subtracted (presence penalty); the repetition penalty divides or multiplies.",
     ),
     Mistake(
-        name="penalty-ignored", stages=PROBABILITIES, cases=PENALISED, wrong=penalty_ignored,
+        name="penalty-ignored", stages=PROBABILITIES, wrong=lambda s, _: s.probabilities(repetition_penalty=1.0),
+        cases=PENALISED,
         diagnosis="The repetition penalty had no effect.",
     ),
     Mistake(
-        name="temperature-ignored", stages=PROBABILITIES, cases=TEMPERED, wrong=temperature_ignored,
+        name="temperature-ignored", stages=PROBABILITIES, wrong=lambda s, _: s.probabilities(temperature=1.0),
+        cases=TEMPERED,
         diagnosis="The temperature had no effect.",
     ),
     Mistake(
-        name="temperature-multiplied", stages=PROBABILITIES, cases=TEMPERED, wrong=temperature_multiplied,
+        name="temperature-multiplied", stages=PROBABILITIES, cases=TEMPERED,
+        wrong=lambda s, _: s.probabilities(temperature=1 / s.settings.temperature),
         diagnosis="Logits were multiplied by the temperature; divide them, so that a high one flattens.",
     ),
     Mistake(
@@ -257,19 +192,22 @@ SAMPLING: tuple[Mistake[SamplerInputs], ...] = (
         "min-p.",
     ),
     Mistake(
-        name="top-k-ignored", stages=PROBABILITIES, cases=("top_k",), wrong=top_k_ignored,
+        name="top-k-ignored", stages=PROBABILITIES, wrong=lambda s, _: s.probabilities(top_k=0), cases=("top_k",),
         diagnosis="top-k had no effect.",
     ),
     Mistake(
-        name="top-k-one-less", stages=PROBABILITIES, cases=("top_k",), wrong=top_k_one_less,
+        name="top-k-one-less", stages=PROBABILITIES, cases=("top_k",),
+        wrong=lambda s, _: s.probabilities(top_k=max(s.settings.top_k - 1, 0)),
         diagnosis="k - 1 tokens were kept; the k-th stays.",
     ),
     Mistake(
-        name="top-k-one-more", stages=PROBABILITIES, cases=("top_k",), wrong=top_k_one_more,
+        name="top-k-one-more", stages=PROBABILITIES, cases=("top_k",),
+        wrong=lambda s, _: s.probabilities(top_k=s.settings.top_k + (s.settings.top_k > 0)),
         diagnosis="k + 1 tokens were kept.",
     ),
     Mistake(
-        name="top-p-ignored", stages=PROBABILITIES, cases=("top_p", "all"), wrong=top_p_ignored,
+        name="top-p-ignored", stages=PROBABILITIES, wrong=lambda s, _: s.probabilities(top_p=1.0),
+        cases=("top_p", "all"),
         diagnosis="top-p had no effect.",
     ),
     Mistake(
@@ -281,7 +219,7 @@ SAMPLING: tuple[Mistake[SamplerInputs], ...] = (
         diagnosis="The token that carries the sum over p was removed; it stays, so that at least p is kept.",
     ),
     Mistake(
-        name="min-p-ignored", stages=PROBABILITIES, cases=("min_p",), wrong=min_p_ignored,
+        name="min-p-ignored", stages=PROBABILITIES, wrong=lambda s, _: s.probabilities(min_p=0.0), cases=("min_p",),
         diagnosis="min-p had no effect.",
     ),
     Mistake(
