@@ -93,7 +93,7 @@ def rows_of(width: int) -> np.ndarray:
 
 def rounding_of(kind: ActivationKind) -> dict[str, np.ndarray]:
     """Rows, and their bytes by every variant that this build of ggml has."""
-    from llorch.verify.witnesses.ggml_rounding import quantize, variants
+    from llorch.verify.witnesses.ggml_tensor import quantize, variants
 
     rows = rows_of(BLOCK_SIZE.get(kind, 32))
     return {f"{kind}.rows": rows} | {f"{kind}.{v}": quantize(rows, kind, v) for v in variants(kind)}

@@ -117,8 +117,8 @@ def truth_of(weights: Weights, golden: TrainingGolden) -> dict[str, Arrays]:
     Returns:
         What `TrainingGolden.truth` holds.
     """
+    from llorch.verify.witnesses.float64_everywhere import float64_everywhere
     from llorch.verify.witnesses.peft import Peft
-    from llorch.verify.witnesses.wide import float64_everywhere
 
     adapter, batches = golden.adapter_for(weights.config), golden.batches
     with float64_everywhere():
@@ -135,9 +135,9 @@ def truth_of(weights: Weights, golden: TrainingGolden) -> dict[str, Arrays]:
 
 def isolated_truth(weights: Weights, golden: TrainingGolden) -> Arrays:
     """The part of `truth_of` that depends on what the golden was fed."""
+    from llorch.verify.witnesses.float64_everywhere import float64_everywhere
     from llorch.verify.witnesses.peft import Peft
     from llorch.verify.witnesses.peft_isolated import Isolated
-    from llorch.verify.witnesses.wide import float64_everywhere
 
     with float64_everywhere():
         return Isolated(Peft(weights.path, dtype="float64"), golden).arrays()
@@ -239,7 +239,7 @@ def export_arrays(
     PEFT's own file of the adapter is what ours has to equal; of the GGUF file, which nobody else writes rightly, it is
     the one that llama.cpp made the right logits from.
     """
-    from llorch.verify.witnesses.llamacpp_adapter import logits_with_adapter
+    from llorch.verify.witnesses.llamacpp import logits_with_adapter
 
     export_all(weights, adapter, folder)
     ids = [document for document, _ in batch.each_document()]

@@ -17,8 +17,8 @@ from llorch.train.batch import Batch
 from llorch.verify.compare import FACTOR, Difference, Tolerance, tolerance_from
 from llorch.verify.training.judge import TrainingJudge, difference
 from llorch.verify.training.recipe import OPTIMIZER, STEPS_SHOWN, step_batches
+from llorch.verify.witnesses.float64_everywhere import float64_everywhere
 from llorch.verify.witnesses.peft import Arrays, Peft, gradients_of
-from llorch.verify.witnesses.wide import float64_everywhere
 
 N_RUNS = 4
 

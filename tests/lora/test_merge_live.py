@@ -33,8 +33,7 @@ CASES = [
 def test_all_engines_agree_on_an_adapter_and_on_the_merged_model(tmp_path, family, tied, settings):
     from transformers import AutoModelForCausalLM
 
-    from llorch.verify.witnesses.llamacpp import LlamaCpp
-    from llorch.verify.witnesses.llamacpp_adapter import logits_with_adapter
+    from llorch.verify.witnesses.llamacpp import LlamaCpp, logits_with_adapter
 
     base = tiny_base(tmp_path / "base", family, tied=tied)
     weights = open_weights(base)

@@ -83,7 +83,7 @@ def with_run(golden: TrainingGolden, run: dict[str, np.ndarray]) -> TrainingGold
 def test_a_processor_that_rounds_otherwise_has_no_differences(
     disturbed: ModuleType, lenient: Differences, golden: TrainingGolden
 ):
-    from llorch.verify.witnesses.wide import float64_everywhere
+    from llorch.verify.witnesses.float64_everywhere import float64_everywhere
 
     with float64_everywhere():
         producer = disturbed.DisturbedPeft(weights_of(MODEL).path, dtype="float64")

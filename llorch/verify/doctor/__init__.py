@@ -11,10 +11,8 @@ from llorch.errors import ErrorCode, FormatError
 from llorch.files import Weights, open_weights
 from llorch.lora.files import check_base, read_adapter
 from llorch.lora.finding import OK, WARNING, WRONG, Finding
+from llorch.verify.doctor.checks import NUMBER_CHECKS, READER_CHECKS, check_run
 from llorch.verify.doctor.engines import compare_engines
-from llorch.verify.doctor.numbers import NUMBER_CHECKS
-from llorch.verify.doctor.readers import READER_CHECKS
-from llorch.verify.doctor.run import check_run
 
 ENGINES = ("peft", "llamacpp")
 # What a file is refused for, as the name of a check.

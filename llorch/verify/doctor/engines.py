@@ -85,13 +85,13 @@ def _in_peft(path: Path, adapter: Adapter, weights: Weights, ids: list[int], fol
         write_peft(adapter, folder / "adapter", base=unknown)
         path = folder / "adapter"
     base = Path(weights.path)
-    return in_child("transformers", base, "llorch.verify.witnesses.peft_files:peft_logits", base, path, ids)
+    return in_child("transformers", base, "llorch.verify.witnesses.peft:peft_logits", base, path, ids)
 
 
 def _in_llamacpp(path: Path, adapter: Adapter, weights: Weights, ids: list[int], folder: Path) -> np.ndarray:
     write_lora_gguf(adapter, folder / "adapter.gguf", weights.config)  # also where it is one: refuses what kills it
     path, base = folder / "adapter.gguf" if path.is_dir() else path, Path(weights.path)
-    return in_child("llamacpp", base, "llorch.verify.witnesses.llamacpp_adapter:logits_with_adapter", base, path, ids)
+    return in_child("llamacpp", base, "llorch.verify.witnesses.llamacpp:logits_with_adapter", base, path, ids)
 
 
 _RUNS: dict[str, Callable[[Path, Adapter, Weights, list[int], Path], np.ndarray]] = {

@@ -8,26 +8,3 @@ at exp(-16) of the best; here the logits of both models are used as they are, in
 
 Source: llama.cpp tools/perplexity/perplexity.cpp, `perplexity` and `kl_divergence`.
 """
-
-from llorch.verify.quality.scores import PairScores, compare_rows, log_softmax, losses
-from llorch.verify.quality.summary import Comparison, Estimate, Prediction, compare_models, mean, perplexity
-from llorch.verify.quality.windows import CONTEXT, Windows, cut_text, score, score_pair, text_ids
-
-__all__ = [
-    "CONTEXT",
-    "Comparison",
-    "Estimate",
-    "PairScores",
-    "Prediction",
-    "Windows",
-    "compare_models",
-    "compare_rows",
-    "cut_text",
-    "log_softmax",
-    "losses",
-    "mean",
-    "perplexity",
-    "score",
-    "score_pair",
-    "text_ids",
-]

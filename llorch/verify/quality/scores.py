@@ -1,12 +1,18 @@
-"""Figures of single tokens from rows of logits: loss of the right token, Kullback-Leibler divergence, same best token.
+"""Figures of single tokens from rows of logits, and of a whole text from those, each with its standard error.
 
     loss      = -log q[right token]
     KL(p, q)  = sum of p * (log p - log q)        p of the reference, q of the model, natural logarithm
 
 All in float64 on the logits as they come: equal rows give a divergence of exactly 0. Rounding leaves an error of
 about 1e-15 either way, so that a divergence below that may come out negative.
+
+Errors take the tokens for independent draws, as llama.cpp does. Those of ratios and differences come from the
+differences token by token: both models read the same text, so most of the spread is common to them and cancels.
+
+Source: llama.cpp tools/perplexity/perplexity.cpp, `kl_divergence`, for what is reported and how errors propagate.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -75,3 +81,94 @@ def _blocks(logits: np.ndarray) -> Iterator[slice]:
     """Cut rows so that float64 copies stay small however large the vocabulary is."""
     step = max(1, _BLOCK // logits.shape[1])
     return (slice(start, start + step) for start in range(0, len(logits), step))
+
+
+Values = Float64[np.ndarray, " tokens"]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean, or what follows from one."""
+
+    value: float
+    error: float  # one standard error; NaN from a single token
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """How well one model predicts a text."""
+
+    n_scored: int  # tokens
+    loss: Estimate  # mean of -log p(right token), nats
+    perplexity: Estimate  # exp(loss)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How much a model differs from a reference on a text."""
+
+    n_scored: int  # tokens
+    reference_perplexity: Estimate
+    perplexity: Estimate
+    perplexity_ratio: Estimate  # model / reference
+    perplexity_log_ratio: Estimate  # its logarithm, the difference of the losses in nats
+    perplexity_difference: Estimate  # model - reference
+    kl: Estimate  # mean of KL(reference, model), nats
+    kl_quantiles: dict[str, float]  # by percentage of the tokens: median, 90 %, ..., maximum
+    same_top: Estimate  # share of tokens whose most likely token is the same, 0 to 1
+    p_rms: Estimate  # root mean square of p_model - p_reference of the right token, 0 to 1
+    p_mean: Estimate  # mean of the same
+    p_max: float  # largest size of the same
+
+
+QUANTILES = {"median": 0.5, "90%": 0.9, "95%": 0.95, "99%": 0.99, "99.9%": 0.999, "maximum": 1.0}
+
+
+def mean(values: Values) -> Estimate:
+    """Mean and standard error, which is NaN when there is one value only."""
+    n = len(values)
+    return Estimate(float(values.mean()), float(values.std() / math.sqrt(n - 1)) if n > 1 else math.nan)
+
+
+def perplexity(loss: Values) -> Prediction:
+    """Judge one model by the loss of each scored token, in nats."""
+    average = mean(loss)
+    return Prediction(len(loss), average, _exp(average))
+
+
+def compare_models(scores: PairScores) -> Comparison:
+    """Judge a model against a reference."""
+    reference, model = perplexity(scores.reference_loss).perplexity, perplexity(scores.loss).perplexity
+    log_ratio = mean(scores.loss - scores.reference_loss)
+    change = np.exp(-scores.loss) - np.exp(-scores.reference_loss)
+    return Comparison(
+        n_scored=len(scores.loss),
+        reference_perplexity=reference,
+        perplexity=model,
+        perplexity_ratio=_exp(log_ratio),
+        perplexity_log_ratio=log_ratio,
+        perplexity_difference=_difference(scores, reference.value, model.value),
+        kl=mean(scores.kl),
+        kl_quantiles={name: float(np.quantile(scores.kl, share)) for name, share in QUANTILES.items()},
+        same_top=mean(scores.same_top.astype(np.float64)),
+        p_rms=_root_mean_square(change),
+        p_mean=mean(change),
+        p_max=float(np.abs(change).max()),
+    )
+
+
+def _exp(of: Estimate) -> Estimate:
+    with np.errstate(over="ignore"):  # the perplexity of a broken model may be infinite
+        value = float(np.exp(of.value))
+    return Estimate(value, value * of.error)
+
+
+def _difference(scores: PairScores, reference: float, model: float) -> Estimate:
+    """The error to first order: a perplexity moves with the mean loss by its own size."""
+    return Estimate(model - reference, mean(model * scores.loss - reference * scores.reference_loss).error)
+
+
+def _root_mean_square(values: Values) -> Estimate:
+    square = mean(values * values)
+    root = math.sqrt(square.value)
+    return Estimate(root, square.error / (2 * root) if root else square.error)

@@ -19,16 +19,16 @@ from typing import Any
 
 import llama_cpp
 import numpy as np
+from jaxtyping import Float32
 
 from llorch.config import ModelConfig
 from llorch.files import open_weights
 from llorch.numerics import EXACT, DtypeName, Numerics
 from llorch.sampling import SamplingSettings
 from llorch.threads import n_threads_for
-from llorch.verify.witnesses import ggml_tensor
+from llorch.verify.witnesses import Trace, check_ids, checked_trace, ggml_tensor
 from llorch.verify.witnesses.f32_copy import float_gguf
-from llorch.verify.witnesses.llamacpp_graph import GraphCapture
-from llorch.verify.witnesses.trace_check import Trace, check_ids, checked_trace
+from llorch.verify.witnesses.llamacpp_graph import GraphCapture, Watcher
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class LlamaCpp:
     def trace(self, ids: Sequence[int], *, first_position: int = 0) -> Trace:
         """Run the tokens from an empty cache and return every stage of the model's family."""
         capture = GraphCapture(self.config, len(ids))
-        self._logits(ids, first_position, _Watcher(capture))
+        self._logits(ids, first_position, Watcher(capture))
         return checked_trace(capture.stages(), self.config, len(ids), self.name)
 
     def logits(self, ids: Sequence[int], *, first_position: int = 0) -> np.ndarray:
@@ -186,14 +186,14 @@ class LlamaCpp:
     def _cache_type(self) -> str:
         return self.numerics.kv_cache.upper()
 
-    def _logits(self, ids: Sequence[int], first_position: int, watcher: "_Watcher | None") -> np.ndarray:
+    def _logits(self, ids: Sequence[int], first_position: int, watcher: "Watcher | None") -> np.ndarray:
         check_ids(ids, self.config)
         with self._context(len(ids), watcher) as context:
             _decode(context, ids, first_position=first_position, all_logits=True, watcher=watcher)
             return np.stack([self._row(context, i) for i in range(len(ids))])
 
     @contextmanager
-    def _context(self, n_tokens: int, watcher: "_Watcher | None" = None) -> Iterator[llama_cpp.llama_context_p]:
+    def _context(self, n_tokens: int, watcher: "Watcher | None" = None) -> Iterator[llama_cpp.llama_context_p]:
         """An empty KV cache and a graph for up to `n_tokens` tokens at once."""
         params = llama_cpp.llama_context_default_params()
         params.n_ctx = params.n_batch = params.n_ubatch = n_tokens
@@ -214,32 +214,6 @@ class LlamaCpp:
     def _row(self, context: llama_cpp.llama_context_p, i: int) -> np.ndarray:
         pointer = llama_cpp.llama_get_logits_ith(context, i)
         return np.ctypeslib.as_array(pointer, (self.config.vocab_size,)).copy()
-
-
-class _Watcher:
-    """The scheduler's callback: first asked whether a node matters, then given it when it is computed.
-
-    An exception must not cross the C frames (ctypes would print it and go on as if we had said no), so it is
-    kept here and raised after the decode.
-    """
-
-    def __init__(self, capture: GraphCapture) -> None:
-        self.error: BaseException | None = None
-        self._capture = capture
-        self.callback = llama_cpp.ggml_backend_sched_eval_callback(self._on_node)
-
-    def _on_node(self, address: int, ask: bool, _user_data: int | None) -> bool:
-        if self.error is not None:
-            return ask  # yes, we want the node: the next answer can then stop the graph
-        try:
-            tensor = ggml_tensor.node(address)
-            if ask:
-                return self._capture.stage_of(tensor) is not None
-            self._capture.keep(tensor)
-        except BaseException as error:
-            self.error = error
-            return ask
-        return True
 
 
 @contextmanager
@@ -284,7 +258,7 @@ def _decode(
     *,
     first_position: int,
     all_logits: bool,
-    watcher: _Watcher | None = None,
+    watcher: Watcher | None = None,
 ) -> None:
     batch = llama_cpp.llama_batch_init(len(ids), 0, 1)
     try:
@@ -329,3 +303,34 @@ def _sampler_chain(settings: SamplingSettings, history: Sequence[int], *, n_voca
 def last_errors() -> str:
     """What llama.cpp said last about errors."""
     return "; ".join(_errors) or "no reason given"
+
+
+class LlamaCppWithAdapter(LlamaCpp):
+    """The producer `llamacpp`, every run of it with one adapter; a context manager that frees the model."""
+
+    def __init__(
+        self, path: str | Path, adapter: str | Path, *, n_threads: int | None = None, numerics: Numerics = EXACT
+    ) -> None:
+        """Load a model, as for `LlamaCpp`, and a LoRA GGUF file."""
+        super().__init__(path, n_threads=n_threads, numerics=numerics)
+        # Freed together with the model.
+        self._adapter = llama_cpp.llama_adapter_lora_init(self._model(), os.fsencode(adapter))
+        if not self._adapter:
+            self.close()
+            raise OSError(f"llama.cpp: cannot load the adapter {adapter}: {last_errors()}")
+
+    @contextmanager
+    def _context(self, n_tokens: int, watcher: object = None) -> Iterator[llama_cpp.llama_context_p]:
+        with super()._context(n_tokens, watcher) as context:  # type: ignore[arg-type] (the base's private watcher)
+            adapters = (llama_cpp.llama_adapter_lora_p_ctypes * 1)(self._adapter)
+            if llama_cpp.llama_set_adapters_lora(context, adapters, 1, (ctypes.c_float * 1)(1.0)) != 0:
+                raise RuntimeError(f"llama.cpp: the adapter was not taken: {last_errors()}")
+            yield context
+
+
+def logits_with_adapter(
+    model: str | Path, adapter: str | Path, ids: Sequence[int], *, numerics: Numerics = EXACT
+) -> Float32[np.ndarray, "seq vocab"]:
+    """Logits of every token from llama.cpp with a LoRA GGUF file."""
+    with LlamaCppWithAdapter(model, adapter, numerics=numerics) as engine:
+        return engine.logits(ids)

@@ -10,6 +10,7 @@ Source: llama.cpp `src/llama-graph.cpp`, `src/models/{llama,qwen2,qwen3}.cpp`.
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import llama_cpp
 import numpy as np
 
 from llorch.config import ModelConfig
@@ -151,3 +152,30 @@ class GraphCapture:
 def half_split(heads: np.ndarray) -> np.ndarray:
     """Bring the last axis from llama.cpp's order of pairs (2j, 2j+1) to Hugging Face's (j, j + half)."""
     return undo_interleave(heads.reshape(-1), heads.size // heads.shape[-1]).reshape(heads.shape)
+
+
+class Watcher:
+    """The scheduler's callback: first asked whether a node matters, then given it when it is computed.
+
+    An exception must not cross the C frames (ctypes would print it and go on as if we had said no), so it is
+    kept here and raised after the decode.
+    """
+
+    def __init__(self, capture: GraphCapture) -> None:
+        """Hand computed nodes to a capture."""
+        self.error: BaseException | None = None
+        self._capture = capture
+        self.callback = llama_cpp.ggml_backend_sched_eval_callback(self._on_node)
+
+    def _on_node(self, address: int, ask: bool, _user_data: int | None) -> bool:
+        if self.error is not None:
+            return ask  # yes, we want the node: the next answer can then stop the graph
+        try:
+            tensor = ggml_tensor.node(address)
+            if ask:
+                return self._capture.stage_of(tensor) is not None
+            self._capture.keep(tensor)
+        except BaseException as error:
+            self.error = error
+            return ask
+        return True

@@ -18,6 +18,7 @@ import numpy as np
 import peft
 import torch
 import transformers
+from jaxtyping import Float32
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.overrides import TorchFunctionMode
@@ -369,3 +370,15 @@ def tokens_of(tensor: Tensor, batch: Batch) -> np.ndarray:
 def array_of(tensor: Tensor) -> np.ndarray:
     """A copy; what is narrower than float32 is widened to it, and to float64 where everything is."""
     return tensor.detach().float().contiguous().numpy().copy()
+
+
+def peft_logits(model: str | Path, adapter: str | Path, ids: Sequence[int]) -> Float32[np.ndarray, "seq vocab"]:
+    """Logits of every token from PEFT, which only warns where it misses tensors in an adapter: refused here."""
+    with Transformers(model) as base, warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # of tied embeddings and renamed functions; keys that do not fit are an error
+        warnings.filterwarnings("error", message="Found missing adapter keys")
+        try:
+            adapted = peft.PeftModel.from_pretrained(base._model, adapter).eval()
+        except UserWarning as warning:
+            raise RuntimeError(f"peft: {warning}") from None
+        return adapted(torch.tensor([list(ids)])).logits[0].float().numpy()

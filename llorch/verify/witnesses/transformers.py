@@ -34,9 +34,9 @@ from llorch.files.names import inventory
 from llorch.numerics import DtypeName
 from llorch.sampling import SamplingSettings
 from llorch.threads import limited, n_threads_for
-from llorch.verify.witnesses.trace_check import Trace, check_ids, checked_trace
+from llorch.verify.witnesses import Trace, check_ids, checked_trace
+from llorch.verify.witnesses.float64_everywhere import float64_everywhere
 from llorch.verify.witnesses.transformers_capture import as_array, captured
-from llorch.verify.witnesses.wide import float64_everywhere
 
 CLASSES: dict[str, tuple[Any, Any]] = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),

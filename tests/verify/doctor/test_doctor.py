@@ -10,6 +10,7 @@ import safetensors.numpy as container
 from command_line import invoke
 from random_adapters import random_adapter, tiny_base
 
+from llorch.builtin import builtin_path
 from llorch.files import open_weights
 from llorch.lora.adapted_weights import AdaptedWeights
 from llorch.lora.adapter import Adapter
@@ -17,10 +18,11 @@ from llorch.lora.base import identity_of
 from llorch.lora.gguf_format import write_lora_gguf
 from llorch.lora.merge_files import probe_ids, run
 from llorch.lora.peft_format import write_peft
+from llorch.model import Opened
+from llorch.train.data import DataSettings, read_data
 from llorch.verify.doctor import examine
+from llorch.verify.doctor.checks import NUMBER_CHECKS, READER_CHECKS, check_run
 from llorch.verify.doctor.engines import _RUNS
-from llorch.verify.doctor.numbers import NUMBER_CHECKS
-from llorch.verify.doctor.readers import READER_CHECKS
 from llorch.verify.witnesses.process import in_child
 
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -205,3 +207,56 @@ def test_the_command_ends_with_1_when_something_is_wrong(tmp_path):
     assert {"check", "verdict", "text"} == json.loads(broken.stdout)[0].keys()
     assert invoke("lora", "doctor", str(adapter), "--base", str(base), "--against", "vllm").exit_code == 2
     assert invoke("lora", "doctor", str(tmp_path / "no"), "--base", str(base)).exit_code == 3
+
+
+END = 999  # of `story`; see the first test
+
+
+def run_folder(folder: Path, rows: list[dict], *, digest: str | None = None) -> Path:
+    data = folder / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = Opened(open_weights(builtin_path("story")))
+    known = read_data(data, model, DataSettings(max_length=512)).digest
+    record = {"settings": {"model": "story", "data": str(data)}, "identity": {"data": digest or known}}
+    (folder / "run.json").write_text(json.dumps(record))
+    return folder
+
+
+def of_run(folder: Path) -> dict[str, tuple[str, str]]:
+    return {
+        found.check: (found.verdict, found.text) for found in check_run(folder, open_weights(builtin_path("story")))
+    }
+
+
+def test_the_end_token_of_these_tests_is_that_of_the_model():
+    assert END in Opened(open_weights(builtin_path("story"))).tokenizer.eos_token_ids
+
+
+def test_data_that_ends_is_fine(tmp_path):
+    found = of_run(run_folder(tmp_path, [{"prompt": "a", "completion": " b"}]))
+    assert found["end token"] == ("ok", "1 of 1 examples train a token that ends a text")
+    assert found["training data"][0] == "ok"
+
+
+@pytest.mark.parametrize("labels", [None, [-100, 9, 8, -100]])
+def test_a_model_that_never_saw_an_end_is_told(tmp_path, labels):
+    row = {"input_ids": [7, 9, 8, END if labels else 10]} | ({"labels": labels} if labels else {})
+    verdict, text = of_run(run_folder(tmp_path, [row]))["end token"]
+    assert verdict == "WRONG"
+    assert "never learned to stop" in text
+
+
+def test_data_that_changed_since_is_told(tmp_path):
+    folder = run_folder(tmp_path, [{"text": "Once upon a time."}], digest="0" * 64)
+    assert of_run(folder)["training data"][0] == "warning"
+
+
+def test_data_that_is_gone_and_folders_without_a_run_are_not_run(tmp_path):
+    assert of_run(tmp_path)["end token"][0] == "NOT RUN"
+    folder = run_folder(tmp_path, [{"text": "Once upon a time."}])
+    (folder / "data.jsonl").unlink()
+    verdict, text = of_run(folder)["end token"]
+    assert verdict == "NOT RUN"
+    assert "data.jsonl" in text
+    (folder / "run.json").write_text("{")
+    assert of_run(folder)["end token"][0] == "NOT RUN"

@@ -12,7 +12,8 @@ from story_files import tale
 import llorch
 from llorch.builtin import builtin_path
 from llorch.numerics import EXACT, GGML, Numerics
-from llorch.verify.quality import Comparison, PairScores, compare_models, cut_text, mean, score_pair
+from llorch.verify.quality.scores import Comparison, PairScores, compare_models, mean
+from llorch.verify.quality.windows import cut_text, score_pair
 
 pytestmark = pytest.mark.live
 CONTEXT, FIRST = 256, 128  # the tool's `-c 256`, and the first row of a window that it scores

@@ -11,17 +11,8 @@ from vocabularies import tiny_byte_level
 import llorch
 from llorch.errors import FormatError
 from llorch.numerics import Numerics
-from llorch.verify.quality import (
-    CONTEXT,
-    PairScores,
-    Windows,
-    compare_rows,
-    cut_text,
-    losses,
-    score,
-    score_pair,
-    text_ids,
-)
+from llorch.verify.quality.scores import PairScores, compare_rows, losses
+from llorch.verify.quality.windows import CONTEXT, Windows, cut_text, score, score_pair, text_ids
 
 BEGINNING = 998  # of story
 

@@ -2,9 +2,15 @@
 
 import numpy as np
 import pytest
+import safetensors.numpy as container
 from planted_training import training_golden_of, weights_of
+from random_adapters import IDS, adapted_logits, random_adapter, tiny_base
 
 from llorch.builtin import builtin_path
+from llorch.files import open_weights
+from llorch.files.export import write_gguf
+from llorch.lora.base import identity_of
+from llorch.lora.peft_format import write_peft
 from llorch.verify.training.judge import difference
 from llorch.verify.training.limits import GATE
 from llorch.verify.training.recipe import LORA, OPTIMIZER, with_zero_b
@@ -56,9 +62,9 @@ def test_the_norm_is_that_of_the_gradients_before_clipping(producer):
 
 
 def test_the_stored_truth_of_isolated_stages_is_peft_in_float64_running_now():
+    from llorch.verify.witnesses.float64_everywhere import float64_everywhere
     from llorch.verify.witnesses.peft import Peft
     from llorch.verify.witnesses.peft_isolated import Isolated
-    from llorch.verify.witnesses.wide import float64_everywhere
 
     golden = training_golden_of(MODEL)
     with float64_everywhere():
@@ -74,3 +80,33 @@ def test_float64_outside_of_the_mode_that_widens_everything_is_refused():
 
     with pytest.raises(RuntimeError, match="must be made inside float64_everywhere"):
         Peft(builtin_path(MODEL), n_threads=1, dtype="float64")
+
+
+@pytest.fixture
+def made(tmp_path):
+    base = tiny_base(tmp_path / "base")
+    weights = open_weights(base)
+    adapter = random_adapter(weights.config)
+    write_peft(adapter, tmp_path / "adapter", base=identity_of(weights))
+    return base, tmp_path / "adapter", adapter
+
+
+def test_a_gguf_base_serves_as_well_as_a_folder(made, tmp_path):
+    from llorch.verify.witnesses.peft import peft_logits
+
+    base, folder, adapter = made
+    write_gguf(open_weights(base), tmp_path / "base.gguf")
+    for model in (base, tmp_path / "base.gguf"):
+        want = adapted_logits(base, adapter)
+        np.testing.assert_allclose(peft_logits(model, folder, IDS), want, rtol=0, atol=2e-6 * np.abs(want).max())
+
+
+def test_keys_that_fit_nothing_are_an_error_where_peft_only_warns(made):
+    from llorch.verify.witnesses.peft import peft_logits
+
+    base, folder, _ = made
+    path = folder / "adapter_model.safetensors"
+    tensors = {name.replace("q_proj", "query"): array for name, array in container.load_file(path).items()}
+    container.save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(RuntimeError, match="missing adapter keys"):
+        peft_logits(base, folder, IDS)

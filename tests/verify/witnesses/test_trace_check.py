@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from planted import golden_of, weights_of
 
+from llorch.verify.witnesses import check_ids, checked_trace
 from llorch.verify.witnesses import open_here as open_producer
-from llorch.verify.witnesses.trace_check import check_ids, checked_trace
 
 NAME = "micro-qwen3"
 CONFIG = weights_of(NAME).config
