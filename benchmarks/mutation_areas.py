@@ -73,7 +73,7 @@ AREAS = (
     Area("kernels", "pytorch/cpu/* pytorch/cuda/*", "pytorch/cpu/* pytorch/cuda/* pytorch/model pytorch/quantised"),
     Area("lora", "lora/* verify/doctor/*", "lora/* verify/doctor/* cli/lora_files model_adapters"),
     Area("data", "train/data/*", "train/data_* cli/data"),
-    Area("train", "train/* pytorch/train/* verify/resume", "train/[!d]* train/disk pytorch/train/* cli/lora_train"),
+    Area("train", "train/* pytorch/train/* verify/resume", "train/[!d]* pytorch/train/* cli/lora_train"),
     Area(
         "verification",
         "verify/[!rt]* verify/[rt][!eo]*",

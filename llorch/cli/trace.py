@@ -89,7 +89,7 @@ def _write(output: Path, arrays: dict, metadata: str) -> None:
     import numpy as np
 
     from llorch.files.new_file import new_file
-    from llorch.files.tensor_file import tensor_bytes
+    from llorch.files.safetensors import tensor_bytes
 
     with new_file(output) as temporary, temporary.open("wb") as file:
         if output.suffix == ".npz":

@@ -7,7 +7,7 @@ Source: transformers modeling_utils, `save_pretrained` (file names, index, metad
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +19,7 @@ from llorch.files.encode import encode, encoded_size
 from llorch.files.export import read_once
 from llorch.files.names import Weight, inventory
 from llorch.files.quant import GGMLType
+from llorch.files.safetensors import header_bytes
 from llorch.ops.rope import frequencies, llama3_factors
 
 SHARD_BYTES = 5_000_000_000  # of the tensors of one file, unless a single one is larger
@@ -123,30 +124,14 @@ def _shards(config: ModelConfig, ggml_type: GGMLType, shard_bytes: int) -> list[
 def _write_shard(
     weights: Weights, path: Path, shard: list[Weight], ggml_type: GGMLType, on_tensor: Callable[[str], None]
 ) -> None:
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # without it transformers refuses the file
-    for weight, begin, end in _ranges(shard, ggml_type):
-        header[weight.huggingface] = {
-            "dtype": ggml_type.name,
-            "shape": list(weight.shape),
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that the tensors are aligned
+    rows = [(one.huggingface, ggml_type.name, one.shape, encoded_size(one.shape, ggml_type)) for one in shard]
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(header_bytes(rows, metadata={"format": "pt"}))  # without it transformers refuses the file
         for weight in shard:
             on_tensor(weight.huggingface)
             with read_once(weights, weight) as array:
                 for part in encode(array, ggml_type, name=weight.huggingface, path=weights.path):
                     file.write(part.data)
-
-
-def _ranges(shard: list[Weight], ggml_type: GGMLType) -> Iterator[tuple[Weight, int, int]]:
-    begin = 0
-    for weight in shard:
-        end = begin + encoded_size(weight.shape, ggml_type)
-        yield weight, begin, end
-        begin = end
 
 
 def _rope_scaling(config: ModelConfig, path: Path) -> dict[str, object] | None:

@@ -1,20 +1,25 @@
-"""Safetensors files: the header is checked here, arrays are views of the map.
+"""Safetensors files: the header is checked here, arrays are views of the map; and files of arrays that are written.
 
     u64 header length | JSON {name: {dtype, shape, data_offsets}, "__metadata__": {...}} | data without holes
 
 The header is checked by us although the safetensors package checks it too: the package takes the last of two
 equal names, unknown fields and any name; it maps files in a way that a cut kills the process; and its NumPy
-side cannot read bfloat16.
+side cannot read bfloat16. In what we write (an adapter, a snapshot, a trace) names may hold slashes, integers and bytes
+are kept as they are, and the same tensors always give the same bytes.
 
 Source: https://github.com/huggingface/safetensors (README and safetensors/src/tensor.rs).
 """
 
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
 import numpy as np
+from jaxtyping import UInt8
 
+from llorch.errors import FormatError
 from llorch.files.mapped import MappedFile, TensorFile
 from llorch.files.names import is_plain_name
 from llorch.files.packed import Packed
@@ -27,6 +32,10 @@ _BITS |= {"F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16
 _BITS |= {"I32": 32, "U32": 32, "F32": 32, "C64": 64, "F64": 64, "I64": 64, "U64": 64}
 _FLOATS = {"F16": GGMLType.F16, "BF16": GGMLType.BF16, "F32": GGMLType.F32, "F64": GGMLType.F64}
 
+_WRITTEN = {
+    "F64": np.float64, "I64": np.int64, "F32": np.float32, "I32": np.int32, "F16": np.float16, "U8": np.uint8,
+}  # fmt: skip
+_CODES = {np.dtype(dtype): code for code, dtype in _WRITTEN.items()}
 _MAX_HEADER = 25_000_000
 _MAX_TENSORS = 65_536
 _MAX_DIMS = 8
@@ -152,3 +161,57 @@ def _are_counts(values: object) -> bool:
     if not isinstance(values, list):
         return False
     return all(type(value) is int and 0 <= value < 2**63 for value in values)  # bool is an int to isinstance
+
+
+def tensor_bytes(
+    tensors: Mapping[str, np.ndarray], *, metadata: Mapping[str, str] | None = None
+) -> Iterator[bytes | memoryview]:
+    """Give the bytes of the file, header first, one tensor at a time.
+
+    The widest come first, so that all are aligned; none is copied that lies in one piece. ValueError for another dtype.
+    """
+    for name, array in tensors.items():
+        if array.dtype not in _CODES:
+            raise ValueError(f"tensor file: {name} has the dtype {array.dtype}, expected one of {', '.join(_WRITTEN)}")
+    names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    rows = ((name, _CODES[tensors[name].dtype], tensors[name].shape, tensors[name].nbytes) for name in names)
+    yield header_bytes(rows, metadata=metadata)
+    for name in names:
+        yield np.ascontiguousarray(tensors[name]).reshape(-1).view(np.uint8).data
+
+
+def header_bytes(
+    rows: Iterable[tuple[str, str, tuple[int, ...], int]], *, metadata: Mapping[str, str] | None = None
+) -> bytes:
+    """The header for name, dtype, shape and bytes of each tensor, in the order of the data, which it leaves aligned."""
+    header: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    begin = 0
+    for name, dtype, shape, n_bytes in rows:
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, begin + n_bytes]}
+        begin += n_bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def tensors_from(data: UInt8[np.ndarray, " n_bytes"], path: Path) -> dict[str, np.ndarray]:
+    """Views, by name, of the tensors of a file that was read whole."""
+    length = int.from_bytes(data[:8].tobytes(), "little")
+    if len(data) < 8 or 8 + length > len(data):
+        raise FormatError("Truncated", f"the header claims {length} bytes, the file has {len(data)}", path=path)
+    header = parse_json(data[8 : 8 + length].tobytes(), what="the header", path=path)
+    if not isinstance(header, dict):
+        raise FormatError("Malformed", f"the header must be an object, got {type(header).__name__}", path=path)
+    return {name: _view(name, entry, data[8 + length :], path) for name, entry in header.items()}
+
+
+def _view(name: str, entry: object, data: UInt8[np.ndarray, " n_bytes"], path: Path) -> np.ndarray:
+    match entry:
+        case {"dtype": str(code), "shape": [*shape], "data_offsets": [int(begin), int(end)]} if (
+            code in _WRITTEN
+            and all(type(size) is int and size >= 0 for size in shape)
+            and 0 <= begin <= end <= len(data)
+            and end - begin == prod(shape) * np.dtype(_WRITTEN[code]).itemsize
+        ):
+            return data[begin:end].view(_WRITTEN[code]).reshape(shape)
+    raise FormatError("Malformed", f"{name}: expected a tensor inside the file, got {entry!r:.80}", path=path)

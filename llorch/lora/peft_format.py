@@ -21,9 +21,8 @@ from llorch.config import ModelConfig
 from llorch.errors import FormatError
 from llorch.files.folder import PICKLE_SUFFIXES, file_inside
 from llorch.files.new_file import new_file
-from llorch.files.safetensors import SafetensorsFile
+from llorch.files.safetensors import SafetensorsFile, tensor_bytes
 from llorch.files.strict_json import read_json
-from llorch.files.tensor_file import tensor_bytes
 from llorch.lora.adapter import LORA_A, LORA_B, MAGNITUDE, Adapter, assembled, some
 from llorch.lora.base import BaseIdentity
 from llorch.lora.config import LoraConfig, Target

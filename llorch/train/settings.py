@@ -3,12 +3,12 @@
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from llorch.lora.config import ALL_LINEAR, LoraConfig
-from llorch.train.data.settings import DataSettings, TrainOn
 from llorch.train.schedules import SCHEDULES
 
+TrainOn = Literal["assistant", "last", "all"]
 INITS = ("default", "gaussian", "pissa")
 DTYPES = ("float32", "bfloat16", "float64")
 RESIDENCIES = ("decoded", "packed")
@@ -16,6 +16,28 @@ _WIDE = 4096  # hidden_size at which the default rate is the usual one for LoRA
 _USUAL_RATE = 2e-4
 _WARMUP_RATIO = 0.05
 _SEEDS = 1 << 63  # that torch takes
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSettings:
+    """What does not follow from the data itself.
+
+    Learned are, by `train_on`, every turn of the `assistant` with its end-of-turn token, or the completion of a prompt;
+    only its `last` turn; or `all` tokens. Rows of plain text are learned whole, rows of token ids as their labels say.
+    """
+
+    max_length: int = 1024  # tokens of an example; longer ones lose their end. With packing also the length of a row
+    packing: bool = False  # put several examples into one row
+    train_on: TrainOn = "assistant"
+    parse_special: bool = False  # outside of messages the text of a control token, such as `<|im_end|>`, is that token
+    valid: float = 0.0  # share of the rows held out for validation, where there is no valid.jsonl
+
+    def __post_init__(self) -> None:
+        """Refuse what has no meaning."""
+        if self.max_length < 2:
+            raise ValueError(f"max_length: expected at least 2 tokens, one to predict the other, got {self.max_length}")
+        if self.train_on not in get_args(TrainOn):
+            raise ValueError(f"train_on: expected one of {', '.join(get_args(TrainOn))}, got {self.train_on!r}")
 
 
 @dataclass(frozen=True, kw_only=True)

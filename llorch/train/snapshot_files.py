@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from llorch.errors import FormatError
+from llorch.files.safetensors import tensors_from
 from llorch.files.strict_json import parse_json
-from llorch.files.tensor_file import tensors_from
 
 TENSORS, RECORD = "snapshot.safetensors", "snapshot.json"
 FORMAT = 1

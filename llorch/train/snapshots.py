@@ -7,12 +7,14 @@ with a dot, synced, and renamed:
     .old-step-00000010    had to make room for a new one of the same step; back in its place if that did not arrive
     .gone-step-00000010   on its way out; removed at the next start
 
+Files are written through `os` alone, so that tests can make any one operation fail, or the power.
+
 Source: POSIX rename (atomic within a file system) and fsync (a rename may reach the disk before the data does).
 """
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,22 +23,20 @@ from typing import Any
 import numpy as np
 
 from llorch.errors import FormatError
-from llorch.files.tensor_file import tensor_bytes
-from llorch.train.disk import Disk, remove_tree, write_new_file
+from llorch.files.safetensors import tensor_bytes
 from llorch.train.snapshot_files import RECORD, TENSORS, Hashing, Snapshot, read_snapshot, record_bytes
 
 
 class SnapshotStore:
     """The snapshots of one run folder."""
 
-    def __init__(self, folder: Path, *, keep: int = 2, disk: Disk | None = None) -> None:
+    def __init__(self, folder: Path, *, keep: int = 2) -> None:
         """Name the run folder, in which at least one snapshot stays; nothing is touched yet."""
         if keep < 1:
             raise ValueError(f"snapshots: keep must be at least 1, got {keep}")
         self.folder = folder
         self.snapshots = folder / "snapshots"
         self._keep = keep
-        self._disk = disk or Disk()
 
     @contextmanager
     def lock(self) -> Iterator[str | None]:
@@ -52,15 +52,15 @@ class SnapshotStore:
 
     def clear(self) -> None:
         """Remove what a killed run left behind; the caller holds the lock."""
-        for name in self._disk.names(self.folder):
+        for name in os.listdir(self.folder):
             if is_leftover(name):
-                self._disk.remove_file(self.folder / name)
-        for name in self._disk.names(self.snapshots) if self._disk.exists(self.snapshots) else ():
+                os.unlink(self.folder / name)
+        for name in os.listdir(self.snapshots) if os.path.exists(self.snapshots) else ():
             mark, _, step = name.partition("-")
-            if mark == ".old" and not self._disk.exists(self.snapshots / step):
-                self._disk.rename(self.snapshots / name, self.snapshots / step)
+            if mark == ".old" and not os.path.exists(self.snapshots / step):
+                os.rename(self.snapshots / name, self.snapshots / step)
             elif mark in (".new", ".old", ".gone"):
-                remove_tree(self._disk, self.snapshots / name)
+                _remove_tree(self.snapshots / name)
 
     def save(self, step: int, tensors: Mapping[str, np.ndarray], record: Mapping[str, Any]) -> Path:
         """Write a snapshot, then remove those that are no longer kept; the caller holds the lock.
@@ -96,48 +96,48 @@ class SnapshotStore:
 
     def steps(self) -> list[int]:
         """Steps of which there is a snapshot, damaged or not, in order."""
-        if not self._disk.exists(self.snapshots):
+        if not os.path.exists(self.snapshots):
             return []
-        matches = (re.fullmatch(r"step-(\d{8,})", name) for name in self._disk.names(self.snapshots))
+        matches = (re.fullmatch(r"step-(\d{8,})", name) for name in os.listdir(self.snapshots))
         return sorted(int(match[1]) for match in matches if match)
 
     def _prepare(self) -> None:
-        if self._disk.exists(self.snapshots):
+        if os.path.exists(self.snapshots):
             self.clear()  # a save that failed may not have been able to
         else:
-            self._disk.make_folder(self.snapshots)
-            self._disk.sync_folder(self.folder)
+            os.mkdir(self.snapshots)
+            _sync_folder(self.folder)
 
     def _write(self, target: Path, tensors: Mapping[str, np.ndarray], record: Mapping[str, Any]) -> None:
         """Write the files under another name and put them in place."""
         new = _marked(target, "new")
         try:
-            self._disk.make_folder(new)
+            os.mkdir(new)
             hashing = Hashing(tensor_bytes(tensors))
-            write_new_file(self._disk, new / TENSORS, hashing)
-            write_new_file(self._disk, new / RECORD, [record_bytes(_step_of(target), record, hashing)])
-            self._disk.sync_folder(new)
+            _write_new_file(new / TENSORS, hashing)
+            _write_new_file(new / RECORD, [record_bytes(_step_of(target), record, hashing)])
+            _sync_folder(new)
             self._place(new, target)
         except BaseException:
             with suppress(OSError):
-                remove_tree(self._disk, new)
+                _remove_tree(new)
             raise
 
     def _place(self, new: Path, target: Path) -> None:
         """Give a finished snapshot its name; one of the same step makes room."""
         old = _marked(target, "old")
-        replaces = self._disk.exists(target)
+        replaces = os.path.exists(target)
         if replaces:
-            self._disk.rename(target, old)
+            os.rename(target, old)
         try:
-            self._disk.rename(new, target)
+            os.rename(new, target)
         except BaseException:
             if replaces:
-                self._disk.rename(old, target)
+                os.rename(old, target)
             raise
-        self._disk.sync_folder(self.snapshots)
+        _sync_folder(self.snapshots)
         if replaces:
-            remove_tree(self._disk, old)
+            _remove_tree(old)
 
     def _prune(self, newest: int) -> None:
         steps = self.steps()
@@ -145,9 +145,9 @@ class SnapshotStore:
         for step in steps:
             if step not in kept:
                 target = self.snapshots / step_name(step)
-                self._disk.rename(target, _marked(target, "gone"))  # so that a part of it is never taken for it
-                self._disk.sync_folder(self.snapshots)
-                remove_tree(self._disk, _marked(target, "gone"))
+                os.rename(target, _marked(target, "gone"))  # so that a part of it is never taken for it
+                _sync_folder(self.snapshots)
+                _remove_tree(_marked(target, "gone"))
 
     def _explained(self, error: OSError, step: int) -> OSError:
         with suppress(OSError):
@@ -175,6 +175,35 @@ def _locked(folder: Path) -> Iterator[str | None]:
         yield None
     finally:
         os.close(descriptor)
+
+
+def _write_new_file(path: Path, parts: Iterable[bytes | memoryview]) -> None:
+    """Write a file that must be new, and wait until it lies on the device; after an OSError part of it may be there."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        for part in parts:
+            rest = memoryview(part)
+            while len(rest):
+                rest = rest[os.write(descriptor, rest) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync_folder(path: Path) -> None:
+    """Wait until the names in a folder lie on the device."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove_tree(path: Path) -> None:
+    """Remove a folder of files."""
+    for name in os.listdir(path):
+        os.unlink(path / name)
+    os.rmdir(path)
 
 
 def is_leftover(name: str) -> bool:

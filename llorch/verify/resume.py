@@ -123,7 +123,7 @@ class _Quiet:
         self._stop_at = stop_at
 
     def begins(self, training: "Training") -> None:
-        from llorch.train.data.examples import Examples
+        from llorch.train.batch import Examples
 
         valid = training.data.valid
         few = (valid[i] for i in range(min(len(valid), training.settings.batch_size)))

@@ -2,17 +2,21 @@
 
 import errno
 import itertools
+import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
-from llorch.train.disk import Disk
+from llorch.train import snapshots
 from llorch.train.snapshots import SnapshotStore
 
-OPERATIONS = tuple(name for name in vars(Disk) if not name.startswith("_"))
+OPERATIONS = ("mkdir", "open", "write", "fsync", "close", "rename", "unlink", "rmdir", "listdir")
 LEFTOVERS = (".new", ".old", ".gone")
 
 
@@ -20,14 +24,22 @@ class Crash(BaseException):
     """The process is gone; nothing that it would do afterwards happens."""
 
 
-class FastDisk(Disk):
-    """A real disk that does not wait for the device: these tests end the process, not the power."""
+@contextmanager
+def on(disk: Any) -> Iterator[None]:
+    """Let snapshots be written to a disk, which has the names of `os`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(snapshots, "os", disk)
+        yield
 
-    def sync(self, descriptor: int) -> None:
-        pass
 
-    def sync_folder(self, path: Path) -> None:
-        path.stat()
+class FastDisk:
+    """The real one, but it does not wait for the device: these tests end the process, not the power."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def fsync(self, descriptor: int) -> None:
+        os.fstat(descriptor)
 
 
 @dataclass(frozen=True)
@@ -50,7 +62,7 @@ FAULTS = (
 )
 
 
-class FaultyDisk(FastDisk):
+class FaultyDisk:
     """Fails at the n-th operation, counted from 1."""
 
     def __init__(self, fault: Fault, at: int) -> None:
@@ -60,8 +72,8 @@ class FaultyDisk(FastDisk):
     def failed(self) -> bool:
         return self.done >= self.at
 
-    def __getattribute__(self, name: str) -> Any:
-        found = super().__getattribute__(name)
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(FastDisk(), name)
         return self._counted(name, found) if name in OPERATIONS else found
 
     def _counted(self, name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,6 +82,8 @@ class FaultyDisk(FastDisk):
             if self.done == self.at or (self.failed and self.fault.sticky):
                 if self.fault.half and name == "write":
                     operation(args[0], args[1][: len(args[1]) // 2])
+                if name == "close":
+                    operation(*args)  # what fails to close is closed
                 raise self.fault.error
             return operation(*args)
 
@@ -80,7 +94,7 @@ class StutteringDisk(FastDisk):
     """Writes at most seven bytes at a time, as a system may."""
 
     def write(self, descriptor: int, data: memoryview) -> int:
-        return super().write(descriptor, data[:7])
+        return os.write(descriptor, data[:7])
 
 
 def tensors_of(step: int) -> dict[str, np.ndarray]:
@@ -107,6 +121,9 @@ class File:
 
     durable: bytes = b""
     written: bytes = b""
+
+    def sync(self) -> None:
+        self.durable = self.written
 
     def after(self, data: str) -> bytes:
         lost = len(self.written) - len(self.durable)
@@ -135,13 +152,17 @@ class Folder:
         self.durable, self.pending = self.names(), []
 
 
-class VolatileDisk(Disk):
+class VolatileDisk:
     """A disk in memory that knows what a loss of power would leave; `on_change` is called after every operation."""
 
     def __init__(self, root: Path, on_change: Callable[[], None]) -> None:
         self._root, self._top, self._on_change = root, Folder(), on_change
-        self._open: dict[int, File] = {}
+        self._open: dict[int, File | Folder] = {}
         self._numbers = itertools.count()
+        self.path = SimpleNamespace(exists=self._exists)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
 
     def _at(self, path: Path) -> Any:
         node: Any = self._top
@@ -153,47 +174,49 @@ class VolatileDisk(Disk):
         self._at(path.parent).pending.append(change)
         self._on_change()
 
-    def make_folder(self, path: Path) -> None:
+    def mkdir(self, path: Path) -> None:
         folder = Folder()
         self._change(path, lambda names: names.update({path.name: folder}))
 
-    def create(self, path: Path) -> int:
-        file, descriptor = File(), next(self._numbers)
-        self._open[descriptor] = file
-        self._change(path, lambda names: names.update({path.name: file}))
+    def open(self, path: Path, flags: int, mode: int = 0) -> int:
+        descriptor = next(self._numbers)
+        if flags & os.O_CREAT:
+            assert not self._exists(path)
+            file = File()
+            self._open[descriptor] = file
+            self._change(path, lambda names: names.update({path.name: file}))
+        else:
+            self._open[descriptor] = self._at(path)
         return descriptor
 
     def write(self, descriptor: int, data: memoryview) -> int:
-        self._open[descriptor].written += bytes(data)
+        file = self._open[descriptor]
+        assert isinstance(file, File)
+        file.written += bytes(data)
         self._on_change()
         return len(data)
 
-    def sync(self, descriptor: int) -> None:
-        file = self._open[descriptor]
-        file.durable = file.written
+    def fsync(self, descriptor: int) -> None:
+        self._open[descriptor].sync()
         self._on_change()
 
     def close(self, descriptor: int) -> None:
         del self._open[descriptor]
 
-    def sync_folder(self, path: Path) -> None:
-        self._at(path).sync()
-        self._on_change()
-
     def rename(self, path: Path, target: Path) -> None:
         self._change(path, lambda names: names.update({target.name: names.pop(path.name)}))
 
-    def remove_file(self, path: Path) -> None:
+    def unlink(self, path: Path) -> None:
         self._change(path, lambda names: names.pop(path.name))
 
-    def remove_folder(self, path: Path) -> None:
-        assert not self.names(path)
+    def rmdir(self, path: Path) -> None:
+        assert not self.listdir(path)
         self._change(path, lambda names: names.pop(path.name))
 
-    def names(self, path: Path) -> list[str]:
-        return sorted(self._at(path).names())
+    def listdir(self, path: Path) -> list[str]:
+        return list(self._at(path).names())
 
-    def exists(self, path: Path) -> bool:
+    def _exists(self, path: Path) -> bool:
         try:
             self._at(path)
         except KeyError:

@@ -13,7 +13,7 @@ from llorch.train.batch import IGNORED, Example
 from llorch.train.data.encode import Encoder
 from llorch.train.data.formats import format_of, parse
 from llorch.train.data.read import Record
-from llorch.train.data.settings import DataSettings, TrainOn
+from llorch.train.settings import DataSettings, TrainOn
 
 CHAT = [
     {"role": "system", "content": "Be brief."},

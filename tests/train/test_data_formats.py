@@ -8,9 +8,8 @@ import pytest
 
 from llorch.errors import FormatError
 from llorch.train.batch import IGNORED
-from llorch.train.data.formats import format_of, parse, unused_keys
+from llorch.train.data.formats import Chat, Completion, Instruction, Parsed, Text, Tokens, format_of, parse, unused_keys
 from llorch.train.data.read import Record
-from llorch.train.data.rows import Chat, Completion, Instruction, Parsed, Text, Tokens
 
 USER, ASSISTANT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 

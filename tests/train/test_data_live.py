@@ -19,11 +19,10 @@ from llorch.tokenizer import Tokenizer
 from llorch.tokenizer.chat import compiled
 from llorch.tokenizer.conversation import Breaker, Conversation
 from llorch.train.batch import IGNORED, Example
-from llorch.train.data.encode import Encoder
+from llorch.train.data.encode import Encoder, render_turns
+from llorch.train.data.formats import Chat
 from llorch.train.data.read import Record
-from llorch.train.data.rows import Chat
-from llorch.train.data.settings import DataSettings
-from llorch.train.data.turns import render_turns
+from llorch.train.settings import DataSettings
 
 pytestmark = pytest.mark.live
 

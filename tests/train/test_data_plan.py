@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from llorch.train.batch import Example
-from llorch.train.data.packing import Rows
-from llorch.train.data.plan import Plan, batches, shuffled
+from llorch.train.batch import IGNORED, PADDING, Example, Examples
+from llorch.train.data.plan import Plan, Rows, batches, best_fit, make_batch, shuffled
 
 
 def rows(count: int) -> Rows:
@@ -82,3 +81,112 @@ def test_rows_to_evaluate_come_in_order():
 def test_settings_without_meaning_are_refused(change: dict[str, int], message: str):
     with pytest.raises(ValueError, match=message):
         plan(**change)
+
+
+def example(length: int, first: int = 1, prompt: int = 0) -> Example:
+    ids = tuple(range(first, first + length))
+    return Example(ids, (IGNORED,) * prompt + ids[prompt:], f"d.jsonl:{first}")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_example_is_in_one_row_and_no_row_overflows(seed: int):
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 65, 200)
+    rows = best_fit(lengths, room=64)
+    assert sorted(index for row in rows for index in row) == list(range(200))
+    loads = sorted(int(lengths[row].sum()) for row in rows)
+    assert loads[-1] <= 64
+    assert loads[0] + loads[1] > 64  # no two rows would go into one
+
+
+def test_each_goes_where_the_least_room_is_left():
+    # 7 opens a row, 6 a second, 3 fits the first exactly, 4 the second exactly, 2 needs a third.
+    assert best_fit([2, 3, 6, 4, 7], room=10) == [[4, 1], [2, 3], [0]]
+    assert best_fit([7, 6, 3], room=10) == [[0, 2], [1]]  # and not where the most is left
+
+
+def test_equal_lengths_keep_their_order_and_full_rows_stay_alone():
+    assert best_fit([5, 5, 5, 5], room=10) == [[0, 1], [2, 3]]
+    assert best_fit([10, 10, 1], room=10) == [[0], [1], [2]]
+    assert best_fit([], room=10) == []
+
+
+def test_many_examples_are_packed_in_little_time_and_with_little_waste():
+    lengths = np.random.default_rng(0).integers(1, 800, 30_000)
+    rows = best_fit(lengths, room=1024)
+    assert int(lengths.sum()) / (len(rows) * 1024) > 0.99
+
+
+def test_rows_are_made_of_their_examples():
+    examples = [example(2, 1), example(3, 5), example(4, 9)]
+    assert [Rows(examples)[index] for index in range(3)] == [(one,) for one in examples]
+    packed = Rows(examples, [[2, 0], [1]])
+    assert len(packed) == 2
+    assert list(packed) == [(examples[2], examples[0]), (examples[1],)]
+
+
+def test_documents_of_a_row_are_numbered_and_positions_start_again():
+    batch = make_batch([(example(3, 10, prompt=1), example(2, 20)), (example(4, 30, prompt=2),)])
+    np.testing.assert_array_equal(batch.ids, [[10, 11, 12, 20, 21], [30, 31, 32, 33, 0]])
+    np.testing.assert_array_equal(batch.positions, [[0, 1, 2, 0, 1], [0, 1, 2, 3, PADDING]])
+    np.testing.assert_array_equal(batch.documents, [[0, 0, 0, 1, 1], [0, 0, 0, 0, PADDING]])
+
+
+def test_the_first_label_of_every_document_and_all_padding_are_ignored():
+    batch = make_batch([(example(3, 10), example(2, 20)), (example(4, 30, prompt=2),)])
+    np.testing.assert_array_equal(batch.labels, [[IGNORED, 11, 12, IGNORED, 21], [IGNORED, IGNORED, 32, 33, IGNORED]])
+    assert batch.n_trained == 5
+
+
+def test_padding_does_not_hide_a_token_that_has_its_id():
+    batch = make_batch([(Example((0, 0, 0), (0, 0, 0)),), (example(5),)])
+    np.testing.assert_array_equal(batch.labels[0], [IGNORED, 0, 0, IGNORED, IGNORED])
+    assert batch.n_trained == 2 + 4
+
+
+def test_packing_changes_where_documents_lie_and_not_what_they_are():
+    rng = np.random.default_rng(1)
+    examples = [
+        example(int(n), int(first), prompt=1)
+        for n, first in zip(rng.integers(2, 9, 40), range(0, 4000, 100), strict=True)
+    ]
+    members = best_fit([len(one.ids) for one in examples], room=16)
+    assert len(members) < 40
+
+    def documents(rows: Rows) -> list[tuple[list[int], list[int]]]:
+        found = make_batch(list(rows)).each_document()
+        return sorted((ids.tolist(), labels.tolist()) for ids, labels in found)
+
+    assert documents(Rows(examples, members)) == documents(Rows(examples))
+
+
+def test_stored_examples_come_back_as_they_were():
+    given = [example(4, 3, prompt=2), example(2, 8), Example((2**31 - 1, 0), (IGNORED, 0), "x"), example(1, 5)]
+    stored = Examples(given)
+    assert list(stored) == given
+    assert stored[-1] == given[-1]
+    assert stored[1:3] == given[1:3]
+    assert stored.lengths.tolist() == [4, 2, 2, 1]
+    assert (stored.n_tokens, stored.n_trained) == (9, sum(one.n_trained for one in given))
+    with pytest.raises(IndexError):
+        stored[4]
+
+
+def test_no_examples_are_an_empty_list():
+    empty = Examples()
+    assert (len(empty), empty.n_tokens, empty.n_trained, list(empty), empty.lengths.tolist()) == (0, 0, 0, [], [])
+
+
+def test_the_content_tells_ids_labels_and_borders_apart():
+    def content(*examples: Example) -> bytes:
+        return b"|".join(Examples(examples).content())
+
+    base = content(example(3), example(2, 7))
+    assert base == content(Example(example(3).ids, example(3).labels, "elsewhere"), example(2, 7))
+    others = [
+        content(example(2, 7), example(3)),
+        content(example(3, prompt=1), example(2, 7)),
+        content(example(3), example(2, 8)),
+        content(Example((1, 2, 3, 7), (1, 2, 3, 7)), Example((8,), (8,))),
+    ]
+    assert len({base, *others}) == 5

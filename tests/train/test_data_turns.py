@@ -6,8 +6,8 @@ from chat_models import CHATML, LLAMA_3, NO_END, OPENS_WITH_THINKING, THINKING
 from llorch.errors import FormatError
 from llorch.tokenizer.chat import ChatTemplate
 from llorch.tokenizer.conversation import Breaker, Conversation
-from llorch.train.data.rows import Chat
-from llorch.train.data.turns import Rendered, render_turns
+from llorch.train.data.encode import Rendered, render_turns
+from llorch.train.data.formats import Chat
 
 CONTROLS = ("<|im_start|>", "<|im_end|>", "<|eot_id|>")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from command_line import REPOSITORY
-from faulty_disk import Fault, FaultyDisk, leftovers, save, tensors_of
+from faulty_disk import Fault, FaultyDisk, leftovers, on, save, tensors_of
 
 from benchmarks.snapshot_damage import noticed
 from llorch.errors import FormatError
@@ -205,8 +205,8 @@ def test_a_full_disk_is_one_line_and_the_snapshot_before_stays(store: SnapshotSt
 def test_a_save_that_runs_out_of_memory_leaves_nothing(store: SnapshotStore):
     save(store, 10)
     for at in range(1, 9):
-        with pytest.raises(MemoryError):
-            save(SnapshotStore(store.folder, disk=FaultyDisk(Fault("memory", MemoryError()), at)), 20)
+        with on(FaultyDisk(Fault("memory", MemoryError()), at)), pytest.raises(MemoryError):
+            save(store, 20)
         assert leftovers(store.folder) == []
     assert store.steps() == [10]
 

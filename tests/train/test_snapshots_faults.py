@@ -1,7 +1,9 @@
 """Saves that fail: whatever goes wrong at whatever operation, the snapshot before or the new one loads, never a mix."""
 
 import itertools
+import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,7 @@ from faulty_disk import (
     StutteringDisk,
     VolatileDisk,
     leftovers,
+    on,
     put_down,
     save,
     tensors_of,
@@ -32,6 +35,12 @@ SITUATIONS = {  # steps saved before, the step whose save fails, snapshots kept;
 }
 
 
+@pytest.fixture(autouse=True)
+def fast_disk() -> Iterator[None]:
+    with on(FastDisk()):
+        yield
+
+
 def assert_holds(found: Snapshot | None, steps: set[int]) -> None:
     """One of these steps, and exactly the state that was saved; 0 stands for none."""
     assert (found.step if found else 0) in steps
@@ -46,25 +55,25 @@ def assert_holds(found: Snapshot | None, steps: set[int]) -> None:
 def fail_at(at: int, fault: Fault, folder: Path, situation: str) -> bool:
     """Save with a fault at one operation, look at what is left, save again; whether the fault happened."""
     before, step, keep = SITUATIONS[situation]
+    store, disk = SnapshotStore(folder, keep=keep), FaultyDisk(fault, at)
     for earlier in before:
-        save(SnapshotStore(folder, keep=keep, disk=FastDisk()), earlier)
-    disk = FaultyDisk(fault, at)
-    after = SnapshotStore(folder, keep=keep, disk=FastDisk())
+        save(store, earlier)
     old_or_new = {before[-1] if before else 0, step}
     try:
-        save(SnapshotStore(folder, keep=keep, disk=disk), step)
+        with on(disk):
+            save(store, step)
     except OSError:  # the run may go on, and what was wrong may be right again
         if not fault.sticky:
-            assert_holds(after.newest(), old_or_new)
-        save(after, step)
+            assert_holds(store.newest(), old_or_new)
+        save(store, step)
         old_or_new = {step}
     except Crash:
         pass  # and another process starts
-    with after.lock():
+    with store.lock():
         assert leftovers(folder) == []
-        assert_holds(after.newest(), old_or_new)
-        save(after, 40)
-        assert_holds(after.newest(), {40})
+        assert_holds(store.newest(), old_or_new)
+        save(store, 40)
+        assert_holds(store.newest(), {40})
     return disk.failed
 
 
@@ -87,14 +96,18 @@ def test_a_failed_save_leaves_nothing_behind_where_removing_still_works(tmp_path
     for at in range(1, 12):
         folder = tmp_path / str(at)
         folder.mkdir()
-        with pytest.raises(OSError, match="snapshot of step 10 not saved: injected; there is none before it"):
-            save(SnapshotStore(folder, disk=FaultyDisk(FAULTS[0], at)), 10)
+        open_files = len(os.listdir("/proc/self/fd"))
+        told = "snapshot of step 10 not saved: injected; there is none before it"
+        with on(FaultyDisk(FAULTS[0], at)), pytest.raises(OSError, match=told):
+            save(SnapshotStore(folder), 10)
         assert leftovers(folder) == []
+        assert len(os.listdir("/proc/self/fd")) == open_files
 
 
 def test_writes_that_are_cut_short_are_gone_on_with(tmp_path: Path):
-    store = SnapshotStore(tmp_path, disk=StutteringDisk())
-    save(store, 10)
+    store = SnapshotStore(tmp_path)
+    with on(StutteringDisk()):
+        save(store, 10)
     assert_holds(store.newest(), {10})
 
 
@@ -108,12 +121,14 @@ def test_a_loss_of_power_leaves_what_was_saved_last_or_what_was_being_saved(tmp_
             state = frozenset([*tree.items(), ("saved", saved[-1])])
             if state not in looked_at:
                 looked_at.add(state)
-                assert_survives(tree, tmp_path / str(len(looked_at)), saved[-1], saving)
+                with on(FastDisk()):
+                    assert_survives(tree, tmp_path / str(len(looked_at)), saved[-1], saving)
 
     disk = VolatileDisk(root, pull_the_plug)
-    store = SnapshotStore(root, keep=2, disk=disk)
+    store = SnapshotStore(root, keep=2)
     for saving in (10, 20, 20, 30):
-        save(store, saving)
+        with on(disk):
+            save(store, saving)
         saved.append(saving)
         pull_the_plug()
     print(f"{len(looked_at)} states of the disk")
@@ -122,7 +137,7 @@ def test_a_loss_of_power_leaves_what_was_saved_last_or_what_was_being_saved(tmp_
 
 def assert_survives(tree: dict[str, bytes | None], folder: Path, saved: int, saving: int) -> None:
     put_down(tree, folder)
-    store = SnapshotStore(folder, disk=FastDisk())
+    store = SnapshotStore(folder)
     with store.lock():
         assert_holds(store.newest(), {saved, saving})
         for step in store.steps():

@@ -10,7 +10,7 @@ import numpy as np
 from llorch.tokenizer import Tokenizer
 from llorch.train.batch import IGNORED, Example
 from llorch.train.data import Examples, TrainingData
-from llorch.train.data.packing import best_fit
+from llorch.train.data.plan import best_fit
 
 _MARKS = "[[", "]]"  # around what is learned, where there is no colour
 

@@ -7,9 +7,8 @@ from pathlib import Path
 from llorch.builtin import find_data
 from llorch.files import open_weights
 from llorch.model import Opened, find
-from llorch.train.data.formats import format_of, parse
+from llorch.train.data.formats import Chat, Completion, Instruction, Parsed, Text, Tokens, format_of, parse
 from llorch.train.data.read import find_splits, read_records
-from llorch.train.data.rows import Chat, Completion, Instruction, Parsed, Text, Tokens
 
 _ROWS, _CHARACTERS = 50, 400  # looked at; most that are shown
 _BEGINNING = 4  # words or tokens of a text

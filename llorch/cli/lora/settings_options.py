@@ -6,9 +6,8 @@ from typing import Any, get_args
 
 import click
 
-from llorch.train.data.settings import TrainOn
 from llorch.train.schedules import SCHEDULES
-from llorch.train.settings import DTYPES, INITS, RESIDENCIES, TrainSettings
+from llorch.train.settings import DTYPES, INITS, RESIDENCIES, TrainOn, TrainSettings
 from llorch.train.settings_file import SHORT
 
 _SHORT = {name: short for short, name in SHORT.items()}

@@ -22,8 +22,7 @@ from llorch.files.new_file import new_file
 from llorch.files.strict_json import read_json
 from llorch.lora.peft_format import write_peft
 from llorch.pytorch.train.trainer import StepReport, Training
-from llorch.train.curve import draw_curve
-from llorch.train.log import LOG, RunLog, read_log, require_tensorboard
+from llorch.train.log import LOG, RunLog, draw_curve, read_log, require_tensorboard
 from llorch.train.resume import differences, require_same
 from llorch.train.settings import TrainSettings
 from llorch.train.snapshots import SnapshotStore, is_leftover

@@ -1,10 +1,9 @@
 """Training data: JSON lines to token ids and labels, rows of one or more examples, and the order of training."""
 
+from llorch.train.batch import Examples
 from llorch.train.data.dataset import TrainingData, read_data
-from llorch.train.data.examples import Examples
-from llorch.train.data.packing import Row, Rows, make_batch
-from llorch.train.data.plan import Plan, batches
-from llorch.train.data.settings import DataSettings, TrainOn
+from llorch.train.data.plan import Plan, Row, Rows, batches, make_batch
+from llorch.train.settings import DataSettings, TrainOn
 
 __all__ = [
     "DataSettings",

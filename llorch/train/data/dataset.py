@@ -8,13 +8,12 @@ from pathlib import Path
 
 from llorch.errors import FormatError
 from llorch.model import Opened
-from llorch.train.batch import Example
+from llorch.train.batch import Example, Examples
 from llorch.train.data.encode import Encoder
-from llorch.train.data.examples import Examples
 from llorch.train.data.formats import format_of, parse, unused_keys
-from llorch.train.data.packing import Rows, best_fit
+from llorch.train.data.plan import Rows, best_fit
 from llorch.train.data.read import find_splits, read_records
-from llorch.train.data.settings import DataSettings
+from llorch.train.settings import DataSettings
 
 __all__ = ["DataSettings", "TrainingData", "read_data"]
 

@@ -1,21 +1,65 @@
-"""The formats of a row, told apart by their keys.
+"""What a row of data says, and the formats in which it says it, told apart by their keys.
 
 Of the formats whose keys a row has, the first of this list counts (the Alpaca data set has a `text` beside its parts):
 token ids, messages, ShareGPT, Alpaca, prompt and completion, text. All rows of a file have the same one.
 
-Source: TRL dataset formats (messages, prompt and completion); LLaMA-Factory data/README.md (ShareGPT, Alpaca);
-tatsu-lab/stanford_alpaca README (prompts of the Alpaca data set).
+Source: OpenAI fine-tuning format (`weight`: 0 keeps a turn from being learned); TRL dataset formats (messages, prompt
+and completion); LLaMA-Factory data/README.md (ShareGPT, Alpaca); tatsu-lab/stanford_alpaca README (its prompts).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from llorch.errors import FormatError
 from llorch.fields import Fields
-from llorch.tokenizer.messages import parsed, tool_call
+from llorch.tokenizer.messages import checked_messages, parsed, tool_call
 from llorch.train.batch import IGNORED
-from llorch.train.data.messages import read_chat, read_messages, read_tools
 from llorch.train.data.read import Record
-from llorch.train.data.rows import Chat, Completion, Instruction, Message, Parsed, Text, Tokens
+
+Message = Mapping[str, object]
+
+
+@dataclass(frozen=True)
+class Text:
+    """Plain text, learned whole."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A text and how it goes on."""
+
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation."""
+
+    messages: Sequence[Message]  # as a chat template takes them
+    tools: Sequence[object] | None  # functions that the assistant may call
+    learned: Sequence[int]  # places of the turns that may be learned, all of them turns of the assistant
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Token ids, and those that are learned (`IGNORED` elsewhere); all of them without labels."""
+
+    ids: Sequence[int]
+    labels: Sequence[int] | None
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """An instruction and its answer."""
+
+    chat: Chat  # for models with a chat template
+    plain: Completion | None  # for models without one; None when it cannot be said this way
+
+
+Parsed = Text | Completion | Chat | Instruction | Tokens
 
 # Of the data set itself; for models without a chat template.
 _ALPACA = (
@@ -107,7 +151,7 @@ def _share_gpt(fields: Fields) -> Chat:
     turns = [_share_gpt_turn(fields, f"conversations[{i}]", entry) for i, entry in enumerate(value)]
     if fields.has("system"):
         turns = [{"role": "system", "content": fields.text("system")}, *turns]
-    return read_chat(fields, "conversations", turns)
+    return _read_chat(fields, "conversations", turns)
 
 
 def _share_gpt_turn(fields: Fields, name: str, entry: object) -> dict[str, object]:
@@ -154,17 +198,46 @@ def _completion(fields: Fields) -> Completion | Chat:
     prompt, completion = fields.values.get("prompt"), fields.values.get("completion")
     if not isinstance(prompt, list):
         return Completion(fields.text("prompt"), fields.text("completion"))
-    before, _ = read_messages(fields, "prompt", prompt)
-    after, learned = read_messages(fields, "completion", completion)
-    return Chat([*before, *after], read_tools(fields), [len(before) + place for place in learned])
+    before, _ = _read_messages(fields, "prompt", prompt)
+    after, learned = _read_messages(fields, "completion", completion)
+    return Chat([*before, *after], _read_tools(fields), [len(before) + place for place in learned])
 
 
 def _messages(fields: Fields) -> Chat:
-    return read_chat(fields, "messages", fields.values.get("messages"))
+    return _read_chat(fields, "messages", fields.values.get("messages"))
 
 
 def _text(fields: Fields) -> Text:
     return Text(fields.text("text"))
+
+
+def _read_chat(fields: Fields, key: str, value: object) -> Chat:
+    """Check a conversation; `weight` is no part of its messages any more."""
+    messages, learned = _read_messages(fields, key, value)
+    return Chat(messages, _read_tools(fields), learned)
+
+
+def _read_messages(fields: Fields, key: str, value: object) -> tuple[list[dict[str, object]], list[int]]:
+    """Check a list of messages; also returned are the places of the turns that may be learned."""
+    messages, learned = checked_messages(fields, key, value), []
+    for place, message in enumerate(messages):
+        weight = message.pop("weight", None)
+        if weight not in (None, 0, 1):
+            raise fields.error("OutOfRange", f"{key}[{place}].weight", "0 or 1", weight)
+        if message["role"] == "assistant" and weight != 0:
+            learned.append(place)
+    return messages, learned
+
+
+def _read_tools(fields: Fields) -> list[object] | None:
+    """Check the descriptions of tools, a list or the JSON text of one."""
+    value = fields.values.get("tools")
+    tools = parsed(value) if isinstance(value, str) else value
+    if tools in (None, "", []):
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise fields.error("Malformed", "tools", "a list of objects", value)
+    return tools
 
 
 # Name: the keys that tell it, further keys that it reads, how it is read.

@@ -11,7 +11,7 @@ import pytest
 import torch
 from training_runs import bits, distance, gradients, small_data, small_settings, trained
 
-from llorch.files.tensor_file import tensor_bytes
+from llorch.files.safetensors import tensor_bytes
 from llorch.train.settings import TrainSettings
 
 
