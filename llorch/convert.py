@@ -16,13 +16,7 @@ from llorch.fields import Fields
 from llorch.files import GGUFFile, Weights, open_weights
 from llorch.files.encode import LARGEST, encode
 from llorch.files.export import FILE_TYPES, NO_VOCABULARY, gguf_size, gguf_types, write_gguf_content
-from llorch.files.export_huggingface import (
-    DTYPES,
-    huggingface_config,
-    huggingface_size,
-    write_json,
-    write_safetensors,
-)
+from llorch.files.export_huggingface import DTYPES, huggingface_config, huggingface_size, write_json, write_safetensors
 from llorch.files.names import inventory
 from llorch.files.new_file import new_file, new_folder
 from llorch.files.quant import BLOCK_SIZES, GGMLType, decode

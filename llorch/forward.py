@@ -48,10 +48,7 @@ def forward(
     """
     config, eps = weights.config, weights.config.rms_norm_eps
     cos, sin = rope_tables(
-        cache.next_positions(len(ids)),
-        head_dim=config.head_dim,
-        theta=config.rope_theta,
-        scaling=config.rope_scaling,
+        cache.next_positions(len(ids)), head_dim=config.head_dim, theta=config.rope_theta, scaling=config.rope_scaling
     )
     x = keep("embed", embedding(ids, weights["embed_tokens"]))
     for i in range(config.n_layers):

@@ -205,10 +205,7 @@ def test_values_that_no_model_has_are_refused_with_their_numbers(changes, messag
         ({"use_sliding_window": True}, "use_sliding_window: expected False, got True"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: expected 1 or None, got 0.5"),
         ({"quantization_config": {"bits": 4}}, "quantization_config: expected None, got {'bits': 4}"),
-        (
-            {"original_max_position_embeddings": 64},
-            "original_max_position_embeddings: expected None, got 64",
-        ),
+        ({"original_max_position_embeddings": 64}, "original_max_position_embeddings: expected None, got 64"),
         ({"rope_scaling": {"type": "dynamic"}}, "rope_type: expected default, linear, llama3 or yarn, got 'dynamic'"),
         ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor: expected 1 or None, got 0.25"),
         ({"rope_scaling": {"type": "yarn", "mscale": 1.0}}, "mscale: expected None, got 1.0"),
@@ -246,10 +243,7 @@ def test_null_is_refused_where_it_is_not_the_default(key, changes):
 
 @pytest.mark.parametrize(
     ("changes", "pairs"),
-    [
-        ({"beta_fast": 0.1, "beta_slow": 512}, "pairs 2 to 1"),
-        ({"rope_theta": 1.01}, "pairs 1211 to 7"),
-    ],
+    [({"beta_fast": 0.1, "beta_slow": 512}, "pairs 2 to 1"), ({"rope_theta": 1.01}, "pairs 1211 to 7")],
 )
 def test_a_yarn_ramp_that_ends_before_it_starts_is_refused_as_the_engines_differ(changes, pairs):
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}

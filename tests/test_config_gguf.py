@@ -236,10 +236,7 @@ def test_a_file_without_architecture_or_eps_is_refused():
             "beta_slow=1.0 original_max_position_embeddings=256 rope_theta=1.01; "
             "transformers and llama.cpp compute different frequencies from it",
         ),
-        (
-            {"rope__scaling__attn_factor": 1.2},
-            "Unsupported: llama.rope.scaling.attn_factor: expected 1.0, got 1.2",
-        ),
+        ({"rope__scaling__attn_factor": 1.2}, "Unsupported: llama.rope.scaling.attn_factor: expected 1.0, got 1.2"),
         (
             {"rope_factors": np.ones(4)} | YARN,
             "Unsupported: llama.rope.scaling.type: expected none beside rope_freqs.weight, got 'yarn'",

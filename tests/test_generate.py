@@ -41,11 +41,7 @@ def texts(tokens: list[Token]) -> list[str]:
 
 
 def test_tokens_carry_id_text_logprob_and_finish():
-    assert run(list(b"abc")) == [
-        Token(97, "a", -0.0, None),
-        Token(98, "b", -1.0, None),
-        Token(99, "c", -2.0, "length"),
-    ]
+    assert run(list(b"abc")) == [Token(97, "a", -0.0, None), Token(98, "b", -1.0, None), Token(99, "c", -2.0, "length")]
 
 
 @pytest.mark.parametrize("character", ["é", "€", "😀"])
@@ -55,19 +51,33 @@ def test_a_character_is_held_back_until_its_last_byte(character):
     assert texts(got) == [""] * (len(data) - 1) + [character, "!"]
 
 
-def test_a_token_without_text_inside_a_character_leaves_it_whole():
-    first, *rest = "€".encode()
-    ids = [first, 256, *rest, 256, 33]
-    assert texts(run(ids, "", stop=["!?"])) == ["", "", "", "€", "", "!"]
+EURO = list("€".encode())
 
 
-def test_an_incomplete_character_at_the_end_is_replaced_once():
-    assert texts(run(list("a€".encode()[:-1]))) == ["a", "", "\ufffd"]
-    assert texts(run([*"€".encode()[:-1], END])) == ["", "", "\ufffd"]
-
-
-def test_bytes_that_are_no_text_are_replaced_and_what_follows_survives():
-    assert texts(run([0xFF, 97, 0xE2, 98])) == ["\ufffd", "a", "", "\ufffdb"]
+@pytest.mark.parametrize(
+    ("ids", "word", "stop", "want", "finish"),
+    [
+        ([EURO[0], 256, *EURO[1:], 256, 33], "", "!?", ["", "", "", "€", "", "!"], "length"),  # nothing between bytes
+        ([97, *EURO[:-1]], "", None, ["a", "", "\ufffd"], "length"),  # an incomplete character is replaced once
+        ([*EURO[:-1], END], "", None, ["", "", "\ufffd"], "eos"),
+        ([0xFF, 97, 0xE2, 98], "", None, ["\ufffd", "a", "", "\ufffdb"], "length"),  # what is no text
+        ([*b"ab#", END], "", "##", ["a", "b", "", "#"], "eos"),  # what was held back is handed out
+        (b"a#", "", "##", ["a", "#"], "length"),
+        (b"one STOP", "", "STOP", ["o", "n", "e", " ", "", "", "", ""], "stop"),
+        ([97, 256], "b END c", " END", ["a", "b"], "stop"),  # inside of a token
+        (b"a##b", "", "###", ["a", "", "", "##b"], "length"),  # only begun
+        (b"aabaac", "", "aabaad", ["", "", "", "", "", "aabaac"], "length"),  # the longest beginning is held back
+        (b"aaab", "", "aab", ["", "", "a", ""], "stop"),
+        ([256], "x two one", "one,two", ["x "], "stop"),  # the first in the text wins
+        ("a→".encode(), "", "→", ["a", "", "", ""], "stop"),
+        (b"a##", "", "##", ["a", "", ""], "stop"),  # completed by the last token
+    ],
+)
+def test_text_is_handed_out_when_it_is_certain(ids, word, stop, want, finish):
+    most = len(ids) if finish == "length" or stop == "##" else 99
+    got = run(list(ids), word, stop=stop.split(",") if stop else [], max_tokens=most)
+    assert texts(got) == want
+    assert [token.finish for token in got] == [None] * (len(want) - 1) + [finish]
 
 
 @pytest.mark.parametrize("end", [END, OTHER_END])
@@ -76,21 +86,9 @@ def test_every_end_token_ends_the_text_and_has_none_itself(end):
     assert got == [Token(97, "a", -0.0, None), Token(end, "", -1.0, "eos")]
 
 
-def test_an_end_token_hands_out_what_was_held_back():
-    got = run([*b"ab#", END], stop=["##"], max_tokens=10)
-    assert texts(got) == ["a", "b", "", "#"]
-    assert got[-1].finish == "eos"
-
-
 def test_without_end_ids_an_end_token_is_an_empty_token():
     got = list(stream(iter([(END, 0.0), (97, 0.0)]), Answer(ByteTokenizer(), end_ids=frozenset(), max_tokens=2)))
     assert [(token.text, token.finish) for token in got] == [("", None), ("a", "length")]
-
-
-def test_a_stop_string_across_tokens_is_never_handed_out():
-    got = run(list(b"one STOP"), stop=["STOP"], max_tokens=99)
-    assert texts(got) == ["o", "n", "e", " ", "", "", "", ""]
-    assert [token.finish for token in got] == [None] * 7 + ["stop"]
 
 
 @pytest.mark.parametrize("length", [17, 40, 300])
@@ -100,42 +98,6 @@ def test_a_long_stop_string_across_tokens_is_never_handed_out(length):
     assert texts(got) == [">", " "] + [""] * length
     assert got[-1].finish == "stop"
     assert "".join(texts(run(list(stop[:-1].encode()), stop=[stop]))) == stop[:-1]
-
-
-def test_a_stop_string_inside_a_token_cuts_it():
-    got = run([97, 256], "b END c", stop=[" END"], max_tokens=99)
-    assert got == [Token(97, "a", -0.0, None), Token(256, "b", -1.0, "stop")]
-
-
-def test_text_that_only_began_a_stop_string_is_handed_out_late():
-    assert texts(run(list(b"a##b"), stop=["###"])) == ["a", "", "", "##b"]
-
-
-def test_the_longest_beginning_of_a_stop_string_is_held_back():
-    assert texts(run(list(b"aabaac"), stop=["aabaad"])) == ["", "", "", "", "", "aabaac"]
-    assert texts(run(list(b"aaab"), stop=["aab"], max_tokens=99)) == ["", "", "a", ""]
-
-
-def test_the_first_of_several_stop_strings_in_the_text_wins():
-    got = run([256], "x two one", stop=["one", "two"], max_tokens=99)
-    assert texts(got) == ["x "]
-    assert got[0].finish == "stop"
-
-
-def test_a_stop_string_of_several_bytes_per_character_is_found():
-    got = run(list("a→b".encode()), stop=["→"], max_tokens=5)[:4]
-    assert texts(got) == ["a", "", "", ""]
-    assert got[-1].finish == "stop"
-
-
-def test_the_last_token_hands_out_what_was_held_back():
-    got = run(list(b"a#"), stop=["##"])
-    assert texts(got) == ["a", "#"]
-    assert got[-1].finish == "length"
-
-
-def test_a_stop_string_completed_by_the_last_token_is_a_stop():
-    assert run(list(b"a##"), stop=["##"])[-1] == Token(35, "", -2.0, "stop")
 
 
 @pytest.mark.parametrize("stop", [(), ["no"], ["é!", "x"]])

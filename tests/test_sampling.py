@@ -5,16 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from llorch.sampling import (
-    SamplingSettings,
-    draw,
-    keep_min_p,
-    keep_top_k,
-    keep_top_p,
-    penalise,
-    probabilities,
-    softmax,
-)
+from llorch.sampling import SamplingSettings, draw, keep_min_p, keep_top_k, keep_top_p, penalise, probabilities, softmax
 
 INF = math.inf
 
@@ -37,75 +28,49 @@ def test_softmax_of_plus_and_minus_300_is_finite(dtype):
     np.testing.assert_allclose(got, np.array([0.5, 0, 0.5, 0], dtype), atol=1e-200, strict=True)
 
 
-def test_penalty_divides_positive_and_multiplies_negative_logits():
-    logits = np.array([4.0, -4.0, 0.0, 3.0])
-    np.testing.assert_array_equal(penalise(logits, [0, 1, 2], penalty=2.0), [2.0, -8.0, 0.0, 3.0])
+@pytest.mark.parametrize(
+    ("logits", "history", "penalty", "want"),
+    [
+        ([4.0, -4.0, 0.0, 3.0], [0, 1, 2], 2.0, [2.0, -8.0, 0.0, 3.0]),
+        ([-1.0, -1.5], [0], 2.0, [-2.0, -1.5]),  # never a higher rank: dividing -1 by 2 would keep it first
+        ([8.0, 1.0], [0, 0, 0], 2.0, [4.0, 1.0]),  # once, however often it came
+        ([4.0, -4.0], [0, 1], 0.5, [8.0, -2.0]),  # below one it encourages
+        ([4.0, -4.0], [], 2.0, [4.0, -4.0]),
+    ],
+)
+def test_penalty_divides_positive_and_multiplies_negative_logits_of_seen_tokens(logits, history, penalty, want):
+    np.testing.assert_array_equal(penalise(np.array(logits), history, penalty=penalty), want)
 
 
-def test_penalty_never_raises_the_rank_of_a_seen_token():
-    logits = np.array([-1.0, -1.5])
-    assert np.argmax(penalise(logits, [0], penalty=2.0)) == 1  # dividing -1 by 2 would keep it first
+SOME = np.array([1.0, 5.0, -2.0, 3.0])
+TIES = np.array([3.0, 1.0, 3.0, 5.0, 3.0])
+CUMULATED = logits_of(0.15, 0.5, 0.05, 0.3)  # from the top: 0.5, 0.8, 0.95, 1
+FALLING = logits_of(0.4, 0.3, 0.2, 0.1)
 
 
-def test_penalty_counts_a_token_once_however_often_it_came():
-    np.testing.assert_array_equal(penalise(np.array([8.0, 1.0]), [0, 0, 0], penalty=2.0), [4.0, 1.0])
-
-
-def test_penalty_below_one_encourages():
-    np.testing.assert_array_equal(penalise(np.array([4.0, -4.0]), [0, 1], penalty=0.5), [8.0, -2.0])
-
-
-def test_penalty_without_history_changes_nothing():
-    np.testing.assert_array_equal(penalise(np.array([4.0, -4.0]), [], penalty=2.0), [4.0, -4.0])
-
-
-def test_top_k_keeps_the_k_highest():
-    logits = np.array([1.0, 5.0, -2.0, 3.0])
-    np.testing.assert_array_equal(keep_top_k(logits, k=2), [-INF, 5.0, -INF, 3.0])
-    np.testing.assert_array_equal(keep_top_k(logits, k=1), [-INF, 5.0, -INF, -INF])
-
-
-@pytest.mark.parametrize("k", [0, 4, 5, 100])
-def test_top_k_of_zero_or_of_the_vocabulary_keeps_all(k):
-    logits = np.array([1.0, 5.0, -2.0, 3.0])
-    np.testing.assert_array_equal(keep_top_k(logits, k=k), logits)
-
-
-def test_top_k_keeps_ties_with_the_lowest_kept():
-    assert kept(keep_top_k(np.array([3.0, 1.0, 3.0, 5.0, 3.0]), k=2)) == [0, 2, 3, 4]
-
-
-def test_top_p_keeps_the_token_that_crosses_the_boundary():
-    logits = logits_of(0.15, 0.5, 0.05, 0.3)  # cumulated from the top: 0.5, 0.8, 0.95, 1
-    assert kept(keep_top_p(logits, p=0.6)) == [1, 3]
-    assert kept(keep_top_p(logits, p=0.79)) == [1, 3]
-    assert kept(keep_top_p(logits, p=0.81)) == [0, 1, 3]
-    assert kept(keep_top_p(logits, p=0.96)) == [0, 1, 2, 3]
-
-
-def test_top_p_stops_where_the_boundary_is_met_exactly():
-    assert kept(keep_top_p(np.array([0.0, -INF, 0.0]), p=0.5)) == [0]  # 0.5 is reached by the first
-
-
-def test_top_p_keeps_at_least_the_best_token():
-    assert kept(keep_top_p(logits_of(0.2, 0.5, 0.3), p=1e-9)) == [1]
-
-
-def test_top_p_of_one_keeps_even_the_least_likely():
-    logits = np.array([0.0, -200.0, -INF])
-    np.testing.assert_array_equal(keep_top_p(logits, p=1.0), logits)
-
-
-def test_top_p_breaks_ties_towards_the_lowest_id():
-    assert kept(keep_top_p(np.zeros(5), p=0.5)) == [0, 1, 2]
-
-
-def test_min_p_keeps_tokens_in_proportion_to_the_best():
-    logits = logits_of(0.4, 0.3, 0.2, 0.1)
-    assert kept(keep_min_p(logits, min_p=0.3)) == [0, 1, 2]
-    assert kept(keep_min_p(logits, min_p=0.6)) == [0, 1]
-    assert kept(keep_min_p(logits, min_p=0.99)) == [0]
-    assert kept(keep_min_p(logits, min_p=0.0)) == [0, 1, 2, 3]
+@pytest.mark.parametrize(
+    ("filtered", "logits", "want"),
+    [
+        *((keep_top_k(SOME, k=k), SOME, want) for k, want in ((1, [1]), (2, [1, 3]))),
+        *((keep_top_k(SOME, k=k), SOME, [0, 1, 2, 3]) for k in (0, 4, 5, 100)),  # 0 or the vocabulary keeps all
+        (keep_top_k(TIES, k=2), TIES, [0, 2, 3, 4]),  # ties with the lowest kept
+        # The token that crosses the boundary is kept.
+        *((keep_top_p(CUMULATED, p=p), CUMULATED, [1, 3]) for p in (0.6, 0.79)),
+        (keep_top_p(CUMULATED, p=0.81), CUMULATED, [0, 1, 3]),
+        (keep_top_p(CUMULATED, p=0.96), CUMULATED, [0, 1, 2, 3]),
+        (keep_top_p(np.array([0.0, -INF, 0.0]), p=0.5), np.zeros(3), [0]),  # met exactly by the first
+        (keep_top_p(CUMULATED, p=1e-9), CUMULATED, [1]),
+        (keep_top_p(np.array([0.0, -200.0, -INF]), p=1.0), np.array([0.0, -200.0]), [0, 1]),  # even the least likely
+        (keep_top_p(np.zeros(5), p=0.5), np.zeros(5), [0, 1, 2]),  # ties go to the lowest id
+        (keep_min_p(FALLING, min_p=0.3), FALLING, [0, 1, 2]),  # in proportion to the best
+        (keep_min_p(FALLING, min_p=0.6), FALLING, [0, 1]),
+        (keep_min_p(FALLING, min_p=0.99), FALLING, [0]),
+        (keep_min_p(FALLING, min_p=0.0), FALLING, [0, 1, 2, 3]),
+    ],
+)
+def test_a_filter_keeps_some_logits_as_they_are(filtered, logits, want):
+    assert kept(filtered) == want
+    np.testing.assert_array_equal(filtered[want], logits[want])
 
 
 def test_filters_leave_kept_logits_as_they_are_and_their_input_alone(dtype):

@@ -64,12 +64,7 @@ class Weights(Mapping):
     """The weights of a model by canonical name: arrays, and matrices that multiply themselves; see `open_weights`."""
 
     def __init__(
-        self,
-        *,
-        config: ModelConfig,
-        path: Path,
-        source: GGUFFile | SafetensorsFolder,
-        slots: Mapping[str, Slot],
+        self, *, config: ModelConfig, path: Path, source: GGUFFile | SafetensorsFolder, slots: Mapping[str, Slot]
     ) -> None:
         """Wrap an open file that was checked against its configuration; slots by canonical name."""
         self.config = config

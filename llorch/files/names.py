@@ -38,11 +38,7 @@ MODEL_WEIGHTS = (
     WeightRow("embed_tokens", "token_embd.weight", "model.embed_tokens.weight", ("vocab_size", "hidden_size")),
     WeightRow("final_norm", "output_norm.weight", "model.norm.weight", ("hidden_size",)),
     WeightRow(
-        "lm_head",
-        "output.weight",
-        "lm_head.weight",
-        ("vocab_size", "hidden_size"),
-        ("tie_word_embeddings", False),
+        "lm_head", "output.weight", "lm_head.weight", ("vocab_size", "hidden_size"), ("tie_word_embeddings", False)
     ),
 )
 

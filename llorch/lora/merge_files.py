@@ -171,9 +171,7 @@ def _change(weights: Weights, merged: MergedWeights, written: Weights, name: str
     moved = exact != before
     unseen = np.count_nonzero(moved & (after == rounded)) / max(1, np.count_nonzero(moved))
     return MatrixChange(
-        change=float(np.abs(after - before).max()),
-        rounding=float(np.abs(after - exact).max()),
-        vanished=float(unseen),
+        change=float(np.abs(after - before).max()), rounding=float(np.abs(after - exact).max()), vanished=float(unseen)
     )
 
 

@@ -11,10 +11,7 @@ from llorch.errors import FormatError
 
 PACKAGES = ("llorch", "torch", "numpy", "safetensors", "tokenizers")
 NOTHING = "nothing"
-CUBLAS_WORKSPACE = (
-    "CUBLAS_WORKSPACE_CONFIG",
-    ":4096:8",
-)  # the variable, and what we set where it is not set
+CUBLAS_WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # the variable, and what we set where it is not set
 
 
 def environment(device: str) -> dict[str, Any]:

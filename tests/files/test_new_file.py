@@ -7,66 +7,47 @@ import pytest
 from llorch.files.new_file import new_file, new_folder
 
 
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+def content(place: Path) -> str:
+    """What a file says, or the one file of a folder is called."""
+    return place.read_text() if place.is_file() else ",".join(path.name for path in place.iterdir())
 
 
-def write_half_of_a_file(path: Path) -> None:
-    with new_file(path) as temporary:
-        temporary.write_text("half")
-        raise KeyboardInterrupt
+def fill(place: Path, text: str) -> None:
+    if place.is_dir():
+        (place / text).touch()
+    else:
+        place.write_text(text)
 
 
-def write_half_of_a_folder(path: Path) -> None:
-    with new_folder(path) as temporary:
-        (temporary / "half").touch()
-        raise KeyboardInterrupt
+@pytest.fixture(params=[new_file, new_folder])
+def new(request: pytest.FixtureRequest, tmp_path: Path):
+    """A way to write, and an old file or folder in the place."""
+    if request.param is new_folder:
+        (tmp_path / "a").mkdir()
+    fill(tmp_path / "a", "old")
+    return request.param
 
 
-def lose_the_new_folder(path: Path) -> None:
-    with new_folder(path) as temporary:
-        temporary.rename(path.with_name("elsewhere"))
+def write_half(new, place: Path, ends: BaseException) -> None:
+    with new(place) as temporary:
+        fill(temporary, "half")
+        if isinstance(ends, KeyboardInterrupt):
+            raise ends
+        temporary.rename(place.with_name("elsewhere"))
 
 
-def test_a_file_appears_at_the_end(tmp_path: Path):
-    with new_file(tmp_path / "a") as temporary:
-        temporary.write_text("new")
+def test_it_appears_at_the_end_in_place_of_the_old_one(new, tmp_path: Path):
+    with new(tmp_path / "a") as temporary:
+        fill(temporary, "new")
         assert temporary.parent == tmp_path
-        assert not (tmp_path / "a").exists()
-    assert names(tmp_path) == ["a"]
-    assert (tmp_path / "a").read_text() == "new"
+        assert content(tmp_path / "a") == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    assert content(tmp_path / "a") == "new"
 
 
-def test_a_file_that_fails_leaves_the_old_one(tmp_path: Path):
-    (tmp_path / "a").write_text("old")
-    with pytest.raises(KeyboardInterrupt):
-        write_half_of_a_file(tmp_path / "a")
-    assert names(tmp_path) == ["a"]
-    assert (tmp_path / "a").read_text() == "old"
-
-
-def test_a_folder_appears_at_the_end_in_place_of_the_old_one(tmp_path: Path):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "old").touch()
-    with new_folder(tmp_path / "a") as temporary:
-        (temporary / "new").touch()
-        assert names(tmp_path / "a") == ["old"]
-    assert names(tmp_path) == ["a"]
-    assert names(tmp_path / "a") == ["new"]
-
-
-def test_a_folder_that_fails_leaves_the_old_one(tmp_path: Path):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "old").touch()
-    with pytest.raises(KeyboardInterrupt):
-        write_half_of_a_folder(tmp_path / "a")
-    assert names(tmp_path) == ["a"]
-    assert names(tmp_path / "a") == ["old"]
-
-
-def test_a_new_folder_that_vanishes_leaves_the_old_one(tmp_path: Path):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "old").touch()
-    with pytest.raises(FileNotFoundError):
-        lose_the_new_folder(tmp_path / "a")
-    assert names(tmp_path / "a") == ["old"]
+@pytest.mark.parametrize("ends", [KeyboardInterrupt(), FileNotFoundError()], ids=["interrupted", "vanished"])
+def test_one_that_fails_leaves_the_old_one(new, tmp_path: Path, ends: BaseException):
+    with pytest.raises(type(ends)):
+        write_half(new, tmp_path / "a", ends)
+    assert {path.name for path in tmp_path.iterdir()} - {"elsewhere"} == {"a"}
+    assert content(tmp_path / "a") == "old"

@@ -87,10 +87,7 @@ EXPECTED: dict[str, tuple[str, bytes]] = {
         "TooLarge",
         safetensors_bytes({f"t{index}": tensor("U8", [0], [0, 0]) for index in range(70_000)}),
     ),
-    "70,000 entries of something else": (
-        "TooLarge",
-        safetensors_bytes({f"t{index}": 1 for index in range(70_000)}),
-    ),
+    "70,000 entries of something else": ("TooLarge", safetensors_bytes({f"t{index}": 1 for index in range(70_000)})),
     "two million numbers": ("TooLarge", safetensors_bytes(b"[" + b"1," * 2_000_000 + b"1]")),
     "NaN in the header": ("Malformed", safetensors_bytes(b'{"a": NaN}')),
     "Infinity in the header": ("Malformed", safetensors_bytes(b'{"a": -Infinity}')),

@@ -189,10 +189,7 @@ FOLDERS = [
     pytest.param(at(f"{TEMPLATE}/single/0", 5), "Malformed", "got 5", id="template step"),
     pytest.param(at(f"{TEMPLATE}/special_tokens", {}), "Malformed", "special", id="template token"),
     pytest.param(
-        at(f"{TEMPLATE}/special_tokens/<|begin_of_text|>/ids", [4096]),
-        "OutOfRange",
-        "4096",
-        id="template id",
+        at(f"{TEMPLATE}/special_tokens/<|begin_of_text|>/ids", [4096]), "OutOfRange", "4096", id="template id"
     ),
     pytest.param(config("config.json", eos_token_id=265), "OutOfRange", "got 265", id="eos 265"),
     pytest.param(config("config.json", bos_token_id="1"), "Malformed", "bos_token_id", id="bos a text"),

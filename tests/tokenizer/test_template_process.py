@@ -17,10 +17,7 @@ from llorch.tokenizer import template_process
 from llorch.tokenizer.template_process import Limits, TemplateProcess
 
 HELLO = {"source": "hello", "variables": {}}
-ENDLESS = {
-    "source": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-    "variables": {},
-}
+ENDLESS = {"source": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "variables": {}}
 HUNGRY = {"source": "{{ 'a' * 2000000000 }}", "variables": {}}
 OUT_OF_TIME = {"code": "TemplateBudget", "message": "takes over 0.3 s"}
 

@@ -139,8 +139,7 @@ def test_a_gguf_file_has_the_template_of_its_folder(model_with: Callable[..., Mo
 
 
 @pytest.mark.parametrize(
-    ("train_on", "want"),
-    [("last", ["\n Caf\u00e9 \U0001f98a<|im_end|>"]), ("assistant", None), ("all", "whole")],
+    ("train_on", "want"), [("last", ["\n Caf\u00e9 \U0001f98a<|im_end|>"]), ("assistant", None), ("all", "whole")]
 )
 def test_what_is_learned_of_a_conversation_can_be_chosen(
     model_with: Callable[..., Model], train_on: TrainOn, want: object

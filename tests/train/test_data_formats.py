@@ -53,11 +53,7 @@ def test_messages_learn_every_turn_of_the_assistant_unless_its_weight_is_0():
 
 def test_calls_of_tools_are_brought_into_one_form():
     want = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
-    for call in (
-        {"name": "f", "arguments": {"x": 1}},
-        {"function": {"name": "f", "arguments": '{"x": 1}'}},
-        want,
-    ):
+    for call in ({"name": "f", "arguments": {"x": 1}}, {"function": {"name": "f", "arguments": '{"x": 1}'}}, want):
         found = chat(messages=[USER, {"role": "assistant", "content": None, "tool_calls": [call]}], tools=[{"a": 1}])
         assert found.messages[1] == {"role": "assistant", "content": "", "tool_calls": [want]}
         assert found.tools == [{"a": 1}]

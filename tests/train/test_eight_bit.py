@@ -5,16 +5,7 @@ import pytest
 from bitsandbytes_codes import kernel_book, kernel_codes
 
 from llorch.train.adamw import adamw_step
-from llorch.train.eight_bit import (
-    BLOCK,
-    SIGNED,
-    UNSIGNED,
-    CodeBook,
-    adamw_8bit_step,
-    dequantise,
-    quantise,
-    zeros,
-)
+from llorch.train.eight_bit import BLOCK, SIGNED, UNSIGNED, CodeBook, adamw_8bit_step, dequantise, quantise, zeros
 
 BOOKS = pytest.mark.parametrize("book", [SIGNED, UNSIGNED], ids=["signed", "unsigned"])
 HYPER = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}

@@ -86,8 +86,7 @@ def test_the_default_dtype_is_that_of_the_device():
 
 
 @pytest.mark.parametrize(
-    ("given", "steps"),
-    [({}, 5), ({"warmup_steps": 0}, 0), ({"warmup_steps": 7}, 7), ({"warmup_ratio": 0.105}, 11)],
+    ("given", "steps"), [({}, 5), ({"warmup_steps": 0}, 0), ({"warmup_steps": 7}, 7), ({"warmup_ratio": 0.105}, 11)]
 )
 def test_warm_up_is_a_number_of_steps_or_a_share_of_them(given: dict[str, Any], steps: int):
     assert settings(**given).warmup_for(100) == steps
