@@ -20,7 +20,7 @@ from jaxtyping import Float, Float64, Int
 
 from llorch.config import ModelConfig
 from llorch.files import LayerWeights, Weights
-from llorch.forward import Keep, block
+from llorch.forward import Keep
 from llorch.ops.attention import attention_context_backward, attention_probs_backward, attention_scores_backward
 from llorch.ops.linear import linear_backward
 from llorch.ops.lora import LoraMatrix
@@ -33,8 +33,18 @@ Hidden = Float[np.ndarray, "seq hidden"]
 Table = Float64[np.ndarray, "seq half"]
 
 
+def as_is(name: str, array: np.ndarray) -> np.ndarray:
+    """A `keep` that changes nothing."""
+    return array
+
+
 def backward(
-    d_logits: Float[np.ndarray, "seq vocab"], ids: Int[np.ndarray, " seq"], trace: Trace, weights: Weights
+    d_logits: Float[np.ndarray, "seq vocab"],
+    ids: Int[np.ndarray, " seq"],
+    trace: Trace,
+    weights: Weights,
+    *,
+    keep: Keep = as_is,
 ) -> dict[str, np.ndarray]:
     """Send the gradient of the loss from the logits down to the embedding.
 
@@ -43,20 +53,21 @@ def backward(
         ids: Token ids of the pass, at positions 0 and up.
         trace: What `forward` kept of that pass, from an empty cache.
         weights: What `forward` ran: adapted ones, for anything to be trained.
+        keep: Called with the name and the array of every gradient; what it returns goes on down.
 
     Returns:
         Gradient by every stage, `l0.q_rope`, and block input, `l0.block_in`, under its key in the trace; and by every
         tensor of the adapter, `layers.0.q_proj.lora_A`.
     """
     config, grads = weights.config, {}
-    keep = recorder(grads)
+    keep = recorder(grads, keep)
     cos, sin = tables(len(ids), config)
     head = weights["embed_tokens" if config.tie_word_embeddings else "lm_head"]
     d_x = projection_backward(keep("logits", d_logits), "lm_head", trace["final_norm"], head, keep)
     last = trace[f"l{config.n_layers - 1}.block_out"]
     d_x = rms_norm_backward(keep("final_norm", d_x), last, weights["final_norm"], eps=config.rms_norm_eps)
     for i in reversed(range(config.n_layers)):
-        d_x = block_backward(d_x, layer_trace(trace, i), weights.layer(i), config, cos, sin, keep_layer(grads, i))
+        d_x = block_backward(d_x, layer_trace(trace, i), weights.layer(i), config, cos, sin, keep_layer(keep, i))
     embedding_backward(keep("embed", d_x), ids, weights["embed_tokens"], keep)
     return grads
 
@@ -65,8 +76,8 @@ def block_backward(
     d_out: Hidden, stage: Trace, w: LayerWeights, config: ModelConfig, cos: Table, sin: Table, keep: Keep
 ) -> Hidden:
     """One layer: past both parts along the residual stream, and through both."""
-    eps = config.rms_norm_eps
-    d_h = keep("ffn_norm", feed_forward_backward(keep("block_out", d_out), stage, w, keep))
+    eps, d_out = config.rms_norm_eps, keep("block_out", d_out)
+    d_h = keep("ffn_norm", feed_forward_backward(d_out, stage, w, keep))
     d_x = keep("attn_residual", d_out + rms_norm_backward(d_h, stage["attn_residual"], w["ffn_norm"], eps=eps))
     d_h = keep("attn_norm", attention_backward(d_x, stage, w, config, cos, sin, keep))
     return keep("block_in", d_x + rms_norm_backward(d_h, stage["block_in"], w["attn_norm"], eps=eps))
@@ -122,39 +133,18 @@ def embedding_backward(d_embed: Hidden, ids: Int[np.ndarray, " seq"], weight: An
             keep(f"embed_tokens.{kind}", array)
 
 
-def block_gradients(d_out: Hidden, block_in: Hidden, layer: int, weights: Weights) -> dict[str, np.ndarray]:
-    """Run one block alone, forward and backward, from numbers of another engine: an error is its own then.
+def recorder(kept: dict[str, np.ndarray], keep: Keep = as_is) -> Keep:
+    """A `keep` that puts every array into a dictionary, as another one gives it back."""
 
-    Args:
-        d_out: Gradient by the block's result.
-        block_in: The block's input, at positions 0 and up.
-        layer: Which block.
-        weights: The model with its adapter.
+    def recorded(name: str, array: np.ndarray) -> np.ndarray:
+        kept[name] = keep(name, array)
+        return kept[name]
 
-    Returns:
-        Gradient by every stage of the block, its input, and every tensor of its adapters; keys as in `backward`.
-    """
-    config, w = weights.config, weights.layer(layer)
-    cos, sin = tables(len(block_in), config)
-    stage, grads = {"block_in": block_in}, {}
-    block(block_in, w, config, cos, sin, lambda k, v: (k.swapaxes(0, 1), v.swapaxes(0, 1)), recorder(stage))
-    block_backward(d_out, stage, w, config, cos, sin, keep_layer(grads, layer))
-    return grads
+    return recorded
 
 
-def recorder(kept: dict[str, np.ndarray]) -> Keep:
-    """A `keep` that puts every array into a dictionary."""
-
-    def keep(name: str, array: np.ndarray) -> np.ndarray:
-        kept[name] = array
-        return array
-
-    return keep
-
-
-def keep_layer(grads: dict[str, np.ndarray], layer: int) -> Keep:
-    """A recorder for one layer: stages are named as in a trace, tensors of the adapter as weights are."""
-    keep = recorder(grads)
+def keep_layer(keep: Keep, layer: int) -> Keep:
+    """The `keep` of one layer: stages are named as in a trace, tensors of the adapter as weights are."""
     return lambda name, array: keep(f"layers.{layer}.{name}" if "." in name else f"l{layer}.{name}", array)
 
 

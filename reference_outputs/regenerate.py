@@ -33,7 +33,6 @@ from llorch.verify.quantised_goldens import save as save_quantised
 from llorch.verify.training.goldens import MODELS as TRAINED
 from llorch.verify.training.goldens import read as read_training
 from llorch.verify.training.goldens import save as save_training
-from llorch.verify.training.judge import TrainingJudge
 from llorch.verify.truth import take_truth
 from llorch.verify.verifier import MATHEMATICS, Verifier
 from llorch.verify.witnesses import Producer, open_producer
@@ -85,8 +84,7 @@ def training(name: str, folder: Path, *, check: bool) -> list[str]:
     click.echo(f"{name}: running peft and llamacpp", err=True)
     golden = make_training.make_training(name)
     if check:
-        judge = TrainingJudge(name, open_weights(builtin_path(name)), read_training(folder))
-        return make_training.checked(golden, judge)
+        return make_training.checked(golden, read_training(folder), open_weights(builtin_path(name)))
     save_training(folder, golden)
     return []
 

@@ -8,17 +8,23 @@ then is what another order of sums can do. Nothing of ours computes.
 
 from collections import defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-from make_training import stage_of
+from make_training import apart
 
+from llorch.config import ModelConfig
 from llorch.train.batch import Batch
 from llorch.verify.compare import FACTOR, Difference, Tolerance, tolerance_from
-from llorch.verify.training.judge import TrainingJudge, difference
+from llorch.verify.places import Place
+from llorch.verify.training import limits
+from llorch.verify.training.claims import tolerances
+from llorch.verify.training.goldens import TrainingGolden
+from llorch.verify.training.places import CHAINED, Arrays
 from llorch.verify.training.recipe import OPTIMIZER, STEPS_SHOWN, step_batches
 from llorch.verify.witnesses.float64_everywhere import float64_everywhere
-from llorch.verify.witnesses.peft import Arrays, Peft, gradients_of
+from llorch.verify.witnesses.peft import Peft, gradient_of, trained
 
 N_RUNS = 4
 
@@ -26,43 +32,30 @@ N_RUNS = 4
 class DisturbedPeft(Peft):
     """Optimizer steps whose gradients are off by random shares of each tensor's size."""
 
-    def run(self, judge: TrainingJudge, *, size: float, seed: int) -> Arrays:
+    def run(self, golden: TrainingGolden, *, size: float, seed: int) -> Arrays:
         """The arrays of the steps that are stored, and the gradients that these were given.
 
-        Args:
-            judge: Of the stored goldens.
-            size: Root mean square of what a gradient is off by, as a share of its own.
-            seed: Of the shares.
-
-        Returns:
-            By the keys of the golden.
+        `size` is the root mean square of what a gradient is off by, as a share of its own; `seed` that of the shares.
         """
         self._size, self._rng = size, torch.Generator().manual_seed(seed)
-        steps = [step_batches(judge.golden.batches, step, 1) for step in range(1, max(STEPS_SHOWN) + 1)]
-        made = self.steps(judge.golden.adapter_for(self.config), steps, OPTIMIZER, shown=STEPS_SHOWN)
-        return {f"step {step}/{key}": array for step, arrays in made.items() for key, array in arrays.items()}
+        steps = [step_batches(golden.batches, step, 1) for step in range(1, max(STEPS_SHOWN) + 1)]
+        return self.steps(golden.adapter_for(self.config), steps, OPTIMIZER, shown=STEPS_SHOWN)
 
     def _backward(self, model: Any, batches: Sequence[Batch]) -> None:
         super()._backward(model, batches)
-        for grad in gradients_of(model).values():
+        for grad in map(gradient_of, trained(model).values()):
             grad += self._size * grad.square().mean().sqrt() * torch.randn(grad.shape, generator=self._rng)
 
 
-def training_spread(judge: TrainingJudge) -> dict[str, Tolerance]:
-    """What rounding can do to the arrays of optimizer steps.
-
-    Args:
-        judge: Of the stored goldens.
-
-    Returns:
-        Key to how far a golden that is made again may be from the stored one.
-    """
-    size = judge.tolerances()["chained"]["gradient"].error / FACTOR  # the engine's largest distance at step 1
-    found: dict[str, list[Difference]] = defaultdict(list)
+def training_spread(path: str | Path, config: ModelConfig, golden: TrainingGolden) -> dict[Place, Tolerance]:
+    """What rounding can do to the arrays of optimizer steps: how far goldens made again may be from the stored ones."""
+    made = tolerances(golden, config, "float32")[CHAINED]["gradient"]
+    size = made.error / FACTOR  # the engine's largest distance at step 1
+    found: dict[Place, list[Difference]] = defaultdict(list)
     with float64_everywhere():
-        producer = DisturbedPeft(judge.weights.path, dtype="float64")
-        truth = producer.run(judge, size=0.0, seed=0)
+        producer = DisturbedPeft(path, dtype="float64")
+        truth = producer.run(golden, size=0.0, seed=0)
         for seed in range(N_RUNS):
-            for text, array in producer.run(judge, size=size, seed=seed).items():
-                found[text].append(difference(array, truth[text], stage_of(text)))
-    return {text: tolerance_from(each, floor=stage_of(text).floor) for text, each in found.items()}
+            for place, array in producer.run(golden, size=size, seed=seed).items():
+                found[place].append(apart(place, array, truth[place]))
+    return {place: tolerance_from(each, floor=limits.floor(place.stage, "float32")) for place, each in found.items()}

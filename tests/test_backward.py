@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from random_adapters import EVERY, random_adapter, tiny_base
 
-from llorch.backward import backward, block_gradients, layer_trace, recorder
+from llorch.backward import backward, recorder
 from llorch.cache import KVCache
 from llorch.files import Weights, open_weights
 from llorch.forward import forward
@@ -97,15 +97,17 @@ def test_rows_after_the_last_learned_one_get_no_gradient_in_any_stage(weights, a
         assert not by_token[3:].any(), name
 
 
-def test_a_block_alone_gives_the_same_bits_as_inside_the_model(weights, adapter):
+@pytest.mark.parametrize(("name", "above"), [("l1.block_out", ()), ("l1.block_in", ("l1.", "layers.1."))])
+def test_what_keep_gives_back_goes_on_down(weights, adapter, name, above):
     adapted = AdaptedWeights(weights, adapter)
     trace, grads = traced(adapted)
-    for layer in range(weights.config.n_layers):
-        block_in = layer_trace(trace, layer)["block_in"]
-        alone = block_gradients(grads[f"l{layer}.block_out"], block_in, layer, adapted)
-        assert alone.keys() == {name for name in grads if name.startswith((f"l{layer}.", f"layers.{layer}."))}
-        for name, array in alone.items():
-            np.testing.assert_array_equal(array, grads[name], err_msg=name)
+    d_logits = cross_entropy_backward(trace["logits"], WANTED, label_smoothing=0.1, n_trained=4)
+    twice = lambda key, array: 2 * array if key == name else array  # noqa: E731
+    found = backward(d_logits, IDS, trace, adapted, keep=twice)
+    assert found.keys() == grads.keys()
+    for key, array in grads.items():
+        as_before = key.startswith(("lm_head", "logits", "final_norm", *above)) and key != name
+        np.testing.assert_array_equal(found[key], array if as_before else 2 * array, err_msg=key)
 
 
 def test_an_adapter_on_one_layer_trains_that_layer_alone_and_the_gradient_goes_on_below_it(weights):

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch_detours import detoured
 
-from llorch.backward import block_gradients
 from llorch.builtin import builtin_path
 from llorch.files import Weights, open_weights
 from llorch.lora.adapted_weights import AdaptedWeights
@@ -108,22 +107,6 @@ def test_every_stage_and_every_tensor_has_the_gradient_of_torch(weights, adapter
     for layer in range(weights.config.n_layers):
         block_in = stages["embed" if layer == 0 else f"l{layer - 1}.block_out"].grad
         assert_close(grads[f"l{layer}.block_in"], None if block_in is None else block_in[0], f"l{layer}.block_in")
-
-
-@pytest.mark.parametrize("layer", [0, 1])
-def test_a_block_alone_makes_the_gradients_of_torch_from_torch_s_numbers(weights, rng, layer):
-    adapter, batch = adapter_of(weights), batch_of(rng, weights, (SEQ,))
-    stages, leaves = stage_gradients(weights, adapter, batch)
-    block_in, block_out = stages["embed" if layer == 0 else f"l{layer - 1}.block_out"], stages[f"l{layer}.block_out"]
-    assert block_in.grad is not None
-    assert block_out.grad is not None
-    d_out, x = block_out.grad[0].numpy(), block_in.detach()[0].numpy()
-    grads = block_gradients(d_out, x, layer, AdaptedWeights(weights, adapter))
-    assert_close(grads[f"l{layer}.block_in"], block_in.grad[0], "block_in")
-    own = [name for name in leaves if name.startswith(f"layers.{layer}.")]
-    assert len(own) == 14
-    for name in own:
-        assert_close(grads[name], leaves[name].grad, name)
 
 
 def assert_step_is_torch_s(weights: Weights, adapter: Adapter, batches: Sequence[Batch], smoothing: float) -> float:

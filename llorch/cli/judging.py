@@ -30,8 +30,8 @@ from llorch.verify.goldens import N_GREEDY
 from llorch.verify.quantised import CHECKPOINT, emulated
 from llorch.verify.quantised_models import MODELS
 from llorch.verify.quantised_stored import verify_quantised_stored
+from llorch.verify.training.claims import verify_training_stored
 from llorch.verify.training.goldens import MODELS as TRAINED
-from llorch.verify.training.judge import verify_training_stored
 from llorch.verify.verifier import Row
 from llorch.verify.witnesses import ProducerName
 

@@ -35,13 +35,13 @@ class TorchBackend:
     @property
     def trains(self) -> bool:
         """Whether there are tolerances for training in its dtype."""
-        from llorch.verify.torch_verify_training import DTYPES
+        from llorch.verify.training.torch_runner import DTYPES
 
         return self.target.dtype_name in DTYPES
 
     def training(self, model: str) -> Iterator[Row]:
         """Judge training on a built-in model against its goldens."""
-        from llorch.verify.torch_verify_training import verify_training_torch
+        from llorch.verify.training.torch_runner import verify_training_torch
 
         return verify_training_torch(model, self.target)
 

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from jaxtyping import Float
 
-from llorch.backward import backward, recorder
+from llorch.backward import as_is, backward, recorder
 from llorch.cache import KVCache
 from llorch.files import Weights
-from llorch.forward import forward
+from llorch.forward import Keep, forward
 from llorch.lora.adapted_weights import AdaptedWeights
 from llorch.lora.adapter import Adapter
 from llorch.ops.cross_entropy import IGNORED, cross_entropy, cross_entropy_backward, shifted
@@ -46,14 +46,22 @@ def loss_and_gradients(
 
 
 def of_document(
-    ids: np.ndarray, wanted: np.ndarray, weights: Weights, *, label_smoothing: float, n_trained: int
+    ids: np.ndarray,
+    wanted: np.ndarray,
+    weights: Weights,
+    *,
+    label_smoothing: float,
+    n_trained: int,
+    keep: Keep = as_is,
+    keep_gradient: Keep = as_is,
 ) -> tuple[float, Gradients]:
     """Sum of the losses of one document's trained tokens, and the gradient of their share of the step's mean.
 
     `wanted` is what each row of logits should predict, see `shifted`; `n_trained` counts the tokens of the whole step.
+    The `keep` of `forward` and that of `backward` may put other numbers in the place of ours.
     """
     trace: dict[str, np.ndarray] = {}
-    logits = forward(ids, weights, KVCache(weights.config, weights.dtype), keep=recorder(trace))
+    logits = forward(ids, weights, KVCache(weights.config, weights.dtype), keep=recorder(trace, keep))
     loss_sum, _ = cross_entropy(logits, wanted, label_smoothing=label_smoothing)
     d_logits = cross_entropy_backward(logits, wanted, label_smoothing=label_smoothing, n_trained=n_trained)
-    return loss_sum, backward(d_logits, ids, trace, weights)
+    return loss_sum, backward(d_logits, ids, trace, weights, keep=keep_gradient)

@@ -206,7 +206,7 @@ def test_training_is_shown_beside_peft_and_a_missing_golden_of_it_is_not_run(
     assert "18 parameters: in learning rates" in detail
     shutil.copytree(goldens_folder() / "micro-qwen3", tmp_path / "micro-qwen3")
     (tmp_path / "micro-qwen3" / "training.json").unlink()
-    monkeypatch.setattr("llorch.verify.training.judge.goldens_folder", lambda: tmp_path)
+    monkeypatch.setattr("llorch.verify.training.claims.goldens_folder", lambda: tmp_path)
     result = invoke("verify", "micro-qwen3")
     assert result.exit_code == 3
     assert "training.json is missing; make it with reference_outputs/regenerate.py" in result.stdout

@@ -32,7 +32,7 @@ def test_json_names_backends_and_what_was_not_run():
     found = json.loads(invoke("verify", "micro-qwen3", "--backend", "torch", "--dtype", "bfloat16", "--json").stdout)
     from llorch.pytorch.device import target
     from llorch.verify.torch_variants import backends
-    from llorch.verify.torch_verify_training import VARIANTS
+    from llorch.verify.training.torch_runner import VARIANTS
 
     at = target("cpu", "bfloat16")
     assert found["summary"]["backends"] == sorted({*backends(at), *(f"{at}{suffix}" for suffix in VARIANTS)})

@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from planted_training import judge_of, training_golden_of, weights_of
+from planted_training import training_golden_of, weights_of
 
 from llorch.builtin import goldens_folder
 from llorch.verify.compare import FACTOR, Tolerance
-from llorch.verify.training import path as training_path
-from llorch.verify.training.goldens import LLAMACPP, MODELS, PEFT, Tolerances, TrainingGolden
-from llorch.verify.training.judge import TrainingJudge
+from llorch.verify.places import Place
+from llorch.verify.training import runner
+from llorch.verify.training.goldens import MODELS, Tolerances, TrainingGolden, name_of
+from llorch.verify.training.places import Arrays
 from llorch.verify.training.recipe import OPTIMIZER
 
 MODEL = "micro-qwen3"
@@ -36,9 +37,9 @@ def disturbed(script: ModuleType) -> ModuleType:
     return importlib.import_module("training_spread")
 
 
-def against(script: ModuleType, spread: Mapping[str, Tolerance]) -> Differences:
-    truth = training_golden_of(MODEL).truth
-    return lambda new, stored: script.differences(new, TrainingJudge(MODEL, weights_of(MODEL), stored), spread, truth)
+def against(script: ModuleType, spread: Mapping[Place, Tolerance]) -> Differences:
+    config, truth = weights_of(MODEL).config, training_golden_of(MODEL).arrays
+    return lambda new, stored: script.differences(new, stored, config, spread, truth)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,9 @@ def differences(script: ModuleType) -> Differences:
 @pytest.fixture(scope="module")
 def lenient(script: ModuleType, disturbed: ModuleType) -> Differences:
     """With what rounding can do to optimizer steps, which PEFT says."""
-    return against(script, disturbed.training_spread(judge_of(MODEL)))
+    return against(
+        script, disturbed.training_spread(weights_of(MODEL).path, weights_of(MODEL).config, training_golden_of(MODEL))
+    )
 
 
 @pytest.fixture
@@ -57,11 +60,8 @@ def golden() -> TrainingGolden:
     return training_golden_of(MODEL)
 
 
-def changed(
-    golden: TrainingGolden, producer: str, key: str, change: Callable[[np.ndarray], np.ndarray]
-) -> TrainingGolden:
-    arrays = {**golden.arrays[producer], key: change(golden.arrays[producer][key].copy())}
-    return replace(golden, arrays={**golden.arrays, producer: arrays})
+def changed(golden: TrainingGolden, name: str, change: Callable[[np.ndarray], np.ndarray]) -> TrainingGolden:
+    return replace(golden, arrays={**golden.arrays, name: change(golden.arrays[name].copy())})
 
 
 def one_number(array: np.ndarray) -> np.ndarray:
@@ -73,10 +73,10 @@ def test_goldens_made_again_without_a_change_have_no_differences(differences: Di
     assert differences(golden, golden) == []
 
 
-def with_run(golden: TrainingGolden, run: dict[str, np.ndarray]) -> TrainingGolden:
+def with_run(golden: TrainingGolden, run: Arrays) -> TrainingGolden:
     """The golden with arrays of a float64 run of ours in place of PEFT's."""
-    arrays = {key: run[key].astype(old.dtype) if key in run else old for key, old in golden.arrays[PEFT].items()}
-    return replace(golden, arrays={**golden.arrays, PEFT: arrays})
+    named = {name_of(place): array.astype(np.float32) for place, array in run.items()}
+    return replace(golden, arrays=golden.arrays | {name: named[name] for name in named.keys() & golden.arrays.keys()})
 
 
 @pytest.mark.live
@@ -87,12 +87,11 @@ def test_a_processor_that_rounds_otherwise_has_no_differences(
 
     with float64_everywhere():
         producer = disturbed.DisturbedPeft(weights_of(MODEL).path, dtype="float64")
-        size = golden.tolerances["chained"]["gradient"].error / FACTOR
-        run = producer.run(judge_of(MODEL), size=size, seed=101)
-    key = "step 2/l0.given.v_proj.lora_A"
-    assert not np.array_equal(run[key].astype(np.float32), golden.arrays[PEFT][key])
-    lines = lenient(with_run(golden, run), golden)
-    assert lines == []
+        size = golden.tolerances["float32"]["chained"]["gradient"].error / FACTOR
+        other = with_run(golden, producer.run(golden, size=size, seed=101))
+    name = "peft/step 2/l0.given.v_proj.lora_A"
+    assert not np.array_equal(other.arrays[name], golden.arrays[name])
+    assert lenient(other, golden) == []
 
 
 @pytest.mark.live
@@ -114,9 +113,9 @@ def test_an_optimizer_with_another_setting_is_a_difference(
     change: dict[str, Any],
     where: str,
 ):
-    monkeypatch.setattr(training_path, "STEPS_SHOWN", (1, 2))
-    monkeypatch.setattr(training_path, "OPTIMIZER", replace(OPTIMIZER, **change))
-    run = dict(training_path.NumpyPath(weights_of(MODEL).astype(np.float64), golden)._steps())
+    monkeypatch.setattr(runner, "STEPS_SHOWN", (1, 2))
+    monkeypatch.setattr(runner, "OPTIMIZER", replace(OPTIMIZER, **change))
+    run = dict(runner.NumpyRunner(weights_of(MODEL).astype(np.float64), golden)._steps())
     lines = lenient(with_run(golden, run), golden)
     assert any(line.startswith(f"training peft {where}") for line in lines)
 
@@ -124,10 +123,10 @@ def test_an_optimizer_with_another_setting_is_a_difference(
 @pytest.mark.live
 @pytest.mark.parametrize("other", ["step 1", "step 10"])
 def test_arrays_of_another_step_are_differences(lenient: Differences, golden: TrainingGolden, other: str):
-    every = golden.arrays[PEFT]
-    moved = {key: every[key.replace("step 2", other)] for key in every if "step 2" in key and "given" not in key}
-    wrong = lenient(replace(golden, arrays={**golden.arrays, PEFT: {**every, **moved}}), golden)
-    assert [line.split(":")[0] for line in wrong] == [f"training {PEFT} {key}" for key in sorted(moved)]
+    shown = [name for name in golden.arrays if name.startswith("peft/step 2/") and "given" not in name]
+    moved = {name: golden.arrays[name.replace("step 2", other)] for name in shown}
+    wrong = lenient(replace(golden, arrays={**golden.arrays, **moved}), golden)
+    assert sorted(line.split(":")[0] for line in wrong) == [f"training {n.replace('/', ' ', 1)}" for n in sorted(moved)]
 
 
 @pytest.mark.parametrize("factor", [9, 1 / 9])
@@ -141,10 +140,9 @@ def test_every_stored_tolerance_has_to_follow_from_the_arrays(
         }
         return every
 
-    half = {dtype: moved(made) for dtype, made in golden.half_tolerances.items()}
-    lines = differences(golden, replace(golden, tolerances=moved(golden.tolerances), half_tolerances=half))
-    by_dtype = {"float32": golden.tolerances, **golden.half_tolerances}
-    wanted = {f"tolerance {d} training {m} {g} {what}" for d, made in by_dtype.items() for m in made for g in made[m]}
+    every = {dtype: moved(made) for dtype, made in golden.tolerances.items()}
+    lines = differences(golden, replace(golden, tolerances=every))
+    wanted = {f"tolerance {d} training {m} {g} {what}" for d, t in every.items() for m in t for g in t[m]}
     assert {line.split(":")[0] for line in lines if line.startswith("tolerance")} == wanted
 
 
@@ -162,47 +160,45 @@ def test_a_truth_that_peft_does_not_give_again_is_a_difference(
     differences: Differences, golden: TrainingGolden, mode: str, key: str
 ):
     part = 1.1 if mode == "amplification" else 1 + 1e-6
-    truth = {**golden.truth, mode: {**golden.truth[mode], key: part * golden.truth[mode][key]}}
-    lines = differences(golden, replace(golden, truth=truth))
+    lines = differences(golden, changed(golden, f"truth/{mode}/{key}", lambda array: part * array))
     assert f"training truth {mode} {key}" in {line.split(": ")[0] for line in lines}
 
 
 @pytest.mark.parametrize(
-    ("producer", "key"),
+    "name",
     [
-        (PEFT, "plain/l0.attn_norm"),
-        (PEFT, "plain/l1.lora_delta.up_proj"),
-        (PEFT, "smoothed/loss"),
-        (PEFT, "plain/l0.gradient.block_in"),
-        (PEFT, "step 10/l1.second_moment.k_proj.lora_B"),
-        (PEFT, "step 2/l0.parameters.v_proj.lora_A"),
-        (PEFT, "cosine/learning_rate"),
-        (PEFT, "curve/loss_curve"),
-        (PEFT, "plain/l0.merged_weight.k_proj"),
-        (LLAMACPP, "plain/exported_logits.lora_gguf"),
+        "peft/plain/l0.attn_norm",
+        "peft/plain/l1.lora_delta.up_proj",
+        "peft/smoothed/loss",
+        "peft/plain/l0.gradient.block_in",
+        "peft/step 10/l1.second_moment.k_proj.lora_B",
+        "peft/step 2/l0.parameters.v_proj.lora_A",
+        "peft/cosine/learning_rate",
+        "peft/curve/loss_curve",
+        "peft/plain/l0.merged_weight.k_proj",
+        "llamacpp/plain/exported_logits.lora_gguf",
     ],
 )
-def test_one_number_is_one_line_that_names_it(
-    differences: Differences, golden: TrainingGolden, producer: str, key: str
-):
-    other = changed(golden, producer, key, one_number)
+def test_one_number_is_one_line_that_names_it(differences: Differences, golden: TrainingGolden, name: str):
+    other = changed(golden, name, one_number)
     for new, stored in ((other, golden), (golden, other)):
         line, *more = differences(new, stored)
-        assert line.startswith(f"training {producer} {key}: error ")
+        assert line.startswith(f"training {name.replace('/', ' ', 1)}: error ")
         assert all(tolerance.startswith("tolerance float32 ") for tolerance in more)  # of what is stored now
 
 
 def test_an_array_on_one_side_only_is_a_difference(differences: Differences, golden: TrainingGolden):
-    less = {key: array for key, array in golden.arrays[PEFT].items() if key != "plain/loss"}
-    other = replace(golden, arrays={**golden.arrays, PEFT: less})
-    for new, stored in ((other, golden), (golden, other)):
-        assert differences(new, stored)[0].startswith("training peft plain/loss: ")
+    less = {name: array for name, array in golden.arrays.items() if name != "peft/plain/loss"}
+    other = replace(golden, arrays=less)
+    assert differences(other, golden)[0].startswith("training peft plain/loss: ")
+    with pytest.raises(ValueError, match="1 arrays missing: peft/plain/loss"):
+        differences(golden, other)
 
 
 def test_another_adapter_other_rows_and_other_files_are_differences(differences: Differences, golden: TrainingGolden):
     name = "layers.0.q_proj.lora_A"
-    adapter = {**golden.adapter, name: golden.adapter[name] * np.float32(1.0000002)}
-    assert differences(replace(golden, adapter=adapter), golden) == [f"training {name}: not as stored"]
+    other = changed(golden, f"adapter/{name}", lambda array: array * np.float32(1.0000002))
+    assert differences(other, golden) == [f"training {name}: not as stored"]
     assert differences(replace(golden, rows=golden.rows[:2]), golden) == ["training rows: not as stored"]
     files = {**golden.files, "lora_gguf": {}}
     assert differences(replace(golden, files=files), golden) == ["training files: not as stored"]
@@ -224,10 +220,10 @@ def test_a_tolerance_of_bfloat16_may_move_as_far_as_its_engines_pass(
     differences: Differences, golden: TrainingGolden, mode: str, group: str, what: str
 ):
     def moved(factor: float) -> TrainingGolden:
-        made: dict[str, Any] = deepcopy(dict(golden.half_tolerances))
+        made: dict[str, Any] = deepcopy(dict(golden.tolerances))
         old = made["bfloat16"][mode][group]
         made["bfloat16"][mode][group] = replace(old, **{what: factor * getattr(old, what)})
-        return replace(golden, half_tolerances=made)
+        return replace(golden, tolerances=made)
 
     assert differences(moved(3.9), golden) == []
     (line,) = differences(moved(4.1), golden)
@@ -235,6 +231,6 @@ def test_a_tolerance_of_bfloat16_may_move_as_far_as_its_engines_pass(
 
 
 def test_tolerances_of_bfloat16_on_one_side_only_are_differences(differences: Differences, golden: TrainingGolden):
-    lines = differences(replace(golden, half_tolerances={}), golden)
+    lines = differences(replace(golden, tolerances={"float32": golden.tolerances["float32"]}), golden)
     assert lines
     assert all(line.startswith("tolerance bfloat16 ") and line.endswith(": only on one side") for line in lines)

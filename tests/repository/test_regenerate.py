@@ -135,7 +135,9 @@ def command(script: ModuleType, monkeypatch: pytest.MonkeyPatch, folder: Path, m
     monkeypatch.setattr(script, "FOLDER", folder)
     monkeypatch.setattr(script, "make", lambda name: made)
     monkeypatch.setattr(script.make_training, "make_training", training_golden_of)
-    without_peft = lambda new, judge: script.make_training.differences(new, judge, {}, judge.golden.truth)  # noqa: E731
+    without_peft = lambda new, stored, weights: script.make_training.differences(  # noqa: E731
+        new, stored, weights.config, {}, stored.arrays
+    )
     monkeypatch.setattr(script.make_training, "checked", without_peft)
     monkeypatch.setattr(script, "take_truth", lambda path, cases, evidence, n_greedy: golden_of(NAME).truth)
     return CliRunner().invoke(script.main, [NAME, *words])

@@ -2,7 +2,8 @@
 
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import cache
 from itertools import takewhile
 from typing import Any
@@ -11,15 +12,17 @@ import pytest
 
 from llorch.builtin import builtin_path, goldens_folder
 from llorch.files import Weights, open_weights
+from llorch.numerics import DtypeName
 from llorch.verify.compare import Difference, Tolerance
+from llorch.verify.judge import FAIL, Row
 from llorch.verify.mistakes.training import TrainingMistake
-from llorch.verify.training.exports import Exports
+from llorch.verify.training.claims import claims, limit, rows
+from llorch.verify.training.exports import exported, file_row
 from llorch.verify.training.goldens import MODELS, TrainingGolden, read
-from llorch.verify.training.half import HalfTrainingJudge
-from llorch.verify.training.judge import TrainingJudge, WideTrainingJudge
-from llorch.verify.training.path import NumpyPath
-from llorch.verify.training.stages import TRAINING_STAGES, Key
-from llorch.verify.verifier import FAIL, Row
+from llorch.verify.training.limits import shows
+from llorch.verify.training.places import Arrays
+from llorch.verify.training.runner import NumpyRunner, Results
+from llorch.verify.training.torch_runner import TorchRunner
 
 
 @cache
@@ -30,21 +33,6 @@ def training_golden_of(model: str) -> TrainingGolden:
 @cache
 def weights_of(model: str) -> Weights:
     return open_weights(builtin_path(model))
-
-
-@cache
-def judge_of(model: str) -> TrainingJudge:
-    return TrainingJudge(model, weights_of(model), training_golden_of(model))
-
-
-@cache
-def wide_judge_of(model: str) -> WideTrainingJudge:
-    return WideTrainingJudge(model, weights_of(model), training_golden_of(model))
-
-
-@cache
-def half_judge_of(model: str) -> HalfTrainingJudge:
-    return HalfTrainingJudge(model, weights_of(model), training_golden_of(model), "bfloat16")
 
 
 def model_of(mistake: TrainingMistake) -> str:
@@ -79,34 +67,49 @@ def users(name: str, right: Any) -> Iterator[Any]:
 
 @cache
 def rows_with(mistake: TrainingMistake | None, model: str) -> list[Row]:
-    """Rows of a model with a mistake in the code, in the order of the table, up to the checkpoints of the mistake."""
-    judge, last = judge_of(model), mistake.checkpoints[-1] if mistake else "20"
+    """Rows of a model with a mistake in the code, checkpoint by checkpoint, up to the last of the mistake."""
+    weights, golden, last = weights_of(model), training_golden_of(model), mistake.checkpoints[-1] if mistake else "20"
     with pytest.MonkeyPatch.context() as patch:
         if mistake is not None:
             plant(mistake, patch)
-        path = NumpyPath(judge.weights, judge.golden)
-        exports = Exports.of(model, judge.weights, judge.golden) if last == "20" else None
-        if last == "20":
-            ours = {
-                "isolated": dict(path.isolated()),
-                "chained": {**dict(path.merged()), **(exports.logits if exports else {})},
-            }
-        else:
-            alone = last == "18"  # ten steps in a row show nothing more than one from the golden's state
-            before = {"isolated": last, "chained": "17" if alone else last}
-            ours = {mode: dict(up_to(number, getattr(path, mode)())) for mode, number in before.items()}
-        later = {
-            stage.name for stage in TRAINING_STAGES if stage.checkpoint > last or (stage.checkpoint < last == "20")
-        }
-        rows = [*judge.rows("numpy", ours, left_out=later), *(exports.rows if exports else [])]
-        if last == "18":
-            rows = [row for row in rows if row.mode == "isolated" or row.checkpoint < last]
+        runner = NumpyRunner(weights, golden)
+        if last < "20":
+            return judged(model, golden, runner, last)
+        logits, files = exported(weights, golden)
+        ours = {"isolated": dict(runner.isolated()), "chained": dict(runner.merged()) | logits}
+        of_files = [file_row(model, kind, table, golden.files[kind]) for kind, table in files.items()]
+        claimed = [claim for claim in claims(golden, weights.config, "float32") if claim.place.checkpoint == last]
+        return in_order([*rows(model, iter(claimed), ours, "numpy"), *of_files])
+
+
+def judged(
+    model: str,
+    golden: TrainingGolden,
+    runner: NumpyRunner | TorchRunner,
+    last: str,
+    *,
+    dtype: DtypeName = "float32",
+    left_out: Sequence[str] = (),
+) -> list[Row]:
+    """Rows of a runner up to a checkpoint; ten steps in a row show nothing more than one from the golden's state."""
+    before = {"isolated": last, "chained": "17" if last == "18" else last}
+    ours: dict[str, Arrays] = {mode: {} for mode in before}
+    with suppress(ValueError):  # torch's optimizer refuses parameters without a gradient, and takes no step
+        for mode, number in before.items():
+            for place, array in up_to(number, getattr(runner, mode)()):
+                ours[mode][place] = array
+    every = claims(golden, weights_of(model).config, dtype)
+    mine = (claim for claim in every if claim.place.checkpoint <= before[claim.mode])
+    return in_order(rows(model, mine, ours, "planted", left_out=left_out))
+
+
+def in_order(rows: Iterable[Row]) -> list[Row]:
     return sorted(rows, key=lambda row: (row.checkpoint, row.mode != "isolated", row.mode == "exact"))
 
 
-def up_to(last: str, arrays: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+def up_to(last: str, arrays: Results) -> Results:
     """Arrays of the checkpoints up to one; isolated and chained runs make them in this order."""
-    return takewhile(lambda entry: Key.of(entry[0]).group.checkpoint <= last, arrays)
+    return takewhile(lambda entry: entry[0].checkpoint <= last, arrays)
 
 
 def first_red(rows: list[Row]) -> Row | None:
@@ -115,10 +118,10 @@ def first_red(rows: list[Row]) -> Row | None:
 
 def over_in_half(row: Row) -> float:
     """By what factor a row is over the tolerance of bfloat16; 0 where that has none."""
-    judge, key = half_judge_of(row.model), Key(row.case, row.layer, row.stage)
-    if row.mode == "exact" or not judge.shows(row.mode, key):
+    if row.mode == "exact" or not shows(row.place, row.mode, "bfloat16"):
         return 0.0
-    allowed = judge.stored_tolerance(row.mode, key.group).at_most(judge.ceiling_of(row.mode, key.group))
+    config = weights_of(row.model).config
+    allowed = limit(training_golden_of(row.model), config, row.place, row.mode, "bfloat16")
     return Difference(row.error, row.worst).over(allowed)
 
 

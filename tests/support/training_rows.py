@@ -1,41 +1,32 @@
 """Rows of checkpoints 15 to 20 of every backend, and what must be among them."""
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from functools import cache
 
 import pytest
-from planted_training import judge_of, training_golden_of, weights_of, wide_judge_of
+from planted_training import training_golden_of, weights_of
 from torch_targets import on
 
-from llorch.verify.torch_verify_training import LEFT_OUT, VARIANTS, judge_for, torch_rows
+from llorch.verify.judge import PASS, Row
+from llorch.verify.training.claims import numpy_rows
 from llorch.verify.training.goldens import ADAPTER_FILES, MODELS
-from llorch.verify.training.judge import OF_EXPORTS
-from llorch.verify.training.stages import Key
-from llorch.verify.verifier import BACKENDS, FLOAT64, PASS, Row
+from llorch.verify.training.torch_runner import VARIANTS, torch_rows
+from llorch.verify.verifier import BACKENDS, FLOAT64
 
 WIDE = FLOAT64
 ON_NUMPY = (*BACKENDS, WIDE)
 TARGETS = ("torch-cpu-float32", "torch-cpu-float64", "torch-cpu-bfloat16")
 ON_CUDA = ("torch-cuda-float32", "torch-cuda-bfloat16")
-ALONE = ("learning_rate", "merged_weight")  # groups that have no chain
-IN_CHAIN = (
-    "adapted_logits",
-    "loss_curve",
-    "norm_curve",
-    "merged_logits",
-    *OF_EXPORTS,
-)  # groups whose one input is the whole run
-Place = tuple[str, str, int | None, str, str]  # mode, case, layer, stage, producer
+NOT_ON_TORCH = ("learning_rate", "merged_weight", "exported_logits")
+AFTER_STEPS = ("grad_norm", "first_moment", "second_moment", "parameters")  # groups of which bfloat16 shows step 1
 
 
 @cache
 def rows(model: str, target: str) -> list[Row]:
+    weights, golden = weights_of(model), training_golden_of(model)
     if target != "numpy":
-        judge = judge_for(on(target).dtype_name, model, weights_of(model), training_golden_of(model))
-        return list(torch_rows(judge, on(target)))
-    made = [row for backend, how in BACKENDS.items() for row in judge_of(model).numpy_rows(backend, how)]
-    return [*made, *wide_judge_of(model).numpy_rows(WIDE, nullcontext)]
+        return list(torch_rows(model, weights, golden, on(target)))
+    return [row for backend in ON_NUMPY for row in numpy_rows(model, weights, golden, backend)]
 
 
 def backends(number: str, targets: tuple[str, ...] = TARGETS) -> list[str]:
@@ -52,39 +43,36 @@ def places(number: str) -> list[object]:
     ]
 
 
-def expected(number: str, backend: str, model: str) -> Iterator[Place]:
-    """Every comparison of one checkpoint that a golden allows, worked out without the judge."""
-    left_out = {"numpy": (), "numpy-float32": OF_EXPORTS, WIDE: OF_EXPORTS}.get(backend, LEFT_OUT)
-    for producer, arrays in training_golden_of(model).arrays.items():
-        for key in map(Key.of, arrays):
-            if key.in_table and key.group.checkpoint == number and key.group.name not in left_out:
-                for mode in modes_of(key):
-                    if "bfloat16" in backend and not_shown_in_half(mode, key):
-                        continue
-                    yield mode, key.case, key.layer, key.stage, "peft-float64" if "float64" in backend else producer
+def expected(backend: str, model: str) -> Iterator[str]:
+    """Every comparison that the names in the golden's file allow, worked out without the judge."""
+    names, prefix = training_golden_of(model).arrays, "truth/{}/"
+    for mode in ("isolated", "chained"):
+        of_mode = {name.removeprefix(prefix.format(mode)) for name in names if name.startswith(prefix.format(mode))}
+        files = {name.partition("/")[2] for name in names if "exported_logits" in name and mode == "chained"}
+        left_out = {"numpy": (), "numpy-float32": ("exported_logits",), WIDE: ("exported_logits",)}
+        for text in of_mode | files:
+            (witness,) = [witness for witness in ("peft", "llamacpp") if f"{witness}/{text}" in names]
+            stage = next(part for part in text.partition("/")[2].split(".") if not part[1:].isdigit())
+            if stage in left_out.get(backend, NOT_ON_TORCH):
+                continue
+            if "bfloat16" in backend and mode == "chained" and not_shown_in_half(stage, text):
+                continue
+            yield f"{mode} {'peft-float64' if 'float64' in backend else witness} {text}"
 
 
-def modes_of(key: Key) -> tuple[str, ...]:
-    name = key.group.name
-    if name in ALONE or (name, key.case) == ("lora_delta", "rslora"):
-        return ("isolated",)
-    if name in IN_CHAIN or key.case in ("zero_b", "step 10"):
-        return ("chained",)
-    return ("isolated", "chained")
-
-
-def not_shown_in_half(mode: str, key: Key) -> bool:
+def not_shown_in_half(stage: str, text: str) -> bool:
     """What follows from parameters that a step moved by the sign of a gradient near zero."""
-    later = key.group.checkpoint == "18" and key.case != "step 1"
-    return mode == "chained" and (later or key.group.name in ("parameters", "norm_curve"))
+    later = stage in AFTER_STEPS and not text.startswith("step 1/")
+    return later or stage in ("parameters", "norm_curve")
 
 
 def require_all(number: str, backend: str, model: str) -> list[Row]:
     """Every comparison of a checkpoint was made on a backend, and passes."""
     target = "numpy" if backend in ON_NUMPY else backend.removesuffix("-trainer")
-    mine = [row for row in rows(model, target) if (row.checkpoint, row.backend) == (number, backend)]
-    found = [(row.mode, row.case, row.layer, row.stage, row.producer) for row in mine if row.mode != "exact"]
-    assert sorted(map(str, found)) == sorted(map(str, expected(number, backend, model)))
+    every = [row for row in rows(model, target) if row.backend == backend]
+    found = [f"{row.mode} {row.producer} {row.case}/{row.place.key}" for row in every if row.mode != "exact"]
+    assert sorted(found) == sorted(expected(backend, model))
+    mine = [row for row in every if row.checkpoint == number]
     files = [row.stage for row in mine if row.mode == "exact"]
     assert files == ([f"adapter_file.{kind}" for kind in ADAPTER_FILES] if (number, backend) == ("20", "numpy") else [])
     bad = [row for row in mine if row.verdict != PASS]

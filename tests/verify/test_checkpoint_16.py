@@ -30,13 +30,13 @@ def test_checkpoint_16_has_batches_that_show_mistakes(model: str):
     assert len({*first.ids[first.documents >= 0].tolist()}) >= 8
     n_trained = [batch.n_trained for batch in golden.batches]
     assert len({*n_trained}) > 1  # so a mean of means is another number
-    each = golden.arrays["peft"]["plain/token_losses"]
+    each = golden.arrays["peft/plain/token_losses"]
     assert len(each) == n_trained[0] == int((first.labels != IGNORED).sum())
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_checkpoint_16_golden_loss_is_the_mean_of_its_token_losses(model: str):
-    arrays = training_golden_of(model).arrays["peft"]
+    arrays = training_golden_of(model).arrays
     for case in ("plain", "smoothed"):
-        np.testing.assert_allclose(arrays[f"{case}/loss"], arrays[f"{case}/token_losses"].mean(), rtol=1e-6)
-    assert arrays["plain/loss"] != arrays["smoothed/loss"]
+        np.testing.assert_allclose(arrays[f"peft/{case}/loss"], arrays[f"peft/{case}/token_losses"].mean(), rtol=1e-6)
+    assert arrays["peft/plain/loss"] != arrays["peft/smoothed/loss"]

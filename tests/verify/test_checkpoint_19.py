@@ -22,14 +22,14 @@ def test_checkpoint_19_on_cuda(backend: str, model: str):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_checkpoint_19_is_a_run_that_learns(model: str):
-    curve = training_golden_of(model).arrays["peft"]["curve/loss_curve"]
+    curve = training_golden_of(model).arrays["peft/curve/loss_curve"]
     assert curve.shape == (CURVE.n_steps,)
     assert curve[-3:].mean() < 0.5 * curve[:3].mean()
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_checkpoint_19_clips_some_steps_and_not_others(model: str):
-    norms = training_golden_of(model).arrays["peft"]["curve/norm_curve"]
+    norms = training_golden_of(model).arrays["peft/curve/norm_curve"]
     assert (norms > CURVE.optimizer.max_norm).any()
     assert (norms < CURVE.optimizer.max_norm).any()
 

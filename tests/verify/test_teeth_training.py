@@ -1,35 +1,36 @@
 """Teeth of checkpoints 15 to 20: a mistake in the running code turns its checkpoint red first, and by far."""
 
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import pytest
 from planted_training import (
     first_red,
-    half_judge_of,
-    judge_of,
+    judged,
     model_of,
     over,
     over_in_half,
     owner_of,
     rows_with,
+    training_golden_of,
     up_to,
     users,
-    wide_judge_of,
+    weights_of,
 )
 from planted_training_torch import AS_TRAINER, PLANTED
 from torch_targets import on
 
+from llorch.numerics import DtypeName
 from llorch.verify.diagnose import VISIBLE
+from llorch.verify.judge import FAIL
 from llorch.verify.mistakes import MISTAKES, TRAINING, TrainingMistake
 from llorch.verify.report.pages import FOLDER, page
-from llorch.verify.torch_verify_training import LEFT_OUT
+from llorch.verify.training.claims import claims, rows
 from llorch.verify.training.goldens import MODELS
-from llorch.verify.training.path import NumpyPath
-from llorch.verify.training.stages import BY_GROUP, TRAINING_STAGES
-from llorch.verify.training.torch_path import TorchPath
-from llorch.verify.verifier import BACKENDS, FAIL
+from llorch.verify.training.limits import NUMPY_ALONE
+from llorch.verify.training.runner import NumpyRunner
+from llorch.verify.training.stages import BY_GROUP
+from llorch.verify.training.torch_runner import TorchRunner
 
 LESS_IN_HALF = frozenset({  # red in bfloat16, by less than 10 times
     "merge-without-scale", "loss-smoothing-added", "accumulation-mean-of-means", "gradient-norm-second-term-missing",
@@ -48,24 +49,14 @@ def by_name(mistake: TrainingMistake) -> str:
 
 @pytest.mark.parametrize("mistake", TRAINING, ids=by_name)
 def test_mistake_of_training_goes_red_by_far_at_its_checkpoint_first(mistake: TrainingMistake):
-    rows = rows_with(mistake, model_of(mistake))
-    red = first_red(rows)
+    found = rows_with(mistake, model_of(mistake))
+    red = first_red(found)
     assert red is not None, "nothing fails"
     assert red.checkpoint == mistake.checkpoints[0], red
     for stage in mistake.stages:
-        factors = [over(row) for row in rows if row.stage.split(".")[0] == stage]
+        factors = [over(row) for row in found if row.place.stage == stage]
         assert max(factors) >= VISIBLE, f"{stage}: {max(factors):.1f} times the tolerance"
-
-
-@pytest.mark.parametrize("mistake", TRAINING, ids=by_name)
-def test_mistake_of_training_is_red_in_each_of_its_cases(mistake: TrainingMistake):
-    rows = rows_with(mistake, model_of(mistake))
-    assert {*mistake.cases} <= {row.case for row in rows if row.verdict == FAIL}
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_what_training_mistakes_are_planted_into_has_no_red_row_of_its_own(model: str):
-    assert first_red(list(judge_of(model).numpy_rows("numpy", BACKENDS["numpy"]))) is None
+    assert {*mistake.cases} <= {row.case for row in found if row.verdict == FAIL}
 
 
 @pytest.mark.parametrize("mistake", TRAINING, ids=by_name)
@@ -93,30 +84,18 @@ def test_page_17_names_the_mistakes_that_bfloat16_hardly_shows():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", PLANTED)
 def test_mistake_of_training_in_torch_goes_red_by_far_at_its_checkpoint_first(
-    name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+    name: str, dtype: DtypeName, monkeypatch: pytest.MonkeyPatch
 ):
-    half = dtype == "bfloat16"
-    mistake, judge = MISTAKES[name], (half_judge_of if half else judge_of)(MODELS[-1])
+    mistake, model, last = MISTAKES[name], MODELS[-1], MISTAKES[name].checkpoints[0]
     PLANTED[name](monkeypatch)
-    path = TorchPath(judge.weights, judge.golden, on(f"torch-cpu-{dtype}"), as_trainer=name in AS_TRAINER)
-    last = mistake.checkpoints[0]
-    before = {"isolated": last, "chained": "17" if last == "18" else last}
-    ours: dict[str, dict[str, np.ndarray]] = {"isolated": {}, "chained": {}}
-    with suppress(ValueError):  # the optimizer refuses parameters without a gradient, and takes no step
-        for mode, number in before.items():
-            for key, array in up_to(number, getattr(path, mode)()):
-                ours[mode][key] = array
-    later = {stage.name for stage in TRAINING_STAGES if stage.checkpoint > last}
-    rows = [
-        row
-        for row in judge.rows("torch", ours, left_out={*LEFT_OUT, *later})
-        if row.mode == "isolated" or row.checkpoint < "18"
-    ]
-    red = first_red(sorted(rows, key=lambda row: row.checkpoint))
+    golden, target = training_golden_of(model), on(f"torch-cpu-{dtype}")
+    runner = TorchRunner(weights_of(model), golden, target, as_trainer=name in AS_TRAINER)
+    rows = judged(model, golden, runner, last, dtype=dtype, left_out=NUMPY_ALONE)
+    red = first_red(rows)
     assert red is not None, "nothing fails"
     assert red.checkpoint == last, red
-    least = 1 if half and name in LESS_IN_HALF else VISIBLE
-    assert max(over(row) for row in rows if row.stage.split(".")[0] == mistake.stages[0]) >= least
+    least = 1 if dtype == "bfloat16" and name in LESS_IN_HALF else VISIBLE
+    assert max(over(row) for row in rows if row.place.stage == mistake.stages[0]) >= least
 
 
 SHARED = {  # code that both precisions share -> the group of stages that shows it alone
@@ -162,11 +141,12 @@ def wrong(name: str, right: Any) -> Any:
     return staticmethod(made) if name == "backward" else made
 
 
-def worst_in_float64(path: NumpyPath | TorchPath, model: str, group: str) -> float:
+def worst_in_float64(runner: NumpyRunner | TorchRunner, group: str) -> float:
     """By what factor a group of stages is over the limits of float64 at most, alone or in a chain up to gradients."""
-    ours = {"isolated": dict(path.isolated()), "chained": dict(up_to("17", path.chained()))}
-    rows = list(wide_judge_of(model).rows("float64", ours))
-    return max(over(row) for row in rows if row.stage.split(".")[0] == group and not row.note)
+    model, ours = MODELS[-1], {"isolated": dict(runner.isolated()), "chained": dict(up_to("17", runner.chained()))}
+    claimed = claims(training_golden_of(model), weights_of(model).config, "float64")
+    found = rows(model, (claim for claim in claimed if claim.place.stage == group), ours, "float64")
+    return max(over(row) for row in found if not row.note)
 
 
 @pytest.mark.parametrize(("part", "group"), SHARED.items())
@@ -177,8 +157,8 @@ def test_one_part_in_a_million_in_code_that_both_precisions_share_is_far_over_th
     right = getattr(owner, name)
     for place in {owner, *users(name, right)}:
         monkeypatch.setattr(place, name, wrong(name, right))
-    judge = wide_judge_of(MODELS[-1])
-    assert worst_in_float64(NumpyPath(judge.weights, judge.golden), judge.name, group) > LEAST
+    weights = weights_of(MODELS[-1]).astype(np.float64)
+    assert worst_in_float64(NumpyRunner(weights, training_golden_of(MODELS[-1])), group) > LEAST
 
 
 @pytest.mark.parametrize("as_trainer", [False, True])
@@ -188,6 +168,6 @@ def test_one_part_in_a_million_in_what_the_trainer_runs_is_far_over_the_limit(
 ):
     owner, name = owner_of(part)
     monkeypatch.setattr(owner, name, wrong(name, getattr(owner, name)))
-    judge = wide_judge_of(MODELS[-1])
-    path = TorchPath(judge.weights, judge.golden, on("torch-cpu-float64"), as_trainer=as_trainer)
-    assert worst_in_float64(path, judge.name, group) > LEAST
+    model, target = MODELS[-1], on("torch-cpu-float64")
+    runner = TorchRunner(weights_of(model), training_golden_of(model), target, as_trainer=as_trainer)
+    assert worst_in_float64(runner, group) > LEAST

@@ -26,8 +26,8 @@ from llorch.verify.report.half import torch_blocks
 from llorch.verify.report.quantised import exact_errors, quantised_blocks
 from llorch.verify.report.tables import Blocks, index_blocks, models_with_goldens, page_blocks
 from llorch.verify.report.training import trainers, training_blocks
+from llorch.verify.training.claims import verify_training_stored
 from llorch.verify.training.goldens import MODELS as TRAINED
-from llorch.verify.training.judge import verify_training_stored
 from llorch.verify.training.stages import CHECKPOINTS as TRAINING
 from llorch.verify.verifier import FLOAT64, Row
 

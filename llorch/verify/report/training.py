@@ -4,10 +4,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from llorch.builtin import goldens_folder
-from llorch.verify.report.tables import ENGINES, MODES, Blocks, equal, link, mistakes, roughly, short, table
-from llorch.verify.training.goldens import HALF_DTYPES, LLAMACPP, MODELS, PEFT, TRUTH, TrainingGolden, read
+from llorch.verify.judge import Row
+from llorch.verify.report.tables import ENGINES, Blocks, equal, link, mistakes, roughly, short, table
+from llorch.verify.training.goldens import HALF_DTYPES, MODELS, TRUTH, TrainingGolden, read
+from llorch.verify.training.places import LLAMACPP, MODES, PEFT
 from llorch.verify.training.stages import BY_GROUP, TRAINING_STAGES
-from llorch.verify.verifier import Row
 
 HALF = "17"  # the checkpoint whose page shows runs in half precision, of all of them
 
@@ -51,7 +52,7 @@ def distances(rows: Sequence[Row]) -> str:
     """
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
-        groups.setdefault((row.stage.split(".")[0], row.mode, row.case), []).append(row)
+        groups.setdefault((row.place.stage, row.mode, row.case), []).append(row)
     places = list(BY_GROUP)
     ordered = sorted(groups, key=lambda k: (places.index(k[0]), MODES.index(k[1])))
     columns = ("stage", "mode", "case", *(ENGINES[p] for p in (LLAMACPP, PEFT)), "our float64", "ours", "tolerance")
@@ -87,7 +88,7 @@ def trainers() -> list[str]:
 def _half_cells(goldens: Sequence[TrainingGolden], mode: str, name: str) -> Iterator[str]:
     for dtype in HALF_DTYPES:
         yield short(max(e for g in goldens for e in g.half_errors[dtype][mode][name].values()), 2)
-        allowed = [g.half_tolerances[dtype][mode].get(name) for g in goldens]
+        allowed = [g.tolerances[dtype][mode].get(name) for g in goldens]
         yield short(max(t.error for t in allowed if t), 2) if all(allowed) else "of float32"
 
 

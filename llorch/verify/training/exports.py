@@ -8,25 +8,22 @@ llama.cpp made its logits from. Merged files hold sums whose last bit depends on
 import hashlib
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from llorch.cache import KVCache
 from llorch.files import GGUFFile, Weights, open_weights
-from llorch.forward import forward
 from llorch.lora.adapted_weights import AdaptedWeights
 from llorch.lora.adapter import Adapter
 from llorch.lora.base import identity_of
 from llorch.lora.gguf_format import ALPHA, read_lora_gguf, write_lora_gguf
 from llorch.lora.merge_files import merge
 from llorch.lora.peft_format import TENSOR_FILE, read_peft, write_peft
-from llorch.train.batch import Batch
 from llorch.verify.foundation import differing, foreign_tensors
-from llorch.verify.training.goldens import LLAMACPP, PEFT, TrainingGolden
-from llorch.verify.training.stages import BY_GROUP
-from llorch.verify.verifier import Row, exact_row
+from llorch.verify.judge import Row, exact_row
+from llorch.verify.training.goldens import TrainingGolden
+from llorch.verify.training.places import PEFT, Arrays, at
+from llorch.verify.training.runner import logits_of
 
 Table = Mapping[str, str]
 EXPORTS: Mapping[str, str] = {  # kind -> name in the folder
@@ -37,51 +34,23 @@ EXPORTS: Mapping[str, str] = {  # kind -> name in the folder
 }
 OURS = "ours"
 WRITTEN_BY = {"peft_folder": PEFT, "lora_gguf": OURS}  # the golden of an adapter file
-LOADED_BY = {"peft_folder": PEFT, "merged_folder": PEFT, "lora_gguf": LLAMACPP, "merged_gguf": LLAMACPP}
 
 
-@dataclass(frozen=True)
-class Exports:
-    """What came of the files.
-
-    Attributes:
-        logits: By key of the golden.
-        rows: Those of adapter files, which must be equal.
-    """
-
-    logits: Mapping[str, np.ndarray]
-    rows: list[Row]
-
-    @classmethod
-    def of(cls, name: str, weights: Weights, golden: TrainingGolden) -> "Exports":
-        """Write all files of a model's golden adapter, read them again and run them.
-
-        Args:
-            name: The model.
-            weights: The base.
-            golden: Its goldens.
-
-        Returns:
-            Logits of every kind, and rows for the files.
-        """
-        adapter, batch = golden.adapter_for(weights.config), golden.batches[0]
-        with tempfile.TemporaryDirectory(prefix="llorch-") as made:
-            folder = Path(made)
-            export_all(weights, adapter, folder)
-            found = {kind: run(read(folder, weights), batch) for kind, read in READERS.items()}
-            tables = file_tables(folder)
-        logits = {f"plain/exported_logits.{kind}": array for kind, array in found.items()}
-        return cls(logits, [_file_row(name, kind, tables[kind], golden.files[kind]) for kind in tables])
+def exported(weights: Weights, golden: TrainingGolden) -> tuple[Arrays, dict[str, Table]]:
+    """Write all files of a golden's adapter, read them again and run them: logits, and the tables of adapter files."""
+    adapter, documents = golden.adapter_for(weights.config), [ids for ids, _ in golden.batches[0].each_document()]
+    with tempfile.TemporaryDirectory(prefix="llorch-") as made:
+        folder = Path(made)
+        export_all(weights, adapter, folder)
+        logits = {
+            at("exported_logits", part=kind): logits_of(read(folder, weights), documents)
+            for kind, read in READERS.items()
+        }
+        return logits, file_tables(folder)
 
 
 def export_all(weights: Weights, adapter: Adapter, folder: Path) -> None:
-    """Write an adapter in every form of `EXPORTS`.
-
-    Args:
-        weights: The base.
-        adapter: What is written.
-        folder: Where.
-    """
+    """Write an adapter in every form of `EXPORTS`."""
     write_peft(adapter, folder / EXPORTS["peft_folder"], base=identity_of(weights))
     write_lora_gguf(adapter, folder / EXPORTS["lora_gguf"], weights.config)
     for kind in ("merged_folder", "merged_gguf"):
@@ -89,14 +58,7 @@ def export_all(weights: Weights, adapter: Adapter, folder: Path) -> None:
 
 
 def file_tables(folder: Path) -> dict[str, Table]:
-    """Every tensor of the adapter files, read by the packages of their formats, not by us.
-
-    Args:
-        folder: As `export_all` fills it.
-
-    Returns:
-        Kind to tensor name to type, shape and hash; of the GGUF file also its alpha.
-    """
+    """Every tensor of the adapter files, and the alpha of a GGUF file, read by the packages of their formats."""
     return {
         "peft_folder": safetensors_table(folder / EXPORTS["peft_folder"] / TENSOR_FILE),
         "lora_gguf": gguf_table(folder / EXPORTS["lora_gguf"]),
@@ -120,12 +82,6 @@ def gguf_table(path: Path) -> Table:
     return {**foreign_tensors(path), ALPHA: "none" if alpha is None else f"{alpha:g}"}
 
 
-def run(weights: Weights, batch: Batch) -> np.ndarray:
-    """Logits of all documents of a batch, in a row."""
-    caches = ((ids, KVCache(weights.config, weights.dtype)) for ids, _ in batch.each_document())
-    return np.concatenate([forward(ids, weights, cache) for ids, cache in caches])
-
-
 def _peft_folder(folder: Path, weights: Weights) -> Weights:
     return AdaptedWeights(weights, read_peft(folder / EXPORTS["peft_folder"], weights.config))
 
@@ -142,8 +98,9 @@ READERS: Mapping[str, Callable[[Path, Weights], Weights]] = {
 }
 
 
-def _file_row(model: str, kind: str, own: Table, golden: Table) -> Row:
+def file_row(model: str, kind: str, own: Table, golden: Table) -> Row:
+    """The row of an adapter file, whose tensors must all be equal."""
     wrong = differing(own, golden)
-    stage, share = f"adapter_file.{kind}", len(wrong) / len(own.keys() | golden.keys())
-    checkpoint = BY_GROUP["adapter_file"].checkpoint
-    return exact_row(model, checkpoint, stage, WRITTEN_BY[kind], share, ", ".join(wrong[:5]))
+    share = len(wrong) / len(own.keys() | golden.keys())
+    place = at("adapter_file", part=kind, case="near")
+    return exact_row(place, WRITTEN_BY[kind], share, ", ".join(wrong[:5]), model=model)

@@ -1,13 +1,13 @@
 """The goldens of checkpoints 15 to 20: what PEFT, torch and llama.cpp made of one adapter, its batches and settings.
 
-`peft.safetensors` holds the adapter as `adapter/<flat name>`, every array as `<producer>/<case>/<stage key>` and what
+`peft.safetensors` holds the adapter as `adapter/<flat name>`, every array as `<witness>/<case>/<stage key>` and what
 PEFT makes of the same in float64 as `truth/<mode>/<case>/<stage key>`; `training.json` the batches, the tensor tables
 of adapter files, tolerances and where all this comes from. What PEFT made exactly zero is listed by name and stored
-nowhere.
+nowhere. Names are made from the places of `training.places`, and there is one array for each of these, no other.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -19,17 +19,18 @@ from llorch.lora.config import LoraConfig
 from llorch.numerics import DtypeName
 from llorch.train.batch import Batch
 from llorch.verify.compare import Tolerance
+from llorch.verify.places import Place
+from llorch.verify.training.limits import FROM_FILES
+from llorch.verify.training.places import LOADED_BY, PEFT, at, of_tensors, places
 from llorch.verify.training.recipe import LORA, batch_of
 
 MODELS = ("micro-llama", "micro-qwen3")
 FILES = ("peft.safetensors", "training.json")
-PEFT, LLAMACPP = "peft", "llamacpp"
 TRUTH = f"{PEFT}-float64"  # its name in rows
-AMPLIFICATION = "amplification"  # beside the modes of the truth, see `training_limits`
 HALF_DTYPES: tuple[DtypeName, ...] = ("bfloat16",)  # that training runs in; float16 needs its loss scaled
+WITH_TOLERANCES: tuple[DtypeName, ...] = ("float32", *HALF_DTYPES)
 ADAPTER_FILES = ("peft_folder", "lora_gguf")
 
-Arrays = Mapping[str, np.ndarray]
 Tolerances = Mapping[str, Mapping[str, Tolerance]]  # mode -> group of stages -> tolerance
 Errors = Mapping[str, Mapping[str, Mapping[str, float]]]  # mode -> group of stages -> case -> largest error
 
@@ -56,24 +57,18 @@ class TrainingGolden:
     """The stored goldens of one model.
 
     Attributes:
-        adapter: Tensors of the adapter that every run starts from, by flat name.
-        arrays: Producer to `<case>/<stage key>` to array.
-        truth: `isolated`, `chained` and `AMPLIFICATION` to the same of PEFT in float64.
+        arrays: All of them, by their names in the file.
         rows: The batches; a step takes the next ones in turn.
         files: One of `ADAPTER_FILES` to tensor name to `dtype shape sha256`, as the producer has or took it.
-        tolerances: Mode to group of stages to tolerance.
-        half_tolerances: Dtype of a run to the same, where half precision has tolerances of its own.
+        tolerances: Dtype of a run to mode to group of stages to tolerance.
         half_errors: Dtype to how far PEFT is from the truth in it.
         provenance: Where all this comes from.
     """
 
-    adapter: Arrays
-    arrays: Mapping[str, Arrays]
-    truth: Mapping[str, Arrays]
+    arrays: Mapping[str, np.ndarray]
     rows: Sequence[Rows]
     files: Mapping[str, Mapping[str, str]]
-    tolerances: Tolerances
-    half_tolerances: Mapping[str, Tolerances]
+    tolerances: Mapping[str, Tolerances]
     half_errors: Mapping[str, Errors]
     provenance: Mapping[str, object]
 
@@ -82,127 +77,143 @@ class TrainingGolden:
         """All batches."""
         return [rows.batch() for rows in self.rows]
 
-    def given(self, key: str) -> np.ndarray:
-        """What PEFT showed, as the input of a stage that is judged alone.
+    def shown(self, place: Place) -> np.ndarray:
+        """What the engine of a place showed there."""
+        return self._array(name_of(place))
 
-        Args:
-            key: Its name.
+    def truth(self, mode: str, place: Place) -> np.ndarray:
+        """The same in float64; what was exported means what the adapter means beside the base."""
+        return self._array(truth_name(mode, at("adapted_logits") if place.stage in FROM_FILES else place))
 
-        Returns:
-            The array.
-
-        Raises:
-            ValueError: It is missing.
-        """
-        if key not in self.arrays[PEFT]:
-            raise lacking([key])
-        return self.arrays[PEFT][key]
+    def amplified(self, place: Place) -> np.ndarray | None:
+        """What `limits.amplification` made of a place, where errors grow."""
+        return self._array(amplified_name(place)) if place.stage == "parameters" else None
 
     def adapter_for(self, config: ModelConfig, lora: LoraConfig = LORA) -> Adapter:
-        """The stored adapter.
+        """The adapter that every run starts from, with a configuration of the same ranks."""
+        kinds = LORA_A, LORA_B
+        found = {n: [self._array(adapter_name(f"{n}.{kind}")) for kind in kinds] for n in lora.targets(config)}
+        return checked(lora, {name: LoraTensors(*arrays) for name, arrays in found.items()}, config)
 
-        Args:
-            config: The model.
-            lora: Its configuration; the same ranks.
+    def require_all(self, n_layers: int) -> None:
+        """Refuse goldens that lack an array, or hold one that nothing is compared with."""
+        wanted = {*names(n_layers)}
+        if missing := wanted - self.arrays.keys():
+            raise lacking(sorted(missing))
+        if unknown := sorted(self.arrays.keys() - wanted):
+            raise ValueError(f"golden {FILES[0]}: {len(unknown)} arrays are compared with nothing: {_few(unknown)}")
 
-        Returns:
-            It.
-        """
-        names = dict.fromkeys(name.rpartition(".")[0] for name in self.adapter)
-        tensors = {n: LoraTensors(self.adapter[f"{n}.{LORA_A}"], self.adapter[f"{n}.{LORA_B}"]) for n in names}
-        return checked(lora, tensors, config)
+    def _array(self, name: str) -> np.ndarray:
+        if name not in self.arrays:
+            raise lacking([name])
+        return self.arrays[name]
 
 
-def lacking(keys: Sequence[str]) -> ValueError:
+def text(place: Place) -> str:
+    """A place in the names of arrays and in messages: `plain/l0.gradient.q_proj.lora_A`."""
+    return f"{place.case}/{place.key}"
+
+
+def witness_of(place: Place) -> str:
+    """Who shows it."""
+    return LOADED_BY[place.part] if place.stage in FROM_FILES else PEFT
+
+
+def name_of(place: Place) -> str:
+    """The name of what its engine showed."""
+    return f"{witness_of(place)}/{text(place)}"
+
+
+def truth_name(mode: str, place: Place) -> str:
+    """The name of what PEFT makes of it in float64."""
+    return f"truth/{mode}/{text(place)}"
+
+
+def amplified_name(place: Place) -> str:
+    """The name of what its errors grow by."""
+    return f"truth/amplification/{text(place)}"
+
+
+def adapter_name(flat: str) -> str:
+    """The name of a tensor of the adapter."""
+    return f"adapter/{flat}"
+
+
+def names(n_layers: int) -> Iterator[str]:
+    """Of all arrays that a golden holds."""
+    yield from map(adapter_name, of_tensors("parameters", n_layers))
+    for place, modes in places(n_layers).items():
+        yield name_of(place)
+        if place.stage == "parameters":
+            yield amplified_name(place)
+        if place.stage not in FROM_FILES:
+            yield from (truth_name(mode, place) for mode in modes)
+
+
+def lacking(missing: Collection[str]) -> ValueError:
     """The error for arrays that are not among the goldens: a missing golden is a failure, never a pass."""
-    shown = ", ".join(keys[:4]) + (", ..." if len(keys) > 4 else "")
-    return ValueError(f"golden {FILES[0]}: {len(keys)} arrays missing: {shown}; run reference_outputs/regenerate.py")
+    return ValueError(
+        f"golden {FILES[0]}: {len(missing)} arrays missing: {_few(missing)}; run reference_outputs/regenerate.py"
+    )
+
+
+def _few(found: Collection[str]) -> str:
+    return ", ".join([*found][:4]) + (", ..." if len(found) > 4 else "")
 
 
 def save(folder: Path, golden: TrainingGolden) -> None:
-    """Write goldens; the same content gives the same bytes.
-
-    Args:
-        folder: Of the model.
-        golden: What to store.
-    """
+    """Write goldens into the folder of a model; the same content gives the same bytes."""
     from safetensors.numpy import save as to_bytes
 
-    flat = {f"adapter/{name}": array for name, array in golden.adapter.items()}
-    flat |= {f"{producer}/{key}": a for producer, arrays in golden.arrays.items() for key, a in arrays.items()}
-    flat |= {f"truth/{mode}/{key}": array for mode, arrays in golden.truth.items() for key, array in arrays.items()}
-    zero = {name: list(array.shape) for name, array in flat.items() if array.ndim and not array.any()}
-    stored = {name: np.array(array, order="C") for name, array in sorted(flat.items()) if name not in zero}
+    zero = {name: list(array.shape) for name, array in golden.arrays.items() if array.ndim and not array.any()}
+    stored = {name: np.array(a, order="C") for name, a in sorted(golden.arrays.items()) if name not in zero}
+    tolerances = {dtype: _plain(made) for dtype, made in golden.tolerances.items()}
     record = {
         "exactly_zero": zero,
         "files": golden.files,
         "half_errors": golden.half_errors,
-        "half_tolerances": {dtype: _plain(tolerances) for dtype, tolerances in golden.half_tolerances.items()},
+        "half_tolerances": {dtype: tolerances[dtype] for dtype in HALF_DTYPES},
         "provenance": golden.provenance,
         "rows": [asdict(rows) for rows in golden.rows],
-        "tolerances": _plain(golden.tolerances),
+        "tolerances": tolerances["float32"],
     }
     (folder / FILES[0]).write_bytes(to_bytes(stored))
     (folder / FILES[1]).write_text(json.dumps(record, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def read(folder: Path) -> TrainingGolden:
-    """Read stored goldens.
-
-    Args:
-        folder: Of a model in `MODELS`.
-
-    Returns:
-        The goldens.
-
-    Raises:
-        FileNotFoundError: A file is missing; a missing golden is a failure, never a pass.
-        ValueError: A part of one is missing.
-    """
+    """Read stored goldens; a missing file, or one without tolerances, batches or files, is a failure, never a pass."""
     from safetensors.numpy import load_file
 
     for name in FILES:
         if not (folder / name).is_file():
             raise FileNotFoundError(f"golden {folder / name} is missing; make it with reference_outputs/regenerate.py")
     record = json.loads((folder / FILES[1]).read_text(encoding="utf-8"))
-    flat = load_file(folder / FILES[0])
+    arrays = load_file(folder / FILES[0])
     for name, shape in record["exactly_zero"].items():
-        flat[name] = np.zeros(shape, np.float64 if name.startswith("truth/") else np.float32)
-    parts: dict[str, dict[str, np.ndarray]] = {"adapter": {}, PEFT: {}, LLAMACPP: {}, "truth": {}}
-    for name, array in flat.items():
-        part, _, key = name.partition("/")
-        parts.setdefault(part, {})[key] = array
-    missing = [part for part, arrays in parts.items() if not arrays]
-    halves = {dtype: _tolerances(made) for dtype, made in record.get("half_tolerances", {}).items()}
-    missing += [f"tolerances in {dtype}" for dtype in HALF_DTYPES if not halves.get(dtype)]
+        arrays[name] = np.zeros(shape, np.float64 if name.startswith("truth/") else np.float32)
+    plain = {"float32": record["tolerances"], **record["half_tolerances"]}
+    missing = [f"tolerances in {dtype}" for dtype in WITH_TOLERANCES if not plain.get(dtype)]
     if missing or not record["rows"] or len(record["files"]) != len(ADAPTER_FILES):
         raise ValueError(
-            f"golden {folder / FILES[0]}: expected an adapter, batches, files, the truth and arrays of {PEFT} and "
-            f"{LLAMACPP}, missing: {', '.join(missing) or 'batches or files'}; run reference_outputs/regenerate.py"
+            f"golden {folder / FILES[1]}: expected batches, files and tolerances, "
+            f"missing: {', '.join(missing) or 'batches or files'}; run reference_outputs/regenerate.py"
         )
     return TrainingGolden(
-        adapter=parts.pop("adapter"),
-        truth=_by_mode(parts.pop("truth")),
-        arrays=parts,
+        arrays=arrays,
         rows=[Rows(**rows) for rows in record["rows"]],
         files=record["files"],
-        tolerances=_tolerances(record["tolerances"]),
-        half_tolerances=halves,
+        tolerances={dtype: _tolerances(made) for dtype, made in plain.items()},
         half_errors=record["half_errors"],
         provenance=record["provenance"],
     )
 
 
-def _by_mode(truth: Arrays) -> dict[str, dict[str, np.ndarray]]:
-    made: dict[str, dict[str, np.ndarray]] = {}
-    for name, array in truth.items():
-        mode, _, key = name.partition("/")
-        made.setdefault(mode, {})[key] = array
-    return made
-
-
 def _plain(tolerances: Tolerances) -> dict[str, dict[str, dict[str, float]]]:
-    return {mode: {group: asdict(t) for group, t in groups.items()} for mode, groups in tolerances.items()}
+    return {
+        mode: {group: {"error": t.error, "worst": t.worst} for group, t in groups.items()}
+        for mode, groups in tolerances.items()
+    }
 
 
 def _tolerances(plain: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Tolerances:

@@ -1,6 +1,16 @@
-"""What training is granted: ceilings of float32, and the limits of float64 against the foreign truth.
+"""What training is granted, in one file: floors and ceilings of float32 and bfloat16, and the limits of float64.
 
-In float64 everything is granted `GATE`, as a share of the tensor and of its largest element. Sums of some thousand
+**float32**: 4 times the witness's largest distance from the truth in a group of stages, at least a floor and at most a
+ceiling. The floors are 4 ulp, where nothing else is said; the ceilings of float32 are fixed: orders above what engines
+show, orders below what mistakes make.
+
+**bfloat16**: the same of PEFT's run in it, with the floor of the dtype. The truth is the float64 run with the weights
+as they are stored: rounding the base is part of what such a run does. Errors of independent roundings add up as the
+root of their number, so the ceiling is derived: there is one at each stage of the forward pass and another on the way
+back; alone, a gradient is that of one block. A square is twice as far off as its root. The adapter, its gradients and
+the optimizer are float32 on any base, in PEFT and here, so an optimizer step alone keeps its limits of float32.
+
+**float64**: everything is granted `GATE`, as a share of the tensor and of its largest element. Sums of some thousand
 products round to some 1e-15, and the gate is a thousand times that; a constant that is off by one part in a million is
 a million gates off.
 
@@ -14,35 +24,79 @@ and parameters by the sum over the steps. Gradients are granted d = GATE times t
 multiplied with is made of the truth alone, see `amplification`, and stored beside it.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from llorch.verify.compare import Tolerance
+from llorch.config import ModelConfig
+from llorch.numerics import DtypeName
+from llorch.stages import keys
+from llorch.verify.compare import FLOOR, FLOORS, Tolerance
+from llorch.verify.places import Place
+from llorch.verify.training.places import ISOLATED
 from llorch.verify.training.recipe import OptimizerRecipe
-from llorch.verify.training.stages import TrainingStage
 
 GATE = 1e-12
-WORST = 10  # times the ceiling of a whole tensor: what its worst element is granted at most
+CEILINGS = {"isolated": 1e-5, "chained": 1e-3}  # fixed ceilings of float32, of a whole tensor
+OF_PARAMETERS = {"isolated": 1e-4, "chained": 0.02}  # fixed likewise, in learning rates: a wrong sign is 2 of them
+WORST = 10  # times the ceiling of a whole tensor: what its worst element is granted at most; fixed
+OWN_FLOORS = {  # of float32
+    "parameters": FLOOR / 1e-2,  # in learning rates of 1e-2: 4 ulp of a parameter of size 1
+    "learning_rate": 1e-15,  # made in float64: some 4 ulp of that
+}
+IN_ONE_OP = 4  # roundings: of the weights, of the result, and of two things in between
+
+FROM_FILES = ("exported_logits",)  # groups that are made from files, which hold float32
+NUMPY_ALONE = ("learning_rate", "merged_weight", *FROM_FILES)  # groups that no path on torch has
+MOVED = ("parameters", "norm_curve")  # chained: of parameters that went one way or the other
+FROM_FLOAT32 = ("grad_norm", "first_moment", "second_moment", "parameters")  # alone they are float32 on any base
+GOES_BACK = ("gradient", "grad_norm", "first_moment", "second_moment")  # a backward pass is in these
+
 Parts = Mapping[str, np.ndarray]
 
 
-def ceiling(mode: str, stage: TrainingStage) -> Tolerance:
-    """The largest tolerance that is ever granted to a stage in float32."""
-    error = stage.isolated_ceiling if mode == "isolated" else stage.chained_ceiling
-    worst = stage.worst_ceiling if mode == "chained" else 0.0
-    return Tolerance(error, worst or WORST * error)
+def shows(place: Place, mode: str, dtype: DtypeName) -> bool:
+    """Whether a run in a dtype can show a mistake there.
+
+    Adam's first step is nearly the sign of the gradient: where that is smaller than its rounding in half precision, a
+    correct run moves the parameter the other way, two learning rates off. Four times such distances are more than the
+    step itself, so parameters after a chain of steps tell nothing, and what was made with them tells little.
+    """
+    if dtype == "float32":
+        return True
+    if dtype == "float64":
+        return place.stage not in FROM_FILES
+    if place.stage in NUMPY_ALONE:
+        return False
+    return mode == ISOLATED or not (place.stage in MOVED or (place.checkpoint == "18" and place.case != "step 1"))
+
+
+def held_to(place: Place, mode: str, dtype: DtypeName) -> DtypeName:
+    """The dtype whose limits hold: an optimizer step alone is float32 on any base."""
+    return "float32" if mode == ISOLATED and place.stage in FROM_FLOAT32 and dtype != "float64" else dtype
+
+
+def floor(stage: str, dtype: DtypeName) -> float:
+    """The smallest tolerance of a group of stages."""
+    return OWN_FLOORS.get(stage, FLOOR) if dtype == "float32" else FLOORS[dtype]
+
+
+def ceiling(config: ModelConfig, stage: str, mode: str, dtype: DtypeName) -> Tolerance:
+    """The largest tolerance of a group of stages, whatever the witnesses show; float64 has none of its own."""
+    if dtype == "float32":
+        error = (OF_PARAMETERS if stage == "parameters" else CEILINGS)[mode]
+        return Tolerance(error, WORST * error)
+    judged = [layer for _, _, layer in keys(config)]
+    n_stages = judged.count(0) if mode == ISOLATED else len(judged)
+    in_one_op = mode == ISOLATED and stage not in GOES_BACK
+    roundings = IN_ONE_OP if in_one_op else math.sqrt((2 if stage in GOES_BACK else 1) * n_stages)
+    error = FLOORS[dtype] * roundings * (2 if stage == "second_moment" else 1)
+    return Tolerance(error, WORST * error)
 
 
 def wide_limit(amplified: np.ndarray | None) -> Tolerance:
-    """What a stage is granted in float64.
-
-    Args:
-        amplified: Of `amplification`, where the stage has one.
-
-    Returns:
-        The limit.
-    """
+    """What a stage is granted in float64, given its `amplification` where it has one."""
     error, worst = (1.0, 1.0) if amplified is None else np.maximum(amplified, 1.0)
     return Tolerance(GATE * float(error), GATE * float(worst))
 
@@ -50,15 +104,9 @@ def wide_limit(amplified: np.ndarray | None) -> Tolerance:
 def amplification(
     steps: Sequence[tuple[Parts, ...]], norms: Sequence[float], recipe: OptimizerRecipe
 ) -> list[dict[str, np.ndarray]]:
-    """By how much errors of gradients may move parameters, in learning rates.
+    """By how much errors of gradients may move parameters, in learning rates: root mean square and largest of a tensor.
 
-    Args:
-        steps: Of every step from the first the gradients before clipping, and m and v after it, by name.
-        norms: Of these gradients.
-        recipe: Settings of the optimizer.
-
-    Returns:
-        Of every step, by name: the root mean square and the largest of all elements.
+    Each step, from the first, is its gradients before clipping, and m and v after it, by name; `norms` are theirs.
     """
     sums, largest, made = dict[str, np.ndarray](), dict[str, float](), []
     for step, ((grads, m, v), norm) in enumerate(zip(steps, norms, strict=True), start=1):

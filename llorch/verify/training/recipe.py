@@ -14,10 +14,12 @@ from llorch.config import ModelConfig
 from llorch.lora.adapter import Adapter, LoraTensors, checked
 from llorch.lora.config import LAYER_TARGETS, LoraConfig, Target
 from llorch.train.batch import IGNORED, PADDING, Batch
+from llorch.train.schedules import learning_rate
 
 SMOOTHING = 0.1
 STEPS_SHOWN = (1, 2, 10)  # of the optimizer
-STATE = ("parameters", "first_moment", "second_moment")  # that a step starts from and leaves
+STEPS_ALONE = (1, 2)  # that are also judged alone
+STATE = ("first_moment", "second_moment", "parameters")  # that a step starts from and leaves
 
 
 @dataclass(frozen=True)
@@ -40,10 +42,15 @@ class CurveRecipe:
     warmup_steps: int = 5
     optimizer: OptimizerRecipe = OptimizerRecipe(learning_rate=5e-3, max_norm=1.0)
 
+    def rate(self, step: int) -> float:
+        """Ours of a step, counted from 1."""
+        peak, warmup, total = self.optimizer.learning_rate, self.warmup_steps, self.n_steps
+        return learning_rate(step - 1, schedule="cosine", peak=peak, warmup_steps=warmup, total_steps=total)
+
 
 OPTIMIZER = OptimizerRecipe()
 CURVE = CurveRecipe()
-SCHEDULES = ("constant", "linear", "cosine")
+SCHEDULES = ("cosine", "linear", "constant")
 SCHEDULE_STEPS, SCHEDULE_WARMUP = 12, 3
 
 LORA = LoraConfig(
@@ -60,10 +67,6 @@ LORA = LoraConfig(
 RSLORA = replace(LORA, use_rslora=True)
 SMOOTHINGS = {"plain": 0.0, "smoothed": SMOOTHING}  # case -> label smoothing
 SHARED_INPUT = ("q_proj", "k_proj", "v_proj")  # of layer 0: what goes into them does not depend on the adapter
-INPUT_OF = {  # matrix -> the stage that goes into it
-    "q_proj": "attn_norm", "k_proj": "attn_norm", "v_proj": "attn_norm", "o_proj": "attn_context",
-    "gate_proj": "ffn_norm", "up_proj": "ffn_norm", "down_proj": "ffn_act",
-}  # fmt: skip
 MERGED = "layers.0.k_proj"  # the matrix that is stored merged
 
 
@@ -133,23 +136,6 @@ def step_batches(batches: Sequence[Batch], step: int, accumulation: int) -> list
     """The micro-batches of an optimizer step, counted from 1; all are used in turn."""
     first = (step - 1) * accumulation
     return [batches[(first + i) % len(batches)] for i in range(accumulation)]
-
-
-def with_stage(name: str, stage: str) -> str:
-    """Put a stage into the name of a tensor: `layers.0.q_proj.lora_A` becomes `l0.<stage>.q_proj.lora_A`.
-
-    Args:
-        name: Flat name of a tensor, or a stage key such as `l0.block_in`.
-        stage: Group in the table of training stages.
-
-    Returns:
-        A stage key.
-    """
-    if name.startswith("layers."):
-        _, layer, rest = name.split(".", 2)
-        return f"l{layer}.{stage}.{rest}"
-    head, _, rest = name.rpartition(".")
-    return f"{head}.{stage}.{rest}" if head else f"{stage}.{rest}"
 
 
 def _tensors(bits: Bits, target: Target, rank: int) -> LoraTensors:

@@ -1,7 +1,7 @@
 """The table of what checkpoints 15 to 20 compare, one row per group of stages; `llorch.stages` is the forward pass.
 
-A stage is a group and what it is of, `gradient.q_proj.lora_A`; its key has the layer in front, `l0.gradient...`. All
-stages of a group share a tolerance. A *case* says of which run it is: `plain`, `smoothed`, `zero_b`, `step 2` ...
+A stage is a group and what it is of, `gradient.q_proj.lora_A`. All stages of a group share limits, see
+`training.limits`. A *case* says of which run it is: `plain`, `smoothed`, `zero_b`, `step 2` ...
 """
 
 from collections.abc import Mapping
@@ -18,11 +18,7 @@ class TrainingStage:
         formula: What is computed.
         function: Ours.
         peft: Where it is seen in PEFT, torch or transformers.
-        isolated_ceiling: Largest tolerance that is ever granted to an isolated row.
-        chained_ceiling: Likewise of a chained one.
-        worst_ceiling: What its worst element is granted at most; 0 stands for ten times the ceiling.
         in_rates: Whether the difference is measured in learning rates instead of shares of the tensor.
-        floor: Smallest tolerance.
     """
 
     name: str
@@ -30,11 +26,7 @@ class TrainingStage:
     formula: str
     function: str
     peft: str
-    isolated_ceiling: float = 1e-5
-    chained_ceiling: float = 1e-3
-    worst_ceiling: float = 0.0
     in_rates: bool = False
-    floor: float = 4 * 2.0**-23
 
 
 TRAINING_STAGES: tuple[TrainingStage, ...] = (
@@ -73,12 +65,11 @@ TRAINING_STAGES: tuple[TrainingStage, ...] = (
     TrainingStage(
         name="parameters", checkpoint="18", formula="p (1 - lr wd) - lr m_hat / (sqrt(v_hat) + eps)",
         function="llorch.train.adamw.adamw_step", peft="parameters after optimizer.step()",
-        isolated_ceiling=1e-4, chained_ceiling=0.02, worst_ceiling=0.2, floor=4 * 2.0**-23 / 1e-2, in_rates=True,
+        in_rates=True,
     ),
     TrainingStage(
         name="learning_rate", checkpoint="18", formula="a pure function of the step",
         function="llorch.train.schedules.learning_rate", peft="get_last_lr() of transformers' schedules",
-        floor=1e-15,
     ),
     TrainingStage(
         name="loss_curve", checkpoint="19", formula="loss of every step of a run",
@@ -110,37 +101,3 @@ TRAINING_STAGES: tuple[TrainingStage, ...] = (
 
 BY_GROUP: Mapping[str, TrainingStage] = {stage.name: stage for stage in TRAINING_STAGES}
 CHECKPOINTS = tuple(dict.fromkeys(stage.checkpoint for stage in TRAINING_STAGES))
-
-
-@dataclass(frozen=True)
-class Key:
-    """The name of one array of a golden, taken apart.
-
-    Attributes:
-        case: Of which run it is.
-        layer: None outside the layers.
-        stage: Group and what it is of.
-    """
-
-    case: str
-    layer: int | None
-    stage: str
-
-    @classmethod
-    def of(cls, text: str) -> "Key":
-        """Take `plain/l0.gradient.q_proj.lora_A` apart."""
-        case, _, rest = text.partition("/")
-        head, _, stage = rest.partition(".")
-        if head[:1] == "l" and head[1:].isdigit():
-            return cls(case, int(head[1:]), stage)
-        return cls(case, None, rest)
-
-    @property
-    def in_table(self) -> bool:
-        """Whether it is compared; others are inputs of isolated stages."""
-        return self.stage.split(".")[0] in BY_GROUP
-
-    @property
-    def group(self) -> TrainingStage:
-        """Its row of the table."""
-        return BY_GROUP[self.stage.split(".")[0]]

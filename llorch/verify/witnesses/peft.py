@@ -25,26 +25,33 @@ from torch.overrides import TorchFunctionMode
 
 from llorch.config import ModelConfig
 from llorch.lora.adapter import LORA_A, LORA_B, Adapter
-from llorch.lora.config import LAYER_TARGETS, LoraConfig
+from llorch.lora.config import LoraConfig
 from llorch.numerics import DtypeName
 from llorch.train.batch import IGNORED, Batch
+from llorch.verify.places import Place
+from llorch.verify.training.places import (
+    INPUT_OF,
+    MERGED_AT,
+    Arrays,
+    after,
+    at,
+    borders,
+    named,
+    of_matrices,
+    of_tensors,
+)
 from llorch.verify.training.recipe import (
+    MERGED,
     OPTIMIZER,
     SCHEDULE_STEPS,
     SCHEDULE_WARMUP,
     SCHEDULES,
+    SMOOTHINGS,
     OptimizerRecipe,
-    with_stage,
 )
 from llorch.verify.witnesses.transformers import Transformers
 
-Arrays = dict[str, np.ndarray]
-INPUTS = {  # stage that goes into some projections -> one of them
-    "attn_norm": "self_attn.q_proj",
-    "attn_context": "self_attn.o_proj",
-    "ffn_norm": "mlp.gate_proj",
-    "ffn_act": "mlp.down_proj",
-}
+IN_TORCH = {"first_moment": "exp_avg", "second_moment": "exp_avg_sq", "parameters": "parameters"}
 SCHEDULE_MAKERS: Mapping[str, Callable[..., Any]] = {
     "constant": lambda optimizer, warmup, total: transformers.get_constant_schedule_with_warmup(optimizer, warmup),
     "linear": transformers.get_linear_schedule_with_warmup,
@@ -82,47 +89,42 @@ class Peft:
                 parameter.copy_(torch.from_numpy(arrays[name]))
         return model.train()
 
-    def forward(self, adapter: Adapter, batch: Batch) -> Arrays:
+    def forward(self, adapter: Adapter, batch: Batch, *, case: str = "plain") -> Arrays:
         """Inputs of the adapted projections, what PEFT adds to them, and logits; the tokens of all rows in a row."""
         model, seen = self.adapted(adapter), {}
-        with torch.no_grad(), Watch(model, seen):
-            seen["adapted_logits"] = logits_of(model, batch)
-        return {name: tokens_of(tensor, batch) for name, tensor in seen.items()}
+        with torch.no_grad(), Watch(model, adapter, seen, case=case):
+            seen[at("adapted_logits", case=case)] = logits_of(model, batch)
+        return {place: tokens_of(tensor, batch) for place, tensor in seen.items()}
 
-    def losses(self, adapter: Adapter, batch: Batch, *, smoothing: float) -> Arrays:
-        """Mean over the learned tokens, and the loss of each."""
+    def losses(self, adapter: Adapter, batch: Batch) -> Arrays:
+        """Mean over the learned tokens, and the loss of each, with and without smoothing."""
         with torch.no_grad():
-            return losses_of(logits_of(self.adapted(adapter), batch), batch, smoothing=smoothing)
+            return losses_of(logits_of(self.adapted(adapter), batch), batch)
 
-    def gradients(self, adapter: Adapter, batch: Batch) -> Arrays:
+    def gradients(self, adapter: Adapter, batch: Batch, *, case: str = "plain") -> Arrays:
         """Of every trained tensor, and of what goes into and comes out of the blocks; block inputs beside them."""
-        model = self.adapted(adapter)
-        blocks: dict[str, Tensor] = {}
-        with _block_tensors(model, blocks):
+        model, blocks, ends = self.adapted(adapter), dict[Place, Tensor](), borders(self.config.n_layers)
+        with fed(model, blocks):
             accumulate(model, [batch], smoothing=0.0)
-        out = {name: tokens_of(tensor.detach(), batch) for name, tensor in blocks.items()}
-        for name, tensor in blocks.items():
-            assert tensor.grad is not None
-            out[with_stage(name, "gradient")] = tokens_of(tensor.grad, batch)
-        return out | {with_stage(n, "gradient"): array_of(g) for n, g in gradients_of(model).items()}
+        out = {place: tokens_of(tensor, batch) for place, tensor in blocks.items()}
+        out |= {ends[place]: tokens_of(gradient_of(tensor), batch) for place, tensor in blocks.items()}
+        return out | named(of_tensors("gradient", self.config.n_layers, case), gradients_of(model))
 
     def steps(
         self, adapter: Adapter, steps: Sequence[Sequence[Batch]], recipe: OptimizerRecipe, *, shown: Sequence[int]
-    ) -> dict[int, Arrays]:
+    ) -> Arrays:
         """AdamW with clipping at a constant rate, from an adapter and the micro-batches of every step.
 
-        By step, of those `shown` and counted from 1: gradients before clipping, their norm, moments and parameters
-        after it.
+        Of the steps `shown`, counted from 1: gradients before clipping, their norm, moments and parameters after it.
         """
-        model, found = self.adapted(adapter), {}
+        model, found = self.adapted(adapter), Arrays()
         optimizer = optimizer_of(model, recipe)
         for step, batches in enumerate(steps, start=1):
             self._backward(model, batches)
-            before = {with_stage(n, "given"): array_of(g) for n, g in gradients_of(model).items()}
-            norm = clip(model, recipe)
-            optimizer.step()
+            before = named(of_tensors("given", self.config.n_layers, f"step {step}"), gradients_of(model))
+            made = updated(model, optimizer, recipe, step)
             if step in shown:
-                found[step] = before | {"grad_norm": array_of(norm)} | state_of(model, optimizer)
+                found |= before | made
             optimizer.zero_grad()
         return found
 
@@ -135,7 +137,7 @@ class Peft:
         smoothing: float,
         warmup_steps: int,
     ) -> Arrays:
-        """Loss and norm of every step, with a cosine schedule; the parameters after the last."""
+        """Loss and norm of every step, with a cosine schedule."""
         model = self.adapted(adapter)
         optimizer = optimizer_of(model, recipe)
         schedule = SCHEDULE_MAKERS["cosine"](optimizer, warmup_steps, len(steps))
@@ -146,17 +148,21 @@ class Peft:
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-        return {"loss_curve": np.asarray(losses), "norm_curve": np.asarray(norms)}
+        found = {"loss_curve": losses, "norm_curve": norms}
+        return {at(stage, case="curve"): np.asarray(numbers) for stage, numbers in found.items()}
 
-    def merged(self, adapter: Adapter, batch: Batch, weights: Sequence[str]) -> Arrays:
-        """Logits after PEFT merged the adapter into the base, and merged matrices by their canonical names."""
+    def merged(self, adapter: Adapter, batch: Batch) -> Arrays:
+        """Logits after PEFT merged the adapter into the base, and the merged matrix that is stored."""
         model = self.adapted(adapter).merge_and_unload()
         with torch.no_grad():
-            out = {"merged_logits": tokens_of(logits_of(model, batch), batch)}
-        for name in weights:
-            matrix = model.get_parameter(f"{adapter.targets[name].path}.weight")
-            out[with_stage(name, "merged_weight")] = array_of(matrix)
-        return out
+            logits = tokens_of(logits_of(model, batch), batch)
+        matrix = model.get_parameter(f"{adapter.targets[MERGED].path}.weight")
+        return {at("merged_logits"): logits, MERGED_AT: array_of(matrix)}
+
+    @staticmethod
+    def schedules() -> Arrays:
+        """Learning rates of all steps by transformers' schedules."""
+        return {at("learning_rate", case=name): _rates(SCHEDULE_MAKERS[name]) for name in SCHEDULES}
 
     def saved(self, adapter: Adapter, folder: Path) -> Path:
         """Let PEFT save an adapter, as users get it from there; the file of tensors."""
@@ -180,11 +186,6 @@ class Peft:
     def provenance(self) -> dict[str, object]:
         """What a golden must say about where it comes from."""
         return self._provenance | {"producer": self.name, "peft": peft.__version__, "optimizer": "torch.optim.AdamW"}
-
-
-def schedules() -> Arrays:
-    """Learning rates of all steps by transformers' schedules."""
-    return {f"{name}/learning_rate": _rates(SCHEDULE_MAKERS[name]) for name in SCHEDULES}
 
 
 def _rates(maker: Callable[..., Any]) -> np.ndarray:
@@ -215,14 +216,19 @@ def peft_settings(lora: LoraConfig) -> dict[str, Any]:
 def trained(model: Any) -> dict[str, nn.Parameter]:
     """Trained parameters under our flat names, in the order of the forward pass."""
     found = {_flat_name(name): p for name, p in model.named_parameters() if p.requires_grad}
-    order = {name: place for place, name in enumerate(_flat_order(found))}
-    return dict(sorted(found.items(), key=lambda item: order[item[0]]))
+    order = list(of_tensors("parameters", model.config.num_hidden_layers))
+    return {name: found[name] for name in sorted(found, key=order.index)}
 
 
-def gradients_of(model: Any) -> dict[str, Tensor]:
+def gradients_of(model: Any) -> dict[str, np.ndarray]:
     """Gradient of every trained parameter."""
-    gradients = {name: parameter.grad for name, parameter in trained(model).items()}
-    return {name: gradient for name, gradient in gradients.items() if gradient is not None}
+    return {name: array_of(gradient_of(parameter)) for name, parameter in trained(model).items()}
+
+
+def gradient_of(tensor: Tensor) -> Tensor:
+    """What flowed back, which has to be something."""
+    assert tensor.grad is not None
+    return tensor.grad
 
 
 def logits_of(model: Any, batch: Batch) -> Tensor:
@@ -240,11 +246,13 @@ def token_losses(logits: Tensor, batch: Batch, *, smoothing: float, reduction: s
     )  # fmt: skip
 
 
-def losses_of(logits: Tensor, batch: Batch, *, smoothing: float) -> Arrays:
-    """Mean over the learned tokens, and the loss of each."""
-    each = [token_losses(logits, batch, smoothing=smoothing, reduction=kind) for kind in ("mean", "none")]
-    kept = torch.from_numpy(batch.labels)[:, 1:].reshape(-1) != IGNORED
-    return {"loss": array_of(each[0]), "token_losses": array_of(each[1][kept])}
+def losses_of(logits: Tensor, batch: Batch) -> Arrays:
+    """Mean over the learned tokens, and the loss of each, with and without smoothing."""
+    kept, found = torch.from_numpy(batch.labels)[:, 1:].reshape(-1) != IGNORED, Arrays()
+    for case, smoothing in SMOOTHINGS.items():
+        mean, each = (token_losses(logits, batch, smoothing=smoothing, reduction=kind) for kind in ("mean", "none"))
+        found |= {at("loss", case=case): array_of(mean), at("token_losses", case=case): array_of(each[kept])}
+    return found
 
 
 def clip(model: Any, recipe: OptimizerRecipe) -> Tensor:
@@ -255,19 +263,18 @@ def clip(model: Any, recipe: OptimizerRecipe) -> Tensor:
 class Watch(TorchFunctionMode):
     """Notes what goes into projections, and the product of each `lora_B` output and its scaling."""
 
-    def __init__(self, model: Any, seen: dict[str, Tensor]) -> None:
-        """Hook into PEFT's model; what is noted goes into `seen`, by stage key."""
+    def __init__(self, model: Any, adapter: Adapter, seen: dict[Place, Tensor], *, case: str) -> None:
+        """Hook into PEFT's model; what is noted goes into `seen`."""
         super().__init__()
         self._seen, self._outputs = seen, {}
         self._hooks = ExitStack()
-        for i, layer in enumerate(model.base_model.model.model.layers):
-            for stage, path in INPUTS.items():
-                hook = self._input_hook(f"l{i}.{stage}")
-                self._hooks.enter_context(layer.get_submodule(path).register_forward_pre_hook(hook))
-            for path, module in layer.named_modules():
-                if path.endswith("lora_B.default"):
-                    name = f"l{i}.lora_delta.{path.split('.')[-3]}"
-                    self._hooks.enter_context(module.register_forward_hook(self._output_hook(name)))
+        n_layers, inner = model.config.num_hidden_layers, model.base_model.model
+        for name, place in of_matrices("lora_delta", n_layers, case).items():
+            path = adapter.targets[name].path
+            hook = self._input_hook(at(INPUT_OF[place.part], place.layer, case=case))
+            self._hooks.enter_context(inner.get_submodule(path).register_forward_pre_hook(hook))
+            hook = self._output_hook(place)
+            self._hooks.enter_context(inner.get_submodule(f"{path}.lora_B.default").register_forward_hook(hook))
 
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)
@@ -276,15 +283,15 @@ class Watch(TorchFunctionMode):
     def __torch_function__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
         result: Any = func(*args, **(kwargs or {}))
         if func in (Tensor.mul, Tensor.__mul__) and id(args[0]) in self._outputs:
-            name, _ = self._outputs.pop(id(args[0]))
-            self._seen[name] = result.detach().clone()
+            place, _ = self._outputs.pop(id(args[0]))
+            self._seen[place] = result.detach().clone()
         return result
 
-    def _input_hook(self, name: str) -> Callable[..., None]:
-        return lambda _module, inputs: self._seen.update({name: inputs[0].detach().clone()})
+    def _input_hook(self, place: Place) -> Callable[..., None]:
+        return lambda _module, inputs: self._seen.update({place: inputs[0].detach().clone()})
 
-    def _output_hook(self, name: str) -> Callable[..., None]:
-        return lambda _module, _inputs, output: self._outputs.update({id(output): (name, output)})
+    def _output_hook(self, place: Place) -> Callable[..., None]:
+        return lambda _module, _inputs, output: self._outputs.update({id(output): (place, output)})
 
 
 @contextmanager
@@ -296,28 +303,29 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _block_tensors(model: Any, found: dict[str, Tensor]) -> Iterator[None]:
-    """What goes into each block, and what comes out of the last, with their gradients."""
+def fed(model: Any, found: dict[Place, Tensor], given: Mapping[Place, Tensor] | None = None) -> Iterator[list[Tensor]]:
+    """Find what goes into each block and comes out of the last, for its gradient; or what is given to them instead.
 
-    def keep(name: str, tensor: Tensor) -> Tensor:
-        if not tensor.requires_grad:
-            tensor = tensor.detach().requires_grad_()  # the embedding is frozen, its output is wanted all the same
-        tensor.retain_grad()
-        found[name] = tensor
-        return tensor
+    Yields what comes out of the blocks.
+    """
 
-    decoder = model.base_model.model.model
+    def hook(place: Place) -> Callable[..., tuple]:
+        def enter(_module: Any, inputs: tuple) -> tuple:
+            x = inputs[0] if given is None else given[place]
+            x = x if x.requires_grad else x.detach().requires_grad_()  # frozen, its gradient is wanted all the same
+            x.retain_grad()
+            found[place] = x
+            return x, *inputs[1:]
+
+        return enter
+
+    decoder, made = model.base_model.model.model, list[Tensor]()
     with ExitStack() as hooks:
-        for i, layer in enumerate(decoder.layers):
-
-            def enter(_module: Any, inputs: tuple, name: str = f"l{i}.block_in") -> tuple:
-                return keep(name, inputs[0]), *inputs[1:]
-
-            hooks.enter_context(layer.register_forward_pre_hook(enter))
-        hooks.enter_context(
-            decoder.norm.register_forward_pre_hook(lambda _m, inputs: (keep("last_block_out", inputs[0]),))
-        )
-        yield
+        for place, module in zip(borders(len(decoder.layers)), (*decoder.layers, decoder.norm), strict=True):
+            hooks.enter_context(module.register_forward_pre_hook(hook(place)))
+        for layer in decoder.layers:
+            hooks.enter_context(layer.register_forward_hook(lambda _module, _inputs, out: made.append(out)))
+        yield made
 
 
 def accumulate(model: Any, batches: Sequence[Batch], *, smoothing: float) -> float:
@@ -339,13 +347,13 @@ def optimizer_of(model: Any, recipe: OptimizerRecipe) -> torch.optim.AdamW:
     )  # fmt: skip
 
 
-def state_of(model: Any, optimizer: torch.optim.AdamW) -> Arrays:
-    """Parameters and moments as they are now."""
-    found: Arrays = {}
-    for name, parameter in trained(model).items():
-        state = optimizer.state[parameter]
-        kept = {"first_moment": state["exp_avg"], "second_moment": state["exp_avg_sq"], "parameters": parameter}
-        found |= {with_stage(name, stage): array_of(tensor) for stage, tensor in kept.items()}
+def updated(model: Any, optimizer: torch.optim.AdamW, recipe: OptimizerRecipe, step: int) -> Arrays:
+    """Clip and make a step: the norm before, and moments and parameters after it."""
+    found = {at("grad_norm", case=f"step {step}"): array_of(clip(model, recipe))}
+    optimizer.step()
+    for stage, where in after(step, model.config.num_hidden_layers).items():
+        kept = {name: {"parameters": p, **optimizer.state[p]}[IN_TORCH[stage]] for name, p in trained(model).items()}
+        found |= named(where, {name: array_of(tensor) for name, tensor in kept.items()})
     return found
 
 
@@ -355,11 +363,6 @@ def _flat_name(name: str) -> str:
     at = parts.index("layers")
     kind = LORA_A if LORA_A in parts else LORA_B
     return ".".join((*parts[at : at + 2], parts[parts.index(kind) - 1], kind))
-
-
-def _flat_order(names: Mapping[str, object]) -> list[str]:
-    place = {name: i for i, name in enumerate(LAYER_TARGETS)}
-    return sorted(names, key=lambda name: (int(name.split(".")[1]), place[name.split(".")[2]], name))
 
 
 def tokens_of(tensor: Tensor, batch: Batch) -> np.ndarray:

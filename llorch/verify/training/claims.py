@@ -1,0 +1,164 @@
+"""Checkpoints 15 to 20: what goldens claim of a run in a dtype, and the rows that a run of ours gives.
+
+Every claim compares with what PEFT, torch or llama.cpp made, and knows the truth: PEFT and torch, unmodified, in
+float64. Ours in float64 is compared with the truth itself: any wrong formula or constant shows, on any processor.
+Limits are those of `training.limits`. Parameters are measured in learning rates: see `checkpoints/18_optimizer_step`.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import nullcontext
+
+import numpy as np
+
+from llorch.builtin import builtin_path, goldens_folder
+from llorch.config import ModelConfig
+from llorch.files import Weights, open_weights
+from llorch.numerics import DtypeName
+from llorch.verify.compare import Difference, Tolerance, tolerance_from
+from llorch.verify.goldens import sha256
+from llorch.verify.judge import Claim, Row, judge
+from llorch.verify.places import Place
+from llorch.verify.training import limits
+from llorch.verify.training.exports import exported, file_row
+from llorch.verify.training.goldens import TRUTH, Errors, Tolerances, TrainingGolden, lacking, read, text, witness_of
+from llorch.verify.training.places import CHAINED, ISOLATED, MODES, Arrays, places
+from llorch.verify.training.recipe import OPTIMIZER
+from llorch.verify.training.runner import NumpyRunner
+from llorch.verify.training.stages import BY_GROUP
+from llorch.verify.verifier import BACKENDS, FLOAT64
+
+Granted = Callable[[Place, str], Tolerance]  # of a place and a mode
+
+
+def verify_training_stored(name: str) -> Iterator[Row]:
+    """Judge NumPy on a model against its stored training goldens.
+
+    Args:
+        name: In `training.goldens.MODELS`.
+
+    Yields:
+        Rows of checkpoints 15 to 20.
+
+    Raises:
+        FileNotFoundError: A golden is missing.
+        ValueError: The goldens were made for other weights, or a part is missing.
+    """
+    weights, golden = stored(name)
+    for backend in (*BACKENDS, FLOAT64):
+        yield from numpy_rows(name, weights, golden, backend)
+
+
+def stored(name: str) -> tuple[Weights, TrainingGolden]:
+    """Open a model and its training goldens; for the exceptions see `verify_training_stored`."""
+    path = builtin_path(name)
+    golden = read(goldens_folder() / name)
+    if golden.provenance["weights_sha256"] != sha256(path):
+        raise ValueError(f"golden {name}: made for other weights than {path}; run reference_outputs/regenerate.py")
+    return open_weights(path), golden
+
+
+def numpy_rows(name: str, weights: Weights, golden: TrainingGolden, backend: str) -> Iterator[Row]:
+    """Judge NumPy in one of `BACKENDS`, or in float64; files are written and read once, as it runs."""
+    wide, files = backend == FLOAT64, {}
+    claimed = claims(golden, weights.config, "float64" if wide else "float32")
+    with BACKENDS.get(backend, nullcontext)():
+        runner = NumpyRunner(weights.astype(np.float64) if wide else weights, golden)
+        ours = {ISOLATED: dict(runner.isolated()), CHAINED: dict(runner.chained())}
+        if backend == "numpy":
+            logits, files = exported(weights, golden)
+            ours[CHAINED].update(logits)
+    yield from rows(name, claimed, ours, backend, left_out=() if files else limits.FROM_FILES)
+    yield from (file_row(name, kind, table, golden.files[kind]) for kind, table in files.items())
+
+
+def rows(
+    name: str, claimed: Iterator[Claim], ours: Mapping[str, Arrays], backend: str, *, left_out: Collection[str] = ()
+) -> Iterator[Row]:
+    """Judge a run; it lacks the groups of stages in `left_out`, anything else that is missing fails."""
+    for claim in claimed:
+        if claim.place.stage not in left_out:
+            yield judge(claim, ours[claim.mode].get(claim.place), model=name, backend=backend)
+
+
+def claims(
+    golden: TrainingGolden, config: ModelConfig, dtype: DtypeName, granted: Granted | None = None
+) -> Iterator[Claim]:
+    """What a run in a dtype has to reproduce, and how nearly: as nearly as the golden grants, if not told otherwise."""
+    golden.require_all(config.n_layers)
+    granted = granted or (lambda place, mode: limit(golden, config, place, mode, dtype))
+    for place, modes in places(config.n_layers).items():
+        for mode in modes:
+            if limits.shows(place, mode, dtype):
+                truth = golden.truth(mode, place)
+                wide = dtype == "float64"
+                yield Claim(
+                    place=place,
+                    mode=mode,
+                    witness=TRUTH if wide else witness_of(place),
+                    want=truth if wide else golden.shown(place),
+                    limit=granted(place, mode),
+                    truth=truth,
+                    unit=unit(place),
+                )
+
+
+def unit(place: Place) -> float | None:
+    """What differences are measured in, where that is not the size of the array."""
+    group = BY_GROUP.get(place.stage)
+    return OPTIMIZER.learning_rate if group and group.in_rates else None
+
+
+def limit(golden: TrainingGolden, config: ModelConfig, place: Place, mode: str, dtype: DtypeName) -> Tolerance:
+    """What an array of a run in a dtype is granted."""
+    if dtype == "float64":
+        return limits.wide_limit(golden.amplified(place) if mode == CHAINED else None)
+    held = limits.held_to(place, mode, dtype)
+    made = golden.tolerances[held][mode].get(place.stage)
+    if made is None:
+        raise lacking([f"tolerance of {held} {mode} {place.stage}"])
+    return made.at_most(limits.ceiling(config, place.stage, mode, held))
+
+
+def distances(golden: TrainingGolden, config: ModelConfig, dtype: DtypeName) -> Iterator[tuple[Claim, Difference]]:
+    """How far the witnesses are from the truth, beside claims that grant as much as is ever granted."""
+
+    def most(place: Place, mode: str) -> Tolerance:
+        return limits.ceiling(config, place.stage, mode, limits.held_to(place, mode, dtype))
+
+    for claim in claims(golden, config, dtype, most):
+        assert claim.truth is not None
+        yield claim, claim.difference(claim.want.astype(claim.truth.dtype), claim.truth)
+
+
+def refuse_far_witnesses(name: str, golden: TrainingGolden, config: ModelConfig, dtype: DtypeName) -> None:
+    """Refuse goldens that are not the truth to rounding: a witness is further from it than is ever granted."""
+    far = [
+        f"{claim.witness} {claim.mode} {text(claim.place)}: {found.describe()}"
+        for claim, found in distances(golden, config, dtype)
+        if not found.within(claim.limit)
+    ]
+    if far:
+        raise ValueError(f"training goldens of {name}: {len(far)} too far from the truth:\n" + "\n".join(far))
+
+
+def tolerances(golden: TrainingGolden, config: ModelConfig, dtype: DtypeName) -> Tolerances:
+    """Made from the distances of the witnesses from the truth; those that are of the dtype."""
+    found: dict[tuple[str, str], list[Difference]] = defaultdict(list)
+    for claim, distance in distances(golden, config, dtype):
+        if limits.held_to(claim.place, claim.mode, dtype) == dtype:
+            found[claim.mode, claim.place.stage].append(distance)
+    made: dict[str, dict[str, Tolerance]] = {mode: {} for mode in MODES}
+    for (mode, stage), each in found.items():
+        tolerance = tolerance_from(each, floor=limits.floor(stage, dtype))
+        made[mode][stage] = tolerance.at_most(limits.ceiling(config, stage, mode, dtype))
+    return made
+
+
+def errors(golden: TrainingGolden, config: ModelConfig, dtype: DtypeName) -> Errors:
+    """How far the witness is from the truth, with three digits; more would be noise."""
+    out: dict[str, dict[str, dict[str, float]]] = {}
+    for claim, found in distances(golden, config, dtype):
+        cases = out.setdefault(claim.mode, {}).setdefault(claim.place.stage, {})
+        cases[claim.place.case] = max(float(f"{found.error:.2e}"), cases.get(claim.place.case, 0.0))
+    return out
