@@ -101,7 +101,7 @@ def make_training(name: str) -> TrainingGolden:
     shown = {name_of(place): array for place, array in (peft_arrays(producer, golden) | exported).items()}
     golden = replace(golden, arrays=golden.arrays | shown)
     golden = replace(golden, arrays=golden.arrays | truth_of(weights, golden))
-    halves = {dtype: in_half(weights, golden, dtype) for dtype in HALF_DTYPES}
+    halves: dict[DtypeName, TrainingGolden] = {dtype: in_half(weights, golden, dtype) for dtype in HALF_DTYPES}
     runs: dict[DtypeName, TrainingGolden] = {"float32": golden, **halves}
     for dtype, run in runs.items():
         refuse_far_witnesses(name, run, config, dtype)
@@ -273,21 +273,23 @@ def differences(
 def apart(place: Place, ours: np.ndarray | None, theirs: np.ndarray | None) -> Difference:
     """How far two arrays of a place are apart."""
     size = unit(place)
-    return measure(ours, theirs) if size is None or theirs is None else measure_in(ours, theirs, unit=size)
+    return measure(ours, theirs) if size is None else measure_in(ours, theirs, unit=size)
 
 
 def _truth_differs(new: Mapping[str, np.ndarray], stored: TrainingGolden, mode: str, place: Place) -> Iterator[str]:
     if place.stage in FROM_FILES:
         return  # what the adapter means
-    wide = wide_limit(stored.amplified(place) if mode == CHAINED else None)
-    pairs = [(mode, truth_name(mode, place), apart, wide)]
+
+    def pair(name: str) -> tuple[np.ndarray | None, np.ndarray | None]:
+        return new.get(name), stored.arrays.get(name)
+
+    found, again = apart(place, *pair(truth_name(mode, place))), make_half.AGAIN - 1
+    if not found.within(wide_limit(stored.amplified(place) if mode == CHAINED else None)):
+        yield f"training truth {mode} {text(place)}: {found.describe()}"
     if place.stage == "parameters" and mode == CHAINED:
-        again = Tolerance(make_half.AGAIN - 1, make_half.AGAIN - 1)
-        pairs.append(("amplification", amplified_name(place), lambda _, *arrays: measure(*arrays), again))
-    for what, name, distance, allowed in pairs:
-        found = distance(place, new.get(name), stored.arrays.get(name))
-        if not found.within(allowed):
-            yield f"training truth {what} {text(place)}: {found.describe()}"
+        found = measure(*pair(amplified_name(place)))
+        if not found.within(Tolerance(again, again)):
+            yield f"training truth amplification {text(place)}: {found.describe()}"
 
 
 def _by_dtype(made: Mapping[str, Tolerances]) -> dict[str, HalfTolerances]:

@@ -65,7 +65,7 @@ class TrainingGolden:
         provenance: Where all this comes from.
     """
 
-    arrays: Mapping[str, np.ndarray]
+    arrays: dict[str, np.ndarray]
     rows: Sequence[Rows]
     files: Mapping[str, Mapping[str, str]]
     tolerances: Mapping[str, Tolerances]

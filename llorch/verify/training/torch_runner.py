@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from llorch.files import Weights
 from llorch.lora.adapter import Adapter
 from llorch.lora.merge import MergedWeights
+from llorch.numerics import DtypeName
 from llorch.pytorch.causal_lm import CausalLM, widened
 from llorch.pytorch.device import Target
 from llorch.pytorch.load import load_dense
@@ -86,10 +87,11 @@ def verify_training_torch(name: str, target: Target) -> Iterator[Row]:
 
 def torch_rows(name: str, weights: Weights, golden: TrainingGolden, target: Target) -> Iterator[Row]:
     """Likewise, of goldens that are at hand."""
+    dtype: DtypeName = target.dtype_name  # pyright: ignore[reportAssignmentType]
     for suffix, as_trainer in VARIANTS.items():
         runner = TorchRunner(weights, golden, target, as_trainer=as_trainer)
         ours = {ISOLATED: dict(runner.isolated()), CHAINED: dict(runner.chained())}
-        claimed = claims(golden, weights.config, target.dtype_name)
+        claimed = claims(golden, weights.config, dtype)
         yield from rows(name, claimed, ours, f"{target}{suffix}", left_out=NUMPY_ALONE)
 
 
@@ -194,7 +196,7 @@ class TorchRunner:
 
         Fed, each block is alone: what goes in and the gradient of what comes out are the golden's.
         """
-        stepper, inputs, outputs = self._stepper(adapter, OPTIMIZER, 0.0), dict[Place, Tensor](), list[Tensor]()
+        stepper, inputs, outputs = self._stepper(adapter, OPTIMIZER, 0.0), dict[Place, Tensor](), list[Any]()
         model, ends = stepper.module.model, borders(self.n_layers)
         for module, (x, d_x) in zip((*model.layers, model.norm), ends.items(), strict=True):
             module.register_forward_pre_hook(_noting(inputs, d_x, self._padded(x) if fed else None))
