@@ -63,15 +63,13 @@ AREAS = (
     Area(
         "export",
         "convert write_checks files/e* tokenizer/export*",
-        "files/export* tokenizer/export convert convert_checks convert_failures files/quant_blocks",
+        "files/export* tokenizer/export convert convert_failures files/quant_blocks",
     ),
     Area("tokenizer", "tokenizer/[!e]*", "tokenizer/* verify/quality/windows"),
-    Area(
-        "generation", "sampling generate model", "sampling generate model model_adapters verify/teeth_forward cli/run"
-    ),
+    Area("generation", "sampling generate model", "sampling generate model verify/teeth_forward cli/run"),
     Area("torch", "pytorch/* pytorch/lora/*", "pytorch/* pytorch/lora/*"),
     Area("kernels", "pytorch/cpu/* pytorch/cuda/*", "pytorch/cpu/* pytorch/cuda/* pytorch/model pytorch/quantised"),
-    Area("lora", "lora/* verify/doctor/*", "lora/* verify/doctor/* cli/lora_files model_adapters"),
+    Area("lora", "lora/* verify/doctor/*", "lora/* verify/doctor/* cli/lora_files model"),
     Area("data", "train/data/*", "train/data_* cli/data"),
     Area("train", "train/* pytorch/train/* verify/resume", "train/[!d]* pytorch/train/* cli/lora_train"),
     Area(

@@ -23,7 +23,7 @@ from llorch.files.folder import PICKLE_SUFFIXES, SafetensorsFolder, file_inside
 from llorch.files.gguf import GGUFFile, StringArray, TensorInfo, open_gguf
 from llorch.files.matrix import Matrix
 from llorch.files.names import inventory, undo_interleave
-from llorch.files.packed import Packed
+from llorch.files.packed import Packed, require_finite
 from llorch.files.quant import ACTIVATION_TYPE, GGMLType
 from llorch.files.safetensors import SafetensorsFile, open_safetensors
 from llorch.files.strict_json import read_json
@@ -46,7 +46,6 @@ logger = logging.getLogger(__name__)
 
 _MAX_CONFIG = 1 << 20
 _ROPE_FACTORS = "rope_freqs.weight"
-_SCAN = 1 << 18  # elements looked at in one go: the mask stays in the processor cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +72,7 @@ class Weights(Mapping):
         self.dtype: type[np.floating] = np.float32
         self.numerics = EXACT
         self.packed = False
-        self._slots = slots
+        self.slots = slots
         self._loaded: dict[str, np.ndarray] = {}  # float32, shared by all variants
         self._matrices: dict[str, Matrix] = {}
         self._layers: list[dict[str, str]] = [{} for _ in range(config.n_layers)]  # short to canonical name
@@ -83,7 +82,7 @@ class Weights(Mapping):
                 self._layers[int(index)][short] = name
 
     def __getitem__(self, name: str) -> Any:
-        if not self._multiplies_itself(self._slots[name]):
+        if not self._multiplies_itself(self.slots[name]):
             return self.array(name)
         if name not in self._matrices:
             self._matrices[name] = self._matrix(name)
@@ -97,27 +96,27 @@ class Weights(Mapping):
         """
         if name in self._loaded:
             if not self._loaded[name].flags.writeable:  # a view of the map
-                self.source.require_whole(self._slots[name].source_name)
+                self.source.require_whole(self.slots[name].source_name)
             return self._loaded[name].astype(self.dtype, copy=False)
         array = self.read(name)
-        if not (self.packed and self._multiplies_itself(self._slots[name])):
+        if not (self.packed and self._multiplies_itself(self.slots[name])):
             self._loaded[name] = array
         return array.astype(self.dtype, copy=False)
 
     def read(self, name: str) -> np.ndarray:
         """A weight as float32, decoded anew and not kept; for F32 whose rows need no reordering a view of the map."""
-        slot = self._slots[name]
+        slot = self.slots[name]
         array = self.source.array(slot.source_name)
-        _require_finite(array, slot.source_name, self.path)
+        require_finite(array, slot.source_name, self.path)
         if slot.must_equal is not None:
             self._require_equal(slot)
         return undo_interleave(array, slot.interleaved_heads) if slot.interleaved_heads else array
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._slots)
+        return iter(self.slots)
 
     def __len__(self) -> int:
-        return len(self._slots)
+        return len(self.slots)
 
     def layer(self, index: int) -> "LayerWeights":
         """The weights of one layer by short name, `q_proj`, `attn_norm`, ..., each loaded when it is asked for."""
@@ -155,16 +154,11 @@ class Weights(Mapping):
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a weight, without reading it."""
-        return self._slots[name].shape
-
-    @property
-    def slots(self) -> Mapping[str, Slot]:
-        """Where each weight is found."""
-        return self._slots
+        return self.slots[name].shape
 
     def as_stored(self, name: str) -> Packed:
         """A weight as the file holds it: its rows in the order of the file."""
-        return self.source.packed(self._slots[name].source_name)
+        return self.source.packed(self.slots[name].source_name)
 
     def is_changed(self, name: str) -> bool:
         """Whether a weight has other numbers than the file, as merged ones have."""
@@ -181,7 +175,7 @@ class Weights(Mapping):
     def _require_products(self) -> None:
         """Refuse what llama.cpp ends the whole process at: there is no emulating that."""
         in_gguf = isinstance(self.source, GGUFFile)
-        for name, slot in self._slots.items():
+        for name, slot in self.slots.items():
             kind = self.stored_type(name)
             is_matrix = len(slot.shape) == 2
             if kind not in ACTIVATION_TYPE if is_matrix else in_gguf and kind is not GGMLType.F32:
@@ -195,7 +189,7 @@ class Weights(Mapping):
         return self.source.packed(slot.source_name).ggml_type not in (GGMLType.F32, GGMLType.F64)
 
     def _matrix(self, name: str) -> Matrix:
-        slot = self._slots[name]
+        slot = self.slots[name]
         if slot.must_equal is not None:
             self._require_equal(slot)
         return Matrix(
@@ -317,13 +311,3 @@ def _check_tensors(
         lists = "; ".join(f"{len(names)} {code}: {', '.join(names)}" for code, names in bad)
         message = f"weights: expected the {len(wanted)} tensors of this {family} configuration, got {lists}"
         raise FormatError(bad[0][0], message, path=source.path)
-
-
-def _require_finite(array: np.ndarray, name: str, path: Path) -> None:
-    flat = array.reshape(-1)
-    for start in range(0, flat.size, _SCAN):
-        finite = np.isfinite(flat[start : start + _SCAN])
-        if not finite.all():
-            first = start + int(np.argmin(finite))
-            where = tuple(int(axis) for axis in np.unravel_index(first, array.shape))
-            raise FormatError("NonFinite", f"{name} has {flat[first]} at {where}", path=path)

@@ -12,6 +12,7 @@ Source: POSIX mmap; reliability notes of the project (safetensors and numpy.memm
 import errno
 import mmap
 import os
+import stat
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,8 +22,31 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 import numpy as np
 
 from llorch.errors import ErrorCode, FormatError
-from llorch.files.regular import open_regular
 from llorch.memory import address_space_left
+
+# A pipe is then opened at once. Neither flag is known everywhere.
+_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+
+
+def open_regular(path: str | Path) -> int:
+    """Open a file that somebody else made for reading, through links; Unsupported for what is no regular file.
+
+    Opening a named pipe waits for a writer, for ever if there is none; reading a device may never end.
+    """
+    descriptor = os.open(path, _FLAGS)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise FormatError("Unsupported", "expected a regular file, got something else", path=path)
+    return descriptor
+
+
+def read_regular(path: str | Path, *, limit: int) -> bytes:
+    """Read a small regular file; FormatError as `open_regular`, or TooLarge beyond `limit` bytes."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise FormatError("TooLarge", f"the file has more than {limit} bytes", path=path)
+    return data
 
 
 class MappedFile:

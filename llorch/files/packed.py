@@ -11,6 +11,7 @@ from llorch.errors import FormatError
 from llorch.files.quant import GGMLType, decode, decode_into, has_bad_scale
 
 TILE = 1 << 20  # elements decoded in one go: large enough for a fast product, small beside a model
+_SCAN = 1 << 18  # elements looked at in one go: the mask stays in the processor cache
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,16 @@ class Packed:
             raise FormatError("NonFinite", f"{self.name} has a NaN block scale in row {row}", path=self.path)
 
     def require_finite(self, start: int, rows: np.ndarray) -> None:
-        """Refuse (NonFinite, with the place) decoded rows from number `start` on with NaN or infinity."""
-        finite = np.isfinite(rows)
+        """Refuse decoded rows from number `start` on, see `require_finite`."""
+        require_finite(rows, self.name, self.path, first_row=start)
+
+
+def require_finite(array: np.ndarray, name: str, path: Path, *, first_row: int = 0) -> None:
+    """Refuse (NonFinite, with the place) an array, or rows of one from a number on, with NaN or infinity."""
+    flat = array.reshape(-1)
+    for start in range(0, flat.size, _SCAN):
+        finite = np.isfinite(flat[start : start + _SCAN])
         if not finite.all():
-            row, column = (int(axis) for axis in np.unravel_index(int(np.argmin(finite)), rows.shape))
-            message = f"{self.name} has {rows[row, column]} at {(start + row, column)}"
-            raise FormatError("NonFinite", message, path=self.path)
+            first = start + int(np.argmin(finite))
+            row, *rest = (int(axis) for axis in np.unravel_index(first, array.shape))
+            raise FormatError("NonFinite", f"{name} has {flat[first]} at {(first_row + row, *rest)}", path=path)

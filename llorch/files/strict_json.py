@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from llorch.errors import FormatError
-from llorch.files.regular import read_regular
+from llorch.files.mapped import read_regular
 
 _MAX_DEPTH = 32
 _MAX_DIGITS = 64  # of one number

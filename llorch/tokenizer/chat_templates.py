@@ -10,7 +10,7 @@ from pathlib import Path
 from llorch.errors import FormatError
 from llorch.fields import Fields
 from llorch.files.folder import require_inside
-from llorch.files.regular import read_regular
+from llorch.files.mapped import read_regular
 from llorch.files.strict_json import read_json
 
 MORE_TEMPLATES = "additional_chat_templates"  # a folder in that of a model

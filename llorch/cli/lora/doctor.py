@@ -31,8 +31,7 @@ def command(*, adapter: Path, base: str, against: str | None, any_base: bool, as
     in some programs. NOT RUN says what is missing.
     """
     from llorch.cli.inputs import model_path
-    from llorch.lora.finding import WRONG
-    from llorch.verify.doctor import ENGINES, examine
+    from llorch.verify.doctor import ENGINES, WRONG, examine
 
     engines = _engines(against, ENGINES)
     with progress(f"examining {adapter}") as report:

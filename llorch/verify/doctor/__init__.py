@@ -10,8 +10,7 @@ from pathlib import Path
 from llorch.errors import ErrorCode, FormatError
 from llorch.files import Weights, open_weights
 from llorch.lora.files import check_base, read_adapter
-from llorch.lora.finding import OK, WARNING, WRONG, Finding
-from llorch.verify.doctor.checks import NUMBER_CHECKS, READER_CHECKS, check_run
+from llorch.verify.doctor.checks import NUMBER_CHECKS, OK, READER_CHECKS, WARNING, WRONG, Finding, check_run
 from llorch.verify.doctor.engines import compare_engines
 
 ENGINES = ("peft", "llamacpp")

@@ -11,7 +11,9 @@ never appended: the model never stops).
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -22,15 +24,25 @@ from llorch.files.encode import encode
 from llorch.files.quant import GGMLType, decode
 from llorch.files.strict_json import read_json
 from llorch.lora.adapter import Adapter
-from llorch.lora.finding import NOT_RUN, OK, WARNING, WRONG, Finding
 from llorch.lora.merge import merged_matrix
 from llorch.lora.summary import product_norm, stored_types
 from llorch.model import Opened
 from llorch.train.data import TrainingData, read_data
 from llorch.train.settings_file import settings_from
 
+OK, WARNING, WRONG, NOT_RUN = "ok", "warning", "WRONG", "NOT RUN"
+
 _SAFE = "llorch lora export BASE ADAPTER NEW --vllm-safe"
 _MERGE = "llorch lora merge"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check found."""
+
+    check: str
+    verdict: Literal["ok", "warning", "WRONG", "NOT RUN"]  # a warning: wrong in some programs only
+    text: str  # the diagnosis, and the remedy if there is one
 
 
 def rslora_scale(adapter: Adapter, weights: Weights) -> Finding:

@@ -12,10 +12,10 @@ from llorch.files import Weights
 from llorch.lora.adapted_weights import AdaptedWeights
 from llorch.lora.adapter import Adapter
 from llorch.lora.base import BaseIdentity
-from llorch.lora.finding import NOT_RUN, OK, WRONG, Finding
 from llorch.lora.gguf_format import write_lora_gguf
 from llorch.lora.merge_files import LARGEST_COMPARED, probe_ids, run
 from llorch.lora.peft_format import write_peft
+from llorch.verify.doctor.checks import NOT_RUN, OK, WRONG, Finding
 from llorch.verify.witnesses.process import in_child
 
 _PACKAGES = {"peft": ("peft", "transformers", "torch"), "llamacpp": ("llama_cpp",)}
