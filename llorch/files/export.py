@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 from gguf import GGML_QUANT_VERSION, GGMLQuantizationType, GGUFValueType, GGUFWriter, LlamaFileType, RopeScalingType
@@ -52,7 +51,7 @@ FILE_TYPES: dict[GGMLType, LlamaFileType] = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class Entry:
     """One tensor of the file to be: shapes are written long before the first array is wanted."""
 
     name: str
@@ -92,15 +91,46 @@ def write_gguf_content(
     on_tensor: Callable[[str], None] = lambda name: None,
 ) -> None:
     """Write all weights to a file that nobody reads yet; the rest is as in `write_gguf`."""
-    entries = _entries(weights, ggml_type)
-    alignment = _write_header(path, weights.config, ggml_type, metadata, entries)
-    with path.open("ab") as file:
-        _write_padding(file, file.tell(), alignment)
+
+    def add_metadata(writer: GGUFWriter) -> None:
+        writer.add_file_type(FILE_TYPES[ggml_type])
+        if BLOCK_SIZES[ggml_type][0] > 1:
+            writer.add_quantization_version(GGML_QUANT_VERSION)
+        add_hyperparameters(writer, weights.config)
+        for key, value in metadata.items():
+            _add_value(writer, key, value)
+
+    write_entries(path, weights.config.family, _entries(weights, ggml_type), add_metadata, on_tensor)
+
+
+def write_entries(
+    path: Path,
+    architecture: str,
+    entries: Sequence[Entry],
+    add_metadata: Callable[[GGUFWriter], None],
+    on_tensor: Callable[[str], None] = lambda name: None,
+) -> None:
+    """Write tensors to a file that nobody reads yet; the writer is for the metadata before them."""
+    writer = GGUFWriter(path, architecture)
+    try:
+        add_metadata(writer)
+        for entry in entries:
+            n_bytes = encoded_size(entry.shape, entry.ggml_type)
+            known = GGMLQuantizationType(entry.ggml_type)
+            writer.add_tensor_info(entry.name, entry.shape, np.dtype(np.float32), n_bytes, raw_dtype=known)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        writer.flush()
+    finally:
+        writer.close()
+    with path.open("ab") as file:  # by us: GGUFWriter does not notice when a disk is full
+        file.write(bytes(-file.tell() % writer.data_alignment))
         for entry in entries:
             on_tensor(entry.name)
             for part in entry.parts():
                 file.write(part.data)
-            _write_padding(file, encoded_size(entry.shape, entry.ggml_type), alignment)
+            file.write(bytes(-file.tell() % writer.data_alignment))
 
 
 def gguf_types(config: ModelConfig, ggml_type: GGMLType) -> dict[str, GGMLType]:
@@ -145,14 +175,14 @@ def _type_of(weight: Weight, ggml_type: GGMLType) -> GGMLType:
     return ggml_type
 
 
-def _entries(weights: Weights, ggml_type: GGMLType) -> list[_Entry]:
+def _entries(weights: Weights, ggml_type: GGMLType) -> list[Entry]:
     entries = []
     factors = _rope_factors(weights)
     if factors is not None:
-        entries.append(_Entry("rope_freqs.weight", factors.shape, GGMLType.F32, lambda: iter([factors])))
+        entries.append(Entry("rope_freqs.weight", factors.shape, GGMLType.F32, lambda: iter([factors])))
     for weight in inventory(weights.config).values():
         kind = _type_of(weight, ggml_type)
-        entries.append(_Entry(weight.gguf, weight.shape, kind, partial(_parts, weights, weight, kind)))
+        entries.append(Entry(weight.gguf, weight.shape, kind, partial(_parts, weights, weight, kind)))
     return entries
 
 
@@ -164,34 +194,6 @@ def _parts(weights: Weights, weight: Weight, ggml_type: GGMLType) -> Iterator[np
             return
         rows = interleave(array, weight.interleaved_heads) if weight.interleaved_heads else array
         yield from encode(rows, ggml_type, name=weight.gguf, path=weights.path)
-
-
-def _write_header(
-    path: Path, config: ModelConfig, ggml_type: GGMLType, metadata: Mapping[str, object], entries: list[_Entry]
-) -> int:
-    writer = GGUFWriter(path, config.family)
-    try:
-        writer.add_file_type(FILE_TYPES[ggml_type])
-        if BLOCK_SIZES[ggml_type][0] > 1:
-            writer.add_quantization_version(GGML_QUANT_VERSION)
-        add_hyperparameters(writer, config)
-        for key, value in metadata.items():
-            _add_value(writer, key, value)
-        for entry in entries:
-            n_bytes = encoded_size(entry.shape, entry.ggml_type)
-            known = GGMLQuantizationType(entry.ggml_type)
-            writer.add_tensor_info(entry.name, entry.shape, np.dtype(np.float32), n_bytes, raw_dtype=known)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        writer.flush()
-    finally:
-        writer.close()
-    return writer.data_alignment
-
-
-def _write_padding(file: BinaryIO, n_bytes: int, alignment: int) -> None:
-    file.write(bytes(-n_bytes % alignment))
 
 
 def _rope_factors(weights: Weights) -> np.ndarray | None:

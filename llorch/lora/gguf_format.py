@@ -20,9 +20,11 @@ from gguf import GGUFWriter
 from llorch.config import ModelConfig
 from llorch.errors import FormatError
 from llorch.fields import Fields
+from llorch.files.export import Entry, write_entries
 from llorch.files.gguf import GGUFFile
 from llorch.files.names import interleave, undo_interleave
 from llorch.files.new_file import new_file
+from llorch.files.quant import GGMLType
 from llorch.files.strict_json import parse_json
 from llorch.lora.adapter import LORA_A, LORA_B, Adapter, assembled, some
 from llorch.lora.base import BaseIdentity
@@ -43,15 +45,21 @@ def write_lora_gguf(
     path = Path(path)
     _refuse(adapter, model, path)
     alpha = common_alpha(adapter)
-    values = {"adapter.type": "lora"} | ({} if base is None else {BASE_KEY: base.to_json()})
-    arrays = _stored(adapter, folded=alpha is None)
+    stored = _stored(adapter, folded=alpha is None)
+    entries = [
+        Entry(name, array.shape, GGMLType.F32, lambda array=array: iter([array])) for name, array in stored.items()
+    ]
+
+    def add_metadata(writer: GGUFWriter) -> None:
+        writer.add_type("adapter")
+        writer.add_string("adapter.type", "lora")
+        if base is not None:
+            writer.add_string(BASE_KEY, base.to_json())
+        if alpha is not None:
+            writer.add_float32(ALPHA, alpha)
+
     with new_file(path) as temporary:
-        alignment = _write_header(temporary, model.family, values, alpha, arrays)
-        with temporary.open("ab") as file:
-            for array in arrays.values():
-                file.write(bytes(-file.tell() % alignment))
-                file.write(array.tobytes())  # GGUFWriter does not notice when a disk is full
-            file.write(bytes(-file.tell() % alignment))
+        write_entries(temporary, model.family, entries, add_metadata)
 
 
 def read_lora_gguf(path: str | Path, model: ModelConfig) -> Adapter:
@@ -79,27 +87,6 @@ def common_alpha(adapter: Adapter) -> float | None:
     ranks = {name: adapter.config.rank_of(target) for name, target in adapter.targets.items()}
     alphas = {float(np.float32(adapter.scaling(name) * rank)) for name, rank in ranks.items()}
     return alphas.pop() if len(alphas) == 1 else None
-
-
-def _write_header(
-    path: Path, family: str, texts: Mapping[str, str], alpha: float | None, arrays: Mapping[str, np.ndarray]
-) -> int:
-    """Everything before the tensors; returns what they are aligned to."""
-    writer = GGUFWriter(path, family)
-    try:
-        writer.add_type("adapter")
-        for key, text in texts.items():
-            writer.add_string(key, text)
-        if alpha is not None:
-            writer.add_float32(ALPHA, alpha)
-        for name, array in arrays.items():
-            writer.add_tensor_info(name, array.shape, array.dtype, array.nbytes)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-    finally:
-        writer.close()
-    return writer.data_alignment
 
 
 def _refuse(adapter: Adapter, model: ModelConfig, path: Path) -> None:

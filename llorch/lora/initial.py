@@ -14,7 +14,6 @@ PiSSA arXiv:2404.02948.
 
 import hashlib
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -24,9 +23,9 @@ from llorch.config import ModelConfig
 from llorch.files import Weights
 from llorch.lora.adapter import LORA_A, LORA_B, Adapter, LoraTensors, checked
 from llorch.lora.config import LoraConfig, Target
+from llorch.lora.merge import output_lengths
 
 INITS = ("default", "gaussian", "pissa")
-_TILE = 1 << 22  # elements of a matrix that are looked at in one go
 
 
 def initial_adapter(config: LoraConfig, weights: Weights, *, init: str, seed: int) -> Adapter:
@@ -49,8 +48,11 @@ def initial_adapter(config: LoraConfig, weights: Weights, *, init: str, seed: in
             pair = principal(weights.read(target.weight), rank=rank, scaling=scaling, name=name)
         else:
             pair = _drawn(target, rank, init, seed)
-        lengths = _lengths(weights, target, pair, scaling) if config.use_dora else None
-        tensors[name] = LoraTensors(*pair, lengths)
+        tensors[name] = LoraTensors(*pair)
+        if config.use_dora:
+            weight = weights.read(target.weight)
+            lengths = output_lengths(weight, tensors[name], scaling, is_embedding=target.is_embedding)
+            tensors[name] = LoraTensors(*pair, lengths.astype(np.float32))
     return checked(config, tensors, weights.config)
 
 
@@ -105,23 +107,3 @@ def _generator(seed: int, name: str) -> np.random.Generator:
     """One for each tensor, so that no tensor's numbers depend on which others there are."""
     digest = hashlib.sha256(name.encode()).digest()
     return np.random.Generator(np.random.PCG64([seed, *np.frombuffer(digest, np.uint32).tolist()]))
-
-
-def _lengths(
-    weights: Weights, target: Target, pair: tuple[np.ndarray, np.ndarray], scaling: float
-) -> Float32[np.ndarray, " out"]:
-    """|W + scaling * B A| along the input, which DoRA starts from."""
-    lora_A, lora_B = (array.astype(np.float64) for array in pair)
-    weight = weights.read(target.weight)
-    if target.is_embedding:
-        added = ((rows, lora_A[:, rows].T @ lora_B.T) for rows in _tiles(weight.shape))
-        squares = sum(np.square(weight[rows] + scaling * part).sum(axis=0) for rows, part in added)
-        return np.sqrt(squares).astype(np.float32)
-    added = ((rows, lora_B[rows] @ lora_A) for rows in _tiles(weight.shape))
-    lengths = [np.linalg.norm(weight[rows] + scaling * part, axis=1) for rows, part in added]
-    return np.concatenate(lengths).astype(np.float32)
-
-
-def _tiles(shape: tuple[int, int]) -> Iterator[slice]:
-    step = max(1, _TILE // shape[1])
-    return (slice(start, start + step) for start in range(0, shape[0], step))

@@ -53,7 +53,7 @@ def merged_matrix(
     tensors, is_embedding = adapter.tensors[name], adapter.targets[name].is_embedding
     factors = None
     if tensors.magnitude is not None:
-        lengths = _lengths(weight, tensors, adapter.scaling(name), is_embedding=is_embedding)
+        lengths = output_lengths(weight, tensors, adapter.scaling(name), is_embedding=is_embedding)
         factors = tensors.magnitude / lengths
         factors = factors[None, :] if is_embedding else factors[:, None]
     merged = np.empty_like(weight)
@@ -78,8 +78,8 @@ def _sums(
         yield rows, weight[rows] + left[rows].astype(np.float64) @ right
 
 
-def _lengths(weight: np.ndarray, tensors: LoraTensors, scaling: float, *, is_embedding: bool) -> np.ndarray:
-    """Length of every output's weights: a row of a matrix, a column of an embedding."""
+def output_lengths(weight: np.ndarray, tensors: LoraTensors, scaling: float, *, is_embedding: bool) -> np.ndarray:
+    """Length of every output's weights, |W + s B A|: of a row of a matrix, of a column of an embedding."""
     axis = 0 if is_embedding else 1
     squares = [np.square(wide).sum(axis=axis) for _, wide in _sums(weight, tensors, scaling, is_embedding=is_embedding)]
     return np.sqrt(np.sum(squares, axis=0) if is_embedding else np.concatenate(squares))

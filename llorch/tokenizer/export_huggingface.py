@@ -23,8 +23,16 @@ from llorch.tokenizer.export_gguf import NORMALIZER, PREFIX, SPACE_PREFIX
 from llorch.tokenizer.gguf_table import TokenTable, TokenType
 from llorch.tokenizer.gguf_vocabulary import GGUFVocabulary
 from llorch.tokenizer.merges import merges_of_scores
-from llorch.tokenizer.pipeline import LLAMA_3_WORDS, QWEN_2_WORDS
-from llorch.tokenizer.sentencepiece import SPACE
+from llorch.tokenizer.pipeline import (
+    LLAMA_3_WORDS,
+    METASPACE_DECODERS,
+    QWEN_2_WORDS,
+    SPACES_TO_METASPACE,
+    TAKES_SPACE,
+    metaspace,
+    sequence,
+    split,
+)
 
 Json = dict[str, Any]
 
@@ -126,10 +134,9 @@ def _words(name: str) -> Json:
     if name == "gpt-2":
         return _WORDS_OF_GPT_2
     if name == "smollm":
-        return _sequence("pretokenizers", {"type": "Digits", "individual_digits": True}, _WORDS_OF_GPT_2)
+        return sequence("pretokenizers", {"type": "Digits", "individual_digits": True}, _WORDS_OF_GPT_2)
     pattern = LLAMA_3_WORDS if name in LLAMA_3_NAMES else QWEN_2_WORDS
-    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    return _sequence("pretokenizers", split, _BYTE_LEVEL)
+    return sequence("pretokenizers", split(pattern), _BYTE_LEVEL)
 
 
 def _sentencepiece(table: TokenTable, spaces: str) -> Json:
@@ -139,16 +146,12 @@ def _sentencepiece(table: TokenTable, spaces: str) -> Json:
     unknown = next(iter(table.ids_of(TokenType.UNKNOWN)), None)
     ids = text_ids | table.ids_of(TokenType.BYTE, TokenType.UNKNOWN)
     model = _model(ids, merges, byte_fallback=True, fuse_unk=True, unk_token=unknown)
-    back = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
-    decoders = [back, {"type": "ByteFallback"}, {"type": "Fuse"}]
-    if spaces != "never":
-        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    parts = {"normalizer": None, "pre_tokenizer": None, "decoder": _sequence("decoders", *decoders), "model": model}
+    decoders = [*METASPACE_DECODERS, *([TAKES_SPACE] if spaces != "never" else [])]
+    parts = {"normalizer": None, "pre_tokenizer": None, "decoder": sequence("decoders", *decoders), "model": model}
     if spaces in ("never", "first", "always"):
-        parts["pre_tokenizer"] = {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": spaces, "split": False}
+        parts["pre_tokenizer"] = metaspace(spaces)
     else:
-        before = {"type": "Prepend", "prepend": SPACE}
-        parts["normalizer"] = _sequence("normalizers", before, back | {"pattern": {"String": " "}, "content": SPACE})
+        parts["normalizer"] = SPACES_TO_METASPACE
     return parts
 
 
@@ -166,10 +169,6 @@ def _model(ids: Mapping[str, int], merges: list[tuple[str, str]], **switches: ob
         "vocab": dict(sorted(ids.items(), key=lambda item: item[1])),
         "merges": [list(pair) for pair in merges],
     }
-
-
-def _sequence(kind: str, *parts: Json) -> Json:
-    return {"type": "Sequence", kind: list(parts)}
 
 
 def _added_tokens(table: TokenTable, vocabulary: GGUFVocabulary) -> list[Json]:
@@ -208,7 +207,7 @@ def _post_processor(fields: Fields, ids: Mapping[str, int], table: TokenTable) -
     named = {texts[role]: {"id": texts[role], "ids": [around[role]], "tokens": [texts[role]]} for role in texts}
     pair = steps("A", 0) + steps("B", 1)
     template = {"type": "TemplateProcessing", "single": steps("A", 0), "pair": pair, "special_tokens": named}
-    return _sequence("processors", _BYTE_LEVEL, template) if byte_level else template
+    return sequence("processors", _BYTE_LEVEL, template) if byte_level else template
 
 
 def _config(table: TokenTable, ids: Mapping[str, int], templates: Mapping[str, str], context: int) -> Json:

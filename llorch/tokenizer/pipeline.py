@@ -6,7 +6,7 @@ it hang. So no part of a file is handed to the library: it is compared with the 
 Source: tokenizers `src/pre_tokenizers`, `src/normalizers`, `src/processors` (names and fields of the parts).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
@@ -23,11 +23,13 @@ LLAMA_3_WORDS = _WORDS % "{1,3}"
 QWEN_2_WORDS = _WORDS % ""
 
 
-def _sequence(kind: str, *parts: dict[str, object]) -> dict[str, object]:
+def sequence(kind: str, *parts: Mapping[str, object]) -> dict[str, object]:
+    """Parts one after the other, as a file has them."""
     return {"type": "Sequence", kind: list(parts)}
 
 
-def _split(pattern: str) -> dict[str, object]:
+def split(pattern: str) -> dict[str, object]:
+    """Words cut by an expression."""
     return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
 
@@ -35,31 +37,32 @@ def _byte_level(*, use_regex: bool) -> dict[str, object]:
     return {"type": "ByteLevel", "add_prefix_space": False, "use_regex": use_regex}
 
 
-def _metaspace(scheme: str) -> dict[str, object]:
+def metaspace(scheme: str) -> dict[str, object]:
+    """Spaces written as U+2581, one put in front by a scheme."""
     return {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": scheme, "split": False}
 
 
 _DIGITS: dict[str, object] = {"type": "Digits", "individual_digits": True}
 _BYTE_LEVEL_PARTS = (
     _byte_level(use_regex=True),  # GPT-2
-    _sequence("pretokenizers", _DIGITS, _byte_level(use_regex=True)),  # SmolLM2
-    _sequence("pretokenizers", _split(LLAMA_3_WORDS), _byte_level(use_regex=False)),
-    _sequence("pretokenizers", _split(QWEN_2_WORDS), _byte_level(use_regex=False)),
+    sequence("pretokenizers", _DIGITS, _byte_level(use_regex=True)),  # SmolLM2
+    sequence("pretokenizers", split(LLAMA_3_WORDS), _byte_level(use_regex=False)),
+    sequence("pretokenizers", split(QWEN_2_WORDS), _byte_level(use_regex=False)),
 )
 _METASPACE_PARTS: dict[str, SpacePrefix] = {"never": "never", "first": "start", "always": "always"}
-_SPACES_TO_METASPACE = _sequence(
+SPACES_TO_METASPACE = sequence(
     "normalizers",
     {"type": "Prepend", "prepend": SPACE},
     {"type": "Replace", "pattern": {"String": " "}, "content": SPACE},
 )
 
 
-_METASPACE_DECODERS: list[dict[str, object]] = [
+METASPACE_DECODERS: list[dict[str, object]] = [
     {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
     {"type": "ByteFallback"},
     {"type": "Fuse"},
 ]
-_TAKES_SPACE: dict[str, object] = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+TAKES_SPACE: dict[str, object] = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
 
 
 class Pipeline:
@@ -77,9 +80,9 @@ class Pipeline:
             self._expect(normalizer, [None, {"type": "NFC"}], "normalizer", path)
             self._normalizer = normalizers.NFC() if normalizer else None
             return
-        known = {scheme: _metaspace(scheme) for scheme in _METASPACE_PARTS}
+        known = {scheme: metaspace(scheme) for scheme in _METASPACE_PARTS}
         self._expect(words, [None, *known.values()], "pre_tokenizer", path)
-        self._expect(normalizer, [None if words else _SPACES_TO_METASPACE], "normalizer", path)
+        self._expect(normalizer, [None if words else SPACES_TO_METASPACE], "normalizer", path)
         if isinstance(words, dict):
             scheme = str(words["prepend_scheme"])
             self.space_prefix = _METASPACE_PARTS[scheme]
@@ -102,9 +105,9 @@ class Pipeline:
             known = isinstance(decoder, dict) and decoder.get("type") == "ByteLevel"
             expected = "ByteLevel"
         else:
-            strip = [_TAKES_SPACE] if self.space_prefix != "never" else []
-            known = decoder == _sequence("decoders", *_METASPACE_DECODERS, *strip)
-            expected = " ".join(str(part["type"]) for part in _METASPACE_DECODERS + strip)
+            strip = [TAKES_SPACE] if self.space_prefix != "never" else []
+            known = decoder == sequence("decoders", *METASPACE_DECODERS, *strip)
+            expected = " ".join(str(part["type"]) for part in METASPACE_DECODERS + strip)
         if not known:
             raise FormatError("Unsupported", f"decoder: expected {expected}, got {_shown(decoder)}", path=path)
 
