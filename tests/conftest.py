@@ -77,20 +77,7 @@ def config() -> "ModelConfig":
     from llorch.config import ModelConfig
 
     return ModelConfig(
-        family="qwen3",
-        hidden_size=20,
-        intermediate_size=28,
-        n_layers=3,
-        n_heads=4,
-        n_kv_heads=2,
-        head_dim=6,
-        vocab_size=31,
-        rms_norm_eps=1e-5,
-        rope_theta=5000.0,
-        rope_scaling=None,
-        max_position_embeddings=40,
-        qkv_bias=False,
-        o_bias=False,
-        qk_norm=True,
-        tie_word_embeddings=True,
-    )
+        family="qwen3", hidden_size=20, intermediate_size=28, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=6,
+        vocab_size=31, rms_norm_eps=1e-5, rope_theta=5000.0, rope_scaling=None, max_position_embeddings=40,
+        qkv_bias=False, o_bias=False, qk_norm=True, tie_word_embeddings=True,
+    )  # fmt: skip

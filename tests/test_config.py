@@ -10,17 +10,10 @@ from llorch.config import FactorScaling, LinearScaling, Llama3Scaling, ModelConf
 from llorch.errors import FormatError
 
 LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "vocab_size": 100,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "max_position_embeddings": 256,
-}
+    "model_type": "llama", "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3,
+    "num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 100, "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0, "max_position_embeddings": 256,
+}  # fmt: skip
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 32.0,
@@ -46,23 +39,10 @@ def without(key: str) -> dict[str, Any]:
 
 def test_a_llama_config_is_read_field_by_field():
     assert read(tie_word_embeddings=True) == ModelConfig(
-        family="llama",
-        hidden_size=48,
-        intermediate_size=80,
-        n_layers=3,
-        n_heads=6,
-        n_kv_heads=2,
-        head_dim=8,
-        vocab_size=100,
-        rms_norm_eps=1e-5,
-        rope_theta=500000.0,
-        rope_scaling=None,
-        max_position_embeddings=256,
-        qkv_bias=False,
-        o_bias=False,
-        qk_norm=False,
-        tie_word_embeddings=True,
-    )
+        family="llama", hidden_size=48, intermediate_size=80, n_layers=3, n_heads=6, n_kv_heads=2, head_dim=8,
+        vocab_size=100, rms_norm_eps=1e-5, rope_theta=500000.0, rope_scaling=None, max_position_embeddings=256,
+        qkv_bias=False, o_bias=False, qk_norm=False, tie_word_embeddings=True,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -12,16 +12,10 @@ from llorch.errors import FormatError
 TIED = frozenset({"token_embd.weight"})
 UNTIED = TIED | {"output.weight"}
 LLAMA = {
-    "block_count": 3,
-    "context_length": 256,
-    "embedding_length": 48,
-    "feed_forward_length": 80,
-    "attention.head_count": 6,
-    "attention.head_count_kv": 2,
-    "attention.layer_norm_rms_epsilon": 1e-5,
-    "rope.freq_base": 500000.0,
-    "rope.dimension_count": 8,
-}
+    "block_count": 3, "context_length": 256, "embedding_length": 48, "feed_forward_length": 80,
+    "attention.head_count": 6, "attention.head_count_kv": 2, "attention.layer_norm_rms_epsilon": 1e-5,
+    "rope.freq_base": 500000.0, "rope.dimension_count": 8,
+}  # fmt: skip
 
 
 def read(
@@ -46,23 +40,10 @@ def refusal(**changes) -> str:
 
 def test_llama_metadata_is_read_field_by_field():
     assert read() == ModelConfig(
-        family="llama",
-        hidden_size=48,
-        intermediate_size=80,
-        n_layers=3,
-        n_heads=6,
-        n_kv_heads=2,
-        head_dim=8,
-        vocab_size=100,
-        rms_norm_eps=1e-5,
-        rope_theta=500000.0,
-        rope_scaling=None,
-        max_position_embeddings=256,
-        qkv_bias=False,
-        o_bias=False,
-        qk_norm=False,
-        tie_word_embeddings=False,
-    )
+        family="llama", hidden_size=48, intermediate_size=80, n_layers=3, n_heads=6, n_kv_heads=2, head_dim=8,
+        vocab_size=100, rms_norm_eps=1e-5, rope_theta=500000.0, rope_scaling=None, max_position_embeddings=256,
+        qkv_bias=False, o_bias=False, qk_norm=False, tie_word_embeddings=False,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

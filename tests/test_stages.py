@@ -7,17 +7,11 @@ from llorch.stages import BY_NAME, CHECKPOINTS, STAGES, forward_order, input_key
 
 # The numbers are public interface; here they stand once more, as design states them.
 NUMBERED = {
-    "00": "embed",
-    "01": "attn_norm ffn_norm final_norm",
-    "01b": "q_rope k_rope",
-    "02": "q_proj k_proj v_proj q_norm k_norm",
-    "03": "k_cache v_cache",
-    "04": "attn_scores attn_probs",
-    "05": "attn_context attn_out attn_residual",
-    "06": "ffn_gate ffn_up ffn_act ffn_out",
-    "07": "block_out",
+    "00": "embed", "01": "attn_norm ffn_norm final_norm", "01b": "q_rope k_rope",
+    "02": "q_proj k_proj v_proj q_norm k_norm", "03": "k_cache v_cache", "04": "attn_scores attn_probs",
+    "05": "attn_context attn_out attn_residual", "06": "ffn_gate ffn_up ffn_act ffn_out", "07": "block_out",
     "08": "logits",
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=BUILTIN)

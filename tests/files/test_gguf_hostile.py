@@ -240,14 +240,10 @@ def test_a_file_replaced_by_rename_stays_readable(tmp_path: Path):
 
 
 HUNGRY = (
-    "n_tensors 10^9 and 4 MB of zeros",
-    "string value 2^63",
-    "u8 array 2^60 at the end",
-    "u8 array 10^7 at the end",
-    "arrays nested 5000 deep",
-    "10^6 x 10^6 f32 in 128 B",
+    "n_tensors 10^9 and 4 MB of zeros", "string value 2^63", "u8 array 2^60 at the end",
+    "u8 array 10^7 at the end", "arrays nested 5000 deep", "10^6 x 10^6 f32 in 128 B",
     "2000 names on one 1 MB range",
-)
+)  # fmt: skip
 
 MEASURE = """
 import json, resource, sys, time

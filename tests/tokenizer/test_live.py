@@ -226,21 +226,9 @@ def test_the_name_of_a_model_changes_its_ids_as_in_llama_cpp(llama_api: ModuleTy
         ours = Tokenizer.from_gguf(file)
     rng = random.Random(0)
     parts = [
-        "[x]",
-        "</s>",
-        "<s>",
-        "<unk>",
-        "<|endoftext|>",
-        " ",
-        "\n",
-        "\t",
-        "\x0b",
-        "\x1c",
-        "\u00a0",
-        "\x85",
-        "a",
+        "[x]", "</s>", "<s>", "<unk>", "<|endoftext|>", " ", "\n", "\t", "\x0b", "\x1c", "\u00a0", "\x85", "a",
         "ab",
-    ]
+    ]  # fmt: skip
     assert first_difference(ours, theirs, ["".join(rng.choices(parts, k=8)) for _ in range(5000)]) is None
     theirs.close()
 

@@ -18,16 +18,9 @@ from tests.repository.test_layers import imported_modules
 from tests.tokenizer.test_chat import CHATS, TOOLS
 
 ODD = [
-    "\ud800",
-    "\x00\x1b[0m",
-    "\ufdd0\uffff",
-    "\U0001f98a",
-    "\u2028\x85\r\n",
-    '"\\"',
-    "<|im_end|>",
-    "\udfff\ud800",
+    "\ud800", "\x00\x1b[0m", "\ufdd0\uffff", "\U0001f98a", "\u2028\x85\r\n", '"\\"', "<|im_end|>", "\udfff\ud800",
     "\ud83e" + "\udd8a",
-]
+]  # fmt: skip
 SOURCES = {
     name: value for name, value in vars(chat_models).items() if isinstance(value, str) and not name.startswith("_")
 }

@@ -59,16 +59,9 @@ def test_a_signal_ends_the_step_saves_and_leaves_with_its_code(number: signal.Si
 def slow_steps(data: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A run whose first step takes long."""
     words = [
-        "micro-llama",
-        "--data",
-        str(data),
-        "-o",
-        str(tmp_path / "run"),
-        "--accumulation",
-        "20",
-        "--batch-size",
+        "micro-llama", "--data", str(data), "-o", str(tmp_path / "run"), "--accumulation", "20", "--batch-size",
         "2",
-    ]
+    ]  # fmt: skip
     script = "import time; from llorch.pytorch.train import trainer as t; made = t.Training.run_step\n"
     script += "t.Training.run_step = lambda self: (print('in a step', flush=True), time.sleep(60), made(self))[2]\n"
     script += f"from llorch.cli import main; main({['lora', 'train', *words]!r})"
