@@ -81,8 +81,7 @@ AREAS = (
     Area(
         "training_proof",
         "verify/training/[!t]*",
-        "verify/training_* verify/checkpoint_1[5-9] verify/checkpoint_20 verify/teeth_training "
-        "repository/make_training",
+        "verify/training_* verify/teeth_training repository/make_training",
     ),
     Area(
         "torch_proof",

@@ -28,7 +28,6 @@ from llorch.verify.training.claims import errors, refuse_far_witnesses, toleranc
 from llorch.verify.training.exports import EXPORTS, export_all, file_tables, safetensors_table
 from llorch.verify.training.goldens import (
     HALF_DTYPES,
-    Rows,
     Tolerances,
     TrainingGolden,
     adapter_name,
@@ -51,11 +50,10 @@ from llorch.verify.training.places import (
     places,
 )
 from llorch.verify.training.recipe import (
-    CURVE,
     OPTIMIZER,
     RSLORA,
-    SMOOTHING,
     STEPS_SHOWN,
+    Rows,
     make_adapter,
     step_batches,
     with_zero_b,
@@ -188,8 +186,7 @@ def peft_arrays(producer: "Peft", golden: TrainingGolden) -> Arrays:
     found |= producer.gradients(adapter, batches[0]) | producer.schedules()
     steps = [step_batches(batches, step, 1) for step in range(1, max(STEPS_SHOWN) + 1)]
     found |= producer.steps(adapter, steps, OPTIMIZER, shown=STEPS_SHOWN)
-    steps = [step_batches(batches, step, CURVE.accumulation) for step in range(1, CURVE.n_steps + 1)]
-    found |= producer.curve(adapter, steps, CURVE.optimizer, smoothing=SMOOTHING, warmup_steps=CURVE.warmup_steps)
+    found |= producer.curve(adapter, batches)
     return {place: found[place] for place in places(producer.config.n_layers) if place in found}
 
 
@@ -201,7 +198,7 @@ def export_arrays(
     PEFT's own file of the adapter is what ours has to equal; of the GGUF file, which nobody else writes rightly, it is
     the one that llama.cpp made the right logits from.
     """
-    from llorch.verify.witnesses.llamacpp_adapter import logits_with_adapter
+    from llorch.verify.witnesses.llamacpp import logits_with_adapter
 
     export_all(weights, adapter, folder)
     ids = [document for document, _ in batch.each_document()]

@@ -3,13 +3,12 @@
 from collections.abc import Iterator
 from functools import cache
 
-import pytest
 from planted_training import training_golden_of, weights_of
 from torch_targets import on
 
 from llorch.verify.judge import PASS, Row
 from llorch.verify.training.claims import numpy_rows
-from llorch.verify.training.goldens import ADAPTER_FILES, MODELS
+from llorch.verify.training.goldens import ADAPTER_FILES
 from llorch.verify.training.torch_runner import VARIANTS, torch_rows
 from llorch.verify.verifier import BACKENDS, FLOAT64
 
@@ -29,17 +28,11 @@ def rows(model: str, target: str) -> list[Row]:
     return [row for backend in ON_NUMPY for row in numpy_rows(model, weights, golden, backend)]
 
 
-def backends(number: str, targets: tuple[str, ...] = TARGETS) -> list[str]:
-    """Backends that a checkpoint is judged on."""
-    torch = [f"{target}{suffix}" for target in targets for suffix in VARIANTS]
-    return [*(BACKENDS if targets == TARGETS else ()), *torch]
-
-
-def places(number: str) -> list[object]:
+def backends(targets: tuple[str, ...] = TARGETS) -> list[str]:
+    """Backends that checkpoints are judged on."""
     return [
-        pytest.param(backend, model, id=f"checkpoint_{number}-{backend}-{model}")
-        for backend in backends(number)
-        for model in MODELS
+        *(ON_NUMPY if targets == TARGETS else ()),
+        *(f"{target}{suffix}" for target in targets for suffix in VARIANTS),
     ]
 
 

@@ -14,15 +14,7 @@ HALF = "17"  # the checkpoint whose page shows runs in half precision, of all of
 
 
 def training_blocks(number: str, rows: Sequence[Row]) -> Blocks:
-    """The generated parts of one page.
-
-    Args:
-        number: The checkpoint.
-        rows: Of checkpoints 15 to 20.
-
-    Returns:
-        Name to Markdown.
-    """
+    """The generated parts of one page, by name, from the rows of checkpoints 15 to 20."""
     mine = [row for row in rows if row.checkpoint == number]
     exact = [row for row in mine if row.mode == "exact"]
     blocks = {
@@ -44,11 +36,7 @@ def stages(number: str) -> str:
 def distances(rows: Sequence[Row]) -> str:
     """How far the producers and we, in float64 and in float32, are from the truth, and what float32 is allowed.
 
-    Args:
-        rows: Measured rows of one checkpoint.
-
-    Returns:
-        One line per group of stages, mode and case; the largest number of all models, layers and tensors.
+    One line per group of stages, mode and case: the largest number of all models, layers and tensors.
     """
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:

@@ -32,25 +32,14 @@ Granted = Callable[[Place, str], Tolerance]  # of a place and a mode
 
 
 def verify_training_stored(name: str) -> Iterator[Row]:
-    """Judge NumPy on a model against its stored training goldens.
-
-    Args:
-        name: In `training.goldens.MODELS`.
-
-    Yields:
-        Rows of checkpoints 15 to 20.
-
-    Raises:
-        FileNotFoundError: A golden is missing.
-        ValueError: The goldens were made for other weights, or a part is missing.
-    """
+    """Judge NumPy on one of `MODELS` against its stored training goldens; these must be whole, and of its weights."""
     weights, golden = stored(name)
     for backend in (*BACKENDS, FLOAT64):
         yield from numpy_rows(name, weights, golden, backend)
 
 
 def stored(name: str) -> tuple[Weights, TrainingGolden]:
-    """Open a model and its training goldens; for the exceptions see `verify_training_stored`."""
+    """Open a model and its training goldens; those of other weights are refused."""
     path = builtin_path(name)
     golden = read(goldens_folder() / name)
     if golden.provenance["weights_sha256"] != sha256(path):

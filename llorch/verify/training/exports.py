@@ -43,7 +43,7 @@ def exported(weights: Weights, golden: TrainingGolden) -> tuple[Arrays, dict[str
         folder = Path(made)
         export_all(weights, adapter, folder)
         logits = {
-            at("exported_logits", part=kind): logits_of(read(folder, weights), documents)
+            at("exported_logits", part=kind): logits_of(read(folder / EXPORTS[kind], weights), documents)
             for kind, read in READERS.items()
         }
         return logits, file_tables(folder)
@@ -82,19 +82,11 @@ def gguf_table(path: Path) -> Table:
     return {**foreign_tensors(path), ALPHA: "none" if alpha is None else f"{alpha:g}"}
 
 
-def _peft_folder(folder: Path, weights: Weights) -> Weights:
-    return AdaptedWeights(weights, read_peft(folder / EXPORTS["peft_folder"], weights.config))
-
-
-def _lora_gguf(folder: Path, weights: Weights) -> Weights:
-    return AdaptedWeights(weights, read_lora_gguf(folder / EXPORTS["lora_gguf"], weights.config))
-
-
 READERS: Mapping[str, Callable[[Path, Weights], Weights]] = {
-    "peft_folder": _peft_folder,
-    "lora_gguf": _lora_gguf,
-    "merged_folder": lambda folder, _: open_weights(folder / EXPORTS["merged_folder"]),
-    "merged_gguf": lambda folder, _: open_weights(folder / EXPORTS["merged_gguf"]),
+    "peft_folder": lambda path, weights: AdaptedWeights(weights, read_peft(path, weights.config)),
+    "lora_gguf": lambda path, weights: AdaptedWeights(weights, read_lora_gguf(path, weights.config)),
+    "merged_folder": lambda path, _: open_weights(path),
+    "merged_gguf": lambda path, _: open_weights(path),
 }
 
 

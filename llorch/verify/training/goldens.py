@@ -22,7 +22,7 @@ from llorch.verify.compare import Tolerance
 from llorch.verify.places import Place
 from llorch.verify.training.limits import FROM_FILES
 from llorch.verify.training.places import LOADED_BY, PEFT, at, of_tensors, places
-from llorch.verify.training.recipe import LORA, batch_of
+from llorch.verify.training.recipe import LORA, Rows
 
 MODELS = ("micro-llama", "micro-qwen3")
 FILES = ("peft.safetensors", "training.json")
@@ -33,23 +33,6 @@ ADAPTER_FILES = ("peft_folder", "lora_gguf")
 
 Tolerances = Mapping[str, Mapping[str, Tolerance]]  # mode -> group of stages -> tolerance
 Errors = Mapping[str, Mapping[str, Mapping[str, float]]]  # mode -> group of stages -> case -> largest error
-
-
-@dataclass(frozen=True)
-class Rows:
-    """One batch as it is stored.
-
-    Attributes:
-        ids: Of every row.
-        prompts: How many tokens at the beginning of each row are not learned.
-    """
-
-    ids: Sequence[Sequence[int]]
-    prompts: Sequence[int]
-
-    def batch(self) -> Batch:
-        """As it is run."""
-        return batch_of(self.ids, self.prompts)
 
 
 @dataclass(frozen=True)

@@ -74,11 +74,7 @@ class Bits:
     """Numbers from bits that NumPy promises never to change; exact in float32."""
 
     def __init__(self, key: int) -> None:
-        """Start a stream.
-
-        Args:
-            key: Names the stream.
-        """
+        """Start the stream of a key."""
         self._bits = np.random.Philox(key=key)
 
     def signed(self, *shape: int) -> np.ndarray:
@@ -87,49 +83,37 @@ class Bits:
         return (raw / 2.0**23 - 1).reshape(shape).astype(np.float32)
 
 
-def make_adapter(config: ModelConfig, lora: LoraConfig = LORA) -> Adapter:
-    """The adapter that every run starts from: neither A nor B is zero.
-
-    Args:
-        config: The model.
-        lora: `LORA`, or a variant with the same ranks.
-
-    Returns:
-        It; the same numbers on every machine.
-    """
+def make_adapter(config: ModelConfig) -> Adapter:
+    """The adapter that every run starts from, the same numbers on every machine: neither A nor B is zero."""
     bits = Bits(config.vocab_size)
-    tensors = {name: _tensors(bits, target, lora.rank_of(target)) for name, target in lora.targets(config).items()}
-    return checked(lora, tensors, config)
+    tensors = {name: _tensors(bits, target, LORA.rank_of(target)) for name, target in LORA.targets(config).items()}
+    return checked(LORA, tensors, config)
 
 
 def with_zero_b(adapter: Adapter) -> Adapter:
     """The adapter as training starts it: A as it is, B zero."""
-    tensors = {
-        name: LoraTensors(t.lora_A, np.zeros_like(t.lora_B)) for name, t in adapter.tensors.items()
-    }  # fmt: skip
+    tensors = {name: LoraTensors(t.lora_A, np.zeros_like(t.lora_B)) for name, t in adapter.tensors.items()}
     return replace(adapter, tensors=tensors)
 
 
-def batch_of(rows: Sequence[Sequence[int]], prompts: Sequence[int]) -> Batch:
-    """Rows of one document each, padded at the end.
+@dataclass(frozen=True)
+class Rows:
+    """One batch as it is stored: ids of every row, and how many tokens at its beginning (1 or more) are a prompt."""
 
-    Args:
-        rows: Ids.
-        prompts: How many tokens at the beginning of each row are not learned; at least 1.
+    ids: Sequence[Sequence[int]]
+    prompts: Sequence[int]
 
-    Returns:
-        The batch.
-    """
-    width = max(map(len, rows))
-    shape = (len(rows), width)
-    ids, labels = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
-    positions, documents = np.full(shape, PADDING, np.int64), np.full(shape, PADDING, np.int64)
-    for i, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
-        ids[i, : len(row)] = row
-        labels[i, prompt : len(row)] = row[prompt:]
-        positions[i, : len(row)] = np.arange(len(row))
-        documents[i, : len(row)] = 0
-    return Batch(ids, labels, positions, documents)
+    def batch(self) -> Batch:
+        """As it is run: rows of one document each, padded at the end."""
+        shape = len(self.ids), max(map(len, self.ids))
+        ids, labels = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
+        positions, documents = np.full(shape, PADDING, np.int64), np.full(shape, PADDING, np.int64)
+        for i, (row, prompt) in enumerate(zip(self.ids, self.prompts, strict=True)):
+            ids[i, : len(row)] = row
+            labels[i, prompt : len(row)] = row[prompt:]
+            positions[i, : len(row)] = np.arange(len(row))
+            documents[i, : len(row)] = 0
+        return Batch(ids, labels, positions, documents)
 
 
 def step_batches(batches: Sequence[Batch], step: int, accumulation: int) -> list[Batch]:

@@ -67,19 +67,7 @@ MOMENTS = {"first_moment": "m", "second_moment": "v"}  # stage -> in the state o
 
 
 def verify_training_torch(name: str, target: Target) -> Iterator[Row]:
-    """Judge the torch path on a model against its stored training goldens.
-
-    Args:
-        name: In `training.goldens.MODELS`.
-        target: Device, and a dtype in `DTYPES`.
-
-    Yields:
-        Rows of checkpoints 15 to 20, for each of `VARIANTS`.
-
-    Raises:
-        FileNotFoundError: A golden is missing.
-        ValueError: The goldens were made for other weights, or the dtype has no tolerances.
-    """
+    """Judge the torch path in each of `VARIANTS` and one of `DTYPES` on one of `MODELS` against its stored goldens."""
     if target.dtype_name not in DTYPES:
         raise ValueError(f"training: judged in {', '.join(DTYPES)}, got {target}; leave it out or choose one of these")
     yield from torch_rows(name, *stored(name), target)

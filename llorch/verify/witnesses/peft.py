@@ -41,13 +41,16 @@ from llorch.verify.training.places import (
     of_tensors,
 )
 from llorch.verify.training.recipe import (
+    CURVE,
     MERGED,
     OPTIMIZER,
     SCHEDULE_STEPS,
     SCHEDULE_WARMUP,
     SCHEDULES,
+    SMOOTHING,
     SMOOTHINGS,
     OptimizerRecipe,
+    step_batches,
 )
 from llorch.verify.witnesses.transformers import Transformers
 
@@ -128,28 +131,19 @@ class Peft:
             optimizer.zero_grad()
         return found
 
-    def curve(
-        self,
-        adapter: Adapter,
-        steps: Sequence[Sequence[Batch]],
-        recipe: OptimizerRecipe,
-        *,
-        smoothing: float,
-        warmup_steps: int,
-    ) -> Arrays:
+    def curve(self, adapter: Adapter, batches: Sequence[Batch]) -> Arrays:
         """Loss and norm of every step, with a cosine schedule."""
-        model = self.adapted(adapter)
-        optimizer = optimizer_of(model, recipe)
-        schedule = SCHEDULE_MAKERS["cosine"](optimizer, warmup_steps, len(steps))
-        losses, norms = [], []
-        for batches in steps:
-            losses.append(accumulate(model, batches, smoothing=smoothing))
-            norms.append(float(clip(model, recipe)))
+        model, losses, norms = self.adapted(adapter), list[float](), list[float]()
+        optimizer = optimizer_of(model, CURVE.optimizer)
+        schedule = SCHEDULE_MAKERS["cosine"](optimizer, CURVE.warmup_steps, CURVE.n_steps)
+        for step in range(1, CURVE.n_steps + 1):
+            batches_of_step = step_batches(batches, step, CURVE.accumulation)
+            losses.append(accumulate(model, batches_of_step, smoothing=SMOOTHING))
+            norms.append(float(clip(model, CURVE.optimizer)))
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-        found = {"loss_curve": losses, "norm_curve": norms}
-        return {at(stage, case="curve"): np.asarray(numbers) for stage, numbers in found.items()}
+        return {at("loss_curve", case="curve"): np.asarray(losses), at("norm_curve", case="curve"): np.asarray(norms)}
 
     def merged(self, adapter: Adapter, batch: Batch) -> Arrays:
         """Logits after PEFT merged the adapter into the base, and the merged matrix that is stored."""
