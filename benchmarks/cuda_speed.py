@@ -35,13 +35,7 @@ NOT_RUN, FAILED = 3, 1
 
 @dataclass(frozen=True)
 class Goal:
-    """One figure that is to be reached.
-
-    Attributes:
-        name: What.
-        got: The figure.
-        least: The goal.
-    """
+    """One figure that is to be reached."""
 
     name: str
     got: float
@@ -59,30 +53,14 @@ def prefill_load(config: ModelConfig) -> Load:
 
 
 def ours(made: Made, load: Load) -> dict:
-    """Measure our path.
-
-    Args:
-        made: The model.
-        load: What to run.
-
-    Returns:
-        See `llorch.bench.measure`.
-    """
+    """Measure our path; see `llorch.bench.measure`."""
     engine = TorchEngine(made.module, made.target, load)
     subject = torch_subject(made.module, made.target, made.name, made.weights)
     return measure(engine, subject, load, lambda line: click.echo(f"{made.name}, {made.weights}: {line}", err=True))
 
 
 def same_in_transformers(module: Any, config: ModelConfig) -> Any:
-    """The model of transformers with the very weights of ours; names of tensors are the same.
-
-    Args:
-        module: Dense, of the Llama family.
-        config: Its shape.
-
-    Returns:
-        The model in evaluation mode.
-    """
+    """The model of transformers with the very weights of ours, of the Llama family; names of tensors are the same."""
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -106,13 +84,7 @@ def same_in_transformers(module: Any, config: ModelConfig) -> Any:
 def theirs(model: Any, load: Load, device: torch.device) -> dict[str, dict[str, float]]:
     """Tokens/s of transformers through `generate` with a static cache, which it compiles for decoding on CUDA.
 
-    Args:
-        model: Of transformers.
-        load: What to run.
-        device: Where it lies.
-
-    Returns:
-        Prefill and decode; decoding is what a generation takes beyond its first token.
+    Decoding is what a generation takes beyond its first token.
     """
     ids = torch.from_numpy(prompts(load, model.config.vocab_size)).to(device)
     one, many = ([_generate(model, ids, n, device) for _ in range(load.rounds + 2)][2:] for n in (1, load.decode + 1))
@@ -136,16 +108,7 @@ def _generate(model: Any, ids: torch.Tensor, n: int, device: torch.device) -> fl
 
 
 def goals(decode: Mapping[str, dict], prefill: dict, other: Mapping[str, dict]) -> list[Goal]:
-    """The goals of one shape.
-
-    Args:
-        decode: Our decode runs by type of weights: `bfloat16`, `Q8_0`, `Q4_K`.
-        prefill: Our prefill run.
-        other: Runs of transformers, `decode` and `prefill`, as `theirs` gives them.
-
-    Returns:
-        Each with its figure.
-    """
+    """The goals of one shape, from our decode runs by type of weights, our prefill run, and what `theirs` gives."""
 
     def speed(run: dict, part: str) -> float:
         return run[part]["tokens_per_s"]["median"]
@@ -185,15 +148,7 @@ def one_shape(name: str, device: str) -> dict:
 
 
 def run(command: Sequence[str], cwd: Path) -> dict:
-    """Run a command and keep how it ended.
-
-    Args:
-        command: Its words.
-        cwd: Where.
-
-    Returns:
-        Words, exit code and the last lines of what it printed.
-    """
+    """Run a command and keep its words, its exit code and the last lines of what it printed."""
     click.echo(" ".join(command), err=True)
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
     return {

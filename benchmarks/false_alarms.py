@@ -85,15 +85,7 @@ def judged(
 
 
 def write_random(folder: Path, rng: np.random.Generator) -> dict[str, Any]:
-    """Write a Hugging Face folder with a drawn configuration and weights.
-
-    Args:
-        folder: Made here.
-        rng: Draws both.
-
-    Returns:
-        The configuration.
-    """
+    """Write a Hugging Face folder with a drawn configuration and weights."""
     import torch
     from safetensors.torch import save_file
 

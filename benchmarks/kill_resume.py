@@ -34,19 +34,12 @@ PATIENCE = 120.0  # seconds that a run may take to make a step
 
 @dataclass
 class Outcome:
-    """What came of a run that was killed again and again.
+    """What came of a run that was killed again and again."""
 
-    Attributes:
-        killed_after: Lines of the log at each kill.
-        in_a_save: Kills that left a snapshot half written.
-        left: What it left that an undisturbed run does not.
-        comparison: With the undisturbed run.
-    """
-
-    killed_after: list[int] = field(default_factory=list)
-    in_a_save: int = 0
-    left: list[str] = field(default_factory=list)
-    comparison: Comparison | None = None
+    killed_after: list[int] = field(default_factory=list)  # lines of the log at each kill
+    in_a_save: int = 0  # kills that left a snapshot half written
+    left: list[str] = field(default_factory=list)  # what an undisturbed run does not leave
+    comparison: Comparison | None = None  # with the undisturbed run
 
     @property
     def exact(self) -> bool:
@@ -55,15 +48,7 @@ class Outcome:
 
 
 def write_data(folder: Path, n: int = 40) -> Path:
-    """Write a small data set of token ids, of rows that differ in length.
-
-    Args:
-        folder: Gets train.jsonl and valid.jsonl.
-        n: Rows to train on.
-
-    Returns:
-        The folder.
-    """
+    """Write a small data set of token ids, `n` rows to train on that differ in length."""
     draw = random.Random(0)
     folder.mkdir()
     for name, count in (("train", n), ("valid", 3)):
@@ -74,16 +59,7 @@ def write_data(folder: Path, n: int = 40) -> Path:
 
 
 def start(folder: Path, data: Path, steps: int) -> subprocess.Popen[str]:
-    """Start a run, or go on with one that is there.
-
-    Args:
-        folder: Of the run.
-        data: Of `write_data`.
-        steps: Of the whole run.
-
-    Returns:
-        The process.
-    """
+    """Start a run of so many steps, or go on with one that is there."""
     words = [*FLAGS, "--data", str(data), "--steps", str(steps)]
     words += ["--resume"] if (folder / "run.json").exists() else []
     command = [sys.executable, "-m", "llorch", "lora", "train", *words, "-o", str(folder)]
@@ -92,11 +68,7 @@ def start(folder: Path, data: Path, steps: int) -> subprocess.Popen[str]:
 
 
 def run_to_the_end(folder: Path, data: Path, steps: int) -> None:
-    """Run without disturbing.
-
-    Raises:
-        RuntimeError: It did not end well.
-    """
+    """Run without disturbing."""
     process = start(folder, data, steps)
     _, said = process.communicate()
     if process.returncode:
@@ -104,19 +76,7 @@ def run_to_the_end(folder: Path, data: Path, steps: int) -> None:
 
 
 def kill_and_resume(folder: Path, *, kills: int, seed: int) -> Outcome:
-    """Make both runs.
-
-    Args:
-        folder: Where; exists.
-        kills: How often the second is killed.
-        seed: Of the moments.
-
-    Returns:
-        What came of it.
-
-    Raises:
-        RuntimeError: A run ended by itself, before its time or badly.
-    """
+    """Make both runs; the second is killed at moments that the seed decides."""
     data, steps = write_data(folder / "data"), kills * STEPS_PER_KILL
     run_to_the_end(folder / "straight", data, steps)
     outcome, draw, killed = Outcome(), random.Random(seed), folder / "killed"
@@ -132,11 +92,7 @@ def kill_and_resume(folder: Path, *, kills: int, seed: int) -> Outcome:
 
 
 def kill_once(folder: Path, data: Path, steps: int, draw: random.Random, *, most: int) -> None:
-    """Start or go on, and kill after some lines of the log, at most so many, and a moment.
-
-    Raises:
-        RuntimeError: The run ended by itself.
-    """
+    """Start or go on, and kill after some lines of the log, at most so many, and a moment."""
     process = start(folder, data, steps)
     early = draw.random() < EARLY
     wanted = 0 if early else lines(folder) + draw.randint(1, most)

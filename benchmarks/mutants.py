@@ -47,17 +47,11 @@ LARGEST_FILE = 2 << 30  # bytes that a bug may write
 
 @dataclass(frozen=True)
 class Mutant:
-    """A planted bug, and what came of it.
-
-    Attributes:
-        file: Source file, relative to the repository.
-        edit: The place made wrong.
-        fate: `caught`, `timed out`, `survived`, or `invalid` where the module cannot be imported; empty before.
-    """
+    """A planted bug, and what came of it."""
 
     file: Path
     edit: Edit
-    fate: str = ""
+    fate: str = ""  # `caught`, `timed out`, `survived`, or `invalid` where the module cannot be imported; empty before
 
     def __str__(self) -> str:
         before, after = (re.sub(r"\s+", " ", text)[:150] for text in (self.edit.before, self.edit.after))
@@ -66,20 +60,12 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Result:
-    """What the tests of an area saw.
-
-    Attributes:
-        area: Its name.
-        planted: Number of bugs.
-        caught: How many a test saw.
-        timed_out: How many of these by running too long.
-        survivors: The others.
-    """
+    """What the tests of an area saw."""
 
     area: str
-    planted: int
+    planted: int  # number of bugs
     caught: int
-    timed_out: int
+    timed_out: int  # of those caught
     survivors: list[str]
 
     @property
@@ -94,15 +80,7 @@ class Result:
 
 
 def drawn(area: Area, seed: int) -> Iterator[Mutant]:
-    """Bugs of an area in random order: a line, then one of the bugs that it may have.
-
-    Args:
-        area: Whose files.
-        seed: Of the order.
-
-    Yields:
-        One bug a line.
-    """
+    """Bugs of an area in random order: a line, then one of the bugs that it may have; one bug a line."""
 
     def rank(*parts: object) -> bytes:
         return hashlib.sha256(repr((seed, *parts)).encode()).digest()
@@ -125,22 +103,13 @@ class Tree:
     """A copy of the working tree in which one bug at a time stands."""
 
     def __init__(self, folder: Path, area: Area) -> None:
-        """Copy it.
-
-        Args:
-            folder: Where to; a new folder.
-            area: Whose tests run.
-        """
+        """Copy it to a new folder."""
         self.root, self.area = folder / "tree", area
         self.limit: float | None = None
         shutil.copytree(ROOT, self.root, ignore=LEFT_OUT)
 
     def baseline(self) -> None:
-        """Run all tests without a bug; sets the time that a bug gets.
-
-        Raises:
-            click.ClickException: They are red.
-        """
+        """Run all tests without a bug, which must be green; sets the time that a bug gets."""
         began = time.monotonic()
         if self._pytest(self.area.tests()) != "survived":
             raise click.ClickException(f"mutants: the tests of area {self.area.name} are red without a bug")
@@ -216,17 +185,7 @@ def _names(test: Path, module: str) -> bool:
 
 
 def measure(area: Area, *, n: int, seed: int, jobs: int) -> Result:
-    """Plant bugs in an area.
-
-    Args:
-        area: Where.
-        n: How many.
-        seed: Of their places.
-        jobs: How many at the same time, each in a copy of its own.
-
-    Returns:
-        How many were caught, and the survivors.
-    """
+    """Plant `n` bugs in an area, `jobs` at the same time, each in a copy of its own."""
     with tempfile.TemporaryDirectory(prefix="llorch-mutants-") as folder:
         trees = SimpleQueue[Tree]()
         first = Tree(Path(folder, "0"), area)

@@ -9,19 +9,12 @@ ROOT = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Area:
-    """Source files and the tests that hold them.
+    """Source files and the tests that hold them."""
 
-    Attributes:
-        name: On the command line.
-        sources: Patterns below `llorch`, without suffix; a file is in one area.
-        guards: Patterns of test files below `tests`, without `test_` and suffix.
-        live: Whether the tests that run the engines are among them.
-    """
-
-    name: str
-    sources: str
-    guards: str
-    live: bool = False
+    name: str  # on the command line
+    sources: str  # patterns below `llorch`, without suffix; a file is in one area
+    guards: str  # patterns of test files below `tests`, without `test_` and suffix
+    live: bool = False  # whether the tests that run the engines are among them
 
     def files(self) -> list[Path]:
         """Source files, relative to the repository."""
@@ -38,11 +31,7 @@ def _of_tests(name: str) -> str:
 
 
 def _matching(folder: str, patterns: Iterable[str]) -> list[Path]:
-    """Files below a folder; every pattern has one at least.
-
-    Raises:
-        ValueError: A pattern that fits no file.
-    """
+    """Files below a folder; every pattern has one at least."""
     found: list[Path] = []
     for pattern in patterns:
         files = sorted((ROOT / folder).glob(f"{pattern}.py"))
@@ -92,5 +81,5 @@ AREAS = (
     Area("report", "verify/report/*", "verify/pages verify/report_half repository/readme cli/verify"),
     Area("producers", "verify/witnesses/*", "verify/witnesses/* verify/evidence", live=True),
     Area("cli", "__init__ __main__ threads cli/*", "cli/* repository/layers"),
-    Area("cli_lora", "cli/lora/* cli/data/*", "cli/lora* cli/data cli/run_adapter"),
+    Area("cli_lora", "cli/lora/* cli/data/*", "cli/lora* cli/data cli/run"),
 )

@@ -33,27 +33,16 @@ NO_ANSWER = {"help", "metavar", "show_default", "short_help", "stacklevel", "cop
 
 @dataclass(frozen=True)
 class Edit:
-    """One wrong place: the bytes from `start` to `end` of the source become `text`.
+    """One wrong place: the bytes from `start` to `end` of the source become `text`."""
 
-    Attributes:
-        line: Where it begins, from 1.
-        rule: What was done.
-        start: First byte of what is replaced.
-        end: Byte behind it.
-        text: What stands there instead.
-        before: The lines that it changes.
-        after: What they become.
-        at_import: Whether importing the module runs it.
-    """
-
-    line: int
-    rule: str
+    line: int  # where it begins, from 1
+    rule: str  # what was done
     start: int
     end: int
     text: str
-    before: str
-    after: str
-    at_import: bool
+    before: str  # the lines that it changes
+    after: str  # what they become
+    at_import: bool  # whether importing the module runs it
 
     def apply(self, source: str) -> str:
         """The source with this place made wrong."""
@@ -70,14 +59,7 @@ class Edit:
 
 
 def edits(source: str) -> Iterator[Edit]:
-    """Every place that a rule can make wrong.
-
-    Args:
-        source: A Python module.
-
-    Yields:
-        One wrong place each.
-    """
+    """Every place that a rule can make wrong."""
     data = source.encode()
     starts = [0]
     for row in data.splitlines(keepends=True):

@@ -69,11 +69,7 @@ def engines_of(path: Path, n_threads: int) -> dict[str, Callable[[], Engine]]:
 
 
 def quantised(source: Path, name: str, n_threads: int) -> Path:
-    """Have llama.cpp write a quantised copy; ends with 3 where it does not survive that.
-
-    Raises:
-        ChildProcessError: It refused.
-    """
+    """Have llama.cpp write a quantised copy; ends with 3 where it does not survive that."""
     from llorch.errors import EngineDied
     from llorch.verify.witnesses.process import in_child
 

@@ -27,19 +27,12 @@ Prompts = Sequence[Sequence[int]]
 
 @dataclass
 class Differences:
-    """What became of logits in other company.
+    """What became of logits in other company."""
 
-    Attributes:
-        rows: Rows of logits compared.
-        changed: Those of which a bit differs.
-        tokens: Those whose most likely token is another.
-        largest: Largest difference of two logits.
-    """
-
-    rows: int = 0
-    changed: int = 0
-    tokens: int = 0
-    largest: float = 0.0
+    rows: int = 0  # of logits compared
+    changed: int = 0  # those of which a bit differs
+    tokens: int = 0  # those whose most likely token is another
+    largest: float = 0.0  # difference of two logits
 
     def add(self, alone: torch.Tensor, other: torch.Tensor) -> None:
         """Compare the logits of one prompt."""

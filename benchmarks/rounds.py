@@ -33,16 +33,9 @@ def set_threads() -> None:
 def interleave(
     makers: Mapping[str, Callable[[], Engine]], prompts: Sequence[int], n_decode: int, rounds: int
 ) -> dict[str, Samples]:
-    """Time every engine in every round.
+    """Time every engine in every round, after one that warms up; an engine that does not survive has no samples.
 
-    Args:
-        makers: What loads each engine, by name.
-        prompts: Lengths to prefill; decoding follows the first.
-        n_decode: Tokens decoded per round.
-        rounds: How many, after one that warms up.
-
-    Returns:
-        Samples by engine; one that does not survive has none.
+    Prompts are lengths to prefill; decoding follows the first.
     """
     from llorch.errors import EngineDied
 
@@ -71,16 +64,7 @@ def finish(samples: Mapping[str, Samples], wanted: Collection[str]) -> None:
 
 
 def one_round(engine: Engine, prompts: Sequence[int], n_decode: int) -> list[tuple[str, tuple[float, float]]]:
-    """Time an engine that is loaded in this process.
-
-    Args:
-        engine: What is timed.
-        prompts: See `interleave`.
-        n_decode: The same.
-
-    Returns:
-        What was timed, with tokens per second and the share of others.
-    """
+    """Time an engine that is loaded here: what was timed, with tokens per second and the share of others."""
 
     def decode() -> None:
         for token_id in range(2000, 2000 + n_decode):
@@ -120,13 +104,7 @@ def quiet(samples: Sequence[tuple[float, float]]) -> list[float]:
 
 
 def report(samples: Mapping[str, Samples], ours: Sequence[str], theirs: Sequence[str]) -> None:
-    """Print medians, ranges, rounds kept, and the ratio of each of our speeds to each of theirs.
-
-    Args:
-        samples: See `interleave`.
-        ours: Names of our engines.
-        theirs: Names of the engines to compare with, so far as they were run.
-    """
+    """Print medians, ranges, rounds kept, and the ratio of each of our speeds to each of theirs."""
     for name, of_engine in samples.items():
         for what, measured in of_engine.items():
             speeds = quiet(measured)

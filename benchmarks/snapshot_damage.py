@@ -17,17 +17,7 @@ from llorch.train.snapshots import SnapshotStore
 
 
 def noticed(folder: Path, *, flips: int, cuts: int, seed: int) -> dict[str, int]:
-    """Damage a snapshot that is made for it.
-
-    Args:
-        folder: Where.
-        flips: How often a bit is flipped, at a place drawn from both files.
-        cuts: How often a file is cut.
-        seed: Of the places.
-
-    Returns:
-        How many flips and cuts were noticed.
-    """
+    """How many flips of a bit, in both files, and cuts of a snapshot that is made for it were noticed."""
     rng = np.random.default_rng(seed)
     tensors = {f"optimizer/layers.{i}.m": rng.normal(size=(8, 5 + i)).astype(np.float32) for i in range(6)}
     path = SnapshotStore(folder).save(10, tensors, {"step": 10, "log_offset": 1234})

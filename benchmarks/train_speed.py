@@ -60,11 +60,7 @@ def both(
     shape: str, layers: int | None, dtype: str, device: str, size: tuple[int, int], rank: int,
     modules: tuple[str, ...], chunk: int | None,
 ) -> dict[str, Step]:  # fmt: skip
-    """Build both sides on the same weights, with the same adapter and tokens.
-
-    Returns:
-        Name to step.
-    """
+    """Build both sides on the same weights, with the same adapter and tokens; name to step."""
     from dataclasses import replace
 
     import torch
@@ -83,11 +79,7 @@ def both(
 
 
 def peft_side(module, rank: int, modules: tuple[str, ...], ids):
-    """PEFT over transformers' model, which reads our weights.
-
-    Returns:
-        Its step, and its adapter, B not zero, for the other side.
-    """
+    """PEFT over transformers' model, which reads our weights: its step, and its adapter, B not zero, for ours."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -169,11 +161,7 @@ def our_side(module, arrays: dict, ids, device, chunk: int | None) -> Step:
 
 
 def interleaved(sides: dict[str, Step], rounds: int, device: str) -> dict[str, list[tuple[float, float]]]:
-    """Time every side in every round.
-
-    Returns:
-        Name to (seconds, share of the processors that other programs had) of each round.
-    """
+    """Time every side in every round: seconds, and the share of the processors that other programs had."""
     samples: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
     for _ in range(rounds):
         for name, step in sides.items():

@@ -6,8 +6,8 @@ Results go to stdout, everything else (progress, warnings, errors) to stderr; se
 import click
 
 import llorch
+from llorch.cli.options import wait_asleep
 from llorch.cli.outcome import reported
-from llorch.cli.threads import wait_asleep
 from llorch.cli.verbs import Verbs
 
 VERBS = ("run", "verify", "inspect", "tokenize", "trace", "convert", "quality", "bench", "lora", "data")

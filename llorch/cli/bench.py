@@ -5,9 +5,16 @@ from typing import Any
 
 import click
 
-from llorch.cli.options import WholeNumber, backend_options, json_option, verb
+from llorch.cli.options import (
+    WholeNumber,
+    backend_options,
+    json_option,
+    residency_option,
+    threads_option,
+    use_threads,
+    verb,
+)
 from llorch.cli.output import progress, say, to_json
-from llorch.cli.threads import threads_option, use_threads
 
 SHAPES = ("qwen2.5-0.5b", "llama-3.2-1b", "llama-2-7b", "llama-3-8b")  # as in llorch.bench, which is slow to import
 TYPES = ("Q8_0", "Q4_0", "Q4_K", "Q6_K")
@@ -41,10 +48,7 @@ class Choice:
 @click.option("--decode", type=WholeNumber(min=1), default=32, show_default=True, help="Tokens decoded after it.")
 @click.option("--rounds", type=WholeNumber(min=1), default=5, show_default=True, help="After one that warms up.")
 @click.option("--batch", type=WholeNumber(min=1), default=1, show_default=True, help="Prompts at once.")
-@click.option(
-    "--weights", "residency", type=click.Choice(["auto", "decoded", "packed"]), default="auto", show_default=True,
-    help="Decode matrices at load, or keep them packed and decode at every use.",
-)  # fmt: skip
+@residency_option
 @backend_options
 @threads_option
 @click.option("--compile", "compiled", is_flag=True, help="With --backend torch: decode through torch.compile.")

@@ -14,11 +14,11 @@ from llorch.cli.inputs import choose_ids, chosen_numerics, model_path, say_plan
 from llorch.cli.judged import ALL, TRAINING, Judged, summary
 from llorch.cli.judged import EXACT as FORWARD
 from llorch.cli.on_torch import TorchBackend, backends_not_run, torch_backends
+from llorch.cli.options import use_threads
 from llorch.cli.outcome import DIFFERS, MISSING, OK
 from llorch.cli.output import progress, say, to_json
 from llorch.cli.report import print_end, print_model
 from llorch.cli.tables import console
-from llorch.cli.threads import use_threads
 from llorch.config import ModelConfig
 from llorch.errors import MissingExtra
 from llorch.files import open_weights

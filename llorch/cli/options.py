@@ -1,12 +1,17 @@
 """What several verbs share on their command lines; nothing heavy is imported for it."""
 
 import inspect
+import os
 import re
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import click
 
-from llorch.cli.help_pages import Verb
+from llorch.cli.verbs import Verb
+
+if TYPE_CHECKING:
+    from llorch.config import ModelConfig
 
 ENGINES = ("llamacpp", "transformers")
 
@@ -53,13 +58,16 @@ def json_option(text: str) -> Callable[[Callable], Callable]:
     return click.option("--json", "as_json", is_flag=True, help=text)
 
 
+residency_option = click.option(
+    "--weights", "residency", type=click.Choice(["auto", "decoded", "packed"]), default="auto", show_default=True,
+    help="Decode matrices at load, or keep them packed and decode at every use.",
+)  # fmt: skip
+
+
 def numerics_options(function: Callable) -> Callable:
     """`--numerics`, `--kv-cache` and `--weights`, for whatever runs a model."""
     for option in (
-        click.option(
-            "--weights", "residency", type=click.Choice(["auto", "decoded", "packed"]), default="auto",
-            show_default=True, help="Decode matrices at load, or keep them packed and decode at every use.",
-        ),
+        residency_option,
         click.option(
             "--kv-cache", type=click.Choice(["f32", "f16"]), default="f32", show_default=True,
             help="Type of keys and values, with --numerics ggml.",
@@ -94,3 +102,43 @@ def refuse_both(prompt: str | None, tokens: list[int] | None) -> None:
     """Raise a usage error when there is text and ids."""
     if prompt is not None and tokens is not None:
         raise click.UsageError("give a prompt or --tokens, not both")
+
+
+_WANTED = "llorch.threads"
+
+
+def threads_option(function: Callable) -> Callable:
+    """`--threads`, for whatever computes; `use_threads` reads it."""
+    return click.option(
+        "--threads", type=WholeNumber(min=1), expose_value=False, callback=_remember,
+        help="Of the CPU.  [default: OMP_NUM_THREADS, else 1 for a small model, else all]",
+    )(function)  # fmt: skip
+
+
+def _remember(ctx: click.Context, param: click.Parameter, value: int | None) -> None:
+    ctx.meta[_WANTED] = value
+
+
+def use_threads(*configs: "ModelConfig", recorded: int | None = None) -> str:
+    """Compute with as many threads as the user says, or as suit the models; gives how many, for stderr.
+
+    Where torch runs the models, it is imported by now. `recorded`: threads of the run that is gone on with.
+    """
+    from llorch.threads import VARIABLES, is_small, limited
+
+    ctx = click.get_current_context()
+    n = ctx.meta.get(_WANTED) or recorded
+    if n is None:
+        for name in VARIABLES:
+            if os.environ.get(name):
+                return f"threads: {name}={os.environ[name]}"
+        if not all(map(is_small, configs)):
+            return "threads: all"
+    ctx.with_resource(limited(n or 1))
+    return f"threads: {n or 1}"
+
+
+def wait_asleep() -> None:
+    """Let threads sleep while they wait for each other, not spin; libraries read this when they are loaded."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # GNU's and Intel's OpenMP: torch
+    os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")  # 2^4 cycles, the least: NumPy

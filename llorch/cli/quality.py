@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from llorch.cli.options import WholeNumber, json_option, numerics_options, verb
+from llorch.cli.options import WholeNumber, json_option, numerics_options, threads_option, use_threads, verb
 from llorch.cli.output import progress, say, to_json
-from llorch.cli.threads import threads_option, use_threads
 from llorch.memory import available_memory
 
 if TYPE_CHECKING:

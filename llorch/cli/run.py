@@ -10,9 +10,16 @@ from typing import Any
 
 import click
 
-from llorch.cli.options import WholeNumber, backend_options, json_option, numerics_options, verb
+from llorch.cli.options import (
+    WholeNumber,
+    backend_options,
+    json_option,
+    numerics_options,
+    threads_option,
+    use_threads,
+    verb,
+)
 from llorch.cli.output import say, to_json
-from llorch.cli.threads import threads_option, use_threads
 
 
 @verb(
@@ -81,8 +88,7 @@ def command(
     With --chat or --history the model's own chat template writes the conversation, and the answer ends with its turn.
     The text of a control token in a message stays text.
     """
-    from llorch.cli.conversation import conversation
-    from llorch.cli.inputs import chosen_numerics, model_path, prompt_text, say_plan
+    from llorch.cli.inputs import chosen_numerics, conversation, model_path, prompt_text, say_plan
     from llorch.model import load
     from llorch.sampling import SamplingSettings
 

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import click
 
-from llorch.cli.options import ENGINES, WholeNumber, refuse_both, tokens_option, verb
+from llorch.cli.options import ENGINES, WholeNumber, refuse_both, threads_option, tokens_option, use_threads, verb
 from llorch.cli.output import progress, say
-from llorch.cli.threads import threads_option, use_threads
 
 SUFFIXES = (".safetensors", ".npz")
 

@@ -4,8 +4,16 @@ from typing import Any
 
 import click
 
-from llorch.cli.options import ENGINES, backend_options, json_option, numerics_options, refuse_both, tokens_option, verb
-from llorch.cli.threads import threads_option
+from llorch.cli.options import (
+    ENGINES,
+    backend_options,
+    json_option,
+    numerics_options,
+    refuse_both,
+    threads_option,
+    tokens_option,
+    verb,
+)
 
 
 @verb(

@@ -5,14 +5,19 @@ import json
 import pytest
 from command_line import invoke
 
+from llorch import bench
+from llorch.bench import SHAPES
+from llorch.cli import bench as verb
+from llorch.pytorch import memory
+from llorch.pytorch.packing import PACKERS
+from llorch.verify.quantised_models import write_model
+
 SHORT = ("--prompt", "5", "--decode", "2", "--rounds", "1")
 
 
 @pytest.fixture(autouse=True)
 def _small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine's ceilings are not what is tested; a copy of 256 MB takes its time under ten tests."""
-    from llorch import bench
-
     monkeypatch.setitem(bench.COPY_BYTES, "cpu", 1 << 12)
     monkeypatch.setitem(bench.PRODUCT_WIDTH, "cpu", 16)
 
@@ -43,8 +48,6 @@ def test_json_has_what_is_needed_to_repeat_the_run(backend: tuple[str, ...]):
 
 
 def test_a_packed_file_is_measured_packed(tmp_path):
-    from llorch.verify.quantised_models import write_model
-
     path = str(write_model("Q8_0", tmp_path))
     result = invoke("bench", path, *SHORT, "--backend", "torch", "--weights", "packed", "--json")
     assert json.loads(result.stdout)["weights"] == "Q8_0"
@@ -75,8 +78,6 @@ def test_what_cannot_be_measured_is_said_in_words(options: list[str], problem: s
 
 
 def test_a_shape_that_does_not_fit_is_refused_before_it_is_made(monkeypatch: pytest.MonkeyPatch):
-    from llorch.pytorch import memory
-
     monkeypatch.setattr(memory, "available_memory", lambda: 1e9)
     result = invoke("bench", "--shape", "llama-2-7b", "--backend", "torch")
     assert result.exit_code == 4
@@ -85,9 +86,5 @@ def test_a_shape_that_does_not_fit_is_refused_before_it_is_made(monkeypatch: pyt
 
 
 def test_the_names_of_shapes_are_those_of_the_module():
-    from llorch.bench import SHAPES
-    from llorch.cli import bench as verb
-    from llorch.pytorch.packing import PACKERS
-
     assert tuple(SHAPES) == verb.SHAPES
     assert {kind.name for kind in PACKERS} == set(verb.TYPES)

@@ -11,6 +11,7 @@ import click
 import pytest
 from command_line import REPOSITORY, invoke, spawn
 
+import llorch
 from llorch.builtin import builtin_path
 from llorch.cli import main
 from llorch.cli.tables import console
@@ -37,8 +38,6 @@ def test_llorch_alone_prints_the_help_page_and_ends_well():
 
 
 def test_version_is_the_version_of_the_package():
-    import llorch
-
     assert invoke("--version").stdout == f"llorch {llorch.__version__}\n"
 
 
@@ -95,8 +94,6 @@ def test_options_can_be_set_in_the_environment(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture
 def bad_files(tmp_path: Path) -> Path:
-    from llorch.builtin import builtin_path
-
     (tmp_path / "cut.gguf").write_bytes(builtin_path("micro-llama").read_bytes()[:3000])
     (tmp_path / "text.gguf").write_text("this is no model")
     (tmp_path / "empty.gguf").write_bytes(b"")

@@ -9,6 +9,8 @@ import pytest
 from command_line import invoke, spawn
 from tiny_models import random_tensors, write_file, write_folder
 
+import llorch
+
 
 @pytest.fixture
 def foreign(tmp_path: Path) -> Path:
@@ -18,8 +20,6 @@ def foreign(tmp_path: Path) -> Path:
 
 
 def test_json_has_config_tokenizer_and_every_tensor():
-    import llorch
-
     model = llorch.load("micro-qwen3")
     found = json.loads(invoke("inspect", "micro-qwen3", "--json").stdout)
     assert found["config"] == json.loads(json.dumps(asdict(model.config)))

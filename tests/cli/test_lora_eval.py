@@ -9,6 +9,7 @@ import pytest
 from command_line import invoke
 from training_runs import ragged_rows, small_data, write_rows
 
+from llorch.model import load
 from llorch.train.batch import IGNORED
 
 
@@ -28,8 +29,6 @@ def judged(run: Path, *more: str, model: str = "micro-qwen3"):
 
 def numpy_loss(rows: list[dict[str, list[int]]]) -> float:
     """Token-weighted mean loss of the base by the NumPy path, row by row."""
-    from llorch.model import load
-
     model, total, count = load("micro-qwen3"), 0.0, 0
     for row in rows:
         logits = model.forward(row["input_ids"]).astype(np.float64)

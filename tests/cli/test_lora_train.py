@@ -3,16 +3,25 @@
 import json
 import os
 import resource
+import shlex
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
+from chat_models import CHATML, chat_folder
 from command_line import REPOSITORY, invoke
 from training_runs import small_data
+
+from llorch.cli.lora.train import command
+from llorch.cli.lora.training_progress import try_it
+from llorch.train.log import read_log
+from llorch.train.settings import TrainSettings
+from llorch.train.snapshots import SnapshotStore
 
 SMALL = ("--r", "2", "--batch-size", "2", "--steps", "3", "--lr", "0.005")
 
@@ -53,9 +62,6 @@ def test_json_is_one_object_and_stdout_holds_nothing_else(tmp_path: Path):
 
 def test_every_setting_has_an_option_and_every_option_a_text():
     import click
-
-    from llorch.cli.lora.train import command
-    from llorch.train.settings import TrainSettings
 
     options = {p.name: p for p in command.params if isinstance(p, click.Option)}
     assert {field.name for field in fields(TrainSettings)} - options.keys() == {"model"}
@@ -125,9 +131,6 @@ def started(output: Path, *more: str, **how) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_step_and_saves(tmp_path: Path, number: signal.Signals):
-    from llorch.train.log import read_log
-    from llorch.train.snapshots import SnapshotStore
-
     output = tmp_path / "mine"
     process = started(output)
     deadline = time.monotonic() + 300
@@ -145,8 +148,6 @@ def test_a_signal_ends_the_step_and_saves(tmp_path: Path, number: signal.Signals
 
 
 def test_a_full_disk_is_one_line_and_leaves_the_snapshot_before(tmp_path: Path):
-    from llorch.train.snapshots import SnapshotStore
-
     def limited() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))  # bytes of a file
 
@@ -165,3 +166,56 @@ def test_a_full_disk_is_one_line_and_leaves_the_snapshot_before(tmp_path: Path):
     found = SnapshotStore(output).newest()
     assert found is not None
     assert (found.step, found.skipped) == (2, ())
+
+
+CHAT = [{"role": "user", "content": "Who's there?"}, {"role": "assistant", "content": "me"}]
+SYSTEM = {"role": "system", "content": "Be brief."}
+LONG = {"role": "user", "content": "x" * 500}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return chat_folder(tmp_path_factory.mktemp("chat") / "a model", "micro-qwen2", CHATML)
+
+
+def written(file: Path, *rows: dict[str, Any]) -> str:
+    file.write_text("\n".join(map(json.dumps, rows)))
+    return str(file)
+
+
+@pytest.mark.parametrize(
+    ("rows", "want"),
+    [
+        ([{"text": "One two three four five."}], ["One two three four"]),
+        ([{"prompt": "Ask:\n", "completion": "x"}], ["Ask:\n"]),
+        ([{"prompt": "", "completion": "one two"}], ["one two"]),
+        ([{"messages": CHAT}], ["--chat=Who's there?"]),
+        ([{"messages": [SYSTEM, *CHAT]}], ["--chat=Who's there?", "--system=Be brief."]),
+        ([{"messages": [LONG, CHAT[1]]}, {"messages": CHAT}], ["--chat=Who's there?"]),
+        ([{"instruction": "Say", "output": "it"}], ["--chat=Say"]),
+        ([{"text": "\u001b[2J"}, {"text": "-n 5 six"}], ["Once upon a time"]),
+    ],
+)
+def test_the_first_short_question_of_the_data_is_asked(rows: list[dict], want: list[str], folder: Path, tmp_path: Path):
+    words = shlex.split(try_it(str(folder), written(tmp_path / "rows.jsonl", *rows), tmp_path / "my adapter"))
+    assert words == ["llorch", "run", str(folder), *want, "--adapter", str(tmp_path / "my adapter")]
+
+
+def test_token_ids_and_models_without_a_template_are_asked_in_plain_text(tmp_path: Path):
+    ids = [998, 302, 401, 500]
+    (asked,) = shlex.split(try_it("story", written(tmp_path / "a", {"input_ids": ids}), tmp_path))[3:-2]
+    assert asked
+    assert not asked.startswith("-")
+    asked = shlex.split(try_it("story", written(tmp_path / "b", {"instruction": "Say", "output": "it"}), tmp_path))[3]
+    assert "### Instruction:\nSay" in asked
+
+
+def test_the_command_that_training_on_chats_prints_says_what_was_learned(folder: Path, tmp_path: Path):
+    data = written(tmp_path / "chats.jsonl", {"messages": [SYSTEM, *CHAT]})
+    how = ("--steps", "40", "--lr", "0.02", "--r", "4", "--schedule", "constant")
+    made = invoke("lora", "train", str(folder), "--data", data, "-o", str(tmp_path / "mine"), *how)
+    assert made.exit_code == 0, made.stderr
+    command = shlex.split(made.stdout.rpartition("try it with: ")[2])
+    answer = invoke(*command[1:], "--json")
+    tokens = [json.loads(line) for line in answer.stdout.splitlines()]
+    assert ("".join(token["text"] for token in tokens), tokens[-1]["finish"]) == ("me", "eos")

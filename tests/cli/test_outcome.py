@@ -14,12 +14,16 @@ import numpy as np
 import pytest
 from command_line import REPOSITORY
 
+from llorch.cli.outcome import error_line, reported
+from llorch.cli.output import to_json
+from llorch.cli.tables import print_table, table
+from llorch.errors import CheckpointMismatch, EngineDied, FormatError, MissingExtra
+from llorch.sampling import SamplingSettings
+
 OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EROFS)
 
 
 def outcome(error: BaseException, **options: bool) -> int:
-    from llorch.cli.outcome import reported
-
     with pytest.raises(click.exceptions.Exit) as caught, reported(**options):
         raise error
     return caught.value.exit_code
@@ -34,9 +38,6 @@ def made_by(wrong: Callable[[], object]) -> BaseException:
 
 
 def errors() -> list[tuple[BaseException, int]]:
-    from llorch.errors import CheckpointMismatch, EngineDied, FormatError, MissingExtra
-    from llorch.sampling import SamplingSettings
-
     return [
         (CheckpointMismatch("l0.q_rope: error 1e-2"), 1),
         (FormatError("Truncated", "cut", path="a.gguf"), 2),
@@ -73,16 +74,12 @@ def test_only_a_bug_prints_a_traceback_unasked(capsys: pytest.CaptureFixture[str
 
 
 def test_an_error_of_the_system_names_the_file(tmp_path: Path):
-    from llorch.cli.outcome import error_line
-
     with pytest.raises(FileNotFoundError) as caught:
         (tmp_path / "absent").read_bytes()
     assert error_line(caught.value) == f"llorch: {tmp_path}/absent: No such file or directory"
 
 
 def test_an_error_line_cannot_move_the_cursor_of_a_terminal():
-    from llorch.cli.outcome import error_line
-
     assert error_line(ValueError("a\nb \x1b[2J")) == "llorch: a b \\x1b[2J"
 
 
@@ -108,15 +105,11 @@ def test_a_file_that_is_cut_during_a_product_ends_the_process_with_the_place(tmp
 
 
 def test_click_keeps_its_own_ways_to_end():
-    from llorch.cli.outcome import reported
-
     with pytest.raises(click.UsageError), reported():
         raise click.UsageError("no")
 
 
 def test_json_has_null_where_a_number_is_not_finite():
-    from llorch.cli.output import to_json
-
     assert to_json({"a": [1.5, float("nan")], "b": (float("inf"), "x")}) == '{"a": [1.5, null], "b": [null, "x"]}'
 
 
@@ -154,8 +147,6 @@ def test_a_model_that_does_not_fit_on_the_disk_is_one_line(name: str, tmp_path: 
 
 def test_a_narrow_terminal_loses_no_column():
     from rich.console import Console
-
-    from llorch.cli.tables import print_table, table
 
     rows = table("first column", "second column", ">verdict")
     rows.add_row("one", "two", "PASS")

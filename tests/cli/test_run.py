@@ -3,15 +3,23 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 
+import pytest
 from command_line import REPOSITORY, invoke, spawn
+from random_adapters import random_adapter
+
+import llorch
+from llorch.lora.base import identity_of
+from llorch.lora.gguf_format import write_lora_gguf
+from llorch.lora.peft_format import write_peft
+from llorch.model import load
 
 START = "Once upon a time"
 
 
 def test_the_text_is_that_of_the_python_interface():
-    import llorch
-
     text = "".join(token.text for token in llorch.load("story").generate(START, max_tokens=12))
     assert invoke("run", "story", START, "-n", "12").stdout == text + "\n"
 
@@ -88,3 +96,118 @@ def test_a_prompt_without_a_model_is_named_as_an_unknown_model():
     result = invoke("run", START)
     assert result.exit_code == 3
     assert f"model {START!r}: no such file or folder" in result.stderr
+
+
+BACKENDS = pytest.mark.parametrize("backend", ["numpy", "torch"])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A PEFT directory, one that names another base, and a GGUF file, all of one adapter for `story`."""
+    made, model = tmp_path_factory.mktemp("adapters"), load("story")
+    adapter, base = random_adapter(model.config, lora_alpha=1.0), identity_of(model.weights)
+    write_peft(adapter, made / "peft", base=base)
+    write_peft(adapter, made / "foreign", base=replace(base, vectors="0" * 64))
+    write_lora_gguf(adapter, made / "lora.gguf", model.config)
+    return made
+
+
+@BACKENDS
+def test_the_text_is_that_of_the_adapter_and_stderr_says_what_is_known_of_its_base(backend: str, folder: Path):
+    model = load("story")
+    model.add_adapter("mine", folder / "peft")
+    want = "".join(token.text for token in model.generate(START, max_tokens=12, adapter="mine"))
+    result = invoke("run", "story", START, "-n", "12", "--backend", backend, "--adapter", str(folder / "peft"))
+    assert (result.stdout, result.exit_code) == (want + "\n", 0)
+    assert result.stderr == f"{folder / 'peft'}: base: the same, number by number\n"
+    assert result.stdout != invoke("run", "story", START, "-n", "12").stdout
+
+
+@BACKENDS
+def test_a_gguf_adapter_makes_the_same_text(backend: str, folder: Path):
+    both = [
+        invoke("run", "story", START, "-n", "12", "--backend", backend, "--adapter", str(folder / name))
+        for name in ("peft", "lora.gguf")
+    ]
+    assert both[0].stdout == both[1].stdout
+    assert "base: unknown" in both[1].stderr
+
+
+@BACKENDS
+def test_an_adapter_of_another_base_is_refused_until_any_will_do(backend: str, folder: Path):
+    how = ("run", "story", START, "-n", "3", "--backend", backend, "--adapter", str(folder / "foreign"))
+    refused, taken = invoke(*how), invoke(*how, "--any-base")
+    assert (refused.stdout, refused.exit_code) == ("", 2)
+    assert "BaseMismatch" in refused.stderr
+    assert taken.exit_code == 0
+    assert "base: another one" in taken.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "problem"),
+    [
+        (["--adapter", "nowhere"], 3, "nowhere: no such adapter"),
+        (["--any-base"], 2, "--any-base goes with --adapter"),
+    ],
+)
+def test_mistakes_are_named(options: list[str], code: int, problem: str):
+    result = invoke("run", "story", START, "-n", "1", *options)
+    assert (result.stdout, result.exit_code) == ("", code)
+    assert problem in " ".join(result.stderr.split())
+
+
+def test_an_adapter_of_a_model_of_other_shapes_is_refused(folder: Path):
+    result = invoke("run", "micro-llama", START, "--adapter", str(folder / "peft"))
+    assert (result.stdout, result.exit_code) == ("", 2)
+    assert str(folder / "peft") in result.stderr
+
+
+TORCH = ("--backend", "torch")
+
+
+def test_the_text_is_that_of_the_numpy_path():
+    plain = invoke("run", "story", START, "-n", "12")
+    on_torch = invoke("run", "story", START, "-n", "12", *TORCH)
+    assert (on_torch.stdout, on_torch.stderr, on_torch.exit_code) == (plain.stdout, "", 0)
+
+
+def test_a_seed_draws_the_same_text_on_both_backends():
+    how = ("run", "story", START, "-n", "20", "-t", "1.2", "--top-p", "0.9", "--seed", "4")
+    assert invoke(*how, *TORCH).stdout == invoke(*how).stdout
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+def test_every_dtype_can_be_asked_for(dtype: str):
+    result = invoke("run", "story", START, "-n", "5", *TORCH, "--device", "cpu", "--dtype", dtype, "-v")
+    assert (result.stdout, result.exit_code) == (", there was a little\n", 0)
+    assert result.stderr.startswith(f"story, torch-cpu-{dtype}: prompt 5 tokens")
+
+
+def test_json_and_stop_strings_work_as_in_numpy():
+    how = ("run", "story", START, "-n", "12", "--stop", " boy", "--json")
+    ours, theirs = ([json.loads(line) for line in invoke(*how, *more).stdout.splitlines()] for more in (TORCH, ()))
+    assert [(t["id"], t["text"], t["finish"]) for t in ours] == [(t["id"], t["text"], t["finish"]) for t in theirs]
+    assert ours[-1]["finish"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--device", "cpu"], "--device goes with --backend torch"),
+        (["--dtype", "float32"], "--dtype goes with --backend torch"),
+        (["--compile"], "--compile goes with --backend torch"),
+        ([*TORCH, "--numerics", "ggml"], "--numerics ggml goes with --backend numpy"),
+        ([*TORCH, "--kv-cache", "f16"], "--kv-cache f16 goes with --backend numpy"),
+        ([*TORCH, "--dtype", "int8"], "'int8' is not one of"),
+    ],
+)
+def test_options_that_mean_nothing_to_the_backend_are_usage_errors(options: list[str], problem: str):
+    result = invoke("run", "story", START, "-n", "1", *options)
+    assert result.exit_code == 2
+    assert problem in " ".join(result.stderr.split())
+    assert result.stdout == ""
+
+
+def test_it_runs_as_a_program():
+    done = spawn("run", "story", START, "-n", "5", *TORCH)
+    assert (done.stdout, done.stderr, done.returncode) == (", there was a little\n", "", 0)

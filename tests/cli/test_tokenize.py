@@ -5,12 +5,12 @@ import json
 import pytest
 from command_line import invoke
 
+import llorch
+
 TEXT = "The fox\tate caf\u00e9 \U0001f98a."
 
 
 def test_ids_are_those_of_the_tokenizer():
-    import llorch
-
     found = json.loads(invoke("tokenize", "story", TEXT, "--json").stdout)
     assert found["ids"] == llorch.load("story").tokenizer.encode(TEXT)
     assert [token["id"] for token in found["tokens"]] == found["ids"]

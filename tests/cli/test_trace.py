@@ -10,6 +10,10 @@ from command_line import invoke
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
+import llorch
+from llorch.cli.inputs import SENTENCE
+from llorch.ops.rope import rope
+
 IDS = [3, 1, 4, 15, 9, 2, 6, 5]
 TOKENS = ",".join(map(str, IDS))
 
@@ -20,8 +24,6 @@ def read_npz(path: Path) -> dict[str, np.ndarray]:
 
 
 def test_both_formats_hold_the_trace_of_the_python_interface(tmp_path: Path):
-    import llorch
-
     trace: dict[str, np.ndarray] = {}
     llorch.load("micro-llama").forward(IDS, trace=trace)
     for name in ("t.safetensors", "t.npz"):
@@ -75,9 +77,6 @@ def test_a_run_that_fails_leaves_no_file(tmp_path: Path):
 def test_an_error_in_layer_1_is_found_there_whatever_the_order_of_the_file(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    import llorch
-    from llorch.ops.rope import rope
-
     assert invoke("trace", "micro-llama", "--tokens", TOKENS, "-o", str(tmp_path / name)).exit_code == 0
     theirs = read_npz(tmp_path / name) if name == "t.npz" else load_file(tmp_path / name)
     calls = iter(range(99))
@@ -95,8 +94,6 @@ def test_a_trace_is_never_written_into_the_model_folder(tmp_path: Path):
 
 
 def test_without_a_prompt_a_fixed_sentence_is_run_and_named(tmp_path: Path):
-    from llorch.cli.inputs import SENTENCE
-
     result = invoke("trace", "micro-llama", "-o", str(tmp_path / "t.npz"))
     assert result.exit_code == 0
     assert repr(SENTENCE) in result.stderr
@@ -105,8 +102,6 @@ def test_without_a_prompt_a_fixed_sentence_is_run_and_named(tmp_path: Path):
 @pytest.mark.live
 @pytest.mark.parametrize("producer", ["llamacpp", "transformers"])
 def test_an_engine_writes_the_same_stages_with_the_same_shapes(producer: str, tmp_path: Path):
-    import llorch
-
     for name, engine in (("ours.npz", []), ("theirs.npz", ["--producer", producer])):
         result = invoke("trace", "micro-llama", "--tokens", TOKENS, "-o", str(tmp_path / name), *engine)
         assert result.exit_code == 0, result.stderr

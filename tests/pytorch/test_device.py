@@ -2,6 +2,8 @@
 
 import logging
 import os
+import subprocess
+import sys
 import warnings
 
 import numpy as np
@@ -10,15 +12,20 @@ import torch
 from command_line import invoke
 from threadpoolctl import threadpool_info
 
+from llorch.builtin import builtin_path
 from llorch.errors import MissingDevice
+from llorch.files import open_weights
+from llorch.model import load
+from llorch.pytorch.cache import Cache
+from llorch.pytorch.device import Target, compute_as_named, require_dtype, require_index, target
+from llorch.pytorch.load import load_dense
+from llorch.pytorch.model import load_torch
 
 NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
 def test_the_cpu_has_every_dtype(dtype: str):
-    from llorch.pytorch.device import target
-
     made = target("cpu", dtype)
     assert str(made) == f"torch-cpu-{dtype}"
     assert made.dtype_name == dtype
@@ -29,16 +36,12 @@ def test_the_cpu_has_every_dtype(dtype: str):
     ["", "gpu", "CPU", "cpu:0", "cpu:", "cuda:", "cuda:x", "cuda:-1", "cuda:1.5", "cuda:99999", "cuda:\u0663", "mps"],
 )
 def test_a_device_without_a_meaning_is_refused(device: str):
-    from llorch.pytorch.device import target
-
     with pytest.raises(ValueError, match=r"^device: expected cpu, cuda or cuda:N, got ") as caught:
         target(device)
     assert str(caught.value).endswith(repr(device))
 
 
 def test_a_dtype_without_a_meaning_is_refused():
-    from llorch.pytorch.device import target
-
     with pytest.raises(ValueError, match=r"^dtype: expected one of float32, bfloat16, float16, float64, got 'int3'$"):
         target("cpu", "int3")
 
@@ -46,8 +49,6 @@ def test_a_dtype_without_a_meaning_is_refused():
 @NO_CUDA
 @pytest.mark.parametrize("device", ["cuda", "cuda:9"])
 def test_cuda_that_is_not_here_is_never_replaced(device: str):
-    from llorch.pytorch.device import target
-
     with pytest.raises(MissingDevice) as caught:
         target(device)
     why = "this torch is built without CUDA" if torch.version.cuda is None else "torch finds no CUDA device"
@@ -55,16 +56,12 @@ def test_cuda_that_is_not_here_is_never_replaced(device: str):
 
 
 def test_a_device_beyond_the_last_is_refused():
-    from llorch.pytorch.device import require_index
-
     require_index("cuda:1", 1, 2)
     with pytest.raises(MissingDevice, match=r"^device cuda:9: this machine has 2 CUDA devices, cuda:0 to cuda:1$"):
         require_index("cuda:9", 9, 2)
 
 
 def test_a_dtype_that_the_device_lacks_is_refused_rather_than_emulated():
-    from llorch.pytorch.device import require_dtype
-
     require_dtype("cuda", "Tesla T4", (7, 5), torch.float16)
     require_dtype("cuda", "Tesla T4", (7, 5), torch.float32)
     require_dtype("cuda", "NVIDIA A100", (8, 0), torch.bfloat16)
@@ -78,8 +75,6 @@ def test_a_dtype_that_the_device_lacks_is_refused_rather_than_emulated():
 
 @pytest.mark.gpu
 def test_cuda_is_what_is_got_when_it_is_asked_for():
-    from llorch.pytorch.device import target
-
     if not torch.cuda.is_available():
         pytest.skip("NOT RUN: torch finds no CUDA device")
     made = target("cuda", "float32")
@@ -119,9 +114,6 @@ main(sys.argv[1:], prog_name="llorch")
 
 @pytest.mark.parametrize("verb", [["run", "story", "Once"], ["bench", "story"], ["verify", "micro-llama"]])
 def test_absent_torch_is_one_line_that_says_what_to_install(verb: list[str]):
-    import subprocess
-    import sys
-
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, *verb, "--backend", "torch"],
         capture_output=True, text=True, timeout=300, check=False,
@@ -132,11 +124,6 @@ def test_absent_torch_is_one_line_that_says_what_to_install(verb: list[str]):
 
 
 def test_mixed_devices_are_refused_before_any_product():
-    from llorch.builtin import builtin_path
-    from llorch.files import open_weights
-    from llorch.pytorch.cache import Cache
-    from llorch.pytorch.load import load_dense
-
     cpu, elsewhere = torch.device("cpu"), torch.device("meta")  # a device that every machine has
     model = load_dense(open_weights(builtin_path("micro-llama")), dtype=torch.float32, device=cpu)
     cache = Cache(model.config, batch=1, n_slots=4, dtype=torch.float32, device=cpu)
@@ -155,9 +142,6 @@ def test_mixed_devices_are_refused_before_any_product():
 def test_float32_is_float32_and_sums_are_not_rounded_whatever_a_library_had_switched_on(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    from llorch.pytorch.device import Target, compute_as_named
-    from llorch.pytorch.model import load_torch
-
     torch.set_float32_matmul_precision("medium")
     load_torch("micro-llama")
     assert torch.get_float32_matmul_precision() == "highest"
@@ -181,9 +165,6 @@ def test_a_process_that_loads_and_generates_on_the_cpu_is_as_it_was():
             torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled(), torch.get_rng_state().tolist(),
             dict(os.environ), np.geterr(), list(warnings.filters), logging.root.level, threadpool_info(),
         ]  # fmt: skip
-
-    from llorch.model import load
-    from llorch.pytorch.model import load_torch
 
     before = switches()
     for model in (load("micro-llama"), load_torch("micro-llama")):

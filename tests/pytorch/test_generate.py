@@ -6,11 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 import llorch
 from llorch.builtin import BUILTIN
-from llorch.errors import MissingDevice
 from llorch.pytorch.memory import CHUNK
 from llorch.sampling import SamplingSettings
 from llorch.verify.goldens import SAMPLINGS
@@ -195,12 +193,6 @@ def test_a_prompt_that_cannot_be_continued_is_refused(model: llorch.TorchModel, 
 def test_settings_without_a_meaning_are_refused(wrong: dict, problem: str):
     with pytest.raises(ValueError, match=problem):
         llorch.load_torch("micro-llama", **wrong)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_device_that_is_not_here_is_never_replaced():
-    with pytest.raises(MissingDevice, match=r"device cuda: .*use --device cpu"):
-        llorch.load_torch("micro-llama", device="cuda")
 
 
 def test_without_torch_the_remedy_is_named():

@@ -10,6 +10,12 @@ from command_line import REPOSITORY, invoke
 
 from llorch.builtin import builtin_path
 from llorch.files import Weights, open_weights
+from llorch.pytorch import memory, model
+from llorch.pytorch.cpu.library import library
+from llorch.pytorch.device import target
+from llorch.pytorch.memory import free_memory, predict, require_memory
+from llorch.pytorch.model import load_torch
+from llorch.verify.quantised_models import write_model
 
 
 @pytest.fixture
@@ -19,37 +25,24 @@ def story() -> Weights:
 
 @pytest.fixture
 def packed(tmp_path: Path) -> Weights:
-    from llorch.verify.quantised_models import write_model
-
     return open_weights(write_model("Q4_K", tmp_path))
 
 
 def free(monkeypatch: pytest.MonkeyPatch, n_bytes: float) -> None:
-    from llorch.pytorch import memory
-
     monkeypatch.setattr(memory, "available_memory", lambda: float(n_bytes))
 
 
 def peak(weights: Weights, dtype: str = "float32", residency: str = "decoded", batch: int = 1, n: int = 512) -> int:
-    from llorch.pytorch.device import target
-    from llorch.pytorch.memory import predict
-
     return predict(weights, target("cpu", dtype), residency, batch, n).peak  # type: ignore[arg-type]
 
 
 def refusal(weights: Weights, dtype: str, residency: str, batch: int, n_tokens: int) -> str:
-    from llorch.pytorch.device import target
-    from llorch.pytorch.memory import require_memory
-
     with pytest.raises(MemoryError) as caught:
         require_memory(weights, target("cpu", dtype), residency, batch=batch, n_tokens=n_tokens)  # type: ignore[arg-type]
     return str(caught.value)
 
 
 def test_the_parts_are_those_of_the_shapes(story: Weights):
-    from llorch.pytorch.device import target
-    from llorch.pytorch.memory import predict
-
     config = story.config
     n_weights = sum(story.read(name).size for name in story)
     for dtype, width in (("float32", 4), ("bfloat16", 2), ("float64", 8)):
@@ -61,9 +54,6 @@ def test_the_parts_are_those_of_the_shapes(story: Weights):
 
 
 def test_packed_matrices_count_as_the_file_packs_them(packed: Weights):
-    from llorch.pytorch.device import target
-    from llorch.pytorch.memory import predict
-
     at = target("cpu", "float32")
     file = sum(packed.stored_bytes(name) for name in packed)
     assert predict(packed, at, "packed", 1, 64).weights == file
@@ -75,9 +65,6 @@ def test_more_tokens_and_sequences_need_more(story: Weights):
 
 
 def test_what_just_fits_is_loaded_and_a_byte_less_is_not(story: Weights, monkeypatch: pytest.MonkeyPatch):
-    from llorch.pytorch.device import target
-    from llorch.pytorch.memory import require_memory
-
     free(monkeypatch, peak(story))
     assert require_memory(story, target(), n_tokens=512) == "decoded"
     free(monkeypatch, peak(story) - 1)
@@ -119,8 +106,6 @@ def test_fewer_tokens_then_bfloat16_are_suggested(story: Weights, monkeypatch: p
 
 
 def test_packed_weights_are_suggested_where_the_file_has_them(packed: Weights, monkeypatch: pytest.MonkeyPatch):
-    from llorch.pytorch import memory
-
     monkeypatch.setattr(memory, "_TILE", 1)  # of so small a model the tile would be most
     free(monkeypatch, peak(packed, "float64", "packed", n=64))
     assert peak(packed, "float64", n=64) > peak(packed, "float64", "packed", n=64)
@@ -130,10 +115,6 @@ def test_packed_weights_are_suggested_where_the_file_has_them(packed: Weights, m
 def test_auto_keeps_matrices_packed_where_kernels_multiply_from_blocks(
     packed: Weights, story: Weights, monkeypatch: pytest.MonkeyPatch
 ):
-    from llorch.pytorch.cpu.library import library
-    from llorch.pytorch.device import target
-    from llorch.pytorch.memory import require_memory
-
     assert require_memory(packed, target("cpu", "float32")) == ("decoded" if library() is None else "packed")
     assert require_memory(packed, target("cpu", "float64")) == "decoded"
     assert require_memory(story, target("cpu", "float32")) == "decoded"
@@ -141,8 +122,6 @@ def test_auto_keeps_matrices_packed_where_kernels_multiply_from_blocks(
 
 
 def test_nothing_is_loaded_when_it_is_refused(monkeypatch: pytest.MonkeyPatch):
-    from llorch.pytorch import model
-
     free(monkeypatch, 1000)
     monkeypatch.setattr(model, "load_dense", None)  # calling it would be a TypeError
     result = invoke("run", "story", "Once", "--backend", "torch")
@@ -195,8 +174,6 @@ def test_a_run_takes_no_more_than_was_predicted_and_not_much_less(dtype: str):
 
 
 def test_a_batch_that_does_not_fit_is_refused_with_one_that_does(monkeypatch: pytest.MonkeyPatch):
-    from llorch.pytorch.model import load_torch
-
     model = load_torch("micro-llama")
     free(monkeypatch, 16e6)
     with pytest.raises(MemoryError, match=r"^generate: 64 sequences of 256 tokens need 0\.\d\d GB on cpu") as caught:
@@ -212,8 +189,6 @@ def test_a_batch_that_does_not_fit_is_refused_with_one_that_does(monkeypatch: py
 
 def test_blocks_that_torch_keeps_for_itself_are_free(monkeypatch: pytest.MonkeyPatch):
     import torch
-
-    from llorch.pytorch.memory import free_memory
 
     for name, value in {"mem_get_info": (10, 100), "memory_reserved": 7, "memory_allocated": 4}.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)

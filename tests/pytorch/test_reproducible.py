@@ -21,6 +21,17 @@ from reproducible_runs import (
     verdict_of_a_process,
 )
 
+from llorch.builtin import builtin_path
+from llorch.files import open_weights
+from llorch.model import load
+from llorch.pytorch import reproducible
+from llorch.pytorch.causal_lm import RMSNorm, keep_nothing
+from llorch.pytorch.causal_lm import swiglu as plain_swiglu
+from llorch.pytorch.load import load_dense, load_packed
+from llorch.pytorch.lora import leaves
+from llorch.pytorch.reproducible import FixedNorm, exp, make_reproducible, softmax, swiglu, tree_sum
+from llorch.verify.quantised_models import write_model
+
 
 @pytest.mark.parametrize(("dtype", "name"), [("float32", "micro-llama"), ("bfloat16", "micro-qwen3")])
 def test_no_bit_of_a_logit_depends_on_the_batch_its_padding_or_how_a_prompt_is_cut(dtype, name):
@@ -39,8 +50,6 @@ def test_the_plain_model_does_not_pass_this_test():
 
 
 def test_reproducible_logits_are_as_close_to_the_truth_as_the_plain_ones():
-    from llorch.model import load
-
     prompt = runner().prompts()[3]
     model = load("micro-qwen2")
     model.weights = model.weights.astype(np.float64)
@@ -53,11 +62,6 @@ def test_reproducible_logits_are_as_close_to_the_truth_as_the_plain_ones():
 
 
 def test_packed_weights_are_reproducible_too(tmp_path: Path):
-    from llorch.files import open_weights
-    from llorch.pytorch.load import load_packed
-    from llorch.pytorch.reproducible import make_reproducible
-    from llorch.verify.quantised_models import write_model
-
     model = load_packed(open_weights(write_model("Q4_K", tmp_path)), dtype=torch.float32, device=CPU)
     make_reproducible(model)
     run = Runner(model, torch.float32)
@@ -70,10 +74,6 @@ def test_packed_weights_are_reproducible_too(tmp_path: Path):
 def test_no_bit_of_a_logit_depends_on_the_company_on_cuda(dtype):
     if not torch.cuda.is_available():
         pytest.skip("NOT RUN: torch finds no CUDA device")
-    from llorch.builtin import builtin_path
-    from llorch.files import open_weights
-    from llorch.pytorch.load import load_dense
-    from llorch.pytorch.reproducible import make_reproducible
 
     device = torch.device("cuda", 0)
     model = load_dense(open_weights(builtin_path("micro-qwen3")), dtype=dtype, device=device)
@@ -92,8 +92,6 @@ class Planted(torch.nn.Linear):
         self.some_rows, self.seen = some_rows, []
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        from llorch.pytorch.reproducible import tree_sum
-
         self.seen.append(len(input))
         terms = input.float()[:, None] * self.weight.float()  # (rows, out, in)
         other = terms.unflatten(-1, (2, -1)).mT.flatten(-2)
@@ -119,8 +117,6 @@ HALF_TOO = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("habit", TILES)
 @pytest.mark.parametrize("n_out", [2, 10])
 def test_a_row_is_alone_in_its_product_unless_every_place_and_size_gave_its_bits(habit, dtype, n_out, monkeypatch):
-    from llorch.pytorch import reproducible
-
     monkeypatch.setattr(reproducible, "_FOUND", {})
     some_rows, sizes = TILES[habit]
     leaf = Planted(some_rows, 64, n_out, dtype=dtype)
@@ -139,9 +135,6 @@ def test_a_row_is_alone_in_its_product_unless_every_place_and_size_gave_its_bits
 @pytest.mark.parametrize("r", [1, 2, 3])
 @pytest.mark.parametrize("habit", HABITS)
 def test_so_is_a_row_of_an_adapter(habit: str, r: int, monkeypatch: pytest.MonkeyPatch):
-    from llorch.pytorch import reproducible
-    from llorch.pytorch.lora import leaves
-
     def planted(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         leaf = Planted(HABITS[habit], *reversed(weight.shape))
         leaf.weight, leaf.bias = torch.nn.Parameter(weight), torch.nn.Parameter(torch.zeros(len(weight)))
@@ -159,9 +152,6 @@ def test_so_is_a_row_of_an_adapter(habit: str, r: int, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("head_dim", [6, 16])  # MKL's product of 64 keys with 6 columns differs by place on AVX2
 @pytest.mark.parametrize("habit", ["of the library", "odd rows"])
 def test_so_is_a_query_of_attention(habit: str, head_dim: int, monkeypatch: pytest.MonkeyPatch):
-    from llorch.pytorch import reproducible
-    from llorch.pytorch.causal_lm import keep_nothing
-
     def planted(tile: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
         made, other = torch.matmul(tile, block), torch.matmul(tile.flip(-1), block.flip(-2))
         return torch.where(torch.arange(tile.shape[-2])[:, None] % 2 == 1, other, made)
@@ -181,8 +171,6 @@ def test_so_is_a_query_of_attention(habit: str, head_dim: int, monkeypatch: pyte
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1.2e-7), (torch.float64, 2.3e-16)])
 def test_exp_is_right_to_one_unit_in_the_last_place_and_ends_in_zero(dtype, tolerance):
-    from llorch.pytorch.reproducible import exp
-
     x = torch.linspace(-86, 86, 100_001, dtype=dtype)
     want = np.exp(x.numpy().astype(np.longdouble))
     assert float(np.abs((exp(x).numpy() - want) / want).max()) < tolerance
@@ -193,10 +181,6 @@ def test_exp_is_right_to_one_unit_in_the_last_place_and_ends_in_zero(dtype, tole
 
 
 def test_swiglu_and_norms_of_a_row_have_the_same_bits_wherever_it_stands():
-    from llorch.pytorch.causal_lm import RMSNorm
-    from llorch.pytorch.causal_lm import swiglu as plain_swiglu
-    from llorch.pytorch.reproducible import FixedNorm, swiglu
-
     x = torch.randn(40, 37, generator=torch.Generator().manual_seed(0))  # a width that no vector register divides
     norm = FixedNorm(RMSNorm(37, 1e-6))
     for function in (norm, lambda rows: swiglu(rows, rows)):
@@ -205,16 +189,12 @@ def test_swiglu_and_norms_of_a_row_have_the_same_bits_wherever_it_stands():
 
 
 def test_tree_sum_takes_any_width():
-    from llorch.pytorch.reproducible import tree_sum
-
     for width in (1, 2, 3, 7, 64, 100):
         x = torch.arange(2 * width, dtype=torch.float64).view(2, width)
         assert tree_sum(x).tolist() == x.sum(-1).tolist()
 
 
 def test_softmax_gives_masked_keys_exactly_nothing_and_ignores_how_many_follow():
-    from llorch.pytorch.reproducible import softmax
-
     row = torch.randn(5, 70, generator=torch.Generator().manual_seed(0))
     longer = torch.nn.functional.pad(row, (0, 100), value=-math.inf)
     assert torch.equal(softmax(longer)[:, :70], softmax(row))

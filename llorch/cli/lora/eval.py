@@ -6,9 +6,8 @@ from typing import Any
 import click
 
 from llorch.cli.lora.options import any_base_option
-from llorch.cli.options import json_option, verb
+from llorch.cli.options import json_option, threads_option, verb
 from llorch.cli.output import progress, say, to_json
-from llorch.cli.threads import threads_option
 
 
 @verb(
@@ -51,7 +50,7 @@ def command(*, adapter: Path, split: str | None, any_base: bool, as_json: bool, 
 
     The loss is the mean over all tokens that are to be learned, in nats; perplexity is its exponential.
     """
-    from llorch.cli.lora.needs import require_torch, threads_for_training
+    from llorch.cli.lora.options import require_torch, threads_for_training
 
     require_torch()
     from llorch.pytorch.train.judging import judge_adapter

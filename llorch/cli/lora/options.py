@@ -1,8 +1,33 @@
-"""What the verbs on adapters share."""
+"""What the verbs on adapters share: options, and what training needs beside the core."""
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import click
+
+from llorch.cli.options import use_threads
+from llorch.errors import MissingExtra
+
+if TYPE_CHECKING:
+    from llorch.train.settings import TrainSettings
 
 force_option = click.option("--force", is_flag=True, help="Replace TARGET when it exists.")
 any_base_option = click.option(
     "--any-base", is_flag=True, help="Accept an adapter that was made for another base, by name or by numbers."
 )
+
+
+def require_torch() -> None:
+    """Say what to install where torch is absent."""
+    if find_spec("torch") is None:
+        raise MissingExtra("train", "torch")
+
+
+def threads_for_training(settings: "TrainSettings", *, recorded: int | None = None) -> str:
+    """Choose the threads of a run on torch; see `use_threads`."""
+    import torch  # noqa: F401 (whose threads they are)
+
+    from llorch.files import open_weights
+    from llorch.model import find
+
+    return use_threads(open_weights(find(settings.model)).config, recorded=recorded)

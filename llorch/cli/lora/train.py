@@ -6,9 +6,8 @@ from typing import Any
 import click
 
 from llorch.cli.lora.settings_options import settings_options
-from llorch.cli.options import json_option, verb
+from llorch.cli.options import json_option, threads_option, verb
 from llorch.cli.output import say, to_json
-from llorch.cli.threads import threads_option
 
 
 @verb(
@@ -46,9 +45,8 @@ def command(
     A run that is over goes on with --resume when more --steps or --epochs are asked for: from there the rate follows
     the schedule of all steps. With a constant one it ends as a run that was begun for so many.
     """
-    from llorch.cli.lora.hint import try_it
-    from llorch.cli.lora.needs import require_torch, threads_for_training
-    from llorch.cli.lora.training_progress import Progress
+    from llorch.cli.lora.options import require_torch, threads_for_training
+    from llorch.cli.lora.training_progress import Progress, try_it
     from llorch.train.settings_file import read_settings, settings_from
     from llorch.train.stopping import Stopped
 

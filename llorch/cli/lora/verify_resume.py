@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from llorch.cli.lora.settings_options import settings_options
-from llorch.cli.options import json_option, verb
+from llorch.cli.options import json_option, threads_option, verb
 from llorch.cli.outcome import DIFFERS, OK
 from llorch.cli.output import progress, say, to_json
-from llorch.cli.threads import threads_option
 
 if TYPE_CHECKING:
     from llorch.verify.resume import Comparison, Proof
@@ -43,7 +42,7 @@ def command(*, config: Path | None, control: bool, verbose: bool, as_json: bool,
 
     Exit code 0 when they do not, 1 when they do or when a control was not noticed.
     """
-    from llorch.cli.lora.needs import require_torch, threads_for_training
+    from llorch.cli.lora.options import require_torch, threads_for_training
     from llorch.train.settings_file import read_settings, settings_from
     from llorch.train.stopping import Stopped
     from llorch.verify.resume import verify_resume

@@ -91,42 +91,33 @@ def test_a_batch_without_a_mask_goes_on_as_with_one():
         torch.testing.assert_close(row, whole[0, step], rtol=1e-4, atol=1e-5)
 
 
+class Doubled(nn.Module):
+    def __init__(self, leaf: nn.Module) -> None:
+        super().__init__()
+        self.leaf = leaf
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * self.leaf(x)
+
+
+def double_a_leaf(block: CpuBlock) -> None:
+    block.mlp.down_proj = Doubled(block.mlp.down_proj)
+
+
+def replace_a_function(block: CpuBlock) -> None:
+    block.mlp.act = torch.mul
+
+
+def move_a_weight(block: CpuBlock) -> None:
+    block.mlp.down_proj.weight.data = 2 * block.mlp.down_proj.weight.data
+
+
+@pytest.mark.parametrize("change", [double_a_leaf, replace_a_function, move_a_weight])
 @torch.no_grad()
-def test_a_leaf_put_in_place_later_is_noticed():
+def test_what_is_put_in_place_later_is_noticed(change: Callable[[CpuBlock], None]):
     model = fitted("micro-llama", torch.float32)
     before = continued(model, torch.float32, keep_nothing)
-
-    class Doubled(nn.Module):
-        def __init__(self, leaf: nn.Module) -> None:
-            super().__init__()
-            self.leaf = leaf
-
-        def forward(self, x: Tensor) -> Tensor:
-            return 2 * self.leaf(x)
-
-    mlp = blocks(model)[1].mlp
-    mlp.down_proj = Doubled(mlp.down_proj)
-    after = continued(model, torch.float32, keep_nothing)
-    assert not torch.allclose(after, before)
-    assert torch.equal(after, continued(model, torch.float32, observe))
-
-
-@torch.no_grad()
-def test_a_function_put_in_place_later_is_noticed():
-    model = fitted("micro-llama", torch.float32)
-    before = continued(model, torch.float32, keep_nothing)
-    blocks(model)[1].mlp.act = torch.mul
-    after = continued(model, torch.float32, keep_nothing)
-    assert not torch.allclose(after, before)
-    assert torch.equal(after, continued(model, torch.float32, observe))
-
-
-@torch.no_grad()
-def test_a_weight_that_has_moved_is_noticed():
-    model = fitted("micro-llama", torch.float32)
-    before = continued(model, torch.float32, keep_nothing)
-    weight = blocks(model)[0].mlp.down_proj.weight
-    weight.data = 2 * weight.data
+    change(blocks(model)[1])
     after = continued(model, torch.float32, keep_nothing)
     assert not torch.allclose(after, before)
     assert torch.equal(after, continued(model, torch.float32, observe))

@@ -10,6 +10,11 @@ from torch.nn.functional import cross_entropy
 from training_passes import in_peft, peft_name
 from training_runs import Silent, small_settings
 
+from llorch.convert import convert
+from llorch.model import find
+from llorch.pytorch.train.run import Run
+from llorch.pytorch.train.trainer import Training
+
 pytestmark = [pytest.mark.live, pytest.mark.filterwarnings("ignore")]
 STEPS = 21
 LORA = {"r": 3, "lora_alpha": 5.0, "target_modules": ("q_proj", "v_proj", "o_proj", "down_proj")}
@@ -44,8 +49,6 @@ def loop(model: Any, training: Any, *, weight_decay: float) -> list[tuple[float,
     [("micro-qwen3", {}), ("micro-llama", {"rslora": True}), ("micro-qwen2", {"dora": True})],
 )
 def test_the_losses_of_many_steps_are_those_of_peft_and_torch(tmp_path: Path, name: str, kind: dict[str, bool]):
-    from llorch.pytorch.train.trainer import Training
-
     settings = small_settings(
         tmp_path, model=name, batch_size=3, accumulation=2, schedule="linear", steps=STEPS, weight_decay=0.1,
         target_modules=LORA["target_modules"], **kind,
@@ -67,11 +70,6 @@ def test_the_losses_of_many_steps_are_those_of_peft_and_torch(tmp_path: Path, na
 def test_the_adapter_of_a_run_does_in_peft_what_it_does_here(tmp_path: Path):
     import peft
     from transformers import AutoModelForCausalLM
-
-    from llorch.convert import convert
-    from llorch.model import find
-    from llorch.pytorch.train.run import Run
-    from llorch.pytorch.train.trainer import Training
 
     folder, base = tmp_path / "run", tmp_path / "base"
     convert(find("micro-qwen3"), base)

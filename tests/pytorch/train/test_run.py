@@ -1,6 +1,7 @@
 """A run in its folder: what it leaves there, how it is taken up again, and what it refuses."""
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,21 +12,23 @@ import numpy as np
 import pytest
 from training_runs import Silent, ragged_rows, small_settings, trained, write_rows
 
+from llorch.errors import FormatError, MissingExtra
+from llorch.lora.files import read_adapter
+from llorch.model import load
+from llorch.pytorch.train.run import Run
+from llorch.pytorch.train.trainer import NonFiniteLoss
+from llorch.train.snapshots import SnapshotStore
+from llorch.train.stopping import Stopped
+
 LASTING = ("log.jsonl", "curve.svg", "adapter_model.safetensors", "adapter_config.json", "llorch_base.json")
 
 
 def run(settings: Any, folder: Path, **how: Any) -> Any:
-    from llorch.pytorch.train.run import Run
-
     return Run(settings, folder, Silent(), **how).run()
 
 
 def run_until(step: int, settings: Any, folder: Path, *, signal_number: int = 15) -> None:
     """Let a run be stopped by a signal after a step."""
-    import os
-
-    from llorch.pytorch.train.run import Run
-    from llorch.train.stopping import Stopped
 
     class Stopping(Silent):
         def made(self, report: Any) -> None:
@@ -46,9 +49,6 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_a_run_leaves_log_curve_snapshots_and_an_adapter(tmp_path: Path):
-    from llorch.lora.files import read_adapter
-    from llorch.model import load
-
     folder = tmp_path / "run"
     settings = small_settings(tmp_path, eval_every=2, save_every=1)
     result = run(settings, folder)
@@ -83,10 +83,6 @@ def test_a_run_that_was_stopped_ends_with_the_bytes_of_one_that_was_not(tmp_path
 
 
 def test_a_validation_before_the_stop_is_made_again_and_stands_in_the_log_once(tmp_path: Path):
-    import os
-
-    from llorch.pytorch.train.run import Run
-    from llorch.train.stopping import Stopped
 
     class Stopping(Silent):
         def validated(self, step: int, loss: float) -> None:
@@ -111,8 +107,6 @@ def test_a_run_that_is_over_can_be_resumed_and_stays_as_it_is(tmp_path: Path):
 
 def test_without_a_snapshot_a_resumed_run_starts_again(tmp_path: Path):
     import shutil
-
-    from llorch.pytorch.train.run import Run
 
     settings, watcher = small_settings(tmp_path), Silent()
     run(settings, tmp_path / "run")
@@ -163,8 +157,6 @@ def change_data(folder: Path) -> dict[str, Any]:
 def test_a_run_that_changed_is_refused_with_the_difference(
     tmp_path: Path, change: Callable[[Path], dict[str, Any]], expected: str
 ):
-    from llorch.errors import FormatError
-
     run_until(2, small_settings(tmp_path), tmp_path / "run")
     before = (tmp_path / "run" / "log.jsonl").read_bytes()
     settings = small_settings(tmp_path)
@@ -186,8 +178,6 @@ def test_a_change_that_is_allowed_is_written_down(tmp_path: Path):
 
 @pytest.mark.parametrize(("schedule", "same"), [("constant", True), ("linear", False)])
 def test_a_run_that_is_over_goes_on_for_more_steps(tmp_path: Path, schedule: str, same: bool):
-    from llorch.pytorch.train.run import Run
-
     short, long = (small_settings(tmp_path, schedule=schedule, dropout=0.1, steps=steps) for steps in (2, 4))
     run(long, tmp_path / "straight")
     run(short, tmp_path / "run")
@@ -206,8 +196,6 @@ def test_a_run_that_is_over_goes_on_for_more_steps(tmp_path: Path, schedule: str
 
 
 def test_a_longer_run_must_not_differ_otherwise(tmp_path: Path):
-    from llorch.errors import FormatError
-
     run(small_settings(tmp_path, steps=1), tmp_path / "run")
     with pytest.raises(FormatError, match=r"has changed: settings\.lr: saved 0\.005, now 0\.25; undo"):
         run(small_settings(tmp_path, steps=2, lr=0.25), tmp_path / "run", resume=True)
@@ -222,9 +210,6 @@ def test_a_run_cannot_be_resumed_beyond_its_end(tmp_path: Path):
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_and_leaves_the_last_snapshot(tmp_path: Path):
-    from llorch.pytorch.train.trainer import NonFiniteLoss
-    from llorch.train.snapshots import SnapshotStore
-
     folder = tmp_path / "run"
     with pytest.raises(NonFiniteLoss, match="step 2: "):
         run(small_settings(tmp_path, lr=1e30, save_every=1, eval_every=0), folder)
@@ -244,16 +229,12 @@ def test_without_a_validation_set_there_is_none(tmp_path: Path):
 
 
 def test_a_validation_that_is_not_finite_ends_the_run_too(tmp_path: Path):
-    from llorch.pytorch.train.trainer import NonFiniteLoss
-
     with pytest.raises(NonFiniteLoss, match="step 1: expected a finite validation loss, got nan"):
         run(small_settings(tmp_path, lr=1e30, steps=1), tmp_path / "run")
     assert not (tmp_path / "run" / "adapter_config.json").exists()
 
 
 def test_without_matplotlib_everything_but_the_curve_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from llorch.pytorch.train.run import Run
-
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     watcher = Silent()
     Run(small_settings(tmp_path, steps=1), tmp_path / "run", watcher).run()
@@ -265,8 +246,6 @@ def test_without_matplotlib_everything_but_the_curve_is_written(tmp_path: Path, 
 
 
 def test_without_tensorboard_a_run_that_wants_it_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from llorch.errors import MissingExtra
-
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(MissingExtra, match=r"llorch\[tensorboard\]"):
         run(small_settings(tmp_path, tensorboard=True), tmp_path / "run")

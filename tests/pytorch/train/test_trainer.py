@@ -11,7 +11,16 @@ import pytest
 import torch
 from training_runs import bits, distance, gradients, small_data, small_settings, trained
 
+from llorch.builtin import builtin_path
+from llorch.files import open_weights
 from llorch.files.safetensors import tensor_bytes
+from llorch.pytorch.device import target
+from llorch.pytorch.lora.adapters import attach
+from llorch.pytorch.train import trainer as torch_trainer
+from llorch.pytorch.train.loading import load_for_training
+from llorch.pytorch.train.step import mean_loss
+from llorch.pytorch.train.trainer import NonFiniteLoss
+from llorch.train.data import batches
 from llorch.train.settings import TrainSettings
 
 
@@ -29,11 +38,6 @@ def test_training_learns_what_the_rows_have_in_common(tmp_path: Path):
 
 
 def test_the_base_keeps_every_bit_and_gets_no_gradient(tmp_path: Path):
-    from llorch.builtin import builtin_path
-    from llorch.files import open_weights
-    from llorch.pytorch.device import target
-    from llorch.pytorch.train.loading import load_for_training
-
     training = trained(small_settings(tmp_path, target_modules="all-linear"), steps=3)
     at = target("cpu", "float32")
     fresh = load_for_training(open_weights(builtin_path("micro-qwen3")), at, residency="decoded", batch=1, n_tokens=9)
@@ -95,8 +99,6 @@ def test_dropout_changes_steps_but_not_validations(tmp_path: Path):
 def test_a_length_beyond_the_context_asks_for_no_more_memory_than_the_context(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    from llorch.pytorch.train import trainer as torch_trainer
-
     asked: list[int] = []
     load = torch_trainer.load_for_training
 
@@ -157,8 +159,6 @@ def test_a_state_of_another_rank_is_refused(tmp_path: Path):
 
 
 def test_what_is_not_finite_ends_training_before_the_update_and_names_rows(tmp_path: Path):
-    from llorch.pytorch.train.trainer import NonFiniteLoss
-
     training = trained(small_settings(tmp_path, lr=1e30, batch_size=2), steps=1)
     before = bits(adapter_and_moments(training))
     with pytest.raises(NonFiniteLoss, match=r"step 2: expected a finite loss and gradient, got loss") as error:
@@ -169,8 +169,6 @@ def test_what_is_not_finite_ends_training_before_the_update_and_names_rows(tmp_p
 
 
 def test_a_gradient_that_is_not_finite_ends_training_although_the_loss_is(tmp_path: Path):
-    from llorch.pytorch.train.trainer import NonFiniteLoss
-
     training = trained(small_settings(tmp_path), steps=1)
     name, parameter = next(iter(training.parameters.items()))
     parameter.register_hook(lambda gradient: gradient * np.inf)
@@ -182,8 +180,6 @@ def test_a_gradient_that_is_not_finite_ends_training_although_the_loss_is(tmp_pa
 
 
 def test_a_loss_that_is_not_finite_ends_training_although_the_gradient_is(tmp_path: Path):
-    from llorch.pytorch.train.trainer import NonFiniteLoss
-
     training = trained(small_settings(tmp_path), steps=1)
     others = torch.arange(1, training.module.config.vocab_size)  # with a probability of 0, and no gradient through it
     training.module.lm_head.register_forward_hook(lambda _m, _i, logits: logits.index_fill(-1, others, -math.inf))
@@ -235,11 +231,6 @@ def test_training_begins_at_the_base_whatever_the_first_values_are(tmp_path: Pat
 
 
 def test_the_adapter_of_pissa_stands_beside_the_base_as_it_is_in_its_file(tmp_path: Path):
-    from llorch.pytorch.lora.adapters import attach
-    from llorch.pytorch.train.loading import load_for_training
-    from llorch.pytorch.train.step import mean_loss
-    from llorch.train.data import batches
-
     training = trained(small_settings(tmp_path, init="pissa"), steps=3)
     module = load_for_training(training._weights, training.target, residency="decoded", batch=8, n_tokens=40)
     attach(module, training.adapter)

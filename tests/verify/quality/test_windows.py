@@ -11,6 +11,8 @@ from vocabularies import tiny_byte_level
 import llorch
 from llorch.errors import FormatError
 from llorch.numerics import Numerics
+from llorch.tokenizer.gguf_vocabulary import GGUFVocabulary
+from llorch.tokenizer.tokenizer import Tokenizer
 from llorch.verify.quality.scores import PairScores, compare_rows, losses
 from llorch.verify.quality.windows import CONTEXT, Windows, cut_text, score, score_pair, text_ids
 
@@ -97,9 +99,6 @@ def test_a_model_without_a_vocabulary_is_refused(tmp_path: Path):
 
 
 def test_an_end_token_that_a_vocabulary_adds_is_left_out():
-    from llorch.tokenizer.gguf_vocabulary import GGUFVocabulary
-    from llorch.tokenizer.tokenizer import Tokenizer
-
     adds = {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.add_eos_token": True}
     tokenizer = Tokenizer(GGUFVocabulary(tiny_byte_level() | adds, Path("tiny.gguf")))
     assert tokenizer.encode("hell") == [260, 258, 261]
