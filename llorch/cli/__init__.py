@@ -16,9 +16,6 @@ VERBS = ("run", "verify", "inspect", "tokenize", "trace", "convert", "quality", 
 class Main(Verbs):
     """The group of all verbs, where errors end."""
 
-    verbs = VERBS
-    package = "llorch.cli"
-
     def invoke(self, ctx: click.Context) -> None:
         """Run the verb; an error becomes one line and an exit code."""
         wait_asleep()
@@ -52,6 +49,8 @@ Exit codes: 0 ok, 1 numbers differ, 2 usage or unusable data,
 
 @click.group(
     cls=Main,
+    package="llorch.cli",
+    verbs=VERBS,
     help=HELP,
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "LLORCH"},

@@ -5,7 +5,7 @@
 
 from collections.abc import Iterable
 from importlib import import_module
-from typing import ClassVar
+from typing import Any
 
 import click
 
@@ -45,9 +45,12 @@ class Verb(click.Command):
 class Verbs(click.Group):
     """A group; the module `<package>.<verb>`, with `_` for `-`, holds the `command` of each verb."""
 
-    verbs: ClassVar[tuple[str, ...]]
-    package: ClassVar[str]
     context_class = HelpContext
+
+    def __init__(self, *args: Any, package: str, verbs: tuple[str, ...], **settings: Any) -> None:
+        """Remember where modules are, and the verbs in the order of the help page."""
+        super().__init__(*args, **settings)
+        self.package, self.verbs = package, verbs
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Name the verbs in the order of the help page."""

@@ -45,14 +45,7 @@ class TorchModel(AdaptedModules):
     """
 
     def __init__(self, weights: Weights, target: Target, module: CausalLM, *, compiled: bool = False) -> None:
-        """Wrap what was loaded.
-
-        Args:
-            weights: Where the modules' weights come from.
-            target: Device and dtype of the module.
-            module: With its weights.
-            compiled: Whether decoding goes through torch.compile.
-        """
+        """Wrap a module that has its weights; `compiled` sends decoding through torch.compile."""
         super().__init__(weights, module, compiled=compiled)
         self.target = target
         self._spare: Decoding | None = None
@@ -131,23 +124,7 @@ class TorchModel(AdaptedModules):
     ) -> Iterator[Token]:
         """Continue a prompt or answer a conversation, token by token.
 
-        Args:
-            prompt: See `llorch.model.Model.generate`, as for the arguments that follow.
-            messages: See there.
-            max_tokens: See there.
-            settings: See there; a seed draws what it draws in NumPy.
-            stop: See there.
-            ignore_eos: See there.
-            adapter: See there.
-
-        Returns:
-            Tokens with id, text and log probability, computed as they are taken.
-
-        Raises:
-            FormatError: The messages are none, or the model has no chat template for them.
-            ValueError: An argument is out of range, the prompt is empty or does not fit the context, or no such adapter
-                was added.
-            NonFiniteRun: While tokens are taken: numbers overflow.
+        Arguments, tokens and errors are those of `llorch.model.Model.generate`; a seed draws what it draws in NumPy.
         """
         job = self.job(
             given(prompt, messages), max_tokens=max_tokens, settings=settings, ignore_eos=ignore_eos, adapter=adapter

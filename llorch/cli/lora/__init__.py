@@ -1,7 +1,5 @@
 """`llorch lora`: train an adapter, look at it, merge it, hand it on."""
 
-import click
-
 from llorch.cli.verbs import Verbs
 
 HELP = """\b
@@ -12,14 +10,7 @@ llorch lora merge story my-adapter merged.gguf
 Train LoRA adapters, prove that a run can be resumed bit by bit, and carry them to PEFT and llama.cpp.
 """
 
-
-class Lora(Verbs):
-    """The verbs of `llorch lora`."""
-
-    verbs = ("train", "eval", "merge", "export", "inspect", "doctor", "verify-resume")
-    package = "llorch.cli.lora"
-
-
-@click.group(cls=Lora, help=HELP, short_help="Train, merge and hand on LoRA adapters.")
-def command() -> None:
-    """Only verbs do something."""
+command = Verbs(
+    package="llorch.cli.lora", verbs=("train", "eval", "merge", "export", "inspect", "doctor", "verify-resume"),
+    help=HELP, short_help="Train, merge and hand on LoRA adapters.",
+)  # fmt: skip
