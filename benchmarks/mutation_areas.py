@@ -61,17 +61,9 @@ AREAS = (
     Area("lora", "lora/* verify/doctor/*", "lora/* verify/doctor/* cli/lora_files model"),
     Area("data", "train/data/*", "train/data_* cli/data"),
     Area("train", "train/* pytorch/train/* verify/resume", "train/[!d]* pytorch/train/* cli/lora_train"),
-    Area(
-        "verification",
-        "verify/[!rt]* verify/[rt][!eo]*",
-        "verify/[!t]* verify/teeth files/matrix",
-    ),
+    Area("verification", "verify/[!rt]* verify/[rt][!eo]*", "verify/[!t]* verify/teeth files/matrix"),
     Area("mistakes", "verify/mistakes/*", "verify/mistakes verify/teeth*"),
-    Area(
-        "training_proof",
-        "verify/training/[!t]*",
-        "verify/training_* verify/teeth_training repository/make_training",
-    ),
+    Area("training_proof", "verify/training/[!t]*", "verify/training_* verify/teeth_training repository/make_training"),
     Area(
         "torch_proof",
         "verify/to* verify/training/t* verify/rep*",

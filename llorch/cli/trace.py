@@ -34,13 +34,7 @@ def _checked_output(ctx: click.Context, param: click.Parameter, value: Path) -> 
 @threads_option
 @click.option("--producer", type=click.Choice(ENGINES), help="Run this engine instead of ours.")
 def command(
-    *,
-    model: str,
-    prompt: str | None,
-    output: Path,
-    tokens: list[int] | None,
-    first_position: int,
-    producer: str | None,
+    *, model: str, prompt: str | None, output: Path, tokens: list[int] | None, first_position: int, producer: str | None
 ) -> None:
     """Run MODEL on PROMPT and write every stage: embed, l0.attn_norm, l0.q_proj, ..., final_norm, logits.
 

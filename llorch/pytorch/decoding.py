@@ -138,9 +138,7 @@ def n_slots(jobs: Sequence[Job]) -> int:
     return max(job.n_slots for job in jobs)
 
 
-def left_padded(
-    prompts: Sequence[Sequence[int]],
-) -> tuple[Int[np.ndarray, "batch seq"], Int[np.ndarray, "batch seq"]]:
+def left_padded(prompts: Sequence[Sequence[int]]) -> tuple[Int[np.ndarray, "batch seq"], Int[np.ndarray, "batch seq"]]:
     """Ids, 0 where there is padding, and positions, -1 there; all prompts end in the last column."""
     width = max(len(ids) for ids in prompts)
     ids, positions = np.zeros((len(prompts), width), np.int64), np.full((len(prompts), width), -1)

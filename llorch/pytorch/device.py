@@ -7,12 +7,7 @@ import torch
 
 from llorch.errors import MissingDevice
 
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 _SINCE = {torch.float16: (5, 3), torch.bfloat16: (8, 0)}  # compute capability of CUDA; the CPU has all dtypes
 

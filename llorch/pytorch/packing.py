@@ -162,18 +162,8 @@ def _join_six_bits(scale: UInt8[Tensor, "out runs"], minimum: UInt8[Tensor, "out
 
 
 PACKERS: Mapping[GGMLType, Callable[[Tensor], dict[str, Tensor]]] = MappingProxyType(
-    {
-        GGMLType.Q8_0: _pack_q8_0,
-        GGMLType.Q4_0: _pack_q4_0,
-        GGMLType.Q4_K: _pack_q4_k,
-        GGMLType.Q6_K: _pack_q6_k,
-    }
+    {GGMLType.Q8_0: _pack_q8_0, GGMLType.Q4_0: _pack_q4_0, GGMLType.Q4_K: _pack_q4_k, GGMLType.Q6_K: _pack_q6_k}
 )
 DECODERS: Mapping[GGMLType, Callable[[Fields], Tensor]] = MappingProxyType(
-    {
-        GGMLType.Q8_0: _decode_q8_0,
-        GGMLType.Q4_0: _decode_q4_0,
-        GGMLType.Q4_K: _decode_q4_k,
-        GGMLType.Q6_K: _decode_q6_k,
-    }
+    {GGMLType.Q8_0: _decode_q8_0, GGMLType.Q4_0: _decode_q4_0, GGMLType.Q4_K: _decode_q4_k, GGMLType.Q6_K: _decode_q6_k}
 )

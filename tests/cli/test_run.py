@@ -145,10 +145,7 @@ def test_an_adapter_of_another_base_is_refused_until_any_will_do(backend: str, f
 
 @pytest.mark.parametrize(
     ("options", "code", "problem"),
-    [
-        (["--adapter", "nowhere"], 3, "nowhere: no such adapter"),
-        (["--any-base"], 2, "--any-base goes with --adapter"),
-    ],
+    [(["--adapter", "nowhere"], 3, "nowhere: no such adapter"), (["--any-base"], 2, "--any-base goes with --adapter")],
 )
 def test_mistakes_are_named(options: list[str], code: int, problem: str):
     result = invoke("run", "story", START, "-n", "1", *options)

@@ -76,8 +76,7 @@ def test_scales_of_q4_k_are_a_stream_of_twelve_bits(rng):
 
 
 @pytest.mark.parametrize(
-    ("broken", "ggml_type"),
-    [("four_bits", GGMLType.Q4_K), ("two_bits", GGMLType.Q6_K), ("six_bits", GGMLType.Q4_K)],
+    ("broken", "ggml_type"), [("four_bits", GGMLType.Q4_K), ("two_bits", GGMLType.Q6_K), ("six_bits", GGMLType.Q4_K)]
 )
 def test_bits_in_another_order_are_seen(broken, ggml_type, monkeypatch, rng):
     right = getattr(packing, broken)

@@ -15,16 +15,7 @@ from torch import Tensor, nn
 from llorch.memory import keep_freed_memory
 from llorch.pytorch.cache import Cache, Place
 from llorch.pytorch.causal_lm import MLP, Attention, Block, CausalLM, Hidden, Keep, RMSNorm, attention, keep_nothing
-from llorch.pytorch.cpu.layer import (
-    FEW,
-    HALF,
-    LANES,
-    CpuAttention,
-    CpuRMSNorm,
-    CpuRotate,
-    CpuSwiglu,
-    fits_attention,
-)
+from llorch.pytorch.cpu.layer import FEW, HALF, LANES, CpuAttention, CpuRMSNorm, CpuRotate, CpuSwiglu, fits_attention
 from llorch.pytorch.cpu.library import library, pointer
 from llorch.pytorch.cpu.linear import KINDS, CpuLinear
 from llorch.pytorch.cpu.quantised import CpuQuantisedLinear

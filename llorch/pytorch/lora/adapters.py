@@ -35,12 +35,7 @@ from llorch.pytorch.reproducible import FixedRows
 
 
 def attach(
-    module: CausalLM,
-    adapter: Adapter,
-    *,
-    name: str = "default",
-    trainable: bool = False,
-    minus: Adapter | None = None,
+    module: CausalLM, adapter: Adapter, *, name: str = "default", trainable: bool = False, minus: Adapter | None = None
 ) -> None:
     """Put a copy of an adapter beside the leaves of a model, whose weights are frozen, and make it the active one.
 

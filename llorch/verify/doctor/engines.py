@@ -52,13 +52,7 @@ def _effect(plain: np.ndarray, beside: np.ndarray) -> Finding:
 
 
 def _engine(
-    engine: str,
-    path: Path,
-    adapter: Adapter,
-    weights: Weights,
-    plain: np.ndarray,
-    beside: np.ndarray,
-    ids: np.ndarray,
+    engine: str, path: Path, adapter: Adapter, weights: Weights, plain: np.ndarray, beside: np.ndarray, ids: np.ndarray
 ) -> Finding:
     missing = [package for package in _PACKAGES[engine] if find_spec(package) is None]
     if missing:

@@ -16,9 +16,7 @@ def _past_and_new(s: StageInputs, stage: str) -> tuple[np.ndarray, np.ndarray]:
     return s[past], s.heads(new).swapaxes(0, 1)
 
 
-def _laid(
-    parts: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, ...]],
-) -> Wrong:
+def _laid(parts: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, ...]]) -> Wrong:
     """Rows made of the cached and the new ones, one part after the other."""
     return lambda s, stage: np.concatenate(parts(*_past_and_new(s, stage)), axis=1)
 

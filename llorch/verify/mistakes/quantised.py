@@ -10,13 +10,7 @@ from llorch.files.matrix import Matrix
 from llorch.files.packed import Packed
 from llorch.files.quant import ACTIVATION_TYPE, GGMLType, decode, decode_mins
 from llorch.ops.linear import linear, product
-from llorch.ops.rounding import (
-    HOST_VARIANT,
-    ActivationKind,
-    VariantName,
-    block_sums,
-    round_activations,
-)
+from llorch.ops.rounding import HOST_VARIANT, ActivationKind, VariantName, block_sums, round_activations
 
 
 @dataclass(frozen=True)

@@ -5,15 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from llorch.sampling import (
-    SamplingSettings,
-    keep_min_p,
-    keep_top_k,
-    keep_top_p,
-    penalise,
-    probabilities,
-    softmax,
-)
+from llorch.sampling import SamplingSettings, keep_min_p, keep_top_k, keep_top_p, penalise, probabilities, softmax
 from llorch.verify.mistakes.mistake import Mistake
 
 

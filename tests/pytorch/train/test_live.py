@@ -45,8 +45,7 @@ def loop(model: Any, training: Any, *, weight_decay: float) -> list[tuple[float,
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"),
-    [("micro-qwen3", {}), ("micro-llama", {"rslora": True}), ("micro-qwen2", {"dora": True})],
+    ("name", "kind"), [("micro-qwen3", {}), ("micro-llama", {"rslora": True}), ("micro-qwen2", {"dora": True})]
 )
 def test_the_losses_of_many_steps_are_those_of_peft_and_torch(tmp_path: Path, name: str, kind: dict[str, bool]):
     settings = small_settings(
