@@ -13,6 +13,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,13 @@ import numpy as np
 
 from llorch.config import ModelConfig
 from llorch.convert import convert
+from llorch.files import Weights
 from llorch.files.names import inventory
-from llorch.verify.forward import verify_live
+from llorch.verify.judge import FAIL, TIE, Row
+from llorch.verify.models import verify_live
+from llorch.verify.runners import Runner
+from llorch.verify.runners.numpy import numpy_runners
 from llorch.verify.truth import WITNESS
-from llorch.verify.verifier import FAIL, TIE, Row
 
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 SCALINGS: tuple[dict[str, Any] | None, ...] = (
@@ -75,13 +79,17 @@ def judged(
     twin = folder.with_suffix(".gguf")
     convert(folder, twin)
     for path in (folder, twin):
-        yield from verify_live(path, ids, ["llamacpp", "transformers"], failed=failed)
-        for dtype in dtypes:
-            from llorch.pytorch.device import target
-            from llorch.verify.torch_verify import verify_torch_live
+        yield from verify_live(path, ids, ["llamacpp", "transformers"], partial(runners, dtypes), failed=failed)
 
-            on = target("cpu", dtype)
-            yield from verify_torch_live(path, ids, ["llamacpp", "transformers"], on, failed=failed)
+
+def runners(dtypes: tuple[str, ...], weights: Weights, *, wide: bool) -> Iterator[Runner]:
+    """All ways of NumPy to run, and of torch in some dtypes."""
+    yield from numpy_runners(weights, wide=wide)
+    for dtype in dtypes:
+        from llorch.pytorch.device import target
+        from llorch.verify.runners.torch import torch_runners
+
+        yield from torch_runners(target("cpu", dtype))(weights, wide=wide)
 
 
 def write_random(folder: Path, rng: np.random.Generator) -> dict[str, Any]:

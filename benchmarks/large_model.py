@@ -73,7 +73,7 @@ def llama_7b():
     """The shape of Llama 2 7B."""
     from dataclasses import replace
 
-    from llorch.verify.quantised_models import MODELS
+    from llorch.verify.suites.quantised_models import MODELS
 
     return replace(
         MODELS["Q4_K"].config,
@@ -106,7 +106,7 @@ def blocks(shape: tuple[int, ...], kind, shift: int):
     import numpy as np
 
     from llorch.files.quant import BLOCK_SIZES
-    from llorch.verify.quantised_models import random_blocks
+    from llorch.verify.suites.quantised_models import random_blocks
 
     n_bytes = BLOCK_SIZES[kind][1]
     some = np.roll(random_blocks(kind, 1 << 12, key=kind.name), shift, axis=0)

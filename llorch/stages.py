@@ -1,68 +1,16 @@
 """The stage table: every named point of the forward pass, in order, and all that belongs to it.
 
 One row says which checkpoint a stage is part of, what goes in, the op that makes it, its shape in named axes, and
-where llama.cpp and transformers show it. Tests, `verify`, the checkpoint pages and the known mistakes read this table.
+where llama.cpp and transformers show it; what computes it is `llorch.forward`. Tests, `verify`, the checkpoint pages
+and the known mistakes read this table.
 """
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
 
 from llorch.config import ModelConfig
-from llorch.ops.attention import attention_context, attention_probs, attention_scores
-from llorch.ops.embedding import embedding
-from llorch.ops.linear import linear
-from llorch.ops.rms_norm import rms_norm
-from llorch.ops.rope import rope, rope_tables
-from llorch.ops.swiglu import swiglu
-
-
-@dataclass(frozen=True)
-class StageInputs:
-    """All that one stage may read."""
-
-    config: ModelConfig
-    weights: Mapping[str, Any]  # short name to array or matrix, of the layer or outside of it
-    arrays: Mapping[str, np.ndarray]  # the stages in `Stage.inputs`; for the caches `past_k`, `past_v`
-    ids: np.ndarray  # token ids of this pass
-    positions: np.ndarray  # absolute ones
-    dtype: type[np.floating]  # of the run
-    cache_dtype: type[np.floating]  # of keys and values in the cache
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        """The input stage called `name`."""
-        return self.arrays[name]
-
-    def heads(self, name: str) -> np.ndarray:
-        """The input stage called `name`, cut into heads: (seq, heads, head_dim)."""
-        array = self.arrays[name]
-        return array.reshape(len(array), -1, self.config.head_dim)
-
-    def linear(self, x: str, projection: str) -> np.ndarray:
-        """The input stage `x` through one projection of the layer, with its bias when it has one."""
-        bias = self.weights.get(projection.replace("_proj", "_bias"))
-        return linear(self[x], self.weights[projection], bias)
-
-    def rms_norm(self, x: np.ndarray, gain: str) -> np.ndarray:
-        """`x` normalised with one gain of the layer."""
-        return rms_norm(x, self.weights[gain], eps=self.config.rms_norm_eps)
-
-    def rope(self, x: np.ndarray) -> np.ndarray:
-        """`x` rotated to the positions of this pass."""
-        cos, sin = rope_tables(
-            self.positions,
-            head_dim=self.config.head_dim,
-            theta=self.config.rope_theta,
-            scaling=self.config.rope_scaling,
-        )
-        return rope(x, cos, sin)
-
-
-Compute = Callable[[StageInputs], np.ndarray]
 
 CHECKPOINTS: Mapping[str, str] = {
     "00": "foundation",
@@ -98,7 +46,6 @@ class Stage:
     checkpoint: str  # number, as in `pytest -k checkpoint_01b`
     axes: str  # named axes of the array
     inputs: tuple[str, ...]  # stages it is made from; block_in is the block's input
-    compute: Compute
     formula: str
     function: str  # ours
     llamacpp: str  # node and op of the eval callback; {i} is the layer
@@ -132,155 +79,126 @@ class Stage:
         return tuple(sizes[axis] for axis in self.axes.split())
 
 
-def _cached(s: StageInputs, past: str, new: str) -> np.ndarray:
-    rows = s.heads(new).swapaxes(0, 1).astype(s.cache_dtype, copy=False)
-    return np.concatenate([s[past], rows], axis=1)
-
-
 STAGES: tuple[Stage, ...] = (
     Stage(
         name="embed", checkpoint="00", axes="seq hidden", inputs=(), in_layer=False,
-        compute=lambda s: embedding(s.ids, s.weights["embed_tokens"]),
         formula="embed[t] = embed_tokens[ids[t]]", function="llorch.ops.embedding.embedding",
         llamacpp="embd (GET_ROWS)", transformers="output of model.embed_tokens",
     ),
     Stage(
         name="attn_norm", checkpoint="01", axes="seq hidden", inputs=("block_in",),
-        compute=lambda s: s.rms_norm(s["block_in"], "attn_norm"),
         formula="x / sqrt(mean(x * x) + eps) * weight", function="llorch.ops.rms_norm.rms_norm",
         llamacpp="attn_norm-{i} (MUL)", transformers="output of layers.{i}.input_layernorm",
     ),
     Stage(
         name="q_proj", checkpoint="02", axes="seq q_width", inputs=("attn_norm",), matrix="q_proj",
-        compute=lambda s: s.linear("attn_norm", "q_proj"),
         formula="attn_norm @ q_proj.T + q_bias", function="llorch.ops.linear.linear",
         llamacpp="Qcur-{i} (MUL_MAT, or ADD with bias)", transformers="output of layers.{i}.self_attn.q_proj",
     ),
     Stage(
         name="k_proj", checkpoint="02", axes="seq kv_width", inputs=("attn_norm",), matrix="k_proj",
-        compute=lambda s: s.linear("attn_norm", "k_proj"),
         formula="attn_norm @ k_proj.T + k_bias", function="llorch.ops.linear.linear",
         llamacpp="Kcur-{i} (MUL_MAT, or ADD with bias)", transformers="output of layers.{i}.self_attn.k_proj",
     ),
     Stage(
         name="v_proj", checkpoint="02", axes="seq kv_width", inputs=("attn_norm",), matrix="v_proj",
-        compute=lambda s: s.linear("attn_norm", "v_proj"),
         formula="attn_norm @ v_proj.T + v_bias", function="llorch.ops.linear.linear",
         llamacpp="Vcur-{i} (MUL_MAT, or ADD with bias)", transformers="output of layers.{i}.self_attn.v_proj",
     ),
     Stage(
         name="q_norm", checkpoint="02", axes="seq heads head_dim", inputs=("q_proj",), needs_qk_norm=True,
-        compute=lambda s: s.rms_norm(s.heads("q_proj"), "q_norm"),
         formula="rms_norm of every query head", function="llorch.ops.rms_norm.rms_norm",
         llamacpp="Qcur_normed-{i} (MUL)", transformers="output of layers.{i}.self_attn.q_norm",
     ),
     Stage(
         name="k_norm", checkpoint="02", axes="seq kv_heads head_dim", inputs=("k_proj",), needs_qk_norm=True,
-        compute=lambda s: s.rms_norm(s.heads("k_proj"), "k_norm"),
         formula="rms_norm of every key head", function="llorch.ops.rms_norm.rms_norm",
         llamacpp="Kcur_normed-{i} (MUL)", transformers="output of layers.{i}.self_attn.k_norm",
     ),
     Stage(
         name="q_rope", checkpoint="01b", axes="seq heads head_dim", inputs=("q_proj",),
-        compute=lambda s: s.rope(s.heads(rope_input("q", s.config))),
         formula="pairs (j, j + half) turned by position * inv_freq[j]", function="llorch.ops.rope.rope",
         llamacpp="Qcur-{i} (ROPE)", transformers="query given to the attention function of layer {i}",
     ),
     Stage(
         name="k_rope", checkpoint="01b", axes="seq kv_heads head_dim", inputs=("k_proj",),
-        compute=lambda s: s.rope(s.heads(rope_input("k", s.config))),
         formula="pairs (j, j + half) turned by position * inv_freq[j]", function="llorch.ops.rope.rope",
         llamacpp="Kcur-{i} (ROPE)", transformers="newest keys given to the attention function of layer {i}",
     ),
     Stage(
         name="k_cache", checkpoint="03", axes="kv_heads ctx head_dim", inputs=("k_rope",),
-        compute=lambda s: _cached(s, "past_k", "k_rope"),
         formula="keys so far, then the new ones", function="llorch.cache.KVCache.append",
         llamacpp="first source of kq-{i}", transformers="key given to the attention function of layer {i}",
     ),
     Stage(
         name="v_cache", checkpoint="03", axes="kv_heads ctx head_dim", inputs=("v_proj",),
-        compute=lambda s: _cached(s, "past_v", "v_proj"),
         formula="values so far, then the new ones, not rotated", function="llorch.cache.KVCache.append",
         llamacpp="first source of kqv-{i}", transformers="value given to the attention function of layer {i}",
     ),
     Stage(
         name="attn_scores", checkpoint="04", axes="heads seq ctx", inputs=("q_rope", "k_cache"),
-        compute=lambda s: attention_scores(s["q_rope"], s["k_cache"]),
         formula="q k^T / sqrt(head_dim), -inf for later keys", function="llorch.ops.attention.attention_scores",
         llamacpp="kq-{i} (MUL_MAT) times the scale, plus the mask of kq_soft_max-{i}",
         transformers="what the softmax of layer {i} is given",
     ),
     Stage(
         name="attn_probs", checkpoint="04", axes="heads seq ctx", inputs=("attn_scores",),
-        compute=lambda s: attention_probs(s["attn_scores"]),
         formula="softmax over ctx", function="llorch.ops.attention.attention_probs",
         llamacpp="kq_soft_max-{i} (SOFT_MAX)", transformers="weights returned by the attention function of layer {i}",
     ),
     Stage(
         name="attn_context", checkpoint="05", axes="seq q_width", inputs=("attn_probs", "v_cache"),
-        compute=lambda s: attention_context(s["attn_probs"], s["v_cache"]),
         formula="probs v, heads joined", function="llorch.ops.attention.attention_context",
         llamacpp="kqv_out-{i} (CONT)", transformers="input of layers.{i}.self_attn.o_proj",
     ),
     Stage(
         name="attn_out", checkpoint="05", axes="seq hidden", inputs=("attn_context",), matrix="o_proj",
-        compute=lambda s: s.linear("attn_context", "o_proj"),
         formula="attn_context @ o_proj.T + o_bias", function="llorch.ops.linear.linear",
         llamacpp="attn_out-{i}, or the MUL_MAT with blk.{i}.attn_output.weight",
         transformers="output of layers.{i}.self_attn.o_proj",
     ),
     Stage(
         name="attn_residual", checkpoint="05", axes="seq hidden", inputs=("block_in", "attn_out"),
-        compute=lambda s: s["block_in"] + s["attn_out"],
         formula="block_in + attn_out", function="llorch.forward.block",
         llamacpp="ffn_inp-{i} (ADD)", transformers="input of layers.{i}.post_attention_layernorm",
     ),
     Stage(
         name="ffn_norm", checkpoint="01", axes="seq hidden", inputs=("attn_residual",),
-        compute=lambda s: s.rms_norm(s["attn_residual"], "ffn_norm"),
         formula="x / sqrt(mean(x * x) + eps) * weight", function="llorch.ops.rms_norm.rms_norm",
         llamacpp="ffn_norm-{i} (MUL)", transformers="output of layers.{i}.post_attention_layernorm",
     ),
     Stage(
         name="ffn_gate", checkpoint="06", axes="seq inter", inputs=("ffn_norm",), matrix="gate_proj",
-        compute=lambda s: s.linear("ffn_norm", "gate_proj"),
         formula="ffn_norm @ gate_proj.T", function="llorch.ops.linear.linear",
         llamacpp="ffn_gate-{i} (MUL_MAT)", transformers="output of layers.{i}.mlp.gate_proj",
     ),
     Stage(
         name="ffn_up", checkpoint="06", axes="seq inter", inputs=("ffn_norm",), matrix="up_proj",
-        compute=lambda s: s.linear("ffn_norm", "up_proj"),
         formula="ffn_norm @ up_proj.T", function="llorch.ops.linear.linear",
         llamacpp="ffn_up-{i} (MUL_MAT)", transformers="output of layers.{i}.mlp.up_proj",
     ),
     Stage(
         name="ffn_act", checkpoint="06", axes="seq inter", inputs=("ffn_gate", "ffn_up"),
-        compute=lambda s: swiglu(s["ffn_gate"], s["ffn_up"]),
         formula="gate / (1 + exp(-gate)) * up", function="llorch.ops.swiglu.swiglu",
         llamacpp="ffn_swiglu-{i} (GLU)", transformers="input of layers.{i}.mlp.down_proj",
     ),
     Stage(
         name="ffn_out", checkpoint="06", axes="seq hidden", inputs=("ffn_act",), matrix="down_proj",
-        compute=lambda s: s.linear("ffn_act", "down_proj"),
         formula="ffn_act @ down_proj.T", function="llorch.ops.linear.linear",
         llamacpp="ffn_out-{i} (MUL_MAT)", transformers="output of layers.{i}.mlp.down_proj",
     ),
     Stage(
         name="block_out", checkpoint="07", axes="seq hidden", inputs=("attn_residual", "ffn_out"),
-        compute=lambda s: s["attn_residual"] + s["ffn_out"],
         formula="attn_residual + ffn_out", function="llorch.forward.block",
         llamacpp="l_out-{i} (ADD)", transformers="output of layers.{i}",
     ),
     Stage(
         name="final_norm", checkpoint="01", axes="seq hidden", inputs=("last_block_out",), in_layer=False,
-        compute=lambda s: s.rms_norm(s["last_block_out"], "final_norm"),
         formula="x / sqrt(mean(x * x) + eps) * weight", function="llorch.ops.rms_norm.rms_norm",
         llamacpp="result_norm (MUL)", transformers="output of model.norm",
     ),
     Stage(
         name="logits", checkpoint="08", axes="seq vocab", inputs=("final_norm",), in_layer=False, matrix="lm_head",
-        compute=lambda s: linear(s["final_norm"], s.weights[output_matrix(s.config)]),
         formula="final_norm @ lm_head.T, or embed_tokens.T when tied", function="llorch.ops.linear.linear",
         llamacpp="result_output (MUL_MAT)", transformers="output of lm_head",
     ),
@@ -305,7 +223,14 @@ def matrix_of(stage: Stage, config: ModelConfig) -> str:
 
 
 def keys(config: ModelConfig) -> Iterator[tuple[str, Stage, int | None]]:
-    """Trace key, stage, and layer (None outside the layers) of every stage in the order of the forward pass."""
+    """Every stage of a model in the order of the forward pass.
+
+    Args:
+        config: The model.
+
+    Yields:
+        Trace key, stage, and layer (None outside the layers).
+    """
     present = [stage for stage in STAGES if stage.applies_to(config)]
     in_layers = [stage for stage in present if stage.in_layer]
     outside = [stage for stage in present if not stage.in_layer]
@@ -318,7 +243,14 @@ def keys(config: ModelConfig) -> Iterator[tuple[str, Stage, int | None]]:
 
 
 def forward_order(names: Iterable[str]) -> list[str]:
-    """Sort trace keys, which a file may have stored otherwise, by the forward pass; then other keys, as they came."""
+    """Sort trace keys; a file may have stored them in another order.
+
+    Args:
+        names: Trace keys.
+
+    Returns:
+        Stages in the order of the forward pass, then whatever else there is, as it came.
+    """
     return sorted(names, key=_place)
 
 

@@ -1,53 +1,11 @@
-"""Run the producers in bfloat16 and float16; used by `regenerate`.
-
-Their traces are not stored, only the tolerances and distances that follow from them: goldens are those of float32.
-"""
+"""How tolerances that are made again may differ from stored ones; used by `make_training`."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
-from llorch.files import Weights
-from llorch.verify.compare import FACTOR
-from llorch.verify.goldens import HALF_DTYPES, PRODUCERS, Evidence, Tolerances, Truth, take
-from llorch.verify.half import HalfVerifier
-from llorch.verify.replay import Pass
-from llorch.verify.truth import truth_of
-from llorch.verify.witnesses import open_producer
+from llorch.verify.compare import FACTOR, Tolerance
 
+Tolerances = Mapping[str, Mapping[str, Mapping[str, Tolerance]]]  # case -> mode -> stage -> tolerance
 AGAIN = 1.001  # times that a tolerance may move which is made again from the same arrays, by float64 of another order
-
-
-@dataclass(frozen=True)
-class HalfRun:
-    """What the producers showed in one dtype, and what they say about themselves."""
-
-    verifier: HalfVerifier
-    engines: Mapping[str, Mapping[str, object]]
-
-
-def half_runs(name: str, weights: Weights, cases: Mapping[str, Pass], truth: Truth) -> dict[str, HalfRun]:
-    """Run both producers on one model in every half-precision dtype.
-
-    Args:
-        name: The model.
-        weights: Opened from its file.
-        cases: The inputs.
-        truth: Of the model.
-
-    Returns:
-        Dtype to its runs.
-    """
-    runs = {}
-    for dtype in HALF_DTYPES:
-        evidence: dict[str, Evidence] = {}
-        engines: dict[str, Mapping[str, object]] = {}
-        for producer_name in PRODUCERS:
-            with open_producer(producer_name, weights.path, n_threads=2, dtype=dtype) as producer:
-                evidence[producer_name] = take(producer, cases, n_greedy=1)
-                engines[producer_name] = producer.provenance()
-        own = truth_of(truth, weights.path, cases, evidence)
-        runs[dtype] = HalfRun(HalfVerifier(name, weights, cases, evidence, own, dtype), engines)
-    return runs
 
 
 def differences(new: Mapping[str, Tolerances], stored: Mapping[str, Tolerances], times: float = FACTOR) -> list[str]:

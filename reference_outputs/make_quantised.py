@@ -13,14 +13,15 @@ from llorch.files import open_weights
 from llorch.files.quant import BLOCK_SIZES, GGMLType
 from llorch.numerics import GGML
 from llorch.ops.rounding import BLOCK_SIZE, HOST_VARIANT, ActivationKind
+from llorch.stages import keys
 from llorch.verify.compare import Tolerance, measure
-from llorch.verify.foundation import fingerprint
+from llorch.verify.judge import FAIL
 from llorch.verify.limits import FREE, limit, variances
-from llorch.verify.quantised_goldens import ROUNDED_TO, QuantisedGolden, types
-from llorch.verify.quantised_models import MODELS, SCALES, random_blocks, write_model
-from llorch.verify.quantised_stored import product_rows
-from llorch.verify.replay import Pass
-from llorch.verify.verifier import FAIL
+from llorch.verify.places import Pass
+from llorch.verify.suites.files import fingerprint
+from llorch.verify.suites.quantised import stage_rows
+from llorch.verify.suites.quantised_goldens import ROUNDED_TO, QuantisedGolden, types
+from llorch.verify.suites.quantised_models import MODELS, SCALES, random_blocks, write_model
 from llorch.verify.witnesses import open_producer
 
 IDS = (5, 17, 33, 80, 71, 42, 8, 93)  # of 96
@@ -133,7 +134,9 @@ def all_flipped(model: str, golden: QuantisedGolden) -> Mapping[str, Tolerance]:
     with tempfile.TemporaryDirectory(prefix="llorch-") as folder:
         weights = open_weights(write_model(model, Path(folder))).using(GGML)
         with closing(weights.source):
-            return {name: limit(trace[name], made[FREE]) for name, made in variances(weights, golden.case, trace)}
+            stages = {name: stage for name, stage, _ in keys(weights.config)}
+            made = variances(weights, golden.case, trace)
+            return {name: limit(trace[name], each[FREE], stages[name]) for name, each in made}
 
 
 class _Draw:
@@ -180,7 +183,7 @@ def _with_model(golden: QuantisedGolden, name: str, path: Path) -> QuantisedGold
         files={**golden.files, name: fingerprint(path)},
         provenance=provenance,
     )
-    red = [row for row in product_rows(name, path, golden) if row.verdict == FAIL]
+    red = [row for row in stage_rows(name, path, golden) if row.verdict == FAIL]
     if red:
         raise ValueError(f"regenerate quantised: {len(red)} comparisons of {name} fail, the first is {red[0]}")
     return golden

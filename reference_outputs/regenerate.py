@@ -3,20 +3,21 @@
     python reference_outputs/regenerate.py                 write all
     python reference_outputs/regenerate.py micro-llama     write one
     python reference_outputs/regenerate.py quantised       write those of checkpoint 13
-    python reference_outputs/regenerate.py --check         compare with the stored ones at their tolerances
+    python reference_outputs/regenerate.py --check         compare with the stored ones at their limits
 
-Goldens come from llama.cpp and transformers as they are installed here, the truth from transformers in float64;
-tolerances come from how far the two lie from it; for runs in bfloat16 and float16, when they run in that dtype.
-Nothing is written when a producer is missing or too far from the truth. Goldens of checkpoint 13 come from llama.cpp
-and its ggml alone, those of 15 to 20 from PEFT with torch, and from llama.cpp; their truth is PEFT's in float64.
+Goldens come from llama.cpp and transformers as they are installed here, the truth from transformers in float64.
+Nothing is written when a producer is missing, or further from the truth than its own rounding explains. Goldens of
+checkpoint 13 come from llama.cpp and its ggml alone, those of 15 to 20 from PEFT with torch, and from llama.cpp; their
+truth is PEFT's in float64.
 """
 
 import platform
 import sys
+from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 
 import click
-import make_half
 import make_quantised
 import make_training
 import numpy as np
@@ -24,17 +25,31 @@ import numpy as np
 from llorch.builtin import BUILTIN, builtin_path
 from llorch.files import Weights, open_weights
 from llorch.model import Model
-from llorch.verify.compare import measure
-from llorch.verify.foundation import foreign_tensors
-from llorch.verify.goldens import N_GREEDY, PRODUCERS, Evidence, Golden, TokenCheck, cases_for, read, save, sha256, take
-from llorch.verify.quantised_goldens import FOLDER as QUANTISED
-from llorch.verify.quantised_goldens import read as read_quantised
-from llorch.verify.quantised_goldens import save as save_quantised
+from llorch.stages import keys
+from llorch.verify.compare import EXACT, Difference, Tolerance, measure
+from llorch.verify.goldens import (
+    N_GREEDY,
+    PRODUCERS,
+    Evidence,
+    Golden,
+    TokenCheck,
+    Truth,
+    cases_for,
+    read,
+    save,
+    sha256,
+    take,
+)
+from llorch.verify.limits import MATHEMATICS, Limits, limit_of_softmax
+from llorch.verify.places import Pass
+from llorch.verify.suites.files import foreign_tensors
+from llorch.verify.suites.quantised_goldens import FOLDER as QUANTISED
+from llorch.verify.suites.quantised_goldens import read as read_quantised
+from llorch.verify.suites.quantised_goldens import save as save_quantised
 from llorch.verify.training.goldens import MODELS as TRAINED
 from llorch.verify.training.goldens import read as read_training
 from llorch.verify.training.goldens import save as save_training
 from llorch.verify.truth import take_truth
-from llorch.verify.verifier import MATHEMATICS, Verifier
 from llorch.verify.witnesses import Producer, open_producer
 
 FOLDER = Path(__file__).resolve().parent  # never the copy inside an installed wheel
@@ -74,7 +89,7 @@ def built_in(name: str, folder: Path, *, check: bool) -> list[str]:
     golden = make(name)
     if check:
         stored = read(folder)
-        return differences(golden, stored) + made_otherwise(name, stored)
+        return differences(name, golden, stored) + made_otherwise(name, stored)
     save(folder, golden)
     return []
 
@@ -106,7 +121,7 @@ def make(name: str) -> Golden:
         name: The model.
 
     Returns:
-        Goldens, tolerances and provenance.
+        Goldens, truth and provenance.
     """
     path = builtin_path(name)
     weights = open_weights(path)
@@ -122,17 +137,11 @@ def make(name: str) -> Golden:
             for text in TEXTS:
                 tokens[text] |= token_ids(producer, text)
     truth = take_truth(path, cases, evidence, n_greedy=N_GREEDY)
-    verifier = Verifier(name, weights, cases, evidence, truth)
-    halves = make_half.half_runs(name, weights, cases, truth)
-    for judge in (verifier, *(half.verifier for half in halves.values())):
-        refuse_far_witnesses(judge)
+    refuse_far_witnesses(name, weights, cases, evidence, truth)
     return Golden(
         cases=cases,
         evidence=evidence,
         truth=truth,
-        tolerances=verifier.tolerances(),
-        half_tolerances={dtype: half.verifier.tolerances() for dtype, half in halves.items()},
-        half_errors={dtype: half.verifier.errors() for dtype, half in halves.items()},
         tensors=foreign_tensors(path),
         tokens=[TokenCheck(text, ids) for text, ids in tokens.items()],
         provenance={
@@ -140,7 +149,6 @@ def make(name: str) -> Golden:
             "weights_sha256": sha256(path),
             "prompt": PROMPT,
             "engines": engines,
-            "half_engines": {dtype: half.engines for dtype, half in halves.items()},
             "numpy": np.__version__,
             "machine": platform.machine(),
         },
@@ -165,62 +173,92 @@ def token_ids(producer: Producer, text: str) -> dict[str, list[int]]:
     return {} if ids is None else {producer.name: ids}
 
 
-def refuse_far_witnesses(verifier: Verifier) -> None:
-    """Refuse goldens that are not the truth to rounding in the dtype of the run.
+def refuse_far_witnesses(
+    name: str, weights: Weights, cases: Mapping[str, Pass], evidence: Mapping[str, Evidence], truth: Truth
+) -> None:
+    """Refuse goldens that are not the truth to rounding.
 
     Raises:
-        ValueError: A producer is further from the float64 truth than the ceiling allows.
+        ValueError: A producer is further from the float64 truth than what is derived for float32.
     """
+    limits = limits_of(weights, cases, truth)
+    granted, true = allowed(limits, truth), truth.evidence.arrays()
+    found = [
+        (f"{producer} chained {key}", difference_of(array.astype(true[key].dtype), true[key], key), granted[key])
+        for producer, shown in evidence.items()
+        for key, array in shown.arrays().items()
+        if key in granted
+    ]
+    found += [
+        (f"{producer} isolated {case}/{key}", truth.isolated[producer][case][key], limits[case].isolated(key))
+        for producer, case, (key, *_) in product(evidence, cases, keys(weights.config))
+    ]
     far = [
-        f"{d.case} {d.mode} {d.stage}: {d.difference.describe()}"
-        for d in verifier.distances()
-        if not d.difference.within(verifier.ceiling_of(d.case, d.mode, d.stage))
+        f"{what}: {each.describe()}, allowed {limit.error:.1e}" for what, each, limit in found if not each.within(limit)
     ]
     if far:
-        raise ValueError(f"regenerate {verifier.name}: {len(far)} goldens too far from the truth:\n" + "\n".join(far))
+        raise ValueError(f"regenerate {name}: {len(far)} goldens too far from the truth:\n" + "\n".join(far))
 
 
-def differences(new: Golden, stored: Golden) -> list[str]:
-    """Where newly made goldens are not the stored ones, within the stored tolerances.
+def limits_of(weights: Weights, cases: Mapping[str, Pass], truth: Truth) -> dict[str, Limits]:
+    """What is derived for float32, by case."""
+    return {case: Limits(weights, this, truth.evidence.traces[case]) for case, this in cases.items()}
 
-    Args:
-        new: Made now.
-        stored: Read from the repository.
 
-    Returns:
-        One line for each difference.
-    """
-    lines = make_half.differences(new.half_tolerances, stored.half_tolerances)
-    for what in ("cases", "tensors", "tokens"):
-        if getattr(new, what) != getattr(stored, what):
-            lines.append(f"{what}: not as stored")
+def allowed(limits: Mapping[str, Limits], truth: Truth) -> dict[str, Tolerance]:
+    """How far two right engines may lie apart, by the name under which a golden is stored; texts must be equal."""
+    softmax = limit_of_softmax(truth.evidence.selected_logits.size)
+    traces = truth.evidence.traces
+    return {
+        **{f"{case}/{key}": limits[case].chained(key) for case, trace in traces.items() for key in trace},
+        **{f"near/probabilities.{setting}": softmax for setting in truth.evidence.probabilities},
+        "near/selected_logits": limits["near"].last_row(),
+    }
+
+
+def difference_of(got: np.ndarray | None, want: np.ndarray | None, key: str) -> Difference:
+    """How far one golden is from another."""
+    return measure(got, want, masked=key.endswith("attn_scores"))
+
+
+def differences(name: str, new: Golden, stored: Golden) -> list[str]:
+    """Where newly made goldens of a model are not the stored ones, one line for each."""
+    parts = ("cases", "tensors", "tokens")
+    lines = [f"{what}: not as stored" for what in parts if getattr(new, what) != getattr(stored, what)]
+    granted = allowed(limits_of(open_weights(builtin_path(name)), stored.cases, stored.truth), stored.truth)
     for producer in PRODUCERS:
         ours, theirs = new.evidence[producer].arrays(), stored.evidence[producer].arrays()
-        lines += [f"{producer} {name}: only on one side" for name in sorted(ours.keys() ^ theirs.keys())]
-        for name in ours.keys() & theirs.keys():
-            case, key = name.split("/")
-            stage = key.split(".")[0] if key.startswith("probabilities") else key.split(".")[-1]
-            difference = measure(ours[name], theirs[name], masked=stage == "attn_scores")
-            by_stage = stored.tolerances[case]["isolated" if stage == "probabilities" else "chained"]
-            allowed = by_stage.get(stage)
-            if difference.fault or (difference.error > 0 and (allowed is None or not difference.within(allowed))):
-                lines.append(f"{producer} {name}: {difference.describe()}")
+        lines += [f"{producer} {key}: only on one side" for key in sorted(ours.keys() ^ theirs.keys())]
+        for key in ours.keys() & theirs.keys():
+            difference = difference_of(ours[key], theirs[key], key)
+            if not difference.within(granted.get(key, EXACT)):
+                lines.append(f"{producer} {key}: {difference.describe()}")
     return lines
 
 
 def made_otherwise(name: str, stored: Golden) -> list[str]:
-    """What of the stored truth and tolerances is not made again of the stored goldens, one line for each."""
-    path = builtin_path(name)
-    truth = take_truth(path, stored.cases, stored.evidence, n_greedy=N_GREEDY)
+    """What of the stored truth is not made again of the stored goldens, one line for each."""
+    truth = take_truth(builtin_path(name), stored.cases, stored.evidence, n_greedy=N_GREEDY)
     lines = []
     new, old = ({**t.evidence.arrays(), "step logits": t.step_logits} for t in (truth, stored.truth))
     for key in sorted(new.keys() | old.keys()):
-        difference = measure(old.get(key), new.get(key), masked=key.endswith("attn_scores"))
+        difference = difference_of(old.get(key), new.get(key), key)
         if not difference.within(MATHEMATICS):
             lines.append(f"truth {key}: {difference.describe()}")
-    judge = Verifier(name, open_weights(path), stored.cases, stored.evidence, truth)
-    made = ({"float32": tolerances} for tolerances in (judge.tolerances(), stored.tolerances))
-    return lines + make_half.differences(*made, times=make_half.AGAIN)
+    for producer, (case, kept) in ((p, of) for p in PRODUCERS for of in stored.truth.isolated[p].items()):
+        made = truth.isolated[producer][case]
+        lines += [
+            f"distance of {producer}, {case} {key}: {kept.get(key)}, made again {made.get(key)}"
+            for key in sorted(made.keys() | kept.keys())
+            if key not in made or key not in kept or not same_distance(made[key], kept[key])
+        ]
+    return lines
+
+
+def same_distance(made: Difference, kept: Difference) -> bool:
+    """Equal to the digits that are stored, but for what float64 in another order moves."""
+    pairs = (made.error, kept.error), (made.worst, kept.worst)
+    return all(abs(one - other) <= 1e-3 * other + MATHEMATICS.error for one, other in pairs)
 
 
 def size(folder: Path) -> int:

@@ -1,14 +1,18 @@
 """The rows of a verification, grouped and counted: what the report prints and what `--json` gives."""
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+
+import numpy as np
 
 from llorch.stages import BY_NAME, CHECKPOINTS
 from llorch.verify.compare import Difference, Tolerance
+from llorch.verify.judge import FAIL, PASS, TIE, Row
+from llorch.verify.runners.numpy import BACKENDS
 from llorch.verify.training.goldens import TRUTH
 from llorch.verify.truth import WITNESS
-from llorch.verify.verifier import BACKENDS, FAIL, PASS, TIE, Row
 
 NOT_RUN = "NOT RUN"
 _SEVERITY = {PASS: 0, TIE: 1, FAIL: 2}
@@ -73,7 +77,7 @@ def lines(judged: Judged, *, by_stage: bool = False) -> list[Line]:
     groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
     errors: dict[tuple, dict[str, float]] = defaultdict(dict)
     for row in judged.rows:
-        stage = row.stage.split(".")[0] if row.checkpoint in TRAINING else row.stage  # one of many tensors there
+        stage = row.place.stage if row.checkpoint in TRAINING else row.stage  # one of many tensors there
         part = stage if row.model == judged.model else row.model
         groups[row.checkpoint, part if by_stage else ""].append(row)
         errors[row.model, *_place(row)][row.producer] = row.producer_error
@@ -120,7 +124,7 @@ def closer_to_truth(models: Sequence[Judged], backend: str) -> dict[str, dict[st
 def worst_float64(rows: Sequence[Row]) -> dict | None:
     """Where ours in float64 is farthest from the truth, as `--json` gives it; None where nothing was compared."""
     wide = [row for row in rows if row.producer in (WITNESS, TRUTH) and row.mode != "exact"]
-    return asdict(max(wide, key=lambda row: row.error)) if wide else None
+    return max(wide, key=lambda row: row.error).record() if wide else None
 
 
 def summary(models: Sequence[Judged], absent: Mapping[str, str] | None = None, *, strict: bool = False) -> dict:
@@ -152,7 +156,7 @@ def summary(models: Sequence[Judged], absent: Mapping[str, str] | None = None, *
         "witnesses": {judged.model: judged.witnesses for judged in models if not judged.numerics},
         "float64": worst_float64(rows),
         "closer_to_truth": {backend: closer_to_truth(models, backend) for backend in BACKENDS},
-        "first_failures": [asdict(failure) for failure in failures],
+        "first_failures": [failure.record() for failure in failures],
     }
 
 
@@ -161,8 +165,9 @@ def _place(row: Row) -> tuple[str, str, str, int | None]:
 
 
 def _closeness(row: Row) -> tuple[int, float]:
-    tolerance = Tolerance(row.tolerance, row.tolerance_worst)
-    return _SEVERITY[row.verdict], Difference(row.error, row.worst).over(tolerance)
+    of_token = None if math.isnan(row.token_error) else np.array([row.token_error])
+    tolerance = Tolerance(row.tolerance, row.tolerance_worst, row.tolerance_token)
+    return _SEVERITY[row.verdict], Difference(row.error, row.worst, tokens=of_token).over(tolerance)
 
 
 _STAGE_ORDER = {name: place for place, name in enumerate(BY_NAME)}

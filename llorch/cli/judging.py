@@ -1,7 +1,7 @@
 """The work of `llorch verify`: judge each model with stored goldens or live engines, and report."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -25,18 +25,19 @@ from llorch.files import open_weights
 from llorch.files.residency import Residency
 from llorch.model import Model, load
 from llorch.numerics import EXACT, GGML, Numerics
-from llorch.verify.forward import verify_as_stored, verify_live, verify_stored
 from llorch.verify.goldens import N_GREEDY
-from llorch.verify.quantised import CHECKPOINT, emulated
-from llorch.verify.quantised_models import MODELS
-from llorch.verify.quantised_stored import verify_quantised_stored
+from llorch.verify.judge import Row
+from llorch.verify.models import verify_as_stored, verify_live, verify_stored
+from llorch.verify.runners.numpy import emulated
+from llorch.verify.suites.quantised import CHECKPOINT, verify_quantised_stored
+from llorch.verify.suites.quantised_models import MODELS
 from llorch.verify.training.claims import verify_training_stored
 from llorch.verify.training.goldens import MODELS as TRAINED
-from llorch.verify.verifier import Row
 from llorch.verify.witnesses import ProducerName
 
 _PACKAGES = {"llamacpp": ("llama_cpp",), "transformers": ("torch", "transformers")}
 
+VERSION = 1  # of what --json gives; a change that a reader would trip over makes it the next one
 QUANTISED = "quantised"  # stands for the micro models of checkpoint 13
 MIN_DISTINCT = 8  # fewer distinct tokens hide some mistakes
 
@@ -118,8 +119,8 @@ def judge_all(
                 print_model(out, judged, detail=detail)
     counts = summary(done, absent, strict=strict)
     if as_json:
-        rows = [asdict(row) for judged in done for row in judged.rows]
-        click.echo(to_json({"rows": rows, "summary": counts}))
+        rows = [row.record() for judged in done for row in judged.rows]
+        click.echo(to_json({"version": VERSION, "rows": rows, "summary": counts}))
     else:
         out.print(threads)
         print_end(out, done, absent)

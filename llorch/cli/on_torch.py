@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from llorch.errors import MissingExtra
-from llorch.verify.verifier import Row
+from llorch.verify.judge import Row
 
 if TYPE_CHECKING:
     from llorch.pytorch.device import Target
@@ -28,9 +28,10 @@ class TorchBackend:
 
     def stored(self, model: str) -> Iterator[Row]:
         """Judge a built-in model against its goldens."""
-        from llorch.verify.torch_verify import verify_torch_stored
+        from llorch.verify.models import verify_stored
+        from llorch.verify.runners.torch import torch_runners
 
-        return verify_torch_stored(model, self.target)
+        return verify_stored(model, torch_runners(self.target), backend=self.name)
 
     @property
     def trains(self) -> bool:
@@ -47,16 +48,17 @@ class TorchBackend:
 
     def quantised(self) -> Iterator[Row]:
         """Judge packed matrices against the goldens of checkpoint 13."""
-        from llorch.verify.torch_verify_quantised import verify_quantised_torch
+        from llorch.verify.suites.packed import verify_quantised_torch
 
         return verify_quantised_torch(self.target)
 
     @property
     def live(self) -> Callable[..., Iterator[Row]]:
         """Judge any model against engines; the arguments are those of `verify_live`."""
-        from llorch.verify.torch_verify import verify_torch_live
+        from llorch.verify.models import verify_live
+        from llorch.verify.runners.torch import torch_runners
 
-        return partial(verify_torch_live, target=self.target)
+        return partial(verify_live, runners=torch_runners(self.target), backend=self.name)
 
 
 def torch_backends(device: str | None, dtype: str | None) -> Sequence[TorchBackend]:

@@ -13,19 +13,20 @@ from llorch.ops.precision import WIDE_LIMIT
 from llorch.stages import CHECKPOINTS
 from llorch.verify.compare import FACTOR, FLOOR
 from llorch.verify.goldens import PRODUCERS
-from llorch.verify.verifier import FAIL, PASS, TIE, Row
+from llorch.verify.judge import FAIL, PASS, TIE, Row
 
 _ROWS = (
     "rows: our float32 as it runs, again with every sum in float32 as in larger models, and our float64 (limit 1e-12)\n"
 )
 _TORCH_ROWS = (
     "rows: torch as written, with fused attention, with its fastest parts, reproducible; in a batch with padding\n"
-    "limit in bfloat16 and float16: from engines in that dtype; a text is held to the golden's, token by token\n"
+    "a text is held to the golden's, token by token\n"
 )
 _COLUMNS = (
     "error: how far ours is from the golden, in the row closest to its limit\n"
     "ours, llamacpp, transformers, peft: how far each is from the truth there: transformers, PEFT in pure float64\n"
-    f"limit: {FACTOR:.0f} times the larger of the producers' distances in all layers, at least {FLOOR:.1e}"
+    f"limit: {FACTOR:.0f} times the larger of the producers' distances, or what rounding may cost where that is more,\n"
+    f"at least {FLOOR:.1e}; the worst element and every token have theirs"
 )
 _DERIVED = "\nnumerics ggml: llama.cpp stands for the truth; limits are derived from its numbers"
 _TRAINING = "\n18 parameters: in learning rates, since near a gradient of eps rounding moves them by a share of one"

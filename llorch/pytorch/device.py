@@ -2,10 +2,12 @@
 
 import re
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 
 from llorch.errors import MissingDevice
+from llorch.numerics import DtypeName
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
@@ -20,9 +22,9 @@ class Target:
     dtype: torch.dtype
 
     @property
-    def dtype_name(self) -> str:
+    def dtype_name(self) -> DtypeName:
         """As the command line calls it."""
-        return str(self.dtype).removeprefix("torch.")
+        return next(name for name in get_args(DtypeName) if getattr(torch, name) == self.dtype)
 
     def __str__(self) -> str:
         """As rows of a verification call the backend, `torch-cpu-float32`."""

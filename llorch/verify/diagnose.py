@@ -14,7 +14,7 @@ import numpy as np
 
 from llorch.config import ModelConfig
 from llorch.files import Weights
-from llorch.stages import BY_NAME, Compute, Stage, StageInputs
+from llorch.stages import BY_NAME, Stage, key
 from llorch.verify.compare import Difference, Tolerance, measure
 from llorch.verify.mistakes import (
     QUANTISED,
@@ -26,7 +26,9 @@ from llorch.verify.mistakes import (
     quantised,
 )
 from llorch.verify.mistakes.sampling import RIGHT
-from llorch.verify.replay import Pass, isolated
+from llorch.verify.mistakes.stage_inputs import StageInputs, part_of_trace, stage_inputs
+from llorch.verify.places import Pass
+from llorch.verify.runners.numpy import run
 
 VISIBLE = 10.0  # a mistake counts where it exceeds the tolerance by this factor
 
@@ -92,7 +94,9 @@ def diagnose(
     Returns:
         Suspects, the nearest first; none when the observed array is right.
     """
-    return rank(observed, variants(stage, layer, golden, weights, whole, n_cached=n_cached), tolerance=tolerance)
+    right = run(weights, whole, n_cached=n_cached, golden=golden)[key(stage.name, layer)]
+    made = variants(stage, layer, golden, weights, whole, right, n_cached=n_cached)
+    return rank(observed, made, tolerance=tolerance)
 
 
 def variants(
@@ -101,19 +105,19 @@ def variants(
     golden: Mapping[str, np.ndarray],
     weights: Weights,
     whole: Pass,
+    right: np.ndarray,
     *,
     n_cached: int = 0,
 ) -> Variants:
-    """Run the right op of a stage and every known mistake on a golden's inputs; arguments as in `diagnose`."""
-
-    def run(compute: Compute | None = None, reads: tuple[str, ...] = ()) -> np.ndarray:
-        return isolated(stage, layer, golden, weights, whole, n_cached=n_cached, compute=compute, reads=reads)
-
-    wrong = [
-        (mistake, run(wrong_compute(mistake, stage.name), reads_of(mistake, weights.config)))
-        for mistake in mistakes_of(stage.name, weights.config, n_cached=n_cached)
-    ]
-    return Variants(run(), wrong, stage.masked)
+    """Make every known mistake of a stage on a golden's inputs; `right` is what the forward pass makes of them."""
+    config, this = weights.config, whole.after(n_cached)
+    now = part_of_trace(golden, config, n_cached, len(whole.ids))
+    past = part_of_trace(golden, config, 0, n_cached) if n_cached else None
+    wrong = []
+    for mistake in mistakes_of(stage.name, config, n_cached=n_cached):
+        inputs = stage_inputs(stage, layer, weights, this, now, past, reads=reads_of(mistake, config))
+        wrong.append((mistake, made_wrong(mistake, inputs, stage.name)))
+    return Variants(right, wrong, stage.masked)
 
 
 def sampler_variants(step: str, inputs: SamplerInputs, config: ModelConfig) -> Variants:
@@ -180,6 +184,6 @@ def reads_of(mistake: Mistake[Any], config: ModelConfig) -> tuple[str, ...]:
     return tuple(name for name in mistake.reads if name not in BY_NAME or BY_NAME[name].applies_to(config))
 
 
-def wrong_compute(mistake: Mistake[StageInputs], stage: str) -> Compute:
-    """The wrong variant as an op of the stage, in the dtype of the run."""
-    return lambda s: np.ascontiguousarray(mistake.wrong(s, stage), dtype=s.dtype)
+def made_wrong(mistake: Mistake[StageInputs], inputs: StageInputs, stage: str) -> np.ndarray:
+    """The wrong array, in the dtype of the run."""
+    return np.ascontiguousarray(mistake.wrong(inputs, stage), dtype=inputs.dtype)

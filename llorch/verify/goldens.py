@@ -15,16 +15,14 @@ from pathlib import Path
 import numpy as np
 
 from llorch.config import ModelConfig
-from llorch.numerics import DtypeName
 from llorch.sampling import SamplingSettings
-from llorch.verify.compare import Difference, Tolerance
-from llorch.verify.replay import Pass
+from llorch.verify.compare import Difference
+from llorch.verify.places import Pass
 from llorch.verify.witnesses import Producer
 
 PRODUCERS = ("llamacpp", "transformers")
 TRUTH = "truth"
 STEP_LOGITS = "near/step_logits"
-HALF_DTYPES: tuple[DtypeName, ...] = ("bfloat16", "float16")
 FAR_POSITION = 4000
 FAR_TOKENS = 8
 N_GREEDY = 24
@@ -101,20 +99,13 @@ class TokenCheck:
     ids: Mapping[str, Sequence[int]]  # by producer
 
 
-Tolerances = dict[str, dict[str, dict[str, Tolerance]]]  # case -> mode -> stage -> tolerance
-Errors = dict[str, dict[str, dict[str, dict[str, float]]]]  # producer -> case -> mode -> stage -> error
-
-
 @dataclass(frozen=True)
 class Golden:
-    """The stored goldens of one model; of runs in half precision only what is made from them; see `half`."""
+    """The stored goldens of one model; limits are made from them where they are judged, see `limits`."""
 
     cases: Mapping[str, Pass]
     evidence: Mapping[str, Evidence]  # by producer
     truth: Truth
-    tolerances: Tolerances
-    half_tolerances: Mapping[str, Tolerances]  # by dtype
-    half_errors: Mapping[str, Errors]  # by dtype: how far the producers are from the truth
     tensors: Mapping[str, str]  # the file's tensor table by a foreign reader, see `foundation`
     tokens: Sequence[TokenCheck]
     provenance: Mapping[str, object]
@@ -208,13 +199,10 @@ def save(folder: Path, golden: Golden) -> None:
     _replace(folder / f"{TRUTH}.safetensors", to_bytes(true))
     record = {
         "cases": {name: asdict(case) for name, case in golden.cases.items()},
-        "half_errors": golden.half_errors,
-        "half_tolerances": {dtype: _plain(made) for dtype, made in golden.half_tolerances.items()},
         "isolated": _plain_distances(golden.truth.isolated),
         "provenance": golden.provenance,
         "tensors": golden.tensors,
         "tokens": [asdict(check) for check in golden.tokens],
-        "tolerances": _plain(golden.tolerances),
     }
     _replace(folder / "golden.json", (json.dumps(record, indent=1, sort_keys=True) + "\n").encode())
 
@@ -244,21 +232,17 @@ def read(folder: Path) -> Golden:
             f"{sorted(record['cases'])}, {len(record['tensors'])} tensors, {len(record['tokens'])} texts; "
             "run reference_outputs/regenerate.py"
         )
-    for key, wanted in {"half_tolerances": HALF_DTYPES, "half_errors": HALF_DTYPES, "isolated": PRODUCERS}.items():
-        if record.get(key, {}).keys() != {*wanted}:
-            raise ValueError(
-                f"golden {folder / 'golden.json'}: expected {key} of {' and '.join(wanted)}, "
-                f"got {sorted(record.get(key, {})) or 'none'}; run reference_outputs/regenerate.py"
-            )
+    if record.get("isolated", {}).keys() != {*PRODUCERS}:
+        raise ValueError(
+            f"golden {folder / 'golden.json'}: expected isolated distances of {' and '.join(PRODUCERS)}, "
+            f"got {sorted(record.get('isolated', {})) or 'none'}; run reference_outputs/regenerate.py"
+        )
     true = load_file(folder / f"{TRUTH}.safetensors")
     steps = true.pop(STEP_LOGITS)
     return Golden(
         truth=Truth(Evidence.from_arrays(true), steps, _distances(record["isolated"])),
         cases={name: Pass(tuple(case["ids"]), case["first_position"]) for name, case in record["cases"].items()},
         evidence={p: Evidence.from_arrays(load_file(folder / f"{p}.safetensors")) for p in PRODUCERS},
-        tolerances=_tolerances(record["tolerances"]),
-        half_tolerances={dtype: _tolerances(plain) for dtype, plain in record["half_tolerances"].items()},
-        half_errors=record["half_errors"],
         tensors=record["tensors"],
         tokens=[TokenCheck(**check) for check in record["tokens"]],
         provenance=record["provenance"],
@@ -269,22 +253,6 @@ def sha256(path: Path) -> str:
     """Hash of a file's bytes."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _plain(tolerances: Tolerances) -> dict[str, dict[str, dict[str, dict[str, float]]]]:
-    """Tolerances as JSON holds them."""
-    return {
-        case: {mode: {stage: asdict(t) for stage, t in by_stage.items()} for mode, by_stage in modes.items()}
-        for case, modes in tolerances.items()
-    }
-
-
-def _tolerances(plain: Mapping[str, Mapping[str, Mapping[str, Mapping[str, float]]]]) -> Tolerances:
-    """The inverse of `_plain`."""
-    return {
-        case: {mode: {stage: Tolerance(**t) for stage, t in by_stage.items()} for mode, by_stage in modes.items()}
-        for case, modes in plain.items()
-    }
 
 
 def _plain_distances(distances: Distances) -> dict[str, dict[str, dict[str, list[float]]]]:

@@ -5,7 +5,7 @@ ours may be from it. A runner computes; `judge` compares.
 """
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
@@ -39,6 +39,10 @@ class Row:
     token_error: float = math.nan  # of the token that is nearest to its limit; NaN where tokens are not told apart
     tolerance_token: float = math.nan
     place: Place = field(default=Place("", ""), repr=False, compare=False)
+
+    def record(self) -> dict[str, object]:
+        """As `--json` gives it; the place is in the other fields."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "place"}
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,7 @@ def judge(claim: Claim, got: np.ndarray | None, *, model: str, backend: str) -> 
         checkpoint=place.checkpoint,
         stage=place.name,
         layer=place.layer,
-        case=place.case,
+        case=place.run,
         producer=claim.witness,
         backend=backend,
         mode=claim.mode,
@@ -117,7 +121,7 @@ def exact_row(place: Place, witness: str, wrong: float, note: str, *, model: str
         checkpoint=place.checkpoint,
         stage=place.name,
         layer=place.layer,
-        case=place.case,
+        case=place.run,
         producer=witness,
         backend=backend,
         mode="exact",

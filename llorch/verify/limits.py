@@ -1,19 +1,34 @@
-"""How far two right runs of one file may lie apart under ggml numerics, from the numbers of a golden alone.
+"""How far a right run may be from a golden: every limit of the forward pass, derived here, shown beside every verdict.
 
-Every stage adds an error of its own: a float32 sum in another order, a few roundings, a float32 angle. And it passes
-on what its inputs are off. Errors of single elements are small and taken as independent, so *variances* go through the
+Two questions, two gates. *Mathematics*: ours in float64 is within `MATHEMATICS` of the foreign truth. *Arithmetic*: in
+every other dtype a stage is granted the larger of
+
+  - what rounding may cost, derived from the numbers of the golden alone, and
+  - 4 times the producers' own distance from the truth (of the stage, in all layers), as far as rounding explains that.
+
+Derived: every stage adds an error of its own (a sum in another order, a few roundings, a float32 angle) and passes on
+what its inputs are off. Errors of single elements are small and taken as independent, so *variances* go through the
 pass, element by element, times the squared derivatives of the stage at the golden's values: for y = x w.T that is
-var(x) @ (w * w).T. They do so in three runs at once, which differ in what a stage is given:
+var(x) @ (w * w).T. They do so in several runs at once, which differ in what a stage is given:
 
-    ISOLATED  the golden's inputs
-    CHAINED   its own; what is rounded to another number is replaced by the golden's, so that rounding ends an error
-    FREE      its own; a value off by e flips with the chance e / step, and is then off by a whole step
+    ISOLATED  the golden's inputs, rounded to the dtype of the run
+    CHAINED   its own; under ggml numerics, where a value falls on the other side of an edge, the golden's
+    FREE      under ggml numerics: its own; a value off by e flips with the chance e / step, and is then a step off
 
 Flips are counted as a Poisson law allows: their expected number, 4 roots of it, and 4 more. A stage is granted 4 times
-the root of its summed variances (a free run 2 times, its flips are that many), an element 4 times what is its own and
-its row's mean.
+the root of its summed variances (a free run 2 times, its flips are that many), so is each token of it, and an element
+4 times what is its own and its row's mean. A variance counts a rounding as if it were always at its largest, three
+times what it is on the average: what is granted is 7 deviations.
 
-Source: first-order propagation of independent errors (N. Higham, Accuracy and Stability, 2.8); `sums` for sums.
+A sum of n terms t, added one by one, passes through n partial sums, each rounded by up to 2^-24 of its size. For terms
+of random sign the errors add up to 2^-24 * sqrt(n / 6 * sum(t * t)) on the average. Two engines are off, independently,
+and both add in at least 8 lanes, so n = width / 8. A sum of squares only grows: the partial sums are k / n of it.
+
+Where a block has a minimum, w = d * q + m, ggml sums d * q * x and m * x apart, and the two may cancel: then the terms
+are those of each block in both sums.
+
+Source: first-order propagation of independent errors, and the usual random-walk estimate of rounding errors
+(N. Higham, Accuracy and Stability, 2.8); ggml vec_dot.
 """
 
 import math
@@ -25,24 +40,66 @@ import numpy as np
 
 from llorch.config import ModelConfig
 from llorch.files import LayerWeights, Weights
+from llorch.files.matrix import Matrix
+from llorch.files.quant import BLOCK_SIZES, GGMLType, decode
 from llorch.numerics import QuantMethod
 from llorch.ops.rounding import BLOCK_SIZE, ActivationKind
 from llorch.stages import Stage, input_key, keys, matrix_of
-from llorch.verify.compare import EXACT, FACTOR, FLOOR, Tolerance
-from llorch.verify.replay import Pass
-from llorch.verify.sums import squared_terms
+from llorch.verify.compare import EXACT, FACTOR, FLOOR, Difference, Tolerance
+from llorch.verify.places import Pass, part_of, token_axis
 
+MATHEMATICS = Tolerance(1e-12, 1e-11, 1e-11)  # 4500 times what one rounding costs; a token is a part of its tensor
 ISOLATED, CHAINED, FREE = range(3)
 WORST = 4  # times what a whole row may be off: what an element of it may be
 UNIT = 2.0**-24  # half a step of float32, relative
+SCORES = frozenset({"attn_scores", "attn_probs"})  # what fused attention does not show; never below float32
 _SUM = 2 * UNIT**2 / 48  # times the width and the squared terms: the variance between two orders of a sum
+_SQUARES = 2 * UNIT**2 / 72 / 4  # times the width: that of the root of a sum of squares, relative
 _DIGITS = {"F16": 11, "BF16": 8}  # binary digits; the step of a number between 2^e and 2^(e+1) is 2^(e+1-digits)
 _CODES = 127
+_BLOCK = 32
+_CODE_BYTES = {  # where a block keeps its codes; without them, its numbers are the minima
+    GGMLType.Q4_1: slice(4, 20),
+    GGMLType.Q5_1: slice(4, 24),
+    GGMLType.Q2_K: slice(16, 80),
+    GGMLType.Q4_K: slice(16, 144),
+    GGMLType.Q5_K: slice(16, 176),
+}
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """The dtype that stages are rounded to.
+
+    Attributes:
+        unit: Half a step, relative; also how far a weight that was rounded to it may be off.
+        smallest: Half the step of the smallest numbers, absolute.
+    """
+
+    unit: float
+    smallest: float = 0.0
+
+    @property
+    def is_half(self) -> bool:
+        """Whether inputs and weights are rounded, too."""
+        return self.unit > UNIT
+
+    def rounding(self, y: np.ndarray) -> np.ndarray:
+        """The variance of one rounding."""
+        return np.square(self.unit * y) + self.smallest**2
+
+
+ARITHMETICS: Mapping[str, Arithmetic] = {  # float64 is no question of arithmetic
+    "float32": Arithmetic(UNIT),
+    "bfloat16": Arithmetic(2.0**-9),
+    "float16": Arithmetic(2.0**-12, 2.0**-25),
+}
+FLOAT32 = ARITHMETICS["float32"]
 
 
 @dataclass(frozen=True)
 class Step:
-    """One stage of the golden, and how far its inputs are off: variances have the three runs as first axis."""
+    """One stage of the golden, and how far its inputs are off: variances have the runs as first axis."""
 
     stage: Stage
     config: ModelConfig
@@ -51,26 +108,36 @@ class Step:
     x: tuple[np.ndarray, ...]
     y: np.ndarray
     given: tuple[np.ndarray, ...]  # variances of x
+    arithmetic: Arithmetic
     f16_cache: bool
 
     @property
     def rounding(self) -> np.ndarray:
         """The variance of one rounding of the result."""
-        return np.square(UNIT * self.y)
+        return (FLOAT32 if self.stage.name in SCORES else self.arithmetic).rounding(self.y)
 
 
-def variances(weights: Weights, this: Pass, golden: Mapping[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
+def variances(
+    weights: Weights,
+    this: Pass,
+    golden: Mapping[str, np.ndarray],
+    arithmetic: Arithmetic = FLOAT32,
+    *,
+    fused: bool = False,
+) -> Iterator[tuple[str, np.ndarray]]:
     """Expected squared differences of two right runs.
 
     Args:
         weights: The model, with its numerics.
         this: The tokens of the golden.
         golden: Its trace, whole.
+        arithmetic: Of the run.
+        fused: Whether scores and probabilities are not fed, isolated, but made.
 
     Yields:
-        Trace key, and an array (3, *shape of the stage): isolated, chained, free.
+        Trace key, and an array (runs, *shape of the stage).
     """
-    config = weights.config
+    config, n_runs = weights.config, 3 if weights.numerics.rounds_activations else 2
     passed: dict[str, np.ndarray] = {}
     for name, stage, layer in keys(config):
         inputs = [input_key(what, layer, config) for what in stage.input_names(config)]
@@ -79,34 +146,173 @@ def variances(weights: Weights, this: Pass, golden: Mapping[str, np.ndarray]) ->
             config,
             weights if layer is None else weights.layer(layer),
             this.positions,
-            tuple(golden[key] for key in inputs),
-            np.where(np.isfinite(golden[name]), golden[name], 0) if stage.masked else golden[name],
+            tuple(_finite(golden[key], masked=key.endswith("attn_scores")) for key in inputs),
+            _finite(golden[name], masked=stage.masked),
             tuple(passed[key] for key in inputs),
+            arithmetic,
             weights.cache_dtype is np.float16,
         )
-        made = np.broadcast_to(_RULES[stage.name](step), (3, *golden[name].shape))
+        made = np.broadcast_to(_RULES[stage.name](step), (n_runs, *golden[name].shape))
         yield name, made
-        passed[name] = made * np.array([0, 1, 1], made.dtype).reshape(3, *[1] * (made.ndim - 1))
+        passed[name] = _passed_on(step, made, fused=fused)
+
+
+def _finite(array: np.ndarray, *, masked: bool) -> np.ndarray:
+    """Of what is hidden nothing is passed on; beside float32 the truth's digits tell nothing of rounding."""
+    array = array.astype(np.float32, copy=False)
+    return np.where(np.isneginf(array), np.float32(0), array) if masked else array
+
+
+def _passed_on(s: Step, made: np.ndarray, *, fused: bool) -> np.ndarray:
+    """What the next stages are given: isolated it is the golden, rounded."""
+    if fused and s.stage.name in SCORES:
+        return made
+    out = made.copy()
+    out[ISOLATED] = s.arithmetic.rounding(s.y) if s.arithmetic.is_half and s.stage.name not in SCORES else 0
+    return out
+
+
+class Limits:
+    """Limits of one case, in one arithmetic, derived from one golden and the producers' distances from the truth."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        this: Pass,
+        golden: Mapping[str, np.ndarray],
+        arithmetic: Arithmetic = FLOAT32,
+        *,
+        fused: bool = False,
+        distance: Callable[[str, str], Difference | None] = lambda mode, stage: None,
+    ) -> None:
+        """Derive them; for the first arguments see `variances`.
+
+        Args:
+            weights: The model, with its numerics.
+            this: The tokens of the golden.
+            golden: Its trace, whole.
+            arithmetic: Of the run.
+            fused: Whether scores and probabilities are not fed, isolated, but made.
+            distance: The producers' largest distance from the truth, of a mode and a stage.
+        """
+        self._stages = {name: stage for name, stage, _ in keys(weights.config)}
+        self._golden, self._distance = golden, distance
+        self._isolated: dict[str, Tolerance] = {}
+        self.chained_variances: dict[str, np.ndarray] = {}
+        self.free_variances = np.empty(0)
+        with np.errstate(all="ignore"):  # a golden that is not finite fails as such
+            for name, made in variances(weights, this, golden, arithmetic, fused=fused):
+                self._isolated[name] = limit(golden[name], made[ISOLATED], self._stages[name])
+                self.chained_variances[name] = made[CHAINED].copy()
+                if len(made) > FREE:
+                    self.free_variances = made[FREE] / 4  # twice the root is granted: flips are as many as can be
+
+    def isolated(self, name: str) -> Tolerance:
+        """Of a stage that was given the golden's inputs."""
+        return self._widened(self._isolated[name], "isolated", name)
+
+    def chained(self, name: str, start: int = 0) -> Tolerance:
+        """Of a stage that was given ours, or of the part of it that belongs to the tokens from `start` on."""
+        stage, stop = self._stages[name], len(self._golden["embed"])
+        golden, variance = (part_of(stage, a, start, stop) for a in (self._golden[name], self.chained_variances[name]))
+        return self._widened(limit(golden, variance, stage), "chained", name)
+
+    def last_row(self) -> Tolerance:
+        """Of the logits that sampling sees."""
+        return self._widened(self._last(self.chained_variances["logits"]), "chained", "selected_logits")
+
+    def free(self) -> Tolerance:
+        """Of the logits of a run in which no flip was replaced."""
+        return limit(self._golden["logits"], self.free_variances, self._stages["logits"])
+
+    def free_last_row(self) -> Tolerance:
+        """Of the last of them."""
+        return self._last(self.free_variances)
+
+    def moved(self) -> float:
+        """How far apart two logits of a row may be that rounding swaps, in root mean squares of the row."""
+        variance, logits = self.chained_variances["logits"], self._golden["logits"]
+        shares = variance.mean(axis=-1) / np.square(logits, dtype=np.float64).mean(axis=-1)
+        return FACTOR * math.sqrt(4 * float(shares.max()))
+
+    def _last(self, variances: np.ndarray) -> Tolerance:
+        made = limit(self._golden["logits"][-1:], variances[-1:], self._stages["logits"])
+        return Tolerance(made.error, made.worst)
+
+    def _widened(self, made: Tolerance, mode: str, name: str) -> Tolerance:
+        return widened(made, self._distance(mode, self._stages[name].name if name in self._stages else name))
+
+
+def widened(made: Tolerance, distance: Difference | None) -> Tolerance:
+    """At least 4 times what the producers are off, for the whole, the worst element and each token alike.
+
+    A producer that is farther off than its own rounding explains is wrong, and grants no more than one that is right.
+    """
+    if distance is None or made == EXACT:
+        return made
+    return made.times(FACTOR * min(1.0, max(1 / FACTOR, distance.over(made))))
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What is kept of the variances of one case, by trace key."""
+class Margins:
+    """Between which tokens of a greedy text rounding may decide, by numbers of others alone.
 
-    isolated: Mapping[str, Tolerance]
-    chained: Mapping[str, np.ndarray]  # variances
-    free: np.ndarray  # those of the logits
+    Attributes:
+        logits: Of each token of a text, (tokens, vocab); None where nothing is known.
+        text: The text that they belong to; None where that is the golden's own.
+        moved: What rounding moves: variances of the logits, or one number in root mean squares of a row.
+    """
+
+    logits: np.ndarray | None
+    text: np.ndarray | None
+    moved: "np.ndarray | float"
+
+    def of(self, want: np.ndarray, at: int, token: int) -> tuple[float, float]:
+        """How far below the best token the less likely of ours and the golden's lies, and what rounding may move.
+
+        Both in root mean squares of the logits; the distance is infinite when a token is none, or nothing is known.
+        Engines make angles in float32, which are off by up to position * 2^-24.
+        """
+        pair = [token, int(want[at])]
+        known = self.text is None or np.array_equal(want[:at], self.text[:at])
+        if self.logits is None or not known or not all(0 <= one < self.logits.shape[-1] for one in pair):
+            return math.inf, 0.0
+        row = self.logits[at].astype(np.float64)
+        size = float(np.sqrt(np.square(row).mean()))
+        gap = float(row.max() - row[pair].min()) / size
+        if isinstance(self.moved, np.ndarray):
+            return gap, FACTOR * math.sqrt(2 * float(self.moved[at][pair].sum())) / size
+        return gap, self.moved + at * 2.0**-24
 
 
-def limits_of(weights: Weights, this: Pass, golden: Mapping[str, np.ndarray]) -> Limits:
-    """Derive the limits of one case; for the arguments see `variances`."""
-    isolated: dict[str, Tolerance] = {}
-    chained: dict[str, np.ndarray] = {}
-    free = np.empty(0)
-    for name, made in variances(weights, this, golden):
-        isolated[name], chained[name] = limit(golden[name], made[ISOLATED]), made[CHAINED].copy()
-        free = made[FREE] / 4  # twice the root is granted, since flips are already as many as can be
-    return Limits(isolated, chained, free)
+NOTHING_KNOWN = Margins(None, None, 0.0)
+
+
+def limit(golden: np.ndarray, variance: np.ndarray, stage: Stage) -> Tolerance:
+    """What an array may be off, as a whole, in its worst element and in each of its tokens.
+
+    Args:
+        golden: The array, or the part of it that is judged.
+        variance: Of the same elements, in one run.
+        stage: Which it is.
+
+    Returns:
+        The limits; exact where nothing adds or passes on an error.
+    """
+    if not variance.any():
+        return EXACT
+    finite = np.where(np.isfinite(golden), golden, 0).astype(np.float64)
+    axes = tuple(axis for axis in range(golden.ndim) if axis != token_axis(stage))
+    rows, sizes = variance.sum(axis=axes, dtype=np.float64), np.square(finite).sum(axis=axes)
+    error = FACTOR * math.sqrt(rows.sum() / (sizes.sum() or 1.0))
+    worst = off(variance).max() / (np.abs(finite).max() or 1.0)
+    tokens = FACTOR * np.sqrt(rows / np.where(sizes > 0, sizes, 1.0))
+    return Tolerance(float(error), float(worst), tokens).at_least(Tolerance(FLOOR, FLOOR, FLOOR))
+
+
+def off(variance: np.ndarray) -> np.ndarray:
+    """What every element may be off."""
+    return WORST * FACTOR * np.sqrt(variance + variance.mean(axis=-1, keepdims=True))
 
 
 def limit_of_softmax(vocab_size: int) -> Tolerance:
@@ -115,27 +321,21 @@ def limit_of_softmax(vocab_size: int) -> Tolerance:
     return Tolerance(error, WORST * error).at_least(Tolerance(FLOOR, FLOOR))
 
 
-def limit(golden: np.ndarray, variance: np.ndarray) -> Tolerance:
-    """What an array may be off, as a whole and in its worst element.
+def moved_past_p(vocab_size: int) -> float:
+    """By how much rounding moves a running sum of probabilities.
 
-    Args:
-        golden: The array, or the rows of it that are judged.
-        variance: Of the same elements, in one run.
-
-    Returns:
-        The limits; exact where nothing adds or passes on an error.
+    Engines sum up float32 probabilities; the n partial sums of such a sum, and of the one that normalises, are each
+    rounded by up to 2^-24: by 2^-24 * sqrt(2n / 3) on the average, of which 4 times are granted.
     """
-    if not variance.any():
-        return EXACT
-    finite = np.where(np.isfinite(golden), golden, 0).astype(np.float64)
-    error = FACTOR * np.sqrt(variance.sum(dtype=np.float64)) / (np.linalg.norm(finite) or 1.0)
-    worst = off(variance).max() / (np.abs(finite).max() or 1.0)
-    return Tolerance(float(error), float(worst)).at_least(Tolerance(FLOOR, FLOOR))
+    return FACTOR * UNIT * math.sqrt(2 * vocab_size / 3)
 
 
-def off(variance: np.ndarray) -> np.ndarray:
-    """What every element may be off."""
-    return WORST * FACTOR * np.sqrt(variance + variance.mean(axis=-1, keepdims=True))
+def product_error(x: np.ndarray, weight: "np.ndarray | QuantMethod", y: np.ndarray, arithmetic: Arithmetic) -> float:
+    """How large the relative error of a product alone may be, of rounded inputs and weights where they are rounded."""
+    terms = float(squared_terms(x, weight).sum(dtype=np.float64))
+    size = float(np.square(y, dtype=np.float64).sum()) or 1.0
+    own = _SUM * x.shape[-1] * terms + 2 * (arithmetic.unit**2 * terms if arithmetic.is_half else 0.0)
+    return max(FLOOR, FACTOR * math.sqrt(own / size + 2 * arithmetic.unit**2))
 
 
 def rounded(given: np.ndarray, x: np.ndarray, kind: ActivationKind) -> np.ndarray:
@@ -162,29 +362,42 @@ def _flipped(variance: np.ndarray, step: np.ndarray) -> np.ndarray:
     return np.minimum(granted * moved, variance + squared / 6)
 
 
-def _exact(s: Step) -> np.ndarray:
-    return np.zeros((3, *s.y.shape), s.y.dtype)
+def _embed(s: Step) -> np.ndarray:
+    return s.rounding if s.arithmetic.is_half else np.zeros_like(s.y)
 
 
 def _norm(s: Step) -> np.ndarray:
-    x, given = s.x[0].reshape(s.y.shape), s.given[0].reshape(3, *s.y.shape)
+    x = s.x[0].reshape(s.y.shape)
+    given = s.given[0].reshape(-1, *s.y.shape)
     mean_square = np.square(x).mean(axis=-1, keepdims=True) + x.dtype.type(s.config.rms_norm_eps)
-    return given * np.square(s.weights[s.stage.name]) / mean_square + 2 * s.rounding
+    own = 2 * s.rounding + _SQUARES * s.y.shape[-1] * np.square(s.y)
+    return given * np.square(s.weights[s.stage.name]) / mean_square + own
 
 
 def _product(s: Step) -> np.ndarray:
     weight, x = s.weights[matrix_of(s.stage, s.config)], s.x[0]
     matrix = weight.dequantize() if isinstance(weight, QuantMethod) else weight
     kind: ActivationKind = weight.activations if isinstance(weight, QuantMethod) else "F32"  # pyright: ignore
-    made = rounded(s.given[0], x, kind) @ np.square(matrix).T
+    made = rounded(s.given[0], x, kind) @ np.square(matrix).T + _of_one_scale(s)
     if kind == "Q8_K":
         made = made + _by_scales(s.given[0], x, matrix)
-    return made + _SUM * x.shape[-1] * squared_terms(x, weight) + 2 * s.rounding
+    terms = squared_terms(x, weight, matrix)
+    if s.arithmetic.is_half:  # its weights are rounded, too
+        made = made + s.arithmetic.unit**2 * terms + s.arithmetic.smallest**2 * np.square(x).sum(axis=-1, keepdims=True)
+    return made + _SUM * x.shape[-1] * terms + 2 * s.rounding
+
+
+def _of_one_scale(s: Step) -> np.ndarray:
+    """The size that the last norm divided by is off by one number for a whole row, twice that behind gate * up."""
+    return 4 * (2 * UNIT**2 + _SQUARES * s.config.hidden_size) * np.square(s.y)
 
 
 def _by_scales(given: np.ndarray, x: np.ndarray, matrix: np.ndarray) -> np.ndarray:
-    """The float32 scale of Q8_K has no edges: a whole block moves with the error of its largest value."""
-    made = np.zeros((3, len(x), len(matrix)), x.dtype)
+    """The float32 scale of Q8_K has no edges: a whole block moves with the error of its largest value.
+
+    It comes from that value by two divisions, so that the last bit of it moves a block by a few.
+    """
+    made = np.zeros((len(given), len(x), len(matrix)), x.dtype)
     for start in range(0, x.shape[1], BLOCK_SIZE["Q8_K"]):
         block = slice(start, start + BLOCK_SIZE["Q8_K"])
         largest = np.abs(x[:, block]).argmax(axis=-1)[:, None]
@@ -197,13 +410,13 @@ def _by_scales(given: np.ndarray, x: np.ndarray, matrix: np.ndarray) -> np.ndarr
 def _rope(s: Step) -> np.ndarray:
     """Pairs mix their errors. The angle is a product of j + 1 float32 factors, each off by half a step.
 
-    A scaling only slows the rotation. It adds a few roundings.
+    A scaling only slows the rotation. It adds a few roundings; cosine and sine are off by some more.
     """
     half = s.config.head_dim // 2
     j = np.arange(half)
     turns = s.positions[:, None] * s.config.rope_theta ** (-j / half)  # (seq, half)
-    angle = turns * (j + np.sqrt(j) + 3) * UNIT / FACTOR  # a bound, so that nothing is granted above it
-    x, given = s.x[0].reshape(s.y.shape), s.given[0].reshape(3, *s.y.shape)
+    angle = (turns * (j + np.sqrt(j) + 3) + 2) * UNIT / FACTOR  # a bound, so that nothing is granted above it
+    x, given = s.x[0].reshape(s.y.shape), s.given[0].reshape(-1, *s.y.shape)
     pair = given[..., :half] + given[..., half:]
     pair = pair + (np.square(x[..., :half]) + np.square(x[..., half:])) * np.square(angle)[:, None, :]
     return np.concatenate([pair, pair], axis=-1).astype(s.y.dtype) + 2 * s.rounding
@@ -212,7 +425,7 @@ def _rope(s: Step) -> np.ndarray:
 def _cache(s: Step) -> np.ndarray:
     heads = s.y.shape[1], s.y.shape[0], s.y.shape[2]  # (seq, kv_heads, head_dim)
     given = rounded(s.given[0], s.x[0], "F16") if s.f16_cache else s.given[0]
-    return given.reshape(3, *heads).swapaxes(1, 2)
+    return given.reshape(-1, *heads).swapaxes(1, 2)
 
 
 def _scores(s: Step) -> np.ndarray:
@@ -221,7 +434,7 @@ def _scores(s: Step) -> np.ndarray:
     head_dim, squared_k = k.shape[-1], np.square(k).swapaxes(-1, -2)
     queries, errors = _grouped(np.square(q), len(k)), _grouped(given, len(k))
     made = errors @ squared_k + queries @ s.given[1].swapaxes(-1, -2) + _SUM * head_dim * (queries @ squared_k)
-    return made.reshape(3, *s.y.shape) / head_dim + 2 * s.rounding
+    return made.reshape(-1, *s.y.shape) / head_dim + 2 * s.rounding
 
 
 def _grouped(q: np.ndarray, n_kv_heads: int) -> np.ndarray:
@@ -240,15 +453,17 @@ def _probs(s: Step) -> np.ndarray:
 def _context(s: Step) -> np.ndarray:
     probs, v = s.x
     given = rounded(s.given[0], probs, "F16") if s.f16_cache else s.given[0]
+    if s.arithmetic.is_half:  # float32 until they are multiplied
+        given = given + s.arithmetic.rounding(probs)
     n_kv, ctx, head_dim = v.shape
-    p, e = np.square(probs).reshape(n_kv, -1, ctx), given.reshape(3, n_kv, -1, ctx)
+    p, e = np.square(probs).reshape(n_kv, -1, ctx), given.reshape(len(given), n_kv, -1, ctx)
     made = e @ np.square(v) + p @ s.given[1] + _SUM * ctx * (p @ np.square(v))
-    by_head = made.reshape(3, *probs.shape[:2], head_dim).swapaxes(1, 2)
-    return by_head.reshape(3, *s.y.shape) + 2 * s.rounding
+    by_head = made.reshape(len(given), *probs.shape[:2], head_dim).swapaxes(1, 2)
+    return by_head.reshape(-1, *s.y.shape) + 2 * s.rounding
 
 
 def _sum(s: Step) -> np.ndarray:
-    return s.given[0] + s.given[1]  # two equal pairs of numbers have equal sums
+    return s.given[0] + s.given[1] + 2 * s.rounding
 
 
 def _swiglu(s: Step) -> np.ndarray:
@@ -260,9 +475,34 @@ def _swiglu(s: Step) -> np.ndarray:
     return made + 4 * s.rounding
 
 
+def squared_terms(x: np.ndarray, weight: "np.ndarray | QuantMethod", matrix: np.ndarray | None = None) -> np.ndarray:
+    """The sum of the squared terms of every element of a product; `matrix` is the weight where it is decoded."""
+    if matrix is None:
+        matrix = weight.dequantize() if isinstance(weight, QuantMethod) else weight
+    minima = _minima(weight) if isinstance(weight, Matrix) else None
+    if minima is None:
+        return np.square(x) @ np.square(matrix).T
+    total = np.zeros((len(x), len(matrix)), x.dtype)
+    for start in range(0, x.shape[1], _BLOCK):
+        part = slice(start, start + _BLOCK)
+        total += np.square(x[:, part] @ (matrix[:, part] - minima[:, part]).T)
+        total += np.square(x[:, part] @ minima[:, part].T)
+    return total
+
+
+def _minima(weight: Matrix) -> np.ndarray | None:
+    """The minimum of every element's block, in Hugging Face's order of rows; None for types without."""
+    packed = weight.packed
+    if packed.ggml_type not in _CODE_BYTES:
+        return None
+    blocks = packed.raw.reshape(-1, BLOCK_SIZES[packed.ggml_type][1]).copy()
+    blocks[:, _CODE_BYTES[packed.ggml_type]] = 0
+    return weight.in_order(decode(blocks, packed.ggml_type, packed.shape))
+
+
 _RULES: Mapping[str, Callable[[Step], np.ndarray]] = MappingProxyType(
     {
-        "embed": _exact,
+        "embed": _embed,
         "q_rope": _rope,
         "k_rope": _rope,
         "k_cache": _cache,

@@ -44,6 +44,7 @@ class Place:
         layer: None outside the layers.
         case: Of which run: `near` and `far`, `plain`, `step 2`.
         part: Of the stage: a tensor, a setting of the sampler, a type of blocks.
+        n_cached: Tokens that another pass put into the cache before.
     """
 
     checkpoint: str
@@ -51,11 +52,17 @@ class Place:
     layer: int | None = None
     case: str = "near"
     part: str = ""
+    n_cached: int = 0
 
     @property
     def name(self) -> str:
         """The stage and its part, as rows show it: `gradient.q_proj.lora_A`."""
         return f"{self.stage}.{self.part}" if self.part else self.stage
+
+    @property
+    def run(self) -> str:
+        """The case, as rows show it: `near, 6 cached`."""
+        return f"{self.case}, {self.n_cached} cached" if self.n_cached else self.case
 
     @property
     def key(self) -> str:

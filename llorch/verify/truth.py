@@ -6,20 +6,19 @@ those inputs is judged by the golden, and in float64 by the chained truth.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from llorch.stages import BY_NAME, key
+from llorch.stages import Stage, key, keys
 from llorch.verify.compare import Difference, measure
 from llorch.verify.goldens import Distances, Evidence, Truth, take
-from llorch.verify.replay import Pass
+from llorch.verify.limits import SCORES
+from llorch.verify.places import Pass
 
 WITNESS = "transformers-float64"  # its name in rows
 ATTENTION = "attention"  # stands for scores, probabilities and context as one op
-SCORES = frozenset({"attn_scores", "attn_probs"})  # what fused attention does not show
 
 
 def take_truth(
@@ -49,24 +48,6 @@ def take_truth(
         return Truth(shown, steps, isolated_distances(engine, cases, evidence))
 
 
-def truth_of(truth: Truth, path: str | Path, cases: Mapping[str, Pass], evidence: Mapping[str, Evidence]) -> Truth:
-    """The same truth for other goldens of the model, as those of a run in half precision.
-
-    Args:
-        truth: Of the model.
-        path: Its GGUF file or Hugging Face folder.
-        cases: The inputs.
-        evidence: The goldens, by producer.
-
-    Returns:
-        With the isolated distances of these goldens; for the exceptions see `take_truth`.
-    """
-    from llorch.verify.witnesses import open_producer
-
-    with open_producer("transformers", path, dtype="float64") as engine:
-        return replace(truth, isolated=isolated_distances(engine, cases, evidence))
-
-
 def isolated_distances(engine: Any, cases: Mapping[str, Pass], evidence: Mapping[str, Evidence]) -> Distances:
     """How far goldens are from what float64 makes of their own inputs.
 
@@ -85,28 +66,20 @@ def isolated_distances(engine: Any, cases: Mapping[str, Pass], evidence: Mapping
 
 
 def _of_trace(engine: Any, this: Pass, golden: Mapping[str, np.ndarray]) -> dict[str, Difference]:
+    stages = {name: stage for name, stage, _ in keys(engine.config)}
+
     def alone(given: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
         return engine.trace(this.ids, first_position=this.first_position, golden=given)
 
     true = alone(golden)
-    found = {name: distance(array, true[name], name) for name, array in golden.items()}
-    fused = alone({name: array for name, array in golden.items() if name.rpartition(".")[2] not in SCORES})
+    found = {name: distance(array, true[name], stages[name]) for name, array in golden.items()}
+    fused = alone({name: array for name, array in golden.items() if stages[name].name not in SCORES})
     for layer in range(engine.config.n_layers):
         name = key("attn_context", layer)
-        found[key(ATTENTION, layer)] = distance(golden[name], fused[name], name)
+        found[key(ATTENTION, layer)] = distance(golden[name], fused[name], stages[name])
     return found
 
 
-def distance(array: np.ndarray, true: np.ndarray, name: str) -> Difference:
-    """How far a stage is from its truth.
-
-    Args:
-        array: In any float dtype.
-        true: float64.
-        name: Its key in the trace.
-
-    Returns:
-        The difference.
-    """
-    stage = BY_NAME.get(name.rpartition(".")[2])
-    return measure(array.astype(true.dtype), true, masked=stage is not None and stage.masked)
+def distance(array: np.ndarray, true: np.ndarray, stage: Stage) -> Difference:
+    """How far a stage, in any float dtype, is from its truth in float64."""
+    return measure(array.astype(true.dtype), true, masked=stage.masked)

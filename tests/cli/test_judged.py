@@ -8,7 +8,7 @@ import pytest
 
 def row(**changes: Any) -> Any:
     """A row that passes, layer 0, with some fields changed."""
-    from llorch.verify.verifier import Row
+    from llorch.verify.judge import Row
 
     fields: dict[str, Any] = {
         "model": "m", "checkpoint": "05", "stage": "attn_out", "layer": 0, "case": "near", "producer": "llamacpp",

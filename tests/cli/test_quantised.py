@@ -12,7 +12,7 @@ from llorch.files import GGUFFile, open_weights
 from llorch.files.export import write_gguf
 from llorch.files.gguf import open_gguf
 from llorch.files.quant import GGMLType
-from llorch.verify.quantised_models import write_model
+from llorch.verify.suites.quantised_models import write_model
 
 TOKENS = "--tokens=5,17,33,60,2,42,8,90,71,29"
 

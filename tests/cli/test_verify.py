@@ -34,8 +34,8 @@ def changed_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     golden = json.loads(record.read_text())
     golden["provenance"]["weights_sha256"] = sha256(path)
     record.write_text(json.dumps(golden))
-    monkeypatch.setattr("llorch.verify.forward.builtin_path", lambda _: path)
-    monkeypatch.setattr("llorch.verify.forward.goldens_folder", lambda: tmp_path / "goldens")
+    monkeypatch.setattr("llorch.verify.models.builtin_path", lambda _: path)
+    monkeypatch.setattr("llorch.verify.models.goldens_folder", lambda: tmp_path / "goldens")
     return name
 
 
@@ -69,7 +69,7 @@ def test_json_has_every_row_and_a_summary_that_counts_them():
     assert {row["producer"] for row in rows} == foreign | {"ours"}
     assert {row["mode"] for row in rows} == {"isolated", "chained", "decode", "exact"}
     assert summary["comparisons"] == len(rows) == summary["passed"]
-    from llorch.verify.verifier import BACKENDS
+    from llorch.verify.runners.numpy import BACKENDS
 
     forward = [row for row in rows if row["mode"] == "chained" and row["checkpoint"] < "15"]
     places = len({(row["case"], row["stage"], row["layer"]) for row in forward})
@@ -109,14 +109,14 @@ def test_json_of_a_failure_names_the_first_stage_too(changed_weight: str):
 def test_goldens_of_other_weights_are_refused(changed_weight: str, monkeypatch: pytest.MonkeyPatch):
     from llorch.builtin import goldens_folder
 
-    monkeypatch.setattr("llorch.verify.forward.goldens_folder", goldens_folder)
+    monkeypatch.setattr("llorch.verify.models.goldens_folder", goldens_folder)
     result = invoke("verify", changed_weight)
     assert result.exit_code == 2
     assert "made for other weights" in result.stderr
 
 
 def test_a_missing_golden_is_not_run_and_never_a_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("llorch.verify.forward.goldens_folder", lambda: tmp_path)
+    monkeypatch.setattr("llorch.verify.models.goldens_folder", lambda: tmp_path)
     result = invoke("verify", "micro-llama")
     assert result.exit_code == 3
     assert result.stdout.count("- NOT RUN") == 20

@@ -30,12 +30,16 @@ def test_a_built_in_model_agrees_on_torch_and_cuda_is_counted_as_not_run():
 @pytest.mark.usefixtures("no_cuda")
 def test_json_names_backends_and_what_was_not_run():
     found = json.loads(invoke("verify", "micro-qwen3", "--backend", "torch", "--dtype", "bfloat16", "--json").stdout)
+    from planted import weights_of
+
     from llorch.pytorch.device import target
-    from llorch.verify.torch_variants import backends
+    from llorch.verify.runners.torch import variants_for
     from llorch.verify.training.torch_runner import VARIANTS
 
     at = target("cpu", "bfloat16")
-    assert found["summary"]["backends"] == sorted({*backends(at), *(f"{at}{suffix}" for suffix in VARIANTS)})
+    assert found["summary"]["backends"] == sorted(
+        {f"{at}{suffix}" for suffix in (*variants_for(at, weights_of("micro-qwen3")), *VARIANTS)}
+    )
     assert {row["backend"] for row in found["rows"]} == set(found["summary"]["backends"])
     reason = "this torch finds no CUDA device"
     assert found["summary"]["backends_not_run"] == [{"backend": "torch-cuda-*", "reason": reason}]
@@ -72,7 +76,7 @@ def test_without_torch_the_command_that_brings_it_is_shown(monkeypatch: pytest.M
 
 
 def test_a_missing_golden_is_not_run_and_never_a_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("llorch.verify.forward.goldens_folder", lambda: tmp_path)
+    monkeypatch.setattr("llorch.verify.models.goldens_folder", lambda: tmp_path)
     result = invoke("verify", "micro-llama", "--backend", "torch", "--dtype", "float32")
     assert result.exit_code == 3
     assert result.stdout.count("- NOT RUN") == 20

@@ -11,7 +11,7 @@ from llorch.files.quant import ACTIVATION_TYPE, BLOCK_SIZES, GGMLType, decode
 from llorch.numerics import EXACT, GGML, Numerics
 from llorch.ops.linear import linear
 from llorch.ops.rounding import block_sums, round_activations
-from llorch.verify.quantised_models import matrix_bytes
+from llorch.verify.suites.quantised_models import matrix_bytes
 
 SHAPE = (96, 512)
 ROUNDING = [GGMLType.F16, GGMLType.BF16, GGMLType.Q4_0, GGMLType.Q8_0, GGMLType.Q4_K, GGMLType.IQ4_XS]

@@ -10,7 +10,7 @@ from llorch.builtin import builtin_path
 from llorch.files import Weights, open_weights, residency
 from llorch.files.residency import plan, working_bytes
 from llorch.numerics import EXACT, GGML, Numerics
-from llorch.verify.quantised_models import write_model
+from llorch.verify.suites.quantised_models import write_model
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.load import load_dense, load_packed
 from llorch.pytorch.packing import PACKERS
 from llorch.pytorch.quantised_linear import QuantisedEmbedding, QuantisedLinear
-from llorch.verify.quantised_models import MODELS, write_model
+from llorch.verify.suites.quantised_models import MODELS, write_model
 
 CPU = torch.device("cpu")
 PACKED = [name for name, recipe in MODELS.items() if recipe.types <= PACKERS.keys()]

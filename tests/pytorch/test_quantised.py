@@ -13,10 +13,10 @@ from llorch.pytorch import load, packing
 from llorch.pytorch.device import target
 from llorch.pytorch.packing import PACKERS, Fields
 from llorch.stages import STAGES
-from llorch.verify import torch_verify_quantised as verification
-from llorch.verify.quantised_models import write_model
-from llorch.verify.torch_verify_quantised import PACKED_MODELS, product_rows, verify_quantised_torch
-from llorch.verify.verifier import FAIL, PASS, Row
+from llorch.verify.judge import FAIL, PASS, Row
+from llorch.verify.suites import packed as verification
+from llorch.verify.suites.packed import PACKED_MODELS, product_rows, verify_quantised_torch
+from llorch.verify.suites.quantised_models import write_model
 
 PRODUCTS = [stage.name for stage in STAGES if stage.matrix]
 Key = tuple[str, str, str, str]  # model or type, stage, mode, backend

@@ -5,7 +5,7 @@ import torch
 
 from llorch.files.quant import BLOCK_SIZES, GGMLType
 from llorch.pytorch.packing import pack
-from llorch.verify.quantised_models import random_blocks
+from llorch.verify.suites.quantised_models import random_blocks
 
 
 def raw_matrix(ggml_type: GGMLType, n_out: int, n_in: int) -> np.ndarray:

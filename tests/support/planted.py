@@ -1,20 +1,25 @@
 """Known mistakes planted in the goldens' own inputs: the situations that the tests of teeth go through."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 
 from llorch.builtin import BUILTIN, builtin_path, goldens_folder
+from llorch.cache import KVCache
 from llorch.files import Weights, open_weights
-from llorch.stages import BY_NAME, Stage, StageInputs, key
+from llorch.forward import forward
+from llorch.stages import BY_NAME, Stage, key, keys
 from llorch.verify.compare import Tolerance
-from llorch.verify.diagnose import Variants, reads_of, variants, wrong_compute
+from llorch.verify.diagnose import Variants, made_wrong, reads_of, variants
 from llorch.verify.goldens import PRODUCERS, Golden, read
 from llorch.verify.mistakes import Mistake
 from llorch.verify.mistakes.cache import CACHES
-from llorch.verify.replay import Pass, chained, cut
+from llorch.verify.mistakes.stage_inputs import StageInputs, stage_inputs
+from llorch.verify.places import Pass, part_of
+from llorch.verify.runners.numpy import run
+from llorch.verify.suites.forward import ForwardSuite
 
 MICRO = tuple(name for name in BUILTIN if name.startswith("micro"))
 
@@ -29,6 +34,20 @@ def weights_of(model: str) -> Weights:
     weights = open_weights(builtin_path(model))
     weights.layer = cache(weights.layer)  # each of some ten thousand stages asks for its layer
     return weights
+
+
+@cache
+def suite_of(model: str) -> ForwardSuite:
+    golden = golden_of(model)
+    return ForwardSuite(model, weights_of(model), golden.cases, golden.evidence, golden.truth)
+
+
+@cache
+def right(model: str, case: str, producer: str, n_cached: int) -> Mapping[str, np.ndarray]:
+    """Every stage of our forward pass, made of a golden's inputs."""
+    golden = golden_of(model)
+    trace = golden.evidence[producer].traces[case]
+    return run(weights_of(model), golden.cases[case], n_cached=n_cached, golden=trace)
 
 
 def models_of(mistake: Mistake) -> list[str]:
@@ -65,16 +84,19 @@ class Situation:
 
     @property
     def golden(self) -> np.ndarray:
-        return cut(self.stage, self.trace[self.key], self.n_cached)
+        return part_of(self.stage, self.trace[self.key], self.n_cached, len(golden_of(self.model).cases[self.case].ids))
 
     @property
     def tolerance(self) -> Tolerance:
-        return golden_of(self.model).tolerances[self.case]["isolated"][self.stage_name]
+        return suite_of(self.model).limits(self.case).isolated(self.key)
 
     @cache  # noqa: B019 (situations are few and equal ones share the entry)
     def made(self) -> Variants:
         whole = golden_of(self.model).cases[self.case]
-        return variants(self.stage, self.layer, self.trace, weights_of(self.model), whole, n_cached=self.n_cached)
+        alone = right(self.model, self.case, self.producer, self.n_cached)[self.key]
+        return variants(
+            self.stage, self.layer, self.trace, weights_of(self.model), whole, alone, n_cached=self.n_cached
+        )
 
 
 def n_cached(mistake: Mistake, whole: Pass) -> int:
@@ -92,23 +114,30 @@ def situations(mistake: Mistake) -> Iterator[Situation]:
                     yield Situation(model, case, producer, stage, cached)
 
 
-@cache
-def first_part(model: str, case: str, n_tokens: int) -> dict[str, np.ndarray] | None:
-    """Our own trace of the tokens that a second pass finds in the cache."""
-    whole = golden_of(model).cases[case]
-    return chained(weights_of(model), Pass(whole.ids[:n_tokens], whole.first_position)) if n_tokens else None
-
-
 def chain(mistake: Mistake[StageInputs], model: str, case: str, stage: str) -> dict[str, np.ndarray]:
-    """The whole table on our own results, with one stage done wrong; both caches together: their lengths must fit."""
-    whole = golden_of(model).cases[case]
-    cached = n_cached(mistake, whole)
-    weights = weights_of(model)
-    replaced = [name for name in mistake.stages if name == stage or {name, stage} == set(CACHES)]
-    return chained(
-        weights,
-        whole.after(cached),
-        past=first_part(model, case, cached),
-        replace={name: wrong_compute(mistake, name) for name in replaced},
-        reads=reads_of(mistake, weights.config),
-    )
+    """Our forward pass on its own results, with one stage done wrong; both caches together: their lengths must fit."""
+    whole, weights = golden_of(model).cases[case], weights_of(model)
+    n, trace, cache = n_cached(mistake, whole), dict[str, np.ndarray](), KVCache(weights.config, weights.dtype)
+    cache._first_position = whole.first_position
+    wrong = {name for name in mistake.stages if name == stage or {name, stage} == set(CACHES)}
+    places = {name: (stage, layer) for name, stage, layer in keys(weights.config)}
+    past: dict[str, np.ndarray] = {}
+
+    def note(name: str, array: np.ndarray) -> np.ndarray:
+        past[name] = array.copy()
+        return array
+
+    def keep(name: str, array: np.ndarray) -> np.ndarray:
+        here, layer = places[name]
+        if here.name in wrong:
+            reads = reads_of(mistake, weights.config)
+            inputs = stage_inputs(here, layer, weights, whole.after(n), trace, past or None, reads=reads)
+            array = made_wrong(mistake, inputs, here.name)
+        trace[name] = array
+        return array
+
+    ids = np.asarray(whole.ids)
+    if n:
+        forward(ids[:n], weights, cache, keep=note)
+    forward(ids[n:], weights, cache, keep=keep)
+    return trace

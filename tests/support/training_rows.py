@@ -7,10 +7,10 @@ from planted_training import training_golden_of, weights_of
 from torch_targets import on
 
 from llorch.verify.judge import PASS, Row
+from llorch.verify.runners.numpy import BACKENDS, FLOAT64
 from llorch.verify.training.claims import numpy_rows
 from llorch.verify.training.goldens import ADAPTER_FILES
 from llorch.verify.training.torch_runner import VARIANTS, torch_rows
-from llorch.verify.verifier import BACKENDS, FLOAT64
 
 WIDE = FLOAT64
 ON_NUMPY = (*BACKENDS, WIDE)

@@ -10,11 +10,11 @@ from planted_quantised import golden
 
 from llorch.builtin import goldens_folder
 from llorch.stages import BY_NAME, STAGES
-from llorch.verify import quantised_stored as verify_quantised
-from llorch.verify.quantised_goldens import FOLDER, ROUNDED_TO, types
-from llorch.verify.quantised_models import MODELS, write_model
-from llorch.verify.quantised_stored import BACKENDS, verify_quantised_stored
-from llorch.verify.verifier import FAIL, PASS, Row
+from llorch.verify.judge import FAIL, PASS, Row
+from llorch.verify.suites import quantised as verify_quantised
+from llorch.verify.suites.quantised import BACKENDS, verify_quantised_stored
+from llorch.verify.suites.quantised_goldens import FOLDER, ROUNDED_TO, types
+from llorch.verify.suites.quantised_models import MODELS, write_model
 
 Key = tuple[str, str]  # model or type, stage
 Place = tuple[str, int | None, str, str]  # mode, layer, case, backend

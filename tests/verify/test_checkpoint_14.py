@@ -17,12 +17,13 @@ from llorch.builtin import BUILTIN, builtin_path, goldens_folder
 from llorch.config import ModelConfig
 from llorch.files import open_weights
 from llorch.stages import STAGES
-from llorch.verify import forward as verify
+from llorch.verify import models
 from llorch.verify.goldens import PRODUCERS, SAMPLINGS
-from llorch.verify.torch_variants import VARIANTS
-from llorch.verify.torch_verify import verify_torch_stored
+from llorch.verify.judge import PASS, TIE, Row
+from llorch.verify.limits import MATHEMATICS
+from llorch.verify.models import verify_stored
+from llorch.verify.runners.torch import VARIANTS, torch_runners
 from llorch.verify.truth import WITNESS
-from llorch.verify.verifier import MATHEMATICS, PASS, TIE, Row
 
 IN_LAYERS = {stage.name for stage in STAGES if stage.in_layer}
 
@@ -41,8 +42,7 @@ WHOLE_IN = ("torch-cpu-float32", "torch-cpu-bfloat16")
 
 @cache
 def rows(target: str, model: str) -> list[Row]:
-    backends = [f"{target}{suffix}" for suffix in suffixes(target, model)]
-    return list(verify_torch_stored(model, on(target), backends))
+    return list(verify_stored(model, torch_runners(on(target), only=suffixes(target, model)), backend=target))
 
 
 @cache
@@ -142,8 +142,7 @@ def test_checkpoint_14_ties_are_of_half_precision_alone(target: str):
 
 def test_checkpoint_14_in_float64_is_far_below_its_limit_of_the_truth():
     every = [row for model in BUILTIN for row in rows("torch-cpu-float64", model) if row.mode != "exact"]
-    of_one_pass = [row for row in every if row.mode != "decode"]  # a part of a pass has the limit of the whole
-    assert {row.tolerance for row in of_one_pass} == {0.0, MATHEMATICS.error}
+    assert {row.tolerance for row in every} == {0.0, MATHEMATICS.error}
     assert max(row.error for row in every) < MATHEMATICS.error / 4
 
 
@@ -151,6 +150,6 @@ def test_checkpoint_14_in_float64_is_far_below_its_limit_of_the_truth():
 def test_checkpoint_14_fails_without_a_golden(missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     shutil.copytree(goldens_folder() / WHOLE, tmp_path / WHOLE)
     (tmp_path / WHOLE / missing).unlink()
-    monkeypatch.setattr(verify, "goldens_folder", lambda: tmp_path)
+    monkeypatch.setattr(models, "goldens_folder", lambda: tmp_path)
     with pytest.raises(FileNotFoundError, match=rf"{missing} is missing; make it with reference_outputs/regenerate"):
-        list(verify_torch_stored(WHOLE, on("torch-cpu-bfloat16")))
+        list(verify_stored(WHOLE, torch_runners(on("torch-cpu-bfloat16"))))

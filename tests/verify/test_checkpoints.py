@@ -14,10 +14,11 @@ import pytest
 from llorch.builtin import BUILTIN, builtin_path
 from llorch.files import open_weights
 from llorch.stages import CHECKPOINTS, STAGES
-from llorch.verify.forward import verify_stored
 from llorch.verify.goldens import PRODUCERS, SAMPLINGS
+from llorch.verify.judge import PASS, Row
+from llorch.verify.models import verify_stored
+from llorch.verify.runners.numpy import BACKENDS, FLOAT64
 from llorch.verify.truth import WITNESS
-from llorch.verify.verifier import BACKENDS, FLOAT64, PASS, Row
 
 Key = tuple[str, str, str, str, str, str]  # checkpoint, model, stage, mode, producer, backend
 

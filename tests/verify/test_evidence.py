@@ -1,5 +1,3 @@
-import json
-import re
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +19,8 @@ from llorch.verify.goldens import (
     sha256,
     take,
 )
-from llorch.verify.quantised_goldens import FOLDER as QUANTISED
-from llorch.verify.replay import Pass
+from llorch.verify.places import Pass
+from llorch.verify.suites.quantised_goldens import FOLDER as QUANTISED
 from llorch.verify.witnesses import Producer
 
 
@@ -58,9 +56,7 @@ def test_saving_twice_gives_the_same_bytes_and_reading_gives_the_same_arrays(tmp
         assert file.read_bytes() == (tmp_path / "two" / file.name).read_bytes()
         assert file.read_bytes() == (goldens_folder() / "micro-llama" / file.name).read_bytes()
     again = read(tmp_path / "one")
-    assert again.tolerances == golden.tolerances
-    assert again.half_tolerances == golden.half_tolerances
-    assert again.half_errors == golden.half_errors
+    assert again.truth.isolated == golden.truth.isolated
     assert again.cases == golden.cases
     for producer in PRODUCERS:
         for key, array in golden.evidence[producer].arrays().items():
@@ -132,23 +128,11 @@ def test_a_golden_without_one_of_its_parts_is_refused(tmp_path: Path, part: str)
 
 
 @pytest.mark.parametrize("part", ["half_tolerances", "half_errors"])
-@pytest.mark.parametrize("left", [{}, {"bfloat16": {}}])
-def test_a_golden_without_tolerances_of_half_precision_is_refused(tmp_path: Path, part: str, left: dict[str, dict]):
-    changes: dict[str, dict] = {part: left}
-    save(tmp_path, replace(read(goldens_folder() / "micro-llama"), **changes))
-    got = re.escape(str(sorted(left) or "none"))
-    with pytest.raises(
-        ValueError, match=rf"golden.json: expected {part} of bfloat16 and float16, got {got}; run refer"
-    ):
-        read(tmp_path)
-
-
-def test_a_golden_of_before_half_precision_is_refused(tmp_path: Path):
-    save(tmp_path, read(goldens_folder() / "micro-llama"))
-    record = json.loads((tmp_path / "golden.json").read_text())
-    del record["half_tolerances"]
-    (tmp_path / "golden.json").write_text(json.dumps(record))
-    with pytest.raises(ValueError, match="expected half_tolerances of bfloat16 and float16, got none; run"):
+def test_a_golden_without_distances_of_both_producers_is_refused(tmp_path: Path):
+    golden = read(goldens_folder() / "micro-llama")
+    isolated = {"llamacpp": golden.truth.isolated["llamacpp"]}
+    save(tmp_path, replace(golden, truth=replace(golden.truth, isolated=isolated)))
+    with pytest.raises(ValueError, match=r"expected isolated distances of llamacpp and .*, got \['llamacpp'\]"):
         read(tmp_path)
 
 

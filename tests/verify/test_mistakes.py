@@ -4,11 +4,11 @@ import re
 
 import numpy as np
 import pytest
-from planted import golden_of, weights_of
+from planted import golden_of, suite_of, weights_of
 
-from llorch.stages import BY_NAME, CHECKPOINTS, StageInputs, keys
+from llorch.stages import BY_NAME, CHECKPOINTS, keys
 from llorch.verify.compare import Tolerance
-from llorch.verify.diagnose import Variants, diagnose, mistakes_of, rank, wrong_compute
+from llorch.verify.diagnose import Variants, diagnose, made_wrong, mistakes_of, rank
 from llorch.verify.mistakes import (
     AFTER_LOGITS,
     GENERATION,
@@ -24,7 +24,7 @@ from llorch.verify.mistakes import (
     of_checkpoint,
 )
 from llorch.verify.mistakes.norm import skipped
-from llorch.verify.replay import isolated
+from llorch.verify.mistakes.stage_inputs import StageInputs, stage_inputs
 from llorch.verify.training.stages import BY_GROUP
 
 EVERY = (*STAGE_MISTAKES, *SAMPLING, *GENERATION, *QUANTISED, *TRAINING)
@@ -92,10 +92,9 @@ def test_diagnose_names_the_mistake_in_every_layer():
     stage, whole = BY_NAME["q_norm"], golden.cases["near"]
     (mistake,) = (mistake for mistake in STAGE_MISTAKES if mistake.name == "norm-of-heads-together")
     trace = golden.evidence["transformers"].traces["near"]
-    tolerance = golden.tolerances["near"]["isolated"]["q_norm"]
-    for _, _, layer in (row for row in keys(weights.config) if row[1] is stage):
-        compute = wrong_compute(mistake, "q_norm")
-        observed = isolated(stage, layer, trace, weights, whole, compute=compute)
+    for name, _, layer in (row for row in keys(weights.config) if row[1] is stage):
+        tolerance = suite_of("micro-qwen3").limits("near").isolated(name)
+        observed = made_wrong(mistake, stage_inputs(stage, layer, weights, whole, trace), "q_norm")
         suspects = diagnose(stage, layer, trace, weights, whole, observed, tolerance=tolerance)
         assert suspects[0].mistake is mistake
         assert [suspect.named for suspect in suspects[:2]] == [True, False]

@@ -9,10 +9,11 @@ import pytest
 from click.testing import CliRunner
 
 from llorch.stages import CHECKPOINTS, STAGES
+from llorch.verify.judge import exact_row
+from llorch.verify.places import Place
 from llorch.verify.report import pages
 from llorch.verify.report.pages import FOLDER, main, page, render, same
 from llorch.verify.report.tables import Blocks, equal, table
-from llorch.verify.verifier import exact_row
 
 ALL = [FOLDER / "README.md", *(page(FOLDER, number) for number in CHECKPOINTS)]
 LINK = re.compile(r"\]\(([^)#]+)(?:#([a-z-]+))?\)")
@@ -160,5 +161,6 @@ def test_a_table_escapes_the_marks_between_its_cells():
 
 
 def test_the_table_of_equal_things_counts_those_that_are():
-    rows = [exact_row(model, "12", "generation", "llamacpp", wrong, "") for model, wrong in (("a", 0.0), ("b", 0.5))]
+    place = Place("12", "generation")
+    rows = [exact_row(place, "llamacpp", wrong, "", model=model) for model, wrong in (("a", 0.0), ("b", 0.5))]
     assert equal(rows).endswith("| `generation` | llama.cpp | 1 of 2 |")

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from llorch.verify.quantised import EDGE, QuantisedVerifier, adopt_edges, emulated, rounded_stages
+from llorch.verify.verifier import FAIL, PASS, TIE, Row, exact_row, run
 from tiny_models import random_tensors, write_folder
 
 import llorch
@@ -17,13 +19,11 @@ from llorch.numerics import GGML, Numerics
 from llorch.ops.rounding import BLOCK_SIZE, round_activations
 from llorch.verify import forward as verify
 from llorch.verify.compare import EXACT
-from llorch.verify.forward import verify_as_stored
 from llorch.verify.goldens import Evidence
 from llorch.verify.limits import limit, variances
-from llorch.verify.quantised import EDGE, QuantisedVerifier, adopt_edges, emulated, rounded_stages
-from llorch.verify.quantised_models import write_model
-from llorch.verify.replay import Pass
-from llorch.verify.verifier import FAIL, PASS, TIE, Row, exact_row, run
+from llorch.verify.models import verify_as_stored
+from llorch.verify.places import Pass
+from llorch.verify.suites.quantised_models import write_model
 from llorch.verify.witnesses import open_producer
 from llorch.verify.witnesses.process import in_child
 

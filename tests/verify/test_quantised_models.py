@@ -10,9 +10,9 @@ from llorch.builtin import goldens_folder
 from llorch.files import GGUFFile, open_weights
 from llorch.files.names import inventory
 from llorch.files.quant import ACTIVATION_TYPE, BLOCK_SIZES, GGMLType, decode
-from llorch.verify.foundation import fingerprint
-from llorch.verify.quantised_goldens import FOLDER, read, types
-from llorch.verify.quantised_models import MODELS, matrix_bytes, random_blocks, write_model
+from llorch.verify.suites.files import fingerprint
+from llorch.verify.suites.quantised_goldens import FOLDER, read, types
+from llorch.verify.suites.quantised_models import MODELS, matrix_bytes, random_blocks, write_model
 
 PURE = [name for name in MODELS if name != "Q4_K_M"]
 

@@ -4,15 +4,16 @@ from functools import cache
 
 import numpy as np
 import pytest
-from planted import MICRO, Situation, chain, golden_of, models_of, n_cached, situations, weights_of
+from planted import MICRO, Situation, chain, golden_of, models_of, n_cached, right, situations, suite_of, weights_of
 
-from llorch.stages import BY_NAME, StageInputs, keys
+from llorch.stages import BY_NAME, keys
 from llorch.verify.compare import EXACT, measure
 from llorch.verify.diagnose import VISIBLE, Suspect, Variants, rank, sampler_variants, variants
 from llorch.verify.goldens import PRODUCERS, SAMPLINGS, sampler_inputs
 from llorch.verify.mistakes import GENERATION, SAMPLING, STAGE_MISTAKES, GenerationInputs, Mistake, SamplerInputs
-from llorch.verify.mistakes.generation import right
-from llorch.verify.replay import cut
+from llorch.verify.mistakes.generation import right as right_loop
+from llorch.verify.mistakes.stage_inputs import StageInputs
+from llorch.verify.places import part_of
 
 # A pass from position 0 whose tokens all get its first position is a pass without rotation.
 TWINS = {"rope-missing": {"rope-position-frozen"}}
@@ -65,11 +66,12 @@ def first_failing(
     trace: dict[str, np.ndarray], mistake: Mistake, model: str, case: str, producer: str
 ) -> tuple[str, str] | None:
     """The first stage, in the first layer, and its checkpoint."""
-    golden = golden_of(model)
+    golden, n = golden_of(model), n_cached(mistake, golden_of(model).cases[case])
+    limits, whole = suite_of(model).limits(case), golden.cases[case]
     for key, stage, layer in keys(weights_of(model).config):
-        want = cut(stage, golden.evidence[producer].traces[case][key], n_cached(mistake, golden.cases[case]))
+        want = part_of(stage, golden.evidence[producer].traces[case][key], n, len(whole.ids))
         difference = measure(trace[key], want, masked=stage.masked)
-        if not difference.within(golden.tolerances[case]["chained"][stage.name]):
+        if not difference.within(limits.chained(key, n)):
             assert layer in (0, None), f"{key} of {model} is the first to fail"
             return stage.name, stage.checkpoint
     return None
@@ -82,8 +84,9 @@ def test_what_a_producer_made_is_never_accused(model: str, case: str):
     for producer, evidence in golden.evidence.items():
         (other,) = set(PRODUCERS) - {producer}
         for key, stage, layer in keys(weights.config):
-            made = variants(stage, layer, evidence.traces[case], weights, golden.cases[case])
-            tolerance = golden.tolerances[case]["isolated"][stage.name]
+            alone = right(model, case, producer, 0)[key]
+            made = variants(stage, layer, evidence.traces[case], weights, golden.cases[case], alone)
+            tolerance = suite_of(model).limits(case).isolated(key)
             assert rank(evidence.traces[case][key], made, tolerance=tolerance) == []
             foreign = golden.evidence[other].traces[case][key]  # made from slightly other inputs
             assert named(rank(foreign, made, tolerance=tolerance)) == []
@@ -104,12 +107,13 @@ def test_an_unknown_mistake_gets_suspects_but_no_name(model: str, rng: np.random
 @pytest.mark.parametrize("mistake", SAMPLING, ids=by_name)
 def test_mistake_after_the_logits_goes_red_and_is_named(mistake: Mistake[SamplerInputs], model: str):
     (step,) = mistake.stages
-    golden = golden_of(model)
+    suite = suite_of(model)
+    limits = suite.limits("near")
     for producer in PRODUCERS:
         for case in mistake.cases:
             inputs, want = sampler_case(model, producer, step, case)
-            mode = "isolated" if step == "probabilities" else "chained"
-            tolerance = EXACT if step == "argmax" else golden.tolerances["near"][mode][step]
+            granted = {"argmax": EXACT, "probabilities": suite.softmax_limit(), "selected_logits": limits.last_row()}
+            tolerance = granted[step]
             wrong = mistake.wrong(inputs, step)
             assert measure(wrong, want).over(tolerance) >= VISIBLE, f"{producer} {case}"
             made = sampler_variants(step, inputs, weights_of(model).config)
@@ -160,4 +164,4 @@ def greedy(model: str) -> np.ndarray:
 @cache
 def texts(model: str) -> Variants:
     loop = GenerationInputs(weights_of(model), golden_of(model).cases["near"].ids, len(greedy(model)))
-    return Variants(right(loop), [(mistake, mistake.wrong(loop, "generation")) for mistake in GENERATION])
+    return Variants(right_loop(loop), [(mistake, mistake.wrong(loop, "generation")) for mistake in GENERATION])

@@ -1,4 +1,4 @@
-"""Teeth of the verifier: an op broken in the running code turns its checkpoint red, not only a variant in a table."""
+"""Teeth of the suite: an op broken in the running code turns its checkpoint red, not only a variant in a table."""
 
 import numpy as np
 import pytest
@@ -7,9 +7,10 @@ from planted import golden_of, weights_of
 from llorch import forward, generate
 from llorch.cache import KVCache
 from llorch.sampling import SamplingSettings, softmax
-from llorch.verify import verifier
 from llorch.verify.goldens import SAMPLINGS
-from llorch.verify.verifier import FAIL, PASS, Row, Verifier
+from llorch.verify.judge import FAIL, PASS, Row
+from llorch.verify.runners import numpy as runners
+from llorch.verify.suites.forward import ForwardSuite
 
 MODEL = "micro-qwen2"
 
@@ -19,7 +20,8 @@ def judge(rows: str) -> list[Row]:
     golden = golden_of(MODEL)
     near = {"near": golden.cases["near"]}
     evidence = {"llamacpp": golden.evidence["llamacpp"]}
-    return list(getattr(Verifier(MODEL, weights_of(MODEL), near, evidence, golden.truth), rows)(golden.tolerances))
+    suite = ForwardSuite(MODEL, weights_of(MODEL), near, evidence, golden.truth)
+    return list(getattr(suite, rows)(runners.NumpyRunner(weights_of(MODEL))))
 
 
 def first_fail(rows: list[Row]) -> tuple[str, str, int | None]:
@@ -120,6 +122,6 @@ def test_filters_that_are_ignored_fail_checkpoint_11(monkeypatch: pytest.MonkeyP
     def careless(logits: np.ndarray, settings: SamplingSettings, history: list[int]) -> np.ndarray:
         return softmax(logits / logits.dtype.type(settings.temperature))
 
-    monkeypatch.setattr(verifier, "probabilities", careless)
+    monkeypatch.setattr(runners, "probabilities", careless)
     failed = {(row.checkpoint, row.stage) for row in judge("sampler_rows") if row.verdict == FAIL}
     assert failed == {("11", f"probabilities.{name}") for name in SAMPLINGS if name != "temperature"}

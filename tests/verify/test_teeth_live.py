@@ -16,16 +16,17 @@ from llorch.cache import KVCache
 from llorch.files import Weights
 from llorch.pytorch.device import Target
 from llorch.pytorch.model import TorchModel
-from llorch.verify.forward import Shown, ask
-from llorch.verify.goldens import PRODUCERS, Tolerances
-from llorch.verify.torch_variants import Variant, plain
-from llorch.verify.torch_verifier import TorchVerifier
-from llorch.verify.verifier import FAIL, PASS, Row, Verifier
+from llorch.verify.goldens import PRODUCERS
+from llorch.verify.judge import FAIL, PASS, Row
+from llorch.verify.models import ask
+from llorch.verify.runners import Runner
+from llorch.verify.runners.numpy import NumpyRunner
+from llorch.verify.runners.torch import TorchRunner, Variant, plain
+from llorch.verify.suites.forward import ForwardSuite
 
 VOCAB = 32_000
 IDS = (3, 1, 4, 15, 9, 2, 6, 5, 31_999, 7_777)
 TARGET = "torch-cpu-float32"
-Judge = tuple[Shown, Tolerances]
 
 pytestmark = pytest.mark.live
 
@@ -38,7 +39,7 @@ def with_vocabulary(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 @pytest.fixture(scope="module", params=["file", "folder"])
-def judge(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Judge:
+def judge(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ForwardSuite:
     path: Path = tmp_path_factory.mktemp("live") / "model"
     if request.param == "file":
         metadata = GGUF_METADATA | {"tokenizer.ggml.model": "no_vocab", "llama.vocab_size": VOCAB}
@@ -46,15 +47,11 @@ def judge(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     else:
         write_folder(path, with_vocabulary(random_tensors("qwen3")), "qwen3", vocab_size=VOCAB)
     shown = ask(path, IDS, PRODUCERS, text=None, say=lambda line: None, failed=None)
-    return shown, verifier(shown).tolerances()
+    return ForwardSuite("m", shown.weights, shown.cases, shown.evidence, shown.truth)
 
 
-def verifier(shown: Shown) -> Verifier:
-    return Verifier(shown.model, shown.weights, shown.cases, shown.evidence, shown.truth)
-
-
-def judged(made: Verifier, tolerances: Tolerances) -> list[Row]:
-    return [*made.decode_rows(tolerances), *made.sampler_rows(tolerances)]
+def judged(suite: ForwardSuite, runner: Runner) -> list[Row]:
+    return [*suite.decode_rows(runner), *suite.sampler_rows(runner)]
 
 
 def first_red(rows: list[Row]) -> tuple[str, str]:
@@ -111,27 +108,24 @@ TORCH = {
 
 
 @pytest.mark.parametrize("plant", NUMPY, ids=lambda plant: plant.__name__)
-def test_a_mistake_in_numpy_is_red_where_it_is(judge: Judge, plant: Callable, monkeypatch: pytest.MonkeyPatch):
-    shown, tolerances = judge
-    made = verifier(shown)
-    assert {row.verdict for row in judged(made, tolerances)} == {PASS}
+def test_a_mistake_in_numpy_is_red_where_it_is(judge: ForwardSuite, plant: Callable, monkeypatch: pytest.MonkeyPatch):
+    runner = NumpyRunner(judge.weights)
+    assert {row.verdict for row in judged(judge, runner)} == {PASS}
     plant(monkeypatch)
-    rows = judged(made, tolerances)
+    rows = judged(judge, runner)
     assert first_red(rows) == NUMPY[plant]
     assert {row.verdict for row in rows} == {PASS, FAIL}
 
 
 @pytest.mark.parametrize("name", [None, *TORCH])
-def test_a_mistake_in_torch_is_red_where_it_is(judge: Judge, name: str | None, monkeypatch: pytest.MonkeyPatch):
+def test_a_mistake_in_torch_is_red_where_it_is(judge: ForwardSuite, name: str | None, monkeypatch: pytest.MonkeyPatch):
     def make(weights: Weights, at: Target) -> TorchModel:
         model = plain(weights, at)
         if name is not None:
             PLANTED[name].plant(model.module, monkeypatch)
         return model
 
-    shown, tolerances = judge
-    made = TorchVerifier(shown.model, shown.weights, shown.cases, shown.evidence, shown.truth, on(TARGET))
-    rows = judged(made.judging(Variant(make, hidden=frozenset()), TARGET), tolerances)
+    rows = judged(judge, TorchRunner(judge.weights, on(TARGET), Variant(make, hidden=frozenset()), TARGET))
     assert {row.verdict for row in rows} == ({PASS} if name is None else {PASS, FAIL})
     if name is not None:
         assert first_red(rows) == TORCH[name]

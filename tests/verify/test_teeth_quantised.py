@@ -19,14 +19,14 @@ from llorch.model import Model
 from llorch.numerics import GGML
 from llorch.ops.rounding import VariantName
 from llorch.verify import quantised
-from llorch.verify import quantised_stored as verify_quantised
 from llorch.verify.compare import Tolerance, measure
 from llorch.verify.diagnose import VISIBLE, rank
-from llorch.verify.forward import verify_as_stored
+from llorch.verify.judge import FAIL, PASS, Row
 from llorch.verify.mistakes import IN_PRODUCTS, QUANTISED, Mistake, QuantisedInputs
-from llorch.verify.quantised_models import MODELS, write_model
-from llorch.verify.quantised_stored import decode_rows, file_row, product_rows, rounding_rows
-from llorch.verify.verifier import FAIL, PASS, Row
+from llorch.verify.models import verify_as_stored
+from llorch.verify.suites import quantised as verify_quantised
+from llorch.verify.suites.quantised import decode_rows, file_row, product_rows, rounding_rows
+from llorch.verify.suites.quantised_models import MODELS, write_model
 
 PURE = [name for name in MODELS if name != "Q4_K_M"]
 

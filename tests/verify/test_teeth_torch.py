@@ -2,6 +2,7 @@
 
 from functools import cache
 
+import numpy as np
 import pytest
 from planted import golden_of, weights_of
 from planted_torch import PLANTED, Planted
@@ -12,31 +13,29 @@ from llorch.pytorch.device import Target
 from llorch.pytorch.model import TorchModel
 from llorch.verify.compare import Difference, Tolerance
 from llorch.verify.diagnose import VISIBLE
-from llorch.verify.torch_variants import VARIANTS, Variant
-from llorch.verify.torch_verifier import TorchVerifier
-from llorch.verify.verifier import FAIL, Row
+from llorch.verify.judge import FAIL, Row
+from llorch.verify.runners.torch import VARIANTS, TorchRunner, Variant
+from llorch.verify.suites.forward import ForwardSuite
 
 
 @cache
-def verifier(model: str, case: str, target: str) -> TorchVerifier:
+def suite(model: str, case: str) -> ForwardSuite:
     golden = golden_of(model)
-    evidence = {"llamacpp": golden.evidence["llamacpp"], "transformers": golden.evidence["transformers"]}
-    return TorchVerifier(model, weights_of(model), {case: golden.cases[case]}, evidence, golden.truth, on(target))
+    return ForwardSuite(model, weights_of(model), {case: golden.cases[case]}, golden.evidence, golden.truth)
 
 
 def broken(planted: Planted, target: str, patch: pytest.MonkeyPatch) -> list[Row]:
     """The rows of a model with a mistake in it, in the order of the forward pass."""
-    golden, base = golden_of(planted.model), VARIANTS[planted.base]
-    half = golden.half_tolerances.get(target.rpartition("-")[2])
+    base = VARIANTS[planted.base]
 
     def make(weights: Weights, at: Target) -> TorchModel:
         model = base.make(weights, at)
         planted.plant(model.module, patch)
         return model
 
-    judge = verifier(planted.model, planted.case, target)
-    judge = judge.judging(Variant(make, hidden=base.hidden, in_batch=base.in_batch), f"{target}-broken")
-    rows = getattr(judge, planted.rows)(half or golden.tolerances)
+    variant = Variant(make, hidden=base.hidden, in_batch=base.in_batch)
+    runner = TorchRunner(weights_of(planted.model), on(target), variant, f"{target}-broken")
+    rows = getattr(suite(planted.model, planted.case), planted.rows)(runner)
     return [row for row in rows if row.mode != "isolated" or row.checkpoint == "11"]
 
 
@@ -49,7 +48,8 @@ def place(row: Row) -> tuple[str, str, int | None]:
 
 
 def over(row: Row) -> float:
-    return Difference(row.error, row.worst).over(Tolerance(row.tolerance, row.tolerance_worst))
+    tolerance = Tolerance(row.tolerance, row.tolerance_worst, row.tolerance_token)
+    return Difference(row.error, row.worst, row.note or None, tokens=np.array([row.token_error])).over(tolerance)
 
 
 def by_name(name: str) -> str:

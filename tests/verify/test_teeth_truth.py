@@ -5,14 +5,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from planted import golden_of, weights_of
+from planted import suite_of, weights_of
 from tiny_models import GGUF_METADATA, VOCAB, gguf_tensors, random_tensors, write_file, write_folder
 
 from llorch import forward as page
 from llorch.cache import KVCache
-from llorch.verify.forward import verify_live
+from llorch.verify.judge import FAIL, Row
+from llorch.verify.limits import MATHEMATICS
+from llorch.verify.models import verify_live
+from llorch.verify.runners.numpy import FLOAT64, NumpyRunner
 from llorch.verify.truth import WITNESS
-from llorch.verify.verifier import FAIL, FLOAT64, MATHEMATICS, Row, Verifier
 
 MODEL = "micro-qwen3"
 IDS = (3, 1, 4, 15, 9, 2, 6, 5, 35, 8, 27, 13)
@@ -70,9 +72,7 @@ def alone(rows: Sequence[Row]) -> set[str]:
 
 
 def rows_in_float64() -> list[Row]:
-    golden = golden_of(MODEL)
-    judge = Verifier(MODEL, weights_of(MODEL), golden.cases, golden.evidence, golden.truth)
-    return judge.on(FLOAT64).rows(golden.tolerances)
+    return suite_of(MODEL).rows(NumpyRunner(weights_of(MODEL), FLOAT64))
 
 
 def test_float64_is_far_below_its_limit_of_the_truth():

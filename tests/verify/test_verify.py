@@ -4,7 +4,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from planted import golden_of
 from tiny_models import random_tensors, write_folder
 
 from llorch import builtin
@@ -13,12 +12,11 @@ from llorch.files import open_weights
 from llorch.files.mapped import MappedFile
 from llorch.model import Model
 from llorch.tokenizer import Tokenizer
-from llorch.verify import forward as verify
-from llorch.verify.forward import foundation_rows, token_rows, verify_live, verify_stored
-from llorch.verify.foundation import differing, foreign_tensors, own_tensors
+from llorch.verify import models as verify
 from llorch.verify.goldens import TokenCheck
-from llorch.verify.truth import WITNESS
-from llorch.verify.verifier import FAIL, PASS
+from llorch.verify.judge import FAIL, PASS
+from llorch.verify.models import foundation_rows, token_rows, verify_live, verify_stored
+from llorch.verify.suites.files import differing, foreign_tensors, own_tensors
 
 PATH = builtin_path("micro-qwen2")
 
@@ -161,7 +159,7 @@ def test_a_prompt_near_the_end_of_the_context_leaves_fewer_greedy_tokens(monkeyp
 def test_a_model_that_does_not_fit_every_engine_is_refused_with_the_figures(monkeypatch: pytest.MonkeyPatch):
     weights = open_weights(PATH)
     needed = 4 * sum(int(np.prod(weights.shape(name))) for name in weights)
-    monkeypatch.setattr("llorch.verify.forward.available_memory", lambda: 1.5 * needed)
+    monkeypatch.setattr("llorch.verify.models.available_memory", lambda: 1.5 * needed)
     verify.require_engines(weights, ["llamacpp"])
     with pytest.raises(MemoryError, match=r"need float32 weights in every engine, about .* are free; use --numerics"):
         verify.require_engines(weights, ["llamacpp", "transformers"])
@@ -170,11 +168,8 @@ def test_a_model_that_does_not_fit_every_engine_is_refused_with_the_figures(monk
 def test_a_truth_that_does_not_fit_is_not_run_and_says_so(monkeypatch: pytest.MonkeyPatch):
     weights = open_weights(PATH)
     needed = 8 * sum(int(np.prod(weights.shape(name))) for name in weights)
-    monkeypatch.setattr("llorch.verify.forward.available_memory", lambda: needed)
+    monkeypatch.setattr("llorch.verify.models.available_memory", lambda: needed)
     verify.require_truth(weights)
-    monkeypatch.setattr("llorch.verify.forward.available_memory", lambda: needed - 1)
-    failed: dict[str, str] = {}
-    evidence = dict(golden_of("micro-qwen2").evidence)
-    assert verify._truth(PATH, {}, evidence, 1, print, failed) is None
-    assert failed.keys() == {WITNESS}
-    assert failed[WITNESS].startswith("the truth needs float64 weights, ")
+    monkeypatch.setattr("llorch.verify.models.available_memory", lambda: needed - 1)
+    with pytest.raises(MemoryError, match=r"the truth needs float64 weights, "):
+        verify.require_truth(weights)

@@ -7,7 +7,6 @@ wrong result with them; tests plant every one of them. `TRAINING` are functions 
 
 from collections.abc import Mapping
 
-from llorch.stages import StageInputs
 from llorch.verify.mistakes.attention import ATTENTION
 from llorch.verify.mistakes.block import BLOCK
 from llorch.verify.mistakes.cache import CACHE
@@ -22,6 +21,7 @@ from llorch.verify.mistakes.quantised_blocks import BLOCKS
 from llorch.verify.mistakes.quantised_rounding import ROUNDINGS
 from llorch.verify.mistakes.rope import ROPE
 from llorch.verify.mistakes.sampling import SAMPLING, SamplerInputs
+from llorch.verify.mistakes.stage_inputs import StageInputs
 from llorch.verify.mistakes.training import TRAINING, TrainingMistake
 
 __all__ = [

@@ -6,8 +6,8 @@ Those of the scores are shown at the probabilities too: some engines add the mas
 import numpy as np
 
 from llorch.ops.attention import attention_probs
-from llorch.stages import StageInputs
 from llorch.verify.mistakes.mistake import Mistake
+from llorch.verify.mistakes.stage_inputs import StageInputs
 
 SCORES = ("attn_scores", "attn_probs")
 QUERY_AND_KEY = ("q_rope", "k_cache")

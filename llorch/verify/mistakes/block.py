@@ -3,8 +3,9 @@
 import numpy as np
 
 from llorch.ops.linear import linear
-from llorch.stages import StageInputs, output_matrix
+from llorch.stages import output_matrix
 from llorch.verify.mistakes.mistake import Mistake
+from llorch.verify.mistakes.stage_inputs import StageInputs
 
 
 def _logits(s: StageInputs, x: np.ndarray) -> np.ndarray:

@@ -4,8 +4,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from llorch.stages import StageInputs, rope_input
+from llorch.stages import rope_input
 from llorch.verify.mistakes.mistake import Mistake, Wrong
+from llorch.verify.mistakes.stage_inputs import StageInputs
 
 CACHES = ("k_cache", "v_cache")
 

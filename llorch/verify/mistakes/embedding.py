@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from llorch.stages import StageInputs
 from llorch.verify.mistakes.mistake import Mistake
+from llorch.verify.mistakes.stage_inputs import StageInputs
 
 
 def dimensions_not_reversed(s: StageInputs, stage: str) -> np.ndarray:

@@ -5,8 +5,8 @@ import math
 import numpy as np
 
 from llorch.ops.linear import linear
-from llorch.stages import StageInputs
 from llorch.verify.mistakes.mistake import Mistake
+from llorch.verify.mistakes.stage_inputs import StageInputs
 
 WIDE = {"ffn_gate": "gate_proj", "ffn_up": "up_proj"}
 GATE_AND_UP = tuple(WIDE)

@@ -10,7 +10,8 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from llorch.config import ModelConfig
-from llorch.stages import BY_NAME, StageInputs
+from llorch.stages import BY_NAME
+from llorch.verify.mistakes.stage_inputs import StageInputs
 from llorch.verify.training.stages import TRAINING_STAGES
 
 Inputs = TypeVar("Inputs")

@@ -6,8 +6,8 @@ import numpy as np
 
 from llorch.config import ModelConfig
 from llorch.ops.rms_norm import rms_norm
-from llorch.stages import StageInputs
 from llorch.verify.mistakes.mistake import Mistake, Wrong
+from llorch.verify.mistakes.stage_inputs import StageInputs
 
 NORMS = {
     "attn_norm": "block_in", "q_norm": "q_proj", "k_norm": "k_proj", "ffn_norm": "attn_residual",

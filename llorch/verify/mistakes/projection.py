@@ -8,8 +8,9 @@ import numpy as np
 from llorch.config import ModelConfig
 from llorch.files.names import interleave, undo_interleave
 from llorch.ops.linear import linear
-from llorch.stages import StageInputs, output_matrix
+from llorch.stages import output_matrix
 from llorch.verify.mistakes.mistake import Mistake, Wrong
+from llorch.verify.mistakes.stage_inputs import StageInputs
 
 PROJECTIONS = {
     "q_proj": ("attn_norm", "q_proj"), "k_proj": ("attn_norm", "k_proj"), "v_proj": ("attn_norm", "v_proj"),

@@ -10,7 +10,7 @@ import numpy as np
 from llorch.files.quant import BLOCK_SIZES, GGMLType, decode
 from llorch.verify.mistakes.mistake import Mistake
 from llorch.verify.mistakes.quantised import QuantisedInputs, in_blocks, in_matrix
-from llorch.verify.quantised_models import SCALES
+from llorch.verify.suites.quantised_models import SCALES
 
 # Bytes of the codes of a block, where their order or zero point can be mistaken.
 CODES = {

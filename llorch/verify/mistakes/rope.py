@@ -4,8 +4,9 @@ import numpy as np
 
 from llorch.config import FactorScaling, Llama3Scaling, ModelConfig
 from llorch.ops.rope import frequencies, rope, scale_frequencies
-from llorch.stages import StageInputs, rope_input
+from llorch.stages import rope_input
 from llorch.verify.mistakes.mistake import Mistake
+from llorch.verify.mistakes.stage_inputs import StageInputs
 
 ROTATED = ("q_rope", "k_rope")
 

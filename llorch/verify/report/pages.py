@@ -17,19 +17,21 @@ import click
 
 from llorch.builtin import goldens_folder
 from llorch.stages import CHECKPOINTS
-from llorch.verify.forward import verify_stored
 from llorch.verify.goldens import read
-from llorch.verify.quantised import CHECKPOINT as QUANTISED
-from llorch.verify.quantised_stored import verify_quantised_stored
+from llorch.verify.judge import Row
+from llorch.verify.limits import ARITHMETICS
+from llorch.verify.models import verify_stored
 from llorch.verify.report.half import CHECKPOINT as TORCH
 from llorch.verify.report.half import torch_blocks
 from llorch.verify.report.quantised import exact_errors, quantised_blocks
 from llorch.verify.report.tables import Blocks, index_blocks, models_with_goldens, page_blocks
 from llorch.verify.report.training import trainers, training_blocks
+from llorch.verify.runners.numpy import FLOAT64
+from llorch.verify.suites.quantised import CHECKPOINT as QUANTISED
+from llorch.verify.suites.quantised import verify_quantised_stored
 from llorch.verify.training.claims import verify_training_stored
 from llorch.verify.training.goldens import MODELS as TRAINED
 from llorch.verify.training.stages import CHECKPOINTS as TRAINING
-from llorch.verify.verifier import FLOAT64, Row
 
 FOLDER = Path(__file__).resolve().parents[3] / "checkpoints"
 START, END = "<!-- generated: ", "<!-- end -->"
@@ -77,15 +79,25 @@ def generated(folder: Path) -> Mapping[Path, Blocks]:
     alike = [number for number in CHECKPOINTS if number not in (QUANTISED, TORCH, *TRAINING)]
     pages = {page(folder, number): page_blocks(number, rows) for number in alike}
     pages[page(folder, QUANTISED)] = quantised_blocks(quantised_rows(), exact_errors())
-    pages[page(folder, TORCH)] = torch_blocks(goldens, rows)
+    pages[page(folder, TORCH)] = torch_blocks(goldens, [row for name in goldens for row in torch_rows(name)])
     pages |= {page(folder, number): training_blocks(number, training_rows()) for number in TRAINING}
     return {folder / "README.md": index_blocks(rows, goldens, CHECKPOINTS, trainers())} | pages
 
 
 @cache  # the slow part, and goldens do not change under a running command
 def rows_of(model: str) -> Sequence[Row]:
-    """All comparisons of one built-in model, as it runs, with its goldens."""
-    return [row for row in verify_stored(model) if row.backend == "numpy"]
+    """All comparisons of one built-in model with its goldens, as it runs and in float64."""
+    return [row for row in verify_stored(model) if row.backend in ("numpy", FLOAT64)]
+
+
+@cache
+def torch_rows(model: str) -> Sequence[Row]:
+    """All comparisons of one built-in model on the torch page as it is written, on the CPU."""
+    from llorch.pytorch.device import target
+    from llorch.verify.runners.torch import torch_runners
+
+    targets = [target("cpu", dtype) for dtype in ARITHMETICS]
+    return [row for on in targets for row in verify_stored(model, torch_runners(on, only=[""]), backend=str(on))]
 
 
 @cache

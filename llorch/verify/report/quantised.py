@@ -9,12 +9,13 @@ from llorch.builtin import goldens_folder
 from llorch.files import open_weights
 from llorch.files.quant import ACTIVATION_TYPE
 from llorch.verify.compare import measure
-from llorch.verify.quantised import BACKEND
-from llorch.verify.quantised_goldens import FOLDER, read
-from llorch.verify.quantised_models import MODELS, write_model
-from llorch.verify.quantised_stored import BACKENDS
+from llorch.verify.judge import PASS, Row
 from llorch.verify.report.tables import Blocks, mistakes, short, table
-from llorch.verify.verifier import PASS, Row, run
+from llorch.verify.runners.numpy import GGML as BACKEND
+from llorch.verify.runners.numpy import run
+from llorch.verify.suites.quantised import BACKENDS
+from llorch.verify.suites.quantised_goldens import FOLDER, read
+from llorch.verify.suites.quantised_models import MODELS, write_model
 
 MEANINGS = {
     "decode": "types decode to the bits of ggml's C",
@@ -52,7 +53,7 @@ def _equal(rows: Sequence[Row]) -> str:
     groups: dict[str, list[Row]] = {}
     for row in rows:
         if row.mode == "exact":
-            groups.setdefault(row.stage.split(".")[0], []).append(row)
+            groups.setdefault(row.place.stage, []).append(row)
     lines = ([f"`{name}`", MEANINGS[name], f"{_passed(found)} of {len(found)}"] for name, found in groups.items())
     return table(("row", "what is equal", "equal"), lines)
 

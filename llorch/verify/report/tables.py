@@ -12,9 +12,9 @@ from pathlib import Path
 from llorch.builtin import BUILTIN, goldens_folder
 from llorch.stages import BY_NAME, STAGES, Stage
 from llorch.verify.goldens import PRODUCERS, SAMPLINGS, Golden
+from llorch.verify.judge import PASS, TIE, Row
 from llorch.verify.mistakes import MISTAKES, checkpoint_of, of_checkpoint
 from llorch.verify.truth import WITNESS
-from llorch.verify.verifier import PASS, TIE, Row
 
 ENGINES = {
     "llamacpp": "llama.cpp", "transformers": "transformers", "reader": "gguf package", "peft": "PEFT",
@@ -72,10 +72,9 @@ def distances(rows: Sequence[Row]) -> str:
     """
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
-        case = row.case.split(",")[0]  # "near, 6 cached" is the case `near`
-        groups.setdefault((row.stage, row.mode, case), []).append(row)
+        groups.setdefault((row.stage, row.mode, row.place.case), []).append(row)
     ordered = sorted(groups, key=lambda k: (_place(k[0]), MODES.index(k[1]), k[2] != "near"))
-    columns = ("stage", "mode", "case", *(ENGINES[p] for p in PRODUCERS), "our float64", "ours", "tolerance")
+    columns = ("stage", "mode", "case", *(ENGINES[p] for p in PRODUCERS), "our float64", "ours", "limit")
     lines = ([f"`{stage}`", mode, case, *_largest(groups[stage, mode, case])] for stage, mode, case in ordered)
     return f"{_models(rows)}.\n\n{table(columns, lines, right=5)}"
 
@@ -193,7 +192,7 @@ def _place(stage: str) -> int:
 
 def _compared(number: str, rows: Sequence[Row]) -> str:
     mine = [row for row in rows if row.checkpoint == number]
-    found = dict.fromkeys(row.stage.split(".")[0] for row in mine if row.mode != "decode")  # one of many settings
+    found = dict.fromkeys(row.place.stage for row in mine if row.mode != "decode")
     named = ", ".join(f"`{stage}`" for stage in sorted(found, key=_place)) or "01 to 12 again, in every dtype"
     return named + ("; every stage again, in two passes" if number == "03" else "")
 

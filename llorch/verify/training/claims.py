@@ -19,6 +19,7 @@ from llorch.verify.compare import Difference, Tolerance, tolerance_from
 from llorch.verify.goldens import sha256
 from llorch.verify.judge import Claim, Row, judge
 from llorch.verify.places import Place
+from llorch.verify.runners.numpy import BACKENDS, FLOAT64
 from llorch.verify.training import limits
 from llorch.verify.training.exports import exported, file_row
 from llorch.verify.training.goldens import TRUTH, Errors, Tolerances, TrainingGolden, lacking, read, text, witness_of
@@ -26,7 +27,6 @@ from llorch.verify.training.places import CHAINED, ISOLATED, MODES, Arrays, plac
 from llorch.verify.training.recipe import OPTIMIZER
 from llorch.verify.training.runner import NumpyRunner
 from llorch.verify.training.stages import BY_GROUP
-from llorch.verify.verifier import BACKENDS, FLOAT64
 
 Granted = Callable[[Place, str], Tolerance]  # of a place and a mode
 

@@ -19,8 +19,8 @@ from llorch.lora.base import identity_of
 from llorch.lora.gguf_format import ALPHA, read_lora_gguf, write_lora_gguf
 from llorch.lora.merge_files import merge
 from llorch.lora.peft_format import TENSOR_FILE, read_peft, write_peft
-from llorch.verify.foundation import differing, foreign_tensors
 from llorch.verify.judge import Row, exact_row
+from llorch.verify.suites.files import differing, foreign_tensors
 from llorch.verify.training.goldens import TrainingGolden
 from llorch.verify.training.places import PEFT, Arrays, at
 from llorch.verify.training.runner import logits_of

@@ -18,7 +18,7 @@ from llorch.pytorch.cpu.quantised import CpuQuantisedLinear
 from llorch.pytorch.device import target
 from llorch.pytorch.load import load_dense, load_packed
 from llorch.pytorch.sdpa import use_sdpa
-from llorch.verify.quantised_models import write_model
+from llorch.verify.suites.quantised_models import write_model
 
 CPU = torch.device("cpu")
 FIRST = 50

@@ -8,7 +8,7 @@ from llorch.files.quant import BLOCK_SIZES
 from llorch.pytorch.cpu.library import library
 from llorch.pytorch.cpu.quantised import FEW, HALF, KINDS, CpuQuantisedLinear
 from llorch.pytorch.packing import decode, pack
-from llorch.verify.quantised_models import random_blocks
+from llorch.verify.suites.quantised_models import random_blocks
 
 ROWS = [1, 3, FEW, FEW + 1, 40]
 OUT = 70

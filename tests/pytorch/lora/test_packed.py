@@ -15,7 +15,7 @@ from llorch.pytorch.load import load_dense, load_packed
 from llorch.pytorch.lora import leaves as torch_leaves
 from llorch.pytorch.lora.adapters import attach, trainable_parameters
 from llorch.pytorch.quantised_linear import PackedMatrix
-from llorch.verify.quantised_models import write_model
+from llorch.verify.suites.quantised_models import write_model
 
 EVERY = pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q4_K", "Q6_K", "Q4_K_M"])
 

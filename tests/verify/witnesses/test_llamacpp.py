@@ -13,7 +13,7 @@ from llorch.files import open_weights
 from llorch.lora.gguf_format import write_lora_gguf
 from llorch.numerics import GGML, DtypeName
 from llorch.ops.rounding import ActivationKind, round_activations
-from llorch.verify.quantised_models import write_model
+from llorch.verify.suites.quantised_models import write_model
 from llorch.verify.witnesses import f32_copy
 from llorch.verify.witnesses import open_here as open_producer
 

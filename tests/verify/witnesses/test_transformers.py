@@ -13,7 +13,7 @@ from llorch.files import open_weights
 from llorch.files.export import write_gguf
 from llorch.files.names import inventory
 from llorch.numerics import DtypeName
-from llorch.verify.quantised_models import write_model
+from llorch.verify.suites.quantised_models import write_model
 from llorch.verify.witnesses import open_here as open_producer
 
 pytestmark = pytest.mark.live

@@ -5,8 +5,6 @@ and its product is held to the limit that NumPy's is held to. In half precision 
 weights and the result costs. Both leaves are judged: the plain one, and the one that runs on the target.
 """
 
-import math
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
@@ -27,18 +25,16 @@ from llorch.pytorch.device import Target
 from llorch.pytorch.load import load_packed
 from llorch.pytorch.model import speed_up
 from llorch.pytorch.packing import PACKERS, decode, pack
-from llorch.stages import Stage, input_key, matrix_of
+from llorch.stages import Stage, input_key, keys, matrix_of
 from llorch.verify.compare import Tolerance
-from llorch.verify.foundation import fingerprint
-from llorch.verify.quantised import CHECKPOINT, PRODUCER, QuantisedVerifier
-from llorch.verify.quantised_goldens import CASE, FOLDER, QuantisedGolden, read
-from llorch.verify.quantised_models import MODELS, write_model
-from llorch.verify.quantised_stored import file_row
-from llorch.verify.sums import spread
-from llorch.verify.verifier import WORST, Row, exact_row
+from llorch.verify.judge import PASS, Claim, Row, exact_row, judge
+from llorch.verify.limits import ARITHMETICS, FLOAT32, WORST, product_error
+from llorch.verify.places import Place
+from llorch.verify.suites.quantised import CHECKPOINT, PRODUCER, made_models, other_bits, suite_of
+from llorch.verify.suites.quantised_goldens import CASE, FOLDER, QuantisedGolden, read
+from llorch.verify.suites.quantised_models import MODELS
 
 PACKED_MODELS = tuple(name for name, recipe in MODELS.items() if recipe.types <= PACKERS.keys())
-HALF_UNIT = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}  # of one rounding, on the average
 
 
 def verify_quantised_torch(target: Target) -> Iterator[Row]:
@@ -56,13 +52,10 @@ def verify_quantised_torch(target: Target) -> Iterator[Row]:
     """
     golden = read(goldens_folder() / FOLDER)
     yield from decode_rows(golden, target)
-    with tempfile.TemporaryDirectory(prefix="llorch-") as folder:
-        for name in PACKED_MODELS:
-            path = write_model(name, Path(folder))
-            yield replace(file_row(name, path, golden), backend=str(target))
-            if fingerprint(path) == golden.files[name]:
-                yield from product_rows(name, path, golden, target)
-            path.unlink()
+    for name, path, row in made_models(golden, PACKED_MODELS):
+        yield replace(row, backend=str(target))
+        if row.verdict == PASS:
+            yield from product_rows(name, path, golden, target)
 
 
 def decode_rows(golden: QuantisedGolden, target: Target) -> Iterator[Row]:
@@ -70,67 +63,39 @@ def decode_rows(golden: QuantisedGolden, target: Target) -> Iterator[Row]:
     for kind in PACKERS:
         values = golden.blocks[f"{kind.name}.values"]
         raw = torch.from_numpy(golden.blocks[f"{kind.name}.blocks"].copy()).to(target.device)
-        ours = decode(pack(raw, kind), kind).cpu().numpy().reshape(values.shape)
-        wrong = (ours.view(np.uint32) != values.view(np.uint32)) & ~(np.isnan(ours) & np.isnan(values))
+        wrong = other_bits(decode(pack(raw, kind), kind).cpu().numpy().reshape(values.shape), values)
         note = f"{int(wrong.sum())} of {wrong.size} values differ" if wrong.any() else ""
-        stage, share = f"decode.{kind.name}", float(wrong.mean())
-        yield exact_row(kind.name, CHECKPOINT, stage, PRODUCER, share, note, backend=str(target))
+        place = Place(CHECKPOINT, "decode", part=kind.name)
+        yield exact_row(place, PRODUCER, float(wrong.mean()), note, model=kind.name, backend=str(target))
 
 
 def product_rows(name: str, path: Path, golden: QuantisedGolden, target: Target) -> Iterator[Row]:
-    """Every product of one model, by the plain leaves and by those of the target.
-
-    Args:
-        name: In `PACKED_MODELS`.
-        path: Its file.
-        golden: With its trace.
-        target: Device and dtype.
-
-    Yields:
-        Rows of checkpoint 13.
-    """
+    """Every product of one model, by the plain leaves and by those of the target."""
     weights = open_weights(path).using(GGML)
     with closing(weights.source):
         model = load_packed(weights, dtype=target.dtype, device=target.device)
-        verifier = LeafVerifier(name, weights, {CASE: golden.case}, golden.evidence(name))
-        yield from verifier.product_rows(model, target, f"{target}-plain")
+        yield from leaf_rows(name, weights, golden, model, target, f"{target}-plain")
         speed_up(model, target, "sdpa", compiled=False)
-        yield from verifier.product_rows(model, target, str(target))
+        yield from leaf_rows(name, weights, golden, model, target, str(target))
 
 
-class LeafVerifier(QuantisedVerifier):
-    """Judges the leaves of a torch model on golden inputs; limits are those of the NumPy products."""
-
-    def product_rows(self, model: CausalLM, target: Target, backend: str) -> Iterator[Row]:
-        """Every product by the leaves of a model.
-
-        Args:
-            model: Loaded, on the target.
-            target: Its device and dtype.
-            backend: Name in the rows.
-
-        Yields:
-            One row for each product.
-        """
-        self.backend = backend
-        for case, limits in self._limits.items():
-            trace = self._golden.traces[case]
-            for key, stage, layer in self._keys:
-                if not stage.matrix:
-                    continue
-                x = rounded_input(self.weights, stage, layer, trace)
-                ours, allowed = multiply(leaf_of(model, stage, layer), x, target), limits.isolated[key]
-                if target.dtype in HALF_UNIT:
-                    allowed = self._half(x, stage, layer, trace[key], HALF_UNIT[target.dtype])
-                row = self._against(trace[key], ours, stage, layer, case, "isolated", allowed)
-                yield replace(row, checkpoint=CHECKPOINT)
-
-    def _half(self, x: np.ndarray, stage: Stage, layer: int | None, golden: np.ndarray, unit: float) -> Tolerance:
-        """Input and weight of each term and the result are rounded independently; 4 times the average is granted."""
-        weights = self.weights if layer is None else self.weights.layer(layer)
-        terms = spread(x, weights[matrix_of(stage, self.weights.config)], golden)
-        error = 4 * unit * math.sqrt(2 * terms**2 + 1)
-        return Tolerance(error, WORST * error)
+def leaf_rows(
+    name: str, weights: Weights, golden: QuantisedGolden, model: CausalLM, target: Target, backend: str
+) -> Iterator[Row]:
+    """Every product by the leaves of a model, on golden inputs; in float32 the limits are those of NumPy's products."""
+    trace, limits = golden.traces[name], suite_of(name, weights, golden).limits(CASE)
+    for key, stage, layer in keys(weights.config):
+        if stage.matrix:
+            x = rounded_input(weights, stage, layer, trace)
+            allowed = limits.isolated(key)
+            arithmetic = ARITHMETICS.get(target.dtype_name, FLOAT32)  # the golden is float32
+            if arithmetic.is_half:
+                matrix = (weights if layer is None else weights.layer(layer))[matrix_of(stage, weights.config)]
+                error = product_error(x, matrix, trace[key], arithmetic)
+                allowed = Tolerance(error, WORST * error)
+            place = Place(CHECKPOINT, stage.name, layer, CASE)
+            claim = Claim(place, "isolated", PRODUCER, trace[key], allowed, token_axis=0)
+            yield judge(claim, multiply(leaf_of(model, stage, layer), x, target), model=name, backend=backend)
 
 
 def rounded_input(weights: Weights, stage: Stage, layer: int | None, trace: Mapping[str, np.ndarray]) -> np.ndarray:

@@ -14,8 +14,8 @@ import numpy as np
 
 from llorch.files.quant import GGMLType
 from llorch.verify.goldens import Evidence
-from llorch.verify.quantised_models import MODELS
-from llorch.verify.replay import Pass
+from llorch.verify.places import Pass
+from llorch.verify.suites.quantised_models import MODELS
 
 FOLDER = "quantised"
 CASE = "near"

@@ -1,0 +1,241 @@
+"""A model judged from end to end: a built-in one by its stored goldens, any by engines that run now.
+
+A caller says which runners of ours are judged; all of them get the same goldens, truth and limits.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from llorch.builtin import builtin_path, goldens_folder
+from llorch.config import ModelConfig
+from llorch.files import Weights, open_weights
+from llorch.memory import available_memory
+from llorch.model import Model
+from llorch.stages import keys
+from llorch.verify.goldens import N_GREEDY, Evidence, Golden, TokenCheck, Truth, cases_for, not_run, read, sha256, take
+from llorch.verify.judge import Row
+from llorch.verify.places import Pass
+from llorch.verify.runners import Runner
+from llorch.verify.runners.numpy import GgmlRunner, numpy_runners
+from llorch.verify.suites.files import decode_rows, foreign_tensors, foundation_rows, own_tensors, token_rows
+from llorch.verify.suites.forward import ForwardSuite
+from llorch.verify.truth import WITNESS, take_truth
+from llorch.verify.witnesses import ProducerName, open_producer
+from llorch.verify.witnesses.process import start
+
+Say = Callable[[str], None]
+Runners = Callable[..., Iterable[Runner]]  # of weights, and whether there is a truth to judge float64 by: wide=
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What producers that ran now showed for a file."""
+
+    weights: Weights
+    cases: Mapping[str, Pass]
+    evidence: Mapping[str, Evidence]  # by producer; those that could not run the model are absent
+    truth: Truth | None  # None where transformers cannot run the model
+    texts: Sequence[TokenCheck]  # the prompt, with the ids that each of their tokenizers gives
+
+
+def verify_stored(name: str, runners: Runners = numpy_runners, *, backend: str = "numpy") -> Iterator[Row]:
+    """Judge a built-in model against its stored goldens.
+
+    Args:
+        name: A built-in model.
+        runners: Makes what is judged.
+        backend: Whose rows those of the file are.
+
+    Yields:
+        Rows, checkpoint 00 first.
+
+    Raises:
+        FileNotFoundError: A golden is missing.
+        ValueError: The goldens were made for other weights.
+        CheckpointMismatch: What ran is not the model, or not where it was to run.
+    """
+    weights, golden = stored(name)
+    yield from foundation_rows(name, own_tensors(weights), golden.tensors, backend=backend)
+    yield from token_rows(name, weights, golden.tokens, backend=backend)
+    suite = ForwardSuite(name, weights, golden.cases, golden.evidence, golden.truth)
+    for runner in runners(weights, wide=True):
+        yield from suite.rows(runner)
+
+
+def stored(name: str) -> tuple[Weights, Golden]:
+    """Open a built-in model and its goldens; for the exceptions see `verify_stored`."""
+    path = builtin_path(name)
+    golden = read(goldens_folder() / name)
+    if golden.provenance["weights_sha256"] != sha256(path):
+        raise ValueError(f"golden {name}: made for other weights than {path}; run reference_outputs/regenerate.py")
+    return open_weights(path), golden
+
+
+def verify_live(
+    path: Path,
+    ids: Sequence[int],
+    producers: Sequence[ProducerName],
+    runners: Runners = numpy_runners,
+    *,
+    backend: str = "numpy",
+    text: str | None = None,
+    say: Say = lambda line: None,
+    failed: dict[str, str] | None = None,
+) -> Iterator[Row]:
+    """Judge any model against producers that run now.
+
+    Args:
+        path: A GGUF file or a Hugging Face folder.
+        ids: The prompt.
+        producers: Which engines to run.
+        runners: Makes what is judged.
+        backend: Whose rows those of the file are.
+        text: The prompt's text, when it was tokenized by us; its ids are then compared too.
+        say: Told what is being done.
+        failed: Filled with the engines that could not run the model, and why; without it such an error is raised.
+
+    Yields:
+        Rows, checkpoint 00 first.
+
+    Raises:
+        MemoryError: The traces or the model would not fit.
+        MissingExtra: An engine is not installed.
+        RuntimeError: An engine failed, and `failed` is not given.
+        CheckpointMismatch: What ran is not the model, or not where it was to run.
+    """
+    shown = ask(path, ids, producers, text=text, say=say, failed=failed)
+    if not shown.evidence:
+        return
+    say("reading the tensor table")
+    model = Model(shown.weights).name
+    yield from foundation_rows(model, own_tensors(shown.weights), foreign_tensors(path), backend=backend)
+    if shown.texts:
+        yield from token_rows(model, shown.weights, shown.texts, backend=backend)
+    suite = ForwardSuite(model, shown.weights, shown.cases, shown.evidence, shown.truth)
+    for runner in runners(shown.weights, wide=shown.truth is not None):
+        say(f"comparing {runner.name}")
+        yield from suite.rows(runner)
+
+
+def ask(
+    path: Path,
+    ids: Sequence[int],
+    producers: Sequence[ProducerName],
+    *,
+    text: str | None,
+    say: Say,
+    failed: dict[str, str] | None,
+) -> Shown:
+    """Run producers on a model; for the arguments and exceptions see `verify_live`."""
+    weights = open_weights(path)
+    cases = cases_for(ids, weights.config)
+    require_memory(weights.config, len(ids), n_traces=3 * len(producers) + 3)  # truths are twice as wide
+    require_engines(weights, producers)
+    start((*producers, "transformers"))  # which the truth takes
+    n_greedy = min(N_GREEDY, weights.config.max_position_embeddings - len(ids) + 1)
+    evidence: dict[str, Evidence] = {}
+    tokens: dict[str, Sequence[int]] = {}
+    for name in producers:
+        say(f"running {name}")
+        with not_run(name, failed):
+            with open_producer(name, path) as producer:
+                shown = take(producer, cases, n_greedy=n_greedy)
+                theirs = producer.tokenize(text, add_special=True, parse_special=False) if text is not None else None
+            evidence[name] = shown
+            tokens |= {name: theirs} if theirs is not None else {}
+    texts = [TokenCheck(text, tokens)] if text is not None else []
+    truth: Truth | None = None
+    if evidence:
+        say(f"running {WITNESS}")
+        with not_run(WITNESS, failed):
+            require_truth(weights)
+            truth = take_truth(path, cases, evidence, n_greedy=n_greedy)
+    return Shown(weights, cases, evidence, truth, texts)
+
+
+def verify_as_stored(
+    model: Model,
+    ids: Sequence[int],
+    *,
+    text: str | None = None,
+    say: Say = lambda line: None,
+    failed: dict[str, str] | None = None,
+) -> Iterator[Row]:
+    """Judge a GGUF file under ggml numerics, against llama.cpp running the file as it is.
+
+    Args:
+        model: Loaded from a GGUF file, with the numerics to judge.
+        ids: The prompt.
+        text: The prompt's text, when it was tokenized by us; its ids are then compared too.
+        say: Told what is being done.
+        failed: Filled with why llama.cpp could not run the model; without it such an error is raised.
+
+    Yields:
+        Rows, checkpoint 00 first.
+
+    Raises:
+        MemoryError: The traces would not fit.
+        MissingExtra: llama.cpp is not installed.
+        RuntimeError: llama.cpp failed, and `failed` is not given.
+    """
+    path, name = Path(model.weights.path), model.name
+    n_greedy = min(N_GREEDY, model.config.max_position_embeddings - len(ids) + 1)
+    require_memory(model.config, len(ids) + n_greedy, n_traces=6)
+    say("running llamacpp")
+    with not_run("llamacpp", failed), open_producer("llamacpp", path, numerics=model.weights.numerics) as producer:
+        greedy = producer.greedy(ids, n_greedy)
+        cases = cases_for(ids, model.config) | {"near": Pass((*ids, *greedy[:-1]))}
+        evidence = replace(take(producer, cases, n_greedy=1), greedy=np.asarray(greedy, np.int64))
+        theirs = producer.tokenize(text, add_special=True, parse_special=False) if text is not None else None
+    if failed:
+        return
+    say("comparing tensors")
+    yield from foundation_rows(name, own_tensors(model.weights), foreign_tensors(path))
+    if text is not None and theirs is not None:
+        yield from token_rows(name, model.weights, [TokenCheck(text, {"llamacpp": theirs})])
+    yield from decode_rows(name, model.weights)
+    say("comparing stages")
+    suite = ForwardSuite(name, model.weights, cases, {"llamacpp": evidence}, None, n_prompt=len(ids))
+    limits = {case: suite.limits(case) for case in cases}
+    yield from suite.rows(GgmlRunner(model.weights, evidence.traces, limits))
+
+
+def require_memory(config: ModelConfig, n_tokens: int, *, n_traces: int) -> None:
+    """Refuse a prompt whose traces do not fit the memory, before any engine runs (MemoryError).
+
+    Attention is recorded for every pair of tokens; `n_traces` are held at once, in float32.
+    """
+    values = sum(math.prod(stage.shape(config, seq=n_tokens, ctx=n_tokens)) for _, stage, _ in keys(config))
+    needed = 4 * values * n_traces
+    free = available_memory()
+    if needed > free:
+        raise MemoryError(
+            f"verify: the traces of {n_tokens} tokens need {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free; "
+            "give a shorter prompt"
+        )
+
+
+def require_engines(weights: Weights, producers: Sequence[ProducerName]) -> None:
+    """Refuse a model that does not fit as float32 in every engine, before any of them loads it (MemoryError).
+
+    llama.cpp maps a file, transformers holds a copy of its own.
+    """
+    one = 4 * sum(math.prod(weights.shape(name)) for name in weights)
+    needed = one * (1 + ("transformers" in producers))  # ours, and its
+    free = available_memory()
+    if needed > free:
+        raise MemoryError(
+            f"{weights.path}: exact numerics need float32 weights in every engine, about {needed / 1e9:.1f} GB, "
+            f"{free / 1e9:.1f} GB are free; use --numerics ggml, or --against llamacpp alone"
+        )
+
+
+def require_truth(weights: Weights) -> None:
+    """Refuse a model that does not fit as float64, before an engine loads it (MemoryError)."""
+    needed, free = 8 * sum(math.prod(weights.shape(name)) for name in weights), available_memory()
+    if needed > free:
+        raise MemoryError(f"the truth needs float64 weights, {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free")

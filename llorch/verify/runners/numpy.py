@@ -1,0 +1,248 @@
+"""The NumPy forward pass as a runner; under ggml numerics beside llama.cpp running the very file.
+
+llama.cpp rounds the inputs of every product to a few bits. A value that lies on the edge between two codes may fall to
+one side there and to the other here, for a difference in the seventh digit; a whole code is then added to the sum and
+all later stages differ by what quantisation costs. *Chained* and after a cache, such values are found (the two sides
+round to different numbers), counted, and replaced by the golden's, so that the chain stays as tight as the isolated
+stages. Only a value that was within the limit *before* it was rounded is at an edge: anything else stays ours and fails
+its row.
+
+Source: llama.cpp ggml/src/ggml-cpu; llorch.ops.rounding.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
+
+import numpy as np
+
+from llorch.cache import KVCache
+from llorch.files import Weights
+from llorch.files.quant import ACTIVATION_TYPE
+from llorch.forward import Keep, forward
+from llorch.generate import sample_ids
+from llorch.numerics import DtypeName
+from llorch.ops.precision import own_dtype_only
+from llorch.ops.rounding import BLOCK_SIZE, ActivationKind, block_sums, round_activations
+from llorch.sampling import SamplingSettings, probabilities
+from llorch.stages import input_key, keys, matrix_of
+from llorch.verify.goldens import SAMPLINGS
+from llorch.verify.limits import Limits, off
+from llorch.verify.places import Pass, part_of, token_axis
+from llorch.verify.runners import Run, Trace
+
+OWN_SUMS = "numpy-float32"  # every sum in float32, which is how larger models run
+FLOAT64 = "numpy-float64"  # the same code in float64, judged by the truth alone
+BACKENDS: Mapping[str, Callable[[], AbstractContextManager[None]]] = {  # in float32
+    "numpy": nullcontext,  # as it runs: small sums in float64
+    OWN_SUMS: own_dtype_only,
+}
+GGML = "numpy-ggml"
+EDGE = 2.0**-13  # a quarter of the smallest step of any rounding, relative to the value or to its block's largest
+
+# What a float16 cache rounds: stage -> the input of its that is rounded.
+CACHE_ROUNDS = {"k_cache": "k_rope", "v_cache": "v_proj", "attn_scores": "q_rope", "attn_context": "attn_probs"}
+
+
+def run(weights: Weights, this: Pass, *, n_cached: int = 0, golden: Trace | None = None) -> dict[str, np.ndarray]:
+    """Trace of our forward pass; with `n_cached` the trace of the second of two passes.
+
+    Args:
+        weights: The model in the dtype to run.
+        this: The tokens.
+        n_cached: Tokens that a first pass puts into the cache.
+        golden: Takes the place of each stage as soon as that was recorded, so that every stage is isolated.
+
+    Returns:
+        Stage key to array.
+    """
+    trace: dict[str, np.ndarray] = {}
+    whole = _of_this_shape(golden or {}, weights, this)
+
+    def keeping(start: int, stop: int) -> Keep:
+        def keep(name: str, array: np.ndarray) -> np.ndarray:
+            trace[name] = array
+            if name not in whole:
+                return array
+            stage, theirs = whole[name]
+            return part_of(stage, theirs, start, stop).astype(array.dtype)
+
+        return keep
+
+    _passes(weights, this, n_cached, keeping)
+    return trace
+
+
+def _of_this_shape(golden: Trace, weights: Weights, this: Pass) -> dict:
+    """Stage key to stage and golden, where that has the shape that it must have."""
+    n = len(this.ids)
+    return {
+        name: (stage, golden[name])
+        for name, stage, _ in keys(weights.config)
+        if name in golden and golden[name].shape == stage.shape(weights.config, seq=n, ctx=n)
+    }
+
+
+def _passes(
+    weights: Weights, this: Pass, n_cached: int, keeping: Callable[[int, int], Keep], *, last_only: bool = False
+) -> np.ndarray:
+    """One pass, or two when some tokens are cached; logits of the last."""
+    cache = KVCache(weights.config, weights.cache_dtype, first_position=this.first_position)
+    ids, bounds = np.asarray(this.ids), [0, *([n_cached] if n_cached else []), len(this.ids)]
+    logits = np.empty(0)
+    for start, stop in pairwise(bounds):
+        logits = forward(ids[start:stop], weights, cache, keep=keeping(start, stop), last_only=last_only)
+    return logits
+
+
+class NumpyRunner:
+    """Our forward pass with exact numerics."""
+
+    hidden: frozenset[str] = frozenset()
+
+    def __init__(self, weights: Weights, name: str = "numpy") -> None:
+        """Of float32 weights; `name` is `numpy` (as it runs: small sums in float64), `OWN_SUMS` or `FLOAT64`."""
+        self.name = name
+        self.dtype: DtypeName = "float64" if name == FLOAT64 else "float32"
+        self.weights = weights.astype(np.float64) if name == FLOAT64 else weights
+
+    def arithmetic(self) -> AbstractContextManager[None]:
+        """Sums in float32 for `OWN_SUMS`."""
+        return BACKENDS.get(self.name, nullcontext)()
+
+    def isolated(self, this: Pass, golden: Trace) -> Trace:
+        """See `run`."""
+        return run(self.weights, this, golden=golden)
+
+    def chained(self, case: str, this: Pass, *, n_cached: int = 0) -> Run:
+        """See `run`."""
+        return Run(run(self.weights, this, n_cached=n_cached))
+
+    def last_row(self, this: Pass) -> np.ndarray:
+        """As generation computes it."""
+        return self._step(self._cache())(this.ids)
+
+    def probabilities(self, logits: np.ndarray, history: Sequence[int]) -> Mapping[str, np.ndarray]:
+        """By our sampler."""
+        rows = logits.astype(self.weights.dtype)
+        return {name: probabilities(rows, settings, history) for name, settings in SAMPLINGS.items()}
+
+    def text(self, prompt: Sequence[int], n_tokens: int) -> np.ndarray:
+        """By our loop, one step after the other."""
+        sampled = sample_ids(self._step(self._cache()), prompt, SamplingSettings(), max_tokens=n_tokens)
+        return np.asarray([token for token, _ in sampled], np.int64)
+
+    def _cache(self) -> KVCache:
+        return KVCache(self.weights.config, self.weights.cache_dtype)
+
+    def _step(self, cache: KVCache) -> Callable[[Sequence[int]], np.ndarray]:
+        return lambda new: forward(np.asarray(new), self.weights, cache, last_only=True)[0]
+
+
+def numpy_runners(weights: Weights, *, wide: bool) -> Iterator[NumpyRunner]:
+    """All ways of the NumPy path to run; in float64 where there is a truth to judge it by."""
+    yield from (NumpyRunner(weights, name) for name in (*BACKENDS, *([FLOAT64] if wide else [])))
+
+
+class GgmlRunner(NumpyRunner):
+    """Our forward pass under ggml numerics, beside llama.cpp's."""
+
+    def __init__(
+        self, weights: Weights, goldens: Mapping[str, Trace], limits: Mapping[str, Limits], name: str = GGML
+    ) -> None:
+        """Of weights with their numerics; by case llama.cpp's traces and what is derived from them."""
+        super().__init__(weights, name)
+        self._goldens, self._limits = goldens, limits
+        self._rounded = rounded_stages(weights)
+        self._stages = {name: stage for name, stage, _ in keys(weights.config)}
+
+    def isolated(self, this: Pass, golden: Trace) -> Trace:
+        """As there; a float16 cache shows as the float32 that the golden has."""
+        return {name: array.astype(self.weights.dtype) for name, array in super().isolated(this, golden).items()}
+
+    def chained(self, case: str, this: Pass, *, n_cached: int = 0) -> Run:
+        """Values at an edge are replaced."""
+        return self._adopting(case, this, n_cached)
+
+    def last_row(self, this: Pass) -> np.ndarray:
+        """Likewise; `this` is the case `near`."""
+        return self._adopting("near", this, last_only=True).trace["logits"][-1]
+
+    def free(self, this: Pass) -> np.ndarray:
+        """Logits of a pass as users get it."""
+        return run(self.weights, this)["logits"]
+
+    def _adopting(self, case: str, this: Pass, n_cached: int = 0, *, last_only: bool = False) -> Run:
+        trace, flips, refused = dict[str, np.ndarray](), Counter[str](), Counter[str]()
+
+        def keeping(start: int, stop: int) -> Keep:
+            flips.clear()  # of the second pass alone
+            refused.clear()
+
+            def keep(name: str, array: np.ndarray) -> np.ndarray:
+                trace[name] = array.astype(self.weights.dtype)
+                for kind in self._rounded.get(name, ()):
+                    first = stop - array.shape[token_axis(self._stages[name])]  # behind the blocks: the last one
+                    parts = self._goldens[case][name], self._limits[case].chained_variances[name]
+                    want, variance = (part_of(self._stages[name], part, first, stop) for part in parts)
+                    array, n, too_far = adopt_edges(array, want.reshape(array.shape), kind, off(variance))
+                    flips[name] += n
+                    refused[name] += too_far
+                return array
+
+            return keep
+
+        trace["logits"] = _passes(self.weights, this, n_cached, keeping, last_only=last_only)
+        return Run(trace, flips, refused)
+
+
+def rounded_stages(weights: Weights) -> dict[str, set[ActivationKind]]:
+    """Stage key to the types that it is rounded to before it is multiplied; a stage that nothing rounds is absent."""
+    found: dict[str, set[ActivationKind]] = {}
+    config = weights.config
+    for _, stage, layer in keys(config):
+        if stage.matrix:
+            matrix = (weights if layer is None else weights.layer(layer))[matrix_of(stage, config)]
+            kind = "F32" if isinstance(matrix, np.ndarray) else matrix.activations
+            if kind != "F32":
+                found.setdefault(input_key(stage.inputs[0], layer, config), set()).add(kind)
+        elif stage.name in CACHE_ROUNDS and weights.cache_dtype is np.float16:
+            found.setdefault(input_key(CACHE_ROUNDS[stage.name], layer, config), set()).add("F16")
+    return found
+
+
+def adopt_edges(
+    ours: np.ndarray, golden: np.ndarray, kind: ActivationKind, allowed: np.ndarray
+) -> tuple[np.ndarray, int, int]:
+    """Take over the golden's values where the two sides round to different numbers, though they were equally good.
+
+    `allowed` is how far each value of ours may be off. A block that holds a flip (for F16 and BF16 every such value) is
+    replaced, unless one of its values is off by more. Returned are ours, how many values flipped in the blocks that
+    were replaced, and in those that were not.
+    """
+    size = BLOCK_SIZE.get(kind, 1)
+    theirs = golden.astype(ours.dtype)
+    a, b = (round_activations(x, kind).reshape(-1, size) for x in (ours, theirs))
+    flips = (~(np.abs(a - b) <= EDGE * np.abs(b).max(axis=-1, keepdims=True))).sum(axis=-1)
+    if kind == "Q8_1":
+        one, other = block_sums(ours).reshape(-1), block_sums(theirs).reshape(-1)
+        flips += (np.abs(one - other) > EDGE * np.abs(other)) & (flips == 0)
+    if not flips.any():
+        return ours, 0, 0
+    at_edge = (np.abs(ours - theirs) <= allowed).reshape(-1, size).all(axis=-1)
+    mixed = np.where((at_edge & (flips > 0))[:, None], theirs.reshape(-1, size), ours.reshape(-1, size))
+    return mixed.reshape(ours.shape), int(flips[at_edge].sum()), int(flips[~at_edge].sum())
+
+
+def emulated(weights: Weights) -> str:
+    """Name what is rounded in this file, `Q4_K, Q6_K: inputs rounded to Q8_K`; empty when nothing is."""
+    types: dict[str, set[str]] = {}
+    for name in weights:
+        stored = weights.stored_type(name)
+        if len(weights.shape(name)) == 2 and ACTIVATION_TYPE[stored] != "F32":
+            types.setdefault(ACTIVATION_TYPE[stored], set()).add(stored.name)
+    parts = [f"{', '.join(sorted(stored))}: inputs rounded to {kind}" for kind, stored in sorted(types.items())]
+    if weights.cache_dtype is np.float16:
+        parts.append("cache F16: queries and probabilities rounded to F16")
+    return "; ".join(parts)

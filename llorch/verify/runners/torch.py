@@ -1,0 +1,175 @@
+"""Checkpoint 14: the torch path as runners, on one device and in one dtype, in each way that its modules run.
+
+*Isolated* is a forward pass of these very modules in which the golden takes the place of every stage as soon as it was
+recorded. In a batch the judged sequence has a neighbour with other tokens, of another length where the context allows
+it, and padding.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from llorch.errors import CheckpointMismatch
+from llorch.files import Weights
+from llorch.generate import IdsOnly
+from llorch.numerics import DtypeName
+from llorch.pytorch.device import Target
+from llorch.pytorch.load import load_dense
+from llorch.pytorch.memory import require_memory
+from llorch.pytorch.model import TorchModel, as_numpy, load_torch
+from llorch.pytorch.packing import PACKERS
+from llorch.pytorch.sampling import BatchSettings, Needs, probabilities, seen_tokens
+from llorch.stages import keys
+from llorch.verify.goldens import SAMPLINGS
+from llorch.verify.limits import SCORES
+from llorch.verify.places import Pass
+from llorch.verify.runners import Run, Trace
+from llorch.verify.runners.torch_observed import ObservedCase
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run the modules."""
+
+    make: Callable[[Weights, Target], TorchModel]
+    hidden: frozenset[str] = SCORES  # stages that its leaves do not show
+    in_batch: bool = False  # the judged tokens run beside others, with padding
+
+
+def plain(weights: Weights, target: Target) -> TorchModel:
+    """The page as it is written."""
+    require_memory(weights, target, "decoded")
+    return TorchModel(weights, target, load_dense(weights, dtype=target.dtype, device=target.device))
+
+
+def with_sdpa(weights: Weights, target: Target) -> TorchModel:
+    """The page with fused attention, nothing else."""
+    from llorch.pytorch.sdpa import use_sdpa
+
+    model = plain(weights, target)
+    use_sdpa(model.module)
+    return model
+
+
+def loaded(**how: Any) -> Callable[[Weights, Target], TorchModel]:
+    """What `load_torch` gives users: the fastest leaves that there are, on CUDA with recorded steps."""
+    how = {"residency": "decoded"} | how
+    return lambda weights, target: load_torch(weights.path, device=str(target.device), dtype=target.dtype_name, **how)
+
+
+VARIANTS: Mapping[str, Variant] = {  # suffix of the backend's name
+    "": Variant(plain, hidden=frozenset()),
+    "-batch": Variant(plain, hidden=frozenset(), in_batch=True),
+    "-sdpa": Variant(with_sdpa),
+    "-sdpa-batch": Variant(with_sdpa, in_batch=True),
+    "-fast": Variant(loaded()),
+    "-fast-batch": Variant(loaded(), in_batch=True),
+    "-reproducible": Variant(loaded(mode="reproducible"), hidden=frozenset()),
+    "-compiled": Variant(loaded(compiled=True)),
+    "-packed": Variant(loaded(residency="packed")),
+}
+
+
+def variants_for(target: Target, weights: Weights) -> list[str]:
+    """Suffixes of all that is judged: compiled on CUDA only, where it is used; packed where the file has such."""
+    packed = any(weights.stored_type(name) in PACKERS for name in weights)
+    left_out = {"-compiled": target.device.type != "cuda", "-packed": not packed}
+    return [suffix for suffix in VARIANTS if not left_out.get(suffix, False)]
+
+
+def torch_runners(target: Target, *, only: Sequence[str] | None = None) -> Callable[..., Iterator["TorchRunner"]]:
+    """What makes the runners of a model, one after the other; `only` are suffixes of `VARIANTS`."""
+
+    def make(weights: Weights, *, wide: bool) -> Iterator[TorchRunner]:
+        if wide or target.dtype_name != "float64":
+            for suffix in variants_for(target, weights) if only is None else only:
+                yield TorchRunner(weights, target, VARIANTS[suffix], f"{target}{suffix}")
+
+    return make
+
+
+class TorchRunner:
+    """One variant, loaded."""
+
+    def __init__(self, weights: Weights, target: Target, variant: Variant, name: str) -> None:
+        """Load it; ValueError where a parameter is not of the dtype or not on the device of the target."""
+        self.name, self.target, self.variant = name, target, variant
+        self.dtype: DtypeName = target.dtype_name
+        self.hidden = variant.hidden
+        self.model = variant.make(weights, target)
+        require_target(self.model)
+        vars(self.model)["tokenizer"] = IdsOnly()  # also a file without a vocabulary is judged
+
+    def arithmetic(self) -> AbstractContextManager[None]:
+        """That of the target."""
+        return nullcontext()
+
+    def isolated(self, this: Pass, golden: Trace) -> Trace:
+        """The golden takes the place of each stage that the variant shows."""
+        trace: dict[str, np.ndarray] = {}
+        self._observed(this).feed(len(this.ids), trace=trace, golden=golden)
+        return self._complete(trace)
+
+    def chained(self, case: str, this: Pass, *, n_cached: int = 0) -> Run:
+        """Of two passes the second, in a cache that was used before."""
+        observed, trace = self._observed(this), dict[str, np.ndarray]()
+        if n_cached:
+            observed.warm_up()
+            observed.feed(n_cached)
+        observed.feed(len(this.ids), trace=trace)
+        return Run(self._complete(trace))
+
+    def last_row(self, this: Pass) -> np.ndarray:
+        """As generation computes it."""
+        return self._observed(this).feed(len(this.ids), last_only=True)[0]
+
+    def probabilities(self, logits: np.ndarray, history: Sequence[int]) -> Mapping[str, np.ndarray]:
+        """In a batch all settings at once."""
+        groups = [[*SAMPLINGS]] if self.variant.in_batch else [[name] for name in SAMPLINGS]
+        return {name: row for names in groups for name, row in self._filtered(names, logits, history)}
+
+    def text(self, prompt: Sequence[int], n_tokens: int) -> np.ndarray:
+        """As users get it, in a batch beside another."""
+        ids = [*prompt]
+        prompts = [ids[::-1][:-1], ids] if self.variant.in_batch else [ids]
+        made = self.model.generate_batch(prompts, max_tokens=n_tokens, ignore_eos=True)
+        return np.asarray([token.id for row, token in made if row == len(prompts) - 1], np.int64)
+
+    def _observed(self, this: Pass) -> ObservedCase:
+        return ObservedCase(self.model, this, in_batch=self.variant.in_batch)
+
+    def _complete(self, trace: Trace) -> Trace:
+        expected = {key for key, stage, _ in keys(self.model.config) if stage.name not in self.hidden}
+        wrong = sorted(expected ^ trace.keys())
+        if wrong:
+            raise CheckpointMismatch(
+                f"{self.model.name}: {self.name} must show its {len(expected)} stages and no others; "
+                f"missing or unknown: {', '.join(wrong[:5])}"
+            )
+        return trace
+
+    @torch.inference_mode()
+    def _filtered(
+        self, names: Sequence[str], logits: np.ndarray, history: Sequence[int]
+    ) -> Iterator[tuple[str, np.ndarray]]:
+        """Distributions of some settings, as rows of one batch."""
+        settings, device = [SAMPLINGS[name] for name in names], self.target.device
+        seen = torch.from_numpy(seen_tokens([history] * len(names), logits.size)).to(device)
+        dtype = torch.promote_types(self.target.dtype, torch.float32)  # as the model makes its logits
+        rows = torch.from_numpy(logits).to(device, dtype).expand(len(names), -1)
+        made = probabilities(rows, BatchSettings.of(settings, device), Needs.of(settings), seen)
+        return zip(names, as_numpy(made), strict=True)
+
+
+def require_target(model: TorchModel) -> None:
+    """Refuse a model with a parameter of another dtype or on another device than its target says (ValueError)."""
+    for name, parameter in model.module.named_parameters():
+        if (parameter.dtype, parameter.device) != (model.target.dtype, model.target.device):
+            raise ValueError(
+                f"{name}: expected {model.target.dtype} on {model.target.device} for {model.target}, "
+                f"got {parameter.dtype} on {parameter.device}"
+            )

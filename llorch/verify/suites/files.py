@@ -1,0 +1,120 @@
+"""Checkpoint 00: a file as our readers see it, tensors and tokens, against readers that someone else wrote.
+
+The other side is the `gguf` package's GGUFReader for a GGUF file (name, type, shape and hash of the bytes) and the
+`safetensors` package for a Hugging Face folder (name, type and shape; transformers then loads the values itself).
+"""
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from llorch.files import Weights, open_weights
+from llorch.files.gguf import GGUFFile
+from llorch.files.packed import Packed
+from llorch.files.quant import GGMLType
+from llorch.model import Model
+from llorch.verify.goldens import TokenCheck
+from llorch.verify.judge import Row, exact_row
+from llorch.verify.places import Place
+from llorch.verify.witnesses.process import in_child
+
+Table = Mapping[str, str]  # tensor name -> "dtype shape [sha256]"
+
+
+def foundation_rows(model: str, own: Table, foreign: Table, *, backend: str = "numpy") -> Iterator[Row]:
+    """Checkpoint 00: names, types, shapes and bytes of all tensors."""
+    wrong = differing(own, foreign)
+    share, note = len(wrong) / len(own.keys() | foreign.keys()), ", ".join(wrong[:5])
+    yield exact_row(Place("00", "tensors"), "reader", share, note, model=model, backend=backend)
+
+
+def token_rows(model: str, weights: Weights, checks: Sequence[TokenCheck], *, backend: str = "numpy") -> Iterator[Row]:
+    """Checkpoint 00: our token ids against each producer's, for every text."""
+    tokenizer = Model(weights).tokenizer
+    for producer in sorted({producer for check in checks for producer in check.ids}):
+        texts = [check for check in checks if producer in check.ids]
+        wrong = [check for check in texts if tokenizer.encode(check.text) != list(check.ids[producer])]
+        note = f"{wrong[0].text!r}: {tokenizer.encode(wrong[0].text)} not {wrong[0].ids[producer]}" if wrong else ""
+        yield exact_row(Place("00", "token_ids"), producer, len(wrong) / len(texts), note, model=model, backend=backend)
+
+
+def decode_rows(model: str, weights: Weights) -> Iterator[Row]:
+    """Checkpoint 13: our decoding of every matrix of a file, bit by bit against ggml's own C functions."""
+    decode = partial(in_child, "llamacpp", weights.path, "llorch.verify.witnesses.ggml_tensor:decode")
+    by_type: dict[str, list[Packed]] = defaultdict(list)
+    for info in weights.source.tensors.values():
+        packed = weights.source.packed(info.name)
+        if packed.ggml_type is not GGMLType.F32:
+            by_type[packed.ggml_type.name].append(packed)
+    for kind, tensors in by_type.items():
+        wrong = [
+            packed.name
+            for packed in tensors
+            for start, ours in packed.tiles()
+            if not np.array_equal(
+                ours.reshape(-1).view(np.uint32),
+                decode(packed.by_row[start : start + len(ours)], packed.ggml_type, ours.size).view(np.uint32),
+            )
+        ]
+        share, note = len(set(wrong)) / len(tensors), ", ".join(wrong[:5])
+        yield exact_row(Place("13", "decode", part=kind), "llamacpp", share, note, model=model)
+
+
+def own_tensors(weights: Weights) -> Table:
+    """The tensor table by our reader, in the file's own names and shapes."""
+    source = weights.source
+    if isinstance(source, GGUFFile):
+        tensors = source.tensors.items()
+        return {name: _entry(info.ggml_type.name, info.shape, source.raw(name)) for name, info in tensors}
+    return {name: _entry(info.dtype, info.shape) for name, info in source.tensors.items()}
+
+
+def fingerprint(path: Path) -> str:
+    """Hash of the names, types, shapes and bytes of all tensors of a GGUF file; the rest of the file is free."""
+    weights = open_weights(path)
+    with closing(weights.source):
+        table = sorted(own_tensors(weights).items())
+    return hashlib.sha256(repr(table).encode()).hexdigest()
+
+
+def foreign_tensors(path: Path) -> Table:
+    """The same table of a GGUF file or a Hugging Face folder by the other reader."""
+    return _by_safetensors(path) if path.is_dir() else _by_gguf(path)
+
+
+def differing(own: Table, foreign: Table) -> list[str]:
+    """Names of tensors that are missing on one side or not the same on both."""
+    return sorted(name for name in own.keys() | foreign.keys() if own.get(name) != foreign.get(name))
+
+
+def _by_gguf(path: Path) -> Table:
+    from gguf import GGUFReader
+
+    return {
+        t.name: _entry(t.tensor_type.name, tuple(int(n) for n in reversed(t.shape)), t.data)
+        for t in GGUFReader(path).tensors
+    }
+
+
+def _by_safetensors(folder: Path) -> Table:
+    from safetensors import safe_open
+
+    table: dict[str, str] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="np") as opened:
+            for name in opened.keys():
+                part = opened.get_slice(name)
+                table[name] = _entry(part.get_dtype(), tuple(part.get_shape()))
+    return table
+
+
+def _entry(dtype: str, shape: tuple[int, ...], data: np.ndarray | None = None) -> str:
+    table_entry = f"{dtype} {'x'.join(map(str, shape))}"
+    if data is None:
+        return table_entry
+    return f"{table_entry} {hashlib.sha256(np.ascontiguousarray(data).data).hexdigest()}"

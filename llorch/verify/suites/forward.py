@@ -1,0 +1,312 @@
+"""Checkpoints 00 to 12: every stage and layer of the forward pass, the cache, and what sampling makes of the logits.
+
+Two questions are kept apart. *Mathematics*: ours in float64 is compared with the truth, which transformers computes
+(`truth`), at 1e-12; a constant that is wrong by a millionth shows. *Arithmetic*: ours in another dtype is compared with
+every golden, at the limits of `limits`. No limit is made of numbers that we computed.
+
+Every stage is judged *isolated*, in a pass in which the golden takes the place of each stage as soon as it was
+recorded, and *chained*, in a pass of ours; *decode* rows are chained, behind a cache that another pass filled.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from llorch.files import Weights
+from llorch.stages import BY_NAME, Stage, key, keys
+from llorch.verify.compare import EXACT, Difference, Tolerance, measure
+from llorch.verify.goldens import SAMPLINGS, Evidence, Truth, sampler_inputs
+from llorch.verify.judge import FAIL, Claim, Row, judge, tied
+from llorch.verify.limits import (
+    ARITHMETICS,
+    CHAINED,
+    ISOLATED,
+    MATHEMATICS,
+    NOTHING_KNOWN,
+    SCORES,
+    Limits,
+    Margins,
+    limit_of_softmax,
+    widened,
+)
+from llorch.verify.places import Pass, Place, part_of, token_axis
+from llorch.verify.runners import Run, Runner, Trace
+from llorch.verify.suites.tokens import Tokens, edge_of_top_p
+from llorch.verify.truth import ATTENTION, WITNESS, distance
+
+COPIES = ("embed", "k_cache", "v_cache")  # isolated they are exact: nothing is computed
+
+
+class ForwardSuite:
+    """What is claimed of the forward pass of one model."""
+
+    def __init__(
+        self,
+        model: str,
+        weights: Weights,
+        cases: Mapping[str, Pass],
+        evidence: Mapping[str, Evidence],
+        truth: Truth | None,
+        *,
+        n_prompt: int | None = None,
+    ) -> None:
+        """Prepare; nothing is computed yet.
+
+        Args:
+            model: Its name in the rows.
+            weights: The model in float32, with its numerics.
+            cases: The inputs.
+            evidence: What each producer showed for them.
+            truth: What float64 shows for them; None where no engine has it: limits are then derived ones alone.
+            n_prompt: Tokens of `near` before the greedy text, where it holds that too.
+
+        Raises:
+            ValueError: A trace has not exactly the stages of the model.
+        """
+        self.model, self.weights, self.cases, self.evidence, self.truth = model, weights, cases, evidence, truth
+        self._prompt = cases["near"].ids[:n_prompt] if "near" in cases else ()
+        self._keys = list(keys(weights.config))
+        self._limits: dict[tuple[str, str, bool], Limits] = {}
+        self._distances: dict[tuple[str, str, str], Difference] = {}
+        for producer, shown in evidence.items():
+            for case in cases:
+                self._require_all_stages(producer, case, shown.traces[case])
+        self._measure_producers()
+
+    def rows(self, runner: Runner) -> list[Row]:
+        """Judge everything that a runner computes, in the order of the forward pass for each mode."""
+        with runner.arithmetic():
+            return [*self.stage_rows(runner), *self.decode_rows(runner), *self.sampler_rows(runner)]
+
+    def stage_rows(self, runner: Runner) -> Iterator[Row]:
+        """Checkpoints 00 to 08: every stage and layer, isolated and chained; and logits with no flip replaced."""
+        for case, this in self.cases.items():
+            alone = {
+                name: runner.isolated(this, golden.traces[case]) for name, golden in self.witnesses(runner).items()
+            }
+            for claim in self.isolated(runner, case):
+                yield self._row(runner, claim, alone[claim.witness])
+            chained = runner.chained(case, this)
+            for claim in self.chained(runner, case):
+                yield _with_flips(self._row(runner, claim, chained.trace), claim.place.key, chained)
+            if self.rounds:
+                yield self._free_row(runner, case, chained)
+
+    def decode_rows(self, runner: Runner) -> Iterator[Row]:
+        """Checkpoint 03: a pass in two parts gives at every stage what the producers' single pass gave."""
+        for case, this in self.cases.items():
+            for n_cached in this.splits:
+                made = runner.chained(case, this, n_cached=n_cached)
+                for claim in self.chained(runner, case, n_cached=n_cached):
+                    yield _with_flips(self._row(runner, claim, made.trace), claim.place.key, made)
+
+    @property
+    def rounds(self) -> bool:
+        """Whether values flip: under ggml numerics."""
+        return self.weights.numerics.rounds_activations
+
+    def witnesses(self, runner: Runner) -> Mapping[str, Evidence]:
+        """Whose stages a runner has to reproduce; in float64 only the truth is that."""
+        if runner.dtype != "float64":
+            return self.evidence
+        return {WITNESS: self.truth.evidence} if self.truth is not None else {}
+
+    def isolated(self, runner: Runner, case: str) -> Iterator[Claim]:
+        """Every stage that is fed what the golden was fed."""
+        fused = runner.hidden >= SCORES
+        for name, stage, layer in self._shown(runner):
+            for witness, golden in self.witnesses(runner).items():
+                of_truth = key(ATTENTION, layer) if fused and stage.name == "attn_context" else name
+                yield Claim(
+                    Place(stage.checkpoint, stage.name, layer, case),
+                    "isolated",
+                    witness,
+                    golden.traces[case][name],
+                    self._isolated_limit(runner, case, stage, name),
+                    witness_error=self._isolated_error(witness, case, of_truth),
+                    masked=stage.masked,
+                    token_axis=token_axis(stage),
+                )
+
+    def chained(self, runner: Runner, case: str, *, n_cached: int = 0) -> Iterator[Claim]:
+        """Every stage of a pass of ours, or of its second part."""
+        stop = len(self.cases[case].ids)
+        for name, stage, layer in self._shown(runner):
+            true = self.truth.evidence.traces[case][name] if self.truth is not None else None
+            for witness, golden in self.witnesses(runner).items():
+                yield Claim(
+                    Place("03" if n_cached else stage.checkpoint, stage.name, layer, case, n_cached=n_cached),
+                    "decode" if n_cached else "chained",
+                    witness,
+                    part_of(stage, golden.traces[case][name], n_cached, stop),
+                    self._limits_for(runner, case).chained(name, n_cached) if witness != WITNESS else MATHEMATICS,
+                    truth=None if true is None else part_of(stage, true, n_cached, stop),
+                    masked=stage.masked,
+                    token_axis=token_axis(stage),
+                )
+
+    def limits(self, case: str, dtype: str = "float32", *, fused: bool = False) -> Limits:
+        """Of a case, for runs in a dtype; fused attention shows no scores."""
+        if (case, dtype, fused) not in self._limits:
+            golden = self.truth.evidence if self.truth is not None else next(iter(self.evidence.values()))
+            self._limits[case, dtype, fused] = Limits(
+                self.weights,
+                self.cases[case],
+                golden.traces[case],
+                ARITHMETICS[dtype],
+                fused=fused,
+                distance=lambda mode, stage: self._distance(case, mode, stage, fused=fused),
+            )
+        return self._limits[case, dtype, fused]
+
+    def _distance(self, case: str, mode: str, stage: str, *, fused: bool) -> Difference | None:
+        alone = fused and (mode, stage) == ("isolated", "attn_context")
+        return self._distances.get((case, mode, ATTENTION if alone else stage))
+
+    def _limits_for(self, runner: Runner, case: str) -> Limits:
+        return self.limits(case, runner.dtype, fused=runner.hidden >= SCORES)
+
+    def sampler_rows(self, runner: Runner) -> Iterator[Row]:
+        """Checkpoints 09 to 12: the row that sampling sees, its argmax, distributions, greedy text."""
+        witnesses = self.witnesses(runner)
+        row = runner.last_row(self.cases["near"])
+        best = np.asarray([int(np.argmax(row))])
+        distributions = runner.probabilities(*self._sampler_inputs())
+        tokens = Tokens(self.model, runner, self._prompt, self._margins(runner))
+        first = Tokens(self.model, runner, self._prompt, NOTHING_KNOWN) if self.rounds else tokens  # see below
+        text = tokens.text((), max((len(golden.greedy) for golden in witnesses.values()), default=0))
+        for witness, golden in witnesses.items():
+            selected = judge(self._selected(runner, witness, golden), row, model=self.model, backend=runner.name)
+            argmax = first.row("10", "argmax", witness, best, np.asarray([int(np.argmax(golden.selected_logits))]))
+            yield from (self._beside_one_pass(runner, each, row, golden) for each in (selected, argmax))
+            yield from self._probability_rows(runner, witness, golden, distributions)
+            yield tokens.row("12", "generation", witness, text, golden.greedy)
+
+    def _probability_rows(
+        self, runner: Runner, witness: str, golden: Evidence, ours: Mapping[str, np.ndarray]
+    ) -> Iterator[Row]:
+        """Checkpoint 11: what each setting makes of the same logits."""
+        for name, want in golden.probabilities.items():
+            true = self.truth.evidence.probabilities[name] if self.truth is not None else None
+            allowed = MATHEMATICS if runner.dtype == "float64" else self.softmax_limit()
+            place = Place("11", "probabilities", part=name)
+            row = judge(
+                Claim(place, "isolated", witness, want, allowed, truth=true),
+                ours[name],
+                model=self.model,
+                backend=runner.name,
+            )
+            logits, _ = self._sampler_inputs()
+            edge = edge_of_top_p(ours[name], want, logits, SAMPLINGS[name], allowed) if row.verdict == FAIL else ""
+            yield tied(row, edge) if edge else row
+
+    def _selected(self, runner: Runner, witness: str, golden: Evidence) -> Claim:
+        limit = MATHEMATICS if witness == WITNESS else self._limits_for(runner, "near").last_row()
+        true = self.truth.evidence.selected_logits if self.truth is not None else None
+        return Claim(Place("09", "selected_logits"), "chained", witness, golden.selected_logits, limit, truth=true)
+
+    def _free_row(self, runner: Runner, case: str, chained: Run) -> Row:
+        """The run as users get it, with nothing replaced; what flips may do to it is granted, and no more."""
+        witness, golden = next(iter(self.evidence.items()))
+        claim = Claim(
+            Place("08", "logits", None, case), "free", witness, golden.traces[case]["logits"],
+            self._limits_for(runner, case).free(), token_axis=0,
+        )  # fmt: skip
+        row = judge(claim, runner.free(self.cases[case]), model=self.model, backend=runner.name)  # type: ignore[attr-defined]
+        said = f"{chained.flips.total()} values flip; as it runs, with nothing replaced: error {row.error:.1e}"
+        return replace(row, note=row.note or said)
+
+    def _beside_one_pass(self, runner: Runner, row: Row, ours: np.ndarray, golden: Evidence) -> Row:
+        """Values flip inside llama.cpp too, so that it differs from its own pass over all tokens, which ours equals.
+
+        With one row of logits it adds in another order than with many rows. It may differ by what flips cost.
+        """
+        if row.verdict != FAIL or not self.rounds:
+            return row
+        limits, single = self._limits_for(runner, "near"), golden.traces["near"]["logits"][-1]
+        equal = measure(ours, single).within(limits.last_row())
+        only_flips = measure(golden.selected_logits, single).within(limits.free_last_row())
+        if not (equal and only_flips and (row.checkpoint == "09" or ours.argmax() == single.argmax())):
+            return row
+        note = f"{row.note or f'error {row.error:.1e}'}; ours is what llama.cpp gives when it computes all rows at once"
+        return tied(row, note)
+
+    def _margins(self, runner: Runner) -> Margins:
+        """Between which tokens rounding decides: by the truth's logits, under ggml numerics by llama.cpp's one pass."""
+        if self.rounds:
+            logits, first = next(iter(self.evidence.values())).traces["near"]["logits"], len(self._prompt) - 1
+            return Margins(logits[first:], None, self._limits_for(runner, "near").free_variances[first:])
+        if self.truth is None:
+            return NOTHING_KNOWN
+        moved = MATHEMATICS.worst if runner.dtype == "float64" else self._limits_for(runner, "near").moved()
+        return Margins(self.truth.step_logits, self.truth.evidence.greedy, moved)
+
+    def _sampler_inputs(self) -> tuple[np.ndarray, Sequence[int]]:
+        return sampler_inputs(self.cases["near"].ids, self.weights.config.vocab_size)
+
+    def _isolated_limit(self, runner: Runner, case: str, stage: Stage, key: str) -> Tolerance:
+        if runner.dtype == "float64":
+            return EXACT if stage.name in COPIES else MATHEMATICS
+        return self._limits_for(runner, case).isolated(key)
+
+    def softmax_limit(self) -> Tolerance:
+        """Of distributions, which are made from float32 logits."""
+        return widened(
+            limit_of_softmax(self.weights.config.vocab_size), self._distances.get(("near", "isolated", "probabilities"))
+        )
+
+    def _isolated_error(self, witness: str, case: str, key: str) -> float:
+        """How far a golden is from what float64 makes of its own inputs; unknown without the truth."""
+        if self.truth is None or witness == WITNESS:
+            return math.nan if self.truth is None else 0.0
+        return self.truth.isolated[witness][case][key].error
+
+    def _measure_producers(self) -> None:
+        """Their largest distances from the truth, of a stage in all layers; one with a fault says nothing."""
+        if self.truth is None:
+            return
+        near, logits = self.truth.evidence, BY_NAME["logits"]
+        for witness, shown in self.evidence.items():
+            self._note(
+                "near", CHAINED, "selected_logits", distance(shown.selected_logits, near.selected_logits, logits)
+            )
+            for name, golden in shown.probabilities.items():
+                self._note("near", ISOLATED, "probabilities", distance(golden, near.probabilities[name], logits))
+            for case in self.cases:
+                true, found = near.traces[case], self.truth.isolated[witness][case]
+                for layer in range(self.weights.config.n_layers):
+                    self._note(case, ISOLATED, ATTENTION, found[key(ATTENTION, layer)])
+                for name, stage, _ in self._keys:
+                    self._note(case, ISOLATED, stage.name, found[name])
+                    self._note(case, CHAINED, stage.name, distance(shown.traces[case][name], true[name], stage))
+
+    def _note(self, case: str, mode: int, stage: str, found: Difference) -> None:
+        place = case, ("isolated", "chained")[mode], stage
+        old = self._distances.get(place, Difference(0.0, 0.0))
+        if found.fault is None:
+            self._distances[place] = Difference(max(old.error, found.error), max(old.worst, found.worst))
+
+    def _shown(self, runner: Runner) -> Iterator[tuple[str, Stage, int | None]]:
+        return (shown for shown in self._keys if shown[1].name not in runner.hidden)
+
+    def _row(self, runner: Runner, claim: Claim, trace: Trace) -> Row:
+        return judge(claim, trace.get(claim.place.key), model=self.model, backend=runner.name)
+
+    def _require_all_stages(self, producer: str, case: str, trace: Trace) -> None:
+        wrong = sorted(trace.keys() ^ {key for key, _, _ in self._keys})
+        if wrong:
+            raise ValueError(
+                f"{self.model}: the {case} trace of {producer} must have the {len(self._keys)} stages of the model; "
+                f"missing or unknown: {', '.join(wrong[:5])}; run reference_outputs/regenerate.py"
+            )
+
+
+def _with_flips(row: Row, key: str, run: Run) -> Row:
+    """With the flips of a stage; one that was refused fails it."""
+    row = replace(row, flips=run.flips[key])
+    if not run.refused[key]:
+        return row
+    note = f"{run.refused[key]} values round to other numbers and were too far off for an edge"
+    return replace(row, verdict=FAIL, note=row.note or note)
