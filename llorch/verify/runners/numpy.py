@@ -21,7 +21,8 @@ from llorch.cache import KVCache
 from llorch.files import Weights
 from llorch.files.quant import ACTIVATION_TYPE
 from llorch.forward import Keep, forward
-from llorch.generate import sample_ids
+from llorch.generate import IdsOnly, sample_ids
+from llorch.model import Model
 from llorch.numerics import DtypeName
 from llorch.ops.precision import own_dtype_only
 from llorch.ops.rounding import BLOCK_SIZE, ActivationKind, block_sums, round_activations
@@ -172,6 +173,12 @@ class GgmlRunner(NumpyRunner):
     def free(self, this: Pass) -> np.ndarray:
         """Logits of a pass as users get it."""
         return run(self.weights, this)["logits"]
+
+    def text(self, prompt: Sequence[int], n_tokens: int) -> np.ndarray:
+        """As users get it."""
+        model = Model(self.weights)
+        vars(model)["tokenizer"] = IdsOnly()  # also a file without a vocabulary is judged
+        return np.asarray([t.id for t in model.generate(prompt, max_tokens=n_tokens, ignore_eos=True)], np.int64)
 
     def _adopting(self, case: str, this: Pass, n_cached: int = 0, *, last_only: bool = False) -> Run:
         trace, flips, refused = dict[str, np.ndarray](), Counter[str](), Counter[str]()
