@@ -66,11 +66,8 @@ def made_models(golden: QuantisedGolden, names: Iterable[str]) -> Iterator[tuple
             path = write_model(name, Path(folder))
             made, wanted = fingerprint(path), golden.files[name]
             other = f"made {made[:12]}, goldens are of {wanted[:12]}: another numpy makes other random bytes"
-            yield (
-                name,
-                path,
-                _exact_row(name, Place(CHECKPOINT, "file"), made != wanted, "" if made == wanted else other),
-            )
+            wrong, note = (0.0, "") if made == wanted else (1.0, other)
+            yield name, path, _exact_row(name, Place(CHECKPOINT, "file"), wrong, note)
             path.unlink()
 
 
@@ -142,4 +139,4 @@ def _bits(model: str, place: Place, wrong: np.ndarray, of: str) -> Row:
 
 
 def _exact_row(model: str, place: Place, wrong: float, note: str) -> Row:
-    return exact_row(place, PRODUCER, float(wrong), note, model=model, backend=GGML)
+    return exact_row(place, PRODUCER, wrong, note, model=model, backend=GGML)
