@@ -389,7 +389,14 @@ def _product(s: Step) -> np.ndarray:
 
 def _of_one_scale(s: Step) -> np.ndarray:
     """The size that the last norm divided by is off by one number for a whole row, twice that behind gate * up."""
-    return 4 * (2 * UNIT**2 + _SQUARES * s.config.hidden_size) * np.square(s.y)
+    return _of_other_inputs(s, 4 * (2 * UNIT**2 + _SQUARES * s.config.hidden_size) * np.square(s.y))
+
+
+def _of_other_inputs(s: Step, variance: np.ndarray) -> np.ndarray:
+    """What adds up only where the inputs differ: isolated, they are the golden's."""
+    made = np.broadcast_to(variance, (len(s.given[0]), *s.y.shape)).copy()
+    made[ISOLATED] = 0
+    return made
 
 
 def _by_scales(given: np.ndarray, x: np.ndarray, matrix: np.ndarray) -> np.ndarray:
@@ -463,7 +470,9 @@ def _context(s: Step) -> np.ndarray:
 
 
 def _sum(s: Step) -> np.ndarray:
-    return s.given[0] + s.given[1] + 2 * s.rounding
+    """Two equal pairs of numbers have equal sums, rounded or not."""
+    own = 2 * s.rounding
+    return s.given[0] + s.given[1] + (own if s.arithmetic.is_half else _of_other_inputs(s, own))
 
 
 def _swiglu(s: Step) -> np.ndarray:
