@@ -15,6 +15,7 @@ from llorch.pytorch.packing import PACKERS, Fields
 from llorch.stages import STAGES
 from llorch.verify.judge import FAIL, PASS, Row
 from llorch.verify.suites import packed as verification
+from llorch.verify.suites import quantised
 from llorch.verify.suites.packed import PACKED_MODELS, product_rows, verify_quantised_torch
 from llorch.verify.suites.quantised_models import write_model
 
@@ -163,7 +164,7 @@ def test_rows_of_q_and_k_in_the_order_of_the_file_turn_their_products_red(name, 
 
 
 def test_products_of_another_file_are_not_judged(monkeypatch):
-    monkeypatch.setattr(verification, "fingerprint", lambda path: "another")
+    monkeypatch.setattr(quantised, "fingerprint", lambda path: "another")
     monkeypatch.setattr(verification, "PACKED_MODELS", ("Q4_0",))
     stages = [row.stage for row in verify_quantised_torch(target("cpu", "float32"))]
     assert stages == [*(f"decode.{kind.name}" for kind in PACKERS), "file"]

@@ -7,8 +7,6 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-from llorch.verify.sums import MATMUL_ERROR
-from llorch.verify.verifier import WORST
 
 from llorch.builtin import goldens_folder
 from llorch.files import open_weights
@@ -16,11 +14,12 @@ from llorch.files.quant import ACTIVATION_TYPE, BLOCK_SIZES, GGMLType, decode
 from llorch.ops.rounding import VariantName
 from llorch.verify.compare import EXACT, Tolerance
 from llorch.verify.diagnose import Variants, quantised_variants
+from llorch.verify.limits import WORST
 from llorch.verify.mistakes import Mistake, QuantisedInputs
 from llorch.verify.suites.quantised_goldens import FOLDER, QuantisedGolden, read
 from llorch.verify.suites.quantised_models import write_model
 
-PRODUCT = Tolerance(MATMUL_ERROR, WORST * MATMUL_ERROR)  # the largest that a product alone is granted
+PRODUCT = Tolerance(1e-6, WORST * 1e-6)  # the largest that a product alone is granted
 N_ORDINARY = 4  # blocks before those with edge cases, whose sizes would hide the others'
 
 

@@ -1,14 +1,12 @@
 """Verification under ggml numerics; the live part runs llama.cpp on files of all three families."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from llorch.verify.quantised import EDGE, QuantisedVerifier, adopt_edges, emulated, rounded_stages
-from llorch.verify.verifier import FAIL, PASS, TIE, Row, exact_row, run
 from tiny_models import random_tensors, write_folder
 
 import llorch
@@ -17,12 +15,13 @@ from llorch.files import Weights, matrix, open_weights
 from llorch.model import Model
 from llorch.numerics import GGML, Numerics
 from llorch.ops.rounding import BLOCK_SIZE, round_activations
-from llorch.verify import forward as verify
-from llorch.verify.compare import EXACT
 from llorch.verify.goldens import Evidence
-from llorch.verify.limits import limit, variances
+from llorch.verify.judge import FAIL, PASS, TIE, Row, exact_row
 from llorch.verify.models import verify_as_stored
-from llorch.verify.places import Pass
+from llorch.verify.places import Pass, Place
+from llorch.verify.runners.numpy import EDGE, GgmlRunner, adopt_edges, emulated, rounded_stages, run
+from llorch.verify.suites import files
+from llorch.verify.suites.forward import ForwardSuite
 from llorch.verify.suites.quantised_models import write_model
 from llorch.verify.witnesses import open_producer
 from llorch.verify.witnesses.process import in_child
@@ -97,11 +96,12 @@ def test_the_judged_tokens_end_in_the_continuation_but_for_its_last_token(
     pytest.importorskip("llama_cpp")
     seen: list[Mapping] = []
 
-    def judge(name: str, weights: Weights, *what: Mapping) -> None:
-        seen.extend(what)
+    def judge(name: str, weights: Weights, cases: Mapping, evidence: Mapping, truth: None, *, n_prompt: int) -> None:
+        assert n_prompt == len(IDS)
+        seen.extend((cases, evidence))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(verify, "QuantisedVerifier", judge)
+    monkeypatch.setattr("llorch.verify.models.ForwardSuite", judge)
     with pytest.raises(KeyboardInterrupt):
         list(verify_as_stored(model(folder, "F16"), IDS))
     cases, evidence = seen
@@ -117,9 +117,9 @@ def test_matrices_of_several_tiles_are_decoded_as_ggml_does_and_counted_once(
     pytest.importorskip("llama_cpp")
     monkeypatch.setattr("llorch.files.packed.TILE", 5 * 256)
     weights = model(folder, "Q8_0").weights
-    assert {row.verdict for row in verify.decode_rows("m", weights)} == {PASS}
-    monkeypatch.setattr(verify, "in_child", lambda *what: in_child(*what) + np.float32(1))
-    (row,) = verify.decode_rows("m", weights)
+    assert {row.verdict for row in files.decode_rows("m", weights)} == {PASS}
+    monkeypatch.setattr(files, "in_child", lambda *what: in_child(*what) + np.float32(1))
+    (row,) = files.decode_rows("m", weights)
     assert (row.stage, row.verdict, row.error) == ("decode.Q8_0", FAIL, 1.0)
 
 
@@ -140,85 +140,50 @@ def test_flips_are_counted_and_what_they_would_do_is_said(folder: Path):
     assert flips > 0
 
 
-def verifier(folder: Path, change: Callable[[np.ndarray], np.ndarray] = lambda logits: logits) -> QuantisedVerifier:
-    """One whose golden is our own pass, but for its logits; the last four tokens are its continuation."""
-    weights = model(folder, "Q8_0").weights
-    trace = run(weights, Pass(tuple(IDS)))
+def suite(
+    folder: Path, ids: Sequence[int], n_greedy: int, change: Callable[[np.ndarray], np.ndarray] = lambda logits: logits
+) -> tuple[ForwardSuite, GgmlRunner]:
+    """One whose golden is our own pass, but for its logits; their best tokens are its greedy text."""
+    weights, case = model(folder, "Q8_0").weights, Pass(tuple(ids))
+    trace = run(weights, case)
     trace["logits"] = change(trace["logits"].copy())
-    greedy = trace["logits"][-4:].argmax(axis=-1)
-    evidence = Evidence({"near": trace}, selected_logits=trace["logits"][-1], probabilities={}, greedy=greedy)
-    return QuantisedVerifier("m", weights, {"near": Pass(tuple(IDS))}, {"llamacpp": evidence})
+    greedy = trace["logits"][-n_greedy:].argmax(axis=-1)
+    shown = Evidence({"near": trace}, selected_logits=trace["logits"][-1], probabilities={}, greedy=greedy)
+    n_prompt = len(ids) + 1 - n_greedy
+    made = ForwardSuite("m", weights, {"near": case}, {"llamacpp": shown}, None, n_prompt=n_prompt)
+    return made, GgmlRunner(weights, {"near": trace}, {"near": made.limits("near")})
 
 
 @pytest.mark.parametrize(
     ("ours", "selected", "ties"), [(1, 1, True), (1.01, 1, False), (1, 1.001, True), (1, 2, False)]
 )
 def test_only_flips_between_two_runs_of_llama_cpp_excuse_a_failure(folder: Path, ours, selected, ties):
-    made = verifier(folder, lambda logits: logits / np.float32(ours))
-    shown = replace(made.evidence["llamacpp"], selected_logits=made._last_row() * np.float32(selected))
-    made._golden = shown
-    tolerances = {
-        "near": {"chained": {"selected_logits": limit(shown.traces["near"]["logits"][-1:], np.full(1, 1e-12))}}
-    }
+    made, runner = suite(folder, IDS, 1, lambda logits: logits / np.float32(ours))
+    row = runner.last_row(made.cases["near"])
+    shown = replace(made.evidence["llamacpp"], selected_logits=row * np.float32(selected))
     for checkpoint in ("09", "10"):
-        row = made._against_one_pass(exact_row("m", checkpoint, "argmax", "llamacpp", 1.0, "said before"), tolerances)
-        assert row.verdict == (TIE if ties else FAIL)
-        assert row.note.startswith("said before")
-        assert ("computes all rows at once" in row.note) == ties
+        failed = exact_row(Place(checkpoint, "argmax"), "llamacpp", 1.0, "said before", model="m")
+        judged = made._beside_one_pass(runner, failed, row, shown)
+        assert judged.verdict == (TIE if ties else FAIL)
+        assert judged.note.startswith("said before")
+        assert ("computes all rows at once" in judged.note) == ties
 
 
-def text(made: QuantisedVerifier, tokens: list[int], margin: float) -> Row:
-    """The row of our text against another; the golden finds its tokens better than ours by `margin`."""
-    ours = made._generated(IDS[: len(IDS) + 1 - len(tokens)], len(tokens))
-    trace = dict(made._golden.traces["near"])
-    trace["logits"] = trace["logits"].copy()
-    for at, (got, want) in enumerate(zip(ours, tokens, strict=True), start=len(IDS) - len(tokens)):
-        trace["logits"][at, want] = trace["logits"][at, got] + np.float32(margin)
-    made._golden = replace(made._golden, traces={"near": trace}, greedy=np.asarray(tokens))
-    return made._generation_row()
+@pytest.mark.parametrize(("margin", "verdict"), [(-1.0, PASS), (1e-3, TIE), (1.0, FAIL)])
+def test_our_text_runs_free_and_another_token_must_be_explained_by_flips(folder: Path, margin: float, verdict: str):
+    """The golden finds the second best token better than ours by `margin`, in root mean squares of its logits."""
 
+    def prefer(logits: np.ndarray) -> np.ndarray:
+        other, best = logits[-1].argsort()[-2:]
+        if margin > 0:
+            logits[-1, other] = logits[-1, best] + np.float32(margin) * np.sqrt(np.square(logits[-1]).mean())
+        return logits
 
-def test_our_text_runs_free_and_another_token_must_be_explained_by_flips(folder: Path):
-    made = verifier(folder)
-    right = made._generated(IDS[:-1], 2).tolist()
-    assert text(made, right, 0.0).verdict == PASS
-    allowed = made._gap(len(IDS) - 1, 0, 1)[1]
-    other = [right[0], (right[1] + 1) % 96]
-    assert (tie := text(made, other, 0.001 * allowed)).verdict == TIE
-    assert "token 1: got" in tie.note
-    assert text(made, other, 10.0).verdict == FAIL
-
-
-def test_limits_are_made_of_the_golden_and_not_of_what_ours_computes(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    wanted = verifier(folder).tolerances()
-    golden = verifier(folder)
-    monkeypatch.setattr("llorch.verify.quantised.forward", None)
-    assert golden.tolerances() == wanted
-
-
-@pytest.mark.parametrize("name", ["embed", "l0.k_cache", "l1.v_cache", "l0.attn_residual", "l1.block_out"])
-def test_copies_and_sums_of_two_are_exact_on_the_same_input(folder: Path, name: str):
-    assert verifier(folder).tolerances()["near"]["isolated"][name] == EXACT
-
-
-def test_an_error_goes_through_a_product_as_it_was_derived(folder: Path):
-    """Noise of the derived size on what enters a stage gives noise of the derived size behind it."""
-    made = verifier(folder)
-    (evidence,) = made.evidence.values()
-    golden, rng = evidence.traces["near"], np.random.default_rng(0)
-    spread = {name: array[1] for name, array in variances(made.weights, made.cases["near"], golden)}
-    weights = made.weights.layer(0)
-
-    def moved(name: str) -> np.ndarray:
-        return golden[name] + rng.standard_normal(golden[name].shape) * np.sqrt(spread[name]) * 1e3
-
-    gate, up = moved("l0.ffn_gate"), moved("l0.ffn_up")
-    act = gate / (1 + np.exp(-gate)) * up - golden["l0.ffn_act"]
-    assert np.linalg.norm(act) / np.sqrt(spread["l0.ffn_act"].sum()) == pytest.approx(1e3, rel=0.1)
-    x = moved("l0.attn_residual")
-    norm = x / np.sqrt(np.square(x).mean(-1, keepdims=True) + made.weights.config.rms_norm_eps) * weights["ffn_norm"]
-    size = np.linalg.norm(norm - golden["l0.ffn_norm"]) / np.sqrt(spread["l0.ffn_norm"].sum())
-    assert size == pytest.approx(1e3, rel=0.1)
+    _, runner = suite(folder, IDS, 1)
+    made, runner = suite(folder, [*IDS, *runner.text(IDS, 1).tolist()], 2, prefer)
+    (row,) = (row for row in made.sampler_rows(runner) if row.stage == "generation")
+    assert row.verdict == verdict
+    assert row.note.startswith("token 1: got") == (margin > 0)
 
 
 def test_the_truth_is_float64_also_through_matrices(folder: Path):

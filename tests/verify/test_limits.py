@@ -1,0 +1,140 @@
+"""Derived limits: what a sum may be off, how errors go through stages, and that they follow from goldens alone."""
+
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llorch.files.matrix import Matrix
+from llorch.files.packed import Packed
+from llorch.files.quant import GGMLType
+from llorch.verify.compare import EXACT, FLOOR
+from llorch.verify.limits import ARITHMETICS, CHAINED, FLOAT32, Limits, product_error, squared_terms, variances
+from llorch.verify.models import stored
+from llorch.verify.suites.quantised_models import matrix_bytes
+
+COPIES = ["embed", "l0.k_cache", "l1.v_cache"]
+SUMS = ["l0.attn_residual", "l1.block_out"]
+WEIGHTS, GOLDEN = stored("micro-llama")
+NEAR, TRACE = GOLDEN.cases["near"], GOLDEN.evidence["llamacpp"].traces["near"]
+
+
+def operands(width: int) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return rng.normal(0, 1, (4, width)).astype(np.float32), rng.normal(0, 1, (64, width)).astype(np.float32)
+
+
+def granted(x: np.ndarray, w: np.ndarray) -> float:
+    return product_error(x, w, x @ w.T, FLOAT32)
+
+
+def matrix(kind: GGMLType, heads: int = 0) -> Matrix:
+    shape = (96, 512)
+    packed = Packed("w", Path("m.gguf"), matrix_bytes(kind, shape, key="sums"), kind, shape)
+    return Matrix(packed, round_inputs=True, interleaved_heads=heads)
+
+
+def test_the_limit_of_a_product_grows_with_the_root_of_its_width():
+    narrow, wide = (granted(*operands(width)) for width in (4096, 16384))
+    assert wide == pytest.approx(2 * narrow, rel=0.1)
+    assert narrow == pytest.approx(4 * 2**0.5 * 2**-24 * (4096 / 48) ** 0.5, rel=0.1)
+
+
+def test_terms_that_cancel_are_counted():
+    x, w = operands(512)
+    cancelling = np.concatenate([x, -x], axis=1), np.concatenate([w, w * np.float32(1.001)], axis=1)
+    assert granted(*cancelling) > 100 * granted(x, w)
+
+
+def test_terms_that_all_add_up_are_granted_what_they_cost():
+    x, w = (np.abs(array) for array in operands(4096))
+    y, true = x @ w.T, x.astype(np.float64) @ w.T.astype(np.float64)
+    assert np.linalg.norm(y - true) / np.linalg.norm(true) < granted(x, w) == FLOOR
+
+
+@pytest.mark.parametrize("kind", [GGMLType.Q4_1, GGMLType.Q5_1, GGMLType.Q2_K, GGMLType.Q4_K, GGMLType.Q5_K])
+@pytest.mark.parametrize("heads", [0, 3])
+def test_minima_that_cancel_the_codes_are_counted_as_ggml_sums_them(kind: GGMLType, heads: int):
+    """Inputs with a mean in every block: codes and minima give two large sums of opposite sign."""
+    made = matrix(kind, heads)
+
+    def spread(x: np.ndarray, weight: Matrix | np.ndarray) -> float:
+        """By what factor terms are larger than what remains of them."""
+        return float(np.sqrt(squared_terms(x, weight).sum()) / np.linalg.norm(x @ made.dequantize().T))
+
+    x = np.random.default_rng(1).normal(1, 0.1, (4, 512)).astype(np.float32)
+    assert spread(x, made) > 1.05 > spread(x, made.dequantize())
+    assert spread(np.random.default_rng(2).normal(0, 1, (4, 512)).astype(np.float32), made) < 4
+
+
+def test_a_type_without_minima_is_counted_by_its_elements():
+    x, made = operands(512)[0], matrix(GGMLType.Q6_K)
+    np.testing.assert_array_equal(squared_terms(x, made), squared_terms(x, made.dequantize()))
+
+
+@cache
+def limits(dtype: str = "float32") -> Limits:
+    return Limits(WEIGHTS, NEAR, TRACE, ARITHMETICS[dtype])
+
+
+@pytest.mark.parametrize("name", [*COPIES, *SUMS])
+def test_copies_and_sums_of_two_are_exact_on_the_same_float32_input(name: str):
+    assert limits().isolated(name) == EXACT != limits("bfloat16").isolated(name)
+    assert (limits().chained(name) == EXACT) == (name == "embed")
+
+
+@pytest.mark.parametrize("name", ["l1.q_proj", "l1.ffn_out", "logits"])
+def test_isolated_a_product_is_granted_its_own_sum_alone(name: str):
+    assert limits().isolated(name).error < 1e-6 < limits().chained(name).error
+
+
+def product(gate_input: np.ndarray) -> np.ndarray:
+    return gate_input @ np.float64(WEIGHTS.layer(0)["gate_proj"]).T
+
+
+def norm(x: np.ndarray) -> np.ndarray:
+    mean_square = np.square(x).mean(-1, keepdims=True) + WEIGHTS.config.rms_norm_eps
+    return x / np.sqrt(mean_square) * WEIGHTS.layer(0)["ffn_norm"]
+
+
+def swiglu(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    return gate / (1 + np.exp(-gate)) * up
+
+
+@pytest.mark.parametrize(
+    ("op", "inputs", "output", "least"),
+    [
+        (product, ["l0.ffn_norm"], "l0.ffn_gate", 0.6),  # beside it, the scale of whole rows is granted
+        (norm, ["l0.attn_residual"], "l0.ffn_norm", 0.9),
+        (swiglu, ["l0.ffn_gate", "l0.ffn_up"], "l0.ffn_act", 0.9),
+    ],
+    ids=["product", "norm", "swiglu"],
+)
+def test_an_error_goes_through_a_stage_as_it_was_derived(op, inputs: list[str], output: str, least: float):
+    """Noise of the derived size on what enters a stage gives noise of the derived size behind it."""
+    spread = {name: array[CHAINED] for name, array in variances(WEIGHTS, NEAR, TRACE)}
+    rng, exact = np.random.default_rng(0), [np.float64(TRACE[name]) for name in inputs]
+    made = []
+    for _ in range(50):
+        noise = [rng.standard_normal(x.shape) * np.sqrt(spread[name]) for name, x in zip(inputs, exact, strict=True)]
+        made.append(op(*(x + e for x, e in zip(exact, noise, strict=True))) - op(*exact))
+    assert least <= np.sqrt(np.square(made).sum() / 50 / spread[output].sum()) <= 1.1
+
+
+def test_limits_are_made_of_the_golden_and_not_of_what_ours_computes(monkeypatch: pytest.MonkeyPatch):
+    for place in ("llorch.forward.forward", "llorch.verify.runners.numpy.forward"):
+        monkeypatch.setattr(place, None)
+    again = Limits(WEIGHTS, NEAR, TRACE)
+    assert all(again.isolated(name) == limits().isolated(name) for name in TRACE)
+    assert all(again.chained(name) == limits().chained(name) for name in TRACE)
+
+
+@pytest.mark.parametrize("name", ["l0.attn_norm", "l0.ffn_act", "l1.attn_context", "logits"])
+def test_a_golden_that_is_wrong_does_not_widen_its_limit(name: str):
+    wrong = Limits(WEIGHTS, NEAR, {**TRACE, name: 1.1 * TRACE[name]})
+    for mode in ("isolated", "chained"):
+        before, after = (getattr(made, mode)(name) for made in (limits(), wrong))
+        assert after.error <= 1.01 * before.error
+        assert after.worst <= 1.01 * before.worst
+        assert (after.tokens <= 1.01 * before.tokens).all()
