@@ -21,7 +21,6 @@ from llorch.model import Model
 from llorch.numerics import DtypeName
 from llorch.train.batch import Batch
 from llorch.verify.compare import EXACT, Difference, Tolerance, measure, measure_in
-from llorch.verify.goldens import Tolerances as HalfTolerances
 from llorch.verify.goldens import sha256
 from llorch.verify.places import Place
 from llorch.verify.training.claims import errors, refuse_far_witnesses, tolerances, unit
@@ -289,7 +288,7 @@ def _truth_differs(new: Mapping[str, np.ndarray], stored: TrainingGolden, mode: 
             yield f"training truth amplification {text(place)}: {found.describe()}"
 
 
-def _by_dtype(made: Mapping[str, Tolerances]) -> dict[str, HalfTolerances]:
+def _by_dtype(made: Mapping[str, Tolerances]) -> dict[str, make_half.Tolerances]:
     """As those of the forward pass, in one case."""
     return {
         dtype: {"training": {mode: dict(groups) for mode, groups in modes.items()}} for dtype, modes in made.items()

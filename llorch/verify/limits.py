@@ -22,7 +22,8 @@ times what it is on the average: what is granted is 7 deviations.
 
 A sum of n terms t, added one by one, passes through n partial sums, each rounded by up to 2^-24 of its size. For terms
 of random sign the errors add up to 2^-24 * sqrt(n / 6 * sum(t * t)) on the average. Two engines are off, independently,
-and both add in at least 8 lanes, so n = width / 8. A sum of squares only grows: the partial sums are k / n of it.
+and both add in at least 8 lanes, so n = width / 8. Where terms have one sign, the partial sums are k / n of the sum,
+and the errors 2^-24 * sqrt(n / 9) of it: both are granted.
 
 Where a block has a minimum, w = d * q + m, ggml sums d * q * x and m * x apart, and the two may cancel: then the terms
 are those of each block in both sums.
@@ -54,7 +55,8 @@ WORST = 4  # times what a whole row may be off: what an element of it may be
 UNIT = 2.0**-24  # half a step of float32, relative
 SCORES = frozenset({"attn_scores", "attn_probs"})  # what fused attention does not show; never below float32
 _SUM = 2 * UNIT**2 / 48  # times the width and the squared terms: the variance between two orders of a sum
-_SQUARES = 2 * UNIT**2 / 72 / 4  # times the width: that of the root of a sum of squares, relative
+_DRIFT = 2 * UNIT**2 / 72  # times the width and the squared sum: the same, as far as it grows like k / n
+_SQUARES = _DRIFT / 4  # times the width: that of the root of a sum of squares, relative
 _DIGITS = {"F16": 11, "BF16": 8}  # binary digits; the step of a number between 2^e and 2^(e+1) is 2^(e+1-digits)
 _CODES = 127
 _BLOCK = 32
@@ -334,7 +336,7 @@ def product_error(x: np.ndarray, weight: "np.ndarray | QuantMethod", y: np.ndarr
     """How large the relative error of a product alone may be, of rounded inputs and weights where they are rounded."""
     terms = float(squared_terms(x, weight).sum(dtype=np.float64))
     size = float(np.square(y, dtype=np.float64).sum()) or 1.0
-    own = _SUM * x.shape[-1] * terms + 2 * (arithmetic.unit**2 * terms if arithmetic.is_half else 0.0)
+    own = x.shape[-1] * (_SUM * terms + _DRIFT * size) + 2 * (arithmetic.unit**2 * terms if arithmetic.is_half else 0.0)
     return max(FLOOR, FACTOR * math.sqrt(own / size + 2 * arithmetic.unit**2))
 
 
@@ -384,19 +386,16 @@ def _product(s: Step) -> np.ndarray:
     terms = squared_terms(x, weight, matrix)
     if s.arithmetic.is_half:  # its weights are rounded, too
         made = made + s.arithmetic.unit**2 * terms + s.arithmetic.smallest**2 * np.square(x).sum(axis=-1, keepdims=True)
-    return made + _SUM * x.shape[-1] * terms + 2 * s.rounding
+    return made + x.shape[-1] * (_SUM * terms + _DRIFT * np.square(s.y)) + 2 * s.rounding
 
 
 def _of_one_scale(s: Step) -> np.ndarray:
-    """The size that the last norm divided by is off by one number for a whole row, twice that behind gate * up."""
-    return _of_other_inputs(s, 4 * (2 * UNIT**2 + _SQUARES * s.config.hidden_size) * np.square(s.y))
+    """The size that the last norm divided by is off by one number for a whole row, twice that behind gate * up.
 
-
-def _of_other_inputs(s: Step, variance: np.ndarray) -> np.ndarray:
-    """What adds up only where the inputs differ: isolated, they are the golden's."""
-    made = np.broadcast_to(variance, (len(s.given[0]), *s.y.shape)).copy()
-    made[ISOLATED] = 0
-    return made
+    Isolated, the inputs are the golden's.
+    """
+    made = np.square(s.y) * 4 * (2 * UNIT**2 + _SQUARES * s.config.hidden_size)
+    return np.stack([np.zeros_like(made), *[made] * (len(s.given[0]) - 1)])
 
 
 def _by_scales(given: np.ndarray, x: np.ndarray, matrix: np.ndarray) -> np.ndarray:
@@ -470,9 +469,7 @@ def _context(s: Step) -> np.ndarray:
 
 
 def _sum(s: Step) -> np.ndarray:
-    """Two equal pairs of numbers have equal sums, rounded or not."""
-    own = 2 * s.rounding
-    return s.given[0] + s.given[1] + (own if s.arithmetic.is_half else _of_other_inputs(s, own))
+    return s.given[0] + s.given[1] + 2 * s.rounding
 
 
 def _swiglu(s: Step) -> np.ndarray:

@@ -73,7 +73,7 @@ def test_checkpoint_14_quantised_covers_both_layers():
 
 
 def test_checkpoint_14_quantised_grants_float32_what_numpy_is_granted():
-    assert max(row.tolerance for found in rows("cpu", "float32").values() for row in found) <= 2e-6
+    assert max(row.tolerance for found in rows("cpu", "float32").values() for row in found) <= 2.5e-6
 
 
 def test_checkpoint_14_quantised_grants_half_precision_a_few_roundings_only():

@@ -127,7 +127,6 @@ def test_a_golden_without_one_of_its_parts_is_refused(tmp_path: Path, part: str)
         read(tmp_path)
 
 
-@pytest.mark.parametrize("part", ["half_tolerances", "half_errors"])
 def test_a_golden_without_distances_of_both_producers_is_refused(tmp_path: Path):
     golden = read(goldens_folder() / "micro-llama")
     isolated = {"llamacpp": golden.truth.isolated["llamacpp"]}
