@@ -22,7 +22,7 @@ from llorch.files import Weights, open_weights
 from llorch.files.matrix import Matrix
 from llorch.files.names import interleave, inventory, undo_interleave
 from llorch.numerics import EXACT, GGML, Numerics
-from llorch.verify.quantised_models import write_model
+from llorch.verify.suites.quantised_models import write_model
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -15,7 +15,7 @@ from llorch.pytorch.cpu.library import library
 from llorch.pytorch.device import target
 from llorch.pytorch.memory import free_memory, predict, require_memory
 from llorch.pytorch.model import load_torch
-from llorch.verify.quantised_models import write_model
+from llorch.verify.suites.quantised_models import write_model
 
 
 @pytest.fixture

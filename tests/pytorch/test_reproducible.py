@@ -30,7 +30,7 @@ from llorch.pytorch.causal_lm import swiglu as plain_swiglu
 from llorch.pytorch.load import load_dense, load_packed
 from llorch.pytorch.lora import leaves
 from llorch.pytorch.reproducible import FixedNorm, exp, make_reproducible, softmax, swiglu, tree_sum
-from llorch.verify.quantised_models import write_model
+from llorch.verify.suites.quantised_models import write_model
 
 
 @pytest.mark.parametrize(("dtype", "name"), [("float32", "micro-llama"), ("bfloat16", "micro-qwen3")])

@@ -10,6 +10,7 @@ from planted_quantised import golden
 
 from llorch.builtin import goldens_folder
 from llorch.stages import BY_NAME, STAGES
+from llorch.verify.compare import FLOOR
 from llorch.verify.judge import FAIL, PASS, Row
 from llorch.verify.suites import quantised as verify_quantised
 from llorch.verify.suites.quantised import BACKENDS, verify_quantised_stored
@@ -66,7 +67,8 @@ def test_checkpoint_13_rows_are_all_looked_at():
 @pytest.mark.parametrize(
     ("mode", "stages", "least", "most"),
     [
-        ("isolated", {"embed", "k_cache", "v_cache", "attn_residual", "block_out"}, 0.0, 0.0),  # the same bits
+        ("isolated", {"embed", "k_cache", "v_cache"}, 0.0, 0.0),  # the same bits
+        ("isolated", {"attn_residual", "block_out"}, FLOOR, FLOOR),
         ("isolated", {stage.name for stage in STAGES if stage.matrix}, 1e-6, 4e-6),  # most where minima cancel
         ("chained", {*BY_NAME}, 1e-6, 1.8e-5),
         ("free", {"logits"}, 0.01, 0.3),

@@ -37,8 +37,8 @@ def distances(rows: Sequence[Row], mode: str) -> str:
     columns = ["stage", *(f"{dtype}: {what}" for dtype in HALVES for what in ("ours", "limit"))]
     lines = []
     for stage in dict.fromkeys(row.stage for row in mine):
-        found = [[row for row in mine if row.stage == stage and dtype in row.backend] for dtype in HALVES]
-        cells = ((roughly(max(r.error for r in f)), short(max(r.tolerance for r in f), 2)) for f in found)
+        found = [[row for row in mine if row.stage == stage and row.backend.endswith(f"-{dtype}")] for dtype in HALVES]
+        cells = ((roughly(max(r.error for r in f)), f"~{short(max(r.tolerance for r in f), 2)}") for f in found)
         lines.append([f"`{stage}`", *(cell for pair in cells for cell in pair)])
     models = ", ".join(dict.fromkeys(row.model for row in mine))
     return f"Models: {models}.\n\n{table(columns, lines, right=len(columns) - 1)}"
@@ -48,9 +48,7 @@ def ladder(rows: Sequence[Row]) -> str:
     """How the error of one model grows from layer to layer in each dtype, in the case `near`."""
     chained = [row for row in rows if (row.mode, row.case, row.producer) == ("chained", "near", PRODUCERS[0])]
     places = dict.fromkeys(row.place.key for row in chained if row.stage in ("embed", "block_out", "logits"))
-    found = {
-        (row.place.key, dtype): row.truth_error for row in chained for dtype in ARITHMETICS if dtype in row.backend
-    }
+    found = {(row.place.key, row.backend.rpartition("-")[2]): row.truth_error for row in chained}
     lines = ([f"`{place}`", *(roughly(found[place, dtype]) for dtype in ARITHMETICS)] for place in places)
     return table(["after", *ARITHMETICS], lines, right=len(ARITHMETICS))
 

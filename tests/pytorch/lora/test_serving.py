@@ -20,7 +20,7 @@ from llorch.pytorch.lora.leaves import LoraLinear
 from llorch.pytorch.model import TorchModel, load_torch
 from llorch.pytorch.reproducible import FixedRows
 from llorch.sampling import SamplingSettings
-from llorch.verify.quantised_models import write_model
+from llorch.verify.suites.quantised_models import write_model
 
 STARTS = ("Once upon a time", "The little fox", "A boy named", "There was a", "She said")
 EVERY_TARGET = (*ALL, "embed_tokens", "lm_head")
