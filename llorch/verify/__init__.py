@@ -1,1 +1,19 @@
-"""Verification: what engines that others wrote show, what ours makes of the same, and the verdict."""
+"""Verification: what engines that others wrote show, what ours makes of the same, and the verdict.
+
+In comes a model: a built-in name with its stored goldens, or a file that engines run now. Out come rows, one per
+comparison. On the way, and in the order to read:
+
+    places     where an array stands: tokens of a pass; case, stage, layer, part
+    compare    how far two arrays are apart
+    judge      a claim of an array, made from goldens alone; the one function that makes a row of it
+    limits     how far a right run may be from a golden: every limit of the forward pass, derived
+    goldens    what producers showed; `truth` is what transformers computes in pure float64
+    suites/    the claims: of the forward pass, its tokens, files, quantised blocks; `training/` those of training
+    runners/   what computes ours: NumPy as it runs and under ggml numerics, torch in each way it runs
+    witnesses/ the engines, each in a process of its own
+    models     a model judged from end to end
+    mistakes/  known mistakes, and `diagnose`, which names them; `report/` writes the checkpoint pages
+
+Beside them `quality` (how well a model predicts a text), `doctor` (an adapter and its readers) and `resume` (a training
+that was cut short goes on to the same bits).
+"""

@@ -2,6 +2,7 @@
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,10 +10,13 @@ import pytest
 from llorch.files.matrix import Matrix
 from llorch.files.packed import Packed
 from llorch.files.quant import GGMLType
-from llorch.verify.compare import EXACT, FLOOR
+from llorch.stages import keys
+from llorch.verify.compare import EXACT, FLOOR, measure
 from llorch.verify.limits import ARITHMETICS, CHAINED, FLOAT32, Limits, product_error, squared_terms, variances
 from llorch.verify.models import stored
+from llorch.verify.places import token_axis
 from llorch.verify.suites.quantised_models import matrix_bytes
+from llorch.verify.witnesses import open_producer
 
 COPIES = ["embed", "l0.k_cache", "l1.v_cache"]
 SUMS = ["l0.attn_residual", "l1.block_out"]
@@ -149,3 +153,19 @@ def test_a_golden_that_is_wrong_does_not_widen_its_limit(name: str):
         assert after.error <= 1.01 * before.error
         assert after.worst <= 1.01 * before.worst
         assert (after.tokens <= 1.01 * before.tokens).all()
+
+
+@pytest.mark.live
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("engine", ["llamacpp", "transformers"])
+def test_engines_of_others_in_half_precision_stay_within_what_is_derived(engine: Any, dtype: Any):
+    """They round in other places than we do, and oftener; what is derived must hold for every right run."""
+    with open_producer(engine, WEIGHTS.path, dtype=dtype) as producer:
+        for case, this in GOLDEN.cases.items():
+            true = GOLDEN.truth.evidence.traces[case]
+            made = Limits(WEIGHTS, this, true, ARITHMETICS[dtype])
+            shown = producer.trace(this.ids, first_position=this.first_position)
+            for name, stage, _ in keys(WEIGHTS.config):
+                theirs, axis = shown[name].astype(np.float64), token_axis(stage)
+                apart = measure(theirs, true[name], masked=stage.masked, token_axis=axis)
+                assert apart.within(made.chained(name)), f"{case} {name}: {apart.describe()}"
