@@ -28,7 +28,7 @@ from typing import Any
 REPOSITORY = Path(__file__).parents[1]
 FILES = (
     "backward cache forward pytorch/cpu/cpu pytorch/cpu/block pytorch/cpu/layer pytorch/cpu/quantised "
-    "pytorch/cpu/frozen_linear model ops/attention ops/backward ops/cross_entropy ops/dora ops/linear ops/lora "
+    "pytorch/train/loading model ops/attention ops/backward ops/cross_entropy ops/dora ops/linear ops/lora "
     "ops/rms_norm ops/rope ops/swiglu verify/quantised pytorch/cache pytorch/model pytorch/quantised "
     "pytorch/reproducible train/numpy_step pytorch/train/forward pytorch/train/loss"
 )

@@ -18,6 +18,7 @@ from llorch.verify.goldens import PRODUCERS, SAMPLINGS
 from llorch.verify.judge import PASS, Row
 from llorch.verify.models import verify_stored
 from llorch.verify.runners.numpy import BACKENDS, FLOAT64
+from llorch.verify.training.stages import TRAINING_STAGES
 from llorch.verify.truth import WITNESS
 
 Key = tuple[str, str, str, str, str, str]  # checkpoint, model, stage, mode, producer, backend
@@ -81,4 +82,5 @@ def test_every_checkpoint_has_a_test():
     with_a_file_of_its_own = {
         number for number in CHECKPOINTS if Path(__file__).with_name(f"test_checkpoint_{number}.py").is_file()
     }
-    assert {key[0] for key in keys_by_checkpoint()} | with_a_file_of_its_own == set(CHECKPOINTS)
+    found = {key[0] for key in keys_by_checkpoint()} | with_a_file_of_its_own
+    assert found | {stage.checkpoint for stage in TRAINING_STAGES} == set(CHECKPOINTS)  # test_training_checkpoints.py
