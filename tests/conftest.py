@@ -81,3 +81,10 @@ def config() -> "ModelConfig":
         vocab_size=31, rms_norm_eps=1e-5, rope_theta=5000.0, rope_scaling=None, max_position_embeddings=40,
         qkv_bias=False, o_bias=False, qk_norm=True, tie_word_embeddings=True,
     )  # fmt: skip
+
+
+@pytest.fixture
+def no_bytecode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the size of files is limited: Python 3.11 keeps bytecode of a module that was cut short."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")

@@ -147,6 +147,7 @@ def test_a_signal_ends_the_step_and_saves(tmp_path: Path, number: signal.Signals
     assert found.step == read_log(output / "log.jsonl")[-1]["step"]
 
 
+@pytest.mark.usefixtures("no_bytecode")
 def test_a_full_disk_is_one_line_and_leaves_the_snapshot_before(tmp_path: Path):
     def limited() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))  # bytes of a file

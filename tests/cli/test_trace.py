@@ -54,6 +54,7 @@ def test_the_first_position_turns_queries_and_leaves_values(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["t.npz", "t.safetensors"])
+@pytest.mark.usefixtures("no_bytecode")
 def test_a_full_disk_is_one_line_that_names_the_file(tmp_path: Path, name: str):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))

@@ -47,6 +47,7 @@ def test_scales_that_differ_are_folded_and_that_is_said(tmp_path, base):
 
 
 @pytest.mark.parametrize(("target", "room"), [("new.gguf", 4096), ("new.gguf", 100), ("new", 4096)])
+@pytest.mark.usefixtures("no_bytecode")
 def test_a_full_disk_is_an_error_that_names_the_target_and_leaves_nothing(tmp_path, base, target, room):
     path, _ = written(tmp_path, base)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -94,6 +94,7 @@ def test_a_damaged_snapshot_is_named_and_the_one_before_is_taken(
     assert_the_same(straight, folder)
 
 
+@pytest.mark.usefixtures("no_bytecode")
 def test_a_full_disk_ends_the_run_with_a_line_and_it_goes_on_when_there_is_room(
     straight: Path, stopped: Path, data: Path, tmp_path: Path
 ):

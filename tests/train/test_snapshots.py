@@ -191,6 +191,7 @@ def test_a_snapshot_that_had_made_room_comes_back_when_the_new_one_did_not_arriv
     assert found.step == 10
 
 
+@pytest.mark.usefixtures("no_bytecode")
 def test_a_full_disk_is_one_line_and_the_snapshot_before_stays(store: SnapshotStore):
     save(store, 10)
     done = subprocess.run(
