@@ -1,6 +1,6 @@
 """Make the goldens of checkpoints 15 to 20: ask PEFT, torch and llama.cpp about one adapter and a few batches.
 
-Of runs on a base in bfloat16 only the tolerances and distances that follow from them are stored, as in `make_half`.
+Of runs on a base in bfloat16 only the tolerances and distances that follow from them are stored.
 """
 
 import platform
@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import make_half
+import made_again
 import numpy as np
 
 from llorch.builtin import builtin_path
@@ -245,7 +245,7 @@ def differences(
 
     The adapter, the batches and the files of adapters must be equal; arrays are held to the stored tolerances or to
     `spread`, what rounding does to optimizer steps, the larger; `truth`, made now of the stored goldens, is held to the
-    limits of float64; tolerances of half precision are what `make_half` wants of them.
+    limits of float64; tolerances of half precision are what `made_again` wants of them.
     """
     pairs = [(what, getattr(new, what) == getattr(stored, what)) for what in ("rows", "files")]
     for name in of_tensors("parameters", config.n_layers):
@@ -261,9 +261,9 @@ def differences(
         lines += [line for mode in modes for line in _truth_differs(truth, stored, mode, place)]
     again = {dtype: made for dtype, made in new.tolerances.items() if dtype != "float32"}
     kept = {dtype: made for dtype, made in stored.tolerances.items() if dtype != "float32"}
-    lines += make_half.differences(_by_dtype(again), _by_dtype(kept))
+    lines += made_again.differences(_by_dtype(again), _by_dtype(kept))
     made = {"float32": tolerances(stored, config, "float32")}, {"float32": stored.tolerances["float32"]}
-    return lines + make_half.differences(*map(_by_dtype, made), times=make_half.AGAIN)
+    return lines + made_again.differences(*map(_by_dtype, made), times=made_again.AGAIN)
 
 
 def apart(place: Place, ours: np.ndarray | None, theirs: np.ndarray | None) -> Difference:
@@ -279,7 +279,7 @@ def _truth_differs(new: Mapping[str, np.ndarray], stored: TrainingGolden, mode: 
     def pair(name: str) -> tuple[np.ndarray | None, np.ndarray | None]:
         return new.get(name), stored.arrays.get(name)
 
-    found, again = apart(place, *pair(truth_name(mode, place))), make_half.AGAIN - 1
+    found, again = apart(place, *pair(truth_name(mode, place))), made_again.AGAIN - 1
     if not found.within(wide_limit(stored.amplified(place) if mode == CHAINED else None)):
         yield f"training truth {mode} {text(place)}: {found.describe()}"
     if place.stage == "parameters" and mode == CHAINED:
@@ -288,7 +288,7 @@ def _truth_differs(new: Mapping[str, np.ndarray], stored: TrainingGolden, mode: 
             yield f"training truth amplification {text(place)}: {found.describe()}"
 
 
-def _by_dtype(made: Mapping[str, Tolerances]) -> dict[str, make_half.Tolerances]:
+def _by_dtype(made: Mapping[str, Tolerances]) -> dict[str, made_again.Tolerances]:
     """As those of the forward pass, in one case."""
     return {
         dtype: {"training": {mode: dict(groups) for mode, groups in modes.items()}} for dtype, modes in made.items()

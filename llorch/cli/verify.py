@@ -36,7 +36,7 @@ from llorch.cli.options import (
 @numerics_options
 @backend_options
 @threads_option
-@json_option("One object {rows, summary}; NaN and infinity become null.")
+@json_option("One object {version, rows, summary}; NaN and infinity become null.")
 @click.option("--strict", is_flag=True, help="A near-tie (TIE) fails, too.")
 @click.option("--detail", is_flag=True, help="A line per stage instead of one per checkpoint.")
 def command(
@@ -68,8 +68,8 @@ def command(
     that very file, its rounding of inputs emulated (--numerics ggml); --numerics exact decodes it for both engines.
 
     With --backend torch the torch modules are judged on one device, in float64, float32 and bfloat16, or in --dtype:
-    as they are written, with their fastest parts, reproducible, and in a batch with padding. In half precision
-    tolerances come from engines that run in that dtype. Devices that nothing ran on are printed as NOT RUN.
+    as they are written, with their fastest parts, reproducible, and in a batch with padding. Limits of half
+    precision are derived with its steps. Devices that nothing ran on are printed as NOT RUN.
 
     Another token than the golden's is a TIE only where the float64 truth holds both so near to each other that rounding
     moves one past the other, and a token more or less in top-p only where float32 sums may put it on either side of p.

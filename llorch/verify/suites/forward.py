@@ -175,7 +175,7 @@ class ForwardSuite:
         best = np.asarray([int(np.argmax(row))])
         distributions = runner.probabilities(*self._sampler_inputs())
         tokens = Tokens(self.model, runner, self._prompt, self._margins(runner))
-        first = Tokens(self.model, runner, self._prompt, NOTHING_KNOWN) if self.rounds else tokens  # see below
+        first = Tokens(self.model, runner, self._prompt, NOTHING_KNOWN) if self.rounds else tokens  # `_beside_one_pass`
         text = tokens.text((), max((len(golden.greedy) for golden in witnesses.values()), default=0))
         for witness, golden in witnesses.items():
             selected = judge(self._selected(runner, witness, golden), row, model=self.model, backend=runner.name)
