@@ -1,0 +1,80 @@
+"""Passes that go through a model together: each finishes a layer before any begins the next.
+
+A layer's matrices are decoded once for all of them, and only those of one layer need memory. Each pass keeps its own
+control flow, so it runs in a thread of its own; a baton sees to it that one at a time does.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextvars import copy_context
+from functools import partial
+from threading import Semaphore, Thread
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+Turn = Callable[[], None]  # what a job calls at the end of each layer
+
+
+class _Ended(BaseException):
+    """Unwinds a job whose fellow failed; not an Exception, which a job might handle."""
+
+
+class Lockstep(Generic[T]):
+    """Jobs that run in turn, each up to the end of its next layer."""
+
+    def __init__(self, jobs: Sequence[Callable[[Turn], T]]) -> None:
+        """Prepare; each job is given `turn`, which lets all the others finish the layer first."""
+        self._jobs = jobs
+        self._gates = [Semaphore(0) for _ in jobs]
+        self._waiting = deque(range(len(jobs)))
+        self._results: dict[int, T] = {}
+        self._error: BaseException | None = None
+
+    def run(self) -> list[T]:
+        """Run the jobs to their ends.
+
+        Returns:
+            What they returned, in their order.
+
+        Raises:
+            BaseException: What the first to fail raised; the others end at their next turn.
+        """
+        threads = [
+            Thread(target=copy_context().run, args=(self._work, at), daemon=True) for at in range(len(self._jobs))
+        ]
+        for thread in threads:
+            thread.start()
+        self._next()
+        try:
+            for thread in threads:
+                thread.join()
+        except BaseException as error:  # such as Ctrl-C
+            self._error = self._error or error
+        if self._error is not None:
+            raise self._error
+        return [self._results[at] for at in range(len(self._jobs))]
+
+    def _work(self, at: int) -> None:
+        try:
+            self._wait(at)
+            self._results[at] = self._jobs[at](partial(self._turn, at))
+        except _Ended:
+            pass
+        except BaseException as error:
+            self._error = self._error or error
+        finally:
+            self._next()
+
+    def _turn(self, at: int) -> None:
+        self._waiting.append(at)
+        self._next()
+        self._wait(at)
+
+    def _next(self) -> None:
+        if self._waiting:
+            self._gates[self._waiting.popleft()].release()
+
+    def _wait(self, at: int) -> None:
+        self._gates[at].acquire()
+        if self._error is not None:
+            raise _Ended
