@@ -5,9 +5,9 @@ Each byte is written as one printable character, so a token's text holds no spac
 Source: llama.cpp src/llama-vocab.cpp, `llm_tokenizer_bpe` (the expression of each pre-tokenizer name).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from tokenizers import Encoding, Regex, Tokenizer, models, pre_tokenizers
 
 # Letters and digits that Unicode 16 added. The `tokenizers` library knows them, llama.cpp (Unicode 15.1) takes them for
 # unassigned; the ids of a GGUF file are those of llama.cpp.
@@ -84,7 +84,12 @@ class ByteLevelBPE:
         self._tokenizer = Tokenizer(model)
         self._tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*words, to_alphabet])
 
-    def encode_spans(self, text: str) -> tuple[list[int], list[int]]:
+    def encode_spans(self, text: str) -> tuple[list[int], Iterator[int]]:
         """Encode text without special tokens: ids, and for each the character in which it starts."""
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        return encoding.ids, [start for start, _ in encoding.offsets]
+        return encoding.ids, starts_in(encoding)
+
+
+def starts_in(encoding: Encoding) -> Iterator[int]:
+    """Where tokens start, taken from the library only when somebody asks, which most callers do not."""
+    yield from (start for start, _ in encoding.offsets)

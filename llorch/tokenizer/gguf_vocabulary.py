@@ -3,7 +3,7 @@
 Source: ggml docs/gguf.md (keys); llama.cpp src/llama-vocab.cpp, `impl::load` and `impl::tokenize`.
 """
 
-from collections.abc import Collection, Container, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -66,27 +66,28 @@ class GGUFVocabulary:
 
     def encode_spans(
         self, text: str, *, add_special: bool, parse_special: bool, continues: bool
-    ) -> tuple[list[int], list[int]]:
+    ) -> tuple[list[int], Iterator[int]]:
         """Cut text at special tokens, encode what lies between, and tell where tokens start: -1 for an added beginning.
 
         `parse_special` cuts at control tokens too, not only at user-defined ones; text that `continues` stands behind
         a control token.
         """
         ids = [*self._added_first] if add_special else []
-        starts = [-1] * len(ids)
+        parts: list[tuple[int, bool, Iterable[int]]] = [(-1, False, [0] * len(ids))]
         spaced = self.space_prefix == "always" or (self.space_prefix == "start" and not continues)
         for place, part in (self._every_special if parse_special else self._user_defined).cut(text):
             if isinstance(part, int):
                 ids.append(part)
-                starts.append(place)
+                parts.append((place, False, [0]))
                 spaced = self.space_prefix == "always"
             else:
                 new, places = self._encoder.encode_spans(" " * spaced + part)
                 ids += new
-                starts += [place + max(0, start - spaced) for start in places]
+                parts.append((place, spaced, places))
                 spaced = False
         last = self._added_last if add_special else []
-        return ids + last, starts + [len(text)] * len(last)
+        parts.append((len(text), False, [0] * len(last)))
+        return ids + last, (place + max(0, start - spaced) for place, spaced, starts in parts for start in starts)
 
     def piece(self, token_id: int) -> bytes:
         """The bytes that a token stands for; of a special token its own text."""

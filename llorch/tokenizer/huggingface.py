@@ -6,6 +6,7 @@ Source: tokenizers `src/tokenizer/serialization.rs`, `src/models/bpe/serializati
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from threading import Lock
 
@@ -15,7 +16,7 @@ from tokenizers.pre_tokenizers import Metaspace
 from llorch.errors import FormatError
 from llorch.fields import Fields
 from llorch.files.strict_json import read_json
-from llorch.tokenizer.byte_level import BYTE_CHARACTERS, TEXT_BYTES, text_bytes
+from llorch.tokenizer.byte_level import BYTE_CHARACTERS, TEXT_BYTES, starts_in, text_bytes
 from llorch.tokenizer.merges import check_merges
 from llorch.tokenizer.pipeline import Pipeline, read_template
 from llorch.tokenizer.sentencepiece import BYTE_TOKEN, SPACE
@@ -58,7 +59,7 @@ class HuggingFaceVocabulary:
 
     def encode_spans(
         self, text: str, *, add_special: bool, parse_special: bool, continues: bool
-    ) -> tuple[list[int], list[int]]:
+    ) -> tuple[list[int], Iterator[int]]:
         """Encode text, with `add_special` in the file's template, and tell where tokens start: -1 before the text.
 
         Text that `continues` after a control token gets no space put before it, unless each control token is followed
@@ -67,11 +68,11 @@ class HuggingFaceVocabulary:
         with self._lock, self._without_prefix(continues):  # the switch belongs to the tokenizer, not to the call
             self._tokenizer.encode_special_tokens = not parse_special
             encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        starts = [start for start, _ in encoding.offsets]
+        starts = starts_in(encoding)
         if not add_special:
             return encoding.ids, starts
         ids = [*self._first, *encoding.ids, *self._last]
-        return ids, [-1] * len(self._first) + starts + [len(text)] * len(self._last)
+        return ids, chain([-1] * len(self._first), starts, [len(text)] * len(self._last))
 
     @contextmanager
     def _without_prefix(self, continues: bool) -> Iterator[None]:

@@ -9,8 +9,9 @@ Source: llama.cpp src/llama-vocab.cpp, `llm_tokenizer_spm_session`.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from heapq import heapify, heappop, heappush
+from itertools import accumulate, islice
 
 SPACE = "\u2581"
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
@@ -36,33 +37,26 @@ class SentencePieceBPE:
         self._words = re.compile(f"{SPACE}*[^{SPACE}]*" if separable else "(?s).*")
         self._cache: dict[str, tuple[list[int], list[int]]] = {}  # by word
 
-    def encode_spans(self, text: str) -> tuple[list[int], list[int]]:
+    def encode_spans(self, text: str) -> tuple[list[int], Iterator[int]]:
         """Encode text, its space prefix included, without special tokens: ids, and where each of them starts."""
-        ids: list[int] = []
-        starts: list[int] = []
-        place = 0
-        for word in self._words.findall(text.replace(" ", SPACE)):
-            new, starts_in_word = self._encode_word(word)
-            ids += new
-            starts += [place + start for start in starts_in_word]
-            place += len(word)
-        return ids, starts
+        found = self._words.findall(text.replace(" ", SPACE))
+        words = [self._cache.get(word) or self._encode_word(word) for word in found]
+        ids = [token_id for ids, _ in words for token_id in ids]
+        ends = accumulate((length for _, lengths in words for length in lengths), initial=0)
+        return ids, islice(ends, len(ids))
 
     def _encode_word(self, word: str) -> tuple[list[int], list[int]]:
-        if word in self._cache:
-            return self._cache[word]
+        """Ids, and how many characters each of them takes; of the bytes of one character only the last takes it."""
         ids: list[int] = []
-        starts: list[int] = []
-        place = 0
+        lengths: list[int] = []
         for piece in merge(word, self._ranks):
             token_id = self._ids.get(piece)
             new = [self._byte_ids[byte] for byte in piece.encode()] if token_id is None else [token_id]
             ids += new
-            starts += [place] * len(new)
-            place += len(piece)
+            lengths += [0] * (len(new) - 1) + [len(piece)]
         if len(word) <= _CACHED_LENGTH and len(self._cache) < _CACHED_WORDS:
-            self._cache[word] = ids, starts
-        return ids, starts
+            self._cache[word] = ids, lengths
+        return ids, lengths
 
 
 def merge(text: str, ranks: Mapping[str, int]) -> list[str]:

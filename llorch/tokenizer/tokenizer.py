@@ -45,7 +45,7 @@ class Tokenizer:
         Raises:
             ValueError: The text has a lone surrogate.
         """
-        return self.encode_spans(text, add_special=add_special, parse_special=parse_special)[0]
+        return self._encoded(text, add_special, parse_special)[0]
 
     def encode_spans(
         self, text: str, *, add_special: bool = True, parse_special: bool = False
@@ -55,6 +55,10 @@ class Tokenizer:
         Tokens that share a character start at the same one; -1 for an added beginning, the length of the text for an
         added end.
         """
+        ids, starts = self._encoded(text, add_special, parse_special)
+        return ids, list(starts)
+
+    def _encoded(self, text: str, add_special: bool, parse_special: bool) -> tuple[list[int], Iterator[int]]:
         _refuse_surrogates(text)
         return self._vocabulary.encode_spans(
             text, add_special=add_special, parse_special=parse_special, continues=False
@@ -125,16 +129,9 @@ class Tokenizer:
         return b"".join(self._pieces(ids, skip_special)).decode("utf-8", "replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Give the bytes of one token, for streaming: characters may span tokens.
+        """The bytes of one token, for streaming: characters may span tokens.
 
-        Args:
-            token_id: The token.
-
-        Returns:
-            Its bytes, a leading space included; nothing for a control token.
-
-        Raises:
-            ValueError: The id is outside the vocabulary.
+        A leading space is included; nothing for a control token. ValueError for an id outside the vocabulary.
         """
         return b"" if token_id in self._vocabulary.special.hidden else self._piece(token_id)
 

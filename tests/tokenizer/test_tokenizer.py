@@ -1,6 +1,7 @@
 """Tokenizer behaviour on tiny vocabularies whose ids are worked out by hand."""
 
 import random
+from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
@@ -210,6 +211,15 @@ def test_token_bytes_join_to_the_bytes_of_the_text():
     assert b"".join(map(tokenizer.token_bytes, ids)) == "hell \u00e9<tool>".encode()
     assert tokenizer.token_bytes(BOS) == b""
     assert [sentencepiece().token_bytes(i) for i in (2, 3 + 0xC3, 265, 266)] == [b"", b"\xc3", b" a", b"[x]"]
+
+
+def test_ids_alone_do_not_cost_the_places_of_tokens(monkeypatch: pytest.MonkeyPatch):
+    def places(*_: object) -> Iterator[int]:
+        yield pytest.fail("nobody asked where tokens start")
+
+    monkeypatch.setattr("llorch.tokenizer.byte_level.starts_in", places)
+    monkeypatch.setattr("llorch.tokenizer.sentencepiece.islice", places)
+    assert (byte_level().encode("o"), sentencepiece().encode("a")) == ([BOS, ord("o")], [1, 265])
 
 
 @pytest.mark.parametrize("token_id", [-1, 265])
