@@ -104,8 +104,7 @@ RopeScaling = LinearScaling | Llama3Scaling | FactorScaling | YarnScaling
 class ModelConfig:
     """The hyperparameters of a decoder of the Llama, Qwen2 or Qwen3 family.
 
-    Raises:
-        FormatError: `OutOfRange` when a value or a relation between two values cannot be right.
+    FormatError `OutOfRange` when a value or a relation between two values cannot be right.
     """
 
     family: FamilyName
@@ -190,17 +189,9 @@ class ModelConfig:
 
     @classmethod
     def from_huggingface(cls, values: Mapping[str, object], *, path: str | Path) -> "ModelConfig":
-        """Read a parsed `config.json`.
+        """Read the object of a `config.json`.
 
-        Args:
-            values: The JSON object.
-            path: Its file, for error messages.
-
-        Returns:
-            The validated configuration.
-
-        Raises:
-            FormatError: `Missing`, `Malformed`, `OutOfRange` or `Unsupported`, naming the key.
+        FormatError `Missing`, `Malformed`, `OutOfRange` or `Unsupported`, naming the key and the file `path`.
         """
         fields = Fields(values, path)
         family = _family(fields.text("model_type"), path)
@@ -241,20 +232,10 @@ class ModelConfig:
         rope_factors: np.ndarray | None,
         path: str | Path,
     ) -> "ModelConfig":
-        """Read GGUF metadata.
+        """Read GGUF metadata; errors as in `from_huggingface`.
 
-        Args:
-            metadata: Key to value, as the reader gives them.
-            tensor_names: Names of the file's tensors; biases and tying show there only.
-            vocab_size: Rows of `token_embd.weight`.
-            rope_factors: The tensor `rope_freqs.weight`, when the file has one.
-            path: The file, for error messages.
-
-        Returns:
-            The validated configuration.
-
-        Raises:
-            FormatError: `Missing`, `Malformed`, `OutOfRange` or `Unsupported`, naming the key.
+        Biases and tying show in `tensor_names` only; `vocab_size` is the number of rows of `token_embd.weight`,
+        `rope_factors` the tensor `rope_freqs.weight`, when there is one.
         """
         arch = Fields(metadata, path).text("general.architecture")
         family = _family(arch, path)

@@ -20,8 +20,7 @@ from jaxtyping import Float
 class SamplingSettings:
     """What to do with the logits; the defaults change nothing but take the most likely token.
 
-    Raises:
-        ValueError: A value is out of its range.
+    ValueError for a value out of its range.
     """
 
     temperature: float = 0.0  # 0 is greedy; else at least 1e-6, so that float32 logits stay finite

@@ -42,21 +42,13 @@ class Judged:
 
 @dataclass(frozen=True)
 class Line:
-    """Some rows of one model, shown by the one that is closest to its tolerance.
+    """Some rows of one model, shown by the one that is closest to its tolerance."""
 
-    Attributes:
-        checkpoint: Its number.
-        stage: The stage, when the rows are of one stage only.
-        n_rows: How many rows there are.
-        closest: The row with the largest error for its tolerance; a failure goes first. None: nothing was run.
-        producer_errors: Producer to its distance from the truth, at the place of that row.
-    """
-
-    checkpoint: str
-    stage: str
+    checkpoint: str  # its number
+    stage: str  # the stage, when the rows are of one stage only
     n_rows: int
-    closest: Row | None
-    producer_errors: Mapping[str, float]
+    closest: Row | None  # with the largest error for its tolerance; a failure goes first. None: nothing was run
+    producer_errors: Mapping[str, float]  # producer to its distance from the truth, at the place of that row
 
     @property
     def verdict(self) -> str:
@@ -65,15 +57,7 @@ class Line:
 
 
 def lines(judged: Judged, *, by_stage: bool = False) -> list[Line]:
-    """One line per checkpoint in their order, or one per stage of each.
-
-    Args:
-        judged: The rows of a model.
-        by_stage: A line per stage, or per model where there are several.
-
-    Returns:
-        The lines; a checkpoint without a row has one too.
-    """
+    """One line per checkpoint in their order, also without a row; `by_stage` one per stage, or per model of several."""
     groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
     errors: dict[tuple, dict[str, float]] = defaultdict(dict)
     for row in judged.rows:
@@ -101,12 +85,7 @@ def first_failure(judged: Judged) -> Row | None:
 def closer_to_truth(models: Sequence[Judged], backend: str) -> dict[str, dict[str, int]]:
     """How often our float32, as it runs, is at least as close to the truth as every producer, in the forward pass.
 
-    Args:
-        models: With their rows.
-        backend: Whose rows count.
-
-    Returns:
-        Case (`all` for all of them) to the number of (stage, layer, model) places and how many of them are ours.
+    Case (`all` for all of them) to the number of (stage, layer, model) places and how many of them are ours.
     """
     places: dict[tuple, list[Row]] = defaultdict(list)
     for number, judged in enumerate(models):
@@ -128,16 +107,7 @@ def worst_float64(rows: Sequence[Row]) -> dict | None:
 
 
 def summary(models: Sequence[Judged], absent: Mapping[str, str] | None = None, *, strict: bool = False) -> dict:
-    """Counts over all models, as `--json` gives them.
-
-    Args:
-        models: With their rows; once per backend.
-        absent: Backends that nothing was run on, and why.
-        strict: Whether near-ties fail.
-
-    Returns:
-        The counts.
-    """
+    """Counts over all models (once per backend), as `--json` gives them; `absent` are backends not run, and why."""
     absent = absent or {}
     rows = [row for judged in models for row in judged.rows]
     verdicts = Counter(row.verdict for row in rows)

@@ -46,21 +46,12 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """What the user says of the arithmetic.
+    """What the user says of the arithmetic."""
 
-    Attributes:
-        numerics: None takes ggml for a file that llama.cpp rounds inputs for, else exact.
-        kv_cache: Its type, with ggml numerics.
-        residency: Where matrices lie, with ggml numerics.
-        backend: `numpy` or `torch`.
-        device: Of the torch path.
-        dtype: Of the torch path.
-    """
-
-    numerics: str | None
-    kv_cache: str
-    residency: Residency
-    backend: str = "numpy"
+    numerics: str | None  # None takes ggml for a file that llama.cpp rounds inputs for, else exact
+    kv_cache: str  # its type, with ggml numerics
+    residency: Residency  # where matrices lie, with ggml numerics
+    backend: str = "numpy"  # or torch, whose device and dtype follow
     device: str | None = None
     dtype: str | None = None
 
@@ -84,20 +75,10 @@ def judge_all(
     strict: bool,
     detail: bool,
 ) -> int:
-    """Judge models one after the other and report each as soon as it is done.
+    """Judge models one after the other, report each as soon as it is done, and return the exit code.
 
-    Args:
-        models: Built-in names and paths; none stands for all built-in models.
-        against: `golden` or producers; none stands for goldens of built-in models and all producers of others.
-        arithmetic: Backend, numerics and residency.
-        prompt: Text for live engines.
-        tokens: Ids for live engines.
-        as_json: Print one JSON object at the end instead of tables.
-        strict: Near-ties fail.
-        detail: A line per stage.
-
-    Returns:
-        The exit code.
+    No models stand for all built-in ones; `against` is `golden` or producers, none for goldens of built-in models and
+    all producers of others. `prompt` and `tokens` are for live engines.
     """
     given = Input(prompt, tokens)
     on_torch = _torch_backends(arithmetic)

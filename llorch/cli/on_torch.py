@@ -62,19 +62,9 @@ class TorchBackend:
 
 
 def torch_backends(device: str | None, dtype: str | None) -> Sequence[TorchBackend]:
-    """The targets that were asked for.
+    """The targets that were asked for, on the CPU and in each of `DTYPES` unless the user says otherwise.
 
-    Args:
-        device: None takes the CPU.
-        dtype: None takes each of `DTYPES`.
-
-    Returns:
-        At least one.
-
-    Raises:
-        MissingExtra: torch is not installed.
-        MissingDevice: The device is not here, or cannot compute in the dtype.
-        ValueError: A name without a meaning.
+    MissingExtra, MissingDevice (also for one that cannot compute in a dtype), ValueError for a name without a meaning.
     """
     if find_spec("torch") is None:
         raise MissingExtra("torch", "torch")

@@ -36,13 +36,7 @@ _STYLES = {PASS: "green", TIE: "yellow", FAIL: "bold red", NOT_RUN: "yellow"}
 
 
 def print_model(out: Console, judged: Judged, *, detail: bool) -> None:
-    """Print the table of one model.
-
-    Args:
-        out: Stdout.
-        judged: Its rows.
-        detail: A line per stage and where its row lies, instead of a line per checkpoint.
-    """
+    """Print the table of one model; `detail` has a line per stage and where its row lies, not one per checkpoint."""
     backend = f"   {judged.backend}" if judged.backend else ""
     out.print(Text(judged.model + backend + _witness_note(judged), "bold"))
     if judged.numerics:
@@ -112,14 +106,7 @@ def float64_line(worst: Mapping) -> str:
 
 
 def failure_report(judged: Judged) -> list[str]:
-    """Say what failed first in the forward order of one model.
-
-    Args:
-        judged: Its rows.
-
-    Returns:
-        Lines; none when nothing failed.
-    """
+    """Lines that say what failed first in the forward order of one model; none when nothing failed."""
     row = first_failure(judged)
     if row is None:
         return []

@@ -48,13 +48,9 @@ def attention_scores(
 
 
 def attention_probs(scores: Float[np.ndarray, "heads seq ctx"]) -> Float[np.ndarray, "heads seq ctx"]:
-    """Softmax over the keys; the row maximum is subtracted first, the sum is taken in float64.
+    """Softmax over the keys of scaled, masked scores, each row of which has a finite entry.
 
-    Args:
-        scores: Scaled, masked scores; every row has a finite entry.
-
-    Returns:
-        Rows that sum to one.
+    The row maximum is subtracted first, the sum is taken in float64.
     """
     (wide,) = widen(scores)
     weights = wide - wide.max(axis=-1, keepdims=True)
@@ -88,16 +84,7 @@ def attention_scores_backward(
     q: Float[np.ndarray, "seq heads head_dim"],
     k: Float[np.ndarray, "kv_heads ctx head_dim"],
 ) -> tuple[Float[np.ndarray, "seq heads head_dim"], Float[np.ndarray, "kv_heads ctx head_dim"]]:
-    """Send the gradient of the scores back to queries and keys.
-
-    Args:
-        grad: Gradient by the scores; 0 where the key lies after the query, as `attention_probs_backward` leaves it.
-        q: Rotated queries.
-        k: Rotated keys.
-
-    Returns:
-        Gradients by `q` and by `k`.
-    """
+    """Gradients by queries and keys; `grad` is 0 for keys after the query, as `attention_probs_backward` leaves it."""
     seq, n_heads, head_dim = q.shape
     n_kv_heads, ctx, _ = k.shape
     by_group = q.swapaxes(0, 1).reshape(n_kv_heads, -1, head_dim)  # (kv_heads, group * seq, head_dim)
@@ -111,15 +98,7 @@ def attention_scores_backward(
 def attention_probs_backward(
     grad: Float[np.ndarray, "heads seq ctx"], probs: Float[np.ndarray, "heads seq ctx"]
 ) -> Float[np.ndarray, "heads seq ctx"]:
-    """Send the gradient of the probabilities back through the softmax.
-
-    Args:
-        grad: Gradient by the probabilities.
-        probs: What the softmax gave; its scores are not needed, so that no -inf is met.
-
-    Returns:
-        Gradient by the scores; rows sum to 0, and a key that was masked gets 0.
-    """
+    """Gradient by the scores, 0 for a masked key: of what the softmax gave alone, so that no -inf is met."""
     wide_grad, wide = widen(grad, probs)
     along = (wide_grad * wide).sum(axis=-1, keepdims=True, dtype=np.float64).astype(wide.dtype, copy=False)
     return (wide * (wide_grad - along)).astype(probs.dtype, copy=False)
@@ -130,16 +109,7 @@ def attention_context_backward(
     probs: Float[np.ndarray, "heads seq ctx"],
     v: Float[np.ndarray, "kv_heads ctx head_dim"],
 ) -> tuple[Float[np.ndarray, "heads seq ctx"], Float[np.ndarray, "kv_heads ctx head_dim"]]:
-    """Send the gradient of the joined heads back to probabilities and values.
-
-    Args:
-        grad: Gradient by the joined heads.
-        probs: Attention probabilities.
-        v: Values of the whole context.
-
-    Returns:
-        Gradients by `probs` and by `v`.
-    """
+    """Gradients by probabilities and values."""
     n_heads, seq, ctx = probs.shape
     n_kv_heads, _, head_dim = v.shape
     by_head = grad.reshape(seq, n_heads, head_dim).swapaxes(0, 1)  # (heads, seq, head_dim)

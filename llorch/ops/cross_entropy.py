@@ -19,14 +19,7 @@ IGNORED = -100  # label of a row that is not trained, as in torch and transforme
 
 
 def shifted(labels: Int[np.ndarray, " seq"]) -> Int[np.ndarray, " seq"]:
-    """Labels as the rows of logits are judged by them: row t predicts token t + 1, the last row nothing.
-
-    Args:
-        labels: The label of every token of one document.
-
-    Returns:
-        The label of every row of logits.
-    """
+    """The label of every row of logits of one document: row t predicts token t + 1, the last row nothing."""
     return np.append(labels[1:], IGNORED)
 
 
@@ -60,19 +53,9 @@ def cross_entropy_backward(
     label_smoothing: float,
     n_trained: int,
 ) -> Float[np.ndarray, "seq vocab"]:
-    """Gradient of the mean loss by the logits.
+    """Gradient of the mean loss by the logits, 0 for rows that are not trained; `cross_entropy` says the arguments.
 
-    Args:
-        logits: As for `cross_entropy`.
-        labels: Likewise.
-        label_smoothing: Likewise.
-        n_trained: Trained tokens of the whole optimizer step, by which the sum is divided.
-
-    Returns:
-        Gradient by the logits; trained rows sum to 0, the others are 0.
-
-    Raises:
-        ValueError: No row is trained, or a label is no token.
+    `n_trained` is the number of trained tokens of the whole optimizer step, by which the sum is divided.
     """
     rows = trained_rows(labels, logits.shape[1])
     d_rows = np.exp(log_softmax(logits[rows])) - label_smoothing / logits.shape[1]

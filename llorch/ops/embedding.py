@@ -13,31 +13,14 @@ from llorch.numerics import QuantMethod
 def embedding(
     ids: Int[np.ndarray, " seq"], weight: Float[np.ndarray, "vocab hidden"] | QuantMethod
 ) -> Float[np.ndarray, "seq hidden"]:
-    """Gather one row per token.
-
-    Args:
-        ids: Token ids, 0 to vocab - 1.
-        weight: The embedding table.
-
-    Returns:
-        A new array of the picked rows.
-    """
+    """Gather one row per token, ids from 0 to vocab - 1, as a new array."""
     return weight[ids] if isinstance(weight, np.ndarray) else weight.rows(ids)
 
 
 def embedding_backward(
     grad: Float[np.ndarray, "seq hidden"], ids: Int[np.ndarray, " seq"], *, vocab_size: int
 ) -> Float[np.ndarray, "vocab hidden"]:
-    """Give every row back what its tokens got; a token that occurs twice gets the sum.
-
-    Args:
-        grad: Gradient by the picked rows.
-        ids: Token ids that picked them.
-        vocab_size: Rows of the table.
-
-    Returns:
-        Gradient by the table.
-    """
+    """Gradient by the table: every row gets back what its tokens got, one that occurs twice the sum."""
     d_weight = np.zeros((vocab_size, grad.shape[1]), grad.dtype)
     np.add.at(d_weight, ids, grad)
     return d_weight

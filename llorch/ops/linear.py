@@ -38,15 +38,7 @@ def linear(
 def product(
     x: Float[np.ndarray, "seq in"], weight: Float[np.ndarray, "out in"] | QuantMethod
 ) -> Float[np.ndarray, "seq out"]:
-    """Multiply, without a last rounding to the dtype of `x` where the operands are small enough to be widened.
-
-    Args:
-        x: Activations.
-        weight: One row per output.
-
-    Returns:
-        A new array.
-    """
+    """Multiply into a new array, without a last rounding to the dtype of `x` where small operands were widened."""
     if not isinstance(weight, np.ndarray):
         return weight.forward(x)
     wide_x, wide_weight = widen(x, weight)
@@ -56,14 +48,9 @@ def product(
 def linear_backward(
     grad: Float[np.ndarray, "seq out"], weight: Float[np.ndarray, "out in"] | QuantMethod
 ) -> Float[np.ndarray, "seq in"]:
-    """Send the gradient of every row back through the frozen projection.
+    """Gradient by the input of the frozen projection.
 
-    Args:
-        grad: Gradient by the projected activations.
-        weight: One row per output; a packed one is decoded. Activations that it rounds count as not rounded.
-
-    Returns:
-        Gradient by the input.
+    A packed weight is decoded; activations that it rounds count as not rounded.
     """
     wide_grad, wide_weight = widen(grad, weight if isinstance(weight, np.ndarray) else weight.dequantize())
     return (wide_grad @ wide_weight).astype(grad.dtype, copy=False)

@@ -26,14 +26,7 @@ def own_dtype_only() -> Iterator[None]:
 
 
 def widen(*arrays: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Float64 copies of small operands, large ones as they are.
-
-    Args:
-        arrays: The operands of one op.
-
-    Returns:
-        All of them widened, or none.
-    """
+    """Float64 copies of the operands of one op, or, where one of them is large, all as they are."""
     limit = _limit.get()
     for array in arrays:
         if array.size > limit:

@@ -41,17 +41,7 @@ def rms_norm_backward(
     *,
     eps: float,
 ) -> Float[np.ndarray, "*rows width"]:
-    """Send the gradient of every row back to the row before the norm; the gain is frozen.
-
-    Args:
-        grad: Gradient by the normalised activations.
-        x: What was normalised.
-        weight: The gain.
-        eps: As in the forward pass.
-
-    Returns:
-        Gradient by `x`.
-    """
+    """Gradient of every row by the row before the norm; the gain is frozen."""
     wide_grad, wide_x, wide_weight = widen(grad, x, weight)
     root = root_mean_square(wide_x, eps)
     gained, normed = wide_grad * wide_weight, wide_x / root

@@ -50,16 +50,7 @@ def rope_backward(
     cos: Float64[np.ndarray, "seq half"],
     sin: Float64[np.ndarray, "seq half"],
 ) -> Float[np.ndarray, "seq heads head_dim"]:
-    """Turn the gradient of every head back.
-
-    Args:
-        grad: Gradient by the rotated heads.
-        cos: Cosines that they were rotated with.
-        sin: Sines of the same.
-
-    Returns:
-        Gradient by the heads before.
-    """
+    """Turn the gradient of every head back, with the tables that it was rotated with."""
     return rope(grad, cos, -sin)
 
 
@@ -70,18 +61,9 @@ def rope_tables(
     theta: float,
     scaling: RopeScaling | None,
 ) -> tuple[Float64[np.ndarray, "seq half"], Float64[np.ndarray, "seq half"]]:
-    """Cosines and sines for some positions.
+    """Cosines and sines for some absolute positions, 0 and up.
 
     They stay in float64: a float32 angle at position 4000 is already off by 1e-4.
-
-    Args:
-        positions: Absolute positions, 0 and up.
-        head_dim: Width of one head.
-        theta: Base of the wavelengths.
-        scaling: Frequency scaling, or None.
-
-    Returns:
-        cos and sin.
     """
     inv_freq = scale_frequencies(frequencies(head_dim, theta), scaling, head_dim=head_dim, theta=theta)
     angle = positions[:, None] * inv_freq  # (seq, half)

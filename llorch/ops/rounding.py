@@ -84,15 +84,9 @@ def round_activations(
 def quantize_blocks(
     x: Float[np.ndarray, "*rows width"], kind: BlockKind, variant: VariantName = HOST_VARIANT
 ) -> tuple[Int8[np.ndarray, "*rows width"], Float[np.ndarray, "*rows blocks"]]:
-    """Quantise activations as ggml does, byte for byte.
+    """Quantise finite activations as ggml does, byte for byte; see `round_activations`.
 
-    Args:
-        x: Finite activations; float64 ones are rounded to float32 first.
-        kind: The block type; the width is a whole number of its blocks.
-        variant: The build of ggml, a key of `VARIANTS`.
-
-    Returns:
-        The codes, and the scale of each block as it is stored: float16 for Q8_0 and Q8_1, float32 for Q8_K.
+    Gives the codes, and the scale of each block as it is stored: float16 for Q8_0 and Q8_1, float32 for Q8_K.
     """
     size = BLOCK_SIZE[kind]
     codes = np.empty(x.shape, np.int8)
@@ -112,14 +106,9 @@ def quantize_blocks(
 def block_sums(
     x: Float[np.ndarray, "*rows width"], variant: VariantName = HOST_VARIANT
 ) -> Float32[np.ndarray, "*rows blocks"]:
-    """Compute the s of every Q8_1 block, the sum that ggml multiplies the minimum of Q4_1 and Q5_1 with.
+    """The s of every Q8_1 block, d * sum(codes) as float16, that ggml multiplies the minimum of Q4_1 and Q5_1 with.
 
-    Args:
-        x: Activations; float64 ones are rounded to float32 first.
-        variant: The build of ggml, a key of `VARIANTS`.
-
-    Returns:
-        d * sum(codes), rounded to float16. The d in it is not rounded, unlike that of `round_activations`.
+    The d in it is not rounded, unlike that of `round_activations`.
     """
     sums = np.empty((*x.shape[:-1], x.shape[-1] // 32), np.float32)
     ones = np.ones(32, np.float32)

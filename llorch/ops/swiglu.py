@@ -14,15 +14,7 @@ from llorch.ops.precision import widen
 
 
 def swiglu(gate: Float[np.ndarray, "seq inter"], up: Float[np.ndarray, "seq inter"]) -> Float[np.ndarray, "seq inter"]:
-    """Gate the inner values.
-
-    Args:
-        gate: Output of gate_proj.
-        up: Output of up_proj.
-
-    Returns:
-        The gated values.
-    """
+    """Gate the inner values: the outputs of gate_proj and up_proj."""
     wide_gate, wide_up = widen(gate, up)
     with np.errstate(over="ignore"):  # exp(-z) = inf for very negative z gives the right limit, 0
         y = -wide_gate
@@ -36,16 +28,7 @@ def swiglu(gate: Float[np.ndarray, "seq inter"], up: Float[np.ndarray, "seq inte
 def swiglu_backward(
     grad: Float[np.ndarray, "seq inter"], gate: Float[np.ndarray, "seq inter"], up: Float[np.ndarray, "seq inter"]
 ) -> tuple[Float[np.ndarray, "seq inter"], Float[np.ndarray, "seq inter"]]:
-    """Split the gradient between the gate and what it lets pass.
-
-    Args:
-        grad: Gradient by the gated values.
-        gate: Output of gate_proj.
-        up: Output of up_proj.
-
-    Returns:
-        Gradients by `gate` and by `up`.
-    """
+    """Gradients by gate and up."""
     wide_grad, wide_gate, wide_up = widen(grad, gate, up)
     with np.errstate(over="ignore"):  # as in the forward pass: s is 0 then
         s = 1 / (1 + np.exp(-wide_gate))
