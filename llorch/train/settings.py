@@ -1,21 +1,42 @@
-"""What a training run computes, and where: one flat record, as flags and config files have it."""
+"""What a training run computes, and where: one flat record, as flags and config files have it.
+
+A field is said once: its default, its text and what its values may be. The options of `llorch lora train`, the names of
+a settings file and the refusals all follow from it.
+"""
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 from llorch.lora.config import ALL_LINEAR, LoraConfig
+from llorch.lora.initial import INITS
 from llorch.train.schedules import SCHEDULES
 
 TrainOn = Literal["assistant", "last", "all"]
-INITS = ("default", "gaussian", "pissa")
 DTYPES = ("float32", "bfloat16", "float64")
 RESIDENCIES = ("decoded", "packed")
 _WIDE = 4096  # hidden_size at which the default rate is the usual one for LoRA
 _USUAL_RATE = 2e-4
 _WARMUP_RATIO = 0.05
 _SEEDS = 1 << 63  # that torch takes
+_RANGES: Mapping[str, Callable[[Any], bool]] = {  # none of them holds for NaN
+    "at least 0": lambda n: 0 <= n < math.inf,
+    "at least 1": lambda n: 1 <= n < math.inf,
+    "at least 2": lambda n: 2 <= n < math.inf,
+    "at least 0 and below 1": lambda n: 0 <= n < 1,
+    "from 0 to 1": lambda n: 0 <= n <= 1,
+    "finite and above 0": lambda n: 0 < n < math.inf,
+    f"at least 0 and below {_SEEDS}": lambda n: 0 <= n < _SEEDS,
+}
+
+
+def _setting(default: Any, text: str, allowed: str | Collection[str] = "") -> Any:
+    """A field: `allowed` is a key of `_RANGES` or the texts to choose from; a default of None is allowed besides."""
+    metadata = {"text": text, "allowed": allowed}
+    if default is dict:
+        return field(default_factory=dict, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,81 +67,80 @@ class TrainSettings:
 
     model: str  # .gguf file, Hugging Face folder or built-in name
     data: str  # JSONL file, .json list, folder with train.jsonl, or the name of a built-in example
-    valid: float = 0.0  # share of the rows held out for validation without valid.jsonl; 0 <= valid < 1
-    r: int = 16  # rank of the adapter; at least 1
-    alpha: float = 32.0  # numerator of the adapter's scale; above 0
-    target_modules: tuple[str, ...] | str = ALL_LINEAR  # ends of module paths, a regular expression, or all-linear
-    exclude_modules: tuple[str, ...] | str = ()  # likewise, of what is left out again
-    layers_to_transform: tuple[int, ...] | None = None  # numbers of the layers that get matrices; None: all
-    rank_pattern: Mapping[str, int] = field(default_factory=dict)  # end of a module path, maybe a pattern -> own rank
-    alpha_pattern: Mapping[str, float] = field(default_factory=dict)  # likewise for alpha
-    dropout: float = 0.0  # share of the adapter's input; 0 <= dropout < 1
-    rslora: bool = False  # scale by alpha / sqrt(r) instead of alpha / r
-    dora: bool = False  # learn the length of every row apart from its direction
-    init: str = "default"  # first values of the adapter: one of INITS
-    lr: float | None = None  # peak learning rate, above 0; None: by the width of the model, see `rate_for`
-    lora_plus_ratio: float = 1.0  # learning rate of lora_B over that of lora_A; above 0, 1 is plain LoRA
-    schedule: str = "cosine"  # of the learning rate: one of SCHEDULES
-    warmup_steps: int | None = None  # optimizer steps of linear warm-up, at least 0; None: warmup_ratio decides
-    warmup_ratio: float | None = None  # share of all steps, 0 <= ratio <= 1; None: 0.05 where warmup_steps is None too
-    weight_decay: float = 0.0  # per step, times the learning rate; at least 0
-    max_grad_norm: float = 1.0  # gradients are scaled down to this global norm; 0 leaves them as they are
-    eight_bit: bool = False  # keep Adam's moments in blocks of 8 bits
-    epochs: int = 3  # passes over the training set; at least 1
-    steps: int | None = None  # optimizer steps, at least 1; None: as many as epochs make
-    batch_size: int = 4  # rows of one forward pass; at least 1
-    accumulation: int = 1  # forward passes of one optimizer step; at least 1
-    max_length: int | None = None  # tokens of a row, at least 2; None: the model's context, at most 1024
-    train_on: TrainOn = "assistant"  # which turns are learned; see DataSettings
-    parse_special: bool = False  # text of a control token in plain text is that token
-    packing: bool = False  # put several documents into a row; they do not see each other
-    label_smoothing: float = 0.0  # 0 <= label_smoothing < 1
-    chunk: int = 256  # tokens whose logits exist at the same time, at least 0; 0: those of a forward pass
-    gradient_checkpointing: bool = False  # keep block inputs only and compute the rest twice; the bits are the same
-    dtype: str | None = None  # of weights and activations: one of DTYPES; None: float32 on the CPU, bfloat16 on CUDA
-    device: str = "cpu"  # cpu, cuda or cuda:N
-    weights: str = "decoded"  # one of RESIDENCIES: packed keeps quantised matrices as they are in the file
-    eval_every: int = 50  # optimizer steps between validations, besides the first and the last; 0: those two only
-    save_every: int = 50  # optimizer steps between snapshots, besides the last; 0: the last only
-    keep: int = 2  # snapshots that are kept; at least 1
-    seed: int = 0  # of the adapter's first values, of dropout and of the order of the data; at least 0
-    tensorboard: bool = False  # write events for TensorBoard, too
+    valid: float = _setting(
+        0.0,
+        "Share of the rows that is held out for validation, where there is no valid.jsonl.",
+        "at least 0 and below 1",
+    )
+    r: int = _setting(16, "Rank of the adapter.", "at least 1")
+    alpha: float = _setting(32.0, "Its product is scaled by alpha / r.")
+    target_modules: tuple[str, ...] | str = _setting(
+        ALL_LINEAR, "Which matrices: q_proj,v_proj, a regular expression for module paths, or all-linear."
+    )
+    exclude_modules: tuple[str, ...] | str = _setting((), "Likewise, of what is left out again.")
+    layers_to_transform: tuple[int, ...] | None = _setting(None, "Only these layers, such as 0,4-7.")
+    rank_pattern: Mapping[str, int] = _setting(
+        dict, "NAME=8: a rank of its own for the modules whose path ends so; repeatable."
+    )
+    alpha_pattern: Mapping[str, float] = _setting(dict, "NAME=16: likewise for alpha.")
+    dropout: float = _setting(0.0, "Share of the adapter's input that is dropped.", "at least 0 and below 1")
+    rslora: bool = _setting(False, "Scale by alpha / sqrt(r).")
+    dora: bool = _setting(False, "Learn the length of every row apart from its direction.")
+    init: str = _setting("default", "First values of the adapter.", INITS)
+    lr: float | None = _setting(None, "Peak learning rate.  [default: 2e-4 * 4096 / hidden_size]", "finite and above 0")
+    lora_plus_ratio: float = _setting(1.0, "Learning rate of lora_B over that of lora_A.", "finite and above 0")
+    schedule: str = _setting("cosine", "Of the learning rate, after the warm-up.", SCHEDULES)
+    warmup_steps: int | None = _setting(None, "Optimizer steps of linear warm-up.", "at least 0")
+    warmup_ratio: float | None = _setting(None, "The same as a share of all steps.  [default: 0.05]", "from 0 to 1")
+    weight_decay: float = _setting(0.0, "Decoupled, as in AdamW.", "at least 0")
+    max_grad_norm: float = _setting(1.0, "Scale gradients down to this norm; 0: never.", "at least 0")
+    eight_bit: bool = _setting(False, "Keep Adam's moments in blocks of 8 bits.")
+    epochs: int = _setting(3, "Passes over the training set.", "at least 1")
+    steps: int | None = _setting(None, "Optimizer steps, instead of --epochs.", "at least 1")
+    batch_size: int = _setting(4, "Rows of one forward pass.", "at least 1")
+    accumulation: int = _setting(1, "Forward passes of one optimizer step.", "at least 1")
+    max_length: int | None = _setting(
+        None, "Tokens of a row.  [default: the model's context, at most 1024]", "at least 2"
+    )
+    train_on: str = _setting(
+        "assistant", "Of a chat: every turn of the assistant, its last one, all tokens.", get_args(TrainOn)
+    )
+    parse_special: bool = _setting(False, "In plain text, the text of a control token is that token.")
+    packing: bool = _setting(False, "Put several documents into a row; they do not see each other.")
+    label_smoothing: float = _setting(
+        0.0, "Share of the target that goes to all tokens alike.", "at least 0 and below 1"
+    )
+    chunk: int = _setting(256, "Tokens whose logits exist at the same time; 0: all of a forward pass.", "at least 0")
+    gradient_checkpointing: bool = _setting(False, "Compute activations twice instead of keeping them; same bits.")
+    dtype: str | None = _setting(
+        None, "Of weights and activations.  [default: float32 on the CPU, bfloat16 on CUDA]", DTYPES
+    )
+    device: str = _setting("cpu", "cpu, cuda or cuda:N.")
+    weights: str = _setting("decoded", "packed: keep quantised matrices as they are in the file.", RESIDENCIES)
+    eval_every: int = _setting(50, "Steps between validations; 0: the first and the last only.", "at least 0")
+    save_every: int = _setting(50, "Steps between snapshots; 0: the last only.", "at least 0")
+    keep: int = _setting(2, "Snapshots that are kept.", "at least 1")
+    seed: int = _setting(
+        0, "Of the adapter, of dropout and of the order of the data.", f"at least 0 and below {_SEEDS}"
+    )
+    tensorboard: bool = _setting(False, "Write events for TensorBoard, too.")
 
     def __post_init__(self) -> None:
         """Refuse values without a meaning."""
-        for name, holds, expected in self._rules():
-            if not holds:
-                raise ValueError(f"settings: {name} must be {expected}, got {getattr(self, name)!r}")
+        for one in fields(self):
+            value: Any = getattr(self, one.name)
+            allowed: Any = one.metadata.get("allowed")
+            if not allowed or (value is None and one.default is None):
+                continue
+            is_range = isinstance(allowed, str)
+            if not (_RANGES[allowed](value) if is_range else value in allowed):
+                expected = allowed if is_range else f"one of {', '.join(allowed)}"
+                raise ValueError(f"settings: {one.name} must be {expected}, got {value!r}")
         if self.warmup_steps is not None and self.warmup_ratio is not None:
             raise ValueError(
                 f"settings: give warmup_steps or warmup_ratio, got both ({self.warmup_steps} and {self.warmup_ratio})"
             )
         _ = self.lora  # which refuses what has no meaning there
-
-    def _rules(self) -> tuple[tuple[str, bool, str], ...]:
-        return (
-            *self._number_rules(),
-            ("schedule", self.schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}"),
-            ("train_on", self.train_on in get_args(TrainOn), f"one of {', '.join(get_args(TrainOn))}"),
-            ("init", self.init in INITS, f"one of {', '.join(INITS)}"),
-            ("dtype", self.dtype is None or self.dtype in DTYPES, f"one of {', '.join(DTYPES)}"),
-            ("weights", self.weights in RESIDENCIES, f"one of {', '.join(RESIDENCIES)}"),
-        )
-
-    def _number_rules(self) -> tuple[tuple[str, bool, str], ...]:
-        at_least = [("r", 1), ("epochs", 1), ("batch_size", 1), ("accumulation", 1), ("keep", 1)]
-        at_least += [("eval_every", 0), ("save_every", 0), ("chunk", 0), ("weight_decay", 0), ("max_grad_norm", 0)]
-        at_least += [("warmup_steps", 0), ("steps", 1), ("max_length", 2)]
-        return (
-            *((name, _between(getattr(self, name), low, math.inf), f"at least {low}") for name, low in at_least),
-            ("lr", self.lr is None or 0 < self.lr < math.inf, "finite and above 0"),
-            ("lora_plus_ratio", 0 < self.lora_plus_ratio < math.inf, "finite and above 0"),
-            ("valid", _between(self.valid, 0, 1), "at least 0 and below 1"),
-            ("dropout", _between(self.dropout, 0, 1), "at least 0 and below 1"),
-            ("label_smoothing", _between(self.label_smoothing, 0, 1), "at least 0 and below 1"),
-            ("seed", 0 <= self.seed < _SEEDS, f"at least 0 and below {_SEEDS}"),
-            ("warmup_ratio", self.warmup_ratio == 1 or _between(self.warmup_ratio, 0, 1), "from 0 to 1"),
-        )
 
     @property
     def lora(self) -> LoraConfig:
@@ -142,13 +162,7 @@ class TrainSettings:
     def data_settings(self) -> DataSettings:
         """How the data is read; the length is known by now."""
         assert self.max_length is not None
-        return DataSettings(
-            max_length=self.max_length,
-            packing=self.packing,
-            train_on=self.train_on,
-            parse_special=self.parse_special,
-            valid=self.valid,
-        )
+        return DataSettings(**{one.name: getattr(self, one.name) for one in fields(DataSettings)})
 
     @property
     def dtype_name(self) -> str:
@@ -175,8 +189,3 @@ class TrainSettings:
         """Put a rate, a dtype and a length, which depend on model and device, in the place of defaults."""
         length = self.max_length if self.max_length is not None else min(context, 1024)
         return replace(self, lr=self.rate_for(hidden_size), dtype=self.dtype_name, max_length=length)
-
-
-def _between(value: float | int | None, low: int, high: float | int) -> bool:
-    """Whether a number, if there is one, is at least `low` and below `high`; NaN is not."""
-    return value is None or low <= value < high

@@ -88,8 +88,7 @@ def _typed(name: str, value: Any, where: str) -> Any:
     kinds = get_args(wanted) or (wanted,)
     if value is None and NoneType in kinds:
         return None
-    kind = type(kinds[0]) if isinstance(kinds[0], str) else kinds[0]  # a choice of texts is text
-    return _of_kind(kind, name, value, where)
+    return _of_kind(kinds[0], name, value, where)
 
 
 def _of_kind(kind: type, name: str, value: Any, where: str) -> Any:

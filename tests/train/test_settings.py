@@ -1,7 +1,5 @@
 """Settings of a training run: every field has a range, and a refusal names the field and the value."""
 
-from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,14 +56,6 @@ def test_a_value_out_of_range_is_refused_by_name(given: dict[str, Any], expected
     with pytest.raises(ValueError, match=r"^(settings|lora config): ") as error:
         settings(**given)
     assert expected in str(error.value)
-
-
-def test_every_field_has_a_comment_with_its_meaning():
-    import llorch.train.settings as module
-
-    lines = Path(module.__file__).read_text().splitlines()
-    for field in fields(module.TrainSettings):
-        assert any(line.strip().startswith(f"{field.name}:") and "  # " in line for line in lines), field.name
 
 
 def test_defaults_are_valid_and_leave_open_only_what_the_model_decides():

@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 from llorch.cli.lora.options import any_base_option
+from llorch.cli.lora.settings_options import chosen_settings, settings_options
 from llorch.cli.options import json_option, threads_option, verb
 from llorch.cli.output import progress, say, to_json
 
@@ -23,23 +24,7 @@ from llorch.cli.output import progress, say, to_json
     "--split", type=click.Choice(["train", "valid", "test"]),
     help="Which part of the data.  [default: test, else valid, else train]",
 )  # fmt: skip
-@click.option("--valid", default=0.0, show_default=True, help="Hold out this share of the rows, as training did.")
-@click.option("--batch-size", default=8, show_default=True, help="Rows of one forward pass.")
-@click.option("--max-length", type=int, help="Tokens of a row.  [default: the model's context, at most 1024]")
-@click.option(
-    "--train-on", type=click.Choice(["assistant", "last", "all"]), default="assistant", show_default=True,
-    help="Judged of a chat: every turn of the assistant, its last one, all tokens.",
-)  # fmt: skip
-@click.option("--chunk", default=256, show_default=True, help="Tokens whose logits exist at once; 0: all of a pass.")
-@click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N.")
-@click.option(
-    "--dtype", type=click.Choice(["float32", "bfloat16", "float64"]),
-    help="Of weights and activations.  [default: float32 on the CPU, bfloat16 on CUDA]",
-)  # fmt: skip
-@click.option(
-    "--weights", type=click.Choice(["decoded", "packed"]), default="decoded", show_default=True,
-    help="packed: keep quantised matrices as they are in the file.",
-)  # fmt: skip
+@settings_options("valid", "batch_size", "max_length", "train_on", "chunk", "device", "dtype", "weights")
 @any_base_option
 @threads_option
 @json_option(
@@ -54,9 +39,8 @@ def command(*, adapter: Path, split: str | None, any_base: bool, as_json: bool, 
 
     require_torch()
     from llorch.pytorch.train.judging import judge_adapter
-    from llorch.train.settings import TrainSettings
 
-    settings = TrainSettings(**given)
+    settings = chosen_settings(given)
     say(threads_for_training(settings))
     with progress("judging the adapter"):
         found = judge_adapter(settings, adapter, split=split, any_base=any_base)

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from llorch.cli.lora.settings_options import settings_options
+from llorch.cli.lora.settings_options import chosen_settings, config_option, settings_options
 from llorch.cli.options import json_option, threads_option, verb
 from llorch.cli.output import say, to_json
 
@@ -24,8 +24,8 @@ from llorch.cli.output import say, to_json
     help="JSONL file, .json list, folder with train.jsonl (valid.jsonl, test.jsonl), or pirate, which is built in.",
 )
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder of the run; new or empty.")
-@click.option("--config", type=click.Path(path_type=Path), help="Settings from a .yaml or .toml file; options win.")
-@settings_options
+@config_option
+@settings_options()
 @threads_option
 @click.option("--resume", is_flag=True, help="Go on with the run in the folder, bit by bit as if it had not stopped.")
 @click.option("--allow-change", is_flag=True, help="Resume although settings, data or versions changed; not bit-exact.")
@@ -47,16 +47,13 @@ def command(
     """
     from llorch.cli.lora.options import require_torch, threads_for_training
     from llorch.cli.lora.training_progress import Progress, try_it
-    from llorch.train.settings_file import read_settings, settings_from
     from llorch.train.stopping import Stopped
 
     require_torch()
     from llorch.pytorch.train.run import Run, saved_settings, saved_threads
 
-    sources = [("run.json", saved_settings(output))] if resume else []
-    sources += [(str(config), read_settings(config))] if config is not None else []
-    flags = {name: value for name, value in given.items() if value is not None}
-    settings = settings_from(*sources, ("command line", flags))
+    before = [("run.json", saved_settings(output))] if resume else []
+    settings = chosen_settings(given, config, *before)
     threads_for_training(settings, recorded=saved_threads(output) if resume else None)
     try:
         with Progress() as progress:

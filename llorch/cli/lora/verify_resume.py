@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from llorch.cli.lora.settings_options import settings_options
+from llorch.cli.lora.settings_options import chosen_settings, config_option, settings_options
 from llorch.cli.options import json_option, threads_option, verb
 from llorch.cli.outcome import DIFFERS, OK
 from llorch.cli.output import progress, say, to_json
@@ -28,8 +28,8 @@ KINDS = {"adapter": "weights", "optimizer": "moments", "rng": "generators", "ada
 )
 @click.argument("model", required=False)
 @click.option("--data", help="As llorch lora train takes it.")
-@click.option("--config", type=click.Path(path_type=Path), help="Settings from a .yaml or .toml file; options win.")
-@settings_options
+@config_option
+@settings_options()
 @threads_option
 @click.option("--control", is_flag=True, help="Lose moments and generators on purpose, too: that must be noticed.")
 @click.option("-v", "--verbose", is_flag=True, help="A line for every tensor.")
@@ -43,14 +43,12 @@ def command(*, config: Path | None, control: bool, verbose: bool, as_json: bool,
     Exit code 0 when they do not, 1 when they do or when a control was not noticed.
     """
     from llorch.cli.lora.options import require_torch, threads_for_training
-    from llorch.train.settings_file import read_settings, settings_from
     from llorch.train.stopping import Stopped
     from llorch.verify.resume import verify_resume
 
     require_torch()
-    sources = [(str(config), read_settings(config))] if config is not None else []
-    flags = {"steps": STEPS} | {name: value for name, value in given.items() if value is not None}
-    settings = settings_from(*sources, ("command line", flags))
+    steps = STEPS if given["steps"] is None else given["steps"]
+    settings = chosen_settings(given | {"steps": steps}, config)
     say(threads_for_training(settings))
     try:
         with tempfile.TemporaryDirectory(prefix="llorch-") as folder, progress("verify-resume") as tell:
