@@ -6,19 +6,22 @@ Goldens of one producer lie in one safetensors file; names are `<case>/<stage ke
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from llorch.config import ModelConfig
+from llorch.files.names import inventory
 from llorch.sampling import SamplingSettings
 from llorch.verify.compare import Difference
 from llorch.verify.places import Pass
-from llorch.verify.witnesses import Producer
+from llorch.verify.witnesses import Call, Producer
 
 PRODUCERS = ("llamacpp", "transformers")
 TRUTH = "truth"
@@ -26,6 +29,7 @@ STEP_LOGITS = "near/step_logits"
 FAR_POSITION = 4000
 FAR_TOKENS = 8
 N_GREEDY = 24
+LARGE, N_GREEDY_OF_LARGE = 1e9, 4  # elements of weights; each token goes through all of them, decoded anew
 SAMPLINGS: Mapping[str, SamplingSettings] = {
     "temperature": SamplingSettings(temperature=0.7),
     "top_k": SamplingSettings(temperature=1.0, top_k=7),
@@ -126,6 +130,21 @@ def cases_for(ids: Sequence[int], config: ModelConfig) -> dict[str, Pass]:
     return {"near": Pass(tuple(ids)), "far": Pass(tuple(ids[:n_far]), far)}
 
 
+def n_greedy_for(config: ModelConfig, n_prompt: int) -> int:
+    """How many tokens a prompt is continued by.
+
+    Args:
+        config: Its context bounds them, and so does the size of the model.
+        n_prompt: Length of the prompt.
+
+    Returns:
+        The number.
+    """
+    n_elements = sum(math.prod(weight.shape) for weight in inventory(config).values())
+    wanted = N_GREEDY if n_elements <= LARGE else N_GREEDY_OF_LARGE
+    return min(wanted, config.max_position_embeddings - n_prompt + 1)
+
+
 def sampler_inputs(ids: Sequence[int], vocab_size: int) -> tuple[np.ndarray, tuple[int, ...]]:
     """What the sampling filters are shown: a model that is sure of its next token would hide most mistakes.
 
@@ -152,14 +171,25 @@ def take(producer: Producer, cases: Mapping[str, Pass], *, n_greedy: int = N_GRE
     Returns:
         What it showed.
     """
+    return shown_by(producer, cases, producer.together(calls_for(cases, n_greedy)))
+
+
+def calls_for(cases: Mapping[str, Pass], n_greedy: int) -> list[Call]:
+    """What an engine is asked for every case, for `Producer.together`."""
     near = cases["near"].ids
-    selected = producer.selected_logits(near)
-    logits, history = sampler_inputs(near, selected.size)
+    traces: list[Call] = [("trace", (case.ids,), {"first_position": case.first_position}) for case in cases.values()]
+    return [("selected_logits", (near,), {}), ("greedy", (near, n_greedy), {}), *traces]
+
+
+def shown_by(producer: Producer, cases: Mapping[str, Pass], answers: Sequence[Any]) -> Evidence:
+    """What a producer's answers to `calls_for` show, and its sampling filters."""
+    selected, greedy, *traces = answers
+    logits, history = sampler_inputs(cases["near"].ids, selected.size)
     return Evidence(
-        traces={name: producer.trace(c.ids, first_position=c.first_position) for name, c in cases.items()},
+        traces=dict(zip(cases, traces, strict=True)),
         selected_logits=selected,
         probabilities={name: producer.probabilities(logits, settings, history) for name, settings in SAMPLINGS.items()},
-        greedy=np.asarray(producer.greedy(near, n_greedy), np.int64),
+        greedy=np.asarray(greedy, np.int64),
     )
 
 

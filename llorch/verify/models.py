@@ -16,7 +16,18 @@ from llorch.files import Weights, open_weights
 from llorch.memory import available_memory
 from llorch.model import Model
 from llorch.stages import keys
-from llorch.verify.goldens import N_GREEDY, Evidence, Golden, TokenCheck, Truth, cases_for, not_run, read, sha256, take
+from llorch.verify.goldens import (
+    Evidence,
+    Golden,
+    TokenCheck,
+    Truth,
+    cases_for,
+    n_greedy_for,
+    not_run,
+    read,
+    sha256,
+    take,
+)
 from llorch.verify.judge import Row
 from llorch.verify.places import Pass
 from llorch.verify.runners import Runner
@@ -136,7 +147,7 @@ def ask(
     require_memory(weights.config, len(ids), n_traces=3 * len(producers) + 3)  # truths are twice as wide
     require_engines(weights, producers)
     start((*producers, "transformers"))  # which the truth takes
-    n_greedy = min(N_GREEDY, weights.config.max_position_embeddings - len(ids) + 1)
+    n_greedy = n_greedy_for(weights.config, len(ids))
     evidence: dict[str, Evidence] = {}
     tokens: dict[str, Sequence[int]] = {}
     for name in producers:
@@ -183,7 +194,7 @@ def verify_as_stored(
         RuntimeError: llama.cpp failed, and `failed` is not given.
     """
     path, name = Path(model.weights.path), model.name
-    n_greedy = min(N_GREEDY, model.config.max_position_embeddings - len(ids) + 1)
+    n_greedy = n_greedy_for(model.config, len(ids))
     require_memory(model.config, len(ids) + n_greedy, n_traces=6)
     say("running llamacpp")
     with not_run("llamacpp", failed), open_producer("llamacpp", path, numerics=model.weights.numerics) as producer:

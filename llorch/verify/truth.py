@@ -6,16 +6,18 @@ those inputs is judged by the golden, and in float64 by the chained truth.
 """
 
 from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from llorch.config import ModelConfig
 from llorch.stages import Stage, key, keys
 from llorch.verify.compare import Difference, measure
-from llorch.verify.goldens import Distances, Evidence, Truth, take
+from llorch.verify.goldens import Evidence, Truth, calls_for, shown_by
 from llorch.verify.limits import SCORES
 from llorch.verify.places import Pass
+from llorch.verify.witnesses import Call, open_producer
 
 WITNESS = "transformers-float64"  # its name in rows
 ATTENTION = "attention"  # stands for scores, probabilities and context as one op
@@ -39,42 +41,43 @@ def take_truth(
         MissingExtra: transformers is not installed.
         RuntimeError: It does not run the model, or not in float64.
     """
-    from llorch.verify.witnesses import open_producer
-
     with open_producer("transformers", path, dtype="float64") as engine:
-        shown = take(engine, cases, n_greedy=n_greedy)
+        asked = calls_for(cases, n_greedy)
+        calls = [*asked]
+        for theirs in evidence.values():
+            for case, this in cases.items():
+                calls += _isolated(engine.config, this, theirs.traces[case])
+        answers = iter(engine.together(calls))
+        shown = shown_by(engine, cases, list(islice(answers, len(asked))))
+        distances = {
+            producer: {
+                case: _distances(engine.config, theirs.traces[case], next(answers), next(answers)) for case in cases
+            }
+            for producer, theirs in evidence.items()
+        }
         near = cases["near"].ids
         steps = engine.logits((*near, *shown.greedy[:-1].tolist()))[len(near) - 1 :]
-        return Truth(shown, steps, isolated_distances(engine, cases, evidence))
+        return Truth(shown, steps, distances)
 
 
-def isolated_distances(engine: Any, cases: Mapping[str, Pass], evidence: Mapping[str, Evidence]) -> Distances:
-    """How far goldens are from what float64 makes of their own inputs.
-
-    Args:
-        engine: transformers in float64, on the model of the goldens.
-        cases: The inputs.
-        evidence: By producer.
-
-    Returns:
-        The distances.
-    """
-    return {
-        producer: {case: _of_trace(engine, this, shown.traces[case]) for case, this in cases.items()}
-        for producer, shown in evidence.items()
-    }
+def _isolated(config: ModelConfig, this: Pass, golden: Mapping[str, np.ndarray]) -> list[Call]:
+    """Runs that are given a golden at every stage, and at all but those inside of attention."""
+    fused = {name: golden[name] for name, stage, _ in keys(config) if stage.name not in SCORES}
+    return [
+        ("trace", (this.ids,), {"first_position": this.first_position, "golden": given}) for given in (golden, fused)
+    ]
 
 
-def _of_trace(engine: Any, this: Pass, golden: Mapping[str, np.ndarray]) -> dict[str, Difference]:
-    stages = {name: stage for name, stage, _ in keys(engine.config)}
-
-    def alone(given: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-        return engine.trace(this.ids, first_position=this.first_position, golden=given)
-
-    true = alone(golden)
+def _distances(
+    config: ModelConfig,
+    golden: Mapping[str, np.ndarray],
+    true: Mapping[str, np.ndarray],
+    fused: Mapping[str, np.ndarray],
+) -> dict[str, Difference]:
+    """How far a golden is from what these runs made of its own inputs."""
+    stages = {name: stage for name, stage, _ in keys(config)}
     found = {name: distance(array, true[name], stages[name]) for name, array in golden.items()}
-    fused = alone({name: array for name, array in golden.items() if stages[name].name not in SCORES})
-    for layer in range(engine.config.n_layers):
+    for layer in range(config.n_layers):
         name = key("attn_context", layer)
         found[key(ATTENTION, layer)] = distance(golden[name], fused[name], stages[name])
     return found

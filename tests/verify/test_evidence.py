@@ -1,5 +1,6 @@
 import tomllib
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock, call
 
@@ -13,6 +14,7 @@ from llorch.verify.goldens import (
     PRODUCERS,
     SAMPLINGS,
     cases_for,
+    n_greedy_for,
     read,
     sampler_inputs,
     save,
@@ -21,7 +23,7 @@ from llorch.verify.goldens import (
 )
 from llorch.verify.places import Pass
 from llorch.verify.suites.quantised_goldens import FOLDER as QUANTISED
-from llorch.verify.witnesses import Producer
+from llorch.verify.witnesses import Producer, one_by_one
 
 
 @pytest.mark.parametrize("name", BUILTIN)
@@ -86,12 +88,20 @@ def test_the_far_case_lies_as_far_on_as_the_context_allows():
     assert cases_for([5, 6], replace(config, max_position_embeddings=100))["far"] == Pass((5, 6), 98)
 
 
+def test_a_large_model_and_a_full_context_are_continued_by_fewer_tokens():
+    config = open_weights(builtin_path("micro-llama")).config
+    large = replace(config, vocab_size=10**9 // config.hidden_size)
+    assert [n_greedy_for(config, config.max_position_embeddings - left) for left in (30, 3, 0)] == [24, 4, 1]
+    assert [n_greedy_for(large, large.max_position_embeddings - left) for left in (30, 2)] == [4, 3]
+
+
 def test_an_engine_is_asked_for_every_case_setting_and_token():
     engine = Mock(spec=Producer)
     engine.trace.side_effect = lambda ids, first_position: {"logits": np.array([first_position])}
     engine.selected_logits.return_value = np.zeros(50, np.float32)
     engine.probabilities.side_effect = lambda logits, settings, history: logits
     engine.greedy.side_effect = lambda ids, n: [4] * n
+    engine.together.side_effect = partial(one_by_one, engine)
     near = (3, 1, 2)
     taken = take(engine, {"near": Pass(near), "far": Pass((3, 1), 400)})
     assert engine.trace.call_args_list == [call(near, first_position=0), call((3, 1), first_position=400)]

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal, Protocol, cast, get_args, runtime_checkable
+from typing import Any, Literal, Protocol, cast, get_args, runtime_checkable
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from llorch.sampling import SamplingSettings
 from llorch.verify.witnesses.process import GGML_VARIABLES, EngineInChild
 
 ProducerName = Literal["llamacpp", "transformers"]
+Call = tuple[str, Sequence, Mapping]  # a method, its arguments, and those that have names
 _PACKAGES = {"llamacpp": ("llama_cpp",), "transformers": ("torch", "transformers")}
 
 
@@ -57,6 +58,10 @@ class Producer(Protocol):
 
     def probabilities(self, logits: np.ndarray, settings: SamplingSettings, history: Sequence[int]) -> np.ndarray:
         """The distribution after the engine's own sampling filters; 0 for removed tokens."""
+        ...
+
+    def together(self, calls: Sequence[Call]) -> list[Any]:
+        """What each of these calls gives; an engine that reads a model layer by layer does so once for all of them."""
         ...
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int] | None:
@@ -121,6 +126,11 @@ def _require(package: str) -> None:
         importlib.import_module(package)
     except ImportError as error:
         raise MissingExtra("golden", package) from error
+
+
+def one_by_one(engine: object, calls: Sequence[Call]) -> list[Any]:
+    """`together` of an engine that holds its whole model."""
+    return [getattr(engine, method)(*args, **kwargs) for method, args, kwargs in calls]
 
 
 Trace = dict[str, np.ndarray]

@@ -26,7 +26,7 @@ from llorch.files import open_weights
 from llorch.numerics import EXACT, DtypeName, Numerics
 from llorch.sampling import SamplingSettings
 from llorch.threads import n_threads_for
-from llorch.verify.witnesses import Trace, check_ids, checked_trace, ggml_tensor
+from llorch.verify.witnesses import Call, Trace, check_ids, checked_trace, ggml_tensor, one_by_one
 from llorch.verify.witnesses.f32_copy import float_gguf
 from llorch.verify.witnesses.llamacpp_graph import GraphCapture, Watcher
 
@@ -135,6 +135,10 @@ class LlamaCpp:
         finally:
             llama_cpp.llama_sampler_free(sampler)
         return out
+
+    def together(self, calls: Sequence[Call]) -> list[Any]:
+        """What each of the calls gives."""
+        return one_by_one(self, calls)
 
     def probabilities(self, logits: np.ndarray, settings: SamplingSettings, history: Sequence[int]) -> np.ndarray:
         """The distribution that llama.cpp's own sampler chain draws from.

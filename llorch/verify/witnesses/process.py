@@ -151,7 +151,8 @@ class EngineInChild:
             _give_back(process)
 
     def _call(self, method: str, *args: object, **kwargs: object) -> Any:
-        seconds = _patience(self._path, *args, *kwargs.values())
+        calls: Any = args[0] if method == "together" else [(method, args, kwargs)]
+        seconds = sum(_patience(self._path, *given, *named.values()) for _, given, named in calls)
         return self._asked().ask(method, ["call", method, args, kwargs], seconds)
 
     def _asked(self) -> EngineProcess:

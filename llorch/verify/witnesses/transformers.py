@@ -34,7 +34,7 @@ from llorch.files.names import inventory
 from llorch.numerics import DtypeName
 from llorch.sampling import SamplingSettings
 from llorch.threads import limited, n_threads_for
-from llorch.verify.witnesses import Trace, check_ids, checked_trace
+from llorch.verify.witnesses import Call, Trace, check_ids, checked_trace, one_by_one
 from llorch.verify.witnesses.float64_everywhere import float64_everywhere
 from llorch.verify.witnesses.transformers_capture import as_array, captured
 
@@ -131,6 +131,10 @@ class Transformers:
                 prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=n, pad_token_id=0
             )
         return out[0, len(ids) :].tolist()
+
+    def together(self, calls: Sequence[Call]) -> list[Any]:
+        """What each of the calls gives."""
+        return one_by_one(self, calls)
 
     def probabilities(self, logits: np.ndarray, settings: SamplingSettings, history: Sequence[int]) -> np.ndarray:
         """The distribution that transformers draws from after its own logits processors.
