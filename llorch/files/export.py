@@ -161,7 +161,7 @@ def _release_pages(view: np.ndarray) -> None:
     while isinstance(owner, np.ndarray):
         owner = owner.base
     mapped = owner.obj if isinstance(owner, memoryview) else owner
-    if isinstance(mapped, mmap.mmap):
+    if isinstance(mapped, mmap.mmap) and hasattr(mapped, "madvise"):  # not on Windows
         mapped.madvise(mmap.MADV_DONTNEED)
 
 

@@ -20,9 +20,9 @@ def new_file(path: Path) -> Iterator[Path]:
     temporary = _beside(path)
     try:
         yield temporary
-        _sync(temporary)
+        sync(temporary)
         temporary.replace(path)
-        _sync(path.parent)
+        sync(path.parent)
     except OSError as error:
         if error.filename is None and error.errno is not None:
             error.filename = str(path)
@@ -43,8 +43,8 @@ def new_folder(path: Path) -> Iterator[Path]:
     try:
         yield temporary
         for file in temporary.rglob("*"):
-            _sync(file)
-        _sync(temporary)
+            sync(file)
+        sync(temporary)
         if path.exists():
             path.rename(old)
         try:
@@ -53,7 +53,7 @@ def new_folder(path: Path) -> Iterator[Path]:
             if old.exists():
                 old.rename(path)
             raise
-        _sync(path.parent)
+        sync(path.parent)
         shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -63,8 +63,12 @@ def _beside(path: Path, ending: str = "tmp") -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}.{ending}")
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, lie on the device; nobody can for a folder of Windows."""
+    on_windows = not hasattr(os, "O_DIRECTORY")
+    if on_windows and path.is_dir():
+        return
+    descriptor = os.open(path, os.O_RDWR if on_windows else os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from llorch.errors import FormatError
+from llorch.files.new_file import sync
 from llorch.files.safetensors import tensor_bytes
 from llorch.train.snapshot_files import RECORD, TENSORS, Hashing, Snapshot, read_snapshot, record_bytes
 
@@ -106,7 +107,7 @@ class SnapshotStore:
             self.clear()  # a save that failed may not have been able to
         else:
             os.mkdir(self.snapshots)
-            _sync_folder(self.folder)
+            sync(self.folder)
 
     def _write(self, target: Path, tensors: Mapping[str, np.ndarray], record: Mapping[str, Any]) -> None:
         """Write the files under another name and put them in place."""
@@ -116,7 +117,7 @@ class SnapshotStore:
             hashing = Hashing(tensor_bytes(tensors))
             _write_new_file(new / TENSORS, hashing)
             _write_new_file(new / RECORD, [record_bytes(_step_of(target), record, hashing)])
-            _sync_folder(new)
+            sync(new)
             self._place(new, target)
         except BaseException:
             with suppress(OSError):
@@ -135,7 +136,7 @@ class SnapshotStore:
             if replaces:
                 os.rename(old, target)
             raise
-        _sync_folder(self.snapshots)
+        sync(self.snapshots)
         if replaces:
             _remove_tree(old)
 
@@ -146,7 +147,7 @@ class SnapshotStore:
             if step not in kept:
                 target = self.snapshots / step_name(step)
                 os.rename(target, _marked(target, "gone"))  # so that a part of it is never taken for it
-                _sync_folder(self.snapshots)
+                sync(self.snapshots)
                 _remove_tree(_marked(target, "gone"))
 
     def _explained(self, error: OSError, step: int) -> OSError:
@@ -185,15 +186,6 @@ def _write_new_file(path: Path, parts: Iterable[bytes | memoryview]) -> None:
             rest = memoryview(part)
             while len(rest):
                 rest = rest[os.write(descriptor, rest) :]
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _sync_folder(path: Path) -> None:
-    """Wait until the names in a folder lie on the device."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -38,6 +38,9 @@ class EngineProcess:
     def __init__(self, engine: str) -> None:
         """Start it; `llamacpp` and `transformers` are imported while nothing is asked yet."""
         self.engine, self._lock, self._death = engine, threading.Lock(), ""
+        if not hasattr(socket, "AF_UNIX"):  # Windows
+            what = "engines run in processes that this system cannot be connected to"
+            raise EngineDied(f"{engine}: {what}; the goldens of built-in models need none")
         folder = Path(tempfile.mkdtemp(prefix="llorch-"))  # whatever the engine leaves there goes with it
         variables = {"GGML_NO_BACKTRACE": "1", "TMPDIR": str(folder)}  # C frames are nobody's last words
         self._channel, theirs = socket.socketpair()
