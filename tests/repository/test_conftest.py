@@ -41,8 +41,13 @@ def joined(x: Rows, y: Float[np.ndarray, " width"] | None = None, *, n: int = 1)
 
 
 @checked(typechecker=beartype)
-def named(name: "str") -> "str":
+def named(name: "str", x: "Rows | None" = None) -> "str":
     return name * 2 if name else None  # type: ignore[return-value]
+
+
+@checked(typechecker=beartype)
+def unchecked(name: str) -> str:
+    return name
 
 
 @checked(typechecker=beartype)
@@ -75,6 +80,10 @@ def test_what_an_annotation_does_not_allow_is_refused(wrong):
         wrong()
 
 
+def test_types_without_axes_are_left_to_pyright():
+    assert unchecked(3) == 3  # type: ignore[arg-type]
+
+
 def test_each_call_has_axes_of_its_own():
     for width in (3, 4):
         assert joined(np.zeros((2, width)), np.zeros(width)).shape == (2, width)
@@ -104,7 +113,7 @@ def test_a_refusal_says_the_shapes_of_the_call():
 
 
 def test_an_annotation_that_cannot_be_read_here_is_no_error():
-    def odd(x: "np.no_such_type", y: int) -> None: ...  # type: ignore[reportAttributeAccessIssue]
+    def odd(x: "np.no_such_type", y: Rows) -> None: ...  # type: ignore[reportAttributeAccessIssue]
 
     with pytest.raises(TypeCheckError):
         checked(odd, typechecker=beartype)(1, "2")
