@@ -1,6 +1,7 @@
 """Fixtures for all tests; llorch is imported inside them only, or its shape checks would be hooked in too late."""
 
 import os
+import re
 import sys
 from collections.abc import Generator, Iterator
 from contextlib import nullcontext
@@ -20,6 +21,22 @@ for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "1")  # of the processes that are started from here: those of xdist are one a core
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run in Triton's interpreter where there is no device
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A run of everything, of which no part is asked for, is that of a newcomer: what is slow is left to `.ci/run`."""
+    if not config.option.markexpr and config.args_source is not pytest.Config.ArgsSource.ARGS:
+        config.option.markexpr = "not (live or slow or weights)"
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`-k checkpoint_06`, or teeth: files that never say so are not read, which takes longer than what it asks for."""
+    words = config.option.keyword.split(" and ")
+    asked = [found[1] for word in words if (found := re.fullmatch(r"(checkpoint_?|teeth)\w*", word))]
+    if not asked or " or " in config.option.keyword or collection_path.suffix != ".py":
+        return None
+    said = f"{collection_path} {collection_path.read_text(encoding='utf-8')}".lower()
+    return any(word not in said for word in asked) or None  # None: others may have a reason
 
 
 @pytest.hookimpl(tryfirst=True)  # before any fixture

@@ -85,6 +85,7 @@ def test_a_second_half_that_is_refused_proves_nothing_and_says_why(tmp_path: Pat
         verify_resume(settings_for(write_data(tmp_path / "data"), steps=2), tmp_path, control=False)
 
 
+@pytest.mark.slow
 def test_stopped_and_straight_runs_are_bit_identical_and_losing_state_is_noticed(tmp_path: Path):
     data = write_data(tmp_path / "data")
     done = spawn("lora", "verify-resume", "micro-llama", "--data", str(data), *FLAGS.split(), "--control", "--json")
