@@ -7,7 +7,7 @@ is told by 255 thresholds, each found here to the last bit.
 import numpy as np
 import pytest
 
-from llorch.train.eight_bit import BLOCK, CodeBook
+from llorch.pytorch.train.eight_bit import BLOCK, CodeBook
 
 BOUNDARIES = np.arange(255)
 

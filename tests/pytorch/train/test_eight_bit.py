@@ -1,40 +1,100 @@
-"""The 8-bit codec and step in torch: codes of the NumPy reference, bits of bitsandbytes, curve of 32 bits, memory."""
+"""Moments of 8 bits: values and bits of bitsandbytes, the nearest code, zeros that stay, curve of 32 bits, memory."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from bitsandbytes_codes import kernel_book
+from bitsandbytes_codes import kernel_book, kernel_codes
 from torch import Tensor, nn
 
 from llorch.config import ModelConfig
 from llorch.lora.adapter import wanted_shapes
 from llorch.lora.config import LoraConfig
-from llorch.pytorch.train.adamw import AdamW, Codec, zeros
-from llorch.train.eight_bit import SIGNED, UNSIGNED, CodeBook, dequantise, quantise
+from llorch.pytorch.train.adamw import AdamW
+from llorch.pytorch.train.eight_bit import BLOCK, SIGNED, UNSIGNED, CodeBook, Codec, EightBit, zeros
 
+BOOKS = pytest.mark.parametrize("book", [SIGNED, UNSIGNED], ids=["signed", "unsigned"])
 HYPER = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 CPU = torch.device("cpu")
 SHAPES = {"q_proj.lora_A": (8, 1000), "q_proj.lora_B": (700, 8), "v_proj.lora_B": (64, 64)}
 
 
-@pytest.mark.parametrize("shape", [(4096,), (3, 77), (5, 256), (1,)])
-@pytest.mark.parametrize("book", [SIGNED, UNSIGNED], ids=["signed", "unsigned"])
-def test_codes_and_numbers_are_those_of_numpy(book: CodeBook, shape: tuple[int, ...], rng: np.random.Generator):
+def numbers(book: CodeBook, rng: np.random.Generator, shape: int | tuple[int, ...] = 5 * BLOCK + 37) -> np.ndarray:
+    """Over eight decades, of the signs that the book has."""
     x = (rng.standard_normal(shape) * 10.0 ** rng.uniform(-8, 0, shape)).astype(np.float32)
-    x = x if book is SIGNED else abs(x)
+    return x if book is SIGNED else abs(x)
+
+
+def encoded(x: np.ndarray, book: CodeBook) -> EightBit:
+    made = zeros(torch.from_numpy(x))
+    Codec(book, CPU).encode(torch.from_numpy(x), made)
+    return made
+
+
+def there_and_back(x: np.ndarray, book: CodeBook) -> np.ndarray:
+    return Codec(book, CPU).decode(encoded(x, book)).numpy()
+
+
+@BOOKS
+def test_a_book_has_256_different_values_from_its_lowest_to_one(book: CodeBook):
+    assert book.values.shape == (256,)
+    assert (np.diff(book.values) > 0).all()
+    assert 0 in book.values
+    assert book.values[-1] == 1
+    np.testing.assert_allclose(book.values[0], -0.99296875 if book is SIGNED else 0, rtol=1e-6)
+
+
+def test_the_smallest_decade_worked_by_hand():
+    positive = SIGNED.values[SIGNED.values > 0]
+    np.testing.assert_allclose(positive[:3], [0.55e-6, 3.25e-6, 7.75e-6], rtol=1e-6)
+    np.testing.assert_allclose(UNSIGNED.values[1:3], [3.25e-7, 7.75e-7], rtol=1e-6)
+
+
+@BOOKS
+@pytest.mark.parametrize("shape", [(4096,), (3, 77), (5, 256), (1,)])
+def test_every_number_gets_the_code_that_a_search_finds_and_blocks_of_nothing_zeros(
+    book: CodeBook, shape: tuple[int, ...], rng: np.random.Generator
+):
+    x = numbers(book, rng, shape)
     x.reshape(-1)[256:512] = 0
-    x.reshape(-1)[1024:1280] *= np.float32(1e-38)
-    want, got, codec = quantise(x, book), zeros(torch.from_numpy(x)), Codec(book, CPU)
-    assert not codec.decode(got).any()
-    codec.encode(torch.from_numpy(x), got)
-    np.testing.assert_array_equal(got.codes.numpy(), want.codes)
-    np.testing.assert_array_equal(got.absmax.numpy(), want.absmax)
-    np.testing.assert_array_equal(codec.decode(got).numpy(), dequantise(want, book))
+    x.reshape(-1)[1024:1280] *= np.float32(1e-38)  # too small for a reciprocal
+    got = encoded(x, book)
+    blocks = np.pad(x.reshape(-1), (0, -x.size % BLOCK)).reshape(-1, BLOCK)
+    absmax = np.where(abs(blocks).max(-1) < np.finfo(np.float32).tiny, 0, abs(blocks).max(-1))
+    np.testing.assert_array_equal(got.absmax.numpy(), absmax)
+    live = np.repeat(absmax > 0, BLOCK)[: x.size]
+    scale = np.repeat(absmax, BLOCK)[: x.size][live]
+    codes = got.codes.numpy().reshape(-1)
+    wanted = np.searchsorted(book.thresholds, x.reshape(-1)[live] * (np.float32(1) / scale))
+    np.testing.assert_array_equal(codes[live], wanted)
+    assert not codes[~live].any()
+    back = Codec(book, CPU).decode(got).numpy().reshape(-1)
+    np.testing.assert_array_equal(back[live], book.values[wanted] * scale)
+    assert not back[~live].any()
+    nearest = abs((x.reshape(-1)[live] / scale.astype(np.float64))[:, None] - book.values).min(-1)
+    error = abs(x.reshape(-1)[live] / scale.astype(np.float64) - book.values[wanted])
+    np.testing.assert_allclose(error, nearest, rtol=0, atol=2**-23)  # at a tie, by a rounded division
 
 
-@pytest.mark.parametrize("book", [SIGNED, UNSIGNED], ids=["signed", "unsigned"])
+@BOOKS
+def test_the_error_is_small_beside_the_number_and_the_block(book: CodeBook, rng: np.random.Generator):
+    x = numbers(book, rng)
+    got, largest = there_and_back(x, book), np.repeat(encoded(x, book).absmax.numpy(), BLOCK)[: len(x)]
+    assert (abs(got - x) <= 0.5 * abs(x) + 1e-6 * largest).all()
+    assert (abs(got - x) <= 0.0072 * largest).all()
+
+
+@BOOKS
+def test_values_of_the_book_and_zeros_in_company_come_back_as_they_are(book: CodeBook):
+    np.testing.assert_array_equal(encoded(book.values, book).codes.numpy(), np.arange(256))
+    x = np.zeros(BLOCK, np.float32)
+    x[7] = 0.3
+    for given in (book.values, x):
+        np.testing.assert_array_equal(there_and_back(given, book), given)
+
+
+@BOOKS
 def test_a_number_next_to_a_threshold_falls_on_its_own_side(book: CodeBook):
     """So no cell of the tables holds two thresholds; where it did, one of these would get the code of another."""
     sides = [
@@ -43,10 +103,8 @@ def test_a_number_next_to_a_threshold_falls_on_its_own_side(book: CodeBook):
         np.nextafter(book.thresholds, np.float32(2)),
     ]
     x = np.stack([np.append(side, np.float32(1)) for side in sides])
-    got = zeros(torch.from_numpy(x))
-    Codec(book, CPU).encode(torch.from_numpy(x), got)
     want = np.arange(256)
-    np.testing.assert_array_equal(got.codes.numpy(), [want, want, np.minimum(want + 1, 255)])
+    np.testing.assert_array_equal(encoded(x, book).codes.numpy(), [want, want, np.minimum(want + 1, 255)])
 
 
 def parameters(seed: int = 0) -> dict[str, nn.Parameter]:
@@ -60,6 +118,31 @@ def gradient(shape: torch.Size, generator: torch.Generator, *, dead_rows: bool) 
     if dead_rows:
         grad[: len(grad) // 2] = 0
     return grad
+
+
+@pytest.mark.live
+@BOOKS
+def test_values_codes_and_thresholds_are_those_of_bitsandbytes(book: CodeBook, rng: np.random.Generator):
+    theirs, x = kernel_book(signed=book is SIGNED), numbers(book, rng, 1000 * BLOCK + 37)
+    np.testing.assert_allclose(book.values, theirs.values, rtol=2.5e-7, atol=0)  # 2 ulp: its grid is float32
+    np.testing.assert_array_equal(encoded(x, theirs).codes.numpy(), kernel_codes(x, theirs.values))
+    reached = theirs.thresholds > -1
+    assert (abs(theirs.thresholds - book.thresholds)[reached] <= 2 / 65535).all()  # one step of its table
+
+
+def test_a_step_uses_the_moments_before_they_are_rounded():
+    made = {}
+    for eight_bit in (False, True):
+        made[eight_bit] = parameters()
+        ours = AdamW(made[eight_bit], lr_ratio=1.0, eight_bit=eight_bit, **HYPER)
+        for step in (1, 2):
+            for parameter in made[eight_bit].values():
+                parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(9))
+            ours.step(1e-3)
+            made[eight_bit, step] = [parameter.detach().clone() for parameter in made[eight_bit].values()]
+    assert all(torch.equal(one, other) for one, other in zip(made[False, 1], made[True, 1], strict=True))
+    apart = [float((x - y).abs().max()) for x, y in zip(made[False, 2], made[True, 2], strict=True)]
+    assert 0 < max(apart) < 1e-3
 
 
 @pytest.mark.live
