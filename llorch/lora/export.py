@@ -16,7 +16,7 @@ from llorch.files.new_file import new_folder
 from llorch.lora.adapter import Adapter, LoraTensors, checked
 from llorch.lora.base import BaseIdentity, identity_of
 from llorch.lora.config import LoraConfig, module_names
-from llorch.lora.files import check_base, read_adapter, recorded_base
+from llorch.lora.files import adapter_for, read_adapter, recorded_base
 from llorch.lora.gguf_format import common_alpha, write_lora_gguf
 from llorch.lora.peft_config import CONFIG_FILE
 from llorch.lora.peft_format import BASE_FILE, TENSOR_FILE, write_peft
@@ -52,14 +52,14 @@ def export(
     ours = {CONFIG_FILE, TENSOR_FILE, BASE_FILE}
     check_places(base, adapter, target=target, force=force, what="an adapter", known=lambda file: file.name in ours)
     with closing((weights := open_weights(base)).source):
-        notes = [check_base(adapter, weights, any_base=any_base)]
-        read = read_adapter(adapter, weights.config)
+        read, verdict = adapter_for(weights, adapter, any_base=any_base)
         recorded = recorded_base(adapter)
         identity = recorded if isinstance(recorded, BaseIdentity) else identity_of(weights)
     if vllm_safe:
         read = plain_adapter(read, weights.config)
     _write(read, target, weights.config, identity)
     read_adapter(target, weights.config)
+    notes = [verdict]
     if target.suffix == ".gguf" and common_alpha(read) is None:
         notes.append("scales differ from matrix to matrix: each is multiplied into its B, and alpha is left out")
     return Export(target=target, n_parameters=read.n_parameters, n_bytes=size_of(target), notes=notes)

@@ -21,7 +21,7 @@ from llorch.files.quant import BLOCK_SIZES, GGMLType, decode
 from llorch.forward import forward
 from llorch.lora.adapted_weights import AdaptedWeights
 from llorch.lora.adapter import Adapter
-from llorch.lora.files import check_base, read_adapter
+from llorch.lora.files import adapter_for
 from llorch.lora.merge import MergedWeights
 from llorch.write_checks import CONFIG, check_places, counting, files_beside, placing, read_back, size_of
 
@@ -82,9 +82,8 @@ def merge(
     base, adapter, target = Path(base), Path(adapter), Path(target)
     check_places(adapter, base, target=target, force=force)
     with closing((weights := open_weights(base)).source):
-        notes = [check_base(adapter, weights, any_base=any_base)]
-        read = read_adapter(adapter, weights.config)
-        merged = MergedWeights(weights, read)
+        read, verdict = adapter_for(weights, adapter, any_base=any_base)
+        merged, notes = MergedWeights(weights, read), [verdict]
         kind = _type_for(merged, target, ggml_type, notes)
         notes += _write(merged, target, kind, report)
         with closing((written := open_weights(target)).source):

@@ -124,21 +124,13 @@ def embedding_lora_backward(
 
 @dataclass(frozen=True)
 class Lora:
-    """The adapter of one matrix, its arrays in the dtype of the run.
-
-    Attributes:
-        lora_A: (r, in); of an embedding (r, vocab).
-        lora_B: (out, r); of an embedding (hidden, r).
-        scaling: Factor of the product.
-        magnitude: Learned row lengths of DoRA, or None.
-        mask: What the input is multiplied with in training, 0 or 1 / (1 - p), or None; an embedding has none.
-    """
+    """The adapter of one matrix, its arrays in the dtype of the run; of an embedding `in` is the vocabulary."""
 
     lora_A: Float[np.ndarray, "r in"]
     lora_B: Float[np.ndarray, "out r"]
-    scaling: float
-    magnitude: Float[np.ndarray, " out"] | None = None
-    mask: Float[np.ndarray, "seq in"] | None = None
+    scaling: float  # factor of the product
+    magnitude: Float[np.ndarray, " out"] | None = None  # learned row lengths of DoRA
+    mask: Float[np.ndarray, "seq in"] | None = None  # 0 or 1 / (1 - p) in training; an embedding has none
 
     def addition(self) -> Float[np.ndarray, "out in"]:
         """The addition to the matrix itself, scaling * B A."""
@@ -158,13 +150,7 @@ class LoraMatrix:
     def __init__(
         self, base: np.ndarray | QuantMethod, lora: Lora | None = None, *, embedding_lora: Lora | None = None
     ) -> None:
-        """Put adapters beside a matrix.
-
-        Args:
-            base: The frozen matrix in the dtype of the run, or one that multiplies itself.
-            lora: Adapter of the products.
-            embedding_lora: Adapter of the picked rows.
-        """
+        """Put adapters beside a matrix in the dtype of the run, or one that multiplies itself."""
         self.base = base
         self.lora = lora
         self.embedding_lora = embedding_lora
@@ -173,27 +159,12 @@ class LoraMatrix:
         self.activations = "F32" if isinstance(base, np.ndarray) else base.activations
 
     def forward(self, x: Float[np.ndarray, "seq in"]) -> Float[np.ndarray, "seq out"]:
-        """Multiply every row with the matrix, and send it through the detour.
-
-        Args:
-            x: Activations.
-
-        Returns:
-            The sum of both, as `product` gives it: small ones are not yet rounded to the dtype of `x`.
-        """
+        """Both products, summed as `product` gives them: small ones are not yet rounded to the dtype of `x`."""
         y = product(x, self.base)
         return y if self.lora is None else y + self.added(x, y)
 
     def added(self, x: Float[np.ndarray, "seq in"], y: Float[np.ndarray, "seq out"]) -> Float[np.ndarray, "seq out"]:
-        """What the adapter of the products adds.
-
-        Args:
-            x: Activations.
-            y: What the frozen matrix makes of them.
-
-        Returns:
-            The addition, in the dtype of `x`.
-        """
+        """What the adapter of the products adds to `y`, which the frozen matrix makes of `x`."""
         lora = self.lora
         assert lora is not None
         kept = lora.kept(x)
@@ -206,15 +177,7 @@ class LoraMatrix:
     def backward(
         self, grad: Float[np.ndarray, "seq out"], x: Float[np.ndarray, "seq in"]
     ) -> tuple[Float[np.ndarray, "seq in"], Trained]:
-        """Send the gradient of `forward` back to its input and to what is trained.
-
-        Args:
-            grad: Gradient by the result.
-            x: Activations.
-
-        Returns:
-            Gradients by `x` and by the tensors of the adapter of the products.
-        """
+        """Send the gradient of `forward` back to its input and to what is trained."""
         d_x, lora = linear_backward(grad, self.base), self.lora
         if lora is None:
             return d_x, {}
@@ -229,14 +192,7 @@ class LoraMatrix:
         return d_x + lora.kept(d_kept), {"lora_A": d_A, "lora_B": d_B} | trained
 
     def rows(self, ids: Int[np.ndarray, " seq"]) -> Float[np.ndarray, "seq in"]:
-        """Pick rows as an embedding, and add what its adapter adds.
-
-        Args:
-            ids: Row numbers.
-
-        Returns:
-            The rows in the dtype of the run.
-        """
+        """Pick rows as an embedding, and add what its adapter adds."""
         picked, lora = embedding(ids, self.base), self.embedding_lora
         if lora is None:
             return picked
@@ -246,15 +202,7 @@ class LoraMatrix:
         return picked + delta
 
     def rows_backward(self, grad: Float[np.ndarray, "seq in"], ids: Int[np.ndarray, " seq"]) -> Trained:
-        """Send the gradient of `rows` back to what is trained.
-
-        Args:
-            grad: Gradient by the picked rows.
-            ids: Row numbers.
-
-        Returns:
-            Gradients by the tensors of the adapter of the picked rows.
-        """
+        """Send the gradient of `rows` back to what is trained."""
         lora, trained = self.embedding_lora, {}
         if lora is None:
             return trained
@@ -267,11 +215,7 @@ class LoraMatrix:
         return {"lora_A": d_A, "lora_B": d_B} | trained
 
     def dequantize(self) -> Float[np.ndarray, "out in"]:
-        """The matrix with the adapter of its products merged in; dropout has no part in it.
-
-        Returns:
-            The whole matrix, in the dtype of the run.
-        """
+        """The matrix with the adapter of its products merged in; dropout has no part in it."""
         weight, lora = decoded(self.base), self.lora
         if lora is None:
             return weight
@@ -279,11 +223,7 @@ class LoraMatrix:
         return merged if lora.magnitude is None else merged * (lora.magnitude / self._lengths)[:, None]
 
     def table(self) -> Float[np.ndarray, "vocab hidden"]:
-        """The embedding table with the adapter of its picked rows merged in.
-
-        Returns:
-            The whole table, in the dtype of the run.
-        """
+        """The embedding table with the adapter of its picked rows merged in."""
         return self.rows(np.arange(self.shape[0]))
 
     @cached_property

@@ -1,1 +1,15 @@
-"""Training of LoRA adapters: data, loss, optimizer, snapshots, the loop. Modules named `torch_*` need torch."""
+"""Training without torch: everything of a run that is not the model itself; `pytorch/train` is the loop.
+
+In come settings and a data set. Out go batches, rates and, from the run, snapshots, a log and a curve. In the order to
+read:
+
+    settings       every setting once: default, text, range; `settings_file` reads them from YAML, TOML and options
+    data/          rows of a file to the batches of a step
+    batch          what a batch is
+    numpy_step     loss and gradients of one step in NumPy: the reference
+    adamw          clipping and the update, in NumPy; `schedules` the learning rates
+    snapshots      states on disk that survive a crash; `snapshot_files` their two files, with digests
+    resume         what has to be equal for a resumed run to be the same to the last bit
+    log            one line per step, and the curve
+    stopping       signals that end a run
+"""

@@ -18,19 +18,13 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 from jaxtyping import Float
 
+Array = Float[np.ndarray, "*shape"]  # a trained tensor, its gradient, or one of its moments
+
 
 def adamw_step(
-    param: Float[np.ndarray, "*shape"],
-    grad: Float[np.ndarray, "*shape"],
-    m: Float[np.ndarray, "*shape"],
-    v: Float[np.ndarray, "*shape"],
-    *,
-    step: int,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-) -> tuple[Float[np.ndarray, "*shape"], Float[np.ndarray, "*shape"], Float[np.ndarray, "*shape"]]:
+    param: Array, grad: Array, m: Array, v: Array, *,
+    step: int, lr: float, betas: tuple[float, float], eps: float, weight_decay: float,
+) -> tuple[Array, Array, Array]:  # fmt: skip
     """One step of one tensor: the new tensor, m and v.
 
     The gradient is clipped already; m and v are zeros before `step` 1, which counts the whole run; `weight_decay` is
@@ -40,36 +34,21 @@ def adamw_step(
     return moved(param, m, v, step=step, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay), m, v
 
 
-def moments(
-    grad: Float[np.ndarray, "*shape"],
-    m: Float[np.ndarray, "*shape"],
-    v: Float[np.ndarray, "*shape"],
-    *,
-    betas: tuple[float, float],
-) -> tuple[Float[np.ndarray, "*shape"], Float[np.ndarray, "*shape"]]:
+def moments(grad: Array, m: Array, v: Array, *, betas: tuple[float, float]) -> tuple[Array, Array]:
     """Running means of the gradient and of its square; see `adamw_step`."""
     return m + (1 - betas[0]) * (grad - m), betas[1] * v + (1 - betas[1]) * grad * grad
 
 
 def moved(
-    param: Float[np.ndarray, "*shape"],
-    m: Float[np.ndarray, "*shape"],
-    v: Float[np.ndarray, "*shape"],
-    *,
-    step: int,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
+    param: Array, m: Array, v: Array, *, step: int, lr: float, betas: tuple[float, float], eps: float,
     weight_decay: float,
-) -> Float[np.ndarray, "*shape"]:
+) -> Array:  # fmt: skip
     """The tensor after decay and update, from the new moments; see `adamw_step`."""
     corrected_root = np.sqrt(v) / math.sqrt(1 - betas[1] ** step) + eps
     return param * (1 - lr * weight_decay) - lr / (1 - betas[0] ** step) * m / corrected_root
 
 
-def clip_by_norm(
-    grads: Mapping[str, Float[np.ndarray, "..."]], *, max_norm: float
-) -> tuple[dict[str, Float[np.ndarray, "..."]], float]:
+def clip_by_norm(grads: Mapping[str, np.ndarray], *, max_norm: float) -> tuple[dict[str, np.ndarray], float]:
     """Scale all gradients together so that their common norm is at most `max_norm`, infinity for no limit.
 
     Returns the gradients and the norm before; NonFiniteNorm where one holds NaN or infinity.

@@ -1,4 +1,4 @@
-"""What has to be equal for a resumed run to be the same run, bit for bit; the random generators are in `torch_rng`."""
+"""What has to be equal for a resumed run to be the same, bit for bit; random generators: `pytorch/train/rng`."""
 
 import os
 import platform

@@ -32,7 +32,7 @@ def command(*, adapter: Path, base: str | None, any_base: bool, as_json: bool) -
     """
     from llorch.cli.inputs import model_path
     from llorch.files import open_weights
-    from llorch.lora.files import check_base, read_adapter
+    from llorch.lora.files import adapter_for
     from llorch.lora.summary import summarise
 
     weights = open_weights(model_path(base)) if base is not None else None
@@ -45,8 +45,7 @@ def command(*, adapter: Path, base: str | None, any_base: bool, as_json: bool) -
     for problem in summary.problems:
         say(f"llorch: {adapter}: {problem}")
     if weights is not None:
-        verdict = check_base(adapter, weights, any_base=any_base)
-        read_adapter(adapter, weights.config)
+        _, verdict = adapter_for(weights, adapter, any_base=any_base)
         say(verdict)
     if summary.problems:
         raise click.exceptions.Exit(2)

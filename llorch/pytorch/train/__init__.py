@@ -1,1 +1,14 @@
-"""Training on the torch path."""
+"""Training on torch.
+
+In come settings of `llorch.train`; out comes a folder with a trained adapter, and snapshots to go on from. In the order
+to read:
+
+    run         a run in its folder: steps, log, validations, snapshots
+    trainer     model, adapter, optimizer and data at some step; `rng` the random generators beside them
+    step        one optimizer step on given batches
+    forward     the model's pass over a batch whose documents do not see each other
+    loss        cross entropy without all logits at once
+    adamw       the update; `eight_bit` its moments in 8 bits
+    loading     a model whose leaves record gradients
+    judging     what an adapter changes on data that it has not seen
+"""

@@ -7,7 +7,7 @@ from pathlib import Path
 from llorch.builtin import find_data
 from llorch.errors import FormatError
 from llorch.files import open_weights
-from llorch.lora.files import check_base, read_adapter
+from llorch.lora.files import adapter_for
 from llorch.model import Opened, find
 from llorch.pytorch.device import target
 from llorch.pytorch.lora.adapters import activate, attach
@@ -45,8 +45,7 @@ def judge_adapter(
     weights = open_weights(find(settings.model))
     config = weights.config
     settings = settings.with_defaults(hidden_size=config.hidden_size, context=config.max_position_embeddings)
-    base = check_base(adapter, weights, any_base=any_base)
-    read = read_adapter(adapter, config)
+    read, base = adapter_for(weights, adapter, any_base=any_base)
     data = read_data(find_data(settings.data), Opened(weights), settings.data_settings)
     split, rows = _rows(data, split, settings.data)
     at = target(settings.device, settings.dtype_name)
