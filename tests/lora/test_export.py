@@ -17,11 +17,6 @@ from llorch.lora.files import read_adapter, recorded_base
 from llorch.lora.peft_format import write_peft
 
 
-@pytest.fixture
-def base(tmp_path):
-    return tiny_base(tmp_path / "base")
-
-
 def written(folder, base, **settings):
     weights = open_weights(base)
     adapter = random_adapter(weights.config, **settings)
@@ -125,22 +120,14 @@ def test_a_reader_that_knows_one_rank_and_alpha_computes_the_same(tmp_path, kind
     assert {len(tensors.lora_A) for tensors in plain.tensors.values()} == {config["r"]}
 
 
-def test_an_adapter_that_is_plain_already_keeps_its_bits(tmp_path):
-    config = open_weights(tiny_base(tmp_path / "base")).config
-    adapter = random_adapter(config)
-    plain = plain_adapter(adapter, config)
+def test_an_adapter_that_is_plain_already_keeps_its_bits(weights):
+    adapter = random_adapter(weights.config)
+    plain = plain_adapter(adapter, weights.config)
     assert same_tensors(plain, adapter)
     assert plain.config.lora_alpha == adapter.config.lora_alpha
 
 
-def test_dora_is_refused(tmp_path):
-    config = open_weights(tiny_base(tmp_path / "base")).config
-    with pytest.raises(FormatError, match="merge instead"):
-        plain_adapter(random_adapter(config, use_dora=True), config)
-
-
-def test_modules_are_named_by_their_ends_where_every_layer_has_them(tmp_path):
-    config = open_weights(tiny_base(tmp_path / "base")).config
-    assert module_names(random_adapter(config).targets, config) == tuple(sorted(EVERY))
-    some = random_adapter(config, target_modules=("q_proj",), layers_to_transform=(1,))
-    assert module_names(some.targets, config) == ("model.layers.1.self_attn.q_proj",)
+def test_modules_are_named_by_their_ends_where_every_layer_has_them(weights):
+    assert module_names(random_adapter(weights.config).targets, weights.config) == tuple(sorted(EVERY))
+    some = random_adapter(weights.config, target_modules=("q_proj",), layers_to_transform=(1,))
+    assert module_names(some.targets, weights.config) == ("model.layers.1.self_attn.q_proj",)

@@ -105,5 +105,3 @@ def test_shapes_and_counts_of_qwen_05b_are_those_of_peft(kind: str):
     ours = wanted_shapes(lora, model)
     named = {peft_name(key, targets): shape for key, shape in ours.items()}
     assert named == {key: tuple(p.shape) for key, p in theirs.named_parameters() if p.requires_grad}
-    if kind == "lora":
-        assert sum(int(np.prod(shape)) for shape in ours.values()) == 540_672

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from random_adapters import EVERY
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -19,7 +20,7 @@ from llorch.pytorch.train.forward import hidden_states
 from llorch.train.batch import Batch
 
 CPU = torch.device("cpu")
-ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ALL = EVERY
 SETTINGS: Mapping[str, dict[str, Any]] = {
     "lora": {"target_modules": ("q_proj", "v_proj")},
     "all linears": {"target_modules": ALL},
@@ -104,19 +105,3 @@ def in_peft(name: str, adapter: Adapter, **settings: Any) -> Any:
         for key, parameter in theirs.items():
             parameter.copy_(torch.from_numpy(ours[key]))
     return model
-
-
-def merged(name: str, adapter: Adapter, dtype: torch.dtype = torch.float32) -> CausalLM:
-    """A built-in model whose matrices are W + scaling * B A, with DoRA of the learned length, rounded once."""
-    module = base(name, dtype)
-    for key, target in adapter.targets.items():
-        leaf: Any = module.get_submodule(target.path)
-        lora_A, lora_B, *magnitude = (torch.from_numpy(a).double() for a in adapter.tensors[key].arrays().values())
-        product = adapter.scaling(key) * (lora_B @ lora_A)
-        sum_ = leaf.weight.detach().double() + (product.T if target.is_embedding else product)
-        if magnitude:
-            axis = 0 if target.is_embedding else 1
-            scale = magnitude[0] / sum_.norm(dim=axis)
-            sum_ = sum_ * (scale if target.is_embedding else scale[:, None])
-        leaf.weight = nn.Parameter(sum_.to(dtype), requires_grad=False)
-    return module

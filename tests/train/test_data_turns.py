@@ -33,25 +33,10 @@ def learned(rendered: Rendered) -> list[str]:
     return [rendered.text[first:last] for first, last in rendered.spans]
 
 
-@pytest.mark.parametrize("system", [None, "s"])
-def test_every_turn_is_a_span_of_one_text(system: str | None):
-    (found,) = turns(chat("q", "one", "q", "two\n", system=system), CHATML)
-    assert learned(found) == ["one<|im_end|>\n", "two\n<|im_end|>\n"]
-    opening = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
-    assert found.text == ("<|im_start|>system\ns<|im_end|>\n" if system else "") + "".join(
-        opening + turn for turn in learned(found)
-    )
-
-
 def test_words_of_the_user_that_equal_those_of_the_assistant_are_not_learned():
     (found,) = turns(chat("same", "same", "same", "same"), LLAMA_3)
     assert learned(found) == ["same<|eot_id|>"] * 2
     assert [found.text[:first].count("same") for first, _ in found.spans] == [1, 3]
-
-
-def test_an_empty_turn_is_its_end():
-    (found,) = turns(chat("q", "", "q", "a"), CHATML)
-    assert learned(found) == ["<|im_end|>\n", "a<|im_end|>\n"]
 
 
 def test_only_the_turns_that_are_asked_for_are_spans():

@@ -1,17 +1,14 @@
 """`llorch lora train` as a process of its own: killed, and told to stop."""
 
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from command_line import REPOSITORY
 from faulty_disk import leftovers
 
 from benchmarks.kill_resume import kill_and_resume, lines, start, write_data
+from llorch.train.log import read_log
 from llorch.train.snapshots import SnapshotStore
 
 
@@ -50,32 +47,8 @@ def test_a_signal_ends_the_step_saves_and_leaves_with_its_code(number: signal.Si
     _, said = process.communicate(timeout=300)
     assert process.returncode == 128 + number
     assert time.monotonic() - begin < 60
-    steps = SnapshotStore(folder).steps()
-    assert f"stopped after {steps[-1]} of 500 steps, which are saved in {folder}; go on with --resume" in said
+    found = SnapshotStore(folder).newest()
+    assert found is not None
+    assert found.step == read_log(folder / "log.jsonl")[-1]["step"]
+    assert f"stopped after {found.step} of 500 steps, which are saved in {folder}; go on with --resume" in said
     assert leftovers(folder) == []
-
-
-@pytest.fixture
-def slow_steps(data: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A run whose first step takes long."""
-    words = [
-        "micro-llama", "--data", str(data), "-o", str(tmp_path / "run"), "--accumulation", "20", "--batch-size",
-        "2",
-    ]  # fmt: skip
-    script = "import time; from llorch.pytorch.train import trainer as t; made = t.Training.run_step\n"
-    script += "t.Training.run_step = lambda self: (print('in a step', flush=True), time.sleep(60), made(self))[2]\n"
-    script += f"from llorch.cli import main; main({['lora', 'train', *words]!r})"
-    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
-    yield process
-    process.kill()
-    process.communicate()
-
-
-def test_a_second_signal_leaves_in_the_middle_of_a_step(slow_steps: subprocess.Popen[str]):
-    assert slow_steps.stdout is not None
-    assert slow_steps.stdout.readline() == "in a step\n"
-    slow_steps.send_signal(signal.SIGTERM)
-    time.sleep(0.3)
-    assert slow_steps.poll() is None  # the step is finished first
-    slow_steps.send_signal(signal.SIGTERM)
-    assert slow_steps.wait(timeout=40) == 128 + signal.SIGTERM

@@ -18,20 +18,6 @@ from llorch.errors import FormatError
 from llorch.train.snapshot_files import RECORD, TENSORS, read_snapshot
 from llorch.train.snapshots import SnapshotStore
 
-LIMITED = """
-import resource, sys
-from pathlib import Path
-sys.path.insert(0, "tests/support")
-from faulty_disk import save
-from llorch.cli.outcome import error_line, exit_code
-from llorch.train.snapshots import SnapshotStore
-resource.setrlimit(resource.RLIMIT_FSIZE, (200, 200))
-try:
-    save(SnapshotStore(Path(sys.argv[1])), 20)
-except OSError as error:
-    print(exit_code(error), error_line(error))
-"""
-
 
 @pytest.fixture
 def store(tmp_path: Path) -> SnapshotStore:
@@ -189,18 +175,6 @@ def test_a_snapshot_that_had_made_room_comes_back_when_the_new_one_did_not_arriv
         found = store.newest()
     assert found is not None
     assert found.step == 10
-
-
-@pytest.mark.usefixtures("no_bytecode")
-def test_a_full_disk_is_one_line_and_the_snapshot_before_stays(store: SnapshotStore):
-    save(store, 10)
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITED, str(store.folder)], capture_output=True, text=True, cwd=REPOSITORY, check=False
-    )
-    line = "snapshot of step 20 not saved: File too large; the one of step 10 is intact"
-    assert (done.stdout, done.stderr) == (f"74 llorch: {store.snapshots}: {line}\n", "")
-    assert leftovers(store.folder) == []
-    assert store.steps() == [10]
 
 
 def test_a_save_that_runs_out_of_memory_leaves_nothing(store: SnapshotStore):

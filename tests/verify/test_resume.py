@@ -7,9 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from command_line import invoke, spawn
-from interrupted_runs import settings_for
+from training_runs import small_data, small_settings
 
-from benchmarks.kill_resume import write_data
 from llorch.errors import CheckpointMismatch
 from llorch.train.resume import PACKAGES
 from llorch.train.snapshots import SnapshotStore
@@ -76,18 +75,18 @@ def test_a_control_that_changes_nothing_proves_nothing():
 
 def test_a_run_that_cannot_be_cut_in_two_is_refused(tmp_path: Path):
     with pytest.raises(ValueError, match="steps must be at least 2, got 1; the run is cut in two"):
-        verify_resume(settings_for(tmp_path, steps=1), tmp_path, control=False)
+        verify_resume(small_settings(tmp_path, steps=1), tmp_path, control=False)
 
 
 def test_a_second_half_that_is_refused_proves_nothing_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("llorch.train.resume.PACKAGES", (*PACKAGES, "click"))  # which a new process does not inherit
     with pytest.raises(CheckpointMismatch, match=r"environment\.packages\.click: saved [0-9.]+, now nothing; undo"):
-        verify_resume(settings_for(write_data(tmp_path / "data"), steps=2), tmp_path, control=False)
+        verify_resume(small_settings(tmp_path, steps=2), tmp_path, control=False)
 
 
 @pytest.mark.slow
 def test_stopped_and_straight_runs_are_bit_identical_and_losing_state_is_noticed(tmp_path: Path):
-    data = write_data(tmp_path / "data")
+    data = small_data(tmp_path)
     done = spawn("lora", "verify-resume", "micro-llama", "--data", str(data), *FLAGS.split(), "--control", "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -128,6 +127,6 @@ def test_what_differs_is_printed_tensor_by_tensor_and_the_exit_code_is_one(
 
 def test_without_torch_the_command_that_brings_it_is_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setitem(sys.modules, "torch", None)
-    result = invoke("lora", "verify-resume", "micro-llama", "--data", str(write_data(tmp_path / "data")))
+    result = invoke("lora", "verify-resume", "micro-llama", "--data", str(small_data(tmp_path)))
     assert (result.exit_code, result.stdout) == (3, "")
     assert "torch is not installed; get it with: pip install 'llorch[train]'" in result.stderr

@@ -8,11 +8,15 @@ import pytest
 import torch
 from random_adapters import random_adapter
 from torch import Tensor, nn
-from training_passes import ALL, SETTINGS, base, batch, logits_of, loss_of, merged
+from training_passes import ALL, CPU, SETTINGS, base, batch, logits_of, loss_of
 
+from llorch.builtin import builtin_path
+from llorch.files import open_weights
+from llorch.lora.merge import MergedWeights
 from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.cpu.block import fit
 from llorch.pytorch.device import target
+from llorch.pytorch.load import load_dense
 from llorch.pytorch.lora.adapters import (
     activate,
     adapter_names,
@@ -76,7 +80,8 @@ def test_an_adapter_beside_the_weights_is_the_sum_of_them(name: str, kind: str):
     module = base(name, torch.float64)
     adapter = random_adapter(module.config, **SETTINGS[kind])
     attach(module, adapter)
-    want = logits(merged(name, adapter, torch.float64))
+    wide = MergedWeights(open_weights(builtin_path(name)).astype(np.float64), adapter)
+    want = logits(load_dense(wide, dtype=torch.float64, device=CPU))
     torch.testing.assert_close(logits(module), want, rtol=0, atol=1e-12 * float(want.abs().max()))
     assert float((want - logits(base(name, torch.float64))).abs().max()) > 0.1
 

@@ -1,18 +1,16 @@
 """Moments of 8 bits: values and bits of bitsandbytes, the nearest code, zeros that stay, curve of 32 bits, memory."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 from bitsandbytes_codes import kernel_book, kernel_codes
 from torch import Tensor, nn
 
-from llorch.config import ModelConfig
 from llorch.lora.adapter import wanted_shapes
 from llorch.lora.config import LoraConfig
 from llorch.pytorch.train.adamw import AdamW
 from llorch.pytorch.train.eight_bit import BLOCK, SIGNED, UNSIGNED, CodeBook, Codec, EightBit, zeros
+from tests.lora.test_initial import qwen_05b
 
 BOOKS = pytest.mark.parametrize("book", [SIGNED, UNSIGNED], ids=["signed", "unsigned"])
 HYPER = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
@@ -192,16 +190,8 @@ def test_the_curve_of_a_hundred_steps_is_that_of_32_bits():
     assert 0 < (abs(got - want) / want).max() < 1e-3
 
 
-QWEN_05B = {
-    "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
-    "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936, "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6, "max_position_embeddings": 32768, "tie_word_embeddings": True, "hidden_act": "silu",
-}  # fmt: skip
-
-
 def test_an_adapter_of_all_matrices_takes_at_most_2_1_bytes_per_parameter():
-    model = ModelConfig.from_huggingface(QWEN_05B, path=Path("config.json"))
-    shapes = wanted_shapes(LoraConfig(r=8), model)
+    shapes = wanted_shapes(LoraConfig(r=8), qwen_05b())
     params = {name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
     n_parameters = sum(parameter.numel() for parameter in params.values())
     assert n_parameters == 4_399_104

@@ -185,27 +185,3 @@ def ragged(lengths: list[int], first: int = 0) -> Batch:
         ids[row, :length], positions[row, :length] = rng.integers(0, 300, length), np.arange(length)
         labels[row, 1:length] = np.where(rng.random(length - 1) < 0.3, IGNORED, ids[row, 1:length])
     return Batch(ids, labels, positions, np.where(positions < 0, -1, 0))
-
-
-@pytest.mark.parametrize("chunk", [None, 5])
-def test_accumulating_ragged_batches_gives_the_gradients_of_one_batch(chunk: int | None):
-    module = base("micro-qwen3", torch.float64)
-    attach(module, random_adapter(module.config), trainable=True)
-    lengths = [3, 14, 9, 6]
-    found = []
-    for made in (
-        [ragged(lengths)],
-        [ragged(lengths[:3]), ragged(lengths[3:], 3)],
-        [ragged([n], i) for i, n in enumerate(lengths)],
-    ):
-        n_trained, total = sum(batch.n_trained for batch in made), 0.0
-        assert len({batch.n_trained for batch in made}) == len(made), "a mean of means would be another number"
-        for batch in made:
-            hidden, labels = hidden_states(module, batch, CPU), torch.from_numpy(batch.labels)
-            loss = loss_sum(hidden, module.lm_head, labels, label_smoothing=0.1, chunk=chunk) / n_trained
-            loss.backward()
-            total += loss.item()
-        found.append((total, [taken(p) for p in trainable_parameters(module).values()]))
-    for total, grads in found[1:]:
-        assert abs(total - found[0][0]) < 1e-12
-        assert all(distance(got, want) < 1e-11 for got, want in zip(grads, found[0][1], strict=True))

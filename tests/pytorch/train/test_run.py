@@ -1,7 +1,9 @@
-"""A run in its folder: what it leaves there, how it is taken up again, and what it refuses."""
+"""A run in its folder: what it leaves there, how it is taken up again as if nothing had been, and what it refuses."""
 
 import json
 import os
+import re
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from faulty_disk import leftovers
 from training_runs import Silent, ragged_rows, small_settings, trained, write_rows
 
 from llorch.errors import FormatError, MissingExtra
@@ -17,8 +21,10 @@ from llorch.lora.files import read_adapter
 from llorch.model import load
 from llorch.pytorch.train.run import Run
 from llorch.pytorch.train.trainer import NonFiniteLoss
+from llorch.train.settings import TrainSettings
 from llorch.train.snapshots import SnapshotStore
 from llorch.train.stopping import Stopped
+from llorch.verify.resume import compare_runs
 
 LASTING = ("log.jsonl", "curve.svg", "adapter_model.safetensors", "adapter_config.json", "llorch_base.json")
 
@@ -73,13 +79,40 @@ def test_equal_runs_leave_equal_bytes(tmp_path: Path):
     assert lasting(tmp_path / "a") == lasting(tmp_path / "b")
 
 
-@pytest.mark.parametrize("step", [1, 2, 4])  # before, at, and after steps with a validation or a snapshot
-def test_a_run_that_was_stopped_ends_with_the_bytes_of_one_that_was_not(tmp_path: Path, step: int):
-    settings = small_settings(tmp_path, dropout=0.1, eval_every=2, save_every=2, steps=5, batch_size=3)
+@pytest.fixture
+def stopped(tmp_path: Path) -> Path:
+    """A run stopped after step 3 of 4, with a snapshot of step 2 before."""
+    run_until(3, small_settings(tmp_path, save_every=2), tmp_path / "run")
+    return tmp_path / "run"
+
+
+def assert_the_same(one: Path, other: Path) -> None:
+    assert lasting(one) == lasting(other)
+    found = compare_runs(one, other)
+    differing = {tensor.name for tensor in found.tensors if tensor.differing_bits}
+    assert differing <= {"rng/python"}  # which the shape checks of this test run draw from; a user's run has none
+    assert (one / "run.json").read_bytes() == (other / "run.json").read_bytes()
+    assert leftovers(other) == []
+
+
+@pytest.mark.parametrize("step", [1, 2, 4, 7])  # first, with a validation, the end of an epoch, last
+def test_a_run_that_was_stopped_ends_with_the_bits_of_one_that_was_not(tmp_path: Path, step: int):
+    how = {"dropout": 0.2, "batch_size": 1, "accumulation": 2, "eval_every": 2, "save_every": 3, "steps": 7}
+    settings = small_settings(tmp_path, **how)
     run(settings, tmp_path / "straight")
     run_until(step, settings, tmp_path / "stopped")
     run(settings, tmp_path / "stopped", resume=True)
-    assert lasting(tmp_path / "stopped") == lasting(tmp_path / "straight")
+    assert_the_same(tmp_path / "straight", tmp_path / "stopped")
+
+
+def test_a_damaged_snapshot_is_named_and_the_one_before_is_taken(tmp_path: Path, stopped: Path):
+    settings, watcher = small_settings(tmp_path, save_every=2), Silent()
+    run(settings, tmp_path / "straight")
+    file = stopped / "snapshots" / "step-00000003" / "snapshot.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    Run(settings, stopped, watcher, resume=True).run()
+    assert watcher.notes[0].startswith(f"passed over: {file}: Inconsistent: damaged: ")
+    assert_the_same(tmp_path / "straight", stopped)
 
 
 def test_a_validation_before_the_stop_is_made_again_and_stands_in_the_log_once(tmp_path: Path):
@@ -97,41 +130,31 @@ def test_a_validation_before_the_stop_is_made_again_and_stands_in_the_log_once(t
     assert lasting(tmp_path / "stopped") == lasting(tmp_path / "straight")
 
 
-def test_a_run_that_is_over_can_be_resumed_and_stays_as_it_is(tmp_path: Path):
-    settings = small_settings(tmp_path)
+def test_a_run_that_is_over_stays_as_it_is_and_without_its_snapshots_starts_again(tmp_path: Path):
+    settings, watcher = small_settings(tmp_path), Silent()
     run(settings, tmp_path / "run")
     before = lasting(tmp_path / "run")
     assert run(settings, tmp_path / "run", resume=True).steps == 4
     assert lasting(tmp_path / "run") == before
-
-
-def test_without_a_snapshot_a_resumed_run_starts_again(tmp_path: Path):
-    import shutil
-
-    settings, watcher = small_settings(tmp_path), Silent()
-    run(settings, tmp_path / "run")
-    before = lasting(tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "snapshots")
     Run(settings, tmp_path / "run", watcher, resume=True).run()
     assert lasting(tmp_path / "run") == before
     assert watcher.notes == ["there is no snapshot yet; the run starts again"]
 
 
-def test_a_second_run_in_the_folder_is_refused(tmp_path: Path):
-    settings = small_settings(tmp_path)
-    run(settings, tmp_path / "run")
-    before = lasting(tmp_path / "run")
-    with pytest.raises(ValueError, match="there is a run in this folder; go on with --resume"):
-        run(settings, tmp_path / "run")
-    assert lasting(tmp_path / "run") == before
-
-
-def test_a_folder_with_something_else_in_it_is_refused(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("run.json", "there is a run in this folder; go on with --resume"),
+        ("letter.txt", "expected a new or empty folder"),
+    ],
+)
+def test_a_folder_with_a_run_or_something_else_in_it_is_refused(tmp_path: Path, name: str, expected: str):
     (tmp_path / "home").mkdir()
-    (tmp_path / "home" / "letter.txt").write_text("dear")
-    with pytest.raises(ValueError, match="expected a new or empty folder"):
+    (tmp_path / "home" / name).write_text("dear")
+    with pytest.raises(ValueError, match=expected):
         run(small_settings(tmp_path), tmp_path / "home")
-    assert [path.name for path in (tmp_path / "home").iterdir()] == ["letter.txt"]
+    assert [path.name for path in (tmp_path / "home").iterdir()] == [name]
 
 
 def test_there_must_be_a_run_to_resume(tmp_path: Path):
@@ -140,40 +163,61 @@ def test_there_must_be_a_run_to_resume(tmp_path: Path):
     assert not (tmp_path / "run").exists()
 
 
-def change_data(folder: Path) -> dict[str, Any]:
-    write_rows(folder / "data" / "train.jsonl", ragged_rows(8, seed=4))
-    return {}
+def test_a_run_killed_before_it_wrote_anything_can_be_started_again(tmp_path: Path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".run.json.4711.tmp").touch()
+    run(small_settings(tmp_path, steps=1), tmp_path / "run")
+    assert leftovers(tmp_path / "run") == []
 
 
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        (change_data, "data: saved "),
-        (lambda folder: {"lr": 0.25}, "settings.lr: saved 0.005, now 0.25"),
-        (lambda folder: {"steps": 9}, "total_steps: saved 4, now 9"),
-        (lambda folder: {"model": "micro-qwen2"}, "base: saved "),
-    ],
-)
-def test_a_run_that_changed_is_refused_with_the_difference(
-    tmp_path: Path, change: Callable[[Path], dict[str, Any]], expected: str
-):
-    run_until(2, small_settings(tmp_path), tmp_path / "run")
-    before = (tmp_path / "run" / "log.jsonl").read_bytes()
-    settings = small_settings(tmp_path)
-    given = change(tmp_path)
-    changed = replace(settings, **given)
-    with pytest.raises(FormatError, match="Inconsistent: the run has changed: ") as error:
-        run(changed, tmp_path / "run", resume=True)
-    assert expected in str(error.value)
-    assert (tmp_path / "run" / "log.jsonl").read_bytes() == before
+def other_threads(settings: TrainSettings) -> TrainSettings:
+    torch.set_num_threads(torch.get_num_threads() + 1)
+    return settings
 
 
-def test_a_change_that_is_allowed_is_written_down(tmp_path: Path):
-    run_until(2, small_settings(tmp_path), tmp_path / "run")
-    run(small_settings(tmp_path, lr=0.25), tmp_path / "run", resume=True, allow_change=True)
-    record = json.loads((tmp_path / "run" / "run.json").read_text())
-    assert record["changes"] == ["after step 2: settings.lr: saved 0.005, now 0.25"]
-    assert [one["step"] for one in lines(tmp_path / "run") if "loss" in one] == [1, 2, 3, 4]
+def other_data(settings: TrainSettings) -> TrainSettings:
+    write_rows(Path(settings.data) / "train.jsonl", ragged_rows(8, seed=4))
+    return settings
+
+
+CHANGES: dict[str, Callable[[TrainSettings], TrainSettings]] = {
+    r"base: saved \w{57}\.\.\., now \w{57}\.\.\.; ": lambda settings: replace(settings, model="micro-llama3"),
+    r"data: saved \w{57}\.\.\., now \w{57}\.\.\.; ": other_data,
+    r"settings\.lr: saved 0\.005, now 0\.02; ": lambda settings: replace(settings, lr=0.02),
+    r"settings\.r: saved 3, now 4; ": lambda settings: replace(settings, r=4),
+    r"settings\.dtype: saved float32, now float64; ": lambda settings: replace(settings, dtype="float64"),
+    r"total_steps: saved 4, now 8; ": lambda settings: replace(settings, steps=8),
+    r"environment\.threads: saved \d, now \d; ": other_threads,
+}
+
+
+@pytest.mark.parametrize("line", CHANGES)
+def test_a_run_that_has_changed_is_refused_with_the_difference(line: str, tmp_path: Path, stopped: Path):
+    before = {path: path.read_bytes() for path in stopped.rglob("*") if path.is_file()}
+    settings = CHANGES[line](small_settings(tmp_path))
+    with pytest.raises(FormatError, match=rf"step-00000003: Inconsistent: the run has.*{line}.*--allow-change"):
+        run(settings, stopped, resume=True)
+    assert {path: path.read_bytes() for path in stopped.rglob("*") if path.is_file()} == before
+
+
+def test_another_version_of_a_library_is_refused(tmp_path: Path, stopped: Path):
+    store = SnapshotStore(stopped)
+    found = store.newest()
+    assert found is not None
+    found.record["identity"]["environment"]["packages"]["torch"] = "2.0.0"
+    store.save(found.step, found.tensors, found.record)
+    now = re.escape(torch.__version__)
+    with pytest.raises(FormatError, match=rf"packages\.torch: saved 2\.0\.0, now {now}; undo the change"):
+        run(small_settings(tmp_path), stopped, resume=True)
+
+
+def test_a_change_that_is_allowed_is_said_and_written_down(tmp_path: Path, stopped: Path):
+    watcher = Silent()
+    Run(small_settings(tmp_path, lr=0.25), stopped, watcher, resume=True, allow_change=True).run()
+    assert watcher.notes == ["not bit-exact any more: settings.lr: saved 0.005, now 0.25"]
+    record = json.loads((stopped / "run.json").read_text())
+    assert record["changes"] == ["after step 3: settings.lr: saved 0.005, now 0.25"]
+    assert [one["step"] for one in lines(stopped) if "loss" in one] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(("schedule", "same"), [("constant", True), ("linear", False)])
@@ -193,12 +237,8 @@ def test_a_run_that_is_over_goes_on_for_more_steps(tmp_path: Path, schedule: str
     assert rates[0][2:] == rates[1][2:]  # the schedule of all steps, from where the run goes on
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert record["changes"] == ["after step 2: total_steps: saved 2, now 4"]
-
-
-def test_a_longer_run_must_not_differ_otherwise(tmp_path: Path):
-    run(small_settings(tmp_path, steps=1), tmp_path / "run")
     with pytest.raises(FormatError, match=r"has changed: settings\.lr: saved 0\.005, now 0\.25; undo"):
-        run(small_settings(tmp_path, steps=2, lr=0.25), tmp_path / "run", resume=True)
+        run(replace(long, steps=5, lr=0.25), tmp_path / "run", resume=True)  # nothing else may differ
 
 
 def test_a_run_cannot_be_resumed_beyond_its_end(tmp_path: Path):
@@ -217,7 +257,9 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_leaves_the_last_snapshot(tmp
     assert found is not None
     assert found.step == 1
     assert all(np.isfinite(array).all() for array in found.tensors.values() if array.dtype.kind == "f")
-    assert not (folder / "adapter_config.json").exists()
+    with pytest.raises(NonFiniteLoss, match="step 1: expected a finite validation loss, got nan"):
+        run(small_settings(tmp_path, lr=1e30, steps=1), tmp_path / "other")
+    assert not any((one / "adapter_config.json").exists() for one in (folder, tmp_path / "other"))
 
 
 def test_without_a_validation_set_there_is_none(tmp_path: Path):
@@ -226,12 +268,6 @@ def test_without_a_validation_set_there_is_none(tmp_path: Path):
     result = run(replace(settings, data=str(data)), tmp_path / "run")
     assert result.valid_loss is None
     assert [one["step"] for one in lines(tmp_path / "run")] == [1, 2, 3, 4]
-
-
-def test_a_validation_that_is_not_finite_ends_the_run_too(tmp_path: Path):
-    with pytest.raises(NonFiniteLoss, match="step 1: expected a finite validation loss, got nan"):
-        run(small_settings(tmp_path, lr=1e30, steps=1), tmp_path / "run")
-    assert not (tmp_path / "run" / "adapter_config.json").exists()
 
 
 def test_without_matplotlib_everything_but_the_curve_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
