@@ -5,24 +5,19 @@ Each byte is written as one printable character, so a token's text holds no spac
 Source: llama.cpp src/llama-vocab.cpp, `llm_tokenizer_bpe` (the expression of each pre-tokenizer name).
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from tokenizers import Encoding, Regex, Tokenizer, models, pre_tokenizers
 
 # Letters and digits that Unicode 16 added. The `tokenizers` library knows them, llama.cpp (Unicode 15.1) takes them for
 # unassigned; the ids of a GGUF file are those of llama.cpp.
-_NEW = "".join(
-    rf"\x{{{first}}}-\x{{{last}}}"
-    for first, last in (
-        span.split("-")
-        for span in (
-            "1C89-1C8A A7CB-A7CD A7DA-A7DC 105C0-105F3 10D40-10D65 10D6F-10D85 10EC2-10EC4 11380-11389 1138B-1138B"
-            " 1138E-1138E 11390-113B5 113B7-113B7 113D1-113D1 113D3-113D3 116D0-116E3 11BC0-11BE0 11BF0-11BF9"
-            " 13460-143FA 16100-1611D 16130-16139 16D40-16D6C 16D70-16D79 18CFF-18CFF 1CCF0-1CCF9 1E5D0-1E5ED"
-            " 1E5F0-1E5FA"
-        ).split()
-    )
+_SPANS = (
+    "1C89-1C8A A7CB-A7CD A7DA-A7DC 105C0-105F3 10D40-10D65 10D6F-10D85 10EC2-10EC4 11380-11389 1138B-1138B 1138E-1138E"
+    " 11390-113B5 113B7-113B7 113D1-113D1 113D3-113D3 116D0-116E3 11BC0-11BE0 11BF0-11BF9 13460-143FA 16100-1611D"
+    " 16130-16139 16D40-16D6C 16D70-16D79 18CFF-18CFF 1CCF0-1CCF9 1E5D0-1E5ED 1E5F0-1E5FA"
 )
+_NEW = re.sub(r"[0-9A-F]+", r"\\x{\g<0>}", _SPANS).replace(" ", "")
 _LETTER = rf"[\p{{L}}&&[^{_NEW}]]"
 _DIGIT = rf"[\p{{N}}&&[^{_NEW}]]"
 _SYMBOL = rf"[[^\s\p{{L}}\p{{N}}]{_NEW}]"

@@ -20,7 +20,7 @@ from llorch.tokenizer.gguf_table import TokenType
 from llorch.tokenizer.gguf_vocabulary import GGUFVocabulary
 from llorch.tokenizer.huggingface import HuggingFaceVocabulary
 from llorch.tokenizer.merges import scores_of_merges
-from llorch.tokenizer.pipeline import LLAMA_3_WORDS, QWEN_2_WORDS, read_template
+from llorch.tokenizer.pipeline import name_of_words, read_template
 from llorch.tokenizer.sentencepiece import BYTE_TOKEN
 from llorch.tokenizer.special import END_TEXTS
 from llorch.tokenizer.tokenizer import Tokenizer
@@ -134,16 +134,8 @@ def _tokens(
 
 
 def _pre_tokenizer(content: Mapping[str, Any], path: Path) -> str:
-    """The name under which llama.cpp knows a pre-tokenizer; `HuggingFaceVocabulary` knows the same four."""
-    match content["pre_tokenizer"]:
-        case {"type": "ByteLevel"}:
-            name = "gpt-2"
-        case {"pretokenizers": [{"type": "Digits"}, *_]}:
-            name = "smollm"
-        case {"pretokenizers": [{"pattern": {"Regex": pattern}}, *_]}:
-            name = {LLAMA_3_WORDS: "llama-bpe", QWEN_2_WORDS: "qwen2"}[pattern]
-        case other:
-            raise FormatError("Unsupported", f"pre_tokenizer: llama.cpp has no name for {other!r:.200}", path=path)
+    """The name under which llama.cpp knows a pre-tokenizer; `HuggingFaceVocabulary` has seen that it is known."""
+    name = str(name_of_words(content["pre_tokenizer"]))
     ignores = content["model"].get("ignore_merges") is True
     if ignores != (name == "llama-bpe"):
         message = f"ignore_merges: llama.cpp has it {'on' if name == 'llama-bpe' else 'off'} for {name}, got {ignores}"

@@ -13,7 +13,6 @@ Source: tokenizers `src/tokenizer/serialization.rs` (fields); transformers token
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from llorch.errors import FormatError
 from llorch.fields import Fields
@@ -24,20 +23,16 @@ from llorch.tokenizer.gguf_table import TokenTable, TokenType
 from llorch.tokenizer.gguf_vocabulary import GGUFVocabulary
 from llorch.tokenizer.merges import merges_of_scores
 from llorch.tokenizer.pipeline import (
-    LLAMA_3_WORDS,
+    BYTE_LEVEL,
     METASPACE_DECODERS,
-    QWEN_2_WORDS,
     SPACES_TO_METASPACE,
     TAKES_SPACE,
+    WORDS,
+    Json,
     metaspace,
     sequence,
-    split,
 )
 
-Json = dict[str, Any]
-
-_BYTE_LEVEL: Json = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-_WORDS_OF_GPT_2 = _BYTE_LEVEL | {"use_regex": True}
 _QWEN_2_NAMES = ("qwen2", "deepseek-r1-qwen")
 _WORDS_OF_QWEN_2 = "qwen2 for this family, as transformers cuts words for all of its models"
 _ROLES = {"bos": "bos", "eos": "eos", "padding": "pad"}  # in GGUF keys, in those of transformers
@@ -124,19 +119,10 @@ def _byte_level(table: TokenTable, name: str) -> Json:
     merges = table.read_merges(table.ids_of(*_TEXT, TokenType.USER_DEFINED, TokenType.BYTE))
     kept = [pair for pair in merges if {*pair, "".join(pair)} <= ids.keys()]
     return {
-        "pre_tokenizer": _words(name),
-        "decoder": _BYTE_LEVEL,
+        "pre_tokenizer": WORDS["llama-bpe" if name in LLAMA_3_NAMES else "qwen2" if name in _QWEN_2_NAMES else name],
+        "decoder": BYTE_LEVEL,
         "model": _model(ids, kept, ignore_merges=name in LLAMA_3_NAMES),
     }
-
-
-def _words(name: str) -> Json:
-    if name == "gpt-2":
-        return _WORDS_OF_GPT_2
-    if name == "smollm":
-        return sequence("pretokenizers", {"type": "Digits", "individual_digits": True}, _WORDS_OF_GPT_2)
-    pattern = LLAMA_3_WORDS if name in LLAMA_3_NAMES else QWEN_2_WORDS
-    return sequence("pretokenizers", split(pattern), _BYTE_LEVEL)
 
 
 def _sentencepiece(table: TokenTable, spaces: str) -> Json:
@@ -207,15 +193,13 @@ def _post_processor(fields: Fields, ids: Mapping[str, int], table: TokenTable) -
     named = {texts[role]: {"id": texts[role], "ids": [around[role]], "tokens": [texts[role]]} for role in texts}
     pair = steps("A", 0) + steps("B", 1)
     template = {"type": "TemplateProcessing", "single": steps("A", 0), "pair": pair, "special_tokens": named}
-    return sequence("processors", _BYTE_LEVEL, template) if byte_level else template
+    return sequence("processors", BYTE_LEVEL, template) if byte_level else template
 
 
 def _config(table: TokenTable, ids: Mapping[str, int], templates: Mapping[str, str], context: int) -> Json:
     config: Json = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": table.texts[ids["bos"]] if "bos" in ids else None,
-        "eos_token": table.texts[ids["eos"]] if "eos" in ids else None,
-        "pad_token": table.texts[ids["padding"]] if "padding" in ids else None,
+        **{f"{key}_token": table.texts[ids[role]] if role in ids else None for role, key in _ROLES.items()},
         "unk_token": next(iter(table.ids_of(TokenType.UNKNOWN)), None),
         "model_max_length": context,
         "clean_up_tokenization_spaces": False,

@@ -19,25 +19,13 @@ from llorch.tokenizer.byte_level import (
 )
 from llorch.tokenizer.gguf_table import TokenTable, TokenType
 from llorch.tokenizer.sentencepiece import SPACE, SentencePieceBPE
-from llorch.tokenizer.special import Cutter, SpacePrefix, SpecialTokens, find_by_text, find_end_tokens
+from llorch.tokenizer.special import FILL_TEXTS, Cutter, SpacePrefix, SpecialTokens, find_by_text, find_end_tokens
 
 _PREFIX = "tokenizer.ggml."
 # What text may turn into: no control token, so that no text of a user is one.
 _TEXT_TYPES = (TokenType.NORMAL, TokenType.USER_DEFINED, TokenType.UNUSED, TokenType.UNDEFINED)
 _PHI_3_KEEPS = ("<unk>", "<s>", "<|endoftext|>")  # the special tokens of Phi-3 that leave whitespace behind them alone
-# Roles whose ids are used, by metadata key.
-_ROLES = {
-    "bos": "bos_token_id",
-    "eos": "eos_token_id",
-    "eot": "eot_token_id",
-    "eom": "eom_token_id",
-    "fim_pre": "fim_pre_token_id",
-    "fim_suf": "fim_suf_token_id",
-    "fim_mid": "fim_mid_token_id",
-    "fim_pad": "fim_pad_token_id",
-    "fim_rep": "fim_rep_token_id",
-    "fim_sep": "fim_sep_token_id",
-}
+_ROLES = ("bos", "eos", "eot", "eom", *FILL_TEXTS)  # whose ids are used, `<role>_token_id` in the metadata
 
 
 class GGUFVocabulary:
@@ -109,8 +97,7 @@ class GGUFVocabulary:
             raise fields.error("Unsupported", "pre", " or ".join(map(repr, WORD_PATTERNS)), name)
         ids = self._table.ids_of(*_TEXT_TYPES, TokenType.BYTE)
         self._need_utf8(ids)
-        absent = [byte for byte in TEXT_BYTES if BYTE_CHARACTERS[byte] not in ids]
-        self._need_no(absent, "bytes")
+        self._need_no(byte for byte in TEXT_BYTES if BYTE_CHARACTERS[byte] not in ids)
         merges = self._table.read_merges(ids)
         llama_3 = name in LLAMA_3_NAMES
         self._encoder = ByteLevelBPE(ids, merges, patterns=WORD_PATTERNS[name], ignore_merges=llama_3)
@@ -122,7 +109,7 @@ class GGUFVocabulary:
         ids = self._table.ids_of(*_TEXT_TYPES)
         byte_tokens = self._table.ids_of(TokenType.BYTE)
         byte_ids = {int(text[3:5], 16): token_id for text, token_id in byte_tokens.items()}
-        self._need_no([b for b in TEXT_BYTES if b not in byte_ids and not (b < 128 and chr(b) in ids)], "bytes")
+        self._need_no(b for b in TEXT_BYTES if b not in byte_ids and not (b < 128 and chr(b) in ids))
         self._encoder = SentencePieceBPE(ids, {text: scores[i] for text, i in ids.items()}, byte_ids)
         self.space_prefix = "always" if fields.boolean("add_space_prefix", default=True) else "never"
         return True
@@ -136,17 +123,17 @@ class GGUFVocabulary:
             message = f"tokenizer.ggml.tokens: expected UTF-8 in a byte-level vocabulary, got {got}"
             raise FormatError("Malformed", message, path=self._path) from None
 
-    def _need_no(self, absent: list[int], what: str) -> None:
-        if absent:
-            listed = ", ".join(f"0x{byte:02X}" for byte in absent[:4])
-            message = f"tokenizer.ggml.tokens: {len(absent)} {what} of text have no token: {listed}"
+    def _need_no(self, absent: Iterable[int]) -> None:
+        if missing := [f"0x{byte:02X}" for byte in absent]:
+            message = f"tokenizer.ggml.tokens: {len(missing)} bytes of text have no token: {', '.join(missing[:4])}"
             raise FormatError("Missing", message, path=self._path)
 
     def _read_special(self, fields: Fields, metadata: Mapping[str, object]) -> SpecialTokens:
-        named = {role: fields.integer(key) for role, key in _ROLES.items() if _PREFIX + key in metadata}
+        keys = {role: f"{role}_token_id" for role in _ROLES}
+        named = {role: fields.integer(key) for role, key in keys.items() if _PREFIX + key in metadata}
         for role, token_id in named.items():
             if not 0 <= token_id < self.vocab_size:
-                raise fields.error("OutOfRange", _ROLES[role], f"0 to {self.vocab_size - 1}", token_id)
+                raise fields.error("OutOfRange", keys[role], f"0 to {self.vocab_size - 1}", token_id)
         ids = {text: token_id for token_id, text in enumerate(self._table.texts)}
         control = self._table.ids_of(TokenType.CONTROL, TokenType.UNKNOWN)
         # A token found by its text is a control token, whatever type the file gives it.
@@ -180,4 +167,4 @@ class GGUFVocabulary:
     def _added(self, fields: Fields, role: Literal["bos", "eos"], *, default: bool) -> list[int]:
         if not fields.boolean(f"add_{role}_token", default=default):
             return []
-        return [fields.integer(_ROLES[role])]
+        return [fields.integer(f"{role}_token_id")]

@@ -3,14 +3,14 @@
 Source: tokenizers `src/tokenizer/serialization.rs`, `src/models/bpe/serialization.rs` (fields of tokenizer.json).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from threading import Lock
 
-from tokenizers import AddedToken, Tokenizer, models
+from tokenizers import AddedToken, models
 from tokenizers.pre_tokenizers import Metaspace
 
 from llorch.errors import FormatError
@@ -44,12 +44,11 @@ class HuggingFaceVocabulary:
             raise FormatError("Missing", message, path=folder)
         content = read_json(self._path, limit=_MAX_TOKENIZER)
         self._fields = Fields(content, self._path)
-        pipeline = Pipeline(content.get("normalizer"), content.get("pre_tokenizer"), self._path)
-        pipeline.check_decoder(content.get("decoder"), self._path)
+        pipeline = Pipeline(content, self._path)
         self._byte_level = pipeline.byte_level
         self.space_prefix: SpacePrefix = pipeline.space_prefix
-        self._tokenizer = Tokenizer(self._read_model())
-        pipeline.install(self._tokenizer)
+        self._tokenizer = pipeline.tokenizer()
+        self._tokenizer.model = self._read_model()
         self._lock = Lock()
         added = [self._read_token(entry) for entry in self._list(content, "added_tokens")]
         self.special = self._add(folder, added)
@@ -191,13 +190,14 @@ class NamedIds:
         tokenizer = _read(folder / "tokenizer_config.json")
         rows = model.integer("vocab_size", default=0, low=0)
         limit = max(rows, max(ids.values()) + 1)
-        by_text = {key: _id_of_text(tokenizer, key, ids) for key in ("bos_token", "eos_token")}
-        begins = [by_text["bos_token"], *_ids(model, "bos_token_id", limit), *_ids(generation, "bos_token_id", limit)]
-        ends = [by_text["eos_token"], *_ids(model, "eos_token_id", limit), *_ids(generation, "eos_token_id", limit)]
+        begins, ends = (
+            [*_id_of_text(tokenizer, f"{role}_token", ids), *_ids((model, generation), f"{role}_token_id", limit)]
+            for role in ("bos", "eos")
+        )
         return cls(
-            bos_token_id=next((token_id for token_id in begins if token_id is not None), None),
-            eos_token_id=next((token_id for token_id in ends if token_id is not None), None),
-            eos_token_ids=frozenset(token_id for token_id in ends if token_id is not None),
+            bos_token_id=next(iter(begins), None),
+            eos_token_id=next(iter(ends), None),
+            eos_token_ids=frozenset(ends),
             rows=rows,
         )
 
@@ -206,27 +206,26 @@ def _read(path: Path) -> Fields:
     return Fields(read_json(path, limit=_MAX_CONFIG) if path.is_file() else {}, path)
 
 
-def _ids(fields: Fields, key: str, limit: int) -> Iterator[int]:
-    """One id, a list of ids, or nothing."""
-    value = fields.values.get(key)
-    for token_id in value if isinstance(value, list) else [value]:
-        if token_id is None:
-            continue
-        if isinstance(token_id, bool) or not isinstance(token_id, int):
-            raise fields.error("Malformed", key, "an id or a list of ids", value)
-        if not 0 <= token_id < limit:
-            raise fields.error("OutOfRange", key, f"0 to {limit - 1}", token_id)
-        yield token_id
+def _ids(files: Iterable[Fields], key: str, limit: int) -> Iterator[int]:
+    """One id, a list of ids, or nothing, in each file."""
+    for fields in files:
+        value = fields.values.get(key)
+        for token_id in value if isinstance(value, list) else [] if value is None else [value]:
+            if isinstance(token_id, bool) or not isinstance(token_id, int):
+                raise fields.error("Malformed", key, "an id or a list of ids", value)
+            if not 0 <= token_id < limit:
+                raise fields.error("OutOfRange", key, f"0 to {limit - 1}", token_id)
+            yield token_id
 
 
-def _id_of_text(fields: Fields, key: str, ids: Mapping[str, int]) -> int | None:
+def _id_of_text(fields: Fields, key: str, ids: Mapping[str, int]) -> list[int]:
     """A token by its text, which stands there alone or as `content` of an object."""
     value = fields.values.get(key)
     text = value.get("content") if isinstance(value, dict) else value
     if text is None:
-        return None
+        return []
     if not isinstance(text, str):
         raise fields.error("Malformed", key, "the text of a token", value)
     if text not in ids:
         raise fields.error("Missing", key, "a token of tokenizer.json", text)
-    return ids[text]
+    return [ids[text]]

@@ -1,105 +1,97 @@
 """The parts of a tokenizer.json that are known here, and nothing else.
 
 A pattern that the regular expression engine does not like makes the `tokenizers` library panic, and a slow one makes
-it hang. So no part of a file is handed to the library: it is compared with the known ones, and built anew.
+it hang. So no part of a file is handed to the library: it is compared with the known ones, and the known one is.
 
 Source: tokenizers `src/pre_tokenizers`, `src/normalizers`, `src/processors` (names and fields of the parts).
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
+from tokenizers import Tokenizer
 
 from llorch.errors import FormatError
 from llorch.tokenizer.sentencepiece import SPACE
 from llorch.tokenizer.special import SpacePrefix
 
-_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-LLAMA_3_WORDS = _WORDS % "{1,3}"
-QWEN_2_WORDS = _WORDS % ""
+Json = dict[str, Any]
 
 
-def sequence(kind: str, *parts: Mapping[str, object]) -> dict[str, object]:
+def sequence(kind: str, *parts: Json) -> Json:
     """Parts one after the other, as a file has them."""
     return {"type": "Sequence", kind: list(parts)}
 
 
-def split(pattern: str) -> dict[str, object]:
-    """Words cut by an expression."""
-    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+def _split(digits: str) -> Json:
+    """Words cut by the expression of Llama 3 and Qwen 2, which differ in how many digits make a word."""
+    pattern = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    return {"type": "Split", "pattern": {"Regex": pattern % digits}, "behavior": "Isolated", "invert": False}
 
 
-def _byte_level(*, use_regex: bool) -> dict[str, object]:
-    return {"type": "ByteLevel", "add_prefix_space": False, "use_regex": use_regex}
-
-
-def metaspace(scheme: str) -> dict[str, object]:
-    """Spaces written as U+2581, one put in front by a scheme."""
-    return {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": scheme, "split": False}
-
-
-_DIGITS: dict[str, object] = {"type": "Digits", "individual_digits": True}
-_BYTE_LEVEL_PARTS = (
-    _byte_level(use_regex=True),  # GPT-2
-    sequence("pretokenizers", _DIGITS, _byte_level(use_regex=True)),  # SmolLM2
-    sequence("pretokenizers", split(LLAMA_3_WORDS), _byte_level(use_regex=False)),
-    sequence("pretokenizers", split(QWEN_2_WORDS), _byte_level(use_regex=False)),
-)
-_METASPACE_PARTS: dict[str, SpacePrefix] = {"never": "never", "first": "start", "always": "always"}
+BYTE_LEVEL: Json = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+_WORDS_OF_GPT_2 = BYTE_LEVEL | {"use_regex": True}
+WORDS = {  # by the name that llama.cpp has for them
+    "gpt-2": _WORDS_OF_GPT_2,
+    "smollm": sequence("pretokenizers", {"type": "Digits", "individual_digits": True}, _WORDS_OF_GPT_2),
+    "llama-bpe": sequence("pretokenizers", _split("{1,3}"), BYTE_LEVEL),
+    "qwen2": sequence("pretokenizers", _split(""), BYTE_LEVEL),
+}
+_PREFIXES: dict[str, SpacePrefix] = {"never": "never", "first": "start", "always": "always"}  # by scheme of Metaspace
 SPACES_TO_METASPACE = sequence(
     "normalizers",
     {"type": "Prepend", "prepend": SPACE},
     {"type": "Replace", "pattern": {"String": " "}, "content": SPACE},
 )
-
-
-METASPACE_DECODERS: list[dict[str, object]] = [
+METASPACE_DECODERS: list[Json] = [
     {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
     {"type": "ByteFallback"},
     {"type": "Fuse"},
 ]
-TAKES_SPACE: dict[str, object] = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+TAKES_SPACE: Json = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+
+
+def metaspace(scheme: str) -> Json:
+    """Spaces written as U+2581, one put in front by a scheme."""
+    return {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": scheme, "split": False}
+
+
+def name_of_words(pre_tokenizer: object) -> str | None:
+    """The key of `WORDS` for a byte-level pre-tokenizer."""
+    part = _in_full(pre_tokenizer)
+    return next((name for name, known in WORDS.items() if known == part), None)
 
 
 class Pipeline:
-    """Normalizer and pre-tokenizer of a file, rebuilt."""
+    """Normalizer, pre-tokenizer and decoder of a file, recognised."""
 
-    def __init__(self, normalizer: object, pre_tokenizer: object, path: Path) -> None:
-        """Recognise the two parts; Unsupported for a part, or a combination, that is not known here."""
-        words = _without_offsets(pre_tokenizer)
-        self.byte_level = words in _BYTE_LEVEL_PARTS
-        self.space_prefix: SpacePrefix = "never"
-        self._normalizer: normalizers.Normalizer | None = None
-        self._pre_tokenizer: pre_tokenizers.PreTokenizer | None = None
-        if self.byte_level:
-            self._pre_tokenizer = _build(words)
-            self._expect(normalizer, [None, {"type": "NFC"}], "normalizer", path)
-            self._normalizer = normalizers.NFC() if normalizer else None
-            return
-        known = {scheme: metaspace(scheme) for scheme in _METASPACE_PARTS}
-        self._expect(words, [None, *known.values()], "pre_tokenizer", path)
-        self._expect(normalizer, [None if words else SPACES_TO_METASPACE], "normalizer", path)
-        if isinstance(words, dict):
-            scheme = str(words["prepend_scheme"])
-            self.space_prefix = _METASPACE_PARTS[scheme]
-            self._pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme=scheme, split=False)
+    def __init__(self, content: Mapping[str, object], path: Path) -> None:
+        """Recognise the parts; Unsupported for a part, or a combination, that is not known here."""
+        words, normalizer = content.get("pre_tokenizer"), content.get("normalizer")
+        name = name_of_words(words)
+        self.byte_level = name is not None
+        self.space_prefix: SpacePrefix = "never" if name else "always"
+        if name:
+            cutter, known = WORDS[name], [None, {"type": "NFC"}]
         else:
-            self.space_prefix = "always"
-            parts = [normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)]
-            self._normalizer = normalizers.Sequence(parts)
+            cutter = _expect(words, [None, *map(metaspace, _PREFIXES)], "pre_tokenizer", path)
+            known = [None if cutter else SPACES_TO_METASPACE]
+        if cutter and not name:
+            self.space_prefix = _PREFIXES[cutter["prepend_scheme"]]
+        self._parts = {"pre_tokenizer": cutter, "normalizer": _expect(normalizer, known, "normalizer", path)}
+        self._check_decoder(content.get("decoder"), path)
 
-    def install(self, tokenizer: Tokenizer) -> None:
-        """Put the two parts into a tokenizer, in place."""
-        if self._normalizer is not None:
-            tokenizer.normalizer = self._normalizer
-        if self._pre_tokenizer is not None:
-            tokenizer.pre_tokenizer = self._pre_tokenizer
+    def tokenizer(self) -> Tokenizer:
+        """These parts in the library, around an empty model."""
+        model = {"type": "BPE", "vocab": {}, "merges": []}
+        return Tokenizer.from_str(json.dumps(self._parts | {"model": model}))
 
-    def check_decoder(self, decoder: object, path: Path) -> None:
+    def _check_decoder(self, decoder: object, path: Path) -> None:
         """Refuse (Unsupported) a decoder that gives another text than taking back what encoding did."""
         if self.byte_level:
             known = isinstance(decoder, dict) and decoder.get("type") == "ByteLevel"
@@ -111,10 +103,12 @@ class Pipeline:
         if not known:
             raise FormatError("Unsupported", f"decoder: expected {expected}, got {_shown(decoder)}", path=path)
 
-    def _expect(self, part: object, known: Sequence[object], what: str, path: Path) -> None:
-        if part not in known:
-            message = f"{what}: expected one of Llama 2, Llama 3, Qwen, SmolLM2 or GPT-2, got {_shown(part)}"
-            raise FormatError("Unsupported", message, path=path)
+
+def _expect(part: object, known: Sequence[Json | None], what: str, path: Path) -> Json | None:
+    if part not in known:
+        message = f"{what}: expected one of Llama 2, Llama 3, Qwen, SmolLM2 or GPT-2, got {_shown(part)}"
+        raise FormatError("Unsupported", message, path=path)
+    return known[known.index(part)]
 
 
 def _shown(part: object) -> str:
@@ -122,28 +116,15 @@ def _shown(part: object) -> str:
     return shown if len(shown) <= 200 else shown[:197] + "..."
 
 
-def _without_offsets(part: object) -> object:
-    """Drop what does not change ids, and fill in the default that old files leave out."""
+def _in_full(part: object) -> object:
+    """Fill in what old files leave out, and what does not change ids."""
     if not isinstance(part, dict):
         return part
     if part.get("type") == "Sequence" and isinstance(part.get("pretokenizers"), list):
-        return {**part, "pretokenizers": [_without_offsets(inner) for inner in part["pretokenizers"]]}
+        return {**part, "pretokenizers": [_in_full(inner) for inner in part["pretokenizers"]]}
     if part.get("type") == "ByteLevel":
-        return {"use_regex": True} | {key: value for key, value in part.items() if key != "trim_offsets"}
+        return {"use_regex": True} | part | {"trim_offsets": True}
     return part
-
-
-def _build(part: object) -> pre_tokenizers.PreTokenizer:
-    match part:
-        case {"type": "Sequence", "pretokenizers": [*inner]}:
-            return pre_tokenizers.Sequence([_build(one) for one in inner])
-        case {"type": "Split", "pattern": {"Regex": str(pattern)}}:
-            return pre_tokenizers.Split(Regex(pattern), "isolated")
-        case {"type": "Digits"}:
-            return pre_tokenizers.Digits(individual_digits=True)
-        case {"type": "ByteLevel", "use_regex": bool(use_regex)}:
-            return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
-    raise AssertionError(part)  # only known parts come here
 
 
 def read_template(processor: object, path: Path) -> tuple[list[object], list[object]]:
