@@ -42,15 +42,24 @@ _O_BIAS_IN_GGUF = ("llama",)  # llama.cpp reads attn_output.bias for no other fa
 
 # A null of config.json that transformers does not take for a default: it refuses it, or computes something else.
 _NEVER_NULL = (
-    "attention_bias",
-    "hidden_act",
-    "is_causal",
-    "max_position_embeddings",
-    "mlp_bias",
-    "tie_word_embeddings",
+    "attention_bias", "hidden_act", "is_causal", "max_position_embeddings", "mlp_bias", "tie_word_embeddings",
     "use_sliding_window",
-)
+)  # fmt: skip
 _NEVER_NULL_IN_ROPE = ("original_max_position_embeddings", "rope_theta", "rope_type", "truncate", "type")
+_HUGGINGFACE_LACKED = {  # key to the values that llorch computes; the first is that of an absent key
+    "is_causal": (True,), "per_layer_config": (None,), "hidden_act": ("silu", "swish"), "mlp_bias": (False,),
+    "use_sliding_window": (False,), "partial_rotary_factor": (1, None), "quantization_config": (None,),
+    "original_max_position_embeddings": (None,),  # belongs into rope_scaling
+}  # fmt: skip
+# llama.cpp reads these of YaRN for other architectures only; a file that needs one would be computed wrongly.
+_IGNORED_OF_YARN = {
+    "yarn_ext_factor": (1.0, -1.0), "yarn_attn_factor": (1.0,), "yarn_beta_fast": (32.0,), "yarn_beta_slow": (1.0,),
+    "yarn_log_multiplier": (0.0,),
+}  # fmt: skip
+_LARGEST = {
+    "hidden_size": 2**20, "intermediate_size": 2**24, "n_layers": 512, "n_heads": 2**16, "n_kv_heads": 2**16,
+    "head_dim": 2**16, "vocab_size": 2**24, "max_position_embeddings": 2**27,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,17 +135,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         """Refuse values that no model can have."""
-        limits = {
-            "hidden_size": 2**20,
-            "intermediate_size": 2**24,
-            "n_layers": 512,
-            "n_heads": 2**16,
-            "n_kv_heads": 2**16,
-            "head_dim": 2**16,
-            "vocab_size": 2**24,
-            "max_position_embeddings": 2**27,
-        }
-        for name, limit in limits.items():
+        for name, limit in _LARGEST.items():
             if not 1 <= getattr(self, name) <= limit:
                 raise _out_of_range(f"{name} must be from 1 to {limit}, got {getattr(self, name)}")
         if self.n_heads % self.n_kv_heads:
@@ -297,17 +296,11 @@ def _refuse_huggingface_variants(fields: Fields) -> None:
     fields.refuse_null(*_NEVER_NULL)
     if fields.values["model_type"] != "llama":
         fields.refuse_null("head_dim")
-    fields.refuse("is_causal", unless=(True,), default=True)
-    fields.refuse("per_layer_config", unless=(None,), default=None)
+    for key, known in _HUGGINGFACE_LACKED.items():
+        fields.refuse(key, unless=known, default=known[0])
     every_layer = ["full_attention"] * fields.integer("num_hidden_layers")
     if fields.has("layer_types") and fields.values["layer_types"] != every_layer:
         raise fields.error("Unsupported", "layer_types", "full_attention for every layer", fields.values["layer_types"])
-    fields.refuse("hidden_act", unless=("silu", "swish"), default="silu")
-    fields.refuse("mlp_bias", unless=(False,), default=False)
-    fields.refuse("use_sliding_window", unless=(False,), default=False)
-    fields.refuse("partial_rotary_factor", unless=(1, None), default=None)
-    fields.refuse("quantization_config", unless=(None,), default=None)
-    fields.refuse("original_max_position_embeddings", unless=(None,), default=None)  # belongs into rope_scaling
 
 
 def _refuse_gguf_variants(fields: Fields, head_dim: int) -> None:
@@ -361,10 +354,13 @@ def _huggingface_scaling(rope: Fields, context: int) -> RopeScaling | None:
             for name in ("mscale", "mscale_all_dim"):
                 rope.refuse(name, unless=(None,), default=None)
             rope.refuse("truncate", unless=(True,), default=True)
-            return _yarn(
-                factor=rope.number("factor", low=1.0),
-                original=rope.integer("original_max_position_embeddings", default=context, low=1),
-                attention_factor=rope.optional_number("attention_factor", low=1e-6),
+            factor = rope.number("factor", low=1.0)
+            return YarnScaling(
+                factor=factor,
+                original_max_position_embeddings=rope.integer(
+                    "original_max_position_embeddings", default=context, low=1
+                ),
+                attention_factor=rope.number("attention_factor", default=yarn_gain(factor), low=1e-6),
                 beta_fast=rope.number("beta_fast", default=32.0, low=1e-6),
                 beta_slow=rope.number("beta_slow", default=1.0, low=1e-6),
             )
@@ -383,52 +379,28 @@ def _gguf_scaling(fields: Fields, family: str, rope_factors: np.ndarray | None) 
             raise fields.error("Unexpected", "rope_freqs.weight", "frequency factors for llama only", family)
         if kind == "yarn" or factor != 1.0:
             raise fields.error("Unsupported", "rope.scaling.type", "none beside rope_freqs.weight", kind)
-    if kind == "yarn":
-        return _gguf_yarn(fields, factor)
-    fields.refuse("rope.scaling.attn_factor", unless=(1.0,), default=1.0)
+    if kind != "yarn":
+        fields.refuse("rope.scaling.attn_factor", unless=(1.0,), default=1.0)
     if rope_factors is not None:
         return FactorScaling(factors=tuple(float(value) for value in rope_factors))
-    if kind == "none" or factor == 1.0:
+    if kind == "none" or (kind == "linear" and factor == 1.0):
         return None
     if factor < 1:
         raise fields.error("OutOfRange", "rope.scaling.factor", "at least 1.0", factor)
-    return LinearScaling(factor=factor)
+    return _gguf_yarn(fields, factor) if kind == "yarn" else LinearScaling(factor=factor)
 
 
 def _gguf_yarn(fields: Fields, factor: float) -> YarnScaling:
-    # llama.cpp reads these keys for other architectures only; a file that needs one would be computed wrongly.
-    for name, ignored in (
-        ("yarn_ext_factor", (1.0, -1.0)),
-        ("yarn_attn_factor", (1.0,)),
-        ("yarn_beta_fast", (32.0,)),
-        ("yarn_beta_slow", (1.0,)),
-        ("yarn_log_multiplier", (0.0,)),
-    ):
+    for name, ignored in _IGNORED_OF_YARN.items():
         fields.refuse(f"rope.scaling.{name}", unless=ignored, default=ignored[0])
-    if factor < 1:
-        raise fields.error("OutOfRange", "rope.scaling.factor", "at least 1.0", factor)
-    return _yarn(
-        factor=factor,
-        original=fields.integer(
-            "rope.scaling.original_context_length", default=fields.integer("context_length"), low=1
-        ),
-        attention_factor=fields.number("rope.scaling.attn_factor", default=1.0, low=1e-6) * _yarn_gain(factor),
-        beta_fast=32.0,
-        beta_slow=1.0,
-    )
-
-
-def _yarn_gain(factor: float) -> float:
-    return 0.1 * math.log(factor) + 1.0
-
-
-def _yarn(
-    *, factor: float, original: int, attention_factor: float | None, beta_fast: float, beta_slow: float
-) -> YarnScaling:
+    context = fields.integer("context_length")
     return YarnScaling(
         factor=factor,
-        original_max_position_embeddings=original,
-        attention_factor=_yarn_gain(factor) if attention_factor is None else attention_factor,
-        beta_fast=beta_fast,
-        beta_slow=beta_slow,
+        original_max_position_embeddings=fields.integer("rope.scaling.original_context_length", default=context, low=1),
+        attention_factor=fields.number("rope.scaling.attn_factor", default=1.0, low=1e-6) * yarn_gain(factor),
     )
+
+
+def yarn_gain(factor: float) -> float:
+    """What the paper multiplies cos and sin by; llama.cpp does so in any case, transformers by default."""
+    return 0.1 * math.log(factor) + 1.0

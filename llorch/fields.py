@@ -59,10 +59,6 @@ class Fields:
             raise self.error("OutOfRange", key, "a finite number" if low is None else f"at least {low}", value)
         return float(value)
 
-    def optional_number(self, key: str, *, low: float | None = None) -> float | None:
-        """A finite number, at least `low` when given, or None when it is absent or null."""
-        return self.number(key, low=low) if self.has(key) else None
-
     def text(self, key: str, *, default: object = _REQUIRED) -> str:
         """A string."""
         value = self._get(key, default, "a string")

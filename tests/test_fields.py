@@ -38,7 +38,6 @@ def test_absent_and_null_values_become_the_default(values):
     assert given.number("key", default=7) == 7.0
     assert given.text("key", default="a") == "a"
     assert given.boolean("key", default=True) is True
-    assert given.optional_number("key") is None
     assert given.section("key") is None
     assert not given.has("key")
     given.refuse("key", unless=("silu",), default="silu")
@@ -72,7 +71,6 @@ def test_a_missing_value_is_refused_by_name(values, getter, expected):
             ("number", {"low": 1.0}, x, f"OutOfRange: key: expected at least 1.0, got {x}")
             for x in (math.nan, -math.inf)
         ),
-        ("optional_number", {}, "1", "Malformed: key: expected a number, got '1'"),
         ("text", {}, 1, "Malformed: key: expected a string, got 1"),
         ("text", {}, b"llama", "Malformed: key: expected a string, got b'llama'"),
         *(

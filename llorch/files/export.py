@@ -20,10 +20,10 @@ from pathlib import Path
 import numpy as np
 from gguf import GGML_QUANT_VERSION, GGMLQuantizationType, GGUFValueType, GGUFWriter, LlamaFileType, RopeScalingType
 
-from llorch.config import FactorScaling, LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
+from llorch.config import FactorScaling, LinearScaling, Llama3Scaling, ModelConfig, YarnScaling, yarn_gain
 from llorch.errors import FormatError
 from llorch.files import GGUFFile, Weights
-from llorch.files.encode import encode, encoded_size
+from llorch.files.encode import LARGEST, encode, encoded_size
 from llorch.files.metadata import NUMBERS, StringArray
 from llorch.files.names import Weight, interleave, inventory
 from llorch.files.new_file import new_file
@@ -35,19 +35,8 @@ NO_VOCABULARY: Mapping[str, object] = {"tokenizer.ggml.model": "no_vocab"}
 _TERNARY = (GGMLType.TQ1_0, GGMLType.TQ2_0)
 
 # What can be asked for, and the number that llama.cpp shows as the type of the whole file.
-FILE_TYPES: dict[GGMLType, LlamaFileType] = {
-    GGMLType.F32: LlamaFileType.ALL_F32,
-    GGMLType.F16: LlamaFileType.MOSTLY_F16,
-    GGMLType.BF16: LlamaFileType.MOSTLY_BF16,
-    GGMLType.Q8_0: LlamaFileType.MOSTLY_Q8_0,
-    GGMLType.Q4_0: LlamaFileType.MOSTLY_Q4_0,
-    GGMLType.Q4_1: LlamaFileType.MOSTLY_Q4_1,
-    GGMLType.Q5_0: LlamaFileType.MOSTLY_Q5_0,
-    GGMLType.Q5_1: LlamaFileType.MOSTLY_Q5_1,
-    GGMLType.TQ1_0: LlamaFileType.MOSTLY_TQ1_0,
-    GGMLType.TQ2_0: LlamaFileType.MOSTLY_TQ2_0,
-    GGMLType.MXFP4: LlamaFileType.MOSTLY_MXFP4_MOE,
-}
+_NAMES = {GGMLType.F32: "ALL_F32", GGMLType.MXFP4: "MOSTLY_MXFP4_MOE"}
+FILE_TYPES = {kind: LlamaFileType[_NAMES.get(kind, f"MOSTLY_{kind.name}")] for kind in LARGEST}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +63,8 @@ def write_gguf(
     for a weight that is NaN or infinite, OutOfRange for one that the type cannot hold.
     """
     with new_file(Path(path)) as temporary:
-        write_gguf_content(
-            weights,
-            temporary,
-            ggml_type=ggml_type,
-            metadata={"general.name": "llorch export"} | dict(tokenizer_metadata or NO_VOCABULARY),
-        )
+        metadata = {"general.name": "llorch export"} | dict(tokenizer_metadata or NO_VOCABULARY)
+        write_gguf_content(weights, temporary, ggml_type=ggml_type, metadata=metadata)
 
 
 def write_gguf_content(
@@ -238,7 +223,7 @@ def _add_rope(writer: GGUFWriter, config: ModelConfig) -> None:
             writer.add_rope_scaling_factor(yarn.factor)
             writer.add_rope_scaling_orig_ctx_len(yarn.original_max_position_embeddings)
             # llama.cpp multiplies by YaRN's own gain as well, so that is left out here.
-            writer.add_rope_scaling_attn_factors(yarn.attention_factor / (0.1 * math.log(yarn.factor) + 1.0))
+            writer.add_rope_scaling_attn_factors(yarn.attention_factor / yarn_gain(yarn.factor))
             if (yarn.beta_fast, yarn.beta_slow) != (32.0, 1.0):
                 message = f"llama.cpp computes YaRN with betas 32 and 1, got {yarn.beta_fast} and {yarn.beta_slow}"
                 raise FormatError("Unsupported", message)

@@ -8,6 +8,7 @@ Source: transformers modeling_utils, `save_pretrained` (file names, index, metad
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -141,28 +142,11 @@ def _rope_scaling(config: ModelConfig, path: Path) -> dict[str, object] | None:
         case LinearScaling(factor=factor):
             return {"rope_type": "linear", "factor": shortest(factor)}
         case FactorScaling(factors=factors):
-            return _llama3(_explained(factors, config, path))
+            return {"rope_type": "llama3", **asdict(_explained(factors, config, path))}
         case Llama3Scaling() as scaling:
-            return _llama3(scaling)
-        case YarnScaling() as yarn:
-            return {
-                "rope_type": "yarn",
-                "factor": shortest(yarn.factor),
-                "original_max_position_embeddings": yarn.original_max_position_embeddings,
-                "attention_factor": yarn.attention_factor,
-                "beta_fast": yarn.beta_fast,
-                "beta_slow": yarn.beta_slow,
-            }
-
-
-def _llama3(scaling: Llama3Scaling) -> dict[str, object]:
-    return {
-        "rope_type": "llama3",
-        "factor": scaling.factor,
-        "low_freq_factor": scaling.low_freq_factor,
-        "high_freq_factor": scaling.high_freq_factor,
-        "original_max_position_embeddings": scaling.original_max_position_embeddings,
-    }
+            return {"rope_type": "llama3", **asdict(scaling)}
+        case YarnScaling() as yarn:  # whose fields have the names of transformers, as those of Llama 3 have
+            return {"rope_type": "yarn", **asdict(yarn), "factor": shortest(yarn.factor)}
 
 
 def _explained(factors: tuple[float, ...], config: ModelConfig, path: Path) -> Llama3Scaling:
@@ -177,7 +161,5 @@ def _explained(factors: tuple[float, ...], config: ModelConfig, path: Path) -> L
         )
         if np.allclose(llama3_factors(plain, scaling), factors, rtol=1e-6, atol=0):
             return scaling
-    message = (
-        "rope_freqs.weight: expected the factors of a Llama 3 scaling, got others; transformers cannot express them"
-    )
-    raise FormatError("Unsupported", message, path=path)
+    message = "rope_freqs.weight: expected the factors of a Llama 3 scaling, got others"
+    raise FormatError("Unsupported", f"{message}; transformers cannot express them", path=path)

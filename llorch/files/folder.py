@@ -7,7 +7,6 @@ Source: transformers modeling_utils (layout and precedence); huggingface_hub (la
 
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
@@ -86,9 +85,7 @@ class SafetensorsFolder:
     def __enter__(self) -> "SafetensorsFolder":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -12,14 +12,14 @@ Source: ggml docs/gguf.md; ggml src/gguf.cpp.
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
 import numpy as np
 from gguf import GGUFValueType
 
-from llorch.files.mapped import TensorFile
+from llorch.files.mapped import Entry, TensorFile
 from llorch.files.metadata import DEFAULT_LIMITS, Cursor, Limits, StringArray, Value, read_metadata
 from llorch.files.names import is_plain_name
 from llorch.files.packed import Packed
@@ -35,14 +35,10 @@ _INTEGERS = frozenset({GGMLType.I8, GGMLType.I16, GGMLType.I32, GGMLType.I64})
 
 
 @dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """One row of the tensor table."""
+class TensorInfo(Entry):
+    """One row of the tensor table; the file has the axes the other way round, fastest first."""
 
-    name: str
-    shape: tuple[int, ...]  # NumPy order: slowest first, the reverse of the file
     ggml_type: GGMLType
-    offset: int  # bytes from the start of the file
-    n_bytes: int
 
     @property
     def holds_floats(self) -> bool:
@@ -134,7 +130,7 @@ def _read_tensor_table(cursor: Cursor, count: int, alignment: int) -> dict[str, 
     for name, row in rows.items():
         _check_range(cursor, row, data_start, expected)
         expected += row.n_bytes + -row.n_bytes % alignment
-        rows[name] = TensorInfo(name, row.shape, row.ggml_type, data_start + row.offset, row.n_bytes)
+        rows[name] = replace(row, offset=data_start + row.offset)
     trailing = cursor.file.size - (data_start + expected)
     if trailing > 0:
         logger.info("%s: %d bytes after the last tensor are ignored", cursor.file.path, trailing)
@@ -153,7 +149,7 @@ def _read_tensor_row(cursor: Cursor, index: int) -> TensorInfo:
     ggml_type = _read_type(cursor, name)
     n_bytes = _size_in_bytes(cursor, name, dims, ggml_type)
     offset = cursor.u64(f"offset of {name}")
-    return TensorInfo(name, tuple(reversed(dims)), ggml_type, offset, n_bytes)
+    return TensorInfo(name, tuple(reversed(dims)), offset, n_bytes, ggml_type)
 
 
 def _read_type(cursor: Cursor, name: str) -> GGMLType:

@@ -15,9 +15,9 @@ import os
 import stat
 import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -115,19 +115,14 @@ class MappedFile:
         return status.st_size, status.st_mtime_ns
 
 
-@runtime_checkable
-class Entry(Protocol):
+@dataclass(frozen=True, slots=True)
+class Entry:
     """What a tensor table says of one tensor, whatever the format."""
 
-    @property
-    def offset(self) -> int:
-        """Bytes from the start of the file."""
-        ...
-
-    @property
-    def n_bytes(self) -> int:
-        """Length in the file."""
-        ...
+    name: str
+    shape: tuple[int, ...]  # slowest axis first
+    offset: int  # bytes from the start of the file
+    n_bytes: int
 
 
 Info = TypeVar("Info", bound=Entry)
@@ -172,7 +167,5 @@ class TensorFile(Generic[Info]):
     def __enter__(self: Opened) -> Opened:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()

@@ -129,11 +129,6 @@ def decode_mins(raw: np.ndarray, ggml_type: GGMLType, shape: tuple[int, ...]) ->
     return minima.reshape(*shape[:-1], shape[-1] // block_size)
 
 
-def bf16_to_float32(bits: np.ndarray) -> np.ndarray:
-    """Widen bfloat16 (bits as uint16), which is the upper half of a float32, exactly."""
-    return (bits.astype(np.uint32) << 16).view(np.float32)
-
-
 def has_bad_scale(raw: np.ndarray, ggml_type: GGMLType) -> bool:
     """Whether a block scale is the NaN of its own format, which decodes to a finite number.
 

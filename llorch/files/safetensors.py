@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import UInt8
 
 from llorch.errors import FormatError
-from llorch.files.mapped import MappedFile, TensorFile
+from llorch.files.mapped import Entry, MappedFile, TensorFile
 from llorch.files.names import is_plain_name
 from llorch.files.packed import Packed
 from llorch.files.quant import GGMLType
@@ -43,14 +43,10 @@ _FIELDS = {"dtype", "shape", "data_offsets"}
 
 
 @dataclass(frozen=True, slots=True)
-class SafetensorsInfo:
+class SafetensorsInfo(Entry):
     """One tensor of the header."""
 
-    name: str
     dtype: str
-    shape: tuple[int, ...]
-    offset: int  # bytes from the start of the file
-    n_bytes: int
 
     @property
     def holds_floats(self) -> bool:
@@ -151,10 +147,9 @@ def _read_tensor(file: MappedFile, name: str, entry: object, data_start: int) ->
     # Without zeros: a shape such as [0, 2^40, 2^40] overflows in other readers.
     if prod(max(dim, 1) for dim in shape) >= 2**63:
         raise file.error("TooLarge", f"{name} has the shape {shape}, more than 2^63 - 1 elements")
-    if prod(shape) * _BITS[dtype] != n_bytes * 8:
-        needed = prod(shape) * _BITS[dtype]
+    if (needed := prod(shape) * _BITS[dtype]) != n_bytes * 8:
         raise file.error("Malformed", f"{name} has {n_bytes * 8} bits, {dtype} {shape} needs {needed}")
-    return SafetensorsInfo(name, dtype, tuple(shape), data_start + offsets[0], n_bytes)
+    return SafetensorsInfo(name, tuple(shape), data_start + offsets[0], n_bytes, dtype)
 
 
 def _are_counts(values: object) -> bool:

@@ -9,7 +9,6 @@ from llorch.files.quant import (
     ACTIVATION_TYPE,
     BLOCK_SIZES,
     GGMLType,
-    bf16_to_float32,
     decode,
     decode_mins,
     has_bad_scale,
@@ -141,13 +140,6 @@ def test_f64_is_rounded_to_float32():
     values = decode(np.array([0.1, -2.5]).view(np.uint8), GGMLType.F64, (2,))
     assert values.dtype == np.float32
     assert values.tolist() == [float(np.float32(0.1)), -2.5]
-
-
-def test_bfloat16_is_the_upper_half_of_a_float32():
-    values = np.array([1.0, -0.15625, 3.0e38, 0.0], np.float32)
-    upper = (values.view(np.uint32) >> 16).astype(np.uint16)
-    np.testing.assert_allclose(bf16_to_float32(upper), values, rtol=2**-7, atol=0)
-    assert bf16_to_float32(upper)[1] == -0.15625
 
 
 def test_large_tensors_decode_in_pieces_to_the_same_values():
