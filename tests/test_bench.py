@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from llorch import bench
 from llorch.bench import (
     COPY_BYTES,
     PRODUCT_WIDTH,
@@ -15,9 +16,17 @@ from llorch.bench import (
     numpy_subject,
     prompts,
     report,
-)
+)  # fmt: skip
 from llorch.config import ModelConfig
+from llorch.files.names import inventory
 from llorch.files.quant import GGMLType
+from llorch.model import load
+from llorch.pytorch import bench as torch_bench
+from llorch.pytorch.bench import TorchEngine, torch_subject
+from llorch.pytorch.device import target
+from llorch.pytorch.model import speed_up
+from llorch.pytorch.packing import PACKERS, decode
+from llorch.pytorch.random_weights import random_bytes, random_fields, random_model, weight_bytes
 
 LOAD = Load(prompt=12, decode=3, batch=1, rounds=2)
 FIGURES = {"tokens_per_s", "flop_per_s", "share_of_matmul"}
@@ -48,8 +57,6 @@ def require_sound(result: dict) -> None:
 
 
 def test_the_figures_follow_from_the_seconds():
-    from llorch.model import load
-
     model = load("micro-llama")  # untied: a step reads one row of its embedding
     subject, config = numpy_subject(model), model.config
     n_read = sum(int(np.prod(model.weights.shape(name))) for name in model.weights if name != "embed_tokens")
@@ -74,16 +81,12 @@ def test_the_figures_follow_from_the_seconds():
 
 
 def test_the_threads_are_those_of_the_products(monkeypatch: pytest.MonkeyPatch):
-    from llorch.model import load
-
     pools = [{"user_api": "openmp", "num_threads": 7}, {"user_api": "blas", "num_threads": 3}]
     monkeypatch.setattr("llorch.bench.threadpool_info", lambda: pools)
     assert numpy_subject(load("story")).threads == 3
 
 
 def test_a_batch_reads_the_weights_once_and_every_cache():
-    from llorch.model import load
-
     subject = numpy_subject(load("story"))
     one, four = (
         report(subject, Load(64, 8, batch, 1), [1.0], [1.0], copy=1.0, product=1.0)["decode"] for batch in (1, 4)
@@ -95,8 +98,6 @@ def test_a_batch_reads_the_weights_once_and_every_cache():
 
 
 def test_numpy_is_measured():
-    from llorch.model import load
-
     model, seen = load("micro-qwen2"), []
     engine = NumpyEngine(model, LOAD)
     result = measure(engine, numpy_subject(model), LOAD, seen.append)
@@ -106,8 +107,6 @@ def test_numpy_is_measured():
 
 
 def test_numpy_takes_no_batch():
-    from llorch.model import load
-
     with pytest.raises(ValueError, match=r"^bench: the NumPy path runs one prompt at a time, got --batch 2$"):
         NumpyEngine(load("story"), Load(4, 2, 2, 1))
 
@@ -124,19 +123,14 @@ def test_numpy_takes_no_batch():
     ],
 )
 def test_torch_is_measured_on_random_weights(small: ModelConfig, dtype: str, packed: str | None, batch: int):
-    from llorch.pytorch.bench import TorchEngine, torch_subject
-    from llorch.pytorch.device import target
-    from llorch.pytorch.model import speed_up
-    from llorch.pytorch.random_weights import random_bytes, random_model
-
     at, kind = target("cpu", dtype), None if packed is None else GGMLType[packed]
     model = random_model(small, at, kind)
     speed_up(model, at, "sdpa", compiled=False)
-    load = Load(12, 3, batch, 1)
-    engine = TorchEngine(model, at, load)
+    run = Load(12, 3, batch, 1)
+    engine = TorchEngine(model, at, run)
     subject = torch_subject(model, at, "small", dtype)
-    require_sound(measure(engine, subject, load))
-    assert engine.tokens.shape == (batch, load.decode + 1)
+    require_sound(measure(engine, subject, run))
+    assert engine.tokens.shape == (batch, run.decode + 1)
     assert engine.logprobs.isfinite().all()
     assert subject.weight_bytes < random_bytes(small, at, kind)
 
@@ -144,26 +138,17 @@ def test_torch_is_measured_on_random_weights(small: ModelConfig, dtype: str, pac
 def test_a_copy_counts_what_is_read_and_written_and_a_product_both_its_operations(
     small: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ):
-    from llorch import bench
-    from llorch.model import load
-    from llorch.pytorch import bench as torch_bench
-    from llorch.pytorch.device import target
-    from llorch.pytorch.random_weights import random_model
-
     for module in (bench, torch_bench):
         monkeypatch.setattr(module, "best_time", lambda action: (action(), 2.0)[1])  # seconds
     for engine in (
         NumpyEngine(load("story"), LOAD),
-        torch_bench.TorchEngine(random_model(small, target()), target(), LOAD),
+        TorchEngine(random_model(small, target()), target(), LOAD),
     ):
         assert engine.copy_rate() == 1 << 12
         assert engine.product_rate() == 16**3
 
 
 def test_packed_weights_are_as_many_bytes_as_their_blocks(small: ModelConfig):
-    from llorch.pytorch.device import target
-    from llorch.pytorch.random_weights import random_model, weight_bytes
-
     at = target("cpu", "bfloat16")
     dense, packed = weight_bytes(random_model(small, at)), weight_bytes(random_model(small, at, GGMLType.Q8_0))
     vectors = 2 * (2 * small.n_layers + 1) * small.hidden_size
@@ -171,16 +156,11 @@ def test_packed_weights_are_as_many_bytes_as_their_blocks(small: ModelConfig):
 
 
 def test_a_width_that_is_no_whole_number_of_blocks_is_refused():
-    from llorch.pytorch.random_weights import random_fields
-
     with pytest.raises(ValueError, match=r"^weights Q4_K: expected rows of a multiple of 256 elements, got 896$"):
         random_fields((4, 896), GGMLType.Q4_K, torch.device("cpu"))
 
 
 def test_random_weights_are_about_as_large_as_real_ones():
-    from llorch.pytorch.packing import PACKERS, decode
-    from llorch.pytorch.random_weights import random_fields
-
     for kind in PACKERS:
         torch.manual_seed(0)
         values = decode(random_fields((8, 512), kind, torch.device("cpu")), kind)
@@ -204,8 +184,6 @@ def test_what_does_not_fit_the_context_is_refused(small: ModelConfig):
 
 
 def test_the_shapes_have_the_parameters_of_their_models():
-    from llorch.files.names import inventory
-
     counts = {
         name: round(sum(int(np.prod(w.shape)) for w in inventory(shape).values()) / 1e6)
         for name, shape in SHAPES.items()

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gguf import GGUFValueType, GGUFWriter
-from tiny_models import GGUF_METADATA, gguf_tensors, random_tensors, write_folder
+from tiny_models import GGUF_METADATA, gguf_tensors, random_tensors, with_biases, write_folder
 from whole_folders import VOCABULARIES, write_whole_folder
 
 from llorch.builtin import BUILTIN, builtin_path
@@ -18,12 +18,9 @@ from llorch.files.quant import GGMLType
 from llorch.model import load
 from llorch.verify.suites import quantised_models
 from llorch.verify.suites.quantised_models import ModelRecipe
+from tests.test_convert_failures import names
 
 TEXTS = ("", "hello  wor 12", "a<tool>b \u00e9\u4f60\U0001f600\n", "<s>aaab<|eot_id|>")
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 def assert_same_model(got: Path, want: Path) -> None:
@@ -206,11 +203,7 @@ def test_weights_that_are_not_finite_are_refused_and_nothing_is_left(tmp_path: P
 
 
 def test_a_bias_that_llamacpp_does_not_read_is_refused(tmp_path: Path):
-    tensors = random_tensors("qwen3")
-    for layer in (0, 1):
-        for part, width in (("q", 32), ("k", 16), ("v", 16), ("o", 32)):
-            tensors[f"model.layers.{layer}.self_attn.{part}_proj.bias"] = np.ones(width, np.float32)
-    source = write_folder(tmp_path / "a", tensors, "qwen3", attention_bias=True)
+    source = write_folder(tmp_path / "a", with_biases(random_tensors("qwen3")), "qwen3", attention_bias=True)
     with pytest.raises(FormatError, match="a bias of attn_output for the llama family only, got qwen3"):
         convert(source, tmp_path / "m.gguf")
 

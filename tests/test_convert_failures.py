@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from command_line import REPOSITORY
-from tiny_models import random_tensors, write_folder
+from tiny_models import random_tensors, with_biases, write_folder
 from whole_folders import write_whole_folder
 
 from llorch import convert as conversion
@@ -69,18 +69,7 @@ def test_a_target_that_cannot_fit_is_refused_before_it_is_written(tmp_path: Path
     rows, width = 1 << 24, 8
     while rows * width * 4 < 2 * free:
         width *= 2
-    shapes = {"model.embed_tokens.weight": (rows, width), "model.norm.weight": (width,)}
-    block = "model.layers.0."
-    shapes |= {block + name: (width,) for name in ("input_layernorm.weight", "post_attention_layernorm.weight")}
-    shapes |= {f"{block}self_attn.{part}_proj.weight": (width, width) for part in "qkvo"}
-    shapes |= {block + "mlp.gate_proj.weight": (8, width), block + "mlp.up_proj.weight": (8, width)}
-    shapes[block + "mlp.down_proj.weight"] = (width, 8)
-    source = tmp_path / "a"
-    write_folder(
-        source, {}, hidden_size=width, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, vocab_size=rows, tie_word_embeddings=True,
-    )  # fmt: skip
-    write_sparse(source / "model.safetensors", shapes)
+    source = sparse_model(tmp_path / "a", rows, width, 8)
     with pytest.raises(OSError, match=r"needs [0-9.]+ GB, but only [0-9.]+ GB are free; nothing was written"):
         convert(source, tmp_path / "m.gguf")
     assert names(tmp_path) == ["a"]
@@ -98,17 +87,28 @@ def test_little_room_is_told_in_its_unit_and_a_file_system_without_any_by_the_wr
         convert(builtin_path("micro-llama"), target)
 
 
-def write_sparse(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
-    """A safetensors file of zeros that takes no room on the disk."""
+def sparse_model(folder: Path, rows: int, width: int, inter: int) -> Path:
+    """A model of zeros that takes no room on the disk."""
+    shapes = {"model.embed_tokens.weight": (rows, width), "model.norm.weight": (width,)}
+    block = "model.layers.0."
+    shapes |= {block + name: (width,) for name in ("input_layernorm.weight", "post_attention_layernorm.weight")}
+    shapes |= {f"{block}self_attn.{part}_proj.weight": (width, width) for part in "qkvo"}
+    shapes |= {f"{block}mlp.{part}_proj.weight": (inter, width) for part in ("gate", "up")}
+    shapes[block + "mlp.down_proj.weight"] = (width, inter)
+    write_folder(
+        folder, {}, hidden_size=width, intermediate_size=inter, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, vocab_size=rows, tie_word_embeddings=True,
+    )  # fmt: skip
     header: dict[str, object] = {}
     end = 0
     for name, shape in shapes.items():
         begin, end = end, end + 4 * int(np.prod(shape, dtype=np.int64))
         header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
-    with path.open("wb") as file:
+    with (folder / "model.safetensors").open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + end)
+    return folder
 
 
 @contextmanager
@@ -192,11 +192,7 @@ def test_a_norm_beyond_float16_makes_a_folder_of_float32(tmp_path: Path):
 
 
 def test_a_llama_model_keeps_the_bias_of_its_attention(tmp_path: Path):
-    tensors = random_tensors("llama")
-    for layer in (0, 1):
-        for part, width in (("q", 32), ("k", 16), ("v", 16), ("o", 32)):
-            tensors[f"model.layers.{layer}.self_attn.{part}_proj.bias"] = np.arange(width, dtype=np.float32)
-    source = write_folder(tmp_path / "a", tensors, attention_bias=True)
+    source = write_folder(tmp_path / "a", with_biases(random_tensors("llama")), attention_bias=True)
     convert(source, tmp_path / "m.gguf")
     back = open_weights(tmp_path / "m.gguf")
     assert back["layers.1.o_bias"].tolist() == list(range(32))

@@ -16,7 +16,7 @@ from tiny_models import random_tensors, write_folder
 from llorch.cli.convert import TYPES
 from llorch.files import open_gguf, open_weights
 from llorch.files.export import FILE_TYPES
-from tests.test_convert_failures import names, write_sparse
+from tests.test_convert_failures import names, sparse_model
 
 
 def test_a_model_is_converted_there_and_back(tmp_path: Path):
@@ -93,19 +93,7 @@ def test_force_replaces(tmp_path: Path):
 @pytest.fixture
 def slow_source(tmp_path: Path) -> Path:
     """A model of 2 GB of zeros, which takes no room on the disk but some seconds to convert."""
-    rows, width = 1 << 20, 512
-    shapes = {"model.embed_tokens.weight": (rows, width), "model.norm.weight": (width,)}
-    block = "model.layers.0."
-    shapes |= {block + name: (width,) for name in ("input_layernorm.weight", "post_attention_layernorm.weight")}
-    shapes |= {f"{block}self_attn.{part}_proj.weight": (width, width) for part in "qkvo"}
-    shapes |= {block + "mlp.gate_proj.weight": (64, width), block + "mlp.up_proj.weight": (64, width)}
-    shapes[block + "mlp.down_proj.weight"] = (width, 64)
-    write_folder(
-        tmp_path / "slow", {}, hidden_size=width, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, vocab_size=rows, tie_word_embeddings=True,
-    )  # fmt: skip
-    write_sparse(tmp_path / "slow" / "model.safetensors", shapes)
-    return tmp_path / "slow"
+    return sparse_model(tmp_path / "slow", 1 << 20, 512, 64)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["INT", "TERM"])

@@ -5,11 +5,14 @@ from typing import Any
 
 import pytest
 
+from llorch.cli.judged import ALL, EXACT, NOT_RUN, Judged, closer_to_truth, first_failure, lines, summary
+from llorch.cli.judging import _exit_code
+from llorch.cli.report import closing_line, failure_report
+from llorch.verify.judge import Row
 
-def row(**changes: Any) -> Any:
+
+def row(**changes: Any) -> Row:
     """A row that passes, layer 0, with some fields changed."""
-    from llorch.verify.judge import Row
-
     fields: dict[str, Any] = {
         "model": "m", "checkpoint": "05", "stage": "attn_out", "layer": 0, "case": "near", "producer": "llamacpp",
         "backend": "numpy", "mode": "chained", "error": 1e-7, "worst": 1e-7, "truth_error": 1e-8,
@@ -18,15 +21,11 @@ def row(**changes: Any) -> Any:
     return Row(**fields | changes)
 
 
-def judged(*rows: Any, **other: Any) -> Any:
-    from llorch.cli.judged import Judged
-
+def judged(*rows: Row, **other: Any) -> Judged:
     return Judged("m", list(rows), **other)
 
 
 def test_a_line_shows_the_row_closest_to_its_tolerance_with_both_producers_at_its_place():
-    from llorch.cli.judged import lines
-
     found = lines(
         judged(
             row(error=9e-7, tolerance=1e-5),
@@ -44,8 +43,6 @@ def test_a_line_shows_the_row_closest_to_its_tolerance_with_both_producers_at_it
 @pytest.mark.parametrize("at", [0, 1, 2])
 @pytest.mark.parametrize("worse", [{"error": 9e-7}, {"worst": 9e-7}, {"verdict": "TIE"}, {"verdict": "FAIL"}])
 def test_a_line_shows_its_worst_row_wherever_that_stands(worse: dict[str, Any], at: int):
-    from llorch.cli.judged import lines
-
     rows = [row(layer=layer, **(worse if layer == at else {})) for layer in range(3)]
     line = next(line for line in lines(judged(*rows)) if line.checkpoint == "05")
     assert line.closest == rows[at]
@@ -59,23 +56,13 @@ def test_a_line_shows_its_worst_row_wherever_that_stands(worse: dict[str, Any], 
 def test_numbers_that_differ_count_more_than_what_was_not_run(
     failed: int, not_run: list[str], checkpoints_not_run: int, code: int
 ):
-    from llorch.cli.judging import _exit_code
-
-    counts = {
-        "failed": failed,
-        "not_run": not_run,
-        "checkpoints_not_run": checkpoints_not_run,
-        "strict": True,
-        "ties": 0,
-    }
+    counts = {"failed": failed, "not_run": not_run, "checkpoints_not_run": checkpoints_not_run}
+    counts |= {"strict": True, "ties": 0}
     assert _exit_code(counts) == (3 if checkpoints_not_run and code == 0 else code)
 
 
 @pytest.mark.parametrize("not_run", [[], ["no engine"]])
 def test_a_near_tie_fails_a_strict_run_alone(not_run: list[str]):
-    from llorch.cli.judged import EXACT, summary
-    from llorch.cli.judging import _exit_code
-
     rows = [row(checkpoint=number, verdict="TIE" if number == "10" else "PASS") for number in EXACT]
     for strict, code in ((True, 1), (False, 3 if not_run else 0)):
         counts = summary([judged(*rows, not_run=not_run)], strict=strict)
@@ -83,25 +70,13 @@ def test_a_near_tie_fails_a_strict_run_alone(not_run: list[str]):
         assert _exit_code(counts) == code
 
 
-def test_a_worst_element_counts_like_an_error():
-    from llorch.cli.judged import lines
-
-    line = lines(judged(row(error=9e-7), row(layer=1, worst=9.5e-7)))[6]
-    assert line.closest is not None
-    assert line.closest.layer == 1
-
-
 def test_a_failure_is_shown_before_a_near_tie_and_both_before_any_pass():
-    from llorch.cli.judged import lines
-
     rows = [row(error=9e-7), row(layer=1, verdict="TIE"), row(layer=2, verdict="FAIL")]
     for n, verdict in ((1, "PASS"), (2, "TIE"), (3, "FAIL")):
         assert lines(judged(*rows[:n]))[6].verdict == verdict
 
 
 def test_every_checkpoint_of_the_arithmetic_has_a_line_also_without_a_row():
-    from llorch.cli.judged import ALL, NOT_RUN, lines
-
     for numbers in (ALL[:-1], ALL):
         found = lines(replace(judged(row()), checkpoints=numbers))
         assert [line.checkpoint for line in found] == list(numbers)
@@ -122,23 +97,16 @@ def test_every_checkpoint_of_the_arithmetic_has_a_line_also_without_a_row():
     ],
 )
 def test_the_first_failure_is_the_first_in_the_forward_pass(first: dict[str, Any], later: dict[str, Any]):
-    from llorch.cli.judged import first_failure
-
     rows = [row(verdict="FAIL", **fields) for fields in (later, first)]
     assert first_failure(judged(row(stage="embed", layer=None), *rows)) == rows[1]
 
 
 def test_nothing_failed_means_no_failure():
-    from llorch.cli.judged import first_failure
-    from llorch.cli.report import failure_report
-
     assert first_failure(judged(row(), row(verdict="TIE"))) is None
     assert failure_report(judged(row())) == []
 
 
 def test_closeness_to_the_truth_needs_every_producer_and_counts_chained_places_only():
-    from llorch.cli.judged import closer_to_truth
-
     counts = closer_to_truth(
         [
             judged(
@@ -161,9 +129,6 @@ def test_closeness_to_the_truth_needs_every_producer_and_counts_chained_places_o
 
 
 def test_the_closing_line_rounds_down_and_counts_what_was_not_run():
-    from llorch.cli.judged import summary
-    from llorch.cli.report import closing_line
-
     rows = [row(layer=n, truth_error=9.0 if n == 0 else 0.0) for n in range(300)]
     rows.append(row(backend="numpy-float32", truth_error=9.0))
     line = closing_line(summary([judged(*rows, not_run=["transformers: absent"])]))
@@ -173,8 +138,6 @@ def test_the_closing_line_rounds_down_and_counts_what_was_not_run():
 
 
 def test_a_report_says_when_each_op_alone_is_right():
-    from llorch.cli.report import failure_report
-
     text = "\n".join(failure_report(judged(row(verdict="FAIL", error=2e-6, note="shape: got (1,), want (2,)"))))
     assert "checkpoint 05 attention_output: attn_out, layer 0, near, chained, numpy against llamacpp" in text
     assert "error 2.0e-06 (limit 1.0e-06), worst element 1.0e-07 (limit 1.0e-06): shape: got (1,), want (2,)" in text
@@ -182,27 +145,16 @@ def test_a_report_says_when_each_op_alone_is_right():
 
 
 def test_the_truth_is_not_called_on_where_numbers_differ():
-    from llorch.cli.judged import summary
-    from llorch.cli.report import closing_line
-
     assert closing_line(summary([judged(row(verdict="FAIL"))])).endswith("13 checkpoints not run")
 
 
 def test_a_detailed_line_is_of_a_stage_or_of_one_of_several_models():
-    from llorch.cli.judged import lines
-
     rows = [row(), row(stage="attn_context"), row(model="Q4_0"), row(model="Q8_0"), row(model="Q8_0", layer=1)]
     found = [line for line in lines(judged(*rows), by_stage=True) if line.n_rows]
-    assert [(line.stage, line.n_rows) for line in found] == [
-        ("attn_out", 1),
-        ("attn_context", 1),
-        ("Q4_0", 1),
-        ("Q8_0", 2),
-    ]
+    counted = [(line.stage, line.n_rows) for line in found]
+    assert counted == [("attn_out", 1), ("attn_context", 1), ("Q4_0", 1), ("Q8_0", 2)]
 
 
 def test_witnesses_are_counted_where_several_are_expected():
-    from llorch.cli.judged import summary
-
     assert summary([judged(row())])["witnesses"] == {"m": ["llamacpp"]}
     assert summary([judged(row(), numerics="ggml")])["witnesses"] == {}

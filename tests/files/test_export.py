@@ -13,6 +13,7 @@ from tiny_models import (
     gguf_tensors,
     huggingface_shapes,
     random_tensors,
+    with_biases,
     write_file,
     write_folder,
 )
@@ -92,11 +93,7 @@ def test_a_folder_comes_back_equal_from_a_gguf_file(tmp_path: Path, family: str,
 
 
 def test_biases_of_a_llama_are_reordered_and_come_back(tmp_path: Path):
-    tensors = random_tensors("llama")
-    for layer in (0, 1):
-        for part, width in (("q", 32), ("k", 16), ("v", 16), ("o", 32)):
-            tensors[f"model.layers.{layer}.self_attn.{part}_proj.bias"] = np.arange(width, dtype=np.float32)
-    weights = open_weights(write_folder(tmp_path, tensors, attention_bias=True))
+    weights = open_weights(write_folder(tmp_path, with_biases(random_tensors("llama")), attention_bias=True))
     back = round_trip(weights, tmp_path / "out.gguf")
     assert_same_arrays(back, weights)
     assert back.source.array("blk.0.attn_q.bias")[:4].tolist() == [0, 4, 1, 5]

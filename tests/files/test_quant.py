@@ -126,14 +126,11 @@ def test_q8_1_is_its_scale_times_its_integers():
     assert decode(block, GGMLType.Q8_1, (32,)).tolist() == [quant / 4 for quant in range(-16, 16)]
 
 
-def test_q1_0_takes_the_sign_from_each_bit():
-    block = np.concatenate([np.array([0.5], "<f2").view(np.uint8), np.full(16, 0b101, np.uint8)])
-    assert decode(block, GGMLType.Q1_0, (128,))[:9].tolist() == [0.5, -0.5, 0.5, -0.5, -0.5, -0.5, -0.5, -0.5, 0.5]
-
-
-def test_q2_0_takes_minus_one_to_two_from_each_pair_of_bits():
-    block = np.concatenate([np.array([0.5], "<f2").view(np.uint8), np.full(16, 0b11_10_01_00, np.uint8)])
-    assert decode(block, GGMLType.Q2_0, (64,))[:5].tolist() == [-0.5, 0.0, 0.5, 1.0, -0.5]
+def test_q1_0_takes_the_sign_from_each_bit_and_q2_0_minus_one_to_two_from_each_pair():
+    scale = np.array([0.5], "<f2").view(np.uint8)
+    one, two = (np.concatenate([scale, np.full(16, bits, np.uint8)]) for bits in (0b101, 0b11_10_01_00))
+    assert decode(one, GGMLType.Q1_0, (128,))[:9].tolist() == [0.5, -0.5, 0.5, -0.5, -0.5, -0.5, -0.5, -0.5, 0.5]
+    assert decode(two, GGMLType.Q2_0, (64,))[:5].tolist() == [-0.5, 0.0, 0.5, 1.0, -0.5]
 
 
 def test_f64_is_rounded_to_float32():

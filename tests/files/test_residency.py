@@ -27,29 +27,16 @@ def free(monkeypatch: pytest.MonkeyPatch, n_bytes: float) -> None:
     monkeypatch.setattr(residency, "available_memory", lambda: n_bytes)
 
 
-def test_matrices_are_decoded_where_that_fits(weights: Weights, monkeypatch: pytest.MonkeyPatch):
+def test_matrices_are_decoded_where_that_fits_and_else_stay_packed(weights: Weights, monkeypatch: pytest.MonkeyPatch):
     free(monkeypatch, 1e12)
     made = plan(weights)
-    assert made.residency == "decoded"
     assert made.needed == made.decoded > made.packed
     assert "decoded at load" in made.describe()
-
-
-def test_what_just_fits_is_decoded(weights: Weights, monkeypatch: pytest.MonkeyPatch):
-    needed = plan(weights).decoded
-    for spare, residency_then in ((0, "decoded"), (-1, "packed")):
-        free(monkeypatch, float(needed + spare))
+    for n_bytes, residency_then in ((made.decoded, "decoded"), (made.decoded - 1, "packed"), (made.packed, "packed")):
+        free(monkeypatch, float(n_bytes))
         assert plan(weights).residency == residency_then
-
-
-def test_matrices_stay_packed_where_only_that_fits(weights: Weights, monkeypatch: pytest.MonkeyPatch):
-    free(monkeypatch, 1e12)
-    made = plan(weights)
-    free(monkeypatch, (made.packed + made.decoded) / 2)
-    again = plan(weights)
-    assert again.residency == "packed"
-    assert "packed, decoded tile by tile, needs about" in again.describe()
-    assert "decoded at load would need" in again.describe()
+    assert "packed, decoded tile by tile, needs about" in plan(weights).describe()
+    assert "decoded at load would need" in plan(weights).describe()
 
 
 def test_what_does_not_fit_is_refused_with_the_figures_and_a_way_out(weights: Weights, monkeypatch: pytest.MonkeyPatch):
@@ -58,20 +45,14 @@ def test_what_does_not_fit_is_refused_with_the_figures_and_a_way_out(weights: We
         MemoryError, match=r"Q4_K_M.gguf: needs about 0.3 GB \(packed, 256 tokens\), 0.0 GB are free; use a"
     ):
         plan(weights)
-    wide = plan_free_between(weights, monkeypatch)
+    free(monkeypatch, 1e12)
+    wide = plan(weights)
+    free(monkeypatch, (wide.packed + wide.decoded) / 2)
     with pytest.raises(MemoryError, match=r"packed weights would need .* GB, use --weights packed"):
         plan(weights, "decoded")
-    assert wide.residency == "packed"
     free(monkeypatch, float(wide.packed - 1))
     with pytest.raises(MemoryError, match=r"\(decoded, 256 tokens\), .*; use a smaller model, a smaller type or fewer"):
         plan(weights, "decoded")
-
-
-def plan_free_between(weights: Weights, monkeypatch: pytest.MonkeyPatch) -> residency.Plan:
-    free(monkeypatch, 1e12)
-    made = plan(weights)
-    free(monkeypatch, (made.packed + made.decoded) / 2)
-    return plan(weights)
 
 
 def test_the_plan_counts_the_bytes_of_each_type(weights: Weights):

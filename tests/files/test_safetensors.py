@@ -11,6 +11,7 @@ from llorch.files import SafetensorsFolder, open_safetensors
 from llorch.files.safetensors import tensor_bytes, tensors_from
 
 ONE = {"a": np.arange(6, dtype=np.float32).reshape(2, 3)}
+ONE_AND_TWO = {"a": "model-1.safetensors", "b": "model-2.safetensors", "c": "model-2.safetensors"}
 TWO = {"b": np.array([0.5, -2.0], np.float16), "c": np.array([[1.0], [2.5]])}
 
 
@@ -18,7 +19,7 @@ TWO = {"b": np.array([0.5, -2.0], np.float16), "c": np.array([[1.0], [2.5]])}
 def sharded(tmp_path: Path) -> Path:
     safetensors.numpy.save_file(ONE, tmp_path / "model-1.safetensors")
     safetensors.numpy.save_file(TWO, tmp_path / "model-2.safetensors")
-    write_index(tmp_path, {"a": "model-1.safetensors", "b": "model-2.safetensors", "c": "model-2.safetensors"})
+    write_index(tmp_path, ONE_AND_TWO)
     return tmp_path
 
 
@@ -108,14 +109,6 @@ def test_the_links_of_a_download_cache_are_followed(tmp_path: Path):
         assert folder.tensors.keys() == {"a"}
 
 
-@pytest.mark.parametrize("outside", ["../outside.safetensors", "/outside.safetensors", "a\\b", ""])
-def test_a_shard_outside_the_folder_is_unsafe(sharded: Path, outside: str):
-    write_index(sharded, {"a": outside})
-    with pytest.raises(FormatError, match="expected a plain file name") as caught:
-        SafetensorsFolder(sharded)
-    assert caught.value.code == "Unsafe"
-
-
 def test_a_link_out_of_the_folder_is_unsafe(sharded: Path):
     folder = sharded / "inner"
     folder.mkdir()
@@ -125,28 +118,6 @@ def test_a_link_out_of_the_folder_is_unsafe(sharded: Path):
     assert caught.value.code == "Unsafe"
 
 
-def test_a_shard_that_is_not_there_is_missing(sharded: Path):
-    write_index(sharded, {"a": "model-9.safetensors"})
-    with pytest.raises(FormatError, match=r"there is no file model-9\.safetensors") as caught:
-        SafetensorsFolder(sharded)
-    assert caught.value.code == "Missing"
-
-
-def test_a_tensor_that_is_not_in_its_shard_is_missing(sharded: Path):
-    names = {"a": "model-1.safetensors", "b": "model-1.safetensors", "c": "model-2.safetensors"}
-    write_index(sharded, names)
-    with pytest.raises(FormatError, match="1 tensors are not in the shard that the index names: b") as caught:
-        SafetensorsFolder(sharded)
-    assert caught.value.code == "Missing"
-
-
-def test_a_tensor_that_is_not_in_the_index_is_unexpected(sharded: Path):
-    write_index(sharded, {"a": "model-1.safetensors", "b": "model-2.safetensors"})
-    with pytest.raises(FormatError, match="1 tensors of the shards are not in the index: c") as caught:
-        SafetensorsFolder(sharded)
-    assert caught.value.code == "Unexpected"
-
-
 def test_one_name_in_two_shards_is_a_duplicate(sharded: Path):
     safetensors.numpy.save_file(TWO | ONE, sharded / "model-2.safetensors")
     with pytest.raises(FormatError, match="'a' is in two shards") as caught:
@@ -154,12 +125,20 @@ def test_one_name_in_two_shards_is_a_duplicate(sharded: Path):
     assert caught.value.code == "Duplicate"
 
 
-@pytest.mark.parametrize("weight_map", [None, ["a"], {"a": 1}])
-def test_an_index_that_maps_nothing_is_malformed(sharded: Path, weight_map: object):
+@pytest.mark.parametrize(
+    ("weight_map", "told"),
+    [
+        *(({"a": name}, "Unsafe: expected a plain file name") for name in ("../x.safetensors", "/x", "a\\b", "")),
+        ({"a": "model-9.safetensors"}, "Missing: there is no file model-9.safetensors"),
+        (ONE_AND_TWO | {"b": "model-1.safetensors"}, "Missing: 1 tensors are not in the shard that the index names: b"),
+        ({"a": ONE_AND_TWO["a"], "b": ONE_AND_TWO["b"]}, "Unexpected: 1 tensors of the shards are not in the index: c"),
+        *((weight_map, "Malformed: weight_map must map") for weight_map in (None, ["a"], {"a": 1})),
+    ],
+)
+def test_an_index_that_does_not_fit_the_shards_is_refused(sharded: Path, weight_map: object, told: str):
     write_index(sharded, weight_map)
-    with pytest.raises(FormatError, match="weight_map must map") as caught:
+    with pytest.raises(FormatError, match=f": {told}"):
         SafetensorsFolder(sharded)
-    assert caught.value.code == "Malformed"
 
 
 def test_a_folder_without_weights_says_what_is_missing(tmp_path: Path):

@@ -16,10 +16,6 @@ def test_embedding_picks_rows_also_from_a_square_table(rng):
     np.testing.assert_array_equal(embedding(np.array([2]), weight)[0], weight[2, :])
 
 
-def test_embedding_keeps_dtype(rng, dtype):
-    assert embedding(np.array([1, 2]), rng.normal(size=(3, 5)).astype(dtype)).dtype == dtype
-
-
 def test_embedding_is_a_copy_of_the_table(rng):
     weight, ids = rng.normal(size=(3, 5)), np.array([2, 1, 0])
     before = weight.copy()

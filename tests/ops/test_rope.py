@@ -121,17 +121,6 @@ def test_other_scalings_leave_the_length_of_cos_and_sin_alone(scaling):
     np.testing.assert_allclose(cos**2 + sin**2, 1, rtol=1e-14)
 
 
-@pytest.mark.parametrize("scaling", [None, YARN])
-def test_rope_keeps_dtype_and_leaves_its_inputs_alone(rng, dtype, scaling):
-    x = rng.normal(size=(2, 3, HEAD_DIM)).astype(dtype)
-    cos, sin = tables(3, 70, scaling=scaling)
-    before = x.copy(), cos.copy(), sin.copy()
-    got = rope(x, cos, sin)
-    assert got.dtype == dtype
-    for array, copy in zip((x, cos, sin), before, strict=True):
-        np.testing.assert_array_equal(array, copy)
-
-
 def test_scaling_leaves_the_given_frequencies_alone():
     inv_freq = frequencies(8, 100.0)
     for scaling in (LinearScaling(factor=2.0), FactorScaling(factors=(1.0, 2.0, 3.0, 4.0)), YARN):

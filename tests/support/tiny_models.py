@@ -13,18 +13,10 @@ from gguf import GGUFWriter
 HIDDEN, INTER, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 32, 56, 4, 2, 8, 40
 
 CONFIG: dict[str, object] = {
-    "hidden_size": HIDDEN,
-    "intermediate_size": INTER,
-    "num_hidden_layers": 2,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": KV_HEADS,
-    "vocab_size": VOCAB,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 64,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-}
+    "hidden_size": HIDDEN, "intermediate_size": INTER, "num_hidden_layers": 2, "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS, "vocab_size": VOCAB, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+    "max_position_embeddings": 64, "hidden_act": "silu", "tie_word_embeddings": False,
+}  # fmt: skip
 FAMILIES: dict[str, dict[str, object]] = {
     "llama": {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
     "qwen2": {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]},
@@ -43,13 +35,10 @@ def huggingface_shapes(family: str) -> dict[str, tuple[int, ...]]:
         block = f"model.layers.{layer}."
         shapes |= {
             block + "input_layernorm.weight": (HIDDEN,),
-            block + "self_attn.q_proj.weight": (q, HIDDEN),
-            block + "self_attn.k_proj.weight": (kv, HIDDEN),
-            block + "self_attn.v_proj.weight": (kv, HIDDEN),
+            **{block + f"self_attn.{part}_proj.weight": (q if part == "q" else kv, HIDDEN) for part in "qkv"},
             block + "self_attn.o_proj.weight": (HIDDEN, q),
             block + "post_attention_layernorm.weight": (HIDDEN,),
-            block + "mlp.gate_proj.weight": (INTER, HIDDEN),
-            block + "mlp.up_proj.weight": (INTER, HIDDEN),
+            **{block + f"mlp.{part}_proj.weight": (INTER, HIDDEN) for part in ("gate", "up")},
             block + "mlp.down_proj.weight": (HIDDEN, INTER),
         }
         if family == "qwen2":
@@ -64,6 +53,16 @@ def random_tensors(family: str) -> dict[str, np.ndarray]:
     return {
         name: rng.standard_normal(shape, dtype=np.float32) * np.float32(0.1)
         for name, shape in huggingface_shapes(family).items()
+    }
+
+
+def with_biases(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Beside a folder's tensors, a bias that counts upwards for each projection of the attention."""
+    widths = {"q": HEADS * HEAD_DIM, "k": KV_HEADS * HEAD_DIM, "v": KV_HEADS * HEAD_DIM, "o": HIDDEN}
+    return tensors | {
+        f"model.layers.{layer}.self_attn.{part}_proj.bias": np.arange(width, dtype=np.float32)
+        for layer in (0, 1)
+        for part, width in widths.items()
     }
 
 

