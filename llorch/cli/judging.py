@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 import click
 
@@ -13,7 +13,6 @@ from llorch.builtin import BUILTIN
 from llorch.cli.inputs import choose_ids, chosen_numerics, model_path, say_plan
 from llorch.cli.judged import ALL, TRAINING, Judged, summary
 from llorch.cli.judged import EXACT as FORWARD
-from llorch.cli.on_torch import TorchBackend, backends_not_run, torch_backends
 from llorch.cli.options import use_threads
 from llorch.cli.outcome import DIFFERS, MISSING, OK
 from llorch.cli.output import progress, say, to_json
@@ -34,6 +33,9 @@ from llorch.verify.suites.quantised_models import MODELS
 from llorch.verify.training.claims import verify_training_stored
 from llorch.verify.training.goldens import MODELS as TRAINED
 from llorch.verify.witnesses import ProducerName
+
+if TYPE_CHECKING:
+    from llorch.cli.on_torch import TorchBackend
 
 _PACKAGES = {"llamacpp": ("llama_cpp",), "transformers": ("torch", "transformers")}
 
@@ -65,24 +67,16 @@ class Input:
 
 
 def judge_all(
-    models: Sequence[str],
-    against: Sequence[str],
-    arithmetic: Arithmetic,
-    *,
-    prompt: str | None,
-    tokens: list[int] | None,
-    as_json: bool,
-    strict: bool,
-    detail: bool,
-) -> int:
+    models: Sequence[str], against: Sequence[str], arithmetic: Arithmetic, *, prompt: str | None,
+    tokens: list[int] | None, as_json: bool, strict: bool, detail: bool,
+) -> int:  # fmt: skip
     """Judge models one after the other, report each as soon as it is done, and return the exit code.
 
     No models stand for all built-in ones; `against` is `golden` or producers, none for goldens of built-in models and
     all producers of others. `prompt` and `tokens` are for live engines.
     """
     given = Input(prompt, tokens)
-    on_torch = _torch_backends(arithmetic)
-    absent = backends_not_run(on_torch) if on_torch else {}
+    on_torch, absent = _torch_backends(arithmetic)
     specs = dict.fromkeys(models or (*BUILTIN, QUANTISED))
     plans = [(spec, *_plan(spec, against, has_input=given != Input(None, None))) for spec in specs]
     threads = use_threads(*(_config(spec, path) for spec, path, _ in plans))
@@ -108,16 +102,21 @@ def judge_all(
     return _exit_code(counts)
 
 
-def _torch_backends(arithmetic: Arithmetic) -> Sequence[TorchBackend]:
-    """The targets on the torch path; none for NumPy."""
+def _torch_backends(arithmetic: Arithmetic) -> "tuple[Sequence[TorchBackend], Mapping[str, str]]":
+    """The targets on the torch path, none for NumPy; and those that are left out, with the reason."""
     if arithmetic.backend == "numpy":
         if arithmetic.device or arithmetic.dtype:
             raise click.UsageError("--device and --dtype go with --backend torch; NumPy runs on the CPU in float32")
-        return []
+        return [], {}
     if arithmetic.numerics == "ggml" or arithmetic.kv_cache != "f32":
         raise click.UsageError("--numerics ggml goes with --backend numpy; the torch path computes what weights mean")
     _refuse_residency(arithmetic)
-    return torch_backends(arithmetic.device, arithmetic.dtype)
+    if find_spec("torch") is None:
+        raise MissingExtra("torch", "torch")
+    from llorch.cli.on_torch import backends_not_run, torch_backends
+
+    backends = torch_backends(arithmetic.device, arithmetic.dtype)
+    return backends, backends_not_run(backends)
 
 
 def _judged(
@@ -133,7 +132,7 @@ def _judged(
 
 
 def _judged_on_torch(
-    spec: str, path: Path, engines: Sequence[ProducerName], backend: TorchBackend, given: Input, tell: Say
+    spec: str, path: Path, engines: Sequence[ProducerName], backend: "TorchBackend", given: Input, tell: Say
 ) -> Judged:
     if engines:
         judged = _live(path, engines, given, tell, backend.live)

@@ -1,16 +1,16 @@
-"""What `llorch verify --backend torch` runs on, and what judges a model there; torch is imported only then."""
+"""What `llorch verify --backend torch` runs on, and what judges a model there; it needs torch."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
-from typing import TYPE_CHECKING
 
-from llorch.errors import MissingExtra
+from llorch.pytorch.device import Target, target
 from llorch.verify.judge import Row
-
-if TYPE_CHECKING:
-    from llorch.pytorch.device import Target
+from llorch.verify.models import verify_live, verify_stored
+from llorch.verify.runners.torch import torch_runners
+from llorch.verify.suites.packed import verify_quantised_torch
+from llorch.verify.training.torch_runner import DTYPES as TRAINED_DTYPES
+from llorch.verify.training.torch_runner import verify_training_torch
 
 DTYPES = ("float64", "float32", "bfloat16")  # judged when none is asked for
 
@@ -19,7 +19,7 @@ DTYPES = ("float64", "float32", "bfloat16")  # judged when none is asked for
 class TorchBackend:
     """One device and dtype of the torch path, as a judge of models."""
 
-    target: "Target"
+    target: Target
 
     @property
     def name(self) -> str:
@@ -28,48 +28,32 @@ class TorchBackend:
 
     def stored(self, model: str) -> Iterator[Row]:
         """Judge a built-in model against its goldens."""
-        from llorch.verify.models import verify_stored
-        from llorch.verify.runners.torch import torch_runners
-
         return verify_stored(model, torch_runners(self.target), backend=self.name)
 
     @property
     def trains(self) -> bool:
         """Whether there are tolerances for training in its dtype."""
-        from llorch.verify.training.torch_runner import DTYPES
-
-        return self.target.dtype_name in DTYPES
+        return self.target.dtype_name in TRAINED_DTYPES
 
     def training(self, model: str) -> Iterator[Row]:
         """Judge training on a built-in model against its goldens."""
-        from llorch.verify.training.torch_runner import verify_training_torch
-
         return verify_training_torch(model, self.target)
 
     def quantised(self) -> Iterator[Row]:
         """Judge packed matrices against the goldens of checkpoint 13."""
-        from llorch.verify.suites.packed import verify_quantised_torch
-
         return verify_quantised_torch(self.target)
 
     @property
     def live(self) -> Callable[..., Iterator[Row]]:
         """Judge any model against engines; the arguments are those of `verify_live`."""
-        from llorch.verify.models import verify_live
-        from llorch.verify.runners.torch import torch_runners
-
         return partial(verify_live, runners=torch_runners(self.target), backend=self.name)
 
 
 def torch_backends(device: str | None, dtype: str | None) -> Sequence[TorchBackend]:
     """The targets that were asked for, on the CPU and in each of `DTYPES` unless the user says otherwise.
 
-    MissingExtra, MissingDevice (also for one that cannot compute in a dtype), ValueError for a name without a meaning.
+    MissingDevice (also for one that cannot compute in a dtype), ValueError for a name without a meaning.
     """
-    if find_spec("torch") is None:
-        raise MissingExtra("torch", "torch")
-    from llorch.pytorch.device import target
-
     return [TorchBackend(target(device or "cpu", name)) for name in ([dtype] if dtype else DTYPES)]
 
 

@@ -1,7 +1,7 @@
 """`llorch quality`: how much a quantised model differs from its unquantised self, on a text."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _TOKENIZING = 200  # bytes of memory per byte of text; 173 were measured on prose with a vocabulary of 151 thousand
 
-Line = tuple[str, str, str]  # what, value, standard error
+Line = tuple[str, "Estimate | float"]  # what (in % it is shown times 100), and a figure with its error or without
 
 
 @verb(
@@ -42,17 +42,9 @@ Line = tuple[str, str, str]  # what, value, standard error
 @threads_option
 @json_option("One object; every figure with its error, probabilities from 0 to 1.")
 def command(
-    *,
-    reference: str,
-    model: str | None,
-    path: Path,
-    context: int | None,
-    limit: int | None,
-    numerics: str | None,
-    kv_cache: str,
-    residency: "Residency",
-    as_json: bool,
-) -> None:
+    *, reference: str, model: str | None, path: Path, context: int | None, limit: int | None, numerics: str | None,
+    kv_cache: str, residency: "Residency", as_json: bool,
+) -> None:  # fmt: skip
     """How far MODEL is from REFERENCE on a text: KL divergence, same best token, perplexities.
 
     The windows and the scored tokens (the second half of each window) are those of llama-perplexity, so perplexities
@@ -166,34 +158,28 @@ def _print(about: dict[str, Any], judged: "Comparison | Prediction") -> None:
     cut = f"{about['windows']} windows of {about['context']} tokens, {judged.n_scored} scored, {unused} unused"
     out.print(f"{about['text']}: {cut}")
     rows = table("figure", ">value", ">+-")
-    for line in _comparison(judged) if isinstance(judged, Comparison) else _prediction(judged):
-        rows.add_row(*line)
+    for what, figure in (_comparison if isinstance(judged, Comparison) else _prediction)(judged):  # type: ignore[arg-type]
+        times = 100 if what.endswith("(%)") else 1
+        value, error = (figure, None) if isinstance(figure, int | float) else (figure.value, figure.error)
+        rows.add_row(what, f"{times * value:.7g}", "" if error is None else f"{times * error:.2g}")
     print_table(out, rows)
 
 
-def _prediction(judged: "Prediction") -> Iterator[Line]:
-    yield _line("perplexity", judged.perplexity)
-    yield _line("loss (nats)", judged.loss)
+def _prediction(judged: "Prediction") -> list[Line]:
+    return [("perplexity", judged.perplexity), ("loss (nats)", judged.loss)]
 
 
-def _comparison(judged: "Comparison") -> Iterator[Line]:
-    yield _line("perplexity of the reference", judged.reference_perplexity)
-    yield _line("perplexity of the model", judged.perplexity)
-    yield _line("perplexity, difference", judged.perplexity_difference)
-    yield _line("perplexity, ratio", judged.perplexity_ratio)
-    yield _line("perplexity, ln of the ratio", judged.perplexity_log_ratio)
-    yield _line("KL divergence, mean (nats)", judged.kl)
-    for share, value in judged.kl_quantiles.items():
-        yield f"KL divergence, {share}", _number(value), ""
-    yield _line("same most likely token (%)", judged.same_top, 100)
-    yield _line("probability of the right token, RMS change (%)", judged.p_rms, 100)
-    yield _line("probability of the right token, mean change (%)", judged.p_mean, 100)
-    yield "probability of the right token, largest change (%)", _number(100 * judged.p_max), ""
-
-
-def _line(what: str, figure: "Estimate", times: int = 1) -> Line:
-    return what, _number(times * figure.value), f"{times * figure.error:.2g}"
-
-
-def _number(value: float) -> str:
-    return f"{value:.7g}"
+def _comparison(judged: "Comparison") -> list[Line]:
+    return [
+        ("perplexity of the reference", judged.reference_perplexity),
+        ("perplexity of the model", judged.perplexity),
+        ("perplexity, difference", judged.perplexity_difference),
+        ("perplexity, ratio", judged.perplexity_ratio),
+        ("perplexity, ln of the ratio", judged.perplexity_log_ratio),
+        ("KL divergence, mean (nats)", judged.kl),
+        *((f"KL divergence, {share}", value) for share, value in judged.kl_quantiles.items()),
+        ("same most likely token (%)", judged.same_top),
+        ("probability of the right token, RMS change (%)", judged.p_rms),
+        ("probability of the right token, mean change (%)", judged.p_mean),
+        ("probability of the right token, largest change (%)", judged.p_max),
+    ]

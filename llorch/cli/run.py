@@ -59,28 +59,11 @@ from llorch.cli.output import say, to_json
 @json_option("One JSON line per token: id, text, logprob, finish (null, eos, stop or length).")
 @click.option("-v", "--verbose", is_flag=True, help="Rates on stderr.")
 def command(
-    *,
-    model: str,
-    prompt: str | None,
-    chat: str | None,
-    system: str | None,
-    history: Path | None,
-    max_tokens: int,
-    stop: tuple[str, ...],
-    ignore_eos: bool,
-    adapter: Path | None,
-    any_base: bool,
-    numerics: str | None,
-    kv_cache: str,
-    residency: Any,
-    backend: str,
-    device: str | None,
-    dtype: str | None,
-    compiled: bool,
-    as_json: bool,
-    verbose: bool,
+    *, model: str, prompt: str | None, chat: str | None, system: str | None, history: Path | None, max_tokens: int,
+    stop: tuple[str, ...], ignore_eos: bool, adapter: Path | None, any_base: bool, numerics: str | None, kv_cache: str,
+    residency: Any, backend: str, device: str | None, dtype: str | None, compiled: bool, as_json: bool, verbose: bool,
     **sampling: Any,
-) -> None:
+) -> None:  # fmt: skip
     """Continue PROMPT with MODEL (default: story), or answer --chat; text goes to stdout as it is made.
 
     The prompt is read from stdin (without its last line end) where there is none or it is -, and so is --chat -.

@@ -40,21 +40,10 @@ from llorch.cli.options import (
 @click.option("--strict", is_flag=True, help="A near-tie (TIE) fails, too.")
 @click.option("--detail", is_flag=True, help="A line per stage instead of one per checkpoint.")
 def command(
-    *,
-    models: tuple[str, ...],
-    against: tuple[str, ...],
-    prompt: str | None,
-    tokens: list[int] | None,
-    numerics: str | None,
-    kv_cache: str,
-    residency: Any,
-    backend: str,
-    device: str | None,
-    dtype: str | None,
-    as_json: bool,
-    strict: bool,
-    detail: bool,
-) -> None:
+    *, models: tuple[str, ...], against: tuple[str, ...], prompt: str | None, tokens: list[int] | None,
+    numerics: str | None, kv_cache: str, residency: Any, backend: str, device: str | None, dtype: str | None,
+    as_json: bool, strict: bool, detail: bool,
+) -> None:  # fmt: skip
     """Compare our forward pass with two engines that someone else wrote.
 
     In float64 ours is compared with the truth, which transformers computes in pure float64, at 1e-12; in float32 with

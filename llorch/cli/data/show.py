@@ -36,16 +36,9 @@ if TYPE_CHECKING:
 @click.option("--parse-special", is_flag=True, help="In plain text, the text of a control token is that token.")
 @json_option("One object: counts, notes, and the examples with ids and which of them are learned.")
 def command(
-    *,
-    model: str,
-    data: str,
-    count: int,
-    split: str,
-    max_length: int | None,
-    train_on: "TrainOn",
-    parse_special: bool,
+    *, model: str, data: str, count: int, split: str, max_length: int | None, train_on: "TrainOn", parse_special: bool,
     as_json: bool,
-) -> None:
+) -> None:  # fmt: skip
     """Encode DATA for MODEL and print some examples, and counts.
 
     What is learned is green, or stands in [[brackets]] where there is no colour; control tokens are underlined.
