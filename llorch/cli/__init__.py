@@ -1,6 +1,15 @@
 """The command line: one module per verb, imported when the verb is used, each with its heavy imports inside.
 
-Results go to stdout, everything else (progress, warnings, errors) to stderr; see `outcome` for exit codes.
+In come words, out come results on stdout and everything else (progress, warnings, errors) on stderr, and an exit code.
+A verb checks what goes together, calls the room that does the work, and prints; it computes nothing itself. In the
+order to read:
+
+    verbs, options    groups of verbs and their help pages; what several verbs share on their command lines
+    inputs            a MODEL, a prompt, ids, a conversation, as users say them
+    outcome, output   every exception to a line and an exit code; where output goes; `tables` prints tables
+    run, tokenize, trace, convert, inspect (`contents`), bench, quality, data/, lora/       the verbs
+    verify            `judging` runs what is asked for (`on_torch` with torch), `judged` groups and counts the rows,
+                      `report` prints them
 """
 
 import click

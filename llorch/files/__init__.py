@@ -1,11 +1,18 @@
-"""Weights of a model by canonical name, whatever file they come from; loaded when first asked for.
+"""Files of models: bytes to arrays, and back.
 
-Opening checks that the file holds exactly the tensors that its configuration asks for, and lists every fault
-at once. A tensor that is missing is never filled in, an extra one never dropped: both mean that the file and
-the configuration speak of different models.
+In comes a path, of a GGUF file or a Hugging Face folder. Out come `Weights`, on this page: arrays by canonical name,
+whatever file they are from, each loaded when it is first asked for. Opening checks that the file holds exactly the
+tensors that its configuration asks for, and lists every fault at once. A tensor that is missing is never filled in
+(transformers fills it with random numbers), an extra one never dropped: both mean that the file and the configuration
+speak of different models. In the order to read:
 
-Source: transformers fills missing tensors with random numbers and prints a report; this is what we do
-instead.
+    names        which weights a model has, what they are called where, the row order of q and k
+    mapped       a file opened once, mapped, watched for change; `metadata` and `gguf` read a GGUF file through it,
+                 `strict_json`, `safetensors` and `folder` a Hugging Face folder
+    quant        the types of ggml, decoded by `blocks/`; `packed` is a tensor as stored, `matrix` multiplies with one
+    residency    whether matrices lie decoded or packed while a model runs
+    encode       float32 to those types; `export` and `export_huggingface` write whole models, `new_file` puts what is
+                 written in its place, complete or not at all
 """
 
 import logging
