@@ -5,10 +5,8 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from llorch.stages import BY_NAME, CHECKPOINTS
-from llorch.verify.compare import Difference, Tolerance
+from llorch.verify.compare import times_over
 from llorch.verify.judge import FAIL, PASS, TIE, Row
 from llorch.verify.runners.numpy import BACKENDS
 from llorch.verify.training.goldens import TRUTH
@@ -59,18 +57,18 @@ class Line:
 def lines(judged: Judged, *, by_stage: bool = False) -> list[Line]:
     """One line per checkpoint in their order, also without a row; `by_stage` one per stage, or per model of several."""
     groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
-    errors: dict[tuple, dict[str, float]] = defaultdict(dict)
     for row in judged.rows:
         stage = row.place.stage if row.checkpoint in TRAINING else row.stage  # one of many tensors there
         part = stage if row.model == judged.model else row.model
         groups[row.checkpoint, part if by_stage else ""].append(row)
-        errors[row.model, *_place(row)][row.producer] = row.producer_error
     out = []
     for checkpoint in judged.checkpoints:
         found = [(stage, rows) for (number, stage), rows in groups.items() if number == checkpoint]
         for stage, rows in found:
             closest = max(rows, key=_closeness)
-            out.append(Line(checkpoint, stage, len(rows), closest, errors[closest.model, *_place(closest)]))
+            beside = [row for row in rows if (row.model, *_place(row)) == (closest.model, *_place(closest))]
+            errors = {row.producer: row.producer_error for row in beside}
+            out.append(Line(checkpoint, stage, len(rows), closest, errors))
         if not found:
             out.append(Line(checkpoint, "", 0, None, {}))
     return out
@@ -119,7 +117,7 @@ def summary(models: Sequence[Judged], absent: Mapping[str, str] | None = None, *
         "failed": verdicts[FAIL],
         "ties": verdicts[TIE],
         "strict": strict,
-        "checkpoints_not_run": sum(line.verdict == NOT_RUN for judged in models for line in lines(judged)),
+        "checkpoints_not_run": sum(len(_not_run(judged)) for judged in models),
         "not_run": [{"model": judged.model, "reason": reason} for judged in models for reason in judged.not_run],
         "backends": sorted({row.backend for row in rows}),
         "backends_not_run": [{"backend": backend, "reason": reason} for backend, reason in absent.items()],
@@ -130,14 +128,17 @@ def summary(models: Sequence[Judged], absent: Mapping[str, str] | None = None, *
     }
 
 
+def _not_run(judged: Judged) -> set[str]:
+    return {*judged.checkpoints} - {row.checkpoint for row in judged.rows}
+
+
 def _place(row: Row) -> tuple[str, str, str, int | None]:
     return row.case, row.mode, row.stage, row.layer
 
 
 def _closeness(row: Row) -> tuple[int, float]:
-    of_token = None if math.isnan(row.token_error) else np.array([row.token_error])
-    tolerance = Tolerance(row.tolerance, row.tolerance_worst, row.tolerance_token)
-    return _SEVERITY[row.verdict], Difference(row.error, row.worst, tokens=of_token).over(tolerance)
+    parts = (row.error, row.tolerance), (row.worst, row.tolerance_worst), (row.token_error, row.tolerance_token)
+    return _SEVERITY[row.verdict], max(times_over(*part) for part in parts if not math.isnan(part[0]))
 
 
 _STAGE_ORDER = {name: place for place, name in enumerate(BY_NAME)}

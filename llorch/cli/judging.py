@@ -98,7 +98,7 @@ def judge_all(
         click.echo(to_json({"version": VERSION, "rows": rows, "summary": counts}))
     else:
         out.print(threads)
-        print_end(out, done, absent)
+        print_end(out, done, absent, counts)
     return _exit_code(counts)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.text import Text
 
-from llorch.cli.judged import NOT_RUN, TRAINING, Judged, Line, first_failure, lines, summary
+from llorch.cli.judged import NOT_RUN, TRAINING, Judged, Line, first_failure, lines
 from llorch.cli.tables import print_table, table
 from llorch.ops.precision import WIDE_LIMIT
 from llorch.stages import CHECKPOINTS
@@ -82,7 +82,7 @@ def legend(models: Sequence[Judged]) -> str:
     return exact + torch + _COLUMNS + (_DERIVED if any(judged.numerics for judged in models) else "") + training
 
 
-def print_end(out: Console, models: Sequence[Judged], absent: Mapping[str, str]) -> None:
+def print_end(out: Console, models: Sequence[Judged], absent: Mapping[str, str], counts: Mapping) -> None:
     """Print the legend, what failed first in each model, the backends that nothing ran on, and the closing line."""
     out.print(legend(models))
     for judged in models:
@@ -90,7 +90,6 @@ def print_end(out: Console, models: Sequence[Judged], absent: Mapping[str, str])
             out.print(Text(line, _STYLES[FAIL]))
     for backend, reason in absent.items():
         out.print(Text(f"{NOT_RUN}  {backend}: {reason}", _STYLES[NOT_RUN]))
-    counts = summary(models, absent)
     if counts["float64"]:
         out.print(float64_line(counts["float64"]))
     out.print(closing_line(counts))

@@ -6,6 +6,7 @@ lora_A (r, in)   lora_B (out, r)   of an embedding: in = vocabulary, out = hidde
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from jaxtyping import Float32
@@ -47,7 +48,11 @@ class Adapter:
 
     def scaling(self, name: str) -> float:
         """What the product of one matrix's adapter is multiplied with."""
-        return self.config.scaling_of(self.targets[name])
+        return self._scalings[name]
+
+    @cached_property
+    def _scalings(self) -> dict[str, float]:
+        return {name: self.config.scaling_of(target) for name, target in self.targets.items()}
 
     def flat(self) -> dict[str, np.ndarray]:
         """Every trained tensor under one name: `layers.3.q_proj.lora_A`."""

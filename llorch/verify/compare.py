@@ -76,25 +76,26 @@ class Difference:
 
     def within(self, tolerance: Tolerance) -> bool:
         """Whether this difference passes."""
-        token, limit = self.nearest_token(tolerance)
-        parts = (self.error, tolerance.error), (self.worst, tolerance.worst), (token, limit)
-        return self.fault is None and all(part <= limit for part, limit in parts)
+        if self.fault is not None or not (self.error <= tolerance.error and self.worst <= tolerance.worst):
+            return False
+        return self.tokens is None or tolerance.tokens is None or bool((self.tokens <= tolerance.tokens).all())
 
     def over(self, tolerance: Tolerance) -> float:
         """By what factor the tolerance is exceeded; at most 1 when it passes, infinite for a fault."""
         if self.fault is not None:
             return math.inf
-        token = _ratio(*self.nearest_token(tolerance))
-        return max(_ratio(self.error, tolerance.error), _ratio(self.worst, tolerance.worst), token)
+        token = times_over(*self.nearest_token(tolerance))
+        return max(times_over(self.error, tolerance.error), times_over(self.worst, tolerance.worst), token)
 
     def nearest_token(self, tolerance: Tolerance) -> tuple[float, float]:
         """Error and limit of the token that is nearest to its limit, or farthest beyond; zero where there is none."""
         if self.tokens is None or tolerance.tokens is None:
             return 0.0, 0.0
-        limits = np.broadcast_to(np.asarray(tolerance.tokens, np.float64), self.tokens.shape)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            at = int(np.argmax(np.where(self.tokens > 0, self.tokens / limits, 0.0)))
-        return float(self.tokens[at]), float(limits[at])
+        limits = np.asarray(tolerance.tokens, np.float64)
+        with np.errstate(divide="ignore"):
+            shares = np.divide(self.tokens, limits, out=np.zeros_like(self.tokens), where=self.tokens > 0)
+        at = int(shares.argmax())
+        return float(self.tokens[at]), float(limits[at] if limits.ndim else limits)
 
     def describe(self) -> str:
         """One line for a person."""
@@ -139,22 +140,28 @@ def measure(got: object, want: object, *, masked: bool = False, token_axis: int 
     Returns:
         The difference; with `fault` set when the values could not be compared.
     """
-    fault = _fault(got, want, masked=masked)
+    fault = _fault(got, want)
     if fault is not None:
         return Difference(math.inf, math.inf, fault)
     assert isinstance(got, np.ndarray)
     assert isinstance(want, np.ndarray)
+    if masked and (fault := _mask_fault(got, want)):
+        return Difference(math.inf, math.inf, fault)
     if got.dtype.kind in "iu":
         return _measure_exact(got, want)
     a, b = (np.where(np.isneginf(want), 0, x) if masked else x for x in (got, want))
     a, b = a.astype(np.float64, copy=False), b.astype(np.float64, copy=False)
-    apart = np.abs(a - b)
-    index = tuple(int(i) for i in np.unravel_index(int(np.argmax(apart)), apart.shape))
-    worst = _ratio(float(apart[index]), float(np.abs(b).max()))
-    scale = max(float(apart[index]), float(np.abs(b).max())) or 1.0  # squares must neither overflow nor vanish
-    error = _ratio(float(np.linalg.norm(apart / scale)), float(np.linalg.norm(b / scale)))
-    tokens = None if token_axis is None else _by_token(apart / scale, b / scale, token_axis)
-    return Difference(error, worst, None, index, float(a[index]), float(b[index]), tokens)
+    with np.errstate(invalid="ignore"):
+        apart = np.abs(a - b)
+    index = _place(apart.argmax(), apart.shape)  # of NaN or infinity where there is one
+    largest, size = float(apart[index]), float(np.abs(b).max())
+    if not math.isfinite(largest) and (fault := _not_finite(got, want, masked=masked)):
+        return Difference(math.inf, math.inf, fault)
+    scale = max(largest, size) or 1.0  # squares must neither overflow nor vanish
+    apart, scaled = apart / scale, b / scale
+    error = times_over(_norm(apart), _norm(scaled))
+    tokens = None if token_axis is None else _by_token(apart, scaled, token_axis)
+    return Difference(error, times_over(largest, size), None, index, float(a[index]), float(b[index]), tokens)
 
 
 def measure_in(got: object, want: object, *, unit: float) -> Difference:
@@ -170,13 +177,15 @@ def measure_in(got: object, want: object, *, unit: float) -> Difference:
     Returns:
         The root mean square of the differences and the largest, both in units; with `fault` as in `measure`.
     """
-    fault = _fault(got, want, masked=False)
+    fault = _fault(got, want)
     if fault is not None:
         return Difference(math.inf, math.inf, fault)
     assert isinstance(got, np.ndarray)
     assert isinstance(want, np.ndarray)
+    if fault := _not_finite(got, want):
+        return Difference(math.inf, math.inf, fault)
     apart = np.abs(got.astype(np.float64) - want) / unit
-    index = tuple(int(i) for i in np.unravel_index(int(np.argmax(apart)), apart.shape))
+    index = _place(apart.argmax(), apart.shape)
     error = float(np.sqrt(np.square(apart).mean()))
     return Difference(error, float(apart[index]), None, index, float(got[index]), float(want[index]))
 
@@ -264,7 +273,7 @@ def compare(got: Trace, want: Trace, tolerance: Tolerance = Tolerance(1e-5, 1e-4
     return Report(differences, tolerance, only)
 
 
-def _fault(got: object, want: object, *, masked: bool) -> str | None:
+def _fault(got: object, want: object) -> str | None:
     for side, array in (("got", got), ("want", want)):
         if not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray):
             return f"{side}: expected an array, got {'nothing' if array is None else type(array).__name__}"
@@ -276,36 +285,54 @@ def _fault(got: object, want: object, *, masked: bool) -> str | None:
         return f"dtype: got {got.dtype}, want {want.dtype}"
     if want.dtype.kind not in "iuf":
         return f"dtype: expected integers or floats, got {want.dtype}"
-    if want.size == 0:
-        return "empty: nothing to compare"
+    return "empty: nothing to compare" if want.size == 0 else None
+
+
+def _not_finite(got: np.ndarray, want: np.ndarray, *, masked: bool = False) -> str | None:
     for side, array in (("got", got), ("want", want)):
         allowed = np.isfinite(array) | (np.isneginf(array) if masked else False)
         if not allowed.all():
             return f"non-finite: {array.size - int(allowed.sum())} of {array.size} values of {side}"
-    if masked and not np.array_equal(np.isneginf(got), np.isneginf(want)):
+    return None
+
+
+def _mask_fault(got: np.ndarray, want: np.ndarray) -> str | None:
+    if fault := _not_finite(got, want, masked=True):
+        return fault
+    if not np.array_equal(np.isneginf(got), np.isneginf(want)):
         return (
             f"mask: {int((np.isneginf(got) != np.isneginf(want)).sum())} of {want.size} entries masked on one side only"
         )
-    if masked and not np.isfinite(want).any():
-        return "mask: everything is masked"
-    return None
+    return None if np.isfinite(want).any() else "mask: everything is masked"
 
 
 def _measure_exact(got: np.ndarray, want: np.ndarray) -> Difference:
     wrong = got != want
-    index = tuple(int(i) for i in np.unravel_index(int(np.argmax(wrong)), wrong.shape))
+    index = _place(wrong.argmax(), wrong.shape)
     # One wrong integer is wrong however many are right: `worst` is 1, above every tolerance.
     return Difference(float(wrong.mean()), float(wrong.any()), None, index, float(got[index]), float(want[index]))
+
+
+def _place(at: np.intp, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(int(i) for i in np.unravel_index(at, shape))
+
+
+def _norm(array: "np.ndarray | np.float64") -> float:
+    flat = array.ravel(order="K")
+    return math.sqrt(flat.dot(flat))
 
 
 def _by_token(apart: np.ndarray, want: np.ndarray, axis: int) -> np.ndarray:
     """The error of every token; where all of one is zero, any difference is infinite."""
     others = tuple(other for other in range(want.ndim) if other != axis)
     off, size = (np.sqrt(np.square(array).sum(axis=others)) for array in (apart, want))
+    if size.all():
+        return off / size
     return np.where(size > 0, off / np.where(size > 0, size, 1.0), np.where(off > 0, math.inf, 0.0))
 
 
-def _ratio(part: float, whole: float) -> float:
+def times_over(part: float, whole: float) -> float:
+    """A ratio; 0 of 0 is none, anything else of 0 is infinite."""
     if part == 0:
         return 0.0
     return part / whole if whole > 0 else math.inf

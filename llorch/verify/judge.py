@@ -6,6 +6,7 @@ ours may be from it. A runner computes; `judge` compares.
 
 import math
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -74,11 +75,12 @@ class Claim:
     unit: float | None = None
 
     def difference(self, got: np.ndarray | None, want: np.ndarray | None = None) -> Difference:
-        """How far an array is from the golden, or from another."""
-        want = self.want if want is None else want
+        """How far an array is from the golden, or as a whole from another."""
         if self.unit is not None:
-            return measure_in(got, want, unit=self.unit)
-        return measure(got, want, masked=self.masked, token_axis=self.token_axis)
+            return measure_in(got, self.want if want is None else want, unit=self.unit)
+        if want is not None:
+            return measure(got, want, masked=self.masked)
+        return measure(got, self.want, masked=self.masked, token_axis=self.token_axis)
 
     def from_truth(self, array: np.ndarray | None) -> float:
         """How far an array is from the truth; NaN where there is none."""
@@ -86,11 +88,17 @@ class Claim:
             return math.nan
         return self.difference(None if array is None else array.astype(self.truth.dtype), self.truth).error
 
+    @cached_property
+    def of_witness(self) -> float:
+        """How far the golden is from the truth; the same for all that have to reproduce it."""
+        return self.from_truth(self.want) if self.witness_error is None else self.witness_error
+
 
 def judge(claim: Claim, got: np.ndarray | None, *, model: str, backend: str) -> Row:
     """Compare an array of ours with what is claimed of it."""
     found, place = claim.difference(got), claim.place
     token_error, token_limit = found.nearest_token(claim.limit)
+    same = claim.want is claim.truth and found.fault is None
     return Row(
         model=model,
         checkpoint=place.checkpoint,
@@ -102,8 +110,8 @@ def judge(claim: Claim, got: np.ndarray | None, *, model: str, backend: str) -> 
         mode=claim.mode,
         error=found.error,
         worst=found.worst,
-        truth_error=claim.from_truth(got),
-        producer_error=claim.from_truth(claim.want) if claim.witness_error is None else claim.witness_error,
+        truth_error=found.error if same else claim.from_truth(got),
+        producer_error=0.0 if same else claim.of_witness,
         tolerance=claim.limit.error,
         tolerance_worst=claim.limit.worst,
         verdict=PASS if found.within(claim.limit) else FAIL,

@@ -25,7 +25,7 @@ def rows(model: str, target: str) -> list[Row]:
     weights, golden = weights_of(model), training_golden_of(model)
     if target != "numpy":
         return list(torch_rows(model, weights, golden, on(target)))
-    return [row for backend in ON_NUMPY for row in numpy_rows(model, weights, golden, backend)]
+    return list(numpy_rows(model, weights, golden))
 
 
 def backends(targets: tuple[str, ...] = TARGETS) -> list[str]:

@@ -6,7 +6,7 @@ Limits are those of `training.limits`. Parameters are measured in learning rates
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 
 import numpy as np
@@ -33,9 +33,7 @@ Granted = Callable[[Place, str], Tolerance]  # of a place and a mode
 
 def verify_training_stored(name: str) -> Iterator[Row]:
     """Judge NumPy on one of `MODELS` against its stored training goldens; these must be whole, and of its weights."""
-    weights, golden = stored(name)
-    for backend in (*BACKENDS, FLOAT64):
-        yield from numpy_rows(name, weights, golden, backend)
+    yield from numpy_rows(name, *stored(name))
 
 
 def stored(name: str) -> tuple[Weights, TrainingGolden]:
@@ -47,12 +45,22 @@ def stored(name: str) -> tuple[Weights, TrainingGolden]:
     return open_weights(path), golden
 
 
-def numpy_rows(name: str, weights: Weights, golden: TrainingGolden, backend: str) -> Iterator[Row]:
-    """Judge NumPy in one of `BACKENDS`, or in float64; files are written and read once, as it runs."""
-    wide, files = backend == FLOAT64, {}
-    claimed = claims(golden, weights.config, "float64" if wide else "float32")
+def numpy_rows(name: str, weights: Weights, golden: TrainingGolden) -> Iterator[Row]:
+    """Judge NumPy in each of `BACKENDS` and in float64, of goldens that are at hand."""
+    in_float32 = list(claims(golden, weights.config, "float32"))  # the same of all backends
+    for backend in BACKENDS:
+        yield from _rows_of(name, weights, golden, backend, in_float32)
+    wide = claims(golden, weights.config, "float64")
+    yield from _rows_of(name, weights.astype(np.float64), golden, FLOAT64, wide)
+
+
+def _rows_of(
+    name: str, weights: Weights, golden: TrainingGolden, backend: str, claimed: Iterable[Claim]
+) -> Iterator[Row]:
+    """Of one backend; files are written and read once, as it runs."""
+    files = {}
     with BACKENDS.get(backend, nullcontext)():
-        runner = NumpyRunner(weights.astype(np.float64) if wide else weights, golden)
+        runner = NumpyRunner(weights, golden)
         ours = {ISOLATED: dict(runner.isolated()), CHAINED: dict(runner.chained())}
         if backend == "numpy":
             logits, files = exported(weights, golden)
@@ -62,7 +70,7 @@ def numpy_rows(name: str, weights: Weights, golden: TrainingGolden, backend: str
 
 
 def rows(
-    name: str, claimed: Iterator[Claim], ours: Mapping[str, Arrays], backend: str, *, left_out: Collection[str] = ()
+    name: str, claimed: Iterable[Claim], ours: Mapping[str, Arrays], backend: str, *, left_out: Collection[str] = ()
 ) -> Iterator[Row]:
     """Judge a run; it lacks the groups of stages in `left_out`, anything else that is missing fails."""
     for claim in claimed:
