@@ -1,6 +1,6 @@
 """Checkpoint 14, quantised: the torch path's packed matrices against llama.cpp's goldens of checkpoint 13."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -20,66 +20,55 @@ from llorch.verify.suites.packed import PACKED_MODELS, product_rows, verify_quan
 from llorch.verify.suites.quantised_models import write_model
 
 PRODUCTS = [stage.name for stage in STAGES if stage.matrix]
-Key = tuple[str, str, str, str]  # model or type, stage, mode, backend
+Judged = tuple[str, str, str]  # stage, mode, backend
+TARGETS = [(device, dtype) for device in ("cpu", "cuda") for dtype in ("float32", "bfloat16", "float16")]
 
 
 @cache
-def rows(device: str, dtype: str) -> dict[Key, list[Row]]:
-    grouped: dict[Key, list[Row]] = {}
-    for row in verify_quantised_torch(target(device, dtype)):
-        grouped.setdefault((row.model, row.stage, row.mode, row.backend), []).append(row)
-    return grouped
+def rows(device: str, dtype: str) -> list[Row]:
+    return list(verify_quantised_torch(target(device, dtype)))
 
 
-def expected_keys(device: str, dtype: str) -> Iterator[Key]:
+def expected(device: str, dtype: str) -> dict[str, set[Judged]]:
+    """Of each type and model."""
     backend = f"torch-{device}-{dtype}"
-    for kind in PACKERS:
-        yield kind.name, f"decode.{kind.name}", "exact", backend
+    every = {kind.name: {(f"decode.{kind.name}", "exact", backend)} for kind in PACKERS}
     for model in PACKED_MODELS:
-        yield model, "file", "exact", backend
-        for stage in PRODUCTS:
-            yield model, stage, "isolated", backend
-            yield model, stage, "isolated", f"{backend}-plain"
+        of_stages = {(stage, "isolated", backend + suffix) for stage in PRODUCTS for suffix in ("", "-plain")}
+        every[model] = every.get(model, set()) | {("file", "exact", backend)} | of_stages
+    return every
 
 
-def parameters() -> Iterator:
-    for device in ("cpu", "cuda"):
-        for dtype in ("float32", "bfloat16", "float16"):
-            for key in expected_keys(device, dtype):
-                marks = pytest.mark.gpu if device == "cuda" else ()
-                yield pytest.param(device, dtype, key, marks=marks, id="checkpoint_14-13-" + "-".join(key))
-
-
-@pytest.mark.parametrize(("device", "dtype", "key"), list(parameters()))
-def test_checkpoint(device: str, dtype: str, key: Key):
+@pytest.mark.parametrize(
+    ("device", "dtype"), [pytest.param(*at, marks=pytest.mark.gpu if at[0] == "cuda" else ()) for at in TARGETS]
+)
+def test_checkpoint_14_quantised(device: str, dtype: str):
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("NOT RUN: needs a CUDA device")
-    found = rows(device, dtype).get(key, [])
-    assert found, f"{key}: no comparison was made"
-    assert {row.checkpoint for row in found} == {"13"}
-    bad = [row for row in found if row.verdict != PASS]
-    assert not bad, f"{len(bad)} of {len(found)} rows fail, first: {bad[0]}"
-
-
-def test_checkpoint_14_quantised_rows_are_all_looked_at():
-    assert rows("cpu", "float32").keys() == set(expected_keys("cpu", "float32"))
+    found: dict[str, set[Judged]] = {}
+    for row in rows(device, dtype):
+        found.setdefault(row.model, set()).add((row.stage, row.mode, row.backend))
+    assert found == expected(device, dtype)
+    assert {row.checkpoint for row in rows(device, dtype)} == {"13"}
+    bad = [row for row in rows(device, dtype) if row.verdict != PASS]
+    assert not bad, f"{len(bad)} of {len(rows(device, dtype))} rows fail, first: {bad[0]}"
     assert {"Q8_0", "Q4_0", "Q4_K", "Q6_K", "Q4_K_M"} == set(PACKED_MODELS)
 
 
 def test_checkpoint_14_quantised_covers_both_layers():
-    for (_, stage, mode, _), found in rows("cpu", "float32").items():
-        if mode == "isolated" and stage != "logits":
-            assert {row.layer for row in found} == {0, 1}
+    layers: dict[tuple[str, ...], set[int | None]] = {}
+    for row in rows("cpu", "float32"):
+        if row.mode == "isolated" and row.stage != "logits":
+            layers.setdefault((row.model, row.stage, row.backend), set()).add(row.layer)
+    assert all(found == {0, 1} for found in layers.values())
 
 
 def test_checkpoint_14_quantised_grants_float32_what_numpy_is_granted():
-    assert max(row.tolerance for found in rows("cpu", "float32").values() for row in found) <= 2.5e-6
+    assert max(row.tolerance for row in rows("cpu", "float32")) <= 2.5e-6
 
 
 def test_checkpoint_14_quantised_grants_half_precision_a_few_roundings_only():
-    granted = {
-        dtype: max(r.tolerance for f in rows("cpu", dtype).values() for r in f) for dtype in ("bfloat16", "float16")
-    }
+    granted = {dtype: max(row.tolerance for row in rows("cpu", dtype)) for dtype in ("bfloat16", "float16")}
     assert granted["bfloat16"] < 0.04
     assert granted["float16"] < 0.005
 

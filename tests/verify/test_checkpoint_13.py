@@ -1,12 +1,12 @@
 """Checkpoint 13: blocks, roundings and products of every quantised type, against the stored goldens of llama.cpp."""
 
 import shutil
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 from planted_quantised import golden
+from stored_rows import quantised_rows
 
 from llorch.builtin import goldens_folder
 from llorch.stages import BY_NAME, STAGES
@@ -17,51 +17,51 @@ from llorch.verify.suites.quantised import BACKENDS, verify_quantised_stored
 from llorch.verify.suites.quantised_goldens import FOLDER, ROUNDED_TO, types
 from llorch.verify.suites.quantised_models import MODELS, write_model
 
-Key = tuple[str, str]  # model or type, stage
-Place = tuple[str, int | None, str, str]  # mode, layer, case, backend
+Places = dict[str, set[tuple[str, int | None, str, str]]]  # of a stage: mode, layer, case, backend
 AFTER = ("near, 1 cached", "near, 4 cached", "near, 7 cached")
+ALONE = {("exact", None, "near", "numpy-ggml")}
 
 
 @cache
-def rows() -> dict[Key, list[Row]]:
-    grouped: dict[Key, list[Row]] = {}
-    for row in verify_quantised_stored():
-        grouped.setdefault((row.model, row.stage), []).append(row)
+def rows() -> dict[str, list[Row]]:
+    """By model or type."""
+    grouped: dict[str, list[Row]] = {}
+    for row in quantised_rows():
+        grouped.setdefault(row.model, []).append(row)
     return grouped
 
 
-def expected() -> Iterator[tuple[Key, set[Place]]]:
-    alone: set[Place] = {("exact", None, "near", "numpy-ggml")}
-    for kind in types():
-        yield (kind.name, f"decode.{kind.name}"), alone
+def expected() -> dict[str, Places]:
+    every: dict[str, Places] = {kind.name: {f"decode.{kind.name}": ALONE} for kind in types()}
     for kind in ROUNDED_TO:
-        for name in ("x86", "generic") if kind.startswith("Q8") else ("x86",):
-            yield (kind, f"rounding.{kind}.{name}"), alone
+        names = ("x86", "generic") if kind.startswith("Q8") else ("x86",)
+        every.setdefault(kind, {}).update({f"rounding.{kind}.{name}": ALONE for name in names})
     for model, recipe in MODELS.items():
-        yield (model, "file"), alone
+        of_model = every.setdefault(model, {})
+        of_model["file"] = ALONE
         for stage in (stage for stage in STAGES if stage.applies_to(recipe.config)):
             modes = [("isolated", "near"), ("chained", "near"), *(("decode", case) for case in AFTER)]
             modes += [("free", "near")] if stage.name == "logits" else []
             layers = (0, 1) if stage.in_layer else (None,)
-            yield (
-                (model, stage.name),
-                {(mode, layer, case, b) for mode, case in modes for layer in layers for b in BACKENDS},
-            )
+            of_model[stage.name] = {
+                (mode, layer, case, b) for mode, case in modes for layer in layers for b in BACKENDS
+            }
+    return every
 
 
-@pytest.mark.parametrize(
-    ("key", "places"), list(expected()), ids=["checkpoint_13-" + "-".join(k) for k, _ in expected()]
-)
-def test_checkpoint(key: Key, places: set[Place]):
-    found = rows().get(key, [])
-    assert {(row.mode, row.layer, row.case, row.backend) for row in found} == places
-    assert {row.checkpoint for row in found} == {"13"}
-    bad = [row for row in found if row.verdict != PASS]
-    assert not bad, f"{len(bad)} of {len(found)} rows fail, first: {bad[0]}"
+@pytest.mark.parametrize(("name", "places"), expected().items(), ids=expected())
+def test_checkpoint_13(name: str, places: Places):
+    found: Places = {}
+    for row in rows()[name]:
+        found.setdefault(row.stage, set()).add((row.mode, row.layer, row.case, row.backend))
+    assert found == places
+    assert {row.checkpoint for row in rows()[name]} == {"13"}
+    bad = [row for row in rows()[name] if row.verdict != PASS]
+    assert not bad, f"{len(bad)} of {len(rows()[name])} rows fail, first: {bad[0]}"
 
 
 def test_checkpoint_13_rows_are_all_looked_at():
-    assert rows().keys() == {key for key, _ in expected()}
+    assert rows().keys() == expected().keys()
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_checkpoint_13_rows_are_all_looked_at():
     ],
 )
 def test_checkpoint_13_grants_what_is_derived(mode: str, stages: set[str], least: float, most: float):
-    granted = [row.tolerance for found in rows().values() for row in found if row.mode == mode and row.stage in stages]
+    granted = [row.tolerance for row in quantised_rows() if row.mode == mode and row.stage in stages]
     assert least <= max(granted) <= most
 
 

@@ -11,6 +11,8 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+from stored_rows import WHOLE, suffixes
+from stored_rows import torch_rows as rows
 from torch_targets import CPU, CUDA, on
 
 from llorch.builtin import BUILTIN, builtin_path, goldens_folder
@@ -26,23 +28,6 @@ from llorch.verify.runners.torch import VARIANTS, torch_runners
 from llorch.verify.truth import WITNESS
 
 IN_LAYERS = {stage.name for stage in STAGES if stage.in_layer}
-
-
-# What is judged of every model on the CPU: as it is written, and as users get it. `WHOLE`, which has every kind of
-# stage, is judged in all variants; `llorch verify --backend torch` judges all of everything.
-EVERYWHERE = {
-    "torch-cpu-float32": ("", "-sdpa-batch", "-fast", "-fast-batch"),
-    "torch-cpu-bfloat16": ("-sdpa-batch", "-fast", "-fast-batch"),
-    "torch-cpu-float16": ("-sdpa-batch",),
-    "torch-cpu-float64": ("",),
-}
-WHOLE = "micro-qwen3"
-WHOLE_IN = ("torch-cpu-float32", "torch-cpu-bfloat16")
-
-
-@cache
-def rows(target: str, model: str) -> list[Row]:
-    return list(verify_stored(model, torch_runners(on(target), only=suffixes(target, model)), backend=target))
 
 
 @cache
@@ -72,37 +57,26 @@ def expected(target: str, variant: str, model: str) -> Iterator[tuple[str, str, 
         yield "12", "exact", "generation", producer
 
 
-def suffixes(target: str, model: str) -> list[str]:
-    """Variants that are judged; packed matrices have goldens of their own."""
-    if target in CPU and not (model == WHOLE and target in WHOLE_IN):
-        return [*EVERYWHERE[target]]
-    return [suffix for suffix in VARIANTS if suffix != "-packed" and (suffix != "-compiled" or target in CUDA)]
-
-
-def places() -> Iterator[object]:
-    for target, model in product(CPU, BUILTIN):
-        for suffix in suffixes(target, model):
-            for number in dict.fromkeys(number for number, *_ in expected(target, suffix, model)):
-                name = f"checkpoint_14-{target}{suffix}-{model}-checkpoint_{number}"
-                yield pytest.param(target, suffix, model, number, id=name)
-
-
-@pytest.mark.parametrize(("target", "suffix", "model", "number"), list(places()))
-def test_checkpoint(target: str, suffix: str, model: str, number: str):
-    require_all(target, suffix, model, {number})
+@pytest.mark.parametrize(
+    ("target", "suffix", "model"),
+    [(target, suffix, model) for target, model in product(CPU, BUILTIN) for suffix in suffixes(target, model)],
+    ids=lambda part: part or "plain",
+)
+def test_checkpoint_14(target: str, suffix: str, model: str):
+    require_all(target, suffix, model)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("model", BUILTIN)
 @pytest.mark.parametrize(("target", "suffix"), [(t, s) for t in CUDA for s in suffixes(t, WHOLE)])
 def test_checkpoint_14_on_cuda(target: str, suffix: str, model: str):
-    require_all(target, suffix, model, {number for number, *_ in expected(target, suffix, model)})
+    require_all(target, suffix, model)
 
 
-def require_all(target: str, suffix: str, model: str, numbers: set[str]) -> None:
-    """Every comparison of some checkpoints was made, and passes."""
-    found = [row for row in rows(target, model) if belongs(row, target, suffix, model) and row.checkpoint in numbers]
-    want = {place for place in expected(target, suffix, model) if place[0] in numbers}
+def require_all(target: str, suffix: str, model: str) -> None:
+    """Every comparison was made, and passes."""
+    found = [row for row in rows(target, model) if belongs(row, target, suffix, model)]
+    want = {*expected(target, suffix, model)}
     assert {(row.checkpoint, row.mode, row.stage, row.producer) for row in found} == want
     good = (PASS, TIE) if target.endswith("16") else (PASS,)
     bad = [row for row in found if row.verdict not in good]

@@ -10,77 +10,79 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+from stored_rows import forward_rows
 
 from llorch.builtin import BUILTIN, builtin_path
+from llorch.config import ModelConfig
 from llorch.files import open_weights
 from llorch.stages import CHECKPOINTS, STAGES
 from llorch.verify.goldens import PRODUCERS, SAMPLINGS
 from llorch.verify.judge import PASS, Row
-from llorch.verify.models import verify_stored
 from llorch.verify.runners.numpy import BACKENDS, FLOAT64
 from llorch.verify.training.stages import TRAINING_STAGES
 from llorch.verify.truth import WITNESS
 
-Key = tuple[str, str, str, str, str, str]  # checkpoint, model, stage, mode, producer, backend
+Key = tuple[str, str, str]  # checkpoint, model, stage
+Judged = set[tuple[str, str, str]]  # mode, producer, backend
 
 
 @cache
 def rows(model: str) -> dict[Key, list[Row]]:
     grouped: dict[Key, list[Row]] = {}
-    for row in verify_stored(model):
-        key = (row.checkpoint, row.model, row.stage, row.mode, row.producer, row.backend)
-        grouped.setdefault(key, []).append(row)
+    for row in forward_rows(model):
+        grouped.setdefault((row.checkpoint, row.model, row.stage), []).append(row)
     return grouped
 
 
-def expected_keys(model: str) -> Iterator[Key]:
+def expected(model: str) -> dict[Key, Judged]:
+    """Every comparison; those of the file itself first."""
     config = open_weights(builtin_path(model)).config
-    yield "00", model, "tensors", "exact", "reader", "numpy"
-    yield "00", model, "token_ids", "exact", "llamacpp", "numpy"
-    for producer, backend in (*product(PRODUCERS, BACKENDS), (WITNESS, FLOAT64)):
-        for stage in STAGES:
-            if stage.applies_to(config):
-                yield stage.checkpoint, model, stage.name, "isolated", producer, backend
-                yield stage.checkpoint, model, stage.name, "chained", producer, backend
-                yield "03", model, stage.name, "decode", producer, backend
-        yield "09", model, "selected_logits", "chained", producer, backend
-        yield "10", model, "argmax", "exact", producer, backend
-        for name in SAMPLINGS:
-            yield "11", model, f"probabilities.{name}", "isolated", producer, backend
-        yield "12", model, "generation", "exact", producer, backend
+    found: dict[Key, Judged] = {
+        ("00", model, "tensors"): {("exact", "reader", "numpy")},
+        ("00", model, "token_ids"): {("exact", "llamacpp", "numpy")},
+    }
+    for by in (*product(PRODUCERS, BACKENDS), (WITNESS, FLOAT64)):
+        for number, stage, mode in places(config):
+            found.setdefault((number, model, stage), set()).add((mode, *by))
+    return found
 
 
-def keys_by_checkpoint() -> list[Key]:
-    found = [key for model in BUILTIN for key in expected_keys(model)]
-    return sorted(found, key=lambda key: list(CHECKPOINTS).index(key[0]))
+def places(config: ModelConfig) -> Iterator[tuple[str, str, str]]:
+    for stage in (stage for stage in STAGES if stage.applies_to(config)):
+        yield from ((stage.checkpoint, stage.name, mode) for mode in ("isolated", "chained"))
+        yield "03", stage.name, "decode"
+    yield "09", "selected_logits", "chained"
+    yield "10", "argmax", "exact"
+    yield from (("11", f"probabilities.{name}", "isolated") for name in SAMPLINGS)
+    yield "12", "generation", "exact"
 
 
-@pytest.mark.parametrize("key", keys_by_checkpoint(), ids=lambda key: "checkpoint_" + "-".join(key))
+EXPECTED = {key: judged for model in BUILTIN for key, judged in expected(model).items()}
+
+
+@pytest.mark.parametrize("key", sorted(EXPECTED), ids=lambda key: "checkpoint_" + "-".join(key))
 def test_checkpoint(key: Key):
     found = rows(key[1]).get(key, [])
-    assert found, f"{key}: no comparison was made"
+    assert {(row.mode, row.producer, row.backend) for row in found} == EXPECTED[key]
     bad = [row for row in found if row.verdict != PASS]  # stored models have no near-ties
     assert not bad, f"{len(bad)} of {len(found)} rows do not pass, first: {bad[0]}"
 
 
 @pytest.mark.parametrize("model", BUILTIN)
-def test_checkpoint_rows_are_all_looked_at(model: str):
-    assert rows(model).keys() == set(expected_keys(model))
-
-
-@pytest.mark.parametrize("model", BUILTIN)
-def test_checkpoint_rows_cover_every_layer_and_case(model: str):
-    config = open_weights(builtin_path(model)).config
-    for (_, _, stage, mode, *_), found in rows(model).items():
-        if stage in {s.name for s in STAGES if s.in_layer} and mode != "decode":
-            assert {(r.case, r.layer) for r in found} == {
-                (case, layer) for case in ("near", "far") for layer in range(config.n_layers)
-            }
+def test_checkpoint_rows_are_all_looked_at_and_cover_every_layer_and_case(model: str):
+    assert rows(model).keys() == {key for key in EXPECTED if key[1] == model}
+    layers = range(open_weights(builtin_path(model)).config.n_layers)
+    every = {(case, layer) for case in ("near", "far") for layer in layers}
+    found: dict[tuple[str, ...], set[tuple[str, int | None]]] = {}
+    for row in forward_rows(model):
+        if row.stage in {s.name for s in STAGES if s.in_layer} and row.mode != "decode":
+            found.setdefault((row.stage, row.mode, row.producer, row.backend), set()).add((row.case, row.layer))
+    assert all(places == every for places in found.values())
 
 
 def test_every_checkpoint_has_a_test():
     with_a_file_of_its_own = {
         number for number in CHECKPOINTS if Path(__file__).with_name(f"test_checkpoint_{number}.py").is_file()
     }
-    found = {key[0] for key in keys_by_checkpoint()} | with_a_file_of_its_own
+    found = {number for number, *_ in EXPECTED} | with_a_file_of_its_own
     assert found | {stage.checkpoint for stage in TRAINING_STAGES} == set(CHECKPOINTS)  # test_training_checkpoints.py

@@ -2,14 +2,16 @@
 
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from stored_rows import forward_rows, quantised_rows, torch_rows
+from training_rows import rows as training_rows
 
 from llorch.stages import CHECKPOINTS, STAGES
-from llorch.verify.judge import exact_row
+from llorch.verify.judge import Row, exact_row
 from llorch.verify.places import Place
 from llorch.verify.report import pages
 from llorch.verify.report.pages import FOLDER, main, page, render, same
@@ -21,9 +23,17 @@ LINE = "<!-- generated: distances -->\n| `q_rope` | 3.5e-05 | ~3e-08 | 1.5e-04 |
 
 
 @pytest.fixture(scope="module")
-def blocks() -> Mapping[Path, Blocks]:
-    """What every page has to say, computed once."""
-    return pages.generated(FOLDER)
+def blocks() -> Iterator[Mapping[Path, Blocks]]:
+    """What every page has to say, computed once, of rows that other tests look at, too."""
+
+    def stored(model: str, runners: object = None, backend: str = "numpy") -> Sequence[Row]:
+        return [row for row in torch_rows(backend, model) if row.backend == backend] if runners else forward_rows(model)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pages, "verify_stored", stored)
+        patch.setattr(pages, "verify_quantised_stored", quantised_rows)
+        patch.setattr(pages, "verify_training_stored", lambda model: training_rows(model, "numpy"))
+        yield pages.generated(FOLDER)
 
 
 @pytest.fixture

@@ -1,0 +1,44 @@
+"""Rows of the stored goldens that several test modules look at, computed once in a process."""
+
+from collections.abc import Sequence
+from functools import cache
+
+from torch_targets import CPU, CUDA, on
+
+from llorch.verify.judge import Row
+from llorch.verify.models import verify_stored
+from llorch.verify.runners.torch import VARIANTS, torch_runners
+from llorch.verify.suites.quantised import verify_quantised_stored
+
+# What is judged of every model on the CPU: as it is written, and as users get it. `WHOLE`, which has every kind of
+# stage, is judged in all variants; `llorch verify --backend torch`, a step of `.ci/run`, judges all of everything.
+EVERYWHERE = {
+    "torch-cpu-float32": ("", "-fast-batch"),
+    "torch-cpu-bfloat16": ("", "-fast-batch"),
+    "torch-cpu-float16": ("",),
+    "torch-cpu-float64": ("",),
+}
+WHOLE = "micro-qwen3"
+WHOLE_IN = ("torch-cpu-float32", "torch-cpu-bfloat16")
+
+
+@cache
+def forward_rows(model: str) -> Sequence[Row]:
+    return tuple(verify_stored(model))
+
+
+@cache
+def quantised_rows() -> Sequence[Row]:
+    return tuple(verify_quantised_stored())
+
+
+@cache
+def torch_rows(target: str, model: str) -> Sequence[Row]:
+    return tuple(verify_stored(model, torch_runners(on(target), only=suffixes(target, model)), backend=target))
+
+
+def suffixes(target: str, model: str) -> list[str]:
+    """Variants that are judged; packed matrices have goldens of their own."""
+    if target in CPU and not (model == WHOLE and target in WHOLE_IN):
+        return [*EVERYWHERE[target]]
+    return [suffix for suffix in VARIANTS if suffix != "-packed" and (suffix != "-compiled" or target in CUDA)]
