@@ -4,13 +4,19 @@ A layer's matrices are decoded once for all of them, and only those of one layer
 control flow, so it runs in a thread of its own; a baton sees to it that one at a time does.
 """
 
-from collections import deque
+import math
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from functools import partial
 from threading import Semaphore, Thread
 from typing import Generic, TypeVar
 
+from llorch.files import Weights
+from llorch.memory import available_memory
+from llorch.numerics import DtypeName
+
+_ROOM = 1.2  # times the weights of a model: what is decoded while they load, and activations
 T = TypeVar("T")
 Turn = Callable[[], None]  # what a job calls at the end of each layer
 
@@ -78,3 +84,24 @@ class Lockstep(Generic[T]):
         self._gates[at].acquire()
         if self._error is not None:
             raise _Ended
+
+
+def fits(weights: Weights, dtype: DtypeName) -> bool:
+    """Whether a model as a whole fits the memory that is free."""
+    return _ROOM * _size(dtype) * sum(_elements(weights).values()) <= available_memory()
+
+
+def largest_part(weights: Weights, dtype: DtypeName) -> float:
+    """Bytes of the layer, or the output matrix, that is largest: what a model takes that is read part by part."""
+    return _ROOM * _size(dtype) * max(_elements(weights).values())
+
+
+def _size(dtype: DtypeName) -> int:
+    return {"float64": 8, "float32": 4}.get(dtype, 2)
+
+
+def _elements(weights: Weights) -> Counter[str]:
+    parts: Counter[str] = Counter()
+    for name in weights:
+        parts[name.rpartition(".")[0] or name] += math.prod(weights.shape(name))
+    return parts

@@ -29,16 +29,16 @@ from llorch.verify.goldens import (
     take,
 )
 from llorch.verify.judge import Row
+from llorch.verify.lockstep import largest_part
 from llorch.verify.places import Pass
 from llorch.verify.runners import Runner
 from llorch.verify.runners.numpy import GgmlRunner, numpy_runners
 from llorch.verify.suites.files import decode_rows, foreign_tensors, foundation_rows, own_tensors, token_rows
 from llorch.verify.suites.forward import ForwardSuite
 from llorch.verify.truth import WITNESS, take_truth
-from llorch.verify.witnesses import ProducerName, open_producer
+from llorch.verify.witnesses import ProducerName, Say, open_producer
 from llorch.verify.witnesses.process import start
 
-Say = Callable[[str], None]
 Runners = Callable[..., Iterable[Runner]]  # of weights, and whether there is a truth to judge float64 by: wide=
 
 
@@ -153,7 +153,7 @@ def ask(
     for name in producers:
         say(f"running {name}")
         with not_run(name, failed):
-            with open_producer(name, path) as producer:
+            with open_producer(name, path, say=_from(say, name)) as producer:
                 shown = take(producer, cases, n_greedy=n_greedy)
                 theirs = producer.tokenize(text, add_special=True, parse_special=False) if text is not None else None
             evidence[name] = shown
@@ -164,8 +164,13 @@ def ask(
         say(f"running {WITNESS}")
         with not_run(WITNESS, failed):
             require_truth(weights)
-            truth = take_truth(path, cases, evidence, n_greedy=n_greedy)
+            truth = take_truth(path, cases, evidence, n_greedy=n_greedy, say=_from(say, WITNESS))
     return Shown(weights, cases, evidence, truth, texts)
+
+
+def _from(say: Say, name: str) -> Say:
+    """Tells how far an engine is."""
+    return lambda place: say(f"running {name}: {place}")
 
 
 def verify_as_stored(
@@ -233,10 +238,10 @@ def require_memory(config: ModelConfig, n_tokens: int, *, n_traces: int) -> None
 def require_engines(weights: Weights, producers: Sequence[ProducerName]) -> None:
     """Refuse a model that does not fit as float32 in every engine, before any of them loads it (MemoryError).
 
-    llama.cpp maps a file, transformers holds a copy of its own.
+    llama.cpp maps a file, transformers holds a copy of its own, of one layer at least.
     """
-    one = 4 * sum(math.prod(weights.shape(name)) for name in weights)
-    needed = one * (1 + ("transformers" in producers))  # ours, and its
+    ours = 4 * sum(math.prod(weights.shape(name)) for name in weights)
+    needed = ours + largest_part(weights, "float32") * ("transformers" in producers)
     free = available_memory()
     if needed > free:
         raise MemoryError(
@@ -246,7 +251,9 @@ def require_engines(weights: Weights, producers: Sequence[ProducerName]) -> None
 
 
 def require_truth(weights: Weights) -> None:
-    """Refuse a model that does not fit as float64, before an engine loads it (MemoryError)."""
-    needed, free = 8 * sum(math.prod(weights.shape(name)) for name in weights), available_memory()
+    """Refuse a model of which one layer does not fit as float64, before an engine reads it (MemoryError)."""
+    needed, free = largest_part(weights, "float64"), available_memory()
     if needed > free:
-        raise MemoryError(f"the truth needs float64 weights, {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free")
+        raise MemoryError(
+            f"the truth needs one layer at a time in float64, {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"
+        )

@@ -17,14 +17,19 @@ from llorch.verify.compare import Difference, measure
 from llorch.verify.goldens import Evidence, Truth, calls_for, shown_by
 from llorch.verify.limits import SCORES
 from llorch.verify.places import Pass
-from llorch.verify.witnesses import Call, open_producer
+from llorch.verify.witnesses import Call, Say, open_producer
 
 WITNESS = "transformers-float64"  # its name in rows
 ATTENTION = "attention"  # stands for scores, probabilities and context as one op
 
 
 def take_truth(
-    path: str | Path, cases: Mapping[str, Pass], evidence: Mapping[str, Evidence], *, n_greedy: int
+    path: str | Path,
+    cases: Mapping[str, Pass],
+    evidence: Mapping[str, Evidence],
+    *,
+    n_greedy: int,
+    say: Say | None = None,
 ) -> Truth:
     """Run the engine in float64.
 
@@ -33,6 +38,7 @@ def take_truth(
         cases: The inputs.
         evidence: What each producer showed for them.
         n_greedy: Length of the greedy continuation.
+        say: Told how far it is, where the model is so large that one layer at a time is in memory.
 
     Returns:
         The truth.
@@ -41,7 +47,7 @@ def take_truth(
         MissingExtra: transformers is not installed.
         RuntimeError: It does not run the model, or not in float64.
     """
-    with open_producer("transformers", path, dtype="float64") as engine:
+    with open_producer("transformers", path, dtype="float64", say=say) as engine:
         asked = calls_for(cases, n_greedy)
         calls = [*asked]
         for theirs in evidence.values():
@@ -56,8 +62,8 @@ def take_truth(
             for producer, theirs in evidence.items()
         }
         near = cases["near"].ids
-        steps = engine.logits((*near, *shown.greedy[:-1].tolist()))[len(near) - 1 :]
-        return Truth(shown, steps, distances)
+        (logits,) = engine.together([("logits", ((*near, *shown.greedy[:-1].tolist()),), {})])
+        return Truth(shown, logits[len(near) - 1 :], distances)
 
 
 def _isolated(config: ModelConfig, this: Pass, golden: Mapping[str, np.ndarray]) -> list[Call]:

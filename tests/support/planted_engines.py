@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from llorch.errors import FormatError, MissingExtra
+from llorch.verify.witnesses.child import tell
 
 
 class OwnError(RuntimeError):
@@ -50,6 +51,11 @@ class Planted:
 
     def echo(self, *values: object, **named: object) -> tuple:
         return values, named
+
+    def tell(self, *lines: str) -> int:
+        for line in lines:
+            tell(line)
+        return len(lines)
 
     def end_by(self, number: int) -> None:
         os.kill(os.getpid(), number)

@@ -17,7 +17,7 @@ from llorch.config import ModelConfig
 from llorch.errors import MissingExtra
 from llorch.numerics import EXACT, DtypeName, Numerics
 from llorch.sampling import SamplingSettings
-from llorch.verify.witnesses.process import GGML_VARIABLES, EngineInChild
+from llorch.verify.witnesses.process import GGML_VARIABLES, EngineInChild, Say
 
 ProducerName = Literal["llamacpp", "transformers"]
 Call = tuple[str, Sequence, Mapping]  # a method, its arguments, and those that have names
@@ -80,18 +80,21 @@ def open_producer(
     n_threads: int | None = None,
     numerics: Numerics = EXACT,
     dtype: DtypeName = "float32",
+    streamed: bool | None = None,
+    say: Say | None = None,
 ) -> Producer:
     """Load a model into an engine, in a process of its own; to be closed or used in a `with` statement.
 
     With `EXACT` numerics the engine is shown float weights of `dtype`; `GGML` lets llama.cpp compute with the file as
     it is. In half precision transformers keeps activations in it too, llama.cpp rounds to it what it multiplies with a
-    matrix. Every method may raise EngineDied.
+    matrix. `streamed`: transformers holds one layer at a time; if not told, where the whole model does not fit. Such a
+    run tells `say` how far it is. Every method may raise EngineDied.
     """
     for package in _PACKAGES.get(name, ()):
         if find_spec(package) is None:
             raise MissingExtra("golden", package)
-    settings = {"n_threads": n_threads, "numerics": numerics, "dtype": dtype}
-    opened = EngineInChild(name, path, f"{__name__}:open_here", name, path, **settings)
+    settings = {"n_threads": n_threads, "numerics": numerics, "dtype": dtype, "streamed": streamed}
+    opened = EngineInChild(name, path, f"{__name__}:open_here", name, path, say=say, **settings)
     return cast(Producer, opened)
 
 
@@ -102,6 +105,7 @@ def open_here(
     n_threads: int | None = None,
     numerics: Numerics = EXACT,
     dtype: DtypeName = "float32",
+    streamed: bool | None = None,
 ) -> Producer:
     """`open_producer` in this process, which is changed by that."""
     if name == "llamacpp":
@@ -117,7 +121,7 @@ def open_here(
         _require("transformers")
         from llorch.verify.witnesses.transformers import Transformers
 
-        return Transformers(path, n_threads=n_threads, dtype=dtype)
+        return Transformers(path, n_threads=n_threads, dtype=dtype, streamed=streamed)
     raise ValueError(f"producer: expected one of {', '.join(get_args(ProducerName))}, got {name!r}")
 
 

@@ -25,6 +25,7 @@ from llorch.verify.witnesses.messages import described, message, receive, send
 def main(first_import: str) -> None:
     """Answer requests until there are no more; import first what takes long, while nothing is asked yet."""
     channel = _alone()
+    _ASKING.append(channel)
     requests: SimpleQueue[Any] = SimpleQueue()
     threading.Thread(target=_listen, args=(channel, requests), daemon=True).start()
     if first_import:
@@ -40,6 +41,12 @@ def main(first_import: str) -> None:
             traceback.clear_frames(error.__traceback__)  # what they hold may be large
         send(channel, answer)
         del answer
+
+
+def tell(text: str) -> None:
+    """Say how far a long call is, to the process that waits for it; to nobody where there is none."""
+    for channel in _ASKING:
+        send(channel, message(["said", text]))
 
 
 def _alone() -> socket.socket:
@@ -98,4 +105,5 @@ def _found(target: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
+_ASKING: list[socket.socket] = []
 _ANSWERS = {"open": _open, "call": _call, "close": _close, "run": _run}

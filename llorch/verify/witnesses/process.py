@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,12 +32,20 @@ START, PASSES, SPEED = 180.0, 32, 50e6  # seconds, times, bytes per second
 _WORDS = 300  # characters
 
 
+Say = Callable[[str], None]
+
+
+def _silent(text: str) -> None:
+    """Nobody wants to know."""
+
+
 class EngineProcess:
     """A process for one engine."""
 
     def __init__(self, engine: str) -> None:
         """Start it; `llamacpp` and `transformers` are imported while nothing is asked yet."""
         self.engine, self._lock, self._death = engine, threading.Lock(), ""
+        self.say: Say = _silent  # told how far a call is
         if not hasattr(socket, "AF_UNIX"):  # Windows
             what = "engines run in processes that this system cannot be connected to"
             raise EngineDied(f"{engine}: {what}; the goldens of built-in models need none")
@@ -74,7 +82,8 @@ class EngineProcess:
             try:
                 self._channel.settimeout(seconds)
                 send(self._channel, parts)
-                kind, *answer = receive(self._channel)
+                while (received := receive(self._channel))[0] == "said":
+                    self.say(received[1])
             except (EOFError, OSError) as error:
                 hangs = isinstance(error, TimeoutError)
                 what = f"no answer to {what} for {seconds:.0f} s" if hangs else f"{self._way_to_end()} in {what}"
@@ -84,6 +93,7 @@ class EngineProcess:
                 self._death = f"{self.engine}: its process was ended when {what} was interrupted"
                 self._end()
                 raise
+        kind, *answer = received
         if kind == "value":
             return answer[0]
         *what_it_was, trace = answer
@@ -122,10 +132,13 @@ def _ended(owner: int, process: subprocess.Popen, channel: socket.socket, folder
 class EngineInChild:
     """An engine with a model, in a process of its own: it has every public method of that engine."""
 
-    def __init__(self, engine: str, path: str | Path, target: str, *args: object, **kwargs: object) -> None:
-        """Load a model by `target`, `module:function`; its size sets the limits of time."""
+    def __init__(
+        self, engine: str, path: str | Path, target: str, *args: object, say: Say | None = None, **kwargs: object
+    ) -> None:
+        """Load a model by `target`, `module:function`; its size sets the limits of time. `say` hears what it tells."""
         self._engine, self._path = engine, Path(path)
         self._process: EngineProcess | None = _taken(engine)
+        self._process.say = say or _silent
         try:
             shown = self._process.ask("loading", ["open", str(Path.cwd()), target, args, kwargs], _patience(self._path))
         except BaseException:
@@ -187,6 +200,7 @@ def _taken(engine: str) -> EngineProcess:
 
 def _give_back(process: EngineProcess) -> None:
     """Let a process wait for the next model, where no other does."""
+    process.say = _silent
     if process.runs and _IDLE.setdefault(process.engine, process) is not process:
         process.end()
 

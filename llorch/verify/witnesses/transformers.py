@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, redirect_stderr
 from copy import deepcopy
 from dataclasses import asdict
-from functools import cached_property
+from functools import cached_property, partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -30,19 +30,30 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from llorch.config import FactorScaling, LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
 from llorch.files import Weights, open_weights
-from llorch.files.names import inventory
 from llorch.numerics import DtypeName
 from llorch.sampling import SamplingSettings
 from llorch.threads import limited, n_threads_for
+from llorch.verify.lockstep import fits
 from llorch.verify.witnesses import Call, Trace, check_ids, checked_trace, one_by_one
+from llorch.verify.witnesses.child import tell
 from llorch.verify.witnesses.float64_everywhere import float64_everywhere
 from llorch.verify.witnesses.transformers_capture import as_array, captured
+from llorch.verify.witnesses.transformers_streamed import (
+    FileTensors,
+    FolderTensors,
+    OurTensors,
+    Streamed,
+    Tensors,
+    named_once,
+    without_weights,
+)
 
 CLASSES: dict[str, tuple[Any, Any]] = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
 }
+AS_CONFIG = "as config.json says"
 # What the converter of llama.cpp turned into rope_freqs.weight: Llama 3.1, Llama 3.2.
 PUBLISHED_LLAMA3 = tuple(
     Llama3Scaling(factor=f, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
@@ -55,8 +66,18 @@ class Transformers:
 
     name = "transformers"
 
-    def __init__(self, path: str | Path, *, n_threads: int | None = None, dtype: DtypeName = "float32") -> None:
-        """Load a model; the threads are those of the process until `close`."""
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        n_threads: int | None = None,
+        dtype: DtypeName = "float32",
+        streamed: bool | None = None,
+    ) -> None:
+        """Load a model; the threads are those of the process until `close`.
+
+        `streamed`: one layer at a time is in memory; if not told, where the whole does not fit.
+        """
         self.path = Path(path)
         weights = open_weights(self.path)
         self.config = weights.config
@@ -64,9 +85,15 @@ class Transformers:
         self.n_threads = n_threads or n_threads_for(self.config)
         with ExitStack() as resources:
             resources.enter_context(limited(self.n_threads))
-            with closing(weights.source), _quiet(), _refusals(), self._arithmetic(refuse=False):
-                if self.path.is_dir():
-                    model, self.rope = _model_of_folder(self.path, self.config, dtype), "as config.json says"
+            resources.enter_context(closing(weights.source))
+            self._streamed: Streamed | None = None
+            with _quiet(), _refusals(), self._arithmetic(refuse=False):
+                if not fits(weights, dtype) if streamed is None else streamed:
+                    model, tensors, self.rope, self.reader = _model_without_weights(weights, dtype)
+                    self._streamed = Streamed(model, tensors, getattr(torch, dtype), self.n_threads, tell)
+                    resources.callback(self._streamed.close)
+                elif self.path.is_dir():
+                    model, self.rope = _model_of_folder(self.path, self.config, dtype), AS_CONFIG
                     self.reader = "transformers"
                 else:
                     model, self.rope, self.reader = _model_of_file(weights, dtype)
@@ -133,8 +160,13 @@ class Transformers:
         return out[0, len(ids) :].tolist()
 
     def together(self, calls: Sequence[Call]) -> list[Any]:
-        """What each of the calls gives."""
-        return one_by_one(self, calls)
+        """What each of the calls gives; a streamed model reads every layer once for all of them."""
+        if self._streamed is None:
+            return one_by_one(self, calls)
+        jobs = [partial(getattr(self, method), *args, **kwargs) for method, args, kwargs in calls]
+        n_passes = max((args[1] for method, args, _ in calls if method == "greedy"), default=1)
+        with self._arithmetic():  # of this thread, and the default dtype, which all threads have in common
+            return self._streamed.together(jobs, n_passes=n_passes)
 
     def probabilities(self, logits: np.ndarray, settings: SamplingSettings, history: Sequence[int]) -> np.ndarray:
         """The distribution that transformers draws from after its own logits processors.
@@ -176,7 +208,7 @@ class Transformers:
                 "attn_implementation": "eager",
                 "device": "cpu",
                 "rope": self.rope,
-                "weights": f"read by {self.reader}",
+                "weights": f"read by {self.reader}" + (", one layer at a time" if self._streamed else ""),
             },
         }
 
@@ -200,11 +232,46 @@ def _model_of_folder(path: Path, config: ModelConfig, dtype: DtypeName) -> Any:
     return model
 
 
+def _model_without_weights(weights: Weights, dtype: DtypeName) -> tuple[Any, Tensors, str, str]:
+    """The model, what its weights are read from, a note on its RoPE, and who reads."""
+    path, precision = Path(weights.path), getattr(torch, dtype)
+    config_class, model_class = CLASSES[weights.config.family]
+    if path.is_dir():
+        engine_config = config_class.from_pretrained(path, local_files_only=True)
+        model = without_weights(model_class, engine_config, precision)
+        return model, FolderTensors(path, precision), AS_CONFIG, "transformers"
+    theirs = _as_transformers_understands(path)
+    engine_config, note = _config_of_file(weights.config, theirs, dtype)
+    model, reader = without_weights(model_class, engine_config, precision), "transformers"
+    if note.startswith("inv_freq"):
+        _divide_frequencies(model, weights.config)
+    try:
+        tensors: Tensors = FileTensors(path, model, theirs, precision)
+    except (ImportError, LookupError, NotImplementedError, ValueError):
+        tensors, reader = OurTensors(weights, precision), "llorch"
+    return model, tensors, note, reader
+
+
 def _model_of_file(weights: Weights, dtype: DtypeName) -> tuple[Any, str, str]:
     """The model, a note on its RoPE, and who read and decoded the file."""
-    config = weights.config
+    path, (_, model_class) = Path(weights.path), CLASSES[weights.config.family]
+    engine_config, note = _config_of_file(weights.config, _as_transformers_understands(path), dtype)
+    model, reader = _as_transformers_reads(path, model_class, deepcopy(engine_config), dtype), "transformers"
+    if model is None:
+        reader = "llorch"
+        with no_init_weights():
+            model = model_class(engine_config)
+        ours = OurTensors(weights, getattr(torch, dtype))
+        model.load_state_dict({name: ours.read(name) for name in named_once(model)}, strict=False, assign=True)
+        model.tie_weights()
+    if note.startswith("inv_freq"):
+        _divide_frequencies(model, weights.config)
+    return model, note, reader
+
+
+def _config_of_file(config: ModelConfig, theirs: dict[str, Any], dtype: DtypeName) -> tuple[Any, str]:
+    """The engine's configuration, what it understood of the file itself first, and a note on its RoPE."""
     rope, note = _rope_parameters(config, dtype)
-    config_class, model_class = CLASSES[config.family]
     settings = {} if config.family == "qwen2" else {"attention_bias": config.qkv_bias}
     settings |= {
         "hidden_size": config.hidden_size,
@@ -214,8 +281,7 @@ def _model_of_file(weights: Weights, dtype: DtypeName) -> tuple[Any, str, str]:
         "num_key_value_heads": config.n_kv_heads,
         "rms_norm_eps": config.rms_norm_eps,
     }
-    theirs = _as_transformers_understands(Path(weights.path))
-    engine_config = config_class(
+    engine_config = CLASSES[config.family][0](
         head_dim=config.head_dim,
         vocab_size=config.vocab_size,
         max_position_embeddings=config.max_position_embeddings,
@@ -224,19 +290,7 @@ def _model_of_file(weights: Weights, dtype: DtypeName) -> tuple[Any, str, str]:
         attn_implementation="eager",
         **{name: theirs.get(name, ours) for name, ours in settings.items()},
     )
-    model, reader = (
-        _as_transformers_reads(Path(weights.path), model_class, deepcopy(engine_config), dtype),
-        "transformers",
-    )
-    if model is None:
-        reader = "llorch"
-        with no_init_weights():
-            model = model_class(engine_config)
-        model.load_state_dict(_state_dict(weights, getattr(torch, dtype)), strict=True, assign=True)
-        model.tie_weights()
-    if note.startswith("inv_freq"):
-        _divide_frequencies(model, config)
-    return model, note, reader
+    return engine_config, note
 
 
 def _as_transformers_understands(path: Path) -> dict[str, Any]:
@@ -267,21 +321,6 @@ def _as_transformers_reads(path: Path, model_class: Any, engine_config: Any, dty
     except (ImportError, NotImplementedError, RuntimeError, ValueError):
         return None
     return None if any(report.values()) else model
-
-
-def _state_dict(weights: Weights, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The weights under transformers' names; copies, because torch wants memory that it may write to."""
-    config = weights.config
-    state = {
-        w.huggingface: torch.from_numpy(weights.array(name).copy()).to(dtype) for name, w in inventory(config).items()
-    }
-    if config.tie_word_embeddings:
-        state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    if config.qkv_bias and not config.o_bias and config.family != "qwen2":
-        # These classes have all four biases or none; adding zero is exact.
-        zeros = torch.zeros(config.hidden_size, dtype=dtype)
-        state |= {f"model.layers.{i}.self_attn.o_proj.bias": zeros.clone() for i in range(config.n_layers)}
-    return state
 
 
 def _rope_parameters(config: ModelConfig, dtype: DtypeName) -> tuple[dict[str, object], str]:

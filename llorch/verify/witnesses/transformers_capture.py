@@ -1,9 +1,9 @@
 """Hooks that read every stage out of an unmodified transformers model with eager attention.
 
 Most stages are inputs or outputs of modules. Rotated queries and keys and the cache are arguments of the
-attention function, which transformers looks up in its registry: for one run we register, under the name "eager",
-a function that notes its arguments and then calls the family's own. The scores exist only inside that function,
-as the input of its softmax; a torch function mode sees that call.
+attention function, which transformers looks up in its registry: we register, under the name "eager", a function that
+calls the family's own and, in a run that is watched, notes its arguments first. The scores exist only inside that
+function, as the input of its softmax; a torch function mode sees that call.
 
 *Isolated*, every stage is recorded and then overwritten with the golden's, so that the next one is made of the golden.
 """
@@ -11,6 +11,7 @@ as the input of its softmax; a torch function mode sees that call.
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+_RECORDER: ContextVar["Recorder | None"] = ContextVar("recorder", default=None)  # of the pass that this thread computes
 Attention = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 # Stage -> path of the module inside a decoder layer.
@@ -53,6 +55,8 @@ class Recorder:
 
     def keep(self, stage: str, tensor: torch.Tensor) -> None:
         """Note a stage; where there is a golden, write that into the very tensor that the engine goes on with."""
+        if _RECORDER.get() is not self:
+            return  # a pass that another thread computes meanwhile
         if stage in self.stages:
             raise RuntimeError(f"transformers: stage {stage} was computed twice in one run")
         self.stages[stage] = as_array(tensor).copy()
@@ -85,7 +89,8 @@ def captured(model: nn.Module, golden: Mapping[str, np.ndarray] | None = None) -
             for stage, path in LAYER_INPUTS.items():
                 hook = _input_hook(recorder, f"l{i}.{stage}")
                 hooks.enter_context(layer.get_submodule(path).register_forward_pre_hook(hook))
-        hooks.enter_context(_watched_attention(recorder))
+        before = _RECORDER.set(recorder)
+        hooks.callback(_RECORDER.reset, before)
         yield recorder.stages
 
 
@@ -103,33 +108,31 @@ def _input_hook(recorder: Recorder, stage: str) -> Callable[..., None]:
     return hook
 
 
-@contextmanager
-def _watched_attention(recorder: Recorder) -> Iterator[None]:
-    def attention(
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        **settings: object,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        eager: Attention = sys.modules[type(module).__module__].eager_attention_forward
-        stage = f"l{module.layer_idx}.".__add__
-        recorder.keep(stage("q_rope"), query[0].transpose(0, 1))  # (seq, heads, head_dim)
-        recorder.keep(stage("k_rope"), key[0].transpose(0, 1))
-        recorder.keep(stage("k_cache"), key[0])
-        recorder.keep(stage("v_cache"), value[0])
-        with _Softmax(recorder, stage, attention_mask):
-            output, probs = eager(module, query, key, value, attention_mask, **settings)
-        if stage("attn_probs") not in recorder.golden:
-            recorder.keep(stage("attn_probs"), probs[0])
-        return output, probs
+def _attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **settings: object,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    eager: Attention = sys.modules[type(module).__module__].eager_attention_forward
+    recorder = _RECORDER.get()
+    if recorder is None:
+        return eager(module, query, key, value, attention_mask, **settings)
+    stage = f"l{module.layer_idx}.".__add__
+    recorder.keep(stage("q_rope"), query[0].transpose(0, 1))  # (seq, heads, head_dim)
+    recorder.keep(stage("k_rope"), key[0].transpose(0, 1))
+    recorder.keep(stage("k_cache"), key[0])
+    recorder.keep(stage("v_cache"), value[0])
+    with _Softmax(recorder, stage, attention_mask):
+        output, probs = eager(module, query, key, value, attention_mask, **settings)
+    if stage("attn_probs") not in recorder.golden:
+        recorder.keep(stage("attn_probs"), probs[0])
+    return output, probs
 
-    ALL_ATTENTION_FUNCTIONS["eager"] = attention
-    try:
-        yield
-    finally:
-        del ALL_ATTENTION_FUNCTIONS["eager"]
+
+ALL_ATTENTION_FUNCTIONS["eager"] = _attention
 
 
 class _Softmax(TorchFunctionMode):

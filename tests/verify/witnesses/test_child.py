@@ -102,6 +102,16 @@ def test_values_arrive_as_they_are(engine: Any):
     assert engine.echo() == ((), {})
 
 
+def test_how_far_a_call_is_can_be_told():
+    told: list[str] = []
+    with EngineInChild("planted", MODEL, "planted_engines:Planted", "tell", "loads", say=told.append) as engine:
+        assert engine.tell("layer 1", "layer 2") == 2  # pyright: ignore[reportAttributeAccessIssue]
+    assert told == ["loads", "layer 1", "layer 2"]
+    with planted() as silent:  # the same process
+        assert silent.tell("layer 1") == 1
+    assert len(told) == 3
+
+
 def test_every_public_method_of_an_engine_can_be_called_and_no_other(engine: Any):
     assert isinstance(engine.leave_a_file(), Path)
     assert not hasattr(engine, "_private")

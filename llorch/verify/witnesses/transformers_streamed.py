@@ -1,0 +1,197 @@
+"""A transformers model of which one layer at a time is in memory: the unmodified class, its parameters on `meta`.
+
+The weights of a layer are read when it is called and dropped when the next one is. They come from the code by which
+transformers reads: safetensors of a folder, and of a GGUF file its map of names, its reordering of rows and the decoder
+that it calls. Types that this does not know are decoded by us.
+"""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGUFReader, dequantize
+from safetensors import safe_open
+from torch import nn
+from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+
+from llorch.files import Weights
+from llorch.files.names import inventory
+from llorch.verify.lockstep import Lockstep, Turn
+
+EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
+_TILE = 4096  # rows that are decoded at once: float32 is no more than a step on the way to the dtype of the run
+_TURN: ContextVar[Turn] = ContextVar("turn", default=lambda: None)  # of the pass that this thread computes
+
+
+class FolderTensors:
+    """Of a Hugging Face folder, as safetensors gives them."""
+
+    def __init__(self, path: Path, dtype: torch.dtype) -> None:
+        """Open its files."""
+        index, self._dtype = path / "model.safetensors.index.json", dtype
+        whole = not index.exists() or (path / "model.safetensors").exists()
+        names = {"model.safetensors"} if whole else {*json.loads(index.read_text())["weight_map"].values()}
+        files = [safe_open(path / name, framework="pt") for name in sorted(names)]
+        self._files = {name: file for file in files for name in file.keys()}
+
+    def read(self, name: str, rows: Sequence[int] | None = None) -> torch.Tensor:
+        """A tensor, or some rows of it, in the dtype of the run."""
+        tensor = self._files[name].get_tensor(name)
+        return (tensor if rows is None else tensor[rows]).to(self._dtype)
+
+
+class FileTensors:
+    """Of a GGUF file, as transformers reads it."""
+
+    def __init__(self, path: Path, model: nn.Module, settings: dict[str, Any], dtype: torch.dtype) -> None:
+        """Open a file; `settings` are what transformers understood of its metadata.
+
+        Raises:
+            LookupError: It does not have every tensor of the model under a name that transformers knows.
+            NotImplementedError: It holds a type that transformers does not decode.
+        """
+        self._dtype, reader = dtype, GGUFReader(path)
+        self._processor = TENSOR_PROCESSORS.get(settings["model_type"], TensorProcessor)(config=settings)
+        self._names = get_gguf_hf_weights_map(model, self._processor)
+        self._found = {self._names[tensor.name]: tensor for tensor in reader.tensors if tensor.name in self._names}
+        missing = {*named_once(model)} - {*self._found}
+        if missing:
+            raise LookupError(f"transformers: {path} has no {', '.join(sorted(missing))}")
+        for tensor in {tensor.tensor_type: tensor for tensor in self._found.values()}.values():
+            dequantize(tensor.data[:1], tensor.tensor_type)
+
+    def read(self, name: str, rows: Sequence[int] | None = None) -> torch.Tensor:
+        """A tensor, or some rows of it (in the order of the file), in the dtype of the run."""
+        tensor = self._found[name]
+        data = tensor.data if rows is None else tensor.data[rows]
+        out = torch.empty((len(data), *tensor.shape[-2::-1].tolist()), dtype=self._dtype)
+        for at in range(0, len(data), _TILE):
+            decoded = dequantize(data[at : at + _TILE], tensor.tensor_type)
+            out[at : at + _TILE] = torch.from_numpy(np.array(decoded))  # which may be a view of the file
+        if rows is not None:
+            return out
+        known = {"tensor_key_mapping": self._names, "parsed_parameters": {}}
+        return self._processor.process(weights=out, name=tensor.name, **known).weights
+
+
+class OurTensors:
+    """As our reader decodes them."""
+
+    def __init__(self, weights: Weights, dtype: torch.dtype) -> None:
+        """Name them as transformers does."""
+        self._weights, self._dtype = weights, dtype
+        self._canonical = {weight.huggingface: name for name, weight in inventory(weights.config).items()}
+
+    def read(self, name: str, rows: Sequence[int] | None = None) -> torch.Tensor:
+        """A tensor, or some rows of it, in the dtype of the run; a copy, because torch wants to write to it."""
+        if name not in self._canonical and name.endswith("o_proj.bias"):
+            # These classes have all four biases or none; adding zero is exact.
+            return torch.zeros(self._weights.config.hidden_size, dtype=self._dtype)
+        array = self._weights.read(self._canonical[name])
+        return torch.from_numpy(array.copy() if rows is None else array[rows]).to(self._dtype)
+
+
+Tensors = FolderTensors | FileTensors | OurTensors
+
+
+def named_once(model: nn.Module) -> list[str]:
+    """The parameters of a model; of two that are one tensor the first."""
+    return [name for name, _ in model.named_parameters()]
+
+
+def without_weights(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
+    """A model with parameters on `meta`; the frequencies of RoPE, which no file holds, are computed."""
+    with torch.device("meta"):
+        model = model_class._from_config(config, dtype=dtype, attn_implementation="eager")
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config)
+    return model
+
+
+class Streamed:
+    """Gives a model the weights of the part that runs, and takes them away again."""
+
+    def __init__(
+        self, model: Any, tensors: Tensors, dtype: torch.dtype, n_threads: int, tell: Callable[[str], None]
+    ) -> None:
+        """Prepare a model `without_weights`."""
+        self._model, self._tensors, self._tell = model, tensors, tell
+        self._tied = model.config.tie_word_embeddings
+        self._readers = ThreadPoolExecutor(n_threads)  # in their threads no dispatch mode widens what is read
+        self._parts = [*(f"model.layers.{i}" for i in range(model.config.num_hidden_layers)), HEAD]
+        self._empty = {part: model.get_submodule(part).state_dict() for part in self._parts}
+        self._held, self._began, self._n_read, self._n_to_read = "", time.monotonic(), 0, len(self._parts)
+        self._fill(FINAL_NORM)
+        self._hold_no_rows(model.get_submodule(EMBEDDING), dtype)
+        for part in self._parts:
+            model.get_submodule(part).register_forward_pre_hook(partial(self._enter, part))
+            model.get_submodule(part).register_forward_hook(lambda *_: _TURN.get()())
+
+    def together(self, calls: Sequence[Callable[[], Any]], *, n_passes: int) -> list[Any]:
+        """Make calls that go through the model, each up to `n_passes` times, layer by layer."""
+
+        def job(call: Callable[[], Any]) -> Callable[[Turn], Any]:
+            def run(turn: Turn) -> Any:
+                _TURN.set(turn)
+                return call()
+
+            return run
+
+        self._began, self._n_read, self._n_to_read = time.monotonic(), 0, n_passes * len(self._parts)
+        try:
+            return Lockstep([job(call) for call in calls]).run()
+        finally:
+            self._drop()
+
+    def close(self) -> None:
+        """Drop the weights and end the threads."""
+        self._drop()
+        self._readers.shutdown()
+
+    def _enter(self, part: str, _module: nn.Module, _inputs: tuple) -> None:
+        if part == self._held:
+            return
+        self._drop()
+        self._say(part)
+        self._fill(part)
+        self._held, self._n_read = part, self._n_read + 1
+
+    def _say(self, part: str) -> None:
+        place = f"layer {self._parts.index(part)} of {len(self._parts) - 1}" if part != HEAD else "logits"
+        seconds = time.monotonic() - self._began
+        left = f", {seconds / self._n_read * (self._n_to_read - self._n_read):.0f} s left" if self._n_read else ""
+        self._tell(place + left)
+
+    def _fill(self, part: str) -> None:
+        module = self._model.get_submodule(part)
+        names = list(module.state_dict())
+        tied = EMBEDDING if part == HEAD and self._tied else part
+        read = self._readers.map(self._tensors.read, [f"{tied}.{name}" for name in names])
+        module.load_state_dict(dict(zip(names, read, strict=True)), assign=True)
+
+    def _drop(self) -> None:
+        if self._held:
+            self._model.get_submodule(self._held).load_state_dict(self._empty[self._held], assign=True)
+        self._held = ""
+
+    def _hold_no_rows(self, module: nn.Embedding, dtype: torch.dtype) -> None:
+        """Let the embedding have the rows of the tokens that it is given: memory that is not written takes no room."""
+        n_rows, width = module.num_embeddings, module.embedding_dim
+        weight = torch.from_numpy(np.zeros((n_rows, width * dtype.itemsize), np.uint8)).view(dtype)
+        known: set[int] = set()
+        module.load_state_dict({"weight": weight}, assign=True)
+
+        def look_up(_module: nn.Module, inputs: tuple) -> None:
+            new = sorted({*inputs[0].flatten().tolist()} - known)
+            if new:
+                rows = self._readers.submit(self._tensors.read, f"{EMBEDDING}.weight", new).result()
+                weight[new] = rows
+                known.update(new)
+
+        module.register_forward_pre_hook(look_up)

@@ -1,0 +1,136 @@
+"""transformers with one layer of a model in memory at a time: the same bits, every layer read once for all passes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from tiny_models import GGUF_METADATA, gguf_tensors, random_tensors, write_file, write_folder
+
+from llorch.builtin import builtin_path
+from llorch.numerics import DtypeName
+from llorch.verify.suites.quantised_models import write_model
+from llorch.verify.witnesses import Call, open_here
+
+pytestmark = pytest.mark.live
+
+IDS = (3, 17, 25, 9, 2, 10, 7, 8)
+N_GREEDY = 3
+
+
+def split_folder(folder: Path) -> Path:
+    """A folder whose tensors lie in two files."""
+    tensors = random_tensors("qwen3")
+    write_folder(folder, tensors, "qwen3")
+    (folder / "model.safetensors").unlink()
+    names = {name: f"model-{at % 2}.safetensors" for at, name in enumerate(tensors)}
+    for file in {*names.values()}:
+        part = {name: tensor for name, tensor in tensors.items() if names[name] == file}
+        safetensors.numpy.save_file(part, folder / file, {"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    return folder
+
+
+def some_biases(path: Path) -> Path:
+    """A Llama file with biases of q, k and v and none of o, which transformers has no model for."""
+    tensors = gguf_tensors()
+    for name, matrix in gguf_tensors().items():
+        if any(part in name for part in ("attn_q.", "attn_k.", "attn_v.")):
+            tensors[name.replace("weight", "bias")] = matrix[:, 0].copy()
+    return write_file(path, tensors, GGUF_METADATA)
+
+
+def model(name: str, folder: Path) -> Path:
+    match name:
+        case "folder":
+            return split_folder(folder / name)
+        case "biases":
+            return some_biases(folder / "biases.gguf")
+        case "Q4_K_M" | "Q1_0":
+            return write_model(name, folder)
+    return builtin_path(name)
+
+
+def asked(golden: dict[str, np.ndarray]) -> list[Call]:
+    given: list[Call] = [("trace", (IDS,), {"golden": golden}), ("logits", (IDS,), {"first_position": 2})]
+    return [("selected_logits", (IDS,), {}), ("greedy", (IDS, N_GREEDY), {}), ("trace", (IDS[:3],), {}), *given]
+
+
+def same(a: Any, b: Any) -> bool:
+    pairs = ((a[key], b[key]) for key in a) if isinstance(a, dict) else [(a, b)]
+    return all(np.array_equal(x, y) for x, y in pairs)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize(
+    ("name", "reader"),
+    [
+        *(("micro-llama", "transformers"), ("micro-llama3", "transformers"), ("folder", "transformers")),
+        *(("Q4_K_M", "transformers"), ("Q1_0", "llorch"), ("biases", "llorch")),
+    ],
+)
+def test_streamed_runs_give_the_bits_of_whole_ones(
+    tmp_path: Path, name: str, reader: str, dtype: DtypeName, monkeypatch: pytest.MonkeyPatch
+):
+    told: list[str] = []
+    monkeypatch.setattr("llorch.verify.witnesses.transformers.tell", told.append)
+    path = model(name, tmp_path)
+    with open_here("transformers", path, dtype=dtype, streamed=False) as engine:
+        calls = asked(engine.trace(IDS))
+        whole = engine.together(calls)
+        assert engine.provenance()["knobs"]["weights"] == f"read by {reader}"  # type: ignore[index]
+    assert told == []
+    with open_here("transformers", path, dtype=dtype, streamed=True) as engine:
+        assert [same(*pair) for pair in zip(engine.together(calls), whole, strict=True)] == [True] * len(calls)
+        n_layers = engine.config.n_layers
+        assert [line.split(",")[0] for line in told] == [
+            *(f"layer {i} of {n_layers}" for i in range(n_layers)), "logits",
+        ] * N_GREEDY  # fmt: skip
+        assert same(engine.logits(IDS), engine.together([("logits", (IDS,), {})])[0])
+        label = engine.provenance()["knobs"]["weights"]  # type: ignore[index]
+    assert label == f"read by {reader}, one layer at a time"
+
+
+def test_one_part_at_a_time_has_weights(monkeypatch: pytest.MonkeyPatch):
+    from llorch.verify.witnesses.transformers_streamed import EMBEDDING, FINAL_NORM, Streamed
+
+    held: list[set[str]] = []
+    fill = Streamed._fill
+
+    def watched(self: Streamed, part: str) -> None:
+        fill(self, part)
+        held.append(parts(self._model))
+
+    monkeypatch.setattr(Streamed, "_fill", watched)
+    with open_here("transformers", builtin_path("micro-llama"), streamed=True) as engine:
+        calls = asked(engine.trace(IDS))
+        held.clear()
+        engine.together(calls)
+        always = {EMBEDDING, FINAL_NORM}
+        layers = [f"model.layers.{i}" for i in range(engine.config.n_layers)]
+        assert [now - always for now in held] == [{part} for part in (*layers, "lm_head")] * N_GREEDY
+        assert parts(engine._model) == always  # type: ignore[attr-defined]
+
+
+def parts(model: Any) -> set[str]:
+    """What has weights: a layer, or another module."""
+    held = [name.split(".") for name, parameter in model.named_parameters() if not parameter.is_meta]
+    return {".".join(name[:3] if "layers" in name else name[:-1]) for name in held}
+
+
+def test_a_pass_that_fails_ends_all_and_the_engine_goes_on():
+    with open_here("transformers", builtin_path("micro-llama"), streamed=True) as engine:
+        want = engine.logits(IDS)
+        with pytest.raises(ValueError, match=r"ids: expected one or more"):
+            engine.together([("logits", (IDS,), {}), ("logits", ((10**6,),), {})])
+        assert same(engine.logits(IDS), want)
+
+
+@pytest.mark.parametrize("free", [0, 1e9])
+def test_what_does_not_fit_is_streamed(monkeypatch: pytest.MonkeyPatch, free: float):
+    monkeypatch.setattr("llorch.verify.lockstep.available_memory", lambda: free)
+    with open_here("transformers", builtin_path("micro-llama")) as engine:
+        label = engine.provenance()["knobs"]["weights"]  # type: ignore[index]
+    assert label.endswith("one layer at a time") == (free == 0)
