@@ -75,10 +75,7 @@ def assembled(
     NonFinite, with the tensors concerned.
     """
     path = None if where is None else str(where)
-    try:
-        targets = config.targets(model)
-    except ValueError as error:
-        raise FormatError("Missing", str(error), path=path) from None
+    targets = targets_in(config, model, path)
     _require_shapes(arrays, wanted_shapes(config, model), path)
     flat = {name: np.array(array, np.float32, copy=copy or None) for name, array in arrays.items()}
     bad = [name for name, array in flat.items() if not np.isfinite(array).all()]
@@ -89,6 +86,14 @@ def assembled(
         for name in targets
     }
     return Adapter(config, targets, found)
+
+
+def targets_in(config: LoraConfig, model: ModelConfig, path: str | None) -> Mapping[str, Target]:
+    """The matrices that an adapter stands beside; FormatError Missing where one is named that the model lacks."""
+    try:
+        return config.targets(model)
+    except ValueError as error:
+        raise FormatError("Missing", str(error), path=path) from None
 
 
 def wanted_shapes(config: LoraConfig, model: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -117,10 +117,8 @@ def _remember(place: Path, text: str) -> None:
             temporary.unlink(missing_ok=True)
 
 
-def require_base(made_for: BaseIdentity | str | None, base: BaseIdentity, *, where: object) -> str:
+def require_base(made_for: BaseIdentity, base: BaseIdentity, *, where: object) -> str:
     """Refuse (BaseMismatch) an adapter made for another base; returns whether it is the same, or cannot be told."""
-    if not isinstance(made_for, BaseIdentity):
-        return require_name(made_for, base.name, where=where)
     if made_for.digest == base.digest:
         return "base: the same, number by number"
     parts = {"shapes and constants": "config", "norms and biases": "vectors"}

@@ -23,7 +23,7 @@ from llorch.files.folder import PICKLE_SUFFIXES, file_inside
 from llorch.files.new_file import new_file
 from llorch.files.safetensors import SafetensorsFile, tensor_bytes
 from llorch.files.strict_json import read_json
-from llorch.lora.adapter import LORA_A, LORA_B, MAGNITUDE, Adapter, assembled, some
+from llorch.lora.adapter import LORA_A, LORA_B, MAGNITUDE, Adapter, assembled, some, targets_in
 from llorch.lora.base import BaseIdentity
 from llorch.lora.config import LoraConfig, Target
 from llorch.lora.peft_config import CONFIG_FILE, config_json, read_config
@@ -53,7 +53,7 @@ def read_peft(folder: str | Path, model: ModelConfig) -> Adapter:
     """
     folder = Path(folder)
     config, _ = read_config(folder)
-    targets = _targets(config, model, folder)
+    targets = targets_in(config, model, str(folder))
     with SafetensorsFile(tensor_file(folder)) as file:
         ours = {stored: name for name, stored in _stored_names(config, targets).items()}
         _check_copies(file, targets)
@@ -106,13 +106,6 @@ def tensor_file(folder: Path) -> Path:
         message = f"{pickles[0]} is a pickle, which can run code; save the adapter with PEFT as safetensors"
         raise FormatError("Unsafe", message, path=folder)
     return file_inside(folder, TENSOR_FILE)
-
-
-def _targets(config: LoraConfig, model: ModelConfig, folder: Path) -> Mapping[str, Target]:
-    try:
-        return config.targets(model)
-    except ValueError as error:
-        raise FormatError("Missing", str(error), path=folder) from None
 
 
 def _stored_names(config: LoraConfig, targets: Mapping[str, Target]) -> dict[str, str]:

@@ -47,7 +47,7 @@ class SnapshotStore:
         where this system has no such lock, else None.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        with _locked(self.folder) as without:
+        with _flock(self.folder) as without:
             self.clear()
             yield without
 
@@ -72,7 +72,7 @@ class SnapshotStore:
         target = self.snapshots / step_name(step)
         try:
             self._prepare()
-            self._write(target, tensors, record)
+            self._write(target, step, tensors, record)
         except OSError as error:
             raise self._explained(error, step) from error
         self._prune(step)
@@ -109,14 +109,14 @@ class SnapshotStore:
             os.mkdir(self.snapshots)
             sync(self.folder)
 
-    def _write(self, target: Path, tensors: Mapping[str, np.ndarray], record: Mapping[str, Any]) -> None:
+    def _write(self, target: Path, step: int, tensors: Mapping[str, np.ndarray], record: Mapping[str, Any]) -> None:
         """Write the files under another name and put them in place."""
         new = _marked(target, "new")
         try:
             os.mkdir(new)
             hashing = Hashing(tensor_bytes(tensors))
             _write_new_file(new / TENSORS, hashing)
-            _write_new_file(new / RECORD, [record_bytes(_step_of(target), record, hashing)])
+            _write_new_file(new / RECORD, [record_bytes(step, record, hashing)])
             sync(new)
             self._place(new, target)
         except BaseException:
@@ -160,7 +160,7 @@ class SnapshotStore:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[str | None]:
+def _flock(folder: Path) -> Iterator[str | None]:
     try:
         import fcntl
     except ModuleNotFoundError:  # Windows
@@ -210,7 +210,3 @@ def step_name(step: int) -> str:
 
 def _marked(target: Path, mark: str) -> Path:
     return target.with_name(f".{mark}-{target.name}")
-
-
-def _step_of(target: Path) -> int:
-    return int(target.name.removeprefix("step-"))

@@ -47,15 +47,6 @@ def test_many_tiles_give_the_bits_of_one(monkeypatch, weights):
         np.testing.assert_allclose(merged_matrix(weights.array(name), adapter, name), want, rtol=2e-7)
 
 
-def test_dora_gives_every_output_the_learned_length(weights):
-    adapter = random_adapter(weights.config, target_modules=("embed_tokens", "up_proj"), use_dora=True)
-    for name, axis in (("embed_tokens", 0), ("layers.0.up_proj", 1)):
-        lengths = np.linalg.norm(merged_matrix(weights.array(name), adapter, name), axis=axis)
-        magnitude = adapter.tensors[name].magnitude
-        assert magnitude is not None
-        np.testing.assert_allclose(lengths, magnitude, rtol=1e-5)
-
-
 @pytest.mark.parametrize("use_dora", [False, True])
 def test_the_adapter_page_merges_to_the_same_numbers(use_dora, weights):
     adapter = random_adapter(weights.config, use_dora=use_dora)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from llorch.files import new_file
 from llorch.train import snapshots
 from llorch.train.snapshots import SnapshotStore
 
@@ -28,7 +29,8 @@ class Crash(BaseException):
 def on(disk: Any) -> Iterator[None]:
     """Let snapshots be written to a disk, which has the names of `os`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(snapshots, "os", disk)
+        for module in (snapshots, new_file):  # the latter syncs
+            patch.setattr(module, "os", disk)
         yield
 
 

@@ -99,16 +99,21 @@ def test_every_example_is_in_one_row_and_no_row_overflows(seed: int):
     assert loads[0] + loads[1] > 64  # no two rows would go into one
 
 
-def test_each_goes_where_the_least_room_is_left():
-    # 7 opens a row, 6 a second, 3 fits the first exactly, 4 the second exactly, 2 needs a third.
-    assert best_fit([2, 3, 6, 4, 7], room=10) == [[4, 1], [2, 3], [0]]
-    assert best_fit([7, 6, 3], room=10) == [[0, 2], [1]]  # and not where the most is left
-
-
-def test_equal_lengths_keep_their_order_and_full_rows_stay_alone():
-    assert best_fit([5, 5, 5, 5], room=10) == [[0, 1], [2, 3]]
-    assert best_fit([10, 10, 1], room=10) == [[0], [1], [2]]
-    assert best_fit([], room=10) == []
+@pytest.mark.parametrize(
+    ("lengths", "rows"),
+    [
+        (
+            [2, 3, 6, 4, 7],
+            [[4, 1], [2, 3], [0]],
+        ),  # 7 and 6 open a row, 3 and 4 fill them, 2 needs a third
+        ([7, 6, 3], [[0, 2], [1]]),  # and not where the most is left
+        ([5, 5, 5, 5], [[0, 1], [2, 3]]),
+        ([10, 10, 1], [[0], [1], [2]]),
+        ([], []),
+    ],
+)
+def test_each_goes_where_the_least_room_is_left_and_equal_lengths_keep_their_order(lengths: list, rows: list):
+    assert best_fit(lengths, room=10) == rows
 
 
 def test_many_examples_are_packed_in_little_time_and_with_little_waste():
@@ -125,15 +130,11 @@ def test_rows_are_made_of_their_examples():
     assert list(packed) == [(examples[2], examples[0]), (examples[1],)]
 
 
-def test_documents_of_a_row_are_numbered_and_positions_start_again():
+def test_documents_of_a_row_start_again_and_their_first_labels_and_all_padding_are_ignored():
     batch = make_batch([(example(3, 10, prompt=1), example(2, 20)), (example(4, 30, prompt=2),)])
     np.testing.assert_array_equal(batch.ids, [[10, 11, 12, 20, 21], [30, 31, 32, 33, 0]])
     np.testing.assert_array_equal(batch.positions, [[0, 1, 2, 0, 1], [0, 1, 2, 3, PADDING]])
     np.testing.assert_array_equal(batch.documents, [[0, 0, 0, 1, 1], [0, 0, 0, 0, PADDING]])
-
-
-def test_the_first_label_of_every_document_and_all_padding_are_ignored():
-    batch = make_batch([(example(3, 10), example(2, 20)), (example(4, 30, prompt=2),)])
     np.testing.assert_array_equal(batch.labels, [[IGNORED, 11, 12, IGNORED, 21], [IGNORED, IGNORED, 32, 33, IGNORED]])
     assert batch.n_trained == 5
 
@@ -170,9 +171,6 @@ def test_stored_examples_come_back_as_they_were():
     assert (stored.n_tokens, stored.n_trained) == (9, sum(one.n_trained for one in given))
     with pytest.raises(IndexError):
         stored[4]
-
-
-def test_no_examples_are_an_empty_list():
     empty = Examples()
     assert (len(empty), empty.n_tokens, empty.n_trained, list(empty), empty.lengths.tolist()) == (0, 0, 0, [], [])
 

@@ -24,16 +24,11 @@ def write(folder: Path, *records: dict, offset: int = 0) -> int:
         return log.synced()
 
 
-def test_numbers_are_read_back_to_the_last_bit(tmp_path: Path):
+def test_numbers_are_read_back_to_the_last_bit_and_wall_times_are_kept_apart(tmp_path: Path):
     from llorch.train.log import read_log
 
     write(tmp_path, STEP, {"step": 1, "valid_loss": 2 / 7})
     assert read_log(tmp_path / "log.jsonl") == [STEP, {"step": 1, "valid_loss": 2 / 7}]
-
-
-def test_wall_times_are_kept_apart(tmp_path: Path):
-    write(tmp_path, STEP)
-    assert "seconds" not in (tmp_path / "log.jsonl").read_text()
     assert json.loads((tmp_path / "timing.jsonl").read_text()) == {"step": 1, "seconds": 0.25}
 
 
@@ -114,15 +109,8 @@ def test_the_curve_shows_training_and_validation(tmp_path: Path):
     assert {"training", "validation", "story on pirate", "optimizer step"} <= texts
 
 
-def test_equal_logs_give_equal_bytes_in_another_process_too(tmp_path: Path):
+def test_the_curve_depends_on_the_log_alone_in_another_process_too(tmp_path: Path):
     other = tmp_path / "other.svg"
     subprocess.run([sys.executable, "-c", DRAW, repr(RECORDS), str(other)], check=True, cwd=REPOSITORY)
-    assert draw(tmp_path / "curve.svg", RECORDS) == other.read_bytes()
-
-
-def test_another_log_gives_another_curve(tmp_path: Path):
-    assert draw(tmp_path / "a.svg", RECORDS) != draw(tmp_path / "b.svg", RECORDS[:-1])
-
-
-def test_a_log_without_steps_gives_an_empty_curve(tmp_path: Path):
-    assert b"<svg" in draw(tmp_path / "curve.svg", [])
+    assert draw(tmp_path / "curve.svg", RECORDS) == other.read_bytes() != draw(tmp_path / "b.svg", RECORDS[:-1])
+    assert b"<svg" in draw(tmp_path / "empty.svg", [])

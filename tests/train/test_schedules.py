@@ -44,11 +44,8 @@ def test_the_peak_is_reached_right_after_the_warm_up(schedule: str):
 def test_linear_and_cosine_fall_to_zero_and_stay_there():
     assert rates("linear", 2, 12)[12:] == [0.0, 0.0]
     assert rates("cosine", 2, 12)[12] == 0.0
+    assert math.isclose(rates("cosine", 2, 12)[7], 1.5e-4, rel_tol=1e-12)  # half the peak half way
     assert rates("constant", 2, 12)[2:] == [3e-4] * 12
-
-
-def test_cosine_is_at_half_the_peak_half_way():
-    assert math.isclose(rates("cosine", 2, 12)[7], 1.5e-4, rel_tol=1e-12)
 
 
 def test_an_unknown_schedule_is_refused_with_those_that_exist():

@@ -58,19 +58,13 @@ def test_a_value_out_of_range_is_refused_by_name(given: dict[str, Any], expected
     assert expected in str(error.value)
 
 
-def test_defaults_are_valid_and_leave_open_only_what_the_model_decides():
+def test_defaults_are_valid_and_leave_open_only_what_model_and_device_decide():
     filled = settings().with_defaults(hidden_size=4096, context=512)
     assert (filled.lr, filled.dtype, filled.max_length) == (2e-4, "float32", 512)
     assert filled.with_defaults(hidden_size=64, context=8) == filled
     assert settings().with_defaults(hidden_size=64, context=4096).max_length == 1024
-
-
-def test_the_default_rate_rises_as_models_get_narrower_and_one_that_is_given_stays():
-    assert settings().rate_for(1024) == pytest.approx(8e-4)
+    assert settings().rate_for(1024) == pytest.approx(8e-4)  # narrower models learn faster
     assert settings(lr=0.5).rate_for(1024) == 0.5
-
-
-def test_the_default_dtype_is_that_of_the_device():
     assert settings(device="cuda:1").dtype_name == "bfloat16"
     assert settings(device="cuda", dtype="float32").dtype_name == "float32"
 

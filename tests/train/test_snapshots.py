@@ -61,24 +61,15 @@ def test_equal_states_give_equal_files(tmp_path: Path):
         assert (first / name).read_bytes() == (second / name).read_bytes()
 
 
-def test_the_last_few_are_kept(tmp_path: Path):
+def test_the_last_few_are_kept_and_none_after_the_step_that_a_run_was_taken_up_before(tmp_path: Path):
     store = SnapshotStore(tmp_path, keep=3)
-    for step in (5, 10, 99_999_999, 100_000_000, 100_000_001):
-        save(store, step)
-    assert store.steps() == [99_999_999, 100_000_000, 100_000_001]
-
-
-def test_a_run_taken_up_before_the_last_snapshot_replaces_it(store: SnapshotStore):
+    assert store.newest() is None
     for step in (10, 20, 15):
         save(store, step)
     assert store.steps() == [10, 15]
-
-
-def test_there_is_no_newest_snapshot_of_a_new_folder(store: SnapshotStore):
-    assert store.newest() is None
-
-
-def test_keeping_none_is_refused(tmp_path: Path):
+    for step in (99_999_999, 100_000_000, 100_000_001):
+        save(store, step)
+    assert store.steps() == [99_999_999, 100_000_000, 100_000_001]
     with pytest.raises(ValueError, match="keep must be at least 1, got 0"):
         SnapshotStore(tmp_path, keep=0)
 
@@ -93,24 +84,18 @@ def test_what_cannot_be_saved_is_refused_and_leaves_nothing(store: SnapshotStore
 
 
 @pytest.mark.parametrize("name", [RECORD, TENSORS])
-def test_a_damaged_snapshot_is_passed_over_with_the_reason(name: str, store: SnapshotStore):
-    save(store, 10)
-    save(store, 20)
-    flip(store.snapshots / "step-00000020" / name, -20)
+def test_a_snapshot_that_is_damaged_or_lacks_a_file_is_passed_over_with_the_reason(name: str, store: SnapshotStore):
+    for step in (10, 20, 30):
+        save(store, step)
+    store = SnapshotStore(store.folder, keep=3)
+    save(store, 40)
+    flip(store.snapshots / "step-00000040" / name, -20)
+    (store.snapshots / "step-00000030" / name).unlink()
     found = store.newest()
     assert found is not None
-    assert found.step == 10
-    assert len(found.skipped) == 1
-    assert f"step-00000020/{name}: Inconsistent: damaged: its sha256 is " in found.skipped[0]
-
-
-def test_a_snapshot_that_lacks_a_file_is_passed_over(store: SnapshotStore):
-    save(store, 10)
-    save(store, 20)
-    (store.snapshots / "step-00000020" / TENSORS).unlink()
-    found = store.newest()
-    assert found is not None
-    assert found.skipped == (f"{store.snapshots}/step-00000020: Missing: the snapshot has no {TENSORS}",)
+    assert found.step == 20
+    assert f"step-00000040/{name}: Inconsistent: damaged: its sha256 is " in found.skipped[0]
+    assert found.skipped[1] == f"{store.snapshots}/step-00000030: Missing: the snapshot has no {name}"
 
 
 def test_when_no_snapshot_can_be_used_each_reason_is_told(store: SnapshotStore):

@@ -4,6 +4,8 @@ Documents that are packed into one row see only themselves. Where no row holds t
 alone: padding stands at the end of a row, so no token sees it, and no loss is taken there.
 """
 
+from typing import Any
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -58,12 +60,8 @@ def checkpoint_gradients(module: CausalLM) -> None:
     arXiv:1604.06174; torch.utils.checkpoint without reentrance, which does not cut the graph at a frozen input.
     """
     for layer in module.model.layers:
-        layer.forward = _Recomputed(layer.forward)  # type: ignore[method-assign]
+        layer.forward = _recomputed(layer.forward)  # type: ignore[method-assign]
 
 
-class _Recomputed:
-    def __init__(self, forward: object) -> None:
-        self._forward = forward
-
-    def __call__(self, x: Tensor, place: Place, cache: NoCache, keep: Keep) -> Tensor:
-        return checkpoint(self._forward, x, place, cache, keep, use_reentrant=False)  # type: ignore[return-value]
+def _recomputed(forward: Any) -> Any:
+    return lambda *given: checkpoint(forward, *given, use_reentrant=False)

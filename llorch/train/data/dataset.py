@@ -15,8 +15,6 @@ from llorch.train.data.plan import Rows, best_fit
 from llorch.train.data.read import find_splits, read_records
 from llorch.train.settings import DataSettings
 
-__all__ = ["DataSettings", "TrainingData", "read_data"]
-
 _REPORT_EVERY = 500  # rows
 
 

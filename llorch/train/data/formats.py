@@ -203,14 +203,6 @@ def _completion(fields: Fields) -> Completion | Chat:
     return Chat([*before, *after], _read_tools(fields), [len(before) + place for place in learned])
 
 
-def _messages(fields: Fields) -> Chat:
-    return _read_chat(fields, "messages", fields.values.get("messages"))
-
-
-def _text(fields: Fields) -> Text:
-    return Text(fields.text("text"))
-
-
 def _read_chat(fields: Fields, key: str, value: object) -> Chat:
     """Check a conversation; `weight` is no part of its messages any more."""
     messages, learned = _read_messages(fields, key, value)
@@ -243,9 +235,9 @@ def _read_tools(fields: Fields) -> list[object] | None:
 # Name: the keys that tell it, further keys that it reads, how it is read.
 FORMATS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...], Callable[[Fields], Parsed]]] = {
     "token ids": (("input_ids",), ("labels", "attention_mask"), _tokens),
-    "messages": (("messages",), ("tools",), _messages),
+    "messages": (("messages",), ("tools",), lambda row: _read_chat(row, "messages", row.values.get("messages"))),
     "ShareGPT": (("conversations",), ("system", "tools"), _share_gpt),
     "Alpaca": (("instruction", "output"), ("input", "system", "history"), _alpaca),
     "prompt and completion": (("prompt", "completion"), ("tools",), _completion),
-    "text": (("text",), (), _text),
+    "text": (("text",), (), lambda row: Text(row.text("text"))),
 }

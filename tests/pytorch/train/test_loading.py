@@ -48,9 +48,6 @@ def test_every_float32_projection_is_replaced_and_shares_its_weights():
     assert isinstance(q_proj, FrozenLinear)
     assert q_proj.weight is before["model.layers.1.self_attn.q_proj.weight"]
     assert q_proj.bias is before["model.layers.1.self_attn.q_proj.bias"]
-
-
-def test_another_dtype_keeps_its_plain_layers():
-    module = loaded(torch.bfloat16)
-    freeze_linears(module)
-    assert not any(isinstance(leaf, FrozenLinear) for leaf in module.modules())
+    narrow = loaded(torch.bfloat16)
+    freeze_linears(narrow)
+    assert not any(isinstance(leaf, FrozenLinear) for leaf in narrow.modules())
