@@ -1,4 +1,4 @@
-"""What the README shows is true: its Python runs, its links lead somewhere, its commands exist."""
+"""What the README and the pages beside it show is true: Python runs, links lead somewhere, commands exist."""
 
 import os
 import re
@@ -16,7 +16,10 @@ from llorch.cli import main
 from llorch.stages import CHECKPOINTS
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
+PAGES = {
+    name: (ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")
+}
+README, FIGURES = PAGES["README.md"], PAGES["benchmarks/README.md"]
 BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, re.DOTALL)
 SHELL = [line for language, block in BLOCKS if not language for line in block.splitlines()]
 TRAINING = next(block.splitlines() for _, block in BLOCKS if "llorch lora train story" in block)
@@ -85,9 +88,27 @@ def test_the_trained_files_are_loaded_by_peft_and_llama_cpp_as_shown(trained: Pa
     assert capsys.readouterr().out.strip()
 
 
-@pytest.mark.parametrize("link", re.findall(r"\]\(([^)#]+)\)", README))
-def test_a_link_leads_to_a_file(link: str):
-    assert (ROOT / link).exists()
+def anchors(page: str) -> set[str]:
+    """How GitHub calls the headings of a page."""
+    headings = re.findall(r"^#+ (.*)", page, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize(
+    ("page", "link"), [(page, link) for page, text in PAGES.items() for link in re.findall(r"\]\(([^)]+)\)", text)]
+)
+def test_a_link_leads_to_a_file_or_a_heading(page: str, link: str):
+    path, _, anchor = link.partition("#")
+    target = (ROOT / page).parent / path if path else ROOT / page
+    assert target.exists()
+    assert not anchor or anchor in anchors(target.read_text())
+
+
+@pytest.mark.parametrize(
+    "name", sorted({name for page in PAGES.values() for name in re.findall(r"python (\S+\.py)", page)})
+)
+def test_a_script_that_is_named_exists(name: str):
+    assert (ROOT / name).exists()
 
 
 def test_every_checkpoint_is_listed():
@@ -97,6 +118,6 @@ def test_every_checkpoint_is_listed():
 def test_the_closing_figures_are_those_of_verify():
     output = verified().stdout
     (n_rows,) = re.findall(r"(\d+) comparisons", output)
-    assert f"{n_rows} comparisons, all pass" in README
+    assert f"{n_rows} comparisons, all pass" in FIGURES
     (n_places,) = re.findall(r"of (\d+) \(stage, layer, model\) rows", output)
-    assert f"{n_places} (stage, layer, model) rows" in README
+    assert f"{n_places} (stage, layer, model) rows" in FIGURES
