@@ -14,13 +14,11 @@ LLAMA: dict[str, Any] = {
     "num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 100, "rms_norm_eps": 1e-5,
     "rope_theta": 500000.0, "max_position_embeddings": 256,
 }  # fmt: skip
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 32.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+LLAMA3: dict[str, Any] = {
+    "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
-}
+}  # fmt: skip
+YARN = YarnScaling(factor=4.0, original_max_position_embeddings=256, attention_factor=0.1 * math.log(4) + 1)
 
 
 def read(**changes: object) -> ModelConfig:
@@ -98,16 +96,22 @@ def test_defaults_are_those_of_transformers():
 
 
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
-@pytest.mark.parametrize("name", ["type", "rope_type"])
-def test_scaling_is_read_under_its_old_and_new_names(key, name):
-    assert read(**{key: {name: "linear", "factor": 2}}).rope_scaling == LinearScaling(factor=2.0)
-    assert read(**{key: {name: "default"}}).rope_scaling is None
-
-
-def test_llama3_scaling_is_read():
-    assert read(rope_scaling=LLAMA3).rope_scaling == Llama3Scaling(
-        factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
-    )
+@pytest.mark.parametrize(
+    ("scaling", "want"),
+    [
+        *(({name: "linear", "factor": 2}, LinearScaling(factor=2.0)) for name in ("type", "rope_type")),
+        *(({name: "default"}, None) for name in ("type", "rope_type")),
+        (LLAMA3, Llama3Scaling(**{name: value for name, value in LLAMA3.items() if name != "rope_type"})),
+        ({"type": "yarn", "factor": 4.0}, YARN),  # with the gain of its paper
+        (
+            {"rope_type": "yarn", "factor": 8, "original_max_position_embeddings": 64, "attention_factor": 1.5}
+            | {"beta_fast": 16, "beta_slow": 2, "truncate": True},
+            YarnScaling(factor=8, original_max_position_embeddings=64, attention_factor=1.5, beta_fast=16, beta_slow=2),
+        ),
+    ],
+)
+def test_scaling_is_read_under_every_name(key, scaling, want):
+    assert read(**{key: scaling}).rope_scaling == want
 
 
 def test_theta_of_transformers_5_is_read_from_rope_parameters():
@@ -115,19 +119,6 @@ def test_theta_of_transformers_5_is_read_from_rope_parameters():
     assert config.rope_theta == 123456.0
     assert read(rope_parameters={"rope_type": "default", "rope_theta": 7.0}).rope_theta == 7.0
     assert read(rope_parameters={"rope_type": "default"}).rope_theta == 500000.0
-
-
-def test_yarn_has_the_gain_of_its_paper_by_default():
-    got = read(rope_scaling={"type": "yarn", "factor": 4.0}).rope_scaling
-    assert got == YarnScaling(factor=4.0, original_max_position_embeddings=256, attention_factor=0.1 * math.log(4) + 1)
-
-
-def test_yarn_is_read_field_by_field():
-    scaling = {"rope_type": "yarn", "factor": 8, "original_max_position_embeddings": 64, "attention_factor": 1.5}
-    got = read(rope_scaling=scaling | {"beta_fast": 16, "beta_slow": 2, "truncate": True}).rope_scaling
-    assert got == YarnScaling(
-        factor=8.0, original_max_position_embeddings=64, attention_factor=1.5, beta_fast=16.0, beta_slow=2.0
-    )
 
 
 @pytest.mark.parametrize("key", sorted({*LLAMA} - {"num_key_value_heads", "rope_theta", "max_position_embeddings"}))

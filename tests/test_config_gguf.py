@@ -80,68 +80,53 @@ def test_defaults_are_those_of_llama_cpp():
     assert (config.n_kv_heads, config.rope_theta, config.head_dim) == (6, 10000.0, 8)
 
 
-@pytest.mark.parametrize(
-    "scaling",
-    [
-        {"rope__scaling__type": "linear", "rope__scaling__factor": 4.0},
-        {"rope__scaling__factor": 4.0},  # no type is linear
-        {"rope__scale_linear": 4.0},  # the key before there were types
-        {"rope__scale_linear": 7.0, "rope__scaling__factor": 4.0},
-    ],
-)
-def test_linear_scaling_is_read_under_every_name(scaling):
-    assert read(**scaling).rope_scaling == LinearScaling(factor=4.0)
-
-
-@pytest.mark.parametrize(
-    "scaling",
-    [
-        {},
-        {"rope__scaling__type": "none", "rope__scaling__factor": 4.0},  # llama.cpp does not scale then
-        {"rope__scaling__type": "linear", "rope__scaling__factor": 0.0},  # llama.cpp writes 0 for no scaling
-        {"rope__scaling__type": "linear", "rope__scaling__factor": 1.0},
-        {"rope__scaling__type": "linear"},
-        {"rope__scaling__attn_factor": 1.0},
-    ],
-)
-def test_scaling_by_nothing_is_no_scaling(scaling):
-    assert read(**scaling).rope_scaling is None
-
-
-def test_frequency_factors_come_from_the_tensor():
-    factors = np.array([1, 1, 2.5, 8], np.float32)
-    assert read(rope_factors=factors).rope_scaling == FactorScaling(factors=(1.0, 1.0, 2.5, 8.0))
-
-
 YARN = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}
+WRITTEN = {  # by llama.cpp, and without effect
+    "rope__scaling__yarn_ext_factor": -1.0, "rope__scaling__yarn_attn_factor": 1.0,
+    "rope__scaling__yarn_beta_fast": 32.0, "rope__scaling__yarn_beta_slow": 1.0,
+    "rope__scaling__yarn_log_multiplier": 0.0,
+}  # fmt: skip
+GAIN = 1 + 0.1 * math.log(4)
 
 
-def test_yarn_multiplies_by_the_gain_of_its_paper():
-    got = read(**YARN, rope__scaling__original_context_length=64).rope_scaling
-    assert got == YarnScaling(factor=4.0, original_max_position_embeddings=64, attention_factor=1 + 0.1 * math.log(4))
+def yarn(context: int, gain: float) -> YarnScaling:
+    return YarnScaling(factor=4.0, original_max_position_embeddings=context, attention_factor=gain)
 
 
-def test_yarn_attention_factor_of_the_file_comes_on_top():
-    got = read(**YARN, rope__scaling__attn_factor=0.5).rope_scaling
-    assert isinstance(got, YarnScaling)
-    assert got.attention_factor == 0.5 * (1 + 0.1 * math.log(4))
-
-
-def test_yarn_without_original_context_takes_the_context():
-    got = read(**YARN).rope_scaling
-    assert isinstance(got, YarnScaling)
-    assert got.original_max_position_embeddings == 256
-
-
-def test_yarn_keys_with_the_values_that_llama_cpp_writes_change_nothing():
-    written = {
-        "rope__scaling__yarn_ext_factor": -1.0,
-        "rope__scaling__yarn_attn_factor": 1.0,
-        "rope__scaling__yarn_beta_fast": 32.0,
-        "rope__scaling__yarn_beta_slow": 1.0,
-        "rope__scaling__yarn_log_multiplier": 0.0,
-    }
-    assert read(**YARN, **written).rope_scaling == read(**YARN).rope_scaling
+@pytest.mark.parametrize(
+    ("scaling", "want"),
+    [
+        *(
+            (scaling, LinearScaling(factor=4.0))
+            for scaling in (
+                {"rope__scaling__type": "linear", "rope__scaling__factor": 4.0},
+                {"rope__scaling__factor": 4.0},  # no type is linear
+                {"rope__scale_linear": 4.0},  # the key before there were types
+                {"rope__scale_linear": 7.0, "rope__scaling__factor": 4.0},
+            )
+        ),
+        *(
+            (scaling, None)
+            for scaling in (
+                {},
+                {"rope__scaling__type": "none", "rope__scaling__factor": 4.0},  # llama.cpp does not scale then
+                {"rope__scaling__type": "linear", "rope__scaling__factor": 0.0},  # llama.cpp writes 0 for no scaling
+                {"rope__scaling__type": "linear", "rope__scaling__factor": 1.0},
+                {"rope__scaling__type": "linear"},
+                {"rope__scaling__attn_factor": 1.0},
+            )
+        ),
+        ({"rope_factors": np.array([1, 1, 2.5, 8], np.float32)}, FactorScaling(factors=(1.0, 1.0, 2.5, 8.0))),
+        (YARN | {"rope__scaling__original_context_length": 64}, yarn(64, GAIN)),  # the gain of its paper
+        (
+            YARN | {"rope__scaling__attn_factor": 0.5},
+            yarn(256, 0.5 * GAIN),
+        ),  # which comes on top
+        (YARN | WRITTEN, yarn(256, GAIN)),
+    ],
+)
+def test_scaling_is_read_as_llama_cpp_reads_it(scaling, want):
+    assert read(**scaling).rope_scaling == want
 
 
 @pytest.mark.parametrize(

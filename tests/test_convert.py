@@ -196,9 +196,8 @@ def test_weights_that_are_not_finite_are_refused_and_nothing_is_left(tmp_path: P
         data[start : start + 4] = np.float32(number).tobytes()
         (source := tmp_path / "bad.gguf").write_bytes(data)
     before = names(tmp_path)
-    with pytest.raises(FormatError, match=rf"has {number}") as caught:
+    with pytest.raises(FormatError, match=rf"NonFinite: .*has {number}"):
         convert(source, tmp_path / target)
-    assert caught.value.code == "NonFinite"
     assert names(tmp_path) == before
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from ggml_library import SILENT
 from tiny_models import FAMILIES, random_tensors, write_folder
-from vocabularies import NAMES, generated_texts, real_vocabulary
+from vocabularies import NAMES, encoder_of, first_difference, generated_texts, real_vocabulary
 from whole_folders import VOCABULARIES, tensors_with_rows, write_whole_folder
 
 from llorch.builtin import BUILTIN, builtin_path
@@ -81,12 +81,7 @@ def distance(got: np.ndarray, want: np.ndarray) -> float:
 
 
 def assert_same_ids(theirs: Any, llama: LlamaVocabulary, texts: list[str]) -> None:
-    for text in texts:
-        for special in (False, True):
-            for parse in (False, True):
-                want = llama.encode(text, add_special=special, parse_special=parse)
-                got = theirs(text, add_special_tokens=special, split_special_tokens=not parse)["input_ids"]
-                assert got == want, text
+    assert first_difference(encoder_of(theirs), llama.encode, texts) is None
 
 
 def end_tokens(folder: Path) -> set[int]:

@@ -53,30 +53,6 @@ def test_a_packed_file_is_measured_packed(tmp_path):
     assert json.loads(result.stdout)["weights"] == "Q8_0"
 
 
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        (["story", "--shape", "llama-2-7b"], "give a MODEL or --shape, not both"),
-        (["--weights-type", "Q8_0", "--backend", "torch"], "--weights-type goes with --shape"),
-        (["--shape", "llama-2-7b"], "--shape goes with --backend torch"),
-        (["--dtype", "float32"], "--dtype goes with --backend torch"),
-        (["--device", "cuda"], "--device goes with --backend torch"),
-        (["--compile"], "--compile goes with --backend torch"),
-        (["--shape", "gpt-2", "--backend", "torch"], "'gpt-2' is not one of"),
-        (["--shape", "llama-2-7b", "--backend", "torch", "--weights", "packed"], "--weights goes with a MODEL"),
-        (["--batch", "2"], "the NumPy path runs one prompt at a time, got --batch 2"),
-        (["--prompt", "5000"], "do not fit the context of 512 tokens"),
-        (["--prompt", "5000", "--backend", "torch"], "do not fit the context of 512 tokens"),
-        (["--prompt", "5000", "--backend", "torch", "--shape", "llama-2-7b"], "do not fit the context of 4096 tokens"),
-    ],
-)
-def test_what_cannot_be_measured_is_said_in_words(options: list[str], problem: str):
-    result = invoke("bench", *options)
-    assert result.exit_code == 2
-    assert problem in " ".join(result.stderr.replace("\u2502", " ").split())
-    assert result.stdout == ""
-
-
 def test_a_shape_that_does_not_fit_is_refused_before_it_is_made(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(memory, "available_memory", lambda: 1e9)
     result = invoke("bench", "--shape", "llama-2-7b", "--backend", "torch")

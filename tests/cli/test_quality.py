@@ -20,6 +20,10 @@ def coarse(tmp_path: Path) -> Path:
     return rounded(tmp_path / "coarse.gguf")
 
 
+def measured(*words: str) -> dict:
+    return json.loads(invoke("quality", *words, "--json").stdout)
+
+
 def rows(stdout: str) -> dict[str, list[str]]:
     """Figure to value and error, from the table."""
     split = (line.rsplit(maxsplit=2) for line in stdout.splitlines()[2:])
@@ -27,10 +31,10 @@ def rows(stdout: str) -> dict[str, list[str]]:
 
 
 def test_a_coarse_copy_is_told_from_the_reference(text: Path, coarse: Path):
-    words = ("quality", "story", str(coarse), "--text", str(text), "--context", "64")
-    result = invoke(*words)
+    words = ("story", str(coarse), "--text", str(text), "--context", "64")
+    result = invoke("quality", *words)
     assert result.exit_code == 0, result.stderr
-    found = json.loads(invoke(*words, "--json").stdout)
+    found = measured(*words)
     assert f"{found['windows']} windows of 64 tokens, {31 * found['windows']} scored" in result.stdout
     assert f"{found['tokens'] - 64 * found['windows']} unused" in result.stdout
     table = rows(result.stdout)
@@ -42,11 +46,7 @@ def test_a_coarse_copy_is_told_from_the_reference(text: Path, coarse: Path):
 
 
 def test_json_says_what_was_compared_and_every_figure(text: Path, coarse: Path):
-    found = json.loads(
-        invoke(
-            "quality", "story", str(coarse), "--text", str(text), "--windows", "2", "--context", "50", "--json"
-        ).stdout
-    )
+    found = measured("story", str(coarse), "--text", str(text), "--windows", "2", "--context", "50")
     about = {"reference": "story", "model": str(coarse), "numerics": "exact", "text": str(text), "context": 50}
     assert about.items() <= found.items()
     assert (found["windows"], found["n_scored"]) == (2, 48)
@@ -56,7 +56,7 @@ def test_json_says_what_was_compared_and_every_figure(text: Path, coarse: Path):
 
 
 def test_a_model_differs_from_itself_by_exactly_nothing(text: Path):
-    found = json.loads(invoke("quality", "story", "story", "--text", str(text), "--context", "64", "--json").stdout)
+    found = measured("story", "story", "--text", str(text), "--context", "64")
     assert found["kl"] == {"value": 0, "error": 0}
     assert found["perplexity_ratio"] == {"value": 1, "error": 0}
     assert found["same_top"] == {"value": 1, "error": 0}
@@ -65,23 +65,22 @@ def test_a_model_differs_from_itself_by_exactly_nothing(text: Path):
 
 def test_a_model_alone_gets_its_perplexity(text: Path):
     alone = invoke("quality", "story", "--text", str(text), "--context", "64")
-    found = json.loads(invoke("quality", "story", "--text", str(text), "--context", "64", "--json").stdout)
-    pair = json.loads(invoke("quality", "story", "story", "--text", str(text), "--context", "64", "--json").stdout)
+    found = measured("story", "--text", str(text), "--context", "64")
+    pair = measured("story", "story", "--text", str(text), "--context", "64")
     assert found["perplexity"] == pair["perplexity"]
     assert "reference" not in found
     assert rows(alone.stdout).keys() == {"perplexity", "loss (nats)"}
 
 
 def test_float32_weights_leave_nothing_to_round_with_ggml_numerics(text: Path):
-    words = ("quality", "story", "story", "--text", str(text), "--windows", "1", "--json", "--numerics", "ggml")
-    found = json.loads(invoke(*words).stdout)
+    found = measured("story", "story", "--text", str(text), "--windows", "1", "--numerics", "ggml")
     assert found["numerics"] == "ggml"
     assert found["kl"]["value"] == 0
 
 
 def test_the_last_line_end_of_a_text_is_no_part_of_it(text: Path):
     def n_tokens() -> int:
-        return json.loads(invoke("quality", "story", "--text", str(text), "--windows", "1", "--json").stdout)["tokens"]
+        return measured("story", "--text", str(text), "--windows", "1")["tokens"]
 
     with_end = n_tokens()
     text.write_text(text.read_text().removesuffix("\n"))
@@ -93,14 +92,13 @@ def test_line_ends_inside_a_text_stay_as_they_are(tmp_path: Path):
 
     def n_tokens(data: bytes) -> int:
         lines.write_bytes(data)
-        return json.loads(invoke("quality", "story", "--text", str(lines), "--context", "4", "--json").stdout)["tokens"]
+        return measured("story", "--text", str(lines), "--context", "4")["tokens"]
 
     assert n_tokens(b"a fox\r\nran\r\nhome") > n_tokens(b"a fox\nran\nhome")
 
 
 def test_the_error_of_a_single_token_is_null(text: Path):
-    words = ("quality", "story", "--text", str(text), "--context", "3", "--windows", "1", "--json")
-    assert json.loads(invoke(*words).stdout)["perplexity"]["error"] is None
+    assert measured("story", "--text", str(text), "--context", "3", "--windows", "1")["perplexity"]["error"] is None
 
 
 @pytest.mark.parametrize(

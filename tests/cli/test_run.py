@@ -187,24 +187,6 @@ def test_json_and_stop_strings_work_as_in_numpy():
     assert ours[-1]["finish"] == "stop"
 
 
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        (["--device", "cpu"], "--device goes with --backend torch"),
-        (["--dtype", "float32"], "--dtype goes with --backend torch"),
-        (["--compile"], "--compile goes with --backend torch"),
-        ([*TORCH, "--numerics", "ggml"], "--numerics ggml goes with --backend numpy"),
-        ([*TORCH, "--kv-cache", "f16"], "--kv-cache f16 goes with --backend numpy"),
-        ([*TORCH, "--dtype", "int8"], "'int8' is not one of"),
-    ],
-)
-def test_options_that_mean_nothing_to_the_backend_are_usage_errors(options: list[str], problem: str):
-    result = invoke("run", "story", START, "-n", "1", *options)
-    assert result.exit_code == 2
-    assert problem in " ".join(result.stderr.split())
-    assert result.stdout == ""
-
-
 def test_it_runs_as_a_program():
     done = spawn("run", "story", START, "-n", "5", *TORCH)
     assert (done.stdout, done.stderr, done.returncode) == (", there was a little\n", "", 0)

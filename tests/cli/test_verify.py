@@ -138,22 +138,6 @@ def test_without_engines_a_file_is_not_run_and_the_command_that_adds_them_is_sho
     assert "input: token ids 1,18,35,11,28,5,21,38,15,31,8,25 (the model has no vocabulary)" in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("micro-llama --tokens 1,2,3", "goldens have their own input"),
-        ("micro-llama --prompt hello", "goldens have their own input"),
-        ("micro-llama --prompt=", "goldens have their own input"),
-        ("micro-llama --against golden --against llamacpp", "goes alone"),
-        ("tests --against golden", "only built-in models have goldens"),
-    ],
-)
-def test_combinations_without_a_meaning_are_usage_errors(words: str, expected: str):
-    result = invoke("verify", *words.split())
-    assert result.exit_code == 2
-    assert expected in result.stderr
-
-
 def test_a_prompt_that_does_not_fit_is_refused_before_an_engine_runs():
     result = invoke("verify", "story", "--against", "llamacpp", "--prompt", "a fox " * 300)
     assert result.exit_code == 2

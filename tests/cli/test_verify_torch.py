@@ -82,22 +82,6 @@ def test_a_missing_golden_is_not_run_and_never_a_pass(tmp_path: Path, monkeypatc
     assert result.stdout.count("- NOT RUN") == 20
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("micro-llama --device cpu", "--device and --dtype go with --backend torch"),
-        ("micro-llama --dtype bfloat16", "--device and --dtype go with --backend torch"),
-        ("micro-llama --backend torch --numerics ggml", "--numerics ggml goes with --backend numpy"),
-        ("micro-llama --backend torch --weights packed", "--weights goes with --numerics ggml"),
-        ("micro-llama --backend torch --device gpu", "device: expected cpu, cuda or cuda:N, got 'gpu'"),
-    ],
-)
-def test_combinations_without_a_meaning_are_usage_errors(words: str, expected: str):
-    result = invoke("verify", *words.split())
-    assert result.exit_code == 2
-    assert expected in result.stderr
-
-
 @pytest.mark.live
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_file_agrees_with_engines_that_run_now(dtype: str):

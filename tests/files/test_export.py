@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ggml_library import load_ggml
 from tiny_models import (
     FAMILIES,
     GGUF_METADATA,
@@ -131,17 +130,15 @@ def test_llama3_scaling_becomes_the_factors_of_the_converter(tmp_path: Path):
 
 def test_llama3_scaling_of_another_family_is_refused(tmp_path: Path):
     folder = write_folder(tmp_path, random_tensors("qwen2"), "qwen2", rope_scaling=LLAMA3)
-    with pytest.raises(FormatError, match="for the llama family only, got qwen2") as caught:
+    with pytest.raises(FormatError, match=r"Unsupported: .*for the llama family only, got qwen2"):
         write_gguf(open_weights(folder), tmp_path / "out.gguf")
-    assert caught.value.code == "Unsupported"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
 
 
 def test_yarn_with_other_betas_is_refused(tmp_path: Path):
     folder = write_folder(tmp_path, random_tensors("llama"), rope_scaling=YARN | {"beta_fast": 16.0})
-    with pytest.raises(FormatError, match=r"got 16\.0 and 1\.0") as caught:
+    with pytest.raises(FormatError, match=r"Unsupported: .*got 16\.0 and 1\.0"):
         write_gguf(open_weights(folder), tmp_path / "out.gguf")
-    assert caught.value.code == "Unsupported"
 
 
 def test_the_file_that_is_read_can_be_written_over(tmp_path: Path):
@@ -235,28 +232,6 @@ def test_a_file_of_the_same_type_keeps_its_bytes(tmp_path: Path):
     path.write_bytes(data)
     write_gguf(open_weights(path), tmp_path / "b.gguf", ggml_type=GGMLType.Q4_0)
     assert (tmp_path / "b.gguf").read_bytes() == data
-
-
-@pytest.mark.live
-@pytest.mark.parametrize(
-    ("family", "scaling"),
-    [(family, scaling) for family in FAMILIES for scaling in SCALINGS if (scaling, family) not in NOT_IN_LLAMACPP],
-)
-def test_llamacpp_loads_what_is_written(tmp_path: Path, family: str, scaling: str):
-    load_ggml()
-    import llama_cpp
-
-    folder = write_folder(tmp_path, random_tensors(family), family, rope_scaling=SCALINGS[scaling])
-    write_gguf(open_weights(folder), tmp_path / "out.gguf")
-    parameters = llama_cpp.llama_model_default_params()
-    model = llama_cpp.llama_model_load_from_file(str(tmp_path / "out.gguf").encode(), parameters)
-    assert model
-    assert llama_cpp.llama_model_n_embd(model) == 32
-    assert llama_cpp.llama_model_n_head_kv(model) == 2
-    vocabulary = llama_cpp.llama_model_get_vocab(model)
-    assert vocabulary
-    assert llama_cpp.llama_vocab_n_tokens(vocabulary) == VOCAB
-    llama_cpp.llama_model_free(model)
 
 
 @pytest.mark.live

@@ -142,9 +142,8 @@ def test_frequency_factors_become_the_llama3_scaling_that_gives_them(config: Mod
 
 
 def test_other_frequency_factors_are_refused(config: ModelConfig):
-    with pytest.raises(FormatError, match="expected the factors of a Llama 3 scaling") as caught:
+    with pytest.raises(FormatError, match=r"Unsupported: .*expected the factors of a Llama 3 scaling"):
         written_config(llama(config, rope_scaling=FactorScaling(factors=(1.0, 3.0, 2.0))))
-    assert caught.value.code == "Unsupported"
     values = llama3_factors(frequencies(128, 500000.0), LLAMA_3_1).astype(np.float32) * np.float32(1.0001)
     near = FactorScaling(factors=tuple(values.tolist()))
     with pytest.raises(FormatError, match="expected the factors of a Llama 3 scaling"):

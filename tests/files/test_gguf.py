@@ -127,15 +127,13 @@ def test_a_missing_file_is_file_not_found(tmp_path: Path):
 
 
 def test_a_folder_is_not_a_file(tmp_path: Path):
-    with pytest.raises(FormatError, match="expected a regular file") as caught:
+    with pytest.raises(FormatError, match=r"Unsupported: .*expected a regular file"):
         open_gguf(tmp_path)
-    assert caught.value.code == "Unsupported"
 
 
 def test_an_unknown_tensor_is_missing(sound: Path):
-    with open_gguf(sound) as file, pytest.raises(FormatError, match="no tensor 'x' among the 3") as caught:
+    with open_gguf(sound) as file, pytest.raises(FormatError, match=r"Missing: .*no tensor 'x' among the 3"):
         file.raw("x")
-    assert caught.value.code == "Missing"
 
 
 def test_a_closed_file_hands_out_nothing(sound: Path):

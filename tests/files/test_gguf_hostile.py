@@ -156,17 +156,15 @@ def test_a_bad_file_is_refused_by_code_within_a_second(tmp_path: Path, name: str
 def test_metadata_and_tensor_table_together_have_a_limit(tmp_path: Path, limits: Limits):
     path = tmp_path / "sound.gguf"
     path.write_bytes(sound_file())
-    with pytest.raises(FormatError, match="beyond the header limit") as caught:
+    with pytest.raises(FormatError, match=r"TooLarge: .*beyond the header limit"):
         open_gguf(path, limits=limits)
-    assert caught.value.code == "TooLarge"
 
 
 def test_a_string_array_beyond_the_header_limit_is_too_large(tmp_path: Path):
     path = tmp_path / "strings.gguf"
     path.write_bytes(long_array(STRING, 20, string(b"twelve bytes") * 20))
-    with pytest.raises(FormatError, match="string 17 of key 'k' ends beyond the header limit 400") as caught:
+    with pytest.raises(FormatError, match=r"TooLarge: .*string 17 of key 'k' ends beyond the header limit 400"):
         open_gguf(path, limits=Limits(header_bytes=400))
-    assert caught.value.code == "TooLarge"
 
 
 def test_the_big_endian_message_says_so(tmp_path: Path):

@@ -113,16 +113,14 @@ def test_a_link_out_of_the_folder_is_unsafe(sharded: Path):
     folder = sharded / "inner"
     folder.mkdir()
     (folder / "model.safetensors").symlink_to(sharded / "model-1.safetensors")
-    with pytest.raises(FormatError, match="leads out of the folder") as caught:
+    with pytest.raises(FormatError, match=r"Unsafe: .*leads out of the folder"):
         SafetensorsFolder(folder)
-    assert caught.value.code == "Unsafe"
 
 
 def test_one_name_in_two_shards_is_a_duplicate(sharded: Path):
     safetensors.numpy.save_file(TWO | ONE, sharded / "model-2.safetensors")
-    with pytest.raises(FormatError, match="'a' is in two shards") as caught:
+    with pytest.raises(FormatError, match=r"Duplicate: .*'a' is in two shards"):
         SafetensorsFolder(sharded)
-    assert caught.value.code == "Duplicate"
 
 
 @pytest.mark.parametrize(
@@ -142,16 +140,14 @@ def test_an_index_that_does_not_fit_the_shards_is_refused(sharded: Path, weight_
 
 
 def test_a_folder_without_weights_says_what_is_missing(tmp_path: Path):
-    with pytest.raises(FormatError, match=r"no model\.safetensors") as caught:
+    with pytest.raises(FormatError, match=r"Missing: .*no model\.safetensors"):
         SafetensorsFolder(tmp_path)
-    assert caught.value.code == "Missing"
 
 
 def test_a_pickle_is_never_opened(tmp_path: Path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04N.")
-    with pytest.raises(FormatError, match="is a pickle, which can run code") as caught:
+    with pytest.raises(FormatError, match=r"Unsafe: .*is a pickle, which can run code"):
         SafetensorsFolder(tmp_path)
-    assert caught.value.code == "Unsafe"
 
 
 WHERE = Path("snapshot.safetensors")

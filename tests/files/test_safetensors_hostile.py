@@ -117,9 +117,8 @@ def test_a_bad_file_is_refused_by_code_within_a_second(tmp_path: Path, name: str
 def test_what_is_no_weight_is_refused_when_taken(tmp_path: Path, dtype: str, size: int):
     path = tmp_path / "x.safetensors"
     path.write_bytes(safetensors_bytes({"a": tensor(dtype, [1], [0, size])}, b"\2" * size))
-    with open_safetensors(path) as file, pytest.raises(FormatError, match=f"got {dtype}") as caught:
+    with open_safetensors(path) as file, pytest.raises(FormatError, match=f"DType: .*got {dtype}"):
         file.array("a")
-    assert caught.value.code == "DType"
 
 
 def test_a_file_cut_while_open_is_an_error_not_a_dead_process(tmp_path: Path):
@@ -127,9 +126,8 @@ def test_a_file_cut_while_open_is_an_error_not_a_dead_process(tmp_path: Path):
     path.write_bytes(one())
     with open_safetensors(path) as file:
         path.write_bytes(one()[:20])
-        with pytest.raises(FormatError, match="was cut from") as caught:
+        with pytest.raises(FormatError, match=r"Truncated: .*was cut from"):
             file.array("a")
-    assert caught.value.code == "Truncated"
 
 
 def test_mutants_are_read_or_refused_with_format_error_only(tmp_path: Path):
@@ -166,9 +164,8 @@ def test_a_json_file_has_a_size_limit_and_holds_an_object(tmp_path: Path):
     path = tmp_path / "x.json"
     path.write_text('{"a": 1.5}')
     assert read_json(path, limit=10) == {"a": 1.5}
-    with pytest.raises(FormatError, match="more than 9 bytes") as caught:
+    with pytest.raises(FormatError, match=r"TooLarge: .*more than 9 bytes"):
         read_json(path, limit=9)
-    assert caught.value.code == "TooLarge"
     path.write_text("[1]")
     with pytest.raises(FormatError, match="expected a JSON object, got list"):
         read_json(path, limit=9)

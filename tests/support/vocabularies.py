@@ -2,7 +2,10 @@
 
 import os
 import random
+from collections.abc import Callable, Iterable
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +13,7 @@ from fetch_vocabularies import NAMES as NAMES
 
 from llorch.tokenizer.byte_level import BYTE_CHARACTERS
 
+Encode = Callable[..., list[int]]
 FOLDER_VARIABLE = "LLORCH_VOCABULARIES"
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
@@ -74,6 +78,23 @@ _ODD = (
     "<|", "|>", "<|eot_id", "</s", "<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "[PAD151646]",
     "<|endoftext|>", "<|begin_of_text|>", "<|reserved_special_token_3|>", "<|start_header_id|>", "<<|im_end|>>",
 )  # fmt: skip
+
+
+def first_difference(one: Encode, other: Encode, texts: Iterable[str]) -> str | None:
+    """A text that two encoders see differently, with or without added tokens and texts of control tokens parsed."""
+    for text in texts:
+        for add_special, parse_special in product((False, True), repeat=2):
+            ids = [encode(text, add_special=add_special, parse_special=parse_special) for encode in (one, other)]
+            if ids[0] != ids[1]:
+                return f"{text!r} {add_special=} {parse_special=}: {ids[0]} and {ids[1]}"
+    return None
+
+
+def encoder_of(theirs: Any) -> Encode:
+    """A tokenizer of transformers, called as ours is."""
+    return lambda text, *, add_special, parse_special: theirs(
+        text, add_special_tokens=add_special, split_special_tokens=not parse_special
+    )["input_ids"]
 
 
 def generated_texts(count: int, *, seed: int) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from huggingface_folders import added_token, folder_content
-from vocabularies import generated_texts, tiny_byte_level, tiny_sentencepiece
+from vocabularies import first_difference, generated_texts, tiny_byte_level, tiny_sentencepiece
 
 from llorch.errors import FormatError
 from llorch.tokenizer import Tokenizer
@@ -58,11 +58,8 @@ def n_tokens(metadata: Metadata) -> int:
 
 
 def assert_same(one: GGUFVocabulary | HuggingFaceVocabulary, other: GGUFVocabulary | HuggingFaceVocabulary) -> None:
-    for text in ["hello <|eot_id|> wor", "a<s>a</s> ab", "<tool>x [x] aaaaab", *generated_texts(150, seed=21)]:
-        for special in (False, True):
-            for parse in (False, True):
-                got, want = (Tokenizer(v).encode(text, add_special=special, parse_special=parse) for v in (other, one))
-                assert got == want, text
+    texts = ["hello <|eot_id|> wor", "a<s>a</s> ab", "<tool>x [x] aaaaab", *generated_texts(150, seed=21)]
+    assert first_difference(Tokenizer(other).encode, Tokenizer(one).encode, texts) is None
     assert other.special == one.special
     assert [other.piece(i) for i in range(one.vocab_size)] == [one.piece(i) for i in range(one.vocab_size)]
 
@@ -208,9 +205,8 @@ def test_tokens_of_equal_score_grow_from_the_left_and_share_a_score_again():
 
 
 def test_merges_that_leave_cuts_out_are_refused():
-    with pytest.raises(FormatError, match=r"got 1 fewer \(such as 'a' \+ 'ab'\)") as caught:
+    with pytest.raises(FormatError, match=r"Unsupported: .*got 1 fewer \(such as 'a' \+ 'ab'\)"):
         scores_of_merges([("a", "a"), ("a", "b"), ("aa", "b")], {"a", "b", "aa", "ab", "aab"}, path=Path("t"))
-    assert caught.value.code == "Unsupported"
 
 
 def test_a_vocabulary_that_became_another_one_is_refused():
