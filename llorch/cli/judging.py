@@ -123,7 +123,8 @@ def _judged(
     spec: str, path: Path, engines: Sequence[ProducerName], arithmetic: Arithmetic, given: Input, tell: Say
 ) -> Judged:
     if not engines:
-        _refuse_other_numerics(spec, arithmetic)
+        if arithmetic.numerics == "ggml" or arithmetic.kv_cache != "f32":
+            raise click.UsageError(f"{spec}: its goldens are those of exact numerics; add --against llamacpp")
         return _stored(spec)
     if (numerics := _numerics(path, engines, arithmetic)) == EXACT:
         _refuse_residency(arithmetic)
@@ -208,12 +209,6 @@ def _numerics(path: Path, engines: Sequence[ProducerName], wanted: Arithmetic) -
     return chosen_numerics(wanted.numerics or default.name, wanted.kv_cache)
 
 
-def _refuse_other_numerics(spec: str, wanted: Arithmetic) -> None:
-    """Refuse what stored goldens cannot answer."""
-    if wanted.numerics == "ggml" or wanted.kv_cache != "f32":
-        raise click.UsageError(f"{spec}: its goldens are those of exact numerics; add --against llamacpp")
-
-
 def _refuse_residency(wanted: Arithmetic) -> None:
     if wanted.residency != "auto":
         raise click.UsageError("--weights goes with --numerics ggml; exact numerics decode the weights for all engines")
@@ -233,18 +228,14 @@ def _as_stored(path: Path, numerics: Numerics, residency: Residency, given: Inpu
 
 def _checked_input(model: Model, given: Input) -> tuple[list[int], str | None]:
     ids, text = choose_ids(model, given.prompt, given.tokens)
-    _check_length(len(ids), model.config.max_position_embeddings)
+    context = model.config.max_position_embeddings
+    if len(ids) > context:  # before the engines work on it for minutes
+        raise ValueError(
+            f"verify: {len(ids)} tokens do not fit the context of {context}; give fewer --tokens or a shorter --prompt"
+        )
     if len(set(ids)) < MIN_DISTINCT:
         say(f"warning: distinct tokens: {len(set(ids))}; some mistakes cannot show with fewer than {MIN_DISTINCT}")
     return ids, text
-
-
-def _check_length(n_ids: int, context: int) -> None:
-    """Refuse a prompt that does not fit before the engines work on it for minutes."""
-    if n_ids > context:
-        raise ValueError(
-            f"verify: {n_ids} tokens do not fit the context of {context}; give fewer --tokens or a shorter --prompt"
-        )
 
 
 def _missing_package(engine: str) -> str | None:

@@ -4,6 +4,7 @@ import inspect
 import os
 import re
 from collections.abc import Callable
+from functools import reduce
 from typing import TYPE_CHECKING
 
 import click
@@ -64,38 +65,33 @@ residency_option = click.option(
 )  # fmt: skip
 
 
-def numerics_options(function: Callable) -> Callable:
-    """`--numerics`, `--kv-cache` and `--weights`, for whatever runs a model."""
-    for option in (
-        residency_option,
-        click.option(
-            "--kv-cache", type=click.Choice(["f32", "f16"]), default="f32", show_default=True,
-            help="Type of keys and values, with --numerics ggml.",
-        ),
-        click.option(
-            "--numerics", type=click.Choice(["exact", "ggml"]),
-            help="exact: what the weights mean. ggml: inputs rounded as llama.cpp's CPU path does.",
-        ),
-    ):  # fmt: skip
-        function = option(function)
-    return function
+def _together(*options: Callable[[Callable], Callable]) -> Callable[[Callable], Callable]:
+    """Options that stand on a help page in this order."""
+    return lambda function: reduce(lambda made, option: option(made), reversed(options), function)
 
 
-def backend_options(function: Callable) -> Callable:
-    """`--backend`, `--device` and `--dtype`, for whatever runs a model."""
-    for option in (
-        click.option(
-            "--dtype", type=click.Choice(["float32", "bfloat16", "float16", "float64"]),
-            help="With --backend torch: of weights and activations; float32 by default.",
-        ),
-        click.option("--device", help="With --backend torch: cpu (the default), cuda or cuda:N."),
-        click.option(
-            "--backend", type=click.Choice(["numpy", "torch"]), default="numpy", show_default=True,
-            help="Which of our forward passes runs.",
-        ),
-    ):  # fmt: skip
-        function = option(function)
-    return function
+numerics_options = _together(  # for whatever runs a model
+    click.option(
+        "--numerics", type=click.Choice(["exact", "ggml"]),
+        help="exact: what the weights mean. ggml: inputs rounded as llama.cpp's CPU path does.",
+    ),
+    click.option(
+        "--kv-cache", type=click.Choice(["f32", "f16"]), default="f32", show_default=True,
+        help="Type of keys and values, with --numerics ggml.",
+    ),
+    residency_option,
+)  # fmt: skip
+backend_options = _together(
+    click.option(
+        "--backend", type=click.Choice(["numpy", "torch"]), default="numpy", show_default=True,
+        help="Which of our forward passes runs.",
+    ),
+    click.option("--device", help="With --backend torch: cpu (the default), cuda or cuda:N."),
+    click.option(
+        "--dtype", type=click.Choice(["float32", "bfloat16", "float16", "float64"]),
+        help="With --backend torch: of weights and activations; float32 by default.",
+    ),
+)  # fmt: skip
 
 
 def refuse_both(prompt: str | None, tokens: list[int] | None) -> None:
@@ -107,16 +103,14 @@ def refuse_both(prompt: str | None, tokens: list[int] | None) -> None:
 _WANTED = "llorch.threads"
 
 
-def threads_option(function: Callable) -> Callable:
-    """`--threads`, for whatever computes; `use_threads` reads it."""
-    return click.option(
-        "--threads", type=WholeNumber(min=1), expose_value=False, callback=_remember,
-        help="Of the CPU.  [default: OMP_NUM_THREADS, else 1 for a small model, else all]",
-    )(function)  # fmt: skip
-
-
 def _remember(ctx: click.Context, param: click.Parameter, value: int | None) -> None:
     ctx.meta[_WANTED] = value
+
+
+threads_option = click.option(  # for whatever computes; `use_threads` reads it
+    "--threads", type=WholeNumber(min=1), expose_value=False, callback=_remember,
+    help="Of the CPU.  [default: OMP_NUM_THREADS, else 1 for a small model, else all]",
+)  # fmt: skip
 
 
 def use_threads(*configs: "ModelConfig", recorded: int | None = None) -> str:

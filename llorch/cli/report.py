@@ -38,7 +38,8 @@ _STYLES = {PASS: "green", TIE: "yellow", FAIL: "bold red", NOT_RUN: "yellow"}
 def print_model(out: Console, judged: Judged, *, detail: bool) -> None:
     """Print the table of one model; `detail` has a line per stage and where its row lies, not one per checkpoint."""
     backend = f"   {judged.backend}" if judged.backend else ""
-    out.print(Text(judged.model + backend + _witness_note(judged), "bold"))
+    witness = f"   one witness: {judged.witnesses[0]}" if len(judged.witnesses) == 1 else ""
+    out.print(Text(judged.model + backend + witness, "bold"))
     if judged.numerics:
         out.print(judged.numerics)
     every = lines(judged, by_stage=detail)
@@ -189,11 +190,6 @@ def _where(row: Row | None) -> str:
         return ""
     layer = "" if row.layer is None else f"layer {row.layer}, "
     return f"{layer}{row.case}, {row.mode}"
-
-
-def _witness_note(judged: Judged) -> str:
-    names = judged.witnesses
-    return f"   one witness: {names[0]}" if len(names) == 1 else ""
 
 
 def _count(n: int, noun: str) -> str:

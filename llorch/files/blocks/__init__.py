@@ -5,9 +5,9 @@ written into an array of the caller, a block to a row. Nothing is checked here: 
 scales that are not finite give numbers that are not finite, and whoever decodes looks for those.
 
 A type has a function named after it on the page of its kind; the head of the page is its layout, byte by byte. Read
-`chunk` first (how bytes and bits of many blocks are moved at once), then `uniform`, the plain types (code times scale),
-`super_blocks`, the K types (scales of scales), `tabled` (codes look up a number) and `grids` (codes look up eight).
-`floats` are those that hold a number per element.
+`chunk` first (how bytes and bits of many blocks are moved at once), then `uniform`, floats and the plain types (code
+times scale), `super_blocks`, the K types (scales of scales), `tabled` (codes look up a number) and `grids` (codes look
+up eight).
 
 The gguf package decodes the same types to the same bits, and needs 2 to 12 times as long (CONTRIBUTING.md).
 """
@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from llorch.files.blocks import floats, grids, super_blocks, tabled, uniform
+from llorch.files.blocks import grids, super_blocks, tabled, uniform
 from llorch.files.blocks.chunk import SCRATCH_BYTES, Chunk
 
 __all__ = ["DECODERS", "SCRATCH_BYTES", "Chunk", "Decoder"]
@@ -25,8 +25,7 @@ __all__ = ["DECODERS", "SCRATCH_BYTES", "Chunk", "Decoder"]
 Decoder = Callable[[Chunk, np.ndarray], None]
 
 _TYPES = {
-    floats: "F32 F16 BF16 F64",
-    uniform: "Q1_0 Q2_0 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q8_1 Q8_K TQ2_0",
+    uniform: "F32 F16 BF16 F64 Q1_0 Q2_0 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q8_1 Q8_K TQ2_0",
     super_blocks: "Q2_K Q3_K Q4_K Q5_K Q6_K",
     tabled: "IQ4_NL IQ4_XS MXFP4 NVFP4",
     grids: "IQ1_S IQ1_M IQ2_XXS IQ2_XS IQ2_S IQ3_XXS IQ3_S",
