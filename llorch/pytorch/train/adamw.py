@@ -1,8 +1,7 @@
 """AdamW on the parameters of an adapter: formula and order of `llorch.train.adamw`, its moments in 8 bits if wanted.
 
-Operations and their order are torch's, and with 8 bits those of bitsandbytes, so that the bits are theirs. Torch's own
-update would not make this shorter: rates of LoRA+ need a group each, and with 8 bits, where the update uses the new
-moments before they are rounded, all of it but the first three operations is needed as well.
+Operations and their order are torch's, and with 8 bits those of bitsandbytes, so that the bits are theirs. With 8 bits
+the update uses the new moments before they are rounded, so all of it but three operations is needed here anyway.
 """
 
 from collections.abc import Mapping, Sequence
