@@ -12,6 +12,7 @@ from llorch.config import ModelConfig
 from llorch.errors import FormatError
 from llorch.files import open_gguf, open_weights
 from llorch.files.export import write_gguf
+from llorch.lora import gguf_format
 from llorch.lora.base import identity_of
 from llorch.lora.files import read_adapter, recorded_base
 from llorch.lora.gguf_format import common_alpha, write_lora_gguf
@@ -51,8 +52,6 @@ def test_llamacpp_computes_what_we_compute(tmp_path, family, kind):
 def test_llamacpp_aborts_on_an_embedding_adapter_of_a_tied_base_which_is_why_we_refuse_it(tmp_path, monkeypatch):
     import subprocess
     import sys
-
-    from llorch.lora import gguf_format
 
     monkeypatch.setattr(gguf_format, "_refuse", lambda *_: None)
     weights = open_weights(tiny_base(tmp_path / "base", tied=True))

@@ -8,6 +8,8 @@ import torch
 from random_adapters import random_adapter
 from training_passes import in_peft, peft_name
 
+from llorch.builtin import builtin_path
+from llorch.files import open_weights
 from llorch.train.adamw import NonFiniteNorm, adamw_step, clip_by_norm, rate_factor
 
 HYPER = {"betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1}
@@ -82,9 +84,6 @@ def test_a_norm_that_is_not_finite_is_refused_with_the_tensors():
 @pytest.mark.filterwarnings("ignore")  # PEFT's advice on tied embeddings
 def test_rates_of_lora_plus_are_those_of_peft():
     from peft.optimizers import create_loraplus_optimizer
-
-    from llorch.builtin import builtin_path
-    from llorch.files import open_weights
 
     settings = {"target_modules": ("q_proj", "down_proj", "embed_tokens", "lm_head"), "use_dora": True}
     adapter = random_adapter(open_weights(builtin_path("micro-llama")).config, **settings)

@@ -216,7 +216,7 @@ def test_a_turn_that_does_not_begin_as_the_template_opens_it_is_refused(model_wi
     with pytest.raises(FormatError, match=expected):
         one(model, messages=chat("q", "a"))
     assert learned(model, one(model, messages=chat("q", "<think>\nhm</think>a"))) == ["hm</think>a<|im_end|>"]
-    with pytest.raises(FormatError, match="the chat template of .* refuses this"):
+    with pytest.raises(FormatError, match=r"the chat template of .* refuses this"):
         one(model_with("micro-qwen3", "{{ messages[0].content }}"), messages=chat("q", "a")[1:])
 
 

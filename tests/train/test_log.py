@@ -9,12 +9,13 @@ from xml.etree import ElementTree
 import pytest
 from command_line import REPOSITORY
 
+from llorch.errors import FormatError
+from llorch.train.log import RunLog, draw_curve, read_log
+
 STEP = {"step": 1, "loss": 1 / 3, "norm": 0.1}
 
 
 def write(folder: Path, *records: dict, offset: int = 0) -> int:
-    from llorch.train.log import RunLog
-
     with RunLog(folder, offset=offset, tensorboard=False) as log:
         for record in records:
             if "valid_loss" in record:
@@ -25,8 +26,6 @@ def write(folder: Path, *records: dict, offset: int = 0) -> int:
 
 
 def test_numbers_are_read_back_to_the_last_bit_and_wall_times_are_kept_apart(tmp_path: Path):
-    from llorch.train.log import read_log
-
     write(tmp_path, STEP, {"step": 1, "valid_loss": 2 / 7})
     assert read_log(tmp_path / "log.jsonl") == [STEP, {"step": 1, "valid_loss": 2 / 7}]
     assert json.loads((tmp_path / "timing.jsonl").read_text()) == {"step": 1, "seconds": 0.25}
@@ -43,8 +42,6 @@ def test_lines_behind_the_offset_of_a_snapshot_are_written_again(tmp_path: Path)
 
 
 def test_a_log_shorter_than_the_snapshot_says_is_refused(tmp_path: Path):
-    from llorch.errors import FormatError
-
     offset = write(tmp_path, STEP)
     with pytest.raises(FormatError, match=f"Truncated: log: the snapshot was taken at byte {offset + 1}"):
         write(tmp_path, offset=offset + 1)
@@ -57,9 +54,6 @@ def test_nan_is_no_json_and_never_written(tmp_path: Path):
 
 @pytest.mark.parametrize("line", ['{"step": 1', "[1]", '{"loss": 1}'])
 def test_a_damaged_line_is_refused_with_its_number(tmp_path: Path, line: str):
-    from llorch.errors import FormatError
-    from llorch.train.log import read_log
-
     write(tmp_path, STEP)
     with (tmp_path / "log.jsonl").open("a") as file:
         file.write(line + "\n")
@@ -70,8 +64,6 @@ def test_a_damaged_line_is_refused_with_its_number(tmp_path: Path, line: str):
 @pytest.mark.live
 def test_tensorboard_reads_the_same_numbers(tmp_path: Path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    from llorch.train.log import RunLog
 
     with RunLog(tmp_path, offset=0, tensorboard=True) as log:
         log.step(STEP, seconds=0.5)
@@ -97,8 +89,6 @@ draw_curve(eval(sys.argv[1]), Path(sys.argv[2]), title="story on pirate")
 
 
 def draw(path: Path, records: list) -> bytes:
-    from llorch.train.log import draw_curve
-
     draw_curve(records, path, title="story on pirate")
     return path.read_bytes()
 

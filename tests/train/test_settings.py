@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
+from llorch.train.settings import TrainSettings
+
 
 def settings(**given: Any):
-    from llorch.train.settings import TrainSettings
-
     values: dict[str, Any] = {"model": "story", "data": "pirate"} | given
     return TrainSettings(**values)
 

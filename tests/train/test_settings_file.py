@@ -6,18 +6,17 @@ from typing import Any
 
 import pytest
 
+from llorch.errors import FormatError, MissingExtra
+from llorch.train.settings_file import read_settings, settings_from
+
 BOTH = {"model": "story", "data": "pirate"}
 
 
 def merged(*sources: dict[str, Any]):
-    from llorch.train.settings_file import settings_from
-
     return settings_from(*((f"source {number}", source) for number, source in enumerate(sources)))
 
 
 def read(path: Path, text: str):
-    from llorch.train.settings_file import read_settings
-
     path.write_text(text)
     return read_settings(path)
 
@@ -133,8 +132,6 @@ def test_what_settings_say_of_themselves_is_read_back():
     ],
 )
 def test_a_damaged_file_is_refused_in_one_line(tmp_path: Path, name: str, text: str, expected: str):
-    from llorch.errors import FormatError
-
     with pytest.raises(FormatError) as error:
         read(tmp_path / name, text)
     assert expected in str(error.value)
@@ -146,8 +143,6 @@ def test_an_empty_file_says_nothing(tmp_path: Path):
 
 
 def test_without_pyyaml_a_yaml_file_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from llorch.errors import MissingExtra
-
     monkeypatch.setitem(sys.modules, "yaml", None)
     with pytest.raises(MissingExtra, match=r"llorch\[train\]"):
         read(tmp_path / "a.yaml", "r: 4\n")

@@ -9,6 +9,8 @@ import threading
 import pytest
 from command_line import REPOSITORY
 
+from llorch.train.stopping import StopRequest
+
 TWICE = """
 import os, signal
 from llorch.train.stopping import StopRequest
@@ -22,8 +24,6 @@ with StopRequest() as stop:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_is_noted_and_nothing_else_happens(number: signal.Signals):
-    from llorch.train.stopping import StopRequest
-
     before = signal.getsignal(number)
     with StopRequest() as stop:
         assert stop.number is None
@@ -38,8 +38,6 @@ def test_a_second_signal_leaves_at_once():
 
 
 def test_outside_the_main_thread_there_is_nothing_to_listen_to():
-    from llorch.train.stopping import StopRequest
-
     seen = []
 
     def run() -> None:
