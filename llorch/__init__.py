@@ -8,6 +8,22 @@ logits = model.forward([1, 2, 3], trace=trace)    every stage by name
 print(llorch.compare(trace, other_trace))         first divergence
 model = llorch.load_torch("story", device="cuda", dtype="bfloat16")    the same in torch; many prompts at once, too
 model.add_adapter("pirate", "my-adapter")         a LoRA adapter, for model.generate(..., adapter="pirate")
+
+The rooms, in the order to read. Each imports those above it only; its first page says what enters and what leaves.
+
+    config  stages          what there is: hyperparameters, and the ordered table of stages
+    ops/                    one operation a file, forward beside backward, the formula on top
+    forward  backward       the reference, one screen each; `cache` its keys and values, `numerics` how it rounds
+    files/                  bytes to arrays and back: GGUF, Hugging Face folders, quantised blocks; `convert`
+    tokenizer/              text to ids and back, chats
+    sampling  generate      from logits to a token, and on; `model` loads, generates and traces
+    lora/                   adapters: read, merge, export
+    train/                  data, loss, update, snapshots: a training run without its model
+    pytorch/                all of it on torch: model, batches, LoRA and the loop; cpu/ has C, cuda/ Triton
+    verify/                 claims from goldens, runners, one judge, mistakes; witnesses/ are the engines of others
+    cli/                    what people type, a verb a file
+
+A line of code that is wrong is found by the checkpoint of its stage: `llorch verify`.
 """
 
 from importlib import import_module

@@ -111,6 +111,12 @@ def test_every_module_is_in_a_room():
     assert not without, f"give these modules a room: {sorted(without)}"
 
 
+def test_the_first_page_shows_the_rooms_in_this_order():
+    page = ast.get_docstring(ast.parse((ROOT / "llorch/__init__.py").read_text())) or ""
+    shown = [line.split("/")[0].strip() for line in page.splitlines() if line.startswith("    ") and "/  " in line]
+    assert shown == [room for room in ROOMS if (ROOT / "llorch" / room / "__init__.py").exists()]
+
+
 @pytest.mark.parametrize("file", modules(), ids=lambda file: str(file.relative_to(ROOT)))
 def test_imports_point_down_only(file):
     package = ".".join(file.relative_to(ROOT).parent.parts)
