@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 
 from llorch.files.names import undo_interleave
 from llorch.files.packed import Packed
-from llorch.files.quant import ACTIVATION_TYPE, BLOCK_SIZES, decode_mins
+from llorch.files.quant import ACTIVATION_TYPE, BLOCK_SIZES, decode_minima
 from llorch.ops.linear import product
 from llorch.ops.rounding import ActivationKind, block_sums, round_activations
 
@@ -95,6 +95,6 @@ class Matrix:
     @cached_property
     def _minima(self) -> np.ndarray:
         packed = self.packed
-        minima = decode_mins(packed.raw, packed.ggml_type, packed.shape)
+        minima = decode_minima(packed.raw, packed.ggml_type, packed.shape)
         in_order = self._decoded is not None and self._heads
         return undo_interleave(minima, self._heads) if in_order else minima

@@ -37,9 +37,14 @@ class Packed:
         """Some rows of `by_row` as float32."""
         return decode(rows, self.ggml_type, (len(rows), *self.shape[1:]))
 
+    @property
+    def rows_at_once(self) -> int:
+        """Rows of a tile."""
+        return min(self.shape[0], max(1, TILE // math.prod(self.shape[1:])))
+
     def tiles(self) -> Iterator[tuple[int, np.ndarray]]:
         """First row and decoded rows of one piece of a matrix after the other; the next piece overwrites the last."""
-        step = min(self.shape[0], max(1, TILE // math.prod(self.shape[1:])))
+        step = self.rows_at_once
         room = np.empty((step, *self.shape[1:]), np.float32)
         for start in range(0, self.shape[0], step):
             tile = room[: self.shape[0] - start]

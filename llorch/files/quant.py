@@ -5,7 +5,7 @@ decoded by `llorch.files.blocks`; the rest by the gguf package, which gives the 
 """
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import IntEnum
 from types import MappingProxyType
 
@@ -14,6 +14,8 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from llorch.files.blocks import DECODERS, SCRATCH_BYTES, Chunk, Decoder
+from llorch.files.blocks.super_blocks import minima_of_q2_k, minima_of_q4_k
+from llorch.files.blocks.uniform import minima_of_block
 from llorch.ops.rounding import ActivationKind
 
 _ELEMENTS_AT_ONCE = 1 << 19  # decoded in one go: enough to hide the cost of calls, little enough for the L3 cache
@@ -94,6 +96,17 @@ ACTIVATION_TYPE: Mapping[GGMLType, ActivationKind] = MappingProxyType(
 )  # fmt: skip
 
 
+MINIMA: Mapping[GGMLType, Callable[[Chunk], np.ndarray]] = MappingProxyType(
+    {
+        GGMLType.Q4_1: minima_of_block,
+        GGMLType.Q5_1: minima_of_block,
+        GGMLType.Q2_K: minima_of_q2_k,
+        GGMLType.Q4_K: minima_of_q4_k,
+        GGMLType.Q5_K: minima_of_q4_k,
+    }
+)
+
+
 def decode(raw: np.ndarray, ggml_type: GGMLType, shape: tuple[int, ...]) -> np.ndarray:
     """Decode the bytes of a tensor to a new float32 array; integer types are not weights and have no decoder.
 
@@ -122,11 +135,23 @@ def decode_into(raw: np.ndarray, ggml_type: GGMLType, out: np.ndarray) -> None:
             decode_blocks(chunk, values[start : start + step])
 
 
-def decode_mins(raw: np.ndarray, ggml_type: GGMLType, shape: tuple[int, ...]) -> np.ndarray:
-    """Decode the minimum of every block of 32 elements of Q4_1 or Q5_1, the m of x = q * d + m."""
-    block_size, block_bytes = BLOCK_SIZES[ggml_type]
-    minima = raw.reshape(-1, block_bytes)[:, 2:4].view("<f2").astype(np.float32)
-    return minima.reshape(*shape[:-1], shape[-1] // block_size)
+def decode_minima(raw: np.ndarray, ggml_type: GGMLType, shape: tuple[int, ...]) -> np.ndarray:
+    """The number that is added to every element of a block of a type in `MINIMA`, the m of x = q * d + m.
+
+    Args:
+        raw: The bytes of a matrix.
+        ggml_type: Its type.
+        shape: Its shape (out, in).
+
+    Returns:
+        (out, blocks) float32; super-blocks have one for each of their blocks.
+    """
+    blocks = raw.reshape(-1, BLOCK_SIZES[ggml_type][1])
+    step = _ELEMENTS_AT_ONCE // BLOCK_SIZES[ggml_type][0]
+    parts = [
+        MINIMA[ggml_type](Chunk(blocks[start : start + step], _scratch())) for start in range(0, len(blocks), step)
+    ]
+    return np.concatenate(parts).reshape(shape[0], -1)
 
 
 def has_bad_scale(raw: np.ndarray, ggml_type: GGMLType) -> bool:

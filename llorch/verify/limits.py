@@ -42,7 +42,8 @@ import numpy as np
 from llorch.config import ModelConfig
 from llorch.files import LayerWeights, Weights
 from llorch.files.matrix import Matrix
-from llorch.files.quant import BLOCK_SIZES, GGMLType, decode
+from llorch.files.packed import TILE
+from llorch.files.quant import MINIMA, decode_minima
 from llorch.numerics import QuantMethod
 from llorch.ops.rounding import BLOCK_SIZE, ActivationKind
 from llorch.stages import Stage, input_key, keys, matrix_of
@@ -59,14 +60,6 @@ _DRIFT = 2 * UNIT**2 / 72  # times the width and the squared sum: the same, as f
 _SQUARES = _DRIFT / 4  # times the width: that of the root of a sum of squares, relative
 _DIGITS = {"F16": 11, "BF16": 8}  # binary digits; the step of a number between 2^e and 2^(e+1) is 2^(e+1-digits)
 _CODES = 127
-_BLOCK = 32
-_CODE_BYTES = {  # where a block keeps its codes; without them, its numbers are the minima
-    GGMLType.Q4_1: slice(4, 20),
-    GGMLType.Q5_1: slice(4, 24),
-    GGMLType.Q2_K: slice(16, 80),
-    GGMLType.Q4_K: slice(16, 144),
-    GGMLType.Q5_K: slice(16, 176),
-}
 
 
 @dataclass(frozen=True)
@@ -156,6 +149,8 @@ def variances(
         )
         made = np.broadcast_to(_RULES[stage.name](step), (n_runs, *golden[name].shape))
         yield name, made
+        if stage.name == "block_out":
+            passed.clear()  # of a layer nothing else is needed
         passed[name] = _passed_on(step, made, fused=fused)
 
 
@@ -175,7 +170,10 @@ def _passed_on(s: Step, made: np.ndarray, *, fused: bool) -> np.ndarray:
 
 
 class Limits:
-    """Limits of one case, in one arithmetic, derived from one golden and the producers' distances from the truth."""
+    """Limits of one case, in one arithmetic, derived from one golden and the producers' distances from the truth.
+
+    They are derived in the order of the forward pass, as far as they were asked for.
+    """
 
     def __init__(
         self,
@@ -187,7 +185,7 @@ class Limits:
         fused: bool = False,
         distance: Callable[[str, str], Difference | None] = lambda mode, stage: None,
     ) -> None:
-        """Derive them; for the first arguments see `variances`.
+        """Prepare; for the first arguments see `variances`.
 
         Args:
             weights: The model, with its numerics.
@@ -200,28 +198,44 @@ class Limits:
         self._stages = {name: stage for name, stage, _ in keys(weights.config)}
         self._golden, self._distance = golden, distance
         self._isolated: dict[str, Tolerance] = {}
-        self.chained_variances: dict[str, np.ndarray] = {}
-        self.free_variances = np.empty(0)
-        with np.errstate(all="ignore"):  # a golden that is not finite fails as such
-            for name, made in variances(weights, this, golden, arithmetic, fused=fused):
-                self._isolated[name] = limit(golden[name], made[ISOLATED], self._stages[name])
-                self.chained_variances[name] = made[CHAINED].copy()
-                if len(made) > FREE:
-                    self.free_variances = made[FREE] / 4  # twice the root is granted: flips are as many as can be
+        self._chained: dict[str, np.ndarray] = {}
+        self._free = np.empty(0)
+        self._steps = variances(weights, this, golden, arithmetic, fused=fused)
+
+    def _up_to(self, name: str) -> None:
+        while name not in self._isolated:
+            with np.errstate(all="ignore"):  # a golden that is not finite fails as such
+                key, made = next(self._steps)
+                self._isolated[key] = limit(self._golden[key], made[ISOLATED], self._stages[key])
+            self._chained[key] = made[CHAINED].copy()
+            if len(made) > FREE:
+                self._free = made[FREE] / 4  # twice the root is granted: flips are as many as can be
+
+    def chained_variance(self, name: str) -> np.ndarray:
+        """Of every element of a stage that was given ours."""
+        self._up_to(name)
+        return self._chained[name]
+
+    @property
+    def free_variances(self) -> np.ndarray:
+        """Of the logits of a run in which no flip was replaced."""
+        self._up_to("logits")
+        return self._free
 
     def isolated(self, name: str) -> Tolerance:
         """Of a stage that was given the golden's inputs."""
+        self._up_to(name)
         return self._widened(self._isolated[name], "isolated", name)
 
     def chained(self, name: str, start: int = 0) -> Tolerance:
         """Of a stage that was given ours, or of the part of it that belongs to the tokens from `start` on."""
         stage, stop = self._stages[name], len(self._golden["embed"])
-        golden, variance = (part_of(stage, a, start, stop) for a in (self._golden[name], self.chained_variances[name]))
+        golden, variance = (part_of(stage, a, start, stop) for a in (self._golden[name], self.chained_variance(name)))
         return self._widened(limit(golden, variance, stage), "chained", name)
 
     def last_row(self) -> Tolerance:
         """Of the logits that sampling sees."""
-        return self._widened(self._last(self.chained_variances["logits"]), "chained", "selected_logits")
+        return self._widened(self._last(self.chained_variance("logits")), "chained", "selected_logits")
 
     def free(self) -> Tolerance:
         """Of the logits of a run in which no flip was replaced."""
@@ -233,7 +247,7 @@ class Limits:
 
     def moved(self) -> float:
         """How far apart two logits of a row may be that rounding swaps, in root mean squares of the row."""
-        variance, logits = self.chained_variances["logits"], self._golden["logits"]
+        variance, logits = self.chained_variance("logits"), self._golden["logits"]
         shares = variance.mean(axis=-1) / np.square(logits, dtype=np.float64).mean(axis=-1)
         return FACTOR * math.sqrt(4 * float(shares.max()))
 
@@ -378,15 +392,31 @@ def _norm(s: Step) -> np.ndarray:
 
 def _product(s: Step) -> np.ndarray:
     weight, x = s.weights[matrix_of(s.stage, s.config)], s.x[0]
-    matrix = weight.dequantize() if isinstance(weight, QuantMethod) else weight
     kind: ActivationKind = weight.activations if isinstance(weight, QuantMethod) else "F32"  # pyright: ignore
-    made = rounded(s.given[0], x, kind) @ np.square(matrix).T + _of_one_scale(s)
-    if kind == "Q8_K":
-        made = made + _by_scales(s.given[0], x, matrix)
-    terms = squared_terms(x, weight, matrix)
+    given = rounded(s.given[0], x, kind)
+    made, terms = np.empty((len(given), *s.y.shape), x.dtype), np.empty_like(s.y, x.dtype)
+    for rows, matrix, minima in _row_by_row(weight):
+        squares = np.square(matrix).T
+        made[..., rows] = (given.reshape(-1, x.shape[-1]) @ squares).reshape(*given.shape[:2], -1)
+        if kind == "Q8_K":
+            made[..., rows] += _by_scales(s.given[0], x, matrix)
+        terms[:, rows] = _squared_terms(x, matrix, minima, squares)
+    made += _of_one_scale(s)
     if s.arithmetic.is_half:  # its weights are rounded, too
-        made = made + s.arithmetic.unit**2 * terms + s.arithmetic.smallest**2 * np.square(x).sum(axis=-1, keepdims=True)
+        made += s.arithmetic.unit**2 * terms + s.arithmetic.smallest**2 * np.square(x).sum(axis=-1, keepdims=True)
     return made + x.shape[-1] * (_SUM * terms + _DRIFT * np.square(s.y)) + 2 * s.rounding
+
+
+def _row_by_row(weight: "np.ndarray | QuantMethod") -> Iterator[tuple[slice, np.ndarray, np.ndarray | None]]:
+    """Some rows of a matrix after the other: which, the rows, and the minimum of every block; None without such."""
+    matrix = weight.dequantize() if isinstance(weight, QuantMethod) else weight
+    minima = None
+    if isinstance(weight, Matrix) and weight.packed.ggml_type in MINIMA:
+        minima = weight.in_order(decode_minima(weight.packed.raw, weight.packed.ggml_type, weight.packed.shape))
+    step = max(1, TILE // matrix.shape[1])
+    for start in range(0, len(matrix), step):
+        rows = slice(start, start + step)
+        yield rows, matrix[rows], None if minima is None else minima[rows]
 
 
 def _of_one_scale(s: Step) -> np.ndarray:
@@ -481,29 +511,21 @@ def _swiglu(s: Step) -> np.ndarray:
     return made + 4 * s.rounding
 
 
-def squared_terms(x: np.ndarray, weight: "np.ndarray | QuantMethod", matrix: np.ndarray | None = None) -> np.ndarray:
-    """The sum of the squared terms of every element of a product; `matrix` is the weight where it is decoded."""
-    if matrix is None:
-        matrix = weight.dequantize() if isinstance(weight, QuantMethod) else weight
-    minima = _minima(weight) if isinstance(weight, Matrix) else None
+def squared_terms(x: np.ndarray, weight: "np.ndarray | QuantMethod") -> np.ndarray:
+    """The sum of the squared terms of every element of a product."""
+    parts = [_squared_terms(x, matrix, minima, np.square(matrix).T) for _, matrix, minima in _row_by_row(weight)]
+    return np.concatenate(parts, axis=-1)
+
+
+def _squared_terms(x: np.ndarray, matrix: np.ndarray, minima: np.ndarray | None, squares: np.ndarray) -> np.ndarray:
     if minima is None:
-        return np.square(x) @ np.square(matrix).T
-    total = np.zeros((len(x), len(matrix)), x.dtype)
-    for start in range(0, x.shape[1], _BLOCK):
-        part = slice(start, start + _BLOCK)
-        total += np.square(x[:, part] @ (matrix[:, part] - minima[:, part]).T)
-        total += np.square(x[:, part] @ minima[:, part].T)
+        return np.square(x) @ squares
+    size, total = matrix.shape[1] // minima.shape[1], np.zeros((len(x), len(matrix)), x.dtype)
+    for block in range(minima.shape[1]):
+        part = slice(block * size, (block + 1) * size)
+        of_minima = x[:, part].sum(axis=-1, keepdims=True) * minima[:, block]
+        total += np.square(x[:, part] @ matrix[:, part].T - of_minima) + np.square(of_minima)
     return total
-
-
-def _minima(weight: Matrix) -> np.ndarray | None:
-    """The minimum of every element's block, in Hugging Face's order of rows; None for types without."""
-    packed = weight.packed
-    if packed.ggml_type not in _CODE_BYTES:
-        return None
-    blocks = packed.raw.reshape(-1, BLOCK_SIZES[packed.ggml_type][1]).copy()
-    blocks[:, _CODE_BYTES[packed.ggml_type]] = 0
-    return weight.in_order(decode(blocks, packed.ggml_type, packed.shape))
 
 
 _RULES: Mapping[str, Callable[[Step], np.ndarray]] = MappingProxyType(

@@ -10,7 +10,7 @@ from llorch.files.quant import (
     BLOCK_SIZES,
     GGMLType,
     decode,
-    decode_mins,
+    decode_minima,
     has_bad_scale,
 )
 
@@ -79,7 +79,7 @@ def test_minima_of_blocks_are_found_behind_their_scales():
     for kind in (GGMLType.Q4_1, GGMLType.Q5_1):
         raw = np.zeros((4, BLOCK_SIZES[kind][1]), np.uint8)
         raw[:, :4] = np.array([[7, -0.5], [7, 0.25], [7, 2], [7, -3]], "<f2").view(np.uint8)
-        minima = decode_mins(raw.reshape(-1), kind, (2, 64))
+        minima = decode_minima(raw.reshape(-1), kind, (2, 64))
         assert minima.dtype == np.float32
         assert minima.tolist() == [[-0.5, 0.25], [2, -3]]
         raw[:, :2] = 0  # a scale of 0 leaves the minimum

@@ -64,6 +64,17 @@ def decode_q6_k(chunk: Chunk, out: np.ndarray) -> None:
     write_scaled(codes, scales, out)
 
 
+def minima_of_q2_k(chunk: Chunk) -> np.ndarray:
+    """What is added to each sub-block."""
+    minima = chunk.bit_fields(chunk.field(0, 16), 4)[1].reshape(-1, 16)
+    return -minima.astype(np.float32) * chunk.float16_field(82)[:, None]
+
+
+def minima_of_q4_k(chunk: Chunk) -> np.ndarray:
+    """What is added to each sub-block, of Q5_K too."""
+    return -_scales_and_minima(chunk)[1].astype(np.float32) * chunk.float16_field(2)[:, None]
+
+
 def _write_with_minima(chunk: Chunk, codes: np.ndarray, out: np.ndarray) -> None:
     scales, minima = _scales_and_minima(chunk)
     runs = write_scaled(codes, scales * chunk.float16_field(0)[:, None], out)

@@ -87,10 +87,15 @@ def decode_q4_0(chunk: Chunk, out: np.ndarray) -> None:
     write_scaled(codes, chunk.float16_field(0), out)
 
 
+def minima_of_block(chunk: Chunk) -> np.ndarray:
+    """What is added to each block, of Q4_1 and Q5_1."""
+    return chunk.float16_field(2)[:, None]
+
+
 def decode_q4_1(chunk: Chunk, out: np.ndarray) -> None:
     """Four bits and a minimum."""
     runs = write_scaled(_four_bits(chunk, 4), chunk.float16_field(0), out)
-    runs += chunk.float16_field(2)[:, None]
+    runs += minima_of_block(chunk)
 
 
 def decode_q5_0(chunk: Chunk, out: np.ndarray) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from llorch.files.matrix import Matrix
 from llorch.files.packed import Packed
-from llorch.files.quant import ACTIVATION_TYPE, GGMLType, decode, decode_mins
+from llorch.files.quant import ACTIVATION_TYPE, GGMLType, decode, decode_minima
 from llorch.ops.linear import linear, product
 from llorch.ops.rounding import HOST_VARIANT, ActivationKind, VariantName, block_sums, round_activations
 
@@ -49,7 +49,7 @@ class QuantisedInputs:
         y = product(values, matrix)
         if self.activations == "Q8_1" and rounded is None:
             sums = block_sums(self.x, self.variant) if sums is None else sums
-            minima = decode_mins(self.blocks, self.kind, self.shape)
+            minima = decode_minima(self.blocks, self.kind, self.shape)
             y = y + product(sums - values.reshape(len(values), -1, 32).sum(axis=-1), minima)
         return y.astype(self.x.dtype, copy=False)
 

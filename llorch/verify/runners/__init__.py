@@ -4,10 +4,8 @@
 modules in each way they run.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -18,19 +16,16 @@ from llorch.verify.places import Pass
 Trace = Mapping[str, np.ndarray]
 
 
-@dataclass(frozen=True)
-class Run:
-    """A pass of ours on its own results.
+class See(Protocol):
+    """What a pass calls with every stage."""
 
-    Attributes:
-        trace: What it computed, before anything was replaced.
-        flips: Under ggml numerics: stage key to values that round to another number, and were replaced.
-        refused: Stage key to values that do so though they were farther off than rounding explains; they stay.
-    """
+    def __call__(self, name: str, array: np.ndarray, /, *, flips: int = 0, refused: int = 0) -> None:
+        """Look at a stage as it was computed, before anything is replaced.
 
-    trace: Trace
-    flips: Counter[str] = field(default_factory=Counter)
-    refused: Counter[str] = field(default_factory=Counter)
+        Under ggml numerics `flips` values round to another number and are replaced; `refused` do so though they are
+        farther off than rounding explains, and stay.
+        """
+        ...
 
 
 @runtime_checkable
@@ -45,12 +40,12 @@ class Runner(Protocol):
         """What everything is to run under."""
         ...
 
-    def isolated(self, this: Pass, golden: Trace) -> Trace:
-        """One pass in which the golden takes the place of each stage as soon as that was recorded."""
+    def isolated(self, this: Pass, golden: Trace, see: See) -> None:
+        """One pass in which the golden takes the place of each stage as soon as that was seen."""
         ...
 
-    def chained(self, case: str, this: Pass, *, n_cached: int = 0) -> Run:
-        """A pass, or the second of two."""
+    def chained(self, case: str, this: Pass, see: See, *, n_cached: int = 0) -> None:
+        """A pass on its own results, or the second of two, which alone is seen."""
         ...
 
     def last_row(self, this: Pass) -> np.ndarray:

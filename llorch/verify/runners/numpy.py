@@ -10,7 +10,6 @@ its row.
 Source: llama.cpp ggml/src/ggml-cpu; llorch.ops.rounding.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
@@ -31,7 +30,7 @@ from llorch.stages import input_key, keys, matrix_of
 from llorch.verify.goldens import SAMPLINGS
 from llorch.verify.limits import Limits, off
 from llorch.verify.places import Pass, part_of, token_axis
-from llorch.verify.runners import Run, Trace
+from llorch.verify.runners import See, Trace
 
 OWN_SUMS = "numpy-float32"  # every sum in float32, which is how larger models run
 FLOAT64 = "numpy-float64"  # the same code in float64, judged by the truth alone
@@ -59,11 +58,25 @@ def run(weights: Weights, this: Pass, *, n_cached: int = 0, golden: Trace | None
         Stage key to array.
     """
     trace: dict[str, np.ndarray] = {}
+    show(weights, this, trace.__setitem__, n_cached=n_cached, golden=golden)
+    return trace
+
+
+def show(
+    weights: Weights,
+    this: Pass,
+    see: Callable[[str, np.ndarray], None],
+    *,
+    n_cached: int = 0,
+    golden: Trace | None = None,
+) -> None:
+    """The same, stage by stage."""
     whole = _of_this_shape(golden or {}, weights, this)
 
     def keeping(start: int, stop: int) -> Keep:
         def keep(name: str, array: np.ndarray) -> np.ndarray:
-            trace[name] = array
+            if start == n_cached:
+                see(name, array)
             if name not in whole:
                 return array
             stage, theirs = whole[name]
@@ -72,7 +85,6 @@ def run(weights: Weights, this: Pass, *, n_cached: int = 0, golden: Trace | None
         return keep
 
     _passes(weights, this, n_cached, keeping)
-    return trace
 
 
 def _of_this_shape(golden: Trace, weights: Weights, this: Pass) -> dict:
@@ -112,13 +124,13 @@ class NumpyRunner:
         """Sums in float32 for `OWN_SUMS`."""
         return BACKENDS.get(self.name, nullcontext)()
 
-    def isolated(self, this: Pass, golden: Trace) -> Trace:
+    def isolated(self, this: Pass, golden: Trace, see: See) -> None:
         """See `run`."""
-        return run(self.weights, this, golden=golden)
+        show(self.weights, this, see, golden=golden)
 
-    def chained(self, case: str, this: Pass, *, n_cached: int = 0) -> Run:
+    def chained(self, case: str, this: Pass, see: See, *, n_cached: int = 0) -> None:
         """See `run`."""
-        return Run(run(self.weights, this, n_cached=n_cached))
+        show(self.weights, this, see, n_cached=n_cached)
 
     def last_row(self, this: Pass) -> np.ndarray:
         """As generation computes it."""
@@ -158,21 +170,21 @@ class GgmlRunner(NumpyRunner):
         self._rounded = rounded_stages(weights)
         self._stages = {name: stage for name, stage, _ in keys(weights.config)}
 
-    def isolated(self, this: Pass, golden: Trace) -> Trace:
+    def isolated(self, this: Pass, golden: Trace, see: See) -> None:
         """As there; a float16 cache shows as the float32 that the golden has."""
-        return {name: array.astype(self.weights.dtype) for name, array in super().isolated(this, golden).items()}
+        show(self.weights, this, lambda name, array: see(name, array.astype(self.weights.dtype)), golden=golden)
 
-    def chained(self, case: str, this: Pass, *, n_cached: int = 0) -> Run:
+    def chained(self, case: str, this: Pass, see: See, *, n_cached: int = 0) -> None:
         """Values at an edge are replaced."""
-        return self._adopting(case, this, n_cached)
+        self._adopting(case, this, see, n_cached)
 
     def last_row(self, this: Pass) -> np.ndarray:
         """Likewise; `this` is the case `near`."""
-        return self._adopting("near", this, last_only=True).trace["logits"][-1]
+        return self._adopting("near", this, last_only=True)[-1]
 
     def free(self, this: Pass) -> np.ndarray:
         """Logits of a pass as users get it."""
-        return run(self.weights, this)["logits"]
+        return _passes(self.weights, this, 0, lambda start, stop: lambda name, array: array)
 
     def text(self, prompt: Sequence[int], n_tokens: int) -> np.ndarray:
         """As users get it."""
@@ -180,28 +192,31 @@ class GgmlRunner(NumpyRunner):
         vars(model)["tokenizer"] = IdsOnly()  # also a file without a vocabulary is judged
         return np.asarray([t.id for t in model.generate(prompt, max_tokens=n_tokens, ignore_eos=True)], np.int64)
 
-    def _adopting(self, case: str, this: Pass, n_cached: int = 0, *, last_only: bool = False) -> Run:
-        trace, flips, refused = dict[str, np.ndarray](), Counter[str](), Counter[str]()
-
+    def _adopting(
+        self, case: str, this: Pass, see: See | None = None, n_cached: int = 0, *, last_only: bool = False
+    ) -> np.ndarray:
         def keeping(start: int, stop: int) -> Keep:
-            flips.clear()  # of the second pass alone
-            refused.clear()
-
             def keep(name: str, array: np.ndarray) -> np.ndarray:
-                trace[name] = array.astype(self.weights.dtype)
-                for kind in self._rounded.get(name, ()):
-                    first = stop - array.shape[token_axis(self._stages[name])]  # behind the blocks: the last one
-                    parts = self._goldens[case][name], self._limits[case].chained_variances[name]
-                    want, variance = (part_of(self._stages[name], part, first, stop) for part in parts)
-                    array, n, too_far = adopt_edges(array, want.reshape(array.shape), kind, off(variance))
-                    flips[name] += n
-                    refused[name] += too_far
-                return array
+                made, flips, refused = self._adopted(case, name, array, stop)
+                if see is not None and start == n_cached:
+                    see(name, array.astype(self.weights.dtype), flips=flips, refused=refused)
+                return made
 
             return keep
 
-        trace["logits"] = _passes(self.weights, this, n_cached, keeping, last_only=last_only)
-        return Run(trace, flips, refused)
+        return _passes(self.weights, this, n_cached, keeping, last_only=last_only)
+
+    def _adopted(self, case: str, name: str, array: np.ndarray, stop: int) -> tuple[np.ndarray, int, int]:
+        """The array with values at an edge replaced, how many were, and how many are too far off for that."""
+        flips = refused = 0
+        stage = self._stages[name]
+        for kind in self._rounded.get(name, ()):
+            first = stop - array.shape[token_axis(stage)]  # behind the blocks: the last one
+            parts = self._goldens[case][name], self._limits[case].chained_variance(name)
+            want, variance = (part_of(stage, part, first, stop) for part in parts)
+            array, n, too_far = adopt_edges(array, want.reshape(array.shape), kind, off(variance))
+            flips, refused = flips + n, refused + too_far
+        return array, flips, refused
 
 
 def rounded_stages(weights: Weights) -> dict[str, set[ActivationKind]]:

@@ -27,7 +27,7 @@ from llorch.stages import keys
 from llorch.verify.goldens import SAMPLINGS
 from llorch.verify.limits import SCORES
 from llorch.verify.places import Pass
-from llorch.verify.runners import Run, Trace
+from llorch.verify.runners import See, Trace
 from llorch.verify.runners.torch_observed import ObservedCase
 
 
@@ -108,20 +108,20 @@ class TorchRunner:
         """That of the target."""
         return nullcontext()
 
-    def isolated(self, this: Pass, golden: Trace) -> Trace:
+    def isolated(self, this: Pass, golden: Trace, see: See) -> None:
         """The golden takes the place of each stage that the variant shows."""
         trace: dict[str, np.ndarray] = {}
         self._observed(this).feed(len(this.ids), trace=trace, golden=golden)
-        return self._complete(trace)
+        self._show(trace, see)
 
-    def chained(self, case: str, this: Pass, *, n_cached: int = 0) -> Run:
+    def chained(self, case: str, this: Pass, see: See, *, n_cached: int = 0) -> None:
         """Of two passes the second, in a cache that was used before."""
         observed, trace = self._observed(this), dict[str, np.ndarray]()
         if n_cached:
             observed.warm_up()
             observed.feed(n_cached)
         observed.feed(len(this.ids), trace=trace)
-        return Run(self._complete(trace))
+        self._show(trace, see)
 
     def last_row(self, this: Pass) -> np.ndarray:
         """As generation computes it."""
@@ -142,7 +142,7 @@ class TorchRunner:
     def _observed(self, this: Pass) -> ObservedCase:
         return ObservedCase(self.model, this, in_batch=self.variant.in_batch)
 
-    def _complete(self, trace: Trace) -> Trace:
+    def _show(self, trace: Trace, see: See) -> None:
         expected = {key for key, stage, _ in keys(self.model.config) if stage.name not in self.hidden}
         wrong = sorted(expected ^ trace.keys())
         if wrong:
@@ -150,7 +150,8 @@ class TorchRunner:
                 f"{self.model.name}: {self.name} must show its {len(expected)} stages and no others; "
                 f"missing or unknown: {', '.join(wrong[:5])}"
             )
-        return trace
+        for name, array in trace.items():
+            see(name, array)
 
     @torch.inference_mode()
     def _filtered(

@@ -9,8 +9,11 @@ recorded, and *chained*, in a pass of ours; *decode* rows are chained, behind a 
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import chain
+from typing import Any
 
 import numpy as np
 
@@ -32,7 +35,8 @@ from llorch.verify.limits import (
     widened,
 )
 from llorch.verify.places import Pass, Place, part_of, token_axis
-from llorch.verify.runners import Run, Runner, Trace
+from llorch.verify.runners import Runner, See
+from llorch.verify.runners.shared import SharedWeights
 from llorch.verify.suites.tokens import Tokens, edge_of_top_p
 from llorch.verify.truth import ATTENTION, WITNESS, distance
 
@@ -68,6 +72,7 @@ class ForwardSuite:
         self.model, self.weights, self.cases, self.evidence, self.truth = model, weights, cases, evidence, truth
         self._prompt = cases["near"].ids[:n_prompt] if "near" in cases else ()
         self._keys = list(keys(weights.config))
+        self._places = {name: (stage, layer) for name, stage, layer in self._keys}
         self._limits: dict[tuple[str, str, bool], Limits] = {}
         self._distances: dict[tuple[str, str, str], Difference] = {}
         for producer, shown in evidence.items():
@@ -77,30 +82,59 @@ class ForwardSuite:
 
     def rows(self, runner: Runner) -> list[Row]:
         """Judge everything that a runner computes, in the order of the forward pass for each mode."""
+        sampled = [
+            lambda: runner.last_row(self.cases["near"]),
+            lambda: runner.text(self._prompt, self._n_greedy(runner)),
+        ]
+        *judged, row, text = self._made(runner, [*self._stage_passes(runner), *self._decode_passes(runner), *sampled])
         with runner.arithmetic():
-            return [*self.stage_rows(runner), *self.decode_rows(runner), *self.sampler_rows(runner)]
+            return [*chain.from_iterable(judged), *self._sampler_rows(runner, row, text)]
 
-    def stage_rows(self, runner: Runner) -> Iterator[Row]:
+    def stage_rows(self, runner: Runner) -> list[Row]:
         """Checkpoints 00 to 08: every stage and layer, isolated and chained; and logits with no flip replaced."""
-        for case, this in self.cases.items():
-            alone = {
-                name: runner.isolated(this, golden.traces[case]) for name, golden in self.witnesses(runner).items()
-            }
-            for claim in self.isolated(runner, case):
-                yield self._row(runner, claim, alone[claim.witness])
-            chained = runner.chained(case, this)
-            for claim in self.chained(runner, case):
-                yield _with_flips(self._row(runner, claim, chained.trace), claim.place.key, chained)
-            if self.rounds:
-                yield self._free_row(runner, case, chained)
+        return [*chain.from_iterable(self._made(runner, list(self._stage_passes(runner))))]
 
-    def decode_rows(self, runner: Runner) -> Iterator[Row]:
+    def decode_rows(self, runner: Runner) -> list[Row]:
         """Checkpoint 03: a pass in two parts gives at every stage what the producers' single pass gave."""
+        return [*chain.from_iterable(self._made(runner, list(self._decode_passes(runner))))]
+
+    def _made(self, runner: Runner, passes: Sequence[Callable[[], Any]]) -> list[Any]:
+        """What passes give; those through a large model go through it together."""
+        with runner.arithmetic():
+            if isinstance(self.weights, SharedWeights):
+                return self.weights.together(passes)
+            return [one() for one in passes]
+
+    def _stage_passes(self, runner: Runner) -> Iterator[Callable[[], list[Row]]]:
+        for case, this in self.cases.items():
+            for witness, golden in self.witnesses(runner).items():
+                claim = partial(self.isolated, runner, case, witness)
+                yield partial(self._seen, runner, [claim], partial(runner.isolated, this, golden.traces[case]))
+            yield partial(self._chained_rows, runner, case)
+
+    def _decode_passes(self, runner: Runner) -> Iterator[Callable[[], list[Row]]]:
         for case, this in self.cases.items():
             for n_cached in this.splits:
-                made = runner.chained(case, this, n_cached=n_cached)
-                for claim in self.chained(runner, case, n_cached=n_cached):
-                    yield _with_flips(self._row(runner, claim, made.trace), claim.place.key, made)
+                yield partial(self._chained_rows, runner, case, n_cached)
+
+    def _chained_rows(self, runner: Runner, case: str, n_cached: int = 0) -> list[Row]:
+        claims = [partial(self.chained, runner, case, witness, n_cached) for witness in self.witnesses(runner)]
+        rows = self._seen(runner, claims, partial(runner.chained, case, self.cases[case], n_cached=n_cached))
+        return [*rows, self._free_row(runner, case, rows)] if self.rounds and not n_cached else rows
+
+    def _seen(self, runner: Runner, claims: Sequence[Callable[..., Claim]], run: Callable[[See], None]) -> list[Row]:
+        """Rows of the stages of one pass, each judged as soon as it is there; one that never comes fails."""
+        rows: dict[str, list[Row]] = {}
+
+        def judged(name: str, array: np.ndarray | None) -> list[Row]:
+            return [judge(claim(name), array, model=self.model, backend=runner.name) for claim in claims]
+
+        def see(name: str, array: np.ndarray, *, flips: int = 0, refused: int = 0) -> None:
+            rows[name] = [_with_flips(row, flips, refused) for row in judged(name, array)]
+
+        run(see)
+        shown = (name for name, stage, _ in self._keys if stage.name not in runner.hidden)
+        return [row for name in shown for row in rows.get(name) or judged(name, None)]
 
     @property
     def rounds(self) -> bool:
@@ -113,39 +147,35 @@ class ForwardSuite:
             return self.evidence
         return {WITNESS: self.truth.evidence} if self.truth is not None else {}
 
-    def isolated(self, runner: Runner, case: str) -> Iterator[Claim]:
-        """Every stage that is fed what the golden was fed."""
-        fused = runner.hidden >= SCORES
-        for name, stage, layer in self._shown(runner):
-            for witness, golden in self.witnesses(runner).items():
-                of_truth = key(ATTENTION, layer) if fused and stage.name == "attn_context" else name
-                yield Claim(
-                    Place(stage.checkpoint, stage.name, layer, case),
-                    "isolated",
-                    witness,
-                    golden.traces[case][name],
-                    self._isolated_limit(runner, case, stage, name),
-                    witness_error=self._isolated_error(witness, case, of_truth),
-                    masked=stage.masked,
-                    token_axis=token_axis(stage),
-                )
+    def isolated(self, runner: Runner, case: str, witness: str, name: str) -> Claim:
+        """A stage that is fed what the golden was fed."""
+        stage, layer = self._places[name]
+        fused = runner.hidden >= SCORES and stage.name == "attn_context"
+        return Claim(
+            Place(stage.checkpoint, stage.name, layer, case),
+            "isolated",
+            witness,
+            self.witnesses(runner)[witness].traces[case][name],
+            self._isolated_limit(runner, case, stage, name),
+            witness_error=self._isolated_error(witness, case, key(ATTENTION, layer) if fused else name),
+            masked=stage.masked,
+            token_axis=token_axis(stage),
+        )
 
-    def chained(self, runner: Runner, case: str, *, n_cached: int = 0) -> Iterator[Claim]:
-        """Every stage of a pass of ours, or of its second part."""
-        stop = len(self.cases[case].ids)
-        for name, stage, layer in self._shown(runner):
-            true = self.truth.evidence.traces[case][name] if self.truth is not None else None
-            for witness, golden in self.witnesses(runner).items():
-                yield Claim(
-                    Place("03" if n_cached else stage.checkpoint, stage.name, layer, case, n_cached=n_cached),
-                    "decode" if n_cached else "chained",
-                    witness,
-                    part_of(stage, golden.traces[case][name], n_cached, stop),
-                    self._limits_for(runner, case).chained(name, n_cached) if witness != WITNESS else MATHEMATICS,
-                    truth=None if true is None else part_of(stage, true, n_cached, stop),
-                    masked=stage.masked,
-                    token_axis=token_axis(stage),
-                )
+    def chained(self, runner: Runner, case: str, witness: str, n_cached: int, name: str) -> Claim:
+        """A stage of a pass of ours, or of its second part."""
+        (stage, layer), stop = self._places[name], len(self.cases[case].ids)
+        true = self.truth.evidence.traces[case][name] if self.truth is not None else None
+        return Claim(
+            Place("03" if n_cached else stage.checkpoint, stage.name, layer, case, n_cached=n_cached),
+            "decode" if n_cached else "chained",
+            witness,
+            part_of(stage, self.witnesses(runner)[witness].traces[case][name], n_cached, stop),
+            self._limits_for(runner, case).chained(name, n_cached) if witness != WITNESS else MATHEMATICS,
+            truth=None if true is None else part_of(stage, true, n_cached, stop),
+            masked=stage.masked,
+            token_axis=token_axis(stage),
+        )
 
     def limits(self, case: str, dtype: str = "float32", *, fused: bool = False) -> Limits:
         """Of a case, for runs in a dtype; fused attention shows no scores."""
@@ -170,14 +200,18 @@ class ForwardSuite:
 
     def sampler_rows(self, runner: Runner) -> Iterator[Row]:
         """Checkpoints 09 to 12: the row that sampling sees, its argmax, distributions, greedy text."""
-        witnesses = self.witnesses(runner)
-        row = runner.last_row(self.cases["near"])
+        row, text = runner.last_row(self.cases["near"]), runner.text(self._prompt, self._n_greedy(runner))
+        return self._sampler_rows(runner, row, text)
+
+    def _n_greedy(self, runner: Runner) -> int:
+        return max((len(golden.greedy) for golden in self.witnesses(runner).values()), default=0)
+
+    def _sampler_rows(self, runner: Runner, row: np.ndarray, text: np.ndarray) -> Iterator[Row]:
         best = np.asarray([int(np.argmax(row))])
         distributions = runner.probabilities(*self._sampler_inputs())
         tokens = Tokens(self.model, runner, self._prompt, self._margins(runner))
         first = Tokens(self.model, runner, self._prompt, NOTHING_KNOWN) if self.rounds else tokens  # `_beside_one_pass`
-        text = tokens.text((), max((len(golden.greedy) for golden in witnesses.values()), default=0))
-        for witness, golden in witnesses.items():
+        for witness, golden in self.witnesses(runner).items():
             selected = judge(self._selected(runner, witness, golden), row, model=self.model, backend=runner.name)
             argmax = first.row("10", "argmax", witness, best, np.asarray([int(np.argmax(golden.selected_logits))]))
             yield from (self._beside_one_pass(runner, each, row, golden) for each in (selected, argmax))
@@ -207,7 +241,7 @@ class ForwardSuite:
         true = self.truth.evidence.selected_logits if self.truth is not None else None
         return Claim(Place("09", "selected_logits"), "chained", witness, golden.selected_logits, limit, truth=true)
 
-    def _free_row(self, runner: Runner, case: str, chained: Run) -> Row:
+    def _free_row(self, runner: Runner, case: str, chained: Sequence[Row]) -> Row:
         """The run as users get it, with nothing replaced; what flips may do to it is granted, and no more."""
         witness, golden = next(iter(self.evidence.items()))
         claim = Claim(
@@ -215,7 +249,8 @@ class ForwardSuite:
             self._limits_for(runner, case).free(), token_axis=0,
         )  # fmt: skip
         row = judge(claim, runner.free(self.cases[case]), model=self.model, backend=runner.name)  # type: ignore[attr-defined]
-        said = f"{chained.flips.total()} values flip; as it runs, with nothing replaced: error {row.error:.1e}"
+        n_flips = sum(each.flips for each in chained)
+        said = f"{n_flips} values flip; as it runs, with nothing replaced: error {row.error:.1e}"
         return replace(row, note=row.note or said)
 
     def _beside_one_pass(self, runner: Runner, row: Row, ours: np.ndarray, golden: Evidence) -> Row:
@@ -288,13 +323,7 @@ class ForwardSuite:
         if found.fault is None:
             self._distances[place] = Difference(max(old.error, found.error), max(old.worst, found.worst))
 
-    def _shown(self, runner: Runner) -> Iterator[tuple[str, Stage, int | None]]:
-        return (shown for shown in self._keys if shown[1].name not in runner.hidden)
-
-    def _row(self, runner: Runner, claim: Claim, trace: Trace) -> Row:
-        return judge(claim, trace.get(claim.place.key), model=self.model, backend=runner.name)
-
-    def _require_all_stages(self, producer: str, case: str, trace: Trace) -> None:
+    def _require_all_stages(self, producer: str, case: str, trace: Mapping[str, np.ndarray]) -> None:
         wrong = sorted(trace.keys() ^ {key for key, _, _ in self._keys})
         if wrong:
             raise ValueError(
@@ -303,10 +332,9 @@ class ForwardSuite:
             )
 
 
-def _with_flips(row: Row, key: str, run: Run) -> Row:
+def _with_flips(row: Row, flips: int, refused: int) -> Row:
     """With the flips of a stage; one that was refused fails it."""
-    row = replace(row, flips=run.flips[key])
-    if not run.refused[key]:
-        return row
-    note = f"{run.refused[key]} values round to other numbers and were too far off for an edge"
-    return replace(row, verdict=FAIL, note=row.note or note)
+    if refused:
+        note = f"{refused} values round to other numbers and were too far off for an edge"
+        row = replace(row, verdict=FAIL, note=row.note or note)
+    return replace(row, flips=flips) if flips else row
