@@ -2,6 +2,7 @@
 
     python benchmarks/false_alarms.py --n 50                           NumPy, folders and their GGUF twins
     python benchmarks/false_alarms.py --n 20 --torch float32           and the torch path
+    python benchmarks/false_alarms.py --n 50 --quantised               files that llama.cpp quantised, as it runs them
     OPENBLAS_CORETYPE=Haswell python benchmarks/false_alarms.py        with other kernels
 
 Families, dimensions, biases, ties, frequency scaling, epsilon, stored dtype and positions are drawn; a number names its
@@ -13,6 +14,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,11 +26,14 @@ from llorch.config import ModelConfig
 from llorch.convert import convert
 from llorch.files import Weights
 from llorch.files.names import inventory
+from llorch.model import load
+from llorch.numerics import GGML
 from llorch.verify.judge import FAIL, TIE, Row
-from llorch.verify.models import verify_live
+from llorch.verify.models import verify_as_stored, verify_live
 from llorch.verify.runners import Runner
 from llorch.verify.runners.numpy import numpy_runners
 from llorch.verify.truth import WITNESS
+from llorch.verify.witnesses.process import in_child
 
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 SCALINGS: tuple[dict[str, Any] | None, ...] = (
@@ -38,6 +43,10 @@ SCALINGS: tuple[dict[str, Any] | None, ...] = (
     {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
      "original_max_position_embeddings": 512},
 )  # fmt: skip
+FILE_TYPES = {  # LLAMA_FTYPE_* of llama.h; where a row is no multiple of 256, llama.cpp takes a smaller block
+    "F16": 1, "BF16": 32, "Q8_0": 7, "Q4_0": 2, "Q4_1": 3, "Q5_0": 8, "Q5_1": 9,
+    "Q2_K": 10, "Q3_K_M": 12, "Q4_K_M": 15, "Q5_K_M": 17, "Q6_K": 18, "IQ4_NL": 25, "IQ4_XS": 30,
+}  # fmt: skip
 N_TOKENS = 12
 
 
@@ -45,7 +54,8 @@ N_TOKENS = 12
 @click.option("--n", default=20, show_default=True, help="Models.")
 @click.option("--first", default=0, show_default=True, help="Number of the first one.")
 @click.option("--torch", "dtypes", multiple=True, help="Judge the torch path too, in this dtype; may be repeated.")
-def main(n: int, first: int, dtypes: tuple[str, ...]) -> None:
+@click.option("--quantised", is_flag=True, help="Judge a file that llama.cpp quantised under ggml numerics instead.")
+def main(n: int, first: int, dtypes: tuple[str, ...], quantised: bool) -> None:
     """Entry point; exit code 1 when a row failed or an engine did not run."""
     every: list[Row] = []
     absent = 0
@@ -53,8 +63,9 @@ def main(n: int, first: int, dtypes: tuple[str, ...]) -> None:
         failed: dict[str, str] = {}
         with tempfile.TemporaryDirectory(prefix="llorch-random-") as place:
             folder = Path(place) / f"m{number}"
-            config = write_random(folder, np.random.default_rng(number))
-            rows = list(judged(folder, config, number, dtypes, failed))
+            config = write_random(folder, np.random.default_rng(number), wide=quantised and number % 2 == 0)
+            judge = judged_quantised if quantised else partial(judged, dtypes=dtypes)
+            rows = list(judge(folder, config, number, failed=failed))
         bad = [row for row in rows if row.verdict == FAIL]
         every += rows
         absent += len(failed)
@@ -71,12 +82,27 @@ def main(n: int, first: int, dtypes: tuple[str, ...]) -> None:
     sys.exit(1 if n_failed or absent else 0)
 
 
+def prompt(config: dict[str, Any], number: int) -> list[int]:
+    """Some tokens."""
+    return np.random.default_rng(number).integers(0, config["vocab_size"], N_TOKENS).tolist()
+
+
+def judged_quantised(folder: Path, config: dict[str, Any], number: int, *, failed: dict[str, str]) -> Iterator[Row]:
+    """Rows of a file in one of the types that llama.cpp writes."""
+    twin, kind = folder.with_suffix(".gguf"), list(FILE_TYPES)[number % len(FILE_TYPES)]
+    convert(folder, twin)
+    path = twin.with_name(f"{folder.name}-{kind}.gguf")
+    in_child("llamacpp", twin, "llorch.verify.witnesses.f32_copy:write_by_llamacpp", twin, path, FILE_TYPES[kind])
+    numerics = replace(GGML, kv_cache="f16" if number % 3 == 0 else "f32")
+    model = load(path, numerics=numerics, residency="packed" if number % 5 < 2 else "decoded")
+    yield from verify_as_stored(model, prompt(config, number), failed=failed)
+
+
 def judged(
-    folder: Path, config: dict[str, Any], number: int, dtypes: tuple[str, ...], failed: dict[str, str]
+    folder: Path, config: dict[str, Any], number: int, *, dtypes: tuple[str, ...], failed: dict[str, str]
 ) -> Iterator[Row]:
     """Rows of a folder and of its GGUF twin."""
-    ids = np.random.default_rng(number).integers(0, config["vocab_size"], N_TOKENS).tolist()
-    twin = folder.with_suffix(".gguf")
+    ids, twin = prompt(config, number), folder.with_suffix(".gguf")
     convert(folder, twin)
     for path in (folder, twin):
         yield from verify_live(path, ids, ["llamacpp", "transformers"], partial(runners, dtypes), failed=failed)
@@ -92,12 +118,16 @@ def runners(dtypes: tuple[str, ...], weights: Weights, *, wide: bool) -> Iterato
         yield from torch_runners(target("cpu", dtype))(weights, wide=wide)
 
 
-def write_random(folder: Path, rng: np.random.Generator) -> dict[str, Any]:
-    """Write a Hugging Face folder with a drawn configuration and weights."""
+def write_random(folder: Path, rng: np.random.Generator, *, wide: bool = False) -> dict[str, Any]:
+    """Write a Hugging Face folder with a drawn configuration and weights; `wide` has rows of whole super-blocks."""
     import torch
     from safetensors.torch import save_file
 
     config = draw(rng)
+    if wide:
+        heads, rows = 4 * config["num_key_value_heads"], 256 * int(rng.integers(1, 5))
+        config |= {"num_attention_heads": heads, "hidden_size": 64 * heads, "intermediate_size": rows}
+        config |= {"head_dim": 64} if "head_dim" in config else {}
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     size = 10 ** rng.uniform(-2, -0.7)  # of the weights: from nearly linear to saturated attention

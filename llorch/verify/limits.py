@@ -15,10 +15,10 @@ var(x) @ (w * w).T. They do so in several runs at once, which differ in what a s
     CHAINED   its own; under ggml numerics, where a value falls on the other side of an edge, the golden's
     FREE      under ggml numerics: its own; a value off by e flips with the chance e / step, and is then a step off
 
-Flips are counted as a Poisson law allows: their expected number, 4 roots of it, and 4 more. A stage is granted 4 times
-the root of its summed variances (a free run 2 times, its flips are that many), so is each token of it, and an element
-4 times what is its own and its row's mean. A variance counts a rounding as if it were always at its largest, three
-times what it is on the average: what is granted is 7 deviations.
+Flips of a token cost what a compound Poisson law allows: the mean of their squared steps, 4 roots of its variance, and
+4 of the largest. A stage is granted 4 times the root of its summed variances (a free run 2 times, its flips are that
+many), so is each token of it, and an element 4 times what is its own and its row's mean. A variance counts a rounding
+as if it were always at its largest, three times what it is on the average: what is granted is 7 deviations.
 
 A sum of n terms t, added one by one, passes through n partial sums, each rounded by up to 2^-24 of its size. For terms
 of random sign the errors add up to 2^-24 * sqrt(n / 6 * sum(t * t)) on the average. Two engines are off, independently,
@@ -354,28 +354,29 @@ def product_error(x: np.ndarray, weight: "np.ndarray | QuantMethod", y: np.ndarr
     return max(FLOOR, FACTOR * math.sqrt(own / size + 2 * arithmetic.unit**2))
 
 
-def rounded(given: np.ndarray, x: np.ndarray, kind: ActivationKind) -> np.ndarray:
+def rounded(given: np.ndarray, x: np.ndarray, kind: ActivationKind, *, token_axis: int = 0) -> np.ndarray:
     """Variances behind a rounding to codes: an error ends there, unless it moves a value over an edge."""
     if kind == "F32":
         return given
-    size = BLOCK_SIZE.get(kind, 1)
-    blocks, errors = x.reshape(-1, size), given[FREE].reshape(-1, size)
+    blocks = x.reshape(-1, BLOCK_SIZE.get(kind, 1))
     if kind in _DIGITS:
         step = np.exp2(np.frexp(blocks)[1].astype(x.dtype) - _DIGITS[kind])
     else:
         step = np.abs(blocks).max(axis=-1, keepdims=True) / _CODES * np.ones_like(blocks)
     out = np.zeros_like(given)
-    out[FREE] = _flipped(errors, step).reshape(x.shape)
+    others = tuple(axis for axis in range(x.ndim) if axis != token_axis)
+    out[FREE] = _flipped(given[FREE], np.square(step).reshape(x.shape), others)
     return out
 
 
-def _flipped(variance: np.ndarray, step: np.ndarray) -> np.ndarray:
+def _flipped(variance: np.ndarray, cost: np.ndarray, of_token: tuple[int, ...]) -> np.ndarray:
     """What flips add: each a squared step, but no more than two roundings that know nothing of one another."""
-    squared = np.square(step)
-    moved = np.sqrt(2 / np.pi * variance) * step  # the mean of |e|, times the step
-    n = float(np.divide(moved, squared, out=np.zeros_like(moved), where=squared > 0).sum(dtype=np.float64))
-    granted = (n + 4 * np.sqrt(n) + 4) / n if n else 0.0
-    return np.minimum(granted * moved, variance + squared / 6)
+    # The mean of |e| / step, times the squared step; an error of more than a step stays about what it is.
+    mean = np.sqrt(2 / np.pi * variance * cost) + variance
+    total, spread = (part.sum(axis=of_token, keepdims=True, dtype=np.float64) for part in (mean, mean * cost))
+    granted = total + 4 * np.sqrt(spread) + 4 * cost.max(axis=of_token, keepdims=True)
+    share = np.divide(granted, total, out=np.zeros_like(total), where=total > 0).astype(cost.dtype)
+    return np.minimum(share * mean, variance + cost / 6)
 
 
 def _embed(s: Step) -> np.ndarray:
@@ -488,7 +489,7 @@ def _probs(s: Step) -> np.ndarray:
 
 def _context(s: Step) -> np.ndarray:
     probs, v = s.x
-    given = rounded(s.given[0], probs, "F16") if s.f16_cache else s.given[0]
+    given = rounded(s.given[0], probs, "F16", token_axis=1) if s.f16_cache else s.given[0]
     if s.arithmetic.is_half:  # float32 until they are multiplied
         given = given + s.arithmetic.rounding(probs)
     n_kv, ctx, head_dim = v.shape

@@ -13,6 +13,7 @@ import numpy as np
 from llorch.builtin import builtin_path, goldens_folder
 from llorch.config import ModelConfig
 from llorch.files import Weights, open_weights
+from llorch.files.residency import plan
 from llorch.memory import available_memory
 from llorch.model import Model
 from llorch.stages import keys
@@ -33,6 +34,7 @@ from llorch.verify.lockstep import largest_part
 from llorch.verify.places import Pass
 from llorch.verify.runners import Runner
 from llorch.verify.runners.numpy import GgmlRunner, numpy_runners
+from llorch.verify.runners.shared import SharedWeights
 from llorch.verify.suites.files import decode_rows, foreign_tensors, foundation_rows, own_tensors, token_rows
 from llorch.verify.suites.forward import ForwardSuite
 from llorch.verify.truth import WITNESS, take_truth
@@ -122,8 +124,8 @@ def verify_live(
     if not shown.evidence:
         return
     say("reading the tensor table")
-    model = Model(shown.weights).name
-    yield from foundation_rows(model, own_tensors(shown.weights), foreign_tensors(path), backend=backend)
+    model, foreign = Model(shown.weights).name, foreign_tensors(path)
+    yield from foundation_rows(model, own_tensors(shown.weights), foreign, backend=backend)
     if shown.texts:
         yield from token_rows(model, shown.weights, shown.texts, backend=backend)
     suite = ForwardSuite(model, shown.weights, shown.cases, shown.evidence, shown.truth)
@@ -143,6 +145,8 @@ def ask(
 ) -> Shown:
     """Run producers on a model; for the arguments and exceptions see `verify_live`."""
     weights = open_weights(path)
+    if plan(weights, n_tokens=len(ids)).residency == "packed":
+        weights = SharedWeights(weights, say)
     cases = cases_for(ids, weights.config)
     require_memory(weights.config, len(ids), n_traces=3 * len(producers) + 3)  # truths are twice as wide
     require_engines(weights, producers)
@@ -210,14 +214,16 @@ def verify_as_stored(
     if failed:
         return
     say("comparing tensors")
-    yield from foundation_rows(name, own_tensors(model.weights), foreign_tensors(path))
+    foreign = foreign_tensors(path)
+    yield from foundation_rows(name, own_tensors(model.weights), foreign)
     if text is not None and theirs is not None:
         yield from token_rows(name, model.weights, [TokenCheck(text, {"llamacpp": theirs})])
     yield from decode_rows(name, model.weights)
     say("comparing stages")
-    suite = ForwardSuite(name, model.weights, cases, {"llamacpp": evidence}, None, n_prompt=len(ids))
+    weights = SharedWeights(model.weights, say) if model.weights.packed else model.weights
+    suite = ForwardSuite(name, weights, cases, {"llamacpp": evidence}, None, n_prompt=len(ids))
     limits = {case: suite.limits(case) for case in cases}
-    yield from suite.rows(GgmlRunner(model.weights, evidence.traces, limits))
+    yield from suite.rows(GgmlRunner(weights, evidence.traces, limits))
 
 
 def require_memory(config: ModelConfig, n_tokens: int, *, n_traces: int) -> None:

@@ -16,6 +16,7 @@ from llorch.verify.places import Pass
 Trace = Mapping[str, np.ndarray]
 
 
+@runtime_checkable
 class See(Protocol):
     """What a pass calls with every stage."""
 

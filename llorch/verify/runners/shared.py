@@ -66,10 +66,10 @@ class _PackedOnce(Packed):
 class SharedWeights(Weights):
     """Packed weights that passes take turns with."""
 
-    def __init__(self, weights: Weights) -> None:
-        """Over the same file."""
+    def __init__(self, weights: Weights, say: Callable[[str], None] = lambda line: None) -> None:
+        """Over the same file; `say` is told of every layer."""
         vars(self).update(vars(weights.using(packed=True)))
-        self._kept = _Kept()
+        self._kept, self._say = _Kept(), say
 
     def together(self, passes: Sequence[Callable[[], T]]) -> list[T]:
         """Let passes over these weights, or variants of them, go through the layers together; what each returns."""
@@ -93,6 +93,7 @@ class SharedWeights(Weights):
             if place != self._kept.place:
                 self._kept.matrices.clear()
                 self._kept.place = place
+                self._say(place.replace("layers.", "layer ") or "logits")
         return super().__getitem__(name)
 
     def _matrix(self, name: str) -> Matrix:

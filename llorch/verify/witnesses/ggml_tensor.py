@@ -11,6 +11,7 @@ Source: llama.cpp `ggml/include/ggml.h`, `ggml/src/ggml-cpu/ggml-cpu.h` (struct 
 """
 
 import ctypes
+import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -136,6 +137,11 @@ def decode(raw: np.ndarray, ggml_type: int, n_elements: int) -> np.ndarray:
     raw, out = np.ascontiguousarray(raw), np.empty(n_elements, np.float32)
     libggml.ggml_get_type_traits(ggml_type).contents.to_float(raw.ctypes.data, out.ctypes.data, n_elements)
     return out
+
+
+def decoded_hash(raw: np.ndarray, ggml_type: int, n_elements: int) -> str:
+    """SHA-256 of what `decode` gives: large files would take long to be sent decoded."""
+    return hashlib.sha256(decode(raw, ggml_type, n_elements).data).hexdigest()
 
 
 def check_layout() -> None:

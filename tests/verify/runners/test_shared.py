@@ -1,0 +1,63 @@
+"""Passes that share the matrices of a large model: the same rows, and each matrix decoded once a layer for all."""
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llorch.builtin import goldens_folder
+from llorch.files import open_weights
+from llorch.files.packed import Packed
+from llorch.numerics import GGML
+from llorch.verify.judge import FAIL, Row
+from llorch.verify.runners.numpy import GgmlRunner
+from llorch.verify.runners.shared import SharedWeights
+from llorch.verify.suites.quantised import suite_of
+from llorch.verify.suites.quantised_goldens import CASE, FOLDER, read
+from llorch.verify.suites.quantised_models import write_model
+
+NAME = "Q4_K"
+GOLDEN = read(goldens_folder() / FOLDER)
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> SharedWeights:
+    return SharedWeights(open_weights(write_model(NAME, tmp_path)).using(GGML))
+
+
+def rows(weights: SharedWeights, *, shared: bool = True) -> list[Row]:
+    same = weights if shared else open_weights(weights.path).using(GGML, packed=True)
+    suite = suite_of(NAME, same, GOLDEN)
+    runner = GgmlRunner(same, {CASE: GOLDEN.traces[NAME]}, {CASE: suite.limits(CASE)})
+    return [*suite.stage_rows(runner), *suite.decode_rows(runner)]
+
+
+def test_rows_are_those_of_passes_that_share_nothing(weights: SharedWeights):
+    assert [row.record() for row in rows(weights)] == [row.record() for row in rows(weights, shared=False)]
+
+
+def test_a_matrix_is_decoded_as_often_as_one_pass_comes_by(weights: SharedWeights, monkeypatch: pytest.MonkeyPatch):
+    decoded, told = Counter[str](), list[str]()
+    right = Packed.decode
+    monkeypatch.setattr(Packed, "decode", lambda self: decoded.update([self.name]) or right(self))
+    weights._say = told.append
+    rows(weights)
+    assert set(decoded.values()) == {4}  # stages and decoding, each with passes that come by twice
+    assert told == [*[f"layer {i}" for i in range(weights.config.n_layers)], "logits"] * 4
+
+
+def test_a_tile_that_is_decoded_wrongly_is_red_wherever_it_is_used(
+    weights: SharedWeights, monkeypatch: pytest.MonkeyPatch
+):
+    right = Packed.decode
+    spoilt = "blk.1.ffn_up.weight"
+    monkeypatch.setattr(Packed, "decode", lambda self: right(self) * np.float32(1 + 1e-3 * (self.name == spoilt)))
+    red = {(row.stage, row.layer) for row in rows(weights) if row.mode == "isolated" and row.verdict == FAIL}
+    assert red == {("ffn_up", 1)}
+
+
+def test_alone_nothing_is_kept(weights: SharedWeights):
+    suite = suite_of(NAME, weights, GOLDEN)
+    suite.limits(CASE).chained("logits")
+    assert not weights._kept.matrices
