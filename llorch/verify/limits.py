@@ -60,6 +60,7 @@ _DRIFT = 2 * UNIT**2 / 72  # times the width and the squared sum: the same, as f
 _SQUARES = _DRIFT / 4  # times the width: that of the root of a sum of squares, relative
 _DIGITS = {"F16": 11, "BF16": 8}  # binary digits; the step of a number between 2^e and 2^(e+1) is 2^(e+1-digits)
 _CODES = 127
+_BLOCK = 32
 
 
 @dataclass(frozen=True)
@@ -521,10 +522,11 @@ def squared_terms(x: np.ndarray, weight: "np.ndarray | QuantMethod") -> np.ndarr
 def _squared_terms(x: np.ndarray, matrix: np.ndarray, minima: np.ndarray | None, squares: np.ndarray) -> np.ndarray:
     if minima is None:
         return np.square(x) @ squares
-    size, total = matrix.shape[1] // minima.shape[1], np.zeros((len(x), len(matrix)), x.dtype)
-    for block in range(minima.shape[1]):
-        part = slice(block * size, (block + 1) * size)
-        of_minima = x[:, part].sum(axis=-1, keepdims=True) * minima[:, block]
+    total, n = np.zeros((len(x), len(matrix)), x.dtype), minima.shape[1] * _BLOCK // matrix.shape[1]
+    for block in range(matrix.shape[1] // _BLOCK):
+        part = slice(block * _BLOCK, (block + 1) * _BLOCK)
+        sums = x[:, part].reshape(len(x), n, -1).sum(axis=-1)
+        of_minima = sums @ minima[:, block * n : (block + 1) * n].T
         total += np.square(x[:, part] @ matrix[:, part].T - of_minima) + np.square(of_minima)
     return total
 
