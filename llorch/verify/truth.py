@@ -11,11 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from llorch.config import ModelConfig
-from llorch.stages import Stage, key, keys
+from llorch.stages import Stage
 from llorch.verify.compare import Difference, measure
 from llorch.verify.goldens import Evidence, Truth, calls_for, shown_by
-from llorch.verify.limits import SCORES
 from llorch.verify.places import Pass
 from llorch.verify.witnesses import Call, Say, open_producer
 
@@ -49,44 +47,17 @@ def take_truth(
     """
     with open_producer("transformers", path, dtype="float64", say=say) as engine:
         asked = calls_for(cases, n_greedy)
-        calls = [*asked]
-        for theirs in evidence.values():
-            for case, this in cases.items():
-                calls += _isolated(engine.config, this, theirs.traces[case])
-        answers = iter(engine.together(calls))
+        isolated: list[Call] = [
+            ("isolated", (case.ids, theirs.traces[name]), {"first_position": case.first_position})
+            for theirs in evidence.values()
+            for name, case in cases.items()
+        ]
+        answers = iter(engine.together([*asked, *isolated]))
         shown = shown_by(engine, cases, list(islice(answers, len(asked))))
-        distances = {
-            producer: {
-                case: _distances(engine.config, theirs.traces[case], next(answers), next(answers)) for case in cases
-            }
-            for producer, theirs in evidence.items()
-        }
+        distances = {producer: {name: next(answers) for name in cases} for producer in evidence}
         near = cases["near"].ids
         (logits,) = engine.together([("logits", ((*near, *shown.greedy[:-1].tolist()),), {})])
         return Truth(shown, logits[len(near) - 1 :], distances)
-
-
-def _isolated(config: ModelConfig, this: Pass, golden: Mapping[str, np.ndarray]) -> list[Call]:
-    """Runs that are given a golden at every stage, and at all but those inside of attention."""
-    fused = {name: golden[name] for name, stage, _ in keys(config) if stage.name not in SCORES}
-    return [
-        ("trace", (this.ids,), {"first_position": this.first_position, "golden": given}) for given in (golden, fused)
-    ]
-
-
-def _distances(
-    config: ModelConfig,
-    golden: Mapping[str, np.ndarray],
-    true: Mapping[str, np.ndarray],
-    fused: Mapping[str, np.ndarray],
-) -> dict[str, Difference]:
-    """How far a golden is from what these runs made of its own inputs."""
-    stages = {name: stage for name, stage, _ in keys(config)}
-    found = {name: distance(array, true[name], stages[name]) for name, array in golden.items()}
-    for layer in range(config.n_layers):
-        name = key("attn_context", layer)
-        found[key(ATTENTION, layer)] = distance(golden[name], fused[name], stages[name])
-    return found
 
 
 def distance(array: np.ndarray, true: np.ndarray, stage: Stage) -> Difference:

@@ -32,8 +32,11 @@ from llorch.config import FactorScaling, LinearScaling, Llama3Scaling, ModelConf
 from llorch.files import Weights, open_weights
 from llorch.numerics import DtypeName
 from llorch.sampling import SamplingSettings
+from llorch.stages import key, keys
 from llorch.threads import limited, n_threads_for
+from llorch.verify.compare import Difference
 from llorch.verify.lockstep import fits
+from llorch.verify.truth import ATTENTION, distance
 from llorch.verify.witnesses import Call, Trace, check_ids, checked_trace, one_by_one
 from llorch.verify.witnesses.child import tell
 from llorch.verify.witnesses.float64_everywhere import float64_everywhere
@@ -123,17 +126,33 @@ class Transformers:
         """In which models are made and run."""
         return float64_everywhere(refuse=refuse) if self.dtype == "float64" else nullcontext()
 
-    def trace(
-        self, ids: Sequence[int], *, first_position: int = 0, golden: Mapping[str, np.ndarray] | None = None
-    ) -> Trace:
-        """Run the tokens from an empty cache and return every stage of the model's family.
-
-        `golden` makes it a run of isolated stages: it takes the place of each stage that it has, once that was noted.
-        """
-        with captured(self._model, golden) as stages:
+    def trace(self, ids: Sequence[int], *, first_position: int = 0) -> Trace:
+        """Run the tokens from an empty cache and return every stage of the model's family."""
+        with captured(self._model) as stages:
             self.logits(ids, first_position=first_position)
         dtype = np.float64 if self.dtype == "float64" else np.float32
         return checked_trace(stages, self.config, len(ids), self.name, dtype)
+
+    def isolated(
+        self, ids: Sequence[int], golden: Mapping[str, np.ndarray], *, first_position: int = 0
+    ) -> dict[str, Difference]:
+        """How far a trace is from what this engine makes of that trace's own values, stage by stage.
+
+        `l0.attention` stands for the context of a layer, made without its scores and probabilities.
+        """
+        rows = {name: (golden[name], stage) for name, stage, _ in keys(self.config)}
+        for layer in range(self.config.n_layers):
+            rows[key(ATTENTION, layer)] = rows[key("attn_context", layer)]
+
+        def note(name: str, true: np.ndarray) -> Difference:
+            array, stage = rows[name]
+            return distance(array, true, stage)
+
+        with captured(self._model, golden, note) as found:
+            self.logits(ids, first_position=first_position)
+        if missing := rows.keys() - found.keys():
+            raise RuntimeError(f"{self.name}: the capture is not the expected set of stages: no {sorted(missing)}")
+        return found
 
     @torch.no_grad()
     def logits(self, ids: Sequence[int], *, first_position: int = 0) -> np.ndarray:

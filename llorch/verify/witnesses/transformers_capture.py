@@ -12,12 +12,15 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from llorch.verify.truth import ATTENTION
 
 _RECORDER: ContextVar["Recorder | None"] = ContextVar("recorder", default=None)  # of the pass that this thread computes
 Attention = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -48,10 +51,10 @@ MODEL_OUTPUTS = {"embed": "model.embed_tokens", "final_norm": "model.norm", "log
 class Recorder:
     """Notes stages, and says what the run goes on with."""
 
-    def __init__(self, golden: Mapping[str, np.ndarray] | None) -> None:
-        """Prepare; `golden` takes the place of each stage that it has, once that was noted."""
-        self.stages: dict[str, np.ndarray] = {}
-        self.golden = golden or {}
+    def __init__(self, golden: Mapping[str, np.ndarray], note: Callable[[str, np.ndarray], Any]) -> None:
+        """Prepare; `golden` takes the place of each stage that it has, once `note` made something of that."""
+        self.stages: dict[str, Any] = {}
+        self.golden, self._note = golden, note
 
     def keep(self, stage: str, tensor: torch.Tensor) -> None:
         """Note a stage; where there is a golden, write that into the very tensor that the engine goes on with."""
@@ -59,7 +62,7 @@ class Recorder:
             return  # a pass that another thread computes meanwhile
         if stage in self.stages:
             raise RuntimeError(f"transformers: stage {stage} was computed twice in one run")
-        self.stages[stage] = as_array(tensor).copy()
+        self.stages[stage] = self._note(stage, as_array(tensor))
         if stage in self.golden:
             dtype = np.float64 if tensor.dtype == torch.float64 else np.float32
             tensor.copy_(torch.from_numpy(self.golden[stage].astype(dtype)))
@@ -72,12 +75,17 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
 
 
 @contextmanager
-def captured(model: nn.Module, golden: Mapping[str, np.ndarray] | None = None) -> Iterator[dict[str, np.ndarray]]:
-    """Watch the runs of a model with eager attention inside the `with` block: stage to array.
+def captured(
+    model: nn.Module,
+    golden: Mapping[str, np.ndarray] | None = None,
+    note: Callable[[str, np.ndarray], Any] = lambda stage, array: array.copy(),
+) -> Iterator[dict[str, Any]]:
+    """Watch the runs of a model with eager attention inside the `with` block: stage to what `note` makes of its array.
 
-    With `golden`, as for `Recorder`, the run is that of no prompt and its arrays are float64, else float32.
+    With `golden`, as for `Recorder`, the run is that of no prompt; noted is then, as `l0.attention`, what attention as
+    a whole makes of its inputs, too.
     """
-    recorder = Recorder(golden)
+    recorder = Recorder(golden or {}, note)
     with ExitStack() as hooks:
         for stage, path in MODEL_OUTPUTS.items():
             hooks.enter_context(model.get_submodule(path).register_forward_hook(_output_hook(recorder, stage)))
@@ -125,6 +133,9 @@ def _attention(
     recorder.keep(stage("k_rope"), key[0].transpose(0, 1))
     recorder.keep(stage("k_cache"), key[0])
     recorder.keep(stage("v_cache"), value[0])
+    if recorder.golden:
+        as_one, _ = eager(module, query, key, value, attention_mask, **settings)
+        recorder.keep(stage(ATTENTION), as_one[0].flatten(1))
     with _Softmax(recorder, stage, attention_mask):
         output, probs = eager(module, query, key, value, attention_mask, **settings)
     if stage("attn_probs") not in recorder.golden:

@@ -74,7 +74,7 @@ class FileTensors:
         out = torch.empty((len(data), *tensor.shape[-2::-1].tolist()), dtype=self._dtype)
         for at in range(0, len(data), _TILE):
             decoded = dequantize(data[at : at + _TILE], tensor.tensor_type)
-            out[at : at + _TILE] = torch.from_numpy(np.array(decoded))  # which may be a view of the file
+            out[at : at + _TILE] = torch.from_numpy(np.require(decoded, requirements="W"))  # not a view of the file
         if rows is not None:
             return out
         known = {"tensor_key_mapping": self._names, "parsed_parameters": {}}

@@ -98,3 +98,20 @@ def test_a_hyperparameter_that_we_misread_is_no_part_of_what_transformers_comput
         settings = engine._model.config  # pyright: ignore[reportAttributeAccessIssue]
     assert settings.rms_norm_eps == right.rms_norm_eps
     assert settings.rope_parameters["rope_theta"] == right.rope_theta
+
+
+def test_isolated_stages_lie_as_far_from_a_trace_as_it_was_moved_and_none_may_be_missing(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    with open_producer("transformers", builtin_path("micro-llama"), dtype="float64") as engine:
+        trace = engine.trace(IDS)
+        trace["l1.attn_context"] = 1.25 * trace["l1.attn_context"]
+        found = engine.isolated(IDS, trace)  # pyright: ignore[reportAttributeAccessIssue]
+        moved = {"l1.attn_context", "l1.attention"}
+        assert {name for name, difference in found.items() if difference.error > 1e-9} == moved | {"l1.attn_out"}
+        assert [found[name].error for name in sorted(moved)] == [pytest.approx(0.25)] * 2
+        from llorch.verify.witnesses import transformers_capture  # needs the engine
+
+        monkeypatch.delitem(transformers_capture.MODEL_OUTPUTS, "logits")
+        with pytest.raises(RuntimeError, match=r"not the expected set of stages: no \['logits'\]"):
+            engine.isolated(IDS, trace)  # pyright: ignore[reportAttributeAccessIssue]

@@ -54,7 +54,7 @@ def model(name: str, folder: Path) -> Path:
 
 
 def asked(golden: dict[str, np.ndarray]) -> list[Call]:
-    given: list[Call] = [("trace", (IDS,), {"golden": golden}), ("logits", (IDS,), {"first_position": 2})]
+    given: list[Call] = [("isolated", (IDS, golden), {}), ("logits", (IDS,), {"first_position": 2})]
     return [("selected_logits", (IDS,), {}), ("greedy", (IDS, N_GREEDY), {}), ("trace", (IDS[:3],), {}), *given]
 
 
