@@ -19,43 +19,9 @@ from llorch.model import Opened
 from llorch.pytorch.causal_lm import MLP, Attention, Block, CausalLM, Decoder
 from llorch.pytorch.cuda.graph import compiled_forward
 from llorch.pytorch.decoding import Forward
-from llorch.pytorch.lora.adapters import attach, detach, lora_leaves, require_adapter
+from llorch.pytorch.lora.adapters import attach, detach, lora_leaves
 
 _OWNERS = (CausalLM, Decoder, nn.ModuleList, Block, Attention, MLP)
-
-
-class Views:
-    """The adapters of one model, and views of it that use them."""
-
-    def __init__(self, base: CausalLM) -> None:
-        """Start without an adapter on a base with the leaves that it is to run with."""
-        self._base = base
-        self._adapted = base  # from the first adapter on a copy, to which all are attached
-        self._uniform: dict[str, CausalLM] = {}
-
-    def add(self, name: str, adapter: Adapter) -> None:
-        """Put an adapter beside the base, frozen."""
-        if self._adapted is self._base:
-            self._adapted = skeleton(self._base)
-        attach(self._adapted, adapter, name=name)
-
-    def remove(self, name: str) -> None:
-        """Forget an adapter; views that were handed out keep it."""
-        detach(self._adapted, name)
-        self._uniform.pop(name, None)
-
-    def of(self, names: Sequence[str | None]) -> CausalLM:
-        """The model for a batch: one and the same view wherever all want the same adapter, the base where none does."""
-        for name in set(names) - {None}:
-            require_adapter(self._adapted, str(name))
-        (first, *others) = dict.fromkeys(names)
-        if others:
-            return view(self._adapted, names)
-        if first is None:
-            return self._base
-        if first not in self._uniform:
-            self._uniform[first] = view(self._adapted, names[:1])
-        return self._uniform[first]
 
 
 def view(adapted: CausalLM, names: Sequence[str | None]) -> CausalLM:
@@ -88,10 +54,11 @@ class AdaptedModules(Opened):
     """A base module and the views of it through adapters; `module` is the pass without one."""
 
     def __init__(self, weights: Weights, module: CausalLM, *, compiled: bool) -> None:
-        """Wrap a module that has its weights."""
+        """Wrap a module that has its weights, with the leaves that it is to run with."""
         super().__init__(weights)
         self.module = module
-        self._views = Views(module)
+        self._adapted = module  # from the first adapter on a copy, to which all are attached
+        self._uniform: dict[str, CausalLM] = {}  # views for batches that want one adapter
         self._compiles = compiled
         self._compiled: dict[str | None, tuple[CausalLM, Forward]] = {}  # by adapter
 
@@ -99,25 +66,35 @@ class AdaptedModules(Opened):
         """See `Opened.add_adapter`; the tensors go where the model is, in float32, or float64 beside a float64 base."""
         known = super().add_adapter(name, adapter, any_base=any_base)
         try:
-            self._views.add(name, self._adapters[name])
+            if self._adapted is self.module:
+                self._adapted = skeleton(self.module)
+            attach(self._adapted, self._adapters[name], name=name)
         except BaseException:
             super().remove_adapter(name)
             raise
         return known
 
     def remove_adapter(self, name: str) -> None:
-        """See `Opened.remove_adapter`."""
+        """See `Opened.remove_adapter`; views that were handed out keep it."""
         super().remove_adapter(name)
-        self._views.remove(name)
+        detach(self._adapted, name)
+        self._uniform.pop(name, None)
         self._compiled.pop(name, None)
 
     def module_for(self, adapters: Sequence[str | None]) -> CausalLM:
-        """The module of a batch: the same one whenever one adapter or none is asked for."""
+        """The module of a batch: one and the same view wherever all want the same adapter, the base where none does."""
         for name in adapters:
             require_known(name, self.adapters)
-        if self._compiles and len(set(adapters)) > 1:
-            raise ValueError("generate_batch: a compiled model takes one adapter per call; make a call for each")
-        return self._views.of(adapters)
+        (first, *others) = dict.fromkeys(adapters)
+        if others:
+            if self._compiles:
+                raise ValueError("generate_batch: a compiled model takes one adapter per call; make a call for each")
+            return view(self._adapted, adapters)
+        if first is None:
+            return self.module
+        if first not in self._uniform:
+            self._uniform[first] = view(self._adapted, adapters[:1])
+        return self._uniform[first]
 
     def compiled_for(self, module: CausalLM, adapter: str | None, *, growing: bool) -> Forward:
         """A module from `module_for` through torch.compile, once; see `compiled_forward`."""
