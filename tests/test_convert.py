@@ -87,16 +87,10 @@ def test_a_file_becomes_a_smaller_file_with_the_same_vocabulary(tmp_path: Path):
 
 def test_what_a_file_says_of_itself_goes_along_with_every_kind_of_value(tmp_path: Path):
     told: dict[str, object] = {
-        "general.text": "\u4f60\nx",
-        "general.yes": True,
-        "general.large": 2**40,
-        "general.below": -(2**40),
-        "general.wide": 1e300,
-        "general.tags": [b"a", b""],
-        "general.bytes": np.array([1, -2], np.int8),
-        "general.flags": np.array([True, False]),
-        "llorch.kept": "yes",
-    }
+        "general.text": "\u4f60\nx", "general.yes": True, "general.large": 2**40, "general.below": -(2**40),
+        "general.wide": 1e300, "general.tags": [b"a", b""], "general.bytes": np.array([1, -2], np.int8),
+        "general.flags": np.array([True, False]), "llorch.kept": "yes",
+    }  # fmt: skip
     weights = open_weights(write_folder(tmp_path / "a", random_tensors("llama")))
     write_gguf_content(weights, tmp_path / "m.gguf", ggml_type=GGMLType.F32, metadata={**told, **NO_VOCABULARY})
     convert(tmp_path / "m.gguf", tmp_path / "n.gguf")
@@ -250,21 +244,21 @@ def test_the_source_is_never_replaced(tmp_path: Path):
     convert(source, tmp_path / "home" / "folder")  # beside it is well
 
 
-def test_a_folder_is_not_converted_to_a_folder(tmp_path: Path):
-    folder = write_folder(tmp_path / "a", random_tensors("llama"))
-    with pytest.raises(ValueError, match="both Hugging Face folders"):
-        convert(folder, tmp_path / "b")
-
-
-def test_places_that_are_not_there_are_named(tmp_path: Path):
-    with pytest.raises(FileNotFoundError, match=r"nothing\.gguf: no such file or folder"):
-        convert(tmp_path / "nothing.gguf", tmp_path / "b")
-    with pytest.raises(FileNotFoundError, match=r"the folder .*nowhere does not exist; make it first"):
-        convert(builtin_path("story"), tmp_path / "nowhere" / "m.gguf")
-
-
-def test_types_that_a_format_does_not_have_are_refused(tmp_path: Path):
-    with pytest.raises(ValueError, match="folders are written in F32, F16, BF16, got Q8_0"):
-        convert(builtin_path("story"), tmp_path / "b", ggml_type=GGMLType.Q8_0)
-    with pytest.raises(ValueError, match=r"GGUF files are written in F32, .* got Q4_K"):
-        convert(builtin_path("story"), tmp_path / "b.gguf", ggml_type=GGMLType.Q4_K)
+@pytest.mark.parametrize(
+    ("source", "target", "ggml_type", "kind", "told"),
+    [
+        ("a", "b", None, ValueError, "both Hugging Face folders"),
+        ("nothing.gguf", "b", None, FileNotFoundError, r"nothing\.gguf: no such file or folder"),
+        ("a", "nowhere/m.gguf", None, FileNotFoundError, r"the folder .*nowhere does not exist; make it first"),
+        ("story", "b", GGMLType.Q8_0, ValueError, "folders are written in F32, F16, BF16, got Q8_0"),
+        ("a", "b.gguf", GGMLType.Q4_K, ValueError, r"GGUF files are written in F32, .* got Q4_K"),
+    ],
+)
+def test_what_cannot_be_converted_is_refused(
+    tmp_path: Path, source: str, target: str, ggml_type: GGMLType | None, kind: type[Exception], told: str
+):
+    write_folder(tmp_path / "a", random_tensors("llama"))
+    with pytest.raises(kind, match=told):
+        convert(
+            builtin_path(source) if source == "story" else tmp_path / source, tmp_path / target, ggml_type=ggml_type
+        )

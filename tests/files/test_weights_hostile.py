@@ -153,20 +153,19 @@ def test_a_bad_config_json_is_refused_by_code(tmp_path: Path, name: str):
     assert refusal(tmp_path).code == code
 
 
-def test_a_folder_without_config_is_missing(tmp_path: Path):
-    assert refusal(tmp_path).code == "Missing"
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [(".", "Missing"), ("x.bin", "Unsafe"), ("x.pth", "Unsafe"), ("x.safetensors", "Unsupported")],
+)
+def test_what_is_no_model_is_refused_by_name(tmp_path: Path, name: str, code: str):
+    if name != ".":
+        (tmp_path / name).write_bytes(b"PK\3\4")
+    assert refusal(tmp_path / name).code == code
 
 
 def test_a_folder_with_a_pickle_only_is_unsafe(tmp_path: Path):
     write_folder(tmp_path, {}).joinpath("model.safetensors").rename(tmp_path / "pytorch_model.bin")
     assert refusal(tmp_path).code == "Unsafe"
-
-
-@pytest.mark.parametrize(("name", "code"), [("x.bin", "Unsafe"), ("x.pth", "Unsafe"), ("x.safetensors", "Unsupported")])
-def test_other_files_are_refused_by_name(tmp_path: Path, name: str, code: str):
-    path = tmp_path / name
-    path.write_bytes(b"PK\3\4")
-    assert refusal(path).code == code
 
 
 def test_a_path_with_nothing_there_is_file_not_found(tmp_path: Path):

@@ -74,16 +74,11 @@ def write_folder(folder: Path, tensors: dict[str, np.ndarray], family: str = "ll
 
 
 GGUF_METADATA: dict[str, object] = {
-    "llama.block_count": 2,
-    "llama.context_length": 64,
-    "llama.embedding_length": HIDDEN,
-    "llama.feed_forward_length": INTER,
-    "llama.attention.head_count": HEADS,
-    "llama.attention.head_count_kv": KV_HEADS,
-    "llama.attention.layer_norm_rms_epsilon": 1e-5,
-    "llama.rope.freq_base": 10000.0,
-    "llama.rope.dimension_count": HEAD_DIM,
-}
+    "llama.block_count": 2, "llama.context_length": 64, "llama.embedding_length": HIDDEN,
+    "llama.feed_forward_length": INTER, "llama.attention.head_count": HEADS,
+    "llama.attention.head_count_kv": KV_HEADS, "llama.attention.layer_norm_rms_epsilon": 1e-5,
+    "llama.rope.freq_base": 10000.0, "llama.rope.dimension_count": HEAD_DIM,
+}  # fmt: skip
 
 
 def gguf_tensors() -> dict[str, np.ndarray]:

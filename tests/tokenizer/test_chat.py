@@ -42,13 +42,21 @@ def rendered(source: str, messages: Sequence[dict[str, Any]] = (), **variables: 
     return ChatTemplate(source, variables=variables).render(messages)
 
 
-def test_a_conversation_becomes_text():
-    source = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m['content'] }}\n{% endfor %}"
-    assert rendered(source, MESSAGES, bos_token="<s>") == "<s>user: Hi\nassistant: Yes\n"
-
-
-def test_blocks_leave_no_blank_lines():
-    assert rendered("a\n  {% if true %}\nb\n  {% endif %}\nc") == "a\nb\nc"
+@pytest.mark.parametrize(
+    ("source", "want"),
+    [
+        (
+            "{{ x }}{% for m in messages %}{{ m.role }}: {{ m['content'] }}\n{% endfor %}",
+            "<s>user: Hi\nassistant: Yes\n",
+        ),
+        ("a\n  {% if true %}\nb\n  {% endif %}\nc", "a\nb\nc"),  # blocks leave no blank lines
+        ("{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}", "Hi"),
+        ("{{ 'name' in messages[0] }}", "False"),  # keys without a value are absent
+        ("{{ strftime_now is defined }}", "False"),  # there is no clock
+    ],
+)
+def test_a_conversation_becomes_text(source: str, want: str):
+    assert rendered(source, [MESSAGES[0] | {"name": None}, MESSAGES[1]], x="<s>") == want
 
 
 def test_the_opening_of_a_turn_is_written_when_asked_for():
@@ -56,21 +64,8 @@ def test_the_opening_of_a_turn_is_written_when_asked_for():
     assert (template.render([]), template.render([], add_generation_prompt=True)) == ("x", "x>")
 
 
-def test_loops_can_be_left_and_generation_tags_are_transparent():
-    source = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}"
-    assert rendered(source, MESSAGES) == "Hi"
-
-
 def test_json_keeps_letters_and_brackets():
     assert ChatTemplate("{{ tools | tojson }}", variables={}).render([], tools=TOOLS).count("\u00e9 <b>") == 1
-
-
-def test_keys_without_a_value_are_absent():
-    assert rendered("{{ 'content' in messages[0] }}", [{"role": "assistant", "content": None}]) == "False"
-
-
-def test_there_is_no_clock():
-    assert rendered("{{ strftime_now is defined }}") == "False"
 
 
 def test_a_template_can_refuse():
