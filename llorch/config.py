@@ -111,10 +111,7 @@ RopeScaling = LinearScaling | Llama3Scaling | FactorScaling | YarnScaling
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The hyperparameters of a decoder of the Llama, Qwen2 or Qwen3 family.
-
-    FormatError `OutOfRange` when a value or a relation between two values cannot be right.
-    """
+    """The hyperparameters of a decoder of the Llama, Qwen2 or Qwen3 family; OutOfRange for what no model can have."""
 
     family: FamilyName
     hidden_size: int  # width of the residual stream
@@ -188,10 +185,7 @@ class ModelConfig:
 
     @classmethod
     def from_huggingface(cls, values: Mapping[str, object], *, path: str | Path) -> "ModelConfig":
-        """Read the object of a `config.json`.
-
-        FormatError `Missing`, `Malformed`, `OutOfRange` or `Unsupported`, naming the key and the file `path`.
-        """
+        """Read the object of a `config.json`; a FormatError names the key and the file `path`."""
         fields = Fields(values, path)
         family = _family(fields.text("model_type"), path)
         defaults = FAMILIES[family]

@@ -30,10 +30,7 @@ def size_of(path: Path) -> int:
 
 
 def files_beside(folder: Path) -> list[Path]:
-    """Files of a Hugging Face folder beside its tensors: configuration, tokenizer and chat templates.
-
-    FormatError: Unsafe for a link that leads out of the folder.
-    """
+    """Files of a folder beside its tensors (Unsafe for a link out): configuration, tokenizer, chat templates."""
     named = [require_inside(folder / name, folder) for name in _BESIDE if (folder / name).is_file()]
     return [*named, *template_files(folder).values()]
 

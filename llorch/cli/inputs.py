@@ -49,10 +49,7 @@ def prompt_text(prompt: str | None) -> str:
 
 
 def choose_ids(model: Model, prompt: str | None, tokens: list[int] | None) -> tuple[list[int], str | None]:
-    """The ids to look at, and the text that they come from, None where there is none.
-
-    Without input of the user: a fixed sentence, or fixed ids when the model has no vocabulary; stderr says which.
-    """
+    """Ids to look at, and their text if they have one: of the user, or else fixed ones, which stderr names."""
     refuse_both(prompt, tokens)
     if tokens is not None:
         return tokens, None

@@ -50,10 +50,7 @@ class TorchBackend:
 
 
 def torch_backends(device: str | None, dtype: str | None) -> Sequence[TorchBackend]:
-    """The targets that were asked for, on the CPU and in each of `DTYPES` unless the user says otherwise.
-
-    MissingDevice (also for one that cannot compute in a dtype), ValueError for a name without a meaning.
-    """
+    """The targets that were asked for: the CPU and each of `DTYPES` unless the user says otherwise."""
     return [TorchBackend(target(device or "cpu", name)) for name in ([dtype] if dtype else DTYPES)]
 
 

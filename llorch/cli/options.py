@@ -114,10 +114,7 @@ threads_option = click.option(  # for whatever computes; `use_threads` reads it
 
 
 def use_threads(*configs: "ModelConfig", recorded: int | None = None) -> str:
-    """Compute with as many threads as the user says, or as suit the models; gives how many, for stderr.
-
-    Where torch runs the models, it is imported by now. `recorded`: threads of the run that is gone on with.
-    """
+    """Use the threads that the user says (`recorded`: said when the run began) or that suit; says how many."""
     from llorch.threads import VARIABLES, is_small, limited
 
     ctx = click.get_current_context()

@@ -37,17 +37,9 @@ from llorch.files.strict_json import read_json
 from llorch.numerics import EXACT, Numerics
 
 __all__ = [
-    "GGUFFile",
-    "LayerWeights",
-    "SafetensorsFile",
-    "SafetensorsFolder",
-    "StringArray",
-    "TensorInfo",
-    "Weights",
-    "open_gguf",
-    "open_safetensors",
-    "open_weights",
-]
+    "GGUFFile", "LayerWeights", "SafetensorsFile", "SafetensorsFolder", "StringArray", "TensorInfo", "Weights",
+    "open_gguf", "open_safetensors", "open_weights",
+]  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
@@ -96,11 +88,7 @@ class Weights(Mapping):
         return self._matrices[name]
 
     def array(self, name: str) -> np.ndarray:
-        """The decoded array of a weight in the dtype of these weights, whatever residency and numerics.
-
-        Decoded anew at every call in packed residency. FormatError: NonFinite, or Truncated when the file was cut
-        since.
-        """
+        """The decoded array in the dtype of these weights, whatever the numerics; decoded anew each time if packed."""
         if name in self._loaded:
             if not self._loaded[name].flags.writeable:  # a view of the map
                 self.source.require_whole(self.slots[name].source_name)
@@ -132,20 +120,14 @@ class Weights(Mapping):
         return LayerWeights(self, self._layers[index])
 
     def astype(self, dtype: type[np.floating]) -> "Weights":
-        """Hand out arrays of another type, over the same file.
-
-        Arrays are widened on each access and not kept: float64 never needs more memory than the layer in use.
-        """
+        """Hand out arrays of another type, widened on each access and not kept: float64 takes a layer's memory."""
         other = copy(self)
         other.dtype = dtype
         other._matrices = {}
         return other
 
     def using(self, numerics: Numerics | None = None, *, packed: bool | None = None) -> "Weights":
-        """Choose how matrices are multiplied, and whether they stay as the file packs them; None keeps it.
-
-        FormatError: Unsupported when ggml's numerics are asked for and it cannot compute with the type of a weight.
-        """
+        """Choose how matrices are multiplied, and whether they stay packed; None keeps it."""
         other = copy(self)
         other.numerics = self.numerics if numerics is None else numerics
         if other.numerics.rounds_activations:

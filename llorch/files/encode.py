@@ -43,10 +43,7 @@ def encoded_size(shape: tuple[int, ...], ggml_type: GGMLType) -> int:
 
 
 def encode(values: np.ndarray, ggml_type: GGMLType, *, name: str, path: Path) -> Iterator[np.ndarray]:
-    """Encode a finite float32 tensor to bytes, part by part; the type is a key of `LARGEST`.
-
-    FormatError: OutOfRange for a number that the type cannot hold.
-    """
+    """Encode a finite float32 tensor, part by part, in a type of `LARGEST`; OutOfRange for what it cannot hold."""
     flat = np.ascontiguousarray(values, np.float32).reshape(-1)
     for start in range(0, flat.size, _ELEMENTS_AT_ONCE):
         part = flat[start : start + _ELEMENTS_AT_ONCE]

@@ -58,9 +58,8 @@ def write_gguf(
 ) -> None:
     """Write all weights, complete or absent; the target may be the file that they are read from.
 
-    `tokenizer_metadata` has the `tokenizer.*` keys of `GGUFFile.metadata`; without them llama.cpp loads a model without
-    vocabulary. FormatError: Unsupported for a frequency scaling that llama.cpp does not know for this family, NonFinite
-    for a weight that is NaN or infinite, OutOfRange for one that the type cannot hold.
+    `tokenizer_metadata` has the `tokenizer.*` keys of `GGUFFile.metadata`. FormatError: Unsupported for a frequency
+    scaling that llama.cpp does not know for this family, NonFinite, or OutOfRange for what the type cannot hold.
     """
     with new_file(Path(path)) as temporary:
         metadata = {"general.name": "llorch export"} | dict(tokenizer_metadata or NO_VOCABULARY)
@@ -130,10 +129,7 @@ def gguf_size(config: ModelConfig, ggml_type: GGMLType) -> int:
 
 @contextmanager
 def read_once(weights: Weights, weight: Weight) -> Iterator[np.ndarray]:
-    """Read one weight as float32 in Hugging Face's row order and forget it: a whole model passes through little memory.
-
-    FormatError: NonFinite.
-    """
+    """Read a weight in Hugging Face's row order (NonFinite) and forget it: a model passes through little memory."""
     try:
         yield weights.read(weight.name)
     finally:

@@ -39,11 +39,7 @@ def write_safetensors(
     shard_bytes: int = SHARD_BYTES,
     on_tensor: Callable[[str], None] = lambda name: None,
 ) -> None:
-    """Write all weights into an existing folder, one file or shards with an index.
-
-    A shard has at most `shard_bytes`, but at least one tensor. FormatError: NonFinite for a weight that is NaN or
-    infinite, OutOfRange for one that the dtype cannot hold.
-    """
+    """Write all weights into a folder, as one file or shards of at most `shard_bytes` (or one tensor) with an index."""
     shards = _shards(weights.config, ggml_type, shard_bytes)
     names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     names = names if len(shards) > 1 else ["model.safetensors"]
@@ -64,11 +60,7 @@ def huggingface_size(config: ModelConfig, ggml_type: GGMLType) -> int:
 
 
 def huggingface_config(config: ModelConfig, ggml_type: GGMLType, *, path: Path) -> dict[str, object]:
-    """Express a configuration as transformers does, without token ids; RoPE in keys that both 4 and 5 read.
-
-    FormatError: Unsupported for what transformers cannot express: frequency factors of no published model, or biases of
-    q, k and v without one of o.
-    """
+    """Express a configuration as transformers does, without token ids; RoPE in keys that both 4 and 5 read."""
     if config.family != "qwen2" and config.qkv_bias != config.o_bias:
         message = f"attention_bias of {config.family}: transformers has one for q, k, v and o together, this model for "
         raise FormatError("Unsupported", message + ("q, k and v" if config.qkv_bias else "o") + " only", path=path)

@@ -110,11 +110,7 @@ def file_inside(folder: Path, name: str) -> Path:
 
 
 def require_inside(path: Path, folder: Path) -> Path:
-    """Refuse (Unsafe) a file of a folder that is a link to somewhere else, else return it.
-
-    A link into the `blobs` beside the `snapshots` of a Hugging Face download cache is how that cache stores files, and
-    is followed.
-    """
+    """Refuse (Unsafe) a link out of a folder, but not into the `blobs` of a download cache, which stores files so."""
     home, target = folder.resolve(), path.resolve()
     allowed = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
     if not any(target.is_relative_to(place) for place in allowed):

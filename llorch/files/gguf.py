@@ -65,11 +65,7 @@ class GGUFFile(TensorFile[TensorInfo]):
             raise
 
     def array(self, name: str) -> np.ndarray:
-        """Read a tensor as float32: a read-only view of the map for F32, else a decoded copy.
-
-        Finiteness is the caller's business, except for scales that decode to finite nonsense (NonFinite). FormatError:
-        DType for integer tensors, or as `raw`.
-        """
+        """Read a tensor as float32, finite or not: a view of the map for F32, else a decoded copy."""
         packed = self.packed(name)
         if packed.ggml_type is GGMLType.F32:
             return packed.raw.view("<f4").reshape(packed.shape)

@@ -80,18 +80,12 @@ class MappedFile:
         return FormatError(code, message, path=self.path, offset=offset)
 
     def view(self, offset: int, n_bytes: int) -> np.ndarray:
-        """A read-only uint8 view, which keeps the map alive, of a range that the caller checked against `size`.
-
-        FormatError where the file changed since it was opened, ValueError where it was closed.
-        """
+        """A read-only view, which keeps the map alive, of a range inside `size`; refused as by `require_unchanged`."""
         self.require_unchanged()
         return self._bytes[offset : offset + n_bytes]
 
     def require_unchanged(self) -> None:
-        """Refuse to look into a file that is no longer the one that was checked.
-
-        FormatError: it was cut (Truncated) or written to (Inconsistent) since; ValueError: it was closed.
-        """
+        """Refuse a file that was cut (Truncated), written to (Inconsistent) or closed (ValueError) since."""
         if not self.close.alive:
             raise ValueError(f"{self.path}: the file is closed; open it again to read more tensors")
         self.require_whole()

@@ -65,10 +65,7 @@ class StringArray(Sequence[bytes]):
     """
 
     def __init__(self, blob: bytes, starts: np.ndarray) -> None:
-        """Keep the region, an 8-byte length before each string's bytes, and where these start.
-
-        One more start, `len(blob) + 8`, closes the list.
-        """
+        """Keep an 8-byte length before each string's bytes, and where these start; `len(blob) + 8` closes the list."""
         self._blob = blob
         self._starts = starts
 
@@ -108,10 +105,7 @@ class Cursor:
         return self.file.error(code, message, self.position if offset is None else offset)
 
     def skip(self, n_bytes: int, what: str) -> int:
-        """Step over bytes (any Python integer) that must be there; returns where they began.
-
-        FormatError: Truncated at the end of the file, TooLarge beyond the header limit.
-        """
+        """Step over bytes (any Python integer) that must be there (Truncated, TooLarge); returns where they began."""
         start, end = self.position, self.position + n_bytes
         if end > self.file.size:
             left = self.file.size - start

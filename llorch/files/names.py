@@ -93,10 +93,7 @@ def inventory(config: ModelConfig) -> dict[str, Weight]:
 
 
 def undo_interleave(rows: np.ndarray, n_heads: int) -> np.ndarray:
-    """Bring rows of q or k (weight or bias) from the order of Llama GGUF files to that of Hugging Face: halves.
-
-    `n_heads` are query heads for q, key and value heads for k, each of an even width.
-    """
+    """Bring rows of q or k, weight or bias, from the pairs of Llama GGUF files to the halves of Hugging Face."""
     pairs = rows.reshape(n_heads, -1, 2, *rows.shape[1:])  # (heads, half, 2, ...)
     return pairs.swapaxes(1, 2).reshape(rows.shape)
 
@@ -108,8 +105,5 @@ def interleave(rows: np.ndarray, n_heads: int) -> np.ndarray:
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether a tensor name from a file is harmless in messages, C strings and paths.
-
-    Not harmless: an empty name, control characters, path separators and `..`.
-    """
+    """Whether a name from a file is harmless in messages, C strings and paths."""
     return bool(name) and name.isprintable() and not any(part in name for part in ("/", "\\", ".."))

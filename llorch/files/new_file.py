@@ -33,11 +33,7 @@ def new_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Give a folder to write files into, and move it to its place when the body ends well.
-
-    A folder that lies at the place is removed at the end, so the caller looks at what is in it; after a failure the new
-    one is.
-    """
+    """As `new_file`, a folder; one at the place is removed at the end, so the caller looks at what is in it."""
     temporary, old = _beside(path), _beside(path, "old")
     temporary.mkdir()
     try:

@@ -108,10 +108,7 @@ MINIMA: Mapping[GGMLType, Callable[[Chunk], np.ndarray]] = MappingProxyType(
 
 
 def decode(raw: np.ndarray, ggml_type: GGMLType, shape: tuple[int, ...]) -> np.ndarray:
-    """Decode the bytes of a tensor to a new float32 array; integer types are not weights and have no decoder.
-
-    The last axis is a whole number of blocks. Overflowing scales give inf or NaN, which the caller looks for.
-    """
+    """Decode the bytes of a tensor to a new float32 array, in which the caller looks for inf and NaN."""
     values = np.empty(shape, np.float32)
     decode_into(raw, ggml_type, values)
     return values

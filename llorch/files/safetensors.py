@@ -69,10 +69,7 @@ class SafetensorsFile(TensorFile[SafetensorsInfo]):
             raise
 
     def array(self, name: str) -> np.ndarray:
-        """Read a tensor as float32: a read-only view of the map for F32, a converted copy for F16, BF16 and F64.
-
-        F32 at an odd address is copied too. FormatError: DType for any other type, or as `raw`.
-        """
+        """Read a tensor as float32: a view of the map for F32 (a copy at an odd address), else a converted copy."""
         packed = self.packed(name)
         if packed.ggml_type is GGMLType.F32:
             return np.require(packed.raw.view("<f4"), requirements="A").reshape(packed.shape)

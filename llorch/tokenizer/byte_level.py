@@ -30,14 +30,9 @@ _GPT_2 = rf"'s|'t|'re|'ve|'m|'ll|'d| ?{_LETTER}+| ?{_DIGIT}+| ?{_SYMBOL}+|\s+(?!
 
 # Expressions in the order in which they cut, by `tokenizer.ggml.pre`.
 WORD_PATTERNS = {
-    "llama-bpe": (_LLAMA_3,),
-    "llama3": (_LLAMA_3,),
-    "llama-v3": (_LLAMA_3,),
-    "qwen2": (_QWEN_2,),
-    "deepseek-r1-qwen": (_QWEN_2,),
-    "smollm": (_DIGIT, _GPT_2),
-    "gpt-2": (_GPT_2,),
-}
+    "llama-bpe": (_LLAMA_3,), "llama3": (_LLAMA_3,), "llama-v3": (_LLAMA_3,), "qwen2": (_QWEN_2,),
+    "deepseek-r1-qwen": (_QWEN_2,), "smollm": (_DIGIT, _GPT_2), "gpt-2": (_GPT_2,),
+}  # fmt: skip
 # Llama 3 takes a word that is a token as it is, even where the merges would not lead to it, and starts with BOS.
 LLAMA_3_NAMES = ("llama-bpe", "llama3", "llama-v3")
 
@@ -67,11 +62,10 @@ class ByteLevelBPE:
     def __init__(
         self, ids: Mapping[str, int], merges: Iterable[tuple[str, str]], *, patterns: Sequence[str], ignore_merges: bool
     ) -> None:
-        """Build the encoder in the `tokenizers` library.
+        """Build the encoder in the library.
 
-        `ids` has no control tokens: no text may turn into one. Merges come most important first, their parts and
-        results are keys of `ids`; `patterns` cut text into words, one after the other; with `ignore_merges` a word that
-        is a token is taken as it is.
+        `ids` has no control tokens: no text may turn into one; merges come most important first; `patterns` cut text
+        into words, one after the other; with `ignore_merges` a word that is a token is taken as it is.
         """
         model = models.BPE(vocab=dict(ids), merges=list(merges), ignore_merges=ignore_merges)
         words = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]

@@ -25,10 +25,7 @@ class ChatTemplate:
     """A template that can be read."""
 
     def __init__(self, source: str, *, variables: Mapping[str, str], path: str | Path | None = None) -> None:
-        """Check a template, which may use these `variables`, such as `bos_token`.
-
-        FormatError: TemplateError when it is no template, TemplateBudget when that takes too long to see.
-        """
+        """Check a template, which may use these `variables`: TemplateError, or TemplateBudget if that is too long."""
         self._path = path
         self._variables = variables
         self._source = source
@@ -37,11 +34,10 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], *, tools: Sequence[object] | None = None, add_generation_prompt: bool = False
     ) -> str:
-        """Write a conversation as the text that the model reads.
+        """Write a conversation as the text that the model reads; keys without a value are left out.
 
-        Keys of messages without a value are left out, as by transformers. FormatError: TemplateError when the template
-        refuses the conversation or fails on it, TemplateBudget when it takes more than 1 s or 512 MiB, or makes more
-        than 4 Mi characters of it.
+        FormatError: TemplateError when the template refuses it or fails on it, TemplateBudget beyond 1 s, 512 MiB or
+        4 Mi characters.
         """
         chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
         known = {"messages": chat, "tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}

@@ -26,11 +26,7 @@ def template_files(folder: Path) -> dict[str, Path]:
 
 
 def read_templates(folder: Path) -> dict[str, str]:
-    """Chat templates of a Hugging Face folder, by name.
-
-    FormatError: Malformed when they are no texts, TooLarge for a file beyond 1 MiB, Unsafe for a link out of the
-    folder.
-    """
+    """Chat templates of a Hugging Face folder by name, of 1 MiB at most, from files or else from the configuration."""
     templates = {name: _read_text(file) for name, file in template_files(folder).items()}
     return templates or _from_config(folder / "tokenizer_config.json")
 

@@ -56,11 +56,7 @@ class GGUFTokenizer:
 
 
 def read_tokenizer(folder: Path, rows: int) -> GGUFTokenizer:
-    """Translate the tokenizer files of a folder, tokenizer.json being the truth, to metadata and notes for the user.
-
-    Ids without a token are filled up to `rows` of the embedding. FormatError where llama.cpp cannot do what the
-    tokenizer does.
-    """
+    """Translate a folder's tokenizer to metadata, ids filled up to `rows` of the embedding, and notes for the user."""
     vocabulary = HuggingFaceVocabulary(folder)  # refuses all that is not known
     path = folder / "tokenizer.json"
     content: dict[str, Any] = read_json(path, limit=_MAX_TOKENIZER)
@@ -96,10 +92,7 @@ def require_same_ids(source: Vocabulary, target: Vocabulary, texts: Iterable[str
 
 
 def probes_for(metadata: Mapping[str, object]) -> list[str]:
-    """The probes whose ids a folder and a GGUF file can share.
-
-    Those with a space in front are left out where the folder treats it differently, as a note tells.
-    """
+    """The probes whose ids folder and file share: none with a space in front where the folder treats it differently."""
     return [text for text in PROBES if SPACE_PREFIX not in metadata or not text.startswith(" ")]
 
 

@@ -17,10 +17,7 @@ Merge = tuple[str, str]
 
 
 def check_merges(merges: Iterable[object], ids: Mapping[str, int], *, key: str, path: str | Path) -> list[Merge]:
-    """Split merges ("left right", or a list of the two), the most important first.
-
-    FormatError: Malformed for one that is not two known tokens making a third, Duplicate for one seen before.
-    """
+    """Split merges ("left right", or a list of both); Malformed unless two tokens make a third, Duplicate if again."""
     pairs: dict[Merge, None] = {}
     for index, merge in enumerate(merges):
         left, right = _split(merge)

@@ -23,10 +23,7 @@ class SentencePieceBPE:
     """The text encoder of a vocabulary with scores."""
 
     def __init__(self, ids: Mapping[str, int], scores: Mapping[str, float], byte_ids: Mapping[int, int]) -> None:
-        """Rank the tokens by score, higher first.
-
-        `ids` has no control tokens: no text may turn into one; `byte_ids` are for characters that are no token.
-        """
+        """Rank tokens by score; `ids` has no control tokens, which no text may become; other characters are bytes."""
         places = {score: place for place, score in enumerate(sorted(set(scores.values()), reverse=True))}
         self._ranks = {text: places[score] for text, score in scores.items()}
         self._ids = ids

@@ -13,20 +13,10 @@ SpacePrefix = Literal["never", "start", "always"]  # where encoding puts a space
 # Files name one end token; chat models stop at others too, which llama.cpp finds by their text. These are the ones
 # that occur in files of the Llama and Qwen families and their fine-tunes.
 END_TEXTS = (
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<|end_of_text|>",
-    "<|im_end|>",
-    "<|endoftext|>",
-    "<|end|>",
-    "<end_of_turn>",
-    "</s>",
-    "<EOT>",
-    "_<EOT>",
-    "[EOS]",
-    "[EOT]",
+    "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "<|end|>", "<end_of_turn>", "</s>",
+    "<EOT>", "_<EOT>", "[EOS]", "[EOT]",
     "<\uff5cend\u2581of\u2581sentence\uff5c>",  # the Qwen and Llama distillations of DeepSeek R1
-)
+)  # fmt: skip
 # Tokens of code models, likewise found by their text unless the metadata names the role. Of each row only the first
 # that the vocabulary has counts.
 FILL_TEXTS = {
@@ -52,10 +42,7 @@ class SpecialTokens:
 
 
 def find_by_text(ids: Mapping[str, int], named: Container[str]) -> dict[str, int]:
-    """Tokens that are control tokens because of their text: by role, by text where they have no role of their own.
-
-    No text is looked for where the file names a token for the role (`named`).
-    """
+    """Tokens that are control tokens by their text: by role unless the file names one (`named`), else by that text."""
     found = {text: ids[text] for text in END_TEXTS if text in ids}
     for role, texts in FILL_TEXTS.items():
         known = [ids[text] for text in texts if text in ids]

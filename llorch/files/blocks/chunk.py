@@ -35,10 +35,7 @@ class Chunk:
         return self.blocks[:, start : start + 2].view("<f2")[:, 0].astype(np.float32)
 
     def bit_fields(self, data: np.ndarray, bits: int, *, place: int = 0) -> list[np.ndarray]:
-        """Split contiguous bytes, a multiple of 4, into parts of 1, 2 or 4 bits, moved up to bit `place`.
-
-        Gives 8 / bits flat arrays of bytes, the lowest bits first.
-        """
+        """Split contiguous bytes, a multiple of 4, into 8 / bits flat arrays, lowest first, moved to bit `place`."""
         words = data.reshape(-1).view(np.uint32)
         mask = np.uint32(((1 << bits) - 1) * 0x0101_0101 << place)
         fields = []
@@ -53,10 +50,7 @@ class Chunk:
         return fields
 
     def weave(self, parts: Sequence[np.ndarray], width: int) -> np.ndarray:
-        """Take some bytes of each part in turn: `width` of the first, of the second, ..., of the first again.
-
-        The parts are contiguous and equally long, the width is 8 or a multiple of 16.
-        """
+        """Take `width` bytes (8, or a multiple of 16) of each part in turn; parts are contiguous and equally long."""
         item = np.dtype(f"V{min(width, 16)}")
         columns = [part.reshape(-1, width).view(item) for part in parts]
         woven = self._empty(sum(part.size for part in parts), np.uint8)
