@@ -5,14 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from random_adapters import EVERY, random_adapter
+from random_adapters import EVERY, fresh, random_adapter
 
 from llorch.builtin import builtin_path
 from llorch.cache import KVCache
 from llorch.files import Weights, open_weights
 from llorch.forward import forward
 from llorch.lora.adapted_weights import AdaptedWeights
-from llorch.lora.adapter import Adapter, LoraTensors
 from llorch.numerics import GGML
 from llorch.ops.lora import LoraMatrix
 from llorch.verify.suites.quantised_models import write_model
@@ -30,14 +29,8 @@ def logits(weights: Weights) -> np.ndarray:
     return forward(IDS, weights, KVCache(weights.config, weights.dtype))
 
 
-def without_b(adapter: Adapter) -> Adapter:
-    """As training starts."""
-    fresh = {n: LoraTensors(t.lora_A, np.zeros_like(t.lora_B)) for n, t in adapter.tensors.items()}
-    return Adapter(adapter.config, adapter.targets, fresh)
-
-
 def test_a_fresh_adapter_changes_no_bit_of_the_logits(weights: Weights):
-    adapter = without_b(random_adapter(weights.config, target_modules=ALL))
+    adapter = fresh(random_adapter(weights.config, target_modules=ALL))
     np.testing.assert_array_equal(logits(AdaptedWeights(weights, adapter)), logits(weights))
 
 

@@ -13,7 +13,7 @@ from llorch.config import ModelConfig
 from llorch.files import Weights, open_weights
 from llorch.forward import forward
 from llorch.lora.adapted_weights import AdaptedWeights
-from llorch.lora.adapter import Adapter, assembled, wanted_shapes
+from llorch.lora.adapter import Adapter, LoraTensors, assembled, wanted_shapes
 from llorch.lora.config import LoraConfig
 
 IDS = [3, 17, 8, 39, 0, 25]
@@ -37,6 +37,12 @@ def random_adapter(model: ModelConfig, *, seed: int = 0, **settings: Any) -> Ada
         for name, shape in wanted_shapes(config, model).items()
     }
     return assembled(config, arrays, model, where="random")
+
+
+def fresh(adapter: Adapter) -> Adapter:
+    """The same with B of zeros, as training starts."""
+    tensors = {n: LoraTensors(t.lora_A, np.zeros_like(t.lora_B)) for n, t in adapter.tensors.items()}
+    return Adapter(adapter.config, adapter.targets, tensors)
 
 
 def same_tensors(one: Adapter, other: Adapter) -> bool:

@@ -12,18 +12,6 @@ from llorch.train.log import read_log
 from llorch.train.snapshots import SnapshotStore
 
 
-@pytest.fixture
-def data(tmp_path: Path) -> Path:
-    return write_data(tmp_path / "data")
-
-
-def wait_for(condition, seconds: float = 300.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 @pytest.mark.slow
 def test_a_run_that_is_killed_ten_times_ends_with_the_bits_of_one_that_is_not(tmp_path: Path):
     outcome = kill_and_resume(tmp_path, kills=10, seed=0)  # the moments differ all the same
@@ -38,10 +26,13 @@ def test_a_run_that_is_killed_ten_times_ends_with_the_bits_of_one_that_is_not(tm
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
-def test_a_signal_ends_the_step_saves_and_leaves_with_its_code(number: signal.Signals, data: Path, tmp_path: Path):
+def test_a_signal_ends_the_step_saves_and_leaves_with_its_code(number: signal.Signals, tmp_path: Path):
     folder = tmp_path / "run"
-    process = start(folder, data, steps=500)
-    wait_for(lambda: lines(folder) > 3)
+    process = start(folder, write_data(tmp_path / "data"), steps=500)
+    begin = time.monotonic()
+    while lines(folder) <= 3:
+        assert time.monotonic() - begin < 300
+        time.sleep(0.01)
     process.send_signal(number)
     begin = time.monotonic()
     _, said = process.communicate(timeout=300)

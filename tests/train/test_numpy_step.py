@@ -4,11 +4,11 @@ import time
 
 import numpy as np
 import pytest
-from random_adapters import EVERY, random_adapter
+from random_adapters import EVERY, fresh, random_adapter
 
 from llorch.builtin import builtin_path
 from llorch.files import Weights, open_weights
-from llorch.lora.adapter import Adapter, LoraTensors
+from llorch.lora.adapter import Adapter
 from llorch.ops.precision import own_dtype_only
 from llorch.train.batch import IGNORED, Batch
 from llorch.train.numpy_step import loss_and_gradients
@@ -57,13 +57,12 @@ def test_accumulated_batches_give_the_loss_and_gradients_of_one_batch(weights: W
 
 
 def test_with_B_of_zeros_every_A_gets_exactly_0_and_every_B_something(weights: Weights, adapter: Adapter, rng):
-    fresh = {n: LoraTensors(t.lora_A, np.zeros_like(t.lora_B)) for n, t in adapter.tensors.items()}
-    fresh = Adapter(adapter.config, adapter.targets, fresh)
-    _, gradients = loss_and_gradients(weights, fresh, [rows(rng, 2, 9)], label_smoothing=0.0)
+    start = fresh(adapter)
+    _, gradients = loss_and_gradients(weights, start, [rows(rng, 2, 9)], label_smoothing=0.0)
     for name, gradient in gradients.items():
         assert gradient.any() == name.endswith("lora_B"), name
-    moved = {name: array - 0.1 * gradients[name] for name, array in fresh.flat().items()}
-    _, second = loss_and_gradients(weights, fresh, [rows(rng, 2, 9)], label_smoothing=0.0, parameters=moved)
+    moved = {name: array - 0.1 * gradients[name] for name, array in start.flat().items()}
+    _, second = loss_and_gradients(weights, start, [rows(rng, 2, 9)], label_smoothing=0.0, parameters=moved)
     assert all(gradient.any() for gradient in second.values())
 
 

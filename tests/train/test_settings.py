@@ -15,9 +15,6 @@ def settings(**given: Any):
 REFUSED = [
     ({"r": 0}, "r must be at least 1, got 0"),
     ({"alpha": 0.0}, "lora_alpha must be finite and above 0, got 0.0"),
-    ({"alpha": float("nan")}, "lora_alpha must be finite and above 0, got nan"),
-    ({"target_modules": "("}, "no regular expression"),
-    ({"target_modules": ()}, "target_modules must name at least one module"),
     ({"dropout": 1.0}, "dropout must be at least 0 and below 1, got 1.0"),
     ({"dropout": float("nan")}, "dropout must be at least 0 and below 1, got nan"),
     ({"valid": 1.0}, "valid must be at least 0 and below 1, got 1.0"),
@@ -38,8 +35,6 @@ REFUSED = [
     ({"max_length": 1}, "max_length must be at least 2"),
     ({"label_smoothing": 1.0}, "label_smoothing must be at least 0 and below 1"),
     ({"chunk": -1}, "chunk must be at least 0, got -1"),
-    ({"rank_pattern": {"q_proj": 0}}, "rank_pattern q_proj must be a whole number of at least 1, got 0"),
-    ({"alpha_pattern": {"q_proj": float("nan")}}, "alpha_pattern q_proj must be finite and above 0, got nan"),
     ({"exclude_modules": "("}, "no regular expression"),
     ({"dtype": "float16"}, "dtype must be one of float32, bfloat16, float64, got 'float16'"),
     ({"weights": "auto"}, "weights must be one of decoded, packed, got 'auto'"),
