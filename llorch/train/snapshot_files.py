@@ -8,7 +8,7 @@ So every bit of both is covered, and a file that was cut or changed is told from
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,27 +36,9 @@ class Snapshot:
     skipped: tuple[str, ...] = ()  # why newer ones were passed over, a line each
 
 
-class Hashing:
-    """Hands parts on, and keeps their digest."""
-
-    def __init__(self, parts: Iterator[bytes | memoryview]) -> None:
-        """Read nothing yet."""
-        self._parts = parts
-        self._sha256 = hashlib.sha256()
-
-    def __iter__(self) -> Iterator[bytes | memoryview]:
-        for part in self._parts:
-            self._sha256.update(part)
-            yield part
-
-    def hexdigest(self) -> str:
-        """Of all parts."""
-        return self._sha256.hexdigest()
-
-
-def record_bytes(step: int, record: Mapping[str, Any], tensors: Hashing) -> bytes:
-    """The bytes of the record's file, which has the digest of what was written; ValueError for NaN or infinity."""
-    values = {"format": FORMAT, "step": step, "tensors": {"sha256": tensors.hexdigest()}, "record": record}
+def record_bytes(step: int, record: Mapping[str, Any], tensors_digest: str) -> bytes:
+    """The bytes of the record's file; ValueError for NaN or infinity."""
+    values = {"format": FORMAT, "step": step, "tensors": {"sha256": tensors_digest}, "record": record}
     body = json.dumps(values, indent=1, ensure_ascii=False, allow_nan=False).encode()
     tail = b'",' + body[1:] + b"\n"
     return _HEAD + hashlib.sha256(_HEAD + tail).hexdigest().encode() + tail

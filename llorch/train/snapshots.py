@@ -12,6 +12,7 @@ Files are written through `os` alone, so that tests can make any one operation f
 Source: POSIX rename (atomic within a file system) and fsync (a rename may reach the disk before the data does).
 """
 
+import hashlib
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,7 +26,7 @@ import numpy as np
 from llorch.errors import FormatError
 from llorch.files.new_file import sync
 from llorch.files.safetensors import tensor_bytes
-from llorch.train.snapshot_files import RECORD, TENSORS, Hashing, Snapshot, read_snapshot, record_bytes
+from llorch.train.snapshot_files import RECORD, TENSORS, Snapshot, read_snapshot, record_bytes
 
 
 class SnapshotStore:
@@ -114,9 +115,8 @@ class SnapshotStore:
         new = _marked(target, "new")
         try:
             os.mkdir(new)
-            hashing = Hashing(tensor_bytes(tensors))
-            _write_new_file(new / TENSORS, hashing)
-            _write_new_file(new / RECORD, [record_bytes(step, record, hashing)])
+            digest = _write_new_file(new / TENSORS, tensor_bytes(tensors))
+            _write_new_file(new / RECORD, [record_bytes(step, record, digest)])
             sync(new)
             self._place(new, target)
         except BaseException:
@@ -178,17 +178,23 @@ def _flock(folder: Path) -> Iterator[str | None]:
         os.close(descriptor)
 
 
-def _write_new_file(path: Path, parts: Iterable[bytes | memoryview]) -> None:
-    """Write a file that must be new, and wait until it lies on the device; after an OSError part of it may be there."""
+def _write_new_file(path: Path, parts: Iterable[bytes | memoryview]) -> str:
+    """Write a file that must be new, and wait until it lies on the device; gives its SHA-256.
+
+    After an OSError part of it may be there.
+    """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    sha256 = hashlib.sha256()
     try:
         for part in parts:
+            sha256.update(part)
             rest = memoryview(part)
             while len(rest):
                 rest = rest[os.write(descriptor, rest) :]
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+    return sha256.hexdigest()
 
 
 def _remove_tree(path: Path) -> None:
