@@ -29,8 +29,11 @@ def is_small(config: ModelConfig) -> bool:
 
 def n_threads_for(config: ModelConfig) -> int:
     """Threads of a foreign engine when nobody says: one for a small model, else as many as this process may run."""
-    if is_small(config):
-        return 1
+    return 1 if is_small(config) else n_cores()
+
+
+def n_cores() -> int:
+    """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

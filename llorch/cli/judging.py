@@ -1,7 +1,8 @@
 """The work of `llorch verify`: judge each model with stored goldens or live engines, and report."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -13,11 +14,12 @@ from llorch.builtin import BUILTIN
 from llorch.cli.inputs import choose_ids, chosen_numerics, model_path, say_plan
 from llorch.cli.judged import ALL, TRAINING, Judged, summary
 from llorch.cli.judged import EXACT as FORWARD
-from llorch.cli.options import use_threads
+from llorch.cli.options import allowed_cores, use_threads
 from llorch.cli.outcome import DIFFERS, MISSING, OK
 from llorch.cli.output import progress, say, to_json
 from llorch.cli.report import print_end, print_model
 from llorch.cli.tables import console
+from llorch.cli.workers import Workers
 from llorch.config import ModelConfig
 from llorch.errors import MissingExtra
 from llorch.files import open_weights
@@ -28,7 +30,7 @@ from llorch.verify.goldens import N_GREEDY
 from llorch.verify.judge import Row
 from llorch.verify.models import verify_as_stored, verify_live, verify_stored
 from llorch.verify.runners.numpy import emulated
-from llorch.verify.suites.quantised import CHECKPOINT, verify_quantised_stored
+from llorch.verify.suites.quantised import CHECKPOINT, block_rows, model_rows
 from llorch.verify.suites.quantised_models import MODELS
 from llorch.verify.training.claims import verify_training_stored
 from llorch.verify.training.goldens import MODELS as TRAINED
@@ -41,6 +43,7 @@ _PACKAGES = {"llamacpp": ("llama_cpp",), "transformers": ("torch", "transformers
 
 VERSION = 1  # of what --json gives; a change that a reader would trip over makes it the next one
 QUANTISED = "quantised"  # stands for the micro models of checkpoint 13
+AT_ONCE = 4  # of the micro models of checkpoint 13: one job
 MIN_DISTINCT = 8  # fewer distinct tokens hide some mistakes
 
 Say = Callable[[str], None]
@@ -82,22 +85,24 @@ def judge_all(
     threads = use_threads(*(_config(spec, path) for spec, path, _ in plans))
     out = console()
     done: list[Judged] = []
-    for spec, path, engines in plans:
-        for backend in on_torch or [None]:
-            with progress(f"verifying {spec}" + (f" on {backend.name}" if backend else "")) as tell:
-                if backend is not None:
-                    judged = _judged_on_torch(spec, path, engines, backend, given, tell)
-                else:
-                    judged = _judged(spec, path, engines, arithmetic, given, tell)
-            done.append(judged)
-            if not as_json:
-                print_model(out, judged, detail=detail)
+    alone = bool(on_torch) or any(engines for *_, engines in plans)
+    with Workers(_jobs(specs), 1 if alone else allowed_cores()) as workers:
+        for spec, path, engines in plans:
+            for backend in on_torch or [None]:
+                with progress(f"verifying {spec}" + (f" on {backend.name}" if backend else "")) as tell:
+                    if backend is not None:
+                        judged = _judged_on_torch(spec, path, engines, backend, given, tell)
+                    else:
+                        judged = _judged(spec, path, engines, arithmetic, given, tell, workers)
+                done.append(judged)
+                if not as_json:
+                    print_model(out, judged, detail=detail)
     counts = summary(done, absent, strict=strict)
     if as_json:
         rows = [row.record() for judged in done for row in judged.rows]
         click.echo(to_json({"version": VERSION, "rows": rows, "summary": counts}))
     else:
-        out.print(threads)
+        out.print(threads + (f"; processes: {workers.n_processes}" if workers.n_processes > 1 else ""))
         print_end(out, done, absent, counts)
     return _exit_code(counts)
 
@@ -119,13 +124,33 @@ def _torch_backends(arithmetic: Arithmetic) -> "tuple[Sequence[TorchBackend], Ma
     return backends, backends_not_run(backends)
 
 
+def _jobs(specs: Iterable[str]) -> dict[tuple[str, int], Callable[[], list[Row]]]:
+    """What is judged of built-in models by NumPy, in parts that need nothing of each other."""
+    parts = {(spec, at): part for spec in specs for at, part in enumerate(_parts(spec))}
+    return {name: lambda part=part: list(part()) for name, part in parts.items()}
+
+
+def _parts(spec: str) -> Sequence[Callable[[], Iterator[Row]]]:
+    if spec == QUANTISED:
+        names = tuple(MODELS)
+        parts = (names[start : start + AT_ONCE] for start in range(0, len(names), AT_ONCE))
+        return [block_rows, *(partial(model_rows, part) for part in parts)]
+    return [partial(verify_stored, spec), *([partial(verify_training_stored, spec)] if spec in TRAINED else [])]
+
+
 def _judged(
-    spec: str, path: Path, engines: Sequence[ProducerName], arithmetic: Arithmetic, given: Input, tell: Say
+    spec: str,
+    path: Path,
+    engines: Sequence[ProducerName],
+    arithmetic: Arithmetic,
+    given: Input,
+    tell: Say,
+    workers: Workers,
 ) -> Judged:
     if not engines:
         if arithmetic.numerics == "ggml" or arithmetic.kv_cache != "f32":
             raise click.UsageError(f"{spec}: its goldens are those of exact numerics; add --against llamacpp")
-        return _stored(spec)
+        return _stored(spec, workers)
     if (numerics := _numerics(path, engines, arithmetic)) == EXACT:
         _refuse_residency(arithmetic)
         return _live(path, engines, given, tell, verify_live)
@@ -166,14 +191,12 @@ def _config(spec: str, path: Path) -> ModelConfig:
     return next(iter(MODELS.values())).config if micro else open_weights(path).config
 
 
-def _stored(name: str) -> Judged:
+def _stored(name: str, workers: Workers[list[Row]]) -> Judged:
+    judged = _from_goldens(name, lambda: chain(*(workers.result(job) for job in workers.jobs if job[0] == name)))
     if name == QUANTISED:
         arithmetic = f"numerics {GGML}; {len(MODELS)} micro models, one of each type, made in a temporary folder"
-        return replace(_from_goldens(name, verify_quantised_stored), numerics=arithmetic, checkpoints=(CHECKPOINT,))
-    if name not in TRAINED:
-        return _from_goldens(name, lambda: verify_stored(name))
-    judged = _from_goldens(name, lambda: chain(verify_stored(name), verify_training_stored(name)))
-    return replace(judged, checkpoints=(*FORWARD, *TRAINING))
+        return replace(judged, numerics=arithmetic, checkpoints=(CHECKPOINT,))
+    return replace(judged, checkpoints=(*FORWARD, *(TRAINING if name in TRAINED else ())))
 
 
 def _from_goldens(name: str, verify: Callable[[], Iterator[Row]]) -> Judged:

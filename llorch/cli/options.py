@@ -129,6 +129,14 @@ def use_threads(*configs: "ModelConfig", recorded: int | None = None) -> str:
     return f"threads: {n or 1}"
 
 
+def allowed_cores() -> int:
+    """How many cores this command may use at once: as many as the user says threads, else those of the process."""
+    from llorch.threads import VARIABLES, n_cores
+
+    said = [click.get_current_context().meta.get(_WANTED), *(os.environ.get(name) for name in VARIABLES)]
+    return next((int(n) for n in said if n and str(n).isdigit()), n_cores())
+
+
 def wait_asleep() -> None:
     """Let threads sleep while they wait for each other, not spin; libraries read this when they are loaded."""
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # GNU's and Intel's OpenMP: torch

@@ -106,6 +106,14 @@ def test_json_of_a_failure_names_the_first_stage_too(changed_weight: str):
     assert [failure["stage"] for failure in summary["first_failures"]] == ["tensors"]
 
 
+def test_models_judged_beside_each_other_are_reported_as_one_after_the_other(changed_weight: str):
+    for form in ((), ("--json",)):
+        one, two = (invoke("verify", changed_weight, "micro-llama3", "--threads", n, *form) for n in "12")
+        assert (one.exit_code, two.exit_code, two.stderr) == (1, 1, one.stderr)
+        assert two.stdout == one.stdout.replace("threads: 1", "threads: 2; processes: 2")
+        assert "micro-llama3/golden.json is missing" in two.stdout
+
+
 def test_goldens_of_other_weights_are_refused(changed_weight: str, monkeypatch: pytest.MonkeyPatch):
     from llorch.builtin import goldens_folder
 

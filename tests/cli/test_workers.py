@@ -1,0 +1,56 @@
+"""Jobs in processes of their own: what they give, and what becomes of errors, of the dead and of what is abandoned."""
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from llorch.cli.workers import Workers
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="no process is started elsewhere")
+
+
+def results(n_processes: int, *jobs: Callable[[], int]) -> list[int]:
+    with Workers(dict(enumerate(jobs)), n_processes) as workers:
+        return [workers.result(at) for at in range(len(jobs))]
+
+
+@pytest.mark.parametrize(("n_processes", "n_jobs", "ahead"), [(1, 5, 0), (2, 1, 0), (2, 5, 2), (9, 3, 3)])
+def test_results_come_in_order_from_as_many_processes_as_are_allowed_and_have_work(n_processes, n_jobs, ahead):
+    jobs = [lambda at=at: (time.sleep(0.05 * (n_jobs - at)), at * 100_000_000 + os.getpid())[1] for at in range(n_jobs)]
+    numbers, pids = zip(*(divmod(made, 100_000_000) for made in results(n_processes, *jobs)), strict=True)
+    assert numbers == tuple(range(n_jobs))
+    assert {*pids} - {os.getpid()} == ({*pids} if ahead else set())
+    assert len({*pids}) == max(ahead, 1)
+
+
+@pytest.mark.parametrize("ends", [lambda: 1 // 0, lambda: os._exit(1)], ids=["fails", "dies"])
+def test_what_a_process_does_not_get_done_is_done_here(ends):
+    here = os.getpid()
+    assert results(2, lambda: 3 if os.getpid() == here else ends(), lambda: 4, lambda: 5) == [3, 4, 5]
+
+
+def test_an_error_is_raised_here_and_hides_no_other_result():
+    with Workers({"wrong": lambda: int("x"), "right": lambda: 4}, 2) as workers:
+        with pytest.raises(ValueError, match="invalid literal") as caught:
+            workers.result("wrong")
+        assert workers.result("right") == 4
+    assert caught.traceback[-1].name == "<lambda>"  # by which exit codes tell whose error it is
+
+
+def test_work_that_nobody_waits_for_is_ended_and_leaves_no_files(tmp_path: Path):
+    def slow() -> int:
+        with TemporaryDirectory(dir=tmp_path):
+            time.sleep(60)
+        return 0
+
+    began = time.monotonic()
+    with Workers({1: slow, 2: slow}, 2):
+        while len(list(tmp_path.iterdir())) < 2:
+            time.sleep(0.01)
+    assert time.monotonic() - began < 30
+    assert not list(tmp_path.iterdir())
