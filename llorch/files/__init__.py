@@ -73,7 +73,8 @@ class Weights(Mapping):
         self.packed = False
         self.slots = slots
         self._loaded: dict[str, np.ndarray] = {}  # float32, shared by all variants
-        self._matrices: dict[str, Matrix] = {}
+        self._matrices: dict[str, Matrix | np.ndarray] = {}
+        self._keeps = False
         self._layers: list[dict[str, str]] = [{} for _ in range(config.n_layers)]  # short to canonical name
         for name in slots:
             if name.startswith("layers."):
@@ -81,10 +82,11 @@ class Weights(Mapping):
                 self._layers[int(index)][short] = name
 
     def __getitem__(self, name: str) -> Any:
-        if not self._multiplies_itself(self.slots[name]):
+        is_matrix = self._multiplies_itself(self.slots[name])
+        if not (is_matrix or self._keeps):
             return self.array(name)
         if name not in self._matrices:
-            self._matrices[name] = self._matrix(name)
+            self._matrices[name] = self._matrix(name) if is_matrix else self.array(name)
         return self._matrices[name]
 
     def array(self, name: str) -> np.ndarray:
@@ -119,10 +121,11 @@ class Weights(Mapping):
             raise IndexError(f"layer must be from 0 to {self.config.n_layers - 1}, got {index}")
         return LayerWeights(self, self._layers[index])
 
-    def astype(self, dtype: type[np.floating]) -> "Weights":
-        """Hand out arrays of another type, widened on each access and not kept: float64 takes a layer's memory."""
+    def astype(self, dtype: type[np.floating], *, keep: bool = False) -> "Weights":
+        """Hand out arrays of another type: widened on each access, or with `keep` once, which takes memory for all."""
         other = copy(self)
         other.dtype = dtype
+        other._keeps = keep
         other._matrices = {}
         return other
 

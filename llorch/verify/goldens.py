@@ -29,7 +29,7 @@ STEP_LOGITS = "near/step_logits"
 FAR_POSITION = 4000
 FAR_TOKENS = 8
 N_GREEDY = 24
-LARGE, N_GREEDY_OF_LARGE = 1e9, 4  # elements of weights; each token goes through all of them, decoded anew
+N_GREEDY_OF_LARGE = {1e8: 8, 1e9: 4}  # above so many elements: every engine goes through all of them for each token
 SAMPLINGS: Mapping[str, SamplingSettings] = {
     "temperature": SamplingSettings(temperature=0.7),
     "top_k": SamplingSettings(temperature=1.0, top_k=7),
@@ -141,8 +141,8 @@ def n_greedy_for(config: ModelConfig, n_prompt: int) -> int:
         The number.
     """
     n_elements = sum(math.prod(weight.shape) for weight in inventory(config).values())
-    wanted = N_GREEDY if n_elements <= LARGE else N_GREEDY_OF_LARGE
-    return min(wanted, config.max_position_embeddings - n_prompt + 1)
+    wanted = [N_GREEDY, *(n for size, n in N_GREEDY_OF_LARGE.items() if n_elements > size)]
+    return min(*wanted, config.max_position_embeddings - n_prompt + 1)
 
 
 def sampler_inputs(ids: Sequence[int], vocab_size: int) -> tuple[np.ndarray, tuple[int, ...]]:

@@ -10,6 +10,7 @@ its row.
 Source: llama.cpp ggml/src/ggml-cpu; llorch.ops.rounding.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
@@ -21,6 +22,7 @@ from llorch.files import Weights
 from llorch.files.quant import ACTIVATION_TYPE
 from llorch.forward import Keep, forward
 from llorch.generate import IdsOnly, sample_ids
+from llorch.memory import available_memory
 from llorch.model import Model
 from llorch.numerics import DtypeName
 from llorch.ops.precision import own_dtype_only
@@ -118,7 +120,7 @@ class NumpyRunner:
         """Of float32 weights; `name` is `numpy` (as it runs: small sums in float64), `OWN_SUMS` or `FLOAT64`."""
         self.name = name
         self.dtype: DtypeName = "float64" if name == FLOAT64 else "float32"
-        self.weights = weights.astype(np.float64) if name == FLOAT64 else weights
+        self.weights = weights.astype(np.float64, keep=_fits_in_float64(weights)) if name == FLOAT64 else weights
 
     def arithmetic(self) -> AbstractContextManager[None]:
         """Sums in float32 for `OWN_SUMS`."""
@@ -151,6 +153,11 @@ class NumpyRunner:
 
     def _step(self, cache: KVCache) -> Callable[[Sequence[int]], np.ndarray]:
         return lambda new: forward(np.asarray(new), self.weights, cache, last_only=True)[0]
+
+
+def _fits_in_float64(weights: Weights) -> bool:
+    """Whether half of the memory that is free would hold all of it."""
+    return 8 * sum(math.prod(weights.shape(name)) for name in weights) < available_memory() / 2
 
 
 def numpy_runners(weights: Weights, *, wide: bool) -> Iterator[NumpyRunner]:
