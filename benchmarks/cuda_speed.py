@@ -25,6 +25,7 @@ from llorch.bench import SHAPES, Load, measure, prompts, speeds
 from llorch.config import ModelConfig
 from llorch.files.names import inventory
 from llorch.pytorch.bench import Made, TorchEngine, random, torch_subject
+from llorch.pytorch.device import target
 
 SHAPE_NAMES = ("llama-2-7b", "llama-3-8b")
 TYPES = (None, "Q8_0", "Q4_K")  # of the matrices; None is bfloat16
@@ -128,7 +129,7 @@ def one_shape(name: str, device: str) -> dict:
     """Everything about one shape; a model at a time is on the device."""
     decode, prefill, other = {}, {}, {}
     for kind in TYPES:
-        made = random(name, device, "bfloat16", kind, DECODE, compiled=False)
+        made = random(name, target(device, "bfloat16", "own"), kind, DECODE, compiled=False)
         decode[made.weights] = ours(made, DECODE)
         if kind is None:
             load = prefill_load(SHAPES[name])
@@ -178,7 +179,7 @@ def main(device: str, names: tuple[str, ...], output: Path) -> None:
     root, python = Path(__file__).parents[1], sys.executable
     checks = [
         run([python, "-m", "pytest", "-n", "0", "-m", "gpu", "-q"], root),
-        run([python, "-m", "llorch", "verify", "--backend", "torch", "--device", device], root),
+        run([python, "-m", "llorch", "verify", "--device", device, "--kernels", "own"], root),
     ]
     shapes = [one_shape(name, device) for name in names]
     first = shapes[0]["prefill"]

@@ -29,6 +29,7 @@ class Choice:
     weights_type: str | None
     device: str | None
     dtype: str | None
+    kernels: Any
     residency: Any
     compiled: bool
 
@@ -81,7 +82,8 @@ def _refuse_misplaced(chosen: Choice, backend: str) -> None:
     if chosen.shape is not None and chosen.residency != "auto":
         raise click.UsageError("--weights goes with a MODEL; --shape takes --weights-type")
     only_torch = {
-        "--device": chosen.device, "--dtype": chosen.dtype, "--compile": chosen.compiled, "--shape": chosen.shape,
+        "--device": chosen.device, "--dtype": chosen.dtype, "--kernels": chosen.kernels != "auto",
+        "--compile": chosen.compiled, "--shape": chosen.shape,
     }  # fmt: skip
     for option, value in only_torch.items():
         if value and backend == "numpy":
@@ -109,15 +111,16 @@ def _on_torch(chosen: Choice, load: Any) -> tuple[Any, Any]:
     except ModuleNotFoundError:
         raise MissingExtra("torch", "torch") from None
     from llorch.pytorch.bench import TorchEngine, opened, random, torch_subject
+    from llorch.pytorch.device import target
 
-    at, device, dtype = load, chosen.device or "cpu", chosen.dtype or "float32"
+    at = target(chosen.device or "cpu", chosen.dtype or "float32", chosen.kernels)
     if chosen.shape is not None:
-        made = random(chosen.shape, device, dtype, chosen.weights_type, at, compiled=chosen.compiled)
+        made = random(chosen.shape, at, chosen.weights_type, load, compiled=chosen.compiled)
     else:
         from llorch.cli.inputs import model_path
 
         path = model_path(chosen.model or "story")
-        made = opened(path, device, dtype, chosen.residency, at, compiled=chosen.compiled)
+        made = opened(path, at, chosen.residency, load, compiled=chosen.compiled)
     say(f"{made.name}: loaded, weights {made.weights}, {made.target}")
     use_threads(made.module.config)
     engine = TorchEngine(made.module, made.target, load, compiled=chosen.compiled)

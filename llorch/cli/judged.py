@@ -13,6 +13,7 @@ from llorch.verify.training.goldens import TRUTH
 from llorch.verify.truth import WITNESS
 
 NOT_RUN = "NOT RUN"
+KERNELS = "kernels"  # in place of a model: ours beside torch's own
 _SEVERITY = {PASS: 0, TIE: 1, FAIL: 2}
 _MODES = ("isolated", "chained", "free", "decode", "exact")
 
@@ -111,7 +112,7 @@ def summary(models: Sequence[Judged], absent: Mapping[str, str] | None = None, *
     verdicts = Counter(row.verdict for row in rows)
     failures = [failure for judged in models if (failure := first_failure(judged)) is not None]
     return {
-        "models": sum(judged.backend == models[0].backend for judged in models),
+        "models": sum(judged.backend == models[0].backend and judged.model != KERNELS for judged in models),
         "comparisons": len(rows),
         "passed": verdicts[PASS],
         "failed": verdicts[FAIL],

@@ -12,7 +12,7 @@ import click
 
 from llorch.builtin import BUILTIN
 from llorch.cli.inputs import choose_ids, chosen_numerics, model_path, say_plan
-from llorch.cli.judged import ALL, TRAINING, Judged, summary
+from llorch.cli.judged import ALL, KERNELS, TRAINING, Judged, summary
 from llorch.cli.judged import EXACT as FORWARD
 from llorch.cli.options import allowed_cores, use_threads
 from llorch.cli.outcome import DIFFERS, MISSING, OK
@@ -38,6 +38,7 @@ from llorch.verify.witnesses import ProducerName
 
 if TYPE_CHECKING:
     from llorch.cli.on_torch import TorchBackend
+    from llorch.pytorch.device import Kernels
 
 _PACKAGES = {"llamacpp": ("llama_cpp",), "transformers": ("torch", "transformers")}
 
@@ -56,9 +57,10 @@ class Arithmetic:
     numerics: str | None  # None takes ggml for a file that llama.cpp rounds inputs for, else exact
     kv_cache: str  # its type, with ggml numerics
     residency: Residency  # where matrices lie, with ggml numerics
-    backend: str = "numpy"  # or torch, whose device and dtype follow
+    backend: str = "numpy"  # or torch, whose device, dtype and kernels follow
     device: str | None = None
     dtype: str | None = None
+    kernels: "Kernels" = "auto"
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,9 @@ def judge_all(
     plans = [(spec, *_plan(spec, against, has_input=given != Input(None, None))) for spec in specs]
     threads = use_threads(*(_config(spec, path) for spec, path, _ in plans))
     out = console()
-    done: list[Judged] = []
+    done = [judged for backend in on_torch if (judged := _kernels(backend)).rows]
+    for judged in () if as_json else done:
+        print_model(out, judged, detail=detail)
     alone = bool(on_torch) or any(engines for *_, engines in plans)
     with Workers(_jobs(specs), 1 if alone else allowed_cores()) as workers:
         for spec, path, engines in plans:
@@ -110,8 +114,10 @@ def judge_all(
 def _torch_backends(arithmetic: Arithmetic) -> "tuple[Sequence[TorchBackend], Mapping[str, str]]":
     """The targets on the torch path, none for NumPy; and those that are left out, with the reason."""
     if arithmetic.backend == "numpy":
-        if arithmetic.device or arithmetic.dtype:
-            raise click.UsageError("--device and --dtype go with --backend torch; NumPy runs on the CPU in float32")
+        if arithmetic.device or arithmetic.dtype or arithmetic.kernels != "auto":
+            raise click.UsageError(
+                "--device, --dtype and --kernels go with --backend torch; NumPy runs on the CPU in float32"
+            )
         return [], {}
     if arithmetic.numerics == "ggml" or arithmetic.kv_cache != "f32":
         raise click.UsageError("--numerics ggml goes with --backend numpy; the torch path computes what weights mean")
@@ -120,8 +126,13 @@ def _torch_backends(arithmetic: Arithmetic) -> "tuple[Sequence[TorchBackend], Ma
         raise MissingExtra("torch", "torch")
     from llorch.cli.on_torch import backends_not_run, torch_backends
 
-    backends = torch_backends(arithmetic.device, arithmetic.dtype)
+    backends = torch_backends(arithmetic.device, arithmetic.dtype, arithmetic.kernels)
     return backends, backends_not_run(backends)
+
+
+def _kernels(backend: "TorchBackend") -> Judged:
+    """What was tried of our kernels; without rows where none were asked for."""
+    return Judged(KERNELS, list(backend.kernels()), checkpoints=("14",), backend=backend.name)
 
 
 def _jobs(specs: Iterable[str]) -> dict[tuple[str, int], Callable[[], list[Row]]]:

@@ -4,10 +4,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from llorch.pytorch.device import Target, target
+from llorch.pytorch.device import Kernels, Target, target
 from llorch.verify.judge import Row
 from llorch.verify.models import verify_live, verify_stored
 from llorch.verify.runners.torch import torch_runners
+from llorch.verify.suites.kernels import kernel_rows
 from llorch.verify.suites.packed import verify_quantised_torch
 from llorch.verify.training.torch_runner import DTYPES as TRAINED_DTYPES
 from llorch.verify.training.torch_runner import verify_training_torch
@@ -30,6 +31,10 @@ class TorchBackend:
         """Judge a built-in model against its goldens."""
         return verify_stored(model, torch_runners(self.target), backend=self.name)
 
+    def kernels(self) -> Iterator[Row]:
+        """Try our kernels, where they were asked for by name."""
+        return kernel_rows(self.target) if self.target.kernels == "own" else iter(())
+
     @property
     def trains(self) -> bool:
         """Whether there are tolerances for training in its dtype."""
@@ -49,9 +54,9 @@ class TorchBackend:
         return partial(verify_live, runners=torch_runners(self.target), backend=self.name)
 
 
-def torch_backends(device: str | None, dtype: str | None) -> Sequence[TorchBackend]:
+def torch_backends(device: str | None, dtype: str | None, kernels: Kernels) -> Sequence[TorchBackend]:
     """The targets that were asked for: the CPU and each of `DTYPES` unless the user says otherwise."""
-    return [TorchBackend(target(device or "cpu", name)) for name in ([dtype] if dtype else DTYPES)]
+    return [TorchBackend(target(device or "cpu", name, kernels)) for name in ([dtype] if dtype else DTYPES)]
 
 
 def backends_not_run(backends: Sequence[TorchBackend]) -> Mapping[str, str]:

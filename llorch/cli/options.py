@@ -70,6 +70,12 @@ def _together(*options: Callable[[Callable], Callable]) -> Callable[[Callable], 
     return lambda function: reduce(lambda made, option: option(made), reversed(options), function)
 
 
+def _backend(ctx: click.Context, param: click.Parameter, value: str | None) -> str:
+    """What was asked for, or what the options need that are about torch only, which were read before."""
+    on_torch = ctx.params["device"] or ctx.params["dtype"] or ctx.params["kernels"] != "auto"
+    return value or ("torch" if on_torch else "numpy")
+
+
 numerics_options = _together(  # for whatever runs a model
     click.option(
         "--numerics", type=click.Choice(["exact", "ggml"]),
@@ -83,13 +89,17 @@ numerics_options = _together(  # for whatever runs a model
 )  # fmt: skip
 backend_options = _together(
     click.option(
-        "--backend", type=click.Choice(["numpy", "torch"]), default="numpy", show_default=True,
-        help="Which of our forward passes runs.",
+        "--backend", type=click.Choice(["numpy", "torch"]), callback=_backend,
+        help="Which of our forward passes runs.  [default: numpy; torch with one of the next three]",
     ),
-    click.option("--device", help="With --backend torch: cpu (the default), cuda or cuda:N."),
+    click.option("--device", is_eager=True, help="On torch: cpu (the default), cuda or cuda:N."),
     click.option(
-        "--dtype", type=click.Choice(["float32", "bfloat16", "float16", "float64"]),
-        help="With --backend torch: of weights and activations; float32 by default.",
+        "--dtype", type=click.Choice(["float32", "bfloat16", "float16", "float64"]), is_eager=True,
+        help="On torch: of weights and activations; float32 by default.",
+    ),
+    click.option(
+        "--kernels", type=click.Choice(["auto", "torch", "own"]), default="auto", is_eager=True,
+        help="On torch. auto: ours; on CUDA those that are right and no slower there. torch: never ours.",
     ),
 )  # fmt: skip
 

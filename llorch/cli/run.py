@@ -61,8 +61,8 @@ from llorch.cli.output import say, to_json
 def command(
     *, model: str, prompt: str | None, chat: str | None, system: str | None, history: Path | None, max_tokens: int,
     stop: tuple[str, ...], ignore_eos: bool, adapter: Path | None, any_base: bool, numerics: str | None, kv_cache: str,
-    residency: Any, backend: str, device: str | None, dtype: str | None, compiled: bool, as_json: bool, verbose: bool,
-    **sampling: Any,
+    residency: Any, backend: str, device: str | None, dtype: str | None, kernels: Any, compiled: bool, as_json: bool,
+    verbose: bool, **sampling: Any,
 ) -> None:  # fmt: skip
     """Continue PROMPT with MODEL (default: story), or answer --chat; text goes to stdout as it is made.
 
@@ -79,8 +79,9 @@ def command(
     if settings.temperature == 0 and (settings.top_k, settings.top_p, settings.min_p) != (0, 1.0, 0.0):
         say("note: --top-k, --top-p and --min-p change nothing at temperature 0; set -t")
     _refuse_misplaced(
-        backend, device=device, dtype=dtype, compiled=compiled, ggml=numerics == "ggml", f16=kv_cache == "f16"
-    )
+        backend, device=device, dtype=dtype, kernels=kernels != "auto", compiled=compiled, ggml=numerics == "ggml",
+        f16=kv_cache == "f16",
+    )  # fmt: skip
     if any_base and adapter is None:
         raise click.UsageError("--any-base goes with --adapter")
     arithmetic = chosen_numerics(numerics, kv_cache)
@@ -93,7 +94,7 @@ def command(
     most = _n_bytes(text, messages) + max_tokens  # a token stands for a byte or more
     loaded: Any
     if backend == "torch":
-        loaded = _on_torch(path, device, dtype, compiled=compiled, residency=residency, n_tokens=most)
+        loaded = _on_torch(path, device, dtype, kernels=kernels, compiled=compiled, residency=residency, n_tokens=most)
     else:
         loaded = load(path, numerics=arithmetic, residency=residency, n_tokens=most)
         say_plan(loaded)
@@ -118,11 +119,11 @@ def _n_bytes(text: str | None, messages: list[dict[str, object]] | None) -> int:
 
 
 def _refuse_misplaced(
-    backend: str, *, device: str | None, dtype: str | None, compiled: bool, ggml: bool, f16: bool
+    backend: str, *, device: str | None, dtype: str | None, kernels: bool, compiled: bool, ggml: bool, f16: bool
 ) -> None:
     """Raise a usage error for options that mean nothing to the backend."""
     if backend == "numpy":
-        given = {"--device": device, "--dtype": dtype, "--compile": compiled}
+        given = {"--device": device, "--dtype": dtype, "--kernels": kernels, "--compile": compiled}
         other = "torch; the NumPy path runs on the CPU in float32"
     else:
         given = {"--numerics ggml": ggml, "--kv-cache f16": f16}

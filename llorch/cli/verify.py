@@ -25,7 +25,8 @@ from llorch.cli.options import (
     "llorch verify model.gguf                         if quantised: as llama.cpp computes it",
     "llorch verify path/to/huggingface-folder --tokens 1,22,333,44,5,66,777,8",
     "llorch verify story --backend torch              the torch path: float64, float32, bfloat16",
-    "llorch verify --backend torch --device cuda --dtype bfloat16",
+    "llorch verify --device cuda --dtype bfloat16",
+    "llorch verify --device cuda --kernels own        our kernels, too: each beside torch's on this very device",
 )
 @click.argument("models", nargs=-1, metavar="[MODEL]...")
 @click.option(
@@ -42,7 +43,7 @@ from llorch.cli.options import (
 def command(
     *, models: tuple[str, ...], against: tuple[str, ...], prompt: str | None, tokens: list[int] | None,
     numerics: str | None, kv_cache: str, residency: Any, backend: str, device: str | None, dtype: str | None,
-    as_json: bool, strict: bool, detail: bool,
+    kernels: Any, as_json: bool, strict: bool, detail: bool,
 ) -> None:  # fmt: skip
     """Compare our forward pass with two engines that someone else wrote.
 
@@ -58,7 +59,8 @@ def command(
 
     With --backend torch the torch modules are judged on one device, in float64, float32 and bfloat16, or in --dtype:
     as they are written, with their fastest parts, reproducible, and in a batch with padding. Limits of half
-    precision are derived with its steps. Devices that nothing ran on are printed as NOT RUN.
+    precision are derived with its steps. Devices that nothing ran on are printed as NOT RUN. With --kernels own each
+    of our kernels is first compared with what torch has in its place, on that device.
 
     Another token than the golden's is a TIE only where the float64 truth holds both so near to each other that rounding
     moves one past the other, and a token more or less in top-p only where float32 sums may put it on either side of p.
@@ -70,7 +72,7 @@ def command(
         raise click.UsageError("--against golden goes alone; give it, or engines")
     from llorch.cli.judging import Arithmetic, judge_all
 
-    arithmetic = Arithmetic(numerics, kv_cache, residency, backend, device, dtype)
+    arithmetic = Arithmetic(numerics, kv_cache, residency, backend, device, dtype, kernels)
     raise click.exceptions.Exit(
         judge_all(
             models, against, arithmetic, prompt=prompt, tokens=tokens, as_json=as_json, strict=strict, detail=detail

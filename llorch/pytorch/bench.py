@@ -16,13 +16,13 @@ from llorch.files.residency import Residency
 from llorch.generate import Job
 from llorch.pytorch.cache import Cache
 from llorch.pytorch.causal_lm import CausalLM
-from llorch.pytorch.cpu.block import fitted
-from llorch.pytorch.cpu.linear import KINDS
-from llorch.pytorch.cuda.graph import GraphedSteps, compiled_forward
-from llorch.pytorch.decoding import Decoding
-from llorch.pytorch.device import Target, compute_as_named, target
+from llorch.pytorch.cpu.block import cpu_leaves
+from llorch.pytorch.decoding import Decoding, compiled_forward
+from llorch.pytorch.device import Target, compute_as_named
+from llorch.pytorch.leaves import faster
 from llorch.pytorch.memory import CHUNK, free_memory
 from llorch.pytorch.model import load_torch, speed_up
+from llorch.pytorch.proof import own_leaves
 from llorch.pytorch.quantised_linear import PackedMatrix
 from llorch.pytorch.random_weights import random_bytes, random_model, weight_bytes
 from llorch.pytorch.sampling import Needs
@@ -47,8 +47,8 @@ class TorchEngine:
         self._decoding = Decoding(module, cache, Needs.of([SamplingSettings()] * load.batch), n_end_ids=1)
         if compiled:
             self._decoding.forward = compiled_forward(module, growing=not cuda)
-        if cuda:
-            self._decoding.replay = GraphedSteps()
+        if (graph := own_leaves(target).get("graph")) is not None:
+            self._decoding.replay = graph(None)
 
     @property
     def tokens(self) -> Tensor:
@@ -83,8 +83,8 @@ class TorchEngine:
         width, at = PRODUCT_WIDTH[self._target.device.type], self._target
         matrix = torch.randn(width, width, device=at.device).to(at.dtype)
         leaves: list[nn.Module] = [nn.Linear(width, width, bias=False, device=at.device, dtype=at.dtype)]
-        if at.device.type == "cpu" and at.dtype in KINDS:
-            leaves.append(fitted(leaves[0], None))
+        if at.device.type == "cpu":
+            leaves.append(faster(leaves[0], cpu_leaves(None, at.dtype)))
         return 2 * width**3 / min(best_time(lambda leaf=leaf: (leaf(matrix), self._wait())) for leaf in leaves)
 
     def _wait(self) -> None:
@@ -102,18 +102,21 @@ class Made:
     weights: str  # how they are stored
 
 
-def opened(path: Path, device: str, dtype: str, residency: Residency, load: Load, *, compiled: bool) -> Made:
+def opened(path: Path, at: Target, residency: Residency, load: Load, *, compiled: bool) -> Made:
     """Load a file or folder; see `load_torch`."""
     load.require(open_weights(path).config)
     n_tokens = load.batch * (load.prompt + load.decode)
-    model = load_torch(path, device=device, dtype=dtype, residency=residency, compiled=compiled, n_tokens=n_tokens)
+    model = load_torch(
+        path, device=str(at.device), dtype=at.dtype_name, kernels=at.kernels, residency=residency, compiled=compiled,
+        n_tokens=n_tokens,
+    )  # fmt: skip
     packed = sorted({leaf.ggml_type.name for leaf in model.module.modules() if isinstance(leaf, PackedMatrix)})
     return Made(model.module, model.target, model.name, "+".join(packed) or model.target.dtype_name)
 
 
-def random(shape: str, device: str, dtype: str, weights_type: str | None, load: Load, *, compiled: bool) -> Made:
+def random(shape: str, at: Target, weights_type: str | None, load: Load, *, compiled: bool) -> Made:
     """Make random weights of a shape, a key of `SHAPES`, on a device; `weights_type` names that of blocks."""
-    config, at = SHAPES[shape], target(device, dtype)
+    config = SHAPES[shape]
     load.require(config)
     kind = None if weights_type is None else GGMLType[weights_type]
     need, free = random_bytes(config, at, kind), free_memory(at.device)

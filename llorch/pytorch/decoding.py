@@ -10,13 +10,15 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from llorch.generate import Job
 from llorch.pytorch.cache import Cache, Place
 from llorch.pytorch.causal_lm import CausalLM, keep_nothing
 from llorch.pytorch.sampling import BatchSettings, Needs, choose, seen_tokens, uniforms
 from llorch.sampling import SamplingSettings
+
+SMALLEST = 256  # slots of the smallest class; below, looking at all of them costs nothing beside the weights
 
 Forward = Callable[[Tensor, Place, Cache], Tensor]  # ids, where they stand, cache -> logits of each
 Replay = Callable[["Decoding", int], None]  # slots to look at
@@ -165,3 +167,20 @@ def read_prompts(
     place = cache.place(positions[:, last:], ctx=ids.shape[1], causal=causal)
     rows = torch.full((len(ids),), ids.shape[1] - last - 1, device=ids.device)
     return module(ids[:, last:], place, cache, rows=rows)[:, 0]
+
+
+def size_class(ctx: int, n_slots: int) -> int:
+    """The smallest number of slots for a graph that holds `ctx`: 256, 384, 512, 768, 1024, ..., or all there are."""
+    size = SMALLEST
+    while size < ctx:
+        size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
+    return min(size, n_slots)
+
+
+def compiled_forward(module: nn.Module, *, growing: bool) -> Forward:
+    """The forward pass of a step through torch.compile, which makes one function of all layers.
+
+    `growing`: each step looks at more slots than the one before, as those do that are not replayed, and is compiled for
+    any number.
+    """
+    return torch.compile(module, dynamic=True if growing else None)

@@ -2,13 +2,14 @@
 
 import re
 from dataclasses import dataclass
-from typing import get_args
+from typing import Literal, cast, get_args
 
 import torch
 
 from llorch.errors import MissingDevice
 from llorch.numerics import DtypeName
 
+Kernels = Literal["auto", "torch", "own"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 _SINCE = {torch.float16: (5, 3), torch.bfloat16: (8, 0)}  # compute capability of CUDA; the CPU has all dtypes
@@ -16,10 +17,11 @@ _SINCE = {torch.float16: (5, 3), torch.bfloat16: (8, 0)}  # compute capability o
 
 @dataclass(frozen=True)
 class Target:
-    """A device, with its index if it is a CUDA device, and the dtype of weights and activations."""
+    """A device, with its index if it is a CUDA device, the dtype of weights and activations, and whose kernels run."""
 
     device: torch.device
     dtype: torch.dtype
+    kernels: Kernels = "auto"  # torch: never ours. own: ours. auto: ours where they are right and no slower
 
     @property
     def dtype_name(self) -> DtypeName:
@@ -31,18 +33,20 @@ class Target:
         return f"torch-{self.device.type}-{self.dtype_name}"
 
 
-def target(device: str = "cpu", dtype: str = "float32") -> Target:
-    """Check what was asked for: `cpu`, `cuda` or `cuda:N`, and a key of `DTYPES`."""
+def target(device: str = "cpu", dtype: str = "float32", kernels: str = "auto") -> Target:
+    """Check what was asked for: `cpu`, `cuda` or `cuda:N`, a key of `DTYPES`, and whose kernels."""
+    if kernels not in get_args(Kernels):
+        raise ValueError(f"kernels: expected one of {', '.join(get_args(Kernels))}, got {kernels!r}")
     if dtype not in DTYPES:
         raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
     named = re.fullmatch("cpu|cuda(?::([0-9]{1,4}))?", device)
     if named is None:
         raise ValueError(f"device: expected cpu, cuda or cuda:N, got {device!r}")
     if device == "cpu":
-        return Target(torch.device("cpu"), DTYPES[dtype])
+        return Target(torch.device("cpu"), DTYPES[dtype], cast(Kernels, kernels))
     index = int(named[1] or 0)
     _require_cuda(device, index, DTYPES[dtype])
-    return Target(torch.device("cuda", index), DTYPES[dtype])
+    return Target(torch.device("cuda", index), DTYPES[dtype], cast(Kernels, kernels))
 
 
 def compute_as_named(at: Target) -> None:

@@ -78,16 +78,22 @@ def predict(
 
 
 def require_memory(
-    weights: Weights, target: Target, residency: Residency = "auto", *, batch: int = 1, n_tokens: int = 1024
+    weights: Weights,
+    target: Target,
+    residency: Residency = "auto",
+    *,
+    batch: int = 1,
+    n_tokens: int = 1024,
+    from_blocks: bool = True,
 ) -> Literal["decoded", "packed"]:
     """Choose where matrices lie, and refuse what does not fit, with the figures, before anything is loaded.
 
     `auto` keeps matrices packed where a kernel multiplies from their blocks, which is both less to keep and faster: on
     CUDA, and on the CPU in float32 and bfloat16 where a C compiler is at hand. Elsewhere every use would decode them
-    anew, so that it decodes once if that fits.
+    anew, so that it decodes once if that fits; so it does without `from_blocks`, where such kernels are left out.
     """
     free = free_memory(target.device)
-    wanted = Wanted(_choice(weights, target, residency, batch, n_tokens, free), batch, n_tokens)
+    wanted = Wanted(_choice(weights, target, residency, batch, n_tokens, free, from_blocks), batch, n_tokens)
     need = _need(weights, target, wanted)
     if need.peak > free:
         raise MemoryError(_refusal(weights, target, wanted, need, free))
@@ -129,13 +135,19 @@ def _need(weights: Weights, target: Target, wanted: Wanted) -> Need:
 
 
 def _choice(
-    weights: Weights, target: Target, residency: Residency, batch: int, n_tokens: int, free: float
+    weights: Weights,
+    target: Target,
+    residency: Residency,
+    batch: int,
+    n_tokens: int,
+    free: float,
+    from_blocks: bool,
 ) -> Literal["decoded", "packed"]:
     if residency != "auto":
         return residency
     if not any(weights.stored_type(name) in PACKERS for name in weights):
         return "decoded"
-    if target.device.type == "cuda" or (target.dtype in _CPU_KERNELS and library() is not None):
+    if from_blocks and (target.device.type == "cuda" or (target.dtype in _CPU_KERNELS and library() is not None)):
         return "packed"
     decoded = predict(weights, target, "decoded", batch, n_tokens)
     return "decoded" if decoded.peak <= free else "packed"

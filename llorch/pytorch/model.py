@@ -15,17 +15,18 @@ from llorch.files import Weights, open_weights
 from llorch.files.residency import Residency
 from llorch.finite import Look, name_first_stage
 from llorch.generate import Answer, Job, Token
+from llorch.memory import keep_freed_memory
 from llorch.model import Prompt, find, given
 from llorch.pytorch.batch import Running, one_each
 from llorch.pytorch.cache import Cache
 from llorch.pytorch.causal_lm import CausalLM, keep_nothing
-from llorch.pytorch.cpu.block import fit
-from llorch.pytorch.cuda.graph import GraphedSteps
 from llorch.pytorch.decoding import Decoding, n_slots
-from llorch.pytorch.device import Target, compute_as_named, target
+from llorch.pytorch.device import Kernels, Target, compute_as_named, target
+from llorch.pytorch.leaves import put_leaves
 from llorch.pytorch.load import load_dense, load_packed
 from llorch.pytorch.lora.serving import AdaptedModules, view
 from llorch.pytorch.memory import CHUNK, SLOTS, require_memory, require_room
+from llorch.pytorch.proof import own_leaves
 from llorch.pytorch.reproducible import make_reproducible
 from llorch.pytorch.sampling import Needs
 from llorch.pytorch.sdpa import use_sdpa
@@ -236,8 +237,8 @@ class TorchModel(AdaptedModules):
         if self._compiles:
             (name,), growing = set(adapters), self.target.device.type == "cpu"
             decoding.forward = self.compiled_for(decoding.module, name, growing=growing)
-        if self.target.device.type == "cuda":
-            decoding.replay = GraphedSteps()
+        if (graph := own_leaves(self.target).get("graph")) is not None:
+            decoding.replay = graph(None)
         return decoding
 
     def _chunk(self, batch: int) -> int:
@@ -265,6 +266,7 @@ def load_torch(
     *,
     device: str = "cpu",
     dtype: str = "float32",
+    kernels: Kernels = "auto",
     residency: Residency = "auto",
     attention: Attention = "sdpa",
     mode: Mode = "fast",
@@ -277,6 +279,7 @@ def load_torch(
         path_or_name: A .gguf file, a Hugging Face folder, or the name of a built-in model.
         device: `cpu`, `cuda` or `cuda:N`.
         dtype: Of weights and activations: `float32`, `bfloat16`, `float16` or `float64`.
+        kernels: `torch`: never ours. `own`: ours. `auto`: ours; on CUDA those that are right and no slower there.
         residency: `decoded`: all weights in `dtype`. `packed`: quantised matrices stay packed, where they can.
         attention: `sdpa`: fused. `eager`: step by step, so that a trace has scores and probabilities.
         mode: `fast`, or `reproducible`: neighbours in a batch cannot change a token.
@@ -289,20 +292,23 @@ def load_torch(
     Raises:
         FileNotFoundError: There is no such file, folder or built-in model.
         FormatError: The file cannot be used.
+        CheckpointMismatch: `kernels` is `own`, and one of ours is wrong on this device.
         MemoryError: The model would not fit.
         MissingDevice: The device is not here, or cannot compute in the dtype.
+        MissingExtra: `kernels` is `own`, and what they are compiled with is absent.
         ValueError: A name without a meaning.
     """
-    at = target(device, dtype)
+    at = target(device, dtype, kernels)
     _require_known(residency=residency, attention=attention, mode=mode)
     if compiled and mode == "reproducible":
         raise ValueError("load_torch: compiled=True fuses sums, which mode 'reproducible' must not; choose one of them")
     compute_as_named(at)
     weights = open_weights(find(path_or_name))
-    chosen = require_memory(weights, at, residency, n_tokens=n_tokens)
+    from_blocks = any(kind.startswith("packed") for kind in own_leaves(at))
+    chosen = require_memory(weights, at, residency, n_tokens=n_tokens, from_blocks=from_blocks)
     module = (load_packed if chosen == "packed" else load_dense)(weights, dtype=at.dtype, device=at.device)
     if mode == "reproducible":
-        make_reproducible(module)
+        make_reproducible(module, own=kernels != "torch")
     else:
         speed_up(module, at, attention, compiled=compiled)
     return TorchModel(weights, at, module, compiled=compiled)
@@ -319,16 +325,9 @@ def speed_up(module: CausalLM, at: Target, attention: Attention, *, compiled: bo
     """Put faster leaves in place of the page's; what torch.compile is to fuse stays as it is."""
     if attention == "sdpa":
         use_sdpa(module)
-    if at.device.type == "cuda":
-        _use_triton(module, compiled=compiled)
-    elif not compiled:
-        fit(module, at)
-
-
-def _use_triton(module: CausalLM, *, compiled: bool) -> None:
-    from llorch.pytorch.cuda.fused import fuse  # needs triton, which torch for the CPU comes without
-    from llorch.pytorch.cuda.quantised import put_kernels
-
-    put_kernels(module)
-    if not compiled:
-        fuse(module)
+    leaves, on_cpu = own_leaves(at), at.device.type == "cpu"
+    if compiled:
+        leaves = {kind: make for kind, make in leaves.items() if kind.startswith("packed") and not on_cpu}
+    if leaves and on_cpu:
+        keep_freed_memory()
+    put_leaves(module, leaves)

@@ -23,10 +23,9 @@ from torch.nn.functional import pad
 
 from llorch.pytorch.cache import Visible
 from llorch.pytorch.causal_lm import CausalLM, Context, Heads, Keep, rotate_and_cache, widened
-from llorch.pytorch.cpu.block import fitted
+from llorch.pytorch.cpu.block import cpu_leaves
 from llorch.pytorch.cpu.library import library
-from llorch.pytorch.cpu.linear import KINDS
-from llorch.pytorch.quantised_linear import QuantisedLinear
+from llorch.pytorch.leaves import Leaves, faster
 
 ROWS = 8  # of every product of a projection; more cost a decode step, fewer a prompt
 WIDE_ROWS = 128  # of a second shape, for prompts, where it was seen to give the bits of the first
@@ -271,36 +270,35 @@ NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
 @torch.inference_mode()
-def make_reproducible(model: CausalLM) -> None:
+def make_reproducible(model: CausalLM, *, own: bool = True) -> None:
     """Replace leaves so that no logit depends on the batch, on padding, or on how a prompt is cut into passes.
 
     Prefill and cached decode give the same bits too. That holds for one device, dtype and number of threads. Rotations
-    and the cache stay as they are: each element of theirs is made by itself.
+    and the cache stay as they are: each element of theirs is made by itself. `own`: the CPU's leaves make products.
     """
-    like = model.model.norm.weight
+    leaves = _in_one_order(model.model.norm.weight) if own else {}
     layers: list[Any] = list(model.model.layers)
     for layer in layers:
         for name in NORMS:
             setattr(layer, name, FixedNorm(getattr(layer, name)))
         attend, mlp = layer.self_attn, layer.mlp
-        _fix(attend, ("q_proj", "k_proj", "v_proj", "o_proj"), like)
+        _fix(attend, ("q_proj", "k_proj", "v_proj", "o_proj"), leaves)
         if attend.q_norm is not None:
             attend.q_norm, attend.k_norm = FixedNorm(attend.q_norm), FixedNorm(attend.k_norm)
         attend.rotate, attend.attend = rotate_and_cache, attention
-        _fix(mlp, ("gate_proj", "up_proj", "down_proj"), like)
+        _fix(mlp, ("gate_proj", "up_proj", "down_proj"), leaves)
         mlp.act = swiglu
     model.model.norm = FixedNorm(model.model.norm)
-    _fix(model, ("lm_head",), like)
+    _fix(model, ("lm_head",), leaves)
 
 
-def _fix(owner: nn.Module, names: tuple[str, ...], like: Tensor) -> None:
-    """Wrap some projections of a module that runs on the device and in the dtype of a tensor."""
+def _fix(owner: nn.Module, names: tuple[str, ...], leaves: Leaves) -> None:
     for name in names:
-        setattr(owner, name, FixedRows(_faster(getattr(owner, name), like)))
+        setattr(owner, name, FixedRows(faster(getattr(owner, name), leaves)))
 
 
-def _faster(leaf: nn.Module, like: Tensor) -> nn.Module:
-    """The CPU's leaf, where there is one: oneDNN, whose sums have one order for few and many rows."""
-    if like.device.type != "cpu" or like.dtype not in KINDS:
-        return leaf
-    return fitted(leaf, library() if isinstance(leaf, QuantisedLinear) else None)
+def _in_one_order(like: Tensor) -> Leaves:
+    """The CPU's, dense products all by oneDNN, whose sums have one order for few and many rows."""
+    if like.device.type != "cpu":
+        return {}
+    return {**cpu_leaves(library(), like.dtype), **cpu_leaves(None, like.dtype)}

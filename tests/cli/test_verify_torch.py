@@ -62,7 +62,7 @@ def test_detail_says_which_variant_a_row_is_of():
 
 @pytest.mark.usefixtures("no_cuda")
 def test_a_device_that_is_not_here_is_never_replaced():
-    result = invoke("verify", "micro-llama", "--backend", "torch", "--device", "cuda")
+    result = invoke("verify", "micro-llama", "--device", "cuda", "--kernels", "own")
     assert result.exit_code == 3
     assert result.stdout == ""
     assert "CUDA" in result.stderr

@@ -75,8 +75,9 @@ def test_a_whole_shape_runs_on_the_cpu_and_goes_into_json(script: ModuleType, mo
 def test_transformers_runs_the_very_same_weights(script: ModuleType):
     from llorch.pytorch.bench import random
     from llorch.pytorch.cache import Cache
+    from llorch.pytorch.device import target
 
-    made = random("tiny", "cpu", "float32", None, Load(8, 2, 1, 1), compiled=False)
+    made = random("tiny", target(), None, Load(8, 2, 1, 1), compiled=False)
     ids = torch.arange(10)[None]
     cache = Cache(TINY, batch=1, n_slots=10, dtype=torch.float32, device=torch.device("cpu"))
     with torch.no_grad():

@@ -7,20 +7,19 @@ many tokens or a leaf that is not one of these, the block is what it is on the p
 
 import ctypes
 import operator
-from typing import cast
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from llorch.memory import keep_freed_memory
 from llorch.pytorch.cache import Cache, Place
-from llorch.pytorch.causal_lm import MLP, Attention, Block, CausalLM, Hidden, Keep, RMSNorm, attention, keep_nothing
+from llorch.pytorch.causal_lm import Block, Hidden, Keep, keep_nothing
 from llorch.pytorch.cpu.layer import FEW, HALF, LANES, CpuAttention, CpuRMSNorm, CpuRotate, CpuSwiglu, fits_attention
-from llorch.pytorch.cpu.library import library, pointer
+from llorch.pytorch.cpu.library import pointer
 from llorch.pytorch.cpu.linear import KINDS, CpuLinear
 from llorch.pytorch.cpu.quantised import CpuQuantisedLinear
-from llorch.pytorch.device import Target
-from llorch.pytorch.quantised_linear import QuantisedLinear
+from llorch.pytorch.packing import PACKERS
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_long
@@ -139,40 +138,21 @@ def describe(block: Block) -> _Block:
     return _Block(*gains, *matrices, half, *heads, attention.head_dim, first.eps)
 
 
-def fit(model: CausalLM, target: Target) -> None:
-    """Put the fastest leaves that pass the checkpoints in place of the plain ones, sharing their weights.
+def cpu_leaves(compiled: ctypes.CDLL | None, dtype: torch.dtype) -> Mapping[str, Callable[[Any], Any]]:
+    """The leaves of the CPU by kind; without the compiled ones, products of oneDNN are left."""
+    if dtype not in KINDS:
+        return {}
+    if compiled is None:
+        return {"linear": lambda leaf: CpuLinear(leaf.weight, leaf.bias, None)}
 
-    Float32 and bfloat16 on the CPU have such leaves; everything else is left as it is. They are for inference. The
-    page's own attention stays, because someone wants its stages; another is replaced for few tokens.
-    """
-    if target.device.type != "cpu" or target.dtype not in KINDS:
-        return
-    keep_freed_memory()
-    compiled = library()
-    for module in list(model.modules()):
-        for name, leaf in module.named_children():
-            setattr(module, name, fitted(leaf, compiled))
-        if compiled is not None:
-            _fit_functions(module, compiled)
-    if compiled is not None:
-        model.model.layers = nn.ModuleList([CpuBlock(cast(Block, layer), compiled) for layer in model.model.layers])
-
-
-def fitted(leaf: nn.Module, compiled: ctypes.CDLL | None) -> nn.Module:
-    """The CPU's leaf for a plain or packed one, with its weights; any other module is returned as it is."""
-    if isinstance(leaf, nn.Linear):
-        return CpuLinear(leaf.weight, leaf.bias, compiled)
-    if isinstance(leaf, QuantisedLinear) and compiled is not None:
+    def packed(leaf: Any) -> CpuQuantisedLinear:
         return CpuQuantisedLinear(leaf.fields, leaf.ggml_type, leaf.bias, compiled)
-    if isinstance(leaf, RMSNorm) and compiled is not None:
-        return CpuRMSNorm(leaf.weight, leaf.eps, compiled)
-    return leaf
 
-
-def _fit_functions(module: nn.Module, compiled: ctypes.CDLL) -> None:
-    if isinstance(module, MLP):
-        module.act = CpuSwiglu(compiled)
-    if isinstance(module, Attention):
-        module.rotate = CpuRotate(compiled)
-        if module.attend is not attention:
-            module.attend = CpuAttention(compiled, module.attend)
+    return {f"packed {kind.name}": packed for kind in PACKERS} | {
+        "linear": lambda leaf: CpuLinear(leaf.weight, leaf.bias, compiled),
+        "norm": lambda leaf: CpuRMSNorm(leaf.weight, leaf.eps, compiled),
+        "rotate": lambda plain: CpuRotate(compiled),
+        "attend": lambda plain: CpuAttention(compiled, plain),
+        "act": lambda plain: CpuSwiglu(compiled),
+        "block": lambda block: CpuBlock(block, compiled),
+    }

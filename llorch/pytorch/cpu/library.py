@@ -97,7 +97,11 @@ def identity(command: Sequence[str]) -> str:
     """What decides the bytes of the library: sources, flags, compiler and processor."""
     version = subprocess.run([*command, "--version"], capture_output=True, check=False, timeout=60).stdout
     sources = (path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.[ch]")))
-    parts = (*sources, version, repr([*FLAGS, *command, platform.machine(), _processor()]).encode())
+    return digest(*sources, version, repr([*FLAGS, *command, platform.machine(), _processor()]).encode())
+
+
+def digest(*parts: bytes) -> str:
+    """A name for what these parts decide."""
     return sha256(b"".join(sha256(part).digest() for part in parts)).hexdigest()[:32]
 
 

@@ -1,9 +1,9 @@
-"""Triton leaves, and what puts them in place; only imported where there is a CUDA device, or an interpreter.
+"""What a layer does beside its products: each in one launch, computed in float32 and rounded once.
 
-What a layer does beside its products, each in one launch, computed in float32 and rounded once. The twins are the
-functions of `llorch.pytorch.causal_lm`. A program of the norm takes a tile of whole rows: one of a hidden state,
-several of the short ones of a head. One of the rotation takes one token and all heads of its queries, of its keys or of
-its values; padding writes to its slot like any token, and which of several wins does not matter, as nobody sees it.
+The twins are the functions of `llorch.pytorch.causal_lm`. A program of the norm takes a tile of whole rows: one of a
+hidden state, several of the short ones of a head. One of the rotation takes one token and all heads of its queries, of
+its keys or of its values; padding writes to its slot like any token, and which of several wins does not matter, as
+nobody sees it.
 """
 
 from typing import Any, no_type_check
@@ -15,10 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from llorch.pytorch.cache import Cache, Place
-from llorch.pytorch.causal_lm import Attention, CausalLM, Context, Heads, Keep, RMSNorm, keep_nothing
-from llorch.pytorch.cuda.decode_attention import decode_attention
-from llorch.pytorch.cuda.dense_matvec import DenseLinear, Together
-from llorch.pytorch.sdpa import sdpa_attention
+from llorch.pytorch.causal_lm import Context, Heads, Keep, RMSNorm, keep_nothing
 
 _NORM_TILE = 2048  # elements of a program, where a row is no longer
 
@@ -154,42 +151,3 @@ def _swiglu(gate, up, y, n, TILE: tl.constexpr):
     power = tl.exp(-tl.abs(g))  # never overflows
     silu = tl.where(g < 0, g * power, g) / (1 + power)
     tl.store(y + at, (silu * u).to(y.dtype.element_ty), mask=there)
-
-
-def fuse(model: CausalLM) -> None:
-    """Replace the leaves of a model, sharing their weights, for inference.
-
-    Attention is replaced where `use_sdpa` did so before: step by step it has scores and probabilities to observe.
-    Packed matrices stay as they are, and so does a model in float64: the kernels compute in float32.
-    """
-    if model.model.norm.weight.dtype is torch.float64:
-        return
-    layers: Any = model.model.layers
-    for layer in layers:
-        layer.input_layernorm = FusedRMSNorm(layer.input_layernorm)
-        layer.post_attention_layernorm = FusedRMSNorm(layer.post_attention_layernorm)
-        _fuse_attention(layer.self_attn)
-        _fuse_projections(layer.mlp, "gate_proj", "up_proj")
-        _fuse_projections(layer.mlp, "down_proj")
-        layer.mlp.act = swiglu
-    model.model.norm = FusedRMSNorm(model.model.norm)
-    _fuse_projections(model, "lm_head")
-
-
-def _fuse_attention(attention: Attention) -> None:
-    _fuse_projections(attention, "q_proj", "k_proj", "v_proj")
-    _fuse_projections(attention, "o_proj")
-    if attention.q_norm is not None:
-        attention.q_norm, attention.k_norm = FusedRMSNorm(attention.q_norm), FusedRMSNorm(attention.k_norm)
-    attention.rotate = rotate_and_cache
-    if attention.attend is sdpa_attention:
-        attention.attend = decode_attention
-
-
-def _fuse_projections(owner: nn.Module, *names: str) -> None:
-    """Replace those that are dense; where there are several, they have one input."""
-    layers = {name: DenseLinear(leaf) for name in names if isinstance(leaf := getattr(owner, name), nn.Linear)}
-    for name, layer in layers.items():
-        setattr(owner, name, layer)
-    if len(layers) > 1:
-        Together(list(layers.values()))

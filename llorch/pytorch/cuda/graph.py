@@ -1,4 +1,4 @@
-"""Decoding without host work per token: a step recorded once as a CUDA graph and replayed, or compiled.
+"""Decoding without host work per token: a step recorded once as a CUDA graph and replayed.
 
 A graph is made for a fixed number of slots to look at, with the unfilled ones masked. So there is one graph per size
 class, made when the first sequence grows into it; all of them work on the same tensors.
@@ -7,20 +7,10 @@ class, made when the first sequence grows into it; all of them work on the same 
 from typing import Any
 
 import torch
-from torch import nn
 
-from llorch.pytorch.decoding import Decoding, Forward
+from llorch.pytorch.decoding import Decoding, size_class
 
-SMALLEST = 256  # slots of the smallest class; below, looking at all of them costs nothing beside the weights
 _WARM_UPS = 2  # steps before recording: libraries and kernels set themselves up in the first ones
-
-
-def size_class(ctx: int, n_slots: int) -> int:
-    """The smallest number of slots for a graph that holds `ctx`: 256, 384, 512, 768, 1024, ..., or all there are."""
-    size = SMALLEST
-    while size < ctx:
-        size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
-    return min(size, n_slots)
 
 
 class GraphedSteps:
@@ -63,12 +53,3 @@ def try_out(decoding: Decoding, ctx: int) -> None:
         decoding.step(ctx)
         for tensor, value in zip(decoding.state, before, strict=True):
             tensor.copy_(value)
-
-
-def compiled_forward(module: nn.Module, *, growing: bool) -> Forward:
-    """The forward pass of a step through torch.compile, which makes one function of all layers.
-
-    `growing`: each step looks at more slots than the one before, as those do that are not replayed, and is compiled for
-    any number.
-    """
-    return torch.compile(module, dynamic=True if growing else None)

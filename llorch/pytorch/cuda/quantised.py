@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import linear
 
 from llorch.files.quant import GGMLType
@@ -35,7 +35,7 @@ from llorch.pytorch.cuda.quantised_matvec import (
     pointers,
 )
 from llorch.pytorch.packing import Fields, width
-from llorch.pytorch.quantised_linear import QuantisedLinear, multiply_by_tiles
+from llorch.pytorch.quantised_linear import multiply_by_tiles
 
 _TILE = (64, 4)  # rows of the matrix and runs of each
 _TILE_FLOAT32 = (32, 1)  # no tensor cores: the sums of a thread and its part of the tile have to fit its registers
@@ -154,13 +154,6 @@ def _scales_of_parts(scales, d, row, run, n_runs, there):
 FEW = 2
 SOME = {torch.float32: 32, torch.bfloat16: 256, torch.float16: 256}
 SCRATCH = 1 << 26  # elements: 128 MiB in half precision, more than a matrix inside a layer of an 8B model
-
-
-def put_kernels(model: nn.Module) -> None:
-    """Let every packed layer of a model on a CUDA device multiply by kernels."""
-    for module in model.modules():
-        if isinstance(module, QuantisedLinear):
-            module.multiply = multiply
 
 
 def multiply(

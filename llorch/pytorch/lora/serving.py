@@ -17,8 +17,7 @@ from llorch.files import Weights
 from llorch.lora.adapter import Adapter, require_known
 from llorch.model import Opened
 from llorch.pytorch.causal_lm import MLP, Attention, Block, CausalLM, Decoder
-from llorch.pytorch.cuda.graph import compiled_forward
-from llorch.pytorch.decoding import Forward
+from llorch.pytorch.decoding import Forward, compiled_forward
 from llorch.pytorch.lora.adapters import attach, detach, lora_leaves
 
 _OWNERS = (CausalLM, Decoder, nn.ModuleList, Block, Attention, MLP)

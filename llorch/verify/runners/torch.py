@@ -58,7 +58,11 @@ def with_sdpa(weights: Weights, target: Target) -> TorchModel:
 def loaded(**how: Any) -> Callable[[Weights, Target], TorchModel]:
     """What `load_torch` gives users: the fastest leaves that there are, on CUDA with recorded steps."""
     how = {"residency": "decoded"} | how
-    return lambda weights, target: load_torch(weights.path, device=str(target.device), dtype=target.dtype_name, **how)
+
+    def load(weights: Weights, at: Target) -> TorchModel:
+        return load_torch(weights.path, device=str(at.device), dtype=at.dtype_name, kernels=at.kernels, **how)
+
+    return load
 
 
 VARIANTS: Mapping[str, Variant] = {  # suffix of the backend's name

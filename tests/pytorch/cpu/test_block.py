@@ -10,12 +10,11 @@ from llorch.builtin import builtin_path
 from llorch.files import open_weights
 from llorch.pytorch.cache import Cache
 from llorch.pytorch.causal_lm import CausalLM, keep_nothing
-from llorch.pytorch.cpu.block import CpuBlock, fit
+from llorch.pytorch.cpu.block import CpuBlock
 from llorch.pytorch.cpu.layer import FEW
-from llorch.pytorch.cpu.library import library
 from llorch.pytorch.cpu.linear import CpuLinear
 from llorch.pytorch.cpu.quantised import CpuQuantisedLinear
-from llorch.pytorch.device import target
+from llorch.pytorch.leaves import leaves_for, put_leaves
 from llorch.pytorch.load import load_dense, load_packed
 from llorch.pytorch.sdpa import use_sdpa
 from llorch.verify.suites.quantised_models import write_model
@@ -27,7 +26,7 @@ FIRST = 50
 def fitted(name: str, dtype: torch.dtype) -> CausalLM:
     model = load_dense(open_weights(builtin_path(name)), dtype=dtype, device=CPU)
     use_sdpa(model)
-    fit(model, target("cpu", str(dtype).removeprefix("torch.")))
+    put_leaves(model, leaves_for(CPU, dtype, required=False))
     return model
 
 
@@ -73,7 +72,7 @@ def test_a_packed_block_in_one_call_has_the_bits_of_its_leaves(kind, tmp_path):
     path = write_model(kind, tmp_path)
     model = load_packed(open_weights(path), dtype=torch.float32, device=CPU)
     use_sdpa(model)
-    fit(model, target())
+    put_leaves(model, leaves_for(CPU, torch.float32, required=True))
     assert any(isinstance(part, CpuQuantisedLinear) for part in parts(model))
     got, want = (continued(model, torch.float32, keep) for keep in (keep_nothing, observe))
     assert torch.equal(got, want)
@@ -139,19 +138,17 @@ def test_other_dtypes_keep_the_leaves_of_the_page(dtype):
 def test_paths_of_modules_and_weights_stay_those_of_transformers():
     plain = load_dense(open_weights(builtin_path("micro-qwen2")), dtype=torch.float32, device=CPU)
     names, modules = list(plain.state_dict()), {name for name, _ in plain.named_modules()}
-    fit(plain, target())
+    put_leaves(plain, leaves_for(CPU, torch.float32, required=True))
     assert list(plain.state_dict()) == names
     assert {name for name, _ in plain.named_modules()} == modules
 
 
 def test_without_a_compiler_products_still_go_to_onednn(monkeypatch):
-    monkeypatch.setattr("llorch.pytorch.cpu.block.library", lambda: None)
+    monkeypatch.setattr("llorch.pytorch.leaves.library", lambda: None)
     model = fitted("micro-llama", torch.float32)
     assert {type(part) for part in parts(model)} == {CpuLinear}
+    monkeypatch.undo()
     with torch.no_grad():
-        got, want = continued(model, torch.float32, keep_nothing), None
-    assert library() is not None
-    with torch.no_grad():
-        want = continued(fitted("micro-llama", torch.float32), torch.float32, keep_nothing)
+        got, want = (continued(m, torch.float32, keep_nothing) for m in (model, fitted("micro-llama", torch.float32)))
     assert float((got - want).norm() / want.norm()) < 1e-5
     assert np.isfinite(got.numpy()).all()

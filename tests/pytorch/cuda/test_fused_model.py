@@ -14,7 +14,8 @@ from llorch.pytorch.cache import Cache
 from llorch.pytorch.causal_lm import CausalLM, attention
 from llorch.pytorch.cuda import dense_matvec
 from llorch.pytorch.cuda.dense_matvec import DenseLinear
-from llorch.pytorch.cuda.fused import fuse
+from llorch.pytorch.cuda.leaves import LEAVES
+from llorch.pytorch.leaves import put_leaves
 from llorch.pytorch.sdpa import use_sdpa
 
 SCORES = ("attn_scores", "attn_probs")
@@ -76,7 +77,7 @@ def test_every_stage_is_as_near_to_the_truth_as_that_of_the_plain_model(config, 
     config = replace(config, **FAMILIES[family])
     plain, fused = (model(config, dtype, device, rounded_to=dtype) for _ in range(2))
     use_sdpa(fused)
-    fuse(fused)
+    put_leaves(fused, LEAVES)
     exact = traces(model(config, torch.float64, device, rounded_to=dtype), device)
     floor = 4 * torch.finfo(dtype).eps
     for want, near, got in zip(exact, traces(plain, device), traces(fused, device), strict=True):
@@ -92,7 +93,7 @@ def test_a_model_that_nobody_observes_gives_the_same_logits(config, device):
     config = replace(config, n_layers=1)
     fused = model(config, torch.float32, device, rounded_to=torch.float32)
     use_sdpa(fused)
-    fuse(fused)
+    put_leaves(fused, LEAVES)
     logits = []
     for observe in ({}, {"keep": lambda name, array: array}):
         cache = Cache(config, batch=2, n_slots=9, dtype=torch.float32, device=device)
@@ -106,24 +107,16 @@ def test_a_model_that_nobody_observes_gives_the_same_logits(config, device):
 
 def test_attention_step_by_step_is_left_as_it_is(config):
     made = model(config, torch.float32, torch.device("cpu"), rounded_to=torch.float32)
-    fuse(made)
+    put_leaves(made, LEAVES)
     layers: Any = made.model.layers
     assert all(layer.self_attn.attend is attention for layer in layers)
-
-
-def test_a_model_in_float64_is_left_as_it_is(config):
-    made = model(config, torch.float64, torch.device("cpu"), rounded_to=torch.float64)
-    before = [type(module) for module in made.modules()]
-    fuse(made)
-    assert [type(module) for module in made.modules()] == before
-    assert not any(isinstance(module, DenseLinear) for module in made.modules())
 
 
 def test_weights_keep_their_names_and_their_memory(config):
     made = model(config, torch.float32, torch.device("cpu"), rounded_to=torch.float32)
     made.lm_head.weight = made.model.embed_tokens.weight
     before = {name: weight.data_ptr() for name, weight in made.state_dict().items()}
-    fuse(made)
+    put_leaves(made, LEAVES)
     assert {name: weight.data_ptr() for name, weight in made.state_dict().items()} == before
 
 
@@ -131,7 +124,7 @@ def test_projections_that_are_not_dense_are_left_as_they_are(config):
     made = model(config, torch.float32, torch.device("cpu"), rounded_to=torch.float32)
     layers: Any = made.model.layers
     packed = layers[0].self_attn.k_proj = nn.Identity()
-    fuse(made)
+    put_leaves(made, LEAVES)
     assert layers[0].self_attn.k_proj is packed
     assert isinstance(layers[0].self_attn.q_proj, DenseLinear)
     assert layers[0].self_attn.q_proj.together is layers[0].self_attn.v_proj.together is not None

@@ -8,7 +8,6 @@ import os
 import pytest
 import torch
 from packed_matrices import activations, packed_matrix
-from torch import nn
 
 from llorch.files.quant import GGMLType
 from llorch.pytorch.packing import PACKERS, decode
@@ -16,9 +15,8 @@ from llorch.pytorch.packing import PACKERS, decode
 pytest.importorskip("triton", reason="NOT RUN: triton is not installed")
 
 from llorch.pytorch.cuda import quantised, quantised_matvec
-from llorch.pytorch.cuda.quantised import decode_to, multiply, multiply_by_decoded_tiles, put_kernels
+from llorch.pytorch.cuda.quantised import decode_to, multiply, multiply_by_decoded_tiles
 from llorch.pytorch.cuda.quantised_matvec import multiply_few_rows
-from llorch.pytorch.quantised_linear import QuantisedLinear
 
 EVERY_TYPE = pytest.mark.parametrize("ggml_type", PACKERS, ids=lambda kind: kind.name)
 SHAPES = [(1, 256), (7, 768)]  # rows are odd, and the runs of 768 columns are no power of two
@@ -131,12 +129,6 @@ def test_float64_is_multiplied_in_float64(device):
     fields, x = packed_matrix(GGMLType.Q4_0, 5, 256, device), activations(1, 256, torch.float64, device)
     want = x @ decode(fields, GGMLType.Q4_0).double().T
     torch.testing.assert_close(multiply(x, fields, GGMLType.Q4_0, None), want, rtol=1e-13, atol=1e-13)
-
-
-def test_kernels_are_put_into_every_packed_layer_of_a_model():
-    leaf = QuantisedLinear(packed_matrix(GGMLType.Q8_0, 5, 256), GGMLType.Q8_0)
-    put_kernels(nn.Sequential(nn.Sequential(leaf), nn.Linear(5, 5)))
-    assert leaf.multiply is multiply
 
 
 @pytest.mark.parametrize("field", ["codes", "scales", "d", "dmin"])

@@ -14,8 +14,7 @@ from llorch.builtin import builtin_path
 from llorch.files import open_weights
 from llorch.lora.merge import MergedWeights
 from llorch.pytorch.causal_lm import CausalLM
-from llorch.pytorch.cpu.block import fit
-from llorch.pytorch.device import target
+from llorch.pytorch.leaves import leaves_for, put_leaves
 from llorch.pytorch.load import load_dense
 from llorch.pytorch.lora.adapters import (
     activate,
@@ -236,7 +235,7 @@ def test_with_dropout_gradients_are_those_of_the_same_mask():
 
 def test_training_on_leaves_that_cut_the_graph_is_refused():
     module = base("micro-qwen2")
-    fit(module, target("cpu", "float32"))
+    put_leaves(module, leaves_for(torch.device("cpu"), torch.float32, required=False))
     with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.q_proj is a CpuLinear, which records no gradient"):
         attach(module, random_adapter(module.config), trainable=True)
     assert adapter_names(module) == []
