@@ -1,11 +1,13 @@
 """Memory and time of a 7B-shaped Q4_K_M file whose matrices stay packed; writes 4.1 GB of random blocks and runs it.
 
     python benchmarks/large_model.py
+    python benchmarks/large_model.py --verify         judge it as `llorch verify` does: time and peak memory
 
 Printed are the file's size, the plan, the peak of the process (the mapped file counts) and the seconds of each token.
 """
 
 import resource
+import subprocess
 import sys
 import tempfile
 import time
@@ -21,7 +23,8 @@ MORE_BITS = {*range(4), *range(28, 32), *range(2, 32, 3)}  # layers whose v_proj
 @click.option("--threads", default=2, show_default=True)
 @click.option("--prompt", default=8, show_default=True, help="Tokens of the prompt.")
 @click.option("--decode", default=3, show_default=True, help="Tokens decoded.")
-def main(threads: int, prompt: int, decode: int) -> None:
+@click.option("--verify", is_flag=True, help="Judge the file instead, against llama.cpp running it.")
+def main(threads: int, prompt: int, decode: int, verify: bool) -> None:
     """Entry point."""
     import llorch
     from llorch.cache import KVCache
@@ -30,6 +33,8 @@ def main(threads: int, prompt: int, decode: int) -> None:
     with tempfile.TemporaryDirectory(prefix="llorch-benchmark-") as folder:
         path = Path(folder) / "7B-Q4_K_M.gguf"
         write(path)
+        if verify:
+            sys.exit(judge(path, prompt))
         model = llorch.load(path, residency="packed", n_tokens=prompt + decode)
         assert model.plan is not None
         print(f"file {path.stat().st_size / 1e9:.2f} GB; {model.plan.describe()}")
@@ -39,6 +44,16 @@ def main(threads: int, prompt: int, decode: int) -> None:
             model.forward(ids, cache=cache, last_only=True)
             print(f"{len(ids)} tokens in {time.perf_counter() - start:.2f} s")
         print(f"peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.2f} GB")
+
+
+def judge(path: Path, n_tokens: int) -> int:
+    """Run `llorch verify` on the file; its exit code."""
+    tokens, start = ",".join(str(100 + at) for at in range(n_tokens)), time.perf_counter()
+    status = subprocess.run([sys.executable, "-m", "llorch", "verify", path, "--tokens", tokens]).returncode
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e6
+    size = path.stat().st_size / 1e9
+    print(f"{time.perf_counter() - start:.0f} s, peak {peak:.2f} GB with the mapped file of {size:.2f}")
+    return status
 
 
 def write(path: Path) -> None:

@@ -4,9 +4,10 @@ The passes are the ones that run for users, over packed matrices, tile by tile; 
 decoded before is not decoded again.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -31,12 +32,26 @@ class _Here:
 _here: ContextVar[_Here | None] = ContextVar("here", default=None)
 
 
-@dataclass
 class _Kept:
     """Decoded matrices of the place in which all passes are."""
 
-    place: str = ""
-    matrices: dict[str, np.ndarray] = field(default_factory=dict)
+    def __init__(self, n_layers: int, say: Callable[[str], None]) -> None:
+        self.matrices: dict[str, np.ndarray] = {}
+        self._n_layers, self._say = n_layers, say
+        self._place, self._rounds, self._began = "", 0, 0.0
+
+    def move(self, place: str) -> None:
+        """Forget the last place, and say where passes are, and when they will be through all layers."""
+        if place == self._place:
+            return
+        self._place = place
+        self.matrices.clear()
+        layer = int(place.removeprefix("layers.") or self._n_layers)
+        if layer == 0:
+            self._rounds, self._began = self._rounds + 1, time.monotonic()
+        left = (time.monotonic() - self._began) / max(layer, 1) * (self._n_layers - layer)
+        soon = f", {left:.0f} s to the last" if 0 < layer < self._n_layers else ""
+        self._say(f"round {self._rounds}, layer {layer} of {self._n_layers}{soon}")
 
 
 @dataclass(frozen=True)
@@ -69,7 +84,7 @@ class SharedWeights(Weights):
     def __init__(self, weights: Weights, say: Callable[[str], None] = lambda line: None) -> None:
         """Over the same file; `say` is told of every layer."""
         vars(self).update(vars(weights.using(packed=True)))
-        self._kept, self._say = _Kept(), say
+        self._kept = _Kept(weights.config.n_layers, say)
 
     def together(self, passes: Sequence[Callable[[], T]]) -> list[T]:
         """Let passes over these weights, or variants of them, go through the layers together; what each returns."""
@@ -90,10 +105,7 @@ class SharedWeights(Weights):
             if here.place is not None:
                 here.turn()
             here.place = place
-            if place != self._kept.place:
-                self._kept.matrices.clear()
-                self._kept.place = place
-                self._say(place.replace("layers.", "layer ") or "logits")
+            self._kept.move(place)
         return super().__getitem__(name)
 
     def _matrix(self, name: str) -> Matrix:

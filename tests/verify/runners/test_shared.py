@@ -41,10 +41,14 @@ def test_a_matrix_is_decoded_as_often_as_one_pass_comes_by(weights: SharedWeight
     decoded, told = Counter[str](), list[str]()
     right = Packed.decode
     monkeypatch.setattr(Packed, "decode", lambda self: decoded.update([self.name]) or right(self))
-    weights._say = told.append
+    weights._kept._say = told.append
     rows(weights)
     assert set(decoded.values()) == {4}  # stages and decoding, each with passes that come by twice
-    assert told == [*[f"layer {i}" for i in range(weights.config.n_layers)], "logits"] * 4
+    n = weights.config.n_layers
+    assert [line.split(",")[:2] for line in told] == [
+        [f"round {k}", f" layer {i} of {n}"] for k in (1, 2, 3, 4) for i in range(n + 1)
+    ]
+    assert "s to the last" in told[1]
 
 
 def test_a_tile_that_is_decoded_wrongly_is_red_wherever_it_is_used(
