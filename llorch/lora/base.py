@@ -23,6 +23,7 @@ from llorch.fields import Fields
 from llorch.files import Weights
 from llorch.files.export import read_once
 from llorch.files.names import inventory
+from llorch.files.new_file import new_file
 from llorch.files.strict_json import read_json
 
 _AT_ONCE = 4  # tensors that are read and hashed at the same time
@@ -107,14 +108,10 @@ def _cache_file(weights: Weights) -> Path:
 
 
 def _remember(place: Path, text: str) -> None:
-    temporary = place.with_suffix(f".{os.getpid()}")
     with suppress(OSError):
         place.parent.mkdir(parents=True, exist_ok=True)
-        try:
+        with new_file(place) as temporary:
             temporary.write_text(text)
-            temporary.replace(place)
-        finally:
-            temporary.unlink(missing_ok=True)
 
 
 def require_base(made_for: BaseIdentity, base: BaseIdentity, *, where: object) -> str:

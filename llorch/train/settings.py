@@ -133,7 +133,7 @@ class TrainSettings:
             if not allowed or (value is None and one.default is None):
                 continue
             is_range = isinstance(allowed, str)
-            if not (_RANGES[allowed](value) if is_range else value in allowed):
+            if value is None or not (_RANGES[allowed](value) if is_range else value in allowed):
                 expected = allowed if is_range else f"one of {', '.join(allowed)}"
                 raise ValueError(f"settings: {one.name} must be {expected}, got {value!r}")
         if self.warmup_steps is not None and self.warmup_ratio is not None:

@@ -29,6 +29,8 @@ REFUSED = [
     ({"weight_decay": -0.1}, "weight_decay must be at least 0"),
     ({"max_grad_norm": float("nan")}, "max_grad_norm must be at least 0, got nan"),
     ({"epochs": 0}, "epochs must be at least 1"),
+    ({"epochs": None}, "epochs must be at least 1, got None"),
+    ({"init": None}, "init must be one of default, gaussian, pissa, got None"),
     ({"steps": 0}, "steps must be at least 1"),
     ({"batch_size": 0}, "batch_size must be at least 1"),
     ({"accumulation": 0}, "accumulation must be at least 1"),
