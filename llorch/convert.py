@@ -20,24 +20,19 @@ from llorch.files.export_huggingface import DTYPES, huggingface_config, huggingf
 from llorch.files.names import inventory
 from llorch.files.new_file import new_file, new_folder
 from llorch.files.quant import BLOCK_SIZES, GGMLType, decode
-from llorch.files.strict_json import read_json
+from llorch.files.strict_json import read_settings
 from llorch.tokenizer.export_gguf import probes_for, read_tokenizer, require_same_ids
 from llorch.tokenizer.export_huggingface import HuggingFaceTokenizer, translate_vocabulary
 from llorch.tokenizer.gguf_vocabulary import GGUFVocabulary
 from llorch.tokenizer.huggingface import HuggingFaceVocabulary
 from llorch.write_checks import check_places, counting, placing, read_back, size_of
 
-_MAX_CONFIG = 4 << 20  # bytes
 # Keys of a GGUF file that a copy of it keeps; the writer makes those about the weights anew.
 _KEPT, _MADE = ("general.", "tokenizer.", "llorch."), ("architecture", "file_type", "quantization_version", "alignment")
 # Defaults for sampling: name in generation_config.json, and behind `general.sampling.` in GGUF files.
 _SAMPLING = {
-    "temperature": "temp",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "penalty_repeat",
-}
+    "temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "repetition_penalty": "penalty_repeat",
+}  # fmt: skip
 _FOREIGN_TOKENIZERS = ("tokenizer.model", "vocab.json", "tiktoken.model", "tekken.json")
 
 
@@ -158,14 +153,11 @@ def _to_gguf(job: _Job) -> bool:
         raise FormatError("Unsupported", message, path=weights.path)
     if isinstance(source, GGUFFile):
         metadata: dict[str, object] = {key: value for key, value in source.metadata.items() if _is_kept(key)}
-        has_vocabulary = "tokenizer.ggml.tokens" in metadata
     else:
         job.report("tokenizer")
-        metadata = {"general.name": Path(weights.path).resolve().name, **_sampling_metadata(Path(weights.path))}
-        vocabulary = _tokenizer_metadata(job)
-        has_vocabulary = vocabulary is not None
-        metadata |= vocabulary or {}
-    if not has_vocabulary:
+        folder = Path(weights.path)
+        metadata = {"general.name": folder.resolve().name} | _sampling_metadata(folder) | _tokenizer_metadata(job)
+    if not (has_vocabulary := "tokenizer.ggml.tokens" in metadata):
         metadata |= NO_VOCABULARY
     with placing(job.target, gguf_size(weights.config, job.ggml_type)), new_file(job.target) as temporary:
         on_tensor = counting(weights, job.report)
@@ -178,7 +170,7 @@ def _is_kept(key: str) -> bool:
     return key.startswith(_KEPT) and key.removeprefix("general.") not in _MADE
 
 
-def _tokenizer_metadata(job: _Job) -> dict[str, object] | None:
+def _tokenizer_metadata(job: _Job) -> dict[str, object]:
     folder = Path(job.weights.path)
     if not (folder / "tokenizer.json").is_file():
         others = [name for name in _FOREIGN_TOKENIZERS if (folder / name).exists()]
@@ -186,7 +178,7 @@ def _tokenizer_metadata(job: _Job) -> dict[str, object] | None:
             message = f"the tokenizer is in {others[0]}, which is not read; save it with transformers as tokenizer.json"
             raise FormatError("Missing", message, path=folder)
         job.notes.append("the folder has no tokenizer.json: the file gets no vocabulary")
-        return None
+        return {}
     tokenizer = read_tokenizer(folder, job.weights.config.vocab_size)
     job.notes += tokenizer.notes
     return tokenizer.metadata
@@ -194,13 +186,13 @@ def _tokenizer_metadata(job: _Job) -> dict[str, object] | None:
 
 def _sampling_metadata(folder: Path) -> dict[str, object]:
     path = folder / "generation_config.json"
-    values = Fields(read_json(path, limit=_MAX_CONFIG) if path.is_file() else {}, path)
+    values = Fields(read_settings(path), path)
     if not values.boolean("do_sample", default=False):
         return {}
-    found = {key: name for key, name in _SAMPLING.items() if values.has(key)}
     return {
         f"general.sampling.{name}": values.integer(key) if key == "top_k" else values.number(key)
-        for key, name in found.items()
+        for key, name in _SAMPLING.items()
+        if values.has(key)
     }
 
 
@@ -237,11 +229,8 @@ def _to_huggingface(job: _Job) -> bool:
 def _write_tokenizer(folder: Path, tokenizer: HuggingFaceTokenizer, metadata: Mapping[str, object]) -> None:
     write_json(folder / "tokenizer.json", tokenizer.tokenizer)
     write_json(folder / "tokenizer_config.json", tokenizer.config)
-    sampling = {
-        key: metadata[f"general.sampling.{name}"]
-        for key, name in _SAMPLING.items()
-        if f"general.sampling.{name}" in metadata
-    }
+    keys = {key: f"general.sampling.{name}" for key, name in _SAMPLING.items()}
+    sampling = {key: metadata[name] for key, name in keys.items() if name in metadata}
     generation = _model_ids(tokenizer) | ({"do_sample": True} if sampling else {}) | sampling
     write_json(folder / "generation_config.json", generation)
 

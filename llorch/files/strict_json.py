@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from llorch.errors import FormatError
 from llorch.files.mapped import read_regular
 
+_MAX_SETTINGS = 4 << 20  # bytes; a tokenizer_config.json with its chat template has about 60 thousand
 _MAX_DEPTH = 32
 _MAX_DIGITS = 64  # of one number
 _MAX_ITEMS = 1 << 20  # an empty list costs 30 times its text in memory, a digit 100 ns
@@ -55,6 +56,11 @@ def read_json(path: Path, *, limit: int) -> dict[str, object]:
     if not isinstance(value, dict):
         raise FormatError("Malformed", f"expected a JSON object, got {type(value).__name__}", path=path)
     return value
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """A JSON file beside the tensors of a folder; nothing where there is none, else as `read_json`."""
+    return read_json(path, limit=_MAX_SETTINGS) if path.is_file() else {}
 
 
 def _refuse_constant(name: str) -> NoReturn:

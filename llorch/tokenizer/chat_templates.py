@@ -11,11 +11,11 @@ from llorch.errors import FormatError
 from llorch.fields import Fields
 from llorch.files.folder import require_inside
 from llorch.files.mapped import read_regular
-from llorch.files.strict_json import read_json
+from llorch.files.strict_json import read_settings
 
 MORE_TEMPLATES = "additional_chat_templates"  # a folder in that of a model
 _KEY, _NAMES = "tokenizer.chat_template", "tokenizer.chat_templates"
-_MAX_CONFIG, _MAX_TEMPLATE = 4 << 20, 1 << 20  # bytes
+_MAX_TEMPLATE = 1 << 20  # bytes
 
 
 def template_files(folder: Path) -> dict[str, Path]:
@@ -55,11 +55,10 @@ def _read_text(file: Path) -> str:
 
 
 def _from_config(path: Path) -> dict[str, str]:
-    value = read_json(path, limit=_MAX_CONFIG).get("chat_template") if path.is_file() else None
-    match value:
+    match read_settings(path).get("chat_template"):
         case None:
             return {}
-        case str():
+        case str(value):
             return {"default": value}
         case [*entries]:
             named = [(one.get("name"), one.get("template")) for one in entries if isinstance(one, dict)]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from llorch.errors import FormatError
-from llorch.files.strict_json import read_json
+from llorch.files.strict_json import read_json, read_settings
 from llorch.tokenizer.chat_templates import read_templates, templates_metadata
 from llorch.tokenizer.gguf_table import TokenType
 from llorch.tokenizer.gguf_vocabulary import GGUFVocabulary
@@ -25,7 +25,7 @@ from llorch.tokenizer.sentencepiece import BYTE_TOKEN
 from llorch.tokenizer.special import END_TEXTS
 from llorch.tokenizer.tokenizer import Tokenizer
 
-_MAX_TOKENIZER, _MAX_CONFIG = 64 << 20, 4 << 20  # bytes
+_MAX_TOKENIZER = 64 << 20  # bytes
 PREFIX = "tokenizer.ggml."
 NORMALIZER, SPACE_PREFIX = "llorch.tokenizer.normalizer", "llorch.tokenizer.space_prefix"
 _LLAMA_CPP = "llama.cpp puts one before every text and after each special token"
@@ -60,7 +60,7 @@ def read_tokenizer(folder: Path, rows: int) -> GGUFTokenizer:
     vocabulary = HuggingFaceVocabulary(folder)  # refuses all that is not known
     path = folder / "tokenizer.json"
     content: dict[str, Any] = read_json(path, limit=_MAX_TOKENIZER)
-    config = _read(folder / "tokenizer_config.json")
+    config = read_settings(folder / "tokenizer_config.json")
     byte_level = content["model"].get("byte_fallback") is not True
     tokenizer = GGUFTokenizer({})
     texts, types = _tokens(content, vocabulary, rows, path)
@@ -94,10 +94,6 @@ def require_same_ids(source: Vocabulary, target: Vocabulary, texts: Iterable[str
 def probes_for(metadata: Mapping[str, object]) -> list[str]:
     """The probes whose ids folder and file share: none with a space in front where the folder treats it differently."""
     return [text for text in PROBES if SPACE_PREFIX not in metadata or not text.startswith(" ")]
-
-
-def _read(path: Path) -> dict[str, Any]:
-    return read_json(path, limit=_MAX_CONFIG) if path.is_file() else {}
 
 
 def _tokens(
@@ -158,7 +154,7 @@ def _add_special(
 ) -> None:
     path = folder / "tokenizer.json"
     ids = content["model"]["vocab"] | {entry["content"]: entry["id"] for entry in content["added_tokens"]}
-    model, generation = _read(folder / "config.json"), _read(folder / "generation_config.json")
+    model, generation = read_settings(folder / "config.json"), read_settings(folder / "generation_config.json")
     first, last = read_template(content.get("post_processor"), path)
     roles = {"bos": _single(first, "before", path), "eos": _single(last, "after", path)}
     adds = {role: token_id is not None for role, token_id in roles.items()}

@@ -144,13 +144,8 @@ def _sentencepiece(table: TokenTable, spaces: str) -> Json:
 def _model(ids: Mapping[str, int], merges: list[tuple[str, str]], **switches: object) -> Json:
     return {
         "type": "BPE",
-        "dropout": None,
-        "unk_token": None,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": False,
-        "byte_fallback": False,
-        "ignore_merges": False,
+        **dict.fromkeys(("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")),
+        **dict.fromkeys(("fuse_unk", "byte_fallback", "ignore_merges"), False),
         **switches,
         "vocab": dict(sorted(ids.items(), key=lambda item: item[1])),
         "merges": [list(pair) for pair in merges],

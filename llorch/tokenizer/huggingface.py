@@ -15,7 +15,7 @@ from tokenizers.pre_tokenizers import Metaspace
 
 from llorch.errors import FormatError
 from llorch.fields import Fields
-from llorch.files.strict_json import read_json
+from llorch.files.strict_json import read_json, read_settings
 from llorch.tokenizer.byte_level import BYTE_CHARACTERS, TEXT_BYTES, starts_in, text_bytes
 from llorch.tokenizer.merges import check_merges
 from llorch.tokenizer.pipeline import Pipeline, read_template
@@ -23,7 +23,6 @@ from llorch.tokenizer.sentencepiece import BYTE_TOKEN, SPACE
 from llorch.tokenizer.special import SpacePrefix, SpecialTokens, find_by_text, find_end_tokens
 
 _MAX_TOKENIZER = 64 << 20  # bytes
-_MAX_CONFIG = 4 << 20  # bytes; a tokenizer_config.json with its chat template has about 60 thousand
 _MAX_ID = 1 << 22
 _BYTE_TOKENS = {byte: f"<0x{byte:02X}>" for byte in range(256)}
 _MODEL_KEYS = frozenset(
@@ -185,9 +184,8 @@ class NamedIds:
     @classmethod
     def read(cls, folder: Path, ids: Mapping[str, int]) -> "NamedIds":
         """Read the files of a folder; FormatError where one names no token of the vocabulary."""
-        model = _read(folder / "config.json")
-        generation = _read(folder / "generation_config.json")
-        tokenizer = _read(folder / "tokenizer_config.json")
+        files = (folder / f"{name}.json" for name in ("config", "generation_config", "tokenizer_config"))
+        model, generation, tokenizer = (Fields(read_settings(file), file) for file in files)
         rows = model.integer("vocab_size", default=0, low=0)
         limit = max(rows, max(ids.values()) + 1)
         begins, ends = (
@@ -200,10 +198,6 @@ class NamedIds:
             eos_token_ids=frozenset(ends),
             rows=rows,
         )
-
-
-def _read(path: Path) -> Fields:
-    return Fields(read_json(path, limit=_MAX_CONFIG) if path.is_file() else {}, path)
 
 
 def _ids(files: Iterable[Fields], key: str, limit: int) -> Iterator[int]:
