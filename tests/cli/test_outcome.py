@@ -113,35 +113,33 @@ def test_json_has_null_where_a_number_is_not_finite():
     assert to_json({"a": [1.5, float("nan")], "b": (float("inf"), "x")}) == '{"a": [1.5, null], "b": [null, "x"]}'
 
 
+def shell(command: str) -> tuple[int, str]:
+    """The exit code and stderr of a command line."""
+    done = subprocess.run(
+        ["sh", "-c", command], capture_output=True, check=False, cwd=REPOSITORY, text=True, stdin=subprocess.DEVNULL
+    )
+    return done.returncode, done.stderr
+
+
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
 @pytest.mark.parametrize("words", ["verify micro-llama", "inspect story", "run story Once -n 2"])
 def test_a_stream_that_the_caller_closed_is_no_error(words: str, closed: str):
-    done = subprocess.run(
-        ["sh", "-c", f"{sys.executable} -m llorch {words} {closed}"],
-        capture_output=True, check=False, cwd=REPOSITORY, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, b"")
+    assert shell(f"{sys.executable} -m llorch {words} {closed}") == (0, "")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="NOT RUN: no /dev/full")
 @pytest.mark.parametrize("words", ["inspect story", "verify micro-llama", "run story Once -n 2"])
 @pytest.mark.parametrize("buffered", ["", "1"])
 def test_output_to_a_full_disk_is_one_line(words: str, buffered: str):
-    done = subprocess.run(
-        ["sh", "-c", f"PYTHONUNBUFFERED={buffered} {sys.executable} -m llorch {words} >/dev/full"],
-        capture_output=True, check=False, cwd=REPOSITORY, text=True,
-    )  # fmt: skip
-    assert (done.returncode, done.stderr) == (74, "llorch: [Errno 28] No space left on device\n")
+    ended = shell(f"PYTHONUNBUFFERED={buffered} {sys.executable} -m llorch {words} >/dev/full")
+    assert ended == (74, "llorch: [Errno 28] No space left on device\n")
 
 
 @pytest.mark.parametrize("name", ["model.gguf", "folder"])
 def test_a_model_that_does_not_fit_on_the_disk_is_one_line(name: str, tmp_path: Path):
-    done = subprocess.run(  # files may have so many blocks of 512 or 1024 bytes
-        ["sh", "-c", f"ulimit -f 18; {sys.executable} -m llorch convert micro-llama '{tmp_path}/{name}'"],
-        capture_output=True, check=False, cwd=REPOSITORY, text=True,
-    )  # fmt: skip
-    reason = "File too large; nothing was written"
-    assert (done.returncode, done.stderr) == (74, f"llorch: {tmp_path}/{name}: {reason}\n")
+    # Files may have so many blocks of 512 or 1024 bytes.
+    ended = shell(f"ulimit -f 18; {sys.executable} -m llorch convert micro-llama '{tmp_path}/{name}'")
+    assert ended == (74, f"llorch: {tmp_path}/{name}: File too large; nothing was written\n")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -10,8 +10,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 from ggml_library import SILENT
-from gguf import GGUFWriter
 from huggingface_folders import write_folder
+from tiny_models import GGUF_METADATA, write_file
 from vocabularies import (
     NAMES,
     encoder_of,
@@ -170,26 +170,8 @@ def test_a_repeated_pattern_costs_time_in_proportion_to_its_length(ours: Tokeniz
 
 def write_vocabulary(path: Path, metadata: dict[str, object]) -> Path:
     """Write a GGUF file that llama.cpp opens for its vocabulary."""
-    writer = GGUFWriter(path, "llama")
-    writer.add_block_count(1)
-    writer.add_context_length(64)
-    writer.add_embedding_length(32)
-    writer.add_feed_forward_length(32)
-    writer.add_head_count(1)
-    writer.add_layer_norm_rms_eps(1e-5)
-    for key, value in metadata.items():
-        if isinstance(value, list | np.ndarray):
-            writer.add_array(key, value if isinstance(value, list) else value.tolist())
-        elif isinstance(value, bool):
-            writer.add_bool(key, value)
-        elif isinstance(value, int):
-            writer.add_uint32(key, value)
-        else:
-            writer.add_string(key, str(value))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    return path
+    lists = {key: value.tolist() for key, value in metadata.items() if isinstance(value, np.ndarray)}
+    return write_file(path, {}, GGUF_METADATA | metadata | lists)
 
 
 @pytest.mark.live

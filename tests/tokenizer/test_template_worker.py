@@ -29,17 +29,9 @@ MAX_TEXT = 4 << 20
 
 def requests(source: str) -> list[dict[str, Any]]:
     odd = [[{"role": "user", "content": text}, {"role": "assistant", "content": text}] for text in ODD]
+    same = {"documents": None, "bos_token": "<bos>"}
     return [
-        {
-            "source": source,
-            "variables": {
-                "messages": chat,
-                "tools": tools,
-                "documents": None,
-                "add_generation_prompt": opened,
-                "bos_token": "<bos>",
-            },
-        }
+        {"source": source, "variables": {"messages": chat, "tools": tools, "add_generation_prompt": opened, **same}}
         for chat in [*CHATS.values(), *odd]
         for tools in (None, TOOLS)
         for opened in (False, True)
