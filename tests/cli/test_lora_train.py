@@ -1,23 +1,18 @@
 """`llorch lora train`: one command from data to an adapter."""
 
 import json
-import resource
 import shlex
-import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 from chat_models import CHATML, chat_folder
-from command_line import REPOSITORY, invoke
-from faulty_disk import leftovers
+from command_line import invoke
 
 from llorch.cli.lora.train import command
 from llorch.cli.lora.training_progress import try_it
 from llorch.train.settings import TrainSettings
-from llorch.train.snapshots import SnapshotStore
 
 SMALL = ("--r", "2", "--batch-size", "2", "--steps", "3", "--lr", "0.005")
 
@@ -113,29 +108,6 @@ def test_what_cannot_be_done_is_one_line_and_leaves_no_folder(words: str, code: 
     assert (result.exit_code, result.stdout) == (code, "")
     assert expected in result.stderr.splitlines()[-1]
     assert not (tmp_path / "new").exists()
-
-
-@pytest.mark.usefixtures("no_bytecode")
-def test_a_full_disk_is_one_line_and_leaves_the_snapshot_before(tmp_path: Path):
-    def limited() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))  # bytes of a file
-
-    output = tmp_path / "mine"
-    assert (
-        train(output, "--steps", "2", "--r", "1", "--target-modules", "k_proj", "--schedule", "constant").exit_code == 0
-    )
-    words = ["lora", "train", "-o", str(output), "--resume", "--steps", "3", "--allow-change"]
-    done = subprocess.run(
-        [sys.executable, "-m", "llorch", *words], cwd=REPOSITORY, text=True, check=False,
-        capture_output=True, preexec_fn=limited,
-    )  # fmt: skip
-    assert done.returncode == 74, done.stderr
-    reason = "snapshot of step 3 not saved: File too large; the one of step 2 is intact"
-    assert done.stderr.splitlines()[-1] == f"llorch: {output}/snapshots: {reason}"
-    assert leftovers(output) == []
-    found = SnapshotStore(output).newest()
-    assert found is not None
-    assert (found.step, found.skipped) == (2, ())
 
 
 CHAT = [{"role": "user", "content": "Who's there?"}, {"role": "assistant", "content": "me"}]

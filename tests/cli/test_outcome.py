@@ -122,13 +122,13 @@ def shell(command: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
-@pytest.mark.parametrize("words", ["verify micro-llama", "inspect story", "run story Once -n 2"])
+@pytest.mark.parametrize("words", ["verify micro-llama3", "inspect story", "run story Once -n 2"])
 def test_a_stream_that_the_caller_closed_is_no_error(words: str, closed: str):
     assert shell(f"{sys.executable} -m llorch {words} {closed}") == (0, "")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="NOT RUN: no /dev/full")
-@pytest.mark.parametrize("words", ["inspect story", "verify micro-llama", "run story Once -n 2"])
+@pytest.mark.parametrize("words", ["inspect story", "verify micro-llama3", "run story Once -n 2"])
 @pytest.mark.parametrize("buffered", ["", "1"])
 def test_output_to_a_full_disk_is_one_line(words: str, buffered: str):
     ended = shell(f"PYTHONUNBUFFERED={buffered} {sys.executable} -m llorch {words} >/dev/full")

@@ -1,13 +1,15 @@
 """`llorch verify`: the report, the exit codes and the JSON."""
 
 import json
+import re
 import shutil
 import sys
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import pytest
-from command_line import invoke, spawn, verified
+from command_line import REPOSITORY, invoke, spawn
 from tiny_models import random_tensors, write_folder
 
 TOKENS = "3,1,4,15,9,2,6,5"
@@ -45,7 +47,7 @@ def test_every_built_in_model_agrees_with_its_goldens():
     from llorch.stages import CHECKPOINTS
     from llorch.verify.training.goldens import MODELS
 
-    result = verified()
+    result = spawn("verify")
     assert result.returncode == 0, result.stdout
     for name in BUILTIN:
         lines = result.stdout.split(f"{name}\n")[1].split("\n\n")[0].splitlines()
@@ -57,6 +59,10 @@ def test_every_built_in_model_agrees_with_its_goldens():
     last = result.stdout.splitlines()[-1]
     assert last.startswith("6 models, ")
     assert " 0 failed; our float32 at least as close to the truth as both producers at " in last
+    figures = (REPOSITORY / "benchmarks/README.md").read_text()
+    (n_rows, n_places) = re.findall(r"(\d+) comparisons.* of (\d+) \(stage, layer, model\) rows", last)[0]
+    assert f"{n_rows} comparisons, all pass" in figures
+    assert f"{n_places} (stage, layer, model) rows" in figures
 
 
 def test_json_has_every_row_and_a_summary_that_counts_them():
@@ -152,11 +158,15 @@ def test_a_prompt_that_does_not_fit_is_refused_before_an_engine_runs():
     assert "tokens do not fit the context of 512; give fewer --tokens or a shorter --prompt" in result.stderr
 
 
-def test_color_is_for_terminals_and_on_request_only():
-    command = ("verify", "micro-llama3")  # whose goldens are the fewest
-    assert "\x1b[" not in spawn(*command).stdout
-    assert "\x1b[32m" in spawn(*command, FORCE_COLOR="1").stdout
-    assert "\x1b[32m" not in spawn(*command, FORCE_COLOR="1", NO_COLOR="1").stdout
+def test_color_is_for_terminals_and_on_request_only(monkeypatch: pytest.MonkeyPatch):
+    from llorch.verify.models import verify_stored
+
+    monkeypatch.setattr("llorch.cli.judging.verify_stored", lambda name: islice(verify_stored(name), 2))
+    for name in ("FORCE_COLOR", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, colored in (("", False), ("FORCE_COLOR", True), ("NO_COLOR", False)):  # each added to those before
+        monkeypatch.setenv(name or "_", "1")
+        assert ("\x1b[32m" in invoke("verify", "micro-llama3").stdout) == colored
 
 
 @pytest.mark.live

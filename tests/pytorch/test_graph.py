@@ -126,11 +126,10 @@ def test_size_classes_hold_what_they_must_and_waste_less_than_half():
 
 
 @pytest.mark.slow
-def test_compiled_steps_make_the_tokens_of_eager_ones():
-    script = Path(__file__).parents[1] / "support" / "compiled_steps.py"
-    done = subprocess.run(
-        [sys.executable, script, "micro-qwen3"], capture_output=True, text=True, timeout=600, check=False
-    )
+@pytest.mark.parametrize("what", ["settings", "adapters"])
+def test_compiled_steps_make_the_tokens_of_eager_ones(what: str):
+    command = [sys.executable, Path(__file__).parents[1] / "support" / "compiled_steps.py", "micro-qwen3", what]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.stdout.strip() == "ok", done.stderr
 
 

@@ -23,15 +23,19 @@ OPTIONAL = (
     "torch", "triton", "transformers", "llama_cpp", "huggingface_hub", "matplotlib", "starlette", "pydantic", "peft",
     "tensorboard", "bitsandbytes", "yaml",
 )  # fmt: skip
+ONLY_ON_UNIX = ("fcntl", "resource", "pwd", "grp", "termios")
+PRINTING = ("llorch/cli/", "llorch/verify/report/pages.py", "llorch/tokenizer/template_worker.py")  # own processes
+FILES = sorted((ROOT / "llorch").rglob("*.py"))
+SOURCES = {file.relative_to(ROOT).as_posix(): file.read_text(encoding="utf-8") for file in FILES}
 
 
-def modules() -> list[Path]:
-    return sorted((ROOT / "llorch").rglob("*.py"))
-
-
-def part_of(file: Path, root: Path = ROOT) -> str:
+def part_of(path: str) -> str:
     """The module or package directly below llorch that a file belongs to."""
-    return file.relative_to(root / "llorch").with_suffix("").parts[0]
+    return path.removesuffix(".py").split("/")[1]
+
+
+def package_of(path: str) -> str:
+    return path.rpartition("/")[0].replace("/", ".")
 
 
 def imported_modules(source: str, package: str) -> Iterator[tuple[str, int]]:
@@ -74,17 +78,6 @@ def top_level_imports(source: str) -> set[str]:
     return names
 
 
-def test_what_only_unix_has_is_imported_in_functions():
-    for file in modules():
-        assert not top_level_imports(file.read_text(encoding="utf-8")) & {
-            "fcntl",
-            "resource",
-            "pwd",
-            "grp",
-            "termios",
-        }, file
-
-
 def prints(source: str) -> list[int]:
     """Lines that write to the streams of the process."""
     nodes = list(ast.walk(ast.parse(source)))
@@ -93,12 +86,9 @@ def prints(source: str) -> list[int]:
     return [n.lineno for n in (*calls, *(n for n in streams if isinstance(n.value, ast.Name) and n.value.id == "sys"))]
 
 
-@pytest.mark.parametrize("file", modules(), ids=lambda file: str(file.relative_to(ROOT)))
-def test_only_the_command_line_prints(file):
-    allowed = (
-        part_of(file) == "cli" or file.name == "pages.py" or file.name == "template_worker.py"
-    )  # a process of its own
-    assert allowed or not prints(file.read_text(encoding="utf-8"))
+def test_only_the_command_line_prints():
+    found = {path: prints(source) for path, source in SOURCES.items() if not path.startswith(PRINTING)}
+    assert {path: lines for path, lines in found.items() if lines} == {}
 
 
 def test_what_prints_is_found():
@@ -106,8 +96,7 @@ def test_what_prints_is_found():
 
 
 def test_every_module_is_in_a_room():
-    assert modules()
-    without = {part_of(file) for file in modules()} - LAYER.keys()
+    without = {part_of(path) for path in SOURCES} - LAYER.keys()
     assert not without, f"give these modules a room: {sorted(without)}"
 
 
@@ -117,48 +106,37 @@ def test_the_first_page_shows_the_rooms_in_this_order():
     assert shown == [room for room in ROOMS if (ROOT / "llorch" / room / "__init__.py").exists()]
 
 
-@pytest.mark.parametrize("file", modules(), ids=lambda file: str(file.relative_to(ROOT)))
-def test_imports_point_down_only(file):
-    package = ".".join(file.relative_to(ROOT).parent.parts)
-    assert not violations(file.read_text(encoding="utf-8"), part_of(file), package)
+def test_imports_point_down_only():
+    found = {path: violations(source, part_of(path), package_of(path)) for path, source in SOURCES.items()}
+    assert {path: lines for path, lines in found.items() if lines} == {}
 
 
-@pytest.mark.parametrize("file", modules(), ids=lambda file: str(file.relative_to(ROOT)))
-def test_optional_packages_are_imported_at_the_top_of_producers_and_the_torch_path_only(file):
-    path = file.relative_to(ROOT).as_posix()
-    if not path.startswith(ON_TORCH):
-        assert not top_level_imports(file.read_text(encoding="utf-8")) & {*OPTIONAL}
-
-
-@pytest.mark.parametrize(
-    ("source", "part", "package"),
-    [
-        ("from llorch.forward import forward", "stages", "llorch"),
-        ("import llorch.model", "forward", "llorch"),
-        ("from llorch import model", "config", "llorch"),
-        ("import llorch", "stages", "llorch"),
-        ("def f():\n    from llorch.cli import main", "verify", "llorch"),
-        ("from .. import verify", "files", "llorch.files"),
-        ("from ..forward import forward", "ops", "llorch.ops"),
-        ("from .model import load", "errors", "llorch"),
-        ("from llorch.nowhere import x", "errors", "llorch"),
-    ],
-)
-def test_an_import_that_points_up_is_found(source, part, package):
-    assert len(violations(source, part, package)) == 1
+def test_optional_packages_are_imported_at_the_top_of_producers_and_the_torch_path_only():
+    for path, source in SOURCES.items():
+        wrong = {*ONLY_ON_UNIX, *(() if path.startswith(ON_TORCH) else OPTIONAL)}
+        assert not top_level_imports(source) & wrong, path
 
 
 @pytest.mark.parametrize(
-    ("source", "part", "package"),
+    ("source", "part", "package", "found"),
     [
-        ("from llorch.config import ModelConfig", "forward", "llorch"),
-        ("from llorch.files.gguf import open_gguf", "files", "llorch.files"),
-        ("from .gguf import open_gguf", "files", "llorch.files"),
-        ("import numpy as np\nfrom gguf import GGUFWriter", "errors", "llorch"),
+        ("from llorch.forward import forward", "stages", "llorch", 1),
+        ("import llorch.model", "forward", "llorch", 1),
+        ("from llorch import model", "config", "llorch", 1),
+        ("import llorch", "stages", "llorch", 1),
+        ("def f():\n    from llorch.cli import main", "verify", "llorch", 1),
+        ("from .. import verify", "files", "llorch.files", 1),
+        ("from ..forward import forward", "ops", "llorch.ops", 1),
+        ("from .model import load", "errors", "llorch", 1),
+        ("from llorch.nowhere import x", "errors", "llorch", 1),
+        ("from llorch.config import ModelConfig", "forward", "llorch", 0),
+        ("from llorch.files.gguf import open_gguf", "files", "llorch.files", 0),
+        ("from .gguf import open_gguf", "files", "llorch.files", 0),
+        ("import numpy as np\nfrom gguf import GGUFWriter", "errors", "llorch", 0),
     ],
 )
-def test_an_import_that_points_down_or_sideways_is_allowed(source, part, package):
-    assert not violations(source, part, package)
+def test_an_import_that_points_up_is_found_and_no_other(source: str, part: str, package: str, found: int):
+    assert len(violations(source, part, package)) == found
 
 
 def test_imports_at_the_top_are_told_from_those_in_functions():

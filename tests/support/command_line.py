@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 
 from click.testing import CliRunner, Result
@@ -30,9 +29,3 @@ def spawn(*args: str, stdin: str = "", cwd: Path = REPOSITORY, **environment: st
         cwd=cwd,
         env=os.environ | environment,
     )
-
-
-@cache
-def verified() -> subprocess.CompletedProcess[str]:
-    """What `llorch verify` says, for all tests that look at it."""
-    return spawn("verify")

@@ -17,9 +17,10 @@ from llorch.verify.suites.quantised import BACKENDS, verify_quantised_stored
 from llorch.verify.suites.quantised_goldens import FOLDER, ROUNDED_TO, types
 from llorch.verify.suites.quantised_models import MODELS, write_model
 
-Places = dict[str, set[tuple[str, int | None, str, str]]]  # of a stage: mode, layer, case, backend
+Place = tuple[str, int | None, str, str]  # mode, layer, case, backend
+Places = dict[str, set[Place]]  # by stage
 AFTER = ("near, 1 cached", "near, 4 cached", "near, 7 cached")
-ALONE = {("exact", None, "near", "numpy-ggml")}
+ALONE: set[Place] = {("exact", None, "near", "numpy-ggml")}
 
 
 @cache

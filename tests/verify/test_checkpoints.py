@@ -41,9 +41,9 @@ def expected(model: str) -> dict[Key, Judged]:
         ("00", model, "tensors"): {("exact", "reader", "numpy")},
         ("00", model, "token_ids"): {("exact", "llamacpp", "numpy")},
     }
-    for by in (*product(PRODUCERS, BACKENDS), (WITNESS, FLOAT64)):
+    for producer, backend in (*product(PRODUCERS, BACKENDS), (WITNESS, FLOAT64)):
         for number, stage, mode in places(config):
-            found.setdefault((number, model, stage), set()).add((mode, *by))
+            found.setdefault((number, model, stage), set()).add((mode, producer, backend))
     return found
 
 

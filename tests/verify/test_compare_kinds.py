@@ -1,4 +1,4 @@
-"""The comparison of masked scores, of integers, and of whole traces."""
+"""The comparison of masked scores, of integers, of whole traces, and in units."""
 
 import math
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from llorch.errors import CheckpointMismatch
-from llorch.verify.compare import EXACT, Difference, Report, Tolerance, check, compare, measure
+from llorch.verify.compare import EXACT, Difference, Report, Tolerance, check, compare, measure, measure_in
 
 ANYTHING = Tolerance(math.inf, math.inf)
 TIGHT = Tolerance(1e-6, 1e-6)
@@ -25,11 +25,8 @@ def trace(rng) -> dict[str, np.ndarray]:
     return {"embed": rng.normal(size=(3, 8)), "l0.attn_scores": scores, "l1.q_rope": rng.normal(size=(3, 2, 4))}
 
 
-def test_equal_masked_scores_pass(scores):
-    assert measure(scores.copy(), scores, masked=True).within(EXACT)
-
-
 def test_masked_scores_pass_only_where_masking_is_expected(scores):
+    assert measure(scores.copy(), scores, masked=True).within(EXACT)
     assert measure(scores.copy(), scores).fault == "non-finite: 12 of 32 values of got"
 
 
@@ -50,10 +47,11 @@ def test_masks_that_differ_by_one_entry_fail(scores, side):
     assert not difference.within(ANYTHING)
 
 
-def test_masks_of_equal_size_in_other_places_fail(scores):
-    assert measure(scores[:, ::-1].copy(), scores, masked=True).fault == (
-        "mask: 16 of 32 entries masked on one side only"
-    )
+def test_other_masks_fail(scores):
+    fault = measure(scores[:, ::-1].copy(), scores, masked=True).fault  # of equal size, in other places
+    assert fault == "mask: 16 of 32 entries masked on one side only"
+    everything = np.full((2, 3), -np.inf)
+    assert measure(everything.copy(), everything, masked=True).fault == "mask: everything is masked"
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
@@ -61,11 +59,6 @@ def test_masking_excuses_minus_infinity_only(scores, value):
     scores[0, 0, 3] = value
     difference = measure(scores.copy(), scores, masked=True)
     assert difference.fault == "non-finite: 1 of 32 values of got"
-
-
-def test_scores_that_are_masked_everywhere_fail():
-    everything = np.full((2, 3), -np.inf)
-    assert measure(everything.copy(), everything, masked=True).fault == "mask: everything is masked"
 
 
 @pytest.mark.parametrize("dtype_", [np.int32, np.int64, np.uint8])
@@ -84,18 +77,12 @@ def test_one_wrong_integer_fails_however_many_are_right():
     assert not difference.within(Tolerance(1e-5, 1e-4))
 
 
-def test_integers_beyond_float64_are_told_apart():
+def test_integers_are_told_apart_beyond_float64_without_wrapping_and_by_their_width():
     want = np.array([2**53, 2**63 - 1])
     got = np.array([2**53 + 1, 2**63 - 1])
     assert measure(got, want).index == (0,)
     assert not measure(got, want).within(Tolerance(1e-5, 1e-4))
-
-
-def test_unsigned_integers_do_not_wrap_in_the_comparison():
     assert measure(np.array([0], np.uint8), np.array([255], np.uint8)).worst == 1
-
-
-def test_integers_of_another_width_fail():
     assert measure(np.array([1], np.int32), np.array([1])).fault == "dtype: got int32, want int64"
 
 
@@ -173,3 +160,22 @@ def test_check_of_scores_takes_the_mask_into_account(scores):
     assert check(scores.copy(), scores, EXACT, label="here", masked=True).error == 0
     with pytest.raises(CheckpointMismatch, match="non-finite"):
         check(scores.copy(), scores, ANYTHING, label="here")
+
+
+def test_a_difference_in_units_worked_by_hand():
+    found = measure_in(np.array([1.0, 2.0, 5.0]), np.array([1.0, 2.4, 4.7]), unit=0.1)
+    assert found.error == pytest.approx(math.sqrt((16 + 9) / 3))
+    assert found.worst == pytest.approx(4)
+    assert found.index == (1,)
+
+
+def test_the_size_of_the_numbers_does_not_count():
+    near, far = (measure_in(np.array([x, 0.25]), np.array([x, 0.5]), unit=0.5) for x in (1.0, 1e6))
+    assert (near.error, near.worst) == (far.error, far.worst) == (math.sqrt(0.125), 0.5)
+
+
+@pytest.mark.parametrize("got", [None, np.ones(3), np.ones(2, np.float32), np.array([1.0, np.nan])])
+def test_what_cannot_be_compared_never_passes(got: np.ndarray | None):
+    found = measure_in(got, np.ones(2), unit=1.0)
+    assert found.fault is not None
+    assert not found.within(ANYTHING)

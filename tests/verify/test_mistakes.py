@@ -19,7 +19,6 @@ from llorch.verify.mistakes import (
     STAGE_MISTAKES,
     TRAINING,
     Mistake,
-    TrainingMistake,
     checkpoint_of,
     of_checkpoint,
 )
@@ -46,17 +45,13 @@ def test_the_library_is_filed_by_the_kind_of_step():
     assert all(set(mistake.stages) <= BY_GROUP.keys() for mistake in TRAINING)
 
 
-@pytest.mark.parametrize("mistake", EVERY, ids=lambda mistake: mistake.name)
-def test_a_mistake_is_well_formed(mistake: Mistake | TrainingMistake):
-    assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)+", mistake.name)
-    assert re.fullmatch(r"[^\n]{15,}\.", mistake.diagnosis)
-    assert mistake.stages
-    assert len(set(mistake.stages)) == len(mistake.stages)
-    assert mistake.cases
-    assert mistake.checkpoints == tuple(dict.fromkeys(checkpoint_of(stage) for stage in mistake.stages))
-
-
-def test_sentences_differ():
+def test_mistakes_are_well_formed_and_their_sentences_differ():
+    for mistake in EVERY:
+        assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)+", mistake.name)
+        assert re.fullmatch(r"[^\n]{15,}\.", mistake.diagnosis), mistake
+        assert len(set(mistake.stages)) == len(mistake.stages) > 0, mistake
+        assert mistake.cases, mistake
+        assert mistake.checkpoints == tuple(dict.fromkeys(checkpoint_of(stage) for stage in mistake.stages)), mistake
     assert len({mistake.diagnosis for mistake in EVERY}) == len(EVERY)
 
 

@@ -1,6 +1,7 @@
 """Teeth: every known mistake turns its checkpoint red by far and is named; what is right is never accused."""
 
 from functools import cache
+from itertools import product
 
 import numpy as np
 import pytest
@@ -32,13 +33,9 @@ def test_red_is_ten_times_the_tolerance():
 
 
 @pytest.mark.parametrize("mistake", STAGE_MISTAKES, ids=by_name)
-def test_mistake_is_planted_at_each_of_its_stages_for_both_producers(mistake: Mistake[StageInputs]):
+def test_mistake_goes_red_at_its_stage_and_is_named(mistake: Mistake[StageInputs]):
     planted = {(where.producer, where.stage_name, where.case) for where in situations(mistake)}
     assert planted == {(p, stage, case) for p in PRODUCERS for stage in mistake.stages for case in mistake.cases}
-
-
-@pytest.mark.parametrize("mistake", STAGE_MISTAKES, ids=by_name)
-def test_mistake_goes_red_at_its_stage_and_is_named(mistake: Mistake[StageInputs]):
     for where in situations(mistake):
         made = where.made()
         wrong = next(array for known, array in made.wrong if known is mistake)
@@ -103,22 +100,19 @@ def test_an_unknown_mistake_gets_suspects_but_no_name(model: str, rng: np.random
         assert named(suspects) == []
 
 
-@pytest.mark.parametrize("model", MICRO)
 @pytest.mark.parametrize("mistake", SAMPLING, ids=by_name)
-def test_mistake_after_the_logits_goes_red_and_is_named(mistake: Mistake[SamplerInputs], model: str):
+def test_mistake_after_the_logits_goes_red_and_is_named(mistake: Mistake[SamplerInputs]):
     (step,) = mistake.stages
-    suite = suite_of(model)
-    limits = suite.limits("near")
-    for producer in PRODUCERS:
-        for case in mistake.cases:
-            inputs, want = sampler_case(model, producer, step, case)
-            granted = {"argmax": EXACT, "probabilities": suite.softmax_limit(), "selected_logits": limits.last_row()}
-            tolerance = granted[step]
-            wrong = mistake.wrong(inputs, step)
-            assert measure(wrong, want).over(tolerance) >= VISIBLE, f"{producer} {case}"
-            made = sampler_variants(step, inputs, weights_of(model).config)
-            assert named(rank(wrong, made, tolerance=tolerance)) == [mistake.name], f"{producer} {case}"
-            assert rank(want, made, tolerance=tolerance) == []
+    for model, producer, case in product(MICRO, PRODUCERS, mistake.cases):
+        suite, where = suite_of(model), f"{model} {producer} {case}"
+        last = suite.limits("near").last_row()
+        tolerance = {"argmax": EXACT, "probabilities": suite.softmax_limit(), "selected_logits": last}[step]
+        inputs, want = sampler_case(model, producer, step, case)
+        wrong = mistake.wrong(inputs, step)
+        assert measure(wrong, want).over(tolerance) >= VISIBLE, where
+        made = sampler_variants(step, inputs, weights_of(model).config)
+        assert named(rank(wrong, made, tolerance=tolerance)) == [mistake.name], where
+        assert rank(want, made, tolerance=tolerance) == []
 
 
 def sampler_case(model: str, producer: str, step: str, case: str) -> tuple[SamplerInputs, np.ndarray]:

@@ -1,5 +1,8 @@
 """Teeth of the suite: an op broken in the running code turns its checkpoint red, not only a variant in a table."""
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 from planted import golden_of, weights_of
@@ -72,44 +75,33 @@ def test_an_op_broken_in_forward_fails_alone_at_its_stages_and_first_at_its_chec
     assert {row.stage for row in rows if row.mode == "isolated" and row.verdict == FAIL} == {*stages}
 
 
-def test_positions_that_restart_fail_the_pass_after_a_cache_only(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(KVCache, "next_positions", lambda cache, n_tokens: np.arange(n_tokens))
-    assert first_fail(judge("decode_rows")) == ("03", "q_rope", 0)
-    assert all(row.verdict != FAIL for row in judge("stage_rows"))
+def forgetful(cache: KVCache, layer: int, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    keys, values = append(cache, layer, k, v)
+    return keys * (np.arange(keys.shape[1]) >= keys.shape[1] - len(k))[:, None], values
 
 
-def test_a_cache_that_loses_its_past_fails(monkeypatch: pytest.MonkeyPatch):
-    append = KVCache.append
-
-    def forgetful(cache: KVCache, layer: int, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        keys, values = append(cache, layer, k, v)
-        return keys * (np.arange(keys.shape[1]) >= keys.shape[1] - len(k))[:, None], values
-
-    monkeypatch.setattr(KVCache, "append", forgetful)
-    assert first_fail(judge("decode_rows")) == ("03", "k_cache", 0)
+def empty(cache: KVCache, layer: int, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, ...]:
+    return tuple(array * 0 for array in append(cache, layer, k, v))
 
 
-def test_a_cache_of_zeros_fails_where_it_is_filled(monkeypatch: pytest.MonkeyPatch):
-    append = KVCache.append
-
-    def empty(cache: KVCache, layer: int, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        keys, values = append(cache, layer, k, v)
-        return keys * 0, values * 0
-
-    monkeypatch.setattr(KVCache, "append", empty)
-    assert {row.stage for row in judge("stage_rows") if (row.mode, row.verdict) == ("isolated", FAIL)} == {
-        "k_cache", "v_cache"
-    }  # fmt: skip
-    assert first_fail(judge("decode_rows")) == ("03", "k_cache", 0)
+append, context = KVCache.append, forward.attention_context
+AFTER_A_CACHE: list[tuple[Any, str, Callable, str, set[str]]] = [  # what is wrong, where it shows, and without a cache
+    (KVCache, "next_positions", lambda cache, n_tokens: np.arange(n_tokens), "q_rope", set()),
+    (KVCache, "append", forgetful, "k_cache", set()),
+    (KVCache, "append", empty, "k_cache", {"k_cache", "v_cache"}),
+    (forward, "attention_context", lambda p, v: context(p, v) * (p.shape[1] == p.shape[2]), "attn_context", set()),
+]
 
 
-def test_a_context_that_is_lost_after_a_cache_fails_there(monkeypatch: pytest.MonkeyPatch):
-    right = forward.attention_context
-    monkeypatch.setattr(
-        forward, "attention_context", lambda probs, v: right(probs, v) * (probs.shape[1] == probs.shape[2])
-    )
-    assert first_fail(judge("decode_rows")) == ("03", "attn_context", 0)
-    assert all(row.verdict != FAIL for row in judge("stage_rows"))
+@pytest.mark.parametrize(("owner", "name", "wrong", "first", "alone"), AFTER_A_CACHE)
+def test_what_is_wrong_after_a_cache_fails_there(
+    owner: Any, name: str, wrong: Callable, first: str, alone: set[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(owner, name, wrong)
+    assert first_fail(judge("decode_rows")) == ("03", first, 0)
+    failing = [row for row in judge("stage_rows") if row.verdict == FAIL]
+    assert {row.stage for row in failing if row.mode == "isolated"} == alone
+    assert bool(failing) == bool(alone)
 
 
 def test_a_token_after_the_best_one_fails_generation_alone(monkeypatch: pytest.MonkeyPatch):

@@ -58,16 +58,11 @@ def test_mistake_goes_red_and_is_named(mistake: Mistake[QuantisedInputs]):
 
 
 @pytest.mark.parametrize("kind", PURE)
-@pytest.mark.parametrize("step", IN_PRODUCTS)
-def test_what_ggml_made_is_never_accused(step: str, kind: str):
-    where = QuantisedSituation(step, GGMLType[kind])
-    _, want = where.shown()
-    assert measure(where.made().right, want).within(where.tolerance)
-    assert rank(want, where.made(), tolerance=where.tolerance) == []
-
-
-@pytest.mark.parametrize("kind", PURE)
-def test_the_product_that_mistakes_start_from_is_the_right_one(kind: str):
+def test_what_ggml_made_is_never_accused_and_mistakes_start_from_the_right_product(kind: str):
+    for where in (QuantisedSituation(step, GGMLType[kind]) for step in IN_PRODUCTS):
+        _, want = where.shown()
+        assert measure(where.made().right, want).within(where.tolerance), where
+        assert rank(want, where.made(), tolerance=where.tolerance) == [], where
     inputs, want = QuantisedSituation("product", GGMLType[kind]).shown()
     assert measure(inputs.product(), want).within(Tolerance(1e-6, 4e-6))
 
@@ -185,7 +180,6 @@ def test_a_bug_in_the_product_is_red(name: str, bug: str, tmp_path: Path, monkey
 
 def live(name: str, folder: Path) -> list[Row]:
     """The story model, quantised by llama.cpp itself."""
-    pytest.importorskip("llama_cpp")
     from llorch.verify.witnesses.f32_copy import write_by_llamacpp
 
     write_by_llamacpp(builtin_path("story"), folder / "story.gguf", FTYPES[name])

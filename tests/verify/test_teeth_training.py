@@ -49,6 +49,9 @@ def by_name(mistake: TrainingMistake) -> str:
 
 @pytest.mark.parametrize("mistake", TRAINING, ids=by_name)
 def test_mistake_of_training_goes_red_by_far_at_its_checkpoint_first(mistake: TrainingMistake):
+    owner, name = owner_of(mistake.part)
+    assert callable(getattr(owner, name))
+    assert set(mistake.stages) <= BY_GROUP.keys()
     found = rows_with(mistake, model_of(mistake))
     red = first_red(found)
     assert red is not None, "nothing fails"
@@ -57,18 +60,7 @@ def test_mistake_of_training_goes_red_by_far_at_its_checkpoint_first(mistake: Tr
         factors = [over(row) for row in found if row.place.stage == stage]
         assert max(factors) >= VISIBLE, f"{stage}: {max(factors):.1f} times the tolerance"
     assert {*mistake.cases} <= {row.case for row in found if row.verdict == FAIL}
-
-
-@pytest.mark.parametrize("mistake", TRAINING, ids=by_name)
-def test_part_of_a_training_mistake_is_a_function_of_ours(mistake: TrainingMistake):
-    owner, name = owner_of(mistake.part)
-    assert callable(getattr(owner, name))
-    assert set(mistake.stages) <= BY_GROUP.keys()
-
-
-@pytest.mark.parametrize("mistake", TRAINING, ids=by_name)
-def test_mistake_of_training_is_as_visible_in_bfloat16_as_its_page_says(mistake: TrainingMistake):
-    largest = max(over_in_half(row) for row in rows_with(mistake, model_of(mistake)))
+    largest = max(map(over_in_half, found))  # in bfloat16, of which page 17 tells
     if mistake.name in NOT_IN_HALF:
         assert largest < 1
     else:

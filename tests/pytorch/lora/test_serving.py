@@ -1,7 +1,5 @@
 """Several adapters beside one model that runs in torch: chosen per request and per prompt, added and removed."""
 
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -229,15 +227,6 @@ def test_a_compiled_model_refuses_to_mix_adapters_in_a_call():
     model.add_adapter("one", random_adapter(model.config))
     with pytest.raises(ValueError, match="takes one adapter per call"):
         list(model.generate_batch(["a", "b"], adapter=["one", None]))
-
-
-@pytest.mark.slow
-def test_compiled_steps_make_the_tokens_of_eager_ones_with_every_adapter():
-    script = Path(__file__).parents[2] / "support" / "compiled_adapters.py"
-    done = subprocess.run(
-        [sys.executable, script, "micro-qwen3"], capture_output=True, text=True, timeout=900, check=False
-    )
-    assert done.stdout.strip() == "ok", done.stderr
 
 
 @pytest.mark.gpu

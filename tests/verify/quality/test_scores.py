@@ -33,36 +33,18 @@ def targets(rng: np.random.Generator) -> np.ndarray:
 
 def test_log_probabilities_are_of_distributions_in_float64(rows: np.ndarray):
     probabilities = log_softmax(rows)
-    assert probabilities.dtype == np.float64
     np.testing.assert_allclose(np.exp(probabilities).sum(axis=-1), np.ones(6), rtol=1e-14, strict=True)
-
-
-def test_a_constant_added_to_all_logits_changes_nothing(rows: np.ndarray):
-    np.testing.assert_allclose(log_softmax(rows.astype(np.float64) + 1000), log_softmax(rows), atol=1e-12, strict=True)
-
-
-def test_logits_near_the_end_of_float32_do_not_overflow():
+    np.testing.assert_allclose(log_softmax(rows.astype(np.float64) + 1000), probabilities, atol=1e-12, strict=True)
     np.testing.assert_array_equal(log_softmax(np.array([[3e38, -3e38, 3e38]], np.float32))[0, ::2], [-math.log(2)] * 2)
 
 
-def test_loss_is_minus_the_log_probability_of_the_right_token():
+def test_losses_and_divergences_match_some_worked_by_hand():
+    """Both losses belong to their models, and the divergence weighs with the reference."""
     np.testing.assert_allclose(losses(QUARTERS, TARGETS), [math.log(4)], rtol=1e-7)  # the logits are float32
-
-
-def test_divergence_matches_one_worked_by_hand():
-    kl = compare_rows(HALVES, QUARTERS, TARGETS).kl
-    np.testing.assert_allclose(kl, [(math.log(2) + math.log(2 / 3)) / 2], rtol=1e-7)
-
-
-def test_divergence_weighs_with_the_reference():
-    kl = compare_rows(QUARTERS, HALVES, TARGETS).kl
-    np.testing.assert_allclose(kl, [math.log(1 / 2) / 4 + 3 * math.log(3 / 2) / 4], rtol=1e-7)
-
-
-def test_both_losses_belong_to_their_models():
-    scores = compare_rows(HALVES, QUARTERS, TARGETS)
-    np.testing.assert_allclose(scores.reference_loss, [math.log(2)], rtol=1e-7)
-    np.testing.assert_allclose(scores.loss, [math.log(4)], rtol=1e-7)
+    one, other = compare_rows(HALVES, QUARTERS, TARGETS), compare_rows(QUARTERS, HALVES, TARGETS)
+    np.testing.assert_allclose(one.kl, [(math.log(2) + math.log(2 / 3)) / 2], rtol=1e-7)
+    np.testing.assert_allclose(other.kl, [math.log(1 / 2) / 4 + 3 * math.log(3 / 2) / 4], rtol=1e-7)
+    np.testing.assert_allclose((one.reference_loss, one.loss), [[math.log(2)], [math.log(4)]], rtol=1e-7)
 
 
 def test_equal_rows_have_a_divergence_of_exactly_zero(rows: np.ndarray, targets: np.ndarray):
@@ -133,9 +115,6 @@ def test_mean_and_error_match_a_row_worked_by_hand():
     estimate = mean(np.array([1.0, 2.0, 3.0, 4.0]))
     assert estimate.value == 2.5
     assert estimate.error == pytest.approx(math.sqrt(5 / 3) / 2, rel=1e-15)  # sample deviation over the root of 4
-
-
-def test_a_single_token_has_no_error():
     assert math.isnan(mean(np.array([2.0])).error)
 
 
@@ -151,14 +130,12 @@ def test_the_error_of_a_perplexity_is_relative_to_it():
     assert judged.loss == mean(np.array([1.0, 2.0, 3.0, 4.0]))
     assert judged.perplexity.value == pytest.approx(math.exp(2.5), rel=1e-15)
     assert judged.perplexity.error == pytest.approx(math.exp(2.5) * judged.loss.error, rel=1e-15)
-
-
-def test_a_hopeless_model_has_an_infinite_perplexity():
     assert perplexity(np.array([800.0, 900.0])).perplexity.value == math.inf
 
 
 def test_each_perplexity_is_that_of_its_model(scores: PairScores, compared: Comparison):
     assert compared.n_scored == 400
+    assert compared.kl == mean(scores.kl)
     assert compared.reference_perplexity == perplexity(scores.reference_loss).perplexity
     assert compared.perplexity == perplexity(scores.loss).perplexity
 
@@ -188,10 +165,6 @@ def test_quantiles_lie_between_their_neighbours(scores: PairScores):
     few = PairScores(scores.loss[:11], scores.loss[:11], kl, scores.same_top[:11])
     expected = {"median": 5, "90%": 9, "95%": 9.5, "99%": 9.9, "99.9%": 9.99, "maximum": 10}
     assert compare_models(few).kl_quantiles == pytest.approx(expected, rel=1e-14)
-
-
-def test_divergence_is_averaged(scores: PairScores, compared: Comparison):
-    assert compared.kl == mean(scores.kl)
 
 
 def test_the_share_of_same_tokens_has_the_error_of_a_share(scores: PairScores, compared: Comparison):
