@@ -12,8 +12,7 @@ import click
 import numpy as np
 
 from llorch.errors import FormatError
-from llorch.train.snapshot_files import RECORD, TENSORS, read_snapshot
-from llorch.train.snapshots import SnapshotStore
+from llorch.train.snapshots import RECORD, TENSORS, SnapshotStore, read_snapshot
 
 
 def noticed(folder: Path, *, flips: int, cuts: int, seed: int) -> dict[str, int]:

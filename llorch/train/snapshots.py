@@ -1,7 +1,12 @@
 """Snapshots of a training run on disk: complete or absent, checked by digest when read, the last few kept.
 
-The files of `snapshots/step-00000010/` are those of `snapshot_files`. They are written into a folder whose name begins
-with a dot, synced, and renamed:
+A snapshot is two files in `snapshots/step-00000010/`, every bit of which a digest covers, so that one that was cut or
+changed is told from one that was written so:
+
+    snapshot.safetensors    tensors
+    snapshot.json           {"sha256": of this file without the digest, "tensors": {"sha256": ...}, "record": ...}
+
+They are written into a folder whose name begins with a dot, synced, and renamed:
 
     .new-step-00000010    being written; never read, removed at the next start
     .old-step-00000010    had to make room for a new one of the same step; back in its place if that did not arrive
@@ -13,11 +18,12 @@ Source: POSIX rename (atomic within a file system) and fsync (a rename may reach
 """
 
 import hashlib
+import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +31,24 @@ import numpy as np
 
 from llorch.errors import FormatError
 from llorch.files.new_file import sync
-from llorch.files.safetensors import tensor_bytes
-from llorch.train.snapshot_files import RECORD, TENSORS, Snapshot, read_snapshot, record_bytes
+from llorch.files.safetensors import tensor_bytes, tensors_from
+from llorch.files.strict_json import parse_json
+
+TENSORS, RECORD = "snapshot.safetensors", "snapshot.json"
+FORMAT = 1
+_HEAD = b'{\n "sha256": "'  # of all bytes of the file but the digest itself
+_DIGITS = 64
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A saved state that was read and whose digests are right."""
+
+    step: int
+    tensors: Mapping[str, np.ndarray]  # the arrays can be written to
+    record: Mapping[str, Any]  # what is no tensor
+    path: Path
+    skipped: tuple[str, ...] = ()  # why newer ones were passed over, a line each
 
 
 class SnapshotStore:
@@ -157,6 +179,46 @@ class SnapshotStore:
             message = f"snapshot of step {step} not saved: {error.strerror}; {left}"
             return OSError(error.errno, message, str(self.snapshots))
         return error
+
+
+def record_bytes(step: int, record: Mapping[str, Any], tensors_digest: str) -> bytes:
+    """The bytes of the record's file; ValueError for NaN or infinity."""
+    values = {"format": FORMAT, "step": step, "tensors": {"sha256": tensors_digest}, "record": record}
+    body = json.dumps(values, indent=1, ensure_ascii=False, allow_nan=False).encode()
+    tail = b'",' + body[1:] + b"\n"
+    return _HEAD + hashlib.sha256(_HEAD + tail).hexdigest().encode() + tail
+
+
+def read_snapshot(path: Path) -> Snapshot:
+    """Read one snapshot and check its digests; FormatError where it is damaged, incomplete, or of another format."""
+    for name in (RECORD, TENSORS):
+        if not (path / name).is_file():
+            raise FormatError("Missing", f"the snapshot has no {name}", path=path)
+    values = _checked_record((path / RECORD).read_bytes(), path / RECORD)
+    match values:
+        case {"format": 1, "step": int(step), "tensors": {"sha256": digest}, "record": dict(record)}:
+            data = np.fromfile(path / TENSORS, np.uint8)
+            _require_digest(hashlib.sha256(data.data).hexdigest(), digest, path / TENSORS)
+            return Snapshot(step, tensors_from(data, path / TENSORS), record, path)
+    message = f"expected a snapshot of format {FORMAT}, got {values!r:.80}; it is of another version of llorch"
+    raise FormatError("Unsupported", message, path=path / RECORD)
+
+
+def _checked_record(data: bytes, path: Path) -> dict[str, Any]:
+    start = len(_HEAD)
+    digest, tail = data[start : start + _DIGITS], data[start + _DIGITS :]
+    if not data.startswith(_HEAD):
+        raise FormatError("Malformed", f"expected a snapshot record, got {data[:40]!r}", path=path)
+    _require_digest(hashlib.sha256(_HEAD + tail).hexdigest(), digest.decode("latin-1"), path)
+    values = parse_json(data, what="the record", path=path)
+    assert isinstance(values, dict)
+    return values
+
+
+def _require_digest(got: str, wanted: object, path: Path) -> None:
+    if got != wanted:
+        message = f"damaged: its sha256 is {got:.16}..., the one recorded when it was saved {wanted!s:.16}..."
+        raise FormatError("Inconsistent", message, path=path)
 
 
 @contextmanager

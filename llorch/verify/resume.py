@@ -26,8 +26,7 @@ from llorch.threads import limited
 from llorch.train.log import LOG
 from llorch.train.settings import TrainSettings
 from llorch.train.settings_file import settings_from
-from llorch.train.snapshot_files import Snapshot
-from llorch.train.snapshots import SnapshotStore
+from llorch.train.snapshots import Snapshot, SnapshotStore
 
 if TYPE_CHECKING:
     from llorch.pytorch.train.trainer import StepReport, Training

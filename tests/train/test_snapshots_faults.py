@@ -23,8 +23,7 @@ from faulty_disk import (
     tensors_of,
 )  # fmt: skip
 
-from llorch.train.snapshot_files import Snapshot, read_snapshot
-from llorch.train.snapshots import SnapshotStore, step_name
+from llorch.train.snapshots import Snapshot, SnapshotStore, read_snapshot, step_name
 
 SITUATIONS = {  # steps saved before, the step whose save fails, snapshots kept; more than 600 scenarios in all
     "first": ((), 10, 2),
