@@ -75,12 +75,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
+@pytest.mark.slow
 def test_training_is_installed_resumed_judged_and_handed_on_in_one_block(trained: Path):
     assert TRAINING[0] == 'pip install -c constraints.txt -e ".[train]"'
     assert {"my-adapter", "merged.gguf", "my-adapter.gguf", "story-folder"} == {path.name for path in trained.iterdir()}
     assert (trained / "my-adapter" / "curve.svg").is_file()
 
 
+@pytest.mark.slow
 def test_an_adapter_is_used_from_python_as_shown(trained: Path):
     assert program(PYTHON[-1], trained)
 
