@@ -26,7 +26,7 @@ from llorch.verify.suites.quantised_models import write_model
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_folder_gives_its_tensors_by_canonical_name(tmp_path: Path, family: str):
+def test_names_are_those_of_the_folder_and_of_the_gguf_package(tmp_path: Path, family: str):
     tensors = random_tensors(family)
     weights = open_weights(write_folder(tmp_path, tensors, family))
     assert weights.config.family == family
@@ -34,16 +34,10 @@ def test_a_folder_gives_its_tensors_by_canonical_name(tmp_path: Path, family: st
     assert np.array_equal(weights["embed_tokens"], tensors["model.embed_tokens.weight"])
     assert np.array_equal(weights["layers.1.k_proj"], tensors["model.layers.1.self_attn.k_proj.weight"])
     assert np.array_equal(weights["layers.0.down_proj"], tensors["model.layers.0.mlp.down_proj.weight"])
-    assert {weight.huggingface for weight in inventory(weights.config).values()} == tensors.keys()
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_names_agree_with_the_mapping_of_the_gguf_package(tmp_path: Path, family: str):
-    weights = open_weights(write_folder(tmp_path, random_tensors(family), family))
+    assert {w.huggingface: w.shape for w in inventory(weights.config).values()} == huggingface_shapes(family)
     theirs = get_tensor_name_map(MODEL_ARCH[family.upper()], 2)
     for weight in inventory(weights.config).values():
         assert weight.gguf == theirs.get_name(weight.huggingface, try_suffixes=(".weight", ".bias"))
-        assert weight.shape == huggingface_shapes(family)[weight.huggingface]
 
 
 def test_layer_collects_the_weights_of_one_layer_by_short_name(tmp_path: Path):
@@ -89,19 +83,14 @@ def test_opening_reads_no_tensor(tmp_path: Path):
     assert len(weights) == 21
 
 
-def test_a_tied_folder_needs_no_output_matrix(tmp_path: Path):
+@pytest.mark.parametrize("repeated", [False, True])
+def test_a_tied_folder_may_repeat_the_embedding_as_output_matrix(tmp_path: Path, repeated: bool):
     tensors = random_tensors("llama")
     del tensors["lm_head.weight"]
-    weights = open_weights(write_folder(tmp_path, tensors, tie_word_embeddings=True))
+    again = {"lm_head.weight": tensors["model.embed_tokens.weight"].copy()} if repeated else {}
+    weights = open_weights(write_folder(tmp_path, tensors | again, tie_word_embeddings=True))
     assert "lm_head" not in weights
-
-
-def test_a_tied_folder_may_repeat_the_embedding_as_output_matrix(tmp_path: Path):
-    tensors = random_tensors("llama")
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
-    weights = open_weights(write_folder(tmp_path, tensors, tie_word_embeddings=True))
-    assert "lm_head" not in weights
-    assert np.array_equal(weights["embed_tokens"], tensors["lm_head.weight"])
+    assert np.array_equal(weights["embed_tokens"], tensors["model.embed_tokens.weight"])
 
 
 def test_the_rotary_buffers_of_old_folders_are_ignored(tmp_path: Path):
