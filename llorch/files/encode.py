@@ -22,18 +22,10 @@ _FLOAT16, _BFLOAT16, _FLOAT32 = 65504.0, float.fromhex("0x1.fep127"), float(np.f
 # What can be written, and the largest magnitude that each type holds: where the scale of a block is a float16, its
 # multiple. Larger numbers would become infinite.
 LARGEST: dict[GGMLType, float] = {
-    GGMLType.F32: _FLOAT32,
-    GGMLType.F16: _FLOAT16,
-    GGMLType.BF16: _BFLOAT16,
-    GGMLType.Q8_0: 127 * _FLOAT16,
-    GGMLType.Q4_0: 8 * _FLOAT16,
-    GGMLType.Q4_1: _FLOAT16,
-    GGMLType.Q5_0: 16 * _FLOAT16,
-    GGMLType.Q5_1: _FLOAT16,
-    GGMLType.TQ1_0: _FLOAT16,
-    GGMLType.TQ2_0: _FLOAT16,
-    GGMLType.MXFP4: _FLOAT32,
-}
+    GGMLType.F32: _FLOAT32, GGMLType.F16: _FLOAT16, GGMLType.BF16: _BFLOAT16, GGMLType.Q8_0: 127 * _FLOAT16,
+    GGMLType.Q4_0: 8 * _FLOAT16, GGMLType.Q4_1: _FLOAT16, GGMLType.Q5_0: 16 * _FLOAT16, GGMLType.Q5_1: _FLOAT16,
+    GGMLType.TQ1_0: _FLOAT16, GGMLType.TQ2_0: _FLOAT16, GGMLType.MXFP4: _FLOAT32,
+}  # fmt: skip
 
 
 def encoded_size(shape: tuple[int, ...], ggml_type: GGMLType) -> int:

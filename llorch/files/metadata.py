@@ -44,18 +44,12 @@ Value = int | float | bool | str | np.ndarray | Sequence
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 NUMBERS = {
-    GGUFValueType.UINT8: np.dtype("u1"),
-    GGUFValueType.INT8: np.dtype("i1"),
-    GGUFValueType.UINT16: np.dtype("<u2"),
-    GGUFValueType.INT16: np.dtype("<i2"),
-    GGUFValueType.UINT32: np.dtype("<u4"),
-    GGUFValueType.INT32: np.dtype("<i4"),
-    GGUFValueType.UINT64: np.dtype("<u8"),
-    GGUFValueType.INT64: np.dtype("<i8"),
-    GGUFValueType.FLOAT32: np.dtype("<f4"),
-    GGUFValueType.FLOAT64: np.dtype("<f8"),
-    GGUFValueType.BOOL: np.dtype("u1"),
-}
+    GGUFValueType[name]: np.dtype(code)
+    for name, code in {
+        "UINT8": "u1", "INT8": "i1", "UINT16": "<u2", "INT16": "<i2", "UINT32": "<u4", "INT32": "<i4",
+        "UINT64": "<u8", "INT64": "<i8", "FLOAT32": "<f4", "FLOAT64": "<f8", "BOOL": "u1",
+    }.items()
+}  # fmt: skip
 
 
 class StringArray(Sequence[bytes]):
