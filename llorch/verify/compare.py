@@ -314,7 +314,7 @@ def _measure_exact(got: np.ndarray, want: np.ndarray) -> Difference:
 
 
 def _place(at: np.intp, shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(int(i) for i in np.unravel_index(at, shape))
+    return tuple(map(int, np.unravel_index(at, shape)))
 
 
 def _norm(array: "np.ndarray | np.float64") -> float:

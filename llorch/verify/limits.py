@@ -200,6 +200,7 @@ class Limits:
         self._golden, self._distance = golden, distance
         self._isolated: dict[str, Tolerance] = {}
         self._chained: dict[str, np.ndarray] = {}
+        self._granted: dict[tuple[str, int], Tolerance] = {}  # chained, to whoever asks again
         self._free = np.empty(0)
         self._steps = variances(weights, this, golden, arithmetic, fused=fused)
 
@@ -230,9 +231,12 @@ class Limits:
 
     def chained(self, name: str, start: int = 0) -> Tolerance:
         """Of a stage that was given ours, or of the part of it that belongs to the tokens from `start` on."""
-        stage, stop = self._stages[name], len(self._golden["embed"])
-        golden, variance = (part_of(stage, a, start, stop) for a in (self._golden[name], self.chained_variance(name)))
-        return self._widened(limit(golden, variance, stage), "chained", name)
+        if (name, start) not in self._granted:
+            stage, stop = self._stages[name], len(self._golden["embed"])
+            both = self._golden[name], self.chained_variance(name)
+            golden, variance = (part_of(stage, array, start, stop) for array in both)
+            self._granted[name, start] = self._widened(limit(golden, variance, stage), "chained", name)
+        return self._granted[name, start]
 
     def last_row(self) -> Tolerance:
         """Of the logits that sampling sees."""

@@ -70,11 +70,13 @@ class Place:
         return key(self.name, self.layer)
 
 
+_ALL = slice(None)
+
+
 def part_of(stage: Stage, array: np.ndarray, start: int, stop: int) -> np.ndarray:
     """What a pass over the tokens from `start` to `stop` shows of a stage of the whole pass; caches hold all before."""
-    axes = stage.axes.split()
     cuts = {"seq": slice(start, stop), "ctx": slice(0, stop)}
-    return array[tuple(cuts.get(axis, slice(None)) for axis in axes)]
+    return array[tuple([cuts.get(axis, _ALL) for axis in stage.axes.split()])]
 
 
 def token_axis(stage: Stage) -> int:

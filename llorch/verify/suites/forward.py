@@ -75,6 +75,7 @@ class ForwardSuite:
         self._places = {name: (stage, layer) for name, stage, layer in self._keys}
         self._limits: dict[tuple[str, str, bool], Limits] = {}
         self._distances: dict[tuple[str, str, str], Difference] = {}
+        self._errors: dict[tuple[str, str, int, str], float] = {}
         for producer, shown in evidence.items():
             for case in cases:
                 self._require_all_stages(producer, case, shown.traces[case])
@@ -166,16 +167,22 @@ class ForwardSuite:
         """A stage of a pass of ours, or of its second part."""
         (stage, layer), stop = self._places[name], len(self.cases[case].ids)
         true = self.truth.evidence.traces[case][name] if self.truth is not None else None
-        return Claim(
+        want = part_of(stage, self.witnesses(runner)[witness].traces[case][name], n_cached, stop)
+        at = witness, case, n_cached, name
+        claim = Claim(
             Place("03" if n_cached else stage.checkpoint, stage.name, layer, case, n_cached=n_cached),
             "decode" if n_cached else "chained",
             witness,
-            part_of(stage, self.witnesses(runner)[witness].traces[case][name], n_cached, stop),
+            want,
             self._limits_for(runner, case).chained(name, n_cached) if witness != WITNESS else MATHEMATICS,
-            truth=None if true is None else part_of(stage, true, n_cached, stop),
+            truth=want if witness == WITNESS else None if true is None else part_of(stage, true, n_cached, stop),
+            witness_error=self._errors.get(at),
             masked=stage.masked,
             token_axis=token_axis(stage),
         )
+        if witness != WITNESS:
+            self._errors[at] = claim.of_witness  # the same for every runner
+        return claim
 
     def limits(self, case: str, dtype: str = "float32", *, fused: bool = False) -> Limits:
         """Of a case, for runs in a dtype; fused attention shows no scores."""
