@@ -175,15 +175,15 @@ def take(producer: Producer, cases: Mapping[str, Pass], *, n_greedy: int = N_GRE
 
 
 def calls_for(cases: Mapping[str, Pass], n_greedy: int) -> list[Call]:
-    """What an engine is asked for every case, for `Producer.together`."""
+    """What an engine is asked for every case, for `Producer.together`; the first is the greedy continuation."""
     near = cases["near"].ids
     traces: list[Call] = [("trace", (case.ids,), {"first_position": case.first_position}) for case in cases.values()]
-    return [("selected_logits", (near,), {}), ("greedy", (near, n_greedy), {}), *traces]
+    return [("greedy", (near, n_greedy), {}), ("selected_logits", (near,), {}), *traces]
 
 
 def shown_by(producer: Producer, cases: Mapping[str, Pass], answers: Sequence[Any]) -> Evidence:
     """What a producer's answers to `calls_for` show, and its sampling filters."""
-    selected, greedy, *traces = answers
+    greedy, selected, *traces = answers
     logits, history = sampler_inputs(cases["near"].ids, selected.size)
     return Evidence(
         traces=dict(zip(cases, traces, strict=True)),

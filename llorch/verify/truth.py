@@ -6,7 +6,6 @@ those inputs is judged by the golden, and in float64 by the chained truth.
 """
 
 from collections.abc import Mapping
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -46,18 +45,17 @@ def take_truth(
         RuntimeError: It does not run the model, or not in float64.
     """
     with open_producer("transformers", path, dtype="float64", say=say) as engine:
-        asked = calls_for(cases, n_greedy)
+        (_, prompt, _), *asked = calls_for(cases, n_greedy)
         isolated: list[Call] = [
             ("isolated", (case.ids, theirs.traces[name]), {"first_position": case.first_position})
             for theirs in evidence.values()
             for name, case in cases.items()
         ]
-        answers = iter(engine.together([*asked, *isolated]))
-        shown = shown_by(engine, cases, list(islice(answers, len(asked))))
-        distances = {producer: {name: next(answers) for name in cases} for producer in evidence}
-        near = cases["near"].ids
-        (logits,) = engine.together([("logits", ((*near, *shown.greedy[:-1].tolist()),), {})])
-        return Truth(shown, logits[len(near) - 1 :], distances)
+        (greedy, steps), *answers = engine.together([("continued", prompt, {}), *asked, *isolated])
+        shown = shown_by(engine, cases, [greedy, *answers[: len(asked)]])
+        measured = iter(answers[len(asked) :])
+        distances = {producer: {name: next(measured) for name in cases} for producer in evidence}
+        return Truth(shown, steps, distances)
 
 
 def distance(array: np.ndarray, true: np.ndarray, stage: Stage) -> Difference:

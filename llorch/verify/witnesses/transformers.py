@@ -168,22 +168,27 @@ class Transformers:
         with self._arithmetic():
             return as_array(self._model(self._ids(ids), logits_to_keep=1).logits[0, 0])
 
-    @torch.no_grad()
     def greedy(self, ids: Sequence[int], n: int) -> list[int]:
         """Continue by `n` tokens with transformers' `generate` and its cache; end tokens do not stop it."""
+        return self.continued(ids, n)[0]
+
+    @torch.no_grad()
+    def continued(self, ids: Sequence[int], n: int) -> tuple[list[int], np.ndarray]:
+        """The tokens of `greedy`, and the logits that each of them was chosen by."""
         prompt = self._ids(ids)
         with self._arithmetic():
             out = self._model.generate(
-                prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=n, pad_token_id=0
-            )
-        return out[0, len(ids) :].tolist()
+                prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=n, pad_token_id=0,
+                output_logits=True, return_dict_in_generate=True,
+            )  # fmt: skip
+            return out.sequences[0, len(ids) :].tolist(), as_array(torch.cat(out.logits))
 
     def together(self, calls: Sequence[Call]) -> list[Any]:
         """What each of the calls gives; a streamed model reads every layer once for all of them."""
         if self._streamed is None:
             return one_by_one(self, calls)
         jobs = [partial(getattr(self, method), *args, **kwargs) for method, args, kwargs in calls]
-        n_passes = max((args[1] for method, args, _ in calls if method == "greedy"), default=1)
+        n_passes = max((args[1] for method, args, _ in calls if method in ("greedy", "continued")), default=1)
         with self._arithmetic():  # of this thread, and the default dtype, which all threads have in common
             return self._streamed.together(jobs, n_passes=n_passes)
 

@@ -55,11 +55,11 @@ def model(name: str, folder: Path) -> Path:
 
 def asked(golden: dict[str, np.ndarray]) -> list[Call]:
     given: list[Call] = [("isolated", (IDS, golden), {}), ("logits", (IDS,), {"first_position": 2})]
-    return [("selected_logits", (IDS,), {}), ("greedy", (IDS, N_GREEDY), {}), ("trace", (IDS[:3],), {}), *given]
+    return [("selected_logits", (IDS,), {}), ("continued", (IDS, N_GREEDY), {}), ("trace", (IDS[:3],), {}), *given]
 
 
 def same(a: Any, b: Any) -> bool:
-    pairs = ((a[key], b[key]) for key in a) if isinstance(a, dict) else [(a, b)]
+    pairs = ((a[key], b[key]) for key in a) if isinstance(a, dict) else zip(a, b, strict=True)
     return all(np.array_equal(x, y) for x, y in pairs)
 
 
