@@ -4,7 +4,8 @@ A Hugging Face folder is loaded by transformers itself. So are the weights of a 
 the hyperparameters, so that a number which we misread is no part of the truth; the rest of the config is made by us.
 Types that its loader does not know are decoded by us, and the provenance says who did.
 
-In float64 every cast to a narrower dtype is widened, see `wide`: this is the truth that others are judged by.
+In float64 every cast to a narrower dtype is widened, see float64_everywhere: this is the truth that others are judged
+by. A model that does not fit the memory has one layer at a time in it, see transformers_streamed.
 In bfloat16 and float16 all weights are cast, gains of norms too, as `from_pretrained(dtype=...)` does it; the RoPE
 frequencies stay float32, which `model.to(dtype)` would round.
 """
