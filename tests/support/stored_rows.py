@@ -11,7 +11,7 @@ from llorch.verify.runners.torch import VARIANTS, torch_runners
 from llorch.verify.suites.quantised import verify_quantised_stored
 
 # What is judged of every model on the CPU: as it is written, and as users get it. `WHOLE`, which has every kind of
-# stage, is judged in all variants; `llorch verify --backend torch`, a step of `.ci/run`, judges all of everything.
+# stage, is judged in all variants; of all models `llorch verify --backend torch` does that, a step of `.ci/run`.
 EVERYWHERE = {
     "torch-cpu-float32": ("", "-fast-batch"),
     "torch-cpu-bfloat16": ("", "-fast-batch"),
