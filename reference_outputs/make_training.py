@@ -27,6 +27,7 @@ from llorch.verify.training.claims import errors, refuse_far_witnesses, toleranc
 from llorch.verify.training.exports import EXPORTS, export_all, file_tables, safetensors_table
 from llorch.verify.training.goldens import (
     HALF_DTYPES,
+    TRUTH,
     Tolerances,
     TrainingGolden,
     adapter_name,
@@ -43,6 +44,7 @@ from llorch.verify.training.places import (
     ISOLATED,
     LLAMACPP,
     PEFT,
+    TRANSFORMERS,
     Arrays,
     at,
     of_tensors,
@@ -57,7 +59,7 @@ from llorch.verify.training.recipe import (
     step_batches,
     with_zero_b,
 )
-from llorch.verify.witnesses import ProducerName, open_producer
+from llorch.verify.witnesses import ProducerName, Route, open_producer, stored_route
 
 if TYPE_CHECKING:
     from llorch.verify.witnesses.peft import Peft
@@ -74,6 +76,7 @@ def make_training(name: str) -> TrainingGolden:
 
     A producer that is further from the truth than is ever granted is refused.
     """
+    from llorch.verify.witnesses.float64_everywhere import float64_everywhere
     from llorch.verify.witnesses.peft import Peft
 
     path = builtin_path(name)
@@ -81,6 +84,9 @@ def make_training(name: str) -> TrainingGolden:
     config, rows, adapter, producer = weights.config, rows_of(weights), make_adapter(weights.config), Peft(path)
     with tempfile.TemporaryDirectory(prefix="llorch-") as folder:
         exported, files = export_arrays(producer, weights, adapter, rows[0].batch(), Path(folder))
+        of_merged = provenance_of(TRANSFORMERS, Path(folder) / EXPORTS["merged_folder"])
+    with float64_everywhere():
+        of_truth = Peft(path, dtype="float64").provenance()
     golden = TrainingGolden(
         arrays={adapter_name(flat): array for flat, array in adapter.flat().items()},
         rows=rows,
@@ -90,7 +96,12 @@ def make_training(name: str) -> TrainingGolden:
         provenance={
             "command": f"python reference_outputs/regenerate.py {name}",
             "weights_sha256": sha256(path),
-            "engines": {PEFT: producer.provenance(), LLAMACPP: llamacpp_provenance(path)},
+            "engines": {
+                PEFT: producer.provenance(),
+                LLAMACPP: provenance_of(LLAMACPP, path),
+                TRANSFORMERS: of_merged,
+                TRUTH: of_truth,
+            },
             "numpy": np.__version__,
             "machine": platform.machine(),
         },
@@ -207,8 +218,8 @@ def export_arrays(
         "lora_gguf": np.concatenate(
             [logits_with_adapter(path, folder / EXPORTS["lora_gguf"], row.tolist()) for row in ids]
         ),
-        "merged_folder": logits_of("transformers", folder / EXPORTS["merged_folder"], ids),
-        "merged_gguf": logits_of("llamacpp", folder / EXPORTS["merged_gguf"], ids),
+        "merged_folder": logits_of(TRANSFORMERS, folder / EXPORTS["merged_folder"], ids),
+        "merged_gguf": logits_of(LLAMACPP, folder / EXPORTS["merged_gguf"], ids),
     }
     files = file_tables(folder) | {"peft_folder": safetensors_table(producer.saved(adapter, folder / "by_peft"))}
     return {at("exported_logits", part=kind): array for kind, array in logits.items()}, files
@@ -220,10 +231,15 @@ def logits_of(engine: ProducerName, path: Path, ids: Sequence[np.ndarray]) -> np
         return np.concatenate([producer.logits(row.tolist()) for row in ids])
 
 
-def llamacpp_provenance(path: Path) -> dict[str, object]:
-    """What llama.cpp says about itself."""
-    with open_producer("llamacpp", path, n_threads=2) as engine:
-        return engine.provenance()
+def provenance_of(engine: ProducerName, path: Path) -> dict[str, object]:
+    """What an engine says about itself."""
+    with open_producer(engine, path, n_threads=2) as producer:
+        return producer.provenance()
+
+
+def routes_of(golden: TrainingGolden) -> list[Route]:
+    """On what route the files came into each engine."""
+    return [stored_route(golden.provenance, engine) for engine in (PEFT, LLAMACPP, TRANSFORMERS, TRUTH)]
 
 
 def checked(new: TrainingGolden, stored: TrainingGolden, weights: Weights) -> list[str]:
@@ -251,6 +267,7 @@ def differences(
     for name in of_tensors("parameters", config.n_layers):
         ours, theirs = (golden.arrays.get(adapter_name(name)) for golden in (new, stored))
         pairs.append((name, _same(ours, theirs)))
+    pairs.append(("routes", routes_of(new) == routes_of(stored)))
     lines = [f"training {name}: not as stored" for name, equal in pairs if not equal]
     for place, modes in places(config.n_layers).items():
         found = apart(place, new.arrays.get(name_of(place)), stored.arrays.get(name_of(place)))

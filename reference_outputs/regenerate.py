@@ -14,6 +14,7 @@ truth is PEFT's in float64.
 import platform
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from llorch.verify.compare import EXACT, Difference, Tolerance, measure
 from llorch.verify.goldens import (
     N_GREEDY,
     PRODUCERS,
+    TRUTH,
     Evidence,
     Golden,
     TokenCheck,
@@ -137,6 +139,7 @@ def make(name: str) -> Golden:
             for text in TEXTS:
                 tokens[text] |= token_ids(producer, text)
     truth = take_truth(path, cases, evidence, n_greedy=N_GREEDY)
+    engines[TRUTH] = {"route": asdict(truth.evidence.route)}
     refuse_far_witnesses(name, weights, cases, evidence, truth)
     return Golden(
         cases=cases,
@@ -227,6 +230,7 @@ def differences(name: str, new: Golden, stored: Golden) -> list[str]:
     lines = [f"{what}: not as stored" for what in parts if getattr(new, what) != getattr(stored, what)]
     granted = allowed(limits_of(open_weights(builtin_path(name)), stored.cases, stored.truth), stored.truth)
     for producer in PRODUCERS:
+        lines += changed_route(producer, new.evidence[producer], stored.evidence[producer])
         ours, theirs = new.evidence[producer].arrays(), stored.evidence[producer].arrays()
         lines += [f"{producer} {key}: only on one side" for key in sorted(ours.keys() ^ theirs.keys())]
         for key in ours.keys() & theirs.keys():
@@ -236,10 +240,15 @@ def differences(name: str, new: Golden, stored: Golden) -> list[str]:
     return lines
 
 
+def changed_route(name: str, new: Evidence, stored: Evidence) -> list[str]:
+    """A line where the file reached an engine on another route than the stored one."""
+    return [] if new.route == stored.route else [f"{name}: {new.route}; stored: {stored.route}"]
+
+
 def made_otherwise(name: str, stored: Golden) -> list[str]:
     """What of the stored truth is not made again of the stored goldens, one line for each."""
     truth = take_truth(builtin_path(name), stored.cases, stored.evidence, n_greedy=N_GREEDY)
-    lines = []
+    lines = changed_route(TRUTH, truth.evidence, stored.truth.evidence)
     new, old = ({**t.evidence.arrays(), "step logits": t.step_logits} for t in (truth, stored.truth))
     for key in sorted(new.keys() | old.keys()):
         difference = difference_of(old.get(key), new.get(key), key)

@@ -245,7 +245,7 @@ def _numerics(path: Path, engines: Sequence[ProducerName], wanted: Arithmetic) -
 
 def _refuse_residency(wanted: Arithmetic) -> None:
     if wanted.residency != "auto":
-        raise click.UsageError("--weights goes with --numerics ggml; exact numerics decode the weights for all engines")
+        raise click.UsageError("--weights goes with --numerics ggml; exact numerics decode all weights")
 
 
 def _as_stored(path: Path, numerics: Numerics, residency: Residency, given: Input, tell: Say) -> Judged:

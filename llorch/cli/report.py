@@ -14,6 +14,7 @@ from llorch.stages import CHECKPOINTS
 from llorch.verify.compare import FACTOR, FLOOR
 from llorch.verify.goldens import PRODUCERS
 from llorch.verify.judge import FAIL, PASS, TIE, Row
+from llorch.verify.witnesses import Route
 
 _ROWS = (
     "rows: our float32 as it runs, again with every sum in float32 as in larger models, and our float64 (limit 1e-12)\n"
@@ -26,7 +27,8 @@ _COLUMNS = (
     "error: how far ours is from the golden, in the row closest to its limit\n"
     "ours, llamacpp, transformers, peft: how far each is from the truth there: transformers, PEFT in pure float64\n"
     f"limit: {FACTOR:.0f} times the larger of the producers' distances, or what rounding may cost where that is more,\n"
-    f"at least {FLOOR:.1e}; the worst element and every token have theirs"
+    f"at least {FLOOR:.1e}; the worst element and every token have theirs\n"
+    "an engine reads and decodes the file itself, where nothing else is said above a table"
 )
 _DERIVED = "\nnumerics ggml: llama.cpp stands for the truth; limits are derived from its numbers"
 _TRAINING = "\n18 parameters: in learning rates, since near a gradient of eps rounding moves them by a share of one"
@@ -43,6 +45,8 @@ def print_model(out: Console, judged: Judged, *, detail: bool) -> None:
     if judged.numerics:
         out.print(judged.numerics)
     every = lines(judged, by_stage=detail)
+    for line in routes(judged):
+        out.print(line)
     training = [line for line in every if line.checkpoint in TRAINING]
     _print_lines(out, judged, [line for line in every if line not in training], PRODUCERS, detail=detail)
     if training:
@@ -55,6 +59,18 @@ def print_model(out: Console, judged: Judged, *, detail: bool) -> None:
     for tie in _ties(judged):
         out.print(Text(f"{TIE}: {tie}", _STYLES[TIE]))
     out.print()
+
+
+def routes(judged: Judged) -> list[str]:
+    """A line for each route of a file on which not all was read and decoded in it by the engine itself."""
+    found: dict[Route, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for row in judged.rows:
+        if row.route is not None and not row.route.is_direct:
+            found[row.route][row.producer].add(row.checkpoint)
+    return [
+        f"{', '.join(f'{p} at {min(at)}' if len(at) == 1 else p for p, at in producers.items())}: {route}"
+        for route, producers in found.items()
+    ]
 
 
 def _print_lines(

@@ -55,7 +55,8 @@ def command(
 
     A built-in model is compared with stored goldens. For a .gguf file or a Hugging Face folder both engines run now;
     they come with pip install 'llorch[golden]'. A quantised, F16 or BF16 .gguf file is compared with llama.cpp running
-    that very file, its rounding of inputs emulated (--numerics ggml); --numerics exact decodes it for both engines.
+    that very file, its rounding of inputs emulated (--numerics ggml); with --numerics exact each engine decodes it. A
+    line above a table says what an engine did not read in the file by itself; in --json every row has it as `route`.
 
     With --backend torch the torch modules are judged on one device, in float64, float32 and bfloat16, or in --dtype:
     as they are written, with their fastest parts, reproducible, and in a batch with padding. Limits of half

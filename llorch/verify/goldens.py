@@ -21,7 +21,7 @@ from llorch.files.names import inventory
 from llorch.sampling import SamplingSettings
 from llorch.verify.compare import Difference
 from llorch.verify.places import Pass
-from llorch.verify.witnesses import Call, Producer
+from llorch.verify.witnesses import Call, Producer, Route, stored_route
 
 PRODUCERS = ("llamacpp", "transformers")
 TRUTH = "truth"
@@ -51,12 +51,14 @@ class Evidence:
         selected_logits: The row its sampler sees after the tokens of `near`.
         probabilities: Name in `SAMPLINGS` to its distribution, made from `sampler_inputs`.
         greedy: Its greedy continuation of `near`.
+        route: Of the file into the producer.
     """
 
     traces: Mapping[str, Mapping[str, np.ndarray]]
     selected_logits: np.ndarray
     probabilities: Mapping[str, np.ndarray]
     greedy: np.ndarray
+    route: Route
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Everything under one name each, as stored."""
@@ -65,7 +67,7 @@ class Evidence:
         return flat | {"near/selected_logits": self.selected_logits, "near/generation": self.greedy}
 
     @classmethod
-    def from_arrays(cls, flat: Mapping[str, np.ndarray]) -> "Evidence":
+    def from_arrays(cls, flat: Mapping[str, np.ndarray], route: Route) -> "Evidence":
         """The inverse of `arrays`."""
         traces: dict[str, dict[str, np.ndarray]] = {}
         for name, array in flat.items():
@@ -77,6 +79,7 @@ class Evidence:
             greedy=near.pop("generation"),
             probabilities={name: near.pop(f"probabilities.{name}") for name in SAMPLINGS},
             traces=traces,
+            route=route,
         )
 
 
@@ -190,6 +193,7 @@ def shown_by(producer: Producer, cases: Mapping[str, Pass], answers: Sequence[An
         selected_logits=selected,
         probabilities={name: producer.probabilities(logits, settings, history) for name, settings in SAMPLINGS.items()},
         greedy=np.asarray(greedy, np.int64),
+        route=producer.route,
     )
 
 
@@ -267,12 +271,13 @@ def read(folder: Path) -> Golden:
             f"golden {folder / 'golden.json'}: expected isolated distances of {' and '.join(PRODUCERS)}, "
             f"got {sorted(record.get('isolated', {})) or 'none'}; run reference_outputs/regenerate.py"
         )
-    true = load_file(folder / f"{TRUTH}.safetensors")
-    steps = true.pop(STEP_LOGITS)
+    shown = {name: load_file(folder / f"{name}.safetensors") for name in (*PRODUCERS, TRUTH)}
+    steps = shown[TRUTH].pop(STEP_LOGITS)
+    made = {name: Evidence.from_arrays(a, stored_route(record["provenance"], name)) for name, a in shown.items()}
     return Golden(
-        truth=Truth(Evidence.from_arrays(true), steps, _distances(record["isolated"])),
+        truth=Truth(made.pop(TRUTH), steps, _distances(record["isolated"])),
         cases={name: Pass(tuple(case["ids"]), case["first_position"]) for name, case in record["cases"].items()},
-        evidence={p: Evidence.from_arrays(load_file(folder / f"{p}.safetensors")) for p in PRODUCERS},
+        evidence=made,
         tensors=record["tensors"],
         tokens=[TokenCheck(**check) for check in record["tokens"]],
         provenance=record["provenance"],

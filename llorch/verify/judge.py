@@ -5,13 +5,15 @@ ours may be from it. A runner computes; `judge` compares.
 """
 
 import math
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 
 import numpy as np
 
 from llorch.verify.compare import Difference, Tolerance, measure, measure_in
 from llorch.verify.places import Place
+from llorch.verify.witnesses import Route
 
 PASS, FAIL, TIE = "PASS", "FAIL", "TIE"
 
@@ -39,11 +41,14 @@ class Row:
     flips: int = 0  # values of this stage that the next product rounds to another side than the golden's
     token_error: float = math.nan  # of the token that is nearest to its limit; NaN where tokens are not told apart
     tolerance_token: float = math.nan
+    route: Route | None = None  # of the file into the producer; None where what is compared is the file, or its text
     place: Place = field(default=Place("", ""), repr=False, compare=False)
 
     def record(self) -> dict[str, object]:
         """As `--json` gives it; the place is in the other fields."""
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "place"}
+        shown: dict[str, object] = {each.name: getattr(self, each.name) for each in fields(self)}
+        del shown["place"]
+        return shown | {"route": self.route and asdict(self.route)}
 
 
 @dataclass(frozen=True)
@@ -143,6 +148,11 @@ def exact_row(place: Place, witness: str, wrong: float, note: str, *, model: str
         note=note,
         place=place,
     )
+
+
+def routed(rows: Iterable[Row], routes: Mapping[str, Route]) -> Iterator[Row]:
+    """The same rows, each with the route of its producer."""
+    return (replace(row, route=routes[row.producer]) for row in rows)
 
 
 def tied(row: Row, note: str) -> Row:

@@ -3,7 +3,7 @@
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -40,7 +40,11 @@ def golden() -> Golden:
 def changed(golden: Golden, name: str, change: Callable[[np.ndarray], np.ndarray], producer: str) -> Golden:
     arrays = golden.evidence[producer].arrays()
     arrays[name] = change(arrays[name].copy())
-    return replace(golden, evidence={**golden.evidence, producer: Evidence.from_arrays(arrays)})
+    return replace(golden, evidence={**golden.evidence, producer: of_arrays(golden, producer, arrays)})
+
+
+def of_arrays(golden: Golden, producer: str, arrays: dict[str, np.ndarray]) -> Evidence:
+    return Evidence.from_arrays(arrays, golden.evidence[producer].route)
 
 
 def one_number(array: np.ndarray) -> np.ndarray:
@@ -107,9 +111,17 @@ def test_the_derived_limit_decides(script: ModuleType, golden: Golden):
 def test_a_stage_on_one_side_only_is_a_difference(script: ModuleType, golden: Golden, producer: str):
     arrays = golden.evidence[producer].arrays()
     del arrays["far/l0.q_norm"]
-    less = replace(golden, evidence={**golden.evidence, producer: Evidence.from_arrays(arrays)})
+    less = replace(golden, evidence={**golden.evidence, producer: of_arrays(golden, producer, arrays)})
     for new, stored in ((less, golden), (golden, less)):
         assert script.differences(NAME, new, stored) == [f"{producer} far/l0.q_norm: only on one side"]
+
+
+def test_another_route_into_an_engine_is_a_difference(script: ModuleType, golden: Golden):
+    shown = golden.evidence["llamacpp"]
+    other = replace(shown, route=replace(shown.route, written="someone"))
+    new = replace(golden, evidence={**golden.evidence, "llamacpp": other})
+    wanted = "read and decoded by llamacpp, written by someone; stored: read and decoded by llamacpp"
+    assert script.differences(NAME, new, golden) == [f"llamacpp: {wanted}"]
 
 
 def test_other_inputs_tensors_and_token_ids_are_differences(script: ModuleType, golden: Golden):
@@ -256,7 +268,8 @@ def test_what_engines_show_becomes_goldens(script: ModuleType, golden: Golden, m
     made = script.make(NAME)
     assert script.differences(NAME, made, golden) == []
     assert made.provenance["weights_sha256"] == golden.provenance["weights_sha256"]
-    assert made.provenance["engines"] == {name: {"producer": name} for name in PRODUCERS}
+    route = {"route": asdict(golden.truth.evidence.route)}
+    assert made.provenance["engines"] == {name: {"producer": name} for name in PRODUCERS} | {"truth": route}
 
 
 def test_far_witnesses_are_refused_before_anything_is_written(

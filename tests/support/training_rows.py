@@ -44,7 +44,7 @@ def expected(backend: str, model: str) -> Iterator[str]:
         files = {name.partition("/")[2] for name in names if "exported_logits" in name and mode == "chained"}
         left_out = {"numpy": (), "numpy-float32": ("exported_logits",), WIDE: ("exported_logits",)}
         for text in of_mode | files:
-            (witness,) = [witness for witness in ("peft", "llamacpp") if f"{witness}/{text}" in names]
+            (witness,) = [witness for witness in ("peft", "llamacpp", "transformers") if f"{witness}/{text}" in names]
             stage = next(part for part in text.partition("/")[2].split(".") if not part[1:].isdigit())
             if stage in left_out.get(backend, NOT_ON_TORCH):
                 continue

@@ -23,7 +23,7 @@ from llorch.verify.goldens import (
 )
 from llorch.verify.places import Pass
 from llorch.verify.suites.quantised_goldens import FOLDER as QUANTISED
-from llorch.verify.witnesses import Producer, one_by_one
+from llorch.verify.witnesses import Producer, Route, one_by_one
 
 
 @pytest.mark.parametrize("name", BUILTIN)
@@ -96,7 +96,7 @@ def test_a_large_model_and_a_full_context_are_continued_by_fewer_tokens():
 
 
 def test_an_engine_is_asked_for_every_case_setting_and_token():
-    engine = Mock(spec=Producer)
+    engine = Mock(spec=Producer, route=Route("an engine", "an engine"))
     engine.trace.side_effect = lambda ids, first_position: {"logits": np.array([first_position])}
     engine.selected_logits.return_value = np.zeros(50, np.float32)
     engine.probabilities.side_effect = lambda logits, settings, history: logits
@@ -112,6 +112,7 @@ def test_an_engine_is_asked_for_every_case_setting_and_token():
     assert {case: trace["logits"].tolist() for case, trace in taken.traces.items()} == {"near": [0], "far": [400]}
     assert taken.greedy.tolist() == [4] * 24
     assert taken.probabilities.keys() == SAMPLINGS.keys()
+    assert taken.route == engine.route
 
 
 def test_the_sampler_sees_logits_of_both_signs_and_likely_tokens_that_repeat():

@@ -23,7 +23,7 @@ from llorch.verify.runners.numpy import EDGE, GgmlRunner, adopt_edges, emulated,
 from llorch.verify.suites import files
 from llorch.verify.suites.forward import ForwardSuite
 from llorch.verify.suites.quantised_models import write_model
-from llorch.verify.witnesses import open_producer
+from llorch.verify.witnesses import Route, open_producer
 from llorch.verify.witnesses.process import in_child
 
 IDS = [5, 17, 33, 60, 2, 42, 8, 90, 71, 29]
@@ -135,7 +135,7 @@ def suite(
     trace = run(weights, case)
     trace["logits"] = change(trace["logits"].copy())
     greedy = trace["logits"][-n_greedy:].argmax(axis=-1)
-    shown = Evidence({"near": trace}, selected_logits=trace["logits"][-1], probabilities={}, greedy=greedy)
+    shown = Evidence({"near": trace}, trace["logits"][-1], probabilities={}, greedy=greedy, route=Route("us", "us"))
     n_prompt = len(ids) + 1 - n_greedy
     made = ForwardSuite("m", weights, {"near": case}, {"llamacpp": shown}, None, n_prompt=n_prompt)
     return made, GgmlRunner(weights, {"near": trace}, {"near": made.limits("near")})

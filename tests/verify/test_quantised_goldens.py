@@ -17,6 +17,7 @@ from llorch.stages import input_key, keys
 from llorch.verify.places import Pass
 from llorch.verify.suites.quantised_goldens import FOLDER, ROUNDED_TO, QuantisedGolden, read, save, types
 from llorch.verify.suites.quantised_models import MODELS
+from llorch.verify.witnesses import Route
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +37,7 @@ def test_goldens_say_where_they_come_from():
     provenance = golden().provenance
     engine = provenance["engines"]["llamacpp"]  # pyright: ignore[reportIndexIssue]
     assert engine["knobs"]["weights"] == "as in the file"
+    assert golden().evidence("Q8_0")["llamacpp"].route == Route("llamacpp", "llamacpp")
     assert engine["knobs"]["type_k"] == engine["knobs"]["type_v"] == "F32"
     assert {"command", "rounding", "numpy", "machine"} <= provenance.keys()
 

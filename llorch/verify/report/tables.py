@@ -5,7 +5,7 @@ off depends a little on the machine's BLAS, and so do derived limits; such numbe
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,11 +14,14 @@ from llorch.stages import BY_NAME, STAGES, Stage
 from llorch.verify.goldens import PRODUCERS, SAMPLINGS, Golden
 from llorch.verify.judge import PASS, TIE, Row
 from llorch.verify.mistakes import MISTAKES, checkpoint_of, of_checkpoint
+from llorch.verify.suites.quantised_goldens import FOLDER as QUANTISED
+from llorch.verify.training.goldens import TRUTH
 from llorch.verify.truth import WITNESS
 
 ENGINES = {
     "llamacpp": "llama.cpp", "transformers": "transformers", "reader": "gguf package", "peft": "PEFT",
     "ours": "our file that llama.cpp loaded", WITNESS: "transformers in float64",
+    TRUTH: "PEFT in float64",
 }  # fmt: skip
 MODES = ("isolated", "chained", "decode")
 PACKAGE = Path(__file__).resolve().parents[2]
@@ -126,7 +129,18 @@ def index_blocks(
     return {
         "checkpoints": table(("no", "page", "compared", "mistakes"), lines),
         "witnesses": "\n".join(f"- {line}" for line in sorted({*witnesses, *trainers})),
+        "routes": table(("model", "witness", "its file"), routes(rows)),
     }
+
+
+def routes(rows: Sequence[Row]) -> Iterator[Sequence[str]]:
+    """On what routes files came into the engines."""
+    models: dict[tuple[str, str], dict[str, None]] = {}
+    for row in rows:
+        if row.route is not None:
+            name = QUANTISED if row.checkpoint == "13" else row.model
+            models.setdefault((ENGINES.get(row.producer, row.producer), str(row.route)), {})[name] = None
+    return ([", ".join(names), engine, route] for (engine, route), names in sorted(models.items()))
 
 
 def models_with_goldens() -> list[str]:

@@ -7,7 +7,7 @@ from llorch.builtin import goldens_folder
 from llorch.verify.judge import Row
 from llorch.verify.report.tables import ENGINES, Blocks, equal, link, mistakes, roughly, short, table
 from llorch.verify.training.goldens import HALF_DTYPES, MODELS, TRUTH, TrainingGolden, read
-from llorch.verify.training.places import LLAMACPP, MODES, PEFT
+from llorch.verify.training.places import LLAMACPP, MODES, PEFT, TRANSFORMERS
 from llorch.verify.training.stages import BY_GROUP, TRAINING_STAGES
 
 HALF = "17"  # the checkpoint whose page shows runs in half precision, of all of them
@@ -43,9 +43,10 @@ def distances(rows: Sequence[Row]) -> str:
         groups.setdefault((row.place.stage, row.mode, row.case), []).append(row)
     places = list(BY_GROUP)
     ordered = sorted(groups, key=lambda k: (places.index(k[0]), MODES.index(k[1])))
-    columns = ("stage", "mode", "case", *(ENGINES[p] for p in (LLAMACPP, PEFT)), "our float64", "ours", "tolerance")
-    lines = ([f"`{stage}`", mode, case, *_largest(groups[stage, mode, case])] for stage, mode, case in ordered)
-    return f"Models: {', '.join(MODELS)}.\n\n{table(columns, lines, right=5)}"
+    producers = [p for p in (LLAMACPP, TRANSFORMERS, PEFT) if any(row.producer == p for row in rows)]
+    columns = ("stage", "mode", "case", *(ENGINES[p] for p in producers), "our float64", "ours", "tolerance")
+    lines = ([f"`{at[0]}`", *at[1:], *_largest(groups[at], producers)] for at in ordered)
+    return f"Models: {', '.join(MODELS)}.\n\n{table(columns, lines, right=len(producers) + 3)}"
 
 
 def half() -> str:
@@ -80,12 +81,12 @@ def _half_cells(goldens: Sequence[TrainingGolden], mode: str, name: str) -> Iter
         yield short(max(t.error for t in allowed if t), 2) if all(allowed) else "of float32"
 
 
-def _largest(rows: Sequence[Row]) -> list[str]:
-    producers = []
-    for name in (LLAMACPP, PEFT):
+def _largest(rows: Sequence[Row], producers: Sequence[str]) -> list[str]:
+    cells = []
+    for name in producers:
         found = [row.producer_error for row in rows if row.producer == name]
-        producers.append(short(max(found), 2) if found else "-")
+        cells.append(short(max(found), 2) if found else "-")
     wide = max((row.error for row in rows if row.producer == TRUTH), default=math.nan)
     narrow = [row for row in rows if row.producer != TRUTH]
     ours, allowed = max(row.truth_error for row in narrow), max(row.tolerance for row in narrow)
-    return [*producers, roughly(wide), roughly(ours), short(allowed, 2)]
+    return [*cells, roughly(wide), roughly(ours), short(allowed, 2)]

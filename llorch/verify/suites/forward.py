@@ -21,7 +21,7 @@ from llorch.files import Weights
 from llorch.stages import BY_NAME, Stage, key, keys
 from llorch.verify.compare import EXACT, Difference, Tolerance, measure
 from llorch.verify.goldens import SAMPLINGS, Evidence, Truth, sampler_inputs
-from llorch.verify.judge import FAIL, Claim, Row, judge, tied
+from llorch.verify.judge import FAIL, Claim, Row, judge, routed, tied
 from llorch.verify.limits import (
     ARITHMETICS,
     CHAINED,
@@ -39,6 +39,7 @@ from llorch.verify.runners import Runner, See
 from llorch.verify.runners.shared import SharedWeights
 from llorch.verify.suites.tokens import Tokens, edge_of_top_p
 from llorch.verify.truth import ATTENTION, WITNESS, distance
+from llorch.verify.witnesses import Route
 
 COPIES = ("embed", "k_cache", "v_cache")  # isolated they are exact: nothing is computed
 
@@ -89,7 +90,14 @@ class ForwardSuite:
         ]
         *judged, row, text = self._made(runner, [*self._stage_passes(runner), *self._decode_passes(runner), *sampled])
         with runner.arithmetic():
-            return [*chain.from_iterable(judged), *self._sampler_rows(runner, row, text)]
+            rows = chain(chain.from_iterable(judged), self._sampler_rows(runner, row, text))
+            return list(routed(rows, self.routes))
+
+    @property
+    def routes(self) -> Mapping[str, Route]:
+        """Of the file into each witness."""
+        true = {WITNESS: self.truth.evidence} if self.truth is not None else {}
+        return {name: shown.route for name, shown in {**self.evidence, **true}.items()}
 
     def stage_rows(self, runner: Runner) -> list[Row]:
         """Checkpoints 00 to 08: every stage and layer, isolated and chained; and logits with no flip replaced."""

@@ -27,7 +27,7 @@ from llorch.pytorch.model import speed_up
 from llorch.pytorch.packing import PACKERS, decode, pack
 from llorch.stages import Stage, input_key, keys, matrix_of
 from llorch.verify.compare import Tolerance
-from llorch.verify.judge import PASS, Claim, Row, exact_row, judge
+from llorch.verify.judge import PASS, Claim, Row, exact_row, judge, routed
 from llorch.verify.limits import ARITHMETICS, FLOAT32, WORST, product_error
 from llorch.verify.places import Place
 from llorch.verify.suites.quantised import CHECKPOINT, PRODUCER, made_models, other_bits, suite_of
@@ -74,9 +74,10 @@ def product_rows(name: str, path: Path, golden: QuantisedGolden, target: Target)
     weights = open_weights(path).using(GGML)
     with closing(weights.source):
         model = load_packed(weights, dtype=target.dtype, device=target.device)
-        yield from leaf_rows(name, weights, golden, model, target, f"{target}-plain")
+        routes = {name: shown.route for name, shown in golden.evidence(name).items()}
+        yield from routed(leaf_rows(name, weights, golden, model, target, f"{target}-plain"), routes)
         speed_up(model, target, "sdpa", compiled=False)
-        yield from leaf_rows(name, weights, golden, model, target, str(target))
+        yield from routed(leaf_rows(name, weights, golden, model, target, str(target)), routes)
 
 
 def leaf_rows(

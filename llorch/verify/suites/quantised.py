@@ -27,7 +27,7 @@ from llorch.ops.rounding import (
     quantize_blocks,
     round_activations,
 )
-from llorch.verify.judge import PASS, Row, exact_row
+from llorch.verify.judge import PASS, Row, exact_row, routed
 from llorch.verify.places import Place
 from llorch.verify.runners.numpy import GGML, GgmlRunner
 from llorch.verify.suites.files import fingerprint
@@ -114,7 +114,7 @@ def stage_rows(name: str, path: Path, golden: QuantisedGolden) -> Iterator[Row]:
         for backend, packed in BACKENDS.items():
             packable = weights.using(numerics.GGML, packed=packed)
             runner = GgmlRunner(packable, {CASE: golden.traces[name]}, {CASE: suite.limits(CASE)}, backend)
-            for row in chain(suite.stage_rows(runner), suite.decode_rows(runner)):
+            for row in routed(chain(suite.stage_rows(runner), suite.decode_rows(runner)), suite.routes):
                 yield replace(row, checkpoint=CHECKPOINT)
 
 

@@ -16,6 +16,7 @@ from llorch.files.quant import GGMLType
 from llorch.verify.goldens import Evidence
 from llorch.verify.places import Pass
 from llorch.verify.suites.quantised_models import MODELS
+from llorch.verify.witnesses import stored_route
 
 FOLDER = "quantised"
 CASE = "near"
@@ -46,8 +47,8 @@ class QuantisedGolden:
 
     def evidence(self, model: str) -> dict[str, Evidence]:
         """What a verifier is given for one model."""
-        none = np.empty(0)
-        return {"llamacpp": Evidence({CASE: self.traces[model]}, selected_logits=none, probabilities={}, greedy=none)}
+        none, route = np.empty(0), stored_route(self.provenance, "llamacpp")
+        return {"llamacpp": Evidence({CASE: self.traces[model]}, none, probabilities={}, greedy=none, route=route)}
 
 
 def types() -> list[GGMLType]:

@@ -8,6 +8,7 @@ Limits are those of `training.limits`. Parameters are measured in learning rates
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 
 import numpy as np
 
@@ -27,6 +28,7 @@ from llorch.verify.training.places import CHAINED, ISOLATED, MODES, Arrays, plac
 from llorch.verify.training.recipe import OPTIMIZER
 from llorch.verify.training.runner import NumpyRunner
 from llorch.verify.training.stages import BY_GROUP
+from llorch.verify.witnesses import OURS, stored_route
 
 Granted = Callable[[Place, str], Tolerance]  # of a place and a mode
 
@@ -65,7 +67,7 @@ def _rows_of(
         if backend == "numpy":
             logits, files = exported(weights, golden)
             ours[CHAINED].update(logits)
-    yield from rows(name, claimed, ours, backend, left_out=() if files else limits.FROM_FILES)
+    yield from routed(rows(name, claimed, ours, backend, left_out=() if files else limits.FROM_FILES), golden)
     yield from (file_row(name, kind, table, golden.files[kind]) for kind, table in files.items())
 
 
@@ -76,6 +78,14 @@ def rows(
     for claim in claimed:
         if claim.place.stage not in left_out:
             yield judge(claim, ours[claim.mode].get(claim.place), model=name, backend=backend)
+
+
+def routed(found: Iterator[Row], golden: TrainingGolden) -> Iterator[Row]:
+    """The same rows, each with the route of its producer; adapters and merged models were written by us."""
+    for row in found:
+        route = stored_route(golden.provenance, row.producer)
+        ours = row.place.stage in limits.FROM_FILES and row.producer != TRUTH
+        yield replace(row, route=replace(route, written=OURS) if ours else route)
 
 
 def claims(

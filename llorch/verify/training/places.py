@@ -14,8 +14,10 @@ from llorch.verify.training.recipe import MERGED, SCHEDULES, SHARED_INPUT, SMOOT
 from llorch.verify.training.stages import BY_GROUP
 
 ISOLATED, CHAINED = MODES = ("isolated", "chained")
-PEFT, LLAMACPP = "peft", "llamacpp"
-LOADED_BY = {"peft_folder": PEFT, "merged_folder": PEFT, "lora_gguf": LLAMACPP, "merged_gguf": LLAMACPP}  # kind -> whom
+PEFT, LLAMACPP, TRANSFORMERS = ("peft", "llamacpp", "transformers")
+LOADED_BY = {  # kind -> whom
+    "peft_folder": PEFT, "merged_folder": TRANSFORMERS, "lora_gguf": LLAMACPP, "merged_gguf": LLAMACPP,
+}  # fmt: skip
 INPUT_OF = {  # matrix -> the stage that goes into it
     "q_proj": "attn_norm", "k_proj": "attn_norm", "v_proj": "attn_norm", "o_proj": "attn_context",
     "gate_proj": "ffn_norm", "up_proj": "ffn_norm", "down_proj": "ffn_act",

@@ -30,7 +30,7 @@ from llorch.pytorch.train.step import Stepper
 from llorch.train.batch import IGNORED
 from llorch.verify.judge import Row
 from llorch.verify.places import Place
-from llorch.verify.training.claims import claims, rows, stored
+from llorch.verify.training.claims import claims, routed, rows, stored
 from llorch.verify.training.goldens import HALF_DTYPES, TrainingGolden
 from llorch.verify.training.limits import NUMPY_ALONE
 from llorch.verify.training.places import (
@@ -80,7 +80,7 @@ def torch_rows(name: str, weights: Weights, golden: TrainingGolden, target: Targ
         runner = TorchRunner(weights, golden, target, as_trainer=as_trainer)
         ours = {ISOLATED: dict(runner.isolated()), CHAINED: dict(runner.chained())}
         claimed = claims(golden, weights.config, dtype)
-        yield from rows(name, claimed, ours, f"{target}{suffix}", left_out=NUMPY_ALONE)
+        yield from routed(rows(name, claimed, ours, f"{target}{suffix}", left_out=NUMPY_ALONE), golden)
 
 
 class TorchRunner:

@@ -6,6 +6,7 @@ Nothing of either engine is imported in this process, so llorch works without th
 import importlib
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast, get_args, runtime_checkable
@@ -21,7 +22,44 @@ from llorch.verify.witnesses.process import GGML_VARIABLES, EngineInChild, Say
 
 ProducerName = Literal["llamacpp", "transformers"]
 Call = tuple[str, Sequence, Mapping]  # a method, its arguments, and those that have names
+OURS = "llorch"  # in routes
 _PACKAGES = {"llamacpp": ("llama_cpp",), "transformers": ("torch", "transformers")}
+
+
+@dataclass(frozen=True)
+class Route:
+    """Whose hands a model goes through on its way from its file into an engine: of ours the engine is no witness.
+
+    Attributes:
+        read: Who found the tensors in the file, and the hyperparameters but those `told`.
+        decoded: Who made numbers of them.
+        written: Who wrote what the engine loaded instead; empty where that was the file itself.
+        told: Hyperparameters, by the engine's names, that it did not find in the file: llorch read them.
+    """
+
+    read: str
+    decoded: str
+    written: str = ""
+    told: tuple[str, ...] = ()
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether the engine read all of it in the file itself."""
+        return not self.written and not self.told and self.read == self.decoded != OURS
+
+    def __str__(self) -> str:
+        read = "read and decoded" if self.read == self.decoded else f"read by {self.read}, decoded"
+        written = f", written by {self.written}" if self.written else ""
+        told = f", {' and '.join(self.told)} read by {OURS}" if self.told else ""
+        return f"{read} by {self.decoded}{written}{told}"
+
+
+def stored_route(provenance: Mapping[str, Any], engine: str) -> Route:
+    """The route that goldens state for an engine; they have to (ValueError)."""
+    said = provenance["engines"].get(engine, {}).get("route")
+    if said is None:
+        raise ValueError(f"golden: does not say how the file reached {engine}; run reference_outputs/regenerate.py")
+    return Route(**said | {"told": tuple(said["told"])})
 
 
 @runtime_checkable
@@ -31,6 +69,7 @@ class Producer(Protocol):
     name: str
     config: ModelConfig
     n_threads: int
+    route: Route
 
     def __enter__(self) -> "Producer": ...
 

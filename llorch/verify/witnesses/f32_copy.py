@@ -1,7 +1,7 @@
 """A GGUF file of the same weights in one float type, for an engine whose arithmetic depends on the type.
 
-llama.cpp's own quantiser makes float32 of a file: what it computes from was then decoded and written by llama.cpp. A
-folder, and a copy in half precision, are read and written by llorch, and the provenance says so.
+Of a GGUF file llama.cpp's own quantiser makes it: what it computes from was then decoded and written by llama.cpp. A
+folder, which no part of its package reads, is read and written by llorch, and the route says so.
 """
 
 import ctypes
@@ -16,14 +16,13 @@ from pathlib import Path
 
 from llorch.config import ModelConfig
 from llorch.files import Weights, open_weights
-from llorch.files.export import gguf_size, write_gguf
+from llorch.files.export import FILE_TYPES, gguf_size, write_gguf
 from llorch.files.gguf import GGUFFile
 from llorch.files.quant import GGMLType
 from llorch.numerics import DtypeName
+from llorch.verify.witnesses import OURS, Route
 
 logger = logging.getLogger(__name__)
-
-ALL_F32 = 0  # LLAMA_FTYPE_ALL_F32 of llama.h
 
 FLOAT_TYPES: Mapping[DtypeName, GGMLType] = {
     "float32": GGMLType.F32,
@@ -33,31 +32,31 @@ FLOAT_TYPES: Mapping[DtypeName, GGMLType] = {
 
 
 @contextmanager
-def float_gguf(path: Path, dtype: DtypeName) -> Iterator[tuple[Path, ModelConfig, str]]:
-    """Give a path at which a GGUF file of the model lies whose matrices have one float type, and what it holds.
+def float_gguf(path: Path, dtype: DtypeName) -> Iterator[tuple[Path, ModelConfig, Route]]:
+    """Give a path at which a GGUF file of the model lies whose matrices have one float type, and the route to it.
 
     An all-F32 file is given as it is when that is asked for; anything else is written to a temporary file, which is
     removed at the end. Norms and biases are F32 in every file. A weight that float16 cannot hold is refused.
     """
     with ExitStack() as resources:
         weights = open_weights(path)
-        content = "F32"
+        route = Route("llamacpp", "llamacpp")
         with closing(weights.source):
             if dtype != "float32" or not _is_f32_gguf(weights):
                 folder = resources.enter_context(tempfile.TemporaryDirectory(prefix="llorch-"))
-                path, content = _written(weights, Path(folder) / f"{dtype}.gguf", dtype)
-        yield path, weights.config, content
+                path, route = _written(weights, Path(folder) / f"{dtype}.gguf", dtype)
+        yield path, weights.config, route
 
 
-def _written(weights: Weights, copy: Path, dtype: DtypeName) -> tuple[Path, str]:
+def _written(weights: Weights, copy: Path, dtype: DtypeName) -> tuple[Path, Route]:
     n_bytes = gguf_size(weights.config, FLOAT_TYPES[dtype])
     _check_room(n_bytes, dtype, copy.parent)
     logger.info("%s: goes to llama.cpp as %s, %.1f MB in %s", weights.path, dtype, n_bytes / 1e6, copy)
-    if dtype == "float32" and isinstance(weights.source, GGUFFile):
-        write_by_llamacpp(Path(weights.path), copy, ALL_F32)
-        return copy, "F32, decoded and written by llama.cpp"
+    if isinstance(weights.source, GGUFFile):
+        write_by_llamacpp(Path(weights.path), copy, FILE_TYPES[FLOAT_TYPES[dtype]])
+        return copy, Route("llamacpp", "llamacpp", "llamacpp")
     write_gguf(weights, copy, ggml_type=FLOAT_TYPES[dtype], tokenizer_metadata=None)
-    return copy, f"{FLOAT_TYPES[dtype].name}, read and written by llorch"
+    return copy, Route(OURS, OURS, OURS)
 
 
 def write_by_llamacpp(path: Path, copy: Path, ftype: int) -> None:

@@ -5,7 +5,7 @@ flash attention, no repacked weights, one micro-batch, no GPU. llama.cpp's CPU b
 suit the weights' type when these are F16, BF16 or quantised (an error near 1e-2), so llama.cpp's own quantiser makes a
 temporary F32 file first: we ask what these weights mean. With the numerics `ggml` it is given the file as it is: then
 we ask what llama.cpp computes from it. And a temporary file in bfloat16 or float16 asks what a run in that dtype is:
-products round their inputs to it, everything else stays float32.
+products round their inputs to it, everything else stays float32. How a copy is made, see f32_copy.
 """
 
 import ctypes
@@ -14,6 +14,7 @@ import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ from llorch.files import open_weights
 from llorch.numerics import EXACT, DtypeName, Numerics
 from llorch.sampling import SamplingSettings
 from llorch.threads import n_threads_for
-from llorch.verify.witnesses import Call, Trace, check_ids, checked_trace, ggml_tensor, one_by_one
-from llorch.verify.witnesses.f32_copy import float_gguf
+from llorch.verify.witnesses import Call, Route, Trace, check_ids, checked_trace, ggml_tensor, one_by_one
+from llorch.verify.witnesses.f32_copy import FLOAT_TYPES, float_gguf
 from llorch.verify.witnesses.llamacpp_graph import GraphCapture, Watcher
 
 logger = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ class LlamaCpp:
         self.numerics = numerics
         self.dtype: DtypeName = dtype
         with ExitStack() as resources:
-            run_path, self.config, self.weights = resources.enter_context(_as_run(self.path, numerics, dtype))
+            run_path, self.config, self.route = resources.enter_context(_as_run(self.path, numerics, dtype))
             self.n_threads = n_threads or n_threads_for(self.config)
             model = vocabulary = resources.enter_context(_loaded_model(run_path, self.path, dtype))
             if run_path != self.path and self.path.is_file():
@@ -180,11 +181,13 @@ class LlamaCpp:
             "ggml_commit": ggml_tensor.libggml.ggml_commit().decode(),
             "system": llama_cpp.llama_print_system_info().decode().strip(" |"),
             "n_threads": self.n_threads,
+            "route": asdict(self.route),
             "knobs": self._knobs(),
         }
 
     def _knobs(self) -> dict[str, object]:
-        return {"weights": self.weights, "type_k": self._cache_type, "type_v": self._cache_type, **KNOBS}
+        weights = FLOAT_TYPES[self.dtype].name if self.numerics == EXACT else "as in the file"
+        return {"weights": weights, "type_k": self._cache_type, "type_v": self._cache_type, **KNOBS}
 
     @property
     def _cache_type(self) -> str:
@@ -221,8 +224,8 @@ class LlamaCpp:
 
 
 @contextmanager
-def _as_run(path: Path, numerics: Numerics, dtype: DtypeName) -> Iterator[tuple[Path, ModelConfig, str]]:
-    """The file that llama.cpp is given, its configuration, and what its matrices are."""
+def _as_run(path: Path, numerics: Numerics, dtype: DtypeName) -> Iterator[tuple[Path, ModelConfig, Route]]:
+    """The file that llama.cpp is given, its configuration, and how what it holds came there."""
     if numerics == EXACT:
         with float_gguf(path, dtype) as given:
             yield given
@@ -233,7 +236,7 @@ def _as_run(path: Path, numerics: Numerics, dtype: DtypeName) -> Iterator[tuple[
         raise ValueError(f"{path}: ggml numerics need a GGUF file; make one with llorch convert")
     weights = open_weights(path)
     weights.source.close()
-    yield path, weights.config, "as in the file"
+    yield path, weights.config, Route("llamacpp", "llamacpp")
 
 
 @contextmanager

@@ -1,8 +1,9 @@
 """Goldens from transformers: the family's own class with eager attention, watched by hooks; in float32, if not told.
 
-A Hugging Face folder is loaded by transformers itself. So are the weights of a GGUF file, and what its loader reads of
-the hyperparameters, so that a number which we misread is no part of the truth; the rest of the config is made by us.
-Types that its loader does not know are decoded by us, and the provenance says who did.
+A Hugging Face folder is loaded by transformers itself. So are the weights of a GGUF file and the hyperparameters that
+its loader knows, so that a number which we misread is no part of the truth. What it does not read (`head_dim` of Qwen3,
+a frequency scaling, whether there are biases) it is told by us; tensors of which it does not know the type are read and
+decoded by us. The route says both.
 
 In float64 every cast to a narrower dtype is widened, see float64_everywhere: this is the truth that others are judged
 by. A model that does not fit the memory has one layer at a time in it, see transformers_streamed.
@@ -13,7 +14,7 @@ frequencies stay float32, which `model.to(dtype)` would round.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, redirect_stderr
 from copy import deepcopy
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property, partial
 from io import StringIO
 from pathlib import Path
@@ -38,7 +39,7 @@ from llorch.threads import limited, n_threads_for
 from llorch.verify.compare import Difference
 from llorch.verify.lockstep import fits
 from llorch.verify.truth import ATTENTION, distance
-from llorch.verify.witnesses import Call, Trace, check_ids, checked_trace, one_by_one
+from llorch.verify.witnesses import OURS, Call, Route, Trace, check_ids, checked_trace, one_by_one
 from llorch.verify.witnesses.child import tell
 from llorch.verify.witnesses.float64_everywhere import float64_everywhere
 from llorch.verify.witnesses.transformers_capture import as_array, captured
@@ -93,14 +94,14 @@ class Transformers:
             self._streamed: Streamed | None = None
             with _quiet(), _refusals(), self._arithmetic(refuse=False):
                 if not fits(weights, dtype) if streamed is None else streamed:
-                    model, tensors, self.rope, self.reader = _model_without_weights(weights, dtype)
+                    model, tensors, self.rope, self.route = _model_without_weights(weights, dtype)
                     self._streamed = Streamed(model, tensors, getattr(torch, dtype), self.n_threads, tell)
                     resources.callback(self._streamed.close)
                 elif self.path.is_dir():
                     model, self.rope = _model_of_folder(self.path, self.config, dtype), AS_CONFIG
-                    self.reader = "transformers"
+                    self.route = Route("transformers", "transformers")
                 else:
-                    model, self.rope, self.reader = _model_of_file(weights, dtype)
+                    model, self.rope, self.route = _model_of_file(weights, dtype)
             self._resources = resources.pop_all()
         # The folder's generation settings (end tokens, penalties, sampling) must not enter the greedy run.
         model.generation_config = GenerationConfig()
@@ -233,8 +234,9 @@ class Transformers:
                 "attn_implementation": "eager",
                 "device": "cpu",
                 "rope": self.rope,
-                "weights": f"read by {self.reader}" + (", one layer at a time" if self._streamed else ""),
-            },
+            }
+            | ({"weights": "one layer at a time"} if self._streamed else {}),
+            "route": asdict(self.route),
         }
 
     def _ids(self, ids: Sequence[int]) -> torch.Tensor:
@@ -257,33 +259,33 @@ def _model_of_folder(path: Path, config: ModelConfig, dtype: DtypeName) -> Any:
     return model
 
 
-def _model_without_weights(weights: Weights, dtype: DtypeName) -> tuple[Any, Tensors, str, str]:
-    """The model, what its weights are read from, a note on its RoPE, and who reads."""
+def _model_without_weights(weights: Weights, dtype: DtypeName) -> tuple[Any, Tensors, str, Route]:
+    """The model, what its weights are read from, a note on its RoPE, and the route."""
     path, precision = Path(weights.path), getattr(torch, dtype)
     config_class, model_class = CLASSES[weights.config.family]
     if path.is_dir():
         engine_config = config_class.from_pretrained(path, local_files_only=True)
         model = without_weights(model_class, engine_config, precision)
-        return model, FolderTensors(path, precision), AS_CONFIG, "transformers"
+        return model, FolderTensors(path, precision), AS_CONFIG, Route("transformers", "safetensors")
     theirs = _as_transformers_understands(path)
-    engine_config, note = _config_of_file(weights.config, theirs, dtype)
-    model, reader = without_weights(model_class, engine_config, precision), "transformers"
+    engine_config, note, told = _config_of_file(weights.config, theirs, dtype)
+    model, route = without_weights(model_class, engine_config, precision), Route("transformers", "gguf")
     if note.startswith("inv_freq"):
         _divide_frequencies(model, weights.config)
     try:
         tensors: Tensors = FileTensors(path, model, theirs, precision)
     except (ImportError, LookupError, NotImplementedError, ValueError):
-        tensors, reader = OurTensors(weights, precision), "llorch"
-    return model, tensors, note, reader
+        tensors, route = OurTensors(weights, precision), Route(OURS, OURS)
+    return model, tensors, note, replace(route, told=tuple(told))
 
 
-def _model_of_file(weights: Weights, dtype: DtypeName) -> tuple[Any, str, str]:
-    """The model, a note on its RoPE, and who read and decoded the file."""
+def _model_of_file(weights: Weights, dtype: DtypeName) -> tuple[Any, str, Route]:
+    """The model, a note on its RoPE, and the route."""
     path, (_, model_class) = Path(weights.path), CLASSES[weights.config.family]
-    engine_config, note = _config_of_file(weights.config, _as_transformers_understands(path), dtype)
+    engine_config, note, told = _config_of_file(weights.config, _as_transformers_understands(path), dtype)
     model, reader = _as_transformers_reads(path, model_class, deepcopy(engine_config), dtype), "transformers"
     if model is None:
-        reader = "llorch"
+        reader = OURS
         with no_init_weights():
             model = model_class(engine_config)
         ours = OurTensors(weights, getattr(torch, dtype))
@@ -291,31 +293,37 @@ def _model_of_file(weights: Weights, dtype: DtypeName) -> tuple[Any, str, str]:
         model.tie_weights()
     if note.startswith("inv_freq"):
         _divide_frequencies(model, weights.config)
-    return model, note, reader
+    return model, note, Route(reader, reader, told=tuple(told))
 
 
-def _config_of_file(config: ModelConfig, theirs: dict[str, Any], dtype: DtypeName) -> tuple[Any, str]:
-    """The engine's configuration, what it understood of the file itself first, and a note on its RoPE."""
+def _config_of_file(config: ModelConfig, theirs: dict[str, Any], dtype: DtypeName) -> tuple[Any, str, list[str]]:
+    """The engine's configuration, a note on its RoPE, and what it did not understand of the file: that is ours."""
     rope, note = _rope_parameters(config, dtype)
-    settings = {} if config.family == "qwen2" else {"attention_bias": config.qkv_bias}
-    settings |= {
+    ours = _settings(config) | {"rope_parameters": rope | {k: theirs[k] for k in ("rope_theta",) if k in theirs}}
+    theirs = {name: value for name, value in theirs.items() if name in ours or name == "rope_theta"}
+    config_class, _ = CLASSES[config.family]
+    alone = config_class(**theirs)
+    alone.head_dim = getattr(alone, "head_dim", None) or alone.hidden_size // alone.num_attention_heads  # as qwen2 does
+    told = {name: value for name, value in ours.items() if name not in theirs and value != getattr(alone, name, None)}
+    divided = ["inv_freq"] if note.startswith("inv_freq") else []
+    return config_class(attn_implementation="eager", **theirs | told), note, [*told, *divided]
+
+
+def _settings(config: ModelConfig) -> dict[str, Any]:
+    """Hyperparameters by transformers' names, as we read them."""
+    biases = {} if config.family == "qwen2" else {"attention_bias": config.qkv_bias}
+    return biases | {
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
         "num_hidden_layers": config.n_layers,
         "num_attention_heads": config.n_heads,
         "num_key_value_heads": config.n_kv_heads,
+        "head_dim": config.head_dim,
         "rms_norm_eps": config.rms_norm_eps,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_position_embeddings,
+        "tie_word_embeddings": config.tie_word_embeddings,
     }
-    engine_config = CLASSES[config.family][0](
-        head_dim=config.head_dim,
-        vocab_size=config.vocab_size,
-        max_position_embeddings=config.max_position_embeddings,
-        tie_word_embeddings=config.tie_word_embeddings,
-        rope_parameters=rope | {name: theirs[name] for name in ("rope_theta",) if name in theirs},
-        attn_implementation="eager",
-        **{name: theirs.get(name, ours) for name, ours in settings.items()},
-    )
-    return engine_config, note
 
 
 def _as_transformers_understands(path: Path) -> dict[str, Any]:
@@ -329,8 +337,7 @@ def _as_transformers_understands(path: Path) -> dict[str, Any]:
 def _as_transformers_reads(path: Path, model_class: Any, engine_config: Any, dtype: DtypeName) -> Any:
     """The model as transformers' own GGUF loader reads and decodes it; None where it cannot.
 
-    Its idea of the configuration knows no `head_dim` and no divisors of frequencies, so it is given ours. Types that it
-    does not decode, and biases of which the file has a part, are beyond it.
+    Types that it does not decode, and biases of which the file has a part, are beyond it.
     """
     try:
         with redirect_stderr(StringIO()):  # its progress bar has no switch

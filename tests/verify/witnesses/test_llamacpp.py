@@ -14,7 +14,7 @@ from llorch.lora.gguf_format import write_lora_gguf
 from llorch.numerics import GGML, DtypeName
 from llorch.ops.rounding import ActivationKind, round_activations
 from llorch.verify.suites.quantised_models import write_model
-from llorch.verify.witnesses import f32_copy
+from llorch.verify.witnesses import Route, f32_copy
 from llorch.verify.witnesses import open_here as open_producer
 
 pytestmark = pytest.mark.live
@@ -28,7 +28,7 @@ half = pytest.mark.parametrize(("dtype", "kind"), [("bfloat16", "BF16"), ("float
 def test_weights_and_inputs_of_products_are_rounded_and_nothing_else(dtype: DtypeName, kind: ActivationKind):
     with open_producer("llamacpp", PATH, dtype=dtype) as producer:
         trace = producer.trace(IDS)
-        assert producer.provenance()["knobs"]["weights"] == f"{kind}, read and written by llorch"  # type: ignore[index]
+        assert producer.provenance()["knobs"]["weights"] == kind  # type: ignore[index]
         assert producer.provenance()["knobs"]["type_k"] == "F32"  # type: ignore[index]
     weights = open_weights(PATH)
     up, down = (round_activations(weights.array(f"layers.0.{name}_proj"), kind) for name in ("up", "down"))
@@ -65,8 +65,8 @@ def test_temporary_files_are_removed(tmp_path, monkeypatch: pytest.MonkeyPatch):
 def test_a_quantised_file_is_decoded_and_written_by_llama_cpp(tmp_path, monkeypatch: pytest.MonkeyPatch):
     path = write_model("Q4_K_M", tmp_path)
     monkeypatch.delattr(f32_copy, "write_gguf")
-    with f32_copy.float_gguf(path, "float32") as (copy, _, content):
-        assert content == "F32, decoded and written by llama.cpp"
+    with f32_copy.float_gguf(path, "float32") as (copy, _, route):
+        assert route == Route("llamacpp", "llamacpp", "llamacpp")
         ours, theirs = open_weights(path), open_weights(copy)
         assert {theirs.stored_type(name).name for name in theirs} == {"F32"}
         assert all(np.array_equal(ours.array(name), theirs.array(name)) for name in ours)

@@ -12,7 +12,7 @@ from tiny_models import GGUF_METADATA, gguf_tensors, random_tensors, write_file,
 from llorch.builtin import builtin_path
 from llorch.numerics import DtypeName
 from llorch.verify.suites.quantised_models import write_model
-from llorch.verify.witnesses import Call, open_here
+from llorch.verify.witnesses import OURS, Call, open_here
 
 pytestmark = pytest.mark.live
 
@@ -80,7 +80,7 @@ def test_streamed_runs_give_the_bits_of_whole_ones(
     with open_here("transformers", path, dtype=dtype, streamed=False) as engine:
         calls = asked(engine.trace(IDS))
         whole = engine.together(calls)
-        assert engine.provenance()["knobs"]["weights"] == f"read by {reader}"  # type: ignore[index]
+        assert engine.route.read == engine.route.decoded == reader
     assert told == []
     with open_here("transformers", path, dtype=dtype, streamed=True) as engine:
         assert [same(*pair) for pair in zip(engine.together(calls), whole, strict=True)] == [True] * len(calls)
@@ -89,8 +89,8 @@ def test_streamed_runs_give_the_bits_of_whole_ones(
             *(f"layer {i} of {n_layers}" for i in range(n_layers)), "logits",
         ] * N_GREEDY  # fmt: skip
         assert same(engine.logits(IDS), engine.together([("logits", (IDS,), {})])[0])
-        label = engine.provenance()["knobs"]["weights"]  # type: ignore[index]
-    assert label == f"read by {reader}, one layer at a time"
+        assert engine.route.read == reader
+        assert engine.route.decoded == ("safetensors" if path.is_dir() else "gguf" if reader != OURS else OURS)
 
 
 def test_one_part_at_a_time_has_weights(monkeypatch: pytest.MonkeyPatch):
@@ -132,5 +132,5 @@ def test_a_pass_that_fails_ends_all_and_the_engine_goes_on():
 def test_what_does_not_fit_is_streamed(monkeypatch: pytest.MonkeyPatch, free: float):
     monkeypatch.setattr("llorch.verify.lockstep.available_memory", lambda: free)
     with open_here("transformers", builtin_path("micro-llama")) as engine:
-        label = engine.provenance()["knobs"]["weights"]  # type: ignore[index]
-    assert label.endswith("one layer at a time") == (free == 0)
+        knobs = engine.provenance()["knobs"]
+    assert (knobs.get("weights") == "one layer at a time") == (free == 0)  # type: ignore[attr-defined]
