@@ -24,8 +24,8 @@ from llorch.model import load
 from llorch.pytorch import bench as torch_bench
 from llorch.pytorch.bench import TorchEngine, torch_subject
 from llorch.pytorch.device import target
-from llorch.pytorch.model import speed_up
 from llorch.pytorch.packing import PACKERS, decode
+from llorch.pytorch.proof import speed_up
 from llorch.pytorch.random_weights import random_bytes, random_fields, random_model, weight_bytes
 
 LOAD = Load(prompt=12, decode=3, batch=1, rounds=2)

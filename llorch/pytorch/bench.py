@@ -21,8 +21,8 @@ from llorch.pytorch.decoding import Decoding, compiled_forward
 from llorch.pytorch.device import Target, compute_as_named
 from llorch.pytorch.leaves import faster
 from llorch.pytorch.memory import CHUNK, free_memory
-from llorch.pytorch.model import load_torch, speed_up
-from llorch.pytorch.proof import own_leaves
+from llorch.pytorch.model import load_torch
+from llorch.pytorch.proof import own_leaves, speed_up
 from llorch.pytorch.quantised_linear import PackedMatrix
 from llorch.pytorch.random_weights import random_bytes, random_model, weight_bytes
 from llorch.pytorch.sampling import Needs

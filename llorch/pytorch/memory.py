@@ -78,14 +78,9 @@ def predict(
 
 
 def require_memory(
-    weights: Weights,
-    target: Target,
-    residency: Residency = "auto",
-    *,
-    batch: int = 1,
-    n_tokens: int = 1024,
+    weights: Weights, target: Target, residency: Residency = "auto", *, batch: int = 1, n_tokens: int = 1024,
     from_blocks: bool = True,
-) -> Literal["decoded", "packed"]:
+) -> Literal["decoded", "packed"]:  # fmt: skip
     """Choose where matrices lie, and refuse what does not fit, with the figures, before anything is loaded.
 
     `auto` keeps matrices packed where a kernel multiplies from their blocks, which is both less to keep and faster: on
@@ -93,7 +88,9 @@ def require_memory(
     anew, so that it decodes once if that fits; so it does without `from_blocks`, where such kernels are left out.
     """
     free = free_memory(target.device)
-    wanted = Wanted(_choice(weights, target, residency, batch, n_tokens, free, from_blocks), batch, n_tokens)
+    if residency == "auto":
+        residency = _choice(weights, target, Wanted("decoded", batch, n_tokens), free, from_blocks=from_blocks)
+    wanted = Wanted(residency, batch, n_tokens)
     need = _need(weights, target, wanted)
     if need.peak > free:
         raise MemoryError(_refusal(weights, target, wanted, need, free))
@@ -135,22 +132,13 @@ def _need(weights: Weights, target: Target, wanted: Wanted) -> Need:
 
 
 def _choice(
-    weights: Weights,
-    target: Target,
-    residency: Residency,
-    batch: int,
-    n_tokens: int,
-    free: float,
-    from_blocks: bool,
+    weights: Weights, target: Target, decoded: Wanted, free: float, *, from_blocks: bool
 ) -> Literal["decoded", "packed"]:
-    if residency != "auto":
-        return residency
     if not any(weights.stored_type(name) in PACKERS for name in weights):
         return "decoded"
     if from_blocks and (target.device.type == "cuda" or (target.dtype in _CPU_KERNELS and library() is not None)):
         return "packed"
-    decoded = predict(weights, target, "decoded", batch, n_tokens)
-    return "decoded" if decoded.peak <= free else "packed"
+    return "decoded" if _need(weights, target, decoded).peak <= free else "packed"
 
 
 def _stays_packed(kind: GGMLType, residency: str) -> bool:

@@ -1,7 +1,7 @@
 """A model ready to run in torch: what `llorch.model` is for NumPy, on any device and in any dtype."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NoReturn, get_args
 
@@ -15,35 +15,26 @@ from llorch.files import Weights, open_weights
 from llorch.files.residency import Residency
 from llorch.finite import Look, name_first_stage
 from llorch.generate import Answer, Job, Token
-from llorch.memory import keep_freed_memory
 from llorch.model import Prompt, find, given
 from llorch.pytorch.batch import Running, one_each
 from llorch.pytorch.cache import Cache
-from llorch.pytorch.causal_lm import CausalLM, keep_nothing
+from llorch.pytorch.causal_lm import CausalLM, Keep, keep_nothing
 from llorch.pytorch.decoding import Decoding, n_slots
 from llorch.pytorch.device import Kernels, Target, compute_as_named, target
-from llorch.pytorch.leaves import put_leaves
 from llorch.pytorch.load import load_dense, load_packed
 from llorch.pytorch.lora.serving import AdaptedModules, view
 from llorch.pytorch.memory import CHUNK, SLOTS, require_memory, require_room
-from llorch.pytorch.proof import own_leaves
+from llorch.pytorch.proof import Attention, own_leaves, speed_up
 from llorch.pytorch.reproducible import make_reproducible
 from llorch.pytorch.sampling import Needs
-from llorch.pytorch.sdpa import use_sdpa
 from llorch.sampling import SamplingSettings
 from llorch.tokenizer.chat import Message
 
-Attention = Literal["sdpa", "eager"]
 Mode = Literal["fast", "reproducible"]
 
 
 class TorchModel(AdaptedModules):
-    """Weights, tokenizer and modules of one file or folder.
-
-    Attributes:
-        target: Device and dtype.
-        module: The forward pass.
-    """
+    """Weights, tokenizer and modules of one file or folder: `module` is the forward pass, `target` where it runs."""
 
     def __init__(self, weights: Weights, target: Target, module: CausalLM, *, compiled: bool = False) -> None:
         """Wrap a module that has its weights; `compiled` sends decoding through torch.compile."""
@@ -88,19 +79,13 @@ class TorchModel(AdaptedModules):
         """
         array = self.checked_ids(ids)
         require_context(len(array), first_position, self.config.max_position_embeddings)
-        keep, chunk = (keep_nothing, self._chunk(1)) if trace is None else (recorder(trace), len(array))
+        keep, chunk = (keep_nothing, self._chunk(1)) if trace is None else (recorder(trace.__setitem__), len(array))
         return as_numpy(self._logits(array, adapter, keep, chunk, first_position=first_position, last_only=last_only))
 
     def _logits(
-        self,
-        array: Int[np.ndarray, " seq"],
-        adapter: str | None,
-        keep: Callable[[str, Tensor], Tensor],
-        chunk: int,
-        *,
-        first_position: int = 0,
+        self, array: Int[np.ndarray, " seq"], adapter: str | None, keep: Keep, chunk: int, *, first_position: int = 0,
         last_only: bool = True,
-    ) -> Float[Tensor, "rows vocab"]:
+    ) -> Float[Tensor, "rows vocab"]:  # fmt: skip
         module, cache = self.module_for([adapter]), self.new_cache(1, len(array), first_position)
         row = torch.from_numpy(array)[None].to(self.target.device)  # (1, seq)
         positions = torch.arange(first_position, first_position + len(array), device=row.device)[None]
@@ -127,9 +112,8 @@ class TorchModel(AdaptedModules):
 
         Arguments, tokens and errors are those of `llorch.model.Model.generate`; a seed draws what it draws in NumPy.
         """
-        job = self.job(
-            given(prompt, messages), max_tokens=max_tokens, settings=settings, ignore_eos=ignore_eos, adapter=adapter
-        )
+        how = {"settings": settings, "ignore_eos": ignore_eos, "adapter": adapter}
+        job = self.job(given(prompt, messages), max_tokens=max_tokens, **how)
         return (token for _, token in self._run([(0, job)], stop))
 
     def generate_batch(
@@ -149,11 +133,11 @@ class TorchModel(AdaptedModules):
 
         Args:
             prompts: Texts, ids or conversations (lists of messages), of any lengths.
-            max_tokens: At most so many; one number, or one per prompt.
-            settings: How to sample; one, or one per prompt.
+            max_tokens: At most so many; as settings and adapters one, or one per prompt.
+            settings: How to sample.
             stop: Strings that end a text.
             ignore_eos: Go on after an end token.
-            adapter: Which adapter to use, None for the base alone; one, or one per prompt.
+            adapter: Which adapter to use, None for the base alone.
 
         Returns:
             Index of the prompt and its next token, as they come; computed as they are taken.
@@ -205,15 +189,10 @@ class TorchModel(AdaptedModules):
     @torch.no_grad()
     def _name_non_finite(self, ids: Sequence[int], adapter: str | None) -> NoReturn:
         """Refuse a run that is not finite, see `name_first_stage`."""
-
-        def run(look: Look) -> None:
-            def keep(name: str, array: Tensor) -> Tensor:
-                look(name, as_numpy(array[0]))
-                return array
-
-            self._logits(np.array(ids), adapter, keep, self._chunk(1))
-
-        name_first_stage(run, where=self.weights.path, dtype=self.target.dtype_name)
+        name_first_stage(
+            lambda look: self._logits(np.array(ids), adapter, recorder(look), self._chunk(1)),
+            where=self.weights.path, dtype=self.target.dtype_name,
+        )  # fmt: skip
 
     def _decoding(self, jobs: Sequence[Job]) -> Decoding:
         needs, module = Needs.of([job.settings for job in jobs]), self.module_for([job.adapter for job in jobs])
@@ -246,11 +225,11 @@ class TorchModel(AdaptedModules):
         return max(1, CHUNK[self.target.device.type] // batch)
 
 
-def recorder(trace: dict[str, np.ndarray]) -> Callable[[str, Tensor], Tensor]:
-    """A `keep` that copies every stage of a batch of one into a trace."""
+def recorder(take: Look) -> Keep:
+    """A `keep` that hands out a copy of every stage of a batch of one."""
 
     def keep(name: str, array: Tensor) -> Tensor:
-        trace[name] = as_numpy(array[0])
+        take(name, as_numpy(array[0]))
         return array
 
     return keep
@@ -299,7 +278,11 @@ def load_torch(
         ValueError: A name without a meaning.
     """
     at = target(device, dtype, kernels)
-    _require_known(residency=residency, attention=attention, mode=mode)
+    for name, value, known in (
+        ("residency", residency, Residency), ("attention", attention, Attention), ("mode", mode, Mode),
+    ):  # fmt: skip
+        if value not in get_args(known):
+            raise ValueError(f"load_torch: {name} must be one of {', '.join(get_args(known))}, got {value!r}")
     if compiled and mode == "reproducible":
         raise ValueError("load_torch: compiled=True fuses sums, which mode 'reproducible' must not; choose one of them")
     compute_as_named(at)
@@ -312,22 +295,3 @@ def load_torch(
     else:
         speed_up(module, at, attention, compiled=compiled)
     return TorchModel(weights, at, module, compiled=compiled)
-
-
-def _require_known(**given: str) -> None:
-    known = {"residency": get_args(Residency), "attention": get_args(Attention), "mode": get_args(Mode)}
-    for name, value in given.items():
-        if value not in known[name]:
-            raise ValueError(f"load_torch: {name} must be one of {', '.join(known[name])}, got {value!r}")
-
-
-def speed_up(module: CausalLM, at: Target, attention: Attention, *, compiled: bool) -> None:
-    """Put faster leaves in place of the page's; what torch.compile is to fuse stays as it is."""
-    if attention == "sdpa":
-        use_sdpa(module)
-    leaves, on_cpu = own_leaves(at), at.device.type == "cpu"
-    if compiled:
-        leaves = {kind: make for kind, make in leaves.items() if kind.startswith("packed") and not on_cpu}
-    if leaves and on_cpu:
-        keep_freed_memory()
-    put_leaves(module, leaves)

@@ -16,17 +16,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from llorch.errors import CheckpointMismatch
+from llorch.memory import keep_freed_memory
+from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.cpu.library import digest, find_compiler, identity, private_folder
 from llorch.pytorch.device import Target, compute_as_named, target
-from llorch.pytorch.leaves import Leaves, leaves_for
+from llorch.pytorch.leaves import Leaves, leaves_for, put_leaves
+from llorch.pytorch.sdpa import use_sdpa
 from llorch.pytorch.trial import Verdict, seconds, tried
 
 logger = logging.getLogger(__name__)
 
+Attention = Literal["sdpa", "eager"]
 PATIENCE = 300.0  # seconds that one process may take: kernels are compiled in it
 
 
@@ -51,11 +56,23 @@ def own_leaves(at: Target) -> Leaves:
     return {kind: make for kind, make in leaves.items() if kind not in faults}
 
 
-def verdicts(at: Target, kinds: Sequence[str]) -> Mapping[str, Verdict]:
-    """What was found of some kinds of leaves, now or by an earlier process."""
+def speed_up(module: CausalLM, at: Target, attention: Attention, *, compiled: bool) -> None:
+    """Put faster leaves in place of the page's; what torch.compile is to fuse stays as it is."""
+    if attention == "sdpa":
+        use_sdpa(module)
+    leaves, on_cpu = own_leaves(at), at.device.type == "cpu"
+    if compiled:
+        leaves = {kind: make for kind, make in leaves.items() if kind.startswith("packed") and not on_cpu}
+    if leaves and on_cpu:
+        keep_freed_memory()
+    put_leaves(module, leaves)
+
+
+def verdicts(at: Target, kinds: Sequence[str], *, anew: bool = False) -> Mapping[str, Verdict]:
+    """What was found of some kinds of leaves, now or, unless it is to be found anew, by an earlier process."""
     folder = private_folder()
     kept = None if folder is None else folder / f"kernels-{_name(at)}.json"
-    found = {} if kept is None else _read(kept)
+    found = {} if kept is None or anew else _read(kept)
     if not found.keys() >= {*kinds}:
         found = try_apart(at, kinds)
         if kept is not None:

@@ -164,7 +164,8 @@ def test_results_are_kept_for_the_same_device_and_source(
     assert counted == ["norm"] * 7
     monkeypatch.setattr(proof, "identity", lambda command: "another processor")
     verdicts(target(), ["norm"])
-    assert counted == ["norm"] * 8
+    verdicts(target(), ["norm"], anew=True)
+    assert counted == ["norm"] * 9
 
 
 @pytest.fixture
@@ -235,7 +236,7 @@ def test_nothing_on_the_cpu_imports_triton_or_what_needs_it():
 
 @pytest.mark.parametrize(("verdict", "status"), [(SLOW, 0), (WRONG, 1)])
 def test_verify_shows_the_trial_of_kernels_that_are_asked_for(verdict, status, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("llorch.verify.suites.kernels.try_apart", lambda at, kinds: {"norm": verdict})
+    monkeypatch.setattr("llorch.verify.suites.kernels.verdicts", lambda at, kinds, anew: {"norm": verdict})
     monkeypatch.setattr("llorch.cli.on_torch.TorchBackend.stored", lambda self, model: iter(()))
     result = invoke("verify", "micro-llama3", "--kernels", "own", "--dtype", "float32", "--json")
     (row,) = json.loads(result.stdout)["rows"]

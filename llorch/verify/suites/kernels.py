@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from llorch.pytorch.device import Target
 from llorch.pytorch.leaves import leaves_for
-from llorch.pytorch.proof import try_apart
+from llorch.pytorch.proof import verdicts
 from llorch.verify.judge import FAIL, PASS, Row
 
 CHECKPOINT, WITNESS = "14", "torch"
@@ -14,7 +14,7 @@ CHECKPOINT, WITNESS = "14", "torch"
 def kernel_rows(target: Target) -> Iterator[Row]:
     """Try every kernel anew; an error is a part of what is allowed, and the note has the time beside torch's."""
     kinds = [*leaves_for(target.device, target.dtype, required=True)]
-    for kind, verdict in (try_apart(target, kinds) if kinds else {}).items():
+    for kind, verdict in (verdicts(target, kinds, anew=True) if kinds else {}).items():
         fault, note = verdict.fault(timed=False), f"{verdict.slow:.2f} times the time of torch's own"
         yield Row(
             model="kernels",

@@ -23,8 +23,8 @@ from llorch.ops.rounding import round_activations
 from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.device import Target
 from llorch.pytorch.load import load_packed
-from llorch.pytorch.model import speed_up
 from llorch.pytorch.packing import PACKERS, decode, pack
+from llorch.pytorch.proof import speed_up
 from llorch.stages import Stage, input_key, keys, matrix_of
 from llorch.verify.compare import Tolerance
 from llorch.verify.judge import PASS, Claim, Row, exact_row, judge, routed
