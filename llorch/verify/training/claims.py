@@ -51,9 +51,9 @@ def numpy_rows(name: str, weights: Weights, golden: TrainingGolden) -> Iterator[
     """Judge NumPy in each of `BACKENDS` and in float64, of goldens that are at hand."""
     in_float32 = list(claims(golden, weights.config, "float32"))  # the same of all backends
     for backend in BACKENDS:
-        yield from _rows_of(name, weights, golden, backend, in_float32)
+        yield from _rows_of(name, weights.astype(np.float32, keep=True), golden, backend, in_float32)
     wide = claims(golden, weights.config, "float64")
-    yield from _rows_of(name, weights.astype(np.float64), golden, FLOAT64, wide)
+    yield from _rows_of(name, weights.astype(np.float64, keep=True), golden, FLOAT64, wide)
 
 
 def _rows_of(
