@@ -59,7 +59,7 @@ from llorch.verify.training.recipe import (
     step_batches,
     with_zero_b,
 )
-from llorch.verify.witnesses import ProducerName, Route, open_producer, stored_route
+from llorch.verify.witnesses import ProducerName, open_producer
 
 if TYPE_CHECKING:
     from llorch.verify.witnesses.peft import Peft
@@ -237,11 +237,6 @@ def provenance_of(engine: ProducerName, path: Path) -> dict[str, object]:
         return producer.provenance()
 
 
-def routes_of(golden: TrainingGolden) -> list[Route]:
-    """On what route the files came into each engine."""
-    return [stored_route(golden.provenance, engine) for engine in (PEFT, LLAMACPP, TRANSFORMERS, TRUTH)]
-
-
 def checked(new: TrainingGolden, stored: TrainingGolden, weights: Weights) -> list[str]:
     """The `differences` of goldens from the stored ones; PEFT makes the truth and the spread again."""
     from training_spread import training_spread
@@ -267,7 +262,6 @@ def differences(
     for name in of_tensors("parameters", config.n_layers):
         ours, theirs = (golden.arrays.get(adapter_name(name)) for golden in (new, stored))
         pairs.append((name, _same(ours, theirs)))
-    pairs.append(("routes", routes_of(new) == routes_of(stored)))
     lines = [f"training {name}: not as stored" for name, equal in pairs if not equal]
     for place, modes in places(config.n_layers).items():
         found = apart(place, new.arrays.get(name_of(place)), stored.arrays.get(name_of(place)))

@@ -74,9 +74,9 @@ def test_json_has_every_row_and_a_summary_that_counts_them():
     foreign = {"reader", "llamacpp", "transformers", "peft", "transformers-float64", "peft-float64"}
     assert {row["producer"] for row in rows} == foreign | {"ours"}
     of_stages = [row for row in rows if row["mode"] != "exact"]
-    assert {row["route"]["read"] for row in of_stages} == {"llamacpp", "transformers"}
-    assert {(row["producer"], *row["route"]["told"]) for row in of_stages} == {
-        ("llamacpp",), *((name, "head_dim") for name in foreign - {"reader", "llamacpp"}), ("transformers",)
+    assert {(row["producer"], row["route"]["read"], *row["route"]["told"]) for row in of_stages} == {
+        ("llamacpp", "llamacpp"), ("transformers", "transformers"), ("peft", "llorch"), ("peft-float64", "llorch"),
+        *((name, "transformers", "head_dim") for name in ("transformers", "transformers-float64")),
     }  # fmt: skip
     assert {row["mode"] for row in rows} == {"isolated", "chained", "decode", "exact"}
     assert summary["comparisons"] == len(rows) == summary["passed"]
@@ -95,11 +95,11 @@ def detail() -> str:
 
 def test_detail_has_a_line_per_stage_and_says_where_its_row_lies(detail: str):
     lines = detail.splitlines()
-    theirs, told = "read and decoded by transformers", "head_dim read by llorch"
     assert [line for line in lines if "read and decoded by" in line] == [
-        f"transformers, transformers-float64, peft, peft-float64: {theirs}, {told}",
-        f"peft at 20: {theirs}, written by llorch, {told}",
-        f"transformers at 20: {theirs}, written by llorch",
+        "transformers, transformers-float64: read and decoded by transformers, head_dim read by llorch",
+        "peft, peft-float64: read and decoded by llorch",
+        "peft at 20: read and decoded by llorch, written by llorch",
+        "transformers at 20: read and decoded by transformers, written by llorch",
         "llamacpp at 20: read and decoded by llamacpp, written by llorch",
     ]
     shown = [line[4:20].strip() for line in lines if line.startswith("02 ")]
