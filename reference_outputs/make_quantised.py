@@ -136,7 +136,7 @@ def all_flipped(model: str, golden: QuantisedGolden) -> Mapping[str, Tolerance]:
         with closing(weights.source):
             stages = {name: stage for name, stage, _ in keys(weights.config)}
             made = variances(weights, golden.case, trace)
-            return {name: limit(trace[name], each[FREE], stages[name]) for name, each in made}
+            return {name: limit(trace[name], each[FREE] / 4, stages[name]) for name, each in made}  # as `Limits.free`
 
 
 class _Draw:
