@@ -375,13 +375,12 @@ def rounded(given: np.ndarray, x: np.ndarray, kind: ActivationKind, *, token_axi
 
 
 def _flipped(variance: np.ndarray, cost: np.ndarray, of_token: tuple[int, ...]) -> np.ndarray:
-    """What flips add: each a squared step, but no more than two roundings that know nothing of one another."""
-    # The mean of |e| / step, times the squared step; an error of more than a step stays about what it is.
-    mean = np.sqrt(2 / np.pi * variance * cost) + variance
+    """The error that was there, and what flips add: a squared step each, at most what two roundings at random are."""
+    mean = np.sqrt(2 / np.pi * variance * cost)  # the mean of |e| / step, times the squared step
     total, spread = (part.sum(axis=of_token, keepdims=True, dtype=np.float64) for part in (mean, mean * cost))
     granted = total + 4 * np.sqrt(spread) + 4 * cost.max(axis=of_token, keepdims=True)
     share = np.divide(granted, total, out=np.zeros_like(total), where=total > 0).astype(cost.dtype)
-    return np.minimum(share * mean, variance + cost / 6)
+    return variance + np.minimum(share * mean, cost / 6)
 
 
 def _embed(s: Step) -> np.ndarray:
