@@ -49,9 +49,9 @@ class AdaptedWeights(Weights):
             self._adapted[name] = LoraMatrix(self._base[name], lora, embedding_lora=embedding_lora)
         return self._adapted[name]
 
-    def astype(self, dtype: type[np.floating]) -> "AdaptedWeights":
+    def astype(self, dtype: type[np.floating], *, keep: bool = False) -> "AdaptedWeights":
         """The same adapter over the same file, base, adapter and run in another type."""
-        return self._beside(self._base.astype(dtype))
+        return self._beside(self._base.astype(dtype, keep=keep))
 
     def using(self, numerics: Numerics | None = None, *, packed: bool | None = None) -> "AdaptedWeights":
         """The same adapter beside the base in another arithmetic, packed or not; None keeps what it has."""
