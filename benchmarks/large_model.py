@@ -1,9 +1,12 @@
 """Memory and time of a 7B-shaped Q4_K_M file whose matrices stay packed; writes 4.1 GB of random blocks and runs it.
 
     python benchmarks/large_model.py
-    python benchmarks/large_model.py --verify         judge it as `llorch verify` does: time and peak memory
+    python benchmarks/large_model.py -- verify                                     against llama.cpp running it
+    python benchmarks/large_model.py -- verify --numerics exact --against transformers
+    python benchmarks/large_model.py --shape 0.5B -- verify --numerics exact       in BF16, against both engines
 
-Printed are the file's size, the plan, the peak of the process (the mapped file counts) and the seconds of each token.
+Printed are the file's size, the plan, the peak of the process (the mapped file counts) and the seconds of each token;
+or the report of `llorch verify`, its seconds and its peak.
 """
 
 import resource
@@ -23,18 +26,19 @@ MORE_BITS = {*range(4), *range(28, 32), *range(2, 32, 3)}  # layers whose v_proj
 @click.option("--threads", default=2, show_default=True)
 @click.option("--prompt", default=8, show_default=True, help="Tokens of the prompt.")
 @click.option("--decode", default=3, show_default=True, help="Tokens decoded.")
-@click.option("--verify", is_flag=True, help="Judge the file instead, against llama.cpp running it.")
-def main(threads: int, prompt: int, decode: int, verify: bool) -> None:
+@click.option("--shape", type=click.Choice(["7B", "0.5B"]), default="7B", show_default=True)
+@click.argument("verify", nargs=-1)
+def main(threads: int, prompt: int, decode: int, shape: str, verify: tuple[str, ...]) -> None:
     """Entry point."""
     import llorch
     from llorch.cache import KVCache
 
     print(f"{machine()}; {threads} threads")
     with tempfile.TemporaryDirectory(prefix="llorch-benchmark-") as folder:
-        path = Path(folder) / "7B-Q4_K_M.gguf"
-        write(path)
+        path = Path(folder) / f"{shape}.gguf"
+        write(path, shape)
         if verify:
-            sys.exit(judge(path, prompt))
+            sys.exit(judge(path, prompt, verify))
         model = llorch.load(path, residency="packed", n_tokens=prompt + decode)
         assert model.plan is not None
         print(f"file {path.stat().st_size / 1e9:.2f} GB; {model.plan.describe()}")
@@ -46,17 +50,17 @@ def main(threads: int, prompt: int, decode: int, verify: bool) -> None:
         print(f"peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.2f} GB")
 
 
-def judge(path: Path, n_tokens: int) -> int:
+def judge(path: Path, n_tokens: int, verify: tuple[str, ...]) -> int:
     """Run `llorch verify` on the file; its exit code."""
     tokens, start = ",".join(str(100 + at) for at in range(n_tokens)), time.perf_counter()
-    status = subprocess.run([sys.executable, "-m", "llorch", "verify", path, "--tokens", tokens]).returncode
+    status = subprocess.run([sys.executable, "-m", "llorch", *verify, path, "--tokens", tokens]).returncode
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e6
     size = path.stat().st_size / 1e9
     print(f"{time.perf_counter() - start:.0f} s, peak {peak:.2f} GB with the mapped file of {size:.2f}")
     return status
 
 
-def write(path: Path) -> None:
+def write(path: Path, shape: str) -> None:
     """Write the file, one tensor after the other."""
     import numpy as np
     from gguf import GGMLQuantizationType, GGUFWriter
@@ -64,9 +68,10 @@ def write(path: Path) -> None:
     from llorch.files.export import add_hyperparameters
     from llorch.files.names import inventory
 
-    config = llama_7b()
+    config = SHAPES[shape]()
     stored = [
-        (weight, type_of(weight.name) if len(weight.shape) == 2 else None) for weight in inventory(config).values()
+        (weight, type_of(weight.name, shape) if len(weight.shape) == 2 else None)
+        for weight in inventory(config).values()
     ]
     writer = GGUFWriter(path, config.family)
     writer.add_tokenizer_model("no_vocab")
@@ -97,10 +102,28 @@ def llama_7b():
     )  # fmt: skip
 
 
-def type_of(name: str):
-    """The type of a matrix in a Q4_K_M file."""
+def qwen_05b():
+    """The shape of Qwen2.5-0.5B."""
+    from llorch.config import ModelConfig
+
+    values = {
+        "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_act": "silu",
+        "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
+        "num_key_value_heads": 2, "vocab_size": 151936, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+        "max_position_embeddings": 32768, "tie_word_embeddings": True,
+    }  # fmt: skip
+    return ModelConfig.from_huggingface(values, path=Path("config.json"))
+
+
+SHAPES = {"7B": llama_7b, "0.5B": qwen_05b}
+
+
+def type_of(name: str, shape: str):
+    """The type of a matrix in a Q4_K_M file, or BF16."""
     from llorch.files.quant import GGMLType
 
+    if shape == "0.5B":
+        return GGMLType.BF16
     layer = int(name.split(".")[1]) if name.startswith("layers.") else -1
     more = name == "lm_head" or (layer in MORE_BITS and name.endswith(("v_proj", "down_proj")))
     return GGMLType.Q6_K if more else GGMLType.Q4_K

@@ -145,11 +145,12 @@ def ask(
 ) -> Shown:
     """Run producers on a model; for the arguments and exceptions see `verify_live`."""
     weights = open_weights(path)
-    if plan(weights, n_tokens=len(ids)).residency == "packed":
+    ours = plan(weights, n_tokens=len(ids))
+    if ours.residency == "packed":
         weights = SharedWeights(weights, say)
     cases = cases_for(ids, weights.config)
     require_memory(weights.config, len(ids), n_traces=3 * len(producers) + 3)  # truths are twice as wide
-    require_engines(weights, producers)
+    require_engines(weights, producers, ours=ours.needed)
     start((*producers, "transformers"))  # which the truth takes
     n_greedy = n_greedy_for(weights.config, len(ids))
     evidence: dict[str, Evidence] = {}
@@ -241,18 +242,17 @@ def require_memory(config: ModelConfig, n_tokens: int, *, n_traces: int) -> None
         )
 
 
-def require_engines(weights: Weights, producers: Sequence[ProducerName]) -> None:
-    """Refuse a model that does not fit as float32 in every engine, before any of them loads it (MemoryError).
+def require_engines(weights: Weights, producers: Sequence[ProducerName], *, ours: float) -> None:
+    """Refuse a model that does not fit beside what `ours` takes, before an engine loads it (MemoryError).
 
     llama.cpp maps a file, transformers holds a copy of its own, of one layer at least.
     """
-    ours = 4 * sum(math.prod(weights.shape(name)) for name in weights)
     needed = ours + largest_part(weights, "float32") * ("transformers" in producers)
     free = available_memory()
     if needed > free:
         raise MemoryError(
-            f"{weights.path}: exact numerics need float32 weights in every engine, about {needed / 1e9:.1f} GB, "
-            f"{free / 1e9:.1f} GB are free; use --numerics ggml, or --against llamacpp alone"
+            f"{weights.path}: exact numerics need float32 weights in every engine, of one layer at least, about "
+            f"{needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free; use --numerics ggml, or --against llamacpp alone"
         )
 
 

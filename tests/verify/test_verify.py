@@ -158,11 +158,11 @@ def test_a_prompt_near_the_end_of_the_context_leaves_fewer_greedy_tokens(monkeyp
 
 def test_a_model_that_does_not_fit_every_engine_is_refused_with_the_figures(monkeypatch: pytest.MonkeyPatch):
     weights = open_weights(PATH)
-    needed = 4 * sum(int(np.prod(weights.shape(name))) for name in weights)
-    monkeypatch.setattr("llorch.verify.models.available_memory", lambda: 1.1 * needed)
-    verify.require_engines(weights, ["llamacpp"])
-    with pytest.raises(MemoryError, match=r"need float32 weights in every engine, about .* are free; use --numerics"):
-        verify.require_engines(weights, ["llamacpp", "transformers"])
+    ours = 4 * sum(int(np.prod(weights.shape(name))) for name in weights)
+    monkeypatch.setattr("llorch.verify.models.available_memory", lambda: 1.1 * ours)
+    verify.require_engines(weights, ["llamacpp"], ours=ours)
+    with pytest.raises(MemoryError, match=r"weights in every engine, of one layer at least, about .* are free; use"):
+        verify.require_engines(weights, ["llamacpp", "transformers"], ours=ours)
 
 
 def test_a_truth_that_does_not_fit_is_not_run_and_says_so(monkeypatch: pytest.MonkeyPatch):
