@@ -1,5 +1,6 @@
 """Derived limits: what a sum may be off, how errors go through stages, and that they follow from goldens alone."""
 
+import math
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,17 @@ from llorch.files.packed import Packed
 from llorch.files.quant import GGMLType
 from llorch.stages import keys
 from llorch.verify.compare import EXACT, FLOOR, measure
-from llorch.verify.limits import ARITHMETICS, CHAINED, FLOAT32, Limits, product_error, squared_terms, variances
+from llorch.verify.limits import (
+    ARITHMETICS,
+    CHAINED,
+    FLOAT32,
+    FREE,
+    Limits,
+    product_error,
+    rounded,
+    squared_terms,
+    variances,
+)
 from llorch.verify.models import stored
 from llorch.verify.places import token_axis
 from llorch.verify.suites.quantised_models import matrix_bytes
@@ -169,3 +180,15 @@ def test_engines_of_others_in_half_precision_stay_within_what_is_derived(engine:
                 theirs, axis = shown[name].astype(np.float64), token_axis(stage)
                 apart = measure(theirs, true[name], masked=stage.masked, token_axis=axis)
                 assert apart.within(made.chained(name)), f"{case} {name}: {apart.describe()}"
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q8_K"])
+def test_behind_a_rounding_an_error_of_many_steps_is_still_there(kind: Any):
+    """Codes follow a value that is off by more than a step; one that is off by far less flips now and then."""
+    x = np.random.default_rng(0).normal(0, 1, (4, 512)).astype(np.float32)
+    for off, least, most in ((1.0, 1.0, 1.1), (1e-12, 1.0, math.inf)):
+        given = np.zeros((3, *x.shape), np.float32)
+        given[FREE] = off**2
+        made = rounded(given, x, kind)
+        assert not made[:FREE].any()
+        assert least <= np.sqrt(made[FREE].mean()) / off <= most
