@@ -19,6 +19,7 @@ The rooms, in the order to read. Each imports those above it only; its first pag
     sampling  generate      from logits to a token, and on; `model` loads, generates and traces
     lora/                   adapters: read, merge, export
     train/                  data, loss, update, snapshots: a training run without its model
+    dumps/                  what a run of anybody's engine showed, as stages of the table
     pytorch/                all of it on torch: model, batches, LoRA and the loop; cpu/ has C, cuda/ Triton
     verify/                 claims from goldens, runners, one judge, mistakes; witnesses/ are the engines of others
     cli/                    what people type, a verb a file

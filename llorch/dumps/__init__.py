@@ -1,0 +1,13 @@
+"""Dumps: what a run of anybody's engine showed, read from files or taken in this process.
+
+In comes a folder, a .safetensors, .npz or .npy file, a capture of llama.cpp's eval callback, a torch module or a Python
+function; out comes a `StageDump`: stages of our table in our layout, for as many passes, layers and tokens as were
+written. Nothing is judged here. In the order to read:
+
+    stage_dump   what all of it ends in
+    raw          arrays as they lie in files, under the names of the engine; `index` is the folder that anyone can write
+    names        which stage a name stands for: ours, llama.cpp's, those of Hugging Face, or a TOML mapping
+    layout       heads joined or split, a batch axis, fused projections, transposed, permuted: as declared, or as found
+    suggest      a draft of such a mapping, from shapes and values
+    writers/     the writer in Python, C, Rust and C++
+"""

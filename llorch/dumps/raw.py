@@ -1,0 +1,52 @@
+"""Arrays as they lie in a dump, under the names of the engine that wrote them; nothing is interpreted yet."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from llorch.dumps.stage_dump import Features, Tokens
+
+
+@dataclass(frozen=True)
+class RawArray:
+    """One array of a dump.
+
+    Attributes:
+        name: As the engine calls it, with the layer where that is a part of the name.
+        stored: Its dtype, `float32`, `bfloat16` ...
+        shape: As stored.
+        read: Gives it; bfloat16 as float32 of the same values.
+        layer: As declared beside the name, or None.
+        tokens: Which tokens of the pass it has, counted from 0; None where nothing is said.
+        axes: Names of its axes where they are declared, of `Stage.axes` or `batch`.
+        op: The operation that made it, where the engine says so (`MUL_MAT` of ggml).
+    """
+
+    name: str
+    stored: str
+    shape: tuple[int, ...]
+    read: Callable[[], np.ndarray]
+    layer: int | None = None
+    tokens: tuple[int, ...] | None = None
+    axes: tuple[str, ...] = ()
+    op: str = ""
+
+
+@dataclass(frozen=True)
+class RawDump:
+    """A dump.
+
+    Attributes:
+        source: What it was read from, for messages.
+        arrays: In the order they were written; each with the number of its pass.
+        passes: Tokens of the passes; none where the dump does not say.
+        features: What the engine says of itself.
+        weights: SHA-256 of decoded tensors (float32, little-endian, in memory order), by the engine's names.
+    """
+
+    source: str
+    arrays: tuple[tuple[int, RawArray], ...]
+    passes: tuple[Tokens, ...] = ()
+    features: Features = Features()
+    weights: Mapping[str, str] = field(default_factory=dict)

@@ -1,0 +1,90 @@
+"""What every dump ends in: stages of the table, in the layout of the table, of one or several passes."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens of one pass of an engine; those of earlier passes are in its cache.
+
+    Attributes:
+        ids: Token ids.
+        first_position: Position of the first one.
+    """
+
+    ids: tuple[int, ...]
+    first_position: int = 0
+
+
+@dataclass(frozen=True)
+class Features:
+    """What an engine says of its own arithmetic; empty where it says nothing.
+
+    Attributes:
+        engine: Its name.
+        dtype: Of its activations: float32, bfloat16, float16.
+        kv_cache: Type of its cache: float32, float16, bfloat16.
+        activations: What products round their inputs to: F16, BF16, Q8_0, Q8_1, Q8_K.
+        flash_attention: Whether scores and probabilities are never made.
+    """
+
+    engine: str = ""
+    dtype: str = ""
+    kv_cache: str = ""
+    activations: str = ""
+    flash_attention: bool = False
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One stage of one pass.
+
+    Attributes:
+        name: As the engine calls it.
+        stored: The dtype it was stored in, `float32`, `bfloat16` ...
+        read: Gives the array, float32 or float64, in the shape of the stage table; rows of `tokens` only.
+        tokens: Which tokens of the pass, counted from 0, the array has; None for all of them.
+    """
+
+    name: str
+    stored: str
+    read: Callable[[], np.ndarray]
+    tokens: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class StageDump:
+    """Stages that an engine showed.
+
+    Attributes:
+        source: What it was read from, for messages.
+        passes: In the order they ran, one after the other into the same cache.
+        seen: By the number of the pass and the stage key, `(0, "l0.q_rope")`.
+        features: What the engine says of itself.
+        notes: What was found rather than declared, one sentence each.
+    """
+
+    source: str
+    passes: tuple[Tokens, ...]
+    seen: Mapping[tuple[int, str], Seen]
+    features: Features = Features()
+    notes: Sequence[str] = field(default=())
+
+    @classmethod
+    def of_arrays(
+        cls, passes: Sequence[Tokens], *arrays: Mapping[str, np.ndarray], source: str = "arrays", **features: str | bool
+    ) -> "StageDump":
+        """Of traces that are in memory, one for each pass."""
+        seen = {
+            (number, key): Seen(key, str(array.dtype), lambda array=array: array)
+            for number, trace in enumerate(arrays)
+            for key, array in trace.items()
+        }
+        return cls(source, tuple(passes), seen, Features(**features))  # type: ignore[arg-type] (checked by its users)
+
+    def of_pass(self, number: int) -> Iterator[tuple[str, Seen]]:
+        """Stage keys of one pass, and what was seen of each."""
+        return ((key, seen) for (n, key), seen in self.seen.items() if n == number)

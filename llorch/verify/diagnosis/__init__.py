@@ -1,0 +1,12 @@
+"""Diagnosis: the first wrong stage of anybody's engine, and the mistake that makes it.
+
+In comes a `StageDump` and the weights that the engine ran; out comes a `Diagnosis`. In the order to read:
+
+    verdict      what comes out: every stage's error, local and inherited, and findings
+    guards       whether numbers may be compared at all: ids, positions, norms, layout, weights, the run
+    replay       our forward pass, fed what the engine showed; with mistakes planted where it is told
+    hypotheses   what may be planted: known mistakes, settings with a value, honest differences of arithmetic
+    diagnose     which of them explain the error, what is left, and what this dump could not have shown
+
+How it is shown: `verify.report` has JSON, JUnit and one HTML page, `cli` the table.
+"""
