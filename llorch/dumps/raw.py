@@ -48,5 +48,5 @@ class RawDump:
     source: str
     arrays: tuple[tuple[int, RawArray], ...]
     passes: tuple[Tokens, ...] = ()
-    features: Features = Features()
+    features: Features = field(default_factory=Features)
     weights: Mapping[str, str] = field(default_factory=dict)

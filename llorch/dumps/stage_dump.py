@@ -70,7 +70,7 @@ class StageDump:
     source: str
     passes: tuple[Tokens, ...]
     seen: Mapping[tuple[int, str], Seen]
-    features: Features = Features()
+    features: Features = field(default_factory=Features)
     notes: Sequence[str] = field(default=())
 
     @classmethod
