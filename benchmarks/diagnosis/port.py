@@ -1,0 +1,237 @@
+"""A port of Llama and Qwen as somebody else writes one: float32 NumPy, head by head, with names of its own.
+
+Only the numbers of the file come through llorch. The port is right; `bugs` plants mistakes by replacing one of its
+steps, a method each, by changing a setting, or by spoiling a weight. What it computes stands on the tape, a dict for
+each pass:
+
+    tok   blk0.xn q_lin k_lin v_lin [q_unit k_unit] q_rot k_rot K V S P mix att mid xm g u gu ffn out   blk1...   fin lg
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+
+import numpy as np
+
+from llorch.builtin import builtin_path
+from llorch.config import ModelConfig
+from llorch.files import open_weights
+
+OWN_NAMES = {  # stage of the table -> on the tape, `blk3.` in front where it is in a layer
+    "embed": "tok", "attn_norm": "xn", "q_proj": "q_lin", "k_proj": "k_lin", "v_proj": "v_lin", "q_norm": "q_unit",
+    "k_norm": "k_unit", "q_rope": "q_rot", "k_rope": "k_rot", "k_cache": "K", "v_cache": "V", "attn_scores": "S",
+    "attn_probs": "P", "attn_context": "mix", "attn_out": "att", "attn_residual": "mid", "ffn_norm": "xm",
+    "ffn_gate": "g", "ffn_up": "u", "ffn_act": "gu", "ffn_out": "ffn", "block_out": "out", "final_norm": "fin",
+    "logits": "lg",
+}  # fmt: skip
+_WEIGHTS = {
+    "attn_norm": "xn", "q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "o", "q_bias": "q.b", "k_bias": "k.b",
+    "v_bias": "v.b", "q_norm": "q_unit", "k_norm": "k_unit", "ffn_norm": "xm", "gate_proj": "g", "up_proj": "u",
+    "down_proj": "d",
+}  # fmt: skip
+_SLOTS = 64  # of the cache
+
+
+@cache
+def _file(model: str) -> tuple[ModelConfig, Mapping[str, np.ndarray], Sequence[Mapping[str, np.ndarray]]]:
+    weights = open_weights(builtin_path(model))
+    config = weights.config
+    top = {"tok": weights["embed_tokens"], "fin": weights["final_norm"]}
+    top["lg"] = top["tok"] if config.tie_word_embeddings else weights["lm_head"]
+    layers = [
+        {_WEIGHTS[name]: array for name, array in weights.layer(i).items()} for i in range(config.n_layers)
+    ]  # (out, in), rows of heads half-split
+    return config, top, layers
+
+
+class Port:
+    """One engine with an empty cache."""
+
+    def __init__(self, model: str, start: int = 0) -> None:
+        """Load a built-in model; the first token will be at position `start`."""
+        config, top, layers = _file(model)
+        self.hidden, self.n_q, self.n_kv, self.d = (
+            config.hidden_size,
+            config.n_heads,
+            config.n_kv_heads,
+            config.head_dim,
+        )
+        self.eps, self.theta = config.rms_norm_eps, config.rope_theta
+        self.stretch: dict[str, float] = {}  # llama3: factor, low, high, context
+        if config.rope_scaling is not None:
+            self.stretch = {"factor": 8, "low": 1, "high": 4, "context": 8192}
+        self.scale = 1 / math.sqrt(self.d)
+        self.top, self.layers = dict(top), [dict(layer) for layer in layers]
+        self.start, self.filled, self.n_pass, self.layer = start, 0, 0, 0
+        shape = (len(layers), _SLOTS, self.n_kv, self.d)
+        self.all_keys, self.all_values = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+        self.tape: list[dict[str, np.ndarray]] = []
+
+    def around(self, step: str, new: Callable[..., np.ndarray], layer: int | None = None) -> None:
+        """Replace a step, everywhere or in one layer; the new one is given the step before it, then its arguments."""
+        old = getattr(self, step)
+
+        def chosen(*args: object) -> np.ndarray:
+            return new(old, *args) if layer in (None, self.layer) else old(*args)
+
+        setattr(self, step, chosen)
+
+    def note(self, name: str, array: np.ndarray, *, in_layer: bool = True) -> np.ndarray:
+        """Write onto the tape; gives the array back."""
+        self.tape[-1][f"blk{self.layer}.{name}" if in_layer else name] = array.copy()
+        return array
+
+    def noted(self, name: str) -> np.ndarray:
+        """What stands on the tape for this layer and pass."""
+        return self.tape[-1][f"blk{self.layer}.{name}"]
+
+    def run(self, ids: Sequence[int]) -> np.ndarray:
+        """One pass over new tokens, after those of the passes before; gives logits of each."""
+        self.tape.append({})
+        self.layer = 0
+        x = self.note("tok", self.embed(np.asarray(ids)), in_layer=False)
+        places = self.places(len(ids))
+        for i in range(len(self.layers)):
+            self.layer = i
+            x = self.note("out", self.block(x, places))
+        x = self.note("fin", self.norm(x, "fin"), in_layer=False)
+        x = self.note("lg", self.linear(x, "lg"), in_layer=False)
+        self.filled += len(ids)
+        self.n_pass += 1
+        return x
+
+    def block(self, x: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """Attention, then the gated feed-forward part."""
+        self.given = x
+        h = self.note("xn", self.norm(x, "xn"))
+        mid = self.note("mid", self.add(x, self.attend(h, places), "mid"))
+        h = self.note("xm", self.norm(mid, "xm"))
+        g, u = self.note("g", self.linear(h, "g")), self.note("u", self.linear(h, "u"))
+        gu = self.note("gu", self.gated(g, u))
+        return self.add(mid, self.note("ffn", self.linear(gu, "d")), "out")
+
+    def attend(self, h: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """Attention of all heads."""
+        q, k, v = (self.note(f"{name}_lin", self.linear(h, name)) for name in "qkv")
+        q, k, v = self.cut(q, "q"), self.cut(k, "k"), self.cut(v, "v")  # (tokens, heads, d)
+        if "q_unit" in self.layers[self.layer]:
+            q, k = self.note("q_unit", self.norm(q, "q_unit")), self.note("k_unit", self.norm(k, "k_unit"))
+        q, k = self.note("q_rot", self.turn(q, places, "q")), self.note("k_rot", self.turn(k, places, "k"))
+        keys, values = self.remember(k, v)
+        keys, values = self.note("K", keys), self.note("V", values)
+        s = self.note("S", self.hide(self.compare(q, keys)))
+        p = self.note("P", self.share(s))
+        mixed = self.note("mix", self.join(self.mix(p, values)))
+        return self.note("att", self.linear(mixed, "o"))
+
+    # The steps. ---------------------------------------------------------------------------------------------------
+
+    def embed(self, ids: np.ndarray) -> np.ndarray:
+        """Rows of the table."""
+        return self.top["tok"][ids]
+
+    def places(self, n: int) -> np.ndarray:
+        """Positions of the new tokens."""
+        return np.arange(n) + self.filled + self.start
+
+    def gain(self, name: str) -> np.ndarray:
+        """What a norm multiplies with."""
+        return self.top["fin"] if name == "fin" else self.layers[self.layer][name]
+
+    def norm(self, x: np.ndarray, name: str) -> np.ndarray:
+        """Root mean square norm of the last axis."""
+        mean = np.einsum("...i,...i->...", x, x)[..., None] / np.float32(x.shape[-1])
+        return x * (1 / np.sqrt(mean + np.float32(self.eps))) * self.gain(name)
+
+    def matrix(self, name: str) -> np.ndarray:
+        """What a projection multiplies with, (out, in)."""
+        return self.top["lg"] if name == "lg" else self.layers[self.layer][name]
+
+    def linear(self, x: np.ndarray, name: str) -> np.ndarray:
+        """A projection, and its bias where there is one."""
+        return self.bias(x @ self.matrix(name).T, name)
+
+    def bias(self, y: np.ndarray, name: str) -> np.ndarray:
+        """Add the bias."""
+        bias = self.layers[self.layer].get(f"{name}.b")
+        return y if bias is None else y + bias
+
+    def cut(self, x: np.ndarray, name: str) -> np.ndarray:
+        """Into heads."""
+        return x.reshape(len(x), -1, self.d)
+
+    def speeds(self) -> np.ndarray:
+        """Radians per position of each pair."""
+        speeds = 1.0 / self.theta ** (np.arange(0, self.d, 2) / self.d)
+        return self.slowed(speeds) if self.stretch else speeds
+
+    def slowed(self, speeds: np.ndarray) -> np.ndarray:
+        """The llama3 rule: long waves by the factor, short ones not, a ramp between."""
+        factor, low, high, context = (self.stretch[key] for key in ("factor", "low", "high", "context"))
+        slow = []
+        for speed in speeds:
+            wave = 2 * math.pi / speed
+            if wave < context / high:
+                slow.append(speed)
+            elif wave > context / low:
+                slow.append(speed / factor)
+            else:
+                smooth = (context / wave - low) / (high - low)
+                slow.append((1 - smooth) * speed / factor + smooth * speed)
+        return np.array(slow)
+
+    def tables(self, places: np.ndarray) -> np.ndarray:
+        """Cosines and sines, (2, tokens, 1, d / 2)."""
+        angles = places[:, None, None] * self.speeds()
+        return np.stack([np.cos(angles), np.sin(angles)]).astype(np.float32)
+
+    def turn(self, x: np.ndarray, places: np.ndarray, name: str) -> np.ndarray:
+        """Rotary embedding of queries or keys."""
+        cos, sin = self.tables(places)
+        a, b = np.split(x, 2, axis=-1)
+        return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+    def remember(self, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Write into the cache; gives all keys and values so far, (kv heads, tokens, d)."""
+        end = self.filled + len(k)
+        self.all_keys[self.layer, self.filled : end] = k
+        self.all_values[self.layer, self.filled : end] = v
+        return self.all_keys[self.layer, :end].swapaxes(0, 1), self.all_values[self.layer, :end].swapaxes(0, 1)
+
+    def source(self, head: int, name: str) -> int:
+        """Which head of the keys `K` or values `V` a query head reads."""
+        return head // (self.n_q // self.n_kv)
+
+    def compare(self, q: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        """Scaled products, (heads, tokens, context)."""
+        scores = [q[:, h] @ keys[self.source(h, "K")].T for h in range(self.n_q)]
+        return np.stack(scores) * np.float32(self.scale)
+
+    def visible(self, n: int, context: int) -> np.ndarray:
+        """Which keys a query may see, (tokens, context)."""
+        return np.arange(context) <= np.arange(context - n, context)[:, None]
+
+    def hide(self, scores: np.ndarray) -> np.ndarray:
+        """The causal mask."""
+        return np.where(self.visible(*scores.shape[1:]), scores, np.float32(-np.inf))
+
+    def share(self, scores: np.ndarray) -> np.ndarray:
+        """Softmax over the keys."""
+        e = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        return e / e.sum(axis=-1, keepdims=True)
+
+    def mix(self, p: np.ndarray, values: np.ndarray) -> np.ndarray:
+        """Values by their shares, (heads, tokens, d)."""
+        return np.stack([p[h] @ values[self.source(h, "V")] for h in range(self.n_q)])
+
+    def join(self, heads: np.ndarray) -> np.ndarray:
+        """Heads of a token side by side."""
+        return np.concatenate(list(heads), axis=-1)
+
+    def gated(self, g: np.ndarray, u: np.ndarray) -> np.ndarray:
+        """SwiGLU."""
+        return g / (1 + np.exp(-g)) * u
+
+    def add(self, x: np.ndarray, branch: np.ndarray, name: str) -> np.ndarray:
+        """The residual connection that makes `mid` or `out`."""
+        return x + branch
