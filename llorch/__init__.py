@@ -34,6 +34,7 @@ from llorch.errors import CheckpointMismatch, FormatError, MissingExtra, NonFini
 
 if TYPE_CHECKING:
     from llorch.config import ModelConfig
+    from llorch.dumps.recorder import Recorder
     from llorch.generate import Token
     from llorch.model import Model, load
     from llorch.pytorch.model import TorchModel, load_torch
@@ -50,6 +51,7 @@ __all__ = [
     "Model",
     "ModelConfig",
     "NonFiniteRun",
+    "Recorder",
     "Report",
     "SamplingSettings",
     "Token",
@@ -66,6 +68,7 @@ _WHERE = {
     "Report": "verify.compare",
     "Tolerance": "verify.compare",
     "ModelConfig": "config",
+    "Recorder": "dumps.recorder",
     "Token": "generate",
     "Model": "model",
     "load": "model",

@@ -1,0 +1,138 @@
+"""The recorder: what an engine in Python shows of itself while it runs.
+
+    dump = llorch.Recorder(engine="mine", dtype="float32")
+    dump.begin(ids)                             a pass; each further one goes on in the same cache
+    q = dump("q_rope", rope(q), layer=i)        in the middle of a line: the array goes on as it is
+
+    @dump.stage("attn_norm")                    or around a function: its argument `layer`, else the number of the call
+    def norm(x, weight): ...
+
+Names are those of the stage table, or the engine's own: those need a mapping, see `names`.
+"""
+
+import functools
+import inspect
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
+
+import numpy as np
+
+from llorch.dumps.raw import RawArray, RawDump
+from llorch.dumps.stage_dump import Features, Seen, StageDump, Tokens
+from llorch.stages import BY_NAME, key
+
+Array = TypeVar("Array")
+Result = TypeVar("Result")
+Given = ParamSpec("Given")
+
+
+class Recorder:
+    """Arrays of one sequence, copied into memory when they are shown."""
+
+    def __init__(self, *, source: str = "recorder", **features: str | bool) -> None:
+        """Start empty.
+
+        Args:
+            source: Where it comes from, for messages.
+            features: What the engine says of itself: attributes of `Features`.
+        """
+        self.source = source
+        self.features = Features(**features)  # type: ignore[arg-type] (checked by its users)
+        self.passes: list[Tokens] = []
+        self.arrays: dict[tuple[int, str, int | None], RawArray] = {}  # by pass, name and layer
+        self._calls: Counter[tuple[int, str]] = Counter()
+
+    def begin(self, ids: Sequence[int], first_position: int | None = None) -> None:
+        """Start a pass.
+
+        Args:
+            ids: Its tokens.
+            first_position: Position of the first one; where the pass before ended unless told.
+        """
+        if first_position is None:
+            first_position = self.passes[-1].first_position + len(self.passes[-1].ids) if self.passes else 0
+        self.passes.append(Tokens(tuple(map(int, ids)), first_position))
+
+    def __call__(self, name: str, array: Array, *, layer: int | None = None) -> Array:
+        """Record an array, and hand it on; see `add`."""
+        self.add(name, np.asarray(array), layer=layer)
+        return array
+
+    def add(self, name: str, array: np.ndarray, *, layer: int | None = None, stored: str = "", axes: str = "") -> None:
+        """Record an array of the pass that was begun last.
+
+        Args:
+            name: Of the stage table, or the engine's own.
+            array: Copied.
+            layer: None outside the layers.
+            stored: What its bits are where NumPy has no such type: `bfloat16` for unsigned integers of 16 bits.
+            axes: Names of its axes, where they may not be those of the stage.
+
+        Raises:
+            ValueError: No pass was begun, or this one has the name already.
+        """
+        place = (len(self.passes) - 1, name, layer)
+        if not self.passes or place in self.arrays:
+            twice = f"{key(name, layer)} is there already in pass {place[0]}: call begin(ids) before each pass"
+            raise ValueError(f"recorder: {twice if self.passes else 'call begin(ids) before the first array'}")
+        stored = stored or array.dtype.name
+        kept = array.view(np.uint16).copy() if array.dtype.name == "bfloat16" else array.copy()
+        self.arrays[place] = RawArray(
+            name, stored, kept.shape, functools.partial(_widened, kept, stored), layer, axes=tuple(axes.split())
+        )
+
+    def stage(self, name: str, *, layer: str = "layer") -> Callable[[Callable[Given, Result]], Callable[Given, Result]]:
+        """A decorator: record what a function returns, as `name`.
+
+        Args:
+            name: As for `add`.
+            layer: The argument of the function that holds the layer. One without it is called once in each layer.
+
+        Returns:
+            The decorator.
+        """
+
+        def wrap(function: Callable[Given, Result]) -> Callable[Given, Result]:
+            signature = inspect.signature(function)
+
+            @functools.wraps(function)
+            def recorded(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+                result = function(*args, **kwargs)
+                given = signature.bind(*args, **kwargs).arguments
+                return self(name, result, layer=given[layer] if layer in given else self._next_layer(name))
+
+            return recorded
+
+        return wrap
+
+    def _next_layer(self, name: str) -> int | None:
+        """The number of the call in this pass; None for a stage outside the layers."""
+        if name in BY_NAME and not BY_NAME[name].in_layer:
+            return None
+        call = (len(self.passes), name)
+        self._calls[call] += 1
+        return self._calls[call] - 1
+
+    def raw_dump(self) -> RawDump:
+        """What was recorded, under the names of the engine."""
+        arrays = tuple((number, array) for (number, _, _), array in self.arrays.items())
+        return RawDump(self.source, arrays, tuple(self.passes), self.features)
+
+    def stage_dump(self) -> StageDump:
+        """What was recorded, as stages of the table; ValueError where a name is none of theirs."""
+        if others := sorted({name for _, name, _ in self.arrays} - BY_NAME.keys()):
+            raise ValueError(
+                f"recorder: expected names of the stage table, got {', '.join(others)}; "
+                "give raw_dump() and a mapping to llorch.dumps.names.stage_dump"
+            )
+        seen = {
+            (number, key(name, layer)): Seen(key(name, layer), array.stored, array.read)
+            for (number, name, layer), array in self.arrays.items()
+        }
+        return StageDump(self.source, tuple(self.passes), seen, self.features)
+
+
+def _widened(array: np.ndarray, stored: str) -> np.ndarray:
+    """A kept array; bfloat16 as float32 of the same values."""
+    return (array.astype(np.uint32) << 16).view(np.float32) if stored == "bfloat16" else array
