@@ -1,20 +1,16 @@
 """Known mistakes of training planted into the running NumPy code, wherever the right function is used."""
 
-import importlib
-import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import cache
 from itertools import takewhile
-from typing import Any
-
-import pytest
 
 from llorch.builtin import builtin_path, goldens_folder
 from llorch.files import Weights, open_weights
 from llorch.numerics import DtypeName
 from llorch.verify.compare import Difference, Tolerance
 from llorch.verify.judge import FAIL, Row
+from llorch.verify.mistakes.planting import planted
 from llorch.verify.mistakes.training import TrainingMistake
 from llorch.verify.training.claims import claims, limit, rows
 from llorch.verify.training.exports import exported, file_row
@@ -40,38 +36,11 @@ def model_of(mistake: TrainingMistake) -> str:
     return [model for model in MODELS if mistake.applies_to(weights_of(model).config)][-1]
 
 
-def plant(mistake: TrainingMistake, patch: pytest.MonkeyPatch) -> None:
-    """Put the wrong function wherever the right one is found under its own name."""
-    owner, name = owner_of(mistake.part)
-    right = getattr(owner, name)
-    wrong = mistake.wrong(right)
-    for place in {owner, *users(name, right)}:
-        patch.setattr(place, name, wrong)
-
-
-def owner_of(part: str) -> tuple[Any, str]:
-    """The module or class that defines a function, and the function's name."""
-    path, _, name = part.rpartition(".")
-    try:
-        return importlib.import_module(path), name
-    except ModuleNotFoundError:
-        module, _, owner = path.rpartition(".")
-        return getattr(importlib.import_module(module), owner), name
-
-
-def users(name: str, right: Any) -> Iterator[Any]:
-    for module_name, module in list(sys.modules.items()):
-        if module_name.startswith("llorch") and getattr(module, name, None) is right:
-            yield module
-
-
 @cache
 def rows_with(mistake: TrainingMistake | None, model: str) -> list[Row]:
     """Rows of a model with a mistake in the code, checkpoint by checkpoint, up to the last of the mistake."""
     weights, golden, last = weights_of(model), training_golden_of(model), mistake.checkpoints[-1] if mistake else "20"
-    with pytest.MonkeyPatch.context() as patch:
-        if mistake is not None:
-            plant(mistake, patch)
+    with planted(*([] if mistake is None else [mistake])):
         runner = NumpyRunner(weights, golden)
         if last < "20":
             return judged(model, golden, runner, last)

@@ -10,11 +10,9 @@ from planted_training import (
     model_of,
     over,
     over_in_half,
-    owner_of,
     rows_with,
     training_golden_of,
     up_to,
-    users,
     weights_of,
 )
 from planted_training_torch import AS_TRAINER, PLANTED
@@ -24,6 +22,7 @@ from llorch.numerics import DtypeName
 from llorch.verify.diagnose import VISIBLE
 from llorch.verify.judge import FAIL
 from llorch.verify.mistakes import MISTAKES, TRAINING, TrainingMistake
+from llorch.verify.mistakes.planting import owner_of, replaced
 from llorch.verify.report.pages import FOLDER, page
 from llorch.verify.training.claims import claims, rows
 from llorch.verify.training.goldens import MODELS
@@ -142,15 +141,10 @@ def worst_in_float64(runner: NumpyRunner | TorchRunner, group: str) -> float:
 
 
 @pytest.mark.parametrize(("part", "group"), SHARED.items())
-def test_one_part_in_a_million_in_code_that_both_precisions_share_is_far_over_the_limit(
-    part: str, group: str, monkeypatch: pytest.MonkeyPatch
-):
-    owner, name = owner_of(part)
-    right = getattr(owner, name)
-    for place in {owner, *users(name, right)}:
-        monkeypatch.setattr(place, name, wrong(name, right))
+def test_one_part_in_a_million_in_code_that_both_precisions_share_is_far_over_the_limit(part: str, group: str):
     weights = weights_of(MODELS[-1]).astype(np.float64)
-    assert worst_in_float64(NumpyRunner(weights, training_golden_of(MODELS[-1])), group) > LEAST
+    with replaced(part, lambda right: wrong(part.rpartition(".")[2], right)):
+        assert worst_in_float64(NumpyRunner(weights, training_golden_of(MODELS[-1])), group) > LEAST
 
 
 @pytest.mark.parametrize("as_trainer", [False, True])
