@@ -3,6 +3,7 @@
 In comes a `StageDump` and the weights that the engine ran; out comes a `Diagnosis`. In the order to read:
 
     verdict      what comes out: every stage's error, local and inherited, and findings
+    profile      in which tokens, heads and channels an error lies
     guards       whether numbers may be compared at all: ids, positions, norms, layout, weights, the run
     replay       our forward pass, fed what the engine showed; with mistakes planted where it is told
     hypotheses   what may be planted: known mistakes, settings with a value, honest differences of arithmetic
