@@ -43,10 +43,7 @@ def test_an_error_is_found_where_it_was_made(
     got[index] += 1
     found = profile(got, want, BY_NAME[stage], config)
     for shares, at in zip((found.tokens, found.heads, found.channels), place, strict=True):
-        if at is None:
-            assert shares is None
-        else:
-            assert np.flatnonzero(shares).tolist() == [at]
+        assert (None if shares is None else np.flatnonzero(shares).tolist()) == (None if at is None else [at])
     assert found.ulps.sum() == want.size
     assert found.ulps[0] == want.size - 1
 
