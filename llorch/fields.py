@@ -18,7 +18,7 @@ class Fields:
     def __init__(self, values: Mapping[str, object], path: str | Path, *, prefix: str = "") -> None:
         """Wrap values as parsed, null counting as absent; `prefix` is put before every key that is asked for."""
         self.values = values
-        self._path = path
+        self.path = path
         self._prefix = prefix
 
     def has(self, key: str) -> bool:
@@ -39,7 +39,7 @@ class Fields:
         """The error for one key."""
         shown = repr(got)
         shown = shown if len(shown) <= 80 else shown[:77] + "..."
-        return FormatError(code, f"{self._prefix}{key}: expected {expected}, got {shown}", path=self._path)
+        return FormatError(code, f"{self._prefix}{key}: expected {expected}, got {shown}", path=self.path)
 
     def integer(self, key: str, *, default: object = _REQUIRED, low: int | None = None) -> int:
         """An integer (no bool, no float), at least `low` when given."""
@@ -80,7 +80,7 @@ class Fields:
             return None
         if not isinstance(value, Mapping):
             raise self.error("Malformed", key, "an object", value)
-        return Fields(value, self._path)
+        return Fields(value, self.path)
 
     def refuse(self, key: str, *, unless: tuple[object, ...], default: object) -> None:
         """Refuse a value that would change the computation in a way llorch does not have."""
@@ -97,12 +97,12 @@ class Fields:
             if error.path is not None:
                 raise
             message = str(error).removeprefix(f"{error.code}: ")
-            raise FormatError(error.code, message, path=self._path) from None
+            raise FormatError(error.code, message, path=self.path) from None
 
     def _get(self, key: str, default: object, expected: str) -> object:
         value = self.values.get(self._prefix + key)
         if value is None:
             if default is _REQUIRED:
-                raise FormatError("Missing", f"{self._prefix}{key}: expected {expected}, got nothing", path=self._path)
+                raise FormatError("Missing", f"{self._prefix}{key}: expected {expected}, got nothing", path=self.path)
             return default
         return value

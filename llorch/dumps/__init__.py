@@ -5,7 +5,8 @@ function; out comes a `StageDump`: stages of our table in our layout, for as man
 written. Nothing is judged here. In the order to read:
 
     stage_dump   what all of it ends in
-    raw          arrays as they lie in files, under the names of the engine; `index` is the folder that anyone can write
+    raw          arrays as they lie in files, under the names of the engine. `index` reads the folder that anyone can
+                 write, `tensor_files` the formats of others; `stored` is one array in a file
     recorder     what an engine in Python shows while it runs; `llorch.pytorch.capture` hooks a torch module up to it
     names        which stage a name stands for: ours, llama.cpp's, those of Hugging Face, or a TOML mapping
     layout       heads joined or split, a batch axis, fused projections, transposed, permuted: as declared, or as found

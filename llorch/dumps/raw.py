@@ -43,6 +43,7 @@ class RawDump:
         passes: Tokens of the passes; none where the dump does not say.
         features: What the engine says of itself.
         weights: SHA-256 of decoded tensors (float32, little-endian, in memory order), by the engine's names.
+        notes: What was found amiss and read around, one sentence each.
     """
 
     source: str
@@ -50,3 +51,4 @@ class RawDump:
     passes: tuple[Tokens, ...] = ()
     features: Features = field(default_factory=Features)
     weights: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()

@@ -1,0 +1,1 @@
+"""Writers to be copied into an engine, none of which needs llorch: Python, C, Rust, and C++ for ggml."""

@@ -1,0 +1,57 @@
+"""Write tensors of an engine for `llorch diagnose`. Copy this file into yours: it needs NumPy and nothing else.
+
+with DumpWriter("dump", engine="mine", dtype="float32") as dump:
+    dump.begin([9, 4, 7])  # once for every call of the forward: the token ids, and the position of the first one
+    dump.add("q_rot", q, layer=0)  # any name of yours, any number of tensors
+"""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+class DumpWriter:
+    """A folder of one file of raw little-endian arrays, and index.jsonl, a line for each of them."""
+
+    def __init__(self, folder: str | Path, *, engine: str = "", dtype: str = "", kv_cache: str = "",
+                 activations: str = "", flash_attention: bool = False) -> None:  # fmt: skip
+        """Begin a new dump, in place of one that is there; what an engine does not know of itself stays empty."""
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        self._data = (Path(folder) / "data.bin").open("wb")
+        self._index = (Path(folder) / "index.jsonl").open("w", encoding="utf-8", newline="\n")
+        self._n_passes = 0
+        self._line(llorch_dump=1, engine=engine, dtype=dtype, kv_cache=kv_cache, activations=activations,
+                   flash_attention=flash_attention)  # fmt: skip
+
+    def begin(self, ids: Iterable[int], first_position: int = 0) -> None:
+        """Begin a pass: the tokens of one call of the engine's forward."""
+        self._line(**{"pass": self._n_passes}, ids=[int(one) for one in ids], first_position=first_position)
+        self._n_passes += 1
+
+    def add(self, name: str, array: Any, *, layer: int | None = None, tokens: Iterable[int] | None = None,
+            axes: str = "") -> None:  # fmt: skip
+        """Write an array; `tokens` are those of the pass that it has, if not all, `axes` as "seq heads head_dim"."""
+        array = np.ascontiguousarray(array)
+        array = array.astype(array.dtype.newbyteorder("<"), copy=False)
+        said = {"layer": layer, "tokens": tokens if tokens is None else [int(one) for one in tokens], "axes": axes}
+        offset = self._data.tell()
+        self._data.write(array.reshape(-1).view(np.uint8).data)
+        self._data.flush()  # a line of the index stands for bytes that are there, also after a crash
+        self._line(name=name, dtype=array.dtype.name, shape=array.shape, file="data.bin", offset=offset,
+                   **{key: value for key, value in said.items() if value not in (None, "")})  # fmt: skip
+
+    def _line(self, **values: object) -> None:
+        self._index.write(json.dumps(values) + "\n")
+        self._index.flush()
+
+    def __enter__(self) -> "DumpWriter":
+        """Give the writer."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Close both files."""
+        self._data.close()
+        self._index.close()

@@ -1,0 +1,147 @@
+"""The dump that anyone can write, read; and those in other formats."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+
+from llorch.dumps.index import open_raw
+from llorch.dumps.raw import RawArray, RawDump
+from llorch.dumps.stage_dump import Features, Tokens
+from llorch.dumps.stored import known_dtype
+from llorch.dumps.writers.dump_writer import DumpWriter
+
+rng = np.random.default_rng(0)
+Q = rng.normal(size=(3, 4, 6)).astype(np.float32)
+PASS = {"pass": 0, "ids": [9, 4, 7], "first_position": 5}
+
+
+def write(folder: Path, *lines: object, data: bytes = Q.tobytes()) -> Path:
+    """A dump of lines as they are, behind a header."""
+    folder.mkdir(exist_ok=True)
+    (folder / "x.bin").write_bytes(data)
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in ({"llorch_dump": 1}, *lines)]
+    (folder / "index.jsonl").write_text("\n".join(texts) + "\n")
+    return folder
+
+
+def entry(**fields: object) -> dict[str, object]:
+    return {"name": "q", "dtype": "f32", "shape": [3, 4, 6], "file": "x.bin"} | fields
+
+
+def only(dump: RawDump) -> RawArray:
+    ((number, array),) = dump.arrays
+    assert number == 0
+    return array
+
+
+def test_what_the_writer_writes_is_read(tmp_path: Path):
+    with DumpWriter(tmp_path / "d", engine="mine", dtype="F32", kv_cache="f16", activations="Q8_0") as writer:
+        writer.begin([9, 4, 7])
+        writer.add("q", Q, layer=1, axes="seq heads head_dim")
+        writer.add("h", Q.astype(">f2")[:, 0], tokens=[2, 0, 1])
+        writer.begin(np.array([8]), first_position=3)
+        writer.add("q", Q.transpose(2, 1, 0), layer=1)
+    dump = open_raw(tmp_path / "d")
+    assert dump.passes == (Tokens((9, 4, 7)), Tokens((8,), 3))
+    assert dump.features == Features("mine", "float32", "float16", "Q8_0")
+    (_, q), (_, h), (number, again) = dump.arrays
+    assert (q.name, q.layer, q.axes, q.tokens, q.stored) == ("q", 1, ("seq", "heads", "head_dim"), None, "float32")
+    assert (h.tokens, h.stored, h.axes, h.layer) == ((2, 0, 1), "float16", (), None)
+    assert number == 1
+    for array, wanted in ((q, Q), (h, Q[:, 0].astype(np.float16)), (again, Q.transpose(2, 1, 0))):
+        np.testing.assert_array_equal(array.read(), wanted, strict=True)
+    assert open_raw(tmp_path / "d" / "index.jsonl").passes == dump.passes
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        *((text, "float32") for text in ("f32", "F32", "float32", "torch.float32", "numpy.float32", "<f4", "float")),
+        *((text, "float16") for text in ("f16", "half", "torch.float16", "<f2")),
+        *((text, "bfloat16") for text in ("bf16", "BF16", "torch.bfloat16")),
+        *((text, "float64") for text in ("f64", "double", "<f8")),
+        *((text, "int32") for text in ("i32", "<i4")),
+        *((text, "int64") for text in ("I64", "int64", "<i8")),
+        *((text, None) for text in ("i8", "f8", ">f4", "|O", "bool", "", "float31")),
+    ],
+)
+def test_a_dtype_has_its_usual_spellings(text: str, name: str | None):
+    assert known_dtype(text) == name
+
+
+def test_bfloat16_is_read_as_float32(tmp_path: Path):
+    bits = Q.view(np.uint32) & 0xFFFF0000
+    data = (bits >> 16).astype("<u2").tobytes()
+    array = only(open_raw(write(tmp_path, entry(dtype="bf16"), data=data)))
+    assert array.stored == "bfloat16"
+    np.testing.assert_array_equal(array.read(), bits.view(np.float32), strict=True)
+
+
+def test_strides_and_an_odd_offset_are_followed(tmp_path: Path):
+    line = entry(shape=[6, 3, 2], strides=[4, 96, 48], offset=3 + 24)  # heads 1 and 3, channels first
+    array = only(open_raw(write(tmp_path, line, data=b"abc" + Q.tobytes() + b"more")))
+    read = array.read()
+    np.testing.assert_array_equal(read, Q[:, 1::2].transpose(2, 0, 1), strict=True)
+    assert read.flags.c_contiguous
+    assert read.flags.aligned
+
+
+def test_positions_are_tokens_of_their_pass(tmp_path: Path):
+    array = only(open_raw(write(tmp_path, PASS, entry(shape=[2, 36], positions=[7, 5], axes=["seq", "q_width"]))))
+    assert array.tokens == (2, 0)
+
+
+def test_a_dump_whose_writer_died_is_read_up_to_its_last_whole_line(tmp_path: Path):
+    write(tmp_path, PASS, entry())
+    with (tmp_path / "index.jsonl").open("a") as file:
+        file.write(json.dumps(entry(name="k"))[:-9])
+    dump = open_raw(tmp_path)
+    np.testing.assert_array_equal(only(dump).read(), Q)
+    assert dump.notes == ("line 4 of index.jsonl is cut off, what stands before it was read",)
+
+
+def test_nodes_of_a_graph_may_share_a_name(tmp_path: Path):
+    dump = open_raw(write(tmp_path, entry(name="Qcur", layer=0, op="MUL_MAT"), entry(name="Qcur", layer=0, op="ROPE")))
+    assert [array.op for _, array in dump.arrays] == ["MUL_MAT", "ROPE"]
+
+
+def arrays_of(path: Path) -> dict[str, np.ndarray]:
+    return {array.name: array.read() for _, array in open_raw(path).arrays}
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_npz_files_are_read(tmp_path: Path, save: Callable[..., None], order: Literal["C", "F"]):
+    wanted: dict[str, np.ndarray] = {
+        "q": Q,
+        "half": Q.astype(np.float16),
+        "zeros": np.zeros((9, 4)),
+        "one": np.array(3),
+    }
+    save(tmp_path / "x.npz", **{name: np.asarray(array, order=order) for name, array in wanted.items()})
+    read = arrays_of(tmp_path / "x.npz")
+    assert read.keys() == wanted.keys()
+    for name, array in wanted.items():
+        np.testing.assert_array_equal(read[name], array, strict=True)
+
+
+@pytest.mark.parametrize("ids", [[9, 4, 7], [[9, 4, 7]]])
+def test_ids_and_first_position_beside_the_arrays_are_the_pass(tmp_path: Path, ids: list):
+    np.savez(tmp_path / "x.npz", q=Q, ids=np.array(ids), first_position=np.int32(5))
+    dump = open_raw(tmp_path / "x.npz")
+    assert dump.passes == (Tokens((9, 4, 7), 5),)
+    assert only(dump).name == "q"
+
+
+def test_npy_files_are_named_as_they_are(tmp_path: Path):
+    np.save(tmp_path / "l0.q.npy", Q)
+    np.save(tmp_path / "ids.npy", np.array([9, 4, 7]))
+    assert only(open_raw(tmp_path / "l0.q.npy")).name == "l0.q"
+    (tmp_path / "notes.txt").write_text("not an array")
+    dump = open_raw(tmp_path)
+    assert dump.passes == (Tokens((9, 4, 7)),)
+    np.testing.assert_array_equal(only(dump).read(), Q)
