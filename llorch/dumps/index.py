@@ -95,9 +95,9 @@ class _Folder:
 
     def _lines(self) -> Iterator[Fields]:
         data = read_regular(self.path / INDEX, limit=_MAX_INDEX)
+        if data.count(b"\n") > _MAX_LINES:
+            raise FormatError("TooLarge", f"more than {_MAX_LINES} lines", path=self.path / INDEX)
         for number, line in enumerate(io.BytesIO(data), 1):
-            if number > _MAX_LINES:
-                raise FormatError("TooLarge", f"more than {_MAX_LINES} lines", path=self.path / INDEX)
             where = f"{self.path / INDEX}, line {number}"
             try:
                 value = parse_json(line, what="the line", path=where)

@@ -5,6 +5,7 @@ Every name that a file of the folder gives is resolved inside the folder. Pickle
 Source: transformers modeling_utils (layout and precedence); huggingface_hub (layout of the download cache).
 """
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -104,8 +105,8 @@ def file_inside(folder: Path, name: str) -> Path:
     if not is_plain_name(name):
         raise FormatError("Unsafe", f"expected a plain file name, got {name!r}", path=folder)
     path = folder / name
-    if not path.exists():
-        raise FormatError("Missing", f"there is no file {name}", path=folder)
+    if not os.path.exists(path):  # Path.exists raises where a name is too long
+        raise FormatError("Missing", f"there is no file {name:.200}", path=folder)
     return require_inside(path, folder)
 
 
