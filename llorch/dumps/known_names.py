@@ -1,0 +1,146 @@
+"""Names that others gave the stages: llama.cpp its nodes, Hugging Face its modules; taken from the stage table."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from llorch.config import ModelConfig
+from llorch.stages import BY_NAME, STAGES
+
+RAW_SCORES = "kq"  # query times key, neither scaled nor masked
+_OLD_NODES = {"inp_embd": "embed", "kqv_merged_cont": "attn_context", "kq_soft_max_ext": "attn_probs"}
+_PROJECTED = {"Qcur": "q", "Kcur": "k", "Vcur": "v"}
+_MODULES_BESIDE_THE_TABLE = {
+    ("self_attn", "output"): ("attn_out",),
+    ("mlp", "output"): ("ffn_out",),
+    ("self_attn.qkv_proj", "output"): ("q_proj", "k_proj", "v_proj"),
+    ("mlp.gate_up_proj", "output"): ("ffn_gate", "ffn_up"),
+}
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """What a name stands for.
+
+    Attributes:
+        stages: A stage, or `kq`, or the projections that are fused; none for what is no stage.
+        layer: None outside the layers, or where the name does not say.
+        by_llamacpp: Whether it is a node of llama.cpp.
+        assumed: What was assumed, for a note.
+    """
+
+    stages: tuple[str, ...]
+    layer: int | None = None
+    by_llamacpp: bool = False
+    assumed: str = ""
+
+
+def _nodes() -> dict[str, str]:
+    """Nodes of llama.cpp that stand for one stage each."""
+    found = {}
+    for stage in STAGES:
+        node = re.match(r"(\w+)(?:-\{i\})?(?: \(|,)", stage.llamacpp)
+        if node and node[1] not in _PROJECTED:
+            found[node[1]] = stage.name
+    return found | {RAW_SCORES: RAW_SCORES} | _OLD_NODES
+
+
+def _modules() -> dict[tuple[str, str], tuple[str, ...]]:
+    """Stages by the path of a module inside its layer, empty for the layer itself, and by its end that is watched."""
+    found = {}
+    for stage in STAGES:
+        parts = re.fullmatch(r"(output|input) of (?:layers\.\{i\}\.?|model\.)?([\w.]*)", stage.transformers)
+        if parts:
+            found[parts[2], parts[1]] = (stage.name,)
+    return found | _MODULES_BESIDE_THE_TABLE
+
+
+NODES: Mapping[str, str] = _nodes()
+MODULES: Mapping[tuple[str, str], tuple[str, ...]] = _modules()
+
+
+def meaning_of(name: str, layer: int | None, config: ModelConfig, *, op: str, nth: int, of: int) -> Meaning | None:
+    """What a name stands for; None where nobody uses it.
+
+    Args:
+        name: As the engine calls it.
+        layer: As declared beside the name.
+        config: The model.
+        op: Of ggml, where the dump says so.
+        nth: The how manieth array of this name in its pass, from 0.
+        of: How many there are.
+
+    Returns:
+        The meaning, without any stage for a node of llama.cpp that is none.
+    """
+    return (
+        _ours(name, layer)
+        or _llamacpp(name, layer, config, op, nth, of)
+        or _output_of_transformers(name, config)
+        or _module(name, layer)
+    )
+
+
+def _ours(name: str, layer: int | None) -> Meaning | None:
+    parts = re.fullmatch(r"(?:(?:l|layers?|blk|blocks?)[._]?([0-9]{1,4})[._])?(\w+)", name)
+    stage = BY_NAME.get(parts[2]) if parts else None
+    if parts is None or stage is None:
+        return None
+    layer = int(parts[1]) if parts[1] else layer
+    return Meaning((stage.name,), layer) if stage.in_layer == (layer is not None) else None
+
+
+def _llamacpp(name: str, layer: int | None, config: ModelConfig, op: str, nth: int, of: int) -> Meaning | None:
+    parts = re.fullmatch(r"(\w+?)(?:-([0-9]{1,4}))?", name)
+    if parts is None:
+        return None
+    layer = int(parts[2]) if parts[2] else layer
+    if parts[1] in _PROJECTED and layer is not None:
+        return _projected(_PROJECTED[parts[1]], layer, config, op, nth, of)
+    stage = NODES.get(parts[1])
+    in_layer = stage == RAW_SCORES or (stage is not None and BY_NAME[stage].in_layer)
+    return Meaning((stage,), layer, True) if stage and in_layer == (layer is not None) else None
+
+
+def _projected(letter: str, layer: int, config: ModelConfig, op: str, nth: int, of: int) -> Meaning:
+    """Of `Qcur`, up to four arrays: the product, the sum with the bias, a reshape of it, the rotated heads."""
+    projected, rotated = (f"{letter}_proj",), (f"{letter}_rope",) if letter != "v" else (f"{letter}_proj",)
+    if op:
+        stages = {"ADD" if config.qkv_bias else "MUL_MAT": projected, "ROPE": rotated}.get(op, ())
+        return Meaning(stages, layer, True)
+    name = f"{letter.upper()}cur"
+    if nth == of - 1:
+        made = "the projection" if letter == "v" else "the rotated heads"
+        return Meaning(rotated, layer, True, f"{name} comes without its operation: the last one is read as {made}")
+    if nth == int(config.qkv_bias) and letter != "v":
+        which = "sum with the bias" if config.qkv_bias else "product"
+        return Meaning(projected, layer, True, f"{name} comes without its operation: the first is read as the {which}")
+    return Meaning((), layer, True)
+
+
+def _output_of_transformers(name: str, config: ModelConfig) -> Meaning | None:
+    """Outputs that transformers gives by number: the last of its hidden states is behind the final norm."""
+    parts = re.fullmatch(r"(hidden_states|attentions|past_key_values)[._]([0-9]{1,4})(?:[._](key|value|0|1)s?)?", name)
+    if parts is None or (parts[3] is not None) != (parts[1] == "past_key_values"):
+        return None
+    n = int(parts[2])
+    if parts[1] == "attentions":
+        return Meaning(("attn_probs",), n)
+    if parts[3]:
+        return Meaning(("k_cache" if parts[3] in ("key", "0") else "v_cache",), n)
+    if n == config.n_layers:
+        return Meaning(("final_norm",), assumed=f"{name} is behind the final norm, as in transformers")
+    return Meaning(("block_out",), n - 1) if n else Meaning(("embed",))
+
+
+def _module(name: str, layer: int | None) -> Meaning | None:
+    parts = re.fullmatch(r"(?:[\w.]*\.)?layers\.([0-9]{1,4})\.?([\w.]*)", name)
+    if parts:
+        layer, path = int(parts[1]), parts[2]
+    else:
+        path = name.rpartition("model.")[2]
+    end = re.fullmatch(r"([\w.]*?)\.?(input|output)(?:\.0)?", path)
+    stages = MODULES.get((end[1], end[2]) if end else (path, "output"))
+    if stages is None or BY_NAME[stages[0]].in_layer != (layer is not None) or (not path and not parts):
+        return None
+    return Meaning(stages, layer)

@@ -1,0 +1,204 @@
+"""Brings an array into the shape of the stage table: axes in another order, heads joined or split, batch, padding.
+
+An engine may say which axes an array has. Where it does not, every order of the axes that fits the shape is a
+candidate, and mostly one fits. Where several do (as many heads as tokens), values decide, and only when one is far
+nearer to our own run than all others; else it is the table's order. Nothing but the order of axes is ever found this
+way: a permutation inside of a head, a factor, a mask that is missing are the engine's own doing unless declared.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import permutations
+
+import numpy as np
+
+from llorch.config import ModelConfig
+from llorch.errors import FormatError, suggestion
+from llorch.files.names import undo_interleave
+from llorch.stages import Stage
+
+JOINED: Mapping[str, tuple[str, ...]] = {"q_width": ("heads", "head_dim"), "kv_width": ("kv_heads", "head_dim")}
+PAIRED = ("q_proj", "k_proj", "q_norm", "k_norm", "q_rope", "k_rope", "k_cache")  # RoPE turns pairs of their heads
+FUSED_ORDERS = ("stacked", "groups", "alternating")
+FAR_NEARER = 5.0  # times as near to our run as every other candidate
+AS_GOOD_AS_MASKED = -9000.0  # its exponential is 0 in every float type; -1e4 in bfloat16 is -9984
+_LEAST_LIKE = 0.5  # of our run's norm: what is farther from it than this is not like it
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What is declared of an array.
+
+    Attributes:
+        axes: Names of its axes, of `Stage.axes` or `batch`; none: found.
+        permuted: Whether the pairs of a head that RoPE turns are neighbours, as in Llama GGUF files.
+        times: The stage times this was written.
+        masked: Whether later keys are masked; if not, our mask is laid on.
+        fused: How the rows of several projections lie in one array, one of `FUSED_ORDERS`.
+    """
+
+    axes: tuple[str, ...] = ()
+    permuted: bool = False
+    times: float = 1.0
+    masked: bool = True
+    fused: str = "stacked"
+
+
+@dataclass(frozen=True)
+class Form:
+    """One way in which the elements of an array may be those of a stage: axes in memory order, and their sizes."""
+
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    def arranged(self, array: np.ndarray, axes: Sequence[str], ctx: int) -> np.ndarray:
+        """The array with these axes, a padded context cut."""
+        array = array.reshape(self.sizes).transpose([self.axes.index(axis) for axis in axes])
+        return array[tuple(slice(ctx) if axis == "ctx" else slice(None) for axis in axes)]
+
+    def __str__(self) -> str:
+        return " ".join(self.axes)
+
+
+def single_axes(axes: Sequence[str]) -> tuple[str, ...]:
+    """Axes with those split that are heads joined."""
+    return tuple(single for axis in axes for single in JOINED.get(axis, (axis,)))
+
+
+def axis_sizes(config: ModelConfig, *, seq: int, ctx: int) -> dict[str, int]:
+    """Size of every axis that is not several joined."""
+    return {
+        "seq": seq, "ctx": ctx, "hidden": config.hidden_size, "inter": config.intermediate_size,
+        "heads": config.n_heads, "kv_heads": config.n_kv_heads, "head_dim": config.head_dim,
+        "vocab": config.vocab_size,
+    }  # fmt: skip
+
+
+def declared_form(
+    declared: Sequence[str], table: Sequence[str], shape: tuple[int, ...], sizes: Mapping[str, int]
+) -> Form:
+    """The form that declared axes mean; FormatError where they are not those of the stage, or do not fit the shape."""
+    axes, wanted = single_axes([axis for axis in declared if axis != "batch"]), single_axes(table)
+    if sorted(axes) != sorted(wanted):
+        known = [*wanted, *table, "batch"]
+        odd = next((axis for axis in declared if axis not in known), "")
+        raise FormatError(
+            "Malformed",
+            f"axes: expected {' '.join(dict.fromkeys([*table, *wanted]))} and batch, in any order, heads joined or "
+            f"split, got {' '.join(declared)}{suggestion(odd, known) if odd else ''}",
+        )
+    form = Form(axes, tuple(sizes[axis] for axis in axes))
+    if math.prod(form.sizes) == math.prod(shape):
+        return form
+    without_batch = [n for axis, n in zip(declared, shape, strict=False) if axis != "batch" or n != 1]
+    if "ctx" in axes and len(without_batch) == len(axes) and without_batch[axes.index("ctx")] > sizes["ctx"]:
+        padded = Form(axes, tuple(without_batch))
+        if all(got == size or axis == "ctx" for axis, got, size in zip(axes, padded.sizes, form.sizes, strict=True)):
+            return padded
+    raise FormatError("Shape", f"expected {' '.join(declared)} to be {form.sizes}, got {shape}")
+
+
+def fitting_forms(table: Sequence[str], shape: tuple[int, ...], sizes: Mapping[str, int]) -> list[Form]:
+    """Every form that an array of this shape may have, the table's own order first; padded ones if no other fits."""
+    exact: dict[tuple, Form] = {}
+    padded: dict[tuple, Form] = {}
+    for groups in _groupings(table, sizes):
+        form = _fit(groups, [n for n in shape if n != 1], sizes)
+        if form is not None:
+            told = tuple((axis, n) for axis, n in zip(form.axes, form.sizes, strict=True) if n != 1)
+            is_padded = any(n != sizes[axis] for axis, n in told)
+            (padded if is_padded else exact).setdefault(told, form)
+    return [*exact.values()] or [*padded.values()]
+
+
+def _groupings(table: Sequence[str], sizes: Mapping[str, int]) -> Iterator[list[tuple[str, ...]]]:
+    """Orders of axes, in groups that are joined in memory: none of them, heads with their dimensions, or all.
+
+    Heads that the table has joined stay together in what is joined at all: apart they would be the very mistake of
+    joining them before the axes are turned. Queries before keys wherever both are as many.
+    """
+    axes = single_axes(table)
+    joined_in_table = axes != tuple(table)
+    for order in permutations(axes):
+        turned = "ctx" in order and "seq" in order and order.index("ctx") < order.index("seq")
+        if turned and sizes["ctx"] == sizes["seq"]:
+            continue
+        yield [(axis,) for axis in order]
+        at = order.index("head_dim") if "head_dim" in order else 0
+        together = at > 0 and order[at - 1].endswith("heads")
+        if together:
+            yield [*((a,) for a in order[: at - 1]), order[at - 1 : at + 1], *((a,) for a in order[at + 1 :])]
+        if (together or not joined_in_table) and not turned:
+            yield [order]
+
+
+def _fit(groups: Sequence[tuple[str, ...]], shape: Sequence[int], sizes: Mapping[str, int]) -> Form | None:
+    """The form of these groups if the shape, without its axes of 1, is theirs; a context alone may be longer."""
+    left, found = [*shape], {}
+    for group in groups:
+        size = math.prod(sizes[axis] for axis in group)
+        found |= {axis: sizes[axis] for axis in group}
+        if left and group == ("ctx",) and left[0] > size:
+            found["ctx"] = left.pop(0)
+        elif size != 1:
+            if not left or left.pop(0) != size:
+                return None
+    axes = tuple(axis for group in groups for axis in group)
+    return None if left else Form(axes, tuple(found[axis] for axis in axes))
+
+
+def far_nearest(forms: Sequence[Form], distance: Callable[[Form], float]) -> Form | None:
+    """The form whose values are far nearer to ours than those of all others; None where no one is."""
+    distances = {form: distance(form) for form in forms}
+    best, second, *_ = sorted(forms, key=distances.__getitem__)
+    is_far_nearer = distances[best] < min(_LEAST_LIKE, distances[second] / FAR_NEARER)
+    return best if is_far_nearer else None
+
+
+def distance(got: np.ndarray, ours: np.ndarray) -> float:
+    """Norm of the difference over our norm, of what is finite in both; infinite where nothing is."""
+    finite = np.isfinite(got) & np.isfinite(ours)
+    size = float(np.linalg.norm(ours[finite].astype(np.float64)))
+    return float(np.linalg.norm(got[finite].astype(np.float64) - ours[finite])) / size if size else math.inf
+
+
+def half_split(heads: np.ndarray) -> np.ndarray:
+    """Bring the last axis from neighbouring pairs, (2j, 2j+1), to those of Hugging Face, (j, j + half)."""
+    return undo_interleave(heads.reshape(-1), heads.size // heads.shape[-1]).reshape(heads.shape)
+
+
+def cut(fused: np.ndarray, parts: Sequence[str], order: str, config: ModelConfig) -> dict[str, np.ndarray]:
+    """The projections of a fused array, (tokens, all rows): q, k and v, or gate and up."""
+    widths = {"q_proj": config.q_width, "k_proj": config.kv_width, "v_proj": config.kv_width}
+    each = [widths.get(part, config.intermediate_size) for part in parts]
+    if order == "alternating":
+        return {part: fused.reshape(len(fused), -1, len(parts))[..., n] for n, part in enumerate(parts)}
+    if order == "groups":  # of every key head: its query heads, its key, its value
+        fused = fused.reshape(len(fused), config.n_kv_heads, -1)
+        each = [width // config.n_kv_heads for width in each]
+    pieces = np.split(fused, np.cumsum(each)[:-1], axis=-1)
+    return {part: piece.reshape(len(fused), -1) for part, piece in zip(parts, pieces, strict=True)}
+
+
+def finished(array: np.ndarray, stage: Stage, layout: Layout, config: ModelConfig, later: np.ndarray) -> np.ndarray:
+    """An array of the table's shape with what is declared undone.
+
+    Args:
+        array: In the shape of the table.
+        stage: Which stage it is.
+        layout: What is declared.
+        config: The model.
+        later: True where a key is later than its query, (tokens, ctx).
+
+    Returns:
+        The stage.
+    """
+    if layout.permuted and stage.name in PAIRED:
+        array = half_split(array.reshape(-1, config.head_dim)).reshape(array.shape)
+    if layout.times != 1:
+        array = array / array.dtype.type(layout.times)
+    if stage.masked:
+        hidden = later if not layout.masked else later & (array <= AS_GOOD_AS_MASKED)
+        array = np.where(hidden, array.dtype.type(-np.inf), array)
+    return np.ascontiguousarray(array)
