@@ -67,7 +67,7 @@ def stage_dump(
         passes,
         reader.stages(),
         Features(**asdict(raw.features) | mapping.features),  # type: ignore[arg-type] (checked when it was read)
-        tuple(dict.fromkeys(reader.notes)),
+        (*raw.notes, *dict.fromkeys(reader.notes)),
     )
 
 
