@@ -40,7 +40,7 @@ class FormatError(ValueError):
         where = f"{path}: " if path is not None else ""
         at = f" (byte {offset})" if offset is not None else ""
         line = f"{where}{code}: {message}{at}"
-        super().__init__("".join(c if c.isprintable() else repr(c)[1:-1] for c in line))
+        super().__init__(printable(line))
         self.code: ErrorCode = code
         self.path = path
         self.offset = offset
@@ -80,6 +80,11 @@ class EngineDied(RuntimeError):
 
 class MissingDevice(RuntimeError):
     """A device, or an ability of it, that was asked for by name and is not there."""
+
+
+def printable(text: str) -> str:
+    """What others wrote, as it may be shown: without control characters, line ends and marks that reorder a line."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:

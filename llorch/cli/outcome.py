@@ -19,7 +19,15 @@ from pathlib import Path
 
 import click
 
-from llorch.errors import CheckpointMismatch, EngineDied, FormatError, MissingDevice, MissingExtra, NonFiniteRun
+from llorch.errors import (
+    CheckpointMismatch,
+    EngineDied,
+    FormatError,
+    MissingDevice,
+    MissingExtra,
+    NonFiniteRun,
+    printable,
+)
 
 OK, DIFFERS, USAGE, MISSING, NO_MEMORY, BUG, DISK = 0, 1, 2, 3, 4, 70, 74
 INTERRUPTED, BROKEN_PIPE = 130, 141  # 128 + the signal, as a shell reports them
@@ -74,7 +82,7 @@ def error_line(error: BaseException) -> str:
         text = "no memory is left, or no address space (ulimit -v)"
     else:
         text = " ".join(str(error).split()) or type(error).__name__
-    return "llorch: " + "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    return f"llorch: {printable(text)}"
 
 
 @contextmanager

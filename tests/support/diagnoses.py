@@ -1,0 +1,136 @@
+"""Diagnoses of many kinds, made by hand: what reports have to show, ugly ones among them."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+
+from llorch.builtin import builtin_path
+from llorch.config import ModelConfig
+from llorch.files import open_weights
+from llorch.stages import Stage, keys
+from llorch.verify.compare import Difference, Tolerance
+from llorch.verify.diagnosis.profile import profile
+from llorch.verify.diagnosis.verdict import HONEST, RIGHT, WRONG, Diagnosis, Finding, Kind, StageResult, Suspect
+
+LIMIT = Tolerance(4.8e-7, 2e-6)
+N_TOKENS = 12
+PAIRS = "interleaved pairs; these weights pair dim i with dim i + head_dim/2"
+HOSTILE = "<script>alert(1)</script>\x00\x1b[31m\u202eevil\ud800 \N{GRINNING FACE} " + "long" * 60
+
+
+@cache
+def config(n_layers: int = 4, **changes: int) -> ModelConfig:
+    return replace(open_weights(builtin_path("micro-llama")).config, n_layers=n_layers, **changes)
+
+
+@cache
+def shown(stage: Stage, model: ModelConfig, size: float) -> StageResult:
+    """A stage of layer 0, off by `size` of its limit, the more the later the token and the head."""
+    want = np.random.default_rng(1).normal(size=stage.shape(model, seq=N_TOKENS, ctx=N_TOKENS)).astype(np.float32)
+    off = np.random.default_rng(2).normal(size=want.shape)
+    for axis, n in enumerate(want.shape):
+        off *= np.geomspace(0.01, 1, n).reshape([-1 if at == axis else 1 for at in range(want.ndim)])
+    got = want + off * size * LIMIT.error
+    error = float(np.linalg.norm(got - want) / np.linalg.norm(want))
+    verdict = RIGHT if size < 0.9 else HONEST if size < 2 else WRONG
+    found = None if verdict == RIGHT else profile(got, want, stage, model)
+    local = Difference(error, 3 * error, None, (3,) * want.ndim, 0.55, -0.82)
+    arithmetic = "float32, as its arrays are stored"
+    return StageResult(0, "", stage.name, None, "", local, LIMIT, local, LIMIT, arithmetic, verdict, (), found)
+
+
+def results(model: ModelConfig, sizes: Mapping[str, float], *, rename: Callable[[str], str] = str) -> list[StageResult]:
+    """Every stage of a model, off by 0.3 of the limit where nothing else is said; what is inherited grows."""
+    found, inherited = [], 1e-7
+    for name, stage, layer in keys(model):
+        size = sizes.get(name, 0.3)
+        one = shown(stage, replace(model, n_layers=1), size)
+        inherited = min(1.0, max(inherited * 1.02, one.local.error if size > 2 else 0.0))
+        total = replace(one.local, error=inherited)
+        found.append(replace(one, key=name, layer=layer, name=rename(name), total=total, since=(name,)))
+    return found
+
+
+def finding(place: str, kind: Kind = "mistake", *, name: str = "rope-interleaved-pairs", said: str = PAIRS) -> Finding:
+    layer = int(place[1 : place.index(".")]) if "." in place else None
+    suspect = Suspect(name, said, (place,), 0.9998, 0.4, "interleaved")
+    near = Suspect("rope-theta", "theta is 10000 here, the file says 500000", (place,), 0.61, 21_000.0, "10000")
+    known = kind in ("mistake", "honest")
+    return Finding(
+        kind, place, 0, (place,), () if layer is None else (layer,), (suspect,) if known else (), (near,),
+        ((0, place),), f"{place}: {said}; explains 99.98 % of the error" if known else f"{place}: none of the known",
+    )  # fmt: skip
+
+
+def diagnosis(
+    sizes: Mapping[str, float], found: Sequence[Finding] = (), *, n_layers: int = 4, source: str = "dumps/mine",
+    rename: Callable[[str], str] = str, **changes: int,
+) -> Diagnosis:  # fmt: skip
+    return Diagnosis(
+        "story", source, results(config(n_layers, **changes), sizes, rename=rename), found,
+        {"no token is cached before a pass": ["rope-decode-position", "cache-order"], "12 tokens": ["mask-window"]},
+        ["l0.q_rope was found with heads split, although nothing says so"],
+    )  # fmt: skip
+
+
+def right() -> Diagnosis:
+    return diagnosis({})
+
+
+def honest() -> Diagnosis:
+    return diagnosis({"l1.ffn_act": 1.5}, [finding("l1.ffn_act", "honest", name="bf16", said="this is what bf16 does")])
+
+
+def one_bug() -> Diagnosis:
+    return diagnosis({"l1.q_rope": 5e5}, [finding("l1.q_rope")])
+
+
+def two_bugs() -> Diagnosis:
+    sizes = {"l1.q_rope": 5e5, "l2.q_rope": 4e5, "l3.v_proj": 2e3, "l3.ffn_act": 1.5}
+    first = replace(finding("l1.q_rope"), layers=(1, 2), places=((0, "l1.q_rope"), (0, "l2.q_rope")))
+    more = [finding("l3.v_proj", "unknown"), finding("l3.ffn_act", "honest", name="bf16", said="this is bf16")]
+    return diagnosis(sizes, [first, *more])
+
+
+def not_finite() -> Diagnosis:
+    made = diagnosis({"l0.attn_scores": 1e9}, [finding("l0.attn_scores", "not finite")])
+    bad = Difference(math.inf, math.inf, "non-finite: 3 of 4096 values of got")
+    return replace(made, results=[replace(r, local=bad, total=bad) if r.verdict == WRONG else r for r in made.results])
+
+
+def hundreds_of_layers() -> Diagnosis:
+    return diagnosis({"l180.k_rope": 3e3}, [finding("l180.k_rope")], n_layers=200)
+
+
+def every_layer() -> Diagnosis:
+    places = [f"l{layer}.ffn_act" for layer in range(60)]
+    return diagnosis(dict.fromkeys(places, 1e4), [finding(at, "unknown") for at in places], n_layers=60)
+
+
+def hostile() -> Diagnosis:
+    made = diagnosis({"l1.q_rope": 5e5}, [finding("l1.q_rope", said=HOSTILE)], source=HOSTILE, rename=HOSTILE.__add__)
+    return replace(made, model=HOSTILE, could_not_show={HOSTILE: [HOSTILE]}, notes=[HOSTILE])
+
+
+def logits_only() -> Diagnosis:
+    made = diagnosis({"logits": 7e4}, [finding("logits", "unknown")], vocab_size=128_256)
+    return replace(made, results=[result for result in made.results if result.key == "logits"])
+
+
+def two_passes() -> Diagnosis:
+    made = two_bugs()
+    later = [replace(result, n_pass=1) for result in made.results]
+    return replace(made, results=[*made.results, *later])
+
+
+def nothing_seen() -> Diagnosis:
+    return replace(right(), results=[], notes=[], could_not_show={})
+
+
+ALL = (
+    right, honest, one_bug, two_bugs, not_finite, hundreds_of_layers, every_layer, hostile, logits_only, two_passes,
+    nothing_seen,
+)  # fmt: skip

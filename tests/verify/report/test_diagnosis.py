@@ -1,0 +1,90 @@
+"""What programs read of a diagnosis: an object of plain values, and JUnit's XML."""
+
+import json
+from collections.abc import Callable
+from xml.etree import ElementTree
+
+import diagnoses
+import pytest
+
+from llorch.cli.output import to_json
+from llorch.verify.diagnosis.verdict import WRONG, Diagnosis
+from llorch.verify.report.diagnosis import VERSION, junit, percent, ranges, record, times, verdict
+
+every = pytest.mark.parametrize("make", diagnoses.ALL)
+
+
+def refuse(constant: str) -> None:
+    raise AssertionError(constant)
+
+
+@every
+def test_the_record_is_json_that_every_parser_takes(make: Callable[[], Diagnosis]):
+    made = make()
+    read = json.loads(to_json(record(made)), parse_constant=refuse)
+    assert (read["version"], read["right"]) == (VERSION, made.is_right)
+    assert [(stage["n_pass"], stage["key"]) for stage in read["stages"]] == [(r.n_pass, r.key) for r in made.results]
+    assert len(read["findings"]) == len(made.findings)
+
+
+def test_the_record_has_what_was_measured_and_where():
+    read = json.loads(to_json(record(diagnoses.one_bug())))
+    (wrong,) = [stage for stage in read["stages"] if stage["verdict"] == WRONG]
+    assert wrong["local"]["error"] > wrong["limit"]["error"]
+    assert wrong["over"] > 1000
+    assert (wrong["index"], wrong["got"], wrong["want"]) == ([3, 3, 3], 0.55, -0.82)
+    assert len(wrong["profile"]["tokens"]) == diagnoses.N_TOKENS
+    (found,) = read["findings"]
+    assert (found["suspects"][0]["value"], found["near_misses"][0]["left"]) == ("interleaved", 21000)
+
+
+def test_what_is_not_finite_is_null_and_its_fault_is_said():
+    read = json.loads(to_json(record(diagnoses.not_finite())))
+    (wrong,) = [stage for stage in read["stages"] if stage["verdict"] == WRONG]
+    assert (wrong["local"]["error"], wrong["over"]) == (None, None)
+    assert wrong["fault"].startswith("non-finite: 3 of 4096")
+
+
+@every
+def test_junit_has_a_suite_for_each_pass_and_a_case_for_each_stage(make: Callable[[], Diagnosis]):
+    made = make()
+    top = ElementTree.fromstring(junit(made).encode())
+    assert [suite.get("tests") for suite in top] == [
+        str(sum(result.n_pass == number for result in made.results))
+        for number in sorted({result.n_pass for result in made.results})
+    ]
+    wrong = [result.key for result in made.results if result.verdict == WRONG]
+    assert [case.get("name") for case in top.iter("testcase") if case.find("failure") is not None] == wrong
+    assert sum(int(suite.get("failures", "")) for suite in top) == len(wrong)
+
+
+def test_a_failure_says_what_was_found():
+    (failure,) = ElementTree.fromstring(junit(diagnoses.one_bug())).iter("failure")
+    assert failure.get("type") == "mistake"
+    assert diagnoses.PAIRS in failure.get("message", "")
+    assert "(limit 4.8e-07), 3e+04 x its limits" in (failure.text or "")
+
+
+def test_control_characters_of_names_are_written_out():
+    (failure,) = ElementTree.fromstring(junit(diagnoses.hostile()).encode()).iter("failure")
+    assert r"<script>alert(1)</script>\x00\x1b[31m\u202eevil\ud800" in failure.get("message", "")
+
+
+@pytest.mark.parametrize(
+    ("made", "expected"),
+    [
+        (ranges([]), "outside the layers"),
+        (ranges([3]), "layer 3"),
+        (ranges([0, 1, 2, 3, 7]), "layers 0-3, 7"),
+        (percent(0.99998), "99.99 %"),
+        (percent(1.0), "100 %"),
+        (percent(float("nan")), "-"),
+        (times(0.4), "0.4 x"),
+        (times(51234.0), "5e+04 x"),
+        (times(float("inf")), "without end"),
+        (verdict(diagnoses.honest()), "HONEST"),
+        (verdict(diagnoses.nothing_seen()), "RIGHT"),
+    ],
+)
+def test_numbers_in_words(made: str, expected: str):
+    assert made == expected
