@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from llorch.dumps.recorder import Recorder
     from llorch.generate import Token
     from llorch.model import Model, load
+    from llorch.pytorch.capture import capture
     from llorch.pytorch.model import TorchModel, load_torch
     from llorch.sampling import SamplingSettings
     from llorch.verify.compare import Difference, Report, Tolerance, compare
@@ -57,6 +58,7 @@ __all__ = [
     "Token",
     "Tolerance",
     "TorchModel",
+    "capture",
     "compare",
     "load",
     "load_torch",
@@ -74,6 +76,7 @@ _WHERE = {
     "load": "model",
     "SamplingSettings": "sampling",
     "TorchModel": "pytorch.model",
+    "capture": "pytorch.capture",
     "load_torch": "pytorch.model",
 }
 

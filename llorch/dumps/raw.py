@@ -1,5 +1,6 @@
 """Arrays as they lie in a dump, under the names of the engine that wrote them; nothing is interpreted yet."""
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -42,7 +43,7 @@ class RawDump:
         arrays: In the order they were written; each with the number of its pass.
         passes: Tokens of the passes; none where the dump does not say.
         features: What the engine says of itself.
-        weights: SHA-256 of decoded tensors (float32, little-endian, in memory order), by the engine's names.
+        weights: `digest` of decoded tensors, by the engine's names.
         notes: What was found amiss and read around, one sentence each.
     """
 
@@ -52,3 +53,8 @@ class RawDump:
     features: Features = field(default_factory=Features)
     weights: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+
+
+def digest(array: np.ndarray) -> str:
+    """SHA-256 of an array as float32, little-endian, in the order of its axes, the last one fastest."""
+    return hashlib.sha256(np.ascontiguousarray(array, "<f4").data).hexdigest()

@@ -39,6 +39,7 @@ class Recorder:
         """
         self.source = source
         self.features = Features(**features)  # type: ignore[arg-type] (checked by its users)
+        self.weights: dict[str, str] = {}  # `llorch.dumps.raw.digest` of decoded tensors, by the engine's names
         self.passes: list[Tokens] = []
         self.arrays: dict[tuple[int, str, int | None], RawArray] = {}  # by pass, name and layer
         self._calls: Counter[tuple[int, str]] = Counter()
@@ -59,15 +60,25 @@ class Recorder:
         self.add(name, np.asarray(array), layer=layer)
         return array
 
-    def add(self, name: str, array: np.ndarray, *, layer: int | None = None, stored: str = "", axes: str = "") -> None:
+    def add(
+        self,
+        name: str,
+        array: np.ndarray,
+        *,
+        layer: int | None = None,
+        tokens: Sequence[int] | None = None,
+        axes: str = "",
+        stored: str = "",
+    ) -> None:
         """Record an array of the pass that was begun last.
 
         Args:
             name: Of the stage table, or the engine's own.
             array: Copied.
             layer: None outside the layers.
+            tokens: Which tokens of the pass it has, counted from 0; all unless told.
+            axes: Names of its axes, `seq heads head_dim`, where they are not those of the stage.
             stored: What its bits are where NumPy has no such type: `bfloat16` for unsigned integers of 16 bits.
-            axes: Names of its axes, where they may not be those of the stage.
 
         Raises:
             ValueError: No pass was begun, or this one has the name already.
@@ -79,7 +90,13 @@ class Recorder:
         stored = stored or array.dtype.name
         kept = array.view(np.uint16).copy() if array.dtype.name == "bfloat16" else array.copy()
         self.arrays[place] = RawArray(
-            name, stored, kept.shape, functools.partial(_widened, kept, stored), layer, axes=tuple(axes.split())
+            name,
+            stored,
+            kept.shape,
+            functools.partial(_widened, kept, stored),
+            layer,
+            tokens if tokens is None else tuple(tokens),
+            tuple(axes.split()),
         )
 
     def stage(self, name: str, *, layer: str = "layer") -> Callable[[Callable[Given, Result]], Callable[Given, Result]]:
@@ -117,7 +134,7 @@ class Recorder:
     def raw_dump(self) -> RawDump:
         """What was recorded, under the names of the engine."""
         arrays = tuple((number, array) for (number, _, _), array in self.arrays.items())
-        return RawDump(self.source, arrays, tuple(self.passes), self.features)
+        return RawDump(self.source, arrays, tuple(self.passes), self.features, self.weights)
 
     def stage_dump(self) -> StageDump:
         """What was recorded, as stages of the table; ValueError where a name is none of theirs."""
@@ -127,7 +144,7 @@ class Recorder:
                 "give raw_dump() and a mapping to llorch.dumps.names.stage_dump"
             )
         seen = {
-            (number, key(name, layer)): Seen(key(name, layer), array.stored, array.read)
+            (number, key(name, layer)): Seen(key(name, layer), array.stored, array.read, array.tokens)
             for (number, name, layer), array in self.arrays.items()
         }
         return StageDump(self.source, tuple(self.passes), seen, self.features)

@@ -20,32 +20,12 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from llorch.pytorch.capture import hook_points, with_infinite_mask
+from llorch.stages import key
 from llorch.verify.truth import ATTENTION
 
 _RECORDER: ContextVar["Recorder | None"] = ContextVar("recorder", default=None)  # of the pass that this thread computes
 Attention = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-
-# Stage -> path of the module inside a decoder layer.
-LAYER_OUTPUTS = {
-    "attn_norm": "input_layernorm",
-    "q_proj": "self_attn.q_proj",
-    "k_proj": "self_attn.k_proj",
-    "v_proj": "self_attn.v_proj",
-    "q_norm": "self_attn.q_norm",
-    "k_norm": "self_attn.k_norm",
-    "attn_out": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_out": "mlp.down_proj",
-    "block_out": "",
-}
-LAYER_INPUTS = {
-    "attn_context": "self_attn.o_proj",
-    "attn_residual": "post_attention_layernorm",
-    "ffn_act": "mlp.down_proj",
-}
-MODEL_OUTPUTS = {"embed": "model.embed_tokens", "final_norm": "model.norm", "logits": "lm_head"}
 
 
 class Recorder:
@@ -87,33 +67,11 @@ def captured(
     """
     recorder = Recorder(golden or {}, note)
     with ExitStack() as hooks:
-        for stage, path in MODEL_OUTPUTS.items():
-            hooks.enter_context(model.get_submodule(path).register_forward_hook(_output_hook(recorder, stage)))
-        for i, layer in enumerate(model.get_submodule("model.layers").children()):
-            for stage, path in LAYER_OUTPUTS.items():
-                if stage not in ("q_norm", "k_norm") or hasattr(layer.self_attn, stage):
-                    hook = _output_hook(recorder, f"l{i}.{stage}")
-                    hooks.enter_context(layer.get_submodule(path).register_forward_hook(hook))
-            for stage, path in LAYER_INPUTS.items():
-                hook = _input_hook(recorder, f"l{i}.{stage}")
-                hooks.enter_context(layer.get_submodule(path).register_forward_pre_hook(hook))
+        for point in hook_points(model):
+            hooks.enter_context(point.hook(lambda stage, i, tensor: recorder.keep(key(stage, i), tensor[0])))
         before = _RECORDER.set(recorder)
         hooks.callback(_RECORDER.reset, before)
         yield recorder.stages
-
-
-def _output_hook(recorder: Recorder, stage: str) -> Callable[..., None]:
-    def hook(_module: nn.Module, _inputs: tuple, output: torch.Tensor) -> None:
-        recorder.keep(stage, output[0])
-
-    return hook
-
-
-def _input_hook(recorder: Recorder, stage: str) -> Callable[..., None]:
-    def hook(_module: nn.Module, inputs: tuple) -> None:
-        recorder.keep(stage, inputs[0][0])
-
-    return hook
 
 
 def _attention(
@@ -156,17 +114,10 @@ class _Softmax(TorchFunctionMode):
     def __torch_function__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
         if func is not nn.functional.softmax:
             return func(*args, **(kwargs or {}))
-        scores = _with_infinite_mask(args[0], self._mask).clone()
+        scores = with_infinite_mask(args[0], self._mask).clone()
         self._recorder.keep(self._stage("attn_scores"), scores[0])
         replaced = self._stage("attn_scores") in self._recorder.golden
         probs = func(scores if replaced else args[0], *args[1:], **(kwargs or {}))
         if self._stage("attn_probs") in self._recorder.golden:
             self._recorder.keep(self._stage("attn_probs"), probs[0])
         return probs
-
-
-def _with_infinite_mask(scores: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Write the -inf that transformers' mask means: it adds the lowest finite float instead."""
-    if mask is None:
-        return scores
-    return scores.masked_fill(mask <= torch.finfo(mask.dtype).min / 2, -torch.inf)

@@ -111,8 +111,8 @@ def test_isolated_stages_lie_as_far_from_a_trace_as_it_was_moved_and_none_may_be
         moved = {"l1.attn_context", "l1.attention"}
         assert {name for name, difference in found.items() if difference.error > 1e-9} == moved | {"l1.attn_out"}
         assert [found[name].error for name in sorted(moved)] == [pytest.approx(0.25)] * 2
-        from llorch.verify.witnesses import transformers_capture  # needs the engine
+        from llorch.pytorch.capture import HUGGINGFACE  # needs torch
 
-        monkeypatch.delitem(transformers_capture.MODEL_OUTPUTS, "logits")
+        monkeypatch.delitem(HUGGINGFACE, "output of lm_head")
         with pytest.raises(RuntimeError, match=r"not the expected set of stages: no \['logits'\]"):
             engine.isolated(IDS, trace)  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,0 +1,279 @@
+"""What hooks on torch models show, beside goldens and beside a model of nobody's kind."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import llorch
+from llorch.builtin import builtin_path, goldens_folder
+from llorch.convert import convert
+from llorch.dumps.raw import digest
+from llorch.dumps.stage_dump import StageDump, Tokens
+from llorch.files import Weights, open_weights
+from llorch.stages import keys
+from llorch.verify.compare import Tolerance
+from llorch.verify.goldens import Golden, read
+
+NAME = "micro-llama"
+CLOSE = Tolerance(3e-6, 1e-5)  # two ways to order the sums of float32
+OWN = {
+    "tok": "embed", "output of blocks.{i}.attn.wq": "q_proj", "blocks.{i}.attn.turn_q": "q_rope",
+    "blocks.{i}.attn.wo": "attn_out", "input of blocks.{i}.attn.wo": "attn_context",
+    "input of blocks.{i}.n2": "attn_residual", "blocks.{i}": "block_out", "head": "logits",
+}  # fmt: skip
+
+
+class Turn(nn.Module):
+    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        half = x.shape[-1] // 2
+        angles = positions[:, None, None] * 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+        cos, sin = angles.cos().float(), angles.sin().float()
+        a, b = x.split(half, -1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+class Norm(nn.Module):
+    def __init__(self, gain: torch.Tensor) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(gain)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.rms_norm(x, self.gain.shape, self.gain, 1e-5)
+
+
+class Attn(nn.Module):
+    def __init__(self, w: Any, head_dim: int) -> None:
+        super().__init__()
+        self.wq, self.wk, self.wv, self.wo = (product(w[f"{part}_proj"]) for part in "qkvo")
+        self.turn_q, self.turn_k, self.head_dim = Turn(), Turn(), head_dim
+        self.past = [torch.empty(0), torch.empty(0)]
+
+    def forward(self, x: torch.Tensor, start: int) -> torch.Tensor:
+        positions = torch.arange(start, start + len(x))
+        q, k, v = (part(x).view(len(x), -1, self.head_dim) for part in (self.wq, self.wk, self.wv))
+        new = (self.turn_k(k, positions), v)
+        self.past = [torch.cat([old, now]) if start else now for old, now in zip(self.past, new, strict=True)]
+        k, v = self.past
+        mask = torch.arange(len(k)) <= positions[:, None]
+        q, k, v = (y.transpose(0, 1)[None] for y in (self.turn_q(q, positions), k, v))
+        y = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        return self.wo(y[0].transpose(0, 1).flatten(1))
+
+
+class Block(nn.Module):
+    def __init__(self, w: Any, head_dim: int) -> None:
+        super().__init__()
+        self.n1, self.n2, self.attn = Norm(tensor(w["attn_norm"])), Norm(tensor(w["ffn_norm"])), Attn(w, head_dim)
+        self.gate, self.up, self.down = (product(w[f"{part}_proj"]) for part in ("gate", "up", "down"))
+
+    def forward(self, x: torch.Tensor, start: int) -> torch.Tensor:
+        x = x + self.attn(self.n1(x), start)
+        h = self.n2(x)
+        return x + self.down(functional.silu(self.gate(h)) * self.up(h))
+
+
+class Handwritten(nn.Module):
+    """Llama as people write it: names of its own, no batch, a cache inside."""
+
+    def __init__(self, weights: Weights) -> None:
+        super().__init__()
+        config = weights.config
+        self.tok = nn.Embedding.from_pretrained(tensor(weights["embed_tokens"]))
+        self.blocks = nn.ModuleList(Block(weights.layer(i), config.head_dim) for i in range(config.n_layers))
+        self.norm, self.head, self.n_seen = Norm(tensor(weights["final_norm"])), product(weights["lm_head"]), 0
+
+    @torch.no_grad()
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x, start = self.tok(ids), self.n_seen
+        self.n_seen += len(ids)
+        for block in self.blocks:
+            x = block(x, start)
+        return self.head(self.norm(x))
+
+
+def tensor(array: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(array.copy())
+
+
+def product(matrix: np.ndarray) -> nn.Linear:
+    linear = nn.Linear(*matrix.shape[::-1], bias=False)
+    linear.weight = nn.Parameter(tensor(matrix))
+    return linear
+
+
+def golden_of(name: str) -> tuple[Golden, dict[str, np.ndarray]]:
+    golden = read(goldens_folder() / name)
+    return golden, dict(golden.evidence["transformers"].traces["near"])
+
+
+def arrays(dump: StageDump, number: int = 0) -> dict[str, np.ndarray]:
+    return {key: seen.read() for key, seen in dump.of_pass(number)}
+
+
+def count_hooks(model: nn.Module) -> int:
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+
+
+def test_a_model_with_names_of_its_own_is_captured_pass_by_pass():
+    golden, want = golden_of(NAME)
+    ids = golden.cases["near"].ids
+    weights = open_weights(builtin_path(NAME))
+    model = Handwritten(weights)
+    with llorch.capture(model, OWN, engine="mine") as dump:
+        model(torch.tensor(ids[:-1]))
+        model(torch.tensor(ids[-1:]))
+    assert count_hooks(model) == 0
+    shown = dump.stage_dump()
+    assert shown.passes == (Tokens(ids[:-1]), Tokens(ids[-1:], len(ids) - 1))
+    assert (shown.features.engine, shown.features.dtype, shown.features.kv_cache) == ("mine", "float32", "")
+    in_layer = [stage for stage in OWN.values() if stage not in ("embed", "logits")]
+    for number, rows in enumerate((slice(0, -1), slice(-1, None))):
+        part = {key: want[key][rows] for key in arrays(shown, number)}
+        assert part.keys() == {"embed", "logits", *(f"l{i}.{stage}" for i in range(3) for stage in in_layer)}
+        report = llorch.compare(arrays(shown, number), part, CLOSE)
+        assert report.agrees, str(report)
+    assert dump.weights["blocks.1.attn.wq.weight"] == digest(weights["layers.1.q_proj"])
+
+
+class Odd(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(4, 2)
+
+    def forward(self, input_ids: Any = None, position_ids: Any = None, attention_mask: Any = None, **_: Any) -> Any:
+        return self.embed_tokens(input_ids)
+
+
+ONE = torch.tensor([[1, 2]])
+
+
+@pytest.mark.parametrize(
+    ("names", "call", "message"),
+    [
+        ({"a.{i}.b": "q_proj"}, {}, r"expected modules of Odd called a\.\{i\}\.b, got none; call capture\(model, \{"),
+        (None, {"input_ids": ONE.repeat(3, 1)}, "expected one sequence, got a batch of 3"),
+        (None, {"inputs_embeds": torch.zeros(1, 2)}, "expected token ids .* got none in input_ids, position_ids, "),
+        (None, {"input_ids": ONE, "attention_mask": torch.tensor([[0, 1]])}, "expected no padding"),
+        (None, {"input_ids": ONE, "position_ids": torch.tensor([[3, 5]])}, r"consecutive positions .* got \[3, 5\]"),
+    ],
+)
+def test_what_is_no_plain_run_of_one_sequence_is_refused_and_the_hooks_go(names: Any, call: Any, message: str):
+    model = Odd()
+    with pytest.raises(ValueError, match=f"^capture: .*{message}"), llorch.capture(model, names):
+        model(**call)
+    assert count_hooks(model) == 0
+
+
+def test_positions_are_those_of_the_call_and_weights_are_hashed_where_that_is_asked_for():
+    model = Odd()
+    with llorch.capture(model, weights=False, dtype="float16") as dump:
+        model(ONE, position_ids=torch.tensor([[30, 31]]))
+        model(ONE, start_pos=7)
+        model(ONE)
+    assert [tokens.first_position for tokens in dump.passes] == [30, 7, 9]
+    assert dump.weights == {}
+    assert dump.features.dtype == "float16"
+
+
+@pytest.mark.slow  # imports a compiler
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_compiled_model_is_refused(in_place: bool):
+    model = Odd()
+    compiled: Any = model if in_place else torch.compile(model, backend="eager")
+    if in_place:
+        model.compile(backend="eager")
+    with pytest.raises(ValueError, match="expected a model in eager mode, got"), llorch.capture(compiled):
+        pass
+
+
+@pytest.fixture(params=["micro-llama", "micro-llama3", "micro-qwen2", "micro-qwen3"])
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def model(name: str, tmp_path: Path) -> Iterator[Any]:
+    """transformers' own, of a folder, and its registry of attention functions as it was."""
+    from transformers import AutoModelForCausalLM
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    convert(builtin_path(name), tmp_path / "folder")
+    before = dict(ALL_ATTENTION_FUNCTIONS)
+    yield AutoModelForCausalLM.from_pretrained(tmp_path / "folder", dtype=torch.float32, attn_implementation="eager")
+    assert dict(ALL_ATTENTION_FUNCTIONS) == before
+
+
+@pytest.mark.live
+@torch.no_grad()
+def test_every_stage_of_transformers_is_that_of_the_goldens_bit_by_bit(model: Any, name: str):
+    golden, want = golden_of(name)
+    ids = golden.cases["near"].ids
+    with llorch.capture(model) as dump:
+        model(torch.tensor([ids]))
+    shown = dump.stage_dump()
+    for key, array in arrays(shown).items():
+        np.testing.assert_array_equal(array, want.pop(key), strict=True, err_msg=key)
+    assert not want
+    assert (shown.features.engine, shown.features.flash_attention) == ("transformers", False)
+    weights = open_weights(builtin_path(name))
+    assert dump.weights["model.layers.1.self_attn.k_proj.weight"] == digest(weights["layers.1.k_proj"])
+
+
+@pytest.mark.live
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["micro-qwen3"], indirect=True)
+@pytest.mark.parametrize("kind", ["eager", "sdpa"])
+def test_generated_tokens_are_passes_and_caches_those_of_the_context_whatever_attention_there_is(
+    model: Any, name: str, kind: str
+):
+    ids = golden_of(name)[0].cases["near"].ids
+    model.set_attn_implementation(kind)
+    with llorch.capture(model) as dump:
+        made = model.generate(torch.tensor([ids[:-2]]), max_new_tokens=3, do_sample=False, pad_token_id=0)[0].tolist()
+    n = len(ids) - 2
+    assert dump.passes == [Tokens(ids[:-2]), Tokens((made[n],), n), Tokens((made[n + 1],), n + 1)]
+    shown = dump.stage_dump()
+    assert shown.seen[0, "logits"].tokens == (n - 1,)  # generate asks for no others
+    assert shown.seen[2, "l1.k_cache"].read().shape[1] == n + 2
+    np.testing.assert_array_equal(shown.seen[1, "l0.k_rope"].read()[0], shown.seen[2, "l0.k_cache"].read()[:, n])
+    assert (("l0.attn_probs" in arrays(shown)), shown.features.flash_attention) == (kind == "eager", kind != "eager")
+    whole = llorch.load(name).forward
+    trace: dict[str, np.ndarray] = {}
+    whole(made[:-1], trace=trace)
+    for key, stage, _ in keys(open_weights(builtin_path(name)).config):
+        if stage.axes.startswith("seq") and key != "logits":
+            got = np.concatenate([arrays(shown, number)[key] for number in range(3)])
+            assert llorch.compare({key: got}, {key: trace[key]}, CLOSE).agrees, key
+
+
+@pytest.mark.live
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["micro-llama"], indirect=True)
+def test_bfloat16_is_kept_and_of_a_cache_with_room_what_is_used(model: Any, name: str):
+    model.to(torch.bfloat16)
+    with llorch.capture(model) as dump:
+        model.generate(torch.tensor([[3, 1, 4]]), max_new_tokens=2, cache_implementation="static", pad_token_id=0)
+    shown = dump.stage_dump()
+    assert {seen.stored for key, seen in shown.of_pass(0) if not key.endswith("attn_probs")} == {"bfloat16"}
+    assert [shown.seen[n, "l0.k_cache"].read().shape[1] for n in (0, 1)] == [3, 4]
+    np.testing.assert_array_equal(shown.seen[1, "l0.k_rope"].read()[0], shown.seen[1, "l0.k_cache"].read()[:, 3])
+    assert shown.seen[1, "l1.attn_scores"].read().shape[-1] == 4
+
+
+@pytest.mark.live
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["micro-llama"], indirect=True)
+def test_a_pass_begins_behind_what_is_cached_and_a_capture_ends_without_another(model: Any, name: str):
+    with llorch.capture(model) as dump:
+        with llorch.capture(model) as first:
+            cache = model(torch.tensor([[3, 1, 4]])).past_key_values
+        model(torch.tensor([[1]]), past_key_values=cache)
+        model(torch.tensor([[1]]))
+    assert dump.passes == [Tokens((3, 1, 4)), Tokens((1,), 3), Tokens((1,), 0)]
+    assert [key for _, key in first.stage_dump().seen] == [key for n, key in dump.stage_dump().seen if n == 1]
