@@ -7,7 +7,7 @@ way: a permutation inside of a head, a factor, a mask that is missing are the en
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 
@@ -21,9 +21,9 @@ from llorch.stages import Stage
 JOINED: Mapping[str, tuple[str, ...]] = {"q_width": ("heads", "head_dim"), "kv_width": ("kv_heads", "head_dim")}
 PAIRED = ("q_proj", "k_proj", "q_norm", "k_norm", "q_rope", "k_rope", "k_cache")  # RoPE turns pairs of their heads
 FUSED_ORDERS = ("stacked", "groups", "alternating")
-FAR_NEARER = 5.0  # times as near to our run as every other candidate
+FAR_NEARER = 5.0  # times less unlike our run than every other candidate
 AS_GOOD_AS_MASKED = -9000.0  # its exponential is 0 in every float type; -1e4 in bfloat16 is -9984
-_LEAST_LIKE = 0.5  # of our run's norm: what is farther from it than this is not like it
+_LEAST_UNLIKE = 0.5  # what is more unlike our run than this is not like it at all
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,11 @@ class Form:
         """The array with these axes, a padded context cut."""
         array = array.reshape(self.sizes).transpose([self.axes.index(axis) for axis in axes])
         return array[tuple(slice(ctx) if axis == "ctx" else slice(None) for axis in axes)]
+
+    def differs_from(self, table: Sequence[str]) -> bool:
+        """Whether its axes, those of 1 aside, stand in another order than the table's."""
+        told = [axis for axis, n in zip(self.axes, self.sizes, strict=True) if n != 1]
+        return told != [axis for axis in single_axes(table) if axis in told]
 
     def __str__(self) -> str:
         return " ".join(self.axes)
@@ -116,7 +121,8 @@ def _groupings(table: Sequence[str], sizes: Mapping[str, int]) -> Iterator[list[
     """Orders of axes, in groups that are joined in memory: none of them, heads with their dimensions, or all.
 
     Heads that the table has joined stay together in what is joined at all: apart they would be the very mistake of
-    joining them before the axes are turned. Queries before keys wherever both are as many.
+    joining them before the axes are turned. Queries before keys wherever both are as many. In one piece without any
+    shape, the last axis is the table's: what is turned farther has to be declared.
     """
     axes = single_axes(table)
     joined_in_table = axes != tuple(table)
@@ -129,7 +135,7 @@ def _groupings(table: Sequence[str], sizes: Mapping[str, int]) -> Iterator[list[
         together = at > 0 and order[at - 1].endswith("heads")
         if together:
             yield [*((a,) for a in order[: at - 1]), order[at - 1 : at + 1], *((a,) for a in order[at + 1 :])]
-        if (together or not joined_in_table) and not turned:
+        if (together or not joined_in_table) and not turned and order[-1] == axes[-1]:
             yield [order]
 
 
@@ -148,19 +154,20 @@ def _fit(groups: Sequence[tuple[str, ...]], shape: Sequence[int], sizes: Mapping
     return None if left else Form(axes, tuple(found[axis] for axis in axes))
 
 
-def far_nearest(forms: Sequence[Form], distance: Callable[[Form], float]) -> Form | None:
-    """The form whose values are far nearer to ours than those of all others; None where no one is."""
-    distances = {form: distance(form) for form in forms}
-    best, second, *_ = sorted(forms, key=distances.__getitem__)
-    is_far_nearer = distances[best] < min(_LEAST_LIKE, distances[second] / FAR_NEARER)
-    return best if is_far_nearer else None
+def far_nearest(distances: Mapping[Form, float]) -> Form | None:
+    """The form that is far less unlike ours than all others; None where none is."""
+    best, second, *_ = sorted(distances, key=distances.__getitem__)
+    return best if distances[best] < min(_LEAST_UNLIKE, distances[second] / FAR_NEARER) else None
 
 
-def distance(got: np.ndarray, ours: np.ndarray) -> float:
-    """Norm of the difference over our norm, of what is finite in both; infinite where nothing is."""
+def unlike(got: np.ndarray, ours: np.ndarray) -> float:
+    """Sine of the angle between what is finite in both, 0 to 1: a factor, which is another mistake, does not count."""
     finite = np.isfinite(got) & np.isfinite(ours)
-    size = float(np.linalg.norm(ours[finite].astype(np.float64)))
-    return float(np.linalg.norm(got[finite].astype(np.float64) - ours[finite])) / size if size else math.inf
+    a, b = got[finite].astype(np.float64), ours[finite].astype(np.float64)
+    size = float(np.linalg.norm(a) * np.linalg.norm(b))
+    if size == 0:
+        return 1.0
+    return float(np.linalg.norm(a - b * (a @ b) / (b @ b)) / np.linalg.norm(a))
 
 
 def half_split(heads: np.ndarray) -> np.ndarray:

@@ -64,9 +64,9 @@ class NameMap:
                 return pattern, int(parts["i"]) if "{i}" in pattern else layer
         return None
 
-    def layout(self, stage: str, pattern: str | None) -> Layout | None:
+    def layout(self, stage: str, pattern: str) -> Layout:
         """What is declared of a name, or else of its stage."""
-        return self.layouts.get(pattern or stage) or self.layouts.get(stage)
+        return self.layouts.get(pattern) or self.layouts.get(stage) or Layout()
 
 
 def read_mapping(path: str | Path) -> NameMap:

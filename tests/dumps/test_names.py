@@ -7,9 +7,13 @@ import pytest
 from raw_dumps import as_llamacpp, as_transformers, golden_trace, raw_dump, weights_of
 
 from llorch.builtin import BUILTIN
+from llorch.dumps.layout import half_split
 from llorch.dumps.mapping import mapping_of
 from llorch.dumps.names import stage_dump
 from llorch.dumps.stage_dump import StageDump
+from llorch.files import Weights
+from llorch.files.names import interleave
+from llorch.ops.rope import rope, rope_tables
 
 
 def check(dump: StageDump, trace: Mapping[str, np.ndarray]) -> None:
@@ -64,3 +68,48 @@ def test_names_of_the_user_in_layouts_that_are_declared_or_found():
     check(dump, trace)
     (note,) = dump.notes
     assert "q_rope (blk.2.rot_q, (2304,)) is read as seq heads head_dim, as in the table: values do not tell" in note
+
+
+def of_ambiguous_heads() -> tuple[Weights, tuple[int, ...], Mapping[str, np.ndarray]]:
+    """A model of twelve heads, and twelve tokens."""
+    weights = weights_of("micro-llama3")
+    ids, trace = golden_trace("micro-llama3", "transformers")
+    assert len(ids) == weights.config.n_heads
+    return weights, ids, trace
+
+
+def rotated_in_neighbours(heads: np.ndarray, weights: Weights) -> np.ndarray:
+    """The mistake: pairs (2j, 2j+1) of weights whose pairs are (j, j + half)."""
+    c = weights.config
+    tables = rope_tables(np.arange(len(heads)), head_dim=c.head_dim, theta=c.rope_theta, scaling=c.rope_scaling)
+    halves = half_split(heads)
+    return interleave(rope(halves, *tables).reshape(-1), halves.size // c.head_dim).reshape(heads.shape)
+
+
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_a_wrong_rotation_stays_wrong_where_values_decide_the_order_of_the_axes(heads_first: bool):
+    weights, ids, trace = of_ambiguous_heads()
+    wrong = rotated_in_neighbours(trace["l0.q_proj"].reshape(len(ids), -1, weights.config.head_dim), weights)
+    shown = wrong.swapaxes(0, 1) if heads_first else wrong
+    dump = stage_dump(raw_dump({"l0.q_rope": shown}, ids), weights.config, weights=weights)
+    np.testing.assert_array_equal(dump.seen[0, "l0.q_rope"].read(), wrong)
+    assert any("by its values" in note for note in dump.notes) == heads_first
+
+
+def test_heads_joined_before_their_axes_are_turned_are_no_layout():
+    weights, ids, trace = of_ambiguous_heads()
+    heads = trace["l0.attn_context"].reshape(len(ids), -1, weights.config.head_dim)
+    wrong = heads.swapaxes(0, 1).reshape(len(ids), -1)
+    for shown in (wrong, wrong.reshape(-1)):
+        dump = stage_dump(raw_dump({"l0.attn_context": shown}, ids), weights.config, weights=weights)
+        np.testing.assert_array_equal(dump.seen[0, "l0.attn_context"].read(), wrong)
+
+
+def test_scores_of_keys_by_queries_are_read_as_they_are_unless_declared():
+    weights, ids, trace = of_ambiguous_heads()
+    turned = np.ascontiguousarray(trace["l0.attn_probs"].swapaxes(1, 2))
+    raw = raw_dump({"l0.attn_probs": turned}, ids)
+    plain = stage_dump(raw, weights.config, weights=weights)
+    declared = mapping_of({"layout": {"attn_probs": {"axes": "heads ctx seq"}}})
+    np.testing.assert_array_equal(plain.seen[0, "l0.attn_probs"].read(), turned)
+    check(stage_dump(raw, weights.config, mapping=declared), trace)
