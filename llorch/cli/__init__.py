@@ -7,7 +7,7 @@ order to read:
     verbs, options    groups of verbs and their help pages; what several verbs share on their command lines
     inputs            a MODEL, a prompt, ids, a conversation, as users say them
     outcome, output   every exception to a line and an exit code; where output goes; `tables` prints tables
-    run, tokenize, trace, convert, inspect (`contents`), bench, quality, data/, lora/       the verbs
+    run, tokenize, trace, dump_writer, convert, inspect (`contents`), bench, quality, data/, lora/       the verbs
     verify            `judging` runs what is asked for (`on_torch` with torch), `judged` groups and counts the rows,
                       `report` prints them
 """
@@ -19,7 +19,7 @@ from llorch.cli.options import wait_asleep
 from llorch.cli.outcome import reported
 from llorch.cli.verbs import Verbs
 
-VERBS = ("run", "verify", "inspect", "tokenize", "trace", "convert", "quality", "bench", "lora", "data")
+VERBS = ("run", "verify", "inspect", "tokenize", "trace", "dump-writer", "convert", "quality", "bench", "lora", "data")
 
 
 class Main(Verbs):

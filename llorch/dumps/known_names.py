@@ -73,12 +73,10 @@ def meaning_of(name: str, layer: int | None, config: ModelConfig, *, op: str, nt
     Returns:
         The meaning, without any stage for a node of llama.cpp that is none.
     """
-    return (
-        _ours(name, layer)
-        or _llamacpp(name, layer, config, op, nth, of)
-        or _output_of_transformers(name, config)
-        or _module(name, layer)
-    )
+    known = _ours(name, layer) or _llamacpp(name, layer, config, op, nth, of)
+    if known or op:  # the node `norm` of ggml is not yet multiplied with its gain, the module of transformers is
+        return known
+    return _output_of_transformers(name, config) or _module(name, layer)
 
 
 def _ours(name: str, layer: int | None) -> Meaning | None:

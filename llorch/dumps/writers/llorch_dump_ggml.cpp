@@ -12,7 +12,6 @@
 #include <cstdlib>
 #include <filesystem>
 #include <string>
-#include <vector>
 #include "ggml-backend.h"
 
 class LlorchDump {
@@ -24,7 +23,7 @@ class LlorchDump {
         return opened;
     }
     void write(const ggml_tensor *t) {
-        std::vector<char> bytes(ggml_nbytes(t));  // of a tensor with gaps, these too: strides say where its rows are
+        std::string bytes(ggml_nbytes(t), 0);  // of a tensor with gaps, these too: strides say where its rows are
         ggml_backend_tensor_get(t, bytes.data(), 0, bytes.size());
         std::string shape, strides;
         for (int axis = ggml_n_dims(t) - 1; axis >= 0; axis--) {  // ggml counts from the fastest axis
