@@ -29,6 +29,7 @@ _WEIGHTS = {
     "v_bias": "v.b", "q_norm": "q_unit", "k_norm": "k_unit", "ffn_norm": "xm", "gate_proj": "g", "up_proj": "u",
     "down_proj": "d",
 }  # fmt: skip
+_OUTSIDE = ("tok", "fin", "lg")
 _SLOTS = 64  # of the cache
 
 
@@ -67,18 +68,19 @@ class Port:
         self.all_keys, self.all_values = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
         self.tape: list[dict[str, np.ndarray]] = []
 
-    def around(self, step: str, new: Callable[..., np.ndarray], layer: int | None = None) -> None:
+    def around(self, step: str, new: Callable[..., object], layer: int | None = None) -> None:
         """Replace a step, everywhere or in one layer; the new one is given the step before it, then its arguments."""
         old = getattr(self, step)
 
-        def chosen(*args: object) -> np.ndarray:
+        def chosen(*args: object) -> object:
             return new(old, *args) if layer in (None, self.layer) else old(*args)
 
         setattr(self, step, chosen)
 
-    def note(self, name: str, array: np.ndarray, *, in_layer: bool = True) -> np.ndarray:
+    def note(self, name: str, array: np.ndarray) -> np.ndarray:
         """Write onto the tape; gives the array back."""
-        self.tape[-1][f"blk{self.layer}.{name}" if in_layer else name] = array.copy()
+        assert array.dtype == np.float32, name
+        self.tape[-1][name if name in _OUTSIDE else f"blk{self.layer}.{name}"] = array.copy()
         return array
 
     def noted(self, name: str) -> np.ndarray:
@@ -89,13 +91,13 @@ class Port:
         """One pass over new tokens, after those of the passes before; gives logits of each."""
         self.tape.append({})
         self.layer = 0
-        x = self.note("tok", self.embed(np.asarray(ids)), in_layer=False)
+        x = self.note("tok", self.embed(np.asarray(ids)))
         places = self.places(len(ids))
         for i in range(len(self.layers)):
             self.layer = i
             x = self.note("out", self.block(x, places))
-        x = self.note("fin", self.norm(x, "fin"), in_layer=False)
-        x = self.note("lg", self.linear(x, "lg"), in_layer=False)
+        x = self.note("fin", self.norm(x, "fin"))
+        x = self.note("lg", self.run_head(x))
         self.filled += len(ids)
         self.n_pass += 1
         return x
@@ -123,6 +125,10 @@ class Port:
         p = self.note("P", self.share(s))
         mixed = self.note("mix", self.join(self.mix(p, values)))
         return self.note("att", self.linear(mixed, "o"))
+
+    def run_head(self, x: np.ndarray) -> np.ndarray:
+        """Logits."""
+        return self.linear(x, "lg")
 
     # The steps. ---------------------------------------------------------------------------------------------------
 
@@ -160,9 +166,13 @@ class Port:
         """Into heads."""
         return x.reshape(len(x), -1, self.d)
 
+    def exponents(self) -> np.ndarray:
+        """Of theta, for each pair."""
+        return np.arange(0, self.d, 2) / self.d
+
     def speeds(self) -> np.ndarray:
         """Radians per position of each pair."""
-        speeds = 1.0 / self.theta ** (np.arange(0, self.d, 2) / self.d)
+        speeds = 1.0 / self.theta ** self.exponents()
         return self.slowed(speeds) if self.stretch else speeds
 
     def slowed(self, speeds: np.ndarray) -> np.ndarray:

@@ -1,27 +1,177 @@
-"""How a run of the port is written down: which of its tensors, under which names, in which file."""
+"""How a run of the port is written down: which of its tensors, under which names, in which file.
 
-from collections.abc import Mapping
+all       every tensor of every pass, names of the stage table, a folder that `DumpWriter` writes
+own       six tensors of the first and the last layer under the port's names, and a mapping that says what they are
+modules   outputs of modules as Hugging Face calls them, with a batch axis, of the prompt only; .npz or .safetensors
+blocks    the outputs of the blocks and the logits
+nodes     nodes as llama.cpp calls them, with their operations and its order of rows in queries and keys
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+from safetensors.numpy import save_file
 
 from benchmarks.diagnosis.port import OWN_NAMES
+from llorch.builtin import builtin_path
+from llorch.config import ModelConfig
 from llorch.dumps.stage_dump import StageDump, Tokens
+from llorch.dumps.writers.dump_writer import DumpWriter
+from llorch.files import open_weights
 from llorch.stages import key
 
+Tape = Mapping[str, np.ndarray]  # of a pass, under the names of the port
 _STAGES = {own: stage for stage, own in OWN_NAMES.items()}
+STYLES = ("all", "own", "modules", "blocks", "nodes")
+_OWN = ("xn", "q_rot", "S", "att", "gu", "out")
+_MODULES = {
+    "tok": "model.embed_tokens", "xn": "input_layernorm", "q_lin": "self_attn.q_proj", "k_lin": "self_attn.k_proj",
+    "v_lin": "self_attn.v_proj", "q_unit": "self_attn.q_norm", "k_unit": "self_attn.k_norm",
+    "att": "self_attn.o_proj", "xm": "post_attention_layernorm", "g": "mlp.gate_proj", "u": "mlp.up_proj",
+    "ffn": "mlp.down_proj", "out": "", "fin": "model.norm", "lg": "lm_head",
+}  # fmt: skip
+_NODES = {  # in the order of llama.cpp, with the operations
+    "tok": ("embd", "GET_ROWS"), "xn": ("attn_norm", "MUL"), "q_lin": ("Qcur", "MUL_MAT"),
+    "q_unit": ("Qcur_normed", "MUL"), "q_rot": ("Qcur", "ROPE"), "v_lin": ("Vcur", "MUL_MAT"),
+    "k_lin": ("Kcur", "MUL_MAT"), "k_unit": ("Kcur_normed", "MUL"), "k_rot": ("Kcur", "ROPE"),
+    "P": ("kq_soft_max", "SOFT_MAX"), "mix": ("kqv_out", "CONT"), "att": ("attn_out", "MUL_MAT"),
+    "mid": ("ffn_inp", "ADD"), "xm": ("ffn_norm", "MUL"), "g": ("ffn_gate", "MUL_MAT"), "u": ("ffn_up", "MUL_MAT"),
+    "gu": ("ffn_swiglu", "GLU"), "ffn": ("ffn_out", "MUL_MAT"), "out": ("l_out", "ADD"),
+    "fin": ("result_norm", "MUL"), "lg": ("result_output", "MUL_MAT"),
+}  # fmt: skip
+_LAYOUTS = {"q_rot": lambda x: x.swapaxes(0, 1), "out": lambda x: x[None]}
+MAPPING = """\
+[names]
+"blk{i}.xn" = "attn_norm"
+"blk{i}.q_rot" = "q_rope"
+"blk{i}.S" = "attn_scores"
+"blk{i}.att" = "attn_out"
+"blk{i}.gu" = "ffn_act"
+"blk{i}.out" = "block_out"
+
+[layout.q_rope]
+axes = "heads seq head_dim"
+
+[layout.block_out]
+axes = "batch seq hidden"
+
+[run]
+dtype = "float32"
+"""
 
 
-def stage_keys(tape: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+@dataclass(frozen=True)
+class Written:
+    """A dump on disk, and what its author would tell beside it."""
+
+    path: Path
+    mapping: Path | None = None
+    tokens: Tokens | None = None  # where the file has none
+
+
+def stage_keys(tape: Tape) -> dict[str, np.ndarray]:
     """What stands on the tape of a pass by the keys of the stage table."""
-    return {stage_key(name): array for name, array in tape.items()}
+    return {key(_STAGES[own], layer): tape[name] for name, own, layer in _names(tape)}
 
 
-def stage_key(name: str) -> str:
-    """The key of the stage table for a name of the port, `blk0.q_rot`."""
-    block, dot, own = name.rpartition(".")
-    return key(_STAGES[own], int(block.removeprefix("blk")) if dot else None)
-
-
-def in_memory(passes: list[Tokens], tapes: list[dict[str, np.ndarray]]) -> StageDump:
+def in_memory(passes: Sequence[Tokens], tapes: Sequence[Tape]) -> StageDump:
     """Everything, without a file."""
-    return StageDump.of_arrays(passes, *map(stage_keys, tapes), source="port")
+    return StageDump.of_arrays(passes, *map(stage_keys, tapes), source="port", dtype="float32")
+
+
+def shown(style: str, model: str, n_pass: int, tape: Tape) -> list[str]:
+    """Stage keys of a pass that a style shows."""
+    return [key(_STAGES[own], layer) for _, own, layer in _selected(style, model, n_pass, tape)]
+
+
+def _selected(style: str, model: str, n_pass: int, tape: Tape) -> Iterator[tuple[str, str, int | None]]:
+    """Names on a tape that a style shows, with their parts."""
+    outermost = 0, _config(model).n_layers - 1
+    for name, own, layer in _names(tape):
+        match style:
+            case "own":
+                wanted = own in _OWN and layer in outermost
+            case "modules":
+                wanted = own in _MODULES and n_pass == 0
+            case "blocks":
+                wanted = own in ("out", "lg")
+            case "nodes":
+                wanted = own in _NODES
+            case _:
+                wanted = True
+        if wanted:
+            yield name, own, layer
+
+
+def _names(tape: Tape) -> Iterator[tuple[str, str, int | None]]:
+    """Names on a tape, and their parts."""
+    for name in tape:
+        block, dot, own = name.rpartition(".")
+        yield name, own, int(block.removeprefix("blk")) if dot else None
+
+
+def _config(model: str) -> ModelConfig:
+    return open_weights(builtin_path(model)).config
+
+
+def write(style: str, folder: Path, model: str, passes: Sequence[Tokens], tapes: Sequence[Tape]) -> Written:
+    """Write a run into an empty folder."""
+    if style == "modules":
+        return _modules(folder, model, passes[0], tapes[0])
+    if style == "nodes":
+        return _nodes(folder, model, passes, tapes)
+    with DumpWriter(folder / "dump", engine="port", dtype="" if style == "own" else "float32") as dump:
+        for n_pass, (tokens, tape) in enumerate(zip(passes, tapes, strict=True)):
+            dump.begin(tokens.ids, tokens.first_position)
+            for name, own, layer in _selected(style, model, n_pass, tape):
+                if style == "own":
+                    dump.add(name, _LAYOUTS.get(own, np.asarray)(tape[name]))
+                else:
+                    dump.add(_STAGES[own], tape[name], layer=layer)
+    if style != "own":
+        return Written(folder / "dump")
+    mapping = folder / "mapping.toml"
+    mapping.write_text(MAPPING)
+    return Written(folder / "dump", mapping)
+
+
+def _modules(folder: Path, model: str, tokens: Tokens, tape: Tape) -> Written:
+    arrays = {}
+    for name, own, layer in _selected("modules", model, 0, tape):
+        path = _MODULES[own] if layer is None else f"model.layers.{layer}.{_MODULES[own]}".rstrip(".")
+        arrays[path] = np.ascontiguousarray(tape[name][None])
+    if model in ("micro-qwen2", "micro-qwen3"):
+        save_file(arrays, folder / "hidden.safetensors")
+        return Written(folder / "hidden.safetensors", tokens=tokens)
+    np.savez(folder / "hidden.npz", ids=[tokens.ids], first_position=tokens.first_position, **arrays)
+    return Written(folder / "hidden.npz")
+
+
+def _nodes(folder: Path, model: str, passes: Sequence[Tokens], tapes: Sequence[Tape]) -> Written:
+    config = _config(model)
+    with (folder / "data.bin").open("wb") as data, (folder / "index.jsonl").open("w") as index:
+
+        def line(**values: object) -> None:
+            index.write(json.dumps(values) + "\n")
+
+        line(llorch_dump=1, engine="port", dtype="float32", kv_cache="float32")
+        for n_pass, (tokens, tape) in enumerate(zip(passes, tapes, strict=True)):
+            line(**{"pass": n_pass}, ids=tokens.ids, first_position=tokens.first_position)
+            for name, own, layer in _selected("nodes", model, n_pass, tape):
+                node, op = _NODES[own]
+                op = "ADD" if own.endswith("_lin") and config.qkv_bias else op
+                array = _in_pairs(tape[name], config) if own[:2] in ("q_", "k_") else tape[name]
+                place = {"dtype": "f32", "shape": array.shape, "file": "data.bin", "offset": data.tell()}
+                line(name=node if layer is None else f"{node}-{layer}", op=op, **place)
+                data.write(array.tobytes())
+    return Written(folder)
+
+
+def _in_pairs(x: np.ndarray, config: ModelConfig) -> np.ndarray:
+    """Queries or keys as llama.cpp has them: of Llama, the two halves of a head by turns."""
+    if config.family != "llama":
+        return x
+    return x.reshape(-1, 2, config.head_dim // 2).swapaxes(1, 2).reshape(x.shape)

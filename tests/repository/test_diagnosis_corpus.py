@@ -1,14 +1,21 @@
 """benchmarks/diagnosis: the port without its bugs is right, and every bug changes the stage that it names."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from benchmarks.diagnosis.bugs import BUGS, Bug
+from benchmarks.diagnosis.cases import Case, cases, passes_of, run, run_case, truth_of
 from benchmarks.diagnosis.port import Port
-from benchmarks.diagnosis.styles import stage_keys
-from llorch.builtin import BUILTIN, goldens_folder
+from benchmarks.diagnosis.styles import STYLES, shown, stage_keys
+from llorch.builtin import BUILTIN, builtin_path, goldens_folder
+from llorch.dumps.index import open_raw
+from llorch.dumps.mapping import read_mapping
+from llorch.dumps.names import stage_dump
+from llorch.files import open_weights
 
 
 @pytest.mark.parametrize("cuts", [(), (5,), (6, 7)], ids=["whole", "chunks", "steps"])
@@ -32,3 +39,40 @@ def test_the_port_is_right(model: str, case: str, cuts: tuple[int, ...]):
 def rows_of_the_last_pass(want: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     axis = next((axis for axis, size in enumerate(shape) if size != want.shape[axis]), 0)
     return np.moveaxis(np.moveaxis(want, axis, 0)[-shape[axis] :], 0, axis)
+
+
+@pytest.mark.parametrize("bug", BUGS.values(), ids=lambda bug: bug.name)
+def test_a_bug_shows_first_where_it_says(bug: Bug):
+    for model in bug.models:
+        truth = truth_of(Case((bug,), model, "all"), bug)
+        first_layer = [name for name in truth.made if not truth.layer or name.startswith(f"l{truth.layer}.")]
+        (place,) = truth.shows
+        assert place in [(bug.first_pass, name) for name in first_layer], model
+
+
+def test_the_corpus_is_large_and_a_fifth_of_it_nonsense_of_one_place():
+    every = list(cases())
+    assert len(BUGS) >= 125
+    assert sum(not bug.known for bug in BUGS.values()) >= len(BUGS) / 5
+    assert {case.style for case in every} == set(STYLES)
+    assert {case.bugs[0].name for case in every} == set(BUGS)
+    assert len({case.name for case in every}) == len(every)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_what_is_written_is_read_as_the_stages_that_it_shows(style: str, tmp_path: Path):
+    model = "micro-qwen2" if style == "modules" else "micro-llama"
+    case = Case((), model, style)
+    written, weights = run_case(case, tmp_path), open_weights(builtin_path(model))
+    dump = stage_dump(
+        open_raw(written.path),
+        weights.config,
+        mapping=written.mapping and read_mapping(written.mapping),
+        ids=written.tokens and written.tokens.ids,
+    )
+    tapes = run(model, case.plan)
+    assert dump.passes == tuple(passes_of(model, case.plan))[: 1 if style == "modules" else None]
+    wanted = {(n, key): stage_keys(tape)[key] for n, tape in enumerate(tapes) for key in shown(style, model, n, tape)}
+    assert dump.seen.keys() == wanted.keys()
+    for place, seen in dump.seen.items():
+        np.testing.assert_array_equal(seen.read(), wanted[place], str(place))

@@ -1,0 +1,70 @@
+"""What a planted bug is."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from benchmarks.diagnosis.port import Port
+from llorch.builtin import BUILTIN
+
+WITH_BIAS, WITH_HEAD_NORM, SCALED = "micro-qwen2", "micro-qwen3", "micro-llama3"
+LLAMA = "micro-llama micro-llama3 story"  # rows of q and k in pairs in the file
+QWEN = "micro-qwen2 micro-qwen3"
+UNTIED = "micro-llama micro-qwen3"
+NARROW_HEADS = "micro-llama micro-llama3 micro-qwen2 story"  # no norm of heads
+
+
+@dataclass(frozen=True)
+class Bug:
+    """A mistake of the port.
+
+    Attributes:
+        name: Of its own; the known mistakes it may be named as are in `expected`.
+        sentence: What the engine does.
+        plant: Changes a port.
+        made: Stages in which it is made; of these the first shows first.
+        layers: In which layers, all where nothing is said.
+        models: That it can be planted in.
+        plan: How the tokens are given, of `cases.PLANS`.
+        first_pass: The first pass that it changes.
+        shapes: Whether tensors of the port have the usual shapes with it.
+        known: Whether it is a mistake that others made before, and no nonsense of one place.
+    """
+
+    name: str
+    sentence: str
+    plant: Callable[[Port], object]
+    made: tuple[str, ...]
+    layers: tuple[int, ...] | None
+    models: tuple[str, ...]
+    plan: str
+    first_pass: int
+    shapes: bool
+    known: bool
+
+
+BUGS: dict[str, Bug] = {}
+Plant = Callable[[Port], object]
+
+
+def bug(
+    made: str,
+    *,
+    layer: int | None = None,
+    models: str = " ".join(BUILTIN),
+    plan: str = "steps",
+    first_pass: int = 0,
+    shapes: bool = True,
+    known: bool = True,
+) -> Callable[[Plant], Plant]:
+    """Enter a bug under the name of the function that plants it; its first line says what it is."""
+
+    def enter(plant: Plant) -> Plant:
+        name = plant.__name__.replace("_", "-")
+        assert name not in BUGS, name
+        layers = None if layer is None else (layer,)
+        sentence = (plant.__doc__ or "").strip()
+        made_in, planted_in = tuple(made.split()), tuple(models.split())
+        BUGS[name] = Bug(name, sentence, plant, made_in, layers, planted_in, plan, first_pass, shapes, known)
+        return plant
+
+    return enter

@@ -1,0 +1,157 @@
+"""The cases of the corpus: a bug in a model, run by a plan and written in a style, and what is true of it."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.diagnosis.bugs import BUGS, Bug
+from benchmarks.diagnosis.expected import NAMES
+from benchmarks.diagnosis.port import Port
+from benchmarks.diagnosis.styles import STYLES, Tape, Written, in_memory, shown, stage_keys, write
+from llorch.dumps.stage_dump import StageDump, Tokens
+from llorch.stages import BY_NAME, forward_order, key
+from llorch.verify.places import token_axis
+
+PLANS = {  # tokens of the passes
+    "whole": (12,), "steps": (9, 1, 1, 1), "chunks": (7, 6), "long": (14, 12, 1), "far": (9, 1),
+}  # fmt: skip
+FAR = 4000  # the first position of that plan
+ROUNDED = 1e-6  # of a token's norm: ten times what float32 rounds a stage
+NOTICED = 1e-5  # the same, where several stages are in one
+
+
+@dataclass(frozen=True)
+class Case:
+    """A dump of the corpus.
+
+    Attributes:
+        bugs: One, or two of which the second is behind the first.
+        model: In which they are planted.
+        style: How the run is written.
+    """
+
+    bugs: tuple[Bug, ...]
+    model: str
+    style: str
+
+    @property
+    def name(self) -> str:
+        """For reports."""
+        return f"{'+'.join(bug.name for bug in self.bugs)}/{self.model}/{self.style}"
+
+    @property
+    def plan(self) -> str:
+        """How the tokens are given."""
+        return next((bug.plan for bug in self.bugs if bug.plan != "steps"), "steps")
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What is to be said of one bug in a dump.
+
+    Attributes:
+        shows: Where it shows first: pass and stage key, several where the first differ by little more than rounding.
+        made: Stage keys where it is made.
+        layer: The first layer that it is made in; None outside the layers.
+        names: Of known mistakes, any of which is right; none: it is none of them.
+    """
+
+    shows: tuple[tuple[int, str], ...]
+    made: tuple[str, ...]
+    layer: int | None
+    names: tuple[str, ...]
+
+
+def passes_of(model: str, plan: str) -> list[Tokens]:
+    """What the engine is given: tokens that all differ."""
+    first, passes = FAR if plan == "far" else 0, []
+    ids = np.random.default_rng(14).permutation(300)[: sum(PLANS[plan])].tolist()
+    for n in PLANS[plan]:
+        passes.append(Tokens(tuple(ids[:n]), first))
+        ids, first = ids[n:], first + n
+    return passes
+
+
+def run(model: str, plan: str, *bugs: Bug) -> Sequence[Tape]:
+    """What a port with some bugs notes in each pass."""
+    passes = passes_of(model, plan)
+    port = Port(model, passes[0].first_position)
+    for bug in bugs:
+        bug.plant(port)
+    with np.errstate(over="ignore"):  # the exponential of a gate, as in C
+        for tokens in passes:
+            port.run(tokens.ids)
+    return port.tape
+
+
+@cache
+def right_run(model: str, plan: str) -> Sequence[Tape]:
+    """What the right port notes."""
+    return run(model, plan)
+
+
+def run_case(case: Case, folder: Path) -> Written:
+    """Write the dump of a case into an empty folder."""
+    tapes = run(case.model, case.plan, *case.bugs)
+    return write(case.style, folder, case.model, passes_of(case.model, case.plan), tapes)
+
+
+def whole_dump(case: Case) -> StageDump:
+    """Every tensor of a case, without a file."""
+    return in_memory(passes_of(case.model, case.plan), run(case.model, case.plan, *case.bugs))
+
+
+def truth_of(case: Case, bug: Bug) -> Truth:
+    """What is to be said of one of its bugs."""
+    noticed = ROUNDED if case.style == "all" else NOTICED
+    shows = first_shown(case.model, case.plan, case.style, run(case.model, case.plan, bug), noticed)
+    first = 0 if bug.layers is None else bug.layers[0]
+    stages = [BY_NAME[name] for name in bug.made]
+    n_layers = sum(name.endswith(".out") for name in right_run(case.model, case.plan)[0])
+    layers = range(n_layers) if bug.layers is None else bug.layers
+    made = [key(stage.name, layer) for stage in stages for layer in (layers if stage.in_layer else (None,))]
+    return Truth(tuple(shows), tuple(made), first if stages[0].in_layer else None, NAMES.get(bug.name, ()))
+
+
+def first_shown(model: str, plan: str, style: str, got: Sequence[Tape], noticed: float) -> list[tuple[int, str]]:
+    """From the first stage of a style that differs at all to the first that differs noticeably; none if none does."""
+    between: list[tuple[int, str]] = []
+    for n_pass, (tape, right) in enumerate(zip(got, right_run(model, plan), strict=True)):
+        ours, theirs = stage_keys(right), stage_keys(tape)
+        for name in forward_order(shown(style, model, n_pass, tape)):
+            distance = farthest_token(name, theirs[name], ours[name])
+            between += [(n_pass, name)] if distance else []
+            if distance > noticed:
+                return between
+    return []
+
+
+def farthest_token(name: str, got: np.ndarray, want: np.ndarray) -> float:
+    """Of the token that is farthest off; infinite where shapes or what is finite differ."""
+    if got.shape != want.shape or not np.array_equal(np.isfinite(got), np.isfinite(want)):
+        return np.inf
+    axis = token_axis(BY_NAME[name.rpartition(".")[2]])
+    rows = [np.moveaxis(np.where(np.isfinite(x), x, 0), axis, 0).reshape(x.shape[axis], -1) for x in (got, want)]
+    off, size = np.linalg.norm(rows[0] - rows[1], axis=1), np.linalg.norm(rows[1], axis=1)
+    return float(np.max(off / np.maximum(size, 1e-30)))
+
+
+def cases() -> Iterator[Case]:
+    """Every bug with all it computes, and in one more style in which it can be seen; models by turns."""
+    for number, bug in enumerate(BUGS.values()):
+        models = [bug.models[(number + i) % len(bug.models)] for i in range(len(bug.models))]
+        if bug.shapes:
+            yield Case((bug,), models[0], "all")
+        others = [STYLES[1 + (number + i) % 4] for i in range(4)]
+        found = (Case((bug,), model, style) for style in others for model in (*models[1:], models[0]))
+        yield from islice((case for case in found if _can_be_seen(case, bug)), 1)
+
+
+def _can_be_seen(case: Case, bug: Bug) -> bool:
+    if not bug.shapes and case.style not in ("blocks", "modules"):
+        return False
+    return bool(truth_of(case, bug).shows)
