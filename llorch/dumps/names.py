@@ -17,6 +17,7 @@ from llorch.errors import FormatError
 from llorch.files import Weights
 from llorch.stages import BY_NAME, key
 
+PRODUCTION = "production_logits"  # of the run that nobody watched
 _SHOWN_NAMES = 8
 _FLOATS = ("float32", "float16", "bfloat16", "float64")
 
@@ -58,13 +59,18 @@ def stage_dump(
     """
     mapping = mapping or NameMap()
     names = names_of(raw, config, mapping)
+    production = [each for each in names.unnamed if each[1].name == PRODUCTION]
+    unnamed = [each for each in names.unnamed if each not in production]
     embeddings = {each.n_pass: each.array for each in names.named if each.stages == ("embed",)}
     passes, found = passes_of(raw, mapping, ids, first_position, weights, embeddings, config.vocab_size)
     reader = Reader(config, passes, weights)
     stages, left_out = _stages(raw, names.named, reader)
-    notes = [*raw.notes, *found, *names.assumed, *reader.notes(), *left_out, *_about_unnamed(names.unnamed)]
+    notes = [*raw.notes, *found, *names.assumed, *reader.notes(), *left_out, *_about_unnamed(unnamed)]
     features = Features(**asdict(raw.features) | mapping.features)  # type: ignore[arg-type] (checked when it was read)
-    return StageDump(raw.source, passes, stages, features, tuple(dict.fromkeys(notes)))
+    as_logits = [Named(n_pass, array, ("logits",), None, Layout()) for n_pass, array in production]
+    logits, _ = _stages(raw, as_logits, reader)
+    unwatched = {n_pass: seen for (n_pass, _), seen in logits.items()}
+    return StageDump(raw.source, passes, stages, features, tuple(dict.fromkeys(notes)), unwatched)
 
 
 def names_of(raw: RawDump, config: ModelConfig, mapping: NameMap) -> Names:

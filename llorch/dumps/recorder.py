@@ -7,19 +7,29 @@
     @dump.stage("attn_norm")                    or around a function: its argument `layer`, else the number of the call
     def norm(x, weight): ...
 
-Names are those of the stage table, or the engine's own: those need a mapping, see `names`.
+    dump.save("my-dump")                        for `llorch diagnose`; or stay here with dump.stage_dump(weights)
+
+Names are those of the stage table, or the engine's own: those need a mapping, see `mapping`. `production_logits` are
+those of the same pass in a run that nobody watched.
 """
 
 import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import numpy as np
 
+from llorch.dumps.mapping import NameMap
+from llorch.dumps.names import stage_dump
 from llorch.dumps.raw import RawArray, RawDump
-from llorch.dumps.stage_dump import Features, Seen, StageDump, Tokens
+from llorch.dumps.stage_dump import Features, StageDump, Tokens
+from llorch.dumps.stored import as_numbers
+from llorch.dumps.writers.dump_writer import DumpWriter
+from llorch.files import Weights
 from llorch.stages import BY_NAME, key
 
 Array = TypeVar("Array")
@@ -93,7 +103,7 @@ class Recorder:
             name,
             stored,
             kept.shape,
-            functools.partial(_widened, kept, stored),
+            functools.partial(as_numbers, kept, stored),
             layer,
             tokens if tokens is None else tuple(tokens),
             tuple(axes.split()),
@@ -136,20 +146,18 @@ class Recorder:
         arrays = tuple((number, array) for (number, _, _), array in self.arrays.items())
         return RawDump(self.source, arrays, tuple(self.passes), self.features, self.weights)
 
-    def stage_dump(self) -> StageDump:
-        """What was recorded, as stages of the table; ValueError where a name is none of theirs."""
-        if others := sorted({name for _, name, _ in self.arrays} - BY_NAME.keys()):
-            raise ValueError(
-                f"recorder: expected names of the stage table, got {', '.join(others)}; "
-                "give raw_dump() and a mapping to llorch.dumps.names.stage_dump"
-            )
-        seen = {
-            (number, key(name, layer)): Seen(key(name, layer), array.stored, array.read, array.tokens)
-            for (number, name, layer), array in self.arrays.items()
-        }
-        return StageDump(self.source, tuple(self.passes), seen, self.features)
+    def stage_dump(self, weights: Weights, *, mapping: NameMap | None = None) -> StageDump:
+        """What was recorded as stages of the table, of a model with these weights; as `names.stage_dump`."""
+        return stage_dump(self.raw_dump(), weights.config, mapping=mapping, weights=weights)
 
-
-def _widened(array: np.ndarray, stored: str) -> np.ndarray:
-    """A kept array; bfloat16 as float32 of the same values."""
-    return (array.astype(np.uint32) << 16).view(np.float32) if stored == "bfloat16" else array
+    def save(self, folder: str | Path) -> None:
+        """Write a dump that `llorch diagnose` reads, in place of one that is there."""
+        with DumpWriter(folder, weights=self.weights, **asdict(self.features)) as writer:
+            for number, tokens in enumerate(self.passes):
+                writer.begin(tokens.ids, tokens.first_position)
+                for array in (array for (n_pass, _, _), array in self.arrays.items() if n_pass == number):
+                    bits = array.read()
+                    if array.stored == "bfloat16":
+                        bits = (bits.view(np.uint32) >> 16).astype(np.uint16)
+                    said = {"layer": array.layer, "tokens": array.tokens, "axes": " ".join(array.axes)}
+                    writer.add(array.name, bits, dtype=array.stored, **said)

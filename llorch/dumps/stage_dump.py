@@ -65,6 +65,7 @@ class StageDump:
         seen: By the number of the pass and the stage key, `(0, "l0.q_rope")`.
         features: What the engine says of itself.
         notes: What was found rather than declared, one sentence each.
+        production: By the number of the pass, logits of the run that nobody watched.
     """
 
     source: str
@@ -72,6 +73,7 @@ class StageDump:
     seen: Mapping[tuple[int, str], Seen]
     features: Features = field(default_factory=Features)
     notes: Sequence[str] = field(default=())
+    production: Mapping[int, Seen] = field(default_factory=dict)
 
     @classmethod
     def of_arrays(

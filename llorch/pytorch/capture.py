@@ -2,7 +2,7 @@
 
     with llorch.capture(model) as dump:         a model of transformers, or one whose modules are called as there
         model(ids)                              one call is one pass; further ones go on in its cache
-    dump.stage_dump()
+    dump.save("my-dump")                        for `llorch diagnose`; or stay here with dump.stage_dump(weights)
 
     llorch.capture(model, {"blocks.{i}.attn.wq": "q_proj", "input of blocks.{i}.attn.wo": "attn_context"})
 

@@ -129,7 +129,7 @@ def test_a_model_with_names_of_its_own_is_captured_pass_by_pass():
         model(torch.tensor(ids[:-1]))
         model(torch.tensor(ids[-1:]))
     assert count_hooks(model) == 0
-    shown = dump.stage_dump()
+    shown = dump.stage_dump(weights)
     assert shown.passes == (Tokens(ids[:-1]), Tokens(ids[-1:], len(ids) - 1))
     assert (shown.features.engine, shown.features.dtype, shown.features.kv_cache) == ("mine", "float32", "")
     in_layer = [stage for stage in OWN.values() if stage not in ("embed", "logits")]
@@ -216,12 +216,12 @@ def test_every_stage_of_transformers_is_that_of_the_goldens_bit_by_bit(model: An
     ids = golden.cases["near"].ids
     with llorch.capture(model) as dump:
         model(torch.tensor([ids]))
-    shown = dump.stage_dump()
+    weights = open_weights(builtin_path(name))
+    shown = dump.stage_dump(weights)
     for key, array in arrays(shown).items():
         np.testing.assert_array_equal(array, want.pop(key), strict=True, err_msg=key)
     assert not want
     assert (shown.features.engine, shown.features.flash_attention) == ("transformers", False)
-    weights = open_weights(builtin_path(name))
     assert dump.weights["model.layers.1.self_attn.k_proj.weight"] == digest(weights["layers.1.k_proj"])
 
 
@@ -238,7 +238,7 @@ def test_generated_tokens_are_passes_and_caches_those_of_the_context_whatever_at
         made = model.generate(torch.tensor([ids[:-2]]), max_new_tokens=3, do_sample=False, pad_token_id=0)[0].tolist()
     n = len(ids) - 2
     assert dump.passes == [Tokens(ids[:-2]), Tokens((made[n],), n), Tokens((made[n + 1],), n + 1)]
-    shown = dump.stage_dump()
+    shown = dump.stage_dump(open_weights(builtin_path(name)))
     assert shown.seen[0, "logits"].tokens == (n - 1,)  # generate asks for no others
     assert shown.seen[2, "l1.k_cache"].read().shape[1] == n + 2
     np.testing.assert_array_equal(shown.seen[1, "l0.k_rope"].read()[0], shown.seen[2, "l0.k_cache"].read()[:, n])
@@ -259,7 +259,7 @@ def test_bfloat16_is_kept_and_of_a_cache_with_room_what_is_used(model: Any, name
     model.to(torch.bfloat16)
     with llorch.capture(model) as dump:
         model.generate(torch.tensor([[3, 1, 4]]), max_new_tokens=2, cache_implementation="static", pad_token_id=0)
-    shown = dump.stage_dump()
+    shown = dump.stage_dump(open_weights(builtin_path(name)))
     assert {seen.stored for key, seen in shown.of_pass(0) if not key.endswith("attn_probs")} == {"bfloat16"}
     assert [shown.seen[n, "l0.k_cache"].read().shape[1] for n in (0, 1)] == [3, 4]
     np.testing.assert_array_equal(shown.seen[1, "l0.k_rope"].read()[0], shown.seen[1, "l0.k_cache"].read()[:, 3])
@@ -276,4 +276,4 @@ def test_a_pass_begins_behind_what_is_cached_and_a_capture_ends_without_another(
         model(torch.tensor([[1]]), past_key_values=cache)
         model(torch.tensor([[1]]))
     assert dump.passes == [Tokens((3, 1, 4)), Tokens((1,), 3), Tokens((1,), 0)]
-    assert [key for _, key in first.stage_dump().seen] == [key for n, key in dump.stage_dump().seen if n == 1]
+    assert [*first.arrays] == [(0, name, layer) for n, name, layer in dump.arrays if n == 1]

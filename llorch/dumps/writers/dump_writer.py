@@ -6,7 +6,7 @@ with DumpWriter("dump", engine="mine", dtype="float32") as dump:
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,15 @@ class DumpWriter:
     """A folder of one file of raw little-endian arrays, and index.jsonl, a line for each of them."""
 
     def __init__(self, folder: str | Path, *, engine: str = "", dtype: str = "", kv_cache: str = "",
-                 activations: str = "", flash_attention: bool = False) -> None:  # fmt: skip
-        """Begin a new dump, in place of one that is there; what an engine does not know of itself stays empty."""
+                 activations: str = "", flash_attention: bool = False,
+                 weights: Mapping[str, str] | None = None) -> None:  # fmt: skip
+        """Begin a new dump in place of another; `weights` are SHA-256 of its tensors as float32, by its names."""
         Path(folder).mkdir(parents=True, exist_ok=True)
         self._data = (Path(folder) / "data.bin").open("wb")
         self._index = (Path(folder) / "index.jsonl").open("w", encoding="utf-8", newline="\n")
         self._n_passes = 0
         self._line(llorch_dump=1, engine=engine, dtype=dtype, kv_cache=kv_cache, activations=activations,
-                   flash_attention=flash_attention)  # fmt: skip
+                   flash_attention=flash_attention, weights=dict(weights or {}))  # fmt: skip
 
     def begin(self, ids: Iterable[int], first_position: int = 0) -> None:
         """Begin a pass: the tokens of one call of the engine's forward."""
@@ -32,15 +33,15 @@ class DumpWriter:
         self._n_passes += 1
 
     def add(self, name: str, array: Any, *, layer: int | None = None, tokens: Iterable[int] | None = None,
-            axes: str = "") -> None:  # fmt: skip
-        """Write an array; `tokens` are those of the pass that it has, if not all, `axes` as "seq heads head_dim"."""
+            axes: str = "", dtype: str = "") -> None:  # fmt: skip
+        """Write an array; `tokens` of the pass it has, `axes` as "seq heads head_dim", `dtype` bfloat16 of 16 bits."""
         array = np.ascontiguousarray(array)
         array = array.astype(array.dtype.newbyteorder("<"), copy=False)
         said = {"layer": layer, "tokens": tokens if tokens is None else [int(one) for one in tokens], "axes": axes}
         offset = self._data.tell()
         self._data.write(array.reshape(-1).view(np.uint8).data)
         self._data.flush()  # a line of the index stands for bytes that are there, also after a crash
-        self._line(name=name, dtype=array.dtype.name, shape=array.shape, file="data.bin", offset=offset,
+        self._line(name=name, dtype=dtype or array.dtype.name, shape=array.shape, file="data.bin", offset=offset,
                    **{key: value for key, value in said.items() if value not in (None, "")})  # fmt: skip
 
     def _line(self, **values: object) -> None:
