@@ -75,7 +75,7 @@ AREAS = (
         "verify/runners/torch pytorch/quantised verify/checkpoint_14 verify/teeth_torch cli/verify_torch",
     ),
     Area("quality", "verify/quality/* bench", "verify/quality/[sw]* cli/quality bench cli/bench"),
-    Area("report", "verify/report/*", "verify/pages repository/readme cli/verify"),
+    Area("report", "verify/report/*", "verify/pages verify/report/* repository/readme cli/verify"),
     Area("producers", "verify/witnesses/*", "verify/witnesses/* verify/evidence", live=True),
     Area("cli", "__init__ __main__ threads cli/*", "cli/* repository/layers"),
     Area("cli_lora", "cli/lora/* cli/data/*", "cli/lora* cli/data cli/run"),

@@ -1,1 +1,1 @@
-"""What llorch writes about itself: the generated parts of the checkpoint pages."""
+"""What llorch writes: the generated parts of the checkpoint pages; a diagnosis as JSON, JUnit and one HTML page."""

@@ -137,6 +137,11 @@ def ranges(layers: Sequence[int]) -> str:
     return f"{'layer' if len(layers) == 1 else 'layers'} {spans}" if layers else "outside the layers"
 
 
+def count(n: int, one: str, many: str = "") -> str:
+    """So many of something."""
+    return f"{n} {one if n == 1 else many or f'{one}s'}"
+
+
 def verdict(diagnosis: Diagnosis) -> str:
     """Of the whole: RIGHT; HONEST where arithmetic made differences; WRONG."""
     if not diagnosis.is_right:
@@ -147,3 +152,13 @@ def verdict(diagnosis: Diagnosis) -> str:
 def causes(diagnosis: Diagnosis) -> list[Finding]:
     """Findings that are no honest ones, the first first."""
     return [finding for finding in diagnosis.findings if finding.kind != "honest"]
+
+
+def headline(diagnosis: Diagnosis) -> str:
+    """What is to be known first."""
+    if found := causes(diagnosis):
+        return found[0].sentence
+    if not diagnosis.results:
+        return "the dump shows no stage"
+    said = {HONEST: "nothing is wrong: every difference is one of arithmetic", RIGHT: "nothing is wrong"}
+    return f"{said[verdict(diagnosis)]}; {count(len(diagnosis.results), 'stage')} compared"
