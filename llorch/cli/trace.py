@@ -1,4 +1,4 @@
-"""`llorch trace`: every stage of a run, written to a file."""
+"""`llorch trace`: every stage of a run, written to a file or a folder."""
 
 import json
 from pathlib import Path
@@ -9,11 +9,17 @@ from llorch.cli.options import ENGINES, WholeNumber, refuse_both, threads_option
 from llorch.cli.output import progress, say
 
 SUFFIXES = (".safetensors", ".npz")
+OF_A_DUMP = {"index.jsonl", "data.bin"}
 
 
 def _checked_output(ctx: click.Context, param: click.Parameter, value: Path) -> Path:
-    if value.suffix not in SUFFIXES:
-        raise click.BadParameter(f"expected a name that ends in {' or '.join(SUFFIXES)}, got {value}")
+    if value.suffix and value.suffix not in SUFFIXES:
+        wanted = f"expected a name that ends in {' or '.join(SUFFIXES)}, or that of a folder, without an ending"
+        raise click.BadParameter(f"{wanted}, got {value}")
+    if value.is_dir() and (value.suffix or not {path.name for path in value.iterdir()} <= OF_A_DUMP):
+        raise click.BadParameter(f"{value} is a folder of other things, which is not replaced; choose another name")
+    if not value.suffix and value.is_file():
+        raise click.BadParameter(f"{value} is a file, which is not replaced by a folder; choose another name")
     return value
 
 
@@ -21,13 +27,14 @@ def _checked_output(ctx: click.Context, param: click.Parameter, value: Path) -> 
     "Write every stage of a run to a file.",
     'llorch trace story "Once upon a time there was a small red fox" -o story.safetensors',
     "llorch trace micro-llama --tokens 3,1,4,15,9,2,6,5 --first-position 4000 -o far.npz",
+    "llorch trace micro-llama -o dump           a folder, as llorch dump-writer writes them",
     "llorch trace micro-llama -o theirs.npz --producer llamacpp",
 )
 @click.argument("model")
 @click.argument("prompt", required=False)
 @click.option(
-    "-o", "--output", required=True, type=click.Path(path_type=Path, dir_okay=False), callback=_checked_output,
-    help="A .safetensors or .npz file; replaced when it exists.",
+    "-o", "--output", required=True, type=click.Path(path_type=Path), callback=_checked_output,
+    help="A .safetensors or .npz file, or a folder; replaced when it exists.",
 )  # fmt: skip
 @tokens_option("Token ids instead of a prompt.")
 @click.option("--first-position", type=WholeNumber(min=0), default=0, show_default=True, help="Of the first token.")
@@ -53,7 +60,10 @@ def command(
     with progress(f"running {producer or 'llorch'}"):
         arrays = _take(path, ids, first_position, producer)
     engine = {"engine": producer or "llorch", "first_position": first_position, "ids": ids, "model": model}
-    _write(output, arrays, json.dumps(engine, sort_keys=True))
+    if output.suffix:
+        _write(output, arrays, json.dumps(engine, sort_keys=True))
+    else:
+        _write_folder(output, arrays, ids, first_position, producer or "llorch")
     size = sum(array.nbytes for array in arrays.values())
     say(f"wrote {len(arrays)} stages of {len(ids)} tokens to {output} ({size / 1e6:.1f} MB); {threads}")
 
@@ -76,6 +86,17 @@ def _take(path: Path, ids: list[int], first_position: int, producer: str | None)
         return trace
     with open_producer(producer, path) as engine:  # type: ignore[arg-type] (click checked the choice)
         return engine.trace(ids, first_position=first_position)
+
+
+def _write_folder(output: Path, arrays: dict, ids: list[int], first_position: int, engine: str) -> None:
+    from llorch.dumps.writers.dump_writer import DumpWriter
+    from llorch.files.new_file import new_folder
+
+    about = {"engine": engine, "dtype": "float32", "kv_cache": "float32"}
+    with new_folder(output) as folder, DumpWriter(folder, **about) as dump:
+        dump.begin(ids, first_position)
+        for key, array in arrays.items():
+            dump.add(key, array)
 
 
 def _write(output: Path, arrays: dict, metadata: str) -> None:

@@ -19,14 +19,11 @@ def new_file(path: Path) -> Iterator[Path]:
     """
     temporary = _beside(path)
     try:
-        yield temporary
-        sync(temporary)
-        temporary.replace(path)
-        sync(path.parent)
-    except OSError as error:
-        if error.filename is None and error.errno is not None:
-            error.filename = str(path)
-        raise
+        with _naming(path):
+            yield temporary
+            sync(temporary)
+            temporary.replace(path)
+            sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -37,7 +34,8 @@ def new_folder(path: Path) -> Iterator[Path]:
     temporary, old = _beside(path), _beside(path, "old")
     temporary.mkdir()
     try:
-        yield temporary
+        with _naming(path):
+            yield temporary
         for file in temporary.rglob("*"):
             sync(file)
         sync(temporary)
@@ -53,6 +51,16 @@ def new_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = str(path)
+        raise
 
 
 def _beside(path: Path, ending: str = "tmp") -> Path:

@@ -12,6 +12,8 @@ from safetensors.numpy import load_file
 
 import llorch
 from llorch.cli.inputs import SENTENCE
+from llorch.dumps.index import open_raw
+from llorch.dumps.stage_dump import Features, Tokens
 from llorch.ops.rope import rope
 
 IDS = [3, 1, 4, 15, 9, 2, 6, 5]
@@ -44,6 +46,32 @@ def test_the_file_says_what_was_run(tmp_path: Path):
     assert about == {"engine": "llorch", "first_position": 4000, "ids": IDS, "model": "micro-llama"}
 
 
+def test_a_folder_is_the_dump_that_others_write(tmp_path: Path):
+    trace: dict[str, np.ndarray] = {}
+    llorch.load("micro-llama").forward(IDS, trace=trace, first_position=7)
+    for _ in range(2):  # the second replaces the first
+        command = ("trace", "micro-llama", "--tokens", TOKENS, "--first-position", "7", "-o", f"{tmp_path / 'dump'}/")
+        result = invoke(*command)
+        assert result.exit_code == 0, result.stderr
+    dump = open_raw(tmp_path / "dump")
+    assert (dump.passes, dump.features) == ((Tokens(tuple(IDS), 7),), Features("llorch", "float32", "float32"))
+    assert [array.name for _, array in dump.arrays] == list(trace)
+    assert all(np.array_equal(array.read(), trace[array.name]) for _, array in dump.arrays)
+
+
+@pytest.mark.parametrize("name", ["folder", "folder.npz", "file"])
+def test_what_is_no_dump_is_not_replaced(tmp_path: Path, name: str):
+    (tmp_path / "file").write_text("mine")
+    for folder in ("folder", "folder.npz"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.txt").touch()
+    before = sorted(tmp_path.rglob("*"))
+    result = invoke("trace", "micro-llama", "--tokens", TOKENS, "-o", str(tmp_path / name))
+    assert result.exit_code == 2
+    assert "not replaced" in result.stderr
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_the_first_position_turns_queries_and_leaves_values(tmp_path: Path):
     for first in ("0", "4000"):
         path = tmp_path / f"{first}.npz"
@@ -53,7 +81,7 @@ def test_the_first_position_turns_queries_and_leaves_values(tmp_path: Path):
     assert not np.allclose(near["l0.q_rope"], far["l0.q_rope"], atol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["t.npz", "t.safetensors"])
+@pytest.mark.parametrize("name", ["t.npz", "t.safetensors", "t"])
 @pytest.mark.usefixtures("no_bytecode")
 def test_a_full_disk_is_one_line_that_names_the_file(tmp_path: Path, name: str):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -53,6 +53,6 @@ class DumpWriter:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Close both files."""
-        self._data.close()
-        self._index.close()
+        """Close both files, also if one fails."""
+        with self._data, self._index:
+            pass
