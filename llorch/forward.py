@@ -4,15 +4,16 @@ Every line that makes a stage of the stage table names it with `keep`, so that a
 engines stage by stage. The dtype is that of the weights: float32 to run, float64 to know the truth.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Float64, Int
 
 from llorch.cache import KVCache
 from llorch.config import ModelConfig
-from llorch.files import LayerWeights, Weights
+from llorch.files import Weights
 from llorch.ops.attention import attention_context, attention_probs, attention_scores
 from llorch.ops.embedding import embedding
 from llorch.ops.linear import linear
@@ -21,6 +22,7 @@ from llorch.ops.rope import rope, rope_tables
 from llorch.ops.swiglu import swiglu
 
 Keep = Callable[[str, np.ndarray], np.ndarray]
+OfLayer = Mapping[str, Any]  # weights of one layer by short name, each an array or a matrix that multiplies itself
 Append = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 Hidden = Float[np.ndarray, "seq hidden"]
 Table = Float64[np.ndarray, "seq half"]
@@ -62,9 +64,7 @@ def forward(
     return keep("logits", linear(x, weights["embed_tokens" if config.tie_word_embeddings else "lm_head"]))
 
 
-def block(
-    x: Hidden, w: LayerWeights, config: ModelConfig, cos: Table, sin: Table, append: Append, keep: Keep
-) -> Hidden:
+def block(x: Hidden, w: OfLayer, config: ModelConfig, cos: Table, sin: Table, append: Append, keep: Keep) -> Hidden:
     """One layer: attention and feed-forward, each on normalised input, each added to the residual stream."""
     h = keep("attn_norm", rms_norm(x, w["attn_norm"], eps=config.rms_norm_eps))
     x = keep("attn_residual", x + attention(h, w, config, cos, sin, append, keep))
@@ -72,9 +72,7 @@ def block(
     return keep("block_out", x + feed_forward(h, w, keep))
 
 
-def attention(
-    h: Hidden, w: LayerWeights, config: ModelConfig, cos: Table, sin: Table, append: Append, keep: Keep
-) -> Hidden:
+def attention(h: Hidden, w: OfLayer, config: ModelConfig, cos: Table, sin: Table, append: Append, keep: Keep) -> Hidden:
     """Project, rotate, cache, mix the values of the context, project back."""
     seq, head_dim, eps = len(h), config.head_dim, config.rms_norm_eps
     q = keep("q_proj", linear(h, w["q_proj"], w.get("q_bias"))).reshape(seq, -1, head_dim)  # (seq, heads, head_dim)
@@ -93,7 +91,7 @@ def attention(
     return keep("attn_out", linear(context, w["o_proj"], w.get("o_bias")))
 
 
-def feed_forward(h: Hidden, w: LayerWeights, keep: Keep) -> Hidden:
+def feed_forward(h: Hidden, w: OfLayer, keep: Keep) -> Hidden:
     """SwiGLU: a gated pair of projections up, one down."""
     gate = keep("ffn_gate", linear(h, w["gate_proj"]))
     up = keep("ffn_up", linear(h, w["up_proj"]))

@@ -33,7 +33,7 @@ Source: first-order propagation of independent errors, and the usual random-walk
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -54,6 +54,7 @@ MATHEMATICS = Tolerance(1e-12, 1e-11, 1e-11)  # 4500 times what one rounding cos
 ISOLATED, CHAINED, FREE = range(3)
 WORST = 4  # times what a whole row may be off: what an element of it may be
 UNIT = 2.0**-24  # half a step of float32, relative
+CACHES = frozenset({"k_cache", "v_cache"})
 SCORES = frozenset({"attn_scores", "attn_probs"})  # what fused attention does not show; never below float32
 _SUM = 2 * UNIT**2 / 48  # times the width and the squared terms: the variance between two orders of a sum
 _DRIFT = 2 * UNIT**2 / 72  # times the width and the squared sum: the same, as far as it grows like k / n
@@ -70,10 +71,12 @@ class Arithmetic:
     Attributes:
         unit: Half a step, relative; also how far a weight that was rounded to it may be off.
         smallest: Half the step of the smallest numbers, absolute.
+        activations: What an engine of others rounds the inputs of its products to, where ours does not.
     """
 
     unit: float
     smallest: float = 0.0
+    activations: ActivationKind = "F32"
 
     @property
     def is_half(self) -> bool:
@@ -106,6 +109,7 @@ class Step:
     given: tuple[np.ndarray, ...]  # variances of x
     arithmetic: Arithmetic
     f16_cache: bool
+    past: np.ndarray | None = None  # variances of what a cache held before
 
     @property
     def rounding(self) -> np.ndarray:
@@ -116,25 +120,29 @@ class Step:
 def variances(
     weights: Weights,
     this: Pass,
-    golden: Mapping[str, np.ndarray],
-    arithmetic: Arithmetic = FLOAT32,
+    fed: Mapping[str, np.ndarray],
+    arithmetic: Callable[[str], Arithmetic] = lambda key: FLOAT32,
     *,
-    fused: bool = False,
+    made: Mapping[str, np.ndarray] | None = None,
+    hidden: Container[str] = frozenset(),
+    past: Mapping[str, np.ndarray] = MappingProxyType({}),
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Expected squared differences of two right runs.
 
     Args:
         weights: The model, with its numerics.
-        this: The tokens of the golden.
-        golden: Its trace, whole.
-        arithmetic: Of the run.
-        fused: Whether scores and probabilities are not fed, isolated, but made.
+        this: The tokens of the pass.
+        fed: What stages are given: a golden, or any engine's own numbers. Read as the stages come.
+        arithmetic: Of the run, by trace key.
+        made: What stages make of it, where that is something else.
+        hidden: Trace keys that are not fed, isolated, but made.
+        past: Variances of what the caches held before, by trace key; none for a pass from an empty cache.
 
     Yields:
         Trace key, and an array (runs, *shape of the stage).
     """
     config, n_runs = weights.config, 3 if weights.numerics.rounds_activations else 2
-    passed: dict[str, np.ndarray] = {}
+    made, passed = fed if made is None else made, dict[str, np.ndarray]()
     for name, stage, layer in keys(config):
         inputs = [input_key(what, layer, config) for what in stage.input_names(config)]
         step = Step(
@@ -142,17 +150,21 @@ def variances(
             config,
             weights if layer is None else weights.layer(layer),
             this.positions,
-            tuple(_finite(golden[key], masked=key.endswith("attn_scores")) for key in inputs),
-            _finite(golden[name], masked=stage.masked),
+            tuple(_finite(fed[key], masked=key.endswith("attn_scores")) for key in inputs),
+            _finite(made[name], masked=stage.masked),
             tuple(passed[key] for key in inputs),
-            arithmetic,
+            arithmetic(name),
             weights.cache_dtype is np.float16,
+            past.get(name),
         )
-        made = np.broadcast_to(_RULES[stage.name](step), (n_runs, *golden[name].shape))
-        yield name, made
+        variance = _RULES[stage.name](step)
+        if stage.name in CACHES and arithmetic(name) != arithmetic(inputs[0]):
+            variance = variance + step.rounding
+        variance = np.broadcast_to(variance, (n_runs, *made[name].shape))
+        yield name, variance
         if stage.name == "block_out":
             passed.clear()  # of a layer nothing else is needed
-        passed[name] = _passed_on(step, made, fused=fused)
+        passed[name] = _passed_on(step, variance, hidden=name in hidden)
 
 
 def _finite(array: np.ndarray, *, masked: bool) -> np.ndarray:
@@ -161,9 +173,9 @@ def _finite(array: np.ndarray, *, masked: bool) -> np.ndarray:
     return np.where(np.isneginf(array), np.float32(0), array) if masked else array
 
 
-def _passed_on(s: Step, made: np.ndarray, *, fused: bool) -> np.ndarray:
+def _passed_on(s: Step, made: np.ndarray, *, hidden: bool) -> np.ndarray:
     """What the next stages are given: isolated it is the golden, rounded."""
-    if fused and s.stage.name in SCORES:
+    if hidden:
         return made
     out = made.copy()
     out[ISOLATED] = s.arithmetic.rounding(s.y) if s.arithmetic.is_half and s.stage.name not in SCORES else 0
@@ -202,7 +214,8 @@ class Limits:
         self._chained: dict[str, np.ndarray] = {}
         self._granted: dict[tuple[str, int], Tolerance] = {}  # chained, to whoever asks again
         self._free = np.empty(0)
-        self._steps = variances(weights, this, golden, arithmetic, fused=fused)
+        hidden = {name for name, stage in self._stages.items() if fused and stage.name in SCORES}
+        self._steps = variances(weights, this, golden, lambda key: arithmetic, hidden=hidden)
 
     def _up_to(self, name: str) -> None:
         while name not in self._isolated:
@@ -363,15 +376,21 @@ def rounded(given: np.ndarray, x: np.ndarray, kind: ActivationKind, *, token_axi
     """Variances behind a rounding to codes: an error ends there, unless it moves a value over an edge."""
     if kind == "F32":
         return given
+    out = np.zeros_like(given)
+    others = tuple(axis for axis in range(x.ndim) if axis != token_axis)
+    for free in (ISOLATED, FREE):  # isolated, only what was hidden is off at all
+        out[free] = _flipped(given[free], _squared_steps(x, kind), others)
+    return out
+
+
+def _squared_steps(x: np.ndarray, kind: ActivationKind) -> np.ndarray:
+    """Of the codes that every value is rounded to."""
     blocks = x.reshape(-1, BLOCK_SIZE.get(kind, 1))
     if kind in _DIGITS:
         step = np.exp2(np.frexp(blocks)[1].astype(x.dtype) - _DIGITS[kind])
     else:
         step = np.abs(blocks).max(axis=-1, keepdims=True) / _CODES * np.ones_like(blocks)
-    out = np.zeros_like(given)
-    others = tuple(axis for axis in range(x.ndim) if axis != token_axis)
-    out[FREE] = _flipped(given[FREE], np.square(step).reshape(x.shape), others)
-    return out
+    return np.square(step).reshape(x.shape)
 
 
 def _flipped(variance: np.ndarray, cost: np.ndarray, of_token: tuple[int, ...]) -> np.ndarray:
@@ -399,6 +418,8 @@ def _product(s: Step) -> np.ndarray:
     weight, x = s.weights[matrix_of(s.stage, s.config)], s.x[0]
     kind: ActivationKind = weight.activations if isinstance(weight, QuantMethod) else "F32"  # pyright: ignore
     given = rounded(s.given[0], x, kind)
+    if s.arithmetic.activations != "F32":
+        given = given + _squared_steps(x, s.arithmetic.activations) / 12  # a rounding is off by up to half a step
     made, terms = np.empty((len(given), *s.y.shape), x.dtype), np.empty_like(s.y, x.dtype)
     for rows, matrix, minima in _row_by_row(weight):
         squares = np.square(matrix).T
@@ -464,9 +485,10 @@ def _rope(s: Step) -> np.ndarray:
 
 
 def _cache(s: Step) -> np.ndarray:
-    heads = s.y.shape[1], s.y.shape[0], s.y.shape[2]  # (seq, kv_heads, head_dim)
+    n_heads, _, head_dim = s.y.shape
     given = rounded(s.given[0], s.x[0], "F16") if s.f16_cache else s.given[0]
-    return given.reshape(-1, *heads).swapaxes(1, 2)
+    made = given.reshape(len(given), -1, n_heads, head_dim).swapaxes(1, 2)
+    return made if s.past is None else np.concatenate([s.past, made], axis=2)
 
 
 def _scores(s: Step) -> np.ndarray:

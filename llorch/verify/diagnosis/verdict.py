@@ -103,6 +103,7 @@ class Finding:
         layers: Layers in which it shows, in order; empty outside the layers.
         suspects: The named ones, which together explain it; empty for `unknown`.
         near_misses: What explains more than half of it, but leaves more than rounding does.
+        alternatives: What explains it as well as the named ones do: this dump cannot tell them apart.
         places: Passes and stage keys of all results that it explains.
         sentence: The whole of it for a person.
     """
@@ -116,6 +117,7 @@ class Finding:
     near_misses: tuple[Suspect, ...]
     places: tuple[tuple[int, str], ...]
     sentence: str
+    alternatives: tuple[Suspect, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -150,7 +150,7 @@ ATTENTION: tuple[Mistake[StageInputs], ...] = (
         diagnosis="Query head h read key head h % n_kv_heads (tile); it reads h // group_size (repeat).",
     ),
     Mistake(
-        name="scores-in-half", stages=SCORES, wrong=scores_in_half, reads=QUERY_AND_KEY,
+        name="scores-in-half", stages=SCORES, wrong=scores_in_half, reads=QUERY_AND_KEY, rounds=True,
         diagnosis="Scores were kept in float16, which overflows on Qwen; multiply queries and keys in float32.",
     ),
     Mistake(

@@ -38,6 +38,7 @@ class Mistake(Generic[Inputs]):
     reads: tuple[str, ...] = ()  # stages beside the inputs of the right op
     # inputs that show it: `near`, `far`, names in `SAMPLINGS`, types of a matrix, or a case of its checkpoint
     cases: tuple[str, ...] = ("near", "far")
+    rounds: bool = False  # it rounds to few bits: what is left of it are values on the edge between two of them
     after_cached: bool = False  # it shows only in a pass that continues a cache
     applies_to: Callable[[ModelConfig], bool] = every_model  # whether it can be made with a configuration
 

@@ -118,7 +118,7 @@ NORM: tuple[Mistake[StageInputs], ...] = (
         diagnosis="One mean square was taken over all tokens; every row has its own.",
     ),
     Mistake(
-        name="norm-squares-in-half", stages=EVERYWHERE, wrong=squares_in_half,
+        name="norm-squares-in-half", stages=EVERYWHERE, wrong=squares_in_half, rounds=True,
         diagnosis="Squares were summed up in float16, which rounds at 5e-4 and overflows from x = 256 on; "
         "take the mean square in float32 or wider.",
     ),

@@ -145,7 +145,7 @@ ROPE: tuple[Mistake[StageInputs], ...] = (
         diagnosis="inv_freq was rounded to bfloat16, which turns far tokens by a wrong angle; keep it in float32.",
     ),
     Mistake(
-        name="rope-tables-in-half", stages=ROTATED, wrong=tables_in_half, cases=("near",),
+        name="rope-tables-in-half", stages=ROTATED, wrong=tables_in_half, cases=("near",), rounds=True,
         diagnosis="cos and sin were rounded to float16; keep the tables in float32.",
     ),
     Mistake(

@@ -1,0 +1,219 @@
+"""Diagnosis: which hypotheses make the errors of a dump.
+
+Results that are wrong are taken in the order of the run. The hypotheses of all stages that ran since the dump showed
+the last ones are replayed on the engine's own numbers; one is *named* when nothing is left of the error but rounding.
+All later results that the same one explains belong to the same finding; what remains is the next.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from llorch.dumps.stage_dump import StageDump
+from llorch.files import Weights
+from llorch.verify.compare import measure
+from llorch.verify.diagnosis.expected import rows
+from llorch.verify.diagnosis.hypotheses import Hypothesis
+from llorch.verify.diagnosis.judged import Judge, Say
+from llorch.verify.diagnosis.replay import Replay
+from llorch.verify.diagnosis.trials import Trial, Trials
+from llorch.verify.diagnosis.verdict import HONEST, WRONG, Diagnosis, Finding, Kind, StageResult, Suspect
+
+NEAR_MISS = 0.5  # what explains less of an error is no suspect
+N_NEAR_MISSES = 3
+VISIBLE = 10.0  # times the limit: a mistake that changes a stage by less could not be told from rounding
+CANDIDATES = 8  # of the named, whose reach is compared
+
+
+def diagnose(weights: Weights, dump: StageDump, *, model: str = "", say: Say = lambda line: None) -> Diagnosis:
+    """Say which stages of a dump are wrong, and what made them so.
+
+    Args:
+        weights: The model that the engine ran, in the dtype to compute in: float64 for exact numerics.
+        dump: What it showed.
+        model: Its name, for reports.
+        say: Told what is being done.
+
+    Returns:
+        The diagnosis.
+    """
+    replay = Replay(weights, dump)
+    judge = Judge(replay, say)
+    results = list(judge.results())
+    trials = Trials(replay, judge.pasts)
+    found = list(_findings([result for result in results if result.verdict == WRONG], trials, say))
+    say("looking for what this dump cannot show")
+    hidden = _could_not_show(results, trials)
+    return Diagnosis(model, dump.source, results, [*found, *_arithmetic(results)], hidden, dump.notes)
+
+
+def _findings(wrong: Sequence[StageResult], trials: Trials, say: Say) -> Iterator[Finding]:
+    """One finding for each cause, the first of the run first; unreadable stages spoil those made from them."""
+    while wrong:
+        first, *rest = wrong
+        say(f"{first.key}: looking for the mistake")
+        tried = trials.of(first)
+        named = [trial for trial in tried if trial.named]
+        best, explained = _widest(named[:CANDIDATES], rest, trials)
+        if first.local.fault is not None:
+            explained = [*explained, *_spoilt(first, [result for result in rest if result not in explained])]
+        yield _finding(first, best, explained, tried)
+        wrong = [result for result in rest if result not in explained]
+
+
+def _spoilt(first: StageResult, rest: Sequence[StageResult]) -> Iterator[StageResult]:
+    """Results that were made from what could not be read, and cannot be read either."""
+    spoilt = {(first.n_pass, first.key)}
+    for result in rest:
+        before = {(result.n_pass, place) for place in result.since}
+        later = any(n_pass < result.n_pass for n_pass, _ in spoilt)
+        if result.local.fault is not None and (spoilt & before or later):
+            spoilt.add((result.n_pass, result.key))
+            yield result
+
+
+def _widest(
+    named: Sequence[Trial], rest: Sequence[StageResult], trials: Trials
+) -> tuple[Trial | None, list[StageResult]]:
+    """Of those that are named the one that makes the most of the other results too."""
+    reach = [[result for result in rest if trials.explains(trial.hypotheses, result)] for trial in named]
+    if not named:
+        return None, []
+    best = max(range(len(named)), key=lambda at: (len(reach[at]), -at))
+    return named[best], reach[best]
+
+
+def _finding(
+    first: StageResult, best: Trial | None, explained: Sequence[StageResult], tried: Sequence[Trial]
+) -> Finding:
+    results = [first, *explained]
+    suspects = _suspects(best, tried) if best is not None else ()
+    taken = {suspect.name for suspect in suspects}
+    alone = [trial for trial in tried if len(trial.hypotheses) == 1 and trial.hypotheses[0].name not in taken]
+    others = {t.hypotheses[0].name: _suspect(t.hypotheses[0], t) for t in reversed(alone) if t.named and suspects}
+    near = {t.hypotheses[0].name: _suspect(t.hypotheses[0], t) for t in alone if t.share >= NEAR_MISS}
+    misses = sorted((near[name] for name in near.keys() - others.keys()), key=lambda each: -each.share)
+    kind: Kind = "unknown"
+    if best is not None:
+        kind = "honest" if all(each.kind == "honest" for each in best.hypotheses) else "mistake"
+    elif first.local.fault is not None and first.local.fault.startswith("non-finite"):
+        kind = "not finite"
+    return Finding(
+        kind=kind,
+        key=first.key,
+        n_pass=first.n_pass,
+        made_in=best.places if best is not None else first.since,
+        layers=tuple(sorted({result.layer for result in results if result.layer is not None})),
+        suspects=suspects,
+        near_misses=tuple(misses[:N_NEAR_MISSES]),
+        places=tuple((result.n_pass, result.key) for result in results),
+        sentence=_sentence(first, kind, suspects, best.places if best is not None else first.since),
+        alternatives=tuple(reversed(others.values())),
+    )
+
+
+def _suspects(best: Trial, tried: Sequence[Trial]) -> tuple[Suspect, ...]:
+    """What was named; a mistake gets the value of a setting that is the same."""
+    made = [_suspect(hypothesis, best) for hypothesis in best.hypotheses]
+    if len(made) == 1 and not made[0].value:
+        values = (t.hypotheses[0] for t in tried if t.named and len(t.hypotheses) == 1 and t.places == best.places)
+        same = next((each for each in values if each.value and each.name != "scaled"), None)
+        if same is not None:
+            one = made[0]
+            made = [Suspect(one.name, f"{one.sentence} {same.sentence}", one.stages, one.share, one.left, same.value)]
+    return tuple(made)
+
+
+def _suspect(hypothesis: Hypothesis, trial: Trial) -> Suspect:
+    return Suspect(
+        hypothesis.name, hypothesis.sentence, hypothesis.at(trial.places), trial.share, trial.left, hypothesis.value
+    )
+
+
+def _sentence(first: StageResult, kind: Kind, suspects: Sequence[Suspect], made_in: Sequence[str]) -> str:
+    """The whole of a finding for a person."""
+    where = made_in[0] if len(made_in) == 1 else f"{made_in[0]} to {made_in[-1]}"
+    if kind == "not finite":
+        return f"{first.key}: {first.local.describe()}, from inputs that are finite."
+    if kind == "unknown":
+        local = f"it is local to {where}" if len(made_in) == 1 else f"it was made in {where}"
+        concentrated = _concentrated(first)
+        return f"{first.key}: none of the known mistakes makes this error; {local}{concentrated}."
+    said = " And: ".join(suspect.sentence for suspect in suspects)
+    return f"{where}: {said} Explains {_percent(suspects[0].share)} of the error."
+
+
+def _percent(share: float) -> str:
+    return f"{100 * min(share, 0.9999):.2f} %"
+
+
+def _concentrated(result: StageResult) -> str:
+    """Where most of an error lies, when that is one token, head or channel of several."""
+    if result.profile is None:
+        return ""
+    axes = {"token": result.profile.tokens, "head": result.profile.heads, "channel": result.profile.channels}
+    said = []
+    for name, errors in axes.items():
+        if errors is None or len(errors) < 2:
+            continue
+        squares = np.square(np.where(np.isfinite(errors), errors, 0.0))
+        if squares.max() > 0.98 * squares.sum() > 0:
+            said.append(f"{name} {int(squares.argmax())}")
+    return f", nearly all of it in {' and '.join(said)}" if said else ""
+
+
+def _arithmetic(results: Sequence[StageResult]) -> Iterator[Finding]:
+    """What is no mistake but arithmetic: of each kind, how much of what it may cost is there."""
+    kinds: dict[str, list[StageResult]] = defaultdict(list)
+    for result in results:
+        if result.verdict == HONEST:
+            kinds[result.arithmetic].append(result)
+    for kind, here in kinds.items():
+        most = max(here, key=lambda result: result.over)
+        yield Finding(
+            kind="honest",
+            key=here[0].key,
+            n_pass=here[0].n_pass,
+            made_in=(here[0].key,),
+            layers=tuple(sorted({result.layer for result in here if result.layer is not None})),
+            suspects=(),
+            near_misses=(),
+            places=tuple((result.n_pass, result.key) for result in here),
+            sentence=f"{kind}: {len(here)} stages are off by at most {most.over:.2f} of what that may cost "
+            f"({most.key}: error {most.local.error:.1e}, allowed {most.limit.error:.1e}); no mistake is needed for it.",
+        )
+
+
+def _could_not_show(results: Sequence[StageResult], trials: Trials) -> Mapping[str, Sequence[str]]:
+    """Known mistakes that change no stage of the dump by enough, by reason."""
+    one_of_each = list({(bool(r.n_pass), r.stage, len(r.since)): r for r in results}.values())
+    rights = {id(result): trials.made(result) for result in one_of_each}
+    reasons: dict[str, list[str]] = defaultdict(list)
+    passes = trials.replay.dump.passes
+
+    def reason(mistake: Hypothesis) -> str:
+        if mistake.after_cached and len(passes) < 2:
+            return "one pass only: nothing is read from a cache that an earlier pass filled"
+        able = [r for r in one_of_each if mistake.at(r.since) and (r.n_pass or not mistake.after_cached)]
+        if not able:
+            return "no stage of the dump lies at it or behind it"
+        if any(_shows(mistake, result, rights[id(result)], trials) for result in able):
+            return ""
+        return f"too small beside rounding with {len(passes[0].ids)} tokens from position {passes[0].first_position}"
+
+    for mistake in trials.mistakes:
+        if said := reason(mistake):
+            reasons[said].append(mistake.name)
+    return dict(reasons)
+
+
+def _shows(mistake: Hypothesis, result: StageResult, right: np.ndarray | None, trials: Trials) -> bool:
+    """Whether a mistake changes a stage by more than rounding does."""
+    wrong = trials.made(result, mistake.change(mistake.at(result.since)))
+    if wrong is None or right is None or wrong.shape != right.shape:
+        return True
+    stage, _ = trials.replay.stages[result.key]
+    tokens = trials.replay.dump.seen[result.n_pass, result.key].tokens
+    found = measure(rows(wrong, stage, tokens), rows(right, stage, tokens), masked=stage.masked)
+    return found.over(result.limit) >= VISIBLE

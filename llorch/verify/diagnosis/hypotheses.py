@@ -1,0 +1,324 @@
+"""What may have been done instead: every hypothesis that a diagnosis replays.
+
+Three kinds. *Mistakes* are the library of `verify.mistakes`. *Settings* have a value that is recovered from the error:
+an eps, a base, a scale, an offset, the layer that weights were taken from. *Honest* ones are arithmetic: a cache, the
+inputs of products or the weights in a narrower type.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+
+from llorch.config import LinearScaling, Llama3Scaling, ModelConfig
+from llorch.numerics import QuantMethod
+from llorch.ops.rope import frequencies, rope
+from llorch.ops.rounding import BLOCK_SIZE, ActivationKind, round_activations
+from llorch.stages import BY_NAME, STAGES, rope_input
+from llorch.verify.diagnosis.expected import HALF
+from llorch.verify.diagnosis.replay import Change, Setting
+from llorch.verify.mistakes import STAGE_MISTAKES, Mistake
+from llorch.verify.mistakes.norm import NORMS
+from llorch.verify.mistakes.rope import ROTATED
+from llorch.verify.mistakes.stage_inputs import StageInputs
+
+Kind = Literal["mistake", "setting", "honest"]
+Places = Sequence[str]  # stage keys that ran since the dump showed the last ones
+PROJECTED = ("attn_norm", "attn_context", "ffn_norm", "ffn_act", "final_norm")  # inputs of products with a matrix
+WEIGHTED = tuple(stage.name for stage in STAGES if stage.matrix or stage.name in (*NORMS, "embed"))
+CAPPED = ("attn_scores", "logits")
+SCALED = tuple(stage.name for stage in STAGES if stage.name not in ("attn_scores", "attn_probs"))
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """One of them, with its value if it has one.
+
+    Attributes:
+        name: As reports call it.
+        kind: Which kind.
+        stages: Names of the stages where it strikes.
+        sentence: What was done and what is right.
+        change: Makes the change of a run that plants it at some places.
+        value: The recovered one, empty where there is none.
+        after_cached: It shows only in a pass that continues a cache.
+        rounds: It rounds to few bits.
+    """
+
+    name: str
+    kind: Kind
+    stages: tuple[str, ...]
+    sentence: str
+    change: Callable[[Places], Change]
+    value: str = ""
+    after_cached: bool = False
+    rounds: bool = False
+
+    def at(self, places: Places) -> tuple[str, ...]:
+        """Those of some places where it can be planted."""
+        return tuple(place for place in places if place.rpartition(".")[2] in self.stages)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A setting with any value.
+
+    Attributes:
+        name: As reports call it.
+        stages: Names of the stages that read it.
+        values: Those that are tried first, of a configuration.
+        made: The hypothesis with a value.
+        refined: Whether values between them are looked for; on a logarithmic scale.
+    """
+
+    name: str
+    stages: tuple[str, ...]
+    values: Callable[[ModelConfig], Sequence[float]]
+    made: Callable[[float, ModelConfig], Hypothesis]
+    refined: bool = False
+
+
+def known_mistakes(config: ModelConfig) -> Iterator[Hypothesis]:
+    """The library, as far as mistakes can be made with a configuration."""
+    for mistake in STAGE_MISTAKES:
+        if mistake.applies_to(config) and any(BY_NAME[stage].applies_to(config) for stage in mistake.stages):
+            yield Hypothesis(
+                mistake.name, "mistake", mistake.stages, mistake.diagnosis, partial(_of_mistake, mistake),
+                after_cached=mistake.after_cached, rounds=mistake.rounds,
+            )  # fmt: skip
+
+
+def _of_mistake(mistake: Mistake[StageInputs], places: Places) -> Change:
+    def wrong(inputs: StageInputs, stage: str, array: np.ndarray) -> np.ndarray:
+        first_pass = mistake.after_cached and not inputs["past_k"].shape[1]
+        return array if first_pass else mistake.wrong(inputs, stage)
+
+    return Change(dict.fromkeys(places, wrong), reads=mistake.reads)
+
+
+def _planted(wrong: Callable[[np.ndarray], np.ndarray]) -> Callable[[Places], Change]:
+    """Put what is made of the right array in its place."""
+    return lambda places: Change(dict.fromkeys(places, lambda inputs, stage, array: wrong(array)))
+
+
+def _set(change: Callable[[Setting], Setting]) -> Callable[[Places], Change]:
+    """Other settings; only what the dump hides is run with them."""
+    return lambda places: Change(setting=change)
+
+
+def _configured(**fields: Any) -> Callable[[Places], Change]:
+    return _set(lambda setting: replace(setting, config=replace(setting.config, **fields)))
+
+
+def _number(value: float) -> str:
+    return f"{value:.6g}"
+
+
+def _eps(value: float, config: ModelConfig) -> Hypothesis:
+    return Hypothesis(
+        "norm-eps", "setting", tuple(NORMS),
+        f"eps is {_number(value)} here; this model's config says {_number(config.rms_norm_eps)}.",
+        _configured(rms_norm_eps=value), _number(value),
+    )  # fmt: skip
+
+
+def _theta(value: float, config: ModelConfig) -> Hypothesis:
+    return Hypothesis(
+        "rope-theta", "setting", ROTATED,
+        f"The base of RoPE is {_number(value)} here; this model's config says {_number(config.rope_theta)}.",
+        _configured(rope_theta=value), _number(value),
+    )  # fmt: skip
+
+
+def _linear_scaling(value: float, config: ModelConfig) -> Hypothesis:
+    return Hypothesis(
+        "rope-position-factor", "setting", ROTATED,
+        f"Positions are divided by {_number(value)} here (linear scaling); this model's config says otherwise.",
+        _configured(rope_scaling=LinearScaling(factor=value)), _number(value),
+    )  # fmt: skip
+
+
+def _llama3_factor(value: float, config: ModelConfig) -> Hypothesis:
+    scaling = Llama3Scaling(
+        factor=value, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+    )
+    return Hypothesis(
+        "rope-llama3-factor", "setting", ROTATED,
+        f"llama3 scaling has the factor {_number(value)} here; this model's is another.",
+        _configured(rope_scaling=scaling), _number(value),
+    )  # fmt: skip
+
+
+def _offset(value: float, config: ModelConfig) -> Hypothesis:
+    n = int(value)
+    return Hypothesis(
+        "rope-position-offset", "setting", ROTATED,
+        f"Positions are {abs(n)} too {'high' if n > 0 else 'low'} here; the first token of a text is at position 0.",
+        _set(lambda setting: replace(setting, positions=setting.positions + n)), str(n),
+    )  # fmt: skip
+
+
+def _rotated_share(value: float, config: ModelConfig) -> Hypothesis:
+    def wrong(inputs: StageInputs, stage: str, array: np.ndarray) -> np.ndarray:
+        x, n = inputs.heads(rope_input(stage[0], inputs.config)), int(value * config.head_dim) // 2 * 2
+        angle = inputs.positions[:, None] * frequencies(n, inputs.config.rope_theta)
+        return np.concatenate([rope(x[..., :n], np.cos(angle), np.sin(angle)), x[..., n:]], axis=-1)
+
+    return Hypothesis(
+        "rope-rotated-share", "setting", ROTATED,
+        f"{_number(value)} of each head is rotated here (partial rotary embedding); Llama and Qwen rotate all of it.",
+        lambda places: Change(dict.fromkeys(places, wrong)), _number(value),
+    )  # fmt: skip
+
+
+def _scores_scale(value: float, config: ModelConfig) -> Hypothesis:
+    right = config.head_dim**-0.5
+    return Hypothesis(
+        "scores-scale", "setting", ("attn_scores",),
+        f"Scores are multiplied by {_number(value * right)} here; it is 1 / sqrt(head_dim) = {_number(right)}.",
+        _planted(lambda scores: scores * value), _number(value * right),
+    )  # fmt: skip
+
+
+def _window(value: float, config: ModelConfig) -> Hypothesis:
+    n = int(value)
+
+    def wrong(scores: np.ndarray) -> np.ndarray:
+        seq, ctx = scores.shape[1:]
+        return np.where(np.tri(seq, ctx, ctx - seq - n, dtype=bool), -np.inf, scores)
+
+    return Hypothesis(
+        "mask-window", "setting", ("attn_scores",),
+        f"A token sees the last {n} tokens only (a sliding window); this model's attention has none.",
+        _planted(wrong), str(n),
+    )  # fmt: skip
+
+
+def _soft_cap(value: float, config: ModelConfig) -> Hypothesis:
+    return Hypothesis(
+        "soft-cap", "setting", CAPPED,
+        f"x went through {_number(value)} * tanh(x / {_number(value)}), as in Gemma; Llama and Qwen have no cap.",
+        _planted(lambda x: np.where(np.isfinite(x), value * np.tanh(x / value), x)), _number(value),
+    )  # fmt: skip
+
+
+def _scaled(value: float, config: ModelConfig) -> Hypothesis:
+    return Hypothesis(
+        "scaled", "setting", SCALED,
+        f"The stage is {_number(value)} times what it should be.", _planted(lambda x: x * value), _number(value),
+    )  # fmt: skip
+
+
+def _other_layer(value: float, config: ModelConfig) -> Hypothesis:
+    layer = int(value)
+    return Hypothesis(
+        "weights-of-other-layer", "setting", WEIGHTED, f"The weights of layer {layer} were used.",
+        _set(
+            lambda setting: replace(
+                setting, layer_weights=lambda i: setting.layer_weights(None if i is None else layer)
+            )
+        ),
+        f"layer {layer}",
+    )  # fmt: skip
+
+
+_SHARES = tuple(factor for n in range(1, 7) for factor in (2.0**n, 2.0**-n))
+
+FAMILIES: tuple[Family, ...] = (
+    Family("norm-eps", tuple(NORMS), lambda config: (0.0, *(10.0**-n for n in range(3, 13))), _eps, refined=True),
+    Family(
+        "rope-theta", ROTATED, lambda config: (1e3, 1e4, 1e5, 2.5e5, 5e5, 1e6, 5e6, 1e7, 1e8), _theta, refined=True
+    ),
+    Family("rope-position-factor", ROTATED, lambda config: _SHARES, _linear_scaling, refined=True),
+    Family("rope-llama3-factor", ROTATED, lambda config: (2.0, 4.0, 8.0, 16.0, 32.0, 64.0), _llama3_factor),
+    Family("rope-position-offset", ROTATED, lambda config: [n for n in range(-16, 65) if n], _offset),
+    Family("rope-rotated-share", ROTATED, lambda config: (0.25, 0.5, 0.75), _rotated_share),
+    Family(
+        "scores-scale", ("attn_scores",),
+        lambda config: (config.head_dim**0.5, config.head_dim**-0.5, math.log2(math.e), math.log(2), *_SHARES),
+        _scores_scale, refined=True,
+    ),
+    Family("mask-window", ("attn_scores",), lambda config: range(1, 65), _window),
+    Family("soft-cap", CAPPED, lambda config: (5.0, 15.0, 30.0, 50.0, 100.0), _soft_cap, refined=True),
+    Family("scaled", SCALED, lambda config: (-1.0, config.hidden_size**0.5, *_SHARES), _scaled, refined=True),
+    Family("weights-of-other-layer", WEIGHTED, lambda config: range(config.n_layers), _other_layer),
+)  # fmt: skip
+
+
+def honest(config: ModelConfig) -> Iterator[Hypothesis]:
+    """Arithmetic that an engine may have without saying so."""
+    for name, kind in HALF.items():
+        yield Hypothesis(
+            f"cache-in-{name}", "honest", ("k_cache", "v_cache"), f"Keys and values are kept in {name}.",
+            _planted(partial(_rounded, kind=kind)), rounds=True,
+        )  # fmt: skip
+        yield Hypothesis(
+            f"weights-in-{name}", "honest", WEIGHTED, f"Weights were rounded to {name}.",
+            _set(partial(_with_weights, rounding=partial(_rounded, kind=kind))), rounds=True,
+        )  # fmt: skip
+    kinds: tuple[ActivationKind, ...] = ("F16", "BF16", "Q8_0", "Q8_K")
+    for kind in kinds:
+        if all(width % BLOCK_SIZE.get(kind, 1) == 0 for width in _widths(config)):
+            yield _products(f"products-of-{kind.lower()}", kind, partial(_rounded, kind=kind))
+    yield _products("products-in-tf32", "TF32", _to_tf32, weights=_to_tf32)
+    for kind in HALF.values():
+        rounding = partial(_rounded, kind=kind)
+        yield _products(f"products-in-{kind.lower()}", kind, rounding, weights=rounding)
+
+
+def _widths(config: ModelConfig) -> tuple[int, ...]:
+    return config.hidden_size, config.q_width, config.intermediate_size
+
+
+def _products(
+    name: str, kind: str, inputs: Callable[[np.ndarray], np.ndarray], weights: Callable[..., np.ndarray] | None = None
+) -> Hypothesis:
+    what = "and weights" if weights else ""
+
+    def change(places: Places) -> Change:
+        layers = {place.rpartition(".")[0] for place in places}
+        passed_on = {f"{layer}.{stage}" if layer else stage: inputs for layer in layers for stage in PROJECTED}
+        rounded = partial(_with_weights, rounding=weights) if weights else lambda setting: setting
+        return Change(passed_on=passed_on, setting=rounded)
+
+    return Hypothesis(
+        name, "honest", tuple(stage.name for stage in STAGES if stage.matrix),
+        f"Inputs {what + ' ' if what else ''}of products are rounded to {kind}.", change, rounds=True,
+    )  # fmt: skip
+
+
+def _rounded(x: np.ndarray, kind: ActivationKind) -> np.ndarray:
+    return round_activations(np.ascontiguousarray(x), kind)
+
+
+def _to_tf32(x: np.ndarray) -> np.ndarray:
+    """To 10 bits behind the point, ties away from zero, as the tensor cores of NVIDIA take their inputs."""
+    bits = x.astype(np.float32).view(np.uint32)
+    return ((bits + 0x1000) & np.uint32(0xFFFFE000)).view(np.float32).astype(x.dtype)
+
+
+def _with_weights(setting: Setting, rounding: Callable[..., np.ndarray]) -> Setting:
+    def weights(layer: int | None) -> Mapping[str, Any]:
+        return _RoundedWeights(setting.layer_weights(layer), rounding)
+
+    return replace(setting, layer_weights=weights)
+
+
+class _RoundedWeights(Mapping[str, Any]):
+    """Weights, each rounded when it is read."""
+
+    def __init__(self, weights: Mapping[str, Any], rounding: Callable[..., np.ndarray]) -> None:
+        self._weights, self._rounding = weights, rounding
+
+    def __getitem__(self, name: str) -> Any:
+        weight = self._weights[name]
+        return self._rounding(weight.dequantize() if isinstance(weight, QuantMethod) else weight)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)

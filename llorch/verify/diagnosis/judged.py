@@ -1,0 +1,111 @@
+"""Every stage of a dump beside ours: local error, inherited error, and what a right engine may be off."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from llorch.dumps.stage_dump import Seen
+from llorch.verify.compare import Difference, Tolerance, measure
+from llorch.verify.diagnosis.expected import Engine, Expectations, rows
+from llorch.verify.diagnosis.profile import profile
+from llorch.verify.diagnosis.replay import EMBED, Arrays, Past, Replay
+from llorch.verify.diagnosis.verdict import HONEST, RIGHT, WRONG, StageResult
+from llorch.verify.places import token_axis
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Beside:
+    """An array of the engine, and ours."""
+
+    theirs: np.ndarray
+    ours: np.ndarray
+    masked: bool
+    token_axis: int
+
+    @property
+    def difference(self) -> Difference:
+        """How far theirs is from ours, token by token too."""
+        return measure(self.theirs, self.ours, masked=self.masked, token_axis=self.token_axis)
+
+    def where_finite(self) -> "Beside":
+        """The same without what neither of them has as a number: a mistake may make just that."""
+        if self.masked or self.theirs.shape != self.ours.shape:
+            return self
+        nothing = ~np.isfinite(self.theirs) & ~np.isfinite(self.ours)
+        return replace(self, theirs=np.where(nothing, 0, self.theirs), ours=np.where(nothing, 0, self.ours))
+
+
+def beside(replay: Replay, seen: Seen, name: str, ours: np.ndarray) -> Beside:
+    """What was seen of a stage, and the same tokens of ours."""
+    stage, _ = replay.stages[name]
+    return Beside(
+        seen.read().astype(replay.weights.dtype), rows(ours, stage, seen.tokens), stage.masked, token_axis(stage)
+    )
+
+
+class Judge:
+    """Judges the passes of a dump, one after the other; keeps what the caches held before each."""
+
+    def __init__(self, replay: Replay, say: Say = lambda line: None) -> None:
+        """Nothing is computed yet."""
+        self.replay, self.pasts = replay, list[Past]()
+        self._say, self._engine = say, Engine(replay.dump)
+
+    def results(self) -> Iterator[StageResult]:
+        """Every stage of every pass, in the order of the run."""
+        config, dtype = self.replay.config, self.replay.weights.dtype
+        fed, alone, spread = Past(config, dtype), Past(config, dtype), dict[str, np.ndarray]()
+        for n_pass in range(len(self.replay.dump.passes)):
+            self.pasts.append(fed)
+            yield from self._of_pass(n_pass, fed, alone, spread)
+            fed, alone = fed.next(), alone.next()
+
+    def _of_pass(self, n_pass: int, fed: Past, alone: Past, spread: dict[str, np.ndarray]) -> Iterator[StageResult]:
+        expected = Expectations(self.replay, n_pass, self._engine, spread)
+        x_fed = x_alone = np.empty(0)
+        for part in range(EMBED, self.replay.config.n_layers + 1):
+            self._say(f"pass {n_pass}, layer {part} of {self.replay.config.n_layers}")
+            made, own = dict[str, np.ndarray](), dict[str, np.ndarray]()
+            passed = self._run(n_pass, part, x_fed, made, fed, engine_fed=True)
+            own_passed = self._run(n_pass, part, x_alone, own, alone, engine_fed=False)
+            for name, allowed in expected.of_part(part, made, passed):
+                seen = self.replay.dump.seen.get((n_pass, name))
+                if seen is not None:
+                    limits = allowed(seen.tokens)
+                    yield self._result(n_pass, name, made[name], own[name], limits.local, limits.total)
+            if part < self.replay.config.n_layers:
+                behind = self.replay.input_of(part + 1)
+                x_fed, x_alone = passed[behind], own_passed[behind]
+
+    def _run(
+        self, n_pass: int, part: int, x: np.ndarray, made: dict[str, np.ndarray], past: Past, *, engine_fed: bool
+    ) -> Arrays:
+        with np.errstate(all="ignore"):  # an engine's own numbers may lead anywhere
+            return self.replay.run(n_pass, made.__setitem__, past, first=part, last=part, x=x, fed=engine_fed)
+
+    def _result(
+        self, n_pass: int, name: str, ours: np.ndarray, own: np.ndarray, limit: Tolerance, total_limit: Tolerance
+    ) -> StageResult:
+        stage, layer = self.replay.stages[name]
+        seen = self.replay.dump.seen[n_pass, name]
+        here, judged = beside(self.replay, seen, name, ours), self._engine.judged(n_pass, name)
+        local = (here if np.isfinite(here.ours).all() else here.where_finite()).difference
+        wrong = not local.within(limit)
+        return StageResult(
+            n_pass=n_pass,
+            key=name,
+            stage=stage.name,
+            layer=layer,
+            name=seen.name,
+            local=local,
+            limit=limit,
+            total=beside(self.replay, seen, name, own).difference,
+            total_limit=total_limit,
+            arithmetic=judged.name or "float32",
+            verdict=WRONG if wrong else HONEST if judged.name else RIGHT,
+            since=self.replay.since(n_pass, name),
+            profile=profile(here.theirs, here.ours, stage, self.replay.config) if wrong and not local.fault else None,
+        )

@@ -1,0 +1,272 @@
+"""Our forward pass beside a dump: what ours makes of the engine's own numbers, stage by stage.
+
+Wherever the dump shows a stage for all tokens, the engine's array takes the place of ours as soon as that was seen, so
+every error is seen where it was made. Between two stages of the dump ours runs through, and there anything can be
+*planted*: what a known mistake makes of the same inputs, another setting, a rounding.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import Any
+
+import numpy as np
+
+from llorch.config import ModelConfig
+from llorch.dumps.stage_dump import StageDump, Tokens
+from llorch.files import Weights
+from llorch.forward import block
+from llorch.ops.embedding import embedding
+from llorch.ops.linear import linear
+from llorch.ops.rms_norm import rms_norm
+from llorch.ops.rope import rope_tables
+from llorch.stages import BY_NAME, input_key, key, keys, output_matrix
+from llorch.verify.mistakes.stage_inputs import StageInputs
+from llorch.verify.places import Pass
+
+Arrays = Mapping[str, np.ndarray]
+See = Callable[[str, np.ndarray], None]
+EMBED = -1  # the part before the layers; the number of layers is the part behind them
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a layer is run with beside its input; a hypothesis may change it.
+
+    Attributes:
+        config: Of the model.
+        positions: Of the tokens of the pass.
+        layer_weights: Gives the weights of a layer, or of what is outside the layers (None).
+    """
+
+    config: ModelConfig
+    positions: np.ndarray
+    layer_weights: Callable[[int | None], Mapping[str, Any]]
+
+
+Plant = Callable[[StageInputs, str, np.ndarray], np.ndarray]  # of a stage's inputs, its name, and what ours made
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a hypothesis does to a run.
+
+    Attributes:
+        plants: Stage key to what is put in the place of the stage.
+        passed_on: Stage key to what the stages behind it are given instead, whether it was ours or the engine's.
+        setting: Another setting.
+        reads: Stages that plants read beside the inputs of the stage.
+    """
+
+    plants: Mapping[str, Plant] = field(default_factory=dict)
+    passed_on: Mapping[str, Callable[[np.ndarray], np.ndarray]] = field(default_factory=dict)
+    setting: Callable[[Setting], Setting] = lambda setting: setting
+    reads: tuple[str, ...] = ()
+
+
+UNCHANGED = Change()
+
+
+class Replay:
+    """Ours beside one dump."""
+
+    def __init__(self, weights: Weights, dump: StageDump) -> None:
+        """Of weights in the dtype to compute in."""
+        self.weights, self.config, self.dump = weights, weights.config, dump
+        self.stages = {name: (stage, layer) for name, stage, layer in keys(weights.config)}
+        self.order = {name: at for at, name in enumerate(self.stages)}
+        self.layer_weights = lru_cache(maxsize=2)(self._layer_weights)
+        self._read = lru_cache(maxsize=64)(self._read_fed)
+
+    def tokens(self, n_pass: int) -> Tokens:
+        """Of a pass."""
+        return self.dump.passes[n_pass]
+
+    def this(self, n_pass: int) -> Pass:
+        """The same as the verifier calls it."""
+        return Pass(self.tokens(n_pass).ids, self.tokens(n_pass).first_position)
+
+    def n_cached(self, n_pass: int) -> int:
+        """How many tokens earlier passes left in the cache."""
+        return sum(len(tokens.ids) for tokens in self.dump.passes[:n_pass])
+
+    def shape(self, n_pass: int, name: str) -> tuple[int, ...]:
+        """What a stage of a pass has for all of its tokens."""
+        seq = len(self.tokens(n_pass).ids)
+        return self.stages[name][0].shape(self.config, seq=seq, ctx=self.n_cached(n_pass) + seq)
+
+    def fed(self, n_pass: int, name: str) -> np.ndarray | None:
+        """The engine's own array where it takes the place of ours: of all tokens, in the right shape and finite."""
+        return self._read(n_pass, name) if (n_pass, name) in self.dump.seen else None
+
+    def _read_fed(self, n_pass: int, name: str) -> np.ndarray | None:
+        seen = self.dump.seen[n_pass, name]
+        if seen.tokens is not None and seen.tokens != tuple(range(len(self.tokens(n_pass).ids))):
+            return None
+        array = seen.read()
+        finite = np.isfinite(array) | (np.isneginf(array) if self.stages[name][0].masked else False)
+        if array.shape != self.shape(n_pass, name) or not finite.all():
+            return None
+        return array.astype(self.weights.dtype)
+
+    def part_of(self, name: str) -> int:
+        """The part of the model that a stage is in: EMBED, a layer, or the number of layers."""
+        stage, layer = self.stages[name]
+        return layer if layer is not None else EMBED if stage.name == "embed" else self.config.n_layers
+
+    def first_part(self, n_pass: int, part: int) -> int:
+        """The part that a run has to begin with: the last one at or before it whose input the dump shows."""
+        while part > EMBED and self.fed(n_pass, self.input_of(part)) is None:
+            part -= 1
+        return part
+
+    def input_of(self, part: int) -> str:
+        """What a part after EMBED reads."""
+        return "embed" if part == 0 else key("block_out", part - 1)
+
+    def since(self, n_pass: int, name: str) -> tuple[str, ...]:
+        """Stages that ran since those that the dump shows, in order; `name` is the last."""
+        found, pending = set[str](), [name]
+        while pending:
+            here = pending.pop()
+            if here in found:
+                continue
+            found.add(here)
+            stage, layer = self.stages[here]
+            before = [input_key(what, layer, self.config) for what in stage.input_names(self.config)]
+            pending += [each for each in before if self.fed(n_pass, each) is None]
+        return tuple(sorted(found, key=self.order.__getitem__))
+
+    def run(
+        self,
+        n_pass: int,
+        see: See,
+        past: "Past",
+        change: Change = UNCHANGED,
+        *,
+        first: int = EMBED,
+        last: int | None = None,
+        x: np.ndarray | None = None,
+        fed: bool = True,
+    ) -> Arrays:
+        """Some parts of the model, one after the other.
+
+        Args:
+            n_pass: Of the dump.
+            see: Called with each stage as it was made, before the engine's array takes its place.
+            past: What the caches held before; filled with what they hold then.
+            change: What is done differently.
+            first: The first part.
+            last: The last one, all if not told.
+            x: The input of the first; if not told the engine's, which the dump shows then.
+            fed: Whether the engine's arrays take the place of ours at all.
+
+        Returns:
+            What the stages of the last part were passed on as.
+        """
+        setting = change.setting(Setting(self.config, self.this(n_pass).positions, self.layer_weights))
+        config, passed = setting.config, dict[str, np.ndarray]()
+        if x is None:
+            x = self._array(n_pass, self.input_of(first)) if first > EMBED else np.empty(0)
+        tables = rope_tables(
+            setting.positions, head_dim=config.head_dim, theta=config.rope_theta, scaling=config.rope_scaling
+        )
+        for part in range(first, (self.config.n_layers if last is None else last) + 1):
+            passed = {self.input_of(part): x} if part > EMBED else {}
+
+            def keep(name: str, array: np.ndarray, layer: int | None = None, passed: dict = passed) -> np.ndarray:
+                place = key(name, layer)
+                if place in change.plants:
+                    inputs = self._inputs(n_pass, place, setting, passed, past, change.reads)
+                    made = change.plants[place](inputs, name, array)
+                    array = np.ascontiguousarray(made, dtype=self.weights.dtype)
+                see(place, array)
+                theirs = self.fed(n_pass, place) if fed else None
+                array = array if theirs is None else theirs
+                passed[place] = change.passed_on[place](array) if place in change.passed_on else array
+                return passed[place]
+
+            if 0 <= part < self.config.n_layers:
+                w = setting.layer_weights(part)
+                x = block(x, w, config, *tables, partial(past.append, part), partial(_in_layer, keep, part))
+                past.note(part, passed[key("k_cache", part)], passed[key("v_cache", part)])
+                continue
+            w = setting.layer_weights(None)
+            if part == EMBED:
+                x = keep("embed", embedding(np.asarray(self.tokens(n_pass).ids), w["embed_tokens"]))
+            else:
+                x = keep("final_norm", rms_norm(x, w["final_norm"], eps=config.rms_norm_eps))
+                keep("logits", linear(x, w[output_matrix(config)]))
+        return passed
+
+    def _array(self, n_pass: int, name: str) -> np.ndarray:
+        theirs = self.fed(n_pass, name)
+        assert theirs is not None, name
+        return theirs
+
+    def _inputs(
+        self, n_pass: int, place: str, setting: Setting, passed: Arrays, past: "Past", reads: tuple[str, ...]
+    ) -> StageInputs:
+        stage, layer = self.stages[place]
+        names = (*stage.input_names(self.config), *(name for name in reads if self._has(name)))
+        arrays = {name: passed[input_key(name, layer, self.config)] for name in names}
+        if layer is not None:
+            arrays["past_k"], arrays["past_v"] = past.before(layer)
+        return StageInputs(
+            config=setting.config,
+            weights=setting.layer_weights(layer),
+            arrays=arrays,
+            ids=np.asarray(self.tokens(n_pass).ids),
+            positions=setting.positions,
+            dtype=self.weights.dtype,
+        )
+
+    def _has(self, name: str) -> bool:
+        return name not in BY_NAME or BY_NAME[name].applies_to(self.config)
+
+    def _layer_weights(self, layer: int | None) -> Mapping[str, Any]:
+        return self.weights if layer is None else dict(self.weights.layer(layer))
+
+
+def _in_layer(keep: Callable[..., np.ndarray], layer: int, name: str, array: np.ndarray) -> np.ndarray:
+    return keep(name, array, layer)
+
+
+class Past:
+    """What the caches of all layers hold before a pass and after it."""
+
+    def __init__(self, config: ModelConfig, dtype: type[np.floating]) -> None:
+        """Empty caches."""
+        empty = np.empty((config.n_kv_heads, 0, config.head_dim), dtype)
+        self._before = dict.fromkeys(range(config.n_layers), (empty, empty))
+        self._after: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    def empty(self) -> "Past":
+        """As it was before the first pass."""
+        made = object.__new__(Past)
+        made._before, made._after = {layer: _none(k, v) for layer, (k, v) in self._before.items()}, {}
+        return made
+
+    def before(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
+        """Keys and values of the tokens before this pass, (kv_heads, tokens, head_dim)."""
+        return self._before[layer]
+
+    def append(self, layer: int, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Keys and values of the whole context, with the new rows (seq, kv_heads, head_dim)."""
+        both = zip(self._before[layer], (k, v), strict=True)
+        k, v = (np.concatenate([old, new.swapaxes(0, 1)], axis=1) for old, new in both)
+        return k, v
+
+    def note(self, layer: int, k: np.ndarray, v: np.ndarray) -> None:
+        """What the caches hold after the pass: what attention was given."""
+        self._after[layer] = k, v
+
+    def next(self) -> "Past":
+        """Before the next pass."""
+        following = object.__new__(Past)
+        following._before, following._after = self._before | self._after, {}
+        return following
+
+
+def _none(*caches: np.ndarray) -> tuple[np.ndarray, ...]:
+    return tuple(cache[:, :0] for cache in caches)

@@ -1,0 +1,199 @@
+"""Hypotheses tried on a wrong result: each is planted where it can have been made, and what it leaves is measured.
+
+A value of a setting is looked for between those of a list, and said with the digits that matter. Where no single
+hypothesis leaves nothing, pairs of the nearest are tried.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+
+from llorch.verify.compare import times_over
+from llorch.verify.diagnosis.hypotheses import FAMILIES, Family, Hypothesis, honest, known_mistakes
+from llorch.verify.diagnosis.judged import beside
+from llorch.verify.diagnosis.replay import UNCHANGED, Change, Past, Replay
+from llorch.verify.diagnosis.verdict import StageResult
+
+NAMED = 4.0  # times its limit that a named one may leave: limits are those of the right numbers, not of the wrong ones
+EXPLAINS = 0.9  # the share of the error that it explains at least
+EXPLAINS_ROUNDED = 0.7  # where it rounds to few bits: the rest are values between two of them that fell otherwise
+PAIRED = 24  # of the nearest hypotheses, where pairs are tried
+REFINED = 0.2  # a family is refined where one of its values explains so much
+_GOLDEN = (math.sqrt(5) - 1) / 2
+_ORDER = {"mistake": 0, "setting": 1, "honest": 2}
+
+
+class _Seen(Exception):
+    """A run went as far as it had to."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Hypotheses planted at some places, and what they leave of the error of a result."""
+
+    hypotheses: tuple[Hypothesis, ...]
+    places: tuple[str, ...]
+    share: float
+    left: float
+
+    @property
+    def named(self) -> bool:
+        """Whether nothing is left but rounding."""
+        if any(each.rounds for each in self.hypotheses):
+            return self.share >= EXPLAINS_ROUNDED
+        return self.share >= EXPLAINS and self.left <= NAMED
+
+    @property
+    def rank(self) -> tuple[float, ...]:
+        """The better comes first: of equals mistakes before settings, few places before many."""
+        kinds = max(_ORDER[each.kind] for each in self.hypotheses) if self.named else 0
+        return not self.named, len(self.hypotheses), kinds, round(self.left, 1), len(self.places)
+
+
+class Trials:
+    """Tries hypotheses beside one dump."""
+
+    def __init__(self, replay: Replay, pasts: Sequence[Past]) -> None:
+        """`pasts` are the caches before each pass, as the dump has them."""
+        self.replay, self._pasts = replay, pasts
+        self.mistakes = tuple(known_mistakes(replay.config))
+        self._honest = tuple(honest(replay.config))
+
+    def of(self, result: StageResult) -> list[Trial]:
+        """Every hypothesis that can be planted since the dump showed the last stages; the nearest first."""
+        trials = list(self._singles(result))
+        if not any(trial.named for trial in trials) and len(result.since) > 1:
+            trials += self._pairs(result, trials)
+        return sorted(trials, key=lambda trial: trial.rank)
+
+    def explains(self, hypotheses: tuple[Hypothesis, ...], result: StageResult) -> bool:
+        """Whether the same makes another result, wherever it can be planted there."""
+        return any(self.tried(hypotheses, places, result).named for places in choices(hypotheses, result.since))
+
+    def _singles(self, result: StageResult) -> Iterator[Trial]:
+        for hypothesis in (*self.mistakes, *self._honest):
+            for places in choices((hypothesis,), result.since):
+                yield self.tried((hypothesis,), places, result)
+        for family in FAMILIES:
+            if any(stage_of(place) in family.stages for place in result.since):
+                yield self._valued(family, result)
+
+    def _pairs(self, result: StageResult, singles: Sequence[Trial]) -> Iterator[Trial]:
+        nearest = sorted(singles, key=lambda trial: trial.left)[:PAIRED]
+        for one, other in combinations(nearest, 2):
+            if not set(one.places) & set(other.places):
+                yield self.tried((*one.hypotheses, *other.hypotheses), (*one.places, *other.places), result)
+
+    def _valued(self, family: Family, result: StageResult) -> Trial:
+        """A setting with the best value of its list, or the best one between them."""
+
+        def tried(value: float) -> Trial:
+            hypothesis = (family.made(value, self.replay.config),)
+            found = (self.tried(hypothesis, places, result) for places in choices(hypothesis, result.since))
+            return min(found, key=lambda trial: trial.left)
+
+        trials = {value: tried(value) for value in family.values(self.replay.config)}
+        best = min(trials, key=lambda value: trials[value].left)
+        if family.refined and best > 0 and trials[best].left > 1 and trials[best].share > REFINED:
+            return _refined(best, [value for value in trials if value > 0], tried)
+        return trials[best]
+
+    def tried(self, hypotheses: tuple[Hypothesis, ...], places: tuple[str, ...], result: StageResult) -> Trial:
+        """Hypotheses planted at some places."""
+        nothing = Trial(hypotheses, places, 0.0, math.inf)
+        made = self.made(result, _together([each.change(each.at(places)) for each in hypotheses]))
+        if made is None:
+            return nothing
+        seen = self.replay.dump.seen[result.n_pass, result.key]
+        found = beside(self.replay, seen, result.key, made).where_finite().difference
+        if found.fault is not None:
+            return nothing
+        before = (
+            result.local.error
+        )  # infinite where the shape or the mask is another: to have that one is to explain it
+        share = 1.0 if math.isinf(before) else 1 - times_over(found.error, before)
+        return Trial(hypotheses, places, max(share, 0.0), found.over(result.limit))
+
+    def made(self, result: StageResult, change: Change = UNCHANGED) -> np.ndarray | None:
+        """The stage of a result with a change planted; None where nothing comes out."""
+        part = self.replay.part_of(result.key)
+        first = self.replay.first_part(result.n_pass, part)
+        found: list[np.ndarray] = []
+
+        def see(name: str, array: np.ndarray) -> None:
+            if name == result.key:
+                found.append(array)
+                raise _Seen
+
+        with np.errstate(all="ignore"):
+            try:
+                past = self._past(result.n_pass, change, first, part)
+                self.replay.run(result.n_pass, see, past, change, first=first, last=part)
+            except _Seen:
+                return found[0]
+            except (ValueError, KeyError, IndexError):
+                return None  # of a shape that the next stages do not take
+        return None
+
+    def _past(self, n_pass: int, change: Change, first: int, last: int) -> Past:
+        """The caches before a pass, had the earlier ones been changed likewise."""
+        layers = range(max(first, 0), min(last, self.replay.config.n_layers - 1) + 1)
+        if not n_pass or not layers:
+            return self._pasts[n_pass]
+        past = self._pasts[0].empty()
+        for earlier in range(n_pass):
+            begin = self.replay.first_part(earlier, layers[0])
+            self.replay.run(earlier, lambda name, array: None, past, change, first=begin, last=layers[-1])
+            past = past.next()
+        return past
+
+
+def stage_of(place: str) -> str:
+    """The stage of a stage key."""
+    return place.rpartition(".")[2]
+
+
+def choices(hypotheses: tuple[Hypothesis, ...], since: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Where hypotheses may have been made: wherever they can be, or in one stage of all layers, or in one place."""
+    everywhere = tuple(dict.fromkeys(place for each in hypotheses for place in each.at(since)))
+    if not everywhere or not all(each.at(since) for each in hypotheses):
+        return []
+    found = [everywhere]
+    if len(hypotheses) == 1 and hypotheses[0].kind == "mistake":
+        by_stage = {stage: tuple(p for p in everywhere if stage_of(p) == stage) for stage in map(stage_of, everywhere)}
+        found += [*by_stage.values(), *((place,) for place in everywhere)]
+    return list(dict.fromkeys(found))
+
+
+def _together(changes: Sequence[Change]) -> Change:
+    made, *others = changes
+    for other in others:
+        made = Change(
+            {**made.plants, **other.plants},
+            {**made.passed_on, **other.passed_on},
+            lambda setting, one=made.setting, two=other.setting: two(one(setting)),
+            (*made.reads, *other.reads),
+        )
+    return made
+
+
+def _refined(start: float, values: Sequence[float], tried: Callable[[float], Trial]) -> Trial:
+    """The best value near one of a list, by golden section of its logarithm, with as few digits as do."""
+    below = max((value for value in values if value < start), default=start / 8)
+    above = min((value for value in values if value > start), default=start * 8)
+    low, high = math.log(below), math.log(above)
+    for _ in range(40):
+        one, two = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
+        if tried(math.exp(one)).left < tried(math.exp(two)).left:
+            high = two
+        else:
+            low = one
+    best = tried(math.exp((low + high) / 2))
+    for digits in range(1, 7):
+        short = tried(float(f"{math.exp((low + high) / 2):.{digits}g}"))
+        if short.left <= max(1.0, 1.05 * best.left):
+            return short
+    return best

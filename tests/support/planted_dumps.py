@@ -1,0 +1,49 @@
+"""Dumps of runs of our own pass with something planted: what a wrong engine would have written."""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import numpy as np
+from planted import golden_of
+
+from llorch.dumps.stage_dump import StageDump, Tokens
+from llorch.files import Weights
+from llorch.verify.diagnosis.hypotheses import Hypothesis, known_mistakes
+from llorch.verify.diagnosis.replay import UNCHANGED, Change, Past, Replay
+from llorch.verify.models import stored
+
+WHOLE: Callable[[str], bool] = lambda key: True  # noqa: E731
+BLOCKS: Callable[[str], bool] = lambda key: key.endswith(("block_out", "logits"))  # noqa: E731
+
+
+@cache
+def wide(model: str) -> Weights:
+    return stored(model)[0].astype(np.float64, keep=True)
+
+
+def mistake(name: str, model: str) -> Hypothesis:
+    return next(each for each in known_mistakes(wide(model).config) if each.name == name)
+
+
+def passes(model: str, *sizes: int, first_position: int = 0) -> list[Tokens]:
+    """The prompt of a model cut into passes."""
+    ids, start, found = golden_of(model).cases["near"].ids, 0, []
+    for size in sizes or (len(ids),):
+        found.append(Tokens(ids[start : start + size], first_position + start))
+        start += size
+    return found
+
+
+def dumped(
+    model: str, tokens: Sequence[Tokens], change: Change = UNCHANGED, shown: Callable[[str], bool] = WHOLE
+) -> StageDump:
+    """Every stage that is `shown` of a run in float64, rounded to float32."""
+    replay, traces = Replay(wide(model), StageDump.of_arrays(tokens)), []
+    past = Past(replay.config, np.float64)
+    for number in range(len(tokens)):
+        made: dict[str, np.ndarray] = {}
+        with np.errstate(all="ignore"):
+            replay.run(number, made.__setitem__, past, change, fed=False)
+        past = past.next()
+        traces.append({key: array.astype(np.float32) for key, array in made.items() if shown(key)})
+    return StageDump.of_arrays(tokens, *traces)
