@@ -92,8 +92,7 @@ def _write_folder(output: Path, arrays: dict, ids: list[int], first_position: in
     from llorch.dumps.writers.dump_writer import DumpWriter
     from llorch.files.new_file import new_folder
 
-    about = {"engine": engine, "dtype": "float32", "kv_cache": "float32"}
-    with new_folder(output) as folder, DumpWriter(folder, **about) as dump:
+    with new_folder(output) as folder, DumpWriter(folder, engine=engine, dtype="float32", kv_cache="float32") as dump:
         dump.begin(ids, first_position)
         for key, array in arrays.items():
             dump.add(key, array)

@@ -1,0 +1,72 @@
+"""benchmarks/diagnosis/port.c, compiled and run: it has one bug, and llorch names it."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from command_line import REPOSITORY, invoke
+
+from llorch.dumps.index import open_raw
+from llorch.dumps.mapping import read_mapping
+from llorch.dumps.names import stage_dump
+from llorch.files import open_weights
+from llorch.model import load
+from llorch.verify.compare import compare
+from llorch.verify.diagnosis.diagnose import diagnose
+
+FOLDER = REPOSITORY / "benchmarks" / "diagnosis"
+SOURCE = (FOLDER / "port.c").read_text()
+IDS = [998, 466, 467, 258, 415, 411, 277, 258, 434, 429, 261, 785]  # of story: Once upon a time there was a small red fox
+# The bug: pairs of neighbours are turned, the weights of the folder pair i with i + head_dim / 2.
+BUG = "i < head_dim; i += 2) {", "-(double)i / head_dim", "x[i + 1]"
+RIGHT = "i < head_dim / 2; i++) {", "-2.0 * i / head_dim", "x[i + head_dim / 2]"
+
+
+def repaired() -> str:
+    """The source without its bug."""
+    source = SOURCE
+    for wrong, right in zip(BUG, RIGHT, strict=True):
+        assert wrong in source
+        source = source.replace(wrong, right)
+    return source
+
+
+def dumped(folder: Path, source: str, model: str = "story", ids: list[int] = IDS):
+    """What the port shows of a built-in model, and the weights it had."""
+    if shutil.which("cc") is None:
+        pytest.skip("NOT RUN: there is no C compiler, cc, on this machine")
+    (folder / "port.c").write_text(source)
+    assert invoke("convert", model, str(folder / "model")).exit_code == 0
+    headers = REPOSITORY / "llorch" / "dumps" / "writers"
+    for command in (
+        ["cc", "-O2", "-Wall", "-Wextra", "-Werror", "-I", headers, "port.c", "-lm", "-o", "port"],
+        ["./port", "model", "dump", *map(str, ids)],
+    ):
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+    weights = open_weights(folder / "model")
+    mapping = read_mapping(FOLDER / "port.toml")
+    return stage_dump(open_raw(folder / "dump"), weights.config, mapping=mapping, weights=weights), weights
+
+
+@pytest.mark.parametrize("model", ["story", "micro-qwen2"])
+def test_without_its_bug_the_port_is_right(model: str, tmp_path: Path):
+    ids = IDS if model == "story" else [3, 1, 4, 15, 9, 2, 6, 5]
+    dump, weights = dumped(tmp_path, repaired(), model, ids)
+    trace: dict = {}
+    load(model).forward(ids, trace=trace)
+    seen = {key: one.read() for key, one in dump.of_pass(0)}
+    assert len(seen) == 13
+    assert compare(seen, {key: trace[key] for key in seen}).agrees
+    assert diagnose(weights, dump).is_right
+
+
+@pytest.mark.parametrize("model", ["story", "micro-qwen2"])
+def test_its_bug_is_named(model: str, tmp_path: Path):
+    dump, weights = dumped(tmp_path, SOURCE, model, IDS if model == "story" else [3, 1, 4, 15, 9, 2, 6, 5])
+    diagnosis = diagnose(weights, dump)
+    print(diagnosis.findings)
+    (finding,) = diagnosis.findings
+    assert finding.suspects[0].name == "rope-interleaved-pairs"
+    assert finding.key == "l0.q_rope"
