@@ -10,14 +10,28 @@ from command_line import REPOSITORY, invoke
 from llorch.dumps.index import open_raw
 from llorch.dumps.mapping import read_mapping
 from llorch.dumps.names import stage_dump
-from llorch.files import open_weights
+from llorch.dumps.stage_dump import StageDump
+from llorch.files import Weights, open_weights
 from llorch.model import load
 from llorch.verify.compare import compare
 from llorch.verify.diagnosis.diagnose import diagnose
 
 FOLDER = REPOSITORY / "benchmarks" / "diagnosis"
 SOURCE = (FOLDER / "port.c").read_text()
-IDS = [998, 466, 467, 258, 415, 411, 277, 258, 434, 429, 261, 785]  # of story: Once upon a time there was a small red fox
+IDS = [
+    998,
+    466,
+    467,
+    258,
+    415,
+    411,
+    277,
+    258,
+    434,
+    429,
+    261,
+    785,
+]  # of story: Once upon a time there was a small red fox
 # The bug: pairs of neighbours are turned, the weights of the folder pair i with i + head_dim / 2.
 BUG = "i < head_dim; i += 2) {", "-(double)i / head_dim", "x[i + 1]"
 RIGHT = "i < head_dim / 2; i++) {", "-2.0 * i / head_dim", "x[i + head_dim / 2]"
@@ -32,7 +46,7 @@ def repaired() -> str:
     return source
 
 
-def dumped(folder: Path, source: str, model: str = "story", ids: list[int] = IDS):
+def dumped(folder: Path, source: str, model: str) -> tuple[StageDump, Weights]:
     """What the port shows of a built-in model, and the weights it had."""
     if shutil.which("cc") is None:
         pytest.skip("NOT RUN: there is no C compiler, cc, on this machine")
@@ -41,7 +55,7 @@ def dumped(folder: Path, source: str, model: str = "story", ids: list[int] = IDS
     headers = REPOSITORY / "llorch" / "dumps" / "writers"
     for command in (
         ["cc", "-O2", "-Wall", "-Wextra", "-Werror", "-I", headers, "port.c", "-lm", "-o", "port"],
-        ["./port", "model", "dump", *map(str, ids)],
+        ["./port", "model", "dump", *map(str, IDS[model])],
     ):
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 0, done.stderr
@@ -50,23 +64,20 @@ def dumped(folder: Path, source: str, model: str = "story", ids: list[int] = IDS
     return stage_dump(open_raw(folder / "dump"), weights.config, mapping=mapping, weights=weights), weights
 
 
-@pytest.mark.parametrize("model", ["story", "micro-qwen2"])
+@pytest.mark.parametrize("model", IDS)
 def test_without_its_bug_the_port_is_right(model: str, tmp_path: Path):
-    ids = IDS if model == "story" else [3, 1, 4, 15, 9, 2, 6, 5]
-    dump, weights = dumped(tmp_path, repaired(), model, ids)
+    dump, weights = dumped(tmp_path, repaired(), model)
     trace: dict = {}
-    load(model).forward(ids, trace=trace)
+    load(model).forward(IDS[model], trace=trace)
     seen = {key: one.read() for key, one in dump.of_pass(0)}
     assert len(seen) == 13
     assert compare(seen, {key: trace[key] for key in seen}).agrees
     assert diagnose(weights, dump).is_right
 
 
-@pytest.mark.parametrize("model", ["story", "micro-qwen2"])
+@pytest.mark.parametrize("model", IDS)
 def test_its_bug_is_named(model: str, tmp_path: Path):
-    dump, weights = dumped(tmp_path, SOURCE, model, IDS if model == "story" else [3, 1, 4, 15, 9, 2, 6, 5])
-    diagnosis = diagnose(weights, dump)
-    print(diagnosis.findings)
-    (finding,) = diagnosis.findings
-    assert finding.suspects[0].name == "rope-interleaved-pairs"
+    dump, weights = dumped(tmp_path, SOURCE, model)
+    (finding,) = diagnose(weights, dump).findings
+    assert [suspect.name for suspect in finding.suspects] == ["rope-interleaved-pairs"]
     assert finding.key == "l0.q_rope"
