@@ -18,20 +18,10 @@ from llorch.verify.diagnosis.diagnose import diagnose
 
 FOLDER = REPOSITORY / "benchmarks" / "diagnosis"
 SOURCE = (FOLDER / "port.c").read_text()
-IDS = [
-    998,
-    466,
-    467,
-    258,
-    415,
-    411,
-    277,
-    258,
-    434,
-    429,
-    261,
-    785,
-]  # of story: Once upon a time there was a small red fox
+IDS = {
+    "story": [998, 466, 467, 258, 415, 411, 277, 258, 434, 429, 261, 785],  # Once upon a time there was a small red fox
+    "micro-qwen2": [3, 1, 4, 15, 9, 2, 6, 5],
+}
 # The bug: pairs of neighbours are turned, the weights of the folder pair i with i + head_dim / 2.
 BUG = "i < head_dim; i += 2) {", "-(double)i / head_dim", "x[i + 1]"
 RIGHT = "i < head_dim / 2; i++) {", "-2.0 * i / head_dim", "x[i + head_dim / 2]"
