@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.diagnosis.bugs import BUGS, Bug
-from benchmarks.diagnosis.expected import NAMES
+from benchmarks.diagnosis.bugs import BUGS, Bug, together
+from benchmarks.diagnosis.expected import NAMES, VALUES
 from benchmarks.diagnosis.port import Port
 from benchmarks.diagnosis.styles import STYLES, Tape, Written, in_memory, shown, stage_keys, write
 from llorch.dumps.stage_dump import StageDump, Tokens
@@ -58,12 +58,14 @@ class Truth:
         made: Stage keys where it is made.
         layer: The first layer that it is made in; None outside the layers.
         names: Of known mistakes, any of which is right; none: it is none of them.
+        value: Of a setting, where one is to be recovered.
     """
 
     shows: tuple[tuple[int, str], ...]
     made: tuple[str, ...]
     layer: int | None
     names: tuple[str, ...]
+    value: str = ""
 
 
 def passes_of(model: str, plan: str) -> list[Tokens]:
@@ -114,7 +116,8 @@ def truth_of(case: Case, bug: Bug) -> Truth:
     n_layers = sum(name.endswith(".out") for name in right_run(case.model, case.plan)[0])
     layers = range(n_layers) if bug.layers is None else bug.layers
     made = [key(stage.name, layer) for stage in stages for layer in (layers if stage.in_layer else (None,))]
-    return Truth(tuple(shows), tuple(made), first if stages[0].in_layer else None, NAMES.get(bug.name, ()))
+    layer, names = first if stages[0].in_layer else None, NAMES.get(bug.name, ())
+    return Truth(tuple(shows), tuple(made), layer, names, f"{VALUES[bug.name]:g}" if bug.name in VALUES else "")
 
 
 def first_shown(model: str, plan: str, style: str, got: Sequence[Tape], noticed: float) -> list[tuple[int, str]]:
@@ -141,7 +144,7 @@ def farthest_token(name: str, got: np.ndarray, want: np.ndarray) -> float:
 
 
 def cases() -> Iterator[Case]:
-    """Every bug with all it computes, and in one more style in which it can be seen; models by turns."""
+    """Every bug with all it computes, and in one more style in which it can be seen; models by turns. Then pairs."""
     for number, bug in enumerate(BUGS.values()):
         models = [bug.models[(number + i) % len(bug.models)] for i in range(len(bug.models))]
         if bug.shapes:
@@ -149,6 +152,7 @@ def cases() -> Iterator[Case]:
         others = [STYLES[1 + (number + i) % 4] for i in range(4)]
         found = (Case((bug,), model, style) for style in others for model in (*models[1:], models[0]))
         yield from islice((case for case in found if _can_be_seen(case, bug)), 1)
+    yield from (Case(both, model, "all") for both, model in together.pairs())
 
 
 def _can_be_seen(case: Case, bug: Bug) -> bool:

@@ -10,12 +10,16 @@ each pass:
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 
 from llorch.builtin import builtin_path
 from llorch.config import ModelConfig
+from llorch.convert import convert
 from llorch.files import open_weights
+from llorch.files.quant import GGMLType
 
 OWN_NAMES = {  # stage of the table -> on the tape, `blk3.` in front where it is in a layer
     "embed": "tok", "attn_norm": "xn", "q_proj": "q_lin", "k_proj": "k_lin", "v_proj": "v_lin", "q_norm": "q_unit",
@@ -24,23 +28,42 @@ OWN_NAMES = {  # stage of the table -> on the tape, `blk3.` in front where it is
     "ffn_gate": "g", "ffn_up": "u", "ffn_act": "gu", "ffn_out": "ffn", "block_out": "out", "final_norm": "fin",
     "logits": "lg",
 }  # fmt: skip
-_WEIGHTS = {
-    "attn_norm": "xn", "q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "o", "q_bias": "q.b", "k_bias": "k.b",
-    "v_bias": "v.b", "q_norm": "q_unit", "k_norm": "k_unit", "ffn_norm": "xm", "gate_proj": "g", "up_proj": "u",
-    "down_proj": "d",
+MATRICES = {
+    "q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "o", "gate_proj": "g", "up_proj": "u", "down_proj": "d",
+}  # fmt: skip
+_VECTORS = {
+    "attn_norm": "xn", "q_bias": "q.b", "k_bias": "k.b", "v_bias": "v.b", "q_norm": "q_unit", "k_norm": "k_unit",
+    "ffn_norm": "xm",
 }  # fmt: skip
 _OUTSIDE = ("tok", "fin", "lg")
 _SLOTS = 64  # of the cache
 
 
 @cache
+def model_path(model: str) -> Path:
+    """A built-in model, or one in blocks: `micro-qwen2@Q4_0`."""
+    name, in_blocks, blocks = model.partition("@")
+    if not in_blocks:
+        return builtin_path(name)
+    path = Path(_folder().name) / f"{model}.gguf"
+    convert(builtin_path(name), path, ggml_type=GGMLType[blocks])
+    return path
+
+
+@cache
+def _folder() -> TemporaryDirectory[str]:
+    return TemporaryDirectory(prefix="llorch-corpus-")
+
+
+@cache
 def _file(model: str) -> tuple[ModelConfig, Mapping[str, np.ndarray], Sequence[Mapping[str, np.ndarray]]]:
-    weights = open_weights(builtin_path(model))
+    weights = open_weights(model_path(model))
     config = weights.config
     top = {"tok": weights["embed_tokens"], "fin": weights["final_norm"]}
     top["lg"] = top["tok"] if config.tie_word_embeddings else weights["lm_head"]
+    names = MATRICES | _VECTORS
     layers = [
-        {_WEIGHTS[name]: array for name, array in weights.layer(i).items()} for i in range(config.n_layers)
+        {names[name]: array for name, array in weights.layer(i).items()} for i in range(config.n_layers)
     ]  # (out, in), rows of heads half-split
     return config, top, layers
 
@@ -49,7 +72,8 @@ class Port:
     """One engine with an empty cache."""
 
     def __init__(self, model: str, start: int = 0) -> None:
-        """Load a built-in model; the first token will be at position `start`."""
+        """Load a model, see `model_path`; the first token will be at position `start`."""
+        self.model = model
         config, top, layers = _file(model)
         self.hidden, self.n_q, self.n_kv, self.d = (
             config.hidden_size,

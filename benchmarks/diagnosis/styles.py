@@ -15,8 +15,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from benchmarks.diagnosis.port import OWN_NAMES
-from llorch.builtin import builtin_path
+from benchmarks.diagnosis.port import OWN_NAMES, model_path
 from llorch.config import ModelConfig
 from llorch.dumps.stage_dump import StageDump, Tokens
 from llorch.dumps.writers.dump_writer import DumpWriter
@@ -114,7 +113,7 @@ def _names(tape: Tape) -> Iterator[tuple[str, str, int | None]]:
 
 
 def _config(model: str) -> ModelConfig:
-    return open_weights(builtin_path(model)).config
+    return open_weights(model_path(model)).config
 
 
 def write(style: str, folder: Path, model: str, passes: Sequence[Tokens], tapes: Sequence[Tape]) -> Written:
@@ -143,7 +142,7 @@ def _modules(folder: Path, model: str, tokens: Tokens, tape: Tape) -> Written:
     for name, own, layer in _selected("modules", model, 0, tape):
         path = _MODULES[own] if layer is None else f"model.layers.{layer}.{_MODULES[own]}".rstrip(".")
         arrays[path] = np.ascontiguousarray(tape[name][None])
-    if model in ("micro-qwen2", "micro-qwen3"):
+    if model.startswith("micro-qwen"):
         save_file(arrays, folder / "hidden.safetensors")
         return Written(folder / "hidden.safetensors", tokens=tokens)
     np.savez(folder / "hidden.npz", ids=[tokens.ids], first_position=tokens.first_position, **arrays)

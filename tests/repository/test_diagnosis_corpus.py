@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from benchmarks.diagnosis.bugs import BUGS, Bug
-from benchmarks.diagnosis.cases import Case, cases, passes_of, run, run_case, truth_of
+from benchmarks.diagnosis.bugs import BUGS, Bug, together
+from benchmarks.diagnosis.cases import Case, cases, first_shown, passes_of, run, run_case, truth_of
+from benchmarks.diagnosis.expected import NAMES, VALUES
 from benchmarks.diagnosis.port import Port
 from benchmarks.diagnosis.styles import STYLES, shown, stage_keys
 from llorch.builtin import BUILTIN, builtin_path, goldens_folder
@@ -16,6 +17,7 @@ from llorch.dumps.index import open_raw
 from llorch.dumps.mapping import read_mapping
 from llorch.dumps.names import stage_dump
 from llorch.files import open_weights
+from llorch.stages import forward_order
 
 
 @pytest.mark.parametrize("cuts", [(), (5,), (6, 7)], ids=["whole", "chunks", "steps"])
@@ -41,22 +43,35 @@ def rows_of_the_last_pass(want: np.ndarray, shape: tuple[int, ...]) -> np.ndarra
     return np.moveaxis(np.moveaxis(want, axis, 0)[-shape[axis] :], 0, axis)
 
 
+@pytest.fixture(scope="module")
+def every() -> list[Case]:
+    return list(cases())
+
+
 @pytest.mark.parametrize("bug", BUGS.values(), ids=lambda bug: bug.name)
-def test_a_bug_shows_first_where_it_says(bug: Bug):
-    for model in bug.models:
+def test_a_bug_shows_first_where_it_says(bug: Bug, every: list[Case]):
+    for model in {case.model for case in every if case.bugs == (bug,)}:
         truth = truth_of(Case((bug,), model, "all"), bug)
         first_layer = [name for name in truth.made if not truth.layer or name.startswith(f"l{truth.layer}.")]
         (place,) = truth.shows
         assert place in [(bug.first_pass, name) for name in first_layer], model
 
 
-def test_the_corpus_is_large_and_a_fifth_of_it_nonsense_of_one_place():
-    every = list(cases())
-    assert len(BUGS) >= 125
+def test_the_corpus_is_large_and_a_fifth_of_it_nonsense_of_one_place(every: list[Case]):
     assert sum(not bug.known for bug in BUGS.values()) >= len(BUGS) / 5
+    assert len({bug for case in every for bug in case.bugs}) == len(BUGS) >= 125
     assert {case.style for case in every} == set(STYLES)
-    assert {case.bugs[0].name for case in every} == set(BUGS)
+    assert BUGS.keys() >= NAMES.keys() >= VALUES.keys()
     assert len({case.name for case in every}) == len(every)
+
+
+@pytest.mark.parametrize(("both", "model"), together.pairs())
+def test_of_two_bugs_the_second_is_behind_the_first(both: tuple[Bug, Bug], model: str):
+    case = Case(both, model, "all")
+    (first,), (second,) = (truth_of(case, bug).shows for bug in both)
+    right = [(n, key) for n, tape in enumerate(run(model, case.plan)) for key in forward_order(stage_keys(tape))]
+    assert right.index(first) < right.index(second)
+    assert first_shown(model, case.plan, "all", run(model, case.plan, *both), 1e-6) == [first]
 
 
 @pytest.mark.parametrize("style", STYLES)

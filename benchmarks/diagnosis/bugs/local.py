@@ -466,3 +466,29 @@ def values_in_four_bits(port: Port):
 def one_head_scaled_twice(port: Port):
     """The first query head is divided by the root of its width once more."""
     _changed(port, "compare", _set(lambda s: 0, lambda s: s[0] * np.float32(port.scale)), 0)
+
+
+@local("logits", plan="whole")
+def last_row_of_logits_stale(port: Port):
+    """The last token has the logits of the one before it."""
+    _changed(port, "run_head", _set(lambda y: -1, lambda y: y[-2]))
+
+
+@local("attn_context", layer=1)
+def one_head_mixes_the_block_before(port: Port):
+    """One head reads the values of the first block: a pointer that was not moved on."""
+
+    def mix(right, p, values):
+        values = values.copy()
+        values[0] = port.all_values[0, : values.shape[1], 0]
+        return right(p, values)
+
+    port.around("mix", mix, 1)
+
+
+@local("ffn_gate", layer=0)
+def rows_of_gate_negated(port: Port):
+    """Every sixteenth row has the other sign: the sign bit of a block's scale was lost."""
+    matrix = port.layers[0]["g"].copy()
+    matrix[::16] *= -1
+    port.layers[0]["g"] = matrix

@@ -1,0 +1,89 @@
+"""Bugs of blocks of quantised weights, as a product unpacks them; rows of embeddings go another way and are right."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from benchmarks.diagnosis.bugs.planting import bug
+from benchmarks.diagnosis.port import MATRICES, Port, model_path
+from llorch.files import open_weights
+
+PRODUCTS = "q_proj k_proj v_proj attn_out ffn_gate ffn_up ffn_out logits"
+Q4_0, Q4_1, Q8_0 = (f"micro-qwen2@{name}" for name in ("Q4_0", "Q4_1", "Q8_0"))
+Unpack = Callable[[np.ndarray], np.ndarray]  # bytes of blocks, one a row, to 32 numbers of each
+
+
+def _unpacked(port: Port, unpack: Unpack, block_bytes: int) -> None:
+    """Let products unpack the blocks of the file in their own way."""
+    weights = open_weights(model_path(port.model))
+
+    def matrix(name: str) -> np.ndarray:
+        raw = weights.as_stored(name).raw.reshape(-1, block_bytes)
+        return unpack(raw).astype(np.float32).reshape(weights.shape(name))
+
+    for i, layer in enumerate(port.layers):
+        layer |= {own: matrix(f"layers.{i}.{name}") for name, own in MATRICES.items()}
+    port.top["lg"] = matrix("embed_tokens")
+
+
+def _half(raw: np.ndarray) -> np.ndarray:
+    """Two bytes of each block as float16, a column."""
+    return np.ascontiguousarray(raw).view(np.float16).astype(np.float32)
+
+
+def _nibbles(raw: np.ndarray) -> np.ndarray:
+    """Sixteen low halves, then sixteen high halves."""
+    return np.concatenate([raw & 15, raw >> 4], axis=1).astype(np.float32)
+
+
+@bug(PRODUCTS, models=Q4_0)
+def halves_of_bytes_by_turns(port: Port):
+    """Low and high half of a byte are neighbours."""
+
+    def unpack(raw):
+        codes = np.stack([raw[:, 2:] & 15, raw[:, 2:] >> 4], axis=-1).reshape(len(raw), 32)
+        return (codes - np.float32(8)) * _half(raw[:, :2])
+
+    _unpacked(port, unpack, 18)
+
+
+@bug(PRODUCTS, models=Q4_0)
+def high_halves_of_bytes_first(port: Port):
+    """The upper halves are the first sixteen."""
+    _unpacked(port, lambda raw: (np.roll(_nibbles(raw[:, 2:]), 16, axis=1) - 8) * _half(raw[:, :2]), 18)
+
+
+@bug(PRODUCTS, models=Q4_0)
+def codes_without_a_zero_point(port: Port):
+    """Codes are multiplied as they are, 0 to 15."""
+    _unpacked(port, lambda raw: _nibbles(raw[:, 2:]) * _half(raw[:, :2]), 18)
+
+
+@bug(PRODUCTS, models=Q4_0)
+def scale_of_the_block_before(port: Port):
+    """The pointer to the scales lags behind that to the codes."""
+    _unpacked(port, lambda raw: (_nibbles(raw[:, 2:]) - 8) * np.roll(_half(raw[:, :2]), 1, axis=0), 18)
+
+
+@bug(PRODUCTS, models=Q4_0, known=False)
+def zero_point_of_seven(port: Port):
+    """7 is taken away from the codes."""
+    _unpacked(port, lambda raw: (_nibbles(raw[:, 2:]) - 7) * _half(raw[:, :2]), 18)
+
+
+@bug(PRODUCTS, models=Q4_1)
+def minimum_of_blocks_left_out(port: Port):
+    """Codes times scale, as in a type without a minimum."""
+    _unpacked(port, lambda raw: _nibbles(raw[:, 4:]) * _half(raw[:, :2]), 20)
+
+
+@bug(PRODUCTS, models=Q4_1)
+def scale_and_minimum_of_blocks_exchanged(port: Port):
+    """The minimum is read first."""
+    _unpacked(port, lambda raw: _nibbles(raw[:, 4:]) * _half(raw[:, 2:4]) + _half(raw[:, :2]), 20)
+
+
+@bug(PRODUCTS, models=Q8_0, known=False)
+def codes_of_one_byte_without_a_sign(port: Port):
+    """Codes are read as 0 to 255 and 128 is taken away."""
+    _unpacked(port, lambda raw: (raw[:, 2:].astype(np.float32) - 128) * _half(raw[:, :2]), 34)
