@@ -8,6 +8,7 @@ order to read:
     inputs            a MODEL, a prompt, ids, a conversation, as users say them
     outcome, output   every exception to a line and an exit code; where output goes; `tables` prints tables
     run, tokenize, trace, dump_writer, convert, inspect (`contents`), bench, quality, data/, lora/       the verbs
+    diagnose, diff    what other engines computed: `dumped` reads it, `diagnosed` prints what is found
     verify            `judging` runs what is asked for (`on_torch` with torch), `judged` groups and counts the rows,
                       `report` prints them
 """
@@ -19,7 +20,10 @@ from llorch.cli.options import wait_asleep
 from llorch.cli.outcome import reported
 from llorch.cli.verbs import Verbs
 
-VERBS = ("run", "verify", "inspect", "tokenize", "trace", "dump-writer", "convert", "quality", "bench", "lora", "data")
+VERBS = (
+    "run", "verify", "diagnose", "diff", "dump-writer", "inspect", "tokenize", "trace", "convert", "quality", "bench",
+    "lora", "data",
+)  # fmt: skip
 
 
 class Main(Verbs):
@@ -35,6 +39,7 @@ class Main(Verbs):
 HELP = """\b
 llorch run story "Once upon a time"      text at once, nothing to download
 llorch verify                            every stage against llama.cpp and transformers
+llorch diagnose dump --model story       the first wrong stage of your engine, and the mistake
 llorch inspect story                     what is in a file
 llorch convert model.gguf folder         to Hugging Face, and back
 llorch bench story                       speed, and the share of what the machine can do

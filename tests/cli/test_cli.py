@@ -16,7 +16,10 @@ from llorch.builtin import builtin_path
 from llorch.cli import main
 from llorch.cli.tables import console
 
-VERBS = ("run", "verify", "inspect", "tokenize", "trace", "dump-writer", "convert", "quality", "bench", "lora", "data")
+VERBS = (
+    "run", "verify", "diagnose", "diff", "dump-writer", "inspect", "tokenize", "trace", "convert", "quality", "bench",
+    "lora", "data",
+)  # fmt: skip
 COMMANDS = (
     *VERBS[:-2],
     *(f"lora {verb}" for verb in ("train", "eval", "merge", "export", "inspect", "doctor", "verify-resume")),

@@ -116,7 +116,7 @@ def times(factor: float) -> str:
     """By what factor a limit is exceeded, or how much of it is used."""
     if not math.isfinite(factor):
         return "no number" if math.isnan(factor) else "without end"
-    return f"{factor:.2g} x" if factor < 1000 else f"{factor:.0e} x"
+    return f"{float(f'{factor:.2g}'):g} x"
 
 
 def explained(suspect: Suspect) -> str:

@@ -1,0 +1,96 @@
+"""`llorch diagnose`: the first wrong stage of somebody's engine, and the mistake."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from llorch.cli.dumped import dump_path, first_position_option, map_option
+from llorch.cli.options import json_option, refuse_both, threads_option, tokens_option, verb
+
+if TYPE_CHECKING:
+    from llorch.verify.diagnosis.verdict import Diagnosis
+
+_FILE = click.Path(path_type=Path, dir_okay=False)
+
+
+@verb(
+    "Name the first wrong stage of your engine, and the mistake.",
+    "llorch diagnose path/to/dump --model path/to/model.gguf",
+    "llorch diagnose path/to/dump --model path/to/model.gguf --map names.toml --html report.html",
+    "llorch diagnose path/to/trace.safetensors --model path/to/huggingface-folder --tokens 9,4,7 --all",
+)
+@click.argument("dump", type=dump_path)
+@click.option("--model", required=True, help="What the engine ran: a file, a folder or a built-in name.")
+@map_option
+@tokens_option("Token ids of the run, where the dump does not have them.")
+@click.option("--prompt", help="The same as text.")
+@first_position_option
+@click.option(
+    "--numerics",
+    type=click.Choice(["exact", "ggml"]),
+    default="exact",
+    show_default=True,
+    help="exact: what the weights mean. ggml: inputs rounded as llama.cpp's CPU path does.",
+)
+@threads_option
+@click.option("--all", "every", is_flag=True, help="Every stage, also those behind the first cause.")
+@json_option("One object {version, right, findings, stages, ...}; NaN and infinity become null.")
+@click.option("--junit", type=_FILE, help="Write XML as JUnit does: a test case for each stage.")
+@click.option("--html", type=_FILE, help="Write one page for a browser.")
+def command(
+    *, dump: Path, model: str, mapping: Path | None, tokens: list[int] | None, prompt: str | None, first_position: int,
+    numerics: str, every: bool, as_json: bool, junit: Path | None, html: Path | None,
+) -> None:  # fmt: skip
+    """Compare DUMP, what an engine computed, with what MODEL makes of the same numbers, stage by stage.
+
+    DUMP is a folder with index.jsonl (llorch dump-writer prints writers for it), or a .safetensors, .npz or .npy file;
+    some stages of some layers do. Every stage is fed the engine's own numbers, so an error is seen where it was made.
+    Known mistakes and settings are tried on them: one is named where it leaves nothing of the error but rounding. What
+    the engine's arithmetic explains is HONEST, no mistake.
+
+    Exit code 0: nothing is wrong; 1: something is; 2: these numbers cannot be compared with this model.
+    """
+    from llorch.cli.diagnosed import print_diagnosis
+    from llorch.cli.dumped import require_folders, write_text
+    from llorch.cli.outcome import DIFFERS
+    from llorch.cli.output import to_json
+    from llorch.cli.tables import console
+    from llorch.verify.report.diagnosis import junit as as_junit
+    from llorch.verify.report.diagnosis import record
+    from llorch.verify.report.diagnosis_page import page
+
+    refuse_both(prompt, tokens)
+    require_folders((junit, html))
+    found = _diagnosed(dump, model, mapping, tokens, prompt, first_position, numerics)
+    write_text(junit, lambda: as_junit(found))
+    write_text(html, lambda: page(found))
+    if as_json:
+        click.echo(to_json(record(found)))
+    else:
+        print_diagnosis(console(), found, every=every)
+    if not found.is_right:
+        raise click.exceptions.Exit(DIFFERS)
+
+
+def _diagnosed(
+    dump: Path, model: str, mapping: Path | None, tokens: list[int] | None, prompt: str | None, first_position: int,
+    numerics: str,
+) -> "Diagnosis":  # fmt: skip
+    import numpy as np
+
+    from llorch.cli.dumped import read_stages
+    from llorch.cli.inputs import chosen_numerics, model_path
+    from llorch.cli.options import use_threads
+    from llorch.cli.output import progress
+    from llorch.files import open_weights
+    from llorch.model import Model
+    from llorch.verify.diagnosis.diagnose import diagnose
+
+    weights = open_weights(model_path(model))
+    use_threads(weights.config)
+    ids = Model(weights).tokenizer.encode(prompt) if prompt is not None else tokens
+    _, stages = read_stages(dump, weights, mapping, ids, first_position)
+    with progress(f"diagnosing {dump}") as tell:
+        wide = weights.astype(np.float64) if numerics == "exact" else weights.using(chosen_numerics(numerics, "f32"))
+        return diagnose(wide, stages, model=model, say=tell)

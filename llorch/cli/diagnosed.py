@@ -1,0 +1,145 @@
+"""A diagnosis for a person at a terminal: stages up to the first cause, what was found, what could not be shown."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from rich.console import Console
+from rich.text import Text
+
+from llorch.cli.tables import print_table, table
+from llorch.errors import printable
+from llorch.stages import BY_NAME
+from llorch.verify.diagnosis.verdict import HONEST, RIGHT, WRONG, Diagnosis, Finding, StageResult
+from llorch.verify.report.diagnosis import causes, count, explained, headline, ranges, short, times, verdict
+
+_STYLES = {RIGHT: "green", HONEST: "yellow", WRONG: "bold red"}
+_NAME = 40  # characters of a name that others chose
+_NOTES = 12  # lines of a list that a table of stages is not
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A line of the table: one stage, or several of which this one is nearest to its limit."""
+
+    label: str
+    result: StageResult
+    n_stages: int = 1
+
+
+def print_diagnosis(out: Console, diagnosis: Diagnosis, *, every: bool) -> None:
+    """Print a diagnosis; `every` has all stages, one by one, and what was inherited."""
+    n_passes = len({result.n_pass for result in diagnosis.results})
+    said = f"{count(len(diagnosis.results), 'stage')}, {count(n_passes, 'pass', 'passes')}"
+    out.print(Text(f"{printable(diagnosis.model)}   {printable(diagnosis.source)}   {said}", "bold"))
+    for arithmetic, n in Counter(result.arithmetic for result in diagnosis.results).items():
+        out.print(f"judged as {printable(arithmetic)}: {count(n, 'stage')}")
+    for note in diagnosis.notes:
+        out.print(f"note: {printable(note)}")
+    shown = [_Line(result.key, result) for result in diagnosis.results] if every else list(_lines(diagnosis))
+    if shown:
+        _print_lines(out, shown, every=every, n_passes=n_passes)
+    out.print()
+    _print_findings(out, diagnosis)
+    _print_unseen(out, diagnosis)
+    hint = "" if every or len(shown) == len(diagnosis.results) else "; --all shows every stage"
+    out.print(Text.assemble((verdict(diagnosis), _STYLES[verdict(diagnosis)]), f": {_closing(diagnosis)}{hint}"))
+
+
+def _lines(diagnosis: Diagnosis) -> Iterator[_Line]:
+    """Up to the first cause: its layer stage by stage, those before as one line; of a right dump a line a stage."""
+    found = causes(diagnosis)
+    if not found:
+        yield from _by_stage(diagnosis.results)
+        return
+    places = [(result.n_pass, result.key) for result in diagnosis.results]
+    first = (found[0].n_pass, found[0].key)
+    before = diagnosis.results[: places.index(first) + 1 if first in places else None]
+    here = {(result.n_pass, result.layer) for result in before[-1:]}
+    for is_whole, group in groupby(before, key=lambda r: r.layer is not None and (r.n_pass, r.layer) not in here):
+        results = list(group)
+        if is_whole:
+            layers = tuple(dict.fromkeys(result.layer for result in results if result.layer is not None))
+            yield _Line(ranges(layers), _nearest(results), len(results))
+        else:
+            yield from (_Line(result.key, result) for result in results)
+
+
+def _by_stage(results: Sequence[StageResult]) -> Iterator[_Line]:
+    for stage in BY_NAME:
+        if mine := [result for result in results if result.stage == stage]:
+            yield _Line(stage, _nearest(mine), len(mine))
+
+
+def _nearest(results: Sequence[StageResult]) -> StageResult:
+    return max(results, key=lambda result: result.over)
+
+
+def _print_lines(out: Console, lines: Sequence[_Line], *, every: bool, n_passes: int) -> None:
+    several = [">stages", "nearest to its limit"] if any(line.n_stages > 1 for line in lines) else []
+    passes, total = [">pass"] if n_passes > 1 else [], [">inherited", ">limit"] if every else []
+    rows = table(*passes, "stage", ">local error", ">limit", ">over limit", *total, "verdict", *several, "in the dump")
+    for line in lines:
+        result = line.result
+        fault = printable(result.local.fault)[:_NAME] if result.local.fault else None
+        cells = [
+            *([str(result.n_pass)] if passes else []),
+            line.label,
+            fault or short(result.local.error),
+            short(result.limit.error),
+            times(result.over),
+            *([short(result.total.error), short(result.total_limit.error)] if total else []),
+            Text(result.verdict, _STYLES[result.verdict]),
+            *([str(line.n_stages), result.key if line.n_stages > 1 else ""] if several else []),
+            _cut(result.name),
+        ]
+        rows.add_row(*cells)
+    print_table(out, rows)
+
+
+def _cut(name: str) -> str:
+    text = printable(name)
+    return text if len(text) <= _NAME else f"{text[: _NAME - 3]}..."
+
+
+def _print_findings(out: Console, diagnosis: Diagnosis) -> None:
+    """The first cause at length, a line for each further finding."""
+    found = [*causes(diagnosis), *(each for each in diagnosis.findings if each.kind == "honest")]
+    if not found:
+        return
+    first, *others = found
+    out.print(_headed(first))
+    if first.kind != "honest":
+        for suspect in first.suspects:
+            value = f"; found: {printable(suspect.value)}" if suspect.value else ""
+            out.print(f"  {suspect.name}: {explained(suspect)}{value}")
+        for suspect in first.near_misses:
+            out.print(f"  near miss: {suspect.name}: {printable(suspect.sentence)}; {explained(suspect)}")
+        out.print(f"  shows in {ranges(first.layers)}: {count(len(first.places), 'stage')}")
+    for finding in others[:_NOTES]:
+        out.print(_headed(finding))
+    if len(others) > _NOTES:
+        out.print(f"and {len(others) - _NOTES} more; --json and --html have all")
+    out.print()
+
+
+def _headed(finding: Finding) -> Text:
+    kind = HONEST if finding.kind == "honest" else WRONG
+    return Text.assemble((kind, _STYLES[kind]), f"  {printable(finding.sentence)}")
+
+
+def _print_unseen(out: Console, diagnosis: Diagnosis) -> None:
+    if not diagnosis.could_not_show:
+        return
+    out.print("known mistakes that this dump could not have shown:")
+    for reason, names in diagnosis.could_not_show.items():
+        out.print(f"  {printable(reason)}: {printable(', '.join(names))}")
+    out.print()
+
+
+def _closing(diagnosis: Diagnosis) -> str:
+    n_causes = len(causes(diagnosis))
+    if not n_causes:
+        return headline(diagnosis)
+    return f"{count(n_causes, 'cause')} in {count(len(diagnosis.results), 'stage')}"

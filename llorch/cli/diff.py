@@ -1,0 +1,158 @@
+"""`llorch diff`: two dumps beside each other, or a draft of what the names of one stand for."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from llorch.cli.dumped import dump_path, first_position_option, map_option
+from llorch.cli.options import json_option, tokens_option, verb
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from llorch.files import Weights
+    from llorch.verify.compare import Report
+    from llorch.verify.diff import Side
+
+VERSION = 1  # of what --json gives
+
+
+@verb(
+    "Compare two dumps, or draft what the names of one stand for.",
+    "llorch diff path/to/a path/to/b",
+    "llorch diff path/to/mine path/to/trace.safetensors --map names.toml --model path/to/model.gguf",
+    "llorch diff --suggest path/to/mine --model path/to/model.gguf > names.toml",
+)
+@click.argument("dumps", nargs=-1, required=True, type=dump_path, metavar="A [B]")
+@click.option("--model", help="What both ran: arrays are then stages, whatever their names and layouts.")
+@map_option
+@click.option("--map-b", type=click.Path(path_type=Path), help="The same for B.  [default: what --map says]")
+@tokens_option("Token ids of the run, where the dumps do not have them.")
+@first_position_option
+@click.option("--suggest", is_flag=True, help="Print a mapping for A, drafted from shapes and values.")
+@json_option("One object {version, first_divergence, stages, only}; NaN and infinity become null.")
+def command(
+    *, dumps: tuple[Path, ...], model: str | None, mapping: Path | None, map_b: Path | None, tokens: list[int] | None,
+    first_position: int, suggest: bool, as_json: bool,
+) -> None:  # fmt: skip
+    """Compare dumps A and B of one run, stage by stage: how far A is from B, and where it first is.
+
+    A dump is what llorch diagnose reads, or a trace of llorch trace. With --model the arrays of both are stages of the
+    table, in its layout; without, arrays of equal names are compared as they are. Which of the two is right this does
+    not say: llorch diagnose does.
+
+    With --suggest one dump is read, and the text of a mapping printed: which stage each name is most likely to be.
+
+    Exit code 1: a stage is farther apart than the limit that the output names.
+    """
+    if suggest:
+        _suggest(dumps, model, tokens, first_position)
+        return
+    if len(dumps) != 2:
+        raise click.UsageError("give two dumps, A and B, or one with --suggest")
+    from llorch.cli.outcome import DIFFERS
+    from llorch.cli.output import to_json
+    from llorch.cli.tables import console
+    from llorch.verify.diff import diff
+
+    weights = _weights(model) if model is not None else None
+    if weights is None and (mapping or map_b or tokens):
+        raise click.UsageError("--map, --map-b and --tokens go with --model")
+    sides = [
+        _side(path, weights, given, tokens, first_position)
+        for path, given in zip(dumps, (mapping, map_b or mapping), strict=True)
+    ]
+    reports = dict(diff(*sides))
+    if as_json:
+        click.echo(to_json(_record(reports)))
+    else:
+        _print(console(), reports, dumps)
+    if any(report.first_divergence for report in reports.values()):
+        raise click.exceptions.Exit(DIFFERS)
+
+
+def _weights(model: str) -> "Weights":
+    from llorch.cli.inputs import model_path
+    from llorch.files import open_weights
+
+    return open_weights(model_path(model))
+
+
+def _suggest(dumps: tuple[Path, ...], model: str | None, tokens: list[int] | None, first_position: int) -> None:
+    if model is None or len(dumps) != 1:
+        raise click.UsageError("--suggest takes one dump and its --model")
+    from llorch.cli.output import progress
+    from llorch.dumps.index import open_raw
+    from llorch.dumps.suggest import suggest
+
+    with progress(f"comparing {dumps[0]} with a run of {model}"):
+        text = suggest(open_raw(dumps[0]), _weights(model), tokens or (), first_position=first_position)
+    click.echo(text, nl=False)
+
+
+def _side(
+    path: Path, weights: "Weights | None", mapping: Path | None, tokens: list[int] | None, first_position: int
+) -> "Side":
+    from llorch.cli.dumped import read_stages
+    from llorch.dumps.index import open_raw
+    from llorch.verify.diff import Side
+
+    if weights is None:
+        return Side.of_names(open_raw(path))
+    return Side.of_stages(read_stages(path, weights, mapping, tokens, first_position)[1])
+
+
+def _first(reports: "dict[int, Report]") -> tuple[int, str] | None:
+    return next(
+        ((n_pass, report.first_divergence) for n_pass, report in reports.items() if report.first_divergence), None
+    )
+
+
+def _record(reports: "dict[int, Report]") -> dict[str, object]:
+    first = _first(reports)
+    stages = [
+        {"pass": n_pass, "stage": name, "error": each.error, "worst": each.worst, "limit": report.tolerance.error,
+         "index": list(each.index), "a": each.got, "b": each.want, "fault": each.fault}
+        for n_pass, report in reports.items() for name, each in report.differences.items()
+    ]  # fmt: skip
+    return {
+        "version": VERSION,
+        "first_divergence": first and {"pass": first[0], "stage": first[1]},
+        "stages": stages,
+        "only": {side: _only(reports, side) for side in _SIDES},
+    }
+
+
+def _only(reports: "dict[int, Report]", side: str) -> list[str]:
+    return [name for report in reports.values() for name in report.only[_SIDES[side]]]
+
+
+_SIDES = {"a": "got", "b": "want"}  # as `compare` calls them
+
+
+def _print(out: "Console", reports: "dict[int, Report]", dumps: tuple[Path, ...]) -> None:
+    from rich.text import Text
+
+    from llorch.cli.tables import print_table, table
+    from llorch.errors import printable
+
+    rows = table(*([">pass"] if len(reports) > 1 else []), "stage", ">error", ">worst", ">limit", "verdict")
+    for n_pass, report in reports.items():
+        for name, each in report.differences.items():
+            right = each.within(report.tolerance)
+            cells = [f"{each.error:.1e}", f"{each.worst:.1e}", f"{report.tolerance.error:.1e}"]
+            verdict = Text("PASS", "green") if right else Text("DIFFERS", "bold red")
+            rows.add_row(*([str(n_pass)] if len(reports) > 1 else []), printable(name), *cells, verdict)
+    print_table(out, rows)
+    for side, path in zip(_SIDES, dumps, strict=True):
+        if only := _only(reports, side):
+            more = f" and {len(only) - 8} more" if len(only) > 8 else ""
+            out.print(printable(f"only in {path}: {', '.join(only[:8])}{more}"))
+    first, n_stages = _first(reports), sum(len(report.differences) for report in reports.values())
+    if first is None:
+        out.print(f"{n_stages} stages agree")
+    else:
+        where = f" of pass {first[0]}" if len(reports) > 1 else ""
+        said = f"{first[1]}{where}: {reports[first[0]].differences[first[1]].describe()}"
+        out.print(printable(f"first divergence: {said}"))

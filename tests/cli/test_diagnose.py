@@ -1,0 +1,107 @@
+"""`llorch diagnose` and `llorch diff` as users call them, on dumps in files."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from command_line import invoke
+
+from llorch.builtin import builtin_path
+from llorch.dumps.writers.dump_writer import DumpWriter
+from llorch.files import open_weights
+from llorch.verify.places import Pass
+from llorch.verify.runners.numpy import run
+
+IDS = (3, 1, 4, 15, 9, 2, 6, 5, 33, 17)
+MODEL = ("--model", "micro-llama")
+
+
+def write(folder: Path, trace: Mapping[str, np.ndarray]) -> Path:
+    with DumpWriter(folder, engine="mine") as writer:
+        writer.begin(IDS)
+        for name, array in trace.items():
+            writer.add(name, array)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def right(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("dumps") / "right", run(open_weights(builtin_path("micro-llama")), Pass(IDS)))
+
+
+@pytest.fixture(scope="module")
+def wrong(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of an engine that counts positions from 1."""
+    trace = run(open_weights(builtin_path("micro-llama")), Pass(IDS, 1))
+    return write(tmp_path_factory.mktemp("dumps") / "wrong", trace)
+
+
+def test_a_right_dump_ends_well(right: Path):
+    result = invoke("diagnose", str(right), *MODEL)
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.splitlines()[-1].startswith("RIGHT: nothing is wrong; ")
+    assert result.stderr == ""
+
+
+def test_a_wrong_one_is_reported_in_every_form(wrong: Path, tmp_path: Path):
+    page, xml = tmp_path / "page.html", tmp_path / "cases.xml"
+    result = invoke("diagnose", str(wrong), *MODEL, "--html", str(page), "--junit", str(xml))
+    assert result.exit_code == 1
+    assert "WRONG  l0.q_rope" in result.stdout
+    assert "l0.v_proj" not in result.stdout.split("WRONG  l0.q_rope")[1].split("known mistakes")[0]
+    said = json.loads(invoke("diagnose", str(wrong), *MODEL, "--json").stdout)
+    assert (said["right"], said["findings"][0]["key"]) == (False, "l0.q_rope")
+    assert "First cause: l0.q_rope" in page.read_text()
+    failures = [
+        case.get("name") for case in ElementTree.parse(xml).iter("testcase") if case.find("failure") is not None
+    ]
+    assert failures[:2] == ["l0.q_rope", "l0.k_rope"]
+
+
+def test_every_stage_is_printed_where_that_is_asked_for(wrong: Path):
+    lines = invoke("diagnose", str(wrong), *MODEL, "--all").stdout.splitlines()
+    assert any(line.startswith("logits ") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "expected"),
+    [
+        ("diagnose {}/nothing --model micro-llama", 3, "nothing"),
+        ("diagnose {}/right --model nowhere", 3, "not a built-in model"),
+        ("diagnose {}/right --model micro-llama --html {}/no/page.html", 3, "the folder"),
+        ("diagnose {}/right --model micro-llama --tokens 1,2", 2, "ids: the dump has"),
+        ("diagnose {}/right --model micro-llama --map {}/none.toml", 3, "none.toml"),
+        ("diagnose {}/right --model micro-llama --tokens 1 --prompt x", 2, "not both"),
+        ("diff {}/right", 2, "two dumps"),
+        ("diff {}/right {}/right --map {}/none.toml", 2, "go with --model"),
+        ("diff --suggest {}/right", 2, "one dump and its --model"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(words: str, code: int, expected: str, right: Path):
+    result = invoke(*words.replace("{}", str(right.parent)).split())
+    assert (result.exit_code, result.stdout) == (code, "")
+    assert expected in result.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("model", [(), MODEL])
+def test_diff_names_the_first_divergence(model: tuple[str, ...], right: Path, wrong: Path):
+    result = invoke("diff", str(wrong), str(right), *model)
+    assert result.exit_code == 1
+    assert result.stdout.splitlines()[-1].startswith("first divergence: l0.q_rope: error ")
+    said = json.loads(invoke("diff", str(wrong), str(right), *model, "--json").stdout)
+    assert said["first_divergence"] == {"pass": 0, "stage": "l0.q_rope"}
+    assert invoke("diff", str(right), str(right), *model).stdout.splitlines()[-1].endswith(" stages agree")
+
+
+def test_diff_reads_traces_and_says_what_one_side_alone_has(right: Path, tmp_path: Path):
+    trace = tmp_path / "trace.safetensors"
+    invoke("trace", "micro-llama", "--tokens", ",".join(map(str, IDS)), "-o", str(trace))
+    assert invoke("diff", str(trace), str(right)).exit_code == 0
+    few = write(tmp_path / "few", {"logits": np.zeros((10, 7), np.float32), "mine": np.zeros(3, np.float32)})
+    result = invoke("diff", str(few), str(right))
+    assert f"only in {few}: mine" in result.stdout
+    assert f"only in {right}: embed, l0.attn_norm" in result.stdout
+    assert result.stdout.splitlines()[-1].startswith("first divergence: logits: shape: got (10, 7)")
