@@ -19,7 +19,7 @@ from llorch.verify.places import token_axis
 PLANS = {  # tokens of the passes
     "whole": (12,), "steps": (9, 1, 1, 1), "chunks": (7, 6), "long": (14, 12, 1), "far": (9, 1),
 }  # fmt: skip
-FAR = 4000  # the first position of that plan
+FAR = 4003  # the first position of that plan; no multiple of a power of two
 ROUNDED = 1e-6  # of a token's norm: ten times what float32 rounds a stage
 NOTICED = 1e-5  # the same, where several stages are in one
 

@@ -28,7 +28,7 @@ keys-and-values-tiled: groups-tiled-for-keys groups-tiled-for-values
 scores-in-half: scores-in-half
 shares-over-queries: softmax-over-queries
 exponentials-not-divided: softmax-not-divided
-shares-to-base-two: softmax-base-two
+shares-to-base-two: softmax-base-two scores-scale
 hidden-after-the-shares: mask-after-softmax
 heads-joined-as-they-lie: heads-joined-without-transpose
 heads-joined-last: heads-joined-interleaved
@@ -80,14 +80,14 @@ positions-from-one: rope-position-plus-one rope-position
 positions-from-seven: rope-position
 position-of-the-first-token-for-all: rope-position-frozen
 head-for-position: rope-position-by-head
-positions-restart: rope-position-restarts
-positions-restart-in-chunks: rope-position-restarts
-position-is-the-step: rope-position-counts-steps
+positions-restart: rope-position-restarts rope-position
+positions-restart-in-chunks: rope-position-restarts rope-position
+position-is-the-step: rope-position-counts-steps rope-position
 position-of-a-step-one-early: rope-position
 positions-skip-to-the-end-of-a-padded-chunk: rope-position-plus-one rope-position
 first-half-of-heads-turned: rope-first-half-only
-exponent-halved: rope-exponent-halved
-exponent-by-hidden-over-heads: rope-exponent-by-hidden-over-heads
+exponent-halved: rope-exponent-halved rope-theta
+exponent-by-hidden-over-heads: rope-exponent-by-hidden-over-heads rope-theta
 speeds-in-bfloat16: rope-frequencies-in-bfloat16
 tables-in-half: rope-tables-in-half
 not-stretched: rope-scaling-missing
@@ -95,6 +95,7 @@ all-stretched-alike: rope-scaling-linear
 sped-up: rope-scaling-inverted
 stretched-by-32: rope-scaling-factor
 positions-divided-by-four: rope-scaling-factor
+turned-twice: rope-scaling-factor
 nothing-turned: rope-missing
 keys-not-turned: rope-missing
 queries-not-turned-in-one-block: rope-missing
