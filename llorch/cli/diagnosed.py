@@ -114,6 +114,9 @@ def _print_findings(out: Console, diagnosis: Diagnosis) -> None:
         for suspect in first.suspects:
             value = f"; found: {printable(suspect.value)}" if suspect.value else ""
             out.print(f"  {suspect.name}: {explained(suspect)}{value}")
+        if first.alternatives:
+            names = ", ".join(suspect.name for suspect in first.alternatives)
+            out.print(f"  explains it as well, this dump does not tell them apart: {names}")
         for suspect in first.near_misses:
             out.print(f"  near miss: {suspect.name}: {printable(suspect.sentence)}; {explained(suspect)}")
         out.print(f"  shows in {ranges(first.layers)}: {count(len(first.places), 'stage')}")

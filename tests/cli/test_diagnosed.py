@@ -43,6 +43,7 @@ def test_causes_come_before_honest_differences_and_then_what_was_not_shown():
     assert [text.index(each) for each in order] == sorted(text.index(each) for each in order)
     assert "rope-interleaved-pairs: explains 99.98 % of the error; nothing is left; found: interleaved" in text
     assert "near miss: rope-theta: theta is 10000 here" in text
+    assert "this dump does not tell them apart: rope-sine-sign" in text
     assert "shows in layers 1-2: 2 stages" in text
     assert "12 tokens: mask-window" in text
 

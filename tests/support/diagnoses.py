@@ -62,6 +62,7 @@ def finding(place: str, kind: Kind = "mistake", *, name: str = "rope-interleaved
     return Finding(
         kind, place, 0, (place,), () if layer is None else (layer,), (suspect,) if known else (), (near,),
         ((0, place),), f"{place}: {said}; explains 99.98 % of the error" if known else f"{place}: none of the known",
+        (Suspect("rope-sine-sign", "the sine has another sign", (place,), 0.9998, 0.5),) if known else (),
     )  # fmt: skip
 
 

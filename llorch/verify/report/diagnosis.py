@@ -137,6 +137,11 @@ def ranges(layers: Sequence[int]) -> str:
     return f"{'layer' if len(layers) == 1 else 'layers'} {spans}" if layers else "outside the layers"
 
 
+def span(keys: Sequence[str]) -> str:
+    """Stages in a row: few by name, many by the first and the last."""
+    return ", ".join(keys) if len(keys) <= 3 else f"{len(keys)} stages, {keys[0]} to {keys[-1]}"
+
+
 def count(n: int, one: str, many: str = "") -> str:
     """So many of something."""
     return f"{n} {one if n == 1 else many or f'{one}s'}"

@@ -13,7 +13,7 @@ from llorch.errors import printable
 from llorch.stages import STAGES
 from llorch.verify.compare import times_over
 from llorch.verify.diagnosis.verdict import WRONG, Diagnosis, Finding, StageResult
-from llorch.verify.report.diagnosis import causes, count, explained, headline, ranges, short, times, verdict
+from llorch.verify.report.diagnosis import causes, count, explained, headline, ranges, short, span, times, verdict
 from llorch.verify.report.figures import LEVELS, Rung, heat, histogram, ladder
 
 MAX_FIGURES = 6  # findings with heat maps; a page of hundreds would load for minutes
@@ -48,7 +48,7 @@ def page(diagnosis: Diagnosis) -> str:
         A whole HTML document. Names that others chose are escaped, their control characters written out.
     """
     environment = Environment(autoescape=True, undefined=StrictUndefined, finalize=_shown, trim_blocks=True)
-    environment.filters |= {f.__name__: f for f in (short, times, ranges, explained, count)}
+    environment.filters |= {f.__name__: f for f in (short, times, ranges, explained, count, span)}
     template = environment.from_string(Path(__file__).with_name("diagnosis.html").read_text(encoding="utf-8"))
     by_place = {(result.n_pass, result.key): result for result in diagnosis.results}
     shown = _looked_at(diagnosis)

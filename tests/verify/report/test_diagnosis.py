@@ -9,7 +9,7 @@ import pytest
 
 from llorch.cli.output import to_json
 from llorch.verify.diagnosis.verdict import WRONG, Diagnosis
-from llorch.verify.report.diagnosis import VERSION, junit, percent, ranges, record, times, verdict
+from llorch.verify.report.diagnosis import VERSION, junit, percent, ranges, record, span, times, verdict
 
 every = pytest.mark.parametrize("make", diagnoses.ALL)
 
@@ -76,6 +76,8 @@ def test_control_characters_of_names_are_written_out():
         (ranges([]), "outside the layers"),
         (ranges([3]), "layer 3"),
         (ranges([0, 1, 2, 3, 7]), "layers 0-3, 7"),
+        (span(["a", "b", "c"]), "a, b, c"),
+        (span(["a", "b", "c", "d"]), "4 stages, a to d"),
         (percent(0.99998), "99.99 %"),
         (percent(1.0), "100 %"),
         (percent(float("nan")), "-"),
