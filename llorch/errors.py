@@ -26,6 +26,8 @@ ErrorCode = Literal[
     "TemplateError",
 ]
 
+Guard = Literal["ids", "positions", "norm", "layout", "weights", "run"]
+
 
 class FormatError(ValueError):
     """A file or a folder that cannot be used, refused with one line that says what, where and why."""
@@ -49,6 +51,15 @@ class FormatError(ValueError):
 
 class CheckpointMismatch(AssertionError):
     """A stage whose numbers are not those of the golden."""
+
+
+class GuardFailed(ValueError):
+    """A dump whose numbers say nothing beside ours: of other tokens, weights, or another run than is said."""
+
+    def __init__(self, guard: Guard, message: str, *, source: str) -> None:
+        """Build the one-line message; `guard` says which of them failed, `source` names the dump."""
+        super().__init__(printable(f"{source}: {guard}: {message}"))
+        self.guard: Guard = guard
 
 
 class NonFiniteRun(ArithmeticError):

@@ -1,8 +1,10 @@
 """How a command ends: the exit code, and one line on stderr instead of a traceback.
 
 0 ok, 1 numbers differ, 2 usage or data that cannot be used, 3 something needed is missing (a file, a golden, a device,
-an optional package, an engine that did not survive), 4 out of memory, 70 a bug in llorch, 74 a disk that is full, fails
-or cannot be written to, 130 interrupted, 141 the reader of our output went away.
+an optional package, an engine that did not survive), 4 out of memory; a dump whose numbers are not comparable: 10 other
+token ids, 11 other positions, 12 a norm's input for its output, 13 an unknown layout, 14 other weights, 15 not the run
+in production; 70 a bug in llorch, 74 a disk that is full, fails or cannot be written to, 130 interrupted, 141 the
+reader of our output went away.
 
 A `ValueError` is the user's where a line of llorch raises it. One that an operation of Python or NumPy raises (a shape
 that does not broadcast) is a bug, as every other class of theirs is.
@@ -13,7 +15,7 @@ import errno
 import faulthandler
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,6 +25,8 @@ from llorch.errors import (
     CheckpointMismatch,
     EngineDied,
     FormatError,
+    Guard,
+    GuardFailed,
     MissingDevice,
     MissingExtra,
     NonFiniteRun,
@@ -31,6 +35,7 @@ from llorch.errors import (
 
 OK, DIFFERS, USAGE, MISSING, NO_MEMORY, BUG, DISK = 0, 1, 2, 3, 4, 70, 74
 INTERRUPTED, BROKEN_PIPE = 130, 141  # 128 + the signal, as a shell reports them
+GUARDS: Mapping[Guard, int] = {"ids": 10, "positions": 11, "norm": 12, "layout": 13, "weights": 14, "run": 15}
 
 _CODES: tuple[tuple[type[BaseException], int], ...] = (
     (KeyboardInterrupt, INTERRUPTED),
@@ -56,6 +61,8 @@ def exit_code(error: BaseException) -> int:
         return NO_MEMORY
     if isinstance(error, OSError) and error.errno in _OF_DISKS:
         return DISK
+    if isinstance(error, GuardFailed):
+        return GUARDS[error.guard]
     if isinstance(error, ValueError) and not isinstance(error, FormatError) and not _is_raised_by_us(error):
         return BUG
     return next((code for kind, code in _CODES if isinstance(error, kind)), BUG)

@@ -1,16 +1,18 @@
 """Token ids of a dump: stated by it, by the mapping or by the command; else found in its embeddings."""
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 
 from llorch.dumps.mapping import NameMap
 from llorch.dumps.raw import RawArray, RawDump
 from llorch.dumps.stage_dump import Tokens
-from llorch.errors import FormatError
+from llorch.errors import FormatError, GuardFailed
 from llorch.files import Weights
 
 _ROWS_AT_ONCE = 4096
+_SHOWN_IDS = 8
 _SAME_ROW = 1e-2  # of its norm: rows that were rounded to bfloat16 are within 2^-9
 
 
@@ -25,7 +27,8 @@ def passes_of(
 ) -> tuple[tuple[Tokens, ...], list[str]]:
     """The tokens of every pass, and a note where they were found in `embeddings`, arrays by pass.
 
-    FormatError: nobody states them, two say different things, a pass has none, or the model has no such token.
+    FormatError: nobody states them, a pass has none, or the model has no such token. GuardFailed: two say different
+    things, or a pass does not begin where the one before ended.
     """
     n_passes = 1 + max((number for number, _ in raw.arrays), default=0)
     given = (Tokens(tuple(map(int, ids)), first_position),) if ids else ()
@@ -45,14 +48,41 @@ def passes_of(
     (who, passes), *others = said.items()
     for other, theirs in others:
         if theirs != passes:
-            raise FormatError("Inconsistent", f"ids: {who} has {passes}, {other} has {theirs}", path=raw.source)
+            raise _contradiction(raw.source, who, passes, other, theirs)
     if n_passes > len(passes):
         message = f"ids: expected those of {n_passes} passes, got {len(passes)} from {who}"
         raise FormatError("Missing", message, path=raw.source)
     wrong = next((token for tokens in passes for token in tokens.ids if not 0 <= token < vocab_size), None)
     if wrong is not None:
         raise FormatError("OutOfRange", f"ids: expected 0 to {vocab_size - 1}, got {wrong}", path=raw.source)
+    require_one_after_the_other(passes, raw.source)
     return passes, notes
+
+
+def _contradiction(
+    source: str, who: str, passes: Sequence[Tokens], other: str, theirs: Sequence[Tokens]
+) -> GuardFailed:
+    wanted, got = ([token for tokens in each for token in tokens.ids] for each in (theirs, passes))
+    if wanted != got:
+        message = f"expected {shown(wanted)}, as {other} says, got {shown(got)} in {who}{parting(wanted, got)}"
+        return GuardFailed("ids", f"{message}; run the engine on the same tokens", source=source)
+    firsts = ([each.first_position for each in tokens] for tokens in (theirs, passes))
+    wanted, got = (", ".join(map(str, positions)) for positions in firsts)
+    message = f"expected passes from {wanted} on, as {other} says, got {got} in {who}; run the engine at the same ones"
+    return GuardFailed("positions", message, source=source)
+
+
+def require_one_after_the_other(passes: Sequence[Tokens], source: str) -> None:
+    """Refuse (GuardFailed) passes of which one does not begin where the one before ended."""
+    for number, (before, after) in enumerate(pairwise(passes), 1):
+        end = before.first_position + len(before.ids)
+        if after.first_position != end:
+            raise GuardFailed(
+                "positions",
+                f"expected pass {number} to begin at {end}, where the one before ends, got {after.first_position}; "
+                "make a dump for each sequence, and dump all of its passes",
+                source=source,
+            )
 
 
 def _in_embeddings(
@@ -96,3 +126,23 @@ def ids_from_embedding(array: np.ndarray, weights: Weights) -> tuple[int, ...] |
     errors = np.linalg.norm(wanted - table[ids], axis=1)
     is_row = errors <= _SAME_ROW * np.linalg.norm(wanted, axis=1)
     return tuple(map(int, ids)) if is_row.all() else None
+
+
+def parting(wanted: list[int], got: list[int]) -> str:
+    """In which way one sequence of tokens comes of another, as the end of a message."""
+    if len(got) > 1 and (got[1:] == wanted or (len(got) == len(wanted) > 1 and got[1:] == wanted[:-1])):
+        twice = "the first one is there twice, as when BOS is added by template and tokenizer"
+        return f": {twice if got[0] == got[1] else f'{got[0]} stands in front, as BOS does'}"
+    for shorter, longer, what in ((wanted, got, "padded with"), (got, wanted, "without the padding of")):
+        n_more = len(longer) - len(shorter)
+        for end, rest in ((longer[:n_more], longer[n_more:]), (longer[len(shorter) :], longer[: len(shorter)])):
+            if n_more > 0 and rest == shorter and len({*end}) == 1:
+                return f": {what} {n_more} times {end[0]}"
+    at = next((n for n, (a, b) in enumerate(zip(wanted, got, strict=False)) if a != b), min(len(wanted), len(got)))
+    return f": they part at token {at}"
+
+
+def shown(ids: Sequence[int]) -> str:
+    """Tokens in a message."""
+    shown = " ".join(map(str, ids[:_SHOWN_IDS]))
+    return f"{len(ids)} tokens ({shown}{' ...' if len(ids) > _SHOWN_IDS else ''})"

@@ -13,7 +13,7 @@ from llorch.dumps.mapping import NameMap
 from llorch.dumps.raw import RawArray, RawDump
 from llorch.dumps.reading import Named, Reader
 from llorch.dumps.stage_dump import Features, Seen, StageDump
-from llorch.errors import FormatError
+from llorch.errors import FormatError, GuardFailed
 from llorch.files import Weights
 from llorch.stages import BY_NAME, key
 
@@ -55,7 +55,8 @@ def stage_dump(
         The stages; what was found rather than declared is in its notes.
 
     Raises:
-        FormatError: No ids; an array that does not fit its stage; a stage twice; a layer the model does not have.
+        FormatError: No ids; a stage twice; a layer the model does not have.
+        GuardFailed: The same is said in two ways; an array fits its stage in no layout.
     """
     mapping = mapping or NameMap()
     names = names_of(raw, config, mapping)
@@ -133,6 +134,8 @@ def _stages(raw: RawDump, named: Sequence[Named], reader: Reader) -> tuple[dict[
             parts = reader.seen(each)
         except FormatError as error:
             message = f"{each.array.name} ({' '.join(each.stages)}): {error.message}"
+            if error.code == "Shape":
+                raise GuardFailed("layout", message, source=raw.source) from None
             raise FormatError(error.code, message, path=raw.source) from None
         for stage, seen in parts.items():
             place = each.n_pass, key(stage, each.layer)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import click
 import numpy as np
@@ -17,7 +18,7 @@ from command_line import REPOSITORY
 from llorch.cli.outcome import error_line, reported
 from llorch.cli.output import to_json
 from llorch.cli.tables import print_table, table
-from llorch.errors import CheckpointMismatch, EngineDied, FormatError, MissingExtra
+from llorch.errors import CheckpointMismatch, EngineDied, FormatError, Guard, GuardFailed, MissingExtra
 from llorch.sampling import SamplingSettings
 
 OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EROFS)
@@ -45,6 +46,7 @@ def errors() -> list[tuple[BaseException, int]]:
         (made_by(lambda: np.zeros(3).reshape(2, 2)), 70),
         (made_by(lambda: np.linalg.inv(np.zeros(3))), 70),
         (made_by(lambda: int("one")), 70),
+        *((GuardFailed(guard, "expected", source="d"), 10 + n) for n, guard in enumerate(get_args(Guard))),
         (PermissionError(13, "Permission denied", "a.gguf"), 2),
         (FileNotFoundError(2, "No such file or directory", "a.gguf"), 3),
         (MissingExtra("golden", "llama_cpp"), 3),
@@ -58,7 +60,7 @@ def errors() -> list[tuple[BaseException, int]]:
     ]
 
 
-@pytest.mark.parametrize("place", range(15 + len(OF_DISKS)))
+@pytest.mark.parametrize("place", range(21 + len(OF_DISKS)))
 def test_each_class_of_error_has_its_exit_code_and_ends_in_one_line(place: int, capsys: pytest.CaptureFixture[str]):
     error, code = errors()[place]
     assert outcome(error) == code

@@ -1,0 +1,125 @@
+"""Whether arrays called the output of a norm, or the last block's, stand where their name says.
+
+Looks do not decide: an engine may have left out a norm or its gain, and that is for the diagnosis. What it made of the
+array does: products that follow from the right place show that the array was taken at a wrong one.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from llorch.dumps.stage_dump import StageDump
+from llorch.errors import GuardFailed
+from llorch.files import Weights
+from llorch.ops.linear import linear
+from llorch.ops.rms_norm import rms_norm
+from llorch.stages import BY_NAME, input_key, key, keys, matrix_of
+
+_UNIT = 3e-3  # how far the mean square of a normalised row is from 1, in bfloat16 too
+_SAME = 1e-3  # relative error of the same array in another dtype
+_CLOSE = 0.1  # relative error of a product, from what it is made of
+_ROWS = 8  # are enough to tell
+_PRODUCTS = {
+    "attn_norm": ("k_proj", "q_proj", "v_proj"), "ffn_norm": ("ffn_gate", "ffn_up"), "final_norm": ("logits",),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Suspect:
+    """An array that looks as if it stood elsewhere; what the norm would give if it does not, and if it does."""
+
+    key: str
+    looks: str
+    norm: str
+    layer: int | None
+    as_named: np.ndarray
+    as_it_looks: np.ndarray
+    tokens: Sequence[int]
+
+
+def check_norms(dump: StageDump, weights: Weights) -> list[str]:
+    """Notes on arrays of which nothing in the dump says where they stand; GuardFailed for those that stand wrongly."""
+    notes = []
+    for number in range(len(dump.passes)):
+        for suspect in _suspects(dump, weights, number):
+            is_wrong = _is_elsewhere(dump, weights, number, suspect)
+            if is_wrong is None and suspect.key != suspect.norm:
+                is_wrong = True  # a residual stream of unit rows, of which nothing else was made
+            if is_wrong is None:
+                notes.append(f"norm: {suspect.key} {suspect.looks}: left out by the engine, or dumped at another place")
+            if is_wrong:
+                before = "before the final norm" if suspect.key != suspect.norm else "behind the norm and its gain"
+                raise GuardFailed(
+                    "norm",
+                    f"expected {suspect.key} {before}, got an array of pass {number} that {suspect.looks}; "
+                    "dump the other one, or leave it out",
+                    source=dump.source,
+                )
+    return notes
+
+
+def _suspects(dump: StageDump, weights: Weights, number: int) -> Iterator[_Suspect]:
+    eps, last = weights.config.rms_norm_eps, input_key("last_block_out", None, weights.config)
+    for name, stage, layer in keys(weights.config):
+        if (number, name) not in dump.seen or (stage.name not in _PRODUCTS and name != last):
+            continue
+        array, tokens = dump.seen[number, name].read(), _tokens(dump, number, name)
+        norm = stage.name if name != last else "final_norm"
+        gain = weights["final_norm"] if norm == "final_norm" else weights.layer(layer or 0)[norm]
+        behind = rms_norm(array, gain.astype(array.dtype), eps=eps)
+        if name == last:
+            if _is_unit(array / np.where(gain, gain, 1)):
+                yield _Suspect(name, "is behind it", "final_norm", None, behind, array, tokens)
+        elif _equals(dump, number, input_key(stage.inputs[0], layer, weights.config), array, tokens):
+            yield _Suspect(name, "is what goes into the norm", name, layer, array, behind, tokens)
+        elif _is_unit(array) and not np.allclose(gain, 1, atol=0.05):
+            yield _Suspect(name, "is normalised without the gain", name, layer, array, array * gain, tokens)
+
+
+def _is_elsewhere(dump: StageDump, weights: Weights, number: int, suspect: _Suspect) -> bool | None:
+    """Whether what was made of an array was made of what it looks like; None where nothing says."""
+    norm = suspect.norm.rpartition(".")[2]
+    made = [] if suspect.norm == suspect.key else [norm]
+    for name in (*made, *_PRODUCTS[norm]):
+        place = number, key(name, suspect.layer)
+        if place not in dump.seen:
+            continue
+        theirs = _tokens(dump, *place)
+        common = [token for token in suspect.tokens if token in theirs][:_ROWS]
+        seen = dump.seen[place].read()[[theirs.index(token) for token in common]]
+        rows = [suspect.tokens.index(token) for token in common]
+        named, looks = (
+            _apart(seen, array[rows] if name == norm else _product(weights, name, suspect.layer, array[rows]))
+            for array in (suspect.as_named, suspect.as_it_looks)
+        )
+        if common and min(named, looks) < _CLOSE:
+            return looks < named
+    return None
+
+
+def _product(weights: Weights, name: str, layer: int | None, rows: np.ndarray) -> np.ndarray:
+    matrix = matrix_of(BY_NAME[name], weights.config)
+    own = weights if layer is None else weights.layer(layer)
+    return linear(rows, own[matrix], own.get(matrix.replace("_proj", "_bias")) if layer is not None else None)
+
+
+def _tokens(dump: StageDump, number: int, name: str) -> Sequence[int]:
+    tokens = dump.seen[number, name].tokens
+    return range(len(dump.passes[number].ids)) if tokens is None else tokens
+
+
+def _equals(dump: StageDump, number: int, name: str, array: np.ndarray, tokens: Sequence[int]) -> bool:
+    if (number, name) not in dump.seen or [*_tokens(dump, number, name)] != [*tokens]:
+        return False
+    return _apart(array, dump.seen[number, name].read()) < _SAME
+
+
+def _is_unit(rows: np.ndarray) -> bool:
+    """Whether every row has a mean square of 1; one row alone may have it by chance."""
+    return len(rows) > 1 and bool((np.abs(np.square(rows).mean(axis=-1) - 1) < _UNIT).all())
+
+
+def _apart(got: np.ndarray, want: np.ndarray) -> float:
+    size = float(np.linalg.norm(want))
+    return float(np.linalg.norm(got - want)) / size if size else float(np.linalg.norm(got))

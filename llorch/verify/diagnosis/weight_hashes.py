@@ -1,0 +1,131 @@
+"""Whether an engine ran these weights: hashes of its decoded tensors beside ours.
+
+The same numbers in another layout, under another name or in another layer are no other weights: what an engine makes
+of them is for the diagnosis. Other numbers are, and a comparison would blame its code for them.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+
+import numpy as np
+
+from llorch.config import ModelConfig
+from llorch.dumps.raw import digest
+from llorch.errors import GuardFailed
+from llorch.files import Weights
+from llorch.files.names import Weight, interleave, inventory, undo_interleave
+from llorch.ops.rounding import round_activations
+
+Change = Callable[[np.ndarray], np.ndarray]
+ROUNDED: Mapping[str, Change] = {
+    "": lambda array: array,
+    "bfloat16": lambda array: round_activations(array, "BF16"),
+    "float16": lambda array: round_activations(array, "F16"),
+}
+_SHOWN = 3
+
+
+def check_weights(weights: Weights, hashes: Mapping[str, str], *, source: str, dtype: str) -> list[str]:
+    """Compare what an engine ran with the file.
+
+    Args:
+        weights: Of the model.
+        hashes: `digest` of decoded tensors, by the engine's names.
+        source: Of the dump.
+        dtype: What the engine says that it computes in: weights rounded to it are ours.
+
+    Returns:
+        A sentence for each way in which tensors of the same numbers are not as ours.
+
+    Raises:
+        GuardFailed: Some have other numbers.
+    """
+    known, ours = _names(weights.config), _Ours(weights, dtype)
+    notes: dict[str, list[str]] = {}
+    others: dict[str, list[str]] = {}
+    for name, told in hashes.items():
+        mine = known.get(name) or next((known[end] for end in _ends(name) if end in known), None)
+        if mine is None or digest(weights.array(mine)) != told:
+            how, is_ours = ours.guise(mine, told)
+            (notes if is_ours else others).setdefault(how, []).append(name)
+    if others:
+        what = "; ".join(f"{_listed(names)} {how}" for how, names in others.items())
+        raise GuardFailed(
+            "weights",
+            f"expected the numbers of {weights.path}, got others in {sum(map(len, others.values()))} of {len(hashes)} "
+            f"tensors: {what}; give the file that the engine loads",
+            source=source,
+        )
+    return [f"weights: {_listed(names)} {how}" for how, names in notes.items()]
+
+
+class _Ours:
+    """Our weights under every guise in which an engine may hold them."""
+
+    def __init__(self, weights: Weights, dtype: str) -> None:
+        self._weights, self._dtype, self._inventory = weights, dtype, inventory(weights.config)
+        self._tried: dict[str, tuple[str, str] | None] = {}  # by short name: layout and rounding of the first one
+
+    def guise(self, name: str | None, told: str) -> tuple[str, bool]:
+        """How a tensor came to another hash than ours of that name, and whether its numbers are ours."""
+        if told in self._by_digest:
+            return f"is our {self._by_digest[told]}", True
+        if name is None:
+            return "is not compared: neither name nor hash are those of a weight", True
+        way = self._way(name, told)
+        if way is None:
+            return "has other numbers in every layout that is known", False
+        layout, rounding = way
+        rounded = f"rounded to {rounding}" if rounding else ""
+        return " ".join(filter(None, ["is ours", layout, rounded])), rounding in ("", self._dtype)
+
+    @cached_property
+    def _by_digest(self) -> dict[str, str]:
+        return {digest(self._weights.array(name)): name for name in self._inventory}
+
+    def _way(self, name: str, told: str) -> tuple[str, str] | None:
+        """Layout and rounding; of a kind only the first is tried for all."""
+        array, short = self._weights.array(name), name.rpartition(".")[2]
+        layouts = dict(_layouts(self._inventory[name], self._weights.config))
+        ways = [(layout, rounding) for rounding in ROUNDED for layout in layouts]
+        if short in self._tried:
+            ways = [way for way in ways if way == self._tried[short]]
+        found = next((way for way in ways if digest(ROUNDED[way[1]](layouts[way[0]](array))) == told), None)
+        self._tried.setdefault(short, found)
+        return found
+
+
+def _layouts(weight: Weight, config: ModelConfig) -> Iterator[tuple[str, Change]]:
+    """Ways to hold the same numbers."""
+    yield "", lambda array: array
+    short = weight.name.rpartition(".")[2]
+    if len(weight.shape) == 2:
+        yield "transposed", lambda array: array.T
+    if weight.name.endswith(("q_proj", "q_bias", "k_proj", "k_bias")):
+        own = config.n_heads if short[0] == "q" else config.n_kv_heads
+        for n_heads, said in {config.n_heads: " of as many heads as q has", own: ""}.items():
+            if weight.shape[0] % (2 * n_heads) == 0:
+                yield f"with neighbouring pairs{said}", lambda array, n=n_heads: interleave(array, n)
+                yield f"with pairs{said} undone twice", lambda array, n=n_heads: undo_interleave(array, n)
+    if short.endswith("norm"):
+        yield "plus 1", lambda array: array + 1
+
+
+def _names(config: ModelConfig) -> dict[str, str]:
+    """Ours by every name that a weight has in files."""
+    tied = ("lm_head.weight", "output.weight") if config.tie_word_embeddings else ()
+    known: dict[str, str] = dict.fromkeys(tied, "embed_tokens")
+    for weight in inventory(config).values():
+        names = (weight.name, weight.gguf, weight.huggingface, weight.huggingface.removeprefix("model."))
+        known |= dict.fromkeys(names, weight.name)
+    return known
+
+
+def _ends(name: str) -> Iterator[str]:
+    """A name without its first parts, the longest first: wrappers put theirs in front."""
+    parts = name.split(".")
+    return (".".join(parts[n:]) for n in range(1, len(parts)))
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
