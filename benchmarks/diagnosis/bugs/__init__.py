@@ -1,7 +1,21 @@
 """Mistakes that can be planted in the port, by what they spoil. None was written after the known mistakes' code."""
 
-from benchmarks.diagnosis.bugs import attentions, blocks, caches, local, norms, positions, streams, together, weights
+from benchmarks.diagnosis.bugs import (
+    approximations,
+    attentions,
+    blocks,
+    buffers,
+    caches,
+    loops,
+    norms,
+    positions,
+    streams,
+    together,
+    weights,
+)  # fmt: skip
 from benchmarks.diagnosis.bugs.planting import BUGS, Bug
 
-PAGES = (attentions, blocks, caches, local, norms, positions, streams, together, weights)  # each enters its bugs
+PAGES = (  # each enters its bugs
+    attentions, blocks, caches, norms, positions, streams, together, weights, approximations, buffers, loops,
+)  # fmt: skip
 __all__ = ["BUGS", "PAGES", "Bug"]

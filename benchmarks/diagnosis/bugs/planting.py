@@ -2,6 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from benchmarks.diagnosis.port import Port
 from llorch.builtin import BUILTIN
@@ -68,3 +71,33 @@ def bug(
         return plant
 
     return enter
+
+
+def local(made: str, **how: Any) -> Callable[[Plant], Plant]:
+    """Enter a bug that no list of mistakes has."""
+    return bug(made, known=False, **how)
+
+
+def changed(
+    port: Port, step: str, change: Callable[[np.ndarray], None], layer: int | None = None, only: str = ""
+) -> None:
+    """Change a copy of what a step gives; `only` where the step's last argument is that."""
+
+    def new(right: Callable[..., np.ndarray], *args: object) -> np.ndarray:
+        result = right(*args)
+        if only and args[-1] != only:
+            return result
+        result = result.copy()
+        change(result)
+        return result
+
+    port.around(step, new, layer)
+
+
+def put(where: Callable[[np.ndarray], Any], value: Any) -> Callable[[np.ndarray], None]:
+    """What sets a part of an array, to a number or to what is made of the array."""
+
+    def change(x: np.ndarray) -> None:
+        x[where(x)] = value(x) if callable(value) else value
+
+    return change
