@@ -155,6 +155,13 @@ def cases() -> Iterator[Case]:
     yield from (Case(both, model, "all") for both, model in together.pairs())
 
 
+def unseen() -> Iterator[Case]:
+    """Bugs behind the end of a dump: of what it shows nothing is wrong, and it could not have shown their mistakes."""
+    for bug in BUGS.values():
+        if bug.first_pass and bug.name in NAMES:
+            yield Case((bug,), bug.models[0], "modules")
+
+
 def _can_be_seen(case: Case, bug: Bug) -> bool:
     if not bug.shapes and case.style not in ("blocks", "modules"):
         return False

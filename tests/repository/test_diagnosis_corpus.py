@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from benchmarks.diagnosis.bugs import BUGS, Bug, together
-from benchmarks.diagnosis.cases import Case, cases, first_shown, passes_of, run, run_case, truth_of
+from benchmarks.diagnosis.cases import Case, cases, first_shown, passes_of, run, run_case, truth_of, unseen
 from benchmarks.diagnosis.expected import NAMES, VALUES
 from benchmarks.diagnosis.port import Port
 from benchmarks.diagnosis.styles import STYLES, shown, stage_keys
@@ -63,6 +63,11 @@ def test_the_corpus_is_large_and_a_fifth_of_it_nonsense_of_one_place(every: list
     assert {case.style for case in every} == set(STYLES)
     assert BUGS.keys() >= NAMES.keys() >= VALUES.keys()
     assert len({case.name for case in every}) == len(every)
+
+
+def test_what_a_dump_cannot_show_leaves_it_as_it_is():
+    for case in unseen():
+        assert not first_shown(case.model, case.plan, case.style, run(case.model, case.plan, *case.bugs), 0.0), case
 
 
 @pytest.mark.parametrize(("both", "model"), together.pairs())
