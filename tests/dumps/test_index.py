@@ -1,6 +1,7 @@
 """The dump that anyone can write, read; and those in other formats."""
 
 import json
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
@@ -88,6 +89,19 @@ def test_strides_and_an_odd_offset_are_followed(tmp_path: Path):
     np.testing.assert_array_equal(read, Q[:, 1::2].transpose(2, 0, 1), strict=True)
     assert read.flags.c_contiguous
     assert read.flags.aligned
+
+
+def test_of_a_dump_larger_than_memory_one_row_is_read(tmp_path: Path):
+    write(tmp_path, entry(shape=[1 << 20, 1 << 18]))
+    with (tmp_path / "x.bin").open("r+b") as file:
+        file.truncate(1 << 40)  # a terabyte, none of it on the disk
+        file.seek((1 << 20) * 5)
+        file.write(Q.tobytes())
+    tracemalloc.start()
+    row = only(open_raw(tmp_path)).read()[5].copy()
+    assert tracemalloc.get_traced_memory()[1] < 64e6
+    tracemalloc.stop()
+    np.testing.assert_array_equal(row[: Q.size], Q.reshape(-1))
 
 
 def test_positions_are_tokens_of_their_pass(tmp_path: Path):
