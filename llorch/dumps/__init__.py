@@ -11,6 +11,6 @@ written. Nothing is judged here. In the order to read:
     names        arrays to stages: `known_names` are ours, llama.cpp's and those of Hugging Face, `mapping` reads those
                  of a user, `ids` finds tokens, `reading` their rows and the order of axes, `our_run` what is like ours
     layout       heads joined or split, a batch axis, fused projections, transposed, permuted: as declared, or as found
-    suggest      a draft of such a mapping, from shapes and values
+    suggest      a draft of such a mapping: `alike` finds whose values are like which stage of our run
     writers/     the writer in Python, C, Rust and C++
 """

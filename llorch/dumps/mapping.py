@@ -32,6 +32,7 @@ from llorch.fields import Fields
 from llorch.stages import BY_NAME
 
 FUSABLE = ("q_proj", "k_proj", "v_proj", "ffn_gate", "ffn_up")
+_NUMBER = re.compile(r"\\{i(?:\\\+1)?\\}")  # as re.escape leaves it
 _MAX_FILE = 1 << 20
 _LAYOUT_KEYS = ("axes", "transposed", "permuted", "times", "masked", "fused")
 _RUN_KEYS = ("ids", "first_position", *(f.name for f in fields(Features)))
@@ -45,6 +46,7 @@ class NameMap:
         path: Of the file, for messages.
         names: Patterns with `{i}` for the layer, and the stages that they stand for: several where projections are
             fused, none for what is no stage.
+        layers: Of patterns whose stage is that of one layer.
         layouts: By stage or by pattern.
         passes: Token ids of the passes, where it states them.
         features: What it says of the engine; only what is stated.
@@ -52,6 +54,7 @@ class NameMap:
 
     path: str = ""
     names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    layers: Mapping[str, int] = field(default_factory=dict)
     layouts: Mapping[str, Layout] = field(default_factory=dict)
     passes: tuple[Tokens, ...] = ()
     features: Mapping[str, str | bool] = field(default_factory=dict)
@@ -59,9 +62,11 @@ class NameMap:
     def find(self, name: str, layer: int | None) -> tuple[str, int | None] | None:
         """The pattern of a name, and its layer; None where no pattern fits."""
         for pattern in self.names:
-            parts = re.fullmatch(re.escape(pattern).replace(r"\{i\}", "(?P<i>[0-9]{1,4})", 1), name)
+            parts = re.fullmatch(_NUMBER.sub("([0-9]{1,4})", re.escape(pattern)), name)
+            if parts and parts.groups():
+                return pattern, int(parts[1]) - ("{i+1}" in pattern)
             if parts:
-                return pattern, int(parts["i"]) if "{i}" in pattern else layer
+                return pattern, self.layers.get(pattern, layer)
         return None
 
     def layout(self, stage: str, pattern: str) -> Layout:
@@ -98,7 +103,9 @@ def mapping_of(values: Mapping[str, object], path: str | Path = "mapping") -> Na
     _require_known(values, ("names", "layout", "run"), "", path)
     top = Fields(values, path)
     names, layouts, run = (top.section(key) or Fields({}, path) for key in ("names", "layout", "run"))
-    stood_for = {pattern: _stages_of(names, pattern) for pattern in names.values}
+    targets = {pattern: _target(names, pattern) for pattern in names.values}
+    stood_for = {pattern: stages for pattern, (stages, _) in targets.items()}
+    fixed = {pattern: layer for pattern, (_, layer) in targets.items() if layer is not None}
     known = {**dict.fromkeys((*BY_NAME, RAW_SCORES)), **stood_for}
     _require_known(layouts.values, known, "layout.", path)
     declared = {}
@@ -108,7 +115,7 @@ def mapping_of(values: Mapping[str, object], path: str | Path = "mapping") -> Na
         declared[name] = _layout_of(name, stood_for.get(name, (name,)), section, path)
     _require_known(run.values, _RUN_KEYS, "run.", path)
     said = {key: value for key in run.values if (value := _feature(run, key)) is not None}
-    return NameMap(str(path), stood_for, declared, _passes_of(run), said)
+    return NameMap(str(path), stood_for, fixed, declared, _passes_of(run), said)
 
 
 def _require_known(values: Mapping[str, object], known: object, prefix: str, path: str | Path) -> None:
@@ -121,13 +128,16 @@ def _require_known(values: Mapping[str, object], known: object, prefix: str, pat
             )
 
 
-def _stages_of(names: Fields, pattern: str) -> tuple[str, ...]:
+def _target(names: Fields, pattern: str) -> tuple[tuple[str, ...], int | None]:
+    """Stages that a pattern stands for, and their layer where it is one."""
     value = names.values[pattern]
-    if pattern.count("{i}") > 1:
+    if len(_NUMBER.findall(re.escape(pattern))) > 1:
         raise names.error("Malformed", pattern, "a pattern with {i} once at most", value)
     stages = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else ()
     if stages == ("",):
-        return ()
+        return (), None
+    layer = re.fullmatch(r"l([0-9]{1,4})\.(\w+)", value) if isinstance(value, str) else None
+    stages = (layer[2],) if layer else stages
     known = (*BY_NAME, RAW_SCORES) if isinstance(value, str) else FUSABLE
     for stage in stages or (value,):
         if not isinstance(stage, str) or stage not in known or stages.count(stage) > 1:
@@ -135,7 +145,7 @@ def _stages_of(names: Fields, pattern: str) -> tuple[str, ...]:
             expected = "a stage (see llorch.stages)" if known is not FUSABLE else f"projections of {', '.join(FUSABLE)}"
             error = names.error("Malformed", pattern, expected, stage)
             raise FormatError(error.code, error.message + near, path=error.path)
-    return stages
+    return stages, int(layer[1]) if layer else None
 
 
 def _layout_of(name: str, stages: tuple[str, ...], section: Fields, path: str | Path) -> Layout:

@@ -115,7 +115,7 @@ def _checked(source: str, n_pass: int, array: RawArray, meaning: Meaning, layout
         layout = replace(layout, times=layout.times * config.head_dim**0.5, masked=False)
         stages = ("attn_scores",)
     stage, subject = BY_NAME[stages[0]], f"{array.name} ({' '.join(meaning.stages)})"
-    if stage.in_layer != (meaning.layer is not None) or (meaning.layer or 0) >= config.n_layers:
+    if stage.in_layer != (meaning.layer is not None) or not 0 <= (meaning.layer or 0) < config.n_layers:
         wanted = f"a layer from 0 to {config.n_layers - 1}" if stage.in_layer else "no layer"
         raise FormatError("OutOfRange", f"{subject}: expected {wanted}, got {meaning.layer}", path=source)
     if not stage.applies_to(config):

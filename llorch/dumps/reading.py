@@ -30,6 +30,11 @@ from llorch.stages import BY_NAME, key
 _LIKE = 0.1  # what is unlike ours by less is ours, whatever its arithmetic
 
 
+def table_axes(stages: tuple[str, ...]) -> tuple[str, ...]:
+    """Axes of a stage in the table; projections that are fused have their rows in one."""
+    return tuple(BY_NAME[stages[0]].axes.split()) if len(stages) == 1 else ("seq", "width")
+
+
 @dataclass(frozen=True)
 class Named:
     """An array whose name stands for stages.
@@ -52,8 +57,13 @@ class Named:
 
     @property
     def table(self) -> tuple[str, ...]:
-        """Its axes, were they those of the table; projections that are fused have their rows in one."""
-        return tuple(BY_NAME[self.stages[0]].axes.split()) if len(self.stages) == 1 else ("seq", "width")
+        """Its axes, were they those of the table."""
+        return table_axes(self.stages)
+
+    @property
+    def declared_axes(self) -> tuple[str, ...]:
+        """By the user, or else by the dump."""
+        return self.layout.axes or self.array.axes
 
 
 @dataclass(frozen=True)
@@ -90,46 +100,51 @@ class Reader:
 
     def seen(self, named: Named) -> dict[str, Seen]:
         """The stages of an array; FormatError where it does not fit."""
-        read = self._how(named)
+        ways = self.ways(named)
+        read = ways[0] if len(ways) == 1 else self._decide(named, ways)
+        if len(ways) == 1 and not named.declared_axes and read.form.differs_from(named.table):
+            self._by_shape.setdefault(" ".join(named.stages), read.form)
+        if "seq" in named.table and named.array.tokens is None and read.tokens is not None:
+            self._last_only.append(named.array.name)
         if named.by_llamacpp and self.config.family == "llama" and named.stages[0] in PAIRED:
             paired = replace(named, layout=replace(named.layout, permuted=True))
             named = paired if self._has_pairs(named, paired, read) else named
         name, stored = named.array.name, named.array.stored
         return {
-            stage: Seen(name, stored, lambda stage=stage: self._read(named, read)[stage], read.tokens)
+            stage: Seen(name, stored, lambda stage=stage: self.arrays(named, read)[stage], read.tokens)
             for stage in named.stages
         }
 
-    def _how(self, named: Named) -> Read:
-        """One row, where nothing is said of tokens, is that of the last one."""
-        n_tokens = len(self.passes[named.n_pass].ids)
-        if "seq" not in named.table:
-            return self._as(named, None)
-        given = named.array.tokens
+    def ways(self, named: Named) -> list[Read]:
+        """All ways to read an array, as declared or as its shape allows; FormatError where there is none.
+
+        One row, where nothing is said of tokens, is that of the last one.
+        """
+        n_tokens, given = len(self.passes[named.n_pass].ids), named.array.tokens
+        if "seq" not in named.table or given == tuple(range(n_tokens)):
+            return self._ways_of(named, None)
         if given is not None:
             if not given or not all(0 <= token < n_tokens for token in given):
                 raise FormatError("OutOfRange", f"tokens: expected 0 to {n_tokens - 1}, got {given}")
-            return self._as(named, None if given == tuple(range(n_tokens)) else given)
+            return self._ways_of(named, given)
         try:
-            return self._as(named, None)
+            return self._ways_of(named, None)
         except FormatError as error:
             try:
-                read = self._as(named, (n_tokens - 1,))
+                return self._ways_of(named, (n_tokens - 1,))
             except FormatError:
                 raise error from None
-            self._last_only.append(named.array.name)
-            return read
 
-    def _as(self, named: Named, tokens: tuple[int, ...] | None) -> Read:
-        """With these tokens."""
+    def _ways_of(self, named: Named, tokens: tuple[int, ...] | None) -> list[Read]:
+        """Those of an array that has these tokens."""
         n_tokens = len(self.passes[named.n_pass].ids)
         seq = n_tokens if tokens is None else len(tokens)
         ctx = sum(len(each.ids) for each in self.passes[: named.n_pass + 1])
         widths = [BY_NAME[stage].shape(self.config, seq=seq, ctx=ctx)[-1] for stage in named.stages]
         sizes = axis_sizes(self.config, seq=seq, ctx=ctx) | {"width": sum(widths)}
-        shape, declared = named.array.shape, named.layout.axes or named.array.axes
+        shape, declared = named.array.shape, named.declared_axes
         if declared:
-            return Read(tokens, declared_form(declared, named.table, shape, sizes), sizes, n_tokens)
+            return [Read(tokens, declared_form(declared, named.table, shape, sizes), sizes, n_tokens)]
         forms = fitting_forms(named.table, shape, sizes)
         if not forms:
             expected = " ".join(f"{axis}={math.prod(sizes[a] for a in single_axes([axis]))}" for axis in named.table)
@@ -138,19 +153,14 @@ class Reader:
                 f"expected {expected}, in any order of the axes, got {shape}; give axes under "
                 f"[layout.{named.stages[0]}], or check that model and tokens are those of the run",
             )
-        reads = [Read(tokens, form, sizes, n_tokens) for form in forms]
-        if len(reads) > 1:
-            return self._decide(named, reads)
-        if forms[0].differs_from(named.table):
-            self._by_shape.setdefault(" ".join(named.stages), forms[0])
-        return reads[0]
+        return [Read(tokens, form, sizes, n_tokens) for form in forms]
 
-    def _decide(self, named: Named, reads: list[Read]) -> Read:
-        """Of several forms of one shape the one whose values are far nearer to ours; else that of the table."""
-        forms = [read.form for read in reads]
+    def _decide(self, named: Named, ways: list[Read]) -> Read:
+        """The way whose values are far nearer to ours than those of all others; else that of the table."""
+        forms = [read.form for read in ways]
         told = (named.stages, *forms)
         if told not in self._decided:
-            nearest = self._nearest(named, reads)
+            nearest = self._nearest(named, ways)
             self._decided[told] = nearest or forms[0]
             if nearest != forms[0]:
                 how = "by its values" if nearest else "as in the table: values do not tell"
@@ -159,13 +169,13 @@ class Reader:
                     f"{self._decided[told]}, {how}; {len(forms) - 1} other orders of the axes would fit, "
                     f"axes under [layout.{named.stages[0]}] decide"
                 )
-        return reads[forms.index(self._decided[told])]
+        return ways[forms.index(self._decided[told])]
 
-    def _nearest(self, named: Named, reads: Iterable[Read]) -> Form | None:
+    def _nearest(self, named: Named, ways: Iterable[Read]) -> Form | None:
         """By elements; where these do not tell, by the sizes of rows, which a wrong rotation leaves as they are."""
         if self.weights is None:
             return None
-        arrays = {read.form: self._beside_ours(named, read) for read in reads}
+        arrays = {read.form: self._beside_ours(named, read) for read in ways}
         by_elements = {form: unlike(*both) for form, both in arrays.items()}
         by_sizes = {form: unlike(*(np.linalg.norm(a, axis=-1) for a in both)) for form, both in arrays.items()}
         return far_nearest(by_elements) or far_nearest(by_sizes)
@@ -188,9 +198,9 @@ class Reader:
         ours = our_stage(self.weights, self.passes, named.n_pass, key(stage.name, named.layer))
         if read.tokens is not None:
             ours = ours.take(read.tokens, axis=stage.axes.split().index("seq"))
-        return self._read(named, read)[stage.name], ours
+        return self.arrays(named, read)[stage.name], ours
 
-    def _read(self, named: Named, read: Read) -> dict[str, np.ndarray]:
+    def arrays(self, named: Named, read: Read) -> dict[str, np.ndarray]:
         """The stages of an array, read now, float32 or float64."""
         stored = named.array.read()
         wide = stored.astype(np.float64 if stored.dtype == np.float64 else np.float32, copy=False)
