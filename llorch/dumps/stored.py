@@ -79,7 +79,6 @@ class Stored:
         if self.end > file.size:
             raise file.error("Truncated", f"an array ends at byte {self.end}, the file at {file.size}")
         raw = file.view(0, file.size)
-        file.close()
         return as_numbers(np.ndarray(self.shape, _NUMPY[self.dtype], raw.data, self.offset, self.strides), self.dtype)
 
 

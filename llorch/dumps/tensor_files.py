@@ -11,7 +11,7 @@ import io
 import re
 import struct
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
 from functools import partial
 from pathlib import Path
 from zipfile import ZIP_DEFLATED, ZIP_STORED, BadZipFile, ZipFile, ZipInfo
@@ -67,13 +67,13 @@ def from_npy_folder(folder: Path) -> RawDump:
     paths = sorted(folder.glob("*.npy"))
     if not paths:
         raise FormatError("Missing", "the folder has no index.jsonl and no .npy file", path=folder)
-    return _dump(folder, [_npy(path) for path in paths[: _MAX_ARRAYS + 1]])
+    _require_few(paths, folder)
+    return _dump(folder, [_npy(path) for path in paths])
 
 
 def _npy(path: Path) -> RawArray:
     file = MappedFile(path)
     head = bytes(file.map[: _MAX_HEADER + 12])
-    file.close()
     return _array(_from_header(head, path, path.stem, start=0, size=file.size), path.stem)
 
 
@@ -86,11 +86,9 @@ def open_npz(path: Path) -> RawDump:
         if isinstance(error, FormatError):
             raise
         raise FormatError("Malformed", f"not a .npz file: {error}", path=path) from None
-    if len(members) > _MAX_ARRAYS:
-        raise FormatError("TooLarge", f"more than {_MAX_ARRAYS} arrays", path=path)
+    _require_few(members, path)
     file = MappedFile(path)
     arrays = [_member(file, member) for member in members]
-    file.close()
     return _dump(path, arrays)
 
 
@@ -131,7 +129,6 @@ def _data_start(file: MappedFile, member: ZipInfo, name: str) -> int:
 def _read_deflated(stored: Stored, member: ZipInfo, start: int, name: str) -> np.ndarray:
     file = MappedFile(stored.path)
     data = _inflate(file.view(start, member.compress_size).tobytes(), member.file_size, name, stored.path)
-    file.close()
     if len(data) != member.file_size or zlib.crc32(data) != member.CRC:
         raise FormatError("Malformed", f"{name} does not inflate to what the file says of it", path=stored.path)
     array = from_bytes(
@@ -173,6 +170,11 @@ def _from_header(head: bytes, path: Path, name: str, *, start: int, size: int) -
 _NPY_FIELDS = {"descr": "'([^']{1,40})'", "fortran_order": "(True|False)", "shape": r"\(([\d, ]{0,400})\)"}
 
 
+def _require_few(arrays: Sized, path: Path) -> None:
+    if len(arrays) > _MAX_ARRAYS:
+        raise FormatError("TooLarge", f"{len(arrays)} arrays, at most {_MAX_ARRAYS} are read", path=path)
+
+
 def _array(stored: Stored, name: str, read: partial[np.ndarray] | None = None) -> RawArray:
     require_name(name, stored.path)
     require_shape(stored.shape, name, stored.path)
@@ -185,8 +187,6 @@ def _dump(source: Path, arrays: Iterable[RawArray]) -> RawDump:
         if array.name in found:
             raise FormatError("Duplicate", f"{array.name} is there twice", path=source)
         found[array.name] = array
-    if len(found) > _MAX_ARRAYS:
-        raise FormatError("TooLarge", f"more than {_MAX_ARRAYS} arrays", path=source)
     ids, first = found.pop("ids", None), found.pop("first_position", None)
     if not found:
         raise FormatError("Missing", "there is no array", path=source)

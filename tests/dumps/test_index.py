@@ -1,6 +1,7 @@
 """The dump that anyone can write, read; and those in other formats."""
 
 import json
+import os
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from llorch.dumps.raw import RawArray, RawDump
 from llorch.dumps.stage_dump import Features, Tokens
 from llorch.dumps.stored import known_dtype
 from llorch.dumps.writers.dump_writer import DumpWriter
+from llorch.files.safetensors import tensor_bytes
 
 rng = np.random.default_rng(0)
 Q = rng.normal(size=(3, 4, 6)).astype(np.float32)
@@ -97,8 +99,13 @@ def test_of_a_dump_larger_than_memory_one_row_is_read(tmp_path: Path):
         file.truncate(1 << 40)  # a terabyte, none of it on the disk
         file.seek((1 << 20) * 5)
         file.write(Q.tobytes())
+    np.save(tmp_path / "x.npy", Q)
+    header = (tmp_path / "x.npy").read_bytes()[:128]
+    (tmp_path / "x.npy").write_bytes(header.replace(b"(3, 4, 6), }    ", b"(1073741824,), }"))
+    os.truncate(tmp_path / "x.npy", 128 + (4 << 30))
     tracemalloc.start()
     row = only(open_raw(tmp_path)).read()[5].copy()
+    assert only(open_raw(tmp_path / "x.npy")).read()[-1] == 0
     assert tracemalloc.get_traced_memory()[1] < 64e6
     tracemalloc.stop()
     np.testing.assert_array_equal(row[: Q.size], Q.reshape(-1))
@@ -133,7 +140,7 @@ def test_npz_files_are_read(tmp_path: Path, save: Callable[..., None], order: Li
     wanted: dict[str, np.ndarray] = {
         "q": Q,
         "half": Q.astype(np.float16),
-        "zeros": np.zeros((9, 4)),
+        "zeros": np.zeros((300, 400)),
         "one": np.array(3),
     }
     save(tmp_path / "x.npz", **{name: np.asarray(array, order=order) for name, array in wanted.items()})
@@ -149,6 +156,21 @@ def test_ids_and_first_position_beside_the_arrays_are_the_pass(tmp_path: Path, i
     dump = open_raw(tmp_path / "x.npz")
     assert dump.passes == (Tokens((9, 4, 7), 5),)
     assert only(dump).name == "q"
+
+
+def test_safetensors_files_are_read_with_what_llorch_trace_says_of_them(tmp_path: Path):
+    about = json.dumps({"engine": "llorch", "first_position": 5, "ids": [9, 4, 7], "model": "story"})
+    wanted = {"q": Q, "wide": Q.astype(np.float64), "half": Q.astype(np.float16)}
+    for name, metadata in (("trace", {"llorch": about}), ("alone", None), ("foreign", {"llorch": "{}"})):
+        path = tmp_path / f"{name}.safetensors"
+        path.write_bytes(b"".join(tensor_bytes(wanted, metadata=metadata)))
+        read = arrays_of(path)
+        assert read.keys() == wanted.keys()
+        for key, array in wanted.items():
+            np.testing.assert_array_equal(read[key], array, strict=True)
+        dump = open_raw(path)
+        assert dump.passes == ((Tokens((9, 4, 7), 5),) if name == "trace" else ())
+        assert dump.features == Features("llorch" if name == "trace" else "")
 
 
 def test_npy_files_are_named_as_they_are(tmp_path: Path):
