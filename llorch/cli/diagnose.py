@@ -26,13 +26,6 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @tokens_option("Token ids of the run, where the dump does not have them.")
 @click.option("--prompt", help="The same as text.")
 @first_position_option
-@click.option(
-    "--numerics",
-    type=click.Choice(["exact", "ggml"]),
-    default="exact",
-    show_default=True,
-    help="exact: what the weights mean. ggml: inputs rounded as llama.cpp's CPU path does.",
-)
 @threads_option
 @click.option("--all", "every", is_flag=True, help="Every stage, also those behind the first cause.")
 @json_option("One object {version, right, findings, stages, ...}; NaN and infinity become null.")
@@ -40,14 +33,15 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option("--html", type=_FILE, help="Write one page for a browser.")
 def command(
     *, dump: Path, model: str, mapping: Path | None, tokens: list[int] | None, prompt: str | None, first_position: int,
-    numerics: str, every: bool, as_json: bool, junit: Path | None, html: Path | None,
+    every: bool, as_json: bool, junit: Path | None, html: Path | None,
 ) -> None:  # fmt: skip
     """Compare DUMP, what an engine computed, with what MODEL makes of the same numbers, stage by stage.
 
     DUMP is a folder with index.jsonl (llorch dump-writer prints writers for it), or a .safetensors, .npz or .npy file;
     some stages of some layers do. Every stage is fed the engine's own numbers, so an error is seen where it was made.
     Known mistakes and settings are tried on them: one is named where it leaves nothing of the error but rounding. What
-    the engine's arithmetic explains is HONEST, no mistake.
+    the engine's arithmetic explains is HONEST, no mistake: half precision, its cache, inputs of products rounded as
+    llama.cpp does, as it declares or its numbers show.
 
     Exit code 0: nothing is wrong; 1: something is; 2: these numbers cannot be compared with this model.
     """
@@ -62,7 +56,7 @@ def command(
 
     refuse_both(prompt, tokens)
     require_folders((junit, html))
-    found = _diagnosed(dump, model, mapping, tokens, prompt, first_position, numerics)
+    found = _diagnosed(dump, model, mapping, tokens, prompt, first_position)
     write_text(junit, lambda: as_junit(found))
     write_text(html, lambda: page(found))
     if as_json:
@@ -74,13 +68,12 @@ def command(
 
 
 def _diagnosed(
-    dump: Path, model: str, mapping: Path | None, tokens: list[int] | None, prompt: str | None, first_position: int,
-    numerics: str,
+    dump: Path, model: str, mapping: Path | None, tokens: list[int] | None, prompt: str | None, first_position: int
 ) -> "Diagnosis":  # fmt: skip
     import numpy as np
 
     from llorch.cli.dumped import read_stages
-    from llorch.cli.inputs import chosen_numerics, model_path
+    from llorch.cli.inputs import model_path
     from llorch.cli.options import use_threads
     from llorch.cli.output import progress
     from llorch.files import open_weights
@@ -92,5 +85,4 @@ def _diagnosed(
     ids = Model(weights).tokenizer.encode(prompt) if prompt is not None else tokens
     _, stages = read_stages(dump, weights, mapping, ids, first_position)
     with progress(f"diagnosing {dump}") as tell:
-        wide = weights.astype(np.float64) if numerics == "exact" else weights.using(chosen_numerics(numerics, "f32"))
-        return diagnose(wide, stages, model=model, say=tell)
+        return diagnose(weights.astype(np.float64), stages, model=model, say=tell)

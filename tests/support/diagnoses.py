@@ -85,6 +85,11 @@ def honest() -> Diagnosis:
     return diagnosis({"l1.ffn_act": 1.5}, [finding("l1.ffn_act", "honest", name="bf16", said="this is what bf16 does")])
 
 
+def undeclared() -> Diagnosis:
+    """Beyond the limits of float32, until a rounding that nobody declared was found."""
+    return diagnosis({"l1.ffn_act": 900.0}, [finding("l1.ffn_act", "honest", name="Q8_0", said="inputs in Q8_0")])
+
+
 def one_bug() -> Diagnosis:
     return diagnosis({"l1.q_rope": 5e5}, [finding("l1.q_rope")])
 
@@ -132,6 +137,6 @@ def nothing_seen() -> Diagnosis:
 
 
 ALL = (
-    right, honest, one_bug, two_bugs, not_finite, hundreds_of_layers, every_layer, hostile, logits_only, two_passes,
-    nothing_seen,
+    right, honest, undeclared, one_bug, two_bugs, not_finite, hundreds_of_layers, every_layer, hostile, logits_only,
+    two_passes, nothing_seen,
 )  # fmt: skip

@@ -13,7 +13,18 @@ from llorch.errors import printable
 from llorch.stages import STAGES
 from llorch.verify.compare import times_over
 from llorch.verify.diagnosis.verdict import WRONG, Diagnosis, Finding, StageResult
-from llorch.verify.report.diagnosis import causes, count, explained, headline, ranges, short, span, times, verdict
+from llorch.verify.report.diagnosis import (
+    causes,
+    count,
+    explained,
+    headline,
+    ranges,
+    settled,
+    short,
+    span,
+    times,
+    verdict,
+)
 from llorch.verify.report.figures import LEVELS, Rung, heat, histogram, ladder
 
 MAX_FIGURES = 6  # findings with heat maps; a page of hundreds would load for minutes
@@ -47,6 +58,7 @@ def page(diagnosis: Diagnosis) -> str:
     Returns:
         A whole HTML document. Names that others chose are escaped, their control characters written out.
     """
+    diagnosis = settled(diagnosis)
     environment = Environment(autoescape=True, undefined=StrictUndefined, finalize=_shown, trim_blocks=True)
     environment.filters |= {f.__name__: f for f in (short, times, ranges, explained, count, span)}
     template = environment.from_string(Path(__file__).with_name("diagnosis.html").read_text(encoding="utf-8"))
