@@ -1,5 +1,6 @@
 """benchmarks/diagnosis/port.c, compiled and run: it has one bug, and llorch names it."""
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -36,10 +37,14 @@ def repaired() -> str:
     return source
 
 
-def dumped(folder: Path, source: str, model: str) -> tuple[StageDump, Weights]:
-    """What the port shows of a built-in model, and the weights it had."""
+def require_compiler() -> None:
     if shutil.which("cc") is None:
         pytest.skip("NOT RUN: there is no C compiler, cc, on this machine")
+
+
+def dumped(folder: Path, source: str, model: str) -> tuple[StageDump, Weights]:
+    """What the port shows of a built-in model, and the weights it had."""
+    require_compiler()
     (folder / "port.c").write_text(source)
     assert invoke("convert", model, str(folder / "model")).exit_code == 0
     headers = REPOSITORY / "llorch" / "dumps" / "writers"
@@ -71,3 +76,18 @@ def test_its_bug_is_named(model: str, tmp_path: Path):
     (finding,) = diagnose(weights, dump).findings
     assert [suspect.name for suspect in finding.suspects] == ["rope-interleaved-pairs"]
     assert finding.key == "l0.q_rope"
+
+
+def test_the_three_commands_of_the_readme_name_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    require_compiler()
+    readme = (REPOSITORY / "README.md").read_text()
+    commands, shown = re.findall(r"```\n(.*?)```", readme[readme.index("### Porting a model?") :], re.DOTALL)[:2]
+    for folder in ("llorch", "benchmarks"):
+        (tmp_path / folder).symlink_to(REPOSITORY / folder)
+    monkeypatch.chdir(tmp_path)
+    convert, compile_and_run, diagnosis = commands.splitlines()
+    assert invoke(*convert.split()[1:]).exit_code == 0
+    subprocess.run(compile_and_run, shell=True, check=True, capture_output=True, timeout=120)
+    result = invoke(*diagnosis.split()[1:])
+    assert result.exit_code == 1
+    assert " ".join(shown.splitlines()[-1].split()) in " ".join(result.stdout.split())
