@@ -56,7 +56,8 @@ Any option may be set in the environment as LLORCH_<COMMAND>_<OPTION>.
 
 \b
 Exit codes: 0 ok, 1 numbers differ, 2 usage or unusable data,
-3 something needed is missing, 4 out of memory, 70 a bug in llorch,
+3 something needed is missing, 4 out of memory, 10 to 15 dumps that
+cannot be compared (see llorch diagnose), 70 a bug in llorch,
 74 a disk that is full, fails or cannot be written to.
 """
 

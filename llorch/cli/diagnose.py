@@ -43,7 +43,9 @@ def command(
     the engine's arithmetic explains is HONEST, no mistake: half precision, its cache, inputs of products rounded as
     llama.cpp does, as it declares or its numbers show.
 
-    Exit code 0: nothing is wrong; 1: something is; 2: these numbers cannot be compared with this model.
+    Exit code 0: nothing is wrong; 1: something is; 2: the dump cannot be read. Numbers that say nothing beside those of
+    the model are of other tokens (10), of other positions (11), from the other side of a norm (12), in a layout that
+    no stage has (13), of other weights (14), or not those of the run in production (15).
     """
     from llorch.cli.diagnosed import print_diagnosis
     from llorch.cli.dumped import require_folders, write_text
@@ -70,6 +72,8 @@ def command(
 def _diagnosed(
     dump: Path, model: str, mapping: Path | None, tokens: list[int] | None, prompt: str | None, first_position: int
 ) -> "Diagnosis":  # fmt: skip
+    from dataclasses import replace
+
     import numpy as np
 
     from llorch.cli.dumped import read_stages
@@ -79,10 +83,12 @@ def _diagnosed(
     from llorch.files import open_weights
     from llorch.model import Model
     from llorch.verify.diagnosis.diagnose import diagnose
+    from llorch.verify.diagnosis.guards import check
 
     weights = open_weights(model_path(model))
     use_threads(weights.config)
     ids = Model(weights).tokenizer.encode(prompt) if prompt is not None else tokens
-    _, stages = read_stages(dump, weights, mapping, ids, first_position)
+    raw, stages = read_stages(dump, weights, mapping, ids, first_position)
+    stages = replace(stages, notes=[*stages.notes, *check(stages, weights, hashes=raw.weights)])
     with progress(f"diagnosing {dump}") as tell:
         return diagnose(weights.astype(np.float64), stages, model=model, say=tell)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
@@ -72,7 +73,7 @@ def test_every_stage_is_printed_where_that_is_asked_for(wrong: Path):
         ("diagnose {}/nothing --model micro-llama", 3, "nothing"),
         ("diagnose {}/right --model nowhere", 3, "not a built-in model"),
         ("diagnose {}/right --model micro-llama --html {}/no/page.html", 3, "the folder"),
-        ("diagnose {}/right --model micro-llama --tokens 1,2", 2, "ids: the dump has"),
+        ("diagnose {}/right --model micro-llama --tokens 1,2", 10, "ids: expected 2 tokens"),
         ("diagnose {}/right --model micro-llama --map {}/none.toml", 3, "none.toml"),
         ("diagnose {}/right --model micro-llama --tokens 1 --prompt x", 2, "not both"),
         ("diff {}/right", 2, "two dumps"),
@@ -105,3 +106,36 @@ def test_diff_reads_traces_and_says_what_one_side_alone_has(right: Path, tmp_pat
     assert f"only in {few}: mine" in result.stdout
     assert f"only in {right}: embed, l0.attn_norm" in result.stdout
     assert result.stdout.splitlines()[-1].startswith("first divergence: logits: shape: got (10, 7)")
+
+
+QUERIES = "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "expected"),
+    [
+        ({"embed": np.roll(np.arange(len(IDS)), 1)}, 10, "ids: expected 10 tokens (3 1 4 "),
+        ({"first_position": 9000}, 11, "positions: expected at most 8192, as the model has, got 9010"),
+        ({"l2.block_out": "final_norm"}, 12, "norm: expected l2.block_out before the final norm"),
+        ({"final_norm": "l0.ffn_gate"}, 13, "layout: final_norm (final_norm): expected seq=10 hidden=96"),
+        ({"weights": {QUERIES: "0" * 64}}, 14, f"weights: expected the numbers of {builtin_path('micro-llama')}"),
+        ({"production_logits": "logits"}, 15, "run: expected logits of token 0 of pass 0 to be those in production"),
+    ],
+)
+def test_what_says_nothing_of_the_engine_is_refused_each_with_its_code(
+    change: dict[str, Any], code: int, expected: str, tmp_path: Path
+):
+    trace = run(open_weights(builtin_path("micro-llama")), Pass(IDS))
+    ((name, what),) = change.items()
+    with DumpWriter(tmp_path / "d", weights=what if name == "weights" else {}) as writer:
+        writer.begin(IDS, what if name == "first_position" else 0)
+        if isinstance(what, str):
+            trace[name] = 1.5 * trace[what] if name == "production_logits" else trace[what]
+        if isinstance(what, np.ndarray):
+            trace[name] = trace[name][what]
+        for each, array in trace.items():
+            writer.add(each, array)
+    result = invoke("diagnose", str(tmp_path / "d"), *MODEL)
+    assert (result.exit_code, result.stdout) == (code, "")
+    assert result.stderr.startswith(f"llorch: {tmp_path / 'd'}: {expected}")
+    assert result.stderr.count("\n") == 1
