@@ -1,9 +1,13 @@
 """`llorch dump-writer`."""
 
+from pathlib import Path
+
 import pytest
 from command_line import invoke
 
 from llorch.cli.dump_writer import WRITERS
+from llorch.dumps.index import open_raw
+from llorch.dumps.stage_dump import Tokens
 from tests.dumps.test_writers import WRITERS as FILES
 
 
@@ -11,6 +15,15 @@ from tests.dumps.test_writers import WRITERS as FILES
 def test_a_writer_is_printed_as_it_is(language: str):
     (path,) = [path for path in FILES if path.name == WRITERS[language]]
     assert invoke("dump-writer", language).stdout == path.read_text(encoding="utf-8")
+
+
+def test_the_index_of_the_help_page_is_read(tmp_path: Path):
+    page = invoke("dump-writer", "--help").stdout
+    (tmp_path / "index.jsonl").write_text("".join(line + "\n" for line in page.splitlines() if line.strip()[:1] == "{"))
+    (tmp_path / "q.bin").write_bytes(bytes(3 * 64 * 4))
+    dump = open_raw(tmp_path)
+    assert dump.passes == (Tokens((9, 4, 7)),)
+    assert [(array.name, array.layer, array.shape) for _, array in dump.arrays] == [("q", 0, (3, 64))]
 
 
 def test_every_writer_can_be_had():

@@ -4,7 +4,6 @@
 //     params.cb_eval = LlorchDump::node;           // of llama_context_params, before the context is made;
 //     params.cb_eval_user_data = &dump;            // elsewhere ggml_backend_sched_set_eval_callback
 //     dump.begin(ids, n_ids, first_position);      // before each llama_decode
-//
 // Nodes keep their names and say their op. Ask for the logits of every token, and take n_ubatch of at least as many
 // tokens as a pass has: else the last layer has rows of some tokens, or a pass the same nodes twice.
 #include <algorithm>
@@ -52,8 +51,9 @@ public:
         const ggml_op no[] = {GGML_OP_NONE, GGML_OP_VIEW, GGML_OP_RESHAPE, GGML_OP_PERMUTE, GGML_OP_TRANSPOSE,
                               GGML_OP_CPY, GGML_OP_SET_ROWS};  // nothing is computed; or all of the cache
         const bool floats = t->type == GGML_TYPE_F32 || t->type == GGML_TYPE_F16 || t->type == GGML_TYPE_BF16;
-        const bool wanted = floats && std::find(std::begin(no), std::end(no), t->op) == std::end(no);
-        if (wanted && !ask) static_cast<LlorchDump *>(dump)->write(t);
+        auto *self = static_cast<LlorchDump *>(dump);  // before the first pass is what engines run to warm up
+        const bool wanted = self->n_passes && floats && std::find(std::begin(no), std::end(no), t->op) == std::end(no);
+        if (wanted && !ask) self->write(t);
         return ask ? wanted : true;
     }
 };
