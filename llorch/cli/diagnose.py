@@ -32,8 +32,8 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option("--junit", type=_FILE, help="Write XML as JUnit does: a test case for each stage.")
 @click.option("--html", type=_FILE, help="Write one page for a browser.")
 def command(
-    *, dump: Path, model: str, mapping: Path | None, tokens: list[int] | None, prompt: str | None, first_position: int,
-    every: bool, as_json: bool, junit: Path | None, html: Path | None,
+    *, dump: Path, model: str, mapping: Path | None, tokens: list[int] | None, prompt: str | None,
+    first_position: int | None, every: bool, as_json: bool, junit: Path | None, html: Path | None,
 ) -> None:  # fmt: skip
     """Compare DUMP, what an engine computed, with what MODEL makes of the same numbers, stage by stage.
 
@@ -70,10 +70,9 @@ def command(
 
 
 def _diagnosed(
-    dump: Path, model: str, mapping: Path | None, tokens: list[int] | None, prompt: str | None, first_position: int
+    dump: Path, model: str, mapping: Path | None, tokens: list[int] | None, prompt: str | None,
+    first_position: int | None,
 ) -> "Diagnosis":  # fmt: skip
-    from dataclasses import replace
-
     import numpy as np
 
     from llorch.cli.dumped import read_stages
@@ -83,12 +82,10 @@ def _diagnosed(
     from llorch.files import open_weights
     from llorch.model import Model
     from llorch.verify.diagnosis.diagnose import diagnose
-    from llorch.verify.diagnosis.guards import check
 
     weights = open_weights(model_path(model))
     use_threads(weights.config)
     ids = Model(weights).tokenizer.encode(prompt) if prompt is not None else tokens
-    raw, stages = read_stages(dump, weights, mapping, ids, first_position)
-    stages = replace(stages, notes=[*stages.notes, *check(stages, weights, hashes=raw.weights)])
     with progress(f"diagnosing {dump}") as tell:
+        stages = read_stages(dump, weights, mapping, ids, first_position)
         return diagnose(weights.astype(np.float64), stages, model=model, say=tell)

@@ -34,7 +34,7 @@ VERSION = 1  # of what --json gives
 @json_option("One object {version, first_divergence, stages, only}; NaN and infinity become null.")
 def command(
     *, dumps: tuple[Path, ...], model: str | None, mapping: Path | None, map_b: Path | None, tokens: list[int] | None,
-    first_position: int, suggest: bool, as_json: bool,
+    first_position: int | None, suggest: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Compare dumps A and B of one run, stage by stage: how far A is from B, and where it first is.
 
@@ -79,7 +79,7 @@ def _weights(model: str) -> "Weights":
     return open_weights(model_path(model))
 
 
-def _suggest(dumps: tuple[Path, ...], model: str | None, tokens: list[int] | None, first_position: int) -> None:
+def _suggest(dumps: tuple[Path, ...], model: str | None, tokens: list[int] | None, first_position: int | None) -> None:
     if model is None or len(dumps) != 1:
         raise click.UsageError("--suggest takes one dump and its --model")
     from llorch.cli.output import progress
@@ -87,12 +87,12 @@ def _suggest(dumps: tuple[Path, ...], model: str | None, tokens: list[int] | Non
     from llorch.dumps.suggest import suggest
 
     with progress(f"comparing {dumps[0]} with a run of {model}"):
-        text = suggest(open_raw(dumps[0]), _weights(model), tokens or (), first_position=first_position)
+        text = suggest(open_raw(dumps[0]), _weights(model), tokens or (), first_position=first_position or 0)
     click.echo(text, nl=False)
 
 
 def _side(
-    path: Path, weights: "Weights | None", mapping: Path | None, tokens: list[int] | None, first_position: int
+    path: Path, weights: "Weights | None", mapping: Path | None, tokens: list[int] | None, first_position: int | None
 ) -> "Side":
     from llorch.cli.dumped import read_stages
     from llorch.dumps.index import open_raw
@@ -100,7 +100,7 @@ def _side(
 
     if weights is None:
         return Side.of_names(open_raw(path))
-    return Side.of_stages(read_stages(path, weights, mapping, tokens, first_position)[1])
+    return Side.of_stages(read_stages(path, weights, mapping, tokens, first_position))
 
 
 def _first(reports: "dict[int, Report]") -> tuple[int, str] | None:

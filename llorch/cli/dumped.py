@@ -1,6 +1,7 @@
 """What several verbs do with a dump: read it under the names of the table, write a report of it."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,8 +10,6 @@ import click
 from llorch.cli.options import WholeNumber
 
 if TYPE_CHECKING:
-    from llorch.dumps.mapping import NameMap
-    from llorch.dumps.raw import RawDump
     from llorch.dumps.stage_dump import StageDump
     from llorch.files import Weights
 
@@ -19,29 +18,26 @@ map_option = click.option(
     "--map", "mapping", type=click.Path(path_type=Path), help="A TOML file that says what names stand for."
 )
 first_position_option = click.option(
-    "--first-position", type=WholeNumber(min=0), default=0, show_default=True, help="Of the first of these tokens."
+    "--first-position", type=WholeNumber(min=0), help="Of the first of these tokens.  [default: 0]"
 )
 
 
-def read_map(path: Path | None) -> "NameMap | None":
-    """A mapping, where one is given."""
-    from llorch.dumps.mapping import read_mapping
-
-    return None if path is None else read_mapping(path)
-
-
 def read_stages(
-    path: Path, weights: "Weights", mapping: Path | None, ids: Sequence[int] | None, first_position: int
-) -> "tuple[RawDump, StageDump]":
-    """A dump as it lies in files, and as stages of a model."""
+    path: Path, weights: "Weights", mapping: Path | None, ids: Sequence[int] | None, first_position: int | None
+) -> "StageDump":
+    """A dump as stages of a model, once the guards found that it may be compared; what the user says is held to it."""
     from llorch.dumps.index import open_raw
+    from llorch.dumps.mapping import read_mapping
     from llorch.dumps.names import stage_dump
+    from llorch.verify.diagnosis.guards import check
 
-    raw = open_raw(path)
-    stages = stage_dump(
-        raw, weights.config, mapping=read_map(mapping), ids=ids, first_position=first_position, weights=weights
+    raw, names = open_raw(path), None if mapping is None else read_mapping(mapping)
+    missing = None if raw.passes else ids  # what the dump says the guards compare, with a message of their own
+    dump = stage_dump(
+        raw, weights.config, mapping=names, ids=missing, first_position=first_position or 0, weights=weights
     )
-    return raw, stages
+    notes = check(dump, weights, ids=ids, first_position=first_position, hashes=raw.weights)
+    return replace(dump, notes=(*dump.notes, *notes))
 
 
 def require_folders(paths: Iterable[Path | None]) -> None:

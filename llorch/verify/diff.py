@@ -11,6 +11,7 @@ import numpy as np
 
 from llorch.dumps.raw import RawDump
 from llorch.dumps.stage_dump import StageDump, Tokens
+from llorch.errors import GuardFailed
 from llorch.stages import BY_NAME, key
 from llorch.verify.compare import FLOORS, Report, Tolerance, compare
 from llorch.verify.places import token_axis
@@ -65,14 +66,13 @@ def diff(a: Side, b: Side) -> Iterator[tuple[int, Report]]:
         Each pass that both have, and its report.
 
     Raises:
-        ValueError: They are of other tokens, or have no name in common.
+        GuardFailed: They are of other tokens or positions.
+        ValueError: They have no name in common.
     """
     for number, (ours, theirs) in enumerate(zip(a.passes, b.passes, strict=False)):
         if ours != theirs:
-            raise ValueError(
-                f"diff: expected the same tokens in pass {number}, got {_said(ours)} in {a.source} and {_said(theirs)} "
-                f"in {b.source}"
-            )
+            said = f"expected {_said(theirs)} in pass {number}, as {b.source} has, got {_said(ours)}"
+            raise GuardFailed("positions" if ours.ids == theirs.ids else "ids", said, source=a.source)
     shared = {number for number, _ in a.arrays} & {number for number, _ in b.arrays}
     for number in sorted(shared):
         yield number, _compared(a, b, number)

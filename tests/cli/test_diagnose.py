@@ -1,6 +1,8 @@
 """`llorch diagnose` and `llorch diff` as users call them, on dumps in files."""
 
 import json
+import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -73,7 +75,9 @@ def test_every_stage_is_printed_where_that_is_asked_for(wrong: Path):
         ("diagnose {}/nothing --model micro-llama", 3, "nothing"),
         ("diagnose {}/right --model nowhere", 3, "not a built-in model"),
         ("diagnose {}/right --model micro-llama --html {}/no/page.html", 3, "the folder"),
-        ("diagnose {}/right --model micro-llama --tokens 1,2", 10, "ids: expected 2 tokens"),
+        ("diagnose {}/right --model micro-llama --tokens 1,2", 10, "ids: expected"),
+        ("diagnose {}/right --model micro-llama --tokens 3,1,4,15,9,2,6,5,33,17 --first-position 4", 11, "positions: "),
+        ("diagnose {}/right --model micro-qwen2", 13, "layout"),
         ("diagnose {}/right --model micro-llama --map {}/none.toml", 3, "none.toml"),
         ("diagnose {}/right --model micro-llama --tokens 1 --prompt x", 2, "not both"),
         ("diff {}/right", 2, "two dumps"),
@@ -85,6 +89,19 @@ def test_what_cannot_be_done_is_one_line(words: str, code: int, expected: str, r
     result = invoke(*words.replace("{}", str(right.parent)).split())
     assert (result.exit_code, result.stdout) == (code, "")
     assert expected in result.stderr.splitlines()[-1]
+
+
+def test_suggest_drafts_a_mapping_with_which_the_dump_is_read(wrong: Path, tmp_path: Path):
+    mine = tmp_path / "mine"
+    shutil.copytree(wrong, mine)
+    index = (mine / "index.jsonl").read_text()
+    (mine / "index.jsonl").write_text(re.sub(r'"l(\d)\.(\w+)"', r'"h\1/z_\2"', index).replace('"logits"', '"z_out"'))
+    draft = invoke("diff", "--suggest", str(mine), *MODEL)
+    assert draft.exit_code == 0, draft.stderr
+    assert re.search(r'"h\{i\}/z_q_rope" = "q_rope"', draft.stdout)
+    (tmp_path / "names.toml").write_text(draft.stdout)
+    result = invoke("diagnose", str(mine), *MODEL, "--map", str(tmp_path / "names.toml"))
+    assert (result.exit_code, "WRONG  l0.q_rope" in result.stdout) == (1, True)
 
 
 @pytest.mark.parametrize("model", [(), MODEL])

@@ -8,6 +8,7 @@ import pytest
 from llorch.builtin import builtin_path
 from llorch.dumps.raw import RawArray, RawDump
 from llorch.dumps.stage_dump import Seen, StageDump, Tokens
+from llorch.errors import GuardFailed
 from llorch.files import open_weights
 from llorch.verify.diff import Side, diff
 from llorch.verify.places import Pass
@@ -55,9 +56,11 @@ def test_what_was_stored_in_half_precision_is_held_to_its_steps(trace: Mapping[s
     assert report.first_divergence == "l0.q_proj"
 
 
-def test_other_tokens_are_refused(trace: Mapping[str, np.ndarray]):
-    with pytest.raises(ValueError, match=r"diff: expected the same tokens in pass 0, got ids 3,1,4,15,9 from 0 in x"):
-        list(diff(side(trace), side(trace, tokens=Tokens(IDS.ids, 7))))
+@pytest.mark.parametrize(("theirs", "guard"), [(Tokens(IDS.ids, 7), "positions"), (Tokens((3, 1, 4, 15, 8)), "ids")])
+def test_other_tokens_are_refused(theirs: Tokens, guard: str, trace: Mapping[str, np.ndarray]):
+    with pytest.raises(GuardFailed, match=r"expected ids .* in pass 0, as x has, got ids 3,1,4,15,9 from 0") as refused:
+        list(diff(side(trace), side(trace, tokens=theirs)))
+    assert refused.value.guard == guard
 
 
 def test_without_a_model_arrays_of_one_name_and_layer_are_compared_as_they_are():
