@@ -42,7 +42,7 @@ def passes_of(
     if not said:
         raise FormatError(
             "Missing",
-            "ids: expected the token ids of the run, got none; give --ids, or [run] ids in a mapping",
+            "ids: expected the token ids of the run, got none; give --tokens, or [run] ids in a mapping",
             path=raw.source,
         )
     (who, passes), *others = said.items()

@@ -48,7 +48,7 @@ def suggest(raw: RawDump, weights: Weights, ids: Sequence[int] = (), *, first_po
     compare(patterns, weights, passes)
     offset = _counted_from(patterns)
     chosen = _chosen(patterns, offset)
-    lines = ["# Drafted from shapes and values; check it, first of all what is unlike ours.", "", "[names]"]
+    lines = ["# Drafted from shapes and values, for --map; check it, first of all what is unlike ours.", "", "[names]"]
     lines += [_name_line(pattern, chosen.get(pattern.name), offset, config.head_dim) for pattern in patterns]
     rotated = {g.stages[0][0] for g in chosen.values() if g.layout.permuted and g.stages[0].endswith("_rope")}
     for pattern in patterns:

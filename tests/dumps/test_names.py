@@ -4,13 +4,15 @@ from collections.abc import Mapping
 
 import numpy as np
 import pytest
-from raw_dumps import as_llamacpp, as_transformers, golden_trace, raw_dump, weights_of
+from raw_dumps import as_llamacpp, as_transformers, golden_trace, raw_array, raw_dump, weights_of
 
 from llorch.builtin import BUILTIN
 from llorch.dumps.layout import half_split
 from llorch.dumps.mapping import mapping_of
 from llorch.dumps.names import stage_dump
+from llorch.dumps.raw import RawArray
 from llorch.dumps.stage_dump import StageDump
+from llorch.errors import FormatError
 from llorch.files import Weights
 from llorch.files.names import interleave
 from llorch.ops.rope import rope, rope_tables
@@ -113,3 +115,56 @@ def test_scores_of_keys_by_queries_are_read_as_they_are_unless_declared():
     declared = mapping_of({"layout": {"attn_probs": {"axes": "heads ctx seq"}}})
     np.testing.assert_array_equal(plain.seen[0, "l0.attn_probs"].read(), turned)
     check(stage_dump(raw, weights.config, mapping=declared), trace)
+
+
+NO_ARRAY = np.zeros(1, np.float32)
+QWEN = "micro-qwen2"  # three layers, with biases
+
+
+def test_nodes_whose_pairs_were_put_in_order_are_left_as_they_are():
+    weights = weights_of("micro-llama")
+    ids, trace = golden_trace("micro-llama", "transformers")
+    raw = raw_dump([raw_array("Qcur-0", trace["l0.q_rope"], op="ROPE")], ids)
+    dump = stage_dump(raw, weights.config, weights=weights)
+    check(dump, trace)
+    assert dump.notes == ("Qcur-0 is a node of llama.cpp: its pairs of RoPE are read as halves, by their values",)
+    assert "neighbours, as in its files" in stage_dump(raw, weights.config).notes[0]
+
+
+def test_what_has_no_name_is_in_one_note_and_a_second_name_in_another():
+    ids, trace = golden_trace("micro-llama", "transformers")
+    arrays = {f"x{i}": NO_ARRAY for i in range(3)} | {letter: NO_ARRAY for letter in "abcdefgh"}
+    arrays |= {"model.layers.0": trace["l0.block_out"], "hidden_states.1": trace["l0.block_out"]}
+    dump = stage_dump(raw_dump(arrays, ids), weights_of("micro-llama").config)
+    assert [(key, seen.name) for (_, key), seen in dump.seen.items()] == [("l0.block_out", "model.layers.0")]
+    assert dump.notes == (
+        "hidden_states.1 is l0.block_out, as model.layers.0 is: left out",
+        "of 11 arrays it is not known which stage they are; they are left out: x{i}, a, b, c, d, e, f, g and 1 more; "
+        "name them in a mapping, which llorch diff --suggest drafts",
+    )
+
+
+@pytest.mark.parametrize(
+    ("arrays", "said"),
+    [
+        ([raw_array("l3.q_rope", NO_ARRAY)], "OutOfRange: l3.q_rope (q_rope): expected a layer from 0 to 2, got 3"),
+        ([raw_array("blk.0.x", NO_ARRAY)], "OutOfRange: blk.0.x (q_rope): expected a layer from 0 to 2, got -1"),
+        ([raw_array("y", NO_ARRAY)], "OutOfRange: y (q_rope): expected a layer from 0 to 2, got None"),
+        ([raw_array("l1.q_norm", NO_ARRAY)], "Unexpected: l1.q_norm (q_norm): expected a stage that a qwen2 model has"),
+        ([raw_array("logits", NO_ARRAY.astype(int))], "DType: logits (logits): expected float32, float16, bfloat16, "),
+        ([raw_array("embed", np.zeros((2, 96)))] * 2, "Duplicate: embed: expected one array in pass 0, got two; begin"),
+    ],
+)
+def test_what_no_model_of_this_kind_shows_is_refused(arrays: list[RawArray], said: str):
+    mapping = mapping_of({"names": {"blk.{i+1}.x": "q_rope", "y": "q_rope"}})
+    with pytest.raises(FormatError) as error:
+        stage_dump(raw_dump(arrays, [1, 2]), weights_of(QWEN).config, mapping=mapping)
+    assert str(error.value).startswith(f"dump: {said}")
+
+
+def test_nothing_is_read_before_it_is_asked_for():
+    def refuse() -> np.ndarray:
+        raise AssertionError
+
+    arrays = [RawArray("embed", "float32", (2, 96), refuse), RawArray("unknown", "float32", (2, 96), refuse)]
+    assert [*stage_dump(raw_dump(arrays, [1, 2]), weights_of(QWEN).config).seen] == [(0, "embed")]

@@ -1,0 +1,72 @@
+"""What names of ours, of llama.cpp's nodes and of Hugging Face's modules stand for."""
+
+import pytest
+from raw_dumps import weights_of
+
+from llorch.dumps.known_names import meaning_of
+
+QWEN = "micro-qwen2"  # three layers, with biases
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "stages", "found_in"),
+    [
+        ("q_rope", 2, ["q_rope"], 2),
+        ("layers.1.attn_norm", None, ["attn_norm"], 1),
+        ("l1.logits", None, None, None),
+        ("q_rope", None, None, None),
+        ("logits", 1, None, None),
+        ("l1.x", None, None, None),
+        ("l_out", 1, ["block_out"], 1),
+        ("kq-0", None, ["kq"], 0),
+        ("inp_embd", None, ["embed"], None),
+        ("result_norm-1", None, None, None),
+        ("node_14", None, None, None),
+        ("model.layers.2", None, ["block_out"], 2),
+        ("base_model.model.model.layers.2.mlp.down_proj.input", None, ["ffn_act"], 2),
+        ("model.layers.2.mlp.down_proj.input.0", None, ["ffn_act"], 2),
+        ("model.layers.2.self_attn", None, ["attn_out"], 2),
+        ("input_layernorm", 1, ["attn_norm"], 1),
+        ("model.norm", None, ["final_norm"], None),
+        ("lm_head.output", None, ["logits"], None),
+        ("lm_head", 1, None, None),
+        ("model", None, None, None),
+        ("model.layers.2.mlp.act_fn", None, None, None),
+        ("model.layers.0.self_attn.qkv_proj", None, ["q_proj", "k_proj", "v_proj"], 0),
+        ("hidden_states.0", None, ["embed"], None),
+        ("hidden_states_2", None, ["block_out"], 1),
+        ("hidden_states.3", None, ["final_norm"], None),
+        ("attentions.1", None, ["attn_probs"], 1),
+        ("past_key_values.1.0", None, ["k_cache"], 1),
+        ("past_key_values.1.value", None, ["v_cache"], 1),
+        ("past_key_values.1", None, None, None),
+        ("attentions.1.key", None, None, None),
+    ],
+)
+def test_a_name_means(name: str, layer: int | None, stages: list[str] | None, found_in: int | None):
+    meaning = meaning_of(name, layer, weights_of(QWEN).config, op="", nth=0, of=1)
+    if stages is None:
+        assert meaning is None
+    else:
+        assert meaning is not None
+        assert ([*meaning.stages], meaning.layer) == (stages, found_in)
+        assert ("behind the final norm" in meaning.assumed) == (name == "hidden_states.3")
+
+
+@pytest.mark.parametrize(
+    ("model", "ops", "read_as"),
+    [
+        ("micro-llama", ["MUL_MAT", "RESHAPE", "ROPE"], ["q_proj", "", "q_rope"]),
+        (QWEN, ["MUL_MAT", "ADD", "RESHAPE", "ROPE"], ["", "q_proj", "", "q_rope"]),
+        ("micro-llama", ["", "", ""], ["q_proj", "", "q_rope"]),
+        (QWEN, ["", "", "", ""], ["", "q_proj", "", "q_rope"]),
+        (QWEN, [""], ["q_rope"]),
+    ],
+)
+def test_what_is_called_qcur_is_known_by_its_operation_or_its_place(model: str, ops: list[str], read_as: list[str]):
+    config = weights_of(model).config
+    found = [meaning_of("Qcur-1", None, config, op=op, nth=nth, of=len(ops)) for nth, op in enumerate(ops)]
+    assert ["".join(each.stages) if each else "?" for each in found] == read_as
+    assert [bool(each and each.assumed) for each in found] == [not ops[0] and bool(stage) for stage in read_as]
+    values = [meaning_of("Vcur-1", None, config, op="", nth=nth, of=2) for nth in (0, 1)]
+    assert ["".join(each.stages) if each else "?" for each in values] == ["", "v_proj"]
