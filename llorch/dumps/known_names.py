@@ -9,6 +9,7 @@ from llorch.stages import BY_NAME, STAGES
 
 RAW_SCORES = "kq"  # query times key, neither scaled nor masked
 _OLD_NODES = {"inp_embd": "embed", "kqv_merged_cont": "attn_context", "kq_soft_max_ext": "attn_probs"}
+_NO_STAGES = re.compile(r".* \((?:view|reshaped|permuted|transposed|cont|copy.*)\)|(?:norm|kqv)(?:-[0-9]+)?")  # nodes
 _PROJECTED = {"Qcur": "q", "Kcur": "k", "Vcur": "v"}
 _MODULES_BESIDE_THE_TABLE = {
     ("self_attn", "output"): ("attn_out",),
@@ -73,10 +74,25 @@ def meaning_of(name: str, layer: int | None, config: ModelConfig, *, op: str, nt
     Returns:
         The meaning, without any stage for a node of llama.cpp that is none.
     """
+    if _NO_STAGES.fullmatch(name):  # `norm` is not multiplied with its gain yet; that of transformers is `model.norm`
+        return Meaning((), by_llamacpp=True)
     known = _ours(name, layer) or _llamacpp(name, layer, config, op, nth, of)
-    if known or op:  # the node `norm` of ggml is not yet multiplied with its gain, the module of transformers is
+    if known or op:
         return known
     return _output_of_transformers(name, config) or _module(name, layer)
+
+
+def nameless(name: str, op: str, before: Meaning | None, config: ModelConfig) -> Meaning | None:
+    """What a node that llama.cpp gives a number only stands for, by its operation and the stage `before`.
+
+    These are flash attention, and in most families the product with `o_proj`.
+    """
+    if before is None or before.layer is None or not re.fullmatch("node_[0-9]+", name):
+        return None
+    if op == "FLASH_ATTN_EXT":
+        return Meaning(("attn_context",), before.layer, True)
+    is_product = op == "MUL_MAT" and before.stages == ("attn_context",) and not config.o_bias
+    return Meaning(("attn_out",), before.layer, True) if is_product else None
 
 
 def _ours(name: str, layer: int | None) -> Meaning | None:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 
 from llorch.config import ModelConfig
 from llorch.dumps.ids import passes_of
-from llorch.dumps.known_names import RAW_SCORES, Meaning, meaning_of
+from llorch.dumps.known_names import RAW_SCORES, Meaning, meaning_of, nameless
 from llorch.dumps.layout import Layout
 from llorch.dumps.mapping import NameMap
 from llorch.dumps.raw import RawArray, RawDump
@@ -91,6 +91,7 @@ def names_of(raw: RawDump, config: ModelConfig, mapping: NameMap) -> Names:
     names = Names()
     times = Counter((n_pass, array.name, array.layer) for n_pass, array in raw.arrays)
     before: Counter[tuple[int, str, int | None]] = Counter()
+    node: Meaning | None = None  # the last one of llama.cpp that is a stage
     for n_pass, array in raw.arrays:
         place = n_pass, array.name, array.layer
         mapped = mapping.find(array.name, array.layer)
@@ -99,10 +100,12 @@ def names_of(raw: RawDump, config: ModelConfig, mapping: NameMap) -> Names:
         else:
             pattern, counts = "", {"nth": before[place], "of": times[place]}
             meaning = meaning_of(array.name, array.layer, config, op=array.op, **counts)
+            meaning = meaning or nameless(array.name, array.op, node, config)
         before[place] += 1
         if meaning is None:
             names.unnamed.append((n_pass, array))
         elif meaning.stages:
+            node = meaning if meaning.by_llamacpp else None
             layout = mapping.layout(meaning.stages[0], pattern)
             names.named.append(_checked(raw.source, n_pass, array, meaning, layout, config))
             names.assumed += [meaning.assumed] if meaning.assumed else []

@@ -3,7 +3,7 @@
 import pytest
 from raw_dumps import weights_of
 
-from llorch.dumps.known_names import meaning_of
+from llorch.dumps.known_names import Meaning, meaning_of, nameless
 
 QWEN = "micro-qwen2"  # three layers, with biases
 
@@ -70,3 +70,27 @@ def test_what_is_called_qcur_is_known_by_its_operation_or_its_place(model: str, 
     assert [bool(each and each.assumed) for each in found] == [not ops[0] and bool(stage) for stage in read_as]
     values = [meaning_of("Vcur-1", None, config, op="", nth=nth, of=2) for nth in (0, 1)]
     assert ["".join(each.stages) if each else "?" for each in values] == ["", "v_proj"]
+
+
+@pytest.mark.parametrize(
+    ("name", "op", "before", "stages"),
+    [
+        ("node_31", "FLASH_ATTN_EXT", Meaning(("v_proj",), 2, True), ("attn_context",)),
+        ("node_33", "MUL_MAT", Meaning(("attn_context",), 2, True), ("attn_out",)),
+        ("node_33", "MUL_MAT", Meaning(("attn_norm",), 2, True), None),
+        ("node_33", "GET_ROWS", Meaning(("attn_context",), 2, True), None),
+        ("mine", "MUL_MAT", Meaning(("attn_context",), 2, True), None),
+        ("node_33", "MUL_MAT", None, None),
+        ("node_0", "MUL_MAT", Meaning(("embed",), None, True), None),
+    ],
+)
+def test_a_node_without_a_name_is_known_by_what_it_follows(
+    name: str, op: str, before: Meaning | None, stages: tuple[str, ...] | None
+):
+    meaning = nameless(name, op, before, weights_of(QWEN).config)
+    assert (meaning and (meaning.stages, meaning.layer)) == (stages and (stages, 2))
+
+
+@pytest.mark.parametrize("name", ["norm", "norm-0", "kqv-1", "Kcur-0 (view)", "cache_v_l1 (reshaped) (view)"])
+def test_other_nodes_of_llamacpp_are_no_stages(name: str):
+    assert meaning_of(name, None, weights_of(QWEN).config, op="", nth=0, of=1) == Meaning((), by_llamacpp=True)

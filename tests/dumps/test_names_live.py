@@ -1,0 +1,53 @@
+"""All nodes of a run of llama.cpp, under its own names: what an eval callback that keeps everything writes."""
+
+import os
+
+import numpy as np
+import pytest
+from raw_dumps import golden_trace, raw_array, raw_dump, weights_of
+
+from llorch.builtin import BUILTIN, builtin_path
+from llorch.dumps.names import stage_dump
+from llorch.dumps.raw import RawArray
+from llorch.verify.witnesses.process import GGML_VARIABLES
+
+pytestmark = pytest.mark.live
+
+
+def all_nodes(model: str, ids: tuple[int, ...], *, with_op: bool) -> list[RawArray]:
+    os.environ |= GGML_VARIABLES
+    from llorch.verify.witnesses import ggml_tensor
+    from llorch.verify.witnesses.llamacpp import LlamaCpp
+    from llorch.verify.witnesses.llamacpp_graph import Watcher
+
+    nodes: list[RawArray] = []
+
+    class Everything:
+        def stage_of(self, _tensor: ggml_tensor.GgmlTensor) -> str:
+            return "wanted"
+
+        def keep(self, tensor: ggml_tensor.GgmlTensor) -> None:
+            op = ggml_tensor.op_name(tensor) if with_op else ""
+            nodes.append(raw_array(tensor.name.decode(), ggml_tensor.read(tensor), op=op))
+
+    with LlamaCpp(builtin_path(model)) as engine:
+        engine._logits(ids, 0, Watcher(Everything()))  # type: ignore[arg-type] (what a capture is asked)
+    return nodes
+
+
+@pytest.mark.parametrize("with_op", [True, False])
+@pytest.mark.parametrize("model", BUILTIN)
+def test_every_stage_is_found_among_all_nodes_of_llamacpp(model: str, with_op: bool):
+    weights = weights_of(model)
+    ids, trace = golden_trace(model, "llamacpp")
+    nodes = all_nodes(model, ids, with_op=with_op)
+    dump = stage_dump(raw_dump(nodes, ids), weights.config, weights=weights)
+    without = (
+        ("k_cache", "v_cache") if with_op or weights.config.family == "llama" else ("k_cache", "v_cache", "attn_out")
+    )
+    assert {key for _, key in dump.seen} == {key for key in trace if not key.endswith(without)}
+    for (_, key), seen in dump.seen.items():
+        want = trace[key]
+        size = np.abs(want[np.isfinite(want)]).max()
+        np.testing.assert_allclose(seen.read(), want, rtol=0, atol=1e-5 * size, err_msg=key)
+    assert not any("not known which stage" in note and "norm" in note for note in dump.notes)
