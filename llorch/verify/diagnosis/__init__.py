@@ -4,7 +4,7 @@ In comes a `StageDump` and the weights that the engine ran; out comes a `Diagnos
 
     verdict      what comes out: every stage's error, local and inherited, and findings
     profile      in which tokens, heads and channels an error lies
-    guards       whether numbers may be compared at all: ids, positions, norms, layout, weights, the run
+    guards       whether numbers may be compared at all: ids, positions, layout, the run; `norm_places`, `weight_hashes`
     replay       our forward pass, fed what the engine showed; with mistakes planted where it is told
     hypotheses   what may be planted: known mistakes, settings with a value, honest differences of arithmetic
     diagnose     which of them explain the error, what is left, and what this dump could not have shown

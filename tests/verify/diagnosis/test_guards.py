@@ -13,7 +13,7 @@ from llorch.dumps.names import stage_dump
 from llorch.dumps.raw import RawDump, digest
 from llorch.dumps.stage_dump import Features, Seen, StageDump, Tokens
 from llorch.errors import GuardFailed
-from llorch.files.names import interleave, inventory, undo_interleave
+from llorch.files.names import inventory
 from llorch.ops.linear import linear
 from llorch.ops.rms_norm import rms_norm
 from llorch.ops.rounding import round_activations
@@ -95,6 +95,7 @@ TABLE = WEIGHTS.array("embed_tokens")
     [
         TABLE[(np.array(IDS) + 1) % len(TABLE)], 11 * TABLE[list(IDS)], np.full_like(TRACE["embed"], np.nan),
         TABLE.reshape(TABLE.shape[::-1])[:, list(IDS)].T, WEIGHTS.array("lm_head")[list(IDS)],
+        TABLE[np.array(IDS) % 256],
     ],
 )  # fmt: skip
 def test_a_wrong_lookup_of_the_right_tokens_is_left_to_the_diagnosis(wrong: np.ndarray):
@@ -180,73 +181,19 @@ def test_a_norm_that_the_engine_left_out_or_made_twice_is_left_to_the_diagnosis(
     assert check(dump_of(arrays, ids=IDS[:n_tokens]), WEIGHTS) == []
 
 
+@pytest.mark.parametrize("odd", [np.inf, np.nan, 1e38])
+def test_numbers_that_ran_away_are_left_to_the_diagnosis(odd: float):
+    assert (
+        check(
+            dump_of({key: np.where(array > 1, np.float32(odd), 1e30 * array) for key, array in TRACE.items()}), WEIGHTS
+        )
+        == []
+    )
+
+
 def test_where_nothing_was_made_of_it_a_norm_that_looks_left_out_is_noted():
     (note,) = check(dump_of({LAST: OUT, "final_norm": OUT}), WEIGHTS)
     assert note == "norm: final_norm is what goes into the norm: left out by the engine, or dumped at another place"
-
-
-def f16(array: np.ndarray) -> np.ndarray:
-    return round_activations(array, "F16")
-
-
-def weight(name: str) -> np.ndarray:
-    return WEIGHTS.array(f"layers.1.{name}")
-
-
-Q, K, UP = "model.layers.1.self_attn.q_proj.weight", "blk.1.attn_k.weight", "model.layers.1.mlp.up_proj.weight"
-HEADS, KV_HEADS = WEIGHTS.config.n_heads, WEIGHTS.config.n_kv_heads
-
-
-@pytest.mark.parametrize(
-    ("name", "array", "note"),
-    [
-        (Q, interleave(weight("q_proj"), HEADS), "is ours with neighbouring pairs"),
-        (K, interleave(weight("k_proj"), KV_HEADS), "is ours with neighbouring pairs"),
-        (K, undo_interleave(weight("k_proj"), KV_HEADS), "is ours with pairs undone twice"),
-        (UP, weight("up_proj").T, "is ours transposed"),
-        (UP, weight("gate_proj"), "is our layers.1.gate_proj"),
-        (UP, WEIGHTS.array("layers.0.up_proj"), "is our layers.0.up_proj"),
-        ("blocks.1.w3", weight("up_proj"), "is our layers.1.up_proj"),
-        ("model.layers.1.input_layernorm.weight", weight("attn_norm") + 1, "is ours plus 1"),
-        (UP, bf16(weight("up_proj")), "is ours rounded to bfloat16"),
-        ("rope.freqs", np.ones(3), "is not compared: neither name nor hash are those of a weight"),
-    ],
-)  # fmt: skip
-def test_the_same_numbers_in_another_layout_or_place_are_noted(name: str, array: np.ndarray, note: str):
-    dump = dump_of({}, dtype="bfloat16")
-    assert check(dump, WEIGHTS, hashes={name: digest(array)}) == [f"weights: {name} {note}"]
-
-
-def test_keys_that_were_permuted_with_the_number_of_query_heads_are_recognised():
-    story = weights_of("story")
-    told = digest(interleave(story.array("layers.0.k_proj"), story.config.n_heads))
-    notes = check(dump_of({}), story, hashes={"blk.0.attn_k.weight": told})
-    assert notes == ["weights: blk.0.attn_k.weight is ours with neighbouring pairs of as many heads as q has"]
-
-
-def test_tensors_of_a_kind_are_told_together():
-    names = [f"model.layers.{i}.self_attn.q_proj.weight" for i in range(3)]
-    hashes = {name: digest(interleave(WEIGHTS.array(f"layers.{i}.q_proj"), HEADS)) for i, name in enumerate(names)}
-    hashes |= {f"freqs.{i}": digest(np.full(2, i)) for i in range(5)}
-    assert check(dump_of({}), WEIGHTS, hashes=hashes) == [
-        f"weights: {', '.join(names)} is ours with neighbouring pairs",
-        "weights: freqs.0, freqs.1, freqs.2 and 2 more is not compared: neither name nor hash are those of a weight",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("array", "how"),
-    [
-        (bf16(weight("up_proj")), "is ours rounded to bfloat16"),
-        (f16(weight("up_proj")), "is ours rounded to float16"),
-        (bf16(weight("up_proj")).T, "is ours transposed rounded to bfloat16"),
-        (1.01 * weight("up_proj"), "has other numbers in every layout that is known"),
-    ],
-)
-def test_other_numbers_are_refused(array: np.ndarray, how: str):
-    hashes = {UP: digest(array), Q: digest(weight("q_proj"))}
-    message = f"expected the numbers of .*{NAME}.gguf, got others in 1 of 2 tensors: {UP} {how}; give the file"
-    refused("weights", message, dump_of({}), hashes=hashes)
 
 
 def in_production(logits: np.ndarray, *, tokens: tuple[int, ...] | None = None, **features: Any) -> StageDump:
