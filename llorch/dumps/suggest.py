@@ -7,6 +7,7 @@ order of writing decides among the stages of its shape.
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from llorch.dumps.alike import Guess, Pattern, compare, patterns_of
@@ -20,8 +21,10 @@ from llorch.files import Weights
 from llorch.stages import STAGES, key
 
 _ALIKE = 0.1  # unlike ours by at most that: this stage, wherever it was written
+_STILL_ALIKE = 0.7  # behind a mistake
 _SAME_SIZE = 0.02
 _LEFT_OUT = 2.0  # what no stage costs, in unlikeness
+_TRIED = 4  # arrays, each beside the whole embedding table
 _Choice = tuple[float, dict[str, Guess]]  # what it costs, by the name of the pattern
 
 
@@ -62,12 +65,15 @@ def suggest(raw: RawDump, weights: Weights, ids: Sequence[int] = (), *, first_po
 
 
 def _embeddings(unnamed: Sequence[tuple[int, RawArray]], weights: Weights) -> dict[int, RawArray]:
-    """The array of each pass whose rows are rows of the embedding table."""
+    """The array of each pass whose rows are rows of the embedding table: among the first of that width."""
     width = weights.config.hidden_size
     found: dict[int, RawArray] = {}
+    tried: Counter[int] = Counter()
     for n_pass, array in unnamed:
-        fits = array.shape[-1:] == (width,) and n_pass not in found
-        if fits and ids_from_embedding(array.read().reshape(-1, width), weights) is not None:
+        if array.shape[-1:] != (width,) or n_pass in found or tried[n_pass] == _TRIED:
+            continue
+        tried[n_pass] += 1
+        if ids_from_embedding(array.read().reshape(-1, width), weights) is not None:
             found[n_pass] = array
     return found
 
@@ -146,7 +152,7 @@ def _name_line(pattern: Pattern, guess: Guess | None, offset: int, head_dim: int
     target = stages if others else key(stage, None if pattern.is_numbered else guess.offset)
     sure = f"{math.sqrt(1 - guess.unlike**2):.4f} alike"
     if guess.unlike > _ALIKE:
-        sure += ", by shape and order only"
+        sure += ", by shape and order only" if guess.unlike > _STILL_ALIKE else ", in this order"
     elif abs(times - 1) > _SAME_SIZE:
         sure += f", {times:.4g} times ours"
     return f"{name} = {json.dumps(target)}  # {sure}"

@@ -131,10 +131,10 @@ def test_half_precision_is_widened_and_rows_are_those_of_their_tokens():
 @pytest.mark.parametrize(
     ("shape", "layout", "said"),
     [
-        ((N, 7), {}, f"l1.q_rope (q_rope): expected seq={N} heads=15 head_dim=32, in any order of the axes"),
+        ((N, 7), {}, f"dump: layout: l1.q_rope (q_rope): expected seq={N} heads=15 head_dim=32, in any order"),
         ((2, N, 15, 32), {}, "give axes under [layout.q_rope], or check that model and tokens are those of the run"),
         ((N, 15, 32), {"axes": "seq head head_dim"}, "got seq head head_dim; did you mean 'heads'?"),
-        ((N, 15, 32), {"axes": "seq heads"}, "expected seq heads head_dim and batch, in any order"),
+        ((N, 15, 32), {"axes": "seq heads"}, "dump: Malformed: l1.q_rope (q_rope): axes: expected seq heads"),
         ((N, 15, 33), {"axes": "seq heads head_dim"}, f"to be ({N}, 15, 32), got ({N}, 15, 33)"),
     ],
 )  # fmt: skip
