@@ -32,6 +32,7 @@ class Judged:
     numerics: str = ""  # the arithmetic, when it is not exact
     checkpoints: Sequence[str] = EXACT  # those that should have rows
     backend: str = ""  # device and dtype of the torch path, when that was judged
+    dump: str = ""  # where what another engine wrote down lies, when that is the witness
 
     @property
     def witnesses(self) -> list[str]:

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 import click
+import numpy as np
 
 from llorch.builtin import BUILTIN
+from llorch.cli.dumped import read_stages
 from llorch.cli.inputs import choose_ids, chosen_numerics, model_path, say_plan
 from llorch.cli.judged import ALL, KERNELS, TRAINING, Judged, summary
 from llorch.cli.judged import EXACT as FORWARD
@@ -26,6 +28,7 @@ from llorch.files import open_weights
 from llorch.files.residency import Residency
 from llorch.model import Model, load
 from llorch.numerics import EXACT, GGML, Numerics
+from llorch.verify.diagnosis.rows import dump_rows
 from llorch.verify.goldens import N_GREEDY
 from llorch.verify.judge import Row
 from llorch.verify.models import verify_as_stored, verify_live, verify_stored
@@ -101,12 +104,42 @@ def judge_all(
                 done.append(judged)
                 if not as_json:
                     print_model(out, judged, detail=detail)
+    used = threads + (f"; processes: {workers.n_processes}" if workers.n_processes > 1 else "")
+    return _reported(done, absent, used, strict=strict, as_json=as_json)
+
+
+def judge_dump(
+    models: Sequence[str], dump: Path, mapping: Path | None, arithmetic: Arithmetic, *, prompt: str | None,
+    tokens: list[int] | None, as_json: bool, detail: bool,
+) -> int:  # fmt: skip
+    """Judge our stages of one model by what another engine wrote down of a run, report, and return the exit code."""
+    if len(models) != 1 or arithmetic.backend != "numpy":
+        raise click.UsageError("a dump is of one model, and compared with NumPy's stages: give one MODEL, no --backend")
+    _refuse_residency(arithmetic)
+    weights = open_weights(model_path(models[0]))
+    threads, numerics = use_threads(weights.config), chosen_numerics(arithmetic.numerics, arithmetic.kv_cache)
+    ids = Model(weights).tokenizer.encode(prompt) if prompt is not None else tokens
+    with progress(f"verifying {models[0]}") as tell:
+        stages = read_stages(dump, weights, mapping, ids, None)
+        run = weights.using(numerics) if numerics != EXACT else weights.astype(np.float64)
+        rows = list(dump_rows(run, stages, model=models[0], say=tell))
+    judged = Judged(models[0], rows, checkpoints=sorted({row.checkpoint for row in rows}), dump=str(dump))
+    if not as_json:
+        for note in stages.notes:
+            say(f"note: {note}")
+        print_model(console(), judged, detail=detail)
+    return _reported([judged], {}, threads, strict=False, as_json=as_json)
+
+
+def _reported(done: Sequence[Judged], absent: Mapping[str, str], used: str, *, strict: bool, as_json: bool) -> int:
+    """Close the report, or print all of it as JSON; the exit code."""
     counts = summary(done, absent, strict=strict)
     if as_json:
         rows = [row.record() for judged in done for row in judged.rows]
         click.echo(to_json({"version": VERSION, "rows": rows, "summary": counts}))
     else:
-        out.print(threads + (f"; processes: {workers.n_processes}" if workers.n_processes > 1 else ""))
+        out = console()
+        out.print(used)
         print_end(out, done, absent, counts)
     return _exit_code(counts)
 

@@ -32,6 +32,11 @@ _COLUMNS = (
 )
 _DERIVED = "\nnumerics ggml: llama.cpp stands for the truth; limits are derived from its numbers"
 _TRAINING = "\n18 parameters: in learning rates, since near a gradient of eps rounding moves them by a share of one"
+_DUMP = (
+    "error: how far the engine is from our float64, in the row closest to its limit: isolated, fed the engine's own\n"
+    "inputs, and chained, in our own run of its tokens; limit: what its arithmetic may cost\n"
+    "llorch diagnose says which mistake makes a failure"
+)
 TRAINING_PRODUCERS = ("llamacpp", "peft")
 WIDTHS = (20, 5, 7, 7)  # so that the tables of all models line up
 _STYLES = {PASS: "green", TIE: "yellow", FAIL: "bold red", NOT_RUN: "yellow"}
@@ -48,7 +53,8 @@ def print_model(out: Console, judged: Judged, *, detail: bool) -> None:
     for line in routes(judged):
         out.print(line)
     training = [line for line in every if line.checkpoint in TRAINING]
-    _print_lines(out, judged, [line for line in every if line not in training], PRODUCERS, detail=detail)
+    producers = () if judged.dump else PRODUCERS
+    _print_lines(out, judged, [line for line in every if line not in training], producers, detail=detail)
     if training:
         _print_lines(out, judged, training, TRAINING_PRODUCERS, detail=detail)
     for row in judged.rows:
@@ -93,6 +99,8 @@ def _print_lines(
 
 def legend(models: Sequence[Judged]) -> str:
     """What the columns mean, for the arithmetics that were judged."""
+    if any(judged.dump for judged in models):
+        return _DUMP
     exact = _ROWS if any(not judged.numerics and not judged.backend for judged in models) else ""
     torch = _TORCH_ROWS if any(judged.backend for judged in models) else ""
     training = _TRAINING if any(row.checkpoint in TRAINING for judged in models for row in judged.rows) else ""

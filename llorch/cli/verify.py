@@ -1,9 +1,11 @@
 """`llorch verify`: every checkpoint against goldens or live engines."""
 
+from pathlib import Path
 from typing import Any
 
 import click
 
+from llorch.cli.dumped import map_option
 from llorch.cli.options import (
     ENGINES,
     backend_options,
@@ -15,6 +17,22 @@ from llorch.cli.options import (
     verb,
 )
 
+GOLDEN = "golden"
+
+
+class Witness(click.ParamType):
+    """What to compare with: goldens, an engine, or the path of a dump."""
+
+    name = "|".join((GOLDEN, *ENGINES, "dump"))
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> object:
+        """A word as it is, else a path of something that is there."""
+        if value in (GOLDEN, *ENGINES) or not isinstance(value, str):
+            return value
+        if not Path(value).exists():
+            self.fail(f"expected {', '.join((GOLDEN, *ENGINES))} or a dump, got {value!r}", param, ctx)
+        return Path(value)
+
 
 @verb(
     "Compare every stage with llama.cpp and transformers.",
@@ -25,13 +43,15 @@ from llorch.cli.options import (
     "llorch verify model.gguf                         if quantised: as llama.cpp computes it",
     "llorch verify path/to/huggingface-folder --tokens 1,22,333,44,5,66,777,8",
     "llorch verify story --backend torch              the torch path: float64, float32, bfloat16",
+    "llorch verify model.gguf --against path/to/dump  with what another engine wrote down",
     "llorch verify --device cuda --dtype bfloat16",
     "llorch verify --device cuda --kernels own        our kernels, too: each beside torch's on this very device",
 )
 @click.argument("models", nargs=-1, metavar="[MODEL]...")
 @click.option(
-    "--against", multiple=True, type=click.Choice(["golden", *ENGINES]), help="What to compare with; may be repeated."
+    "--against", multiple=True, type=Witness(), help="What to compare with; may be repeated. A dump goes alone."
 )
+@map_option
 @click.option("--prompt", help="Text to run, with live engines.")
 @tokens_option("Token ids to run, with live engines; for models without a vocabulary.")
 @numerics_options
@@ -41,9 +61,9 @@ from llorch.cli.options import (
 @click.option("--strict", is_flag=True, help="A near-tie (TIE) fails, too.")
 @click.option("--detail", is_flag=True, help="A line per stage instead of one per checkpoint.")
 def command(
-    *, models: tuple[str, ...], against: tuple[str, ...], prompt: str | None, tokens: list[int] | None,
-    numerics: str | None, kv_cache: str, residency: Any, backend: str, device: str | None, dtype: str | None,
-    kernels: Any, as_json: bool, strict: bool, detail: bool,
+    *, models: tuple[str, ...], against: tuple[Any, ...], mapping: Path | None, prompt: str | None,
+    tokens: list[int] | None, numerics: str | None, kv_cache: str, residency: Any, backend: str, device: str | None,
+    dtype: str | None, kernels: Any, as_json: bool, strict: bool, detail: bool,
 ) -> None:  # fmt: skip
     """Compare our forward pass with two engines that someone else wrote.
 
@@ -66,14 +86,25 @@ def command(
     Another token than the golden's is a TIE only where the float64 truth holds both so near to each other that rounding
     moves one past the other, and a token more or less in top-p only where float32 sums may put it on either side of p.
 
+    A dump (see llorch diagnose) is compared as an engine is, alone (fed its own inputs) and chained, with limits of the
+    arithmetic that it declares or shows. Which mistake a failure is llorch diagnose says.
+
     Exit code 1: numbers differ, or with --strict there is a TIE. 3: an engine, a golden or the device is missing.
     """
     refuse_both(prompt, tokens)
-    if "golden" in against and len(against) > 1:
-        raise click.UsageError("--against golden goes alone; give it, or engines")
-    from llorch.cli.judging import Arithmetic, judge_all
+    dumps = [each for each in against if isinstance(each, Path)]
+    if (dumps or GOLDEN in against) and len(against) > 1:
+        raise click.UsageError("--against golden, or a dump, goes alone; give it, or engines")
+    if mapping is not None and not dumps:
+        raise click.UsageError("--map goes with a dump: --against path/to/dump")
+    from llorch.cli.judging import Arithmetic, judge_all, judge_dump
 
     arithmetic = Arithmetic(numerics, kv_cache, residency, backend, device, dtype, kernels)
+    if dumps:
+        code = judge_dump(
+            models, dumps[0], mapping, arithmetic, prompt=prompt, tokens=tokens, as_json=as_json, detail=detail
+        )
+        raise click.exceptions.Exit(code)
     raise click.exceptions.Exit(
         judge_all(
             models, against, arithmetic, prompt=prompt, tokens=tokens, as_json=as_json, strict=strict, detail=detail

@@ -164,7 +164,7 @@ def test_a_prompt_longer_than_the_context_is_refused_before_anything_is_printed(
         ("verify story --tokens 1,2 --prompt hello", "not both"),
         ("trace story hello --tokens 1,2 -o t.npz", "not both"),
         ("trace story hello -o t.txt", ".safetensors or .npz"),
-        ("verify story --against candle", "'candle' is not one of"),
+        ("verify story --against candle", "transformers or a dump, got 'candle'"),
         *(
             (f"verify micro-llama {given}", "goldens have their own input")
             for given in ("--tokens 1,2,3", "--prompt hello", "--prompt=")

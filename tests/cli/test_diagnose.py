@@ -156,3 +156,32 @@ def test_what_says_nothing_of_the_engine_is_refused_each_with_its_code(
     assert (result.exit_code, result.stdout) == (code, "")
     assert result.stderr.startswith(f"llorch: {tmp_path / 'd'}: {expected}")
     assert result.stderr.count("\n") == 1
+
+
+def test_verify_takes_a_dump_as_a_witness(right: Path, wrong: Path):
+    result = invoke("verify", "micro-llama", "--against", str(right))
+    assert result.exit_code == 0, result.stderr
+    assert "one witness: mine" in result.stdout
+    assert result.stdout.splitlines()[-1].startswith("1 model, ")
+    said = json.loads(invoke("verify", "micro-llama", "--against", str(wrong), "--json").stdout)
+    failing = [row for row in said["rows"] if row["verdict"] == "FAIL"]
+    assert {row["stage"] for row in failing if row["mode"] == "isolated"} == {"q_rope", "k_rope"}
+    assert {row["stage"] for row in failing if row["mode"] == "chained"} == {"q_rope", "k_rope", "k_cache"}
+    assert said["summary"]["first_failures"][0]["producer"] == "mine"
+    assert invoke("verify", "micro-llama", "--against", str(wrong)).exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("verify micro-llama --against {}/nothing", "or a dump, got"),
+        ("verify micro-llama --against {}/right --against golden", "goes alone"),
+        ("verify --against {}/right", "give one MODEL"),
+        ("verify micro-llama --against {}/right --backend torch", "no --backend"),
+        ("verify micro-llama --map {}/names.toml", "--map goes with a dump"),
+    ],
+)
+def test_a_dump_goes_alone(words: str, expected: str, right: Path):
+    result = invoke(*words.replace("{}", str(right.parent)).split())
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert expected in " ".join(result.stderr.split())

@@ -8,6 +8,7 @@ In comes a `StageDump` and the weights that the engine ran; out comes a `Diagnos
     replay       our forward pass, fed what the engine showed; with mistakes planted where it is told
     hypotheses   what may be planted: known mistakes, settings with a value, honest differences of arithmetic
     diagnose     which of them explain the error, what is left, and what this dump could not have shown
+    rows         what it judged, as rows of `llorch verify`
 
 How it is shown: `verify.report` has JSON, JUnit and one HTML page, `cli` the table.
 """
