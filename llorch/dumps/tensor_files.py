@@ -79,13 +79,11 @@ def _npy(path: Path) -> RawArray:
 
 def open_npz(path: Path) -> RawDump:
     """The arrays of a .npz file."""
-    try:
-        with _BoundedFile(open_regular(path)) as file, ZipFile(file) as archive:
-            members = archive.infolist()
-    except (BadZipFile, NotImplementedError, OverflowError, ValueError, struct.error) as error:
-        if isinstance(error, FormatError):
-            raise
-        raise FormatError("Malformed", f"not a .npz file: {error}", path=path) from None
+    with _BoundedFile(open_regular(path)) as file:
+        try:
+            members = ZipFile(file).infolist()
+        except (BadZipFile, NotImplementedError, OverflowError, ValueError, struct.error) as error:
+            raise FormatError("Malformed", f"not a .npz file: {error}", path=path) from None
     _require_few(members, path)
     file = MappedFile(path)
     arrays = [_member(file, member) for member in members]

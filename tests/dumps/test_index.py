@@ -84,13 +84,27 @@ def test_bfloat16_is_read_as_float32(tmp_path: Path):
     np.testing.assert_array_equal(array.read(), bits.view(np.float32), strict=True)
 
 
-def test_strides_and_an_odd_offset_are_followed(tmp_path: Path):
-    line = entry(shape=[6, 3, 2], strides=[4, 96, 48], offset=3 + 24)  # heads 1 and 3, channels first
-    array = only(open_raw(write(tmp_path, line, data=b"abc" + Q.tobytes() + b"more")))
-    read = array.read()
-    np.testing.assert_array_equal(read, Q[:, 1::2].transpose(2, 0, 1), strict=True)
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        (entry(offset=3), Q),
+        (entry(shape=[1, 1, 1, 1, 1, 3, 4, 6], offset=3), Q.reshape(1, 1, 1, 1, 1, 3, 4, 6)),
+        # heads 1 and 3, channels first
+        (entry(shape=[6, 3, 2], strides=[4, 96, 48], offset=3 + 24), Q[:, 1::2].transpose(2, 0, 1)),
+    ],
+)
+def test_strides_and_an_odd_offset_are_followed(tmp_path: Path, line: dict, wanted: np.ndarray):
+    read = only(open_raw(write(tmp_path, line, data=b"abc" + Q.tobytes() + b"more"))).read()
+    np.testing.assert_array_equal(read, wanted, strict=True)
     assert read.flags.c_contiguous
     assert read.flags.aligned
+
+
+@pytest.mark.parametrize("kind", ["F16", "bf16", "q8_0", "Q8_1", "Q8_K"])
+def test_what_products_round_to_is_said_as_ggml_does(tmp_path: Path, kind: str):
+    with DumpWriter(tmp_path, activations=kind) as writer:
+        writer.add("q", Q)
+    assert open_raw(tmp_path).features.activations == kind.upper()
 
 
 def test_of_a_large_array_one_row_is_read(tmp_path: Path):
