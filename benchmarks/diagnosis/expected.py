@@ -12,7 +12,7 @@ divided-by-the-root-of-hidden-over-heads: scores-scaled-by-hidden-over-heads sco
 scale-of-a-tenth: scores-scale
 scale-of-base-two: scores-scale
 scale-lost-in-one-block: scores-not-scaled scores-scale
-scores-capped-at-50: scores-soft-cap
+scores-capped-at-50: soft-cap
 everything-visible: mask-missing
 next-one-visible: mask-shows-next
 itself-hidden: mask-hides-itself
@@ -76,15 +76,15 @@ base-of-old: rope-base-1e4 rope-theta
 base-of-qwen: rope-base-1e6 rope-theta
 base-of-nobody: rope-theta
 base-of-old-under-a-scaling: rope-base-1e4 rope-theta
-positions-from-one: rope-position-plus-one rope-position
-positions-from-seven: rope-position
+positions-from-one: rope-position-plus-one rope-position-offset
+positions-from-seven: rope-position-offset
 position-of-the-first-token-for-all: rope-position-frozen
 head-for-position: rope-position-by-head
-positions-restart: rope-position-restarts rope-position
-positions-restart-in-chunks: rope-position-restarts rope-position
-position-is-the-step: rope-position-counts-steps rope-position
-position-of-a-step-one-early: rope-position
-positions-skip-to-the-end-of-a-padded-chunk: rope-position-plus-one rope-position
+positions-restart: rope-position-restarts rope-position-offset
+positions-restart-in-chunks: rope-position-restarts rope-position-offset
+position-is-the-step: rope-position-counts-steps rope-position-offset
+position-of-a-step-one-early: rope-position-offset
+positions-skip-to-the-end-of-a-padded-chunk: rope-position-plus-one rope-position-offset
 first-half-of-heads-turned: rope-first-half-only
 exponent-halved: rope-exponent-halved rope-theta
 exponent-by-hidden-over-heads: rope-exponent-by-hidden-over-heads rope-theta
@@ -94,8 +94,8 @@ not-stretched: rope-scaling-missing
 all-stretched-alike: rope-scaling-linear
 sped-up: rope-scaling-inverted
 stretched-by-32: rope-scaling-factor
-positions-divided-by-four: rope-scaling-factor
-turned-twice: rope-scaling-factor
+positions-divided-by-four: rope-position-factor rope-scaling-linear
+turned-twice: rope-position-factor
 nothing-turned: rope-missing
 keys-not-turned: rope-missing
 queries-not-turned-in-one-block: rope-missing
@@ -145,9 +145,9 @@ keys-paired-by-query-heads: k-rows-reordered-by-query-heads
 output-columns-with-heads-last: o-proj-heads-interleaved
 gate-and-up-exchanged: ffn-gate-and-up-swapped
 gate-and-up-alternate: ffn-fused-rows-alternate
-block-with-the-weights-of-the-first: weight-of-other-layer
-keys-with-the-matrix-of-the-first-block: weight-of-other-layer
-down-of-the-block-before: weight-of-other-layer
+block-with-the-weights-of-the-first: weights-of-other-layer
+keys-with-the-matrix-of-the-first-block: weights-of-other-layer
+down-of-the-block-before: weights-of-other-layer
 stream-projected-without-the-norm: qkv-input-not-normalised
 row-of-the-next-token: embedding-ids-off-by-one
 embeddings-times-root-of-width: embedding-scaled
@@ -156,13 +156,13 @@ rows-of-the-output-matrix: embedding-from-lm-head
 embeddings-read-with-axes-exchanged: embedding-dimensions-not-reversed
 tied-without-being-so: logits-tied-wrongly
 output-rows-one-late: logits-rows-shifted
-capped-at-30: logits-soft-capped logits-soft-cap
-capped-at-50: logits-soft-cap
+capped-at-30: logits-soft-capped soft-cap
+capped-at-50: soft-cap
 log-probabilities-for-logits: logits-are-log-probabilities
 logits-of-the-stream-before-the-norm: logits-final-norm-skipped
 neighbours-turned-with-the-base-of-old: rope-interleaved-pairs rope-base-1e4 rope-theta
 neighbours-turned-and-not-stretched: rope-interleaved-pairs rope-scaling-missing
-turned-backwards-from-one: rope-sign-flipped rope-position-plus-one rope-position
+turned-backwards-from-one: rope-sign-flipped rope-position-plus-one rope-position-offset
 not-scaled-and-next-one-visible: scores-not-scaled scores-scale mask-shows-next
 keys-tiled-and-divided-twice: groups-tiled-for-keys scores-divided-by-head-dim scores-scale
 one-plus-weight-with-another-eps: norm-gain-plus-one norm-eps
