@@ -31,7 +31,6 @@ class Guess:
         unmasked: Whether it has finite numbers where ours has none.
         layout: With which it is least unlike.
         read: In which form.
-        ways: How many forms its shape allows.
     """
 
     stages: tuple[str, ...]
@@ -41,7 +40,6 @@ class Guess:
     unmasked: bool
     layout: Layout
     read: Read
-    ways: int
 
     @property
     def row(self) -> int:
@@ -157,4 +155,4 @@ def _guesses(named: Named, reader: Reader, offset: int | None, ours: np.ndarray)
             both = np.isfinite(got) & np.isfinite(rows)
             times = float(np.linalg.norm(got[both]) / (np.linalg.norm(rows[both]) or 1.0))
             unmasked = bool((np.isfinite(got) & ~both).any())
-            yield Guess(named.stages, offset, unlike(got, rows), times, unmasked, layout, read, len(ways))
+            yield Guess(named.stages, offset, unlike(got, rows), times, unmasked, layout, read)

@@ -96,7 +96,8 @@ def declared_form(
     form = Form(axes, tuple(sizes[axis] for axis in axes))
     if math.prod(form.sizes) == math.prod(shape):
         return form
-    without_batch = [n for axis, n in zip(declared, shape, strict=False) if axis != "batch" or n != 1]
+    inner = shape[max(0, len(shape) - len(declared)) :]  # of a batch that is not declared
+    without_batch = [n for axis, n in zip(declared, inner, strict=False) if axis != "batch" or n != 1]
     if "ctx" in axes and len(without_batch) == len(axes) and without_batch[axes.index("ctx")] > sizes["ctx"]:
         padded = Form(axes, tuple(without_batch))
         if all(got == size or axis == "ctx" for axis, got, size in zip(axes, padded.sizes, form.sizes, strict=True)):

@@ -159,9 +159,9 @@ def _name_line(pattern: Pattern, guess: Guess | None, offset: int, head_dim: int
 
 
 def _layout_lines(pattern: Pattern, guess: Guess, offset: int, rotated: Collection[str]) -> list[str]:
-    """What shapes alone do not say; and pairs, where what RoPE made of them (`rotated`: q, k) has the same ones."""
+    """Another order of the axes, what shapes do not say, pairs where what RoPE made has them (`rotated`: q, k)."""
     lines = []
-    if guess.ways > 1 and guess.read.form.differs_from(table_axes(guess.stages)):
+    if guess.read.form.differs_from(table_axes(guess.stages)):
         lines.append(f'axes = "{guess.read.form}"')
     if guess.layout.fused != "stacked":
         lines.append(f'fused = "{guess.layout.fused}"')
