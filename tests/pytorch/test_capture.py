@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from command_line import invoke
 from torch import nn
 from torch.nn import functional
 
@@ -277,3 +278,22 @@ def test_a_pass_begins_behind_what_is_cached_and_a_capture_ends_without_another(
         model(torch.tensor([[1]]))
     assert dump.passes == [Tokens((3, 1, 4)), Tokens((1,), 3), Tokens((1,), 0)]
     assert [*first.arrays] == [(0, name, layer) for n, name, layer in dump.arrays if n == 1]
+
+
+@pytest.mark.live
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["micro-qwen3"], indirect=True)
+def test_what_is_wrong_in_a_model_is_named_from_the_folder_that_a_capture_wrote(model: Any, name: str, tmp_path: Path):
+    for layer in model.model.layers:
+        layer.input_layernorm.variance_epsilon = 1e-4
+    with llorch.capture(model) as dump:
+        model.generate(torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]]), max_new_tokens=2, pad_token_id=0)
+    dump.save(tmp_path / "dump")
+    result = invoke("diagnose", str(tmp_path / "dump"), "--model", str(tmp_path / "folder"))
+    assert result.exit_code == 1, result.stderr
+    assert "WRONG  l0.attn_norm: eps is 0.0001 here" in result.stdout
+    model.model.norm.weight.mul_(1.01)
+    with llorch.capture(model) as dump:
+        model(torch.tensor([[3, 1, 4]]))
+    dump.save(tmp_path / "dump")
+    assert invoke("diagnose", str(tmp_path / "dump"), "--model", name).exit_code == 14
