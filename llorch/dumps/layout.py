@@ -122,21 +122,20 @@ def _groupings(table: Sequence[str], sizes: Mapping[str, int]) -> Iterator[list[
     """Orders of axes, in groups that are joined in memory: none of them, heads with their dimensions, or all.
 
     Heads that the table has joined stay together in what is joined at all: apart they would be the very mistake of
-    joining them before the axes are turned. Queries before keys wherever both are as many. In one piece without any
-    shape, the last axis is the table's: what is turned farther has to be declared.
+    joining them before the axes are turned. Keys are the last axis of scores wherever something else is as many. In
+    one piece without any shape, the last axis is the table's: what is turned farther has to be declared.
     """
     axes = single_axes(table)
     joined_in_table = axes != tuple(table)
     for order in permutations(axes):
-        turned = "ctx" in order and "seq" in order and order.index("ctx") < order.index("seq")
-        if turned and sizes["ctx"] == sizes["seq"]:
+        if axes[-1] == "ctx" != order[-1] and sizes["ctx"] in (sizes["seq"], sizes["heads"]):
             continue
         yield [(axis,) for axis in order]
         at = order.index("head_dim") if "head_dim" in order else 0
         together = at > 0 and order[at - 1].endswith("heads")
         if together:
             yield [*((a,) for a in order[: at - 1]), order[at - 1 : at + 1], *((a,) for a in order[at + 1 :])]
-        if (together or not joined_in_table) and not turned and order[-1] == axes[-1]:
+        if (together or not joined_in_table) and order[-1] == axes[-1]:
             yield [order]
 
 

@@ -153,8 +153,10 @@ def test_tokens_are_those_of_the_pass(tokens: tuple[int, ...]):
         stage_dump(raw_dump([array], IDS), CONFIG)
 
 
-def test_queries_are_never_turned_with_keys_where_both_are_as_many():
-    assert [str(form) for form in fitting_forms(("heads", "seq", "ctx"), (15, N, N), SIZES)] == ["heads seq ctx"]
+@pytest.mark.parametrize(("heads", "seq", "ctx"), [(15, N, N), (N, 1, N), (15, 7, N)])
+def test_keys_are_last_wherever_something_else_is_as_many(heads: int, seq: int, ctx: int):
+    sizes = SIZES | {"heads": heads, "seq": seq, "ctx": ctx}
+    assert [str(form) for form in fitting_forms(("heads", "seq", "ctx"), (heads, seq, ctx), sizes)] == ["heads seq ctx"]
 
 
 def test_only_what_is_far_less_unlike_is_nearest():
