@@ -19,7 +19,7 @@ from llorch.ops.rope import frequencies, rope
 from llorch.ops.rounding import BLOCK_SIZE, ActivationKind, round_activations
 from llorch.stages import BY_NAME, STAGES, rope_input
 from llorch.verify.diagnosis.expected import HALF
-from llorch.verify.diagnosis.replay import Change, Setting
+from llorch.verify.diagnosis.replay import Change, Plant, Setting
 from llorch.verify.mistakes import STAGE_MISTAKES, Mistake
 from llorch.verify.mistakes.norm import NORMS
 from llorch.verify.mistakes.rope import ROTATED
@@ -96,12 +96,12 @@ def _of_mistake(mistake: Mistake[StageInputs], places: Places) -> Change:
         first_pass = mistake.after_cached and not inputs["past_k"].shape[1]
         return array if first_pass else mistake.wrong(inputs, stage)
 
-    return Change(dict.fromkeys(places, wrong), reads=mistake.reads)
+    return Change(dict.fromkeys(places, Plant(wrong, mistake.reads)))
 
 
 def _planted(wrong: Callable[[np.ndarray], np.ndarray]) -> Callable[[Places], Change]:
     """Put what is made of the right array in its place."""
-    return lambda places: Change(dict.fromkeys(places, lambda inputs, stage, array: wrong(array)))
+    return lambda places: Change(dict.fromkeys(places, Plant(lambda inputs, stage, array: wrong(array))))
 
 
 def _set(change: Callable[[Setting], Setting]) -> Callable[[Places], Change]:
@@ -170,7 +170,7 @@ def _rotated_share(value: float, config: ModelConfig) -> Hypothesis:
     return Hypothesis(
         "rope-rotated-share", "setting", ROTATED,
         f"{_number(value)} of each head is rotated here (partial rotary embedding); Llama and Qwen rotate all of it.",
-        lambda places: Change(dict.fromkeys(places, wrong)), _number(value),
+        lambda places: Change(dict.fromkeys(places, Plant(wrong))), _number(value),
     )  # fmt: skip
 
 

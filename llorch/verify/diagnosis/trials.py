@@ -20,7 +20,7 @@ from llorch.verify.diagnosis.verdict import StageResult
 NAMED = 4.0  # times its limit that a named one may leave: limits are those of the right numbers, not of the wrong ones
 EXPLAINS = 0.9  # the share of the error that it explains at least
 EXPLAINS_ROUNDED = 0.7  # where it rounds to few bits: the rest are values between two of them that fell otherwise
-PAIRED = 24  # of the nearest hypotheses, where pairs are tried
+PAIRED = 16  # of the nearest hypotheses, where pairs are tried
 REFINED = 0.2  # a family is refined where one of its values explains so much
 _GOLDEN = (math.sqrt(5) - 1) / 2
 _ORDER = {"mistake": 0, "setting": 1, "honest": 2}
@@ -56,16 +56,16 @@ class Trial:
 class Trials:
     """Tries hypotheses beside one dump."""
 
-    def __init__(self, replay: Replay, pasts: Sequence[Past]) -> None:
-        """`pasts` are the caches before each pass, as the dump has them."""
+    def __init__(self, replay: Replay, pasts: Sequence[Sequence[Past]]) -> None:
+        """`pasts` are the caches before each pass, in the ways that they may have been kept."""
         self.replay, self._pasts = replay, pasts
         self.mistakes = tuple(known_mistakes(replay.config))
         self._honest = tuple(honest(replay.config))
 
-    def of(self, result: StageResult) -> list[Trial]:
+    def of(self, result: StageResult, *, pairs: bool = True) -> list[Trial]:
         """Every hypothesis that can be planted since the dump showed the last stages; the nearest first."""
         trials = list(self._singles(result))
-        if not any(trial.named for trial in trials) and len(result.since) > 1:
+        if pairs and not any(trial.named for trial in trials) and len(result.since) > 1:
             trials += self._pairs(result, trials)
         return sorted(trials, key=lambda trial: trial.rank)
 
@@ -76,7 +76,10 @@ class Trials:
     def _singles(self, result: StageResult) -> Iterator[Trial]:
         for hypothesis in (*self.mistakes, *self._honest):
             for places in choices((hypothesis,), result.since):
-                yield self.tried((hypothesis,), places, result)
+                trial = self.tried((hypothesis,), places, result)
+                yield trial
+                if trial.named:
+                    break
         for family in FAMILIES:
             if any(stage_of(place) in family.stages for place in result.since):
                 yield self._valued(family, result)
@@ -102,22 +105,21 @@ class Trials:
         return trials[best]
 
     def tried(self, hypotheses: tuple[Hypothesis, ...], places: tuple[str, ...], result: StageResult) -> Trial:
-        """Hypotheses planted at some places."""
-        nothing = Trial(hypotheses, places, 0.0, math.inf)
-        made = self.made(result, _together([each.change(each.at(places)) for each in hypotheses]))
-        if made is None:
-            return nothing
+        """Hypotheses planted at some places, with the cache that leaves least."""
+        change, trials = _together([each.change(each.at(places)) for each in hypotheses]), []
         seen = self.replay.dump.seen[result.n_pass, result.key]
-        found = beside(self.replay, seen, result.key, made).where_finite().difference
-        if found.fault is not None:
-            return nothing
-        before = (
-            result.local.error
-        )  # infinite where the shape or the mask is another: to have that one is to explain it
-        share = 1.0 if math.isinf(before) else 1 - times_over(found.error, before)
-        return Trial(hypotheses, places, max(share, 0.0), found.over(result.limit))
+        for past in self._pasts[result.n_pass][: 1 + (result.n_pass > 0)]:  # the first pass has none
+            made = self.made(result, change, past)
+            if made is None:
+                continue
+            found = beside(self.replay, seen, result.key, made).where_finite().difference
+            before = result.local.error  # infinite where shape or mask is another: to have that one is to explain it
+            share = 1.0 if math.isinf(before) else 1 - times_over(found.error, before)
+            if found.fault is None:
+                trials.append(Trial(hypotheses, places, max(share, 0.0), found.over(result.limit)))
+        return min(trials, key=lambda trial: trial.left, default=Trial(hypotheses, places, 0.0, math.inf))
 
-    def made(self, result: StageResult, change: Change = UNCHANGED) -> np.ndarray | None:
+    def made(self, result: StageResult, change: Change = UNCHANGED, past: Past | None = None) -> np.ndarray | None:
         """The stage of a result with a change planted; None where nothing comes out."""
         part = self.replay.part_of(result.key)
         first = self.replay.first_part(result.n_pass, part)
@@ -130,20 +132,20 @@ class Trials:
 
         with np.errstate(all="ignore"):
             try:
-                past = self._past(result.n_pass, change, first, part)
-                self.replay.run(result.n_pass, see, past, change, first=first, last=part)
+                changed = self._changed(past or self._pasts[result.n_pass][0], result.n_pass, change, first, part)
+                self.replay.run(result.n_pass, see, changed, change, first=first, last=part)
             except _Seen:
                 return found[0]
             except (ValueError, KeyError, IndexError):
                 return None  # of a shape that the next stages do not take
         return None
 
-    def _past(self, n_pass: int, change: Change, first: int, last: int) -> Past:
+    def _changed(self, past: Past, n_pass: int, change: Change, first: int, last: int) -> Past:
         """The caches before a pass, had the earlier ones been changed likewise."""
         layers = range(max(first, 0), min(last, self.replay.config.n_layers - 1) + 1)
         if not n_pass or not layers:
-            return self._pasts[n_pass]
-        past = self._pasts[0].empty()
+            return past
+        past = past.empty()
         for earlier in range(n_pass):
             begin = self.replay.first_part(earlier, layers[0])
             self.replay.run(earlier, lambda name, array: None, past, change, first=begin, last=layers[-1])
@@ -175,7 +177,6 @@ def _together(changes: Sequence[Change]) -> Change:
             {**made.plants, **other.plants},
             {**made.passed_on, **other.passed_on},
             lambda setting, one=made.setting, two=other.setting: two(one(setting)),
-            (*made.reads, *other.reads),
         )
     return made
 
