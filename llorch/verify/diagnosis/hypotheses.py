@@ -93,8 +93,12 @@ def known_mistakes(config: ModelConfig) -> Iterator[Hypothesis]:
 
 def _of_mistake(mistake: Mistake[StageInputs], places: Places) -> Change:
     def wrong(inputs: StageInputs, stage: str, array: np.ndarray) -> np.ndarray:
-        first_pass = mistake.after_cached and not inputs["past_k"].shape[1]
-        return array if first_pass else mistake.wrong(inputs, stage)
+        if mistake.after_cached and not inputs["past_k"].shape[1]:
+            return array
+        try:
+            return mistake.wrong(inputs, stage)
+        except (AttributeError, IndexError, TypeError):  # a matrix that multiplies itself has no rows to be moved
+            return mistake.wrong(replace(inputs, weights=_RoundedWeights(inputs.weights, lambda weight: weight)), stage)
 
     return Change(dict.fromkeys(places, Plant(wrong, mistake.reads)))
 

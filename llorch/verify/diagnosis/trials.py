@@ -136,7 +136,7 @@ class Trials:
                 self.replay.run(result.n_pass, see, changed, change, first=first, last=part)
             except _Seen:
                 return found[0]
-            except (ValueError, KeyError, IndexError):
+            except (ValueError, KeyError, IndexError, TypeError):
                 return None  # of a shape that the next stages do not take
         return None
 
