@@ -92,7 +92,7 @@ def _widest(
     """Of those that are named the one that spoils no right result, and makes the most of the other wrong ones too."""
     if not named:
         return None, []
-    reach = [[result for result in rest if trials.explains(trial.hypotheses, result)] for trial in named]
+    reach = [[result for result in rest if trials.explains(trial, result)] for trial in named]
     spoils = [any(_would_spoil(trial, result, trials) for result in right) for trial in named]
     best = max(range(len(named)), key=lambda at: (not spoils[at], len(reach[at]), -at))
     return named[best], reach[best]
