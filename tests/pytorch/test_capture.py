@@ -182,6 +182,25 @@ def test_positions_are_those_of_the_call_and_weights_are_hashed_where_that_is_as
     assert dump.features.dtype == "float16"
 
 
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = Odd(), Odd()
+
+    def forward(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"logits": self.outer(input_ids=self.inner(input_ids=ids)[..., 0].long())}
+
+
+def test_an_input_may_be_given_by_name_and_what_is_shown_must_be_a_tensor():
+    model = Named()
+    with llorch.capture(model, {"input of inner": "mine"}) as dump:
+        model(ONE)
+    np.testing.assert_array_equal(dump.arrays[0, "mine", None].read(), ONE.numpy(), strict=True)
+    with pytest.raises(ValueError, match=r"^capture: expected a tensor as output of Named, got dict; name a module"):
+        with llorch.capture(model, {"": "logits"}):
+            model(ONE)
+
+
 @pytest.mark.slow  # imports a compiler
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_compiled_model_is_refused(in_place: bool):
