@@ -1,10 +1,13 @@
-"""Limits of float64: what errors of gradients do to parameters, by hand and in torch's own AdamW."""
+"""Limits: what errors of gradients do to parameters, by hand and in torch's AdamW; what others' runs are granted."""
 
 import numpy as np
 import pytest
 import torch
 
-from llorch.verify.training.limits import GATE, amplification, wide_limit
+from llorch.builtin import builtin_path
+from llorch.files import open_weights
+from llorch.verify.compare import Tolerance
+from llorch.verify.training.limits import CEILINGS, GATE, amplification, of_dump, of_parameters, wide_limit
 from llorch.verify.training.recipe import OPTIMIZER
 
 N, SIZE = 200, 1e-9
@@ -51,3 +54,16 @@ def steps(grads: list[np.ndarray]) -> tuple[list[np.ndarray], list[tuple[dict[st
         moved.append(w.detach().numpy().copy())
         taken.append(({"w": grad}, *({"w": state[name].numpy().copy()} for name in ("exp_avg", "exp_avg_sq"))))
     return moved, taken
+
+
+def test_somebodys_run_is_granted_roundings_there_and_back_and_far_angles_and_never_more_than_the_ceiling():
+    config = open_weights(builtin_path("micro-qwen3")).config
+    forward, back = (of_dump(config, stage, "chained", "float32", 10) for stage in ("adapted_logits", "gradient"))
+    assert 1e-6 < forward.error < back.error < 1e-4
+    assert of_dump(config, "gradient", "chained", "float32", 100_000).error == CEILINGS["chained"]
+    assert of_dump(config, "first_moment", "isolated", "bfloat16", 10).error == CEILINGS["isolated"]
+
+
+def test_parameters_are_granted_their_own_ulps_in_learning_rates():
+    own = of_parameters(np.array([3.0, 4.0]), 1e-4, Tolerance(1e-4, 1e-3))
+    assert own.worst == pytest.approx(1e-3 + 4 * 2.0**-23 / 1e-4)

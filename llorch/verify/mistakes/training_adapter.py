@@ -11,17 +11,18 @@ from llorch.verify.mistakes.training_mistake import TrainingMistake
 
 Function = Callable[..., Any]
 DELTA, SCALING = "llorch.ops.lora.lora_delta", "llorch.lora.config.LoraConfig.scaling_of"
+BACK = "llorch.ops.lora.lora_backward"
 MERGE = "llorch.lora.merge.merged_matrix"
 
 
 def scaled_twice(right: Function) -> Function:
     """The scale applied to A x, and to B A x again."""
-    return lambda x, lora_A, lora_B, *, scaling: right(x, lora_A, lora_B, scaling=scaling * scaling)
+    return lambda *arrays, scaling: right(*arrays, scaling=scaling * scaling)
 
 
 def not_scaled(right: Function) -> Function:
     """B A x as it is."""
-    return lambda x, lora_A, lora_B, *, scaling: right(x, lora_A, lora_B, scaling=1.0)
+    return lambda *arrays, scaling: right(*arrays, scaling=1.0)
 
 
 def alpha_not_divided(right: Function) -> Function:
@@ -44,20 +45,42 @@ def rslora_ignored(right: Function) -> Function:
     return lambda config, target: right(replace(config, use_rslora=False), target)
 
 
+def reordered(array: np.ndarray) -> np.ndarray:
+    """The numbers of a matrix read in the order of its transpose."""
+    return np.ascontiguousarray(array.reshape(array.shape[::-1]).T)
+
+
+def reordered_back(grad: np.ndarray) -> np.ndarray:
+    """The gradient of what `reordered` gave, in the order of what it got."""
+    return np.ascontiguousarray(grad.T).reshape(grad.shape)
+
+
 def a_transposed(right: Function) -> Function:
     """The numbers of A read in the order of (in, r)."""
-
-    def wrong(x: np.ndarray, lora_A: np.ndarray, lora_B: np.ndarray, *, scaling: float) -> np.ndarray:
-        return right(x, np.ascontiguousarray(lora_A.reshape(lora_A.shape[::-1]).T), lora_B, scaling=scaling)
-
-    return wrong
+    return lambda x, lora_A, lora_B, *, scaling: right(x, reordered(lora_A), lora_B, scaling=scaling)
 
 
 def b_transposed(right: Function) -> Function:
     """The numbers of B read in the order of (r, out)."""
+    return lambda x, lora_A, lora_B, *, scaling: right(x, lora_A, reordered(lora_B), scaling=scaling)
 
-    def wrong(x: np.ndarray, lora_A: np.ndarray, lora_B: np.ndarray, *, scaling: float) -> np.ndarray:
-        return right(x, lora_A, np.ascontiguousarray(lora_B.reshape(lora_B.shape[::-1]).T), scaling=scaling)
+
+def a_transposed_back(right: Function) -> Function:
+    """Its gradient in the order of (in, r)."""
+
+    def wrong(grad: np.ndarray, x: np.ndarray, lora_A: np.ndarray, lora_B: np.ndarray, *, scaling: float) -> tuple:
+        d_x, d_A, d_B = right(grad, x, reordered(lora_A), lora_B, scaling=scaling)
+        return d_x, reordered_back(d_A), d_B
+
+    return wrong
+
+
+def b_transposed_back(right: Function) -> Function:
+    """Its gradient in the order of (r, out)."""
+
+    def wrong(grad: np.ndarray, x: np.ndarray, lora_A: np.ndarray, lora_B: np.ndarray, *, scaling: float) -> tuple:
+        d_x, d_A, d_B = right(grad, x, lora_A, reordered(lora_B), scaling=scaling)
+        return d_x, d_A, reordered_back(d_B)
 
     return wrong
 
@@ -74,7 +97,7 @@ def dropped_at_evaluation(right: Function) -> Function:
 
 def delta_missing(right: Function) -> Function:
     """The base alone."""
-    return lambda x, lora_A, lora_B, *, scaling: np.zeros_like(right(x, lora_A, lora_B, scaling=scaling))
+    return lambda *arrays, scaling: right(*arrays, scaling=0.0)
 
 
 def merged_twice(right: Function) -> Function:
@@ -121,10 +144,12 @@ def interleaves(config: ModelConfig) -> bool:
 ADAPTER: tuple[TrainingMistake, ...] = (
     TrainingMistake(
         name="lora-scaled-twice", stages=("lora_delta",), part=DELTA, wrong=scaled_twice,
+        along=(BACK, scaled_twice),
         diagnosis="The product was multiplied by the scale twice, alpha^2 / r^2; it is scaled once.",
     ),
     TrainingMistake(
         name="lora-not-scaled", stages=("lora_delta",), part=DELTA, wrong=not_scaled,
+        along=(BACK, not_scaled),
         diagnosis="B A x was added as it is; it is multiplied by alpha / r.",
     ),
     TrainingMistake(
@@ -145,10 +170,12 @@ ADAPTER: tuple[TrainingMistake, ...] = (
     ),
     TrainingMistake(
         name="lora-a-transposed", stages=("lora_delta",), part=DELTA, wrong=a_transposed,
+        along=(BACK, a_transposed_back),
         diagnosis="A was read as (in, r), MLX's order; PEFT stores it as (r, in).",
     ),
     TrainingMistake(
         name="lora-b-transposed", stages=("lora_delta",), part=DELTA, wrong=b_transposed,
+        along=(BACK, b_transposed_back),
         diagnosis="B was read as (r, out), MLX's order; PEFT stores it as (out, r).",
     ),
     TrainingMistake(
@@ -157,6 +184,7 @@ ADAPTER: tuple[TrainingMistake, ...] = (
     ),
     TrainingMistake(
         name="lora-delta-missing", stages=("lora_delta",), part=DELTA, wrong=delta_missing,
+        along=(BACK, delta_missing),
         diagnosis="The adapter adds nothing: its names did not match, or it is not active, and the base answers.",
     ),
     TrainingMistake(

@@ -8,6 +8,7 @@ import numpy as np
 from llorch.config import ModelConfig
 from llorch.ops.linear import linear_backward
 from llorch.ops.rms_norm import root_mean_square
+from llorch.verify.mistakes.training_adapter import not_scaled
 from llorch.verify.mistakes.training_mistake import TrainingMistake
 
 Function = Callable[..., Any]
@@ -86,15 +87,6 @@ def silu_as_gate(right: Function) -> Function:
     def wrong(grad: np.ndarray, gate: np.ndarray, up: np.ndarray) -> tuple[np.ndarray, ...]:
         s = 1 / (1 + np.exp(-gate.astype(np.float64)))
         return (grad * up * s).astype(gate.dtype), right(grad, gate, up)[1]
-
-    return wrong
-
-
-def lora_unscaled(right: Function) -> Function:
-    """The scale used forwards only."""
-
-    def wrong(*arrays: np.ndarray, scaling: float) -> tuple[np.ndarray, ...]:
-        return right(*arrays, scaling=1.0)
 
     return wrong
 
@@ -196,7 +188,7 @@ GRADIENTS: tuple[TrainingMistake, ...] = (
         "The sigmoid of the gate was taken for a constant; silu' is s (1 + z (1 - s)).",
     ),
     _gradient(
-        "gradient-lora-not-scaled", OPS + "lora.lora_backward", lora_unscaled,
+        "gradient-lora-not-scaled", OPS + "lora.lora_backward", not_scaled,
         "The scale is in the forward pass only; it multiplies the gradients of A, B and the input too.",
     ),
     _gradient(

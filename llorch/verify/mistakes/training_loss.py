@@ -10,6 +10,7 @@ from llorch.verify.mistakes.training_mistake import TrainingMistake
 
 Function = Callable[..., Any]
 LOSS = "llorch.ops.cross_entropy.cross_entropy"
+BACK = "llorch.ops.cross_entropy.cross_entropy_backward"
 DOCUMENTS = "llorch.train.batch.Batch.each_document"
 STEP = "llorch.train.numpy_step.loss_and_gradients"
 
@@ -60,6 +61,33 @@ def smoothing_added(right: Function) -> Function:
         return total + label_smoothing * right(logits, labels, label_smoothing=0.0)[0], n_trained
 
     return wrong
+
+
+def smoothing_over_ignored_back(right: Function) -> Function:
+    """Its gradient: rows that are not learned are drawn to the uniform distribution."""
+
+    def wrong(logits: np.ndarray, labels: np.ndarray, *, label_smoothing: float, n_trained: int) -> np.ndarray:
+        how = {"n_trained": n_trained, "label_smoothing": 1.0}
+        others = np.where(labels == IGNORED, 0, IGNORED)
+        drawn = right(logits, others, **how) * label_smoothing if (others == 0).any() else 0
+        return right(logits, labels, label_smoothing=label_smoothing, n_trained=n_trained) + drawn
+
+    return wrong
+
+
+def smoothing_added_back(right: Function) -> Function:
+    """Its gradient."""
+
+    def wrong(logits: np.ndarray, labels: np.ndarray, *, label_smoothing: float, n_trained: int) -> np.ndarray:
+        plain = right(logits, labels, label_smoothing=0.0, n_trained=n_trained)
+        return right(logits, labels, label_smoothing=label_smoothing, n_trained=n_trained) + label_smoothing * plain
+
+    return wrong
+
+
+def in_bits_back(right: Function) -> Function:
+    """Its gradient."""
+    return lambda logits, labels, **how: right(logits, labels, **how) / logits.dtype.type(np.log(2))
 
 
 def divided_by_all(right: Function) -> Function:
@@ -120,17 +148,20 @@ LOSSES: tuple[TrainingMistake, ...] = (
     ),
     TrainingMistake(
         name="loss-smoothing-missing", stages=("token_losses", "loss"), part=LOSS, wrong=smoothing_missing,
+        along=(BACK, smoothing_missing),
         cases=("smoothed",),
         diagnosis="Label smoothing has no effect on the loss.",
     ),
     TrainingMistake(
         name="loss-smoothing-over-ignored", stages=("loss",), part=LOSS, wrong=smoothing_over_ignored,
+        along=(BACK, smoothing_over_ignored_back),
         cases=("smoothed",),
         diagnosis="The uniform part of label smoothing was summed over positions that are not learned; it belongs to "
         "those that are.",
     ),
     TrainingMistake(
         name="loss-smoothing-added", stages=("token_losses", "loss"), part=LOSS, wrong=smoothing_added,
+        along=(BACK, smoothing_added_back),
         cases=("smoothed",),
         diagnosis="The uniform part was added to the whole loss of the label; that one is weighted 1 - e.",
     ),
@@ -140,6 +171,7 @@ LOSSES: tuple[TrainingMistake, ...] = (
     ),
     TrainingMistake(
         name="loss-in-bits", stages=("token_losses", "loss"), part=LOSS, wrong=in_bits,
+        along=(BACK, in_bits_back),
         diagnosis="The logarithm is to the base of 2; losses are in nats.",
     ),
     TrainingMistake(

@@ -28,6 +28,8 @@ class TrainingMistake:
         wrong: Makes the wrong function of the right one.
         cases: Runs that show it.
         applies_to: Whether it can be made with a configuration.
+        along: What else mostly goes wrong with it, function and replacement: gradients, which others derive from the
+            forward pass, and the other use of a setting.
     """
 
     name: str
@@ -37,6 +39,7 @@ class TrainingMistake:
     wrong: Wrong
     cases: tuple[str, ...] = ("plain",)
     applies_to: Callable[[ModelConfig], bool] = every_model
+    along: tuple[str, Wrong] | None = None
 
     @property
     def checkpoints(self) -> tuple[str, ...]:

@@ -87,8 +87,8 @@ def root_missing(right: Function) -> Function:
 
 
 def betas_swapped(right: Function) -> Function:
-    """Each moment with the decay of the other."""
-    return lambda grad, m, v, *, betas: right(grad, m, v, betas=betas[::-1])
+    """Each moment with the decay of the other, or with its correction."""
+    return lambda *arrays, **how: right(*arrays, **how | {"betas": how["betas"][::-1]})
 
 
 def moment_not_weighted(right: Function) -> Function:
@@ -168,9 +168,12 @@ def _mistake(
     diagnosis: str,
     *,
     cases: tuple[str, ...] = ("step 1", "step 2"),
+    along: tuple[str, Function] | None = None,
 ) -> TrainingMistake:
     cases = ("linear", "cosine") if part == RATE else cases
-    return TrainingMistake(name=name, stages=stages, part=part, wrong=wrong, diagnosis=diagnosis, cases=cases)
+    return TrainingMistake(
+        name=name, stages=stages, part=part, wrong=wrong, diagnosis=diagnosis, cases=cases, along=along
+    )
 
 
 OPTIMIZER: tuple[TrainingMistake, ...] = (
@@ -193,6 +196,7 @@ OPTIMIZER: tuple[TrainingMistake, ...] = (
     _mistake(
         "adamw-betas-swapped", ("first_moment", "second_moment"), MOMENTS, betas_swapped,
         "beta1 and beta2 were exchanged; the first is of the gradient, the second, nearer to 1, of its square.",
+        along=(MOVED, betas_swapped),
     ),
     _mistake(
         "adamw-moment-not-weighted", ("first_moment", "parameters"), MOMENTS, moment_not_weighted,

@@ -32,7 +32,7 @@ import numpy as np
 from llorch.config import ModelConfig
 from llorch.numerics import DtypeName
 from llorch.stages import keys
-from llorch.verify.compare import FLOOR, FLOORS, Tolerance
+from llorch.verify.compare import FACTOR, FLOAT32_ULP, FLOOR, FLOORS, Tolerance
 from llorch.verify.places import Place
 from llorch.verify.training.places import ISOLATED
 from llorch.verify.training.recipe import OptimizerRecipe
@@ -118,3 +118,29 @@ def amplification(
             sums[name] = sums.get(name, 0.0) + largest[name] * (1 + moved) / root
         made.append({name: np.array([np.sqrt(np.square(each).mean()), each.max()]) for name, each in sums.items()})
     return made
+
+
+def of_dump(config: ModelConfig, stage: str, mode: str, dtype: DtypeName, last_position: int) -> Tolerance:
+    """What a run of somebody's trainer is granted, where no golden says how far engines are.
+
+    Alone a quantity is float32 on any base, and granted the fixed ceilings of that. In a chain float32 is granted what
+    half precision is: roundings at every stage there and back; and the angles of far positions, which engines make in
+    float32 and which are off by half an ulp of the position; of all that 4 times, as where engines are measured.
+    """
+    if mode == ISOLATED:
+        return ceiling(config, stage, mode, "float32")
+    if dtype != "float32":
+        return ceiling(config, stage, mode, dtype)
+    n_stages = sum(1 for _ in keys(config))
+    roundings = math.sqrt((2 if stage in GOES_BACK else 1) * n_stages)
+    error = FACTOR * (FLOOR * roundings + last_position * 2.0**-24) * (2 if stage == "second_moment" else 1)
+    return Tolerance(error, WORST * error).at_most(ceiling(config, stage, mode, dtype))
+
+
+def of_parameters(start: np.ndarray, rate: float, step: Tolerance) -> Tolerance:
+    """What parameters are granted in learning rates: what a step is, and the rounding of the sum to float32.
+
+    Half an ulp of it, and as much for the decay before, which is rounded to float32 too.
+    """
+    ulps = FLOAT32_ULP * np.array([math.sqrt(np.square(start).mean()), np.abs(start).max()]) / rate
+    return Tolerance(step.error + float(ulps[0]), step.worst + float(ulps[1]))
