@@ -26,6 +26,10 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @tokens_option("Token ids of the run, where the dump does not have them.")
 @click.option("--prompt", help="The same as text.")
 @first_position_option
+@click.option(
+    "--adapter", type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="The adapter folder of PEFT that a training step started from: DUMP is one of training.",
+)  # fmt: skip
 @threads_option
 @click.option("--all", "every", is_flag=True, help="Every stage, also those behind the first cause.")
 @json_option("One object {version, right, findings, stages, ...}; NaN and infinity become null.")
@@ -33,7 +37,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option("--html", type=_FILE, help="Write one page for a browser.")
 def command(
     *, dump: Path, model: str, mapping: Path | None, tokens: list[int] | None, prompt: str | None,
-    first_position: int | None, every: bool, as_json: bool, junit: Path | None, html: Path | None,
+    first_position: int | None, adapter: Path | None, every: bool, as_json: bool, junit: Path | None, html: Path | None,
 ) -> None:  # fmt: skip
     """Compare DUMP, what an engine computed, with what MODEL makes of the same numbers, stage by stage.
 
@@ -42,6 +46,9 @@ def command(
     Known mistakes and settings are tried on them: one is named where it leaves nothing of the error but rounding. What
     the engine's arithmetic explains is HONEST, no mistake: half precision, its cache, inputs of products rounded as
     llama.cpp does, as it declares or its numbers show.
+
+    With --adapter DUMP has optimizer steps of a LoRA run, any of: losses, gradients, moments, parameters, under the
+    names that llorch.dumps.training_dump lists.
 
     Exit code 0: nothing is wrong; 1: something is; 2: the dump cannot be read. Numbers that say nothing beside those of
     the model are of other tokens (10), of other positions (11), from the other side of a norm (12), in a layout that
@@ -58,7 +65,10 @@ def command(
 
     refuse_both(prompt, tokens)
     require_folders((junit, html))
-    found = _diagnosed(dump, model, mapping, tokens, prompt, first_position)
+    if adapter is not None:
+        found = _of_training(dump, model, adapter)
+    else:
+        found = _diagnosed(dump, model, mapping, tokens, prompt, first_position)
     write_text(junit, lambda: as_junit(found))
     write_text(html, lambda: page(found))
     if as_json:
@@ -89,3 +99,16 @@ def _diagnosed(
     with progress(f"diagnosing {dump}") as tell:
         stages = read_stages(dump, weights, mapping, ids, first_position)
         return diagnose(weights.astype(np.float64), stages, model=model, say=tell)
+
+
+def _of_training(dump: Path, model: str, adapter: Path) -> "Diagnosis":
+    from llorch.cli.inputs import model_path
+    from llorch.cli.output import progress
+    from llorch.dumps.index import open_raw
+    from llorch.files import open_weights
+    from llorch.lora.peft_format import read_peft
+    from llorch.verify.diagnosis.training import diagnose_training
+
+    weights = open_weights(model_path(model))
+    with progress(f"diagnosing {dump}"):
+        return diagnose_training(weights, read_peft(adapter, weights.config), open_raw(dump), model=model)

@@ -12,11 +12,16 @@ import numpy as np
 import pytest
 from command_line import invoke
 
+from benchmarks.diagnosis.training_bugs import BUGS
+from benchmarks.diagnosis.training_cases import TrainingCase
 from llorch.builtin import builtin_path
 from llorch.dumps.writers.dump_writer import DumpWriter
 from llorch.files import open_weights
+from llorch.lora.base import identity_of
+from llorch.lora.peft_format import write_peft
 from llorch.verify.places import Pass
 from llorch.verify.runners.numpy import run
+from llorch.verify.training.recipe import make_adapter
 
 IDS = (3, 1, 4, 15, 9, 2, 6, 5, 33, 17)
 MODEL = ("--model", "micro-llama")
@@ -185,3 +190,15 @@ def test_a_dump_goes_alone(words: str, expected: str, right: Path):
     result = invoke(*words.replace("{}", str(right.parent)).split())
     assert (result.exit_code, result.stdout) == (2, "")
     assert expected in " ".join(result.stderr.split())
+
+
+def test_an_adapter_folder_makes_it_a_dump_of_training(tmp_path: Path):
+    weights = open_weights(builtin_path("micro-qwen3"))
+    write_peft(make_adapter(weights.config), tmp_path / "adapter", base=identity_of(weights))
+    dump = TrainingCase(next(bug for bug in BUGS if bug.name == "eps-inside"), "micro-qwen3", "usual").write(tmp_path)
+    files = {name: tmp_path / f"report.{name}" for name in ("html", "junit")}
+    options = [str(word) for name, path in files.items() for word in (f"--{name}", path)]
+    result = invoke("diagnose", str(dump), "--model", "micro-qwen3", "--adapter", str(tmp_path / "adapter"), *options)
+    assert result.exit_code == 1, result.stderr
+    assert "adamw-eps-inside-root: explains" in result.stdout
+    assert all("eps was added under the root" in path.read_text(encoding="utf-8") for path in files.values())

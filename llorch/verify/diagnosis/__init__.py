@@ -9,6 +9,8 @@ In comes a `StageDump` and the weights that the engine ran; out comes a `Diagnos
     hypotheses   what may be planted: known mistakes, settings with a value, honest differences of arithmetic
     diagnose     which of them explain the error, what is left, and what this dump could not have shown
     rows         what it judged, as rows of `llorch verify`
+    training     the same of optimizer steps: `training_judge` and `training_replay` are its judge and its replay,
+                 `training_hypotheses`, `training_score` and `training_gaps` what may be planted, and how it fits
 
 How it is shown: `verify.report` has JSON, JUnit and one HTML page, `cli` the table.
 """

@@ -1,0 +1,110 @@
+"""Training dumps of a trainer that shares no code with ours: the first wrong quantity, its mistake and its number."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.diagnosis.training_bugs import BUGS
+from benchmarks.diagnosis.training_cases import TrainingCase, TrainingScore, score
+from llorch.builtin import builtin_path
+from llorch.dumps.index import open_raw
+from llorch.files import open_weights
+from llorch.verify.diagnosis.training import diagnose_training
+from llorch.verify.diagnosis.verdict import Diagnosis
+from llorch.verify.training.recipe import make_adapter, with_zero_b
+
+BY_NAME = {bug.name: bug for bug in BUGS}
+
+
+def scored(name: str, style: str = "whole") -> TrainingScore:
+    return score(TrainingCase(BY_NAME.get(name), "micro-qwen3", style))
+
+
+@pytest.mark.parametrize(
+    ("name", "style"),
+    [
+        ("scale-squared", "whole"),
+        ("not-shifted", "whole"),
+        ("smoothing-0.2", "whole"),
+        ("norm-detached", "usual"),
+        ("step-late", "usual"),
+        ("eps-inside", "whole"),
+        ("heads-not-summed", "whole"),  # two at once
+    ],
+)
+def test_a_bug_is_found_where_it_is_made_and_named(name: str, style: str):
+    found = scored(name, style)
+    assert (found.stage, found.named, len(found.wrong)) == (True, True, 1), found.found.findings
+    assert found.wrong[0].kind == "mistake"
+    assert min(one.share for one in found.wrong[0].suspects) > 0.99
+
+
+@pytest.mark.parametrize("name", ["one-gradient-doubled", "sign-of-momentum"])
+def test_what_no_known_mistake_makes_is_said_to_be_none_of_them_once(name: str):
+    found = scored(name)
+    assert (found.stage, found.named, [one.kind for one in found.wrong]) == (True, True, ["unknown"])
+    assert "none of the known mistakes" in found.wrong[0].sentence
+
+
+def test_an_unknown_gradient_is_told_by_its_tensor_and_what_it_came_through():
+    (finding,) = scored("one-gradient-doubled").wrong
+    assert (finding.key, finding.layers, finding.made_in) == ("l1.gradient.v_proj.lora_A", (1,), ("l1.attn_context",))
+    assert finding.places == ((1, finding.key), (2, finding.key))
+
+
+@pytest.mark.parametrize("style", ["whole", "usual", "unclear"])
+def test_a_right_trainer_is_accused_of_nothing(style: str):
+    found = scored("right", style).found
+    assert found.is_right
+    assert found.findings == []
+    assert {result.verdict for result in found.results} == {"RIGHT"}
+
+
+def diagnosed(tmp_path: Path, change: Mapping[str, Any], *, zero_b: bool = False, name: str = "right") -> Diagnosis:
+    """Of the usual dump of a run, with arrays in the place of its own; None takes one out."""
+    path = TrainingCase(BY_NAME.get(name), "micro-qwen3", "usual").write(tmp_path)
+    arrays = {**np.load(path), **change}
+    np.savez(path, **{name: np.asarray(array) for name, array in arrays.items() if array is not None})  # type: ignore[arg-type]
+    weights = open_weights(builtin_path("micro-qwen3"))
+    adapter = make_adapter(weights.config)
+    return diagnose_training(weights, with_zero_b(adapter) if zero_b else adapter, open_raw(path))
+
+
+def test_a_setting_that_the_dump_does_not_say_is_recovered_and_no_mistake(tmp_path: Path):
+    found = diagnosed(tmp_path, {"lr": None})
+    assert found.is_right
+    (finding,) = found.findings
+    assert (finding.kind, finding.suspects[0].value) == ("honest", "0.002")
+    assert "does not say" in finding.sentence
+
+
+def test_numbers_that_are_none_are_told_before_anything_else(tmp_path: Path):
+    found = diagnosed(tmp_path, {"step1.loss": np.nan})
+    assert [(one.kind, one.key, one.n_pass) for one in found.findings] == [("not finite", "loss", 1)]
+
+
+def test_a_second_bug_behind_the_first_is_found_in_the_same_run(tmp_path: Path):
+    found = diagnosed(tmp_path, {"step1.loss": 1.0}, name="eps-inside").findings
+    assert [(one.kind, one.key) for one in found] == [("unknown", "loss"), ("mistake", found[1].key)]
+    assert found[1].suspects[0].name == "adamw-eps-inside-root"
+
+
+def test_it_says_what_the_dump_could_not_have_shown(tmp_path: Path):
+    hidden = scored("right").found.could_not_show
+    by_name = {name: reason for reason, names in hidden.items() for name in names}
+    assert by_name["merge-twice"] == "merging is no part of a step"
+    assert by_name["lora-rslora-ignored"] == "the adapter is not rank-stabilised"
+    assert (
+        not {"adamw-step-counted-late", "clip-ignored", "lora-scaled-twice", "loss-prompt-not-masked"} & by_name.keys()
+    )
+    first_alone = {
+        name: None for name in np.load(TrainingCase(None, "micro-qwen3", "usual").write(tmp_path)) if "step2" in name
+    }
+    less = diagnosed(tmp_path, first_alone | {"weight_decay": 0.0, "label_smoothing": 0.0}).could_not_show
+    by_name = {name: reason for reason, names in less.items() for name in names}
+    assert by_name["adamw-step-counted-late"] == "it has the first step alone"
+    assert by_name["adamw-decay-missing"] == "no weight decays"
+    assert by_name["loss-smoothing-missing"] == "labels are not smoothed"
