@@ -13,7 +13,7 @@ from chromium import PROGRAM, Browser, chromium
 from llorch.verify.diagnosis.verdict import WRONG, Diagnosis
 from llorch.verify.report.diagnosis import settled
 from llorch.verify.report.diagnosis_page import MAX_FIGURES, page, rungs
-from llorch.verify.report.figures import LEVELS, Rung, heat, histogram, ladder
+from llorch.verify.report.figures import BOTTOM, HEIGHT, LEFT, LEVELS, WIDTH, Rung, heat, histogram, ladder
 
 every = pytest.mark.parametrize("make", diagnoses.ALL)
 EMPTY = {"meta", "br", "line", "rect", "circle", "path", "polyline"}
@@ -108,6 +108,20 @@ def test_of_neighbours_that_share_a_cell_the_largest_shows():
     values[77_777] = 1
     drawn = heat(values, 1e-9, "token")
     assert (drawn.count("<rect"), drawn.count('class="h6"')) == (128, 1)
+
+
+def test_maps_say_where_the_most_is():
+    assert re.search(r"By token: 12 of 12 beyond the limit; largest \S+, token 11", page(diagnoses.one_bug()))
+
+
+def test_a_ladder_rises_with_the_error_and_stays_in_its_frame():
+    drawn = ladder([Rung("0", 1e-7, 1e-6, 1e-7), Rung("1", 1e-1, 1e-6, 1e-1)])
+    (x0, y0), (x1, y1) = ((float(x), float(y)) for x, y in re.findall(r'cx="([\d.]+)" cy="([\d.]+)"', drawn))
+    assert LEFT < x0 < x1 < WIDTH
+    assert 0 < y1 < y0 < HEIGHT - BOTTOM
+    limits = re.findall(r'class="limit" points="[\d.]+,([\d.]+) [\d.]+,([\d.]+)"', drawn)
+    assert y1 < float(limits[0][0]) == float(limits[0][1]) < y0
+    assert re.findall(r'class="(local|over)"', drawn) == ["local", "over"]
 
 
 def test_figures_of_nothing_and_of_numbers_without_end_have_places():
