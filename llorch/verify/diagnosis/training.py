@@ -52,9 +52,11 @@ def diagnose_training(weights: Weights, adapter: Adapter, raw: RawDump, *, model
     dump, wide = training_dump(raw, adapter), weights.astype(np.float64, keep=True)
     dtype = _dtype(dump)
     found = _Search(wide, adapter, dump, dtype)
-    if dtype == "float32" and not dump.dtype and any(finding.kind == "unknown" for finding in found.findings):
+    unknown = {place for finding in found.findings if finding.kind == "unknown" for place in finding.places}
+    if dtype == "float32" and not dump.dtype and unknown:
         in_half = _Search(wide, adapter, dump, HALF[0])
-        found = found if in_half.findings else in_half
+        judged = {(row.key[0], _key(row.key)) for row in in_half.rows}
+        found = in_half if unknown <= judged and not in_half.findings else found
     return found.diagnosis(model)
 
 

@@ -121,7 +121,9 @@ class Judge:
         limit = limits.of_dump(self.config, stage, mode, self.dtype, self.last_position)
         if group == "parameters":
             if mode == CHAINED:
-                limit = limit.at_most(self._amplified(step, name, run))
+                most = limits.ceiling(self.config, group, CHAINED, "float32")
+                limit = limits.ceiling(self.config, group, ISOLATED, "float32")
+                limit = limit.at_least(self._amplified(step, name, run)).at_most(most)
             limit = limits.of_parameters(run.arrays[step.number, "start", name], self.rate(step), limit)
         stored = FLOORS.get(step.shown[group, name].stored, 0.0)
         return limit.at_least(Tolerance(stored, stored)) if stored > FLOORS["float32"] else limit

@@ -73,6 +73,20 @@ def diagnosed(tmp_path: Path, change: Mapping[str, Any], *, zero_b: bool = False
     return diagnose_training(weights, with_zero_b(adapter) if zero_b else adapter, open_raw(path))
 
 
+def left(folder: Path, kinds: tuple[str, ...]) -> dict[str, None]:
+    """Of the usual dump what is not of these kinds, to be taken out."""
+    names = np.load(TrainingCase(None, "micro-qwen3", "usual").write(folder))
+    return {name: None for name in names if name.startswith("step") and not any(f".{kind}" in name for kind in kinds)}
+
+
+def test_losses_and_parameters_alone_are_judged_too_and_no_half_precision_excuses_them(tmp_path: Path):
+    out = left(tmp_path, ("input_ids", "labels", "attention_mask", "loss", "param."))
+    right = diagnosed(tmp_path, out)
+    assert (right.findings, len(right.results)) == ([], 2 + 2 * 28)
+    wrong = diagnosed(tmp_path, out, name="sign-of-momentum")
+    assert [(one.kind, one.key) for one in wrong.findings] == [("unknown", "l1.parameters.down_proj.lora_A")]
+
+
 def test_a_setting_that_the_dump_does_not_say_is_recovered_and_no_mistake(tmp_path: Path):
     found = diagnosed(tmp_path, {"lr": None})
     assert found.is_right
