@@ -83,11 +83,10 @@ def _print_lines(out: Console, lines: Sequence[_Line], *, every: bool, n_passes:
     rows = table(*passes, "stage", ">local error", ">limit", ">over limit", *total, "verdict", *several, "in the dump")
     for line in lines:
         result = line.result
-        fault = printable(result.local.fault)[:_NAME] if result.local.fault else None
         cells = [
             *([str(result.n_pass)] if passes else []),
             line.label,
-            fault or short(result.local.error),
+            (result.local.fault or short(result.local.error)).partition(":")[0],
             short(result.limit.error),
             times(result.over),
             *([short(result.total.error), short(result.total_limit.error)] if total else []),
@@ -119,7 +118,7 @@ def _print_findings(out: Console, diagnosis: Diagnosis) -> None:
             names = ", ".join(suspect.name for suspect in first.alternatives)
             out.print(f"  explains it as well, this dump does not tell them apart: {names}")
         for suspect in first.near_misses:
-            out.print(f"  near miss: {suspect.name}: {printable(suspect.sentence)}; {explained(suspect)}")
+            out.print(f"  near miss: {suspect.name}: {printable(suspect.sentence.rstrip('.'))}; {explained(suspect)}")
         out.print(f"  shows in {ranges(first.layers)}: {count(len(first.places), 'stage')}")
     for finding in others[:_NOTES]:
         out.print(_headed(finding))

@@ -41,7 +41,7 @@ Attention = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 def capture(
     model: nn.Module, names: Mapping[str, str] | None = None, *, weights: bool = True, **features: str | bool
 ) -> Iterator[Recorder]:
-    """Record the runs of a model inside the `with` block, of one sequence.
+    """Record the runs of a model inside the `with` block, of one sequence; each has the cache whole, so a few do.
 
     Args:
         model: In eager mode: what torch.compile made of one shows nothing.
@@ -94,10 +94,16 @@ class HookPoint:
         """Have `keep` called with what is seen here; removed by the handle that is returned."""
 
         def see(shown: Any) -> None:
-            keep(self.stage, self.layer, shown[0] if isinstance(shown, tuple) else shown)
+            tensor = shown[0] if isinstance(shown, tuple) else shown
+            if not isinstance(tensor, torch.Tensor):
+                what = f"{self.end} of {type(self.module).__name__}, got {type(tensor).__name__}"
+                raise ValueError(f"capture: expected a tensor as {what}; name a module inside it")
+            keep(self.stage, self.layer, tensor)
 
         if self.end == "input":
-            return self.module.register_forward_pre_hook(lambda _, given: see(given))
+            return self.module.register_forward_pre_hook(
+                lambda _, args, kwargs: see((*args, *kwargs.values())), with_kwargs=True
+            )
         return self.module.register_forward_hook(lambda _, __, made: see(made))
 
 

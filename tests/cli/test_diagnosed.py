@@ -42,7 +42,7 @@ def test_causes_come_before_honest_differences_and_then_what_was_not_shown():
     )
     assert [text.index(each) for each in order] == sorted(text.index(each) for each in order)
     assert "rope-interleaved-pairs: explains 99.98 % of the error; nothing is left; found: interleaved" in text
-    assert "near miss: rope-theta: theta is 10000 here" in text
+    assert "near miss: rope-theta: theta is 10000 here, the file says 500000; explains 61.00 %" in text
     assert "this dump does not tell them apart: rope-sine-sign" in text
     assert "shows in layers 1-2: 2 stages" in text
     assert "12 tokens: mask-window" in text
@@ -72,3 +72,8 @@ def test_every_stage_is_shown_where_that_is_asked_for(make: Callable[[], Diagnos
 
 def test_findings_without_end_are_counted():
     assert "and 47 more; --json and --html have all" in printed(diagnoses.every_layer())
+
+
+def test_what_is_not_finite_is_said_in_its_place():
+    (line,) = [line for line in printed(diagnoses.not_finite()) if line.startswith("l0.attn_scores")]
+    assert line.split()[1:5] == ["non-finite", "4.8e-07", "without", "end"]

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 import torch
 from command_line import invoke
+from handwritten_llama import Handwritten
 from torch import nn
-from torch.nn import functional
 
 import llorch
 from llorch.builtin import builtin_path, goldens_folder
 from llorch.convert import convert
 from llorch.dumps.raw import digest
 from llorch.dumps.stage_dump import StageDump, Tokens
-from llorch.files import Weights, open_weights
+from llorch.files import open_weights
 from llorch.stages import keys
 from llorch.verify.compare import Tolerance
 from llorch.verify.goldens import Golden, read
@@ -28,84 +28,6 @@ OWN = {
     "blocks.{i}.attn.wo": "attn_out", "input of blocks.{i}.attn.wo": "attn_context",
     "input of blocks.{i}.n2": "attn_residual", "blocks.{i}": "block_out", "head": "logits",
 }  # fmt: skip
-
-
-class Turn(nn.Module):
-    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        half = x.shape[-1] // 2
-        angles = positions[:, None, None] * 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
-        cos, sin = angles.cos().float(), angles.sin().float()
-        a, b = x.split(half, -1)
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-
-
-class Norm(nn.Module):
-    def __init__(self, gain: torch.Tensor) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(gain)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.rms_norm(x, self.gain.shape, self.gain, 1e-5)
-
-
-class Attn(nn.Module):
-    def __init__(self, w: Any, head_dim: int) -> None:
-        super().__init__()
-        self.wq, self.wk, self.wv, self.wo = (product(w[f"{part}_proj"]) for part in "qkvo")
-        self.turn_q, self.turn_k, self.head_dim = Turn(), Turn(), head_dim
-        self.past = [torch.empty(0), torch.empty(0)]
-
-    def forward(self, x: torch.Tensor, start: int) -> torch.Tensor:
-        positions = torch.arange(start, start + len(x))
-        q, k, v = (part(x).view(len(x), -1, self.head_dim) for part in (self.wq, self.wk, self.wv))
-        new = (self.turn_k(k, positions), v)
-        self.past = [torch.cat([old, now]) if start else now for old, now in zip(self.past, new, strict=True)]
-        k, v = self.past
-        mask = torch.arange(len(k)) <= positions[:, None]
-        q, k, v = (y.transpose(0, 1)[None] for y in (self.turn_q(q, positions), k, v))
-        y = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-        return self.wo(y[0].transpose(0, 1).flatten(1))
-
-
-class Block(nn.Module):
-    def __init__(self, w: Any, head_dim: int) -> None:
-        super().__init__()
-        self.n1, self.n2, self.attn = Norm(tensor(w["attn_norm"])), Norm(tensor(w["ffn_norm"])), Attn(w, head_dim)
-        self.gate, self.up, self.down = (product(w[f"{part}_proj"]) for part in ("gate", "up", "down"))
-
-    def forward(self, x: torch.Tensor, start: int) -> torch.Tensor:
-        x = x + self.attn(self.n1(x), start)
-        h = self.n2(x)
-        return x + self.down(functional.silu(self.gate(h)) * self.up(h))
-
-
-class Handwritten(nn.Module):
-    """Llama as people write it: names of its own, no batch, a cache inside."""
-
-    def __init__(self, weights: Weights) -> None:
-        super().__init__()
-        config = weights.config
-        self.tok = nn.Embedding.from_pretrained(tensor(weights["embed_tokens"]))
-        self.blocks = nn.ModuleList(Block(weights.layer(i), config.head_dim) for i in range(config.n_layers))
-        self.norm, self.head, self.n_seen = Norm(tensor(weights["final_norm"])), product(weights["lm_head"]), 0
-
-    @torch.no_grad()
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x, start = self.tok(ids), self.n_seen
-        self.n_seen += len(ids)
-        for block in self.blocks:
-            x = block(x, start)
-        return self.head(self.norm(x))
-
-
-def tensor(array: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(array.copy())
-
-
-def product(matrix: np.ndarray) -> nn.Linear:
-    linear = nn.Linear(*matrix.shape[::-1], bias=False)
-    linear.weight = nn.Parameter(tensor(matrix))
-    return linear
 
 
 def golden_of(name: str) -> tuple[Golden, dict[str, np.ndarray]]:
@@ -180,6 +102,25 @@ def test_positions_are_those_of_the_call_and_weights_are_hashed_where_that_is_as
     assert [tokens.first_position for tokens in dump.passes] == [30, 7, 9]
     assert dump.weights == {}
     assert dump.features.dtype == "float16"
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = Odd(), Odd()
+
+    def forward(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"logits": self.outer(input_ids=self.inner(input_ids=ids)[..., 0].long())}
+
+
+def test_an_input_may_be_given_by_name_and_what_is_shown_must_be_a_tensor():
+    model = Named()
+    with llorch.capture(model, {"input of inner": "mine"}) as dump:
+        model(ONE)
+    np.testing.assert_array_equal(dump.arrays[0, "mine", None].read(), ONE.numpy(), strict=True)
+    with pytest.raises(ValueError, match=r"^capture: expected a tensor as output of Named, got dict; name a module"):
+        with llorch.capture(model, {"": "logits"}):
+            model(ONE)
 
 
 @pytest.mark.slow  # imports a compiler

@@ -1,10 +1,8 @@
 """What the README and the pages beside it show is true: Python runs, links lead somewhere, commands exist."""
 
-import itertools
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -25,11 +23,7 @@ README, FIGURES = PAGES["README.md"], PAGES["benchmarks/README.md"]
 BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, re.DOTALL)
 SHELL = [line for language, block in BLOCKS if not language for line in block.splitlines()]
 TRAINING = next(block.splitlines() for _, block in BLOCKS if "llorch lora train story" in block)
-PORTING, FOUND = next(
-    (block.splitlines(), next_block.splitlines())
-    for (_, block), (_, next_block) in itertools.pairwise(BLOCKS)
-    if "port.c" in block
-)
+PORTING = next(block.splitlines() for _, block in BLOCKS if "port.c" in block)  # run by test_port_in_c.py
 BUILTIN_ONLY = [
     pytest.param(line, marks=pytest.mark.slow if "verify" in line else ())
     for line in SHELL
@@ -70,20 +64,6 @@ def test_the_first_python_example_is_a_program_and_finds_what_it_says(tmp_path: 
 def test_the_example_of_a_batch_is_a_program(tmp_path: Path):
     lines = program(PYTHON[1], tmp_path).splitlines()
     assert {line.split()[0] for line in lines if line[:2] in ("0 ", "1 ")} == {"0", "1"}
-
-
-def test_the_bug_of_a_port_in_c_is_named_in_three_commands(tmp_path: Path):
-    if shutil.which("cc") is None:
-        pytest.skip("NOT RUN: there is no C compiler, cc, on this machine")
-    for name in ("llorch", "benchmarks"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    script = f'llorch() {{ "{sys.executable}" -m llorch "$@"; }}\n' + "\n".join(PORTING)
-    done = subprocess.run(["sh", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (done.returncode, len(PORTING)) == (1, 3), done.stderr
-    (said,) = [line for line in FOUND if line.startswith("WRONG")]
-    assert said in done.stdout.splitlines()
-    stages = [line.split()[0] for line in FOUND[1 : FOUND.index("")]]
-    assert [line.split()[0] for line in done.stdout.splitlines() if line.startswith("l0.")] == stages
 
 
 @pytest.fixture(scope="module")

@@ -57,7 +57,7 @@ def results(model: ModelConfig, sizes: Mapping[str, float], *, rename: Callable[
 def finding(place: str, kind: Kind = "mistake", *, name: str = "rope-interleaved-pairs", said: str = PAIRS) -> Finding:
     layer = int(place[1 : place.index(".")]) if "." in place else None
     suspect = Suspect(name, said, (place,), 0.9998, 0.4, "interleaved")
-    near = Suspect("rope-theta", "theta is 10000 here, the file says 500000", (place,), 0.61, 21_000.0, "10000")
+    near = Suspect("rope-theta", "theta is 10000 here, the file says 500000.", (place,), 0.61, 21_000.0, "10000")
     known = kind in ("mistake", "honest")
     return Finding(
         kind, place, 0, (place,), () if layer is None else (layer,), (suspect,) if known else (), (near,),

@@ -18,11 +18,12 @@ from llorch.verify.diagnosis.hypotheses import Hypothesis
 from llorch.verify.diagnosis.judged import Judge, Say
 from llorch.verify.diagnosis.replay import Replay
 from llorch.verify.diagnosis.trials import Trial, Trials
-from llorch.verify.diagnosis.verdict import HONEST, WRONG, Diagnosis, Finding, Kind, StageResult, Suspect
+from llorch.verify.diagnosis.verdict import HONEST, RIGHT, WRONG, Diagnosis, Finding, Kind, StageResult, Suspect
 
 NEAR_MISS = 0.5  # what explains less of an error is no suspect
 N_NEAR_MISSES = 3
 VISIBLE = 10.0  # times the limit: a mistake that changes a stage by less could not be told from rounding
+ALIKE = 3  # other layers that are looked at before a stage is called unknown in all of them
 CANDIDATES = 8  # of the named, whose reach is compared
 
 
@@ -42,29 +43,41 @@ def diagnose(weights: Weights, dump: StageDump, *, model: str = "", say: Say = l
     judge = Judge(replay, say)
     results = list(judge.results())
     trials = Trials(replay, judge.pasts)
-    found = list(_findings([result for result in results if result.verdict == WRONG], trials, say))
+    found = list(_findings(results, trials, say))
     say("looking for what this dump cannot show")
     hidden = _could_not_show(results, trials)
     return Diagnosis(model, dump.source, results, [*found, *_arithmetic(results)], hidden, dump.notes)
 
 
-def _findings(wrong: Sequence[StageResult], trials: Trials, say: Say) -> Iterator[Finding]:
-    """One finding for each cause, the first of the run first; unreadable stages spoil those made from them."""
+def _findings(results: Sequence[StageResult], trials: Trials, say: Say) -> Iterator[Finding]:
+    """One finding for each cause, the first of the run first."""
+    wrong = [result for result in results if result.verdict == WRONG]
+    right = [result for result in results if result.verdict == RIGHT]
     while wrong:
         first, *rest = wrong
         say(f"{first.key}: looking for the mistake")
         tried = trials.of(first)
         named = [trial for trial in tried if trial.named]
-        best, explained = _widest(named[:CANDIDATES], rest, trials)
-        if first.local.fault is not None:
-            explained = [*explained, *_spoilt(first, [result for result in rest if result not in explained])]
+        best, explained = _widest(named[:CANDIDATES], rest, right, trials)
+        left = [result for result in rest if result not in explained]
+        explained = [*explained, *(_alike(first, left, trials) if best is None else _spoilt(first, left))]
         yield _finding(first, best, explained, tried)
         wrong = [result for result in rest if result not in explained]
 
 
+def _alike(first: StageResult, rest: Sequence[StageResult], trials: Trials) -> Iterator[StageResult]:
+    """What came of what cannot be read, and results of the same stage that nothing known explains in this pass."""
+    spoilt = list(_spoilt(first, rest))
+    yield from spoilt
+    here = [result for result in rest if result.stage == first.stage and result not in spoilt]
+    looked_at = [result for result in here if result.n_pass == first.n_pass][:ALIKE]
+    known = {r.layer for r in looked_at if any(trial.named for trial in trials.of(r, pairs=False))}
+    yield from (result for result in here if result.layer not in known)
+
+
 def _spoilt(first: StageResult, rest: Sequence[StageResult]) -> Iterator[StageResult]:
-    """Results that were made from what could not be read, and cannot be read either."""
-    spoilt = {(first.n_pass, first.key)}
+    """Results that were made from what cannot be read, and cannot be read either."""
+    spoilt = {(first.n_pass, first.key)} if first.local.fault is not None else set()
     for result in rest:
         before = {(result.n_pass, place) for place in result.since}
         later = any(n_pass < result.n_pass for n_pass, _ in spoilt)
@@ -74,14 +87,23 @@ def _spoilt(first: StageResult, rest: Sequence[StageResult]) -> Iterator[StageRe
 
 
 def _widest(
-    named: Sequence[Trial], rest: Sequence[StageResult], trials: Trials
+    named: Sequence[Trial], rest: Sequence[StageResult], right: Sequence[StageResult], trials: Trials
 ) -> tuple[Trial | None, list[StageResult]]:
-    """Of those that are named the one that makes the most of the other results too."""
-    reach = [[result for result in rest if trials.explains(trial.hypotheses, result)] for trial in named]
+    """Of those that are named the one that spoils no right result, and makes the most of the other wrong ones too."""
     if not named:
         return None, []
-    best = max(range(len(named)), key=lambda at: (len(reach[at]), -at))
+    reach = [[result for result in rest if trials.explains(trial, result)] for trial in named]
+    spoils = [any(_would_spoil(trial, result, trials) for result in right) for trial in named]
+    best = max(range(len(named)), key=lambda at: (not spoils[at], len(reach[at]), -at))
     return named[best], reach[best]
+
+
+def _would_spoil(trial: Trial, result: StageResult, trials: Trials) -> bool:
+    """Whether a hypothesis, made in all passes and layers, would show in a result that is right."""
+    (hypothesis, *others) = trial.hypotheses
+    if others or not hypothesis.at(result.since):
+        return False
+    return _shows(hypothesis, result, trials.made(result), trials)
 
 
 def _finding(

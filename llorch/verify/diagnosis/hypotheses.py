@@ -5,7 +5,6 @@ an eps, a base, a scale, an offset, the layer that weights were taken from. *Hon
 inputs of products or the weights in a narrower type.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +18,7 @@ from llorch.ops.rope import frequencies, rope
 from llorch.ops.rounding import BLOCK_SIZE, ActivationKind, round_activations
 from llorch.stages import BY_NAME, STAGES, rope_input
 from llorch.verify.diagnosis.expected import HALF
-from llorch.verify.diagnosis.replay import Change, Setting
+from llorch.verify.diagnosis.replay import Change, Plant, Setting
 from llorch.verify.mistakes import STAGE_MISTAKES, Mistake
 from llorch.verify.mistakes.norm import NORMS
 from llorch.verify.mistakes.rope import ROTATED
@@ -46,6 +45,7 @@ class Hypothesis:
         value: The recovered one, empty where there is none.
         after_cached: It shows only in a pass that continues a cache.
         rounds: It rounds to few bits.
+        by_place: Whether it can have been made in some stages or layers only.
     """
 
     name: str
@@ -56,6 +56,7 @@ class Hypothesis:
     value: str = ""
     after_cached: bool = False
     rounds: bool = False
+    by_place: bool = True
 
     def at(self, places: Places) -> tuple[str, ...]:
         """Those of some places where it can be planted."""
@@ -93,15 +94,19 @@ def known_mistakes(config: ModelConfig) -> Iterator[Hypothesis]:
 
 def _of_mistake(mistake: Mistake[StageInputs], places: Places) -> Change:
     def wrong(inputs: StageInputs, stage: str, array: np.ndarray) -> np.ndarray:
-        first_pass = mistake.after_cached and not inputs["past_k"].shape[1]
-        return array if first_pass else mistake.wrong(inputs, stage)
+        if mistake.after_cached and not inputs["past_k"].shape[1]:
+            return array
+        try:
+            return mistake.wrong(inputs, stage)
+        except (AttributeError, IndexError, TypeError):  # a matrix that multiplies itself has no rows to be moved
+            return mistake.wrong(replace(inputs, weights=_RoundedWeights(inputs.weights, lambda weight: weight)), stage)
 
-    return Change(dict.fromkeys(places, wrong), reads=mistake.reads)
+    return Change(dict.fromkeys(places, Plant(wrong, mistake.reads)))
 
 
 def _planted(wrong: Callable[[np.ndarray], np.ndarray]) -> Callable[[Places], Change]:
     """Put what is made of the right array in its place."""
-    return lambda places: Change(dict.fromkeys(places, lambda inputs, stage, array: wrong(array)))
+    return lambda places: Change(dict.fromkeys(places, Plant(lambda inputs, stage, array: wrong(array))))
 
 
 def _set(change: Callable[[Setting], Setting]) -> Callable[[Places], Change]:
@@ -121,7 +126,7 @@ def _eps(value: float, config: ModelConfig) -> Hypothesis:
     return Hypothesis(
         "norm-eps", "setting", tuple(NORMS),
         f"eps is {_number(value)} here; this model's config says {_number(config.rms_norm_eps)}.",
-        _configured(rms_norm_eps=value), _number(value),
+        _configured(rms_norm_eps=value), _number(value), by_place=False,
     )  # fmt: skip
 
 
@@ -129,7 +134,7 @@ def _theta(value: float, config: ModelConfig) -> Hypothesis:
     return Hypothesis(
         "rope-theta", "setting", ROTATED,
         f"The base of RoPE is {_number(value)} here; this model's config says {_number(config.rope_theta)}.",
-        _configured(rope_theta=value), _number(value),
+        _configured(rope_theta=value), _number(value), by_place=False,
     )  # fmt: skip
 
 
@@ -137,7 +142,7 @@ def _linear_scaling(value: float, config: ModelConfig) -> Hypothesis:
     return Hypothesis(
         "rope-position-factor", "setting", ROTATED,
         f"Positions are divided by {_number(value)} here (linear scaling); this model's config says otherwise.",
-        _configured(rope_scaling=LinearScaling(factor=value)), _number(value),
+        _configured(rope_scaling=LinearScaling(factor=value)), _number(value), by_place=False,
     )  # fmt: skip
 
 
@@ -148,7 +153,7 @@ def _llama3_factor(value: float, config: ModelConfig) -> Hypothesis:
     return Hypothesis(
         "rope-llama3-factor", "setting", ROTATED,
         f"llama3 scaling has the factor {_number(value)} here; this model's is another.",
-        _configured(rope_scaling=scaling), _number(value),
+        _configured(rope_scaling=scaling), _number(value), by_place=False,
     )  # fmt: skip
 
 
@@ -157,7 +162,7 @@ def _offset(value: float, config: ModelConfig) -> Hypothesis:
     return Hypothesis(
         "rope-position-offset", "setting", ROTATED,
         f"Positions are {abs(n)} too {'high' if n > 0 else 'low'} here; the first token of a text is at position 0.",
-        _set(lambda setting: replace(setting, positions=setting.positions + n)), str(n),
+        _set(lambda setting: replace(setting, positions=setting.positions + n)), str(n), by_place=False,
     )  # fmt: skip
 
 
@@ -170,7 +175,7 @@ def _rotated_share(value: float, config: ModelConfig) -> Hypothesis:
     return Hypothesis(
         "rope-rotated-share", "setting", ROTATED,
         f"{_number(value)} of each head is rotated here (partial rotary embedding); Llama and Qwen rotate all of it.",
-        lambda places: Change(dict.fromkeys(places, wrong)), _number(value),
+        lambda places: Change(dict.fromkeys(places, Plant(wrong))), _number(value),
     )  # fmt: skip
 
 
@@ -178,8 +183,8 @@ def _scores_scale(value: float, config: ModelConfig) -> Hypothesis:
     right = config.head_dim**-0.5
     return Hypothesis(
         "scores-scale", "setting", ("attn_scores",),
-        f"Scores are multiplied by {_number(value * right)} here; it is 1 / sqrt(head_dim) = {_number(right)}.",
-        _planted(lambda scores: scores * value), _number(value * right),
+        f"Products are multiplied by {_number(value)} here; it is 1 / sqrt(head_dim) = {_number(right)}.",
+        _planted(lambda scores: scores * (value / right)), _number(value),
     )  # fmt: skip
 
 
@@ -221,24 +226,26 @@ def _other_layer(value: float, config: ModelConfig) -> Hypothesis:
                 setting, layer_weights=lambda i: setting.layer_weights(None if i is None else layer)
             )
         ),
-        f"layer {layer}",
+        f"layer {layer}", by_place=False,
     )  # fmt: skip
 
 
-_SHARES = tuple(factor for n in range(1, 7) for factor in (2.0**n, 2.0**-n))
+def _steps(first: int, last: int) -> list[float]:
+    """1, 2 and 5 times the powers of ten between two exponents."""
+    return [float(f"{digit}e{exponent}") for exponent in range(first, last + 1) for digit in (1, 2, 5)]
+
+
+_SHARES = tuple(2.0**n for n in range(-6, 7))
 
 FAMILIES: tuple[Family, ...] = (
-    Family("norm-eps", tuple(NORMS), lambda config: (0.0, *(10.0**-n for n in range(3, 13))), _eps, refined=True),
-    Family(
-        "rope-theta", ROTATED, lambda config: (1e3, 1e4, 1e5, 2.5e5, 5e5, 1e6, 5e6, 1e7, 1e8), _theta, refined=True
-    ),
+    Family("norm-eps", tuple(NORMS), lambda config: (0.0, *_steps(-12, -3)), _eps, refined=True),
+    Family("rope-theta", ROTATED, lambda config: _steps(2, 8), _theta, refined=True),
     Family("rope-position-factor", ROTATED, lambda config: _SHARES, _linear_scaling, refined=True),
     Family("rope-llama3-factor", ROTATED, lambda config: (2.0, 4.0, 8.0, 16.0, 32.0, 64.0), _llama3_factor),
     Family("rope-position-offset", ROTATED, lambda config: [n for n in range(-16, 65) if n], _offset),
     Family("rope-rotated-share", ROTATED, lambda config: (0.25, 0.5, 0.75), _rotated_share),
     Family(
-        "scores-scale", ("attn_scores",),
-        lambda config: (config.head_dim**0.5, config.head_dim**-0.5, math.log2(math.e), math.log(2), *_SHARES),
+        "scores-scale", ("attn_scores",), lambda config: [share * config.head_dim**-0.5 for share in _SHARES],
         _scores_scale, refined=True,
     ),
     Family("mask-window", ("attn_scores",), lambda config: range(1, 65), _window),
@@ -253,11 +260,11 @@ def honest(config: ModelConfig) -> Iterator[Hypothesis]:
     for name, kind in HALF.items():
         yield Hypothesis(
             f"cache-in-{name}", "honest", ("k_cache", "v_cache"), f"Keys and values are kept in {name}.",
-            _planted(partial(_rounded, kind=kind)), rounds=True,
+            _planted(partial(_rounded, kind=kind)), rounds=True, by_place=False,
         )  # fmt: skip
         yield Hypothesis(
             f"weights-in-{name}", "honest", WEIGHTED, f"Weights were rounded to {name}.",
-            _set(partial(_with_weights, rounding=partial(_rounded, kind=kind))), rounds=True,
+            _set(partial(_with_weights, rounding=partial(_rounded, kind=kind))), rounds=True, by_place=False,
         )  # fmt: skip
     kinds: tuple[ActivationKind, ...] = ("F16", "BF16", "Q8_0", "Q8_K")
     for kind in kinds:
@@ -286,7 +293,7 @@ def _products(
 
     return Hypothesis(
         name, "honest", tuple(stage.name for stage in STAGES if stage.matrix),
-        f"Inputs {what + ' ' if what else ''}of products are rounded to {kind}.", change, rounds=True,
+        f"Inputs {what + ' ' if what else ''}of products are rounded to {kind}.", change, rounds=True, by_place=False,
     )  # fmt: skip
 
 

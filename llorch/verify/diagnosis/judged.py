@@ -1,13 +1,13 @@
 """Every stage of a dump beside ours: local error, inherited error, and what a right engine may be off."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from llorch.dumps.stage_dump import Seen
-from llorch.verify.compare import Difference, Tolerance, measure
-from llorch.verify.diagnosis.expected import Engine, Expectations, rows
+from llorch.verify.compare import Difference, measure
+from llorch.verify.diagnosis.expected import Engine, Expectations, Expected, rows
 from llorch.verify.diagnosis.profile import profile
 from llorch.verify.diagnosis.replay import EMBED, Arrays, Past, Replay
 from llorch.verify.diagnosis.verdict import HONEST, RIGHT, WRONG, StageResult
@@ -47,38 +47,45 @@ def beside(replay: Replay, seen: Seen, name: str, ours: np.ndarray) -> Beside:
 
 
 class Judge:
-    """Judges the passes of a dump, one after the other; keeps what the caches held before each."""
+    """Judges the passes of a dump, one after the other; keeps what the caches held before each, in both ways."""
 
     def __init__(self, replay: Replay, say: Say = lambda line: None) -> None:
         """Nothing is computed yet."""
-        self.replay, self.pasts = replay, list[Past]()
+        self.replay, self.pasts = replay, list[tuple[Past, ...]]()
         self._say, self._engine = say, Engine(replay.dump)
 
     def results(self) -> Iterator[StageResult]:
         """Every stage of every pass, in the order of the run."""
         config, dtype = self.replay.config, self.replay.weights.dtype
-        fed, alone, spread = Past(config, dtype), Past(config, dtype), dict[str, np.ndarray]()
+        pasts = [Past(config, dtype), Past(config, dtype, as_given=False)]
+        alone, spread = Past(config, dtype), dict[str, np.ndarray]()
         for n_pass in range(len(self.replay.dump.passes)):
-            self.pasts.append(fed)
-            yield from self._of_pass(n_pass, fed, alone, spread)
-            fed, alone = fed.next(), alone.next()
+            self.pasts.append(tuple(pasts))
+            yield from self._of_pass(n_pass, pasts, alone, spread)
+            pasts, alone = [past.next() for past in pasts], alone.next()
 
-    def _of_pass(self, n_pass: int, fed: Past, alone: Past, spread: dict[str, np.ndarray]) -> Iterator[StageResult]:
+    def _of_pass(
+        self, n_pass: int, pasts: Sequence[Past], alone: Past, spread: dict[str, np.ndarray]
+    ) -> Iterator[StageResult]:
         expected = Expectations(self.replay, n_pass, self._engine, spread)
-        x_fed = x_alone = np.empty(0)
+        xs, x_alone = [np.empty(0) for _ in pasts], np.empty(0)
         for part in range(EMBED, self.replay.config.n_layers + 1):
-            self._say(f"pass {n_pass}, layer {part} of {self.replay.config.n_layers}")
-            made, own = dict[str, np.ndarray](), dict[str, np.ndarray]()
-            passed = self._run(n_pass, part, x_fed, made, fed, engine_fed=True)
+            self._say(f"pass {n_pass + 1} of {len(self.replay.dump.passes)}, {self._part(part)}")
+            made, own = [dict[str, np.ndarray]() for _ in pasts], dict[str, np.ndarray]()
+            runs = list(zip(xs, made, pasts, strict=True))
+            passed = [self._run(n_pass, part, *run, engine_fed=True) for run in runs]
             own_passed = self._run(n_pass, part, x_alone, own, alone, engine_fed=False)
-            for name, allowed in expected.of_part(part, made, passed):
+            for name, allowed in expected.of_part(part, made[0], passed[0]):
                 seen = self.replay.dump.seen.get((n_pass, name))
                 if seen is not None:
-                    limits = allowed(seen.tokens)
-                    yield self._result(n_pass, name, made[name], own[name], limits.local, limits.total)
+                    yield self._result(n_pass, name, [each[name] for each in made], own[name], allowed(seen.tokens))
             if part < self.replay.config.n_layers:
                 behind = self.replay.input_of(part + 1)
-                x_fed, x_alone = passed[behind], own_passed[behind]
+                xs, x_alone = [each[behind] for each in passed], own_passed[behind]
+
+    def _part(self, part: int) -> str:
+        n_layers = self.replay.config.n_layers
+        return f"layer {part + 1} of {n_layers}" if 0 <= part < n_layers else "outside the layers"
 
     def _run(
         self, n_pass: int, part: int, x: np.ndarray, made: dict[str, np.ndarray], past: Past, *, engine_fed: bool
@@ -87,13 +94,15 @@ class Judge:
             return self.replay.run(n_pass, made.__setitem__, past, first=part, last=part, x=x, fed=engine_fed)
 
     def _result(
-        self, n_pass: int, name: str, ours: np.ndarray, own: np.ndarray, limit: Tolerance, total_limit: Tolerance
+        self, n_pass: int, name: str, ours: Sequence[np.ndarray], own: np.ndarray, allowed: Expected
     ) -> StageResult:
+        """By the cache that is nearer to what the engine did."""
         stage, layer = self.replay.stages[name]
-        seen = self.replay.dump.seen[n_pass, name]
-        here, judged = beside(self.replay, seen, name, ours), self._engine.judged(n_pass, name)
-        local = (here if np.isfinite(here.ours).all() else here.where_finite()).difference
-        wrong = not local.within(limit)
+        seen, judged = self.replay.dump.seen[n_pass, name], self._engine.judged(n_pass, name)
+        pairs = [beside(self.replay, seen, name, each) for each in ours]
+        found = [(here if np.isfinite(here.ours).all() else here.where_finite()).difference for here in pairs]
+        local, here = min(zip(found, pairs, strict=True), key=lambda pair: pair[0].over(allowed.local))
+        wrong = not local.within(allowed.local)
         return StageResult(
             n_pass=n_pass,
             key=name,
@@ -101,9 +110,9 @@ class Judge:
             layer=layer,
             name=seen.name,
             local=local,
-            limit=limit,
+            limit=allowed.local,
             total=beside(self.replay, seen, name, own).difference,
-            total_limit=total_limit,
+            total_limit=allowed.total,
             arithmetic=judged.name or "float32",
             verdict=WRONG if wrong else HONEST if judged.name else RIGHT,
             since=self.replay.since(n_pass, name),

@@ -44,7 +44,17 @@ class Setting:
     layer_weights: Callable[[int | None], Mapping[str, Any]]
 
 
-Plant = Callable[[StageInputs, str, np.ndarray], np.ndarray]  # of a stage's inputs, its name, and what ours made
+@dataclass(frozen=True)
+class Plant:
+    """What is put in the place of a stage.
+
+    Attributes:
+        wrong: Makes it of the stage's inputs, its name and what ours made.
+        reads: Stages that it reads beside the inputs of the stage.
+    """
+
+    wrong: Callable[[StageInputs, str, np.ndarray], np.ndarray]
+    reads: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -52,16 +62,14 @@ class Change:
     """What a hypothesis does to a run.
 
     Attributes:
-        plants: Stage key to what is put in the place of the stage.
+        plants: By stage key.
         passed_on: Stage key to what the stages behind it are given instead, whether it was ours or the engine's.
         setting: Another setting.
-        reads: Stages that plants read beside the inputs of the stage.
     """
 
     plants: Mapping[str, Plant] = field(default_factory=dict)
     passed_on: Mapping[str, Callable[[np.ndarray], np.ndarray]] = field(default_factory=dict)
     setting: Callable[[Setting], Setting] = lambda setting: setting
-    reads: tuple[str, ...] = ()
 
 
 UNCHANGED = Change()
@@ -177,8 +185,8 @@ class Replay:
             def keep(name: str, array: np.ndarray, layer: int | None = None, passed: dict = passed) -> np.ndarray:
                 place = key(name, layer)
                 if place in change.plants:
-                    inputs = self._inputs(n_pass, place, setting, passed, past, change.reads)
-                    made = change.plants[place](inputs, name, array)
+                    plant = change.plants[place]
+                    made = plant.wrong(self._inputs(n_pass, place, setting, passed, past, plant.reads), name, array)
                     array = np.ascontiguousarray(made, dtype=self.weights.dtype)
                 see(place, array)
                 theirs = self.fed(n_pass, place) if fed else None
@@ -233,19 +241,17 @@ def _in_layer(keep: Callable[..., np.ndarray], layer: int, name: str, array: np.
 
 
 class Past:
-    """What the caches of all layers hold before a pass and after it."""
+    """What the caches of all layers hold before a pass and after it.
 
-    def __init__(self, config: ModelConfig, dtype: type[np.floating]) -> None:
+    A dump may show a cache that attention was given and that is not what stays: then `as_given` is False, and what
+    stays is what was appended.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: type[np.floating], *, as_given: bool = True) -> None:
         """Empty caches."""
         empty = np.empty((config.n_kv_heads, 0, config.head_dim), dtype)
-        self._before = dict.fromkeys(range(config.n_layers), (empty, empty))
+        self.as_given, self._before = as_given, dict.fromkeys(range(config.n_layers), (empty, empty))
         self._after: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-
-    def empty(self) -> "Past":
-        """As it was before the first pass."""
-        made = object.__new__(Past)
-        made._before, made._after = {layer: _none(k, v) for layer, (k, v) in self._before.items()}, {}
-        return made
 
     def before(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
         """Keys and values of the tokens before this pass, (kv_heads, tokens, head_dim)."""
@@ -255,18 +261,23 @@ class Past:
         """Keys and values of the whole context, with the new rows (seq, kv_heads, head_dim)."""
         both = zip(self._before[layer], (k, v), strict=True)
         k, v = (np.concatenate([old, new.swapaxes(0, 1)], axis=1) for old, new in both)
+        self._after[layer] = k, v
         return k, v
 
     def note(self, layer: int, k: np.ndarray, v: np.ndarray) -> None:
-        """What the caches hold after the pass: what attention was given."""
-        self._after[layer] = k, v
+        """What attention was given."""
+        if self.as_given:
+            self._after[layer] = k, v
 
     def next(self) -> "Past":
         """Before the next pass."""
-        following = object.__new__(Past)
-        following._before, following._after = self._before | self._after, {}
-        return following
+        return self._with(self._before | self._after)
 
+    def empty(self) -> "Past":
+        """Before the first pass."""
+        return self._with({layer: (k[:, :0], v[:, :0]) for layer, (k, v) in self._before.items()})
 
-def _none(*caches: np.ndarray) -> tuple[np.ndarray, ...]:
-    return tuple(cache[:, :0] for cache in caches)
+    def _with(self, before: dict[int, tuple[np.ndarray, np.ndarray]]) -> "Past":
+        made = object.__new__(Past)
+        made.as_given, made._before, made._after = self.as_given, before, {}
+        return made

@@ -121,7 +121,7 @@ def rungs(results: Sequence[StageResult], looked_at: StageResult) -> list[Rung]:
     found = []
     for group in by_layer():
         worst = max(group, key=lambda result: times_over(result.local.error, result.limit.error))
-        label = worst.key if worst.layer is None else str(worst.layer)
+        label = worst.key.removeprefix("final_") if worst.layer is None else str(worst.layer)
         found.append(Rung(label, worst.local.error, worst.limit.error, group[-1].total.error))
     return found
 

@@ -1,15 +1,24 @@
 """Diagnosis of whole dumps: what is right is never accused, what was planted is named, gaps and later bugs included."""
 
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
 import pytest
 from planted import MICRO, golden_of
 from planted_dumps import BLOCKS, WHOLE, dumped, mistake, passes, wide
 
-from llorch.dumps.stage_dump import StageDump, Tokens
+from llorch.dumps.stage_dump import Features, StageDump, Tokens
+from llorch.ops.rounding import round_activations
+from llorch.stages import keys
 from llorch.verify.diagnosis.diagnose import diagnose
-from llorch.verify.diagnosis.hypotheses import known_mistakes
+from llorch.verify.diagnosis.expected import HALF
+from llorch.verify.diagnosis.hypotheses import FAMILIES, known_mistakes
+from llorch.verify.diagnosis.replay import Change, Plant
 from llorch.verify.diagnosis.trials import stage_of
-from llorch.verify.diagnosis.verdict import Diagnosis, Finding, Suspect
+from llorch.verify.diagnosis.verdict import Finding
 from llorch.verify.goldens import PRODUCERS
+from llorch.verify.limits import SCORES
 
 MODEL = "micro-qwen3"
 MISTAKES = [each.name for each in known_mistakes(wide(MODEL).config) if each.name != "cache-heads-repeated"]
@@ -18,11 +27,6 @@ SAME_FROM_ZERO = {"rope-position-frozen": "rope-missing"}
 
 def names(found: Finding) -> set[str]:
     return {each.name for each in (*found.suspects, *found.alternatives)}
-
-
-def suspect(made: Diagnosis) -> Suspect:
-    (found,) = made.findings
-    return found.suspects[0]
 
 
 @pytest.mark.parametrize("case", ["near", "far"])
@@ -49,3 +53,115 @@ def test_a_planted_mistake_is_named_where_all_is_shown(name: str):
     assert SAME_FROM_ZERO.get(name, name) == first.suspects[0].name
     assert stage_of(first.key) in planted.stages
     assert first.suspects[0].share > 0.7
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "also"),
+    [
+        ("rope-interleaved-pairs", "l0.block_out", set()),
+        ("norm-eps-1e-5-for-1e-6", "l0.block_out", {"norm-eps"}),
+        ("swiglu-gelu", "l0.block_out", set()),
+        ("ffn-gate-and-up-swapped", "l0.block_out", {"swiglu-silu-on-up"}),
+        ("cache-keys-before-rope", "l0.block_out", {"rope-missing"}),
+        ("logits-soft-capped", "logits", {"soft-cap"}),
+    ],
+)
+def test_blocks_alone_name_it_too_and_say_what_they_cannot_tell_apart(name: str, first: str, also: set[str]):
+    planted = mistake(name, MODEL)
+    inside = (f"l{layer}.{stage}" for layer in (0, 1) for stage in planted.stages)
+    places = ("logits",) if "logits" in planted.stages else tuple(inside)
+    (found,) = diagnose(wide(MODEL), dumped(MODEL, passes(MODEL), planted.change(places), BLOCKS)).findings
+    assert (found.key, found.kind) == (first, "mistake")
+    assert {name, *also} <= names(found)
+
+
+@pytest.mark.parametrize(
+    ("family", "value", "said", "places"),
+    [
+        ("norm-eps", 3e-6, "3e-06", ()),
+        ("rope-theta", 123456.0, "123456", ()),
+        ("rope-position-offset", 7, "7", ()),
+        ("scores-scale", 0.1, "0.1", ("l0.attn_scores", "l1.attn_scores")),
+        ("soft-cap", 37.0, "37", ("logits",)),
+        ("mask-window", 6, "6", ("l0.attn_scores", "l1.attn_scores")),
+        ("scaled", 1.7, "1.7", ("l0.attn_out", "l1.attn_out")),
+        ("weights-of-other-layer", 0, "layer 0", ()),
+    ],
+)
+@pytest.mark.parametrize("shown", [WHOLE, BLOCKS])
+def test_a_value_is_recovered(family: str, value: float, said: str, places: tuple[str, ...], shown: Any):
+    if shown is BLOCKS and family == "rope-position-offset":
+        shown = lambda key: key.endswith("k_rope")  # noqa: E731 (scores do not show it, nor what is behind them)
+    (known,) = (each for each in FAMILIES if each.name == family)
+    change = known.made(value, wide(MODEL).config).change(places)
+    found = diagnose(wide(MODEL), dumped(MODEL, passes(MODEL), change, shown)).findings[0]
+    assert said in [each.value for each in (*found.suspects, *found.alternatives)]
+
+
+def test_a_second_mistake_behind_the_first_is_found_in_the_same_run():
+    first, second = mistake("rope-interleaved-pairs", MODEL), mistake("swiglu-gelu", MODEL)
+    plants = {**first.change(("l0.q_rope", "l1.q_rope")).plants, **second.change(("l0.ffn_act", "l1.ffn_act")).plants}
+    whole = diagnose(wide(MODEL), dumped(MODEL, passes(MODEL), Change(plants)))
+    assert [found.suspects[0].name for found in whole.findings] == ["rope-interleaved-pairs", "swiglu-gelu"]
+    (pair,) = diagnose(wide(MODEL), dumped(MODEL, passes(MODEL), Change(plants), BLOCKS)).findings
+    assert {each.name for each in pair.suspects} == {"rope-interleaved-pairs", "swiglu-gelu"}
+    assert pair.layers == (0, 1)
+
+
+def test_what_is_none_of_the_known_is_local_and_has_no_name():
+    plant = Plant(lambda inputs, stage, array: array * (1 + 0.01 * np.sin(np.arange(array.shape[-1]))))
+    found = diagnose(wide(MODEL), dumped(MODEL, passes(MODEL), Change({"l1.v_proj": plant})))
+    (finding,) = found.findings
+    assert (finding.kind, finding.key, finding.made_in, finding.suspects) == (
+        "unknown",
+        "l1.v_proj",
+        ("l1.v_proj",),
+        (),
+    )
+    assert "none of the known mistakes" in finding.sentence
+    behind = next(result for result in found.results if result.key == "l1.block_out")
+    assert behind.local.error < 1e-6 < behind.total.error  # inherited, not made there
+
+
+def test_one_wrong_token_is_said():
+    def wrong(inputs: Any, stage: str, array: np.ndarray) -> np.ndarray:
+        array = array.copy()
+        array[5] += 1
+        return array
+
+    (finding,) = diagnose(wide(MODEL), dumped(MODEL, passes(MODEL), Change({"l0.ffn_up": Plant(wrong)}))).findings
+    assert "token 5" in finding.sentence
+
+
+@pytest.mark.parametrize(("dtype", "declared"), [("bfloat16", False), ("float16", True)])
+def test_half_precision_is_honest_and_its_mistakes_are_named_all_the_same(dtype: str, declared: bool):
+    kind = HALF[dtype]
+    half = {key: Plant(lambda i, s, array: round_activations(np.ascontiguousarray(array), kind))
+            for key, stage, _ in keys(wide(MODEL).config) if stage.name not in ("embed", *SCORES)}  # fmt: skip
+    told = {"dtype": dtype} if declared else {}
+    right = replace(dumped(MODEL, passes(MODEL), Change(half)), features=Features(**told))
+    found = diagnose(wide(MODEL), right)
+    assert found.is_right
+    (finding,) = found.findings
+    assert dtype in finding.sentence
+    turned = mistake("rope-interleaved-pairs", MODEL).change(("l0.q_rope", "l0.k_rope", "l1.q_rope", "l1.k_rope"))
+    wrong = diagnose(wide(MODEL), dumped(MODEL, passes(MODEL), Change({**half, **turned.plants})))
+    assert wrong.findings[0].suspects[0].name == "rope-interleaved-pairs"
+
+
+def test_a_cache_in_half_and_rounded_inputs_explain_what_nobody_declared():
+    cache = Plant(lambda i, s, array: round_activations(np.ascontiguousarray(array), "F16"))
+    places = [f"l{layer}.{stage}" for layer in (0, 1) for stage in ("k_cache", "v_cache")]
+    dump = dumped(MODEL, passes(MODEL), Change(dict.fromkeys(places, cache)), lambda key: "cache" not in key)
+    (found,) = diagnose(wide(MODEL), dump).findings
+    assert (found.kind, found.suspects[0].name) == ("honest", "cache-in-float16")
+
+
+def test_what_a_dump_cannot_show_is_said_with_the_reason():
+    short = diagnose(wide("micro-llama3"), dumped("micro-llama3", passes("micro-llama3", 1))).could_not_show
+    by_name = {name: reason for reason, names_ in short.items() for name in names_}
+    assert "one pass only" in by_name["cache-past-forgotten"]
+    assert "too small" in by_name["rope-interleaved-pairs"]
+    upper = diagnose(wide(MODEL), dumped(MODEL, passes(MODEL), shown=lambda key: key in ("embed", "l0.attn_norm")))
+    by_name = {name: reason for reason, names_ in upper.could_not_show.items() for name in names_}
+    assert "no stage" in by_name["swiglu-gelu"]

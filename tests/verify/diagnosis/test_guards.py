@@ -133,7 +133,7 @@ def test_a_cache_of_more_tokens_than_the_dump_tells_of_is_refused(key: str):
     ],
 )  # fmt: skip
 def test_an_array_that_does_not_fit_its_stage_is_refused(key: str, array: np.ndarray, message: str):
-    refused("layout", message, dump_of({key: array}))
+    refused("layout", message, dump_of({"embed": TRACE["embed"], key: array}))
 
 
 EPS, GAIN = WEIGHTS.config.rms_norm_eps, WEIGHTS.array("final_norm")
@@ -208,6 +208,8 @@ def test_a_capture_that_is_not_the_run_in_production_is_refused():
     assert check(in_production(TRACE["logits"][-1:], tokens=(11,)), WEIGHTS) == []
     (note,) = check(in_production(TRACE["logits"] * noise, dtype="bfloat16"), WEIGHTS)
     assert re.fullmatch("run: logits of token 0 of pass 0 are .*e-0. from those in production", note)
+    (note,) = check(in_production(TRACE["logits"] * (1 + (noise - 1) / 2)), WEIGHTS)
+    assert re.fullmatch("run: logits of token 0 of pass 0 are [45].*e-04 from those in production", note)
     honest: list[dict[str, Any]] = [{"kv_cache": "float16"}, {"flash_attention": True}, {"activations": "Q8_0"}]
     for wider in honest:
         assert len(check(in_production(TRACE["logits"] * noise, **wider), WEIGHTS)) == 1

@@ -91,7 +91,7 @@ def test_a_rung_is_the_worst_of_a_layer_and_what_has_come_together():
     made = diagnoses.one_bug()
     (wrong,) = [result for result in made.results if result.verdict == WRONG]
     found = rungs(made.results, wrong)
-    assert [rung.label for rung in found] == ["embed", "0", "1", "2", "3", "final_norm", "logits"]
+    assert [rung.label for rung in found] == ["embed", "0", "1", "2", "3", "norm", "logits"]
     assert [rung.local > rung.limit for rung in found] == [False, False, True, False, False, False, False]
     assert found[2].local == wrong.local.error
     assert found[3].total > wrong.total.error

@@ -1,0 +1,323 @@
+"""What may differ between right engines: orders of sums, roundings, ways through a prompt; each is put into the port.
+
+A change takes a new `Port` and replaces some of its steps. Nothing here is a mistake. Sums of other orders are written
+out, term after term: they are what is to be seen, and not fast.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from benchmarks.diagnosis.port import Port
+
+Array = np.ndarray
+Change = Callable[[Port], None]
+Product = Callable[[Array, Array], Array]  # (rows, in) and (out, in) to (rows, out)
+Rounding = Callable[[Array], Array]
+
+
+# Roundings -----------------------------------------------------------------------------------------------------------
+
+
+def bf16(x: Array) -> Array:
+    """The nearest bfloat16, the upper half of a float32, ties to even."""
+    bits = x.astype(np.float32).view(np.uint32)
+    bits = bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1)) & np.uint32(0xFFFF_0000)
+    return bits.view(np.float32).astype(x.dtype)
+
+
+def stored_bits(x: Array, dtype: str) -> Array:
+    """As it is written to a file; bfloat16 as the upper halves of its float32."""
+    if dtype != "bfloat16":
+        return x.astype(dtype)
+    return (np.ascontiguousarray(bf16(x), np.float32).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+
+
+def f32(x: Array) -> Array:
+    """The nearest float32."""
+    return x.astype(np.float32)
+
+
+def f16(x: Array) -> Array:
+    """The nearest float16."""
+    return x.astype(np.float16).astype(x.dtype)
+
+
+def tf32(x: Array) -> Array:
+    """Ten bits behind the point, the others cut off: what tensor cores make of a float32."""
+    return (x.astype(np.float32).view(np.uint32) & np.uint32(0xFFFF_E000)).view(np.float32).astype(x.dtype)
+
+
+def q8_0(x: Array) -> Array:
+    """Codes of eight bits, blocks of 32 with a float16 scale, along the last axis."""
+    blocks = x.reshape(*x.shape[:-1], -1, 32)
+    largest = np.abs(blocks).max(axis=-1, keepdims=True)
+    codes = np.rint(blocks * np.divide(127, largest, out=np.zeros_like(largest), where=largest > 0))
+    return (codes * f16(largest / 127)).reshape(x.shape).astype(x.dtype)
+
+
+# Sums ----------------------------------------------------------------------------------------------------------------
+
+
+def one_by_one(x: Array, w: Array) -> Array:
+    """One running sum, from the first term to the last."""
+    return np.cumsum(x[:, None, :] * w, axis=-1)[..., -1]
+
+
+def backwards(x: Array, w: Array) -> Array:
+    """One running sum, from the last term to the first."""
+    return one_by_one(x[:, ::-1], w[:, ::-1])
+
+
+def in_blocks(x: Array, w: Array, *, size: int = 16) -> Array:
+    """A sum for each block of terms, then the sum of the blocks."""
+    parts = [one_by_one(x[:, at : at + size], w[:, at : at + size]) for at in range(0, x.shape[-1], size)]
+    return np.cumsum(np.stack(parts, axis=-1), axis=-1)[..., -1]
+
+
+def in_lanes(x: Array, w: Array, *, lanes: int = 8) -> Array:
+    """As many running sums as a vector register has lanes, added up at the end."""
+    parts = [one_by_one(x[:, at::lanes], w[:, at::lanes]) for at in range(min(lanes, x.shape[-1]))]
+    return np.cumsum(np.stack(parts, axis=-1), axis=-1)[..., -1]
+
+
+def kahan(x: Array, w: Array) -> Array:
+    """A running sum that carries what each addition lost."""
+    total = lost = np.zeros((len(x), len(w)), x.dtype)
+    for at in range(x.shape[-1]):
+        term = x[:, at, None] * w[:, at] - lost
+        new = total + term
+        total, lost = new, (new - total) - term
+    return total
+
+
+def in_float64(x: Array, w: Array) -> Array:
+    """Summed in float64, rounded once."""
+    return (x.astype(np.float64) @ w.T.astype(np.float64)).astype(x.dtype)
+
+
+# Changes -------------------------------------------------------------------------------------------------------------
+
+
+def nothing(_port: Port) -> None:
+    """The port as it is."""
+
+
+def products(product: Product) -> Change:
+    """All products by `product`, those of attention too."""
+
+    def change(port: Port) -> None:
+        def linear(_old: object, x: Array, name: str) -> Array:
+            return port.bias(product(x, port.matrix(name)), name)
+
+        def compare(_old: object, q: Array, keys: Array) -> Array:
+            rows = [product(q[:, h], keys[port.source(h, "K")]) for h in range(port.n_q)]
+            return np.stack(rows) * q.dtype.type(port.scale)
+
+        def mix(_old: object, p: Array, values: Array) -> Array:
+            return np.stack([product(p[h], values[port.source(h, "V")].T) for h in range(port.n_q)])
+
+        port.around("linear", linear)
+        port.around("compare", compare)
+        port.around("mix", mix)
+
+    return change
+
+
+def of_matrices(rounding: Rounding) -> Change:
+    """Products with matrices round their inputs, as llama.cpp's do to suit the type of the weights."""
+    return lambda port: port.around("linear", lambda old, x, name: old(rounding(x), name))
+
+
+def inputs(rounding: Rounding) -> Change:
+    """All products round both that they multiply."""
+    return products(lambda x, w: rounding(x) @ rounding(w).T)
+
+
+def stored(rounding: Rounding) -> Change:
+    """Every activation is rounded when it is written, cosines and sines too."""
+
+    def change(port: Port) -> None:
+        port.around("note", lambda old, name, array: old(name, rounding(array)))
+        port.around("tables", lambda old, places: rounding(old(places)))
+
+    return change
+
+
+def dumped(rounding: Rounding) -> Change:
+    """The dump alone is rounded; the engine goes on with what it had."""
+
+    def note(old: Callable[..., Array], name: str, array: Array) -> Array:
+        old(name, rounding(array))
+        return array
+
+    return lambda port: port.around("note", note)
+
+
+def cached(rounding: Rounding) -> Change:
+    """Keys and values are rounded when they enter the cache."""
+    return lambda port: port.around("remember", lambda old, k, v: old(rounding(k), rounding(v)))
+
+
+def cached_as_ggml(port: Port) -> None:
+    """A float16 cache of ggml: what is multiplied with keys and values is rounded, too."""
+    cached(f16)(port)
+    port.around("compare", lambda old, q, keys: old(f16(q), keys))
+    port.around("mix", lambda old, p, values: old(f16(p), values))
+
+
+def weights(rounding: Rounding) -> Change:
+    """Weights are rounded when they are loaded; gains of norms, which are no matrices, are not."""
+
+    def change(port: Port) -> None:
+        for held in (port.top, *port.layers):
+            held |= {name: rounding(array) for name, array in held.items() if array.ndim > 1}
+
+    return change
+
+
+def wide(port: Port) -> None:
+    """Float64 all through."""
+    for held in (port.top, *port.layers):
+        held |= {name: array.astype(np.float64) for name, array in held.items()}
+    vars(port).update(all_keys=port.all_keys.astype(np.float64), all_values=port.all_values.astype(np.float64))
+
+    def note(old: Callable[..., Array], name: str, array: Array) -> Array:
+        old(name, array.astype(np.float32))
+        port.tape[-1][next(reversed(port.tape[-1]))] = array.copy()
+        return array
+
+    def tables(_old: object, places: Array) -> Array:
+        angles = places[:, None, None] * port.speeds()
+        return np.stack([np.cos(angles), np.sin(angles)])
+
+    port.around("note", note)
+    port.around("tables", tables)
+    products(in_float64)(port)
+
+
+def gain_after_rounding(rounding: Rounding) -> Change:
+    """The row is rounded before it is multiplied with the gain, as transformers does it in half precision."""
+
+    def norm(_old: object, port: Port, x: Array, name: str) -> Array:
+        mean = np.mean(np.square(x), axis=-1, keepdims=True)
+        return rounding(x / np.sqrt(mean + np.float32(port.eps))) * port.gain(name)
+
+    return lambda port: port.around("norm", lambda old, x, name: norm(old, port, x, name))
+
+
+def angles(made: Callable[[Array, Array], Array]) -> Change:
+    """Angles of positions and speeds, each engine in its way."""
+
+    def change(port: Port) -> None:
+        def tables(_old: object, places: Array) -> Array:
+            angle = made(places, port.speeds())[:, None, :]
+            return np.stack([np.cos(angle), np.sin(angle)]).astype(np.float32)
+
+        port.around("tables", tables)
+
+    return change
+
+
+def float32_angles(places: Array, speeds: Array) -> Array:
+    """A float32 position times a float32 speed."""
+    return places[:, None].astype(np.float32) * speeds.astype(np.float32)
+
+
+def running_angles(places: Array, speeds: Array) -> Array:
+    """As ggml makes them: that of each pair is that of the last one times a factor, in float32."""
+    factors = np.tile((speeds[1:] / speeds[:-1]).astype(np.float32), (len(places), 1))
+    first = (places * speeds[0]).astype(np.float32)
+    return np.cumprod(np.column_stack([first, factors]), axis=-1)
+
+
+def powers_of_two(port: Port) -> None:
+    """Exponentials as powers of two, as kernels on accelerators make them."""
+    log2e = np.float32(1.4426950408889634)
+
+    def share(_old: object, scores: Array) -> Array:
+        e = np.exp2((scores - scores.max(axis=-1, keepdims=True)) * log2e)
+        return e * (1 / e.sum(axis=-1, keepdims=True))
+
+    port.around("share", share)
+    port.around("gated", lambda _old, g, u: g * (1 / (1 + np.exp2(-g * log2e))) * u)
+
+
+def divided_by_root(port: Port) -> None:
+    """Norms divide by the root of a mean that is summed in another order."""
+
+    def norm(_old: object, x: Array, name: str) -> Array:
+        mean = np.cumsum(np.square(x), axis=-1)[..., -1:] / np.float32(x.shape[-1])
+        return port.gain(name) * x / np.sqrt(mean + np.float32(port.eps))
+
+    port.around("norm", norm)
+
+
+def joined(port: Port) -> None:
+    """Gate and up are one product, and so are q, k and v."""
+    groups = {"q": "qkv", "g": "gu"}
+    made: dict[str, Array] = {}
+
+    def linear(old: Callable[..., Array], x: Array, name: str) -> Array:
+        if name in groups:
+            matrices = [port.matrix(one) for one in groups[name]]
+            ends = np.cumsum([len(matrix) for matrix in matrices])[:-1]
+            made.update(zip(groups[name], np.split(x @ np.concatenate(matrices).T, ends, axis=-1), strict=True))
+        return port.bias(made.pop(name), name) if name in made else old(x, name)
+
+    port.around("linear", linear)
+
+
+def scaled_queries(port: Port) -> None:
+    """The scale is multiplied into the queries, not into the scores."""
+    scale, port.scale = np.float32(port.scale), 1.0
+    port.around("compare", lambda old, q, keys: old(q * scale, keys))
+
+
+def online(size: int) -> Change:
+    """Attention that sees `size` keys at a time, and makes neither scores nor probabilities."""
+
+    def change(port: Port) -> None:
+        seen: list[Array] = []
+
+        def compare(old: Callable[..., Array], q: Array, keys: Array) -> Array:
+            seen[:] = [old(q, keys)]
+            return seen[0]
+
+        def mix(_old: object, _p: Array, values: Array) -> Array:
+            for name in "SP":
+                del port.tape[-1][f"blk{port.layer}.{name}"]
+            (scores,) = seen
+            scores = np.where(port.visible(*scores.shape[1:]), scores, np.float32(-np.inf))
+            return np.stack([_online(scores[h], values[port.source(h, "V")], size) for h in range(port.n_q)])
+
+        port.around("compare", compare)
+        port.around("mix", mix)
+
+    return change
+
+
+def _online(scores: Array, values: Array, size: int) -> Array:
+    largest = np.full((len(scores), 1), -np.inf, scores.dtype)
+    total, made = np.zeros_like(largest), np.zeros((len(scores), values.shape[-1]), scores.dtype)
+    for at in range(0, len(values), size):
+        part = scores[:, at : at + size]
+        new = np.maximum(largest, part.max(axis=-1, keepdims=True))
+        e, shrunk = np.exp(part - new), np.exp(largest - new)
+        total = total * shrunk + e.sum(axis=-1, keepdims=True)
+        made = made * shrunk + e @ values[at : at + size]
+        largest = new
+    return made / total
+
+
+def together(*changes: Change) -> Change:
+    """All of them."""
+
+    def change(port: Port) -> None:
+        for one in changes:
+            one(port)
+
+    return change
+
+
+in_bfloat16 = together(weights(bf16), stored(bf16))

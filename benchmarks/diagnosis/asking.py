@@ -1,0 +1,176 @@
+"""One dump after the other: written, read as the command reads it, diagnosed, and marked; what is right see `score`."""
+
+import math
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.diagnosis import rivals
+from benchmarks.diagnosis.cases import Case, Truth, run_case, truth_of
+from benchmarks.diagnosis.honest import Honest
+from benchmarks.diagnosis.reenacted import Report
+from benchmarks.diagnosis.styles import Written
+from benchmarks.diagnosis.witnesses import Witness, path_of
+from llorch.cli.dumped import read_stages
+from llorch.dumps.stage_dump import StageDump
+from llorch.files import Weights, open_weights
+from llorch.model import find
+from llorch.verify.diagnosis.diagnose import diagnose
+from llorch.verify.diagnosis.verdict import Diagnosis, Finding
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was said of one dump, and which of it is right.
+
+    Attributes:
+        name: Of the case.
+        group: `planted`, `reports`, `blocks` or `honest`.
+        right: By criterion, those that apply.
+        said: The findings in short.
+        expected: What is true.
+        seconds: Of the processor, from opening the dump to the diagnosis.
+        rivals: Rule to criterion to whether it is right.
+    """
+
+    name: str
+    group: str
+    right: Mapping[str, bool]
+    said: str
+    expected: str
+    seconds: float
+    rivals: Mapping[str, Mapping[str, bool]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What came of a dump: refused, or diagnosed."""
+
+    dump: StageDump | None
+    made: Diagnosis | None
+    refused: str
+    seconds: float
+
+    @property
+    def wrong(self) -> list[Finding]:
+        """Findings that are not honest."""
+        return [finding for finding in self.made.findings if finding.kind != "honest"] if self.made else []
+
+    def __str__(self) -> str:
+        """In short."""
+        return self.refused or "; ".join(map(_short, self.wrong)) or "nothing is wrong"
+
+
+def _short(finding: Finding) -> str:
+    names = " + ".join(f"{each.name} {each.value}".strip() for each in finding.suspects)
+    return f"pass {finding.n_pass} {finding.key} {finding.kind} {names}".strip()
+
+
+@cache
+def weights_of(model: str) -> Weights:
+    """A model, built in or at a path, to compute in float64."""
+    return open_weights(find(model)).astype(np.float64, keep=True)
+
+
+def ask(model: str, written: Written) -> Heard:
+    """Read a dump, guards included, and diagnose it, as the command does."""
+    start, dump, made, refused = time.process_time(), None, None, ""
+    ids, first = (written.tokens.ids, written.tokens.first_position) if written.tokens else (None, None)
+    try:
+        weights = weights_of(model)
+        dump = read_stages(written.path, weights, written.mapping, ids, first)
+        made = diagnose(weights, dump, model=model)
+    except Exception as error:  # a crash is a wrong answer, and no reason not to ask on
+        refused = f"{type(error).__name__}: {error}"
+    return Heard(dump, made, refused, time.process_time() - start)
+
+
+@contextmanager
+def folder() -> Iterator[Path]:
+    """A new one for a dump."""
+    with tempfile.TemporaryDirectory(prefix="llorch-score-") as name:
+        yield Path(name)
+
+
+def of_case(case: Case, group: str, truth: Truth, value: str = "") -> Answer:
+    """Write a dump with a bug, ask, and mark."""
+    with folder() as place:
+        heard = ask(case.model, run_case(case, place))
+        beside = rivals.answers(case.model, heard.dump) if heard.dump else {}
+    first, blocks = heard.wrong[0] if heard.wrong else None, case.style == "blocks"
+    right = {"layer" if blocks else "place": bool(first and in_place(first, truth, layer_only=blocks))}
+    right["name" if truth.names else "unknown"] = bool(first and well_named(first, truth))
+    if value:
+        right["value"] = bool(first and first.suspects and _same_value(first.suspects[0].value, value))
+    if len(case.bugs) > 1:
+        second = truth_of(case, case.bugs[1])
+        right["second"] = any(_is_second(finding, second) for finding in heard.wrong[1:])
+    expected = f"{truth.shows[:3]} made in {truth.made[:2]}: {', '.join(truth.names) or 'none of the known'} {value}"
+    theirs = {rule: _rival(answer, truth, blocks) for rule, answer in beside.items()}
+    return Answer(case.name, "blocks" if blocks else group, right, str(heard), expected, heard.seconds, theirs)
+
+
+def of_report(report: Report) -> Answer:
+    """Re-enact a report, ask, and mark."""
+    case = Case((report.bug,), report.bug.models[0], "all")
+    return of_case(case, "reports", replace(truth_of(case, report.bug), names=report.names), report.value)
+
+
+def of_honest(variant: Honest, model: str) -> Answer:
+    """Write a dump of a right engine, ask, and see that nothing is found."""
+    with folder() as place:
+        heard = ask(model, variant.run(model).write(place))
+        beside = rivals.answers(model, heard.dump) if heard.dump else {}
+    right = {"silent": heard.made is not None and not heard.wrong}
+    theirs = {rule: {"silent": answer.place is None} for rule, answer in beside.items()}
+    return Answer(f"{variant.name}/{model}", "honest", right, str(heard), "nothing is wrong", heard.seconds, theirs)
+
+
+def of_witness(witness: Witness) -> Answer:
+    """Have an engine that others wrote write its dump, ask, and see that nothing is found."""
+    with folder() as place:
+        heard = ask(str(path_of(witness.model, place)), witness.write(place))
+    right = {"silent": heard.made is not None and not heard.wrong}
+    return Answer(f"{witness.name}/{witness.model}", "engines", right, str(heard), "nothing is wrong", heard.seconds)
+
+
+def in_place(finding: Finding, truth: Truth, *, layer_only: bool = False) -> bool:
+    """Whether a finding is where the bug is."""
+    if layer_only:
+        return (finding.n_pass, _layer(finding.key)) in {(n, _layer(key)) for n, key in truth.shows}
+    return (finding.n_pass, finding.key) in truth.shows and not set(finding.made_in).isdisjoint(truth.made)
+
+
+def well_named(finding: Finding, truth: Truth) -> bool:
+    """Whether a finding has the name of the bug, or none where no list of known mistakes has the bug."""
+    if not truth.names:
+        return finding.kind in ("unknown", "not finite") and not finding.suspects
+    return bool(finding.suspects) and finding.suspects[0].name in truth.names
+
+
+def _is_second(finding: Finding, truth: Truth) -> bool:
+    return not set(finding.made_in).isdisjoint(truth.made) and well_named(finding, truth)
+
+
+def _rival(answer: rivals.Answer, truth: Truth, blocks: bool) -> dict[str, bool]:
+    shows = {(n, _layer(key)) if blocks else (n, key) for n, key in truth.shows}
+    n_pass, key = answer.place or (-1, "")
+    marks = {"layer" if blocks else "place": (n_pass, _layer(key) if blocks else key) in shows}
+    return marks | ({"name": answer.cause in rivals.meant(truth.names)} if answer.cause else {})
+
+
+def _layer(key: str) -> str:
+    return key.rpartition(".")[0] or key
+
+
+def _same_value(got: str, want: str) -> bool:
+    try:
+        return math.isclose(float(got), float(want), rel_tol=1e-3)
+    except ValueError:
+        return got == want

@@ -1,0 +1,234 @@
+"""Right engines, each with its own arithmetic and its own way to write a dump: of none of them anything is wrong.
+
+An `Honest` is one such engine; `run` lets it loose on a built-in model. What it declares is what such an engine would
+say of itself, often nothing. The engines of others, llama.cpp and transformers, are in `witnesses`.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.diagnosis import arithmetic as how
+from benchmarks.diagnosis.port import Port
+from benchmarks.diagnosis.styles import Written, stage_keys
+from llorch.dumps.stage_dump import Features, Seen, StageDump, Tokens
+from llorch.dumps.writers.dump_writer import DumpWriter
+from llorch.stages import BY_NAME
+
+LLAMA, LLAMA3, QWEN2, QWEN3, STORY = MODELS = ("micro-llama", "micro-llama3", "micro-qwen2", "micro-qwen3", "story")
+N_TOKENS = 18
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One array of a dump: of which pass and stage, and which tokens of the pass it has; None for all."""
+
+    n_pass: int
+    key: str
+    array: np.ndarray
+    tokens: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """What an engine shows, before it is written to a file."""
+
+    model: str
+    passes: tuple[Tokens, ...]
+    shown: tuple[Shown, ...]
+    features: Mapping[str, str | bool] = field(default_factory=dict)
+    stored: str = "float32"
+
+    def in_memory(self) -> StageDump:
+        """Without a file."""
+        seen = {
+            (one.n_pass, one.key): Seen(one.key, self.stored, lambda one=one: one.array, one.tokens)
+            for one in self.shown
+        }
+        return StageDump(self.model, self.passes, seen, Features(**self.features))  # type: ignore[arg-type]
+
+    def write(self, folder: Path) -> Written:
+        """As a folder under the names of the stage table."""
+        with DumpWriter(folder, **self.features) as dump:  # type: ignore[arg-type]
+            for n, tokens in enumerate(self.passes):
+                dump.begin(tokens.ids, tokens.first_position)
+                for one in (one for one in self.shown if one.n_pass == n):
+                    layer, _, name = one.key.rpartition(".")
+                    array = how.stored_bits(one.array, self.stored)
+                    dump.add(name, array, layer=int(layer[1:]) if layer else None, tokens=one.tokens)
+        index = folder / "index.jsonl"
+        index.write_text(index.read_text().replace('"uint16"', '"bfloat16"'))  # NumPy has no name for these bits
+        return Written(folder)
+
+
+Chosen = Callable[[Sequence[Shown], int], Iterator[Shown]]  # what is written of a run whose passes have so many tokens
+
+
+@dataclass(frozen=True)
+class Honest:
+    """A right engine.
+
+    Attributes:
+        name: Of the variant.
+        change: What is done to the port.
+        declared: What the engine says of itself.
+        models: On which it runs.
+        start: Position of its first token.
+        passes: Tokens of each pass, one after the other into the same cache.
+        chosen: What it writes.
+        stored: In which dtype.
+    """
+
+    name: str
+    change: how.Change = how.nothing
+    declared: Mapping[str, str | bool] = field(default_factory=dict)
+    models: tuple[str, ...] = MODELS
+    start: int = 0
+    passes: tuple[int, ...] = (N_TOKENS,)
+    chosen: Chosen = lambda shown, n: iter(shown)
+    stored: str = "float32"
+
+    def run(self, model: str) -> Run:
+        """Run it."""
+        port = Port(model, self.start)
+        self.change(port)
+        drawn = prompt(model, sum(self.passes))
+        ends = np.cumsum(self.passes)
+        parts = [tuple(drawn[end - n : end]) for end, n in zip(ends, self.passes, strict=True)]
+        for part in parts:
+            port.run(part)
+        at = [self.start + int(end) - n for end, n in zip(ends, self.passes, strict=True)]
+        shown = [Shown(n, key, array) for n, tape in enumerate(port.tape) for key, array in stage_keys(tape).items()]
+        chosen = tuple(self.chosen(shown, self.passes[-1]))
+        return Run(model, tuple(map(Tokens, parts, at)), chosen, self.declared, self.stored)
+
+
+def prompt(model: str, n: int) -> list[int]:
+    """Tokens that differ, drawn once and for all for each model."""
+    return np.random.default_rng(MODELS.index(model)).permutation(300)[:n].tolist()
+
+
+def only(pattern: str) -> Chosen:
+    """Stages whose keys match."""
+    return lambda shown, n: (one for one in shown if re.fullmatch(pattern, one.key))
+
+
+def last_token(shown: Sequence[Shown], n: int) -> Iterator[Shown]:
+    """Logits of the last token."""
+    return (Shown(one.n_pass, one.key, one.array[-1:], (n - 1,)) for one in shown if one.key == "logits")
+
+
+@dataclass(frozen=True)
+class InBatch(Honest):
+    """A right engine that runs several prompts of different lengths at once, of which one is dumped.
+
+    Attributes:
+        others: Lengths of the others.
+        row: Which row is dumped.
+        pads_left: Where the rows are filled up to one length.
+    """
+
+    others: tuple[int, ...] = (N_TOKENS - 5,)
+    row: int = 0
+    pads_left: bool = False
+
+    def run(self, model: str) -> Run:
+        """Run all rows as one long pass, in which each token sees its own row alone, and pads nobody sees."""
+        lengths = [*self.others[: self.row], *self.passes, *self.others[self.row :]]
+        width = max(lengths)
+        port = Port(model, self.start)
+        ids, rows, places, real = [], [], [], []
+        for row, n in enumerate(lengths):
+            first = width - n if self.pads_left else 0
+            mine = np.arange(width) - first
+            rows += [row] * width
+            real += list((mine >= 0) & (mine < n))
+            places += list(np.where(real[-width:], mine, 0))
+            words = prompt(model, n) if row == self.row else prompt(model, 2 * n)[n:]
+            ids += [words[at] if 0 <= at < n else 0 for at in mine]
+        same_row = np.equal.outer(rows, rows)
+        before = np.less_equal.outer(np.arange(len(ids)), np.arange(len(ids))).T
+        port.around("places", lambda _old, n: np.array(places) + self.start)
+        port.around("visible", lambda _old, n, context: same_row & before & np.array(real) | np.eye(n, dtype=bool))
+        self.change(port)
+        port.run(ids)
+        mine = np.flatnonzero((np.array(rows) == self.row) & np.array(real))
+        shown = (Shown(0, key, _rows(key, array, mine)) for key, array in stage_keys(port.tape[0]).items())
+        passes = (Tokens(tuple(ids[at] for at in mine), self.start),)
+        return Run(model, passes, tuple(self.chosen(tuple(shown), self.passes[0])), self.declared, self.stored)
+
+
+def _rows(key: str, array: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    for axis, name in enumerate(BY_NAME[key.rpartition(".")[2]].axes.split()):
+        array = array.take(tokens, axis) if name in ("seq", "ctx") else array
+    return array
+
+
+F32, BF16, F16 = ({"dtype": name} for name in ("float32", "bfloat16", "float16"))
+HALF = {"bfloat16": how.bf16, "float16": how.f16}
+_FAR = (LLAMA, LLAMA3, QWEN2, QWEN3)
+
+HONEST: tuple[Honest, ...] = (
+    Honest("as it is"),
+    Honest("sums one by one", how.products(how.one_by_one), F32),
+    Honest("sums backwards", how.products(how.backwards)),
+    Honest("sums in blocks of 16", how.products(how.in_blocks), F32),
+    Honest("sums in 8 lanes", how.products(how.in_lanes)),
+    Honest("sums with Kahan's correction", how.products(how.kahan), F32),
+    Honest("sums in float64", how.products(how.in_float64)),
+    Honest("float64 all through", how.wide, {"dtype": "float64"}, stored="float64"),
+    Honest("float64 all through, stored as float32", how.together(how.wide, how.dumped(how.f32))),
+    Honest("exponentials as powers of two", how.powers_of_two, F32),
+    Honest("division by the root", how.divided_by_root),
+    Honest("joined products", how.joined, F32),
+    Honest("scale in the queries", how.scaled_queries),
+    Honest("flash attention", how.online(5), F32 | {"flash_attention": True}),
+    Honest("flash attention, not declared", how.online(4)),
+    Honest("float32 angles", how.angles(how.float32_angles), F32),
+    Honest("float32 angles at 4000", how.angles(how.float32_angles), F32, _FAR, 4000),
+    Honest("running angles at 4000", how.angles(how.running_angles), {}, _FAR, 4000),
+    Honest("float32 angles at 30000", how.angles(how.float32_angles), {}, (LLAMA3, QWEN2, QWEN3), 30000),
+    Honest("float32 angles at 100000", how.angles(how.float32_angles), F32, (LLAMA3,), 100000),
+    Honest("running angles at 100000", how.angles(how.running_angles), F32, (LLAMA3,), 100000),
+    Honest("float16 cache", how.cached(how.f16), F32 | {"kv_cache": "float16"}),
+    Honest("float16 cache, not declared", how.cached(how.f16)),
+    Honest("bfloat16 cache", how.cached(how.bf16), F32 | {"kv_cache": "bfloat16"}),
+    Honest("float16 cache as ggml has it", how.cached_as_ggml, F32 | {"kv_cache": "float16"}),
+    Honest("float16 cache and flash attention", how.together(how.cached(how.f16), how.online(6)),
+           {"kv_cache": "float16", "flash_attention": True}),
+    Honest("TF32 products", how.inputs(how.tf32), F32),
+    Honest("bfloat16 products", how.inputs(how.bf16), F32 | {"activations": "BF16"}),
+    Honest("float16 inputs of matrices", how.of_matrices(how.f16), {"activations": "F16"}),
+    Honest("Q8_0 inputs of matrices", how.of_matrices(how.q8_0), F32 | {"activations": "Q8_0"}),
+    Honest("bfloat16 activations", how.stored(how.bf16), BF16),
+    Honest("bfloat16 activations, not declared", how.stored(how.bf16)),
+    Honest("bfloat16 activations, stored as such", how.stored(how.bf16), stored="bfloat16"),
+    Honest("float16 activations", how.stored(how.f16), F16),
+    Honest("float16 activations, stored as such", how.stored(how.f16), stored="float16"),
+    Honest("bfloat16, gain after rounding", how.together(how.stored(how.bf16), how.gain_after_rounding(how.bf16)),
+           BF16),
+    Honest("bfloat16 weights and activations", how.together(how.weights(how.bf16), how.stored(how.bf16)), BF16),
+    Honest("float16 weights and activations", how.together(how.weights(how.f16), how.stored(how.f16)), F16),
+    Honest("bfloat16 weights", how.weights(how.bf16), F32),
+    Honest("float16 weights", how.weights(how.f16)),
+    Honest("dumped as bfloat16", how.dumped(how.bf16), F32, stored="bfloat16"),
+    Honest("dumped as float16", how.dumped(how.f16), stored="float16"),
+    InBatch("batch of 2, padded on the right", declared=F32, others=(N_TOKENS + 4,)),
+    InBatch("batch of 2, padded on the left", others=(N_TOKENS + 4,), pads_left=True),
+    InBatch("last row of a batch of 3", declared=F32, row=2, others=(7, N_TOKENS)),
+    Honest("prefill in chunks", declared=F32, passes=(7, 7, 4)),
+    Honest("a prompt, then steps", passes=(14, 1, 1, 1, 1)),
+    Honest("a prompt, then steps, float16 cache", how.cached(how.f16), {"kv_cache": "float16"}, passes=(15, 1, 1)),
+    Honest("a prompt, then steps, bfloat16", how.stored(how.bf16), BF16, passes=(15, 1, 1)),
+    Honest("one layer", how.products(how.one_by_one), chosen=only(r"l1\..*")),
+    Honest("one layer, bfloat16", how.stored(how.bf16), BF16, chosen=only(r"l1\..*")),
+    Honest("block outputs only", how.products(how.in_lanes), F32, chosen=only(r"embed|l\d\.block_out|logits")),
+    Honest("block outputs only, bfloat16", how.stored(how.bf16), BF16, chosen=only(r"embed|l\d\.block_out|logits")),
+    Honest("logits only", how.products(how.one_by_one), chosen=only("logits")),
+    Honest("logits only, float16", how.stored(how.f16), F16, chosen=only("logits")),
+    Honest("the last token's logits only", how.products(how.backwards), chosen=last_token),
+    Honest("some stages", declared=F32, chosen=only(r"l\d\.(q_rope|v_proj|attn_out|ffn_act)|logits")),
+)  # fmt: skip

@@ -1,0 +1,152 @@
+"""How often a diagnosis is right, on dumps of which the truth is known, and how often the rules of others are.
+
+    python -m benchmarks.diagnosis.score                all of them, some minutes
+    python -m benchmarks.diagnosis.score --quick        a few dozen that lie far apart
+    python -m benchmarks.diagnosis.score --only rope    those whose name has this in it
+    python -m benchmarks.diagnosis.score --json FILE    every answer beside what was expected
+
+Every dump is written to a folder and read by the code of `llorch diagnose`. What counts is the *first* finding that is
+not honest; a dump that is refused before it is judged got a wrong answer.
+
+    place    it shows first where the bug first changes the dump, in pass, layer and stage; and of the stages in which
+             it must have been made the bug was made in one
+    layer    the same where only outputs of blocks are shown: pass and layer of the first that the bug changes
+    name     the first suspect is a known mistake, or a setting, that the bug is
+    value    the recovered value is the planted one, to three digits
+    unknown  of a bug that no list of known mistakes has: "none of the known", and no suspect
+    second   of two bugs, the second is found behind the first, where it was made, under its name
+    silent   of right engines: there is no finding but honest ones
+
+The rules of others are marked alike; where one gives a class of causes, `name` says whether that class could be meant.
+"""
+
+import json
+import multiprocessing
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import click
+
+from benchmarks.diagnosis.asking import Answer, of_case, of_honest, of_report, of_witness
+from benchmarks.diagnosis.cases import Case, cases, truth_of
+from benchmarks.diagnosis.honest import HONEST
+from benchmarks.diagnosis.reenacted import REPORTS
+from benchmarks.diagnosis.witnesses import witnesses
+
+GOALS = {"place": 0.98, "layer": 0.95, "name": 0.92, "silent": 1.0}
+SECONDS = 5.0  # for each dump, of the processor
+RULES = ("skill", "fixed", "cosine")
+CRITERIA = ("place", "name", "value", "unknown", "second", "layer", "silent")
+QUICK = {"planted": 30, "reports": 6, "honest": 23, "engines": 7}  # one of so many
+Job = tuple[str, str, Callable[[], Answer]]  # group, name, and how it is asked
+
+
+@click.command(help=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--quick", is_flag=True, help="A few dozen dumps.")
+@click.option("--only", default="", help="Those whose name has this in it.")
+@click.option("--jobs", default=1, show_default=True, help="Processes.")
+@click.option("--json", "file", type=click.Path(path_type=Path), help="Write every answer to this file.")
+def main(quick: bool, only: str, jobs: int, file: Path | None) -> None:
+    """Entry point; exit code 1 when a goal is missed."""
+    answers = ask_all(chosen(quick=quick, only=only), jobs, click.echo)
+    if file:
+        file.write_text(json.dumps([asdict(answer) for answer in answers], indent=1))
+    click.echo(table(answers))
+    if not quick and (absent := [one.name for one in witnesses() if not one.is_here]):
+        click.echo(f"NOT RUN: {', '.join(dict.fromkeys(absent))}: pip install -e '.[golden]'")
+    sys.exit(1 if missed(answers) else 0)
+
+
+def every_job() -> list[Job]:
+    """All that can be asked."""
+    planted = [("planted", case.name, partial(_planted, case)) for case in cases()]
+    reports = [("reports", report.bug.name, partial(of_report, report)) for report in REPORTS]
+    pairs = [(variant, model) for variant in HONEST for model in variant.models]
+    honest = [("honest", f"{variant.name}/{model}", partial(of_honest, variant, model)) for variant, model in pairs]
+    engines = [
+        ("live" if one.needs else "engines", f"{one.name}/{one.model}", partial(of_witness, one))
+        for one in witnesses()
+        if one.is_here
+    ]
+    return [*planted, *reports, *honest, *engines]
+
+
+def _planted(case: Case) -> Answer:
+    return of_case(case, "planted", truth_of(case, case.bugs[0]))
+
+
+def chosen(*, quick: bool = False, only: str = "") -> list[Job]:
+    """What is asked; quickly, of each group some that lie far apart."""
+    groups: dict[str, list[Job]] = defaultdict(list)
+    for job in every_job():
+        if only in job[1]:
+            groups[job[0]].append(job)
+    if quick:
+        return [job for group, step in QUICK.items() for job in groups[group][::step]]
+    return [job for some in groups.values() for job in some]
+
+
+def ask_all(wanted: Sequence[Job], n_jobs: int = 1, say: Callable[[str], None] = lambda line: None) -> list[Answer]:
+    """Ask all, in several processes if wanted: forked ones, since what is planted cannot be sent to another."""
+    _wanted[:] = wanted
+    answers: list[Answer] = []
+    with multiprocessing.get_context("fork").Pool(n_jobs) if n_jobs > 1 else nullcontext() as pool:
+        asked = pool.imap(_ask, range(len(wanted))) if pool else map(_ask, range(len(wanted)))
+        for answer in asked:
+            answers.append(answer)
+            for criterion in (name for name, right in answer.right.items() if not right):
+                say(f"{criterion:8} {answer.group}: {answer.name}\n    said {answer.said}\n    true {answer.expected}")
+    return answers
+
+
+_wanted: list[Job] = []
+
+
+def _ask(at: int) -> Answer:
+    return _wanted[at][2]()
+
+
+def marks(answers: Sequence[Answer], criterion: str, rule: str = "") -> list[bool]:
+    """Whether each answer that a criterion applies to is right by it; those of another's rule, if one is named."""
+    rights = [answer.rivals.get(rule, {}) if rule else answer.right for answer in answers if criterion in answer.right]
+    is_judged = any(criterion in right for right in rights)  # a rule without names has none to be judged
+    return [right.get(criterion, False) for right in rights] if is_judged else []
+
+
+def missed(answers: Sequence[Answer]) -> list[str]:
+    """Goals that are not reached."""
+    shares = {criterion: marks(answers, criterion) for criterion in GOALS}
+    lines = [f"{name}: {_share(shares[name])}" for name, goal in GOALS.items() if _mean(shares[name]) < goal]
+    slow = [answer.name for answer in answers if answer.seconds > SECONDS]
+    return [*lines, *(f"more than {SECONDS} s: {name}" for name in slow)]
+
+
+def _mean(right: Sequence[bool]) -> float:
+    return sum(right) / len(right) if right else 1.0
+
+
+def _share(right: Sequence[bool]) -> str:
+    return f"{sum(right)}/{len(right)} {100 * _mean(right):.1f} %" if right else "-"
+
+
+def table(answers: Sequence[Answer]) -> str:
+    """Shares by group and criterion, those of the rivals beside them, and the time."""
+    lines = [f"{'':24}{'llorch':>18}" + "".join(f"{rule:>18}" for rule in RULES)]
+    for group in dict.fromkeys(answer.group for answer in answers):
+        some = [answer for answer in answers if answer.group == group]
+        for criterion in (name for name in CRITERIA if marks(some, name)):
+            shares = [_share(marks(some, criterion, rule)) for rule in ("", *RULES)]
+            lines.append(f"{group:15}{criterion:9}" + "".join(f"{share:>18}" for share in shares))
+    seconds = [answer.seconds for answer in answers]
+    lines.append(f"{len(answers)} dumps; seconds each: median {median(seconds):.2f}, at most {max(seconds):.2f}")
+    return "\n".join([*lines, *(f"goal missed: {line}" for line in missed(answers))])
+
+
+if __name__ == "__main__":
+    main()
