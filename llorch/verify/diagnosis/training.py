@@ -110,12 +110,13 @@ class _Search:
         tried = [(one,) for one in known(self.weights.config, since, wrong[0].key[1])]
         scored = scorer.best_first(tried)
         best, alike = scorer.chosen(scored)
-        if best is None:
+        if best is None or scorer.n_right(best) < len(self.rows):  # a number may leave less
             numbers = [(one,) for one in self._numbers(scorer, since)]
-            scored = sorted([*scored, *scorer.best_first(numbers)], key=lambda one: -one.share)
+            scored = [*scored, *scorer.best_first(numbers)]
             best, alike = scorer.chosen(scored)
             tried += numbers
         if best is None:
+            scored.sort(key=lambda one: -one.share)
             partial = [one.cause[0] for one in scored if one.share > PARTIAL][:2]
             pairs = [(a, b) for a in partial for (b,) in tried if a.name != b.name]
             best, alike = scorer.chosen(scorer.best_first(pairs))

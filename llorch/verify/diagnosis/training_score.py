@@ -53,13 +53,13 @@ class Scorer:
     def chosen(self, scored: Sequence[Scored]) -> tuple[Scored | None, list[Scored]]:
         """Of those that explain all of the error the one with which most of the dump is right, and its equals."""
         explain = [one for one in scored if one.left <= 1 and one.share >= NEAR]
-        counts = [self._n_right(one) for one in explain]
+        counts = [self.n_right(one) for one in explain]
         if max(counts, default=-1) < 0:
             return None, []
         equal = [one for one, count in zip(explain, counts, strict=True) if count == max(counts)]
         return equal[0], list({one.names: one for one in equal if not one.names & equal[0].names}.values())[:3]
 
-    def _n_right(self, one: Scored) -> int:
+    def n_right(self, one: Scored) -> int:
         """How many arrays of the whole dump are right with it; -1 where it is a number that fits this step alone."""
         rows, (step, group, _) = self.judge.rows(self.replay.run(self.cure + one.planted)), self.wrong[0].key
         others = any(row.over > 1 for row in rows if row.key[0] > step and row.key[1] == group)

@@ -30,6 +30,7 @@ def scored(name: str, style: str = "whole") -> TrainingScore:
         ("not-shifted", "whole"),
         ("smoothing-0.2", "whole"),
         ("norm-detached", "usual"),
+        ("max-norm-0.5", "whole"),  # of which the first step alone looks like betas swapped
         ("step-late", "usual"),
         ("eps-inside", "whole"),
         ("heads-not-summed", "whole"),  # two at once
