@@ -4,8 +4,9 @@ import re
 
 import numpy as np
 import pytest
+from command_line import REPOSITORY
 
-from benchmarks.diagnosis import arithmetic, rivals
+from benchmarks.diagnosis import arithmetic, catalogue, rivals
 from benchmarks.diagnosis.cases import Case, truth_of
 from benchmarks.diagnosis.honest import HONEST, Honest, Run
 from benchmarks.diagnosis.reenacted import REPORTS, Report
@@ -78,3 +79,13 @@ def test_goals_that_are_missed_are_said():
     assert marks([right, wrong], "place", "skill") == [False, False]
     assert marks([right, wrong], "name", "skill") == []
     assert "goal missed: place: 1/2 50.0 %" in table([right, wrong])
+
+
+def test_the_catalogue_has_a_row_for_each_of_its_engines_and_none_is_accused():
+    page = (REPOSITORY / "checkpoints/honest_differences.md").read_text()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("|")]
+    assert rows[0][1:] == [*catalogue.PARTS]
+    assert [row[0] for row in rows[2:]] == [*catalogue.ROWS]
+    assert all(float(share) < 1 for share in re.findall(r"\((\d[\d.]*)\)", page))
+    by_name = {variant.name: variant for variant in HONEST}
+    assert [*catalogue.cells(by_name["joined products"])][3] == "0"

@@ -1,0 +1,65 @@
+"""The catalogue of honest differences: what right engines are off, stage by stage, and what was expected of them.
+
+    python -m benchmarks.diagnosis.catalogue           print the table of checkpoints/honest_differences.md
+
+Each cell is the largest error of the stage on its own (fed the engine's own numbers) over all layers of three models,
+and in brackets what share of its limit that is. A share above 1 would be a finding.
+"""
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from benchmarks.diagnosis.asking import weights_of
+from benchmarks.diagnosis.honest import HONEST, LLAMA, QWEN2, QWEN3, Honest
+from llorch.verify.diagnosis.diagnose import diagnose
+
+MODELS = (LLAMA, QWEN2, QWEN3)
+PARTS: Mapping[str, tuple[str, ...]] = {
+    "norms": ("attn_norm", "ffn_norm", "q_norm", "k_norm", "final_norm"),
+    "products": ("q_proj", "k_proj", "v_proj", "attn_out", "ffn_gate", "ffn_up", "ffn_out", "logits"),
+    "RoPE": ("q_rope", "k_rope"),
+    "cache": ("k_cache", "v_cache"),
+    "scores": ("attn_scores",),
+    "softmax": ("attn_probs",),
+    "values mixed": ("attn_context",),
+    "SwiGLU": ("ffn_act",),
+    "sums": ("attn_residual", "block_out"),
+}
+ROWS = (
+    "as it is", "sums one by one", "sums backwards", "sums with Kahan's correction", "float64 all through",
+    "exponentials as powers of two", "joined products", "flash attention", "float32 angles at 4000",
+    "running angles at 4000", "float16 cache", "bfloat16 cache", "float16 cache as ggml has it",
+    "float16 inputs of matrices", "Q8_0 inputs of matrices", "bfloat16 activations", "float16 activations",
+    "bfloat16, gain after rounding", "dumped as bfloat16", "batch of 2, padded on the left", "prefill in chunks",
+)  # fmt: skip
+
+
+def table() -> Iterator[str]:
+    """Lines of Markdown."""
+    yield f"| right engines | {' | '.join(PARTS)} |"
+    yield f"|---|{'---|' * len(PARTS)}"
+    by_name = {variant.name: variant for variant in HONEST}
+    for name in ROWS:
+        yield f"| {name} | {' | '.join(cells(by_name[name]))} |"
+
+
+def cells(variant: Honest) -> Iterator[str]:
+    """What is seen of one engine, part by part."""
+    results = [
+        result
+        for model in MODELS
+        for result in diagnose(weights_of(model), variant.run(model).in_memory(), model=model).results
+    ]
+    for stages in PARTS.values():
+        some = [result for result in results if result.stage in stages]
+        if not some:
+            yield "-"
+            continue
+        error, over = max(result.local.error for result in some), max(result.over for result in some)
+        yield f"{error:.0e} ({over:.2f})" if error else "0"
+
+
+if __name__ == "__main__":
+    with np.errstate(all="ignore"):
+        print("\n".join(table()))
