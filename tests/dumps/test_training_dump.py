@@ -62,6 +62,11 @@ def test_a_tensor_has_the_name_of_peft_or_ours(name: str):
     np.testing.assert_array_equal(shown.array, array)
 
 
+def test_a_layer_may_stand_beside_the_name():
+    arrays = raw(BATCH).arrays + raw({"grad.q_proj.lora_A": adapter().flat()[TENSOR]}, layer=1).arrays
+    assert [*training_dump(RawDump("dump", arrays), adapter()).steps[0].shown] == [("gradient", TENSOR)]
+
+
 def test_rows_become_documents_and_padding_nothing():
     (batch,) = read().steps[0].batches
     assert [ids.tolist() for ids, _ in batch.each_document()] == [[5, 6, 7, 8], [9, 4]]
