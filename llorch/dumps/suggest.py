@@ -25,6 +25,11 @@ _STILL_ALIKE = 0.7  # behind a mistake
 _SAME_SIZE = 0.02
 _LEFT_OUT = 2.0  # what no stage costs, in unlikeness
 _TRIED = 4  # arrays, each beside the whole embedding table
+_HEAD = (
+    "# Drafted from shapes and values, for --map; check it, first of all what is unlike ours.",
+    '# What shapes do not tell is said under [layout.STAGE]: axes = "heads seq head_dim", transposed = true,',
+    '# permuted = "interleaved", times = 0.125, masked = false, fused = "groups".',
+)
 _Choice = tuple[float, dict[str, Guess]]  # what it costs, by the name of the pattern
 
 
@@ -51,7 +56,7 @@ def suggest(raw: RawDump, weights: Weights, ids: Sequence[int] = (), *, first_po
     compare(patterns, weights, passes)
     offset = _counted_from(patterns)
     chosen = _chosen(patterns, offset)
-    lines = ["# Drafted from shapes and values, for --map; check it, first of all what is unlike ours.", "", "[names]"]
+    lines = [*_HEAD, "", "[names]"]
     lines += [_name_line(pattern, chosen.get(pattern.name), offset, config.head_dim) for pattern in patterns]
     rotated = {g.stages[0][0] for g in chosen.values() if g.layout.permuted and g.stages[0].endswith("_rope")}
     for pattern in patterns:

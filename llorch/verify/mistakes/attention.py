@@ -3,6 +3,8 @@
 Those of the scores are shown at the probabilities too: some engines add the mask inside their softmax.
 """
 
+import math
+
 import numpy as np
 
 from llorch.ops.attention import attention_probs
@@ -56,17 +58,32 @@ def mask_ignores_cache(s: StageInputs, stage: str) -> np.ndarray:
     return _with_mask(s, stage, np.triu(np.ones((seq, ctx), dtype=bool), k=1))
 
 
+def hides_itself_but_first(s: StageInputs, stage: str) -> np.ndarray:
+    """The first query of a text keeps its only key."""
+    hidden = _future(s, shift=-1)
+    hidden[hidden.all(axis=1), 0] = False
+    return _with_mask(s, stage, hidden)
+
+
 def groups_tiled(s: StageInputs, stage: str) -> np.ndarray:
     """Key head h % n_kv_heads."""
     products = s["q_rope"].swapaxes(0, 1) @ _tiled(s["k_cache"], s.config.group_size).swapaxes(1, 2)
     return _shown(np.where(_future(s), -np.inf, products * s.dtype(_scale(s))), stage)
 
 
-def scores_in_half(s: StageInputs, stage: str) -> np.ndarray:
-    """Scores rounded to float16."""
+def _in_half(x: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore"):  # products above 65504 overflow, which is the point
-        rounded = _products(s).astype(np.float16).astype(s.dtype)
-    return _shown(np.where(_future(s), -np.inf, rounded * s.dtype(_scale(s))), stage)
+        return x.astype(np.float16).astype(x.dtype)
+
+
+def scores_in_half(s: StageInputs, stage: str) -> np.ndarray:
+    """Products rounded to float16, then scaled."""
+    return _shown(np.where(_future(s), -np.inf, _in_half(_products(s)) * s.dtype(_scale(s))), stage)
+
+
+def scaled_scores_in_half(s: StageInputs, stage: str) -> np.ndarray:
+    """Scaled, then rounded to float16."""
+    return _shown(np.where(_future(s), -np.inf, _in_half(_products(s) * s.dtype(_scale(s)))), stage)
 
 
 def softmax_not_divided(s: StageInputs, stage: str) -> np.ndarray:
@@ -132,6 +149,10 @@ ATTENTION: tuple[Mistake[StageInputs], ...] = (
         diagnosis="No token saw itself: the mask starts one diagonal too early.",
     ),
     Mistake(
+        name="mask-hides-itself-but-first", stages=SCORES, wrong=hides_itself_but_first, reads=QUERY_AND_KEY,
+        diagnosis="No token but the first saw itself: the mask starts one diagonal too early.",
+    ),
+    Mistake(
         name="mask-reversed", stages=SCORES, wrong=lambda s, stage: _with_mask(s, stage, ~_future(s, shift=-1)),
         reads=QUERY_AND_KEY,
         diagnosis="The past was hidden and the future seen; the lower triangle is what a query may see.",
@@ -152,6 +173,11 @@ ATTENTION: tuple[Mistake[StageInputs], ...] = (
     Mistake(
         name="scores-in-half", stages=SCORES, wrong=scores_in_half, reads=QUERY_AND_KEY, rounds=True,
         diagnosis="Scores were kept in float16, which overflows on Qwen; multiply queries and keys in float32.",
+    ),
+    Mistake(
+        name="scaled-scores-in-half", stages=SCORES, wrong=scaled_scores_in_half, reads=QUERY_AND_KEY, rounds=True,
+        applies_to=lambda config: math.log2(config.head_dim) % 2 != 0,  # else scaling changes no digit
+        diagnosis="Scaled scores were kept in float16, which rounds them at 5e-4; keep them in float32.",
     ),
     Mistake(
         name="mask-after-softmax", stages=("attn_probs",), reads=QUERY_AND_KEY,

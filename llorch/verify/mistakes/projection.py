@@ -46,7 +46,19 @@ def input_not_normalised(s: StageInputs, stage: str) -> np.ndarray:
 def heads_interleaved(s: StageInputs, stage: str) -> np.ndarray:
     """Outputs cut into (head_dim, heads) instead of (heads, head_dim)."""
     y = linear(*_parts(s, stage))
-    return y.reshape(len(y), s.config.head_dim, -1).swapaxes(1, 2).reshape(y.shape)
+    return _cut_with_heads_last(y, s.config).reshape(y.shape)
+
+
+def _cut_with_heads_last(y: np.ndarray, config: ModelConfig) -> np.ndarray:
+    return y.reshape(len(y), config.head_dim, -1).swapaxes(1, 2)  # (seq, heads, head_dim)
+
+
+def heads_cut_last(s: StageInputs, stage: str) -> np.ndarray:
+    """Right projections, cut likewise where heads are made of them."""
+    if stage == "v_cache":
+        new = _cut_with_heads_last(s["v_proj"], s.config).swapaxes(0, 1)
+        return np.concatenate([s["past_v"], new], axis=1)
+    return s.rope(_cut_with_heads_last(s[f"{stage[0]}_proj"], s.config))
 
 
 def fused_per_group(s: StageInputs, stage: str) -> np.ndarray:
@@ -114,6 +126,11 @@ PROJECTION: tuple[Mistake[StageInputs], ...] = (
     Mistake(
         name="qkv-heads-interleaved", stages=QKV, wrong=heads_interleaved,
         diagnosis="Outputs were cut into (head_dim, heads); the rows of one head lie together: (heads, head_dim).",
+    ),
+    Mistake(
+        name="heads-cut-last", stages=("q_rope", "k_rope", "v_cache"), wrong=heads_cut_last,
+        applies_to=lambda config: not config.qk_norm,
+        diagnosis="A projection was cut into (head_dim, heads); it is one head after the other: (heads, head_dim).",
     ),
     Mistake(
         name="qkv-fused-per-group", stages=QKV, wrong=fused_per_group,
