@@ -14,13 +14,13 @@ import numpy as np
 from benchmarks.diagnosis import rivals
 from benchmarks.diagnosis.cases import Case, Truth, run_case, truth_of
 from benchmarks.diagnosis.honest import Honest
+from benchmarks.diagnosis.port import model_path
 from benchmarks.diagnosis.reenacted import Report
 from benchmarks.diagnosis.styles import Written
 from benchmarks.diagnosis.witnesses import Witness, path_of
 from llorch.cli.dumped import read_stages
 from llorch.dumps.stage_dump import StageDump
 from llorch.files import Weights, open_weights
-from llorch.model import find
 from llorch.verify.diagnosis.diagnose import diagnose
 from llorch.verify.diagnosis.verdict import Diagnosis, Finding
 
@@ -74,8 +74,8 @@ def _short(finding: Finding) -> str:
 
 @cache
 def weights_of(model: str) -> Weights:
-    """A model, built in or at a path, to compute in float64."""
-    return open_weights(find(model)).astype(np.float64, keep=True)
+    """A model, see `model_path`, to compute in float64."""
+    return open_weights(model_path(model)).astype(np.float64, keep=True)
 
 
 def ask(model: str, written: Written) -> Heard:

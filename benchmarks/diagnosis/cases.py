@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.diagnosis.bugs import BUGS, Bug, together
-from benchmarks.diagnosis.expected import NAMES, VALUES
+from benchmarks.diagnosis.expected import ALIKE, NAMES, VALUES
 from benchmarks.diagnosis.port import Port
 from benchmarks.diagnosis.styles import STYLES, Tape, Written, in_memory, shown, stage_keys, write
 from llorch.dumps.stage_dump import StageDump, Tokens
@@ -112,11 +112,12 @@ def truth_of(case: Case, bug: Bug) -> Truth:
     noticed = ROUNDED if case.style == "all" else NOTICED
     shows = first_shown(case.model, case.plan, case.style, run(case.model, case.plan, bug), noticed)
     first = 0 if bug.layers is None else bug.layers[0]
-    stages = [BY_NAME[name] for name in bug.made]
+    also, other_names = ALIKE.get(bug.name, ("", ())) if case.style != "all" else ("", ())
+    stages = [BY_NAME[name] for name in (*bug.made, *also.split())]
     n_layers = sum(name.endswith(".out") for name in right_run(case.model, case.plan)[0])
     layers = range(n_layers) if bug.layers is None else bug.layers
     made = [key(stage.name, layer) for stage in stages for layer in (layers if stage.in_layer else (None,))]
-    layer, names = first if stages[0].in_layer else None, NAMES.get(bug.name, ())
+    layer, names = first if stages[0].in_layer else None, (*NAMES.get(bug.name, ()), *other_names)
     return Truth(tuple(shows), tuple(made), layer, names, f"{VALUES[bug.name]:g}" if bug.name in VALUES else "")
 
 

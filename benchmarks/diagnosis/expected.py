@@ -85,7 +85,8 @@ positions-restart-in-chunks: rope-position-restarts rope-position-offset
 position-is-the-step: rope-position-counts-steps rope-position-offset
 position-of-a-step-one-early: rope-position-offset
 positions-skip-to-the-end-of-a-padded-chunk: rope-position-plus-one rope-position-offset
-first-half-of-heads-turned: rope-first-half-only
+first-half-of-heads-turned: rope-first-half-only rope-rotated-share
+quarter-of-heads-turned: rope-rotated-share
 exponent-halved: rope-exponent-halved rope-theta
 exponent-by-hidden-over-heads: rope-exponent-by-hidden-over-heads rope-theta
 speeds-in-bfloat16: rope-frequencies-in-bfloat16
@@ -181,5 +182,16 @@ VALUES: dict[str, float] = {  # to be recovered with the name
     "scale-of-a-tenth": 0.1, "scores-capped-at-50": 50, "window-of-six": 6, "window-of-twenty": 20,
     "eps-of-no-file": 3e-6, "eps-of-llama-in-qwen": 1e-5, "eps-of-qwen-in-llama": 1e-6, "base-of-old": 1e4,
     "base-of-qwen": 1e6, "base-of-nobody": 123456, "positions-from-one": 1, "positions-from-seven": 7,
-    "stretched-by-32": 32, "positions-divided-by-four": 4, "capped-at-30": 30, "capped-at-50": 50,
+    "stretched-by-32": 32, "quarter-of-heads-turned": 0.25, "turned-twice": 0.5,
+    "positions-divided-by-four": 4, "capped-at-30": 30, "capped-at-50": 50,
 }  # fmt: skip
+ALIKE: dict[str, tuple[str, tuple[str, ...]]] = {  # what computes the same where stages between are not shown
+    "keys-mixed": ("v_cache", ("cache-keys-and-values-exchanged",)),
+    "keys-kept-twice": ("attn_context", ("context-mixes-keys",)),
+    "read-before-written": ("attn_out v_proj", ("weight-never-loaded", "attention-dropped")),
+    "values-never-loaded": ("attn_out attn_residual", ("weight-never-loaded", "attention-dropped")),
+    "stream-without-attention": ("attn_out v_proj", ("weight-never-loaded",)),
+    "stream-without-attention-in-one-block": ("attn_out v_proj", ("weight-never-loaded",)),
+    "stream-without-feed-forward": ("ffn_out ffn_gate ffn_up", ("weight-never-loaded",)),
+    "down-never-loaded": ("block_out ffn_gate ffn_up", ("block-feed-forward-dropped",)),
+}

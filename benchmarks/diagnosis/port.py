@@ -20,6 +20,7 @@ from llorch.config import ModelConfig
 from llorch.convert import convert
 from llorch.files import open_weights
 from llorch.files.quant import GGMLType
+from llorch.model import find
 
 OWN_NAMES = {  # stage of the table -> on the tape, `blk3.` in front where it is in a layer
     "embed": "tok", "attn_norm": "xn", "q_proj": "q_lin", "k_proj": "k_lin", "v_proj": "v_lin", "q_norm": "q_unit",
@@ -41,10 +42,10 @@ _SLOTS = 64  # of the cache
 
 @cache
 def model_path(model: str) -> Path:
-    """A built-in model, or one in blocks: `micro-qwen2@Q4_0`."""
+    """A model built in or at a path, or a built-in one in blocks: `micro-qwen2@Q4_0`."""
     name, in_blocks, blocks = model.partition("@")
     if not in_blocks:
-        return builtin_path(name)
+        return find(name)
     path = Path(_folder().name) / f"{model}.gguf"
     convert(builtin_path(name), path, ggml_type=GGMLType[blocks])
     return path
