@@ -114,7 +114,7 @@ class Step:
     @property
     def rounding(self) -> np.ndarray:
         """The variance of one rounding of the result."""
-        return (FLOAT32 if self.stage.name in SCORES else self.arithmetic).rounding(self.y)
+        return self.arithmetic.rounding(self.y)
 
 
 def variances(
@@ -178,7 +178,7 @@ def _passed_on(s: Step, made: np.ndarray, *, hidden: bool) -> np.ndarray:
     if hidden:
         return made
     out = made.copy()
-    out[ISOLATED] = s.arithmetic.rounding(s.y) if s.arithmetic.is_half and s.stage.name not in SCORES else 0
+    out[ISOLATED] = s.rounding if s.arithmetic.is_half else 0
     return out
 
 
@@ -214,8 +214,9 @@ class Limits:
         self._chained: dict[str, np.ndarray] = {}
         self._granted: dict[tuple[str, int], Tolerance] = {}  # chained, to whoever asks again
         self._free = np.empty(0)
-        hidden = {name for name, stage in self._stages.items() if fused and stage.name in SCORES}
-        self._steps = variances(weights, this, golden, lambda key: arithmetic, hidden=hidden)
+        scores = {name for name, stage in self._stages.items() if stage.name in SCORES}
+        by_key = lambda key: FLOAT32 if key in scores else arithmetic  # noqa: E731
+        self._steps = variances(weights, this, golden, by_key, hidden=scores if fused else ())
 
     def _up_to(self, name: str) -> None:
         while name not in self._isolated:
@@ -510,7 +511,8 @@ def _probs(s: Step) -> np.ndarray:
     shifted, given = np.where(s.y > 0, s.x[0] - s.x[0].max(axis=-1, keepdims=True), 0), s.given[0]
     squared = np.square(s.y)
     made = (1 - 2 * s.y) * given + (squared * given).sum(axis=-1, keepdims=True)
-    return squared * (np.maximum(made, 0) + UNIT**2 * (4 + np.square(shifted)))
+    own = s.rounding if s.arithmetic.is_half else 0
+    return squared * (np.maximum(made, 0) + UNIT**2 * (4 + np.square(shifted))) + own
 
 
 def _context(s: Step) -> np.ndarray:

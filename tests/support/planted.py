@@ -11,12 +11,12 @@ from llorch.cache import KVCache
 from llorch.files import Weights, open_weights
 from llorch.forward import forward
 from llorch.stages import BY_NAME, Stage, key, keys
-from llorch.verify.compare import Tolerance
-from llorch.verify.diagnose import Variants, made_wrong, reads_of, variants
+from llorch.verify.compare import Tolerance, measure
 from llorch.verify.goldens import PRODUCERS, Golden, read
 from llorch.verify.mistakes import Mistake
 from llorch.verify.mistakes.cache import CACHES
 from llorch.verify.mistakes.stage_inputs import StageInputs, stage_inputs
+from llorch.verify.mistakes.variants import VISIBLE, Variants, made_wrong, reads_of, variants
 from llorch.verify.places import Pass, part_of
 from llorch.verify.runners.numpy import run
 from llorch.verify.suites.forward import ForwardSuite
@@ -97,6 +97,18 @@ class Situation:
         return variants(
             self.stage, self.layer, self.trace, weights_of(self.model), whole, alone, n_cached=self.n_cached
         )
+
+
+def named_by(observed: np.ndarray, made: Variants, tolerance: Tolerance) -> list[str]:
+    """Mistakes that make just this, the nearest first; none where it is right, or where these inputs do not show it."""
+    if measure(observed, made.right, masked=made.masked).within(tolerance):
+        return []
+    found = []
+    for (mistake, wrong), effect in zip(made.wrong, made.effects, strict=True):
+        left = measure(observed, wrong, masked=made.masked)
+        if effect.over(tolerance) >= VISIBLE and left.within(tolerance):
+            found.append((left.error, mistake.name))
+    return [name for _, name in sorted(found)]
 
 
 def n_cached(mistake: Mistake, whole: Pass) -> int:

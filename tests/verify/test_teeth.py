@@ -5,23 +5,31 @@ from itertools import product
 
 import numpy as np
 import pytest
-from planted import MICRO, Situation, chain, golden_of, models_of, n_cached, right, situations, suite_of, weights_of
+from planted import (
+    MICRO,
+    Situation,
+    chain,
+    golden_of,
+    models_of,
+    n_cached,
+    named_by,
+    right,
+    situations,
+    suite_of,
+    weights_of,
+)
 
 from llorch.stages import BY_NAME, keys
 from llorch.verify.compare import EXACT, measure
-from llorch.verify.diagnose import VISIBLE, Suspect, Variants, rank, sampler_variants, variants
 from llorch.verify.goldens import PRODUCERS, SAMPLINGS, sampler_inputs
 from llorch.verify.mistakes import GENERATION, SAMPLING, STAGE_MISTAKES, GenerationInputs, Mistake, SamplerInputs
 from llorch.verify.mistakes.generation import right as right_loop
 from llorch.verify.mistakes.stage_inputs import StageInputs
+from llorch.verify.mistakes.variants import VISIBLE, Variants, sampler_variants, variants
 from llorch.verify.places import part_of
 
 # A pass from position 0 whose tokens all get its first position is a pass without rotation.
 TWINS = {"rope-missing": {"rope-position-frozen"}}
-
-
-def named(suspects: list[Suspect]) -> list[str]:
-    return [suspect.mistake.name for suspect in suspects if suspect.named]
 
 
 def by_name(mistake: Mistake) -> str:
@@ -41,7 +49,7 @@ def test_mistake_goes_red_at_its_stage_and_is_named(mistake: Mistake[StageInputs
         wrong = next(array for known, array in made.wrong if known is mistake)
         over = measure(wrong, where.golden, masked=where.stage.masked).over(where.tolerance)
         assert over >= VISIBLE, f"{where}: {over:.1f} times the tolerance"
-        names = named(rank(wrong, made, tolerance=where.tolerance))
+        names = named_by(wrong, made, where.tolerance)
         assert names[:1] == [mistake.name], f"{where}: named {names}"
         assert set(names[1:]) <= TWINS.get(mistake.name, set()), f"{where}: named {names}"
 
@@ -84,20 +92,18 @@ def test_what_a_producer_made_is_never_accused(model: str, case: str):
             alone = right(model, case, producer, 0)[key]
             made = variants(stage, layer, evidence.traces[case], weights, golden.cases[case], alone)
             tolerance = suite_of(model).limits(case).isolated(key)
-            assert rank(evidence.traces[case][key], made, tolerance=tolerance) == []
+            assert named_by(evidence.traces[case][key], made, tolerance) == []
             foreign = golden.evidence[other].traces[case][key]  # made from slightly other inputs
-            assert named(rank(foreign, made, tolerance=tolerance)) == []
+            assert named_by(foreign, made, tolerance) == []
 
 
 @pytest.mark.parametrize("model", MICRO)
-def test_an_unknown_mistake_gets_suspects_but_no_name(model: str, rng: np.random.Generator):
+def test_an_unknown_mistake_gets_no_name(model: str, rng: np.random.Generator):
     for stage in (stage for stage in BY_NAME.values() if stage.applies_to(weights_of(model).config)):
         where = Situation(model, "near", "llamacpp", stage.name, 0)
         made = where.made()
         noise = 1 + 1e-3 * rng.standard_normal(made.right.shape).astype(np.float32)
-        suspects = rank(made.right * noise, made, tolerance=where.tolerance)
-        assert suspects
-        assert named(suspects) == []
+        assert named_by(made.right * noise, made, where.tolerance) == []
 
 
 @pytest.mark.parametrize("mistake", SAMPLING, ids=by_name)
@@ -111,8 +117,8 @@ def test_mistake_after_the_logits_goes_red_and_is_named(mistake: Mistake[Sampler
         wrong = mistake.wrong(inputs, step)
         assert measure(wrong, want).over(tolerance) >= VISIBLE, where
         made = sampler_variants(step, inputs, weights_of(model).config)
-        assert named(rank(wrong, made, tolerance=tolerance)) == [mistake.name], where
-        assert rank(want, made, tolerance=tolerance) == []
+        assert named_by(wrong, made, tolerance) == [mistake.name], where
+        assert named_by(want, made, tolerance) == []
 
 
 def sampler_case(model: str, producer: str, step: str, case: str) -> tuple[SamplerInputs, np.ndarray]:
@@ -141,7 +147,7 @@ def test_mistake_in_the_loop_is_named_by_its_text(mistake: Mistake[GenerationInp
 
 def shown_by_text(mistake: Mistake[GenerationInputs], model: str) -> bool:
     wrong = next(text for known, text in texts(model).wrong if known is mistake)
-    names = named(rank(wrong, texts(model), tolerance=EXACT))
+    names = named_by(wrong, texts(model), EXACT)
     assert names == ([] if np.array_equal(wrong, greedy(model)) else [mistake.name])
     return names != []
 

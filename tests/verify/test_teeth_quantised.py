@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from planted import named_by
 from planted_quantised import QuantisedSituation, golden, situations, variant
 
 import llorch
@@ -19,9 +20,9 @@ from llorch.model import Model
 from llorch.numerics import GGML
 from llorch.ops.rounding import VariantName
 from llorch.verify.compare import Tolerance, measure
-from llorch.verify.diagnose import VISIBLE, rank
 from llorch.verify.judge import FAIL, PASS, Row
 from llorch.verify.mistakes import IN_PRODUCTS, QUANTISED, Mistake, QuantisedInputs
+from llorch.verify.mistakes.variants import VISIBLE
 from llorch.verify.models import verify_as_stored
 from llorch.verify.runners import numpy as numpy_runner
 from llorch.verify.suites import quantised as verify_quantised
@@ -50,7 +51,7 @@ def test_mistake_goes_red_and_is_named(mistake: Mistake[QuantisedInputs]):
         wrong = next(array for known, array in made.wrong if known is mistake)
         over = measure(wrong, want).over(where.tolerance)
         assert over >= VISIBLE, f"{where}: {over:.1f} times the tolerance"
-        names = [suspect.mistake.name for suspect in rank(wrong, made, tolerance=where.tolerance) if suspect.named]
+        names = named_by(wrong, made, where.tolerance)
         if np.isfinite(wrong).all():
             assert names == [mistake.name], f"{where}: named {names}"
             named += 1
@@ -62,19 +63,16 @@ def test_what_ggml_made_is_never_accused_and_mistakes_start_from_the_right_produ
     for where in (QuantisedSituation(step, GGMLType[kind]) for step in IN_PRODUCTS):
         _, want = where.shown()
         assert measure(where.made().right, want).within(where.tolerance), where
-        assert rank(want, where.made(), tolerance=where.tolerance) == [], where
+        assert named_by(want, where.made(), where.tolerance) == [], where
     inputs, want = QuantisedSituation("product", GGMLType[kind]).shown()
     assert measure(inputs.product(), want).within(Tolerance(1e-6, 4e-6))
 
 
-def test_an_unknown_mistake_gets_suspects_but_no_name(rng: np.random.Generator):
+def test_an_unknown_mistake_gets_no_name(rng: np.random.Generator):
     where = QuantisedSituation("product", GGMLType.Q4_K)
     right = where.made().right
-    suspects = rank(
-        right * (1 + 1e-3 * rng.standard_normal(right.shape, np.float32)), where.made(), tolerance=where.tolerance
-    )
-    assert suspects
-    assert not any(suspect.named for suspect in suspects)
+    noise = 1 + 1e-3 * rng.standard_normal(right.shape, np.float32)
+    assert named_by(right * noise, where.made(), where.tolerance) == []
 
 
 def judged(name: str, folder: Path) -> list[Row]:

@@ -12,8 +12,8 @@ from llorch.files import Weights
 from llorch.pytorch.device import Target
 from llorch.pytorch.model import TorchModel
 from llorch.verify.compare import Difference, Tolerance
-from llorch.verify.diagnose import VISIBLE
 from llorch.verify.judge import FAIL, Row
+from llorch.verify.mistakes.variants import VISIBLE
 from llorch.verify.runners.torch import VARIANTS, TorchRunner, Variant
 from llorch.verify.suites.forward import ForwardSuite
 

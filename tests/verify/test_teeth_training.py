@@ -19,10 +19,10 @@ from planted_training_torch import AS_TRAINER, PLANTED
 from torch_targets import on
 
 from llorch.numerics import DtypeName
-from llorch.verify.diagnose import VISIBLE
 from llorch.verify.judge import FAIL
 from llorch.verify.mistakes import MISTAKES, TRAINING, TrainingMistake
 from llorch.verify.mistakes.planting import owner_of, replaced
+from llorch.verify.mistakes.variants import VISIBLE
 from llorch.verify.report.pages import FOLDER, page
 from llorch.verify.training.claims import claims, rows
 from llorch.verify.training.goldens import MODELS

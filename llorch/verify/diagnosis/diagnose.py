@@ -19,10 +19,10 @@ from llorch.verify.diagnosis.judged import Judge, Say
 from llorch.verify.diagnosis.replay import Replay
 from llorch.verify.diagnosis.trials import Trial, Trials
 from llorch.verify.diagnosis.verdict import HONEST, RIGHT, WRONG, Diagnosis, Finding, Kind, StageResult, Suspect
+from llorch.verify.mistakes.variants import VISIBLE
 
 NEAR_MISS = 0.5  # what explains less of an error is no suspect
 N_NEAR_MISSES = 3
-VISIBLE = 10.0  # times the limit: a mistake that changes a stage by less could not be told from rounding
 ALIKE = 3  # other layers that are looked at before a stage is called unknown in all of them
 CANDIDATES = 8  # of the named, whose reach is compared
 

@@ -58,8 +58,10 @@ class Engine:
         """Of a stage of a pass."""
         features, stage = self._dump.features, name.rpartition(".")[2]
         dtype, how = self._dtype
-        if dtype == "float32" and stage not in SCORES:
-            own = self._shown(n_pass, name) if (n_pass, name) in self._dump.seen and stage != "embed" else "float32"
+        own = self._shown(n_pass, name) if (n_pass, name) in self._dump.seen and stage != "embed" else "float32"
+        if stage in SCORES and dtype in HALF:
+            dtype = own  # some engines keep them in float32
+        elif stage not in SCORES and dtype == "float32":
             dtype, how = own, "as its values are"
         if stage in CACHES and features.kv_cache in HALF:
             dtype, how = features.kv_cache, "the cache, as declared"

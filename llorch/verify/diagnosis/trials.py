@@ -75,7 +75,7 @@ class Trials:
         stages = {stage_of(place) for place in trial.places}
         same = tuple(place for place in result.since if stage_of(place) in stages)
         able = all(each.at(same) for each in trial.hypotheses)
-        tried = dict.fromkeys([*([same] if able else []), *choices(trial.hypotheses, result.since)])
+        tried = [*([same] if able else []), *choices(trial.hypotheses, result.since)]
         return any(self.tried(trial.hypotheses, places, result).named for places in tried)
 
     def _singles(self, result: StageResult) -> Iterator[Trial]:

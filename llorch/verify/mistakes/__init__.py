@@ -1,8 +1,9 @@
 """The library of known mistakes, as data: what people got wrong when they ported these models.
 
 `STAGE_MISTAKES` belong to stages of the table, `SAMPLING` to the steps from the logits to a distribution,
-`GENERATION` to the loop, `QUANTISED` to the parts of a product with a quantised matrix. `diagnose` compares a
-wrong result with them; tests plant every one of them. `TRAINING` are functions to be put in the place of ours.
+`GENERATION` to the loop, `QUANTISED` to the parts of a product with a quantised matrix. `diagnosis` plants
+them where an engine is wrong, tests plant every one of them (`variants`). `TRAINING` are functions to be put in the
+place of ours.
 """
 
 from collections.abc import Mapping

@@ -57,6 +57,12 @@ def exponent_by_hidden_share(s: StageInputs, stage: str) -> np.ndarray:
     return _turned(s, _heads(s, stage), s.config.rope_theta ** (-even / (s.config.hidden_size // s.config.n_heads)))
 
 
+def cos_and_sin_exchanged(s: StageInputs, stage: str) -> np.ndarray:
+    """Each table in the place of the other."""
+    angle = s.positions[:, None] * _inv_freq(s)
+    return rope(_heads(s, stage), np.sin(angle), np.cos(angle))
+
+
 def tables_in_half(s: StageInputs, stage: str) -> np.ndarray:
     """Cosines and sines rounded to float16."""
     angle = s.positions[:, None] * _inv_freq(s)
@@ -87,6 +93,11 @@ ROPE: tuple[Mistake[StageInputs], ...] = (
         name="rope-sign-flipped", stages=ROTATED, wrong=lambda s, stage: _turned(s, _heads(s, stage), -_inv_freq(s)),
         diagnosis="Pairs were turned by the negative angle; it is first * cos - second * sin, second * cos + first * "
         "sin.",
+    ),
+    Mistake(
+        name="rope-cos-and-sin-exchanged", stages=ROTATED, wrong=cos_and_sin_exchanged,
+        diagnosis="The tables of cosines and sines were exchanged; it is first * cos - second * sin. The scores alone "
+        "look as if turned by the negative angle.",
     ),
     Mistake(
         name="rope-base-1e4", stages=ROTATED, applies_to=lambda config: config.rope_theta != 10_000,

@@ -6,11 +6,11 @@ from llorch.builtin import builtin_path
 from llorch.files import open_weights
 from llorch.stages import STAGES, key
 from llorch.verify.compare import measure
-from llorch.verify.diagnose import VISIBLE, variants
 from llorch.verify.goldens import PRODUCERS, Golden
 from llorch.verify.judge import Row
 from llorch.verify.limits import ARITHMETICS
 from llorch.verify.mistakes import STAGE_MISTAKES
+from llorch.verify.mistakes.variants import VISIBLE, variants
 from llorch.verify.places import part_of
 from llorch.verify.report.tables import Blocks, roughly, short, table
 from llorch.verify.runners.numpy import run

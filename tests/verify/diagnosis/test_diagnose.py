@@ -9,7 +9,7 @@ from planted import MICRO, golden_of
 from planted_dumps import BLOCKS, WHOLE, dumped, mistake, passes, wide
 
 from llorch.dumps.stage_dump import Features, StageDump, Tokens
-from llorch.ops.rounding import round_activations
+from llorch.ops.rounding import ActivationKind, round_activations
 from llorch.stages import keys
 from llorch.verify.diagnosis.diagnose import diagnose
 from llorch.verify.diagnosis.expected import HALF
@@ -18,7 +18,6 @@ from llorch.verify.diagnosis.replay import Change, Plant
 from llorch.verify.diagnosis.trials import stage_of
 from llorch.verify.diagnosis.verdict import Finding
 from llorch.verify.goldens import PRODUCERS
-from llorch.verify.limits import SCORES
 
 MODEL = "micro-qwen3"
 MISTAKES = [each.name for each in known_mistakes(wide(MODEL).config) if each.name != "cache-heads-repeated"]
@@ -135,11 +134,11 @@ def test_one_wrong_token_is_said():
 
 @pytest.mark.parametrize(("dtype", "declared"), [("bfloat16", False), ("float16", True)])
 def test_half_precision_is_honest_and_its_mistakes_are_named_all_the_same(dtype: str, declared: bool):
-    kind = HALF[dtype]
-    half = {key: Plant(lambda i, s, array: round_activations(np.ascontiguousarray(array), kind))
-            for key, stage, _ in keys(wide(MODEL).config) if stage.name not in ("embed", *SCORES)}  # fmt: skip
-    told = {"dtype": dtype} if declared else {}
-    right = replace(dumped(MODEL, passes(MODEL), Change(half)), features=Features(**told))
+    kind: ActivationKind = HALF[dtype]
+    rounded = Plant(lambda inputs, stage, array: round_activations(np.ascontiguousarray(array), kind))
+    half = {key: rounded for key, stage, _ in keys(wide(MODEL).config) if stage.name not in ("embed", "attn_scores")}
+    features = Features(dtype=dtype) if declared else Features()
+    right = replace(dumped(MODEL, passes(MODEL), Change(half)), features=features)
     found = diagnose(wide(MODEL), right)
     assert found.is_right
     (finding,) = found.findings
