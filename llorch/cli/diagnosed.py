@@ -12,7 +12,7 @@ from llorch.cli.tables import print_table, table
 from llorch.errors import printable
 from llorch.stages import BY_NAME
 from llorch.verify.diagnosis.verdict import HONEST, RIGHT, WRONG, Diagnosis, Finding, StageResult
-from llorch.verify.report.diagnosis import causes, count, explained, headline, ranges, settled, short, times, verdict
+from llorch.verify.report.diagnosis import causes, count, explained, headline, ranges, short, times, verdict
 
 _STYLES = {RIGHT: "green", HONEST: "yellow", WRONG: "bold red"}
 _NAME = 40  # characters of a name that others chose
@@ -30,7 +30,6 @@ class _Line:
 
 def print_diagnosis(out: Console, diagnosis: Diagnosis, *, every: bool) -> None:
     """Print a diagnosis; `every` has all stages, one by one, and what was inherited."""
-    diagnosis = settled(diagnosis)
     n_passes = len({result.n_pass for result in diagnosis.results})
     said = f"{count(len(diagnosis.results), 'stage')}, {count(n_passes, 'pass', 'passes')}"
     out.print(Text(f"{printable(diagnosis.model)}   {printable(diagnosis.source)}   {said}", "bold"))

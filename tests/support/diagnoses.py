@@ -12,6 +12,7 @@ from llorch.config import ModelConfig
 from llorch.files import open_weights
 from llorch.stages import Stage, keys
 from llorch.verify.compare import Difference, Tolerance
+from llorch.verify.diagnosis.diagnose import settled
 from llorch.verify.diagnosis.profile import profile
 from llorch.verify.diagnosis.verdict import HONEST, RIGHT, WRONG, Diagnosis, Finding, Kind, StageResult, Suspect
 
@@ -71,7 +72,7 @@ def diagnosis(
     rename: Callable[[str], str] = str, **changes: int,
 ) -> Diagnosis:  # fmt: skip
     return Diagnosis(
-        "story", source, results(config(n_layers, **changes), sizes, rename=rename), found,
+        "story", source, settled(results(config(n_layers, **changes), sizes, rename=rename), found), found,
         {"no token is cached before a pass": ["rope-decode-position", "cache-order"], "12 tokens": ["mask-window"]},
         ["l0.q_rope was found with heads split, although nothing says so"],
     )  # fmt: skip

@@ -7,6 +7,7 @@ All later results that the same one explains belong to the same finding; what re
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -46,7 +47,14 @@ def diagnose(weights: Weights, dump: StageDump, *, model: str = "", say: Say = l
     found = list(_findings(results, trials, say))
     say("looking for what this dump cannot show")
     hidden = _could_not_show(results, trials)
-    return Diagnosis(model, dump.source, results, [*found, *_arithmetic(results)], hidden, dump.notes)
+    findings = [*found, *_arithmetic(results)]
+    return Diagnosis(model, dump.source, settled(results, findings), findings, hidden, dump.notes)
+
+
+def settled(results: Sequence[StageResult], findings: Sequence[Finding]) -> list[StageResult]:
+    """HONEST for all that was beyond its limit until an honest difference explained it."""
+    explained = {place for finding in findings if finding.kind == "honest" for place in finding.places}
+    return [replace(r, verdict=HONEST) if (r.n_pass, r.key) in explained else r for r in results]
 
 
 def _findings(results: Sequence[StageResult], trials: Trials, say: Say) -> Iterator[Finding]:

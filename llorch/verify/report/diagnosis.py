@@ -5,7 +5,7 @@ Below them is what the terminal and the page put into words alike.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from itertools import groupby
 from xml.etree import ElementTree
 
@@ -34,7 +34,7 @@ def record(diagnosis: Diagnosis) -> dict[str, object]:
         "source": diagnosis.source,
         "right": diagnosis.is_right,
         "findings": [asdict(finding) for finding in diagnosis.findings],
-        "stages": [_stage_record(result) for result in settled(diagnosis).results],
+        "stages": [_stage_record(result) for result in diagnosis.results],
         "could_not_show": {reason: list(names) for reason, names in diagnosis.could_not_show.items()},
         "notes": list(diagnosis.notes),
     }
@@ -68,7 +68,7 @@ def junit(diagnosis: Diagnosis) -> str:
     """
     top = ElementTree.Element("testsuites", name="llorch diagnose")
     sentences = by_place(diagnosis.findings)
-    for number, group in groupby(settled(diagnosis).results, key=lambda result: result.n_pass):
+    for number, group in groupby(diagnosis.results, key=lambda result: result.n_pass):
         results = list(group)
         failures = sum(result.verdict == WRONG for result in results)
         counts = {"tests": str(len(results)), "failures": str(failures), "errors": "0", "skipped": "0"}
@@ -90,13 +90,6 @@ def _add_case(suite: ElementTree.Element, model: str, result: StageResult, findi
         failure.text = measured
     else:
         ElementTree.SubElement(case, "system-out").text = f"{result.verdict}: {measured}"
-
-
-def settled(diagnosis: Diagnosis) -> Diagnosis:
-    """The same with HONEST for all that was beyond its limit until an honest difference explained it."""
-    honest = {place for finding in diagnosis.findings if finding.kind == "honest" for place in finding.places}
-    results = [replace(r, verdict=HONEST) if (r.n_pass, r.key) in honest else r for r in diagnosis.results]
-    return replace(diagnosis, results=results)
 
 
 def by_place(findings: Iterable[Finding]) -> Mapping[tuple[int, str], Finding]:

@@ -19,7 +19,6 @@ from llorch.verify.report.diagnosis import (
     explained,
     headline,
     ranges,
-    settled,
     short,
     span,
     times,
@@ -58,7 +57,6 @@ def page(diagnosis: Diagnosis) -> str:
     Returns:
         A whole HTML document. Names that others chose are escaped, their control characters written out.
     """
-    diagnosis = settled(diagnosis)
     environment = Environment(autoescape=True, undefined=StrictUndefined, finalize=_shown, trim_blocks=True)
     environment.filters |= {f.__name__: f for f in (short, times, ranges, explained, count, span)}
     template = environment.from_string(Path(__file__).with_name("diagnosis.html").read_text(encoding="utf-8"))

@@ -9,7 +9,7 @@ import pytest
 
 from llorch.cli.output import to_json
 from llorch.verify.diagnosis.verdict import WRONG, Diagnosis
-from llorch.verify.report.diagnosis import VERSION, junit, percent, ranges, record, settled, span, times, verdict
+from llorch.verify.report.diagnosis import VERSION, junit, percent, ranges, record, span, times, verdict
 
 every = pytest.mark.parametrize("make", diagnoses.ALL)
 
@@ -87,7 +87,7 @@ def test_control_characters_of_names_are_written_out():
         (times(51234.0), "51000 x"),
         (times(float("inf")), "without end"),
         (verdict(diagnoses.honest()), "HONEST"),
-        (verdict(settled(diagnoses.undeclared())), "HONEST"),
+        (verdict(diagnoses.undeclared()), "HONEST"),
         (verdict(diagnoses.nothing_seen()), "RIGHT"),
     ],
 )

@@ -11,7 +11,6 @@ import pytest
 from chromium import PROGRAM, Browser, chromium
 
 from llorch.verify.diagnosis.verdict import WRONG, Diagnosis
-from llorch.verify.report.diagnosis import settled
 from llorch.verify.report.diagnosis_page import MAX_FIGURES, page, rungs
 from llorch.verify.report.figures import BOTTOM, HEIGHT, LEFT, LEVELS, WIDTH, Rung, heat, histogram, ladder
 
@@ -61,7 +60,7 @@ def test_a_page_is_whole_in_itself_and_says_what_is_what(make: Callable[[], Diag
 def test_every_stage_is_in_the_table_with_its_verdict(make: Callable[[], Diagnosis]):
     made = make()
     rows = re.findall(r'<th scope="row">([^<]*)</th><td><span class="(\w+)">. (\w+)<', page(made))
-    assert rows == [(result.key, result.verdict, result.verdict) for result in settled(made).results]
+    assert rows == [(result.key, result.verdict, result.verdict) for result in made.results]
 
 
 def test_hostile_names_are_text():
