@@ -332,7 +332,8 @@ def bos_twice(port: Port) -> None:
 # Precision -----------------------------------------------------------------------------------------------------------
 
 
-@report("QwenLM/Qwen3#910", "exclamation marks only", ("attn_scores",), "scores-in-half", model="micro-qwen2")
+@report("QwenLM/Qwen3#910", "exclamation marks only", ("attn_scores",), "scores-in-half scaled-scores-in-half",
+        model="micro-qwen2")  # fmt: skip
 def scores_of_half(port: Port) -> None:
     """Queries and keys were multiplied in float16; real models overflow there, small ones lose digits."""
     port.around("compare", lambda right, q, keys: f16(right(q, keys)))
