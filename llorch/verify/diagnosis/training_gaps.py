@@ -7,11 +7,11 @@ from llorch.config import ModelConfig
 from llorch.dumps.training_dump import TrainingDump
 from llorch.lora.adapter import LORA_B, Adapter
 from llorch.train.batch import IGNORED
-from llorch.verify.diagnose import VISIBLE
 from llorch.verify.diagnosis.training_hypotheses import OUTSIDE, RANDOM, group_of, possible
 from llorch.verify.diagnosis.training_judge import Judge
 from llorch.verify.diagnosis.training_replay import FLOW, Key, Planted, Replay
 from llorch.verify.mistakes import TRAINING, TrainingMistake
+from llorch.verify.mistakes.variants import VISIBLE
 
 MOST_WORK = 1e9  # numbers of the base times tokens of the dump, from which on nothing is planted to see
 
