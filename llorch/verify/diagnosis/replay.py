@@ -273,6 +273,10 @@ class Past:
         """Before the next pass."""
         return self._with(self._before | self._after)
 
+    def again(self) -> "Past":
+        """Before the same pass."""
+        return self._with(self._before)
+
     def empty(self) -> "Past":
         """Before the first pass."""
         return self._with({layer: (k[:, :0], v[:, :0]) for layer, (k, v) in self._before.items()})

@@ -5,7 +5,7 @@ hypothesis leaves nothing, pairs of the nearest are tried.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -62,6 +62,7 @@ class Trials:
         self.replay, self._pasts = replay, pasts
         self.mistakes = tuple(known_mistakes(replay.config))
         self._honest = tuple(honest(replay.config))
+        self._entered: tuple[object, Mapping[str, np.ndarray]] = (None, {})
 
     def of(self, result: StageResult, *, pairs: bool = True) -> list[Trial]:
         """Every hypothesis that can be planted since the dump showed the last stages; the nearest first."""
@@ -107,6 +108,8 @@ class Trials:
 
         values = family.values(config)
         where = choices((family.made(values[0], config),), result.since)
+        if len({self.replay.part_of(place) for place in result.since}) > 1:
+            where = where[:1]  # a setting is that of all layers
         trials = {(value, places): tried(value, places) for value in values for places in where}
         best, places = min(trials, key=lambda at: trials[at].left)
         if not family.refined or best <= 0 or trials[best, places].left <= 1:
@@ -130,8 +133,8 @@ class Trials:
 
     def made(self, result: StageResult, change: Change = UNCHANGED, past: Past | None = None) -> np.ndarray | None:
         """The stage of a result with a change planted; None where nothing comes out."""
-        part = self.replay.part_of(result.key)
-        first = self.replay.first_part(result.n_pass, part)
+        part, past = self.replay.part_of(result.key), past or self._pasts[result.n_pass][0]
+        first, x = self._begin(result, change, past)
         found: list[np.ndarray] = []
 
         def see(name: str, array: np.ndarray) -> None:
@@ -141,13 +144,43 @@ class Trials:
 
         with np.errstate(all="ignore"):
             try:
-                changed = self._changed(past or self._pasts[result.n_pass][0], result.n_pass, change, first, part)
-                self.replay.run(result.n_pass, see, changed, change, first=first, last=part)
+                changed = self._changed(past, result.n_pass, change, first, part)
+                self.replay.run(result.n_pass, see, changed, change, first=first, last=part, x=x)
             except _Seen:
                 return found[0]
             except (ValueError, KeyError, IndexError, TypeError):
                 return None  # of a shape that the next stages do not take
         return None
+
+    def _begin(self, result: StageResult, change: Change, past: Past) -> tuple[int, np.ndarray | None]:
+        """The first part that a change concerns, and its input; None where the dump has that, or it is the tokens."""
+        part = self.replay.part_of(result.key)
+        first = self.replay.first_part(result.n_pass, part)
+        places = {*change.plants, *change.passed_on} & {*result.since}
+        if first == part or change.setting is not UNCHANGED.setting or not places:
+            return first, None
+        concerned = min(map(self.replay.part_of, places))
+        if concerned == first:
+            return first, None
+        return concerned, self._inputs_of(result.n_pass, first, past)[self.replay.input_of(concerned)]
+
+    def _inputs_of(self, n_pass: int, first: int, past: Past) -> Mapping[str, np.ndarray]:
+        """What goes into the parts behind one, with nothing changed, as far as the dump shows none of it."""
+        if self._entered[0] != (n_pass, first, past):
+            made: dict[str, np.ndarray] = {}
+            part = first + 1
+            while part <= self.replay.config.n_layers and self.replay.fed(n_pass, self.replay.input_of(part)) is None:
+                part += 1
+            inputs = {self.replay.input_of(each) for each in range(first + 1, part)}
+
+            def see(name: str, array: np.ndarray) -> None:
+                if name in inputs:
+                    made[name] = array
+
+            copy = past.again()
+            self.replay.run(n_pass, see, copy, first=first, last=min(part - 1, self.replay.config.n_layers))
+            self._entered = (n_pass, first, past), made
+        return self._entered[1]
 
     def _changed(self, past: Past, n_pass: int, change: Change, first: int, last: int) -> Past:
         """The caches before a pass, had the earlier ones been changed likewise."""
