@@ -205,18 +205,18 @@ class LayerWeights(Mapping[str, Any]):
     """The weights of one layer by short name; see `Weights.layer`."""
 
     def __init__(self, weights: Weights, names: Mapping[str, str]) -> None:
-        """Wrap the whole model; names are short to canonical."""
+        """Wrap the whole model; `names` are short to canonical."""
         self._weights = weights
-        self._names = names
+        self.names = names
 
     def __getitem__(self, name: str) -> Any:
-        return self._weights[self._names[name]]
+        return self._weights[self.names[name]]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self.names)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self.names)
 
 
 def open_weights(path: str | Path) -> Weights:

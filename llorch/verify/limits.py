@@ -61,6 +61,7 @@ _DRIFT = 2 * UNIT**2 / 72  # times the width and the squared sum: the same, as f
 _SQUARES = _DRIFT / 4  # times the width: that of the root of a sum of squares, relative
 _DIGITS = {"F16": 11, "BF16": 8}  # binary digits; the step of a number between 2^e and 2^(e+1) is 2^(e+1-digits)
 _CODES = 127
+_ROUNDED = 12  # a rounding is off by up to half a step: the squared step over its variance
 _BLOCK = 32
 
 
@@ -125,6 +126,7 @@ def variances(
     *,
     made: Mapping[str, np.ndarray] | None = None,
     hidden: Container[str] = frozenset(),
+    stored: bool = False,
     past: Mapping[str, np.ndarray] = MappingProxyType({}),
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Expected squared differences of two right runs.
@@ -136,6 +138,7 @@ def variances(
         arithmetic: Of the run, by trace key.
         made: What stages make of it, where that is something else.
         hidden: Trace keys that are not fed, isolated, but made.
+        stored: Whether `fed` was rounded when it was written down, and what was made of it was not made of that.
         past: Variances of what the caches held before, by trace key; none for a pass from an empty cache.
 
     Yields:
@@ -164,7 +167,7 @@ def variances(
         yield name, variance
         if stage.name == "block_out":
             passed.clear()  # of a layer nothing else is needed
-        passed[name] = _passed_on(step, variance, hidden=name in hidden)
+        passed[name] = _passed_on(step, variance, hidden=name in hidden, stored=stored)
 
 
 def _finite(array: np.ndarray, *, masked: bool) -> np.ndarray:
@@ -173,12 +176,12 @@ def _finite(array: np.ndarray, *, masked: bool) -> np.ndarray:
     return np.where(np.isneginf(array), np.float32(0), array) if masked else array
 
 
-def _passed_on(s: Step, made: np.ndarray, *, hidden: bool) -> np.ndarray:
+def _passed_on(s: Step, made: np.ndarray, *, hidden: bool, stored: bool) -> np.ndarray:
     """What the next stages are given: isolated it is the golden, rounded."""
     if hidden:
         return made
     out = made.copy()
-    out[ISOLATED] = s.rounding if s.arithmetic.is_half else 0
+    out[ISOLATED] = s.rounding if stored or s.arithmetic.is_half else 0
     return out
 
 
@@ -420,7 +423,7 @@ def _product(s: Step) -> np.ndarray:
     kind: ActivationKind = weight.activations if isinstance(weight, QuantMethod) else "F32"  # pyright: ignore
     given = rounded(s.given[0], x, kind)
     if s.arithmetic.activations != "F32":
-        given = given + _squared_steps(x, s.arithmetic.activations) / 12  # a rounding is off by up to half a step
+        given = given + _squared_steps(x, s.arithmetic.activations) / _ROUNDED
     made, terms = np.empty((len(given), *s.y.shape), x.dtype), np.empty_like(s.y, x.dtype)
     for rows, matrix, minima in _row_by_row(weight):
         squares = np.square(matrix).T
@@ -495,10 +498,16 @@ def _cache(s: Step) -> np.ndarray:
 def _scores(s: Step) -> np.ndarray:
     q, k = s.x
     given = rounded(s.given[0], q, "F16") if s.f16_cache else s.given[0]
+    given, of_keys = (each + _of_inputs(x, s.arithmetic) for each, x in ((given, q), (s.given[1], k)))
     head_dim, squared_k = k.shape[-1], np.square(k).swapaxes(-1, -2)
     queries, errors = _grouped(np.square(q), len(k)), _grouped(given, len(k))
-    made = errors @ squared_k + queries @ s.given[1].swapaxes(-1, -2) + _SUM * head_dim * (queries @ squared_k)
+    made = errors @ squared_k + queries @ of_keys.swapaxes(-1, -2) + _SUM * head_dim * (queries @ squared_k)
     return made.reshape(-1, *s.y.shape) / head_dim + 2 * s.rounding
+
+
+def _of_inputs(x: np.ndarray, arithmetic: Arithmetic) -> "np.ndarray | float":
+    """What engines add that round the inputs of all products; those of blocks are of products with a matrix."""
+    return _squared_steps(x, arithmetic.activations) / _ROUNDED if arithmetic.activations in _DIGITS else 0.0
 
 
 def _grouped(q: np.ndarray, n_kv_heads: int) -> np.ndarray:
@@ -520,9 +529,10 @@ def _context(s: Step) -> np.ndarray:
     given = rounded(s.given[0], probs, "F16", token_axis=1) if s.f16_cache else s.given[0]
     if s.arithmetic.is_half:  # float32 until they are multiplied
         given = given + s.arithmetic.rounding(probs)
+    given, of_values = (each + _of_inputs(x, s.arithmetic) for each, x in ((given, probs), (s.given[1], v)))
     n_kv, ctx, head_dim = v.shape
     p, e = np.square(probs).reshape(n_kv, -1, ctx), given.reshape(len(given), n_kv, -1, ctx)
-    made = e @ np.square(v) + p @ s.given[1] + _SUM * ctx * (p @ np.square(v))
+    made = e @ np.square(v) + p @ of_values + _SUM * ctx * (p @ np.square(v))
     by_head = made.reshape(len(given), *probs.shape[:2], head_dim).swapaxes(1, 2)
     return by_head.reshape(-1, *s.y.shape) + 2 * s.rounding
 

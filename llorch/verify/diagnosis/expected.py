@@ -19,6 +19,7 @@ from llorch.verify.limits import ARITHMETICS, CACHES, CHAINED, ISOLATED, SCORES,
 from llorch.verify.places import token_axis
 
 HALF: Mapping[str, ActivationKind] = {"bfloat16": "BF16", "float16": "F16"}
+FLASH = Arithmetic(2.0**-11, 2.0**-25)  # twice a rounding: queries and sums are float16 too, whatever the cache is
 _MIN_VALUES = 16  # fewer different ones say nothing of a dtype
 _GRANTED = Tolerance(FLOOR, FLOOR, FLOOR)
 
@@ -59,10 +60,13 @@ class Engine:
         features, stage = self._dump.features, name.rpartition(".")[2]
         dtype, how = self._dtype
         own = self._shown(n_pass, name) if (n_pass, name) in self._dump.seen and stage != "embed" else "float32"
-        if stage in SCORES and dtype in HALF:
+        stored = self._dump.seen[n_pass, name].stored if (n_pass, name) in self._dump.seen else ""
+        if stage in SCORES and (dtype in HALF or stored in HALF):
             dtype = own  # some engines keep them in float32
         elif stage not in SCORES and dtype == "float32":
             dtype, how = own, "as its values are"
+        if self._is_flash_of_ggml and stage in (*CACHES, *SCORES, "attn_context"):
+            return Judged(FLASH, "attention in float16, as flash attention of ggml on a CPU")
         if stage in CACHES and features.kv_cache in HALF:
             dtype, how = features.kv_cache, "the cache, as declared"
         made, said = ARITHMETICS[dtype], f"{dtype}, {how}" if dtype != "float32" else ""
@@ -72,6 +76,11 @@ class Engine:
         if not said and features.kv_cache in HALF:
             said = f"a cache in {features.kv_cache}, as declared"
         return Judged(made, said)
+
+    @property
+    def _is_flash_of_ggml(self) -> bool:
+        said = self._dump.features.engine.lower()
+        return self._dump.features.flash_attention and ("llama.cpp" in said or "ggml" in said)
 
     @property
     def _dtype(self) -> tuple[str, str]:
@@ -118,6 +127,7 @@ class Expectations:
             lambda name: engine.judged(n_pass, name).arithmetic,
             made=self._made,
             hidden=_Hidden(replay, n_pass),
+            stored=True,
             past=dict(past),
         )
 

@@ -18,14 +18,15 @@ from llorch.ops.rope import frequencies, rope
 from llorch.ops.rounding import BLOCK_SIZE, ActivationKind, round_activations
 from llorch.stages import BY_NAME, STAGES, rope_input
 from llorch.verify.diagnosis.expected import HALF
-from llorch.verify.diagnosis.replay import Change, Plant, Setting
+from llorch.verify.diagnosis.replay import Change, Places, Plant, Setting
 from llorch.verify.mistakes import STAGE_MISTAKES, Mistake
 from llorch.verify.mistakes.norm import NORMS
 from llorch.verify.mistakes.rope import ROTATED
 from llorch.verify.mistakes.stage_inputs import StageInputs
 
 Kind = Literal["mistake", "setting", "honest"]
-Places = Sequence[str]  # stage keys that ran since the dump showed the last ones
+ATTENDED = ("q_rope", "k_cache", "attn_probs", "v_cache")  # inputs of attention's two
+PRODUCTS = (*(stage.name for stage in STAGES if stage.matrix), "attn_scores", "attn_context")
 PROJECTED = ("attn_norm", "attn_context", "ffn_norm", "ffn_act", "final_norm")  # inputs of products with a matrix
 WEIGHTED = tuple(stage.name for stage in STAGES if stage.matrix or stage.name in (*NORMS, "embed"))
 CAPPED = ("attn_scores", "logits")
@@ -262,15 +263,20 @@ def honest(config: ModelConfig) -> Iterator[Hypothesis]:
             f"cache-in-{name}", "honest", ("k_cache", "v_cache"), f"Keys and values are kept in {name}.",
             _planted(partial(_rounded, kind=kind)), rounds=True, by_place=False,
         )  # fmt: skip
-        yield Hypothesis(
-            f"weights-in-{name}", "honest", WEIGHTED, f"Weights were rounded to {name}.",
-            _set(partial(_with_weights, rounding=partial(_rounded, kind=kind))), rounds=True, by_place=False,
-        )  # fmt: skip
+        for what, rounding in (
+            ("Weights", partial(_rounded, kind=kind)),
+            ("Matrices", partial(_in_matrices, rounding=partial(_rounded, kind=kind))),
+        ):
+            yield Hypothesis(
+                f"weights-in-{name}", "honest", WEIGHTED, f"{what} were rounded to {name}.",
+                _set(partial(_with_weights, rounding=rounding)), rounds=True, by_place=False,
+            )  # fmt: skip
     kinds: tuple[ActivationKind, ...] = ("F16", "BF16", "Q8_0", "Q8_K")
     for kind in kinds:
         if all(width % BLOCK_SIZE.get(kind, 1) == 0 for width in _widths(config)):
             yield _products(f"products-of-{kind.lower()}", kind, partial(_rounded, kind=kind))
-    yield _products("products-in-tf32", "TF32", _to_tf32, weights=_to_tf32)
+    for rounding in (_to_tf32, _cut_to_tf32):
+        yield _products("products-in-tf32", "TF32", rounding, weights=rounding)
     for kind in HALF.values():
         rounding = partial(_rounded, kind=kind)
         yield _products(f"products-in-{kind.lower()}", kind, rounding, weights=rounding)
@@ -287,12 +293,14 @@ def _products(
 
     def change(places: Places) -> Change:
         layers = {place.rpartition(".")[0] for place in places}
-        passed_on = {f"{layer}.{stage}" if layer else stage: inputs for layer in layers for stage in PROJECTED}
-        rounded = partial(_with_weights, rounding=weights) if weights else lambda setting: setting
+        stages = (*PROJECTED, *ATTENDED) if weights else PROJECTED
+        passed_on = {f"{layer}.{stage}" if layer else stage: inputs for layer in layers for stage in stages}
+        matrices = partial(_in_matrices, rounding=weights) if weights else None
+        rounded = partial(_with_weights, rounding=matrices) if matrices else lambda setting: setting
         return Change(passed_on=passed_on, setting=rounded)
 
     return Hypothesis(
-        name, "honest", tuple(stage.name for stage in STAGES if stage.matrix),
+        name, "honest", PRODUCTS if weights else PRODUCTS[:-2],
         f"Inputs {what + ' ' if what else ''}of products are rounded to {kind}.", change, rounds=True, by_place=False,
     )  # fmt: skip
 
@@ -305,6 +313,15 @@ def _to_tf32(x: np.ndarray) -> np.ndarray:
     """To 10 bits behind the point, ties away from zero, as the tensor cores of NVIDIA take their inputs."""
     bits = x.astype(np.float32).view(np.uint32)
     return ((bits + 0x1000) & np.uint32(0xFFFFE000)).view(np.float32).astype(x.dtype)
+
+
+def _cut_to_tf32(x: np.ndarray) -> np.ndarray:
+    """The same, the other bits cut off."""
+    return (x.astype(np.float32).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32).astype(x.dtype)
+
+
+def _in_matrices(x: np.ndarray, rounding: Callable[..., np.ndarray]) -> np.ndarray:
+    return rounding(x) if x.ndim == 2 else x
 
 
 def _with_weights(setting: Setting, rounding: Callable[..., np.ndarray]) -> Setting:

@@ -5,7 +5,7 @@ every error is seen where it was made. Between two stages of the dump ours runs 
 *planted*: what a known mistake makes of the same inputs, another setting, a rounding.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
@@ -25,6 +25,7 @@ from llorch.verify.mistakes.stage_inputs import StageInputs
 from llorch.verify.places import Pass
 
 Arrays = Mapping[str, np.ndarray]
+Places = Sequence[str]  # stage keys that ran since the dump showed the last ones
 See = Callable[[str, np.ndarray], None]
 EMBED = -1  # the part before the layers; the number of layers is the part behind them
 

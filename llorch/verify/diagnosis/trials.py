@@ -12,9 +12,10 @@ from itertools import combinations
 import numpy as np
 
 from llorch.verify.compare import times_over
+from llorch.verify.diagnosis.block_hypotheses import block_mistakes
 from llorch.verify.diagnosis.hypotheses import FAMILIES, Family, Hypothesis, honest, known_mistakes
 from llorch.verify.diagnosis.judged import beside
-from llorch.verify.diagnosis.replay import UNCHANGED, Change, Past, Replay
+from llorch.verify.diagnosis.replay import UNCHANGED, Change, Past, Plant, Replay
 from llorch.verify.diagnosis.verdict import StageResult
 
 NAMED = 4.0  # times its limit that a named one may leave: limits are those of the right numbers, not of the wrong ones
@@ -60,14 +61,14 @@ class Trials:
     def __init__(self, replay: Replay, pasts: Sequence[Sequence[Past]]) -> None:
         """`pasts` are the caches before each pass, in the ways that they may have been kept."""
         self.replay, self._pasts = replay, pasts
-        self.mistakes = tuple(known_mistakes(replay.config))
+        self.mistakes = (*known_mistakes(replay.config), *block_mistakes(replay.weights))
         self._honest = tuple(honest(replay.config))
         self._entered: tuple[object, Mapping[str, np.ndarray]] = (None, {})
 
     def of(self, result: StageResult, *, pairs: bool = True) -> list[Trial]:
         """Every hypothesis that can be planted since the dump showed the last stages; the nearest first."""
         trials = list(self._singles(result))
-        if pairs and not any(trial.named for trial in trials) and len(result.since) > 1:
+        if pairs and not any(trial.named for trial in trials):
             trials += self._pairs(result, trials)
         return sorted(trials, key=lambda trial: trial.rank)
 
@@ -96,8 +97,9 @@ class Trials:
             best.setdefault(trial.hypotheses[0].name, trial)
         nearest = list(best.values())[:PAIRED]
         for one, other in combinations(nearest, 2):
-            if not set(one.places) & set(other.places):
-                yield self.tried((*one.hypotheses, *other.hypotheses), (*one.places, *other.places), result)
+            first, second = sorted((*one.hypotheses, *other.hypotheses), key=lambda each: _ORDER[each.kind])
+            if second.kind != "mistake" or not set(one.places) & set(other.places):  # two mistakes make one stage once
+                yield self.tried((first, second), tuple(dict.fromkeys((*one.places, *other.places))), result)
 
     def _valued(self, family: Family, result: StageResult) -> Trial:
         """A setting with the best value of its list, or the best one between them."""
@@ -216,11 +218,21 @@ def _together(changes: Sequence[Change]) -> Change:
     made, *others = changes
     for other in others:
         made = Change(
-            {**made.plants, **other.plants},
+            {place: _both(made.plants, other.plants, place) for place in {*made.plants, *other.plants}},
             {**made.passed_on, **other.passed_on},
             lambda setting, one=made.setting, two=other.setting: two(one(setting)),
         )
     return made
+
+
+def _both(first: Mapping[str, Plant], second: Mapping[str, Plant], place: str) -> Plant:
+    """What is planted at a place by one or by both, the second then on what the first made."""
+    if place not in first or place not in second:
+        return first[place] if place in first else second[place]
+    one, two = first[place], second[place]
+    return Plant(
+        lambda inputs, stage, array: two.wrong(inputs, stage, one.wrong(inputs, stage, array)), (*one.reads, *two.reads)
+    )
 
 
 def _refined(start: float, values: Sequence[float], tried: Callable[[float], Trial]) -> Trial:
