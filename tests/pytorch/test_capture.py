@@ -110,7 +110,7 @@ class Named(nn.Module):
         self.inner, self.outer = Odd(), Odd()
 
     def forward(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"logits": self.outer(input_ids=self.inner(input_ids=ids)[..., 0].long())}
+        return {"logits": self.outer(input_ids=ids) + self.inner(input_ids=ids)}
 
 
 def test_an_input_may_be_given_by_name_and_what_is_shown_must_be_a_tensor():
