@@ -18,14 +18,15 @@ arrays `input_ids`, every pass of the dump is a micro-batch of one row.
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
 from llorch.dumps.raw import RawArray, RawDump
+from llorch.dumps.training_rows import documents_of, placed
 from llorch.lora.adapter import LORA_A, LORA_B, MAGNITUDE, Adapter
-from llorch.train.batch import IGNORED, PADDING, Batch
+from llorch.train.batch import Batch
 
 OF_TENSORS = {  # prefix -> group of the table of training stages
     "grad": "gradient", "clipped": "clipped", "exp_avg_sq": "second_moment", "exp_avg": "first_moment",
@@ -170,7 +171,8 @@ class _Reader:
                     f"training dump: {name} of step {number}: expected that of micro-batches {micros}, got "
                     f"{sorted(of_micros)} ({self.source})"
                 )
-            shown[OF_TOKENS[name], ""] = _of_tokens(name, [of_micros[micro] for micro in micros], batches)
+            arrays = [of_micros[micro] for micro in micros]
+            shown[OF_TOKENS[name], ""] = Shown(arrays[0].name, arrays[0].stored, *placed(name, arrays, batches))
         lr = shown.pop(("learning_rate", ""), None)
         return TrainingStep(number, batches, shown, settings.lr if lr is None else float(lr.array))
 
@@ -184,7 +186,7 @@ class _Reader:
             raise ValueError(
                 f"training dump: expected arrays of one shape, got {shapes} in step {step} ({self.source})"
             )
-        batch, n_left_out = _batch(**rows)
+        batch, n_left_out = documents_of(**rows)
         if n_left_out:
             self.notes.append(f"{n_left_out} documents of step {step} have no token to learn and were left out")
         return batch
@@ -248,60 +250,3 @@ def _one(array: RawArray) -> Shown:
     if read.size != 1:
         raise ValueError(f"training dump: {array.name}: expected one number, got {array.shape}")
     return Shown(array.name, array.stored, read.reshape(()))
-
-
-def _batch(
-    input_ids: np.ndarray, labels: np.ndarray | None = None, attention_mask: np.ndarray | None = None,
-    position_ids: np.ndarray | None = None,
-) -> tuple[Batch, int]:  # fmt: skip
-    """Rows as documents, and how many of these have nothing to learn."""
-    held = np.ones(input_ids.shape, bool) if attention_mask is None else attention_mask != 0
-    labels = np.where(held, input_ids if labels is None else labels, IGNORED)
-    starts = held & (np.cumsum(held, axis=1) == 1)
-    if position_ids is not None:
-        starts |= held & (position_ids == 0)
-    documents = np.where(held, np.cumsum(starts, axis=1) - 1, PADDING)
-    labels = np.where(starts, IGNORED, labels)
-    positions, n_left_out = np.full(input_ids.shape, PADDING), 0
-    for row in range(len(input_ids)):
-        kept = 0
-        for document in range(int(documents[row].max()) + 1):
-            own = documents[row] == document
-            empty = not (labels[row, own] != IGNORED).any()
-            n_left_out += empty
-            documents[row, own], positions[row, own] = (PADDING, PADDING) if empty else (kept, np.arange(own.sum()))
-            kept += not empty
-    return Batch(np.where(documents >= 0, input_ids, 0), labels, positions, documents), n_left_out
-
-
-def _of_tokens(name: str, arrays: Sequence[RawArray], batches: Iterable[Batch]) -> Shown:
-    """Arrays of all micro-batches, one row for every token of the documents."""
-    place: Callable[[RawArray, Batch], tuple[np.ndarray, np.ndarray]] = _logits if name == "logits" else _losses
-    rows, known = zip(*(place(array, batch) for array, batch in zip(arrays, batches, strict=True)), strict=True)
-    return Shown(arrays[0].name, arrays[0].stored, np.concatenate(rows), np.concatenate(known))
-
-
-def _logits(array: RawArray, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-    held, read = batch.documents >= 0, array.read().astype(np.float64)
-    read = read[None] if read.ndim == 2 else read
-    if read.shape[:-1] != held.shape:
-        raise ValueError(f"training dump: {array.name}: expected rows of {held.shape} tokens, got {array.shape}")
-    return read[held], np.ones(int(held.sum()), bool)
-
-
-def _losses(array: RawArray, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-    held, read = batch.documents >= 0, array.read().astype(np.float64)
-    n_rows, n_tokens = held.shape
-    learned = np.append(batch.labels[:, 1:], np.full((n_rows, 1), IGNORED), axis=1) != IGNORED
-    losses, known = np.zeros(held.shape), np.zeros(held.shape, bool)
-    if read.size == learned.sum() and read.ndim == 1:
-        losses[learned], known[learned] = read, True
-    elif read.size in (held.size, n_rows * (n_tokens - 1)):
-        width = read.size // n_rows
-        losses[:, :width], known[:, :width] = read.reshape(n_rows, width), True
-    else:
-        raise ValueError(
-            f"training dump: {array.name}: expected losses of {held.shape} tokens, or of the {learned.sum()} that are "
-            f"learned, got {array.shape}"
-        )
-    return losses[held], known[held]
