@@ -101,25 +101,37 @@ class Claim:
 
 def judge(claim: Claim, got: np.ndarray | None, *, model: str, backend: str) -> Row:
     """Compare an array of ours with what is claimed of it."""
-    found, place = claim.difference(got), claim.place
-    token_error, token_limit = found.nearest_token(claim.limit)
+    found = claim.difference(got)
     same = claim.want is claim.truth and found.fault is None
+    return row_of(
+        found, claim.limit, claim.place, claim.mode, claim.witness, model=model, backend=backend,
+        truth_error=found.error if same else claim.from_truth(got),
+        producer_error=0.0 if same else claim.of_witness,
+    )  # fmt: skip
+
+
+def row_of(
+    found: Difference, limit: Tolerance, place: Place, mode: str, witness: str, *, model: str, backend: str,
+    truth_error: float = math.nan, producer_error: float = math.nan,
+) -> Row:  # fmt: skip
+    """The row of a difference and its limit; errors against the truth are NaN where there is none."""
+    token_error, token_limit = found.nearest_token(limit)
     return Row(
         model=model,
         checkpoint=place.checkpoint,
         stage=place.name,
         layer=place.layer,
         case=place.run,
-        producer=claim.witness,
+        producer=witness,
         backend=backend,
-        mode=claim.mode,
+        mode=mode,
         error=found.error,
         worst=found.worst,
-        truth_error=found.error if same else claim.from_truth(got),
-        producer_error=0.0 if same else claim.of_witness,
-        tolerance=claim.limit.error,
-        tolerance_worst=claim.limit.worst,
-        verdict=PASS if found.within(claim.limit) else FAIL,
+        truth_error=truth_error,
+        producer_error=producer_error,
+        tolerance=limit.error,
+        tolerance_worst=limit.worst,
+        verdict=PASS if found.within(limit) else FAIL,
         note=found.fault or "",
         token_error=token_error,
         tolerance_token=token_limit,
