@@ -108,8 +108,8 @@ def not_finite() -> Diagnosis:
     return replace(made, results=[replace(r, local=bad, total=bad) if r.verdict == WRONG else r for r in made.results])
 
 
-def hundreds_of_layers() -> Diagnosis:
-    return diagnosis({"l180.k_rope": 3e3}, [finding("l180.k_rope")], n_layers=200)
+def hundred_layers() -> Diagnosis:
+    return diagnosis({"l90.k_rope": 3e3}, [finding("l90.k_rope")], n_layers=100)
 
 
 def every_layer() -> Diagnosis:
@@ -138,6 +138,6 @@ def nothing_seen() -> Diagnosis:
 
 
 ALL = (
-    right, honest, undeclared, one_bug, two_bugs, not_finite, hundreds_of_layers, every_layer, hostile, logits_only,
+    right, honest, undeclared, one_bug, two_bugs, not_finite, hundred_layers, every_layer, hostile, logits_only,
     two_passes, nothing_seen,
 )  # fmt: skip

@@ -19,8 +19,9 @@ from llorch.verify.diagnosis.trials import stage_of
 from llorch.verify.diagnosis.verdict import Finding
 from llorch.verify.goldens import PRODUCERS
 
-MODEL = "micro-qwen3"
+MODEL, SLOW = "micro-qwen3", pytest.mark.slow
 MISTAKES = [each.name for each in known_mistakes(wide(MODEL).config) if each.name != "cache-heads-repeated"]
+OF_EACH_STAGE = {mistake(name, MODEL).stages: name for name in MISTAKES if name != "mask-hides-itself"}.values()
 SAME_FROM_ZERO = {"rope-position-frozen": "rope-missing"}
 
 
@@ -41,7 +42,9 @@ def test_what_an_engine_of_others_shows_is_right(model: str, producer: str, case
         assert max(result.over for result in found.results) < 1
 
 
-@pytest.mark.parametrize("name", MISTAKES)  # no engine could go on with a cache of repeated heads
+@pytest.mark.parametrize(  # no engine could go on with a cache of repeated heads
+    "name", [pytest.param(name, marks=() if name in OF_EACH_STAGE else SLOW) for name in MISTAKES]
+)
 def test_a_planted_mistake_is_named_where_all_is_shown(name: str):
     model, planted = MODEL, mistake(name, MODEL)
     tokens = passes(model, 5, 7) if planted.after_cached else passes(model)
@@ -58,9 +61,9 @@ def test_a_planted_mistake_is_named_where_all_is_shown(name: str):
     ("name", "first", "also"),
     [
         ("rope-interleaved-pairs", "l0.block_out", set()),
-        ("norm-eps-1e-5-for-1e-6", "l0.block_out", {"norm-eps"}),
-        ("swiglu-gelu", "l0.block_out", set()),
-        ("ffn-gate-and-up-swapped", "l0.block_out", {"swiglu-silu-on-up"}),
+        pytest.param("norm-eps-1e-5-for-1e-6", "l0.block_out", {"norm-eps"}, marks=SLOW),
+        pytest.param("swiglu-gelu", "l0.block_out", set(), marks=SLOW),
+        pytest.param("ffn-gate-and-up-swapped", "l0.block_out", {"swiglu-silu-on-up"}, marks=SLOW),
         ("cache-keys-before-rope", "l0.block_out", {"rope-missing"}),
         ("logits-soft-capped", "logits", {"soft-cap"}),
     ],
@@ -87,7 +90,7 @@ def test_blocks_alone_name_it_too_and_say_what_they_cannot_tell_apart(name: str,
         ("weights-of-other-layer", 0, "layer 0", ()),
     ],
 )
-@pytest.mark.parametrize("shown", [WHOLE, BLOCKS])
+@pytest.mark.parametrize("shown", [WHOLE, pytest.param(BLOCKS, marks=SLOW)])
 def test_a_value_is_recovered(family: str, value: float, said: str, places: tuple[str, ...], shown: Any):
     if shown is BLOCKS and family == "rope-position-offset":
         shown = lambda key: key.endswith("k_rope")  # noqa: E731 (scores do not show it, nor what is behind them)

@@ -1,6 +1,7 @@
 """Training dumps of a trainer that shares no code with ours: the first wrong quantity, its mistake and its number."""
 
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from llorch.verify.diagnosis.training import diagnose_training
 from llorch.verify.diagnosis.verdict import Diagnosis
 from llorch.verify.training.recipe import make_adapter, with_zero_b
 
-BY_NAME = {bug.name: bug for bug in BUGS}
+BY_NAME, SLOW = {bug.name: bug for bug in BUGS}, pytest.mark.slow
 
 
+@cache
 def scored(name: str, style: str = "whole") -> TrainingScore:
     return score(TrainingCase(BY_NAME.get(name), "micro-qwen3", style))
 
@@ -26,14 +28,14 @@ def scored(name: str, style: str = "whole") -> TrainingScore:
 @pytest.mark.parametrize(
     ("name", "style"),
     [
-        ("scale-squared", "whole"),
-        ("not-shifted", "whole"),
-        ("smoothing-0.2", "whole"),
+        pytest.param("scale-squared", "whole", marks=SLOW),
+        pytest.param("not-shifted", "whole", marks=SLOW),
+        pytest.param("smoothing-0.2", "whole", marks=SLOW),
         ("norm-detached", "usual"),
         ("max-norm-0.5", "whole"),  # of which the first step alone looks like betas swapped
         ("step-late", "usual"),
         ("eps-inside", "whole"),
-        ("heads-not-summed", "whole"),  # two at once
+        pytest.param("heads-not-summed", "whole", marks=SLOW),  # two at once
     ],
 )
 def test_a_bug_is_found_where_it_is_made_and_named(name: str, style: str):
@@ -43,20 +45,21 @@ def test_a_bug_is_found_where_it_is_made_and_named(name: str, style: str):
     assert min(one.share for one in found.wrong[0].suspects) > 0.99
 
 
-@pytest.mark.parametrize("name", ["one-gradient-doubled", "sign-of-momentum"])
+@pytest.mark.parametrize("name", [pytest.param("one-gradient-doubled", marks=SLOW), "sign-of-momentum"])
 def test_what_no_known_mistake_makes_is_said_to_be_none_of_them_once(name: str):
     found = scored(name)
     assert (found.stage, found.named, [one.kind for one in found.wrong]) == (True, True, ["unknown"])
     assert "none of the known mistakes" in found.wrong[0].sentence
 
 
+@SLOW
 def test_an_unknown_gradient_is_told_by_its_tensor_and_what_it_came_through():
     (finding,) = scored("one-gradient-doubled").wrong
     assert (finding.key, finding.layers, finding.made_in) == ("l1.gradient.v_proj.lora_A", (1,), ("l1.attn_context",))
     assert finding.places == ((1, finding.key), (2, finding.key))
 
 
-@pytest.mark.parametrize("style", ["whole", "usual", "unclear"])
+@pytest.mark.parametrize("style", ["whole", "usual", pytest.param("unclear", marks=SLOW)])
 def test_a_right_trainer_is_accused_of_nothing(style: str):
     found = scored("right", style).found
     assert found.is_right
@@ -80,6 +83,7 @@ def left(folder: Path, kinds: tuple[str, ...]) -> dict[str, None]:
     return {name: None for name in names if name.startswith("step") and not any(f".{kind}" in name for kind in kinds)}
 
 
+@SLOW
 def test_losses_and_parameters_alone_are_judged_too_and_no_half_precision_excuses_them(tmp_path: Path):
     out = left(tmp_path, ("input_ids", "labels", "attention_mask", "loss", "param."))
     right = diagnosed(tmp_path, out)
@@ -88,6 +92,7 @@ def test_losses_and_parameters_alone_are_judged_too_and_no_half_precision_excuse
     assert [(one.kind, one.key) for one in wrong.findings] == [("unknown", "l1.parameters.down_proj.lora_A")]
 
 
+@SLOW
 def test_a_setting_that_the_dump_does_not_say_is_recovered_and_no_mistake(tmp_path: Path):
     found = diagnosed(tmp_path, {"lr": None})
     assert found.is_right
@@ -101,6 +106,7 @@ def test_numbers_that_are_none_are_told_before_anything_else(tmp_path: Path):
     assert [(one.kind, one.key, one.n_pass) for one in found.findings] == [("not finite", "loss", 1)]
 
 
+@SLOW
 def test_a_second_bug_behind_the_first_is_found_in_the_same_run(tmp_path: Path):
     found = diagnosed(tmp_path, {"step1.loss": 1.0}, name="eps-inside").findings
     assert [(one.kind, one.key) for one in found] == [("unknown", "loss"), ("mistake", found[1].key)]
