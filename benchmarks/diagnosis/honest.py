@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.diagnosis import arithmetic as how
+from benchmarks.diagnosis import roundings as to
 from benchmarks.diagnosis.port import Port
 from benchmarks.diagnosis.styles import Written, stage_keys
 from llorch.dumps.stage_dump import Features, Seen, StageDump, Tokens
@@ -57,7 +58,7 @@ class Run:
                 dump.begin(tokens.ids, tokens.first_position)
                 for one in (one for one in self.shown if one.n_pass == n):
                     layer, _, name = one.key.rpartition(".")
-                    array = how.stored_bits(one.array, self.stored)
+                    array = to.stored_bits(one.array, self.stored)
                     dump.add(name, array, layer=int(layer[1:]) if layer else None, tokens=one.tokens)
         index = folder / "index.jsonl"
         index.write_text(index.read_text().replace('"uint16"', '"bfloat16"'))  # NumPy has no name for these bits
@@ -168,19 +169,19 @@ def _rows(key: str, array: np.ndarray, tokens: np.ndarray) -> np.ndarray:
 
 
 F32, BF16, F16 = ({"dtype": name} for name in ("float32", "bfloat16", "float16"))
-HALF = {"bfloat16": how.bf16, "float16": how.f16}
+HALF = {"bfloat16": to.bf16, "float16": to.f16}
 _FAR = (LLAMA, LLAMA3, QWEN2, QWEN3)
 
 HONEST: tuple[Honest, ...] = (
     Honest("as it is"),
-    Honest("sums one by one", how.products(how.one_by_one), F32),
-    Honest("sums backwards", how.products(how.backwards)),
-    Honest("sums in blocks of 16", how.products(how.in_blocks), F32),
-    Honest("sums in 8 lanes", how.products(how.in_lanes)),
-    Honest("sums with Kahan's correction", how.products(how.kahan), F32),
-    Honest("sums in float64", how.products(how.in_float64)),
+    Honest("sums one by one", how.products(to.one_by_one), F32),
+    Honest("sums backwards", how.products(to.backwards)),
+    Honest("sums in blocks of 16", how.products(to.in_blocks), F32),
+    Honest("sums in 8 lanes", how.products(to.in_lanes)),
+    Honest("sums with Kahan's correction", how.products(to.kahan), F32),
+    Honest("sums in float64", how.products(to.in_float64)),
     Honest("float64 all through", how.wide, {"dtype": "float64"}, stored="float64"),
-    Honest("float64 all through, stored as float32", how.together(how.wide, how.dumped(how.f32))),
+    Honest("float64 all through, stored as float32", how.together(how.wide, how.dumped(to.f32))),
     Honest("exponentials as powers of two", how.powers_of_two, F32),
     Honest("division by the root", how.divided_by_root),
     Honest("joined products", how.joined, F32),
@@ -193,42 +194,42 @@ HONEST: tuple[Honest, ...] = (
     Honest("float32 angles at 30000", how.angles(how.float32_angles), {}, (LLAMA3, QWEN2, QWEN3), 30000),
     Honest("float32 angles at 100000", how.angles(how.float32_angles), F32, (LLAMA3,), 100000),
     Honest("running angles at 100000", how.angles(how.running_angles), F32, (LLAMA3,), 100000),
-    Honest("float16 cache", how.cached(how.f16), F32 | {"kv_cache": "float16"}),
-    Honest("float16 cache, not declared", how.cached(how.f16)),
-    Honest("bfloat16 cache", how.cached(how.bf16), F32 | {"kv_cache": "bfloat16"}),
+    Honest("float16 cache", how.cached(to.f16), F32 | {"kv_cache": "float16"}),
+    Honest("float16 cache, not declared", how.cached(to.f16)),
+    Honest("bfloat16 cache", how.cached(to.bf16), F32 | {"kv_cache": "bfloat16"}),
     Honest("float16 cache as ggml has it", how.cached_as_ggml, F32 | {"kv_cache": "float16"}),
-    Honest("float16 cache and flash attention", how.together(how.cached(how.f16), how.online(6)),
+    Honest("float16 cache and flash attention", how.together(how.cached(to.f16), how.online(6)),
            {"kv_cache": "float16", "flash_attention": True}),
-    Honest("TF32 products", how.inputs(how.tf32), F32),
-    Honest("bfloat16 products", how.inputs(how.bf16), F32 | {"activations": "BF16"}),
-    Honest("float16 inputs of matrices", how.of_matrices(how.f16), {"activations": "F16"}),
-    Honest("Q8_0 inputs of matrices", how.of_matrices(how.q8_0), F32 | {"activations": "Q8_0"}),
-    Honest("bfloat16 activations", how.stored(how.bf16), BF16),
-    Honest("bfloat16 activations, not declared", how.stored(how.bf16)),
-    Honest("bfloat16 activations, stored as such", how.stored(how.bf16), stored="bfloat16"),
-    Honest("float16 activations", how.stored(how.f16), F16),
-    Honest("float16 activations, stored as such", how.stored(how.f16), stored="float16"),
-    Honest("bfloat16, gain after rounding", how.together(how.stored(how.bf16), how.gain_after_rounding(how.bf16)),
+    Honest("TF32 products", how.inputs(to.tf32), F32),
+    Honest("bfloat16 products", how.inputs(to.bf16), F32 | {"activations": "BF16"}),
+    Honest("float16 inputs of matrices", how.of_matrices(to.f16), {"activations": "F16"}),
+    Honest("Q8_0 inputs of matrices", how.of_matrices(to.q8_0), F32 | {"activations": "Q8_0"}),
+    Honest("bfloat16 activations", how.stored(to.bf16), BF16),
+    Honest("bfloat16 activations, not declared", how.stored(to.bf16)),
+    Honest("bfloat16 activations, stored as such", how.stored(to.bf16), stored="bfloat16"),
+    Honest("float16 activations", how.stored(to.f16), F16),
+    Honest("float16 activations, stored as such", how.stored(to.f16), stored="float16"),
+    Honest("bfloat16, gain after rounding", how.together(how.stored(to.bf16), how.gain_after_rounding(to.bf16)),
            BF16),
-    Honest("bfloat16 weights and activations", how.together(how.weights(how.bf16), how.stored(how.bf16)), BF16),
-    Honest("float16 weights and activations", how.together(how.weights(how.f16), how.stored(how.f16)), F16),
-    Honest("bfloat16 weights", how.weights(how.bf16), F32),
-    Honest("float16 weights", how.weights(how.f16)),
-    Honest("dumped as bfloat16", how.dumped(how.bf16), F32, stored="bfloat16"),
-    Honest("dumped as float16", how.dumped(how.f16), stored="float16"),
+    Honest("bfloat16 weights and activations", how.together(how.weights(to.bf16), how.stored(to.bf16)), BF16),
+    Honest("float16 weights and activations", how.together(how.weights(to.f16), how.stored(to.f16)), F16),
+    Honest("bfloat16 weights", how.weights(to.bf16), F32),
+    Honest("float16 weights", how.weights(to.f16)),
+    Honest("dumped as bfloat16", how.dumped(to.bf16), F32, stored="bfloat16"),
+    Honest("dumped as float16", how.dumped(to.f16), stored="float16"),
     InBatch("batch of 2, padded on the right", declared=F32, others=(N_TOKENS + 4,)),
     InBatch("batch of 2, padded on the left", others=(N_TOKENS + 4,), pads_left=True),
     InBatch("last row of a batch of 3", declared=F32, row=2, others=(7, N_TOKENS)),
     Honest("prefill in chunks", declared=F32, passes=(7, 7, 4)),
     Honest("a prompt, then steps", passes=(14, 1, 1, 1, 1)),
-    Honest("a prompt, then steps, float16 cache", how.cached(how.f16), {"kv_cache": "float16"}, passes=(15, 1, 1)),
-    Honest("a prompt, then steps, bfloat16", how.stored(how.bf16), BF16, passes=(15, 1, 1)),
-    Honest("one layer", how.products(how.one_by_one), chosen=only(r"l1\..*")),
-    Honest("one layer, bfloat16", how.stored(how.bf16), BF16, chosen=only(r"l1\..*")),
-    Honest("block outputs only", how.products(how.in_lanes), F32, chosen=only(r"embed|l\d\.block_out|logits")),
-    Honest("block outputs only, bfloat16", how.stored(how.bf16), BF16, chosen=only(r"embed|l\d\.block_out|logits")),
-    Honest("logits only", how.products(how.one_by_one), chosen=only("logits")),
-    Honest("logits only, float16", how.stored(how.f16), F16, chosen=only("logits")),
-    Honest("the last token's logits only", how.products(how.backwards), chosen=last_token),
+    Honest("a prompt, then steps, float16 cache", how.cached(to.f16), {"kv_cache": "float16"}, passes=(15, 1, 1)),
+    Honest("a prompt, then steps, bfloat16", how.stored(to.bf16), BF16, passes=(15, 1, 1)),
+    Honest("one layer", how.products(to.one_by_one), chosen=only(r"l1\..*")),
+    Honest("one layer, bfloat16", how.stored(to.bf16), BF16, chosen=only(r"l1\..*")),
+    Honest("block outputs only", how.products(to.in_lanes), F32, chosen=only(r"embed|l\d\.block_out|logits")),
+    Honest("block outputs only, bfloat16", how.stored(to.bf16), BF16, chosen=only(r"embed|l\d\.block_out|logits")),
+    Honest("logits only", how.products(to.one_by_one), chosen=only("logits")),
+    Honest("logits only, float16", how.stored(to.f16), F16, chosen=only("logits")),
+    Honest("the last token's logits only", how.products(to.backwards), chosen=last_token),
     Honest("some stages", declared=F32, chosen=only(r"l\d\.(q_rope|v_proj|attn_out|ffn_act)|logits")),
 )  # fmt: skip

@@ -1,0 +1,56 @@
+"""Operations in another order, or over the wrong heads."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from benchmarks.diagnosis.port import Port
+from benchmarks.diagnosis.reenacted.reporting import HEADS, report
+
+
+@report("meta-pytorch/torchtune#2809", "Qwen3 trains and evaluates a little worse", HEADS, "rope-before-norm",
+        model="micro-qwen3")  # fmt: skip
+def heads_turned_before_they_are_normalised(port: Port) -> None:
+    """RoPE came before the norm of the heads."""
+    turning: list[str] = []
+
+    def norm(right: Callable[..., np.ndarray], x: np.ndarray, name: str) -> np.ndarray:
+        return x if name.endswith("unit") and not turning else right(x, name)
+
+    def turn(right: Callable[..., np.ndarray], x: np.ndarray, places: np.ndarray, name: str) -> np.ndarray:
+        turning.append(name)
+        turned = port.norm(right(x, places, name), f"{name}_unit")
+        turning.pop()
+        return turned
+
+    port.around("norm", norm)
+    port.around("turn", turn)
+    port.around("note", lambda right, name, x: x if name.endswith("unit") else right(name, x))  # nothing to show
+
+
+@report("vllm-project/vllm#16311", "MMLU-Pro 0.686 where 0.715 is right", ("q_norm", "k_norm"),
+        "norm-of-heads-together", model="micro-qwen3")  # fmt: skip
+def heads_normalised_as_one_row(port: Port) -> None:
+    """Queries and keys were normalised over all heads; Llama 4 there, Qwen3 here."""
+
+    def norm(right: Callable[..., np.ndarray], x: np.ndarray, name: str) -> np.ndarray:
+        if not name.endswith("unit"):
+            return right(x, name)
+        mean = np.mean(np.square(x), axis=(1, 2), keepdims=True)
+        return x / np.sqrt(mean + np.float32(port.eps)) * port.gain(name)
+
+    port.around("norm", norm)
+
+
+@report("ekzhang/jax-js#180", "grouped heads are wrong, plain ones right", ("attn_scores",), "groups-tiled-for-keys",
+        model="micro-qwen2")  # fmt: skip
+def heads_tiled(port: Port) -> None:
+    """Keys and values were tiled for the query heads and not repeated."""
+    port.around("source", lambda right, head, name: head % port.n_kv)
+
+
+@report("onnx/onnx#7274", "the operator disagrees with torch", ("attn_context",), "groups-tiled-for-values",
+        model="micro-llama", plan="whole")  # fmt: skip
+def values_tiled(port: Port) -> None:
+    """Tile in place of repeat interleave, here for values alone, as where one of two paths was mended."""
+    port.around("source", lambda right, head, name: head % port.n_kv if name == "V" else right(head, name))
