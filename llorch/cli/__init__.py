@@ -10,7 +10,7 @@ order to read:
     run, tokenize, trace, dump_writer, convert, inspect (`contents`), bench, quality, data/, lora/       the verbs
     diagnose, diff    what other engines computed: `dumped` reads it, `diagnosed` prints what is found
     verify            `judging` runs what is asked for (`on_torch` with torch), `judged` groups and counts the rows,
-                      `report` prints them
+                      `report` prints them; `against` judges by a dump
 """
 
 import click

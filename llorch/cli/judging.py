@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 import click
-import numpy as np
 
 from llorch.builtin import BUILTIN
-from llorch.cli.dumped import read_stages
 from llorch.cli.inputs import choose_ids, chosen_numerics, model_path, say_plan
 from llorch.cli.judged import ALL, KERNELS, TRAINING, Judged, summary
 from llorch.cli.judged import EXACT as FORWARD
@@ -28,7 +26,6 @@ from llorch.files import open_weights
 from llorch.files.residency import Residency
 from llorch.model import Model, load
 from llorch.numerics import EXACT, GGML, Numerics
-from llorch.verify.diagnosis.rows import dump_rows
 from llorch.verify.goldens import N_GREEDY
 from llorch.verify.judge import Row
 from llorch.verify.models import verify_as_stored, verify_live, verify_stored
@@ -105,33 +102,10 @@ def judge_all(
                 if not as_json:
                     print_model(out, judged, detail=detail)
     used = threads + (f"; processes: {workers.n_processes}" if workers.n_processes > 1 else "")
-    return _reported(done, absent, used, strict=strict, as_json=as_json)
+    return reported(done, absent, used, strict=strict, as_json=as_json)
 
 
-def judge_dump(
-    models: Sequence[str], dump: Path, mapping: Path | None, arithmetic: Arithmetic, *, prompt: str | None,
-    tokens: list[int] | None, as_json: bool, detail: bool,
-) -> int:  # fmt: skip
-    """Judge our stages of one model by what another engine wrote down of a run, report, and return the exit code."""
-    if len(models) != 1 or arithmetic.backend != "numpy":
-        raise click.UsageError("a dump is of one model, and compared with NumPy's stages: give one MODEL, no --backend")
-    _refuse_residency(arithmetic)
-    weights = open_weights(model_path(models[0]))
-    threads, numerics = use_threads(weights.config), chosen_numerics(arithmetic.numerics, arithmetic.kv_cache)
-    ids = Model(weights).tokenizer.encode(prompt) if prompt is not None else tokens
-    with progress(f"verifying {models[0]}") as tell:
-        stages = read_stages(dump, weights, mapping, ids, None)
-        run = weights.using(numerics) if numerics != EXACT else weights.astype(np.float64)
-        rows = list(dump_rows(run, stages, model=models[0], say=tell))
-    judged = Judged(models[0], rows, checkpoints=sorted({row.checkpoint for row in rows}), dump=str(dump))
-    if not as_json:
-        for note in stages.notes:
-            say(f"note: {note}")
-        print_model(console(), judged, detail=detail)
-    return _reported([judged], {}, threads, strict=False, as_json=as_json)
-
-
-def _reported(done: Sequence[Judged], absent: Mapping[str, str], used: str, *, strict: bool, as_json: bool) -> int:
+def reported(done: Sequence[Judged], absent: Mapping[str, str], used: str, *, strict: bool, as_json: bool) -> int:
     """Close the report, or print all of it as JSON; the exit code."""
     counts = summary(done, absent, strict=strict)
     if as_json:
@@ -154,7 +128,7 @@ def _torch_backends(arithmetic: Arithmetic) -> "tuple[Sequence[TorchBackend], Ma
         return [], {}
     if arithmetic.numerics == "ggml" or arithmetic.kv_cache != "f32":
         raise click.UsageError("--numerics ggml goes with --backend numpy; the torch path computes what weights mean")
-    _refuse_residency(arithmetic)
+    refuse_residency(arithmetic)
     if find_spec("torch") is None:
         raise MissingExtra("torch", "torch")
     from llorch.cli.on_torch import backends_not_run, torch_backends
@@ -196,7 +170,7 @@ def _judged(
             raise click.UsageError(f"{spec}: its goldens are those of exact numerics; add --against llamacpp")
         return _stored(spec, workers)
     if (numerics := _numerics(path, engines, arithmetic)) == EXACT:
-        _refuse_residency(arithmetic)
+        refuse_residency(arithmetic)
         return _live(path, engines, given, tell, verify_live)
     return _as_stored(path, numerics, arithmetic.residency, given, tell)
 
@@ -276,7 +250,8 @@ def _numerics(path: Path, engines: Sequence[ProducerName], wanted: Arithmetic) -
     return chosen_numerics(wanted.numerics or default.name, wanted.kv_cache)
 
 
-def _refuse_residency(wanted: Arithmetic) -> None:
+def refuse_residency(wanted: Arithmetic) -> None:
+    """`--weights` says nothing where all are decoded."""
     if wanted.residency != "auto":
         raise click.UsageError("--weights goes with --numerics ggml; exact numerics decode all weights")
 

@@ -97,10 +97,12 @@ def command(
         raise click.UsageError("--against golden, or a dump, goes alone; give it, or engines")
     if mapping is not None and not dumps:
         raise click.UsageError("--map goes with a dump: --against path/to/dump")
-    from llorch.cli.judging import Arithmetic, judge_all, judge_dump
+    from llorch.cli.judging import Arithmetic, judge_all
 
     arithmetic = Arithmetic(numerics, kv_cache, residency, backend, device, dtype, kernels)
     if dumps:
+        from llorch.cli.against import judge_dump
+
         code = judge_dump(
             models, dumps[0], mapping, arithmetic, prompt=prompt, tokens=tokens, as_json=as_json, detail=detail
         )

@@ -4,20 +4,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from llorch.dumps.stage_dump import Tokens
 from llorch.stages import Stage, key
 
 
 @dataclass(frozen=True)
-class Pass:
-    """The tokens of one forward pass.
-
-    Attributes:
-        ids: Token ids.
-        first_position: Position of the first one.
-    """
-
-    ids: tuple[int, ...]
-    first_position: int = 0
+class Pass(Tokens):
+    """The tokens of one forward pass, and where it may be cut in two."""
 
     @property
     def positions(self) -> np.ndarray:

@@ -8,7 +8,7 @@ import pytest
 from planted import MICRO, golden_of
 from planted_dumps import BLOCKS, WHOLE, dumped, mistake, passes, wide
 
-from llorch.dumps.stage_dump import Features, StageDump, Tokens
+from llorch.dumps.stage_dump import Features, StageDump
 from llorch.ops.rounding import ActivationKind, round_activations
 from llorch.stages import keys
 from llorch.verify.diagnosis.diagnose import diagnose
@@ -35,7 +35,7 @@ def names(found: Finding) -> set[str]:
 def test_what_an_engine_of_others_shows_is_right(model: str, producer: str, case: str):
     this, trace = golden_of(model).cases[case], golden_of(model).evidence[producer].traces[case]
     for shown in ([*trace], ["logits"], [key for key in trace if BLOCKS(key)], [key for key in trace if "l1." in key]):
-        dump = StageDump.of_arrays([Tokens(this.ids, this.first_position)], {key: trace[key] for key in shown})
+        dump = StageDump.of_arrays([this], {key: trace[key] for key in shown})
         found = diagnose(wide(model), dump)
         assert found.findings == []
         assert {result.key for result in found.results} == {*shown}
