@@ -21,10 +21,12 @@ The rooms, in the order to read. Each imports those above it only; its first pag
     train/                  data, loss, update, snapshots: a training run without its model
     dumps/                  what a run of anybody's engine showed, as stages of the table
     pytorch/                all of it on torch: model, batches, LoRA and the loop; cpu/ has C, cuda/ Triton
-    verify/                 claims from goldens, runners, one judge, mistakes; witnesses/ are the engines of others
+    verify/                 claims from goldens, runners, one judge, mistakes; witnesses/ are the engines of others,
+                            diagnosis/ names the mistake of an engine that has a dump alone
     cli/                    what people type, a verb a file
 
-A line of code that is wrong is found by the checkpoint of its stage: `llorch verify`.
+A line of code that is wrong is found by the checkpoint of its stage: `llorch verify`; in an engine of others by what
+that wrote down: `llorch diagnose`.
 """
 
 from importlib import import_module

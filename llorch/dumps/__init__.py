@@ -12,6 +12,6 @@ written. Nothing is judged here. In the order to read:
                  of a user, `ids` finds tokens, `reading` their rows and the order of axes, `our_run` what is like ours
     layout       heads joined or split, a batch axis, fused projections, transposed, permuted: as declared, or as found
     suggest      a draft of such a mapping: `alike` finds whose values are like which stage of our run
-    training_dump   optimizer steps instead of stages: losses, gradients, moments, parameters
+    training_dump   optimizer steps instead of stages: losses, gradients, moments, parameters; tokens: `training_rows`
     writers/     the writer in Python, C, Rust and C++
 """

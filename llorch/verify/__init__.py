@@ -12,7 +12,9 @@ comparison. On the way, and in the order to read:
     runners/   what computes ours: NumPy as it runs and under ggml numerics, torch in each way it runs
     witnesses/ the engines, each in a process of its own
     models     a model judged from end to end
-    mistakes/  known mistakes, and `diagnose`, which names them; `report/` writes the checkpoint pages
+    mistakes/  known mistakes; `variants` plants them
+    diagnosis/ the first wrong stage of an engine that gave a dump alone, and the mistake; `diff` of two dumps
+    report/    the checkpoint pages, and a diagnosis as JSON, JUnit and a page
 
 Beside them `quality` (how well a model predicts a text), `doctor` (an adapter and its readers) and `resume` (a training
 that was cut short goes on to the same bits).
