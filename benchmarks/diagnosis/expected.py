@@ -15,8 +15,8 @@ scale-lost-in-one-block: scores-not-scaled scores-scale
 scores-capped-at-50: soft-cap
 everything-visible: mask-missing
 next-one-visible: mask-shows-next
-itself-hidden: mask-hides-itself
-newest-key-hidden-in-steps: mask-hides-itself
+itself-hidden: mask-hides-itself mask-hides-itself-but-first
+newest-key-hidden-in-steps: mask-hides-itself mask-hides-itself-but-first
 past-hidden: mask-reversed
 mask-laid-at-the-first-key: mask-ignores-cache
 hidden-by-ten: mask-minus-ten
@@ -25,7 +25,7 @@ window-of-twenty: mask-window
 keys-tiled: groups-tiled-for-keys
 values-tiled: groups-tiled-for-values
 keys-and-values-tiled: groups-tiled-for-keys groups-tiled-for-values
-scores-in-half: scores-in-half
+scores-in-half: scores-in-half scaled-scores-in-half
 shares-over-queries: softmax-over-queries
 exponentials-not-divided: softmax-not-divided
 shares-to-base-two: softmax-base-two scores-scale
@@ -33,8 +33,8 @@ hidden-after-the-shares: mask-after-softmax
 heads-joined-as-they-lie: heads-joined-without-transpose
 heads-joined-last: heads-joined-interleaved
 keys-mixed: context-mixes-keys
-queries-cut-with-heads-last: qkv-heads-interleaved
-values-cut-with-heads-last: qkv-heads-interleaved
+queries-cut-with-heads-last: qkv-heads-interleaved heads-cut-last
+values-cut-with-heads-last: qkv-heads-interleaved heads-cut-last
 past-forgotten: cache-past-forgotten
 past-forgotten-between-chunks: cache-past-forgotten
 written-from-the-start: cache-past-overwritten
@@ -66,12 +66,13 @@ gain-never-applied-at-first: norm-gain-missing
 gains-of-q-and-k-exchanged: norm-gain-of-other-norm
 second-norm-left-out: norm-skipped ffn-input-not-normalised
 last-norm-left-out: norm-skipped logits-final-norm-skipped
-last-norm-twice: logits-final-norm-twice
+last-norm-twice: logits-final-norm-twice norm-twice
 heads-not-normalised: norm-skipped
 heads-normalised-together: norm-of-heads-together
 heads-normalised-after-the-turn: rope-before-norm
 neighbours-turned: rope-interleaved-pairs
 turned-backwards: rope-sign-flipped
+cosine-and-sine-exchanged: rope-cos-and-sin-exchanged rope-sign-flipped
 base-of-old: rope-base-1e4 rope-theta
 base-of-qwen: rope-base-1e6 rope-theta
 base-of-nobody: rope-theta
@@ -94,7 +95,7 @@ tables-in-half: rope-tables-in-half
 not-stretched: rope-scaling-missing
 all-stretched-alike: rope-scaling-linear
 sped-up: rope-scaling-inverted
-stretched-by-32: rope-scaling-factor
+stretched-by-32: rope-scaling-factor rope-llama3-factor
 positions-divided-by-four: rope-position-factor rope-scaling-linear
 turned-twice: rope-position-factor
 nothing-turned: rope-missing

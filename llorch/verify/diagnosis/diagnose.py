@@ -66,7 +66,7 @@ def _findings(results: Sequence[StageResult], trials: Trials, say: Say) -> Itera
         say(f"{first.key}: looking for the mistake")
         tried = trials.of(first)
         named = [trial for trial in tried if trial.named]
-        best, explained = _widest(named[:CANDIDATES], rest, right, trials)
+        best, explained = _widest(first, named[:CANDIDATES], rest, right, trials)
         left = [result for result in rest if result not in explained]
         explained = [*explained, *(_alike(first, left, trials) if best is None else _spoilt(first, left))]
         yield _finding(first, best, explained, tried)
@@ -95,15 +95,29 @@ def _spoilt(first: StageResult, rest: Sequence[StageResult]) -> Iterator[StageRe
 
 
 def _widest(
-    named: Sequence[Trial], rest: Sequence[StageResult], right: Sequence[StageResult], trials: Trials
+    first: StageResult,
+    named: Sequence[Trial],
+    rest: Sequence[StageResult],
+    right: Sequence[StageResult],
+    trials: Trials,
 ) -> tuple[Trial | None, list[StageResult]]:
     """Of those that are named the one that spoils no right result, and makes the most of the other wrong ones too."""
+    reach = [[result for result in rest if trials.explains(trial, result)] for trial in named]
+    named, reach = _consistent(named, reach, rest, first)
     if not named:
         return None, []
-    reach = [[result for result in rest if trials.explains(trial, result)] for trial in named]
     spoils = [any(_would_spoil(trial, result, trials) for result in right) for trial in named]
     best = max(range(len(named)), key=lambda at: (not spoils[at], len(reach[at]), -at))
     return named[best], reach[best]
+
+
+def _consistent(
+    named: Sequence[Trial], reach: Sequence[list[StageResult]], rest: Sequence[StageResult], first: StageResult
+) -> tuple[list[Trial], list[list[StageResult]]]:
+    """Without those that leave most of what else is wrong with the same stage of the same layer."""
+    others = [r for r in rest if r.key == first.key]
+    kept = [at for at in range(len(named)) if 2 * sum(r.key == first.key for r in reach[at]) >= len(others)]
+    return [named[at] for at in kept], [reach[at] for at in kept]
 
 
 def _would_spoil(trial: Trial, result: StageResult, trials: Trials) -> bool:

@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from llorch.config import LinearScaling, Llama3Scaling, ModelConfig
+from llorch.config import FactorScaling, Llama3Scaling, ModelConfig
 from llorch.numerics import QuantMethod
-from llorch.ops.rope import frequencies, rope
+from llorch.ops.rope import frequencies, llama3_factors, rope
 from llorch.ops.rounding import BLOCK_SIZE, ActivationKind, round_activations
 from llorch.stages import BY_NAME, STAGES, rope_input
 from llorch.verify.diagnosis.expected import HALF
@@ -131,11 +131,34 @@ def _eps(value: float, config: ModelConfig) -> Hypothesis:
     )  # fmt: skip
 
 
+_LLAMA3 = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+
+
+def _as_llama3(config: ModelConfig) -> Llama3Scaling | None:
+    """The scaling that gives the factors of a GGUF file, which says no more; another base gives others."""
+    if not isinstance(config.rope_scaling, FactorScaling):
+        return config.rope_scaling if isinstance(config.rope_scaling, Llama3Scaling) else None
+    factors, inv_freq = np.asarray(config.rope_scaling.factors), frequencies(config.head_dim, config.rope_theta)
+    for exponent in range(5, 20):
+        made = replace(_LLAMA3, factor=float(factors.max()), original_max_position_embeddings=2**exponent)
+        if np.allclose(llama3_factors(inv_freq, made), factors, rtol=1e-4):
+            return made
+    return None
+
+
 def _theta(value: float, config: ModelConfig) -> Hypothesis:
     return Hypothesis(
         "rope-theta", "setting", ROTATED,
         f"The base of RoPE is {_number(value)} here; this model's config says {_number(config.rope_theta)}.",
-        _configured(rope_theta=value), _number(value), by_place=False,
+        _configured(rope_theta=value, rope_scaling=_as_llama3(config) or config.rope_scaling), _number(value),
+        by_place=False,
+    )  # fmt: skip
+
+
+def _unscaled(value: float, config: ModelConfig) -> Hypothesis:
+    return Hypothesis(
+        "rope-scaling-missing", "setting", ROTATED, "The frequencies were not scaled, as the config says.",
+        _configured(rope_scaling=None), by_place=False,
     )  # fmt: skip
 
 
@@ -143,14 +166,12 @@ def _linear_scaling(value: float, config: ModelConfig) -> Hypothesis:
     return Hypothesis(
         "rope-position-factor", "setting", ROTATED,
         f"Positions are divided by {_number(value)} here (linear scaling); this model's config says otherwise.",
-        _configured(rope_scaling=LinearScaling(factor=value)), _number(value), by_place=False,
+        _set(lambda setting: replace(setting, positions=setting.positions / value)), _number(value), by_place=False,
     )  # fmt: skip
 
 
 def _llama3_factor(value: float, config: ModelConfig) -> Hypothesis:
-    scaling = Llama3Scaling(
-        factor=value, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
-    )
+    scaling = replace(_as_llama3(config) or _LLAMA3, factor=value)
     return Hypothesis(
         "rope-llama3-factor", "setting", ROTATED,
         f"llama3 scaling has the factor {_number(value)} here; this model's is another.",
@@ -158,12 +179,18 @@ def _llama3_factor(value: float, config: ModelConfig) -> Hypothesis:
     )  # fmt: skip
 
 
-def _offset(value: float, config: ModelConfig) -> Hypothesis:
+def _offset(value: float, config: ModelConfig, *, later_passes_only: bool = False) -> Hypothesis:
     n = int(value)
+
+    def change(setting: Setting) -> Setting:
+        skipped = later_passes_only and not setting.n_cached
+        return setting if skipped else replace(setting, positions=setting.positions + n)
+
+    where = " behind a cache" if later_passes_only else ""
     return Hypothesis(
         "rope-position-offset", "setting", ROTATED,
-        f"Positions are {abs(n)} too {'high' if n > 0 else 'low'} here; the first token of a text is at position 0.",
-        _set(lambda setting: replace(setting, positions=setting.positions + n)), str(n), by_place=False,
+        f"Positions{where} are {abs(n)} too {'high' if n > 0 else 'low'} here; the first token of a text is at 0.",
+        _set(change), str(n), after_cached=later_passes_only, by_place=False,
     )  # fmt: skip
 
 
@@ -241,9 +268,14 @@ _SHARES = tuple(2.0**n for n in range(-6, 7))
 FAMILIES: tuple[Family, ...] = (
     Family("norm-eps", tuple(NORMS), lambda config: (0.0, *_steps(-12, -3)), _eps, refined=True),
     Family("rope-theta", ROTATED, lambda config: _steps(2, 8), _theta, refined=True),
+    Family("rope-scaling-missing", ROTATED, lambda config: (1.0,) if config.rope_scaling else (), _unscaled),
     Family("rope-position-factor", ROTATED, lambda config: _SHARES, _linear_scaling, refined=True),
     Family("rope-llama3-factor", ROTATED, lambda config: (2.0, 4.0, 8.0, 16.0, 32.0, 64.0), _llama3_factor),
     Family("rope-position-offset", ROTATED, lambda config: [n for n in range(-16, 65) if n], _offset),
+    Family(
+        "rope-position-offset", ROTATED, lambda config: [n for n in range(-16, 17) if n],
+        partial(_offset, later_passes_only=True),
+    ),
     Family("rope-rotated-share", ROTATED, lambda config: (0.25, 0.5, 0.75), _rotated_share),
     Family(
         "scores-scale", ("attn_scores",), lambda config: [share * config.head_dim**-0.5 for share in _SHARES],

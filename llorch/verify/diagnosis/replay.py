@@ -37,11 +37,13 @@ class Setting:
     Attributes:
         config: Of the model.
         positions: Of the tokens of the pass.
+        n_cached: Tokens of earlier passes.
         layer_weights: Gives the weights of a layer, or of what is outside the layers (None).
     """
 
     config: ModelConfig
     positions: np.ndarray
+    n_cached: int
     layer_weights: Callable[[int | None], Mapping[str, Any]]
 
 
@@ -173,7 +175,9 @@ class Replay:
         Returns:
             What the stages of the last part were passed on as.
         """
-        setting = change.setting(Setting(self.config, self.this(n_pass).positions, self.layer_weights))
+        setting = change.setting(
+            Setting(self.config, self.this(n_pass).positions, self.n_cached(n_pass), self.layer_weights)
+        )
         config, passed = setting.config, dict[str, np.ndarray]()
         if x is None:
             x = self._array(n_pass, self.input_of(first)) if first > EMBED else np.empty(0)

@@ -22,6 +22,7 @@ NAMED = 4.0  # times its limit that a named one may leave: limits are those of t
 EXPLAINS = 0.9  # the share of the error that it explains at least
 EXPLAINS_ROUNDED = 0.7  # where it rounds to few bits: the rest are values between two of them that fell otherwise
 PAIRED = 32  # of the nearest hypotheses, where pairs are tried
+NARROW, WITH_SETTINGS = 3, 6  # stages since the last ones, up to which mistakes are tried with every value; how many
 REFINED = 0.2  # a value is looked for only as long as some explains so much
 _HOPELESS, _STEPS = 10, 36  # of a golden section: 36 of them leave a 30 millionth of where it began
 _GOLDEN = (math.sqrt(5) - 1) / 2
@@ -87,9 +88,13 @@ class Trials:
                 yield trial
                 if trial.named:
                     break
+        yield from (self._valued(family, result) for family in self._families(result))
+
+    def _families(self, result: StageResult) -> Iterator[Family]:
+        """Settings that are read since the dump showed the last stages."""
         for family in FAMILIES:
-            if any(stage_of(place) in family.stages for place in result.since):
-                yield self._valued(family, result)
+            if family.values(self.replay.config) and {*map(stage_of, result.since)} & {*family.stages}:
+                yield family
 
     def _pairs(self, result: StageResult, singles: Sequence[Trial]) -> Iterator[Trial]:
         best: dict[str, Trial] = {}
@@ -100,6 +105,14 @@ class Trials:
             first, second = sorted((*one.hypotheses, *other.hypotheses), key=lambda each: _ORDER[each.kind])
             if second.kind != "mistake" or not set(one.places) & set(other.places):  # two mistakes make one stage once
                 yield self.tried((first, second), tuple(dict.fromkeys((*one.places, *other.places))), result)
+        if len(result.since) <= NARROW:
+            mistakes = [trial for trial in nearest if trial.hypotheses[0].kind == "mistake"][:WITH_SETTINGS]
+            for family in self._families(result):
+                for value in family.values(self.replay.config):
+                    setting = family.made(value, self.replay.config)
+                    for mistake in mistakes:
+                        places = tuple(dict.fromkeys((*mistake.places, *setting.at(result.since))))
+                        yield self.tried((*mistake.hypotheses, setting), places, result)
 
     def _valued(self, family: Family, result: StageResult) -> Trial:
         """A setting with the best value of its list, or the best one between them."""

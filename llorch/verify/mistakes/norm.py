@@ -62,6 +62,12 @@ def gain_of_other_norm(s: StageInputs, stage: str) -> np.ndarray:
     return _unit(s, stage) * s.weights[other]
 
 
+def twice(s: StageInputs, stage: str) -> np.ndarray:
+    """The same norm on what it gave."""
+    gain = s.weights[stage].astype(np.float64)
+    return rms_norm(_normed(s, stage, eps=s.config.rms_norm_eps), gain, eps=s.config.rms_norm_eps)
+
+
 def skipped(s: StageInputs, stage: str) -> np.ndarray:
     """The input as it came."""
     return _input(s, stage)
@@ -135,6 +141,10 @@ NORM: tuple[Mistake[StageInputs], ...] = (
         name="norm-gain-of-other-norm", stages=("attn_norm", "ffn_norm", *HEAD_NORMS), wrong=gain_of_other_norm,
         diagnosis="The gain of the layer's other norm was used; attn_norm and ffn_norm (and q_norm and k_norm) "
         "have one each.",
+    ),
+    Mistake(
+        name="norm-twice", stages=EVERYWHERE, wrong=twice,
+        diagnosis="What came out was normalised once more, gain included; once is right.",
     ),
     Mistake(
         name="norm-skipped", stages=EVERYWHERE, wrong=skipped,
