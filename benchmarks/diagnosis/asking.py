@@ -48,6 +48,11 @@ class Answer:
     rivals: Mapping[str, Mapping[str, bool]] = field(default_factory=dict)
 
 
+GUARDED = {
+    "embedding-first-token-twice": "the first one is there twice"
+}  # what a guard names before a number is judged
+
+
 @dataclass(frozen=True)
 class Heard:
     """What came of a dump: refused, or diagnosed."""
@@ -104,8 +109,9 @@ def of_case(case: Case, group: str, truth: Truth, value: str = "") -> Answer:
         heard = ask(case.model, run_case(case, place))
         beside = rivals.answers(case.model, heard.dump) if heard.dump else {}
     first, blocks = heard.wrong[0] if heard.wrong else None, case.style == "blocks"
-    right = {"layer" if blocks else "place": bool(first and in_place(first, truth, layer_only=blocks))}
-    right["name" if truth.names else "unknown"] = bool(first and well_named(first, truth))
+    said = any(name in GUARDED and GUARDED[name] in heard.refused for name in truth.names)
+    right = {"layer" if blocks else "place": said or bool(first and in_place(first, truth, layer_only=blocks))}
+    right["name" if truth.names else "unknown"] = said or bool(first and well_named(first, truth))
     if value:
         right["value"] = bool(first and first.suspects and _same_value(first.suspects[0].value, value))
     if len(case.bugs) > 1:

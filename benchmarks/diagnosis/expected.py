@@ -5,6 +5,7 @@ it belongs to, or two mistakes that compute the same.
 """
 
 _LINES = """
+logits-divided-by-root-of-width: scaled
 products-not-scaled: scores-not-scaled scores-scale
 divided-by-the-width-of-a-head: scores-divided-by-head-dim scores-scale
 divided-by-the-root-of-the-width: scores-scaled-by-hidden scores-scale
@@ -139,12 +140,12 @@ biases-added-twice: qkv-bias-twice
 bias-of-values-twice-in-one-layer: qkv-bias-twice
 keys-and-values-exchanged: qkv-keys-and-values-swapped
 fused-matrix-cut-by-group: qkv-fused-per-group
-query-rows-with-heads-last: qkv-heads-interleaved
-value-rows-with-heads-last: qkv-heads-interleaved
+query-rows-with-heads-last: qkv-heads-interleaved qkv-rows-with-heads-last
+value-rows-with-heads-last: qkv-heads-interleaved qkv-rows-with-heads-last
 rows-left-in-pairs: qk-rows-left-interleaved
 rows-taken-out-of-pairs-needlessly: qk-rows-reordered-needlessly
 keys-paired-by-query-heads: k-rows-reordered-by-query-heads
-output-columns-with-heads-last: o-proj-heads-interleaved
+output-columns-with-heads-last: o-proj-heads-interleaved o-proj-columns-with-heads-last
 gate-and-up-exchanged: ffn-gate-and-up-swapped
 gate-and-up-alternate: ffn-fused-rows-alternate
 block-with-the-weights-of-the-first: weights-of-other-layer
@@ -194,5 +195,7 @@ ALIKE: dict[str, tuple[str, tuple[str, ...]]] = {  # what computes the same wher
     "stream-without-attention": ("attn_out v_proj", ("weight-never-loaded",)),
     "stream-without-attention-in-one-block": ("attn_out v_proj", ("weight-never-loaded",)),
     "stream-without-feed-forward": ("ffn_out ffn_gate ffn_up", ("weight-never-loaded",)),
+    "heads-joined-last": ("attn_out", ("o-proj-heads-interleaved",)),
+    "keys-not-turned": ("k_cache", ("cache-keys-before-rope",)),
     "down-never-loaded": ("block_out ffn_gate ffn_up", ("block-feed-forward-dropped",)),
 }

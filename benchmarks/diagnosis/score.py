@@ -6,7 +6,7 @@
     python -m benchmarks.diagnosis.score --json FILE    every answer beside what was expected
 
 Every dump is written to a folder and read by the code of `llorch diagnose`. What counts is the *first* finding that is
-not honest; a dump that is refused before it is judged got a wrong answer.
+not honest. A dump that is refused before it is judged got a wrong answer, unless a guard says just what is wrong.
 
     place    it shows first where the bug first changes the dump, in pass, layer and stage; and of the stages in which
              it must have been made the bug was made in one
@@ -17,6 +17,7 @@ not honest; a dump that is refused before it is judged got a wrong answer.
     second   of two bugs, the second is found behind the first, where it was made, under its name
     silent   of right engines: there is no finding but honest ones
 
+Dumps of training are of an independent trainer of adapters; the rules of others have nothing to say of them.
 The rules of others are marked alike; where one gives a class of causes, `name` says whether that class could be meant.
 """
 
@@ -28,8 +29,10 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
 
 import click
 
@@ -39,11 +42,14 @@ from benchmarks.diagnosis.honest import HONEST
 from benchmarks.diagnosis.reenacted import REPORTS
 from benchmarks.diagnosis.witnesses import witnesses
 
+if TYPE_CHECKING:
+    from benchmarks.diagnosis.training_cases import TrainingCase
+
 GOALS = {"place": 0.98, "layer": 0.95, "name": 0.92, "silent": 1.0}
 SECONDS = 5.0  # for each dump, of the processor
 RULES = ("skill", "fixed", "cosine")
 CRITERIA = ("place", "name", "value", "unknown", "second", "layer", "silent")
-QUICK = {"planted": 30, "reports": 6, "honest": 23, "engines": 7}  # one of so many
+QUICK = {"planted": 30, "reports": 6, "honest": 23, "engines": 7, "training": 18}  # one of so many
 Job = tuple[str, str, Callable[[], Answer]]  # group, name, and how it is asked
 
 
@@ -74,7 +80,27 @@ def every_job() -> list[Job]:
         for one in witnesses()
         if one.is_here
     ]
-    return [*planted, *reports, *honest, *engines]
+    training = [("training", case.name, partial(_training, case)) for case in _training_cases()]
+    return [*planted, *reports, *honest, *engines, *training]
+
+
+def _training_cases() -> list["TrainingCase"]:
+    from benchmarks.diagnosis.training_cases import training_cases  # torch is imported where it is needed only
+
+    return list(training_cases()) if find_spec("torch") and find_spec("peft") else []
+
+
+def _training(case: "TrainingCase") -> Answer:
+    from benchmarks.diagnosis.training_cases import score
+
+    made = score(case)
+    said = "; ".join(f"{finding.key} {finding.kind}" for finding in made.wrong) or "nothing is wrong"
+    if case.bug is None:
+        right = {"silent": not made.wrong}
+    else:
+        right = {"place": made.stage, "name" if case.bug.names else "unknown": made.named}
+    expected = f"{case.bug.stage}: {', '.join(case.bug.names) or 'none of the known'}" if case.bug else "nothing"
+    return Answer(case.name, "training", right, said, expected, made.seconds)
 
 
 def _planted(case: Case) -> Answer:

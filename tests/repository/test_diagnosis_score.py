@@ -10,7 +10,7 @@ from benchmarks.diagnosis import arithmetic, catalogue, rivals
 from benchmarks.diagnosis.cases import Case, truth_of
 from benchmarks.diagnosis.honest import HONEST, Honest, Run
 from benchmarks.diagnosis.reenacted import REPORTS, Report
-from benchmarks.diagnosis.score import Answer, marks, missed, table
+from benchmarks.diagnosis.score import Answer, ask_all, chosen, marks, missed, table
 from llorch.dumps.stage_dump import StageDump
 from llorch.verify.mistakes import MISTAKES
 
@@ -89,3 +89,9 @@ def test_the_catalogue_has_a_row_for_each_of_its_engines_and_none_is_accused():
     assert all(float(share) < 1 for share in re.findall(r"\((\d[\d.]*)\)", page))
     by_name = {variant.name: variant for variant in HONEST}
     assert [*catalogue.cells(by_name["joined products"])][3] == "0"
+
+
+def test_some_dumps_reach_the_goals():
+    answers = ask_all(chosen(quick=True))
+    assert {answer.group for answer in answers} >= {"planted", "blocks", "reports", "honest", "engines"}
+    assert missed(answers) == [], table(answers)

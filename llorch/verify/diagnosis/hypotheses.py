@@ -5,7 +5,7 @@ an eps, a base, a scale, an offset, the layer that weights were taken from. *Hon
 inputs of products or the weights in a narrower type.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -247,15 +247,33 @@ def _scaled(value: float, config: ModelConfig) -> Hypothesis:
 
 def _other_layer(value: float, config: ModelConfig) -> Hypothesis:
     layer = int(value)
+
+    def change(places: Places) -> Change:
+        names = {name for stage in {place.rpartition(".")[2] for place in places} for name in _weights_of(stage)}
+
+        def exchanged(setting: Setting) -> Setting:
+            def weights(i: int | None) -> Mapping[str, Any]:
+                return setting.layer_weights(i) if i is None else _mixed(setting, i, layer, names)
+
+            return replace(setting, layer_weights=weights)
+
+        return Change(setting=exchanged)
+
     return Hypothesis(
-        "weights-of-other-layer", "setting", WEIGHTED, f"The weights of layer {layer} were used.",
-        _set(
-            lambda setting: replace(
-                setting, layer_weights=lambda i: setting.layer_weights(None if i is None else layer)
-            )
-        ),
-        f"layer {layer}", by_place=False,
+        "weights-of-other-layer", "setting", WEIGHTED, f"The weights of layer {layer} were used.", change,
+        f"layer {layer}",
     )  # fmt: skip
+
+
+def _weights_of(stage: str) -> tuple[str, ...]:
+    matrix = BY_NAME[stage].matrix
+    return (matrix, matrix.replace("_proj", "_bias")) if matrix else (stage,)
+
+
+def _mixed(setting: Setting, layer: int, other: int, names: Container[str]) -> Mapping[str, Any]:
+    """Weights of a layer, some of them those of another."""
+    own, theirs = setting.layer_weights(layer), setting.layer_weights(other)
+    return {name: theirs[name] if name in names else own[name] for name in own}
 
 
 def _steps(first: int, last: int) -> list[float]:

@@ -61,6 +61,12 @@ def heads_cut_last(s: StageInputs, stage: str) -> np.ndarray:
     return s.rope(_cut_with_heads_last(s[f"{stage[0]}_proj"], s.config))
 
 
+def heads_written_last(s: StageInputs, stage: str) -> np.ndarray:
+    """Outputs in the order (head_dim, heads), read as (heads, head_dim)."""
+    y = linear(*_parts(s, stage))
+    return y.reshape(len(y), -1, s.config.head_dim).swapaxes(1, 2).reshape(y.shape)
+
+
 def fused_per_group(s: StageInputs, stage: str) -> np.ndarray:
     """Rows of q, k and v, one after the other, cut as if stored group by group."""
     config, groups = s.config, s.config.n_kv_heads
@@ -85,6 +91,13 @@ def output_heads_interleaved(s: StageInputs, stage: str) -> np.ndarray:
     """Columns of o_proj taken as (head_dim, heads)."""
     x, weight, bias = _parts(s, stage)
     columns = weight.reshape(len(weight), s.config.head_dim, -1).swapaxes(1, 2)  # (hidden, heads, head_dim)
+    return linear(x, columns.reshape(weight.shape), bias)
+
+
+def output_heads_written_last(s: StageInputs, stage: str) -> np.ndarray:
+    """Columns of o_proj in the order (head_dim, heads)."""
+    x, weight, bias = _parts(s, stage)
+    columns = weight.reshape(len(weight), -1, s.config.head_dim).swapaxes(1, 2)  # (hidden, head_dim, heads)
     return linear(x, columns.reshape(weight.shape), bias)
 
 
@@ -128,6 +141,10 @@ PROJECTION: tuple[Mistake[StageInputs], ...] = (
         diagnosis="Outputs were cut into (head_dim, heads); the rows of one head lie together: (heads, head_dim).",
     ),
     Mistake(
+        name="qkv-rows-with-heads-last", stages=QKV, wrong=heads_written_last,
+        diagnosis="Rows were brought into the order (head_dim, heads); those of one head lie together.",
+    ),
+    Mistake(
         name="heads-cut-last", stages=("q_rope", "k_rope", "v_cache"), wrong=heads_cut_last,
         applies_to=lambda config: not config.qk_norm,
         diagnosis="A projection was cut into (head_dim, heads); it is one head after the other: (heads, head_dim).",
@@ -157,6 +174,10 @@ PROJECTION: tuple[Mistake[StageInputs], ...] = (
     Mistake(
         name="o-proj-heads-interleaved", stages=("attn_out",), wrong=output_heads_interleaved,
         diagnosis="Columns of o_proj were read as (head_dim, heads); its input is one head after the other.",
+    ),
+    Mistake(
+        name="o-proj-columns-with-heads-last", stages=("attn_out",), wrong=output_heads_written_last,
+        diagnosis="Columns of o_proj were brought into the order (head_dim, heads); those of one head lie together.",
     ),
     Mistake(
         name="o-proj-skipped", stages=("attn_out",), wrong=lambda s, _: s["attn_context"],
