@@ -49,7 +49,7 @@ keys-kept-as-projected: cache-keys-before-rope
 heads-repeated-before-they-are-kept: cache-heads-repeated
 keys-kept-as-values: cache-keys-and-values-exchanged
 keys-kept-twice: cache-keys-and-values-exchanged
-rows-kept-without-a-transpose: cache-heads-and-tokens-mixed
+rows-kept-without-a-transpose: cache-heads-and-tokens-mixed cache-tokens-and-heads-mixed
 eps-of-no-file: norm-eps
 eps-of-llama-in-qwen: norm-eps-1e-5-for-1e-6 norm-eps
 eps-of-qwen-in-llama: norm-eps-1e-6-for-1e-5 norm-eps

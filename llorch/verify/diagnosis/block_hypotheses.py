@@ -1,6 +1,6 @@
 """Known mistakes of taking quantised blocks apart: the engine ran with other numbers than the file has."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -24,13 +24,14 @@ def block_mistakes(weights: Weights) -> Iterator[Hypothesis]:
     types = {weights.stored_type(name).name for name in weights if len(weights.shape(name)) == 2}
     for mistake in BLOCKS:
         if types & {*mistake.cases}:
-            yield Hypothesis(
-                mistake.name, "mistake", MULTIPLIED, mistake.diagnosis, _decoded_by(mistake, weights), by_place=False
-            )
+            for stages in (MULTIPLIED, MULTIPLIED[1:]):  # rows of the embedding are often decoded by other code
+                change = _decoded_by(mistake, weights, stages)
+                yield Hypothesis(mistake.name, "mistake", stages, mistake.diagnosis, change, by_place=False)
 
 
-def _decoded_by(mistake: Mistake[QuantisedInputs], weights: Weights) -> Any:
-    wrong = lru_cache(maxsize=16)(lambda name: _matrix(mistake, weights, name))
+def _decoded_by(mistake: Mistake[QuantisedInputs], weights: Weights, stages: Sequence[str]) -> Any:
+    right = () if "embed" in stages else ("embed_tokens",)
+    wrong = lru_cache(maxsize=16)(lambda name: None if name in right else _matrix(mistake, weights, name))
 
     def change(setting: Setting) -> Setting:
         return replace(

@@ -30,6 +30,11 @@ def past_overwritten(s: StageInputs, stage: str) -> np.ndarray:
     return cache
 
 
+def _read_by_token(new: np.ndarray) -> np.ndarray:
+    n_heads, seq, head_dim = new.shape
+    return new.reshape(seq, n_heads, head_dim).swapaxes(0, 1)
+
+
 CACHE: tuple[Mistake[StageInputs], ...] = (
     Mistake(
         name="cache-past-forgotten", stages=CACHES, wrong=lambda s, stage: _past_and_new(s, stage)[1],
@@ -76,5 +81,9 @@ CACHE: tuple[Mistake[StageInputs], ...] = (
         name="cache-heads-and-tokens-mixed", stages=CACHES,
         wrong=_laid(lambda past, new: (past, new.swapaxes(0, 1).reshape(new.shape))),
         diagnosis="Rows in the order (seq, kv_heads) were copied into a cache of (kv_heads, ctx) without a transpose.",
+    ),
+    Mistake(
+        name="cache-tokens-and-heads-mixed", stages=CACHES, wrong=_laid(lambda past, new: (past, _read_by_token(new))),
+        diagnosis="Rows in the order (kv_heads, tokens) were read as (tokens, kv_heads) without a transpose.",
     ),
 )  # fmt: skip
