@@ -31,7 +31,7 @@ def scored(name: str, style: str = "whole") -> TrainingScore:
         pytest.param("scale-squared", "whole", marks=SLOW),
         pytest.param("not-shifted", "whole", marks=SLOW),
         pytest.param("smoothing-0.2", "whole", marks=SLOW),
-        ("norm-detached", "usual"),
+        pytest.param("norm-detached", "usual", marks=SLOW),
         ("max-norm-0.5", "whole"),  # of which the first step alone looks like betas swapped
         ("step-late", "usual"),
         ("eps-inside", "whole"),
@@ -113,7 +113,7 @@ def test_a_second_bug_behind_the_first_is_found_in_the_same_run(tmp_path: Path):
     assert found[1].suspects[0].name == "adamw-eps-inside-root"
 
 
-def test_it_says_what_the_dump_could_not_have_shown(tmp_path: Path):
+def test_it_says_what_the_dump_could_not_have_shown():
     hidden = scored("right").found.could_not_show
     by_name = {name: reason for reason, names in hidden.items() for name in names}
     assert by_name["merge-twice"] == "merging is no part of a step"
@@ -121,6 +121,10 @@ def test_it_says_what_the_dump_could_not_have_shown(tmp_path: Path):
     assert (
         not {"adamw-step-counted-late", "clip-ignored", "lora-scaled-twice", "loss-prompt-not-masked"} & by_name.keys()
     )
+
+
+@SLOW
+def test_it_says_what_a_smaller_dump_could_not_have_shown(tmp_path: Path):
     first_alone = {
         name: None for name in np.load(TrainingCase(None, "micro-qwen3", "usual").write(tmp_path)) if "step2" in name
     }
