@@ -148,9 +148,7 @@ def marks(answers: Sequence[Answer], criterion: str, rule: str = "") -> list[boo
 def missed(answers: Sequence[Answer]) -> list[str]:
     """Goals that are not reached."""
     shares = {criterion: marks(answers, criterion) for criterion in GOALS}
-    lines = [f"{name}: {_share(shares[name])}" for name, goal in GOALS.items() if _mean(shares[name]) < goal]
-    slow = [answer.name for answer in answers if answer.seconds > SECONDS]
-    return [*lines, *(f"more than {SECONDS} s: {name}" for name in slow)]
+    return [f"{name}: {_share(shares[name])}" for name, goal in GOALS.items() if _mean(shares[name]) < goal]
 
 
 def _mean(right: Sequence[bool]) -> float:
@@ -170,7 +168,11 @@ def table(answers: Sequence[Answer]) -> str:
             shares = [_share(marks(some, criterion, rule)) for rule in ("", *RULES)]
             lines.append(f"{group:15}{criterion:9}" + "".join(f"{share:>18}" for share in shares))
     seconds = [answer.seconds for answer in answers]
-    lines.append(f"{len(answers)} dumps; seconds each: median {median(seconds):.2f}, at most {max(seconds):.2f}")
+    slow = sum(each > SECONDS for each in seconds)
+    lines.append(
+        f"{len(answers)} dumps; seconds each: median {median(seconds):.2f}, at most {max(seconds):.2f}; "
+        f"more than {SECONDS:.0f}: {slow}"
+    )
     return "\n".join([*lines, *(f"goal missed: {line}" for line in missed(answers))])
 
 

@@ -61,37 +61,41 @@ def _findings(results: Sequence[StageResult], trials: Trials, say: Say) -> Itera
     """One finding for each cause, the first of the run first."""
     wrong = [result for result in results if result.verdict == WRONG]
     right = [result for result in results if result.verdict == RIGHT]
+    all_named = True  # pairs are looked for until something is unknown: what comes of that may be anything
     while wrong:
         first, *rest = wrong
         say(f"{first.key}: looking for the mistake")
-        tried = trials.of(first)
+        was_right = any(result.key == first.key and result.n_pass < first.n_pass for result in right)
+        tried = trials.of(first, pairs=all_named and not was_right, was_right=was_right)
         named = [trial for trial in tried if trial.named]
         best, explained = _widest(first, named[:CANDIDATES], rest, right, trials)
+        all_named = all_named and best is not None
         left = [result for result in rest if result not in explained]
-        explained = [*explained, *(_alike(first, left, trials) if best is None else _spoilt(first, left))]
+        explained = [
+            *explained,
+            *(_alike(first, left, trials, was_right=was_right) if best is None else _spoilt(first, left)),
+        ]
         yield _finding(first, best, explained, tried)
         wrong = [result for result in rest if result not in explained]
 
 
-def _alike(first: StageResult, rest: Sequence[StageResult], trials: Trials) -> Iterator[StageResult]:
+def _alike(
+    first: StageResult, rest: Sequence[StageResult], trials: Trials, *, was_right: bool
+) -> Iterator[StageResult]:
     """What came of what cannot be read, and results of the same stage that nothing known explains in this pass."""
     spoilt = list(_spoilt(first, rest))
     yield from spoilt
     here = [result for result in rest if result.stage == first.stage and result not in spoilt]
     looked_at = [result for result in here if result.n_pass == first.n_pass][:ALIKE]
-    known = {r.layer for r in looked_at if any(trial.named for trial in trials.of(r, pairs=False))}
+    tried = {r.layer: trials.of(r, pairs=False, was_right=was_right) for r in looked_at}
+    known = {layer for layer, found in tried.items() if any(trial.named for trial in found)}
     yield from (result for result in here if result.layer not in known)
 
 
 def _spoilt(first: StageResult, rest: Sequence[StageResult]) -> Iterator[StageResult]:
     """Results that were made from what cannot be read, and cannot be read either."""
-    spoilt = {(first.n_pass, first.key)} if first.local.fault is not None else set()
-    for result in rest:
-        before = {(result.n_pass, place) for place in result.since}
-        later = any(n_pass < result.n_pass for n_pass, _ in spoilt)
-        if result.local.fault is not None and (spoilt & before or later):
-            spoilt.add((result.n_pass, result.key))
-            yield result
+    if first.local.fault is not None:
+        yield from (result for result in rest if result.local.fault is not None)
 
 
 def _widest(

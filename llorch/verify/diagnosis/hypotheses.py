@@ -74,6 +74,7 @@ class Family:
         values: Those that are tried first, of a configuration.
         made: The hypothesis with a value.
         refined: Whether values between them are looked for; on a logarithmic scale.
+        later: Whether it may show in a later pass only.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Family:
     values: Callable[[ModelConfig], Sequence[float]]
     made: Callable[[float, ModelConfig], Hypothesis]
     refined: bool = False
+    later: bool = False
 
 
 def known_mistakes(config: ModelConfig) -> Iterator[Hypothesis]:
@@ -289,17 +291,17 @@ FAMILIES: tuple[Family, ...] = (
     Family("rope-scaling-missing", ROTATED, lambda config: (1.0,) if config.rope_scaling else (), _unscaled),
     Family("rope-position-factor", ROTATED, lambda config: _SHARES, _linear_scaling, refined=True),
     Family("rope-llama3-factor", ROTATED, lambda config: (2.0, 4.0, 8.0, 16.0, 32.0, 64.0), _llama3_factor),
-    Family("rope-position-offset", ROTATED, lambda config: [n for n in range(-16, 65) if n], _offset),
+    Family("rope-position-offset", ROTATED, lambda config: [n for n in range(-16, 65) if n], _offset, later=True),
     Family(
         "rope-position-offset", ROTATED, lambda config: [n for n in range(-16, 17) if n],
-        partial(_offset, later_passes_only=True),
+        partial(_offset, later_passes_only=True), later=True,
     ),
     Family("rope-rotated-share", ROTATED, lambda config: (0.25, 0.5, 0.75), _rotated_share),
     Family(
         "scores-scale", ("attn_scores",), lambda config: [share * config.head_dim**-0.5 for share in _SHARES],
         _scores_scale, refined=True,
     ),
-    Family("mask-window", ("attn_scores",), lambda config: range(1, 65), _window),
+    Family("mask-window", ("attn_scores",), lambda config: range(1, 65), _window, later=True),
     Family("soft-cap", CAPPED, lambda config: (5.0, 15.0, 30.0, 50.0, 100.0), _soft_cap, refined=True),
     Family("scaled", SCALED, lambda config: (-1.0, config.hidden_size**0.5, *_SHARES), _scaled, refined=True),
     Family("weights-of-other-layer", WEIGHTED, lambda config: range(config.n_layers), _other_layer),

@@ -11,7 +11,7 @@ from itertools import combinations
 
 import numpy as np
 
-from llorch.verify.compare import times_over
+from llorch.verify.compare import Difference, Tolerance, times_over
 from llorch.verify.diagnosis.block_hypotheses import block_mistakes
 from llorch.verify.diagnosis.hypotheses import FAMILIES, Family, Hypothesis, honest, known_mistakes
 from llorch.verify.diagnosis.judged import beside
@@ -21,6 +21,7 @@ from llorch.verify.diagnosis.verdict import StageResult
 NAMED = 4.0  # times its limit that a named one may leave: limits are those of the right numbers, not of the wrong ones
 EXPLAINS = 0.9  # the share of the error that it explains at least
 EXPLAINS_ROUNDED = 0.7  # where it rounds to few bits: the rest are values between two of them that fell otherwise
+FEW_LAYERS = 2  # up to so many a mistake may have been made in one place of one layer
 PAIRED = 32  # of the nearest hypotheses, where pairs are tried
 NARROW, WITH_SETTINGS = 3, 6  # stages since the last ones, up to which mistakes are tried with every value; how many
 REFINED = 0.2  # a value is looked for only as long as some explains so much
@@ -66,9 +67,12 @@ class Trials:
         self._honest = tuple(honest(replay.config))
         self._entered: tuple[object, Mapping[str, np.ndarray]] = (None, {})
 
-    def of(self, result: StageResult, *, pairs: bool = True) -> list[Trial]:
-        """Every hypothesis that can be planted since the dump showed the last stages; the nearest first."""
-        trials = list(self._singles(result))
+    def of(self, result: StageResult, *, pairs: bool = True, was_right: bool = False) -> list[Trial]:
+        """Every hypothesis that can be planted since the dump showed the last stages; the nearest first.
+
+        Where the same stage `was_right` in an earlier pass, nothing is looked for that would have shown there.
+        """
+        trials = list(self._singles(result, was_right=was_right))
         if pairs and not any(trial.named for trial in trials):
             trials += self._pairs(result, trials)
         return sorted(trials, key=lambda trial: trial.rank)
@@ -81,14 +85,14 @@ class Trials:
         tried = [*([same] if able else []), *choices(trial.hypotheses, result.since)]
         return any(self.tried(trial.hypotheses, places, result).named for places in tried)
 
-    def _singles(self, result: StageResult) -> Iterator[Trial]:
+    def _singles(self, result: StageResult, *, was_right: bool) -> Iterator[Trial]:
         for hypothesis in (*self.mistakes, *self._honest):
-            for places in choices((hypothesis,), result.since):
+            for places in choices((hypothesis,), result.since)[: 1 if was_right else None]:
                 trial = self.tried((hypothesis,), places, result)
                 yield trial
                 if trial.named:
                     break
-        yield from (self._valued(family, result) for family in self._families(result))
+        yield from (self._valued(family, result) for family in self._families(result) if family.later or not was_right)
 
     def _families(self, result: StageResult) -> Iterator[Family]:
         """Settings that are read since the dump showed the last stages."""
@@ -123,7 +127,7 @@ class Trials:
 
         values = family.values(config)
         where = choices((family.made(values[0], config),), result.since)
-        if len({self.replay.part_of(place) for place in result.since}) > 1:
+        if len({self.replay.stages[place][1] for place in result.since} - {None}) > 1:
             where = where[:1]  # a setting is that of all layers
         trials = {(value, places): tried(value, places) for value in values for places in where}
         best, places = min(trials, key=lambda at: trials[at].left)
@@ -143,13 +147,12 @@ class Trials:
             before = result.local.error  # infinite where shape or mask is another: to have that one is to explain it
             share = 1.0 if math.isinf(before) else 1 - times_over(found.error, before)
             if found.fault is None:
-                trials.append(Trial(hypotheses, places, max(share, 0.0), found.over(result.limit)))
+                trials.append(Trial(hypotheses, places, max(share, 0.0), found.over(_limit_of(result, found))))
         return min(trials, key=lambda trial: trial.left, default=Trial(hypotheses, places, 0.0, math.inf))
 
     def made(self, result: StageResult, change: Change = UNCHANGED, past: Past | None = None) -> np.ndarray | None:
         """The stage of a result with a change planted; None where nothing comes out."""
         part, past = self.replay.part_of(result.key), past or self._pasts[result.n_pass][0]
-        first, x = self._begin(result, change, past)
         found: list[np.ndarray] = []
 
         def see(name: str, array: np.ndarray) -> None:
@@ -159,6 +162,7 @@ class Trials:
 
         with np.errstate(all="ignore"):
             try:
+                first, x = self._begin(result, change, past)
                 changed = self._changed(past, result.n_pass, change, first, part)
                 self.replay.run(result.n_pass, see, changed, change, first=first, last=part, x=x)
             except _Seen:
@@ -210,6 +214,14 @@ class Trials:
         return past
 
 
+def _limit_of(result: StageResult, found: Difference) -> Tolerance:
+    """That of the right numbers; where these have another shape, as a whole."""
+    limit = result.limit
+    if found.tokens is None or np.ndim(limit.tokens) == 0 or len(found.tokens) == np.size(limit.tokens):
+        return limit
+    return Tolerance(limit.error, limit.worst)
+
+
 def stage_of(place: str) -> str:
     """The stage of a stage key."""
     return place.rpartition(".")[2]
@@ -222,8 +234,12 @@ def choices(hypotheses: tuple[Hypothesis, ...], since: tuple[str, ...]) -> list[
         return []
     found = [everywhere]
     if len(hypotheses) == 1 and hypotheses[0].by_place:
-        by_stage = {stage: tuple(p for p in everywhere if stage_of(p) == stage) for stage in map(stage_of, everywhere)}
-        found += [*by_stage.values(), *((place,) for place in everywhere)]
+        layers = {place: place.rpartition(".")[0] for place in everywhere}
+        found += [tuple(p for p in everywhere if stage_of(p) == stage) for stage in map(stage_of, everywhere)]
+        if len({*layers.values()}) > FEW_LAYERS:
+            found += [tuple(p for p in everywhere if layers[p] == layer) for layer in layers.values()]
+        else:
+            found += [(place,) for place in everywhere]
     return list(dict.fromkeys(found))
 
 

@@ -87,14 +87,14 @@ def test_blocks_alone_name_it_too_and_say_what_they_cannot_tell_apart(name: str,
         ("soft-cap", 37.0, "37", ("logits",)),
         ("mask-window", 6, "6", ("l0.attn_scores", "l1.attn_scores")),
         ("scaled", 1.7, "1.7", ("l0.attn_out", "l1.attn_out")),
-        ("weights-of-other-layer", 0, "layer 0", ()),
+        ("weights-of-other-layer", 0, "layer 0", ("l1.v_proj",)),
     ],
 )
 @pytest.mark.parametrize("shown", [WHOLE, pytest.param(BLOCKS, marks=SLOW)])
 def test_a_value_is_recovered(family: str, value: float, said: str, places: tuple[str, ...], shown: Any):
     if shown is BLOCKS and family == "rope-position-offset":
         shown = lambda key: key.endswith("k_rope")  # noqa: E731 (scores do not show it, nor what is behind them)
-    (known,) = (each for each in FAMILIES if each.name == family)
+    known = next(each for each in FAMILIES if each.name == family)
     change = known.made(value, wide(MODEL).config).change(places)
     found = diagnose(wide(MODEL), dumped(MODEL, passes(MODEL), change, shown)).findings[0]
     assert said in [each.value for each in (*found.suspects, *found.alternatives)]
