@@ -217,9 +217,9 @@ class Trials:
 def _limit_of(result: StageResult, found: Difference) -> Tolerance:
     """That of the right numbers; where these have another shape, as a whole."""
     limit = result.limit
-    if found.tokens is None or np.ndim(limit.tokens) == 0 or len(found.tokens) == np.size(limit.tokens):
-        return limit
-    return Tolerance(limit.error, limit.worst)
+    tokens = limit.tokens
+    fits = not isinstance(tokens, np.ndarray) or found.tokens is None or tokens.shape == found.tokens.shape
+    return limit if fits else Tolerance(limit.error, limit.worst)
 
 
 def stage_of(place: str) -> str:
