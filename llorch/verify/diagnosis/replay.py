@@ -6,12 +6,13 @@ every error is seen where it was made. Between two stages of the dump ours runs 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 
+from llorch.cache import KVCache
 from llorch.config import ModelConfig
 from llorch.dumps.stage_dump import StageDump, Tokens
 from llorch.files import Weights
@@ -255,6 +256,7 @@ class Past:
     def __init__(self, config: ModelConfig, dtype: type[np.floating], *, as_given: bool = True) -> None:
         """Empty caches."""
         empty = np.empty((config.n_kv_heads, 0, config.head_dim), dtype)
+        self._of_one_layer = replace(config, n_layers=1)
         self.as_given, self._before = as_given, dict.fromkeys(range(config.n_layers), (empty, empty))
         self._after: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
@@ -264,10 +266,11 @@ class Past:
 
     def append(self, layer: int, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Keys and values of the whole context, with the new rows (seq, kv_heads, head_dim)."""
-        both = zip(self._before[layer], (k, v), strict=True)
-        k, v = (np.concatenate([old, new.swapaxes(0, 1)], axis=1) for old, new in both)
-        self._after[layer] = k, v
-        return k, v
+        cache = KVCache(self._of_one_layer, self._before[layer][0].dtype.type)  # as it runs for users
+        if self._before[layer][0].shape[1]:
+            cache.append(0, *(old.swapaxes(0, 1) for old in self._before[layer]))
+        self._after[layer] = cache.append(0, k, v)
+        return self._after[layer]
 
     def note(self, layer: int, k: np.ndarray, v: np.ndarray) -> None:
         """What attention was given."""
@@ -289,4 +292,5 @@ class Past:
     def _with(self, before: dict[int, tuple[np.ndarray, np.ndarray]]) -> "Past":
         made = object.__new__(Past)
         made.as_given, made._before, made._after = self.as_given, before, {}
+        made._of_one_layer = self._of_one_layer
         return made
