@@ -23,6 +23,7 @@ The rooms, in the order to read. Each imports those above it only; its first pag
     pytorch/                all of it on torch: model, batches, LoRA and the loop; cpu/ has C, cuda/ Triton
     verify/                 claims from goldens, runners, one judge, mistakes; witnesses/ are the engines of others,
                             diagnosis/ names the mistake of an engine that has a dump alone
+    learn/                  lessons: what a learner writes takes the place of ours, and is judged as ours is
     cli/                    what people type, a verb a file
 
 A line of code that is wrong is found by the checkpoint of its stage: `llorch verify`; in an engine of others by what

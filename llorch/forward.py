@@ -25,6 +25,7 @@ Keep = Callable[[str, np.ndarray], np.ndarray]
 OfLayer = Mapping[str, Any]  # weights of one layer by short name, each an array or a matrix that multiplies itself
 Append = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 Hidden = Float[np.ndarray, "seq hidden"]
+Heads = Float[np.ndarray, "seq _heads head_dim"]
 Table = Float64[np.ndarray, "seq half"]
 
 
@@ -48,7 +49,7 @@ def forward(
     Returns:
         Logits of every new token, or of the last one.
     """
-    config, eps = weights.config, weights.config.rms_norm_eps
+    config = weights.config
     cos, sin = rope_tables(
         cache.next_positions(len(ids)), head_dim=config.head_dim, theta=config.rope_theta, scaling=config.rope_scaling
     )
@@ -59,9 +60,7 @@ def forward(
             return keep(prefix + name, array)
 
         x = block(x, weights.layer(i), config, cos, sin, partial(cache.append, i), keep_layer)
-    x = x[-1:] if last_only else x
-    x = keep("final_norm", rms_norm(x, weights["final_norm"], eps=eps))
-    return keep("logits", linear(x, weights["embed_tokens" if config.tie_word_embeddings else "lm_head"]))
+    return logits(x[-1:] if last_only else x, weights, keep)
 
 
 def block(x: Hidden, w: OfLayer, config: ModelConfig, cos: Table, sin: Table, append: Append, keep: Keep) -> Hidden:
@@ -74,13 +73,7 @@ def block(x: Hidden, w: OfLayer, config: ModelConfig, cos: Table, sin: Table, ap
 
 def attention(h: Hidden, w: OfLayer, config: ModelConfig, cos: Table, sin: Table, append: Append, keep: Keep) -> Hidden:
     """Project, rotate, cache, mix the values of the context, project back."""
-    seq, head_dim, eps = len(h), config.head_dim, config.rms_norm_eps
-    q = keep("q_proj", linear(h, w["q_proj"], w.get("q_bias"))).reshape(seq, -1, head_dim)  # (seq, heads, head_dim)
-    k = keep("k_proj", linear(h, w["k_proj"], w.get("k_bias"))).reshape(seq, -1, head_dim)  # (seq, kv_heads, head_dim)
-    v = keep("v_proj", linear(h, w["v_proj"], w.get("v_bias"))).reshape(seq, -1, head_dim)  # (seq, kv_heads, head_dim)
-    if config.qk_norm:
-        q = keep("q_norm", rms_norm(q, w["q_norm"], eps=eps))
-        k = keep("k_norm", rms_norm(k, w["k_norm"], eps=eps))
+    q, k, v = qkv(h, w, config, keep)
     q = keep("q_rope", rope(q, cos, sin))
     k = keep("k_rope", rope(k, cos, sin))
     k, v = append(k, v)  # (kv_heads, ctx, head_dim): the whole context
@@ -91,8 +84,26 @@ def attention(h: Hidden, w: OfLayer, config: ModelConfig, cos: Table, sin: Table
     return keep("attn_out", linear(context, w["o_proj"], w.get("o_bias")))
 
 
+def qkv(h: Hidden, w: OfLayer, config: ModelConfig, keep: Keep) -> tuple[Heads, Heads, Heads]:
+    """Three projections of the same rows, cut into heads; Qwen3 normalises each head of queries and keys."""
+    seq, head_dim, eps = len(h), config.head_dim, config.rms_norm_eps
+    q = keep("q_proj", linear(h, w["q_proj"], w.get("q_bias"))).reshape(seq, -1, head_dim)  # (seq, heads, head_dim)
+    k = keep("k_proj", linear(h, w["k_proj"], w.get("k_bias"))).reshape(seq, -1, head_dim)  # (seq, kv_heads, head_dim)
+    v = keep("v_proj", linear(h, w["v_proj"], w.get("v_bias"))).reshape(seq, -1, head_dim)  # (seq, kv_heads, head_dim)
+    if config.qk_norm:
+        q = keep("q_norm", rms_norm(q, w["q_norm"], eps=eps))
+        k = keep("k_norm", rms_norm(k, w["k_norm"], eps=eps))
+    return q, k, v
+
+
 def feed_forward(h: Hidden, w: OfLayer, keep: Keep) -> Hidden:
     """SwiGLU: a gated pair of projections up, one down."""
     gate = keep("ffn_gate", linear(h, w["gate_proj"]))
     up = keep("ffn_up", linear(h, w["up_proj"]))
     return keep("ffn_out", linear(keep("ffn_act", swiglu(gate, up)), w["down_proj"]))
+
+
+def logits(x: Float[np.ndarray, "rows hidden"], weights: Weights, keep: Keep) -> Float[np.ndarray, "rows vocab"]:
+    """The last norm, then a product with one row for every token of the vocabulary."""
+    x = keep("final_norm", rms_norm(x, weights["final_norm"], eps=weights.config.rms_norm_eps))
+    return keep("logits", linear(x, weights["embed_tokens" if weights.config.tie_word_embeddings else "lm_head"]))

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 ROOMS = (  # each may import those before it, at the top of a file or in a function
     "errors", "numerics", "fields", "finite", "memory", "config", "builtin", "ops", "stages", "files", "cache",
     "forward", "backward", "sampling", "tokenizer", "write_checks", "convert", "threads", "generate", "lora", "model",
-    "train", "bench", "dumps", "pytorch", "verify", "__init__", "cli", "__main__",
+    "train", "bench", "dumps", "pytorch", "verify", "learn", "__init__", "cli", "__main__",
 )  # fmt: skip
 LAYER = {name: level for level, name in enumerate(ROOMS)}
 ON_TORCH = (  # nothing imports these at its top

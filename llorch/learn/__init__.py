@@ -1,0 +1,12 @@
+"""Learning by writing: one lesson per checkpoint, a learner's own functions judged as ours are.
+
+A *part* is one function that a learner writes; it takes the place of ours in the running forward pass, and the
+verification then judges what comes out, beside the goldens of both engines. In the order to read:
+
+    part, parts/              what a part is, and all of them
+    lessons                   which belong to which checkpoint, and where files lie
+    folder                    a learner's files; what is not written is borrowed from the reference
+    guard, implementation     the learner's functions behind checks, put in the place of ours
+    judging, checks/          what a check gives, and how lessons of each kind are judged
+    verdict, check            the four words, and the way from a lesson to one
+"""

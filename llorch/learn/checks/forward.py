@@ -1,0 +1,124 @@
+"""Lessons of the forward pass: the stages of the micro models, beside the goldens of both engines.
+
+A stage whose inputs all show is fed the golden's own; one with hidden inputs is judged where errors add up. The judge
+computes with ours only: the learner's parts are in place while the pass runs, and out again before anything is judged.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+
+import numpy as np
+
+from llorch.builtin import BUILTIN
+from llorch.learn.implementation import Implementation
+from llorch.learn.judging import Judged, Mode
+from llorch.learn.lessons import LESSONS, Lesson
+from llorch.learn.part import Part
+from llorch.stages import Stage, keys
+from llorch.verify.diagnosis.verdict import Suspect
+from llorch.verify.judge import Claim, judge
+from llorch.verify.models import stored
+from llorch.verify.places import Pass
+from llorch.verify.runners.numpy import NumpyRunner, run
+from llorch.verify.suites.forward import ForwardSuite
+
+MODELS = tuple(name for name in BUILTIN if name.startswith("micro"))
+BACKEND = "learner"
+
+
+class ForwardCheck:
+    """See `Check`."""
+
+    def judged(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[Judged]:
+        """See `Check`."""
+        for model in MODELS:
+            if mode == "chained":
+                so_far = parts_so_far(lesson, implementation)
+                yield from OfModel(model, so_far, implementation).judged(stages_of(lesson), mode)
+                continue
+            for part in written_parts(lesson, implementation):  # one at a time: one hides what another makes
+                yield from OfModel(model, [part], implementation).judged(set(part.stages), mode)
+
+    def suspects(
+        self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[Judged]
+    ) -> Sequence[Suspect]:
+        """See `Check`."""
+        return []
+
+
+def written_parts(lesson: Lesson, implementation: Implementation) -> list[Part]:
+    """The parts of a lesson that are written."""
+    return [part for part in lesson.parts if part.name in implementation.written]
+
+
+def parts_so_far(lesson: Lesson, implementation: Implementation) -> list[Part]:
+    """All that is written of the lessons up to this one."""
+    lessons = LESSONS[: LESSONS.index(lesson) + 1]
+    return [part for each in lessons for part in written_parts(each, implementation)]
+
+
+def stages_of(lesson: Lesson) -> set[str]:
+    """Names of the stages that a lesson is about."""
+    return {stage for part in lesson.parts for stage in part.stages}
+
+
+@cache
+def suite_of(model: str) -> ForwardSuite:
+    """The claims of a built-in model; made once."""
+    weights, golden = stored(model)
+    return ForwardSuite(model, weights, golden.cases, golden.evidence, golden.truth)
+
+
+class OfModel:
+    """One model with the learner's parts in it."""
+
+    def __init__(self, model: str, parts: Sequence[Part], implementation: Implementation) -> None:
+        """Of a built-in model."""
+        self.model, self.parts, self.implementation = model, parts, implementation
+        self.suite = suite_of(model)
+        self.weights, self.config = self.suite.weights, self.suite.weights.config
+        self.runner = NumpyRunner(self.weights, BACKEND)
+        self.hidden = {name for part in parts for name in part.hidden(self.config)}
+
+    def judged(self, stages: set[str], mode: Mode) -> Iterator[Judged]:
+        """Isolated where a stage can be, and chained; a pass in two parts for the caches."""
+        alone = {stage.name for stage in self._shown(stages) if self._alone(stage)} if mode == "isolated" else set()
+        for case, this in self.suite.cases.items():
+            yield from self._isolated(case, this, alone)
+            yield from self._chained(case, this, stages - alone, 0)
+            for n_cached in this.splits:
+                yield from self._chained(case, this, stages, n_cached)
+
+    def trace(self, this: Pass, **how: object) -> dict[str, np.ndarray]:
+        """Every stage that shows, of a pass with the learner's parts."""
+        with self.implementation.installed(self.parts):
+            return run(self.weights, this, **how)  # type: ignore[arg-type]
+
+    def _isolated(self, case: str, this: Pass, stages: set[str]) -> Iterator[Judged]:
+        for witness, golden in self.suite.evidence.items() if stages else ():
+            trace = self.trace(this, golden=golden.traces[case])
+            for name in self._keys(stages):
+                yield self._judged(self.suite.isolated(self.runner, case, witness, name), trace.get(name))
+
+    def _chained(self, case: str, this: Pass, stages: set[str], n_cached: int) -> Iterator[Judged]:
+        if not (names := list(self._keys(stages))):
+            return
+        trace = self.trace(this, n_cached=n_cached)
+        for witness in self.suite.evidence:
+            for name in names:
+                yield self._judged(self.suite.chained(self.runner, case, witness, n_cached, name), trace.get(name))
+
+    def _judged(self, claim: Claim, got: np.ndarray | None) -> Judged:
+        return Judged(judge(claim, got, model=self.model, backend=BACKEND), claim, got)
+
+    def _keys(self, stages: set[str]) -> Iterator[str]:
+        shown = self._shown(stages)
+        return (name for name, stage, _ in keys(self.config) if stage in shown)
+
+    def _shown(self, stages: set[str]) -> list[Stage]:
+        found = {stage.name: stage for _, stage, _ in keys(self.config)}
+        return [stage for name, stage in found.items() if name in stages - self.hidden]
+
+    def _alone(self, stage: Stage) -> bool:
+        """Whether all that the stage is made from shows."""
+        return not self.hidden & set(stage.input_names(self.config))

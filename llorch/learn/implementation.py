@@ -1,0 +1,52 @@
+"""A learner's implementation: what is written, by part; what is not is borrowed from the reference.
+
+A folder of Python files (`l01_rms_norm.py` ...), or a program in any language (`cmd:./my-llama`) that is called with
+the name of a part, reads its arguments from stdin as npz and writes its results to stdout as npz.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from llorch.learn.guard import guarded
+from llorch.learn.lessons import PARTS
+from llorch.learn.part import Call, Part
+from llorch.verify.mistakes.planting import replaced
+
+Note = Callable[[str], None]
+
+
+class Implementation:
+    """Functions of a learner by the name of the part."""
+
+    def __init__(self, source: str, written: Mapping[str, Call]) -> None:
+        """Of what is written; `source` names it in messages."""
+        self.source, self.written = source, written
+
+    def borrowed(self, parts: Iterable[Part]) -> list[str]:
+        """Names of the parts that are not written."""
+        return [part.name for part in parts if part.name not in self.written]
+
+    @contextmanager
+    def installed(self, parts: Iterable[Part] | None = None, *, note: Note = lambda line: None) -> Iterator[None]:
+        """Run llorch with these parts (all, if not told) in the place of ours, as far as they are written.
+
+        The whole process has them meanwhile: nothing else may compute.
+
+        Args:
+            parts: Which.
+            note: Told what is harmless but worth knowing, once each.
+
+        Raises:
+            LearnerFault: Inside, where a part raises or returns what nothing can go on with.
+        """
+        with ExitStack() as stack:
+            for part in PARTS.values() if parts is None else parts:
+                if part.name in self.written:
+                    call = guarded(part, self.written[part.name], note=note)
+                    stack.enter_context(replaced(part.replaces, _adapter(part, call)))
+            yield
+
+
+def _adapter(part: Part, call: Call) -> Callable[[Any], Any]:
+    return lambda right: part.adapt(call, right)

@@ -1,0 +1,46 @@
+"""What a check gives: rows of the judge, and the arrays behind them."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+
+from llorch.learn.implementation import Implementation
+from llorch.learn.lessons import Lesson
+from llorch.verify.diagnosis.verdict import Suspect
+from llorch.verify.judge import Claim, Row
+
+Mode = Literal["isolated", "chained"]
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One comparison.
+
+    Attributes:
+        row: Its verdict.
+        claim: What was claimed; None where things are equal or not.
+        got: What the learner's code made; None if it never came.
+    """
+
+    row: Row
+    claim: Claim | None
+    got: np.ndarray | None
+
+
+class Check(Protocol):
+    """How the lessons of a kind are judged: of the forward pass, after the logits, of quantised files, of training."""
+
+    def judged(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[Judged]:
+        """Every comparison, with the learner's parts in the place of ours: those of the lesson alone, or all so far."""
+        ...
+
+    def suspects(
+        self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[Judged]
+    ) -> Sequence[Suspect]:
+        """Known mistakes that make what failed, by the diagnosis and its library; none where nothing known does.
+
+        One of kind honest (arithmetic) is no mistake: it has `stages` empty.
+        """
+        ...

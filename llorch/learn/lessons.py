@@ -1,0 +1,62 @@
+"""The lessons: which parts belong to each checkpoint, in the order in which they are learned.
+
+Whose files lie where is said here once: a lesson's page, stub, hints and typed mistakes are in `checkpoints/NN_name/`
+of the repository, which the wheel carries; what a learner writes is `lNN_name.py` in a folder of their own.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from llorch.learn.part import Part
+from llorch.learn.parts import forward
+from llorch.stages import CHECKPOINTS
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """One checkpoint as something to do."""
+
+    number: str  # of the checkpoint
+    minutes: int  # that it takes
+    parts: tuple[Part, ...]
+
+    @property
+    def name(self) -> str:
+        """`rope`."""
+        return CHECKPOINTS[self.number]
+
+    @property
+    def module(self) -> str:
+        """Of the learner: `l01b_rope`."""
+        return f"l{self.number}_{self.name}"
+
+    @cached_property
+    def folder(self) -> Path:
+        """Where its page, stub and hints lie."""
+        return lessons_folder() / f"{self.number}_{self.name}"
+
+
+def lessons_folder() -> Path:
+    """`checkpoints/` of the wheel, else of the repository."""
+    here = Path(__file__).resolve()
+    inside = here.parents[1] / "checkpoints"
+    return inside if inside.is_dir() else here.parents[2] / "checkpoints"
+
+
+LESSONS: tuple[Lesson, ...] = (  # in the order of the forward pass, then of training
+    Lesson("00", 80, (forward.EMBEDDING,)),
+    Lesson("01", 20, (forward.RMS_NORM,)),
+    Lesson("02", 35, (forward.LINEAR, forward.QKV)),
+    Lesson("01b", 45, (forward.FREQUENCIES, forward.ROPE_TABLES, forward.ROPE)),
+    Lesson("03", 40, (forward.APPEND,)),
+    Lesson("04", 35, (forward.ATTENTION_SCORES, forward.ATTENTION_PROBS)),
+    Lesson("05", 20, (forward.ATTENTION_CONTEXT,)),
+    Lesson("06", 25, (forward.SWIGLU, forward.FEED_FORWARD)),
+    Lesson("07", 30, (forward.BLOCK,)),
+    Lesson("08", 20, (forward.LOGITS,)),
+)
+BY_NUMBER: Mapping[str, Lesson] = {lesson.number: lesson for lesson in LESSONS}
+PARTS: Mapping[str, Part] = {part.name: part for lesson in LESSONS for part in lesson.parts}
+LESSON_OF: Mapping[str, Lesson] = {part.name: lesson for lesson in LESSONS for part in lesson.parts}

@@ -1,0 +1,44 @@
+"""A part: one function that a learner writes, and the place in the running code that it takes.
+
+What a learner gets and gives are arrays and plain numbers by name, in any language; what surrounds it stays ours.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from llorch.config import ModelConfig
+
+Call = Callable[..., Any]  # a part by keyword: arrays, numbers, texts, a dict of arrays; returns one result or a tuple
+
+
+def nothing(config: ModelConfig) -> tuple[str, ...]:
+    """A part behind which every stage shows."""
+    return ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One function of a lesson.
+
+    Attributes:
+        name: Of the function in the learner's file.
+        reference: The same by ours, with the learner's parameters; borrowed where nothing is written yet.
+        returns: Names of what it returns, one or several.
+        replaces: The function of ours in whose place it is put, `llorch.ops.rope.rope`.
+        adapt: Makes what is put there of the learner's function and of ours.
+        stages: Of the stage table, that it makes.
+        hidden: Stages that do not show while it stands there, because they are made inside it.
+    """
+
+    name: str
+    reference: Call
+    returns: tuple[str, ...]
+    replaces: str
+    adapt: Callable[[Call, Call], Call]
+    stages: tuple[str, ...] = ()
+    hidden: Callable[[ModelConfig], tuple[str, ...]] = nothing
+
+    def results(self, returned: Any) -> Mapping[str, Any]:
+        """What a call returned, by name."""
+        return dict(zip(self.returns, returned if len(self.returns) > 1 else (returned,), strict=True))
