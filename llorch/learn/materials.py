@@ -1,4 +1,4 @@
-"""What lies beside a lesson's page: the stub to fill, three hints for every part, and its mistakes as people type them."""
+"""What lies beside a lesson: the stub to fill, hints for every part, and its mistakes as people type them."""
 
 import tomllib
 from collections.abc import Mapping, Sequence
