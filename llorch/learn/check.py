@@ -1,14 +1,18 @@
 """`check`: a lesson beside an implementation, in this process."""
 
+import inspect
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 from llorch.learn.checks.forward import ForwardCheck
 from llorch.learn.guard import LearnerFault
 from llorch.learn.implementation import Implementation
 from llorch.learn.judging import Check, Judged, Mode
-from llorch.learn.lessons import BY_NUMBER, Lesson
+from llorch.learn.lessons import BY_NUMBER, LESSONS, Lesson
 from llorch.learn.part import Call
-from llorch.learn.verdict import Verdict, word_for
+from llorch.learn.verdict import BORROWED, Verdict, word_for
+from llorch.verify.judge import FAIL, PASS
 
 FORWARD = ("00", "01", "01b", "02", "03", "04", "05", "06", "07", "08")
 
@@ -30,6 +34,18 @@ def check(lesson: Lesson, implementation: Implementation, mode: Mode = "isolated
     Returns:
         The verdict; what the learner's code raises is in it.
     """
+    found = _checked(lesson, implementation, mode)
+    if mode == "isolated" or found.word != FAIL:
+        return found
+    before = list(LESSONS[: LESSONS.index(lesson)])
+    for at, earlier in enumerate(before):  # what is wrong there is handed on
+        if (first := _checked(earlier, implementation, mode)).word == FAIL:
+            behind = ", ".join(each.number for each in (*before[at + 1 :], lesson))
+            return replace(first, notes=[*first.notes, f"not looked at: {behind}"])
+    return found
+
+
+def _checked(lesson: Lesson, implementation: Implementation, mode: Mode) -> Verdict:
     borrowed, how, fault = implementation.borrowed(lesson.parts), check_of(lesson), ""
     judged: list[Judged] = []
     try:
@@ -37,8 +53,23 @@ def check(lesson: Lesson, implementation: Implementation, mode: Mode = "isolated
     except LearnerFault as error:
         fault = str(error)
     found = Verdict(lesson.number, word_for(judged, borrowed, fault), judged, borrowed, fault)
-    suspects = how.suspects(lesson, implementation, mode, found.wrong) if found.wrong else ()
-    return Verdict(lesson.number, found.word, judged, borrowed, fault, suspects)
+    if not found.wrong:
+        return found
+    found = replace(found, where=_where(found.wrong[0].part, implementation))
+    if not fault:
+        found = replace(found, suspects=how.suspects(lesson, implementation, mode, found.wrong))
+    return replace(found, word=BORROWED if borrowed else PASS, where="") if found.is_honest else found
+
+
+def _where(part: str, implementation: Implementation) -> str:
+    """The file and line of a part, as far as it has one."""
+    if not part:
+        return implementation.source
+    code = getattr(inspect.unwrap(implementation.written[part]), "__code__", None)
+    folder = Path(implementation.source)
+    if code is None or folder.resolve() not in Path(code.co_filename).resolve().parents:
+        return f"{part}() of {implementation.source}"
+    return f"{folder / Path(code.co_filename).name}:{code.co_firstlineno} {part}()"
 
 
 def check_functions(number: str, **functions: Call) -> Verdict:

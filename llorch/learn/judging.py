@@ -6,6 +6,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
+from llorch.config import ModelConfig
 from llorch.learn.implementation import Implementation
 from llorch.learn.lessons import Lesson
 from llorch.verify.diagnosis.verdict import Suspect
@@ -22,11 +23,20 @@ class Judged:
         row: Its verdict.
         claim: What was claimed; None where things are equal or not.
         got: What the learner's code made; None if it never came.
+        part: That alone was in place; empty where several were.
+        config: Of the model, where the array is a stage of the table: its axes have names then.
     """
 
     row: Row
     claim: Claim | None
     got: np.ndarray | None
+    part: str = ""
+    config: ModelConfig | None = None
+
+
+@dataclass(frozen=True)
+class NearMiss(Suspect):
+    """What explains much of an error, but not all of it: it is not the cause."""
 
 
 class Check(Protocol):
@@ -41,6 +51,7 @@ class Check(Protocol):
     ) -> Sequence[Suspect]:
         """Known mistakes that make what failed, by the diagnosis and its library; none where nothing known does.
 
-        One of kind honest (arithmetic) is no mistake: it has `stages` empty.
+        The first is the name; others that cannot be told apart from it follow, then instances of `NearMiss`. One of
+        kind honest (arithmetic) is no mistake: it has `stages` empty. Where the first is, the lesson is passed.
         """
         ...

@@ -1,13 +1,22 @@
 """The verdict of one lesson: one of four words, and what a person needs to go on."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from textwrap import wrap
 
-from llorch.learn.judging import Judged
+from llorch.learn.judging import Judged, NearMiss
+from llorch.learn.lessons import LESSONS
+from llorch.learn.wrong import Number, Wrong, is_shown
+from llorch.stages import CHECKPOINTS, STAGES
+from llorch.verify.compare import times_over
 from llorch.verify.diagnosis.verdict import Suspect
-from llorch.verify.judge import FAIL, PASS
+from llorch.verify.judge import FAIL, PASS, Row
 
 BORROWED, NOT_RUN = "BORROWED", "NOT RUN"
+WIDTH, LABEL = 110, 23
+_ORDER = {stage.name: at for at, stage in enumerate(STAGES)}
 
 
 @dataclass(frozen=True)
@@ -20,9 +29,10 @@ class Verdict:
         judged: Every comparison.
         borrowed: Parts that are not written.
         fault: What the learner's code did that nothing can go on with, with its frames; empty if it ran.
-        suspects: Known mistakes that make what failed.
+        suspects: Known mistakes that make what failed; see `Check.suspects`.
         reason: Why it did not run.
         notes: What is harmless but worth knowing.
+        where: The part that is wrong, `my_llama/l01b_rope.py:14 rope()`; empty if nothing is.
     """
 
     lesson: str
@@ -33,23 +43,145 @@ class Verdict:
     suspects: Sequence[Suspect] = ()
     reason: str = ""
     notes: Sequence[str] = ()
+    where: str = ""
+
+    @cached_property
+    def wrong(self) -> list[Judged]:
+        """The comparisons that failed, the one to begin with first."""
+        parts = list(dict.fromkeys(each.part for each in self.judged))
+        failed = (each for each in self.judged if each.row.verdict == FAIL)
+        return sorted(failed, key=lambda each: (parts.index(each.part), *_place_in_run(each)))
 
     @property
-    def wrong(self) -> list[Judged]:
-        """The comparisons that failed."""
-        return [each for each in self.judged if each.row.verdict == FAIL]
+    def is_honest(self) -> bool:
+        """Whether what failed is arithmetic: another hardware or library, no mistake."""
+        return bool(self.suspects) and not self.suspects[0].stages
+
+    def record(self) -> dict[str, object]:
+        """As `--json` gives it."""
+        first = Wrong(self.wrong[0]) if self.wrong and is_shown(self.wrong[0]) else None
+        return {
+            "lesson": self.lesson,
+            "word": self.word,
+            "where": self.where,
+            "compared": len(self.judged),
+            "wrong": [each.row.record() for each in self.wrong],
+            "first": asdict(first.first) if first else None,
+            "worst": asdict(first.worst) if first else None,
+            "pattern": first.pattern() if first else "",
+            "suspects": [asdict(each) | {"near_miss": isinstance(each, NearMiss)} for each in self.suspects],
+            "honest": self.is_honest,
+            "borrowed": [*self.borrowed],
+            "fault": self.fault,
+            "reason": self.reason,
+            "notes": [*self.notes],
+        }
 
     def __str__(self) -> str:
-        """For a person."""
-        return "\n".join([f"checkpoint_{self.lesson}  {self.word}", *self._said()])
+        """For a person: under 15 lines, a pass one."""
+        head = [f"checkpoint_{self.lesson}_{CHECKPOINTS[self.lesson]}", self.word]
+        if self.word == FAIL:
+            run = [f"{row.model}, {row.case}" for row in (each.row for each in self.wrong[:1])]
+            return "\n".join(["   ".join([*head, *filter(None, [self.where]), *run]), *self._failed()])
+        head += [self.reason] if self.reason else []
+        if self.borrowed:
+            head.append(f"not written yet, ours runs instead: {', '.join(self.borrowed)}")
+        if self.judged:
+            head += [*_passed([each.row for each in self.judged]), *_next(self.lesson)]
+        notes = [*(f"not your bug: {each.sentence}" for each in self.suspects if self.is_honest), *self.notes]
+        return "\n".join(["   ".join(head), *(f"  {note}" for note in notes)])
 
-    def _said(self) -> list[str]:
-        said = [f"  {self.fault}"] if self.fault else []
-        said += [f"  {suspect.name}: {suspect.sentence}" for suspect in self.suspects]
-        if self.wrong:
+    def _failed(self) -> Iterator[str]:
+        for line in self.fault.splitlines():
+            yield f"  {line}"
+        if self.wrong and is_shown(self.wrong[0]):
+            yield from self._numbers(Wrong(self.wrong[0]))
+        elif self.wrong:
             row = self.wrong[0].row
-            said += [f"  first wrong  {row.model} {row.case} {row.stage} layer {row.layer}: {row.error:.1e}"]
-        return said
+            yield from _line("first wrong", f"{_stage(row)}   {row.note or f'error {row.error:.1e}'}")
+        if self.wrong:
+            yield from self._named()
+        for note in self.notes:
+            yield from _line("note", note)
+        yield from _line("hint", f"llorch learn hint {self.lesson}")
+
+    def _numbers(self, wrong: Wrong) -> Iterator[str]:
+        row, first, worst = wrong.row, wrong.first, wrong.worst
+        yield from _line("first wrong number", f"{_stage(row)} {first.where}   {_beside(first)}")
+        yield from _line("worst", f"{worst.where}   off {worst.off:.1e}")
+        engines = "" if math.isnan(row.producer_error) else f" (the engine's own error is {row.producer_error:.0e})"
+        outside, error = int(wrong.outside.sum()), f"error {row.error:.1e}, allowed {row.tolerance:.1e}{engines}"
+        yield from _line("how much", f"{outside} of {wrong.off.size} numbers; {row.note or error}")
+        yield from _line("pattern", wrong.pattern())
+        yield from _line("still right", "; ".join([", ".join(wrong.still_right()), *self._others()]))
+
+    def _others(self) -> Iterator[str]:
+        """Stages, models and parts that are right in every comparison."""
+        bad = {each.row.stage for each in self.wrong}, {each.row.model for each in self.wrong}
+        stages = dict.fromkeys(each.row.stage for each in self.judged if each.row.stage not in bad[0])
+        models = dict.fromkeys(each.row.model for each in self.judged if each.row.model not in bad[1])
+        for said, names in (("", stages), ("all of ", models)):
+            if names:
+                yield f"{said}{', '.join(names)}"
+
+    def _named(self) -> Iterator[str]:
+        near = [each for each in self.suspects if isinstance(each, NearMiss)]
+        named = [each for each in self.suspects if not isinstance(each, NearMiss)]
+        if named:
+            first, *alike = named
+            value = f" ({first.value})" if first.value else ""
+            yield from _line("diagnosis", f"{first.name}{value}: explains {_percent(first.share)} of the error")
+            yield from _line("", first.sentence)
+            if alike:
+                yield from _line("as well", ", ".join(each.name for each in alike))
+        else:
+            yield from _line("diagnosis", "none of the known mistakes makes exactly this")
+        if near:
+            said = ", ".join(f"{each.name} ({_percent(each.share)})" for each in near)
+            yield from _line("not the cause" if named else "nearest", said)
+
+
+def _place_in_run(each: Judged) -> tuple[float, ...]:
+    """Isolated before what is inherited, the beginning of a text before its far end, the first stage first."""
+    place = each.row.place
+    layer = -1 if place.layer is None and place.stage == "embed" else math.inf if place.layer is None else place.layer
+    return each.row.mode != "isolated", place.n_cached, place.case != "near", layer, _ORDER.get(place.stage, 0)
+
+
+def _line(label: str, said: str) -> Iterator[str]:
+    first, *rest = wrap(said, WIDTH - LABEL, break_on_hyphens=False) or [""]
+    yield f"  {label:<{LABEL - 2}}{first}".rstrip()
+    yield from (f"{'':<{LABEL}}{line}" for line in rest)
+
+
+def _stage(row: Row) -> str:
+    layer = "" if row.layer is None else f" of layer {row.layer}"
+    return f"{row.stage}{layer}"
+
+
+def _beside(number: Number) -> str:
+    return f"golden {number.golden:+.5g}   yours {number.yours:+.5g}   off {number.off:.1e}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * min(share, 0.9999):.2f} %"
+
+
+def _passed(rows: Sequence[Row]) -> Iterator[str]:
+    """The comparison that is nearest to its limit; how many there are."""
+    worst = max(rows, key=lambda row: times_over(row.error, row.tolerance))
+    engines = "" if math.isnan(worst.producer_error) else f", the engine's own ~{worst.producer_error:.0e}"
+    if worst.tolerance or worst.error:
+        yield f"worst error ~{worst.error:.1e}, allowed ~{worst.tolerance:.1e}{engines}"
+    yield f"{len(rows)} comparisons, {len({row.model for row in rows})} models"
+
+
+def _next(number: str) -> Iterator[str]:
+    """The lesson behind this one."""
+    numbers = [lesson.number for lesson in LESSONS]
+    behind = numbers[numbers.index(number) + 1 :] if number in numbers else []
+    if behind:
+        yield f"next: {behind[0]} {CHECKPOINTS[behind[0]]}"
 
 
 def word_for(judged: Sequence[Judged], borrowed: Sequence[str], fault: str) -> str:

@@ -5,17 +5,21 @@ computes with ours only: the learner's parts are in place while the pass runs, a
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import astuple, replace
 from functools import cache
 
 import numpy as np
 
 from llorch.builtin import BUILTIN
+from llorch.dumps.stage_dump import StageDump
+from llorch.files import Weights
 from llorch.learn.implementation import Implementation
-from llorch.learn.judging import Judged, Mode
-from llorch.learn.lessons import LESSONS, Lesson
+from llorch.learn.judging import Judged, Mode, NearMiss
+from llorch.learn.lessons import LESSONS, PARTS, Lesson
 from llorch.learn.part import Part
 from llorch.stages import Stage, keys
-from llorch.verify.diagnosis.verdict import Suspect
+from llorch.verify.diagnosis.diagnose import causes
+from llorch.verify.diagnosis.verdict import Finding, Suspect
 from llorch.verify.judge import Claim, judge
 from llorch.verify.models import stored
 from llorch.verify.places import Pass
@@ -24,6 +28,7 @@ from llorch.verify.suites.forward import ForwardSuite
 
 MODELS = tuple(name for name in BUILTIN if name.startswith("micro"))
 BACKEND = "learner"
+TRIED = 2  # runs whose error nothing known makes, before that is said
 
 
 class ForwardCheck:
@@ -37,13 +42,59 @@ class ForwardCheck:
                 yield from OfModel(model, so_far, implementation).judged(stages_of(lesson), mode)
                 continue
             for part in written_parts(lesson, implementation):  # one at a time: one hides what another makes
-                yield from OfModel(model, [part], implementation).judged(set(part.stages), mode)
+                made = OfModel(model, [part], implementation).judged(set(part.stages), mode)
+                yield from (replace(each, part=part.name) for each in made)
 
     def suspects(
         self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[Judged]
     ) -> Sequence[Suspect]:
-        """See `Check`."""
+        """By a diagnosis of what the learner's run shows; the first part and model that give a name decide."""
+        parts = {each.part: [PARTS[each.part]] if each.part else parts_so_far(lesson, implementation) for each in wrong}
+        runs = list(dict.fromkeys((each.part, each.row.model, each.row.place.case) for each in wrong))
+        of_part = [[part for part, *_ in runs[:at]].count(part) for at, (part, *_) in enumerate(runs)]
+        said: list[Finding] = []
+        for _, (part, model, case) in sorted(
+            zip(of_part, runs, strict=True), key=lambda each: each[0]
+        ):  # every part soon
+            found = OfModel(model, parts[part], implementation).causes(case)
+            first = next(found, None)
+            said += [first] if first is not None else []
+            if first is not None and first.kind == "honest":
+                said += found  # nothing else may be there
+            if any(each.kind == "mistake" for each in said) or _n_unknown(said) >= TRIED:
+                break
+        return _told(said)
+
+
+def _n_unknown(said: Sequence[Finding]) -> int:
+    return sum(each.kind != "honest" for each in said)
+
+
+def _told(said: Sequence[Finding]) -> list[Suspect]:
+    """Of the first mistake, else of the first that nothing known makes; arithmetic only where nothing else is."""
+    found = sorted(said, key=lambda each: {"mistake": 0, "honest": 2}.get(each.kind, 1))
+    if not found:
         return []
+    first = found[0]
+    if first.kind == "honest":
+        return list({each.name: each for each in map(_of_arithmetic, said)}.values())
+    near = [NearMiss(*astuple(each)) for each in first.near_misses]
+    return [*_as_one(first.suspects), *first.alternatives, *near]
+
+
+def _of_arithmetic(finding: Finding) -> Suspect:
+    if finding.suspects:
+        return replace(_as_one(finding.suspects)[0], stages=())
+    kind = finding.sentence.partition(":")[0]
+    return Suspect(kind, f"Numbers are {kind}.", (), 1.0, 1.0)
+
+
+def _as_one(suspects: Sequence[Suspect]) -> list[Suspect]:
+    """Two that make it together."""
+    if len(suspects) < 2:
+        return [*suspects]
+    name, sentence = " + ".join(each.name for each in suspects), " And: ".join(each.sentence for each in suspects)
+    return [replace(suspects[0], name=name, sentence=sentence)]
 
 
 def written_parts(lesson: Lesson, implementation: Implementation) -> list[Part]:
@@ -67,6 +118,12 @@ def suite_of(model: str) -> ForwardSuite:
     """The claims of a built-in model; made once."""
     weights, golden = stored(model)
     return ForwardSuite(model, weights, golden.cases, golden.evidence, golden.truth)
+
+
+@cache
+def wide(model: str) -> Weights:
+    """In which a diagnosis computes."""
+    return suite_of(model).weights.astype(np.float64, keep=True)
 
 
 class OfModel:
@@ -94,6 +151,14 @@ class OfModel:
         with self.implementation.installed(self.parts):
             return run(self.weights, this, **how)  # type: ignore[arg-type]
 
+    def causes(self, case: str) -> Iterator[Finding]:
+        """What a diagnosis finds in a pass in two parts; the run is over before it begins."""
+        this = self.suite.cases[case]
+        n = len(this.ids) // 2
+        begin, rest = Pass(this.ids[:n], this.first_position), this.after(n)
+        dump = StageDump.of_arrays([begin, rest], self.trace(begin), self.trace(this, n_cached=n))
+        return causes(wide(self.model), dump)
+
     def _isolated(self, case: str, this: Pass, stages: set[str]) -> Iterator[Judged]:
         for witness, golden in self.suite.evidence.items() if stages else ():
             trace = self.trace(this, golden=golden.traces[case])
@@ -109,7 +174,7 @@ class OfModel:
                 yield self._judged(self.suite.chained(self.runner, case, witness, n_cached, name), trace.get(name))
 
     def _judged(self, claim: Claim, got: np.ndarray | None) -> Judged:
-        return Judged(judge(claim, got, model=self.model, backend=BACKEND), claim, got)
+        return Judged(judge(claim, got, model=self.model, backend=BACKEND), claim, got, config=self.config)
 
     def _keys(self, stages: set[str]) -> Iterator[str]:
         shown = self._shown(stages)

@@ -40,15 +40,24 @@ def diagnose(weights: Weights, dump: StageDump, *, model: str = "", say: Say = l
     Returns:
         The diagnosis.
     """
-    replay = Replay(weights, dump)
-    judge = Judge(replay, say)
-    results = list(judge.results())
-    trials = Trials(replay, judge.pasts)
+    results, trials = _looked_at(weights, dump, say)
     found = list(_findings(results, trials, say))
     say("looking for what this dump cannot show")
     hidden = _could_not_show(results, trials)
     findings = [*found, *_arithmetic(results)]
     return Diagnosis(model, dump.source, settled(results, findings), findings, hidden, dump.notes)
+
+
+def causes(weights: Weights, dump: StageDump) -> Iterator[Finding]:
+    """The findings of `diagnose` alone, each looked for when it is asked for: the first takes a fraction of all."""
+    results, trials = _looked_at(weights, dump, lambda line: None)
+    yield from _findings(results, trials, lambda line: None)
+    yield from _arithmetic(results)
+
+
+def _looked_at(weights: Weights, dump: StageDump, say: Say) -> tuple[list[StageResult], Trials]:
+    judge = Judge(Replay(weights, dump), say)
+    return list(judge.results()), Trials(judge.replay, judge.pasts)
 
 
 def settled(results: Sequence[StageResult], findings: Sequence[Finding]) -> list[StageResult]:

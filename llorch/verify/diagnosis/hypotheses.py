@@ -332,6 +332,7 @@ def honest(config: ModelConfig) -> Iterator[Hypothesis]:
     for kind in HALF.values():
         rounding = partial(_rounded, kind=kind)
         yield _products(f"products-in-{kind.lower()}", kind, rounding, weights=rounding)
+        yield _products(f"products-kept-in-{kind.lower()}", kind, rounding, weights=rounding, results=rounding)
 
 
 def _widths(config: ModelConfig) -> tuple[int, ...]:
@@ -339,9 +340,15 @@ def _widths(config: ModelConfig) -> tuple[int, ...]:
 
 
 def _products(
-    name: str, kind: str, inputs: Callable[[np.ndarray], np.ndarray], weights: Callable[..., np.ndarray] | None = None
-) -> Hypothesis:
-    what = "and weights" if weights else ""
+    name: str, kind: str, inputs: Callable[[np.ndarray], np.ndarray], weights: Callable[..., np.ndarray] | None = None,
+    results: Callable[[np.ndarray], np.ndarray] | None = None,
+) -> Hypothesis:  # fmt: skip
+    what = "Inputs, weights and results" if results else "Inputs and weights" if weights else "Inputs"
+
+    def kept(inputs: StageInputs, stage: str, array: np.ndarray) -> np.ndarray:
+        """A bias is added to what was rounded."""
+        bias = inputs.weights.get(BY_NAME[stage].matrix.replace("_proj", "_bias")) if BY_NAME[stage].matrix else None
+        return results(array) if bias is None else results(array - bias) + bias  # type: ignore[misc] (planted with it)
 
     def change(places: Places) -> Change:
         layers = {place.rpartition(".")[0] for place in places}
@@ -349,11 +356,11 @@ def _products(
         passed_on = {f"{layer}.{stage}" if layer else stage: inputs for layer in layers for stage in stages}
         matrices = partial(_in_matrices, rounding=weights) if weights else None
         rounded = partial(_with_weights, rounding=matrices) if matrices else lambda setting: setting
-        return Change(passed_on=passed_on, setting=rounded)
+        return Change(dict.fromkeys(places, Plant(kept)) if results else {}, passed_on, rounded)
 
     return Hypothesis(
         name, "honest", PRODUCTS if weights else PRODUCTS[:-2],
-        f"Inputs {what + ' ' if what else ''}of products are rounded to {kind}.", change, rounds=True, by_place=False,
+        f"{what} of products are rounded to {kind}.", change, rounds=True, by_place=False,
     )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ def profile(
     Returns:
         Shares of tokens, heads and channels, infinite where zero is right and something else is there.
     """
-    theirs, ours = (_by_token(array, stage, config) for array in (got, want))
+    theirs, ours = (by_token(array, stage, config) for array in (got, want))
     n_tokens, n_heads, width = ours.shape
     stretches = np.arange(width) * min(width, MAX_STRETCHES) // width if stage.name == "logits" else np.arange(width)
     tokens, heads, channels = np.zeros((2, n_tokens)), np.zeros((2, n_heads)), np.zeros((2, width))
@@ -43,15 +43,16 @@ def profile(
             heads[at] += squares.sum(axis=(0, 2))
             channels[at] += squares.sum(axis=(0, 1))
     shares = _share(np.stack([np.bincount(stretches, weights=of) for of in channels]))
-    return Profile(_share(tokens), _share(heads) if _has_heads(stage) else None, shares, ulps)
+    return Profile(_share(tokens), _share(heads) if has_heads(stage) else None, shares, ulps)
 
 
-def _has_heads(stage: Stage) -> bool:
+def has_heads(stage: Stage) -> bool:
+    """Whether a stage, or its width, is cut into heads."""
     return bool({"heads", "kv_heads", "q_width", "kv_width"} & set(stage.axes.split()))
 
 
-def _by_token(array: np.ndarray, stage: Stage, config: ModelConfig) -> np.ndarray:
-    """As token, head, channel; one head where the stage has none."""
+def by_token(array: np.ndarray, stage: Stage, config: ModelConfig) -> np.ndarray:
+    """A stage as token, head, channel; one head where it has none."""
     axes = stage.axes.split()
     if axes[-1] in ("q_width", "kv_width"):
         return array.reshape(len(array), -1, config.head_dim)

@@ -1,0 +1,118 @@
+"""What a verdict says, and the names that mistakes get."""
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import pytest
+
+from llorch.learn.check import check, check_functions
+from llorch.learn.implementation import Implementation
+from llorch.learn.lessons import BY_NUMBER
+from llorch.learn.parts import forward
+from llorch.learn.verdict import BORROWED, WIDTH, Verdict
+from llorch.verify.judge import FAIL, PASS
+
+Array = np.ndarray
+
+
+def pairs_rotated(x: Array, cos: Array, sin: Array) -> Array:
+    y, (c, s) = np.empty_like(x), (table[:, None].astype(x.dtype) for table in (cos, sin))
+    y[..., ::2], y[..., 1::2] = x[..., ::2] * c - x[..., 1::2] * s, x[..., ::2] * s + x[..., 1::2] * c
+    return y
+
+
+def eps_outside(x: Array, weight: Array, eps: float) -> Array:
+    return x / (np.sqrt((x * x).mean(-1, keepdims=True)) + np.float32(eps)) * weight
+
+
+def gain_squared(x: Array, weight: Array, eps: float) -> Array:
+    return forward.rms_norm(x, weight * weight, eps)
+
+
+def silu_on_up(h: Array, gate_proj: Array, up_proj: Array, down_proj: Array) -> Array:
+    up = h @ up_proj.T
+    return (h @ gate_proj.T * (up / (1 + np.exp(-up)))) @ down_proj.T
+
+
+def first_key_lost(past_k: Array, past_v: Array, k: Array, v: Array) -> tuple[Array, Array]:
+    k, v = forward.append(past_k, past_v, k, v)
+    return np.concatenate([k[:, :1] * (past_k.shape[1] == 0), k[:, 1:]], axis=1), v
+
+
+def bfloat16(x: Array) -> Array:
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+def product(rounded: Callable[[Array], Array], kept: Callable[[Array], Array] = np.asarray) -> Callable[..., Array]:
+    def linear(x: Array, weight: Array, bias: Array | None) -> Array:
+        y = kept(rounded(x) @ rounded(weight).T).astype(np.float32)
+        return y if bias is None else y + bias
+
+    return linear
+
+
+def backwards(x: Array) -> Array:
+    return np.ascontiguousarray(x[:, ::-1])
+
+
+@pytest.mark.parametrize(
+    ("number", "parts", "name", "said"),
+    [
+        ("01b", {"rope": pairs_rotated}, "rope-interleaved-pairs", "token 0 right, tokens 1-11 wrong; all heads"),
+        ("01", {"rms_norm": eps_outside}, "norm-eps-outside-root", "every token has a factor of its own"),
+        ("06", {"feed_forward": silu_on_up}, "swiglu-silu-on-up", "ffn-gate-and-up-swapped"),
+        ("01", {"rms_norm": gain_squared}, "", "none of the known mistakes makes exactly this"),
+        ("03", {"append": first_key_lost}, "", "token 0 wrong, tokens 1-11 right"),
+    ],
+)
+def test_a_failure_is_named_and_shown(number: str, parts: Mapping[str, Callable], name: str, said: str):
+    found = check_functions(number, **parts)
+    assert (found.word, found.where) == (FAIL, f"{next(iter(parts))}() of this page")
+    assert [each.name for each in found.suspects if each.share > 0.999][:1] == ([name] if name else [])
+    lines = str(found).splitlines()
+    assert len(lines) < 15
+    assert max(map(len, lines)) <= WIDTH
+    assert said in str(found)
+    assert found.record()["first"]
+
+
+@pytest.mark.parametrize(
+    ("linear", "said"),
+    [
+        (product(backwards), ""),
+        (product(bfloat16), "Inputs and weights of products are rounded to BF16"),
+        pytest.param(product(lambda x: x.astype(np.float16)), "Numbers are float16", marks=pytest.mark.slow),
+        pytest.param(product(bfloat16, bfloat16), "weights and results of products are", marks=pytest.mark.slow),
+    ],
+    ids=["another-order", "bfloat16", "float16", "kept-in-bfloat16"],
+)
+def test_arithmetic_is_no_bug(linear: Callable[..., Array], said: str):
+    found = check_functions("02", linear=linear, qkv=forward.qkv)
+    assert (found.word, found.is_honest) == (PASS, bool(said))
+    assert ("not your bug" in str(found)) == bool(said)
+    assert said in str(found)
+
+
+def test_a_mistake_beside_arithmetic_fails():
+    def qkv(h: Array, **given: Array) -> tuple[Array, Array, Array]:
+        q, k, v = forward.qkv(h, **given)  # type: ignore[arg-type] (as it is called)
+        return q, k[:, ::-1], v
+
+    found = check_functions("02", linear=product(bfloat16), qkv=qkv)
+    assert (found.word, found.is_honest) == (FAIL, False)
+
+
+def test_the_first_lesson_that_differs_is_said_where_results_go_on():
+    rotated = {"rms_norm": forward.rms_norm, "rope": pairs_rotated, "attention_scores": eps_outside}
+    found = check(BY_NUMBER["05"], Implementation("x", rotated | {"attention_context": forward.our_context}), "chained")
+    assert (found.lesson, found.word) == ("01b", FAIL)
+    assert "not looked at: 03, 04, 05" in str(found)
+
+
+def test_a_pass_is_one_line():
+    found = check_functions("01", rms_norm=forward.rms_norm)
+    assert (found.word, found.wrong, found.suspects) == (PASS, [], ())
+    assert str(found).count("\n") == 0
+    assert "384 comparisons, 4 models" in str(found)
+    assert "not written yet, ours runs instead: rms_norm" in str(Verdict("01", BORROWED, borrowed=["rms_norm"]))
