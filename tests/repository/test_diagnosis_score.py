@@ -91,6 +91,7 @@ def test_the_catalogue_has_a_row_for_each_of_its_engines_and_none_is_accused():
     assert [*catalogue.cells(by_name["joined products"])][3] == "0"
 
 
+@pytest.mark.slow
 def test_some_dumps_reach_the_goals():
     answers = ask_all(chosen(quick=True))
     assert {answer.group for answer in answers} >= {"planted", "blocks", "reports", "honest", "engines"}
