@@ -145,7 +145,7 @@ class Trials:
                 continue
             found = beside(self.replay, seen, result.key, made).where_finite().difference
             before = result.local.error  # infinite where shape or mask is another: to have that one is to explain it
-            share = 1.0 if math.isinf(before) else 1 - times_over(found.error, before)
+            share = 1 - times_over(found.error, before) if math.isfinite(found.error) else 0.0  # all zero beside none
             if found.fault is None:
                 trials.append(Trial(hypotheses, places, max(share, 0.0), found.over(_limit_of(result, found))))
         return min(trials, key=lambda trial: trial.left, default=Trial(hypotheses, places, 0.0, math.inf))

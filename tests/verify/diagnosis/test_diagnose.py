@@ -8,6 +8,7 @@ import pytest
 from planted import MICRO, golden_of
 from planted_dumps import BLOCKS, WHOLE, dumped, mistake, passes, wide
 
+from llorch.cache import KVCache
 from llorch.dumps.stage_dump import Features, StageDump
 from llorch.ops.rounding import ActivationKind, round_activations
 from llorch.stages import keys
@@ -40,6 +41,19 @@ def test_what_an_engine_of_others_shows_is_right(model: str, producer: str, case
         assert found.findings == []
         assert {result.key for result in found.results} == {*shown}
         assert max(result.over for result in found.results) < 1
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["every-key", "keys-of-the-past"])
+def test_the_cache_beside_a_dump_is_the_one_that_runs(monkeypatch: pytest.MonkeyPatch, first: int):
+    dump, right = dumped(MODEL, passes(MODEL, 5, 7)), KVCache.append
+
+    def append(self: KVCache, layer: int, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        keys, values = right(self, layer, k, v)
+        return np.concatenate([keys[:, : -len(k)] * 0, keys[:, -len(k) :] * first], axis=1), values
+
+    monkeypatch.setattr(KVCache, "append", append)
+    found = diagnose(wide(MODEL), dump)
+    assert (found.is_right, found.findings[0].key, found.findings[0].n_pass) == (False, "l0.k_cache", first)
 
 
 @pytest.mark.parametrize(  # no engine could go on with a cache of repeated heads
