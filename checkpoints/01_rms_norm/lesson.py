@@ -153,9 +153,9 @@ print(check_functions("01", rms_norm=wrong))
 #
 # ![Error of the result against the size of the row, for two mistakes with eps](fig/eps.svg)
 #
-# The whole matter of $\epsilon$ in one plot: the smaller a row, the more it counts. Below the dashed line is
-# rounding, where nobody can see anything. The ticks at the bottom are the rows that the norms of three models read:
-# with `story` alone, most of these mistakes would pass.
+# The whole matter of $\epsilon$ in one plot: the smaller a row, the more it counts. Below the dashed line is rounding,
+# where nobody can see anything. The ticks at the bottom are the rows that the norms of three models read: the leftmost,
+# the embeddings of `micro-llama`, are why this mistake cannot hide here.
 #
 # ## Exercise
 #

@@ -49,7 +49,7 @@ LESSONS: tuple[Lesson, ...] = (  # in the order of the forward pass, then of tra
     Lesson("00", 80, (forward.EMBEDDING,)),
     Lesson("01", 20, (forward.RMS_NORM,)),
     Lesson("02", 35, (forward.LINEAR, forward.QKV)),
-    Lesson("01b", 45, (forward.FREQUENCIES, forward.ROPE_TABLES, forward.ROPE)),
+    Lesson("01b", 45, (forward.FREQUENCIES, forward.SCALE_FREQUENCIES, forward.ROPE_TABLES, forward.ROPE)),
     Lesson("03", 40, (forward.APPEND,)),
     Lesson("04", 35, (forward.ATTENTION_SCORES, forward.ATTENTION_PROBS)),
     Lesson("05", 20, (forward.ATTENTION_CONTEXT,)),

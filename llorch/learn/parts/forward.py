@@ -125,6 +125,15 @@ def _tables_adapted(call: Call, right: Call) -> Call:
     return adapted
 
 
+def _scale_adapted(call: Call, right: Call) -> Call:
+    def adapted(inv_freq: Array, scaling: Any, *, head_dim: int, theta: float) -> Array:
+        if scaling is None:
+            return inv_freq
+        return call(inv_freq=inv_freq, factors=inv_freq / right(inv_freq, scaling, head_dim=head_dim, theta=theta))
+
+    return adapted
+
+
 def _append_adapted(call: Call, right: Call) -> Call:
     def adapted(cache: Any, layer: int, k: Array, v: Array) -> tuple[Array, Array]:
         past_k, past_v = (store[layer][:, : cache.length] for store in (cache._keys, cache._values))
@@ -184,6 +193,10 @@ FREQUENCIES = Part(
     name="frequencies", reference=lambda head_dim, theta: our_frequencies(head_dim, theta), returns=("inv_freq",),
     replaces="llorch.ops.rope.frequencies", stages=("q_rope", "k_rope"),
     adapt=lambda call, right: lambda head_dim, theta: call(head_dim=head_dim, theta=theta),
+)  # fmt: skip
+SCALE_FREQUENCIES = Part(
+    name="scale_frequencies", reference=lambda inv_freq, factors: inv_freq / factors, returns=("inv_freq",),
+    replaces="llorch.ops.rope.scale_frequencies", stages=("q_rope", "k_rope"), adapt=_scale_adapted,
 )  # fmt: skip
 ROPE_TABLES = Part(
     name="rope_tables", reference=rope_tables, returns=("cos", "sin"), stages=("q_rope", "k_rope"),
