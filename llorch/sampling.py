@@ -90,6 +90,11 @@ def softmax(logits: Logits) -> Logits:
     return (weights / weights.sum(dtype=np.float64)).astype(logits.dtype)
 
 
+def greedy(logits: Logits) -> int:
+    """The likeliest token; among equals the lowest id."""
+    return int(np.argmax(logits))
+
+
 def probabilities(logits: Logits, settings: SamplingSettings, history: Sequence[int]) -> Logits:
     """The distribution that sampling draws from: zero for removed tokens; at temperature 0 all on the lowest best id.
 
@@ -97,7 +102,7 @@ def probabilities(logits: Logits, settings: SamplingSettings, history: Sequence[
     """
     wide = penalise(logits.astype(np.float64), history, penalty=settings.repetition_penalty)
     if settings.temperature == 0:
-        return np.eye(1, wide.size, int(np.argmax(wide)), dtype=logits.dtype)[0]
+        return np.eye(1, wide.size, greedy(wide), dtype=logits.dtype)[0]
     wide = wide / settings.temperature
     wide = keep_top_k(wide, k=settings.top_k)
     wide = keep_top_p(wide, p=settings.top_p)

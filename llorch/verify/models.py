@@ -72,8 +72,8 @@ def verify_stored(name: str, runners: Runners = numpy_runners, *, backend: str =
         CheckpointMismatch: What ran is not the model, or not where it was to run.
     """
     weights, golden = stored(name)
-    yield from foundation_rows(name, own_tensors(weights), golden.tensors, backend=backend)
-    yield from token_rows(name, weights, golden.tokens, backend=backend)
+    yield from foundation_rows(name, own_tensors(weights.source), golden.tensors, backend=backend)
+    yield from token_rows(name, Model(weights).tokenizer.encode, golden.tokens, backend=backend)
     suite = ForwardSuite(name, weights, golden.cases, golden.evidence, golden.truth)
     for runner in runners(weights, wide=True):
         yield from suite.rows(runner)
@@ -125,9 +125,9 @@ def verify_live(
         return
     say("reading the tensor table")
     model, foreign = Model(shown.weights).name, foreign_tensors(path)
-    yield from foundation_rows(model, own_tensors(shown.weights), foreign, backend=backend)
+    yield from foundation_rows(model, own_tensors(shown.weights.source), foreign, backend=backend)
     if shown.texts:
-        yield from token_rows(model, shown.weights, shown.texts, backend=backend)
+        yield from token_rows(model, Model(shown.weights).tokenizer.encode, shown.texts, backend=backend)
     suite = ForwardSuite(model, shown.weights, shown.cases, shown.evidence, shown.truth)
     for runner in runners(shown.weights, wide=shown.truth is not None):
         say(f"comparing {runner.name}")
@@ -216,9 +216,9 @@ def verify_as_stored(
         return
     say("comparing tensors")
     foreign = foreign_tensors(path)
-    yield from foundation_rows(name, own_tensors(model.weights), foreign)
+    yield from foundation_rows(name, own_tensors(model.weights.source), foreign)
     if text is not None and theirs is not None:
-        yield from token_rows(name, model.weights, [TokenCheck(text, {"llamacpp": theirs})])
+        yield from token_rows(name, model.tokenizer.encode, [TokenCheck(text, {"llamacpp": theirs})])
     yield from decode_rows(name, model.weights)
     say("comparing stages")
     weights = SharedWeights(model.weights, say) if model.weights.packed else model.weights

@@ -22,7 +22,7 @@ PATH = builtin_path("micro-qwen2")
 
 
 def test_both_readers_see_the_same_tensors():
-    assert differing(own_tensors(open_weights(PATH)), foreign_tensors(PATH)) == []
+    assert differing(own_tensors(open_weights(PATH).source), foreign_tensors(PATH)) == []
 
 
 def test_one_flipped_bit_of_a_weight_fails_the_foundation(tmp_path: Path):
@@ -30,7 +30,7 @@ def test_one_flipped_bit_of_a_weight_fails_the_foundation(tmp_path: Path):
     content = bytearray(PATH.read_bytes())
     content[-100] ^= 1
     copy.write_bytes(content)
-    (row,) = foundation_rows("flipped", own_tensors(open_weights(copy)), foreign_tensors(PATH))
+    (row,) = foundation_rows("flipped", own_tensors(open_weights(copy).source), foreign_tensors(PATH))
     assert row.verdict == FAIL
     assert row.note
 
@@ -38,13 +38,13 @@ def test_one_flipped_bit_of_a_weight_fails_the_foundation(tmp_path: Path):
 def test_other_token_ids_fail_and_are_shown():
     weights = open_weights(PATH)
     checks = [TokenCheck("Once", {"llamacpp": [1, 2, 3]})]
-    (row,) = token_rows("micro-qwen2", weights, checks)
+    (row,) = token_rows("micro-qwen2", Model(weights).tokenizer.encode, checks)
     assert row.verdict == FAIL
     assert "'Once'" in row.note
 
 
 def test_a_tensor_that_one_reader_alone_sees_fails_the_foundation():
-    table = own_tensors(open_weights(PATH))
+    table = own_tensors(open_weights(PATH).source)
     less = {name: entry for name, entry in table.items() if name != "blk.1.ffn_up.weight"}
     for own, foreign in ((less, table), (table, less), ({}, table), (table, {})):
         (row,) = foundation_rows("micro-qwen2", own, foreign)
@@ -54,10 +54,13 @@ def test_a_tensor_that_one_reader_alone_sees_fails_the_foundation():
 
 def test_every_text_is_compared_and_the_share_of_wrong_ones_is_given():
     weights = open_weights(PATH)
-    right = Model(weights).tokenizer.encode("Once")
+    encode = Model(weights).tokenizer.encode
+    right = encode("Once")
     checks = [TokenCheck("Once", {"llamacpp": right}) for _ in range(3)]
-    assert [row.verdict for row in token_rows("micro-qwen2", weights, checks)] == [PASS]
-    (row,) = token_rows("micro-qwen2", weights, [*checks, TokenCheck("upon", {"llamacpp": [1]})])
+    assert [row.verdict for row in token_rows("micro-qwen2", encode, checks)] == [PASS]
+    (row,) = token_rows(
+        "micro-qwen2", Model(weights).tokenizer.encode, [*checks, TokenCheck("upon", {"llamacpp": [1]})]
+    )
     assert (row.verdict, row.error) == (FAIL, 0.25)
     assert row.note.startswith("'upon': ")
 
@@ -74,7 +77,7 @@ def test_a_live_run_starts_with_the_tensors_of_the_other_reader(monkeypatch: pyt
 @pytest.mark.parametrize("kind", ["file", "folder"])
 def test_the_other_reader_is_not_ours(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = PATH if kind == "file" else write_folder(tmp_path / "tiny", random_tensors("llama"))
-    own = own_tensors(open_weights(path))
+    own = own_tensors(open_weights(path).source)
     monkeypatch.delattr(MappedFile, "__init__")  # what both of our readers read with
     with pytest.raises(TypeError):
         open_weights(path)

@@ -39,9 +39,14 @@ def decode_f64(chunk: Chunk, out: np.ndarray) -> None:
 
 
 def decode_bf16(chunk: Chunk, out: np.ndarray) -> None:
-    """Widen bfloat16, which is the upper half of a float32."""
+    """See `widen_bfloat16`."""
+    widen_bfloat16(chunk.blocks.view("<u2"), out)
+
+
+def widen_bfloat16(codes: np.ndarray, out: np.ndarray) -> None:
+    """A bfloat16 is the upper half of a float32."""
     bits = out.view(np.uint32)
-    bits[...] = chunk.blocks.view("<u2")
+    bits[...] = codes
     bits <<= np.uint32(16)
 
 

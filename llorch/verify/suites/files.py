@@ -14,17 +14,17 @@ from pathlib import Path
 
 import numpy as np
 
-from llorch.files import Weights, open_weights
+from llorch.files import SafetensorsFolder, Weights, open_weights
 from llorch.files.gguf import GGUFFile
 from llorch.files.packed import Packed
 from llorch.files.quant import GGMLType
-from llorch.model import Model
 from llorch.verify.goldens import TokenCheck
 from llorch.verify.judge import Row, exact_row
 from llorch.verify.places import Place
 from llorch.verify.witnesses.process import in_child
 
 Table = Mapping[str, str]  # tensor name -> "dtype shape [sha256]"
+Encode = Callable[[str], list[int]]  # with the special tokens that the file asks for
 
 
 def foundation_rows(model: str, own: Table, foreign: Table, *, backend: str = "numpy") -> Iterator[Row]:
@@ -34,13 +34,12 @@ def foundation_rows(model: str, own: Table, foreign: Table, *, backend: str = "n
     yield exact_row(Place("00", "tensors"), "reader", share, note, model=model, backend=backend)
 
 
-def token_rows(model: str, weights: Weights, checks: Sequence[TokenCheck], *, backend: str = "numpy") -> Iterator[Row]:
+def token_rows(model: str, encode: Encode, checks: Sequence[TokenCheck], *, backend: str = "numpy") -> Iterator[Row]:
     """Checkpoint 00: our token ids against each producer's, for every text."""
-    tokenizer = Model(weights).tokenizer
     for producer in sorted({producer for check in checks for producer in check.ids}):
         texts = [check for check in checks if producer in check.ids]
-        wrong = [check for check in texts if tokenizer.encode(check.text) != list(check.ids[producer])]
-        note = f"{wrong[0].text!r}: {tokenizer.encode(wrong[0].text)} not {wrong[0].ids[producer]}" if wrong else ""
+        wrong = [check for check in texts if encode(check.text) != list(check.ids[producer])]
+        note = f"{wrong[0].text!r}: {encode(wrong[0].text)} not {wrong[0].ids[producer]}" if wrong else ""
         yield exact_row(Place("00", "token_ids"), producer, len(wrong) / len(texts), note, model=model, backend=backend)
 
 
@@ -67,9 +66,8 @@ def _decodes_alike(packed: Packed, ask: Callable[..., Future[str]]) -> bool:
     return True
 
 
-def own_tensors(weights: Weights) -> Table:
+def own_tensors(source: GGUFFile | SafetensorsFolder) -> Table:
     """The tensor table by our reader, in the file's own names and shapes."""
-    source = weights.source
     if isinstance(source, GGUFFile):
         tensors = source.tensors.items()
         return {name: _entry(info.ggml_type.name, info.shape, source.raw(name)) for name, info in tensors}
@@ -80,7 +78,7 @@ def fingerprint(path: Path) -> str:
     """Hash of the names, types, shapes and bytes of all tensors of a GGUF file; the rest of the file is free."""
     weights = open_weights(path)
     with closing(weights.source):
-        table = sorted(own_tensors(weights).items())
+        table = sorted(own_tensors(weights.source).items())
     return hashlib.sha256(repr(table).encode()).hexdigest()
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from llorch.files import Weights
+from llorch.sampling import greedy
 from llorch.stages import BY_NAME, Stage, key, keys
 from llorch.verify.compare import EXACT, Difference, Tolerance, measure
 from llorch.verify.goldens import SAMPLINGS, Evidence, Truth, sampler_inputs
@@ -71,7 +72,7 @@ class ForwardSuite:
             ValueError: A trace has not exactly the stages of the model.
         """
         self.model, self.weights, self.cases, self.evidence, self.truth = model, weights, cases, evidence, truth
-        self._prompt = cases["near"].ids[:n_prompt] if "near" in cases else ()
+        self.prompt = cases["near"].ids[:n_prompt] if "near" in cases else ()
         self._keys = list(keys(weights.config))
         self._places = {name: (stage, layer) for name, stage, layer in self._keys}
         self._limits: dict[tuple[str, str, bool], Limits] = {}
@@ -86,7 +87,7 @@ class ForwardSuite:
         """Judge everything that a runner computes, in the order of the forward pass for each mode."""
         sampled = [
             lambda: runner.last_row(self.cases["near"]),
-            lambda: runner.text(self._prompt, self._n_greedy(runner)),
+            lambda: runner.text(self.prompt, self.n_greedy(runner)),
         ]
         *judged, row, text = self._made(runner, [*self._stage_passes(runner), *self._decode_passes(runner), *sampled])
         with runner.arithmetic():
@@ -215,46 +216,52 @@ class ForwardSuite:
 
     def sampler_rows(self, runner: Runner) -> Iterator[Row]:
         """Checkpoints 09 to 12: the row that sampling sees, its argmax, distributions, greedy text."""
-        row, text = runner.last_row(self.cases["near"]), runner.text(self._prompt, self._n_greedy(runner))
+        row, text = runner.last_row(self.cases["near"]), runner.text(self.prompt, self.n_greedy(runner))
         return self._sampler_rows(runner, row, text)
 
-    def _n_greedy(self, runner: Runner) -> int:
+    def n_greedy(self, runner: Runner) -> int:
+        """Length of the greedy text."""
         return max((len(golden.greedy) for golden in self.witnesses(runner).values()), default=0)
 
     def _sampler_rows(self, runner: Runner, row: np.ndarray, text: np.ndarray) -> Iterator[Row]:
-        best = np.asarray([int(np.argmax(row))])
-        distributions = runner.probabilities(*self._sampler_inputs())
-        tokens = Tokens(self.model, runner, self._prompt, self._margins(runner))
-        first = Tokens(self.model, runner, self._prompt, NOTHING_KNOWN) if self.rounds else tokens  # `_beside_one_pass`
+        best = np.asarray([greedy(row)])
+        distributions = runner.probabilities(*self.sampler_inputs())
+        tokens = self.tokens(runner)
+        first = Tokens(self.model, runner, self.prompt, NOTHING_KNOWN) if self.rounds else tokens  # `_beside_one_pass`
         for witness, golden in self.witnesses(runner).items():
-            selected = judge(self._selected(runner, witness, golden), row, model=self.model, backend=runner.name)
-            argmax = first.row("10", "argmax", witness, best, np.asarray([int(np.argmax(golden.selected_logits))]))
+            selected = judge(self.selected(runner, witness), row, model=self.model, backend=runner.name)
+            argmax = first.row("10", "argmax", witness, best, np.asarray([greedy(golden.selected_logits)]))
             yield from (self._beside_one_pass(runner, each, row, golden) for each in (selected, argmax))
-            yield from self._probability_rows(runner, witness, golden, distributions)
+            for name, ours in distributions.items():
+                yield self.distribution_row(runner, self.distribution(runner, witness, name), ours)
             yield tokens.row("12", "generation", witness, text, golden.greedy)
 
-    def _probability_rows(
-        self, runner: Runner, witness: str, golden: Evidence, ours: Mapping[str, np.ndarray]
-    ) -> Iterator[Row]:
-        """Checkpoint 11: what each setting makes of the same logits."""
-        for name, want in golden.probabilities.items():
-            true = self.truth.evidence.probabilities[name] if self.truth is not None else None
-            allowed = MATHEMATICS if runner.dtype == "float64" else self.softmax_limit()
-            place = Place("11", "probabilities", part=name)
-            row = judge(
-                Claim(place, "isolated", witness, want, allowed, truth=true),
-                ours[name],
-                model=self.model,
-                backend=runner.name,
-            )
-            logits, _ = self._sampler_inputs()
-            edge = edge_of_top_p(ours[name], want, logits, SAMPLINGS[name], allowed) if row.verdict == FAIL else ""
-            yield tied(row, edge) if edge else row
+    def tokens(self, runner: Runner) -> Tokens:
+        """Checkpoints 10 and 12: judges tokens, which rounding decides at near-ties."""
+        return Tokens(self.model, runner, self.prompt, self._margins(runner))
 
-    def _selected(self, runner: Runner, witness: str, golden: Evidence) -> Claim:
+    def selected(self, runner: Runner, witness: str) -> Claim:
+        """Checkpoint 09: the row that sampling sees."""
         limit = MATHEMATICS if witness == WITNESS else self._limits_for(runner, "near").last_row()
         true = self.truth.evidence.selected_logits if self.truth is not None else None
-        return Claim(Place("09", "selected_logits"), "chained", witness, golden.selected_logits, limit, truth=true)
+        want = self.witnesses(runner)[witness].selected_logits
+        return Claim(Place("09", "selected_logits"), "chained", witness, want, limit, truth=true)
+
+    def distribution(self, runner: Runner, witness: str, name: str) -> Claim:
+        """Checkpoint 11: what one of `SAMPLINGS` makes of `sampler_inputs`."""
+        true = self.truth.evidence.probabilities[name] if self.truth is not None else None
+        want = self.witnesses(runner)[witness].probabilities[name]
+        allowed = MATHEMATICS if runner.dtype == "float64" else self.softmax_limit()
+        return Claim(Place("11", "probabilities", part=name), "isolated", witness, want, allowed, truth=true)
+
+    def distribution_row(self, runner: Runner, claim: Claim, ours: np.ndarray) -> Row:
+        """Its verdict: a TIE where nothing but tokens at the edge of top-p differ."""
+        row = judge(claim, ours, model=self.model, backend=runner.name)
+        if row.verdict != FAIL:
+            return row
+        settings, (logits, _) = SAMPLINGS[claim.place.part or ""], self.sampler_inputs()
+        edge = edge_of_top_p(ours, claim.want, logits, settings, claim.limit)
+        return tied(row, edge) if edge else row
 
     def _free_row(self, runner: Runner, case: str, chained: Sequence[Row]) -> Row:
         """The run as users get it, with nothing replaced; what flips may do to it is granted, and no more."""
@@ -286,14 +293,15 @@ class ForwardSuite:
     def _margins(self, runner: Runner) -> Margins:
         """Between which tokens rounding decides: by the truth's logits, under ggml numerics by llama.cpp's one pass."""
         if self.rounds:
-            logits, first = next(iter(self.evidence.values())).traces["near"]["logits"], len(self._prompt) - 1
+            logits, first = next(iter(self.evidence.values())).traces["near"]["logits"], len(self.prompt) - 1
             return Margins(logits[first:], None, self._limits_for(runner, "near").free_variances[first:])
         if self.truth is None:
             return NOTHING_KNOWN
         moved = MATHEMATICS.worst if runner.dtype == "float64" else self._limits_for(runner, "near").moved()
         return Margins(self.truth.step_logits, self.truth.evidence.greedy, moved)
 
-    def _sampler_inputs(self) -> tuple[np.ndarray, Sequence[int]]:
+    def sampler_inputs(self) -> tuple[np.ndarray, Sequence[int]]:
+        """Logits and history that the filters are shown."""
         return sampler_inputs(self.cases["near"].ids, self.weights.config.vocab_size)
 
     def _isolated_limit(self, runner: Runner, case: str, stage: Stage, key: str) -> Tolerance:
