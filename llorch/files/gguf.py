@@ -54,12 +54,8 @@ class GGUFFile(TensorFile[TensorInfo]):
         super().__init__(path)
         try:
             cursor = Cursor(self._file, limits)
-            self.version = _read_version(cursor)
-            n_tensors = _read_count(cursor, "tensor", limits.tensors)
-            n_entries = _read_count(cursor, "metadata entry", limits.metadata_entries)
-            self.metadata, kinds = read_metadata(cursor, n_entries)
-            self.alignment = _alignment(cursor, self.metadata, kinds)
-            self.tensors = _read_tensor_table(cursor, n_tensors, self.alignment)
+            self.version, n_tensors, self.metadata, self.alignment = read_head(cursor)
+            self.tensors = read_tensor_table(cursor, n_tensors, self.alignment)
         except BaseException:
             self.close()
             raise
@@ -83,6 +79,15 @@ class GGUFFile(TensorFile[TensorInfo]):
 def open_gguf(path: str | Path, *, limits: Limits = DEFAULT_LIMITS) -> GGUFFile:
     """Open a GGUF file, also in a `with` statement; the work is done in `GGUFFile`."""
     return GGUFFile(path, limits=limits)
+
+
+def read_head(cursor: Cursor) -> tuple[int, int, dict[str, Value], int]:
+    """What stands before the tensor table: version, number of tensors, metadata, alignment."""
+    version = _read_version(cursor)
+    n_tensors = _read_count(cursor, "tensor", cursor.limits.tensors)
+    n_entries = _read_count(cursor, "metadata entry", cursor.limits.metadata_entries)
+    metadata, kinds = read_metadata(cursor, n_entries)
+    return version, n_tensors, metadata, _alignment(cursor, metadata, kinds)
 
 
 def _read_version(cursor: Cursor) -> int:
@@ -114,7 +119,8 @@ def _alignment(cursor: Cursor, metadata: dict[str, Value], kinds: dict[str, GGUF
     return alignment
 
 
-def _read_tensor_table(cursor: Cursor, count: int, alignment: int) -> dict[str, TensorInfo]:
+def read_tensor_table(cursor: Cursor, count: int, alignment: int) -> dict[str, TensorInfo]:
+    """The rows of so many tensors by name; offsets are made ones from the start of the file."""
     rows: dict[str, TensorInfo] = {}
     for index in range(count):
         row = _read_tensor_row(cursor, index)

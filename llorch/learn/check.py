@@ -5,7 +5,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from llorch.learn.checks.after_logits import ArgmaxCheck, FilterCheck, GenerationCheck, RowCheck
 from llorch.learn.checks.forward import ForwardCheck
+from llorch.learn.checks.foundation import FoundationCheck
 from llorch.learn.guard import LearnerFault
 from llorch.learn.implementation import Implementation
 from llorch.learn.judging import Check, Judged, Mode
@@ -14,12 +16,13 @@ from llorch.learn.part import Call
 from llorch.learn.verdict import BORROWED, Verdict, word_for
 from llorch.verify.judge import FAIL, PASS
 
-FORWARD = ("00", "01", "01b", "02", "03", "04", "05", "06", "07", "08")
+FORWARD = ("01", "01b", "02", "03", "04", "05", "06", "07", "08")
 
 
 def check_of(lesson: Lesson) -> Check:
     """How a lesson is judged."""
     makers: dict[str, Callable[[], Check]] = dict.fromkeys(FORWARD, ForwardCheck)
+    makers |= {"00": FoundationCheck, "09": RowCheck, "10": ArgmaxCheck, "11": FilterCheck, "12": GenerationCheck}
     return makers[lesson.number]()
 
 

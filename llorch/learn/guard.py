@@ -3,7 +3,8 @@
 Shape, dtype and number of results are those of the reference for the same arguments; numbers are not looked at.
 """
 
-from collections.abc import Callable, Mapping
+import operator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,8 @@ class LearnerFault(Exception):
 
 def guarded(part: Part, function: Call, *, note: Callable[[str], None] = lambda line: None) -> Call:
     """A learner's function behind its checks."""
+    if part.streams:
+        return _guarded_stream(part, function)
 
     def call(**given: Any) -> Any:
         before = copied(given)
@@ -48,12 +51,30 @@ def guarded(part: Part, function: Call, *, note: Callable[[str], None] = lambda 
     return call
 
 
+def _guarded_stream(part: Part, function: Call) -> Call:
+    def call(**given: Any) -> Iterator[int]:
+        try:
+            for each in function(**given):
+                yield operator.index(each)
+        except LearnerFault:
+            raise  # of another part, in what it was given
+        except Exception as error:
+            raise LearnerFault(part.name, f"raised {type(error).__name__}: {error}") from error
+
+    return call
+
+
 def copied(given: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments that nobody else can change."""
     return {
-        name: value.copy() if isinstance(value, np.ndarray) else copied(value) if isinstance(value, Mapping) else value
+        name: value.copy() if _can_change(value) else copied(value) if isinstance(value, Mapping) else value
         for name, value in given.items()
     }
+
+
+def _can_change(value: Any) -> bool:
+    """Whether it is an array that can be written to; a mapped file cannot, and may be large."""
+    return isinstance(value, np.ndarray) and value.flags.writeable
 
 
 def _arrays(given: Mapping[str, Any]) -> list[np.ndarray]:
@@ -68,7 +89,7 @@ def _require_unchanged(part: Part, before: Mapping[str, Any], after: Mapping[str
         new = after[name]
         if isinstance(old, Mapping):
             _require_unchanged(part, old, new)
-        elif isinstance(old, np.ndarray) and not np.array_equal(old, new, equal_nan=old.dtype.kind == "f"):
+        elif _can_change(new) and not np.array_equal(old, new, equal_nan=old.dtype.kind == "f"):
             raise LearnerFault(part.name, f"changed its argument {name}; compute into a new array")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from llorch.learn.guard import guarded
 from llorch.learn.lessons import PARTS
-from llorch.learn.part import Call, Part
+from llorch.learn.part import Adapt, Call, Part
 from llorch.verify.mistakes.planting import replaced
 
 Note = Callable[[str], None]
@@ -44,9 +44,10 @@ class Implementation:
             for part in PARTS.values() if parts is None else parts:
                 if part.name in self.written:
                     call = guarded(part, self.written[part.name], note=note)
-                    stack.enter_context(replaced(part.replaces, _adapter(part, call)))
+                    for place, adapt in part.places.items():
+                        stack.enter_context(replaced(place, _adapter(adapt, call)))
             yield
 
 
-def _adapter(part: Part, call: Call) -> Callable[[Any], Any]:
-    return lambda right: part.adapt(call, right)
+def _adapter(adapt: Adapt, call: Call) -> Callable[[Any], Any]:
+    return lambda right: adapt(call, right)

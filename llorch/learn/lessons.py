@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 from llorch.learn.part import Part
-from llorch.learn.parts import forward
+from llorch.learn.parts import after_logits, forward, foundation
 from llorch.stages import CHECKPOINTS
 
 
@@ -45,8 +45,12 @@ def lessons_folder() -> Path:
     return inside if inside.is_dir() else here.parents[2] / "checkpoints"
 
 
+FILTERS = (
+    after_logits.SOFTMAX, after_logits.PENALISE, after_logits.KEEP_TOP_K, after_logits.KEEP_TOP_P,
+    after_logits.KEEP_MIN_P, after_logits.DISTRIBUTION,
+)  # fmt: skip
 LESSONS: tuple[Lesson, ...] = (  # in the order of the forward pass, then of training
-    Lesson("00", 80, (forward.EMBEDDING,)),
+    Lesson("00", 80, (foundation.BFLOAT16, foundation.TENSOR_TABLE, foundation.MERGE, forward.EMBEDDING)),
     Lesson("01", 20, (forward.RMS_NORM,)),
     Lesson("02", 35, (forward.LINEAR, forward.QKV)),
     Lesson("01b", 45, (forward.FREQUENCIES, forward.SCALE_FREQUENCIES, forward.ROPE_TABLES, forward.ROPE)),
@@ -56,6 +60,10 @@ LESSONS: tuple[Lesson, ...] = (  # in the order of the forward pass, then of tra
     Lesson("06", 25, (forward.SWIGLU, forward.FEED_FORWARD)),
     Lesson("07", 30, (forward.BLOCK,)),
     Lesson("08", 20, (forward.LOGITS,)),
+    Lesson("09", 10, (after_logits.LAST_ROW,)),
+    Lesson("10", 10, (after_logits.ARGMAX,)),
+    Lesson("11", 30, FILTERS),
+    Lesson("12", 35, (after_logits.POSITIONS, after_logits.GENERATE)),
 )
 BY_NUMBER: Mapping[str, Lesson] = {lesson.number: lesson for lesson in LESSONS}
 PARTS: Mapping[str, Part] = {part.name: part for lesson in LESSONS for part in lesson.parts}

@@ -11,6 +11,8 @@ from llorch.config import ModelConfig
 
 Call = Callable[..., Any]  # a part by keyword: arrays, numbers, texts, a dict of arrays; returns one result or a tuple
 
+Adapt = Callable[[Call, Call], Call]
+
 
 def nothing(config: ModelConfig) -> tuple[str, ...]:
     """A part behind which every stage shows."""
@@ -27,6 +29,8 @@ class Part:
         returns: Names of what it returns, one or several.
         replaces: The function of ours in whose place it is put, `llorch.ops.rope.rope`.
         adapt: Makes what is put there of the learner's function and of ours.
+        also: Further functions of ours in whose place it is put, each with what makes that of it.
+        streams: Whether it is given a function and yields whole numbers: only Python can write it.
         stages: Of the stage table, that it makes.
         hidden: Stages that do not show while it stands there, because they are made inside it.
     """
@@ -35,9 +39,16 @@ class Part:
     reference: Call
     returns: tuple[str, ...]
     replaces: str
-    adapt: Callable[[Call, Call], Call]
+    adapt: Adapt
+    also: tuple[tuple[str, Adapt], ...] = ()
+    streams: bool = False
     stages: tuple[str, ...] = ()
     hidden: Callable[[ModelConfig], tuple[str, ...]] = nothing
+
+    @property
+    def places(self) -> Mapping[str, Adapt]:
+        """Every function of ours whose place it takes."""
+        return {self.replaces: self.adapt, **dict(self.also)}
 
     def results(self, returned: Any) -> Mapping[str, Any]:
         """What a call returned, by name."""

@@ -1,0 +1,224 @@
+"""Lessons 09 to 12: what sampling makes of the logits, in all built-in models, beside both engines.
+
+The known mistakes are planted on the same inputs: one that makes exactly what was made, wherever that is wrong, names
+it.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from llorch import sampling
+from llorch.builtin import BUILTIN
+from llorch.learn.checks.forward import BACKEND, parts_so_far, suite_of, written_parts
+from llorch.learn.implementation import Implementation
+from llorch.learn.judging import Judged, Mode
+from llorch.learn.lessons import Lesson
+from llorch.learn.part import Part
+from llorch.verify.compare import EXACT, measure
+from llorch.verify.diagnosis.verdict import Suspect
+from llorch.verify.goldens import SAMPLINGS
+from llorch.verify.judge import FAIL, Claim, exact_row, judge
+from llorch.verify.mistakes import GENERATION, SAMPLING, GenerationInputs, Mistake, SamplerInputs
+from llorch.verify.places import Place
+from llorch.verify.runners.numpy import NumpyRunner, run
+from llorch.verify.suites.forward import ForwardSuite
+from llorch.verify.suites.tokens import edge_of_top_p
+
+
+class OfModel:
+    """A built-in model with some parts of the learner in it."""
+
+    def __init__(self, model: str, implementation: Implementation, parts: Sequence[Part], *, chained: bool) -> None:
+        """Of its name."""
+        self.suite: ForwardSuite = suite_of(model)
+        self.runner, self.chained = NumpyRunner(self.suite.weights, BACKEND), chained
+        self.witnesses = self.suite.witnesses(self.runner)
+        self.installed = lambda: implementation.installed(parts)
+
+    def judged(self, claim: Claim, got: np.ndarray) -> Judged:
+        """A comparison within a limit."""
+        return Judged(judge(claim, got, model=self.suite.model, backend=BACKEND), claim, got)
+
+
+class AfterLogitsCheck(ABC):
+    """See `Check`."""
+
+    stage: ClassVar[str]  # the step after the logits
+
+    @abstractmethod
+    def of(self, here: OfModel) -> Iterator[Judged]:
+        """All comparisons of one model."""
+
+    @abstractmethod
+    def inputs(self, wrong: Judged) -> Any:
+        """What the wrong result was made of, as the library's mistakes read it."""
+
+    def judged(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[Judged]:
+        """See `Check`."""
+        for parts in groups(lesson, implementation, mode):
+            yield from self._judged(implementation, parts, mode)
+
+    def suspects(
+        self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[Judged]
+    ) -> Sequence[Suspect]:
+        """See `Check`; of every part by itself, as each may have a mistake of its own."""
+        found: dict[str, Suspect] = {}
+        for parts in groups(lesson, implementation, mode) if wrong else ():
+            here = [each for each in self._judged(implementation, parts, mode) if each.row.verdict == FAIL]
+            found |= {suspect.name: suspect for suspect in (self.named(here) if here else ())}
+        return list(found.values())
+
+    def named(self, wrong: Sequence[Judged]) -> Iterator[Suspect]:
+        """Known mistakes that make all of what is wrong."""
+        known: Sequence[Mistake[Any]] = [each for each in (*SAMPLING, *GENERATION) if self.stage in each.stages]
+        read = [self.inputs(each) for each in wrong]
+        for mistake in known:
+            lefts = (_left(each, mistake.wrong(inputs, self.stage)) for each, inputs in zip(wrong, read, strict=True))
+            if (worst := _worst_within(lefts)) is not None:
+                yield Suspect(mistake.name, mistake.diagnosis, mistake.stages, 1.0, worst)
+
+    def _judged(self, implementation: Implementation, parts: Sequence[Part], mode: Mode) -> Iterator[Judged]:
+        for model in BUILTIN:
+            yield from self.of(OfModel(model, implementation, parts, chained=mode == "chained"))
+
+
+def groups(lesson: Lesson, implementation: Implementation, mode: Mode) -> list[list[Part]]:
+    """What is put in place together: each part of the lesson alone, or all so far."""
+    written = written_parts(lesson, implementation)
+    if mode == "chained":
+        return [parts_so_far(lesson, implementation)] if written else []
+    return [[part] for part in written]
+
+
+def _left(wrong: Judged, made: np.ndarray) -> float:
+    """By what factor the result is off from that of a mistake, over the limit."""
+    assert wrong.claim is not None
+    assert wrong.got is not None
+    return measure(wrong.got, made.astype(wrong.got.dtype)).over(wrong.claim.limit)
+
+
+def _worst_within(lefts: Iterator[float]) -> float | None:
+    worst = 0.0
+    for left in lefts:
+        if not left <= 1:
+            return None
+        worst = max(worst, left)
+    return worst
+
+
+class RowCheck(AfterLogitsCheck):
+    """Lesson 09."""
+
+    stage = "selected_logits"
+
+    def of(self, here: OfModel) -> Iterator[Judged]:
+        """The row behind the prompt."""
+        with here.installed():
+            row = here.runner.last_row(here.suite.cases["near"])
+        for witness in here.witnesses:
+            yield here.judged(here.suite.selected(here.runner, witness), row)
+
+    def inputs(self, wrong: Judged) -> SamplerInputs:
+        """The logits of all tokens."""
+        near = suite_of(wrong.row.model).cases["near"]
+        return SamplerInputs(run(suite_of(wrong.row.model).weights, near)["logits"], SAMPLINGS["all"], near.ids)
+
+
+class ArgmaxCheck(AfterLogitsCheck):
+    """Lesson 10: of each engine's row (chained: of the learner's own), and of that row with its largest number thrice.
+
+    At such a tie both engines take the lowest id.
+    """
+
+    stage = "argmax"
+
+    def of(self, here: OfModel) -> Iterator[Judged]:
+        """Ids, equal or not; of one's own row as the suite judges them."""
+        for witness, golden in here.witnesses.items():
+            with here.installed():
+                row = here.runner.last_row(here.suite.cases["near"]) if here.chained else golden.selected_logits
+                best, lowest = (np.asarray([sampling.greedy(each)]) for each in (row, tied_row(golden.selected_logits)))
+            want = np.asarray([sampling.greedy(golden.selected_logits)])
+            near, tie = (Claim(Place("10", "argmax", case=case), "exact", witness, want, EXACT) for case in CASES)
+            yield Judged(here.suite.tokens(here.runner).row("10", "argmax", witness, best, want), near, best)
+            wrong = float(lowest[0] != want[0])
+            note = f"got {lowest[0]}, the lowest of the largest is {want[0]}" if wrong else ""
+            row = exact_row(tie.place, witness, wrong, note, model=here.suite.model, backend=BACKEND)
+            yield Judged(row, tie, lowest)
+
+    def inputs(self, wrong: Judged) -> SamplerInputs:
+        """The row."""
+        suite = suite_of(wrong.row.model)
+        row = suite.evidence[wrong.row.producer].selected_logits
+        row = tied_row(row) if wrong.row.case == "tie" else row
+        return SamplerInputs(row[None], SAMPLINGS["all"], suite.cases["near"].ids)
+
+
+CASES = ("near", "tie")
+
+
+def tied_row(row: np.ndarray) -> np.ndarray:
+    """The row with its largest number twice more, behind the first."""
+    best = int(np.argmax(row))
+    row = row.copy()
+    row[best + 1 :][::-7][:2] = row[best]
+    return row
+
+
+class FilterCheck(AfterLogitsCheck):
+    """Lesson 11."""
+
+    stage = "probabilities"
+
+    def of(self, here: OfModel) -> Iterator[Judged]:
+        """What every setting makes of the same logits."""
+        with here.installed():
+            made: Mapping[str, np.ndarray] = here.runner.probabilities(*here.suite.sampler_inputs())
+        for witness in here.witnesses:
+            for name, got in made.items():
+                claim = here.suite.distribution(here.runner, witness, name)
+                yield Judged(here.suite.distribution_row(here.runner, claim, got), claim, got)
+
+    def inputs(self, wrong: Judged) -> SamplerInputs:
+        """Logits as the filters get them."""
+        logits, history = suite_of(wrong.row.model).sampler_inputs()
+        return SamplerInputs(logits[None].astype(np.float64), SAMPLINGS[wrong.row.place.part], history)
+
+    def named(self, wrong: Sequence[Judged]) -> Iterator[Suspect]:
+        """Rounding first, where nothing but tokens at the edge of top-p differ."""
+        edges = [_edge(each) for each in wrong]
+        if all(edges):
+            yield Suspect("edge-of-top-p", f"not your bug: {edges[0]}", (), 1.0, 0.0)
+        yield from super().named(wrong)
+
+
+def _edge(wrong: Judged) -> str:
+    claim, name = wrong.claim, wrong.row.place.part
+    if claim is None or wrong.got is None:
+        return ""
+    logits, _ = suite_of(wrong.row.model).sampler_inputs()
+    return edge_of_top_p(claim.want, wrong.got, logits, SAMPLINGS[name], claim.limit)
+
+
+class GenerationCheck(AfterLogitsCheck):
+    """Lesson 12."""
+
+    stage = "generation"
+
+    def of(self, here: OfModel) -> Iterator[Judged]:
+        """Greedy text, token for token."""
+        with here.installed():
+            text = here.runner.text(here.suite.prompt, here.suite.n_greedy(here.runner))
+        for witness, golden in here.witnesses.items():
+            claim = Claim(Place("12", "generation"), "exact", witness, golden.greedy, EXACT)
+            yield Judged(
+                here.suite.tokens(here.runner).row("12", "generation", witness, text, golden.greedy), claim, text
+            )
+
+    def inputs(self, wrong: Judged) -> GenerationInputs:
+        """The prompt."""
+        suite = suite_of(wrong.row.model)
+        return GenerationInputs(suite.weights, tuple(suite.prompt), len(suite.evidence[wrong.row.producer].greedy))
