@@ -46,7 +46,7 @@ def axis_forgotten(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
 
 def squares_in_half(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
     half = x.astype(np.float16)
-    mean_square = np.mean(half * half, axis=-1, keepdims=True).astype(np.float32)
+    mean_square = np.mean(half * half, axis=-1, keepdims=True)
     return x / np.sqrt(mean_square + eps) * weight
 
 

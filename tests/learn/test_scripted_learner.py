@@ -1,0 +1,51 @@
+"""Every lesson taken by a script: stubs are borrowed, the last hint passes, each typed mistake has its name."""
+
+from pathlib import Path
+
+import pytest
+from scripted_learner import ALIKE, TAUGHT, named, pasted, typed, untyped, written
+
+from llorch.learn.check import check
+from llorch.learn.implementation import Implementation
+from llorch.learn.lessons import BY_NUMBER, Lesson
+from llorch.learn.materials import hints_of, stub_of, typed_mistakes
+from llorch.learn.verdict import BORROWED
+from llorch.verify.judge import FAIL, PASS
+from llorch.verify.mistakes import of_checkpoint
+
+TYPED, FIRST = list(typed()), {lesson.number: name for lesson, _, name in reversed(list(typed()))}
+NUMBERED = pytest.mark.parametrize("lesson", TAUGHT, ids=lambda lesson: lesson.number)
+
+
+@NUMBERED
+def test_a_stub_is_borrowed_and_the_last_hint_passes(lesson: Lesson, tmp_path: Path):
+    assert check(lesson, written(tmp_path, lesson, stub_of(lesson))).word == BORROWED
+    found = check(lesson, written(tmp_path, lesson, pasted(lesson)))
+    assert (found.word, found.fault, found.is_honest) == (PASS, "", False), str(found)
+    assert {*hints_of(lesson)} == {part.name for part in lesson.parts}
+    assert {len(steps) for steps in hints_of(lesson).values()} == {3}
+
+
+@pytest.mark.parametrize(
+    ("lesson", "part", "name"),
+    [
+        pytest.param(
+            *each, marks=() if FIRST[each[0].number] == each[2] else pytest.mark.slow, id=f"{each[1]}-{each[2]}"
+        )
+        for each in TYPED
+    ],
+)
+def test_a_typed_mistake_fails_with_its_name(lesson: Lesson, part: str, name: str):
+    found = check(lesson, Implementation("typed", {part: typed_mistakes(lesson)[part][name]}))
+    assert (found.word, found.fault) == (FAIL, "")
+    assert {name, *ALIKE.get(name, ())} & named(found), str(found)
+
+
+@NUMBERED
+def test_every_mistake_of_a_checkpoint_is_typed_or_said_why_not(lesson: Lesson):
+    here, elsewhere = {name for wrong in typed_mistakes(lesson).values() for name in wrong}, untyped(lesson)
+    assert {*of_checkpoint(lesson.number)} == here | elsewhere.keys()
+    for name, why in elsewhere.items():
+        other = BY_NUMBER.get(why.removeprefix("typed in ").partition(":")[0])
+        if why.startswith("typed in ") and other in TAUGHT:
+            assert name in {each for wrong in typed_mistakes(other).values() for each in wrong}

@@ -1,0 +1,52 @@
+"""A learner who takes every lesson that has its files: stubs as they come, last hints pasted, mistakes typed."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from runpy import run_path
+
+from llorch.learn.folder import read_folder
+from llorch.learn.implementation import Implementation
+from llorch.learn.judging import NearMiss
+from llorch.learn.lessons import LESSONS, Lesson
+from llorch.learn.materials import hints_of, stub_of, typed_mistakes
+from llorch.learn.verdict import Verdict
+
+TAUGHT = [lesson for lesson in LESSONS if (lesson.folder / "mistakes.py").is_file()]
+ALIKE = {  # other names of the same numbers: a constant that has a name, and the setting that it is a value of
+    "norm-eps-missing": {"norm-eps"},
+    "norm-eps-1e-6-for-1e-5": {"norm-eps"},
+    "norm-eps-1e-5-for-1e-6": {"norm-eps"},
+}
+
+
+def pasted(lesson: Lesson) -> str:
+    """The stub with the last hint in the place of every function."""
+    text = stub_of(lesson)
+    lines = text.splitlines(keepends=True)
+    for node in reversed(ast.parse(text).body):
+        if isinstance(node, ast.FunctionDef) and node.name in hints_of(lesson):
+            lines[node.lineno - 1 : node.end_lineno] = [hints_of(lesson)[node.name][-1].strip() + "\n"]
+    return "".join(lines)
+
+
+def written(folder: Path, lesson: Lesson, text: str) -> Implementation:
+    """A learner's folder with one file."""
+    (folder / f"{lesson.module}.py").write_text(text, encoding="utf-8")
+    return Implementation(str(folder), read_folder(folder))
+
+
+def typed() -> Iterator[tuple[Lesson, str, str]]:
+    """Every mistake that a lesson types: the lesson, the part, the name."""
+    for lesson in TAUGHT:
+        yield from ((lesson, part, name) for part, wrong in typed_mistakes(lesson).items() for name in wrong)
+
+
+def untyped(lesson: Lesson) -> dict[str, str]:
+    """Mistakes of a lesson that cannot be typed in it, and why."""
+    return run_path(str(lesson.folder / "mistakes.py")).get("UNTYPED", {})
+
+
+def named(found: Verdict) -> set[str]:
+    """What a verdict takes for the cause, with what it cannot tell from that."""
+    return {each.name for each in found.suspects if not isinstance(each, NearMiss)}
