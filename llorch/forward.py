@@ -80,7 +80,11 @@ def attention(h: Hidden, w: OfLayer, config: ModelConfig, cos: Table, sin: Table
     k, v = keep("k_cache", k), keep("v_cache", v)
     scores = keep("attn_scores", attention_scores(q, k))
     probs = keep("attn_probs", attention_probs(scores))
-    context = keep("attn_context", attention_context(probs, v))
+    return attention_output(keep("attn_context", attention_context(probs, v)), w, keep)
+
+
+def attention_output(context: Float[np.ndarray, "seq q_width"], w: OfLayer, keep: Keep) -> Hidden:
+    """The joined heads, mixed and brought back to the width of the model."""
     return keep("attn_out", linear(context, w["o_proj"], w.get("o_bias")))
 
 

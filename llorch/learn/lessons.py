@@ -56,7 +56,7 @@ LESSONS: tuple[Lesson, ...] = (  # in the order of the forward pass, then of tra
     Lesson("01b", 45, (forward.FREQUENCIES, forward.SCALE_FREQUENCIES, forward.ROPE_TABLES, forward.ROPE)),
     Lesson("03", 40, (forward.APPEND,)),
     Lesson("04", 35, (forward.ATTENTION_SCORES, forward.ATTENTION_PROBS)),
-    Lesson("05", 20, (forward.ATTENTION_CONTEXT,)),
+    Lesson("05", 20, (forward.ATTENTION_CONTEXT, forward.ATTENTION_OUTPUT)),
     Lesson("06", 25, (forward.SWIGLU, forward.FEED_FORWARD)),
     Lesson("07", 30, (forward.BLOCK,)),
     Lesson("08", 20, (forward.LOGITS,)),

@@ -65,6 +65,11 @@ def append(past_k: Array, past_v: Array, k: Array, v: Array) -> tuple[Array, Arr
     return np.concatenate([past_k, k.swapaxes(0, 1)], axis=1), np.concatenate([past_v, v.swapaxes(0, 1)], axis=1)
 
 
+def attention_output(context: Array, o_proj: Array, o_bias: Array | None) -> Array:
+    """The joined heads back in the width of the model."""
+    return our_linear(context, o_proj, o_bias)
+
+
 def feed_forward(h: Array, gate_proj: Array, up_proj: Array, down_proj: Array) -> Array:
     """A gated pair of projections up, one down."""
     return our_linear(our_swiglu(our_linear(h, gate_proj), our_linear(h, up_proj)), down_proj)
@@ -79,14 +84,14 @@ def block(
     q, k, v = qkv(h, w["q_proj"], w["k_proj"], w["v_proj"], *biases, *norms, head_dim, eps)
     k, v = append(past_k, past_v, our_rope(k, cos, sin), v)
     context = our_context(our_probs(our_scores(our_rope(q, cos, sin), k)), v)
-    x = x + our_linear(context, w["o_proj"], w.get("o_bias"))
+    x = x + attention_output(context, w["o_proj"], w.get("o_bias"))
     h = our_rms_norm(x, w["ffn_norm"], eps=eps)
     return x + feed_forward(h, w["gate_proj"], w["up_proj"], w["down_proj"]), k, v
 
 
-def logits(x: Array, final_norm: Array, lm_head: Array, eps: float) -> Array:
-    """The last norm, and one number for every token of the vocabulary."""
-    return our_linear(our_rms_norm(x, final_norm, eps=eps), lm_head)
+def logits(x: Array, final_norm: Array, lm_head: Array | None, embed_tokens: Array, eps: float) -> Array:
+    """The last norm, and one number for every token of the vocabulary; a tied model has no lm_head."""
+    return our_linear(our_rms_norm(x, final_norm, eps=eps), embed_tokens if lm_head is None else lm_head)
 
 
 def _norm_adapted(call: Call, right: Call) -> Call:
@@ -145,6 +150,13 @@ def _append_adapted(call: Call, right: Call) -> Call:
     return adapted
 
 
+def _output_adapted(call: Call, right: Call) -> Call:
+    def adapted(context: Array, w: Mapping[str, Any], keep: Call) -> Array:
+        return keep("attn_out", call(context=context, o_proj=dense(w["o_proj"]), o_bias=w.get("o_bias")))
+
+    return adapted
+
+
 def _feed_forward_adapted(call: Call, right: Call) -> Call:
     def adapted(h: Array, w: Mapping[str, Any], keep: Call) -> Array:
         return keep("ffn_out", call(h=h, **{name: dense(w[name]) for name in ("gate_proj", "up_proj", "down_proj")}))
@@ -173,9 +185,10 @@ def _block_adapted(call: Call, right: Call) -> Call:
 
 def _logits_adapted(call: Call, right: Call) -> Call:
     def adapted(x: Array, weights: Any, keep: Call) -> Array:
-        output = dense(weights["embed_tokens" if weights.config.tie_word_embeddings else "lm_head"])
-        eps = weights.config.rms_norm_eps
-        return keep("logits", call(x=x, final_norm=weights["final_norm"], lm_head=output, eps=eps))
+        config, table = weights.config, dense(weights["embed_tokens"])
+        output = None if config.tie_word_embeddings else dense(weights["lm_head"])
+        given = {"final_norm": weights["final_norm"], "lm_head": output, "embed_tokens": table}
+        return keep("logits", call(x=x, **given, eps=config.rms_norm_eps))
 
     return adapted
 
@@ -232,6 +245,10 @@ ATTENTION_CONTEXT = Part(
     name="attention_context", reference=lambda probs, v: our_context(probs, v), returns=("context",),
     stages=("attn_context",), replaces="llorch.ops.attention.attention_context",
     adapt=lambda call, right: lambda probs, v: call(probs=probs, v=v),
+)  # fmt: skip
+ATTENTION_OUTPUT = Part(
+    name="attention_output", reference=attention_output, returns=("y",), stages=("attn_out",),
+    replaces="llorch.forward.attention_output", adapt=_output_adapted,
 )  # fmt: skip
 SWIGLU = Part(
     name="swiglu", reference=lambda gate, up: our_swiglu(gate, up), returns=("y",), stages=("ffn_act",),

@@ -1,0 +1,54 @@
+"""What people write for the output of attention and should not, by the name of the known mistake."""
+
+import numpy as np
+
+
+def mixed(probs: np.ndarray, v: np.ndarray) -> np.ndarray:
+    return np.einsum("htc,hcd->htd", probs, np.repeat(v, len(probs) // len(v), axis=0))
+
+
+def values_tiled(probs: np.ndarray, v: np.ndarray) -> np.ndarray:
+    v = np.tile(v, (len(probs) // len(v), 1, 1))
+    return (probs @ v).transpose(1, 0, 2).reshape(probs.shape[1], -1)
+
+
+def joined_as_they_lie(probs: np.ndarray, v: np.ndarray) -> np.ndarray:
+    return mixed(probs, v).reshape(probs.shape[1], -1)
+
+
+def joined_with_heads_last(probs: np.ndarray, v: np.ndarray) -> np.ndarray:
+    return np.moveaxis(mixed(probs, v), 0, -1).reshape(probs.shape[1], -1)
+
+
+def read_as_inputs_by_outputs(context: np.ndarray, o_proj: np.ndarray, o_bias: np.ndarray | None) -> np.ndarray:
+    n_out, n_in = o_proj.shape
+    y = context @ o_proj.ravel().reshape(n_in, n_out)
+    return y if o_bias is None else y + o_bias
+
+
+def never_filled(context: np.ndarray, o_proj: np.ndarray, o_bias: np.ndarray | None) -> np.ndarray:
+    weight = np.zeros_like(o_proj)  # to be filled "later"
+    y = context @ weight.T
+    return y if o_bias is None else y + o_bias
+
+
+WRONG = {
+    "attention_context": {
+        "groups-tiled-for-values": values_tiled,
+        "heads-joined-without-transpose": joined_as_they_lie,
+        "heads-joined-interleaved": joined_with_heads_last,
+    },
+    "attention_output": {
+        "weight-dimensions-not-reversed": read_as_inputs_by_outputs,
+        "weight-never-loaded": never_filled,
+    },
+}
+UNTYPED = {
+    "o-proj-heads-interleaved": "typed in 07: the width of a head is seen by the block, not by this function",
+    "o-proj-columns-with-heads-last": "typed in 07: the width of a head is seen by the block",
+    "o-proj-skipped": "the joined heads have another width than the stream in three of four models: the shape says it",
+    "context-mixes-keys": "typed in 07: the keys are seen by the block",
+    "attention-residual-from-normed": "typed in 07, which adds",
+    "attention-residual-skipped": "typed in 07, which adds",
+    "attention-dropped": "typed in 07, which adds",
+}
