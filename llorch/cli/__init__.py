@@ -22,7 +22,7 @@ from llorch.cli.verbs import Verbs
 
 VERBS = (
     "run", "verify", "diagnose", "diff", "dump-writer", "inspect", "tokenize", "trace", "convert", "quality", "bench",
-    "lora", "data",
+    "lora", "data", "learn",
 )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from llorch.learn.lessons import LESSONS, PARTS
+from llorch.learn.lessons import LESSON_OF, LESSONS, PARTS
 from llorch.learn.part import Call
 
 
@@ -23,10 +23,8 @@ def read_folder(folder: Path) -> dict[str, Call]:
         folder: With some of the files that `llorch learn init` made.
 
     Returns:
-        Functions by the name of the part; those that are not written are absent.
-
-    Raises:
-        Exception: Whatever a file raises while it is imported.
+        Functions by the name of the part; those that are not written are absent. Those of a file that cannot be
+        imported raise what it raised.
     """
     written: dict[str, Call] = {}
     with _importable(folder):
@@ -34,11 +32,24 @@ def read_folder(folder: Path) -> dict[str, Call]:
             if not (folder / f"{lesson.module}.py").is_file():
                 continue
             module = import_module(lesson.module)
+            if (error := vars(module).get(_FAULT)) is not None:
+                written |= {part.name: _raising(error) for part in lesson.parts}
+                continue
             unwritten = unwritten_in(folder / f"{lesson.module}.py")
             for part in lesson.parts:
                 if part.name not in unwritten and callable(vars(module).get(part.name)):
                     written[part.name] = vars(module)[part.name]
     return written
+
+
+_FAULT = "_not_importable"
+
+
+def _raising(error: BaseException) -> Call:
+    def part(**given: Any) -> Any:
+        raise error
+
+    return part
 
 
 def unwritten_in(path: Path) -> set[str]:
@@ -53,11 +64,16 @@ def _only_raises(body: Sequence[ast.stmt]) -> bool:
 
 
 class _Borrowing(SourceFileLoader):
-    """Puts the reference in the place of what is not written, so that one file can import from another."""
+    """Puts the reference in the place of what is not written or importable, so that other files can import it."""
 
     def exec_module(self, module: ModuleType) -> None:
-        super().exec_module(module)
-        for name in unwritten_in(Path(self.path)) & PARTS.keys():
+        try:
+            super().exec_module(module)
+            borrowed = unwritten_in(Path(self.path)) & PARTS.keys()
+        except (Exception, SystemExit) as error:
+            setattr(module, _FAULT, error)
+            borrowed = {name for name, lesson in LESSON_OF.items() if lesson.module == self.name}
+        for name in borrowed:
             setattr(module, name, PARTS[name].reference)
 
 

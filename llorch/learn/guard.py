@@ -37,7 +37,7 @@ def guarded(part: Part, function: Call, *, note: Callable[[str], None] = lambda 
             returned = function(**given)
         except NotImplementedError as error:
             raise LearnerFault(part.name, f"calls something that is not written yet ({error})") from error
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise LearnerFault(part.name, f"raised {type(error).__name__}: {error}") from error
         _require_unchanged(part, before, given)
         got = _as_arrays(part, returned)

@@ -33,6 +33,7 @@ class Verdict:
         reason: Why it did not run.
         notes: What is harmless but worth knowing.
         where: The part that is wrong, `my_llama/l01b_rope.py:14 rope()`; empty if nothing is.
+        traceback: Of the fault, all of it.
     """
 
     lesson: str
@@ -44,6 +45,7 @@ class Verdict:
     reason: str = ""
     notes: Sequence[str] = ()
     where: str = ""
+    traceback: str = field(default="", repr=False)
 
     @cached_property
     def wrong(self) -> list[Judged]:

@@ -18,10 +18,10 @@ from llorch.cli.tables import console
 
 VERBS = (
     "run", "verify", "diagnose", "diff", "dump-writer", "inspect", "tokenize", "trace", "convert", "quality", "bench",
-    "lora", "data",
+    "lora", "data", "learn",
 )  # fmt: skip
 COMMANDS = (
-    *VERBS[:-2],
+    *VERBS[:-3],
     *(f"lora {verb}" for verb in ("train", "eval", "merge", "export", "inspect", "doctor", "verify-resume")),
     "data show",
 )

@@ -24,7 +24,9 @@ OPTIONAL = (
     "tensorboard", "bitsandbytes", "yaml",
 )  # fmt: skip
 ONLY_ON_UNIX = ("fcntl", "resource", "pwd", "grp", "termios")
-PRINTING = ("llorch/cli/", "llorch/verify/report/pages.py", "llorch/tokenizer/template_worker.py")  # own processes
+PRINTING = (  # workers are processes of their own
+    "llorch/cli/", "llorch/verify/report/pages.py", "llorch/tokenizer/template_worker.py", "llorch/learn/apart.py",
+)  # fmt: skip
 FILES = sorted((ROOT / "llorch").rglob("*.py"))
 SOURCES = {file.relative_to(ROOT).as_posix(): file.read_text(encoding="utf-8") for file in FILES}
 

@@ -1,0 +1,41 @@
+"""`llorch learn`: write the stages yourself, one checkpoint at a time, each judged as ours are.
+
+`watch` is the loop, and what it does at a key is a verb, too; `folder` finds the learner's, `shown` prints.
+"""
+
+from pathlib import Path
+
+import click
+
+from llorch.cli.verbs import Verbs
+
+HELP = """\b
+llorch learn init my_llama      a stub for every lesson
+cd my_llama && llorch learn     watch it: every save is checked
+llorch learn check 01b          one lesson, once
+llorch learn hint 01b           one step more at every call
+
+Write the stages of Llama and Qwen yourself, one checkpoint at a time, each judged by llama.cpp and transformers.
+Without a verb, or with a folder in its place: watch.
+
+\b
+Exit codes: 0 all that is written passes, 1 something fails, 2 usage,
+3 something could not be run (with --strict).
+"""
+
+
+class _Learn(Verbs):
+    """The group; a folder, an option or nothing where a verb would stand means `watch`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Put the verb in its place."""
+        word = args[0] if args else "-"
+        if word not in self.verbs and word not in ("-h", "--help") and (word.startswith("-") or Path(word).is_dir()):
+            args = ["watch", *args]
+        return super().parse_args(ctx, args)
+
+
+command = _Learn(
+    package="llorch.cli.learn", verbs=("init", "check"),
+    help=HELP, short_help="Build your own, one checkpoint at a time.",
+)  # fmt: skip

@@ -1,0 +1,34 @@
+"""`llorch learn init`: a folder with a stub for every lesson."""
+
+from pathlib import Path
+
+import click
+
+from llorch.cli.options import verb
+
+PROJECT = """\
+[tool.llorch]
+impl = "."  # what llorch learn, llorch run and pytest take for your implementation
+"""
+
+
+@verb("Make a folder with a stub for every lesson.", "llorch learn init my_llama")
+@click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
+def command(*, folder: Path) -> None:
+    """Write to FOLDER what is not there yet: one file a lesson, and a pyproject.toml that names it.
+
+    A file that is there stays as it is.
+    """
+    from llorch.cli.output import say
+    from llorch.learn.lessons import LESSONS
+    from llorch.learn.materials import stub_of
+
+    files = {"pyproject.toml": PROJECT} | {f"{lesson.module}.py": stub_of(lesson) for lesson in LESSONS}
+    folder.mkdir(parents=True, exist_ok=True)
+    new = {name: text for name, text in files.items() if not (folder / name).exists()}
+    for name, text in new.items():
+        with (folder / name).open("x", encoding="utf-8") as file:
+            file.write(text)
+    kept = f", {len(files) - len(new)} kept as they were" if len(new) < len(files) else ""
+    click.echo(f"{folder}: {len(new)} files written{kept}")
+    say(f"next: cd {folder} && llorch learn")

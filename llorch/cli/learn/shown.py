@@ -1,0 +1,43 @@
+"""Verdicts on stdout, in colour where that is a terminal."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.text import Text
+
+from llorch.cli.tables import console
+
+if TYPE_CHECKING:
+    from llorch.learn.apart import Outcome
+
+STYLES = {"PASS": "bold green", "FAIL": "bold red", "BORROWED": "yellow", "NOT RUN": "magenta"}
+
+
+def coloured(text: str) -> Text:
+    """The four words in their colours."""
+    shown = Text(text)
+    for word, style in STYLES.items():
+        shown.highlight_words([word], style)
+    return shown
+
+
+def print_outcome(outcome: "Outcome", *, full: bool = False, out: Console | None = None) -> None:
+    """The verdict of a lesson; `full` adds the whole traceback of what was raised."""
+    head, *rest = outcome.text.split("\n")
+    (out or console()).print(coloured(head), *map(Text, rest), sep="\n")
+    if full and outcome.traceback:
+        (out or console()).print(Text(outcome.traceback))
+
+
+def counted(outcomes: "Iterable[Outcome]") -> str:
+    """`2 PASS, 1 FAIL`."""
+    counts = Counter(outcome.word for outcome in outcomes)
+    return ", ".join(f"{counts[word]} {word}" for word in STYLES if counts[word])
+
+
+def exit_code(outcomes: "Sequence[Outcome]", *, strict: bool) -> int:
+    """1 for a failure, 3 for what did not run where that counts."""
+    words = {outcome.word for outcome in outcomes}
+    return 1 if "FAIL" in words else 3 if strict and "NOT RUN" in words else 0

@@ -1,0 +1,294 @@
+"""Checks in a process of their own: a loop, a crash or a flood of a learner's code ends that process and no other.
+
+The process is a copy of this one, with all that is imported and read by then, where libraries of linear algebra are
+safe to copy (Linux); elsewhere a new one. It takes lessons in order and sends each outcome; if it ends, the lesson that
+it was at has failed and another process takes the rest. What runs in there is below `_work`.
+"""
+
+import faulthandler
+import io
+import os
+import re
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import wraps
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from llorch.errors import MissingExtra, printable
+from llorch.learn.check import check
+from llorch.learn.folder import read_folder
+from llorch.learn.frames import all_frames, is_own
+from llorch.learn.implementation import Implementation
+from llorch.learn.judging import Mode
+from llorch.learn.lessons import BY_NUMBER
+from llorch.learn.part import Call
+from llorch.learn.verdict import NOT_RUN, Verdict
+from llorch.threads import limited
+from llorch.verify.judge import FAIL
+
+SECONDS = 10.0  # that the code of a learner may take for a lesson
+MEMORY = 4 << 30  # bytes
+_GRACE = 1.0  # seconds that code has to end by an exception, which says where it was, before its process is killed
+_LINES, _COLUMNS = 20, 300  # of what is printed during one lesson; the rest is counted
+_FRAME = re.compile(rb'  File "(.+)", line \d+ in ')  # of a crash, as Python prints it
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of a verdict what a process can hand over.
+
+    Attributes:
+        lesson: The number that was asked for; in chained mode the verdict may be that of an earlier one.
+        word: Of the verdict.
+        text: The verdict as a person reads it.
+        record: The verdict as `--json` gives it.
+        traceback: Of what the learner's code raised, all of it.
+    """
+
+    lesson: str
+    word: str
+    text: str
+    record: Mapping[str, Any]
+    traceback: str = ""
+
+
+class TookTooLong(Exception):
+    """Raised inside a learner's code."""
+
+
+def outcomes(
+    folder: Path, numbers: Sequence[str], mode: Mode = "isolated", *, seconds: float = SECONDS, say: Say
+) -> Iterator[Outcome]:
+    """Check lessons one after the other.
+
+    Args:
+        folder: Of the learner.
+        numbers: Of the lessons.
+        mode: See `check`.
+        seconds: That the learner's code may take for each lesson.
+        say: Told what that code prints, line by line.
+
+    Yields:
+        What came of each lesson.
+    """
+    rest = list(numbers)
+    while rest:
+        worker = _Worker(folder, rest, mode, seconds, say)
+        try:
+            for found in worker.outcomes():
+                rest.remove(found.lesson)
+                yield found
+        finally:
+            worker.end()
+
+
+class _Worker:
+    """The process, from outside."""
+
+    def __init__(self, folder: Path, numbers: Sequence[str], mode: Mode, seconds: float, say: Say) -> None:
+        context = get_context("fork" if sys.platform == "linux" else "spawn")
+        self._numbers, self._say, self._seconds = [*numbers], say, seconds
+        self._clock = context.RawValue("d", 0.0)  # when the learner's call that runs must have ended; 0: none runs
+        self._channel, theirs = context.Pipe(duplex=False)
+        self._output, printed = context.Pipe(duplex=False)
+        arguments = (folder, self._numbers, mode, seconds, self._clock, theirs, printed)
+        self._process: BaseProcess = context.Process(target=_work, args=arguments, daemon=True)
+        with warnings.catch_warnings():  # of threads: they wait for files and keys, or are those of BLAS
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self._process.start()
+        theirs.close()
+        printed.close()
+        self._printed = _Printed("import", say)
+
+    def outcomes(self) -> Iterator[Outcome]:
+        """As they come; when the process ends early, that is the last one: of the lesson it was at, or of all."""
+        if self._next() is None:
+            yield from (self._ended(number, " while your files were imported") for number in self._numbers)
+            return
+        for number in self._numbers:
+            self._printed = _Printed(number, self._say)
+            found = self._next()
+            yield found or self._ended(number)
+            if found is None:
+                return
+
+    def _next(self) -> Any:
+        """What the process sends next, after all that it printed until then; None if it ended or has to."""
+        sent, waiting = None, [self._channel, self._output]
+        while sent is None:
+            ready: list[Any] = wait(waiting, timeout=_GRACE / 4)
+            if self._output in ready and not self._read_output():
+                waiting.remove(self._output)
+            if self._channel in ready:
+                with suppress(EOFError, OSError):
+                    sent = self._channel.recv()
+                break
+            if self._is_late() or (not ready and self._process.exitcode is not None):
+                break
+        self._read_output()
+        self._printed.close()
+        return sent
+
+    def _is_late(self) -> bool:
+        return 0 < self._clock.value < time.monotonic() - _GRACE
+
+    def _read_output(self) -> bool:
+        """All that is there; False at the end of it."""
+        while self._output.poll():
+            if not (data := os.read(self._output.fileno(), 1 << 16)):
+                return False
+            self._printed.write(data)
+        return True
+
+    def _ended(self, number: str, when: str = "") -> Outcome:
+        if self._is_late():
+            fault = f"your code took over {self._seconds:g} s{when} and could not be interrupted; does a loop end?"
+        else:
+            self._process.join(_GRACE)
+            fault = f"your code ended the process that checks it{when} ({_status(self._process.exitcode)})"
+        return _outcome(number, Verdict(number, FAIL, fault=fault))
+
+    def end(self) -> None:
+        """And whatever it has started."""
+        if self._process.pid is not None and hasattr(os, "killpg"):
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
+        self._process.join()
+        self._channel.close()
+        self._output.close()
+
+
+class _Printed:
+    """What a learner's code prints during a lesson: so many lines of it, labelled."""
+
+    def __init__(self, number: str, say: Say) -> None:
+        self._number, self._say, self._part, self._n = number, say, b"", 0
+
+    def write(self, data: bytes) -> None:
+        *lines, self._part = (self._part + data).split(b"\n")
+        self._part = self._part[: 4 * _COLUMNS]
+        for line in lines:
+            self._line(line)
+
+    def _line(self, line: bytes) -> None:
+        if (frame := _FRAME.match(line)) and not is_own(frame[1].decode("utf-8", "replace")):
+            return
+        self._n += 1
+        if self._n <= _LINES:
+            text = printable(line[: 4 * _COLUMNS].decode("utf-8", "replace"))
+            self._say(f"{self._number} prints: {text[:_COLUMNS]}{'...' if len(text) > _COLUMNS else ''}")
+
+    def close(self) -> None:
+        if self._part:
+            self._line(self._part)
+        if self._n > _LINES:
+            self._say(f"{self._number} prints: ({self._n - _LINES} more lines)")
+
+
+def _status(code: int | None) -> str:
+    if code is None or code >= 0:
+        return f"exit status {code}"
+    return signal.Signals(-code).name
+
+
+def _outcome(number: str, verdict: Verdict) -> Outcome:
+    return Outcome(number, verdict.word, str(verdict), verdict.record(), verdict.traceback)
+
+
+def _work(
+    folder: Path, numbers: Sequence[str], mode: Mode, seconds: float, clock: Any, channel: Connection,
+    printed: Connection,
+) -> None:  # fmt: skip
+    """The process, from inside: results to the channel, whatever is printed to `printed`."""
+    _stand_apart(printed)
+    allowed = _Allowed(seconds, clock)
+    with suppress(EOFError, OSError), limited(1):
+        with allowed.running():
+            written = read_folder(folder)
+        implementation = Implementation(str(folder), {name: allowed.timed(call) for name, call in written.items()})
+        channel.send("imported")
+        for number in numbers:
+            allowed.left = seconds
+            found = _checked(number, implementation, mode)
+            with suppress(Exception):  # such as a stream that the learner's code has closed
+                sys.stdout.flush()
+            channel.send(found)
+    os._exit(0)  # threads of the learner's may go on for ever
+
+
+def _checked(number: str, implementation: Implementation, mode: Mode) -> Outcome:
+    try:
+        return _outcome(number, check(BY_NUMBER[number], implementation, mode))
+    except MissingExtra as error:
+        return _outcome(number, Verdict(number, NOT_RUN, reason=str(error)))
+    except MemoryError as error:
+        fault = f"no memory is left of {MEMORY >> 30} GiB: {error}"
+        return _outcome(number, Verdict(number, FAIL, fault=fault, traceback=all_frames(error)))
+    except BaseException as error:  # a bug of ours, or of code that reaches into llorch
+        fault = f"the check itself raised {type(error).__name__}: {error}; --full shows where"
+        return _outcome(number, Verdict(number, FAIL, fault=fault, traceback=all_frames(error)))
+
+
+class _Allowed:
+    """The time that a learner's code may still take, and no other: by an alarm, and by a clock that others watch."""
+
+    def __init__(self, seconds: float, clock: Any) -> None:
+        self.left, self._seconds, self._clock = seconds, seconds, clock
+        if hasattr(signal, "setitimer"):
+            signal.signal(signal.SIGALRM, self._ring)
+
+    def _ring(self, *_signal: object) -> None:
+        raise TookTooLong(f"over {self._seconds:g} s of its own; does a loop end?")
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        began = time.monotonic()
+        self._clock.value = began + max(self.left, 0)
+        self._set_alarm(max(self.left, 1e-3))
+        try:
+            yield
+        finally:
+            self._set_alarm(0)
+            self._clock.value = 0
+            self.left -= time.monotonic() - began
+
+    def _set_alarm(self, seconds: float) -> None:
+        if hasattr(signal, "setitimer"):
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+
+    def timed(self, function: Call) -> Call:
+        @wraps(function)
+        def call(**given: Any) -> Any:
+            with self.running():
+                return function(**given)
+
+        return call
+
+
+def _stand_apart(printed: Connection) -> None:
+    """No Ctrl-C (whose it is ends this process), no input, streams of its own, and bounded memory."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(os, "setsid"):
+        os.setsid()
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for old, new in ((nothing, 0), (printed.fileno(), 1), (printed.fileno(), 2)):
+            os.dup2(old, new)
+    faulthandler.enable(2)  # which says where a crash was
+    sys.stdin = Path(os.devnull).open()
+    sys.stdout = sys.stderr = io.TextIOWrapper(open(2, "wb", buffering=0), "utf-8", "replace", write_through=True)
+    with suppress(ImportError, ValueError, OSError):
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -1,0 +1,36 @@
+"""Where in a learner's code something was raised: lines of theirs, without ours and those of libraries."""
+
+import os
+import sysconfig
+import traceback
+from pathlib import Path
+
+_OF_OTHERS = (Path(__file__).parents[1], *(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")))
+_SHOWN = 6  # frames; of a recursion without end there are a thousand
+
+
+def own_frames(error: BaseException) -> list[str]:
+    """File, line and text of every frame that is the learner's, the outermost first; of a SyntaxError its line."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_own(frame.filename)]
+    if isinstance(error, SyntaxError) and error.filename and is_own(error.filename):
+        frames.append(traceback.FrameSummary(error.filename, error.lineno or 0, "", line=error.text or ""))
+    lines = [f"{_near(frame.filename)}:{frame.lineno}  {frame.line or ''}".rstrip() for frame in frames]
+    if len(lines) > _SHOWN:
+        half = _SHOWN // 2
+        lines[half:-half] = [f"({len(lines) - _SHOWN} more)"]
+    return lines
+
+
+def all_frames(error: BaseException) -> str:
+    """The traceback as Python prints it, with causes."""
+    return "".join(traceback.format_exception(error)).rstrip()
+
+
+def is_own(file: str) -> bool:
+    """Whether a file is neither ours nor of a library."""
+    return not file.startswith("<") and not any(Path(file).is_relative_to(place) for place in _OF_OTHERS)
+
+
+def _near(file: str) -> str:
+    """Relative to where the command runs, if it lies below."""
+    return os.path.relpath(file) if Path(file).is_relative_to(Path.cwd()) else file

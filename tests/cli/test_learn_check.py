@@ -1,0 +1,95 @@
+"""`llorch learn init` and `check`, where the folder comes from, and the exit codes."""
+
+import json
+from pathlib import Path
+
+import pytest
+from command_line import invoke, spawn
+
+WRONG = "def rms_norm(x, weight, eps):\n    print('seen')\n    return x * weight\n"
+RIGHT = """import numpy as np
+def rms_norm(x, weight, eps):
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + x.dtype.type(eps)) * weight
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "pyproject.toml").write_text('[tool.llorch]\nimpl = "mine"\n')
+    (tmp_path / "mine").mkdir()
+    return tmp_path / "mine"
+
+
+def write(folder: Path, text: str) -> None:
+    (folder / "l01_rms_norm.py").write_text(text)
+
+
+def check(folder: Path, *words: str):
+    return invoke("learn", "check", "--impl", str(folder), *words)
+
+
+@pytest.mark.parametrize(("text", "code"), [(RIGHT, 0), (WRONG, 1), ("def rms_norm(x:\n", 1), ("", 0)])
+def test_all_that_is_written_has_to_pass(folder: Path, text: str, code: int):
+    write(folder, text)
+    assert check(folder, "01", "--strict").exit_code == code
+
+
+def test_verdicts_go_to_stdout_and_what_the_code_prints_to_stderr(folder: Path):
+    write(folder, WRONG)
+    found = check(folder, "rms_norm", "03")
+    assert found.stdout.split()[:2] == ["checkpoint_01", "FAIL"]
+    assert found.stdout.endswith("1 FAIL, 1 BORROWED\n")
+    assert "01 prints: seen\n" in found.stderr
+    assert "seen" not in found.stdout
+
+
+def test_json_has_what_stands_in_the_verdict(folder: Path):
+    write(folder, "def rms_norm(x, weight, eps):\n    return nothing\n")
+    found = json.loads(check(folder, "00", "01", "--json", "--chain").stdout)
+    assert (found["version"], found["mode"], found["impl"]) == (1, "chained", str(folder))
+    assert [(each["lesson"], each["word"]) for each in found["lessons"]] == [("00", "BORROWED"), ("01", "FAIL")]
+    assert "raised NameError" in found["lessons"][1]["fault"]
+
+
+def test_the_whole_traceback_is_shown_when_asked_for(folder: Path):
+    write(folder, "def rms_norm(x, weight, eps):\n    return nothing\n")
+    assert "guard.py" not in check(folder, "01").stdout
+    assert "guard.py" in check(folder, "01", "--full").stdout
+
+
+@pytest.mark.parametrize("impl", [None, "LLORCH_IMPL", "--impl"])
+def test_the_folder_is_said_by_option_environment_or_project(folder: Path, impl: str | None):
+    write(folder, WRONG)
+    other = folder.parent / "other"
+    other.mkdir()
+    words = ["--impl", str(folder)] if impl == "--impl" else []
+    said = {None: {}, "LLORCH_IMPL": {"LLORCH_IMPL": str(folder)}, "--impl": {"LLORCH_IMPL": str(other)}}[impl]
+    found = spawn("learn", "check", "01", *words, cwd=Path("/") if impl else folder, **said)
+    assert (found.returncode, found.stdout.split()[:2]) == (1, ["checkpoint_01", "FAIL"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["99"], "there is no lesson '99'"),
+        (["rms_nrom"], "did you mean 'rms_norm'?"),
+        (["--impl", "missing"], "missing is no folder; make one with: llorch learn init missing"),
+        (["--seconds", "0"], "not in the range"),
+    ],
+)
+def test_usage(folder: Path, words: list[str], said: str):
+    found = check(folder, *words)
+    assert (found.exit_code, said in found.stderr) == (2, True)
+
+
+def test_without_a_folder_the_command_that_makes_one_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    found = invoke("learn", "check")
+    assert (found.exit_code, "make one with: llorch learn init my_llama" in found.stderr) == (2, True)
+
+
+def test_a_project_file_that_is_none_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "pyproject.toml").write_text("[tool")
+    monkeypatch.chdir(tmp_path)
+    found = invoke("learn", "check")
+    assert (found.exit_code, found.stderr.startswith(f"llorch: {tmp_path}/pyproject.toml: ")) == (2, True)

@@ -1,0 +1,113 @@
+"""Whatever a learner's code does ends at most the process that checks it."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from llorch.learn.apart import Outcome, outcomes
+
+HEAD = "import ctypes, os, signal, sys, time\nimport numpy as np\n\n\ndef rms_norm(x, weight, eps):\n"
+RIGHT = "    return x / np.sqrt((x * x).mean(-1, keepdims=True) + np.float32(eps)) * weight\n"
+
+
+def written(folder: Path, body: str, *, head: str = HEAD) -> Path:
+    (folder / "l01_rms_norm.py").write_text(head + body)
+    return folder
+
+
+def checked(folder: Path, *numbers: str, seconds: float = 0.3) -> tuple[list[Outcome], list[str]]:
+    said: list[str] = []
+    return list(outcomes(folder, numbers or ("01", "03"), seconds=seconds, say=said.append)), said
+
+
+def said_of(outcome: Outcome) -> str:
+    return outcome.record["fault"]
+
+
+@pytest.mark.parametrize(
+    ("body", "fault"),
+    [  # as a learner may write it
+        ("    while True:\n        pass\n", "over 0.3 s of its own; does a loop end?\n"),
+        ("    time.sleep(60)\n", "over 0.3 s of its own; does a loop end?\n"),
+        ("    signal.signal(signal.SIGALRM, signal.SIG_IGN)\n    while True:\n        pass\n", "not be interrupted"),
+        ("    os._exit(3)\n", "ended the process that checks it (exit status 3)"),
+        ("    ctypes.string_at(0)\n", "ended the process that checks it (SIGSEGV)"),
+        ("    sys.exit(3)\n", "raised SystemExit: 3\n"),
+        ("    return np.ones(1 << 37)\n", "raised MemoryError: Unable to allocate"),
+        ("    return rms_norm(x, weight, eps)\n", "raised RecursionError: maximum recursion depth exceeded\n"),
+        ("    return input()\n", "raised EOFError: "),
+        ("    raise KeyboardInterrupt\n", "the check itself raised KeyboardInterrupt"),
+    ],
+)
+def test_code_that_never_ends_well_fails_its_lesson_alone(tmp_path: Path, body: str, fault: str):
+    began = time.monotonic()
+    found, _ = checked(written(tmp_path, body))
+    assert [outcome.word for outcome in found] == ["FAIL", "BORROWED"]
+    assert fault in said_of(found[0]) + "\n"
+    assert time.monotonic() - began < 5
+
+
+def test_of_an_exception_the_learners_own_lines_are_shown(tmp_path: Path):
+    found, _ = checked(written(tmp_path, "    return helper(x)\n\n\ndef helper(x):\n    return np.dot(x, x, x, x)\n"))
+    raised, *frames = said_of(found[0]).split("\n")
+    assert raised.startswith("rms_norm: raised TypeError: ")
+    file = tmp_path / "l01_rms_norm.py"
+    assert [frame.strip() for frame in frames] == [
+        f"{file}:6  return helper(x)",
+        f"{file}:10  return np.dot(x, x, x, x)",
+    ]
+    assert "llorch/learn/guard.py" in found[0].traceback
+
+
+@pytest.mark.parametrize(
+    ("head", "raised", "line"),
+    [
+        ("import numpy as np\ndef rms_norm(x, weight, eps)\n", "SyntaxError: ", "2  def rms_norm(x, weight, eps)"),
+        ("import numpy as np\nnp.nothing\n", "AttributeError: ", "2  np.nothing"),
+        ("exit(3)\n", "SystemExit: 3", "1  exit(3)"),
+        ("while True:\n    pass\n", "TookTooLong: ", None),
+    ],
+)
+def test_a_file_that_cannot_be_imported_fails_its_lesson_alone(
+    tmp_path: Path, head: str, raised: str, line: str | None
+):
+    (tmp_path / "l02_qkv.py").write_text("from l01_rms_norm import rms_norm\n")  # gets the reference
+    found, _ = checked(written(tmp_path, "", head=head), "01", "02")
+    assert [outcome.word for outcome in found] == ["FAIL", "BORROWED"]
+    assert f"rms_norm: raised {raised}" in said_of(found[0])
+    assert line is None or said_of(found[0]).endswith(f"l01_rms_norm.py:{line}")
+
+
+def test_a_process_that_ends_while_files_are_imported_fails_every_lesson(tmp_path: Path):
+    found, _ = checked(written(tmp_path, "", head="import os\nos._exit(4)\n"))
+    fault = "your code ended the process that checks it while your files were imported (exit status 4)"
+    assert [(outcome.lesson, said_of(outcome)) for outcome in found] == [("01", fault), ("03", fault)]
+
+
+def test_of_what_is_printed_the_beginning_is_told_with_the_lesson(tmp_path: Path):
+    flood = "    for n in range(10_000):\n        print(n, '\\x1b[2J')\n    os.write(1, b'no end of line')\n    1 / 0\n"
+    found, said = checked(written(tmp_path, flood))
+    assert [outcome.word for outcome in found] == ["FAIL", "BORROWED"]
+    assert said[:2] == ["01 prints: 0 \\x1b[2J", "01 prints: 1 \\x1b[2J"]
+    assert (len(said), said[-1]) == (21, "01 prints: (9981 more lines)")
+
+
+def test_right_code_passes_and_what_it_started_ends_with_it(tmp_path: Path):
+    thread = "import threading\nthreading.Thread(target=time.sleep, args=(60,)).start()\n\n\ndef rms_norm("
+    began = time.monotonic()
+    found, _ = checked(written(tmp_path, RIGHT, head=HEAD.replace("def rms_norm(", thread)), "01", seconds=10)
+    assert [(outcome.word, said_of(outcome), outcome.record["compared"] > 100) for outcome in found] == [
+        ("PASS", "", True)
+    ]
+    assert time.monotonic() - began < 20
+
+
+def test_every_lesson_has_its_own_time(tmp_path: Path):
+    head = "import time\nimport numpy as np\ncalls = []\n\n\n"
+    wait = "    time.sleep(0 if calls else 0.7)\n    calls.append(1)\n"
+    written(tmp_path, wait + RIGHT, head=f"{head}def rms_norm(x, weight, eps):\n")
+    swiglu = f"{head}def swiglu(gate, up):\n{wait}    return gate\n"
+    (tmp_path / "l06_swiglu.py").write_text(swiglu)
+    found, _ = checked(tmp_path, "01", "06", seconds=1.2)
+    assert [(outcome.word, said_of(outcome)) for outcome in found] == [("PASS", ""), ("FAIL", "")]
