@@ -37,7 +37,7 @@ def test_all_that_is_written_has_to_pass(folder: Path, text: str, code: int):
 def test_verdicts_go_to_stdout_and_what_the_code_prints_to_stderr(folder: Path):
     write(folder, WRONG)
     found = check(folder, "rms_norm", "03")
-    assert found.stdout.split()[:2] == ["checkpoint_01", "FAIL"]
+    assert found.stdout.split()[:2] == ["checkpoint_01_rms_norm", "FAIL"]
     assert found.stdout.endswith("1 FAIL, 1 BORROWED\n")
     assert "01 prints: seen\n" in found.stderr
     assert "seen" not in found.stdout
@@ -65,7 +65,7 @@ def test_the_folder_is_said_by_option_environment_or_project(folder: Path, impl:
     words = ["--impl", str(folder)] if impl == "--impl" else []
     said = {None: {}, "LLORCH_IMPL": {"LLORCH_IMPL": str(folder)}, "--impl": {"LLORCH_IMPL": str(other)}}[impl]
     found = spawn("learn", "check", "01", *words, cwd=Path("/") if impl else folder, **said)
-    assert (found.returncode, found.stdout.split()[:2]) == (1, ["checkpoint_01", "FAIL"])
+    assert (found.returncode, found.stdout.split()[:2]) == (1, ["checkpoint_01_rms_norm", "FAIL"])
 
 
 @pytest.mark.parametrize(
