@@ -24,9 +24,7 @@ OPTIONAL = (
     "tensorboard", "bitsandbytes", "yaml",
 )  # fmt: skip
 ONLY_ON_UNIX = ("fcntl", "resource", "pwd", "grp", "termios")
-PRINTING = (  # workers are processes of their own
-    "llorch/cli/", "llorch/verify/report/pages.py", "llorch/tokenizer/template_worker.py", "llorch/learn/apart.py",
-)  # fmt: skip
+PRINTING = ("llorch/cli/", "llorch/tokenizer/template_worker.py", "llorch/learn/apart.py")  # own processes
 FILES = sorted((ROOT / "llorch").rglob("*.py"))
 SOURCES = {file.relative_to(ROOT).as_posix(): file.read_text(encoding="utf-8") for file in FILES}
 

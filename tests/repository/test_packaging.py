@@ -19,13 +19,13 @@ CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
 
 def test_each_extra_is_asked_for_by_a_message_or_is_for_developers():
     asked = {extra for source in SOURCES for extra in re.findall(r"MissingExtra\(['\"](\w+)", source)}
-    assert asked | {"dev"} == EXTRAS.keys()
+    assert asked | {"dev", "docs"} == EXTRAS.keys()
 
 
-def test_the_wheel_carries_the_goldens_of_every_built_in_model():
+def test_the_wheel_carries_the_lessons_and_the_goldens_of_every_built_in_model():
     carried = SETTINGS["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
-    names = {*BUILTIN, "quantised"}
-    assert carried == {f"reference_outputs/{name}": f"llorch/reference_outputs/{name}" for name in names}
+    folders = ["checkpoints", *(f"reference_outputs/{name}" for name in (*BUILTIN, "quantised"))]
+    assert carried == {folder: f"llorch/{folder}" for folder in folders}
 
 
 def test_the_newest_version_of_the_changelog_is_that_of_the_package():

@@ -1,23 +1,17 @@
-"""Keep the generated parts of the checkpoint pages current.
+"""The generated parts of the checkpoint pages: what stands between `<!-- generated: NAME -->` and `<!-- end -->`.
 
-    python -m llorch.verify.report.pages             write them
-    python -m llorch.verify.report.pages --check     only say which pages are not current (exit code 1)
-
-A page is written by hand except for the blocks between `<!-- generated: NAME -->` and `<!-- end -->`. Numbers marked
-with `~` belong to the machine that wrote them: a page that differs in these only is current.
+Numbers marked with `~` belong to the machine that wrote them: a page that differs in these only is current. The command
+that writes pages is `checkpoints/build.py`.
 """
 
 import re
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-import click
-
 from llorch.builtin import goldens_folder
 from llorch.stages import CHECKPOINTS
-from llorch.verify.goldens import read
+from llorch.verify.goldens import Golden, read
 from llorch.verify.judge import Row
 from llorch.verify.limits import ARITHMETICS
 from llorch.verify.models import verify_stored
@@ -39,30 +33,15 @@ BLOCK = re.compile(f"(?P<start>{START}(?P<name>[a-z]+) -->\n)(?P<body>.*?){END}"
 OF_THIS_MACHINE = re.compile(r"~[0-9][0-9.e+-]*")
 
 
-@click.command(help=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--check", is_flag=True, help="Write nothing; fail when a page is not current.")
-def main(check: bool) -> None:
-    """Entry point."""
-    if not FOLDER.is_dir():
-        raise click.ClickException(f"{FOLDER} is missing; the pages are in a clone of the repository only")
-    stale = 0
-    for path, blocks in generated(FOLDER).items():
-        old = path.read_text(encoding="utf-8")
-        new = render(old, blocks, label=str(path))
-        if check and not same(old, new):
-            click.echo(f"{path}: not current; write it with: python -m llorch.verify.report.pages")
-            stale += 1
-        if not check and old != new:
-            path.write_text(new, encoding="utf-8", newline="\n")
-            click.echo(f"{path}: written")
-    sys.exit(1 if stale else 0)
-
-
-def generated(folder: Path) -> Mapping[Path, Blocks]:
-    """What every page has to say, computed from the goldens now.
+def generated(
+    folder: Path, numbers: Sequence[str] = tuple(CHECKPOINTS), *, index: bool = True
+) -> Mapping[Path, Blocks]:
+    """What pages have to say, computed from the goldens now.
 
     Args:
         folder: With the index and one folder per checkpoint.
+        numbers: Of the checkpoints whose pages are wanted.
+        index: Whether the index is wanted, too.
 
     Returns:
         Page to its blocks.
@@ -75,13 +54,25 @@ def generated(folder: Path) -> Mapping[Path, Blocks]:
         raise ValueError(
             f"pages: expected goldens in {goldens_folder()}, got none; run reference_outputs/regenerate.py"
         )
-    rows = [*(row for name in goldens for row in rows_of(name)), *quantised_rows(), *training_rows()]
-    alike = [number for number in CHECKPOINTS if number not in (QUANTISED, TORCH, *TRAINING)]
-    pages = {page(folder, number): page_blocks(number, rows) for number in alike}
-    pages[page(folder, QUANTISED)] = quantised_blocks(quantised_rows(), exact_errors())
-    pages[page(folder, TORCH)] = torch_blocks(goldens, [row for name in goldens for row in torch_rows(name)])
-    pages |= {page(folder, number): training_blocks(number, training_rows()) for number in TRAINING}
-    return {folder / "README.md": index_blocks(rows, goldens, CHECKPOINTS, trainers())} | pages
+    pages = {page(folder, number): _blocks_of(number, goldens) for number in numbers}
+    if index:
+        rows = [*_forward_rows(goldens), *quantised_rows(), *training_rows()]
+        pages[folder / "README.md"] = index_blocks(rows, goldens, CHECKPOINTS, trainers())
+    return pages
+
+
+def _blocks_of(number: str, goldens: Mapping[str, Golden]) -> Blocks:
+    if number == QUANTISED:
+        return quantised_blocks(quantised_rows(), exact_errors())
+    if number == TORCH:
+        return torch_blocks(goldens, [row for name in goldens for row in torch_rows(name)])
+    if number in TRAINING:
+        return training_blocks(number, training_rows())
+    return page_blocks(number, _forward_rows(goldens))
+
+
+def _forward_rows(models: Iterable[str]) -> list[Row]:
+    return [row for name in models for row in rows_of(name)]
 
 
 @cache  # the slow part, and goldens do not change under a running command
@@ -141,7 +132,3 @@ def render(text: str, blocks: Blocks, *, label: str) -> str:
 def same(old: str, new: str) -> bool:
     """Whether two pages are equal but for the numbers of a machine."""
     return OF_THIS_MACHINE.sub("~", old) == OF_THIS_MACHINE.sub("~", new)
-
-
-if __name__ == "__main__":
-    main()
