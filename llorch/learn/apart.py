@@ -1,8 +1,8 @@
 """Checks in a process of their own: a loop, a crash or a flood of a learner's code ends that process and no other.
 
 The process is a copy of this one, with all that is imported and read by then, where libraries of linear algebra are
-safe to copy (Linux); elsewhere a new one. It takes lessons in order and sends each outcome; if it ends, the lesson that
-it was at has failed and another process takes the rest. What runs in there is below `_work`.
+safe to copy (Linux); elsewhere a new one. It is asked for one lesson after the other; if it ends, that lesson has
+failed and another process takes the rest. What runs in there is `_work` and below.
 """
 
 import faulthandler
@@ -83,11 +83,16 @@ def outcomes(
     """
     rest = list(numbers)
     while rest:
-        worker = _Worker(folder, rest, mode, seconds, say)
+        worker = _Worker(folder, mode, seconds, say)
         try:
-            for found in worker.outcomes():
-                rest.remove(found.lesson)
-                yield found
+            if worker.answer("import") is None:
+                yield from (worker.ended(number, " while your files were imported") for number in rest)
+                return
+            is_up = True
+            while rest and is_up:
+                found = worker.answer(number := rest.pop(0))
+                is_up = found is not None
+                yield found or worker.ended(number)
         finally:
             worker.end()
 
@@ -95,62 +100,52 @@ def outcomes(
 class _Worker:
     """The process, from outside."""
 
-    def __init__(self, folder: Path, numbers: Sequence[str], mode: Mode, seconds: float, say: Say) -> None:
+    def __init__(self, folder: Path, mode: Mode, seconds: float, say: Say) -> None:
         context = get_context("fork" if sys.platform == "linux" else "spawn")
-        self._numbers, self._say, self._seconds = [*numbers], say, seconds
+        self._say, self._seconds = say, seconds
         self._clock = context.RawValue("d", 0.0)  # when the learner's call that runs must have ended; 0: none runs
-        self._channel, theirs = context.Pipe(duplex=False)
+        self._channel, theirs = context.Pipe()
         self._output, printed = context.Pipe(duplex=False)
-        arguments = (folder, self._numbers, mode, seconds, self._clock, theirs, printed)
+        arguments = (folder, mode, seconds, self._clock, theirs, printed)
         self._process: BaseProcess = context.Process(target=_work, args=arguments, daemon=True)
         with warnings.catch_warnings():  # of threads: they wait for files and keys, or are those of BLAS
             warnings.simplefilter("ignore", DeprecationWarning)
             self._process.start()
         theirs.close()
         printed.close()
-        self._printed = _Printed("import", say)
 
-    def outcomes(self) -> Iterator[Outcome]:
-        """As they come; when the process ends early, that is the last one: of the lesson it was at, or of all."""
-        if self._next() is None:
-            yield from (self._ended(number, " while your files were imported") for number in self._numbers)
-            return
-        for number in self._numbers:
-            self._printed = _Printed(number, self._say)
-            found = self._next()
-            yield found or self._ended(number)
-            if found is None:
-                return
-
-    def _next(self) -> Any:
-        """What the process sends next, after all that it printed until then; None if it ended or has to."""
-        sent, waiting = None, [self._channel, self._output]
-        while sent is None:
+    def answer(self, asked: str) -> Any:
+        """To a lesson's number, or to `import`, after all that was printed until then; None if the process ended."""
+        printed, answer, waiting = _Printed(asked, self._say), None, [self._channel, self._output]
+        with suppress(OSError):
+            self._channel.send(asked)
+        while answer is None:
             ready: list[Any] = wait(waiting, timeout=_GRACE / 4)
-            if self._output in ready and not self._read_output():
+            if self._output in ready and not self._read_output(printed):
                 waiting.remove(self._output)
             if self._channel in ready:
                 with suppress(EOFError, OSError):
-                    sent = self._channel.recv()
+                    answer = self._channel.recv()
                 break
             if self._is_late() or (not ready and self._process.exitcode is not None):
                 break
-        self._read_output()
-        self._printed.close()
-        return sent
+        self._read_output(printed)
+        printed.close()
+        return answer
 
     def _is_late(self) -> bool:
         return 0 < self._clock.value < time.monotonic() - _GRACE
 
-    def _read_output(self) -> bool:
+    def _read_output(self, printed: "_Printed") -> bool:
         """All that is there; False at the end of it."""
         while self._output.poll():
             if not (data := os.read(self._output.fileno(), 1 << 16)):
                 return False
-            self._printed.write(data)
+            printed.write(data)
         return True
 
-    def _ended(self, number: str, when: str = "") -> Outcome:
+    def ended(self, number: str, when: str = "") -> Outcome:
+        """What is said of a lesson that the process did not survive."""
         if self._is_late():
             fault = f"your code took over {self._seconds:g} s{when} and could not be interrupted; does a loop end?"
         else:
@@ -206,24 +201,22 @@ def _outcome(number: str, verdict: Verdict) -> Outcome:
     return Outcome(number, verdict.word, str(verdict), verdict.record(), verdict.traceback)
 
 
-def _work(
-    folder: Path, numbers: Sequence[str], mode: Mode, seconds: float, clock: Any, channel: Connection,
-    printed: Connection,
-) -> None:  # fmt: skip
-    """The process, from inside: results to the channel, whatever is printed to `printed`."""
+def _work(folder: Path, mode: Mode, seconds: float, clock: Any, channel: Connection, printed: Connection) -> None:
+    """The process, from inside: answers to the channel, whatever is printed to `printed`."""
     _stand_apart(printed)
     allowed = _Allowed(seconds, clock)
     with suppress(EOFError, OSError), limited(1):
+        channel.recv()
         with allowed.running():
             written = read_folder(folder)
         implementation = Implementation(str(folder), {name: allowed.timed(call) for name, call in written.items()})
-        channel.send("imported")
-        for number in numbers:
-            allowed.left = seconds
-            found = _checked(number, implementation, mode)
+        answer: Any = "imported"
+        while True:
             with suppress(Exception):  # such as a stream that the learner's code has closed
                 sys.stdout.flush()
-            channel.send(found)
+            channel.send(answer)
+            number, allowed.left = channel.recv(), seconds
+            answer = _checked(number, implementation, mode)
     os._exit(0)  # threads of the learner's may go on for ever
 
 

@@ -85,6 +85,18 @@ def test_a_process_that_ends_while_files_are_imported_fails_every_lesson(tmp_pat
     assert [(outcome.lesson, said_of(outcome)) for outcome in found] == [("01", fault), ("03", fault)]
 
 
+def test_a_crash_says_the_learners_line_and_is_that_of_its_lesson(tmp_path: Path):
+    written(tmp_path, RIGHT)
+    (tmp_path / "l03_kv_cache.py").write_text(
+        "import ctypes\n\n\ndef append(past_k, past_v, k, v):\n    ctypes.string_at(0)\n"
+    )
+    found, said = checked(tmp_path, seconds=10)
+    assert [outcome.word for outcome in found] == ["PASS", "FAIL"]
+    assert {line.split(":")[0] for line in said} == {"03 prints"}
+    assert f'03 prints:   File "{tmp_path}/l03_kv_cache.py", line 5 in append' in said
+    assert not [line for line in said if "guard.py" in line]
+
+
 def test_of_what_is_printed_the_beginning_is_told_with_the_lesson(tmp_path: Path):
     flood = "    for n in range(10_000):\n        print(n, '\\x1b[2J')\n    os.write(1, b'no end of line')\n    1 / 0\n"
     found, said = checked(written(tmp_path, flood))
