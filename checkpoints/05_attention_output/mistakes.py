@@ -48,7 +48,7 @@ UNTYPED = {
     "o-proj-columns-with-heads-last": "typed in 07: the width of a head is seen by the block",
     "o-proj-skipped": "the joined heads have another width than the stream in three of four models: the shape says it",
     "context-mixes-keys": "typed in 07: the keys are seen by the block",
-    "attention-residual-from-normed": "typed in 07, which adds",
-    "attention-residual-skipped": "typed in 07, which adds",
-    "attention-dropped": "typed in 07, which adds",
+    "attention-residual-from-normed": "typed in 07: the block adds",
+    "attention-residual-skipped": "typed in 07: the block adds",
+    "attention-dropped": "typed in 07: the block adds",
 }

@@ -68,13 +68,17 @@ class _Borrowing(SourceFileLoader):
 
     def exec_module(self, module: ModuleType) -> None:
         try:
-            super().exec_module(module)
-            borrowed = unwritten_in(Path(self.path)) & PARTS.keys()
+            if is_there := Path(self.path).is_file():
+                super().exec_module(module)
+            borrowed = unwritten_in(Path(self.path)) & PARTS.keys() if is_there else self._parts()
         except (Exception, SystemExit) as error:
             setattr(module, _FAULT, error)
-            borrowed = {name for name, lesson in LESSON_OF.items() if lesson.module == self.name}
+            borrowed = self._parts()
         for name in borrowed:
             setattr(module, name, PARTS[name].reference)
+
+    def _parts(self) -> set[str]:
+        return {name for name, lesson in LESSON_OF.items() if lesson.module == self.name}
 
 
 class _Finder(MetaPathFinder):
@@ -83,7 +87,7 @@ class _Finder(MetaPathFinder):
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         file = self._folder / f"{fullname}.py"
-        if fullname not in {lesson.module for lesson in LESSONS} or not file.is_file():
+        if fullname not in {lesson.module for lesson in LESSONS}:
             return None
         return spec_from_file_location(fullname, file, loader=_Borrowing(fullname, str(file)))
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
+
 from llorch.learn.guard import guarded
 from llorch.learn.lessons import PARTS
 from llorch.learn.part import Adapt, Call, Part
@@ -41,6 +43,7 @@ class Implementation:
             LearnerFault: Inside, where a part raises or returns what nothing can go on with.
         """
         with ExitStack() as stack:
+            stack.enter_context(np.errstate(all="ignore"))  # numbers that are none are told by the verdict
             for part in PARTS.values() if parts is None else parts:
                 if part.name in self.written:
                     call = guarded(part, self.written[part.name], note=note)
