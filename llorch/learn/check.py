@@ -8,6 +8,7 @@ from pathlib import Path
 from llorch.learn.checks.after_logits import ArgmaxCheck, FilterCheck, GenerationCheck, RowCheck
 from llorch.learn.checks.forward import ForwardCheck
 from llorch.learn.checks.foundation import FoundationCheck
+from llorch.learn.checks.training import TrainingCheck
 from llorch.learn.frames import all_frames, own_frames
 from llorch.learn.guard import LearnerFault
 from llorch.learn.implementation import Implementation
@@ -18,12 +19,14 @@ from llorch.learn.verdict import BORROWED, Verdict, word_for
 from llorch.verify.judge import FAIL, PASS
 
 FORWARD = ("01", "01b", "02", "03", "04", "05", "06", "07", "08")
+TRAINING = ("15", "16", "17", "18", "19", "20")
 
 
 def check_of(lesson: Lesson) -> Check:
     """How a lesson is judged."""
     makers: dict[str, Callable[[], Check]] = dict.fromkeys(FORWARD, ForwardCheck)
     makers |= {"00": FoundationCheck, "09": RowCheck, "10": ArgmaxCheck, "11": FilterCheck, "12": GenerationCheck}
+    makers |= dict.fromkeys(TRAINING, TrainingCheck)
     return makers[lesson.number]()
 
 

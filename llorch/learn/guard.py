@@ -109,5 +109,5 @@ def _as_arrays(part: Part, returned: Any) -> dict[str, np.ndarray]:
 def _require_like(part: Part, name: str, got: np.ndarray, wanted: np.ndarray) -> None:
     if got.shape != wanted.shape:
         raise LearnerFault(part.name, f"expected {name} of shape {wanted.shape}, got {got.shape}")
-    if got.dtype != wanted.dtype:
+    if got.dtype != wanted.dtype and (wanted.ndim or not np.can_cast(got.dtype, wanted.dtype)):
         raise LearnerFault(part.name, f"expected {name} of dtype {wanted.dtype}, got {got.dtype}; use .astype")

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 from llorch.learn.part import Part
-from llorch.learn.parts import after_logits, forward, foundation
+from llorch.learn.parts import after_logits, forward, foundation, training
 from llorch.stages import CHECKPOINTS
 
 
@@ -64,6 +64,12 @@ LESSONS: tuple[Lesson, ...] = (  # in the order of the forward pass, then of tra
     Lesson("10", 10, (after_logits.ARGMAX,)),
     Lesson("11", 30, FILTERS),
     Lesson("12", 35, (after_logits.POSITIONS, after_logits.GENERATE)),
+    Lesson("15", 25, (training.LORA_SCALING, training.LORA_DELTA)),
+    Lesson("16", 25, (training.MASKED_LABELS, training.SHIFTED, training.CROSS_ENTROPY)),
+    Lesson("17", 75, training.BACKWARD),
+    Lesson("18", 30, (training.CLIP_BY_NORM, training.ADAMW_STEP, training.LEARNING_RATE)),
+    Lesson("19", 40, (training.ACCUMULATED,)),
+    Lesson("20", 30, (training.MERGED, training.INTERLEAVE, training.GGUF_ALPHA)),
 )
 BY_NUMBER: Mapping[str, Lesson] = {lesson.number: lesson for lesson in LESSONS}
 PARTS: Mapping[str, Part] = {part.name: part for lesson in LESSONS for part in lesson.parts}

@@ -69,44 +69,38 @@ class NumpyRunner:
         self.rslora = golden.adapter_for(self.config, RSLORA)
         self._golden = golden
 
-    def isolated(self) -> Results:
-        """Every stage that can be fed what the golden was fed."""
+    def isolated(self, *numbers: str) -> Results:
+        """Every stage that can be fed what the golden was fed; of some checkpoints, where they are told."""
+        made: dict[str, Callable[[], Results]] = {
+            "15": self._isolated_deltas,
+            "16": lambda: self._losses(self._split(self._given(at("adapted_logits")))),
+            "17": self._isolated_gradients,
+            "18": self._isolated_steps,
+            "20": self._merged_weight,
+        }
+        for number in numbers or made:
+            yield from made[number]() if number in made else ()
 
-        def given(stage: str, layer: int | None) -> np.ndarray:
-            return self._given(at(stage, layer))
+    def chained(self, *numbers: str) -> Results:
+        """Every run from its beginning; of some checkpoints, where they are told."""
+        made: dict[str, Callable[[], Results]] = {
+            "15": self._chained_deltas,
+            "16": lambda: self._losses([trace["logits"] for trace in self._traces(self.adapter)]),
+            "17": self._chained_gradients,
+            "18": self._steps,
+            "19": lambda: self.curve(CURVE.n_steps),
+            "20": self.merged,
+        }
+        for number in numbers or made:
+            yield from made[number]()
 
-        yield from self._deltas(self.adapter, of_matrices("lora_delta", self.n_layers), given)
-        yield from self._deltas(self.rslora, shared_input("rslora"), given)
-        yield from self._losses(self._split(self._given(at("adapted_logits"))))
-        yield from self._isolated_gradients()
-        for step in STEPS_ALONE:
-            start = {name: self._all_given(where) for name, where in before(step, self.n_layers).items()}
-            state = start if step > 1 else self._initial()
-            yield from self._shown(
-                step, *self._update(step, start["gradient"], state, OPTIMIZER, OPTIMIZER.learning_rate)
-            )
-        yield from self._schedules()
-        yield MERGED_AT, MergedWeights(self.weights, self.adapter).array(MERGED)
-
-    def chained(self) -> Results:
-        """Every run from its beginning."""
-        traces = self._traces(self.adapter)
-        inputs = lambda stage, layer: np.concatenate([trace[key(stage, layer)] for trace in traces])  # noqa: E731
-        yield from self._deltas(self.adapter, of_matrices("lora_delta", self.n_layers), inputs)
-        for case, found in {"plain": traces, "rslora": self._traces(self.rslora)}.items():
-            yield at("adapted_logits", case=case), np.concatenate([trace["logits"] for trace in found])
-        yield from self._losses([trace["logits"] for trace in traces])
-        for case, adapter in {"plain": self.adapter, "zero_b": with_zero_b(self.adapter)}.items():
-            _, grads = numpy_step.loss_and_gradients(self.weights, adapter, self.batches[:1], label_smoothing=0.0)
-            yield from named(of_tensors("gradient", self.n_layers, case), grads).items()
-        yield from joined([found for found, _ in self._block_gradients({})]).items()
-        yield from self._steps()
+    def curve(self, n_steps: int) -> Results:
+        """Losses and norms of the first steps of the run of N."""
         _, losses, norms, _ = zip(
-            *self._trained(CURVE.n_steps, CURVE.accumulation, CURVE.optimizer, SMOOTHING, CURVE.rate), strict=True
+            *self._trained(n_steps, CURVE.accumulation, CURVE.optimizer, SMOOTHING, CURVE.rate), strict=True
         )
         yield at("loss_curve", case="curve"), np.asarray(losses)
         yield at("norm_curve", case="curve"), np.asarray(norms)
-        yield from self.merged()
 
     def merged(self) -> Results:
         """Logits of the model with the adapter merged in."""
@@ -115,6 +109,38 @@ class NumpyRunner:
     @property
     def _documents(self) -> list[np.ndarray]:
         return [ids for ids, _ in self.batches[0].each_document()]
+
+    def _isolated_deltas(self) -> Results:
+        def given(stage: str, layer: int | None) -> np.ndarray:
+            return self._given(at(stage, layer))
+
+        yield from self._deltas(self.adapter, of_matrices("lora_delta", self.n_layers), given)
+        yield from self._deltas(self.rslora, shared_input("rslora"), given)
+
+    def _isolated_steps(self) -> Results:
+        for step in STEPS_ALONE:
+            start = {name: self._all_given(where) for name, where in before(step, self.n_layers).items()}
+            state = start if step > 1 else self._initial()
+            yield from self._shown(
+                step, *self._update(step, start["gradient"], state, OPTIMIZER, OPTIMIZER.learning_rate)
+            )
+        yield from self._schedules()
+
+    def _merged_weight(self) -> Results:
+        yield MERGED_AT, MergedWeights(self.weights, self.adapter).array(MERGED)
+
+    def _chained_deltas(self) -> Results:
+        traces = self._traces(self.adapter)
+        inputs = lambda stage, layer: np.concatenate([trace[key(stage, layer)] for trace in traces])  # noqa: E731
+        yield from self._deltas(self.adapter, of_matrices("lora_delta", self.n_layers), inputs)
+        for case, found in {"plain": traces, "rslora": self._traces(self.rslora)}.items():
+            yield at("adapted_logits", case=case), np.concatenate([trace["logits"] for trace in found])
+
+    def _chained_gradients(self) -> Results:
+        for case, adapter in {"plain": self.adapter, "zero_b": with_zero_b(self.adapter)}.items():
+            _, grads = numpy_step.loss_and_gradients(self.weights, adapter, self.batches[:1], label_smoothing=0.0)
+            yield from named(of_tensors("gradient", self.n_layers, case), grads).items()
+        yield from joined([found for found, _ in self._block_gradients({})]).items()
 
     def _given(self, place: Place) -> np.ndarray:
         return self._golden.shown(place).astype(self.dtype)

@@ -1,0 +1,197 @@
+"""Lessons of training: a golden's run with the learner's parts in it, judged by the claims of the training suite.
+
+Isolated, the parts of the lesson are put in one at a time, and every stage that can be is fed the golden's own numbers;
+of the curve only the first steps are run, of files only the adapter's is written. Chained, all that is written by then
+runs from the tokens on: all steps, all files. In both, float32 computes.
+"""
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from llorch.files import Weights
+from llorch.learn.checks.forward import BACKEND, parts_so_far, written_parts
+from llorch.learn.guard import LearnerFault
+from llorch.learn.implementation import Implementation
+from llorch.learn.judging import Judged, Mode
+from llorch.learn.lessons import Lesson
+from llorch.learn.part import Part
+from llorch.lora.gguf_format import write_lora_gguf
+from llorch.verify.compare import times_over
+from llorch.verify.diagnosis.training_hypotheses import RANDOM
+from llorch.verify.diagnosis.verdict import Suspect
+from llorch.verify.judge import FAIL, Claim, judge
+from llorch.verify.mistakes import TRAINING, TrainingMistake
+from llorch.verify.mistakes.planting import planted, replaced
+from llorch.verify.training.claims import claims, stored
+from llorch.verify.training.exports import Table, exported, file_row, gguf_table
+from llorch.verify.training.goldens import MODELS, TrainingGolden
+from llorch.verify.training.places import CHAINED, ISOLATED, Arrays
+from llorch.verify.training.runner import NumpyRunner, Results
+
+FIRST_STEPS = 4  # of the curve: every mistake of a step shows in them
+ROUNDING = 1e-5  # of an error: what float32 makes of the same wrong formula in another order
+REMEMBERS = (*RANDOM, "adamw-step-counted-per-tensor")  # mistakes that make other numbers in every run
+IN_A_STEP = ("llorch.ops.", "llorch.backward.", "llorch.train.", "llorch.lora.", "llorch.files.names.")
+HIDING = ("llorch.ops.linear.linear",)  # merges what stands beside a matrix
+
+
+class TrainingCheck:
+    """See `Check`."""
+
+    def judged(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[Judged]:
+        """See `Check`."""
+        for run, parts in runs(lesson, implementation, mode):
+            alone = parts[0].name if mode == "isolated" else ""
+            yield from (replace(each, part=alone) for each in run.judged(run.made(learned(implementation, parts))))
+
+    def suspects(
+        self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[Judged]
+    ) -> Sequence[Suspect]:
+        """Known mistakes of the lesson that make in our code what the learner's parts make, the best first."""
+        for run, parts in runs(lesson, implementation, mode):
+            theirs = run.made(learned(implementation, parts))
+            if not any(each.row.verdict == FAIL for each in run.judged(theirs)):
+                continue
+            known = [m for m in TRAINING if lesson.number in m.checkpoints and m.applies_to(run.weights.config)]
+            if not theirs.equals(run.made(learned(implementation, parts))):
+                return [Suspect(m.name, m.diagnosis, m.stages, 1.0, 0.0) for m in known if m.name in REMEMBERS]
+            if found := [one for one in (run.explained(theirs, m) for m in known) if one]:
+                return sorted(found, key=lambda one: one.left)
+        return []
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a run made: arrays by the mode they were reached in, and the tensors of files."""
+
+    arrays: Mapping[str, Arrays]
+    tables: Mapping[str, Table] = field(default_factory=dict)
+
+    def equals(self, other: "Made") -> bool:
+        """To the last bit."""
+        mine, others = ([a for found in made.arrays.values() for a in found.values()] for made in (self, other))
+        return all(map(np.array_equal, mine, others)) and self.tables == other.tables
+
+
+def runs(lesson: Lesson, implementation: Implementation, mode: Mode) -> "Iterator[tuple[Run, Sequence[Part]]]":
+    """Every run of a check, and the parts that are in it."""
+    for model in MODELS:
+        if mode == "chained":
+            parts = [part for part in parts_so_far(lesson, implementation) if _may_chain(part)]
+            yield Run(model, lesson.number, frozenset(s for part in lesson.parts for s in part.stages), mode), parts
+            continue
+        for part in written_parts(lesson, implementation):
+            yield Run(model, lesson.number, frozenset(part.stages), mode), [part]
+
+
+def _may_chain(part: Part) -> bool:
+    """Whether the adapter and the backward pass see all that they need behind a part."""
+    return part.replaces.startswith(IN_A_STEP) and part.replaces not in HIDING
+
+
+@contextmanager
+def learned(implementation: Implementation, parts: Sequence[Part]) -> Iterator[None]:
+    """Parts in their places; what ours cannot go on with is their fault."""
+    with implementation.installed(parts):
+        try:
+            yield
+        except (ValueError, IndexError) as error:
+            where = parts[0].name if len(parts) == 1 else "a part"
+            raise LearnerFault(where, f"the step cannot go on with what it returned: {error}") from error
+
+
+@cache
+def prepared(model: str) -> tuple[Weights, TrainingGolden, Sequence[Claim]]:
+    """A model in float32, its goldens and what they claim; made once."""
+    weights, golden = stored(model)
+    return weights.astype(np.float32, keep=True), golden, tuple(claims(golden, weights.config, "float32"))
+
+
+class Run:
+    """One checkpoint of one model, as far as some groups of its stages go."""
+
+    def __init__(self, model: str, number: str, groups: frozenset[str], mode: Mode) -> None:
+        """Of a built-in model."""
+        self.model, self.number, self.groups, self.whole = model, number, groups, mode == "chained"
+        self.weights, self.golden, of_model = prepared(model)
+        mine = [c for c in of_model if c.place.stage in groups and c.place.checkpoint == number]
+        self.claims = mine if self.whole else [_shortened(c) for c in mine if _is_brief(c)]
+
+    def made(self, within: AbstractContextManager[None]) -> Made:
+        """Run it, with whatever the context puts into our code."""
+        with within:
+            runner = NumpyRunner(self.weights, self.golden)  # anew: it keeps the scales of its adapter
+            arrays = {ISOLATED: dict(runner.isolated(self.number)), CHAINED: dict(self._chained(runner))}
+            if not self.whole:
+                return Made(arrays, self._adapter_file() if "adapter_file" in self.groups else {})
+            if self.number != "20":
+                return Made(arrays)
+            logits, tables = exported(self.weights, self.golden)
+            return Made(arrays | {CHAINED: arrays[CHAINED] | logits}, tables)
+
+    def _chained(self, runner: NumpyRunner) -> Results:
+        """All of it, or what a lesson is judged by that has little or nothing to be fed."""
+        if self.whole:
+            return runner.chained(self.number)
+        brief = {"19": lambda: runner.curve(FIRST_STEPS), "20": runner.merged}
+        return brief.get(self.number, lambda: iter(()))()
+
+    def _adapter_file(self) -> Mapping[str, Table]:
+        config = self.weights.config
+        with tempfile.TemporaryDirectory(prefix="llorch-") as folder:
+            path = Path(folder) / "adapter.gguf"
+            write_lora_gguf(self.golden.adapter_for(config), path, config)
+            return {"lora_gguf": gguf_table(path)}
+
+    def judged(self, made: Made) -> Iterator[Judged]:
+        """Every claim beside what was made, and every file."""
+        for claim in self.claims:
+            got = made.arrays[claim.mode].get(claim.place)
+            yield Judged(judge(claim, got, model=self.model, backend=BACKEND), claim, got)
+        for kind, table in made.tables.items():
+            row = file_row(self.model, kind, table, self.golden.files[kind])
+            yield Judged(replace(row, backend=BACKEND), None, None)
+
+    def explained(self, theirs: Made, mistake: TrainingMistake) -> Suspect | None:
+        """A known mistake, if our code with it makes the same everywhere; also with what mostly goes wrong with it."""
+        left = min(self._left(theirs, self.made(_with(mistake, along))) for along in {False, mistake.along is not None})
+        return Suspect(mistake.name, mistake.diagnosis, mistake.stages, 1.0, left) if left <= 1 else None
+
+    def _left(self, theirs: Made, ours: Made) -> float:
+        """By how much what was made differs more than rounding explains, at the worst place."""
+        if theirs.tables != ours.tables:
+            return np.inf
+        most = 0.0
+        for claim in self.claims:
+            got, made = (found.arrays[claim.mode].get(claim.place) for found in (theirs, ours))
+            if got is None or made is None:
+                continue
+            apart, error = claim.difference(got, made), claim.difference(got).error
+            most = max(most, min(apart.over(claim.limit), times_over(apart.error, ROUNDING * error)))
+        return most
+
+
+def _is_brief(claim: Claim) -> bool:
+    return claim.mode == ISOLATED or claim.place.checkpoint == "19" or claim.place.stage == "merged_logits"
+
+
+def _shortened(claim: Claim) -> Claim:
+    """Of a curve the first steps."""
+    if claim.place.checkpoint != "19" or claim.truth is None:
+        return claim
+    return replace(claim, want=claim.want[:FIRST_STEPS], truth=claim.truth[:FIRST_STEPS])
+
+
+@contextmanager
+def _with(mistake: TrainingMistake, along: bool) -> Iterator[None]:
+    with ExitStack() as planting:
+        planting.enter_context(planted(mistake))
+        if along and mistake.along:
+            planting.enter_context(replaced(*mistake.along))
+        yield
