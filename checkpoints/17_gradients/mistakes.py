@@ -1,4 +1,4 @@
-"""What people write for gradients and should not, by the name of the known mistake; each must turn red with its name."""
+"""What people write for gradients and should not, by the name of the known mistake."""
 
 import numpy as np
 
@@ -19,9 +19,7 @@ def target_forgotten(logits: np.ndarray, labels: np.ndarray, label_smoothing: fl
     return softmax(logits) * (labels >= 0)[:, None] / np.float32(n_trained)
 
 
-def lora(
-    *, scaled: bool = True, base: bool = True, detour: bool = True
-):  # fmt: skip
+def lora(*, scaled: bool = True, base: bool = True, detour: bool = True):
     """The way back through W x + s B A x, with something left out."""
 
     def backward(grad, x, weight, lora_A, lora_B, scaling):

@@ -4,8 +4,6 @@ Write the bodies of `clip_by_norm`, `adamw_step` and `learning_rate`, save, and 
 Nothing may be changed in place: new arrays come out.
 """
 
-import math
-
 import numpy as np
 
 
@@ -17,8 +15,8 @@ def clip_by_norm(grads: dict[str, np.ndarray], max_norm: float) -> tuple[np.ndar
         max_norm: The largest norm.
 
     Returns:
-        The clipped gradients in one row (n,), float32, tensor after tensor in the order of `grads`; and the norm before.
-        As torch does it, the factor is max_norm / (norm + 1e-6), and never above 1.
+        The clipped gradients in one row (n,), float32, tensor after tensor in the order of `grads`; and the norm
+        before. As torch does it, the factor is max_norm / (norm + 1e-6), and never above 1.
     """
     raise NotImplementedError
 
