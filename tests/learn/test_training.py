@@ -66,7 +66,7 @@ def test_a_number_may_be_narrower_than_ours():
     assert check_functions("18", clip_by_norm=norm_in_float32).fault == ""
 
 
-@pytest.mark.parametrize("number", ["15", "18"])
+@pytest.mark.parametrize("number", ["15", "16"])
 def test_where_results_go_on_earlier_parts_are_in_the_step(number: str):
     def forgetful(x: Array, weight: Array, eps: float) -> Array:
         return PARTS["rms_norm"].reference(x, weight * 0 + 1, eps)

@@ -53,8 +53,11 @@ class TrainingCheck:
     def suspects(
         self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[Judged]
     ) -> Sequence[Suspect]:
-        """Known mistakes of the lesson that make in our code what the learner's parts make, the best first."""
-        for run, parts in runs(lesson, implementation, mode):
+        """Known mistakes of the lesson that make in our code what the learner's parts make, the best first.
+
+        Whatever the mode they are looked for where a part is alone: what is right there was made wrong before.
+        """
+        for run, parts in runs(lesson, implementation, "isolated"):
             theirs = run.made(learned(implementation, parts))
             if not any(each.row.verdict == FAIL for each in run.judged(theirs)):
                 continue
