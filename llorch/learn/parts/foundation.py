@@ -56,8 +56,8 @@ def tensor_table(data: Array) -> tuple[Array, Array, Array, Array]:
     rows = list(our_table(cursor, count, alignment).values())
     shapes = [(0,) * (AXES - len(row.shape)) + row.shape for row in rows]
     names = np.frombuffer("\n".join(row.name for row in rows).encode(), np.uint8)
-    numbers = ([row.ggml_type.value for row in rows], [row.offset for row in rows])
-    return names, np.array(shapes, np.int64), *(np.array(each, np.int64) for each in numbers)
+    types, offsets = [row.ggml_type.value for row in rows], [row.offset for row in rows]
+    return names, np.array(shapes, np.int64), np.array(types, np.int64), np.array(offsets, np.int64)
 
 
 def merge(ids: Array, merges: Array, ranks: Array) -> Array:
@@ -166,11 +166,10 @@ def _inside(text: str, known: Mapping[str, int]) -> list[str]:
 def _model_of(encoder: ByteLevelBPE) -> tuple[list[str], dict[str, int], dict[tuple[str, str], int]]:
     """Texts by id, ids by text, and ranks of merges, as the library has them."""
     model = json.loads(encoder._tokenizer.to_str())["model"]
-    pairs = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
     texts = [""] * (1 + max(model["vocab"].values()))
     for text, number in model["vocab"].items():
         texts[number] = text
-    return texts, model["vocab"], {pair: rank for rank, pair in enumerate(pairs)}
+    return texts, model["vocab"], {(left, right): rank for rank, (left, right) in enumerate(model["merges"])}
 
 
 BFLOAT16 = Part(

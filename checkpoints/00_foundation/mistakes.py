@@ -1,0 +1,32 @@
+"""What people write for the embedding and should not, by the name of the known mistake; each must turn red with its name."""
+
+import numpy as np
+
+
+def ids_from_one(ids: np.ndarray, table: np.ndarray) -> np.ndarray:
+    return table[(ids + 1) % len(table)]
+
+
+def begins_twice(ids: np.ndarray, table: np.ndarray) -> np.ndarray:
+    with_bos = np.concatenate([ids[:1], ids])
+    return table[with_bos[: len(ids)]]
+
+
+def axes_as_in_the_file(ids: np.ndarray, table: np.ndarray) -> np.ndarray:
+    vocab, hidden = table.shape
+    return np.ascontiguousarray(table.reshape(hidden, vocab)[:, ids].T)
+
+
+def scaled_as_in_gemma(ids: np.ndarray, table: np.ndarray) -> np.ndarray:
+    return (table[ids] * np.sqrt(table.shape[1])).astype(table.dtype)
+
+
+WRONG = {
+    "embedding": {
+        "embedding-ids-off-by-one": ids_from_one,
+        "embedding-first-token-twice": begins_twice,
+        "embedding-dimensions-not-reversed": axes_as_in_the_file,
+        "embedding-scaled": scaled_as_in_gemma,
+    }
+}
+UNTYPED = {"embedding-from-lm-head": "the function is given its table; which of the two that is, nobody writes here"}

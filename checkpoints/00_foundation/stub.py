@@ -1,0 +1,63 @@
+"""Lesson 00: from a file and a text to numbers. Four functions, and one of them is all but done.
+
+`bfloat16_to_float32` is wrong by one constant: correct it, save, and check it: llorch learn check 00
+Then write the others in any order; what is not written is borrowed from the reference.
+"""
+
+import numpy as np
+
+UPPER_HALF = 8  # bits by which a bfloat16 has to be moved up to become a float32
+
+
+def bfloat16_to_float32(bits: np.ndarray) -> np.ndarray:
+    """The numbers that bfloat16 bit patterns stand for.
+
+    Args:
+        bits: Of any shape, uint16.
+
+    Returns:
+        The same shape, float32.
+    """
+    return (bits.astype(np.uint32) << UPPER_HALF).view(np.float32)
+
+
+def tensor_table(data: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Read where the tensors of a GGUF file lie; all numbers in it are little-endian.
+
+    Args:
+        data: The bytes of the whole file, (n,), uint8.
+
+    Returns:
+        names: As UTF-8 bytes, one name a line, no line break at the end, uint8.
+        shapes: (tensors, 4), int64: slowest axis first (NumPy's order), zeros in front where there are fewer axes.
+        types: (tensors,), int64: the number of each tensor's type, as stored.
+        offsets: (tensors,), int64: where its bytes start, counted from the start of the file.
+    """
+    raise NotImplementedError
+
+
+def merge(ids: np.ndarray, merges: np.ndarray, ranks: np.ndarray) -> np.ndarray:
+    """Join neighbouring pieces of a word until no listed pair is left.
+
+    Args:
+        ids: The word's single characters (or bytes) as numbers, (n,), int64.
+        merges: Pairs that may be joined, (m, 3), int64: left piece, right piece, the piece that both make.
+        ranks: Of each pair, (m,), int64: the lowest is joined first; of equal ones the leftmost in the word.
+
+    Returns:
+        The pieces that are left, (k,), int64.
+    """
+    raise NotImplementedError
+
+
+def embedding(ids: np.ndarray, table: np.ndarray) -> np.ndarray:
+    """Pick one row for every token.
+
+    Args:
+        ids: Token ids, (seq,), int64.
+        table: One row for every token of the vocabulary, (vocab, hidden).
+
+    Returns:
+        (seq, hidden), in the dtype of the table.
+    """
+    raise NotImplementedError

@@ -1,0 +1,26 @@
+"""Rows that people take and should not, by the name of the known mistake; each must turn red with its name."""
+
+import numpy as np
+
+
+def first(logits: np.ndarray) -> np.ndarray:
+    return logits[0]
+
+
+def before_last(logits: np.ndarray) -> np.ndarray:
+    n = len(logits) - 1
+    return logits[n - 1]
+
+
+def mean(logits: np.ndarray) -> np.ndarray:
+    return logits.mean(axis=0)
+
+
+WRONG = {
+    "last_row": {
+        "selected-first-row": first,
+        "selected-row-before-last": before_last,
+        "selected-mean-of-rows": mean,
+    }
+}
+UNTYPED: dict[str, str] = {}

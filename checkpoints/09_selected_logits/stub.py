@@ -1,0 +1,19 @@
+"""Lesson 09: the row that sampling sees.
+
+Write the body of `last_row`, save, and check it: llorch learn check 09
+One line; the question is which row, not how.
+"""
+
+import numpy as np
+
+
+def last_row(logits: np.ndarray) -> np.ndarray:
+    """The logits that the next token is chosen from.
+
+    Args:
+        logits: One row for every token of the pass, (seq, vocab), float32.
+
+    Returns:
+        One row, (vocab,), float32.
+    """
+    raise NotImplementedError
