@@ -1,4 +1,4 @@
-"""What people write for the embedding and should not, by the name of the known mistake; each must turn red with its name."""
+"""Embeddings that people write and should not, by the name of the known mistake; each must turn red with its name."""
 
 import numpy as np
 

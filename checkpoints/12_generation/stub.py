@@ -7,6 +7,7 @@ Then let your parts write: llorch run story --impl . "Once upon a time"
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
+from l10_argmax import argmax
 
 
 def positions(n_before: int, n_new: int) -> np.ndarray:

@@ -13,7 +13,7 @@ from llorch.learn.frames import all_frames, own_frames
 from llorch.learn.guard import LearnerFault
 from llorch.learn.implementation import Implementation
 from llorch.learn.judging import Check, Judged, Mode
-from llorch.learn.lessons import BY_NUMBER, LESSONS, Lesson
+from llorch.learn.lessons import BY_NUMBER, LESSONS, WARM_UP, Lesson
 from llorch.learn.part import Call
 from llorch.learn.verdict import BORROWED, Verdict, word_for
 from llorch.verify.judge import FAIL, PASS
@@ -25,7 +25,8 @@ TRAINING = ("15", "16", "17", "18", "19", "20")
 def check_of(lesson: Lesson) -> Check:
     """How a lesson is judged."""
     makers: dict[str, Callable[[], Check]] = dict.fromkeys(FORWARD, ForwardCheck)
-    makers |= {"00": FoundationCheck, "09": RowCheck, "10": ArgmaxCheck, "11": FilterCheck, "12": GenerationCheck}
+    makers |= dict.fromkeys((WARM_UP, "00"), FoundationCheck)
+    makers |= {"09": RowCheck, "10": ArgmaxCheck, "11": FilterCheck, "12": GenerationCheck}
     makers |= dict.fromkeys(TRAINING, TrainingCheck)
     return makers[lesson.number]()
 

@@ -13,19 +13,21 @@ from llorch.learn.part import Part
 from llorch.learn.parts import after_logits, forward, foundation, training
 from llorch.stages import CHECKPOINTS
 
+WARM_UP = "00w"  # on the page of 00: its stub is right but for a constant, so that the first green takes a minute
+
 
 @dataclass(frozen=True)
 class Lesson:
-    """One checkpoint as something to do."""
+    """One checkpoint as something to do; the first is a warm-up."""
 
-    number: str  # of the checkpoint
+    number: str  # of the checkpoint, or WARM_UP
     minutes: int  # that it takes
     parts: tuple[Part, ...]
 
     @property
     def name(self) -> str:
         """`rope`."""
-        return CHECKPOINTS[self.number]
+        return "warm_up" if self.number == WARM_UP else CHECKPOINTS[self.number]
 
     @property
     def module(self) -> str:
@@ -35,6 +37,8 @@ class Lesson:
     @cached_property
     def folder(self) -> Path:
         """Where its page, stub and hints lie."""
+        if self.number == WARM_UP:
+            return BY_NUMBER["00"].folder / self.name
         return lessons_folder() / f"{self.number}_{self.name}"
 
 
@@ -50,7 +54,8 @@ FILTERS = (
     after_logits.KEEP_MIN_P, after_logits.DISTRIBUTION,
 )  # fmt: skip
 LESSONS: tuple[Lesson, ...] = (  # in the order of the forward pass, then of training
-    Lesson("00", 80, (foundation.BFLOAT16, foundation.TENSOR_TABLE, foundation.MERGE, forward.EMBEDDING)),
+    Lesson(WARM_UP, 2, (foundation.BFLOAT16,)),
+    Lesson("00", 80, (foundation.TENSOR_TABLE, foundation.MERGE, forward.EMBEDDING)),
     Lesson("01", 20, (forward.RMS_NORM,)),
     Lesson("02", 35, (forward.LINEAR, forward.QKV)),
     Lesson("01b", 45, (forward.FREQUENCIES, forward.SCALE_FREQUENCIES, forward.ROPE_TABLES, forward.ROPE)),

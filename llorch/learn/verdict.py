@@ -7,9 +7,9 @@ from functools import cached_property
 from textwrap import wrap
 
 from llorch.learn.judging import Judged, NearMiss
-from llorch.learn.lessons import LESSONS
+from llorch.learn.lessons import BY_NUMBER, LESSONS
 from llorch.learn.wrong import Number, Wrong, is_shown
-from llorch.stages import CHECKPOINTS, STAGES
+from llorch.stages import STAGES
 from llorch.verify.compare import times_over
 from llorch.verify.diagnosis.verdict import Suspect
 from llorch.verify.judge import FAIL, PASS, Row
@@ -81,7 +81,7 @@ class Verdict:
 
     def __str__(self) -> str:
         """For a person: under 15 lines, a pass one."""
-        head = [f"checkpoint_{self.lesson}_{CHECKPOINTS[self.lesson]}", self.word]
+        head = [f"checkpoint_{self.lesson}_{BY_NUMBER[self.lesson].name}", self.word]
         if self.word == FAIL:
             run = [f"{row.model}, {row.case}" for row in (each.row for each in self.wrong[:1])]
             return "\n".join(["   ".join([*head, *filter(None, [self.where]), *run]), *self._failed()])
@@ -183,7 +183,7 @@ def _next(number: str) -> Iterator[str]:
     numbers = [lesson.number for lesson in LESSONS]
     behind = numbers[numbers.index(number) + 1 :] if number in numbers else []
     if behind:
-        yield f"next: {behind[0]} {CHECKPOINTS[behind[0]]}"
+        yield f"next: {behind[0]} {BY_NUMBER[behind[0]].name}"
 
 
 def word_for(judged: Sequence[Judged], borrowed: Sequence[str], fault: str) -> str:

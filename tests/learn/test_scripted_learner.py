@@ -7,7 +7,7 @@ from scripted_learner import ALIKE, TAUGHT, named, pasted, typed, untyped, writt
 
 from llorch.learn.check import check
 from llorch.learn.implementation import Implementation
-from llorch.learn.lessons import BY_NUMBER, Lesson
+from llorch.learn.lessons import BY_NUMBER, WARM_UP, Lesson
 from llorch.learn.materials import hints_of, stub_of, typed_mistakes
 from llorch.learn.verdict import BORROWED
 from llorch.verify.judge import FAIL, PASS
@@ -19,7 +19,8 @@ NUMBERED = pytest.mark.parametrize("lesson", TAUGHT, ids=lambda lesson: lesson.n
 
 @NUMBERED
 def test_a_stub_is_borrowed_and_the_last_hint_passes(lesson: Lesson, tmp_path: Path):
-    assert check(lesson, written(tmp_path, lesson, stub_of(lesson))).word == BORROWED
+    word = FAIL if lesson.number == WARM_UP else BORROWED  # that one is written, with a wrong constant
+    assert check(lesson, written(tmp_path, lesson, stub_of(lesson))).word == word
     found = check(lesson, written(tmp_path, lesson, pasted(lesson)))
     assert (found.word, found.fault, found.is_honest) == (PASS, "", False), str(found)
     assert {*hints_of(lesson)} == {part.name for part in lesson.parts}

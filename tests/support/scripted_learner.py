@@ -31,7 +31,9 @@ def pasted(lesson: Lesson) -> str:
 
 
 def written(folder: Path, lesson: Lesson, text: str) -> Implementation:
-    """A learner's folder with one file."""
+    """A learner's folder in which one lesson is being written."""
+    for other in TAUGHT:
+        (folder / f"{other.module}.py").write_text(stub_of(other), encoding="utf-8")
     (folder / f"{lesson.module}.py").write_text(text, encoding="utf-8")
     return Implementation(str(folder), read_folder(folder))
 

@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType, dequantize
 from llorch.builtin import BUILTIN, builtin_path
 from llorch.files.blocks import uniform
 from llorch.files.gguf import GGUFFile
-from llorch.learn.checks.forward import BACKEND, ForwardCheck, parts_so_far
+from llorch.learn.checks.forward import BACKEND, ForwardCheck, parts_so_far, written_parts
 from llorch.learn.implementation import Implementation
 from llorch.learn.judging import Judged, Mode
 from llorch.learn.lessons import Lesson
@@ -35,7 +35,7 @@ class FoundationCheck:
     def judged(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[Judged]:
         """See `Check`."""
         for part, rows in {BFLOAT16: numbers, TENSOR_TABLE: tables, MERGE: texts}.items():
-            if part.name in implementation.written:
+            if part in written_parts(lesson, implementation):
                 together = parts_so_far(lesson, implementation) if mode == "chained" else [part]
                 yield from (Judged(row, None, None) for row in rows(partial(implementation.installed, together)))
         yield from ForwardCheck().judged(lesson, implementation, mode)
