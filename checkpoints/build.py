@@ -43,7 +43,7 @@ def main(numbers: Sequence[str], check: bool, only_figures: bool, site: Path | N
     if site:
         from checkpoints.website import build_site
 
-        build_site(FOLDER, site)
+        build_site(site)
         return
     wanted = numbers or list(CHECKPOINTS)
     stale = [path for path, new in figures(FOLDER, wanted) if settle(path, new, check)]

@@ -1,0 +1,120 @@
+"""The web site: the pages as GitHub shows them, a reference, and a page for every file that they link to.
+
+Nothing is loaded from anywhere else.
+"""
+
+import posixpath
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import click
+from sphinx.application import Sphinx
+
+from checkpoints.drawing import ROWS
+from checkpoints.reference import commands, functions, names
+from llorch.stages import CHECKPOINTS
+
+ROOT = Path(__file__).resolve().parents[1]
+LINK = re.compile(r"\]\((?!https?:)(?P<path>[^)#\s]+)(?=[)#])")
+LESSON_PAGES = [f"checkpoints/{n}_{CHECKPOINTS[n]}/README.md" for row in ROWS.values() for n in row]
+REFERENCE = {"reference/commands.md": commands, "reference/python.md": names, "reference/ops.md": functions}
+MORE = ["checkpoints/honest_differences.md", "benchmarks/README.md", "CONTRIBUTING.md", "CHANGELOG.md"]
+CONTENTS = {"Learn": ["checkpoints/README.md", *LESSON_PAGES], "Reference": list(REFERENCE), "More": MORE}
+PICTURES = (".svg", ".png")
+LANGUAGES = {".py": "python", ".c": "c", ".h": "c", ".cpp": "cpp", ".rs": "rust", ".toml": "toml", ".json": "json"}
+
+
+def build_site(out: Path) -> None:
+    """Build the site.
+
+    Args:
+        out: Where it goes.
+
+    Raises:
+        click.ClickException: Sphinx warned of something.
+    """
+    with TemporaryDirectory() as work:
+        source = Path(work, "source")
+        Staging(source).stage()
+        app = Sphinx(source, ROOT / "checkpoints", out, Path(work, "doctrees"), "html", status=None)
+        app.build(force_all=True)
+    if app.statuscode or app._warncount:
+        raise click.ClickException(f"site: expected no warnings of Sphinx, got {app._warncount}, printed above")
+
+
+class Staging:
+    """The files that Sphinx reads, where each lies as in the repository."""
+
+    def __init__(self, folder: Path) -> None:
+        """Into a folder."""
+        self.folder = folder
+
+    def stage(self) -> None:
+        """Write all of them."""
+        self._page("README.md", _contents())
+        for path in (*CONTENTS["Learn"], *MORE):
+            self._page(path)
+        for path, made in REFERENCE.items():
+            self._write(path, self._linked(made(), path))
+
+    def _page(self, path: str, more: str = "") -> None:
+        text = (ROOT / path).read_text(encoding="utf-8")
+        self._write(_place(path), self._linked(text, path) + more)
+
+    def _linked(self, text: str, path: str) -> str:
+        """With links to where the files of the repository are on the site."""
+
+        def link(found: re.Match[str]) -> str:
+            target = posixpath.normpath(posixpath.join(posixpath.dirname(path), found["path"]))
+            return f"]({posixpath.relpath(self._shown(target), posixpath.dirname(path) or '.')}"
+
+        return LINK.sub(link, text)
+
+    def _shown(self, path: str) -> str:
+        """Where a file or folder is shown; now it is."""
+        if path in {"README.md", *CONTENTS["Learn"], *MORE}:
+            return _place(path)
+        file = ROOT / path
+        if file.suffix in PICTURES:
+            (self.folder / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, self.folder / path)
+            return path
+        place = f"source/{path}/index.md" if file.is_dir() else f"source/{path}.md"
+        if not (self.folder / place).exists():
+            self._write(place, "")  # files may lead to each other
+            body = self._listing(file, place) if file.is_dir() else _fenced(file)
+            self._write(place, f"---\norphan: true\n---\n# {path}\n\n{body}\n")
+        return place
+
+    def _listing(self, folder: Path, place: str) -> str:
+        files = sorted(file.relative_to(ROOT).as_posix() for file in folder.iterdir() if file.suffix in LANGUAGES)
+        return "\n".join(
+            f"- [{posixpath.basename(file)}]({posixpath.relpath(self._shown(file), posixpath.dirname(place))})"
+            for file in files
+        )
+
+    def _write(self, place: str, text: str) -> None:
+        (self.folder / place).parent.mkdir(parents=True, exist_ok=True)
+        (self.folder / place).write_text(text, encoding="utf-8")
+
+
+def _place(path: str) -> str:
+    return "index.md" if path == "README.md" else path
+
+
+def _fenced(file: Path) -> str:
+    language = LANGUAGES.get(file.suffix, "text")
+    return f"````````{language}\n{file.read_text(encoding='utf-8')}\n````````"
+
+
+def _contents() -> str:
+    """The table of contents in the margin."""
+
+    def tree(caption: str, paths: Iterable[str]) -> str:
+        listed = "\n".join(path.removesuffix(".md") for path in paths)
+        return f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{listed}\n```\n"
+
+    return "".join(tree(caption, paths) for caption, paths in CONTENTS.items())
