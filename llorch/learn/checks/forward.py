@@ -50,12 +50,8 @@ class ForwardCheck:
     ) -> Sequence[Suspect]:
         """By a diagnosis of what the learner's run shows; the first part and model that give a name decide."""
         parts = {each.part: [PARTS[each.part]] if each.part else parts_so_far(lesson, implementation) for each in wrong}
-        runs = list(dict.fromkeys((each.part, each.row.model, each.row.place.case) for each in wrong))
-        of_part = [[part for part, *_ in runs[:at]].count(part) for at, (part, *_) in enumerate(runs)]
         said: list[Finding] = []
-        for _, (part, model, case) in sorted(
-            zip(of_part, runs, strict=True), key=lambda each: each[0]
-        ):  # every part soon
+        for part, model, case in _runs(wrong):
             found = OfModel(model, parts[part], implementation).causes(case)
             first = next(found, None)
             said += [first] if first is not None else []
@@ -64,6 +60,14 @@ class ForwardCheck:
             if any(each.kind == "mistake" for each in said) or _n_unknown(said) >= TRIED:
                 break
         return _told(said)
+
+
+def _runs(wrong: Sequence[Judged]) -> list[tuple[str, str, str]]:
+    """Parts, models and cases that are wrong: one of every part first, and cases that begin at 0 before others."""
+    runs = list(dict.fromkeys((each.part, each.row.model, each.row.place.case) for each in wrong))
+    runs.sort(key=lambda run: run[2] != "near")
+    turns = [[part for part, *_ in runs[:at]].count(part) for at, (part, *_) in enumerate(runs)]
+    return [runs[at] for at in sorted(range(len(runs)), key=turns.__getitem__)]
 
 
 def _n_unknown(said: Sequence[Finding]) -> int:
