@@ -5,14 +5,18 @@ computes with ours only: the learner's parts are in place while the pass runs, a
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import astuple, replace
 from functools import cache
+from types import MappingProxyType
 
 import numpy as np
 
 from llorch.builtin import BUILTIN
+from llorch.cache import KVCache
 from llorch.dumps.stage_dump import StageDump
 from llorch.files import Weights
+from llorch.forward import forward
 from llorch.learn.implementation import Implementation
 from llorch.learn.judging import Judged, Mode, NearMiss
 from llorch.learn.lessons import LESSONS, PARTS, Lesson
@@ -23,6 +27,7 @@ from llorch.verify.diagnosis.verdict import Finding, Suspect
 from llorch.verify.judge import Claim, judge
 from llorch.verify.models import stored
 from llorch.verify.places import Pass
+from llorch.verify.runners import Trace
 from llorch.verify.runners.numpy import NumpyRunner, run
 from llorch.verify.suites.forward import ForwardSuite
 
@@ -156,12 +161,32 @@ class OfModel:
             return run(self.weights, this, **how)  # type: ignore[arg-type]
 
     def causes(self, case: str) -> Iterator[Finding]:
-        """What a diagnosis finds in a pass in two parts; the run is over before it begins."""
+        """What a diagnosis finds in a pass in two parts."""
         this = self.suite.cases[case]
-        n = len(this.ids) // 2
-        begin, rest = Pass(this.ids[:n], this.first_position), this.after(n)
-        dump = StageDump.of_arrays([begin, rest], self.trace(begin), self.trace(this, n_cached=n))
-        return causes(wide(self.model), dump)
+        return self.causes_in(this, len(this.ids) // 2)
+
+    def causes_in(self, this: Pass, n_cached: int, wrong: Trace = MappingProxyType({})) -> Iterator[Finding]:
+        """What it finds with something planted; the run is over before it begins."""
+        traces = self.traces(this, n_cached, wrong)
+        begin = [Pass(this.ids[:n_cached], this.first_position)] if n_cached else []
+        return causes(wide(self.model), StageDump.of_arrays([*begin, this.after(n_cached)], *traces))
+
+    def traces(self, this: Pass, n_cached: int, wrong: Trace = MappingProxyType({})) -> list[dict[str, np.ndarray]]:
+        """Every stage that shows, of one or two passes; in the last one `wrong` takes the place of some."""
+        cache = KVCache(self.config, self.weights.dtype, first_position=this.first_position)
+        passes = [ids for ids in (this.ids[:n_cached], this.ids[n_cached:]) if ids]
+        traces: list[dict[str, np.ndarray]] = []
+
+        def keep(name: str, array: np.ndarray) -> np.ndarray:
+            traces[-1][name] = wrong.get(name, array) if len(traces) == len(passes) else array
+            return traces[-1][name]
+
+        stopping = suppress(Exception) if wrong else nullcontext()  # nothing goes on with an array of another shape
+        with stopping, np.errstate(all="ignore" if wrong else None), self.implementation.installed(self.parts):
+            for ids in passes:
+                traces.append({})
+                forward(np.asarray(ids), self.weights, cache, keep=keep)
+        return traces
 
     def _isolated(self, case: str, this: Pass, stages: set[str]) -> Iterator[Judged]:
         for witness, golden in self.suite.evidence.items() if stages else ():
