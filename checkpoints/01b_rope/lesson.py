@@ -115,12 +115,12 @@ kept = np.linalg.norm(y, axis=-1) / np.linalg.norm(q, axis=-1)
 print("lengths kept:        ", bool(np.all(np.abs(kept - 1) < 1e-6)))
 
 # %% [markdown]
-# Both are true of a right RoPE. Both are true of the most expensive wrong one, too.
+# Both are true of a right RoPE. Both are true of the most common wrong one, too.
 #
 # ## The mistake
 #
-# Half of the papers and half of the code pair neighbours, (0, 1), (2, 3) and so on. That is right for weights that
-# were trained or reordered for it, and wrong for these:
+# The paper pairs neighbours, (0, 1), (2, 3) and so on, and so does llama.cpp for the Llama family, whose rows it puts
+# into another order first. The weights as we read them are made for halves:
 
 # %%
 import inspect

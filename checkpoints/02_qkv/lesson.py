@@ -1,0 +1,223 @@
+# %% [markdown]
+# # 02 qkv
+#
+# 35 minutes, two functions.
+#
+# ## Where we are
+#
+# ![The way of a token through the model, with this lesson's boxes lit](fig/where.svg)
+#
+# Every row of the residual stream has been normalised ([01](../01_rms_norm/README.md)). Now attention begins. It
+# needs three things of every token: a *query* (what am I looking for?), a *key* (what can I be found by?) and a
+# *value* (what do I hand over when I am found?). All three are made of the same normalised row, each with a matrix of
+# its own: `q_proj`, `k_proj`, `v_proj`.
+#
+# ## Idea
+#
+# A linear projection is a list of questions. Each row of the matrix is as wide as the token's row, and the dot
+# product of the two is one number: how much of that row's direction is in the token. `micro-llama` asks 192 such
+# questions for the query, and 64 each for key and value.
+#
+# The results are cut into *heads*, stretches of 32 numbers that belong together: 6 query heads, 2 key heads and 2
+# value heads. Each query head will look around for itself. That there are fewer keys than queries is grouped-query
+# attention: query heads 0, 1, 2 share key head 0, and 3, 4, 5 share key head 1. It costs little quality, and of all
+# that is computed here, keys and values are what has to be remembered ([03](../03_kv_cache/README.md)): a third of it
+# is left.
+#
+# Two families add something. Qwen2 adds a bias to all three results. Qwen3 normalises every query head and every key
+# head by itself, with your `rms_norm` and one gain for all heads.
+#
+# ## The maths
+#
+# ```math
+# \begin{aligned}
+# q &= h W_q^\top + b_q, \qquad k = h W_k^\top + b_k, \qquad v = h W_v^\top + b_v \\
+# \hat q_{t,a} &= \mathrm{rmsnorm}(q_{t,a}) \odot w_q, \qquad \hat k_{t,b} = \mathrm{rmsnorm}(k_{t,b}) \odot w_k
+# \end{aligned}
+# ```
+#
+# $h$ is `attn_norm`, $a$ counts query heads and $b$ key heads. Biases and head norms are there or not as the family
+# says. The shapes of the built-in models:
+
+# %%
+import numpy as np
+
+import llorch
+
+for name in ("micro-llama", "micro-qwen2", "micro-qwen3", "story"):
+    model = llorch.load(name)
+    c, w = model.config, model.weights.layer(0)
+    heads = f"{c.n_heads:2} heads of {c.head_dim} over {c.n_kv_heads}"
+    print(f"{name:12} q_proj {w['q_proj'].shape!s:10} k_proj, v_proj {w['k_proj'].shape!s:10} {heads}")
+
+# %% [markdown]
+# Matrices are stored (out, in), one row per output, so a product is `x @ weight.T`. The heads times their size need
+# not be the width of the stream: 15 heads of 32 numbers are 480, and `micro-qwen3` is 64 wide.
+#
+# ## The picture
+#
+# ![The rows of q_proj, k_proj and v_proj in blocks, one for each head; lines join what goes together](fig/heads.svg)
+#
+# The three matrices of layer 0 of `micro-llama`, drawn to scale: 96 numbers wide, and a head is a block of 32 rows
+# that lie together. Lines lead from each query head to the key head that it shares, and on to the value head.
+#
+# ## The reference
+#
+# <!-- source: llorch.ops.linear.linear -->
+#
+# <!-- source: llorch.forward.qkv -->
+#
+# `keep` writes a stage down under its name, for the comparison; it changes nothing. Your `qkv` gets arrays instead of
+# the layer's dictionary, and `None` for what a family does not have.
+#
+# ## Run it
+
+# %%
+from llorch.builtin import goldens_folder
+from llorch.ops.linear import linear
+from llorch.verify.goldens import read
+
+golden = read(goldens_folder() / "micro-llama")
+truth = golden.truth.evidence.traces["near"]
+w = llorch.load("micro-llama").weights.layer(0)
+h = truth["l0.attn_norm"].astype(np.float32)
+q = linear(h, w["q_proj"])
+print("rows", h.shape, "-> queries", q.shape, "-> heads", q.reshape(len(h), -1, 32).shape)
+print("token 3, head 2:", q.reshape(len(h), -1, 32)[3, 2, :4].round(3), "...")
+print("by hand:        ", np.array([h[3] @ w["q_proj"][2 * 32 + i] for i in range(4)]).round(3), "...")
+
+# %% [markdown]
+# Number 0 of head 2 is the dot product with row 64 of the matrix. Forget the `.T` and NumPy complains, because 96
+# does not fit 192. Unless the matrix is square:
+
+# %%
+square = llorch.load("micro-qwen2").weights.layer(0)["q_proj"]
+x = np.ones((1, 96), np.float32)
+print(square.shape, "right", (x @ square.T)[0, :3].round(3), " turned over", (x @ square)[0, :3].round(3))
+
+# %% [markdown]
+# No error, and other numbers. The query matrices of Llama 2 and 3 are square; of our four micro models only one has
+# such.
+#
+# ## The mistake
+#
+# A reshape can never fail for having its axes in the wrong order. This one cuts the result of a projection into
+# (head_dim, heads) instead of (heads, head_dim), and turns it over afterwards, so that the shape is right:
+
+# %%
+import inspect
+
+from llorch.learn.lessons import BY_NUMBER
+from llorch.learn.materials import typed_mistakes
+
+wrong = typed_mistakes(BY_NUMBER["02"])["qkv"]["qkv-heads-interleaved"]
+print(inspect.getsource(wrong))
+nothing = dict.fromkeys(("q_bias", "k_bias", "v_bias", "q_norm", "k_norm"))
+weights = {name: w[name] for name in ("q_proj", "k_proj", "v_proj")}
+bad, *_ = wrong(h, **weights, **nothing, head_dim=32, eps=1e-5)
+good = q.reshape(len(h), -1, 32)
+print("shape", bad.shape == good.shape)
+print("sum of a token's queries", np.allclose(bad.sum((1, 2)), good.sum((1, 2)), atol=1e-4))
+print("their length            ", np.allclose(np.linalg.norm(bad, axis=(1, 2)), np.linalg.norm(good, axis=(1, 2))))
+print("numbers in their place  ", f"{np.mean(np.isclose(bad, good)):.0%}")
+
+# %% [markdown]
+# Same shape, same sum, same mean, same norm: all that a quick look prints. Of 192 numbers two stay where they were,
+# the first and the last. The check compares every number in its place:
+
+# %%
+from llorch.learn.check import check_functions
+
+print(check_functions("02", qkv=wrong))
+
+# %% [markdown]
+# `linear` is BORROWED while you have only written `qkv`, and the other way round; a wrong part is found all the same.
+# "First wrong number" is never a matter of chance: it is the earliest stage and layer, then the first place in it.
+#
+# ## Exercise
+#
+# Two functions in `l02_qkv.py`; the second calls the first, and `rms_norm` of lesson 01.
+#
+# ```python
+# def linear(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None) -> np.ndarray: ...
+# def qkv(h, q_proj, k_proj, v_proj, q_bias, k_bias, v_bias, q_norm, k_norm, head_dim, eps): ...
+# ```
+#
+# ```
+# llorch learn check 02
+# llorch learn hint 02
+# ```
+#
+# Your `linear` is used for all seven matrices of every layer, and for the logits. Worth breaking on purpose: leave
+# the bias out (three of four models stay green), or normalise all heads of a token together (again three of four).
+#
+# ## Where the engines differ
+#
+# By the order in which they add. A number of `v_proj` is a sum of 96 products; here is one, added up in float32 in
+# three orders, and what each engine is off by over the whole tensor when it is given its own `attn_norm`:
+
+# %%
+products = h[3] * w["v_proj"][0]
+ways = {"one by one": products, "backwards": products[::-1], "in 8 lanes": products.reshape(12, 8).cumsum(0)[-1]}
+exact = products.astype(np.float64).sum()
+for name, order in ways.items():
+    total = np.float32(0)
+    for product in order:
+        total += product
+    print(f"{name:11} {total:.9f}   off by {abs(total - exact):.0e}")
+for name, found in golden.truth.isolated.items():
+    print(f"{name:12} l0.v_proj off by {found['near']['l0.v_proj'].error:.1e}")
+
+# %% [markdown]
+# All of that is rounding; nobody is right. Lanes are how processors add, 4 to 16 at a time, so the same engine gives
+# other last digits on another machine. Wider matrices differ by more, and the limit grows with them.
+#
+# - GGUF files of the Llama family hold the rows of q_proj and k_proj in another order than Hugging Face (see
+#   [01b](../01b_rope/README.md)). Our loader undoes it in the weights; the q and k stages of llama.cpp are put back
+#   into the order of Hugging Face as they are captured. v is never reordered.
+# - With a bias llama.cpp makes two nodes of one name, a MUL_MAT and an ADD; the stage is the ADD. In transformers the
+#   bias is part of the `Linear`, so the module's output has it.
+# - transformers' Llama and Qwen3 classes have biases on q, k, v and o or on none of them (`attention_bias`); Qwen2
+#   has them on q, k and v.
+# - The gain of the head norm is `head_dim` wide and the same for all heads.
+# - Beyond that the engines differ in the order in which they add up float32 products.
+#
+# Further reading:
+#
+# - Ainslie and others, [GQA: Training Generalized Multi-Query Transformer Models from Multi-Head
+#   Checkpoints](https://arxiv.org/abs/2305.13245), 2023: figure 2 is the picture above, for three ways to share.
+# - Vaswani and others, [Attention Is All You Need](https://arxiv.org/abs/1706.03762), 2017, section 3.2: where
+#   queries, keys and values got their names.
+# - `Qwen3Attention` in transformers
+#   ([modeling_qwen3.py](https://github.com/huggingface/transformers/blob/main/src/transformers/models/qwen3/modeling_qwen3.py)):
+#   the head norm, "only on the head dim", as a comment there says.
+# - [TinyLlama 24](https://github.com/jzhang38/TinyLlama/issues/24): gibberish, because the rows of k were reordered
+#   with the number of query heads.
+#
+# ## Stages
+#
+# <!-- generated: stages -->
+# <!-- end -->
+#
+# ## What is compared
+#
+# q, k and v each for themselves, after the bias where there is one, and the two head norms where the family has them,
+# in every layer. In `micro-qwen2` q_proj is square, because llama.cpp wants that of the qwen2 architecture; in all
+# other built-in models a transposed projection does not even fit.
+#
+# <!-- generated: distances -->
+# <!-- end -->
+#
+# How to read the numbers: [index](../README.md#how-to-read-a-page).
+#
+# ## Mistakes it catches
+#
+# <!-- generated: mistakes -->
+# <!-- end -->
+#
+# ## Check it
+#
+# ```
+# pytest -k checkpoint_02                   # the comparison, and every mistake of this page planted
+# llorch verify micro-llama --detail
+# ```
