@@ -118,7 +118,7 @@ WRONG = {
     },
 }
 UNTYPED = {
-    "heads-cut-last": "heads are cut in the part qkv: typed in 02, as qkv-heads-interleaved",
+    "heads-cut-last": "typed in 07",
     "rope-before-norm": "typed in 07",
     "rope-position-by-head": "tables of one row a token do not broadcast along the heads: NumPy raises at once",
     "rope-exponent-by-hidden-over-heads": "no part is told hidden_size and the number of heads; head_dim is given",

@@ -1,0 +1,22 @@
+"""Lesson 03: the cache. Put the keys and values of new tokens behind those of the tokens before.
+
+Write `append`, save, and check it: llorch learn check 03
+The check runs the model in one pass and in two; both must give the same numbers.
+"""
+
+import numpy as np
+
+
+def append(past_k: np.ndarray, past_v: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The caches of one layer with the new tokens in them.
+
+    Args:
+        past_k: Keys so far, (kv_heads, past, head_dim); past is 0 in the first pass.
+        past_v: Values so far, likewise.
+        k: Keys of the new tokens, rotated, (seq, kv_heads, head_dim).
+        v: Values of the new tokens, likewise, never rotated.
+
+    Returns:
+        Keys and values of the whole context, (kv_heads, past + seq, head_dim) each; slot n is token n.
+    """
+    raise NotImplementedError
