@@ -1,0 +1,54 @@
+"""Figures of lesson 04, of the numbers of story."""
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+import llorch
+from llorch.ops.attention import attention_probs
+
+SENTENCE = "Once upon a time there was a little fox"
+LAYER, HEAD = 1, 1
+
+
+def products(trace: dict[str, np.ndarray], config: llorch.ModelConfig) -> np.ndarray:
+    """Scaled products of one head, without the mask: (seq, ctx)."""
+    q, k = trace[f"l{LAYER}.q_rope"][:, HEAD], trace[f"l{LAYER}.k_cache"][HEAD // config.group_size]
+    return q @ k.T / np.sqrt(config.head_dim)
+
+
+def heat(axes: Axes, values: np.ndarray, words: list[str], title: str, **how: object) -> None:
+    """A heat map with a word at every column."""
+    axes.pcolormesh(np.ma.masked_invalid(values), **how)
+    axes.set(title=title, aspect="equal")
+    axes.invert_yaxis()
+    axes.set_xticks(np.arange(len(words)) + 0.5, words, rotation=90)
+    axes.set_yticks([])
+    for side in axes.spines.values():
+        side.set_visible(True)
+
+
+def heads() -> Figure:
+    """Scaled products, scores and shares of one head; row sums at the margin."""
+    story, trace = llorch.load("story"), {}
+    ids = story.tokenizer.encode(SENTENCE)
+    story.forward(ids, trace=trace)
+    words = ["(start)", *SENTENCE.split()]
+    scaled, scores = products(trace, story.config), trace[f"l{LAYER}.attn_scores"][HEAD]
+    shares = attention_probs(scores[None])[0]
+    figure = Figure(figsize=(9, 3.9), layout="constrained")
+    left, middle, right = figure.subplots(1, 3)
+    size = np.abs(scaled).max()
+    heat(left, scaled, words, "scaled products", cmap="PuOr", vmin=-size, vmax=size)
+    heat(middle, scores, words, "scores: the future hidden", cmap="PuOr", vmin=-size, vmax=size)
+    heat(right, np.where(np.isfinite(scores), shares, np.nan), words, "shares", cmap="Oranges", vmin=0, vmax=1)
+    left.set_yticks(np.arange(len(words)) + 0.5, words)
+    left.set_ylabel("query")
+    for row, total in enumerate(shares.sum(axis=-1)):
+        right.text(len(words) + 0.2, row + 0.5, f"{total:.2f}", va="center", fontsize=9)
+    return figure
+
+
+def figures() -> dict[str, Figure]:
+    """By name."""
+    return {"heads": heads()}

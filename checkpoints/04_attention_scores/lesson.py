@@ -1,0 +1,256 @@
+# %% [markdown]
+# # 04 attention_scores
+#
+# 35 minutes, two functions of four and two lines.
+#
+# ## Where we are
+#
+# ![The way of a token through the model, with this lesson's boxes lit](fig/where.svg)
+#
+# Every token has a query and a key for each head, turned by its position ([01b](../01b_rope/README.md)), and the keys
+# of all tokens so far lie in the cache ([03](../03_kv_cache/README.md)). Up to here no token has looked at another
+# one. Now it happens, and nowhere else in the model.
+#
+# ## Idea
+#
+# A query asks, a key answers. The answer is one number, their dot product: large when both point the same way. So a
+# token that has 10 keys before it (its own among them) gets 10 *scores*. The softmax turns them into 10 shares that
+# sum to one, and in the next lesson the token takes that share of each value.
+#
+# Three details make up the lesson.
+#
+# - **Scale.** The dot product of two rows of $d$ independent numbers of size 1 has a typical size of $\sqrt{d}$: 5.7
+#   for heads of width 32. Divided by $\sqrt{d}$ it has size 1 whatever the width, and the softmax stays soft.
+# - **Mask.** A model that predicts the next word must not see it. What lies after the query gets the score $-\infty$,
+#   and $e^{-\infty}$ is a share of exactly 0.
+# - **Groups.** `story` has 8 query heads and 4 key heads: heads 0 and 1 read key head 0, heads 2 and 3 key head 1, ...
+#   The cache is half as large for it.
+#
+# What comes out can be read like a sentence. `story`, layer 1, head 1, the last word:
+
+# %%
+import inspect
+
+import numpy as np
+
+import llorch
+
+story = llorch.load("story")
+ids = story.tokenizer.encode("Once upon a time there was a little fox")
+words = ["(start)", "Once", "upon", "a", "time", "there", "was", "a", "little", "fox"]
+trace: dict[str, np.ndarray] = {}
+story.forward(ids, trace=trace)
+
+
+def says(layer: int, head: int, query: int) -> str:
+    shares = trace[f"l{layer}.attn_probs"][head, query]
+    best = np.argsort(-shares)[:3]
+    return ", ".join(f"{words[c]} {shares[c]:.3f}" for c in best)
+
+
+print("layer 1 head 1, fox:", says(1, 1, 9))
+print("layer 2 head 2, fox:", says(2, 2, 9))
+print("layer 0 head 2, fox:", says(0, 2, 9))
+
+# %% [markdown]
+# For the first of these heads *fox* is about *little*: of ten keys that one gets 99.5 %. The second looks at
+# the start token, which is how a head says "nothing for me here": the shares must go somewhere. The third, in the
+# first layer, hardly chooses at all.
+#
+# ## The maths
+#
+# For head $a$, query $t$, key $c$:
+#
+# ```math
+# \begin{aligned}
+# s_{a,t,c} &= \begin{cases} q_{t,a} \cdot k_{c,\lfloor a/g \rfloor} / \sqrt{d} & \text{key } c \text{ is not after query } t \\ -\infty & \text{else} \end{cases} \\
+# p_{a,t,c} &= \frac{e^{s_{a,t,c} - \max_c s_{a,t,c}}}{\sum_c e^{s_{a,t,c} - \max_c s_{a,t,c}}}
+# \end{aligned}
+# ```
+#
+# | symbol | shape | what it is |
+# | --- | --- | --- |
+# | $q$ | (seq, heads, head_dim) | rotated queries of the new tokens |
+# | $k$ | (kv_heads, ctx, head_dim) | rotated keys of all tokens, the cached ones first |
+# | $d$, $g$ | numbers | `head_dim`; query heads that share a key head |
+# | $s$, $p$ | (heads, seq, ctx) | scores, shares |
+#
+# By hand, with $d = 4$: a query meets three keys with the dot products 2, 6 and -4. Halved: 1, 3, -2. Their
+# exponentials are 2.72, 20.1 and 0.14, the sum is 22.9, the shares 0.118, 0.876, 0.006.
+#
+# The maximum is subtracted for one reason: $e^{89}$ is infinite in float32, and infinity through infinity is no number.
+# Subtracting the same $m$ above and below divides both by $e^m$ and changes nothing else.
+#
+# Which keys are *after* the query? With `seq` new tokens behind `ctx - seq` cached ones, query $t$ stands at place
+# $t + ctx - seq$ of the context. A whole prompt has `ctx == seq`, and the mask is the well-known triangle. One new
+# token behind 11 others has no mask at all: it is the newest, so it sees everything.
+#
+# ## The picture
+#
+# ![One head of story: scaled products, scores with the mask, shares with the sum of each row](fig/heads.svg)
+#
+# Layer 1, head 1 again, all ten words. Left the scaled products: every query with every key, the future too. In the
+# middle the mask has taken the upper right. Right the shares, and at the margin their sums. Most rows have one strong
+# entry: *fox* looks at *little*, *little* at *a*, *time* at *upon*. The first words look at the start; the very first
+# row has no choice, its one key gets everything.
+#
+# ## The reference
+#
+# <!-- source: llorch.ops.attention.attention_scores -->
+#
+# <!-- source: llorch.ops.attention.attention_probs -->
+#
+# Two things are there for speed and exactness only, and you can leave them out. The query heads of a group are laid one
+# after the other, so that one product with the shared key head does for all of them; repeating the keys with
+# `np.repeat(k, heads // kv_heads, axis=0)` gives the same numbers. And `widen` computes small arrays in float64.
+#
+# ## Run it
+#
+# The example from above, with a second row that would overflow:
+
+# %%
+from llorch.ops.attention import attention_probs, attention_scores
+
+print(attention_probs(np.array([[[1, 3, -2], [300, 299, -np.inf]]], np.float32)).round(3))
+
+# %% [markdown]
+# Then scale, in `micro-llama` (heads of width 32), from the numbers that llama.cpp stored. How large is the largest
+# share of a row on average, with the scale and without?
+
+# %%
+from llorch.builtin import goldens_folder
+from llorch.verify.goldens import read
+
+golden = read(goldens_folder() / "micro-llama")
+theirs = golden.evidence["llamacpp"].traces["near"]
+q, k = theirs["l0.q_rope"], theirs["l0.k_cache"]
+scores = attention_scores(q, k)
+print("queries", q.shape, " keys", k.shape, " scores", scores.shape)
+for name, factor in (("scaled", 1.0), ("not scaled", np.sqrt(32))):
+    largest = attention_probs((scores * factor).astype(np.float32)).max(axis=-1)[:, 1:].mean()
+    print(f"{name:10}  mean largest share {largest:.2f}")
+
+# %% [markdown]
+# Without the division nearly every query picks one key and ignores the rest. Such a model still runs and still
+# writes words.
+#
+# ## The mistake
+#
+# A mask that is right for every prompt and wrong for every token after it. It lets query $t$ see the keys up to $t$:
+
+# %%
+from llorch.learn.lessons import BY_NUMBER
+from llorch.learn.materials import typed_mistakes
+
+wrong = typed_mistakes(BY_NUMBER["04"])["attention_scores"]["mask-ignores-cache"]
+print(inspect.getsource(wrong))
+for cached in (0, 5, 11):
+    seen = [np.isfinite(function(q[cached:], k)[0]).sum(axis=-1) for function in (attention_scores, wrong)]
+    print(f"{cached:2} cached: the last query sees {seen[0][-1]:2} keys, with the mistake {seen[1][-1]:2}")
+
+# %% [markdown]
+# A test that runs the prompt in one go has 0 cached tokens and is green. In generation, where one token comes at a
+# time, each sees only the very first key: the text begins well and falls apart from the second new word on. That is
+# why a check runs every prompt a second time, cut in two, and looks at the second part:
+
+# %%
+from llorch.learn.check import check_functions
+
+print(check_functions("04", attention_scores=wrong))
+
+# %% [markdown]
+# The first line says where: not in the prompt as one piece, which was right, but behind 1 cached token. There each of
+# the 11 new queries misses one key in each of 6 heads, 66 in all. Planting the known mistake into our code gives the
+# same array, hence the name.
+#
+# ## Exercise
+#
+# Write both functions in `l04_attention_scores.py`:
+#
+# ```python
+# def attention_scores(q: np.ndarray, k: np.ndarray) -> np.ndarray:
+# def attention_probs(scores: np.ndarray) -> np.ndarray:
+# ```
+#
+# ```
+# llorch learn check 04
+# llorch learn hint 04          # a direction; once more for the formula, once more for the code
+# ```
+#
+# Each is judged with right input, so begin with whichever you like. Things to break afterwards: `np.tile` for
+# `np.repeat`; -10 for $-\infty$ (the difference is small, and it is found); `axis=1` in the softmax, where the columns
+# sum to one and the picture looks just as plausible.
+#
+# ## Where the engines differ
+#
+# Layer 0 of `micro-llama`, this very tensor, from each engine's own queries and keys:
+
+# %%
+others = golden.evidence["transformers"].traces["near"]
+truth = golden.truth.evidence.traces["near"]
+for stage in ("attn_scores", "attn_probs"):
+    a, b, exact = (run[f"l0.{stage}"].astype(np.float64) for run in (theirs, others, truth))
+    print(f"{stage}: hidden at the same places: {np.array_equal(np.isfinite(a), np.isfinite(b))}")
+    a, b, exact = (each[np.isfinite(each)] for each in (a, b, exact))
+    print(f"  {np.sum(a != b)} of {a.size} numbers differ, by {np.abs(a - b).max():.1e} at most")
+    for name, got in (("llama.cpp", a), ("transformers", b)):
+        print(f"  {name:12} from float64: {np.linalg.norm(got - exact) / np.linalg.norm(exact):.1e}")
+for name, run in (("llama.cpp", theirs), ("transformers", others)):
+    sums = run["l0.attn_probs"].sum(axis=-1, dtype=np.float64)
+    print(f"rows of {name:12} sum to one within {np.abs(sums - 1).max():.1e}")
+
+# %% [markdown]
+# The hidden places agree exactly; all else is rounding, and no row of shares sums to exactly one in float32.
+#
+# - llama.cpp's `kq-{i}` holds bare products. Scale and mask are applied inside its softmax node, so no node holds our
+#   scores: we multiply its `kq-{i}` by the scale and add the mask that this node was given. It is the one stage of
+#   llama.cpp that is put together outside the engine.
+# - transformers adds the lowest finite float32 where it hides a key. The trace has -inf there.
+# - llama.cpp collects the sum of the softmax in float64, as we do; transformers computes the softmax in float32.
+# - transformers repeats keys and values until there is one for every query head; llama.cpp and we let several query
+#   heads read one.
+# - With flash attention (llama.cpp) or `sdpa` (transformers) these tensors do not exist. Goldens are taken with both
+#   off.
+#
+# Further reading:
+#
+# - Vaswani and others, [Attention Is All You Need](https://arxiv.org/abs/1706.03762), 2017: section 3.2.1, with the
+#   scale and its reason in a footnote.
+# - Ainslie and others, [GQA](https://arxiv.org/abs/2305.13245), 2023: why heads share keys.
+# - Xiao and others, [Efficient Streaming Language Models with Attention Sinks](https://arxiv.org/abs/2309.17453),
+#   2023: why so many heads look at the first token.
+# - Milakov and Gimelshein, [Online normalizer calculation for softmax](https://arxiv.org/abs/1805.02867), 2018: the
+#   same shares in one pass, which flash attention is built on.
+# - `eager_attention_forward` in transformers
+#   ([modeling_llama.py](https://github.com/huggingface/transformers/blob/main/src/transformers/models/llama/modeling_llama.py))
+#   and `build_attn_mha` in llama.cpp
+#   ([llama-graph.cpp](https://github.com/ggml-org/llama.cpp/blob/master/src/llama-graph.cpp)).
+# - [onnx 7274](https://github.com/onnx/onnx/issues/7274): keys tiled where they are to be repeated, in a standard's
+#   own reference.
+#
+# ## Stages
+#
+# <!-- generated: stages -->
+# <!-- end -->
+#
+# ## What is compared
+#
+# Scores and probabilities of every layer. In the scores -inf marks what is hidden: both sides must have it in the same
+# places, and the other entries are compared as numbers.
+#
+# <!-- generated: distances -->
+# <!-- end -->
+#
+# How to read the numbers: [index](../README.md#how-to-read-a-page).
+#
+# ## Mistakes it catches
+#
+# <!-- generated: mistakes -->
+# <!-- end -->
+#
+# ## Check it
+#
+# ```
+# pytest -k checkpoint_04                   # the comparison, and every mistake of this page planted
+# llorch verify micro-llama --detail
+# ```
