@@ -63,7 +63,10 @@ print("layer 0 head 2, fox:", says(0, 2, 9))
 #
 # ```math
 # \begin{aligned}
-# s_{a,t,c} &= \begin{cases} q_{t,a} \cdot k_{c,\lfloor a/g \rfloor} / \sqrt{d} & \text{key } c \text{ is not after query } t \\ -\infty & \text{else} \end{cases} \\
+# s_{a,t,c} &= \begin{cases}
+#   q_{t,a} \cdot k_{c,\lfloor a/g \rfloor} / \sqrt{d} & \text{key } c \text{ is not after query } t \\
+#   -\infty & \text{else}
+# \end{cases} \\
 # p_{a,t,c} &= \frac{e^{s_{a,t,c} - \max_c s_{a,t,c}}}{\sum_c e^{s_{a,t,c} - \max_c s_{a,t,c}}}
 # \end{aligned}
 # ```

@@ -1,0 +1,226 @@
+# %% [markdown]
+# # 05 attention_output
+#
+# 20 minutes, two functions of four and two lines.
+#
+# ## Where we are
+#
+# ![The way of a token through the model, with this lesson's boxes lit](fig/where.svg)
+#
+# [04](../04_attention_scores/README.md) gave every token, in every head, a share for each token before it. The values
+# lie in the cache beside the keys ([03](../03_kv_cache/README.md)), never rotated. Now the shares are spent.
+#
+# ## Idea
+#
+# Each head takes its shares of the values: a weighted mean of rows, nothing else. If a head gives one token nearly all
+# of its share, what comes out is nearly that token's value. In `story`, layer 1, head 1, *fox* gives *little* 99.5 %:
+
+# %%
+import inspect
+
+import numpy as np
+
+import llorch
+
+story = llorch.load("story")
+ids = story.tokenizer.encode("Once upon a time there was a little fox")
+trace: dict[str, np.ndarray] = {}
+story.forward(ids, trace=trace)
+shares = trace["l1.attn_probs"][1, -1]
+values = trace["l1.v_cache"][1 // 2]  # two query heads share a value head
+mixed = shares @ values
+print("shares", shares.shape, " values", values.shape, " mixed", mixed.shape)
+print(f"from the value of 'little': {np.linalg.norm(mixed - values[8]) / np.linalg.norm(values[8]):.1%}")
+
+# %% [markdown]
+# So *fox* now carries something of *little*. That is the one way in which information moves from token to token.
+#
+# The 8 heads give 8 such rows of 32 numbers. They are laid one behind the other, 256 numbers, and a matrix brings them
+# back to the width of the stream, 192, where they are added. The matrix is not a formality: it decides *where in the
+# stream* a head writes. Since it is linear, the sum can be taken apart again, head by head, and that is the picture
+# below.
+#
+# ## The maths
+#
+# ```math
+# \begin{aligned}
+# m_{t,a} &= \sum_c p_{a,t,c}\, v_{c,\lfloor a/g \rfloor} \\
+# o_t &= [\,m_{t,0};\; m_{t,1};\; \ldots\,]\, W_o^\top, \qquad r_t = x_t + o_t
+# \end{aligned}
+# ```
+#
+# | symbol | shape | what it is |
+# | --- | --- | --- |
+# | $p$ | (heads, seq, ctx) | shares |
+# | $v$ | (kv_heads, ctx, head_dim) | values of all tokens; $g$ query heads share one |
+# | $m$ | (seq, heads, head_dim), joined (seq, q_width) | `attn_context` |
+# | $W_o$ | (hidden, q_width) | `o_proj`, one row for each output |
+# | $o$ | (seq, hidden) | `attn_out` |
+# | $r$ | (seq, hidden) | `attn_residual`: the stream with attention added |
+#
+# The last sum belongs to the block, and you write it in [07](../07_block/README.md).
+#
+# By hand: two keys with the values (2, 0) and (0, 4), shares 0.75 and 0.25: the mix is (1.5, 1). A second head with
+# the values (8, 8) and (0, 0) and the same shares gives (6, 6). Joined, the token's row is (1.5, 1, 6, 6).
+#
+# ## The picture
+#
+# ![What each head of layer 4 adds to the stream of one token, and its part along the sum](fig/heads.svg)
+#
+# What the heads of `story`'s last layer add for *fox*. The whole bar is the length of a head's contribution
+# $m_a W_{o,a}^\top$, the strong part of it what points along the sum of all. The word is where the head looks most. The
+# lengths make 445 together, but the sum of the eight contributions is only 206 long: heads push in different
+# directions and partly undo each other. Head 7, which looks at *there*, decides most; two thirds of head 3 go sideways.
+#
+# ## The reference
+#
+# <!-- source: llorch.ops.attention.attention_context -->
+#
+# <!-- source: llorch.forward.attention_output -->
+#
+# As in 04, heads of a group are handled in one product; `np.repeat(v, heads // kv_heads, axis=0)` and a plain
+# `probs @ v` give the same. `keep` names the stage so that it can be compared.
+#
+# ## Run it
+#
+# The example from above, two heads and one token:
+
+# %%
+from llorch.ops.attention import attention_context
+
+probs = np.array([[[0.75, 0.25]], [[0.75, 0.25]]], np.float32)  # (heads, seq, ctx)
+v = np.array([[[2, 0], [0, 4]], [[8, 8], [0, 0]]], np.float32)  # (kv_heads, ctx, head_dim)
+print(attention_context(probs, v))
+
+# %% [markdown]
+# `micro-llama`, layer 0, from what llama.cpp stored. The joined heads are 192 wide, the stream 96: in a test model
+# whose widths all differ, a transposed matrix is an error and no surprise.
+
+# %%
+from llorch.builtin import goldens_folder
+from llorch.ops.linear import linear
+from llorch.verify.goldens import read
+
+golden = read(goldens_folder() / "micro-llama")
+theirs = golden.evidence["llamacpp"].traces["near"]
+o_proj = llorch.load("micro-llama").weights["layers.0.o_proj"]
+probs, v = theirs["l0.attn_probs"], theirs["l0.v_cache"]
+context = attention_context(probs, v)
+out = linear(context, o_proj)
+print("shares", probs.shape, " values", v.shape, " joined", context.shape, " out", out.shape)
+print("llama.cpp's output, within 1e-5:", bool(np.abs(out - theirs["l0.attn_out"]).max() < 1e-5))
+
+# %% [markdown]
+# ## The mistake
+#
+# `probs @ v` lies as (heads, seq, head_dim), the result is wanted as (seq, heads * head_dim). A reshape alone makes
+# the right shape:
+
+# %%
+from llorch.learn.lessons import BY_NUMBER
+from llorch.learn.materials import typed_mistakes
+
+wrong = typed_mistakes(BY_NUMBER["05"])["attention_context"]["heads-joined-without-transpose"]
+print(inspect.getsource(wrong))
+for n in (1, 2, 12):
+    right, got = (function(probs[:, -n:], v) for function in (attention_context, wrong))
+    print(f"{n:2} tokens at once: {np.mean(np.isclose(right, got, atol=1e-5)):.0%} of the numbers right")
+
+# %% [markdown]
+# A reshape never moves a number, it only counts anew. Row 0 is filled with the first *tokens* of head 0 instead of
+# the heads of token 0. With one token there is nothing to confuse, so whoever tests token by token sees nothing, and
+# whoever tests a prompt with a single head neither. It is the mistake of 04 the other way round: wrong in the
+# prompt, right in every step behind it, which then reads a cache that was filled wrongly.
+
+# %%
+from llorch.learn.check import check_functions
+
+print(check_functions("05", attention_context=wrong))
+
+# %% [markdown]
+# The pattern line is worth a look: *the same numbers in another order*. That alone says that the arithmetic is right
+# and an axis is not.
+#
+# ## Exercise
+#
+# Write both functions in `l05_attention_output.py`:
+#
+# ```python
+# def attention_context(probs: np.ndarray, v: np.ndarray) -> np.ndarray:
+# def attention_output(context: np.ndarray, o_proj: np.ndarray, o_bias: np.ndarray | None) -> np.ndarray:
+# ```
+#
+# ```
+# llorch learn check 05
+# llorch learn hint 05          # a direction; once more for the formula, once more for the code
+# ```
+#
+# To see it red: tile the values where they are to be repeated; join as (head_dim, heads). Then try a transposed
+# `o_proj`: `context @ o_proj` raises in `micro-llama`; in `micro-qwen2`, where it is 96 by 96, it would not.
+#
+# ## Where the engines differ
+#
+# Layer 0 of `micro-llama`, each engine from its own shares and values:
+
+# %%
+others = golden.evidence["transformers"].traces["near"]
+truth = golden.truth.evidence.traces["near"]
+for stage in ("attn_context", "attn_out", "attn_residual"):
+    a, b, exact = (run[f"l0.{stage}"] for run in (theirs, others, truth))
+    off = [np.linalg.norm(got - exact) / np.linalg.norm(exact) for got in (a, b)]
+    print(f"{stage:13}  {np.sum(a != b):4} of {a.size} numbers differ, by {np.abs(a - b).max():.1e} at most")
+    print(f"{'':13}  from float64: llama.cpp {off[0]:.1e}, transformers {off[1]:.1e}")
+for name, run in (("llama.cpp", theirs), ("transformers", others)):
+    same = np.array_equal(run["embed"] + run["l0.attn_out"], run["l0.attn_residual"])
+    print(f"the sum of {name} made again by us, bit by bit: {same}")
+
+# %% [markdown]
+# A product over 192 numbers is summed in another order by each of them, so nearly every number differs in its last
+# bits. The addition at the end has no order: given the same two float32 numbers, everyone gets the same third.
+#
+# - The output projection is the node `attn_out-{i}` in llama.cpp's Llama graph and has no name in its Qwen graphs. It
+#   is found as the MUL_MAT with the source `blk.{i}.attn_output.weight`.
+# - In its last layer llama.cpp keeps only the rows of tokens whose logits were asked for, from the first addition on.
+#   Goldens ask for all tokens; [09](../09_selected_logits/README.md) asks for the last one.
+# - transformers has no module for the addition. The sum is read as the input of `post_attention_layernorm`, and the
+#   joined heads as the input of `o_proj`.
+#
+# Further reading:
+#
+# - Vaswani and others, [Attention Is All You Need](https://arxiv.org/abs/1706.03762), 2017: section 3.2.2, heads and
+#   their concatenation.
+# - Elhage and others, [A Mathematical Framework for Transformer Circuits](https://transformer-circuits.pub/2021/framework/index.html),
+#   2021: heads as independent additions to the stream, the view behind the picture above.
+# - `LlamaAttention` in transformers
+#   ([modeling_llama.py](https://github.com/huggingface/transformers/blob/main/src/transformers/models/llama/modeling_llama.py)),
+#   its last lines: `transpose`, `reshape`, `o_proj`; in llama.cpp `build_attn_mha`
+#   ([llama-graph.cpp](https://github.com/ggml-org/llama.cpp/blob/master/src/llama-graph.cpp)).
+# - [nntile 347](https://github.com/nntile/nntile/issues/347): tests with one head and one key head could not see a
+#   wrong order of heads.
+#
+# ## Stages
+#
+# <!-- generated: stages -->
+# <!-- end -->
+#
+# ## What is compared
+#
+# All three stages, in every layer. Isolated, `attn_residual` is one addition of float32 numbers: all engines get the
+# same result, and the distance from the truth is that of one rounding.
+#
+# <!-- generated: distances -->
+# <!-- end -->
+#
+# How to read the numbers: [index](../README.md#how-to-read-a-page).
+#
+# ## Mistakes it catches
+#
+# <!-- generated: mistakes -->
+# <!-- end -->
+#
+# ## Check it
+#
+# ```
+# pytest -k checkpoint_05                   # the comparison, and every mistake of this page planted
+# llorch verify micro-llama --detail
+# ```
