@@ -132,7 +132,7 @@ class Verdict:
         if named:
             first, *alike = named
             value = f" ({first.value})" if first.value else ""
-            yield from _line("diagnosis", f"{first.name}{value}: explains {_percent(first.share)} of the error")
+            yield from _line("diagnosis", f"{first.name}{value}: {_explains(first)}")
             yield from _line("", first.sentence)
             if alike:
                 yield from _line("as well", ", ".join(each.name for each in alike))
@@ -141,6 +141,10 @@ class Verdict:
         if near:
             said = ", ".join(f"{each.name} ({_percent(each.share)})" for each in near)
             yield from _line("not the cause" if named else "nearest", said)
+
+
+def _explains(suspect: Suspect) -> str:
+    return f"explains {_percent(suspect.share)} of the error" if suspect.left else "makes exactly this"
 
 
 def _place_in_run(each: Judged) -> tuple[float, ...]:

@@ -9,6 +9,7 @@ import numpy as np
 from llorch.learn.judging import Judged
 from llorch.stages import BY_NAME
 from llorch.verify.diagnosis.profile import by_token, has_heads
+from llorch.verify.mistakes import AFTER_LOGITS
 
 CLEARLY = 10.0  # times what is allowed, so that rounding decides nothing that is said
 CHANNELS = {"head_dim": "dim", "q_width": "dim", "kv_width": "dim", "ctx": "key", "vocab": "vocab"}
@@ -79,6 +80,8 @@ class Wrong:
         return Number(f"[{said}]", float(self.want[index]), float(self.got[index]))
 
     def _axes(self) -> tuple[str, ...]:
+        if self.row.place.stage in AFTER_LOGITS:
+            return ("token id",)
         if self.stage is None:
             return tuple(f"axis {at}:" for at in range(self.off.ndim))
         axes = self.stage.axes.split()

@@ -1,0 +1,38 @@
+"""Figure of lesson 12: what story writes, and how sure it was of every token."""
+
+import numpy as np
+from matplotlib.figure import Figure
+
+import llorch
+
+BLUE, GREY, WIDTH, TOKENS = "#2f81f7", "#7d7d7d", 46, 60
+
+
+def text() -> Figure:
+    """Tokens in lines, each on a ground that is as strong as its probability."""
+    story = llorch.load("story")
+    figure = Figure(figsize=(7.2, 2.6))
+    axes = figure.subplots()
+    column, line = 0, 0
+    for token in story.generate("Once upon a time", max_tokens=TOKENS):
+        shown = token.text
+        if column + len(shown) > WIDTH:
+            column, line, shown = 0, line + 1, shown.lstrip()
+        likely = float(np.exp(token.logprob))
+        axes.broken_barh(
+            [(column + 0.04, len(shown) - 0.08)], (line - 0.44, 0.62), facecolor=BLUE, alpha=round(0.75 * likely, 2)
+        )
+        for at, letter in enumerate(shown):
+            axes.text(column + at + 0.5, line, letter, family="monospace", fontsize=9, ha="center", va="center")
+        if likely < 0.3:
+            middle = column + len(shown) / 2
+            axes.text(middle, line + 0.36, f"{likely:.2f}", fontsize=6.5, ha="center", va="center", color=GREY)
+        column += len(shown)
+    axes.set(xlim=(0, WIDTH), ylim=(line + 0.7, -0.7))
+    axes.axis("off")
+    return figure
+
+
+def figures() -> dict[str, Figure]:
+    """By name."""
+    return {"text": text()}
