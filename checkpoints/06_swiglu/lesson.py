@@ -1,0 +1,228 @@
+# %% [markdown]
+# # 06 swiglu
+#
+# 25 minutes, two functions of a line or two.
+#
+# ## Where we are
+#
+# ![The way of a token through the model, with this lesson's boxes lit](fig/where.svg)
+#
+# Attention has added what it gathered to the stream ([05](../05_attention_output/README.md)), and the second norm of
+# the layer has made unit rows of it ([01](../01_rms_norm/README.md)). Now comes the other half of every layer, the
+# feed-forward part. Here each token is on its own again; you could hand over the tokens in any order.
+#
+# ## Idea
+#
+# Widen, gate, narrow. Two matrices make two wide rows of the token: `story` goes from 192 to 448. One of them, `up`,
+# holds values. The other, `gate`, says how much of each value passes. A third matrix brings the product back to 192.
+#
+# The gate is no switch but a curve, SiLU: $z \cdot \sigma(z)$, a ramp with a soft corner. Far below zero it lets
+# nothing through, far above zero it passes its own number. In between it dips to -0.28, at $z = -1.28$.
+#
+# One of the 448 inner channels can be read as a question ("is this about an animal?") and an answer to add to the
+# stream if so. Most questions are answered with no:
+
+# %%
+import inspect
+
+import numpy as np
+
+import llorch
+
+story = llorch.load("story")
+ids = story.tokenizer.encode("Once upon a time there was a little fox")
+trace: dict[str, np.ndarray] = {}
+story.forward(ids, trace=trace)
+for layer in range(5):
+    gate, inner = trace[f"l{layer}.ffn_gate"], trace[f"l{layer}.ffn_act"][-1]
+    ten = np.sort(inner**2)[-10:].sum() / (inner**2).sum()
+    print(f"layer {layer}: {np.mean(gate < 0):.0%} of the gates below zero, ten channels of fox hold {ten:.0%}")
+
+# %% [markdown]
+# The second number is the share of the squared length of the inner row, for the last word: in most layers ten of 448
+# channels do nearly all of the work.
+#
+# Most of the weights of a layer sit in these three matrices: 258,048 in a layer of `story`, against 147,456 in
+# attention.
+#
+# ## The maths
+#
+# ```math
+# \begin{aligned}
+# g &= h W_\mathrm{gate}^\top, \qquad u = h W_\mathrm{up}^\top \\
+# a &= \frac{g}{1 + e^{-g}} \odot u, \qquad y = a\, W_\mathrm{down}^\top
+# \end{aligned}
+# ```
+#
+# | symbol | shape | what it is |
+# | --- | --- | --- |
+# | $h$ | (seq, hidden) | `ffn_norm`, the normalised stream |
+# | $W_\mathrm{gate}, W_\mathrm{up}$ | (inter, hidden) | one row for each inner channel |
+# | $g$, $u$, $a$ | (seq, inter) | gate, up, what passes |
+# | $W_\mathrm{down}$ | (hidden, inter) | one row for each number of the stream |
+# | $y$ | (seq, hidden) | what is added to the stream, in [07](../07_block/README.md) |
+#
+# By hand: a gate of 2 has $2 / (1 + e^{-2}) = 1.762$, a gate of -3 has -0.142. With up = (5, 5) the inner row is
+# (8.81, -0.71).
+#
+# None of the three has a bias. $e^{-g}$ overflows below $g = -88$; $g / \infty$ is then 0, which is the limit.
+#
+# ## The picture
+#
+# ![SiLU, GELU and ReLU over the histogram of all gates of story](fig/curves.svg)
+#
+# Grey: where the 22,400 gates of the ten words above lie, two thirds of them left of zero. The curves there are
+# everything in the model that is not linear, apart from softmax and norms. SiLU and GELU look like one curve at first
+# sight and are 0.19 apart at $z = -2$, where many gates are.
+#
+# ## The reference
+#
+# <!-- source: llorch.ops.swiglu.swiglu -->
+#
+# <!-- source: llorch.forward.feed_forward -->
+#
+# `swiglu` computes in place because the inner rows are the largest arrays of the forward pass. The formula in one line
+# is as good.
+#
+# ## Run it
+
+# %%
+from llorch.ops.swiglu import swiglu
+
+gate, up = np.array([[2, -3, -100]], np.float32), np.array([[5, 5, 5]], np.float32)
+print(swiglu(gate, up).round(3))
+
+# %% [markdown]
+# `micro-llama`, layer 0, from the normalised rows that llama.cpp stored:
+
+# %%
+from llorch.builtin import goldens_folder
+from llorch.ops.linear import linear
+from llorch.verify.goldens import read
+
+golden = read(goldens_folder() / "micro-llama")
+theirs = golden.evidence["llamacpp"].traces["near"]
+w = llorch.load("micro-llama").weights.layer(0)
+h = theirs["l0.ffn_norm"]
+gate, up = linear(h, w["gate_proj"]), linear(h, w["up_proj"])
+out = linear(swiglu(gate, up), w["down_proj"])
+print("h", h.shape, " gate and up", gate.shape, " out", out.shape)
+print("llama.cpp's output, within 1e-5:", bool(np.abs(out - theirs["l0.ffn_out"]).max() < 1e-5))
+
+# %% [markdown]
+# ## The mistake
+#
+# Whoever ports from GPT-2 brings its curve along, GELU:
+
+# %%
+from llorch.learn.implementation import Implementation
+from llorch.learn.lessons import BY_NUMBER
+from llorch.learn.materials import typed_mistakes
+
+typed = typed_mistakes(BY_NUMBER["06"])["swiglu"]
+wrong = typed["swiglu-gelu-tanh"]
+print(inspect.getsource(wrong))
+
+
+def continued(**parts) -> str:
+    with Implementation("this page", parts).installed():
+        return "".join(token.text for token in story.generate("Once upon a time there was a little fox", max_tokens=20))
+
+
+print("right", continued())
+print("GELU ", continued(swiglu=wrong))
+print("ReLU ", continued(swiglu=typed["swiglu-relu"]))
+
+# %% [markdown]
+# Three curves, one text: every activation of the model is wrong, and 20 tokens in a row come out the same. Whoever
+# judges a port by reading what it writes ships this one. The numbers are not so kind:
+
+# %%
+from llorch.learn.check import check_functions
+
+print(check_functions("06", swiglu=wrong))
+
+# %% [markdown]
+# An error of 0.19, where 4.8e-07 is allowed. *Not the cause* shows how finely the library tells things apart: the
+# exact GELU explains 99.88 % of what is wrong, its tanh approximation all of it.
+#
+# ## Exercise
+#
+# Write both functions in `l06_swiglu.py`:
+#
+# ```python
+# def swiglu(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+# def feed_forward(h: np.ndarray, gate_proj: np.ndarray, up_proj: np.ndarray, down_proj: np.ndarray) -> np.ndarray:
+# ```
+#
+# ```
+# llorch learn check 06
+# llorch learn hint 06          # a direction; once more for the formula, once more for the code
+# ```
+#
+# Then exchange gate and up in `feed_forward`: both have the same shape, nothing raises, and the story ends in *the the
+# the the*. The verdict offers two names for it, because SiLU on up and exchanged matrices make the same numbers.
+#
+# ## Where the engines differ
+#
+# Layer 0 of `micro-llama`, each engine on its own way through the layer:
+
+# %%
+others = golden.evidence["transformers"].traces["near"]
+truth = golden.truth.evidence.traces["near"]
+for stage in ("ffn_gate", "ffn_up", "ffn_act", "ffn_out"):
+    a, b, exact = (run[f"l0.{stage}"] for run in (theirs, others, truth))
+    off = [np.linalg.norm(got - exact) / np.linalg.norm(exact) for got in (a, b)]
+    print(f"{stage:8}  {np.sum(a != b):4} of {a.size} numbers differ, by {np.abs(a - b).max():.1e} at most")
+    print(f"{'':8}  from float64: llama.cpp {off[0]:.1e}, transformers {off[1]:.1e}")
+
+# %% [markdown]
+# The product of gate and up adds the errors of both, and so it stands farther off than either.
+#
+# - llama.cpp computes silu and the product in one node, `ffn_swiglu-{i}`: there is no node of silu(gate) to compare,
+#   and so there is no such stage.
+# - transformers multiplies inside `mlp`. The product is read as the input of `down_proj`.
+# - llama.cpp first names the second addition of its Llama block `ffn_out` too, then `l_out`. In the graph that runs,
+#   `ffn_out-{i}` is the down projection.
+# - The engines use different float32 exponentials and orders of summation.
+#
+# Further reading:
+#
+# - Shazeer, [GLU Variants Improve Transformer](https://arxiv.org/abs/2002.05202), 2020: the variants side by side, and
+#   the most honest explanation in the field ("divine benevolence").
+# - Elfwing and others, [Sigmoid-Weighted Linear Units](https://arxiv.org/abs/1702.03118), 2017, and Hendrycks and
+#   Gimpel, [Gaussian Error Linear Units](https://arxiv.org/abs/1606.08415), 2016: the two curves.
+# - Geva and others, [Transformer Feed-Forward Layers Are Key-Value Memories](https://arxiv.org/abs/2012.14913), 2020:
+#   channels read as questions and answers.
+# - `LlamaMLP` in transformers
+#   ([modeling_llama.py](https://github.com/huggingface/transformers/blob/main/src/transformers/models/llama/modeling_llama.py))
+#   and `build_ffn` in llama.cpp
+#   ([llama-graph.cpp](https://github.com/ggml-org/llama.cpp/blob/master/src/llama-graph.cpp)).
+# - [nntrainer 4194](https://github.com/nntrainer/nntrainer/pull/4194): gate and up exchanged.
+#
+# ## Stages
+#
+# <!-- generated: stages -->
+# <!-- end -->
+#
+# ## What is compared
+#
+# Gate, up, the gated product and the result, in every layer. $h$ is `ffn_norm`, checked in
+# [01](../01_rms_norm/README.md).
+#
+# <!-- generated: distances -->
+# <!-- end -->
+#
+# How to read the numbers: [index](../README.md#how-to-read-a-page).
+#
+# ## Mistakes it catches
+#
+# <!-- generated: mistakes -->
+# <!-- end -->
+#
+# ## Check it
+#
+# ```
+# pytest -k checkpoint_06                   # the comparison, and every mistake of this page planted
+# llorch verify micro-llama --detail
+# ```
