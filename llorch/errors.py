@@ -72,6 +72,19 @@ class NonFiniteRun(ArithmeticError):
         self.stage = stage
 
 
+class LearnerFault(Exception):
+    """A part that cannot be gone on with: it raised, or returned no array of the right shape and dtype.
+
+    Attributes:
+        part: Its name.
+    """
+
+    def __init__(self, part: str, said: str) -> None:
+        """Of a part; the cause, where there is one, holds the learner's frames."""
+        super().__init__(f"{part}: {said}")
+        self.part = part
+
+
 class MissingExtra(ImportError):
     """An optional package that the command needs and that is not installed."""
 

@@ -5,8 +5,9 @@ verification then judges what comes out, beside the goldens of both engines. In 
 
     part, parts/              what a part is, and all of them
     lessons                   which belong to which checkpoint, and where files lie
-    folder                    a learner's files; what is not written is borrowed from the reference
+    folder, program, npz      a learner's files, or a program in any language; what is not written is borrowed
     guard, implementation     the learner's functions behind checks, put in the place of ours
+    choice                    which implementation is meant
     judging, checks/          what a check gives, and how lessons of each kind are judged
     verdict, check            the four words, and the way from a lesson to one
 """

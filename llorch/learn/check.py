@@ -5,12 +5,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from llorch.errors import LearnerFault
 from llorch.learn.checks.after_logits import ArgmaxCheck, FilterCheck, GenerationCheck, RowCheck
 from llorch.learn.checks.forward import ForwardCheck
 from llorch.learn.checks.foundation import FoundationCheck
 from llorch.learn.checks.training import TrainingCheck
 from llorch.learn.frames import all_frames, own_frames
-from llorch.learn.guard import LearnerFault
 from llorch.learn.implementation import Implementation
 from llorch.learn.judging import Check, Judged, Mode
 from llorch.learn.lessons import BY_NUMBER, LESSONS, WARM_UP, Lesson
@@ -55,13 +55,17 @@ def check(lesson: Lesson, implementation: Implementation, mode: Mode = "isolated
 
 def _checked(lesson: Lesson, implementation: Implementation, mode: Mode) -> Verdict:
     borrowed, how, fault, traceback = implementation.borrowed(lesson.parts), check_of(lesson), "", ""
+    implementation.notes.clear()
     judged: list[Judged] = []
     try:
         judged.extend(how.judged(lesson, implementation, mode))
     except LearnerFault as error:
         fault = "\n    ".join([str(error), *own_frames(error.__cause__ or error)])
         traceback = all_frames(error)
-    found = Verdict(lesson.number, word_for(judged, borrowed, fault), judged, borrowed, fault, traceback=traceback)
+    found = Verdict(
+        lesson.number, word_for(judged, borrowed, fault), judged, borrowed, fault, traceback=traceback,
+        notes=list(implementation.notes),
+    )  # fmt: skip
     if not found.wrong:
         return found
     found = replace(found, where=_where(found.wrong[0].part, implementation))

@@ -1,26 +1,31 @@
 """A learner's folder: one Python file a lesson; a function that only raises NotImplementedError is not written."""
 
 import ast
+import importlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import spec_from_file_location
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
-from llorch.learn.lessons import LESSON_OF, LESSONS, PARTS
+from llorch.learn.lessons import LESSONS, PARTS
 from llorch.learn.part import Call
 
+_MODULES = frozenset(lesson.module for lesson in LESSONS)
+_FAULT = "_not_importable"
+_folders: set[str] = set()  # whose files were imported so far
 
-def read_folder(folder: Path) -> dict[str, Call]:
-    """Import what is written.
+
+def read_folder(folder: Path, around: Callable[[Call], Call] = lambda call: call) -> dict[str, Call]:
+    """Import what is written, as it is now.
 
     Args:
         folder: With some of the files that `llorch learn init` made.
+        around: Put around every function.
 
     Returns:
         Functions by the name of the part; those that are not written are absent. Those of a file that cannot be
@@ -31,18 +36,15 @@ def read_folder(folder: Path) -> dict[str, Call]:
         for lesson in LESSONS:
             if not (folder / f"{lesson.module}.py").is_file():
                 continue
-            module = import_module(lesson.module)
+            module = importlib.import_module(lesson.module)
             if (error := vars(module).get(_FAULT)) is not None:
                 written |= {part.name: _raising(error) for part in lesson.parts}
                 continue
-            unwritten = unwritten_in(folder / f"{lesson.module}.py")
             for part in lesson.parts:
-                if part.name not in unwritten and callable(vars(module).get(part.name)):
-                    written[part.name] = vars(module)[part.name]
+                found = vars(module).get(part.name)
+                if callable(found) and found is not part.reference:
+                    written[part.name] = around(found)
     return written
-
-
-_FAULT = "_not_importable"
 
 
 def _raising(error: BaseException) -> Call:
@@ -52,10 +54,10 @@ def _raising(error: BaseException) -> Call:
     return part
 
 
-def unwritten_in(path: Path) -> set[str]:
+def unwritten_in(tree: ast.Module) -> set[str]:
     """Names of the functions of a file that do nothing but raise NotImplementedError."""
-    tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
-    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and _only_raises(node.body)}
+    functions = (node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    return {node.name for node in functions if _only_raises(node.body)}
 
 
 def _only_raises(body: Sequence[ast.stmt]) -> bool:
@@ -64,21 +66,27 @@ def _only_raises(body: Sequence[ast.stmt]) -> bool:
 
 
 class _Borrowing(SourceFileLoader):
-    """Puts the reference in the place of what is not written or importable, so that other files can import it."""
+    """Has the reference in the place of what is not written or importable, so that other files can import it.
+
+    From the first line on: two files may import each other. Bytecode is never read: it may be of an earlier version
+    that has the same size and second.
+    """
 
     def exec_module(self, module: ModuleType) -> None:
+        parts = {part.name: part.reference for lesson in LESSONS if lesson.module == self.name for part in lesson.parts}
+        vars(module).update(parts)
         try:
-            if is_there := Path(self.path).is_file():
+            if Path(self.path).is_file():
                 super().exec_module(module)
-            borrowed = unwritten_in(Path(self.path)) & PARTS.keys() if is_there else self._parts()
         except (Exception, SystemExit) as error:
-            setattr(module, _FAULT, error)
-            borrowed = self._parts()
-        for name in borrowed:
-            setattr(module, name, PARTS[name].reference)
+            vars(module).update(parts, **{_FAULT: error})
 
-    def _parts(self) -> set[str]:
-        return {name for name, lesson in LESSON_OF.items() if lesson.module == self.name}
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        tree = ast.parse(self.get_data(path), filename=path)
+        unwritten = unwritten_in(tree) & PARTS.keys()
+        tree.body = [node for node in tree.body if getattr(node, "name", None) not in unwritten]
+        return compile(tree, path, "exec", dont_inherit=True)
 
 
 class _Finder(MetaPathFinder):
@@ -87,7 +95,7 @@ class _Finder(MetaPathFinder):
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         file = self._folder / f"{fullname}.py"
-        if fullname not in {lesson.module for lesson in LESSONS}:
+        if fullname not in _MODULES:
             return None
         return spec_from_file_location(fullname, file, loader=_Borrowing(fullname, str(file)))
 
@@ -95,14 +103,25 @@ class _Finder(MetaPathFinder):
 @contextmanager
 def _importable(folder: Path) -> Iterator[None]:
     """The folder's files under their names; other files of it can be imported by them too, and stay importable."""
-    names = {lesson.module for lesson in LESSONS}
-    for name in names & sys.modules.keys():
-        del sys.modules[name]  # of another folder, or of an earlier version
-    finder = _Finder(folder)
+    _forget_earlier()
+    finder, place, kept = _Finder(folder), str(folder.resolve()), sys.dont_write_bytecode
     sys.meta_path.insert(0, finder)
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))
+    sys.path.append(place)  # at the end: a file of theirs that is called as one of Python's is not meant
+    _folders.add(place)
+    sys.dont_write_bytecode = True
     try:
         yield
     finally:
+        sys.dont_write_bytecode = kept
         sys.meta_path.remove(finder)
+
+
+def _forget_earlier() -> None:
+    """Modules of another folder, or of an earlier version of this one, lessons and whatever else they imported."""
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if name in _MODULES or (file and any(Path(file).is_relative_to(folder) for folder in _folders)):
+            del sys.modules[name]
+    sys.path[:] = [place for place in sys.path if place not in _folders]
+    _folders.clear()
+    importlib.invalidate_caches()

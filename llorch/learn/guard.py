@@ -1,51 +1,44 @@
-"""Around every call of a learner's function: what it was given stays as it was, what it gives can be gone on with.
+"""Around every call of a learner's function: what it is given stays as it was, what it gives can be gone on with.
 
-Shape, dtype and number of results are those of the reference for the same arguments; numbers are not looked at.
+Number, shape and dtype of the results are those of the reference for the same arguments. Numbers are the judge's; in a
+live run, where nothing is judged, NaN is a fault, and the reference runs once for each shape of the arguments.
 """
 
+import inspect
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
+from llorch.errors import LearnerFault
 from llorch.learn.part import Call, Part
 
-
-class LearnerFault(Exception):
-    """A part that cannot be gone on with: it raised, or returned no array of the right shape and dtype.
-
-    Attributes:
-        part: Its name.
-    """
-
-    def __init__(self, part: str, said: str) -> None:
-        """Of a part; the cause, where there is one, holds the learner's frames."""
-        super().__init__(f"{part}: {said}")
-        self.part = part
+Note = Callable[[str], None]
+Like = tuple[tuple[int, ...], np.dtype]
 
 
-def guarded(part: Part, function: Call, *, note: Callable[[str], None] = lambda line: None) -> Call:
+def guarded(part: Part, function: Call, *, note: Note = lambda line: None, live: bool = False) -> Call:
     """A learner's function behind its checks."""
     if part.streams:
         return _guarded_stream(part, function)
+    known: dict[object, list[Like]] = {}
 
     def call(**given: Any) -> Any:
-        before = copied(given)
-        wanted = part.results(part.reference(**given))
-        try:
-            returned = function(**given)
-        except NotImplementedError as error:
-            raise LearnerFault(part.name, f"calls something that is not written yet ({error})") from error
-        except (Exception, SystemExit) as error:
-            raise LearnerFault(part.name, f"raised {type(error).__name__}: {error}") from error
-        _require_unchanged(part, before, given)
-        got = _as_arrays(part, returned)
-        for name, array in got.items():
-            _require_like(part, name, array, np.asarray(wanted[name]))
-            if any(np.shares_memory(array, each) for each in _arrays(given)):
-                note(f"{part.name}: {name} is a view of an argument; a copy is used")
-        results = [array.copy() for array in got.values()]
+        key = _shapes(given) if live else None
+        if not known:
+            _require_parameters(part, function, given)
+        if not live or key not in known:
+            known[key] = _wanted(part, given)
+        handed = read_only(given, copy=not live)
+        returned = _called(part, function, handed)
+        if not live:
+            _require_unchanged(part, given, handed)
+        results = []
+        for name, array, like in zip(part.returns, _as_arrays(part, returned), known[key], strict=True):
+            _require_like(part, name, array, like)
+            _look(part, name, array, handed, note=note, live=live)
+            results.append(array.copy())
         return results[0] if len(results) == 1 else tuple(results)
 
     return call
@@ -53,28 +46,127 @@ def guarded(part: Part, function: Call, *, note: Callable[[str], None] = lambda 
 
 def _guarded_stream(part: Part, function: Call) -> Call:
     def call(**given: Any) -> Iterator[int]:
+        _require_parameters(part, function, given)
         try:
             for each in function(**given):
                 yield operator.index(each)
         except LearnerFault:
             raise  # of another part, in what it was given
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise LearnerFault(part.name, f"raised {type(error).__name__}: {error}") from error
 
     return call
 
 
-def copied(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments that nobody else can change."""
-    return {
-        name: value.copy() if _can_change(value) else copied(value) if isinstance(value, Mapping) else value
-        for name, value in given.items()
-    }
+def read_only(given: Mapping[str, Any], *, copy: bool) -> dict[str, Any]:
+    """Arguments that cannot be written to, now or later; `copy` for code that writes to memory without asking."""
+    handed: dict[str, Any] = {}
+    for name, value in given.items():
+        if isinstance(value, Mapping):
+            value = read_only(value, copy=copy)
+        elif isinstance(value, np.ndarray):
+            value = value.copy() if copy and value.flags.writeable else value.view()  # a mapped file may be large
+            value.flags.writeable = False
+        handed[name] = value
+    return handed
 
 
-def _can_change(value: Any) -> bool:
-    """Whether it is an array that can be written to; a mapped file cannot, and may be large."""
-    return isinstance(value, np.ndarray) and value.flags.writeable
+def _wanted(part: Part, given: Mapping[str, Any]) -> list[Like]:
+    results = part.results(part.reference(**given)).values()
+    return [(array.shape, array.dtype) for array in map(np.asarray, results)]
+
+
+def _shapes(value: Any) -> object:
+    """What the shapes of results follow from: shapes, and the values of whatever is not a float."""
+    if isinstance(value, Mapping):
+        return tuple((name, _shapes(each)) for name, each in value.items())
+    if isinstance(value, np.ndarray):
+        return value.shape, value.dtype.str, b"" if value.dtype.kind == "f" else value.tobytes()
+    return repr(value)
+
+
+def _require_parameters(part: Part, function: Call, given: Mapping[str, Any]) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return  # it does not say
+    try:
+        signature.bind(**given)
+    except TypeError as error:
+        raise LearnerFault(
+            part.name, f"expected the parameters ({', '.join(given)}), got {signature}: {error}"
+        ) from None
+
+
+def _called(part: Part, function: Call, handed: Mapping[str, Any]) -> Any:
+    try:
+        return function(**handed)
+    except LearnerFault:
+        raise
+    except NotImplementedError as error:
+        raise LearnerFault(part.name, f"calls something that is not written yet ({error})") from error
+    except (Exception, SystemExit) as error:
+        if isinstance(error, ValueError) and "read-only" in str(error):
+            raise LearnerFault(part.name, f"writes into an argument ({error}); compute into a new array") from error
+        raise LearnerFault(part.name, f"raised {type(error).__name__}: {error}") from error
+
+
+def _require_unchanged(part: Part, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    for name, old in before.items():
+        new = after.get(name)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            _require_unchanged(part, old, new)
+        elif (
+            isinstance(old, np.ndarray)
+            and old.flags.writeable
+            and not np.array_equal(old, new, equal_nan=old.dtype.kind == "f")
+        ):  # type: ignore[arg-type]
+            raise LearnerFault(part.name, f"changed its argument {name}; compute into a new array")
+
+
+def _as_arrays(part: Part, returned: Any) -> list[np.ndarray]:
+    n = len(part.returns)
+    if returned is None:
+        raise LearnerFault(part.name, "returned None; does it end with return?")
+    if isinstance(returned, Coroutine | Generator):
+        returned.close()
+        word = "async def" if isinstance(returned, Coroutine) else "yield"
+        raise LearnerFault(part.name, f"is written with {word}; expected a plain function that returns its results")
+    if n > 1 and not (isinstance(returned, tuple | list) and len(returned) == n):
+        got = f"{len(returned)} results" if isinstance(returned, tuple | list) else type(returned).__name__
+        raise LearnerFault(part.name, f"expected to return {n} arrays ({', '.join(part.returns)}), got {got}")
+    return [_as_array(part, name, value) for name, value in part.results(returned).items()]
+
+
+def _as_array(part: Part, name: str, value: Any) -> np.ndarray:
+    try:
+        array = np.asarray(value)
+    except Exception as error:
+        raise LearnerFault(part.name, f"returned what NumPy cannot read as {name}: {error}") from error
+    if array.dtype == object:
+        raise LearnerFault(
+            part.name, f"expected {name} to be an array of numbers, got {type(value).__name__} of objects"
+        )
+    return array
+
+
+def _require_like(part: Part, name: str, got: np.ndarray, like: Like) -> None:
+    shape, dtype = like
+    if got.shape != shape:
+        raise LearnerFault(part.name, f"expected {name} of shape {shape}, got {got.shape}")
+    if got.dtype != dtype and (shape or not np.can_cast(got.dtype, dtype)):
+        raise LearnerFault(part.name, f"expected {name} of dtype {dtype}, got {got.dtype}; use .astype")
+
+
+def _look(part: Part, name: str, array: np.ndarray, handed: Mapping[str, Any], *, note: Note, live: bool) -> None:
+    if any(np.shares_memory(array, each) for each in _arrays(handed)):
+        note(f"{part.name}: {name} is a view of an argument; a copy is used")
+    if array.dtype.kind == "f" and np.isnan(array).any():
+        at = tuple(int(index[0]) for index in np.nonzero(np.isnan(array)))
+        said = f"{name} has {np.isnan(array).sum()} NaN of {array.size} numbers, the first at {at}"
+        if live:
+            raise LearnerFault(part.name, said)
+        note(f"{part.name}: {said}")
 
 
 def _arrays(given: Mapping[str, Any]) -> list[np.ndarray]:
@@ -82,32 +174,3 @@ def _arrays(given: Mapping[str, Any]) -> list[np.ndarray]:
     for value in given.values():
         found += _arrays(value) if isinstance(value, Mapping) else [value] if isinstance(value, np.ndarray) else []
     return found
-
-
-def _require_unchanged(part: Part, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-    for name, old in before.items():
-        new = after[name]
-        if isinstance(old, Mapping):
-            _require_unchanged(part, old, new)
-        elif _can_change(new) and not np.array_equal(old, new, equal_nan=old.dtype.kind == "f"):
-            raise LearnerFault(part.name, f"changed its argument {name}; compute into a new array")
-
-
-def _as_arrays(part: Part, returned: Any) -> dict[str, np.ndarray]:
-    n = len(part.returns)
-    if n > 1 and not (isinstance(returned, tuple | list) and len(returned) == n):
-        got = f"{len(returned)} results" if isinstance(returned, tuple | list) else type(returned).__name__
-        raise LearnerFault(part.name, f"expected to return {n} arrays ({', '.join(part.returns)}), got {got}")
-    if returned is None:
-        raise LearnerFault(part.name, "returned None; does it end with return?")
-    try:
-        return {name: np.asarray(each) for name, each in part.results(returned).items()}
-    except Exception as error:
-        raise LearnerFault(part.name, f"returned what NumPy cannot read: {error}") from error
-
-
-def _require_like(part: Part, name: str, got: np.ndarray, wanted: np.ndarray) -> None:
-    if got.shape != wanted.shape:
-        raise LearnerFault(part.name, f"expected {name} of shape {wanted.shape}, got {got.shape}")
-    if got.dtype != wanted.dtype and (wanted.ndim or not np.can_cast(got.dtype, wanted.dtype)):
-        raise LearnerFault(part.name, f"expected {name} of dtype {wanted.dtype}, got {got.dtype}; use .astype")

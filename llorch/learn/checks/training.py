@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
+from llorch.errors import LearnerFault
 from llorch.files import Weights
 from llorch.learn.checks.forward import BACKEND, parts_so_far, written_parts
-from llorch.learn.guard import LearnerFault
 from llorch.learn.implementation import Implementation
 from llorch.learn.judging import Judged, Mode
 from llorch.learn.lessons import Lesson

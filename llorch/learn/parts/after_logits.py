@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from llorch.cache import KVCache
+from llorch.errors import LearnerFault
 from llorch.generate import log_probability
-from llorch.learn.guard import LearnerFault
 from llorch.learn.part import Call, Part
 from llorch.sampling import SamplingSettings
 from llorch.sampling import greedy as our_greedy

@@ -13,13 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from llorch.errors import FormatError
+from llorch.errors import FormatError, LearnerFault
 from llorch.files.blocks.uniform import widen_bfloat16 as our_widening
 from llorch.files.gguf import TensorInfo, read_head
 from llorch.files.gguf import read_tensor_table as our_table
 from llorch.files.metadata import DEFAULT_LIMITS, Cursor
 from llorch.files.quant import BLOCK_SIZES, GGMLType
-from llorch.learn.guard import LearnerFault
 from llorch.learn.part import Call, Part
 from llorch.tokenizer.byte_level import ByteLevelBPE, text_bytes
 

@@ -1,0 +1,81 @@
+"""Which implementation is meant, and opening it: the one way for every command, and for pytest."""
+
+import os
+import shlex
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+from llorch.errors import FormatError
+from llorch.learn.folder import read_folder
+from llorch.learn.implementation import Implementation
+from llorch.learn.lessons import BY_NUMBER, LESSONS
+from llorch.learn.part import Call
+from llorch.learn.program import PREFIX, Program
+
+VARIABLE = "LLORCH_IMPL"
+
+
+def chosen(option: str | None = None) -> str | None:
+    """What was chosen, the strongest first: an option, LLORCH_IMPL, `impl` below [tool.llorch] in a pyproject.toml.
+
+    Args:
+        option: Of the command, if it was given.
+
+    Returns:
+        A folder, or `cmd:` and a program; None where nothing was chosen.
+
+    Raises:
+        FormatError: The pyproject.toml, the nearest one here or above, cannot be read.
+    """
+    return option or os.environ.get(VARIABLE) or _of_project(Path.cwd())
+
+
+def _of_project(here: Path) -> str | None:
+    file = next(
+        (folder / "pyproject.toml" for folder in (here, *here.parents) if (folder / "pyproject.toml").is_file()), None
+    )
+    if file is None:
+        return None
+    try:
+        table = tomllib.loads(file.read_text(encoding="utf-8")).get("tool", {}).get("llorch", {})
+    except (ValueError, AttributeError) as error:
+        raise FormatError("Malformed", f"expected a table [tool.llorch]: {error}", path=file) from None
+    impl = table.get("impl") if isinstance(table, dict) else table
+    if impl is None or not impl:
+        return None
+    if not isinstance(impl, str):
+        raise FormatError("Malformed", f"expected impl of [tool.llorch] to be a text, got {impl!r:.80}", path=file)
+    if not impl.startswith(PREFIX):
+        return str(file.parent / impl)
+    program = impl.removeprefix(PREFIX)
+    return f"{PREFIX}{shlex.quote(str(file.parent))}/{program}" if program.startswith(".") else impl
+
+
+def opened(spec: str, around: Callable[[Call], Call] = lambda call: call) -> Implementation:
+    """Open what was chosen.
+
+    Args:
+        spec: A folder, or `cmd:` and a program.
+        around: Put around every Python function of a folder.
+
+    Returns:
+        The implementation.
+
+    Raises:
+        FileNotFoundError: Nothing is there.
+        ValueError: It is no folder, or one without a file of a lesson.
+    """
+    if spec.startswith(PREFIX):
+        return Implementation(spec, Program(spec))
+    folder = Path(spec)
+    make = f"make one with: llorch learn init {spec}"
+    if not folder.exists():
+        raise FileNotFoundError(f"implementation: expected a folder or {PREFIX}PROGRAM, there is no {spec!r}; {make}")
+    if not folder.is_dir():
+        raise ValueError(f"implementation: expected a folder, {spec!r} is a file; a program is {PREFIX}{spec}")
+    if not any((folder / f"{lesson.module}.py").is_file() for lesson in LESSONS):
+        raise ValueError(
+            f"implementation: expected a lesson's file such as {BY_NUMBER['01'].module}.py in {spec!r}; {make}"
+        )
+    return Implementation(spec, read_folder(folder, around))

@@ -1,0 +1,142 @@
+"""`cmd:` programs: an implementation in any language, started once for every call.
+
+    PROGRAM [ARGUMENTS] PART     arguments of the part as an npz on stdin, results as an npz on stdout
+
+Names are those of the part's parameters and results; a dict of arrays is flat (`w.q_proj`), numbers are arrays without
+axes, what is None is left out. Exit status 69 says that the part is not written; a program is first asked with nothing
+on stdin. What it writes to stderr is passed on.
+"""
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from threading import Thread
+from typing import Any
+
+import numpy as np
+
+from llorch.errors import LearnerFault
+from llorch.learn.lessons import PARTS
+from llorch.learn.npz import from_npz, to_npz
+from llorch.learn.part import Call, Part
+
+PREFIX = "cmd:"
+UNWRITTEN = 69  # the exit status; EX_UNAVAILABLE of sysexits.h
+SECONDS = 10.0  # that one call may take
+_MOST = 256 << 20  # bytes of an answer
+
+
+class Program(Mapping[str, Call]):
+    """What a program has written, by the name of the part; asked when it is wanted."""
+
+    def __init__(self, spec: str, *, seconds: float = SECONDS) -> None:
+        """Of `cmd:PROGRAM ARGUMENTS`, found as a shell finds it; FileNotFoundError, or ValueError for no words."""
+        words = shlex.split(spec.removeprefix(PREFIX))
+        found = shutil.which(words[0]) if words else None
+        if found is None:
+            what = repr(words[0]) if words else "nothing"
+            raise FileNotFoundError(f"implementation: expected {PREFIX} and a program that can be run, got {what}")
+        self._words, self._seconds = [os.path.abspath(found), *words[1:]], seconds
+        self._is_written: dict[str, bool] = {}
+
+    def __getitem__(self, name: str) -> Call:
+        """The function; KeyError for what is not written."""
+        if name not in self._is_written:
+            self._is_written[name] = name in PARTS and self._asked(name)
+        if not self._is_written[name]:
+            raise KeyError(name)
+        return self._function(PARTS[name])
+
+    def __iter__(self) -> Iterator[str]:
+        """Names of what is written."""
+        return (name for name in PARTS if name in self)
+
+    def __len__(self) -> int:
+        """How many."""
+        return sum(1 for _ in self)
+
+    def _asked(self, name: str) -> bool:
+        """Whether it has a part: a crash for want of arguments says yes."""
+        quiet = subprocess.DEVNULL
+        try:
+            done = subprocess.run(
+                [*self._words, name], stdin=quiet, stdout=quiet, stderr=quiet, timeout=self._seconds, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return True  # the call will tell
+        return done.returncode != UNWRITTEN
+
+    def _function(self, part: Part) -> Call:
+        def call(**given: Any) -> Any:
+            status, data = self._run(part.name, to_npz(flat(given)))
+            if status != 0:
+                raise LearnerFault(part.name, f"the program {_ended(status)}")
+            try:
+                results = from_npz(data, most=_MOST)
+            except ValueError as error:
+                raise LearnerFault(part.name, f"the program's stdout is {error}") from None
+            if results.keys() != set(part.returns):
+                got = ", ".join(results) or "none"
+                message = f"expected the program to write arrays named {', '.join(part.returns)}, got {got:.200}"
+                raise LearnerFault(part.name, message)
+            values = [results[name] for name in part.returns]
+            return values if len(values) > 1 else values[0]
+
+        return call
+
+    def _run(self, name: str, data: bytes) -> tuple[int, bytes]:
+        """Exit status and stdout."""
+        with tempfile.TemporaryFile() as stdin:
+            stdin.write(data)
+            stdin.seek(0)
+            try:
+                process = subprocess.Popen([*self._words, name], stdin=stdin, stdout=subprocess.PIPE)
+            except OSError as error:
+                raise LearnerFault(name, f"{self._words[0]} cannot be started: {error.strerror}") from None
+        try:
+            return self._ended(name, process)
+        finally:
+            process.kill()
+            process.wait()
+
+    def _ended(self, name: str, process: subprocess.Popen[bytes]) -> tuple[int, bytes]:
+        got: list[bytes] = []
+
+        def read() -> None:
+            with process.stdout as stdout:  # type: ignore[union-attr] (a pipe)
+                got.append(stdout.read(_MOST + 1))
+
+        reader = Thread(target=read, daemon=True)  # for good, where a process that it started keeps stdout open
+        reader.start()
+        reader.join(self._seconds)
+        if not got:
+            raise LearnerFault(name, f"the program took over {self._seconds:g} s; does a loop end?")
+        if len(got[0]) > _MOST:
+            raise LearnerFault(name, f"the program wrote over {_MOST >> 20} MiB to stdout")
+        try:
+            return process.wait(self._seconds), got[0]
+        except subprocess.TimeoutExpired:
+            raise LearnerFault(name, "the program closed stdout and did not end") from None
+
+
+def flat(given: Mapping[str, Any], above: str = "") -> dict[str, np.ndarray]:
+    """Arguments as arrays: those of a dict by `dict.name`, nothing of what is None."""
+    arrays: dict[str, np.ndarray] = {}
+    for name, value in given.items():
+        if isinstance(value, Mapping):
+            arrays |= flat(value, f"{above}{name}.")
+        elif value is not None:
+            arrays[above + name] = np.asarray(value)
+    return arrays
+
+
+def _ended(status: int) -> str:
+    if status == UNWRITTEN:
+        return f"ended with {UNWRITTEN}, not written, only when it was given arguments; say so before reading them"
+    if status < 0:
+        return f"was ended by {signal.Signals(-status).name}"
+    return f"ended with exit status {status}"

@@ -1,0 +1,65 @@
+"""Which implementation is meant."""
+
+from pathlib import Path
+
+import pytest
+
+from llorch.errors import FormatError
+from llorch.learn.choice import chosen, opened
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv("LLORCH_IMPL", raising=False)
+    (tmp_path / "a b" / "deep").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "a b" / "deep")
+    return tmp_path / "a b"
+
+
+def test_an_option_is_stronger_than_the_environment_and_that_than_a_project(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (project / "pyproject.toml").write_text('[tool.llorch]\nimpl = "mine"\n')
+    assert chosen() == str(project / "mine")
+    monkeypatch.setenv("LLORCH_IMPL", "theirs")
+    assert chosen() == "theirs"
+    assert chosen("cmd:./prog") == "cmd:./prog"
+
+
+def test_the_nearest_project_counts(project: Path):
+    (project / "pyproject.toml").write_text('[tool.llorch]\nimpl = "mine"\n')
+    (project / "deep" / "pyproject.toml").write_text("[project]\nname = 'other'\n")
+    assert chosen() is None
+
+
+@pytest.mark.parametrize(
+    ("impl", "wanted"),
+    [("cmd:rope --fast", "cmd:rope --fast"), ("cmd:./rope --fast", "cmd:'{0}'/./rope --fast"), ("", None)],
+)
+def test_a_program_of_a_project_lies_beside_it(project: Path, impl: str, wanted: str | None):
+    (project / "pyproject.toml").write_text(f'[tool.llorch]\nimpl = "{impl}"\n')
+    assert chosen() == (wanted and wanted.format(project))
+
+
+@pytest.mark.parametrize("text", ["[tool", "[tool]\nllorch = 3\n", "[tool.llorch]\nimpl = 3\n", "tool = 3"])
+def test_a_project_that_cannot_be_read_is_named(project: Path, text: str):
+    (project / "pyproject.toml").write_text(text)
+    with pytest.raises(FormatError, match=r"pyproject.toml: Malformed: expected"):
+        chosen()
+
+
+@pytest.mark.parametrize(
+    ("spec", "error", "said"),
+    [
+        ("nowhere", FileNotFoundError, "there is no 'nowhere'; make one with: llorch learn init nowhere"),
+        ("file.py", ValueError, "expected a folder, 'file.py' is a file; a program is cmd:file.py"),
+        (".", ValueError, r"expected a lesson's file such as l01_rms_norm.py in '\.'; make one with"),
+        ("cmd:", FileNotFoundError, "expected cmd: and a program that can be run, got nothing"),
+        ("cmd:./nowhere", FileNotFoundError, "got './nowhere'"),
+        ("cmd:'", ValueError, "No closing quotation"),
+    ],
+)
+def test_what_is_not_there_is_said(project: Path, spec: str, error: type[Exception], said: str):
+    Path("file.py").write_text("")
+    with pytest.raises(error, match=said):
+        opened(spec)
