@@ -5,13 +5,13 @@ from matplotlib.figure import Figure
 
 import llorch
 
-BLUE, GREY, WIDTH, TOKENS = "#2f81f7", "#7d7d7d", 46, 60
+BLUE, GREY, WIDTH, TOKENS = "#2f81f7", "#7d7d7d", 60, 60
 
 
 def text() -> Figure:
     """Tokens in lines, each on a ground that is as strong as its probability."""
     story = llorch.load("story")
-    figure = Figure(figsize=(7.2, 2.6))
+    figure = Figure(figsize=(7.2, 2.4))
     axes = figure.subplots()
     column, line = 0, 0
     for token in story.generate("Once upon a time", max_tokens=TOKENS):
@@ -20,13 +20,13 @@ def text() -> Figure:
             column, line, shown = 0, line + 1, shown.lstrip()
         likely = float(np.exp(token.logprob))
         axes.broken_barh(
-            [(column + 0.04, len(shown) - 0.08)], (line - 0.44, 0.62), facecolor=BLUE, alpha=round(0.75 * likely, 2)
+            [(column + 0.04, len(shown) - 0.08)], (line - 0.44, 0.62), facecolor=BLUE, alpha=round(0.45 * likely, 2)
         )
         for at, letter in enumerate(shown):
-            axes.text(column + at + 0.5, line, letter, family="monospace", fontsize=9, ha="center", va="center")
+            axes.text(column + at + 0.5, line, letter, family="monospace", fontsize=12, ha="center", va="center")
         if likely < 0.3:
             middle = column + len(shown) / 2
-            axes.text(middle, line + 0.36, f"{likely:.2f}", fontsize=6.5, ha="center", va="center", color=GREY)
+            axes.text(middle, line + 0.38, f"{likely:.2f}", fontsize=8, ha="center", va="center", color=GREY)
         column += len(shown)
     axes.set(xlim=(0, WIDTH), ylim=(line + 0.7, -0.7))
     axes.axis("off")

@@ -60,9 +60,9 @@ for _ in range(5):
 #
 # ![A story by the model, every token on a ground as dark as it was likely](fig/text.svg)
 #
-# Sixty tokens, greedy. The stronger the colour, the surer the model was. Most of a text is forced: after `Once upon a
-# time` the comma had a probability of 1.00. The story is decided at the pale tokens: which animal or child, which
-# name, which weather.
+# Sixty tokens, greedy, behind `Once upon a time`. The stronger the colour, the surer the model was; numbers stand
+# below the tokens that had less than 0.30. Most of a text is forced: the first comma had 1.00, and once `che` was
+# written, `erful` had no rival. The story is decided at the pale tokens: boy or fox, Finn or Mia.
 #
 # ## The reference
 #
@@ -100,8 +100,8 @@ print("ours        ", ours == golden.evidence["llamacpp"].greedy.tolist())
 # ## The mistake
 #
 # A chat template writes the beginning token, and the tokenizer adds one, too. The prompt then starts with it twice.
-# Nothing crashes and the text still reads well. In llama.cpp, and in half of the programs built on it, this was
-# found by a warning in a log, if at all.
+# Nothing crashes, the text still reads well, and every position is off by one
+# ([llama-cpp-python 1501](https://github.com/abetlen/llama-cpp-python/issues/1501) is one such report).
 
 # %%
 from llorch.learn.check import check_functions
@@ -181,9 +181,8 @@ for name in BUILTIN:
 #
 # Further reading:
 #
-# - [llama.cpp 2373](https://github.com/ggml-org/llama.cpp/issues/2373) and
-#   [llama-cpp-python 1501](https://github.com/abetlen/llama-cpp-python/issues/1501): a norm that nearly fits, and the
-#   beginning token twice; both wrote fine text.
+# - [llama.cpp 2373](https://github.com/ggml-org/llama.cpp/issues/2373): a norm that nearly fits, found by perplexity;
+#   the text was fine.
 # - [transformers 43082](https://github.com/huggingface/transformers/issues/43082): wrong positions behind a cache.
 # - Holtzman and others, [The Curious Case of Neural Text Degeneration](https://arxiv.org/abs/1904.09751), 2019: why
 #   the likeliest text is not a good text, and what to do about it ([11](../11_probabilities/README.md)).

@@ -147,6 +147,8 @@ def _word(call: Call, encoder: ByteLevelBPE, word: str) -> list[int]:
 
 
 def _merged(call: Call, ids: list[int], rows: list[tuple[int, int, int, int]], n_pieces: int) -> list[int]:
+    if not rows:
+        return ids
     table = np.array(sorted(rows, key=lambda row: row[3]), np.int64).reshape(-1, 4)
     merged = call(ids=np.array(ids, np.int64), merges=table[:, :3].copy(), ranks=table[:, 3].copy()).tolist()
     if strange := [number for number in merged if not 0 <= number < n_pieces]:

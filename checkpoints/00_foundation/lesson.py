@@ -1,0 +1,288 @@
+# %% [markdown]
+# # 00 foundation
+#
+# A warm-up of two minutes, then three parts: a file (25 minutes), a tokenizer (45), a table (10). Take them in any
+# order; on the fast track take the warm-up and go on to [01](../01_rms_norm/README.md).
+#
+# ## Where we are
+#
+# ![The way of a token through the model, with this lesson's box lit](fig/where.svg)
+#
+# At the very beginning. There is a file on the disk and a sentence in your hand. At the end of this lesson there is an
+# array of shape (seq, hidden), one row of numbers for each token, and the rest of the model only ever sees that.
+#
+# ## Idea
+#
+# A model is a file of named arrays. Nothing in it is a program: how the arrays are used is the other twenty lessons.
+
+# %%
+import inspect
+
+import numpy as np
+
+import llorch
+from llorch.builtin import builtin_path
+
+micro = llorch.load("micro-llama")
+data = np.fromfile(builtin_path("micro-llama"), np.uint8)
+print(f"{data.size:,} bytes, {len(micro.weights.source.tensors)} tensors")
+for info in [*micro.weights.source.tensors.values()][:5]:
+    print(f"{info.name:24} {info.ggml_type.name} {info.shape!s:10} at byte {info.offset:,}")
+
+# %% [markdown]
+# And a text is a list of whole numbers. Which ones is decided by the vocabulary in the same file:
+
+# %%
+SENTENCE = "Once upon a time there was a little fox"
+for name in ("story", "micro-llama", "micro-qwen2"):
+    tokenizer = llorch.load(name).tokenizer
+    ids = tokenizer.encode(SENTENCE)
+    pieces = [tokenizer.token_bytes(i).decode() or "<begin>" for i in ids]
+    print(f"{name:11} {len(ids):2} tokens  {'|'.join(pieces[:13])}")
+
+# %% [markdown]
+# Each id then picks a row of the largest table in the file. That is all of this lesson.
+#
+# ## Warm-up
+#
+# Most models are published in bfloat16: 16 bits, which are the upper half of a float32. There is no arithmetic in
+# making one from the other, only a shift.
+
+# %%
+bits = np.array([0x3F80, 0xC000, 0x3E20, 0x4049], np.uint16)
+for each, number in zip(bits, (bits.astype(np.uint32) << 16).view(np.float32), strict=True):
+    print(f"{each:#06x} = {each:016b}  {number}")
+
+# %% [markdown]
+# `0x4049` is the best that bfloat16 can do for pi. The file `l00w_warm_up.py` has that function ready, but for one
+# constant. Correct it, and look:
+#
+# ```
+# llorch learn check 00w
+# ```
+#
+# The judge takes all 65,280 patterns that stand for finite numbers and asks the `gguf` package, by the authors of
+# llama.cpp, for the same. They are equal bit by bit, or it is red. (The file opens no model of ours, since none of the
+# small ones is stored in bfloat16; the same line reads every real one.)
+#
+# ## The maths
+#
+# ```math
+# x_t = E[\mathrm{id}_t]
+# ```
+#
+# | symbol | shape | what it is |
+# | --- | --- | --- |
+# | $\mathrm{id}$ | (seq,) | token ids, whole numbers from 0 |
+# | $E$ | (vocab, hidden) | `token_embd.weight` in GGUF, `embed_tokens` in Hugging Face |
+# | $x$ | (seq, hidden) | the rows that were picked: no sum, no product, no rounding |
+#
+# ## The picture
+#
+# ![The bytes of micro-llama: a header of 11 kB, then tensors](fig/bytes.svg)
+#
+# **The file.** A GGUF file is read from the front. First come the magic word, a version and two counts; then keys
+# with values of many types, the vocabulary among them; then one row for each tensor: name, axes, type, and where its
+# data starts. Then zeros up to a multiple of 32, and the data.
+#
+# Two things go wrong again and again. *Axes are listed fastest first*: the table of `micro-llama` stands there as 96,
+# 401, and NumPy calls the same bytes (401, 96). Nothing is transposed. *Offsets count from the start of the data*,
+# not of the file, and the data starts behind the padding.
+#
+# ![How the letters of littlest are joined, pair by pair](fig/merges.svg)
+#
+# **The tokenizer.** A word falls into single characters. A list of pairs, in the order of their importance, says which
+# neighbours may be joined. Take the best pair that is anywhere in the word, join it, look again. This is byte pair
+# encoding. It does not go from left to right, and it does not look for the longest piece: in the picture, which is
+# ` littlest` in `story`, the `st` at the end is the fourth join and ` lit` at the beginning the sixth. Two tokens are
+# left, since no pair joins ` little` and `st`.
+#
+# Where the words come from is a matter of taste of each family, and not part of the exercise: Llama 3 cuts digits in
+# threes, Qwen takes them one by one. The vocabulary of `micro-llama` is of the older SentencePiece kind: spaces become
+# part of a piece, the pairs have scores, and pairs of the same score join from the left.
+#
+# ## The reference
+#
+# The table of the file:
+#
+# <!-- source: llorch.files.gguf.read_tensor_table -->
+#
+# Ours refuses a file whose offsets leave gaps or overlap, since two names could share bytes. You need not.
+#
+# The merge loop, for SentencePiece. It keeps a queue of pairs, so that a long text takes n log n steps; a loop that
+# looks at all pairs again after every join is right as well, and is what the last hint does.
+#
+# <!-- source: llorch.tokenizer.sentencepiece.merge -->
+#
+# And the rows:
+#
+# <!-- source: llorch.ops.embedding.embedding -->
+#
+# ## Run it
+#
+# The three parts as you will write them, one after the other. First the table:
+
+# %%
+from llorch.learn.lessons import PARTS
+
+names, shapes, types, offsets = PARTS["tensor_table"].reference(data=data)
+names = names.tobytes().decode().split("\n")
+print(names[0], shapes[0].tolist(), "type", types[0], "at", offsets[0])
+rows, columns = shapes[0, 2:]
+table = data[offsets[0] : offsets[0] + 4 * rows * columns].view("<f4").reshape(rows, columns)
+print("as the loader reads it:", np.array_equal(table, micro.weights["embed_tokens"]))
+
+# %% [markdown]
+# Then a word of three letters, with numbers for pieces: 0 is `f`, 1 is `o`, 2 is `x`, 3 is `ox`, 4 is `fo`. Both pairs
+# could be joined; `ox` has the better rank.
+
+# %%
+word, pairs, ranks = np.array([0, 1, 2]), np.array([[1, 2, 3], [0, 1, 4]]), np.array([0, 1])
+print(PARTS["merge"].reference(ids=word, merges=pairs, ranks=ranks))
+
+# %% [markdown]
+# And the rows of a few tokens:
+
+# %%
+ids = np.array(micro.tokenizer.encode(" fox"))
+x = PARTS["embedding"].reference(ids=ids, table=table)
+for i, row in zip(ids, x, strict=True):
+    piece = micro.tokenizer.token_bytes(int(i)).decode() or "<begin>"
+    print(f"{i:3} {piece!r:10} {row[:3].round(4)} ...  rms {np.sqrt(np.mean(row**2)):.4f}")
+
+# %% [markdown]
+# They are small, around 0.02. The next lesson is about that.
+#
+# ## The mistake
+#
+# The axes of the file taken as they stand. The number of elements fits, so nothing complains: every token now picks a
+# column of numbers that belong to many tokens.
+
+# %%
+from llorch.learn.check import check_functions
+from llorch.learn.lessons import BY_NUMBER
+from llorch.learn.materials import typed_mistakes
+
+wrong = typed_mistakes(BY_NUMBER["00"])["embedding"]["embedding-dimensions-not-reversed"]
+print(inspect.getsource(wrong))
+print(check_functions("00", embedding=wrong))
+
+# %% [markdown]
+# In a real project this was taken for proof that a matrix lay transposed in the file, and the "repair" went into a
+# loader that the failing test never used. Read the last line of the message: it names what was done, and what is
+# right.
+#
+# In the merge loop the mistake is to go from left to right:
+
+# %%
+
+
+def from_the_left(ids: np.ndarray, merges: np.ndarray, ranks: np.ndarray) -> np.ndarray:
+    listed = {(left, right): both for left, right, both in merges.tolist()}
+    done: list[int] = []
+    for piece in ids.tolist():
+        while done and (done[-1], piece) in listed:
+            piece = listed[done.pop(), piece]
+        done.append(piece)
+    return np.array(done, np.int64)
+
+
+print(PARTS["merge"].reference(ids=word, merges=pairs, ranks=ranks), from_the_left(word, pairs, ranks))
+print(check_functions("00", merge=from_the_left))
+
+# %% [markdown]
+# The library of known mistakes has none for tokenizers, so no name; how many ids come out is already wrong, and that
+# is said before they are compared.
+#
+# ## Exercise
+#
+# Write three functions in `l00_foundation.py`:
+#
+# ```python
+# def tensor_table(data): ...                # names, shapes, types, offsets
+# def merge(ids, merges, ranks): ...         # the pieces that are left
+# def embedding(ids, table): ...             # rows
+# ```
+#
+# ```
+# llorch learn check 00
+# llorch learn hint 00
+# ```
+#
+# Your table takes the place of ours where files are opened: it is right when name, shape, type and the SHA-256 of the
+# bytes of every tensor are what the `gguf` package says, for all five models. Your loop takes the place of ours in
+# the SentencePiece tokenizer, and of the `tokenizers` library's in the byte-level ones; it is right when six texts
+# give the ids of llama.cpp with five vocabularies.
+#
+# ## Where the engines differ
+#
+# Nothing is computed here, so they may not differ at all, and do not:
+
+# %%
+from llorch.builtin import goldens_folder
+from llorch.verify.goldens import read
+
+golden = read(goldens_folder() / "micro-llama")
+near = np.array(golden.cases["near"].ids)
+for engine, shown in golden.evidence.items():
+    print(f"{engine:13} rows equal to the file's: {np.array_equal(shown.traces['near']['embed'], table[near])}")
+text = golden.tokens[4]
+print(repr(text.text), "->", len(text.ids["llamacpp"]), "ids, ours the same:", end=" ")
+print(micro.tokenizer.encode(text.text) == list(text.ids["llamacpp"]))
+
+# %% [markdown]
+# - Every distance below is exactly 0.
+# - GGUF writes dimensions fastest first. The NumPy shape is the reverse; the bytes stay as they are.
+# - GGUF files of the Llama family hold the rows of q and k in another order than Hugging Face. The table compares bytes
+#   as stored; the order is undone when an array is handed out, in [`files/names.py`](../../llorch/files/names.py).
+# - Given a GGUF file, transformers gets the arrays that our loader decoded and has no tokenizer; here llama.cpp and the
+#   `gguf` package are the witnesses of the file. Given a Hugging Face folder it is the other way round: transformers
+#   loads and tokenizes by itself, and llama.cpp gets a temporary float32 GGUF file that we write, without a vocabulary.
+#
+# Further reading:
+#
+# - [The GGUF format](https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), as its authors describe it.
+# - Sennrich, Haddow and Birch, [Neural Machine Translation of Rare Words with Subword
+#   Units](https://arxiv.org/abs/1508.07909), 2015: byte pair encoding, with the loop in twenty lines of Python.
+# - [llama.cpp 6914](https://github.com/ggml-org/llama.cpp/issues/6914), repaired in
+#   [6920](https://github.com/ggml-org/llama.cpp/pull/6920): words cut by another expression than Llama 3 was trained
+#   with. The model was sound, the ids were not.
+# - [llama-cpp-python 1501](https://github.com/abetlen/llama-cpp-python/issues/1501): the beginning token twice.
+#
+# ## Stages
+#
+# Tensors are read by [`files/gguf.py`](../../llorch/files/gguf.py) and
+# [`files/safetensors.py`](../../llorch/files/safetensors.py), text by
+# [`tokenizer/`](../../llorch/tokenizer/tokenizer.py), and both are compared by
+# [`files.py`](../../llorch/verify/suites/files.py) of the suites. One stage belongs here:
+#
+# <!-- generated: stages -->
+# <!-- end -->
+#
+# ## What is compared
+#
+# - `tensors`: name, type and shape of every tensor. For a GGUF file also the SHA-256 of its bytes, as the `gguf`
+#   package reads them; for a Hugging Face folder name, type and shape, as the `safetensors` package reads them.
+# - `token_ids`: our ids of some texts (an empty one, spaces, several scripts, emoji, code, the names of special tokens
+#   as plain text) against the engine's own tokenizer. These must be equal.
+# - `embed`: the picked rows.
+#
+# <!-- generated: equal -->
+# <!-- end -->
+#
+# <!-- generated: distances -->
+# <!-- end -->
+#
+# How to read the numbers: [index](../README.md#how-to-read-a-page).
+#
+# ## Mistakes it catches
+#
+# <!-- generated: mistakes -->
+# <!-- end -->
+#
+# ## Check it
+#
+# ```
+# pytest -k checkpoint_00                   # the comparison, and every mistake of this page planted
+# llorch verify micro-llama --detail
+# ```
