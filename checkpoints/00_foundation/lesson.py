@@ -175,6 +175,7 @@ print(check_functions("00", embedding=wrong))
 # In the merge loop the mistake is to go from left to right:
 
 # %%
+given = word, pairs, ranks
 
 
 def from_the_left(ids: np.ndarray, merges: np.ndarray, ranks: np.ndarray) -> np.ndarray:
@@ -187,7 +188,7 @@ def from_the_left(ids: np.ndarray, merges: np.ndarray, ranks: np.ndarray) -> np.
     return np.array(done, np.int64)
 
 
-print(PARTS["merge"].reference(ids=word, merges=pairs, ranks=ranks), from_the_left(word, pairs, ranks))
+print(PARTS["merge"].reference(*given), from_the_left(*given))
 print(check_functions("00", merge=from_the_left))
 
 # %% [markdown]
@@ -199,9 +200,9 @@ print(check_functions("00", merge=from_the_left))
 # Write three functions in `l00_foundation.py`:
 #
 # ```python
-# def tensor_table(data): ...                # names, shapes, types, offsets
-# def merge(ids, merges, ranks): ...         # the pieces that are left
-# def embedding(ids, table): ...             # rows
+# def tensor_table(data): ...  # names, shapes, types, offsets
+# def merge(ids, merges, ranks): ...  # the pieces that are left
+# def embedding(ids, table): ...  # rows
 # ```
 #
 # ```
