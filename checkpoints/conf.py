@@ -14,7 +14,7 @@ html_theme = "furo"
 html_theme_options = {"navigation_with_keys": True}
 html_copy_source = False
 html_show_copyright = False
-pygments_style = "xcode"
+pygments_style = "tango"
 pygments_dark_style = "github-dark"
 
 found = find_spec("sphinx-mathjax-offline")  # as an extension it copies all of MathJax, 15 MB; one file of it is enough

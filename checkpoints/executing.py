@@ -1,5 +1,6 @@
 """A lesson run by Jupyter, cell by cell; what a cell prints stands below it."""
 
+import asyncio
 import os
 import re
 from collections.abc import Iterator
@@ -48,7 +49,7 @@ def _run(notebook: NotebookNode, lesson: Path, root: Path, folder: str) -> None:
     )
     client = NotebookClient(notebook, km=kernel, timeout=SECONDS, ipython_hist_file=":memory:")
     try:
-        client.execute(cwd=str(root), env=environment, cleanup_kc=True)
+        asyncio.run(client.async_execute(cwd=str(root), env=environment, cleanup_kc=True))
     except (CellExecutionError, CellControlSignal, DeadKernelError) as error:
         raise click.ClickException(f"{lesson}, {_where(notebook, error)}") from None
 

@@ -61,7 +61,7 @@ def functions() -> str:
 
 
 def _described(name: str, value: Any, level: str) -> str:
-    lines = [f"{level} {name}", _head(value), _markdown(inspect.getdoc(value) or "")]
+    lines = [f"{level} `{name}`", _head(value), _markdown(inspect.getdoc(value) or "")]
     if inspect.isclass(value) and not issubclass(value, Exception):
         lines += [_described(f"{name}.{each}", method, level + "#") for each, method in _methods(value)]
     return "\n\n".join(line for line in lines if line)
@@ -81,10 +81,14 @@ def _head(value: Any) -> str:
     lines = textwrap.dedent(inspect.getsource(inspect.unwrap(value))).splitlines()
     (node,) = ast.parse("\n".join(lines)).body
     assert isinstance(node, ast.FunctionDef | ast.ClassDef)
-    shown = lines[node.lineno - 1 : node.body[0].lineno - 1]
+    first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+    shown = lines[first - 1 : node.body[0].lineno - 1]
     if isinstance(node, ast.ClassDef):
         fields = [each for each in node.body if isinstance(each, ast.AnnAssign)]
-        shown = [shown[0], *(line for each in fields for line in lines[each.lineno - 1 : each.end_lineno])]
+        shown = [
+            lines[node.lineno - 1],
+            *(line for each in fields for line in lines[each.lineno - 1 : each.end_lineno]),
+        ]
     return "```python\n" + "\n".join(shown) + "\n```"
 
 

@@ -16,7 +16,7 @@ from llorch.verify.report.pages import FOLDER, page, render, same
 from llorch.verify.report.tables import Blocks, equal, table
 
 ALL = [FOLDER / "README.md", *(page(FOLDER, number) for number in CHECKPOINTS)]
-LINK = re.compile(r"\]\(([^)#]+)(?:#([a-z-]+))?\)")
+LINK = re.compile(r"\]\((?!https?:)([^)#]+)(?:#([a-z-]+))?\)")
 LINE = "<!-- generated: distances -->\n| `q_rope` | 3.5e-05 | ~3e-08 | 1.5e-04 |\n<!-- end -->\n"
 
 

@@ -1,0 +1,106 @@
+"""The command that writes pages: what is not current is found and written; a lesson that fails says where."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from click import ClickException
+from click.testing import CliRunner
+
+pytest.importorskip(
+    "jupytext", reason="NOT RUN: jupytext is not installed; pip install -c constraints.txt -e '.[docs]'"
+)
+
+from checkpoints import build
+from checkpoints.drawing import ROWS, same_figure, strip
+from checkpoints.executing import executed
+from llorch.learn.lessons import LESSONS
+from llorch.stages import CHECKPOINTS
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of lesson 01 that the command works on."""
+    shutil.copytree(ROOT / "checkpoints/01_rms_norm", tmp_path / "01_rms_norm")
+    monkeypatch.setattr(build, "FOLDER", tmp_path)
+    return tmp_path / "01_rms_norm"
+
+
+def built(*words: str) -> tuple[int, str]:
+    done = CliRunner().invoke(build.main, ["01", *words], catch_exceptions=False)
+    return done.exit_code, done.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        ("README.md", "off by 1e-02", "off by 2e-02"),  # what a cell printed
+        ("README.md", "| 6.2e-08 |", "| 6.3e-08 |"),  # in a table
+        ("lesson.py", "[[3.0, 4.0]]", "[[3.0, 5.0]]"),
+        ("fig/eps.svg", "eps forgotten", "eps left out"),
+        ("fig/where.svg", ">rms norm<", ">norm<"),
+    ],
+)
+def test_what_is_not_current_is_named_and_then_written(folder: Path, file: str, old: str, new: str):
+    good = {path: path.read_text(encoding="utf-8") for path in [folder / "README.md", *folder.glob("fig/*")]}
+    damaged = folder / file
+    assert old in damaged.read_text(encoding="utf-8")
+    damaged.write_text(damaged.read_text(encoding="utf-8").replace(old, new), encoding="utf-8")
+    shown = folder / "README.md" if file == "lesson.py" else damaged
+    assert built("--check") == (1, f"{shown}: not current; write it with: python checkpoints/build.py\n")
+    assert built() == (0, f"{shown}: written\n")
+    assert file == "lesson.py" or build.same(damaged.read_text(encoding="utf-8"), good[damaged])
+    assert built("--check") == (0, "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("cell", "said"),
+    [
+        (
+            "def f():\n    return 1 / 0\n\n\nf()",
+            r"cell 2: .*line 2, in f\(\)\n(?s:.*)ZeroDivisionError: division by zero",
+        ),
+        ("import os\nos._exit(3)", "cell 2: .*died"),
+        ("import sys\nprint('oh', file=sys.stderr)", "cell 2: expected text on stdout, got stderr: oh"),
+    ],
+)
+def test_a_cell_that_fails_is_named_with_its_last_frame(tmp_path: Path, cell: str, said: str):
+    lesson = tmp_path / "lesson.py"
+    lesson.write_text(f"# %% [markdown]\n# Text.\n\n# %%\n{cell}\n", encoding="utf-8")
+    with pytest.raises(ClickException, match=f"^{re.escape(str(lesson))}, {said}"):
+        executed(lesson, ROOT)
+
+
+def test_a_source_is_included_by_name_below_a_link_to_its_file():
+    shown = build.source_of("llorch.cache.KVCache.append", label="page")
+    assert shown.startswith("[`llorch/cache.py`](../../llorch/cache.py):\n\n```python\n")
+    assert "def append(" in shown
+    with pytest.raises(ClickException, match=r"^page: expected the name of a function or class, got llorch\.nowhere$"):
+        build.source_of("llorch.nowhere", label="page")
+
+
+@pytest.mark.parametrize(
+    ("new", "same"),
+    [
+        ('<path id="m0123456789" d="M 1.004 20"/>', True),  # the last digits, and the name that is made of them
+        ('<path id="mabcdefabcd" d="M 1.2 20"/>', False),
+        ('<path id="mabcdefabcd" d="M 1 20 L 3"/>', False),
+        ('<path id="mabcdefabcd" d="L 1 20"/>', False),
+    ],
+)
+def test_figures_are_the_same_but_for_last_digits(new: str, same: bool):
+    assert same_figure('<path id="mabcdefabcd" d="M 1 20"/>', new) == same
+
+
+def test_the_strip_shows_every_checkpoint_in_the_order_of_the_lessons_and_lights_one():
+    numbers = [number for row in ROWS.values() for number in row]
+    assert sorted(numbers) == sorted(CHECKPOINTS)
+    learned = [lesson.number for lesson in LESSONS if lesson.number in CHECKPOINTS]
+    assert learned == [number for number in numbers if number in learned]
+    for number in numbers:
+        assert re.findall(r'class="box lit".*?class="no"[^>]*>(\w+)<', strip(number)) == [number]

@@ -1,0 +1,62 @@
+"""Every lesson is whole: nine blocks, hints, mistakes and a stub for each part; and it runs as a plain script."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from llorch.learn.lessons import LESSONS, Lesson
+from llorch.learn.materials import hints_of, stub_of, typed_mistakes
+from llorch.stages import CHECKPOINTS
+from llorch.verify.report.pages import FOLDER, page
+
+BLOCKS = ("where we are", "idea", "maths", "picture", "reference", "run it", "mistake", "exercise", "engines differ")
+WRITTEN = [number for number in CHECKPOINTS if page(FOLDER, number).with_name("lesson.py").is_file()]
+FETCHED = re.compile(r"!\[[^]]*\]\(https?:|<(?:img|script|iframe|link|video)\b")
+NUMPY_ONLY = """
+import runpy, sys
+sys.modules.update(dict.fromkeys(["torch", "matplotlib", "transformers", "peft", "llama_cpp", "scipy"]))
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+
+
+def every_lesson():
+    return pytest.mark.parametrize("number", WRITTEN)
+
+
+@every_lesson()
+def test_a_page_has_the_nine_blocks_in_their_order(number: str):
+    text = page(FOLDER, number).read_text(encoding="utf-8")
+    headings = iter(re.findall(r"^## (.*)$", text.lower(), re.MULTILINE))
+    assert [block for block in BLOCKS if not any(block in heading for heading in headings)] == []
+    assert f"llorch learn check {number}" in text
+    assert "](fig/where.svg)" in text
+
+
+@every_lesson()
+def test_a_page_shows_nothing_that_is_fetched_from_elsewhere(number: str):
+    assert not FETCHED.search(page(FOLDER, number).read_text(encoding="utf-8"))
+    for figure in page(FOLDER, number).parent.glob("fig/*.svg"):
+        assert not re.search(r"(?:href|src)=[\"'](?!#|data:)|url\((?!#)|@import", figure.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    "lesson", [each for each in LESSONS if each.number in WRITTEN], ids=lambda lesson: lesson.number
+)
+def test_every_part_has_a_stub_three_hints_and_mistakes_of_its_own(lesson: Lesson):
+    for part in lesson.parts:
+        assert re.search(rf"^def {part.name}\(", stub_of(lesson), re.MULTILINE)
+        assert len(hints_of(lesson)[part.name]) == 3
+    assert {*typed_mistakes(lesson)} <= {part.name for part in lesson.parts}
+
+
+@pytest.mark.slow
+@every_lesson()
+def test_a_lesson_runs_as_a_plain_script_and_up_to_13_with_numpy_alone(number: str, tmp_path: Path):
+    lesson = str(page(FOLDER, number).with_name("lesson.py"))
+    alone = ["-c", NUMPY_ONLY] if number <= "13" else []
+    done = subprocess.run([sys.executable, *alone, lesson], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout

@@ -1,0 +1,66 @@
+"""The site, built and looked at: it loads nothing from elsewhere, is as wide as the screen, and shows its formulas."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from chromium import PROGRAM, Browser, chromium
+
+pytestmark = pytest.mark.slow
+pytest.importorskip("sphinx", reason="NOT RUN: sphinx is not installed; pip install -c constraints.txt -e '.[docs]'")
+
+ROOT = Path(__file__).parents[2]
+LOADED = re.compile(  # a link that is followed when somebody clicks is none of these
+    r"<(?:script|img|iframe|source|video|audio|embed|object|link)\b[^>]*?(?:src|href|data)=[\"']?(?:https?:)?//[^>]*>"
+    r"|url\([\"']?(?:https?:)?//[^)]*\)|@import[^;]*//[^;]*;|\bfetch\([\"']https?:"
+)
+FORMULAS = "document.querySelectorAll('mjx-container svg').length"
+RENDERED = "MathJax.startup.promise.then(() => true)"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "checkpoints/build.py", "--site", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
+    return out
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    if PROGRAM is None:
+        pytest.skip("NOT RUN: there is no chromium")
+    with chromium(tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
+
+
+def test_no_file_of_the_site_loads_anything_from_elsewhere(site):
+    for path in (each for each in site.rglob("*") if each.suffix in (".html", ".css", ".js", ".svg")):
+        assert LOADED.findall(path.read_text(encoding="utf-8")) == [], path
+
+
+@pytest.mark.parametrize("text", ['<script src="https://a/b.js">', "<link href=//a/b.css>", "url(http://a/b.woff)"])
+def test_what_would_be_loaded_is_found(text):
+    assert LOADED.search(text)
+    assert not LOADED.search('<a href="https://arxiv.org">')
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_every_page_fits_the_screen_and_shows_its_formulas_without_a_word_on_the_console(site, browser, width, scheme):
+    pages = [path for path in site.rglob("*.html") if "source" not in path.relative_to(site).parts]
+    assert len(pages) > 30
+    for path in pages if (width, scheme) in ((390, "light"), (1280, "dark")) else pages[:5]:
+        browser.open(path, width=width, scheme=scheme)
+        formulas = path.read_text(encoding="utf-8").count('class="math ')
+        if formulas:
+            browser.call("Runtime.evaluate", expression=RENDERED, awaitPromise=True)
+        assert browser.evaluate(FORMULAS) == formulas, path
+        assert browser.evaluate("document.documentElement.scrollWidth") <= width, path
+        said = browser.seen("Log.entryAdded", "Runtime.consoleAPICalled", "Runtime.exceptionThrown")
+        loaded = [each["request"]["url"] for each in browser.seen("Network.requestWillBeSent")]
+        assert (said, [url for url in loaded if not url.startswith(("file:", "data:"))]) == ([], []), path
