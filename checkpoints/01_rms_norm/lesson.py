@@ -75,7 +75,7 @@ for stage in ("embed", "l0.block_out", "l2.block_out", "l4.block_out"):
 # ![Root mean square of ten tokens before and after each of the 11 norms of story](fig/rows.svg)
 #
 # Every line is a token of the sentence above, on a logarithmic scale: grey before, blue after the division. Whatever
-# comes in, 1 goes on. The first layer alone makes rows 20 to 200 times larger.
+# comes in, 1 goes on. The first layer alone makes rows 50 to 190 times larger.
 #
 # ## The reference
 #
@@ -132,13 +132,13 @@ for name, size in (("layer 4 of story", 100.0), ("unit rows", 1.0), ("embeddings
     given = (rows / rms(rows)[:, None] * size).astype(np.float32)
     right = rms_norm(given, weight, eps=1e-5)
     off = np.linalg.norm(wrong(given, weight, 1e-5) - right) / np.linalg.norm(right)
-    print(f"{name:16}  rms {size:6}   off by {off:.0e}" if off > 1e-6 else f"{name:16}  rms {size:6}   off by rounding")
+    print(f"{name:16}  rms {size:6}   off by ~{off:.0e}")
 
 # %% [markdown]
-# Unit rows, which is what most tests feed, give 5e-6: less than the 1e-5 or 1e-4 that people grant by feeling. The
-# embeddings of `micro-llama` were made small on purpose, and there the same line is off by a hundredth. The check of
-# this lesson runs your function inside the real forward pass of four such models, in the place of ours, and compares
-# what comes out with what llama.cpp and transformers got:
+# Rows of 100 hide it below rounding. Unit rows, which is what most tests feed, give 5e-6: less than the 1e-5 or 1e-4
+# that people grant by feeling. The embeddings of `micro-llama` were made small on purpose, and there the same line is
+# off by a hundredth. The check of this lesson runs your function inside the real forward pass of four such models, in
+# the place of ours, and compares what comes out with what llama.cpp and transformers got:
 
 # %%
 from llorch.learn.check import check_functions
@@ -147,15 +147,16 @@ print(check_functions("01", rms_norm=wrong))
 
 # %% [markdown]
 # How to read it. FAIL is the word; the others are PASS, BORROWED (not written yet, ours stands in) and NOT RUN. The
-# name is that of a known mistake which makes *the same wrong numbers* when it is planted into our code, so it is the
-# cause and no guess. Then the place of the first wrong number: the `attn_norm` of layer 0, the only norm whose input
-# is the bare embeddings. The later ones read rows of 1 and more, and hide most of the mistake.
+# pattern says that whole rows are off by a factor, each by its own: something they are divided by. The name is that
+# of a known mistake which makes *the same wrong numbers* when it is planted into our code, so it is the cause and no
+# guess. Then the place of the first wrong number: the `attn_norm` of layer 0, the only norm whose input is the bare
+# embeddings. The later ones read rows of 1 and more, and hide most of the mistake.
 #
 # ![Error of the result against the size of the row, for two mistakes with eps](fig/eps.svg)
 #
-# The whole matter of $\epsilon$ in one plot: the smaller a row, the more it counts. Below the dashed line is rounding,
-# where nobody can see anything. The ticks at the bottom are the rows that the norms of three models read: the leftmost,
-# the embeddings of `micro-llama`, are why this mistake cannot hide here.
+# The whole matter of $\epsilon$ in one plot: the smaller a row, the more it counts. Below the dashed line is
+# rounding, where nobody can see anything. The ticks at the bottom are the rows that the norms of three models read:
+# the leftmost, the embeddings of `micro-llama`, are why this mistake cannot hide here.
 #
 # ## Exercise
 #
@@ -186,8 +187,9 @@ for name, got in (("llama.cpp", a), ("transformers", b)):
     print(f"{name:12} from float64: {np.linalg.norm(got - truth) / np.linalg.norm(truth):.1e}")
 
 # %% [markdown]
-# Neither is wrong: a float32 number has 24 bits, and both are off by half a bit or so. The limit that you are held to
-# is made from such distances, never chosen: 4.8e-07 here, 20,000 times less than the mistake above costs.
+# Neither is wrong: a float32 number has 24 bits, and both are off by half a bit or so. What you are granted is
+# derived from rounding, never chosen: here 4 units in the last place, 4.8e-07. The mistake above is 20,000 times
+# beyond.
 #
 # - llama.cpp makes two nodes, `norm-{i}` (RMS_NORM, without the gain) and `attn_norm-{i}` (MUL); the stage is the
 #   second. Its CPU backend can fuse the two; for goldens that is switched off.

@@ -3,6 +3,7 @@
 import numpy as np
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
+from matplotlib.patches import Circle
 
 import llorch
 from llorch.builtin import goldens_folder
@@ -23,8 +24,7 @@ def clocks() -> Figure:
     figure = Figure(figsize=(6.4, 3.5), layout="constrained")
     for row, axes in zip(PAIRS, figure.subplots(len(PAIRS), len(POSITIONS)), strict=True):
         for position, each in zip(POSITIONS, axes, strict=True):
-            angle = np.linspace(0, 2 * np.pi, 60)
-            each.plot(np.cos(angle), np.sin(angle), color=GREY, linewidth=0.8)
+            each.add_patch(Circle((0, 0), 1, fill=False, color=GREY, linewidth=0.8))
             turned = position * speed[row]
             each.plot([0, np.cos(turned)], [0, np.sin(turned)], color=BLUE, linewidth=2)
             each.set(xlim=(-1.1, 1.1), ylim=(-1.1, 1.1), aspect="equal", xticks=[], yticks=[])
