@@ -171,8 +171,16 @@ print(check_functions("01", rms_norm=wrong))
 # llorch learn hint 01          # a direction; once more for the formula, once more for the code
 # ```
 #
-# You are done when it says PASS. To see the check work, break it: forget the gain, take `np.mean(x * x)` over the
-# whole array, add 1 to the weight (Gemma's files want that, these do not). Each is told by its name.
+# To see the check work, break it: forget the gain, take `np.mean(x * x)` over the whole array, add 1 to the weight
+# (Gemma's files want that, these do not). Each is told by its name. You are done when it is green, which is one line:
+
+# %%
+from llorch.learn.lessons import PARTS
+
+print(check_functions("01", rms_norm=PARTS["rms_norm"].reference))
+
+# %% [markdown]
+# "Worst" is the comparison that came nearest to its limit, beside what the engine itself is off by there.
 #
 # ## Where the engines differ
 #

@@ -111,9 +111,9 @@ wrong = typed_mistakes(BY_NUMBER["03"])["append"]["cache-one-slot-early"]
 print(inspect.getsource(wrong))
 
 # %% [markdown]
-# In the first pass `start` is 0, and all is well. The second pass begins one slot too early, over the last token of
-# the prompt; from then on every token lies one slot too early, and the last slot stays empty. Put into the running
-# model, it tells this:
+# `room` is the old cache with zeros behind it. In the first pass `start` is 0, and all is well. The second pass
+# begins one slot too early, over the last token of the prompt; from then on every token lies one slot too early, and
+# the last slot stays empty. Put into the running model, it tells this:
 
 # %%
 from llorch.learn.implementation import Implementation
