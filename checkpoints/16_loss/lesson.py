@@ -1,0 +1,231 @@
+# %% [markdown]
+# # 16 loss
+#
+# 25 minutes, three functions, two of them of one line. The lines are short; what goes wrong is which numbers they get.
+#
+# ## Where we are
+#
+# ![The lessons in their order, with this one lit](fig/where.svg)
+#
+# The model and its adapter ([15](../15_lora_delta/README.md)) turn ids into logits. Training needs one number that
+# says how bad they are. That number is the mean surprise at the tokens that really came, in the places where the model
+# is to learn something.
+#
+# ## Idea
+#
+# A row of logits is turned into probabilities. If the token that came had probability $p$, the surprise is $-\log p$:
+# 0 for what was certain, 0.69 for a coin, and for a guess among all 1,003 tokens of `story` $\log 1003 = 6.91$. Here is
+# `story`, which has never seen a pirate, on the beginning of a tale about one:
+
+# %%
+import inspect
+
+import numpy as np
+
+import llorch
+from llorch.ops.cross_entropy import cross_entropy, shifted
+
+story = llorch.load("story")
+ids = np.array(story.tokenizer.encode("Once upon a time, there was a brave pirate named Grace."))
+logits, wanted = story.forward(ids), shifted(ids)
+for row in range(len(ids) - 1):
+    loss, _ = cross_entropy(logits[row : row + 1], wanted[row : row + 1], label_smoothing=0.0)
+    print(f"{story.tokenizer.decode([int(wanted[row])])!r:>10} {loss:6.2f}  {'#' * round(2 * loss)}")
+
+# %% [markdown]
+# The opening of every tale costs nothing. `story` has no token for a pirate, so he comes in three pieces, and each
+# costs more than a blind guess would: the model is *sure* that something else comes. That is where the gradient will
+# be.
+#
+# ## The maths
+#
+# ```math
+# \begin{aligned}
+# \ell_t &= (1 - e)\,(-\log p_{t,\,y_{t+1}}) + e\,\frac{1}{V}\sum_v -\log p_{t,v} \\
+# L &= \frac{1}{n} \sum_{y_{t+1} \ne -100} \ell_t, \qquad n = \text{learned tokens of the whole optimizer step}
+# \end{aligned}
+# ```
+#
+# | symbol | shape | what it is |
+# | --- | --- | --- |
+# | $p$ | (seq, vocab) | softmax of the logits, row by row |
+# | $y$ | (seq,) | labels: the id of a token that is to be learned, else -100 |
+# | $e$ | a number | label smoothing: this share of the target goes to all tokens alike |
+# | $\ell$ | (seq,) | surprise of every row, in nats |
+#
+# By hand: logits $(2, 0, 0)$ give $p = (0.787, 0.107, 0.107)$. If token 0 came, the loss is 0.240; if token 1 came,
+# 2.240. With $e = 0.1$ the first becomes $0.9 \cdot 0.240 + 0.1 \cdot 1.573 = 0.373$.
+#
+# Three decisions stand outside the formula, and each is a place for a mistake: row $t$ has seen tokens up to $t$, so
+# it is judged by token $t + 1$ (the shift). A prompt is read, not learned (the mask). And the sum is divided by the
+# learned tokens, not by all (the count).
+#
+# ## The picture
+#
+# ![Loss of every token of a tale and of a pirate's tale](fig/strip.svg)
+#
+# Above the kind of tale that `story` was trained on, below what it shall learn; the dashed line is a blind guess. Even
+# above not all is pale: which animal it is, and which name, nobody can know. A loss has a floor, and it is not 0.
+#
+# ## The reference
+#
+# <!-- source: llorch.ops.cross_entropy.shifted -->
+#
+# <!-- source: llorch.ops.cross_entropy.cross_entropy -->
+#
+# <!-- source: llorch.ops.cross_entropy.log_softmax -->
+#
+# It returns a sum and a count, not a mean. Lesson [19](../19_training_curve/README.md) will show why: a step may have
+# several batches, and only who has seen all of them knows what to divide by.
+#
+# ## Run it
+#
+# The first batch of the goldens: two rows, of which the first tokens are a prompt.
+
+# %%
+from llorch.verify.training.claims import stored
+from llorch.verify.training.places import at
+
+weights, golden = stored("micro-llama")
+documents = list(golden.batches[0].each_document())
+rows = np.split(golden.shown(at("adapted_logits")), [len(documents[0][0])])
+sums = [cross_entropy(z, shifted(y), label_smoothing=0.0) for z, (_, y) in zip(rows, documents, strict=True)]
+for (total, n), (ids, _) in zip(sums, documents, strict=True):
+    print(f"{len(ids)} tokens, {n} learned, sum {total:.4f}")
+loss = sum(total for total, _ in sums) / sum(n for _, n in sums)
+print(f"loss {loss:.6f}   torch says {float(golden.shown(at('loss'))):.6f}")
+
+# %% [markdown]
+# The logits of a real model may be in the hundreds, and `exp(100)` is no float32 any more. Hence the maximum that is
+# taken away first: it cancels.
+
+# %%
+z = np.array([[200.0, 190.0, 0.0]], np.float32)
+with np.errstate(all="ignore"):
+    print("naive    ", -np.log(np.exp(z) / np.exp(z).sum()))
+print("shifted  ", [round(cross_entropy(z, np.array([i]), label_smoothing=0.0)[0], 4) for i in range(3)])
+
+# %% [markdown]
+# ## The mistake
+#
+# Labels are ids of the same tokens as the input. Compare row $t$ with label $t$, and nothing looks wrong: shapes fit,
+# numbers are finite. What is learned is to repeat the last word. The loss of such a run even falls, and to zero,
+# because copying is easy.
+
+# %%
+from llorch.learn.check import check_functions
+from llorch.learn.lessons import BY_NUMBER
+from llorch.learn.materials import typed_mistakes
+
+wrong = typed_mistakes(BY_NUMBER["16"])
+not_shifted = wrong["shifted"]["loss-labels-not-shifted"]
+print(inspect.getsource(not_shifted))
+print(check_functions("16", shifted=not_shifted))
+
+# %% [markdown]
+# The other classic needs two libraries: the data loader shifts the labels, and the loss shifts them again. Each is
+# right alone. And the mask: whoever learns the prompt too gets another number, and a model that asks questions.
+
+# %%
+right = float(golden.shown(at("loss")))
+
+
+def loss_with(labels_of, shift, entropy=cross_entropy) -> float:
+    found = [
+        entropy(z, shift(labels_of(ids, labels)), label_smoothing=0.0)
+        for z, (ids, labels) in zip(rows, documents, strict=True)
+    ]
+    return sum(total for total, _ in found) / sum(n for _, n in found)
+
+
+def as_given(ids, labels):
+    return labels
+
+
+learned = wrong["masked_labels"]["loss-prompt-not-masked"]
+counted = wrong["cross_entropy"]["loss-divided-by-all-tokens"]
+print(f"right                  {right:.3f}")
+print(f"not shifted            {loss_with(as_given, not_shifted):.3f}")
+print(f"shifted twice          {loss_with(as_given, wrong['shifted']['loss-labels-shifted-twice']):.3f}")
+print(f"prompt learned         {loss_with(lambda ids, labels: learned(ids, labels >= 0), shifted):.3f}")
+print(f"divided by all tokens  {loss_with(as_given, shifted, counted):.3f}")
+
+# %% [markdown]
+# Five losses, all of them plausible, one of them right. The last is the kindest looking, a smaller loss, and is only a
+# smaller learning rate in disguise.
+#
+# ## Exercise
+#
+# Write three functions in `l16_loss.py`:
+#
+# ```python
+# def masked_labels(ids, learned) -> np.ndarray:
+# def shifted(labels) -> np.ndarray:
+# def cross_entropy(logits, labels, label_smoothing) -> tuple[float, int]:
+# ```
+#
+# ```
+# llorch learn check 16
+# llorch learn hint 16
+# ```
+#
+# The check makes the loss from PEFT's logits, token by token and as a whole, with and without label smoothing.
+#
+# ## Where the engines differ
+
+# %%
+place = at("token_losses")
+truth, theirs = golden.truth("isolated", place), golden.shown(place)
+print(f"torch, float32 from float64: ~{np.abs(theirs - truth).max():.0e} nats, of losses up to {truth.max():.2f}")
+
+# %% [markdown]
+# The smallest loss of this batch is 0.00088, that is $-\log 0.99912$. Softmax first and the logarithm after it would
+# keep three of its seven digits, because float32 has few numbers that near to 1. Both engines use log softmax in one
+# piece.
+#
+# - torch's label smoothing spreads $e$ over the whole vocabulary, the label included; the formula with $e / (V - 1)$ on
+#   the others is another one.
+# - transformers takes the mean of each call unless it is told the number of tokens of the step
+#   (`num_items_in_batch`).
+# - On a base in bfloat16 the logits are bfloat16 too; transformers and we widen them to float32 for the loss
+#   ([17](../17_gradients/README.md#in-bfloat16)).
+# - Our torch path never makes rows of logits that nothing is learned from, and with `chunk` not all others at once. For
+#   a vocabulary of 150,000 the logits of 2,000 tokens are 1.2 GB; they, not the model, are what does not fit.
+#
+# Further reading:
+#
+# - Szegedy et al., [Rethinking the Inception Architecture](https://arxiv.org/abs/1512.00567), 2015, section 7: label
+#   smoothing.
+# - torch's [cross_entropy](https://pytorch.org/docs/stable/generated/torch.nn.functional.cross_entropy.html): what
+#   `ignore_index` and `reduction` do together.
+#
+# ## Stages
+#
+# <!-- generated: stages -->
+# <!-- end -->
+#
+# ## What is compared
+#
+# The beginning of each row is a prompt (label -100), rows are padded, and the numbers of learned tokens differ.
+# `plain` is without label smoothing, `smoothed` with e = 0.1. Isolated, the loss is made from PEFT's logits.
+#
+# <!-- generated: distances -->
+# <!-- end -->
+#
+# How to read the numbers: [index](../README.md#how-to-read-a-page).
+#
+# ## Mistakes it catches
+#
+# Each is a function of ours, replaced in the running code by `pytest -k teeth`, which wants this checkpoint red
+# first, by at least ten times the tolerance.
+#
+# <!-- generated: mistakes -->
+# <!-- end -->
+#
+# ## Check it
+#
+# ```
+# pytest -k checkpoint_16                   # the comparison, and every mistake of this page planted
+# llorch verify micro-llama --detail
+# llorch verify micro-llama --backend torch --dtype float32 --detail
+# ```

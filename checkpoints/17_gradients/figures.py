@@ -1,0 +1,65 @@
+"""Figures of lesson 17: a gradient check by finite differences, and every tensor beside PEFT's."""
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from llorch.ops.precision import own_dtype_only
+from llorch.ops.swiglu import swiglu, swiglu_backward
+from llorch.train.numpy_step import loss_and_gradients
+from llorch.verify.mistakes import TRAINING
+from llorch.verify.mistakes.planting import planted
+from llorch.verify.training.claims import stored
+from llorch.verify.training.places import of_tensors
+
+MISTAKES = {mistake.name: mistake for mistake in TRAINING}
+
+
+def difference() -> Figure:
+    """Error of central differences of SwiGLU against the step."""
+    rng = np.random.default_rng(0)
+    gate, up, grad = (rng.standard_normal((256, 64)) for _ in range(3))
+    right, _ = swiglu_backward(grad, gate, up)
+    steps = np.logspace(-13, 0, 53)
+    figure = Figure(figsize=(6.4, 3.2), layout="constrained")
+    axes = figure.subplots()
+    for dtype, colour in ((np.float32, "C1"), (np.float64, "C0")):
+        off = []
+        for step in steps:
+            above, below = ((gate + sign * step).astype(dtype) for sign in (1, -1))
+            with own_dtype_only():
+                moved = swiglu(above, up.astype(dtype)).astype(np.float64) - swiglu(below, up.astype(dtype))
+            off.append(np.linalg.norm(moved * grad / (2 * step) - right) / np.linalg.norm(right))
+        axes.loglog(steps, off, color=colour, linewidth=2, label=dtype.__name__)
+    axes.set(xlabel="step h", ylabel="error of the difference", ylim=(1e-11, 10))
+    axes.legend(frameon=False)
+    return figure
+
+
+def tensors() -> Figure:
+    """How far the gradients of layer 0 are from float64: PEFT's, and exact ones with a mistake in them."""
+    weights, golden = stored("micro-llama")
+    adapter, config = golden.adapter_for(weights.config), weights.config
+    wide = weights.astype(np.float64, keep=True)
+    with planted(MISTAKES["gradient-softmax-as-sigmoid"]):
+        _, wrong = loss_and_gradients(wide, adapter, golden.batches[:1], label_smoothing=0.0)
+    places = {n: p for n, p in of_tensors("gradient", config.n_layers).items() if p.layer == config.n_layers - 1}
+    figure = Figure(figsize=(6.4, 3.4), layout="constrained")
+    axes = figure.subplots()
+    found = {
+        "PEFT in float32": [golden.shown(p) for p in places.values()],
+        "softmax as sigmoid": [*map(wrong.get, places)],
+    }
+    for shift, (who, arrays) in zip((-0.2, 0.2), found.items(), strict=True):
+        truth = [golden.truth("chained", place) for place in places.values()]
+        off = [np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(arrays, truth, strict=True)]
+        axes.bar(np.arange(len(off)) + shift, np.maximum(off, 1e-9), 0.4, label=who)
+    axes.axhline(3.9e-6, color="#7d7d7d", linestyle="--", linewidth=1)
+    axes.set(yscale="log", ylabel="distance from float64", ylim=(1e-8, 30))
+    axes.set_xticks(range(len(places)), [p.part for p in places.values()], rotation=60, ha="right", fontsize=8)
+    axes.legend(frameon=False, ncols=2)
+    return figure
+
+
+def figures() -> dict[str, Figure]:
+    """By name."""
+    return {"difference": difference(), "tensors": tensors()}

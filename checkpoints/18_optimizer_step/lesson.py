@@ -1,0 +1,239 @@
+# %% [markdown]
+# # 18 optimizer_step
+#
+# 30 minutes, three functions. From gradients to new parameters: one norm over all tensors, one factor, two moments, one
+# step.
+#
+# ## Where we are
+#
+# ![The lessons in their order, with this one lit](fig/where.svg)
+#
+# Every number of the adapter has a gradient ([17](../17_gradients/README.md)). The simplest thing to do is to
+# subtract it, times a small rate. Language models are trained with AdamW instead, which remembers what the gradients
+# were before. Most implementations of it differ in a place that no loss curve shows for a hundred steps.
+#
+# ## Idea
+#
+# Gradients of different numbers differ in size by factors of thousands, and the same rate cannot suit all. So Adam
+# divides: it keeps a running mean $m$ of each number's gradient and a running mean $v$ of its square, and moves by
+# $m / \sqrt{v}$. That has no unit any more. If the gradient is always the same, the step is one learning rate, however
+# large the gradient is; if its sign changes from step to step, $m$ is small and the step is, too.
+
+# %%
+import numpy as np
+
+from llorch.train.adamw import adamw_step, clip_by_norm
+
+HOW = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
+for gradients in ([1e-4] * 5, [100.0] * 5, [1.0, -1.0, 1.0, -1.0, 1.0]):
+    p, m, v = np.zeros(1), np.zeros(1), np.zeros(1)
+    path = []
+    for step, g in enumerate(gradients, 1):
+        p, m, v = adamw_step(p, np.full(1, g), m, v, step=step, **HOW)
+        path.append(f"{p[0]:+.4f}")
+    print(f"{gradients[0]:g}, {gradients[1]:g}, ...".ljust(18), " ".join(path))
+
+# %% [markdown]
+# Before that comes a brake. One strange batch may have a gradient a hundred times the usual. All gradients together are
+# one long arrow; if it is longer than a limit, it is shortened to the limit. Its direction stays.
+#
+# And above both, the rate itself changes over the run: up in the first steps, while $m$ and $v$ know little, then down.
+#
+# ## The maths
+#
+# ```math
+# \begin{aligned}
+# c &= \min\Bigl(1, \frac{\mathrm{max}}{\lVert g \rVert + 10^{-6}}\Bigr), \qquad g \leftarrow c\,g \\
+# m &\leftarrow \beta_1 m + (1 - \beta_1)\,g, \qquad v \leftarrow \beta_2 v + (1 - \beta_2)\,g^2 \\
+# p &\leftarrow p\,(1 - \eta\lambda) - \eta\,\frac{m / (1 - \beta_1^t)}{\sqrt{v / (1 - \beta_2^t)} + \epsilon}
+# \end{aligned}
+# ```
+#
+# | symbol | usual | what it is |
+# | --- | --- | --- |
+# | $g$ | | the gradient of a tensor; its norm is over *all* tensors |
+# | $\beta_1, \beta_2$ | 0.9, 0.95 to 0.999 | how much of the old mean is kept |
+# | $t$ | 1, 2, ... | number of the step in the whole run |
+# | $\eta$ | 1e-4 to 1e-2 | learning rate of this step |
+# | $\lambda$ | 0 to 0.1 | weight decay: every step takes away the share $\eta\lambda$ of the parameter |
+# | $\epsilon$ | 1e-8 | in case $v$ is 0 |
+#
+# Why the corrections? Both means start at 0. After the first step $m = 0.1\,g$ and $v = 0.05\,g^2$, far too small; but
+# by how much is known, $1 - \beta^t$ for step $t$. Divided by it, the first step is exactly $\eta\,g / |g|$.
+#
+# By hand: $p = 1$, $g = 2$, $\eta = 0.01$, $\lambda = 0$, $t = 1$. $m = 0.2$, $v = 0.2$; corrected 2 and 4; so
+# $p = 1 - 0.01 \cdot 2 / 2 = 0.99$. Without the correction: $1 - 0.01 \cdot 0.2 / 0.447 = 0.9955$.
+#
+# ## The picture
+#
+# ![The path of one weight over thirty steps, as it should be and under six mistakes](fig/path.svg)
+#
+# One number of the adapter of `micro-llama`, over thirty steps, from the same gradients in every line. Grey and thick
+# is right. Without the correction the first steps are half as long, and the weight never catches up. Decay in the
+# gradient goes through the division and pulls as hard as the gradient itself; decay that is not multiplied with the
+# rate pulls 200 times too hard. A first moment that is not weighted is ten steps in one, and without the root the
+# weight leaves the page at once. The betas exchanged are the thin line on top of the right one: that run will just be
+# a little worse.
+#
+# ## The reference
+#
+# <!-- source: llorch.train.adamw.clip_by_norm -->
+#
+# <!-- source: llorch.train.adamw.moments -->
+#
+# <!-- source: llorch.train.adamw.moved -->
+#
+# <!-- source: llorch.train.schedules.learning_rate -->
+#
+# ## Run it
+#
+# The first step of the goldens, from PEFT's gradients: 42 tensors, clipped together.
+
+# %%
+from llorch.verify.training.claims import stored
+from llorch.verify.training.places import after, of_tensors
+from llorch.verify.training.recipe import OPTIMIZER as R
+
+weights, golden = stored("micro-llama")
+n_layers, start = weights.config.n_layers, golden.adapter_for(weights.config).flat()
+grads = {name: golden.shown(place) for name, place in of_tensors("gradient", n_layers).items()}
+clipped, norm = clip_by_norm(grads, max_norm=R.max_norm)
+print(f"norm {norm:.4f}, limit {R.max_norm}: all gradients times {R.max_norm / norm:.5f}")
+name = "layers.0.q_proj.lora_A"
+p, g, zero = start[name], clipped[name], np.zeros_like(start[name])
+made = adamw_step(p, g, zero, zero, step=1, lr=R.learning_rate, betas=R.betas, eps=R.eps, weight_decay=R.weight_decay)
+for what, got in zip(("parameters", "first_moment", "second_moment"), made, strict=True):
+    want = golden.shown(after(1, n_layers)[what][name])
+    print(f"{what:13} largest {np.abs(want).max():.2e}   from torch ~{np.abs(got - want).max():.0e}")
+
+# %% [markdown]
+# ## The mistake
+#
+# Adam existed before AdamW, and had its weight decay in the gradient: $g + \lambda p$, as one derives it from a penalty
+# on $p^2$. But then the decay goes through the division like everything else, and every parameter is pulled to 0 at the
+# same pace, large or small, as long as it has a gradient. The whole of the W in AdamW is to take it out again.
+
+# %%
+from llorch.learn.check import check_functions
+from llorch.learn.lessons import BY_NUMBER
+from llorch.learn.materials import typed_mistakes
+
+
+def adam_with_l2(param, grad, m, v, step, lr, beta1, beta2, eps, weight_decay):
+    grad = grad + weight_decay * param
+    m = beta1 * m + (1 - beta1) * grad
+    v = beta2 * v + (1 - beta2) * grad * grad
+    m_hat, v_hat = m / (1 - beta1**step), v / (1 - beta2**step)
+    return param - lr * m_hat / (np.sqrt(v_hat) + eps), m, v
+
+
+print(check_functions("18", adamw_step=adam_with_l2))
+
+# %% [markdown]
+# Two others are worth a look, because they hide in opposite places: one is large at first and fades, one is nothing at
+# first and grows.
+
+# %%
+typed = typed_mistakes(BY_NUMBER["18"])["adamw_step"]
+rng = np.random.default_rng(0)
+for wrong in ("adamw-no-bias-correction", "adamw-decay-missing"):
+    p = q = np.full(1, 0.5)
+    m = v = mq = vq = np.zeros(1)
+    off = {}
+    for step in range(1, 301):
+        g = np.full(1, 0.3 + rng.standard_normal())
+        p, m, v = adamw_step(p, g, m, v, step=step, **HOW | {"weight_decay": 0.1})
+        q, mq, vq = typed[wrong](q, g, mq, vq, step, 0.01, 0.9, 0.95, 1e-8, 0.1)
+        off[step] = abs(p - q)[0] / 0.01
+    print(f"{wrong:26}", ", ".join(f"step {n}: {off[n]:.3f}" for n in (1, 10, 300)), "learning rates off")
+
+# %% [markdown]
+# ## Exercise
+#
+# Write three functions in `l18_optimizer_step.py`:
+#
+# ```python
+# def clip_by_norm(grads, max_norm) -> tuple[np.ndarray, float]:          # all in one row
+# def adamw_step(param, grad, m, v, step, lr, beta1, beta2, eps, weight_decay) -> tuple[...]:
+# def learning_rate(step, schedule, peak, warmup_steps, total_steps) -> float:
+# ```
+#
+# ```
+# llorch learn check 18
+# llorch learn hint 18
+# llorch learn check 18 --chain      # ten steps, from your own gradients
+# ```
+#
+# The quick check feeds steps 1 and 2 what torch had: gradients, moments, parameters. Step 2 is there because a wrong
+# count of steps is invisible in step 1.
+#
+# ## Where the engines differ
+#
+# In one thing that is no mistake, and larger than all roundings so far. Where a gradient is about as small as
+# $\epsilon$, its rounding decides how far the first step goes:
+
+# %%
+for g in (1e-2, 1e-6, 1e-8, 1e-9):
+    steps = [adamw_step(np.zeros(1), np.full(1, g + d), np.zeros(1), np.zeros(1), step=1, **HOW)[0] for d in (0, 1e-9)]
+    print(f"gradient {g:.0e} and 1e-9 more: {abs(steps[0] - steps[1])[0] / HOW['lr']:.4f} learning rates apart")
+
+# %% [markdown]
+# Two right engines differ by that much. So parameters are compared in learning rates, moments as shares; the section
+# below derives it.
+#
+# - torch decays before the update, bitsandbytes' CUDA kernels after it.
+# - torch divides by `norm + 1e-6` when it clips, so that a norm just above the limit is scaled a little below it.
+# - transformers' schedules give step 1 the rate of zero done steps: with warm-up the first update does nothing.
+# - On a base in bfloat16 a step alone is float32 all the same, and is judged as such; of a chain the norm and the
+#   moments of step 1 are, no parameters ([17](../17_gradients/README.md#in-bfloat16)).
+#
+# Further reading:
+#
+# - Kingma and Ba, [Adam](https://arxiv.org/abs/1412.6980), 2014: section 3 is the correction. Loshchilov and Hutter,
+#   [Decoupled Weight Decay Regularization](https://arxiv.org/abs/1711.05101), 2017: the W.
+# - Pascanu et al., [On the difficulty of training recurrent neural networks](https://arxiv.org/abs/1211.5063), 2012:
+#   where clipping by the norm comes from.
+# - torch's [AdamW](https://pytorch.org/docs/stable/generated/torch.optim.AdamW.html), with the algorithm in full.
+#
+# ## Stages
+#
+# <!-- generated: stages -->
+# <!-- end -->
+#
+# ## What is compared
+#
+# Moments and parameters after steps 1, 2 and 10 of a run with clipping and weight decay; the norm before clipping.
+# Isolated, a step starts from PEFT's gradients and torch's state (steps 1 and 2). Learning rates are those of all
+# steps of transformers' schedules, with warm-up; they are pure functions and must be equal to the last bits.
+#
+# <!-- generated: distances -->
+# <!-- end -->
+#
+# How to read the numbers: [index](../README.md#how-to-read-a-page).
+#
+# ## Why parameters are measured in learning rates
+#
+# The first step moves every parameter by $\eta\,g / (|g| + \epsilon)$, which is nearly $\eta$ times the sign of $g$.
+# Its derivative is $\eta\,\epsilon / (|g| + \epsilon)^2$, at most $\eta / \epsilon$. Two correct float32 engines
+# differ in a gradient by about 1e-7 of the tensor's typical size, so by 1e-9 where that is 1e-2; where $|g|$ is no
+# larger than $\epsilon$ = 1e-8, this alone moves the parameter by $\eta \cdot 10^{-9} / 10^{-8}$, a tenth of a
+# learning rate. Moments agree to 1e-6 all the while. As a share of the parameter such a difference says nothing; as a
+# share of $\eta$ it is bounded. So moments are compared relatively, parameters in units of $\eta$ (root mean square,
+# and the worst element), and no worst element is ever granted more than 0.2 $\eta$. Isolated there is no such
+# freedom: gradients are the same bits, and the tolerance is 4 ulp of a parameter of size 1.
+#
+# ## Mistakes it catches
+#
+# Each is a function of ours, replaced in the running code by `pytest -k teeth`, which wants this checkpoint red
+# first, by at least ten times the tolerance.
+#
+# <!-- generated: mistakes -->
+# <!-- end -->
+#
+# ## Check it
+#
+# ```
+# pytest -k checkpoint_18                   # the comparison, and every mistake of this page planted
+# llorch verify micro-llama --detail
+# llorch verify micro-llama --backend torch --dtype float32 --detail
+# ```

@@ -1,0 +1,55 @@
+"""Figure of lesson 19: thirty losses, and the distance of right and wrong runs from the golden ones."""
+
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from llorch.learn.implementation import Implementation
+from llorch.learn.lessons import BY_NUMBER
+from llorch.learn.materials import typed_mistakes
+from llorch.learn.parts.training import ACCUMULATED
+from llorch.verify.training.claims import stored
+from llorch.verify.training.places import at
+from llorch.verify.training.recipe import CURVE
+from llorch.verify.training.runner import NumpyRunner
+
+PLACE = at("loss_curve", case="curve")
+
+
+def losses(accumulated: Any) -> np.ndarray:
+    """Of the run of `micro-llama` with a function in the place of ours."""
+    weights, golden = stored("micro-llama")
+    runner = NumpyRunner(weights.astype(np.float32, keep=True), golden)
+    with Implementation("this figure", {"accumulated": accumulated}).installed([ACCUMULATED]):
+        return dict(runner.curve(CURVE.n_steps))[PLACE]
+
+
+def curve() -> Figure:
+    """Above the losses, below distances from the truth."""
+    golden = stored("micro-llama")[1]
+    truth, limit = golden.truth("chained", PLACE), golden.tolerances["float32"]["chained"]["loss_curve"].worst
+    granted = limit * np.abs(truth).max()
+    steps = np.arange(1, CURVE.n_steps + 1)
+    figure = Figure(figsize=(6.8, 5.2), layout="constrained")
+    above, below = figure.subplots(2, sharex=True)
+    above.plot(steps, truth, color="#7d7d7d", marker=".", label="golden")
+    above.set(ylabel="loss")
+    below.axhspan(1e-10, granted, color="#7d7d7d", alpha=0.2, linewidth=0)
+    found = {"PEFT in float32": golden.shown(PLACE)}
+    found |= {name: losses(function) for name, function in typed_mistakes(BY_NUMBER["19"])["accumulated"].items()}
+    for colour, (name, made) in enumerate(found.items()):
+        off = np.maximum(np.abs(made - truth), 2e-10)
+        below.semilogy(steps, off, color=f"C{colour}", linewidth=1.4, label=name.removeprefix("accumulation-"))
+        outside = np.flatnonzero(off > granted)
+        if len(outside):
+            above.plot(steps, made, color=f"C{colour}", linewidth=1)
+            below.plot(steps[outside[0]], off[outside[0]], "o", color=f"C{colour}", markersize=9, fillstyle="none")
+    below.set(xlabel="step", ylabel="off, in nats", ylim=(1e-10, 20))
+    figure.legend(*below.get_legend_handles_labels(), frameon=False, ncols=4, fontsize=8, loc="outside lower center")
+    return figure
+
+
+def figures() -> dict[str, Figure]:
+    """By name."""
+    return {"curve": curve()}

@@ -1,0 +1,194 @@
+# %% [markdown]
+# # 19 training_curve
+#
+# 40 minutes, one function of two lines, and a run of all that you have written since 15.
+#
+# ## Where we are
+#
+# ![The lessons in their order, with this one lit](fig/where.svg)
+#
+# Adapter, loss, gradients, step: all pieces are there ([15](../15_lora_delta/README.md) to
+# [18](../18_optimizer_step/README.md)). Training is to do them in a row, thirty times here, a hundred thousand times
+# elsewhere. If each piece is right but they are put together wrongly, it shows here.
+#
+# ## Idea
+#
+# A step wants many tokens, so that its gradient points the right way on average. The memory of a machine wants few.
+# So a step is cut into *micro-batches*: run one, keep its gradient, run the next, add; and only then move. This is
+# called gradient accumulation, and its whole promise is that nobody can tell: the step is the one that the large
+# batch would have made.
+#
+# ## The maths
+#
+# ```math
+# L_k = \frac{\sum_{b \in \mathrm{step}_k} \sum_t \ell_t(\theta_{k-1})}{\sum_{b \in \mathrm{step}_k} n_b}, \qquad
+# \theta_k = \mathrm{AdamW}(\theta_{k-1}, \nabla L_k, \eta_k)
+# ```
+#
+# | symbol | what it is |
+# | --- | --- |
+# | $\ell_t$ | loss of one learned token |
+# | $n_b$ | learned tokens of micro-batch $b$ |
+# | $\theta_{k-1}$ | the adapter before step $k$; all of its micro-batches see the same |
+# | $\eta_k$ | rate of step $k$: here five steps of warm-up, then a cosine |
+#
+# The division is the whole matter. A mean of means is another number unless all $n_b$ are equal, and texts have the
+# lengths that they have. By hand: one batch of 1 token with loss 4, one of 3 tokens with losses 2. The mean of four
+# tokens is 2.5. The mean of the two means is 3: the lonely token has counted three times as much as any other.
+#
+# ## The picture
+#
+# ![Thirty losses, and how far four runs are from the golden ones](fig/curve.svg)
+#
+# Above the losses of the golden run: they go up and down in threes, because three batches take turns. Below what the
+# eye cannot see there: the distance of each run from the truth. The grey band is what is granted, made from how far
+# PEFT in float32 is off. Of the wrong runs a ring marks the first step outside. It is always the first.
+#
+# ## The reference
+#
+# <!-- source: llorch.train.numpy_step.loss_and_gradients -->
+#
+# No micro-batch is ever divided by its own count: `n_trained` of the whole step goes in before anything runs.
+#
+# ## Run it
+#
+# The first step of the goldens has two micro-batches. Once at once, once cut:
+
+# %%
+import inspect
+
+import numpy as np
+
+from llorch.learn.parts.training import accumulated
+from llorch.train.numpy_step import loss_and_gradients
+from llorch.verify.training.claims import stored
+from llorch.verify.training.places import at
+from llorch.verify.training.recipe import CURVE, SMOOTHING, step_batches
+
+weights, golden = stored("micro-llama")
+weights, adapter = weights.astype(np.float32, keep=True), golden.adapter_for(weights.config)
+batches = step_batches(golden.batches, 1, CURVE.accumulation)
+loss, grads = loss_and_gradients(weights, adapter, batches, label_smoothing=SMOOTHING)
+
+alone = [loss_and_gradients(weights, adapter, [batch], label_smoothing=SMOOTHING) for batch in batches]
+n = np.array([batch.n_trained for batch in batches])
+sums = np.array([mean for mean, _ in alone]) * n
+rows = np.stack([np.concatenate([g.ravel() for g in found.values()]) for _, found in alone])
+cut, row = accumulated(sums, n, rows * n[:, None].astype(np.float32))
+print(f"learned tokens {n.tolist()}, mean losses {[round(mean, 4) for mean, _ in alone]}")
+print(f"at once {loss:.6f}   cut {cut:.6f}   golden {golden.shown(at('loss_curve', case='curve'))[0]:.6f}")
+whole = np.concatenate([g.ravel() for g in grads.values()])
+print(f"gradients: {len(row):,} numbers, apart by ~{np.linalg.norm(row - whole) / np.linalg.norm(whole):.0e}")
+
+# %% [markdown]
+# ## The mistake
+#
+# It was in nearly every library, for years. `loss.backward()` of each micro-batch's *mean*, divided by their number:
+
+# %%
+from llorch.learn.check import check_functions
+from llorch.learn.lessons import BY_NUMBER
+from llorch.learn.materials import typed_mistakes
+
+typed = typed_mistakes(BY_NUMBER["19"])["accumulated"]
+for name, wrong in typed.items():
+    print(f"{name:29} loss {wrong(sums, n, rows)[0]:.4f}   right {loss:.4f}")
+print()
+print(inspect.getsource(typed["accumulation-mean-of-means"]))
+print(check_functions("19", accumulated=typed["accumulation-mean-of-means"]))
+
+# %% [markdown]
+# 0.12 of 3.66: who would see it? In October 2024 somebody trained the same data with and without accumulation, laid
+# the curves on each other, and they did not meet. The repair went through transformers, TRL and others within weeks.
+# What finds it is not a better look at a curve but a second number that it must equal.
+#
+# Where all rows have the same number of learned tokens the mistake does nothing at all. The batches of the goldens
+# have 10, 13 and 8.
+#
+# ## Exercise
+#
+# Write one function in `l19_training_curve.py`:
+#
+# ```python
+# def accumulated(loss_sums, n_trained, grad_sums) -> tuple[float, np.ndarray]:
+# ```
+#
+# ```
+# llorch learn check 19
+# llorch learn check 19 --chain      # thirty steps with all of yours from 15 on, about two seconds
+# ```
+#
+# The quick check runs the first four steps of the curve, which show every known mistake. The chain runs all thirty,
+# with your delta, your loss, your nine gradients, your clipping, AdamW and schedule. When that is green, you have
+# written a trainer whose every step is that of PEFT and torch.
+#
+# A real run looks the same, only longer. This is `story`, 180 steps on 240 pirate tales, 16 seconds on two cores
+# (`llorch lora train story --data pirate -o my-adapter`):
+#
+# ![Loss of 180 steps on pirate tales: training and validation fall together from 8.0 to 0.4](pirate.svg)
+#
+# > Once upon a time, there was a cheerful pirate named Joe who sailed the warm south sea. One foggy evening, captain
+# Noah > could not find his blue hat. "Where be me hat?" he roared.
+#
+# It begins at 8, above the 6.91 of a blind guess: lesson [16](../16_loss/README.md) showed why. It ends at 0.4, not at
+# 0, and the validation loss, of 20 tales that were never shown, ends at the same height: the style was learned, not the
+# tales.
+#
+# ## Where the engines differ
+#
+# In thirty steps, with Adam's division in each, errors could grow without end. They do not:
+
+# %%
+place = at("loss_curve", case="curve")
+off = np.abs(golden.shown(place) - golden.truth("chained", place))
+print(
+    f"PEFT from float64: step 1 ~{off[0]:.0e}, step 30 ~{off[29]:.0e}, largest ~{off.max():.0e}, of losses around 1.5"
+)
+
+# %% [markdown]
+# - After 30 steps PEFT is as close to the truth as a single forward pass is. Not every run is so kind: with larger
+#   rates two correct runs part after some hundred steps, and then only distributions can be compared.
+# - What is compared is the loss, which forgives: parameters whose gradient is as small as $\epsilon$ may be a tenth
+#   of a step off ([18](../18_optimizer_step/README.md)), and the loss hardly depends on them.
+# - On a base in bfloat16 single parameters go the other way from the first step on, and the losses of the run are
+#   still within 3e-3 of the truth ([17](../17_gradients/README.md#in-bfloat16)).
+#
+# Further reading:
+#
+# - [Fixing Gradient Accumulation](https://huggingface.co/blog/gradient_accumulation), Hugging Face, October 2024, and
+#   [Bug Fixes in LLM Training](https://unsloth.ai/blog/gradient), Unsloth: the mistake of this page, told by those who
+#   found and mended it.
+# - McCandlish et al., [An Empirical Model of Large-Batch Training](https://arxiv.org/abs/1812.06162), 2018: how many
+#   tokens a step should have.
+#
+# ## Stages
+#
+# <!-- generated: stages -->
+# <!-- end -->
+#
+# ## What is compared
+#
+# The loss of every step, and the norm of every step's gradient before clipping. The micro-batches of a step have
+# different numbers of learned tokens, so that a mean of means is another number. On the torch path the run is judged
+# twice: as it is written, and as the trainer runs it when it saves memory.
+#
+# <!-- generated: distances -->
+# <!-- end -->
+#
+# How to read the numbers: [index](../README.md#how-to-read-a-page).
+#
+# ## Mistakes it catches
+#
+# Each is a function of ours, replaced in the running code by `pytest -k teeth`, which wants this checkpoint red
+# first, by at least ten times the tolerance.
+#
+# <!-- generated: mistakes -->
+# <!-- end -->
+#
+# ## Check it
+#
+# ```
+# pytest -k checkpoint_19                   # the comparison, and every mistake of this page planted
+# llorch verify micro-llama --detail
+# llorch verify micro-llama --backend torch --dtype float32 --detail
+# ```
