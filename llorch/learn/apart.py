@@ -29,7 +29,7 @@ from llorch.learn.folder import read_folder
 from llorch.learn.frames import all_frames, is_own
 from llorch.learn.implementation import Implementation
 from llorch.learn.judging import Mode
-from llorch.learn.lessons import BY_NUMBER
+from llorch.learn.lessons import BY_NUMBER, Lesson
 from llorch.learn.part import Call
 from llorch.learn.verdict import NOT_RUN, Verdict
 from llorch.threads import limited
@@ -95,6 +95,12 @@ def outcomes(
                 yield found or worker.ended(number)
         finally:
             worker.end()
+
+
+def warm(lesson: Lesson) -> None:
+    """Import and read here what processes then have from the beginning: ours is checked once."""
+    with limited(1):
+        check(lesson, Implementation("the reference", {part.name: part.reference for part in lesson.parts}))
 
 
 class _Worker:
@@ -277,6 +283,7 @@ def _stand_apart(printed: Connection) -> None:
         nothing = os.open(os.devnull, os.O_RDONLY)
         for old, new in ((nothing, 0), (printed.fileno(), 1), (printed.fileno(), 2)):
             os.dup2(old, new)
+    sys.dont_write_bytecode = True  # see `folder`
     faulthandler.enable(2)  # which says where a crash was
     sys.stdin = Path(os.devnull).open()
     sys.stdout = sys.stderr = io.TextIOWrapper(open(2, "wb", buffering=0), "utf-8", "replace", write_through=True)

@@ -22,6 +22,7 @@ from llorch.learn.verdict import BORROWED, NOT_RUN
 from llorch.verify.judge import FAIL, PASS
 
 VERSION = 1
+CHANGED = "CHANGED"  # since it was checked
 WORDS = (PASS, FAIL, BORROWED, NOT_RUN)
 _LARGEST = 1 << 20  # bytes
 Say = Callable[[str], None]
@@ -96,7 +97,12 @@ class Progress:
 
     def is_passed(self, lesson: Lesson, standing: Standing) -> bool:
         """Whether the code as it is now passed."""
-        return standing.status == PASS and standing.passed == fingerprint(self.folder, lesson)
+        return self.word(lesson, standing) == PASS
+
+    def word(self, lesson: Lesson, standing: Standing) -> str:
+        """The last verdict, as far as it is one of the code as it is now."""
+        is_old = standing.status in (PASS, FAIL) and standing.tried != fingerprint(self.folder, lesson)
+        return CHANGED if is_old else standing.status
 
 
 def set_aside(path: Path) -> Path:

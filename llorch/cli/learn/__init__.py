@@ -36,6 +36,6 @@ class _Learn(Verbs):
 
 
 command = _Learn(
-    package="llorch.cli.learn", verbs=("init", "check"),
-    help=HELP, short_help="Build your own, one checkpoint at a time.",
+    package="llorch.cli.learn", help=HELP, short_help="Build your own, one checkpoint at a time.",
+    verbs=("watch", "init", "check", "next", "hint", "list", "solution", "reset", "progress", "certificate"),
 )  # fmt: skip

@@ -44,9 +44,21 @@ def chosen_lessons(words: Sequence[str]) -> "list[Lesson]":
     """Lessons by number or name, in their order; all of them if none is named."""
     from llorch.learn.lessons import LESSONS
 
+    wanted = [one_lesson(word) for word in words]
+    return [lesson for lesson in LESSONS if not words or lesson in wanted]
+
+
+def one_lesson(word: str) -> "Lesson":
+    """A lesson by number or name."""
+    from llorch.learn.lessons import LESSONS
+
     names = {name: lesson for lesson in LESSONS for name in (lesson.number, lesson.name, lesson.module)}
-    for word in words:
-        if word not in names:
-            raise click.UsageError(f"there is no lesson {word!r}{suggestion(word, names)}; llorch learn list has all")
-    wanted = {names[word].number for word in words}
-    return [lesson for lesson in LESSONS if not words or lesson.number in wanted]
+    if word not in names:
+        raise click.UsageError(f"there is no lesson {word!r}{suggestion(word, names)}; llorch learn list has all")
+    return names[word]
+
+
+def near(path: Path) -> str:
+    """A path as it is typed from here, if it lies below."""
+    path = path.resolve()
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

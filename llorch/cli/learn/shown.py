@@ -12,7 +12,7 @@ from llorch.cli.tables import console
 if TYPE_CHECKING:
     from llorch.learn.apart import Outcome
 
-STYLES = {"PASS": "bold green", "FAIL": "bold red", "BORROWED": "yellow", "NOT RUN": "magenta"}
+STYLES = {"PASS": "bold green", "FAIL": "bold red", "BORROWED": "yellow", "NOT RUN": "magenta", "CHANGED": "yellow"}
 
 
 def coloured(text: str) -> Text:

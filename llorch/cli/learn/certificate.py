@@ -1,0 +1,49 @@
+"""`llorch learn certificate`: hashes and verdicts in a file that anyone can compute again."""
+
+import json
+from pathlib import Path
+
+import click
+
+from llorch.cli.learn.folder import impl_option, learners_folder
+from llorch.cli.options import verb
+from llorch.cli.output import say
+
+
+@verb(
+    "Write down what passes, so that anyone can compute it again.",
+    "llorch learn certificate",
+    "llorch learn certificate --check my_llama/certificate.json --impl my_llama",
+)
+@impl_option
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), help="Where it goes.  [default: certificate.json in your folder]"
+)
+@click.option("--check", "given", type=click.Path(path_type=Path), help="Compute it again and compare; writes nothing.")
+def command(*, impl: str | None, output: Path | None, given: Path | None) -> None:
+    """Check every lesson, and write hashes of your files and of the goldens, versions, verdicts and comparisons.
+
+    With --check the exit code is 1 where anything but a version differs.
+    """
+    from llorch.cli.learn.shown import counted
+    from llorch.files.new_file import new_file
+    from llorch.files.strict_json import read_json
+    from llorch.learn.apart import outcomes
+    from llorch.learn.certificate import certificate, differences
+    from llorch.learn.lessons import BY_NUMBER
+
+    folder = learners_folder(impl)
+    said = read_json(given, limit=1 << 20) if given else None
+    outcome = list(outcomes(folder, list(BY_NUMBER), say=say))
+    found = certificate(folder, outcome)
+    if said is None:
+        place = output or folder / "certificate.json"
+        with new_file(place) as temporary:
+            temporary.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        click.echo(f"{place}: {counted(outcome)}")
+        return
+    if said.get("versions") != found["versions"]:
+        say(f"versions: the certificate has {said.get('versions')}, here are {found['versions']}")
+    differing = differences(said, found)
+    click.echo("\n".join(differing) or f"{given}: every hash and verdict is the same: {counted(outcome)}")
+    click.get_current_context().exit(bool(differing))

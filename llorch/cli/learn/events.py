@@ -1,0 +1,71 @@
+"""What happens while a folder is watched: files are saved, keys are pressed. Each is seen by a thread of its own."""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
+
+SAVED = ""  # among keys, which are one character
+_PERIOD = 0.1  # seconds between looks at the files
+
+
+@contextmanager
+def events(folder: Path) -> Iterator["SimpleQueue[str]"]:
+    """Give a queue of keys, and of SAVED for changes of Python files; keys only where stdin is a terminal."""
+    queue: SimpleQueue[str] = SimpleQueue()
+    Thread(target=_watch, args=(folder, queue), daemon=True).start()
+    with _single_keys() as are_keys:
+        if are_keys:
+            Thread(target=_read_keys, args=(queue,), daemon=True).start()
+        yield queue
+
+
+def _watch(folder: Path, queue: "SimpleQueue[str]") -> None:
+    """By watchfiles; by looking where that is absent, or cannot watch (another system's files, no watches left)."""
+    with suppress(ImportError, OSError):
+        from watchfiles import PythonFilter, watch
+
+        for _ in watch(folder, watch_filter=PythonFilter(), recursive=False, debounce=100, step=20):
+            queue.put(SAVED)
+    before = _seen(folder)
+    while True:
+        time.sleep(_PERIOD)
+        if (now := _seen(folder)) != before:
+            queue.put(SAVED)
+        before = now
+
+
+def _seen(folder: Path) -> dict[Path, tuple[int, int]]:
+    seen = {}
+    for path in folder.glob("*.py"):
+        with suppress(OSError):  # it went away
+            status = path.stat()
+            seen[path] = (status.st_mtime_ns, status.st_size)
+    return seen
+
+
+@contextmanager
+def _single_keys() -> Iterator[bool]:
+    """Have keys come at once and unseen; what the terminal was is put back."""
+    try:
+        import termios
+        import tty
+
+        before = termios.tcgetattr(sys.stdin.fileno())
+    except (ImportError, OSError, ValueError, termios.error):
+        yield False
+        return
+    tty.setcbreak(sys.stdin.fileno())
+    try:
+        yield True
+    finally:
+        termios.tcsetattr(sys.stdin.fileno(), termios.TCSADRAIN, before)
+
+
+def _read_keys(queue: "SimpleQueue[str]") -> None:
+    while key := sys.stdin.read(1):
+        queue.put(key)
+    queue.put("q")  # the terminal is gone

@@ -1,0 +1,55 @@
+"""`llorch learn hint`: three steps for every part, one more at each call."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from llorch.cli.learn.folder import impl_option, learners_folder, one_lesson
+from llorch.cli.options import verb
+from llorch.cli.output import say
+from llorch.errors import suggestion
+
+if TYPE_CHECKING:
+    from llorch.learn.lessons import Lesson
+
+
+@verb("Give a hint, one step more at each call.", "llorch learn hint 01b", "llorch learn hint 01b rope")
+@click.argument("lesson")
+@click.argument("part", required=False)
+@impl_option
+def command(*, lesson: str, part: str | None, impl: str | None) -> None:
+    """Show the hints of a PART of LESSON: a direction, the formula with shapes, the function itself.
+
+    Without PART it is the first function that is not written yet. How many steps were taken is kept in your progress.
+    """
+    show_hint(learners_folder(impl), one_lesson(lesson), part)
+
+
+def show_hint(folder: Path, lesson: "Lesson", part: str | None = None) -> None:
+    """Take one step more and print all so far."""
+    from llorch.learn.materials import hints_of
+    from llorch.learn.progress import Progress
+
+    hints = hints_of(lesson)
+    if part is not None and part not in hints:
+        raise click.UsageError(f"lesson {lesson.number} has no part {part!r}{suggestion(part, hints)}")
+    with Progress(folder, say).changed(lesson) as standing:
+        part = part or _in_work(folder, lesson, standing.hints)
+        n = standing.hints[part] = min(standing.hints.get(part, 0) + 1, len(hints[part]))
+    for step, text in enumerate(hints[part][:n], start=1):
+        click.echo(f"{part}, hint {step} of {len(hints[part])}\n\n{text.strip()}\n")
+
+
+def _in_work(folder: Path, lesson: "Lesson", taken: dict[str, int]) -> str:
+    """The first part that is not written, else the first that has hints left, else the first."""
+    from llorch.learn.folder import unwritten_in
+    from llorch.learn.materials import hints_of
+
+    hints = hints_of(lesson)
+    try:
+        unwritten = unwritten_in(folder / f"{lesson.module}.py")
+    except (OSError, SyntaxError, ValueError):
+        unwritten = set(hints)
+    left = [name for name in hints if taken.get(name, 0) < len(hints[name])]
+    return next(iter([*(name for name in hints if name in unwritten), *left, *hints]))

@@ -1,0 +1,37 @@
+"""`llorch learn list`: every lesson and how it stands."""
+
+from pathlib import Path
+
+from llorch.cli.learn.folder import impl_option, learners_folder
+from llorch.cli.options import verb
+from llorch.cli.output import say
+
+
+@verb("List the lessons and how they stand.", "llorch learn list")
+@impl_option
+def command(*, impl: str | None) -> None:
+    """List every lesson with the minutes it takes, its last verdict, and the hints that were taken.
+
+    A lesson whose files changed since it passed is shown as CHANGED: check it again.
+    """
+    show_list(learners_folder(impl))
+
+
+def show_list(folder: Path) -> None:
+    """Print the table."""
+    from llorch.cli.learn.shown import coloured
+    from llorch.cli.tables import console, print_table, table
+    from llorch.learn.lessons import LESSONS
+    from llorch.learn.progress import Progress
+
+    progress = Progress(folder, say)
+    standing = progress.read()
+    rows = table("no", "lesson", ">minutes", "verdict", ">attempts", ">hints", "")
+    for lesson in LESSONS:
+        this = standing[lesson.number]
+        numbers = (str(n or "") for n in (this.attempts, sum(this.hints.values())))
+        shown = coloured(progress.word(lesson, this))
+        rows.add_row(
+            lesson.number, lesson.name, str(lesson.minutes), shown, *numbers, "solution seen" if this.solution else ""
+        )
+    print_table(console(), rows)

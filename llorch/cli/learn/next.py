@@ -1,0 +1,44 @@
+"""`llorch learn next`: the lesson to go on with."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from llorch.cli.learn.folder import impl_option, learners_folder, near
+from llorch.cli.options import verb
+from llorch.cli.output import say
+
+if TYPE_CHECKING:
+    from llorch.learn.lessons import Lesson
+
+
+@verb("Say which lesson comes next.", "llorch learn next")
+@impl_option
+def command(*, impl: str | None) -> None:
+    """Say which lesson is the first that has not passed, where its page is, and which file to write."""
+    folder = learners_folder(impl)
+    show_lesson(folder, next_lesson(folder))
+
+
+def next_lesson(folder: Path, after: "Lesson | None" = None) -> "Lesson | None":
+    """The first lesson that has not passed, behind the one that is given if there is one behind it."""
+    from llorch.learn.lessons import LESSONS
+    from llorch.learn.progress import Progress
+
+    progress = Progress(folder, say)
+    standing = progress.read()
+    to_do = [lesson for lesson in LESSONS if not progress.is_passed(lesson, standing[lesson.number])]
+    behind = to_do if after is None else [each for each in to_do if LESSONS.index(each) > LESSONS.index(after)]
+    return next(iter(behind or to_do), None)
+
+
+def show_lesson(folder: Path, lesson: "Lesson | None") -> None:
+    """Print what a lesson is about and where its files are."""
+    if lesson is None:
+        click.echo("every lesson passes; llorch learn certificate writes down that they do")
+        return
+    click.echo(f"{lesson.number} {lesson.name}, {lesson.minutes} min: {', '.join(part.name for part in lesson.parts)}")
+    click.echo(f"  read   {near(lesson.folder / 'README.md')}")
+    click.echo(f"  write  {near(folder / f'{lesson.module}.py')}")
+    click.echo(f"  check  llorch learn check {lesson.number}")

@@ -1,0 +1,56 @@
+"""`llorch learn progress`: how far somebody is."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from llorch.cli.learn.folder import impl_option, learners_folder
+from llorch.cli.options import json_option, verb
+from llorch.cli.output import say, to_json
+
+if TYPE_CHECKING:
+    from llorch.learn.lessons import Lesson
+    from llorch.learn.progress import Standing
+
+
+@verb("Say how far you are.", "llorch learn progress", "llorch learn progress --json")
+@impl_option
+@json_option("One object: version, passed, minutes_left, and the lessons as they are kept.")
+def command(*, impl: str | None, as_json: bool) -> None:
+    """Sum up what .llorch/progress.json beside your code has: lessons, attempts, hints."""
+    folder = learners_folder(impl)
+    click.echo(_as_json(folder) if as_json else summed_up(folder))
+
+
+def summed_up(folder: Path) -> str:
+    """One line."""
+    from llorch.learn.lessons import LESSONS
+
+    standing, passed, left = _read(folder)
+    hints = sum(sum(each.hints.values()) for each in standing.values())
+    attempts = sum(each.attempts for each in standing.values())
+    said = f"{len(passed)} of {len(LESSONS)} lessons pass, {attempts} attempts, {hints} hints"
+    solutions = sum(each.solution for each in standing.values())
+    return f"{said}, {solutions} solutions seen; about {left} minutes to go"
+
+
+def _read(folder: Path) -> "tuple[dict[str, Standing], list[Lesson], int]":
+    """How every lesson stands, those that pass, and the minutes of the others."""
+    from llorch.learn.lessons import LESSONS
+    from llorch.learn.progress import Progress
+
+    progress = Progress(folder, say)
+    standing = progress.read()
+    passed = [lesson for lesson in LESSONS if progress.is_passed(lesson, standing[lesson.number])]
+    return standing, passed, sum(lesson.minutes for lesson in LESSONS if lesson not in passed)
+
+
+def _as_json(folder: Path) -> str:
+    standing, passed, left = _read(folder)
+    lessons = {number: asdict(each) for number, each in standing.items()}
+    return to_json(
+        {"version": 1, "passed": [lesson.number for lesson in passed], "minutes_left": left, "lessons": lessons},
+        indent=1,
+    )

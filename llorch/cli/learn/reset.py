@@ -1,0 +1,34 @@
+"""`llorch learn reset`: a lesson from the beginning."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from llorch.cli.learn.folder import impl_option, learners_folder, near, one_lesson
+from llorch.cli.options import verb
+from llorch.cli.output import say
+
+if TYPE_CHECKING:
+    from llorch.learn.lessons import Lesson
+
+
+@verb("Begin a lesson anew; what you wrote is kept.", "llorch learn reset 01b")
+@click.argument("lesson")
+@impl_option
+def command(*, lesson: str, impl: str | None) -> None:
+    """Put the stub of LESSON in the place of your file, which is kept beside it under another name."""
+    reset(learners_folder(impl), one_lesson(lesson))
+
+
+def reset(folder: Path, lesson: "Lesson") -> None:
+    """Set the file aside, write the stub, forget the verdict."""
+    from llorch.learn.materials import stub_of
+    from llorch.learn.progress import Progress, set_aside
+
+    stub, file = stub_of(lesson), folder / f"{lesson.module}.py"
+    kept = f"; what was there is {set_aside(file).name}" if file.exists() else ""
+    file.write_text(stub, encoding="utf-8")
+    with Progress(folder, say).changed(lesson) as standing:
+        standing.status = standing.tried = standing.passed = ""
+    click.echo(f"{near(file)} is the stub{kept}")

@@ -1,0 +1,31 @@
+"""`llorch learn solution`: the functions of a lesson, written out."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from llorch.cli.learn.folder import impl_option, learners_folder, one_lesson
+from llorch.cli.options import verb
+from llorch.cli.output import say
+
+if TYPE_CHECKING:
+    from llorch.learn.lessons import Lesson
+
+
+@verb("Show the functions of a lesson, written out.", "llorch learn solution 01b")
+@click.argument("lesson")
+@impl_option
+def command(*, lesson: str, impl: str | None) -> None:
+    """Show the functions of LESSON as they can be pasted into your file; always allowed, kept in your progress."""
+    show_solution(learners_folder(impl), one_lesson(lesson))
+
+
+def show_solution(folder: Path, lesson: "Lesson") -> None:
+    """Print the last hint of every part."""
+    from llorch.learn.materials import hints_of
+    from llorch.learn.progress import Progress
+
+    with Progress(folder, say).changed(lesson) as standing:
+        standing.solution = True
+    click.echo("\n\n\n".join(steps[-1].strip() for steps in hints_of(lesson).values()))

@@ -1,0 +1,119 @@
+"""`llorch learn`: every save is checked; keys do what the verbs do."""
+
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from llorch.cli.learn.events import SAVED, events
+from llorch.cli.learn.folder import impl_option, learners_folder
+from llorch.cli.learn.hint import show_hint
+from llorch.cli.learn.list import show_list
+from llorch.cli.learn.next import next_lesson, show_lesson
+from llorch.cli.learn.progress import summed_up
+from llorch.cli.learn.reset import reset
+from llorch.cli.learn.solution import show_solution
+from llorch.cli.options import verb
+from llorch.cli.output import say
+
+if TYPE_CHECKING:
+    from llorch.learn.lessons import Lesson
+
+KEYS = "n next   h hint   l list   c check all   s solution   x reset   q quit"
+
+
+@verb("Check what is saved, until you quit.", "llorch learn", "llorch learn my_llama")
+@click.argument("folder", type=click.Path(path_type=Path), required=False)
+@impl_option
+@click.option("--full", is_flag=True, help="Show the whole traceback of what your code raises.")
+@click.option(
+    "--seconds", type=click.FloatRange(min=0, min_open=True), default=10.0, show_default=True,
+    help="That your code may take for a lesson.",
+)  # fmt: skip
+def command(*, folder: Path | None, impl: str | None, full: bool, seconds: float) -> None:
+    """Watch FOLDER: a lesson is checked when its file, or one that it imports, is saved.
+
+    At a terminal keys do what the verbs do: n next, h hint, l list, c check all, s solution, x reset, q quit.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the terminal is put back then, too
+    try:
+        _Loop(learners_folder(str(folder) if folder else impl), seconds=seconds, full=full).run()
+    except KeyboardInterrupt:
+        click.echo()
+
+
+class _Loop:
+    def __init__(self, folder: Path, *, seconds: float, full: bool) -> None:
+        from llorch.learn.lessons import LESSONS
+
+        self.folder, self.seconds, self.full = folder, seconds, full
+        self.lesson: Lesson = next_lesson(folder) or LESSONS[-1]
+        self.seen = self._fingerprints()
+        self.keys: Mapping[str, Callable[[], None]] = {
+            "n": self._next,
+            "h": lambda: show_hint(self.folder, self.lesson),
+            "l": lambda: show_list(self.folder),
+            "c": lambda: self._check([*LESSONS]),
+            "s": lambda: show_solution(self.folder, self.lesson),
+            "x": lambda: reset(self.folder, self.lesson),
+            SAVED: self._saved,
+        }
+
+    def run(self) -> None:
+        """Until q, the end of the terminal or Ctrl-C."""
+        from llorch.learn.apart import warm
+
+        click.echo(f"{self.folder}: {summed_up(self.folder)}")
+        show_lesson(self.folder, self.lesson)
+        with events(self.folder) as queue:
+            warm(self.lesson)
+            say(f"every save is checked; {KEYS}" if sys.stdin.isatty() else "every save is checked; Ctrl-C ends it")
+            while (event := queue.get()) != "q":
+                if event in self.keys:
+                    self._do(self.keys[event])
+
+    def _do(self, act: Callable[[], None]) -> None:
+        """What cannot be done is said, and the loop goes on."""
+        try:
+            act()
+        except (OSError, ValueError) as error:
+            from llorch.cli.outcome import error_line
+
+            say(error_line(error))
+
+    def _next(self) -> None:
+        self.lesson = next_lesson(self.folder, self.lesson) or self.lesson
+        show_lesson(self.folder, self.lesson)
+
+    def _saved(self) -> None:
+        """Check the lessons that are other code now; the one that is checked alone is the one to go on with."""
+        from llorch.learn.lessons import LESSONS
+
+        before, self.seen = self.seen, self._fingerprints()
+        changed = [lesson for lesson in LESSONS if self.seen[lesson.number] != before[lesson.number]]
+        if changed and self.lesson not in changed:
+            self.lesson = changed[0]
+        self._check(changed)
+
+    def _check(self, lessons: "list[Lesson]") -> None:
+        from llorch.cli.learn.shown import counted, print_outcome
+        from llorch.learn.apart import outcomes
+        from llorch.learn.progress import Progress
+
+        progress, found = Progress(self.folder, say), []
+        numbers = [lesson.number for lesson in lessons]
+        for outcome in outcomes(self.folder, numbers, seconds=self.seconds, say=say):
+            found.append(outcome)
+            progress.note(outcome)
+            print_outcome(outcome, full=self.full)
+        if len(found) > 1:
+            click.echo(counted(found))
+
+    def _fingerprints(self) -> dict[str, str]:
+        from llorch.learn.lessons import LESSONS
+        from llorch.learn.sources import fingerprint
+
+        return {lesson.number: fingerprint(self.folder, lesson) for lesson in LESSONS}

@@ -1,0 +1,62 @@
+"""A certificate: what a learner's code, the goldens and the versions were, by hashes, and what every lesson gave.
+
+No word of a server: whoever has the code and llorch computes it again.
+"""
+
+import hashlib
+import platform
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import llorch
+from llorch.builtin import goldens_folder
+from llorch.learn.apart import Outcome
+from llorch.learn.lessons import BY_NUMBER
+from llorch.learn.sources import sources
+
+VERSION = 1
+
+
+def certificate(folder: Path, outcomes: Iterable[Outcome]) -> dict[str, Any]:
+    """What there is to be sure of.
+
+    Args:
+        folder: Of the learner.
+        outcomes: Of every lesson.
+
+    Returns:
+        An object for JSON.
+    """
+    goldens = goldens_folder()
+    files = sorted([*goldens.glob("*/*.json"), *goldens.glob("*/*.safetensors")])
+    lessons = {each.lesson: {"verdict": each.word, "comparisons": each.record["compared"]} for each in outcomes}
+    code = {path for number in lessons for path in sources(folder, BY_NUMBER[number])}
+    return {
+        "version": VERSION,
+        "versions": {"llorch": llorch.__version__, "python": platform.python_version(), "numpy": np.__version__},
+        "lessons": lessons,
+        "code": {path.name: _hash(path) for path in sorted(code)},
+        "goldens": {path.relative_to(goldens).as_posix(): _hash(path) for path in files},
+    }
+
+
+def differences(said: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+    """Where a certificate differs from another, a line each."""
+    lines = []
+    for key in ("lessons", "code", "goldens"):
+        theirs, ours = said.get(key), found[key]
+        if not isinstance(theirs, Mapping):
+            return [f"{key}: expected an object, got {theirs!r}"]
+        lines += [
+            f"{key}: {name}: the certificate has {theirs.get(name, 'nothing')}, found {ours.get(name, 'nothing')}"
+            for name in sorted({*theirs, *ours})
+            if theirs.get(name) != ours.get(name)
+        ]
+    return lines
+
+
+def _hash(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -1,0 +1,131 @@
+"""The verbs of `llorch learn` that look at lessons and at progress."""
+
+import json
+from pathlib import Path
+
+import pytest
+from command_line import invoke
+
+from llorch.learn.apart import outcomes
+from llorch.learn.lessons import BY_NUMBER, LESSONS
+from llorch.learn.materials import hints_of, stub_of
+
+NORM = BY_NUMBER["01"]
+STEPS = hints_of(NORM)["rms_norm"]
+RIGHT = f"import numpy as np\n{STEPS[-1]}"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LLORCH_IMPL", str(tmp_path))
+    return tmp_path
+
+
+def learn(*words: str) -> str:
+    found = invoke("learn", *words)
+    assert (found.exit_code, found.stderr) == (0, "")
+    return found.stdout
+
+
+def write(folder: Path, text: str) -> None:
+    (folder / "l01_rms_norm.py").write_text(text)
+
+
+def kept(folder: Path) -> dict:
+    return json.loads((folder / ".llorch" / "progress.json").read_text())["lessons"]["01"]
+
+
+def test_init_writes_what_is_missing_and_says_what_comes_next(tmp_path: Path):
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    write(mine, "mine")
+    found = invoke("learn", "init", str(mine))
+    assert found.stdout == f"{mine}: {len(LESSONS)} files written, 1 kept as they were\n"
+    assert found.stderr == f"next: cd {mine} && llorch learn\n"
+    assert (mine / "l01_rms_norm.py").read_text() == "mine"
+    assert {path.name for path in mine.iterdir()} == {"pyproject.toml", *(f"{each.module}.py" for each in LESSONS)}
+    assert all((mine / f"{each.module}.py").read_text() == stub_of(each) for each in LESSONS if each != NORM)
+
+
+def test_a_hint_is_one_step_more_at_every_call(folder: Path):
+    write(folder, stub_of(NORM))
+    for n in (1, 2, 3, 3):
+        shown = learn("hint", "01")
+        assert [step.strip() in shown for step in STEPS] == [step < n for step in range(3)]
+        assert shown.startswith("rms_norm, hint 1 of 3\n")
+        assert kept(folder)["hints"] == {"rms_norm": n}
+
+
+def test_without_a_part_hints_are_of_what_is_not_written(folder: Path):
+    (folder / "l04_attention_scores.py").write_text(
+        "def attention_scores(q, k):\n    return q\ndef attention_probs(scores):\n    raise NotImplementedError\n"
+    )
+    assert learn("hint", "04").startswith("attention_probs, hint 1")
+    assert learn("hint", "04", "attention_scores").startswith("attention_scores, hint 1")
+    (folder / "l04_attention_scores.py").write_text("def")
+    assert learn("hint", "04").startswith("attention_scores, hint 1")
+
+
+def test_a_part_that_is_none_is_usage(folder: Path):
+    found = invoke("learn", "hint", "01", "rms_nrm")
+    assert (found.exit_code, "did you mean 'rms_norm'?" in found.stderr) == (2, True)
+    assert not (folder / ".llorch").exists()
+
+
+def test_a_solution_passes_and_is_remembered(folder: Path):
+    write(folder, f"import numpy as np\n{learn('solution', '01')}")
+    assert [outcome.word for outcome in outcomes(folder, ["01"], say=pytest.fail)] == ["PASS"]
+    assert kept(folder)["solution"] is True
+
+
+def test_list_next_and_progress_say_how_it_stands(folder: Path):
+    for lesson in LESSONS[:2]:
+        (folder / f"{lesson.module}.py").write_text(RIGHT)
+    assert learn("next").startswith("00 foundation, ")
+    learn("check", "01")
+    learn("hint", "01")
+    row = next(line.split() for line in learn("list").splitlines() if line.startswith("01 "))
+    assert row == ["01", "rms_norm", str(NORM.minutes), "PASS", "1", "1"]
+    assert learn("progress").startswith(f"1 of {len(LESSONS)} lessons pass, 1 attempts, 1 hints, 0 solutions seen; ")
+    said = json.loads(learn("progress", "--json"))
+    assert (said["passed"], said["lessons"]["01"]["attempts"]) == (["01"], 1)
+    assert said["minutes_left"] == sum(lesson.minutes for lesson in LESSONS) - NORM.minutes
+    write(folder, f"{RIGHT}\n")
+    assert "CHANGED" in learn("list")
+    assert learn("progress").startswith("0 of")
+
+
+def test_next_is_where_the_page_and_the_file_are(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(folder)
+    read, write, check = (line.split()[-1] for line in learn("next").splitlines()[1:])
+    assert (Path(read).name, Path(read).is_file(), write, check) == ("README.md", True, "l00_foundation.py", "00")
+
+
+def test_reset_keeps_what_was_there(folder: Path):
+    write(folder, RIGHT)
+    learn("check", "01")
+    assert learn("reset", "01").endswith("is the stub; what was there is l01_rms_norm.py.bak\n")
+    assert (folder / "l01_rms_norm.py").read_text() == stub_of(NORM)
+    assert (folder / "l01_rms_norm.py.bak").read_text() == RIGHT
+    assert (kept(folder)["status"], kept(folder)["attempts"]) == ("", 1)
+
+
+def test_a_certificate_can_be_computed_again(folder: Path):
+    write(folder, RIGHT)
+    assert "1 PASS" in learn("certificate")
+    said = json.loads((folder / "certificate.json").read_text())
+    assert said["lessons"]["01"] == {"verdict": "PASS", "comparisons": said["lessons"]["01"]["comparisons"]}
+    assert (said["lessons"]["01"]["comparisons"] > 100, said["code"].keys()) == (True, {"l01_rms_norm.py"})
+    assert "micro-llama/truth.safetensors" in said["goldens"]
+    again = ("certificate", "--check", str(folder / "certificate.json"))
+    assert "every hash and verdict is the same" in learn(*again)
+    write(folder, RIGHT.replace("eps", "0.1"))
+    found = invoke("learn", *again)
+    assert [line.split(":")[0] for line in found.stdout.splitlines()] == ["lessons", "code"]
+    assert (found.exit_code, "'verdict': 'FAIL'" in found.stdout) == (1, True)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"version": 1, "lessons": 3}'])
+def test_a_certificate_that_is_none_is_refused(folder: Path, text: str):
+    (folder / "c.json").write_text(text)
+    assert invoke("learn", "certificate", "--check", str(folder / "c.json")).exit_code in (1, 2)
