@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-import llorch
 from llorch.builtin import goldens_folder
 from llorch.learn.apart import Outcome
 from llorch.learn.lessons import BY_NUMBER
@@ -20,12 +19,13 @@ from llorch.learn.sources import sources
 VERSION = 1
 
 
-def certificate(folder: Path, outcomes: Iterable[Outcome]) -> dict[str, Any]:
+def certificate(folder: Path, outcomes: Iterable[Outcome], version: str) -> dict[str, Any]:
     """What there is to be sure of.
 
     Args:
         folder: Of the learner.
         outcomes: Of every lesson.
+        version: Of llorch.
 
     Returns:
         An object for JSON.
@@ -36,7 +36,7 @@ def certificate(folder: Path, outcomes: Iterable[Outcome]) -> dict[str, Any]:
     code = {path for number in lessons for path in sources(folder, BY_NUMBER[number])}
     return {
         "version": VERSION,
-        "versions": {"llorch": llorch.__version__, "python": platform.python_version(), "numpy": np.__version__},
+        "versions": {"llorch": version, "python": platform.python_version(), "numpy": np.__version__},
         "lessons": lessons,
         "code": {path.name: _hash(path) for path in sorted(code)},
         "goldens": {path.relative_to(goldens).as_posix(): _hash(path) for path in files},

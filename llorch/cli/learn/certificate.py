@@ -5,6 +5,7 @@ from pathlib import Path
 
 import click
 
+import llorch
 from llorch.cli.learn.folder import impl_option, learners_folder
 from llorch.cli.options import verb
 from llorch.cli.output import say
@@ -35,7 +36,7 @@ def command(*, impl: str | None, output: Path | None, given: Path | None) -> Non
     folder = learners_folder(impl)
     said = read_json(given, limit=1 << 20) if given else None
     outcome = list(outcomes(folder, list(BY_NUMBER), say=say))
-    found = certificate(folder, outcome)
+    found = certificate(folder, outcome, llorch.__version__)
     if said is None:
         place = output or folder / "certificate.json"
         with new_file(place) as temporary:

@@ -1,9 +1,11 @@
 """What happens while a folder is watched: files are saved, keys are pressed. Each is seen by a thread of its own."""
 
+import os
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
@@ -50,14 +52,13 @@ def _seen(folder: Path) -> dict[Path, tuple[int, int]]:
 @contextmanager
 def _single_keys() -> Iterator[bool]:
     """Have keys come at once and unseen; what the terminal was is put back."""
-    try:
-        import termios
-        import tty
-
-        before = termios.tcgetattr(sys.stdin.fileno())
-    except (ImportError, OSError, ValueError, termios.error):
+    if find_spec("termios") is None or not sys.stdin.isatty():
         yield False
         return
+    import termios
+    import tty
+
+    before = termios.tcgetattr(sys.stdin.fileno())
     tty.setcbreak(sys.stdin.fileno())
     try:
         yield True
@@ -66,6 +67,9 @@ def _single_keys() -> Iterator[bool]:
 
 
 def _read_keys(queue: "SimpleQueue[str]") -> None:
-    while key := sys.stdin.read(1):
-        queue.put(key)
+    with suppress(OSError):
+        while key := os.read(
+            sys.stdin.fileno(), 1
+        ):  # not through sys.stdin, whose lock a copied process would wait for
+            queue.put(key.decode("ascii", "replace"))
     queue.put("q")  # the terminal is gone

@@ -12,6 +12,8 @@ from llorch.cli.output import say
 if TYPE_CHECKING:
     from llorch.learn.lessons import Lesson
 
+PAGE = "README.md"
+
 
 @verb("Say which lesson comes next.", "llorch learn next")
 @impl_option
@@ -39,6 +41,7 @@ def show_lesson(folder: Path, lesson: "Lesson | None") -> None:
         click.echo("every lesson passes; llorch learn certificate writes down that they do")
         return
     click.echo(f"{lesson.number} {lesson.name}, {lesson.minutes} min: {', '.join(part.name for part in lesson.parts)}")
-    click.echo(f"  read   {near(lesson.folder / 'README.md')}")
+    page = next(path for path in (lesson.folder / PAGE, lesson.folder.parent / PAGE) if path.exists())
+    click.echo(f"  read   {near(page)}")
     click.echo(f"  write  {near(folder / f'{lesson.module}.py')}")
     click.echo(f"  check  llorch learn check {lesson.number}")

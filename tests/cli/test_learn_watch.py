@@ -1,0 +1,113 @@
+"""`llorch learn`, as somebody at a terminal uses it: a file is saved, keys are pressed."""
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from select import select
+
+import pytest
+
+from llorch.learn.lessons import BY_NUMBER
+from llorch.learn.materials import hints_of, stub_of
+
+NORM = BY_NUMBER["01"]
+RIGHT = f"import numpy as np\n{hints_of(NORM)['rms_norm'][-1]}"
+WITHOUT_WATCHFILES = (
+    "import sys; sys.modules['watchfiles'] = None; from llorch.cli import main; main(prog_name='llorch')"
+)
+
+
+class Terminal:
+    """A process at a terminal of its own."""
+
+    def __init__(self, command: list[str], folder: Path) -> None:
+        self.ours, theirs = pty.openpty()
+        self.theirs, self.text = theirs, ""
+        environment = os.environ | {"LLORCH_IMPL": str(folder), "TERM": "dumb", "COLUMNS": "200"}
+        self.process = subprocess.Popen(
+            command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True
+        )
+
+    def wait_for(self, *words: str, seconds: float = 30) -> str:
+        """What came until all the words were there; it is forgotten then."""
+        end = time.monotonic() + seconds
+        while not all(word in self.text for word in words):
+            assert time.monotonic() < end, self.text
+            if select([self.ours], [], [], 0.1)[0]:
+                self.text += os.read(self.ours, 1 << 16).decode()
+        seen, self.text = self.text, ""
+        return seen
+
+    def press(self, key: str) -> None:
+        os.write(self.ours, key.encode())
+
+    def is_cooked(self) -> bool:
+        """Whether the terminal shows what is typed, a line at a time."""
+        flags = termios.tcgetattr(self.theirs)[3]
+        return bool(flags & termios.ECHO and flags & termios.ICANON)
+
+
+@pytest.fixture(params=["watchfiles", "polling"])
+def terminal(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Terminal]:
+    write(tmp_path, stub_of(NORM))
+    code = ["-c", WITHOUT_WATCHFILES] if request.param == "polling" else ["-m", "llorch"]
+    if request.param == "watchfiles":
+        pytest.importorskip("watchfiles", reason="NOT RUN: watchfiles is not installed")
+    at = Terminal([sys.executable, *code, "learn", "--seconds", "0.5"], tmp_path)
+    try:
+        at.wait_for("every save is checked; n next")
+        yield at
+    finally:
+        at.process.kill()
+        at.process.wait()
+        os.close(at.ours)
+        os.close(at.theirs)
+
+
+def write(folder: Path, text: str, module: str = "l01_rms_norm") -> None:
+    (folder / f"{module}.py").write_text(text)
+
+
+def test_what_is_saved_is_checked_whatever_it_does(terminal: Terminal, tmp_path: Path):
+    for text, said in (
+        ("import os\ndef rms_norm(x, weight, eps):\n    os._exit(3)\n", "exit status 3"),
+        ("def rms_norm(x, weight, eps):\n    while True: pass\n", "does a loop end?"),
+        ("def rms_norm(x, weight, eps:\n", "SyntaxError"),
+        ("def rms_norm(x, weight, eps):\n    return x\n", "first wrong number"),
+    ):
+        write(tmp_path, text)
+        assert "PASS" not in terminal.wait_for("checkpoint_01_rms_norm   FAIL", said, "llorch learn hint 01")
+    write(tmp_path, "import l01_rms_norm\n", "l02_qkv")
+    terminal.wait_for("checkpoint_02_qkv   BORROWED")
+    write(tmp_path, RIGHT)
+    terminal.wait_for("checkpoint_01_rms_norm   PASS", "checkpoint_02_qkv   BORROWED", "1 PASS, 1 BORROWED")
+    terminal.process.send_signal(signal.SIGINT)
+    assert terminal.process.wait(10) == 0
+    assert terminal.is_cooked()
+
+
+def test_keys_do_what_the_verbs_do(terminal: Terminal, tmp_path: Path):
+    write(tmp_path, f"{stub_of(NORM)}\n")
+    terminal.wait_for("checkpoint_01_rms_norm   BORROWED")
+    for key, said in (
+        ("h", "rms_norm, hint 1 of 3"), ("h", "rms_norm, hint 2 of 3"), ("l", "20_merge_export"[3:]),
+        ("s", "def rms_norm"), ("?", ""), ("x", "l01_rms_norm.py.bak"), ("n", "02 qkv, "), ("c", " BORROWED"),
+    ):  # fmt: skip
+        terminal.press(key)
+        terminal.wait_for(said)
+    terminal.press("q")
+    assert terminal.process.wait(20) == 0
+    assert terminal.is_cooked()
+
+
+def test_a_terminal_is_put_back_when_the_loop_is_ended(terminal: Terminal):
+    assert not terminal.is_cooked()
+    terminal.process.terminate()
+    assert terminal.process.wait(10) == 128 + signal.SIGTERM
+    assert terminal.is_cooked()
