@@ -15,7 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import wraps
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
@@ -25,19 +25,22 @@ from typing import Any
 
 from llorch.errors import MissingExtra, printable
 from llorch.learn.check import check
-from llorch.learn.folder import read_folder
+from llorch.learn.choice import opened
 from llorch.learn.frames import all_frames, is_own
 from llorch.learn.implementation import Implementation
 from llorch.learn.judging import Mode
 from llorch.learn.lessons import BY_NUMBER, Lesson
 from llorch.learn.part import Call
+from llorch.learn.teeth import Teeth, teeth
 from llorch.learn.verdict import NOT_RUN, Verdict
 from llorch.threads import limited
-from llorch.verify.judge import FAIL
+from llorch.verify.judge import FAIL, PASS
 
 SECONDS = 10.0  # that the code of a learner may take for a lesson
 MEMORY = 4 << 30  # bytes
 _GRACE = 1.0  # seconds that code has to end by an exception, which says where it was, before its process is killed
+_EVER = 600.0  # the same of a check, whoever takes the time
+_READS = 256  # of 64 KiB, before something else is looked at
 _LINES, _COLUMNS = 20, 300  # of what is printed during one lesson; the rest is counted
 _FRAME = re.compile(rb'  File "(.+)", line \d+ in ')  # of a crash, as Python prints it
 Say = Callable[[str], None]
@@ -67,25 +70,38 @@ class TookTooLong(Exception):
 
 
 def outcomes(
-    folder: Path, numbers: Sequence[str], mode: Mode = "isolated", *, seconds: float = SECONDS, say: Say
+    source: str,
+    numbers: Sequence[str],
+    mode: Mode = "isolated",
+    *,
+    seconds: float = SECONDS,
+    teeth: bool = False,
+    say: Say,
 ) -> Iterator[Outcome]:
     """Check lessons one after the other.
 
     Args:
-        folder: Of the learner.
+        source: A learner's folder or program, see `choice`.
         numbers: Of the lessons.
         mode: See `check`.
         seconds: That the learner's code may take for each lesson.
+        teeth: Whether known mistakes are tried in what passes.
         say: Told what that code prints, line by line.
 
     Yields:
         What came of each lesson.
+
+    Raises:
+        FileNotFoundError: The folder or program is not there.
+        ValueError: It is none.
     """
     rest = list(numbers)
     while rest:
-        worker = _Worker(folder, mode, seconds, say)
+        worker = _Worker(source, (mode, seconds, teeth), say)
         try:
-            if worker.answer("import") is None:
+            if isinstance(said := worker.answer("import"), Exception):
+                raise said
+            if said is None:
                 yield from (worker.ended(number, " while your files were imported") for number in rest)
                 return
             is_up = True
@@ -106,13 +122,13 @@ def warm(lesson: Lesson) -> None:
 class _Worker:
     """The process, from outside."""
 
-    def __init__(self, folder: Path, mode: Mode, seconds: float, say: Say) -> None:
+    def __init__(self, source: str, how: tuple[Mode, float, bool], say: Say) -> None:
         context = get_context("fork" if sys.platform == "linux" else "spawn")
-        self._say, self._seconds = say, seconds
+        self._say, self._seconds = say, how[1]
         self._clock = context.RawValue("d", 0.0)  # when the learner's call that runs must have ended; 0: none runs
         self._channel, theirs = context.Pipe()
         self._output, printed = context.Pipe(duplex=False)
-        arguments = (folder, mode, seconds, self._clock, theirs, printed)
+        arguments = (source, how, self._clock, theirs, printed)
         self._process: BaseProcess = context.Process(target=_work, args=arguments, daemon=True)
         with warnings.catch_warnings():  # of threads: they wait for files and keys, or are those of BLAS
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -123,6 +139,7 @@ class _Worker:
     def answer(self, asked: str) -> Any:
         """To a lesson's number, or to `import`, after all that was printed until then; None if the process ended."""
         printed, answer, waiting = _Printed(asked, self._say), None, [self._channel, self._output]
+        end = time.monotonic() + _EVER
         with suppress(OSError):
             self._channel.send(asked)
         while answer is None:
@@ -133,7 +150,7 @@ class _Worker:
                 with suppress(EOFError, OSError):
                     answer = self._channel.recv()
                 break
-            if self._is_late() or (not ready and self._process.exitcode is not None):
+            if self._is_late() or time.monotonic() > end or (not ready and self._process.exitcode is not None):
                 break
         self._read_output(printed)
         printed.close()
@@ -143,8 +160,10 @@ class _Worker:
         return 0 < self._clock.value < time.monotonic() - _GRACE
 
     def _read_output(self, printed: "_Printed") -> bool:
-        """All that is there; False at the end of it."""
-        while self._output.poll():
+        """What is there, which may not end; False if nothing more can come."""
+        for _ in range(_READS):
+            if not self._output.poll():
+                break
             if not (data := os.read(self._output.fileno(), 1 << 16)):
                 return False
             printed.write(data)
@@ -198,37 +217,52 @@ class _Printed:
 
 
 def _status(code: int | None) -> str:
-    if code is None or code >= 0:
+    if code is None:
+        return f"there was no answer for {_EVER:g} s"
+    if code >= 0:
         return f"exit status {code}"
     return signal.Signals(-code).name
 
 
-def _outcome(number: str, verdict: Verdict) -> Outcome:
-    return Outcome(number, verdict.word, str(verdict), verdict.record(), verdict.traceback)
+def _outcome(number: str, verdict: Verdict, tried: Teeth | None = None) -> Outcome:
+    text, record = str(verdict), verdict.record()
+    if tried is not None:
+        text, record = f"{text}\n{tried}", record | {"teeth": [asdict(each) for each in tried.teeth]}
+    return Outcome(number, verdict.word, text, record, verdict.traceback)
 
 
-def _work(folder: Path, mode: Mode, seconds: float, clock: Any, channel: Connection, printed: Connection) -> None:
+def _work(source: str, how: tuple[Mode, float, bool], clock: Any, channel: Connection, printed: Connection) -> None:
     """The process, from inside: answers to the channel, whatever is printed to `printed`."""
     _stand_apart(printed)
+    mode, seconds, with_teeth = how
     allowed = _Allowed(seconds, clock)
     with suppress(EOFError, OSError), limited(1):
         channel.recv()
-        with allowed.running():
-            written = read_folder(folder)
-        implementation = Implementation(str(folder), {name: allowed.timed(call) for name, call in written.items()})
-        answer: Any = "imported"
+        answer = implementation = _opened(source, allowed)
         while True:
             with suppress(Exception):  # such as a stream that the learner's code has closed
                 sys.stdout.flush()
-            channel.send(answer)
+            channel.send(answer if isinstance(answer, Exception | Outcome) else "imported")
             number, allowed.left = channel.recv(), seconds
-            answer = _checked(number, implementation, mode)
+            assert isinstance(implementation, Implementation)
+            answer = _checked(number, implementation, mode, with_teeth)
     os._exit(0)  # threads of the learner's may go on for ever
 
 
-def _checked(number: str, implementation: Implementation, mode: Mode) -> Outcome:
+def _opened(source: str, allowed: "_Allowed") -> Implementation | Exception:
     try:
-        return _outcome(number, check(BY_NUMBER[number], implementation, mode))
+        with allowed.running():
+            return opened(source, allowed.timed)
+    except (OSError, ValueError) as error:
+        return error
+
+
+def _checked(number: str, implementation: Implementation, mode: Mode, with_teeth: bool) -> Outcome:
+    lesson = BY_NUMBER[number]
+    try:
+        verdict = check(lesson, implementation, mode)
+        tried = teeth(lesson, implementation) if with_teeth and verdict.word == PASS else None
+        return _outcome(number, verdict, tried)
     except MissingExtra as error:
         return _outcome(number, Verdict(number, NOT_RUN, reason=str(error)))
     except MemoryError as error:
@@ -270,9 +304,20 @@ class _Allowed:
         @wraps(function)
         def call(**given: Any) -> Any:
             with self.running():
-                return function(**given)
+                made = function(**given)
+            return self._stream(made) if isinstance(made, Iterator) else made
 
         return call
+
+    def _stream(self, made: Iterator[Any]) -> Iterator[Any]:
+        """The same, which computes while it is asked for more."""
+        end = object()
+        while True:
+            with self.running():
+                each = next(made, end)
+            if each is end:
+                return
+            yield each
 
 
 def _stand_apart(printed: Connection) -> None:

@@ -1,6 +1,7 @@
 """`llorch learn init` and `check`, where the folder comes from, and the exit codes."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -69,17 +70,37 @@ def test_the_folder_is_said_by_option_environment_or_project(folder: Path, impl:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "code", "said"),
     [
-        (["99"], "there is no lesson '99'"),
-        (["rms_nrom"], "did you mean 'rms_norm'?"),
-        (["--impl", "missing"], "missing is no folder; make one with: llorch learn init missing"),
-        (["--seconds", "0"], "not in the range"),
+        (["99"], 2, "there is no lesson '99'"),
+        (["rms_nrom"], 2, "did you mean 'rms_norm'?"),
+        (["--impl", "missing"], 3, "make one with: llorch learn init missing"),
+        (["--impl", __file__], 2, "expected a folder"),
+        (["--impl", "cmd:no-such-program"], 3, "expected cmd: and a program"),
+        (["--seconds", "0"], 2, "not in the range"),
     ],
 )
-def test_usage(folder: Path, words: list[str], said: str):
+def test_usage(folder: Path, words: list[str], code: int, said: str):
+    write(folder, RIGHT)
     found = check(folder, *words)
-    assert (found.exit_code, said in found.stderr) == (2, True)
+    assert (found.exit_code, said in found.stderr) == (code, True)
+
+
+def test_a_program_is_checked_and_nothing_is_kept_of_it(folder: Path):
+    program = folder / "norm"
+    program.write_text(f"#!/bin/sh\n[ $1 = rms_norm ] || exit 69\nexec {sys.executable} -c 'print(1 / 0)'\n")
+    program.chmod(0o755)
+    found = check(folder, "--impl", f"cmd:{program}", "01", "03")
+    assert [line.split()[1] for line in found.stdout.splitlines() if line.startswith("check")] == ["FAIL", "BORROWED"]
+    assert "01 prints: ZeroDivisionError" in found.stderr
+    assert {path.name for path in folder.iterdir()} == {"norm"}
+
+
+def test_teeth_are_known_mistakes_that_are_seen_in_what_passes(folder: Path):
+    write(folder, RIGHT)
+    (folder / "l02_qkv.py").write_text("def linear(x, weight, bias):\n    return x\n")
+    right, wrong = json.loads(check(folder, "01", "02", "--teeth", "--json").stdout)["lessons"]
+    assert (len(right["teeth"]) > 3, "teeth" in wrong) == (True, False)
 
 
 def test_without_a_folder_the_command_that_makes_one_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

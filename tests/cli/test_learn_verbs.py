@@ -77,7 +77,7 @@ def test_a_part_that_is_none_is_usage(folder: Path):
 
 def test_a_solution_passes_and_is_remembered(folder: Path):
     write(folder, f"import numpy as np\n{learn('solution', '01')}")
-    assert [outcome.word for outcome in outcomes(folder, ["01"], say=pytest.fail)] == ["PASS"]
+    assert [outcome.word for outcome in outcomes(str(folder), ["01"], say=pytest.fail)] == ["PASS"]
     assert kept(folder)["solution"] is True
 
 

@@ -1,5 +1,6 @@
 """Whatever a learner's code does ends at most the process that checks it."""
 
+import inspect
 import os
 import time
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from llorch.learn.apart import Outcome, outcomes
+from llorch.learn.lessons import BY_NUMBER
 
 HEAD = "import ctypes, os, signal, sys, time\nimport numpy as np\n\n\ndef rms_norm(x, weight, eps):\n"
 RIGHT = "    return x / np.sqrt((x * x).mean(-1, keepdims=True) + np.float32(eps)) * weight\n"
@@ -19,7 +21,7 @@ def written(folder: Path, body: str, *, head: str = HEAD) -> Path:
 
 def checked(folder: Path, *numbers: str, seconds: float = 0.3) -> tuple[list[Outcome], list[str]]:
     said: list[str] = []
-    return list(outcomes(folder, numbers or ("01", "03"), seconds=seconds, say=said.append)), said
+    return list(outcomes(str(folder), numbers or ("01", "03"), seconds=seconds, say=said.append)), said
 
 
 def said_of(outcome: Outcome) -> str:
@@ -135,3 +137,14 @@ def test_what_is_saved_twice_in_a_second_is_read_anew(tmp_path: Path, module: st
         os.utime(tmp_path / f"{module}.py", (1, 1))
         found, _ = checked(tmp_path, "01", seconds=10)
         assert found[0].word == word
+
+
+@pytest.mark.parametrize(
+    "body", ["    while True:\n        pass\n    yield 1\n", "    yield from iter(lambda: 1, 2)\n"]
+)
+def test_a_stream_takes_its_time_while_it_is_read(tmp_path: Path, body: str):
+    generate = next(part for part in BY_NUMBER["12"].parts if part.streams)
+    names = ", ".join(inspect.signature(generate.reference).parameters)
+    (tmp_path / "l12_generation.py").write_text(f"def {generate.name}({names}):\n{body}")
+    found, _ = checked(tmp_path, "12", seconds=1)
+    assert found[0].word == "FAIL"

@@ -35,7 +35,7 @@ def command(*, impl: str | None, output: Path | None, given: Path | None) -> Non
 
     folder = learners_folder(impl)
     said = read_json(given, limit=1 << 20) if given else None
-    outcome = list(outcomes(folder, list(BY_NUMBER), say=say))
+    outcome = list(outcomes(str(folder), list(BY_NUMBER), say=say))
     found = certificate(folder, outcome, llorch.__version__)
     if said is None:
         place = output or folder / "certificate.json"

@@ -1,10 +1,12 @@
 """`llorch learn check`: lessons, once."""
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import click
 
-from llorch.cli.learn.folder import chosen_lessons, impl_option, learners_folder
+from llorch.cli.learn.folder import chosen_lessons, full_option, impl_option, learners_source, seconds_option
 from llorch.cli.options import json_option, verb
 from llorch.cli.output import say, to_json
 
@@ -13,20 +15,19 @@ from llorch.cli.output import say, to_json
     "Check lessons, once.",
     "llorch learn check",
     "llorch learn check 01b",
+    "llorch learn check 01b --teeth",
     "llorch learn check --chain --strict --json",
 )
 @click.argument("lessons", nargs=-1)
 @click.option("--chain", is_flag=True, help="Run all that is written up to the lesson on its own results.")
 @impl_option
+@click.option("--teeth", is_flag=True, help="Also plant the known mistakes in what passes, and see them fail.")
 @click.option("--strict", is_flag=True, help="Exit code 3 where something could not be run.")
-@click.option("--full", is_flag=True, help="Show the whole traceback of what your code raises.")
-@click.option(
-    "--seconds", type=click.FloatRange(min=0, min_open=True), default=10.0, show_default=True,
-    help="That your code may take for a lesson.",
-)  # fmt: skip
+@full_option
+@seconds_option
 @json_option("One object: version, impl, mode, and for each lesson the verdict and what stands in it.")
 def command(
-    *, lessons: Sequence[str], chain: bool, impl: str | None, strict: bool, full: bool, seconds: float, as_json: bool
+    *, lessons: Sequence[str], chain: bool, impl: str | None, strict: bool, full: bool, as_json: bool, **how: Any
 ) -> None:
     """Check LESSONS, by number or name; all of them if none is named.
 
@@ -36,17 +37,17 @@ def command(
     from llorch.learn.apart import outcomes
     from llorch.learn.progress import Progress
 
-    folder, numbers = learners_folder(impl), [lesson.number for lesson in chosen_lessons(lessons)]
-    mode, found, progress = "chained" if chain else "isolated", [], Progress(folder, say)
-    for outcome in outcomes(folder, numbers, mode, seconds=seconds, say=say):
+    source, numbers = learners_source(impl), [lesson.number for lesson in chosen_lessons(lessons)]
+    mode, found, progress = "chained" if chain else "isolated", [], Progress(Path(source), say)
+    for outcome in outcomes(source, numbers, mode, say=say, **how):
         found.append(outcome)
-        if not chain:
+        if mode == "isolated" and progress.folder.is_dir():
             progress.note(outcome)
         if not as_json:
             print_outcome(outcome, full=full)
     if as_json:
         listed = [outcome.record for outcome in found]
-        click.echo(to_json({"version": 1, "impl": str(folder), "mode": mode, "lessons": listed}, indent=1))
+        click.echo(to_json({"version": 1, "impl": source, "mode": mode, "lessons": listed}, indent=1))
     elif len(found) > 1:
         click.echo(counted(found))
     click.get_current_context().exit(exit_code(found, strict=strict))

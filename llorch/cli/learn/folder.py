@@ -1,6 +1,5 @@
-"""Which folder is the learner's, and which lessons are meant; shared by the verbs of `llorch learn`."""
+"""Which folder is the learner's, which lessons are meant, how they are checked: what verbs of `llorch learn` share."""
 
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,31 +12,31 @@ if TYPE_CHECKING:
     from llorch.learn.lessons import Lesson
 
 impl_option = click.option(
-    "--impl", envvar="LLORCH_IMPL",
-    help="Your folder.  [default: LLORCH_IMPL, else impl below [tool.llorch] in a pyproject.toml here or above]",
+    "--impl",
+    help="Your folder, or cmd:PROGRAM to check.  [default: LLORCH_IMPL, else impl of [tool.llorch] in pyproject.toml]",
 )  # fmt: skip
+full_option = click.option("--full", is_flag=True, help="Show the whole traceback of what your code raises.")
+seconds_option = click.option(
+    "--seconds", type=click.FloatRange(min=0, min_open=True), default=10.0, show_default=True,
+    help="That your code may take for a lesson.",
+)  # fmt: skip
+
+
+def learners_source(impl: str | None) -> str:
+    """The folder or program that is meant."""
+    from llorch.learn.choice import chosen
+
+    if (source := chosen(impl)) is None:
+        raise click.UsageError("no folder of yours is known here; make one with: llorch learn init my_llama")
+    return source
 
 
 def learners_folder(impl: str | None) -> Path:
     """The folder that is meant."""
-    folder = Path(impl) if impl else _from_project(Path.cwd())
-    if folder is None:
-        raise click.UsageError("no folder of yours is known here; make one with: llorch learn init my_llama")
+    folder = Path(source := learners_source(impl))
     if not folder.is_dir():
-        raise click.UsageError(f"{folder} is no folder; make one with: llorch learn init {folder}")
+        raise click.UsageError(f"expected a folder, got {source}; make one with: llorch learn init my_llama")
     return folder
-
-
-def _from_project(here: Path) -> Path | None:
-    for folder in (here, *here.parents):
-        file = folder / "pyproject.toml"
-        if file.is_file():
-            try:
-                said = tomllib.loads(file.read_text(encoding="utf-8")).get("tool", {}).get("llorch", {}).get("impl")
-            except (ValueError, AttributeError) as error:
-                raise ValueError(f"{file}: {error}") from None
-            return folder / said if isinstance(said, str) else None
-    return None
 
 
 def chosen_lessons(words: Sequence[str]) -> "list[Lesson]":

@@ -1,5 +1,6 @@
 """`llorch learn hint`: three steps for every part, one more at each call."""
 
+import ast
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,7 +49,7 @@ def _in_work(folder: Path, lesson: "Lesson", taken: dict[str, int]) -> str:
 
     hints = hints_of(lesson)
     try:
-        unwritten = unwritten_in(folder / f"{lesson.module}.py")
+        unwritten = unwritten_in(ast.parse((folder / f"{lesson.module}.py").read_bytes()))
     except (OSError, SyntaxError, ValueError):
         unwritten = set(hints)
     left = [name for name in hints if taken.get(name, 0) < len(hints[name])]

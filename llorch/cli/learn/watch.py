@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from llorch.cli.learn.events import SAVED, events
-from llorch.cli.learn.folder import impl_option, learners_folder
+from llorch.cli.learn.folder import full_option, impl_option, learners_folder, seconds_option
 from llorch.cli.learn.hint import show_hint
 from llorch.cli.learn.list import show_list
 from llorch.cli.learn.next import next_lesson, show_lesson
@@ -28,11 +28,8 @@ KEYS = "n next   h hint   l list   c check all   s solution   x reset   q quit"
 @verb("Check what is saved, until you quit.", "llorch learn", "llorch learn my_llama")
 @click.argument("folder", type=click.Path(path_type=Path), required=False)
 @impl_option
-@click.option("--full", is_flag=True, help="Show the whole traceback of what your code raises.")
-@click.option(
-    "--seconds", type=click.FloatRange(min=0, min_open=True), default=10.0, show_default=True,
-    help="That your code may take for a lesson.",
-)  # fmt: skip
+@full_option
+@seconds_option
 def command(*, folder: Path | None, impl: str | None, full: bool, seconds: float) -> None:
     """Watch FOLDER: a lesson is checked when its file, or one that it imports, is saved.
 
@@ -105,7 +102,7 @@ class _Loop:
 
         progress, found = Progress(self.folder, say), []
         numbers = [lesson.number for lesson in lessons]
-        for outcome in outcomes(self.folder, numbers, seconds=self.seconds, say=say):
+        for outcome in outcomes(str(self.folder), numbers, seconds=self.seconds, say=say):
             found.append(outcome)
             progress.note(outcome)
             print_outcome(outcome, full=self.full)
