@@ -60,3 +60,14 @@ def test_a_lesson_runs_as_a_plain_script_and_up_to_13_with_numpy_alone(number: s
     done = subprocess.run([sys.executable, *alone, lesson], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout
+
+
+@pytest.mark.parametrize("path", ["README.md", "checkpoints/README.md"])
+def test_the_tables_list_the_lessons_in_their_order_with_their_minutes(path: str):
+    text = (FOLDER.parent / path).read_text(encoding="utf-8").split("<!-- generated: ")[0]
+    found = {
+        no: int(m) for no, m in re.findall(r"^\| (\w+) \| \[[\w ]+\]\([^)]*\) \|.*\| (\d+) \|$", text, re.MULTILINE)
+    }
+    assert sorted(found) == sorted(CHECKPOINTS)
+    told = {lesson.number: lesson.minutes for lesson in LESSONS if lesson.number in CHECKPOINTS}
+    assert [(number, minutes) for number, minutes in found.items() if number in told] == list(told.items())

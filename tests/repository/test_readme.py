@@ -13,7 +13,6 @@ from click.testing import CliRunner
 from command_line import spawn
 
 from llorch.cli import main
-from llorch.stages import CHECKPOINTS
 
 ROOT = Path(__file__).parents[2]
 PAGES = {
@@ -119,7 +118,3 @@ def test_a_link_leads_to_a_file_or_a_heading(page: str, link: str):
 )
 def test_a_script_that_is_named_exists(name: str):
     assert (ROOT / name).exists()
-
-
-def test_every_checkpoint_is_listed():
-    assert re.findall(r"^\| (\w+) \| \[", README, re.MULTILINE) == list(CHECKPOINTS)
