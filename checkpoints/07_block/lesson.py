@@ -1,0 +1,276 @@
+# %% [markdown]
+# # 07 block
+#
+# 30 minutes, one function of ten lines, each a call of a part that exists.
+#
+# ## Where we are
+#
+# ![The way of a token through the model, with this lesson's boxes lit](fig/where.svg)
+#
+# All pieces of a layer lie on the table. Now they are put together, and what comes out is the model: `story` is an
+# embedding, this block five times with other weights, and a last product.
+#
+# If you came the short way (00, 01, 01b, 07, 12), you have not written some of the pieces. That does not matter: what
+# you import from a lesson that you skipped is ours. This is all that you need to know of them. `seq` are the new
+# tokens, `ctx` all so far; there are fewer key and value heads (`kv_heads`) than query heads (`heads`).
+#
+# - `rms_norm(x, weight, eps)` ([01](../01_rms_norm/README.md)) brings every row to size 1 and multiplies by a gain.
+#   It keeps the shape.
+# - `qkv(h, q_proj, k_proj, v_proj, q_bias, k_bias, v_bias, q_norm, k_norm, head_dim, eps)`
+#   ([02](../02_qkv/README.md)): three products that give each token a query, a key and a value for every head, each
+#   (seq, heads or kv_heads, head_dim). What a model does not have is None: `w.get("q_bias")`.
+# - `rope(x, cos, sin)` ([01b](../01b_rope/README.md)) turns each head by the token's position and keeps the shape.
+# - `append(past_k, past_v, k, v)` ([03](../03_kv_cache/README.md)) lays new keys and values behind those of the tokens
+#   before: two arrays (kv_heads, ctx, head_dim).
+# - `attention_scores(q, k)` and `attention_probs(scores)` ([04](../04_attention_scores/README.md)) compare every query
+#   with every key, hide the future, and make shares that sum to one: (heads, seq, ctx).
+# - `attention_context(probs, v)` ([05](../05_attention_output/README.md)) takes that share of each value and joins the
+#   heads: (seq, heads * head_dim).
+# - `attention_output(context, o_proj, o_bias)` (05, too) brings them back to the width of the stream: (seq, hidden).
+# - `feed_forward(h, gate_proj, up_proj, down_proj)` ([06](../06_swiglu/README.md)): every token on its own, widened,
+#   gated, narrowed: (seq, hidden).
+#
+# ## Idea
+#
+# Two halves of the same shape. Take a copy of the stream and normalise it; compute with the copy; *add* the result to
+# the stream. First attention, in which tokens see each other, then the feed-forward part, in which each is alone.
+#
+# ![The stream goes straight through the block; two branches read a normalised copy and add to it](fig/wiring.svg)
+#
+# The stream itself goes straight through. No norm and no matrix stands in its way; a block can only add. That is why
+# deep models can be trained at all: the way from the last layer to the first is a sum, and a gradient passes a sum
+# unchanged. And it is why the norm stands *in the branch*. Older models had it in the stream, behind each addition.
+#
+# ## The maths
+#
+# ```math
+# \begin{aligned}
+# r &= x + \mathrm{attention}(\mathrm{rmsnorm}(x) \odot w_1) \\
+# y &= r + \mathrm{ffn}(\mathrm{rmsnorm}(r) \odot w_2)
+# \end{aligned}
+# ```
+#
+# | symbol | shape | what it is |
+# | --- | --- | --- |
+# | $x$ | (seq, hidden) | the stream in front of the block |
+# | $w_1$, $w_2$ | (hidden,) | `attn_norm`, `ffn_norm`: two gains, one for each norm |
+# | $r$ | (seq, hidden) | `attn_residual`, the stream between the halves |
+# | $y$ | (seq, hidden) | `block_out`, the next block's $x$ |
+#
+# Inside attention the order is fixed too: project, (in Qwen3: normalise the heads), rotate queries and keys but not
+# values, append to the cache, score, soften, mix, project back. The cache holds *rotated* keys, so that no key is
+# turned twice.
+#
+# ## The picture
+#
+# ![Size of the stream of one token after each addition of story's five blocks](fig/stream.svg)
+#
+# *fox* on its way through `story`: where each bar begins the stream was, where it ends it is after the addition, as
+# root mean square, on a logarithmic scale. The first feed-forward part makes the row 19 times as large, the last one
+# almost 4 times. No addition between them makes it larger by much more than a third.
+
+# %%
+import numpy as np
+
+import llorch
+
+story = llorch.load("story")
+ids = story.tokenizer.encode("Once upon a time there was a little fox")
+trace: dict[str, np.ndarray] = {}
+story.forward(ids, trace=trace)
+
+
+def rms(name: str) -> float:
+    return float(np.sqrt(np.mean(trace[name][-1] ** 2)))
+
+
+print(f"embedding {rms('embed'):.2f}")
+for layer in range(5):
+    names = ("attn_out", "attn_residual", "ffn_out", "block_out")
+    a, r, f, y = (rms(f"l{layer}.{name}") for name in names)
+    print(f"layer {layer}: attention adds {a:5.2f} -> {r:5.2f}, feed-forward adds {f:5.2f} -> {y:6.2f}")
+
+# %% [markdown]
+# In layer 2 the feed-forward part adds 0.93 to a row of 17.54 and gets 17.93. Sizes of rows do not add up: what
+# counts is the direction.
+#
+# ## The reference
+#
+# <!-- source: llorch.forward.block -->
+#
+# <!-- source: llorch.forward.attention -->
+#
+# Yours does both in one function, without `config` and `keep`: it is handed `head_dim` and `eps`, takes the caches as
+# arrays, and returns them.
+#
+# ## Run it
+#
+# The same with the learner's signature, layer 0 of `micro-llama`, from the embeddings that llama.cpp stored:
+
+# %%
+from llorch.builtin import goldens_folder
+from llorch.learn.lessons import BY_NUMBER, PARTS
+from llorch.ops.rope import rope_tables
+from llorch.verify.goldens import read
+
+block = PARTS["block"].reference
+micro = llorch.load("micro-llama")
+config, w = micro.config, micro.weights.layer(0)
+golden = read(goldens_folder() / "micro-llama")
+theirs = golden.evidence["llamacpp"].traces["near"]
+x = theirs["embed"]
+cos, sin = rope_tables(np.arange(len(x)), head_dim=config.head_dim, theta=config.rope_theta, scaling=None)
+nothing = np.zeros((config.n_kv_heads, 0, config.head_dim), np.float32)
+rest = {"w": w, "head_dim": config.head_dim, "eps": config.rms_norm_eps}
+y, k, v = block(x=x, cos=cos, sin=sin, past_k=nothing, past_v=nothing, **rest)
+print("stream", x.shape, "->", y.shape, " keys", nothing.shape, "->", k.shape)
+print("llama.cpp's block_out, within 1e-5:", bool(np.abs(y - theirs["l0.block_out"]).max() < 1e-5))
+
+# %% [markdown]
+# Twelve tokens at once. Or seven, and then five more behind the cache of the seven:
+
+# %%
+first, k7, v7 = block(x=x[:7], cos=cos[:7], sin=sin[:7], past_k=nothing, past_v=nothing, **rest)
+second, k12, v12 = block(x=x[7:], cos=cos[7:], sin=sin[7:], past_k=k7, past_v=v7, **rest)
+print("caches", k7.shape, "then", k12.shape)
+print("the same rows, within 1e-5:", bool(np.abs(np.concatenate([first, second]) - y).max() < 1e-5))
+
+# %% [markdown]
+# ## The mistake
+#
+# One letter. The name `h` is there, it holds the normalised rows, and the addition takes it instead of `x`:
+
+# %%
+from llorch.learn.materials import typed_mistakes
+
+typed = typed_mistakes(BY_NUMBER["07"])["block"]
+wrong = typed["attention-residual-from-normed"]
+print(wrong.__doc__)
+
+# %% [markdown]
+# Shapes fit, sizes look sound, every part in it is right. Two more of this kind: the second norm with the gain of the
+# first, and a missing line (queries and keys are never rotated). What `story` writes with each of them:
+
+# %%
+from llorch.learn.implementation import Implementation
+
+
+def continued(**parts) -> str:
+    with Implementation("this page", parts).installed():
+        return "".join(token.text for token in story.generate("Once upon a time there was a little fox", max_tokens=12))
+
+
+print("right           ", continued())
+print("h for x         ", continued(block=wrong))
+print("gain of the other", continued(block=typed["norm-gain-of-other-norm"]))
+print("never rotated   ", continued(block=typed["rope-missing"]))
+
+# %% [markdown]
+# The last one writes a sentence. A model without positions still knows which words go together. What the check says
+# about the first:
+
+# %%
+from llorch.learn.check import check_functions
+
+print(check_functions("07", block=wrong))
+
+# %% [markdown]
+# From outside a block shows three things only, its two caches and its output. Every line inside can be wrong, so the
+# diagnosis plants the known mistakes of all lessons up to here (26 that a block can make are typed out in `mistakes.py`
+# beside this page) and looks which of them makes the same three arrays. Both caches of layer 0 were right: so the first
+# norm, the projections and the rotation are sound, and the fault lies behind them. That is how to search by hand, too.
+#
+# ## Exercise
+#
+# Write `block` in `l07_block.py`. The imports at its top are there already:
+#
+# ```python
+# def block(x, w, cos, sin, past_k, past_v, head_dim, eps) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+# ```
+#
+# ```
+# llorch learn check 07
+# llorch learn check 07 --chain
+# llorch learn hint 07          # a direction; once more for the formula, once more for the code
+# ```
+#
+# The first command feeds your block the embeddings and runs all layers with it. It runs your own `rms_norm`, `rope` and
+# so on inside, because your file imports them: a mistake in one of them turns 07 red, with *its* name.
+#
+# The second is the first *chained* check. Everything that you have written up to here runs on its own results, from
+# the embedding on, and the first lesson that differs is the one to mend; those behind it are not looked at. Parts that
+# you have not written are borrowed and said to be.
+#
+# Then let your block write a story:
+#
+# ```
+# llorch run story "Once upon a time there was a little fox" --impl .
+# ```
+#
+# ## Where the engines differ
+#
+# Nothing but rounding. Isolated, all engines add the same two float32 numbers and get the same result. But `block_out`
+# carries the rounding of everything before it, so it shows how errors grow with depth. `story`, on the way from
+# layer to layer, each engine against float64:
+
+# %%
+golden = read(goldens_folder() / "story")
+runs = {name: golden.evidence[name].traces["near"] for name in ("llamacpp", "transformers")}
+truth = golden.truth.evidence.traces["near"]
+for layer in range(5):
+    exact = truth[f"l{layer}.block_out"]
+    off = [np.linalg.norm(run[f"l{layer}.block_out"] - exact) / np.linalg.norm(exact) for run in runs.values()]
+    between = np.abs(runs["llamacpp"][f"l{layer}.block_out"] - runs["transformers"][f"l{layer}.block_out"]).max()
+    print(f"layer {layer}: llama.cpp {off[0]:.1e}, transformers {off[1]:.1e}, between them {between:.1e} at most")
+
+# %% [markdown]
+# The relative error hardly grows over five layers: each addition brings rounding of its own and dilutes the one
+# before. The last column grows because the rows do.
+#
+# Do not take `block_out` of the last layer from the last entry of transformers' `hidden_states`: that one is after
+# the final norm. The stage is the output of the decoder layer itself.
+#
+# Further reading:
+#
+# - He and others, [Deep Residual Learning](https://arxiv.org/abs/1512.03385), 2015: adding, and what depth is worth
+#   without it.
+# - Xiong and others, [On Layer Normalization in the Transformer Architecture](https://arxiv.org/abs/2002.04745), 2020:
+#   norm in the branch against norm in the stream.
+# - Elhage and others,
+#   [A Mathematical Framework for Transformer Circuits](https://transformer-circuits.pub/2021/framework/index.html),
+#   2021: the stream as a shared memory that blocks read and write.
+# - `LlamaDecoderLayer` in transformers
+#   ([modeling_llama.py](https://github.com/huggingface/transformers/blob/main/src/transformers/models/llama/modeling_llama.py))
+#   and the graph of Llama in llama.cpp
+#   ([llama.cpp](https://github.com/ggml-org/llama.cpp/blob/master/src/models/llama.cpp)): the same twelve lines, twice.
+# - [torchtune 2809](https://github.com/meta-pytorch/torchtune/issues/2809): heads of Qwen3 rotated first and normalised
+#   then. Right parts in the wrong order.
+# - [hipfire 258](https://github.com/warpfront/hipfire/issues/258): weeks lost to a comparison with the wrong side of
+#   the last norm.
+#
+# ## Stages
+#
+# <!-- generated: stages -->
+# <!-- end -->
+#
+# ## What is compared
+#
+# `block_out` of every layer. Isolated it is the last addition only; chained it carries the rounding of everything
+# before it, so this line shows how errors grow through the blocks.
+#
+# <!-- generated: distances -->
+# <!-- end -->
+#
+# How to read the numbers: [index](../README.md#how-to-read-a-page).
+#
+# ## Mistakes it catches
+#
+# <!-- generated: mistakes -->
+# <!-- end -->
+#
+# ## Check it
+#
+# ```
+# pytest -k checkpoint_07                   # the comparison, and every mistake of this page planted
+# llorch verify micro-llama --detail
+# ```
