@@ -118,6 +118,11 @@ def _explain(error: BaseException, *, traceback: bool) -> None:
         import traceback as tracebacks
 
         click.echo("".join(tracebacks.format_exception(error)), err=True, nl=False)
+    if isinstance(error, LearnerFault):
+        from llorch.learn.frames import own_frames
+
+        for line in own_frames(error.__cause__ or error):
+            click.echo(f"  {printable(line)}", err=True)
     click.echo(error_line(error), err=True)
 
 

@@ -21,6 +21,8 @@ from llorch.cli.options import (
 )
 from llorch.cli.output import say, to_json
 
+OURS = "reference"  # as an implementation
+
 
 @verb(
     "Continue a prompt, or answer a message.",
@@ -31,6 +33,7 @@ from llorch.cli.output import say, to_json
     'llorch run model.gguf --chat "Why is the sky blue?" --system "Answer in a sentence."',
     'llorch run model.gguf "Once upon a time" --backend torch --device cuda --dtype bfloat16',
     'llorch run model.gguf "Once upon a time" --adapter path/to/adapter',
+    'llorch run story "Once upon a time" --impl my_llama',
 )
 @click.argument("model", default="story")
 @click.argument("prompt", required=False)
@@ -52,6 +55,11 @@ from llorch.cli.output import say, to_json
 @click.option("--ignore-eos", is_flag=True, help="Go on after an end token.")
 @click.option("--adapter", type=click.Path(path_type=Path), help="LoRA: a PEFT directory or a GGUF file.")
 @click.option("--any-base", is_flag=True, help="Take an --adapter that names another base.")
+@click.option(
+    "--impl",
+    help="Your own parts, a folder or cmd:PROGRAM (see llorch learn); reference for ours.  [default: LLORCH_IMPL, else "
+    "impl of [tool.llorch] in pyproject.toml]",
+)
 @numerics_options
 @backend_options
 @threads_option
@@ -60,9 +68,9 @@ from llorch.cli.output import say, to_json
 @click.option("-v", "--verbose", is_flag=True, help="Rates on stderr.")
 def command(
     *, model: str, prompt: str | None, chat: str | None, system: str | None, history: Path | None, max_tokens: int,
-    stop: tuple[str, ...], ignore_eos: bool, adapter: Path | None, any_base: bool, numerics: str | None, kv_cache: str,
-    residency: Any, backend: str, device: str | None, dtype: str | None, kernels: Any, compiled: bool, as_json: bool,
-    verbose: bool, **sampling: Any,
+    stop: tuple[str, ...], ignore_eos: bool, adapter: Path | None, any_base: bool, impl: str | None,
+    numerics: str | None, kv_cache: str, residency: Any, backend: str, device: str | None, dtype: str | None,
+    kernels: Any, compiled: bool, as_json: bool, verbose: bool, **sampling: Any,
 ) -> None:  # fmt: skip
     """Continue PROMPT with MODEL (default: story), or answer --chat; text goes to stdout as it is made.
 
@@ -73,6 +81,7 @@ def command(
     """
     from llorch.cli.inputs import chosen_numerics, conversation, model_path, prompt_text, say_plan
     from llorch.model import load
+    from llorch.numerics import EXACT
     from llorch.sampling import SamplingSettings
 
     settings = SamplingSettings(**sampling)
@@ -90,6 +99,7 @@ def command(
     if messages is not None and prompt is not None:
         raise click.UsageError("give PROMPT, or --chat and --history, not both")
     text = prompt_text(prompt) if messages is None else None
+    _use_parts(impl, can=backend == "numpy" and arithmetic == EXACT and adapter is None)
     timing = Timing()
     most = _n_bytes(text, messages) + max_tokens  # a token stands for a byte or more
     loaded: Any
@@ -131,6 +141,23 @@ def _refuse_misplaced(
     for option, value in given.items():
         if value:
             raise click.UsageError(f"{option} goes with --backend {other}")
+
+
+def _use_parts(impl: str | None, *, can: bool) -> None:
+    """Put what a learner has written in the place of ours until the command ends, and say what that is."""
+    from llorch.learn.choice import chosen, opened
+    from llorch.learn.lessons import BY_NUMBER, LESSONS
+
+    if impl not in (None, OURS) and not can:
+        raise click.UsageError("--impl goes with --backend numpy and exact numerics, without --adapter")
+    if impl == OURS or not can or (spec := chosen(impl)) is None:
+        return
+    implementation = opened(spec)
+    parts = [part for lesson in LESSONS[: LESSONS.index(BY_NUMBER["12"]) + 1] for part in lesson.parts]
+    borrowed = implementation.borrowed(parts)
+    own = [part.name for part in parts if part.name not in borrowed]
+    say(f"{spec}: yours {', '.join(own) or 'nothing'}; borrowed {', '.join(borrowed) or 'nothing'}")
+    click.get_current_context().with_resource(implementation.installed(parts, live=True))
 
 
 def _added(loaded: Any, adapter: Path, *, any_base: bool) -> str:

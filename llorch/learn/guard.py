@@ -15,6 +15,7 @@ from llorch.errors import LearnerFault
 from llorch.learn.part import Call, Part
 
 Note = Callable[[str], None]
+_SMALL = 1 << 16  # bytes
 Like = tuple[tuple[int, ...], np.dtype]
 
 
@@ -81,7 +82,9 @@ def _shapes(value: Any) -> object:
     if isinstance(value, Mapping):
         return tuple((name, _shapes(each)) for name, each in value.items())
     if isinstance(value, np.ndarray):
-        return value.shape, value.dtype.str, b"" if value.dtype.kind == "f" else value.tobytes()
+        if value.dtype.kind == "f":
+            return value.shape, value.dtype.str
+        return (value.shape, value.dtype.str, value.tobytes()) if value.nbytes < _SMALL else object()  # not seen before
     return repr(value)
 
 
@@ -113,14 +116,14 @@ def _called(part: Part, function: Call, handed: Mapping[str, Any]) -> Any:
 
 def _require_unchanged(part: Part, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
     for name, old in before.items():
-        new = after.get(name)
-        if isinstance(old, Mapping) and isinstance(new, Mapping):
+        new = after.get(name, old)
+        if isinstance(old, Mapping):
             _require_unchanged(part, old, new)
         elif (
             isinstance(old, np.ndarray)
             and old.flags.writeable
             and not np.array_equal(old, new, equal_nan=old.dtype.kind == "f")
-        ):  # type: ignore[arg-type]
+        ):
             raise LearnerFault(part.name, f"changed its argument {name}; compute into a new array")
 
 
