@@ -4,12 +4,12 @@ import numpy as np
 
 
 def first(logits: np.ndarray) -> np.ndarray:
-    return logits[0]
+    return logits[0].copy()
 
 
 def before_last(logits: np.ndarray) -> np.ndarray:
     n = len(logits) - 1
-    return logits[n - 1]
+    return logits[n - 1].copy()
 
 
 def mean(logits: np.ndarray) -> np.ndarray:

@@ -1,0 +1,162 @@
+# %% [markdown]
+# # 09 selected_logits
+#
+# 10 minutes, one line. The question is not how, but which.
+#
+# ## Where we are
+#
+# ![The way of a token through the model, with this lesson's box lit](fig/where.svg)
+#
+# The model has made logits ([08](../08_logits/README.md)): for each token of the text one number for every token of
+# the vocabulary. To go on with the text, one row of them is needed.
+#
+# ## Idea
+#
+# Row $t$ was made from the tokens 0 to $t$ and nothing behind them (that is what the mask of
+# [04](../04_attention_scores/README.md) is for). It says what comes *behind* token $t$. While a model is trained, all
+# rows are used at once; while it writes, only the last one is.
+
+# %%
+import inspect
+
+import numpy as np
+
+import llorch
+
+story = llorch.load("story")
+ids = story.tokenizer.encode("Once upon a time there was a little fox")
+logits = story.forward(ids)
+print(logits.shape)
+for i, row in zip(ids, logits, strict=True):
+    piece, best = (story.tokenizer.token_bytes(int(each)).decode() for each in (i, row.argmax()))
+    print(f"behind {piece or 'the begin':10} {best!r}")
+
+# %% [markdown]
+# The left column is the text, the right one is what the model would have written there. It agrees for the first
+# words, and goes its own way where the text had a choice.
+#
+# ## The maths
+#
+# ```math
+# z_\mathrm{selected} = z_{T-1}
+# ```
+#
+# | symbol | shape | what it is |
+# | --- | --- | --- |
+# | $z$ | (seq, vocab) | logits, one row a token |
+# | $T$ | a number | tokens of the pass; rows count from 0, so the last is $T - 1$ |
+#
+# ## The picture
+#
+# ![For every row the five likeliest tokens; the last row is outlined](fig/rows.svg)
+#
+# One column a token of the text, below it the five likeliest next tokens and their probabilities. Sampling sees the
+# outlined column.
+#
+# ## The reference
+#
+# In [`forward`](../../llorch/forward.py) this is `x[-1:]` before the final norm: rows that nobody will look at are not
+# normalised and not multiplied with the largest matrix of the model. For a prompt of 500 tokens that saves 499 of 500
+# parts of the work of `lm_head`.
+#
+# <!-- source: llorch.forward.logits -->
+#
+# ## Run it
+
+# %%
+last = story.forward(ids, last_only=True)
+print(last.shape, "the same token:", last[0].argmax() == logits[-1].argmax())
+print(f"largest difference ~{np.abs(last[0] - logits[-1]).max():.0e}")
+
+# %% [markdown]
+# Not always the same bits: with one row a matrix product is another routine than with ten, and adds in another order.
+#
+# ## The mistake
+#
+# Off by one, towards the front. Towards the back is behind the end, and raises.
+
+# %%
+from llorch.learn.check import check_functions
+from llorch.learn.lessons import BY_NUMBER
+from llorch.learn.materials import typed_mistakes
+
+wrong = typed_mistakes(BY_NUMBER["09"])["last_row"]["selected-row-before-last"]
+print(inspect.getsource(wrong))
+print(check_functions("09", last_row=wrong))
+
+# %% [markdown]
+# Row $T - 2$ predicts the token that the prompt already ends with. So a program with this mistake says the last word
+# again, and looks like one with a bad model. In batches it comes in another form: sequences of different lengths are
+# padded, and "the last row" is one of the padding.
+#
+# ## Exercise
+#
+# Write `last_row` in `l09_selected_logits.py`:
+#
+# ```python
+# def last_row(logits: np.ndarray) -> np.ndarray: ...
+# ```
+#
+# ```
+# llorch learn check 09
+# llorch learn hint 09
+# ```
+#
+# Where it stands in our code all rows are computed while it is in place, so that there is something to choose from.
+#
+# ## Where the engines differ
+
+# %%
+from llorch.builtin import BUILTIN, goldens_folder
+from llorch.verify.goldens import read
+
+for name in BUILTIN:
+    golden = read(goldens_folder() / name)
+    a, b = (shown.selected_logits for shown in golden.evidence.values())
+    alone = golden.evidence["llamacpp"]
+    same = np.array_equal(alone.selected_logits, alone.traces["near"]["logits"][-1])
+    print(f"{name:13} apart by {np.abs(a - b).max():.0e}   llama.cpp's row of 08 is the same: {same}")
+
+# %% [markdown]
+# - llama.cpp drops the other rows in its last layer, before the first addition, and from there on multiplies matrices
+#   with a single row, for which its CPU backend uses another routine than for two rows and more.
+# - transformers runs all rows through the blocks and the final norm, and applies `lm_head` to the last one
+#   (`logits_to_keep=1`).
+# - We drop the other rows before the final norm.
+#
+# Further reading:
+#
+# - `logits_to_keep` in transformers'
+#   [modeling_llama.py](https://github.com/huggingface/transformers/blob/main/src/transformers/models/llama/modeling_llama.py).
+# - Radford and others, [Language Models are Unsupervised Multitask
+#   Learners](https://cdn.openai.com/better-language-models/language_models_are_unsupervised_multitask_learners.pdf),
+#   2019: one row a token, all of them trained at once.
+#
+# ## Stages
+#
+# - what: `selected_logits`, of shape (vocab)
+# - our function: [`forward`](../../llorch/forward.py) with `last_only`
+# - llama.cpp: `llama_get_logits_ith(-1)` of a batch that asks for its last token
+# - transformers: `logits` with `logits_to_keep=1`
+#
+# ## What is compared
+#
+# What each engine gives when it is asked for the last token only, against our forward pass with `last_only`. Its truth
+# is transformers in float64, asked alike. It is not the golden of [08](../08_logits/README.md) cut to one row.
+#
+# <!-- generated: distances -->
+# <!-- end -->
+#
+# How to read the numbers: [index](../README.md#how-to-read-a-page).
+#
+# ## Mistakes it catches
+#
+# <!-- generated: mistakes -->
+# <!-- end -->
+#
+# ## Check it
+#
+# ```
+# pytest -k checkpoint_09                   # the comparison, and every mistake of this page planted
+# llorch verify micro-llama --detail
+# ```

@@ -1,0 +1,165 @@
+# %% [markdown]
+# # 10 argmax
+#
+# 10 minutes, one function. It is easy, but for one case.
+#
+# ## Where we are
+#
+# ![The way of a token through the model, with this lesson's box lit](fig/where.svg)
+#
+# One row of logits is left ([09](../09_selected_logits/README.md)): a number for every token of the vocabulary. The
+# simplest way to get one token out of it is to take the largest. That is called greedy, or temperature 0.
+#
+# ## Idea
+#
+# Logits are no probabilities, but they are in the same order: the softmax of
+# [11](../11_probabilities/README.md) keeps it, and so does every temperature. So the likeliest token is found
+# without computing a single exponential.
+
+# %%
+import inspect
+
+import numpy as np
+
+import llorch
+
+story = llorch.load("story")
+row = story.forward(story.tokenizer.encode("Once upon a time there was a little"), last_only=True)[0]
+for i in np.argsort(-row)[:4]:
+    print(f"{i:4} {story.tokenizer.token_bytes(int(i)).decode()!r:9} {row[i]:.3f}")
+
+# %% [markdown]
+# ` boy` it is, by a lead of a tenth. What if two were equal?
+#
+# ## The maths
+#
+# ```math
+# \mathrm{id} = \min\, \{\, i : z_i = \max_j z_j \,\}
+# ```
+#
+# | symbol | shape | what it is |
+# | --- | --- | --- |
+# | $z$ | (vocab,) | the row of logits |
+# | $\mathrm{id}$ | a whole number | from 0 to vocab - 1; among equals the lowest |
+#
+# By hand: $z = (1, 4, 2, 4)$ gives 1, not 3.
+#
+# The lowest is a convention, not a law. But two programs that are to write the same text must have the same one.
+# Equal logits are rare in float32 and common in bfloat16, where between 8 and 16 there are only 128 different numbers
+# for a vocabulary of 150,000.
+#
+# ## The picture
+#
+# ![How far the best token led over the second, in every step of five greedy texts](fig/leads.svg)
+#
+# Every dot is a step of a greedy text of 24 tokens, one line for each built-in model: how much larger the best logit
+# was than the second, in float64 and in units of the row's own size. The dashed line is what the rounding of float32 can move. Left of it two right
+# programs may choose differently, and no dot is there.
+#
+# ## The reference
+#
+# <!-- source: llorch.sampling.greedy -->
+#
+# NumPy promises the first of equals, so one call is all there is to it.
+#
+# ## Run it
+
+# %%
+from llorch.sampling import greedy
+
+print(greedy(np.array([1.0, 4.0, 2.0, 4.0])))
+half = (row.view(np.uint32) >> 16 << 16).view(np.float32)  # what bfloat16 leaves of each number
+print(f"{len(np.unique(row))} different logits in float32, {len(np.unique(half))} in bfloat16")
+print(
+    "largest in bfloat16:", [story.tokenizer.token_bytes(int(i)).decode() for i in np.flatnonzero(half == half.max())]
+)
+
+# %% [markdown]
+# ## The mistake
+#
+# A loop with `>=`. Rust's `max_by` does the same: it returns the last of equals. On ordinary rows nobody can tell.
+
+# %%
+from llorch.learn.check import check_functions
+from llorch.learn.lessons import BY_NUMBER
+from llorch.learn.materials import typed_mistakes
+
+wrong = typed_mistakes(BY_NUMBER["10"])["argmax"]["argmax-last-of-ties"]
+print(inspect.getsource(wrong))
+found = check_functions("10", argmax=wrong)
+print(found)
+print({each.row.case: sum(other.row.case == each.row.case for other in found.wrong) for each in found.judged})
+
+# %% [markdown]
+# All rows of the engines are right. It is red only on a row that was made for it: the engine's own, with its largest
+# number written to two more places behind the first. What is right there no golden says: it is the convention above,
+# which both engines keep.
+#
+# ## Exercise
+#
+# Write `argmax` in `l10_argmax.py`:
+#
+# ```python
+# def argmax(row: np.ndarray) -> int: ...
+# ```
+#
+# ```
+# llorch learn check 10
+# llorch learn hint 10
+# ```
+#
+# ## Where the engines differ
+#
+# They choose alike in every built-in model, by leads that rounding cannot make up for:
+
+# %%
+from llorch.builtin import BUILTIN, goldens_folder
+from llorch.verify.goldens import read
+
+for name in BUILTIN:
+    golden = read(goldens_folder() / name)
+    chosen = {engine: int(shown.selected_logits.argmax()) for engine, shown in golden.evidence.items()}
+    best = np.sort(golden.truth.evidence.selected_logits)[::-1]
+    print(f"{name:13} {chosen}   lead {best[0] - best[1]:.2f}")
+
+# %% [markdown]
+# - llama.cpp's greedy sampler replaces its choice only by a larger logit, and `torch.argmax` returns the first maximum.
+#   Both take the lowest id, as NumPy does.
+# - The golden is the argmax of the engine's logits. The token that the engine itself picks is the first one of
+#   [12](../12_generation/README.md).
+#
+# Further reading:
+#
+# - [`torch.argmax`](https://docs.pytorch.org/docs/stable/generated/torch.argmax.html),
+#   [`numpy.argmax`](https://numpy.org/doc/stable/reference/generated/numpy.argmax.html) and
+#   [`Iterator::max_by`](https://doc.rust-lang.org/std/iter/trait.Iterator.html#method.max_by): three sentences about
+#   equal elements.
+#
+# ## Stages
+#
+# - what: `argmax`, one whole number
+# - our function: [`greedy`](../../llorch/sampling.py)
+# - llama.cpp: `llama_sampler_init_greedy`
+# - transformers: `argmax` in `generate`
+#
+# ## What is compared
+#
+# The argmax of our row of [09](../09_selected_logits/README.md) against the argmax of each engine's row. Ids are equal
+# or not; there is no tolerance. If they are not, the verdict is TIE with the gap, and not FAIL, only where both true
+# logits lie nearer to the largest one than rounding can move them: what sums of the model's width and depth cost, see
+# `Margins` in [`llorch/verify/limits.py`](../../llorch/verify/limits.py). What our own logits say does not matter.
+#
+# <!-- generated: equal -->
+# <!-- end -->
+#
+# ## Mistakes it catches
+#
+# <!-- generated: mistakes -->
+# <!-- end -->
+#
+# ## Check it
+#
+# ```
+# pytest -k checkpoint_10                   # the comparison, and every mistake of this page planted
+# llorch verify micro-llama --detail
+# ```

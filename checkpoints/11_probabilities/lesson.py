@@ -1,0 +1,223 @@
+# %% [markdown]
+# # 11 probabilities
+#
+# 30 minutes, five small functions and the chain of them.
+#
+# ## Where we are
+#
+# ![The way of a token through the model, with this lesson's box lit](fig/where.svg)
+#
+# There is one row of logits ([09](../09_selected_logits/README.md)). Taking its largest entry
+# ([10](../10_argmax/README.md)) always writes the same text. To get another one, a token is drawn by chance, and this
+# lesson makes the distribution that it is drawn from.
+#
+# ## Idea
+#
+# The softmax of the logits is what the model believes. People shape it before they draw: a little less of what was
+# already said, a little flatter or sharper, and nothing at all from the long tail, where a thousand unlikely tokens
+# are likely together.
+
+# %%
+import inspect
+
+import numpy as np
+
+import llorch
+from llorch.sampling import keep_min_p, keep_top_k, keep_top_p, penalise, softmax
+
+story = llorch.load("story")
+ids = story.tokenizer.encode("Once upon a time there was a little boy. One day, there was a little")
+row = story.forward(ids, last_only=True)[-1].astype(np.float64)
+order = np.argsort(-row)
+for i in order[:6]:
+    print(f"{story.tokenizer.token_bytes(int(i)).decode()!r:10} logit {row[i]:6.2f}   {softmax(row)[i]:.3f}")
+print(f"{row.size - 6} others together   {softmax(row)[order[6:]].sum():.3f}")
+
+# %% [markdown]
+# ## The maths
+#
+# ```math
+# z \to \text{penalty} \to \text{temperature} \to \text{top-}k \to \text{top-}p \to \text{min-}p \to \mathrm{softmax}
+# ```
+#
+# | step | formula | neutral |
+# | --- | --- | --- |
+# | penalty $r$ | $z_i / r$ if $z_i > 0$, else $z_i \cdot r$, for every $i$ seen so far | 1 |
+# | temperature $T$ | $z / T$ | 1 |
+# | top-k | the $k$ largest stay | 0 |
+# | top-p | the fewest likeliest tokens stay whose probabilities sum to at least $p$ | 1 |
+# | min-p | tokens with $p_i \ge m \cdot \max_j p_j$ stay, that is $z_i \ge \max_j z_j + \log m$ | 0 |
+# | softmax | $p_i = e^{z_i - \max z} / \sum_j e^{z_j - \max z}$ | |
+#
+# A token that is removed gets the logit $-\infty$. Then every later step does the right thing with it by itself:
+# $e^{-\infty} = 0$.
+#
+# By hand: logits $(2, 1, 0)$ have the probabilities $(0.665, 0.245, 0.090)$. With top-p at 0.8 the first is not
+# enough, the second carries the sum to 0.910 and *stays*; the third goes. What is left sums to one again: $(0.731,
+# 0.269, 0)$.
+#
+# ## The picture
+#
+# ![Probabilities of the likeliest tokens behind every step of the chain](fig/filters.svg)
+#
+# The row from above through the chain; outlines are the step before. The penalty takes ` boy` down, since it was said
+# already, and ` girl` gets what it loses. A temperature below 1 sharpens. The filters cut, and every cut makes what is
+# left likelier, since that has to sum to one.
+#
+# ## The reference
+#
+# <!-- source: llorch.sampling.penalise -->
+#
+# <!-- source: llorch.sampling.keep_top_k -->
+#
+# <!-- source: llorch.sampling.keep_top_p -->
+#
+# <!-- source: llorch.sampling.keep_min_p -->
+#
+# <!-- source: llorch.sampling.softmax -->
+#
+# <!-- source: llorch.sampling.probabilities -->
+#
+# The chain works in float64 and rounds once, at the end. That is cheap, a row is short, and it keeps a token from
+# falling over the edge of top-p by rounding.
+#
+# ## Run it
+
+# %%
+z = np.array([2.0, 1.0, 0.0])
+print(softmax(z).round(3), "->", softmax(keep_top_p(z, p=0.8)).round(3))
+z = penalise(row, ids, penalty=1.1) / 0.8
+for name, kept in (
+    ("top-k 12", keep_top_k(z, k=12)),
+    ("top-p 0.8", keep_top_p(z, p=0.8)),
+    ("min-p 0.1", keep_min_p(z, min_p=0.1)),
+):
+    print(f"{name:10} keeps {np.isfinite(kept).sum():3} of {z.size}, the best has {softmax(kept).max():.3f}")
+
+# %% [markdown]
+# ## The mistake
+#
+# One that is in many samplers: the penalty divides every logit of a seen token. For $z = 3$ and $r = 1.4$ that gives
+# 2.14, which is less likely. For $z = -3$ it gives -2.14, which is *likelier*: what was said is said again.
+
+# %%
+from llorch.learn.check import check_functions
+from llorch.learn.lessons import BY_NUMBER
+from llorch.learn.materials import typed_mistakes
+
+typed = typed_mistakes(BY_NUMBER["11"])
+wrong = typed["penalise"]["penalty-divides-negative-logits"]
+print(inspect.getsource(wrong))
+print(check_functions("11", penalise=wrong))
+
+# %% [markdown]
+# Which settings show a mistake? Each of these fails with its name; the numbers are the rows, of 60, that are red.
+
+# %%
+for part, name in (
+    ("penalise", "penalty-per-occurrence"),
+    ("keep_top_k", "top-k-one-more"),
+    ("keep_top_p", "top-p-drops-crossing-token"),
+    ("keep_min_p", "min-p-absolute"),
+    ("distribution", "temperature-after-filters"),
+    ("distribution", "probabilities-not-renormalised"),
+):
+    found = check_functions("11", **{part: typed[part][name]})
+    shown = sorted({each.row.place.part for each in found.wrong})
+    print(f"{name:31} {len(found.wrong):2}   {', '.join(shown)}")
+
+# %% [markdown]
+# Had we compared texts, nobody could say a thing: two right samplers with different random numbers write different
+# texts, and most of these mistakes write good ones. So draws are never compared, distributions are.
+#
+# ## Exercise
+#
+# Write six functions in `l11_probabilities.py`, from the bottom up:
+#
+# ```python
+# def softmax(logits): ...
+# def penalise(logits, history, penalty): ...
+# def keep_top_k(logits, k): ...
+# def keep_top_p(logits, p): ...
+# def keep_min_p(logits, min_p): ...
+# def distribution(logits, history, penalty, temperature, top_k, top_p, min_p): ...
+# ```
+#
+# ```
+# llorch learn check 11
+# llorch learn hint 11
+# ```
+#
+# Each is judged alone first, in our chain. Neutral settings come, too: `k` may be 0 and `p` may be 1.
+#
+# ## Where the engines differ
+
+# %%
+from llorch.builtin import goldens_folder
+from llorch.verify.goldens import read
+
+golden = read(goldens_folder() / "story")
+for name, a in golden.evidence["llamacpp"].probabilities.items():
+    b, truth = (each.probabilities[name] for each in (golden.evidence["transformers"], golden.truth.evidence))
+    off = [np.linalg.norm(each - truth) / np.linalg.norm(truth) for each in (a, b)]
+    print(f"{name:12} keeps {(a > 0).sum():4} {(b > 0).sum():4}   from float64: {off[0]:.0e} {off[1]:.0e}")
+
+# %% [markdown]
+# llama.cpp stands first. They keep the same tokens with every setting. They need not:
+#
+# - The order above is the order of transformers' processors. llama.cpp's chain is put together in the same order for
+#   the goldens; its samplers can be chained in any order, and other orders give other distributions.
+# - top-k: among tokens equal to the k-th, llama.cpp keeps exactly k, transformers and we keep all of them.
+# - top-p: llama.cpp adds up from the most likely token until the sum reaches p, and that token stays; we do the same.
+#   transformers adds up from the least likely token and removes while the sum is at most 1 - p. Without rounding and
+#   ties that is the same set. Where a token lies so close to the edge that rounding decides, the check says so, and
+#   that it is *not your bug*.
+# - min-p: llama.cpp and we compare logits with the largest one plus log(min_p); transformers compares probabilities.
+# - All three divide a positive logit of a token that was seen by the penalty, multiply a negative one, and count a
+#   token once.
+#
+# Further reading:
+#
+# - Holtzman and others, [The Curious Case of Neural Text Degeneration](https://arxiv.org/abs/1904.09751), 2019: top-p,
+#   and why.
+# - Keskar and others, [CTRL](https://arxiv.org/abs/1909.05858), 2019, section 4.1: the repetition penalty. The paper
+#   divides, and does not speak of negative logits.
+# - Nguyen and others, [Turning Up the Heat: Min-p Sampling](https://arxiv.org/abs/2407.01082), 2024.
+# - `logits_process.py` in transformers
+#   ([source](https://github.com/huggingface/transformers/blob/main/src/transformers/generation/logits_process.py)) and
+#   `llama-sampler.cpp` in llama.cpp ([source](https://github.com/ggml-org/llama.cpp/tree/master/src)).
+#
+# ## Stages
+#
+# - what: `probabilities.<name>`, of shape (vocab)
+# - our function: [`probabilities`](../../llorch/sampling.py)
+# - llama.cpp: a `llama_sampler_chain` ended by `llama_sampler_init_dist`, read after `llama_sampler_apply`
+# - transformers: a `LogitsProcessorList`, then softmax
+#
+# ## What is compared
+#
+# The sampler chain of every engine against ours, both given the same logits and the same tokens so far (for the
+# penalty), so that an error is one of the filters. A removed token has probability 0 and is compared like any other.
+# Engines sum up float32 probabilities for top-p. Where a distribution differs from ours only in tokens whose true sum
+# lies nearer to p than such a sum is off (`4 * 2^-24 * sqrt(2 / 3 * vocab)`), and ours has the tokens of the true sum,
+# the verdict is TIE. No other filter has such an edge.
+#
+# <!-- generated: settings -->
+# <!-- end -->
+#
+# <!-- generated: distances -->
+# <!-- end -->
+#
+# How to read the numbers: [index](../README.md#how-to-read-a-page).
+#
+# ## Mistakes it catches
+#
+# <!-- generated: mistakes -->
+# <!-- end -->
+#
+# ## Check it
+#
+# ```
+# pytest -k checkpoint_11                   # the comparison, and every mistake of this page planted
+# llorch verify micro-llama --detail
+# ```
