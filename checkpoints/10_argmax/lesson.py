@@ -53,8 +53,8 @@ for i in np.argsort(-row)[:4]:
 # ![How far the best token led over the second, in every step of five greedy texts](fig/leads.svg)
 #
 # Every dot is a step of a greedy text of 24 tokens, one line for each built-in model: how much larger the best logit
-# was than the second, in float64 and in units of the row's own size. The dashed line is what the rounding of float32 can move. Left of it two right
-# programs may choose differently, and no dot is there.
+# was than the second, in float64 and in units of the row's own size. The dashed line is what the rounding of float32
+# can move. Left of it two right programs may choose differently, and no dot is there.
 #
 # ## The reference
 #
