@@ -13,8 +13,8 @@
 #
 # ## Idea
 #
-# A matrix of `story` has 192 columns and up to 448 rows. The detour goes through a waist: down to $r$ numbers per
-# token, up again, and what comes out is added to what the matrix made. $r$ is the *rank*; 8 is usual.
+# The matrices of `story` are between 128 x 192 and 448 x 192 large. The detour goes through a waist: down to $r$
+# numbers per token, up again, and what comes out is added to what the matrix made. $r$ is the *rank*; 8 is usual.
 
 # %%
 import inspect
@@ -73,7 +73,8 @@ print(f"{len(targets)} matrices, {frozen:,} frozen numbers; {trained:,} trained:
 #
 # ## Run it
 #
-# The adapter of the goldens, beside the seven matrices of layer 0. Ranks and alphas are all different, on purpose:
+# The adapter of the goldens, beside four of the seven matrices of layer 0. Ranks and alphas are all different, on
+# purpose:
 
 # %%
 from llorch.ops.lora import lora_delta

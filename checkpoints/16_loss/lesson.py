@@ -30,7 +30,7 @@ ids = np.array(story.tokenizer.encode("Once upon a time, there was a brave pirat
 logits, wanted = story.forward(ids), shifted(ids)
 for row in range(len(ids) - 1):
     loss, _ = cross_entropy(logits[row : row + 1], wanted[row : row + 1], label_smoothing=0.0)
-    print(f"{story.tokenizer.decode([int(wanted[row])])!r:>10} {loss:6.2f}  {'#' * round(2 * loss)}")
+    print(f"{story.tokenizer.decode([int(wanted[row])])!r:>10} {loss:6.2f}  {'#' * round(2 * loss)}".rstrip())
 
 # %% [markdown]
 # The opening of every tale costs nothing. `story` has no token for a pirate, so he comes in three pieces, and each

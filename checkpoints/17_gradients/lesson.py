@@ -159,8 +159,8 @@ print("wrong", wrong(grad, probs).round(4))
 
 # %% [markdown]
 # If the loss would grow equally with all four probabilities, no score matters: they cannot all grow. The right function
-# says 0. The wrong one pushes all scores, and the loss still falls, since much of the direction is right. Only a number
-# from somebody else shows it:
+# says 0, the wrong one pushes all four. A run with it does not crash, and what it learns is not nothing, since the
+# sign of each element is often right. A number from somebody else shows it:
 
 # %%
 print(check_functions("17", attention_probs_backward=wrong))

@@ -110,8 +110,8 @@ for what, got in zip(("parameters", "first_moment", "second_moment"), made, stri
 # ## The mistake
 #
 # Adam existed before AdamW, and had its weight decay in the gradient: $g + \lambda p$, as one derives it from a penalty
-# on $p^2$. But then the decay goes through the division like everything else, and every parameter is pulled to 0 at the
-# same pace, large or small, as long as it has a gradient. The whole of the W in AdamW is to take it out again.
+# on $p^2$. But then the decay goes through the division like everything else: a parameter with large gradients hardly
+# decays, one with small gradients decays as fast as it can move. The whole of the W in AdamW is to take it out again.
 
 # %%
 from llorch.learn.check import check_functions
@@ -130,8 +130,8 @@ def adam_with_l2(param, grad, m, v, step, lr, beta1, beta2, eps, weight_decay):
 print(check_functions("18", adamw_step=adam_with_l2))
 
 # %% [markdown]
-# Two others are worth a look, because they hide in opposite places: one is large at first and fades, one is nothing at
-# first and grows.
+# Two others are worth a look, because they hide in opposite places: one is there from the first step and fades, one is
+# nothing at first and grows.
 
 # %%
 typed = typed_mistakes(BY_NUMBER["18"])["adamw_step"]

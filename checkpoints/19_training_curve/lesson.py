@@ -115,7 +115,7 @@ print(check_functions("19", accumulated=typed["accumulation-mean-of-means"]))
 #
 # ```
 # llorch learn check 19
-# llorch learn check 19 --chain      # thirty steps with all of yours from 15 on, about two seconds
+# llorch learn check 19 --chain      # thirty steps with all that you have written; some seconds
 # ```
 #
 # The quick check runs the first four steps of the curve, which show every known mistake. The chain runs all thirty,

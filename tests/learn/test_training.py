@@ -1,12 +1,15 @@
 """Lessons 15 to 20: what a check of training shows that one of the forward pass does not."""
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from scripted_learner import TAUGHT, pasted
 
 from llorch.learn.check import check, check_functions
+from llorch.learn.folder import read_folder
 from llorch.learn.implementation import Implementation
 from llorch.learn.lessons import BY_NUMBER, PARTS
 from llorch.learn.parts import training
@@ -75,3 +78,13 @@ def test_where_results_go_on_earlier_parts_are_in_the_step(number: str):
     found = check(BY_NUMBER[number], Implementation("x", parts | {"rms_norm": forgetful}), "chained")
     assert (found.lesson, found.word) == ("01", FAIL)
     assert check(BY_NUMBER[number], Implementation("x", parts), "chained").word == PASS
+
+
+@pytest.mark.slow
+def test_who_has_written_everything_trains_as_peft_does(tmp_path: Path):
+    for lesson in TAUGHT:
+        (tmp_path / f"{lesson.module}.py").write_text(pasted(lesson), encoding="utf-8")
+    everything = Implementation(str(tmp_path), read_folder(tmp_path))
+    for number in ("15", "16", "17", "18", "19", "20"):
+        found = check(BY_NUMBER[number], everything, "chained")
+        assert (found.word, found.borrowed) == (PASS, []), str(found)
