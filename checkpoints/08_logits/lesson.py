@@ -1,0 +1,221 @@
+# %% [markdown]
+# # 08 logits
+#
+# 20 minutes, one function of two lines. With it the forward pass is whole.
+#
+# ## Where we are
+#
+# ![The way of a token through the model, with this lesson's boxes lit](fig/where.svg)
+#
+# The last block has added its part to the stream ([07](../07_block/README.md)). Each token is a row of 192 numbers in
+# `story`, and somewhere in this row is what the model thinks comes next. It has to become words.
+#
+# ## Idea
+#
+# One more norm, the last one, and one more product. The output matrix has a row for every token of the vocabulary,
+# 1003 in `story`, as wide as the stream. The dot product of the stream with row $t$ is the *logit* of token $t$: the
+# more the stream points in that direction, the likelier token $t$ is next. No probabilities yet; the softmax over them
+# comes in [11](../11_probabilities/README.md).
+
+# %%
+import inspect
+
+import numpy as np
+
+import llorch
+
+story = llorch.load("story")
+ids = story.tokenizer.encode("Once upon a time there was a little fox")
+trace: dict[str, np.ndarray] = {}
+logits = story.forward(ids, trace=trace)
+print("logits", logits.shape)
+for at in (1, 4, 9):
+    best = np.argsort(-logits[at])[:3]
+    said = ", ".join(f"{story.tokenizer.decode([int(t)]).strip()!r} {logits[at, t]:.1f}" for t in best)
+    print(f"after {story.tokenizer.decode([ids[at]]).strip()!r}: {said}")
+
+# %% [markdown]
+# Every position gives a prediction, not only the last one, because the mask of 04 keeps each from seeing what comes.
+# Training uses all of them; generation needs the last row alone.
+#
+# Is a second table of the size of the vocabulary needed? The embedding table has one row for each token already, of
+# the same width. Many small models use it twice, for reading and for writing: they are *tied*. `story` is, and saves
+# 192,576 of its numbers. A tied file has no `lm_head`; an untied one has both, and they are different.
+#
+# ## The maths
+#
+# ```math
+# z_t = f_t\, W^\top, \qquad W = W_\mathrm{lm\_head} \text{ or } E
+# ```
+#
+# | symbol | shape | what it is |
+# | --- | --- | --- |
+# | $f$ | (seq, hidden) | `final_norm`: the stream behind the last block, normalised |
+# | $W_\mathrm{lm\_head}$ | (vocab, hidden) | the output matrix of an untied model |
+# | $E$ | (vocab, hidden) | `embed_tokens`, which a tied model uses again |
+# | $z$ | (seq, vocab) | logits |
+#
+# By hand: a stream of (1, -1), and three tokens with the rows (2, 0), (0, 2) and (1, -1). The logits are 2, -2 and 2:
+# a long row that points half the right way counts as much as a short one that points exactly there.
+#
+# ## The picture
+#
+# ![The five likeliest next tokens after fox, if the model ended after each of its layers](fig/lens.svg)
+#
+# Since blocks only add to the stream, the last norm and the output matrix can be laid on it anywhere. This is called
+# the logit lens: what would the model say if it ended here? With no layer at all, `story` says what it has just read,
+# *fox*: the tied table finds its own row again, and the runners-up are other animals. One block later that is gone, and
+# the guesses are words that follow an animal. Then the full stop leads for three layers, and only the last block
+# decides that this fox gets a clause (*who*) or a name (*named*).
+#
+# ## The reference
+#
+# <!-- source: llorch.forward.logits -->
+#
+# ## Run it
+#
+# The example from above (the norm left out), then `micro-llama`, which is not tied, from what llama.cpp stored:
+
+# %%
+from llorch.builtin import goldens_folder
+from llorch.ops.linear import linear
+from llorch.verify.goldens import read
+
+print(linear(np.array([[1, -1]], np.float32), np.array([[2, 0], [0, 2], [1, -1]], np.float32)))
+
+golden = read(goldens_folder() / "micro-llama")
+theirs = golden.evidence["llamacpp"].traces["near"]
+weights = llorch.load("micro-llama").weights
+z = linear(theirs["final_norm"], weights["lm_head"])
+print("stream", theirs["final_norm"].shape, " matrix", weights["lm_head"].shape, " logits", z.shape)
+print("llama.cpp's logits, within 1e-4:", bool(np.abs(z - theirs["logits"]).max() < 1e-4))
+
+# %% [markdown]
+# ## The mistake
+#
+# The last norm is easy to forget: it stands outside the blocks, and without it nothing raises.
+
+# %%
+from llorch.learn.implementation import Implementation
+from llorch.learn.lessons import BY_NUMBER
+from llorch.learn.materials import typed_mistakes
+
+wrong = typed_mistakes(BY_NUMBER["08"])["logits"]["logits-final-norm-skipped"]
+print(inspect.getsource(wrong))
+
+
+def continued(**parts) -> str:
+    with Implementation("this page", parts).installed():
+        return "".join(token.text for token in story.generate("Once upon a time there was a little fox", max_tokens=20))
+
+
+print("right  ", continued())
+print("no norm", continued(logits=wrong))
+with Implementation("this page", {"logits": wrong}).installed():
+    unnormed = story.forward(ids)
+print(f"largest logit after fox: {logits[-1].max():.1f}, without the norm {unnormed[-1].max():.0f}")
+print("same first choice at", int(np.sum(logits.argmax(-1) == unnormed.argmax(-1))), "of", len(ids), "places")
+
+# %% [markdown]
+# A story about a fox named Teddy, told well. The gain of the norm weighs the elements of the stream, the division only
+# scales a row: so the ranking is disturbed, not destroyed, and greedy text does not mind much. Sampling would: with
+# logits around 1900 the softmax gives everything to one token, at any usual temperature. The
+# check:
+
+# %%
+from llorch.learn.check import check_functions
+
+print(check_functions("08", logits=wrong))
+
+# %% [markdown]
+# ## Exercise
+#
+# Write `logits` in `l08_logits.py`. It is given both matrices; which one counts is your decision.
+#
+# ```python
+# def logits(x, final_norm, lm_head, embed_tokens, eps) -> np.ndarray:
+# ```
+#
+# ```
+# llorch learn check 08
+# llorch learn check 08 --chain
+# llorch learn hint 08          # a direction; once more for the formula, once more for the code
+# ```
+#
+# Afterwards use `embed_tokens` always. The verdict's line *still right* then names the tied models, where that is no
+# mistake: whoever tests with `story` alone never finds it.
+#
+# If everything up to here is yours and `--chain` is green, this is your model from ids to logits:
+#
+# ```
+# llorch run story "Once upon a time there was a little fox" --impl .
+# ```
+#
+# ## Where the engines differ
+#
+# The logits of `micro-llama` and `story`, at the end of everything each engine computed by itself:
+
+# %%
+for name in ("micro-llama", "story"):
+    golden = read(goldens_folder() / name)
+    a, b = (golden.evidence[engine].traces["near"]["logits"] for engine in ("llamacpp", "transformers"))
+    exact = golden.truth.evidence.traces["near"]["logits"]
+    off = [np.linalg.norm(got - exact) / np.linalg.norm(exact) for got in (a, b)]
+    best = np.sort(exact, axis=-1)
+    print(f"{name}: {np.sum(a != b)} of {a.size} logits differ, by {np.abs(a - b).max():.1e} at most")
+    print(f"  from float64: llama.cpp {off[0]:.1e}, transformers {off[1]:.1e}")
+    print(f"  same first choice everywhere: {np.array_equal(a.argmax(-1), b.argmax(-1))}", end="; ")
+    print(f"nearest second choice {(best[:, -1] - best[:, -2]).min():.3f} behind")
+
+# %% [markdown]
+# Nine of ten logits differ in their last bits, and no choice of a token does: even the closest race is decided by
+# about a thousand times as much as the engines are apart. In long texts a closer one comes sooner or later, and then
+# two sound engines go different ways ([12](../12_generation/README.md)).
+#
+# - llama.cpp computes logits only for the tokens they are asked for; goldens ask for all of them.
+# - A tied GGUF file has no `output.weight`, and llama.cpp takes `token_embd.weight`. In transformers `lm_head` then
+#   shares the parameter of `embed_tokens`.
+# - Both engines return logits of the whole vocabulary of the file. Nothing is padded or cut.
+#
+# Further reading:
+#
+# - Press and Wolf, [Using the Output Embedding to Improve Language Models](https://arxiv.org/abs/1608.05859), 2016: one
+#   table for both ends.
+# - nostalgebraist,
+#   [interpreting GPT: the logit lens](https://www.lesswrong.com/posts/AcKRB8wDpdaN6v6ru/interpreting-gpt-the-logit-lens),
+#   2020; Belrose and others,
+#   [Eliciting Latent Predictions with the Tuned Lens](https://arxiv.org/abs/2303.08112), 2023.
+# - `LlamaForCausalLM` in transformers
+#   ([modeling_llama.py](https://github.com/huggingface/transformers/blob/main/src/transformers/models/llama/modeling_llama.py))
+#   and the end of the graph in llama.cpp
+#   ([llama.cpp](https://github.com/ggml-org/llama.cpp/blob/master/src/models/llama.cpp)), from `result_norm` to
+#   `result_output`.
+# - [vllm 46835](https://github.com/vllm-project/vllm/issues/46835): what gets lost when a head is taken for tied.
+#
+# ## Stages
+#
+# <!-- generated: stages -->
+# <!-- end -->
+#
+# ## What is compared
+#
+# Logits of all tokens of the input, not of the last one only. Of the built-in models `micro-llama3`, `micro-qwen2` and
+# `story` use the embedding table as output matrix (tied), `micro-llama` and `micro-qwen3` have one of their own.
+# `final_norm`, the input, is checked in [01](../01_rms_norm/README.md).
+#
+# <!-- generated: distances -->
+# <!-- end -->
+#
+# How to read the numbers: [index](../README.md#how-to-read-a-page).
+#
+# ## Mistakes it catches
+#
+# <!-- generated: mistakes -->
+# <!-- end -->
+#
+# ## Check it
+#
+# ```
+# pytest -k checkpoint_08                   # the comparison, and every mistake of this page planted
+# llorch verify micro-llama --detail
+# ```
