@@ -143,11 +143,11 @@ for name, function in typed_mistakes(BY_NUMBER["12"])["generate"].items():
 # llorch learn hint 12
 # ```
 #
-# And then, in the folder with your files:
+# And then, in the folder above yours:
 #
 # ```
-# llorch run story --impl . "Once upon a time"
-# llorch run story "Once upon a time"            # the reference
+# llorch run story --impl my_llama "Once upon a time"
+# llorch run story "Once upon a time"                    # the reference
 # ```
 #
 # Both print the same story, and llama.cpp does, too: the golden above is its word. Your norms, your rotations, your

@@ -1,0 +1,109 @@
+"""Parts in the place of ours: with the reference in it all is as before, and what a part makes is looked at."""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from llorch.builtin import BUILTIN
+from llorch.learn.check import check_functions
+from llorch.learn.implementation import Implementation
+from llorch.learn.lessons import PARTS
+from llorch.model import Model, load
+from llorch.sampling import SamplingSettings
+from llorch.verify.judge import FAIL, PASS
+
+TEXT = " two  spaces, Grüße 世界 🦊 and 1234567\n\tlines"
+
+
+def reference(*names: str) -> Implementation:
+    return Implementation("reference", {name: PARTS[name].reference for name in names})
+
+
+@pytest.mark.parametrize("model", BUILTIN)
+def test_the_merge_loop_gives_the_ids_and_the_places_of_the_tokenizer(model: str):
+    weights = load(model).weights
+    with reference("merge").installed():
+        found = Model(weights).tokenizer.encode_spans(TEXT)
+    assert found == Model(weights).tokenizer.encode_spans(TEXT)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_text_by_parts_is_the_text_without_them(temperature: float):
+    story = load("story")
+
+    def text() -> list:
+        settings = SamplingSettings(temperature=temperature, top_k=20, top_p=0.9, min_p=0.02, repetition_penalty=1.1)
+        return [*story.generate("Once upon", max_tokens=12, settings=settings if temperature else None)]
+
+    with reference(*PARTS).installed():
+        found = text()
+    assert [(token.id, token.finish) for token in found] == [(token.id, token.finish) for token in text()]
+    assert [token.logprob for token in found] == pytest.approx([token.logprob for token in text()], abs=1e-5)
+
+
+def test_a_list_is_as_good_as_a_stream():
+    def generate(step: Callable, prompt: np.ndarray, max_tokens: int) -> list[int]:
+        return [*PARTS["generate"].reference(step=step, prompt=prompt, max_tokens=max_tokens)]
+
+    with Implementation("list", {"generate": generate}).installed():
+        found = [*load("micro-llama").generate("Once", max_tokens=6)]
+    assert found == [*load("micro-llama").generate("Once", max_tokens=6)]
+
+
+def halves(step: Callable, prompt: np.ndarray, max_tokens: int) -> list[float]:
+    return [0.5]
+
+
+def no_step(step: Callable, prompt: np.ndarray, max_tokens: int) -> list[int]:
+    return [1]
+
+
+def outside(step: Callable, prompt: np.ndarray, max_tokens: int) -> Iterator[int]:
+    step(prompt)
+    yield 10**6
+
+
+def no_words(step: Callable, prompt: np.ndarray, max_tokens: int) -> None:
+    pass
+
+
+def beyond(data: np.ndarray) -> tuple:
+    names, shapes, types, offsets = PARTS["tensor_table"].reference(data=data)
+    return names, shapes, types, offsets + data.size
+
+
+def of_no_type(data: np.ndarray) -> tuple:
+    names, shapes, types, offsets = PARTS["tensor_table"].reference(data=data)
+    return names, shapes, types + 999, offsets
+
+
+def of_no_piece(ids: np.ndarray, merges: np.ndarray, ranks: np.ndarray) -> np.ndarray:
+    return PARTS["merge"].reference(ids=ids, merges=merges, ranks=ranks) + 10**6
+
+
+@pytest.mark.parametrize(
+    ("lesson", "part", "function", "said"),
+    [
+        ("12", "generate", halves, "TypeError"),
+        ("12", "generate", no_step, "without a step"),
+        ("12", "generate", outside, "no token"),
+        ("12", "generate", no_words, "TypeError"),
+        ("00", "tensor_table", beyond, "would lie at bytes"),
+        ("00", "tensor_table", of_no_type, "ggml does not have"),
+        ("00", "merge", of_no_piece, "no piece"),
+    ],
+)
+def test_what_nothing_can_go_on_with_is_said(lesson: str, part: str, function: Callable, said: str):
+    found = check_functions(lesson, **{part: function})
+    assert found.word == FAIL
+    assert said in found.fault
+
+
+def test_a_right_table_of_other_strides_passes():
+    def tensor_table(data: np.ndarray) -> tuple:
+        names, shapes, types, offsets = PARTS["tensor_table"].reference(data=data)
+        return names, np.asfortranarray(shapes), types, offsets
+
+    found = check_functions("00", tensor_table=tensor_table)
+    assert {each.row.verdict for each in found.judged} == {PASS}
