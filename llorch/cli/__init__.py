@@ -7,7 +7,7 @@ order to read:
     verbs, options    groups of verbs and their help pages; what several verbs share on their command lines
     inputs            a MODEL, a prompt, ids, a conversation, as users say them
     outcome, output   every exception to a line and an exit code; where output goes; `tables` prints tables
-    run, tokenize, trace, dump_writer, convert, inspect (`contents`), bench, quality, data/, lora/       the verbs
+    run, tokenize, trace, dump_writer, convert, inspect (`contents`), bench, quality, data/, lora/, learn/    the verbs
     diagnose, diff    what other engines computed: `dumped` reads it, `diagnosed` prints what is found
     verify            `judging` runs what is asked for (`on_torch` with torch), `judged` groups and counts the rows,
                       `report` prints them; `against` judges by a dump
@@ -42,6 +42,7 @@ llorch verify                            every stage against llama.cpp and trans
 llorch diagnose dump --model story       the first wrong stage of your engine, and the mistake
 llorch inspect story                     what is in a file
 llorch convert model.gguf folder         to Hugging Face, and back
+llorch learn                             build your own, one checkpoint at a time
 llorch bench story                       speed, and the share of what the machine can do
 llorch lora train story --data pirate -o my-adapter    fine-tune it
 echo "Once upon" | llorch run story -n 40

@@ -10,4 +10,7 @@ verification then judges what comes out, beside the goldens of both engines. In 
     choice                    which implementation is meant
     judging, checks/          what a check gives, and how lessons of each kind are judged
     verdict, check            the four words, and the way from a lesson to one
+    apart, frames             a check in a process of its own; where in the learner's code something was raised
+    progress, sources         what was done so far, and which files make a lesson; `certificate` writes it down
+    materials, teeth          stubs, hints and typed mistakes; whether mistakes would be seen in a solution
 """

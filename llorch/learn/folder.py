@@ -55,9 +55,10 @@ def _raising(error: BaseException) -> Call:
 
 
 def unwritten_in(tree: ast.Module) -> set[str]:
-    """Names of the functions of a file that do nothing but raise NotImplementedError."""
+    """Names of the functions of a file whose last version does nothing but raise NotImplementedError."""
     functions = (node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
-    return {node.name for node in functions if _only_raises(node.body)}
+    last = {node.name: _only_raises(node.body) for node in functions}
+    return {name for name, only_raises in last.items() if only_raises}
 
 
 def _only_raises(body: Sequence[ast.stmt]) -> bool:

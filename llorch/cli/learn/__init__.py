@@ -1,6 +1,7 @@
 """`llorch learn`: write the stages yourself, one checkpoint at a time, each judged as ours are.
 
-`watch` is the loop, and what it does at a key is a verb, too; `folder` finds the learner's, `shown` prints.
+`watch` is the loop, told by `events`, and what it does at a key is a verb, too; `folder` finds the learner's, `shown`
+prints verdicts.
 """
 
 from pathlib import Path

@@ -14,6 +14,7 @@ from llorch.cli.output import say
 @verb(
     "Write down what passes, so that anyone can compute it again.",
     "llorch learn certificate",
+    "llorch learn certificate -o certificate.json --impl my_llama",
     "llorch learn certificate --check my_llama/certificate.json --impl my_llama",
 )
 @impl_option

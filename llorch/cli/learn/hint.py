@@ -15,7 +15,12 @@ if TYPE_CHECKING:
     from llorch.learn.lessons import Lesson
 
 
-@verb("Give a hint, one step more at each call.", "llorch learn hint 01b", "llorch learn hint 01b rope")
+@verb(
+    "Give a hint, one step more at each call.",
+    "llorch learn hint 01b",
+    "llorch learn hint 01b rope",
+    "llorch learn hint rms_norm --impl my_llama",
+)
 @click.argument("lesson")
 @click.argument("part", required=False)
 @impl_option

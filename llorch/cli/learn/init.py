@@ -12,7 +12,12 @@ impl = "."  # what llorch learn, llorch run and pytest take for your implementat
 """
 
 
-@verb("Make a folder with a stub for every lesson.", "llorch learn init my_llama")
+@verb(
+    "Make a folder with a stub for every lesson.",
+    "llorch learn init my_llama",
+    "llorch learn init my_llama && cd my_llama && llorch learn",
+    "llorch learn init .   # the stubs that are missing here",
+)
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
 def command(*, folder: Path) -> None:
     """Write to FOLDER what is not there yet: one file a lesson, and a pyproject.toml that names it.

@@ -7,7 +7,12 @@ from llorch.cli.options import verb
 from llorch.cli.output import say
 
 
-@verb("List the lessons and how they stand.", "llorch learn list")
+@verb(
+    "List the lessons and how they stand.",
+    "llorch learn list",
+    "llorch learn list --impl my_llama",
+    "LLORCH_IMPL=my_llama llorch learn list",
+)
 @impl_option
 def command(*, impl: str | None) -> None:
     """List every lesson with the minutes it takes, its last verdict, and the hints that were taken.

@@ -15,7 +15,12 @@ if TYPE_CHECKING:
 PAGE = "README.md"
 
 
-@verb("Say which lesson comes next.", "llorch learn next")
+@verb(
+    "Say which lesson comes next.",
+    "llorch learn next",
+    "llorch learn next --impl my_llama",
+    "LLORCH_IMPL=my_llama llorch learn next",
+)
 @impl_option
 def command(*, impl: str | None) -> None:
     """Say which lesson is the first that has not passed, where its page is, and which file to write."""

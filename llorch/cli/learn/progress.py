@@ -15,7 +15,12 @@ if TYPE_CHECKING:
     from llorch.learn.progress import Standing
 
 
-@verb("Say how far you are.", "llorch learn progress", "llorch learn progress --json")
+@verb(
+    "Say how far you are.",
+    "llorch learn progress",
+    "llorch learn progress --json",
+    "llorch learn progress --impl my_llama",
+)
 @impl_option
 @json_option("One object: version, passed, minutes_left, and the lessons as they are kept.")
 def command(*, impl: str | None, as_json: bool) -> None:

@@ -13,7 +13,12 @@ if TYPE_CHECKING:
     from llorch.learn.lessons import Lesson
 
 
-@verb("Begin a lesson anew; what you wrote is kept.", "llorch learn reset 01b")
+@verb(
+    "Begin a lesson anew; what you wrote is kept.",
+    "llorch learn reset 01b",
+    "llorch learn reset rope",
+    "llorch learn reset 01 --impl my_llama",
+)
 @click.argument("lesson")
 @impl_option
 def command(*, lesson: str, impl: str | None) -> None:

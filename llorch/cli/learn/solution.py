@@ -13,7 +13,12 @@ if TYPE_CHECKING:
     from llorch.learn.lessons import Lesson
 
 
-@verb("Show the functions of a lesson, written out.", "llorch learn solution 01b")
+@verb(
+    "Show the functions of a lesson, written out.",
+    "llorch learn solution 01b",
+    "llorch learn solution rope --impl my_llama",
+    "llorch learn solution 01 >> l01_rms_norm.py",
+)
 @click.argument("lesson")
 @impl_option
 def command(*, lesson: str, impl: str | None) -> None:

@@ -25,7 +25,12 @@ if TYPE_CHECKING:
 KEYS = "n next   h hint   l list   c check all   s solution   x reset   q quit"
 
 
-@verb("Check what is saved, until you quit.", "llorch learn", "llorch learn my_llama")
+@verb(
+    "Check what is saved, until you quit.",
+    "llorch learn",
+    "llorch learn my_llama",
+    "llorch learn watch my_llama --seconds 30",
+)
 @click.argument("folder", type=click.Path(path_type=Path), required=False)
 @impl_option
 @full_option
