@@ -23,12 +23,13 @@ BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, re.DOTALL)
 SHELL = [line for language, block in BLOCKS if not language for line in block.splitlines()]
 TRAINING = next(block.splitlines() for _, block in BLOCKS if "llorch lora train story" in block)
 PORTING = next(block.splitlines() for _, block in BLOCKS if "port.c" in block)  # run by test_port_in_c.py
+LEARNING = next(block.splitlines() for _, block in BLOCKS if "llorch learn init" in block)
 BUILTIN_ONLY = [
     pytest.param(line, marks=pytest.mark.slow if "verify" in line else ())
     for line in SHELL
     if line.startswith("llorch")
     and "path/to" not in line
-    and line not in (*TRAINING, *PORTING)
+    and line not in (*TRAINING, *PORTING, *LEARNING)
     and line != "llorch verify"
 ]  # the last runs in tests/cli/test_verify.py, where its closing figures are compared with those here
 PYTHON = [block for language, block in BLOCKS if language == "python"]
@@ -43,6 +44,15 @@ def test_the_first_two_blocks_are_the_two_commands():
 def test_a_command_on_built_in_models_runs(line: str, tmp_path: Path):
     done = spawn(*shlex.split(line)[1:], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_first_commands_of_a_learner_run(tmp_path: Path):
+    first, watch, *others = (line.partition("#")[0].strip() for line in LEARNING)
+    assert (first, watch) == ("llorch learn init my_llama && cd my_llama", "llorch learn")
+    for command in (first.partition(" && ")[0], *others):
+        cwd = tmp_path / "my_llama" if command in others else tmp_path
+        done = spawn(*shlex.split(command)[1:], cwd=cwd)
+        assert done.returncode == 0, (command, done.stderr)
 
 
 def program(block: str, folder: Path) -> str:
