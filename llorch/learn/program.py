@@ -4,7 +4,7 @@
 
 Names are those of the part's parameters and results; a dict of arrays is flat (`w.q_proj`), numbers are arrays without
 axes, what is None is left out. Exit status 69 says that the part is not written; a program is first asked with nothing
-on stdin. What it writes to stderr is passed on.
+on stdin. What it writes to stderr is passed on. A part that is given the model as a function is never one of its.
 """
 
 import os
@@ -46,7 +46,7 @@ class Program(Mapping[str, Call]):
     def __getitem__(self, name: str) -> Call:
         """The function; KeyError for what is not written."""
         if name not in self._is_written:
-            self._is_written[name] = name in PARTS and self._asked(name)
+            self._is_written[name] = name in PARTS and not PARTS[name].streams and self._asked(name)
         if not self._is_written[name]:
             raise KeyError(name)
         return self._function(PARTS[name])

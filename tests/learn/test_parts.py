@@ -1,17 +1,22 @@
 """Parts in the place of ours: with the reference in it all is as before, and what a part makes is looked at."""
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from llorch.builtin import BUILTIN
 from llorch.learn.check import check_functions
+from llorch.learn.checks import after_logits
 from llorch.learn.implementation import Implementation
+from llorch.learn.judging import Judged
 from llorch.learn.lessons import PARTS
 from llorch.model import Model, load
 from llorch.sampling import SamplingSettings
-from llorch.verify.judge import FAIL, PASS
+from llorch.verify.compare import Tolerance
+from llorch.verify.judge import FAIL, PASS, Claim, judge
+from llorch.verify.places import Place
 
 TEXT = " two  spaces, Grüße 世界 🦊 and 1234567\n\tlines"
 
@@ -107,3 +112,17 @@ def test_a_right_table_of_other_strides_passes():
 
     found = check_functions("00", tensor_table=tensor_table)
     assert {each.row.verdict for each in found.judged} == {PASS}
+
+
+@pytest.mark.parametrize(("n_kept", "names"), [(9, ["edge-of-top-p"]), (7, [])])
+def test_a_token_at_the_edge_of_top_p_is_no_bug(monkeypatch: pytest.MonkeyPatch, n_kept: int, names: list[str]):
+    def uniform(n: int) -> np.ndarray:
+        return np.where(np.arange(10) < n, 1 / n, 0).astype(np.float32)
+
+    suite = SimpleNamespace(sampler_inputs=lambda: (np.zeros(10, np.float32), [0]))
+    monkeypatch.setattr(after_logits, "suite_of", lambda model: suite)
+    claim = Claim(Place("11", "probabilities", part="top_p"), "isolated", "llamacpp", uniform(8), Tolerance(1e-6, 1e-6))
+    wrong = Judged(judge(claim, uniform(n_kept), model="m", backend="learner"), claim, uniform(n_kept))
+    assert wrong.row.verdict == FAIL
+    found = [*after_logits.FilterCheck().named([wrong])]
+    assert [each.name for each in found if not each.stages] == names

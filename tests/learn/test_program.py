@@ -125,6 +125,13 @@ def test_stderr_is_passed_on(program: Made, capfd: pytest.CaptureFixture[str]):
     assert capfd.readouterr().err == "hello"
 
 
+def test_a_part_that_is_given_the_model_as_a_function_is_never_a_program(tmp_path: Path):
+    (tmp_path / "all.py").write_text("")  # exit status 0: whatever is asked for is written
+    written = Program(f"cmd:{sys.executable} '{tmp_path / 'all.py'}'")
+    assert "argmax" in written
+    assert "generate" not in written
+
+
 SAVE = "b = io.BytesIO(); np.savez{0}(b, {1}); d = b.getvalue()\n"
 
 
