@@ -9,8 +9,9 @@ verification then judges what comes out, beside the goldens of both engines. In 
     guard, implementation     the learner's functions behind checks, put in the place of ours
     choice                    which implementation is meant
     judging, checks/          what a check gives, and how lessons of each kind are judged
-    verdict, check            the four words, and the way from a lesson to one
+    verdict, check            the four words, and the way from a lesson to one; `wrong` is what a failure shows
     apart, frames             a check in a process of its own; where in the learner's code something was raised
     progress, sources         what was done so far, and which files make a lesson; `certificate` writes it down
     materials, teeth          stubs, hints and typed mistakes; whether mistakes would be seen in a solution
+    museum/                   bugs that people had, as exercises
 """

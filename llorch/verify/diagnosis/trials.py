@@ -137,7 +137,7 @@ class Trials:
 
     def tried(self, hypotheses: tuple[Hypothesis, ...], places: tuple[str, ...], result: StageResult) -> Trial:
         """Hypotheses planted at some places, with the cache that leaves least."""
-        change, trials = _together([each.change(each.at(places)) for each in hypotheses]), []
+        change, trials = together([each.change(each.at(places)) for each in hypotheses]), []
         seen = self.replay.dump.seen[result.n_pass, result.key]
         for past in self._pasts[result.n_pass][: 1 + (result.n_pass > 0)]:  # the first pass has none
             made = self.made(result, change, past)
@@ -243,7 +243,8 @@ def choices(hypotheses: tuple[Hypothesis, ...], since: tuple[str, ...]) -> list[
     return list(dict.fromkeys(found))
 
 
-def _together(changes: Sequence[Change]) -> Change:
+def together(changes: Sequence[Change]) -> Change:
+    """Several at once, the later ones on what the earlier made."""
     made, *others = changes
     for other in others:
         made = Change(

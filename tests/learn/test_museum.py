@@ -1,0 +1,60 @@
+"""The bug museum: every dump shows its cause, answers are judged, the command writes what other commands read."""
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from llorch.cli import main
+from llorch.learn.museum.answers import judged, solution
+from llorch.learn.museum.exhibit import Exhibit, exhibit, exhibits
+
+QUICK = {"onnx/onnx#7274", "ggml-org/llama.cpp#27016", "meta-llama/llama-models#241"}
+BY_THREAD = {shown.thread: shown for shown in exhibits()}
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [pytest.param(each, marks=() if each.thread in QUICK else pytest.mark.slow, id=each.thread) for each in exhibits()],
+)
+def test_every_dump_shows_its_cause_and_nothing_else(shown: Exhibit):
+    (found,) = shown.findings
+    named = {each.name for each in (*found.suspects, *found.alternatives)}
+    values = {each.value for each in found.suspects}
+    for name, _, value in (planted.partition("=") for planted in shown.planted):
+        assert name in named or (name, found.kind) == ("overflow", "not finite")
+        assert not value or float(value) in {float(each) for each in values if each}
+    assert all(judged(shown, word).is_right for word in (*shown.words, *(n.partition("=")[0] for n in shown.planted)))
+    assert shown.link in solution(shown)
+
+
+@pytest.mark.parametrize(
+    ("thread", "answer", "is_right", "said"),
+    [
+        ("sbryngelson/ANEForge#253", "the bias is missing", True, "dropped their biases"),
+        ("sbryngelson/ANEForge#253", "qkv-bias-twice", False, "made in the same stage"),
+        ("sbryngelson/ANEForge#253", "v_proj", False, "is wrong, yes"),
+        ("sbryngelson/ANEForge#253", "attn_norm", False, "not where it begins"),
+        ("sbryngelson/ANEForge#253", "norm-twice", False, "would show in attn_norm first"),
+        ("sbryngelson/ANEForge#253", "bananas", False, "Find the first stage"),
+        ("ggml-org/llama.cpp#2373", "1e-6", True, "that is the value"),
+        ("ggml-org/llama.cpp#2373", "1e-5", False, "No."),
+    ],
+)
+def test_answers_are_judged(thread: str, answer: str, is_right: bool, said: str):
+    found = judged(BY_THREAD[thread], answer)
+    assert found.is_right == is_right
+    assert said in found.said
+
+
+def test_the_command_writes_a_dump_that_is_diagnosed(tmp_path: Path):
+    number, runner = str(BY_THREAD["onnx/onnx#7274"].number), CliRunner()
+    assert len(runner.invoke(main, ["learn", "museum"]).output.splitlines()) == len(exhibits())
+    assert runner.invoke(main, ["learn", "museum", "open", number, str(tmp_path / "bug")]).exit_code == 0
+    assert "tokens" in (tmp_path / "bug" / "README.md").read_text(encoding="utf-8")
+    found = runner.invoke(main, ["diagnose", str(tmp_path / "bug"), "--model", "micro-llama"])
+    assert (found.exit_code, "groups-tiled-for-values" in found.output) == (1, True)
+    assert runner.invoke(main, ["learn", "museum", "answer", number, "norm-twice"]).exit_code == 1
+    assert "1/sqrt" in solution(BY_THREAD["mlc-ai/mlc-llm#3426"])
+    with pytest.raises(ValueError, match="expected a number from 1 to"):
+        exhibit(0)
