@@ -10,9 +10,15 @@ from llorch.learn.judging import Judged
 from llorch.stages import BY_NAME
 from llorch.verify.diagnosis.profile import by_token, has_heads
 from llorch.verify.mistakes import AFTER_LOGITS
+from llorch.verify.places import Place
 
 CLEARLY = 10.0  # times what is allowed, so that rounding decides nothing that is said
 CHANNELS = {"head_dim": "dim", "q_width": "dim", "kv_width": "dim", "ctx": "key", "vocab": "vocab"}
+OF_TRAINING = {  # group of stages -> axes, where they do not depend on what it is of
+    "lora_delta": "token out", "adapted_logits": "token vocab", "merged_logits": "token vocab",
+    "exported_logits": "token vocab", "token_losses": "token", "loss": "", "grad_norm": "", "learning_rate": "step",
+    "loss_curve": "step", "norm_curve": "step", "merged_weight": "out in",
+}  # fmt: skip
 CONSTANT = 1e-3  # of the error: what is left where a factor makes it
 
 
@@ -77,13 +83,13 @@ class Wrong:
         index = np.unravel_index(at, self.off.shape)
         names = self._axes()
         said = ", ".join(f"{name} {i}" for name, i in zip(names, index, strict=True) if name)
-        return Number(f"[{said}]", float(self.want[index]), float(self.got[index]))
+        return Number(f"[{said}]" if said else "", float(self.want[index]), float(self.got[index]))
 
     def _axes(self) -> tuple[str, ...]:
         if self.row.place.stage in AFTER_LOGITS:
             return ("token id",)
         if self.stage is None:
-            return tuple(f"axis {at}:" for at in range(self.off.ndim))
+            return _axes_of_training(self.claim.place) or tuple(f"axis {at}:" for at in range(self.off.ndim))
         axes = self.stage.axes.split()
         return "token", "head" if has_heads(self.stage) else "", CHANNELS.get(axes[-1], "channel")
 
@@ -143,6 +149,18 @@ class Wrong:
         elif want.ndim > 1 and self._close(np.linalg.norm(want, axis=-1), np.linalg.norm(got, axis=-1)):
             said.append(f"the length of every {'head vector' if want.shape[1] > 1 else 'row'}")
         return said
+
+
+def _axes_of_training(place: Place) -> tuple[str, ...]:
+    """Of tensors of an adapter, of what goes into a block, and of the groups that always have the same."""
+    kind = place.part.rpartition(".")[2]
+    of_part = {
+        "lora_A": "rank in",
+        "lora_B": "out rank",
+        "block_in": "token channel",
+        "last_block_out": "token channel",
+    }
+    return tuple(OF_TRAINING.get(place.stage, of_part.get(kind, "")).split())
 
 
 def _factor(want: np.ndarray, got: np.ndarray) -> float | None:

@@ -43,6 +43,13 @@ def one_head_of_a_group(grad: Array, q: Array, k: Array) -> tuple[Array, Array]:
     return d_q, training.our_scores_backward(first.reshape(grad.shape).astype(grad.dtype), q, k)[1]
 
 
+def one_number(param: Array, **given: Any) -> tuple[Array, ...]:
+    made, m, v = training.adamw_step(param, **given)
+    if param.shape == (192, 2):
+        made[3, 1] += param[0, 0] < -0.2  # of one tensor
+    return made, m, v
+
+
 @pytest.mark.parametrize(
     ("number", "part", "function", "name"),
     [
@@ -57,6 +64,31 @@ def test_a_mistake_is_the_one_that_makes_the_same_in_our_code(number: str, part:
     found = check_functions(number, **{part: function})
     assert (found.word, found.wrong[0].part) == (FAIL, part)
     assert [each.name for each in found.suspects] == ([name] if name else [])
+
+
+@pytest.mark.parametrize(
+    ("number", "part", "function", "said"),
+    [
+        ("15", "lora_delta", half, "lora_delta.q_proj of layer 0 [token 0, out 0]"),
+        (
+            "16",
+            "cross_entropy",
+            lambda **given: (PARTS["cross_entropy"].reference(**given)[0], 99),
+            "first wrong number   loss ",
+        ),
+        ("17", "attention_scores_backward", one_head_of_a_group, "gradient.k_proj.lora_A of layer 0 [rank 0, in "),
+        ("18", "adamw_step", one_number, "parameters.q_proj.lora_B of layer 1 [out 3, rank 1]"),
+        ("18", "adamw_step", one_number, "1 of 384 numbers"),
+        (
+            "19",
+            "accumulated",
+            lambda **given: (training.accumulated(**given)[0] * 2, given["grad_sums"][0]),
+            "[step 0]",
+        ),
+    ],
+)
+def test_the_first_wrong_number_is_said_by_its_axes(number: str, part: str, function: Any, said: str):
+    assert said in str(check_functions(number, **{part: function}))
 
 
 def test_what_our_step_cannot_go_on_with_is_said():
