@@ -1,5 +1,7 @@
 """Figures of lesson 04, of the numbers of story."""
 
+from typing import Any
+
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -17,7 +19,7 @@ def products(trace: dict[str, np.ndarray], config: llorch.ModelConfig) -> np.nda
     return q @ k.T / np.sqrt(config.head_dim)
 
 
-def heat(axes: Axes, values: np.ndarray, words: list[str], title: str, **how: object) -> None:
+def heat(axes: Axes, values: np.ndarray, words: list[str], title: str, **how: Any) -> None:
     """A heat map with a word at every column."""
     axes.pcolormesh(np.ma.masked_invalid(values), **how)
     axes.set(title=title, aspect="equal")

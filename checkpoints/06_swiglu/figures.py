@@ -20,7 +20,7 @@ def curves() -> Figure:
     figure = Figure(figsize=(7.2, 3.8), layout="constrained")
     axes = figure.subplots()
     counts = axes.twinx()
-    counts.hist(gates, bins=np.arange(-6, 4.01, 0.25), color="#8b949e", alpha=0.35)
+    counts.hist(gates, bins=[*np.arange(-6, 4.01, 0.25)], color="#8b949e", alpha=0.35)
     counts.set_yticks([])
     counts.spines["right"].set_visible(False)
     axes.set_zorder(counts.get_zorder() + 1)

@@ -37,9 +37,9 @@
 #
 # ![The stream goes straight through the block; two branches read a normalised copy and add to it](fig/wiring.svg)
 #
-# The stream itself goes straight through. No norm and no matrix stands in its way; a block can only add. That is why
-# deep models can be trained at all: the way from the last layer to the first is a sum, and a gradient passes a sum
-# unchanged. And it is why the norm stands *in the branch*. Older models had it in the stream, behind each addition.
+# The stream itself goes straight through. No norm and no matrix stands in its way; a block can only add. That is a
+# large part of why deep models can be trained: the way from the last layer to the first is a sum, and a gradient passes
+# a sum unchanged. And it is why the norm stands *in the branch*. Older models had it in the stream, behind each sum.
 #
 # ## The maths
 #
