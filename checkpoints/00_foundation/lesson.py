@@ -169,8 +169,8 @@ print(check_functions("00", embedding=wrong))
 
 # %% [markdown]
 # In a real project this was taken for proof that a matrix lay transposed in the file, and the "repair" went into a
-# loader that the failing test never used. Read the last line of the message: it names what was done, and what is
-# right.
+# loader that the failing test never used. The diagnosis above names what was done, and what is right: the same mistake,
+# planted into our code, makes the same numbers.
 #
 # In the merge loop the mistake is to go from left to right:
 
@@ -192,8 +192,8 @@ print(PARTS["merge"].reference(*given), from_the_left(*given))
 print(check_functions("00", merge=from_the_left))
 
 # %% [markdown]
-# The library of known mistakes has none for tokenizers, so no name; how many ids come out is already wrong, and that
-# is said before they are compared.
+# Two ids of the first text are others, and in the next vocabulary the word does not even have as many pieces. The
+# library of known mistakes has none for tokenizers, so this one gets no name.
 #
 # ## Exercise
 #
