@@ -16,6 +16,7 @@ import shape_checks
 if TYPE_CHECKING:
     from llorch.config import ModelConfig
 
+OF_IMPLEMENTATION = "test_checkpoints_of_implementation.py"
 shape_checks.install()
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "1")  # of the processes that are started from here: those of xdist are one a core
@@ -29,8 +30,15 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.markexpr = "not (live or slow or weights)"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`pytest -k checkpoint --impl=my_llama`; without the = pytest takes the folder for one of tests."""
+    parser.addoption("--impl", help="check this implementation, a folder or cmd:PROGRAM, and nothing else")
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """`-k checkpoint_06`, or teeth: files that never say so are not read, which takes longer than what it asks for."""
+    if collection_path.is_file() and (collection_path.name == OF_IMPLEMENTATION) != bool(config.option.impl):
+        return True
     words = config.option.keyword.split(" and ")
     asked = [found[1] for word in words if (found := re.fullmatch(r"(checkpoint_?|teeth)\w*", word))]
     if not asked or " or " in config.option.keyword or collection_path.suffix != ".py":
