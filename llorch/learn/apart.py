@@ -176,7 +176,7 @@ class _Worker:
         else:
             self._process.join(_GRACE)
             fault = f"your code ended the process that checks it{when} ({_status(self._process.exitcode)})"
-        return _outcome(number, Verdict(number, FAIL, fault=fault))
+        return outcome_of(number, Verdict(number, FAIL, fault=fault))
 
     def end(self) -> None:
         """And whatever it has started."""
@@ -224,7 +224,8 @@ def _status(code: int | None) -> str:
     return signal.Signals(-code).name
 
 
-def _outcome(number: str, verdict: Verdict, tried: Teeth | None = None) -> Outcome:
+def outcome_of(number: str, verdict: Verdict, tried: Teeth | None = None) -> Outcome:
+    """Of a lesson's verdict, and of known mistakes that were tried in what passed."""
     text, record = str(verdict), verdict.record()
     if tried is not None:
         text, record = f"{text}\n{tried}", record | {"teeth": [asdict(each) for each in tried.teeth]}
@@ -262,15 +263,15 @@ def _checked(number: str, implementation: Implementation, mode: Mode, with_teeth
     try:
         verdict = check(lesson, implementation, mode)
         tried = teeth(lesson, implementation) if with_teeth and verdict.word == PASS else None
-        return _outcome(number, verdict, tried)
+        return outcome_of(number, verdict, tried)
     except MissingExtra as error:
-        return _outcome(number, Verdict(number, NOT_RUN, reason=str(error)))
+        return outcome_of(number, Verdict(number, NOT_RUN, reason=str(error)))
     except MemoryError as error:
         fault = f"no memory is left of {MEMORY >> 30} GiB: {error}"
-        return _outcome(number, Verdict(number, FAIL, fault=fault, traceback=all_frames(error)))
+        return outcome_of(number, Verdict(number, FAIL, fault=fault, traceback=all_frames(error)))
     except BaseException as error:  # a bug of ours, or of code that reaches into llorch
         fault = f"the check itself raised {type(error).__name__}: {error}; --full shows where"
-        return _outcome(number, Verdict(number, FAIL, fault=fault, traceback=all_frames(error)))
+        return outcome_of(number, Verdict(number, FAIL, fault=fault, traceback=all_frames(error)))
 
 
 class _Allowed:

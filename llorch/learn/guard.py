@@ -16,7 +16,7 @@ from llorch.learn.part import Call, Part
 
 Note = Callable[[str], None]
 _SMALL = 1 << 16  # bytes
-Like = tuple[tuple[int, ...], np.dtype]
+Like = tuple[tuple[int, ...], np.dtype, bool]  # shape, dtype, whether it has NaN
 
 
 def guarded(part: Part, function: Call, *, note: Note = lambda line: None, live: bool = False) -> Call:
@@ -38,7 +38,9 @@ def guarded(part: Part, function: Call, *, note: Note = lambda line: None, live:
         results = []
         for name, array, like in zip(part.returns, _as_arrays(part, returned), known[key], strict=True):
             _require_like(part, name, array, like)
-            _look(part, name, array, handed, note=note, live=live)
+            _require_numbers(part, name, array, like, note=note, live=live)
+            if any(np.shares_memory(array, each) for each in _arrays(handed)):
+                note(f"{part.name}: {name} is a view of an argument; a copy is used")
             results.append(array.copy())
         return results[0] if len(results) == 1 else tuple(results)
 
@@ -74,7 +76,7 @@ def read_only(given: Mapping[str, Any], *, copy: bool) -> dict[str, Any]:
 
 def _wanted(part: Part, given: Mapping[str, Any]) -> list[Like]:
     results = part.results(part.reference(**given)).values()
-    return [(array.shape, array.dtype) for array in map(np.asarray, results)]
+    return [(array.shape, array.dtype, _has_nan(array)) for array in map(np.asarray, results)]
 
 
 def _shapes(value: Any) -> object:
@@ -154,22 +156,25 @@ def _as_array(part: Part, name: str, value: Any) -> np.ndarray:
 
 
 def _require_like(part: Part, name: str, got: np.ndarray, like: Like) -> None:
-    shape, dtype = like
+    shape, dtype, _ = like
     if got.shape != shape:
         raise LearnerFault(part.name, f"expected {name} of shape {shape}, got {got.shape}")
     if got.dtype != dtype and (shape or not np.can_cast(got.dtype, dtype)):
         raise LearnerFault(part.name, f"expected {name} of dtype {dtype}, got {got.dtype}; use .astype")
 
 
-def _look(part: Part, name: str, array: np.ndarray, handed: Mapping[str, Any], *, note: Note, live: bool) -> None:
-    if any(np.shares_memory(array, each) for each in _arrays(handed)):
-        note(f"{part.name}: {name} is a view of an argument; a copy is used")
-    if array.dtype.kind == "f" and np.isnan(array).any():
-        at = tuple(int(index[0]) for index in np.nonzero(np.isnan(array)))
-        said = f"{name} has {np.isnan(array).sum()} NaN of {array.size} numbers, the first at {at}"
-        if live:
-            raise LearnerFault(part.name, said)
-        note(f"{part.name}: {said}")
+def _require_numbers(part: Part, name: str, array: np.ndarray, like: Like, *, note: Note, live: bool) -> None:
+    if like[-1] or not _has_nan(array):
+        return
+    at = tuple(int(index[0]) for index in np.nonzero(np.isnan(array)))
+    said = f"{name} has {np.isnan(array).sum()} NaN of {array.size} numbers, the first at {at}"
+    if live:
+        raise LearnerFault(part.name, said)
+    note(f"{part.name}: {said}")
+
+
+def _has_nan(array: np.ndarray) -> bool:
+    return array.dtype.kind == "f" and bool(np.isnan(array).any())
 
 
 def _arrays(given: Mapping[str, Any]) -> list[np.ndarray]:

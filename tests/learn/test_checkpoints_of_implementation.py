@@ -1,4 +1,4 @@
-"""`pytest -k checkpoint --impl=DIR`: a learner's own, an item for every lesson and mode; without --impl not collected."""
+"""`pytest -k checkpoint --impl=DIR`: a learner's own, an item for each lesson and mode; else not collected."""
 
 import pytest
 
