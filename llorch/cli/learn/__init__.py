@@ -38,5 +38,8 @@ class _Learn(Verbs):
 
 command = _Learn(
     package="llorch.cli.learn", help=HELP, short_help="Build your own, one checkpoint at a time.",
-    verbs=("watch", "init", "check", "inputs", "next", "hint", "list", "solution", "reset", "progress", "certificate", "museum"),
+    verbs=(
+        "watch", "init", "check", "inputs", "next", "hint", "list", "solution", "reset", "progress", "certificate",
+        "museum",
+    ),
 )  # fmt: skip
