@@ -114,7 +114,8 @@ class Verdict:
         engines = "" if math.isnan(row.producer_error) else f" (the engine's own error is {row.producer_error:.0e})"
         outside, error = int(wrong.outside.sum()), f"error {row.error:.1e}, allowed {row.tolerance:.1e}{engines}"
         yield from _line("how much", f"{outside} of {wrong.off.size} numbers; {row.note or error}")
-        yield from _line("pattern", wrong.pattern())
+        if pattern := wrong.pattern():
+            yield from _line("pattern", pattern)
         yield from _line("still right", "; ".join([", ".join(wrong.still_right()), *self._others()]))
 
     def _others(self) -> Iterator[str]:

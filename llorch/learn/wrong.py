@@ -110,7 +110,7 @@ class Wrong:
     @property
     def _limit(self) -> float:
         finite = np.abs(self.want[np.isfinite(self.want)])
-        return self.claim.limit.worst * float(finite.max(initial=0.0))
+        return self.claim.limit.worst * (self.claim.unit or float(finite.max(initial=0.0)))
 
     def _grows(self, tokens: np.ndarray) -> str:
         first = self.claim.place.n_cached == 0 and len(tokens) > 2
