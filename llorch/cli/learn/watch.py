@@ -53,7 +53,7 @@ class _Loop:
 
         self.folder, self.seconds, self.full = folder, seconds, full
         self.lesson: Lesson = next_lesson(folder) or LESSONS[-1]
-        self.seen = self._fingerprints()
+        self.seen, self.warm = self._fingerprints(), list[object]()
         self.keys: Mapping[str, Callable[[], None]] = {
             "n": self._next,
             "h": lambda: show_hint(self.folder, self.lesson),
@@ -66,12 +66,10 @@ class _Loop:
 
     def run(self) -> None:
         """Until q, the end of the terminal or Ctrl-C."""
-        from llorch.learn.apart import warm
-
         click.echo(f"{self.folder}: {summed_up(self.folder)}")
         show_lesson(self.folder, self.lesson)
         with events(self.folder) as queue:
-            warm(self.lesson)
+            self._warm()
             say(f"every save is checked; {KEYS}" if sys.stdin.isatty() else "every save is checked; Ctrl-C ends it")
             while (event := queue.get()) != "q":
                 if event in self.keys:
@@ -91,14 +89,22 @@ class _Loop:
         show_lesson(self.folder, self.lesson)
 
     def _saved(self) -> None:
-        """Check the lessons that are other code now; the one that is checked alone is the one to go on with."""
+        """Check the lessons that are other code now, the one to go on with first."""
         from llorch.learn.lessons import LESSONS
 
         before, self.seen = self.seen, self._fingerprints()
         changed = [lesson for lesson in LESSONS if self.seen[lesson.number] != before[lesson.number]]
         if changed and self.lesson not in changed:
             self.lesson = changed[0]
-        self._check(changed)
+        self._check(sorted(changed, key=lambda lesson: lesson != self.lesson))
+        self._warm()
+
+    def _warm(self) -> None:
+        from llorch.learn.apart import warm
+
+        if self.lesson not in self.warm:
+            self.warm.append(self.lesson)
+            warm(self.lesson)
 
     def _check(self, lessons: "list[Lesson]") -> None:
         from llorch.cli.learn.shown import counted, print_outcome
