@@ -69,7 +69,7 @@ from llorch.sampling import greedy
 
 print(greedy(np.array([1.0, 4.0, 2.0, 4.0])))
 half = (row.view(np.uint32) >> 16 << 16).view(np.float32)  # what bfloat16 leaves of each number
-print(f"{len(np.unique(row))} different logits in float32, {len(np.unique(half))} in bfloat16")
+print(f"~{len(np.unique(row))} different logits in float32, ~{len(np.unique(half))} in bfloat16")
 print(
     "largest in bfloat16:", [story.tokenizer.token_bytes(int(i)).decode() for i in np.flatnonzero(half == half.max())]
 )
