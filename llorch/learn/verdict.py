@@ -15,7 +15,7 @@ from llorch.verify.diagnosis.verdict import Suspect
 from llorch.verify.judge import FAIL, PASS, Row
 
 BORROWED, NOT_RUN = "BORROWED", "NOT RUN"
-WIDTH, LABEL = 110, 23
+WIDTH, LABEL, LISTED = 110, 23, 6
 _ORDER = {stage.name: at for at, stage in enumerate(STAGES)}
 
 
@@ -109,7 +109,10 @@ class Verdict:
 
     def _numbers(self, wrong: Wrong) -> Iterator[str]:
         row, first, worst = wrong.row, wrong.first, wrong.worst
-        yield from _line("first wrong number", f"{_stage(row)} {first.where}   {_beside(first)}")
+        begins, beside = f"{_stage(row)} {first.where}", _beside(first)
+        fits = len(f"{begins}   {beside}") <= WIDTH - LABEL
+        yield from _line("first wrong number", f"{begins}   {beside}" if fits else begins)
+        yield from () if fits else _line("", beside)
         yield from _line("worst", f"{worst.where}   off {worst.off:.1e}")
         engines = "" if math.isnan(row.producer_error) else f" (the engine's own error is {row.producer_error:.0e})"
         outside, error = int(wrong.outside.sum()), f"error {row.error:.1e}, allowed {row.tolerance:.1e}{engines}"
@@ -125,7 +128,8 @@ class Verdict:
         models = dict.fromkeys(each.row.model for each in self.judged if each.row.model not in bad[1])
         for said, names in (("", stages), ("all of ", models)):
             if names:
-                yield f"{said}{', '.join(names)}"
+                listed = [*names][:LISTED] + ([f"{len(names) - LISTED} more"] if len(names) > LISTED else [])
+                yield f"{said}{', '.join(listed)}"
 
     def _named(self) -> Iterator[str]:
         near = [each for each in self.suspects if isinstance(each, NearMiss)]
