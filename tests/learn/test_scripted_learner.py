@@ -1,8 +1,10 @@
 """Every lesson taken by a script: stubs are borrowed, the last hint passes, each typed mistake has its name."""
 
+import shutil
 from pathlib import Path
 
 import pytest
+from command_line import invoke
 from scripted_learner import ALIKE, TAUGHT, named, pasted, typed, untyped, written
 
 from llorch.learn.check import check
@@ -51,3 +53,21 @@ def test_every_mistake_of_a_checkpoint_is_typed_or_said_why_not(lesson: Lesson):
         other = BY_NUMBER.get(why.removeprefix("typed in ").partition(":")[0])
         if why.startswith("typed in ") and other in TAUGHT:
             assert name in {each for wrong in typed_mistakes(other).values() for each in wrong}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "part"), [("01", "rms_norm"), ("04", "attention_scores")])
+def test_the_command_takes_a_learner_from_the_stub_to_the_solution(number: str, part: str, tmp_path: Path):
+    lesson, folder = BY_NUMBER[number], tmp_path / "mine"
+    assert invoke("learn", "init", str(folder)).exit_code == 0
+    file, check_it = folder / f"{lesson.module}.py", ("learn", "check", number, "--impl", str(folder))
+    assert "BORROWED" in invoke(*check_it).stdout
+    file.write_text(pasted(lesson), encoding="utf-8")
+    assert (found := invoke(*check_it)).exit_code == 0, found.stdout
+    assert "PASS" in found.stdout
+    name, function = next(iter(typed_mistakes(lesson)[part].items()))
+    shutil.copy(lesson.folder / "mistakes.py", folder / f"typed_{number}.py")  # a learner may have files beside
+    typed_in = f"\nfrom typed_{number} import {function.__name__} as {part}\n"
+    file.write_text(pasted(lesson) + typed_in, encoding="utf-8")
+    found = invoke(*check_it)
+    assert (found.exit_code, "FAIL" in found.stdout, name in found.stdout) == (1, True, True)
