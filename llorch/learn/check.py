@@ -9,6 +9,7 @@ from llorch.errors import LearnerFault
 from llorch.learn.checks.after_logits import ArgmaxCheck, FilterCheck, GenerationCheck, RowCheck
 from llorch.learn.checks.forward import ForwardCheck
 from llorch.learn.checks.foundation import FoundationCheck
+from llorch.learn.checks.quantised import BlocksCheck
 from llorch.learn.checks.training import TrainingCheck
 from llorch.learn.frames import all_frames, own_frames
 from llorch.learn.implementation import Implementation
@@ -27,7 +28,7 @@ def check_of(lesson: Lesson) -> Check:
     makers: dict[str, Callable[[], Check]] = dict.fromkeys(FORWARD, ForwardCheck)
     makers |= dict.fromkeys((WARM_UP, "00"), FoundationCheck)
     makers |= {"09": RowCheck, "10": ArgmaxCheck, "11": FilterCheck, "12": GenerationCheck}
-    makers |= dict.fromkeys(TRAINING, TrainingCheck)
+    makers |= {"13": BlocksCheck} | dict.fromkeys(TRAINING, TrainingCheck)
     return makers[lesson.number]()
 
 

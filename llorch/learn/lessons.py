@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 from llorch.learn.part import Part
-from llorch.learn.parts import after_logits, forward, foundation, training
+from llorch.learn.parts import after_logits, forward, foundation, quantised, training
 from llorch.stages import CHECKPOINTS
 
 WARM_UP = "00w"  # on the page of 00: its stub is right but for a constant, so that the first green takes a minute
@@ -69,6 +69,7 @@ LESSONS: tuple[Lesson, ...] = (  # in the order of the forward pass, then of tra
     Lesson("10", 10, (after_logits.ARGMAX,)),
     Lesson("11", 30, FILTERS),
     Lesson("12", 35, (after_logits.POSITIONS, after_logits.GENERATE)),
+    Lesson("13", 45, (quantised.Q8_0, quantised.Q4_0)),
     Lesson("15", 25, (training.LORA_SCALING, training.LORA_DELTA)),
     Lesson("16", 25, (training.MASKED_LABELS, training.SHIFTED, training.CROSS_ENTROPY)),
     Lesson("17", 75, training.BACKWARD),

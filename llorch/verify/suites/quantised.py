@@ -85,9 +85,13 @@ def made_models(golden: QuantisedGolden, names: Iterable[str]) -> Iterator[tuple
 def decode_rows(golden: QuantisedGolden) -> Iterator[Row]:
     """Blocks of every type decode to the bits of ggml's C; only the payload of a NaN is free."""
     for kind in types():
-        values = golden.blocks[f"{kind.name}.values"]
-        ours = decode(golden.blocks[f"{kind.name}.blocks"], kind, values.shape)
-        yield _bits(kind.name, Place(CHECKPOINT, "decode", part=kind.name), other_bits(ours, values), "values")
+        blocks, values = (golden.blocks[f"{kind.name}.{part}"] for part in ("blocks", "values"))
+        yield decode_row(kind, decode(blocks, kind, values.shape), values)
+
+
+def decode_row(kind: GGMLType, ours: np.ndarray, values: np.ndarray) -> Row:
+    """Ours beside what ggml made of the blocks."""
+    return _bits(kind.name, Place(CHECKPOINT, "decode", part=kind.name), other_bits(ours, values), "values")
 
 
 def other_bits(ours: np.ndarray, values: np.ndarray) -> np.ndarray:

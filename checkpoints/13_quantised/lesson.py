@@ -1,0 +1,233 @@
+# %% [markdown]
+# # 13 quantised
+#
+# 45 minutes, two functions of three lines. Sixteen bytes, thirty-two numbers.
+#
+# ## Where we are
+#
+# ![The way of a token through the model, with this lesson's box lit](fig/where.svg)
+#
+# Below everything so far: the matrices themselves. Most model files hold no floats. A row of a matrix is a run of
+# blocks, 32 or 256 weights each: small integers packed into bits, and a scale that turns them into numbers.
+#
+# ## Idea
+#
+# Weights of one neighbourhood are about equally large. So store their size once, as a float16, and each weight as a
+# small whole number. Q8_0 takes 34 bytes for 32 weights (8.5 bits each), Q4_0 takes 18 (4.5 bits each), where float32
+# takes 128. Generating text reads all weights for every token: a file a quarter of the size is four times the speed.
+
+# %%
+import inspect
+
+import numpy as np
+
+from llorch.builtin import goldens_folder
+from llorch.verify.suites.quantised_goldens import FOLDER, read
+
+golden = read(goldens_folder() / FOLDER)
+blocks, values = golden.blocks["Q4_0.blocks"], golden.blocks["Q4_0.values"]
+print(blocks.shape, blocks.dtype, "->", values.shape, values.dtype)
+print("bytes  ", *blocks[0, :6], "...")
+print("numbers", *values[0, :4], "...")
+
+# %% [markdown]
+# `values` is not ours: ggml's own C function decoded these blocks.
+#
+# ## The maths
+#
+# ```math
+# w_i = d\,(c_i - z)
+# ```
+#
+# | symbol | in Q8_0 | in Q4_0 | what it is |
+# | --- | --- | --- | --- |
+# | $d$ | bytes 0, 1 | bytes 0, 1 | scale, float16, lowest byte first |
+# | $c_i$ | byte $2 + i$, -128 to 127 | half a byte, 0 to 15 | code |
+# | $z$ | 0 | 8 | the code that stands for zero |
+#
+# The product is exact: 11 bits times 8 bits fit into the 24 of a float32. So there is nothing to round, and no reason
+# for another bit than ggml's.
+#
+# ## The picture
+#
+# ![The 18 bytes of a Q4_0 block and the elements in their halves](fig/block.svg)
+#
+# Two elements share a byte, and they are not neighbours: 0 with 16, 1 with 17. A processor that takes 16 bytes at a
+# time gets 16 neighbours with one AND, and the other 16 with one shift.
+#
+# ![How far weights move when they are rounded to each type](fig/error.svg)
+#
+# Every bit less doubles the error. One large weight in a block makes the scale large, and the other 31 pay for it.
+#
+# ## The reference
+#
+# <!-- source: llorch.files.blocks.uniform.decode_q8_0 -->
+#
+# <!-- source: llorch.files.blocks.uniform.decode_q4_0 -->
+#
+# It writes into memory that is used again, for the sake of speed; [`chunk.py`](../../llorch/files/blocks/chunk.py)
+# has the pieces.
+#
+# ## Run it
+
+# %%
+d = blocks[:, :2].copy().view("<f2").astype(np.float32)
+low, high = blocks[:, 2:] & 15, blocks[:, 2:] >> 4
+codes = np.concatenate([low, high], axis=1)
+print("scale  ", d[0, 0])
+print("codes  ", *codes[0, :8], "...")
+finite = np.isfinite(values).all(axis=1)  # without those whose scale is infinite
+ours = (codes[finite].astype(np.float32) - 8) * d[finite]
+print("equal  ", np.array_equal(ours, values[finite]), "in", finite.sum(), "blocks")
+
+# %% [markdown]
+# ## The mistake
+#
+# The most natural reading of a packed byte: its two halves are two neighbours.
+
+# %%
+from llorch.learn.check import check_functions
+from llorch.learn.lessons import BY_NUMBER
+from llorch.learn.materials import typed_mistakes
+
+wrong = typed_mistakes(BY_NUMBER["13"])["q4_0"]
+print(inspect.getsource(inspect.getclosurevars(wrong["block-nibbles-alternate"]).globals["neighbours"]))
+print(check_functions("13", q4_0=wrong["block-nibbles-alternate"]))
+
+# %% [markdown]
+# Mean and spread of the matrix are right with it, and so is its largest element. The model talks nonsense, and no
+# statistic of a tensor says why. That is the reason for bits, here.
+#
+# ## Exercise
+#
+# Write `q8_0` and `q4_0` in `l13_quantised.py`:
+#
+# ```python
+# def q8_0(blocks: np.ndarray) -> np.ndarray: ...  # (n, 34) uint8 -> (n, 32) float32
+# def q4_0(blocks: np.ndarray) -> np.ndarray: ...  # (n, 18) uint8 -> (n, 32) float32
+# ```
+#
+# ```
+# llorch learn check 13
+# llorch learn hint 13
+# ```
+#
+# ## Where the engines differ
+#
+# - transformers has no such arithmetic: it decodes these files and goes on in float32. llama.cpp is the one witness.
+# - ggml has three ways to compute the codes of Q8_0 and Q8_1, and the processor decides: on x86 127 over the maximum
+#   and halves to even, on ARM the reciprocal of the scale and halves to even, in plain C the reciprocal and halves
+#   away from zero. They differ on edges only. The goldens hold x86 and plain C; the inputs of the stored products are
+#   rounded alike by all three.
+# - Repacked weights and the tiled path for many tokens add in another order; the goldens are made without them.
+# - With a float16 cache llama.cpp rounds queries and probabilities to float16 as well. The goldens have a float32
+#   cache.
+#
+# Further reading:
+#
+# - [ggml-common.h](https://github.com/ggml-org/llama.cpp/blob/master/ggml/src/ggml-common.h): the layouts of all
+#   types; [ggml-quants.c](https://github.com/ggml-org/llama.cpp/blob/master/ggml/src/ggml-quants.c):
+#   `dequantize_row_q4_0`.
+# - Dettmers and Zettlemoyer, [The case for 4-bit precision](https://arxiv.org/abs/2212.09720), 2022: how much a bit
+#   is worth.
+#
+# ## Two halves of a product
+#
+# llama.cpp multiplies such blocks with *integers*, so it rounds the activations too. What follows is about both: what
+# a block means, and what its product is.
+#
+# ## Formula
+#
+# ```math
+# \begin{aligned}
+# w_i &= d\,(c_i - z) && \text{one scale: Q4\_0, Q5\_0, Q8\_0 ...} \\
+# w_i &= d\,c_i + m && \text{a scale and a minimum: Q4\_1, Q5\_1} \\
+# w_i &= d\,s_b\,c_i - d_\mathrm{min}\,m_b && \text{scales of sub-blocks, themselves integers: Q2\_K, Q4\_K, Q5\_K} \\
+# w_i &= d\,t[c_i] && \text{codes that are places in a table: IQ and FP4 types} \\
+# y &= \mathrm{decode}(W)\;\mathrm{round}(x)
+# \end{aligned}
+# ```
+#
+# What $\mathrm{round}$ is depends on the type of the matrix:
+#
+# - **F16, BF16**: to F16, BF16, to nearest, ties to even.
+# - **Q4_0, Q5_0, Q8_0, IQ4_NL, MXFP4, NVFP4, Q1_0, Q2_0**: to Q8_0, blocks of 32; the scale is the maximum over 127,
+#   kept as float16.
+# - **Q4_1, Q5_1**: to Q8_1, as Q8_0; minima are multiplied by the sum of the block, kept as a float16 of its own.
+# - **Q2_K to Q6_K, all IQ types but IQ4_NL, TQ1_0, TQ2_0**: to Q8_K, blocks of 256; the scale is a float32 from the
+#   largest value with its sign.
+#
+# ## Stages
+#
+# - `decode`: [`decode`](../../llorch/files/quant.py), [blocks](../../llorch/files/blocks); in ggml `to_float` of the
+#   type.
+# - `rounding`: [`round_activations`, `quantize_blocks`, `block_sums`](../../llorch/ops/rounding.py); in ggml
+#   `from_float` of the type, and the plain C version.
+# - products: [`Matrix.forward`](../../llorch/files/matrix.py); in ggml MUL_MAT nodes: q, k, v, attention output,
+#   gate, up, down, logits.
+#
+# ## A run that differs by a hundredth and can be reproduced to a millionth
+#
+# Rounding activations to 8 bits moves the logits by 1e-2 or more. That is why a comparison of a quantised run with
+# exact arithmetic needs a tolerance of that size, in which small mistakes hide. But the rounding is no noise. It is a
+# function of the activations, and when it is done in the same way, to the bit, what remains is the order of a float32
+# sum: 1e-7 to 1e-6. So this checkpoint compares with what llama.cpp really computes, and not with what the weights
+# mean:
+#
+# ```python
+# from llorch.numerics import GGML
+# from llorch.files import open_weights
+#
+# weights = open_weights("model-Q4_K_M.gguf").using(GGML)  # and packed=True to keep the blocks as they are
+# ```
+#
+# Rounding has edges. Where a value lies half-way between two codes, a difference in its seventh digit decides, and a
+# whole code is added to the sum: a *flip*. Two builds of llama.cpp flip against each other as well. Isolated there is
+# no flip, since the inputs are llama.cpp's own. Chained, our input of a product is compared with llama.cpp's *first*.
+# Blocks in which a value flipped are then replaced by llama.cpp's, and counted, but only where all of our values were
+# within the limit before they were rounded: a value that was wrong is no flip. It stays, and fails its row.
+#
+# ## What is compared
+#
+# Every type that llama.cpp can multiply with has a micro model of two layers,
+# [made](../../llorch/verify/suites/quantised_models.py) when it is needed: its blocks are random bits, so that every
+# code and every inner scale occurs, which no quantiser would give. `Q4_K_M` is mixed as llama-quantize does it: Q4_K,
+# with Q6_K for the output and for half of the value and down matrices. Each model is judged twice, with decoded
+# matrices and with packed ones.
+#
+# <!-- generated: equal -->
+# <!-- end -->
+#
+# Blocks are random ones and edge cases: zeros, the smallest and largest scales, minus zero, infinity. Activations are
+# ordinary ones, exact halves, ties for the largest, zeros, denormals, outliers, and scales out of the range of
+# float16.
+#
+# <!-- generated: types -->
+# <!-- end -->
+#
+# - **isolated**: the largest error of a stage from llama.cpp's, in a pass of ours that is handed llama.cpp's stage as
+#   soon as it made its own. What only copies (embedding, caches) has to give the same bits.
+# - **chained**: the same on our own results, and in passes that continue a cache.
+# - **limit**: not made from the distance of engines, as on other pages, since there is one engine only, and never
+#   from what we compute. It is [derived](../../llorch/verify/limits.py) from llama.cpp's own numbers: every sum of
+#   float32 numbers may be off by what another order costs, and hands that on to the next stage, element by element.
+# - **flips**: values of all inputs that round to another number than llama.cpp's.
+# - **free**: the error of the logits as users get them, with no flip replaced, and what flips may do to them: a value
+#   that is off by e flips with the chance of e over the step, and is then off by a step.
+# - **exact arithmetic**: the error of the logits without the rounding of activations.
+#
+# How to read the numbers: [index](../README.md#how-to-read-a-page).
+#
+# ## Mistakes it catches
+#
+# Each is planted in the decoded blocks, in the rounded rows, or in a product of every type that can have it.
+#
+# <!-- generated: mistakes -->
+# <!-- end -->
+#
+# ## Check it
+#
+# ```
+# pytest -k checkpoint_13                   # the comparison, and every mistake of this page planted
+# llorch verify model-Q4_K_M.gguf --prompt "Once upon a time, a small fox found a stone"
+# ```

@@ -1,0 +1,68 @@
+"""Lesson 13: blocks as ggml's own C decodes them, bit by bit: random ones and edge cases, from the goldens."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+
+from llorch.builtin import goldens_folder
+from llorch.files.quant import GGMLType, decode
+from llorch.learn.checks.forward import BACKEND, written_parts
+from llorch.learn.implementation import Implementation
+from llorch.learn.judging import Judged, Mode
+from llorch.learn.lessons import PARTS, Lesson
+from llorch.learn.part import Part
+from llorch.verify.diagnosis.verdict import Suspect
+from llorch.verify.mistakes import QuantisedInputs
+from llorch.verify.mistakes.variants import quantised_variants
+from llorch.verify.suites.quantised import decode_row
+from llorch.verify.suites.quantised_goldens import FOLDER, QuantisedGolden, read
+
+ORDINARY = 4  # blocks before those with edge cases, of which several mistakes make the same
+
+
+@cache
+def golden() -> QuantisedGolden:
+    """Read once."""
+    return read(goldens_folder() / FOLDER)
+
+
+class BlocksCheck:
+    """See `Check`. A part reads what no other part has made: chained is no other way."""
+
+    def judged(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[Judged]:
+        """See `Check`."""
+        for part in written_parts(lesson, implementation):
+            kind, (blocks, values) = _kind(part), _golden(part)
+            ours = _decoded(part, implementation, blocks)
+            row = replace(decode_row(kind, ours, values), backend=BACKEND)
+            yield Judged(row, None, ours, part=part.name)
+
+    def suspects(
+        self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[Judged]
+    ) -> Sequence[Suspect]:
+        """Those of the library that make the same numbers of ordinary blocks."""
+        part = PARTS[wrong[0].part]
+        blocks, values = (each[:ORDINARY] for each in _golden(part))
+        ours = _decoded(part, implementation, blocks)
+        inputs = QuantisedInputs(_kind(part), blocks, values.shape, np.empty((0, 0), np.float32))
+        return [
+            Suspect(mistake.name, mistake.diagnosis, ("decode",), 1.0, 0.0)
+            for mistake, made in quantised_variants("decode", inputs).wrong
+            if np.array_equal(ours, made, equal_nan=True)
+        ]
+
+
+def _kind(part: Part) -> GGMLType:
+    return GGMLType[part.name.upper()]
+
+
+def _golden(part: Part) -> tuple[np.ndarray, np.ndarray]:
+    arrays = golden().blocks
+    return arrays[f"{_kind(part).name}.blocks"], arrays[f"{_kind(part).name}.values"]
+
+
+def _decoded(part: Part, implementation: Implementation, blocks: np.ndarray) -> np.ndarray:
+    with implementation.installed([part]):
+        return decode(blocks, _kind(part), (len(blocks), 32))
