@@ -5,6 +5,7 @@ safe to copy (Linux); elsewhere a new one. It is asked for one lesson after the 
 failed and another process takes the rest. What runs in there is `_work` and below.
 """
 
+import ctypes
 import faulthandler
 import io
 import os
@@ -335,6 +336,8 @@ def _stand_apart(printed: Connection) -> None:
     faulthandler.enable(2)  # which says where a crash was
     sys.stdin = Path(os.devnull).open()
     sys.stdout = sys.stderr = io.TextIOWrapper(open(2, "wb", buffering=0), "utf-8", "replace", write_through=True)
+    with suppress(AttributeError, TypeError, OSError):  # Linux has it: ends with the process that waits for it
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     with suppress(ImportError, ValueError, OSError):
         import resource
 

@@ -1,6 +1,9 @@
 """Whatever a learner's code does ends at most the process that checks it."""
 
 import inspect
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -136,3 +139,19 @@ def test_a_stream_takes_its_time_while_it_is_read(tmp_path: Path, body: str):
     (tmp_path / "l12_generation.py").write_text(f"def {generate.name}({names}):\n{body}")
     found, _ = checked(tmp_path, "12", seconds=1)
     assert found[0].word == "FAIL"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="NOT RUN: only Linux ends a process with the one that started it")
+def test_a_loop_does_not_outlive_who_waits_for_it(tmp_path: Path):
+    loop = "    print(os.getpid())\n    signal.signal(signal.SIGALRM, signal.SIG_IGN)\n    while True:\n        pass\n"
+    command = [sys.executable, "-m", "llorch", "learn", "check", "01", "--impl", str(written(tmp_path, loop))]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        looping = int(process.stderr.readline().split()[-1])
+        process.kill()
+    for _ in range(50):
+        if not Path(f"/proc/{looping}").exists() or " Z " in Path(f"/proc/{looping}/stat").read_text():
+            return
+        time.sleep(0.1)
+    os.kill(looping, 9)
+    pytest.fail("it runs on")
