@@ -119,7 +119,7 @@ def test_numbers_are_arrays_without_axes_and_dicts_are_flat():
 def test_stderr_is_passed_on(program: Made, capfd: pytest.CaptureFixture[str]):
     text = READ + "sys.stderr.write('hello')\nnp.savez(sys.stdout.buffer, y=given['x'] * given['weight'])\n"
     written = program(text)
-    assert list(written) == ["rms_norm"]
+    assert ("rms_norm" in written, "rope" in written) == (True, False)
     assert "hello" not in capfd.readouterr().err  # it was only asked
     assert written["rms_norm"](**GIVEN).tolist() == [[1, 1, 1], [1, 1, 1]]
     assert capfd.readouterr().err == "hello"
