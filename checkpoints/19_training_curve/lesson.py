@@ -128,7 +128,7 @@ print(check_functions("19", accumulated=typed["accumulation-mean-of-means"]))
 # ![Loss of 180 steps on pirate tales: training and validation fall together from 8.0 to 0.4](pirate.svg)
 #
 # > Once upon a time, there was a cheerful pirate named Joe who sailed the warm south sea. One foggy evening, captain
-# Noah > could not find his blue hat. "Where be me hat?" he roared.
+# > Noah could not find his blue hat. "Where be me hat?" he roared.
 #
 # It begins at 8, above the 6.91 of a blind guess: lesson [16](../16_loss/README.md) showed why. It ends at 0.4, not at
 # 0, and the validation loss, of 20 tales that were never shown, ends at the same height: the style was learned, not the

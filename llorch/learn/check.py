@@ -11,6 +11,7 @@ from llorch.learn.checks.forward import ForwardCheck
 from llorch.learn.checks.foundation import FoundationCheck
 from llorch.learn.checks.quantised import BlocksCheck
 from llorch.learn.checks.training import TrainingCheck
+from llorch.learn.edges import require_edges
 from llorch.learn.frames import all_frames, own_frames
 from llorch.learn.implementation import Implementation
 from llorch.learn.judging import Check, Judged, Mode
@@ -60,6 +61,8 @@ def _checked(lesson: Lesson, implementation: Implementation, mode: Mode) -> Verd
     judged: list[Judged] = []
     try:
         judged.extend(how.judged(lesson, implementation, mode))
+        if all(each.row.verdict != FAIL for each in judged):
+            require_edges(implementation, lesson.parts)
     except LearnerFault as error:
         fault = "\n    ".join([str(error), *own_frames(error.__cause__ or error)])
         traceback = all_frames(error)

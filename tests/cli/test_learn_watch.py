@@ -18,6 +18,7 @@ from llorch.learn.materials import hints_of, stub_of
 
 NORM = BY_NUMBER["01"]
 RIGHT = f"import numpy as np\n{hints_of(NORM)['rms_norm'][-1]}"
+RIGHT_LINEAR = f"import numpy as np\n{hints_of(BY_NUMBER['02'])['linear'][-1]}"
 WITHOUT_WATCHFILES = (
     "import sys; sys.modules['watchfiles'] = None; from llorch.cli import main; main(prog_name='llorch')"
 )
@@ -85,8 +86,13 @@ def test_what_is_saved_is_checked_whatever_it_does(terminal: Terminal, tmp_path:
         assert "PASS" not in terminal.wait_for("checkpoint_01_rms_norm   FAIL", said, "llorch learn hint 01")
     write(tmp_path, "import l01_rms_norm\n", "l02_qkv")
     terminal.wait_for("checkpoint_02_qkv   BORROWED")
+    write(tmp_path, "import l01_rms_norm\n", "l08_logits")
+    terminal.wait_for("checkpoint_08_logits   BORROWED")
+    write(tmp_path, f"from l01_rms_norm import rms_norm\n{RIGHT_LINEAR}", "l02_qkv")
+    terminal.wait_for("checkpoint_02_qkv   BORROWED   not written yet, ours runs instead: qkv")
     write(tmp_path, RIGHT)
-    terminal.wait_for("checkpoint_01_rms_norm   PASS", "checkpoint_02_qkv   BORROWED", "1 PASS, 1 BORROWED")
+    seen = terminal.wait_for("checkpoint_01_rms_norm   PASS", "checkpoint_02_qkv   BORROWED", "1 PASS, 1 BORROWED")
+    assert "08_logits" not in seen  # nothing of it is written
     terminal.process.send_signal(signal.SIGINT)
     assert terminal.process.wait(10) == 0
     assert terminal.is_cooked()

@@ -4,6 +4,7 @@ import pytest
 from llorch.learn.check import check, check_functions
 from llorch.learn.implementation import Implementation
 from llorch.learn.lessons import LESSONS, PARTS, Lesson
+from llorch.learn.part import Call
 from llorch.learn.verdict import BORROWED
 from llorch.verify.judge import FAIL, PASS
 
@@ -31,3 +32,35 @@ def test_a_wrong_formula_fails():
         return x / (np.sqrt((x * x).mean(-1, keepdims=True)) + eps) * weight
 
     assert check_functions("01", rms_norm=rms_norm).word == FAIL
+
+
+def naive_softmax(scores: np.ndarray) -> np.ndarray:
+    return np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+
+
+def first_of_equals(logits: np.ndarray, k: int) -> np.ndarray:
+    rank = np.argsort(np.argsort(-logits, kind="stable"))
+    return np.where(rank < (k or logits.size), logits, -np.inf)
+
+
+def always_scaled(grads: dict[str, np.ndarray], max_norm: float) -> tuple[np.ndarray, float]:
+    row = np.concatenate([grad.ravel() for grad in grads.values()])
+    norm = float(np.linalg.norm(row))
+    return row * np.float32(max_norm / (norm + 1e-6)), norm
+
+
+@pytest.mark.parametrize(
+    ("lesson", "part", "wrong", "said"),
+    [
+        ("04", "attention_probs", naive_softmax, "nan, nan,  0.]]], not [[[0.731, 0.269, 0.   ]]]"),
+        ("06", "swiglu", lambda gate, up: gate * np.exp(gate) / (1 + np.exp(gate)) * up, "not [[  -0., 1000.]]"),
+        ("11", "keep_top_k", first_of_equals, "is [-inf,   3., -inf, -inf], not [-inf,   3.,   3., -inf]"),
+        ("12", "positions", lambda n_before, n_new: np.arange(n_new) + n_before + 1, "is [6, 7, 8], not [5, 6, 7]"),
+        ("16", "shifted", lambda labels: np.roll(labels, -1), "is [6, 7, 5], not [   6,    7, -100]"),
+        ("18", "clip_by_norm", always_scaled, "is [0.6, 0.8], not [0.3, 0.4]: gradients below the limit stay"),
+    ],
+)
+def test_what_no_golden_holds_is_asked_too(lesson: str, part: str, wrong: Call, said: str):
+    found = check_functions(lesson, **{part: wrong})
+    assert (found.word, found.wrong) == (FAIL, [])
+    assert said in found.fault

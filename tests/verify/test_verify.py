@@ -32,7 +32,7 @@ def test_one_flipped_bit_of_a_weight_fails_the_foundation(tmp_path: Path):
     copy.write_bytes(content)
     (row,) = foundation_rows("flipped", own_tensors(open_weights(copy).source), foreign_tensors(PATH))
     assert row.verdict == FAIL
-    assert row.note
+    assert row.note.endswith(" (other bytes)")
 
 
 def test_other_token_ids_fail_and_are_shown():
@@ -49,6 +49,7 @@ def test_a_tensor_that_one_reader_alone_sees_fails_the_foundation():
     for own, foreign in ((less, table), (table, less), ({}, table), (table, {})):
         (row,) = foundation_rows("micro-qwen2", own, foreign)
         assert row.verdict == FAIL
+        assert ("nothing, not F32 " in row.note) == (foreign is table)
     assert differing(less, table) == differing(table, less) == ["blk.1.ffn_up.weight"]
 
 
@@ -71,7 +72,7 @@ def test_a_live_run_starts_with_the_tensors_of_the_other_reader(monkeypatch: pyt
     assert (first.stage, first.verdict) == ("tensors", PASS)
     monkeypatch.setattr(verify, "foreign_tensors", lambda path: {**foreign_tensors(path), "more": "F32 1"})
     first = next(verify_live(PATH, range(8), ["llamacpp"]))
-    assert (first.verdict, first.note) == (FAIL, "more")
+    assert (first.verdict, first.note) == (FAIL, "more (nothing, not F32 1)")
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])

@@ -20,6 +20,7 @@ from llorch.cli.options import verb
 from llorch.cli.output import say
 
 if TYPE_CHECKING:
+    from llorch.learn.apart import Outcome
     from llorch.learn.lessons import Lesson
 
 KEYS = "n next   h hint   l list   c check all   s solution   x reset   q quit"
@@ -96,7 +97,7 @@ class _Loop:
         changed = [lesson for lesson in LESSONS if self.seen[lesson.number] != before[lesson.number]]
         if changed and self.lesson not in changed:
             self.lesson = changed[0]
-        self._check(sorted(changed, key=lambda lesson: lesson != self.lesson))
+        self._check(sorted(changed, key=lambda lesson: lesson != self.lesson), begun_only=True)
         self._warm()
 
     def _warm(self) -> None:
@@ -106,7 +107,7 @@ class _Loop:
             self.warm.append(self.lesson)
             warm(self.lesson)
 
-    def _check(self, lessons: "list[Lesson]") -> None:
+    def _check(self, lessons: "list[Lesson]", *, begun_only: bool = False) -> None:
         from llorch.cli.learn.shown import counted, print_outcome
         from llorch.learn.apart import outcomes
         from llorch.learn.progress import Progress
@@ -114,8 +115,10 @@ class _Loop:
         progress, found = Progress(self.folder, say), []
         numbers = [lesson.number for lesson in lessons]
         for outcome in outcomes(str(self.folder), numbers, seconds=self.seconds, say=say):
-            found.append(outcome)
             progress.note(outcome)
+            if begun_only and outcome.lesson != self.lesson.number and _is_untouched(outcome):
+                continue  # it imports what was saved, and nothing of it is written
+            found.append(outcome)
             print_outcome(outcome, full=self.full)
         if len(found) > 1:
             click.echo(counted(found))
@@ -125,3 +128,7 @@ class _Loop:
         from llorch.learn.sources import fingerprint
 
         return {lesson.number: fingerprint(self.folder, lesson) for lesson in LESSONS}
+
+
+def _is_untouched(outcome: "Outcome") -> bool:
+    return outcome.word == "BORROWED" and not outcome.record["compared"]

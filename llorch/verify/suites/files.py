@@ -30,7 +30,7 @@ Encode = Callable[[str], list[int]]  # with the special tokens that the file ask
 def foundation_rows(model: str, own: Table, foreign: Table, *, backend: str = "numpy") -> Iterator[Row]:
     """Checkpoint 00: names, types, shapes and bytes of all tensors."""
     wrong = differing(own, foreign)
-    share, note = len(wrong) / len(own.keys() | foreign.keys()), ", ".join(wrong[:5])
+    share, note = len(wrong) / len(own.keys() | foreign.keys()), told(wrong, own, foreign)
     yield exact_row(Place("00", "tensors"), "reader", share, note, model=model, backend=backend)
 
 
@@ -90,6 +90,16 @@ def foreign_tensors(path: Path) -> Table:
 def differing(own: Table, foreign: Table) -> list[str]:
     """Names of tensors that are missing on one side or not the same on both."""
     return sorted(name for name in own.keys() | foreign.keys() if own.get(name) != foreign.get(name))
+
+
+def told(wrong: Sequence[str], own: Table, foreign: Table) -> str:
+    """The names of the first few of these tensors, and what is wrong with the very first."""
+    if not wrong:
+        return ""
+    first, *others = wrong[:5]
+    got, wanted = (table.get(first, "nothing").split()[:2] for table in (own, foreign))
+    what = "other bytes" if got == wanted else f"{' '.join(got)}, not {' '.join(wanted)}"
+    return ", ".join([f"{first} ({what})", *others])
 
 
 def _by_gguf(path: Path) -> Table:

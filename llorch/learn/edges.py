@@ -1,0 +1,63 @@
+"""Edges: what a lesson's page asks of a part and no golden holds, such as a softmax of 1000.
+
+Nothing of precision is judged here. The result is that of the reference or visibly another one.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from llorch.errors import LearnerFault
+from llorch.learn.guard import guarded
+from llorch.learn.implementation import Implementation
+from llorch.learn.part import Part
+
+_WHOLE, _WIDE = np.int64, np.float64
+EDGES: Mapping[str, tuple[str, Mapping[str, Any]]] = {  # by the name of the part: what is special, and its arguments
+    "merge": (
+        "of equal ranks the leftmost pair goes first",
+        {"ids": np.zeros(3, _WHOLE), "merges": np.array([[0, 0, 1]], _WHOLE), "ranks": np.zeros(1, _WHOLE)},
+    ),
+    "attention_probs": (
+        "exp(300) is infinite in float32",
+        {"scores": np.array([[[300, 299, -np.inf]]], np.float32)},
+    ),
+    "swiglu": (
+        "exp(200) is infinite in float32",
+        {"gate": np.array([[-200, 200]], np.float32), "up": np.array([[5, 5]], np.float32)},
+    ),
+    "softmax": ("exp(1000) is infinite", {"logits": np.array([1000, 999, -np.inf])}),
+    "keep_top_k": ("what equals the smallest of the k stays", {"logits": np.array([1.0, 3, 3, 2]), "k": 1}),
+    "positions": ("five tokens are in the cache", {"n_before": 5, "n_new": 3}),
+    "shifted": ("nothing comes behind the last row", {"labels": np.array([5, 6, 7], _WHOLE)}),
+    "cross_entropy": (
+        "exp(200) is infinite in float32",
+        {"logits": np.array([[200, 190, 0]], np.float32), "labels": np.array([1]), "label_smoothing": 0.0},
+    ),
+    "clip_by_norm": (
+        "gradients below the limit stay as they are",
+        {"grads": {"a": np.array([0.3, 0.4], np.float32)}, "max_norm": 1.0},
+    ),
+}
+
+
+def require_edges(implementation: Implementation, parts: Iterable[Part]) -> None:
+    """LearnerFault where a written part gives something else than the reference."""
+    for part in parts:
+        if part.name not in implementation.written or part.name not in EDGES:
+            continue
+        what, given = EDGES[part.name]
+        with np.errstate(all="ignore"):
+            got = part.results(guarded(part, implementation.written[part.name])(**given))
+        for name, wanted in part.results(part.reference(**given)).items():
+            if not np.allclose(got[name], wanted, rtol=1e-4, atol=1e-6):
+                asked = ", ".join(f"{key}={_shown(value)}" for key, value in given.items())
+                said = f"{name} is {_shown(got[name])}, not {_shown(wanted)}: {what}"
+                raise LearnerFault(part.name, f"of {asked} {said}")
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_shown(each)}" for key, each in value.items()) + "}"
+    return np.array2string(np.asarray(value), precision=3, separator=", ")
