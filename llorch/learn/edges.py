@@ -27,6 +27,11 @@ EDGES: Mapping[str, tuple[str, Mapping[str, Any]]] = {  # by the name of the par
         "exp(200) is infinite in float32",
         {"gate": np.array([[-200, 200]], np.float32), "up": np.array([[5, 5]], np.float32)},
     ),
+    "attention_output": (
+        "a model may have the bias, though none of ours has",
+        {"context": np.array([[1, 2]], np.float32), "o_proj": np.ones((1, 2), np.float32),
+         "o_bias": np.full(1, 0.5, np.float32)},
+    ),
     "softmax": ("exp(1000) is infinite", {"logits": np.array([1000, 999, -np.inf])}),
     "keep_top_k": ("what equals the smallest of the k stays", {"logits": np.array([1.0, 3, 3, 2]), "k": 1}),
     "positions": ("five tokens are in the cache", {"n_before": 5, "n_new": 3}),
@@ -35,11 +40,21 @@ EDGES: Mapping[str, tuple[str, Mapping[str, Any]]] = {  # by the name of the par
         "exp(200) is infinite in float32",
         {"logits": np.array([[200, 190, 0]], np.float32), "labels": np.array([1]), "label_smoothing": 0.0},
     ),
+    "cross_entropy_backward": (
+        "exp(200) is infinite in float32",
+        {"logits": np.array([[200, 190, 0]], np.float32), "labels": np.array([1]), "label_smoothing": 0.0,
+         "n_trained": 1},
+    ),
+    "swiglu_backward": (
+        "exp(200) is infinite in float32",
+        {"grad": np.ones((1, 2), np.float32), "gate": np.array([[-200, 200]], np.float32),
+         "up": np.full((1, 2), 5, np.float32)},
+    ),
     "clip_by_norm": (
         "gradients below the limit stay as they are",
         {"grads": {"a": np.array([0.3, 0.4], np.float32)}, "max_norm": 1.0},
     ),
-}
+}  # fmt: skip
 
 
 def require_edges(implementation: Implementation, parts: Iterable[Part]) -> None:
