@@ -156,7 +156,7 @@ def test_what_is_slow_runs_where_it_is_asked_for(hooks: Any, source: str, given:
     ],
 )
 def test_only_files_that_no_keyword_can_ask_for_are_left_out(hooks: Any, keyword: str, left_out: bool, tmp_path: Path):
-    config = SimpleNamespace(option=SimpleNamespace(keyword=keyword))
+    config = SimpleNamespace(option=SimpleNamespace(keyword=keyword, impl=None))
     (tmp_path / "silent.py").write_text("def test_q_rope(): ...")
     (tmp_path / "speaking.py").write_text("def test_q_rope_of_checkpoint_06_has_teeth(): ...")
     assert bool(hooks.pytest_ignore_collect(tmp_path / "silent.py", config)) == left_out

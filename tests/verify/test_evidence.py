@@ -150,7 +150,8 @@ def test_the_wheel_carries_the_goldens_of_every_built_in_model():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     included = project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
     folders = (*BUILTIN, QUANTISED)
-    assert included == {f"reference_outputs/{name}": f"llorch/reference_outputs/{name}" for name in folders}
+    goldens = {f"reference_outputs/{name}": f"llorch/reference_outputs/{name}" for name in folders}
+    assert included == goldens | {"checkpoints": "llorch/checkpoints"}
 
 
 def test_all_goldens_together_stay_under_40_megabytes():

@@ -12,14 +12,13 @@ number_argument = click.argument("number", type=int)
 @click.group(
     invoke_without_command=True,
     short_help="Bugs that people had, as exercises.",
-    help="""Bugs that people had in engines of Llama and Qwen: the numbers come in, the cause goes out.
-
-Without a verb: the list.
-
-\b
+    help="""\b
+llorch learn museum                     the list
 llorch learn museum open 3 bug3         its dump and what was reported
 llorch learn museum answer 3 "no bias"  is that it?
-llorch learn museum solution 3          the cause, the thread, the fix""",
+llorch learn museum solution 3          the cause, the thread, the fix
+
+Bugs that people had in engines of Llama and Qwen: the numbers come in, the cause goes out.""",
 )
 @click.pass_context
 def command(context: click.Context) -> None:

@@ -232,8 +232,8 @@ class ForwardSuite:
             selected = judge(self.selected(runner, witness), row, model=self.model, backend=runner.name)
             argmax = first.row("10", "argmax", witness, best, np.asarray([greedy(golden.selected_logits)]))
             yield from (self._beside_one_pass(runner, each, row, golden) for each in (selected, argmax))
-            for name, ours in distributions.items():
-                yield self.distribution_row(runner, self.distribution(runner, witness, name), ours)
+            for name in golden.probabilities:
+                yield self.distribution_row(runner, self.distribution(runner, witness, name), distributions[name])
             yield tokens.row("12", "generation", witness, text, golden.greedy)
 
     def tokens(self, runner: Runner) -> Tokens:
