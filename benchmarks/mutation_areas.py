@@ -66,7 +66,7 @@ AREAS = (
         "verify/[!r]* verify/runners/[!t]* verify/suites/[!p]*",
         "verify/[!t]* verify/suites/* verify/teeth* files/matrix",
     ),
-    Area("learn", "learn/* learn/parts/* learn/checks/* learn/museum/*", "learn/* cli/learn_[!w]*"),
+    Area("learn", "learn/* learn/parts/* learn/checks/* learn/museum/* learn/on_torch/*", "learn/* cli/learn_[!w]*"),
     Area("diagnosis", "dumps/* dumps/writers/* verify/diagnosis/*", "dumps/* verify/diagnosis/*"),
     Area("mistakes", "verify/mistakes/*", "verify/mistakes verify/planting verify/teeth*"),
     Area("training_proof", "verify/training/[!t]*", "verify/training_* verify/teeth_training repository/make_training"),

@@ -12,6 +12,7 @@ verification then judges what comes out, beside the goldens of both engines. In 
     verdict, check            the four words, and the way from a lesson to one; `wrong` is what a failure shows
     apart, frames             a check in a process of its own; where in the learner's code something was raised
     progress, sources         what was done so far, and which files make a lesson; `certificate` writes it down
+    on_torch/                 lesson 14: parts that are given tensors; nothing else here imports torch
     materials, teeth          stubs, hints and typed mistakes; whether mistakes would be seen in a solution
     museum/                   bugs that people had, as exercises
 """

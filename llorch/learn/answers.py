@@ -80,11 +80,11 @@ def write_calls(lesson: Lesson, path: Path) -> int:
         The number of calls.
 
     Raises:
-        ValueError: A part of the lesson is a loop that calls others.
+        ValueError: A part of the lesson is a loop that calls others, or is given torch tensors.
         OSError: It cannot be written.
     """
-    if any(part.streams for part in lesson.parts):
-        raise ValueError(f"inputs: lesson {lesson.number} has a part that is a loop; write it in Python")
+    if any(part.in_python_only for part in lesson.parts):
+        raise ValueError(f"inputs: lesson {lesson.number} has a part that is a loop or on torch; write it in Python")
     calls = Calls(lesson)
     with new_file(path) as file:
         file.write_bytes(calls.npz())

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from llorch.errors import LearnerFault
+from llorch.errors import LearnerFault, MissingExtra
 from llorch.learn.checks.after_logits import ArgmaxCheck, FilterCheck, GenerationCheck, RowCheck
 from llorch.learn.checks.forward import ForwardCheck
 from llorch.learn.checks.foundation import FoundationCheck
@@ -25,12 +25,22 @@ TRAINING = ("15", "16", "17", "18", "19", "20")
 
 
 def check_of(lesson: Lesson) -> Check:
-    """How a lesson is judged."""
+    """How a lesson is judged; MissingExtra for that on torch, where there is none."""
     makers: dict[str, Callable[[], Check]] = dict.fromkeys(FORWARD, ForwardCheck)
     makers |= dict.fromkeys((WARM_UP, "00"), FoundationCheck)
     makers |= {"09": RowCheck, "10": ArgmaxCheck, "11": FilterCheck, "12": GenerationCheck}
-    makers |= {"13": BlocksCheck} | dict.fromkeys(TRAINING, TrainingCheck)
+    makers |= {"13": BlocksCheck, "14": _torch_check} | dict.fromkeys(TRAINING, TrainingCheck)
     return makers[lesson.number]()
+
+
+def _torch_check() -> Check:
+    try:
+        from llorch.learn.on_torch.check import TorchCheck
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise MissingExtra("torch", "torch") from None
+    return TorchCheck()
 
 
 def check(lesson: Lesson, implementation: Implementation, mode: Mode = "isolated") -> Verdict:
@@ -43,11 +53,14 @@ def check(lesson: Lesson, implementation: Implementation, mode: Mode = "isolated
 
     Returns:
         The verdict; what the learner's code raises is in it.
+
+    Raises:
+        MissingExtra: The lesson is that on torch, which is not installed.
     """
     found = _checked(lesson, implementation, mode)
     if mode == "isolated" or found.word != FAIL:
         return found
-    before = list(LESSONS[: LESSONS.index(lesson)])
+    before = [each for each in LESSONS[: LESSONS.index(lesson)] if not each.on_torch]
     for at, earlier in enumerate(before):  # what is wrong there is handed on
         if (first := _checked(earlier, implementation, mode)).word == FAIL:
             behind = ", ".join(each.number for each in (*before[at + 1 :], lesson))

@@ -23,16 +23,20 @@ def guarded(part: Part, function: Call, *, note: Note = lambda line: None, live:
     """A learner's function behind its checks."""
     if part.streams:
         return _guarded_stream(part, function)
+    if part.on_torch:
+        from llorch.learn.on_torch.guard import guarded_on_torch
+
+        return guarded_on_torch(part, function, note=note)
     known: dict[object, list[Like]] = {}
 
     def call(**given: Any) -> Any:
         key = _shapes(given) if live else None
         if not known:
-            _require_parameters(part, function, given)
+            require_parameters(part, function, given)
         if not live or key not in known:
             known[key] = _wanted(part, given)
         handed = read_only(given, copy=not live)
-        returned = _called(part, function, handed)
+        returned = called(part, function, handed)
         if not live:
             _require_unchanged(part, given, handed)
         results = []
@@ -49,7 +53,7 @@ def guarded(part: Part, function: Call, *, note: Note = lambda line: None, live:
 
 def _guarded_stream(part: Part, function: Call) -> Call:
     def call(**given: Any) -> Iterator[int]:
-        _require_parameters(part, function, given)
+        require_parameters(part, function, given)
         try:
             for each in function(**given):
                 yield operator.index(each)
@@ -90,7 +94,8 @@ def _shapes(value: Any) -> object:
     return repr(value)
 
 
-def _require_parameters(part: Part, function: Call, given: Mapping[str, Any]) -> None:
+def require_parameters(part: Part, function: Call, given: Mapping[str, Any]) -> None:
+    """Raise LearnerFault where a function has other parameters."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -103,7 +108,8 @@ def _require_parameters(part: Part, function: Call, given: Mapping[str, Any]) ->
         ) from None
 
 
-def _called(part: Part, function: Call, handed: Mapping[str, Any]) -> Any:
+def called(part: Part, function: Call, handed: Mapping[str, Any]) -> Any:
+    """What a function returned; LearnerFault of whatever it raised."""
     try:
         return function(**handed)
     except LearnerFault:

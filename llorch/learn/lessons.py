@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 from llorch.learn.part import Part
-from llorch.learn.parts import after_logits, forward, foundation, quantised, training
+from llorch.learn.parts import after_logits, forward, foundation, on_torch, quantised, training
 from llorch.stages import CHECKPOINTS
 
 WARM_UP = "00w"  # on the page of 00: its stub is right but for a constant, so that the first green takes a minute
@@ -33,6 +33,11 @@ class Lesson:
     def module(self) -> str:
         """Of the learner: `l01b_rope`."""
         return f"l{self.number}_{self.name}"
+
+    @property
+    def on_torch(self) -> bool:
+        """Whether its parts run there, and in no other lesson."""
+        return any(part.on_torch for part in self.parts)
 
     @cached_property
     def folder(self) -> Path:
@@ -70,6 +75,7 @@ LESSONS: tuple[Lesson, ...] = (  # in the order of the forward pass, then of tra
     Lesson("11", 30, FILTERS),
     Lesson("12", 35, (after_logits.POSITIONS, after_logits.GENERATE)),
     Lesson("13", 45, (quantised.Q8_0, quantised.Q4_0)),
+    Lesson("14", 45, (on_torch.RMS_NORM, on_torch.ROPE)),
     Lesson("15", 25, (training.LORA_SCALING, training.LORA_DELTA)),
     Lesson("16", 25, (training.MASKED_LABELS, training.SHIFTED, training.CROSS_ENTROPY)),
     Lesson("17", 75, training.BACKWARD),

@@ -30,7 +30,8 @@ class Part:
         replaces: The function of ours in whose place it is put, `llorch.ops.rope.rope`.
         adapt: Makes what is put there of the learner's function and of ours.
         also: Further functions of ours in whose place it is put, each with what makes that of it.
-        streams: Whether it is given a function and yields whole numbers: only Python can write it.
+        streams: Whether it is given a function and yields whole numbers.
+        on_torch: Whether its arrays are torch tensors.
         stages: Of the stage table, that it makes.
         hidden: Stages that do not show while it stands there, because they are made inside it.
     """
@@ -42,6 +43,7 @@ class Part:
     adapt: Adapt
     also: tuple[tuple[str, Adapt], ...] = ()
     streams: bool = False
+    on_torch: bool = False
     stages: tuple[str, ...] = ()
     hidden: Callable[[ModelConfig], tuple[str, ...]] = nothing
 
@@ -49,6 +51,11 @@ class Part:
     def places(self) -> Mapping[str, Adapt]:
         """Every function of ours whose place it takes."""
         return {self.replaces: self.adapt, **dict(self.also)}
+
+    @property
+    def in_python_only(self) -> bool:
+        """Whether no program can write it, and no file can hold what it is given."""
+        return self.streams or self.on_torch
 
     def results(self, returned: Any) -> Mapping[str, Any]:
         """What a call returned, by name."""

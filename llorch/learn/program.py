@@ -46,7 +46,7 @@ class Program(Mapping[str, Call]):
     def __getitem__(self, name: str) -> Call:
         """The function; KeyError for what is not written."""
         if name not in self._is_written:
-            self._is_written[name] = name in PARTS and not PARTS[name].streams and self._asked(name)
+            self._is_written[name] = name in PARTS and not PARTS[name].in_python_only and self._asked(name)
         if not self._is_written[name]:
             raise KeyError(name)
         return self._function(PARTS[name])

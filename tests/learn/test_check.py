@@ -16,6 +16,8 @@ REFERENCE = Implementation("reference", {name: part.reference for name, part in 
     [pytest.param(each, marks=[pytest.mark.slow] * (each.number in ("18", "19")), id=each.number) for each in LESSONS],
 )
 def test_the_reference_passes_every_lesson(lesson: Lesson):  # fed goldens the last hints do: the scripted learner
+    if lesson.on_torch:
+        pytest.importorskip("torch")
     found = check(lesson, REFERENCE, "chained")
     assert (found.word, found.wrong, found.fault) == (PASS, [], "")
     assert found.judged
@@ -23,6 +25,8 @@ def test_the_reference_passes_every_lesson(lesson: Lesson):  # fed goldens the l
 
 @pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.number)
 def test_what_is_not_written_is_borrowed(lesson: Lesson):
+    if lesson.on_torch:
+        pytest.importorskip("torch")
     found = check(lesson, Implementation("nothing", {}))
     assert (found.word, list(found.borrowed)) == (BORROWED, [part.name for part in lesson.parts])
 

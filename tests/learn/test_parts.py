@@ -41,7 +41,7 @@ def test_a_text_by_parts_is_the_text_without_them(temperature: float):
         settings = SamplingSettings(temperature=temperature, top_k=20, top_p=0.9, min_p=0.02, repetition_penalty=1.1)
         return [*story.generate("Once upon", max_tokens=12, settings=settings if temperature else None)]
 
-    with reference(*PARTS).installed():
+    with reference(*(name for name in PARTS if not PARTS[name].on_torch)).installed():
         found = text()
     assert [(token.id, token.finish) for token in found] == [(token.id, token.finish) for token in text()]
     assert [token.logprob for token in found] == pytest.approx([token.logprob for token in text()], abs=1e-5)

@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from runpy import run_path
 
@@ -12,7 +13,11 @@ from llorch.learn.lessons import LESSONS, Lesson
 from llorch.learn.materials import hints_of, stub_of, typed_mistakes
 from llorch.learn.verdict import Verdict
 
-TAUGHT = [lesson for lesson in LESSONS if (lesson.folder / "mistakes.py").is_file()]
+TAUGHT = [
+    lesson
+    for lesson in LESSONS
+    if (lesson.folder / "mistakes.py").is_file() and (find_spec("torch") or not lesson.on_torch)
+]
 ALIKE = {  # other names of the same numbers: a constant that has a name, and the setting that it is a value of
     "norm-eps-missing": {"norm-eps"},
     "norm-eps-1e-6-for-1e-5": {"norm-eps"},

@@ -4,7 +4,7 @@ A stage whose inputs all show is fed the golden's own; one with hidden inputs is
 computes with ours only: the learner's parts are in place while the pass runs, and out again before anything is judged.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import astuple, replace
 from functools import cache
@@ -55,16 +55,21 @@ class ForwardCheck:
     ) -> Sequence[Suspect]:
         """By a diagnosis of what the learner's run shows; the first part and model that give a name decide."""
         parts = {each.part: [PARTS[each.part]] if each.part else parts_so_far(lesson, implementation) for each in wrong}
-        said: list[Finding] = []
-        for part, model, case in _runs(wrong):
-            found = OfModel(model, parts[part], implementation).causes(case)
-            first = next(found, None)
-            said += [first] if first is not None else []
-            if first is not None and first.kind == "honest":
-                said += found  # nothing else may be there
-            if any(each.kind == "mistake" for each in said) or _n_unknown(said) >= TRIED:
-                break
-        return _told(said)
+        return told(wrong, lambda part, model, case: OfModel(model, parts[part], implementation).causes(case))
+
+
+def told(wrong: Sequence[Judged], causes_of: Callable[[str, str, str], Iterator[Finding]]) -> Sequence[Suspect]:
+    """What diagnoses say of what is wrong: of part, model and case, one after the other, until one gives a name."""
+    said: list[Finding] = []
+    for part, model, case in _runs(wrong):
+        found = causes_of(part, model, case)
+        first = next(found, None)
+        said += [first] if first is not None else []
+        if first is not None and first.kind == "honest":
+            said += found  # nothing else may be there
+        if any(each.kind == "mistake" for each in said) or _n_unknown(said) >= TRIED:
+            break
+    return _suspects(said)
 
 
 def _runs(wrong: Sequence[Judged]) -> list[tuple[str, str, str]]:
@@ -79,7 +84,7 @@ def _n_unknown(said: Sequence[Finding]) -> int:
     return sum(each.kind != "honest" for each in said)
 
 
-def _told(said: Sequence[Finding]) -> list[Suspect]:
+def _suspects(said: Sequence[Finding]) -> list[Suspect]:
     """Of the first mistake, else of the first that nothing known makes; arithmetic only where nothing else is."""
     found = sorted(said, key=lambda each: {"mistake": 0, "honest": 2}.get(each.kind, 1))
     if not found:

@@ -1,0 +1,112 @@
+"""Lesson 14: the stages of its parts in the run of our torch modules, on the CPU, in float32 and in bfloat16.
+
+The claims and limits are those of checkpoint 14. A name is looked for in what the float32 run shows: in bfloat16 no
+known mistake makes the same numbers to the last digit.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+
+from llorch.dumps.stage_dump import StageDump
+from llorch.learn.checks.forward import BACKEND, stages_of, suite_of, told, wide, written_parts
+from llorch.learn.implementation import Implementation
+from llorch.learn.judging import Judged, Mode
+from llorch.learn.lessons import PARTS, Lesson
+from llorch.learn.part import Part
+from llorch.pytorch.device import target
+from llorch.stages import keys
+from llorch.threads import limited
+from llorch.verify.diagnosis.diagnose import causes
+from llorch.verify.diagnosis.verdict import Finding, Suspect
+from llorch.verify.judge import Claim, judge
+from llorch.verify.runners import See
+from llorch.verify.runners.torch import VARIANTS, TorchRunner
+
+MODELS = ("micro-llama", "micro-qwen3")  # of either eps; with norms of heads
+FLOAT32, BFLOAT16 = (f"{BACKEND}-{dtype}" for dtype in ("float32", "bfloat16"))
+
+
+@cache
+def runner_of(model: str, backend: str) -> TorchRunner:
+    """A built-in model as the page is written, on the CPU."""
+    at = target("cpu", backend.removeprefix(f"{BACKEND}-"))
+    return TorchRunner(suite_of(model).weights, at, VARIANTS[""], backend)
+
+
+class TorchCheck:
+    """See `Check`. Chained, both parts run at once, on what they made themselves."""
+
+    def judged(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[Judged]:
+        """See `Check`."""
+        written = written_parts(lesson, implementation)
+        for model in MODELS:
+            for backend in (FLOAT32, BFLOAT16):
+                if mode == "chained":
+                    yield from OnTorch(model, backend, written, implementation).chained(stages_of(lesson))
+                    continue
+                for part in written:
+                    made = OnTorch(model, backend, [part], implementation).isolated({*part.stages})
+                    yield from (replace(each, part=part.name) for each in made)
+
+    def suspects(
+        self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[Judged]
+    ) -> Sequence[Suspect]:
+        """By a diagnosis of what the float32 run shows; none where that is right."""
+        written = written_parts(lesson, implementation)
+
+        def causes_of(part: str, model: str, case: str) -> Iterator[Finding]:
+            return OnTorch(model, FLOAT32, [PARTS[part]] if part else written, implementation).causes(case)
+
+        return told([each for each in wrong if each.row.backend == FLOAT32], causes_of)
+
+
+class OnTorch:
+    """One model in one dtype with the learner's parts in it."""
+
+    def __init__(self, model: str, backend: str, parts: Sequence[Part], implementation: Implementation) -> None:
+        """Of a built-in model."""
+        self.model, self.parts, self.implementation = model, parts, implementation
+        self.suite, self.runner = suite_of(model), runner_of(model, backend)
+
+    def isolated(self, stages: set[str]) -> Iterator[Judged]:
+        """Every stage fed the goldens' own numbers."""
+        for case, this in self.suite.cases.items():
+            for witness, golden in self.suite.evidence.items():
+                trace = self._trace(lambda see, at=(this, golden.traces[case]): self.runner.isolated(*at, see))
+                for name in self._keys(stages):
+                    yield self._judged(self.suite.isolated(self.runner, case, witness, name), trace[name])
+
+    def chained(self, stages: set[str]) -> Iterator[Judged]:
+        """Every stage of a pass on its own results."""
+        for case in self.suite.cases:
+            trace = self._pass(case)
+            for witness in self.suite.evidence:
+                for name in self._keys(stages):
+                    yield self._judged(self.suite.chained(self.runner, case, witness, 0, name), trace[name])
+
+    def causes(self, case: str) -> Iterator[Finding]:
+        """What a diagnosis finds in one pass; the run is over before it begins."""
+        return causes(wide(self.model), StageDump.of_arrays([self.suite.cases[case]], self._pass(case)))
+
+    def _pass(self, case: str) -> dict[str, np.ndarray]:
+        return self._trace(lambda see: self.runner.chained(case, self.suite.cases[case], see))
+
+    def _trace(self, run: Callable[[See], None]) -> dict[str, np.ndarray]:
+        trace: dict[str, np.ndarray] = {}
+
+        def see(name: str, array: np.ndarray, **flips: int) -> None:
+            trace[name] = array
+
+        with limited(1), self.implementation.installed(self.parts):
+            run(see)
+        return trace
+
+    def _keys(self, stages: set[str]) -> Iterator[str]:
+        return (name for name, stage, _ in keys(self.suite.weights.config) if stage.name in stages)
+
+    def _judged(self, claim: Claim, got: np.ndarray) -> Judged:
+        row = judge(claim, got, model=self.model, backend=self.runner.name)
+        return Judged(row, claim, got, config=self.suite.weights.config)
