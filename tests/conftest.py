@@ -30,11 +30,6 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.markexpr = "not (live or slow or weights)"
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """`pytest -k checkpoint --impl=my_llama`; without the = pytest takes the folder for one of tests."""
-    parser.addoption("--impl", help="check this implementation, a folder or cmd:PROGRAM, and nothing else")
-
-
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """`-k checkpoint_06`, or teeth: files that never say so are not read, which takes longer than what it asks for."""
     if collection_path.is_file() and (collection_path.name == OF_IMPLEMENTATION) != bool(config.option.impl):
