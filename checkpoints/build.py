@@ -99,8 +99,6 @@ def pages(folder: Path, numbers: Sequence[str], *, index: bool) -> Iterator[tupl
 def page_of(path: Path) -> tuple[Path, str]:
     """A page with its cells run and its sources included; generated blocks are not filled yet."""
     lesson = path.with_name("lesson.py")
-    if not lesson.is_file():
-        return path, path.read_text(encoding="utf-8")
     return path, SOURCE.sub(lambda found: source_of(found[1], label=str(lesson)), executed(lesson, ROOT))
 
 

@@ -37,10 +37,8 @@ def draw(number: str, lesson: Path) -> Mapping[str, str]:
         lesson: Its folder; `figures()` of its `figures.py` gives the figures by name.
 
     Returns:
-        Name to SVG, the strip `where` among them. None where there is no lesson yet.
+        Name to SVG, the strip `where` among them.
     """
-    if not (lesson / "lesson.py").is_file():
-        return {}
     drawn = {"where": strip(number)}
     if (lesson / "figures.py").is_file():
         drawn |= dict(_plotted(lesson / "figures.py"))
