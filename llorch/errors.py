@@ -73,16 +73,11 @@ class NonFiniteRun(ArithmeticError):
 
 
 class LearnerFault(Exception):
-    """A part that cannot be gone on with: it raised, or returned no array of the right shape and dtype.
-
-    Attributes:
-        part: Its name.
-    """
+    """A part that cannot be gone on with: it raised, or returned no array of the right shape and dtype."""
 
     def __init__(self, part: str, said: str) -> None:
         """Of a part; the cause, where there is one, holds the learner's frames."""
         super().__init__(f"{part}: {said}")
-        self.part = part
 
 
 class MissingExtra(ImportError):

@@ -1,9 +1,11 @@
+import re
+
 import pytest
 
 from llorch.builtin import BUILTIN, builtin_path
 from llorch.config import ModelConfig
 from llorch.files import open_weights
-from llorch.stages import BY_NAME, CHECKPOINTS, STAGES, forward_order, input_key, keys
+from llorch.stages import BY_NAME, CHECKPOINTS, STAGES, Stage, forward_order, input_key, keys
 
 # The numbers are public interface; here they stand once more, as design states them.
 NUMBERED = {
@@ -30,6 +32,12 @@ def test_every_stage_belongs_to_the_checkpoint_that_design_states():
         n: set(s.split()) for n, s in NUMBERED.items()
     }
     assert list(CHECKPOINTS) == "00 01 01b 02 03 04 05 06 07 08 09 10 11 12 13 14 15 16 17 18 19 20".split()
+
+
+@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
+def test_a_stage_reads_what_its_formula_names(stage: Stage):
+    named = set(re.findall(r"\w+", stage.formula)) & {*BY_NAME, "block_in"} - {stage.name}
+    assert named <= set(stage.inputs)
 
 
 def test_every_input_comes_before_the_stage_that_reads_it(config: ModelConfig):
