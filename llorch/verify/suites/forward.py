@@ -230,7 +230,7 @@ class ForwardSuite:
         first = Tokens(self.model, runner, self.prompt, NOTHING_KNOWN) if self.rounds else tokens  # `_beside_one_pass`
         for witness, golden in self.witnesses(runner).items():
             selected = judge(self.selected(runner, witness), row, model=self.model, backend=runner.name)
-            argmax = first.row("10", "argmax", witness, best, np.asarray([greedy(golden.selected_logits)]))
+            argmax = first.row("10", "argmax", witness, best, np.asarray([int(np.argmax(golden.selected_logits))]))
             yield from (self._beside_one_pass(runner, each, row, golden) for each in (selected, argmax))
             for name in golden.probabilities:
                 yield self.distribution_row(runner, self.distribution(runner, witness, name), distributions[name])

@@ -47,6 +47,11 @@ def failing(rows: list[Row]) -> set[tuple[str, str, str, str]]:
     return {(row.checkpoint, row.stage, row.mode, row.case) for row in rows if row.verdict == FAIL}
 
 
+def test_the_token_of_a_golden_is_not_chosen_by_our_code(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("llorch.verify.suites.forward.greedy", lambda logits: int(logits.argmin()))
+    assert sampler_rows(THEIRS)["argmax"].verdict == FAIL
+
+
 def nudge(array: np.ndarray) -> np.ndarray:
     array.flat[-1] += 1e-2 * np.abs(array).max()
     return array
