@@ -4,6 +4,7 @@
     python benchmarks/large_model.py -- verify                                     against llama.cpp running it
     python benchmarks/large_model.py -- verify --numerics exact --against transformers
     python benchmarks/large_model.py --shape 0.5B -- verify --numerics exact       in BF16, against both engines
+    python benchmarks/large_model.py --shape 30B-A3B                               128 experts, a file of 18.6 GB
 
 Printed are the file's size, the plan, the peak of the process (the mapped file counts) and the seconds of each token;
 or the report of `llorch verify`, its seconds and its peak.
@@ -19,14 +20,14 @@ from pathlib import Path
 import click
 from rounds import machine, set_threads
 
-MORE_BITS = {*range(4), *range(28, 32), *range(2, 32, 3)}  # layers whose v_proj and down_proj llama-quantize makes Q6_K
+EXPERTS = "30B-A3B"
 
 
 @click.command(help=__doc__)
 @click.option("--threads", default=2, show_default=True)
 @click.option("--prompt", default=8, show_default=True, help="Tokens of the prompt.")
 @click.option("--decode", default=3, show_default=True, help="Tokens decoded.")
-@click.option("--shape", type=click.Choice(["7B", "0.5B"]), default="7B", show_default=True)
+@click.option("--shape", type=click.Choice(["7B", "0.5B", EXPERTS]), default="7B", show_default=True)
 @click.argument("verify", nargs=-1)
 def main(threads: int, prompt: int, decode: int, shape: str, verify: tuple[str, ...]) -> None:
     """Entry point."""
@@ -39,7 +40,9 @@ def main(threads: int, prompt: int, decode: int, shape: str, verify: tuple[str, 
         write(path, shape)
         if verify:
             sys.exit(judge(path, prompt, verify))
+        start = time.perf_counter()
         model = llorch.load(path, residency="packed", n_tokens=prompt + decode)
+        print(f"opened in {time.perf_counter() - start:.2f} s, {peak():.2f} GB")
         assert model.plan is not None
         print(f"file {path.stat().st_size / 1e9:.2f} GB; {model.plan.describe()}")
         cache = KVCache(model.config, model.weights.cache_dtype)
@@ -47,7 +50,12 @@ def main(threads: int, prompt: int, decode: int, shape: str, verify: tuple[str, 
             start = time.perf_counter()
             model.forward(ids, cache=cache, last_only=True)
             print(f"{len(ids)} tokens in {time.perf_counter() - start:.2f} s")
-        print(f"peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.2f} GB")
+        print(f"peak {peak():.2f} GB")
+
+
+def peak() -> float:
+    """Gigabytes that the process had at most; pages of the mapped file count."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
 
 
 def judge(path: Path, n_tokens: int, verify: tuple[str, ...]) -> int:
@@ -65,15 +73,16 @@ def write(path: Path, shape: str) -> None:
     import numpy as np
     from gguf import GGMLQuantizationType, GGUFWriter
 
+    from llorch.config import FAMILIES
     from llorch.files.export import add_hyperparameters
     from llorch.files.names import inventory
 
     config = SHAPES[shape]()
     stored = [
-        (weight, type_of(weight.name, shape) if len(weight.shape) == 2 else None)
+        (weight, None if weight.stays_f32 else type_of(weight.name, shape, config.n_layers))
         for weight in inventory(config).values()
     ]
-    writer = GGUFWriter(path, config.family)
+    writer = GGUFWriter(path, FAMILIES[config.family].gguf)
     writer.add_tokenizer_model("no_vocab")
     add_hyperparameters(writer, config)
     for weight, kind in stored:
@@ -85,7 +94,7 @@ def write(path: Path, shape: str) -> None:
     writer.write_ti_data_to_file()
     for i, (weight, kind) in enumerate(stored):
         print(f"writing {weight.name}", file=sys.stderr)
-        writer.write_tensor_data(np.ones(weight.shape, np.float32) if kind is None else blocks(weight.shape, kind, i))
+        writer.write_tensor_data(plain(weight.shape, i) if kind is None else blocks(weight.shape, kind, i))
     writer.close()
 
 
@@ -115,17 +124,31 @@ def qwen_05b():
     return ModelConfig.from_huggingface(values, path=Path("config.json"))
 
 
-SHAPES = {"7B": llama_7b, "0.5B": qwen_05b}
+def qwen3_30b_a3b():
+    """The shape of Qwen3-30B-A3B."""
+    from llorch.config import ModelConfig
+
+    values = {
+        "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936,
+        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
+        "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 40960,
+    }  # fmt: skip
+    return ModelConfig.from_huggingface(values, path=Path("config.json"))
 
 
-def type_of(name: str, shape: str):
+SHAPES = {"7B": llama_7b, "0.5B": qwen_05b, EXPERTS: qwen3_30b_a3b}
+
+
+def type_of(name: str, shape: str, n_layers: int):
     """The type of a matrix in a Q4_K_M file, or BF16."""
     from llorch.files.quant import GGMLType
 
     if shape == "0.5B":
         return GGMLType.BF16
     layer = int(name.split(".")[1]) if name.startswith("layers.") else -1
-    more = name == "lm_head" or (layer in MORE_BITS and name.endswith(("v_proj", "down_proj")))
+    often = {*range(n_layers // 8), *range(n_layers * 7 // 8, n_layers), *range(2, n_layers, 3)}  # as llama-quantize
+    more = name == "lm_head" or (layer in often and name.endswith(("v_proj", "down_proj")))
     return GGMLType.Q6_K if more else GGMLType.Q4_K
 
 
@@ -137,6 +160,15 @@ def size_of(shape: tuple[int, ...], kind) -> int:
 
     n_elements, (size, n_bytes) = math.prod(shape), (1, 4) if kind is None else BLOCK_SIZES[kind]
     return n_elements // size * n_bytes
+
+
+def plain(shape: tuple[int, ...], seed: int):
+    """Gains of one, and the numbers of a router, which must not be equal."""
+    import numpy as np
+
+    if len(shape) == 1:
+        return np.ones(shape, np.float32)
+    return np.random.default_rng(seed).standard_normal(shape, np.float32) / 16
 
 
 def blocks(shape: tuple[int, ...], kind, shift: int):

@@ -44,18 +44,23 @@ def _matching(folder: str, patterns: Iterable[str]) -> list[Path]:
 AREAS = (
     Area(
         "ops",
-        "ops/* forward backward cache numerics memory finite",
-        "ops/* forward backward cache finite memory lora/adapted_weights train/numpy_step verify/checkpoints",
+        "ops/* families/* forward backward cache numerics memory finite",
+        "ops/* families/* forward backward cache finite memory lora/adapted_weights train/numpy_step "
+        "verify/checkpoints",
     ),
-    Area("config", "config fields errors builtin stages", "config* fields files/weights* stages repository/examples"),
-    Area("files", "files/[!e]* files/blocks/*", "files/[!e]* verify/verify_folder"),
+    Area(
+        "config",
+        "config/* architecture fields errors builtin stages",
+        "config* fields files/weights* stages repository/examples",
+    ),
+    Area("files", "files/[!e]* files/blocks/*", "files/[!e]* verify/verify_folder model_images"),
     Area(
         "export",
         "convert write_checks files/e* tokenizer/export*",
         "files/export* tokenizer/export convert convert_failures files/quant_blocks",
     ),
     Area("tokenizer", "tokenizer/[!e]*", "tokenizer/* verify/quality/windows"),
-    Area("generation", "sampling generate model", "sampling generate model verify/teeth_forward cli/run"),
+    Area("generation", "sampling generate model", "sampling generate model model_images verify/teeth_forward cli/run"),
     Area("torch", "pytorch/* pytorch/lora/*", "pytorch/* pytorch/lora/*"),
     Area("kernels", "pytorch/cpu/* pytorch/cuda/*", "pytorch/cpu/* pytorch/cuda/* pytorch/model pytorch/quantised"),
     Area("lora", "lora/* verify/doctor/*", "lora/* verify/doctor/* cli/lora_files model"),
@@ -63,7 +68,7 @@ AREAS = (
     Area("train", "train/* pytorch/train/* verify/resume", "train/[!d]* pytorch/train/* cli/lora_train"),
     Area(
         "verification",
-        "verify/[!r]* verify/runners/[!t]* verify/suites/[!p]*",
+        "verify/[!r]* verify/rounding_costs verify/runners/[!t]* verify/suites/[!p]*",
         "verify/[!t]* verify/suites/* verify/teeth* files/matrix",
     ),
     Area("learn", "learn/* learn/parts/* learn/checks/* learn/museum/* learn/on_torch/*", "learn/* cli/learn_[!w]*"),

@@ -2,6 +2,8 @@
 
     python benchmarks/torch_speed.py                       Qwen2.5-0.5B shape, random weights, 2 threads
     python benchmarks/torch_speed.py --layers 4 --rounds 3 --what BF16
+    python benchmarks/torch_speed.py --shape experts --layers 4 --what Q8_0 --what F32
+    python benchmarks/torch_speed.py --folder DIR          a model of any family, in both formats: DIR/model.gguf is F32
 
 Every engine runs the same weights in the same dtype. llama.cpp makes the quantised files and runs them with its own
 rounding of activations to 8 bits; ours keeps matrices packed and computes in the dtype that is named.
@@ -10,6 +12,7 @@ rounding of activations to 8 bits; ours keeps matrices packed and computes in th
 import json
 import statistics
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
@@ -18,7 +21,7 @@ from pathlib import Path
 import click
 from engines import Engine, LlorchTorch, foreign
 from quantised_speed import quantised
-from random_models import QWEN_05B, forget, random_model
+from random_models import SHAPES, forget, random_model
 from rounds import Samples, finish, interleave, processor, quiet, report, set_threads
 
 # What is compared: ours -> those it is held against, the first part of a name being its file.
@@ -32,7 +35,9 @@ PAIRS = {
 
 @click.command(help=__doc__)
 @click.option("--what", "kinds", multiple=True, type=click.Choice(list(PAIRS)), default=list(PAIRS))
+@click.option("--shape", type=click.Choice(list(SHAPES)), default="dense", show_default=True)
 @click.option("--layers", default=24, show_default=True)
+@click.option("--folder", "given", type=click.Path(exists=True, path_type=Path), help="Measure this model.")
 @click.option("--threads", default=2, show_default=True)
 @click.option("--prompt", "prompts", multiple=True, default=[128], show_default=True, help="Tokens of a prefill.")
 @click.option("--decode", "n_decode", default=24, show_default=True, help="Tokens decoded per round.")
@@ -40,7 +45,9 @@ PAIRS = {
 @click.option("--json", "output", type=click.Path(path_type=Path), help="Write all samples here.")
 def main(
     kinds: tuple[str, ...],
+    shape: str,
     layers: int,
+    given: Path | None,
     threads: int,
     prompts: tuple[int, ...],
     n_decode: int,
@@ -50,7 +57,8 @@ def main(
     """Entry point."""
     samples: dict[str, dict[str, Samples]] = {}
     print(", ".join(f"{name} {value}" for name, value in surroundings(threads).items()))
-    with random_model(QWEN_05B | {"num_hidden_layers": layers}) as folder:
+    random = random_model(SHAPES[shape] | {"num_hidden_layers": layers})
+    with random if given is None else nullcontext(given) as folder:
         for kind in kinds:
             path = file_of(folder, kind, threads)
             samples[kind] = interleave(engines_of(kind, folder, path, threads), prompts, n_decode, rounds)

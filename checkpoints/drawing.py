@@ -11,7 +11,7 @@ from typing import Any
 from llorch.stages import CHECKPOINTS
 
 ROWS = {  # of the strip, in the order in which lessons are learned
-    "from text to the end of a block": ("00", "01", "02", "01b", "03", "04", "05", "06", "07"),
+    "from text to the end of a block": ("00", "01", "02", "01b", "03", "04", "05", "05b", "06", "06b", "07"),
     "from a block to text, and with other numbers": ("08", "09", "10", "11", "12", "13", "14"),
     "training": ("15", "16", "17", "18", "19", "20"),
 }
@@ -78,8 +78,8 @@ def strip(number: str) -> str:
     for row, (title, numbers) in enumerate(ROWS.items()):
         parts.append(f'<text class="row" x="4" y="{row * 86 + 14}">{title}</text>')
         parts += [_box(each, 4 + 80 * column, row * 86 + 20, each == number) for column, each in enumerate(numbers)]
-    title = f"Checkpoint {number}, {CHECKPOINTS[number].replace('_', ' ')}, among all 22"
-    return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 724 260" width="724" height="260" role="img">
+    title = f"Checkpoint {number}, {CHECKPOINTS[number].replace('_', ' ')}, among all {len(CHECKPOINTS)}"
+    return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 884 260" width="884" height="260" role="img">
 <title>{title}</title>
 <style>
 text {{ font: 11px system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; fill: {GREY} }}

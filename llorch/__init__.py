@@ -11,10 +11,11 @@ model.add_adapter("pirate", "my-adapter")         a LoRA adapter, for model.gene
 
 The rooms, in the order to read. Each imports those above it only; its first page says what enters and what leaves.
 
-    config  stages          what there is: hyperparameters, and the ordered table of stages
+    config/                 hyperparameters, from either kind of file; `stages` the ordered table of what is computed
     ops/                    one operation a file, forward beside backward, the formula on top
     forward  backward       the reference, one screen each; `cache` its keys and values, `numerics` how it rounds
     files/                  bytes to arrays and back: GGUF, Hugging Face folders, quantised blocks; `convert`
+    families/               pages beside `forward`, of models that are not dense: experts, delta nets, windows
     tokenizer/              text to ids and back, chats
     sampling  generate      from logits to a token, and on; `model` loads, generates and traces
     lora/                   adapters: read, merge, export

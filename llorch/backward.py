@@ -12,7 +12,7 @@ What is trained is the adapter beside them, and takes its share where the gradie
 every stage as `forward` names the stage.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ from llorch.ops.rope import rope_backward, rope_tables
 from llorch.ops.swiglu import swiglu_backward
 
 Trace = Mapping[str, np.ndarray]
+BackwardPartsOf = Callable[[ModelConfig, int, int], Mapping[str, Callable]]  # of a layer, for so many tokens
 Hidden = Float[np.ndarray, "seq hidden"]
 Table = Float64[np.ndarray, "seq half"]
 
@@ -45,6 +46,7 @@ def backward(
     weights: Weights,
     *,
     keep: Keep = as_is,
+    parts_of: BackwardPartsOf = lambda config, layer, seq: {},
 ) -> dict[str, np.ndarray]:
     """Send the gradient of the loss from the logits down to the embedding.
 
@@ -54,6 +56,7 @@ def backward(
         trace: What `forward` kept of that pass, from an empty cache.
         weights: What `forward` ran: adapted ones, for anything to be trained.
         keep: Called with the name and the array of every gradient; what it returns goes on down.
+        parts_of: Parts of a block that are not the dense ones below, see `llorch.families.backward`.
 
     Returns:
         Gradient by every stage, `l0.q_rope`, and block input, `l0.block_in`, under its key in the trace; and by every
@@ -67,19 +70,21 @@ def backward(
     last = trace[f"l{config.n_layers - 1}.block_out"]
     d_x = rms_norm_backward(keep("final_norm", d_x), last, weights["final_norm"], eps=config.rms_norm_eps)
     for i in reversed(range(config.n_layers)):
-        d_x = block_backward(d_x, layer_trace(trace, i), weights.layer(i), config, cos, sin, keep_layer(keep, i))
+        stage, parts = layer_trace(trace, i), parts_of(config, i, len(ids))
+        d_x = block_backward(d_x, stage, weights.layer(i), config, cos, sin, keep_layer(keep, i), **parts)
     embedding_backward(keep("embed", d_x), ids, weights["embed_tokens"], keep)
     return grads
 
 
 def block_backward(
-    d_out: Hidden, stage: Trace, w: LayerWeights, config: ModelConfig, cos: Table, sin: Table, keep: Keep
-) -> Hidden:
+    d_out: Hidden, stage: Trace, w: LayerWeights, config: ModelConfig, cos: Table, sin: Table, keep: Keep, *,
+    mix: Callable | None = None, feed: Callable | None = None,
+) -> Hidden:  # fmt: skip
     """One layer: past both parts along the residual stream, and through both."""
     eps, d_out = config.rms_norm_eps, keep("block_out", d_out)
-    d_h = keep("ffn_norm", feed_forward_backward(d_out, stage, w, keep))
+    d_h = keep("ffn_norm", (feed or feed_forward_backward)(d_out, stage, w, keep))
     d_x = keep("attn_residual", d_out + rms_norm_backward(d_h, stage["attn_residual"], w["ffn_norm"], eps=eps))
-    d_h = keep("attn_norm", attention_backward(d_x, stage, w, config, cos, sin, keep))
+    d_h = keep("attn_norm", (mix or attention_backward)(d_x, stage, w, config, cos, sin, keep))
     return keep("block_in", d_x + rms_norm_backward(d_h, stage["block_in"], w["attn_norm"], eps=eps))
 
 
@@ -121,6 +126,7 @@ def projection_backward(
     if not isinstance(weight, LoraMatrix):
         return linear_backward(d_y, weight)
     d_x, trained = weight.backward(d_y, x)
+    name = weight.lora.name or name if weight.lora is not None else name
     for kind, array in trained.items():
         keep(f"{name}.{kind}", array)
     return d_x
@@ -157,4 +163,4 @@ def layer_trace(trace: Trace, layer: int) -> Trace:
 
 def tables(seq: int, config: ModelConfig) -> tuple[Table, Table]:
     """Cosines and sines of the positions 0 and up."""
-    return rope_tables(np.arange(seq), head_dim=config.head_dim, theta=config.rope_theta, scaling=config.rope_scaling)
+    return rope_tables(np.arange(seq), head_dim=config.rotated, theta=config.rope_theta, scaling=config.rope_scaling)

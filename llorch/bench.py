@@ -5,6 +5,7 @@ measured in the same run, on the same device, with the library that the backend 
 square product.
 """
 
+import math
 import platform
 import statistics
 import time
@@ -20,6 +21,7 @@ from threadpoolctl import threadpool_info
 
 from llorch.config import ModelConfig
 from llorch.files.names import inventory
+from llorch.files.residency import remembered
 from llorch.model import Model
 
 Progress = Callable[[str], None]
@@ -142,9 +144,9 @@ def numpy_subject(model: Model) -> Subject:
     """What is measured, of the NumPy path."""
     weights = model.weights
     matrices = [name for name in weights if _read_by_a_step(name, model.config)]
-    packed = sum(weights.stored_bytes(name) for name in matrices)
+    packed = sum(_of_a_token(weights.stored_bytes(name), name, model.config) for name in matrices)
     pools = [pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"]
-    decoded = sum(4 * int(np.prod(weights.shape(name))) for name in matrices)
+    decoded = sum(4 * _of_a_token(math.prod(weights.shape(name)), name, model.config) for name in matrices)
     return Subject(
         name=model.name,
         config=model.config,
@@ -222,16 +224,18 @@ def prompts(load: Load, vocab_size: int) -> np.ndarray:
 
 
 def step_bytes(subject: Subject, batch: int, context: float) -> float:
-    """Bytes that one decode step has to read: the weights once, and the keys and values of every sequence."""
-    config = subject.config
-    return subject.weight_bytes + batch * 2 * config.n_layers * config.kv_width * context * subject.cache_itemsize
+    """Bytes that one decode step moves: the weights once, keys and values of every sequence, states in and out."""
+    per_token, of_states = remembered(subject.config)
+    return subject.weight_bytes + batch * (per_token * context * subject.cache_itemsize + 2 * 4 * of_states)
 
 
 def token_flop(config: ModelConfig, context: float) -> float:
     """Operations for one token in all layers, a multiplication and an addition being two."""
-    layers = [w for w in inventory(config).values() if w.name.startswith("layers.") and len(w.shape) == 2]
-    attention = 4 * config.n_layers * config.q_width * context
-    return 2 * sum(w.shape[0] * w.shape[1] for w in layers) + attention
+    layers = [w for w in inventory(config).values() if w.name.startswith("layers.") and len(w.shape) > 1]
+    per_token, of_states = remembered(config)
+    attention = 2 * per_token * config.group_size * context
+    products = sum(_of_a_token(math.prod(w.shape), w.name, config) for w in layers)
+    return 2 * products + attention + 6 * of_states
 
 
 def head_flop(config: ModelConfig) -> int:
@@ -242,6 +246,13 @@ def head_flop(config: ModelConfig) -> int:
 def _read_by_a_step(name: str, config: ModelConfig) -> bool:
     """Of an embedding that is no output matrix only a row is read."""
     return name != "embed_tokens" or config.tie_word_embeddings
+
+
+def _of_a_token(size: int, name: str, config: ModelConfig) -> int:
+    """What one token has to do with of a weight: of experts those that are chosen."""
+    if config.experts is None or ".experts_" not in name:
+        return size
+    return size * config.experts.n_experts_per_token // config.experts.n_experts
 
 
 def elapsed(action: Callable[[], object]) -> float:

@@ -4,17 +4,22 @@ from pathlib import Path
 
 from llorch.errors import suggestion
 
-BUILTIN = ("micro-llama", "micro-llama3", "micro-qwen2", "micro-qwen3", "story")
+BUILTIN = ("micro-llama", "micro-llama3", "micro-qwen2", "micro-qwen3", "story")  # dense
+OTHERS = (  # of families with pages of their own
+    "micro-qwen2-moe", "micro-qwen3-moe", "micro-qwen3.5", "micro-qwen3.5-moe", "micro-qwen3-next",
+    "micro-ministral3", "micro-llama4",
+)  # fmt: skip
+EVERY = (*BUILTIN, *OTHERS)
 DATA = ("pirate",)
 _PACKAGE = Path(__file__).parent
 
 
 def builtin_path(name: str) -> Path:
-    """The GGUF file of a built-in model, one of `BUILTIN`."""
-    if name not in BUILTIN:
+    """The GGUF file of a built-in model, one of `EVERY`."""
+    if name not in EVERY:
         raise FileNotFoundError(
-            f"model {name!r}: no such file or folder, and not a built-in model ({', '.join(BUILTIN)})"
-            + suggestion(name, BUILTIN)
+            f"model {name!r}: no such file or folder, and not a built-in model ({', '.join(EVERY)})"
+            + suggestion(name, EVERY)
         )
     return _PACKAGE / "models" / f"{name}.gguf"
 

@@ -1,15 +1,37 @@
-"""Keys and values of the tokens so far, per layer, so that each is computed once.
+"""What layers remember of the tokens so far, so that each is computed once: keys and values, or a state.
 
-Storage grows by doubling: its size follows the tokens that were seen, never a number in a file.
+Storage grows by doubling: its size follows the tokens that were seen, never a number in a file. The state of a delta
+net has one size for any number of tokens.
 """
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
 
+from llorch.architecture import DeltaNet
 from llorch.config import ModelConfig
 
 NewRows = Float[np.ndarray, "seq kv_heads head_dim"]
 Context = Float[np.ndarray, "kv_heads ctx head_dim"]
+
+
+@dataclass
+class DeltaState:
+    """The memory of a delta net: the last inputs of its convolution, and a matrix per value head, never rounded."""
+
+    conv: Float[np.ndarray, "taps conv_width"]  # taps = conv_kernel - 1, the oldest first
+    delta: Float[np.ndarray, "v_heads key_dim value_dim"]
+
+    @classmethod
+    def empty(cls, net: DeltaNet, dtype: type[np.floating]) -> "DeltaState":
+        """Before the first token."""
+        return cls(
+            np.zeros((net.conv_kernel - 1, net.conv_width), dtype),
+            np.zeros((net.n_value_heads, net.key_head_dim, net.value_head_dim), dtype),
+        )
 
 
 class KVCache:
@@ -20,6 +42,13 @@ class KVCache:
         shape = (config.n_kv_heads, 0, config.head_dim)
         self._keys = [np.empty(shape, dtype) for _ in range(config.n_layers)]
         self._values = [np.empty(shape, dtype) for _ in range(config.n_layers)]
+        wide = np.promote_types(dtype, np.float32).type  # a float16 cache is one of keys and values
+        self._states = {
+            i: DeltaState.empty(config.delta_net, wide)
+            for i in range(config.n_layers)
+            if config.delta_net is not None and config.layer(i).mixer == "delta_net"
+        }
+        self._new_states: dict[int, DeltaState] = {}  # of the pass that runs
         self._first_position = first_position
         self._max_positions = config.max_position_embeddings
         self.length = 0  # tokens whose keys and values every layer holds
@@ -30,19 +59,29 @@ class KVCache:
         require_context(n_tokens, start, self._max_positions)
         return np.arange(start, start + n_tokens)
 
-    def append(self, layer: int, k: NewRows, v: NewRows) -> tuple[Context, Context]:
-        """Add rotated keys and values of the new tokens; returns views of the whole context.
+    def memory(self, layer: int) -> Any:
+        """What a layer reads and writes: `append` of an attention layer, the state of a delta net.
 
-        Layers come in order, the last one completes the step.
+        The arrays of a state are replaced, never changed, so that a pass that fails leaves those before it.
         """
+        if layer not in self._states:
+            return partial(self.append, layer)
+        self._new_states[layer] = replace(self._states[layer])
+        return self._new_states[layer]
+
+    def append(self, layer: int, k: NewRows, v: NewRows) -> tuple[Context, Context]:
+        """Add rotated keys and values of the new tokens; returns views of the whole context."""
         end = self.length + len(k)
         for store, new in ((self._keys, k), (self._values, v)):
             if end > store[layer].shape[1]:
                 store[layer] = _grown(store[layer], self.length, end)
             store[layer][:, self.length : end] = new.swapaxes(0, 1)
-        if layer == len(self._keys) - 1:
-            self.length = end
         return self._keys[layer][:, :end], self._values[layer][:, :end]
+
+    def advance(self, n_tokens: int) -> None:
+        """A pass is complete: what its layers wrote is there for the next one."""
+        self._states |= self._new_states
+        self.length += n_tokens
 
 
 def require_context(n_tokens: int, start: int, max_positions: int) -> None:

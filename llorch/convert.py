@@ -11,12 +11,21 @@ from pathlib import Path
 
 import numpy as np
 
+from llorch.config.llamacpp import cannot_express
 from llorch.errors import FormatError
 from llorch.fields import Fields
 from llorch.files import GGUFFile, Weights, open_weights
 from llorch.files.encode import LARGEST, encode
 from llorch.files.export import FILE_TYPES, NO_VOCABULARY, gguf_size, gguf_types, write_gguf_content
-from llorch.files.export_huggingface import DTYPES, huggingface_config, huggingface_size, write_json, write_safetensors
+from llorch.files.export_huggingface import (
+    DTYPES,
+    huggingface_config,
+    huggingface_size,
+    write_json,
+    write_safetensors,
+    written_family,
+)
+from llorch.files.layout import Layout
 from llorch.files.names import inventory
 from llorch.files.new_file import new_file, new_folder
 from llorch.files.quant import BLOCK_SIZES, GGMLType, decode
@@ -100,7 +109,11 @@ def write_model(
         n_tensors=len(shapes),
         n_bytes=size_of(target),
         fallbacks=[
-            name for name in types if shapes[name][-1] % BLOCK_SIZES[job.ggml_type][0] and len(shapes[name]) > 1
+            name
+            for name, kind in types.items()
+            if kind is GGMLType.F16
+            and job.ggml_type is not GGMLType.F16
+            and shapes[name][-1] % BLOCK_SIZES[job.ggml_type][0]
         ],
         has_vocabulary=has_vocabulary,
         notes=job.notes,
@@ -123,20 +136,22 @@ def choose_type(weights: Weights, wanted: GGMLType | None, *, to_gguf: bool) -> 
 
 def _holds_vectors(weights: Weights, kind: GGMLType) -> bool:
     """Whether a dtype keeps every bit of norms and biases, which GGUF files store as F32."""
-    for name in weights:
-        if len(weights.shape(name)) > 1:
+    for name, weight in inventory(weights.config).items():
+        if not weight.stays_f32:
             continue
-        array = weights.array(name)
-        if np.abs(array).max() > LARGEST[kind]:
+        stored = np.empty(weight.shape, np.float32)
+        Layout(form=weight.in_huggingface.form).put(weights.array(name), stored)
+        if np.abs(stored).max() > LARGEST[kind]:
             return False
-        raw = np.concatenate([*encode(array, kind, name=name, path=Path(weights.path))])
-        if not np.array_equal(decode(raw, kind, array.shape), array):
+        raw = np.concatenate([*encode(stored, kind, name=name, path=Path(weights.path))])
+        if not np.array_equal(decode(raw, kind, stored.shape), stored):
             return False
     return True
 
 
 def _stored_types(weights: Weights) -> set[GGMLType]:
-    return {weights.stored_type(name) for name in weights if len(weights.shape(name)) > 1}
+    matrices = (weight for weight in inventory(weights.config).values() if not weight.stays_f32)
+    return {weights.stored_type(weight.name) for weight in matrices}
 
 
 def _note_second_loss(job: _Job) -> None:
@@ -148,8 +163,8 @@ def _note_second_loss(job: _Job) -> None:
 
 def _to_gguf(job: _Job) -> bool:
     weights, source = job.weights, job.weights.source
-    if weights.config.o_bias and weights.config.family != "llama":
-        message = f"llama.cpp reads a bias of attn_output for the llama family only, got {weights.config.family}"
+    if reason := cannot_express(weights.config):
+        message = f"a GGUF file of it would be another model to llama.cpp: {reason}"
         raise FormatError("Unsupported", message, path=weights.path)
     if isinstance(source, GGUFFile):
         metadata: dict[str, object] = {key: value for key, value in source.metadata.items() if _is_kept(key)}
@@ -199,6 +214,8 @@ def _sampling_metadata(folder: Path) -> dict[str, object]:
 def _to_huggingface(job: _Job) -> bool:
     weights, source = job.weights, job.weights.source
     assert isinstance(source, GGUFFile)
+    if (family := written_family(weights.config)) != weights.config.family:
+        job.notes.append(f"the text part of {weights.config.family} alone is a {family}")
     config = huggingface_config(weights.config, job.ggml_type, path=source.path)
     has_vocabulary = "tokenizer.ggml.tokens" in source.metadata
     vocabulary = GGUFVocabulary(source.metadata, source.path) if has_vocabulary else None
@@ -212,7 +229,7 @@ def _to_huggingface(job: _Job) -> bool:
                 source.metadata,
                 vocabulary,
                 source.path,
-                family=weights.config.family,
+                family=written_family(weights.config),
                 context=weights.config.max_position_embeddings,
             )
             job.notes += tokenizer.notes

@@ -25,6 +25,10 @@ class Fields:
         """Whether there is a value, other than null."""
         return self.values.get(self._prefix + key) is not None
 
+    def full(self, key: str) -> str:
+        """The key with its prefix."""
+        return self._prefix + key
+
     def is_null(self, key: str) -> bool:
         """Whether the key is there and holds null."""
         key = self._prefix + key

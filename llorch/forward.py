@@ -5,7 +5,6 @@ engines stage by stage. The dtype is that of the weights: float32 to run, float6
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,7 @@ Append = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 Hidden = Float[np.ndarray, "seq hidden"]
 Heads = Float[np.ndarray, "seq _heads head_dim"]
 Table = Float64[np.ndarray, "seq half"]
+PartsOf = Callable[[ModelConfig, int, np.ndarray], Mapping[str, Any]]  # of a layer, for tokens at some positions
 
 
 def forward(
@@ -36,6 +36,7 @@ def forward(
     *,
     keep: Keep = lambda name, array: array,
     last_only: bool = False,
+    parts_of: PartsOf = lambda config, layer, positions: {},
 ) -> Float[np.ndarray, "rows vocab"]:
     """Run new tokens through the model, after those that the cache holds.
 
@@ -45,30 +46,35 @@ def forward(
         cache: Keys and values so far; the new ones are appended.
         keep: Called with the name and the array of every stage; returns the array.
         last_only: Compute logits for the last token only.
+        parts_of: Parts of a block that are not the dense ones below, see `llorch.families`.
 
     Returns:
         Logits of every new token, or of the last one.
     """
-    config = weights.config
-    cos, sin = rope_tables(
-        cache.next_positions(len(ids)), head_dim=config.head_dim, theta=config.rope_theta, scaling=config.rope_scaling
-    )
+    config, positions = weights.config, cache.next_positions(len(ids))
+    cos, sin = rope_tables(positions, head_dim=config.rotated, theta=config.rope_theta, scaling=config.rope_scaling)
     x = keep("embed", embedding(ids, weights["embed_tokens"]))
     for i in range(config.n_layers):
 
         def keep_layer(name: str, array: np.ndarray, prefix: str = f"l{i}.") -> np.ndarray:
             return keep(prefix + name, array)
 
-        x = block(x, weights.layer(i), config, cos, sin, partial(cache.append, i), keep_layer)
-    return logits(x[-1:] if last_only else x, weights, keep)
+        parts = parts_of(config, i, positions)
+        x = block(x, weights.layer(i), config, cos, sin, cache.memory(i), keep_layer, **parts)
+    made = logits(x[-1:] if last_only else x, weights, keep)
+    cache.advance(len(ids))
+    return made
 
 
-def block(x: Hidden, w: OfLayer, config: ModelConfig, cos: Table, sin: Table, append: Append, keep: Keep) -> Hidden:
+def block(
+    x: Hidden, w: OfLayer, config: ModelConfig, cos: Table, sin: Table, memory: Any, keep: Keep, *,
+    mix: Callable | None = None, feed: Callable | None = None,
+) -> Hidden:  # fmt: skip
     """One layer: attention and feed-forward, each on normalised input, each added to the residual stream."""
     h = keep("attn_norm", rms_norm(x, w["attn_norm"], eps=config.rms_norm_eps))
-    x = keep("attn_residual", x + attention(h, w, config, cos, sin, append, keep))
+    x = keep("attn_residual", x + (mix or attention)(h, w, config, cos, sin, memory, keep))
     h = keep("ffn_norm", rms_norm(x, w["ffn_norm"], eps=config.rms_norm_eps))
-    return keep("block_out", x + feed_forward(h, w, keep))
+    return keep("block_out", x + (feed or feed_forward)(h, w, keep))
 
 
 def attention(h: Hidden, w: OfLayer, config: ModelConfig, cos: Table, sin: Table, append: Append, keep: Keep) -> Hidden:

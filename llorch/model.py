@@ -11,12 +11,13 @@ from jaxtyping import Float
 from llorch.builtin import builtin_path
 from llorch.cache import KVCache, require_context
 from llorch.config import ModelConfig
+from llorch.families import forward
 from llorch.fields import Fields
 from llorch.files import Weights, open_weights
 from llorch.files.gguf import GGUFFile
+from llorch.files.opening import ids_of_images
 from llorch.files.residency import Plan, Residency, plan
 from llorch.finite import Look, name_first_stage
-from llorch.forward import forward
 from llorch.generate import Answer, Job, Token, sample_ids, stream
 from llorch.lora.adapted_weights import AdaptedWeights
 from llorch.lora.adapter import Adapter, require_fits, require_free, require_known
@@ -143,11 +144,24 @@ class Opened:
             raise ValueError(f"generate: max_tokens must be an integer of at least 0, got {max_tokens!r}")
         ids, room = self.prompt_ids(prompt), self.config.max_position_embeddings
         require_context(len(ids), 0, room)
-        self.checked_ids(ids)
+        self._require_text(self.checked_ids(ids))
         end_ids = frozenset[int]() if ignore_eos else self.tokenizer.eos_token_ids
         if _is_conversation(prompt) and not ignore_eos:
             end_ids |= self.chats.end_ids
         return Job(ids, min(max_tokens, room - len(ids) + 1), settings or SamplingSettings(), end_ids, adapter)
+
+    def _require_text(self, ids: np.ndarray) -> None:
+        """Refuse ids (ValueError) that stand for an image: what the text part embeds them as means nothing."""
+        for at, token_id in enumerate(ids.tolist()):
+            if token_id in self._ids_of_images:
+                raise ValueError(
+                    f"generate: token {token_id} at index {at} stands for an image or a video "
+                    f"({self._ids_of_images[token_id]} of config.json), and only the text part runs; leave it out"
+                )
+
+    @cached_property
+    def _ids_of_images(self) -> dict[int, str]:
+        return ids_of_images(self.weights)
 
     def checked_ids(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:
         """Token ids as int64; ValueError for none, or one that is out of range."""

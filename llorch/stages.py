@@ -20,7 +20,9 @@ CHECKPOINTS: Mapping[str, str] = {
     "03": "kv_cache",
     "04": "attention_scores",
     "05": "attention_output",
+    "05b": "delta_net",
     "06": "swiglu",
+    "06b": "experts",
     "07": "block",
     "08": "logits",
     "09": "selected_logits",
@@ -45,37 +47,56 @@ class Stage:
     name: str
     checkpoint: str  # number, as in `pytest -k checkpoint_01b`
     axes: str  # named axes of the array
-    inputs: tuple[str, ...]  # stages it is made from; block_in is the block's input
+    inputs: tuple[str, ...]  # stages it is made from, of `a|b` the first there is; block_in is the block's input
     formula: str
     function: str  # ours
     llamacpp: str  # node and op of the eval callback; {i} is the layer
     transformers: str  # what is hooked; {i} is the layer
     in_layer: bool = True
-    needs_qk_norm: bool = False
-    matrix: str = ""  # the weight that its first input is multiplied with
+    needs: tuple[str, ...] = ()  # traits of a layer that has it, see `ModelConfig.traits`
+    lacks: tuple[str, ...] = ()  # traits that such a layer has not
+    matrix: str = ""  # the weight that its first input is multiplied with; of experts one for each
 
     @property
     def masked(self) -> bool:
         """Whether -inf marks masked entries."""
         return self.name == "attn_scores"
 
-    def applies_to(self, config: ModelConfig) -> bool:
-        """Whether a model of this configuration has the stage."""
-        return config.qk_norm or not self.needs_qk_norm
+    @property
+    def is_choice(self) -> bool:
+        """Whether it holds ids, int64, of what was chosen: a set for each token."""
+        return self.name == "topk_ids"
 
-    def input_names(self, config: ModelConfig) -> tuple[str, ...]:
-        """Its inputs in a model of this configuration."""
-        if self.name in ("q_rope", "k_rope"):
-            return (rope_input(self.name[0], config),)
-        return self.inputs
+    @property
+    def by_expert(self) -> bool:
+        """Whether its matrix is one of each expert."""
+        return self.matrix.startswith("experts_")
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether every dense model has it."""
+        return {"attention", "rope", "dense"}.issuperset(self.needs)
+
+    def applies_to(self, config: ModelConfig, layer: int | None = None) -> bool:
+        """Whether a layer of a model has the stage; of a stage inside layers without one: whether any layer has."""
+        if self.in_layer and layer is None:
+            return any(self.applies_to(config, i) for i in range(config.n_layers))
+        traits = config.traits(layer)
+        return traits.issuperset(self.needs) and traits.isdisjoint(self.lacks)
+
+    def first_layer(self, config: ModelConfig) -> int | None:
+        """The first layer of a model that has it; None outside the layers."""
+        return next(i for i in range(config.n_layers) if self.applies_to(config, i)) if self.in_layer else None
+
+    def input_names(self, config: ModelConfig, layer: int | None = None) -> tuple[str, ...]:
+        """Its inputs in a layer; without one: in the first layer that has the stage."""
+        layer = self.first_layer(config) if layer is None else layer
+        there = (first_there(name, config, layer) for name in self.inputs)
+        return tuple(name for name in there if name)
 
     def shape(self, config: ModelConfig, *, seq: int, ctx: int) -> tuple[int, ...]:
         """The shape its axes have for a pass of `seq` tokens in a context of `ctx`."""
-        sizes = {
-            "seq": seq, "ctx": ctx, "hidden": config.hidden_size, "inter": config.intermediate_size,
-            "heads": config.n_heads, "kv_heads": config.n_kv_heads, "head_dim": config.head_dim,
-            "q_width": config.q_width, "kv_width": config.kv_width, "vocab": config.vocab_size,
-        }  # fmt: skip
+        sizes = axis_sizes(config, seq=seq, ctx=ctx)
         return tuple(sizes[axis] for axis in self.axes.split())
 
 
@@ -94,71 +115,204 @@ STAGES: tuple[Stage, ...] = (
         name="q_proj", checkpoint="02", axes="seq q_width", inputs=("attn_norm",), matrix="q_proj",
         formula="attn_norm @ q_proj.T + q_bias", function="llorch.ops.linear.linear",
         llamacpp="Qcur-{i} (MUL_MAT, or ADD with bias)", transformers="output of layers.{i}.self_attn.q_proj",
+        needs=("attention",), lacks=("gate",),
+    ),
+    Stage(
+        name="q_gate_proj", checkpoint="02", axes="seq q_and_gate", inputs=("attn_norm",), matrix="q_proj",
+        formula="attn_norm @ q_proj.T: of every head the query, then its gate", function="llorch.ops.linear.linear",
+        llamacpp="Qcur_full-{i} (MUL_MAT)", transformers="output of layers.{i}.self_attn.q_proj", needs=("gate",),
     ),
     Stage(
         name="k_proj", checkpoint="02", axes="seq kv_width", inputs=("attn_norm",), matrix="k_proj",
         formula="attn_norm @ k_proj.T + k_bias", function="llorch.ops.linear.linear",
         llamacpp="Kcur-{i} (MUL_MAT, or ADD with bias)", transformers="output of layers.{i}.self_attn.k_proj",
+        needs=("attention",),
     ),
     Stage(
         name="v_proj", checkpoint="02", axes="seq kv_width", inputs=("attn_norm",), matrix="v_proj",
         formula="attn_norm @ v_proj.T + v_bias", function="llorch.ops.linear.linear",
         llamacpp="Vcur-{i} (MUL_MAT, or ADD with bias)", transformers="output of layers.{i}.self_attn.v_proj",
+        needs=("attention",),
     ),
     Stage(
-        name="q_norm", checkpoint="02", axes="seq heads head_dim", inputs=("q_proj",), needs_qk_norm=True,
+        name="q_norm", checkpoint="02", axes="seq heads head_dim", needs=("qk_norm",),
+        inputs=("q_proj|q_gate_proj",),
         formula="rms_norm of every query head", function="llorch.ops.rms_norm.rms_norm",
         llamacpp="Qcur_normed-{i} (MUL)", transformers="output of layers.{i}.self_attn.q_norm",
     ),
     Stage(
-        name="k_norm", checkpoint="02", axes="seq kv_heads head_dim", inputs=("k_proj",), needs_qk_norm=True,
+        name="k_norm", checkpoint="02", axes="seq kv_heads head_dim", needs=("qk_norm",),
+        inputs=("k_proj",),
         formula="rms_norm of every key head", function="llorch.ops.rms_norm.rms_norm",
         llamacpp="Kcur_normed-{i} (MUL)", transformers="output of layers.{i}.self_attn.k_norm",
     ),
     Stage(
-        name="q_rope", checkpoint="01b", axes="seq heads head_dim", inputs=("q_proj",),
+        name="q_rope", checkpoint="01b", axes="seq heads head_dim", needs=("rope",),
+        inputs=("q_norm|q_proj|q_gate_proj",),
         formula="pairs (j, j + half) turned by position * inv_freq[j]", function="llorch.ops.rope.rope",
         llamacpp="Qcur-{i} (ROPE)", transformers="query given to the attention function of layer {i}",
     ),
     Stage(
-        name="k_rope", checkpoint="01b", axes="seq kv_heads head_dim", inputs=("k_proj",),
+        name="k_rope", checkpoint="01b", axes="seq kv_heads head_dim", needs=("rope",),
+        inputs=("k_norm|k_proj",),
         formula="pairs (j, j + half) turned by position * inv_freq[j]", function="llorch.ops.rope.rope",
         llamacpp="Kcur-{i} (ROPE)", transformers="newest keys given to the attention function of layer {i}",
     ),
     Stage(
-        name="k_cache", checkpoint="03", axes="kv_heads ctx head_dim", inputs=("k_rope",),
+        name="q_head_norm", checkpoint="02", axes="seq heads head_dim", inputs=("q_rope",), needs=("head_norm",),
+        formula="x / sqrt(mean(x * x) + eps) of every rotated query head", function="llorch.families.llama4.attention",
+        llamacpp="Qcur_normed-{i} (RMS_NORM)", transformers="query given to the attention function of layer {i}",
+    ),
+    Stage(
+        name="k_head_norm", checkpoint="02", axes="seq kv_heads head_dim", inputs=("k_rope",), needs=("head_norm",),
+        formula="x / sqrt(mean(x * x) + eps) of every rotated key head", function="llorch.families.llama4.attention",
+        llamacpp="Kcur_normed-{i} (RMS_NORM)", transformers="newest keys given to the attention function of layer {i}",
+    ),
+    Stage(
+        name="q_tempered", checkpoint="04", axes="seq heads head_dim", needs=("tempered",),
+        inputs=("q_head_norm|q_rope|q_norm|q_proj",),
+        formula="q * (1 + scale * ln(1 + floor((position + offset) / floor)))",
+        function="llorch.architecture.Temperature.of", llamacpp="Qcur_attn_temp_scaled-{i} (MUL)",
+        transformers="query given to the attention function of layer {i}",
+    ),
+    Stage(
+        name="k_cache", checkpoint="03", axes="kv_heads ctx head_dim", inputs=("k_head_norm|k_rope|k_norm|k_proj",),
         formula="keys so far, then the new ones", function="llorch.cache.KVCache.append",
         llamacpp="first source of kq-{i}", transformers="key given to the attention function of layer {i}",
+        needs=("attention",),
     ),
     Stage(
         name="v_cache", checkpoint="03", axes="kv_heads ctx head_dim", inputs=("v_proj",),
         formula="values so far, then the new ones, not rotated", function="llorch.cache.KVCache.append",
         llamacpp="first source of kqv-{i}", transformers="value given to the attention function of layer {i}",
+        needs=("attention",),
     ),
     Stage(
-        name="attn_scores", checkpoint="04", axes="heads seq ctx", inputs=("q_rope", "k_cache"),
+        name="attn_scores", checkpoint="04", axes="heads seq ctx",
+        inputs=("q_tempered|q_head_norm|q_rope|q_norm|q_proj|q_gate_proj", "k_cache"),
         formula="q k^T / sqrt(head_dim), -inf for later keys", function="llorch.ops.attention.attention_scores",
         llamacpp="kq-{i} (MUL_MAT) times the scale, plus the mask of kq_soft_max-{i}",
         transformers="what the softmax of layer {i} is given",
+        needs=("attention",),
     ),
     Stage(
         name="attn_probs", checkpoint="04", axes="heads seq ctx", inputs=("attn_scores",),
         formula="softmax over ctx", function="llorch.ops.attention.attention_probs",
         llamacpp="kq_soft_max-{i} (SOFT_MAX)", transformers="weights returned by the attention function of layer {i}",
+        needs=("attention",),
     ),
     Stage(
         name="attn_context", checkpoint="05", axes="seq q_width", inputs=("attn_probs", "v_cache"),
         formula="probs v, heads joined", function="llorch.ops.attention.attention_context",
         llamacpp="kqv_out-{i} (CONT)", transformers="input of layers.{i}.self_attn.o_proj",
+        needs=("attention",),
     ),
     Stage(
-        name="attn_out", checkpoint="05", axes="seq hidden", inputs=("attn_context",), matrix="o_proj",
+        name="attn_gate", checkpoint="05", axes="seq q_width", inputs=("q_gate_proj",), needs=("gate",),
+        formula="1 / (1 + exp(-gate)) of the gates beside the queries", function="llorch.ops.sigmoid.sigmoid",
+        llamacpp="gate_sigmoid-{i} (SIGMOID)", transformers="the sigmoid in self_attn of layer {i}",
+    ),
+    Stage(
+        name="attn_gated", checkpoint="05", axes="seq q_width", inputs=("attn_context", "attn_gate"), needs=("gate",),
+        formula="attn_context * attn_gate", function="llorch.families.gated_attention.gated_attention",
+        llamacpp="attn_gated-{i} (MUL)", transformers="input of layers.{i}.self_attn.o_proj",
+    ),
+    Stage(
+        name="attn_out", checkpoint="05", axes="seq hidden", inputs=("attn_gated|attn_context",), matrix="o_proj",
         formula="attn_context @ o_proj.T + o_bias", function="llorch.ops.linear.linear",
         llamacpp="attn_out-{i}, or the MUL_MAT with blk.{i}.attn_output.weight",
         transformers="output of layers.{i}.self_attn.o_proj",
+        needs=("attention",),
     ),
     Stage(
-        name="attn_residual", checkpoint="05", axes="seq hidden", inputs=("block_in", "attn_out"),
+        name="qkv_in", checkpoint="05b", axes="seq conv_width", inputs=("attn_norm",), matrix="in_qkv",
+        formula="attn_norm @ in_qkv.T: queries, keys, values", function="llorch.ops.linear.linear",
+        llamacpp="linear_attn_qkv_mixed-{i} (MUL_MAT)",
+        transformers="output of layers.{i}.linear_attn.in_proj_qkv", needs=("delta_net",),
+    ),
+    Stage(
+        name="z_in", checkpoint="05b", axes="seq value_width", inputs=("attn_norm",), matrix="in_z",
+        formula="attn_norm @ in_z.T, what the gated norm is gated by", function="llorch.ops.linear.linear",
+        llamacpp="z-{i} (MUL_MAT)",
+        transformers="output of layers.{i}.linear_attn.in_proj_z", needs=("delta_net",),
+    ),
+    Stage(
+        name="b_in", checkpoint="05b", axes="seq v_heads", inputs=("attn_norm",), matrix="in_b",
+        formula="attn_norm @ in_b.T", function="llorch.ops.linear.linear",
+        llamacpp="MUL_MAT with blk.{i}.ssm_beta.weight",
+        transformers="output of layers.{i}.linear_attn.in_proj_b", needs=("delta_net",),
+    ),
+    Stage(
+        name="a_in", checkpoint="05b", axes="seq v_heads", inputs=("attn_norm",), matrix="in_a",
+        formula="attn_norm @ in_a.T", function="llorch.ops.linear.linear",
+        llamacpp="MUL_MAT with blk.{i}.ssm_alpha.weight",
+        transformers="output of layers.{i}.linear_attn.in_proj_a", needs=("delta_net",),
+    ),
+    Stage(
+        name="conv_state", checkpoint="03", axes="taps conv_width", inputs=("qkv_in",),
+        formula="the last qkv_in, one less than the kernel has taps", function="llorch.cache.DeltaState",
+        llamacpp="what layer {i} writes into its conv state",
+        transformers="conv state of layer {i} in the cache", needs=("delta_net",),
+    ),
+    Stage(
+        name="conv_out", checkpoint="05b", axes="seq conv_width", inputs=("qkv_in",),
+        formula="silu of sum(kernel[j] * the qkv_in of j tokens before)", function="llorch.ops.short_conv.short_conv",
+        llamacpp="conv_output_silu-{i} (UNARY)",
+        transformers="queries, keys and values given to the delta rule of layer {i}", needs=("delta_net",),
+    ),
+    Stage(
+        name="q_l2", checkpoint="05b", axes="seq k_heads key_dim", inputs=("conv_out",),
+        formula="q / sqrt(sum(q * q) + 1e-6) of every head", function="llorch.ops.delta_rule.l2_norm",
+        llamacpp="q_conv_predelta-{i} (L2_NORM)",
+        transformers="the first l2norm in the delta rule of layer {i}", needs=("delta_net",),
+    ),
+    Stage(
+        name="k_l2", checkpoint="05b", axes="seq k_heads key_dim", inputs=("conv_out",),
+        formula="k / sqrt(sum(k * k) + 1e-6) of every head", function="llorch.ops.delta_rule.l2_norm",
+        llamacpp="k_conv_predelta-{i} (L2_NORM)",
+        transformers="the second l2norm in the delta rule of layer {i}", needs=("delta_net",),
+    ),
+    Stage(
+        name="beta", checkpoint="05b", axes="seq v_heads", inputs=("b_in",),
+        formula="1 / (1 + exp(-b_in)), the share that is written", function="llorch.ops.sigmoid.sigmoid",
+        llamacpp="beta-{i} (UNARY)",
+        transformers="beta given to the delta rule of layer {i}", needs=("delta_net",),
+    ),
+    Stage(
+        name="log_decay", checkpoint="05b", axes="seq v_heads", inputs=("a_in",),
+        formula="-exp(A_log) * softplus(a_in + dt_bias)", function="llorch.ops.delta_rule.log_decay",
+        llamacpp="gate-{i} (MUL)",
+        transformers="g given to the delta rule of layer {i}", needs=("delta_net",),
+    ),
+    Stage(
+        name="delta_state", checkpoint="03", axes="v_heads key_dim value_dim",
+        inputs=("conv_out", "q_l2", "k_l2", "beta", "log_decay"),
+        formula="S = exp(g) S, then S = S + k (beta (v - S^T k))^T, token by token",
+        function="llorch.ops.delta_rule.delta_rule",
+        llamacpp="the state part of what the delta rule of layer {i} makes",
+        transformers="recurrent state of layer {i} in the cache", needs=("delta_net",),
+    ),
+    Stage(
+        name="delta_out", checkpoint="05b", axes="seq v_heads value_dim",
+        inputs=("conv_out", "q_l2", "k_l2", "beta", "log_decay"),
+        formula="S^T q / sqrt(key_dim) after each token", function="llorch.ops.delta_rule.delta_rule",
+        llamacpp="the output part of what the delta rule of layer {i} makes",
+        transformers="output of the delta rule of layer {i}", needs=("delta_net",),
+    ),
+    Stage(
+        name="gated_norm", checkpoint="05b", axes="seq value_width", inputs=("delta_out", "z_in"),
+        formula="rms_norm of every head, times silu(z)", function="llorch.families.delta_net.delta_net",
+        llamacpp="final_output-{i} (MUL)",
+        transformers="input of layers.{i}.linear_attn.out_proj", needs=("delta_net",),
+    ),
+    Stage(
+        name="linear_out", checkpoint="05b", axes="seq hidden", inputs=("gated_norm",), matrix="out_proj",
+        formula="gated_norm @ out_proj.T", function="llorch.ops.linear.linear",
+        llamacpp="linear_attn_out-{i} (MUL_MAT)",
+        transformers="output of layers.{i}.linear_attn.out_proj", needs=("delta_net",),
+    ),
+    Stage(
+        name="attn_residual", checkpoint="05", axes="seq hidden", inputs=("block_in", "attn_out|linear_out"),
         formula="block_in + attn_out", function="llorch.forward.block",
         llamacpp="ffn_inp-{i} (ADD)", transformers="input of layers.{i}.post_attention_layernorm",
     ),
@@ -170,25 +324,121 @@ STAGES: tuple[Stage, ...] = (
     Stage(
         name="ffn_gate", checkpoint="06", axes="seq inter", inputs=("ffn_norm",), matrix="gate_proj",
         formula="ffn_norm @ gate_proj.T", function="llorch.ops.linear.linear",
-        llamacpp="ffn_gate-{i} (MUL_MAT)", transformers="output of layers.{i}.mlp.gate_proj",
+        llamacpp="ffn_gate-{i} (MUL_MAT)", transformers="output of layers.{i}.mlp.gate_proj", needs=("dense",),
     ),
     Stage(
         name="ffn_up", checkpoint="06", axes="seq inter", inputs=("ffn_norm",), matrix="up_proj",
         formula="ffn_norm @ up_proj.T", function="llorch.ops.linear.linear",
-        llamacpp="ffn_up-{i} (MUL_MAT)", transformers="output of layers.{i}.mlp.up_proj",
+        llamacpp="ffn_up-{i} (MUL_MAT)", transformers="output of layers.{i}.mlp.up_proj", needs=("dense",),
     ),
     Stage(
         name="ffn_act", checkpoint="06", axes="seq inter", inputs=("ffn_gate", "ffn_up"),
         formula="gate / (1 + exp(-gate)) * up", function="llorch.ops.swiglu.swiglu",
-        llamacpp="ffn_swiglu-{i} (GLU)", transformers="input of layers.{i}.mlp.down_proj",
+        llamacpp="ffn_swiglu-{i} (GLU)", transformers="input of layers.{i}.mlp.down_proj", needs=("dense",),
     ),
     Stage(
         name="ffn_out", checkpoint="06", axes="seq hidden", inputs=("ffn_act",), matrix="down_proj",
         formula="ffn_act @ down_proj.T", function="llorch.ops.linear.linear",
-        llamacpp="ffn_out-{i} (MUL_MAT)", transformers="output of layers.{i}.mlp.down_proj",
+        llamacpp="ffn_out-{i} (MUL_MAT)", transformers="output of layers.{i}.mlp.down_proj", needs=("dense",),
     ),
     Stage(
-        name="block_out", checkpoint="07", axes="seq hidden", inputs=("attn_residual", "ffn_out"),
+        name="router_logits", checkpoint="06b", axes="seq experts", inputs=("ffn_norm",), matrix="router",
+        formula="ffn_norm @ router.T", function="llorch.ops.linear.linear",
+        llamacpp="ffn_moe_logits-{i} (MUL_MAT)",
+        transformers="logits in layers.{i}.mlp.gate", needs=("experts",),
+    ),
+    Stage(
+        name="router_probs", checkpoint="06b", axes="seq experts", inputs=("router_logits",),
+        formula="softmax over all experts", function="llorch.ops.routing.router_probs",
+        llamacpp="ffn_moe_probs-{i} (SOFT_MAX)",
+        transformers="softmax in layers.{i}.mlp.gate", needs=("experts",), lacks=("scaled_inputs",),
+    ),
+    Stage(
+        name="topk_ids", checkpoint="06b", axes="seq topk", inputs=("router_probs|router_logits",),
+        formula="the experts with the largest probabilities, a set", function="llorch.ops.routing.top_k",
+        llamacpp="ffn_moe_topk-{i} (VIEW of ARGSORT)",
+        transformers="topk in layers.{i}.mlp.gate", needs=("experts",),
+    ),
+    Stage(
+        name="topk_weights", checkpoint="06b", axes="seq topk", inputs=("router_probs|router_logits", "topk_ids"),
+        formula="their probabilities, divided by the sum where the config says so",
+        function="llorch.ops.routing.topk_weights",
+        llamacpp="ffn_moe_weights-{i} or ffn_moe_weights_norm-{i}",
+        transformers="weights that layers.{i}.mlp.gate gives", needs=("experts",),
+    ),
+    Stage(
+        name="expert_in", checkpoint="06b", axes="seq topk hidden", inputs=("ffn_norm", "topk_ids", "topk_weights"),
+        formula="ffn_norm * topk_weight, one for each expert", function="llorch.families.experts.experts",
+        llamacpp="ffn_moe_weighted-{i} (MUL)",
+        transformers="what the first product in layers.{i}.mlp.experts is given", needs=("scaled_inputs",),
+    ),
+    Stage(
+        name="expert_gate", checkpoint="06b", axes="seq topk expert_inter", inputs=("expert_in|ffn_norm", "topk_ids"),
+        matrix="experts_gate_proj",
+        formula="input @ gate_proj.T of each chosen expert", function="llorch.ops.routing.linear_by_expert",
+        llamacpp="ffn_moe_gate-{i} (MUL_MAT_ID)",
+        transformers="first half of the first product in layers.{i}.mlp.experts", needs=("experts",),
+    ),
+    Stage(
+        name="expert_up", checkpoint="06b", axes="seq topk expert_inter", inputs=("expert_in|ffn_norm", "topk_ids"),
+        matrix="experts_up_proj",
+        formula="input @ up_proj.T of each chosen expert", function="llorch.ops.routing.linear_by_expert",
+        llamacpp="ffn_moe_up-{i} (MUL_MAT_ID)",
+        transformers="second half of the first product in layers.{i}.mlp.experts", needs=("experts",),
+    ),
+    Stage(
+        name="expert_act", checkpoint="06b", axes="seq topk expert_inter", inputs=("expert_gate", "expert_up"),
+        formula="gate / (1 + exp(-gate)) * up", function="llorch.ops.swiglu.swiglu",
+        llamacpp="ffn_moe_swiglu-{i} (GLU)",
+        transformers="input of the second product in layers.{i}.mlp.experts", needs=("experts",),
+    ),
+    Stage(
+        name="expert_out", checkpoint="06b", axes="seq topk hidden", inputs=("expert_act", "topk_ids"),
+        matrix="experts_down_proj",
+        formula="expert_act @ down_proj.T of each chosen expert", function="llorch.ops.routing.linear_by_expert",
+        llamacpp="ffn_moe_down-{i} (MUL_MAT_ID)",
+        transformers="output of the second product in layers.{i}.mlp.experts", needs=("experts",),
+    ),
+    Stage(
+        name="shared_ffn_gate", checkpoint="06b", axes="seq shared_inter", inputs=("ffn_norm",),
+        matrix="shared_gate_proj",
+        formula="ffn_norm @ shared_gate_proj.T", function="llorch.ops.linear.linear",
+        llamacpp="MUL_MAT with blk.{i}.ffn_gate_shexp.weight",
+        transformers="output of layers.{i}.mlp.shared_expert.gate_proj", needs=("shared",),
+    ),
+    Stage(
+        name="shared_ffn_up", checkpoint="06b", axes="seq shared_inter", inputs=("ffn_norm",),
+        matrix="shared_up_proj",
+        formula="ffn_norm @ shared_up_proj.T", function="llorch.ops.linear.linear",
+        llamacpp="MUL_MAT with blk.{i}.ffn_up_shexp.weight",
+        transformers="output of layers.{i}.mlp.shared_expert.up_proj", needs=("shared",),
+    ),
+    Stage(
+        name="shared_ffn_act", checkpoint="06b", axes="seq shared_inter", inputs=("shared_ffn_gate", "shared_ffn_up"),
+        formula="gate / (1 + exp(-gate)) * up", function="llorch.ops.swiglu.swiglu",
+        llamacpp="GLU of the shared expert",
+        transformers="input of layers.{i}.mlp.shared_expert.down_proj", needs=("shared",),
+    ),
+    Stage(
+        name="shared_out", checkpoint="06b", axes="seq hidden", inputs=("shared_ffn_act",), matrix="shared_down_proj",
+        formula="shared_ffn_act @ shared_down_proj.T", function="llorch.ops.linear.linear",
+        llamacpp="ffn_shexp-{i} (MUL_MAT)",
+        transformers="output of layers.{i}.mlp.shared_expert.down_proj", needs=("shared",),
+    ),
+    Stage(
+        name="shared_gate", checkpoint="06b", axes="seq one", inputs=("ffn_norm",),
+        formula="1 / (1 + exp(-ffn_norm @ shared_gate.T))", function="llorch.ops.sigmoid.sigmoid",
+        llamacpp="shared_expert_gate_sigmoid-{i}",
+        transformers="sigmoid of the output of layers.{i}.mlp.shared_expert_gate", needs=("shared_gate",),
+    ),
+    Stage(
+        name="moe_out", checkpoint="06b", axes="seq hidden", needs=("experts",),
+        inputs=("expert_out", "topk_weights", "shared_out|", "shared_gate|"),
+        formula="sum(topk_weight * expert_out) + shared_gate * shared_out", function="llorch.ops.routing.mixed",
+        llamacpp="ffn_moe_out-{i} or ffn_out-{i} (ADD)", transformers="output of layers.{i}.mlp",
+    ),
+    Stage(
+        name="block_out", checkpoint="07", axes="seq hidden", inputs=("attn_residual", "ffn_out|moe_out"),
         formula="attn_residual + ffn_out", function="llorch.forward.block",
         llamacpp="l_out-{i} (ADD)", transformers="output of layers.{i}",
     ),
@@ -207,9 +457,36 @@ STAGES: tuple[Stage, ...] = (
 BY_NAME: Mapping[str, Stage] = {stage.name: stage for stage in STAGES}
 
 
-def rope_input(which: str, config: ModelConfig) -> str:
+def axis_sizes(config: ModelConfig, *, seq: int, ctx: int) -> dict[str, int]:
+    """Size of every axis of a model, for a pass of `seq` tokens in a context of `ctx`."""
+    sizes = {
+        "seq": seq, "ctx": ctx, "hidden": config.hidden_size, "inter": config.intermediate_size,
+        "heads": config.n_heads, "kv_heads": config.n_kv_heads, "head_dim": config.head_dim,
+        "q_width": config.q_width, "kv_width": config.kv_width, "vocab": config.vocab_size,
+        "q_and_gate": 2 * config.q_width, "one": 1,
+    }  # fmt: skip
+    if (experts := config.experts) is not None:
+        sizes |= {
+            "experts": experts.n_experts, "topk": experts.n_experts_per_token,
+            "expert_inter": experts.expert_size, "shared_inter": experts.shared_size,
+        }  # fmt: skip
+    if (net := config.delta_net) is not None:
+        sizes |= {
+            "conv_width": net.conv_width, "taps": net.conv_kernel - 1, "k_heads": net.n_key_heads,
+            "v_heads": net.n_value_heads, "key_dim": net.key_head_dim, "value_dim": net.value_head_dim,
+            "value_width": net.value_width,
+        }  # fmt: skip
+    return sizes
+
+
+def first_there(names: str, config: ModelConfig, layer: int | None) -> str:
+    """Of alternatives, `q_norm|q_proj`, the first stage that a layer has; what is no stage stands for itself."""
+    return next(n for n in names.split("|") if n not in BY_NAME or BY_NAME[n].applies_to(config, layer))
+
+
+def rope_input(which: str, config: ModelConfig, layer: int | None = None) -> str:
     """What RoPE rotates: the normalised heads where the family normalises them, else the projection."""
-    return f"{which}_norm" if config.qk_norm else f"{which}_proj"
+    return BY_NAME[f"{which}_rope"].input_names(config, layer)[0]
 
 
 def output_matrix(config: ModelConfig) -> str:
@@ -231,13 +508,12 @@ def keys(config: ModelConfig) -> Iterator[tuple[str, Stage, int | None]]:
     Yields:
         Trace key, stage, and layer (None outside the layers).
     """
-    present = [stage for stage in STAGES if stage.applies_to(config)]
-    in_layers = [stage for stage in present if stage.in_layer]
-    outside = [stage for stage in present if not stage.in_layer]
+    outside = [stage for stage in STAGES if not stage.in_layer]
     yield outside[0].name, outside[0], None
     for layer in range(config.n_layers):
-        for stage in in_layers:
-            yield key(stage.name, layer), stage, layer
+        for stage in STAGES:
+            if stage.in_layer and stage.applies_to(config, layer):
+                yield key(stage.name, layer), stage, layer
     for stage in outside[1:]:
         yield stage.name, stage, None
 
@@ -267,6 +543,11 @@ def _place(name: str) -> tuple[float, int]:
 def key(name: str, layer: int | None) -> str:
     """The trace key of a stage of one layer, `l0.q_rope`."""
     return name if layer is None else f"l{layer}.{name}"
+
+
+def input_keys(stage: Stage, layer: int | None, config: ModelConfig) -> tuple[str, ...]:
+    """The trace keys of what a stage of a layer is made from."""
+    return tuple(input_key(name, layer, config) for name in stage.input_names(config, layer))
 
 
 def input_key(name: str, layer: int | None, config: ModelConfig) -> str:

@@ -5,14 +5,17 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
 
-from llorch.config import ModelConfig
+from llorch.architecture import Temperature
+from llorch.config import FAMILIES, ModelConfig
+from llorch.config.families import BY_GGUF
 from llorch.errors import FormatError
 from llorch.files import Weights, open_weights
+from llorch.files.export_huggingface import written_family
 from llorch.files.folder import require_inside
 from llorch.files.names import inventory
 from llorch.tokenizer.chat_templates import MORE_TEMPLATES, template_files
@@ -102,15 +105,21 @@ def _size(n_bytes: int) -> str:
     return f"{n_bytes / 1e9:.2f} GB" if n_bytes >= 1e7 else f"{n_bytes / 1e3:.0f} kB"
 
 
+def _rounded(value: object) -> object:
+    """Numbers as GGUF files hold them."""
+    if isinstance(value, Temperature):
+        return replace(value, scale=float(np.float32(value.scale)))
+    return np.float32(value) if isinstance(value, float) else value
+
+
 def read_back(path: Path, weights: Weights, target: Path) -> None:
     """Open what was written: every tensor is there, and the configuration is the same to float32 rounding."""
     written = open_weights(path)
     written.source.close()
-    for one in fields(ModelConfig):
-        got, want = getattr(written.config, one.name), getattr(weights.config, one.name)
-        if isinstance(want, float):
-            got, want = np.float32(got), np.float32(want)
+    same = {written_family(weights.config), BY_GGUF[FAMILIES[weights.config.family].gguf]}
+    for one in filter(lambda one: one.compare, fields(ModelConfig)):
+        got, want = (_rounded(getattr(config, one.name)) for config in (written.config, weights.config))
         # Frequency scalings have a form of their own in each format.
-        if got != want and one.name != "rope_scaling":
+        if got != want and one.name != "rope_scaling" and not (one.name == "family" and got in same):
             message = f"{one.name}: the target would have {got}, the source has {want}"
             raise FormatError("Inconsistent", message, path=target)

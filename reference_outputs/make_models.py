@@ -2,7 +2,8 @@
 
     python reference_outputs/make_models.py [NAME ...] [--out DIR] [--steps N] [--state DIR]
 
-The same seed gives the same files on the same machine. Needs the `golden` extra. Progress goes to stderr.
+The same seed gives the same files on the same machine. Needs the `golden` extra, and for families that are not dense
+the source of llama.cpp in LLORCH_LLAMACPP. Progress goes to stderr.
 """
 
 import argparse
@@ -11,13 +12,15 @@ import itertools
 import sys
 from pathlib import Path
 
-from small_models import gguf_file
+from small_models import converted, gguf_file
 from small_models.check import check
 from small_models.corpus import stories
 from small_models.provenance import note
 from small_models.shapes import RECIPES
 from small_models.training import train
 from small_models.vocabulary import train_vocabulary
+
+from llorch.builtin import OTHERS
 
 MODELS = Path(__file__).resolve().parent.parent / "llorch" / "models"
 VOCABULARY_STORIES = 8000
@@ -37,7 +40,10 @@ def make(name: str, *, out: Path, steps: int | None, state: Path | None) -> None
     vocabulary = train_vocabulary(recipe.vocabulary, texts, size=recipe.config["vocab_size"])
     model, losses = train(name, recipe, vocabulary, state=state)
     path = out / f"{name}.gguf"
-    gguf_file.write(path, model, recipe, vocabulary.metadata)
+    if name in OTHERS:
+        converted.write(path, model, vocabulary.metadata)
+    else:
+        gguf_file.write(path, model, recipe, vocabulary.metadata)
     difference = check(path, model, vocabulary.tokenizer, recipe)
     note(path, recipe, losses, difference=difference)
     print(f"{path}: {path.stat().st_size} bytes, llama.cpp within {difference:.1e}", file=sys.stderr)

@@ -16,8 +16,9 @@ from llorch.ops.rounding import BLOCK_SIZE, HOST_VARIANT, ActivationKind
 from llorch.stages import keys
 from llorch.verify.compare import Tolerance, measure
 from llorch.verify.judge import FAIL
-from llorch.verify.limits import FREE, limit, variances
+from llorch.verify.limits import limit, variances
 from llorch.verify.places import Pass
+from llorch.verify.rounding_costs import FREE
 from llorch.verify.suites.files import fingerprint
 from llorch.verify.suites.quantised import stage_rows
 from llorch.verify.suites.quantised_goldens import ROUNDED_TO, QuantisedGolden, types

@@ -23,7 +23,7 @@ import make_quantised
 import make_training
 import numpy as np
 
-from llorch.builtin import BUILTIN, builtin_path
+from llorch.builtin import EVERY, OTHERS, builtin_path
 from llorch.files import Weights, open_weights
 from llorch.model import Model
 from llorch.stages import keys
@@ -56,7 +56,8 @@ from llorch.verify.witnesses import Producer, open_producer
 
 FOLDER = Path(__file__).resolve().parent  # never the copy inside an installed wheel
 PROMPT = "Once upon a time, Mia the little fox found 7 red apples near the river."
-N_TOKENS = 12
+N_TOKENS = dict.fromkeys(OTHERS, 68)  # a delta net begins a second chunk of 64, every expert is chosen; else 12
+LONG_PROMPT = f"{PROMPT} She put five of them into her old blue bag and carried it up the hill to her friend Ben."
 TEXTS = (
     PROMPT,
     "",
@@ -68,12 +69,12 @@ TEXTS = (
 
 
 @click.command(help=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("names", nargs=-1, type=click.Choice((*BUILTIN, QUANTISED)))
+@click.argument("names", nargs=-1, type=click.Choice((*EVERY, QUANTISED)))
 @click.option("--check", is_flag=True, help="Compare with the stored goldens instead of writing.")
 def main(names: tuple[str, ...], check: bool) -> None:
     """Entry point."""
     failures = 0
-    for name in names or (*BUILTIN, QUANTISED):
+    for name in names or (*EVERY, QUANTISED):
         folder = FOLDER / name
         lines = quantised(folder, check=check) if name == QUANTISED else built_in(name, folder, check=check)
         lines += training(name, folder, check=check) if name in TRAINED else []
@@ -127,7 +128,8 @@ def make(name: str) -> Golden:
     """
     path = builtin_path(name)
     weights = open_weights(path)
-    ids = prompt_ids(weights)
+    prompt, n_tokens = prompt_of(name)
+    ids = prompt_ids(weights, prompt, n_tokens)
     cases = cases_for(ids, weights.config)
     evidence: dict[str, Evidence] = {}
     engines: dict[str, object] = {}
@@ -150,7 +152,7 @@ def make(name: str) -> Golden:
         provenance={
             "command": "python reference_outputs/regenerate.py",
             "weights_sha256": sha256(path),
-            "prompt": PROMPT,
+            "prompt": prompt,
             "engines": engines,
             "numpy": np.__version__,
             "machine": platform.machine(),
@@ -158,13 +160,18 @@ def make(name: str) -> Golden:
     )
 
 
-def prompt_ids(weights: Weights) -> list[int]:
-    """The first tokens of the prompt.
+def prompt_of(name: str) -> tuple[str, int]:
+    """The text that a model is shown, and how many of its tokens."""
+    return (LONG_PROMPT, N_TOKENS[name]) if name in N_TOKENS else (PROMPT, 12)
+
+
+def prompt_ids(weights: Weights, prompt: str, n_tokens: int) -> list[int]:
+    """The first tokens of a prompt.
 
     Raises:
         ValueError: Fewer than 8 are distinct; such an input hides mistakes.
     """
-    ids = Model(weights).tokenizer.encode(PROMPT)[:N_TOKENS]
+    ids = Model(weights).tokenizer.encode(prompt)[:n_tokens]
     if len(set(ids)) < 8:
         raise ValueError(f"regenerate: expected at least 8 distinct tokens, got {ids}")
     return ids

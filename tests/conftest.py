@@ -56,10 +56,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_make_collect_report(
     collector: pytest.Collector,
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """Where torch is absent a file that imports it did not run, and says so: what needs NumPy alone still does."""
+    """Where torch or transformers is absent a file that imports it did not run, and says so."""
     report = yield
-    if report.failed and find_spec("torch") is None and "No module named 'torch'" in str(report.longrepr):
-        report.outcome, report.longrepr = "skipped", (str(collector.path), 1, "NOT RUN: torch is not installed")
+    for name in ("torch", "transformers"):
+        if report.failed and find_spec(name) is None and f"No module named '{name}'" in str(report.longrepr):
+            report.outcome, report.longrepr = "skipped", (str(collector.path), 1, f"NOT RUN: {name} is not installed")
     return report
 
 

@@ -8,8 +8,8 @@ from random_adapters import EVERY, random_adapter, tiny_base
 
 from llorch.backward import backward, recorder
 from llorch.cache import KVCache
+from llorch.families import forward
 from llorch.files import Weights, open_weights
-from llorch.forward import forward
 from llorch.lora.adapted_weights import AdaptedWeights
 from llorch.lora.adapter import Adapter
 from llorch.ops.cross_entropy import cross_entropy, cross_entropy_backward

@@ -11,7 +11,7 @@ from random_adapters import EVERY, random_adapter, tiny_base
 from llorch.files import Weights, open_weights
 from llorch.lora.adapted_weights import AdaptedWeights
 from llorch.lora.adapter import Adapter
-from llorch.lora.config import Target
+from llorch.lora.targets import Target
 from llorch.ops.cross_entropy import IGNORED, shifted
 from llorch.ops.precision import own_dtype_only
 from llorch.train.batch import Batch

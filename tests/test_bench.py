@@ -16,6 +16,7 @@ from llorch.bench import (
     numpy_subject,
     prompts,
     report,
+    token_flop,
 )  # fmt: skip
 from llorch.config import ModelConfig
 from llorch.files.names import inventory
@@ -84,6 +85,13 @@ def test_the_threads_are_those_of_the_products(monkeypatch: pytest.MonkeyPatch):
     pools = [{"user_api": "openmp", "num_threads": 7}, {"user_api": "blas", "num_threads": 3}]
     monkeypatch.setattr("llorch.bench.threadpool_info", lambda: pools)
     assert numpy_subject(load("story")).threads == 3
+
+
+def test_of_experts_those_that_are_chosen_count():
+    model = load("micro-qwen3-moe")  # 3 of 7 experts, whose three matrices are 20 by 32, in two layers
+    assert token_flop(model.config, 0) == 2 * 2 * (40 * 32 + 2 * 20 * 32 + 32 * 40 + 7 * 32 + 3 * 3 * 20 * 32)
+    everything = sum(4 * int(np.prod(model.weights.shape(name))) for name in model.weights if name != "embed_tokens")
+    assert numpy_subject(model).weight_bytes == everything - 4 * 2 * 4 * 3 * 20 * 32  # four are not
 
 
 def test_a_batch_reads_the_weights_once_and_every_cache():

@@ -5,9 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from llorch.architecture import DeltaNet, Layer
 from llorch.cache import KVCache
 
 KV_HEADS, HEAD_DIM, LAYERS = 2, 6, 3
+NET = DeltaNet(conv_kernel=4, n_key_heads=2, n_value_heads=4, key_head_dim=3, value_head_dim=5)
 
 
 def rows(rng, n: int, dtype: type[np.floating] = np.float64):
@@ -24,14 +26,35 @@ def test_keys_and_values_come_out_in_order_after_any_steps(config, rng, steps):
             so_far = np.concatenate(given[layer][: step + 1], axis=1).swapaxes(1, 2)  # (2, kv_heads, ctx, head_dim)
             np.testing.assert_array_equal(k, so_far[0], strict=True)
             np.testing.assert_array_equal(v, so_far[1], strict=True)
+        cache.advance(steps[step])
     assert cache.length == sum(steps)
 
 
-def test_length_grows_when_the_last_layer_has_been_added(config, rng):
-    cache = KVCache(config, np.float64)
-    for layer, length in ((0, 0), (1, 0), (2, 4)):
-        cache.append(layer, *rows(rng, 4))
-        assert cache.length == length
+def test_a_pass_that_was_not_completed_leaves_nothing(config, rng):
+    hybrid = replace(config, layers=(Layer(mixer="delta_net"), Layer(), Layer(mixer="delta_net")), delta_net=NET)
+    cache, first = KVCache(hybrid, np.float64), np.empty(0)
+    for completed in (True, False):
+        for layer in (0, 2):
+            memory = cache.memory(layer)
+            memory.conv, memory.delta = memory.conv + 1, memory.delta + layer
+        k, _ = cache.memory(1)(*rows(rng, 4))
+        if completed:
+            cache.advance(4)
+            first = k.copy()
+    assert cache.length == 4
+    np.testing.assert_array_equal(cache.memory(1)(*rows(rng, 1))[0][:, :4], first)
+    for layer in (0, 2):
+        held = cache.memory(layer)
+        assert held.conv.shape == (3, NET.conv_width)
+        assert held.delta.shape == (4, 3, 5)
+        assert (held.conv == 1).all()
+        assert (held.delta == layer).all()
+
+
+def test_a_float16_cache_keeps_states_as_they_are(config):
+    hybrid = replace(config, layers=(Layer(mixer="delta_net"), Layer(), Layer()), delta_net=NET)
+    held = KVCache(hybrid, np.float16).memory(0)
+    assert held.conv.dtype == held.delta.dtype == np.float32
 
 
 def test_layers_do_not_see_each_other(config, rng):
@@ -46,6 +69,7 @@ def test_caches_of_two_sequences_share_nothing(config, rng):
     one, two = KVCache(config, np.float64), KVCache(config, np.float64)
     for layer in range(LAYERS):
         one.append(layer, *rows(rng, 3))
+    one.advance(3)
     assert (one.length, two.length) == (3, 0)
     assert two.append(0, *rows(rng, 1))[0].shape == (KV_HEADS, 1, HEAD_DIM)
 
@@ -63,6 +87,7 @@ def test_the_cache_keeps_its_dtype(config, rng, dtype):
     cache = KVCache(config, dtype)
     for _ in range(3):
         k, v = cache.append(0, *rows(rng, 5, dtype))
+        cache.advance(5)
         assert k.dtype == v.dtype == dtype
 
 
@@ -70,6 +95,7 @@ def test_storage_is_at_most_twice_what_was_needed(config, rng):
     cache = KVCache(config, np.float64)
     for step in range(1, 34):
         k, _ = [cache.append(layer, *rows(rng, 1)) for layer in range(LAYERS)][-1]
+        cache.advance(1)
         assert k.base is not None
         assert step <= k.base.shape[1] < 2 * step + 1
 
@@ -79,6 +105,7 @@ def test_storage_grows_seldom_so_that_each_token_is_copied_a_few_times_only(conf
     stores = []
     for _ in range(64):
         k, _ = [cache.append(layer, *rows(rng, 1)) for layer in range(LAYERS)][-1]
+        cache.advance(1)
         if not any(k.base is store for store in stores):
             stores.append(k.base)
     assert [store.shape[1] for store in stores] == [1, 2, 4, 8, 16, 32, 64]
@@ -94,6 +121,7 @@ def test_positions_go_on_where_the_cache_ends(config, rng):
     np.testing.assert_array_equal(cache.next_positions(2), [30, 31])
     for layer in range(LAYERS):
         cache.append(layer, *rows(rng, 4))
+    cache.advance(4)
     np.testing.assert_array_equal(cache.next_positions(2), [34, 35])
     np.testing.assert_array_equal(cache.next_positions(6), np.arange(34, 40))
 

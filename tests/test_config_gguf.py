@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llorch.config import FactorScaling, LinearScaling, ModelConfig, YarnScaling
+from llorch.config import FAMILIES, FactorScaling, LinearScaling, ModelConfig, YarnScaling
 from llorch.errors import FormatError
 
 TIED = frozenset({"token_embd.weight"})
@@ -160,7 +160,7 @@ def test_a_file_without_architecture_or_eps_is_refused():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"arch": "gemma2"}, "Unsupported: architecture 'gemma2': llorch reads llama, qwen2, qwen3"),
+        ({"arch": "gemma2"}, f"Unsupported: architecture 'gemma2': llorch reads {', '.join(FAMILIES)}"),
         ({"nextn_predict_layers": 1}, "Unsupported: llama.nextn_predict_layers: expected 0, got 1"),
         ({"expert_count": 8}, "Unsupported: llama.expert_count: expected 0, got 8"),
         ({"attention__causal": False}, "Unsupported: llama.attention.causal: expected True, got False"),

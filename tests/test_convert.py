@@ -9,7 +9,7 @@ from gguf import GGUFValueType, GGUFWriter
 from tiny_models import GGUF_METADATA, gguf_tensors, random_tensors, with_biases, write_folder
 from whole_folders import VOCABULARIES, write_whole_folder
 
-from llorch.builtin import BUILTIN, builtin_path
+from llorch.builtin import EVERY, builtin_path
 from llorch.convert import convert
 from llorch.errors import FormatError
 from llorch.files import Weights, open_gguf, open_weights
@@ -40,7 +40,7 @@ def assert_same_tensors(got: Weights, want: Weights) -> None:
     assert all(got.array(name).tobytes() == want.array(name).tobytes() for name in want)
 
 
-@pytest.mark.parametrize("name", BUILTIN)
+@pytest.mark.parametrize("name", EVERY)
 def test_a_file_becomes_a_folder_and_the_same_file_again(tmp_path: Path, name: str):
     source = builtin_path(name)
     convert(source, tmp_path / "folder")
@@ -48,6 +48,23 @@ def test_a_file_becomes_a_folder_and_the_same_file_again(tmp_path: Path, name: s
     convert(tmp_path / "folder", tmp_path / "back.gguf")
     assert_same_model(tmp_path / "back.gguf", source)
     assert names(tmp_path) == ["back.gguf", "folder"]
+
+
+@pytest.mark.parametrize("scaling", [{"rope_type": "default"}, {"rope_type": "linear", "factor": 8.0}])
+def test_the_temperature_of_ministral_goes_along_without_yarn(tmp_path: Path, scaling: dict[str, object]):
+    convert(builtin_path("micro-ministral3"), tmp_path / "a")
+    config = tmp_path / "a" / "config.json"
+    values = json.loads(config.read_text())
+    values["rope_parameters"] = scaling | {
+        "rope_theta": 1e5, "original_max_position_embeddings": 64, "llama_4_scaling_beta": 0.5,
+    }  # fmt: skip
+    config.write_text(json.dumps(values))
+    convert(tmp_path / "a", tmp_path / "m.gguf")
+    convert(tmp_path / "m.gguf", tmp_path / "b")
+    first, *others = [open_weights(tmp_path / name).config.temperature for name in ("a", "m.gguf", "b")]
+    assert others == [first, first]
+    assert first is not None
+    assert first.floor == 64
 
 
 @pytest.mark.parametrize("kind", VOCABULARIES)

@@ -3,8 +3,8 @@ import pytest
 
 from llorch.builtin import BUILTIN, builtin_path
 from llorch.cache import KVCache
+from llorch.families import forward
 from llorch.files import Weights, open_weights
-from llorch.forward import forward
 from llorch.stages import keys
 from llorch.verify.places import Pass
 from llorch.verify.runners.numpy import run

@@ -2,17 +2,23 @@ import re
 
 import pytest
 
-from llorch.builtin import BUILTIN, builtin_path
+from llorch.builtin import BUILTIN, EVERY, builtin_path, goldens_folder
 from llorch.config import ModelConfig
 from llorch.files import open_weights
 from llorch.stages import BY_NAME, CHECKPOINTS, STAGES, Stage, forward_order, input_key, keys
+from llorch.verify.goldens import read
 
 # The numbers are public interface; here they stand once more, as design states them.
 NUMBERED = {
     "00": "embed", "01": "attn_norm ffn_norm final_norm", "01b": "q_rope k_rope",
-    "02": "q_proj k_proj v_proj q_norm k_norm", "03": "k_cache v_cache", "04": "attn_scores attn_probs",
-    "05": "attn_context attn_out attn_residual", "06": "ffn_gate ffn_up ffn_act ffn_out", "07": "block_out",
-    "08": "logits",
+    "02": "q_proj q_gate_proj k_proj v_proj q_norm k_norm q_head_norm k_head_norm",
+    "03": "k_cache v_cache conv_state delta_state", "04": "q_tempered attn_scores attn_probs",
+    "05": "attn_context attn_gate attn_gated attn_out attn_residual",
+    "05b": "qkv_in z_in b_in a_in conv_out q_l2 k_l2 beta log_decay delta_out gated_norm linear_out",
+    "06": "ffn_gate ffn_up ffn_act ffn_out",
+    "06b": "router_logits router_probs topk_ids topk_weights expert_in expert_gate expert_up expert_act expert_out "
+    "shared_ffn_gate shared_ffn_up shared_ffn_act shared_gate shared_out moe_out",
+    "07": "block_out", "08": "logits",
 }  # fmt: skip
 
 
@@ -31,20 +37,29 @@ def test_every_stage_belongs_to_the_checkpoint_that_design_states():
     assert {number: names for number, names in table.items() if names} == {
         n: set(s.split()) for n, s in NUMBERED.items()
     }
-    assert list(CHECKPOINTS) == "00 01 01b 02 03 04 05 06 07 08 09 10 11 12 13 14 15 16 17 18 19 20".split()
+    assert list(CHECKPOINTS) == "00 01 01b 02 03 04 05 05b 06 06b 07 08 09 10 11 12 13 14 15 16 17 18 19 20".split()
 
 
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
 def test_a_stage_reads_what_its_formula_names(stage: Stage):
-    named = set(re.findall(r"\w+", stage.formula)) & {*BY_NAME, "block_in"} - {stage.name}
-    assert named <= set(stage.inputs)
+    named = set(re.findall(r"\w+", stage.formula)) & {*BY_NAME, "block_in"} - {stage.name, stage.matrix}
+    assert named <= {name for alternatives in stage.inputs for name in alternatives.split("|")}
 
 
 def test_every_input_comes_before_the_stage_that_reads_it(config: ModelConfig):
     seen: set[str] = set()
     for key, stage, layer in keys(config):
-        assert {input_key(name, layer, config) for name in stage.input_names(config)} <= seen
+        assert {input_key(name, layer, config) for name in stage.input_names(config, layer)} <= seen
         seen.add(key)
+
+
+@pytest.mark.parametrize("model", EVERY)
+def test_a_stage_has_the_shape_that_engines_give_it(model: str):
+    config, golden = open_weights(builtin_path(model)).config, read(goldens_folder() / model)
+    n = len(golden.cases["near"].ids)
+    for evidence in golden.evidence.values():
+        shapes = {name: array.shape for name, array in evidence.traces["near"].items()}
+        assert shapes == {name: stage.shape(config, seq=n, ctx=n) for name, stage, _ in keys(config)}
 
 
 def test_query_and_key_norms_belong_to_models_that_have_them(config: ModelConfig):

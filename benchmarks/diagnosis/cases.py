@@ -139,7 +139,7 @@ def farthest_token(name: str, got: np.ndarray, want: np.ndarray) -> float:
     if got.shape != want.shape or not np.array_equal(np.isfinite(got), np.isfinite(want)):
         return np.inf
     axis = token_axis(BY_NAME[name.rpartition(".")[2]])
-    rows = [np.moveaxis(np.where(np.isfinite(x), x, 0), axis, 0).reshape(x.shape[axis], -1) for x in (got, want)]
+    rows = [np.moveaxis(np.where(np.isfinite(x), x, 0), axis, 0).reshape(x.shape[axis], -1) for x in (got, want)]  # pyright: ignore
     off, size = np.linalg.norm(rows[0] - rows[1], axis=1), np.linalg.norm(rows[1], axis=1)
     return float(np.max(off / np.maximum(size, 1e-30)))
 

@@ -13,12 +13,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
-from safetensors.numpy import load_file
 
 from benchmarks.diagnosis.honest import LLAMA, MODELS, QWEN2, QWEN3, Run, Shown, prompt
 from benchmarks.diagnosis.styles import Written
 from llorch.builtin import builtin_path, goldens_folder
 from llorch.dumps.stage_dump import Tokens
+from llorch.verify.golden_arrays import SUFFIX, read_arrays
 from llorch.verify.suites.quantised_models import write_model
 
 QUANTISED = {
@@ -90,7 +90,7 @@ def _record(model: str) -> dict:
 
 def _stored(folder: Path, engine: str, model: str, case: str) -> Written:
     tokens = _record(model)["cases"][case]
-    arrays = load_file(goldens_folder() / model / f"{engine}.safetensors")
+    arrays = read_arrays(goldens_folder() / model / f"{engine}{SUFFIX}")
     names = ("selected_logits", "generation", "probabilities")
     shown = [
         Shown(0, key, array)
@@ -104,7 +104,7 @@ def _stored(folder: Path, engine: str, model: str, case: str) -> Written:
 
 def _quantised(folder: Path, kind: str, activations: str) -> Written:
     tokens = _record("quantised")["case"]
-    arrays = load_file(goldens_folder() / "quantised" / f"{kind}.safetensors")
+    arrays = read_arrays(goldens_folder() / "quantised" / f"{kind}{SUFFIX}")
     said = {"engine": "llama.cpp", "dtype": "float32", "activations": activations}
     passes = (Tokens(tuple(tokens["ids"]), tokens["first_position"]),)
     return Run(kind, passes, tuple(Shown(0, key, array) for key, array in arrays.items()), said).write(folder)

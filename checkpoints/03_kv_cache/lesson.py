@@ -80,7 +80,7 @@ print(f"one token, and cache  {multiplications(1, 100):>12,}")
 
 # %%
 from llorch.cache import KVCache
-from llorch.forward import forward
+from llorch.families import forward
 
 ids = story.tokenizer.encode("Once upon a time there was a little fox")
 

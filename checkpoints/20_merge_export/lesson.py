@@ -117,10 +117,9 @@ from dataclasses import replace
 from llorch.files.names import interleave
 from llorch.lora.adapter import LoraTensors
 
+heads = {"q_proj": weights.config.n_heads, "k_proj": weights.config.n_kv_heads}
 mixed = {
-    name: LoraTensors(lora.lora_A, interleave(lora.lora_B, heads))
-    if (heads := adapter.targets[name].interleaved_heads)
-    else lora
+    name: LoraTensors(lora.lora_A, interleave(lora.lora_B, heads[name[-6:]])) if name[-6:] in heads else lora
     for name, lora in adapter.tensors.items()
 }
 wrong = logits_of(AdaptedWeights(weights, replace(adapter, tensors=mixed)), documents)

@@ -13,9 +13,12 @@ order to read:
                       `report` prints them; `against` judges by a dump
 """
 
+from textwrap import fill
+
 import click
 
 import llorch
+from llorch.builtin import EVERY
 from llorch.cli.options import wait_asleep
 from llorch.cli.outcome import reported
 from llorch.cli.verbs import Verbs
@@ -51,7 +54,7 @@ Llama and Qwen in NumPy, every step checked against two engines that someone els
 
 \b
 MODEL is a .gguf file, a Hugging Face folder, or a built-in name:
-micro-llama, micro-llama3, micro-qwen2, micro-qwen3, story.
+{names}.
 
 Any option may be set in the environment as LLORCH_<COMMAND>_<OPTION>.
 
@@ -60,7 +63,7 @@ Exit codes: 0 ok, 1 numbers differ, 2 usage or unusable data,
 3 something needed is missing, 4 out of memory, 10 to 15 dumps that
 cannot be compared (see llorch diagnose), 70 a bug in llorch,
 74 a disk that is full, fails or cannot be written to.
-"""
+""".replace("{names}", fill(", ".join(EVERY), 75, break_on_hyphens=False))
 
 
 @click.group(

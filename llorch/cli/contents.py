@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from rich.console import Console
@@ -45,7 +45,7 @@ class Contents:
         out.print(
             f"{self.path}   {self.format}   {len(self.tensors)} tensors, {n_numbers:,} numbers, {n_bytes:,} bytes"
         )
-        _pairs(out, "config", self.config)
+        _pairs(out, "config", self.config and _by_row(self.config))
         _pairs(out, "tokenizer", self.tokenizer)
         _pairs(out, "metadata", self.metadata)
         rows = table("tensors", "type", "shape", ">offset", ">bytes")
@@ -120,6 +120,39 @@ def _plain(value: object) -> object:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return f"{len(value)} x text"
     return value
+
+
+def _by_row(config: Mapping[str, Any]) -> dict[str, object]:
+    """A configuration as the table has it: what is in a part by a name of its own, like layers together."""
+    rows: dict[str, object] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            rows |= {f"{name}.{inner}": one for inner, one in value.items()}
+        elif name == "layers":
+            rows |= _layers([_in_words(layer) for layer in value] or ["attention"] * config["n_layers"])
+        else:
+            rows[name] = value or config["head_dim"] if name == "rotary_dim" else value
+    return rows
+
+
+def _layers(kinds: list[str]) -> dict[str, str]:
+    found: dict[str, list[str]] = {}
+    for at, kind in enumerate(kinds):
+        found.setdefault(kind, []).append(str(at))
+    if len(found) == 1:
+        return {"layers": f"all: {kinds[0]}"}
+    return {f"layers {_short(','.join(numbers))}": kind for kind, numbers in found.items()}
+
+
+def _in_words(layer: Mapping[str, Any]) -> str:
+    words = {"experts": layer["experts"], "no RoPE": not layer["rope"], "norms of heads": layer["head_norm"]}
+    words |= {"temperature": layer["tempered"]}
+    words |= {f"{name} of {layer[name]}": layer[name] for name in ("window", "chunk")}
+    return ", ".join([layer["mixer"], *(word for word, there in words.items() if there)])
+
+
+def _short(text: str) -> str:
+    return text[:SHOWN] + (" ..." if len(text) > SHOWN else "")
 
 
 def _pairs(out: Console, title: str, values: Mapping[str, object] | None) -> None:

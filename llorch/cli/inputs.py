@@ -13,7 +13,8 @@ from llorch.model import Model
 from llorch.numerics import Numerics
 
 SENTENCE = "Once upon a time, a small red fox found 27 shiny stones near the old river."
-SPREAD = (0, 5, 10, 3, 8, 1, 6, 11, 4, 9, 2, 7)  # of 12 stretches of a vocabulary; the order has no pattern
+SPREAD = {12: 5, 66: 25}  # into so many stretches a vocabulary is cut, of which every fifth is next, round and round
+IN_CHUNKS = 66  # tokens of which a delta net, which computes 64 at once, begins a second chunk
 
 
 def model_path(spec: str) -> Path:
@@ -65,16 +66,22 @@ def has_vocabulary(source: GGUFFile | SafetensorsFolder) -> bool:
     return (source.path / "tokenizer.json").is_file()
 
 
-def spread_ids(vocab_size: int) -> list[int]:
-    """Distinct ids from all over a vocabulary."""
-    return list(dict.fromkeys((2 * stretch + 1) * vocab_size // (2 * len(SPREAD)) for stretch in SPREAD))
+def spread_ids(vocab_size: int, n: int = 12) -> list[int]:
+    """Ids from all over a vocabulary, distinct where it has so many; their order has no pattern."""
+    stretches = [SPREAD[n] * i % n for i in range(n)]
+    return list(dict.fromkeys((2 * stretch + 1) * vocab_size // (2 * n) for stretch in stretches))
 
 
 def _default_ids(model: Model) -> tuple[list[int], str | None]:
+    in_chunks = model.config.delta_net is not None
     if has_vocabulary(model.weights.source):
-        say(f"input: {SENTENCE!r}")
-        return model.tokenizer.encode(SENTENCE), SENTENCE
-    spread = spread_ids(model.config.vocab_size)
+        text, ids = SENTENCE, model.tokenizer.encode(SENTENCE)
+        while in_chunks and len(ids) < IN_CHUNKS:
+            text = f"{text} {SENTENCE}"
+            ids = model.tokenizer.encode(text)
+        say(f"input: {text!r}")
+        return ids, text
+    spread = spread_ids(model.config.vocab_size, IN_CHUNKS if in_chunks else 12)
     say(f"input: token ids {','.join(map(str, spread))} (the model has no vocabulary)")
     return spread, None
 

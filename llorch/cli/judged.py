@@ -3,9 +3,10 @@
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from llorch.stages import BY_NAME, CHECKPOINTS
+from llorch.config import ModelConfig
+from llorch.stages import BY_NAME, CHECKPOINTS, STAGES, keys
 from llorch.verify.compare import times_over
 from llorch.verify.judge import FAIL, PASS, TIE, Row
 from llorch.verify.runners.numpy import BACKENDS
@@ -17,9 +18,17 @@ KERNELS = "kernels"  # in place of a model: ours beside torch's own
 _SEVERITY = {PASS: 0, TIE: 1, FAIL: 2}
 _MODES = ("isolated", "chained", "free", "decode", "exact")
 
-ALL = tuple(number for number in CHECKPOINTS if number <= "13")  # 14 is the same rows from another backend
-EXACT = tuple(number for number in CHECKPOINTS if number < "13")  # those that exact numerics are judged by
+_OF_STAGES = {stage.checkpoint for stage in STAGES}
+_SPECIAL = _OF_STAGES - {stage.checkpoint for stage in STAGES if stage.is_dense}  # a dense model has none of these
+EXACT = tuple(number for number in CHECKPOINTS if number < "13" and number not in _SPECIAL)
 TRAINING = tuple(number for number in CHECKPOINTS if number >= "15")  # those of models with training goldens
+
+
+def checkpoints_of(config: ModelConfig, *, quantised: bool = False) -> tuple[str, ...]:
+    """Those that a model is judged by; under ggml numerics 13 is one of them, 14 the same rows from another backend."""
+    has = {stage.checkpoint for _, stage, _ in keys(config)}
+    here = (number for number in CHECKPOINTS if number < ("14" if quantised else "13"))
+    return tuple(number for number in here if number in has or number not in _OF_STAGES)
 
 
 @dataclass(frozen=True)
@@ -33,6 +42,7 @@ class Judged:
     checkpoints: Sequence[str] = EXACT  # those that should have rows
     backend: str = ""  # device and dtype of the torch path, when that was judged
     dump: str = ""  # where what another engine wrote down lies, when that is the witness
+    cannot_judge: Mapping[str, str] = field(default_factory=dict)  # witnesses that compute another model, and why
 
     @property
     def witnesses(self) -> list[str]:
@@ -85,12 +95,14 @@ def first_failure(judged: Judged) -> Row | None:
 def closer_to_truth(models: Sequence[Judged], backend: str) -> dict[str, dict[str, int]]:
     """How often our float32, as it runs, is at least as close to the truth as every producer, in the forward pass.
 
-    Case (`all` for all of them) to the number of (stage, layer, model) places and how many of them are ours.
+    Case (`all` for all of them) to the number of (stage, layer, model) places and how many of them are ours; places
+    where no truth was computed are not counted.
     """
     places: dict[tuple, list[Row]] = defaultdict(list)
     for number, judged in enumerate(models):
         for row in judged.rows:
-            if row.mode == "chained" and row.backend == backend and row.checkpoint not in TRAINING:
+            known = row.mode == "chained" and not math.isnan(row.truth_error)
+            if known and row.backend == backend and row.checkpoint not in TRAINING:
                 places[number, _place(row)].append(row)
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     for (_, (case, *_)), here in places.items():
@@ -121,6 +133,11 @@ def summary(models: Sequence[Judged], absent: Mapping[str, str] | None = None, *
         "strict": strict,
         "checkpoints_not_run": sum(len(_not_run(judged)) for judged in models),
         "not_run": [{"model": judged.model, "reason": reason} for judged in models for reason in judged.not_run],
+        "cannot_judge": [
+            {"model": judged.model, "witness": witness, "reason": reason}
+            for judged in models
+            for witness, reason in judged.cannot_judge.items()
+        ],
         "backends": sorted({row.backend for row in rows}),
         "backends_not_run": [{"backend": backend, "reason": reason} for backend, reason in absent.items()],
         "witnesses": {judged.model: judged.witnesses for judged in models if not judged.numerics},

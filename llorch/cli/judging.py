@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, get_args
 
 import click
 
-from llorch.builtin import BUILTIN
+from llorch.builtin import EVERY, builtin_path, goldens_folder
 from llorch.cli.inputs import choose_ids, chosen_numerics, model_path, say_plan
-from llorch.cli.judged import ALL, KERNELS, TRAINING, Judged, summary
-from llorch.cli.judged import EXACT as FORWARD
+from llorch.cli.judged import KERNELS, TRAINING, Judged, checkpoints_of, summary
 from llorch.cli.options import allowed_cores, use_threads
 from llorch.cli.outcome import DIFFERS, MISSING, OK
 from llorch.cli.output import progress, say, to_json
@@ -22,19 +21,20 @@ from llorch.cli.tables import console
 from llorch.cli.workers import Workers
 from llorch.config import ModelConfig
 from llorch.errors import MissingExtra
-from llorch.files import open_weights
+from llorch.files import Weights, open_weights
 from llorch.files.residency import Residency
 from llorch.model import Model, load
 from llorch.numerics import EXACT, GGML, Numerics
-from llorch.verify.goldens import N_GREEDY
+from llorch.verify.goldens import N_GREEDY, n_greedy_for, unable_of
 from llorch.verify.judge import Row
-from llorch.verify.models import verify_as_stored, verify_live, verify_stored
+from llorch.verify.models import unable_for, verify_as_stored, verify_live, verify_stored
 from llorch.verify.runners.numpy import emulated
 from llorch.verify.suites.quantised import CHECKPOINT, block_rows, model_rows
 from llorch.verify.suites.quantised_models import MODELS
 from llorch.verify.training.claims import verify_training_stored
 from llorch.verify.training.goldens import MODELS as TRAINED
 from llorch.verify.witnesses import ProducerName
+from llorch.verify.witnesses.abilities import cannot_judge
 
 if TYPE_CHECKING:
     from llorch.cli.on_torch import TorchBackend
@@ -82,7 +82,7 @@ def judge_all(
     """
     given = Input(prompt, tokens)
     on_torch, absent = _torch_backends(arithmetic)
-    specs = dict.fromkeys(models or (*BUILTIN, QUANTISED))
+    specs = dict.fromkeys(models or (*EVERY, QUANTISED))
     plans = [(spec, *_plan(spec, against, has_input=given != Input(None, None))) for spec in specs]
     threads = use_threads(*(_config(spec, path) for spec, path, _ in plans))
     out = console()
@@ -186,13 +186,13 @@ def _judged_on_torch(
     else:
         trained = spec in TRAINED and backend.trains
         judged = _from_goldens(spec, lambda: chain(backend.stored(spec), backend.training(spec) if trained else ()))
-        judged = replace(judged, checkpoints=(*FORWARD, *(TRAINING if trained else ())))
+        judged = replace(judged, checkpoints=(*_forward(spec), *(TRAINING if trained else ())))
     return replace(judged, backend=backend.name)
 
 
 def _plan(spec: str, against: Sequence[str], *, has_input: bool) -> tuple[Path, tuple[ProducerName, ...]]:
     """The path of a model and the engines to run; none means stored goldens."""
-    stored = spec in (*BUILTIN, QUANTISED) and not Path(spec).exists()
+    stored = spec in (*EVERY, QUANTISED) and not Path(spec).exists()
     path = Path(spec) if stored and spec == QUANTISED else model_path(spec)
     if "golden" in against and not stored:
         raise click.UsageError(f"{spec}: only built-in models have goldens; use --against llamacpp or transformers")
@@ -214,12 +214,17 @@ def _stored(name: str, workers: Workers[list[Row]]) -> Judged:
     if name == QUANTISED:
         arithmetic = f"numerics {GGML}; {len(MODELS)} micro models, one of each type, made in a temporary folder"
         return replace(judged, numerics=arithmetic, checkpoints=(CHECKPOINT,))
-    return replace(judged, checkpoints=(*FORWARD, *(TRAINING if name in TRAINED else ())))
+    return replace(judged, checkpoints=(*_forward(name), *(TRAINING if name in TRAINED else ())))
+
+
+def _forward(name: str) -> Sequence[str]:
+    return checkpoints_of(open_weights(builtin_path(name)).config)
 
 
 def _from_goldens(name: str, verify: Callable[[], Iterator[Row]]) -> Judged:
     try:
-        return Judged(name, list(verify()))
+        unable = {} if name == QUANTISED else unable_of(goldens_folder() / name)
+        return Judged(name, list(verify()), cannot_judge=unable)
     except FileNotFoundError as error:
         return Judged(name, [], [str(error)])
 
@@ -230,11 +235,12 @@ def _live(
     model = Model(open_weights(path))
     ids, text = _checked_input(model, given)
     absent = {engine: missing for engine in engines if (missing := _missing_package(engine)) is not None}
-    usable: list[ProducerName] = [engine for engine in engines if engine not in absent]
+    unable = unable_for(engines, model.config, ids, n_greedy_for(model.config, len(ids)))
+    usable: list[ProducerName] = [engine for engine in engines if engine not in absent | unable]
     failed: dict[str, str] = {}
     rows = list(verify(path, ids, usable, text=text, say=tell, failed=failed)) if usable else []
     reasons = {engine: str(MissingExtra("golden", package)) for engine, package in absent.items()} | failed
-    return Judged(model.name, rows, _reasons(reasons))
+    return Judged(model.name, rows, _reasons(reasons), checkpoints=checkpoints_of(model.config), cannot_judge=unable)
 
 
 def _reasons(of_engines: Mapping[str, str]) -> list[str]:
@@ -246,8 +252,14 @@ def _numerics(path: Path, engines: Sequence[ProducerName], wanted: Arithmetic) -
     if wanted.numerics == "ggml" and (path.is_dir() or "llamacpp" not in engines):
         raise click.UsageError(f"{path}: --numerics ggml needs a .gguf file and llama.cpp; see llorch convert")
     rounded = wanted.numerics is None and path.is_file() and "llamacpp" in engines
-    default = GGML if rounded and emulated(open_weights(path).using(GGML)) else EXACT
+    default = GGML if rounded and _suits_ggml(open_weights(path)) else EXACT
     return chosen_numerics(wanted.numerics or default.name, wanted.kv_cache)
+
+
+def _suits_ggml(weights: Weights) -> bool:
+    """Whether llama.cpp rounds inputs for a file, and computes the model that it holds."""
+    config = weights.config
+    return bool(emulated(weights.using(GGML))) and not cannot_judge("llamacpp", config, config.max_position_embeddings)
 
 
 def refuse_residency(wanted: Arithmetic) -> None:
@@ -260,12 +272,13 @@ def _as_stored(path: Path, numerics: Numerics, residency: Residency, given: Inpu
     ids, text = _checked_input(Model(open_weights(path)), given)
     model = load(path, numerics=numerics, residency=residency, n_tokens=len(ids) + N_GREEDY)
     arithmetic = f"numerics {numerics}; {emulated(model.weights)}"
+    checkpoints = checkpoints_of(model.config, quantised=True)
     if (missing := _missing_package("llamacpp")) is not None:
-        return Judged(model.name, [], [f"llamacpp: {MissingExtra('golden', missing)}"], arithmetic, ALL)
+        return Judged(model.name, [], [f"llamacpp: {MissingExtra('golden', missing)}"], arithmetic, checkpoints)
     say_plan(model)
     failed: dict[str, str] = {}
     rows = list(verify_as_stored(model, ids, text=text, say=tell, failed=failed))
-    return Judged(model.name, rows, _reasons(failed), arithmetic, ALL)
+    return Judged(model.name, rows, _reasons(failed), arithmetic, checkpoints)
 
 
 def _checked_input(model: Model, given: Input) -> tuple[list[int], str | None]:

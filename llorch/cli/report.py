@@ -62,6 +62,8 @@ def print_model(out: Console, judged: Judged, *, detail: bool) -> None:
             out.print(f"{row.stage}, {row.case}: {row.note}")
     for reason in judged.not_run:
         out.print(Text(f"{NOT_RUN}: {reason}", _STYLES[NOT_RUN]))
+    for engine, reason in judged.cannot_judge.items():
+        out.print(Text(f"{NOT_RUN}: {engine} cannot judge {judged.model}: {reason}", _STYLES[NOT_RUN]))
     for tie in _ties(judged):
         out.print(Text(f"{TIE}: {tie}", _STYLES[TIE]))
     out.print()
@@ -158,6 +160,8 @@ def closing_line(counts: Mapping) -> str:
         line += f", {_count(counts['ties'], 'near-tie')}"
     if counts["checkpoints_not_run"]:
         line += f", {_count(counts['checkpoints_not_run'], 'checkpoint')} not run"
+    if counts["cannot_judge"]:
+        line += f", {_count(len(counts['cannot_judge']), 'witness', 'witnesses')} left out that cannot judge"
     if counts["backends_not_run"]:
         line += f", {_count(len(counts['backends_not_run']), 'backend')} not run"
     closer = counts["closer_to_truth"]
@@ -216,5 +220,5 @@ def _where(row: Row | None) -> str:
     return f"{layer}{row.case}, {row.mode}"
 
 
-def _count(n: int, noun: str) -> str:
-    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+def _count(n: int, noun: str, several: str = "") -> str:
+    return f"{n} {noun}" if n == 1 else f"{n} {several or noun + 's'}"

@@ -45,8 +45,9 @@ def command(
 ) -> None:
     """Run MODEL on PROMPT and write every stage: embed, l0.attn_norm, l0.q_proj, ..., final_norm, logits.
 
-    All arrays are float32. In Python, llorch.compare(a, b) finds the first stage where two traces diverge. A
-    .safetensors file carries the token ids and the engine in its metadata, as one JSON text under the name llorch.
+    Arrays are float32, ids of chosen experts int64. In Python, llorch.compare(a, b) finds the first stage where two
+    traces diverge. A .safetensors file carries the token ids and the engine in its metadata, as one JSON text under the
+    name llorch.
     """
     from llorch.cli.inputs import choose_ids, model_path
     from llorch.model import load

@@ -89,7 +89,8 @@ def command(
     A dump (see llorch diagnose) is compared as an engine is, alone (fed its own inputs) and chained, with limits of the
     arithmetic that it declares or shows. Which mistake a failure is llorch diagnose says.
 
-    Exit code 1: numbers differ, or with --strict there is a TIE. 3: an engine, a golden or the device is missing.
+    Exit code 1: numbers differ, or with --strict there is a TIE. 3: an engine, a golden or the device is missing, or an
+    engine shows NaN where the truth has a number.
     """
     refuse_both(prompt, tokens)
     dumps = [each for each in against if isinstance(each, Path)]

@@ -8,7 +8,10 @@ from llorch.config import ModelConfig
 from llorch.stages import BY_NAME, STAGES
 
 RAW_SCORES = "kq"  # query times key, neither scaled nor masked
-_OLD_NODES = {"inp_embd": "embed", "kqv_merged_cont": "attn_context", "kq_soft_max_ext": "attn_probs"}
+_NODES_BESIDE_THE_TABLE = {
+    "inp_embd": "embed", "kqv_merged_cont": "attn_context", "kq_soft_max_ext": "attn_probs",
+    "attn_residual": "attn_residual", "attn_post_norm": "ffn_norm",
+}  # fmt: skip
 _NO_STAGES = re.compile(r".* \((?:view|reshaped|permuted|transposed|cont|copy.*)\)|(?:norm|kqv)(?:-[0-9]+)?")  # nodes
 _PROJECTED = {"Qcur": "q", "Kcur": "k", "Vcur": "v"}
 _MODULES_BESIDE_THE_TABLE = {
@@ -36,28 +39,39 @@ class Meaning:
     assumed: str = ""
 
 
-def _nodes() -> dict[str, str]:
-    """Nodes of llama.cpp that stand for one stage each."""
-    found = {}
+def _nodes() -> dict[str, list[str]]:
+    """Nodes of llama.cpp that stand for a stage each: one of these, as the layer is."""
+    found: dict[str, list[str]] = {}
     for stage in STAGES:
         node = re.match(r"(\w+)(?:-\{i\})?(?: \(|,)", stage.llamacpp)
         if node and node[1] not in _PROJECTED:
-            found[node[1]] = stage.name
-    return found | {RAW_SCORES: RAW_SCORES} | _OLD_NODES
+            found.setdefault(node[1], []).append(stage.name)
+    return found | {node: [stage] for node, stage in _NODES_BESIDE_THE_TABLE.items()}
 
 
-def _modules() -> dict[tuple[str, str], tuple[str, ...]]:
+def _modules() -> dict[tuple[str, str], list[tuple[str, ...]]]:
     """Stages by the path of a module inside its layer, empty for the layer itself, and by its end that is watched."""
-    found = {}
+    found = {place: [stages] for place, stages in _MODULES_BESIDE_THE_TABLE.items()}
     for stage in STAGES:
         parts = re.fullmatch(r"(output|input) of (?:layers\.\{i\}\.?|model\.)?([\w.]*)", stage.transformers)
         if parts:
-            found[parts[2], parts[1]] = (stage.name,)
-    return found | _MODULES_BESIDE_THE_TABLE
+            found.setdefault((parts[2], parts[1]), []).append((stage.name,))
+    return found
 
 
-NODES: Mapping[str, str] = _nodes()
-MODULES: Mapping[tuple[str, str], tuple[str, ...]] = _modules()
+NODES: Mapping[str, list[str]] = _nodes()
+MODULES: Mapping[tuple[str, str], list[tuple[str, ...]]] = _modules()
+
+
+def _of_layer(alternatives: list[tuple[str, ...]], config: ModelConfig, layer: int | None) -> tuple[str, ...]:
+    """Of what a name can stand for, what a layer has: the last that it makes; else what other models mean by it."""
+    if layer is None or layer < config.n_layers:
+        for stages in reversed(alternatives):
+            if all(BY_NAME[stage].in_layer == (layer is not None) for stage in stages) and all(
+                BY_NAME[stage].applies_to(config, layer) for stage in stages
+            ):
+                return stages
+    return alternatives[0]
 
 
 def meaning_of(name: str, layer: int | None, config: ModelConfig, *, op: str, nth: int, of: int) -> Meaning | None:
@@ -79,7 +93,7 @@ def meaning_of(name: str, layer: int | None, config: ModelConfig, *, op: str, nt
     known = _ours(name, layer) or _llamacpp(name, layer, config, op, nth, of)
     if known or op:
         return known
-    return _output_of_transformers(name, config) or _module(name, layer)
+    return _output_of_transformers(name, config) or _module(name, layer, config)
 
 
 def nameless(name: str, op: str, before: Meaning | None, config: ModelConfig) -> Meaning | None:
@@ -111,9 +125,12 @@ def _llamacpp(name: str, layer: int | None, config: ModelConfig, op: str, nth: i
     layer = int(parts[2]) if parts[2] else layer
     if parts[1] in _PROJECTED and layer is not None:
         return _projected(_PROJECTED[parts[1]], layer, config, op, nth, of)
-    stage = NODES.get(parts[1])
-    in_layer = stage == RAW_SCORES or (stage is not None and BY_NAME[stage].in_layer)
-    return Meaning((stage,), layer, True) if stage and in_layer == (layer is not None) else None
+    if parts[1] == RAW_SCORES and layer is not None:
+        return Meaning((RAW_SCORES,), layer, True)
+    if parts[1] not in NODES:
+        return None
+    (stage,) = _of_layer([(stage,) for stage in NODES[parts[1]]], config, layer)
+    return Meaning((stage,), layer, True) if BY_NAME[stage].in_layer == (layer is not None) else None
 
 
 def _projected(letter: str, layer: int, config: ModelConfig, op: str, nth: int, of: int) -> Meaning:
@@ -147,14 +164,15 @@ def _output_of_transformers(name: str, config: ModelConfig) -> Meaning | None:
     return Meaning(("block_out",), n - 1) if n else Meaning(("embed",))
 
 
-def _module(name: str, layer: int | None) -> Meaning | None:
+def _module(name: str, layer: int | None, config: ModelConfig) -> Meaning | None:
     parts = re.fullmatch(r"(?:[\w.]*\.)?layers\.([0-9]{1,4})\.?([\w.]*)", name)
     if parts:
         layer, path = int(parts[1]), parts[2]
     else:
         path = name.rpartition("model.")[2]
     end = re.fullmatch(r"([\w.]*?)\.?(input|output)(?:\.0)?", path)
-    stages = MODULES.get((end[1], end[2]) if end else (path, "output"))
-    if stages is None or BY_NAME[stages[0]].in_layer != (layer is not None) or (not path and not parts):
+    place = (end[1], end[2]) if end else (path, "output")
+    if place not in MODULES or (not path and not parts):
         return None
-    return Meaning(stages, layer)
+    stages = _of_layer(MODULES[place], config, layer)
+    return Meaning(stages, layer) if BY_NAME[stages[0]].in_layer == (layer is not None) else None

@@ -18,7 +18,10 @@ from llorch.errors import FormatError, suggestion
 from llorch.files.names import undo_interleave
 from llorch.stages import Stage
 
-JOINED: Mapping[str, tuple[str, ...]] = {"q_width": ("heads", "head_dim"), "kv_width": ("kv_heads", "head_dim")}
+JOINED: Mapping[str, tuple[str, ...]] = {
+    "q_width": ("heads", "head_dim"), "kv_width": ("kv_heads", "head_dim"), "value_width": ("v_heads", "value_dim"),
+}  # fmt: skip
+OF_A_HEAD = ("head_dim", "key_dim", "value_dim")
 PAIRED = ("q_proj", "k_proj", "q_norm", "k_norm", "q_rope", "k_rope", "k_cache")  # RoPE turns pairs of their heads
 FUSED_ORDERS = ("stacked", "groups", "alternating")
 FAR_NEARER = 5.0  # times less unlike our run than every other candidate
@@ -69,15 +72,6 @@ class Form:
 def single_axes(axes: Sequence[str]) -> tuple[str, ...]:
     """Axes with those split that are heads joined."""
     return tuple(single for axis in axes for single in JOINED.get(axis, (axis,)))
-
-
-def axis_sizes(config: ModelConfig, *, seq: int, ctx: int) -> dict[str, int]:
-    """Size of every axis that is not several joined."""
-    return {
-        "seq": seq, "ctx": ctx, "hidden": config.hidden_size, "inter": config.intermediate_size,
-        "heads": config.n_heads, "kv_heads": config.n_kv_heads, "head_dim": config.head_dim,
-        "vocab": config.vocab_size,
-    }  # fmt: skip
 
 
 def declared_form(
@@ -131,7 +125,7 @@ def _groupings(table: Sequence[str], sizes: Mapping[str, int]) -> Iterator[list[
         if axes[-1] == "ctx" != order[-1] and sizes["ctx"] in (sizes["seq"], sizes["heads"]):
             continue
         yield [(axis,) for axis in order]
-        at = order.index("head_dim") if "head_dim" in order else 0
+        at = next((at for at, axis in enumerate(order) if axis in OF_A_HEAD), 0)
         together = at > 0 and order[at - 1].endswith("heads")
         if together:
             yield [*((a,) for a in order[: at - 1]), order[at - 1 : at + 1], *((a,) for a in order[at + 1 :])]

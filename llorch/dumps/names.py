@@ -20,6 +20,7 @@ from llorch.stages import BY_NAME, key
 PRODUCTION = "production_logits"  # of the run that nobody watched
 _SHOWN_NAMES = 8
 _FLOATS = ("float32", "float16", "bfloat16", "float64")
+_IDS = ("int64", "int32", "uint32")
 
 
 @dataclass
@@ -121,10 +122,11 @@ def _checked(source: str, n_pass: int, array: RawArray, meaning: Meaning, layout
     if stage.in_layer != (meaning.layer is not None) or not 0 <= (meaning.layer or 0) < config.n_layers:
         wanted = f"a layer from 0 to {config.n_layers - 1}" if stage.in_layer else "no layer"
         raise FormatError("OutOfRange", f"{subject}: expected {wanted}, got {meaning.layer}", path=source)
-    if not stage.applies_to(config):
+    if not stage.applies_to(config, meaning.layer):
         raise FormatError("Unexpected", f"{subject}: expected a stage that a {config.family} model has", path=source)
-    if array.stored not in _FLOATS:
-        raise FormatError("DType", f"{subject}: expected {', '.join(_FLOATS)}, got {array.stored}", path=source)
+    known = _IDS + _FLOATS if stage.is_choice else _FLOATS
+    if array.stored not in known:
+        raise FormatError("DType", f"{subject}: expected {', '.join(known)}, got {array.stored}", path=source)
     return Named(n_pass, array, stages, meaning.layer, layout, meaning.by_llamacpp)
 
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from llorch.cache import KVCache
 from llorch.dumps.stage_dump import Tokens
+from llorch.families import forward
 from llorch.files import Weights
-from llorch.forward import forward
 
 
 class _Enough(Exception):

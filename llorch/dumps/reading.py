@@ -11,7 +11,6 @@ from llorch.dumps.layout import (
     PAIRED,
     Form,
     Layout,
-    axis_sizes,
     cut,
     declared_form,
     far_nearest,
@@ -25,7 +24,7 @@ from llorch.dumps.raw import RawArray
 from llorch.dumps.stage_dump import Seen, Tokens
 from llorch.errors import FormatError
 from llorch.files import Weights
-from llorch.stages import BY_NAME, key
+from llorch.stages import BY_NAME, axis_sizes, key
 
 _LIKE = 0.1  # what is unlike ours by less is ours, whatever its arithmetic
 

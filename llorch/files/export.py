@@ -20,12 +20,13 @@ from pathlib import Path
 import numpy as np
 from gguf import GGML_QUANT_VERSION, GGMLQuantizationType, GGUFValueType, GGUFWriter, LlamaFileType, RopeScalingType
 
-from llorch.config import FactorScaling, LinearScaling, Llama3Scaling, ModelConfig, YarnScaling, yarn_gain
+from llorch.config import FAMILIES, FactorScaling, LinearScaling, Llama3Scaling, ModelConfig, YarnScaling, yarn_gain
 from llorch.errors import FormatError
 from llorch.files import GGUFFile, Weights
 from llorch.files.encode import LARGEST, encode, encoded_size
+from llorch.files.layout import AS_IS
 from llorch.files.metadata import NUMBERS, StringArray
-from llorch.files.names import Weight, interleave, inventory
+from llorch.files.names import Tensor, Weight, gguf_tensors, interleave, inventory
 from llorch.files.new_file import new_file
 from llorch.files.quant import BLOCK_SIZES, GGMLType
 from llorch.ops.rope import frequencies, llama3_factors
@@ -84,7 +85,7 @@ def write_gguf_content(
         for key, value in metadata.items():
             _add_value(writer, key, value)
 
-    write_entries(path, weights.config.family, _entries(weights, ggml_type), add_metadata, on_tensor)
+    write_entries(path, FAMILIES[weights.config.family].gguf, _entries(weights, ggml_type), add_metadata, on_tensor)
 
 
 def write_entries(
@@ -133,7 +134,8 @@ def read_once(weights: Weights, weight: Weight) -> Iterator[np.ndarray]:
     try:
         yield weights.read(weight.name)
     finally:
-        _release_pages(weights.as_stored(weight.name).raw)
+        for stored in weights.all_stored(weight.name):
+            _release_pages(stored.raw)
 
 
 def _release_pages(view: np.ndarray) -> None:
@@ -147,7 +149,7 @@ def _release_pages(view: np.ndarray) -> None:
 
 
 def _type_of(weight: Weight, ggml_type: GGMLType) -> GGMLType:
-    if len(weight.shape) == 1:
+    if weight.stays_f32:
         return GGMLType.F32
     if weight.shape[-1] % BLOCK_SIZES[ggml_type][0]:
         return GGMLType.F16
@@ -161,20 +163,54 @@ def _entries(weights: Weights, ggml_type: GGMLType) -> list[Entry]:
     factors = _rope_factors(weights)
     if factors is not None:
         entries.append(Entry("rope_freqs.weight", factors.shape, GGMLType.F32, lambda: iter([factors])))
-    for weight in inventory(weights.config).values():
-        kind = _type_of(weight, ggml_type)
-        entries.append(Entry(weight.gguf, weight.shape, kind, partial(_parts, weights, weight, kind)))
+    for tensor in gguf_tensors(weights.config):
+        kind = _type_of(tensor.weights[0], ggml_type)
+        entries.append(Entry(tensor.name, tensor.shape, kind, partial(_parts, weights, tensor, kind)))
     return entries
 
 
-def _parts(weights: Weights, weight: Weight, ggml_type: GGMLType) -> Iterator[np.ndarray]:
+def _parts(weights: Weights, tensor: Tensor, ggml_type: GGMLType) -> Iterator[np.ndarray]:
+    weight = tensor.weights[0]
+    if len(weight.shape) == 3:
+        yield from _parts_of_stack(weights, weight, ggml_type)
+        return
+    same_place = all(weights.slots[one.name].layout == one.in_gguf for one in tensor.weights)
     with read_once(weights, weight) as array:
-        in_gguf = isinstance(weights.source, GGUFFile) and not weights.is_changed(weight.name)
-        if in_gguf and weights.stored_type(weight.name) is ggml_type:
+        if same_place and all(_keeps_bytes(weights, one, ggml_type) for one in tensor.weights):
             yield weights.as_stored(weight.name).raw  # the same bytes: quantising twice would change some
             return
-        rows = interleave(array, weight.interleaved_heads) if weight.interleaved_heads else array
+        if len(tensor.weights) > 1 or weight.in_gguf != AS_IS:
+            rows = assembled(weights, tensor, in_gguf=True)
+        else:
+            rows = interleave(array, weight.interleaved_heads) if weight.interleaved_heads else array
         yield from encode(rows, ggml_type, name=weight.gguf, path=weights.path)
+
+
+def _keeps_bytes(weights: Weights, weight: Weight, ggml_type: GGMLType) -> bool:
+    """Whether a file is written from another one that has a weight in the same type."""
+    in_gguf = isinstance(weights.source, GGUFFile) and not weights.is_changed(weight.name)
+    return in_gguf and weights.stored_type(weight.name) is ggml_type
+
+
+def _parts_of_stack(weights: Weights, weight: Weight, ggml_type: GGMLType) -> Iterator[np.ndarray]:
+    """The experts, one in memory at a time."""
+    for e in range(weight.shape[0]):
+        array = weights.read_expert(weight.name, e)
+        if _keeps_bytes(weights, weight, ggml_type):
+            yield weights.expert_as_stored(weight.name, e).raw
+        else:
+            yield from encode(array, ggml_type, name=weight.gguf, path=weights.path)
+    for stored in weights.all_stored(weight.name):
+        _release_pages(stored.raw)
+
+
+def assembled(weights: Weights, tensor: Tensor, *, in_gguf: bool) -> np.ndarray:
+    """A tensor of a file to be, as float32, of the weights that lie in it."""
+    array = np.empty(tensor.shape, np.float32)
+    for weight in tensor.weights:
+        with read_once(weights, weight) as part:
+            (weight.in_gguf if in_gguf else weight.in_huggingface).put(part, array)
+    return array
 
 
 def _rope_factors(weights: Weights) -> np.ndarray | None:
@@ -183,10 +219,10 @@ def _rope_factors(weights: Weights) -> np.ndarray | None:
         case FactorScaling(factors=factors):
             values = np.array(factors)
         case Llama3Scaling() as scaling:
-            values = llama3_factors(frequencies(config.head_dim, config.rope_theta), scaling)
+            values = llama3_factors(frequencies(config.rotated, config.rope_theta), scaling)
         case _:
             return None
-    if config.family != "llama":
+    if not FAMILIES[config.family].factors:
         message = f"llama.cpp reads frequency factors for the llama family only, got {config.family}"
         raise FormatError("Unsupported", message, path=weights.path)
     return values.astype(np.float32)
@@ -197,7 +233,8 @@ def add_hyperparameters(writer: GGUFWriter, config: ModelConfig) -> None:
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.n_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
+    if not FAMILIES[config.family].experts or config.intermediate_size != _expert_size(config):
+        writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.n_heads)
     writer.add_head_count_kv(config.n_kv_heads)
     writer.add_key_length(config.head_dim)
@@ -205,11 +242,49 @@ def add_hyperparameters(writer: GGUFWriter, config: ModelConfig) -> None:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
     _add_rope(writer, config)
+    _add_experts(writer, config)
+    _add_delta_net(writer, config)
+    if config.family == "ministral3" and config.temperature is not None:
+        writer.add_attn_temperature_scale(config.temperature.scale)
+        if not isinstance(config.rope_scaling, YarnScaling):  # which has said it
+            writer.add_rope_scaling_orig_ctx_len(config.temperature.floor)
+
+
+def _expert_size(config: ModelConfig) -> int:
+    return 0 if config.experts is None else config.experts.expert_size
+
+
+def _add_experts(writer: GGUFWriter, config: ModelConfig) -> None:
+    if (experts := config.experts) is None:
+        return
+    writer.add_expert_count(experts.n_experts)
+    writer.add_expert_used_count(experts.n_experts_per_token)
+    writer.add_expert_feed_forward_length(experts.expert_size)
+    if config.family == "llama4":
+        first = next((i for i in range(config.n_layers) if config.layer(i).experts), -1)
+        writer.add_interleave_moe_layer_step(first + 1)
+    elif experts.shared_size:
+        writer.add_expert_shared_feed_forward_length(experts.shared_size)
+
+
+def _add_delta_net(writer: GGUFWriter, config: ModelConfig) -> None:
+    if (net := config.delta_net) is None:
+        return
+    writer.add_ssm_conv_kernel(net.conv_kernel)
+    writer.add_ssm_state_size(net.key_head_dim)
+    writer.add_ssm_group_count(net.n_key_heads)
+    writer.add_ssm_time_step_rank(net.n_value_heads)
+    writer.add_ssm_inner_size(net.value_width)
+    recurrent = [config.layer(i).mixer == "delta_net" for i in range(config.n_layers)]
+    writer.add_array(f"{FAMILIES[config.family].gguf}.attention.recurrent_layers", recurrent)
+    writer.add_full_attention_interval(recurrent.index(False) + 1 if False in recurrent else len(recurrent) + 1)
 
 
 def _add_rope(writer: GGUFWriter, config: ModelConfig) -> None:
-    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_dimension_count(config.rotated)
     writer.add_rope_freq_base(config.rope_theta)
+    if kind := FAMILIES[config.family].sections:
+        writer.add_rope_dimension_sections([*rope_sections(config.rotated // 2, kind), 0])
     match config.rope_scaling:
         case LinearScaling(factor=factor):
             writer.add_rope_scaling_type(RopeScalingType.LINEAR)
@@ -218,11 +293,28 @@ def _add_rope(writer: GGUFWriter, config: ModelConfig) -> None:
             writer.add_rope_scaling_type(RopeScalingType.YARN)
             writer.add_rope_scaling_factor(yarn.factor)
             writer.add_rope_scaling_orig_ctx_len(yarn.original_max_position_embeddings)
-            # llama.cpp multiplies by YaRN's own gain as well, so that is left out here.
-            writer.add_rope_scaling_attn_factors(yarn.attention_factor / yarn_gain(yarn.factor))
-            if (yarn.beta_fast, yarn.beta_slow) != (32.0, 1.0):
-                message = f"llama.cpp computes YaRN with betas 32 and 1, got {yarn.beta_fast} and {yarn.beta_slow}"
-                raise FormatError("Unsupported", message)
+            _add_yarn(writer, yarn, reads_all=config.family == "ministral3")
+
+
+def _add_yarn(writer: GGUFWriter, yarn: YarnScaling, *, reads_all: bool) -> None:
+    if reads_all and yarn.attention_factor == 1.0:
+        writer.add_rope_scaling_yarn_log_mul(1.0)  # llama.cpp divides its gain by the same then
+    else:
+        # llama.cpp multiplies by YaRN's own gain as well, so that is left out here.
+        writer.add_rope_scaling_attn_factors(yarn.attention_factor / yarn_gain(yarn.factor))
+    if reads_all:
+        writer.add_rope_scaling_yarn_beta_fast(yarn.beta_fast)
+        writer.add_rope_scaling_yarn_beta_slow(yarn.beta_slow)
+    elif (yarn.beta_fast, yarn.beta_slow) != (32.0, 1.0):
+        message = f"llama.cpp computes YaRN with betas 32 and 1, got {yarn.beta_fast} and {yarn.beta_slow}"
+        raise FormatError("Unsupported", message)
+
+
+def rope_sections(half: int, kind: str) -> list[int]:
+    """How many pairs turn by each of three axes: of text all axes are one, so that any numbers of this sum do."""
+    if kind == "interleaved":
+        return [len(range(axis, half, 3)) for axis in range(3)]
+    return [half // 4, (half - half // 4) // 2, half - half // 4 - (half - half // 4) // 2]
 
 
 def _add_value(writer: GGUFWriter, key: str, value: object) -> None:

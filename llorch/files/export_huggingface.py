@@ -9,16 +9,19 @@ Source: transformers modeling_utils, `save_pretrained` (file names, index, metad
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 
-from llorch.config import FactorScaling, LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
+from llorch.config import FAMILIES, FactorScaling, LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
+from llorch.config.families import FamilyName
+from llorch.config.gguf import CHUNK_OF_LLAMA4, TEMPERATURE_OF_LLAMA4
 from llorch.errors import FormatError
 from llorch.files import Weights
 from llorch.files.encode import encode, encoded_size
-from llorch.files.export import read_once
-from llorch.files.names import Weight, inventory
+from llorch.files.export import assembled, rope_sections
+from llorch.files.names import Tensor, huggingface_tensors, inventory
 from llorch.files.quant import GGMLType
 from llorch.files.safetensors import header_bytes
 from llorch.ops.rope import frequencies, llama3_factors
@@ -26,7 +29,7 @@ from llorch.ops.rope import frequencies, llama3_factors
 SHARD_BYTES = 5_000_000_000  # of the tensors of one file, unless a single one is larger
 
 DTYPES: dict[GGMLType, str] = {GGMLType.F32: "float32", GGMLType.F16: "float16", GGMLType.BF16: "bfloat16"}
-_CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_WITHOUT_EYES: Mapping[str, FamilyName] = {"qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3"}
 # Contexts of pre-training that are tried to explain frequency factors: 8192 as in Llama 3, then other powers of two.
 _CONTEXTS = (8192, *(2**exponent for exponent in range(5, 21)))
 
@@ -46,7 +49,7 @@ def write_safetensors(
     for name, shard in zip(names, shards, strict=True):
         _write_shard(weights, folder / name, shard, ggml_type, on_tensor)
     if len(shards) > 1:
-        weight_map = {weight.huggingface: name for name, shard in zip(names, shards, strict=True) for weight in shard}
+        weight_map = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
         index = {
             "metadata": {"total_size": huggingface_size(weights.config, ggml_type)},
             "weight_map": dict(sorted(weight_map.items())),
@@ -59,14 +62,21 @@ def huggingface_size(config: ModelConfig, ggml_type: GGMLType) -> int:
     return sum(encoded_size(weight.shape, ggml_type) for weight in inventory(config).values())
 
 
+def written_family(config: ModelConfig) -> FamilyName:
+    """The family that a folder of the text alone has: of models that see another one computes the same."""
+    return _WITHOUT_EYES.get(config.family, config.family)
+
+
 def huggingface_config(config: ModelConfig, ggml_type: GGMLType, *, path: Path) -> dict[str, object]:
     """Express a configuration as transformers does, without token ids; RoPE in keys that both 4 and 5 read."""
-    if config.family != "qwen2" and config.qkv_bias != config.o_bias:
-        message = f"attention_bias of {config.family}: transformers has one for q, k, v and o together, this model for "
+    name = written_family(config)
+    family = FAMILIES[name]
+    if family.o_bias is None and config.qkv_bias != config.o_bias:
+        message = f"attention_bias of {name}: transformers has one for q, k, v and o together, this model for "
         raise FormatError("Unsupported", message + ("q, k and v" if config.qkv_bias else "o") + " only", path=path)
     values = {
-        "architectures": [_CLASSES[config.family]],
-        "model_type": config.family,
+        "architectures": [f"{family.classes}ForCausalLM"],
+        "model_type": f"{family.text_of}_text" if family.text_of else name,
         "hidden_act": "silu",
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -76,18 +86,73 @@ def huggingface_config(config: ModelConfig, ggml_type: GGMLType, *, path: Path) 
         "head_dim": config.head_dim,
         "vocab_size": config.vocab_size,
         "rms_norm_eps": shortest(config.rms_norm_eps),
-        "rope_theta": shortest(config.rope_theta),
-        "rope_scaling": _rope_scaling(config, path),
+        **_rope(config, path),
         "max_position_embeddings": config.max_position_embeddings,
         "tie_word_embeddings": config.tie_word_embeddings,
         "torch_dtype": DTYPES[ggml_type],
         "use_cache": True,
     }
-    if config.family != "qwen2":
+    if family.o_bias is None:
         values["attention_bias"] = config.qkv_bias
-    if config.family == "llama":
+    if name in ("llama", "smollm3"):
         values["mlp_bias"] = False
-    return values
+    if name == "qwen2_moe":
+        values["qkv_bias"] = config.qkv_bias
+    if name == "mistral":
+        values["sliding_window"] = None
+    if name == "smollm3":
+        values["pad_token_id"] = None  # transformers has one that small vocabularies have not
+        values["no_rope_layers"] = [int(config.layer(i).rope) for i in range(config.n_layers)]
+    return values | _experts(config) | _delta_net(config) | (_llama4(config) if name == "llama4" else {})
+
+
+def _experts(config: ModelConfig) -> dict[str, object]:
+    if (experts := config.experts) is None or config.family == "llama4":
+        return {}
+    values: dict[str, object] = {
+        "num_experts": experts.n_experts,
+        "num_experts_per_tok": experts.n_experts_per_token,
+        "moe_intermediate_size": experts.expert_size,
+        "norm_topk_prob": experts.norm_topk_prob,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+    return values | ({"shared_expert_intermediate_size": experts.shared_size} if experts.shared_size else {})
+
+
+def _delta_net(config: ModelConfig) -> dict[str, object]:
+    if (net := config.delta_net) is None:
+        return {}
+    kinds = {"delta_net": "linear_attention", "attention": "full_attention"}
+    return {
+        "layer_types": [kinds[config.layer(i).mixer] for i in range(config.n_layers)],
+        "linear_conv_kernel_dim": net.conv_kernel,
+        "linear_num_key_heads": net.n_key_heads,
+        "linear_num_value_heads": net.n_value_heads,
+        "linear_key_head_dim": net.key_head_dim,
+        "linear_value_head_dim": net.value_head_dim,
+    }
+
+
+def _llama4(config: ModelConfig) -> dict[str, object]:
+    layers = [config.layer(i) for i in range(config.n_layers)]
+    experts = config.experts
+    assert experts is not None
+    return {
+        "intermediate_size": experts.expert_size,
+        "intermediate_size_mlp": config.intermediate_size,
+        "num_local_experts": experts.n_experts,
+        "num_experts_per_tok": experts.n_experts_per_token,
+        "moe_layers": [i for i, layer in enumerate(layers) if layer.experts],
+        "interleave_moe_layer_step": next((i + 1 for i, layer in enumerate(layers) if layer.experts), 1),
+        "no_rope_layers": [int(layer.rope) for layer in layers],
+        "layer_types": ["chunked_attention" if layer.rope else "full_attention" for layer in layers],
+        "attention_chunk_size": CHUNK_OF_LLAMA4,
+        "use_qk_norm": any(layer.head_norm for layer in layers),
+        "attn_temperature_tuning": True,
+        "floor_scale": TEMPERATURE_OF_LLAMA4.floor,
+        "attn_scale": TEMPERATURE_OF_LLAMA4.scale,
+    }
 
 
 def write_json(path: Path, values: Mapping[str, object]) -> None:
@@ -101,30 +166,60 @@ def shortest(value: float) -> float:
     return float(str(narrow)) if float(narrow) == value else value
 
 
-def _shards(config: ModelConfig, ggml_type: GGMLType, shard_bytes: int) -> list[list[Weight]]:
-    shards: list[list[Weight]] = [[]]
+def _shards(config: ModelConfig, ggml_type: GGMLType, shard_bytes: int) -> list[list[Tensor]]:
+    shards: list[list[Tensor]] = [[]]
     used = 0
-    for weight in inventory(config).values():
-        n_bytes = encoded_size(weight.shape, ggml_type)
+    for tensor in huggingface_tensors(config):
+        n_bytes = encoded_size(tensor.shape, ggml_type)
         if shards[-1] and used + n_bytes > shard_bytes:
             shards.append([])
             used = 0
-        shards[-1].append(weight)
+        shards[-1].append(tensor)
         used += n_bytes
     return shards
 
 
 def _write_shard(
-    weights: Weights, path: Path, shard: list[Weight], ggml_type: GGMLType, on_tensor: Callable[[str], None]
+    weights: Weights, path: Path, shard: list[Tensor], ggml_type: GGMLType, on_tensor: Callable[[str], None]
 ) -> None:
-    rows = [(one.huggingface, ggml_type.name, one.shape, encoded_size(one.shape, ggml_type)) for one in shard]
+    rows = [(one.name, ggml_type.name, one.shape, encoded_size(one.shape, ggml_type)) for one in shard]
     with path.open("wb") as file:
         file.write(header_bytes(rows, metadata={"format": "pt"}))  # without it transformers refuses the file
-        for weight in shard:
-            on_tensor(weight.huggingface)
-            with read_once(weights, weight) as array:
-                for part in encode(array, ggml_type, name=weight.huggingface, path=weights.path):
-                    file.write(part.data)
+        for tensor in shard:
+            if not tensor.expert:  # of a stack the first only
+                on_tensor(tensor.weights[0].huggingface)
+            for part in encode(_array_of(weights, tensor), ggml_type, name=tensor.name, path=weights.path):
+                file.write(part.data)
+
+
+def _array_of(weights: Weights, tensor: Tensor) -> np.ndarray:
+    if tensor.expert is not None:
+        return weights.read_expert(tensor.weights[0].name, tensor.expert)
+    return assembled(weights, tensor, in_gguf=False)
+
+
+def _rope(config: ModelConfig, path: Path) -> dict[str, object]:
+    """RoPE in the keys that transformers 4 has, too; of families that it has not in the newer one."""
+    theta, scaling, kind = shortest(config.rope_theta), _rope_scaling(config, path), written_family(config)
+    if FAMILIES[kind].hybrid:
+        values: dict[str, object] = {"rope_theta": theta, "partial_rotary_factor": config.rotated / config.head_dim}
+        if FAMILIES[kind].sections:
+            values["mrope_section"] = rope_sections(config.rotated // 2, FAMILIES[kind].sections)
+        return {"rope_parameters": values | (scaling or {"rope_type": "default"})}
+    if kind == "ministral3":
+        beta = 0.0 if config.temperature is None else shortest(config.temperature.scale)
+        original = config.max_position_embeddings if config.temperature is None else config.temperature.floor
+        values = {"rope_theta": theta, "llama_4_scaling_beta": beta, "original_max_position_embeddings": original}
+        return {"rope_parameters": values | _with_mscale(scaling or {"rope_type": "default"})}
+    return {"rope_theta": theta, "rope_scaling": scaling}
+
+
+def _with_mscale(scaling: dict[str, object]) -> dict[str, object]:
+    """A gain of one as Ministral 3 has it, which llama.cpp's converter looks for."""
+    if scaling.get("attention_factor") != 1.0:
+        return scaling
+    kept = {key: value for key, value in scaling.items() if key != "attention_factor"}
+    return kept | {"mscale": 1.0, "mscale_all_dim": 1.0}
 
 
 def _rope_scaling(config: ModelConfig, path: Path) -> dict[str, object] | None:
@@ -142,13 +237,13 @@ def _rope_scaling(config: ModelConfig, path: Path) -> dict[str, object] | None:
 
 
 def _explained(factors: tuple[float, ...], config: ModelConfig, path: Path) -> Llama3Scaling:
-    """The llama3 scaling, with the low and high factor of all Llama 3 models, that gives the factors of a file."""
-    plain = frequencies(config.head_dim, config.rope_theta)
-    for context in _CONTEXTS:
+    """The llama3 scaling, with the low and high factor of Llama 3 or of Llama 4, that gives the factors of a file."""
+    plain = frequencies(config.rotated, config.rope_theta)
+    for context, high in product(_CONTEXTS, (4.0, 1.0)):
         scaling = Llama3Scaling(
             factor=shortest(max(1.0, *factors)),
             low_freq_factor=1.0,
-            high_freq_factor=4.0,
+            high_freq_factor=high,
             original_max_position_embeddings=context,
         )
         if np.allclose(llama3_factors(plain, scaling), factors, rtol=1e-6, atol=0):

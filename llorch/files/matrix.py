@@ -36,17 +36,21 @@ class Matrix:
         round_inputs: bool,
         decoded: np.ndarray | None = None,
         interleaved_heads: int = 0,
+        columns: np.ndarray | None = None,
     ) -> None:
         """Wrap a stored matrix; FormatError NonFinite for a block scale that means NaN.
 
         `dtype` is that of the run, in which rows of an embedding are handed out; `round_inputs` rounds activations as
         ggml does for this type; `decoded` is the whole matrix in Hugging Face's order, None decodes at every use; the
-        file holds the rows of `interleaved_heads` in pairs.
+        file holds the rows of `interleaved_heads` in pairs. `columns` says where in the file each of Hugging Face's
+        columns is; `decoded` has those of the file then.
         """
         self.packed = packed
         self._dtype = dtype
         self._decoded = decoded
         self._heads = interleaved_heads
+        self._columns = columns
+        self._back = None if columns is None else np.argsort(columns)
         self.shape = packed.shape
         self.n_bytes = packed.raw.size
         self.activations: ActivationKind = ACTIVATION_TYPE[packed.ggml_type] if round_inputs else "F32"
@@ -54,6 +58,7 @@ class Matrix:
 
     def forward(self, x: Float[np.ndarray, "seq in"]) -> Float[np.ndarray, "seq out"]:
         """Round, multiply tile by tile, in the dtype of `x`; FormatError NonFinite when a weight is NaN or infinite."""
+        x = self.arranged(x)
         rounded = x if self.activations == "F32" else round_activations(x, self.activations)
         if self._decoded is not None:
             return self._with_sums(x, rounded, product(rounded, self._decoded)).astype(x.dtype, copy=False)
@@ -67,9 +72,14 @@ class Matrix:
         y = self._with_sums(x, rounded, y).astype(x.dtype, copy=False)
         return undo_interleave(y.T, self._heads).T if self._heads else y
 
+    def arranged(self, x: Float[np.ndarray, "seq in"]) -> Float[np.ndarray, "seq in"]:
+        """Inputs in the order that the file has the columns in, which is that of their blocks."""
+        return x if self._back is None else np.ascontiguousarray(x[:, self._back])
+
     def dequantize(self) -> Float[np.ndarray, "out in"]:
-        """Decode everything to float32, in Hugging Face's order of rows."""
-        return self.in_order(self.packed.decode()) if self._decoded is None else self._decoded
+        """Decode everything to float32, in Hugging Face's order."""
+        rows = self.in_order(self.packed.decode()) if self._decoded is None else self._decoded
+        return rows if self._columns is None else rows[:, self._columns]
 
     def in_order(self, rows: np.ndarray) -> np.ndarray:
         """Rows in the order of the file, brought to that of Hugging Face."""

@@ -66,12 +66,27 @@ def working_bytes(weights: Weights, n_tokens: int) -> int:
     """An upper estimate of the bytes of the cache, as wide as the numerics say, and of the activations of one pass."""
     config = weights.config
     per_value = 2 if weights.numerics.kv_cache == "f16" else 4
-    cache = 2 * 2 * config.n_layers * config.kv_width * n_tokens * per_value  # storage grows by doubling
+    per_token, of_states = remembered(config)
+    cache = 2 * (per_token * n_tokens * per_value + 4 * of_states)  # storage doubles; states are there before and after
     return cache + _activation_bytes(config, min(n_tokens, 512), n_tokens)
 
 
+def remembered(config: ModelConfig) -> tuple[int, int]:
+    """Numbers that all layers remember: of every token, and however many tokens there are."""
+    n_nets = sum(config.layer(i).mixer == "delta_net" for i in range(config.n_layers))
+    state = config.delta_net.state_size if config.delta_net is not None else 0
+    return 2 * (config.n_layers - n_nets) * config.kv_width, n_nets * state
+
+
 def _activation_bytes(config: ModelConfig, seq: int, ctx: int) -> int:
-    rows = seq * (6 * config.hidden_size + 4 * config.intermediate_size + 3 * config.q_width)
+    mixed = 3 * config.q_width
+    if (net := config.delta_net) is not None:  # its own rows, and of every value head those of its keys and values
+        of_heads = net.n_value_heads * (net.key_head_dim + net.value_head_dim)
+        mixed = max(5 * config.q_width, 2 * net.conv_width + 2 * of_heads)
+    if (experts := config.experts) is not None:
+        chosen = experts.n_experts_per_token * (4 * experts.expert_size + 2 * config.hidden_size)
+        mixed += 3 * experts.n_experts + chosen + 4 * experts.shared_size
+    rows = seq * (6 * config.hidden_size + 4 * config.intermediate_size + mixed)
     scores = 3 * config.n_heads * seq * ctx
     return 4 * (rows + scores + config.vocab_size)
 
@@ -79,9 +94,8 @@ def _activation_bytes(config: ModelConfig, seq: int, ctx: int) -> int:
 def _matrices(weights: Weights) -> Iterator[tuple[GGMLType, int, int]]:
     """Type, elements and bytes of every matrix."""
     for name in weights:
-        shape = weights.shape(name)
-        if len(shape) == 2:
-            yield weights.stored_type(name), math.prod(shape), weights.stored_bytes(name)
+        if weights.slots[name].multiplied:
+            yield weights.stored_type(name), math.prod(weights.shape(name)), weights.stored_bytes(name)
 
 
 def _refusal(weights: Weights, made: Plan, n_tokens: int) -> str:

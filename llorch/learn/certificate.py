@@ -15,6 +15,7 @@ from llorch.builtin import goldens_folder
 from llorch.learn.apart import Outcome
 from llorch.learn.lessons import BY_NUMBER
 from llorch.learn.sources import sources
+from llorch.verify.golden_arrays import SUFFIX
 
 VERSION = 1
 
@@ -31,7 +32,7 @@ def certificate(folder: Path, outcomes: Iterable[Outcome], version: str) -> dict
         An object for JSON.
     """
     goldens = goldens_folder()
-    files = sorted([*goldens.glob("*/*.json"), *goldens.glob("*/*.safetensors")])
+    files = sorted([*goldens.glob("*/*.json"), *goldens.glob(f"*/*{SUFFIX}")])
     lessons = {each.lesson: {"verdict": each.word, "comparisons": each.record["compared"]} for each in outcomes}
     code = {path for number in lessons for path in sources(folder, BY_NUMBER[number])}
     return {

@@ -20,7 +20,7 @@ from llorch.learn.part import Call
 from llorch.learn.verdict import BORROWED, Verdict, word_for
 from llorch.verify.judge import FAIL, PASS
 
-FORWARD = ("01", "01b", "02", "03", "04", "05", "06", "07", "08")
+FORWARD = ("01", "01b", "02", "03", "04", "05", "05b", "06", "06b", "07", "08")
 TRAINING = ("15", "16", "17", "18", "19", "20")
 
 

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 from llorch.learn.part import Part
-from llorch.learn.parts import after_logits, forward, foundation, on_torch, quantised, training
+from llorch.learn.parts import after_logits, families, forward, foundation, on_torch, quantised, training
 from llorch.stages import CHECKPOINTS
 
 WARM_UP = "00w"  # on the page of 00: its stub is right but for a constant, so that the first green takes a minute
@@ -67,7 +67,9 @@ LESSONS: tuple[Lesson, ...] = (  # in the order of the forward pass, then of tra
     Lesson("03", 40, (forward.APPEND,)),
     Lesson("04", 35, (forward.ATTENTION_SCORES, forward.ATTENTION_PROBS)),
     Lesson("05", 20, (forward.ATTENTION_CONTEXT, forward.ATTENTION_OUTPUT)),
+    Lesson("05b", 60, (families.SHORT_CONV, families.L2_NORM, families.LOG_DECAY, families.DELTA_RULE)),
     Lesson("06", 25, (forward.SWIGLU, forward.FEED_FORWARD)),
+    Lesson("06b", 35, (families.TOP_K, families.TOPK_WEIGHTS, families.EXPERT_OUTPUTS, families.MIXED)),
     Lesson("07", 30, (forward.BLOCK,)),
     Lesson("08", 20, (forward.LOGITS,)),
     Lesson("09", 10, (after_logits.LAST_ROW,)),

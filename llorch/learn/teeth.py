@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from llorch.learn.check import FORWARD, check
-from llorch.learn.checks.forward import MODELS, OfModel, written_parts
+from llorch.learn.checks.forward import OfModel, models_of, written_parts
 from llorch.learn.implementation import Implementation
 from llorch.learn.judging import NearMiss
 from llorch.learn.lessons import Lesson
@@ -22,7 +22,7 @@ from llorch.verify.diagnosis.verdict import Finding
 from llorch.verify.judge import FAIL
 from llorch.verify.mistakes import STAGE_MISTAKES, Mistake
 from llorch.verify.mistakes.stage_inputs import StageInputs, part_of_trace, stage_inputs
-from llorch.verify.mistakes.variants import VISIBLE, made_wrong, reads_of
+from llorch.verify.mistakes.variants import VISIBLE, made_wrong
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def _typed(lesson: Lesson, implementation: Implementation) -> Iterator[Tooth]:
 def _planted(lesson: Lesson, implementation: Implementation) -> Iterator[Tooth]:
     """The first part, model and case that shows a mistake is enough."""
     parts = written_parts(lesson, implementation)
-    models = [OfModel(model, [part], implementation) for part in parts for model in MODELS]
+    models = [OfModel(model, [part], implementation) for part in parts for model in models_of(lesson)]
     for mistake in STAGE_MISTAKES:
         tried: list[Tooth] = []
         for tooth in _of_mistake(mistake, models):
@@ -107,7 +107,8 @@ def _of_mistake(mistake: Mistake[StageInputs], models: Sequence[OfModel]) -> Ite
         able = [BY_NAME[name] for name in shown if BY_NAME[name].applies_to(model.config)]
         if not able or not mistake.applies_to(model.config):
             continue
-        stage, layer = able[0], 0 if able[0].in_layer else None
+        stage = able[0]
+        layer = stage.first_layer(model.config)
         for case, this in model.suite.cases.items():
             n = len(this.ids) // 2 if mistake.after_cached else 0
             right = [*model.traces(this, n)]
@@ -115,7 +116,7 @@ def _of_mistake(mistake: Mistake[StageInputs], models: Sequence[OfModel]) -> Ite
             now = part_of_trace(golden, model.config, n, len(this.ids)) | right[-1]
             inputs = stage_inputs(
                 stage, layer, model.weights, this.after(n), now, right[0] if n else None,
-                reads=reads_of(mistake, model.config),
+                reads=mistake.reads,
             )  # fmt: skip
             with np.errstate(all="ignore"):
                 wrong = {key(stage.name, layer): made_wrong(mistake, inputs, stage.name)}

@@ -1,6 +1,7 @@
 """Frozen weights with an adapter beside them: what `forward` runs and `backward` reads. No number of theirs changes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -8,9 +9,9 @@ from jaxtyping import Float
 
 from llorch.files import Weights
 from llorch.lora.adapter import LORA_A, LORA_B, MAGNITUDE, Adapter
-from llorch.lora.config import Target
+from llorch.lora.targets import Part, Target
 from llorch.numerics import Numerics
-from llorch.ops.lora import Lora, LoraMatrix
+from llorch.ops.lora import Lora, LoraMatrix, Trained
 
 
 class AdaptedWeights(Weights):
@@ -36,17 +37,22 @@ class AdaptedWeights(Weights):
         self._parameters = adapter.flat() if parameters is None else parameters
         self._masks = {} if masks is None else masks
         targets = adapter.targets.values()
-        self._of_products = {target.weight: target for target in targets if not target.is_embedding}
+        self._of_products = {part.name: (t, part) for t in targets if not t.is_embedding for part in t.parts}
         self._of_rows = {target.weight: target for target in targets if target.is_embedding}
         self._names = self._of_products.keys() | self._of_rows.keys()
-        self._adapted: dict[str, LoraMatrix] = {}
+        self._adapted: dict[str, LoraMatrix | AdaptedExperts] = {}
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._names:
             return self._base[name]
         if name not in self._adapted:
-            lora, embedding_lora = self._lora(self._of_products.get(name)), self._lora(self._of_rows.get(name))
-            self._adapted[name] = LoraMatrix(self._base[name], lora, embedding_lora=embedding_lora)
+            target, part = self._of_products.get(name, (None, None))
+            if target is not None and part is not None and target.n_experts:
+                loras = [self._lora(target, part, expert) for expert in range(target.n_experts)]
+                self._adapted[name] = AdaptedExperts(self._base[name], loras)
+            else:
+                lora, embedding_lora = self._lora(target, part), self._lora(self._of_rows.get(name))
+                self._adapted[name] = LoraMatrix(self._base[name], lora, embedding_lora=embedding_lora)
         return self._adapted[name]
 
     def astype(self, dtype: type[np.floating], *, keep: bool = False) -> "AdaptedWeights":
@@ -60,10 +66,65 @@ class AdaptedWeights(Weights):
     def _beside(self, weights: Weights) -> "AdaptedWeights":
         return AdaptedWeights(weights, self._adapter, parameters=self._parameters, masks=self._masks)
 
-    def _lora(self, target: Target | None) -> Lora | None:
+    def _lora(self, target: Target | None, part: Part | None = None, expert: int | None = None) -> Lora | None:
+        """The adapter of a target in the dtype of the run; of a part, or of one expert, what stands beside that."""
         if target is None:
             return None
         values = {kind: self._parameters.get(f"{target.name}.{kind}") for kind in (LORA_A, LORA_B, MAGNITUDE)}
-        values["mask"] = self._masks.get(target.name)
-        arrays: Any = {kind: None if array is None else array.astype(self.dtype) for kind, array in values.items()}
-        return Lora(scaling=self._adapter.scaling(target.name), **arrays)
+        arrays: dict[str, Any] = {kind: array for kind, array in values.items() if array is not None}
+        share = None
+        if part is not None and (part.rows is not None or expert is not None):
+            share = Share(target, part, expert, {kind: array.shape for kind, array in arrays.items()})
+            arrays = share.of(arrays)
+        if (mask := self._masks.get(target.name)) is not None:
+            arrays["mask"] = mask
+        arrays = {kind: array.astype(self.dtype) for kind, array in arrays.items()}
+        name = "" if share is None else target.name.rpartition(".")[2]
+        return Lora(scaling=self._adapter.scaling(target.name), name=name, whole=share, **arrays)
+
+
+@dataclass(frozen=True)
+class Share:
+    """What of an adapter's tensors belongs to one of several matrices; called, it gives gradients of them all."""
+
+    target: Target
+    part: Part
+    expert: int | None
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def of(self, arrays: Trained) -> Trained:
+        """The numbers of this matrix, views where they can be."""
+        lora_A, lora_B = self.target.by_expert(arrays[LORA_A], arrays[LORA_B])
+        if self.expert is not None:
+            lora_A, lora_B = lora_A[self.expert], lora_B[self.expert]
+        own = {LORA_A: lora_A, LORA_B: lora_B[self._rows]}
+        return own | ({MAGNITUDE: arrays[MAGNITUDE][self._rows]} if MAGNITUDE in arrays else {})
+
+    def __call__(self, trained: Trained) -> Trained:
+        """Gradients of this matrix at their places, zeros for the others."""
+        whole = {kind: np.zeros(shape, trained[kind].dtype) for kind, shape in self.shapes.items()}
+        lora_A, lora_B = self.target.by_expert(whole[LORA_A], whole[LORA_B])
+        if self.expert is not None:
+            lora_A, lora_B = lora_A[self.expert], lora_B[self.expert]
+        lora_A[...], lora_B[self._rows] = trained[LORA_A], trained[LORA_B]
+        if MAGNITUDE in whole:
+            whole[MAGNITUDE][self._rows] = trained[MAGNITUDE]
+        return whole
+
+    @property
+    def _rows(self) -> Any:
+        return ... if self.part.rows is None else np.array(self.part.rows)
+
+
+class AdaptedExperts(Sequence[LoraMatrix]):
+    """The matrices of all experts, each with its adapter; those that nobody chooses are not touched."""
+
+    def __init__(self, base: Sequence[Any], loras: Sequence[Lora | None]) -> None:
+        """Put one beside each."""
+        self._base, self._loras = base, loras
+
+    def __getitem__(self, expert: Any) -> Any:
+        return LoraMatrix(self._base[expert], self._loras[expert])
+
+    def __len__(self) -> int:
+        return len(self._loras)

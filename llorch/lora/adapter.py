@@ -1,6 +1,6 @@
 """An adapter as arrays: what every file format is read into and written from, and by which name it is used.
 
-lora_A (r, in)   lora_B (out, r)   of an embedding: in = vocabulary, out = hidden_size
+lora_A (r, in)   lora_B (out, r)   of an embedding: in = vocabulary, out = hidden_size; of experts see `targets`
 """
 
 import re
@@ -13,7 +13,8 @@ from jaxtyping import Float32
 
 from llorch.config import ModelConfig
 from llorch.errors import ErrorCode, FormatError
-from llorch.lora.config import LoraConfig, Target, targets_of
+from llorch.lora.config import LoraConfig
+from llorch.lora.targets import Target, targets_of
 
 LORA_A, LORA_B, MAGNITUDE = "lora_A", "lora_B", "magnitude"
 _SHOWN = 5  # names of one fault in a message
@@ -101,7 +102,7 @@ def wanted_shapes(config: LoraConfig, model: ModelConfig) -> dict[str, tuple[int
     shapes: dict[str, tuple[int, ...]] = {}
     for name, target in config.targets(model).items():
         rank = config.rank_of(target)
-        shapes |= {f"{name}.{LORA_A}": (rank, target.n_in), f"{name}.{LORA_B}": (target.n_out, rank)}
+        shapes |= {f"{name}.{LORA_A}": target.shape_A(rank), f"{name}.{LORA_B}": target.shape_B(rank)}
         shapes |= {f"{name}.{MAGNITUDE}": (target.n_out,)} if config.use_dora else {}
     return shapes
 

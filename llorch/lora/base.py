@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from llorch.config import ModelConfig
+from llorch.config import FAMILIES, ModelConfig
 from llorch.errors import FormatError
 from llorch.fields import Fields
 from llorch.files import Weights
@@ -65,7 +65,8 @@ class BaseIdentity:
 
 def identity_of(weights: Weights, name: str | None = None) -> BaseIdentity:
     """Digest a base; reads every tensor once, and refuses what is not finite."""
-    rows = [row for _, row in sorted(inventory(weights.config).items())]
+    # What states decay by is an exponential, which converters round one way and we another.
+    rows = [row for name, row in sorted(inventory(weights.config).items()) if not name.endswith(".decay")]
 
     def digest(row) -> str:
         with read_once(weights, row) as array:
@@ -73,13 +74,13 @@ def identity_of(weights: Weights, name: str | None = None) -> BaseIdentity:
 
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         digests = dict(zip(rows, pool.map(digest, rows), strict=True))
-    vectors, matrices = ([text for row, text in digests.items() if len(row.shape) == n] for n in (1, 2))
+    vectors, matrices = ([text for row, text in digests.items() if row.is_matrix is wide] for wide in (False, True))
     return BaseIdentity(
         name=name or str(weights.path),
         config=_sha256(_constants(weights.config).encode()),
         vectors=_sha256("\n".join(vectors).encode()),
         matrices=_sha256("\n".join(matrices).encode()),
-        types=tuple(sorted({weights.stored_type(row.name).name for row in rows if len(row.shape) == 2})),
+        types=tuple(sorted({weights.stored_type(row.name).name for row in rows if row.is_matrix})),
     )
 
 
@@ -145,7 +146,7 @@ def _constants(config: ModelConfig) -> str:
     shapes = {name: weight.shape for name, weight in inventory(config).items()}
     floats = [str(np.float32(value)) for value in (config.rms_norm_eps, config.rope_theta)]
     heads = [config.n_heads, config.n_kv_heads, config.head_dim]
-    return json.dumps([config.family, heads, floats, sorted((k, list(v)) for k, v in shapes.items())])
+    return json.dumps([FAMILIES[config.family].gguf, heads, floats, sorted((k, list(v)) for k, v in shapes.items())])
 
 
 def _plain(name: str) -> str:

@@ -8,52 +8,19 @@ peft/tuners/lora/config.py and peft/tuners/tuners_utils.py (`check_target_module
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import regex
 
 from llorch.config import ModelConfig
-from llorch.files.names import inventory
+from llorch.lora.targets import OF_EXPERTS, ROUTERS, Target, targets_of
 
 Number = TypeVar("Number", int, float)
 _MATCH_SECONDS = 1.0
-LAYER_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-OUTER_TARGETS = ("embed_tokens", "lm_head")
-ALL_LINEAR = "all-linear"  # every matrix of the layers; neither embedding nor output
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """One matrix that an adapter may stand beside."""
-
-    name: str  # canonical: `layers.3.q_proj`, `embed_tokens` or `lm_head`
-    path: str  # module path in transformers: `model.layers.3.self_attn.q_proj`
-    gguf: str  # tensor name in GGUF without its suffix: `blk.3.attn_q`
-    n_in: int  # of an embedding the vocabulary
-    n_out: int
-    interleaved_heads: int  # heads whose rows a GGUF file of this model holds in pairs; 0: rows as in Hugging Face
-    weight: str  # canonical name of the base weight; a tied `lm_head` has that of the embedding
-
-    @property
-    def is_embedding(self) -> bool:
-        """Whether its input is token ids."""
-        return self.name == "embed_tokens"
-
-
-def targets_of(config: ModelConfig) -> Mapping[str, Target]:
-    """Every matrix that an adapter can be put on, in forward order; `lm_head` also where it is tied."""
-    found: dict[str, Target] = {}
-    for weight in inventory(config).values():
-        short = weight.name.rpartition(".")[2]
-        if short in (*LAYER_TARGETS, *OUTER_TARGETS):
-            n_out, n_in = weight.shape if short != "embed_tokens" else weight.shape[::-1]
-            path, gguf = weight.huggingface.removesuffix(".weight"), weight.gguf.removesuffix(".weight")
-            found[weight.name] = Target(weight.name, path, gguf, n_in, n_out, weight.interleaved_heads, weight.name)
-    head = Target("lm_head", "lm_head", "output", config.hidden_size, config.vocab_size, 0, "embed_tokens")
-    lm_head = found.pop("lm_head", head)  # last in the forward pass
-    return found | {"lm_head": lm_head}
+LAYER_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # of dense models
+ALL_LINEAR = "all-linear"  # every module of the layers that can be meant; neither embedding nor output
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +30,7 @@ class LoraConfig:
     r: int = 8  # rank, at least 1
     lora_alpha: float = 16.0  # numerator of the scale; finite, above 0
     target_modules: tuple[str, ...] | str = ALL_LINEAR  # ends of module paths (`q_proj`), or a regex for whole paths
+    target_parameters: tuple[str, ...] = ()  # ends of parameter paths (`experts.down_proj`): what is no module
     exclude_modules: tuple[str, ...] | str = ()  # likewise, of what is left out again
     layers_to_transform: tuple[int, ...] | None = None  # None takes all
     lora_dropout: float = 0.0  # share of the adapter's input that is dropped in training, 0 or more and below 1
@@ -82,8 +50,11 @@ class LoraConfig:
                 raise ValueError(f"lora config: {name} must be finite and above 0, got {alpha}")
         if not 0 <= self.lora_dropout < 1:
             raise ValueError(f"lora config: lora_dropout must be 0 or more and below 1, got {self.lora_dropout}")
-        if not self.target_modules:
+        if not self.target_modules and not self.target_parameters:
             raise ValueError("lora config: target_modules must name at least one module, got none")
+        beside = [name for name in ("lora_dropout", "use_dora") if getattr(self, name)]
+        if self.target_parameters and beside:
+            raise ValueError(f"lora config: {beside[0]} does not go with target_parameters, in PEFT neither")
         patterns = [*self.rank_pattern, *self.alpha_pattern]
         patterns += [p for p in (self.target_modules, self.exclude_modules) if isinstance(p, str)]
         for pattern in patterns:
@@ -95,11 +66,12 @@ class LoraConfig:
     def targets(self, config: ModelConfig) -> Mapping[str, Target]:
         """The matrices it stands beside, in forward order; ValueError for a module that is nowhere in the model."""
         every = targets_of(config)
-        if isinstance(self.target_modules, tuple):
-            absent = [end for end in self.target_modules if not any(_ends(t.path, end) for t in every.values())]
-            if absent:
-                known = sorted({t.path.rpartition(".")[2] for t in every.values()})
-                raise ValueError(f"lora config: the model has no module {', '.join(absent)}; it has {', '.join(known)}")
+        named = {"module": (self.target_modules, False), "parameter": (self.target_parameters, True)}
+        for kind, (ends, is_parameter) in named.items():
+            paths = [t.path for t in every.values() if t.is_parameter is is_parameter]
+            absent = [end for end in ends if not any(_ends(path, end) for path in paths)] if ends != ALL_LINEAR else []
+            if absent and isinstance(ends, tuple):
+                raise ValueError(f"lora config: {_absent(kind, absent, paths, config)}")
         found = {name: target for name, target in every.items() if self._takes(target)}
         if not found:
             chosen = {
@@ -113,7 +85,7 @@ class LoraConfig:
         """Refuse (ValueError) a name, layer or pattern that changes nothing: it was meant to."""
         chosen, offered = self.targets(config).values(), replace(self, exclude_modules=()).targets(config).values()
         idle = [
-            *(("target_modules", end) for end in _idle(self.target_modules, chosen)),
+            *(("target_modules", end) for end in _idle(self.target_modules, modules(chosen))),
             *(("exclude_modules", end) for end in _idle(self.exclude_modules, offered)),
             *(("layers_to_transform", n) for n in self.layers_to_transform or () if n not in map(_layer_of, chosen)),
             *(("rank_pattern", key) for key in self.rank_pattern if not _hits(key, chosen)),
@@ -139,21 +111,51 @@ class LoraConfig:
         return self.alpha_of(target) / (math.sqrt(rank) if self.use_rslora else rank)
 
     def _takes(self, target: Target) -> bool:
+        if target.is_parameter:
+            return any(_ends(target.path, end) for end in self.target_parameters)
         if self.layers_to_transform is not None and _layer_of(target) not in self.layers_to_transform:
             return False
         return _fits(target, self.target_modules) and not (self.exclude_modules and _fits(target, self.exclude_modules))
 
 
-def module_names(targets: Mapping[str, Target], model: ModelConfig) -> tuple[str, ...]:
-    """Name the matrices of an adapter: ends of paths where every layer has the same ones, else whole paths; sorted."""
-    ends = tuple(sorted({target.path.rpartition(".")[2] for target in targets.values()}))
-    same = LoraConfig(target_modules=ends).targets(model).keys() == targets.keys()
-    return ends if same else tuple(sorted(target.path for target in targets.values()))
+def names_of(targets: Mapping[str, Target], model: ModelConfig) -> dict[str, Any]:
+    """`target_modules` and `target_parameters` of an adapter: ends of paths where every layer has the same, else whole.
+
+    Each sorted.
+    """
+    found = {}
+    for name, is_parameter in (("target_modules", False), ("target_parameters", True)):
+        paths = {target.path for target in targets.values() if target.is_parameter is is_parameter}
+        others = {target.path for target in targets_of(model).values() if target.is_parameter is is_parameter} - paths
+        ends = {_end(path) for path in paths}
+        same = not any(_ends(path, end) for path in others for end in ends)
+        found[name] = tuple(sorted(ends if same else paths))
+    return found
+
+
+def modules(targets: Iterable[Target]) -> list[Target]:
+    """Those that are modules of transformers, not parameters."""
+    return [target for target in targets if not target.is_parameter]
+
+
+def _end(path: str) -> str:
+    """The name of a module, or of a parameter and the module that has it."""
+    parts = path.split(".")
+    return ".".join(parts[-2:] if parts[-1] == "weight" or parts[-2:-1] == ["experts"] else parts[-1:])
+
+
+def _absent(kind: str, absent: list[str], paths: list[str], config: ModelConfig) -> str:
+    """What is missing, what there is, and where a name means something else in PEFT."""
+    known = ", ".join(sorted({_end(path) for path in paths})) or "none"
+    told = f"the model has no {kind} {', '.join(absent)}; it has {known}"
+    if kind == "module" and config.experts is not None and {*OF_EXPERTS, *ROUTERS} & {_end(end) for end in absent}:
+        told += "; what is not a module, PEFT and llorch train by target_parameters"
+    return told
 
 
 def _fits(target: Target, modules: tuple[str, ...] | str) -> bool:
     if modules == ALL_LINEAR:
-        return target.path.rpartition(".")[2] in LAYER_TARGETS
+        return target.name not in ("embed_tokens", "lm_head")
     if isinstance(modules, str):
         return _matches(modules, target.path)
     return any(_ends(target.path, end) for end in modules)

@@ -15,7 +15,7 @@ from llorch.files import open_weights
 from llorch.files.new_file import new_folder
 from llorch.lora.adapter import Adapter, LoraTensors, checked
 from llorch.lora.base import BaseIdentity, identity_of
-from llorch.lora.config import LoraConfig, module_names
+from llorch.lora.config import LoraConfig, names_of
 from llorch.lora.files import adapter_for, read_adapter, recorded_base
 from llorch.lora.gguf_format import common_alpha, write_lora_gguf
 from llorch.lora.peft_config import CONFIG_FILE
@@ -82,14 +82,17 @@ def plain_adapter(adapter: Adapter, model: ModelConfig) -> Adapter:
     config = adapter.config
     if config.use_dora:
         raise FormatError("Unsupported", "vLLM and others have no DoRA; merge instead: llorch lora merge")
-    names = module_names(adapter.targets, model)
+    names = names_of(adapter.targets, model)
+    if names["target_parameters"]:
+        told = ", ".join(names["target_parameters"])
+        raise FormatError("Unsupported", f"vLLM reads no target_parameters ({told}); merge instead: llorch lora merge")
     ranks = {config.rank_of(target) for target in adapter.targets.values()}
     if ranks == {config.r} and {adapter.scaling(name) for name in adapter.targets} == {config.lora_alpha / config.r}:
-        kept = LoraConfig(r=config.r, lora_alpha=config.lora_alpha, target_modules=names)
+        kept = LoraConfig(r=config.r, lora_alpha=config.lora_alpha, **names)
         return checked(kept, adapter.tensors, model)
     rank = max(ranks)
     tensors = {name: _filled(adapter.tensors[name], adapter.scaling(name), rank) for name in adapter.targets}
-    return checked(LoraConfig(r=rank, lora_alpha=float(rank), target_modules=names), tensors, model)
+    return checked(LoraConfig(r=rank, lora_alpha=float(rank), **names), tensors, model)
 
 
 def _filled(tensors: LoraTensors, scaling: float, rank: int) -> LoraTensors:

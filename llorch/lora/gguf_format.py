@@ -3,8 +3,11 @@
     <base tensor>.weight.lora_a (r, in)    <base tensor>.weight.lora_b (out, r)    token_embd: lora_a (vocab, r)
     scale = alpha / r, the r of each lora_b; no alpha, or alpha 0: scale = 1
 
-Rows of lora_b of q and k have the pair order of the base's rows in files of the llama family. One alpha serves all
-matrices: where it cannot say what rank-stabilised LoRA or alpha patterns mean, each scale is multiplied into its B.
+Rows of lora_b and columns of lora_a have the order that the base's have in such files: pairs of q and k in the llama
+family, tiled value heads in Qwen3.5. Of experts there is one pair for all, (experts, r, in) and (experts, out, r), and
+what PEFT joins, gate and up, are two tensors with the same lora_a; read from two, they need both ranks where these
+differ. One alpha serves all matrices: where it cannot say what rank-stabilised LoRA or alpha patterns mean, each scale
+is multiplied into its B.
 
 Source: llama.cpp src/llama-adapter.cpp (`llama_adapter_lora_init_impl`, `get_scale`), convert_lora_to_gguf.py.
 """
@@ -17,18 +20,18 @@ from pathlib import Path
 import numpy as np
 from gguf import GGUFWriter
 
-from llorch.config import ModelConfig
+from llorch.config import FAMILIES, ModelConfig
 from llorch.errors import FormatError
 from llorch.fields import Fields
 from llorch.files.export import Entry, write_entries
 from llorch.files.gguf import GGUFFile
-from llorch.files.names import interleave, undo_interleave
 from llorch.files.new_file import new_file
 from llorch.files.quant import GGMLType
 from llorch.files.strict_json import parse_json
 from llorch.lora.adapter import LORA_A, LORA_B, Adapter, assembled, some
 from llorch.lora.base import BaseIdentity
-from llorch.lora.config import LoraConfig, Target, module_names, targets_of
+from llorch.lora.config import LoraConfig, names_of
+from llorch.lora.targets import Part, Target, targets_of
 
 ALPHA, BASE_KEY = "adapter.lora.alpha", "llorch.base"
 _SUFFIXES = {LORA_A: ".weight.lora_a", LORA_B: ".weight.lora_b"}
@@ -59,7 +62,7 @@ def write_lora_gguf(
             writer.add_float32(ALPHA, alpha)
 
     with new_file(path) as temporary:
-        write_entries(temporary, model.family, entries, add_metadata)
+        write_entries(temporary, FAMILIES[model.family].gguf, entries, add_metadata)
 
 
 def read_lora_gguf(path: str | Path, model: ModelConfig) -> Adapter:
@@ -67,7 +70,7 @@ def read_lora_gguf(path: str | Path, model: ModelConfig) -> Adapter:
     with GGUFFile(path) as file:
         _check_header(file, model)
         targets = _targets_in(file, model)
-        arrays = _arrays(file, targets)
+        arrays = _arrays(file, targets, Fields(file.metadata, file.path).number(ALPHA, default=0.0))
         config = _config_of(file, targets, arrays, model)
         return assembled(config, arrays, model, where=path)
 
@@ -106,14 +109,13 @@ def _stored(adapter: Adapter, *, folded: bool) -> dict[str, np.ndarray]:
     arrays = {}
     for name, target in adapter.targets.items():
         tensors = adapter.tensors[name]
-        lora_b = tensors.lora_B
-        if folded:
-            lora_b = (lora_b * np.float64(adapter.scaling(name))).astype(np.float32)
-        if target.interleaved_heads:
-            lora_b = interleave(lora_b, target.interleaved_heads)
-        lora_a = tensors.lora_A.T if target.is_embedding else tensors.lora_A
-        arrays[target.gguf + _SUFFIXES[LORA_A]] = np.ascontiguousarray(lora_a)
-        arrays[target.gguf + _SUFFIXES[LORA_B]] = np.ascontiguousarray(lora_b)
+        for part in target.gguf:
+            lora_a, lora_b = target.pair_of(part, tensors.lora_A, tensors.lora_B)
+            if folded:
+                lora_b = (lora_b * np.float64(adapter.scaling(name))).astype(np.float32)
+            lora_a = lora_a.T if target.is_embedding else lora_a
+            arrays[part.name + _SUFFIXES[LORA_A]] = np.ascontiguousarray(lora_a)
+            arrays[part.name + _SUFFIXES[LORA_B]] = np.ascontiguousarray(lora_b)
     return arrays
 
 
@@ -126,13 +128,13 @@ def _check_header(file: GGUFFile, model: ModelConfig) -> None:
         message = "adapter.alora.invocation_tokens: the adapter acts from a token on, which llorch does not do"
         raise FormatError("Unsupported", message, path=file.path)
     family = fields.text("general.architecture")
-    if family != model.family:
-        raise fields.error("BaseMismatch", "general.architecture", model.family, family)
+    if family != FAMILIES[model.family].gguf:
+        raise fields.error("BaseMismatch", "general.architecture", FAMILIES[model.family].gguf, family)
 
 
 def _targets_in(file: GGUFFile, model: ModelConfig) -> dict[str, Target]:
     """The matrices that have both halves."""
-    known = {target.gguf: target for target in targets_of(model).values()}
+    known = {part.name: target for target in targets_of(model).values() for part in target.gguf}
     halves = {
         suffix: {n.removesuffix(suffix) for n in file.tensors if n.endswith(suffix)} for suffix in _SUFFIXES.values()
     }
@@ -151,26 +153,64 @@ def _targets_in(file: GGUFFile, model: ModelConfig) -> dict[str, Target]:
     return {known[name].name: known[name] for name in known if name in one}
 
 
-def _arrays(file: GGUFFile, targets: Mapping[str, Target]) -> dict[str, np.ndarray]:
+def _arrays(file: GGUFFile, targets: Mapping[str, Target], alpha: float) -> dict[str, np.ndarray]:
+    """Tensors by flat name; where parts of a target have several scales, each is multiplied into its rows of B."""
     arrays = {}
     for name, target in targets.items():
-        for kind, suffix in _SUFFIXES.items():
-            array = file.array(target.gguf + suffix)
-            if array.ndim != 2:
-                message = f"{target.gguf}{suffix} expected a matrix, got shape {array.shape}"
-                raise FormatError("Shape", message, path=file.path)
-            arrays[f"{name}.{kind}"] = array.T if target.is_embedding and kind == LORA_A else array
-        rows = arrays[f"{name}.{LORA_B}"]
-        if target.interleaved_heads and len(rows) == target.n_out:
-            arrays[f"{name}.{LORA_B}"] = undo_interleave(rows, target.interleaved_heads)
+        pairs = {
+            part: _pair(file, target, part) for part in target.gguf if part.name + _SUFFIXES[LORA_A] in file.tensors
+        }
+        arrays[f"{name}.{LORA_A}"], arrays[f"{name}.{LORA_B}"] = joined_pairs(target, pairs, alpha=alpha)
     return arrays
+
+
+def _pair(file: GGUFFile, target: Target, part: Part) -> tuple[np.ndarray, np.ndarray]:
+    found = []
+    for suffix in _SUFFIXES.values():
+        array = file.array(part.name + suffix)
+        if array.ndim != (3 if target.n_experts else 2):
+            what = "one matrix for each expert" if target.n_experts else "a matrix"
+            raise FormatError("Shape", f"{part.name}{suffix} expected {what}, got shape {array.shape}", path=file.path)
+        found.append(array)
+    lora_a, lora_b = found
+    rows = target.n_out if part.rows is None else len(part.rows)
+    if len(target.gguf) > 1 and (lora_a.shape[-1], lora_b.shape[-2]) != (target.n_in, rows):
+        message = f"{part.name} expected ({rows}, {target.n_in}), got ({lora_b.shape[-2]}, {lora_a.shape[-1]})"
+        raise FormatError("Shape", message, path=file.path)
+    return (lora_a.T if target.is_embedding else lora_a), lora_b
+
+
+def joined_pairs(
+    target: Target, pairs: Mapping[Part, tuple[np.ndarray, np.ndarray]], *, alpha: float = 0.0
+) -> tuple[np.ndarray, np.ndarray]:
+    """One adapter of a target from those of its parts: with their lora_a if it is the same, else with all ranks.
+
+    With an `alpha`, the ranks of the parts decide their scales, which what is joined keeps.
+    """
+    (first, second), *others = pairs.values()
+    if not others and (first.shape[-1], second.shape[-2]) != (target.n_in, target.n_out):
+        return first, second  # of another model, which is told with all that does not fit
+    same = all(np.array_equal(lora_a, first) for lora_a, _ in others)
+    ranks = [lora_a.shape[-2] for lora_a, _ in pairs.values()]
+    rank = ranks[0] if same else sum(ranks)
+    lora_A, lora_B = np.zeros(target.shape_A(rank), first.dtype), np.zeros(target.shape_B(rank), first.dtype)
+    all_A, all_B = target.by_expert(lora_A, lora_B)
+    start = 0
+    for part, (lora_a, lora_b) in pairs.items():
+        own = slice(0, rank) if same else slice(start, start := start + lora_a.shape[-2])
+        columns, rows = (slice(None) if at is None else [*at] for at in (part.columns, part.rows))
+        all_A[..., own, :][..., columns] = lora_a
+        all_B[..., own][..., rows, :] = lora_b if same or not alpha else lora_b * (rank / lora_a.shape[-2])
+    return lora_A, lora_B
 
 
 def _config_of(
     file: GGUFFile, targets: Mapping[str, Target], arrays: Mapping[str, np.ndarray], model: ModelConfig
 ) -> LoraConfig:
     """Rank by rank as the tensors have them; alpha as the file says, or each matrix's rank where it says none."""
-    ranks = {target.path: arrays[f"{name}.{LORA_B}"].shape[1] for name, target in targets.items()}
+    ranks = {
+        target.path: arrays[f"{name}.{LORA_B}"].shape[1] // max(1, target.n_experts) for name, target in targets.items()
+    }
     usual = Counter(ranks.values()).most_common(1)[0][0]
     others = {re.escape(path): rank for path, rank in ranks.items() if rank != usual}
     alpha = Fields(file.metadata, file.path).number(ALPHA, default=0.0)
@@ -180,7 +220,7 @@ def _config_of(
             rank_pattern=others,
             lora_alpha=alpha or float(usual),
             alpha_pattern={} if alpha else {path: float(rank) for path, rank in others.items()},
-            target_modules=module_names(targets, model),
+            **names_of(targets, model),
         )
     except ValueError as error:
         raise FormatError("OutOfRange", str(error), path=file.path) from None

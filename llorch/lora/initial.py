@@ -22,8 +22,9 @@ from jaxtyping import Float, Float32
 from llorch.config import ModelConfig
 from llorch.files import Weights
 from llorch.lora.adapter import LORA_A, LORA_B, Adapter, LoraTensors, checked
-from llorch.lora.config import LoraConfig, Target
+from llorch.lora.config import LoraConfig
 from llorch.lora.merge import output_lengths
+from llorch.lora.targets import Target
 
 INITS = ("default", "gaussian", "pissa")
 
@@ -41,19 +42,31 @@ def initial_adapter(config: LoraConfig, weights: Weights, *, init: str, seed: in
     if init == "pissa" and config.use_dora:
         raise ValueError("lora init: pissa and DoRA cannot be turned into one plain adapter; choose one of them")
     config.require_effect(weights.config)
+    if init == "pissa" and config.target_parameters:
+        raise ValueError("lora init: pissa does not go with target_parameters, in PEFT neither; choose default")
     tensors = {}
     for name, target in config.targets(weights.config).items():
         rank, scaling = config.rank_of(target), config.scaling_of(target)
         if init == "pissa" and not target.is_embedding:
-            pair = principal(weights.read(target.weight), rank=rank, scaling=scaling, name=name)
+            pair = principal(base_matrix(weights, target), rank=rank, scaling=scaling, name=name)
         else:
             pair = _drawn(target, rank, init, seed)
         tensors[name] = LoraTensors(*pair)
         if config.use_dora:
-            weight = weights.read(target.weight)
+            weight = base_matrix(weights, target)
             lengths = output_lengths(weight, tensors[name], scaling, is_embedding=target.is_embedding)
             tensors[name] = LoraTensors(*pair, lengths.astype(np.float32))
     return checked(config, tensors, weights.config)
+
+
+def base_matrix(weights: Weights, target: Target) -> Float[np.ndarray, "rows columns"]:
+    """The matrix that an adapter stands beside, as transformers has it."""
+    if all(part.rows is None for part in target.parts):
+        return weights.read(target.weight)
+    whole = np.empty((target.n_out, target.n_in), weights.dtype)
+    for part in target.parts:
+        whole[[*(part.rows or ())]] = weights.read(part.name)
+    return whole
 
 
 def principal(
@@ -92,13 +105,13 @@ def _of_twice_the_rank(config: LoraConfig) -> LoraConfig:
 
 
 def _drawn(target: Target, rank: int, init: str, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    lora_A, lora_B = np.zeros((rank, target.n_in), np.float32), np.zeros((target.n_out, rank), np.float32)
+    lora_A, lora_B = np.zeros(target.shape_A(rank), np.float32), np.zeros(target.shape_B(rank), np.float32)
     if target.is_embedding:
         lora_B = _generator(seed, f"{target.name}.{LORA_B}").standard_normal(lora_B.shape)
     elif init == "gaussian":
         lora_A = _generator(seed, f"{target.name}.{LORA_A}").standard_normal(lora_A.shape) / rank
     else:
-        bound = 1 / math.sqrt(target.n_in)
+        bound = 1 / math.sqrt(lora_A.shape[1])
         lora_A = _generator(seed, f"{target.name}.{LORA_A}").uniform(-bound, bound, lora_A.shape)
     return lora_A.astype(np.float32), lora_B.astype(np.float32)
 

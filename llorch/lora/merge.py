@@ -6,7 +6,7 @@
 Source: arXiv:2106.09685 section 4.1; DoRA arXiv:2402.09353; peft/tuners/lora/layer.py (`merge`, `get_delta_weight`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +15,7 @@ from jaxtyping import Float
 from llorch.errors import FormatError
 from llorch.files import Slot, Weights
 from llorch.lora.adapter import Adapter, LoraTensors
+from llorch.lora.targets import Part, Target
 
 _AT_ONCE = 1 << 20  # elements in float64 at a time
 
@@ -33,36 +34,66 @@ class MergedWeights(Weights):
         self.dtype = weights.dtype
         self.adapter = adapter
 
-    def read(self, name: str) -> Float[np.ndarray, "..."]:
-        """A weight in the dtype of the base, merged anew and not kept; see `Weights.read`."""
-        array = super().read(name).astype(self.dtype, copy=False)
+    def read(self, name: str, dtype: type[np.floating] = np.float32) -> Float[np.ndarray, "..."]:
+        """A weight in the dtype of the base or a wider one, merged anew and not kept; see `Weights.read`."""
+        array = super().read(name, np.promote_types(dtype, self.dtype).type)
         return merged_matrix(array, self.adapter, name, where=self.path) if self.is_changed(name) else array
 
     def is_changed(self, name: str) -> bool:
         """Whether an adapter is merged into a weight."""
-        return name in self.adapter.tensors
+        return name in parts_of(self.adapter)
+
+    def read_expert(self, name: str, number: int) -> np.ndarray:
+        """One expert in the dtype of the base, merged anew; see `Weights.read_expert`."""
+        array = super().read_expert(name, number).astype(self.dtype, copy=False)
+        if not self.is_changed(name):
+            return array
+        return merged_matrix(array, self.adapter, name, expert=number, where=self.path)
 
     def _multiplies_itself(self, slot: Slot) -> bool:
         return False  # what the file packs is not what is multiplied
 
 
+def parts_of(adapter: Adapter) -> Mapping[str, tuple[Target, Part]]:
+    """What stands beside each weight; a tied `lm_head` has become a weight of its own."""
+    targets = adapter.targets.values()
+    return {"lm_head" if t.name == "lm_head" else part.name: (t, part) for t in targets for part in t.parts}
+
+
 def merged_matrix(
-    weight: Float[np.ndarray, "rows columns"], adapter: Adapter, name: str, *, where: object = None
-) -> Float[np.ndarray, "rows columns"]:
-    """Merge the adapter of one matrix and round once; FormatError NonFinite when the sum overflows the dtype."""
-    tensors, is_embedding = adapter.tensors[name], adapter.targets[name].is_embedding
+    weight: Float[np.ndarray, "*experts rows columns"],
+    adapter: Adapter,
+    name: str,
+    *,
+    expert: int | None = None,
+    where: object = None,
+) -> Float[np.ndarray, "*experts rows columns"]:
+    """Merge the adapter of a weight, or of one expert, and round once; FormatError NonFinite where that overflows."""
+    target, part = parts_of(adapter)[name]
+    whole, scaling = adapter.tensors[target.name], adapter.scaling(target.name)
+    lora_A, lora_B = target.pair_of(part, whole.lora_A, whole.lora_B)
+    if target.n_experts and expert is None:
+        each = zip(weight, map(LoraTensors, lora_A, lora_B), strict=True)
+        merged = np.stack([_merged(one, tensors, scaling, is_embedding=False) for one, tensors in each])
+    else:
+        pair = (lora_A, lora_B) if expert is None else (lora_A[expert], lora_B[expert])
+        magnitude = whole.magnitude if part.rows is None or whole.magnitude is None else whole.magnitude[[*part.rows]]
+        merged = _merged(weight, LoraTensors(*pair, magnitude), scaling, is_embedding=target.is_embedding)
+    if not np.isfinite(merged).all():
+        raise FormatError("NonFinite", f"{name} has NaN or infinity after merging", path=str(where))
+    return merged
+
+
+def _merged(weight: np.ndarray, tensors: LoraTensors, scaling: float, *, is_embedding: bool) -> np.ndarray:
     factors = None
     if tensors.magnitude is not None:
-        lengths = output_lengths(weight, tensors, adapter.scaling(name), is_embedding=is_embedding)
-        factors = tensors.magnitude / lengths
+        factors = tensors.magnitude / output_lengths(weight, tensors, scaling, is_embedding=is_embedding)
         factors = factors[None, :] if is_embedding else factors[:, None]
     merged = np.empty_like(weight)
     with np.errstate(over="ignore", invalid="ignore"):
-        for rows, wide in _sums(weight, tensors, adapter.scaling(name), is_embedding=is_embedding):
+        for rows, wide in _sums(weight, tensors, scaling, is_embedding=is_embedding):
             own = factors if factors is None or is_embedding else factors[rows]
             merged[rows] = wide if own is None else wide * own
-    if not np.isfinite(merged).all():
-        raise FormatError("NonFinite", f"{name} has NaN or infinity after merging", path=str(where))
     return merged
 
 

@@ -12,17 +12,17 @@ from jaxtyping import Int64
 
 from llorch.cache import KVCache
 from llorch.convert import choose_type, write_model
+from llorch.families import forward
 from llorch.files import Weights, open_weights
 from llorch.files.encode import encode
 from llorch.files.export_huggingface import DTYPES, huggingface_size, write_json, write_safetensors
 from llorch.files.names import inventory
 from llorch.files.new_file import new_folder
 from llorch.files.quant import BLOCK_SIZES, GGMLType, decode
-from llorch.forward import forward
 from llorch.lora.adapted_weights import AdaptedWeights
 from llorch.lora.adapter import Adapter
 from llorch.lora.files import adapter_for
-from llorch.lora.merge import MergedWeights
+from llorch.lora.merge import MergedWeights, parts_of
 from llorch.write_checks import CONFIG, check_places, counting, files_beside, placing, read_back, size_of
 
 LARGEST_COMPARED = 600_000_000  # weights; beyond, logits are compared when asked for
@@ -88,7 +88,7 @@ def merge(
         notes += _write(merged, target, kind, report)
         with closing((written := open_weights(target)).source):
             report("looking at the result")
-            changes = {name: _change(weights, merged, written, name) for name in read.targets}
+            changes = {name: _change(weights, merged, written, name) for name in parts_of(read)}
             n_weights = sum(int(np.prod(weight.shape)) for weight in inventory(weights.config).values())
             wanted = n_weights <= LARGEST_COMPARED if logits is None else logits
             agreement = compare_logits(weights, read, written) if wanted else None

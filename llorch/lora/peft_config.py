@@ -6,12 +6,15 @@ Source: peft/tuners/lora/config.py of PEFT 0.21 (41 fields), peft/config.py.
 import json
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
+from llorch.config import ModelConfig
 from llorch.errors import FormatError
 from llorch.fields import Fields
 from llorch.files.strict_json import read_json
-from llorch.lora.config import ALL_LINEAR, LAYER_TARGETS, LoraConfig, Target
+from llorch.lora.config import ALL_LINEAR, LoraConfig, modules
+from llorch.lora.targets import AS_IN_VERSION_4, OF_EXPERTS, Target
 
 logger = logging.getLogger(__name__)
 
@@ -20,8 +23,9 @@ _LIMIT = 1 << 20  # bytes
 
 # Read below.
 _OURS = (
-    "peft_type", "r", "lora_alpha", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",
-    "lora_dropout", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "init_lora_weights",
+    "peft_type", "r", "lora_alpha", "target_modules", "target_parameters", "exclude_modules",
+    "layers_to_transform", "layers_pattern", "lora_dropout", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern",
+    "init_lora_weights",
 )  # fmt: skip
 # Without meaning for the numbers of a trained adapter: bookkeeping, and how training began or saved memory.
 _BOOKKEEPING = (
@@ -36,7 +40,6 @@ _REFUSED: Mapping[str, str] = {
     "modules_to_save": "these modules were trained whole and take the place of the base's",
     "fan_in_fan_out": "weights are stored transposed",
     "trainable_token_indices": "single rows of the embedding were trained",
-    "target_parameters": "adapters stand beside parameters, not modules",
     "layer_replication": "layers are repeated",
     "alora_invocation_tokens": "the adapter acts from a token on",
     "use_qalora": "the input is pooled",
@@ -68,6 +71,7 @@ def read_config(folder: Path) -> tuple[LoraConfig, str | None]:
             r=fields.integer("r"),
             lora_alpha=fields.number("lora_alpha"),
             target_modules=_modules(fields, "target_modules"),
+            target_parameters=_parameters(fields),
             exclude_modules=_modules(fields, "exclude_modules") if fields.has("exclude_modules") else (),
             layers_to_transform=_layers(fields),
             lora_dropout=fields.number("lora_dropout", default=0.0),
@@ -89,7 +93,7 @@ def config_json(config: LoraConfig, targets: Mapping[str, Target], *, base: str)
         "alpha_pattern": {key: _short(alpha) for key, alpha in config.alpha_pattern.items()},
         "base_model_name_or_path": base,
         "bias": "none",
-        "exclude_modules": _listed(config.exclude_modules) or None,
+        "exclude_modules": _listed(config.exclude_modules, targets) or None,
         "fan_in_fan_out": False,
         "inference_mode": True,
         "init_lora_weights": True,
@@ -102,7 +106,8 @@ def config_json(config: LoraConfig, targets: Mapping[str, Target], *, base: str)
         "r": config.r,
         "rank_pattern": dict(config.rank_pattern),
         "revision": None,
-        "target_modules": _listed(config.target_modules),
+        "target_modules": _listed(config.target_modules, targets),
+        **({"target_parameters": sorted(config.target_parameters)} if config.target_parameters else {}),
         "task_type": "CAUSAL_LM",
         "use_dora": config.use_dora,
         "use_rslora": config.use_rslora,
@@ -166,11 +171,46 @@ def _pattern(fields: Fields, key: str, read) -> dict:
     return {} if section is None else {name: read(section, name) for name in section.values}
 
 
-def _listed(modules: tuple[str, ...] | str) -> list[str] | str:
+def _parameters(fields: Fields) -> tuple[str, ...]:
+    found = _modules(fields, "target_parameters") if fields.values.get("target_parameters") else ()
+    if isinstance(found, str):
+        raise fields.error("Malformed", "target_parameters", "a list of parameter names", found)
+    return found
+
+
+def in_version_5(config: LoraConfig, model: ModelConfig, folder: Path) -> LoraConfig:
+    """What PEFT takes names to mean that were those of modules in transformers 4: experts and routers.
+
+    Gate and up, which are one parameter now, have both ranks there, and alpha in proportion.
+    """
+    if model.family not in AS_IN_VERSION_4:
+        return config
+    if isinstance(config.target_modules, str):
+        message = f"target_modules: {config.target_modules!r:.60}: PEFT takes it for other modules than it says in "
+        raise FormatError("Unsupported", f"{message}{model.family}; name them in a list", path=folder / CONFIG_FILE)
+    old = {name: name.rpartition(".")[2] for name in config.target_modules}
+    moved = {end for end in old.values() if end in (*OF_EXPERTS, "gate")}
+    if len(moved & {"gate_proj", "up_proj"}) == 1:
+        message = "target_modules: gate_proj and up_proj are one parameter in transformers 5, expected both or none"
+        raise FormatError("Unsupported", message, path=folder / CONFIG_FILE)
+    if not moved:
+        return config
+    both, pattern = "gate_proj" in moved, r".*\.gate_up_proj"
+    made = {"gate": "gate.weight", "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
+    return replace(
+        config,
+        target_modules=tuple(name for name, end in old.items() if end not in moved),
+        target_parameters=tuple(sorted({*config.target_parameters, *(made[end] for end in moved)})),
+        rank_pattern=dict(config.rank_pattern) | ({pattern: 2 * config.r} if both else {}),
+        alpha_pattern=dict(config.alpha_pattern) | ({pattern: 2 * config.lora_alpha} if both else {}),
+    )
+
+
+def _listed(names: tuple[str, ...] | str, targets: Mapping[str, Target]) -> list[str] | str:
     """Module names, sorted: PEFT writes a set, whose order changes from run to run."""
-    if modules == ALL_LINEAR:
-        return sorted(LAYER_TARGETS)
-    return modules if isinstance(modules, str) else sorted(modules)
+    if names == ALL_LINEAR:
+        return sorted({target.path.rpartition(".")[2] for target in modules(targets.values())})
+    return names if isinstance(names, str) else sorted(names)
 
 
 def _short(alpha: float) -> float | int:
@@ -179,7 +219,7 @@ def _short(alpha: float) -> float | int:
 
 def _patterned_layers(config: LoraConfig, targets: Mapping[str, Target]) -> dict[str, object]:
     """PEFT takes no choice of layers beside a regular expression: name every module then."""
-    if config.layers_to_transform is None or not isinstance(_listed(config.target_modules), str):
+    if config.layers_to_transform is None or not isinstance(_listed(config.target_modules, targets), str):
         return {}
-    paths = sorted(target.path for target in targets.values())
+    paths = sorted(target.path for target in modules(targets.values()))
     return {"target_modules": paths, "layers_to_transform": None}

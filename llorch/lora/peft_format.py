@@ -3,6 +3,7 @@
     base_model.model.<path>.lora_A.weight (r, in)        base_model.model.<path>.lora_B.weight (out, r)
     of an embedding: .lora_embedding_A (r, vocab)        .lora_embedding_B (hidden, r)
     of DoRA: .lora_magnitude_vector (out,)               of PEFT, ignored: .base_layer.weight of embedding and output
+    of parameters (experts, routers): see `llorch.lora.targets`
 
 What we write is the same bytes for the same adapter. The identity of the base goes into a file of its own, which PEFT
 does not look at: it warns of unknown fields in its configuration.
@@ -25,14 +26,16 @@ from llorch.files.safetensors import SafetensorsFile, tensor_bytes
 from llorch.files.strict_json import read_json
 from llorch.lora.adapter import LORA_A, LORA_B, MAGNITUDE, Adapter, assembled, some, targets_in
 from llorch.lora.base import BaseIdentity
-from llorch.lora.config import LoraConfig, Target
-from llorch.lora.peft_config import CONFIG_FILE, config_json, read_config
+from llorch.lora.config import LoraConfig
+from llorch.lora.peft_config import CONFIG_FILE, config_json, in_version_5, read_config
+from llorch.lora.targets import Target
 
 logger = logging.getLogger(__name__)
 
 TENSOR_FILE, BASE_FILE = "adapter_model.safetensors", "llorch_base.json"
 _PREFIX = "base_model.model."
 _COPY = "base_layer.weight"
+_WHOLE = re.compile(r"(?<=^base_model\.model\.model\.)language_model\.")  # of a model that sees, too
 _LINEAR = {LORA_A: "lora_A.weight", LORA_B: "lora_B.weight", MAGNITUDE: "lora_magnitude_vector"}
 _EMBEDDING = {LORA_A: "lora_embedding_A", LORA_B: "lora_embedding_B", MAGNITUDE: "lora_magnitude_vector"}
 # Tensors that a configuration we accept does not announce, and what they are.
@@ -41,6 +44,8 @@ _FOREIGN = {
     r"trainable_tokens": "trained rows of the embedding (trainable_token_indices)",
     r"modules_to_save": "a module that was trained whole (modules_to_save)",
     r"(embed_tokens|lm_head)\.weight$": "a whole matrix, trained or resized (save_embedding_layers)",
+    r"\.experts\.\d+\.": "an adapter of one expert, as transformers 4 had it (PEFT 0.21 joins them: load it, save it)",
+    r"\.conv1d\.": "an adapter of a convolution, which transformers computes without it",
 }
 _LIMIT = 1 << 20  # bytes of a JSON file
 
@@ -52,14 +57,15 @@ def read_peft(folder: str | Path, model: ModelConfig) -> Adapter:
     Unsupported for a field or tensor that changes the maths; Unsafe for a pickle.
     """
     folder = Path(folder)
-    config, _ = read_config(folder)
+    config = in_version_5(read_config(folder)[0], model, folder)
     targets = targets_in(config, model, str(folder))
     with SafetensorsFile(tensor_file(folder)) as file:
         ours = {stored: name for name, stored in _stored_names(config, targets).items()}
         _check_copies(file, targets)
-        extra = sorted(name for name in file.tensors if name not in ours and not name.endswith(_COPY))
+        plain = {_WHOLE.sub("", name): name for name in file.tensors if not name.endswith(_COPY)}
+        extra = sorted(name for name in plain if name not in ours)
         _refuse_foreign(extra, folder)
-        arrays = {ours.get(name, name): file.array(name) for name in file.tensors if not name.endswith(_COPY)}
+        arrays = {ours.get(name, name): file.array(stored) for name, stored in plain.items()}
         return assembled(config, arrays, model, where=folder)
 
 
@@ -114,8 +120,17 @@ def _stored_names(config: LoraConfig, targets: Mapping[str, Target]) -> dict[str
     for target in targets.values():
         kinds = _EMBEDDING if target.is_embedding else _LINEAR
         for kind in (LORA_A, LORA_B, *([MAGNITUDE] if config.use_dora else [])):
-            names[f"{target.name}.{kind}"] = f"{_PREFIX}{target.path}.{kinds[kind]}"
+            names[f"{target.name}.{kind}"] = f"{_PREFIX}{_module_of(target, targets)}.{kinds[kind]}"
     return names
+
+
+def _module_of(target: Target, targets: Mapping[str, Target]) -> str:
+    """The module that PEFT puts an adapter on: of two parameters of one module, the first is inside of the second."""
+    if not target.is_parameter:
+        return target.path
+    owner, _, name = target.path.rpartition(".")
+    inside = name == "gate_up_proj" and any(other.path == f"{owner}.down_proj" for other in targets.values())
+    return f"{owner}.base_layer" if inside else owner
 
 
 def _check_copies(file: SafetensorsFile, targets: Mapping[str, Target]) -> None:

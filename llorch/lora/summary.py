@@ -1,7 +1,8 @@
 """What is in an adapter, with or without its base at hand: ranks, scales, and how far each matrix is moved."""
 
+import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +12,12 @@ from llorch.fields import Fields
 from llorch.files import Weights
 from llorch.files.gguf import GGUFFile
 from llorch.files.safetensors import SafetensorsFile
-from llorch.lora.config import LoraConfig, Target, targets_of
+from llorch.lora.config import LoraConfig
 from llorch.lora.files import recorded_base
 from llorch.lora.gguf_format import ALPHA
 from llorch.lora.peft_config import read_config
 from llorch.lora.peft_format import tensor_file
+from llorch.lora.targets import Target, targets_of
 
 _PEFT = re.compile(r"^base_model\.model\.(?P<path>.+)\.lora_(?:embedding_)?(?P<half>[AB])(?:\.weight)?$")
 _GGUF = re.compile(r"^(?P<path>.+)\.weight\.lora_(?P<half>[ab])$")
@@ -106,14 +108,19 @@ def _summary(
     path: str, pair: dict[str, np.ndarray], config: LoraConfig | None, alpha: float, weights: Weights | None
 ) -> MatrixSummary:
     lora_A, lora_B = pair["A"], pair["B"]
-    rank = lora_B.shape[-1]
+    rank, whole = lora_B.shape[-1], _parameter(path, config)
     if config is not None:
-        scaling = config.scaling_of(Target(path, path, "", lora_A.shape[-1], len(lora_B), 0, path))
+        target = Target(path, whole, lora_A.shape[-1], len(lora_B), (), ())
+        scaling = config.scaling_of(target)
+        if ".experts" in path and rank % config.rank_of(target) == 0 and lora_A.ndim == lora_B.ndim == 2:
+            target = replace(target, n_experts=rank // config.rank_of(target))
+            rank, (lora_A, lora_B) = config.rank_of(target), target.by_expert(lora_A, lora_B)
     else:
         scaling = alpha / rank if alpha else 1.0
-    fits = lora_A.ndim == lora_B.ndim == 2 and len(lora_A) == rank
-    norm = scaling * product_norm(lora_A, lora_B) if fits else float("nan")
-    base = _base_norm(path, weights)
+    fits = lora_A.ndim == lora_B.ndim in (2, 3) and lora_A.shape[-2] == rank
+    each = zip(lora_A, lora_B, strict=True) if lora_A.ndim == 3 else [(lora_A, lora_B)]
+    norm = scaling * math.hypot(*(product_norm(a, b) for a, b in each)) if fits else float("nan")
+    base = _base_norm(whole, weights)
     return MatrixSummary(
         path=path,
         rank=rank,
@@ -124,9 +131,24 @@ def _summary(
     )
 
 
+def _parameter(path: str, config: LoraConfig | None) -> str:
+    """The path of what an adapter in a PEFT directory stands beside: of a parameter its own, not its module's."""
+    if config is None:
+        return path
+    owner, names = path.removesuffix(".base_layer"), config.target_parameters
+    ends = {name.rpartition(".")[2] for name in names if f"{owner}.".endswith(f"{name.rpartition('.')[0]}.")}
+    ends |= {name for name in names if "." not in name and owner.endswith("experts")}
+    if path != owner:
+        return f"{owner}.gate_up_proj"
+    return f"{owner}.{max(ends, key='down_proj'.__eq__)}" if ends else path
+
+
 def _base_norm(path: str, weights: Weights | None) -> float | None:
-    targets = targets_of(weights.config).values() if weights is not None else ()
-    target = next((target for target in targets if path in (target.path, target.gguf)), None)
-    if weights is None or target is None:
+    """Of the matrix, or of all that a target joins; None where the model has none of this name."""
+    if weights is None:
         return None
-    return float(np.linalg.norm(weights.read(target.weight)))
+    names: list[str] = []
+    for target in targets_of(weights.config).values():
+        of_file = target.gguf if len(target.gguf) == len(target.parts) else target.gguf * len(target.parts)
+        names += [own.name for own, g in zip(target.parts, of_file, strict=True) if path in (target.path, g.name)]
+    return math.hypot(*(float(np.linalg.norm(weights.read(name))) for name in names)) if names else None

@@ -5,6 +5,7 @@ is kept, changed or checked (shapes are annotations, which the tests check at ev
 gradient by the result, then what the forward op took. In the order of the forward pass:
 
     embedding  rms_norm  linear  rope  attention  swiglu          then `cross_entropy`, where training begins
+    sigmoid  short_conv  delta_rule         what gated attention and delta nets add
     lora  dora          what is trained beside a frozen matrix
     precision           when sums are taken in float64: whenever that costs next to nothing
     rounding            activations as ggml's matrix products see them; only under `--numerics ggml`

@@ -19,22 +19,25 @@ Source: arXiv:1706.03762; grouped heads arXiv:2305.13245.
 import math
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from llorch.ops.precision import widen
 
 
 def attention_scores(
-    q: Float[np.ndarray, "seq heads head_dim"], k: Float[np.ndarray, "kv_heads ctx head_dim"]
+    q: Float[np.ndarray, "seq heads head_dim"],
+    k: Float[np.ndarray, "kv_heads ctx head_dim"],
+    seen_from: Int[np.ndarray, " seq"] | None = None,
 ) -> Float[np.ndarray, "heads seq ctx"]:
     """Scaled scores of every query against every key it may see.
 
     Args:
         q: Rotated queries of the last `seq` tokens of the context.
         k: Rotated keys of the whole context.
+        seen_from: The first key in the context that each query sees; all of them see the first one if None.
 
     Returns:
-        Scores; -inf where the key lies after the query.
+        Scores; -inf where the key lies after the query, or before what it sees.
     """
     seq, n_heads, head_dim = q.shape
     n_kv_heads, ctx, _ = k.shape
@@ -44,6 +47,8 @@ def attention_scores(
     scores = scores.astype(q.dtype, copy=False).reshape(n_heads, seq, ctx)
     for i in range(seq):  # at 512 tokens three times as fast as copying through a mask
         scores[:, i, ctx - seq + i + 1 :] = -np.inf
+        if seen_from is not None:
+            scores[:, i, : max(0, seen_from[i])] = -np.inf
     return scores
 
 

@@ -11,6 +11,7 @@ only: x' = mask * x there, and what comes back is masked likewise. For an embedd
 Source: arXiv:2106.09685; peft/tuners/lora/layer.py.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -131,6 +132,8 @@ class Lora:
     scaling: float  # factor of the product
     magnitude: Float[np.ndarray, " out"] | None = None  # learned row lengths of DoRA
     mask: Float[np.ndarray, "seq in"] | None = None  # 0 or 1 / (1 - p) in training; an embedding has none
+    name: str = ""  # of an adapter that this is a part of, beside one of several matrices
+    whole: Callable[[Trained], Trained] | None = None  # gradients of the part, among zeros for the others
 
     def addition(self) -> Float[np.ndarray, "out in"]:
         """The addition to the matrix itself, scaling * B A."""
@@ -189,7 +192,8 @@ class LoraMatrix:
             d_x += lora.kept(linear_backward(d_base, self.base))
             trained = {"magnitude": d_magnitude}
         d_kept, d_A, d_B = lora_backward(d_delta, kept, lora.lora_A, lora.lora_B, scaling=lora.scaling)
-        return d_x + lora.kept(d_kept), {"lora_A": d_A, "lora_B": d_B} | trained
+        trained = {"lora_A": d_A, "lora_B": d_B} | trained
+        return d_x + lora.kept(d_kept), trained if lora.whole is None else lora.whole(trained)
 
     def rows(self, ids: Int[np.ndarray, " seq"]) -> Float[np.ndarray, "seq in"]:
         """Pick rows as an embedding, and add what its adapter adds."""

@@ -6,7 +6,8 @@
     dL/dx = dL/dy turned by -angle, because a rotation turned over (transposed) is the rotation back
 
 Pairs are (j, j + half), the Hugging Face order; Llama GGUF files store them interleaved, which
-`files/names.py` undoes. Scaling for longer contexts changes inv_freq only (YaRN also scales cos and sin).
+`files/names.py` undoes. Llama 4 alone has pairs (2j, 2j + 1) everywhere: `rope_adjacent`. Scaling for longer contexts
+changes inv_freq only (YaRN also scales cos and sin).
 
 Source: arXiv:2104.09864; llama3, linear and yarn: transformers `modeling_rope_utils.py`; arXiv:2309.00071.
 """
@@ -28,7 +29,7 @@ def rope(
     """Rotate every head of every token.
 
     Args:
-        x: Queries or keys, half-split pairs.
+        x: Queries or keys, half-split pairs; what lies behind the pairs that the tables are for stays as it is.
         cos: Cosines of the tokens' angles.
         sin: Sines of the same.
 
@@ -37,12 +38,34 @@ def rope(
     """
     (wide,) = widen(x)
     half = cos.shape[-1]
-    first, second = wide[..., :half], wide[..., half:]  # (seq, heads, half) each
+    first, second = wide[..., :half], wide[..., half : 2 * half]  # (seq, heads, half) each
     cos, sin = (table.astype(wide.dtype, copy=False)[:, None, :] for table in (cos, sin))  # (seq, 1, half)
     turned = np.empty(x.shape, x.dtype)
     turned[..., :half] = first * cos - second * sin
-    turned[..., half:] = second * cos + first * sin
+    turned[..., half : 2 * half] = second * cos + first * sin
+    turned[..., 2 * half :] = x[..., 2 * half :]
     return turned
+
+
+def rope_adjacent(
+    x: Float[np.ndarray, "seq heads head_dim"],
+    cos: Float64[np.ndarray, "seq half"],
+    sin: Float64[np.ndarray, "seq half"],
+) -> Float[np.ndarray, "seq heads head_dim"]:
+    """Rotate every head of every token, as `rope`, where neighbours are a pair: (2j, 2j + 1).
+
+    Args:
+        x: Queries or keys.
+        cos: Cosines of the tokens' angles.
+        sin: Sines of the same.
+
+    Returns:
+        The rotated heads, shape and dtype of `x`.
+    """
+    pairs = x.reshape(*x.shape[:-1], -1, 2)
+    halves = pairs.swapaxes(-1, -2).reshape(x.shape)  # (j, j + half)
+    turned = rope(halves, cos, sin).reshape(*x.shape[:-1], 2, -1)
+    return np.ascontiguousarray(turned.swapaxes(-1, -2)).reshape(x.shape)
 
 
 def rope_backward(
@@ -52,6 +75,15 @@ def rope_backward(
 ) -> Float[np.ndarray, "seq heads head_dim"]:
     """Turn the gradient of every head back, with the tables that it was rotated with."""
     return rope(grad, cos, -sin)
+
+
+def rope_adjacent_backward(
+    grad: Float[np.ndarray, "seq heads head_dim"],
+    cos: Float64[np.ndarray, "seq half"],
+    sin: Float64[np.ndarray, "seq half"],
+) -> Float[np.ndarray, "seq heads head_dim"]:
+    """Turn the gradient of every head back, where neighbours are a pair."""
+    return rope_adjacent(grad, cos, -sin)
 
 
 def rope_tables(
@@ -97,7 +129,8 @@ def scale_frequencies(
 def llama3_factors(inv_freq: Float64[np.ndarray, " half"], scaling: Llama3Scaling) -> Float64[np.ndarray, " half"]:
     """The divisor of each frequency: 1 for short waves, `factor` for long ones, a smooth ramp between."""
     turns = scaling.original_max_position_embeddings * inv_freq / (2 * math.pi)  # within the old context
-    ramp = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    width = scaling.high_freq_factor - scaling.low_freq_factor
+    ramp = (turns - scaling.low_freq_factor) / (width or 1e-30)  # of Llama 4, whose factors are equal, a step
     kept = np.clip(ramp, 0, 1)
     return 1 / ((1 - kept) / scaling.factor + kept)
 

@@ -13,7 +13,9 @@ from jaxtyping import Float
 from llorch.ops.precision import widen
 
 
-def swiglu(gate: Float[np.ndarray, "seq inter"], up: Float[np.ndarray, "seq inter"]) -> Float[np.ndarray, "seq inter"]:
+def swiglu(
+    gate: Float[np.ndarray, "*rows inter"], up: Float[np.ndarray, "*rows inter"]
+) -> Float[np.ndarray, "*rows inter"]:
     """Gate the inner values: the outputs of gate_proj and up_proj."""
     wide_gate, wide_up = widen(gate, up)
     with np.errstate(over="ignore"):  # exp(-z) = inf for very negative z gives the right limit, 0
@@ -26,8 +28,8 @@ def swiglu(gate: Float[np.ndarray, "seq inter"], up: Float[np.ndarray, "seq inte
 
 
 def swiglu_backward(
-    grad: Float[np.ndarray, "seq inter"], gate: Float[np.ndarray, "seq inter"], up: Float[np.ndarray, "seq inter"]
-) -> tuple[Float[np.ndarray, "seq inter"], Float[np.ndarray, "seq inter"]]:
+    grad: Float[np.ndarray, "*rows inter"], gate: Float[np.ndarray, "*rows inter"], up: Float[np.ndarray, "*rows inter"]
+) -> tuple[Float[np.ndarray, "*rows inter"], Float[np.ndarray, "*rows inter"]]:
     """Gradients by gate and up."""
     wide_grad, wide_gate, wide_up = widen(grad, gate, up)
     with np.errstate(over="ignore"):  # as in the forward pass: s is 0 then

@@ -1,17 +1,21 @@
 """The cache of the torch path: fixed storage, and where the tokens of a pass stand in it.
 
+Attention keeps keys and values of every token, a delta net a state of one size, which `clear` takes back to nothing.
+
 A token's slot is its position (less that of the first one), in every sequence of a batch. Padding has position -1,
 wherever it stands in a row, and is written to one slot more, which nobody sees. So the context of a sequence lies in
 the same slots whatever its neighbours and its padding are, and storage never moves, as a CUDA graph needs it.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from llorch.architecture import Bound, DeltaNet
 from llorch.config import ModelConfig
 from llorch.ops.rope import rope_tables
 
@@ -27,10 +31,30 @@ class Place:
     sin: Float[Tensor, "batch seq half"]
     visible: Visible
     ctx: int  # slots that attention looks at
+    near: Mapping[Bound, Visible] = field(default_factory=dict)  # of layers that do not look back all the way
+    heat: Float[Tensor, "batch seq"] | None = None  # what tempered layers multiply queries with, at least float32
+    real: Bool[Tensor, "batch seq"] | None = None  # which tokens are no padding; None: all
+
+
+@dataclass(frozen=True)
+class State:
+    """What a delta net remembers of each sequence."""
+
+    conv: Float[Tensor, "batch taps conv_width"]  # the last inputs of its convolution, the oldest first
+    delta: Float[Tensor, "batch v_heads key_dim value_dim"]  # at least float32 in every run
+
+    @classmethod
+    def empty(cls, net: DeltaNet, batch: int, dtype: torch.dtype, device: torch.device) -> "State":
+        """Before the first token."""
+        matrix = (net.n_value_heads, net.key_head_dim, net.value_head_dim)
+        return cls(
+            torch.zeros(batch, net.conv_kernel - 1, net.conv_width, dtype=dtype, device=device),
+            torch.zeros(batch, *matrix, dtype=torch.promote_types(dtype, torch.float32), device=device),
+        )
 
 
 class Cache:
-    """Keys and values of a batch: a tensor per layer each, (batch, kv_heads, n_slots + 1, head_dim)."""
+    """Of a batch, for every layer keys and values, (batch, kv_heads, n_slots + 1, head_dim), or the state of a net."""
 
     def __init__(
         self,
@@ -49,21 +73,50 @@ class Cache:
                 f"cache: positions {first_position} to {last - 1} must lie within the context of "
                 f"{config.max_position_embeddings} tokens"
             )
-        shape = (batch, config.n_kv_heads, n_slots + 1, config.head_dim)
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.n_layers)]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.n_layers)]
+        nets = [config.layer(i).mixer == "delta_net" for i in range(config.n_layers)]
+        shapes = [(batch, config.n_kv_heads, 0 if is_net else n_slots + 1, config.head_dim) for is_net in nets]
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+        self.values = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+        self.states = {
+            i: State.empty(config.delta_net, batch, dtype, device)
+            for i, is_net in enumerate(nets)
+            if is_net and config.delta_net is not None
+        }
         self.n_slots = n_slots
         self.first_position = first_position
         tables = rope_tables(
             np.arange(first_position, last + 1),
-            head_dim=config.head_dim,
+            head_dim=config.rotated,
             theta=config.rope_theta,
             scaling=config.rope_scaling,
         )
         wide = torch.promote_types(dtype, torch.float32)
         self.cos, self.sin = (torch.from_numpy(table).to(device, wide) for table in tables)  # (n_slots + 1, half)
+        heat = config.temperature and config.temperature.of(np.arange(first_position, last + 1))
+        self._heat = None if heat is None else torch.from_numpy(heat).to(device, wide)  # (n_slots + 1)
+        self._bounds = {layer.bound for layer in config.layers if layer.bound is not None}
         self._slot = torch.arange(n_slots, device=device)
         self._sequence = torch.arange(batch, device=device)[:, None]  # (batch, 1)
+
+    @property
+    def state_tensors(self) -> list[Tensor]:
+        """What a pass changes for good; a slot that is written again forgets."""
+        return [tensor for state in self.states.values() for tensor in (state.conv, state.delta)]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All storage, sequences first."""
+        return [*self.keys, *self.values, *self.state_tensors]
+
+    def forget(self) -> None:
+        """Take the states back to nothing; slots are written again."""
+        for tensor in self.state_tensors:
+            tensor.zero_()
+
+    def clear(self) -> None:
+        """Forget everything: a state would go on; invisible slots matter, too, as 0 times infinity would be NaN."""
+        for tensor in self.tensors:
+            tensor.zero_()
 
     def require_device(self, **others: Tensor) -> None:
         """Refuse tensors, given by name, on another device before they meet in a product."""
@@ -85,7 +138,21 @@ class Cache:
         seen_up_to = slots.clamp(min=0)[:, None, :, None]  # padding sees slot 0: a row that sees nothing would be NaN
         slots = torch.where(positions < 0, self.n_slots, slots)
         visible = None if causal else self._slot[:ctx] <= seen_up_to
-        return Place(slots, self.cos[slots], self.sin[slots], visible, ctx)
+        near = {bound: self._near(bound, positions, ctx, seen_up_to, visible) for bound in self._bounds}
+        heat, real = None if self._heat is None else self._heat[slots], None if causal else positions >= 0
+        return Place(slots, self.cos[slots], self.sin[slots], visible, ctx, near, heat, real)
+
+    def _near(
+        self, bound: Bound, positions: Int[Tensor, "batch seq"], ctx: int, seen_up_to: Tensor, visible: Visible
+    ) -> Visible:
+        """What tokens see that do not look back further than a bound; all of it where that lies before all slots."""
+        kind, size = bound
+        first = self.first_position
+        if ctx <= size if kind == "window" else first // size == (first + ctx - 1) // size:
+            return visible
+        start = positions - size + 1 if kind == "window" else positions // size * size
+        slot = self._slot[:ctx]
+        return (slot <= seen_up_to) & (slot >= (start - first)[:, None, :, None])
 
     def append(
         self,
@@ -98,6 +165,15 @@ class Cache:
         for store, new in ((self.keys[layer], k), (self.values[layer], v)):
             store[self._sequence, :, place.slots] = new.to(store.dtype)
         return self.keys[layer][:, :, : place.ctx], self.values[layer][:, :, : place.ctx]
+
+    def state(self, layer: int) -> State | None:
+        """What a delta net remembers; None: nothing, and nothing is to be kept."""
+        return self.states[layer]
+
+    def remember(self, layer: int, new: State) -> None:
+        """Write the state after a pass to where the one before it was."""
+        self.states[layer].conv.copy_(new.conv)
+        self.states[layer].delta.copy_(new.delta)
 
 
 class NoCache(Cache):
@@ -116,3 +192,10 @@ class NoCache(Cache):
     ) -> tuple[Float[Tensor, "batch kv_heads ctx head_dim"], Float[Tensor, "batch kv_heads ctx head_dim"]]:
         """Give back keys and values as a context, heads first."""
         return k.transpose(1, 2), v.transpose(1, 2)
+
+    def state(self, layer: int) -> State | None:
+        """None: every pass begins anew."""
+        return None
+
+    def remember(self, layer: int, new: State) -> None:
+        """Keep nothing."""

@@ -7,8 +7,8 @@
     llorch.capture(model, {"blocks.{i}.attn.wq": "q_proj", "input of blocks.{i}.attn.wo": "attn_context"})
 
 What is neither input nor output of a module, transformers hands to its attention function: rotated queries, keys and
-values of the whole context; in eager attention the scores are what its softmax is given. Elsewhere, name modules that
-end there, or use `llorch.Recorder` in the code.
+values of the whole context; in eager attention the scores are what its softmax is given. Or a module calls a function
+that makes it, see `calls`. Elsewhere, name modules that end there, or use `llorch.Recorder` in the code.
 """
 
 import re
@@ -23,16 +23,28 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from llorch.config import ModelConfig
 from llorch.dumps.raw import digest
 from llorch.dumps.recorder import Recorder
+from llorch.errors import FormatError
+from llorch.pytorch.calls import AttentionCalls, Calls, watched_calls
+from llorch.pytorch.calls_delta_net import DeltaNetCalls
+from llorch.pytorch.calls_experts import EXPERTS
 from llorch.stages import BY_NAME, STAGES
 
-# What the stage table says is hooked, `output of layers.{i}.mlp.up_proj`, to the name of its stage.
+QUERY = "query given to the attention function of layer {i}"
+NEW_KEYS = "newest keys given to the attention function of layer {i}"
+CONTEXT = "input of layers.{i}.self_attn.o_proj"  # gated, where attention is
+# What the stage table says is hooked, `output of layers.{i}.mlp.up_proj`, to the stages that it may show, in order.
 HUGGINGFACE = {
-    stage.transformers.replace("model.", ""): stage.name
+    stage.transformers.replace("model.", ""): [one for one in STAGES if one.transformers == stage.transformers]
     for stage in STAGES
-    if re.match("(output|input) of ", stage.transformers)
+    if re.match("(output|input) of ", stage.transformers) or stage.transformers in (QUERY, NEW_KEYS)
 }
+CALLS: Mapping[str, type[Calls]] = {  # by the path in a layer
+    "self_attn": AttentionCalls, "linear_attn": DeltaNetCalls, **EXPERTS,
+}  # fmt: skip
+_WITHOUT_CONFIG = {"attention", "rope", "dense", "qk_norm"}  # what layers of Llama, Qwen2 and Qwen3 have
 _POSITIONS = ("position_ids", "cache_position", "positions", "start_pos", "first_position")  # arguments of models
 Attention = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
@@ -58,7 +70,8 @@ def capture(
             with gaps, or no token ids among the arguments.
     """
     _require_eager(model)
-    points = list(hook_points(model, names or HUGGINGFACE))
+    config = config_of(model)
+    points = list(hook_points(model, config, names))
     missing = (names or HUGGINGFACE).keys() - {point.name for point in points}
     if not points or (names and missing):
         kind = type(model).__name__
@@ -66,7 +79,7 @@ def capture(
             f"capture: expected modules of {kind} called {', '.join(sorted(missing))}, got none; "
             "call capture(model, {name: stage}) with names of model.named_modules()"
         )
-    watch = _Watch(Recorder(source=type(model).__name__, **_features(model) | features))
+    watch = _Watch(Recorder(source=type(model).__name__, **_features(model) | features), config)
     if weights:
         watch.recorder.weights = {
             name: digest(_on_cpu(tensor)[0].float().numpy()) for name, tensor in model.state_dict().items()
@@ -77,6 +90,7 @@ def capture(
             hooks.enter_context(point.hook(watch.keep))
         if names is None:
             hooks.enter_context(_watched_attention(model, watch))
+            hooks.enter_context(watched_calls(model, CALLS, watch.keep))
         yield watch.recorder
 
 
@@ -90,7 +104,7 @@ class HookPoint:
     layer: int | None
     name: str  # the pattern that it fits
 
-    def hook(self, keep: Callable[[str, int | None, torch.Tensor], None]) -> Any:
+    def hook(self, keep: Callable[[str, int | None, torch.Tensor], Any]) -> Any:
         """Have `keep` called with what is seen here; removed by the handle that is returned."""
 
         def see(shown: Any) -> None:
@@ -107,24 +121,47 @@ class HookPoint:
         return self.module.register_forward_hook(lambda _, __, made: see(made))
 
 
-def hook_points(model: nn.Module, names: Mapping[str, str] = HUGGINGFACE) -> Iterator[HookPoint]:
+def shown_at(hook: str, config: ModelConfig | None, layer: int | None) -> str | None:
+    """The stage that a hook shows in a layer: of those that the layer has, the last one; None where it has none."""
+    for stage in reversed(HUGGINGFACE[hook]):
+        if stage.applies_to(config, layer) if config else _WITHOUT_CONFIG.issuperset(stage.needs):
+            return stage.name
+    return None
+
+
+def hook_points(
+    model: nn.Module, config: ModelConfig | None, names: Mapping[str, str] | None = None
+) -> Iterator[HookPoint]:
     """Every module whose path ends as a name says; outside the layers a path has no number."""
     patterns = []
-    for name, stage in names.items():
+    for name in names or HUGGINGFACE:
         end, path = re.fullmatch(r"(?:(output|input) of )?(.*)", name).groups()  # type: ignore[union-attr] (all fit)
-        pattern = re.escape(path).replace(r"\{i\}", r"(\d+)")
-        patterns.append((re.compile(rf"(?:[a-zA-Z_]\w*\.)*{pattern}"), end or "output", stage, name))
+        pattern = re.escape(path).replace(r"\{i\}", r"(\d+)").replace(r"\.mlp", r"\.(?:mlp|feed_forward)")  # Llama 4
+        patterns.append((re.compile(rf"(?:[a-zA-Z_]\w*\.)*{pattern}"), end or "output", name))
     for path, module in model.named_modules():
-        for pattern, end, stage, name in patterns:
+        for pattern, end, name in patterns:
             if fits := pattern.fullmatch(path):
-                yield HookPoint(module, end, stage, int(fits[1]) if fits.groups() else None, name)
+                layer = int(fits[1]) if fits.groups() else None
+                if stage := names[name] if names else shown_at(name, config, layer):
+                    yield HookPoint(module, end, stage, layer, name)
+
+
+def config_of(model: nn.Module) -> ModelConfig | None:
+    """What transformers' configuration of a model says; None for models of others, and families that we do not know."""
+    theirs: Any = getattr(model, "config", None)
+    if not hasattr(theirs, "to_dict"):
+        return None
+    try:
+        return ModelConfig.from_huggingface(theirs.to_dict(), path=type(model).__name__)
+    except FormatError:
+        return None
 
 
 class _Watch:
     """What the hooks of one capture do."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder = recorder
+    def __init__(self, recorder: Recorder, config: ModelConfig | None) -> None:
+        self.recorder, self._config = recorder, config
 
     def begin(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         arguments = signature(model.forward)
@@ -140,16 +177,16 @@ class _Watch:
             raise ValueError("capture: expected no padding, got an attention_mask with zeros; leave the padding out")
         self.recorder.begin(ids.flatten().tolist(), _first_position(given))
 
-    def keep(self, stage: str, layer: int | None, tensor: torch.Tensor) -> None:
-        axes = BY_NAME[stage].axes.split() if stage in BY_NAME else []
-        if tensor.dim() == len(axes) + 1 and len(tensor) == 1:
-            tensor = tensor[0]  # of the batch
+    def keep(self, stage: str, layer: int | None, tensor: torch.Tensor) -> bool:
+        """Record a stage; the run goes on as it would."""
+        tensor = without_batch(stage, tensor)
         n_tokens = len(self.recorder.passes[-1].ids) if self.recorder.passes else 0
         is_last_rows = stage == "logits" and len(tensor) < n_tokens  # as transformers' logits_to_keep has it
         tokens = range(n_tokens - len(tensor), n_tokens) if is_last_rows else None
         on_cpu, stored = _on_cpu(tensor)
         bits = on_cpu.view(torch.uint16) if stored == "bfloat16" else on_cpu
         self.recorder.add(stage, bits.numpy(), layer=layer, tokens=tokens, stored=stored)
+        return False
 
     def attend(
         self, theirs: Attention, is_eager: bool, module: Any, query: torch.Tensor, key: torch.Tensor,
@@ -159,12 +196,13 @@ class _Watch:
         layer, tokens = module.layer_idx, self.recorder.passes[-1]
         n_tokens, n_context = query.shape[2], min(key.shape[2], tokens.first_position + query.shape[2])
         keys, values = key[0, :, :n_context], value[0, :, :n_context]  # a cache may have room for more
-        self.keep("q_rope", layer, query[0].transpose(0, 1))  # (seq, heads, head_dim)
-        self.keep("k_rope", layer, keys[:, n_context - n_tokens :].transpose(0, 1))  # (seq, kv_heads, head_dim)
+        for hook, heads in ((QUERY, query[0]), (NEW_KEYS, keys[:, n_context - n_tokens :])):
+            if stage := shown_at(hook, self._config, layer):
+                self.keep(stage, layer, heads.transpose(0, 1))  # (seq, heads, head_dim)
         self.keep("k_cache", layer, keys)
         self.keep("v_cache", layer, values)
         if not is_eager:
-            return theirs(module, query, key, value, mask, **settings)
+            return self._context(layer, *theirs(module, query, key, value, mask, **settings))
 
         def note(scores: torch.Tensor) -> None:
             self.keep("attn_scores", layer, with_infinite_mask(scores, mask)[0, ..., :n_context])
@@ -172,6 +210,11 @@ class _Watch:
         with _Softmax(note):
             output, probs = theirs(module, query, key, value, mask, **settings)
         self.keep("attn_probs", layer, probs[0, ..., :n_context])
+        return self._context(layer, output, probs)
+
+    def _context(self, layer: int, output: torch.Tensor, probs: Any) -> tuple[torch.Tensor, Any]:
+        if shown_at(CONTEXT, self._config, layer) != "attn_context":
+            self.keep("attn_context", layer, output[0].flatten(1))
         return output, probs
 
 
@@ -186,6 +229,12 @@ class _Softmax(TorchFunctionMode):
         if func is nn.functional.softmax:
             self._note(args[0])
         return func(*args, **(kwargs or {}))
+
+
+def without_batch(stage: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A view of the only sequence of a batch; experts see rows, which have no batch."""
+    axes = BY_NAME[stage].axes.split() if stage in BY_NAME else []
+    return tensor[0] if tensor.dim() == len(axes) + 1 and len(tensor) == 1 else tensor
 
 
 def with_infinite_mask(scores: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:

@@ -9,7 +9,7 @@ bfloat16; in float64 nothing is rounded in between.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from llorch.config import ModelConfig
 from llorch.pytorch.cache import Cache, Place, Visible
 
 Keep = Callable[[str, Tensor], Tensor]
+PartsOf = Callable[[ModelConfig, int], Mapping[str, nn.Module]]  # of a layer, what is not the dense page's, by name
 Hidden = Float[Tensor, "batch seq hidden"]
 Heads = Float[Tensor, "batch seq _heads head_dim"]
 Context = Float[Tensor, "batch kv_heads ctx head_dim"]
@@ -34,11 +35,11 @@ def keep_nothing(name: str, array: Tensor) -> Tensor:
 class CausalLM(nn.Module):
     """The whole model: embedding, layers, norm, logits."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        """Build the modules; weights are put in by `llorch.pytorch.load`."""
+    def __init__(self, config: ModelConfig, parts_of: PartsOf = lambda config, layer: {}) -> None:
+        """Build the modules; weights are put in by `llorch.pytorch.load`, parts by `llorch.pytorch.families`."""
         super().__init__()
         self.config = config
-        self.model = Decoder(config)
+        self.model = Decoder(config, parts_of)
         self.lm_head: Any = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def forward(
@@ -64,11 +65,11 @@ class CausalLM(nn.Module):
 class Decoder(nn.Module):
     """Embedding and layers; the norm after them is applied by `CausalLM`, to the rows that are wanted."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, parts_of: PartsOf) -> None:
         """Build the modules."""
         super().__init__()
         self.embed_tokens: Any = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList([Block(config, i) for i in range(config.n_layers)])
+        self.layers = nn.ModuleList([Block(config, i, parts_of(config, i)) for i in range(config.n_layers)])
         self.norm: Any = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, ids: Int[Tensor, "batch seq"], place: Place, cache: Cache, keep: Keep) -> Hidden:
@@ -86,20 +87,28 @@ class Decoder(nn.Module):
 class Block(nn.Module):
     """One layer: attention and feed-forward, each on normalised input, each added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
-        """Build the modules of one layer."""
+    self_attn: Any  # or linear_attn, where the layer is a delta net
+
+    def __init__(self, config: ModelConfig, layer: int, parts: Mapping[str, nn.Module]) -> None:
+        """Build the modules of one layer; `parts` stand in place of the dense ones."""
         super().__init__()
+        self.mixer = "linear_attn" if "linear_attn" in parts else "self_attn"
         self.input_layernorm: Any = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, layer)
+        self.add_module(self.mixer, parts.get(self.mixer) or Attention(config, layer))
         self.post_attention_layernorm: Any = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)
+        self.mlp: Any = parts.get("mlp") or MLP(config.hidden_size, config.intermediate_size)
 
     def forward(self, x: Hidden, place: Place, cache: Cache, keep: Keep) -> Hidden:
         """The residual stream after the layer."""
         h = keep("attn_norm", self.input_layernorm(x))
-        x = keep("attn_residual", x + self.self_attn(h, place, cache, keep))
+        x = keep("attn_residual", x + getattr(self, self.mixer)(h, place, cache, keep))
         h = keep("ffn_norm", self.post_attention_layernorm(x))
         return keep("block_out", x + self.mlp(h, keep))
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether both parts are those of this page."""
+        return type(self._modules.get("self_attn")) is Attention and type(self.mlp) is MLP
 
 
 class Attention(nn.Module):
@@ -134,10 +143,9 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU: a gated pair of projections up, one down."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, hidden: int, inter: int) -> None:
         """Build the modules."""
         super().__init__()
-        hidden, inter = config.hidden_size, config.intermediate_size
         self.gate_proj: Any = nn.Linear(hidden, inter, bias=False)
         self.up_proj: Any = nn.Linear(hidden, inter, bias=False)
         self.down_proj: Any = nn.Linear(inter, hidden, bias=False)
@@ -177,10 +185,11 @@ def rms_norm(
 
 
 def rope(x: Heads, cos: Float[Tensor, "batch seq half"], sin: Float[Tensor, "batch seq half"]) -> Heads:
-    """Turn the pairs (j, j + half) of every head by the angle of the token's position."""
-    first, second = widened(x).chunk(2, dim=-1)  # (batch, seq, heads, half) each
+    """Turn the pairs (j, j + half) of every head by the angle of the token's position; what lies behind them stays."""
+    half = cos.shape[-1]
+    first, second, rest = widened(x).tensor_split((half, 2 * half), dim=-1)  # (batch, seq, heads, half) twice
     cos, sin = cos[:, :, None], sin[:, :, None]  # (batch, seq, 1, half)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1).to(x.dtype)
 
 
 def rotate_and_cache(

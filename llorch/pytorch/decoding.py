@@ -56,8 +56,9 @@ class Decoding:
 
     @property
     def state(self) -> tuple[Tensor, ...]:
-        """What a step changes, but for the cache, whose slots a second try of the same step writes again."""
-        return self.ids, self.positions, self.n, self.tokens, self.logprobs, self.seen
+        """What a step changes, but for slots of the cache, which a second try of the same step writes again."""
+        own = self.ids, self.positions, self.n, self.tokens, self.logprobs, self.seen
+        return *own, *self.cache.state_tensors
 
     def fits(self, jobs: Sequence[Job], needs: Needs, module: CausalLM) -> bool:
         """Whether these jobs can be begun here, with this very model."""
@@ -68,8 +69,7 @@ class Decoding:
     def begin(self, jobs: Sequence[Job], *, chunk: int) -> None:
         """Read the prompts, none of them empty, `chunk` tokens per pass, and choose the first token of each."""
         device = self.ids.device
-        for store in (*self.cache.keys, *self.cache.values):
-            store.zero_()  # what an earlier run left is invisible, but 0 times its infinity would be NaN
+        self.cache.clear()
         self._assign(jobs)
         ids, positions = (torch.from_numpy(array).to(device) for array in left_padded([job.ids for job in jobs]))
         self.filled = [len(job.ids) for job in jobs]
@@ -130,7 +130,7 @@ class Decoding:
             getattr(small, name).copy_(getattr(self, name)[kept])
         small.n.copy_(self.n)
         small.settings.assign(self.settings.rows(kept))
-        for old, new in zip((*self.cache.keys, *self.cache.values), (*cache.keys, *cache.values), strict=True):
+        for old, new in zip(self.cache.tensors, cache.tensors, strict=True):
             new.copy_(old[kept])
         return small
 
@@ -175,6 +175,11 @@ def size_class(ctx: int, n_slots: int) -> int:
     while size < ctx:
         size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
     return min(size, n_slots)
+
+
+def recordable(module: nn.Module) -> bool:
+    """Whether no part asks the device for a value in a step, as a recorded one cannot."""
+    return not any(getattr(part, "reads_back", False) for part in module.modules())
 
 
 def compiled_forward(module: nn.Module, *, growing: bool) -> Forward:

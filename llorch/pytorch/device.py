@@ -1,6 +1,7 @@
 """Where the torch path runs and in which dtype; what was asked for by name is used or refused, never replaced."""
 
 import re
+import warnings
 from dataclasses import dataclass
 from typing import Literal, cast, get_args
 
@@ -13,6 +14,11 @@ Kernels = Literal["auto", "torch", "own"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 _SINCE = {torch.float16: (5, 3), torch.bfloat16: (8, 0)}  # compute capability of CUDA; the CPU has all dtypes
+_NO_NEWS = (  # what torch says on CUDA that is meant to be so, or is for those who write it
+    "TensorFloat32 tensor cores for float32 matrix multiplication available but not enabled",
+    "Attempting to run cuBLAS, but there was no current CUDA context",  # in the thread of a backward pass: it takes it
+    r"\s*Online softmax is disabled on the fly since Inductor decides to",
+)
 
 
 @dataclass(frozen=True)
@@ -50,12 +56,17 @@ def target(device: str = "cpu", dtype: str = "float32", kernels: str = "auto") -
 
 
 def compute_as_named(at: Target) -> None:
-    """Turn off what lets products be less exact than their dtype says: switches of torch for the whole process."""
+    """Turn off what lets products be less exact than their dtype says: switches of torch for the whole process.
+
+    On CUDA also what it then says of them.
+    """
     torch.set_float32_matmul_precision("highest")  # no TF32, no bfloat16 parts
     if at.device.type == "cuda":
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         torch.cuda.set_device(at.device)  # Triton launches on the current device, wherever its tensors are
+        for message in _NO_NEWS:
+            warnings.filterwarnings("ignore", message, UserWarning)
 
 
 def _require_cuda(device: str, index: int, dtype: torch.dtype) -> None:

@@ -13,9 +13,11 @@ import torch
 from torch import nn
 
 from llorch.errors import MissingDevice, MissingExtra
-from llorch.pytorch.causal_lm import MLP, Attention, CausalLM, RMSNorm, attention
+from llorch.pytorch.causal_lm import MLP, Attention, CausalLM, RMSNorm, attention, rotate_and_cache
 from llorch.pytorch.cpu.block import cpu_leaves
 from llorch.pytorch.cpu.library import library
+from llorch.pytorch.delta_net import GatedDeltaNet, GatedNorm, ShortConv
+from llorch.pytorch.experts import ExpertLinear, Experts, QuantisedExperts
 from llorch.pytorch.quantised_linear import QuantisedLinear
 
 Leaves = Mapping[str, Callable[[Any], Any]]
@@ -47,19 +49,23 @@ def put_leaves(model: CausalLM, leaves: Leaves) -> None:
     for module in list(model.modules()):
         for name, leaf in module.named_children():
             setattr(module, name, faster(leaf, leaves))
-        if isinstance(module, MLP) and "act" in leaves:
+        if isinstance(module, MLP | Experts) and "act" in leaves:
             module.act = leaves["act"](module.act)
         if isinstance(module, Attention):
-            if "rotate" in leaves:
+            if "rotate" in leaves and module.rotate is rotate_and_cache:
                 module.rotate = leaves["rotate"](module.rotate)
             if "attend" in leaves and module.attend is not attention:
                 module.attend = leaves["attend"](module.attend)
+        if isinstance(module, GatedDeltaNet):
+            for name, kind in (("l2_norm", "l2 norm"), ("rule", "delta rule")):
+                if kind in leaves:
+                    setattr(module, name, leaves[kind](getattr(module, name)))
     if "block" in leaves:
         model.model.layers = nn.ModuleList(map(leaves["block"], model.model.layers))
 
 
 def faster(leaf: nn.Module, leaves: Leaves) -> nn.Module:
-    """Ours for a norm or a projection; any other module, or one whose kind is not in the table, as it is."""
+    """Ours for a norm, a projection or the like; any other module, or one whose kind is not in the table, as it is."""
     make = leaves.get(_kind(leaf))
     return leaf if make is None else make(leaf)
 
@@ -67,4 +73,11 @@ def faster(leaf: nn.Module, leaves: Leaves) -> nn.Module:
 def _kind(leaf: nn.Module) -> str:
     if isinstance(leaf, QuantisedLinear):
         return f"packed {leaf.ggml_type.name}"
-    return "norm" if isinstance(leaf, RMSNorm) else "linear" if isinstance(leaf, nn.Linear) else ""
+    if isinstance(leaf, QuantisedExperts):
+        return f"packed experts {leaf.ggml_type.name}"
+    return next((kind for plain, kind in _KINDS.items() if isinstance(leaf, plain)), "")
+
+
+_KINDS: Mapping[type[nn.Module], str] = {
+    RMSNorm: "norm", nn.Linear: "linear", ExpertLinear: "experts", ShortConv: "conv", GatedNorm: "gated norm",
+}  # fmt: skip

@@ -3,17 +3,23 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from llorch.config import ModelConfig
 from llorch.files import Weights
+from llorch.files.layout import TiledValues, rows_of
 from llorch.files.names import Weight, inventory, undo_interleave
 from llorch.files.packed import Packed
-from llorch.pytorch.causal_lm import CausalLM
+from llorch.files.quant import GGMLType
+from llorch.pytorch.causal_lm import CausalLM, widened
+from llorch.pytorch.experts import QuantisedExperts
+from llorch.pytorch.families import build
 from llorch.pytorch.packing import PACKERS, Fields, pack
-from llorch.pytorch.quantised_linear import QuantisedEmbedding, QuantisedLinear
+from llorch.pytorch.paths import path_of
+from llorch.pytorch.quantised_linear import QuantisedEmbedding, QuantisedLinear, Reordered
 
 
 def load_dense(weights: Weights, *, dtype: torch.dtype, device: torch.device) -> CausalLM:
@@ -30,7 +36,7 @@ def load_packed(weights: Weights, *, dtype: torch.dtype, device: torch.device) -
     """As `load_dense`, but every matrix of a type in `PACKERS` stays packed."""
     model = _empty(weights.config)
     for row in inventory(weights.config).values():
-        if weights.stored_type(row.name) in PACKERS:
+        if row.is_matrix and weights.stored_type(row.name) in PACKERS:
             _put_packed(model, weights, row, dtype, device)
         else:
             _put_dense(model, weights, row, dtype, device)
@@ -44,9 +50,9 @@ def load_packed(weights: Weights, *, dtype: torch.dtype, device: torch.device) -
 
 
 def put(model: nn.Module, path: str, tensor: torch.Tensor) -> None:
-    """Set a frozen parameter by its attribute path."""
-    owner, _, name = path.rpartition(".")
-    setattr(model.get_submodule(owner), name, nn.Parameter(tensor, requires_grad=False))
+    """Set a frozen parameter by its attribute path, or a buffer, which is at least float32."""
+    name, owner = path.rpartition(".")[2], model.get_submodule(path.rpartition(".")[0])
+    setattr(owner, name, widened(tensor) if name in owner._buffers else nn.Parameter(tensor, requires_grad=False))
 
 
 class _NoInitialValues(TorchFunctionMode):
@@ -63,30 +69,52 @@ class _NoInitialValues(TorchFunctionMode):
 def _empty(config: ModelConfig) -> CausalLM:
     """The modules, with parameters that take no memory."""
     with torch.device("meta"), _NoInitialValues():
-        return CausalLM(config)
+        return build(config)
 
 
 def _put_dense(model: nn.Module, weights: Weights, row: Weight, dtype: torch.dtype, device: torch.device) -> None:
-    put(model, row.huggingface, torch.from_numpy(weights.read(row.name).copy()).to(device, dtype))
+    path = path_of(row.name)
+    owner, _, name = path.rpartition(".")
+    if name in model.get_submodule(owner)._buffers:
+        dtype = torch.promote_types(dtype, torch.float32)
+    read = weights.read(row.name, np.float64 if dtype is torch.float64 else np.float32)
+    array = np.require(read, requirements=["C", "W"])
+    put(model, path, torch.from_numpy(array).to(device, dtype))
 
 
 def _put_packed(model: nn.Module, weights: Weights, row: Weight, dtype: torch.dtype, device: torch.device) -> None:
     """Replace the module that a matrix belongs to by one that keeps it packed."""
-    stored = weights.source.packed(row.gguf)  # only GGUF files have these types
-    by_row = undo_interleave(stored.by_row, row.interleaved_heads) if row.interleaved_heads else stored.by_row.copy()
-    fields = pack(torch.from_numpy(by_row).to(device), stored.ggml_type)
+    slot, stored = weights.slots[row.name], _as_stored(weights, row)
+    kind, by_row = stored[0].ggml_type, np.concatenate([one.by_row for one in stored])
+    if slot.interleaved_heads:
+        by_row = undo_interleave(by_row, slot.interleaved_heads)
+    fields = pack(torch.from_numpy(by_row).to(device), kind)
     _require_finite(fields, stored)
-    owner, _, name = row.huggingface.removesuffix(".weight").rpartition(".")
+    owner, _, name = path_of(row.name).removesuffix(".weight").rpartition(".")
+    setattr(model.get_submodule(owner), name, _leaf(fields, kind, row, dtype, slot.layout.columns))
+
+
+def _as_stored(weights: Weights, row: Weight) -> list[Packed]:
+    """A matrix, or those of all experts; only GGUF files have types that stay packed."""
+    if len(row.shape) == 3:
+        return [weights.expert_as_stored(row.name, number) for number in range(row.shape[0])]
+    return [rows_of(weights.as_stored(row.name), weights.slots[row.name].layout)]
+
+
+def _leaf(fields: Fields, kind: GGMLType, row: Weight, dtype: torch.dtype, columns: TiledValues | None) -> nn.Module:
     if row.name == "embed_tokens":
-        leaf = QuantisedEmbedding(fields, stored.ggml_type, dtype)
-    else:
-        leaf = QuantisedLinear(fields, stored.ggml_type)
-    setattr(model.get_submodule(owner), name, leaf)
+        return QuantisedEmbedding(fields, kind, dtype)
+    if len(row.shape) == 3:
+        return QuantisedExperts(fields, kind, row.shape[0])
+    leaf = QuantisedLinear(fields, kind)
+    return leaf if columns is None else Reordered(leaf, torch.from_numpy(columns.index()).to(fields["codes"].device))
 
 
-def _require_finite(fields: Fields, stored: Packed) -> None:
+def _require_finite(fields: Fields, stored: Sequence[Packed]) -> None:
     """Refuse what decodes to NaN or infinity: that is so exactly when a float of a block is not finite."""
-    stored.require_scales()
+    for one in stored:
+        one.require_scales()
     if not all(field.isfinite().all() for field in fields.values() if field.is_floating_point()):
-        for start, tile in stored.tiles():  # decoded once more to say where
-            stored.require_finite(start, tile)
+        for one in stored:
+            for start, tile in one.tiles():  # decoded once more to say where
+                one.require_finite(start, tile)

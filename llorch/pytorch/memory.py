@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 
+from llorch.config import ModelConfig
 from llorch.files import Weights
 from llorch.files.names import inventory
 from llorch.files.quant import GGMLType
@@ -25,6 +26,9 @@ CHUNK = {"cpu": 512, "cuda": 4096}  # tokens of a batch per pass of long prompts
 SLOTS = 256  # caches for generation are whole multiples
 RUNTIME = {"cpu": 8 << 20, "cuda": 640 << 20}  # libraries, their workspaces, code of kernels
 _CPU_KERNELS = (torch.float32, torch.bfloat16)  # dtypes in which they multiply from blocks
+# oneDNN keeps code and room for each shape that it multiplied, 1,024 of them at most. Experts have as many rows as
+# chose them: 0.5 MB a shape were seen (32 experts of 4 layers, 256 and 1,024 tokens, float32 and bfloat16).
+_SHAPE, _MOST_SHAPES = 1 << 19, 1024
 _TILE = 1 << 22  # elements of a packed matrix that are decoded at once
 _GB = 1e9
 
@@ -62,7 +66,7 @@ def predict(
     """Count bytes from shapes and types; nothing is read. `n_tokens` is the context per sequence, prompt and answer."""
     config, width, kind = weights.config, target.dtype.itemsize, target.device.type
     slots = min(-(-n_tokens // SLOTS) * SLOTS, config.max_position_embeddings) + 1
-    cache = 2 * config.n_layers * config.kv_width * slots * width * batch
+    cache = sum(_remembered(config, layer, slots, target.dtype) for layer in range(config.n_layers)) * batch
     kept = [_kept(weights, row.name, target, residency) for row in inventory(config).values()]  # in order of loading
     copies = [_copies(weights, row.name, target, residency) for row in inventory(config).values()]
     beside = copies if kind == "cpu" else [0] * len(copies)
@@ -73,7 +77,7 @@ def predict(
         logits=batch * config.vocab_size * (width + 4 * 8),  # with copies in float64 and an order
         loading=max(before + copy for before, copy in zip(accumulate(kept), beside, strict=True)),
         copies=max(copies),
-        runtime=RUNTIME[kind] + _lost(weights, target, residency),
+        runtime=RUNTIME[kind] + _lost(weights, target, residency) + _shapes(config, target, batch, n_tokens) * _SHAPE,
     )
 
 
@@ -171,15 +175,46 @@ def _lost(weights: Weights, target: Target, residency: str) -> int:
     return sum(_kept(weights, name, target, residency) for name in kept) // 10
 
 
+def _shapes(config: ModelConfig, target: Target, batch: int, n_tokens: int) -> int:
+    """Products of different shapes that experts make: two for each number of rows."""
+    if config.experts is None or target.device.type != "cpu":
+        return 0
+    n_passes = -(-batch * n_tokens // CHUNK["cpu"])
+    n_calls = n_passes * config.experts.n_experts * sum(config.layer(i).experts for i in range(config.n_layers))
+    n_rows = min(batch * n_tokens, CHUNK["cpu"]) * config.experts.n_experts_per_token
+    return min(2 * min(n_calls, n_rows), _MOST_SHAPES)
+
+
 def _activations(weights: Weights, target: Target, residency: str, batch: int, n_tokens: int) -> int:
     """Hidden states, projections and the feed-forward part of one pass, and the mask and scores of attention."""
     config, width = weights.config, target.dtype.itemsize
     seq = min(n_tokens, max(1, CHUNK[target.device.type] // batch))
-    rows = 4 * config.hidden_size + 4 * config.intermediate_size + 3 * config.q_width + 2 * config.kv_width
+    rows = 4 * config.hidden_size + max(_part_rows(config, layer) for layer in range(config.n_layers))
     scores = config.n_heads * min(seq, 64) * n_tokens * 4 if target.device.type == "cpu" else 0
     mask = seq * n_tokens * (1 + width)
     tile = 3 * _TILE * 4 if residency == "packed" else 0
     return batch * (seq * rows * width + scores + mask) + tile
+
+
+def _remembered(config: ModelConfig, layer: int, slots: int, dtype: torch.dtype) -> int:
+    """Bytes that the cache has for a layer and a sequence: keys and values, or the state of a delta net, twice."""
+    net = config.delta_net
+    if net is None or config.layer(layer).mixer != "delta_net":
+        return 2 * config.kv_width * slots * dtype.itemsize
+    matrices = net.n_value_heads * net.key_head_dim * net.value_head_dim
+    return 2 * ((net.conv_kernel - 1) * net.conv_width * dtype.itemsize + matrices * max(dtype.itemsize, 4))
+
+
+def _part_rows(config: ModelConfig, layer: int) -> int:
+    """Elements of a token that the parts of a block make."""
+    this, net, experts = config.layer(layer), config.delta_net, config.experts
+    mixer, feed = 4 * config.q_width + 2 * config.kv_width, 4 * config.intermediate_size
+    if net is not None and this.mixer == "delta_net":  # much of it in float32
+        mixer = 2 * (3 * net.conv_width + 4 * net.value_width)
+    if experts is not None and this.experts:
+        chosen = experts.n_experts_per_token * (4 * experts.expert_size + 4 * config.hidden_size)
+        feed = chosen + 4 * experts.shared_size + 6 * experts.n_experts
+    return mixer + feed
 
 
 def _refusal(weights: Weights, target: Target, wanted: Wanted, need: Need, free: float) -> str:

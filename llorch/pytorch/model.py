@@ -19,7 +19,7 @@ from llorch.model import Prompt, find, given
 from llorch.pytorch.batch import Running, one_each
 from llorch.pytorch.cache import Cache
 from llorch.pytorch.causal_lm import CausalLM, Keep, keep_nothing
-from llorch.pytorch.decoding import Decoding, n_slots
+from llorch.pytorch.decoding import Decoding, n_slots, recordable
 from llorch.pytorch.device import Kernels, Target, compute_as_named, target
 from llorch.pytorch.load import load_dense, load_packed
 from llorch.pytorch.lora.serving import AdaptedModules, view
@@ -216,7 +216,7 @@ class TorchModel(AdaptedModules):
         if self._compiles:
             (name,), growing = set(adapters), self.target.device.type == "cpu"
             decoding.forward = self.compiled_for(decoding.module, name, growing=growing)
-        if (graph := own_leaves(self.target).get("graph")) is not None:
+        if (graph := own_leaves(self.target).get("graph")) is not None and recordable(decoding.module):
             decoding.replay = graph(None)
         return decoding
 
@@ -236,8 +236,9 @@ def recorder(take: Look) -> Keep:
 
 
 def as_numpy(array: Tensor) -> np.ndarray:
-    """A copy for NumPy, which has no bfloat16: at least float32."""
-    return array.to(torch.promote_types(array.dtype, torch.float32)).cpu().numpy().copy()
+    """A copy for NumPy, which has no bfloat16: at least float32, of integers int64."""
+    dtype = torch.promote_types(array.dtype, torch.float32) if array.is_floating_point() else torch.int64
+    return array.to(dtype).cpu().numpy().copy()
 
 
 def load_torch(

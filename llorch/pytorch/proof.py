@@ -113,9 +113,9 @@ def main(results: str, device: str, dtype: str, *kinds: str) -> None:
     """What the other process does: a line of results for each leaf, as soon as it is tried."""
     at = target(device, dtype)
     compute_as_named(at)
-    leaves, clock = leaves_for(at.device, at.dtype, required=True), seconds(at.device)
+    leaves = leaves_for(at.device, at.dtype, required=True)
     for kind in kinds:
-        verdict = tried(kind, leaves, at, clock)
+        verdict = tried(kind, leaves, at, seconds(at.device, kind))
         with Path(results).open("a", encoding="utf-8") as file:
             file.write(json.dumps({kind: asdict(verdict)}) + "\n")
 

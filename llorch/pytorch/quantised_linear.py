@@ -67,6 +67,21 @@ class QuantisedLinear(PackedMatrix):
         return y.view(*x.shape[:-1], self.out_features)
 
 
+class Reordered(nn.Module):
+    """A packed layer whose columns lie otherwise in its file than inputs come; blocks cannot be cut to move them."""
+
+    def __init__(self, leaf: nn.Module, columns: Int[Tensor, " in"]) -> None:
+        """Wrap a layer; `columns` says where each input belongs."""
+        super().__init__()
+        self.leaf = leaf
+        self.order: Tensor
+        self.register_buffer("order", columns.argsort())
+
+    def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
+        """Multiply what was put in order."""
+        return self.leaf(x[..., self.order])
+
+
 class FrozenProduct(torch.autograd.Function):
     """The product of a `QuantisedLinear`; nothing is kept for the backward pass, which decodes the matrix again."""
 

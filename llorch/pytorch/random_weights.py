@@ -9,8 +9,11 @@ from llorch.files.names import Weight, inventory
 from llorch.files.quant import BLOCK_SIZES, GGMLType
 from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.device import Target
+from llorch.pytorch.experts import QuantisedExperts
+from llorch.pytorch.families import build
 from llorch.pytorch.load import put
 from llorch.pytorch.packing import Fields, pack, width
+from llorch.pytorch.paths import path_of
 from llorch.pytorch.quantised_linear import QuantisedEmbedding, QuantisedLinear
 
 SIZE = 0.02  # of weights and of scales; small enough that no activation overflows in float16
@@ -21,9 +24,9 @@ def random_model(config: ModelConfig, target: Target, packed: GGMLType | None = 
     """Build a model, its matrices dense or in blocks of a type, whose size its rows must be a multiple of."""
     torch.manual_seed(0)
     with torch.device("meta"):
-        model = CausalLM(config)
+        model = build(config)
     for row in inventory(config).values():
-        if packed is not None and len(row.shape) == 2:
+        if packed is not None and row.is_matrix:
             _put_blocks(model, row, target, packed)
         else:
             _put_dense(model, row, target)
@@ -38,17 +41,20 @@ def random_model(config: ModelConfig, target: Target, packed: GGMLType | None = 
 
 def _put_dense(model: CausalLM, row: Weight, target: Target) -> None:
     tensor = torch.randn(row.shape, dtype=target.dtype, device=target.device).mul_(SIZE)
-    put(model, row.huggingface, tensor + 1 if row.name.endswith("norm") else tensor)
+    if row.name.endswith("decay"):
+        tensor = -1 - tensor.abs()
+    put(model, path_of(row.name), tensor + 1 if row.name.endswith("norm") else tensor)
 
 
 def _put_blocks(model: CausalLM, row: Weight, target: Target, packed: GGMLType) -> None:
-    fields = random_fields(row.shape, packed, target.device)
-    leaf = (
-        QuantisedEmbedding(fields, packed, target.dtype)
-        if row.name == "embed_tokens"
-        else QuantisedLinear(fields, packed)
-    )
-    owner, _, name = row.huggingface.removesuffix(".weight").rpartition(".")
+    fields = random_fields((math.prod(row.shape[:-1]), row.shape[-1]), packed, target.device)
+    if row.name == "embed_tokens":
+        leaf = QuantisedEmbedding(fields, packed, target.dtype)
+    else:
+        leaf = (
+            QuantisedLinear(fields, packed) if len(row.shape) == 2 else QuantisedExperts(fields, packed, row.shape[0])
+        )
+    owner, _, name = path_of(row.name).removesuffix(".weight").rpartition(".")
     setattr(model.get_submodule(owner), name, leaf)
 
 
@@ -75,11 +81,15 @@ def random_bytes(config: ModelConfig, target: Target, packed: GGMLType | None = 
 
 
 def weight_bytes(model: CausalLM) -> int:
-    """Bytes of weights that a decode step reads, each tensor once: all but an embedding that is no output matrix."""
-    skipped = set() if model.config.tie_word_embeddings else {t.data_ptr() for t in _tensors(model.model.embed_tokens)}
-    sizes = {t.data_ptr(): math.prod(t.shape) * t.element_size() for t in _tensors(model)}
-    return sum(size for where, size in sizes.items() if where not in skipped)
+    """Bytes of weights that a decode step of one token reads, each tensor once: of experts those that are chosen.
 
-
-def _tensors(module: torch.nn.Module) -> list[torch.Tensor]:
-    return [*module.parameters(), *module.buffers()]
+    An embedding that is no output matrix is not counted.
+    """
+    experts, sizes = model.config.experts, {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        size = math.prod(tensor.shape) * tensor.element_size()
+        if experts is not None and ".mlp.experts." in name:
+            size = size * experts.n_experts_per_token // experts.n_experts
+        if model.config.tie_word_embeddings or not name.startswith("model.embed_tokens."):
+            sizes[tensor.data_ptr()] = size
+    return sum(sizes.values())

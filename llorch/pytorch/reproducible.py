@@ -3,7 +3,7 @@
 A library picks its kernel, and with it the order of a sum, by the shape of the whole batch. Two rules keep that out:
 
 - What is no product is made of +, -, *, / and square roots of single elements. IEEE 754 fixes the bits of each, so
-  they are the same wherever an element stands, on any device. Sums are trees of additions, exp is a polynomial.
+  they are the same wherever an element stands, on any device; `fixed_order` has them.
 - Every product has one shape: projections take `ROWS` rows (the rest zeros), attention one sequence, `QUERIES` queries
   and `KEYS` keys. Then one kernel makes all of them. That a row of its result does not depend on its place among the
   rows either is no law but a habit of most kernels, so each product is tried before it is used, at its own shape, dtype
@@ -13,7 +13,7 @@ Source: reliability of batched inference, https://thinkingmachines.ai/blog/defea
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,17 +22,34 @@ from torch import Tensor, matmul, nn
 from torch.nn.functional import pad
 
 from llorch.pytorch.cache import Visible
-from llorch.pytorch.causal_lm import CausalLM, Context, Heads, Keep, rotate_and_cache, widened
+from llorch.pytorch.causal_lm import CausalLM, Context, Heads, Keep, RMSNorm, rotate_and_cache, widened
 from llorch.pytorch.cpu.block import cpu_leaves
 from llorch.pytorch.cpu.library import library
+from llorch.pytorch.delta_net import GatedNorm, ShortConv
+from llorch.pytorch.experts import Chosen, ExpertLinear, PerExpert, QuantisedExperts, grouped
+from llorch.pytorch.fixed_order import (
+    KEYS,
+    FixedConv,
+    FixedGatedNorm,
+    FixedHeadNorm,
+    FixedNorm,
+    delta_rule,
+    l2_norm,
+    mixed,
+    normalised,
+    sigmoid,
+    softmax,
+    softplus,
+    swiglu,
+)  # fmt: skip
 from llorch.pytorch.leaves import Leaves, faster
+from llorch.pytorch.positions import HeadNorm
+from llorch.pytorch.quantised_linear import QuantisedLinear
 
 ROWS = 8  # of every product of a projection; more cost a decode step, fewer a prompt
 WIDE_ROWS = 128  # of a second shape, for prompts, where it was seen to give the bits of the first
 QUERIES = ROWS
-KEYS = 64
 ENOUGH = 64  # results of a row that a trial compares, if they show in which order they were added
-LN2_HIGH, LN2_LOW = 355 / 512, -2.121944400546905827678785e-4  # their sum is ln 2; products of the first are exact
 
 Product = Callable[[Tensor], Tensor]  # of some rows with one matrix
 _FOUND: dict[object, Any] = {}  # what trials of this process have shown
@@ -130,28 +147,6 @@ def _telling_rows(
     return rows.to(like)
 
 
-class FixedNorm(nn.Module):
-    """RMSNorm with a sum of one order."""
-
-    def __init__(self, norm: Any) -> None:
-        """Take over the gain and epsilon of an RMSNorm."""
-        super().__init__()
-        self.weight: nn.Parameter = norm.weight
-        self.eps: float = norm.eps
-
-    def forward(self, x: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows width"]:
-        """Normalise the last axis."""
-        wide = widened(x)
-        mean_square = tree_sum(wide * wide) / x.shape[-1]
-        return (wide / torch.sqrt(mean_square + self.eps)[..., None] * self.weight).to(x.dtype)
-
-
-def swiglu(gate: Float[Tensor, "*rows inter"], up: Float[Tensor, "*rows inter"]) -> Float[Tensor, "*rows inter"]:
-    """Compute gate / (1 + exp(-gate)) * up, rounded once."""
-    wide = widened(gate)
-    return (wide / (exp(-wide) + 1) * widened(up)).to(gate.dtype)
-
-
 def attention(q: Heads, keys: Context, values: Context, visible: Visible, keep: Keep) -> Heads:
     """softmax(q k^T / sqrt(head_dim)) v with keys in blocks, which are the same slots in every run."""
     seq, ctx = q.shape[1], keys.shape[2]
@@ -230,43 +225,25 @@ def _untiled(tiles: Float[Tensor, "tiles kv_heads rows width"], n: int) -> Float
     return split.permute(1, 2, 0, 3, 4).flatten(2, 3).flatten(0, 1)
 
 
-def softmax(scores: Float[Tensor, "*rows ctx"]) -> Float[Tensor, "*rows ctx"]:
-    """Along the last axis; at least one element of each row must be finite."""
-    powers = exp(scores - scores.amax(-1, keepdim=True))
-    blocks = pad(powers, (0, -scores.shape[-1] % KEYS)).unflatten(-1, (-1, KEYS))
-    total = torch.zeros((), dtype=scores.dtype, device=scores.device)
-    for block in tree_sum(blocks).unbind(-1):
-        total = total + block
-    return powers / total[..., None]
+class FixedExperts(nn.Module):
+    """Matrices of experts, each of which is given rows that do not depend on their company."""
+
+    reads_back = True  # which experts are chosen: see `recordable`
+
+    def __init__(self, leaf: ExpertLinear | QuantisedExperts, leaves: Leaves) -> None:
+        """Take over the matrices of a plain one."""
+        super().__init__()
+        self.of = nn.ModuleList([FixedRows(faster(leaf.expert(n), leaves)) for n in range(leaf.n_experts)])
+
+    def forward(self, x: PerExpert, ids: Chosen) -> PerExpert:
+        """Multiply expert by expert."""
+        return grouped(lambda expert, rows: self.of[expert](rows), x, ids, len(self.of))
 
 
-def tree_sum(x: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows"]:
-    """Add the halves of the last axis until one element is left."""
-    while x.shape[-1] > 1:
-        half = x.shape[-1] // 2
-        odd = x[..., 2 * half :]  # one element or none
-        x = torch.cat((x[..., :half] + x[..., half : 2 * half], odd), dim=-1)
-    return x[..., 0]
-
-
-def exp(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Take e to the power of each element by single operations; 0 below the smallest normal number, never infinite.
-
-    With x = k * ln 2 + r and |r| <= ln 2 / 2 it is 2^k times the series of e^r.
-    """
-    single = x.dtype is torch.float32
-    smallest, largest, terms = (-87.0, 88.0, 8) if single else (-708.0, 709.0, 14)
-    inside = x.clamp(smallest, largest)
-    k = torch.round(inside * (1 / math.log(2)))
-    r = (inside - k * LN2_HIGH) - k * LN2_LOW
-    series = torch.full_like(r, 1 / math.factorial(terms - 1))
-    for n in reversed(range(terms - 1)):
-        series = series.mul_(r).add_(1 / math.factorial(n))
-    power = ((k.int() + 127) << 23).view(x.dtype) if single else ((k.long() + 1023) << 52).view(x.dtype)
-    return torch.where(x < smallest, 0, series * power)
-
-
-NORMS = ("input_layernorm", "post_attention_layernorm")
+FUNCTIONS: Mapping[str, Any] = {  # by the name that modules have for them
+    "rotate": rotate_and_cache, "attend": attention, "act": swiglu, "softmax": softmax, "sigmoid": sigmoid,
+    "softplus": softplus, "normalised": normalised, "mixed": mixed, "l2_norm": l2_norm, "rule": delta_rule,
+}  # fmt: skip
 
 
 @torch.inference_mode()
@@ -274,27 +251,34 @@ def make_reproducible(model: CausalLM, *, own: bool = True) -> None:
     """Replace leaves so that no logit depends on the batch, on padding, or on how a prompt is cut into passes.
 
     Prefill and cached decode give the same bits too. That holds for one device, dtype and number of threads. Rotations
-    and the cache stay as they are: each element of theirs is made by itself. `own`: the CPU's leaves make products.
+    and the cache stay as they are: each element of theirs is made by itself. `own`: the CPU's leaves make products, and
+    what a delta net does, whose sums have one order.
     """
-    leaves = _in_one_order(model.model.norm.weight) if own else {}
-    layers: list[Any] = list(model.model.layers)
-    for layer in layers:
-        for name in NORMS:
-            setattr(layer, name, FixedNorm(getattr(layer, name)))
-        attend, mlp = layer.self_attn, layer.mlp
-        _fix(attend, ("q_proj", "k_proj", "v_proj", "o_proj"), leaves)
-        if attend.q_norm is not None:
-            attend.q_norm, attend.k_norm = FixedNorm(attend.q_norm), FixedNorm(attend.k_norm)
-        attend.rotate, attend.attend = rotate_and_cache, attention
-        _fix(mlp, ("gate_proj", "up_proj", "down_proj"), leaves)
-        mlp.act = swiglu
-    model.model.norm = FixedNorm(model.model.norm)
-    _fix(model, ("lm_head",), leaves)
+    leaves, functions = _in_one_order(model.model.norm.weight) if own else {}, dict(FUNCTIONS)
+    for name, kind in (("l2_norm", "l2 norm"), ("rule", "delta rule")):
+        if kind in leaves:
+            functions[name] = leaves[kind](functions[name])
+    for module in list(model.modules()):
+        for name in vars(module).keys() & functions.keys():
+            setattr(module, name, functions[name])
+        for name, leaf in module.named_children():
+            setattr(module, name, _fixed(leaf, leaves))
 
 
-def _fix(owner: nn.Module, names: tuple[str, ...], leaves: Leaves) -> None:
-    for name in names:
-        setattr(owner, name, FixedRows(faster(getattr(owner, name), leaves)))
+def _fixed(leaf: Any, leaves: Leaves) -> Any:
+    if isinstance(leaf, RMSNorm):
+        return FixedNorm(leaf)
+    if isinstance(leaf, HeadNorm):
+        return FixedHeadNorm(leaf)
+    if isinstance(leaf, nn.Linear | QuantisedLinear):
+        return FixedRows(faster(leaf, leaves))
+    if isinstance(leaf, ExpertLinear | QuantisedExperts):
+        return FixedExperts(leaf, leaves)
+    if isinstance(leaf, GatedNorm | ShortConv) and (ours := faster(leaf, leaves)) is not leaf:
+        return ours
+    if isinstance(leaf, GatedNorm):
+        return FixedGatedNorm(leaf)
+    return FixedConv(leaf) if isinstance(leaf, ShortConv) else leaf
 
 
 def _in_one_order(like: Tensor) -> Leaves:

@@ -6,21 +6,19 @@ heads as rows of their key head take 30 us, `enable_gqa` 327 us, keys expanded t
 `enable_gqa` is a twentieth faster than expanding and allocates nothing.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from llorch.pytorch.cache import Visible
-from llorch.pytorch.causal_lm import CausalLM, Context, Heads, Keep
+from llorch.pytorch.causal_lm import Attention, CausalLM, Context, Heads, Keep
 
 
 def use_sdpa(model: CausalLM) -> None:
     """Let every layer attend by `sdpa_attention`."""
-    layers: Any = model.model.layers
-    for layer in layers:
-        layer.self_attn.attend = sdpa_attention
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.attend = sdpa_attention
 
 
 def sdpa_attention(q: Heads, keys: Context, values: Context, visible: Visible, keep: Keep) -> Heads:

@@ -79,8 +79,8 @@ def tried(kind: str, leaves: Leaves, at: Target, clock: Clock) -> Verdict:
         off, slow = 0.0, math.nan
         for config in (ODD, USUAL[at.device.type]):
             example = example_of(kind, config, at)
-            ours = _ours(kind, leaves, example.plain)
-            off = max(off, _off(example, ours, at.dtype))
+            off = max(off, _off(example, _ours(kind, leaves, example.plain), at.dtype))
+            ours = _ours(kind, leaves, example.plain)  # another: recorded steps are those of one decoding
             slow = clock(_decoding(example, ours, at.dtype)) / clock(_decoding(example, example.plain, at.dtype))
     except Exception as error:  # whatever a compiler or a driver raises
         if at.device.type == "cuda":
@@ -129,13 +129,22 @@ def _decoding(example: Example, leaf: Any, dtype: torch.dtype) -> Callable[[], o
     return lambda: example.call(leaf, *given)
 
 
-def seconds(device: torch.device) -> Clock:
-    """What takes the time of a call: Triton's own on CUDA, without what the host takes to launch."""
-    if device.type == "cuda":
-        from triton.testing import do_bench
+def seconds(device: torch.device, kind: str) -> Clock:
+    """What takes the time of a call of a kind of leaf: Triton's own on CUDA, of a recorded call.
 
-        return lambda call: cast(float, do_bench(call, warmup=10, rep=50, return_mode="median"))
-    return _least
+    Recorded, because steps of decoding are, and because a host takes longer to launch a small kernel than it runs:
+    unrecorded, the one that saves no launch would seem the faster. What records itself is timed as it is called.
+    """
+    if device.type != "cuda":
+        return _least
+    from triton.testing import do_bench
+
+    from llorch.pytorch.cuda.graph import recorded
+
+    def median(call: Callable[[], object]) -> float:
+        return cast(float, do_bench(call, warmup=10, rep=50, return_mode="median"))
+
+    return median if kind == "graph" else lambda call: median(recorded(call, warm_up=call).replay)
 
 
 def _least(call: Callable[[], object]) -> float:
@@ -161,9 +170,13 @@ class Numbers:
 
 def example_of(kind: str, config: ModelConfig, at: Target) -> Example:
     """Examples of a kind of leaf, at the shapes of a model."""
-    if kind.startswith("packed "):
-        return _packed(config, at, GGMLType[kind.removeprefix("packed ")])
-    return _EXAMPLES[kind](config, at)
+    if kind in _EXAMPLES:
+        return _EXAMPLES[kind](config, at)
+    if (name := kind.removeprefix("packed ")) in GGMLType.__members__:
+        return _packed(config, at, GGMLType[name])
+    from llorch.pytorch import family_examples  # which is made of what stands here
+
+    return family_examples.example_of(kind, config, at)
 
 
 def _of(plain: Any, *inputs: tuple[Tensor, ...]) -> Example:
@@ -259,6 +272,7 @@ def _graph(config: ModelConfig, at: Target) -> Example:
 
     def steps(replay: Callable[[Decoding, int], None], decoding: Decoding) -> Tensor:
         decoding.n.zero_()
+        decoding.positions.fill_(3)  # behind the prompt again: a clock that goes on and on would run out of slots
         for _ in range(4):
             replay(decoding, 8)
         return torch.cat([tensor.flatten().double() for tensor in decoding.state])

@@ -8,10 +8,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from jaxtyping import Float
 
-from llorch.backward import as_is, backward, recorder
+from llorch.backward import as_is, recorder
 from llorch.cache import KVCache
+from llorch.families import forward
+from llorch.families.backward import backward
 from llorch.files import Weights
-from llorch.forward import Keep, forward
+from llorch.forward import Keep
 from llorch.lora.adapted_weights import AdaptedWeights
 from llorch.lora.adapter import Adapter
 from llorch.ops.cross_entropy import IGNORED, cross_entropy, cross_entropy_backward, shifted

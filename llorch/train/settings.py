@@ -77,6 +77,9 @@ class TrainSettings:
     target_modules: tuple[str, ...] | str = _setting(
         ALL_LINEAR, "Which matrices: q_proj,v_proj, a regular expression for module paths, or all-linear."
     )
+    target_parameters: tuple[str, ...] = _setting(
+        (), "What is no module, by the ends of their paths: experts.gate_up_proj,experts.down_proj,gate.weight."
+    )
     exclude_modules: tuple[str, ...] | str = _setting((), "Likewise, of what is left out again.")
     layers_to_transform: tuple[int, ...] | None = _setting(None, "Only these layers, such as 0,4-7.")
     rank_pattern: Mapping[str, int] = _setting(
@@ -149,6 +152,7 @@ class TrainSettings:
             r=self.r,
             lora_alpha=self.alpha,
             target_modules=self.target_modules,
+            target_parameters=self.target_parameters,
             exclude_modules=self.exclude_modules,
             layers_to_transform=self.layers_to_transform,
             rank_pattern=self.rank_pattern,

@@ -80,6 +80,11 @@ def _typed(name: str, value: Any, where: str) -> Any:
     """A value as its field wants it; YAML reads 1e-4 as text, and a whole number may stand for a rate."""
     if name in ("target_modules", "exclude_modules"):
         return _modules(name, value, where)
+    if name == "target_parameters":
+        names = _modules(name, value, where) or ()
+        if isinstance(names, str):
+            raise ValueError(f"{where}: target_parameters must be a list of names, got {value!r}")
+        return names
     if name == "layers_to_transform":
         return _layers(value, where)
     if name in ("rank_pattern", "alpha_pattern"):

@@ -101,8 +101,8 @@ class _Trace(Mapping[str, np.ndarray]):
         read, _, tokens = self._side.arrays[self._number, name]
         array = read()
         theirs = self._other.arrays[self._number, name][2]
-        if tokens != theirs:
-            array = array.take(self._rows(tokens, theirs), axis=token_axis(BY_NAME[name.rpartition(".")[2]]))
+        if tokens != theirs and (axis := token_axis(BY_NAME[name.rpartition(".")[2]])) is not None:
+            array = array.take(self._rows(tokens, theirs), axis=axis)
         return array.astype(np.float64) if array.dtype.kind == "f" else array
 
     def _rows(self, tokens: tuple[int, ...] | None, theirs: tuple[int, ...] | None) -> list[int]:

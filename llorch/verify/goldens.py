@@ -1,16 +1,15 @@
 """What producers showed for a model: taken live, or read from the goldens that were stored.
 
 A *case* is an input: `near` starts at position 0, `far` some thousands of positions on, where RoPE angles are large.
-Goldens of one producer lie in one safetensors file; names are `<case>/<stage key>`. The truth has a file like theirs.
+Goldens of one producer lie in one file, see `golden_arrays`; names are `<case>/<stage key>`. The truth has one, too.
 """
 
 import hashlib
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,10 @@ import numpy as np
 
 from llorch.config import ModelConfig
 from llorch.files.names import inventory
+from llorch.files.new_file import new_file
 from llorch.sampling import SamplingSettings
 from llorch.verify.compare import Difference
+from llorch.verify.golden_arrays import SUFFIX, read_arrays, write_arrays
 from llorch.verify.places import Pass
 from llorch.verify.witnesses import Call, Producer, Route, stored_route
 
@@ -116,6 +117,7 @@ class Golden:
     tensors: Mapping[str, str]  # the file's tensor table by a foreign reader, see `foundation`
     tokens: Sequence[TokenCheck]
     provenance: Mapping[str, object]
+    cannot_judge: Mapping[str, str] = field(default_factory=dict)  # producers that have none, and why
 
 
 def cases_for(ids: Sequence[int], config: ModelConfig) -> dict[str, Pass]:
@@ -129,8 +131,15 @@ def cases_for(ids: Sequence[int], config: ModelConfig) -> dict[str, Pass]:
         Case to pass.
     """
     n_far = min(FAR_TOKENS, len(ids))
-    far = min(FAR_POSITION, config.max_position_embeddings - n_far)
+    far = min(_far_position(config, n_far), config.max_position_embeddings - n_far)
     return {"near": Pass(tuple(ids)), "far": Pass(tuple(ids[:n_far]), far)}
+
+
+def _far_position(config: ModelConfig, n_far: int) -> int:
+    """Where a chunk or a temperature begins anew in the middle of the tokens, if the model has such."""
+    chunks = [layer.chunk for layer in config.layers if layer.chunk is not None]
+    steps = chunks or [config.temperature.floor] if config.temperature is not None else chunks
+    return -(-FAR_POSITION // steps[0]) * steps[0] - n_far // 2 if steps else FAR_POSITION
 
 
 def n_greedy_for(config: ModelConfig, n_prompt: int) -> int:
@@ -224,21 +233,20 @@ def save(folder: Path, golden: Golden) -> None:
         folder: Made when absent.
         golden: What to store.
     """
-    from safetensors.numpy import save as to_bytes
-
     folder.mkdir(parents=True, exist_ok=True)
     for producer, evidence in golden.evidence.items():
-        _replace(folder / f"{producer}.safetensors", to_bytes(evidence.arrays()))
+        write_arrays(folder / f"{producer}{SUFFIX}", evidence.arrays())
     true = golden.truth.evidence.arrays() | {STEP_LOGITS: golden.truth.step_logits}
-    _replace(folder / f"{TRUTH}.safetensors", to_bytes(true))
-    record = {
+    write_arrays(folder / f"{TRUTH}{SUFFIX}", true)
+    record = ({"cannot_judge": golden.cannot_judge} if golden.cannot_judge else {}) | {
         "cases": {name: asdict(case) for name, case in golden.cases.items()},
         "isolated": _plain_distances(golden.truth.isolated),
         "provenance": golden.provenance,
         "tensors": golden.tensors,
         "tokens": [asdict(check) for check in golden.tokens],
     }
-    _replace(folder / "golden.json", (json.dumps(record, indent=1, sort_keys=True) + "\n").encode())
+    with new_file(folder / "golden.json") as file:
+        file.write_bytes((json.dumps(record, indent=1, sort_keys=True) + "\n").encode())
 
 
 def read(folder: Path) -> Golden:
@@ -254,24 +262,23 @@ def read(folder: Path) -> Golden:
         FileNotFoundError: A file is missing; a missing golden is a failure, never a pass.
         ValueError: A part of it is missing.
     """
-    from safetensors.numpy import load_file
-
-    for name in ("golden.json", *(f"{producer}.safetensors" for producer in (*PRODUCERS, TRUTH))):
-        if not (folder / name).is_file():
-            raise FileNotFoundError(f"golden {folder / name} is missing; make it with reference_outputs/regenerate.py")
-    record = json.loads((folder / "golden.json").read_text())
+    record = _record(folder)
+    unable = unable_of(folder)
+    producers = [name for name in PRODUCERS if name not in unable]
+    for name in (*producers, TRUTH):
+        _require_there(folder / f"{name}{SUFFIX}")
     if record["cases"].keys() != {"near", "far"} or not record["tensors"] or not record["tokens"]:
         raise ValueError(
             f"golden {folder / 'golden.json'}: expected the cases near and far, tensors and tokens, got cases "
             f"{sorted(record['cases'])}, {len(record['tensors'])} tensors, {len(record['tokens'])} texts; "
             "run reference_outputs/regenerate.py"
         )
-    if record.get("isolated", {}).keys() != {*PRODUCERS}:
+    if record.get("isolated", {}).keys() != {*producers}:
         raise ValueError(
-            f"golden {folder / 'golden.json'}: expected isolated distances of {' and '.join(PRODUCERS)}, "
+            f"golden {folder / 'golden.json'}: expected isolated distances of {' and '.join(producers)}, "
             f"got {sorted(record.get('isolated', {})) or 'none'}; run reference_outputs/regenerate.py"
         )
-    shown = {name: load_file(folder / f"{name}.safetensors") for name in (*PRODUCERS, TRUTH)}
+    shown = {name: read_arrays(folder / f"{name}{SUFFIX}") for name in (*producers, TRUTH)}
     steps = shown[TRUTH].pop(STEP_LOGITS)
     made = {name: Evidence.from_arrays(a, stored_route(record["provenance"], name)) for name, a in shown.items()}
     return Golden(
@@ -281,7 +288,40 @@ def read(folder: Path) -> Golden:
         tensors=record["tensors"],
         tokens=[TokenCheck(**check) for check in record["tokens"]],
         provenance=record["provenance"],
+        cannot_judge=unable,
     )
+
+
+def unable_of(folder: Path) -> Mapping[str, str]:
+    """The producers that stored goldens have none of, and why; at least one is left.
+
+    Args:
+        folder: Written by `save`.
+
+    Returns:
+        Producer to reason.
+
+    Raises:
+        FileNotFoundError: There are no goldens.
+        ValueError: A reason is not stated, or nobody is left.
+    """
+    unable = _record(folder).get("cannot_judge", {})
+    if not unable.keys() < {*PRODUCERS} or not all(unable.values()):
+        raise ValueError(
+            f"golden {folder / 'golden.json'}: expected reasons for some of {' and '.join(PRODUCERS)} in cannot_judge, "
+            f"got {unable}; run reference_outputs/regenerate.py"
+        )
+    return unable
+
+
+def _record(folder: Path) -> dict[str, Any]:
+    return json.loads(_require_there(folder / "golden.json").read_text())
+
+
+def _require_there(path: Path) -> Path:
+    if not path.is_file():
+        raise FileNotFoundError(f"golden {path} is missing; make it with reference_outputs/regenerate.py")
+    return path
 
 
 def sha256(path: Path) -> str:
@@ -310,9 +350,3 @@ def _distances(plain: Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]])
         }
         for producer, cases in plain.items()
     }
-
-
-def _replace(path: Path, content: bytes) -> None:
-    temporary = path.with_suffix(path.suffix + ".tmp")
-    temporary.write_bytes(content)
-    os.replace(temporary, path)

@@ -11,6 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
+from llorch.verify.choices import Choice
 from llorch.verify.compare import Difference, Tolerance, measure, measure_in
 from llorch.verify.places import Place
 from llorch.verify.witnesses import Route
@@ -66,6 +67,7 @@ class Claim:
         masked: Whether -inf marks masked entries.
         token_axis: Along which tokens stand, where each is judged.
         unit: What differences are measured in, instead of as shares of the golden.
+        choice: What experts were chosen by, where the array is a choice.
     """
 
     place: Place
@@ -78,9 +80,12 @@ class Claim:
     masked: bool = False
     token_axis: int | None = None
     unit: float | None = None
+    choice: Choice | None = None
 
     def difference(self, got: np.ndarray | None, want: np.ndarray | None = None) -> Difference:
         """How far an array is from the golden, or as a whole from another."""
+        if self.choice is not None:
+            return (self.choice if want is None else replace(self.choice, ids=want)).difference(got)
         if self.unit is not None:
             return measure_in(got, self.want if want is None else want, unit=self.unit)
         if want is not None:
@@ -103,11 +108,14 @@ def judge(claim: Claim, got: np.ndarray | None, *, model: str, backend: str) -> 
     """Compare an array of ours with what is claimed of it."""
     found = claim.difference(got)
     same = claim.want is claim.truth and found.fault is None
-    return row_of(
+    row = row_of(
         found, claim.limit, claim.place, claim.mode, claim.witness, model=model, backend=backend,
         truth_error=found.error if same else claim.from_truth(got),
         producer_error=0.0 if same else claim.of_witness,
     )  # fmt: skip
+    if claim.choice is None or got is None or found.fault is not None or not (note := claim.choice.note(got)):
+        return row
+    return tied(row, note) if row.verdict == PASS else replace(row, note=note)
 
 
 def row_of(

@@ -15,10 +15,18 @@ var(x) @ (w * w).T. They do so in several runs at once, which differ in what a s
     CHAINED   its own; under ggml numerics, where a value falls on the other side of an edge, the golden's
     FREE      under ggml numerics: its own; a value off by e flips with the chance e / step, and is then a step off
 
+In half precision weights are rounded, too, by the same for all tokens. Where attention takes the mean of many values,
+their errors are therefore granted as if all had one sign: independent ones would vanish in it, common ones do not.
+
 Flips of a token cost what a compound Poisson law allows: the mean of their squared steps, 4 roots of its variance, and
 4 of the largest. A stage is granted 4 times the root of its summed variances (a free run 2 times, its flips are that
 many), so is each token of it, and an element 4 times what is its own and its row's mean. A variance counts a rounding
 as if it were always at its largest, three times what it is on the average: what is granted is 7 deviations.
+
+That is the spread of many numbers; a row of few is as uncertain as one. The norm of independent errors of deviations d
+exceeds sqrt(sum(d * d)) + 6 max(d) with a chance of e^-18, and an engine that adds in one lane has d of 1.5 roots: a
+row is granted 4 times the root of its largest variance's 16-fold too, which is more only where less than 16 elements
+make up the sum.
 
 A sum of n terms t, added one by one, passes through n partial sums, each rounded by up to 2^-24 of its size. For terms
 of random sign the errors add up to 2^-24 * sqrt(n / 6 * sum(t * t)) on the average. Two engines are off, independently,
@@ -34,88 +42,46 @@ Source: first-order propagation of independent errors, and the usual random-walk
 
 import math
 from collections.abc import Callable, Container, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import numpy as np
 
-from llorch.config import ModelConfig
-from llorch.files import LayerWeights, Weights
+from llorch.files import Weights
 from llorch.files.matrix import Matrix
 from llorch.files.packed import TILE
 from llorch.files.quant import MINIMA, decode_minima
 from llorch.numerics import QuantMethod
 from llorch.ops.rounding import BLOCK_SIZE, ActivationKind
-from llorch.stages import Stage, input_key, keys, matrix_of
+from llorch.stages import STAGES, Stage, input_keys, key, keys, matrix_of
 from llorch.verify.compare import EXACT, FACTOR, FLOOR, Difference, Tolerance
+from llorch.verify.limits_of_delta_nets import RULES as OF_DELTA_NETS
+from llorch.verify.limits_of_delta_nets import own_half
 from llorch.verify.places import Pass, part_of, token_axis
+from llorch.verify.rounding_costs import (
+    CHAINED,
+    DRIFT,
+    FLOAT32,
+    FREE,
+    ISOLATED,
+    SQUARES,
+    SUM,
+    UNIT,
+    Arithmetic,
+    Step,
+)
 
 MATHEMATICS = Tolerance(1e-12, 1e-11, 1e-11)  # 4500 times what one rounding costs; a token is a part of its tensor
-ISOLATED, CHAINED, FREE = range(3)
 WORST = 4  # times what a whole row may be off: what an element of it may be
-UNIT = 2.0**-24  # half a step of float32, relative
 CACHES = frozenset({"k_cache", "v_cache"})
+STATES = {  # what each of them reads of the passes before
+    "conv_state": "conv_state", "conv_out": "conv_state", "delta_state": "delta_state", "delta_out": "delta_state",
+}  # fmt: skip
 SCORES = frozenset({"attn_scores", "attn_probs"})  # what fused attention does not show; never below float32
-_SUM = 2 * UNIT**2 / 48  # times the width and the squared terms: the variance between two orders of a sum
-_DRIFT = 2 * UNIT**2 / 72  # times the width and the squared sum: the same, as far as it grows like k / n
-_SQUARES = _DRIFT / 4  # times the width: that of the root of a sum of squares, relative
 _DIGITS = {"F16": 11, "BF16": 8}  # binary digits; the step of a number between 2^e and 2^(e+1) is 2^(e+1-digits)
 _CODES = 127
 _ROUNDED = 12  # a rounding is off by up to half a step: the squared step over its variance
 _BLOCK = 32
-
-
-@dataclass(frozen=True)
-class Arithmetic:
-    """The dtype that stages are rounded to.
-
-    Attributes:
-        unit: Half a step, relative; also how far a weight that was rounded to it may be off.
-        smallest: Half the step of the smallest numbers, absolute.
-        activations: What an engine of others rounds the inputs of its products to, where ours does not.
-    """
-
-    unit: float
-    smallest: float = 0.0
-    activations: ActivationKind = "F32"
-
-    @property
-    def is_half(self) -> bool:
-        """Whether inputs and weights are rounded, too."""
-        return self.unit > UNIT
-
-    def rounding(self, y: np.ndarray) -> np.ndarray:
-        """The variance of one rounding."""
-        return np.square(self.unit * y) + self.smallest**2
-
-
-ARITHMETICS: Mapping[str, Arithmetic] = {  # float64 is no question of arithmetic
-    "float32": Arithmetic(UNIT),
-    "bfloat16": Arithmetic(2.0**-9),
-    "float16": Arithmetic(2.0**-12, 2.0**-25),
-}
-FLOAT32 = ARITHMETICS["float32"]
-
-
-@dataclass(frozen=True)
-class Step:
-    """One stage of the golden, and how far its inputs are off: variances have the runs as first axis."""
-
-    stage: Stage
-    config: ModelConfig
-    weights: Weights | LayerWeights
-    positions: np.ndarray
-    x: tuple[np.ndarray, ...]
-    y: np.ndarray
-    given: tuple[np.ndarray, ...]  # variances of x
-    arithmetic: Arithmetic
-    f16_cache: bool
-    past: np.ndarray | None = None  # variances of what a cache held before
-
-    @property
-    def rounding(self) -> np.ndarray:
-        """The variance of one rounding of the result."""
-        return self.arithmetic.rounding(self.y)
 
 
 def variances(
@@ -128,6 +94,7 @@ def variances(
     hidden: Container[str] = frozenset(),
     stored: bool = False,
     past: Mapping[str, np.ndarray] = MappingProxyType({}),
+    states: Mapping[str, np.ndarray] = MappingProxyType({}),
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Expected squared differences of two right runs.
 
@@ -140,6 +107,7 @@ def variances(
         hidden: Trace keys that are not fed, isolated, but made.
         stored: Whether `fed` was rounded when it was written down, and what was made of it was not made of that.
         past: Variances of what the caches held before, by trace key; none for a pass from an empty cache.
+        states: What delta nets held before, likewise.
 
     Yields:
         Trace key, and an array (runs, *shape of the stage).
@@ -147,18 +115,19 @@ def variances(
     config, n_runs = weights.config, 3 if weights.numerics.rounds_activations else 2
     made, passed = fed if made is None else made, dict[str, np.ndarray]()
     for name, stage, layer in keys(config):
-        inputs = [input_key(what, layer, config) for what in stage.input_names(config)]
+        inputs = input_keys(stage, layer, config)
         step = Step(
             stage,
             config,
             weights if layer is None else weights.layer(layer),
             this.positions,
-            tuple(_finite(fed[key], masked=key.endswith("attn_scores")) for key in inputs),
+            tuple(_finite(fed[each], masked=each.endswith("attn_scores")) for each in inputs),
             _finite(made[name], masked=stage.masked),
-            tuple(passed[key] for key in inputs),
+            tuple(passed[each] for each in inputs),
             arithmetic(name),
             weights.cache_dtype is np.float16,
-            past.get(name),
+            past.get(key(STATES.get(stage.name, stage.name), layer)),
+            states.get(key(STATES.get(stage.name, ""), layer)),
         )
         variance = _RULES[stage.name](step)
         if stage.name in CACHES and arithmetic(name) != arithmetic(inputs[0]):
@@ -218,15 +187,15 @@ class Limits:
         self._granted: dict[tuple[str, int], Tolerance] = {}  # chained, to whoever asks again
         self._free = np.empty(0)
         scores = {name for name, stage in self._stages.items() if stage.name in SCORES}
-        by_key = lambda key: FLOAT32 if key in scores else arithmetic  # noqa: E731
+        by_key = lambda at: FLOAT32 if at in scores else arithmetic  # noqa: E731
         self._steps = variances(weights, this, golden, by_key, hidden=scores if fused else ())
 
     def _up_to(self, name: str) -> None:
         while name not in self._isolated:
             with np.errstate(all="ignore"):  # a golden that is not finite fails as such
-                key, made = next(self._steps)
-                self._isolated[key] = limit(self._golden[key], made[ISOLATED], self._stages[key])
-            self._chained[key] = made[CHAINED].copy()
+                at, made = next(self._steps)
+                self._isolated[at] = limit(self._golden[at], made[ISOLATED], self._stages[at])
+            self._chained[at] = made[CHAINED].copy()
             if len(made) > FREE:
                 self._free = made[FREE] / 4  # twice the root is granted: flips are as many as can be
 
@@ -340,11 +309,14 @@ def limit(golden: np.ndarray, variance: np.ndarray, stage: Stage) -> Tolerance:
     if not variance.any():
         return EXACT
     finite = np.where(np.isfinite(golden), golden, 0).astype(np.float64)
-    axes = tuple(axis for axis in range(golden.ndim) if axis != token_axis(stage))
-    rows, sizes = variance.sum(axis=axes, dtype=np.float64), np.square(finite).sum(axis=axes)
-    error = FACTOR * math.sqrt(rows.sum() / (sizes.sum() or 1.0))
+    along = token_axis(stage)
+    axes = tuple(axis for axis in range(golden.ndim) if axis != along)
+    rows, largest = variance.sum(axis=axes, dtype=np.float64), WORST**2 * variance.max(axis=axes)
+    sizes = np.square(finite).sum(axis=axes)
+    error = FACTOR * math.sqrt(max(rows.sum(), largest.max()) / (sizes.sum() or 1.0))
     worst = off(variance).max() / (np.abs(finite).max() or 1.0)
-    tokens = FACTOR * np.sqrt(rows / np.where(sizes > 0, sizes, 1.0))
+    rows = np.maximum(rows, largest) / np.where(sizes > 0, sizes, 1.0)
+    tokens = None if along is None else FACTOR * np.sqrt(rows)
     return Tolerance(float(error), float(worst), tokens).at_least(Tolerance(FLOOR, FLOOR, FLOOR))
 
 
@@ -372,7 +344,7 @@ def product_error(x: np.ndarray, weight: "np.ndarray | QuantMethod", y: np.ndarr
     """How large the relative error of a product alone may be, of rounded inputs and weights where they are rounded."""
     terms = float(squared_terms(x, weight).sum(dtype=np.float64))
     size = float(np.square(y, dtype=np.float64).sum()) or 1.0
-    own = x.shape[-1] * (_SUM * terms + _DRIFT * size) + 2 * (arithmetic.unit**2 * terms if arithmetic.is_half else 0.0)
+    own = x.shape[-1] * (SUM * terms + DRIFT * size) + 2 * (arithmetic.unit**2 * terms if arithmetic.is_half else 0.0)
     return max(FLOOR, FACTOR * math.sqrt(own / size + 2 * arithmetic.unit**2))
 
 
@@ -411,15 +383,24 @@ def _embed(s: Step) -> np.ndarray:
 
 
 def _norm(s: Step) -> np.ndarray:
+    return _normed(own_half(s), s.weights[s.stage.name])
+
+
+def _normed(s: Step, gain: "np.ndarray | float" = 1.0) -> np.ndarray:
+    """Of a norm; that of heads of Llama 4 has no gain."""
     x = s.x[0].reshape(s.y.shape)
     given = s.given[0].reshape(-1, *s.y.shape)
     mean_square = np.square(x).mean(axis=-1, keepdims=True) + x.dtype.type(s.config.rms_norm_eps)
-    own = 2 * s.rounding + _SQUARES * s.y.shape[-1] * np.square(s.y)
-    return given * np.square(s.weights[s.stage.name]) / mean_square + own
+    own = 2 * s.rounding + SQUARES * s.y.shape[-1] * np.square(s.y)
+    return given * np.square(gain) / mean_square + own
 
 
 def _product(s: Step) -> np.ndarray:
-    weight, x = s.weights[matrix_of(s.stage, s.config)], s.x[0]
+    return _of_product(s, s.weights[matrix_of(s.stage, s.config)])
+
+
+def _of_product(s: Step, weight: "np.ndarray | QuantMethod") -> np.ndarray:
+    x = s.x[0]
     kind: ActivationKind = weight.activations if isinstance(weight, QuantMethod) else "F32"  # pyright: ignore
     given = rounded(s.given[0], x, kind)
     if s.arithmetic.activations != "F32":
@@ -434,7 +415,7 @@ def _product(s: Step) -> np.ndarray:
     made += _of_one_scale(s)
     if s.arithmetic.is_half:  # its weights are rounded, too
         made += s.arithmetic.unit**2 * terms + s.arithmetic.smallest**2 * np.square(x).sum(axis=-1, keepdims=True)
-    return made + x.shape[-1] * (_SUM * terms + _DRIFT * np.square(s.y)) + 2 * s.rounding
+    return made + x.shape[-1] * (SUM * terms + DRIFT * np.square(s.y)) + 2 * s.rounding
 
 
 def _row_by_row(weight: "np.ndarray | QuantMethod") -> Iterator[tuple[slice, np.ndarray, np.ndarray | None]]:
@@ -454,7 +435,7 @@ def _of_one_scale(s: Step) -> np.ndarray:
 
     Isolated, the inputs are the golden's.
     """
-    made = np.square(s.y) * 4 * (2 * UNIT**2 + _SQUARES * s.config.hidden_size)
+    made = np.square(s.y) * 4 * (2 * UNIT**2 + SQUARES * s.config.hidden_size)
     return np.stack([np.zeros_like(made), *[made] * (len(s.given[0]) - 1)])
 
 
@@ -478,14 +459,27 @@ def _rope(s: Step) -> np.ndarray:
 
     A scaling only slows the rotation. It adds a few roundings; cosine and sine are off by some more.
     """
-    half = s.config.head_dim // 2
+    half = s.config.rotated // 2
     j = np.arange(half)
     turns = s.positions[:, None] * s.config.rope_theta ** (-j / half)  # (seq, half)
     angle = (turns * (j + np.sqrt(j) + 3) + 2) * UNIT / FACTOR  # a bound, so that nothing is granted above it
     x, given = s.x[0].reshape(s.y.shape), s.given[0].reshape(-1, *s.y.shape)
-    pair = given[..., :half] + given[..., half:]
-    pair = pair + (np.square(x[..., :half]) + np.square(x[..., half:])) * np.square(angle)[:, None, :]
-    return np.concatenate([pair, pair], axis=-1).astype(s.y.dtype) + 2 * s.rounding
+    halves, neighbours = (slice(half), slice(half, 2 * half)), (slice(0, None, 2), slice(1, None, 2))
+    one, other = neighbours if s.config.adjacent_pairs else halves
+    pair = given[..., one] + given[..., other]
+    pair = pair + (np.square(x[..., one]) + np.square(x[..., other])) * np.square(angle)[:, None, :]
+    made = np.empty(given.shape, s.y.dtype)
+    made[..., one] = made[..., other] = pair
+    made[..., : 2 * half] += 2 * s.rounding[..., : 2 * half]
+    made[..., 2 * half :] = given[..., 2 * half :]  # these are not turned
+    return made
+
+
+def _tempered(s: Step) -> np.ndarray:
+    """The factor is a float32 logarithm, times and plus a number."""
+    assert s.config.temperature is not None
+    factor = s.config.temperature.of(s.positions)[:, None, None].astype(s.y.dtype)
+    return s.given[0].reshape(-1, *s.y.shape) * np.square(factor) + 4 * s.rounding
 
 
 def _cache(s: Step) -> np.ndarray:
@@ -496,12 +490,13 @@ def _cache(s: Step) -> np.ndarray:
 
 
 def _scores(s: Step) -> np.ndarray:
-    q, k = s.x
-    given = rounded(s.given[0], q, "F16") if s.f16_cache else s.given[0]
+    k, head_dim = s.x[1], s.config.head_dim
+    q, given = (x.reshape(*x.shape[: x.ndim - s.x[0].ndim + 1], -1, head_dim) for x in (s.x[0], s.given[0]))
+    given = rounded(given, q, "F16") if s.f16_cache else given
     given, of_keys = (each + _of_inputs(x, s.arithmetic) for each, x in ((given, q), (s.given[1], k)))
-    head_dim, squared_k = k.shape[-1], np.square(k).swapaxes(-1, -2)
+    squared_k = np.square(k).swapaxes(-1, -2)
     queries, errors = _grouped(np.square(q), len(k)), _grouped(given, len(k))
-    made = errors @ squared_k + queries @ of_keys.swapaxes(-1, -2) + _SUM * head_dim * (queries @ squared_k)
+    made = errors @ squared_k + queries @ of_keys.swapaxes(-1, -2) + SUM * head_dim * (queries @ squared_k)
     return made.reshape(-1, *s.y.shape) / head_dim + 2 * s.rounding
 
 
@@ -532,7 +527,10 @@ def _context(s: Step) -> np.ndarray:
     given, of_values = (each + _of_inputs(x, s.arithmetic) for each, x in ((given, probs), (s.given[1], v)))
     n_kv, ctx, head_dim = v.shape
     p, e = np.square(probs).reshape(n_kv, -1, ctx), given.reshape(len(given), n_kv, -1, ctx)
-    made = e @ np.square(v) + p @ of_values + _SUM * ctx * (p @ np.square(v))
+    common = p @ of_values
+    if s.arithmetic.is_half:  # rounded weights are off by the same for all tokens, and so are values of tokens alike
+        common[CHAINED] = np.square(np.sqrt(p) @ np.sqrt(of_values[CHAINED]))
+    made = e @ np.square(v) + common + SUM * ctx * (p @ np.square(v))
     by_head = made.reshape(len(given), *probs.shape[:2], head_dim).swapaxes(1, 2)
     return by_head.reshape(-1, *s.y.shape) + 2 * s.rounding
 
@@ -548,6 +546,65 @@ def _swiglu(s: Step) -> np.ndarray:
     slope = share * (1 + gate * (1 - share))
     made = s.given[0] * np.square(slope * up) + s.given[1] * np.square(gate * share)
     return made + 4 * s.rounding
+
+
+def _expert_product(s: Step) -> np.ndarray:
+    """Of each expert, the tokens that it was given."""
+    (x, ids), given = s.x, s.given[0]
+    made = np.empty((len(given), *s.y.shape), x.dtype)
+    for expert in np.unique(ids).astype(int):
+        tokens, places = np.nonzero(ids == expert)
+        at = (tokens,) if x.ndim == 2 else (tokens, places)
+        part = replace(s, x=(x[at],), y=s.y[tokens, places], given=(given[:, *at],))
+        made[:, tokens, places] = _of_product(part, s.weights[s.stage.matrix][expert])
+    return made
+
+
+def _no_error(s: Step) -> np.ndarray:
+    """A choice is the same or another one, see `choices`."""
+    return np.zeros_like(s.y)
+
+
+def _topk_weights(s: Step) -> np.ndarray:
+    """The derivative of p / sum: dw = (dp - w sum(dp)) / sum, where the sum holds the weight's own dp too."""
+    ids = s.x[1].astype(int)
+    chosen, given = np.take_along_axis(s.x[0], ids, -1), np.take_along_axis(s.given[0], ids[None], -1)
+    assert s.config.experts is not None
+    if s.config.experts.scaled_inputs:  # the slope of the sigmoid
+        return given * np.square(s.y * (1 - s.y)) + 4 * s.rounding
+    if not s.config.experts.norm_topk_prob:
+        return given + 2 * s.rounding
+    total = chosen.sum(axis=-1, keepdims=True)
+    made = (1 - 2 * s.y) * given + np.square(s.y) * given.sum(axis=-1, keepdims=True)
+    return np.maximum(made, 0) / np.square(total) + 4 * s.rounding
+
+
+def _expert_in(s: Step) -> np.ndarray:
+    (h, _, weights), (of_h, _, of_weights) = s.x, s.given
+    made = np.square(weights)[..., None] * of_h[:, :, None] + np.square(h)[:, None] * of_weights[..., None]
+    return made + 2 * s.rounding
+
+
+def _shared_gate(s: Step) -> np.ndarray:
+    """The slope of the sigmoid, s (1 - s); llama.cpp divides silu(x) by x."""
+    logit = np.log(s.y) - np.log1p(-s.y)
+    made = _of_product(replace(s, y=np.where(np.isfinite(logit), logit, 0)), s.weights["shared_gate"])
+    return made * np.square(s.y * (1 - s.y)) + 4 * s.rounding
+
+
+def _mixed(s: Step) -> np.ndarray:
+    """A sum of products, added one by one."""
+    (outs, weights, *shared), (of_outs, of_weights, *of_shared) = s.x, s.given
+    if s.config.experts is not None and s.config.experts.scaled_inputs:  # they were multiplied before
+        weights, of_weights = np.ones_like(weights), np.zeros_like(of_weights)
+    made = (np.square(weights)[..., None] * of_outs + np.square(outs) * of_weights[..., None]).sum(axis=-2)
+    terms = np.square(weights[..., None] * outs).sum(axis=-2)
+    if shared:
+        out, gate = shared if len(shared) == 2 else (shared[0], np.ones_like(weights[:, :1]))
+        made += np.square(gate) * of_shared[0] + (np.square(out) * of_shared[1] if len(shared) == 2 else 0)
+        terms += np.square(gate * out)
+    own = s.arithmetic.unit**2 * (weights.shape[-1] + 1) * terms  # each is rounded, and so is each sum
+    return made + own + 4 * s.rounding
 
 
 def squared_terms(x: np.ndarray, weight: "np.ndarray | QuantMethod") -> np.ndarray:
@@ -573,6 +630,9 @@ _RULES: Mapping[str, Callable[[Step], np.ndarray]] = MappingProxyType(
         "embed": _embed,
         "q_rope": _rope,
         "k_rope": _rope,
+        "q_head_norm": _normed,
+        "k_head_norm": _normed,
+        "q_tempered": _tempered,
         "k_cache": _cache,
         "v_cache": _cache,
         "attn_scores": _scores,
@@ -580,10 +640,15 @@ _RULES: Mapping[str, Callable[[Step], np.ndarray]] = MappingProxyType(
         "attn_context": _context,
         "attn_residual": _sum,
         "block_out": _sum,
-        "ffn_act": _swiglu,
+        "router_probs": _probs,
+        "topk_ids": _no_error,
+        "topk_weights": _topk_weights,
+        "expert_in": _expert_in,
+        "shared_gate": _shared_gate,
+        "moe_out": _mixed,
+        **dict.fromkeys(("ffn_act", "expert_act", "shared_ffn_act"), _swiglu),
         **dict.fromkeys(("attn_norm", "ffn_norm", "final_norm", "q_norm", "k_norm"), _norm),
-        **dict.fromkeys(
-            ("q_proj", "k_proj", "v_proj", "attn_out", "ffn_gate", "ffn_up", "ffn_out", "logits"), _product
-        ),
+        **OF_DELTA_NETS,
+        **{stage.name: _expert_product if stage.by_expert else _product for stage in STAGES if stage.matrix},
     }
 )

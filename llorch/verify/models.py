@@ -18,6 +18,8 @@ from llorch.memory import available_memory
 from llorch.model import Model
 from llorch.stages import keys
 from llorch.verify.goldens import (
+    N_GREEDY,
+    PRODUCERS,
     Evidence,
     Golden,
     TokenCheck,
@@ -37,8 +39,9 @@ from llorch.verify.runners.numpy import GgmlRunner, numpy_runners
 from llorch.verify.runners.shared import SharedWeights
 from llorch.verify.suites.files import decode_rows, foreign_tensors, foundation_rows, own_tensors, token_rows
 from llorch.verify.suites.forward import ForwardSuite
-from llorch.verify.truth import WITNESS, take_truth
+from llorch.verify.truth import WITNESS, require_numbers, take_truth
 from llorch.verify.witnesses import ProducerName, Say, open_producer
+from llorch.verify.witnesses.abilities import cannot_judge
 from llorch.verify.witnesses.process import start
 
 Runners = Callable[..., Iterable[Runner]]  # of weights, and whether there is a truth to judge float64 by: wide=
@@ -85,7 +88,20 @@ def stored(name: str) -> tuple[Weights, Golden]:
     golden = read(goldens_folder() / name)
     if golden.provenance["weights_sha256"] != sha256(path):
         raise ValueError(f"golden {name}: made for other weights than {path}; run reference_outputs/regenerate.py")
-    return open_weights(path), golden
+    weights = open_weights(path)
+    unable = unable_for(PRODUCERS, weights.config, golden.cases["near"].ids, N_GREEDY)
+    if golden.cannot_judge != unable:
+        raise ValueError(f"golden {name}: leaves out {golden.cannot_judge}, expected {unable}; run regenerate.py")
+    return weights, golden
+
+
+def unable_for(engines: Iterable[str], config: ModelConfig, ids: Sequence[int], n_greedy: int) -> dict[str, str]:
+    """The engines that are no witness of a model run with a prompt, and why."""
+    n_tokens = len(ids) + n_greedy
+    if config.temperature is not None or any(layer.chunk for layer in config.layers):  # which count from position 0
+        n_tokens = max(n_tokens, int(cases_for(ids, config)["far"].positions[-1]) + 1)
+    reasons = ((engine, cannot_judge(engine, config, n_tokens)) for engine in engines)
+    return {engine: reason for engine, reason in reasons if reason}
 
 
 def verify_live(
@@ -145,6 +161,8 @@ def ask(
 ) -> Shown:
     """Run producers on a model; for the arguments and exceptions see `verify_live`."""
     weights = open_weights(path)
+    n_greedy = n_greedy_for(weights.config, len(ids))
+    unable = unable_for(producers, weights.config, ids, n_greedy)
     ours = plan(weights, n_tokens=len(ids))
     if ours.residency == "packed":
         weights = SharedWeights(weights, say)
@@ -152,12 +170,12 @@ def ask(
     require_memory(weights.config, len(ids), n_traces=3 * len(producers) + 3)  # truths are twice as wide
     require_engines(weights, producers, ours=ours.needed)
     start((*producers, "transformers"))  # which the truth takes
-    n_greedy = n_greedy_for(weights.config, len(ids))
     evidence: dict[str, Evidence] = {}
     tokens: dict[str, Sequence[int]] = {}
     for name in producers:
         say(f"running {name}")
         with not_run(name, failed):
+            _require_able(name, path, unable)
             with open_producer(name, path, say=_from(say, name)) as producer:
                 shown = take(producer, cases, n_greedy=n_greedy)
                 theirs = producer.tokenize(text, add_special=True, parse_special=False) if text is not None else None
@@ -170,7 +188,24 @@ def ask(
         with not_run(WITNESS, failed):
             require_truth(weights)
             truth = take_truth(path, cases, evidence, n_greedy=n_greedy, say=_from(say, WITNESS))
-    return Shown(weights, cases, evidence, truth, texts)
+    return Shown(weights, cases, _of_numbers(evidence, truth, weights.config.family, failed), truth, texts)
+
+
+def _of_numbers(
+    evidence: Mapping[str, Evidence], truth: Truth | None, family: str, failed: dict[str, str] | None
+) -> dict[str, Evidence]:
+    """Those that show no NaN of their own; the others are not heard."""
+    kept: dict[str, Evidence] = {}
+    for name, shown in evidence.items():
+        with not_run(name, failed):
+            require_numbers(name, family, shown, truth)
+            kept[name] = shown
+    return kept
+
+
+def _require_able(engine: str, path: Path, unable: Mapping[str, str]) -> None:
+    if engine in unable:
+        raise ValueError(f"{engine}: cannot judge {path}: {unable[engine]}")
 
 
 def _from(say: Say, name: str) -> Say:
@@ -207,11 +242,14 @@ def verify_as_stored(
     n_greedy = n_greedy_for(model.config, len(ids))
     require_memory(model.config, len(ids) + n_greedy, n_traces=6)
     say("running llamacpp")
-    with not_run("llamacpp", failed), open_producer("llamacpp", path, numerics=model.weights.numerics) as producer:
-        greedy = producer.greedy(ids, n_greedy)
-        cases = cases_for(ids, model.config) | {"near": Pass((*ids, *greedy[:-1]))}
-        evidence = replace(take(producer, cases, n_greedy=1), greedy=np.asarray(greedy, np.int64))
-        theirs = producer.tokenize(text, add_special=True, parse_special=False) if text is not None else None
+    with not_run("llamacpp", failed):
+        _require_able("llamacpp", path, unable_for(("llamacpp",), model.config, ids, n_greedy))
+        with open_producer("llamacpp", path, numerics=model.weights.numerics) as producer:
+            greedy = producer.greedy(ids, n_greedy)
+            cases = cases_for(ids, model.config) | {"near": Pass((*ids, *greedy[:-1]))}
+            evidence = replace(take(producer, cases, n_greedy=1), greedy=np.asarray(greedy, np.int64))
+            require_numbers("llamacpp", model.config.family, evidence, None)
+            theirs = producer.tokenize(text, add_special=True, parse_special=False) if text is not None else None
     if failed:
         return
     say("comparing tensors")

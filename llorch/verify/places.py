@@ -72,7 +72,12 @@ def part_of(stage: Stage, array: np.ndarray, start: int, stop: int) -> np.ndarra
     return array[tuple([cuts.get(axis, _ALL) for axis in stage.axes.split()])]
 
 
-def token_axis(stage: Stage) -> int:
-    """The axis of a stage's array along which tokens stand."""
+def has_tokens(stage: Stage) -> bool:
+    """Whether tokens stand along an axis; a state is what it is behind the last of a pass."""
+    return not {"seq", "ctx"}.isdisjoint(stage.axes.split())
+
+
+def token_axis(stage: Stage) -> int | None:
+    """The axis of a stage's array along which tokens stand; a state of a delta net has none."""
     axes = stage.axes.split()
-    return axes.index("seq" if "seq" in axes else "ctx")
+    return next((axes.index(axis) for axis in ("seq", "ctx") if axis in axes), None)

@@ -15,6 +15,7 @@ from llorch.verify.compare import Difference, measure
 from llorch.verify.goldens import Evidence, Truth, calls_for, shown_by
 from llorch.verify.places import Pass
 from llorch.verify.witnesses import Call, Say, open_producer
+from llorch.verify.witnesses.abilities import not_a_number
 
 WITNESS = "transformers-float64"  # its name in rows
 ATTENTION = "attention"  # stands for scores, probabilities and context as one op
@@ -56,6 +57,17 @@ def take_truth(
         measured = iter(answers[len(asked) :])
         distances = {producer: {name: next(measured) for name in cases} for producer in evidence}
         return Truth(shown, steps, distances)
+
+
+def require_numbers(engine: str, family: str, shown: Evidence, truth: Truth | None) -> None:
+    """Refuse a witness (ValueError) that shows NaN where the truth, if there is one, has a number: that is none."""
+    true = {} if truth is None else truth.evidence.arrays()
+    for name, array in shown.arrays().items():
+        lost = np.isnan(array) & ~np.isnan(true.get(name, 0.0))
+        if lost.any():
+            case, key = name.split("/")
+            why = not_a_number(engine, family, key.rpartition(".")[2])
+            raise ValueError(f"{engine}: {lost.sum()} of {lost.size} values of its {key} ({case}) are NaN{why}")
 
 
 def distance(array: np.ndarray, true: np.ndarray, stage: Stage) -> Difference:

@@ -15,7 +15,7 @@ class Recipe:
     """How to make one model.
 
     Attributes:
-        family: Class prefix in transformers and architecture in GGUF, lower case.
+        family: As llorch names it.
         vocabulary: Kind of the vocabulary, see `train_vocabulary`.
         config: Arguments of the transformers config.
         seed: Seed of weights, text and order.
@@ -64,6 +64,22 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
 }  # fmt: skip
 
+# The auxiliary loss spreads tokens over experts, else a brief training leaves some without any.
+_EXPERTS = {"num_experts": 7, "moe_intermediate_size": 20, "output_router_logits": True, "router_aux_loss_coef": 0.02}
+
+# llama.cpp has states of as many keys as values; eps 1e-6, which it takes for that of the L2 norm, too.
+_HYBRID = {
+    "layer_types": ["linear_attention", "full_attention"], "full_attention_interval": 2, "linear_conv_kernel_dim": 4,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 6, "linear_value_head_dim": 6,
+}  # fmt: skip
+_PARTIAL = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5}
+
+# Temperature from position 8 on, beyond which the frequencies of YaRN are stretched.
+_MINISTRAL_ROPE = {
+    "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 8, "beta_fast": 4.0,
+    "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.5, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
+
 RECIPES = {
     "micro-llama": Recipe(
         family="llama", vocabulary="llama", seed=1,
@@ -91,6 +107,60 @@ RECIPES = {
         config=_shape(
             hidden=64, inter=224, layers=2, heads=15, kv_heads=3, head_dim=32, vocab=373, tied=False, eps=1e-6,
             rope={"rope_type": "default", "rope_theta": 1e6}, context=40960,
+        ),
+    ),
+    "micro-qwen2-moe": Recipe(
+        family="qwen2_moe", vocabulary="qwen2", seed=6, steps=300,
+        config=_EXPERTS | {"shared_expert_intermediate_size": 28, "num_experts_per_tok": 2, "norm_topk_prob": False}
+        | _shape(
+            hidden=32, inter=44, layers=2, heads=4, kv_heads=2, head_dim=8, vocab=269, tied=False, eps=1e-6,
+            rope={"rope_type": "default", "rope_theta": 1e6}, context=32768,
+        ),
+    ),
+    "micro-qwen3-moe": Recipe(
+        family="qwen3_moe", vocabulary="qwen2", seed=7, steps=300,
+        config=_EXPERTS | {"num_experts_per_tok": 3, "norm_topk_prob": True}
+        | _shape(
+            hidden=32, inter=44, layers=2, heads=4, kv_heads=2, head_dim=10, vocab=271, tied=False, eps=1e-6,
+            rope={"rope_type": "default", "rope_theta": 1e6}, context=40960,
+        ),
+    ),
+    "micro-qwen3.5": Recipe(
+        family="qwen3_5", vocabulary="qwen2", seed=8, steps=300,
+        config=_HYBRID | _shape(
+            hidden=20, inter=28, layers=2, heads=4, kv_heads=2, head_dim=8, vocab=263, tied=False, eps=1e-6,
+            rope=_PARTIAL | {"mrope_section": [1, 1, 0]}, context=32768,
+        ),
+    ),
+    "micro-qwen3.5-moe": Recipe(
+        family="qwen3_5_moe", vocabulary="qwen2", seed=9, steps=300,
+        config=_HYBRID | _EXPERTS | {"shared_expert_intermediate_size": 24, "num_experts_per_tok": 2} | _shape(
+            hidden=20, inter=28, layers=2, heads=4, kv_heads=2, head_dim=8, vocab=263, tied=False, eps=1e-6,
+            rope=_PARTIAL | {"mrope_section": [1, 1, 0]}, context=32768,
+        ),
+    ),
+    "micro-qwen3-next": Recipe(
+        family="qwen3_next", vocabulary="qwen2", seed=10, steps=300,
+        config=_HYBRID | _EXPERTS | {"shared_expert_intermediate_size": 24, "num_experts_per_tok": 3} | _shape(
+            hidden=20, inter=28, layers=2, heads=4, kv_heads=2, head_dim=8, vocab=263, tied=False, eps=1e-6,
+            rope=_PARTIAL, context=32768,
+        ),
+    ),
+    "micro-ministral3": Recipe(
+        family="ministral3", vocabulary="llama-bpe", seed=12, steps=250,
+        config={"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None} | _shape(
+            hidden=20, inter=28, layers=2, heads=4, kv_heads=2, head_dim=8, vocab=265, tied=False, eps=1e-5,
+            rope=_MINISTRAL_ROPE, context=8192,
+        ),
+    ),
+    "micro-llama4": Recipe(
+        family="llama4", vocabulary="llama-bpe", seed=13, steps=250,
+        config={
+            "intermediate_size_mlp": 28, "num_local_experts": 3, "num_experts_per_tok": 2,
+            "interleave_moe_layer_step": 2, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None,
+        } | _shape(
+            hidden=20, inter=12, layers=4, heads=4, kv_heads=2, head_dim=8, vocab=267, tied=False, eps=1e-5,
+            rope={"rope_type": "default", "rope_theta": 5e5}, context=16384,
         ),
     ),
     "story": Recipe(

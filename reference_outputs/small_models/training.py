@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import transformers
 
+from llorch.verify.witnesses.transformers import CLASSES
 from small_models.corpus import stories
 from small_models.shapes import Recipe
 from small_models.vocabulary import Vocabulary
@@ -65,9 +66,8 @@ def new_model(recipe: Recipe) -> transformers.PreTrainedModel:
         The model, in training mode.
     """
     torch.manual_seed(recipe.seed)
-    family = recipe.family.capitalize()
-    config = getattr(transformers, f"{family}Config")(**recipe.config, initializer_range=recipe.initial_std)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).train()
+    config_class, model_class = CLASSES[recipe.family]
+    model = model_class(config_class(**recipe.config, initializer_range=recipe.initial_std)).train()
     if recipe.mixed:
         model.set_attn_implementation("eager")  # in bfloat16 the fused kernel is the slower one
     if recipe.quiet_start:
@@ -84,6 +84,10 @@ def _unsettle(model: torch.nn.Module, generator: torch.Generator) -> None:
                 weight += 0.3 * torch.randn(weight.shape, generator=generator)
                 channels = torch.randperm(len(weight), generator=generator)[: len(_OUTLIERS)]
                 weight[channels] = torch.tensor(_OUTLIERS)
+            elif name.endswith("A_log"):
+                weight.copy_(torch.linspace(-3, math.log(16), len(weight)))
+            elif name.endswith("dt_bias"):  # the last head forgets all at once, the others more and less
+                weight.copy_(torch.tensor([*torch.linspace(-5, 1, len(weight) - 1), 18.5]))
             elif name.endswith(".bias"):
                 weight += 0.2 * torch.randn(weight.shape, generator=generator)
 

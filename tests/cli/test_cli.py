@@ -12,7 +12,7 @@ import pytest
 from command_line import REPOSITORY, invoke, spawn
 
 import llorch
-from llorch.builtin import builtin_path
+from llorch.builtin import EVERY, builtin_path
 from llorch.cli import main
 from llorch.cli.tables import console
 
@@ -35,6 +35,11 @@ def examples(command: str) -> list[str]:
     """The command lines that open a help page, without the remarks beside them."""
     page = invoke(*command.split(), "--help").stdout.split("\n\n")
     return [line.strip().split("   ")[0] for line in page[1].splitlines()]
+
+
+def test_the_help_page_names_every_built_in_model():
+    page = invoke("--help").stdout.partition("or a built-in name:")[2].partition(".\n\n")[0]
+    assert page.replace(",", " ").split() == [*EVERY]
 
 
 def test_llorch_alone_prints_the_help_page_and_ends_well():
@@ -113,8 +118,8 @@ def bad_files(tmp_path: Path) -> Path:
     ("words", "code", "expected"),
     [
         ("run {}/nothing.gguf x", 3, "no such file or folder"),
-        ("run storry x", 3, "not a built-in model (micro-llama, micro-llama3, micro-qwen2, micro-qwen3, story); did"),
-        ("run nowhere x", 3, "micro-qwen3, story)"),
+        ("run storry x", 3, "not a built-in model (micro-llama, micro-llama3, micro-qwen2, micro-qwen3, story, "),
+        ("run nowhere x", 3, "micro-qwen3, story, "),
         ("data show story pirat", 3, "not a built-in data set (pirate); did you mean 'pirate'?"),
         ("verify micro-lama", 3, "not a built-in model"),
         ("inspect {}/nothing.gguf", 3, "no such file or folder"),

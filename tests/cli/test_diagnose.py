@@ -202,3 +202,14 @@ def test_an_adapter_folder_makes_it_a_dump_of_training(tmp_path: Path):
     assert result.exit_code == 1, result.stderr
     assert "adamw-eps-inside-root: explains" in result.stdout
     assert all("eps was added under the root" in path.read_text(encoding="utf-8") for path in files.values())
+
+
+def test_a_dump_of_experts_is_read_with_their_ids_as_integers(tmp_path: Path):
+    model = ("--model", "micro-qwen3-moe")
+    invoke("trace", "micro-qwen3-moe", "--tokens", ",".join(map(str, IDS)), "-o", str(tmp_path / "dump"))
+    assert "RIGHT" in invoke("diagnose", str(tmp_path / "dump"), *model).stdout
+    trace = run(open_weights(builtin_path("micro-qwen3-moe")), Pass(IDS))
+    trace["l1.topk_ids"] = trace["l1.topk_ids"].astype(np.int32) + 100  # of no expert
+    result = invoke("diagnose", str(write(tmp_path / "wrong", trace)), *model)
+    assert result.exit_code == 1
+    assert "WRONG  l1.topk_ids: " in result.stdout

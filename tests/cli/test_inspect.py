@@ -37,6 +37,16 @@ def test_tables_name_config_tokenizer_metadata_and_tensors():
         assert expected in result.stdout
 
 
+def test_what_the_layers_of_a_family_are_is_shown_in_full():
+    rows = [" ".join(line.split()) for line in invoke("inspect", "micro-llama4").stdout.splitlines()]
+    for expected in (
+        "layers 0,2 attention, norms of heads, chunk of 8192", "experts.n_experts 3", "experts.scaled_inputs True",
+        "temperature.floor 8192", "rotary_dim 8",
+    ):  # fmt: skip
+        assert expected in rows, rows[:60]
+    assert "layers all: attention" in " ".join(invoke("inspect", "story").stdout.split())
+
+
 def test_a_file_that_llorch_refuses_is_shown_and_then_refused(foreign: Path):
     result = invoke("inspect", str(foreign))
     assert result.exit_code == 2

@@ -1,13 +1,16 @@
 """Grouping and counting of verification rows."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from llorch.cli.judged import ALL, EXACT, NOT_RUN, Judged, closer_to_truth, first_failure, lines, summary
+from llorch.builtin import builtin_path
+from llorch.cli.judged import EXACT, NOT_RUN, Judged, checkpoints_of, closer_to_truth, first_failure, lines, summary
 from llorch.cli.judging import _exit_code
 from llorch.cli.report import closing_line, failure_report
+from llorch.files import open_weights
 from llorch.verify.judge import Row
 
 
@@ -77,7 +80,7 @@ def test_a_failure_is_shown_before_a_near_tie_and_both_before_any_pass():
 
 
 def test_every_checkpoint_of_the_arithmetic_has_a_line_also_without_a_row():
-    for numbers in (ALL[:-1], ALL):
+    for numbers in (EXACT, (*EXACT, "13")):
         found = lines(replace(judged(row()), checkpoints=numbers))
         assert [line.checkpoint for line in found] == list(numbers)
         assert sum(line.verdict == NOT_RUN for line in found) == len(numbers) - 1
@@ -128,6 +131,11 @@ def test_closeness_to_the_truth_needs_every_producer_and_counts_chained_places_o
     }
 
 
+def test_without_a_truth_nothing_is_said_of_how_close_to_it_ours_is():
+    line = closing_line(summary([judged(row(truth_error=math.nan, producer_error=math.nan))]))
+    assert "truth" not in line
+
+
 def test_the_closing_line_rounds_down_and_counts_what_was_not_run():
     rows = [row(layer=n, truth_error=9.0 if n == 0 else 0.0) for n in range(300)]
     rows.append(row(backend="numpy-float32", truth_error=9.0))
@@ -158,3 +166,21 @@ def test_a_detailed_line_is_of_a_stage_or_of_one_of_several_models():
 def test_witnesses_are_counted_where_several_are_expected():
     assert summary([judged(row())])["witnesses"] == {"m": ["llamacpp"]}
     assert summary([judged(row(), numerics="ggml")])["witnesses"] == {}
+
+
+def test_a_witness_that_cannot_judge_is_counted_and_is_no_engine_that_is_missing():
+    found = replace(
+        judged(row(), row(backend="numpy-float32"), checkpoints=["05"]),
+        cannot_judge={"llamacpp": "it reads no sliding_window"},
+    )
+    counts = summary([found])
+    assert counts["cannot_judge"] == [{"model": "m", "witness": "llamacpp", "reason": "it reads no sliding_window"}]
+    assert (counts["not_run"], counts["checkpoints_not_run"]) == ([], 0)
+    assert "0 failed, 1 witness left out that cannot judge" in closing_line(counts)
+
+
+def test_a_dense_model_is_not_judged_by_checkpoints_of_experts():
+    config = open_weights(builtin_path("micro-qwen3")).config
+    assert checkpoints_of(config) == EXACT
+    assert {*checkpoints_of(config, quantised=True)} - {*EXACT} == {"13"}
+    assert not {"05b", "06b"} & {*EXACT}

@@ -115,7 +115,7 @@ def test_a_certificate_can_be_computed_again(folder: Path):
     said = json.loads((folder / "certificate.json").read_text())
     assert said["lessons"]["01"] == {"verdict": "PASS", "comparisons": said["lessons"]["01"]["comparisons"]}
     assert (said["lessons"]["01"]["comparisons"] > 100, said["code"].keys()) == (True, {"l01_rms_norm.py"})
-    assert "micro-llama/truth.safetensors" in said["goldens"]
+    assert "micro-llama/truth.safetensors.xz" in said["goldens"]
     again = ("certificate", "--check", str(folder / "certificate.json"))
     assert "every hash and verdict is the same" in learn(*again)
     write(folder, RIGHT.replace("eps", "0.1"))

@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 from chat_models import CHATML, chat_folder
 from command_line import invoke
+from random_adapters import tiny_base
 
+from llorch.builtin import builtin_path
 from llorch.cli.lora.train import command
 from llorch.cli.lora.training_progress import try_it
+from llorch.convert import convert
 from llorch.train.settings import TrainSettings
 
 SMALL = ("--r", "2", "--batch-size", "2", "--steps", "3", "--lr", "0.005")
@@ -161,3 +164,23 @@ def test_the_command_that_training_on_chats_prints_says_what_was_learned(folder:
     answer = invoke(*command[1:], "--json")
     tokens = [json.loads(line) for line in answer.stdout.splitlines()]
     assert ("".join(token["text"] for token in tokens), tokens[-1]["finish"]) == ("me", "eos")
+
+
+def test_a_folder_without_a_tokenizer_is_trained_on_ids_and_nobody_is_told_to_ask_it(tmp_path: Path):
+    base = tiny_base(tmp_path / "base")
+    data = written(tmp_path / "ids.jsonl", {"input_ids": [1, 2, 3, 4]}, {"input_ids": [5, 6, 7]})
+    result = train(tmp_path / "mine", model=str(base), data=data)
+    assert result.exit_code == 0, result.stderr
+    (told,) = [line.partition("try it with: llorch ")[2] for line in result.stdout.splitlines() if "try it" in line]
+    assert invoke(*shlex.split(told)).exit_code == 0
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_loss_that_is_not_trained_is_named_where_a_folder_asks_for_it(asked: bool, tmp_path: Path):
+    convert(builtin_path("micro-qwen3-moe"), tmp_path / "moe")
+    config = tmp_path / "moe" / "config.json"
+    settings = {"output_router_logits": asked, "router_aux_loss_coef": 0.02}
+    config.write_text(json.dumps(json.loads(config.read_text()) | settings))
+    result = train(tmp_path / "mine", model=str(tmp_path / "moe"))
+    assert result.exit_code == 0, result.stderr
+    assert ("router_aux_loss_coef 0.02): it is not trained" in result.stderr) == asked

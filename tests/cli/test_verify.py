@@ -42,22 +42,24 @@ def changed_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_every_built_in_model_agrees_with_its_goldens():
-    from llorch.builtin import BUILTIN
-    from llorch.cli.judged import EXACT, TRAINING
+    from llorch.builtin import EVERY, builtin_path
+    from llorch.cli.judged import TRAINING, checkpoints_of
+    from llorch.files import open_weights
     from llorch.stages import CHECKPOINTS
     from llorch.verify.training.goldens import MODELS
 
     result = spawn("verify")
     assert result.returncode == 0, result.stdout
-    for name in BUILTIN:
+    for name in EVERY:
         lines = result.stdout.split(f"{name}\n")[1].split("\n\n")[0].splitlines()
         table = [line for line in lines if line[:2].isdigit()]
-        numbers = (*EXACT, *(TRAINING if name in MODELS else ()))
+        config = open_weights(builtin_path(name)).config
+        numbers = (*checkpoints_of(config), *(TRAINING if name in MODELS else ()))
         assert [line[:20].rstrip() for line in table] == [f"{n:<3} {CHECKPOINTS[n]}" for n in numbers]
         assert all(line.rstrip().endswith("PASS") for line in table)
     assert "13  quantised" in result.stdout.split("quantised   one witness: llamacpp\n")[1]
     last = result.stdout.splitlines()[-1]
-    assert last.startswith("6 models, ")
+    assert last.startswith(f"{len(EVERY) + 1} models, ")
     assert " 0 failed; our float32 at least as close to the truth as both producers at " in last
     figures = (REPOSITORY / "benchmarks/README.md").read_text()
     (n_rows, n_places) = re.findall(r"(\d+) comparisons.* of (\d+) \(stage, layer, model\) rows", last)[0]

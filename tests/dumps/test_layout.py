@@ -1,17 +1,19 @@
 """Axes in every order, heads joined or split, a batch, padding, fused projections, pairs."""
 
+from dataclasses import replace
 from itertools import permutations
 
 import numpy as np
 import pytest
 from raw_dumps import golden_trace, raw_array, raw_dump, weights_of
 
-from llorch.dumps.layout import Form, axis_sizes, far_nearest, fitting_forms, unlike
+from llorch.architecture import DeltaNet, Layer
+from llorch.dumps.layout import Form, far_nearest, fitting_forms, unlike
 from llorch.dumps.mapping import mapping_of
 from llorch.dumps.names import stage_dump
 from llorch.errors import FormatError, GuardFailed
 from llorch.files.names import interleave
-from llorch.stages import BY_NAME
+from llorch.stages import BY_NAME, axis_sizes
 
 MODEL = "micro-qwen3"  # all dimensions differ
 IDS, TRACE = golden_trace(MODEL, "transformers")
@@ -171,3 +173,20 @@ def test_unlike_is_the_sine_of_the_angle_between_what_is_finite():
     assert unlike(x, y) == pytest.approx(0.8)
     assert unlike(-5 * y, y) == pytest.approx(0)
     assert unlike(np.zeros(4), y) == 1
+
+
+HYBRID = replace(
+    CONFIG, layers=(Layer(mixer="delta_net"),) * CONFIG.n_layers, attention_gate=True,
+    delta_net=DeltaNet(conv_kernel=4, n_key_heads=2, n_value_heads=6, key_head_dim=14, value_head_dim=10),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", ["conv_state", "conv_out", "q_l2", "beta", "delta_state", "delta_out", "gated_norm"])
+def test_stages_of_a_delta_net_are_found_by_shape(stage: str):
+    """A state is one of value-major memory, too, and heads are joined or split."""
+    shape = BY_NAME[stage].shape(HYBRID, seq=N, ctx=N)
+    array = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    joined = array.reshape(*shape[: min(1, len(shape) - 2)], -1, shape[-1]) if len(shape) > 2 else array
+    for shown in (*(array.transpose(order) for order in permutations(range(array.ndim))), joined, array[None]):
+        got = stage_dump(raw_dump({f"l1.{stage}": shown}, IDS), HYBRID).seen[0, f"l1.{stage}"].read()
+        np.testing.assert_array_equal(got, array)

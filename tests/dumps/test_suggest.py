@@ -21,7 +21,8 @@ MODEL = "micro-llama3"  # twelve heads, and twelve tokens: shapes do not tell
 IDS, TRACE = golden_trace(MODEL, "transformers")
 WEIGHTS = weights_of(MODEL)
 CONFIG = WEIGHTS.config
-NAMES = {stage.name: f"x{letter}" for stage, letter in zip(STAGES, ascii_lowercase, strict=False)}  # they say nothing
+LETTERS = (first + second for first in ascii_lowercase for second in ascii_lowercase)
+NAMES = {stage.name: f"x{letters}" for stage, letters in zip(STAGES, LETTERS, strict=False)}  # they say nothing
 
 
 def written(name: Callable[[str, int | None], str], *left_out: str) -> dict[str, np.ndarray]:

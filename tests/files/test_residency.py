@@ -8,7 +8,7 @@ import pytest
 import llorch
 from llorch.builtin import builtin_path
 from llorch.files import Weights, open_weights, residency
-from llorch.files.residency import plan, working_bytes
+from llorch.files.residency import plan, remembered, working_bytes
 from llorch.numerics import EXACT, GGML, Numerics
 from llorch.verify.suites.quantised_models import write_model
 
@@ -116,3 +116,21 @@ def test_a_packed_model_does_not_keep_what_it_decodes(path: Path):
     model = llorch.load(path, residency="packed")
     model.forward([1, 2, 3])
     assert all(array.ndim == 1 for array in model.weights._loaded.values())
+
+
+@pytest.mark.live
+def test_a_hybrid_needs_rows_of_its_attention_layers_alone_and_states_of_one_size(tmp_path: Path):
+    from families import random_folder
+
+    wide = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 4, "head_dim": 64}
+    net = {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 64}
+    folder = random_folder("qwen3_5", tmp_path / "m", 0, **wide, **net, linear_value_head_dim=64)  # pyright: ignore
+    model, ids = llorch.load(folder), np.arange(256) % 100
+    config = model.config
+    assert remembered(config) == (2 * config.kv_width, 3 * (8 * 64 * 64 + 3 * (2 * 4 + 8) * 64))
+    model.forward(ids[:4])
+    tracemalloc.start()
+    model.forward(ids)
+    taken = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert taken < working_bytes(model.weights, 256) < 3 * taken

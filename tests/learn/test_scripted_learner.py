@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from command_line import invoke
-from scripted_learner import ALIKE, TAUGHT, named, pasted, typed, untyped, written
+from scripted_learner import ALIKE, TAUGHT, named, pasted, possible, typed, untyped, written
 
 from llorch.learn.check import check
 from llorch.learn.implementation import Implementation
@@ -13,7 +13,6 @@ from llorch.learn.lessons import BY_NUMBER, WARM_UP, Lesson
 from llorch.learn.materials import hints_of, stub_of, typed_mistakes
 from llorch.learn.verdict import BORROWED
 from llorch.verify.judge import FAIL, PASS
-from llorch.verify.mistakes import of_checkpoint
 
 TYPED, FIRST = list(typed()), {lesson.number: name for lesson, _, name in reversed(list(typed()))}
 NUMBERED = pytest.mark.parametrize("lesson", TAUGHT, ids=lambda lesson: lesson.number)
@@ -47,7 +46,7 @@ def test_a_typed_mistake_fails_with_its_name(lesson: Lesson, part: str, name: st
 @NUMBERED
 def test_every_mistake_of_a_checkpoint_is_typed_or_said_why_not(lesson: Lesson):
     here, elsewhere = {name for wrong in typed_mistakes(lesson).values() for name in wrong}, untyped(lesson)
-    assert {*of_checkpoint(lesson.number)} <= here | elsewhere.keys()
+    assert {*possible(lesson)} <= here | elsewhere.keys()
     assert not here & elsewhere.keys()
     for name, why in elsewhere.items():
         other = BY_NUMBER.get(why.removeprefix("typed in ").partition(":")[0])

@@ -9,8 +9,8 @@ from random_adapters import EVERY, fresh, random_adapter
 
 from llorch.builtin import builtin_path
 from llorch.cache import KVCache
+from llorch.families import forward
 from llorch.files import Weights, open_weights
-from llorch.forward import forward
 from llorch.lora.adapted_weights import AdaptedWeights
 from llorch.numerics import GGML
 from llorch.ops.lora import LoraMatrix

@@ -11,7 +11,7 @@ from random_adapters import EVERY, adapted_logits, random_adapter, same_tensors,
 from llorch.errors import FormatError
 from llorch.files import open_weights
 from llorch.lora.base import identity_of
-from llorch.lora.config import module_names
+from llorch.lora.config import names_of
 from llorch.lora.export import export, plain_adapter
 from llorch.lora.files import read_adapter, recorded_base
 from llorch.lora.peft_format import write_peft
@@ -128,6 +128,6 @@ def test_an_adapter_that_is_plain_already_keeps_its_bits(weights):
 
 
 def test_modules_are_named_by_their_ends_where_every_layer_has_them(weights):
-    assert module_names(random_adapter(weights.config).targets, weights.config) == tuple(sorted(EVERY))
+    assert names_of(random_adapter(weights.config).targets, weights.config)["target_modules"] == tuple(sorted(EVERY))
     some = random_adapter(weights.config, target_modules=("q_proj",), layers_to_transform=(1,))
-    assert module_names(some.targets, weights.config) == ("model.layers.1.self_attn.q_proj",)
+    assert names_of(some.targets, weights.config)["target_modules"] == ("model.layers.1.self_attn.q_proj",)

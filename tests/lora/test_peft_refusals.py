@@ -140,7 +140,7 @@ def test_a_module_that_was_trained_whole_is_named_with_the_remedy(adapter, model
         ("modules_to_save", ["lm_head"], "Unsupported"),
         ("fan_in_fan_out", True, "Unsupported"),
         ("trainable_token_indices", [3], "Unsupported"),
-        ("target_parameters", ["mlp.experts.gate_up_proj"], "Unsupported"),
+        ("target_parameters", ["mlp.experts.gate_up_proj"], "Missing"),
         ("layer_replication", [[0, 1], [0, 2]], "Unsupported"),
         ("alora_invocation_tokens", [1, 2], "Unsupported"),
         ("use_qalora", True, "Unsupported"),

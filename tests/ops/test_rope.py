@@ -4,7 +4,15 @@ import numpy as np
 import pytest
 
 from llorch.config import FactorScaling, LinearScaling, Llama3Scaling, YarnScaling
-from llorch.ops.rope import frequencies, llama3_factors, rope, rope_tables, scale_frequencies, yarn_kept_share
+from llorch.ops.rope import (
+    frequencies,
+    llama3_factors,
+    rope,
+    rope_adjacent,
+    rope_tables,
+    scale_frequencies,
+    yarn_kept_share,
+)
 
 HEAD_DIM = 6
 YARN = YarnScaling(factor=4.0, original_max_position_embeddings=2000, attention_factor=1.25)
@@ -18,6 +26,12 @@ def test_rope_turns_half_split_pairs_as_worked_by_hand():
     x = np.array([[[1.0, 2.0, 3.0, 4.0]]])
     cos, sin = np.array([[0.0, -1.0]]), np.array([[1.0, 0.0]])  # a quarter turn of (1, 3), half a turn of (2, 4)
     np.testing.assert_array_equal(rope(x, cos, sin), [[[-3.0, -2.0, 1.0, -4.0]]])
+
+
+def test_adjacent_pairs_are_turned_as_halves_are():
+    x = np.array([[[1.0, 2.0, 3.0, 4.0]]])
+    cos, sin = np.array([[0.0, -1.0]]), np.array([[1.0, 0.0]])  # a quarter turn of (1, 2), half a turn of (3, 4)
+    np.testing.assert_array_equal(rope_adjacent(x, cos, sin), [[[-2.0, 1.0, -3.0, -4.0]]])
 
 
 def test_rope_frequencies_match_powers_worked_by_hand():

@@ -84,6 +84,22 @@ def test_cuda_is_what_is_got_when_it_is_asked_for():
         target("cuda:999")
 
 
+@pytest.mark.gpu
+def test_what_torch_says_of_cuda_that_is_meant_so_reaches_nobody():
+    if not torch.cuda.is_available():
+        pytest.skip("NOT RUN: torch finds no CUDA device")
+    said = (
+        "TensorFloat32 tensor cores for float32 matrix multiplication available but not enabled. Consider setting it",
+        "Attempting to run cuBLAS, but there was no current CUDA context! Attempting to set the primary context...",
+        "\nOnline softmax is disabled on the fly since Inductor decides to\nsplit the reduction. Cut an issue",
+    )
+    compute_as_named(target("cuda"))
+    for text in said:
+        warnings.warn(text, UserWarning, stacklevel=1)
+    with pytest.raises(UserWarning, match="something else"):
+        warnings.warn("something else", UserWarning, stacklevel=1)
+
+
 @pytest.mark.parametrize("verb", [["run", "story", "Once"], ["bench", "story"], ["verify", "micro-llama"]])
 @NO_CUDA
 def test_a_missing_device_is_one_line_and_exit_code_3(verb: list[str]):

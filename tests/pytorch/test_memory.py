@@ -173,6 +173,16 @@ def test_a_run_takes_no_more_than_was_predicted_and_not_much_less(dtype: str):
     assert measured <= predicted <= 1.5 * measured
 
 
+def test_experts_need_room_for_the_products_of_every_number_of_rows():
+    moe = open_weights(builtin_path("micro-qwen3-moe"))
+    layers, experts = moe.config.n_layers, 7
+    assert moe.config.experts is not None
+    assert moe.config.experts.n_experts == experts
+    one, many, most = (predict(moe, target("cpu", "float32"), "decoded", 1, n).runtime for n in (512, 1024, 1 << 20))
+    assert many - one == 2 * layers * experts << 19  # a second pass: two products of each expert
+    assert most - (one - (2 * layers * experts << 19)) == 1024 << 19
+
+
 def test_a_batch_that_does_not_fit_is_refused_with_one_that_does(monkeypatch: pytest.MonkeyPatch):
     model = load_torch("micro-llama")
     free(monkeypatch, 16e6)

@@ -20,6 +20,7 @@ from llorch.pytorch import proof, trial
 from llorch.pytorch.decoding import Decoding
 from llorch.pytorch.device import Target, target
 from llorch.pytorch.leaves import leaves_for
+from llorch.pytorch.packing import PACKERS
 from llorch.pytorch.proof import try_apart, verdicts
 from llorch.pytorch.trial import Verdict, tried
 
@@ -28,6 +29,7 @@ own_leaves = proof.own_leaves.__wrapped__  # a process remembers the results of 
 CPU = torch.device("cpu")
 ALL = ["packed Q8_0", "packed Q4_0", "packed Q4_K", "packed Q6_K", "norm", "linear", "rotate", "attend", "act", "block"]
 QUICK = ("norm", "rotate", "attend", "act")  # in Triton's interpreter
+EXPERTS = [f"packed experts {kind.name}" for kind in PACKERS]
 EVERY_KIND = pytest.mark.parametrize("kind", ALL)
 RIGHT, WRONG, SLOW = Verdict(0.5, 0.9), Verdict(7.0, 0.9), Verdict(0.5, 1.4)
 
@@ -56,7 +58,7 @@ def test_triton_leaves_pass_the_trial(kind: str):
         pytest.skip("NOT RUN: the interpreter is off where there is a device")
     from llorch.pytorch.cuda.leaves import LEAVES
 
-    assert {*LEAVES} == {*ALL, "graph"}
+    assert {*LEAVES} == {*ALL, *EXPERTS, "graph"}
     assert tried(kind, LEAVES, target(), even).fault(timed=True) == ""
 
 
@@ -102,11 +104,40 @@ def test_replayed_steps_are_compared_with_steps_one_by_one(skipped: int, right: 
     assert (tried("graph", {"graph": lambda plain: replay}, target(), even).fault(timed=True) == "") is right
 
 
+def test_steps_are_timed_as_often_as_a_clock_wants_and_a_recording_is_of_one_decoding():
+    class Recorded:
+        decoding: Decoding | None = None
+
+        def __call__(self, decoding: Decoding, ctx: int) -> None:
+            self.decoding = self.decoding or decoding
+            assert decoding is self.decoding
+            decoding.step(trial.CTX)
+
+    def often(call: Callable[[], object]) -> float:
+        return float(len([call() for _ in range(trial.CTX)]))
+
+    assert tried("graph", {"graph": lambda plain: Recorded()}, target(), often).fault(timed=True) == ""
+
+
 def test_a_leaf_that_takes_longer_counts_where_speed_is_asked_for():
     times = iter([3.0, 2.0] * 2)
     found = tried("norm", leaves_for(CPU, torch.float32, required=True), target(), lambda call: next(times))
     assert found.fault(timed=False) == ""
     assert found.fault(timed=True) == "takes 1.5 times as long"
+
+
+@pytest.mark.gpu
+def test_what_the_host_takes_to_launch_is_no_time_of_a_leaf():
+    if not torch.cuda.is_available():
+        pytest.skip("NOT RUN: torch finds no CUDA device")
+    at = target("cuda")
+    x = torch.zeros(1, device=at.device)
+
+    def many() -> None:
+        for _ in range(200):
+            x.add_(1)
+
+    assert trial.seconds(at.device, "norm")(many) < 0.7 * trial.seconds(at.device, "graph")(many)
 
 
 def test_a_leaf_that_ends_its_process_is_named_and_the_others_are_tried_all_the_same():

@@ -17,9 +17,8 @@ from llorch.verify.judge import FAIL, PASS, Row
 from llorch.verify.suites import packed as verification
 from llorch.verify.suites import quantised
 from llorch.verify.suites.packed import PACKED_MODELS, product_rows, verify_quantised_torch
-from llorch.verify.suites.quantised_models import write_model
+from llorch.verify.suites.quantised_models import MODELS, write_model
 
-PRODUCTS = [stage.name for stage in STAGES if stage.matrix]
 Judged = tuple[str, str, str]  # stage, mode, backend
 TARGETS = [(device, dtype) for device in ("cpu", "cuda") for dtype in ("float32", "bfloat16", "float16")]
 
@@ -34,7 +33,8 @@ def expected(device: str, dtype: str) -> dict[str, set[Judged]]:
     backend = f"torch-{device}-{dtype}"
     every = {kind.name: {(f"decode.{kind.name}", "exact", backend)} for kind in PACKERS}
     for model in PACKED_MODELS:
-        of_stages = {(stage, "isolated", backend + suffix) for stage in PRODUCTS for suffix in ("", "-plain")}
+        products = [s.name for s in STAGES if s.matrix and s.applies_to(MODELS[model].config)]
+        of_stages = {(stage, "isolated", backend + suffix) for stage in products for suffix in ("", "-plain")}
         every[model] = every.get(model, set()) | {("file", "exact", backend)} | of_stages
     return every
 

@@ -7,7 +7,7 @@ from torch.nn.functional import linear
 from llorch.files.quant import GGMLType
 from llorch.pytorch import quantised_linear
 from llorch.pytorch.packing import PACKERS, decode
-from llorch.pytorch.quantised_linear import QuantisedEmbedding, QuantisedLinear
+from llorch.pytorch.quantised_linear import QuantisedEmbedding, QuantisedLinear, Reordered
 
 OUT, IN = 37, 512
 EVERY_TYPE = pytest.mark.parametrize("ggml_type", PACKERS, ids=lambda kind: kind.name)
@@ -101,3 +101,10 @@ def test_a_kernel_takes_the_place_of_the_product():
 
 def test_a_packed_layer_says_what_it_is():
     assert repr(layer(GGMLType.Q6_K)) == "QuantisedLinear(Q6_K, out_features=37, in_features=512)"
+
+
+def test_inputs_are_put_in_the_order_of_the_columns():
+    leaf, x = QuantisedLinear(packed_matrix(GGMLType.Q8_0, OUT, IN), GGMLType.Q8_0), torch.randn(3, IN)
+    columns = torch.randperm(IN)
+    want = x @ decode(leaf.fields, leaf.ggml_type)[:, columns].T
+    torch.testing.assert_close(Reordered(leaf, columns)(x), want)

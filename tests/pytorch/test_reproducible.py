@@ -27,9 +27,10 @@ from llorch.model import load
 from llorch.pytorch import reproducible
 from llorch.pytorch.causal_lm import RMSNorm, keep_nothing
 from llorch.pytorch.causal_lm import swiglu as plain_swiglu
+from llorch.pytorch.fixed_order import FixedNorm, exp, softmax, swiglu, tree_sum
 from llorch.pytorch.load import load_dense, load_packed
 from llorch.pytorch.lora import leaves
-from llorch.pytorch.reproducible import FixedNorm, exp, make_reproducible, softmax, swiglu, tree_sum
+from llorch.pytorch.reproducible import make_reproducible
 from llorch.verify.suites.quantised_models import write_model
 
 

@@ -169,3 +169,14 @@ def test_every_test_that_a_keyword_asks_for_is_in_a_file_that_says_it(request: p
     for word in ("checkpoint", "checkpoint_", "teeth"):
         files = {item.path for item in request.session.items if word in f"{item.path.name} {item.name}".lower()}
         assert [path for path in files if word not in f"{path} {path.read_text(encoding='utf-8')}".lower()] == []
+
+
+def test_a_checked_function_is_compiled_as_if_it_were_not():
+    @checked(typechecker=beartype)
+    def doubled(x: Float[torch.Tensor, "rows width"]) -> Float[torch.Tensor, "rows width"]:
+        return 2 * x
+
+    with pytest.raises(TypeCheckError):
+        doubled(torch.ones(2))
+    compiled = torch.compile(doubled, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(torch.ones(2, 3)), torch.full((2, 3), 2.0))

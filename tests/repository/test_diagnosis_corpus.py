@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from benchmarks.diagnosis.bugs import BUGS, Bug, together
 from benchmarks.diagnosis.cases import Case, cases, first_shown, passes_of, run, run_case, truth_of, unseen
@@ -18,6 +17,7 @@ from llorch.dumps.mapping import read_mapping
 from llorch.dumps.names import stage_dump
 from llorch.files import open_weights
 from llorch.stages import forward_order
+from llorch.verify.golden_arrays import SUFFIX, read_arrays
 
 
 @pytest.mark.parametrize("cuts", [(), (5,), (6, 7)], ids=["whole", "chunks", "steps"])
@@ -28,7 +28,7 @@ def test_the_port_is_right(model: str, case: str, cuts: tuple[int, ...]):
     port = Port(model, tokens["first_position"])
     for part in np.split(tokens["ids"], cuts):
         port.run(part.tolist())
-    truth = load_file(goldens_folder() / model / "truth.safetensors")
+    truth = read_arrays(goldens_folder() / model / f"truth{SUFFIX}")
     for name, got in stage_keys(port.tape[-1]).items():
         want = truth[f"{case}/{name}"]
         want = rows_of_the_last_pass(want, got.shape)

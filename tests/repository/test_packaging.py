@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import llorch
-from llorch.builtin import BUILTIN
+from llorch.builtin import EVERY
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -24,7 +24,7 @@ def test_each_extra_is_asked_for_by_a_message_or_makes_nothing_but_haste_or_is_f
 
 def test_the_wheel_carries_the_lessons_and_the_goldens_of_every_built_in_model():
     carried = SETTINGS["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
-    folders = ["checkpoints", *(f"reference_outputs/{name}" for name in (*BUILTIN, "quantised"))]
+    folders = ["checkpoints", *(f"reference_outputs/{name}" for name in (*EVERY, "quantised"))]
     assert carried == {folder: f"llorch/{folder}" for folder in folders}
 
 

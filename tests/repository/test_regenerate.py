@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from golden_files import unpacked
 from planted import golden_of, suite_of, weights_of
 from planted_training import training_golden_of
 
-from llorch.builtin import BUILTIN, goldens_folder
+from llorch.builtin import EVERY, goldens_folder
 from llorch.verify.compare import Difference
 from llorch.verify.goldens import PRODUCERS, Evidence, Golden, TokenCheck, save
 from llorch.verify.places import Pass
@@ -186,7 +187,7 @@ def test_check_is_red_where_a_stored_distance_does_not_follow_from_the_goldens(
     assert done.stdout.startswith("distance of llamacpp, far l0.ffn_up: ")
 
 
-@pytest.mark.parametrize("missing", ["golden.json", "llamacpp.safetensors", "transformers.safetensors", *FILES])
+@pytest.mark.parametrize("missing", ["golden.json", "llamacpp.safetensors.xz", "transformers.safetensors.xz", *FILES])
 def test_check_of_a_missing_golden_is_an_error(
     script: ModuleType, golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
 ):
@@ -205,7 +206,7 @@ def test_without_check_the_goldens_are_written(
     assert done.exit_code == 0
     assert done.stdout.startswith(f"{NAME}: written to {NAME}, ")
     for file in (goldens_folder() / NAME).iterdir():
-        assert (tmp_path / NAME / file.name).read_bytes() == file.read_bytes()
+        assert unpacked(tmp_path / NAME / file.name) == unpacked(file)
 
 
 def refuse(script: ModuleType, golden: Golden) -> None:
@@ -283,14 +284,15 @@ def test_far_witnesses_are_refused_before_anything_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", BUILTIN)
+@pytest.mark.parametrize("name", EVERY)
 def test_the_stored_input_is_the_beginning_of_the_prompt(script: ModuleType, name: str):
-    assert tuple(script.prompt_ids(weights_of(name))) == golden_of(name).cases["near"].ids
-    assert golden_of(name).provenance["prompt"] == script.PROMPT
+    prompt, n_tokens = script.prompt_of(name)
+    ids = script.prompt_ids(weights_of(name), prompt, n_tokens)
+    assert tuple(ids) == golden_of(name).cases["near"].ids
+    assert golden_of(name).provenance["prompt"] == prompt
     assert [check.text for check in golden_of(name).tokens] == list(script.TEXTS)
 
 
-def test_a_prompt_that_repeats_itself_is_refused(script: ModuleType, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(script, "PROMPT", "a a a a a a a a a a a a")
+def test_a_prompt_that_repeats_itself_is_refused(script: ModuleType):
     with pytest.raises(ValueError, match=r"regenerate: expected at least 8 distinct tokens, got \["):
-        script.prompt_ids(weights_of(NAME))
+        script.prompt_ids(weights_of(NAME), "a a a a a a a a a a a a", 12)

@@ -1,7 +1,7 @@
-"""Get the vocabularies, test strings and chat templates that ship in the llama-cpp-python source distribution.
+"""Get what only the source distribution of llama-cpp-python has: vocabularies, chat templates, llama.cpp's converter.
 
 python tests/support/fetch_vocabularies.py FOLDER
-LLORCH_VOCABULARIES=FOLDER pytest -m weights
+LLORCH_VOCABULARIES=FOLDER LLORCH_LLAMACPP=FOLDER pytest -m "live or weights"
 """
 
 import subprocess
@@ -21,9 +21,10 @@ TEMPLATES = (
     "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B",
 )
 WANTED = (
-    *(f"ggml-vocab-{name}{suffix}" for name in NAMES for suffix in SUFFIXES),
-    *(f"templates/{name}.jinja" for name in TEMPLATES),
+    *(f"models/ggml-vocab-{name}{suffix}" for name in NAMES for suffix in SUFFIXES),
+    *(f"models/templates/{name}.jinja" for name in TEMPLATES),
 )
+CONVERTER = ("conversion", "gguf-py/gguf")  # two packages, whole: a family is a module
 
 
 def fetch(folder: Path) -> list[Path]:
@@ -51,11 +52,11 @@ def fetch(folder: Path) -> list[Path]:
 
 
 def unpack(archive: Path, folder: Path) -> list[Path]:
-    """Copy the wanted files out of the source distribution, and nothing else.
+    """Copy the wanted files and the converter's modules out of the source distribution, and nothing else.
 
     Args:
         archive: The source distribution.
-        folder: An existing folder.
+        folder: Where they go.
 
     Returns:
         The files.
@@ -63,22 +64,20 @@ def unpack(archive: Path, folder: Path) -> list[Path]:
     Raises:
         SystemExit: One of them is not in it.
     """
-    prefix = f"{archive.name.removesuffix('.tar.gz')}/vendor/llama.cpp/models/"
+    tree = f"{archive.name.removesuffix('.tar.gz')}/vendor/llama.cpp/"
     with tarfile.open(archive) as content:
-        for name in WANTED:
-            try:
-                source = content.extractfile(prefix + name)
-            except KeyError:
-                source = None
-            if source is None:
-                sys.exit(f"fetch_vocabularies: {archive.name} has no file {prefix}{name}")
-            (folder / name).parent.mkdir(exist_ok=True)
-            (folder / name).write_bytes(source.read())
-    return [folder / name for name in WANTED]
+        members = {member.name.removeprefix(tree): member for member in content if member.isfile()}
+        modules = [name for name in members if name.endswith(".py") and name.rpartition("/")[0] in CONVERTER]
+        for name in (*WANTED, *(f"{package}/__init__.py" for package in CONVERTER)):
+            if name not in members:
+                sys.exit(f"fetch_vocabularies: {archive.name} has no file {tree}{name}")
+        for name in (wanted := (*WANTED, *modules)):
+            members[name].name = name.removeprefix("models/")
+            content.extract(members[name], folder, filter="data")
+    return [folder / members[name].name for name in wanted]
 
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit(__doc__)
-    for path in fetch(Path(sys.argv[1])):
-        print(path)
+    print(f"{len(fetch(Path(sys.argv[1])))} files are in {sys.argv[1]}")

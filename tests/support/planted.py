@@ -6,22 +6,23 @@ from functools import cache
 
 import numpy as np
 
-from llorch.builtin import BUILTIN, builtin_path, goldens_folder
+from llorch.builtin import BUILTIN, EVERY, builtin_path, goldens_folder
 from llorch.cache import KVCache
+from llorch.families import forward
 from llorch.files import Weights, open_weights
-from llorch.forward import forward
 from llorch.stages import BY_NAME, Stage, key, keys
 from llorch.verify.compare import Tolerance, measure
 from llorch.verify.goldens import PRODUCERS, Golden, read
 from llorch.verify.mistakes import Mistake
 from llorch.verify.mistakes.cache import CACHES
 from llorch.verify.mistakes.stage_inputs import StageInputs, stage_inputs
-from llorch.verify.mistakes.variants import VISIBLE, Variants, made_wrong, reads_of, variants
+from llorch.verify.mistakes.variants import VISIBLE, Variants, made_wrong, variants
 from llorch.verify.places import Pass, part_of
 from llorch.verify.runners.numpy import run
 from llorch.verify.suites.forward import ForwardSuite
 
 MICRO = tuple(name for name in BUILTIN if name.startswith("micro"))
+BOTH = ("micro-qwen3-next", "micro-qwen3.5-moe")  # experts and delta nets, each of which another model has alone
 
 
 @cache
@@ -50,29 +51,38 @@ def right(model: str, case: str, producer: str, n_cached: int) -> Mapping[str, n
     return run(weights_of(model), golden.cases[case], n_cached=n_cached, golden=trace)
 
 
+def by_name(mistake: Mistake) -> str:
+    return "_".join((*(f"checkpoint_{number}" for number in mistake.checkpoints), mistake.name))
+
+
 def models_of(mistake: Mistake) -> list[str]:
-    """The micro models that the mistake can be made with, else the other built-in ones."""
-    able = [model for model in BUILTIN if mistake.applies_to(weights_of(model).config)]
-    return [model for model in able if model in MICRO] or able
+    """The dense micro models whose goldens show the mistake, else those of others."""
+    configs = {model: weights_of(model).config for model in EVERY}
+    able = [
+        model
+        for model, config in configs.items()
+        if mistake.applies_to(config)
+        and any(BY_NAME[stage].applies_to(config) for stage in mistake.stages)
+        and {*mistake.cases} <= golden_of(model).cases.keys()
+    ]
+    alone = [model for model in able if model not in BOTH]
+    return [model for model in alone if model in MICRO] or alone or able
 
 
 @dataclass(frozen=True)
 class Situation:
-    """One stage of the first layer (or outside the layers) of one golden."""
+    """One stage of a layer (or outside the layers) of one golden."""
 
     model: str
     case: str
     producer: str
     stage_name: str
+    layer: int | None
     n_cached: int
 
     @property
     def stage(self) -> Stage:
         return BY_NAME[self.stage_name]
-
-    @property
-    def layer(self) -> int | None:
-        return 0 if self.stage.in_layer else None
 
     @property
     def key(self) -> str:
@@ -123,12 +133,11 @@ def situations(mistake: Mistake) -> Iterator[Situation]:
             cached = n_cached(mistake, golden_of(model).cases[case])
             for stage in (stage for stage in mistake.stages if BY_NAME[stage].applies_to(config)):
                 for producer in PRODUCERS:
-                    yield Situation(model, case, producer, stage, cached)
+                    yield Situation(model, case, producer, stage, mistake.first_layer(stage, config), cached)
 
 
-def chain(mistake: Mistake[StageInputs], model: str, case: str, stage: str) -> dict[str, np.ndarray]:
+def chain(mistake: Mistake[StageInputs], weights: Weights, whole: Pass, stage: str) -> dict[str, np.ndarray]:
     """Our forward pass on its own results, with one stage done wrong; both caches together: their lengths must fit."""
-    whole, weights = golden_of(model).cases[case], weights_of(model)
     n, trace, cache = n_cached(mistake, whole), dict[str, np.ndarray](), KVCache(weights.config, weights.dtype)
     cache._first_position = whole.first_position
     wrong = {name for name in mistake.stages if name == stage or {name, stage} == set(CACHES)}
@@ -141,9 +150,8 @@ def chain(mistake: Mistake[StageInputs], model: str, case: str, stage: str) -> d
 
     def keep(name: str, array: np.ndarray) -> np.ndarray:
         here, layer = places[name]
-        if here.name in wrong:
-            reads = reads_of(mistake, weights.config)
-            inputs = stage_inputs(here, layer, weights, whole.after(n), trace, past or None, reads=reads)
+        if here.name in wrong and (layer is None or mistake.in_layers(weights.config, layer)):
+            inputs = stage_inputs(here, layer, weights, whole.after(n), trace, past or None, reads=mistake.reads)
             array = made_wrong(mistake, inputs, here.name)
         trace[name] = array
         return array
@@ -153,3 +161,15 @@ def chain(mistake: Mistake[StageInputs], model: str, case: str, stage: str) -> d
         forward(ids[:n], weights, cache, keep=note)
     forward(ids[n:], weights, cache, keep=keep)
     return trace
+
+
+def first_failing(
+    trace: Mapping[str, np.ndarray], suite: ForwardSuite, case: str, producer: str, n_cached: int
+) -> tuple[str, int | None] | None:
+    """The first stage of a pass that is not within the limits of its golden, and its layer."""
+    limits, whole = suite.limits(case), suite.cases[case]
+    for name, stage, layer in keys(suite.weights.config):
+        want = part_of(stage, suite.evidence[producer].traces[case][name], n_cached, len(whole.ids))
+        if not measure(trace[name], want, masked=stage.masked).within(limits.chained(name, n_cached)):
+            return stage.name, layer
+    return None

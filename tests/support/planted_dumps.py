@@ -8,6 +8,7 @@ from planted import golden_of
 
 from llorch.dumps.stage_dump import StageDump, Tokens
 from llorch.files import Weights
+from llorch.stages import keys
 from llorch.verify.diagnosis.hypotheses import Hypothesis, known_mistakes
 from llorch.verify.diagnosis.replay import UNCHANGED, Change, Past, Replay
 from llorch.verify.models import stored
@@ -22,7 +23,16 @@ def wide(model: str) -> Weights:
 
 
 def mistake(name: str, model: str) -> Hypothesis:
-    return next(each for each in known_mistakes(wide(model).config) if each.name == name)
+    return mistake_in(name, wide(model))
+
+
+def mistake_in(name: str, weights: Weights) -> Hypothesis:
+    return next(each for each in known_mistakes(weights.config) if each.name == name)
+
+
+def everywhere(planted: Hypothesis, weights: Weights) -> Change:
+    """A mistake in all stages and layers where it can be made."""
+    return planted.change(planted.at([name for name, _, _ in keys(weights.config)]))
 
 
 def passes(model: str, *sizes: int, first_position: int = 0) -> list[Tokens]:
@@ -37,8 +47,15 @@ def passes(model: str, *sizes: int, first_position: int = 0) -> list[Tokens]:
 def dumped(
     model: str, tokens: Sequence[Tokens], change: Change = UNCHANGED, shown: Callable[[str], bool] = WHOLE
 ) -> StageDump:
-    """Every stage that is `shown` of a run in float64, rounded to float32."""
-    replay, traces = Replay(wide(model), StageDump.of_arrays(tokens)), []
+    """Every stage that is `shown` of a run of a micro model in float64, rounded to float32."""
+    return dump_of(wide(model), tokens, change, shown)
+
+
+def dump_of(
+    weights: Weights, tokens: Sequence[Tokens], change: Change, shown: Callable[[str], bool] = WHOLE
+) -> StageDump:
+    """The same of any model, its weights in float64."""
+    replay, traces = Replay(weights, StageDump.of_arrays(tokens)), []
     past = Past(replay.config, np.float64)
     for number in range(len(tokens)):
         made: dict[str, np.ndarray] = {}

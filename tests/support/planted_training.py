@@ -31,9 +31,9 @@ def weights_of(model: str) -> Weights:
     return open_weights(builtin_path(model))
 
 
-def model_of(mistake: TrainingMistake) -> str:
-    """The last model that can show a mistake: that one has the fewer layers."""
-    return [model for model in MODELS if mistake.applies_to(weights_of(model).config)][-1]
+def models_of(mistake: TrainingMistake) -> list[str]:
+    """Models with training goldens that can have a mistake; none of experts and delta nets, which no dense one has."""
+    return [model for model in MODELS if mistake.applies_to(weights_of(model).config)]
 
 
 @cache

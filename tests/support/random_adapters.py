@@ -10,8 +10,8 @@ from tiny_models import random_tensors, write_folder
 
 from llorch.cache import KVCache
 from llorch.config import ModelConfig
+from llorch.families import forward
 from llorch.files import Weights, open_weights
-from llorch.forward import forward
 from llorch.lora.adapted_weights import AdaptedWeights
 from llorch.lora.adapter import Adapter, LoraTensors, assembled, wanted_shapes
 from llorch.lora.config import LoraConfig

@@ -5,13 +5,21 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from runpy import run_path
+from typing import Any
 
+from llorch.builtin import BUILTIN, builtin_path
+from llorch.config import ModelConfig
+from llorch.files import open_weights
+from llorch.learn.check import FORWARD
+from llorch.learn.checks.forward import models_of
 from llorch.learn.folder import read_folder
 from llorch.learn.implementation import Implementation
 from llorch.learn.judging import NearMiss
 from llorch.learn.lessons import LESSONS, Lesson
 from llorch.learn.materials import hints_of, stub_of, typed_mistakes
 from llorch.learn.verdict import Verdict
+from llorch.stages import BY_NAME
+from llorch.verify.mistakes import MISTAKES, of_checkpoint
 
 TAUGHT = [
     lesson
@@ -52,6 +60,18 @@ def typed() -> Iterator[tuple[Lesson, str, str]]:
 def untyped(lesson: Lesson) -> dict[str, str]:
     """Mistakes of a lesson that cannot be typed in it, and why."""
     return run_path(str(lesson.folder / "mistakes.py")).get("UNTYPED", {})
+
+
+def possible(lesson: Lesson) -> list[str]:
+    """Known mistakes of a checkpoint that a model of its lesson can have: dense ones have no gates and no states."""
+    inside = lesson.number in FORWARD
+    configs = [open_weights(builtin_path(model)).config for model in (models_of(lesson) if inside else BUILTIN)]
+
+    def strikes(mistake: Any, config: ModelConfig) -> bool:
+        stages = [BY_NAME[s] for s in mistake.stages if s in BY_NAME and BY_NAME[s].checkpoint == lesson.number]
+        return mistake.applies_to(config) and (not inside or any(stage.applies_to(config) for stage in stages))
+
+    return [n for n in of_checkpoint(lesson.number) if any(strikes(MISTAKES[n], config) for config in configs)]
 
 
 def named(found: Verdict) -> set[str]:

@@ -3,11 +3,12 @@
 jaxtyping binds the arguments of every call and has beartype check them twice, for its messages. Here only functions
 are checked whose annotations name axes (types alone are pyright's), beartype wraps the function itself, and arguments
 and results of types, dtypes and shapes that have passed together pass again unchecked. What cannot be wrapped so (a
-generator, a class that names itself) is left to jaxtyping.
+generator, a class that names itself) is left to jaxtyping. What torch.compile traces is the function alone.
 """
 
 import dataclasses
 import inspect
+import sys
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 from functools import cache, partial, wraps
@@ -57,6 +58,8 @@ def _remembering(function: Callable) -> Callable:
 
     @wraps(function)
     def remembering(*args: object, **kwargs: object) -> object:
+        if (torch := sys.modules.get("torch")) is not None and torch.compiler.is_compiling():
+            return function(*args, **kwargs)
         try:
             given = _kind(args), _kind((*kwargs.items(),))
         except _UnknowableError:

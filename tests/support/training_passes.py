@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from llorch.builtin import builtin_path
 from llorch.files import open_weights
 from llorch.lora.adapter import Adapter
-from llorch.lora.config import Target
+from llorch.lora.targets import Target
 from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.load import load_dense
 from llorch.pytorch.train.forward import hidden_states

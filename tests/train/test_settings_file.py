@@ -89,6 +89,16 @@ def test_target_modules_are_names_or_a_pattern(value: Any, expected: object):
     assert merged(BOTH | {"target_modules": value}).target_modules == expected
 
 
+def test_target_parameters_are_names():
+    found = merged(BOTH | {"target_modules": "", "target_parameters": "experts.down_proj, gate.weight"})
+    assert found.lora.target_parameters == ("experts.down_proj", "gate.weight")
+    assert not found.lora.target_modules
+    with pytest.raises(ValueError, match="target_parameters must be"):
+        merged(BOTH | {"target_parameters": ".*"})
+    with pytest.raises(ValueError, match="lora_dropout does not go with target_parameters, in PEFT neither"):
+        merged(BOTH | {"target_parameters": ["gate.weight"], "dropout": 0.1})
+
+
 @pytest.mark.parametrize(
     ("value", "expected"), [("0", (0,)), ("3, 0, 5-7", (0, 3, 5, 6, 7)), ([2, 0, 2], (0, 2)), (None, None)]
 )

@@ -84,7 +84,7 @@ def test_checkpoint_13_has_eight_distinct_tokens():
     assert len(set(golden().case.ids)) == len(golden().case.ids) == 8
 
 
-@pytest.mark.parametrize("missing", ["golden.json", "blocks.safetensors", "Q4_K_M.safetensors"])
+@pytest.mark.parametrize("missing", ["golden.json", "blocks.safetensors.xz", "Q4_K_M.safetensors.xz"])
 def test_checkpoint_13_fails_without_a_golden(missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     shutil.copytree(goldens_folder() / FOLDER, tmp_path / FOLDER)
     (tmp_path / FOLDER / missing).unlink()

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from stored_rows import forward_rows
 
-from llorch.builtin import BUILTIN, builtin_path
+from llorch.builtin import EVERY, builtin_path
 from llorch.config import ModelConfig
 from llorch.files import open_weights
-from llorch.stages import CHECKPOINTS, STAGES
+from llorch.stages import BY_NAME, CHECKPOINTS, STAGES
 from llorch.verify.goldens import PRODUCERS, SAMPLINGS
 from llorch.verify.judge import PASS, Row
 from llorch.verify.runners.numpy import BACKENDS, FLOAT64
@@ -57,7 +57,7 @@ def places(config: ModelConfig) -> Iterator[tuple[str, str, str]]:
     yield "12", "generation", "exact"
 
 
-EXPECTED = {key: judged for model in BUILTIN for key, judged in expected(model).items()}
+EXPECTED = {key: judged for model in EVERY for key, judged in expected(model).items()}
 
 
 @pytest.mark.parametrize("key", sorted(EXPECTED), ids=lambda key: "checkpoint_" + "-".join(key))
@@ -68,16 +68,17 @@ def test_checkpoint(key: Key):
     assert not bad, f"{len(bad)} of {len(found)} rows do not pass, first: {bad[0]}"
 
 
-@pytest.mark.parametrize("model", BUILTIN)
+@pytest.mark.parametrize("model", EVERY)
 def test_checkpoint_rows_are_all_looked_at_and_cover_every_layer_and_case(model: str):
     assert rows(model).keys() == {key for key in EXPECTED if key[1] == model}
-    layers = range(open_weights(builtin_path(model)).config.n_layers)
-    every = {(case, layer) for case in ("near", "far") for layer in layers}
+    config = open_weights(builtin_path(model)).config
     found: dict[tuple[str, ...], set[tuple[str, int | None]]] = {}
     for row in forward_rows(model):
         if row.stage in {s.name for s in STAGES if s.in_layer} and row.mode != "decode":
             found.setdefault((row.stage, row.mode, row.producer, row.backend), set()).add((row.case, row.layer))
-    assert all(places == every for places in found.values())
+    for (stage, *_), places in found.items():
+        layers = [layer for layer in range(config.n_layers) if BY_NAME[stage].applies_to(config, layer)]
+        assert places == set(product(("near", "far"), layers)), stage
 
 
 def test_every_checkpoint_has_a_test():

@@ -1,4 +1,3 @@
-import tomllib
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -6,8 +5,10 @@ from unittest.mock import Mock, call
 
 import numpy as np
 import pytest
+from golden_files import unpacked
 
-from llorch.builtin import BUILTIN, builtin_path, goldens_folder
+from llorch.architecture import Layer, Temperature
+from llorch.builtin import BUILTIN, EVERY, builtin_path, goldens_folder
 from llorch.files import open_weights
 from llorch.verify.goldens import (
     FAR_POSITION,
@@ -21,8 +22,10 @@ from llorch.verify.goldens import (
     sha256,
     take,
 )
+from llorch.verify.models import stored, unable_for
 from llorch.verify.places import Pass
 from llorch.verify.suites.quantised_goldens import FOLDER as QUANTISED
+from llorch.verify.truth import require_numbers
 from llorch.verify.witnesses import Producer, Route, one_by_one
 
 
@@ -40,6 +43,21 @@ def test_stored_inputs_can_show_mistakes(name: str):
     assert 1 < config.n_kv_heads < config.n_heads
 
 
+def test_a_witness_that_shows_nan_where_the_truth_has_a_number_is_refused_and_only_there():
+    golden = read(goldens_folder() / "micro-llama")
+    shown, truth = golden.evidence["llamacpp"], golden.truth
+    require_numbers("llamacpp", "llama", shown, truth)
+    shown.traces["far"]["l1.ffn_act"][2, 3:5] = np.nan
+    said = r"^llamacpp: 2 of \d+ values of its l1.ffn_act \(far\) are NaN$"
+    for against in (truth, None):
+        with pytest.raises(ValueError, match=said):
+            require_numbers("llamacpp", "llama", shown, against)
+    truth.evidence.traces["far"]["l1.ffn_act"][2, 3:5] = np.nan  # as of a file that holds NaN
+    require_numbers("llamacpp", "llama", shown, truth)
+    with pytest.raises(ValueError, match=said):
+        require_numbers("llamacpp", "llama", shown, None)
+
+
 @pytest.mark.parametrize("name", BUILTIN)
 def test_greedy_goldens_of_both_producers_are_the_same_text(name: str):
     evidence = read(goldens_folder() / name).evidence
@@ -47,7 +65,7 @@ def test_greedy_goldens_of_both_producers_are_the_same_text(name: str):
 
 
 def test_all_models_stay_small():
-    assert sum(builtin_path(name).stat().st_size for name in BUILTIN) < 15e6
+    assert sum(builtin_path(name).stat().st_size for name in EVERY) < 15e6
 
 
 def test_saving_twice_gives_the_same_bytes_and_reading_gives_the_same_arrays(tmp_path: Path):
@@ -56,7 +74,7 @@ def test_saving_twice_gives_the_same_bytes_and_reading_gives_the_same_arrays(tmp
         save(tmp_path / folder, golden)
     for file in (tmp_path / "one").iterdir():
         assert file.read_bytes() == (tmp_path / "two" / file.name).read_bytes()
-        assert file.read_bytes() == (goldens_folder() / "micro-llama" / file.name).read_bytes()
+        assert unpacked(file) == unpacked(goldens_folder() / "micro-llama" / file.name)
     again = read(tmp_path / "one")
     assert again.truth.isolated == golden.truth.isolated
     assert again.cases == golden.cases
@@ -65,12 +83,49 @@ def test_saving_twice_gives_the_same_bytes_and_reading_gives_the_same_arrays(tmp
             np.testing.assert_array_equal(again.evidence[producer].arrays()[key], array)
 
 
-@pytest.mark.parametrize("missing", ["golden.json", "llamacpp.safetensors", "transformers.safetensors"])
+@pytest.mark.parametrize("missing", ["golden.json", "llamacpp.safetensors.xz", "transformers.safetensors.xz"])
 def test_a_missing_golden_is_an_error_that_names_the_command(tmp_path: Path, missing: str):
     save(tmp_path, read(goldens_folder() / "micro-llama"))
     (tmp_path / missing).unlink()
     with pytest.raises(FileNotFoundError, match=rf"{missing} is missing; make it with reference_outputs/regenerate"):
         read(tmp_path)
+
+
+def with_one_witness(golden, reasons):
+    evidence = {name: shown for name, shown in golden.evidence.items() if name not in reasons}
+    isolated = {name: golden.truth.isolated[name] for name in evidence}
+    return replace(golden, evidence=evidence, cannot_judge=reasons, truth=replace(golden.truth, isolated=isolated))
+
+
+def test_goldens_of_one_producer_state_why_the_other_is_none(tmp_path: Path):
+    golden = read(goldens_folder() / "micro-llama")
+    save(tmp_path, with_one_witness(golden, {"llamacpp": "it has no window"}))
+    again = read(tmp_path)
+    assert (again.cannot_judge, [*again.evidence]) == ({"llamacpp": "it has no window"}, ["transformers"])
+    assert not (tmp_path / "llamacpp.safetensors.xz").exists()
+
+
+@pytest.mark.parametrize("reasons", [{"llamacpp": ""}, {"nobody": "why"}, dict.fromkeys(PRODUCERS, "why")])
+def test_goldens_without_a_reason_or_without_anybody_are_refused(tmp_path: Path, reasons: dict[str, str]):
+    save(tmp_path, replace(read(goldens_folder() / "micro-llama"), cannot_judge=reasons))
+    with pytest.raises(ValueError, match=r"expected reasons for some of llamacpp and transformers in cannot_judge"):
+        read(tmp_path)
+
+
+def test_a_producer_is_left_out_where_and_only_where_it_cannot_judge(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("llorch.verify.models.read", lambda folder: with_one_witness(read(folder), {"llamacpp": "why"}))
+    with pytest.raises(ValueError, match=r"leaves out \{'llamacpp': 'why'\}, expected \{\}"):
+        stored("micro-llama")
+    window = replace(open_weights(builtin_path("micro-qwen2")).config, layers=(Layer(window=7),) * 2, n_layers=2)
+    assert list(unable_for(PRODUCERS, window, range(6), 2)) == ["llamacpp"]
+    assert unable_for(PRODUCERS, window, range(5), 2) == {}  # no token is too far away to be seen
+
+
+def test_the_far_case_begins_before_a_chunk_or_a_step_of_temperature():
+    config = open_weights(builtin_path("micro-llama")).config
+    chunked = replace(config, layers=(Layer(chunk=8192),) * config.n_layers, max_position_embeddings=2**14)
+    tempered = replace(config, temperature=Temperature(scale=0.1, floor=300, offset=0), max_position_embeddings=2**14)
+    assert [cases_for(range(9), one)["far"].first_position for one in (chunked, tempered)] == [8188, 4196]
 
 
 def test_far_positions_stay_inside_a_short_context():
@@ -146,14 +201,6 @@ def test_a_golden_without_distances_of_both_producers_is_refused(tmp_path: Path)
         read(tmp_path)
 
 
-def test_the_wheel_carries_the_goldens_of_every_built_in_model():
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
-    included = project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
-    folders = (*BUILTIN, QUANTISED)
-    goldens = {f"reference_outputs/{name}": f"llorch/reference_outputs/{name}" for name in folders}
-    assert included == goldens | {"checkpoints": "llorch/checkpoints"}
-
-
 def test_all_goldens_together_stay_under_40_megabytes():
-    files = [file for name in (*BUILTIN, QUANTISED) for file in (goldens_folder() / name).iterdir()]
+    files = [file for name in (*EVERY, QUANTISED) for file in (goldens_folder() / name).iterdir()]
     assert sum(file.stat().st_size for file in files) < 40e6

@@ -11,21 +11,12 @@ import pytest
 from llorch.files.matrix import Matrix
 from llorch.files.packed import Packed
 from llorch.files.quant import GGMLType
-from llorch.stages import keys
+from llorch.stages import BY_NAME, keys
 from llorch.verify.compare import EXACT, FLOOR, measure
-from llorch.verify.limits import (
-    ARITHMETICS,
-    CHAINED,
-    FLOAT32,
-    FREE,
-    Limits,
-    product_error,
-    rounded,
-    squared_terms,
-    variances,
-)
+from llorch.verify.limits import Limits, limit, product_error, rounded, squared_terms, variances
 from llorch.verify.models import stored
 from llorch.verify.places import token_axis
+from llorch.verify.rounding_costs import ARITHMETICS, CHAINED, DRIFT, FLOAT32, FREE, SUM
 from llorch.verify.suites.quantised_models import matrix_bytes
 from llorch.verify.witnesses import open_producer
 
@@ -89,6 +80,31 @@ def test_a_type_without_minima_is_counted_by_its_elements():
     np.testing.assert_array_equal(squared_terms(x, made), squared_terms(x, made.dequantize()))
 
 
+def sums_in_one_lane(n_rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens of one matrix, added in order in float32; what they are; the variances that a product is granted."""
+    rng = np.random.default_rng(0)
+    x, w = rng.normal(0, 1, (5000, 48)).astype(np.float32), rng.normal(0, 1, (n_rows, 48)).astype(np.float32)
+    terms = x[:, None] * w
+    true = terms.sum(axis=-1, dtype=np.float64)
+    spread = 48 * (SUM * np.square(terms).sum(axis=-1) + DRIFT * np.square(true)) + 2 * FLOAT32.rounding(true)
+    return np.cumsum(terms, axis=-1)[..., -1], true, spread
+
+
+@pytest.mark.parametrize(("n_rows", "least"), [(1, 0.25), (2, 0.2), (6, 0.15), (48, 0.25)])
+def test_a_row_of_few_numbers_is_granted_what_one_of_them_may_be_off(n_rows: int, least: float):
+    got, want, spread = sums_in_one_lane(n_rows)
+    granted = limit(want, spread, BY_NAME["b_in"])
+    off = measure(got.astype(np.float64), want, token_axis=0)
+    assert off.within(granted)
+    assert off.tokens is not None
+    assert float((off.tokens / granted.tokens).max()) > least
+
+
+def test_a_row_of_many_numbers_is_granted_four_roots_and_no_more():
+    granted = limit(np.ones((3, 16)), np.full((3, 16), 1e-6), BY_NAME["b_in"])
+    np.testing.assert_allclose([granted.error, *np.asarray(granted.tokens)], 4e-3)
+
+
 @cache
 def limits(dtype: str = "float32") -> Limits:
     return Limits(WEIGHTS, NEAR, TRACE, ARITHMETICS[dtype])
@@ -149,7 +165,7 @@ def test_an_error_goes_through_a_stage_as_it_was_derived(op, inputs: list[str], 
 
 
 def test_limits_are_made_of_the_golden_and_not_of_what_ours_computes(monkeypatch: pytest.MonkeyPatch):
-    for place in ("llorch.forward.forward", "llorch.verify.runners.numpy.forward"):
+    for place in ("llorch.families.forward", "llorch.verify.runners.numpy.forward"):
         monkeypatch.setattr(place, None)
     again = Limits(WEIGHTS, NEAR, TRACE)
     assert all(again.isolated(name) == limits().isolated(name) for name in TRACE)

@@ -76,7 +76,7 @@ def test_a_page_names_its_tests_and_its_stages(number):
         (line,) = [line for line in text.splitlines() if line.startswith(f"| `{stage.name}`") and "](" in line]
         name, target = re.findall(r"\[`([\w.]+)`\]\(([^)]+)\)", line)[0]
         source = (page(FOLDER, number).parent / target).read_text(encoding="utf-8")
-        assert f"def {name.split('.')[-1]}(" in source
+        assert re.search(rf"^ *(def {name.split('.')[-1]}\(|class {name}\b)", source, re.MULTILINE)
         assert stage.function.endswith(f".{name}")
 
 

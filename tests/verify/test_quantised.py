@@ -50,7 +50,7 @@ def judged(folder: Path, name: str, numerics: Numerics = GGML, residency: str = 
 def test_every_stage_of_a_stored_file_agrees_with_llama_cpp_running_it(folder: Path, name: str, numerics: Numerics):
     rows = judged(folder, name, numerics)
     assert [row for row in rows if row.verdict == FAIL] == []
-    assert {row.checkpoint for row in rows} == {number for number in CHECKPOINTS if number < "14"}
+    assert {row.checkpoint for row in rows} == {number for number in CHECKPOINTS if number < "14"} - {"05b", "06b"}
     (selected,) = (row for row in rows if row.checkpoint == "09")
     within = selected.error <= selected.tolerance and selected.worst <= selected.tolerance_worst
     assert (selected.verdict == PASS) == within  # what passes needs no excuse

@@ -13,7 +13,7 @@ from planted_quantised import golden
 from llorch.builtin import goldens_folder
 from llorch.files.quant import ACTIVATION_TYPE, BLOCK_SIZES
 from llorch.ops.rounding import VARIANTS, round_activations
-from llorch.stages import input_key, keys
+from llorch.stages import input_keys, keys
 from llorch.verify.places import Pass
 from llorch.verify.suites.quantised_goldens import FOLDER, ROUNDED_TO, QuantisedGolden, read, save, types
 from llorch.verify.suites.quantised_models import MODELS
@@ -83,7 +83,7 @@ def test_variants_differ_on_the_stored_rows_and_agree_on_the_inputs_of_the_store
     for name, trace in golden().traces.items():
         kind = ACTIVATION_TYPE[MODELS[name].ggml_type]
         config = MODELS[name].config
-        for key in {input_key(stage.inputs[0], i, config) for _, stage, i in keys(config) if stage.matrix}:
+        for key in {input_keys(stage, i, config)[0] for _, stage, i in keys(config) if stage.matrix}:
             first, *others = (round_activations(trace[key], kind, variant) for variant in VARIANTS)
             assert all(np.array_equal(first, other) for other in others), f"{name} {key}"
 

@@ -20,6 +20,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "linear-7.5": {"rope_type": "linear", "factor": 7.5},
     "llama3.1": LLAMA3 | {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "llama3.2": LLAMA3 | {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "llama4": LLAMA3 | {"factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0},
     "llama3-wide-ramp": LLAMA3 | {"factor": 4.0, "low_freq_factor": 0.5, "high_freq_factor": 64.0},
     "llama3-short": LLAMA3
     | {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64},

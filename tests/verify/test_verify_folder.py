@@ -20,8 +20,8 @@ from tiny_models import (
 )
 
 from llorch.cache import KVCache
+from llorch.families import forward
 from llorch.files import open_weights
-from llorch.forward import forward
 from llorch.verify.judge import FAIL, PASS
 from llorch.verify.models import verify_live
 from llorch.verify.places import Pass

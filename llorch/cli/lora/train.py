@@ -39,6 +39,9 @@ def command(
     `llorch run MODEL --adapter FOLDER`. Only tokens that are to be learned count for the loss: of a chat those of the
     assistant, of a prompt with its completion the completion; `llorch data show` prints them.
 
+    The loss is cross entropy: the auxiliary one, which some mixtures of experts ask for (output_router_logits), is not
+    computed, which is said. PEFT and we train experts and routers with --target-parameters only.
+
     Ctrl-C or SIGTERM ends the step, saves and leaves; a second one leaves at once. With --resume, settings that are not
     given come from the run in the folder, and so does the number of threads, which decides the last bits.
 

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from llorch.builtin import find_data
+from llorch.cli.inputs import has_vocabulary
 from llorch.cli.output import say
 from llorch.files import open_weights
 from llorch.model import Opened, find
@@ -90,7 +91,7 @@ def description(training: "Training") -> list[str]:
         f"{data.settings.max_length} in a row",
         f"steps: {training.total_steps} of {rows} rows ({settings.batch_size} x {settings.accumulation}), rate "
         f"{settings.lr:.2e} {settings.schedule}, {settings.warmup_for(training.total_steps)} of them warm-up",
-        *data.notes,
+        *training.notes,
     ]
 
 
@@ -99,8 +100,13 @@ _BEGINNING = 4  # words or tokens of a text
 
 
 def try_it(model: str, data: str, adapter: Path) -> str:
-    """A command line, quoted for a shell, that runs an adapter on the first short question of its data."""
+    """A command line, quoted for a shell, that runs an adapter on the first short question of its data.
+
+    Without a tokenizer nobody can ask; the data are judged then.
+    """
     opened = Opened(open_weights(find(model)))
+    if not has_vocabulary(opened.weights.source):
+        return shlex.join(["llorch", "lora", "eval", model, str(adapter), "--data", data])
     records = islice(read_records(find_splits(find_data(data))["train"]), _ROWS)
     found = (_asked(parse(record, format_of(record)), opened) for record in records)
     asked = next(filter(None, found), ["Once upon a time"])

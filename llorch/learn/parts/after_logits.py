@@ -102,7 +102,7 @@ def _generate_adapted(call: Call, right: Call) -> Call:
 
 LAST_ROW = Part(
     name="last_row", reference=lambda logits: logits[-1].copy(), returns=("row",), adapt=_row_adapted,
-    replaces="llorch.forward.forward",
+    replaces="llorch.families.forward",
 )  # fmt: skip
 ARGMAX = Part(
     name="argmax", reference=lambda row: our_greedy(row), returns=("id",), replaces="llorch.sampling.greedy",

@@ -130,6 +130,15 @@ def _tables_adapted(call: Call, right: Call) -> Call:
     return adapted
 
 
+def _rope_adapted(call: Call, right: Call) -> Call:
+    def adapted(x: Array, cos: Array, sin: Array) -> Array:
+        width = 2 * cos.shape[-1]  # of a head; hybrids turn a part of it
+        turned = call(x=x[..., :width], cos=cos, sin=sin)
+        return turned if width == x.shape[-1] else np.concatenate([turned, x[..., width:]], axis=-1)
+
+    return adapted
+
+
 def _scale_adapted(call: Call, right: Call) -> Call:
     def adapted(inv_freq: Array, scaling: Any, *, head_dim: int, theta: float) -> Array:
         if scaling is None:
@@ -143,8 +152,6 @@ def _append_adapted(call: Call, right: Call) -> Call:
     def adapted(cache: Any, layer: int, k: Array, v: Array) -> tuple[Array, Array]:
         past_k, past_v = (store[layer][:, : cache.length] for store in (cache._keys, cache._values))
         cache._keys[layer], cache._values[layer] = call(past_k=past_k, past_v=past_v, k=k, v=v)
-        if layer == len(cache._keys) - 1:
-            cache.length += len(k)
         return cache._keys[layer], cache._values[layer]
 
     return adapted
@@ -217,7 +224,7 @@ ROPE_TABLES = Part(
 )  # fmt: skip
 ROPE = Part(
     name="rope", reference=lambda x, cos, sin: our_rope(x, cos, sin), returns=("y",), stages=("q_rope", "k_rope"),
-    replaces="llorch.ops.rope.rope", adapt=lambda call, right: lambda x, cos, sin: call(x=x, cos=cos, sin=sin),
+    replaces="llorch.ops.rope.rope", adapt=_rope_adapted,
 )  # fmt: skip
 LINEAR = Part(
     name="linear", reference=lambda x, weight, bias: our_linear(x, weight, bias), returns=("y",),

@@ -12,7 +12,8 @@ from llorch.files.names import interleave as our_interleave
 from llorch.learn.part import Call, Part
 from llorch.learn.parts.forward import dense
 from llorch.lora.adapter import Adapter
-from llorch.lora.config import LoraConfig, Target
+from llorch.lora.config import LoraConfig
+from llorch.lora.targets import Target
 from llorch.ops.attention import attention_context_backward as our_context_backward
 from llorch.ops.attention import attention_probs_backward as our_probs_backward
 from llorch.ops.attention import attention_scores_backward as our_scores_backward
@@ -147,8 +148,8 @@ def _lora_backward_adapted(call: Call, right: Call) -> Call:
 def _residual_adapted(call: Call, right: Call) -> Call:
     """Of what comes back through a block, that which took the detours."""
 
-    def adapted(d_out: Array, *given: Any) -> Array:
-        return call(grad=d_out, through=right(d_out, *given) - d_out)
+    def adapted(d_out: Array, *given: Any, **parts: Any) -> Array:
+        return call(grad=d_out, through=right(d_out, *given, **parts) - d_out)
 
     return adapted
 

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from llorch.pytorch.cache import Cache, Place
 from llorch.pytorch.causal_lm import Block, Hidden, Keep, keep_nothing
+from llorch.pytorch.cpu.delta_net import CpuDeltaRule, CpuGatedNorm, CpuL2Norm, CpuShortConv
+from llorch.pytorch.cpu.experts import CpuExperts, CpuQuantisedExperts
 from llorch.pytorch.cpu.layer import FEW, HALF, LANES, CpuAttention, CpuRMSNorm, CpuRotate, CpuSwiglu, fits_attention
 from llorch.pytorch.cpu.library import pointer
 from llorch.pytorch.cpu.linear import KINDS, CpuLinear
@@ -54,6 +56,7 @@ class CpuBlock(Block):
     def __init__(self, block: Block, library: ctypes.CDLL) -> None:
         """Take over the modules of a block whose leaves are in place."""
         nn.Module.__init__(self)
+        self.mixer = block.mixer
         for name, child in block.named_children():
             setattr(self, name, child)
         self.library = library
@@ -148,11 +151,20 @@ def cpu_leaves(compiled: ctypes.CDLL | None, dtype: torch.dtype) -> Mapping[str,
     def packed(leaf: Any) -> CpuQuantisedLinear:
         return CpuQuantisedLinear(leaf.fields, leaf.ggml_type, leaf.bias, compiled)
 
+    def packed_experts(leaf: Any) -> CpuQuantisedExperts:
+        return CpuQuantisedExperts(leaf.fields, leaf.ggml_type, leaf.n_experts, compiled)
+
     return {f"packed {kind.name}": packed for kind in PACKERS} | {
         "linear": lambda leaf: CpuLinear(leaf.weight, leaf.bias, compiled),
         "norm": lambda leaf: CpuRMSNorm(leaf.weight, leaf.eps, compiled),
         "rotate": lambda plain: CpuRotate(compiled),
         "attend": lambda plain: CpuAttention(compiled, plain),
         "act": lambda plain: CpuSwiglu(compiled),
-        "block": lambda block: CpuBlock(block, compiled),
+        "conv": lambda leaf: CpuShortConv(leaf.weight, compiled),
+        "gated norm": lambda leaf: CpuGatedNorm(leaf.weight, leaf.eps, compiled),
+        "l2 norm": lambda plain: CpuL2Norm(compiled),
+        "delta rule": lambda plain: CpuDeltaRule(compiled),
+        "experts": lambda leaf: CpuExperts(leaf.weight, compiled),
+        **{f"packed experts {kind.name}": packed_experts for kind in PACKERS},
+        "block": lambda block: CpuBlock(block, compiled) if block.is_dense else block,
     }

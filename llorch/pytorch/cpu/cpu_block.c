@@ -45,8 +45,8 @@ static int attend(const block *b, const place *p, const char *h, char *room, cha
         llorch_rms_norm(half, q, b->q_norm, b->eps, q, rows * b->heads, dim);
         llorch_rms_norm(half, k, b->k_norm, b->eps, k, rows * b->kv_heads, dim);
     }
-    llorch_rope(half, q, p->cos, p->sin, turned, rows, b->heads, dim / 2);
-    llorch_rope(half, k, p->cos, p->sin, q, rows, b->kv_heads, dim / 2); /* q is free by now */
+    llorch_rope(half, q, p->cos, p->sin, turned, rows, b->heads, dim / 2, dim);
+    llorch_rope(half, k, p->cos, p->sin, q, rows, b->kv_heads, dim / 2, dim); /* q is free by now */
     if (llorch_append(q, p->keys, p->slots, p->batch, p->seq, b->kv_heads, p->n_slots, dim * element)) return 2;
     if (llorch_append(v, p->values, p->slots, p->batch, p->seq, b->kv_heads, p->n_slots, dim * element)) return 2;
     if (llorch_attend(half, turned, p->keys, p->values, p->visible, q, p->batch, p->seq, b->heads, b->kv_heads, p->ctx,

@@ -9,25 +9,6 @@
 
 enum { WORTH_THREADS = 1 << 14, MOST_DIM = 256 };
 
-static inline lanes choose(ints mask, lanes yes, lanes no) {
-    return (lanes)(((ints)yes & mask) | ((ints)no & ~mask));
-}
-
-/* 2^n p(r) with x = n ln 2 + r; infinity above the normal floats, and 0 below: a masked score weighs nothing. */
-static inline lanes exp_lanes(lanes x) {
-    const float low = -87.3f, high = 88.3f, magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to whole numbers */
-    ints below = x < low, above = x > high;
-    x = choose(below | above, splat(0), x);
-    lanes shifted = x * 1.44269504088896341f + magic, n = shifted - magic;
-    lanes r = fma_lanes(n, splat(-0.693359375f), x);
-    r = fma_lanes(n, splat(2.12194440e-4f), r);
-    lanes p = splat(1.0f / 5040);
-    const float coefficients[] = {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f};
-    for (int i = 0; i < 7; i++) p = fma_lanes(p, r, splat(coefficients[i]));
-    lanes power = (lanes)((ints)p + (((ints)shifted - (ints)splat(magic)) << 23));
-    return choose(below, splat(0), choose(above, splat(INFINITY), power));
-}
-
 void llorch_rms_norm(int half, const void *x, const void *weight, float eps, void *y, long rows, long width) {
 #pragma omp parallel for schedule(static) if (rows * width > WORTH_THREADS)
     for (long r = 0; r < rows; r++) {
@@ -48,17 +29,20 @@ void llorch_rms_norm(int half, const void *x, const void *weight, float eps, voi
 }
 
 void llorch_rope(int half, const void *x, const float *cos, const float *sin, void *y, long tokens, long heads,
-                 long half_dim) {
+                 long half_dim, long dim) {
 #pragma omp parallel for schedule(static) if (tokens * heads * half_dim > WORTH_THREADS)
     for (long t = 0; t < tokens; t++)
-        for (long h = 0; h < heads; h++)
+        for (long h = 0; h < heads; h++) {
+            long start = (t * heads + h) * dim;
             for (long j = 0; j < half_dim; j++) {
-                long first = (t * heads + h) * 2 * half_dim + j, second = first + half_dim;
+                long first = start + j, second = first + half_dim;
                 float a = load_one(half, x, first), b = load_one(half, x, second);
                 float c = cos[t * half_dim + j], s = sin[t * half_dim + j];
                 store_one(half, y, first, a * c - b * s);
                 store_one(half, y, second, b * c + a * s);
             }
+            for (long j = start + 2 * half_dim; j < start + dim; j++) store_one(half, y, j, load_one(half, x, j));
+        }
 }
 
 int llorch_append(const char *new, char *store, const int64_t *slots, long batch, long seq, long kv_heads, long n_slots,

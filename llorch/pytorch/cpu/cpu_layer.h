@@ -15,9 +15,9 @@ void llorch_decode(int kind, const void *codes, const void *d, const void *scale
 /* x / sqrt(mean(x * x) + eps) * weight over rows of x. */
 void llorch_rms_norm(int half, const void *x, const void *weight, float eps, void *y, long rows, long width);
 
-/* Pairs (j, j + half_dim) of every head turned by the angles of its token. */
+/* Pairs (j, j + half_dim) of every head turned by the angles of its token; what lies behind them stays. */
 void llorch_rope(int half, const void *x, const float *cos, const float *sin, void *y, long tokens, long heads,
-                 long half_dim);
+                 long half_dim, long head_dim);
 
 /* New keys or values (batch, seq, kv_heads, n_bytes) into their slots of (batch, kv_heads, n_slots, n_bytes).
  * Returns 1, with nothing written, when a slot does not exist. */
@@ -32,3 +32,20 @@ void llorch_swiglu(int half, const void *gate, const void *up, void *y, long n);
 int llorch_attend(int half, const void *q, const void *keys, const void *values, const uint8_t *visible, void *y,
                   long batch, long seq, long heads, long kv_heads, long ctx, long head_dim, long batch_stride,
                   long head_stride);
+
+/* As llorch_product, each row with the matrix of the expert that ids names; of x a row is used `share` times. 1 when
+ * memory is lacking, 2 when an expert does not exist. */
+int llorch_expert_product(int kind, const void *codes, const void *d, const void *scales, const void *more, int half,
+                          const void *x, const int64_t *ids, void *y, long rows, long share, long experts, long out,
+                          long in);
+
+/* The delta net: see cpu_delta.c. real is (batch, seq), or null when there is no padding; weight is (taps + 1, width).
+ * taps is at most 16, key_dim at most 256. */
+void llorch_short_conv(int half, const char *x, const char *before, const uint8_t *real, const float *weight, char *y,
+                       char *after, long batch, long seq, long width, long taps);
+void llorch_l2_norm(const float *x, float *y, long tokens, long stride, long heads, long dim);
+void llorch_delta_rule(const float *q, const float *k, const float *v, const float *beta, const float *log_decay,
+                       float *state, float *out, long batch, long seq, long k_heads, long v_heads, long key_dim,
+                       long value_dim, long v_stride);
+void llorch_gated_norm(int half, const float *x, const void *z, const void *weight, float eps, void *y, long rows,
+                       long width);

@@ -1,16 +1,22 @@
-/* Sixteen floats at a time, bfloat16, and dot products: what the CPU kernels share.
- * Vectors are those of the compiler; where gcc would take them apart, AVX512 is asked for by name. */
+/* A register of floats at a time, bfloat16, and dot products: what the CPU kernels share.
+ * Vectors are those of the compiler, which keeps longer ones than a register in memory: a twelfth of the speed. Where gcc
+ * would take them apart, AVX512 or AVX2 is asked for by name. */
 
 #pragma once
 
+#include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#ifdef __AVX512F__
+#ifdef __AVX2__ /* which AVX512 includes */
 #include <immintrin.h>
 #endif
 
+#ifdef __AVX512F__
 enum { RUN = 32, LANES = 16 };
+#else
+enum { RUN = 32, LANES = 8 };
+#endif
 
 typedef float lanes __attribute__((vector_size(4 * LANES)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
@@ -42,6 +48,8 @@ static inline lanes splat(float x) {
 static inline lanes fma_lanes(lanes x, lanes y, lanes sum) {
 #ifdef __AVX512F__
     return (lanes)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)sum);
+#elif defined(__FMA__)
+    return (lanes)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)sum);
 #else
     return x * y + sum;
 #endif
@@ -51,6 +59,9 @@ static inline lanes widen_bf16(const uint16_t *x) {
 #ifdef __AVX512F__
     __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)x));
     return (lanes)_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+#elif defined(__AVX2__)
+    __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)x));
+    return (lanes)_mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
 #else
     lanes v;
     for (int i = 0; i < LANES; i++) v[i] = from_bf16(x[i]);
@@ -59,10 +70,15 @@ static inline lanes widen_bf16(const uint16_t *x) {
 }
 
 static inline void store_bf16(uint16_t *y, lanes v) {
-#ifdef __AVX512F__
-    ints bits = (ints)v, rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16, is_nan = v != v;
+#ifdef __AVX2__
+    ints bits = (ints)v, rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16 & 0xffff, is_nan = v != v;
     rounded = (rounded & ~is_nan) | (is_nan & 0x7fc0);
+#ifdef __AVX512F__
     _mm256_storeu_si256((__m256i *)y, _mm512_cvtepi32_epi16((__m512i)rounded));
+#else
+    __m256i all = (__m256i)rounded;
+    _mm_storeu_si128((__m128i *)y, _mm_packus_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1)));
+#endif
 #else
     for (int i = 0; i < LANES; i++) y[i] = to_bf16(v[i]);
 #endif
@@ -97,46 +113,49 @@ static inline float sum_of(lanes v) {
 #endif
 }
 
-/* What a register holds: gcc keeps longer vectors in memory, which makes a product five times as slow. */
-#ifdef __AVX512F__
-enum { WIDE = LANES };
-typedef lanes wide;
-#else
-enum { WIDE = 8 };
-typedef float wide __attribute__((vector_size(4 * WIDE)));
-#endif
-
-static inline wide add_product(const float *x, const float *y, wide sum) {
-#ifdef __AVX512F__
-    return fma_lanes(load(x), load(y), sum);
-#else
-    wide a, b;
-    memcpy(&a, x, sizeof a);
-    memcpy(&b, y, sizeof b);
-    return a * b + sum;
-#endif
+static inline float sum_of_all(const lanes *sums) {
+    lanes sum = sums[0];
+    for (int j = 1; j < RUN / LANES; j++) sum += sums[j];
+    return sum_of(sum);
 }
 
 static inline float dot_f32(const float *w, const float *x, long in) {
-    wide sums[RUN / WIDE] = {{0}};
+    lanes sums[RUN / LANES] = {{0}};
     long i = 0;
     for (; i + RUN <= in; i += RUN)
-        for (int j = 0; j < RUN / WIDE; j++) sums[j] = add_product(w + i + WIDE * j, x + i + WIDE * j, sums[j]);
-    lanes halves[2];
-    memcpy(halves, sums, sizeof halves);
-    float sum = sum_of(halves[0] + halves[1]);
+        for (int j = 0; j < RUN / LANES; j++)
+            sums[j] = fma_lanes(load(w + i + LANES * j), load(x + i + LANES * j), sums[j]);
+    float sum = sum_of_all(sums);
     for (; i < in; i++) sum += w[i] * x[i];
     return sum;
 }
 
 static inline float dot_bf16(const uint16_t *w, const float *x, long in) {
-    lanes a = {0}, b = {0};
+    lanes sums[RUN / LANES] = {{0}};
     long i = 0;
-    for (; i + RUN <= in; i += RUN) {
-        a = fma_lanes(widen_bf16(w + i), load(x + i), a);
-        b = fma_lanes(widen_bf16(w + i + LANES), load(x + i + LANES), b);
-    }
-    float sum = sum_of(a + b);
+    for (; i + RUN <= in; i += RUN)
+        for (int j = 0; j < RUN / LANES; j++)
+            sums[j] = fma_lanes(widen_bf16(w + i + LANES * j), load(x + i + LANES * j), sums[j]);
+    float sum = sum_of_all(sums);
     for (; i < in; i++) sum += from_bf16(w[i]) * x[i];
     return sum;
+}
+
+static inline lanes choose(ints mask, lanes yes, lanes no) {
+    return (lanes)(((ints)yes & mask) | ((ints)no & ~mask));
+}
+
+/* 2^n p(r) with x = n ln 2 + r; infinity above the normal floats, and 0 below: a masked score weighs nothing. */
+static inline lanes exp_lanes(lanes x) {
+    const float low = -87.3f, high = 88.3f, magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to whole numbers */
+    ints below = x < low, above = x > high;
+    x = choose(below | above, splat(0), x);
+    lanes shifted = x * 1.44269504088896341f + magic, n = shifted - magic;
+    lanes r = fma_lanes(n, splat(-0.693359375f), x);
+    r = fma_lanes(n, splat(2.12194440e-4f), r);
+    lanes p = splat(1.0f / 5040);
+    const float coefficients[] = {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f};
+    for (int i = 0; i < 7; i++) p = fma_lanes(p, r, splat(coefficients[i]));
+    lanes power = (lanes)((ints)p + (((ints)shifted - (ints)splat(magic)) << 23));
+    return choose(below, splat(0), choose(above, splat(INFINITY), power));
 }

@@ -13,9 +13,10 @@ enum kind { F32, BF16, Q8_0, Q4_0, Q4_K, Q6_K };
 enum { AHEAD = 4096 }; /* bytes to fetch early: the processor does not look beyond a page by itself */
 
 /* 32 elements of a row: codes times their scale, less a minimum. */
+enum { PARTS = RUN / LANES };
 typedef struct {
-    lanes a, b;
-    float scale_a, scale_b, min;
+    lanes part[PARTS];
+    float scale_a, scale_b, min; /* scales of the first sixteen and of the others */
 } run_of_32;
 
 typedef struct {
@@ -31,6 +32,8 @@ static inline float from_f16(const void *array, long i) {
 static inline lanes from_int8(const int8_t *codes) {
 #ifdef __AVX512F__
     return (lanes)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)codes)));
+#elif defined(__AVX2__)
+    return (lanes)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)codes)));
 #else
     lanes v;
     for (int i = 0; i < LANES; i++) v[i] = codes[i];
@@ -39,26 +42,31 @@ static inline lanes from_int8(const int8_t *codes) {
 }
 
 /* 32 codes of four bits, less an offset: element 4 j + i is part j of word i. */
-static inline void four_bits(const uint8_t *codes, int offset, lanes *a, lanes *b) {
+static inline void four_bits(const uint8_t *codes, int offset, lanes *part) {
 #ifdef __AVX512F__
     const __m512i to16 = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const __m512i shift = _mm512_slli_epi32(_mm512_srli_epi32(to16, 2), 2), upper = _mm512_set1_epi32(16);
     const __m512 numbers = _mm512_cvtepi32_ps(_mm512_sub_epi32(to16, _mm512_set1_epi32(offset)));
     __m512i words = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)codes));
-    *a = (lanes)_mm512_permutexvar_ps(_mm512_srlv_epi32(words, shift), numbers); /* looks at four bits only */
-    *b = (lanes)_mm512_permutexvar_ps(_mm512_srlv_epi32(words, _mm512_add_epi32(shift, upper)), numbers);
+    part[0] = (lanes)_mm512_permutexvar_ps(_mm512_srlv_epi32(words, shift), numbers); /* looks at four bits only */
+    part[1] = (lanes)_mm512_permutexvar_ps(_mm512_srlv_epi32(words, _mm512_add_epi32(shift, upper)), numbers);
+#elif defined(__AVX2__)
+    const __m256i mask = _mm256_set1_epi32(15), less = _mm256_set1_epi32(offset);
+    __m256i words = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)codes));
+    words = _mm256_srlv_epi32(words, _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4));
+    for (int k = 0; k < PARTS; k++) {
+        __m256i code = _mm256_and_si256(_mm256_srli_epi32(words, 8 * k), mask);
+        part[k] = (lanes)_mm256_cvtepi32_ps(_mm256_sub_epi32(code, less));
+    }
 #else
     uint32_t word[4];
     memcpy(word, codes, sizeof word);
-    for (int e = 0; e < LANES; e++) {
-        (*a)[e] = (float)((int)(word[e % 4] >> (e / 4 * 4) & 15) - offset);
-        (*b)[e] = (float)((int)(word[e % 4] >> (16 + e / 4 * 4) & 15) - offset);
-    }
+    for (int e = 0; e < RUN; e++) part[e / LANES][e % LANES] = (float)((int)(word[e % 4] >> (e / 4 * 4) & 15) - offset);
 #endif
 }
 
-/* 16 times 32 upper codes of two bits: element 4 j + i is part j of the 16-bit word i. */
-static inline void two_bits(const uint8_t *upper, lanes *a, lanes *b) {
+/* Adds 16 times 32 upper codes of two bits: element 4 j + i is part j of the 16-bit word i. */
+static inline void add_two_bits(const uint8_t *upper, lanes *part) {
 #ifdef __AVX512F__
     const __m512i shift = _mm512_setr_epi32(0, 0, 0, 0, 2, 2, 2, 2, 4, 4, 4, 4, 6, 6, 6, 6);
     const __m512 numbers = _mm512_setr4_ps(0, 16, 32, 48);
@@ -66,15 +74,17 @@ static inline void two_bits(const uint8_t *upper, lanes *a, lanes *b) {
     __m512i words = _mm512_broadcast_i32x4(_mm_cvtepu16_epi32(_mm_loadl_epi64((const __m128i *)upper)));
     __m512i first = _mm512_and_si512(_mm512_srlv_epi32(words, shift), three);
     __m512i last = _mm512_and_si512(_mm512_srlv_epi32(words, _mm512_add_epi32(shift, second)), three);
-    *a = (lanes)_mm512_permutexvar_ps(first, numbers);
-    *b = (lanes)_mm512_permutexvar_ps(last, numbers);
+    part[0] += (lanes)_mm512_permutexvar_ps(first, numbers);
+    part[1] += (lanes)_mm512_permutexvar_ps(last, numbers);
+#elif defined(__AVX2__)
+    __m256i words = _mm256_broadcastsi128_si256(_mm_cvtepu16_epi32(_mm_loadl_epi64((const __m128i *)upper)));
+    words = _mm256_sllv_epi32(words, _mm256_setr_epi32(4, 4, 4, 4, 2, 2, 2, 2));
+    for (int k = 0; k < PARTS; k++)
+        part[k] += (lanes)_mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(words, 4 * k), _mm256_set1_epi32(48)));
 #else
     uint16_t word[4];
     memcpy(word, upper, sizeof word);
-    for (int e = 0; e < LANES; e++) {
-        (*a)[e] = (float)(word[e % 4] >> (e / 4 * 2) & 3) * 16;
-        (*b)[e] = (float)(word[e % 4] >> (8 + e / 4 * 2) & 3) * 16;
-    }
+    for (int e = 0; e < RUN; e++) part[e / LANES][e % LANES] += (float)(word[e % 4] >> (e / 4 * 2) & 3) * 16;
 #endif
 }
 
@@ -89,10 +99,8 @@ static inline void scale_q4_k(const fields *f, long i, run_of_32 *r) {
 static inline void run_q6_k(const fields *f, long i, run_of_32 *r) {
     const int8_t *scales = (const int8_t *)f->scales + 2 * i;
     float d = from_f16(f->d, i / 8);
-    lanes a, b;
-    two_bits((const uint8_t *)f->more + 8 * i, &a, &b);
-    four_bits((const uint8_t *)f->codes + 16 * i, 32, &r->a, &r->b);
-    r->a += a, r->b += b;
+    four_bits((const uint8_t *)f->codes + 16 * i, 32, r->part);
+    add_two_bits((const uint8_t *)f->more + 8 * i, r->part);
     r->scale_a = d * (float)scales[0], r->scale_b = d * (float)scales[1];
 }
 
@@ -102,10 +110,9 @@ static inline __attribute__((always_inline)) run_of_32 run(enum kind kind, const
     if (kind == Q6_K) {
         run_q6_k(f, i, &r);
     } else if (kind == Q8_0) {
-        const int8_t *codes = (const int8_t *)f->codes + RUN * i;
-        r.a = from_int8(codes), r.b = from_int8(codes + LANES);
+        for (int k = 0; k < PARTS; k++) r.part[k] = from_int8((const int8_t *)f->codes + RUN * i + LANES * k);
     } else {
-        four_bits((const uint8_t *)f->codes + 16 * i, kind == Q4_0 ? 8 : 0, &r.a, &r.b);
+        four_bits((const uint8_t *)f->codes + 16 * i, kind == Q4_0 ? 8 : 0, r.part);
     }
     if (kind == Q4_K) scale_q4_k(f, i, &r);
     if (kind == Q8_0 || kind == Q4_0) r.scale_a = r.scale_b = from_f16(f->d, i);
@@ -116,10 +123,15 @@ static inline __attribute__((always_inline)) run_of_32 run(enum kind kind, const
 static inline __attribute__((always_inline)) lanes add_run(
     enum kind kind, const fields *f, long i, const float *x, lanes sum) {
     run_of_32 w = run(kind, f, i);
-    lanes first = load(x), second = load(x + LANES);
-    if (kind == Q6_K) return fma_lanes(w.a * first, splat(w.scale_a), fma_lanes(w.b * second, splat(w.scale_b), sum));
-    if (kind == Q4_K) sum = fma_lanes(first + second, splat(-w.min), sum);
-    return fma_lanes(fma_lanes(w.b, second, w.a * first), splat(w.scale_a), sum);
+    lanes inputs = load(x), products[2] = {w.part[0] * inputs};
+    for (int k = 1; k < PARTS; k++) {
+        lanes more = load(x + LANES * k), *to = products + (kind == Q6_K && k >= PARTS / 2);
+        *to = fma_lanes(w.part[k], more, *to);
+        inputs += more;
+    }
+    if (kind == Q4_K) sum = fma_lanes(inputs, splat(-w.min), sum);
+    if (kind == Q6_K) sum = fma_lanes(products[1], splat(w.scale_b), sum);
+    return fma_lanes(products[0], splat(w.scale_a), sum);
 }
 
 static inline __attribute__((always_inline)) float dot_packed(
@@ -179,14 +191,37 @@ int llorch_product(int kind, const void *codes, const void *d, const void *scale
     return 0;
 }
 
+int llorch_expert_product(int kind, const void *codes, const void *d, const void *scales, const void *more, int half,
+                          const void *x, const int64_t *ids, void *y, long rows, long share, long experts, long out,
+                          long in) {
+    const fields f = {codes, d, scales, more};
+    long given = rows / share;
+    float *wide = malloc(sizeof(float) * (size_t)given * (size_t)in);
+    if (!wide) return 1;
+    for (long m = 0; m < rows; m++)
+        if (ids[m] < 0 || ids[m] >= experts) {
+            free(wide);
+            return 2;
+        }
+    copy_as(half, x, 0, wide, given * in);
+#pragma omp parallel for schedule(static)
+    for (long i = 0; i < rows * out; i++) {
+        long m = i / out;
+        store_one(half, y, i, dot(kind, &f, ids[m] * out + i % out, wide + m / share * in, in));
+    }
+    free(wide);
+    return 0;
+}
+
 static inline __attribute__((always_inline)) void decode(
     enum kind kind, const fields *f, long first, long n, int half, void *y) {
 #pragma omp parallel for schedule(static)
     for (long i = 0; i < n; i++) {
         run_of_32 w = run(kind, f, first + i);
-        lanes wide[2] = {w.a * w.scale_a - w.min, w.b * w.scale_b - w.min};
-        store_as(half, y, RUN * i, wide[0]);
-        store_as(half, y, RUN * i + LANES, wide[1]);
+        for (int k = 0; k < PARTS; k++) {
+            float scale = k < PARTS / 2 ? w.scale_a : w.scale_b;
+            store_as(half, y, RUN * i + LANES * k, w.part[k] * scale - w.min);
+        }
     }
 }
 

@@ -58,7 +58,7 @@ class CpuRotate:
         batch, seq, heads, head_dim = x.shape
         y = torch.empty_like(x)
         pointers = x.data_ptr(), cos.data_ptr(), sin.data_ptr(), y.data_ptr()
-        self.library.llorch_rope(HALF[x.dtype], *pointers, batch * seq, heads, head_dim // 2)
+        self.library.llorch_rope(HALF[x.dtype], *pointers, batch * seq, heads, cos.shape[-1], head_dim)
         return y
 
     def append(self, store: Tensor, new: Heads, place: Place) -> None:

@@ -23,7 +23,9 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("cpu_products.c", "cpu_layer.c", "cpu_block.c"))
+SOURCES = tuple(
+    Path(__file__).with_name(name) for name in ("cpu_products.c", "cpu_layer.c", "cpu_block.c", "cpu_delta.c")
+)
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC")
 COMPILERS = ("cc", "gcc", "clang")
 _TELLING = ("vendor", "cpu family", "model", "stepping", "flags", "CPU ", "Features")  # lines of /proc/cpuinfo
@@ -34,10 +36,15 @@ SIGNATURES = {
     "llorch_product": (_INT, (*_MATRIX, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG)),
     "llorch_decode": (None, (*_MATRIX, _POINTER, _LONG, _LONG, _LONG)),
     "llorch_rms_norm": (None, (_INT, _POINTER, _POINTER, _FLOAT, _POINTER, _LONG, _LONG)),
-    "llorch_rope": (None, (_INT, _POINTER, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG)),
+    "llorch_rope": (None, (_INT, *[_POINTER] * 4, *[_LONG] * 4)),
     "llorch_append": (_INT, (_POINTER, _POINTER, _POINTER, *[_LONG] * 5)),
     "llorch_swiglu": (None, (_INT, _POINTER, _POINTER, _POINTER, _LONG)),
     "llorch_attend": (_INT, (_INT, *[_POINTER] * 5, *[_LONG] * 8)),
+    "llorch_expert_product": (_INT, (*_MATRIX, _POINTER, _POINTER, _POINTER, *[_LONG] * 5)),
+    "llorch_short_conv": (None, (_INT, *[_POINTER] * 6, *[_LONG] * 4)),
+    "llorch_l2_norm": (None, (_POINTER, _POINTER, *[_LONG] * 4)),
+    "llorch_delta_rule": (None, (*[_POINTER] * 7, *[_LONG] * 7)),
+    "llorch_gated_norm": (None, (_INT, _POINTER, _POINTER, _POINTER, _FLOAT, _POINTER, _LONG, _LONG)),
     "llorch_block": (_INT, (_POINTER, _POINTER, _POINTER, _POINTER)),
 }
 

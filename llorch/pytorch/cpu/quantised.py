@@ -39,7 +39,9 @@ class CpuQuantisedLinear(PackedMatrix):
             return self._many(x.view(rows, -1)).view(*x.shape[:-1], self.out_features)
         y = x.new_empty(*x.shape[:-1], self.out_features)
         sizes = rows, self.out_features, self.in_features
-        if self.library.llorch_product(*self._matrix(x.dtype), x.data_ptr(), pointer(self.bias), y.data_ptr(), *sizes):
+        if self.library.llorch_product(
+            *self.matrix_of(x.dtype), x.data_ptr(), pointer(self.bias), y.data_ptr(), *sizes
+        ):
             raise MemoryError(f"linear: no memory for {rows} rows")
         return y
 
@@ -50,12 +52,12 @@ class CpuQuantisedLinear(PackedMatrix):
         for start in range(0, self.out_features, step):
             rows = tile[: self.out_features - start]
             sizes = start, len(rows), self.in_features
-            self.library.llorch_decode(*self._matrix(x.dtype), rows.data_ptr(), *sizes)
+            self.library.llorch_decode(*self.matrix_of(x.dtype), rows.data_ptr(), *sizes)
             bias = None if self.bias is None else self.bias[start : start + step]
             made.append(product(x, rows, bias))
         return made[0] if len(made) == 1 else torch.cat(made, dim=-1)
 
-    def _matrix(self, dtype: torch.dtype) -> tuple[int | None, ...]:
+    def matrix_of(self, dtype: torch.dtype) -> tuple[int | None, ...]:
         """What the compiled functions want to know of the matrix; found once, until the fields are moved."""
         buffers = self._buffers
         if buffers["codes"] is not self._found_for:
@@ -66,5 +68,5 @@ class CpuQuantisedLinear(PackedMatrix):
 
     def described(self) -> tuple[int | None, ...]:
         """Addresses and sizes as `cpu_block.c` wants them."""
-        kind, *found, _ = self._matrix(torch.float32)
+        kind, *found, _ = self.matrix_of(torch.float32)
         return *found, pointer(self.bias), kind, self.out_features, self.in_features

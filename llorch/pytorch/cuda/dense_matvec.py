@@ -1,8 +1,9 @@
-"""A few rows of activations times a dense matrix, which is read once: what decoding a token consists of.
+"""A row of activations times a dense matrix, which is read once: what decoding a token consists of.
 
 A program takes some rows of the matrix and all of their columns, so that no sum is split between programs. A thread
 loads 16 bytes of each of its rows and uses the same inputs for all. Sums are float32, rounded once. The twin is
-`torch.nn.functional.linear`, which also takes whatever has more rows.
+`torch.nn.functional.linear`, which also takes whatever has more rows: on an H100 its tensor cores are as fast for two
+and faster for any more.
 
 Projections of one input (queries, keys and values; gate and up) are made in one launch: alone, the key projection of a
 model with grouped heads is over before the memory is busy.
@@ -18,10 +19,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-MOST_ROWS = 8  # above, products are the better the more tensor cores do of them
 MOST_TOGETHER = 3  # matrices of one launch
 _PROGRAMS = 512  # about four for each multiprocessor of a large device
-_WARPS = 4
+_WARPS = 8
 
 
 class DenseLinear(nn.Module):
@@ -36,9 +36,9 @@ class DenseLinear(nn.Module):
 
     def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
         """Multiply, in the dtype of the weights."""
-        if x.numel() > MOST_ROWS * self.in_features:
+        if x.numel() > self.in_features:
             return linear(x, self.weight, self.bias)
-        return multiply_few_rows(x, [self])[0] if self.together is None else self.together.product(self, x)
+        return multiply_row(x, [self])[0] if self.together is None else self.together.product(self, x)
 
 
 class Together(threading.local):
@@ -58,7 +58,7 @@ class Together(threading.local):
     def product(self, layer: DenseLinear, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
         """The product of a layer, made now or with that of another for this very tensor; asked again, made again."""
         if x is not self._input or layer not in self._products:
-            products = multiply_few_rows(x, self._layers)
+            products = multiply_row(x, self._layers)
             self._input, self._products = x, dict(zip(self._layers, products, strict=True))
         product = self._products.pop(layer)
         if not self._products:
@@ -66,10 +66,10 @@ class Together(threading.local):
         return product
 
 
-def multiply_few_rows(x: Float[Tensor, "*rows in"], layers: Sequence[DenseLinear]) -> list[Tensor]:
-    """Compute x @ weight.T + bias of the layers that `Together` takes in one launch, for `MOST_ROWS` at most."""
+def multiply_row(x: Float[Tensor, "*one in"], layers: Sequence[DenseLinear]) -> list[Tensor]:
+    """Compute x @ weight.T + bias of the layers that `Together` takes in one launch."""
     x, width = x.contiguous(), x.shape[-1]
-    n_rows, sizes = x.numel() // width, [layer.out_features for layer in layers]
+    sizes = [layer.out_features for layer in layers]
     products = [x.new_empty(*x.shape[:-1], size) for size in sizes]
     weights = [layer.weight for layer in layers]
     biases = [product if layer.bias is None else layer.bias for layer, product in zip(layers, products, strict=True)]
@@ -77,8 +77,8 @@ def multiply_few_rows(x: Float[Tensor, "*rows in"], layers: Sequence[DenseLinear
     span = 16 // x.element_size()
     launch: Any = _multiply[(sum(triton.cdiv(size, rows) for size in sizes),)]
     launch(
-        x, *_three(weights), *_three(biases), *_three(products), n_rows, width, *(*sizes, 0, 0)[:MOST_TOGETHER],
-        BIAS=layers[0].bias is not None, M=triton.next_power_of_2(n_rows), ROWS=rows,
+        x, *_three(weights), *_three(biases), *_three(products), width, *(*sizes, 0, 0)[:MOST_TOGETHER],
+        BIAS=layers[0].bias is not None, ROWS=rows,
         COLUMNS=min(_WARPS * 32 * span, max(span, triton.next_power_of_2(width))), SPAN=span, num_warps=_WARPS,
     )  # fmt: skip
     return products
@@ -90,15 +90,15 @@ def _three(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def _rows_per_program(n_out: int) -> int:
-    """Four, which share the inputs and whose loads are on their way at once; fewer where programs would be too few."""
-    return 4 if n_out >= 4 * _PROGRAMS else 2 if n_out >= 2 * _PROGRAMS else 1
+    """Two, which share the inputs and whose loads are on their way at once; one where programs would be too few."""
+    return 2 if n_out >= 2 * _PROGRAMS else 1
 
 
 @triton.jit(do_not_specialize=["size0", "size1", "size2"])
 @no_type_check
 def _multiply(
-    x, weight0, weight1, weight2, bias0, bias1, bias2, y0, y1, y2, n_rows, width, size0, size1, size2,
-    BIAS: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr,
+    x, weight0, weight1, weight2, bias0, bias1, bias2, y0, y1, y2, width, size0, size1, size2,
+    BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     weight, bias, y, size = weight0, bias0, y0, size0
@@ -107,16 +107,15 @@ def _multiply(
         weight, bias, y, size, tile = weight2, bias2, y2, size2, tile - tiles0 - tiles1
     elif tile >= tiles0:
         weight, bias, y, size, tile = weight1, bias1, y1, size1, tile - tiles0
-    m = tl.arange(0, M)[:, None, None, None]  # all tensors have four axes, or they would change threads on the way
-    row = (tile.to(tl.int64) * ROWS + tl.arange(0, ROWS))[None, :, None, None]
-    within = tl.arange(0, COLUMNS // SPAN)[None, None, :, None] * SPAN + tl.arange(0, SPAN)[None, None, None, :]
-    total = tl.zeros((M, ROWS, COLUMNS // SPAN, 1), tl.float32)
+    row = (tile.to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None, None]  # three axes, as all: others change threads
+    within = tl.arange(0, COLUMNS // SPAN)[None, :, None] * SPAN + tl.arange(0, SPAN)[None, None, :]
+    total = tl.zeros((ROWS, COLUMNS // SPAN, 1), tl.float32)
     for first in range(0, width, COLUMNS):
         column = first + within
         w = tl.load(weight + row * width + column, mask=(row < size) & (column < width), other=0)
-        inputs = tl.load(x + m * width + column, mask=(m < n_rows) & (column < width), other=0)
-        total += tl.sum(w.to(tl.float32) * inputs.to(tl.float32), 3, keep_dims=True)  # within a thread
-    sums = tl.sum(total, 2, keep_dims=True)  # (M, ROWS, 1, 1)
+        inputs = tl.load(x + column, mask=column < width, other=0)
+        total += tl.sum(w.to(tl.float32) * inputs.to(tl.float32), 2, keep_dims=True)  # within a thread
+    sums = tl.sum(total, 1, keep_dims=True)  # (ROWS, 1, 1)
     if BIAS:
         sums += tl.load(bias + row, mask=row < size, other=0).to(tl.float32)
-    tl.store(y + m * size + row, sums.to(y.dtype.element_ty), mask=(m < n_rows) & (row < size))
+    tl.store(y + row, sums.to(y.dtype.element_ty), mask=row < size)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from llorch.pytorch.cache import Cache, Place
 from llorch.pytorch.causal_lm import Context, Heads, Keep, RMSNorm, keep_nothing
+from llorch.pytorch.causal_lm import rotate_and_cache as plain_rotate_and_cache
 
 _NORM_TILE = 2048  # elements of a program, where a row is no longer
 
@@ -60,7 +61,9 @@ def _normalise(x, weight, y, n_rows, width, eps, ROWS: tl.constexpr, COLUMNS: tl
 def rotate_and_cache(
     q: Heads, k: Heads, v: Heads, layer: int, place: Place, cache: Cache, keep: Keep
 ) -> tuple[Heads, Context, Context]:
-    """As that of the page; rotated keys are a tensor of their own where somebody observes."""
+    """As that of the page, which turns the heads of which a part is turned; rotated keys are a copy where observed."""
+    if 2 * place.cos.shape[-1] != q.shape[-1]:
+        return plain_rotate_and_cache(q, k, v, layer, place, cache, keep)
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     observed = keep is not keep_nothing
     q_rope, k_rope = torch.empty_like(q), torch.empty_like(k) if observed else k

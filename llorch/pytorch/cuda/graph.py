@@ -4,6 +4,7 @@ A graph is made for a fixed number of slots to look at, with the unfilled ones m
 class, made when the first sequence grows into it; all of them work on the same tensors.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,17 +34,21 @@ class GraphedSteps:
         self._graphs[size].replay()
 
     def _record(self, decoding: Decoding, ctx: int) -> Any:
-        """Try the step on a stream of its own, as recording asks for, then record it."""
-        aside = torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            try_out(decoding, ctx)
-        torch.cuda.current_stream().wait_stream(aside)
-        graph = torch.cuda.CUDAGraph()
         pool = next((made.pool() for made in self._graphs.values()), None)
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            decoding.step(ctx)
-        return graph
+        return recorded(lambda: decoding.step(ctx), warm_up=lambda: try_out(decoding, ctx), pool=pool)
+
+
+def recorded(call: Callable[[], object], *, warm_up: Callable[[], object], pool: Any = None) -> Any:
+    """Warm up on a stream of its own, as recording asks for, then record a call."""
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        warm_up()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        call()
+    return graph
 
 
 def try_out(decoding: Decoding, ctx: int) -> None:

@@ -27,10 +27,11 @@ from llorch.lora.adapter import (
     require_free,
     require_known,
 )
-from llorch.lora.config import Target, targets_of
 from llorch.lora.initial import over_original
+from llorch.lora.targets import Target, targets_of
 from llorch.pytorch.causal_lm import CausalLM
-from llorch.pytorch.lora.leaves import LoraEmbedding, LoraLeaf, LoraLinear, as_float32
+from llorch.pytorch.lora.leaves import LoraEmbedding, LoraExperts, LoraLeaf, LoraLinear, as_float32
+from llorch.pytorch.paths import path_of
 from llorch.pytorch.reproducible import FixedRows
 
 
@@ -49,25 +50,28 @@ def attach(
         _require_gradients(module, adapter, dtype)
     for target in adapter.targets.values():
         tensors, start = adapter.tensors[target.name], None if minus is None else minus.tensors[target.name]
-        leaf = _wrapped(module, target)
-        leaf.add(name, adapter.config, target, tensors, dtype=dtype, trainable=trainable, minus=start)
+        how: Any = {"dtype": dtype, "trainable": trainable, "minus": start, "shared": None}
+        for part, path in zip(target.parts, paths_of(target), strict=True):
+            leaf = _wrapped(module, target, path)
+            leaf.add(name, adapter.config, target, tensors, part=part, **how)
+            how["shared"] = how["shared"] or leaf
     activate(module, name)
 
 
 def detach(module: CausalLM, name: str) -> None:
     """Take an adapter off; leaves without another one are the base's own again."""
     require_adapter(module, name)
-    for target, leaf in lora_leaves(module):
+    for path, _, leaf in lora_leaves(module):
         leaf.remove(name)
         if not leaf.names:
-            _put(module, target.path, leaf.base_layer)
+            _put(module, path, leaf.base_layer)
 
 
 def activate(module: CausalLM, name: str | None) -> None:
     """Choose the adapter that a forward pass uses; None runs the base alone."""
     if name is not None:
         require_adapter(module, name)
-    for _, leaf in lora_leaves(module):
+    for *_, leaf in lora_leaves(module):
         leaf.activate(name)
 
 
@@ -76,7 +80,7 @@ def trainable_parameters(module: CausalLM, name: str = "default") -> dict[str, n
     require_adapter(module, name)
     return {
         f"{target.name}.{kind}": parameter
-        for target, leaf in lora_leaves(module)
+        for _, target, leaf in lora_leaves(module)
         for kind, parameter in leaf.parameters_of(name).items()
     }
 
@@ -87,7 +91,7 @@ def adapter_of(module: CausalLM, name: str = "default") -> Adapter:
     Raises FormatError NonFinite with every tensor that has NaN or infinity.
     """
     require_adapter(module, name)
-    found = [(target.name, leaf) for target, leaf in lora_leaves(module) if name in leaf.names]
+    found = [(target.name, leaf) for _, target, leaf in lora_leaves(module) if name in leaf.names]
     config, where = found[0][1].config_of(name), f"adapter {name!r}"
     adapter = checked(config, {target: _tensors(leaf, name) for target, leaf in found}, module.config, where=where)
     starts = {target: start for target, leaf in found if (start := leaf.start_of(name)) is not None}
@@ -98,7 +102,7 @@ def adapter_of(module: CausalLM, name: str = "default") -> Adapter:
 
 def adapter_names(module: CausalLM) -> list[str]:
     """Names of the adapters that are attached, in the order in which they came."""
-    return list(dict.fromkeys(name for _, leaf in lora_leaves(module) for name in leaf.names))
+    return list(dict.fromkeys(name for *_, leaf in lora_leaves(module) for name in leaf.names))
 
 
 def require_adapter(module: CausalLM, name: str) -> None:
@@ -106,21 +110,30 @@ def require_adapter(module: CausalLM, name: str) -> None:
     require_known(name, adapter_names(module))
 
 
-def lora_leaves(module: CausalLM) -> Iterator[tuple[Target, LoraLeaf]]:
-    """Leaves that have adapters, in the order of the forward pass."""
+def lora_leaves(module: CausalLM) -> Iterator[tuple[str, Target, LoraLeaf]]:
+    """Leaves that have adapters, by path and target, in the order of the forward pass."""
     for target in targets_of(module.config).values():
-        leaf = module.get_submodule(target.path)
-        if isinstance(leaf, LoraLeaf):
-            yield target, leaf
+        for path in paths_of(target):
+            leaf = module.get_submodule(path)
+            if isinstance(leaf, LoraLeaf):
+                yield path, target, leaf
 
 
-def _wrapped(module: CausalLM, target: Target) -> LoraLeaf:
-    """The leaf of a target, wrapped now if it was not."""
-    leaf = module.get_submodule(target.path)
+def paths_of(target: Target) -> list[str]:
+    """Of its leaves in our modules, which join no matrices; a tied `lm_head` is a leaf of its own."""
+    if target.name == "lm_head":
+        return ["lm_head"]
+    return [path_of(part.name).removesuffix(".weight") for part in target.parts]
+
+
+def _wrapped(module: CausalLM, target: Target, path: str) -> LoraLeaf:
+    """A leaf of a target, wrapped now if it was not."""
+    leaf = module.get_submodule(path)
     if not isinstance(leaf, LoraLeaf):
         fixed = isinstance(getattr(module.lm_head, "base_layer", module.lm_head), FixedRows)
-        leaf = (LoraEmbedding if target.is_embedding else LoraLinear)(leaf, fixed=fixed)
-        _put(module, target.path, leaf)
+        kind = LoraEmbedding if target.is_embedding else LoraExperts if target.n_experts else LoraLinear
+        leaf = kind(leaf, fixed=fixed)
+        _put(module, path, leaf)
     return leaf
 
 
@@ -138,7 +151,7 @@ def _require_free(module: CausalLM, name: str) -> None:
 def _freeze(module: CausalLM) -> None:
     """Gradients are for adapters only."""
     of_adapters = {
-        id(p) for _, leaf in lora_leaves(module) for name in leaf.names for p in leaf.parameters_of(name).values()
+        id(p) for *_, leaf in lora_leaves(module) for name in leaf.names for p in leaf.parameters_of(name).values()
     }
     for parameter in module.parameters():
         if id(parameter) not in of_adapters:
@@ -151,14 +164,16 @@ def _require_gradients(module: CausalLM, adapter: Adapter, dtype: torch.dtype) -
     for target in adapter.targets.values():
         if target.is_embedding:
             continue
-        leaf: Any = module.get_submodule(target.path)
-        probe = torch.zeros(1, target.n_in, dtype=norm.dtype, device=norm.device, requires_grad=True)
-        with torch.enable_grad():
-            if not leaf(probe).requires_grad:
-                kind = type(getattr(leaf, "base_layer", leaf)).__name__
-                raise ValueError(
-                    f"adapter: {target.path} is a {kind}, which records no gradient; train on plain leaves"
-                )
+        shape, chosen = (1, target.n_in), ()
+        if target.n_experts:
+            shape, chosen = (1, 1, 1, target.n_in), (torch.zeros(1, 1, 1, dtype=torch.int64, device=norm.device),)
+        for path in paths_of(target):
+            leaf: Any = module.get_submodule(path)
+            probe = torch.zeros(shape, dtype=norm.dtype, device=norm.device, requires_grad=True)
+            with torch.enable_grad():
+                if not leaf(probe, *chosen).requires_grad:
+                    kind = type(getattr(leaf, "base_layer", leaf)).__name__
+                    raise ValueError(f"adapter: {path} is a {kind}, which records no gradient; train on plain leaves")
 
 
 def _tensors(leaf: LoraLeaf, name: str) -> LoraTensors:

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 
 from llorch.lora.adapter import LORA_A, LORA_B, MAGNITUDE, LoraTensors
-from llorch.lora.config import LoraConfig, Target
+from llorch.lora.config import LoraConfig
+from llorch.lora.targets import Part, Target
+from llorch.pytorch.experts import grouped
 from llorch.pytorch.quantised_linear import TILE, PackedMatrix, tiles
 from llorch.pytorch.reproducible import FixedRows, in_tiles
 
@@ -93,6 +95,12 @@ class Setting:
 
     config: LoraConfig
     scaling: float
+    target: Target
+    rows: Tensor | None = None  # of lora_B, where the adapter stands beside several leaves
+
+    def of_leaf(self, lora_B: Tensor) -> Tensor:
+        """What of lora_B, or of magnitudes, belongs to this leaf."""
+        return lora_B if self.rows is None else lora_B[self.rows]
 
 
 class LoraLeaf(nn.Module):
@@ -128,17 +136,24 @@ class LoraLeaf(nn.Module):
         dtype: torch.dtype,
         trainable: bool,
         minus: LoraTensors | None,
+        part: Part,
+        shared: "LoraLeaf | None" = None,
     ) -> None:
-        """Put an adapter beside the leaf, its parameters in `dtype`; it is not yet active."""
+        """Put an adapter beside the leaf, its parameters in `dtype`; it is not yet active.
+
+        Of a target that is several leaves this is a `part`; those after the first have its parameters, `shared`.
+        """
         device = next(tensor for tensor in (*self.base_layer.parameters(), *self.base_layer.buffers())).device
         stores = {LORA_A: self.lora_A, LORA_B: self.lora_B, MAGNITUDE: self.lora_magnitude_vector}
         for kind, array in tensors.arrays().items():
             values = torch.tensor(array, dtype=dtype, device=device)
-            stores[kind][name] = nn.Parameter(values, requires_grad=trainable)
+            made = nn.Parameter(values, requires_grad=trainable)
+            stores[kind][name] = made if shared is None else shared.parameters_of(name)[kind]
         if minus is not None:
             for store, array in ((self.start_A, minus.lora_A), (self.start_B, minus.lora_B)):
                 store[name] = nn.Parameter(torch.tensor(array, dtype=dtype, device=device), requires_grad=False)
-        self._settings[name] = Setting(config, config.scaling_of(target))
+        rows = None if part.rows is None else torch.tensor(part.rows, device=device)
+        self._settings[name] = Setting(config, config.scaling_of(target), target, rows)
 
     def remove(self, name: str) -> None:
         """Forget an adapter, if it is here; copies of this leaf, which share its dictionaries, keep it."""
@@ -168,17 +183,18 @@ class LoraLeaf(nn.Module):
             return None
         return LoraTensors(as_float32(self.start_A[name]), as_float32(self.start_B[name]))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """What the leaf makes, with what the active adapters make of it."""
-        y = self.base_layer(x)
+    def forward(self, x: Tensor, *chosen: Tensor) -> Tensor:
+        """What the leaf makes, with what the active adapters make of it; experts are given who chose them, too."""
+        y = self.base_layer(x, *chosen)
         for name, rows in self.parts:
             if rows is None:
-                y = self.adapted(name, x, y)
+                y = self.adapted(name, x, y, *chosen)
             else:
-                y = y.index_copy(0, rows, self.adapted(name, x[rows], y[rows]))
+                some = self.adapted(name, x[rows], y[rows], *(ids[rows] for ids in chosen))
+                y = y.index_copy(0, rows, some)
         return y
 
-    def adapted(self, name: str, x: Tensor, y: Tensor) -> Tensor:
+    def adapted(self, name: str, x: Tensor, y: Tensor, *chosen: Tensor) -> Tensor:
         """The result of one adapter, given that of the base."""
         raise NotImplementedError
 
@@ -190,7 +206,7 @@ class LoraLeaf(nn.Module):
         """|W + scaling * B A| along the input; kept while nothing it depends on is trained."""
         if name in self._lengths:
             return self._lengths[name]
-        lora_A, lora_B = self.lora_A[name], self.lora_B[name]
+        lora_A, lora_B = self.lora_A[name], self._settings[name].of_leaf(self.lora_B[name])
         length = self._lengths_of(lora_A, lora_B, self._settings[name].scaling)
         if not (lora_A.requires_grad or lora_B.requires_grad):
             self._lengths[name] = length
@@ -204,17 +220,19 @@ class LoraLinear(LoraLeaf):
     """A projection with adapters, with the interface of `nn.Linear`."""
 
     def adapted(
-        self, name: str, x: Float[Tensor, "*rows in"], y: Float[Tensor, "*rows out"]
+        self, name: str, x: Float[Tensor, "*rows in"], y: Float[Tensor, "*rows out"], *chosen: Tensor
     ) -> Float[Tensor, "*rows out"]:
         """See `LoraLeaf.adapted`."""
-        lora_A, lora_B, setting = self.lora_A[name], self.lora_B[name], self._settings[name]
+        setting = self._settings[name]
+        lora_A, lora_B = self.lora_A[name], setting.of_leaf(self.lora_B[name])
         share = setting.config.lora_dropout if self.training else 0.0
         mask = drop_mask(x, share) if share else None
         added = self._delta(x, lora_A, lora_B, scaling=setting.scaling, mask=mask, share=share)
         if name in self.start_A:
-            added = added - self._delta(x, self.start_A[name], self.start_B[name], scaling=setting.scaling)
+            start_B = setting.of_leaf(self.start_B[name])
+            added = added - self._delta(x, self.start_A[name], start_B, scaling=setting.scaling)
         if name in self.lora_magnitude_vector:
-            scale = self.lora_magnitude_vector[name] / self._length(name)
+            scale = setting.of_leaf(self.lora_magnitude_vector[name]) / self._length(name)
             base = y if mask is None else self.base_layer((x.to(added.dtype) * mask / (1 - share)).to(x.dtype))
             bias = bias_of(self.base_layer)
             added = (scale - 1) * (base if bias is None else base - bias) + scale * added
@@ -233,10 +251,34 @@ class LoraLinear(LoraLeaf):
         return torch.cat([length(*each) for each in weight_tiles(self.base_layer)])
 
 
+class LoraExperts(LoraLeaf):
+    """The matrices of all experts with adapters, each with a pair of its own."""
+
+    def adapted(
+        self,
+        name: str,
+        x: Float[Tensor, "batch seq _given in"],
+        y: Float[Tensor, "batch seq topk out"],
+        *chosen: Int[Tensor, "batch seq topk"],
+    ) -> Float[Tensor, "batch seq topk out"]:
+        """See `LoraLeaf.adapted`."""
+        setting, (ids,) = self._settings[name], chosen
+        every_A, every_B = setting.target.by_expert(self.lora_A[name], self.lora_B[name])
+        every_B = every_B if setting.rows is None else every_B[:, setting.rows]
+        product = fixed_product if self.fixed else linear
+
+        def multiply(expert: int, rows: Tensor) -> Tensor:
+            return product(product(rows, every_A[expert]) * setting.scaling, every_B[expert])
+
+        return (y + grouped(multiply, x.to(every_A.dtype), ids, len(every_A))).to(y.dtype)
+
+
 class LoraEmbedding(LoraLeaf):
     """An embedding with adapters, with the interface of `nn.Embedding`; it has no dropout, as in PEFT."""
 
-    def adapted(self, name: str, x: Int[Tensor, "*rows"], y: Float[Tensor, "*rows out"]) -> Float[Tensor, "*rows out"]:
+    def adapted(
+        self, name: str, x: Int[Tensor, "*rows"], y: Float[Tensor, "*rows out"], *chosen: Tensor
+    ) -> Float[Tensor, "*rows out"]:
         """See `LoraLeaf.adapted`."""
         lora_A, lora_B, scaling = self.lora_A[name], self.lora_B[name], self._settings[name].scaling
         product = fixed_product if self.fixed else linear

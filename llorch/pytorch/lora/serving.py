@@ -18,9 +18,11 @@ from llorch.lora.adapter import Adapter, require_known
 from llorch.model import Opened
 from llorch.pytorch.causal_lm import MLP, Attention, Block, CausalLM, Decoder
 from llorch.pytorch.decoding import Forward, compiled_forward
+from llorch.pytorch.delta_net import GatedDeltaNet
+from llorch.pytorch.experts import Experts, SparseMoe
 from llorch.pytorch.lora.adapters import attach, detach, lora_leaves
 
-_OWNERS = (CausalLM, Decoder, nn.ModuleList, Block, Attention, MLP)
+_OWNERS = (CausalLM, Decoder, nn.ModuleList, Block, Attention, GatedDeltaNet, MLP, SparseMoe, Experts)
 
 
 def view(adapted: CausalLM, names: Sequence[str | None]) -> CausalLM:
@@ -31,11 +33,11 @@ def view(adapted: CausalLM, names: Sequence[str | None]) -> CausalLM:
     routes = [
         (name, None if len(rows[name]) == len(names) else torch.tensor(rows[name], device=device)) for name in rows
     ]
-    for target, leaf in list(lora_leaves(made)):
+    for path, _, leaf in list(lora_leaves(made)):
         own = copy(leaf)
         own._modules = dict(leaf._modules)
         own.parts = tuple(route for route in routes if route[0] in leaf.names)
-        owner, _, name = target.path.rpartition(".")
+        owner, _, name = path.rpartition(".")
         setattr(made.get_submodule(owner), name, own)
     return made
 

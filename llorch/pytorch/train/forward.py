@@ -7,12 +7,13 @@ alone: padding stands at the end of a row, so no token sees it, and no loss is t
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from llorch.architecture import Bound
 from llorch.ops.rope import rope_tables
-from llorch.pytorch.cache import NoCache, Place
+from llorch.pytorch.cache import NoCache, Place, Visible
 from llorch.pytorch.causal_lm import CausalLM, Keep, keep_nothing
 from llorch.train.batch import Batch
 
@@ -35,16 +36,31 @@ def place_of(module: CausalLM, batch: Batch, device: torch.device) -> Place:
             f"train: a document of {longest} tokens does not fit the context of {config.max_position_embeddings}; "
             "shorten it with --max-length"
         )
-    kind = {"head_dim": config.head_dim, "theta": config.rope_theta, "scaling": config.rope_scaling}
+    packed = bool((batch.documents > 0).any())
+    if packed and config.delta_net is not None:
+        raise ValueError("train: a delta net would remember one document of a row in the next; train without packing")
+    kind = {"head_dim": config.rotated, "theta": config.rope_theta, "scaling": config.rope_scaling}
     wide = torch.promote_types(module.model.norm.weight.dtype, torch.float32)
     positions = batch.positions.clip(min=0)
     cos, sin = (
         torch.from_numpy(table.reshape(*positions.shape, -1)).to(device, wide)
         for table in rope_tables(positions.reshape(-1), **kind)
     )  # (batch, seq, half)
-    packed = bool((batch.documents > 0).any())
     visible = _own_document(torch.from_numpy(batch.documents).to(device)) if packed else None
-    return Place(torch.from_numpy(positions).to(device), cos, sin, visible, positions.shape[1])
+    at = torch.from_numpy(positions).to(device)
+    near = {layer.bound: _near(layer.bound, at, visible) for layer in config.layers if layer.bound is not None}
+    heat = config.temperature and config.temperature.of(positions.reshape(-1)).reshape(positions.shape)
+    heat = None if heat is None else torch.from_numpy(heat).to(device, wide)
+    return Place(at, cos, sin, visible, positions.shape[1], near, heat)
+
+
+def _near(bound: Bound, positions: Int[Tensor, "batch seq"], visible: Visible) -> Bool[Tensor, "batch 1 seq ctx"]:
+    """Of what is visible those that are no further back than a bound."""
+    kind, size = bound
+    first = positions - size + 1 if kind == "window" else positions // size * size
+    seq = positions.shape[1]
+    seen = torch.ones(seq, seq, dtype=torch.bool, device=positions.device).tril() if visible is None else visible
+    return seen & (positions[:, None, None, :] >= first[:, None, :, None])
 
 
 def _own_document(documents: Tensor) -> Bool[Tensor, "batch 1 seq ctx"]:

@@ -4,6 +4,7 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor
 
 from llorch.builtin import find_data
-from llorch.files import open_weights
+from llorch.files import Weights, open_weights
+from llorch.files.strict_json import read_settings
 from llorch.lora.adapter import Adapter
 from llorch.lora.base import identity_of
 from llorch.lora.initial import initial_adapter
@@ -79,6 +81,11 @@ class Training:
     def adapter(self) -> Adapter:
         """The adapter as it is now, beside the base as it is in its file."""
         return adapter_of(self.module)
+
+    @property
+    def notes(self) -> list[str]:
+        """What was found in the data, and what the model asks for that is not trained: a sentence each."""
+        return [*self.data.notes, *_left_out(self._weights)]
 
     def run_step(self) -> StepReport:
         """Make one optimizer step; where the loss or a gradient is not finite nothing is changed."""
@@ -168,6 +175,22 @@ class Training:
             f"step {self.step + 1}: expected a finite loss and gradient, got {what}, from {shown}; the step was not "
             "made: lower --lr, or look at these rows with llorch data show"
         )
+
+
+def _left_out(weights: Weights) -> list[str]:
+    """The loss that keeps routers from always choosing the same experts, where a folder asks transformers for it."""
+    if weights.config.experts is None or weights.config.family == "llama4":  # of which transformers computes none
+        return []
+    whole = read_settings(Path(weights.path) / "config.json")
+    text = whole.get("text_config")
+    values = text if isinstance(text, dict) else whole
+    if not values.get("output_router_logits"):
+        return []
+    return [
+        "config.json asks for an auxiliary loss that spreads the work over the experts (output_router_logits, "
+        f"router_aux_loss_coef {values.get('router_aux_loss_coef', 0.001)}): it is not trained, the loss is cross "
+        "entropy alone"
+    ]
 
 
 def _below(prefix: str, tensors: Mapping[str, np.ndarray]) -> dict[str, Tensor]:

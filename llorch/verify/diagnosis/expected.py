@@ -15,11 +15,15 @@ from llorch.ops.rounding import ActivationKind, round_activations
 from llorch.stages import BY_NAME, Stage
 from llorch.verify.compare import FLOOR, Tolerance
 from llorch.verify.diagnosis.replay import Arrays, Replay
-from llorch.verify.limits import ARITHMETICS, CACHES, CHAINED, ISOLATED, SCORES, Arithmetic, limit, variances
+from llorch.verify.limits import CACHES, SCORES, STATES, limit, variances
 from llorch.verify.places import token_axis
+from llorch.verify.rounding_costs import ARITHMETICS, CHAINED, ISOLATED, Arithmetic
 
 HALF: Mapping[str, ActivationKind] = {"bfloat16": "BF16", "float16": "F16"}
 FLASH = Arithmetic(2.0**-11, 2.0**-25)  # twice a rounding: queries and sums are float16 too, whatever the cache is
+KEPT = frozenset(
+    {*SCORES, "router_probs", "delta_state"}
+)  # float32 in many narrower engines, never below in float32 ones
 _MIN_VALUES = 16  # fewer different ones say nothing of a dtype
 _GRANTED = Tolerance(FLOOR, FLOOR, FLOOR)
 
@@ -61,9 +65,9 @@ class Engine:
         dtype, how = self._dtype
         own = self._shown(n_pass, name) if (n_pass, name) in self._dump.seen and stage != "embed" else "float32"
         stored = self._dump.seen[n_pass, name].stored if (n_pass, name) in self._dump.seen else ""
-        if stage in SCORES and (dtype in HALF or stored in HALF):
-            dtype = own  # some engines keep them in float32
-        elif stage not in SCORES and dtype == "float32":
+        if stage in KEPT and (dtype in HALF or stored in HALF):
+            dtype = own
+        elif stage not in KEPT and dtype == "float32":
             dtype, how = own, "as its values are"
         if self._is_flash_of_ggml and stage in (*CACHES, *SCORES, "attn_context"):
             return Judged(FLASH, "attention in float16, as flash attention of ggml on a CPU")
@@ -92,7 +96,7 @@ class Engine:
         shown = [
             self._shown(n_pass, name)
             for n_pass, name in self._dump.seen
-            if name != "embed" and name.rpartition(".")[2] not in {*CACHES, *SCORES}
+            if name != "embed" and name.rpartition(".")[2] not in CACHES | KEPT
         ]
         for dtype in HALF:
             if shown and 2 * shown.count(dtype) > len(shown):
@@ -101,6 +105,8 @@ class Engine:
 
     def _dtype_of(self, n_pass: int, name: str) -> str:
         seen = self._dump.seen[n_pass, name]
+        if BY_NAME[name.rpartition(".")[2]].is_choice:  # small integers fit into everything
+            return "float32"
         return seen.stored if seen.stored in HALF else dtype_shown(seen.read())
 
 
@@ -115,9 +121,11 @@ class Expected:
 class Expectations:
     """Limits of a pass, part by part: a part is judged when it ran."""
 
-    def __init__(self, replay: Replay, n_pass: int, engine: Engine, past: dict[str, np.ndarray]) -> None:
-        """Prepare; `past` holds the variances of the caches, and is filled with those after the pass."""
-        self._replay, self._n_pass, self._past = replay, n_pass, past
+    def __init__(
+        self, replay: Replay, n_pass: int, engine: Engine, past: dict[str, np.ndarray], states: dict[str, np.ndarray]
+    ) -> None:
+        """Prepare; `past` holds the variances of caches and states, `states` the states: filled with those after it."""
+        self._replay, self._n_pass, self._past, self._states = replay, n_pass, past, states
         self._fed: dict[str, np.ndarray] = {}
         self._made: dict[str, np.ndarray] = {}
         self._steps = variances(
@@ -129,6 +137,7 @@ class Expectations:
             hidden=_Hidden(replay, n_pass),
             stored=True,
             past=dict(past),
+            states=dict(states),
         )
 
     def of_part(self, part: int, made: Arrays, fed: Arrays) -> Iterator[tuple[str, Callable[..., Expected]]]:
@@ -146,9 +155,12 @@ class Expectations:
                 key, variance = next(self._steps)
             assert key == name, (key, name)
             stage, _ = self._replay.stages[name]
-            if stage.name in CACHES:
+            if stage.name in STATES.values():
+                self._states[name] = fed[name]
+            if stage.name in CACHES or stage.name in STATES.values():
                 kept = variance.copy()
-                kept[ISOLATED] *= self._replay.fed(self._n_pass, name) is None
+                if self._replay.fed(self._n_pass, name) is not None:
+                    kept[ISOLATED] = 0
                 self._past[name] = kept
             yield (
                 name,
@@ -174,7 +186,8 @@ class _Hidden:
 
 def rows(array: np.ndarray, stage: Stage, tokens: tuple[int, ...] | None) -> np.ndarray:
     """Some tokens of a stage; all of them if not told which."""
-    return array if tokens is None else np.take(array, tokens, axis=token_axis(stage))
+    axis = token_axis(stage)
+    return array if tokens is None or axis is None else np.take(array, tokens, axis=axis)
 
 
 def _limit(made: np.ndarray, variance: np.ndarray, stage: Stage, tokens: tuple[int, ...] | None) -> Tolerance:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from llorch.architecture import Layer
 from llorch.config import FactorScaling, Llama3Scaling, ModelConfig
 from llorch.numerics import QuantMethod
 from llorch.ops.rope import frequencies, llama3_factors, rope
@@ -20,6 +21,7 @@ from llorch.stages import BY_NAME, STAGES, rope_input
 from llorch.verify.diagnosis.expected import HALF
 from llorch.verify.diagnosis.replay import Change, Places, Plant, Setting
 from llorch.verify.mistakes import STAGE_MISTAKES, Mistake
+from llorch.verify.mistakes.attention import hidden_in, with_mask
 from llorch.verify.mistakes.norm import NORMS
 from llorch.verify.mistakes.rope import ROTATED
 from llorch.verify.mistakes.stage_inputs import StageInputs
@@ -30,7 +32,7 @@ PRODUCTS = (*(stage.name for stage in STAGES if stage.matrix), "attn_scores", "a
 PROJECTED = ("attn_norm", "attn_context", "ffn_norm", "ffn_act", "final_norm")  # inputs of products with a matrix
 WEIGHTED = tuple(stage.name for stage in STAGES if stage.matrix or stage.name in (*NORMS, "embed"))
 CAPPED = ("attn_scores", "logits")
-SCALED = tuple(stage.name for stage in STAGES if stage.name not in ("attn_scores", "attn_probs"))
+SCALED = tuple(stage.name for stage in STAGES if stage.name not in ("attn_scores", "attn_probs", "topk_ids"))
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Hypothesis:
         after_cached: It shows only in a pass that continues a cache.
         rounds: It rounds to few bits.
         by_place: Whether it can have been made in some stages or layers only.
+        in_layers: In which it can have been made at all.
     """
 
     name: str
@@ -58,10 +61,14 @@ class Hypothesis:
     after_cached: bool = False
     rounds: bool = False
     by_place: bool = True
+    in_layers: Callable[[int], bool] = lambda layer: True
 
     def at(self, places: Places) -> tuple[str, ...]:
         """Those of some places where it can be planted."""
-        return tuple(place for place in places if place.rpartition(".")[2] in self.stages)
+        return tuple(place for place in places if self._strikes(*place.rpartition(".")[::2]))
+
+    def _strikes(self, layer: str, stage: str) -> bool:
+        return stage in self.stages and (not layer or self.in_layers(int(layer.removeprefix("l"))))
 
 
 @dataclass(frozen=True)
@@ -91,13 +98,13 @@ def known_mistakes(config: ModelConfig) -> Iterator[Hypothesis]:
         if mistake.applies_to(config) and any(BY_NAME[stage].applies_to(config) for stage in mistake.stages):
             yield Hypothesis(
                 mistake.name, "mistake", mistake.stages, mistake.diagnosis, partial(_of_mistake, mistake),
-                after_cached=mistake.after_cached, rounds=mistake.rounds,
+                after_cached=mistake.after_cached, rounds=mistake.rounds, in_layers=partial(mistake.in_layers, config),
             )  # fmt: skip
 
 
 def _of_mistake(mistake: Mistake[StageInputs], places: Places) -> Change:
     def wrong(inputs: StageInputs, stage: str, array: np.ndarray) -> np.ndarray:
-        if mistake.after_cached and not inputs["past_k"].shape[1]:
+        if mistake.after_cached and not inputs.has_past:
             return array
         try:
             return mistake.wrong(inputs, stage)
@@ -221,14 +228,18 @@ def _scores_scale(value: float, config: ModelConfig) -> Hypothesis:
 def _window(value: float, config: ModelConfig) -> Hypothesis:
     n = int(value)
 
-    def wrong(scores: np.ndarray) -> np.ndarray:
-        seq, ctx = scores.shape[1:]
-        return np.where(np.tri(seq, ctx, ctx - seq - n, dtype=bool), -np.inf, scores)
+    bounds = {layer.bound for layer in map(config.layer, range(config.n_layers))}
+
+    def wrong(inputs: StageInputs, stage: str, scores: np.ndarray) -> np.ndarray:
+        if inputs.kind.bound is not None:  # it hides what a wider window shows
+            return with_mask(inputs, stage, hidden_in(inputs, Layer(window=n)))
+        return np.where(hidden_in(inputs, Layer(window=n)), -np.inf, scores)
 
     return Hypothesis(
         "mask-window", "setting", ("attn_scores",),
-        f"A token sees the last {n} tokens only (a sliding window); this model's attention has none.",
-        _planted(wrong), str(n),
+        f"A token sees the last {n} tokens only (a sliding window); this model's "
+        f"{'attention has none' if bounds == {None} else 'config says otherwise'}.",
+        lambda places: Change(dict.fromkeys(places, Plant(wrong))), str(n),
     )  # fmt: skip
 
 
@@ -379,7 +390,9 @@ def _cut_to_tf32(x: np.ndarray) -> np.ndarray:
     return (x.astype(np.float32).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32).astype(x.dtype)
 
 
-def _in_matrices(x: np.ndarray, rounding: Callable[..., np.ndarray]) -> np.ndarray:
+def _in_matrices(x: Any, rounding: Callable[..., np.ndarray]) -> Any:
+    if len(x.shape) == 3:  # of experts
+        return [rounding(each) for each in x]
     return rounding(x) if x.ndim == 2 else x
 
 

@@ -23,12 +23,20 @@ class Beside:
     theirs: np.ndarray
     ours: np.ndarray
     masked: bool
-    token_axis: int
+    token_axis: int | None
 
     @property
     def difference(self) -> Difference:
         """How far theirs is from ours, token by token too."""
         return measure(self.theirs, self.ours, masked=self.masked, token_axis=self.token_axis)
+
+    @property
+    def sizes(self) -> np.ndarray | None:
+        """How large the row of each token of ours is, by which its error is measured."""
+        if self.token_axis is None:
+            return None
+        others = tuple(axis for axis in range(self.ours.ndim) if axis != self.token_axis)
+        return np.sqrt(np.square(np.where(np.isfinite(self.ours), self.ours, 0)).sum(axis=others))
 
     def where_finite(self) -> "Beside":
         """The same without what neither of them has as a number: a mistake may make just that."""
@@ -41,9 +49,10 @@ class Beside:
 def beside(replay: Replay, seen: Seen, name: str, ours: np.ndarray) -> Beside:
     """What was seen of a stage, and the same tokens of ours."""
     stage, _ = replay.stages[name]
-    return Beside(
-        seen.read().astype(replay.weights.dtype), rows(ours, stage, seen.tokens), stage.masked, token_axis(stage)
-    )
+    theirs, ours = seen.read().astype(ours.dtype), rows(ours, stage, seen.tokens)
+    if stage.is_choice:  # their order says nothing
+        theirs, ours = np.sort(theirs, axis=-1), np.sort(ours, axis=-1)
+    return Beside(theirs, ours, stage.masked, token_axis(stage))
 
 
 class Judge:
@@ -58,16 +67,16 @@ class Judge:
         """Every stage of every pass, in the order of the run."""
         config, dtype = self.replay.config, self.replay.weights.dtype
         pasts = [Past(config, dtype), Past(config, dtype, as_given=False)]
-        alone, spread = Past(config, dtype), dict[str, np.ndarray]()
+        alone, held = Past(config, dtype), (dict[str, np.ndarray](), dict[str, np.ndarray]())
         for n_pass in range(len(self.replay.dump.passes)):
             self.pasts.append(tuple(pasts))
-            yield from self._of_pass(n_pass, pasts, alone, spread)
+            yield from self._of_pass(n_pass, pasts, alone, held)
             pasts, alone = [past.next() for past in pasts], alone.next()
 
     def _of_pass(
-        self, n_pass: int, pasts: Sequence[Past], alone: Past, spread: dict[str, np.ndarray]
+        self, n_pass: int, pasts: Sequence[Past], alone: Past, held: tuple[dict[str, np.ndarray], dict[str, np.ndarray]]
     ) -> Iterator[StageResult]:
-        expected = Expectations(self.replay, n_pass, self._engine, spread)
+        expected = Expectations(self.replay, n_pass, self._engine, *held)
         xs, x_alone = [np.empty(0) for _ in pasts], np.empty(0)
         for part in range(EMBED, self.replay.config.n_layers + 1):
             self._say(f"pass {n_pass + 1} of {len(self.replay.dump.passes)}, {self._part(part)}")
@@ -116,5 +125,7 @@ class Judge:
             arithmetic=judged.name or "float32",
             verdict=WRONG if wrong else HONEST if judged.name else RIGHT,
             since=self.replay.since(n_pass, name),
-            profile=profile(here.theirs, here.ours, stage, self.replay.config) if wrong and not local.fault else None,
+            profile=profile(here.theirs, here.ours, stage, self.replay.config)
+            if wrong and not local.fault and not stage.is_choice
+            else None,
         )

@@ -14,7 +14,7 @@ from llorch.errors import GuardFailed
 from llorch.files import Weights
 from llorch.ops.linear import linear
 from llorch.ops.rms_norm import rms_norm
-from llorch.stages import BY_NAME, input_key, key, keys, matrix_of
+from llorch.stages import BY_NAME, input_key, input_keys, key, keys, matrix_of
 
 _UNIT = 3e-3  # how far the mean square of a normalised row is from 1, in bfloat16 too
 _SAME = 1e-3  # relative error of the same array in another dtype
@@ -71,7 +71,7 @@ def _suspects(dump: StageDump, weights: Weights, number: int) -> Iterator[_Suspe
         if name == last:
             if _is_unit(array / np.where(gain, gain, 1)):
                 yield _Suspect(name, "is behind it", "final_norm", None, behind, array, tokens)
-        elif _equals(dump, number, input_key(stage.inputs[0], layer, weights.config), array, tokens):
+        elif _equals(dump, number, input_keys(stage, layer, weights.config)[0], array, tokens):
             yield _Suspect(name, "is what goes into the norm", name, layer, array, behind, tokens)
         elif _is_unit(array) and not np.allclose(gain, 1, atol=0.05):
             yield _Suspect(name, "is normalised without the gain", name, layer, array, array * gain, tokens)

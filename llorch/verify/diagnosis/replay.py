@@ -12,17 +12,18 @@ from typing import Any
 
 import numpy as np
 
-from llorch.cache import KVCache
+from llorch.cache import DeltaState, KVCache
 from llorch.config import ModelConfig
 from llorch.dumps.stage_dump import StageDump, Tokens
+from llorch.families import parts_of
 from llorch.files import Weights
 from llorch.forward import block
 from llorch.ops.embedding import embedding
 from llorch.ops.linear import linear
 from llorch.ops.rms_norm import rms_norm
 from llorch.ops.rope import rope_tables
-from llorch.stages import BY_NAME, input_key, key, keys, output_matrix
-from llorch.verify.mistakes.stage_inputs import StageInputs
+from llorch.stages import Stage, input_key, input_keys, key, keys, output_matrix
+from llorch.verify.mistakes.stage_inputs import StageInputs, there
 from llorch.verify.places import Pass
 
 Arrays = Mapping[str, np.ndarray]
@@ -108,7 +109,7 @@ class Replay:
         return self.stages[name][0].shape(self.config, seq=seq, ctx=self.n_cached(n_pass) + seq)
 
     def fed(self, n_pass: int, name: str) -> np.ndarray | None:
-        """The engine's own array where it takes the place of ours: of all tokens, in the right shape and finite."""
+        """The engine's own array where it takes the place of ours: of all tokens, in the right shape, and possible."""
         return self._read(n_pass, name) if (n_pass, name) in self.dump.seen else None
 
     def _read_fed(self, n_pass: int, name: str) -> np.ndarray | None:
@@ -116,10 +117,18 @@ class Replay:
         if seen.tokens is not None and seen.tokens != tuple(range(len(self.tokens(n_pass).ids))):
             return None
         array = seen.read()
-        finite = np.isfinite(array) | (np.isneginf(array) if self.stages[name][0].masked else False)
-        if array.shape != self.shape(n_pass, name) or not finite.all():
+        if array.shape != self.shape(n_pass, name) or not self._can_be(self.stages[name][0], array).all():
             return None
-        return array.astype(self.weights.dtype)
+        return array.astype(self._dtype(name))
+
+    def _can_be(self, stage: Stage, array: np.ndarray) -> np.ndarray:
+        """Where an array holds what its stage can: numbers, masked entries, experts that there are."""
+        if stage.is_choice and self.config.experts is not None:
+            return (array >= 0) & (array < self.config.experts.n_experts)
+        return np.isfinite(array) | (np.isneginf(array) if stage.masked else False)
+
+    def _dtype(self, name: str) -> Any:
+        return np.int64 if self.stages[name][0].is_choice else self.weights.dtype
 
     def part_of(self, name: str) -> int:
         """The part of the model that a stage is in: EMBED, a layer, or the number of layers."""
@@ -145,7 +154,7 @@ class Replay:
                 continue
             found.add(here)
             stage, layer = self.stages[here]
-            before = [input_key(what, layer, self.config) for what in stage.input_names(self.config)]
+            before = input_keys(stage, layer, self.config)
             pending += [each for each in before if self.fed(n_pass, each) is None]
         return tuple(sorted(found, key=self.order.__getitem__))
 
@@ -183,7 +192,7 @@ class Replay:
         if x is None:
             x = self._array(n_pass, self.input_of(first)) if first > EMBED else np.empty(0)
         tables = rope_tables(
-            setting.positions, head_dim=config.head_dim, theta=config.rope_theta, scaling=config.rope_scaling
+            setting.positions, head_dim=config.rotated, theta=config.rope_theta, scaling=config.rope_scaling
         )
         for part in range(first, (self.config.n_layers if last is None else last) + 1):
             passed = {self.input_of(part): x} if part > EMBED else {}
@@ -193,7 +202,7 @@ class Replay:
                 if place in change.plants:
                     plant = change.plants[place]
                     made = plant.wrong(self._inputs(n_pass, place, setting, passed, past, plant.reads), name, array)
-                    array = np.ascontiguousarray(made, dtype=self.weights.dtype)
+                    array = np.ascontiguousarray(made, dtype=self._dtype(place))
                 see(place, array)
                 theirs = self.fed(n_pass, place) if fed else None
                 array = array if theirs is None else theirs
@@ -202,8 +211,9 @@ class Replay:
 
             if 0 <= part < self.config.n_layers:
                 w = setting.layer_weights(part)
-                x = block(x, w, config, *tables, partial(past.append, part), partial(_in_layer, keep, part))
-                past.note(part, passed[key("k_cache", part)], passed[key("v_cache", part)])
+                parts = parts_of(config, part, setting.positions)
+                x = block(x, w, config, *tables, past.memory(part), partial(_in_layer, keep, part), **parts)
+                past.note(part, passed)
                 continue
             w = setting.layer_weights(None)
             if part == EMBED:
@@ -222,10 +232,10 @@ class Replay:
         self, n_pass: int, place: str, setting: Setting, passed: Arrays, past: "Past", reads: tuple[str, ...]
     ) -> StageInputs:
         stage, layer = self.stages[place]
-        names = (*stage.input_names(self.config), *(name for name in reads if self._has(name)))
+        names = (*stage.input_names(self.config, layer), *there(reads, self.config, layer))
         arrays = {name: passed[input_key(name, layer, self.config)] for name in names}
         if layer is not None:
-            arrays["past_k"], arrays["past_v"] = past.before(layer)
+            arrays |= past.before(layer)
         return StageInputs(
             config=setting.config,
             weights=setting.layer_weights(layer),
@@ -233,10 +243,8 @@ class Replay:
             ids=np.asarray(self.tokens(n_pass).ids),
             positions=setting.positions,
             dtype=self.weights.dtype,
+            layer=layer,
         )
-
-    def _has(self, name: str) -> bool:
-        return name not in BY_NAME or BY_NAME[name].applies_to(self.config)
 
     def _layer_weights(self, layer: int | None) -> Mapping[str, Any]:
         return self.weights if layer is None else dict(self.weights.layer(layer))
@@ -247,7 +255,7 @@ def _in_layer(keep: Callable[..., np.ndarray], layer: int, name: str, array: np.
 
 
 class Past:
-    """What the caches of all layers hold before a pass and after it.
+    """What the memories of all layers hold before a pass and after it.
 
     A dump may show a cache that attention was given and that is not what stays: then `as_given` is False, and what
     stays is what was appended.
@@ -256,41 +264,63 @@ class Past:
     def __init__(self, config: ModelConfig, dtype: type[np.floating], *, as_given: bool = True) -> None:
         """Empty caches."""
         empty = np.empty((config.n_kv_heads, 0, config.head_dim), dtype)
-        self._of_one_layer = replace(config, n_layers=1)
+        self._of_one_layer = replace(config, n_layers=1, layers=())
         self.as_given, self._before = as_given, dict.fromkeys(range(config.n_layers), (empty, empty))
+        self._states = {
+            i: DeltaState.empty(config.delta_net, dtype)
+            for i in range(config.n_layers)
+            if config.delta_net is not None and config.layer(i).mixer == "delta_net"
+        }
         self._after: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._states_after: dict[int, DeltaState] = {}
 
-    def before(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
-        """Keys and values of the tokens before this pass, (kv_heads, tokens, head_dim)."""
-        return self._before[layer]
+    def before(self, layer: int) -> dict[str, np.ndarray]:
+        """Keys and values of the tokens before this pass, (kv_heads, tokens, head_dim); the state of a delta net."""
+        k, v = self._before[layer]
+        if layer not in self._states:
+            return {"past_k": k, "past_v": v}
+        state = self._states[layer]
+        return {"past_k": k, "past_v": v, "past_conv": state.conv, "past_delta": state.delta}
+
+    def memory(self, layer: int) -> Any:
+        """What a layer of this pass reads and writes, see `KVCache.memory`."""
+        if layer not in self._states:
+            return partial(self.append, layer)
+        self._states_after[layer] = replace(self._states[layer])
+        return self._states_after[layer]
 
     def append(self, layer: int, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Keys and values of the whole context, with the new rows (seq, kv_heads, head_dim)."""
         cache = KVCache(self._of_one_layer, self._before[layer][0].dtype.type)  # as it runs for users
-        if self._before[layer][0].shape[1]:
+        if n_before := self._before[layer][0].shape[1]:
             cache.append(0, *(old.swapaxes(0, 1) for old in self._before[layer]))
+            cache.advance(n_before)
         self._after[layer] = cache.append(0, k, v)
         return self._after[layer]
 
-    def note(self, layer: int, k: np.ndarray, v: np.ndarray) -> None:
+    def note(self, layer: int, passed: Arrays) -> None:
         """What attention was given."""
-        if self.as_given:
-            self._after[layer] = k, v
+        if self.as_given and layer not in self._states:
+            self._after[layer] = passed[key("k_cache", layer)], passed[key("v_cache", layer)]
 
     def next(self) -> "Past":
         """Before the next pass."""
-        return self._with(self._before | self._after)
+        return self._with(self._before | self._after, self._states | self._states_after)
 
     def again(self) -> "Past":
         """Before the same pass."""
-        return self._with(self._before)
+        return self._with(self._before, self._states)
 
     def empty(self) -> "Past":
         """Before the first pass."""
-        return self._with({layer: (k[:, :0], v[:, :0]) for layer, (k, v) in self._before.items()})
+        return self._with(
+            {layer: (k[:, :0], v[:, :0]) for layer, (k, v) in self._before.items()},
+            {i: DeltaState(np.zeros_like(s.conv), np.zeros_like(s.delta)) for i, s in self._states.items()},
+        )
 
-    def _with(self, before: dict[int, tuple[np.ndarray, np.ndarray]]) -> "Past":
+    def _with(self, before: dict[int, tuple[np.ndarray, np.ndarray]], states: dict[int, DeltaState]) -> "Past":
         made = object.__new__(Past)
         made.as_given, made._before, made._after = self.as_given, before, {}
+        made._states, made._states_after = states, {}
         made._of_one_layer = self._of_one_layer
         return made

@@ -14,8 +14,8 @@ import numpy as np
 
 from llorch.cache import KVCache
 from llorch.dumps.training_dump import Settings, Shown, TrainingDump, TrainingStep
+from llorch.families import forward
 from llorch.files import Weights
-from llorch.forward import forward
 from llorch.lora.adapted_weights import AdaptedWeights
 from llorch.lora.adapter import Adapter
 from llorch.ops.cross_entropy import IGNORED, cross_entropy, shifted

@@ -14,7 +14,7 @@ import numpy as np
 from llorch.verify.compare import Difference, Tolerance, times_over
 from llorch.verify.diagnosis.block_hypotheses import block_mistakes
 from llorch.verify.diagnosis.hypotheses import FAMILIES, Family, Hypothesis, honest, known_mistakes
-from llorch.verify.diagnosis.judged import beside
+from llorch.verify.diagnosis.judged import Beside, beside
 from llorch.verify.diagnosis.replay import UNCHANGED, Change, Past, Plant, Replay
 from llorch.verify.diagnosis.verdict import StageResult
 
@@ -66,6 +66,7 @@ class Trials:
         self.mistakes = (*known_mistakes(replay.config), *block_mistakes(replay.weights))
         self._honest = tuple(honest(replay.config))
         self._entered: tuple[object, Mapping[str, np.ndarray]] = (None, {})
+        self._sizes: dict[tuple[int, str], np.ndarray | None] = {}
 
     def of(self, result: StageResult, *, pairs: bool = True, was_right: bool = False) -> list[Trial]:
         """Every hypothesis that can be planted since the dump showed the last stages; the nearest first.
@@ -143,12 +144,41 @@ class Trials:
             made = self.made(result, change, past)
             if made is None:
                 continue
-            found = beside(self.replay, seen, result.key, made).where_finite().difference
+            here = beside(self.replay, seen, result.key, made).where_finite()
+            found = here.difference
             before = result.local.error  # infinite where shape or mask is another: to have that one is to explain it
             share = 1 - times_over(found.error, before) if math.isfinite(found.error) else 0.0  # all zero beside none
             if found.fault is None:
-                trials.append(Trial(hypotheses, places, max(share, 0.0), found.over(_limit_of(result, found))))
+                trials.append(Trial(hypotheses, places, max(share, 0.0), self._left(result, found, here)))
         return min(trials, key=lambda trial: trial.left, default=Trial(hypotheses, places, 0.0, math.inf))
+
+    def _left(self, result: StageResult, found: Difference, here: Beside) -> float:
+        """By what factor the limit of the right numbers is exceeded; where these have another shape, as a whole.
+
+        A wrong row near zero makes much of a rounding that is little beside the right row: there it counts as beside
+        that one, where that names it.
+        """
+        limit, sizes = result.limit, here.sizes
+        shape = found.tokens.shape if found.tokens is not None else None
+        if isinstance(limit.tokens, np.ndarray) and shape not in (None, limit.tokens.shape):
+            limit = Tolerance(limit.error, limit.worst)
+        left = found.over(limit)
+        if left <= NAMED or limit.tokens is None or sizes is None:
+            return left
+        right = self._right_sizes(result)
+        if right is None or right.shape != sizes.shape:
+            return left
+        larger = np.divide(right, sizes, out=np.ones_like(sizes), where=sizes > 0)
+        beside_right = found.over(Tolerance(limit.error, limit.worst, limit.tokens * np.maximum(larger, 1)))
+        return beside_right if beside_right <= NAMED else left
+
+    def _right_sizes(self, result: StageResult) -> np.ndarray | None:
+        at = result.n_pass, result.key
+        if at not in self._sizes:
+            right = self.made(result)
+            seen = self.replay.dump.seen[at]
+            self._sizes[at] = None if right is None else beside(self.replay, seen, result.key, right).sizes
+        return self._sizes[at]
 
     def made(self, result: StageResult, change: Change = UNCHANGED, past: Past | None = None) -> np.ndarray | None:
         """The stage of a result with a change planted; None where nothing comes out."""
@@ -212,14 +242,6 @@ class Trials:
             self.replay.run(earlier, lambda name, array: None, past, change, first=begin, last=layers[-1])
             past = past.next()
         return past
-
-
-def _limit_of(result: StageResult, found: Difference) -> Tolerance:
-    """That of the right numbers; where these have another shape, as a whole."""
-    limit = result.limit
-    tokens = limit.tokens
-    fits = not isinstance(tokens, np.ndarray) or found.tokens is None or tokens.shape == found.tokens.shape
-    return limit if fits else Tolerance(limit.error, limit.worst)
 
 
 def stage_of(place: str) -> str:

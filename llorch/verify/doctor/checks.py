@@ -24,7 +24,8 @@ from llorch.files.encode import encode
 from llorch.files.quant import GGMLType, decode
 from llorch.files.strict_json import read_json
 from llorch.lora.adapter import Adapter
-from llorch.lora.merge import merged_matrix
+from llorch.lora.initial import base_matrix
+from llorch.lora.merge import merged_matrix, parts_of
 from llorch.lora.summary import product_norm, stored_types
 from llorch.model import Opened
 from llorch.train.data import TrainingData, read_data
@@ -93,7 +94,7 @@ _LARGE, _MOST = 1.0, 0.5  # of the base's norm; of the elements that the adapter
 
 def trained(path: Path, adapter: Adapter, weights: Weights) -> Finding:
     """A product that is exactly 0 was never trained."""
-    zero = [name for name, lora in adapter.tensors.items() if product_norm(lora.lora_A, lora.lora_B) == 0]
+    zero = [name for name in adapter.tensors if _length(name, adapter) == 0]
     if adapter.config.use_dora:
         zero = [name for name in zero if _magnitude_is_that_of_the_base(name, adapter, weights)]
     if not zero:
@@ -108,9 +109,9 @@ def trained(path: Path, adapter: Adapter, weights: Weights) -> Finding:
 def size_of_change(path: Path, adapter: Adapter, weights: Weights) -> Finding:
     """A change as long as the matrix itself is a scale or a base gone wrong more often than a result."""
     relative = {}
-    for name, lora in adapter.tensors.items():
-        base = float(np.linalg.norm(weights.read(adapter.targets[name].weight)))
-        relative[name] = abs(adapter.scaling(name)) * product_norm(lora.lora_A, lora.lora_B) / base
+    for name, target in adapter.targets.items():
+        base = math.hypot(*(float(np.linalg.norm(weights.read(part.name))) for part in target.parts))
+        relative[name] = abs(adapter.scaling(name)) * _length(name, adapter) / base
     name, largest = max(relative.items(), key=lambda item: item[1])
     text = f"at most {largest:.2%} of the base's norm, in {name}"
     if largest <= _LARGE:
@@ -121,7 +122,7 @@ def size_of_change(path: Path, adapter: Adapter, weights: Weights) -> Finding:
 def merged_bfloat16(path: Path, adapter: Adapter, weights: Weights) -> Finding:
     """A small change of a bfloat16 weight rounds to no change."""
     vanished = {}
-    for name in adapter.targets:
+    for name in parts_of(adapter):
         before = weights.read(name if name in weights else "embed_tokens")
         exact = merged_matrix(before, adapter, name, where=path)
         moved = exact != before
@@ -143,6 +144,14 @@ def stored_dtype(path: Path, adapter: Adapter, weights: Weights) -> Finding:
     return Finding("stored dtype", WARNING, f"{text}; training keeps float32")
 
 
+def _length(name: str, adapter: Adapter) -> float:
+    """Frobenius norm of B A, of all experts together."""
+    lora = adapter.tensors[name]
+    lora_A, lora_B = adapter.targets[name].by_expert(lora.lora_A, lora.lora_B)
+    each = zip(lora_A, lora_B, strict=True) if lora_A.ndim == 3 else [(lora_A, lora_B)]
+    return math.hypot(*(product_norm(*pair) for pair in each))
+
+
 def _rounded(array: np.ndarray, path: Path) -> np.ndarray:
     kind = GGMLType.BF16
     return decode(np.concatenate([*encode(array, kind, name="merged", path=path)]), kind, array.shape)
@@ -150,8 +159,8 @@ def _rounded(array: np.ndarray, path: Path) -> np.ndarray:
 
 def _magnitude_is_that_of_the_base(name: str, adapter: Adapter, weights: Weights) -> bool:
     magnitude = adapter.tensors[name].magnitude
-    axis = 0 if adapter.targets[name].is_embedding else 1
-    lengths = np.linalg.norm(weights.read(adapter.targets[name].weight), axis=axis)
+    target = adapter.targets[name]
+    lengths = np.linalg.norm(base_matrix(weights, target), axis=0 if target.is_embedding else 1)
     return magnitude is not None and bool(np.allclose(magnitude, lengths, rtol=1e-5))
 
 
@@ -184,7 +193,10 @@ def _data(values: dict, weights: Weights) -> TrainingData:
 
 
 def _end_token(data: TrainingData, model: Opened) -> Finding:
-    ends = model.tokenizer.eos_token_ids
+    try:
+        ends = model.tokenizer.eos_token_ids
+    except FormatError as error:
+        return Finding("end token", NOT_RUN, f"which tokens end a text nothing says: {error}")
     n_ending = sum(any(label in ends for label in example.labels) for example in data.train)
     text = f"{n_ending} of {len(data.train)} examples train a token that ends a text"
     if n_ending:

@@ -16,6 +16,7 @@ from llorch.lora.gguf_format import write_lora_gguf
 from llorch.lora.merge_files import LARGEST_COMPARED, probe_ids, run
 from llorch.lora.peft_format import write_peft
 from llorch.verify.doctor.checks import NOT_RUN, OK, WRONG, Finding
+from llorch.verify.witnesses.abilities import cannot_judge
 from llorch.verify.witnesses.process import in_child
 
 _PACKAGES = {"peft": ("peft", "transformers", "torch"), "llamacpp": ("llama_cpp",)}
@@ -54,6 +55,8 @@ def _effect(plain: np.ndarray, beside: np.ndarray) -> Finding:
 def _engine(
     engine: str, path: Path, adapter: Adapter, weights: Weights, plain: np.ndarray, beside: np.ndarray, ids: np.ndarray
 ) -> Finding:
+    if unable := cannot_judge(engine, weights.config, len(ids)):
+        return Finding(_TITLES[engine], NOT_RUN, f"cannot judge this base: {unable}")
     missing = [package for package in _PACKAGES[engine] if find_spec(package) is None]
     if missing:
         return Finding(_TITLES[engine], NOT_RUN, f"{', '.join(missing)} not installed: pip install 'llorch[golden]'")

@@ -11,11 +11,16 @@ from collections.abc import Mapping
 from llorch.verify.mistakes.attention import ATTENTION
 from llorch.verify.mistakes.block import BLOCK
 from llorch.verify.mistakes.cache import CACHE
+from llorch.verify.mistakes.delta_net import DELTA_NET
 from llorch.verify.mistakes.embedding import EMBEDDING
+from llorch.verify.mistakes.experts import EXPERTS
 from llorch.verify.mistakes.feed_forward import FEED_FORWARD
+from llorch.verify.mistakes.gated_attention import GATED_ATTENTION
 from llorch.verify.mistakes.generation import GENERATION, GenerationInputs
+from llorch.verify.mistakes.layers import LAYERS
 from llorch.verify.mistakes.mistake import AFTER_LOGITS, IN_PRODUCTS, Mistake, checkpoint_of
 from llorch.verify.mistakes.norm import NORM
+from llorch.verify.mistakes.positions import POSITIONS
 from llorch.verify.mistakes.projection import PROJECTION
 from llorch.verify.mistakes.quantised import QuantisedInputs
 from llorch.verify.mistakes.quantised_blocks import BLOCKS
@@ -44,7 +49,8 @@ __all__ = [
 ]
 
 STAGE_MISTAKES: tuple[Mistake[StageInputs], ...] = (
-    *EMBEDDING, *NORM, *PROJECTION, *ROPE, *CACHE, *ATTENTION, *FEED_FORWARD, *BLOCK,
+    *EMBEDDING, *NORM, *PROJECTION, *ROPE, *CACHE, *ATTENTION, *GATED_ATTENTION, *DELTA_NET, *FEED_FORWARD,
+    *EXPERTS, *BLOCK, *POSITIONS, *LAYERS,
 )  # fmt: skip
 QUANTISED: tuple[Mistake[QuantisedInputs], ...] = (*BLOCKS, *ROUNDINGS)
 

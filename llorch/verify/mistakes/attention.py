@@ -7,12 +7,15 @@ import math
 
 import numpy as np
 
+from llorch.architecture import Layer
+from llorch.families.positions import seen_from
 from llorch.ops.attention import attention_probs
+from llorch.stages import BY_NAME
 from llorch.verify.mistakes.mistake import Mistake
 from llorch.verify.mistakes.stage_inputs import StageInputs
 
 SCORES = ("attn_scores", "attn_probs")
-QUERY_AND_KEY = ("q_rope", "k_cache")
+QUERY_AND_KEY = BY_NAME["attn_scores"].inputs
 
 
 def _tiled(heads: np.ndarray, n: int) -> np.ndarray:
@@ -25,18 +28,28 @@ def _repeated(heads: np.ndarray, n: int) -> np.ndarray:
 
 def _products(s: StageInputs) -> np.ndarray:
     """Query times key, neither scaled nor masked: (heads, seq, ctx)."""
-    k = _repeated(s["k_cache"], s.config.group_size)
-    return s["q_rope"].swapaxes(0, 1) @ k.swapaxes(1, 2)
+    return _queries(s) @ _repeated(s["k_cache"], s.config.group_size).swapaxes(1, 2)
+
+
+def _queries(s: StageInputs) -> np.ndarray:
+    return s.heads(QUERY_AND_KEY[0]).swapaxes(0, 1)  # (heads, seq, head_dim)
 
 
 def _scale(s: StageInputs) -> float:
     return s.config.head_dim**-0.5
 
 
-def _future(s: StageInputs, *, shift: int = 0) -> np.ndarray:
-    """True for keys after the query (shift 0): (seq, ctx)."""
-    seq, ctx = len(s["q_rope"]), s["k_cache"].shape[1]
-    return np.triu(np.ones((seq, ctx), dtype=bool), k=ctx - seq + 1 + shift)
+def _hidden(s: StageInputs, *, shift: int = 0) -> np.ndarray:
+    """True for keys after the query (shift 0) and before the first that its layer shows it: (seq, ctx)."""
+    return hidden_in(s, s.kind, shift=shift)
+
+
+def hidden_in(s: StageInputs, kind: Layer, *, shift: int = 0) -> np.ndarray:
+    """The same, were the layer of another kind."""
+    seq, ctx = len(s.positions), s["k_cache"].shape[1]
+    hidden = np.triu(np.ones((seq, ctx), dtype=bool), k=ctx - seq + 1 + shift)
+    first = seen_from(kind, s.positions, ctx)
+    return hidden if first is None else hidden | (np.arange(ctx) < first[:, None])
 
 
 def _shown(scores: np.ndarray, stage: str) -> np.ndarray:
@@ -45,30 +58,31 @@ def _shown(scores: np.ndarray, stage: str) -> np.ndarray:
 
 
 def _with_scale(s: StageInputs, stage: str, scale: float) -> np.ndarray:
-    return _shown(np.where(_future(s), -np.inf, _products(s) * s.dtype(scale)), stage)
+    return _shown(np.where(_hidden(s), -np.inf, _products(s) * s.dtype(scale)), stage)
 
 
-def _with_mask(s: StageInputs, stage: str, hidden: np.ndarray) -> np.ndarray:
+def with_mask(s: StageInputs, stage: str, hidden: np.ndarray) -> np.ndarray:
+    """Scores, or the probabilities made from them, of right products."""
     return _shown(np.where(hidden, -np.inf, _products(s) * s.dtype(_scale(s))), stage)
 
 
 def mask_ignores_cache(s: StageInputs, stage: str) -> np.ndarray:
     """A square mask laid at the first key."""
-    seq, ctx = _future(s).shape
-    return _with_mask(s, stage, np.triu(np.ones((seq, ctx), dtype=bool), k=1))
+    seq, ctx = _hidden(s).shape
+    return with_mask(s, stage, np.triu(np.ones((seq, ctx), dtype=bool), k=1))
 
 
 def hides_itself_but_first(s: StageInputs, stage: str) -> np.ndarray:
     """The first query of a text keeps its only key."""
-    hidden = _future(s, shift=-1)
+    hidden = _hidden(s, shift=-1)
     hidden[hidden.all(axis=1), 0] = False
-    return _with_mask(s, stage, hidden)
+    return with_mask(s, stage, hidden)
 
 
 def groups_tiled(s: StageInputs, stage: str) -> np.ndarray:
     """Key head h % n_kv_heads."""
-    products = s["q_rope"].swapaxes(0, 1) @ _tiled(s["k_cache"], s.config.group_size).swapaxes(1, 2)
-    return _shown(np.where(_future(s), -np.inf, products * s.dtype(_scale(s))), stage)
+    products = _queries(s) @ _tiled(s["k_cache"], s.config.group_size).swapaxes(1, 2)
+    return _shown(np.where(_hidden(s), -np.inf, products * s.dtype(_scale(s))), stage)
 
 
 def _in_half(x: np.ndarray) -> np.ndarray:
@@ -78,12 +92,12 @@ def _in_half(x: np.ndarray) -> np.ndarray:
 
 def scores_in_half(s: StageInputs, stage: str) -> np.ndarray:
     """Products rounded to float16, then scaled."""
-    return _shown(np.where(_future(s), -np.inf, _in_half(_products(s)) * s.dtype(_scale(s))), stage)
+    return _shown(np.where(_hidden(s), -np.inf, _in_half(_products(s)) * s.dtype(_scale(s))), stage)
 
 
 def scaled_scores_in_half(s: StageInputs, stage: str) -> np.ndarray:
     """Scaled, then rounded to float16."""
-    return _shown(np.where(_future(s), -np.inf, _in_half(_products(s) * s.dtype(_scale(s)))), stage)
+    return _shown(np.where(_hidden(s), -np.inf, _in_half(_products(s) * s.dtype(_scale(s)))), stage)
 
 
 def softmax_not_divided(s: StageInputs, stage: str) -> np.ndarray:
@@ -134,18 +148,18 @@ ATTENTION: tuple[Mistake[StageInputs], ...] = (
         diagnosis="The products were divided by sqrt(hidden_size / n_heads); this model has a head_dim of its own.",
     ),
     Mistake(
-        name="mask-missing", stages=SCORES, wrong=lambda s, stage: _with_mask(s, stage, np.zeros_like(_future(s))),
+        name="mask-missing", stages=SCORES, wrong=lambda s, stage: with_mask(s, stage, np.zeros_like(_hidden(s))),
         reads=QUERY_AND_KEY,
         diagnosis="Every token saw all others; keys after the query are hidden.",
     ),
     Mistake(
-        name="mask-shows-next", stages=SCORES, wrong=lambda s, stage: _with_mask(s, stage, _future(s, shift=1)),
+        name="mask-shows-next", stages=SCORES, wrong=lambda s, stage: with_mask(s, stage, _hidden(s, shift=1)),
         reads=QUERY_AND_KEY,
         diagnosis="Every token saw the next one: the mask starts one diagonal too late.",
     ),
     Mistake(
         name="mask-hides-itself", stages=("attn_scores",),
-        wrong=lambda s, stage: _with_mask(s, stage, _future(s, shift=-1)),
+        wrong=lambda s, stage: with_mask(s, stage, _hidden(s, shift=-1)),
         diagnosis="No token saw itself: the mask starts one diagonal too early.",
     ),
     Mistake(
@@ -153,7 +167,7 @@ ATTENTION: tuple[Mistake[StageInputs], ...] = (
         diagnosis="No token but the first saw itself: the mask starts one diagonal too early.",
     ),
     Mistake(
-        name="mask-reversed", stages=SCORES, wrong=lambda s, stage: _with_mask(s, stage, ~_future(s, shift=-1)),
+        name="mask-reversed", stages=SCORES, wrong=lambda s, stage: with_mask(s, stage, ~_hidden(s, shift=-1)),
         reads=QUERY_AND_KEY,
         diagnosis="The past was hidden and the future seen; the lower triangle is what a query may see.",
     ),
@@ -163,7 +177,7 @@ ATTENTION: tuple[Mistake[StageInputs], ...] = (
     ),
     Mistake(
         name="mask-minus-ten", stages=SCORES, reads=QUERY_AND_KEY,
-        wrong=lambda s, stage: _shown(_products(s) * s.dtype(_scale(s)) - s.dtype(10) * _future(s), stage),
+        wrong=lambda s, stage: _shown(_products(s) * s.dtype(_scale(s)) - s.dtype(10) * _hidden(s), stage),
         diagnosis="Hidden scores were lowered by 10; they must be -inf, or a share of the future leaks through.",
     ),
     Mistake(
@@ -181,7 +195,7 @@ ATTENTION: tuple[Mistake[StageInputs], ...] = (
     ),
     Mistake(
         name="mask-after-softmax", stages=("attn_probs",), reads=QUERY_AND_KEY,
-        wrong=lambda s, _: np.where(_future(s), 0, attention_probs(_products(s) * s.dtype(_scale(s)))),
+        wrong=lambda s, _: np.where(_hidden(s), 0, attention_probs(_products(s) * s.dtype(_scale(s)))),
         diagnosis="The mask was applied after the softmax, so rows sum to less than one; mask the scores.",
     ),
     Mistake(

@@ -7,6 +7,8 @@ from llorch.stages import output_matrix
 from llorch.verify.mistakes.mistake import Mistake
 from llorch.verify.mistakes.stage_inputs import StageInputs
 
+MIXED, FED = "attn_out|linear_out", "ffn_out|moe_out"  # what attention or a delta net, and the feed-forward part made
+
 
 def _logits(s: StageInputs, x: np.ndarray) -> np.ndarray:
     return linear(x, s.weights[output_matrix(s.config)])
@@ -22,11 +24,11 @@ def log_probabilities(s: StageInputs, stage: str) -> np.ndarray:
 BLOCK: tuple[Mistake[StageInputs], ...] = (
     Mistake(
         name="attention-residual-from-normed", stages=("attn_residual",), reads=("attn_norm",),
-        wrong=lambda s, _: s["attn_norm"] + s["attn_out"],
+        wrong=lambda s, _: s["attn_norm"] + s[MIXED],
         diagnosis="Attention was added to the normalised input; the residual is the block's input before the norm.",
     ),
     Mistake(
-        name="attention-residual-skipped", stages=("attn_residual",), wrong=lambda s, _: s["attn_out"],
+        name="attention-residual-skipped", stages=("attn_residual",), wrong=lambda s, _: s[MIXED],
         diagnosis="Attention's output came out alone; the block's input is added to it.",
     ),
     Mistake(
@@ -34,23 +36,23 @@ BLOCK: tuple[Mistake[StageInputs], ...] = (
         diagnosis="The block's input came out alone; attention's output is added to it.",
     ),
     Mistake(
-        name="block-residual-from-normed", stages=("block_out",), wrong=lambda s, _: s["ffn_norm"] + s["ffn_out"],
+        name="block-residual-from-normed", stages=("block_out",), wrong=lambda s, _: s["ffn_norm"] + s[FED],
         reads=("ffn_norm",),
         diagnosis="The feed-forward part was added to ffn_norm; the residual is attn_residual, before the norm.",
     ),
     Mistake(
-        name="block-residual-skipped", stages=("block_out",), wrong=lambda s, _: s["ffn_out"],
+        name="block-residual-skipped", stages=("block_out",), wrong=lambda s, _: s[FED],
         diagnosis="The feed-forward part came out alone; attn_residual is added to it.",
     ),
     Mistake(
-        name="block-residual-from-block-input", stages=("block_out",), wrong=lambda s, _: s["block_in"] + s["ffn_out"],
+        name="block-residual-from-block-input", stages=("block_out",), wrong=lambda s, _: s["block_in"] + s[FED],
         reads=("block_in",),
         diagnosis="The feed-forward part was added to the block's input, which loses attention; add it to "
         "attn_residual.",
     ),
     Mistake(
-        name="block-attention-added-twice", stages=("block_out",), reads=("attn_out",),
-        wrong=lambda s, _: s["attn_residual"] + s["attn_out"] + s["ffn_out"],
+        name="block-attention-added-twice", stages=("block_out",), reads=(MIXED,),
+        wrong=lambda s, _: s["attn_residual"] + s[MIXED] + s[FED],
         diagnosis="Attention's output was added again; attn_residual holds it already.",
     ),
     Mistake(

@@ -4,16 +4,17 @@ from collections.abc import Callable
 
 import numpy as np
 
-from llorch.stages import rope_input
+from llorch.stages import BY_NAME, rope_input
 from llorch.verify.mistakes.mistake import Mistake, Wrong
 from llorch.verify.mistakes.stage_inputs import StageInputs
 
 CACHES = ("k_cache", "v_cache")
+(KEY,) = BY_NAME["k_cache"].inputs
 
 
 def _past_and_new(s: StageInputs, stage: str) -> tuple[np.ndarray, np.ndarray]:
     """Cached and new rows, (kv_heads, tokens, head_dim) each."""
-    past, new = ("past_k", "k_rope") if stage == "k_cache" else ("past_v", "v_proj")
+    past, new = ("past_k", KEY) if stage == "k_cache" else ("past_v", "v_proj")
     return s[past], s.heads(new).swapaxes(0, 1)
 
 
@@ -73,7 +74,7 @@ CACHE: tuple[Mistake[StageInputs], ...] = (
         diagnosis="Heads were repeated for the query heads before caching; the cache holds n_kv_heads heads.",
     ),
     Mistake(
-        name="cache-keys-and-values-exchanged", stages=CACHES, reads=("k_rope", "v_proj"),
+        name="cache-keys-and-values-exchanged", stages=CACHES, reads=(KEY, "v_proj"),
         wrong=lambda s, stage: np.concatenate(_past_and_new(s, "v_cache" if stage == "k_cache" else "k_cache"), axis=1),
         diagnosis="Keys lie in the cache of the values, or the other way round.",
     ),

@@ -52,8 +52,8 @@ FEED_FORWARD: tuple[Mistake[StageInputs], ...] = (
         "after attention.",
     ),
     Mistake(
-        name="ffn-input-is-attention-output", stages=GATE_AND_UP, reads=("attn_out",),
-        wrong=lambda s, stage: linear(s["attn_out"], s.weights[WIDE[stage]]),
+        name="ffn-input-is-attention-output", stages=GATE_AND_UP, reads=("attn_out|linear_out",),
+        wrong=lambda s, stage: linear(s["attn_out|linear_out"], s.weights[WIDE[stage]]),
         diagnosis="The raw output of attention was projected; add the residual and normalise first.",
     ),
     Mistake(

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from llorch.cache import KVCache
+from llorch.families import forward
 from llorch.files import Weights
-from llorch.forward import forward
 from llorch.verify.mistakes.mistake import Mistake
 
 

@@ -26,6 +26,11 @@ def every_model(config: ModelConfig) -> bool:
     return True
 
 
+def every_layer(config: ModelConfig, layer: int) -> bool:
+    """A mistake that can be made in any layer."""
+    return True
+
+
 @dataclass(frozen=True, kw_only=True)
 class Mistake(Generic[Inputs]):
     """One known mistake."""
@@ -36,11 +41,20 @@ class Mistake(Generic[Inputs]):
     # makes the wrong array from the inputs of the right op and the name of the stage
     wrong: Callable[[Inputs, str], np.ndarray]
     reads: tuple[str, ...] = ()  # stages beside the inputs of the right op
-    # inputs that show it: `near`, `far`, names in `SAMPLINGS`, types of a matrix, or a case of its checkpoint
+    # inputs that show it: `near`, `far`, `long` (more tokens than a layer sees, which no golden has), names in
+    # `SAMPLINGS`, types of a matrix, or a case of its checkpoint
     cases: tuple[str, ...] = ("near", "far")
     rounds: bool = False  # it rounds to few bits: what is left of it are values on the edge between two of them
     after_cached: bool = False  # it shows only in a pass that continues a cache
     applies_to: Callable[[ModelConfig], bool] = every_model  # whether it can be made with a configuration
+    in_layers: Callable[[ModelConfig, int], bool] = every_layer  # in which layers
+
+    def first_layer(self, stage: str, config: ModelConfig) -> int | None:
+        """The first layer of a model where it strikes a stage; None outside the layers."""
+        if not BY_NAME[stage].in_layer:
+            return None
+        layers = range(config.n_layers)
+        return next(i for i in layers if BY_NAME[stage].applies_to(config, i) and self.in_layers(config, i))
 
     @property
     def checkpoints(self) -> tuple[str, ...]:

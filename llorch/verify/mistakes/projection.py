@@ -14,8 +14,8 @@ from llorch.verify.mistakes.stage_inputs import StageInputs
 
 PROJECTIONS = {
     "q_proj": ("attn_norm", "q_proj"), "k_proj": ("attn_norm", "k_proj"), "v_proj": ("attn_norm", "v_proj"),
-    "attn_out": ("attn_context", "o_proj"), "ffn_gate": ("ffn_norm", "gate_proj"), "ffn_up": ("ffn_norm", "up_proj"),
-    "ffn_out": ("ffn_act", "down_proj"),
+    "attn_out": ("attn_gated|attn_context", "o_proj"), "ffn_gate": ("ffn_norm", "gate_proj"),
+    "ffn_up": ("ffn_norm", "up_proj"), "ffn_out": ("ffn_act", "down_proj"),
 }  # fmt: skip  # stage -> input, weight
 QKV = ("q_proj", "k_proj", "v_proj")
 
@@ -25,7 +25,7 @@ def _parts(s: StageInputs, stage: str) -> tuple[np.ndarray, np.ndarray, np.ndarr
     if stage == "logits":
         return s["final_norm"], s.weights[output_matrix(s.config)], None
     x, projection = PROJECTIONS[stage]
-    return s[x], s.weights[projection], s.weights.get(projection.replace("_proj", "_bias"))
+    return s[x], s.weights[projection], s.weights.get(f"{projection.removesuffix('_proj')}_bias")
 
 
 def _with(change: Callable[[np.ndarray, np.ndarray, Any], np.ndarray]) -> Wrong:
@@ -69,9 +69,8 @@ def heads_written_last(s: StageInputs, stage: str) -> np.ndarray:
 
 def fused_per_group(s: StageInputs, stage: str) -> np.ndarray:
     """Rows of q, k and v, one after the other, cut as if stored group by group."""
-    config, groups = s.config, s.config.n_kv_heads
     rows = np.concatenate([linear(*_parts(s, name)) for name in QKV], axis=1)
-    rows = rows.reshape(len(rows), groups, config.group_size + 2, config.head_dim)  # queries, key, value of a group
+    rows = rows.reshape(len(rows), s.config.n_kv_heads, -1, s.config.head_dim)  # queries, key, value of a group
     part = {"q_proj": rows[:, :, :-2], "k_proj": rows[:, :, -2], "v_proj": rows[:, :, -1]}[stage]
     return part.reshape(len(rows), -1)
 

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from llorch.config import FactorScaling, Llama3Scaling, ModelConfig
-from llorch.ops.rope import frequencies, rope, scale_frequencies
+from llorch.config import FactorScaling, Llama3Scaling, ModelConfig, YarnScaling
+from llorch.ops.rope import frequencies, scale_frequencies
 from llorch.stages import rope_input
 from llorch.verify.mistakes.mistake import Mistake
 from llorch.verify.mistakes.stage_inputs import StageInputs
@@ -16,25 +16,31 @@ def _heads(s: StageInputs, stage: str) -> np.ndarray:
 
 
 def _unscaled(s: StageInputs) -> np.ndarray:
-    return frequencies(s.config.head_dim, s.config.rope_theta)
+    return frequencies(s.config.rotated, s.config.rope_theta)
 
 
 def _inv_freq(s: StageInputs) -> np.ndarray:
-    head_dim, theta = s.config.head_dim, s.config.rope_theta
+    head_dim, theta = s.config.rotated, s.config.rope_theta
     return scale_frequencies(frequencies(head_dim, theta), s.config.rope_scaling, head_dim=head_dim, theta=theta)
 
 
 def _turned(s: StageInputs, x: np.ndarray, inv_freq: np.ndarray, positions: np.ndarray | None = None) -> np.ndarray:
     angle = (s.positions if positions is None else positions)[:, None] * inv_freq  # (seq, half)
-    return rope(x, np.cos(angle), np.sin(angle))
+    return s.turn(x, *_tables(s, angle))
+
+
+def _tables(s: StageInputs, angle: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Cosines and sines, with the gain that the model's YaRN has."""
+    gain = s.config.rope_scaling.attention_factor if isinstance(s.config.rope_scaling, YarnScaling) else 1.0
+    return gain * np.cos(angle), gain * np.sin(angle)
 
 
 def interleaved_pairs(s: StageInputs, stage: str) -> np.ndarray:
     """Neighbours are turned against each other."""
-    x = _heads(s, stage)
-    halves = np.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
-    out = np.empty_like(x)
-    out[..., 0::2], out[..., 1::2] = np.split(s.rope(halves), 2, axis=-1)
+    x, width = _heads(s, stage), s.config.rotated
+    halves = np.concatenate([x[..., 0:width:2], x[..., 1:width:2]], axis=-1)
+    out = x.copy()
+    out[..., 0:width:2], out[..., 1:width:2] = np.split(s.rope(halves), 2, axis=-1)
     return out
 
 
@@ -46,28 +52,30 @@ def position_by_head(s: StageInputs, stage: str) -> np.ndarray:
 
 def first_half_only(s: StageInputs, stage: str) -> np.ndarray:
     """Partial rotary embedding."""
-    rotated, kept = np.split(_heads(s, stage), 2, axis=-1)
-    inv_freq = frequencies(s.config.head_dim // 2, s.config.rope_theta)
+    width = s.config.head_dim // 4 * 2  # even
+    rotated, kept = np.split(_heads(s, stage), [width], axis=-1)
+    inv_freq = frequencies(width, s.config.rope_theta)
     return np.concatenate([_turned(s, rotated, inv_freq), kept], axis=-1)
 
 
 def exponent_by_hidden_share(s: StageInputs, stage: str) -> np.ndarray:
     """The exponent of a model whose heads share its width."""
-    even = np.arange(0, s.config.head_dim, 2)
+    even = np.arange(0, s.config.rotated, 2)
     return _turned(s, _heads(s, stage), s.config.rope_theta ** (-even / (s.config.hidden_size // s.config.n_heads)))
 
 
 def cos_and_sin_exchanged(s: StageInputs, stage: str) -> np.ndarray:
     """Each table in the place of the other."""
     angle = s.positions[:, None] * _inv_freq(s)
-    return rope(_heads(s, stage), np.sin(angle), np.cos(angle))
+    cos, sin = _tables(s, angle)
+    return s.turn(_heads(s, stage), sin, cos)
 
 
 def tables_in_half(s: StageInputs, stage: str) -> np.ndarray:
     """Cosines and sines rounded to float16."""
     angle = s.positions[:, None] * _inv_freq(s)
-    cos, sin = (table.astype(np.float16).astype(np.float64) for table in (np.cos(angle), np.sin(angle)))
-    return rope(_heads(s, stage), cos, sin)
+    cos, sin = (table.astype(np.float16).astype(np.float64) for table in _tables(s, angle))
+    return s.turn(_heads(s, stage), cos, sin)
 
 
 def _to_bfloat16(x: np.ndarray) -> np.ndarray:
@@ -86,6 +94,7 @@ ROPE: tuple[Mistake[StageInputs], ...] = (
     ),
     Mistake(
         name="rope-interleaved-pairs", stages=ROTATED, wrong=interleaved_pairs,
+        applies_to=lambda config: not config.adjacent_pairs,
         diagnosis="Dims (0, 1), (2, 3) ... were turned against each other; these weights pair dim j with "
         "dim j + head_dim / 2.",
     ),
@@ -101,12 +110,12 @@ ROPE: tuple[Mistake[StageInputs], ...] = (
     ),
     Mistake(
         name="rope-base-1e4", stages=ROTATED, applies_to=lambda config: config.rope_theta != 10_000,
-        wrong=lambda s, stage: _turned(s, _heads(s, stage), frequencies(s.config.head_dim, 10_000.0)),
+        wrong=lambda s, stage: _turned(s, _heads(s, stage), frequencies(s.config.rotated, 10_000.0)),
         diagnosis="The base was 10000, the default of old; this model's config has another rope_theta.",
     ),
     Mistake(
         name="rope-base-1e6", stages=ROTATED, applies_to=lambda config: config.rope_theta != 1e6,
-        wrong=lambda s, stage: _turned(s, _heads(s, stage), frequencies(s.config.head_dim, 1e6)),
+        wrong=lambda s, stage: _turned(s, _heads(s, stage), frequencies(s.config.rotated, 1e6)),
         diagnosis="The base was 1000000, that of Qwen; this model's config has another rope_theta.",
     ),
     Mistake(
@@ -137,16 +146,18 @@ ROPE: tuple[Mistake[StageInputs], ...] = (
     ),
     Mistake(
         name="rope-first-half-only", stages=ROTATED, wrong=first_half_only,
+        applies_to=lambda config: config.rotated == config.head_dim,
         diagnosis="Half of each head was rotated (partial rotary embedding); Llama and Qwen rotate all of head_dim.",
     ),
     Mistake(
-        name="rope-exponent-halved", stages=ROTATED,
+        name="rope-exponent-halved", stages=ROTATED, applies_to=lambda config: config.rotated == config.head_dim,
         wrong=lambda s, stage: _turned(s, _heads(s, stage), np.sqrt(_unscaled(s))),
         diagnosis="Frequencies fell as theta ** (-j / head_dim); it is theta ** (-2 * j / head_dim) for pair j.",
     ),
     Mistake(
         name="rope-exponent-by-hidden-over-heads", stages=ROTATED, wrong=exponent_by_hidden_share,
-        applies_to=lambda config: config.rope_scaling is None and config.q_width != config.hidden_size,
+        applies_to=lambda config: config.rope_scaling is None
+        and config.rotated != config.hidden_size // config.n_heads,
         diagnosis="hidden_size / n_heads stood in the exponent of the frequencies; this model has a head_dim of its "
         "own.",
     ),
@@ -176,7 +187,7 @@ ROPE: tuple[Mistake[StageInputs], ...] = (
         diagnosis="Frequencies were multiplied by the scaling factors; they are divided by them.",
     ),
     Mistake(
-        name="rope-before-norm", stages=ROTATED, reads=("q_proj", "k_proj"),
+        name="rope-before-norm", stages=ROTATED, reads=("q_proj|q_gate_proj", "k_proj"),
         wrong=lambda s, stage: s.rms_norm(s.rope(s.heads(f"{stage[0]}_proj")), f"{stage[0]}_norm"),
         applies_to=lambda config: config.qk_norm,
         diagnosis="Heads were rotated and then normalised; q_norm and k_norm come before RoPE.",

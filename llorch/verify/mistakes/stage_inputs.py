@@ -6,12 +6,17 @@ from typing import Any
 
 import numpy as np
 
-from llorch.config import ModelConfig
+from llorch.architecture import Layer
+from llorch.cache import DeltaState
+from llorch.config import ModelConfig, RopeScaling
+from llorch.families.delta_net import heads
 from llorch.files import Weights
+from llorch.ops.delta_rule import delta_rule_in_chunks
 from llorch.ops.linear import linear
 from llorch.ops.rms_norm import rms_norm
-from llorch.ops.rope import rope, rope_tables
-from llorch.stages import Stage, input_key, key, keys
+from llorch.ops.rope import rope, rope_adjacent, rope_tables
+from llorch.ops.short_conv import next_state
+from llorch.stages import BY_NAME, Stage, input_key, key, keys
 from llorch.verify.places import Pass, part_of
 
 
@@ -21,19 +26,33 @@ class StageInputs:
 
     config: ModelConfig
     weights: Mapping[str, Any]  # short name to array or matrix: of the layer, or outside the layers
-    arrays: Mapping[str, np.ndarray]  # stages named in `Stage.inputs`; `past_k`, `past_v`: the caches before the pass
+    arrays: Mapping[str, np.ndarray]  # stages named in `Stage.inputs`; `past_`: what the layer held before the pass
     ids: np.ndarray
     positions: np.ndarray
     dtype: type[np.floating]  # of the run
+    layer: int | None
+
+    @property
+    def kind(self) -> Layer:
+        """What its layer is."""
+        assert self.layer is not None
+        return self.config.layer(self.layer)
 
     def __getitem__(self, name: str) -> np.ndarray:
-        """The input stage called `name`."""
-        return self.arrays[name]
+        """The input stage called `name`; of `a|b` the one there is."""
+        return self.arrays[next((one for one in name.split("|") if one in self.arrays), name)]
+
+    @property
+    def has_past(self) -> bool:
+        """Whether the layer holds something of earlier passes."""
+        return self.arrays["past_k"].shape[1] > 0 or ("past_conv" in self.arrays and bool(self["past_conv"].any()))
 
     def heads(self, name: str) -> np.ndarray:
-        """The input stage called `name`, cut into heads: (seq, heads, head_dim)."""
-        array = self.arrays[name]
-        return array.reshape(len(array), -1, self.config.head_dim)
+        """The input stage called `name`, cut into heads: (seq, heads, head_dim); of queries and gates the queries."""
+        array, head_dim = self["q_gate_proj|" + name] if name == "q_proj" else self[name], self.config.head_dim
+        if array.shape[-1] == 2 * self.config.q_width and name in ("q_proj", "q_gate_proj"):
+            return array.reshape(len(array), -1, 2, head_dim)[:, :, 0]
+        return array.reshape(len(array), -1, head_dim)
 
     def linear(self, x: str, projection: str) -> np.ndarray:
         """The input stage `x` through one projection of the layer, with its bias when it has one."""
@@ -46,13 +65,16 @@ class StageInputs:
 
     def rope(self, x: np.ndarray) -> np.ndarray:
         """`x` rotated to the positions of this pass."""
-        cos, sin = rope_tables(
-            self.positions,
-            head_dim=self.config.head_dim,
-            theta=self.config.rope_theta,
-            scaling=self.config.rope_scaling,
-        )
-        return rope(x, cos, sin)
+        return self.turn(x, *self.tables(self.config.rope_scaling))
+
+    def tables(self, scaling: RopeScaling | None) -> tuple[np.ndarray, np.ndarray]:
+        """Cosines and sines of the positions of this pass."""
+        config = self.config
+        return rope_tables(self.positions, head_dim=config.rotated, theta=config.rope_theta, scaling=scaling)
+
+    def turn(self, x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
+        """`x` with the pairs of this model turned."""
+        return (rope_adjacent if self.config.adjacent_pairs else rope)(x, cos, sin)
 
 
 def stage_inputs(
@@ -70,19 +92,50 @@ def stage_inputs(
     `reads` are stages that a mistake reads beside the stage's own inputs.
     """
     config = weights.config
-    arrays = {name: trace[input_key(name, layer, config)] for name in (*stage.input_names(config), *reads)}
+    names = (*stage.input_names(config, layer), *there(reads, config, layer))
+    arrays = {name: trace[input_key(name, layer, config)] for name in names}
+    if layer is not None and config.layer(layer).mixer == "delta_net":
+        state = state_behind(past, layer, config, weights.dtype)
+        arrays |= {"past_conv": state.conv, "past_delta": state.delta}
     if layer is not None:
         empty = np.empty((config.n_kv_heads, 0, config.head_dim), weights.dtype)
-        arrays["past_k"] = past[key("k_cache", layer)] if past is not None else empty
-        arrays["past_v"] = past[key("v_cache", layer)] if past is not None else empty
+        arrays["past_k"] = (past or {}).get(key("k_cache", layer), empty)
+        arrays["past_v"] = (past or {}).get(key("v_cache", layer), empty)
     return StageInputs(
         config=config,
         weights=weights if layer is None else weights.layer(layer),
-        arrays={name: array.astype(weights.dtype) for name, array in arrays.items()},
+        arrays={
+            name: array if array.dtype.kind == "i" else array.astype(weights.dtype) for name, array in arrays.items()
+        },
         ids=np.asarray(this.ids),
         positions=this.positions,
         dtype=weights.dtype,
+        layer=layer,
     )
+
+
+def there(names: Sequence[str], config: ModelConfig, layer: int | None) -> tuple[str, ...]:
+    """Of stages that a mistake reads, alternatives as `a|b`, those that a layer has; what is no stage stays."""
+    found = []
+    for alternatives in names:
+        each = [n for n in alternatives.split("|") if n not in BY_NAME or BY_NAME[n].applies_to(config, layer)]
+        found += each[:1]
+    return tuple(found)
+
+
+def state_behind(
+    past: Mapping[str, np.ndarray] | None, layer: int, config: ModelConfig, dtype: type[np.floating]
+) -> DeltaState:
+    """What a delta net holds behind a pass, made of what the rule was given in that; empty before the first one."""
+    assert config.delta_net is not None
+    state = DeltaState.empty(config.delta_net, dtype)
+    if past is None:
+        return state
+    q, k, mixed, beta, g, x = (
+        past[key(name, layer)].astype(dtype) for name in ("q_l2", "k_l2", "conv_out", "beta", "log_decay", "qkv_in")
+    )
+    _, delta = delta_rule_in_chunks(q, k, heads(mixed, config)[2], beta, g, state.delta)
+    return DeltaState(next_state(state.conv, x), delta)
 
 
 def part_of_trace(

@@ -1,6 +1,7 @@
 """Mistakes of checkpoints 15 to 20, in their order."""
 
 from llorch.verify.mistakes.training_adapter import ADAPTER
+from llorch.verify.mistakes.training_families import OF_FAMILIES
 from llorch.verify.mistakes.training_gradients import GRADIENTS
 from llorch.verify.mistakes.training_loss import LOSSES
 from llorch.verify.mistakes.training_mistake import TrainingMistake
@@ -8,4 +9,4 @@ from llorch.verify.mistakes.training_optimizer import OPTIMIZER
 
 __all__ = ["TRAINING", "TrainingMistake"]
 
-TRAINING: tuple[TrainingMistake, ...] = (*ADAPTER, *LOSSES, *GRADIENTS, *OPTIMIZER)
+TRAINING: tuple[TrainingMistake, ...] = (*ADAPTER, *LOSSES, *GRADIENTS, *OF_FAMILIES, *OPTIMIZER)

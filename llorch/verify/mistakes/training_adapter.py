@@ -201,7 +201,7 @@ ADAPTER: tuple[TrainingMistake, ...] = (
     ),
     TrainingMistake(
         name="export-b-rows-not-permuted", stages=("adapter_file", "exported_logits"), applies_to=interleaves,
-        part="llorch.lora.gguf_format.interleave", wrong=rows_not_permuted,
+        part="llorch.lora.targets.interleave", wrong=rows_not_permuted,
         diagnosis="B of q and k has the rows of Hugging Face; files of the llama family hold them in pairs, and "
         "llama.cpp says nothing of the difference.",
     ),

@@ -113,12 +113,12 @@ def base_left_out(right: Function) -> Function:
 
 def graph_cut(right: Function) -> Function:
     """What a block would send to those below is lost."""
-    return lambda *given: np.zeros_like(right(*given))
+    return lambda *given, **parts: np.zeros_like(right(*given, **parts))
 
 
 def residual_cut(right: Function) -> Function:
     """The residual stream carries nothing past the block."""
-    return lambda d_out, *given: right(d_out, *given) - d_out
+    return lambda d_out, *given, **parts: right(d_out, *given, **parts) - d_out
 
 
 def rows_for_tokens(right: Function) -> Function:

@@ -62,8 +62,8 @@ def variants(
     now = part_of_trace(golden, config, n_cached, len(whole.ids))
     past = part_of_trace(golden, config, 0, n_cached) if n_cached else None
     wrong = []
-    for mistake in mistakes_of(stage.name, config, n_cached=n_cached):
-        inputs = stage_inputs(stage, layer, weights, this, now, past, reads=reads_of(mistake, config))
+    for mistake in mistakes_of(stage.name, config, layer, n_cached=n_cached):
+        inputs = stage_inputs(stage, layer, weights, this, now, past, reads=mistake.reads)
         wrong.append((mistake, made_wrong(mistake, inputs, stage.name)))
     return Variants(right, wrong, stage.masked)
 
@@ -97,20 +97,19 @@ def quantised_variants(step: str, inputs: QuantisedInputs) -> Variants:
     return Variants(quantised.RIGHT[step](inputs), [(mistake, mistake.wrong(inputs, step)) for mistake in known])
 
 
-def mistakes_of(stage: str, config: ModelConfig, *, n_cached: int) -> list[Mistake[StageInputs]]:
-    """Known mistakes of a stage that can be made with a configuration, and with so many tokens in the cache."""
+def mistakes_of(stage: str, config: ModelConfig, layer: int | None, *, n_cached: int) -> list[Mistake[StageInputs]]:
+    """Known mistakes of a stage that can be made in a layer of a model, and with so many tokens in the cache."""
     return [
         mistake
         for mistake in STAGE_MISTAKES
-        if stage in mistake.stages and mistake.applies_to(config) and (n_cached or not mistake.after_cached)
+        if stage in mistake.stages
+        and mistake.applies_to(config)
+        and (n_cached or not mistake.after_cached)
+        and (layer is None or mistake.in_layers(config, layer))
     ]
 
 
-def reads_of(mistake: Mistake[Any], config: ModelConfig) -> tuple[str, ...]:
-    """What a mistake reads beside the right op's inputs, as far as the model has it."""
-    return tuple(name for name in mistake.reads if name not in BY_NAME or BY_NAME[name].applies_to(config))
-
-
 def made_wrong(mistake: Mistake[StageInputs], inputs: StageInputs, stage: str) -> np.ndarray:
-    """The wrong array, in the dtype of the run."""
-    return np.ascontiguousarray(mistake.wrong(inputs, stage), dtype=inputs.dtype)
+    """The wrong array, in the dtype of the run; ids are int64."""
+    dtype = np.int64 if BY_NAME[stage].is_choice else inputs.dtype
+    return np.ascontiguousarray(mistake.wrong(inputs, stage), dtype=dtype)

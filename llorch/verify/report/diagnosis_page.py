@@ -99,12 +99,12 @@ def strip(diagnosis: Diagnosis, looked_at: StageResult) -> list[Cell]:
         for result in diagnosis.results
         if result.n_pass == looked_at.n_pass and result.layer in (looked_at.layer, None)
     }
-    normed = any(result.stage in ("q_norm", "k_norm") for result in diagnosis.results)
+    shown = {result.stage for result in diagnosis.results}
     first = looked_at if looked_at.verdict == WRONG else None
     return [
         Cell(stage.name, mine.get(stage.name), mine.get(stage.name, 0) is first)
         for stage in STAGES
-        if (looked_at.layer is not None or not stage.in_layer) and (normed or not stage.needs_qk_norm)
+        if (looked_at.layer is not None or not stage.in_layer) and (stage.name in shown or stage.is_dense)
     ]
 
 

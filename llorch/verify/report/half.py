@@ -8,11 +8,11 @@ from llorch.stages import STAGES, key
 from llorch.verify.compare import measure
 from llorch.verify.goldens import PRODUCERS, Golden
 from llorch.verify.judge import Row
-from llorch.verify.limits import ARITHMETICS
 from llorch.verify.mistakes import STAGE_MISTAKES
 from llorch.verify.mistakes.variants import VISIBLE, variants
 from llorch.verify.places import part_of
 from llorch.verify.report.tables import Blocks, roughly, short, table
+from llorch.verify.rounding_costs import ARITHMETICS
 from llorch.verify.runners.numpy import run
 from llorch.verify.suites.forward import ForwardSuite
 
@@ -78,9 +78,9 @@ def _plant(name: str, golden: Golden) -> Iterator[tuple[str, str, float]]:
         for n_cached in (0, len(whole.ids) // 2):
             right = run(weights, whole, n_cached=n_cached, golden=trace)
             for stage in (stage for stage in STAGES if stage.applies_to(weights.config)):
-                place = key(stage.name, 0 if stage.in_layer else None)
+                layer = stage.first_layer(weights.config)
+                place = key(stage.name, layer)
                 want = part_of(stage, trace[place], n_cached, len(whole.ids))
-                layer = 0 if stage.in_layer else None
                 made = variants(stage, layer, trace, weights, whole, right[place], n_cached=n_cached)
                 for mistake, wrong in made.wrong:
                     difference = measure(wrong, want, masked=stage.masked)

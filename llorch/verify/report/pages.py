@@ -9,17 +9,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-from llorch.builtin import goldens_folder
+from llorch.builtin import BUILTIN, goldens_folder
 from llorch.stages import CHECKPOINTS
 from llorch.verify.goldens import Golden, read
 from llorch.verify.judge import Row
-from llorch.verify.limits import ARITHMETICS
 from llorch.verify.models import verify_stored
 from llorch.verify.report.half import CHECKPOINT as TORCH
 from llorch.verify.report.half import torch_blocks
 from llorch.verify.report.quantised import exact_errors, quantised_blocks
 from llorch.verify.report.tables import Blocks, index_blocks, models_with_goldens, page_blocks
 from llorch.verify.report.training import trainers, training_blocks
+from llorch.verify.rounding_costs import ARITHMETICS
 from llorch.verify.runners.numpy import FLOAT64
 from llorch.verify.suites.quantised import CHECKPOINT as QUANTISED
 from llorch.verify.suites.quantised import verify_quantised_stored
@@ -65,7 +65,8 @@ def _blocks_of(number: str, goldens: Mapping[str, Golden]) -> Blocks:
     if number == QUANTISED:
         return quantised_blocks(quantised_rows(), exact_errors())
     if number == TORCH:
-        return torch_blocks(goldens, [row for name in goldens for row in torch_rows(name)])
+        dense = {name: goldens[name] for name in BUILTIN if name in goldens}  # what half precision costs, they show
+        return torch_blocks(dense, [row for name in dense for row in torch_rows(name)])
     if number in TRAINING:
         return training_blocks(number, training_rows())
     return page_blocks(number, _forward_rows(goldens))

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from llorch.builtin import BUILTIN, goldens_folder
+from llorch.builtin import EVERY, goldens_folder
 from llorch.stages import BY_NAME, STAGES, Stage
 from llorch.verify.goldens import PRODUCERS, SAMPLINGS, Golden
 from llorch.verify.judge import PASS, TIE, Row
@@ -145,7 +145,7 @@ def routes(rows: Sequence[Row]) -> Iterator[Sequence[str]]:
 
 def models_with_goldens() -> list[str]:
     """The built-in models whose goldens are stored."""
-    return [name for name in BUILTIN if (goldens_folder() / name / "golden.json").is_file()]
+    return [name for name in EVERY if (goldens_folder() / name / "golden.json").is_file()]
 
 
 def table(columns: Sequence[str], lines: Iterable[Sequence[str]], *, right: int = 0) -> str:
@@ -161,7 +161,7 @@ def short(value: float, digits: int) -> str:
 
 
 def _stage_name(stage: Stage) -> str:
-    return f"`{stage.name}`" + (" (families with q/k norm)" if stage.needs_qk_norm else "")
+    return f"`{stage.name}`" + (" (families with q/k norm)" if stage.needs == ("qk_norm",) else "")
 
 
 def _shape(stage: Stage) -> str:
@@ -171,9 +171,10 @@ def _shape(stage: Stage) -> str:
 def link(function: str) -> str:
     """A link from a page to the file of `llorch.ops.rope.rope`, or of `llorch.cache.KVCache.append`."""
     file, names = PACKAGE, function.split(".")[1:]
-    while not file.with_suffix(".py").is_file():
+    while not file.with_suffix(".py").is_file() and len(names) > 1:
         file /= names.pop(0)
-    return f"[`{'.'.join(names)}`](../../llorch/{file.relative_to(PACKAGE).as_posix()}.py)"
+    file = file.with_suffix(".py") if file.with_suffix(".py").is_file() else file / "__init__.py"
+    return f"[`{'.'.join(names)}`](../../llorch/{file.relative_to(PACKAGE).as_posix()})"
 
 
 def _largest(rows: Sequence[Row]) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from llorch.numerics import DtypeName
+from llorch.verify.choices import GoOn, as_made
 from llorch.verify.places import Pass
 
 Trace = Mapping[str, np.ndarray]
@@ -45,11 +46,11 @@ class Runner(Protocol):
         """One pass in which the golden takes the place of each stage as soon as that was seen."""
         ...
 
-    def chained(self, case: str, this: Pass, see: See, *, n_cached: int = 0) -> None:
-        """A pass on its own results, or the second of two, which alone is seen."""
+    def chained(self, case: str, this: Pass, see: See, *, n_cached: int = 0, go_on: GoOn = as_made) -> None:
+        """A pass on its own results, or the second of two, which alone is seen; it goes on as `go_on` says."""
         ...
 
-    def last_row(self, this: Pass) -> np.ndarray:
+    def last_row(self, this: Pass, go_on: GoOn = as_made) -> np.ndarray:
         """Logits of the last token, the row that sampling sees."""
         ...
 

@@ -18,9 +18,10 @@ from itertools import pairwise
 import numpy as np
 
 from llorch.cache import KVCache
+from llorch.families import forward
 from llorch.files import Weights
 from llorch.files.quant import ACTIVATION_TYPE
-from llorch.forward import Keep, forward
+from llorch.forward import Keep
 from llorch.generate import IdsOnly, sample_ids
 from llorch.memory import available_memory
 from llorch.model import Model
@@ -28,10 +29,11 @@ from llorch.numerics import DtypeName
 from llorch.ops.precision import own_dtype_only
 from llorch.ops.rounding import BLOCK_SIZE, ActivationKind, block_sums, round_activations
 from llorch.sampling import SamplingSettings, probabilities
-from llorch.stages import input_key, keys, matrix_of
+from llorch.stages import input_keys, keys, matrix_of
+from llorch.verify.choices import GoOn, as_made
 from llorch.verify.goldens import SAMPLINGS
 from llorch.verify.limits import Limits, off
-from llorch.verify.places import Pass, part_of, token_axis
+from llorch.verify.places import Pass, has_tokens, part_of, token_axis
 from llorch.verify.runners import See, Trace
 
 OWN_SUMS = "numpy-float32"  # every sum in float32, which is how larger models run
@@ -43,8 +45,7 @@ BACKENDS: Mapping[str, Callable[[], AbstractContextManager[None]]] = {  # in flo
 GGML = "numpy-ggml"
 EDGE = 2.0**-13  # a quarter of the smallest step of any rounding, relative to the value or to its block's largest
 
-# What a float16 cache rounds: stage -> the input of its that is rounded.
-CACHE_ROUNDS = {"k_cache": "k_rope", "v_cache": "v_proj", "attn_scores": "q_rope", "attn_context": "attn_probs"}
+CACHE_ROUNDS = frozenset({"k_cache", "v_cache", "attn_scores", "attn_context"})  # a float16 cache: their first input
 
 
 def run(weights: Weights, this: Pass, *, n_cached: int = 0, golden: Trace | None = None) -> dict[str, np.ndarray]:
@@ -71,8 +72,9 @@ def show(
     *,
     n_cached: int = 0,
     golden: Trace | None = None,
+    go_on: GoOn = as_made,
 ) -> None:
-    """The same, stage by stage."""
+    """The same, stage by stage; the pass goes on with what `go_on` makes of a stage that has no golden."""
     whole = _of_this_shape(golden or {}, weights, this)
 
     def keeping(start: int, stop: int) -> Keep:
@@ -80,8 +82,10 @@ def show(
             if start == n_cached:
                 see(name, array)
             if name not in whole:
-                return array
+                return go_on(name, array, start)
             stage, theirs = whole[name]
+            if stop < len(this.ids) and not has_tokens(stage):
+                return array  # the golden has it behind all tokens only
             return part_of(stage, theirs, start, stop).astype(array.dtype)
 
         return keep
@@ -130,13 +134,14 @@ class NumpyRunner:
         """See `run`."""
         show(self.weights, this, see, golden=golden)
 
-    def chained(self, case: str, this: Pass, see: See, *, n_cached: int = 0) -> None:
+    def chained(self, case: str, this: Pass, see: See, *, n_cached: int = 0, go_on: GoOn = as_made) -> None:
         """See `run`."""
-        show(self.weights, this, see, n_cached=n_cached)
+        show(self.weights, this, see, n_cached=n_cached, go_on=go_on)
 
-    def last_row(self, this: Pass) -> np.ndarray:
+    def last_row(self, this: Pass, go_on: GoOn = as_made) -> np.ndarray:
         """As generation computes it."""
-        return self._step(self._cache())(this.ids)
+        keep = lambda name, array: go_on(name, array, 0)  # noqa: E731
+        return forward(np.asarray(this.ids), self.weights, self._cache(), keep=keep, last_only=True)[0]
 
     def probabilities(self, logits: np.ndarray, history: Sequence[int]) -> Mapping[str, np.ndarray]:
         """By our sampler."""
@@ -179,15 +184,15 @@ class GgmlRunner(NumpyRunner):
 
     def isolated(self, this: Pass, golden: Trace, see: See) -> None:
         """As there; a float16 cache shows as the float32 that the golden has."""
-        show(self.weights, this, lambda name, array: see(name, array.astype(self.weights.dtype)), golden=golden)
+        show(self.weights, this, lambda name, array: see(name, self._shown(array)), golden=golden)
 
-    def chained(self, case: str, this: Pass, see: See, *, n_cached: int = 0) -> None:
+    def chained(self, case: str, this: Pass, see: See, *, n_cached: int = 0, go_on: GoOn = as_made) -> None:
         """Values at an edge are replaced."""
-        self._adopting(case, this, see, n_cached)
+        self._adopting(case, this, see, n_cached, go_on=go_on)
 
-    def last_row(self, this: Pass) -> np.ndarray:
+    def last_row(self, this: Pass, go_on: GoOn = as_made) -> np.ndarray:
         """Likewise; `this` is the case `near`."""
-        return self._adopting("near", this, last_only=True)[-1]
+        return self._adopting("near", this, last_only=True, go_on=go_on)[-1]
 
     def free(self, this: Pass) -> np.ndarray:
         """Logits of a pass as users get it."""
@@ -200,25 +205,29 @@ class GgmlRunner(NumpyRunner):
         return np.asarray([t.id for t in model.generate(prompt, max_tokens=n_tokens, ignore_eos=True)], np.int64)
 
     def _adopting(
-        self, case: str, this: Pass, see: See | None = None, n_cached: int = 0, *, last_only: bool = False
-    ) -> np.ndarray:
+        self, case: str, this: Pass, see: See | None = None, n_cached: int = 0, *, last_only: bool = False,
+        go_on: GoOn = as_made,
+    ) -> np.ndarray:  # fmt: skip
         def keeping(start: int, stop: int) -> Keep:
             def keep(name: str, array: np.ndarray) -> np.ndarray:
                 made, flips, refused = self._adopted(case, name, array, stop)
                 if see is not None and start == n_cached:
-                    see(name, array.astype(self.weights.dtype), flips=flips, refused=refused)
-                return made
+                    see(name, self._shown(array), flips=flips, refused=refused)
+                return go_on(name, made, start)
 
             return keep
 
         return _passes(self.weights, this, n_cached, keeping, last_only=last_only)
+
+    def _shown(self, array: np.ndarray) -> np.ndarray:
+        return array.astype(self.weights.dtype) if array.dtype.kind == "f" else array
 
     def _adopted(self, case: str, name: str, array: np.ndarray, stop: int) -> tuple[np.ndarray, int, int]:
         """The array with values at an edge replaced, how many were, and how many are too far off for that."""
         flips = refused = 0
         stage = self._stages[name]
         for kind in self._rounded.get(name, ()):
-            first = stop - array.shape[token_axis(stage)]  # behind the blocks: the last one
+            first = stop - array.shape[token_axis(stage) or 0]  # behind the blocks: the last one
             parts = self._goldens[case][name], self._limits[case].chained_variance(name)
             want, variance = (part_of(stage, part, first, stop) for part in parts)
             array, n, too_far = adopt_edges(array, want.reshape(array.shape), kind, off(variance))
@@ -233,11 +242,12 @@ def rounded_stages(weights: Weights) -> dict[str, set[ActivationKind]]:
     for _, stage, layer in keys(config):
         if stage.matrix:
             matrix = (weights if layer is None else weights.layer(layer))[matrix_of(stage, config)]
+            matrix = matrix[0] if stage.by_expert else matrix
             kind = "F32" if isinstance(matrix, np.ndarray) else matrix.activations
             if kind != "F32":
-                found.setdefault(input_key(stage.inputs[0], layer, config), set()).add(kind)
+                found.setdefault(input_keys(stage, layer, config)[0], set()).add(kind)
         elif stage.name in CACHE_ROUNDS and weights.cache_dtype is np.float16:
-            found.setdefault(input_key(CACHE_ROUNDS[stage.name], layer, config), set()).add("F16")
+            found.setdefault(input_keys(stage, layer, config)[0], set()).add("F16")
     return found
 
 

@@ -24,6 +24,7 @@ from llorch.pytorch.model import TorchModel, as_numpy, load_torch
 from llorch.pytorch.packing import PACKERS
 from llorch.pytorch.sampling import BatchSettings, Needs, probabilities, seen_tokens
 from llorch.stages import keys
+from llorch.verify.choices import GoOn, as_made
 from llorch.verify.goldens import SAMPLINGS
 from llorch.verify.limits import SCORES
 from llorch.verify.places import Pass
@@ -118,18 +119,18 @@ class TorchRunner:
         self._observed(this).feed(len(this.ids), trace=trace, golden=golden)
         self._show(trace, see)
 
-    def chained(self, case: str, this: Pass, see: See, *, n_cached: int = 0) -> None:
+    def chained(self, case: str, this: Pass, see: See, *, n_cached: int = 0, go_on: GoOn = as_made) -> None:
         """Of two passes the second, in a cache that was used before."""
         observed, trace = self._observed(this), dict[str, np.ndarray]()
         if n_cached:
             observed.warm_up()
-            observed.feed(n_cached)
-        observed.feed(len(this.ids), trace=trace)
+            observed.feed(n_cached, go_on=go_on)
+        observed.feed(len(this.ids), trace=trace, go_on=go_on)
         self._show(trace, see)
 
-    def last_row(self, this: Pass) -> np.ndarray:
+    def last_row(self, this: Pass, go_on: GoOn = as_made) -> np.ndarray:
         """As generation computes it."""
-        return self._observed(this).feed(len(this.ids), last_only=True)[0]
+        return self._observed(this).feed(len(this.ids), last_only=True, go_on=go_on)[0]
 
     def probabilities(self, logits: np.ndarray, history: Sequence[int]) -> Mapping[str, np.ndarray]:
         """In a batch all settings at once."""

@@ -4,8 +4,9 @@ In a batch the judged sequence has a neighbour with other tokens, of another len
 padding. Only what belongs to the judged tokens is shown and replaced.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,11 +19,15 @@ from llorch.pytorch.causal_lm import Keep, keep_nothing
 from llorch.pytorch.device import Target
 from llorch.pytorch.model import TorchModel, as_numpy
 from llorch.stages import BY_NAME
+from llorch.verify.choices import GoOn, as_made
 from llorch.verify.places import Pass
 
 MORE = 3  # tokens that the neighbour has more
 PADDING = 2  # columns that are padding in every row
-WIDENED = ("attn_scores", "attn_probs")  # at least float32 in every run
+WIDENED = (  # at least float32 in every run
+    "attn_scores", "attn_probs", "attn_gate", "q_l2", "k_l2", "beta", "log_decay", "delta_state", "delta_out",
+    "router_probs", "shared_gate",
+)  # fmt: skip
 
 Trace = dict[str, np.ndarray]
 
@@ -69,11 +74,12 @@ class ObservedCase:
         self.n_cached = 0
 
     def warm_up(self) -> None:
-        """Fill every slot with other tokens, as an earlier answer does, and begin again."""
+        """Fill every slot with other tokens, as an earlier answer does, and begin again; states are forgotten."""
         rows = self._rows
         self._rows = [row[::-1] for row in rows]
         self.feed(len(self._ids))
         self._rows, self.n_cached = rows, 0
+        self._cache.forget()
 
     @torch.inference_mode()
     def feed(
@@ -83,6 +89,7 @@ class ObservedCase:
         trace: Trace | None = None,
         golden: Mapping[str, np.ndarray] | None = None,
         last_only: bool = False,
+        go_on: GoOn = as_made,
     ) -> Float[np.ndarray, "rows vocab"]:
         """Run the judged tokens up to `stop`.
 
@@ -91,6 +98,7 @@ class ObservedCase:
             trace: Filled with every stage that the model shows.
             golden: With `trace`, takes the place of each stage as soon as that was shown.
             last_only: Logits of the last token only; padding then stands behind the tokens instead of before them.
+            go_on: What the pass goes on with for a stage that has no golden.
 
         Returns:
             Logits of the judged tokens.
@@ -109,7 +117,10 @@ class ObservedCase:
         n_slots = max(part.stop for part in new)
         seq = slice(firsts[-1], firsts[-1] + len(new[-1]))
         where = Columns(self._model.config, seq, slice(0, stop), width, n_slots)
-        keep = keep_nothing if trace is None else observer(trace, golden or {}, where, self._model.target)
+        keep = keep_nothing
+        if trace is not None or go_on is not as_made:
+            goes_on = partial(_with_golden, golden or {}, go_on, new[-1].start)
+            keep = observer({} if trace is None else trace, goes_on, where, self._model.target)
         device = self._model.target.device
         place = self._cache.place(torch.from_numpy(positions).to(device), ctx=n_slots, causal=len(new) == 1)
         rows = torch.tensor([first + len(part) - 1 for first, part in zip(firsts, new, strict=True)], device=device)
@@ -125,12 +136,17 @@ class ObservedCase:
         return range(self.n_cached + ahead if self.n_cached else 0, stop + ahead)
 
 
-def observer(trace: Trace, golden: Mapping[str, np.ndarray], where: Columns, target: Target) -> Keep:
-    """A `keep` that records the judged part of each stage, and puts a golden in its place.
+def _with_golden(golden: Mapping[str, np.ndarray], go_on: GoOn, start: int, name: str, array: np.ndarray) -> np.ndarray:
+    theirs = golden.get(name)
+    return go_on(name, array, start) if theirs is None or theirs.shape != array.shape else theirs
+
+
+def observer(trace: Trace, goes_on: Callable[[str, np.ndarray], np.ndarray], where: Columns, target: Target) -> Keep:
+    """A `keep` that records the judged part of each stage, and puts something else in its place.
 
     Args:
         trace: Filled.
-        golden: What the pass goes on with, rounded to the dtype of the run; a stage that is absent goes on as it is.
+        goes_on: What the pass goes on with, rounded to the dtype of the run; the array itself leaves it as it is.
         where: The judged part.
         target: What every stage must be on, and of which dtype.
 
@@ -142,19 +158,21 @@ def observer(trace: Trace, golden: Mapping[str, np.ndarray], where: Columns, tar
         _require(name, stage, target)
         part = where.of(name, stage)
         trace[name] = as_numpy(part)
-        theirs = golden.get(name)
-        if theirs is None or theirs.shape != part.shape:
+        instead = goes_on(name, trace[name])
+        if instead is trace[name]:
             return stage
         stage = stage.clone()
-        where.of(name, stage).copy_(torch.from_numpy(theirs))
+        where.of(name, stage).copy_(torch.from_numpy(instead))
         return stage
 
     return keep
 
 
 def _require(name: str, stage: Tensor, target: Target) -> None:
-    widened = name.rpartition(".")[2] in WIDENED
-    dtype = torch.promote_types(target.dtype, torch.float32) if widened else target.dtype
+    short = name.rpartition(".")[2]
+    dtype = torch.promote_types(target.dtype, torch.float32) if short in WIDENED else target.dtype
+    if BY_NAME[short].is_choice:
+        dtype = torch.int64
     if (stage.dtype, stage.device) != (dtype, target.device):
         raise CheckpointMismatch(
             f"{name}: expected {dtype} on {target.device}, got {stage.dtype} on {stage.device}; "

@@ -12,37 +12,28 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 from typing import Any
 
 import numpy as np
 
 from llorch.files import Weights
 from llorch.sampling import greedy
-from llorch.stages import BY_NAME, Stage, key, keys
+from llorch.stages import BY_NAME, Stage, input_keys, key, keys
+from llorch.verify.choices import Choice, GoOn, as_made
 from llorch.verify.compare import EXACT, Difference, Tolerance, measure
 from llorch.verify.goldens import SAMPLINGS, Evidence, Truth, sampler_inputs
 from llorch.verify.judge import FAIL, Claim, Row, judge, routed, tied
-from llorch.verify.limits import (
-    ARITHMETICS,
-    CHAINED,
-    ISOLATED,
-    MATHEMATICS,
-    NOTHING_KNOWN,
-    SCORES,
-    Limits,
-    Margins,
-    limit_of_softmax,
-    widened,
-)
+from llorch.verify.limits import MATHEMATICS, NOTHING_KNOWN, SCORES, Limits, Margins, limit_of_softmax, widened
 from llorch.verify.places import Pass, Place, part_of, token_axis
+from llorch.verify.rounding_costs import ARITHMETICS, CHAINED, FLOAT32, ISOLATED
 from llorch.verify.runners import Runner, See
 from llorch.verify.runners.shared import SharedWeights
 from llorch.verify.suites.tokens import Tokens, edge_of_top_p
 from llorch.verify.truth import ATTENTION, WITNESS, distance
 from llorch.verify.witnesses import Route
 
-COPIES = ("embed", "k_cache", "v_cache")  # isolated they are exact: nothing is computed
+COPIES = ("embed", "k_cache", "v_cache", "conv_state")  # isolated they are exact: nothing is computed
 
 
 class ForwardSuite:
@@ -75,6 +66,7 @@ class ForwardSuite:
         self.prompt = cases["near"].ids[:n_prompt] if "near" in cases else ()
         self._keys = list(keys(weights.config))
         self._places = {name: (stage, layer) for name, stage, layer in self._keys}
+        self._choices = [name for name, stage, _ in self._keys if stage.is_choice]
         self._limits: dict[tuple[str, str, bool], Limits] = {}
         self._distances: dict[tuple[str, str, str], Difference] = {}
         self._errors: dict[tuple[str, str, int, str], float] = {}
@@ -86,12 +78,12 @@ class ForwardSuite:
     def rows(self, runner: Runner) -> list[Row]:
         """Judge everything that a runner computes, in the order of the forward pass for each mode."""
         sampled = [
-            lambda: runner.last_row(self.cases["near"]),
+            lambda: self._last_row(runner),
             lambda: runner.text(self.prompt, self.n_greedy(runner)),
         ]
-        *judged, row, text = self._made(runner, [*self._stage_passes(runner), *self._decode_passes(runner), *sampled])
+        *judged, last, text = self._made(runner, [*self._stage_passes(runner), *self._decode_passes(runner), *sampled])
         with runner.arithmetic():
-            rows = chain(chain.from_iterable(judged), self._sampler_rows(runner, row, text))
+            rows = chain(chain.from_iterable(judged), self._sampler_rows(runner, last, text))
             return list(routed(rows, self.routes))
 
     @property
@@ -120,17 +112,64 @@ class ForwardSuite:
             for witness, golden in self.witnesses(runner).items():
                 claim = partial(self.isolated, runner, case, witness)
                 yield partial(self._seen, runner, [claim], partial(runner.isolated, this, golden.traces[case]))
-            yield partial(self._chained_rows, runner, case)
+            for witnesses in self._agreeing(runner, case):
+                yield partial(self._chained_rows, runner, case, witnesses)
 
     def _decode_passes(self, runner: Runner) -> Iterator[Callable[[], list[Row]]]:
         for case, this in self.cases.items():
-            for n_cached in this.splits:
-                yield partial(self._chained_rows, runner, case, n_cached)
+            for n_cached, witnesses in product(this.splits, self._agreeing(runner, case)):
+                yield partial(self._chained_rows, runner, case, witnesses, n_cached)
 
-    def _chained_rows(self, runner: Runner, case: str, n_cached: int = 0) -> list[Row]:
-        claims = [partial(self.chained, runner, case, witness, n_cached) for witness in self.witnesses(runner)]
-        rows = self._seen(runner, claims, partial(runner.chained, case, self.cases[case], n_cached=n_cached))
+    def _agreeing(self, runner: Runner, case: str) -> list[list[str]]:
+        """The witnesses, those together that chose the same experts: one run of ours goes on with one choice."""
+        found: dict[bytes, list[str]] = {}
+        for witness, golden in self.witnesses(runner).items():
+            chosen = (golden.traces[case][name].tobytes() for name in self._choices)
+            found.setdefault(b"".join(chosen), []).append(witness)
+        return [*found.values()]
+
+    def _chained_rows(self, runner: Runner, case: str, witnesses: Sequence[str], n_cached: int = 0) -> list[Row]:
+        claims = [partial(self.chained, runner, case, witness, n_cached) for witness in witnesses]
+        go_on = self._going_on(runner, case, witnesses[0])
+        rows = self._seen(
+            runner, claims, partial(runner.chained, case, self.cases[case], n_cached=n_cached, go_on=go_on)
+        )
         return [*rows, self._free_row(runner, case, rows)] if self.rounds and not n_cached else rows
+
+    def _going_on(self, runner: Runner, case: str, witness: str) -> GoOn:
+        """With a witness's choice of experts, where ours is as good."""
+
+        def go_on(name: str, array: np.ndarray, start: int) -> np.ndarray:
+            if name not in self._choices:
+                return array
+            return self._choice(runner, "chained", case, witness, name, start, start + len(array)).settled(array)
+
+        return go_on if self._choices else as_made
+
+    def _choice(
+        self, runner: Runner, mode: str, case: str, witness: str, name: str, start: int = 0, stop: int | None = None
+    ) -> Choice:
+        """What a witness chose for the tokens from `start` on; chained by the truth's logits, isolated by its own."""
+        golden, (stage, layer) = self.witnesses(runner)[witness].traces[case], self._places[name]
+        best = self.truth.evidence.traces[case] if self.truth is not None else golden
+        if mode == "isolated":
+            scores = golden[input_keys(stage, layer, self.weights.config)[0]]
+            half = ARITHMETICS.get(runner.dtype, FLOAT32)
+            variance = half.rounding(scores) if half.is_half else np.zeros_like(scores)
+        elif runner.dtype == "float64":
+            scores = best[key("router_logits", layer)]
+            variance = np.full_like(scores, np.square(MATHEMATICS.worst * np.abs(scores).max()))
+        else:
+            scores = best[key("router_logits", layer)]
+            variance = self._limits_for(runner, case).chained_variance(key("router_logits", layer))
+        part = slice(start, stop)
+        return Choice(golden[name][part], scores[part], variance[part])
+
+    def _last_row(self, runner: Runner) -> Mapping[str, np.ndarray]:
+        """The row that sampling sees, for each witness with its choice of experts."""
+        this, agreeing = self.cases["near"], self._agreeing(runner, "near")
+        rows = [(group, runner.last_row(this, self._going_on(runner, "near", group[0]))) for group in agreeing]
+        return {witness: row for group, row in rows for witness in group}
 
     def _seen(self, runner: Runner, claims: Sequence[Callable[..., Claim]], run: Callable[[See], None]) -> list[Row]:
         """Rows of the stages of one pass, each judged as soon as it is there; one that never comes fails."""
@@ -160,6 +199,7 @@ class ForwardSuite:
     def isolated(self, runner: Runner, case: str, witness: str, name: str) -> Claim:
         """A stage that is fed what the golden was fed."""
         stage, layer = self._places[name]
+        choice = self._choice(runner, "isolated", case, witness, name) if stage.is_choice else None
         fused = runner.hidden >= SCORES and stage.name == "attn_context"
         return Claim(
             Place(stage.checkpoint, stage.name, layer, case),
@@ -170,6 +210,7 @@ class ForwardSuite:
             witness_error=self._isolated_error(witness, case, key(ATTENTION, layer) if fused else name),
             masked=stage.masked,
             token_axis=token_axis(stage),
+            choice=choice,
         )
 
     def chained(self, runner: Runner, case: str, witness: str, n_cached: int, name: str) -> Claim:
@@ -188,6 +229,7 @@ class ForwardSuite:
             witness_error=self._errors.get(at),
             masked=stage.masked,
             token_axis=token_axis(stage),
+            choice=self._choice(runner, "chained", case, witness, name, n_cached) if stage.is_choice else None,
         )
         if witness != WITNESS:
             self._errors[at] = claim.of_witness  # the same for every runner
@@ -216,19 +258,18 @@ class ForwardSuite:
 
     def sampler_rows(self, runner: Runner) -> Iterator[Row]:
         """Checkpoints 09 to 12: the row that sampling sees, its argmax, distributions, greedy text."""
-        row, text = runner.last_row(self.cases["near"]), runner.text(self.prompt, self.n_greedy(runner))
-        return self._sampler_rows(runner, row, text)
+        return self._sampler_rows(runner, self._last_row(runner), runner.text(self.prompt, self.n_greedy(runner)))
 
     def n_greedy(self, runner: Runner) -> int:
         """Length of the greedy text."""
         return max((len(golden.greedy) for golden in self.witnesses(runner).values()), default=0)
 
-    def _sampler_rows(self, runner: Runner, row: np.ndarray, text: np.ndarray) -> Iterator[Row]:
-        best = np.asarray([greedy(row)])
+    def _sampler_rows(self, runner: Runner, last: Mapping[str, np.ndarray], text: np.ndarray) -> Iterator[Row]:
         distributions = runner.probabilities(*self.sampler_inputs())
         tokens = self.tokens(runner)
         first = Tokens(self.model, runner, self.prompt, NOTHING_KNOWN) if self.rounds else tokens  # `_beside_one_pass`
         for witness, golden in self.witnesses(runner).items():
+            row, best = last[witness], np.asarray([greedy(last[witness])])
             selected = judge(self.selected(runner, witness), row, model=self.model, backend=runner.name)
             argmax = first.row("10", "argmax", witness, best, np.asarray([int(np.argmax(golden.selected_logits))]))
             yield from (self._beside_one_pass(runner, each, row, golden) for each in (selected, argmax))
@@ -335,7 +376,8 @@ class ForwardSuite:
             for case in self.cases:
                 true, found = near.traces[case], self.truth.isolated[witness][case]
                 for layer in range(self.weights.config.n_layers):
-                    self._note(case, ISOLATED, ATTENTION, found[key(ATTENTION, layer)])
+                    if key(ATTENTION, layer) in found:
+                        self._note(case, ISOLATED, ATTENTION, found[key(ATTENTION, layer)])
                 for name, stage, _ in self._keys:
                     self._note(case, ISOLATED, stage.name, found[name])
                     self._note(case, CHAINED, stage.name, distance(shown.traces[case][name], true[name], stage))

@@ -16,7 +16,6 @@ from torch import nn
 
 from llorch.builtin import goldens_folder
 from llorch.files import Weights, open_weights
-from llorch.files.names import inventory
 from llorch.files.quant import ACTIVATION_TYPE
 from llorch.numerics import GGML
 from llorch.ops.rounding import round_activations
@@ -24,12 +23,14 @@ from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.device import Target
 from llorch.pytorch.load import load_packed
 from llorch.pytorch.packing import PACKERS, decode, pack
+from llorch.pytorch.paths import path_of
 from llorch.pytorch.proof import speed_up
-from llorch.stages import Stage, input_key, keys, matrix_of
+from llorch.stages import Stage, input_keys, keys, matrix_of
 from llorch.verify.compare import Tolerance
 from llorch.verify.judge import PASS, Claim, Row, exact_row, judge, routed
-from llorch.verify.limits import ARITHMETICS, FLOAT32, WORST, product_error
+from llorch.verify.limits import WORST, product_error
 from llorch.verify.places import Place
+from llorch.verify.rounding_costs import ARITHMETICS, FLOAT32
 from llorch.verify.suites.quantised import CHECKPOINT, PRODUCER, made_models, other_bits, suite_of
 from llorch.verify.suites.quantised_goldens import CASE, FOLDER, QuantisedGolden, read
 from llorch.verify.suites.quantised_models import MODELS
@@ -103,15 +104,14 @@ def rounded_input(weights: Weights, stage: Stage, layer: int | None, trace: Mapp
     """The golden's input of a product, rounded as ggml does it for the type of the matrix."""
     name = matrix_of(stage, weights.config)
     kind = weights.stored_type(name if layer is None else f"layers.{layer}.{name}")
-    return round_activations(trace[input_key(stage.inputs[0], layer, weights.config)], ACTIVATION_TYPE[kind])
+    return round_activations(trace[input_keys(stage, layer, weights.config)[0]], ACTIVATION_TYPE[kind])
 
 
 def leaf_of(model: CausalLM, stage: Stage, layer: int | None) -> nn.Module:
     """The module that makes a product."""
     if layer is None:
         return model.lm_head
-    row = inventory(model.config)[f"layers.{layer}.{stage.matrix}"]
-    return model.get_submodule(row.huggingface.removesuffix(".weight"))
+    return model.get_submodule(path_of(f"layers.{layer}.{stage.matrix}").removesuffix(".weight"))
 
 
 def multiply(leaf: nn.Module, x: np.ndarray, target: Target) -> np.ndarray:

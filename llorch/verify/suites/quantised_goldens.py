@@ -1,7 +1,7 @@
 """The goldens of checkpoint 13: what ggml's C functions make of blocks and activations, llama.cpp's stages of models.
 
-`blocks.safetensors` holds blocks of every type beside their decoded numbers, `rounding.safetensors` rows of activations
-beside the bytes that they are rounded to, `<model>.safetensors` every stage of one of the models in `quantised_models`.
+The file `blocks` holds blocks of every type beside their decoded numbers, `rounding` rows of activations beside the
+bytes that they are rounded to, `<model>` every stage of one of the models in `quantised_models`.
 There is no tolerance among them: all are derived, see `quantised_limits`.
 """
 
@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from llorch.files.quant import GGMLType
+from llorch.verify.golden_arrays import SUFFIX, read_arrays, write_arrays
 from llorch.verify.goldens import Evidence
 from llorch.verify.places import Pass
 from llorch.verify.suites.quantised_models import MODELS
@@ -63,11 +64,9 @@ def save(folder: Path, golden: QuantisedGolden) -> None:
         folder: Made when absent.
         golden: What to store.
     """
-    from safetensors.numpy import save as to_bytes
-
     folder.mkdir(parents=True, exist_ok=True)
     for name, arrays in {"blocks": golden.blocks, "rounding": golden.rounding, **golden.traces}.items():
-        (folder / f"{name}.safetensors").write_bytes(to_bytes(dict(arrays)))
+        write_arrays(folder / f"{name}{SUFFIX}", arrays)
     record = {"case": asdict(golden.case), "files": golden.files, "provenance": golden.provenance}
     (folder / "golden.json").write_text(json.dumps(record, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
@@ -85,14 +84,12 @@ def read(folder: Path) -> QuantisedGolden:
         FileNotFoundError: A file is missing; a missing golden is a failure, never a pass.
         ValueError: A part of one is missing.
     """
-    from safetensors.numpy import load_file
-
     arrays = ("blocks", "rounding", *MODELS)
-    for name in ("golden.json", *(f"{name}.safetensors" for name in arrays)):
+    for name in ("golden.json", *(f"{name}{SUFFIX}" for name in arrays)):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"golden {folder / name} is missing; make it with reference_outputs/regenerate.py")
     record = json.loads((folder / "golden.json").read_text(encoding="utf-8"))
-    blocks, rounding, *traces = (load_file(folder / f"{name}.safetensors") for name in arrays)
+    blocks, rounding, *traces = (read_arrays(folder / f"{name}{SUFFIX}") for name in arrays)
     _require(folder, record, blocks, rounding)
     return QuantisedGolden(
         blocks=blocks,

@@ -1,6 +1,6 @@
 """The goldens of checkpoints 15 to 20: what PEFT, torch and llama.cpp made of one adapter, its batches and settings.
 
-`peft.safetensors` holds the adapter as `adapter/<flat name>`, every array as `<witness>/<case>/<stage key>` and what
+The file `peft` holds the adapter as `adapter/<flat name>`, every array as `<witness>/<case>/<stage key>` and what
 PEFT makes of the same in float64 as `truth/<mode>/<case>/<stage key>`; `training.json` the batches, the tensor tables
 of adapter files, tolerances and where all this comes from. What PEFT made exactly zero is listed by name and stored
 nowhere. Names are made from the places of `training.places`, and there is one array for each of these, no other.
@@ -19,13 +19,14 @@ from llorch.lora.config import LoraConfig
 from llorch.numerics import DtypeName
 from llorch.train.batch import Batch
 from llorch.verify.compare import Tolerance
+from llorch.verify.golden_arrays import SUFFIX, read_arrays, write_arrays
 from llorch.verify.places import Place
 from llorch.verify.training.limits import FROM_FILES
 from llorch.verify.training.places import LOADED_BY, PEFT, at, of_tensors, places
 from llorch.verify.training.recipe import LORA, Rows
 
 MODELS = ("micro-llama", "micro-qwen3")
-FILES = ("peft.safetensors", "training.json")
+FILES = (f"peft{SUFFIX}", "training.json")
 TRUTH = f"{PEFT}-float64"  # its name in rows
 HALF_DTYPES: tuple[DtypeName, ...] = ("bfloat16",)  # that training runs in; float16 needs its loss scaled
 WITH_TOLERANCES: tuple[DtypeName, ...] = ("float32", *HALF_DTYPES)
@@ -146,10 +147,8 @@ def _few(found: Collection[str]) -> str:
 
 def save(folder: Path, golden: TrainingGolden) -> None:
     """Write goldens into the folder of a model; the same content gives the same bytes."""
-    from safetensors.numpy import save as to_bytes
-
     zero = {name: list(array.shape) for name, array in golden.arrays.items() if array.ndim and not array.any()}
-    stored = {name: np.array(a, order="C") for name, a in sorted(golden.arrays.items()) if name not in zero}
+    stored = {name: array for name, array in sorted(golden.arrays.items()) if name not in zero}
     tolerances = {dtype: _plain(made) for dtype, made in golden.tolerances.items()}
     record = {
         "exactly_zero": zero,
@@ -160,19 +159,17 @@ def save(folder: Path, golden: TrainingGolden) -> None:
         "rows": [asdict(rows) for rows in golden.rows],
         "tolerances": tolerances["float32"],
     }
-    (folder / FILES[0]).write_bytes(to_bytes(stored))
+    write_arrays(folder / FILES[0], stored)
     (folder / FILES[1]).write_text(json.dumps(record, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def read(folder: Path) -> TrainingGolden:
     """Read stored goldens; a missing file, or one without tolerances, batches or files, is a failure, never a pass."""
-    from safetensors.numpy import load_file
-
     for name in FILES:
         if not (folder / name).is_file():
             raise FileNotFoundError(f"golden {folder / name} is missing; make it with reference_outputs/regenerate.py")
     record = json.loads((folder / FILES[1]).read_text(encoding="utf-8"))
-    arrays = load_file(folder / FILES[0])
+    arrays = read_arrays(folder / FILES[0])
     for name, shape in record["exactly_zero"].items():
         arrays[name] = np.zeros(shape, np.float64 if name.startswith("truth/") else np.float32)
     plain = {"float32": record["tolerances"], **record["half_tolerances"]}

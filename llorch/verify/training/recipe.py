@@ -12,7 +12,8 @@ import numpy as np
 
 from llorch.config import ModelConfig
 from llorch.lora.adapter import Adapter, LoraTensors, checked
-from llorch.lora.config import LAYER_TARGETS, LoraConfig, Target
+from llorch.lora.config import LAYER_TARGETS, LoraConfig
+from llorch.lora.targets import Target
 from llorch.train.batch import IGNORED, PADDING, Batch
 from llorch.train.schedules import learning_rate
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from llorch.backward import recorder
 from llorch.cache import KVCache
+from llorch.families import forward
 from llorch.files import Weights
-from llorch.forward import forward
 from llorch.lora.adapted_weights import AdaptedWeights
 from llorch.lora.adapter import Adapter
 from llorch.lora.merge import MergedWeights

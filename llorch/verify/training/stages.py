@@ -36,7 +36,7 @@ TRAINING_STAGES: tuple[TrainingStage, ...] = (
     ),
     TrainingStage(
         name="adapted_logits", checkpoint="15", formula="the forward pass with every W x + delta",
-        function="llorch.forward.forward", peft="output of lm_head; with llama.cpp: logits with the LoRA GGUF",
+        function="llorch.families.forward", peft="output of lm_head; with llama.cpp: logits with the LoRA GGUF",
     ),
     TrainingStage(
         name="token_losses", checkpoint="16", formula="(1 - e) nll + e mean(-log p), learned tokens",
@@ -90,11 +90,11 @@ TRAINING_STAGES: tuple[TrainingStage, ...] = (
     ),
     TrainingStage(
         name="merged_logits", checkpoint="20", formula="the forward pass with merged matrices",
-        function="llorch.forward.forward", peft="logits after merge_and_unload()",
+        function="llorch.families.forward", peft="logits after merge_and_unload()",
     ),
     TrainingStage(
         name="exported_logits", checkpoint="20", formula="the forward pass of what was written and read again",
-        function="llorch.forward.forward",
+        function="llorch.families.forward",
         peft="PEFT on the folder, transformers on the merged folder, llama.cpp on both GGUF files",
     ),
 )  # fmt: skip

@@ -147,14 +147,14 @@ class TorchRunner:
         return widened(rows.detach()).cpu().numpy()[self.batches[0].documents >= 0]
 
     def _deltas(self, adapter: Adapter, where: Mapping[str, Place]) -> Results:
-        leaves = {target.name: leaf for target, leaf in lora_leaves(self._module(adapter))}
+        leaves = {target.name: leaf for _, target, leaf in lora_leaves(self._module(adapter))}
         for name, place in where.items():
             yield place, array_of(_delta(leaves[name], self._given(at(INPUT_OF[place.part], place.layer))))
 
     def _forward(self) -> Results:
         """Deltas on our own activations, logits, and losses made from our hidden states."""
         module, deltas = self._module(self.adapter), dict[str, Tensor]()
-        for target, leaf in lora_leaves(module):
+        for _, target, leaf in lora_leaves(module):
 
             def note(leaf: Any, inputs: tuple, name: str = target.name) -> None:
                 deltas[name] = _delta(leaf, inputs[0])

@@ -188,11 +188,12 @@ def checked_trace(
 ) -> Trace:
     """Refuse a capture, of a run from an empty cache, that is not exactly the expected set of stages."""
     shapes = {key: stage.shape(config, seq=n_tokens, ctx=n_tokens) for key, stage, _ in stages.keys(config)}
+    dtypes = {key: np.int64 if stage.is_choice else dtype for key, stage, _ in stages.keys(config)}
     faults = [f"{name} is missing" for name in shapes if name not in captured]
     faults += [f"{name} is unexpected" for name in captured if name not in shapes]
     for name, array in captured.items():
-        if name in shapes and (array.shape != shapes[name] or array.dtype != dtype):
-            faults.append(f"{name} must be {np.dtype(dtype)} {shapes[name]}, got {array.dtype} {array.shape}")
+        if name in shapes and (array.shape != shapes[name] or array.dtype != dtypes[name]):
+            faults.append(f"{name} must be {np.dtype(dtypes[name])} {shapes[name]}, got {array.dtype} {array.shape}")
     if faults:
         raise RuntimeError(f"{engine}: the capture is not the expected set of stages: {'; '.join(faults)}")
     return {name: np.ascontiguousarray(captured[name]) for name in shapes}

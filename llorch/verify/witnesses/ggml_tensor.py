@@ -94,8 +94,12 @@ def op_name(tensor: GgmlTensor) -> str:
 
 
 def source_names(tensor: GgmlTensor) -> tuple[str, ...]:
-    """Names of the tensors it is computed from."""
-    return tuple(source.contents.name.decode() for source in tensor.src if source)
+    """Names of the tensors it is computed from; behind those that have but a number, what these are computed from."""
+    names: list[str] = []
+    for source in (source.contents for source in tensor.src if source):
+        name = source.name.decode()
+        names += [name, *(source_names(source) if name.startswith("node_") else ())]
+    return tuple(names)
 
 
 def float_params(tensor: GgmlTensor) -> np.ndarray:

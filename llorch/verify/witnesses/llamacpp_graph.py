@@ -4,7 +4,8 @@ One name can mean up to four tensors (`Qcur-0` is the product, the sum with the 
 heads), and the output projection has no name of its own in some families. So a node is known by its name, its
 operation and one of its sources together. A node that matches twice is an error, and so is a stage without one.
 
-Source: llama.cpp `src/llama-graph.cpp`, `src/models/{llama,qwen2,qwen3}.cpp`.
+Source: llama.cpp `src/llama-graph.cpp`, `src/models/{llama,qwen2,qwen3}.cpp`; of delta nets see `llamacpp_delta_net`,
+of experts `llamacpp_experts`.
 """
 
 from collections.abc import Iterator
@@ -13,10 +14,12 @@ from typing import NamedTuple
 import llama_cpp
 import numpy as np
 
-from llorch.config import ModelConfig
+from llorch.config import FAMILIES, ModelConfig
 from llorch.files.names import undo_interleave
 from llorch.verify.witnesses import ggml_tensor
 from llorch.verify.witnesses.ggml_tensor import GgmlTensor
+from llorch.verify.witnesses.llamacpp_delta_net import Rule, delta_net_rules, delta_net_stages
+from llorch.verify.witnesses.llamacpp_experts import expert_rules, of_experts
 
 
 class NodeRule(NamedTuple):
@@ -30,46 +33,70 @@ class NodeRule(NamedTuple):
 
 def node_rules(config: ModelConfig) -> list[NodeRule]:
     """The rules for every node that a trace of this model needs."""
-    rules = [NodeRule("embed", "GET_ROWS", "embd", "token_embd.weight")]
+    rules = [NodeRule("embed", "GET_ROWS", None, "token_embd.weight")]
     for i in range(config.n_layers):
-        for stage, op, name, source in _layer_rules(config):
+        for stage, op, name, source in _layer_rules(config, i):
             rules.append(NodeRule(f"l{i}.{stage}", op, name and f"{name}-{i}", source and source.format(i=i)))
     head = "token_embd.weight" if config.tie_word_embeddings else "output.weight"
     return [
         *rules,
-        NodeRule("final_norm", "MUL", "result_norm", "output_norm.weight"),
+        NodeRule("final_norm", "MUL", "h_nextn" if config.delta_net else "result_norm", "output_norm.weight"),
         NodeRule("logits", "MUL_MAT", "result_output", head),
     ]
 
 
-def _layer_rules(config: ModelConfig) -> Iterator[NodeRule]:
-    yield NodeRule("attn_norm", "MUL", "attn_norm", "blk.{i}.attn_norm.weight")
+def _layer_rules(config: ModelConfig, layer: int) -> Iterator[Rule]:
+    hybrid = config.delta_net is not None
+    yield "attn_norm", "MUL", "attn_norm", "blk.{i}.attn_norm.weight"
+    yield from delta_net_rules(config) if "delta_net" in config.traits(layer) else _attention_rules(config, layer)
+    yield "attn_residual", "ADD", "attn_residual" if hybrid else "ffn_inp", None
+    if hybrid:
+        yield "ffn_norm", "MUL", "attn_post_norm", "blk.{i}.post_attention_norm.weight"
+    else:  # Llama 4 gives that name to what attention made
+        yield "ffn_norm", "MUL", None if config.family == "llama4" else "ffn_norm", "blk.{i}.ffn_norm.weight"
+    yield from expert_rules(config) if "experts" in config.traits(layer) else _FEED_FORWARD_RULES
+    yield "block_out", "ADD", "l_out", None
+
+
+_FEED_FORWARD_RULES: tuple[Rule, ...] = (
+    ("ffn_gate", "MUL_MAT", "ffn_gate", "blk.{i}.ffn_gate.weight"),
+    ("ffn_up", "MUL_MAT", "ffn_up", "blk.{i}.ffn_up.weight"),
+    ("ffn_act", "SWIGLU", "ffn_swiglu", None),
+    ("ffn_out", "MUL_MAT", "ffn_out", "blk.{i}.ffn_down.weight"),
+)
+
+
+def _attention_rules(config: ModelConfig, layer: int) -> Iterator[Rule]:
+    this = config.layer(layer)
     for letter in "qkv":
         name, tensor = f"{letter.upper()}cur", f"blk.{{i}}.attn_{letter}"
-        if config.qkv_bias:
-            yield NodeRule(f"{letter}_proj", "ADD", name, f"{tensor}.bias")
+        if config.attention_gate and letter == "q":
+            yield "q_gate_proj", "MUL_MAT", "Qcur_full", f"{tensor}.weight"
+        elif config.qkv_bias:
+            yield f"{letter}_proj", "ADD", name, f"{tensor}.bias"
         else:
-            yield NodeRule(f"{letter}_proj", "MUL_MAT", name, f"{tensor}.weight")
+            yield f"{letter}_proj", "MUL_MAT", name, f"{tensor}.weight"
     for letter in "qk":
         name = f"{letter.upper()}cur"
         if config.qk_norm:
-            yield NodeRule(f"{letter}_norm", "MUL", f"{name}_normed", f"blk.{{i}}.attn_{letter}_norm.weight")
-        yield NodeRule(f"{letter}_rope", "ROPE", name, None)
-    yield NodeRule("kq", "MUL_MAT", "kq", None)
-    yield NodeRule("attn_probs", "SOFT_MAX", "kq_soft_max", "kq-{i}")
-    yield NodeRule("kqv", "MUL_MAT", "kqv", "kq_soft_max-{i}")
-    yield NodeRule("attn_context", "CONT", "kqv_out", None)
+            yield f"{letter}_norm", "MUL", f"{name}_normed", f"blk.{{i}}.attn_{letter}_norm.weight"
+        if this.rope:
+            yield f"{letter}_rope", "ROPE", name, None
+        if this.head_norm:
+            yield f"{letter}_head_norm", "RMS_NORM", f"{name}_normed", None
+    if this.tempered:
+        yield "q_tempered", "MUL", "Qcur_attn_temp_scaled" if this.rope else "Qcur", None
+    yield "kq", "MUL_MAT", "kq", None
+    yield "attn_probs", "SOFT_MAX", "kq_soft_max", "kq-{i}"
+    yield "kqv", "MUL_MAT", "kqv", "kq_soft_max-{i}"
+    yield "attn_context", "CONT", "attn_pregate" if config.attention_gate else "kqv_out", None
+    if config.attention_gate:
+        yield "attn_gate", "SIGMOID", "gate_sigmoid", None
+        yield "attn_gated", "MUL", "attn_gated", None
     if config.o_bias:
-        yield NodeRule("attn_out", "ADD", None, "blk.{i}.attn_output.bias")
+        yield "attn_out", "ADD", None, "blk.{i}.attn_output.bias"
     else:
-        yield NodeRule("attn_out", "MUL_MAT", None, "blk.{i}.attn_output.weight")
-    yield NodeRule("attn_residual", "ADD", "ffn_inp", None)
-    yield NodeRule("ffn_norm", "MUL", "ffn_norm", "blk.{i}.ffn_norm.weight")
-    yield NodeRule("ffn_gate", "MUL_MAT", "ffn_gate", "blk.{i}.ffn_gate.weight")
-    yield NodeRule("ffn_up", "MUL_MAT", "ffn_up", "blk.{i}.ffn_up.weight")
-    yield NodeRule("ffn_act", "SWIGLU", "ffn_swiglu", None)
-    yield NodeRule("ffn_out", "MUL_MAT", "ffn_out", "blk.{i}.ffn_down.weight")
-    yield NodeRule("block_out", "ADD", "l_out", None)
+        yield "attn_out", "MUL_MAT", None, "blk.{i}.attn_output.weight"
 
 
 class GraphCapture:
@@ -123,16 +150,22 @@ class GraphCapture:
         """The captured arrays in llorch's shapes and in Hugging Face's order of head dimensions."""
         out = {}
         for stage, array in self.arrays.items():
-            short = stage.rpartition(".")[2]
-            if short not in ("kq", "kqv"):
-                out[stage] = self._shaped(short, array).astype(np.float32, copy=False)  # a cache may be float16
+            layer, dot, short = stage.rpartition(".")
+            if short in ("kq", "kqv"):
+                continue
+            shaped = delta_net_stages(short, array, self.config) or {short: self._shaped(short, array)}
+            for name, each in shaped.items():
+                wide = each.dtype if each.dtype.kind == "i" else np.float32  # a cache may be float16
+                out[f"{layer}{dot}{name}"] = each.astype(wide, copy=False)
         return out
 
     def _shaped(self, short: str, array: np.ndarray) -> np.ndarray:
         n, config = self.n_tokens, self.config
-        interleaved = config.family == "llama"  # its GGUF files store the rows of Q and K in RoPE pairs
+        if (rows := of_experts(short, array, config.experts)) is not None:
+            return rows
+        interleaved = FAMILIES[config.family].paired_rows  # its GGUF files store the rows of Q and K in RoPE pairs
         match short:
-            case "q_norm" | "k_norm" | "q_rope" | "k_rope":
+            case "q_norm" | "k_norm" | "q_rope" | "k_rope" | "q_tempered" | "q_head_norm" | "k_head_norm":
                 heads = array.reshape(n, -1, config.head_dim)
                 return half_split(heads) if interleaved else heads
             case "q_proj" | "k_proj":

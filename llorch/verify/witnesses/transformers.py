@@ -25,13 +25,16 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import GenerationConfig, LogitsProcessorList
+from transformers import Cache, GenerationConfig, LogitsProcessorList
+from transformers.cache_utils import DynamicLayer
 from transformers.initialization import no_init_weights
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from llorch.config import FactorScaling, LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
+from llorch.architecture import Experts
+from llorch.config import FAMILIES, FactorScaling, LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
 from llorch.files import Weights, open_weights
+from llorch.files.export_huggingface import written_family
 from llorch.numerics import DtypeName
 from llorch.sampling import SamplingSettings
 from llorch.stages import key, keys
@@ -57,6 +60,17 @@ CLASSES: dict[str, tuple[Any, Any]] = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    "qwen2_moe": (transformers.Qwen2MoeConfig, transformers.Qwen2MoeForCausalLM),
+    "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
+    "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
+    "smollm3": (transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM),
+    "ministral3": (transformers.Ministral3Config, transformers.Ministral3ForCausalLM),
+    "llama4": (transformers.Llama4TextConfig, transformers.Llama4ForCausalLM),
+    "qwen2_5_vl": (transformers.Qwen2_5_VLConfig, transformers.Qwen2_5_VLForConditionalGeneration),
+    "qwen3_vl": (transformers.Qwen3VLConfig, transformers.Qwen3VLForConditionalGeneration),
+    "qwen3_next": (transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM),
+    "qwen3_5": (transformers.Qwen3_5TextConfig, transformers.Qwen3_5ForCausalLM),
+    "qwen3_5_moe": (transformers.Qwen3_5MoeTextConfig, transformers.Qwen3_5MoeForCausalLM),
 }
 AS_CONFIG = "as config.json says"
 # What the converter of llama.cpp turned into rope_freqs.weight: Llama 3.1, Llama 3.2.
@@ -85,6 +99,8 @@ class Transformers:
         """
         self.path = Path(path)
         weights = open_weights(self.path)
+        if not self.path.is_dir():  # a file has no eyes, and transformers no class for the text of a model that has
+            weights.config = replace(weights.config, family=written_family(weights.config))
         self.config = weights.config
         self.dtype = dtype
         self.n_threads = n_threads or n_threads_for(self.config)
@@ -105,6 +121,8 @@ class Transformers:
             self._resources = resources.pop_all()
         # The folder's generation settings (end tokens, penalties, sampling) must not enter the greedy run.
         model.generation_config = GenerationConfig()
+        if self.config.experts is not None:  # expert by expert, which shows what each of them makes
+            model.set_experts_implementation("eager")
         self._loaded = model.eval()
 
     def __enter__(self) -> "Transformers":
@@ -130,7 +148,7 @@ class Transformers:
 
     def trace(self, ids: Sequence[int], *, first_position: int = 0) -> Trace:
         """Run the tokens from an empty cache and return every stage of the model's family."""
-        with captured(self._model) as stages:
+        with captured(self._model, self.config) as stages:
             self.logits(ids, first_position=first_position)
         dtype = np.float64 if self.dtype == "float64" else np.float32
         return checked_trace(stages, self.config, len(ids), self.name, dtype)
@@ -144,13 +162,14 @@ class Transformers:
         """
         rows = {name: (golden[name], stage) for name, stage, _ in keys(self.config)}
         for layer in range(self.config.n_layers):
-            rows[key(ATTENTION, layer)] = rows[key("attn_context", layer)]
+            if key("attn_context", layer) in rows:
+                rows[key(ATTENTION, layer)] = rows[key("attn_context", layer)]
 
         def note(name: str, true: np.ndarray) -> Difference:
             array, stage = rows[name]
             return distance(array, true, stage)
 
-        with captured(self._model, golden, note) as found:
+        with captured(self._model, self.config, golden, note) as found:
             self.logits(ids, first_position=first_position)
         if missing := rows.keys() - found.keys():
             raise RuntimeError(f"{self.name}: the capture is not the expected set of stages: no {sorted(missing)}")
@@ -160,9 +179,11 @@ class Transformers:
     def logits(self, ids: Sequence[int], *, first_position: int = 0) -> np.ndarray:
         """Logits of every token from a run that nobody watches; bit by bit those of `trace`."""
         positions = torch.arange(first_position, first_position + len(ids))[None]
+        # Llama 4 counts positions by its cache: far on it is given one that has dropped what came before.
+        cache = _cache_from(first_position, self.config.n_layers) if self.config.family == "llama4" else None
         with self._arithmetic():
-            logits = self._model(self._ids(ids), position_ids=positions, use_cache=True).logits
-        return as_array(logits[0])
+            shown = self._model(self._ids(ids), position_ids=positions, use_cache=True, past_key_values=cache)
+        return as_array(shown.logits[0])
 
     @torch.no_grad()
     def selected_logits(self, ids: Sequence[int]) -> np.ndarray:
@@ -244,6 +265,24 @@ class Transformers:
         return torch.tensor([list(ids)])
 
 
+class _LayerFrom(DynamicLayer):
+    """The cache of a layer that begins at a position, as one of a window does that was filled."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self._first = first
+
+    def get_seq_length(self) -> int:
+        return self._first + super().get_seq_length()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return super().get_seq_length() + query_length, self._first
+
+
+def _cache_from(first_position: int, n_layers: int) -> Cache:
+    return Cache(layers=[_LayerFrom(first_position) for _ in range(n_layers)])
+
+
 def _model_of_folder(path: Path, config: ModelConfig, dtype: DtypeName) -> Any:
     model, report = CLASSES[config.family][1].from_pretrained(
         path,
@@ -283,11 +322,14 @@ def _model_of_file(weights: Weights, dtype: DtypeName) -> tuple[Any, str, Route]
     """The model, a note on its RoPE, and the route."""
     path, (_, model_class) = Path(weights.path), CLASSES[weights.config.family]
     engine_config, note, told = _config_of_file(weights.config, _as_transformers_understands(path), dtype)
-    model, reader = _as_transformers_reads(path, model_class, deepcopy(engine_config), dtype), "transformers"
+    model, reader = None, OURS
+    if not (dtype == "float64" and weights.config.delta_net):  # gains and decays would be rounded on the way
+        model, reader = _as_transformers_reads(path, model_class, deepcopy(engine_config), dtype), "transformers"
     if model is None:
         reader = OURS
         with no_init_weights():
             model = model_class(engine_config)
+        model.tie_weights()  # or the output matrix would be asked for, too
         ours = OurTensors(weights, getattr(torch, dtype))
         model.load_state_dict({name: ours.read(name) for name in named_once(model)}, strict=False, assign=True)
         model.tie_weights()
@@ -306,23 +348,88 @@ def _config_of_file(config: ModelConfig, theirs: dict[str, Any], dtype: DtypeNam
     alone.head_dim = getattr(alone, "head_dim", None) or alone.hidden_size // alone.num_attention_heads  # as qwen2 does
     told = {name: value for name, value in ours.items() if name not in theirs and value != getattr(alone, name, None)}
     divided = ["inv_freq"] if note.startswith("inv_freq") else []
-    return config_class(attn_implementation="eager", **theirs | told), note, [*told, *divided]
+    names = [*told, *divided] if theirs else ["hyperparameters"]
+    return config_class(attn_implementation="eager", **theirs | told), note, names
 
 
 def _settings(config: ModelConfig) -> dict[str, Any]:
     """Hyperparameters by transformers' names, as we read them."""
-    biases = {} if config.family == "qwen2" else {"attention_bias": config.qkv_bias}
-    return biases | {
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.n_layers,
-        "num_attention_heads": config.n_heads,
-        "num_key_value_heads": config.n_kv_heads,
-        "head_dim": config.head_dim,
-        "rms_norm_eps": config.rms_norm_eps,
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.max_position_embeddings,
-        "tie_word_embeddings": config.tie_word_embeddings,
+    no_bias = dict.fromkeys(("qwen2", "mistral", "ministral3"))
+    name = (no_bias | {"qwen2_moe": "qkv_bias"}).get(config.family, "attention_bias")
+    biases = {name: config.qkv_bias} if name else {}
+    return (
+        biases
+        | _experts_settings(config.experts)
+        | _hybrid_settings(config)
+        | {
+            "hidden_size": config.hidden_size,
+            "intermediate_size": config.intermediate_size,
+            "num_hidden_layers": config.n_layers,
+            "num_attention_heads": config.n_heads,
+            "num_key_value_heads": config.n_kv_heads,
+            "head_dim": config.head_dim,
+            "rms_norm_eps": config.rms_norm_eps,
+            "vocab_size": config.vocab_size,
+            "max_position_embeddings": config.max_position_embeddings,
+            "tie_word_embeddings": config.tie_word_embeddings,
+        }
+        | _of_family(config)
+    )
+
+
+def _experts_settings(experts: Experts | None) -> dict[str, Any]:
+    if experts is None or experts.scaled_inputs:
+        return {}
+    shared = {"shared_expert_intermediate_size": experts.shared_size} if experts.shared_size else {}
+    return shared | {
+        "num_experts": experts.n_experts,
+        "num_experts_per_tok": experts.n_experts_per_token,
+        "moe_intermediate_size": experts.expert_size,
+        "norm_topk_prob": experts.norm_topk_prob,
+    }
+
+
+def _of_family(config: ModelConfig) -> dict[str, Any]:
+    """What a family says of windows and of layers without RoPE, and how Llama 4 calls its experts."""
+    layers = [config.layer(i) for i in range(config.n_layers)]
+    rotated = {"no_rope_layers": [int(layer.rope) for layer in layers]}
+    match config.family:
+        case "ministral3":  # whose GGUF files have no window
+            return {"sliding_window": None, "pad_token_id": None}
+        case "smollm3":
+            return rotated | {"pad_token_id": None}
+        case "llama4":
+            experts, temperature = config.experts, config.temperature
+            assert experts is not None
+            tuned = {} if temperature is None else {"floor_scale": temperature.floor, "attn_scale": temperature.scale}
+            return (
+                rotated
+                | tuned
+                | {
+                    "intermediate_size": experts.expert_size,
+                    "intermediate_size_mlp": config.intermediate_size,
+                    "num_local_experts": experts.n_experts,
+                    "num_experts_per_tok": experts.n_experts_per_token,
+                    "moe_layers": [i for i, layer in enumerate(layers) if layer.experts],
+                    "attention_chunk_size": next((layer.chunk for layer in layers if layer.chunk), 8192),
+                    "attn_temperature_tuning": temperature is not None,
+                    "use_qk_norm": any(layer.head_norm for layer in layers),
+                }
+            )
+    return {}
+
+
+def _hybrid_settings(config: ModelConfig) -> dict[str, Any]:
+    if (net := config.delta_net) is None:
+        return {}
+    kinds = {"delta_net": "linear_attention", "attention": "full_attention"}
+    return {
+        "layer_types": [kinds[config.layer(i).mixer] for i in range(config.n_layers)],
+        "linear_conv_kernel_dim": net.conv_kernel,
+        "linear_num_key_heads": net.n_key_heads,
+        "linear_num_value_heads": net.n_value_heads,
+        "linear_key_head_dim": net.key_head_dim,
+        "linear_value_head_dim": net.value_head_dim,
     }
 
 
@@ -361,6 +468,12 @@ def _rope_parameters(config: ModelConfig, dtype: DtypeName) -> tuple[dict[str, o
     The divisors of a file are float32: in float64 they are not those that the published settings give, to 1e-8.
     """
     theta: dict[str, object] = {"rope_theta": config.rope_theta}
+    if config.family == "ministral3":
+        theta["llama_4_scaling_beta"] = 0.0 if config.temperature is None else config.temperature.scale
+    if config.delta_net is not None:
+        theta["partial_rotary_factor"] = config.rotated / config.head_dim
+    if FAMILIES[config.family].sections:  # of a position in a text all three are the same
+        theta["mrope_section"] = [config.rotated // 2, 0, 0]
     match config.rope_scaling:
         case None:
             return {"rope_type": "default"} | theta, "default"

@@ -20,7 +20,18 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from llorch.pytorch.capture import hook_points, with_infinite_mask
+from llorch.config import ModelConfig
+from llorch.pytorch.calls import watched_calls
+from llorch.pytorch.capture import (
+    CALLS,
+    CONTEXT,
+    NEW_KEYS,
+    QUERY,
+    hook_points,
+    shown_at,
+    with_infinite_mask,
+    without_batch,
+)
 from llorch.stages import key
 from llorch.verify.truth import ATTENTION
 
@@ -31,32 +42,41 @@ Attention = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 class Recorder:
     """Notes stages, and says what the run goes on with."""
 
-    def __init__(self, golden: Mapping[str, np.ndarray], note: Callable[[str, np.ndarray], Any]) -> None:
+    def __init__(
+        self, config: ModelConfig, golden: Mapping[str, np.ndarray], note: Callable[[str, np.ndarray], Any]
+    ) -> None:
         """Prepare; `golden` takes the place of each stage that it has, once `note` made something of that."""
         self.stages: dict[str, Any] = {}
-        self.golden, self._note = golden, note
+        self.config, self.golden, self._note = config, golden, note
 
-    def keep(self, stage: str, tensor: torch.Tensor) -> None:
+    def keep(self, stage: str, tensor: torch.Tensor) -> bool:
         """Note a stage; where there is a golden, write that into the very tensor that the engine goes on with."""
         if _RECORDER.get() is not self:
-            return  # a pass that another thread computes meanwhile
+            return False  # a pass that another thread computes meanwhile
         if stage in self.stages:
             raise RuntimeError(f"transformers: stage {stage} was computed twice in one run")
         self.stages[stage] = self._note(stage, as_array(tensor))
         if stage in self.golden:
-            dtype = np.float64 if tensor.dtype == torch.float64 else np.float32
-            tensor.copy_(torch.from_numpy(self.golden[stage].astype(dtype)))
+            tensor.copy_(torch.from_numpy(self.golden[stage].astype(as_array(tensor).dtype)))
+        return stage in self.golden
+
+    def instead(self, stage: str, layer: int) -> torch.Tensor | None:
+        """What the engine is to go on with in a stage that is made in parts."""
+        theirs = self.golden.get(key(stage, layer)) if _RECORDER.get() is self else None
+        return None if theirs is None else torch.from_numpy(theirs.astype(np.float64))
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray:
-    """Contiguous, in float64 where it is that, else in float32, which holds every half value."""
-    wide = tensor.detach() if tensor.dtype == torch.float64 else tensor.detach().float()
+    """Contiguous; float64 and integers as they are, all else in float32, which holds every half value."""
+    as_it_is = tensor.dtype in (torch.float64, torch.int64)
+    wide = tensor.detach() if as_it_is else tensor.detach().float()
     return wide.contiguous().numpy()
 
 
 @contextmanager
 def captured(
     model: nn.Module,
+    config: ModelConfig,
     golden: Mapping[str, np.ndarray] | None = None,
     note: Callable[[str, np.ndarray], Any] = lambda stage, array: array.copy(),
 ) -> Iterator[dict[str, Any]]:
@@ -65,17 +85,21 @@ def captured(
     With `golden`, as for `Recorder`, the run is that of no prompt; noted is then, as `l0.attention`, what attention as
     a whole makes of its inputs, too.
     """
-    recorder = Recorder(golden or {}, note)
+    recorder = Recorder(config, golden or {}, note)
     with ExitStack() as hooks:
-        for point in hook_points(model):
-            hooks.enter_context(point.hook(lambda stage, i, tensor: recorder.keep(key(stage, i), tensor[0])))
+        for point in hook_points(model, config):
+            hooks.enter_context(
+                point.hook(lambda stage, i, tensor: recorder.keep(key(stage, i), without_batch(stage, tensor)))
+            )
+        keep = lambda stage, i, tensor: recorder.keep(key(stage, i), tensor)  # noqa: E731
+        hooks.enter_context(watched_calls(model, CALLS, keep, recorder.instead))
         before = _RECORDER.set(recorder)
         hooks.callback(_RECORDER.reset, before)
         yield recorder.stages
 
 
 def _attention(
-    module: nn.Module,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -87,8 +111,9 @@ def _attention(
     if recorder is None:
         return eager(module, query, key, value, attention_mask, **settings)
     stage = f"l{module.layer_idx}.".__add__
-    recorder.keep(stage("q_rope"), query[0].transpose(0, 1))  # (seq, heads, head_dim)
-    recorder.keep(stage("k_rope"), key[0].transpose(0, 1))
+    for hook, heads in ((QUERY, query[0]), (NEW_KEYS, key[0])):
+        if shown := shown_at(hook, recorder.config, module.layer_idx):
+            recorder.keep(stage(shown), heads.transpose(0, 1))  # (seq, heads, head_dim)
     recorder.keep(stage("k_cache"), key[0])
     recorder.keep(stage("v_cache"), value[0])
     if recorder.golden:
@@ -98,6 +123,8 @@ def _attention(
         output, probs = eager(module, query, key, value, attention_mask, **settings)
     if stage("attn_probs") not in recorder.golden:
         recorder.keep(stage("attn_probs"), probs[0])
+    if shown_at(CONTEXT, recorder.config, module.layer_idx) != "attn_context":
+        recorder.keep(stage("attn_context"), output[0].flatten(1))
     return output, probs
 
 

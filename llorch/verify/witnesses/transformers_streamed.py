@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from functools import partial
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,12 @@ from torch import nn
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
 from llorch.files import Weights
-from llorch.files.names import inventory
+from llorch.files.names import Weight, inventory
 from llorch.verify.lockstep import Lockstep, Turn
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
 _TILE = 4096  # rows that are decoded at once: float32 is no more than a step on the way to the dtype of the run
+_JOINED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # of the experts of a layer
 _TURN: ContextVar[Turn] = ContextVar("turn", default=lambda: None)  # of the pass that this thread computes
 
 
@@ -39,12 +41,20 @@ class FolderTensors:
         whole = not index.exists() or (path / "model.safetensors").exists()
         names = {"model.safetensors"} if whole else {*json.loads(index.read_text())["weight_map"].values()}
         files = [safe_open(path / name, framework="pt") for name in sorted(names)]
-        self._files = {name: file for file in files for name in file.keys()}
+        # The text part of a model that sees goes by the names that it has alone.
+        self._files = {name.replace(".language_model.", "."): (file, name) for file in files for name in file.keys()}
 
     def read(self, name: str, rows: Sequence[int] | None = None) -> torch.Tensor:
-        """A tensor, or some rows of it, in the dtype of the run."""
-        tensor = self._files[name].get_tensor(name)
+        """A tensor, or some rows of it, in the dtype of the run; experts are one each, and put together."""
+        if name not in self._files and (parts := _JOINED.get(name.rpartition(".")[2])):
+            return torch.cat([self._stacked(name.rpartition(".")[0], part) for part in parts], dim=1)
+        file, inner = self._files[name]
+        tensor = file.get_tensor(inner)
         return (tensor if rows is None else tensor[rows]).to(self._dtype)
+
+    def _stacked(self, experts: str, part: str) -> torch.Tensor:
+        names = (f"{experts}.{number}.{part}.weight" for number in count())
+        return torch.stack([self.read(name) for name in takewhile(self._files.__contains__, names)])
 
 
 class FileTensors:
@@ -87,15 +97,40 @@ class OurTensors:
     def __init__(self, weights: Weights, dtype: torch.dtype) -> None:
         """Name them as transformers does."""
         self._weights, self._dtype = weights, dtype
-        self._canonical = {weight.huggingface: name for name, weight in inventory(weights.config).items()}
+        self._parts: dict[str, list[Weight]] = {}
+        for weight in inventory(weights.config).values():
+            self._parts.setdefault(weight.huggingface, []).append(weight)
+        if weights.config.tie_word_embeddings:  # not yet tied in a model that is made without weights
+            self._parts["lm_head.weight"] = [inventory(weights.config)["embed_tokens"]]
 
     def read(self, name: str, rows: Sequence[int] | None = None) -> torch.Tensor:
         """A tensor, or some rows of it, in the dtype of the run; a copy, because torch wants to write to it."""
-        if name not in self._canonical and name.endswith("o_proj.bias"):
+        if name not in self._parts and name.endswith("o_proj.bias"):
             # These classes have all four biases or none; adding zero is exact.
             return torch.zeros(self._weights.config.hidden_size, dtype=self._dtype)
-        array = self._weights.read(self._canonical[name])
-        return torch.from_numpy(array.copy() if rows is None else array[rows]).to(self._dtype)
+        if (place := name.split("."))[4:5] == ["experts"]:
+            stacks = [self._weights.read(f"layers.{place[2]}.experts_{one}") for one in _JOINED[place[-1]]]
+            stack = torch.from_numpy(np.concatenate(stacks, axis=1)).to(self._dtype)
+            return stack.mT.contiguous() if place[3] == "feed_forward" else stack  # Llama 4 has (in, out)
+        first, *others = self._parts[name]
+        array = self._as_theirs(first)
+        for weight in others:  # of Qwen3-Next, whose rows take turns
+            assert weight.in_huggingface.rows is not None
+            array[weight.in_huggingface.rows.index()] = self._weights.read(weight.name)
+        return torch.from_numpy(array if rows is None else array[rows]).to(self._dtype)
+
+    def _as_theirs(self, weight: Weight) -> np.ndarray:
+        """What transformers stores for a weight; in float64 where it is another number."""
+        array, layout = self._weights.read(weight.name), weight.in_huggingface
+        if layout.form == "less_one":
+            return array.astype(np.float64) - 1
+        if layout.form == "logarithm":
+            return np.log(-array.astype(np.float64))
+        if layout.rows is None:
+            return array.copy() if layout.shape is None else array.reshape(layout.shape).copy()
+        whole = np.empty(layout.shape or array.shape, array.dtype)
+        whole[layout.rows.index()] = array
+        return whole
 
 
 Tensors = FolderTensors | FileTensors | OurTensors

@@ -62,7 +62,7 @@ def test_bfloat16_products_are_no_worse_than_those_of_torch_with_a_decoded_matri
 def test_decoding_has_the_bits_of_the_twin(ggml_type, dtype):
     leaf = layer(ggml_type, dtype)
     got = torch.empty(OUT - 3, 768, dtype=dtype)
-    leaf.library.llorch_decode(*leaf._matrix(dtype), got.data_ptr(), 3, OUT - 3, 768)
+    leaf.library.llorch_decode(*leaf.matrix_of(dtype), got.data_ptr(), 3, OUT - 3, 768)
     want = decode(leaf.fields, ggml_type)[3:].to(dtype)
     assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
 

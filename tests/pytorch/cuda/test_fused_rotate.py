@@ -61,9 +61,13 @@ class Pass:
 
 @EVERY_DTYPE
 @pytest.mark.parametrize("positions", POSITIONS, ids=str)
+@pytest.mark.parametrize("rotary_dim", [0, 8], ids=["whole heads", "a part of heads"])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 4, 20), (6, 2, 64), (7, 1, 128)], ids=str)
-def test_queries_and_cache_are_those_of_the_page(config, positions, heads, kv_heads, head_dim, dtype, device):
-    run = Pass(config, positions, dtype, device, n_heads=heads, n_kv_heads=kv_heads, head_dim=head_dim)
+def test_queries_and_cache_are_those_of_the_page(
+    config, positions, heads, kv_heads, head_dim, rotary_dim, dtype, device
+):
+    sizes = {"n_heads": heads, "n_kv_heads": kv_heads, "head_dim": head_dim, "rotary_dim": rotary_dim}
+    run = Pass(config, positions, dtype, device, **sizes)
     cache = run.cache(dtype)
     q, keys, values = rotate_and_cache(run.q, run.k, run.v, LAYER, run.place(cache), cache, keep_nothing)
     exact_q, exact = run.exact()

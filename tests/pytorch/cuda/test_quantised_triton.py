@@ -10,13 +10,14 @@ import torch
 from packed_matrices import activations, packed_matrix
 
 from llorch.files.quant import GGMLType
+from llorch.pytorch.experts import multiply_decoded
 from llorch.pytorch.packing import PACKERS, decode
 
 pytest.importorskip("triton", reason="NOT RUN: triton is not installed")
 
-from llorch.pytorch.cuda import quantised, quantised_matvec
+from llorch.pytorch.cuda import quantised
 from llorch.pytorch.cuda.quantised import decode_to, multiply, multiply_by_decoded_tiles
-from llorch.pytorch.cuda.quantised_matvec import multiply_few_rows
+from llorch.pytorch.cuda.quantised_matvec import multiply_chosen, multiply_few_rows
 
 EVERY_TYPE = pytest.mark.parametrize("ggml_type", PACKERS, ids=lambda kind: kind.name)
 SHAPES = [(1, 256), (7, 768)]  # rows are odd, and the runs of 768 columns are no power of two
@@ -64,20 +65,15 @@ def test_few_rows_are_multiplied_straight_from_the_blocks(ggml_type, shape, rows
     assert_close(got, x, decode(fields, ggml_type), bias)
 
 
-@pytest.mark.parametrize("per_program", [2, 8])
+@pytest.mark.parametrize("one", [1, 3], ids=lambda one: f"{one} inputs of 3 choices")
 @EVERY_TYPE
-def test_a_program_may_have_more_rows_of_the_matrix_than_are_left(ggml_type, per_program, device, monkeypatch):
-    monkeypatch.setattr(quantised_matvec, "_rows_per_program", lambda *sizes: per_program)
-    fields, x = packed_matrix(ggml_type, 13, 256, device), activations(1, 256, torch.float32, device)
-    assert_close(multiply_few_rows(x, fields, ggml_type, None), x, decode(fields, ggml_type), None)
-
-
-@pytest.mark.parametrize(
-    ("n_rows", "n_out", "held"), [(1, 128256, 8), (1, 4096, 8), (1, 1024, 2), (2, 4096, 4), (1, 5, 1)]
-)
-def test_programs_share_inputs_where_there_are_enough_of_them(n_rows, n_out, held):
-    assert quantised_matvec._rows_per_program(n_rows, n_out, GGMLType.Q4_K) == held
-    assert quantised_matvec._rows_per_program(n_rows, n_out, GGMLType.Q6_K) == (min(held, 4 // n_rows))
+def test_each_row_is_multiplied_by_the_matrix_of_its_expert(ggml_type, one, device):
+    fields, x = packed_matrix(ggml_type, 5 * 7, 256, device), activations(2 * one, 256, torch.float32, device)
+    ids = torch.tensor([4, 0, 2, 2, 1, 4], device=device)
+    for multiply_some in (multiply_chosen, multiply_decoded):
+        got = multiply_some(x, ids, fields, ggml_type, 5)
+        for made, row, expert in zip(got, x.repeat_interleave(3 // one, 0), ids, strict=True):
+            assert_close(made[None], row[None], decode(fields, ggml_type)[7 * expert : 7 * expert + 7], None)
 
 
 @pytest.mark.parametrize("n_in", [32, 96, 4896])

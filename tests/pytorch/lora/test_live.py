@@ -24,7 +24,7 @@ def test_deltas_logits_loss_and_gradients_are_those_of_peft(name: str, kind: str
     adapter = random_adapter(ours.config, **SETTINGS[kind])
     theirs = in_peft(name, adapter, **SETTINGS[kind])
     attach(ours, adapter, trainable=True)
-    leaves = {target.name: leaf for target, leaf in lora_leaves(ours)}
+    leaves = {target.name: leaf for _, target, leaf in lora_leaves(ours)}
     peft_leaves = {key: theirs.get_submodule(f"base_model.model.{adapter.targets[key].path}") for key in leaves}
     with watched(leaves) as our_deltas, watched(peft_leaves) as peft_deltas:
         logits = logits_of(ours, of)

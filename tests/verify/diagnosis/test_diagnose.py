@@ -8,6 +8,7 @@ import pytest
 from planted import MICRO, golden_of
 from planted_dumps import BLOCKS, WHOLE, dumped, mistake, passes, wide
 
+from llorch.builtin import OTHERS
 from llorch.cache import KVCache
 from llorch.dumps.stage_dump import Features, StageDump
 from llorch.ops.rounding import ActivationKind, round_activations
@@ -20,6 +21,7 @@ from llorch.verify.diagnosis.trials import stage_of
 from llorch.verify.diagnosis.verdict import Finding
 from llorch.verify.goldens import PRODUCERS
 
+PLAIN = ("micro-qwen3.5-moe", "micro-ministral3", "micro-llama4")  # between them they have what other families have
 MODEL, SLOW = "micro-qwen3", pytest.mark.slow
 MISTAKES = [each.name for each in known_mistakes(wide(MODEL).config) if each.name != "cache-heads-repeated"]
 OF_EACH_STAGE = {mistake(name, MODEL).stages: name for name in MISTAKES if name != "mask-hides-itself"}.values()
@@ -32,7 +34,7 @@ def names(found: Finding) -> set[str]:
 
 @pytest.mark.parametrize("case", ["near", "far"])
 @pytest.mark.parametrize("producer", PRODUCERS)
-@pytest.mark.parametrize("model", MICRO)
+@pytest.mark.parametrize("model", [*MICRO, *(pytest.param(x, marks=() if x in PLAIN else SLOW) for x in OTHERS)])
 def test_what_an_engine_of_others_shows_is_right(model: str, producer: str, case: str):
     this, trace = golden_of(model).cases[case], golden_of(model).evidence[producer].traces[case]
     for shown in ([*trace], ["logits"], [key for key in trace if BLOCKS(key)], [key for key in trace if "l1." in key]):

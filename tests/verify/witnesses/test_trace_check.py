@@ -81,7 +81,7 @@ def test_a_stage_that_is_computed_twice_is_refused():
     from llorch.verify.witnesses.transformers import Transformers
     from llorch.verify.witnesses.transformers_capture import captured as watched
 
-    with Transformers(weights_of(NAME).path) as engine, watched(engine._model):
+    with Transformers(weights_of(NAME).path) as engine, watched(engine._model, engine.config):
         engine.logits((3, 1, 4))
         with pytest.raises(RuntimeError, match=r"stage .* was computed twice in one run"):
             engine.logits((3, 1, 4))

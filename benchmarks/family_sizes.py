@@ -1,0 +1,178 @@
+"""Random sizes and settings of every family, as keys of its configuration; what engines hard-code is drawn, too."""
+
+from typing import Any
+
+import numpy as np
+
+Sizes = dict[str, Any]
+
+
+class Draw:
+    """The numbers of one model."""
+
+    def __init__(self, seed: int) -> None:
+        """The same seed draws the same model."""
+        self.rng = np.random.default_rng(seed)
+
+    def between(self, low: int, high: int) -> int:
+        """An integer, both ends included."""
+        return int(self.rng.integers(low, high + 1))
+
+    def rarely(self) -> bool:
+        """One in four."""
+        return self.rng.random() < 0.25
+
+    def one_of(self, *choices: Any) -> Any:
+        """Any of these."""
+        return choices[self.rng.integers(len(choices))]
+
+    def dense(self, *, own_head_dim: bool = True) -> Sizes:
+        """What all have; without a `head_dim` heads are together as wide as the model."""
+        n_kv_heads, head_dim = self.between(1, 3), 8 * self.between(1, 3)
+        n_heads = n_kv_heads * self.between(1, 3)
+        sizes: Sizes = {
+            "num_attention_heads": n_heads, "num_key_value_heads": n_kv_heads, "num_hidden_layers": self.between(2, 5),
+            "hidden_size": 2 * self.between(10, 45) if own_head_dim else n_heads * head_dim,
+            "intermediate_size": self.between(10, 120), "vocab_size": self.between(104, 300),
+            "rms_norm_eps": self.one_of(1e-5, 1e-6), "tie_word_embeddings": self.rarely(),
+        }  # fmt: skip
+        return sizes | ({"head_dim": head_dim} if own_head_dim else {})
+
+    def experts(self, *, shared: bool) -> Sizes:
+        """Experts of every layer, or seldom of some."""
+        n_experts = self.between(2, 13)
+        sizes = {"num_experts": n_experts, "num_experts_per_tok": self.between(1, n_experts)}
+        sizes |= {"moe_intermediate_size": self.between(6, 60)}
+        return sizes | ({"shared_expert_intermediate_size": self.between(6, 60)} if shared else {})
+
+    def some_dense(self, n_layers: int) -> Sizes:
+        """Layers without experts, which llama.cpp does not read."""
+        if not self.rarely():
+            return {}
+        return self.one_of({"decoder_sparse_step": 2}, {"mlp_only_layers": [self.between(0, n_layers - 1)]})
+
+    def hybrid(self) -> Sizes:
+        """Delta nets between layers of attention; keys and values seldom of different widths."""
+        n_keys, width, every = self.between(1, 3), 2 * self.between(2, 12), 2 if self.rarely() else 4
+        n_layers = self.between(every, 6)
+        kinds = ["full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(n_layers)]
+        return {
+            "linear_num_key_heads": n_keys, "linear_num_value_heads": n_keys * self.between(1, 3),
+            "linear_key_head_dim": width, "linear_value_head_dim": width + 2 if self.rarely() else width,
+            "linear_conv_kernel_dim": self.between(2, 5), "num_hidden_layers": n_layers, "layer_types": kinds,
+            "full_attention_interval": every, "rms_norm_eps": 1e-5 if self.rarely() else 1e-6,
+        }  # fmt: skip
+
+    def window(self, switch: str | None = None) -> Sizes:
+        """A window that the text is longer than, seldom; `switch` is the key that asks for it."""
+        given = self.rarely()
+        asked = {switch: given} if switch else {}
+        return asked | {"sliding_window": self.between(3, 40) if given or switch else None}
+
+
+def sections(draw: Draw, head_dim: int, share: float) -> Sizes:
+    """RoPE of three axes over a share of the head; seldom so that llama.cpp leaves pairs of a text unturned."""
+    half = int(head_dim * share) // 2
+    axes = [half - 2 * (half // 3), half // 3, half // 3] if draw.rarely() else [(half + i) // 3 for i in (2, 1, 0)]
+    return {"rope_parameters": {
+        "rope_theta": 1e5, "rope_type": "default", "partial_rotary_factor": share,
+        "mrope_section": axes,
+    }}  # fmt: skip
+
+
+def drawn(family: str, seed: int) -> Sizes:
+    """The keys of one model; the same seed draws the same."""
+    draw = Draw(seed)
+    return FAMILIES[family](draw)
+
+
+def qwen2_moe(draw: Draw) -> Sizes:
+    """No head_dim."""
+    sizes = draw.dense(own_head_dim=False) | draw.experts(shared=True)
+    sizes |= {"norm_topk_prob": draw.rarely(), "tie_word_embeddings": False, **draw.window("use_sliding_window")}
+    return sizes | draw.some_dense(sizes["num_hidden_layers"])
+
+
+def qwen3_moe(draw: Draw) -> Sizes:
+    """Normalised, seldom not."""
+    sizes = draw.dense() | draw.experts(shared=False) | {"norm_topk_prob": not draw.rarely()}
+    return sizes | draw.window("use_sliding_window") | draw.some_dense(sizes["num_hidden_layers"])
+
+
+def qwen3_next(draw: Draw) -> Sizes:
+    """Delta nets with experts."""
+    sizes = draw.dense() | draw.experts(shared=True) | {"norm_topk_prob": not draw.rarely()} | draw.hybrid()
+    return sizes | {"partial_rotary_factor": draw.one_of(0.25, 0.5, 1.0)} | draw.some_dense(sizes["num_hidden_layers"])
+
+
+def qwen3_5(draw: Draw) -> Sizes:
+    """Delta nets, dense."""
+    sizes = draw.dense() | draw.hybrid()
+    return sizes | sections(draw, sizes["head_dim"], draw.one_of(0.25, 0.5, 1.0))
+
+
+def qwen3_5_moe(draw: Draw) -> Sizes:
+    """Delta nets with experts in every layer."""
+    sizes = draw.dense() | draw.experts(shared=True) | draw.hybrid()
+    return sizes | sections(draw, sizes["head_dim"], draw.one_of(0.25, 0.5, 1.0))
+
+
+def qwen2(draw: Draw) -> Sizes:
+    """With a window from some layer on."""
+    return (
+        draw.dense(own_head_dim=False) | draw.window("use_sliding_window") | {"max_window_layers": draw.between(0, 2)}
+    )
+
+
+def mistral(draw: Draw) -> Sizes:
+    """Llama with a window; its file is that of a Llama, whose heads divide the width in transformers."""
+    sizes = draw.dense()
+    return sizes | {"hidden_size": sizes["num_attention_heads"] * draw.between(3, 20)} | draw.window()
+
+
+def smollm3(draw: Draw) -> Sizes:
+    """Layers without RoPE: every fourth, seldom others."""
+    sizes = draw.dense(own_head_dim=False) | {"num_hidden_layers": draw.between(4, 6)}
+    every = {"no_rope_layer_interval": 3} if draw.rarely() else {}
+    return sizes | every | draw.window("use_sliding_window")
+
+
+def ministral3(draw: Draw) -> Sizes:
+    """YaRN, and a temperature by position."""
+    rope = {
+        "rope_type": "yarn", "rope_theta": 1e5, "factor": float(draw.between(2, 16)),
+        "original_max_position_embeddings": draw.one_of(16, 32, 64), "beta_fast": 32.0, "beta_slow": 1.0,
+        "mscale": draw.one_of(1.0, 0.8), "mscale_all_dim": 1.0, "llama_4_scaling_beta": draw.one_of(0.1, 0.2),
+    }  # fmt: skip
+    return draw.dense() | {"rope_parameters": rope} | draw.window()
+
+
+def llama4(draw: Draw) -> Sizes:
+    """Chunks, temperature, weightless norms of heads, experts in some layers."""
+    n_experts = draw.between(2, 9)
+    sizes = draw.dense() | {"num_local_experts": n_experts, "intermediate_size_mlp": draw.between(10, 120)}
+    sizes |= {"num_experts_per_tok": draw.between(1, n_experts), "interleave_moe_layer_step": draw.between(1, 2)}
+    sizes |= {"num_hidden_layers": draw.between(4, 6), "use_qk_norm": not draw.rarely()}
+    if draw.rarely():
+        sizes |= {"attention_chunk_size": draw.between(5, 30), "floor_scale": draw.between(4, 20), "attn_scale": 0.2}
+    return sizes
+
+
+def qwen2_5_vl(draw: Draw) -> Sizes:
+    """The text part; the sections of its RoPE follow from its heads."""
+    return draw.dense(own_head_dim=False)
+
+
+def qwen3_vl(draw: Draw) -> Sizes:
+    """The text part."""
+    sizes = draw.dense()
+    return sizes | sections(draw, sizes["head_dim"], 1.0)
+
+
+FAMILIES = {
+    make.__name__: make
+    for make in (
+        qwen2_moe, qwen3_moe, qwen3_next, qwen3_5, qwen3_5_moe, qwen2, mistral, smollm3, ministral3, llama4,
+        qwen2_5_vl, qwen3_vl,
+    )
+}  # fmt: skip

@@ -1,0 +1,201 @@
+# %% [markdown]
+# # 05b delta_net
+#
+# 60 minutes, four functions of two to eight lines. A side road: no later lesson needs it. Llama, Qwen2 and Qwen3 have
+# attention in every layer; in Qwen3-Next and Qwen3.5 three of four layers are what this lesson is about.
+#
+# ## Where we are
+#
+# ![The way of a token through the model, with this lesson's boxes lit](fig/where.svg)
+#
+# At the place of attention, lessons [02](../02_qkv/README.md) to [05](../05_attention_output/README.md). In comes the
+# normalised stream, out goes what is added to it.
+#
+# ## Idea
+#
+# Attention keeps every key and every value. Its cache grows with the text, and each new token reads all of it. A delta
+# net keeps one matrix per head, from the first token to the millionth.
+#
+# Think of the matrix $S$ as a notebook with keys as headings. Asked with a key, it answers $S^\top k$. A new token
+# arrives with a key and a value. Writing the value on top of what is there (that is *linear attention*) would blur the
+# page. The *delta rule* looks up first what the notebook says at this key, and writes the difference only: afterwards
+# the answer is the new value.
+#
+# Two numbers per token and head govern it, both from 0 to 1. $\beta$: how much of the difference is written. $e^g$: how
+# much of the whole notebook is left before that. `micro-qwen3.5` in figures:
+
+# %%
+import inspect
+
+import numpy as np
+
+import llorch
+from llorch.builtin import goldens_folder
+from llorch.verify.goldens import read
+
+model, golden = llorch.load("micro-qwen3.5"), read(goldens_folder() / "micro-qwen3.5")
+net, ids = model.config.delta_net, golden.cases["near"].ids
+trace: dict[str, np.ndarray] = {}
+model.forward(ids, trace=trace)
+first = next(i for i in range(model.config.n_layers) if model.config.layer(i).mixer == "delta_net")
+state, cached = trace[f"l{first}.delta_state"], 2 * model.config.kv_width * len(ids)
+print("state of a layer", state.shape, "=", state.size, "numbers, after any number of tokens")
+print(f"keys and values of an attention layer after {len(ids)} tokens: {cached} numbers, and growing")
+left = np.exp(trace[f"l{first}.log_decay"].astype(np.float64))
+for head in range(net.n_value_heads):
+    print(f"head {head}: a token leaves {left[:, head].min():.3f} to {left[:, head].max():.3f} of the state")
+
+# %% [markdown]
+# Before the rule, a convolution mixes each channel with its last three values, as a cheap sense of order: no RoPE is
+# used here. Queries and keys are brought to length 1, so that writing at a key and reading at it are exact opposites.
+#
+# ## The maths
+#
+# ```math
+# \begin{aligned}
+# c_t &= \mathrm{silu}\Big(\sum_{j=0}^{3} \kappa_j \odot x_{t-3+j}\Big), \qquad
+# q, k = \frac{c^{(q)}}{\lVert c^{(q)} \rVert}, \frac{c^{(k)}}{\lVert c^{(k)} \rVert}, \qquad v = c^{(v)} \\
+# g_t &= -e^{A}\,\mathrm{softplus}(a_t + b), \qquad \beta_t = \sigma(\ldots) \\
+# S &\leftarrow e^{g_t} S, \qquad \delta_t = \beta_t\,(v_t - S^\top k_t), \qquad S \leftarrow S + k_t\,\delta_t^\top \\
+# o_t &= S^\top q_t / \sqrt{d_k}
+# \end{aligned}
+# ```
+#
+# | symbol | shape | what it is |
+# | --- | --- | --- |
+# | $x$ | (seq, conv_width) | `qkv_in`: queries, keys and values side by side |
+# | $\kappa$ | (conv_width, 4) | a kernel per channel |
+# | $q$, $k$ | (seq, k_heads, key_dim) | `q_l2`, `k_l2` |
+# | $v$ | (seq, v_heads, value_dim) | the rest of `conv_out`; value head $h$ uses key head $h // (v/k)$ |
+# | $g$, $\beta$ | (seq, v_heads) | `log_decay`, `beta` |
+# | $S$ | (v_heads, key_dim, value_dim) | `delta_state` |
+# | $o$ | (seq, v_heads, value_dim) | `delta_out`, then a norm, a gate, a projection |
+#
+# By hand, one head, $k = (1, 0)$, $\beta = 1$, $g = 0$: into an empty $S$ the value $(3, 4)$ goes as the first row. A
+# second token with the same key and the value $(5, 4)$ writes the difference $(2, 0)$, and the row is $(5, 4)$: not
+# $(8, 8)$, as linear attention would have it.
+#
+# ## The picture
+#
+# ![How much of each token's writing is left at the end, for every head](fig/left.svg)
+#
+# What is left of a token after all that came later, by decay alone. Some heads forget within a token or two, head 0
+# remembers the whole prompt.
+#
+# ## The reference
+#
+# <!-- source: llorch.ops.delta_rule.delta_rule -->
+#
+# <!-- source: llorch.families.delta_net.delta_net -->
+#
+# Token by token is the definition. A prompt goes through `delta_rule_in_chunks`: 64 tokens at a time, the corrections
+# found together as the solution of one triangular system. It is the same function of the same numbers, and yours takes
+# the place of both.
+#
+# ## Run it
+#
+# A prompt in two parts gives the same state as in one, which is what makes chunks and caches possible:
+
+# %%
+from llorch.ops.delta_rule import delta_rule, delta_rule_in_chunks
+
+rng = np.random.default_rng(0)
+q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in rng.normal(size=(2, 100, 2, 8)))
+v, beta, g = rng.normal(size=(100, 4, 6)), rng.uniform(size=(100, 4)), -rng.exponential(size=(100, 4))
+empty = np.zeros((4, 8, 6))
+whole, state = delta_rule(q, k, v, beta, g, empty)
+a, between = delta_rule(q[:37], k[:37], v[:37], beta[:37], g[:37], empty)
+b, after = delta_rule(q[37:], k[37:], v[37:], beta[37:], g[37:], between)
+chunks, in_chunks = delta_rule_in_chunks(q, k, v, beta, g, empty)
+for what, one, other in (("two parts", after, state), ("chunks of 64", in_chunks, state), ("outputs", chunks, whole)):
+    print(f"{what}, within 1e-14:", bool(np.abs(one - other).max() < 1e-14))
+
+# %% [markdown]
+# ## The mistake
+#
+# Where does the decay go? The state fades *before* it is asked what it knows. The other order looks as good:
+
+# %%
+from llorch.learn.lessons import BY_NUMBER
+from llorch.learn.materials import typed_mistakes
+
+wrong = typed_mistakes(BY_NUMBER["05b"])["delta_rule"]["delta-correction-before-decay"]
+print(inspect.getsource(wrong))
+
+# %%
+from llorch.learn.check import check_functions
+
+print(check_functions("05b", delta_rule=wrong))
+
+# %% [markdown]
+# ## Exercise
+#
+# Write the four functions in `l05b_delta_net.py`:
+#
+# ```python
+# def short_conv(x: np.ndarray, kernel: np.ndarray, state: np.ndarray) -> np.ndarray:
+# def l2_norm(x: np.ndarray) -> np.ndarray:
+# def log_decay(a: np.ndarray, dt_bias: np.ndarray, decay: np.ndarray) -> np.ndarray:
+# def delta_rule(q, k, v, beta, g, state) -> tuple[np.ndarray, np.ndarray]:
+# ```
+#
+# ```
+# llorch learn check 05b
+# llorch learn hint 05b         # a direction; once more for the formula, once more for the code
+# ```
+#
+# ## Where the engines differ
+#
+# - The 1e-6 of the lengths is transformers'; llama.cpp puts `rms_norm_eps` in its place
+#   ([llama.cpp 28068](https://github.com/ggml-org/llama.cpp/issues/28068)). The models in use have 1e-6 there too.
+# - llama.cpp keeps the state transposed, and in Qwen3.5's GGUF files the value heads lie in another order
+#   ([llama.cpp 19468](https://github.com/ggml-org/llama.cpp/pull/19468)). Both are undone where they are read.
+# - GGUF files hold $-e^{A}$, transformers $A$.
+#
+# Each engine on its own way through the first such layer:
+
+# %%
+theirs, others = (golden.evidence[name].traces["near"] for name in ("llamacpp", "transformers"))
+truth = golden.truth.evidence.traces["near"]
+for stage in ("conv_out", "q_l2", "log_decay", "delta_state", "delta_out"):
+    exact = truth[f"l{first}.{stage}"]
+    off = [np.linalg.norm(run[f"l{first}.{stage}"] - exact) / np.linalg.norm(exact) for run in (theirs, others)]
+    print(f"{stage:11} from float64: llama.cpp ~{off[0]:.0e}, transformers ~{off[1]:.0e}")
+
+# %% [markdown]
+# Further reading:
+#
+# - Yang, Kautz and Hatamizadeh, [Gated Delta Networks](https://arxiv.org/abs/2412.06464), 2024: this layer.
+# - Yang and others, [Parallelizing Linear Transformers with the Delta Rule](https://arxiv.org/abs/2406.06484), 2024:
+#   the chunks.
+# - Schlag, Irie and Schmidhuber,
+#   [Linear Transformers Are Secretly Fast Weight Programmers](https://arxiv.org/abs/2102.11174), 2021: the notebook.
+# - `Qwen3NextGatedDeltaNet` in transformers
+#   ([modeling_qwen3_next.py](https://github.com/huggingface/transformers/blob/main/src/transformers/models/qwen3_next/modeling_qwen3_next.py)).
+#
+# ## Stages
+#
+# <!-- generated: stages -->
+# <!-- end -->
+#
+# ## What is compared
+#
+# Every step from the projections to the output, and the state that is left; a second pass has to go on where the first
+# one ended. `conv_state` and `delta_state` are counted with the caches, [03](../03_kv_cache/README.md).
+#
+# <!-- generated: distances -->
+# <!-- end -->
+#
+# How to read the numbers: [index](../README.md#how-to-read-a-page).
+#
+# ## Mistakes it catches
+#
+# <!-- generated: mistakes -->
+# <!-- end -->
+#
+# ## Check it
+#
+# ```
+# pytest -k checkpoint_05b                  # the comparison, and every mistake of this page planted
+# llorch verify micro-qwen3.5 --detail
+# ```

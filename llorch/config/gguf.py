@@ -1,0 +1,289 @@
+"""Hyperparameters from the metadata of a GGUF file, and from llama.cpp's source what such files leave unsaid.
+
+Source: llama.cpp `src/models/*.cpp` (`load_arch_hparams`), `src/llama-model.cpp`, `docs/gguf.md`.
+"""
+
+from collections.abc import Container, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llorch.architecture import DeltaNet, Experts, Layer, Temperature
+from llorch.config.families import BY_GGUF, FAMILIES, MOST_LAYERS, Family
+from llorch.config.huggingface import head_width, one_for_each, unread
+from llorch.config.scaling import FactorScaling, LinearScaling, RopeScaling, YarnScaling, yarn_gain
+from llorch.errors import FormatError
+from llorch.fields import Fields
+
+_O_BIAS = ("llama",)  # llama.cpp reads attn_output.bias for no other family of these
+# llama.cpp reads these of YaRN for other architectures only; a file that needs one would be computed wrongly.
+_IGNORED_OF_YARN = {
+    "yarn_ext_factor": (1.0, -1.0), "yarn_attn_factor": (1.0,), "yarn_beta_fast": (32.0,), "yarn_beta_slow": (1.0,),
+    "yarn_log_multiplier": (0.0,),
+}  # fmt: skip
+_READ_OF_YARN = ("yarn_beta_fast", "yarn_beta_slow", "yarn_log_multiplier")  # for mistral3
+_SOFTMAX, _SIGMOID = 1, 2  # numbers of expert_gating_func
+CHUNK_OF_LLAMA4 = 8192
+TEMPERATURE_OF_LLAMA4 = Temperature(scale=0.1, floor=8192, offset=1)
+ROPE_INTERVAL = 4  # every fourth layer of Llama 4 and SmolLM3 has none
+NO_HEAD_NORM = 128  # experts of a Llama 4 that llama.cpp takes for the one without head norm
+
+
+def read(
+    metadata: Mapping[str, object],
+    tensor_names: Container[str],
+    vocab_size: int,
+    rope_factors: np.ndarray | None,
+    path: str | Path,
+) -> dict[str, Any]:
+    """The fields of a `ModelConfig`; see `ModelConfig.from_gguf`."""
+    arch = Fields(metadata, path).text("general.architecture")
+    if arch not in BY_GGUF:
+        raise unread(arch, path)
+    name = BY_GGUF[arch]
+    family, fields = FAMILIES[name], Fields(metadata, path, prefix=f"{arch}.")
+    n_heads = fields.integer("attention.head_count", low=1)
+    hidden_size = fields.integer("embedding_length", low=1)
+    with fields.naming_the_file():
+        head_dim = head_width(fields, "attention.key_length", hidden_size, n_heads, None)
+        rotary_dim = _rotary_dim(fields, family, head_dim)
+        _refuse_variants(fields, family, head_dim)
+        n_layers = _n_layers(fields, family)
+        context = fields.integer("context_length")
+        experts = _experts(fields, family)
+        temperature = _temperature(fields, name, context)
+        layers = _layers(fields, name, n_layers, context, experts, temperature)
+        return {
+            "family": name,
+            "hidden_size": hidden_size,
+            "intermediate_size": _intermediate_size(fields, experts),
+            "n_layers": n_layers,
+            "n_heads": n_heads,
+            "n_kv_heads": fields.integer("attention.head_count_kv", default=n_heads, low=1),
+            "head_dim": head_dim,
+            "vocab_size": vocab_size,
+            "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
+            "rope_theta": fields.number("rope.freq_base", default=10000.0),
+            "rope_scaling": _scaling(fields, name, rope_factors),
+            "max_position_embeddings": context,
+            "qkv_bias": family.qkv_bias if family.qkv_bias is not None else _has_bias(layers, tensor_names),
+            "o_bias": name in _O_BIAS and "blk.0.attn_output.bias" in tensor_names,
+            "qk_norm": family.qk_norm,
+            "tie_word_embeddings": "output.weight" not in tensor_names,
+            "layers": one_for_each(layers),
+            "experts": experts,
+            "delta_net": _delta_net(fields) if family.hybrid else None,
+            "attention_gate": family.hybrid,
+            "rotary_dim": rotary_dim,
+            "rope_sections": _sections(fields, family),
+            "adjacent_pairs": family.adjacent_pairs,
+            "temperature": temperature if any(layer.tempered for layer in layers) else None,
+        }
+
+
+def _has_bias(layers: list[Layer], tensor_names: Container[str]) -> bool:
+    first = next((i for i, layer in enumerate(layers) if layer.mixer == "attention"), 0)
+    return f"blk.{first}.attn_q.bias" in tensor_names
+
+
+def _refuse_variants(fields: Fields, family: Family, head_dim: int) -> None:
+    if not family.experts:
+        fields.refuse("expert_count", unless=(0,), default=0)
+    if not family.hybrid:
+        fields.refuse("nextn_predict_layers", unless=(0,), default=0)
+    if not family.adjacent_pairs and 0 < fields.integer("attention.sliding_window", default=0) < fields.integer(
+        "context_length"
+    ):
+        window = fields.integer("attention.sliding_window")
+        expected = f"none below the context length: llama.cpp reads no window of {family.gguf}"
+        raise fields.error("Unsupported", "attention.sliding_window", expected, window)
+    fields.refuse("attention.causal", unless=(True,), default=True)
+    fields.refuse("attention.value_length", unless=(head_dim,), default=head_dim)
+
+
+def _rotary_dim(fields: Fields, family: Family, head_dim: int) -> int:
+    width = fields.integer("rope.dimension_count", default=head_dim)
+    if width != head_dim and not family.hybrid:
+        message = f"config: rope.dimension_count must be head_dim = {head_dim}, got {width}"
+        raise FormatError("OutOfRange", message)
+    return 0 if width == head_dim else width
+
+
+def _sections(fields: Fields, family: Family) -> tuple[int, ...]:
+    """Pairs of the head for each of RoPE's axes: of a text all three are its positions."""
+    if not family.sections:
+        return ()
+    sections = _numbers(fields, key := "rope.dimension_sections")
+    if len(sections) not in (3, 4) or min(sections) < 0 or not any(sections):
+        raise fields.error("Malformed", key, "three or four numbers", sections)
+    return tuple(sections)
+
+
+def _numbers(fields: Fields, key: str) -> list[int]:
+    listed = fields.values.get(fields.full(key))
+    if listed is None:
+        raise FormatError("Missing", f"{fields.full(key)}: expected numbers, got nothing", path=fields.path)
+    if not isinstance(listed, np.ndarray) or listed.dtype.kind not in "iub":
+        raise fields.error("Malformed", key, "integers", listed)
+    return [int(one) for one in listed]
+
+
+def _n_layers(fields: Fields, family: Family) -> int:
+    """Layers of the model, without those behind them that predict further tokens."""
+    n_layers = fields.integer("block_count")
+    extra = fields.integer("nextn_predict_layers", default=0, low=0) if family.hybrid else 0
+    if extra and extra >= n_layers:
+        raise fields.error("Inconsistent", "nextn_predict_layers", f"fewer than block_count = {n_layers}", extra)
+    return n_layers - extra
+
+
+def _experts(fields: Fields, family: Family) -> Experts | None:
+    if not family.experts:
+        return None
+    n_experts = fields.integer("expert_count", low=1)
+    used = fields.integer("expert_used_count", low=1)
+    fields.refuse("expert_weights_scale", unless=(0.0, 1.0), default=0.0)
+    fields.refuse("expert_group_count", unless=(0, 1), default=0)
+    gating = _SIGMOID if family.adjacent_pairs else _SOFTMAX
+    fields.refuse("expert_gating_func", unless=(0, gating), default=0)
+    if family.adjacent_pairs:
+        size = fields.integer("expert_feed_forward_length", low=1)
+        return Experts(
+            n_experts=n_experts, n_experts_per_token=used, expert_size=size, shared_size=size,
+            norm_topk_prob=False, scaled_inputs=True,
+        )  # fmt: skip
+    assert family.norm_topk_prob is not None
+    fields.refuse("expert_weights_norm", unless=(family.norm_topk_prob,), default=family.norm_topk_prob)
+    has_size = fields.has("expert_feed_forward_length")  # the oldest Qwen2-MoE files have the sum only
+    size = fields.integer("expert_feed_forward_length") if has_size else fields.integer("feed_forward_length") // used
+    shared = 0
+    if family.shared:
+        has_shared = fields.has("expert_shared_feed_forward_length")
+        shared = fields.integer("expert_shared_feed_forward_length" if has_shared else "feed_forward_length")
+    return Experts(
+        n_experts=n_experts, n_experts_per_token=used, expert_size=size, shared_size=shared,
+        shared_gate=family.shared, norm_topk_prob=family.norm_topk_prob,
+    )  # fmt: skip
+
+
+def _intermediate_size(fields: Fields, experts: Experts | None) -> int:
+    return fields.integer("feed_forward_length", **({} if experts is None else {"default": experts.expert_size}))
+
+
+def _delta_net(fields: Fields) -> DeltaNet:
+    n_value_heads = fields.integer("ssm.time_step_rank", low=1)
+    inner = fields.integer("ssm.inner_size", low=1)
+    if inner % n_value_heads:
+        raise fields.error("Inconsistent", "ssm.inner_size", f"a multiple of time_step_rank = {n_value_heads}", inner)
+    return DeltaNet(
+        conv_kernel=fields.integer("ssm.conv_kernel"),
+        n_key_heads=fields.integer("ssm.group_count", low=1),
+        n_value_heads=n_value_heads,
+        key_head_dim=fields.integer("ssm.state_size"),
+        value_head_dim=inner // n_value_heads,
+    )
+
+
+def _layers(
+    fields: Fields, name: str, n_layers: int, context: int, experts: Experts | None, temperature: Temperature | None
+) -> list[Layer]:
+    family = FAMILIES[name]
+    if not 1 <= n_layers <= MOST_LAYERS:
+        return []  # refused with the other sizes
+    if name == "llama4":
+        assert experts is not None
+        return _layers_of_llama4(fields, n_layers, context, experts)
+    recurrent = _recurrent(fields, n_layers) if family.hybrid else [False] * n_layers
+    return [
+        Layer(
+            mixer="delta_net" if recurrent[i] else "attention",
+            experts=experts is not None,
+            rope=name != "smollm3" or (i + 1) % ROPE_INTERVAL != 0,
+            tempered=temperature is not None,
+        )
+        for i in range(n_layers)
+    ]
+
+
+def _recurrent(fields: Fields, n_layers: int) -> list[bool]:
+    key = "attention.recurrent_layers"
+    if not fields.has(key):
+        interval = fields.integer("full_attention_interval", default=4, low=1)
+        return [(i + 1) % interval != 0 for i in range(n_layers)]
+    listed, n_blocks = _numbers(fields, key), fields.integer("block_count")
+    if len(listed) != n_blocks:
+        raise fields.error("Inconsistent", key, f"{n_blocks} entries, one for each block", f"{len(listed)} entries")
+    return [bool(one) for one in listed[:n_layers]]
+
+
+def _layers_of_llama4(fields: Fields, n_layers: int, context: int, experts: Experts) -> list[Layer]:
+    step = fields.integer("interleave_moe_layer_step", low=0)
+    fields.refuse("attention.sliding_window_pattern", unless=(ROPE_INTERVAL,), default=ROPE_INTERVAL)
+    fields.refuse("attention.sliding_window", unless=(CHUNK_OF_LLAMA4,), default=CHUNK_OF_LLAMA4)
+    made = []
+    for i in range(n_layers):
+        rope = (i + 1) % ROPE_INTERVAL != 0
+        made.append(
+            Layer(
+                experts=step > 0 and (i + 1) % step == 0,
+                rope=rope,
+                head_norm=rope and experts.n_experts != NO_HEAD_NORM,
+                tempered=not rope,
+                chunk=CHUNK_OF_LLAMA4 if rope and context > CHUNK_OF_LLAMA4 else None,
+            )
+        )
+    return made
+
+
+def _temperature(fields: Fields, name: str, context: int) -> Temperature | None:
+    if name == "llama4":
+        return TEMPERATURE_OF_LLAMA4
+    scale = fields.number("attention.temperature_scale", default=0.0, low=0.0) if name == "ministral3" else 0.0
+    if not scale:
+        return None
+    floor = fields.integer("rope.scaling.original_context_length", default=context, low=1)
+    return Temperature(scale=scale, floor=floor, offset=0)
+
+
+def _scaling(fields: Fields, name: str, rope_factors: np.ndarray | None) -> RopeScaling | None:
+    """Scaling as llama.cpp reads it: linear when the type is absent, and a factor of 0 means none."""
+    kind = fields.text("rope.scaling.type", default="linear")
+    factor = fields.number("rope.scaling.factor", default=fields.number("rope.scale_linear", default=0.0)) or 1.0
+    if kind not in ("none", "linear", "yarn"):
+        raise fields.error("Unsupported", "rope.scaling.type", "none, linear or yarn", kind)
+    if rope_factors is not None:
+        if not FAMILIES[name].factors:
+            raise fields.error("Unexpected", "rope_freqs.weight", "frequency factors for llama only", name)
+        if kind == "yarn" or factor != 1.0:
+            raise fields.error("Unsupported", "rope.scaling.type", "none beside rope_freqs.weight", kind)
+    if kind != "yarn":
+        fields.refuse("rope.scaling.attn_factor", unless=(1.0,), default=1.0)
+    if rope_factors is not None:
+        return FactorScaling(factors=tuple(float(value) for value in rope_factors))
+    if kind == "none" or (kind == "linear" and factor == 1.0):
+        return None
+    if factor < 1:
+        raise fields.error("OutOfRange", "rope.scaling.factor", "at least 1.0", factor)
+    return _yarn(fields, name, factor) if kind == "yarn" else LinearScaling(factor=factor)
+
+
+def _yarn(fields: Fields, name: str, factor: float) -> YarnScaling:
+    read = _READ_OF_YARN if name == "ministral3" else ()
+    for key, ignored in _IGNORED_OF_YARN.items():
+        if key not in read:
+            fields.refuse(f"rope.scaling.{key}", unless=ignored, default=ignored[0])
+    context, own = fields.integer("context_length"), {key: _own(fields, read, key) for key in _READ_OF_YARN}
+    gain = yarn_gain(factor) / (yarn_gain(factor, multiplier) if (multiplier := own["yarn_log_multiplier"]) else 1.0)
+    return YarnScaling(
+        factor=factor,
+        original_max_position_embeddings=fields.integer("rope.scaling.original_context_length", default=context, low=1),
+        attention_factor=fields.number("rope.scaling.attn_factor", default=1.0, low=1e-6) * gain,
+        beta_fast=own["yarn_beta_fast"],
+        beta_slow=own["yarn_beta_slow"],
+    )
+
+
+def _own(fields: Fields, read: tuple[str, ...], key: str) -> float:
+    usual = _IGNORED_OF_YARN[key][0]
+    return fields.number(f"rope.scaling.{key}", default=usual, low=0.0) if key in read else usual

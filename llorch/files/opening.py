@@ -1,0 +1,183 @@
+"""Opening a model: a GGUF file or a Hugging Face folder, checked against its configuration, no tensor read."""
+
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from llorch.config import FAMILIES, ModelConfig
+from llorch.config.families import BY_WHOLE
+from llorch.errors import ErrorCode, FormatError
+from llorch.files.folder import PICKLE_SUFFIXES, SafetensorsFolder, file_inside
+from llorch.files.gguf import GGUFFile, StringArray, open_gguf
+from llorch.files.names import Weight, as_found, inventory
+from llorch.files.strict_json import read_json
+from llorch.files.weights import Slot, Weights
+
+logger = logging.getLogger(__name__)
+
+_MAX_CONFIG = 1 << 20
+_ROPE_FACTORS = "rope_freqs.weight"
+_EYES = ("model.visual.", "visual.", "vision_model.", "vision_tower.", "model.vision_tower.", "multi_modal_projector.")
+_IMAGE_KEYS = ("image_token_id", "image_token_index", "video_token_id")
+_PREDICTING = ("mtp.", "model.mtp.")  # further tokens
+_SHOWN = 40  # names of one fault
+
+
+def open_weights(path: str | Path) -> Weights:
+    """Open a GGUF file or a Hugging Face folder and check configuration and set of tensors; none is read yet."""
+    path = Path(path)
+    if path.is_dir():
+        return _open_huggingface(path)
+    if path.suffix in PICKLE_SUFFIXES:
+        raise FormatError("Unsafe", "a pickle can run code; convert the model to safetensors first", path=path)
+    if path.suffix == ".safetensors":
+        raise FormatError("Unsupported", "give the folder that holds config.json, not the file", path=path)
+    return _open_gguf(path)
+
+
+def _open_gguf(path: Path) -> Weights:
+    file = open_gguf(path)
+    try:
+        config = _gguf_config(file)
+        slots = {name: _in_gguf(as_found(weight, file.tensors), file) for name, weight in inventory(config).items()}
+        ignored = {_ROPE_FACTORS} | _predicting(file, config)
+        _check_tensors(slots, file, ignored=ignored, family=config.family)
+    except BaseException:
+        file.close()
+        raise
+    return Weights(config=config, path=path, source=file, slots=slots)
+
+
+def _in_gguf(weight: Weight, file: GGUFFile) -> Slot:
+    layout = weight.in_gguf
+    found = file.tensors.get(weight.gguf)
+    if weight.shape[0] == 1 and found is not None and found.shape == weight.shape[1:]:  # the gate of a shared expert
+        layout = replace(layout, shape=found.shape)
+    return Slot(weight.gguf, weight.shape, weight.interleaved_heads, is_matrix=weight.is_matrix, layout=layout)
+
+
+def _predicting(file: GGUFFile, config: ModelConfig) -> set[str]:
+    """Tensors of the blocks behind the last layer, which predict further tokens."""
+    names = {name for name in file.tensors if re.match(r"blk\.(\d+)\.", name)}
+    extra = {name for name in names if int(name.split(".")[1]) >= config.n_layers}
+    if extra and FAMILIES[config.family].hybrid:
+        logger.info("%s: %d tensors that predict further tokens are ignored", file.path, len(extra))
+        return extra
+    return set()
+
+
+def _gguf_config(file: GGUFFile) -> ModelConfig:
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise FormatError("Missing", "no token_embd.weight: the file holds no model", path=file.path)
+    rows = embedding.shape[0]
+    tokens = file.metadata.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, StringArray) and len(tokens) != rows:
+        message = f"the vocabulary has {len(tokens)} tokens, token_embd.weight has {rows} rows"
+        raise FormatError("Inconsistent", message, path=file.path)
+    factors = file.array(_ROPE_FACTORS).reshape(-1) if _ROPE_FACTORS in file.tensors else None
+    names = file.tensors.keys()
+    return ModelConfig.from_gguf(
+        file.metadata, tensor_names=names, vocab_size=rows, rope_factors=factors, path=file.path
+    )
+
+
+def _open_huggingface(path: Path) -> Weights:
+    values = _read_config(path)
+    if "auto_map" in values:
+        logger.warning("%s: config.json names custom code (auto_map), which is not run", path)
+    config = ModelConfig.from_huggingface(values, path=path / "config.json")
+    folder = SafetensorsFolder(path)
+    try:
+        plain = {_plain(name): name for name in folder.tensors}
+        slots = {name: _in_folder(as_found(weight, plain), plain) for name, weight in inventory(config).items()}
+        ignored = _not_text(folder, config, sees="text_config" in values or values["model_type"] in BY_WHOLE)
+        head = plain.get("lm_head.weight")
+        if config.tie_word_embeddings and head is not None:
+            slots["embed_tokens"] = replace(slots["embed_tokens"], must_equal=head)
+            ignored.add(head)
+        _refuse_mlx(config, slots, folder)
+        _check_tensors(slots, folder, ignored=ignored, family=config.family)
+    except BaseException:
+        folder.close()
+        raise
+    return Weights(config=config, path=path, source=folder, slots=slots)
+
+
+def _read_config(folder: Path) -> dict[str, object]:
+    return read_json(file_inside(folder, "config.json"), limit=_MAX_CONFIG)
+
+
+def ids_of_images(weights: Weights) -> dict[int, str]:
+    """Token ids in whose place a model that sees puts what it saw, and their keys; no GGUF file says any."""
+    if not isinstance(weights.source, SafetensorsFolder):
+        return {}
+    values = _read_config(weights.source.path)
+    found = ((values.get(key), key) for key in _IMAGE_KEYS)
+    return {token_id: key for token_id, key in found if isinstance(token_id, int)}
+
+
+def _plain(name: str) -> str:
+    """The name that a tensor has in a folder of the text part alone."""
+    for prefix in ("language_model.model.", "model.language_model."):
+        if name.startswith(prefix):
+            return "model." + name.removeprefix(prefix)
+    return name.removeprefix("language_model.")
+
+
+def _in_folder(weight: Weight, plain: Mapping[str, str]) -> Slot:
+    name = weight.huggingface
+    first = plain.get(name.format(e=0))
+    found = name if first is None else first.removesuffix(name.format(e=0).removeprefix("model."))
+    if first is not None:
+        found += name.removeprefix("model.")
+    return Slot(found, weight.shape, is_matrix=weight.is_matrix, layout=weight.in_huggingface)
+
+
+def _not_text(folder: SafetensorsFolder, config: ModelConfig, *, sees: bool) -> set[str]:
+    """Tensors that are no part of the model of text; said, as far as they are numbers that somebody trained."""
+    ignored = {name for name in folder.tensors if name.endswith(".rotary_emb.inv_freq")}
+    prefixes = (*(_EYES if sees else ()), *(_PREDICTING if FAMILIES[config.family].hybrid else ()))
+    others = {name for name in folder.tensors if name.startswith(prefixes)}
+    if others:
+        logger.info("%s: %d tensors that are not of the text part are ignored", folder.path, len(others))
+    return ignored | others
+
+
+def _refuse_mlx(config: ModelConfig, slots: Mapping[str, Slot], folder: SafetensorsFolder) -> None:
+    """Refuse a folder of MLX: its convolutions lie the other way round, and its gains are no longer less one."""
+    for name, slot in slots.items():
+        found = folder.tensors.get(slot.source_name)
+        if name.endswith(".conv") and found is not None and found.shape == (*slot.shape, 1) and slot.shape[1] != 1:
+            message = f"{slot.source_name} has shape {found.shape}, as MLX writes it with gains that are changed, too"
+            raise FormatError("Unsupported", f"{message}; take the folder that it was made from", path=folder.path)
+
+
+def _check_tensors(
+    slots: Mapping[str, Slot], source: GGUFFile | SafetensorsFolder, *, ignored: set[str], family: str
+) -> None:
+    wanted = {name: shape for slot in slots.values() for name, shape in slot.tensors.items()}
+    found = source.tensors
+    both = sorted(wanted.keys() & found.keys())
+    faults: dict[ErrorCode, list[str]] = {
+        "Missing": sorted(wanted.keys() - found.keys()),
+        "Unexpected": sorted(found.keys() - wanted.keys() - ignored),
+        "Shape": [
+            f"{name} expected {wanted[name]} got {found[name].shape}"
+            for name in both
+            if wanted[name] != found[name].shape
+        ],
+        "DType": [f"{name} holds integers" for name in both if not found[name].holds_floats],
+    }
+    bad: list[tuple[ErrorCode, list[str]]] = [(code, names) for code, names in faults.items() if names]
+    if bad:
+        lists = "; ".join(f"{len(names)} {code}: {_shown(names)}" for code, names in bad)
+        message = f"weights: expected the {len(wanted)} tensors of this {family} configuration, got {lists}"
+        raise FormatError(bad[0][0], message, path=source.path)
+
+
+def _shown(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

@@ -1,0 +1,299 @@
+"""The weights of an open model by canonical name, each loaded when it is first asked for."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llorch.config import ModelConfig
+from llorch.errors import FormatError
+from llorch.files.folder import SafetensorsFolder
+from llorch.files.gguf import GGUFFile
+from llorch.files.layout import AS_IS, Layout, expert_of, rows_of
+from llorch.files.matrix import Matrix
+from llorch.files.names import undo_interleave
+from llorch.files.packed import Packed, require_finite
+from llorch.files.quant import ACTIVATION_TYPE, BLOCK_SIZES, GGMLType
+from llorch.numerics import EXACT, Numerics
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where one weight is found."""
+
+    source_name: str  # of a tensor for each expert with `{e}` in place of the number
+    shape: tuple[int, ...]
+    interleaved_heads: int = 0  # rows to be reordered; 0: none
+    must_equal: str | None = None  # a second tensor that has to hold the same numbers
+    is_matrix: bool | None = None  # None: if it has two axes
+    layout: Layout = AS_IS
+
+    @property
+    def multiplied(self) -> bool:
+        """Whether it is a matrix that inputs are multiplied with, or a stack of them."""
+        return len(self.shape) > 1 if self.is_matrix is None else self.is_matrix
+
+    @property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the tensors that it is read from."""
+        if "{e}" not in self.source_name:
+            return {self.source_name: self.layout.shape or self.shape}
+        return {self.source_name.format(e=e): self.shape[1:] for e in range(self.shape[0])}
+
+
+# Mapping without types: with them, the run-time type checker of the tests loads a tensor at every call.
+class Weights(Mapping):
+    """The weights of a model by canonical name: arrays, and matrices that multiply themselves; see `open_weights`."""
+
+    def __init__(
+        self, *, config: ModelConfig, path: Path, source: GGUFFile | SafetensorsFolder, slots: Mapping[str, Slot]
+    ) -> None:
+        """Wrap an open file that was checked against its configuration; slots by canonical name."""
+        self.config = config
+        self.path = path
+        self.source = source
+        self.dtype: type[np.floating] = np.float32
+        self.numerics = EXACT
+        self.packed = False
+        self.slots = slots
+        self._loaded: dict[str, np.ndarray] = {}  # float32, shared by all variants
+        self._matrices: dict[str, Matrix | np.ndarray] = {}
+        self._keeps = False
+        self._layers: list[dict[str, str]] = [{} for _ in range(config.n_layers)]  # short to canonical name
+        for name in slots:
+            if name.startswith("layers."):
+                _, index, short = name.split(".")
+                self._layers[int(index)][short] = name
+
+    def __getitem__(self, name: str) -> Any:
+        if len(self.slots[name].shape) == 3:
+            return ExpertStack(self, name)
+        is_matrix = self._multiplies_itself(self.slots[name])
+        if not (is_matrix or self._keeps):
+            return self.array(name)
+        if name not in self._matrices:
+            self._matrices[name] = self._matrix(name) if is_matrix else self.array(name)
+        return self._matrices[name]
+
+    def array(self, name: str) -> np.ndarray:
+        """The decoded array in the dtype of these weights, whatever the numerics; decoded anew each time if packed.
+
+        Of experts all of them together, which is never kept; of gains that are stored less one the sum in this dtype.
+        """
+        slot = self.slots[name]
+        if name not in self._loaded:
+            array = self.read(name) if slot.layout.form == "plain" else self._in_order(slot)
+            if len(slot.shape) == 3 or (self.packed and self._multiplies_itself(slot)):
+                return array.astype(self.dtype, copy=False)
+            self._loaded[name] = array
+        elif not self._loaded[name].flags.writeable:  # a view of the map
+            self.source.require_whole(slot.source_name)
+        return slot.layout.made(self._loaded[name], self.dtype)
+
+    def read(self, name: str, dtype: type[np.floating] = np.float32) -> np.ndarray:
+        """A weight, decoded anew and not kept; float32 from F32 whose rows need no reordering is a view of the map."""
+        slot = self.slots[name]
+        made = slot.layout.made(self._in_order(slot), dtype)
+        if name.endswith(".decay") and not (made <= 0).all():
+            message = (
+                f"{slot.source_name} must be -exp(A_log), none above 0, got {made.max():.6g}, as of an old converter"
+            )
+            raise FormatError("Inconsistent", f"{message}; convert the model again", path=self.path)
+        return made
+
+    def _in_order(self, slot: Slot) -> np.ndarray:
+        """The numbers that a file has of a weight, in the order of Hugging Face."""
+        arrays = []
+        for name in slot.tensors:
+            arrays.append(self.source.array(name))
+            require_finite(arrays[-1], name, self.path)
+        if slot.must_equal is not None:
+            self._require_equal(slot)
+        array = arrays[0] if len(arrays) == 1 else np.stack(arrays)
+        array = slot.layout.taken(array, slot.shape)
+        return undo_interleave(array, slot.interleaved_heads) if slot.interleaved_heads else array
+
+    def expert(self, name: str, number: int) -> Any:
+        """One expert of a stack: an array in the dtype of these weights, or a matrix that multiplies itself."""
+        slot, key = self.slots[name], f"{name}.{number}"
+        if key in self._matrices:
+            return self._matrices[key]
+        if self._multiplies_itself(slot):
+            packed = self.expert_as_stored(name, number)
+            self._matrices[key] = self._over(packed, None if self.packed else self._expert_array(name, number))
+            return self._matrices[key]
+        array = self._expert_array(name, number).astype(self.dtype, copy=False)
+        if self._keeps:
+            self._matrices[key] = array
+        return array
+
+    def _expert_array(self, name: str, number: int) -> np.ndarray:
+        """One expert as float32, decoded once."""
+        key = f"{name}.{number}"
+        if key not in self._loaded:
+            self._loaded[key] = self.read_expert(name, number)
+        elif not self._loaded[key].flags.writeable:
+            self.source.require_whole(next(iter(self.slots[name].tensors)))
+        return self._loaded[key]
+
+    def read_expert(self, name: str, number: int) -> np.ndarray:
+        """One expert as float32, decoded anew and not kept; of F32 that is not turned over a view of the map."""
+        packed = self.expert_as_stored(name, number)
+        is_f32 = packed.ggml_type is GGMLType.F32
+        array = np.require(packed.raw.view("<f4"), requirements="A") if is_f32 else packed.decode()
+        require_finite(array.reshape(packed.shape), packed.name, self.path)
+        return array.reshape(packed.shape)
+
+    def expert_as_stored(self, name: str, number: int) -> Packed:
+        """One expert of a stack, (out, in), in the type of the file; nothing is decoded."""
+        slot = self.slots[name]
+        if "{e}" in slot.source_name:
+            return self.source.packed(slot.source_name.format(e=number))
+        return expert_of(self.source.packed(slot.source_name), slot.layout, number)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.slots)
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def layer(self, index: int) -> "LayerWeights":
+        """The weights of one layer by short name, `q_proj`, `attn_norm`, ..., each loaded when it is asked for."""
+        if not 0 <= index < self.config.n_layers:
+            raise IndexError(f"layer must be from 0 to {self.config.n_layers - 1}, got {index}")
+        return LayerWeights(self, self._layers[index])
+
+    def astype(self, dtype: type[np.floating], *, keep: bool = False) -> "Weights":
+        """Hand out arrays of another type: widened on each access, or with `keep` once, which takes memory for all."""
+        other = copy(self)
+        other.dtype = dtype
+        other._keeps = keep
+        other._matrices = {}
+        return other
+
+    def using(self, numerics: Numerics | None = None, *, packed: bool | None = None) -> "Weights":
+        """Choose how matrices are multiplied, and whether they stay packed; None keeps it."""
+        other = copy(self)
+        other.numerics = self.numerics if numerics is None else numerics
+        if other.numerics.rounds_activations:
+            self._require_products()
+        other.packed = self.packed if packed is None else packed
+        other._matrices = {}
+        return other
+
+    @property
+    def cache_dtype(self) -> type[np.floating]:
+        """Dtype of keys and values in the cache of a run."""
+        return self.numerics.cache_dtype(self.dtype)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a weight, without reading it."""
+        return self.slots[name].shape
+
+    def as_stored(self, name: str) -> Packed:
+        """The tensor that a weight is read from, as the file holds it; of one for each expert the first."""
+        return self.source.packed(next(iter(self.slots[name].tensors)))
+
+    def all_stored(self, name: str) -> list[Packed]:
+        """The tensors that a weight is read from: more than one where each expert has its own."""
+        return [self.source.packed(tensor) for tensor in self.slots[name].tensors]
+
+    def is_changed(self, name: str) -> bool:
+        """Whether a weight has other numbers than the file, as merged ones have."""
+        return False
+
+    def stored_type(self, name: str) -> GGMLType:
+        """The type in which the file stores a weight."""
+        return self.as_stored(name).ggml_type
+
+    def stored_bytes(self, name: str) -> int:
+        """Bytes that a weight takes in the file."""
+        block, block_bytes = BLOCK_SIZES[self.stored_type(name)]
+        return math.prod(self.slots[name].shape) // block * block_bytes
+
+    def _require_products(self) -> None:
+        """Refuse what llama.cpp ends the whole process at: there is no emulating that."""
+        in_gguf = isinstance(self.source, GGUFFile)
+        for name, slot in self.slots.items():
+            kind = self.stored_type(name)
+            is_matrix = slot.multiplied
+            if kind not in ACTIVATION_TYPE if is_matrix else in_gguf and kind is not GGMLType.F32:
+                what = "which llama.cpp has no product for" if is_matrix else "but llama.cpp takes vectors in F32 only"
+                message = f"{slot.source_name} is {kind.name}, {what}; use exact numerics"
+                raise FormatError("Unsupported", message, path=self.path)
+
+    def _multiplies_itself(self, slot: Slot) -> bool:
+        if not slot.multiplied or not (self.packed or self.numerics.rounds_activations):
+            return False
+        return self.source.packed(next(iter(slot.tensors))).ggml_type not in (GGMLType.F32, GGMLType.F64)
+
+    def _matrix(self, name: str) -> Matrix:
+        slot = self.slots[name]
+        if slot.must_equal is not None:
+            self._require_equal(slot)
+        packed = rows_of(self.source.packed(slot.source_name), slot.layout)
+        decoded, columns = None, slot.layout.columns
+        if not self.packed:
+            # Blocks of rounded inputs lie in the order of the file.
+            decoded = self.astype(np.float32).array(name) if columns is None else packed.decode()
+        return self._over(packed, decoded, slot.interleaved_heads, None if columns is None else columns.index())
+
+    def _over(
+        self, packed: Packed, decoded: np.ndarray | None, heads: int = 0, columns: np.ndarray | None = None
+    ) -> Matrix:
+        return Matrix(
+            packed,
+            dtype=self.dtype,
+            round_inputs=self.numerics.rounds_activations,
+            decoded=decoded,
+            interleaved_heads=heads,
+            columns=columns,
+        )
+
+    def _require_equal(self, slot: Slot) -> None:
+        assert slot.must_equal is not None
+        one, other = (self.source.packed(name) for name in (slot.source_name, slot.must_equal))
+        same_bytes = one.ggml_type is other.ggml_type and np.array_equal(one.raw, other.raw)
+        if not same_bytes and not np.array_equal(one.decode(), other.decode()):
+            message = f"config ties {slot.must_equal} to {slot.source_name}, but their numbers differ"
+            raise FormatError("Inconsistent", message, path=self.path)
+
+
+class LayerWeights(Mapping[str, Any]):
+    """The weights of one layer by short name; see `Weights.layer`."""
+
+    def __init__(self, weights: Weights, names: Mapping[str, str]) -> None:
+        """Wrap the whole model; `names` are short to canonical."""
+        self._weights = weights
+        self.names = names
+
+    def __getitem__(self, name: str) -> Any:
+        return self._weights[self.names[name]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+class ExpertStack(Sequence):
+    """The matrices of all experts for one step, each loaded when it is chosen; see `Weights.expert`."""
+
+    def __init__(self, weights: Weights, name: str) -> None:
+        """Wrap the whole model; canonical name of the stack."""
+        self._weights = weights
+        self.name = name
+        self.shape = weights.shape(name)
+
+    def __getitem__(self, number: Any) -> Any:
+        if not 0 <= number < len(self):
+            raise IndexError(f"{self.name}: expert must be from 0 to {len(self) - 1}, got {number}")
+        return self._weights.expert(self.name, int(number))
+
+    def __len__(self) -> int:
+        return self.shape[0]

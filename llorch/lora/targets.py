@@ -1,0 +1,198 @@
+"""The matrices of a model that an adapter may stand beside: those that PEFT trains, by PEFT's names.
+
+What PEFT 0.21.2 trains in the models of transformers 5.23, found by training each of them there:
+
+    self_attn.{q,k,v,o}_proj          a module (an nn.Linear), named in `target_modules`, of all families; beside a gate
+                                      q_proj has its rows, too
+    mlp.{gate,up,down}_proj           modules of dense layers
+    linear_attn.in_proj_{qkv,z,b,a}   modules of Qwen3.5; Qwen3-Next has in_proj_qkvz and in_proj_ba, whose rows belong
+                                      to two matrices of ours, so that these share one lora_A
+    linear_attn.out_proj              a module
+    mlp.shared_expert.{gate,up,down}_proj, mlp.shared_expert_gate          modules
+    mlp.gate.weight, feed_forward.router.weight       the router, a parameter of a module that is no nn.Linear: named
+                                      in `target_parameters`
+    mlp.experts.{gate_up,down}_proj   parameters, each of all experts: `target_parameters`. Every expert has a pair of
+                                      its own; gate and up share lora_A
+
+Of Qwen3-MoE and Qwen3-Next PEFT takes gate_proj, up_proj, down_proj and gate in `target_modules` to mean what they were
+in transformers 4, the experts and the router, wherever they stand; it makes parameters of them, gate_up_proj of twice
+the rank. Matrices of dense layers and shared experts are reached there as parameters only: gate_proj.weight.
+
+    experts in a file   lora_A (experts * r, in): expert after expert      lora_B (out, r * experts): expert e has the
+                        columns e, e + experts, ...          Llama 4: in and out are those of the parameter, which is
+                        (in, out), so that A belongs to what comes out
+    names               ...mlp.experts.lora_A.weight, and ...mlp.experts.base_layer.lora_A.weight of gate_up_proj where
+                        down_proj has an adapter, too
+
+Not trained: norms, dt_bias, A_log (vectors), conv1d (PEFT asks for a rank that its channels divide, and transformers
+reads its weight past the adapter); the router of Llama 4 as a module (it gives two results, which PEFT cannot add to).
+Dropout and DoRA do not go with parameters. `layers_to_transform` and `exclude_modules` do not hold for them.
+
+Source: peft/tuners/lora/layer.py (`ParamWrapper`), peft/tuners/tuners_utils.py (`_inject_parameters`),
+peft/utils/transformers_weight_conversion.py (`_convert_peft_config_moe`).
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from llorch.config import FAMILIES, ModelConfig
+from llorch.files.names import Weight, interleave, inventory, prefixes_of
+
+AS_IN_VERSION_4 = ("qwen3_moe", "qwen3_next")  # families of which PEFT takes names of modules for those of experts
+OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")  # those names
+ROUTERS = ("gate", "router")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A matrix of ours, or of a GGUF file, that some rows of a target stand beside; None: all, as they are."""
+
+    name: str
+    rows: tuple[int, ...] | None = None  # of lora_B
+    columns: tuple[int, ...] | None = None  # of lora_A
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One matrix, or one for each expert, that an adapter may stand beside."""
+
+    name: str  # canonical: `layers.3.q_proj`, `embed_tokens` or `lm_head`
+    path: str  # in transformers: of a module `model.layers.3.self_attn.q_proj`, or of a parameter `...mlp.gate.weight`
+    n_in: int  # of an embedding the vocabulary
+    n_out: int
+    parts: tuple[Part, ...]  # of the weights; a tied `lm_head` stands beside the embedding
+    gguf: tuple[Part, ...]  # of the tensors in GGUF files, without the suffix of their names: `blk.3.attn_q`
+    is_parameter: bool = False  # named in target_parameters, not target_modules
+    n_experts: int = 0  # 0: one matrix
+    turned: bool = False  # lora_A belongs to what comes out, lora_B to what goes in
+
+    @property
+    def is_embedding(self) -> bool:
+        """Whether its input is token ids."""
+        return self.name == "embed_tokens"
+
+    @property
+    def weight(self) -> str:
+        """The weight of the only part."""
+        (part,) = self.parts
+        return part.name
+
+    def shape_A(self, rank: int) -> tuple[int, int]:
+        """Shape of lora_A in a file."""
+        return (rank * max(1, self.n_experts), self.n_out if self.turned else self.n_in)
+
+    def shape_B(self, rank: int) -> tuple[int, int]:
+        """Shape of lora_B in a file."""
+        return (self.n_in if self.turned else self.n_out, rank * max(1, self.n_experts))
+
+    def by_expert(self, lora_A: Any, lora_B: Any) -> tuple[Any, Any]:
+        """Views (experts, r, in) and (experts, out, r) of both, arrays or tensors; without experts these themselves."""
+        if not self.n_experts:
+            return lora_A, lora_B
+        first = lora_A.reshape(self.n_experts, -1, lora_A.shape[1])
+        second = lora_B.reshape(len(lora_B), -1, self.n_experts).swapaxes(0, 2).swapaxes(1, 2)
+        return (second.swapaxes(1, 2), first.swapaxes(1, 2)) if self.turned else (first, second)
+
+    def pair_of(self, part: Part, lora_A: np.ndarray, lora_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """What of the adapter stands beside a part; with experts each has an axis more."""
+        own_A, own_B = self.by_expert(lora_A, lora_B)
+        own_A = own_A if part.columns is None else own_A[..., list(part.columns)]
+        return own_A, own_B if part.rows is None else own_B[..., list(part.rows), :]
+
+
+def targets_of(config: ModelConfig) -> Mapping[str, Target]:
+    """Every matrix that an adapter can be put on, in forward order; `lm_head` also where it is tied."""
+    weights = inventory(config)
+    found = {"embed_tokens": _plain(weights["embed_tokens"], "model.embed_tokens")}
+    for layer in range(config.n_layers):
+        found |= {target.name: target for target in _of_layer(config, layer, weights)}
+    head = "embed_tokens" if config.tie_word_embeddings else "lm_head"
+    vocab, hidden = weights["embed_tokens"].shape
+    return found | {"lm_head": Target("lm_head", "lm_head", hidden, vocab, (Part(head),), (Part("output"),))}
+
+
+def _of_layer(config: ModelConfig, layer: int, weights: Mapping[str, Weight]) -> Iterator[Target]:
+    traits, (ours, _, theirs) = config.traits(layer), prefixes_of(layer)
+    mlp = FAMILIES[config.family].mlp
+    as_parameter = ".weight" if config.family in AS_IN_VERSION_4 else ""
+
+    def plain(short: str, path: str) -> Target:
+        return _plain(weights[ours + short], theirs + path)
+
+    def named(*shorts: str) -> list[Weight]:
+        return [weights[ours + short] for short in shorts]
+
+    if "delta_net" in traits:
+        if config.family == "qwen3_next":
+            for short, of in (("in_proj_qkvz", ("in_qkv", "in_z")), ("in_proj_ba", ("in_b", "in_a"))):
+                yield _joined(f"{theirs}linear_attn.{short}", short, named(*of))
+        else:
+            yield from (plain(f"in_{which}", f"linear_attn.in_proj_{which}") for which in ("qkv", "z", "b", "a"))
+        yield plain("out_proj", "linear_attn.out_proj")
+    else:
+        yield from (plain(f"{which}_proj", f"self_attn.{which}_proj") for which in "qkvo")
+    if "experts" not in traits:
+        yield from (plain(short, f"{mlp}.{short}{as_parameter}") for short in OF_EXPERTS)
+        return
+    yield plain("router", weights[ours + "router"].huggingface.removeprefix(theirs))
+    for short, of in (
+        ("gate_up_proj", ("experts_gate_proj", "experts_up_proj")),
+        ("down_proj", ("experts_down_proj",)),
+    ):
+        turned = weights[ours + "experts_down_proj"].in_huggingface.turned
+        yield _experts(f"{theirs}{mlp}.experts.{short}", short, named(*of), turned=turned)
+    if "shared" in traits:
+        for short in OF_EXPERTS:
+            yield plain(f"shared_{short}", f"{mlp}.shared_expert.{short}{as_parameter}")
+    if "shared_gate" in traits:
+        yield plain("shared_gate", f"{mlp}.shared_expert_gate")
+
+
+def _plain(weight: Weight, path: str) -> Target:
+    """A matrix that is one everywhere."""
+    short, (n_out, n_in) = weight.name.rpartition(".")[2], weight.shape
+    if short == "embed_tokens":
+        n_out, n_in = n_in, n_out
+    gguf = Part(_tensor(weight), *_order_in_gguf(weight))
+    is_parameter = path.endswith(".weight")
+    return Target(weight.name, path, n_in, n_out, (Part(weight.name),), (gguf,), is_parameter)
+
+
+def _order_in_gguf(weight: Weight) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+    """The rows and columns of ours that a GGUF file holds in this order."""
+    if weight.interleaved_heads:
+        return _numbers(interleave(np.arange(weight.shape[0])[:, None], weight.interleaved_heads)[:, 0]), None
+    layout = weight.in_gguf
+    rows, columns = (None if at is None else _numbers(np.argsort(at.index())) for at in (layout.rows, layout.columns))
+    return rows, columns
+
+
+def _joined(path: str, short: str, of: list[Weight]) -> Target:
+    """One of the two matrices of Qwen3-Next; GGUF files have qkv and z apart, b and a joined as they are."""
+    rows = [_numbers(weight.in_huggingface.rows.index()) for weight in of if weight.in_huggingface.rows is not None]
+    parts = tuple(Part(weight.name, own) for weight, own in zip(of, rows, strict=True))
+    tensors = {_tensor(weight): own for weight, own in zip(of, rows, strict=True)}
+    gguf = tuple(Part(name, own if len(tensors) > 1 else None) for name, own in tensors.items())
+    prefix = of[0].name.rpartition(".")[0]
+    return Target(f"{prefix}.{short}", path, of[0].shape[1], sum(map(len, rows)), parts, gguf)
+
+
+def _experts(path: str, short: str, of: list[Weight], *, turned: bool) -> Target:
+    """A parameter that holds a matrix of every expert, gate and up joined."""
+    n_experts, n_out, n_in = of[0].shape
+    rows = [_numbers(np.arange(i * n_out, (i + 1) * n_out)) if len(of) > 1 else None for i in range(len(of))]
+    parts = tuple(Part(weight.name, own) for weight, own in zip(of, rows, strict=True))
+    gguf = tuple(Part(_tensor(weight), own) for weight, own in zip(of, rows, strict=True))
+    name = f"{of[0].name.rpartition('.')[0]}.experts_{short}"
+    return Target(name, path, n_in, n_out * len(of), parts, gguf, is_parameter=True, n_experts=n_experts, turned=turned)
+
+
+def _tensor(weight: Weight) -> str:
+    return weight.gguf.removesuffix(".weight")
+
+
+def _numbers(index: np.ndarray) -> tuple[int, ...]:
+    return tuple(index.tolist())

@@ -1,0 +1,13 @@
+"""Where a weight lies in the torch modules: as in transformers, but experts are one stack and decays are made."""
+
+from llorch.files.names import LAYER_WEIGHTS, MODEL_WEIGHTS, prefixes_of
+
+_WORDS = {"mlp": "mlp", "router": "gate", "e": ""}
+PATHS = {row.name: row.huggingface.format(**_WORDS).replace("..", ".") for row in (*MODEL_WEIGHTS, *LAYER_WEIGHTS)}
+PATHS["decay"] = "linear_attn.decay"
+
+
+def path_of(name: str) -> str:
+    """The attribute path of a weight by its canonical name."""
+    *layer, short = name.split(".")
+    return (prefixes_of(int(layer[1]))[2] if layer else "") + PATHS[short]

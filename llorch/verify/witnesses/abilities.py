@@ -1,0 +1,45 @@
+"""Which configurations an engine reads, computes otherwise, and so is no witness of: what llama.cpp cannot express.
+
+We compute what the configuration says, and leave the verdict to the other engine.
+"""
+
+import numpy as np
+
+from llorch.config import FAMILIES, ModelConfig
+from llorch.config.llamacpp import cannot_express
+from llorch.ops.delta_rule import L2_EPS
+
+
+def cannot_judge(engine: str, config: ModelConfig, n_tokens: int) -> str:
+    """Why an engine is no witness of runs of up to so many tokens; empty where it is one."""
+    if engine != "llamacpp":
+        return ""
+    if config.delta_net is not None and np.float32(config.rms_norm_eps) != np.float32(L2_EPS):  # llama.cpp#28068
+        return f"its delta nets take rms_norm_eps, {config.rms_norm_eps}, for the {L2_EPS} of their L2 norms, too"
+    if config.family == "qwen2_5_vl":  # a fault, not a choice: a later version of its file reads the key
+        return "its qwen2vl reads no attention.layer_norm_rms_epsilon, so that its norms add 0 to the mean square"
+    if pairs := unturned(config):  # a fault: transformers turns them, and models that see are trained with it
+        sections, left = (", ".join(map(str, listed)) for listed in (config.rope_sections, pairs))
+        return (
+            f"rope.dimension_sections is {sections}, by which it leaves pairs {left} of every head of a text unturned"
+        )
+    return cannot_express(config, n_tokens)
+
+
+def not_a_number(engine: str, family: str, stage: str) -> str:
+    """The fault by which an engine shows NaN of a stage, to be read behind that; empty where none is known."""
+    if (engine, family, stage) == ("llamacpp", "qwen2_moe", "shared_gate"):  # src/models/qwen2moe.cpp
+        return "; it computes sigmoid(x) as silu(x) / x, and a token has an x of 0"
+    return ""
+
+
+def unturned(config: ModelConfig) -> list[int]:
+    """Pairs of a head that llama.cpp gives to a fourth axis, on which every token of a text has the position 0.
+
+    Source: ggml `ops.cpp`, `ggml_mrope_cache_init`; llama.cpp `llama-graph.cpp`, `llm_graph_input_pos::set_input`.
+    """
+    if not (sections := config.rope_sections):
+        return []
+    period, mixed = sum(sections), FAMILIES[config.family].sections == "interleaved"
+    ends = [3 * end for end in sections[:3]] if mixed else [sum(sections[:3])] * 3
+    return [i for i in range(config.rotated // 2) if i % period >= ends[i % period % 3]]

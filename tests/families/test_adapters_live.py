@@ -1,0 +1,68 @@
+"""Adapters of experts and hybrids in other engines: PEFT on our folder, llama.cpp on our GGUF file, merged models."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from families import random_folder
+from family_adapters import family_adapter
+from random_adapters import logits_of
+
+from llorch.files import Weights, open_weights
+from llorch.lora.adapted_weights import AdaptedWeights
+from llorch.lora.adapter import Adapter
+from llorch.lora.base import identity_of
+from llorch.lora.gguf_format import read_lora_gguf, write_lora_gguf
+from llorch.lora.merge import MergedWeights
+from llorch.lora.merge_files import merge
+from llorch.lora.peft_format import write_peft
+
+pytestmark = pytest.mark.live
+FAMILIES = ("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "smollm3", "ministral3")
+IDS = [int(i) for i in np.random.default_rng(5).integers(0, 104, 70)]
+
+
+@pytest.fixture(params=FAMILIES)
+def base(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return random_folder(request.param, tmp_path / "base", 0)
+
+
+@pytest.fixture
+def weights(base: Path) -> Weights:
+    return open_weights(base)
+
+
+@pytest.fixture
+def adapter(weights: Weights) -> Adapter:
+    return family_adapter(weights.config)
+
+
+def assert_alike(got: np.ndarray, want: np.ndarray, limit: float) -> None:
+    assert np.abs(got - want).max() < limit * want.std()
+
+
+def test_llamacpp_makes_our_logits_with_our_file_and_what_is_read_back_means_the_same(weights, adapter, tmp_path):
+    from llorch.convert import convert
+    from llorch.verify.witnesses.llamacpp import logits_with_adapter
+
+    twin = convert(weights.path, tmp_path / "twin.gguf").target
+    write_lora_gguf(adapter, tmp_path / "adapter.gguf", weights.config)
+    ours, plain = logits_of(AdaptedWeights(weights, adapter), IDS), logits_of(weights, IDS)
+    assert np.abs(ours - plain).max() > ours.std()
+    assert_alike(logits_with_adapter(twin, tmp_path / "adapter.gguf", IDS), ours, 1e-4)
+    again = read_lora_gguf(tmp_path / "adapter.gguf", weights.config)
+    assert_alike(logits_of(AdaptedWeights(weights, again), IDS), ours, 1e-4)
+
+
+def test_merged_models_in_memory_and_on_disk_make_the_logits_of_the_adapter(weights, adapter, tmp_path):
+    write_peft(adapter, tmp_path / "adapter", base=identity_of(weights))
+    wide = weights.astype(np.float64)
+    ours = logits_of(AdaptedWeights(wide, adapter), IDS)
+    assert_alike(logits_of(MergedWeights(wide, adapter), IDS), ours, 1e-11)
+    for target in ("folder", "merged.gguf"):
+        done = merge(weights.path, tmp_path / "adapter", tmp_path / target)
+        written = open_weights(tmp_path / target)
+        assert_alike(logits_of(written.astype(np.float64), IDS), ours, 1e-4)
+        assert done.logits is not None
+        assert done.logits.error < 1e-3 * done.logits.spread < done.logits.effect  # of runs in float32
+        assert identity_of(written).config == identity_of(weights).config

@@ -1,0 +1,89 @@
+"""Adapters beside the torch modules of experts and hybrids: loss and gradients are those of the NumPy page."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from families import random_folder
+from family_adapters import SMALL, family_adapter
+
+from llorch.files import Weights, open_weights
+from llorch.ops.cross_entropy import shifted
+from llorch.pytorch.load import load_dense
+from llorch.pytorch.lora.adapters import activate, adapter_of, attach, detach, trainable_parameters
+from llorch.pytorch.train.forward import checkpoint_gradients, hidden_states
+from llorch.train.batch import IGNORED, Batch
+from llorch.train.numpy_step import loss_and_gradients
+
+pytestmark = pytest.mark.live  # transformers makes the models
+
+CPU = torch.device("cpu")
+KINDS = ("qwen2_moe", "qwen3_next", "qwen3_5_moe", "mistral", "smollm3", "ministral3")
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def weights(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Weights:
+    folder: Path = random_folder(request.param, tmp_path_factory.mktemp("base"), 0, **SMALL[request.param])
+    return open_weights(folder).astype(np.float64, keep=True)
+
+
+def batch_of(rng: np.random.Generator, weights: Weights, rows: list[list[int]]) -> Batch:
+    """Rows of documents of these lengths, padded; nothing is learned of the first tokens."""
+    width = max(map(sum, rows))
+    ids = rng.integers(0, weights.config.vocab_size, (len(rows), width))
+    positions, numbers = np.full((2, *ids.shape), -1)
+    for row, lengths in enumerate(rows):
+        positions[row, : sum(lengths)] = np.concatenate([np.arange(n) for n in lengths])
+        numbers[row, : sum(lengths)] = np.repeat(np.arange(len(lengths)), lengths)
+    return Batch(ids, np.where(positions < 2, IGNORED, ids), positions, numbers)
+
+
+def torch_loss(model, batch: Batch) -> torch.Tensor:
+    logits = model.lm_head(hidden_states(model, batch, CPU))
+    labels = torch.from_numpy(np.stack([shifted(row) for row in batch.labels]))
+    total = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    return total / batch.n_trained
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_a_step_has_the_loss_and_the_gradients_of_numpy(weights, rng, recomputed):
+    adapter = family_adapter(weights.config)
+    packed = weights.config.delta_net is None
+    batch = batch_of(rng, weights, [[9, 12], [17]] if packed else [[21], [17]])
+    loss, grads = loss_and_gradients(weights, adapter, [batch], label_smoothing=0.0)
+    model = load_dense(weights, dtype=torch.float64, device=CPU)
+    attach(model, adapter, trainable=True)
+    if recomputed:
+        checkpoint_gradients(model)
+    want = torch_loss(model, batch)
+    want.backward()
+    assert want.item() == pytest.approx(loss, rel=1e-11)
+    parameters = trainable_parameters(model)
+    assert parameters.keys() == grads.keys()
+    for name, parameter in parameters.items():
+        assert parameter.grad is not None, name
+        limit = 1e-10 * np.abs(grads[name]).max()
+        np.testing.assert_allclose(parameter.grad.numpy(), grads[name], rtol=0, atol=limit, strict=True, err_msg=name)
+
+
+def test_what_is_attached_is_given_back_and_taken_off(weights, rng):
+    adapter, model = family_adapter(weights.config), load_dense(weights, dtype=torch.float64, device=CPU)
+    batch = batch_of(rng, weights, [[11]])
+    with torch.no_grad():
+        plain = torch_loss(model, batch)
+        attach(model, adapter)
+        adapted = torch_loss(model, batch)
+        again = adapter_of(model)
+        assert {n: a.tobytes() for n, a in again.flat().items()} == {n: a.tobytes() for n, a in adapter.flat().items()}
+        activate(model, None)
+        assert torch_loss(model, batch) == plain != adapted
+        detach(model, "default")
+        assert torch_loss(model, batch) == plain
+
+
+def test_packed_documents_are_refused_where_a_state_would_go_on(tmp_path, rng):
+    weights = open_weights(random_folder("qwen3_5", tmp_path, 0, **SMALL["qwen3_5"]))
+    model = load_dense(weights, dtype=torch.float32, device=CPU)
+    with pytest.raises(ValueError, match="a delta net would remember one document of a row in the next"):
+        torch_loss(model, batch_of(rng, weights, [[5, 6]]))

@@ -1,0 +1,69 @@
+"""Adapters on random models of the families that are not dense, beside everything that PEFT trains there."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from random_adapters import random_adapter
+
+from llorch.config import ModelConfig
+from llorch.lora.adapter import Adapter
+from llorch.lora.config import names_of
+from llorch.lora.targets import targets_of
+
+# Two layers that have of each family what it has.
+SMALL: dict[str, dict[str, Any]] = {
+    "qwen2_moe": {"num_hidden_layers": 2, "mlp_only_layers": [0]},
+    "qwen3_moe": {"num_hidden_layers": 2, "mlp_only_layers": [0]},
+    "qwen3_next": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+    "qwen3_5": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+    "qwen3_5_moe": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+    "mistral": {"num_hidden_layers": 2, "sliding_window": 5},
+    "smollm3": {"num_hidden_layers": 2, "no_rope_layers": [0, 1]},
+    "ministral3": {"num_hidden_layers": 2},
+}
+
+
+def every_target(config: ModelConfig) -> dict[str, Any]:
+    """Settings of `LoraConfig` that name every matrix of the layers."""
+    inner = {name: t for name, t in targets_of(config).items() if name not in ("embed_tokens", "lm_head")}
+    return dict(names_of(inner, config))
+
+
+def family_adapter(config: ModelConfig, *, seed: int = 0, **settings: Any) -> Adapter:
+    """Random numbers beside every matrix of the layers; ranks and scales differ."""
+    ranks = {"v_proj": 2, "experts.down_proj": 4, "gate_up_proj": 2, "in_proj_qkvz": 5, "q_proj": 1}
+    alphas = {"gate_up_proj": 2.0, "o_proj": 7.0}
+    chosen = {"rank_pattern": ranks, "alpha_pattern": alphas} | every_target(config) | settings
+    return random_adapter(config, seed=seed, **chosen)
+
+
+def float64_peft(base: Path, adapter: Path) -> Any:
+    """PEFT's model of a folder with the adapter of another, trainable, to be run in `float64_everywhere`."""
+    import peft
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from llorch.verify.witnesses.float64_everywhere import float64_everywhere
+
+    with float64_everywhere(refuse=False):  # what rotations are made of is computed here
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64, attn_implementation="eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = peft.PeftModel.from_pretrained(model, adapter, is_trainable=True).eval()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.double()
+    if model.config.to_dict().get("num_experts") or model.config.to_dict().get("num_local_experts"):
+        model.get_base_model().set_experts_implementation("eager")  # pyright: ignore
+    return model
+
+
+def gradients_of(model: Any, adapter: Adapter) -> dict[str, np.ndarray]:
+    """Gradients by our names of a PEFT model that has gone backward; every trained parameter is one of ours."""
+    from llorch.lora.peft_format import _stored_names
+
+    found = {name.replace(".default", ""): p.grad.numpy() for name, p in model.named_parameters() if p.requires_grad}
+    names = _stored_names(adapter.config, adapter.targets)
+    assert found.keys() == set(names.values())
+    return {ours: found[theirs] for ours, theirs in names.items()}

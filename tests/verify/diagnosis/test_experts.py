@@ -1,0 +1,38 @@
+"""Diagnosis of dumps of mixtures of experts: a planted mistake is named, the order of experts says nothing."""
+
+import numpy as np
+import pytest
+from planted import golden_of
+from planted_dumps import dumped, everywhere, mistake, passes, wide
+
+from llorch.dumps.stage_dump import StageDump
+from llorch.stages import BY_NAME
+from llorch.verify.diagnosis.diagnose import diagnose
+
+GATED, PLAIN = "micro-qwen2-moe", "micro-qwen3-moe"
+PLANTED = [
+    (PLAIN, "router-input-not-normalised"), (PLAIN, "topk-one-too-far"), (PLAIN, "topk-weights-not-normalised"),
+    (PLAIN, "router-softmax-in-bfloat16"), (PLAIN, "experts-fused-rows-alternate"),
+    (PLAIN, "experts-by-rank"), (PLAIN, "moe-unweighted"),
+    (GATED, "topk-weights-normalised"), (GATED, "experts-gate-and-up-swapped"), (GATED, "moe-shared-ungated"),
+    (GATED, "shared-gate-without-sigmoid"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "name"), PLANTED)
+def test_a_planted_mistake_is_named(model: str, name: str) -> None:
+    planted = mistake(name, model)
+    found = diagnose(wide(model), dumped(model, passes(model), everywhere(planted, wide(model))))
+    assert found.findings[0].suspects[0].name == name
+    assert found.findings[0].key == f"l0.{planted.stages[0]}"
+
+
+@pytest.mark.parametrize("model", [GATED, PLAIN])
+def test_the_order_in_which_an_engine_writes_its_experts_down_says_nothing(model: str) -> None:
+    golden = golden_of(model)
+    trace = dict(golden.evidence["llamacpp"].traces["near"])
+    for name in trace:
+        axes = BY_NAME[name.rpartition(".")[2]].axes.split()
+        if "topk" in axes:
+            trace[name] = np.flip(trace[name], axis=axes.index("topk")).copy()
+    assert diagnose(wide(model), StageDump.of_arrays([golden.cases["near"]], trace)).findings == []

@@ -1,0 +1,53 @@
+"""Dumps of models whose layers treat positions each in its way: what was planted is named, in the layers it is in."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+from planted import golden_of, models_of
+from planted_dumps import BLOCKS, WHOLE, dumped, everywhere, mistake, passes, wide
+
+from llorch.architecture import Layer
+from llorch.stages import BY_NAME, key, keys
+from llorch.verify.diagnosis.diagnose import diagnose
+from llorch.verify.diagnosis.replay import Change
+from llorch.verify.mistakes import Mistake
+from llorch.verify.mistakes.layers import LAYERS
+from llorch.verify.mistakes.positions import POSITIONS
+from llorch.verify.mistakes.stage_inputs import StageInputs
+
+PLANTED = [pytest.param(each, model, id=f"{each.name}-{model}") for each in (*POSITIONS, *LAYERS)
+           for model in models_of(each)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("planted", "model"), PLANTED)
+def test_a_planted_mistake_is_named(planted: Mistake[StageInputs], model: str):
+    weights, stages = wide(model), [stage for stage in planted.stages if BY_NAME[stage].applies_to(wide(model).config)]
+    first = golden_of(model).cases[planted.cases[0]].first_position
+    change = everywhere(mistake(planted.name, model), weights)
+    found = diagnose(weights, dumped(model, passes(model, first_position=first), change)).findings
+    assert [suspect.name for each in found for suspect in each.suspects] == [planted.name]
+    assert found[0].key in {key(stage, planted.first_layer(stage, weights.config)) for stage in stages}
+
+
+TAKEN: dict[str, tuple[int, Callable[[Sequence[Layer], int], Layer]]] = {  # where a text begins; what layers are then
+    "rope-missing-one-layer-early": (0, lambda layers, i: layers[i - 1]),
+    "rope-in-every-layer": (0, lambda layers, i: layers[0]),
+    "chunk-ignored": (8188, lambda layers, i: replace(layers[i], chunk=None)),
+    "chunk-in-every-layer": (8188, lambda layers, i: replace(layers[i], chunk=8192)),
+    "temperature-in-every-layer": (8188, lambda layers, i: replace(layers[i], tempered=True)),
+}
+
+
+@pytest.mark.parametrize("shown", [WHOLE, pytest.param(BLOCKS, marks=pytest.mark.slow)], ids=["whole", "blocks"])
+@pytest.mark.parametrize("name", TAKEN)
+def test_an_engine_that_takes_layers_for_others_is_told_so(name: str, shown: Callable[[str], bool]):
+    """It runs as Llama 4 does, with another list of layers; stages that this model has not are not in its dump."""
+    model, (first, other) = "micro-llama4", TAKEN[name]
+    config = wide(model).config
+    layers = tuple(replace(other(config.layers, i), experts=layer.experts) for i, layer in enumerate(config.layers))
+    taken = Change(setting=lambda setting: replace(setting, config=replace(config, layers=layers)))
+    there = {place for place, _, _ in keys(config)}
+    dump = dumped(model, passes(model, first_position=first), taken, lambda place: place in there and shown(place))
+    (found,) = diagnose(wide(model), dump).findings
+    assert [suspect.name for suspect in found.suspects] == [name]

@@ -1,0 +1,50 @@
+"""A file of arrays of goldens."""
+
+import lzma
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load
+
+from llorch.builtin import goldens_folder
+from llorch.verify.golden_arrays import SUFFIX, read_arrays, write_arrays
+
+ARRAYS = {
+    "near/l0.attn_scores": np.array([[1.5, -np.inf], [-0.0, 2.0**-149]], np.float32),
+    "near/logits": np.arange(6, dtype=np.float64).reshape(2, 3).T / 3,
+    "near/generation": np.array([7, -1]),
+}
+
+
+def test_what_is_written_is_read_bit_for_bit(tmp_path: Path):
+    write_arrays(tmp_path / f"a{SUFFIX}", ARRAYS)
+    found = read_arrays(tmp_path / f"a{SUFFIX}")
+    assert [*found] == sorted(ARRAYS)
+    for name, array in ARRAYS.items():
+        assert (found[name].dtype, found[name].shape) == (array.dtype, array.shape)
+        assert found[name].tobytes() == array.tobytes()
+
+
+def test_a_stored_golden_is_safetensors_in_an_ordinary_xz_file():
+    path = goldens_folder() / "micro-llama" / f"truth{SUFFIX}"
+    with lzma.open(path, format=lzma.FORMAT_XZ) as file:
+        assert load(file.read()).keys() == read_arrays(path).keys()
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[:-9], lambda b: b[:99] + b"\0" + b[100:], lambda b: b"", lzma.compress])
+def test_a_damaged_file_is_refused(tmp_path: Path, damage):
+    file = tmp_path / f"a{SUFFIX}"
+    write_arrays(file, ARRAYS)
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(ValueError, match=rf"golden .*a{SUFFIX}: damaged: .*; run reference_outputs/regenerate\.py"):
+        read_arrays(file)
+
+
+def test_a_failed_write_leaves_what_was_there(tmp_path: Path):
+    file = tmp_path / f"a{SUFFIX}"
+    write_arrays(file, ARRAYS)
+    before = file.read_bytes()
+    with pytest.raises(Exception, match="object"):
+        write_arrays(file, {"x": np.array([object()])})
+    assert (file.read_bytes(), [*tmp_path.iterdir()]) == (before, [file])

@@ -1,0 +1,82 @@
+"""Random models with windows, without RoPE, with temperature, and Llama 4, judged by every engine that can."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from families import random_folder, twin
+
+from llorch.files import open_weights
+from llorch.verify.judge import FAIL, TIE
+from llorch.verify.models import unable_for, verify_live
+from llorch.verify.witnesses import ProducerName, open_producer
+
+pytestmark = pytest.mark.live
+BOTH: tuple[ProducerName, ...] = ("llamacpp", "transformers")
+IDS = [int(token) for token in np.random.default_rng(0).integers(3, 100, 30)]
+CASES = {
+    "mistral": ("mistral", {"sliding_window": 9, "num_hidden_layers": 2}, ("transformers",)),
+    "qwen2": ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}, ("transformers",)),
+    "smollm3": ("smollm3", {}, BOTH),
+    "smollm3-window": ("smollm3", {"use_sliding_window": True, "sliding_window": 9}, ("transformers",)),
+    "ministral3": ("ministral3", {}, BOTH),
+    "llama4": ("llama4", {"max_position_embeddings": 2**14}, BOTH),  # far: from 8188 on, where a chunk begins
+    "qwen3-vl": ("qwen3_vl", {}, BOTH),
+    "qwen2.5-vl": ("qwen2_5_vl", {}, ("transformers",)),
+    "llama4-chunks": ("llama4", {"attention_chunk_size": 16, "floor_scale": 8}, ("transformers",)),
+    "llama4-without-norm": ("llama4", {"use_qk_norm": False, "num_experts_per_tok": 2}, ("transformers",)),
+}
+
+
+def failures(path: Path, witnesses: tuple[ProducerName, ...]) -> list[str]:
+    rows = list(verify_live(path, IDS, witnesses))
+    assert {row.producer for row in rows if row.mode == "chained"} >= {*witnesses, "transformers-float64"}
+    return [f"{row.producer} {row.stage} {row.mode} {row.note}" for row in rows if row.verdict in (FAIL, TIE)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_random_folder_agrees_with_every_engine_that_can_judge_it(tmp_path: Path, name: str):
+    family, overrides, witnesses = CASES[name]
+    folder = random_folder(family, tmp_path / name, 0, **overrides)
+    assert failures(folder, witnesses) == []
+
+
+TWINS = ("smollm3", "ministral3", "llama4", "qwen3-vl")
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_its_twin_agrees_with_both_engines(tmp_path: Path, name: str):
+    family, overrides, _ = CASES[name]
+    path = twin(random_folder(family, tmp_path / name, 1, **overrides), tmp_path / f"{name}.gguf")
+    assert failures(path, BOTH) == []
+
+
+def test_where_the_engines_differ_llama_cpp_has_no_eps_in_qwen2vl(tmp_path: Path):
+    folder = random_folder("qwen2_5_vl", tmp_path / "vl", 0)
+    with open_producer("llamacpp", folder) as engine:
+        trace = engine.trace(IDS)
+    weights = open_weights(folder)
+    x, gain, eps = trace["embed"].astype(np.float64), weights["layers.0.attn_norm"], weights.config.rms_norm_eps
+    mean_square = np.square(x).mean(axis=-1, keepdims=True)
+    without, right = (x / np.sqrt(mean_square + added) * gain for added in (0.0, eps))
+    far = [np.abs(trace["l0.attn_norm"] - want).max() / np.abs(want).max() for want in (without, right)]
+    assert far[0] < 1e-6 < 1e-5 < far[1]
+    assert "layer_norm_rms_epsilon" in unable_for(BOTH, weights.config, IDS, 8)["llamacpp"]
+
+
+def test_where_the_engines_differ_llama_cpp_leaves_pairs_of_interleaved_sections_unturned(tmp_path: Path):
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}  # as 24, 20, 20 of the 8B model
+    path = twin(random_folder("qwen3_vl", tmp_path / "vl", 0, rope_parameters=rope), tmp_path / "vl.gguf")
+    traces = []
+    for name in BOTH:
+        with open_producer(name, path) as engine:
+            traces.append(engine.trace(IDS))
+    far = np.abs(traces[0]["l0.k_rope"] - traces[1]["l0.k_rope"]).max(axis=(0, 1))
+    assert {*np.flatnonzero(far > 1e-3)} == {7, 15}
+    assert "leaves pairs 7 of" in unable_for(BOTH, open_weights(path).config, IDS, 8)["llamacpp"]
+    assert failures(path, ("transformers",)) == []
+
+
+def test_the_text_of_a_file_whose_model_sees_is_judged_by_the_engine_that_can(tmp_path: Path):
+    path = twin(random_folder("qwen2_5_vl", tmp_path / "vl", 1), tmp_path / "vl.gguf")
+    assert failures(path, ("transformers",)) == []

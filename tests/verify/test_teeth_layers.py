@@ -1,0 +1,89 @@
+"""Teeth of what no golden holds: windows, short chunks, other ramps of YaRN; random models, judged by transformers."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from families import random_folder
+from planted import by_name, chain, first_failing, models_of
+from planted_dumps import dump_of, everywhere, mistake_in
+
+from llorch.dumps.stage_dump import StageDump, Tokens
+from llorch.stages import BY_NAME, key
+from llorch.verify.compare import measure
+from llorch.verify.diagnosis.diagnose import diagnose
+from llorch.verify.diagnosis.hypotheses import FAMILIES
+from llorch.verify.mistakes import STAGE_MISTAKES, Mistake
+from llorch.verify.mistakes.layers import LAYERS
+from llorch.verify.mistakes.stage_inputs import StageInputs, stage_inputs
+from llorch.verify.mistakes.variants import VISIBLE, made_wrong
+from llorch.verify.models import ask
+from llorch.verify.suites.forward import ForwardSuite
+from llorch.verify.witnesses import ProducerName
+
+pytestmark = pytest.mark.live
+ENGINE: ProducerName = "transformers"  # llama.cpp knows no windows and chunks of 8192 alone
+IDS = tuple(int(token) for token in np.random.default_rng(0).integers(3, 100, 30))
+MODELS = {
+    "mistral": ("mistral", {"sliding_window": 9, "num_hidden_layers": 2}),
+    "qwen2": ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+    "smollm3": ("smollm3", {}),
+    "ministral3": ("ministral3", {}),
+    "llama4": ("llama4", {"attention_chunk_size": 16, "floor_scale": 8}),
+}
+UNSHOWN = [mistake for mistake in STAGE_MISTAKES if not models_of(mistake)]
+
+
+@pytest.fixture(scope="module")
+def suites(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ForwardSuite]:
+    folder = tmp_path_factory.mktemp("layers")
+
+    def judged(path: Path) -> ForwardSuite:
+        shown = ask(path, IDS, (ENGINE,), text=None, say=lambda line: None, failed=None)
+        return ForwardSuite("m", shown.weights, shown.cases, shown.evidence, shown.truth)
+
+    return {name: judged(random_folder(family, folder / name, 0, **own)) for name, (family, own) in MODELS.items()}
+
+
+@pytest.mark.parametrize("mistake", dict.fromkeys((*UNSHOWN, *LAYERS)), ids=by_name)
+def test_it_goes_red_by_far_where_it_is_and_is_named(mistake: Mistake[StageInputs], suites: dict[str, ForwardSuite]):
+    able = [suite for suite in suites.values() if mistake.applies_to(suite.weights.config)]
+    assert able
+    for suite in able:
+        for name in (name for name in mistake.stages if BY_NAME[name].applies_to(suite.weights.config)):
+            place = name, mistake.first_layer(name, suite.weights.config)
+            assert alone(mistake, suite, *place) >= VISIBLE, place
+            trace = chain(mistake, suite.weights, suite.cases["near"], name)
+            assert first_failing(trace, suite, "near", ENGINE, 0) == place
+        assert named(mistake.name, suite) == [mistake.name]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_what_the_engine_shows_is_not_accused(model: str, suites: dict[str, ForwardSuite]):
+    suite = suites[model]
+    dump = StageDump.of_arrays([suite.cases["near"]], suite.evidence[ENGINE].traces["near"])
+    assert diagnose(suite.weights.astype(np.float64, keep=True), dump).findings == []
+
+
+@pytest.mark.parametrize("value", [5, 14])
+def test_a_window_of_another_size_is_recovered(value: int, suites: dict[str, ForwardSuite]):
+    weights = suites["mistral"].weights.astype(np.float64, keep=True)
+    window = next(family for family in FAMILIES if family.name == "mask-window").made(value, weights.config)
+    (found,) = diagnose(weights, dump_of(weights, [Tokens(IDS, 0)], everywhere(window, weights))).findings
+    assert (found.suspects[0].name, found.suspects[0].value) == ("mask-window", str(value))
+    assert "config says otherwise" in found.sentence
+
+
+def alone(mistake: Mistake[StageInputs], suite: ForwardSuite, stage: str, layer: int | None) -> float:
+    """By what factor it exceeds the limit where it is given what the engine showed."""
+    trace, place = suite.evidence[ENGINE].traces["near"], key(stage, layer)
+    inputs = stage_inputs(BY_NAME[stage], layer, suite.weights, suite.cases["near"], trace, reads=mistake.reads)
+    wrong = made_wrong(mistake, inputs, stage)
+    return measure(wrong, trace[place], masked=BY_NAME[stage].masked).over(suite.limits("near").isolated(place))
+
+
+def named(name: str, suite: ForwardSuite) -> list[str]:
+    """What a diagnosis calls it in a dump of a run that has it wherever it can be made."""
+    weights = suite.weights.astype(np.float64, keep=True)
+    dump = dump_of(weights, [Tokens(IDS, 0)], everywhere(mistake_in(name, weights), weights))
+    return [suspect.name for found in diagnose(weights, dump).findings for suspect in found.suspects]

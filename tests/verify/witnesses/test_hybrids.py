@@ -1,0 +1,130 @@
+"""Hybrids in both engines: every stage there is, whole and layer by layer, from folders and from llama.cpp's files."""
+
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from families import random_folder, twin
+
+from llorch.families.delta_net import heads
+from llorch.files import open_weights
+from llorch.stages import BY_NAME
+from llorch.verify.places import Pass
+from llorch.verify.runners.numpy import run
+from llorch.verify.witnesses import ProducerName, Trace, open_here
+from llorch.verify.witnesses.abilities import cannot_judge
+
+pytestmark = pytest.mark.live
+HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+IDS = tuple(np.random.default_rng(0).integers(3, 104, 70).tolist())  # more than a chunk of 64
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory):
+    @cache
+    def made(family: str) -> tuple[Path, Path]:
+        root = tmp_path_factory.mktemp(family)
+        folder = random_folder(family, root / "folder", seed=5)
+        return folder, twin(folder, root / "model.gguf")
+
+    return made
+
+
+def farthest(one: Trace, other: Trace) -> float:
+    assert one.keys() == other.keys()
+    distances = [0.0]
+    for name in one:
+        finite = np.isfinite(other[name])
+        assert (np.isfinite(one[name]) == finite).all(), name
+        if BY_NAME[name.rpartition(".")[2]].name == "topk_ids":
+            assert (np.sort(one[name]) == np.sort(other[name])).all(), name
+            continue
+        a, b = one[name][finite].astype(np.float64), other[name][finite].astype(np.float64)
+        distances.append(float(np.linalg.norm(a - b) / np.linalg.norm(b)))
+    return max(distances)
+
+
+@pytest.mark.parametrize("first_position", [0, 300])
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_what_engines_show_is_what_float64_computes(models, family: str, first_position: int):
+    folder, file = models(family)
+    with open_here("transformers", file, n_threads=1, dtype="float64") as engine:
+        assert engine.route.read == "llorch"
+        truth = engine.trace(IDS, first_position=first_position)
+    ours = run(open_weights(file).astype(np.float64), Pass(IDS, first_position))
+    assert farthest(ours, truth) < 1e-13
+    engines: list[tuple[ProducerName, Path]] = [("llamacpp", file), ("transformers", file), ("transformers", folder)]
+    for name, path in engines:
+        with open_here(name, path, n_threads=1) as engine:
+            assert farthest(engine.trace(IDS, first_position=first_position), truth) < 2e-5
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_layer_by_layer_it_is_the_same_model(models, family: str):
+    for path in models(family):
+        shown = []
+        for streamed in (False, True):
+            with open_here("transformers", path, n_threads=1, dtype="float64", streamed=streamed) as engine:
+                calls = [("trace", (IDS,), {}), ("greedy", (IDS, 4), {})]
+                shown.append(engine.together(calls))
+        assert farthest(shown[0][0], shown[1][0]) == 0
+        assert shown[0][1] == shown[1][1]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_the_text_part_of_a_model_that_sees_is_run_alone(tmp_path: Path, streamed: bool):
+    folder = random_folder("qwen3_5", tmp_path, seed=6, nested=True)
+    with open_here("transformers", folder, n_threads=1, dtype="float64", streamed=streamed) as engine:
+        truth = engine.trace(IDS)
+    assert farthest(run(open_weights(folder).astype(np.float64), Pass(IDS, 0)), truth) < 1e-13
+
+
+MADE_OF = {  # stage to those that are made of it
+    "l0.qkv_in": {"conv_out", "conv_state"},
+    "l0.conv_out": {"q_l2", "k_l2", "delta_out", "delta_state"},
+    "l0.k_l2": {"delta_out", "delta_state"},
+    "l0.q_l2": {"delta_out"},
+    "l0.b_in": {"beta"},
+    "l0.log_decay": {"delta_out", "delta_state"},
+    "l0.z_in": {"gated_norm"},
+    "l3.attn_context": {"attention", "attn_gated"},
+    "l3.attn_gate": {"attn_gated"},
+}
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
+def test_isolated_a_stage_moves_those_that_are_made_of_it(models, family: str):
+    folder, _ = models(family)
+    with open_here("transformers", folder, n_threads=1, dtype="float64") as engine:
+        golden = engine.trace(IDS)
+        for changed, moved in MADE_OF.items():
+            found = engine.isolated(IDS, golden | {changed: 1.25 * golden[changed]})  # pyright: ignore
+            wanted = {changed, *(f"{changed.partition('.')[0]}.{name}" for name in moved)}
+            assert {name for name, far in found.items() if far.error > 1e-9} == wanted
+
+
+def test_llamacpp_takes_the_eps_of_norms_for_that_of_lengths(tmp_path: Path):
+    """Where the engines differ (llama.cpp#28068): transformers has 1e-6, whatever rms_norm_eps is."""
+    folder = random_folder("qwen3_5", tmp_path / "folder", seed=7, rms_norm_eps=1e-3)
+    file = twin(folder, tmp_path / "model.gguf")
+    weights = open_weights(file)
+    assert "rms_norm_eps" in cannot_judge("llamacpp", weights.config, len(IDS))
+    assert cannot_judge("transformers", weights.config, len(IDS)) == ""
+    for name, path, eps in (("llamacpp", file, 1e-3), ("transformers", folder, 1e-6)):
+        with open_here(name, path, n_threads=1) as engine:  # pyright: ignore[reportArgumentType]
+            trace = engine.trace(IDS)
+        q, _, _ = heads(trace["l0.conv_out"].astype(np.float64), weights.config)
+        wanted = q / np.sqrt((q * q).sum(-1, keepdims=True) + eps)
+        np.testing.assert_allclose(trace["l0.q_l2"], wanted, rtol=0, atol=1e-6 * np.abs(wanted).max())
+        assert np.abs(wanted - q / np.sqrt((q * q).sum(-1, keepdims=True) + 1.001e-3 - eps)).max() > 1e-3
+
+
+def test_keys_and_values_of_different_widths_are_judged_by_transformers_alone(tmp_path: Path):
+    folder = random_folder("qwen3_next", tmp_path, seed=8, linear_key_head_dim=10, linear_value_head_dim=14)
+    weights = open_weights(folder)
+    assert "linear_value_head_dim 14" in cannot_judge("llamacpp", weights.config, len(IDS))
+    with open_here("transformers", folder, n_threads=1, dtype="float64") as engine:
+        truth = engine.trace(IDS)
+    assert truth["l0.delta_state"].shape == (6, 10, 14)
+    assert farthest(run(weights.astype(np.float64), Pass(IDS, 0)), truth) < 1e-13
