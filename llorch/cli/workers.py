@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 from llorch.threads import limited
 
 T = TypeVar("T")
+GRACE = 5.0  # seconds for a process to remove its temporary files
 Jobs = Mapping[Any, Callable[[], T]]  # by a name of theirs, in the order in which they are wanted
 
 
@@ -69,13 +70,23 @@ class Workers(Generic[T]):
         for process in self._processes:
             process.terminate()
         for process in self._processes:
-            process.join()
+            _see_off(process)
+
+
+def _see_off(process: BaseProcess) -> None:
+    """Wait until it ended; an exception that SIGTERM raised below a callback of a library in C never got far."""
+    for end in (process.terminate, process.terminate, process.kill):
+        process.join(GRACE)
+        if process.exitcode is not None:
+            return
+        end()
+    process.join()
 
 
 def _work(jobs: Jobs, channel: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whose Ctrl-C it is ends this process
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # so that temporary files are removed
     with suppress(EOFError, OSError), limited(1):
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # so that temporary files are removed
         while True:
             job = channel.recv()
             try:

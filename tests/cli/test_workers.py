@@ -4,6 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -54,3 +55,22 @@ def test_work_that_nobody_waits_for_is_ended_and_leaves_no_files(tmp_path: Path)
             time.sleep(0.01)
     assert time.monotonic() - began < 30
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("times", [1, 2, 1000])
+def test_a_process_that_does_not_heed_that_it_shall_end_is_told_again_and_then_killed(tmp_path, monkeypatch, times):
+    """As where the signal comes below a callback of a library in C: what it raises is printed there, and goes on."""
+    monkeypatch.setattr("llorch.cli.workers.GRACE", 0.5)
+
+    def deaf() -> int:
+        for n in range(times):
+            with suppress(SystemExit):
+                tmp_path.joinpath(f"{os.getpid()} {n}").touch()
+                time.sleep(60)
+        return 0
+
+    began = time.monotonic()
+    with Workers({1: deaf, 2: deaf}, 2):
+        while len(list(tmp_path.iterdir())) < 2:
+            time.sleep(0.01)
+    assert time.monotonic() - began < 30
