@@ -100,10 +100,13 @@ class LlorchTorch:
 class LlamaCpp:
     """llama.cpp as llama-cpp-python sets it up by default, on the CPU."""
 
-    def __init__(self, path: Path, n_threads: int) -> None:
-        """Load a GGUF file."""
-        from llama_cpp import Llama
+    def __init__(self, path: Path, n_threads: int, extra_buffers: bool = True) -> None:
+        """Load a GGUF file; with `extra_buffers` packed matrices are laid out anew for the processor, as for AMX."""
+        from llama_cpp import Llama, llama_cpp
 
+        default = llama_cpp.llama_model_default_params()
+        default.use_extra_bufts = extra_buffers
+        llama_cpp.llama_model_default_params = lambda: default  # `Llama` has no parameter for it
         self._llama = Llama(str(path), n_ctx=1024, n_threads=n_threads, n_threads_batch=n_threads, verbose=False)
 
     def prefill(self, ids: list[int]) -> None:

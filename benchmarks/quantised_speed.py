@@ -2,6 +2,7 @@
 
     python benchmarks/quantised_speed.py                   Qwen2.5-0.5B shape, random weights, 2 threads
     python benchmarks/quantised_speed.py --type Q4_0 --layers 4
+    python benchmarks/quantised_speed.py --no-extra-buffers    where llama.cpp ends by SIGSEGV, as it may with AMX
 
 llama.cpp makes the files. Ours runs them with matrices decoded at load and with matrices decoded at every use, each in
 plain float32 (exact) and with activations rounded as llama.cpp rounds them (ggml).
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import click
 from engines import Engine, Llorch, foreign
-from random_models import QWEN_05B, forget, random_model
+from random_models import SHAPES, forget, random_model
 from rounds import Samples, finish, interleave, machine, report, set_threads
 
 FILE_TYPES = {"Q8_0": 7, "Q4_0": 2, "Q4_K_M": 15}  # llama.cpp's llama_ftype
@@ -24,28 +25,32 @@ FILE_TYPES = {"Q8_0": 7, "Q4_0": 2, "Q4_K_M": 15}  # llama.cpp's llama_ftype
 
 @click.command(help=__doc__)
 @click.option("--type", "types", multiple=True, type=click.Choice(list(FILE_TYPES)), default=list(FILE_TYPES))
+@click.option("--shape", type=click.Choice(list(SHAPES)), default="dense", show_default=True)
 @click.option("--layers", default=24, show_default=True)
 @click.option("--threads", default=2, show_default=True)
 @click.option("--prompt", "prompts", multiple=True, default=[128], show_default=True, help="Tokens of a prefill.")
 @click.option("--decode", "n_decode", default=4, show_default=True, help="Tokens decoded per round.")
 @click.option("--rounds", default=5, show_default=True)
+@click.option("--extra-buffers/--no-extra-buffers", default=True, help="Layouts that llama.cpp makes for a processor.")
 @click.option("--json", "output", type=click.Path(path_type=Path), help="Write all samples here.")
 def main(
     types: tuple[str, ...],
+    shape: str,
     layers: int,
     threads: int,
     prompts: tuple[int, ...],
     n_decode: int,
     rounds: int,
+    extra_buffers: bool,
     output: Path | None,
 ) -> None:
     """Entry point."""
     samples: dict[str, dict[str, Samples]] = {}
     print(f"{machine()}; {threads} threads")
-    with random_model(QWEN_05B | {"num_hidden_layers": layers}) as folder:
+    with random_model(SHAPES[shape] | {"num_hidden_layers": layers}) as folder:
         for name in types:
             path = quantised(folder / "model.gguf", name, threads)
-            engines = engines_of(path, threads)
+            engines = engines_of(path, threads, extra_buffers)
             samples[name] = interleave(engines, prompts, n_decode, rounds)
             print(f"{name}, {path.stat().st_size / 1e9:.2f} GB")
             report(samples[name], [engine for engine in engines if engine != "llama.cpp"], ["llama.cpp"])
@@ -53,10 +58,10 @@ def main(
     if output is not None:
         output.write_text(json.dumps({"machine": machine(), "threads": threads, "samples": samples}))
     for name in types:
-        finish(samples[name], engines_of(Path(name), threads))
+        finish(samples[name], engines_of(Path(name), threads, extra_buffers))
 
 
-def engines_of(path: Path, n_threads: int) -> dict[str, Callable[[], Engine]]:
+def engines_of(path: Path, n_threads: int, extra_buffers: bool) -> dict[str, Callable[[], Engine]]:
     """What loads llama.cpp, and ours in both arithmetics and both residencies."""
     from llorch.numerics import EXACT, GGML
 
@@ -65,7 +70,7 @@ def engines_of(path: Path, n_threads: int) -> dict[str, Callable[[], Engine]]:
         for numerics in (EXACT, GGML)
         for residency in ("decoded", "packed")
     }
-    return {"llama.cpp": lambda: foreign("LlamaCpp", path, n_threads), **ours}
+    return {"llama.cpp": lambda: foreign("LlamaCpp", path, n_threads, extra_buffers), **ours}
 
 
 def quantised(source: Path, name: str, n_threads: int) -> Path:

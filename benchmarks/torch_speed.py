@@ -3,6 +3,7 @@
     python benchmarks/torch_speed.py                       Qwen2.5-0.5B shape, random weights, 2 threads
     python benchmarks/torch_speed.py --layers 4 --rounds 3 --what BF16
     python benchmarks/torch_speed.py --shape experts --layers 4 --what Q8_0 --what F32
+    python benchmarks/torch_speed.py --no-extra-buffers    where llama.cpp ends by SIGSEGV, as it may with AMX
     python benchmarks/torch_speed.py --folder DIR          a model of any family, in both formats: DIR/model.gguf is F32
 
 Every engine runs the same weights in the same dtype. llama.cpp makes the quantised files and runs them with its own
@@ -42,6 +43,7 @@ PAIRS = {
 @click.option("--prompt", "prompts", multiple=True, default=[128], show_default=True, help="Tokens of a prefill.")
 @click.option("--decode", "n_decode", default=24, show_default=True, help="Tokens decoded per round.")
 @click.option("--rounds", default=9, show_default=True)
+@click.option("--extra-buffers/--no-extra-buffers", default=True, help="Layouts that llama.cpp makes for a processor.")
 @click.option("--json", "output", type=click.Path(path_type=Path), help="Write all samples here.")
 def main(
     kinds: tuple[str, ...],
@@ -52,6 +54,7 @@ def main(
     prompts: tuple[int, ...],
     n_decode: int,
     rounds: int,
+    extra_buffers: bool,
     output: Path | None,
 ) -> None:
     """Entry point."""
@@ -61,7 +64,9 @@ def main(
     with random if given is None else nullcontext(given) as folder:
         for kind in kinds:
             path = file_of(folder, kind, threads)
-            samples[kind] = interleave(engines_of(kind, folder, path, threads), prompts, n_decode, rounds)
+            samples[kind] = interleave(
+                engines_of(kind, folder, path, threads, extra_buffers), prompts, n_decode, rounds
+            )
             print(f"\n{kind}, {path.stat().st_size / 1e9:.2f} GB")
             for ours, theirs in PAIRS[kind].items():
                 shown = {name: samples[kind][name] for name in (ours, *theirs) if name in samples[kind]}
@@ -89,12 +94,14 @@ def file_of(folder: Path, kind: str, n_threads: int) -> Path:
     return path
 
 
-def engines_of(kind: str, folder: Path, path: Path, n_threads: int) -> dict[str, Callable[[], Engine]]:
+def engines_of(
+    kind: str, folder: Path, path: Path, n_threads: int, extra_buffers: bool
+) -> dict[str, Callable[[], Engine]]:
     """What loads each engine of a comparison."""
     makers: dict[str, Callable[[str], Engine]] = {
         "llorch": lambda dtype: LlorchTorch(path, n_threads, dtype),
         "transformers": lambda dtype: foreign("Transformers", folder, n_threads, dtype),
-        "llama.cpp": lambda dtype: foreign("LlamaCpp", path, n_threads),
+        "llama.cpp": lambda dtype: foreign("LlamaCpp", path, n_threads, extra_buffers),
     }
     return {name: partial(makers[name.split()[0]], name.split()[-1]) for name in names_of(kind)}
 
