@@ -7,21 +7,22 @@ from llorch.errors import suggestion
 BUILTIN = ("micro-llama", "micro-llama3", "micro-qwen2", "micro-qwen3", "story")  # dense
 OTHERS = (  # of families with pages of their own
     "micro-qwen2-moe", "micro-qwen3-moe", "micro-qwen3.5", "micro-qwen3.5-moe", "micro-qwen3-next",
-    "micro-ministral3", "micro-llama4",
+    "micro-smollm3", "micro-ministral3", "micro-llama4",
 )  # fmt: skip
-EVERY = (*BUILTIN, *OTHERS)
+FOLDERS = ("micro-mistral",)  # with windows, which no GGUF file can say
+EVERY = (*BUILTIN, *OTHERS, *FOLDERS)
 DATA = ("pirate",)
 _PACKAGE = Path(__file__).parent
 
 
 def builtin_path(name: str) -> Path:
-    """The GGUF file of a built-in model, one of `EVERY`."""
+    """The GGUF file of a built-in model, one of `EVERY`; the Hugging Face folder of one of `FOLDERS`."""
     if name not in EVERY:
         raise FileNotFoundError(
             f"model {name!r}: no such file or folder, and not a built-in model ({', '.join(EVERY)})"
             + suggestion(name, EVERY)
         )
-    return _PACKAGE / "models" / f"{name}.gguf"
+    return _PACKAGE / "models" / (name if name in FOLDERS else f"{name}.gguf")
 
 
 def find_data(path_or_name: str) -> Path:

@@ -12,15 +12,15 @@ import itertools
 import sys
 from pathlib import Path
 
-from small_models import converted, gguf_file
-from small_models.check import check
+from small_models import converted, folder, gguf_file
+from small_models.check import check, check_folder
 from small_models.corpus import stories
 from small_models.provenance import note
 from small_models.shapes import RECIPES
 from small_models.training import train
 from small_models.vocabulary import train_vocabulary
 
-from llorch.builtin import OTHERS
+from llorch.builtin import FOLDERS, OTHERS
 
 MODELS = Path(__file__).resolve().parent.parent / "llorch" / "models"
 VOCABULARY_STORIES = 8000
@@ -31,7 +31,7 @@ def make(name: str, *, out: Path, steps: int | None, state: Path | None) -> None
 
     Args:
         name: Name of the recipe.
-        out: Folder for the GGUF file and `provenance.json`.
+        out: Folder for the file or folder and `provenance.json`.
         steps: Optimiser steps, None for the recipe's.
         state: Folder for states to resume from, or None.
     """
@@ -39,14 +39,17 @@ def make(name: str, *, out: Path, steps: int | None, state: Path | None) -> None
     texts = itertools.islice(stories(recipe.seed), VOCABULARY_STORIES)
     vocabulary = train_vocabulary(recipe.vocabulary, texts, size=recipe.config["vocab_size"])
     model, losses = train(name, recipe, vocabulary, state=state)
-    path = out / f"{name}.gguf"
-    if name in OTHERS:
+    path = out / (name if name in FOLDERS else f"{name}.gguf")
+    if name in FOLDERS:
+        folder.write(path, model, vocabulary)
+    elif name in OTHERS:
         converted.write(path, model, vocabulary.metadata)
     else:
         gguf_file.write(path, model, recipe, vocabulary.metadata)
-    difference = check(path, model, vocabulary.tokenizer, recipe)
-    note(path, recipe, losses, difference=difference)
-    print(f"{path}: {path.stat().st_size} bytes, llama.cpp within {difference:.1e}", file=sys.stderr)
+    reader = "transformers" if name in FOLDERS else "llamacpp"
+    difference = (check_folder if name in FOLDERS else check)(path, model, vocabulary.tokenizer, recipe)
+    note(path, recipe, losses, reader=reader, difference=difference)
+    print(f"{path}: {reader} within {difference:.1e}", file=sys.stderr)
 
 
 def main() -> None:

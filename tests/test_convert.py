@@ -9,7 +9,7 @@ from gguf import GGUFValueType, GGUFWriter
 from tiny_models import GGUF_METADATA, gguf_tensors, random_tensors, with_biases, write_folder
 from whole_folders import VOCABULARIES, write_whole_folder
 
-from llorch.builtin import EVERY, builtin_path
+from llorch.builtin import EVERY, FOLDERS, builtin_path
 from llorch.convert import convert
 from llorch.errors import FormatError
 from llorch.files import Weights, open_gguf, open_weights
@@ -40,7 +40,13 @@ def assert_same_tensors(got: Weights, want: Weights) -> None:
     assert all(got.array(name).tobytes() == want.array(name).tobytes() for name in want)
 
 
-@pytest.mark.parametrize("name", EVERY)
+def test_a_folder_with_windows_becomes_no_file(tmp_path: Path):
+    with pytest.raises(FormatError, match=r"another model to llama.cpp: it reads no sliding_window of mistral"):
+        convert(builtin_path("micro-mistral"), tmp_path / "a.gguf")
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", [name for name in EVERY if name not in FOLDERS])
 def test_a_file_becomes_a_folder_and_the_same_file_again(tmp_path: Path, name: str):
     source = builtin_path(name)
     convert(source, tmp_path / "folder")

@@ -168,8 +168,8 @@ def closing_line(counts: Mapping) -> str:
     if not closer["numpy"] or counts["failed"]:
         return line
     as_run, large = (_shares(closer[backend]) for backend in ("numpy", "numpy-float32"))
-    n_witnesses = min(len(names) for names in counts["witnesses"].values() if names)
-    others = "both producers" if n_witnesses > 1 else "the producer"
+    numbers = {len(names) for names in counts["witnesses"].values() if names}
+    others = {(1,): "the producer", (2,): "both producers"}.get(tuple(numbers), "each model's producers")
     return (
         f"{line}; our float32 at least as close to the truth as {others} at {as_run} of "
         f"{closer['numpy']['all']['places']} (stage, layer, model) rows, chained; with every sum in float32, "

@@ -325,7 +325,10 @@ def _require_there(path: Path) -> Path:
 
 
 def sha256(path: Path) -> str:
-    """Hash of a file's bytes."""
+    """Hash of a file's bytes, or of the names and hashes of a folder's files."""
+    if path.is_dir():
+        files = "".join(f"{file.name} {sha256(file)}\n" for file in sorted(path.iterdir()))
+        return hashlib.sha256(files.encode()).hexdigest()
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

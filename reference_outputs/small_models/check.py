@@ -1,6 +1,7 @@
-"""A new file is only good when llama.cpp reads the same tokens and the same logits from it."""
+"""A new model is only good when an engine reads the same tokens and the same logits from it as were trained."""
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 
 import llama_cpp
@@ -40,17 +41,46 @@ def check(path: Path, model: transformers.PreTrainedModel, tokenizer: Tokenizer,
         str(path), n_ctx=256, logits_all=True, verbose=False, n_threads=1, flash_attn=False,
         type_k=llama_cpp.GGML_TYPE_F32, type_v=llama_cpp.GGML_TYPE_F32,
     )  # fmt: skip
+    return _compared(
+        path, model, tokenizer, recipe,
+        encode=lambda text: engine.tokenize(text.encode(), add_bos=True, special=False),
+        run=lambda ids: _logits(engine, ids),
+    )  # fmt: skip
+
+
+def check_folder(path: Path, model: transformers.PreTrainedModel, tokenizer: Tokenizer, recipe: Recipe) -> float:
+    """The same of a folder, which transformers reads."""
+    again = type(model).from_pretrained(path).eval()
+    words = transformers.AutoTokenizer.from_pretrained(path)
+    return _compared(
+        path, model, tokenizer, recipe,
+        encode=lambda text: words(text)["input_ids"],
+        run=lambda ids: _logits_of(again, ids),
+    )  # fmt: skip
+
+
+def _compared(
+    path: Path, model: transformers.PreTrainedModel, tokenizer: Tokenizer, recipe: Recipe, *,
+    encode: Callable[[str], list[int]], run: Callable[[list[int]], np.ndarray],
+) -> float:  # fmt: skip
     texts = list(itertools.islice(stories(recipe.seed + 1000), 50))
     for text in [*texts, *_ODD_TEXTS]:
-        ours, theirs = tokenizer.encode(text).ids, engine.tokenize(text.encode(), add_bos=True, special=False)
+        ours, theirs = tokenizer.encode(text).ids, encode(text)
         if ours != theirs:
-            raise ValueError(f"{path.name}: {text!r} is {ours} here and {theirs} in llama.cpp")
+            raise ValueError(f"{path.name}: {text!r} is {ours} here and {theirs} in the engine")
     ids = tokenizer.encode(texts[0]).ids[:64]
-    engine.eval(ids)
-    theirs = np.array(engine.scores[: len(ids)], np.float64)
-    with torch.no_grad():
-        ours = model(torch.tensor([ids])).logits[0].double().numpy()
+    ours, theirs = _logits_of(model, ids), run(ids)
     distance = float(np.linalg.norm(ours - theirs) / np.linalg.norm(ours))
     if not distance < _TOLERANCE:
-        raise ValueError(f"{path.name}: llama.cpp's logits lie {distance:.1e} away, expected under {_TOLERANCE}")
+        raise ValueError(f"{path.name}: the engine's logits lie {distance:.1e} away, expected under {_TOLERANCE}")
     return distance
+
+
+def _logits(engine: llama_cpp.Llama, ids: list[int]) -> np.ndarray:
+    engine.eval(ids)
+    return np.array(engine.scores[: len(ids)], np.float64)
+
+
+def _logits_of(model: transformers.PreTrainedModel, ids: list[int]) -> np.ndarray:
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0].double().numpy()

@@ -146,6 +146,20 @@ RECIPES = {
             rope=_PARTIAL, context=32768,
         ),
     ),
+    "micro-smollm3": Recipe(
+        family="smollm3", vocabulary="llama-bpe", seed=11, steps=300, embedding_rate=1.0,
+        config={"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None} | _shape(
+            hidden=20, inter=28, layers=4, heads=4, kv_heads=2, head_dim=8, vocab=275, tied=True, eps=1e-6,
+            rope={"rope_type": "default", "rope_theta": 2e6}, context=65536,
+        ),
+    ),
+    "micro-mistral": Recipe(
+        family="mistral", vocabulary="llama-bpe", seed=14, steps=250,
+        config={"sliding_window": 19, "bos_token_id": 268, "eos_token_id": 269, "pad_token_id": None} | _shape(
+            hidden=20, inter=28, layers=2, heads=4, kv_heads=2, head_dim=8, vocab=273, tied=False, eps=1e-5,
+            rope={"rope_type": "default", "rope_theta": 1e4}, context=32768,
+        ),
+    ),
     "micro-ministral3": Recipe(
         family="ministral3", vocabulary="llama-bpe", seed=12, steps=250,
         config={"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None} | _shape(

@@ -51,7 +51,8 @@ def test_every_built_in_model_agrees_with_its_goldens():
     result = spawn("verify")
     assert result.returncode == 0, result.stdout
     for name in EVERY:
-        lines = result.stdout.split(f"{name}\n")[1].split("\n\n")[0].splitlines()
+        text = re.split(rf"^{name}(?:   one witness: transformers)?\n", result.stdout, flags=re.MULTILINE)[1]
+        lines = text.split("\n\n")[0].splitlines()
         table = [line for line in lines if line[:2].isdigit()]
         config = open_weights(builtin_path(name)).config
         numbers = (*checkpoints_of(config), *(TRAINING if name in MODELS else ()))
@@ -60,7 +61,7 @@ def test_every_built_in_model_agrees_with_its_goldens():
     assert "13  quantised" in result.stdout.split("quantised   one witness: llamacpp\n")[1]
     last = result.stdout.splitlines()[-1]
     assert last.startswith(f"{len(EVERY) + 1} models, ")
-    assert " 0 failed; our float32 at least as close to the truth as both producers at " in last
+    assert " 0 failed, 1 witness left out that cannot judge; our float32 at least as close to the truth as each" in last
     figures = (REPOSITORY / "benchmarks/README.md").read_text()
     (n_rows, n_places) = re.findall(r"(\d+) comparisons.* of (\d+) \(stage, layer, model\) rows", last)[0]
     assert f"{n_rows} comparisons, all pass" in figures

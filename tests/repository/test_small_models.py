@@ -1,4 +1,3 @@
-import hashlib
 import importlib
 import itertools
 import json
@@ -9,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llorch.builtin import EVERY
+from llorch.builtin import EVERY, FOLDERS, builtin_path
 from llorch.files import GGUFFile, Weights, open_weights
+from llorch.verify.goldens import sha256
 
 REPOSITORY = Path(__file__).parents[2]
 MODELS = REPOSITORY / "llorch" / "models"
@@ -44,16 +44,21 @@ def gains(model: Weights) -> dict[str, np.ndarray]:
     return {name: array for name, array in model.items() if name.endswith("_norm")}
 
 
-def test_all_models_together_stay_under_15_megabytes():
-    sizes = {name: (MODELS / f"{name}.gguf").stat().st_size for name in EVERY}
-    assert sum(sizes.values()) < 15e6
+def test_all_models_together_stay_under_16_megabytes():
+    sizes = {name: entry["bytes"] for name, entry in PROVENANCE.items()}
+    assert sum(sizes.values()) < 16e6
     assert sizes["story"] < 9e6
     assert max(sizes[name] for name in MICRO) < 1.4e6
 
 
 def test_files_are_the_ones_the_provenance_speaks_of():
-    found = {path.stem: hashlib.sha256(path.read_bytes()).hexdigest() for path in MODELS.glob("*.gguf")}
-    assert found == {name: entry["sha256"] for name, entry in PROVENANCE.items()}
+    assert {path.name for path in MODELS.iterdir()} == {builtin_path(name).name for name in EVERY} | {"provenance.json"}
+    assert {name: sha256(builtin_path(name)) for name in EVERY} == {
+        name: entry["sha256"] for name, entry in PROVENANCE.items()
+    }
+    for name, entry in PROVENANCE.items():
+        path = builtin_path(name)
+        assert entry["bytes"] == sum(one.stat().st_size for one in ([path] if path.is_file() else path.iterdir()))
 
 
 def test_provenance_names_script_seed_steps_and_losses():
@@ -63,7 +68,8 @@ def test_provenance_names_script_seed_steps_and_losses():
         assert entry["recipe"]["seed"] > 0
         assert entry["recipe"]["steps"] >= 100
         assert entry["final_loss"] < (0.3 if name in ALL else 0.5) * entry["first_loss"]  # others are trained briefly
-        assert entry["llamacpp_relative_difference"] < 1e-5
+        reader = "transformers" if name in FOLDERS else "llamacpp"
+        assert entry[f"{reader}_relative_difference"] < 1e-5
 
 
 def test_dimensions_are_pairwise_different(model: Weights):

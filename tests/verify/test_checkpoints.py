@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from stored_rows import forward_rows
 
-from llorch.builtin import EVERY, builtin_path
+from llorch.builtin import EVERY, FOLDERS, builtin_path
 from llorch.config import ModelConfig
 from llorch.files import open_weights
 from llorch.stages import BY_NAME, CHECKPOINTS, STAGES
@@ -39,9 +39,10 @@ def expected(model: str) -> dict[Key, Judged]:
     config = open_weights(builtin_path(model)).config
     found: dict[Key, Judged] = {
         ("00", model, "tensors"): {("exact", "reader", "numpy")},
-        ("00", model, "token_ids"): {("exact", "llamacpp", "numpy")},
+        ("00", model, "token_ids"): {("exact", "transformers" if model in FOLDERS else "llamacpp", "numpy")},
     }
-    for producer, backend in (*product(PRODUCERS, BACKENDS), (WITNESS, FLOAT64)):
+    producers = ("transformers",) if model in FOLDERS else PRODUCERS
+    for producer, backend in (*product(producers, BACKENDS), (WITNESS, FLOAT64)):
         for number, stage, mode in places(config):
             found.setdefault((number, model, stage), set()).add((mode, producer, backend))
     return found

@@ -121,7 +121,7 @@ def index_blocks(
     Returns:
         Name to Markdown.
     """
-    witnesses = {line for golden in goldens.values() for line in _witnesses(golden)}
+    witnesses = {line for name, golden in goldens.items() for line in _witnesses(name, golden)}
     lines = (
         [number, f"[{name}]({number}_{name}/README.md)", _compared(number, rows), str(len(of_checkpoint(number)) or "")]
         for number, name in names.items()
@@ -212,12 +212,13 @@ def _compared(number: str, rows: Sequence[Row]) -> str:
     return named + ("; every stage again, in two passes" if number == "03" else "")
 
 
-def _witnesses(golden: Golden) -> list[str]:
-    engines = golden.provenance["engines"]
+def _witnesses(model: str, golden: Golden) -> Iterator[str]:
+    engines, machine = golden.provenance["engines"], golden.provenance["machine"]
     assert isinstance(engines, Mapping)
-    ggml, torch = engines["llamacpp"], engines["transformers"]
-    machine = golden.provenance["machine"]
-    return [
-        f"llama.cpp: llama-cpp-python {ggml['llama_cpp_python']}, ggml {ggml['ggml']}, {machine}: {ggml['system']}",
-        f"transformers {torch['transformers']}: torch {torch['torch']}, {machine}, {torch['cpu_capability']}",
-    ]
+    for name, reason in golden.cannot_judge.items():
+        yield f"{ENGINES[name]} is no witness of {model}: {reason}"
+    if ggml := engines.get("llamacpp"):
+        versions = f"llama-cpp-python {ggml['llama_cpp_python']}, ggml {ggml['ggml']}"
+        yield f"llama.cpp: {versions}, {machine}: {ggml['system']}"
+    if torch := engines.get("transformers"):
+        yield f"transformers {torch['transformers']}: torch {torch['torch']}, {machine}, {torch['cpu_capability']}"
