@@ -164,6 +164,18 @@ def test_an_error_goes_through_a_stage_as_it_was_derived(op, inputs: list[str], 
     assert least <= np.sqrt(np.square(made).sum() / 50 / spread[output].sum()) <= 1.1
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_an_error_that_all_tokens_share_goes_through_attention_whole_in_half_precision(dtype: Any):
+    """A weight that is rounded is off by the same for all of them, and a mean over 19 tokens does not shrink that."""
+    weights, golden = stored("micro-mistral")
+    trace = golden.evidence["transformers"].traces["near"]
+    made = variances(weights, golden.cases["near"], trace, lambda key: ARITHMETICS[dtype])
+    spread = {name: array[CHAINED] for name, array in made}
+    off = np.sqrt(spread["l1.v_cache"]).repeat(weights.config.group_size, axis=0)
+    shared = np.float64(trace["l1.attn_probs"]) @ off
+    assert 0.5 <= np.sqrt(np.square(shared).sum() / spread["l1.attn_context"].sum()) <= 1
+
+
 def test_limits_are_made_of_the_golden_and_not_of_what_ours_computes(monkeypatch: pytest.MonkeyPatch):
     for place in ("llorch.families.forward", "llorch.verify.runners.numpy.forward"):
         monkeypatch.setattr(place, None)
