@@ -38,6 +38,7 @@ class Family:
     adjacent_pairs: bool = False  # so do Hugging Face folders
     sections: Literal["", "halves", "interleaved"] = ""  # RoPE of three axes, all equal for text
     text_of: str = ""  # model type of the whole that it is the text part of
+    in_whole: tuple[str, str] = ("", "")  # what paths of modules begin with in the text part alone, and in the whole
     ffn_norm: str = "ffn_norm"  # of GGUF files
     mlp: str = "mlp"  # of Hugging Face folders
     factors: bool = False  # llama.cpp reads rope_freqs.weight
@@ -51,6 +52,7 @@ _HYBRID: dict[str, Any] = {
 }  # fmt: skip
 _EXPERTS: dict[str, Any] = {"experts": True, "shared": True, "norm_topk_prob": True}
 _LLAMA: dict[str, Any] = {"paired_rows": True, "factors": True}
+_BESIDE_EYES: dict[str, Any] = {"in_whole": ("model.", "model.language_model.")}
 
 MOST_LAYERS = 512
 
@@ -71,11 +73,12 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3_next": Family(gguf="qwen3next", classes="Qwen3Next", n_kv_heads=2, **_HYBRID, **_EXPERTS),
     "qwen3_5": Family(
-        gguf="qwen35", classes="Qwen3_5", n_kv_heads=4, text_of="qwen3_5", sections="interleaved", **_HYBRID
+        gguf="qwen35", classes="Qwen3_5", n_kv_heads=4, text_of="qwen3_5", sections="interleaved", **_BESIDE_EYES,
+        **_HYBRID,
     ),
     "qwen3_5_moe": Family(
         gguf="qwen35moe", classes="Qwen3_5Moe", n_kv_heads=2, text_of="qwen3_5_moe", sections="interleaved",
-        **_HYBRID, **_EXPERTS,
+        **_BESIDE_EYES, **_HYBRID, **_EXPERTS,
     ),
     "smollm3": Family(
         gguf="smollm3", classes="SmolLM3", n_kv_heads=4, rope_theta=2e6, tied=True, window="asked", paired_rows=True
@@ -86,15 +89,16 @@ FAMILIES: dict[str, Family] = {
     ),
     "llama4": Family(
         gguf="llama4", classes="Llama4", n_kv_heads=8, head_dim=128, context=131072, rope_theta=5e5, experts=True,
-        shared=True, adjacent_pairs=True, text_of="llama4", mlp="feed_forward", factors=True,
+        shared=True, adjacent_pairs=True, text_of="llama4", in_whole=("", "language_model."), mlp="feed_forward",
+        factors=True,
     ),
     "qwen2_5_vl": Family(
         gguf="qwen2vl", classes="Qwen2_5_VL", n_kv_heads=8, rope_theta=1e6, window="late", sections="halves",
-        text_of="qwen2_5_vl", **_QWEN2,
+        text_of="qwen2_5_vl", **_BESIDE_EYES, **_QWEN2,
     ),
     "qwen3_vl": Family(
         gguf="qwen3vl", classes="Qwen3VL", context=128000, rope_theta=5e5, sections="interleaved", text_of="qwen3_vl",
-        **_QWEN3,
+        **_BESIDE_EYES, **_QWEN3,
     ),
 }  # fmt: skip
 BY_MODEL_TYPE = {name: name for name, family in FAMILIES.items() if not family.text_of} | {

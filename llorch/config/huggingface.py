@@ -78,6 +78,7 @@ def read(values: Mapping[str, object], path: str | Path) -> dict[str, Any]:
             "rotary_dim": rotary_dim,
             "adjacent_pairs": family.adjacent_pairs,
             "temperature": _temperature(fields, rope, name, context) if tempered else None,
+            "part_of_whole": whole.text("model_type") in BY_WHOLE,
         }
 
 

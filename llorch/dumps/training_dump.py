@@ -25,6 +25,7 @@ import numpy as np
 
 from llorch.dumps.raw import RawArray, RawDump
 from llorch.dumps.training_rows import documents_of, placed
+from llorch.files.names import path_alone
 from llorch.lora.adapter import LORA_A, LORA_B, MAGNITUDE, Adapter
 from llorch.train.batch import Batch
 
@@ -220,7 +221,7 @@ def _split(name: str, micro: int) -> tuple[int, int, str]:
 
 
 def _plain(name: str) -> str:
-    return name.removesuffix(".weight").replace(".default", "").replace("base_model.model.", "", 1)
+    return path_alone(name.removesuffix(".weight").replace(".default", "").replace("base_model.model.", "", 1))
 
 
 def _tensor_names(adapter: Adapter) -> dict[str, str]:

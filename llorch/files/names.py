@@ -106,6 +106,8 @@ LAYER_WEIGHTS = (
     ),
 )  # fmt: skip
 
+_FORMS = sorted({family.in_whole for family in FAMILIES.values() if family.text_of})
+
 
 @dataclass(frozen=True, slots=True)
 class Weight:
@@ -152,6 +154,23 @@ def inventory(config: ModelConfig) -> dict[str, Weight]:
 def prefixes_of(layer: int) -> tuple[str, str, str]:
     """What the names of a layer's weights begin with: ours, in GGUF files, in Hugging Face folders."""
     return f"layers.{layer}.", f"blk.{layer}.", f"model.layers.{layer}."
+
+
+def path_in_whole(path: str, in_whole: tuple[str, str]) -> str:
+    """Where a module of the text part alone is in the model that sees, too; `in_whole` is what its family says."""
+    alone, whole = in_whole
+    return whole + path.removeprefix(alone) if path.startswith(alone) else path
+
+
+def form_of(path: str) -> tuple[str, str]:
+    """The `in_whole` by which a path is one of the text part in a model that sees, too; two empty ones if it is not."""
+    return next((form for form in _FORMS if path.startswith(form[1])), ("", ""))
+
+
+def path_alone(path: str) -> str:
+    """Where a module or tensor of a model that sees, too, is in the text part alone; others keep their path."""
+    alone, whole = form_of(path)
+    return alone + path.removeprefix(whole)
 
 
 def _laid_out(weight: Weight, short: str, config: ModelConfig, family: Family) -> Weight:

@@ -11,7 +11,7 @@ from llorch.config.families import BY_WHOLE
 from llorch.errors import ErrorCode, FormatError
 from llorch.files.folder import PICKLE_SUFFIXES, SafetensorsFolder, file_inside
 from llorch.files.gguf import GGUFFile, StringArray, open_gguf
-from llorch.files.names import Weight, as_found, inventory
+from llorch.files.names import Weight, as_found, inventory, path_alone
 from llorch.files.strict_json import read_json
 from llorch.files.weights import Slot, Weights
 
@@ -91,7 +91,7 @@ def _open_huggingface(path: Path) -> Weights:
     config = ModelConfig.from_huggingface(values, path=path / "config.json")
     folder = SafetensorsFolder(path)
     try:
-        plain = {_plain(name): name for name in folder.tensors}
+        plain = {path_alone(name): name for name in folder.tensors}
         slots = {name: _in_folder(as_found(weight, plain), plain) for name, weight in inventory(config).items()}
         ignored = _not_text(folder, config, sees="text_config" in values or values["model_type"] in BY_WHOLE)
         head = plain.get("lm_head.weight")
@@ -117,14 +117,6 @@ def ids_of_images(weights: Weights) -> dict[int, str]:
     values = _read_config(weights.source.path)
     found = ((values.get(key), key) for key in _IMAGE_KEYS)
     return {token_id: key for token_id, key in found if isinstance(token_id, int)}
-
-
-def _plain(name: str) -> str:
-    """The name that a tensor has in a folder of the text part alone."""
-    for prefix in ("language_model.model.", "model.language_model."):
-        if name.startswith(prefix):
-            return "model." + name.removeprefix(prefix)
-    return name.removeprefix("language_model.")
 
 
 def _in_folder(weight: Weight, plain: Mapping[str, str]) -> Slot:

@@ -47,6 +47,11 @@ class Adapter:
         """Trained numbers."""
         return sum(array.size for array in self.flat().values())
 
+    @property
+    def of_whole(self) -> bool:
+        """Whether a PEFT directory names its modules as in a model that sees, too."""
+        return any(target.whole_path for target in self.targets.values())
+
     def scaling(self, name: str) -> float:
         """What the product of one matrix's adapter is multiplied with."""
         return self._scalings[name]

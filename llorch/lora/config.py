@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import regex
 
 from llorch.config import ModelConfig
-from llorch.lora.targets import OF_EXPERTS, ROUTERS, Target, targets_of
+from llorch.lora.targets import OF_EXPERTS, ROUTERS, Target, in_whole, targets_of
 
 Number = TypeVar("Number", int, float)
 _MATCH_SECONDS = 1.0
@@ -131,6 +131,53 @@ def names_of(targets: Mapping[str, Target], model: ModelConfig) -> dict[str, Any
         same = not any(_ends(path, end) for path in others for end in ends)
         found[name] = tuple(sorted(ends if same else paths))
     return found
+
+
+def from_whole(config: LoraConfig, model: ModelConfig, form: tuple[str, str]) -> LoraConfig:
+    """A configuration in names of the text part alone; the given one is in those of a model that sees, too.
+
+    `form` is what the family of that says. Modules that are none of the text part are left out; ValueError if no other
+    is left.
+    """
+    targets = in_whole(targets_of(model), form)
+    seen = {name: replace(target, path=target.whole_path) for name, target in targets.items()}
+    chosen = {name: targets[name] for name, target in seen.items() if config._takes(target)}
+    if not chosen:
+        raise ValueError(f"lora config: target_modules {config.target_modules!r:.80} fit no matrix of the text part")
+    patterns = patterns_of(config, {targets[name].path: seen[name] for name in chosen})
+    return replace(config, **names_of(chosen, model), **patterns, exclude_modules=(), layers_to_transform=None)
+
+
+def patterns_of(config: LoraConfig, targets: Mapping[str, Target]) -> dict[str, Any]:
+    """`rank_pattern` and `alpha_pattern` that give each target, by another path, what a configuration gives it.
+
+    Those of the configuration where they do.
+    """
+    moved = [(replace(target, path=path), target) for path, target in targets.items()]
+    if all(config.rank_of(a) == config.rank_of(b) and config.alpha_of(a) == config.alpha_of(b) for a, b in moved):
+        return {"rank_pattern": dict(config.rank_pattern), "alpha_pattern": dict(config.alpha_pattern)}
+    ranks = {re.escape(path): config.rank_of(target) for path, target in targets.items()}
+    alphas = {re.escape(path): config.alpha_of(target) for path, target in targets.items()}
+    return {
+        "rank_pattern": {path: rank for path, rank in ranks.items() if rank != config.r},
+        "alpha_pattern": {path: alpha for path, alpha in alphas.items() if alpha != config.lora_alpha},
+    }
+
+
+def pattern_of(paths: Iterable[str]) -> str:
+    """A regex for these modules and no others; those that the same layers have stand together."""
+    layers: dict[tuple[str, str], list[str]] = {}
+    for path in paths:
+        before, of_layers, rest = path.partition(".layers.")
+        number, _, end = rest.partition(".")
+        layers.setdefault((re.escape(before + of_layers), end), []).append(number)
+    ends: dict[tuple[str, str], list[str]] = {}
+    for (before, end), numbers in layers.items():
+        ends.setdefault((before, "|".join(numbers)), []).append(re.escape(end))
+    return "|".join(
+        rf"{before}({numbers})\.({'|'.join(of_these)})" if numbers else before
+        for (before, numbers), of_these in ends.items()
+    )
 
 
 def modules(targets: Iterable[Target]) -> list[Target]:

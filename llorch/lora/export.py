@@ -19,7 +19,7 @@ from llorch.lora.config import LoraConfig, names_of
 from llorch.lora.files import adapter_for, read_adapter, recorded_base
 from llorch.lora.gguf_format import common_alpha, write_lora_gguf
 from llorch.lora.peft_config import CONFIG_FILE
-from llorch.lora.peft_format import BASE_FILE, TENSOR_FILE, write_peft
+from llorch.lora.peft_format import BASE_FILE, OF_WHOLE, TENSOR_FILE, write_peft
 from llorch.write_checks import check_places, size_of
 
 
@@ -59,10 +59,16 @@ def export(
         read = plain_adapter(read, weights.config)
     _write(read, target, weights.config, identity)
     read_adapter(target, weights.config)
-    notes = [verdict]
-    if target.suffix == ".gguf" and common_alpha(read) is None:
-        notes.append("scales differ from matrix to matrix: each is multiplied into its B, and alpha is left out")
+    notes = [verdict, *_notes(read, is_gguf=target.suffix == ".gguf")]
     return Export(target=target, n_parameters=read.n_parameters, n_bytes=size_of(target), notes=notes)
+
+
+def _notes(adapter: Adapter, *, is_gguf: bool) -> list[str]:
+    if not is_gguf:
+        return [OF_WHOLE] if adapter.of_whole else []
+    if common_alpha(adapter) is None:
+        return ["scales differ from matrix to matrix: each is multiplied into its B, and alpha is left out"]
+    return []
 
 
 def _write(adapter: Adapter, target: Path, model: ModelConfig, base: BaseIdentity) -> None:

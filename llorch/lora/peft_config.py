@@ -13,7 +13,7 @@ from llorch.config import ModelConfig
 from llorch.errors import FormatError
 from llorch.fields import Fields
 from llorch.files.strict_json import read_json
-from llorch.lora.config import ALL_LINEAR, LoraConfig, modules
+from llorch.lora.config import ALL_LINEAR, LoraConfig, modules, pattern_of, patterns_of
 from llorch.lora.targets import AS_IN_VERSION_4, OF_EXPERTS, Target
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ _REFUSED: Mapping[str, str] = {
 _OFF: tuple[object, ...] = (None, False, "none", [], {})
 # Initialisations that subtract from the base: the saved adapter means nothing beside the original weights.
 _CHANGE_THE_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
-_REMEDY = "merge it with PEFT first (merge_and_unload, save_pretrained)"
+REMEDY = "merge it with PEFT first (merge_and_unload, save_pretrained)"
 
 
 def read_config(folder: Path) -> tuple[LoraConfig, str | None]:
@@ -112,7 +112,8 @@ def config_json(config: LoraConfig, targets: Mapping[str, Target], *, base: str)
         "use_dora": config.use_dora,
         "use_rslora": config.use_rslora,
     }
-    values = dict(sorted((values | _patterned_layers(config, targets)).items()))  # patterns keep their order: it counts
+    values |= _patterned_layers(config, targets) | _in_whole(config, targets)
+    values = dict(sorted(values.items()))  # patterns keep their order: it counts
     return json.dumps(values, indent=2, allow_nan=False) + "\n"
 
 
@@ -129,11 +130,11 @@ def _refuse(fields: Fields, path: Path) -> None:
     on = {key: value for key, value in fields.values.items() if value not in _OFF}
     for key, reason in _REFUSED.items():
         if key in on:
-            raise FormatError("Unsupported", f"{key}: {on[key]!r:.60}: {reason}; {_REMEDY}", path=path)
+            raise FormatError("Unsupported", f"{key}: {on[key]!r:.60}: {reason}; {REMEDY}", path=path)
     unknown = sorted(fields.values.keys() - {*_OURS, *_BOOKKEEPING, *_REFUSED})
     if any(key in on for key in unknown):
         named = ", ".join(f"{key}: {on[key]!r:.60}" for key in unknown if key in on)
-        message = f"{named}: unknown here, it may change what is computed; {_REMEDY}"
+        message = f"{named}: unknown here, it may change what is computed; {REMEDY}"
         raise FormatError("Unsupported", message, path=path)
     if unknown:
         logger.warning("%s: %s: unknown here and switched off; ignored", path, ", ".join(unknown))
@@ -223,3 +224,20 @@ def _patterned_layers(config: LoraConfig, targets: Mapping[str, Target]) -> dict
         return {}
     paths = sorted(target.path for target in modules(targets.values()))
     return {"target_modules": paths, "layers_to_transform": None}
+
+
+def _in_whole(config: LoraConfig, targets: Mapping[str, Target]) -> dict[str, object]:
+    """In a model that sees, too, the end of a name may be that of a module which sees: each module is named whole."""
+    if not any(target.whole_path for target in targets.values()):
+        return {}
+    patterns = patterns_of(config, {target.stored_path: target for target in targets.values()})
+    alphas = {path: _short(alpha) for path, alpha in patterns["alpha_pattern"].items()}
+    parameters = sorted(target.stored_path for target in targets.values() if target.is_parameter)
+    return {
+        **patterns,
+        "alpha_pattern": alphas,
+        "exclude_modules": None,
+        "layers_to_transform": None,
+        "target_modules": pattern_of(target.stored_path for target in modules(targets.values())) or [],
+        **({"target_parameters": parameters} if parameters else {}),
+    }

@@ -3,7 +3,7 @@
     base_model.model.<path>.lora_A.weight (r, in)        base_model.model.<path>.lora_B.weight (out, r)
     of an embedding: .lora_embedding_A (r, vocab)        .lora_embedding_B (hidden, r)
     of DoRA: .lora_magnitude_vector (out,)               of PEFT, ignored: .base_layer.weight of embedding and output
-    of parameters (experts, routers): see `llorch.lora.targets`
+    of parameters (experts, routers), and of models that see, too: see `llorch.lora.targets`
 
 What we write is the same bytes for the same adapter. The identity of the base goes into a file of its own, which PEFT
 does not look at: it warns of unknown fields in its configuration.
@@ -21,21 +21,23 @@ import numpy as np
 from llorch.config import ModelConfig
 from llorch.errors import FormatError
 from llorch.files.folder import PICKLE_SUFFIXES, file_inside
+from llorch.files.names import form_of, path_alone
 from llorch.files.new_file import new_file
 from llorch.files.safetensors import SafetensorsFile, tensor_bytes
 from llorch.files.strict_json import read_json
 from llorch.lora.adapter import LORA_A, LORA_B, MAGNITUDE, Adapter, assembled, some, targets_in
 from llorch.lora.base import BaseIdentity
-from llorch.lora.config import LoraConfig
-from llorch.lora.peft_config import CONFIG_FILE, config_json, in_version_5, read_config
-from llorch.lora.targets import Target
+from llorch.lora.config import LoraConfig, from_whole
+from llorch.lora.peft_config import CONFIG_FILE, REMEDY, config_json, in_version_5, read_config
+from llorch.lora.targets import Target, alone
 
 logger = logging.getLogger(__name__)
 
 TENSOR_FILE, BASE_FILE = "adapter_model.safetensors", "llorch_base.json"
 _PREFIX = "base_model.model."
 _COPY = "base_layer.weight"
-_WHOLE = re.compile(r"(?<=^base_model\.model\.model\.)language_model\.")  # of a model that sees, too
+OF_WHOLE = "it names modules of the model that sees, too: for PEFT load that by AutoModelForImageTextToText"
+_EYES = re.compile(r"(model\.visual|vision_model|multi_modal_projector)\.")  # paths of what is no part of the text
 _LINEAR = {LORA_A: "lora_A.weight", LORA_B: "lora_B.weight", MAGNITUDE: "lora_magnitude_vector"}
 _EMBEDDING = {LORA_A: "lora_embedding_A", LORA_B: "lora_embedding_B", MAGNITUDE: "lora_magnitude_vector"}
 # Tensors that a configuration we accept does not announce, and what they are.
@@ -58,11 +60,12 @@ def read_peft(folder: str | Path, model: ModelConfig) -> Adapter:
     """
     folder = Path(folder)
     config = in_version_5(read_config(folder)[0], model, folder)
-    targets = targets_in(config, model, str(folder))
     with SafetensorsFile(tensor_file(folder)) as file:
+        config = _of_text(config, model, file, folder)
+        targets = alone(targets_in(config, model, str(folder)))
         ours = {stored: name for name, stored in _stored_names(config, targets).items()}
         _check_copies(file, targets)
-        plain = {_WHOLE.sub("", name): name for name in file.tensors if not name.endswith(_COPY)}
+        plain = {_alone(name): name for name in file.tensors if not name.endswith(_COPY)}
         extra = sorted(name for name in plain if name not in ours)
         _refuse_foreign(extra, folder)
         arrays = {ours.get(name, name): file.array(stored) for name, stored in plain.items()}
@@ -105,6 +108,12 @@ def copies_in_peft(folder: str | Path) -> Mapping[str, np.ndarray]:
         return {name.split(".")[-3]: np.array(file.array(name)) for name in names}
 
 
+def is_of_whole(folder: str | Path) -> bool:
+    """Whether the tensors of an adapter folder are named as in a model that sees, too."""
+    with SafetensorsFile(tensor_file(Path(folder))) as file:
+        return any(map(_form, file.tensors))
+
+
 def tensor_file(folder: Path) -> Path:
     """Find the tensors of an adapter; Unsafe for a pickle, or a link that leads out of the folder."""
     pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLE_SUFFIXES)
@@ -112,6 +121,33 @@ def tensor_file(folder: Path) -> Path:
         message = f"{pickles[0]} is a pickle, which can run code; save the adapter with PEFT as safetensors"
         raise FormatError("Unsafe", message, path=folder)
     return file_inside(folder, TENSOR_FILE)
+
+
+def _form(name: str) -> tuple[str, str] | None:
+    """Of which models that see, too, a tensor's name is; None if of none."""
+    form = form_of(name.removeprefix(_PREFIX))
+    return form if name.startswith(_PREFIX) and any(form) else None
+
+
+def _alone(name: str) -> str:
+    """The name that a tensor has beside the text part alone."""
+    return _PREFIX + path_alone(name.removeprefix(_PREFIX)) if name.startswith(_PREFIX) else name
+
+
+def _of_text(config: LoraConfig, model: ModelConfig, file: SafetensorsFile, folder: Path) -> LoraConfig:
+    """The configuration in names of the text part alone; Unsupported where something that sees was trained, too."""
+    eyes = sorted(name for name in file.tensors if _EYES.match(name.removeprefix(_PREFIX)))
+    if eyes:
+        message = f"adapter: expected tensors of the text part alone, got {len(eyes)} of the part that sees, "
+        message += f"{some(eyes)}; {REMEDY}: of what that saves llorch reads the text part"
+        raise FormatError("Unsupported", message, path=folder)
+    form = next(filter(None, map(_form, file.tensors)), None)
+    if form is None:
+        return config
+    try:
+        return from_whole(config, model, form)
+    except ValueError as error:
+        raise FormatError("Missing", str(error), path=folder) from None
 
 
 def _stored_names(config: LoraConfig, targets: Mapping[str, Target]) -> dict[str, str]:
@@ -127,9 +163,9 @@ def _stored_names(config: LoraConfig, targets: Mapping[str, Target]) -> dict[str
 def _module_of(target: Target, targets: Mapping[str, Target]) -> str:
     """The module that PEFT puts an adapter on: of two parameters of one module, the first is inside of the second."""
     if not target.is_parameter:
-        return target.path
-    owner, _, name = target.path.rpartition(".")
-    inside = name == "gate_up_proj" and any(other.path == f"{owner}.down_proj" for other in targets.values())
+        return target.stored_path
+    owner, _, name = target.stored_path.rpartition(".")
+    inside = name == "gate_up_proj" and any(other.stored_path == f"{owner}.down_proj" for other in targets.values())
     return f"{owner}.base_layer" if inside else owner
 
 
@@ -138,7 +174,7 @@ def _check_copies(file: SafetensorsFile, targets: Mapping[str, Target]) -> None:
     for name, info in file.tensors.items():
         if not name.endswith(_COPY):
             continue
-        target = next((t for t in targets.values() if f"{_PREFIX}{t.path}.{_COPY}" == name), None)
+        target = next((t for t in targets.values() if f"{_PREFIX}{t.path}.{_COPY}" == _alone(name)), None)
         if target is None or target.name not in ("embed_tokens", "lm_head"):
             raise FormatError("Unexpected", f"{name} is a base matrix that no adapter stands beside", path=file.path)
         shape = (target.n_in, target.n_out) if target.is_embedding else (target.n_out, target.n_in)

@@ -11,6 +11,7 @@ from jaxtyping import Float
 from llorch.fields import Fields
 from llorch.files import Weights
 from llorch.files.gguf import GGUFFile
+from llorch.files.names import path_alone
 from llorch.files.safetensors import SafetensorsFile
 from llorch.lora.config import LoraConfig
 from llorch.lora.files import recorded_base
@@ -147,7 +148,7 @@ def _base_norm(path: str, weights: Weights | None) -> float | None:
     """Of the matrix, or of all that a target joins; None where the model has none of this name."""
     if weights is None:
         return None
-    names: list[str] = []
+    path, names = path_alone(path), list[str]()
     for target in targets_of(weights.config).values():
         of_file = target.gguf if len(target.gguf) == len(target.parts) else target.gguf * len(target.parts)
         names += [own.name for own, g in zip(target.parts, of_file, strict=True) if path in (target.path, g.name)]

@@ -28,18 +28,23 @@ Not trained: norms, dt_bias, A_log (vectors), conv1d (PEFT asks for a rank that 
 reads its weight past the adapter); the router of Llama 4 as a module (it gives two results, which PEFT cannot add to).
 Dropout and DoRA do not go with parameters. `layers_to_transform` and `exclude_modules` do not hold for them.
 
+In a model that sees, too, the text part is a part: model.language_model.layers.3 in Qwen2.5-VL, Qwen3-VL and Qwen3.5,
+language_model.model.layers.3 and language_model.lm_head in Llama 4. Configurations name modules of the text part alone,
+whatever the base lies in; an adapter's files name those of the model that the folder of the base holds.
+
 Source: peft/tuners/lora/layer.py (`ParamWrapper`), peft/tuners/tuners_utils.py (`_inject_parameters`),
 peft/utils/transformers_weight_conversion.py (`_convert_peft_config_moe`).
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from llorch.config import FAMILIES, ModelConfig
-from llorch.files.names import Weight, interleave, inventory, prefixes_of
+from llorch.files.export_huggingface import written_family
+from llorch.files.names import Weight, interleave, inventory, path_in_whole, prefixes_of
 
 AS_IN_VERSION_4 = ("qwen3_moe", "qwen3_next")  # families of which PEFT takes names of modules for those of experts
 OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")  # those names
@@ -68,6 +73,12 @@ class Target:
     is_parameter: bool = False  # named in target_parameters, not target_modules
     n_experts: int = 0  # 0: one matrix
     turned: bool = False  # lora_A belongs to what comes out, lora_B to what goes in
+    whole_path: str = field(default="", compare=False)  # in the model that sees, too; empty where the base is not one
+
+    @property
+    def stored_path(self) -> str:
+        """By which the files of an adapter name it."""
+        return self.whole_path or self.path
 
     @property
     def is_embedding(self) -> bool:
@@ -111,7 +122,19 @@ def targets_of(config: ModelConfig) -> Mapping[str, Target]:
         found |= {target.name: target for target in _of_layer(config, layer, weights)}
     head = "embed_tokens" if config.tie_word_embeddings else "lm_head"
     vocab, hidden = weights["embed_tokens"].shape
-    return found | {"lm_head": Target("lm_head", "lm_head", hidden, vocab, (Part(head),), (Part("output"),))}
+    found |= {"lm_head": Target("lm_head", "lm_head", hidden, vocab, (Part(head),), (Part("output"),))}
+    text_has_no_class = written_family(config) != config.family
+    return in_whole(found, FAMILIES[config.family].in_whole) if config.part_of_whole or text_has_no_class else found
+
+
+def in_whole(targets: Mapping[str, Target], form: tuple[str, str]) -> dict[str, Target]:
+    """The same beside a model that sees, too; `form` is what its family says."""
+    return {name: replace(target, whole_path=path_in_whole(target.path, form)) for name, target in targets.items()}
+
+
+def alone(targets: Mapping[str, Target]) -> dict[str, Target]:
+    """The same beside the text part alone."""
+    return {name: replace(target, whole_path="") for name, target in targets.items()}
 
 
 def _of_layer(config: ModelConfig, layer: int, weights: Mapping[str, Weight]) -> Iterator[Target]:

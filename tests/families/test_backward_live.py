@@ -18,9 +18,10 @@ pytestmark = pytest.mark.live
 KINDS = {
     "qwen2_moe": {}, "qwen2_moe normalised": {"norm_topk_prob": True}, "qwen3_moe": {"mlp_only_layers": [0]},
     "qwen3_next": {}, "qwen3_5": {}, "qwen3_5_moe": {}, "mistral": {"sliding_window": 9}, "smollm3": {},
-    "ministral3": {},
+    "ministral3": {}, "llama4": {}, "qwen2_5_vl": {}, "qwen3_vl": {},
 }  # fmt: skip
 RELATIVE = 1e-12
+WIDER = {"qwen3_vl": 3e-12}  # rounding: of six seeds 2e-14 to 1.6e-12, this one the most
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -46,5 +47,5 @@ def test_loss_and_gradients_of_every_tensor_are_those_of_peft_on_our_file(kind: 
     loss, grads = of_document(ids, wanted, adapted, label_smoothing=0.0, n_trained=69)
     assert loss / 69 == pytest.approx(want.item(), rel=RELATIVE)
     for name, theirs in gradients_of(model, again).items():
-        limit = RELATIVE * np.abs(theirs).max()
+        limit = WIDER.get(kind, RELATIVE) * np.abs(theirs).max()
         np.testing.assert_allclose(grads[name], theirs, rtol=0, atol=limit, strict=True, err_msg=name)

@@ -10,6 +10,7 @@ from random_adapters import random_adapter
 from llorch.config import ModelConfig
 from llorch.lora.adapter import Adapter
 from llorch.lora.config import names_of
+from llorch.lora.peft_format import is_of_whole
 from llorch.lora.targets import targets_of
 
 # Two layers that have of each family what it has.
@@ -43,12 +44,13 @@ def float64_peft(base: Path, adapter: Path) -> Any:
     """PEFT's model of a folder with the adapter of another, trainable, to be run in `float64_everywhere`."""
     import peft
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     from llorch.verify.witnesses.float64_everywhere import float64_everywhere
 
+    loader = AutoModelForImageTextToText if is_of_whole(adapter) else AutoModelForCausalLM
     with float64_everywhere(refuse=False):  # what rotations are made of is computed here
-        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64, attn_implementation="eager")
+        model = loader.from_pretrained(base, dtype=torch.float64, attn_implementation="eager")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = peft.PeftModel.from_pretrained(model, adapter, is_trainable=True).eval()

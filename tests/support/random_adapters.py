@@ -51,13 +51,14 @@ def same_tensors(one: Adapter, other: Adapter) -> bool:
     return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
 
 
-def peft_model(base: Path, adapter: Path | None = None, **config: Any) -> Any:
-    """The base in transformers with an adapter: that of a folder, or a fresh one with random numbers."""
+def peft_model(base: Path, adapter: Path | None = None, *, whole: bool = False, **config: Any) -> Any:
+    """The base in transformers, `whole` with eyes, with an adapter: of a folder, or a fresh one with random numbers."""
     import peft
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
+    loader = AutoModelForImageTextToText if whole else AutoModelForCausalLM
+    model = loader.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT's advice on tied embeddings, its use of old names
         if adapter is not None:

@@ -20,7 +20,7 @@ from typing import Any, Protocol, runtime_checkable
 from llorch.errors import FormatError, MissingExtra
 from llorch.files.new_file import new_file
 from llorch.files.strict_json import read_json
-from llorch.lora.peft_format import write_peft
+from llorch.lora.peft_format import OF_WHOLE, write_peft
 from llorch.pytorch.train.trainer import StepReport, Training
 from llorch.train.log import LOG, RunLog, draw_curve, read_log, require_tensorboard
 from llorch.train.resume import differences, require_same
@@ -219,6 +219,8 @@ class Run:
     def _finish(self, seconds: float) -> RunResult:
         training, records = self._training, read_log(self._folder / LOG)
         write_peft(training.adapter, self._folder, base=training.base)
+        if training.adapter.of_whole:
+            self._watcher.note(f"{self._folder}: {OF_WHOLE}")
         try:
             draw_curve(records, self._folder / CURVE, title=f"{training.settings.model} on {training.settings.data}")
         except MissingExtra as error:

@@ -1,6 +1,7 @@
 """The logits of an adapter in other engines, where these are installed."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,7 +15,8 @@ from llorch.lora.adapter import Adapter
 from llorch.lora.base import BaseIdentity
 from llorch.lora.gguf_format import write_lora_gguf
 from llorch.lora.merge_files import LARGEST_COMPARED, probe_ids, run
-from llorch.lora.peft_format import write_peft
+from llorch.lora.peft_format import is_of_whole, write_peft
+from llorch.lora.targets import alone
 from llorch.verify.doctor.checks import NOT_RUN, OK, WRONG, Finding
 from llorch.verify.witnesses.abilities import cannot_judge
 from llorch.verify.witnesses.process import in_child
@@ -77,11 +79,13 @@ def _engine(
 
 
 def _in_peft(path: Path, adapter: Adapter, weights: Weights, ids: list[int], folder: Path) -> np.ndarray:
-    if not path.is_dir():
+    base = Path(weights.path)
+    if not base.is_dir():  # which transformers loads as a model of text alone
+        adapter = replace(adapter, targets=alone(adapter.targets))
+    if not path.is_dir() or (is_of_whole(path) and not base.is_dir()):
         unknown = BaseIdentity(name="", config="", vectors="", matrices="", types=())
         write_peft(adapter, folder / "adapter", base=unknown)
         path = folder / "adapter"
-    base = Path(weights.path)
     return in_child("transformers", base, "llorch.verify.witnesses.peft:peft_logits", base, path, ids)
 
 

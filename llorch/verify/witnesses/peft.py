@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from llorch.config import ModelConfig
 from llorch.lora.adapter import LORA_A, LORA_B, Adapter
 from llorch.lora.config import LoraConfig
+from llorch.lora.peft_format import is_of_whole
 from llorch.numerics import DtypeName
 from llorch.train.batch import IGNORED, Batch
 from llorch.verify.places import Place
@@ -370,12 +371,26 @@ def array_of(tensor: Tensor) -> np.ndarray:
 
 
 def peft_logits(model: str | Path, adapter: str | Path, ids: Sequence[int]) -> Float32[np.ndarray, "seq vocab"]:
-    """Logits of every token from PEFT, which only warns where it misses tensors in an adapter: refused here."""
-    with Transformers(model) as base, warnings.catch_warnings(), torch.no_grad():
+    """Logits of every token from PEFT, which only warns where it misses tensors in an adapter: refused here.
+
+    The base is the model that the names in the adapter are of: that of text alone, or the one that sees, too.
+    """
+    with _base_of(model, adapter) as base, warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # of tied embeddings and renamed functions; keys that do not fit are an error
         warnings.filterwarnings("error", message="Found missing adapter keys")
         try:
-            adapted = peft.PeftModel.from_pretrained(base._model, adapter).eval()
+            adapted = peft.PeftModel.from_pretrained(base, adapter).eval()
         except UserWarning as warning:
             raise RuntimeError(f"peft: {warning}") from None
         return adapted(torch.tensor([list(ids)])).logits[0].float().numpy()
+
+
+@contextmanager
+def _base_of(model: str | Path, adapter: str | Path) -> Iterator[Any]:
+    if is_of_whole(adapter):
+        yield transformers.AutoModelForImageTextToText.from_pretrained(
+            model, local_files_only=True, use_safetensors=True, dtype=torch.float32, attn_implementation="eager"
+        )
+        return
+    with Transformers(model) as base:
+        yield base._model

@@ -1,0 +1,148 @@
+"""Names of an adapter in a model that sees, too: what is written for which base, and what of others is read."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy as container
+from family_adapters import family_adapter
+from random_adapters import random_adapter, same_tensors
+
+from llorch.builtin import builtin_path
+from llorch.config import FAMILIES, ModelConfig
+from llorch.errors import FormatError
+from llorch.files import open_weights
+from llorch.files.names import path_alone, path_in_whole
+from llorch.lora.adapter import Adapter
+from llorch.lora.base import BaseIdentity
+from llorch.lora.peft_format import is_of_whole, read_peft, write_peft
+from llorch.lora.targets import targets_of
+
+TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+BASE = BaseIdentity(name="base", config="", vectors="", matrices="", types=())
+BUILTIN = {"llama4": "micro-llama4", "qwen3_5": "micro-qwen3.5", "qwen3_5_moe": "micro-qwen3.5-moe"}
+BLOCKS = {"llama4": "language_model.model.layers."} | dict.fromkeys(
+    ("qwen3_5", "qwen3_5_moe", "qwen2_5_vl", "qwen3_vl"), "model.language_model.layers."
+)
+
+
+def config_of(family: str, *, whole: bool) -> ModelConfig:
+    if family in BUILTIN:
+        return replace(open_weights(builtin_path(BUILTIN[family])).config, part_of_whole=whole)
+    like = "micro-qwen2" if family == "qwen2_5_vl" else "micro-qwen3"
+    return replace(open_weights(builtin_path(like)).config, family=family, part_of_whole=whole)
+
+
+def written(adapter: Adapter, folder: Path) -> tuple[dict, dict]:
+    write_peft(adapter, folder, base=BASE)
+    return json.loads((folder / CONFIG).read_text()), container.load_file(folder / TENSORS)
+
+
+def refusal(folder: Path, config: ModelConfig) -> FormatError:
+    with pytest.raises(FormatError) as caught:
+        read_peft(folder, config)
+    return caught.value
+
+
+@pytest.mark.parametrize("family", BLOCKS)
+def test_a_module_is_found_in_the_whole_and_back(family: str):
+    head = "language_model.lm_head" if family == "llama4" else "lm_head"
+    for alone, whole in (("model.layers.1.mlp.up_proj", f"{BLOCKS[family]}1.mlp.up_proj"), ("lm_head", head)):
+        assert path_in_whole(alone, FAMILIES[family].in_whole) == whole
+        assert path_alone(whole) == path_alone(alone) == alone
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2_moe", "qwen3"])
+def test_families_of_text_have_one_form(family: str):
+    assert path_in_whole("model.layers.1.mlp.up_proj", FAMILIES[family].in_whole) == "model.layers.1.mlp.up_proj"
+
+
+@pytest.mark.parametrize(
+    ("family", "whole", "stored"),
+    [
+        *((family, True, blocks) for family, blocks in BLOCKS.items()),
+        *((family, False, "model.layers.") for family in BUILTIN),  # which transformers has a class of text alone for
+        *((family, False, BLOCKS[family]) for family in ("qwen2_5_vl", "qwen3_vl")),  # it has none, of GGUF files too
+    ],
+)
+def test_the_folder_of_the_base_decides_which_names_are_written(tmp_path: Path, family: str, whole: bool, stored: str):
+    config = config_of(family, whole=whole)
+    adapter = family_adapter(config)
+    names = written(adapter, tmp_path / "adapter")[1]
+    assert all(name.startswith(f"base_model.model.{stored}") for name in names)
+    assert is_of_whole(tmp_path / "adapter") == adapter.of_whole == (stored != "model.layers.")
+
+
+@pytest.mark.parametrize("family", BLOCKS)
+def test_the_pattern_that_is_written_fits_the_text_part_and_nothing_that_sees(tmp_path: Path, family: str):
+    config = config_of(family, whole=True)
+    values, _ = written(random_adapter(config, target_modules=("q_proj", "up_proj", "lm_head")), tmp_path / "adapter")
+    targets = targets_of(config).values()
+    chosen = {t.stored_path for t in targets if t.path.endswith(("q_proj", ".up_proj", "lm_head")) and not t.n_experts}
+    seeing = {"model.visual.blocks.0.mlp.up_proj", "vision_model.model.layers.0.self_attn.q_proj"}
+    every = {t.stored_path for t in targets if not t.is_parameter} | {t.path for t in targets} | seeing
+    assert {path for path in every if re.fullmatch(values["target_modules"], path)} == chosen
+
+
+@pytest.mark.parametrize("family", BLOCKS)
+@pytest.mark.parametrize("read_as_whole", [True, False])
+@pytest.mark.parametrize("written_as_whole", [True, False])
+def test_either_form_is_read_beside_either_base(tmp_path: Path, family, written_as_whole, read_as_whole):
+    patterns = {"rank_pattern": {r"model\.layers\.1\..*": 2}, "alpha_pattern": {"o_proj": 7.0}}
+    adapter = family_adapter(config_of(family, whole=written_as_whole), **patterns)
+    written(adapter, tmp_path / "adapter")
+    got = read_peft(tmp_path / "adapter", config_of(family, whole=read_as_whole))
+    assert same_tensors(got, adapter)
+    assert {name: got.scaling(name) for name in got.targets} == {n: adapter.scaling(n) for n in adapter.targets}
+    assert got.of_whole == (read_as_whole or family not in BUILTIN)
+
+
+def test_layers_and_exclusions_are_in_the_pattern(tmp_path: Path):
+    config = config_of("qwen3_vl", whole=True)
+    chosen = {"target_modules": ("q_proj", "v_proj"), "exclude_modules": ("v_proj",), "layers_to_transform": (1,)}
+    values, _ = written(random_adapter(config, **chosen), tmp_path / "adapter")
+    assert values["target_modules"] == r"model\.language_model\.layers\.(1)\.(self_attn\.q_proj)"
+    assert values["exclude_modules"] is values["layers_to_transform"] is None
+
+
+def test_patterns_that_mean_the_same_in_the_whole_are_kept(tmp_path: Path):
+    config = config_of("qwen3_vl", whole=True)
+    kept = random_adapter(config, rank_pattern={"q_proj": 2})
+    moved = random_adapter(config, target_modules=("v_proj",), rank_pattern={r"model\.layers\.0\..*": 2})
+    assert written(kept, tmp_path / "kept")[0]["rank_pattern"] == {"q_proj": 2}
+    assert written(moved, tmp_path / "moved")[0]["rank_pattern"] == {
+        r"model\.language_model\.layers\.0\.self_attn\.v_proj": 2
+    }
+
+
+@pytest.mark.parametrize(
+    ("family", "module"),
+    [
+        ("qwen2_5_vl", "model.visual.blocks.0.mlp.up_proj"),
+        ("qwen3_5", "model.visual.blocks.0.attn.qkv"),
+        ("llama4", "vision_model.model.layers.0.self_attn.q_proj"),
+        ("llama4", "multi_modal_projector.linear_1"),
+    ],
+)
+def test_an_adapter_of_what_sees_is_refused_in_one_line(tmp_path: Path, family: str, module: str):
+    config = config_of(family, whole=True)
+    values, tensors = written(random_adapter(config, target_modules=("q_proj",)), tmp_path / "adapter")
+    (tmp_path / "adapter" / CONFIG).write_text(json.dumps(values | {"target_modules": ["q_proj", "qkv", "linear_1"]}))
+    more = {f"base_model.model.{module}.lora_{half}.weight": np.ones((3, 3), np.float32) for half in "AB"}
+    container.save_file(tensors | more, tmp_path / "adapter" / TENSORS, {"format": "pt"})
+    error = refusal(tmp_path / "adapter", config)
+    assert error.code == "Unsupported"
+    told = f"expected tensors of the text part alone, got 2 of the part that sees, base_model.model.{module}.lora_A"
+    assert told in str(error)
+    assert "merge it with PEFT first" in str(error)
+    assert str(tmp_path / "adapter") in str(error)
+
+
+def test_an_adapter_that_fits_nothing_of_the_text_is_refused(tmp_path: Path):
+    config = config_of("qwen3_vl", whole=True)
+    values, _ = written(random_adapter(config), tmp_path / "adapter")
+    (tmp_path / "adapter" / CONFIG).write_text(json.dumps(values | {"target_modules": r"model\.layers\..*q_proj"}))
+    assert "fit no matrix of the text part" in str(refusal(tmp_path / "adapter", config))
