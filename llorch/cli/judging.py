@@ -39,6 +39,7 @@ from llorch.verify.witnesses.abilities import cannot_judge
 if TYPE_CHECKING:
     from llorch.cli.on_torch import TorchBackend
     from llorch.pytorch.device import Kernels
+    from llorch.pytorch.ranks import DeviceMesh
 
 _PACKAGES = {"llamacpp": ("llama_cpp",), "transformers": ("torch", "transformers")}
 
@@ -61,6 +62,7 @@ class Arithmetic:
     device: str | None = None
     dtype: str | None = None
     kernels: "Kernels" = "auto"
+    mesh: "DeviceMesh | None" = None
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,10 @@ def judge_all(
     given = Input(prompt, tokens)
     on_torch, absent = _torch_backends(arithmetic)
     specs = dict.fromkeys(models or (*EVERY, QUANTISED))
+    if arithmetic.mesh is not None:
+        unsplit = _not_split(specs, arithmetic.mesh.size(), given=bool(models))
+        absent = {**absent, **unsplit}
+        specs = {spec: None for spec in specs if spec not in unsplit}
     plans = [(spec, *_plan(spec, against, has_input=given != Input(None, None))) for spec in specs]
     threads = use_threads(*(_config(spec, path) for spec, path, _ in plans))
     out = console()
@@ -133,8 +139,22 @@ def _torch_backends(arithmetic: Arithmetic) -> "tuple[Sequence[TorchBackend], Ma
         raise MissingExtra("torch", "torch")
     from llorch.cli.on_torch import backends_not_run, torch_backends
 
-    backends = torch_backends(arithmetic.device, arithmetic.dtype, arithmetic.kernels)
+    backends = torch_backends(arithmetic.device, arithmetic.dtype, arithmetic.kernels, arithmetic.mesh)
     return backends, backends_not_run(backends)
+
+
+def _not_split(specs: Iterable[str], n_ranks: int, *, given: bool) -> dict[str, str]:
+    """The models that a mesh leaves out, and why; ValueError for one that the user named."""
+    from llorch.pytorch.parallel import cannot_split
+
+    reasons: dict[str, str] = {}
+    for spec in specs:
+        packed = spec == QUANTISED and not Path(spec).exists()
+        reason = "packed matrices" if packed else cannot_split(_config(spec, model_path(spec)), n_ranks)
+        if reason and given:
+            raise ValueError(f"{spec}: --mesh tp={n_ranks}: {reason}")
+        reasons |= {spec: reason} if reason else {}
+    return reasons
 
 
 def _kernels(backend: "TorchBackend") -> Judged:

@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from llorch.pytorch.device import Kernels, Target, target
+from llorch.pytorch.ranks import DeviceMesh
 from llorch.verify.judge import Row
 from llorch.verify.models import verify_live, verify_stored
-from llorch.verify.runners.torch import torch_runners
+from llorch.verify.runners import Runner
+from llorch.verify.runners.torch import parallel_runners, torch_runners
 from llorch.verify.suites.kernels import kernel_rows
 from llorch.verify.suites.packed import verify_quantised_torch
 from llorch.verify.training.torch_runner import DTYPES as TRAINED_DTYPES
@@ -21,15 +23,20 @@ class TorchBackend:
     """One device and dtype of the torch path, as a judge of models."""
 
     target: Target
+    mesh: DeviceMesh | None = None
 
     @property
     def name(self) -> str:
-        """As in the rows, `torch-cpu-float32`."""
-        return str(self.target)
+        """As in the rows, `torch-cpu-float32`, or `torch-cpu-float32-tp2` on a mesh."""
+        return f"{self.target}-tp{self.mesh.size()}" if self.mesh else str(self.target)
+
+    @property
+    def _runners(self) -> Callable[..., Iterator[Runner]]:
+        return parallel_runners(self.target, self.mesh) if self.mesh else torch_runners(self.target)
 
     def stored(self, model: str) -> Iterator[Row]:
         """Judge a built-in model against its goldens."""
-        return verify_stored(model, torch_runners(self.target), backend=self.name)
+        return verify_stored(model, self._runners, backend=self.name)
 
     def kernels(self) -> Iterator[Row]:
         """Try our kernels, where they were asked for by name."""
@@ -38,7 +45,7 @@ class TorchBackend:
     @property
     def trains(self) -> bool:
         """Whether there are tolerances for training in its dtype."""
-        return self.target.dtype_name in TRAINED_DTYPES
+        return self.target.dtype_name in TRAINED_DTYPES and self.mesh is None
 
     def training(self, model: str) -> Iterator[Row]:
         """Judge training on a built-in model against its goldens."""
@@ -51,12 +58,14 @@ class TorchBackend:
     @property
     def live(self) -> Callable[..., Iterator[Row]]:
         """Judge any model against engines; the arguments are those of `verify_live`."""
-        return partial(verify_live, runners=torch_runners(self.target), backend=self.name)
+        return partial(verify_live, runners=self._runners, backend=self.name)
 
 
-def torch_backends(device: str | None, dtype: str | None, kernels: Kernels) -> Sequence[TorchBackend]:
+def torch_backends(
+    device: str | None, dtype: str | None, kernels: Kernels, mesh: DeviceMesh | None = None
+) -> Sequence[TorchBackend]:
     """The targets that were asked for: the CPU and each of `DTYPES` unless the user says otherwise."""
-    return [TorchBackend(target(device or "cpu", name, kernels)) for name in ([dtype] if dtype else DTYPES)]
+    return [TorchBackend(target(device or "cpu", name, kernels), mesh) for name in ([dtype] if dtype else DTYPES)]
 
 
 def backends_not_run(backends: Sequence[TorchBackend]) -> Mapping[str, str]:

@@ -19,10 +19,8 @@ from llorch.verify.witnesses import Route
 _ROWS = (
     "rows: our float32 as it runs, again with every sum in float32 as in larger models, and our float64 (limit 1e-12)\n"
 )
-_TORCH_ROWS = (
-    "rows: torch as written, with fused attention, with its fastest parts, reproducible; in a batch with padding\n"
-    "a text is held to the golden's, token by token\n"
-)
+_TORCH_ROWS = "rows: torch as written{split}; in a batch with padding\na text is held to the golden's, token by token\n"
+_WAYS, _SPLIT = ", with fused attention, with its fastest parts, reproducible", ", split over processes"
 _COLUMNS = (
     "error: how far ours is from the golden, in the row closest to its limit\n"
     "ours, llamacpp, transformers, peft: how far each is from the truth there: transformers, PEFT in pure float64\n"
@@ -104,7 +102,8 @@ def legend(models: Sequence[Judged]) -> str:
     if any(judged.dump for judged in models):
         return _DUMP
     exact = _ROWS if any(not judged.numerics and not judged.backend for judged in models) else ""
-    torch = _TORCH_ROWS if any(judged.backend for judged in models) else ""
+    backends = [judged.backend for judged in models if judged.backend]
+    torch = _TORCH_ROWS.format(split=_SPLIT if "-tp" in "".join(backends) else _WAYS) if backends else ""
     training = _TRAINING if any(row.checkpoint in TRAINING for judged in models for row in judged.rows) else ""
     return exact + torch + _COLUMNS + (_DERIVED if any(judged.numerics for judged in models) else "") + training
 
@@ -169,7 +168,8 @@ def closing_line(counts: Mapping) -> str:
         return line
     as_run, large = (_shares(closer[backend]) for backend in ("numpy", "numpy-float32"))
     numbers = {len(names) for names in counts["witnesses"].values() if names}
-    others = {(1,): "the producer", (2,): "both producers"}.get(tuple(numbers), "each model's producers")
+    one_or_both = "the producer" if numbers == {1} else "both producers"
+    others = "each model's producers" if len(numbers) > 1 else one_or_both
     return (
         f"{line}; our float32 at least as close to the truth as {others} at {as_run} of "
         f"{closer['numpy']['all']['places']} (stage, layer, model) rows, chained; with every sum in float32, "

@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 from llorch.cli.dumped import map_option
+from llorch.cli.mesh import RanksType, joined
 from llorch.cli.options import (
     ENGINES,
     backend_options,
@@ -44,6 +45,7 @@ class Witness(click.ParamType):
     "llorch verify path/to/huggingface-folder --tokens 1,22,333,44,5,66,777,8",
     "llorch verify story --backend torch              the torch path: float64, float32, bfloat16",
     "llorch verify model.gguf --against path/to/dump  with what another engine wrote down",
+    "llorch verify --mesh tp=2                        the torch path split over two processes",
     "llorch verify --device cuda --dtype bfloat16",
     "llorch verify --device cuda --kernels own        our kernels, too: each beside torch's on this very device",
 )
@@ -56,6 +58,7 @@ class Witness(click.ParamType):
 @tokens_option("Token ids to run, with live engines; for models without a vocabulary.")
 @numerics_options
 @backend_options
+@click.option("--mesh", "n_ranks", type=RanksType(), help="On torch: split over so many processes, tensor parallel.")
 @threads_option
 @json_option("One object {version, rows, summary}; NaN and infinity become null.")
 @click.option("--strict", is_flag=True, help="A near-tie (TIE) fails, too.")
@@ -63,7 +66,7 @@ class Witness(click.ParamType):
 def command(
     *, models: tuple[str, ...], against: tuple[Any, ...], mapping: Path | None, prompt: str | None,
     tokens: list[int] | None, numerics: str | None, kv_cache: str, residency: Any, backend: str, device: str | None,
-    dtype: str | None, kernels: Any, as_json: bool, strict: bool, detail: bool,
+    dtype: str | None, kernels: Any, n_ranks: int | None, as_json: bool, strict: bool, detail: bool,
 ) -> None:  # fmt: skip
     """Compare our forward pass with two engines that someone else wrote.
 
@@ -83,6 +86,10 @@ def command(
     precision are derived with its steps. Devices that nothing ran on are printed as NOT RUN. With --kernels own each
     of our kernels is first compared with what torch has in its place, on that device.
 
+    With --mesh tp=N the torch modules are split over N processes of this machine, and each stage is judged as all of
+    them have it together. A model that is not dense, or whose heads N does not divide, is refused; where no model is
+    given it is left out and named.
+
     Another token than the golden's is a TIE only where the float64 truth holds both so near to each other that rounding
     moves one past the other, and a token more or less in top-p only where float32 sums may put it on either side of p.
 
@@ -100,7 +107,10 @@ def command(
         raise click.UsageError("--map goes with a dump: --against path/to/dump")
     from llorch.cli.judging import Arithmetic, judge_all
 
-    arithmetic = Arithmetic(numerics, kv_cache, residency, backend, device, dtype, kernels)
+    if n_ranks is not None and (dumps or device or kernels != "auto"):
+        raise click.UsageError("--mesh runs the page as it is written, on the CPU: no --device, --kernels or dump")
+    mesh = None if n_ranks is None else joined(n_ranks)
+    arithmetic = Arithmetic(numerics, kv_cache, residency, "torch" if mesh else backend, device, dtype, kernels, mesh)
     if dumps:
         from llorch.cli.against import judge_dump
 

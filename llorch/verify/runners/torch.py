@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from llorch.errors import CheckpointMismatch
 from llorch.files import Weights
@@ -22,6 +23,7 @@ from llorch.pytorch.load import load_dense
 from llorch.pytorch.memory import require_memory
 from llorch.pytorch.model import TorchModel, as_numpy, load_torch
 from llorch.pytorch.packing import PACKERS
+from llorch.pytorch.parallel import ParallelModel
 from llorch.pytorch.sampling import BatchSettings, Needs, probabilities, seen_tokens
 from llorch.stages import keys
 from llorch.verify.choices import GoOn, as_made
@@ -93,6 +95,21 @@ def torch_runners(target: Target, *, only: Sequence[str] | None = None) -> Calla
         if wide or target.dtype_name != "float64":
             for suffix in variants_for(target, weights) if only is None else only:
                 yield TorchRunner(weights, target, VARIANTS[suffix], f"{target}{suffix}")
+
+    return make
+
+
+def parallel_runners(target: Target, mesh: DeviceMesh) -> Callable[..., Iterator["TorchRunner"]]:
+    """The page split over a mesh, alone and in a batch; every rank makes and asks the same runners."""
+
+    def split(weights: Weights, at: Target) -> TorchModel:
+        return ParallelModel(weights, at, load_dense(weights, dtype=at.dtype, device=at.device), mesh)
+
+    def make(weights: Weights, *, wide: bool) -> Iterator[TorchRunner]:
+        if wide or target.dtype_name != "float64":
+            for suffix, in_batch in (("", False), ("-batch", True)):
+                variant = Variant(split, hidden=frozenset(), in_batch=in_batch)
+                yield TorchRunner(weights, target, variant, f"{target}-tp{mesh.size()}{suffix}")
 
     return make
 

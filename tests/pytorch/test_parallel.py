@@ -1,0 +1,138 @@
+"""A model split over ranks: every stage of it against the truth, and mistakes of splitting at their stages."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command_line import spawn
+from mesh_runs import judged
+
+from llorch.architecture import Layer
+from llorch.builtin import builtin_path
+from llorch.errors import EngineDied
+from llorch.files import open_weights
+from llorch.pytorch.parallel import cannot_split, of_a_rank
+from llorch.pytorch.ranks import is_rank, on_ranks, start
+
+SIZES: Any = {
+    "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 66, "hidden_size": 40, "head_dim": 8,
+    "vocab_size": 99, "num_hidden_layers": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "n_ranks"),
+    [
+        ("micro-qwen2", 2),  # biases, tied
+        pytest.param("micro-llama3", 4, marks=pytest.mark.slow),
+        pytest.param("micro-llama", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_every_stage_of_a_split_model_is_that_of_the_truth(model: str, n_ranks: int):
+    n_rows, n_failed, failed = on_ranks(n_ranks, judged, model, n_ranks, "float64")
+    assert (n_failed, failed) == (0, [])
+    assert n_rows > 800
+
+
+@pytest.mark.live
+def test_a_model_with_norms_of_heads_is_split_between_them(tmp_path: Path):
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(3)
+    model = Qwen3ForCausalLM(Qwen3Config(**SIZES))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, mean=1.0 if parameter.ndim == 1 else 0.0, std=0.2)
+    model.save_pretrained(tmp_path)
+    n_rows, n_failed, failed = on_ranks(3, judged, tmp_path, 3, "float64")
+    assert (n_failed, failed) == (0, [])
+    assert n_rows > 800
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_other_dtypes_stay_within_the_limits_of_one_process(dtype: str):
+    assert on_ranks(2, judged, "micro-llama", 2, dtype)[1:] == (0, [])
+
+
+@pytest.mark.parametrize(
+    ("plant", "stage"),
+    [
+        ("unsummed", "attn_out"),
+        pytest.param("averaged", "attn_out", marks=pytest.mark.slow),
+        pytest.param("other rank", "q_proj", marks=pytest.mark.slow),
+    ],
+)
+def test_a_mistake_of_splitting_goes_red_where_it_is_made(plant: str, stage: str):
+    _, n_failed, failed = on_ranks(2, judged, "micro-llama", 2, "float64", plant)
+    assert n_failed > 100
+    assert next(where for mode, where in failed if mode == "isolated") == stage
+
+
+def killed(rank: str) -> int:
+    if os.environ["RANK"] == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return int(start({"tp": 2}).size())  # where the others wait
+
+
+def raises() -> None:
+    raise ValueError("on every rank")
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_rank_that_dies_ends_the_run(rank: str):
+    with pytest.raises(EngineDied, match=rf"^rank {rank} of 2: its process ended \(Signal 9 \(SIGKILL\)"):
+        on_ranks(2, killed, rank)
+
+
+def test_what_the_first_rank_returns_is_returned_and_an_error_is_the_end():
+    assert on_ranks(2, os.getenv, "RANK") == "0"
+    with pytest.raises(EngineDied, match="on every rank"):
+        on_ranks(2, raises)
+    assert not is_rank()
+
+
+def test_a_mesh_of_another_size_than_there_are_ranks_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"^mesh: expected 6 ranks for dp=2 x tp=3, got 2$"):
+        start({"dp": 2, "tp": 3})
+
+
+def test_what_ranks_do_not_divide_or_is_not_dense_cannot_be_split():
+    config = open_weights(builtin_path("micro-qwen3")).config
+    assert cannot_split(config, 1) is None
+    assert cannot_split(config, 2) == "expected sizes that 2 ranks divide, got heads 15, KV heads 3"
+    assert cannot_split(config, 3) == "expected sizes that 3 ranks divide, got inner width 224"
+    hybrid = open_weights(builtin_path("micro-qwen3.5")).config
+    assert cannot_split(hybrid, 1) == "expected layers of the dense page, got those of qwen3_5"
+    part = of_a_rank(config, 3)
+    assert (part.n_heads, part.n_kv_heads, part.head_dim, part.layer(0)) == (5, 1, config.head_dim, Layer())
+
+
+def test_the_command_line_judges_on_ranks_with_one_voice():
+    done = spawn("verify", "--mesh", "tp=2", "micro-llama", "--dtype", "float64")
+    assert (done.returncode, done.stdout.count("1 model, ")) == (0, 1), done.stderr
+    assert "micro-llama   torch-cpu-float64-tp2" in done.stdout
+    assert "rows: torch as written, split over processes; in a batch with padding" in done.stdout
+    assert done.stdout.rstrip().endswith(" 0 failed, 1 backend not run")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ("--mesh", "tp=2", "micro-qwen3"),
+            "micro-qwen3: --mesh tp=2: expected sizes that 2 ranks divide, got heads 15",
+        ),
+        (("--mesh", "tp=0"), "expected tp=N, as tp=2, got 'tp=0'"),
+        (("--mesh", "tp=2", "--device", "cuda"), "--mesh runs the page as it is written, on the CPU"),
+        (("--mesh", "tp=2", "quantised"), "quantised: --mesh tp=2: packed matrices"),
+    ],
+)
+def test_what_cannot_run_on_a_mesh_is_one_line(arguments: tuple[str, ...], said: str):
+    done = spawn("verify", *arguments)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
