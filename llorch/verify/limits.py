@@ -1,7 +1,8 @@
 """How far a right run may be from a golden: every limit of the forward pass, derived here, shown beside every verdict.
 
-Two questions, two gates. *Mathematics*: ours in float64 is within `MATHEMATICS` of the foreign truth. *Arithmetic*: in
-every other dtype a stage is granted the larger of
+Two questions, two gates. *Mathematics*: ours in float64 is within `MATHEMATICS` of the foreign truth; where terms
+cancel so that float32 is granted over 5e-4, within 2^-29 of that. *Arithmetic*: in every other dtype a stage is granted
+the larger of
 
   - what rounding may cost, derived from the numbers of the golden alone, and
   - 4 times the producers' own distance from the truth (of the stage, in all layers), as far as rounding explains that.
@@ -80,6 +81,7 @@ STATES = {  # what each of them reads of the passes before
 SCORES = frozenset({"attn_scores", "attn_probs"})  # what fused attention does not show; never below float32
 _DIGITS = {"F16": 11, "BF16": 8}  # binary digits; the step of a number between 2^e and 2^(e+1) is 2^(e+1-digits)
 _CODES = 127
+_FLOAT64 = 2.0**-29  # what a rounding of float64 costs of one of float32
 _ROUNDED = 12  # a rounding is off by up to half a step: the squared step over its variance
 _BLOCK = 32
 
@@ -218,11 +220,19 @@ class Limits:
     def chained(self, name: str, start: int = 0) -> Tolerance:
         """Of a stage that was given ours, or of the part of it that belongs to the tokens from `start` on."""
         if (name, start) not in self._granted:
-            stage, stop = self._stages[name], len(self._golden["embed"])
-            both = self._golden[name], self.chained_variance(name)
-            golden, variance = (part_of(stage, array, start, stop) for array in both)
-            self._granted[name, start] = self._widened(limit(golden, variance, stage), "chained", name)
+            self._granted[name, start] = self._widened(self._derived(name, start), "chained", name)
         return self._granted[name, start]
+
+    def in_float64(self, name: str, start: int = 0) -> Tolerance:
+        """Of the same in float64: `MATHEMATICS`, or where terms cancel what is derived, with roundings of float64."""
+        made = self._derived(name, start)
+        return MATHEMATICS if made == EXACT else made.times(_FLOAT64).at_least(MATHEMATICS)
+
+    def _derived(self, name: str, start: int) -> Tolerance:
+        stage, stop = self._stages[name], len(self._golden["embed"])
+        both = self._golden[name], self.chained_variance(name)
+        golden, variance = (part_of(stage, array, start, stop) for array in both)
+        return limit(golden, variance, stage)
 
     def last_row(self) -> Tolerance:
         """Of the logits that sampling sees."""

@@ -13,7 +13,7 @@ from llorch.files.packed import Packed
 from llorch.files.quant import GGMLType
 from llorch.stages import BY_NAME, keys
 from llorch.verify.compare import EXACT, FLOOR, measure
-from llorch.verify.limits import Limits, limit, product_error, rounded, squared_terms, variances
+from llorch.verify.limits import MATHEMATICS, Limits, limit, product_error, rounded, squared_terms, variances
 from llorch.verify.models import stored
 from llorch.verify.places import token_axis
 from llorch.verify.rounding_costs import ARITHMETICS, CHAINED, DRIFT, FLOAT32, FREE, SUM
@@ -162,6 +162,18 @@ def test_an_error_goes_through_a_stage_as_it_was_derived(op, inputs: list[str], 
         noise = [rng.standard_normal(x.shape) * np.sqrt(spread[name]) for name, x in zip(inputs, exact, strict=True)]
         made.append(op(*(x + e for x, e in zip(exact, noise, strict=True))) - op(*exact))
     assert least <= np.sqrt(np.square(made).sum() / 50 / spread[output].sum()) <= 1.1
+
+
+def test_in_float64_it_is_1e_12_but_where_terms_cancel():
+    assert all(limits().in_float64(name) == MATHEMATICS for name in TRACE)
+    assert all(limits().in_float64(name, 5) == MATHEMATICS for name in TRACE)
+    near_nothing = TRACE["l1.ffn_gate"].copy()
+    near_nothing[-1] *= 1e-5  # as if the products of the last token cancelled each other
+    made = Limits(WEIGHTS, NEAR, {**TRACE, "l1.ffn_gate": near_nothing})
+    assert made.in_float64("l1.ffn_gate").error == MATHEMATICS.error
+    alone = made.in_float64("l1.ffn_gate", len(NEAR.ids) - 1)  # a pass of that token alone
+    assert alone.error == pytest.approx(made.chained("l1.ffn_gate", len(NEAR.ids) - 1).error * 2**-29)
+    assert 1e-12 < alone.error < 1e-9
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

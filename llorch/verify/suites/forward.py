@@ -224,7 +224,7 @@ class ForwardSuite:
             "decode" if n_cached else "chained",
             witness,
             want,
-            self._limits_for(runner, case).chained(name, n_cached) if witness != WITNESS else MATHEMATICS,
+            self._chained_limit(runner, case, witness, name, n_cached),
             truth=want if witness == WITNESS else None if true is None else part_of(stage, true, n_cached, stop),
             witness_error=self._errors.get(at),
             masked=stage.masked,
@@ -234,6 +234,11 @@ class ForwardSuite:
         if witness != WITNESS:
             self._errors[at] = claim.of_witness  # the same for every runner
         return claim
+
+    def _chained_limit(self, runner: Runner, case: str, witness: str, name: str, n_cached: int) -> Tolerance:
+        if witness == WITNESS:
+            return self.limits(case).in_float64(name, n_cached)
+        return self._limits_for(runner, case).chained(name, n_cached)
 
     def limits(self, case: str, dtype: str = "float32", *, fused: bool = False) -> Limits:
         """Of a case, for runs in a dtype; fused attention shows no scores."""
