@@ -138,7 +138,9 @@ def make(name: str) -> Golden:
     engines: dict[str, object] = {}
     tokens: dict[str, dict[str, list[int]]] = {text: {} for text in TEXTS}
     unable = unable_for(PRODUCERS, weights.config, ids, N_GREEDY)
-    for producer_name in (able for able in PRODUCERS if able not in unable):
+    for producer_name in PRODUCERS:
+        if producer_name in unable:
+            continue
         with open_producer(producer_name, path, n_threads=2) as producer:
             evidence[producer_name] = take(producer, cases)
             engines[producer_name] = producer.provenance()

@@ -15,10 +15,10 @@ def write(path: Path, model: transformers.PreTrainedModel, vocabulary: Vocabular
         model: The trained model.
         vocabulary: Its vocabulary.
     """
-    begin, end = vocabulary.metadata["tokenizer.ggml.bos_token_id"], vocabulary.end_id
-    name = vocabulary.tokenizer.id_to_token
+    begin, name = vocabulary.metadata["tokenizer.ggml.bos_token_id"], vocabulary.tokenizer.id_to_token
+    assert isinstance(begin, int)
     model.save_pretrained(path)
     (path / "generation_config.json").unlink()
     transformers.PreTrainedTokenizerFast(
-        tokenizer_object=vocabulary.tokenizer, bos_token=name(begin), eos_token=name(end)
+        tokenizer_object=vocabulary.tokenizer, bos_token=name(begin), eos_token=name(vocabulary.end_id)
     ).save_pretrained(path)
