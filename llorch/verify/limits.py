@@ -1,8 +1,8 @@
 """How far a right run may be from a golden: every limit of the forward pass, derived here, shown beside every verdict.
 
-Two questions, two gates. *Mathematics*: ours in float64 is within `MATHEMATICS` of the foreign truth; where terms
-cancel so that float32 is granted over 5e-4, within 2^-29 of that. *Arithmetic*: in every other dtype a stage is granted
-the larger of
+Two questions, two gates. *Mathematics*: ours in float64 is within `MATHEMATICS` of the foreign truth; a pass of one
+token, whose terms may cancel, within 2^-29 of what float32 is granted, if that is more, and at most the limit of a
+token among others. *Arithmetic*: in every other dtype a stage is granted the larger of
 
   - what rounding may cost, derived from the numbers of the golden alone, and
   - 4 times the producers' own distance from the truth (of the stage, in all layers), as far as rounding explains that.
@@ -72,7 +72,10 @@ from llorch.verify.rounding_costs import (
     Step,
 )
 
-MATHEMATICS = Tolerance(1e-12, 1e-11, 1e-11)  # 4500 times what one rounding costs; a token is a part of its tensor
+_OF_A_TOKEN = 1e-11
+MATHEMATICS = Tolerance(
+    1e-12, 1e-11, _OF_A_TOKEN
+)  # 4500 times what one rounding costs; a token is a part of its tensor
 WORST = 4  # times what a whole row may be off: what an element of it may be
 CACHES = frozenset({"k_cache", "v_cache"})
 STATES = {  # what each of them reads of the passes before
@@ -224,9 +227,11 @@ class Limits:
         return self._granted[name, start]
 
     def in_float64(self, name: str, start: int = 0) -> Tolerance:
-        """Of the same in float64: `MATHEMATICS`, or where terms cancel what is derived, with roundings of float64."""
-        made = self._derived(name, start)
-        return MATHEMATICS if made == EXACT else made.times(_FLOAT64).at_least(MATHEMATICS)
+        """The same in float64: `MATHEMATICS`; a pass of one token is granted what is derived, up to a token's limit."""
+        if start < len(self._golden["embed"]) - 1:
+            return MATHEMATICS
+        error = min(_OF_A_TOKEN, _FLOAT64 * self._derived(name, start).error)
+        return MATHEMATICS.at_least(Tolerance(error, 0.0))
 
     def _derived(self, name: str, start: int) -> Tolerance:
         stage, stop = self._stages[name], len(self._golden["embed"])

@@ -112,5 +112,6 @@ def test_checkpoint_14_ties_are_of_half_precision_alone(target: str):
 
 def test_checkpoint_14_in_float64_is_far_below_its_limit_of_the_truth():
     every = [row for model in BUILTIN for row in rows("torch-cpu-float64", model) if row.mode != "exact"]
-    assert {row.tolerance for row in every} == {0.0, MATHEMATICS.error}
+    assert {row.tolerance for row in every if row.place.n_cached < 7} == {0.0, MATHEMATICS.error}
+    assert max(row.tolerance for row in every) <= 1e-11  # of one token alone
     assert max(row.error for row in every) < MATHEMATICS.error / 4
