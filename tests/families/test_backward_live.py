@@ -9,6 +9,7 @@ from family_adapters import family_adapter, float64_peft, gradients_of
 
 from llorch.files import open_weights
 from llorch.lora.adapted_weights import AdaptedWeights
+from llorch.lora.adapter import Adapter
 from llorch.lora.base import identity_of
 from llorch.lora.peft_format import read_peft, write_peft
 from llorch.train.numpy_step import of_document
@@ -21,15 +22,24 @@ KINDS = {
     "ministral3": {}, "llama4": {}, "qwen2_5_vl": {}, "qwen3_vl": {},
 }  # fmt: skip
 RELATIVE = 1e-12
-WIDER = {"qwen3_vl": 3e-12}  # rounding: of six seeds 2e-14 to 1.6e-12, this one the most
+FACTOR = 4  # times what PEFT is off from itself when its attention adds in another order
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_loss_and_gradients_of_every_tensor_are_those_of_peft_on_our_file(kind: str, tmp_path: Path, rng):
+def of_peft(base: Path, folder: Path, adapter: Adapter, ids: np.ndarray, attention: str) -> tuple[float, dict]:
+    """Loss and gradients, by our names, of PEFT in float64."""
     import torch
 
     from llorch.verify.witnesses.float64_everywhere import float64_everywhere
 
+    model, given = float64_peft(base, folder, attention), torch.from_numpy(ids)[None]
+    with float64_everywhere(refuse=False):
+        loss = torch.nn.functional.cross_entropy(model(input_ids=given).logits[0, :-1], given[0, 1:])
+        loss.backward()
+    return loss.item(), gradients_of(model, adapter)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_and_gradients_of_every_tensor_are_those_of_peft_on_our_file(kind: str, tmp_path: Path, rng):
     base = random_folder(kind.split()[0], tmp_path / "base", 0, **KINDS[kind])
     weights = open_weights(base).astype(np.float64, keep=True)
     adapter = family_adapter(weights.config)
@@ -39,13 +49,10 @@ def test_loss_and_gradients_of_every_tensor_are_those_of_peft_on_our_file(kind: 
         name: array.tobytes() for name, array in adapter.flat().items()
     }
     ids = rng.integers(0, weights.config.vocab_size, 70)
-    model, given = float64_peft(base, tmp_path / "adapter"), torch.from_numpy(ids)[None]
-    with float64_everywhere(refuse=False):
-        want = torch.nn.functional.cross_entropy(model(input_ids=given).logits[0, :-1], given[0, 1:])
-        want.backward()
+    (want, gradients), (_, others) = (of_peft(base, tmp_path / "adapter", again, ids, how) for how in ("eager", "sdpa"))
     adapted, wanted = AdaptedWeights(weights, again), np.append(ids[1:], -100)
     loss, grads = of_document(ids, wanted, adapted, label_smoothing=0.0, n_trained=69)
-    assert loss / 69 == pytest.approx(want.item(), rel=RELATIVE)
-    for name, theirs in gradients_of(model, again).items():
-        limit = WIDER.get(kind, RELATIVE) * np.abs(theirs).max()
+    assert loss / 69 == pytest.approx(want, rel=RELATIVE)
+    for name, theirs in gradients.items():
+        limit = max(RELATIVE * np.abs(theirs).max(), FACTOR * np.abs(theirs - others[name]).max())
         np.testing.assert_allclose(grads[name], theirs, rtol=0, atol=limit, strict=True, err_msg=name)

@@ -40,7 +40,7 @@ def family_adapter(config: ModelConfig, *, seed: int = 0, **settings: Any) -> Ad
     return random_adapter(config, seed=seed, **chosen)
 
 
-def float64_peft(base: Path, adapter: Path) -> Any:
+def float64_peft(base: Path, adapter: Path, attention: str = "eager") -> Any:
     """PEFT's model of a folder with the adapter of another, trainable, to be run in `float64_everywhere`."""
     import peft
     import torch
@@ -50,7 +50,7 @@ def float64_peft(base: Path, adapter: Path) -> Any:
 
     loader = AutoModelForImageTextToText if is_of_whole(adapter) else AutoModelForCausalLM
     with float64_everywhere(refuse=False):  # what rotations are made of is computed here
-        model = loader.from_pretrained(base, dtype=torch.float64, attn_implementation="eager")
+        model = loader.from_pretrained(base, dtype=torch.float64, attn_implementation=attention)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = peft.PeftModel.from_pretrained(model, adapter, is_trainable=True).eval()
