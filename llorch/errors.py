@@ -97,6 +97,15 @@ class EngineDied(RuntimeError):
     """An engine of others whose process ended, or was silent for too long and ended by us."""
 
 
+class RankFailed(RuntimeError):
+    """What ended a run on another rank, or that the other ranks were lost."""
+
+    def __init__(self, message: str, exit_code: int | None) -> None:
+        """Repeat its line; the exit code is its, too, or None where nobody knows."""
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
 class MissingDevice(RuntimeError):
     """A device, or an ability of it, that was asked for by name and is not there."""
 

@@ -31,6 +31,7 @@ from llorch.errors import (
     MissingDevice,
     MissingExtra,
     NonFiniteRun,
+    RankFailed,
     printable,
 )
 
@@ -63,6 +64,8 @@ def exit_code(error: BaseException) -> int:
         return NO_MEMORY
     if isinstance(error, OSError) and error.errno in _OF_DISKS:
         return DISK
+    if isinstance(error, RankFailed):
+        return MISSING if error.exit_code is None else error.exit_code
     if isinstance(error, GuardFailed):
         return GUARDS[error.guard]
     if isinstance(error, ValueError) and not isinstance(error, FormatError) and not _is_raised_by_us(error):

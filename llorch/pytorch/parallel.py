@@ -1,20 +1,28 @@
 """A model split over the ranks of a device mesh, outside the page, which does not know of it.
 
-Tensor parallel: of q, k, v, gate and up each rank holds some output rows, so that it has whole heads and a part of the
-inner width; of o and down it holds the input columns that belong to them, and the parts of the result are summed over
-ranks. Norms, embedding and logits are whole on every rank.
+    tp    tensor parallel: ranks that share every layer. Of q, k, v, gate and up each has some output rows, so that it
+          has whole heads and a part of the inner width; of o and down the input columns that belong to them, and the
+          parts of the result are summed. Norms, embedding and logits are whole.
+    dp    data parallel: ranks that have other rows of a batch. Each keeps a share of every parameter (FSDP2); those of
+          a block are put together when it runs, and gradients are summed as they are shared out again.
 
-Source: arXiv:1909.08053; torch.distributed.tensor.parallel.
+A frozen matrix is cut into plain tensors. A trained one is a DTensor, so that its gradient, its norm and a snapshot
+know what it is a part of: B of q, k, v, gate and up and A of o and down are cut as their matrix is, the other factor is
+the same on all ranks of a layer, and each rank has a part of the sum that is its gradient.
+
+Source: arXiv:1909.08053 (the two communications of a layer), arXiv:2304.11277; torch.distributed.fsdp.fully_shard.
 """
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from llorch.architecture import Layer
 from llorch.config import ModelConfig
@@ -22,43 +30,109 @@ from llorch.files import Weights
 from llorch.pytorch.cache import Cache
 from llorch.pytorch.causal_lm import CausalLM, Keep, keep_nothing
 from llorch.pytorch.device import Target
+from llorch.pytorch.lora.leaves import LoraLeaf
 from llorch.pytorch.model import TorchModel
 from llorch.stages import BY_NAME
 
 COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 ROWS = ("self_attn.o_proj", "mlp.down_proj")
+ENTRIES = ("self_attn", "mlp")  # whose input is the same on all ranks, and its gradient a sum over them
 SPLIT = frozenset({"q_width", "kv_width", "heads", "kv_heads", "inter"})  # axes of stages of which a rank has a part
 
 
 def parallelize(module: CausalLM, mesh: DeviceMesh) -> CausalLM:
-    """Leave each rank its part of a dense model, in place; `keep` is shown whole stages on every rank.
+    """Leave each rank its part of a model, in place; `keep` is shown whole stages on every rank.
 
     Args:
-        module: The page with its plain leaves, the same on every rank.
-        mesh: One axis, of the ranks that share a layer.
+        module: The page with its weights and, if it is to be trained, its adapters, the same on every rank.
+        mesh: With an axis `tp`, `dp` or both; `dp` is for training, under `Together`.
 
     Returns:
         The module.
 
     Raises:
-        ValueError: The ranks do not divide the heads or the inner width, or a layer is not dense.
+        ValueError: The ranks of `tp` do not divide the heads or the inner width, or a layer is not dense.
     """
-    if reason := cannot_split(module.config, mesh.size()):
-        raise ValueError(f"tensor parallel: {reason}")
-    plan = {**dict.fromkeys(COLUMNS, ColwiseParallel()), **dict.fromkeys(ROWS, RowwiseParallel())}
-    for layer in module.model.layers:
-        parallelize_module(layer, mesh, plan)
-    module.register_forward_pre_hook(lambda _, args, kwargs: (args, _with_whole_stages(kwargs, mesh)), with_kwargs=True)
+    tensor_parallel = mesh["tp"] if "tp" in axes_of(mesh) else None
+    if tensor_parallel is not None and tensor_parallel.size() > 1:
+        if reason := cannot_split(module.config, tensor_parallel.size()):
+            raise ValueError(f"tensor parallel: {reason}")
+        for layer in module.model.layers:
+            _cut_matrices(layer, tensor_parallel)
+        connect(module, tensor_parallel)
+    if "dp" in axes_of(mesh):
+        share_out(module, mesh["dp"])
     return module
 
 
+def axes_of(mesh: DeviceMesh) -> tuple[str, ...]:
+    """The names of the axes of a mesh."""
+    return mesh.mesh_dim_names or ()
+
+
 def cannot_split(config: ModelConfig, n_ranks: int) -> str | None:
-    """Why a model cannot be split over so many ranks."""
+    """Why the layers of a model cannot be split over so many ranks."""
+    if n_ranks == 1:
+        return None
     if any(layer != Layer() for layer in config.layers):
         return f"expected layers of the dense page, got those of {config.family}"
     sizes = {"heads": config.n_heads, "KV heads": config.n_kv_heads, "inner width": config.intermediate_size}
     uneven = [f"{name} {size}" for name, size in sizes.items() if size % n_ranks]
     return f"expected sizes that {n_ranks} ranks divide, got {', '.join(uneven)}" if uneven else None
+
+
+def part_of(path: str, whole: Tensor, ranks: DeviceMesh) -> Tensor:
+    """What the rank has of a weight, or of a field of a packed one, by the attribute path of its matrix.
+
+    What is added to a sum over ranks is added by the first of them.
+    """
+    matrix, _, kind = path.rpartition(".")
+    if matrix.endswith(COLUMNS):
+        return whole.chunk(ranks.size(), 0)[ranks.get_local_rank()].clone()
+    if matrix.endswith(ROWS) and kind == "bias":
+        return whole if ranks.get_local_rank() == 0 else torch.zeros_like(whole)
+    return whole.chunk(ranks.size(), 1)[ranks.get_local_rank()].clone() if matrix.endswith(ROWS) else whole
+
+
+def connect(module: CausalLM, ranks: DeviceMesh) -> None:
+    """Let layers that have their parts share what goes in, sum what comes out, and cut their adapters likewise."""
+    for layer in module.model.layers:
+        for name in ENTRIES:
+            layer.get_submodule(name).register_forward_pre_hook(lambda _, args: (_entering(args[0], ranks), *args[1:]))
+        for path, leaf in _leaves(layer):
+            if path in ROWS:
+                leaf.register_forward_hook(lambda _, args, part: _leaving(part, ranks))
+            if isinstance(leaf, LoraLeaf):
+                _cut_adapters(leaf, ranks, by_rows=path in ROWS)
+    module.register_forward_pre_hook(
+        lambda _, args, kwargs: (args, _with_whole_stages(kwargs, ranks)), with_kwargs=True
+    )
+
+
+def share_out(module: CausalLM, ranks: DeviceMesh) -> None:
+    """Leave each rank a share of every parameter of the blocks; gradients are summed in at least float32."""
+    for layer in module.model.layers:
+        _sharded(layer, module, ranks)
+
+
+class Together(nn.Module):
+    """Runs work on a model whose parameters are shared out, those beside the blocks put together meanwhile."""
+
+    def __init__(self, module: CausalLM, ranks: DeviceMesh) -> None:
+        """Share out the rest of a model, too."""
+        super().__init__()
+        self.module = module
+        _sharded(self, module, ranks)
+
+    def forward(self, work: Callable[[CausalLM], Any]) -> Any:
+        """What work makes of the model."""
+        return work(self.module)
+
+    def gather_gradients(self, *, now: bool) -> None:
+        """Whether the backward pass to come sums gradients over ranks, or keeps them for a later one that does."""
+        for part in self.modules():
+            if isinstance(part, FSDPModule):
+                part.set_requires_gradient_sync(now, recurse=False)
 
 
 def of_a_rank(config: ModelConfig, n_ranks: int) -> ModelConfig:
@@ -81,12 +155,72 @@ class ParallelModel(TorchModel):
         return Cache(config, batch=batch, n_slots=n_slots, first_position=first_position, **kind)
 
 
-def _with_whole_stages(kwargs: dict[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
+def _leaves(layer: nn.Module) -> Iterator[tuple[str, Any]]:
+    for path in (*COLUMNS, *ROWS):
+        yield path, layer.get_submodule(path)
+
+
+def _cut_matrices(layer: nn.Module, ranks: DeviceMesh) -> None:
+    for path, leaf in _leaves(layer):
+        base = leaf.base_layer if isinstance(leaf, LoraLeaf) else leaf
+        for kind in ("weight", "bias"):
+            whole = getattr(base, kind)
+            if whole is not None:
+                setattr(base, kind, nn.Parameter(part_of(f"{path}.{kind}", whole.data, ranks), requires_grad=False))
+
+
+def _cut_adapters(leaf: LoraLeaf, ranks: DeviceMesh, *, by_rows: bool) -> None:
+    """Every factor that has the axis along which the matrix is cut, as a part; the other ones whole."""
+    cut, whole = Shard(1 if by_rows else 0), Replicate()
+    kinds = {"A": cut if by_rows else whole, "B": whole if by_rows else cut, "vector": whole if by_rows else cut}
+    stores = (leaf.lora_A, leaf.lora_B, leaf.lora_magnitude_vector, leaf.start_A, leaf.start_B)
+    for store, kind in zip(stores, ("A", "B", "vector", "A", "B"), strict=True):
+        for name, parameter in list(store.items()):
+            made = distribute_tensor(parameter.data, ranks, [kinds[kind]], src_data_rank=None)
+            store[name] = nn.Parameter(made, requires_grad=parameter.requires_grad)
+    leaf.own = _own_part
+    if by_rows:
+        leaf.joined = lambda lengths: _summed(lengths.square(), ranks).sqrt()
+
+
+def _own_part(parameter: Tensor) -> Tensor:
+    """What a rank computes with: of a factor that all of them have whole, each finds a part of the gradient."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    return parameter.to_local(grad_placements=[Partial() if p.is_replicate() else p for p in parameter.placements])
+
+
+def _entering(x: Tensor, ranks: DeviceMesh) -> Tensor:
+    """The input of a cut layer; its gradients on all ranks are summed."""
+    return DTensor.from_local(x, ranks, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
+
+
+def _leaving(part: Tensor, ranks: DeviceMesh) -> Tensor:
+    """The sum of what all ranks made; its gradient is that of each part."""
+    return (
+        DTensor.from_local(part, ranks, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
+    )
+
+
+def _summed(part: Tensor, ranks: DeviceMesh) -> Tensor:
+    dist.all_reduce(part, group=ranks.get_group())
+    return part
+
+
+def _sharded(part: nn.Module, module: CausalLM, ranks: DeviceMesh) -> None:
+    wide = torch.promote_types(module.model.norm.weight.dtype, torch.float32)
+    fully_shard(part, mesh=ranks, mp_policy=MixedPrecisionPolicy(reduce_dtype=wide, cast_forward_inputs=False))
+    assert isinstance(part, FSDPModule)
+    part.set_gradient_divide_factor(1.0)  # losses are divided by the tokens of all ranks
+    part.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
+
+
+def _with_whole_stages(kwargs: dict[str, Any], ranks: DeviceMesh) -> dict[str, Any]:
     keep = kwargs.get("keep", keep_nothing)
-    return kwargs if keep is keep_nothing else kwargs | {"keep": _of_whole_stages(keep, mesh)}
+    return kwargs if keep is keep_nothing else kwargs | {"keep": _of_whole_stages(keep, ranks)}
 
 
-def _of_whole_stages(keep: Keep, mesh: DeviceMesh) -> Keep:
+def _of_whole_stages(keep: Keep, ranks: DeviceMesh) -> Keep:
     """Gathers a stage of which every rank has a part, and goes on with this rank's part of what `keep` gives back."""
 
     def shown(name: str, part: Tensor) -> Tensor:
@@ -94,10 +228,10 @@ def _of_whole_stages(keep: Keep, mesh: DeviceMesh) -> Keep:
         axis = next((at for at, axis in enumerate(axes) if axis in SPLIT), None)
         if axis is None:
             return keep(name, part)
-        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(mesh.size())]
-        dist.all_gather(parts, part.contiguous(), group=mesh.get_group())
+        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(ranks.size())]
+        dist.all_gather(parts, part.contiguous(), group=ranks.get_group())
         whole = torch.cat(parts, axis)
         made = keep(name, whole)
-        return part if made is whole else made.chunk(mesh.size(), axis)[mesh.get_local_rank()]
+        return part if made is whole else made.chunk(ranks.size(), axis)[ranks.get_local_rank()]
 
     return shown

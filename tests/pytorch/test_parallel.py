@@ -106,7 +106,8 @@ def test_what_ranks_do_not_divide_or_is_not_dense_cannot_be_split():
     assert cannot_split(config, 2) == "expected sizes that 2 ranks divide, got heads 15, KV heads 3"
     assert cannot_split(config, 3) == "expected sizes that 3 ranks divide, got inner width 224"
     hybrid = open_weights(builtin_path("micro-qwen3.5")).config
-    assert cannot_split(hybrid, 1) == "expected layers of the dense page, got those of qwen3_5"
+    assert cannot_split(hybrid, 1) is None
+    assert cannot_split(hybrid, 2) == "expected layers of the dense page, got those of qwen3_5"
     part = of_a_rank(config, 3)
     assert (part.n_heads, part.n_kv_heads, part.head_dim, part.layer(0)) == (5, 1, config.head_dim, Layer())
 

@@ -5,51 +5,32 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from llorch.pytorch import parallel
 from llorch.pytorch.device import target
-from llorch.pytorch.ranks import start
+from llorch.pytorch.parallel import COLUMNS, part_of
+from llorch.pytorch.ranks import start, summed
 from llorch.verify.judge import PASS
 from llorch.verify.models import verify_live, verify_stored
 from llorch.verify.runners.torch import parallel_runners
 
 
-class Unsummed(RowwiseParallel):
-    """Each rank goes on with its own part of the sum."""
-
-    @staticmethod
-    def _prepare_output_fn(
-        output_layouts: Any, use_local_output: bool, mod: Any, outputs: Any, device_mesh: Any
-    ) -> Any:
-        return outputs.to_local()
-
-
-class Averaged(RowwiseParallel):
+def averaged(part: Any, ranks: Any) -> Any:
     """Parts are averaged, as gradients of equal batches are."""
-
-    @staticmethod
-    def _prepare_output_fn(
-        output_layouts: Any, use_local_output: bool, mod: Any, outputs: Any, device_mesh: Any
-    ) -> Any:
-        whole = RowwiseParallel._prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh)
-        return whole / device_mesh.size()
+    return summed(part.clone(), ranks) / ranks.size()
 
 
-class OtherRank(ColwiseParallel):
+def of_another_rank(path: str, whole: Any, ranks: Any) -> Any:
     """The rows of a matrix go to the ranks in another order."""
-
-    def _partition_linear_fn(self, name: str, module: Any, device_mesh: Any) -> None:
-        rows = module.weight.shape[0] // device_mesh.size()
-        module.weight = torch.nn.Parameter(module.weight.roll(rows, 0), requires_grad=False)
-        super()._partition_linear_fn(name, module, device_mesh)
+    moved = whole.roll(len(whole) // ranks.size(), 0) if path.startswith(COLUMNS) else whole
+    return part_of(path, moved, ranks)
 
 
 PLANTED: Mapping[str, Callable[[], None]] = {
     "": lambda: None,
-    "unsummed": lambda: setattr(parallel, "RowwiseParallel", Unsummed),
-    "averaged": lambda: setattr(parallel, "RowwiseParallel", Averaged),
-    "other rank": lambda: setattr(parallel, "ColwiseParallel", OtherRank),
+    "unsummed": lambda: setattr(parallel, "_leaving", lambda part, ranks: part),
+    "averaged": lambda: setattr(parallel, "_leaving", averaged),
+    "other rank": lambda: setattr(parallel, "part_of", of_another_rank),
 }
 
 

@@ -5,7 +5,7 @@ input once more, in float32. Here it is kept as it came, which the leaves of a l
 byte per element.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from llorch.lora.adapter import LORA_A, LORA_B, MAGNITUDE, LoraTensors
 from llorch.lora.config import LoraConfig
 from llorch.lora.targets import Part, Target
 from llorch.pytorch.experts import grouped
+from llorch.pytorch.parts import whole as all_of
 from llorch.pytorch.quantised_linear import TILE, PackedMatrix, tiles
 from llorch.pytorch.reproducible import FixedRows, in_tiles
 
@@ -89,6 +90,11 @@ def _wide(x: Tensor, mask: Tensor | None, share: float, dtype: torch.dtype) -> T
     return x.to(dtype) if mask is None else x.to(dtype) * mask / (1 - share)
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """What a process has that shares nothing with others."""
+    return tensor
+
+
 @dataclass(frozen=True)
 class Setting:
     """What an adapter has beside its parameters, on one leaf."""
@@ -111,6 +117,8 @@ class LoraLeaf(nn.Module):
         super().__init__()
         self.base_layer = base_layer
         self.fixed = fixed
+        self.own: Callable[[Tensor], Tensor] = whole  # what of a parameter this process computes with
+        self.joined: Callable[[Tensor], Tensor] = whole  # lengths of rows of which it may have a part
         self.lora_A = nn.ParameterDict()
         self.lora_B = nn.ParameterDict()
         self.lora_magnitude_vector = nn.ParameterDict()
@@ -202,11 +210,14 @@ class LoraLeaf(nn.Module):
         """What torch prints of the module."""
         return f"adapters={', '.join(self.names)}"
 
+    def _factors(self, name: str) -> tuple[Tensor, Tensor]:
+        return self.own(self.lora_A[name]), self._settings[name].of_leaf(self.own(self.lora_B[name]))
+
     def _length(self, name: str) -> Tensor:
         """|W + scaling * B A| along the input; kept while nothing it depends on is trained."""
         if name in self._lengths:
             return self._lengths[name]
-        lora_A, lora_B = self.lora_A[name], self._settings[name].of_leaf(self.lora_B[name])
+        lora_A, lora_B = self._factors(name)
         length = self._lengths_of(lora_A, lora_B, self._settings[name].scaling)
         if not (lora_A.requires_grad or lora_B.requires_grad):
             self._lengths[name] = length
@@ -224,15 +235,15 @@ class LoraLinear(LoraLeaf):
     ) -> Float[Tensor, "*rows out"]:
         """See `LoraLeaf.adapted`."""
         setting = self._settings[name]
-        lora_A, lora_B = self.lora_A[name], setting.of_leaf(self.lora_B[name])
+        lora_A, lora_B = self._factors(name)
         share = setting.config.lora_dropout if self.training else 0.0
         mask = drop_mask(x, share) if share else None
         added = self._delta(x, lora_A, lora_B, scaling=setting.scaling, mask=mask, share=share)
         if name in self.start_A:
-            start_B = setting.of_leaf(self.start_B[name])
-            added = added - self._delta(x, self.start_A[name], start_B, scaling=setting.scaling)
+            start_A, start_B = self.own(self.start_A[name]), setting.of_leaf(self.own(self.start_B[name]))
+            added = added - self._delta(x, start_A, start_B, scaling=setting.scaling)
         if name in self.lora_magnitude_vector:
-            scale = setting.of_leaf(self.lora_magnitude_vector[name]) / self._length(name)
+            scale = setting.of_leaf(self.own(self.lora_magnitude_vector[name])) / self._length(name)
             base = y if mask is None else self.base_layer((x.to(added.dtype) * mask / (1 - share)).to(x.dtype))
             bias = bias_of(self.base_layer)
             added = (scale - 1) * (base if bias is None else base - bias) + scale * added
@@ -248,7 +259,7 @@ class LoraLinear(LoraLeaf):
         def length(part: slice, tile: Tensor) -> Tensor:
             return torch.linalg.vector_norm(tile.to(lora_A.dtype) + scaling * (lora_B[part] @ lora_A), dim=1)
 
-        return torch.cat([length(*each) for each in weight_tiles(self.base_layer)])
+        return self.joined(torch.cat([length(*each) for each in weight_tiles(self.base_layer)]))
 
 
 class LoraExperts(LoraLeaf):
@@ -313,5 +324,5 @@ def bias_of(leaf: Any) -> Float[Tensor, " out"] | None:
 
 
 def as_float32(tensor: Tensor) -> Float32[np.ndarray, "*shape"]:
-    """A copy for NumPy, in the dtype of adapters."""
-    return tensor.detach().to("cpu", torch.float32).numpy().copy()
+    """A copy for NumPy, in the dtype of adapters; of a part all ranks have to ask for it."""
+    return all_of(tensor.detach()).to("cpu", torch.float32).numpy().copy()

@@ -1,7 +1,8 @@
 """AdamW on the parameters of an adapter: formula and order of `llorch.train.adamw`, its moments in 8 bits if wanted.
 
-Operations and their order are torch's, and with 8 bits those of bitsandbytes, so that the bits are theirs. With 8 bits
-the update uses the new moments before they are rounded, so all of it but three operations is needed here anyway.
+Operations and their order are torch's, and with 8 bits those of bitsandbytes, so that the bits are theirs. Where ranks
+share parameters each updates its own part; only the norm is taken of whole gradients. With 8 bits the update uses the
+new moments before they are rounded, so all of it but three operations is needed here anyway.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from llorch.pytorch.parts import like, own, part_of, whole
 from llorch.pytorch.train.eight_bit import SIGNED, UNSIGNED, Codec, EightBit, zeros
 from llorch.train.adamw import NonFiniteNorm, rate_factor
 
@@ -39,28 +41,31 @@ class AdamW:
         self.params = dict(params)
         self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
         self.step_count = 0
-        device = next(iter(self.params.values())).device
+        values = {name: own(parameter.data) for name, parameter in self.params.items()}
+        device = next(iter(values.values())).device
         self.codecs = Codec(SIGNED, device), Codec(UNSIGNED, device)
         self._factors = {name: rate_factor(name, lr_ratio=lr_ratio) for name in params}
-        small = {name: p for name, p in self.params.items() if not eight_bit or p.numel() < MIN_SIZE}
-        self._full = {name: (torch.zeros_like(p.data), torch.zeros_like(p.data)) for name, p in small.items()}
-        self._packed = {name: (zeros(p.data), zeros(p.data)) for name, p in self.params.items() if name not in small}
+        small = {name: value for name, value in values.items() if not eight_bit or value.numel() < MIN_SIZE}
+        self._full = {name: (torch.zeros_like(value), torch.zeros_like(value)) for name, value in small.items()}
+        self._packed = {name: (zeros(value), zeros(value)) for name, value in values.items() if name not in small}
 
     @torch.no_grad()
     def clip(self, max_norm: float) -> float:
         """Scale all gradients together to a norm of at most `max_norm`, which may be inf; gives the norm before."""
         grads = self._grads()
-        norm = torch.nn.utils.get_total_norm(grads.values())
+        complete = {name: whole(grad) for name, grad in grads.items()}
+        norm = torch.nn.utils.get_total_norm(complete.values())
         if not norm.isfinite():
-            names = [name for name, grad in grads.items() if not grad.isfinite().all()]
+            names = [name for name, grad in complete.items() if not grad.isfinite().all()]
             raise NonFiniteNorm(norm.item(), names)
-        torch.nn.utils.clip_grads_with_norm_(self.params.values(), max_norm, norm)
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch.nn.utils.clip_grad_norm_ has it
+        foreach._foreach_mul_([own(grad) for grad in grads.values()], factor)
         return norm.item()
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
         """Update every parameter from its gradient, at a rate before the factor of LoRA+."""
-        grads = self._grads()
+        grads = {name: own(grad) for name, grad in self._grads().items()}
         self.step_count += 1
         if self._full:
             m, v = map(list, zip(*self._full.values(), strict=True))
@@ -76,14 +81,14 @@ class AdamW:
     def state(self) -> dict[str, Tensor]:
         """All that the next step depends on, besides the parameters: not copied, so the next step changes it.
 
-        `step`, and moments as `layers.3.q_proj.lora_A.m` and `.v`; with 8 bits these are codes, beside `.m_absmax` and
-        `.v_absmax`.
+        `step`, and moments as `layers.3.q_proj.lora_A.m` and `.v`, parts as their parameter is one; with 8 bits these
+        are codes, beside `.m_absmax` and `.v_absmax`.
         """
         return {"step": torch.tensor(self.step_count)} | self._tensors()
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from a copy of what `state` gave; other names, shapes or dtypes are refused."""
-        mine = {"step": torch.tensor(self.step_count)} | self._tensors()
+        """Continue from a copy of what `state` gave, whole; other names, shapes or dtypes are refused."""
+        mine = self.state()
         wrong = [
             f"{name} expected {_kind(mine.get(name))}, got {_kind(state.get(name))}"
             for name in sorted(mine.keys() | state.keys())
@@ -96,7 +101,7 @@ class AdamW:
             )
         self.step_count = int(state["step"])
         for name, tensor in self._tensors().items():
-            tensor.copy_(state[name])
+            own(tensor).copy_(part_of(state[name], tensor))
 
     def _step(self, names: list[str], grads: list[Tensor], m: list[Tensor], v: list[Tensor], lr: float) -> None:
         foreach._foreach_lerp_(m, grads, 1 - self.betas[0])
@@ -114,7 +119,7 @@ class AdamW:
 
     def _move(self, names: Sequence[str], m: list[Tensor], v: list[Tensor], lr: float) -> None:
         """Decay and update parameters, given their new moments."""
-        params, rates = [self.params[name] for name in names], [lr * self._factors[name] for name in names]
+        params, rates = [own(self.params[name].data) for name in names], [lr * self._factors[name] for name in names]
         correction_m, correction_v = (1 - beta**self.step_count for beta in self.betas)
         foreach._foreach_mul_(params, [1 - rate * self.weight_decay for rate in rates])
         root = foreach._foreach_sqrt(v)
@@ -123,7 +128,11 @@ class AdamW:
         foreach._foreach_addcdiv_(params, m, root, [-(rate / correction_m) for rate in rates])
 
     def _tensors(self) -> dict[str, Tensor]:
-        found = {f"{n}.{kind}": t for n, pair in self._full.items() for kind, t in zip("mv", pair, strict=True)}
+        found = {
+            f"{name}.{kind}": like(self.params[name].data, moment)
+            for name, pair in self._full.items()
+            for kind, moment in zip("mv", pair, strict=True)
+        }
         for name, pair in self._packed.items():
             for kind, x in zip("mv", pair, strict=True):
                 found |= {f"{name}.{kind}": x.codes, f"{name}.{kind}_absmax": x.absmax}

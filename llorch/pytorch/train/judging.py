@@ -13,6 +13,7 @@ from llorch.pytorch.device import target
 from llorch.pytorch.lora.adapters import activate, attach
 from llorch.pytorch.train.loading import load_for_training
 from llorch.pytorch.train.step import mean_loss
+from llorch.pytorch.train.worker import Alone
 from llorch.train.data import Rows, TrainingData, batches, read_data
 from llorch.train.settings import TrainSettings
 
@@ -53,9 +54,9 @@ def judge_adapter(
     module = load_for_training(weights, at, residency=settings.weights, batch=settings.batch_size, n_tokens=n_tokens)
     attach(module, read)
     made = list(batches(rows, settings.batch_size))
-    with_adapter = mean_loss(module, made, at.device, chunk=settings.chunk or None)
+    with_adapter = mean_loss(Alone(module), made, at.device, chunk=settings.chunk or None)
     activate(module, None)
-    without = mean_loss(module, made, at.device, chunk=settings.chunk or None)
+    without = mean_loss(Alone(module), made, at.device, chunk=settings.chunk or None)
     assert with_adapter is not None
     assert without is not None
     return Judgement(base, split, len(rows), sum(batch.n_trained for batch in made), without, with_adapter)

@@ -2,7 +2,8 @@
 
     loss of a step = sum over all trained tokens of its batches / their number
 
-so accumulating over small batches gives the gradients of a large one, however ragged the rows are.
+so accumulating over small batches, or sharing the rows of a batch out to ranks, gives the gradients of a large one,
+however ragged the rows are.
 """
 
 import math
@@ -13,11 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.train.adamw import AdamW
 from llorch.pytorch.train.forward import hidden_states
 from llorch.pytorch.train.loss import loss_sum
+from llorch.pytorch.train.worker import Alone
 from llorch.train.adamw import NonFiniteNorm
 from llorch.train.batch import Batch, trained_tokens
 from llorch.train.resume import CUBLAS_WORKSPACE
@@ -31,7 +35,7 @@ class NonFiniteLoss(ValueError):
 class Stepper:
     """Makes steps of one model."""
 
-    module: CausalLM  # with the adapter that is trained
+    worker: Alone  # has the model, with the adapter that is trained
     optimizer: AdamW  # of the adapter's parameters
     device: torch.device
     label_smoothing: float  # see `loss_sum`
@@ -58,19 +62,33 @@ class Stepper:
     def backward(self, batches: Sequence[Batch]) -> float:
         """Add the gradients of a step to those of the parameters, and give its loss."""
         n_trained = trained_tokens(batches)
-        self.module.train()
+        self.worker.module.train()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for batch in batches:
-            hidden, labels = hidden_states(self.module, batch, self.device), torch.from_numpy(batch.labels)
-            smoothing, chunk = self.label_smoothing, self.chunk
-            loss = loss_sum(hidden, self.module.lm_head, labels, label_smoothing=smoothing, chunk=chunk)
+        for number, batch in enumerate(batches, start=1):
+            rows, counts = self.worker.rows_of(batch)
+            how: Any = {"label_smoothing": self.label_smoothing, "chunk": self.chunk}
+            loss = counts * batch_loss(self.worker, rows, self.device, **how)
+            self.worker.sum_gradients(now=number == len(batches))
             (loss / n_trained).backward()
             total += loss.detach()
-        return float(total) / n_trained
+        return float(self.worker.summed(total)) / n_trained
+
+
+def batch_loss(
+    worker: Alone, rows: Batch, device: torch.device, *, label_smoothing: float, chunk: int | None
+) -> Float[Tensor, ""]:
+    """Sum the loss over the trained tokens of some rows; see `loss_sum`."""
+    labels = torch.from_numpy(rows.labels)
+
+    def work(module: CausalLM) -> Tensor:
+        hidden = hidden_states(module, rows, device)
+        return loss_sum(hidden, module.lm_head, labels, label_smoothing=label_smoothing, chunk=chunk)
+
+    return worker.run(work)
 
 
 def mean_loss(
-    module: CausalLM,
+    worker: Alone,
     batches: Iterable[Batch],
     device: torch.device,
     *,
@@ -81,16 +99,16 @@ def mean_loss(
 
     The order of the batches is in its last bits. `chunk`: tokens whose logits exist at the same time.
     """
-    module.eval()
+    worker.module.eval()
     total, n_trained = torch.zeros((), dtype=torch.float64, device=device), 0
     with torch.no_grad(), deterministic():
         for batch in batches:
             if stop():
                 return None
-            hidden = hidden_states(module, batch, device)
-            total += loss_sum(hidden, module.lm_head, torch.from_numpy(batch.labels), label_smoothing=0.0, chunk=chunk)
+            rows, counts = worker.rows_of(batch)
+            total += counts * batch_loss(worker, rows, device, label_smoothing=0.0, chunk=chunk)
             n_trained += batch.n_trained
-    return float(total) / n_trained
+    return float(worker.summed(total)) / n_trained
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from llorch.builtin import find_data
 from llorch.files import Weights, open_weights
@@ -20,11 +21,14 @@ from llorch.lora.initial import initial_adapter
 from llorch.model import Opened, find
 from llorch.pytorch.device import target
 from llorch.pytorch.lora.adapters import adapter_of, attach, trainable_parameters
+from llorch.pytorch.parts import own, part_of
+from llorch.pytorch.ranks import Ranks
 from llorch.pytorch.train.adamw import AdamW
 from llorch.pytorch.train.forward import checkpoint_gradients
 from llorch.pytorch.train.loading import load_for_training
 from llorch.pytorch.train.rng import capture_rng, restore_rng, seed_rng
 from llorch.pytorch.train.step import NonFiniteLoss, Stepper, mean_loss
+from llorch.pytorch.train.worker import Alone, OnMesh
 from llorch.train.data import Plan, batches, read_data
 from llorch.train.resume import environment
 from llorch.train.schedules import learning_rate
@@ -52,8 +56,8 @@ class StepReport:
 class Training:
     """A model, an adapter, its optimizer and its data, at some step."""
 
-    def __init__(self, settings: TrainSettings) -> None:
-        """Load model and data and put a new adapter beside the model; the generators of torch are seeded."""
+    def __init__(self, settings: TrainSettings, mesh: DeviceMesh | None = None) -> None:
+        """Load model and data and put a new adapter beside the model, or this rank's part of both, on a mesh."""
         self._weights = open_weights(find(settings.model))
         config = self._weights.config
         self.settings = settings.with_defaults(hidden_size=config.hidden_size, context=config.max_position_embeddings)
@@ -64,14 +68,16 @@ class Training:
         self.total_steps = settings.steps or settings.epochs * self.plan.steps_per_epoch
         self.base = identity_of(self._weights, settings.model)
         self._initial = initial_adapter(settings.lora, self._weights, init=settings.init, seed=settings.seed)
-        self.module = self._loaded()
+        self.ranks = Ranks(mesh)
+        self._worker = self._loaded()
+        self.module = self._worker.module
         self.parameters = trainable_parameters(self.module)
         self._optimizer = AdamW(
             self.parameters, betas=BETAS, eps=EPS, weight_decay=settings.weight_decay,
             lr_ratio=settings.lora_plus_ratio, eight_bit=settings.eight_bit,
         )  # fmt: skip
         self._stepper = Stepper(
-            self.module, self._optimizer, self.target.device, label_smoothing=settings.label_smoothing,
+            self._worker, self._optimizer, self.target.device, label_smoothing=settings.label_smoothing,
             chunk=settings.chunk or None, max_norm=settings.max_grad_norm or math.inf,
         )  # fmt: skip
         self.step = 0
@@ -101,7 +107,7 @@ class Training:
     def validate(self, *, stop: Callable[[], bool] = lambda: False) -> float | None:
         """Mean loss over the trained tokens of the validation set, which is not empty; see `mean_loss`."""
         made = batches(self.data.rows(self.data.valid), self.settings.batch_size)
-        loss = mean_loss(self.module, made, self.target.device, chunk=self.settings.chunk or None, stop=stop)
+        loss = mean_loss(self._worker, made, self.target.device, chunk=self.settings.chunk or None, stop=stop)
         if loss is not None and not math.isfinite(loss):
             raise NonFiniteLoss(
                 f"step {self.step}: expected a finite validation loss, got {loss:g}; train again with a lower --lr, or "
@@ -109,15 +115,18 @@ class Training:
             )
         return loss
 
+    def tensors(self) -> dict[str, Tensor]:
+        """`adapter/...` and `optimizer/...`, in use: the next step changes them. On a mesh a rank has parts."""
+        found: dict[str, Tensor] = {f"adapter/{name}": value.detach() for name, value in self.parameters.items()}
+        return found | {f"optimizer/{name}": value for name, value in self._optimizer.state().items()}
+
     def state(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         """Everything that the steps to come depend on, besides what `identity` says.
 
         Tensors `adapter/...`, `optimizer/...` and `rng/...`, and what is no tensor. On the CPU the first two are the
         arrays in use, which the next step changes: a save needs no second copy of them.
         """
-        found: dict[str, Tensor] = {f"adapter/{name}": value for name, value in self.parameters.items()}
-        found |= {f"optimizer/{name}": value for name, value in self._optimizer.state().items()}
-        tensors = {name: value.detach().cpu().numpy() for name, value in found.items()}
+        tensors = {name: value.cpu().numpy() for name, value in self.tensors().items()}
         return tensors | capture_rng(), {"step": self.step}
 
     def load(self, tensors: Mapping[str, np.ndarray], record: Mapping[str, Any]) -> None:
@@ -127,7 +136,7 @@ class Training:
             raise ValueError("snapshot: its adapter has other matrices or another rank; use the settings of the run")
         with torch.no_grad():
             for name, parameter in self.parameters.items():
-                parameter.copy_(saved[name])
+                own(parameter).copy_(part_of(saved[name], parameter))
         self._optimizer.load(_below("optimizer/", tensors))
         self.step = int(record["step"])
         restore_rng(tensors)
@@ -146,7 +155,7 @@ class Training:
             "environment": environment(str(self.target.device)),
         }
 
-    def _loaded(self) -> Any:
+    def _loaded(self) -> Alone:
         """The model with the new adapter."""
         settings, length = self.settings, self.data.settings.max_length
         module = load_for_training(
@@ -156,7 +165,7 @@ class Training:
         attach(module, self._initial, trainable=True, minus=minus)
         if settings.gradient_checkpointing:
             checkpoint_gradients(module)
-        return module
+        return Alone(module) if self.ranks.mesh is None else OnMesh(module, self.ranks.mesh)
 
     def _rate(self) -> float:
         return learning_rate(

@@ -27,6 +27,7 @@ from llorch.pytorch.train.forward import checkpoint_gradients, hidden_states
 from llorch.pytorch.train.loading import load_for_training
 from llorch.pytorch.train.loss import loss_sum
 from llorch.pytorch.train.step import Stepper
+from llorch.pytorch.train.worker import Alone
 from llorch.train.batch import IGNORED
 from llorch.verify.judge import Row
 from llorch.verify.places import Place
@@ -185,7 +186,7 @@ class TorchRunner:
         Fed, each block is alone: what goes in and the gradient of what comes out are the golden's.
         """
         stepper, inputs, outputs = self._stepper(adapter, OPTIMIZER, 0.0), dict[Place, Tensor](), list[Any]()
-        model, ends = stepper.module.model, borders(self.n_layers)
+        model, ends = stepper.worker.module.model, borders(self.n_layers)
         for module, (x, d_x) in zip((*model.layers, model.norm), ends.items(), strict=True):
             module.register_forward_pre_hook(_noting(inputs, d_x, self._padded(x) if fed else None))
         for layer in model.layers:
@@ -209,7 +210,12 @@ class TorchRunner:
             lr_ratio=1.0, eight_bit=False,
         )  # fmt: skip
         return Stepper(
-            module, optimizer, self.target.device, label_smoothing=smoothing, chunk=self.chunk, max_norm=recipe.max_norm
+            Alone(module),
+            optimizer,
+            self.target.device,
+            label_smoothing=smoothing,
+            chunk=self.chunk,
+            max_norm=recipe.max_norm,
         )
 
     def _optimizer_step(self, step: int) -> Results:

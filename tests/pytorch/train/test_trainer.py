@@ -20,6 +20,7 @@ from llorch.pytorch.train import trainer as torch_trainer
 from llorch.pytorch.train.loading import load_for_training
 from llorch.pytorch.train.step import mean_loss
 from llorch.pytorch.train.trainer import NonFiniteLoss
+from llorch.pytorch.train.worker import Alone
 from llorch.train.data import batches
 from llorch.train.settings import TrainSettings
 
@@ -221,4 +222,4 @@ def test_the_adapter_of_pissa_stands_beside_the_base_as_it_is_in_its_file(tmp_pa
     module = load_for_training(training._weights, training.target, residency="decoded", batch=8, n_tokens=40)
     attach(module, training.adapter)
     made = batches(training.data.rows(training.data.valid), 8)
-    assert mean_loss(module, made, training.target.device) == pytest.approx(training.validate(), rel=1e-5)
+    assert mean_loss(Alone(module), made, training.target.device) == pytest.approx(training.validate(), rel=1e-5)

@@ -1,0 +1,45 @@
+"""A tensor of which a process has a part, a DTensor, beside one that it has whole: what is the same for both.
+
+A parameter that is cut twice was first cut along the last axis of its mesh, and what came of it along the one before.
+"""
+
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def own(tensor: Tensor) -> Tensor:
+    """What this process has of it, in the same memory; it has no gradient."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of it, on every rank; where parts are put together all ranks have to ask."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def like(example: Tensor, part: Tensor) -> Tensor:
+    """A part of another tensor that is cut as the example is."""
+    if not isinstance(example, DTensor):
+        return part
+    kind = {"shape": example.shape, "stride": example.stride(), "run_check": False}
+    return DTensor.from_local(part, example.device_mesh, example.placements, **kind)
+
+
+def part_of(complete: Tensor, example: Tensor) -> Tensor:
+    """What this process has of a tensor that is to be cut as the example is; it may be nothing."""
+    if not isinstance(example, DTensor):
+        return complete
+    mesh = example.device_mesh
+    for axis, placement in reversed(list(enumerate(example.placements))):
+        if not placement.is_replicate():
+            cut: Any = placement  # Shard or _StridedShard, which are no relatives
+            complete = _chunk(complete, mesh.size(axis), cut.dim, mesh.get_local_rank(axis))
+    return complete
+
+
+def _chunk(tensor: Tensor, count: int, dim: int, number: int) -> Tensor:
+    """One of some chunks as torch cuts them; those at the end may be shorter, or have nothing."""
+    chunks = tensor.chunk(count, dim)
+    return chunks[number] if number < len(chunks) else tensor.narrow(dim, 0, 0)

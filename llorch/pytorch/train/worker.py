@@ -1,0 +1,70 @@
+"""Who computes a step: one process with the whole model, or the ranks of a mesh, each with its part and its rows.
+
+Every rank knows all batches of a step, so what a loss is divided by needs no message, and does not depend on the mesh.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from llorch.pytorch.causal_lm import CausalLM
+from llorch.pytorch.parallel import Together, parallelize
+from llorch.pytorch.ranks import summed
+from llorch.train.batch import Batch
+
+Work = Callable[[CausalLM], Any]
+
+
+class Alone:
+    """One process, which has all of the model and takes all rows."""
+
+    def __init__(self, module: CausalLM) -> None:
+        """Work on a module, with the adapter that is trained."""
+        self.module = module
+
+    def run(self, work: Work) -> Any:
+        """What work makes of the model, whose parameters are whole meanwhile, but for what a rank has a part of."""
+        return work(self.module)
+
+    def rows_of(self, batch: Batch) -> tuple[Batch, float]:
+        """The rows that are computed here, and how often they count: 0 of a rank that only keeps the others company."""
+        return batch, 1.0
+
+    def sum_gradients(self, *, now: bool) -> None:
+        """Whether the backward pass to come is the last of a step, by whose end gradients are summed over ranks."""
+
+    def summed(self, value: Tensor) -> Tensor:
+        """The sum over all that take other rows, in place."""
+        return value
+
+
+class OnMesh(Alone):
+    """A rank of a mesh with the axes `dp` and `tp`; the other ranks call the same methods in the same order."""
+
+    def __init__(self, module: CausalLM, mesh: DeviceMesh) -> None:
+        """Leave this rank its part of a module; for the errors see `parallelize`."""
+        super().__init__(parallelize(module, mesh))
+        self.data_parallel = mesh["dp"]
+        self._together = Together(module, self.data_parallel)
+
+    def run(self, work: Work) -> Any:
+        """See `Alone.run`."""
+        return self._together(work)
+
+    def rows_of(self, batch: Batch) -> tuple[Batch, float]:
+        """Every n-th row; where there are fewer rows than ranks, one of another rank that does not count."""
+        rank, n_ranks = self.data_parallel.get_local_rank(), self.data_parallel.size()
+        mine = slice(rank, None, n_ranks) if rank < len(batch.ids) else slice(0, 1)
+        parts = {name: array[mine] for name, array in vars(batch).items()}
+        return replace(batch, **parts), float(rank < len(batch.ids))
+
+    def sum_gradients(self, *, now: bool) -> None:
+        """See `Alone.sum_gradients`."""
+        self._together.gather_gradients(now=now)
+
+    def summed(self, value: Tensor) -> Tensor:
+        """See `Alone.summed`."""
+        return summed(value, self.data_parallel)
