@@ -4,8 +4,8 @@
     python benchmarks/kill_resume.py --kills 10 --seed 3
 
 Both are `llorch lora train` with dropout and accumulation, a snapshot at every step. SIGKILL comes at a random time
-after a random step, sometimes while the program still starts. Compared bit by bit: the adapter, weights, moments and
-random generators of the last snapshot, and the lines of the log.
+after a random step, sometimes while the program still starts. Compared bit by bit: the adapter, weights and
+moments of the last snapshot, and the lines of the log.
 """
 
 import json

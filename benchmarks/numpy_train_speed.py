@@ -41,7 +41,7 @@ def step_time(name: str, tokens: int) -> float:
     adapter = initial_adapter(LoraConfig(r=8), weights, init="default", seed=0)
     ids = np.random.default_rng(0).integers(0, weights.config.vocab_size, (2, tokens))
     labels = np.where(np.arange(tokens) == 0, IGNORED, ids)
-    batch = Batch(ids, labels, np.tile(np.arange(tokens), (2, 1)), np.zeros_like(ids))
+    batch = Batch(ids, labels, np.tile(np.arange(tokens), (2, 1)), np.zeros_like(ids), np.arange(2))
     flat = {key: array.astype(np.float64) for key, array in adapter.flat().items()}
     start = time.perf_counter()
     _, grads = loss_and_gradients(weights, adapter, [batch], label_smoothing=0.0, parameters=flat)

@@ -149,7 +149,7 @@ def our_side(folder: Path, dtype, ids, chunk: int | None, recomputed: bool) -> S
     optimizer = AdamW(trainable_parameters(module), lr_ratio=1.0, eight_bit=False, **kind)
     positions, labels = np.broadcast_to(np.arange(ids.shape[1]), ids.shape).copy(), ids.clone()
     labels[:, 0] = IGNORED
-    batch = Batch(ids.numpy(), labels.numpy(), positions, np.zeros_like(positions))
+    batch = Batch(ids.numpy(), labels.numpy(), positions, np.zeros_like(positions), np.arange(len(ids)))
 
     def step() -> float:
         hidden = hidden_states(module, batch, torch.device("cpu"))

@@ -142,10 +142,10 @@ def our_side(module, arrays: dict, ids, device, chunk: int | None) -> Step:
         trainable_parameters(module), betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, lr_ratio=1.0, eight_bit=False
     )
     rows = ids.numpy()
-    batch = Batch(rows, rows, np.tile(np.arange(rows.shape[1]), (len(rows), 1)), np.zeros_like(rows))
     labels = rows.copy()
     labels[:, 0] = -100
-    batch = Batch(rows, labels, batch.positions, batch.documents)
+    positions = np.tile(np.arange(rows.shape[1]), (len(rows), 1))
+    batch = Batch(rows, labels, positions, np.zeros_like(rows), np.arange(len(rows)))
 
     def step() -> float:
         hidden = hidden_states(module.train(), batch, device)

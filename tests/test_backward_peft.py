@@ -98,7 +98,7 @@ def document(weights: Weights) -> Batch:
     """One row, a third of it not learned."""
     ids = np.random.default_rng(3).integers(0, weights.config.vocab_size, (1, 12))
     labels = np.where(np.arange(12) % 3 == 0, IGNORED, ids)
-    return Batch(ids, labels, np.arange(12)[None], np.zeros_like(ids))
+    return Batch(ids, labels, np.arange(12)[None], np.zeros_like(ids), np.zeros(1, np.int64))
 
 
 def relative_error(got: np.ndarray, want: np.ndarray) -> float:
@@ -140,7 +140,7 @@ def test_a_padded_batch_has_the_loss_of_peft_and_transformers_own_loss(base: Pat
     ids = rng.integers(0, weights.config.vocab_size, (3, width))
     positions = np.where(np.arange(width) < np.array(lengths)[:, None], np.arange(width), -1)
     labels = np.where((positions < 1) | (positions == 3), IGNORED, ids)
-    batch = Batch(ids, labels, positions, np.minimum(positions, 0))
+    batch = Batch(ids, labels, positions, np.minimum(positions, 0), np.arange(len(ids)))
     mask = torch.from_numpy((positions >= 0).astype(np.int64))
     result = model(input_ids=torch.from_numpy(ids), attention_mask=mask, labels=torch.from_numpy(labels))
     result.loss.backward()

@@ -58,7 +58,7 @@ def batch_of(rng, weights: Weights, *documents: tuple[int, ...]) -> Batch:
         positions[row, : sum(lengths)] = np.concatenate([np.arange(n) for n in lengths])
         numbers[row, : sum(lengths)] = np.repeat(np.arange(len(lengths)), lengths)
     labels = np.where((rng.random(ids.shape) < 0.3) & (positions != 1) | (positions < 1), IGNORED, ids)
-    return Batch(ids, labels, positions, numbers)
+    return Batch(ids, labels, positions, numbers, np.arange(len(ids)))
 
 
 def torch_loss_sum(logits: Tensor, batch: Batch, smoothing: float) -> Tensor:

@@ -29,7 +29,8 @@ def documents_of(
             n_left_out += empty
             documents[row, own], positions[row, own] = (PADDING, PADDING) if empty else (kept, np.arange(own.sum()))
             kept += not empty
-    return Batch(np.where(documents >= 0, input_ids, 0), labels, positions, documents), n_left_out
+    samples = np.arange(len(input_ids))
+    return Batch(np.where(documents >= 0, input_ids, 0), labels, positions, documents, samples), n_left_out
 
 
 def placed(name: str, arrays: Sequence[RawArray], batches: Iterable[Batch]) -> tuple[np.ndarray, np.ndarray]:

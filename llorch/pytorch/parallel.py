@@ -180,6 +180,7 @@ def _cut_adapters(leaf: LoraLeaf, ranks: DeviceMesh, *, by_rows: bool) -> None:
             store[name] = nn.Parameter(made, requires_grad=parameter.requires_grad)
     leaf.own = _own_part
     if by_rows:
+        leaf.part = ranks.get_local_rank()
         leaf.joined = lambda lengths: _summed(lengths.square(), ranks).sqrt()
 
 

@@ -38,6 +38,7 @@ class Batch:
     labels: Int64[np.ndarray, "batch seq"]  # ids that are learned, else `IGNORED`, as at the start of a document
     positions: Int64[np.ndarray, "batch seq"]  # 0 and up inside each document, `PADDING` where there is none
     documents: Int64[np.ndarray, "batch seq"]  # number inside its row, or `PADDING`: tokens see their own only
+    samples: Int64[np.ndarray, " batch"]  # numbers of the rows in the data, whatever stands beside them
 
     @property
     def n_trained(self) -> int:

@@ -1,4 +1,4 @@
-"""What has to be equal for a resumed run to be the same, bit for bit; random generators: `pytorch/train/rng`."""
+"""What has to be equal for a resumed run to be the same, bit for bit; nothing random is drawn meanwhile."""
 
 import os
 import platform

@@ -4,7 +4,7 @@
     halves      N/2 steps, then SIGTERM, so that a snapshot is written; the rest in a process of its own
     controls    as halves, but part of the snapshot is lost in between: this has to be noticed, or nothing was proven
 
-Each is a run as `llorch lora train` makes it, in a folder of its own; weights, moments, generators, log are compared.
+Each is a run as `llorch lora train` makes it, in a folder of its own; weights, moments and log are compared.
 """
 
 import gc
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     from llorch.pytorch.train.trainer import StepReport, Training
 
 ADAPTER = "adapter_model.safetensors"
-LOST = ("moments", "generators")  # what a control loses
+LOST = ("moments", "place")  # what a control loses
 
 
 @dataclass(frozen=True)
 class Compared:
     """One tensor of both runs."""
 
-    name: str  # `adapter/...`, `optimizer/...`, `rng/...`, or the file of the adapter
+    name: str  # `adapter/...`, `optimizer/...`, or the file of the adapter
     n_values: int
     differing_bits: int  # all of them where dtype or shape differ or one run lacks the tensor
 
@@ -182,25 +182,20 @@ def _newest(folder: Path) -> Snapshot:
 
 
 def _without(what: str, run: Path) -> Path:
-    """Copy a run, and save its snapshot again without part of it, as a program would that never kept it."""
+    """Copy a run, and save its snapshot again without part of it, as a program would that never kept it.
+
+    The moments begin anew; the place, on which data, dropout and rate depend, is that of the step before.
+    """
     folder = shutil.copytree(run, run.with_name(what))
     found = _newest(folder)
-    tensors = dict(found.tensors)
+    tensors, record = dict(found.tensors), dict(found.record)
     for name in tensors:
         if what == "moments" and name.startswith("optimizer/") and name != "optimizer/step":
             tensors[name] = np.zeros_like(tensors[name])
-        if what == "generators" and name.startswith(("rng/torch", "rng/cuda")):
-            tensors[name] = _fresh_generator(name)
-    SnapshotStore(folder, keep=1).save(found.step, tensors, found.record)
+    if what == "place":
+        record["step"] -= 1
+    SnapshotStore(folder, keep=1).save(found.step, tensors, record)
     return folder
-
-
-def _fresh_generator(name: str) -> np.ndarray:
-    """The state of a generator with a seed of its own."""
-    import torch
-
-    device = "cpu" if name == "rng/torch" else name.removeprefix("rng/")
-    return torch.Generator(device).manual_seed(20_25).get_state().numpy()
 
 
 def _tensors(folder: Path) -> dict[str, np.ndarray]:

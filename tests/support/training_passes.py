@@ -45,7 +45,7 @@ def batch(vocab_size: int = 340, rows: int = 2, seq: int = 9) -> Batch:
     """Random ids, all learned."""
     ids = np.random.default_rng(5).integers(0, vocab_size, (rows, seq))
     positions = np.broadcast_to(np.arange(seq), ids.shape).copy()
-    return Batch(ids, ids, positions, np.zeros_like(ids))
+    return Batch(ids, ids, positions, np.zeros_like(ids), np.arange(rows))
 
 
 def logits_of(module: CausalLM, of: Batch) -> Tensor:

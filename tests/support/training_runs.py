@@ -57,6 +57,17 @@ def trained(settings: Any, *, steps: int) -> Any:
     return training
 
 
+def losses_on_mesh(settings: Any, axes: Mapping[str, int], steps: int) -> list[float]:
+    """What every rank of a mesh finds in some steps."""
+    from llorch.pytorch.ranks import leave, start
+    from llorch.pytorch.train.trainer import Training
+
+    training = Training(settings, start(axes))
+    losses = [training.run_step().loss for _ in range(steps)]
+    leave()
+    return losses
+
+
 def bits(tensors: Mapping[str, np.ndarray]) -> dict[str, bytes]:
     """Tensors as bytes, to compare every bit."""
     return {name: array.tobytes() for name, array in tensors.items()}

@@ -17,6 +17,7 @@ def test_a_batch_gives_its_documents_without_padding():
         labels=np.array([[IGNORED, 2, IGNORED, 4, 5], [IGNORED, 7, IGNORED, IGNORED, IGNORED]]),
         positions=np.array([[0, 1, 0, 1, 2], [0, 1, PADDING, PADDING, PADDING]]),
         documents=np.array([[0, 0, 1, 1, 1], [0, 0, PADDING, PADDING, PADDING]]),
+        samples=np.array([7, 3]),
     )
     assert [(list(ids), list(labels)) for ids, labels in batch.each_document()] == [
         ([1, 2], [IGNORED, 2]),
@@ -28,9 +29,9 @@ def test_a_batch_gives_its_documents_without_padding():
 
 def test_the_trained_tokens_of_a_step_are_those_of_all_its_batches_and_never_none():
     ids = np.array([[5, 6, 7, 0]])
-    positions, documents = np.array([[0, 1, 2, PADDING]]), np.array([[0, 0, 0, PADDING]])
-    one = Batch(ids, np.array([[IGNORED, 6, 7, IGNORED]]), positions, documents)
-    none = Batch(ids, np.full_like(ids, IGNORED), positions, documents)
+    rest = np.array([[0, 1, 2, PADDING]]), np.array([[0, 0, 0, PADDING]]), np.array([0])
+    one = Batch(ids, np.array([[IGNORED, 6, 7, IGNORED]]), *rest)
+    none = Batch(ids, np.full_like(ids, IGNORED), *rest)
     assert trained_tokens([one, none, one]) == 4
     with pytest.raises(ValueError, match="a token to learn in every step, got 6 tokens that are all ignored"):
         trained_tokens([none, none])

@@ -48,6 +48,7 @@ def test_accumulation_only_cuts_the_rows_of_a_step():
     for number in range(4):
         order = [index for batch in seen(whole, number) for index in batch]
         assert [index for batch in seen(cut, number) for index in batch] == order
+        assert [sample for batch in cut.step(number) for sample in batch.samples] == order
         assert [row[0].source for row in cut.rows(number)] == [f"d.jsonl:{index}" for index in order]
 
 
@@ -66,6 +67,7 @@ def test_orders_are_fair():
 def test_rows_to_evaluate_come_in_order():
     found = list(batches(rows(5), 2))
     assert [batch.ids[:, 0].tolist() for batch in found] == [[0, 1], [2, 3], [4]]
+    assert [batch.samples.tolist() for batch in found] == [[0, 1], [2, 3], [4]]
     assert list(batches(rows(0), 2)) == []
 
 
@@ -131,16 +133,17 @@ def test_rows_are_made_of_their_examples():
 
 
 def test_documents_of_a_row_start_again_and_their_first_labels_and_all_padding_are_ignored():
-    batch = make_batch([(example(3, 10, prompt=1), example(2, 20)), (example(4, 30, prompt=2),)])
+    batch = make_batch([(example(3, 10, prompt=1), example(2, 20)), (example(4, 30, prompt=2),)], np.array([8, 3]))
     np.testing.assert_array_equal(batch.ids, [[10, 11, 12, 20, 21], [30, 31, 32, 33, 0]])
     np.testing.assert_array_equal(batch.positions, [[0, 1, 2, 0, 1], [0, 1, 2, 3, PADDING]])
     np.testing.assert_array_equal(batch.documents, [[0, 0, 0, 1, 1], [0, 0, 0, 0, PADDING]])
     np.testing.assert_array_equal(batch.labels, [[IGNORED, 11, 12, IGNORED, 21], [IGNORED, IGNORED, 32, 33, IGNORED]])
+    np.testing.assert_array_equal(batch.samples, [8, 3])
     assert batch.n_trained == 5
 
 
 def test_padding_does_not_hide_a_token_that_has_its_id():
-    batch = make_batch([(Example((0, 0, 0), (0, 0, 0)),), (example(5),)])
+    batch = make_batch([(Example((0, 0, 0), (0, 0, 0)),), (example(5),)], np.arange(2))
     np.testing.assert_array_equal(batch.labels[0], [IGNORED, 0, 0, IGNORED, IGNORED])
     assert batch.n_trained == 2 + 4
 
@@ -155,7 +158,7 @@ def test_packing_changes_where_documents_lie_and_not_what_they_are():
     assert len(members) < 40
 
     def documents(rows: Rows) -> list[tuple[list[int], list[int]]]:
-        found = make_batch(list(rows)).each_document()
+        found = make_batch(list(rows), np.arange(len(rows))).each_document()
         return sorted((ids.tolist(), labels.tolist()) for ids, labels in found)
 
     assert documents(Rows(examples, members)) == documents(Rows(examples))

@@ -29,7 +29,8 @@ def adapter(weights: Weights) -> Adapter:
 
 def batch(ids: np.ndarray, labels: np.ndarray) -> Batch:
     """Rows of one document each, without padding."""
-    return Batch(ids, labels, np.tile(np.arange(ids.shape[1]), (len(ids), 1)), np.zeros_like(ids))
+    rows = np.arange(len(ids))
+    return Batch(ids, labels, np.tile(np.arange(ids.shape[1]), (len(ids), 1)), np.zeros_like(ids), rows)
 
 
 def rows(rng: np.random.Generator, n: int, seq: int) -> Batch:

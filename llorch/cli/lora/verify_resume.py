@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from llorch.verify.resume import Comparison, Proof
 
 STEPS = 10
-KINDS = {"adapter": "weights", "optimizer": "moments", "rng": "generators", "adapter_model.safetensors": "adapter file"}
+KINDS = {"adapter": "weights", "optimizer": "moments", "adapter_model.safetensors": "adapter file"}
 
 
 @verb(
@@ -31,14 +31,16 @@ KINDS = {"adapter": "weights", "optimizer": "moments", "rng": "generators", "ada
 @config_option
 @settings_options()
 @threads_option
-@click.option("--control", is_flag=True, help="Lose moments and generators on purpose, too: that must be noticed.")
+@click.option(
+    "--control", is_flag=True, help="Lose moments and place in the data on purpose, too: that must be noticed."
+)
 @click.option("-v", "--verbose", is_flag=True, help="A line for every tensor.")
 @json_option("One object: steps, stopped_at, holds, and every tensor compared.")
 def command(*, config: Path | None, control: bool, verbose: bool, as_json: bool, **given: Any) -> None:
     """Train MODEL twice for --steps (10 unless given), with the settings of a real run, and compare the two.
 
     One run goes straight through. The other is stopped by SIGTERM in the middle, saves a snapshot, and is finished by a
-    process of its own. Weights, moments, random generators, log and the adapter as written must not differ in a bit.
+    process of its own. Weights, moments, log and the adapter as written must not differ in a bit.
 
     Exit code 0 when they do not, 1 when they do or when a control was not noticed.
     """

@@ -169,11 +169,13 @@ def _require_gradients(module: CausalLM, adapter: Adapter, dtype: torch.dtype) -
             shape, chosen = (1, 1, 1, target.n_in), (torch.zeros(1, 1, 1, dtype=torch.int64, device=norm.device),)
         for path in paths_of(target):
             leaf: Any = module.get_submodule(path)
+            leaf = getattr(leaf, "base_layer", leaf)
             probe = torch.zeros(shape, dtype=norm.dtype, device=norm.device, requires_grad=True)
             with torch.enable_grad():
                 if not leaf(probe, *chosen).requires_grad:
-                    kind = type(getattr(leaf, "base_layer", leaf)).__name__
-                    raise ValueError(f"adapter: {path} is a {kind}, which records no gradient; train on plain leaves")
+                    raise ValueError(
+                        f"adapter: {path} is a {type(leaf).__name__}, which records no gradient; train on plain leaves"
+                    )
 
 
 def _tensors(leaf: LoraLeaf, name: str) -> LoraTensors:

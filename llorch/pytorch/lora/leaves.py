@@ -1,8 +1,8 @@
 """Leaves of the torch model that have adapters beside their frozen matrix; see `llorch.pytorch.lora.adapters`.
 
 Their product, scaling * B A x, goes through the narrow middle first, with a lean backward pass: torch would keep the
-input once more, in float32. Here it is kept as it came, which the leaves of a layer share, and the mask of dropout as a
-byte per element.
+input once more, in float32. Here it is kept as it came, which the leaves of a layer share, and the mask of dropout
+(`llorch.pytorch.lora.dropout`) as a byte per element.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,6 +19,7 @@ from llorch.lora.adapter import LORA_A, LORA_B, MAGNITUDE, LoraTensors
 from llorch.lora.config import LoraConfig
 from llorch.lora.targets import Part, Target
 from llorch.pytorch.experts import grouped
+from llorch.pytorch.lora.dropout import Dropping, salt_of
 from llorch.pytorch.parts import whole as all_of
 from llorch.pytorch.quantised_linear import TILE, PackedMatrix, tiles
 from llorch.pytorch.reproducible import FixedRows, in_tiles
@@ -37,11 +38,6 @@ def delta(
     if torch.is_grad_enabled():
         return Delta.apply(x, lora_A, lora_B, scaling, mask, share)  # type: ignore[return-value] (torch says Any)
     return linear(_narrow(x, lora_A, scaling, mask, share), lora_B)
-
-
-def drop_mask(x: Float[Tensor, "*rows in"], share: float) -> Bool[Tensor, "*rows in"]:
-    """Draw which elements dropout leaves, from the generator of torch that belongs to the device."""
-    return torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - share)
 
 
 def fixed_product(x: Float[Tensor, "*rows in"], weight: Float[Tensor, "out in"]) -> Float[Tensor, "*rows out"]:
@@ -102,6 +98,7 @@ class Setting:
     config: LoraConfig
     scaling: float
     target: Target
+    salt: int  # of its dropout
     rows: Tensor | None = None  # of lora_B, where the adapter stands beside several leaves
 
     def of_leaf(self, lora_B: Tensor) -> Tensor:
@@ -109,7 +106,7 @@ class Setting:
         return lora_B if self.rows is None else lora_B[self.rows]
 
 
-class LoraLeaf(nn.Module):
+class LoraLeaf(Dropping):
     """A frozen leaf, whatever multiplies there, and the adapters beside it."""
 
     def __init__(self, base_layer: Any, *, fixed: bool) -> None:
@@ -161,7 +158,7 @@ class LoraLeaf(nn.Module):
             for store, array in ((self.start_A, minus.lora_A), (self.start_B, minus.lora_B)):
                 store[name] = nn.Parameter(torch.tensor(array, dtype=dtype, device=device), requires_grad=False)
         rows = None if part.rows is None else torch.tensor(part.rows, device=device)
-        self._settings[name] = Setting(config, config.scaling_of(target), target, rows)
+        self._settings[name] = Setting(config, config.scaling_of(target), target, salt_of(target.name), rows)
 
     def remove(self, name: str) -> None:
         """Forget an adapter, if it is here; copies of this leaf, which share its dictionaries, keep it."""
@@ -237,7 +234,7 @@ class LoraLinear(LoraLeaf):
         setting = self._settings[name]
         lora_A, lora_B = self._factors(name)
         share = setting.config.lora_dropout if self.training else 0.0
-        mask = drop_mask(x, share) if share else None
+        mask = self.mask_of(x, share, salt=setting.salt) if share else None
         added = self._delta(x, lora_A, lora_B, scaling=setting.scaling, mask=mask, share=share)
         if name in self.start_A:
             start_A, start_B = self.own(self.start_A[name]), setting.of_leaf(self.own(self.start_B[name]))

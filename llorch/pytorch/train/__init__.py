@@ -4,7 +4,7 @@ In come settings of `llorch.train`; out comes a folder with a trained adapter, a
 to read:
 
     run         a run in its folder: steps, log, validations, snapshots
-    trainer     model, adapter, optimizer and data at some step; `rng` the random generators beside them
+    trainer     model, adapter, optimizer and data at some step
     step        one optimizer step on given batches
     forward     the model's pass over a batch whose documents do not see each other
     loss        cross entropy without all logits at once

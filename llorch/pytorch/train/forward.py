@@ -72,12 +72,12 @@ def _own_document(documents: Tensor) -> Bool[Tensor, "batch 1 seq ctx"]:
 def checkpoint_gradients(module: CausalLM) -> None:
     """Keep only the input of each block and compute the block again when its gradient is wanted.
 
-    The random numbers of the first run are drawn again, so that gradients have the same bits, dropout included. Source:
-    arXiv:1604.06174; torch.utils.checkpoint without reentrance, which does not cut the graph at a frozen input.
+    Gradients have the same bits: nothing is drawn, dropout is a function of the tokens (`pytorch.lora.dropout`).
+    Source: arXiv:1604.06174; torch.utils.checkpoint without reentrance, which does not cut the graph at a frozen input.
     """
     for layer in module.model.layers:
         layer.forward = _recomputed(layer.forward)  # type: ignore[method-assign]
 
 
 def _recomputed(forward: Any) -> Any:
-    return lambda *given: checkpoint(forward, *given, use_reentrant=False)
+    return lambda *given: checkpoint(forward, *given, use_reentrant=False, preserve_rng_state=False)

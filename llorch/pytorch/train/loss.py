@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy, pad
 
 from llorch.pytorch.causal_lm import widened
+from llorch.pytorch.lora.dropout import only
 from llorch.train.batch import IGNORED
 
 
@@ -36,42 +37,58 @@ def loss_sum(
     The label of token t judges the logits of token t - 1; on the CPU labels need no waiting. `chunk` is the number of
     rows whose logits exist at the same time; None takes all, through torch's own cross entropy.
     """
-    rows, targets = _trained_rows(hidden, labels)
+    rows, targets, tokens = _trained_rows(hidden, labels)
     if chunk is None:
-        return _all_at_once(rows, lm_head, targets, smoothing=label_smoothing)
+        return _all_at_once(rows, lm_head, targets, tokens, smoothing=label_smoothing)
     if not torch.is_grad_enabled():
-        parts = zip(rows.split(chunk), targets.split(chunk), strict=True)
-        return torch.stack([_all_at_once(x, lm_head, y, smoothing=label_smoothing) for x, y in parts]).sum()
+        parts = zip(rows.split(chunk), targets.split(chunk), tokens.split(chunk), strict=True)
+        return torch.stack([_all_at_once(x, lm_head, *part, smoothing=label_smoothing) for x, *part in parts]).sum()
     trained = [parameter for parameter in lm_head.parameters() if parameter.requires_grad]
-    return _ChunkedLoss.apply(rows, targets, lm_head, label_smoothing, chunk, *trained)  # type: ignore[return-value]
+    return _ChunkedLoss.apply(rows, targets, tokens, lm_head, label_smoothing, chunk, *trained)  # type: ignore[return-value]
 
 
 def _trained_rows(
     hidden: Float[Tensor, "batch seq hidden"], labels: Int64[Tensor, "batch seq"]
-) -> tuple[Float[Tensor, "rows hidden"], Int64[Tensor, " rows"]]:
-    """Hidden states that predict a trained token, and the tokens."""
+) -> tuple[Float[Tensor, "rows hidden"], Int64[Tensor, " rows"], Int64[Tensor, " rows"]]:
+    """Hidden states that predict a trained token, these tokens, and the numbers of the rows in the batch."""
     judged_by = pad(labels[:, 1:], (0, 1), value=IGNORED).flatten()
     index = (judged_by != IGNORED).nonzero()[:, 0]
-    targets = judged_by[index].to(hidden.device)
-    return hidden.flatten(0, 1)[index.to(hidden.device)], targets
+    targets, tokens = judged_by[index].to(hidden.device), index.to(hidden.device)
+    return hidden.flatten(0, 1)[tokens], targets, tokens
 
 
 def _all_at_once(
-    rows: Float[Tensor, "rows hidden"], lm_head: nn.Module, targets: Int64[Tensor, " rows"], *, smoothing: float
+    rows: Float[Tensor, "rows hidden"],
+    lm_head: nn.Module,
+    targets: Int64[Tensor, " rows"],
+    tokens: Int64[Tensor, " rows"],
+    *,
+    smoothing: float,
 ) -> Float[Tensor, ""]:
-    return cross_entropy(widened(lm_head(rows)), targets, reduction="sum", label_smoothing=smoothing)
+    with only(lm_head, tokens):
+        logits = lm_head(rows)
+    return cross_entropy(widened(logits), targets, reduction="sum", label_smoothing=smoothing)
 
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, targets: Tensor, lm_head: nn.Module, smoothing: float, chunk: int, *trained: Tensor
+        ctx: Any,
+        rows: Tensor,
+        targets: Tensor,
+        tokens: Tensor,
+        lm_head: nn.Module,
+        smoothing: float,
+        chunk: int,
+        *trained: Tensor,
     ) -> Tensor:
         losses, d_rows = widened(rows.new_zeros(len(rows))), torch.zeros_like(rows)
         d_trained: list[Tensor | None] = [None] * len(trained)  # so it stays for one that the head does not use
         for start in range(0, len(rows), chunk):
             part = slice(start, start + chunk)
-            losses[part], d_rows[part], more = _chunk(rows[part], targets[part], lm_head, trained, smoothing=smoothing)
+            with only(lm_head, tokens[part]):
+                made = _chunk(rows[part], targets[part], lm_head, trained, smoothing=smoothing)
+            losses[part], d_rows[part], more = made
             pairs = zip(d_trained, more, strict=True)
             d_trained = [new if old is None or new is None else old + new for old, new in pairs]
         ctx.save_for_backward(d_rows, *d_trained)
@@ -82,7 +99,7 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, *d_losses: Any) -> Any:  # type: ignore[override]
         saved = ctx.saved_tensors
         d_rows, *d_trained = (d if d is None else (d_losses[0] * widened(d)).to(d.dtype) for d in saved)
-        return d_rows, None, None, None, None, *d_trained
+        return d_rows, None, None, None, None, None, *d_trained
 
 
 def _chunk(

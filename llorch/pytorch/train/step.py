@@ -18,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from llorch.pytorch.causal_lm import CausalLM
+from llorch.pytorch.lora.dropout import keyed, token_keys
 from llorch.pytorch.train.adamw import AdamW
 from llorch.pytorch.train.forward import hidden_states
 from llorch.pytorch.train.loss import loss_sum
@@ -41,14 +42,15 @@ class Stepper:
     label_smoothing: float  # see `loss_sum`
     chunk: int | None  # see `loss_sum`
     max_norm: float  # of all gradients together; `math.inf` clips nothing
+    seed: int = 0  # of dropout
 
-    def step(self, batches: Sequence[Batch], rate: float) -> tuple[float, float]:
+    def step(self, batches: Sequence[Batch], rate: float, *, number: int = 0) -> tuple[float, float]:
         """Make one of all its batches: its mean loss and the norm of the gradients before they are clipped.
 
-        Where one of both is not finite, nothing is updated.
+        Dropout of every step has a `number` of its own. Where one of both is not finite, nothing is updated.
         """
         with deterministic():
-            loss = self.backward(batches)
+            loss = self.backward(batches, number=number)
             try:
                 norm = self.optimizer.clip(self.max_norm)
                 if not math.isfinite(loss):
@@ -59,17 +61,18 @@ class Stepper:
         self.optimizer.zero_grad()
         return loss, norm
 
-    def backward(self, batches: Sequence[Batch]) -> float:
+    def backward(self, batches: Sequence[Batch], *, number: int = 0) -> float:
         """Add the gradients of a step to those of the parameters, and give its loss."""
         n_trained = trained_tokens(batches)
         self.worker.module.train()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for number, batch in enumerate(batches, start=1):
+        for place, batch in enumerate(batches, start=1):
             rows, counts = self.worker.rows_of(batch)
             how: Any = {"label_smoothing": self.label_smoothing, "chunk": self.chunk}
-            loss = counts * batch_loss(self.worker, rows, self.device, **how)
-            self.worker.sum_gradients(now=number == len(batches))
-            (loss / n_trained).backward()
+            with keyed(self.worker.module, token_keys(rows.samples, rows.ids.shape[1], seed=self.seed, step=number)):
+                loss = counts * batch_loss(self.worker, rows, self.device, **how)
+                self.worker.sum_gradients(now=place == len(batches))
+                (loss / n_trained).backward()
             total += loss.detach()
         return float(self.worker.summed(total)) / n_trained
 

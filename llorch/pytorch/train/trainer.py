@@ -21,12 +21,12 @@ from llorch.lora.initial import initial_adapter
 from llorch.model import Opened, find
 from llorch.pytorch.device import target
 from llorch.pytorch.lora.adapters import adapter_of, attach, trainable_parameters
+from llorch.pytorch.lora.dropout import MASKS
 from llorch.pytorch.parts import own, part_of
 from llorch.pytorch.ranks import Ranks
 from llorch.pytorch.train.adamw import AdamW
 from llorch.pytorch.train.forward import checkpoint_gradients
 from llorch.pytorch.train.loading import load_for_training
-from llorch.pytorch.train.rng import capture_rng, restore_rng, seed_rng
 from llorch.pytorch.train.step import NonFiniteLoss, Stepper, mean_loss
 from llorch.pytorch.train.worker import Alone, OnMesh
 from llorch.train.data import Plan, batches, read_data
@@ -78,10 +78,9 @@ class Training:
         )  # fmt: skip
         self._stepper = Stepper(
             self._worker, self._optimizer, self.target.device, label_smoothing=settings.label_smoothing,
-            chunk=settings.chunk or None, max_norm=settings.max_grad_norm or math.inf,
+            chunk=settings.chunk or None, max_norm=settings.max_grad_norm or math.inf, seed=settings.seed,
         )  # fmt: skip
         self.step = 0
-        seed_rng(settings.seed)
 
     @property
     def adapter(self) -> Adapter:
@@ -97,7 +96,7 @@ class Training:
         """Make one optimizer step; where the loss or a gradient is not finite nothing is changed."""
         made, rate = self.plan.step(self.step), self._rate()
         try:
-            loss, norm = self._stepper.step(made, rate)
+            loss, norm = self._stepper.step(made, rate, number=self.step)
         except NonFiniteLoss as error:
             raise self._non_finite(str(error)) from None
         self.step += 1
@@ -123,11 +122,10 @@ class Training:
     def state(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         """Everything that the steps to come depend on, besides what `identity` says.
 
-        Tensors `adapter/...`, `optimizer/...` and `rng/...`, and what is no tensor. On the CPU the first two are the
-        arrays in use, which the next step changes: a save needs no second copy of them.
+        Tensors `adapter/...` and `optimizer/...`, and what is no tensor. On the CPU they are the arrays in use, which
+        the next step changes: a save needs no second copy of them.
         """
-        tensors = {name: value.cpu().numpy() for name, value in self.tensors().items()}
-        return tensors | capture_rng(), {"step": self.step}
+        return {name: value.cpu().numpy() for name, value in self.tensors().items()}, {"step": self.step}
 
     def load(self, tensors: Mapping[str, np.ndarray], record: Mapping[str, Any]) -> None:
         """Go back to a saved state."""
@@ -139,7 +137,6 @@ class Training:
                 own(parameter).copy_(part_of(saved[name], parameter))
         self._optimizer.load(_below("optimizer/", tensors))
         self.step = int(record["step"])
-        restore_rng(tensors)
 
     def identity(self) -> dict[str, Any]:
         """What has to be equal for the steps to come to be the same, bit by bit; JSON."""
@@ -153,7 +150,7 @@ class Training:
             "total_steps": self.total_steps,
             "warmup_steps": self.settings.warmup_for(self.total_steps),
             "environment": environment(str(self.target.device)),
-        }
+        } | ({"dropout": MASKS} if self.settings.dropout else {})
 
     def _loaded(self) -> Alone:
         """The model with the new adapter."""

@@ -76,13 +76,17 @@ class Plan:
 
     def step(self, number: int) -> list[Batch]:
         """The batches of one optimizer step, after so many others."""
-        return list(batches(self.rows(number), self._batch_size))
+        return list(batches(self.rows(number), self._batch_size, samples=self.samples(number)))
 
     def rows(self, number: int) -> list[Row]:
         """The rows of one optimizer step, in the order of its batches; their examples know where they come from."""
+        return [self._rows[int(row)] for row in self.samples(number)]
+
+    def samples(self, number: int) -> Int64[np.ndarray, " rows"]:
+        """The numbers of these rows in the data."""
         epoch, place = divmod(number, self.steps_per_epoch)
         order = shuffled(len(self._rows), self._seed, epoch)
-        return [self._rows[int(row)] for row in order[place * self._step_size :][: self._step_size]]
+        return order[place * self._step_size :][: self._step_size]
 
 
 @lru_cache(maxsize=2)
@@ -95,14 +99,21 @@ def shuffled(count: int, seed: int, epoch: int) -> Int64[np.ndarray, " count"]:
     return np.argsort(bits, kind="stable")
 
 
-def batches(rows: Sequence[Row], batch_size: int) -> Iterator[Batch]:
-    """Cut rows into batches, in order, for a step or to evaluate; the last one may have fewer rows."""
+def batches(
+    rows: Sequence[Row], batch_size: int, *, samples: Int64[np.ndarray, " rows"] | None = None
+) -> Iterator[Batch]:
+    """Cut rows into batches, in order, for a step or to evaluate; the last one may have fewer rows.
+
+    `samples` are their numbers in the data; None: from 0 on.
+    """
+    samples = np.arange(len(rows)) if samples is None else samples
     for start in range(0, len(rows), batch_size):
-        yield make_batch([rows[index] for index in range(start, min(start + batch_size, len(rows)))])
+        part = range(start, min(start + batch_size, len(rows)))
+        yield make_batch([rows[index] for index in part], samples[part.start : part.stop])
 
 
-def make_batch(rows: Sequence[Row]) -> Batch:
-    """Lay rows out as arrays, padded at the end to the longest one."""
+def make_batch(rows: Sequence[Row], samples: Int64[np.ndarray, " batch"]) -> Batch:
+    """Lay rows out as arrays, padded at the end to the longest one; `samples` are their numbers in the data."""
     shape = len(rows), max(sum(len(example.ids) for example in row) for row in rows)
     ids, labels = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
     positions, documents = np.full(shape, PADDING, np.int64), np.full(shape, PADDING, np.int64)
@@ -115,4 +126,4 @@ def make_batch(rows: Sequence[Row]) -> Batch:
             positions[number, span] = np.arange(len(example.ids))
             documents[number, span] = document
             start = span.stop
-    return Batch(ids, labels, positions, documents)
+    return Batch(ids, labels, positions, documents, samples)

@@ -179,7 +179,7 @@ def mean_of_rows(right: Callable[..., Any]) -> Callable[..., Any]:
 
     def wrong(weights: Any, adapter: Any, batches: Sequence[Batch], **how: Any) -> Any:
         rows = [
-            Batch(*(each[i : i + 1] for each in (b.ids, b.labels, b.positions, b.documents)))
+            Batch(*(each[i : i + 1] for each in (b.ids, b.labels, b.positions, b.documents, b.samples)))
             for b in batches
             for i in range(len(b.ids))
             if (b.documents[i] != PADDING).any()

@@ -114,7 +114,7 @@ class Rows:
             labels[i, prompt : len(row)] = row[prompt:]
             positions[i, : len(row)] = np.arange(len(row))
             documents[i, : len(row)] = 0
-        return Batch(ids, labels, positions, documents)
+        return Batch(ids, labels, positions, documents, np.arange(len(ids)))
 
 
 def step_batches(batches: Sequence[Batch], step: int, accumulation: int) -> list[Batch]:

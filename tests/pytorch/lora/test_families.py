@@ -36,7 +36,7 @@ def batch_of(rng: np.random.Generator, weights: Weights, rows: list[list[int]]) 
     for row, lengths in enumerate(rows):
         positions[row, : sum(lengths)] = np.concatenate([np.arange(n) for n in lengths])
         numbers[row, : sum(lengths)] = np.repeat(np.arange(len(lengths)), lengths)
-    return Batch(ids, np.where(positions < 2, IGNORED, ids), positions, numbers)
+    return Batch(ids, np.where(positions < 2, IGNORED, ids), positions, numbers, np.arange(len(rows)))
 
 
 def torch_loss(model, batch: Batch) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from training_passes import ALL, CPU, batch, logits_of, loss_of
@@ -12,6 +13,7 @@ from llorch.lora.config import LoraConfig
 from llorch.lora.initial import initial_adapter
 from llorch.pytorch.load import load_dense, load_packed
 from llorch.pytorch.lora.adapters import adapter_of, attach, detach, trainable_parameters
+from llorch.pytorch.lora.dropout import drop_mask, keyed, salt_of, token_keys
 from llorch.verify.suites.quantised_models import write_model
 
 EVERY = (*ALL, "embed_tokens", "lm_head")
@@ -52,10 +54,10 @@ def test_with_dropout_what_was_taken_off_the_base_stays_whole():
     base = leaf(x)
     attach(module, start, trainable=True, minus=start)
     module.train()
-    torch.manual_seed(1)
-    got = module.get_submodule("model.layers.0.self_attn.q_proj")(x)
-    torch.manual_seed(1)
-    kept = torch.empty_like(x, dtype=torch.bool).bernoulli_(0.5) * 2
+    keys = token_keys(np.arange(1), 1, seed=0, step=0)
+    with keyed(module, keys):
+        got = module.get_submodule("model.layers.0.self_attn.q_proj")(x[None])[0]
+    kept = drop_mask(keys[0], 0.5, salt=salt_of("layers.0.q_proj"), width=96) * 2
     lora_A, lora_B = torch.from_numpy(tensors.lora_A).double(), torch.from_numpy(tensors.lora_B).double()
     want = base + start.scaling("layers.0.q_proj") * ((x * kept - x) @ lora_A.T) @ lora_B.T
     torch.testing.assert_close(got, want, rtol=0, atol=1e-12)

@@ -31,7 +31,7 @@ def batch(rows: list[list[list[int]]]) -> Batch:
             part = slice(at, at + len(document))
             ids[r, part], positions[r, part], documents[r, part] = document, np.arange(len(document)), d
             at += len(document)
-    return Batch(ids, np.where(documents < 0, IGNORED, ids), positions, documents)
+    return Batch(ids, np.where(documents < 0, IGNORED, ids), positions, documents, np.arange(len(rows)))
 
 
 def alone(name: str = "micro-qwen3") -> list[np.ndarray]:

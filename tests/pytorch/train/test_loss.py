@@ -184,4 +184,4 @@ def ragged(lengths: list[int], first: int = 0) -> Batch:
         rng = np.random.default_rng(first + row)
         ids[row, :length], positions[row, :length] = rng.integers(0, 300, length), np.arange(length)
         labels[row, 1:length] = np.where(rng.random(length - 1) < 0.3, IGNORED, ids[row, 1:length])
-    return Batch(ids, labels, positions, np.where(positions < 0, -1, 0))
+    return Batch(ids, labels, positions, np.where(positions < 0, -1, 0), np.arange(len(ids)))

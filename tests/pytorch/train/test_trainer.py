@@ -2,7 +2,7 @@
 
 import math
 from copy import deepcopy
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,6 @@ from llorch.pytorch.train.trainer import NonFiniteLoss
 from llorch.pytorch.train.worker import Alone
 from llorch.train.data import batches
 from llorch.train.settings import TrainSettings
-
-
-def adapter_and_moments(training: Any) -> dict[str, np.ndarray]:
-    return {name: array for name, array in training.state()[0].items() if not name.startswith("rng/")}
 
 
 @pytest.mark.parametrize("eight_bit", [False, True])
@@ -54,7 +50,7 @@ def test_the_base_keeps_every_bit_and_gets_no_gradient(tmp_path: Path):
 
 @pytest.mark.parametrize(("batch_size", "accumulation"), [(4, 2), (3, 3), (1, 8)])
 def test_accumulating_over_ragged_batches_is_one_large_batch(tmp_path: Path, batch_size: int, accumulation: int):
-    how = {"dtype": "float64", "max_grad_norm": 0.0, "label_smoothing": 0.1}
+    how = {"dtype": "float64", "max_grad_norm": 0.0, "label_smoothing": 0.1, "dropout": 0.3}
     whole = trained(small_settings(tmp_path, **how), steps=0)
     parts = trained(small_settings(tmp_path, batch_size=batch_size, accumulation=accumulation, **how), steps=0)
     want, got = whole.run_step(), parts.run_step()
@@ -89,8 +85,19 @@ def test_dropout_changes_steps_but_not_validations(tmp_path: Path):
     for _ in range(2):
         plain.run_step()
         dropping.run_step()
-    assert bits(adapter_and_moments(plain)) != bits(adapter_and_moments(dropping))
+    assert bits(plain.state()[0]) != bits(dropping.state()[0])
     assert dropping.validate() == dropping.validate()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_every_step_drops_something_else_also_on_the_same_rows(tmp_path: Path, share: float):
+    still = small_settings(tmp_path, dropout=share, init="pissa", lr=1e-30, dtype="float64")
+    training, other = trained(still, steps=0), trained(replace(still, seed=1), steps=0)
+    losses = {training.run_step().loss for _ in range(3)}
+    assert training.plan.steps_per_epoch == 1
+    spread = max(losses) - min(losses)
+    assert spread > 1e-4 if share else spread < 1e-12
+    assert bool(share) == (abs(other.run_step().loss - trained(still, steps=0).run_step().loss) > 1e-4)
 
 
 def test_a_length_beyond_the_context_asks_for_no_more_memory_than_the_context(
@@ -122,9 +129,9 @@ def test_a_state_that_is_loaded_goes_on_bit_by_bit(tmp_path: Path, more: dict[st
     tensors, record = deepcopy(straight.state())
     want = [straight.run_step() for _ in range(2)]
     at_end = bits(straight.state()[0])
-    resumed = trained(small_settings(tmp_path, **how), steps=1)  # has drawn random numbers of its own
+    resumed = trained(small_settings(tmp_path, **how), steps=1)  # is elsewhere
     assert resumed.identity() == straight.identity()
-    resumed.load(tensors, record)
+    resumed.load(tensors | {"rng/torch": np.zeros(3, np.uint8)}, record)  # which older snapshots have
     assert [resumed.run_step() for _ in range(2)] == want
     assert bits(resumed.state()[0]) == at_end
 
@@ -134,7 +141,7 @@ def test_a_state_to_be_saved_is_no_second_copy(tmp_path: Path, eight_bit: bool):
     training = trained(small_settings(tmp_path, eight_bit=eight_bit, r=40), steps=1)
     tensors, _ = training.state()
     parts = [np.frombuffer(part, np.uint8) for part in tensor_bytes(tensors)]
-    live = {name: array for name, array in tensors.items() if not name.startswith("rng/") and array.ndim}
+    live = {name: array for name, array in tensors.items() if array.ndim}
     assert all(any(np.shares_memory(array, part) for part in parts) for array in live.values())  # to the disk as it is
     before = bits(live)
     training.run_step()
@@ -149,11 +156,11 @@ def test_a_state_of_another_rank_is_refused(tmp_path: Path):
 
 def test_what_is_not_finite_ends_training_before_the_update_and_names_rows(tmp_path: Path):
     training = trained(small_settings(tmp_path, lr=1e30, batch_size=2), steps=1)
-    before = bits(adapter_and_moments(training))
+    before = bits(training.state()[0])
     with pytest.raises(NonFiniteLoss, match=r"step 2: expected a finite loss and gradient, got loss") as error:
         training.run_step()
     assert all(f"train.jsonl:{row[0].source.rpartition(':')[2]}" in str(error.value) for row in training.plan.rows(1))
-    assert bits(adapter_and_moments(training)) == before
+    assert bits(training.state()[0]) == before
     assert training.step == 1
 
 
@@ -166,11 +173,11 @@ def test_one_that_is_not_finite_ends_training_although_the_other_is(tmp_path: Pa
     else:
         others = torch.arange(1, training.module.config.vocab_size)  # with a probability of 0, no gradient through it
         training.module.lm_head.register_forward_hook(lambda _m, _i, logits: logits.index_fill(-1, others, -math.inf))
-    before = bits(adapter_and_moments(training))
+    before = bits(training.state()[0])
     told = {"gradient": f"step 2: .*{name}", "loss": r"step 2: .* got loss inf, from train\.jsonl:"}
     with pytest.raises(NonFiniteLoss, match=told[what]):
         training.run_step()
-    assert bits(adapter_and_moments(training)) == before
+    assert bits(training.state()[0]) == before
     assert parameter.grad is None
 
 
@@ -190,7 +197,7 @@ OTHER: dict[str, tuple[dict[str, Any], str]] = {
     "layers_to_transform": ({"layers_to_transform": (0,)}, NAMED), "init": ({"init": "gaussian"}, NAMED),
     "rank_pattern": ({"rank_pattern": {"q_proj": 4}}, NAMED), "dora": ({"dora": True}, NAMED),
     "alpha": ({"alpha": 6.0}, ALL), "alpha_pattern": ({"alpha_pattern": {"q_proj": 6.0}}, ALL),
-    "dropout": ({"dropout": 0.1}, ALL), "rslora": ({"rslora": True}, ALL), "lr": ({"lr": 0.1}, ALL),
+    "dropout": ({"dropout": 0.1}, "settings dropout"), "rslora": ({"rslora": True}, ALL), "lr": ({"lr": 0.1}, ALL),
     "lora_plus_ratio": ({"lora_plus_ratio": 2.0}, ALL), "schedule": ({"schedule": "linear"}, ALL),
     "weight_decay": ({"weight_decay": 0.1}, ALL), "max_grad_norm": ({"max_grad_norm": 0.5}, ALL),
     "eight_bit": ({"eight_bit": True}, ALL), "batch_size": ({"batch_size": 7, "steps": 4}, ALL),
@@ -208,7 +215,7 @@ def test_every_setting_is_in_the_identity_or_changes_no_bit(tmp_path: Path, name
     before = {"valid": place, "target_parameters": {"model": "micro-qwen3-moe"}}.get(name, {})
     settings = (small_settings(tmp_path, **before), small_settings(tmp_path, **{**before, **given, **place}))
     plain, other = (trained(each, steps=0).identity() for each in settings)
-    assert {key for key in plain if plain[key] != other[key]} == set(changed.split())
+    assert {key for key in plain | other if plain.get(key) != other.get(key)} == set(changed.split())
 
 
 @pytest.mark.parametrize("init", ["gaussian", "pissa"])

@@ -1,0 +1,206 @@
+"""Masks of dropout: what they depend on, what they do not, and that they look drawn."""
+
+from math import sqrt
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from random_adapters import random_adapter
+from torch import Tensor
+from training_passes import CPU, base
+from training_runs import losses_on_mesh, small_settings, trained
+
+from llorch.ops.cross_entropy import IGNORED
+from llorch.pytorch.lora.adapters import attach, trainable_parameters
+from llorch.pytorch.lora.dropout import Dropping, drop_mask, keyed, only, salt_of, token_keys
+from llorch.pytorch.ranks import on_ranks
+from llorch.pytorch.train.adamw import AdamW
+from llorch.pytorch.train.forward import checkpoint_gradients
+from llorch.pytorch.train.step import Stepper
+from llorch.pytorch.train.worker import Alone
+from llorch.train.batch import Batch, Example
+from llorch.train.data import batches
+
+SHARE = 0.3
+SALT = salt_of("layers.0.q_proj")
+MASK64 = 2**64 - 1
+
+
+def mask(
+    samples: list[int], n_slots: int = 64, *, width: int = 512, seed: int = 5, step: int = 7, salt: int = SALT
+) -> Tensor:
+    """Of a batch, (batch, seq, width)."""
+    return drop_mask(token_keys(np.array(samples), n_slots, seed=seed, step=step), SHARE, salt=salt, width=width)
+
+
+def correlation(one: Tensor, other: Tensor) -> float:
+    """In standard deviations of what independent masks have."""
+    a, b = (each.flatten().double() - (1 - SHARE) for each in (one, other))
+    return abs(float((a * b).mean())) / (SHARE * (1 - SHARE)) * sqrt(a.numel())
+
+
+def mixed(x: int) -> int:
+    """Splitmix64 in whole numbers of Python."""
+    x = (x + 0x9E3779B97F4A7C15) & MASK64
+    x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & MASK64
+    x = ((x ^ x >> 27) * 0x94D049BB133111EB) & MASK64
+    return x ^ x >> 31
+
+
+def bits(key: int, salt: int, feature: int) -> int:
+    """Of a feature, in whole numbers of Python."""
+    both, mask32 = mixed(key ^ salt & MASK64), 2**32 - 1
+    h = (both + feature * 0x9E3779B9) & mask32
+    h = ((h ^ h >> 16) * 0x85EBCA6B) & mask32 ^ both >> 32
+    h = ((h ^ h >> 13) * 0xC2B2AE35) & mask32
+    return h - 2**32 if h >= 2**31 else h
+
+
+def test_splitmix64_is_that_of_its_authors():
+    assert [mixed(n * 0x9E3779B97F4A7C15 & MASK64) for n in range(3)] == [
+        0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("seed", "step", "sample"), [(0, 0, 0), (2**63 - 1, 10**6, 10**12)])
+def test_a_mask_is_what_the_formulas_say(seed: int, step: int, sample: int):
+    got = mask([sample], 3, width=5, seed=seed, step=step)[0]
+    for slot in range(3):
+        key = mixed(mixed(mixed(mixed(seed) ^ step) ^ sample) ^ slot)
+        want = [bits(key, SALT, feature) >= round(SHARE * 2**32) - 2**31 for feature in range(5)]
+        assert got[slot].tolist() == want
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 0.5, 0.9, 1 - 2**-40])
+def test_the_share_is_dropped_of_all_of_every_token_and_of_every_feature(share: float):
+    kept = drop_mask(token_keys(np.arange(8), 64, seed=0, step=0), share, salt=SALT, width=512).flatten(0, 1).double()
+    for axis in ((0, 1), 0, 1):
+        means, n = kept.mean(axis), kept.numel() / kept.mean(axis).numel()
+        assert float((means - (1 - share)).abs().max()) <= 5 * sqrt(share * (1 - share) / n) + 1e-9
+
+
+def test_masks_of_other_seeds_steps_samples_leaves_and_slots_are_independent():
+    this = mask([3])
+    others = {
+        "seed": mask([3], seed=6), "step": mask([3], step=8), "sample": mask([4]), "next slot": mask([3]).roll(1, 1),
+        "leaf": mask([3], salt=salt_of("layers.0.k_proj")), "next feature": mask([3]).roll(1, 2),
+        "step and sample": mask([7], step=3), "near features": mask([3]).roll(3, 2),
+        "one bit of the leaf": mask([3], salt=SALT ^ 1),
+    }  # fmt: skip
+    for what, other in others.items():
+        assert correlation(this, other) < 4.5, what
+    assert correlation(this, mask([3])) > 100  # or nothing would be told
+
+
+def test_four_corners_of_a_rectangle_are_independent():
+    signs = mask([0, 1, 2, 3]).flatten(0, 1).double() - (1 - SHARE)
+    for rows, columns in ((1, 1), (64, 1), (64, 256), (1, 64)):
+        corners = signs * signs.roll(rows, 0) * signs.roll(columns, 1) * signs.roll((rows, columns), (0, 1))
+        assert abs(float(corners.mean())) / (SHARE * (1 - SHARE)) ** 2 * sqrt(corners.numel()) < 4.5
+
+
+def test_a_row_has_its_mask_whatever_its_padding_and_its_company():
+    alone = mask([11], 9)[0]
+    assert torch.equal(mask([4, 11, 2], 30)[1, :9], alone)
+    assert torch.equal(mask([11, 12], 9)[0], alone)
+
+
+def test_some_columns_are_those_of_the_whole_mask():
+    keys, every = token_keys(np.arange(2), 5, seed=5, step=7), mask([0, 1], 5)
+    for first, width in ((0, 512), (128, 256), (511, 1)):
+        some = drop_mask(keys, SHARE, salt=SALT, width=width, first=first)
+        assert torch.equal(some, every[..., first : first + width])
+
+
+def test_many_tiles_are_one(monkeypatch: pytest.MonkeyPatch):
+    whole = mask([0, 1], 9)
+    monkeypatch.setattr("llorch.pytorch.lora.dropout._TILE_CPU", 5 * 512)
+    assert torch.equal(mask([0, 1], 9), whole)
+
+
+@pytest.mark.gpu
+def test_a_gpu_has_the_masks_of_the_cpu():
+    if not torch.cuda.is_available():
+        pytest.skip("NOT RUN: torch finds no CUDA device")
+    keys = token_keys(np.arange(3), 50, seed=5, step=7)
+    made = drop_mask(keys.cuda(), SHARE, salt=SALT, width=513, first=7)
+    assert torch.equal(made.cpu(), drop_mask(keys, SHARE, salt=SALT, width=513, first=7))
+
+
+def test_a_leaf_that_does_not_know_its_tokens_does_not_train():
+    module, x = base("micro-qwen2"), torch.ones(2, 4, 96)
+    attach(module, random_adapter(module.config, target_modules=("q_proj",), lora_dropout=0.5), trainable=True)
+    leaf = module.get_submodule("model.layers.0.self_attn.q_proj")
+    leaf(x)
+    module.train()
+    with pytest.raises(ValueError, match=r"expected the keys of \(2, 4\) tokens, got none; train within keyed"):
+        leaf(x)
+    with keyed(module, token_keys(np.arange(2), 5, seed=0, step=0)):
+        with pytest.raises(ValueError, match=r"expected the keys of \(2, 4\) tokens, got those of \(2, 5\)"):
+            leaf(x)
+    with pytest.raises(ValueError, match="got none"):
+        leaf(x)
+
+
+def test_a_leaf_that_is_given_some_tokens_drops_what_it_would_have_dropped():
+    leaf, x, tokens = Dropping(), torch.ones(2, 4, 96), torch.tensor([1, 3, 6])
+    with keyed(torch.nn.ModuleList([leaf, torch.nn.Linear(1, 1)]), token_keys(np.arange(2), 4, seed=0, step=0)):
+        every = leaf.mask_of(x, 0.5, salt=SALT)
+        with only(leaf, tokens):
+            some = leaf.mask_of(x.flatten(0, 1)[tokens], 0.5, salt=SALT)
+        assert torch.equal(leaf.mask_of(x, 0.5, salt=SALT), every)
+    assert torch.equal(some, every.flatten(0, 1)[tokens])
+
+
+def ragged(batch_size: int, order: list[int]) -> list[Batch]:
+    """Four rows of several lengths, in batches."""
+    lengths, rng = (9, 17, 5, 12), np.random.default_rng(0)
+    ids = [tuple(rng.integers(0, 300, length).tolist()) for length in lengths]
+    rows = [(Example(one, (IGNORED, IGNORED, *one[2:])),) for one in ids]
+    return list(batches([rows[i] for i in order], batch_size, samples=np.array(order)))
+
+
+def gradients(
+    made: list[Batch], *, chunk: int | None = None, recomputed: bool = False, dora: bool = False
+) -> dict[str, Tensor]:
+    """Of a step with dropout, in float64, everything adapted."""
+    module = base("micro-qwen2", torch.float64)
+    targets = ("q_proj", "v_proj", "down_proj", "lm_head", "embed_tokens")
+    adapter = random_adapter(module.config, target_modules=targets, lora_dropout=SHARE, use_dora=dora)
+    attach(module, adapter, trainable=True)
+    if recomputed:
+        checkpoint_gradients(module)
+    parameters = trainable_parameters(module)
+    optimizer = AdamW(parameters, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, lr_ratio=1.0, eight_bit=False)
+    worker, how = Alone(module), {"label_smoothing": 0.0, "chunk": chunk, "max_norm": 1.0, "seed": 1}
+    Stepper(worker, optimizer, CPU, **how).backward(made, number=2)
+    return {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_a_step_does_not_depend_on_how_its_rows_are_laid_out(dora: bool):
+    want = gradients(ragged(4, [0, 1, 2, 3]), dora=dora)
+    layouts = {
+        "2 x 2": {"made": ragged(2, [0, 1, 2, 3])}, "1 x 4": {"made": ragged(1, [2, 0, 3, 1])},
+        "in chunks": {"made": ragged(2, [3, 0, 1, 2]), "chunk": 5},
+        "run again": {"made": ragged(4, [0, 1, 2, 3]), "recomputed": True},
+    }  # fmt: skip
+    for what, how in layouts.items():
+        found = gradients(**how, dora=dora)
+        assert len(found) == len(want) > 20
+        for name, grad in found.items():
+            error = float((grad - want[name]).abs().max() / want[name].abs().max())
+            assert error < 1e-13, (what, name)
+            assert error == 0 or what != "run again", name
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2, "tp": 1}, {"dp": 1, "tp": 2}], ids=["rows", "matrices"])
+def test_ranks_that_share_a_step_drop_what_one_process_drops(tmp_path: Path, axes: dict[str, int]):
+    settings = small_settings(
+        tmp_path, model="micro-qwen2", dtype="float64", dropout=SHARE, init="pissa", target_modules="all-linear",
+        lr=1e-2, batch_size=3,
+    )  # fmt: skip
+    alone = trained(settings, steps=0)
+    want = [alone.run_step().loss for _ in range(3)]
+    assert on_ranks(2, losses_on_mesh, settings, axes, 3) == pytest.approx(want, rel=1e-9)
