@@ -12,7 +12,8 @@ import click
 import numpy as np
 
 from llorch.errors import FormatError
-from llorch.train.snapshots import RECORD, TENSORS, SnapshotStore, read_snapshot
+from llorch.train.snapshot_files import RECORD, TENSORS, read_snapshot
+from llorch.train.snapshots import SnapshotStore
 
 
 def noticed(folder: Path, *, flips: int, cuts: int, seed: int) -> dict[str, int]:

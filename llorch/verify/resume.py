@@ -26,7 +26,8 @@ from llorch.threads import limited
 from llorch.train.log import LOG
 from llorch.train.settings import TrainSettings
 from llorch.train.settings_file import settings_from
-from llorch.train.snapshots import Snapshot, SnapshotStore
+from llorch.train.snapshot_files import Snapshot
+from llorch.train.snapshots import SnapshotStore
 
 if TYPE_CHECKING:
     from llorch.pytorch.train.trainer import StepReport, Training
@@ -176,7 +177,9 @@ def _go_on_elsewhere(folder: Path) -> None:
 
 
 def _newest(folder: Path) -> Snapshot:
-    found = SnapshotStore(folder).newest()
+    from llorch.pytorch.train.snapshot_parts import read_parts
+
+    found = SnapshotStore(folder).newest(read_parts)
     assert found is not None, f"{folder} has no snapshot"
     return found
 

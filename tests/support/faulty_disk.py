@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from llorch.files import new_file
-from llorch.train import snapshots
+from llorch.train import snapshot_files, snapshots
 from llorch.train.snapshots import SnapshotStore
 
 OPERATIONS = ("mkdir", "open", "write", "fsync", "close", "rename", "unlink", "rmdir", "listdir")
@@ -29,7 +29,7 @@ class Crash(BaseException):
 def on(disk: Any) -> Iterator[None]:
     """Let snapshots be written to a disk, which has the names of `os`."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (snapshots, new_file):  # the latter syncs
+        for module in (snapshots, snapshot_files, new_file):  # the latter syncs
             patch.setattr(module, "os", disk)
         yield
 
@@ -111,6 +111,20 @@ def tensors_of(step: int) -> dict[str, np.ndarray]:
 
 def save(store: SnapshotStore, step: int) -> None:
     store.save(step, tensors_of(step), {"step": step, "text": "ä"})
+
+
+def save_parts(store: SnapshotStore, step: int) -> None:
+    """As several processes save, each a file."""
+    folder = store.begin(step) / snapshot_files.PARTS
+    folder.mkdir()
+    for name, array in tensors_of(step).items():
+        np.save(folder / name.replace("/", "|"), array)
+    store.complete(step, {"step": step, "text": "ä"})
+
+
+def read_parts(folder: Path) -> dict[str, np.ndarray]:
+    """What `save_parts` wrote."""
+    return {file.stem.replace("|", "/"): np.load(file) for file in folder.iterdir()}
 
 
 def leftovers(folder: Path) -> list[str]:

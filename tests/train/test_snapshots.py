@@ -15,7 +15,8 @@ from faulty_disk import Fault, FaultyDisk, leftovers, on, save, tensors_of
 
 from benchmarks.snapshot_damage import noticed
 from llorch.errors import FormatError
-from llorch.train.snapshots import RECORD, TENSORS, SnapshotStore, read_snapshot
+from llorch.train.snapshot_files import RECORD, TENSORS, read_snapshot
+from llorch.train.snapshots import SnapshotStore
 
 
 @pytest.fixture
@@ -106,7 +107,7 @@ def test_when_no_snapshot_can_be_used_each_reason_is_told(store: SnapshotStore):
 
 
 def test_a_snapshot_of_another_format_is_refused(store: SnapshotStore, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("llorch.train.snapshots.FORMAT", 2)
+    monkeypatch.setattr("llorch.train.snapshot_files.FORMAT", 2)
     path = store.save(1, tensors_of(1), {})
     monkeypatch.undo()
     with pytest.raises(FormatError, match=r"expected a snapshot of format 1, got .'sha256'.*another version"):

@@ -3,7 +3,7 @@
 import itertools
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +19,14 @@ from faulty_disk import (
     leftovers,
     on,
     put_down,
+    read_parts,
     save,
+    save_parts,
     tensors_of,
 )  # fmt: skip
 
-from llorch.train.snapshots import Snapshot, SnapshotStore, read_snapshot, step_name
+from llorch.train.snapshot_files import Snapshot, read_snapshot
+from llorch.train.snapshots import SnapshotStore, step_name
 
 SITUATIONS = {  # steps saved before, the step whose save fails, snapshots kept; more than 600 scenarios in all
     "first": ((), 10, 2),
@@ -51,7 +54,7 @@ def assert_holds(found: Snapshot | None, steps: set[int]) -> None:
             np.testing.assert_array_equal(found.tensors[name], array, strict=True)
 
 
-def fail_at(at: int, fault: Fault, folder: Path, situation: str) -> bool:
+def fail_at(at: int, fault: Fault, folder: Path, situation: str, save: Callable[[SnapshotStore, int], None]) -> bool:
     """Save with a fault at one operation, look at what is left, save again; whether the fault happened."""
     before, step, keep = SITUATIONS[situation]
     store, disk = SnapshotStore(folder, keep=keep), FaultyDisk(fault, at)
@@ -63,27 +66,30 @@ def fail_at(at: int, fault: Fault, folder: Path, situation: str) -> bool:
             save(store, step)
     except OSError:  # the run may go on, and what was wrong may be right again
         if not fault.sticky:
-            assert_holds(store.newest(), old_or_new)
+            assert_holds(store.newest(read_parts), old_or_new)
         save(store, step)
         old_or_new = {step}
     except Crash:
         pass  # and another process starts
     with store.lock():
         assert leftovers(folder) == []
-        assert_holds(store.newest(), old_or_new)
+        assert_holds(store.newest(read_parts), old_or_new)
         save(store, 40)
-        assert_holds(store.newest(), {40})
+        assert_holds(store.newest(read_parts), {40})
     return disk.failed
 
 
+@pytest.mark.parametrize("save", [save, pytest.param(save_parts, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("situation", SITUATIONS)
-def test_the_old_or_the_new_snapshot_loads_whichever_operation_of_a_save_fails(situation: str, tmp_path: Path):
+def test_the_old_or_the_new_snapshot_loads_whichever_operation_of_a_save_fails(
+    situation: str, save: Callable[[SnapshotStore, int], None], tmp_path: Path
+):
     tried = 0
     for fault in FAULTS:
         for at in itertools.count(1):
             folder = tmp_path / f"operation {at}, {fault.name}"
             folder.mkdir()
-            if not fail_at(at, fault, folder, situation):
+            if not fail_at(at, fault, folder, situation, save):
                 break
             shutil.rmtree(folder)
             tried += 1

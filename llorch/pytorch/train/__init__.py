@@ -5,6 +5,7 @@ to read:
 
     run         a run in its folder: steps, log, validations, snapshots
     trainer     model, adapter, optimizer and data at some step
+    sharded_snapshots      states of a run of several processes, saved while it goes on; `snapshot_parts` reads them
     step        one optimizer step on given batches
     forward     the model's pass over a batch whose documents do not see each other
     loss        cross entropy without all logits at once

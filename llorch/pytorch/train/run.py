@@ -21,6 +21,7 @@ from llorch.errors import FormatError, MissingExtra
 from llorch.files.new_file import new_file
 from llorch.files.strict_json import read_json
 from llorch.lora.peft_format import OF_WHOLE, write_peft
+from llorch.pytorch.train.snapshot_parts import read_parts
 from llorch.pytorch.train.trainer import StepReport, Training
 from llorch.train.log import LOG, RunLog, draw_curve, read_log, require_tensorboard
 from llorch.train.resume import differences, require_same
@@ -170,7 +171,7 @@ class Run:
 
     def _restore(self) -> int:
         """Load the newest snapshot; returns where the log goes on."""
-        found = self._store.newest()
+        found = self._store.newest(read_parts)
         if found is None:
             self._watcher.note("there is no snapshot yet; the run starts again")
             return 0

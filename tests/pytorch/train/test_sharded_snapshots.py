@@ -1,0 +1,104 @@
+"""Snapshots of several processes: read whole by one, bit by bit; complete or absent whatever happens to a rank."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+from faulty_disk import leftovers
+from sharded_runs import (
+    save_and_die,
+    save_and_fail,
+    save_two,
+    save_without_a_part,
+    save_without_a_rank,
+    whole_state,
+)  # fmt: skip
+
+from llorch.errors import EngineDied, FormatError
+from llorch.pytorch.ranks import on_ranks
+from llorch.pytorch.train.snapshot_parts import read_parts
+from llorch.train.snapshot_files import PARTS, Snapshot
+from llorch.train.snapshots import SnapshotStore
+
+FULL = "28 snapshot of step 40 not saved: {}No space left on device; the one of step 20 is intact"
+
+
+def assert_holds(found: Snapshot | None, step: int) -> None:
+    assert found is not None
+    assert found.step == step
+    whole = whole_state(step)
+    assert found.tensors.keys() == whole.keys()
+    for name, tensor in whole.items():
+        array = found.tensors[name]
+        assert (array.dtype, array.shape) == (tensor.numpy().dtype, tuple(tensor.shape)), name
+        assert array.tobytes() == tensor.numpy().tobytes(), name
+        assert array.flags.writeable
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"dp": 2, "tp": 2},
+        pytest.param({"dp": 4, "tp": 1}, marks=pytest.mark.slow),
+        pytest.param({"dp": 1, "tp": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_what_was_saved_on_a_mesh_is_read_whole_and_later_steps_do_not_change_it(axes: dict[str, int], tmp_path: Path):
+    seconds = on_ranks(axes["dp"] * axes["tp"], save_two, tmp_path, axes)
+    print(f"saved in {seconds:.2f} s")
+    store = SnapshotStore(tmp_path)
+    assert leftovers(tmp_path) == [".metadata", ".metadata"]
+    found = store.newest(read_parts)
+    assert_holds(found, 40)
+    assert found is not None
+    assert found.record == {"step": 40, "changes": []}
+    assert {file.name for file in (found.path / PARTS).iterdir()} >= {".metadata", "__0_0.distcp", "__1_0.distcp"}
+    (found.path / PARTS / "__1_0.distcp").unlink()
+    before = store.newest(read_parts)
+    assert_holds(before, 20)
+    assert before is not None
+    assert before.skipped == (f"{found.path}: Missing: the snapshot has no tensors/__1_0.distcp",)
+
+
+def test_when_a_rank_cannot_write_all_ranks_say_so_and_nothing_is_left(tmp_path: Path):
+    full, unplaced, gone = on_ranks(2, save_and_fail, tmp_path / "run")
+    said = "OSError " + FULL
+    assert full == ([said.format("rank 1: ")] * 2, [".metadata", ".metadata"], [10, 20])
+    assert unplaced == ([said.format("")] * 2, [".metadata", ".metadata"], [10, 20])
+    no_folder = "FileNotFoundError 2 snapshot of step 60 not saved: No such file or directory; there is none before it"
+    assert gone == ([no_folder] * 2, [], [])
+    assert_holds(SnapshotStore(tmp_path / "elsewhere").newest(read_parts), 40)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_when_a_rank_is_killed_while_it_writes_the_snapshot_before_is_there(rank: int, tmp_path: Path):
+    with pytest.raises(EngineDied, match=rf"^rank {rank} of 2: its process ended \(Signal 9"):
+        on_ranks(2, save_and_die, tmp_path, rank)
+    store = SnapshotStore(tmp_path)
+    assert_holds(store.newest(read_parts), 20)
+    assert rank or ".new-step-00000040" in leftovers(tmp_path)  # else rank 0 may still have cleared it
+    with store.lock():
+        assert leftovers(tmp_path) == [".metadata"]
+        assert_holds(store.newest(read_parts), 20)
+
+
+def test_a_rank_that_leaves_out_its_part_is_noticed_when_saved(tmp_path: Path):
+    said = on_ranks(2, save_without_a_part, tmp_path, True)
+    assert re.match(
+        r"OSError 5 snapshot of step 20 not saved: rank 0: ValueError: .*key:adapter/q.lora_A invalid", said
+    )
+    assert os.listdir(tmp_path / "snapshots") == []
+
+
+@pytest.mark.slow
+def test_and_when_read_where_torch_did_not_look(tmp_path: Path):
+    assert on_ranks(2, save_without_a_part, tmp_path, False) == "nothing"
+    with pytest.raises(FormatError, match=r"adapter/q.lora_A: 96 of 288 values are not in one part; a rank left out"):
+        SnapshotStore(tmp_path).newest(read_parts)
+
+
+def test_no_rank_waits_for_ever(tmp_path: Path):
+    said, seconds = on_ranks(2, save_without_a_rank, tmp_path)
+    assert re.match(r"(RuntimeError|DistBackendError): .*[Tt]imed out", said)
+    assert 1 < seconds < 20

@@ -1,0 +1,110 @@
+"""Tensors that several processes wrote, read by one: all of each, or a reason; and a run goes on from them."""
+
+import dataclasses
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sharded_runs import save_alone, whole_state
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from training_runs import Silent, small_settings
+
+from llorch.errors import FormatError
+from llorch.pytorch.train.run import Run
+from llorch.pytorch.train.snapshot_parts import read_parts
+from llorch.train.snapshot_files import PARTS
+from llorch.train.snapshots import SnapshotStore
+from llorch.train.stopping import Stopped
+from llorch.verify.resume import compare_runs
+
+NAME = "adapter/q.lora_A"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    state = whole_state(10) | {"half": torch.ones(3, 2, dtype=torch.float16), "small": torch.ones(1, dtype=torch.int32)}
+    return save_alone(SnapshotStore(tmp_path), 10, state, {}) / PARTS
+
+
+def test_tensors_of_each_dtype_are_read_as_they_were(folder: Path):
+    found = read_parts(folder)
+    assert found.keys() == {*whole_state(10), "half", "small"}
+    for name, tensor in whole_state(10).items():
+        assert found[name].tobytes() == tensor.numpy().tobytes()
+        assert (found[name].dtype, found[name].shape) == (tensor.numpy().dtype, tuple(tensor.shape))
+    assert found["half"].tolist() == [[1, 1]] * 3
+    assert (found["half"].dtype, found["small"].dtype) == ("float16", "int32")
+
+
+def rewrite(folder: Path, change: Callable[[Any], None]) -> None:
+    """Change the one part that is described of a tensor."""
+    described: Any = FileSystemReader(folder).read_metadata()
+    chunks = described.state_dict_metadata[NAME].chunks
+    change(chunks)
+    (folder / ".metadata").write_bytes(pickle.dumps(described))
+
+
+@pytest.mark.parametrize(
+    ("change", "n_wrong"),
+    [
+        (lambda chunks: chunks.clear(), 288),
+        (lambda chunks: chunks.append(chunks[0]), 288),
+        (lambda chunks: chunks.append(dataclasses.replace(chunks[0], sizes=torch.Size((1, 96)))), 96),
+        (lambda chunks: chunks.append(dataclasses.replace(chunks.pop(), sizes=torch.Size((3, 95)))), 3),
+        (lambda chunks: chunks.append(dataclasses.replace(chunks.pop(), offsets=torch.Size((2, 0)))), 192),
+    ],
+)
+def test_a_tensor_that_is_not_made_up_of_its_parts_is_named(change: Callable, n_wrong: int, folder: Path):
+    rewrite(folder, change)
+    with pytest.raises(FormatError, match=f"Inconsistent: {NAME}: {n_wrong} of 288 values are not in one part"):
+        read_parts(folder)
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, ("evil",)
+
+
+@pytest.mark.parametrize(("value", "asked"), [(Evil(), r"posix.mkdir"), ({"x": torch.bfloat16}, "torch.bfloat16")])
+def test_a_description_that_is_more_than_one_is_refused(
+    value: object, asked: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(folder)
+    (folder / ".metadata").write_bytes(pickle.dumps(value))
+    with pytest.raises(FormatError, match=f"Unsafe: .metadata is a pickle that asks for {asked}; no tensor of ours"):
+        read_parts(folder)
+    assert not (folder / "evil").exists()
+
+
+@pytest.mark.parametrize(("name", "error"), [(".metadata", "UnpicklingError"), ("__0_0.distcp", "CheckpointException")])
+def test_what_torch_cannot_read_is_refused(name: str, error: str, folder: Path):
+    (folder / name).write_bytes(b"of another version")
+    with pytest.raises(FormatError, match=rf"{PARTS}: Unsupported: torch .* cannot read these tensors: {error}: "):
+        read_parts(folder)
+
+
+def test_a_run_goes_on_from_what_several_processes_saved(tmp_path: Path):
+    settings = small_settings(tmp_path, dropout=0.2, save_every=2)
+    Run(settings, tmp_path / "straight", Silent()).run()
+
+    class Stopping(Silent):
+        def made(self, report: Any) -> None:
+            if report.step == 3:
+                os.kill(os.getpid(), 15)
+
+    with pytest.raises(Stopped):
+        Run(settings, tmp_path / "stopped", Stopping()).run()
+    for ours in ("stopped", "straight"):
+        store = SnapshotStore(tmp_path / ours)
+        found = store.newest()
+        assert found is not None
+        tensors = {name: torch.from_numpy(array) for name, array in found.tensors.items()}
+        assert sorted(os.listdir(save_alone(store, found.step, tensors, found.record))) == ["snapshot.json", PARTS]
+    Run(settings, tmp_path / "stopped", Silent(), resume=True).run()
+    compared = compare_runs(tmp_path / "straight", tmp_path / "stopped")
+    differing = {tensor.name for tensor in compared.tensors if tensor.differing_bits}
+    assert (differing <= {"rng/python"}, compared.differing_lines) == (True, 0)  # the shape checks draw from it
