@@ -4,7 +4,7 @@
     poll    rank 0, once all are written, syncs and puts the snapshot in its place
     wait    every rank learns what came of it
 
-A rank waits for another `TIMEOUT` at most, in a process group of its own, so that nothing mixes with the training's.
+A rank waits for another at most for a time, in a process group of its own, so that nothing mixes with the training's.
 
 Source: torch.distributed.checkpoint.async_save.
 """
@@ -14,6 +14,7 @@ import errno
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -43,10 +44,10 @@ class _Pending:
 class ShardedSaver:
     """Saves snapshots of tensors of which each rank has parts; all ranks call `save` and `wait`, in the same order."""
 
-    def __init__(self, store: SnapshotStore) -> None:
+    def __init__(self, store: SnapshotStore, *, timeout: timedelta = TIMEOUT) -> None:
         """Join the other ranks in a group of its own; rank 0 alone writes through the store, whose lock it holds."""
         self._store = store
-        group = dist.new_group(timeout=TIMEOUT, backend="gloo")
+        group = dist.new_group(timeout=timeout, backend="gloo")
         assert isinstance(group, dist.ProcessGroup)  # of all ranks, of which this is one
         self._group = group
         self._pending: _Pending | None = None

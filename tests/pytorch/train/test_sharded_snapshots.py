@@ -9,15 +9,18 @@ from faulty_disk import leftovers
 from sharded_runs import (
     save_and_die,
     save_and_fail,
+    save_training,
     save_two,
     save_without_a_part,
     save_without_a_rank,
     whole_state,
 )  # fmt: skip
+from training_runs import small_settings
 
 from llorch.errors import EngineDied, FormatError
 from llorch.pytorch.ranks import on_ranks
 from llorch.pytorch.train.snapshot_parts import read_parts
+from llorch.pytorch.train.trainer import Training
 from llorch.train.snapshot_files import PARTS, Snapshot
 from llorch.train.snapshots import SnapshotStore
 
@@ -59,6 +62,19 @@ def test_what_was_saved_on_a_mesh_is_read_whole_and_later_steps_do_not_change_it
     assert_holds(before, 20)
     assert before is not None
     assert before.skipped == (f"{found.path}: Missing: the snapshot has no tensors/__1_0.distcp",)
+
+
+@pytest.mark.slow
+def test_what_a_training_on_a_mesh_saves_is_loaded_by_one_of_one_process(tmp_path: Path):
+    settings = small_settings(tmp_path, model="micro-llama")
+    saved = on_ranks(4, save_training, tmp_path / "run", settings)
+    found = SnapshotStore(tmp_path / "run").newest(read_parts)
+    assert found is not None
+    assert {name: array.tobytes() for name, array in found.tensors.items()} == saved
+    training = Training(settings)
+    training.load(found.tensors, found.record)
+    loaded = training.state()[0]
+    assert {name: loaded[name].tobytes() for name in saved} == saved
 
 
 def test_when_a_rank_cannot_write_all_ranks_say_so_and_nothing_is_left(tmp_path: Path):

@@ -105,6 +105,4 @@ def test_a_run_goes_on_from_what_several_processes_saved(tmp_path: Path):
         tensors = {name: torch.from_numpy(array) for name, array in found.tensors.items()}
         assert sorted(os.listdir(save_alone(store, found.step, tensors, found.record))) == ["snapshot.json", PARTS]
     Run(settings, tmp_path / "stopped", Silent(), resume=True).run()
-    compared = compare_runs(tmp_path / "straight", tmp_path / "stopped")
-    differing = {tensor.name for tensor in compared.tensors if tensor.differing_bits}
-    assert (differing <= {"rng/python"}, compared.differing_lines) == (True, 0)  # the shape checks draw from it
+    assert compare_runs(tmp_path / "straight", tmp_path / "stopped").equal
