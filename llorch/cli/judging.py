@@ -86,7 +86,7 @@ def judge_all(
     on_torch, absent = _torch_backends(arithmetic)
     specs = dict.fromkeys(models or (*EVERY, QUANTISED))
     if arithmetic.mesh is not None:
-        unsplit = _not_split(specs, arithmetic.mesh.size(), given=bool(models))
+        unsplit = _not_split(specs, arithmetic.mesh["tp"].size(), given=bool(models))
         absent = {**absent, **unsplit}
         specs = {spec: None for spec in specs if spec not in unsplit}
     plans = [(spec, *_plan(spec, against, has_input=given != Input(None, None))) for spec in specs]

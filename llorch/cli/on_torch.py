@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from llorch.pytorch.device import Kernels, Target, target
+from llorch.pytorch.parallel import named_on
 from llorch.pytorch.ranks import DeviceMesh
 from llorch.verify.judge import Row
 from llorch.verify.models import verify_live, verify_stored
@@ -27,8 +28,8 @@ class TorchBackend:
 
     @property
     def name(self) -> str:
-        """As in the rows, `torch-cpu-float32`, or `torch-cpu-float32-tp2` on a mesh."""
-        return f"{self.target}-tp{self.mesh.size()}" if self.mesh else str(self.target)
+        """As in the rows, `torch-cpu-float32`, or `torch-cpu-float32-dp2-tp2` on a mesh."""
+        return named_on(self.target, self.mesh) if self.mesh else str(self.target)
 
     @property
     def _runners(self) -> Callable[..., Iterator[Runner]]:
@@ -45,11 +46,11 @@ class TorchBackend:
     @property
     def trains(self) -> bool:
         """Whether there are tolerances for training in its dtype."""
-        return self.target.dtype_name in TRAINED_DTYPES and self.mesh is None
+        return self.target.dtype_name in TRAINED_DTYPES
 
     def training(self, model: str) -> Iterator[Row]:
         """Judge training on a built-in model against its goldens."""
-        return verify_training_torch(model, self.target)
+        return verify_training_torch(model, self.target, self.mesh)
 
     def quantised(self) -> Iterator[Row]:
         """Judge packed matrices against the goldens of checkpoint 13."""

@@ -1,6 +1,7 @@
 """The report of `llorch verify` for a person: a table per model, the first failures, one closing line."""
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -103,7 +104,9 @@ def legend(models: Sequence[Judged]) -> str:
         return _DUMP
     exact = _ROWS if any(not judged.numerics and not judged.backend for judged in models) else ""
     backends = [judged.backend for judged in models if judged.backend]
-    torch = _TORCH_ROWS.format(split=_SPLIT if "-tp" in "".join(backends) else _WAYS) if backends else ""
+    torch = (
+        _TORCH_ROWS.format(split=_SPLIT if re.search("-[dt]p[0-9]", "".join(backends)) else _WAYS) if backends else ""
+    )
     training = _TRAINING if any(row.checkpoint in TRAINING for judged in models for row in judged.rows) else ""
     return exact + torch + _COLUMNS + (_DERIVED if any(judged.numerics for judged in models) else "") + training
 

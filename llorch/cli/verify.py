@@ -1,12 +1,13 @@
 """`llorch verify`: every checkpoint against goldens or live engines."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
 from llorch.cli.dumped import map_option
-from llorch.cli.mesh import RanksType, joined
+from llorch.cli.mesh import mesh_option, on_mesh
 from llorch.cli.options import (
     ENGINES,
     backend_options,
@@ -45,7 +46,7 @@ class Witness(click.ParamType):
     "llorch verify path/to/huggingface-folder --tokens 1,22,333,44,5,66,777,8",
     "llorch verify story --backend torch              the torch path: float64, float32, bfloat16",
     "llorch verify model.gguf --against path/to/dump  with what another engine wrote down",
-    "llorch verify --mesh tp=2                        the torch path split over two processes",
+    "llorch verify micro-llama --mesh dp=2,tp=2       the torch path and training, split over four processes",
     "llorch verify --device cuda --dtype bfloat16",
     "llorch verify --device cuda --kernels own        our kernels, too: each beside torch's on this very device",
 )
@@ -58,7 +59,7 @@ class Witness(click.ParamType):
 @tokens_option("Token ids to run, with live engines; for models without a vocabulary.")
 @numerics_options
 @backend_options
-@click.option("--mesh", "n_ranks", type=RanksType(), help="On torch: split over so many processes, tensor parallel.")
+@mesh_option
 @threads_option
 @json_option("One object {version, rows, summary}; NaN and infinity become null.")
 @click.option("--strict", is_flag=True, help="A near-tie (TIE) fails, too.")
@@ -66,7 +67,7 @@ class Witness(click.ParamType):
 def command(
     *, models: tuple[str, ...], against: tuple[Any, ...], mapping: Path | None, prompt: str | None,
     tokens: list[int] | None, numerics: str | None, kv_cache: str, residency: Any, backend: str, device: str | None,
-    dtype: str | None, kernels: Any, n_ranks: int | None, as_json: bool, strict: bool, detail: bool,
+    dtype: str | None, kernels: Any, axes: Mapping[str, int] | None, as_json: bool, strict: bool, detail: bool,
 ) -> None:  # fmt: skip
     """Compare our forward pass with two engines that someone else wrote.
 
@@ -86,9 +87,9 @@ def command(
     precision are derived with its steps. Devices that nothing ran on are printed as NOT RUN. With --kernels own each
     of our kernels is first compared with what torch has in its place, on that device.
 
-    With --mesh tp=N the torch modules are split over N processes of this machine, and each stage is judged as all of
-    them have it together. A model that is not dense, or whose heads N does not divide, is refused; where no model is
-    given it is left out and named.
+    With --mesh dp=N,tp=M the torch modules are split over M processes, and each stage is judged as all of them have it
+    together; training runs on N times M, which also share the rows of a batch and the parameters. A model that is not
+    dense, or whose heads M does not divide, is refused; where no model is given it is left out and named.
 
     Another token than the golden's is a TIE only where the float64 truth holds both so near to each other that rounding
     moves one past the other, and a token more or less in top-p only where float32 sums may put it on either side of p.
@@ -107,19 +108,16 @@ def command(
         raise click.UsageError("--map goes with a dump: --against path/to/dump")
     from llorch.cli.judging import Arithmetic, judge_all
 
-    if n_ranks is not None and (dumps or device or kernels != "auto"):
+    if axes is not None and (dumps or device or kernels != "auto"):
         raise click.UsageError("--mesh runs the page as it is written, on the CPU: no --device, --kernels or dump")
-    mesh = None if n_ranks is None else joined(n_ranks)
-    arithmetic = Arithmetic(numerics, kv_cache, residency, "torch" if mesh else backend, device, dtype, kernels, mesh)
-    if dumps:
-        from llorch.cli.against import judge_dump
+    given: Any = {"prompt": prompt, "tokens": tokens, "as_json": as_json, "detail": detail}
+    with on_mesh(axes) as mesh:
+        where = "torch" if mesh else backend
+        arithmetic = Arithmetic(numerics, kv_cache, residency, where, device, dtype, kernels, mesh)
+        if dumps:
+            from llorch.cli.against import judge_dump
 
-        code = judge_dump(
-            models, dumps[0], mapping, arithmetic, prompt=prompt, tokens=tokens, as_json=as_json, detail=detail
-        )
-        raise click.exceptions.Exit(code)
-    raise click.exceptions.Exit(
-        judge_all(
-            models, against, arithmetic, prompt=prompt, tokens=tokens, as_json=as_json, strict=strict, detail=detail
-        )
-    )
+            code = judge_dump(models, dumps[0], mapping, arithmetic, **given)
+        else:
+            code = judge_all(models, against, arithmetic, strict=strict, **given)
+    raise click.exceptions.Exit(code)

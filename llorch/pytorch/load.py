@@ -21,25 +21,35 @@ from llorch.pytorch.packing import PACKERS, Fields, pack
 from llorch.pytorch.paths import path_of
 from llorch.pytorch.quantised_linear import QuantisedEmbedding, QuantisedLinear, Reordered
 
+Cut = Callable[[str, torch.Tensor], torch.Tensor]  # what is kept of a weight, or of a field of a packed one
 
-def load_dense(weights: Weights, *, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    """Build the model with every weight decoded to one dtype and frozen; NaN and infinity are refused."""
+
+def all_of(path: str, tensor: torch.Tensor) -> torch.Tensor:
+    """What a process keeps that has the whole model."""
+    return tensor
+
+
+def load_dense(weights: Weights, *, dtype: torch.dtype, device: torch.device, cut: Cut = all_of) -> CausalLM:
+    """Build the model with every weight decoded to one dtype and frozen; NaN and infinity are refused.
+
+    A weight is whole only until it is `cut`, one after the other.
+    """
     model = _empty(weights.config)
     for row in inventory(weights.config).values():
-        _put_dense(model, weights, row, dtype, device)
+        _put_dense(model, weights, row, dtype, device, cut)
     if weights.config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
     return model.eval()
 
 
-def load_packed(weights: Weights, *, dtype: torch.dtype, device: torch.device) -> CausalLM:
+def load_packed(weights: Weights, *, dtype: torch.dtype, device: torch.device, cut: Cut = all_of) -> CausalLM:
     """As `load_dense`, but every matrix of a type in `PACKERS` stays packed."""
     model = _empty(weights.config)
     for row in inventory(weights.config).values():
         if row.is_matrix and weights.stored_type(row.name) in PACKERS:
-            _put_packed(model, weights, row, dtype, device)
+            _put_packed(model, weights, row, dtype, device, cut)
         else:
-            _put_dense(model, weights, row, dtype, device)
+            _put_dense(model, weights, row, dtype, device, cut)
     if weights.config.tie_word_embeddings:
         embedding = model.model.embed_tokens
         if isinstance(embedding, QuantisedEmbedding):
@@ -72,23 +82,28 @@ def _empty(config: ModelConfig) -> CausalLM:
         return build(config)
 
 
-def _put_dense(model: nn.Module, weights: Weights, row: Weight, dtype: torch.dtype, device: torch.device) -> None:
+def _put_dense(
+    model: nn.Module, weights: Weights, row: Weight, dtype: torch.dtype, device: torch.device, cut: Cut
+) -> None:
     path = path_of(row.name)
     owner, _, name = path.rpartition(".")
     if name in model.get_submodule(owner)._buffers:
         dtype = torch.promote_types(dtype, torch.float32)
     read = weights.read(row.name, np.float64 if dtype is torch.float64 else np.float32)
     array = np.require(read, requirements=["C", "W"])
-    put(model, path, torch.from_numpy(array).to(device, dtype))
+    put(model, path, cut(path, torch.from_numpy(array)).to(device, dtype))
 
 
-def _put_packed(model: nn.Module, weights: Weights, row: Weight, dtype: torch.dtype, device: torch.device) -> None:
+def _put_packed(
+    model: nn.Module, weights: Weights, row: Weight, dtype: torch.dtype, device: torch.device, cut: Cut
+) -> None:
     """Replace the module that a matrix belongs to by one that keeps it packed."""
     slot, stored = weights.slots[row.name], _as_stored(weights, row)
     kind, by_row = stored[0].ggml_type, np.concatenate([one.by_row for one in stored])
     if slot.interleaved_heads:
         by_row = undo_interleave(by_row, slot.interleaved_heads)
-    fields = pack(torch.from_numpy(by_row).to(device), kind)
+    fields = pack(torch.from_numpy(by_row), kind)
+    fields = {name: cut(path_of(row.name), field).to(device) for name, field in fields.items()}
     _require_finite(fields, stored)
     owner, _, name = path_of(row.name).removesuffix(".weight").rpartition(".")
     setattr(model.get_submodule(owner), name, _leaf(fields, kind, row, dtype, slot.layout.columns))

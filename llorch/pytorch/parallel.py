@@ -15,6 +15,7 @@ Source: arXiv:1909.08053 (the two communications of a layer), arXiv:2304.11277; 
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,8 +31,10 @@ from llorch.files import Weights
 from llorch.pytorch.cache import Cache
 from llorch.pytorch.causal_lm import CausalLM, Keep, keep_nothing
 from llorch.pytorch.device import Target
+from llorch.pytorch.load import Cut, all_of
 from llorch.pytorch.lora.leaves import LoraLeaf
 from llorch.pytorch.model import TorchModel
+from llorch.pytorch.ranks import summed
 from llorch.stages import BY_NAME
 
 COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
@@ -40,12 +43,13 @@ ENTRIES = ("self_attn", "mlp")  # whose input is the same on all ranks, and its 
 SPLIT = frozenset({"q_width", "kv_width", "heads", "kv_heads", "inter"})  # axes of stages of which a rank has a part
 
 
-def parallelize(module: CausalLM, mesh: DeviceMesh) -> CausalLM:
+def parallelize(module: CausalLM, mesh: DeviceMesh, *, is_cut: bool = False) -> CausalLM:
     """Leave each rank its part of a model, in place; `keep` is shown whole stages on every rank.
 
     Args:
         module: The page with its weights and, if it is to be trained, its adapters, the same on every rank.
         mesh: With an axis `tp`, `dp` or both; `dp` is for training, under `Together`.
+        is_cut: Its matrices were cut when they were loaded, see `cut_for`; adapters never are.
 
     Returns:
         The module.
@@ -53,21 +57,46 @@ def parallelize(module: CausalLM, mesh: DeviceMesh) -> CausalLM:
     Raises:
         ValueError: The ranks of `tp` do not divide the heads or the inner width, or a layer is not dense.
     """
-    tensor_parallel = mesh["tp"] if "tp" in axes_of(mesh) else None
-    if tensor_parallel is not None and tensor_parallel.size() > 1:
-        if reason := cannot_split(module.config, tensor_parallel.size()):
-            raise ValueError(f"tensor parallel: {reason}")
-        for layer in module.model.layers:
-            _cut_matrices(layer, tensor_parallel)
-        connect(module, tensor_parallel)
+    if (ranks := _sharing_layers(mesh)) is not None:
+        _require_split(module.config, ranks.size())
+        for layer in () if is_cut else module.model.layers:
+            _cut_matrices(layer, ranks)
+        connect(module, ranks)
     if "dp" in axes_of(mesh):
         share_out(module, mesh["dp"])
     return module
 
 
-def axes_of(mesh: DeviceMesh) -> tuple[str, ...]:
-    """The names of the axes of a mesh."""
-    return mesh.mesh_dim_names or ()
+def axes_of(mesh: DeviceMesh) -> dict[str, int]:
+    """The axes of a mesh by name, and how many ranks each has."""
+    return dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+
+
+def named_on(target: Target, mesh: DeviceMesh) -> str:
+    """What rows call a target on a mesh, `torch-cpu-float32-dp2-tp2`."""
+    return "-".join([str(target), *(f"{axis}{size}" for axis, size in axes_of(mesh).items() if size > 1)])
+
+
+def cut_for(config: ModelConfig, mesh: DeviceMesh) -> Cut:
+    """What a rank keeps of each weight as it is loaded, so that none has the whole model; as `parallelize` cuts it.
+
+    Raises:
+        ValueError: As `parallelize`.
+    """
+    if (ranks := _sharing_layers(mesh)) is None:
+        return all_of
+    _require_split(config, ranks.size())
+    return partial(part_of, ranks=ranks)
+
+
+def _sharing_layers(mesh: DeviceMesh) -> DeviceMesh | None:
+    """The ranks that share layers, where there are several."""
+    return mesh["tp"] if axes_of(mesh).get("tp", 1) > 1 else None
+
+
+def _require_split(config: ModelConfig, n_ranks: int) -> None:
+    if reason := cannot_split(config, n_ranks):
+        raise ValueError(f"tensor parallel: {reason}")
 
 
 def cannot_split(config: ModelConfig, n_ranks: int) -> str | None:
@@ -84,14 +113,20 @@ def cannot_split(config: ModelConfig, n_ranks: int) -> str | None:
 def part_of(path: str, whole: Tensor, ranks: DeviceMesh) -> Tensor:
     """What the rank has of a weight, or of a field of a packed one, by the attribute path of its matrix.
 
-    What is added to a sum over ranks is added by the first of them.
+    What is added to a sum over ranks is added by the first of them. Raises ValueError where blocks would be torn apart.
     """
     matrix, _, kind = path.rpartition(".")
-    if matrix.endswith(COLUMNS):
-        return whole.chunk(ranks.size(), 0)[ranks.get_local_rank()].clone()
+    rank, n_ranks = ranks.get_local_rank(), ranks.size()
     if matrix.endswith(ROWS) and kind == "bias":
-        return whole if ranks.get_local_rank() == 0 else torch.zeros_like(whole)
-    return whole.chunk(ranks.size(), 1)[ranks.get_local_rank()].clone() if matrix.endswith(ROWS) else whole
+        return whole if rank == 0 else torch.zeros_like(whole)
+    if not matrix.endswith((*COLUMNS, *ROWS)):
+        return whole
+    axis = 1 if matrix.endswith(ROWS) else 0
+    if whole.shape[axis] % n_ranks:
+        raise ValueError(
+            f"tensor parallel: {path}: expected a size that {n_ranks} ranks divide, got {whole.shape[axis]}"
+        )
+    return whole.chunk(n_ranks, axis)[rank].clone()
 
 
 def connect(module: CausalLM, ranks: DeviceMesh) -> None:
@@ -144,15 +179,37 @@ class ParallelModel(TorchModel):
     """A model of which every rank runs its part: all ranks call the same methods in the same order."""
 
     def __init__(self, weights: Weights, target: Target, module: CausalLM, mesh: DeviceMesh) -> None:
-        """Split a module that has its weights; for the errors see `parallelize`."""
-        super().__init__(weights, target, parallelize(module, mesh))
-        self.n_ranks = mesh.size()
+        """Take a module whose matrices were cut as they were loaded; ranks of `dp` do the same as each other."""
+        super().__init__(weights, target, parallelize(module, mesh["tp"], is_cut=True))
+        self.n_ranks = axes_of(mesh)["tp"]
 
     def new_cache(self, batch: int, n_slots: int, first_position: int = 0) -> Cache:
         """An empty cache for the heads of this rank."""
         kind = {"dtype": self.target.dtype, "device": self.target.device}
         config = of_a_rank(self.config, self.n_ranks)
         return Cache(config, batch=batch, n_slots=n_slots, first_position=first_position, **kind)
+
+
+def own_input(matrix: str, x: Tensor, ranks: DeviceMesh) -> Tensor:
+    """Of the input of a matrix, by its canonical name, what the rank multiplies."""
+    return x.chunk(ranks.size(), -1)[ranks.get_local_rank()] if _is_cut_by_rows(matrix) else x
+
+
+def whole_output(matrix: str, part: Tensor, ranks: DeviceMesh) -> Tensor:
+    """What all ranks make with a matrix."""
+    if _is_cut_by_rows(matrix):
+        return summed(part.clone(), ranks)
+    return _gathered(part, -1, ranks) if matrix.endswith(tuple(path.rpartition(".")[2] for path in COLUMNS)) else part
+
+
+def _is_cut_by_rows(matrix: str) -> bool:
+    return matrix.endswith(tuple(path.rpartition(".")[2] for path in ROWS))
+
+
+def _gathered(part: Tensor, axis: int, ranks: DeviceMesh) -> Tensor:
+    parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(ranks.size())]
+    dist.all_gather(parts, part.contiguous(), group=ranks.get_group())
+    return torch.cat(parts, axis)
 
 
 def _leaves(layer: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -181,7 +238,7 @@ def _cut_adapters(leaf: LoraLeaf, ranks: DeviceMesh, *, by_rows: bool) -> None:
     leaf.own = _own_part
     if by_rows:
         leaf.part = ranks.get_local_rank()
-        leaf.joined = lambda lengths: _summed(lengths.square(), ranks).sqrt()
+        leaf.joined = lambda lengths: summed(lengths.square(), ranks).sqrt()
 
 
 def _own_part(parameter: Tensor) -> Tensor:
@@ -201,11 +258,6 @@ def _leaving(part: Tensor, ranks: DeviceMesh) -> Tensor:
     return (
         DTensor.from_local(part, ranks, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
     )
-
-
-def _summed(part: Tensor, ranks: DeviceMesh) -> Tensor:
-    dist.all_reduce(part, group=ranks.get_group())
-    return part
 
 
 def _sharded(part: nn.Module, module: CausalLM, ranks: DeviceMesh) -> None:
@@ -229,9 +281,7 @@ def _of_whole_stages(keep: Keep, ranks: DeviceMesh) -> Keep:
         axis = next((at for at, axis in enumerate(axes) if axis in SPLIT), None)
         if axis is None:
             return keep(name, part)
-        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(ranks.size())]
-        dist.all_gather(parts, part.contiguous(), group=ranks.get_group())
-        whole = torch.cat(parts, axis)
+        whole = _gathered(part, axis, ranks)
         made = keep(name, whole)
         return part if made is whole else made.chunk(ranks.size(), axis)[ranks.get_local_rank()]
 

@@ -7,6 +7,7 @@ Source: torch.distributed.launcher, which is what `torchrun` calls; torch.distri
 """
 
 import json
+import logging
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -65,7 +66,9 @@ def on_ranks(n_ranks: int, work: Callable[..., Any], *arguments: Any) -> Any:
         return elastic_launch(config, _rank)(work, *arguments)[0]
     except ChildFailedError as error:
         rank, failure = min(error.failures.items(), key=lambda item: item[1].timestamp)
-        raise EngineDied(f"rank {rank} of {n_ranks}: its process ended ({failure.message})") from None
+        said: Any = failure.message
+        reason = said["message"] if isinstance(said, dict) else said
+        raise EngineDied(f"rank {rank} of {n_ranks}: its process ended ({reason})") from None
     except SignalException:
         raise KeyboardInterrupt from None
 
@@ -93,6 +96,7 @@ def start(axes: Mapping[str, int], *, device: str = "cpu", timeout: timedelta = 
     if n_ranks != wanted:
         shape = " x ".join(f"{name}={size}" for name, size in axes.items())
         raise ValueError(f"mesh: expected {wanted} ranks for {shape}, got {n_ranks}")
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # it tells how parts are put together
     store, rank, _ = next(rendezvous("env://", timeout=timeout))
     dist.init_process_group(
         "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl", store=PrefixStore("messages", store), rank=rank,
@@ -120,13 +124,12 @@ class Ranks:
             dist.broadcast_object_list(made, src=0)
         return made[0]  # type: ignore[return-value] (rank 0 made it)
 
-    def any(self, flag: bool) -> bool:
-        """Whether it is so on any rank."""
-        if self.mesh is None:
-            return flag
-        found = torch.tensor(int(flag))
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        return bool(found)
+    def largest(self, number: int) -> int:
+        """The largest number of all ranks."""
+        found = torch.tensor(number)
+        if self.mesh is not None:
+            dist.all_reduce(found, dist.ReduceOp.MAX)
+        return int(found)
 
     def require_alike(self, values: Mapping[str, Any]) -> None:
         """Refuse (ValueError, on all ranks) to go on where a rank has found something else than the first."""

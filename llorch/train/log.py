@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from llorch.errors import FormatError, MissingExtra
 from llorch.files.new_file import new_file
@@ -21,7 +21,27 @@ _STYLE: Any = {
 }
 
 
-class RunLog:
+class NoLog:
+    """Of a rank that is not the first, which writes nothing."""
+
+    def step(self, record: Mapping[str, Any], *, seconds: float) -> None:
+        """See `RunLog`."""
+
+    def validation(self, record: Mapping[str, Any]) -> None:
+        """See `RunLog`."""
+
+    def synced(self) -> int:
+        """See `RunLog`."""
+        return 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        pass
+
+
+class RunLog(NoLog):
     """The log of one run, open for writing."""
 
     def __init__(self, folder: Path, *, offset: int, tensorboard: bool) -> None:
@@ -48,9 +68,6 @@ class RunLog:
         self._log.flush()
         os.fsync(self._log.fileno())
         return self._log.tell()
-
-    def __enter__(self) -> "RunLog":
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._log.close()

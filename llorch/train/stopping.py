@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Collection
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -20,14 +21,15 @@ class Stopped(Exception):
 class StopRequest:
     """Listens for signals while a run is inside it; outside the main thread nobody can listen, so nothing happens."""
 
-    def __init__(self) -> None:
+    def __init__(self, signals: Collection[int] = SIGNALS) -> None:
         """Listen to nothing yet."""
+        self._signals = signals
         self.number: int | None = None  # of the signal that came
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopRequest":
         try:
-            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+            self._before = {number: signal.signal(number, self._note) for number in self._signals}
         except ValueError:  # not the main thread
             self._before = {}
         return self

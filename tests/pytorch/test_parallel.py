@@ -127,7 +127,7 @@ def test_the_command_line_judges_on_ranks_with_one_voice():
             ("--mesh", "tp=2", "micro-qwen3"),
             "micro-qwen3: --mesh tp=2: expected sizes that 2 ranks divide, got heads 15",
         ),
-        (("--mesh", "tp=0"), "expected tp=N, as tp=2, got 'tp=0'"),
+        (("--mesh", "tp=0"), "expected dp=N,tp=M or one of both, as dp=2,tp=2, got 'tp=0'"),
         (("--mesh", "tp=2", "--device", "cuda"), "--mesh runs the page as it is written, on the CPU"),
         (("--mesh", "tp=2", "quantised"), "quantised: --mesh tp=2: packed matrices"),
     ],

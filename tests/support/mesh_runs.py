@@ -22,7 +22,7 @@ def averaged(part: Any, ranks: Any) -> Any:
 
 def of_another_rank(path: str, whole: Any, ranks: Any) -> Any:
     """The rows of a matrix go to the ranks in another order."""
-    moved = whole.roll(len(whole) // ranks.size(), 0) if path.startswith(COLUMNS) else whole
+    moved = whole.roll(len(whole) // ranks.size(), 0) if path.rpartition(".")[0].endswith(COLUMNS) else whole
     return part_of(path, moved, ranks)
 
 
@@ -42,7 +42,7 @@ def judged(model: str | Path, n_ranks: int, dtype: str, plant: str = "") -> tupl
     """
     PLANTED[plant]()
     torch.set_num_threads(1)
-    runners = parallel_runners(target("cpu", dtype, "torch"), start({"tp": n_ranks}))
+    runners = parallel_runners(target("cpu", dtype, "torch"), start({"dp": 1, "tp": n_ranks}))
     live = isinstance(model, Path)
     rows = list(verify_live(model, range(3, 15), ("transformers",), runners) if live else verify_stored(model, runners))
     failed = [(row.mode, row.stage) for row in rows if row.verdict != PASS]

@@ -1,11 +1,13 @@
 """`llorch lora train`: train an adapter in a folder of its own."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
 from llorch.cli.lora.settings_options import chosen_settings, config_option, settings_options
+from llorch.cli.mesh import mesh_option, on_mesh
 from llorch.cli.options import json_option, threads_option, verb
 from llorch.cli.output import say, to_json
 
@@ -17,6 +19,8 @@ from llorch.cli.output import say, to_json
     "llorch lora train path/to/model --data path/to/chats.jsonl -o path/to/run --device cuda --packing --chunk 2048",
     "llorch lora train --config path/to/settings.yaml -o path/to/run --steps 100",
     "llorch lora train -o path/to/run --resume",
+    "llorch lora train story --data pirate -o path/to/run --mesh dp=2,tp=2          four processes, the same adapter",
+    "torchrun --nproc-per-node 4 -m llorch lora train story --data pirate -o path/to/run --mesh dp=2,tp=2",
 )
 @click.argument("model", required=False)
 @click.option(
@@ -27,12 +31,14 @@ from llorch.cli.output import say, to_json
 @config_option
 @settings_options()
 @threads_option
+@mesh_option
 @click.option("--resume", is_flag=True, help="Go on with the run in the folder, bit by bit as if it had not stopped.")
 @click.option("--allow-change", is_flag=True, help="Resume although settings, data or versions changed; not bit-exact.")
 @json_option("At the end one object: steps, loss, valid_loss, seconds, n_parameters, adapter.")
 def command(
-    *, output: Path, config: Path | None, resume: bool, allow_change: bool, as_json: bool, **given: Any
-) -> None:
+    *, output: Path, config: Path | None, axes: Mapping[str, int] | None, resume: bool, allow_change: bool,
+    as_json: bool, **given: Any,
+) -> None:  # fmt: skip
     """Train an adapter for MODEL (a .gguf file, a Hugging Face folder or a built-in name) and write it to a folder.
 
     The folder gets log.jsonl, curve.svg, snapshots to resume from, and at the end the adapter as PEFT has it, for
@@ -53,14 +59,16 @@ def command(
     from llorch.train.stopping import Stopped
 
     require_torch()
-    from llorch.pytorch.train.run import Run, saved_settings, saved_threads
+    from llorch.pytorch.ranks import n_restarts
+    from llorch.pytorch.train.run import RUN, Run, saved_settings, saved_threads
 
-    before = [("run.json", saved_settings(output))] if resume else []
+    resume = resume or (n_restarts() > 0 and (output / RUN).exists())  # the launcher starts ranks anew with the same
+    before = [(RUN, saved_settings(output))] if resume else []
     settings = chosen_settings(given, config, *before)
-    threads_for_training(settings, recorded=saved_threads(output) if resume else None)
     try:
-        with Progress() as progress:
-            result = Run(settings, output, progress, resume=resume, allow_change=allow_change).run()
+        with on_mesh(axes, device=settings.device) as mesh, Progress() as progress:
+            threads_for_training(settings, recorded=saved_threads(output) if resume else None)
+            result = Run(settings, output, progress, resume=resume, allow_change=allow_change, mesh=mesh).run()
     except Stopped as stopped:
         say(f"llorch: {stopped}")
         raise click.exceptions.Exit(stopped.exit_code) from None

@@ -32,6 +32,7 @@ from llorch.lora.targets import Target, targets_of
 from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.lora.leaves import LoraEmbedding, LoraExperts, LoraLeaf, LoraLinear, as_float32
 from llorch.pytorch.paths import path_of
+from llorch.pytorch.quantised_linear import Reordered
 from llorch.pytorch.reproducible import FixedRows
 
 
@@ -164,18 +165,23 @@ def _require_gradients(module: CausalLM, adapter: Adapter, dtype: torch.dtype) -
     for target in adapter.targets.values():
         if target.is_embedding:
             continue
-        shape, chosen = (1, target.n_in), ()
-        if target.n_experts:
-            shape, chosen = (1, 1, 1, target.n_in), (torch.zeros(1, 1, 1, dtype=torch.int64, device=norm.device),)
+        chosen = (torch.zeros(1, 1, 1, dtype=torch.int64, device=norm.device),) if target.n_experts else ()
         for path in paths_of(target):
             leaf: Any = module.get_submodule(path)
             leaf = getattr(leaf, "base_layer", leaf)
+            shape = (1, 1, 1, target.n_in) if target.n_experts else (1, _width(leaf))
             probe = torch.zeros(shape, dtype=norm.dtype, device=norm.device, requires_grad=True)
             with torch.enable_grad():
                 if not leaf(probe, *chosen).requires_grad:
                     raise ValueError(
                         f"adapter: {path} is a {type(leaf).__name__}, which records no gradient; train on plain leaves"
                     )
+
+
+def _width(leaf: Any) -> int:
+    """How many inputs a projection takes; a rank may have some of them."""
+    base: Any = leaf.leaf if isinstance(leaf, FixedRows | Reordered) else leaf
+    return base.weight.shape[1] if isinstance(base, nn.Linear) else base.in_features
 
 
 def _tensors(leaf: LoraLeaf, name: str) -> LoraTensors:

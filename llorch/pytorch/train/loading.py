@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from llorch.files import Weights
 from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.device import Target, compute_as_named
-from llorch.pytorch.load import load_dense, load_packed
+from llorch.pytorch.load import Cut, all_of, load_dense, load_packed
 from llorch.pytorch.memory import require_memory
 from llorch.pytorch.sdpa import use_sdpa
 
@@ -59,11 +59,13 @@ def freeze_linears(module: CausalLM) -> None:
                 setattr(owner, name, FrozenLinear(leaf.weight, leaf.bias))
 
 
-def load_for_training(weights: Weights, at: Target, *, residency: str, batch: int, n_tokens: int) -> CausalLM:
-    """Load a model, its weights frozen, for forward passes of `batch` rows of `n_tokens`."""
+def load_for_training(
+    weights: Weights, at: Target, *, residency: str, batch: int, n_tokens: int, cut: Cut = all_of
+) -> CausalLM:
+    """Load a model, its weights frozen, for passes of `batch` rows of `n_tokens`; see `load_dense` for `cut`."""
     compute_as_named(at)
     chosen = require_memory(weights, at, cast(Any, residency), batch=batch, n_tokens=n_tokens)
-    module = (load_packed if chosen == "packed" else load_dense)(weights, dtype=at.dtype, device=at.device)
+    module = (load_packed if chosen == "packed" else load_dense)(weights, dtype=at.dtype, device=at.device, cut=cut)
     prepare(module)
     return module
 

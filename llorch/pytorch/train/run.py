@@ -13,21 +13,27 @@ A validation stands behind the snapshot of its step, in the log as in time, so a
 import json
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from torch.distributed.device_mesh import DeviceMesh
+
 from llorch.errors import FormatError, MissingExtra
 from llorch.files.new_file import new_file
 from llorch.files.strict_json import read_json
+from llorch.lora.adapter import Adapter
 from llorch.lora.peft_format import OF_WHOLE, write_peft
+from llorch.pytorch.ranks import Ranks
+from llorch.pytorch.train.sharded_snapshots import ShardedSaver
 from llorch.pytorch.train.snapshot_parts import read_parts
 from llorch.pytorch.train.trainer import StepReport, Training
-from llorch.train.log import LOG, RunLog, draw_curve, read_log, require_tensorboard
+from llorch.train.log import LOG, NoLog, RunLog, draw_curve, read_log, require_tensorboard
 from llorch.train.resume import differences, require_same
 from llorch.train.settings import TrainSettings
 from llorch.train.snapshots import SnapshotStore, is_leftover
-from llorch.train.stopping import Stopped, StopRequest
+from llorch.train.stopping import SIGNALS, Stopped, StopRequest
 
 RUN, CURVE = "run.json", "curve.svg"
 _LIMIT = 1 << 20  # bytes of run.json
@@ -98,51 +104,70 @@ class Run:
         *,
         resume: bool = False,
         allow_change: bool = False,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         """Look at the folder, then load model and data; nothing is written yet.
+
+        On a mesh all ranks make the same run, of which the first reads and writes the folder and tells what happens.
 
         With `resume` go on from the newest snapshot, or from the start where there is none. A run that is over goes on
         where the settings ask for more steps: those made stay, the rate follows the schedule of all steps.
         `allow_change` goes on although something has changed, which is noted in the log of the run.
         """
-        self._require_place(folder, resume)
+        self._ranks = Ranks(mesh)
+        self._ranks.first(lambda: self._require_place(folder, resume))
         self._folder, self._watcher, self._resume, self._allow_change = folder, watcher, resume, allow_change
         self._store = SnapshotStore(folder, keep=settings.keep)
         if settings.tensorboard:
             require_tensorboard()
-        self._training = Training(settings)
+        self._training = Training(settings, mesh)
+        self._ranks.require_alike(self._training.identity())
+        self._saver: ShardedSaver | None = None
         self._changes: list[str] = []
 
     def run(self) -> RunResult:
         """Train to the end; whatever stops it, the last snapshot is whole."""
-        with StopRequest() as stop, self._store.lock() as without:
+        with StopRequest(SIGNALS if self._ranks.mesh is None else SIGNALS[:1]) as stop, ExitStack() as held:
+            without = self._ranks.first(lambda: held.enter_context(self._store.lock()))
             if without:
                 self._watcher.note(without)
-            self._require_place(self._folder, self._resume)  # someone may have been here meanwhile
+            self._ranks.first(lambda: self._require_place(self._folder, self._resume))  # someone may have been here
             offset = self._restore() if self._resume else 0
-            self._write_record()
+            if self._ranks.is_first:
+                self._write_record()
+            self._saver = None if self._ranks.mesh is None else ShardedSaver(self._store)
             self._watcher.begins(self._training)
             begin = time.perf_counter()
-            with RunLog(self._folder, offset=offset, tensorboard=self._training.settings.tensorboard) as log:
+            with self._opened_log(offset) as log:
                 self._loop(log, stop)
             return self._finish(time.perf_counter() - begin)
 
-    def _loop(self, log: RunLog, stop: StopRequest) -> None:
+    def _opened_log(self, offset: int) -> NoLog:
+        if not self._ranks.is_first:
+            return NoLog()
+        return RunLog(self._folder, offset=offset, tensorboard=self._training.settings.tensorboard)
+
+    def _loop(self, log: NoLog, stop: StopRequest) -> None:
         training, every = self._training, self._training.settings.save_every
         while True:
             offset = log.synced() if self._is_due(training.settings.eval_every) else None
             if offset is not None:
                 self._validate(log, stop)
-            if stop.number is not None:
+            if number := self._stopped_by(stop):
                 self._save(log.synced() if offset is None else offset)
-                raise self._stopped(stop.number)
+                self._saved()
+                raise self._stopped(number)
             if training.step == training.total_steps:
-                return
+                return self._saved()
             self._step(log)
             if training.step == training.total_steps or (every and training.step % every == 0):
                 self._save(log.synced())
 
-    def _step(self, log: RunLog) -> None:
+    def _stopped_by(self, stop: StopRequest) -> int:
+        """The signal that one of the ranks was sent, or 0."""
+        return self._ranks.largest(stop.number or 0)
+
+    def _step(self, log: NoLog) -> None:
         begin = time.perf_counter()
         report = self._training.run_step()
         record = {
@@ -151,11 +176,13 @@ class Run:
         }  # fmt: skip
         log.step(record, seconds=time.perf_counter() - begin)
         self._watcher.made(report)
+        if self._saver is not None:
+            self._saver.poll()
 
-    def _validate(self, log: RunLog, stop: StopRequest) -> None:
+    def _validate(self, log: NoLog, stop: StopRequest) -> None:
         if not len(self._training.data.valid):
             return
-        loss = self._training.validate(stop=lambda: stop.number is not None)
+        loss = self._training.validate(stop=lambda: self._stopped_by(stop) > 0)
         if loss is not None:
             log.validation({"step": self._training.step, "valid_loss": loss})
             self._watcher.validated(self._training.step, loss)
@@ -165,9 +192,19 @@ class Run:
         return step in (0, self._training.total_steps) or (every > 0 and step % every == 0)
 
     def _save(self, offset: int) -> None:
-        tensors, record = self._training.state()
-        record |= {"log_offset": offset, "identity": self._training.identity(), "changes": self._changes}
-        self._store.save(self._training.step, tensors, record)
+        training = self._training
+        record = {
+            "step": training.step, "log_offset": offset, "identity": training.identity(), "changes": self._changes,
+        }  # fmt: skip
+        if self._saver is None:
+            self._store.save(training.step, training.state()[0], record)
+        else:
+            self._saver.save(training.step, training.tensors(), record)
+
+    def _saved(self) -> None:
+        """Wait for the snapshot that is being written."""
+        if self._saver is not None:
+            self._saver.wait()
 
     def _restore(self) -> int:
         """Load the newest snapshot; returns where the log goes on."""
@@ -179,6 +216,7 @@ class Run:
             self._watcher.note(f"passed over: {reason}")
         record = found.record
         saved, now = record["identity"], self._training.identity()
+        moved = self._moved(saved, now)
         longer = found.step == saved["total_steps"] < now["total_steps"]
         expected = saved | {name: now[name] for name in _OF_THE_LENGTH} if longer else saved
         changes = require_same(expected, now, allow_change=self._allow_change, path=found.path)
@@ -191,9 +229,21 @@ class Run:
             self._watcher.note(f"not bit-exact any more: {line}")
         if longer:
             changes += self._lengthened(saved, now)
+        changes += moved
         self._changes = [*record["changes"], *(f"after step {found.step}: {line}" for line in changes)]
         self._training.load(found.tensors, record)
         return int(record["log_offset"])
+
+    def _moved(self, saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
+        """Say that a run goes on on another mesh, which is no change of anything else; takes the mesh from both."""
+        before, after = (_shape(identity.pop("mesh", {})) for identity in (saved, now))
+        if before == after:
+            return []
+        self._watcher.note(
+            f"the run was on {before} and goes on on {after}: sums are made in another order, so from here the last "
+            "bits are not those of a run that stayed"
+        )
+        return [f"mesh: saved {before}, now {after}"]
 
     def _lengthened(self, saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         """Say what becomes of the schedule of a run that was over and goes on; returns what is different."""
@@ -218,9 +268,13 @@ class Run:
         return Stopped(number, f"stopped after {done}, which are saved in {self._folder}; go on with --resume")
 
     def _finish(self, seconds: float) -> RunResult:
+        adapter = self._training.adapter  # for which all ranks give their parts
+        return self._ranks.first(lambda: self._written(adapter, seconds))
+
+    def _written(self, adapter: Adapter, seconds: float) -> RunResult:
         training, records = self._training, read_log(self._folder / LOG)
-        write_peft(training.adapter, self._folder, base=training.base)
-        if training.adapter.of_whole:
+        write_peft(adapter, self._folder, base=training.base)
+        if adapter.of_whole:
             self._watcher.note(f"{self._folder}: {OF_WHOLE}")
         try:
             draw_curve(records, self._folder / CURVE, title=f"{training.settings.model} on {training.settings.data}")
@@ -229,7 +283,7 @@ class Run:
         losses = [record["loss"] for record in records if "loss" in record]
         valid = [(record["step"], record["valid_loss"]) for record in records if "valid_loss" in record]
         ends = {"first": valid[0], "best": min(valid, key=lambda one: one[1]), "last": valid[-1]} if valid else None
-        return RunResult(training.step, losses[-1], ends, seconds, training.adapter.n_parameters)
+        return RunResult(training.step, losses[-1], ends, seconds, adapter.n_parameters)
 
     @staticmethod
     def _require_place(folder: Path, resume: bool) -> None:
@@ -239,3 +293,7 @@ class Run:
             raise ValueError(f"{folder}: there is a run in this folder; go on with --resume, or choose another folder")
         elif folder.exists() and (not folder.is_dir() or not all(is_leftover(path.name) for path in folder.iterdir())):
             raise ValueError(f"{folder}: expected a new or empty folder for the run; choose another one")
+
+
+def _shape(axes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name}={size}" for name, size in axes.items()) or "one process"

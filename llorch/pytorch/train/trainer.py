@@ -20,8 +20,10 @@ from llorch.lora.base import identity_of
 from llorch.lora.initial import initial_adapter
 from llorch.model import Opened, find
 from llorch.pytorch.device import target
+from llorch.pytorch.load import all_of
 from llorch.pytorch.lora.adapters import adapter_of, attach, trainable_parameters
 from llorch.pytorch.lora.dropout import MASKS
+from llorch.pytorch.parallel import axes_of, cut_for
 from llorch.pytorch.parts import own, part_of
 from llorch.pytorch.ranks import Ranks
 from llorch.pytorch.train.adamw import AdamW
@@ -60,6 +62,7 @@ class Training:
         """Load model and data and put a new adapter beside the model, or this rank's part of both, on a mesh."""
         self._weights = open_weights(find(settings.model))
         config = self._weights.config
+        _require_mesh(settings, mesh)
         self.settings = settings.with_defaults(hidden_size=config.hidden_size, context=config.max_position_embeddings)
         self.target = target(settings.device, self.settings.dtype_name)
         self.data = read_data(find_data(settings.data), Opened(self._weights), self.settings.data_settings)
@@ -150,19 +153,23 @@ class Training:
             "total_steps": self.total_steps,
             "warmup_steps": self.settings.warmup_for(self.total_steps),
             "environment": environment(str(self.target.device)),
-        } | ({"dropout": MASKS} if self.settings.dropout else {})
+            **({"dropout": MASKS} if self.settings.dropout else {}),
+            **({} if self.ranks.mesh is None else {"mesh": axes_of(self.ranks.mesh)}),
+        }
 
     def _loaded(self) -> Alone:
         """The model with the new adapter."""
         settings, length = self.settings, self.data.settings.max_length
+        mesh = self.ranks.mesh
+        cut = all_of if mesh is None else cut_for(self._weights.config, mesh)
         module = load_for_training(
-            self._weights, self.target, residency=settings.weights, batch=settings.batch_size, n_tokens=length
+            self._weights, self.target, residency=settings.weights, batch=settings.batch_size, n_tokens=length, cut=cut
         )
         minus = self._initial if settings.init == "pissa" else None
         attach(module, self._initial, trainable=True, minus=minus)
         if settings.gradient_checkpointing:
             checkpoint_gradients(module)
-        return Alone(module) if self.ranks.mesh is None else OnMesh(module, self.ranks.mesh)
+        return Alone(module) if mesh is None else OnMesh(module, mesh)
 
     def _rate(self) -> float:
         return learning_rate(
@@ -180,6 +187,19 @@ class Training:
         return NonFiniteLoss(
             f"step {self.step + 1}: expected a finite loss and gradient, got {what}, from {shown}; the step was not "
             "made: lower --lr, or look at these rows with llorch data show"
+        )
+
+
+def _require_mesh(settings: TrainSettings, mesh: DeviceMesh | None) -> None:
+    """Refuse settings that a mesh cannot do."""
+    if mesh is None:
+        return
+    if settings.eight_bit:
+        raise ValueError("mesh: moments of 8 bits share scales that ranks would tear apart; train without --eight-bit")
+    if (n_ranks := mesh["dp"].size()) > settings.batch_size:
+        raise ValueError(
+            f"mesh: expected at least a row of each forward pass for each of the {n_ranks} ranks of dp, got a "
+            f"--batch-size of {settings.batch_size}; give a larger one, or fewer ranks"
         )
 
 

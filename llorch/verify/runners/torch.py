@@ -23,7 +23,7 @@ from llorch.pytorch.load import load_dense
 from llorch.pytorch.memory import require_memory
 from llorch.pytorch.model import TorchModel, as_numpy, load_torch
 from llorch.pytorch.packing import PACKERS
-from llorch.pytorch.parallel import ParallelModel
+from llorch.pytorch.parallel import ParallelModel, cut_for, named_on
 from llorch.pytorch.sampling import BatchSettings, Needs, probabilities, seen_tokens
 from llorch.stages import keys
 from llorch.verify.choices import GoOn, as_made
@@ -100,16 +100,17 @@ def torch_runners(target: Target, *, only: Sequence[str] | None = None) -> Calla
 
 
 def parallel_runners(target: Target, mesh: DeviceMesh) -> Callable[..., Iterator["TorchRunner"]]:
-    """The page split over a mesh, alone and in a batch; every rank makes and asks the same runners."""
+    """The page split over the ranks that share layers, alone and in a batch; all of them ask the same runners."""
 
     def split(weights: Weights, at: Target) -> TorchModel:
-        return ParallelModel(weights, at, load_dense(weights, dtype=at.dtype, device=at.device), mesh)
+        cut = cut_for(weights.config, mesh)
+        return ParallelModel(weights, at, load_dense(weights, dtype=at.dtype, device=at.device, cut=cut), mesh)
 
     def make(weights: Weights, *, wide: bool) -> Iterator[TorchRunner]:
         if wide or target.dtype_name != "float64":
             for suffix, in_batch in (("", False), ("-batch", True)):
                 variant = Variant(split, hidden=frozenset(), in_batch=in_batch)
-                yield TorchRunner(weights, target, variant, f"{target}-tp{mesh.size()}{suffix}")
+                yield TorchRunner(weights, target, variant, f"{named_on(target, mesh)}{suffix}")
 
     return make
 

@@ -4,7 +4,7 @@ Isolated and chained are as in `runner`. The trainer's own `Stepper` makes gradi
 golden's numbers in where a block begins, and its gradient in where one ends. In half precision the base and its
 activations are, the adapter, its gradients and the optimizer stay float32. `-trainer` is how `llorch lora train` runs
 when it saves memory: fused attention, products of frozen weights by oneDNN, blocks that run again for their gradients,
-logits that never exist all at once.
+logits that never exist all at once. On a mesh every rank runs so, and all of them show the whole of each array.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from llorch.files import Weights
 from llorch.lora.adapter import Adapter
@@ -20,14 +21,16 @@ from llorch.lora.merge import MergedWeights
 from llorch.numerics import DtypeName
 from llorch.pytorch.causal_lm import CausalLM, widened
 from llorch.pytorch.device import Target
-from llorch.pytorch.load import load_dense
+from llorch.pytorch.load import Cut, all_of, load_dense
 from llorch.pytorch.lora.adapters import attach, lora_leaves, trainable_parameters
+from llorch.pytorch.parallel import cut_for, named_on
+from llorch.pytorch.parts import like, own, part_of, whole
 from llorch.pytorch.train.adamw import AdamW
 from llorch.pytorch.train.forward import checkpoint_gradients, hidden_states
 from llorch.pytorch.train.loading import load_for_training
 from llorch.pytorch.train.loss import loss_sum
 from llorch.pytorch.train.step import Stepper
-from llorch.pytorch.train.worker import Alone
+from llorch.pytorch.train.worker import Alone, OnMesh
 from llorch.train.batch import IGNORED
 from llorch.verify.judge import Row
 from llorch.verify.places import Place
@@ -67,27 +70,50 @@ CHUNK = 3  # rows of logits at once, fewer than any batch has
 MOMENTS = {"first_moment": "m", "second_moment": "v"}  # stage -> in the state of the optimizer
 
 
-def verify_training_torch(name: str, target: Target) -> Iterator[Row]:
-    """Judge the torch path in each of `VARIANTS` and one of `DTYPES` on one of `MODELS` against its stored goldens."""
+def verify_training_torch(name: str, target: Target, mesh: DeviceMesh | None = None) -> Iterator[Row]:
+    """Judge the torch path in each of `VARIANTS` and one of `DTYPES` on one of `MODELS` against its stored goldens.
+
+    On a mesh it is judged as all ranks have it together, as training runs; all of them have to ask.
+    """
     if target.dtype_name not in DTYPES:
         raise ValueError(f"training: judged in {', '.join(DTYPES)}, got {target}; leave it out or choose one of these")
-    yield from torch_rows(name, *stored(name), target)
+    if mesh is None:
+        yield from torch_rows(name, *stored(name), target)
+    else:
+        yield from mesh_rows(name, *stored(name), target, mesh)
 
 
 def torch_rows(name: str, weights: Weights, golden: TrainingGolden, target: Target) -> Iterator[Row]:
     """Likewise, of goldens that are at hand."""
-    dtype: DtypeName = target.dtype_name  # pyright: ignore[reportAssignmentType]
     for suffix, as_trainer in VARIANTS.items():
-        runner = TorchRunner(weights, golden, target, as_trainer=as_trainer)
-        ours = {ISOLATED: dict(runner.isolated()), CHAINED: dict(runner.chained())}
-        claimed = claims(golden, weights.config, dtype)
-        yield from routed(rows(name, claimed, ours, f"{target}{suffix}", left_out=NUMPY_ALONE), golden)
+        yield from _judged(name, TorchRunner(weights, golden, target, as_trainer=as_trainer), f"{target}{suffix}")
+
+
+def mesh_rows(name: str, weights: Weights, golden: TrainingGolden, target: Target, mesh: DeviceMesh) -> Iterator[Row]:
+    """Likewise, of what the ranks of a mesh make together; all of them have to ask."""
+    runner = TorchRunner(weights, golden, target, as_trainer=True, mesh=mesh)
+    yield from _judged(name, runner, named_on(target, mesh))
+
+
+def _judged(name: str, runner: "TorchRunner", backend: str) -> Iterator[Row]:
+    dtype: DtypeName = runner.target.dtype_name  # pyright: ignore[reportAssignmentType]
+    ours = {ISOLATED: dict(runner.isolated()), CHAINED: dict(runner.chained())}
+    claimed = claims(runner.golden, runner.weights.config, dtype)
+    yield from routed(rows(name, claimed, ours, backend, left_out=NUMPY_ALONE), runner.golden)
 
 
 class TorchRunner:
     """What torch makes of one golden on one device, in one dtype, as it is written or as the trainer saves memory."""
 
-    def __init__(self, weights: Weights, golden: TrainingGolden, target: Target, *, as_trainer: bool) -> None:
+    def __init__(
+        self,
+        weights: Weights,
+        golden: TrainingGolden,
+        target: Target,
+        *,
+        as_trainer: bool,
+        mesh: DeviceMesh | None = None,
+    ) -> None:
         """Prepare; nothing is loaded yet."""
         self.weights = weights.astype(np.float64) if target.dtype == torch.float64 else weights
         self.target, self.n_layers = target, weights.config.n_layers
@@ -95,7 +121,7 @@ class TorchRunner:
         self.batches = golden.batches
         self.adapter = golden.adapter_for(weights.config)
         self.rslora = golden.adapter_for(weights.config, RSLORA)
-        self._golden = golden
+        self.golden, self._mesh = golden, mesh
 
     def isolated(self) -> Results:
         """Every stage that can be fed what the golden was fed."""
@@ -109,8 +135,8 @@ class TorchRunner:
     def chained(self) -> Results:
         """Every run from its beginning."""
         yield from self._forward()
-        module = self._module(self.rslora)
-        yield at("adapted_logits", case="rslora"), self._tokens(module.lm_head(self._hidden(module)))
+        worker = self._worker(self.rslora)
+        yield at("adapted_logits", case="rslora"), self._tokens(self._logits(worker))
         yield from self._gradients(self.adapter)
         stepper = self._stepper(with_zero_b(self.adapter), OPTIMIZER, 0.0)
         stepper.backward(self.batches[:1])
@@ -119,22 +145,37 @@ class TorchRunner:
         yield from self._curve()
         yield at("merged_logits"), self._merged_logits()
 
-    def _module(self, adapter: Adapter) -> CausalLM:
+    def _worker(self, adapter: Adapter) -> Alone:
         if self.as_trainer:
             width = max(batch.ids.shape[1] for batch in self.batches)
-            module = load_for_training(self.weights, self.target, residency="decoded", batch=2, n_tokens=width)
+            how: Any = {"residency": "decoded", "batch": 2, "n_tokens": width, "cut": self._cut}
+            module = load_for_training(self.weights, self.target, **how)
         else:
             module = load_dense(self.weights, dtype=self.target.dtype, device=self.target.device)
         attach(module, adapter, name=NAME, trainable=True)
         if self.as_trainer:
             checkpoint_gradients(module)
-        return module.train()
+        return self._working(module.train())
 
-    def _hidden(self, module: CausalLM) -> Tensor:
-        return hidden_states(module, self.batches[0], self.target.device)
+    @property
+    def _cut(self) -> Cut:
+        return all_of if self._mesh is None else cut_for(self.weights.config, self._mesh)
+
+    def _working(self, module: CausalLM) -> Alone:
+        return Alone(module) if self._mesh is None else OnMesh(module, self._mesh)
+
+    def _hidden(self, worker: Alone) -> Tensor:
+        """Of all rows, each computed by whom it falls to."""
+        rows, _ = worker.rows_of(self.batches[0])
+        own = worker.run(lambda module: hidden_states(module, rows, self.target.device))
+        return worker.all_rows(own.detach(), len(self.batches[0].ids))
+
+    def _logits(self, worker: Alone) -> Tensor:
+        hidden = self._hidden(worker)
+        return worker.run(lambda module: module.lm_head(hidden))
 
     def _given(self, place: Place, dtype: torch.dtype | None = None) -> Tensor:
-        return torch.tensor(self._golden.shown(place), device=self.target.device, dtype=dtype or self.target.dtype)
+        return torch.tensor(self.golden.shown(place), device=self.target.device, dtype=dtype or self.target.dtype)
 
     def _padded(self, place: Place) -> Tensor:
         """The golden's tokens as rows of the first batch; 0 where there is padding."""
@@ -148,24 +189,32 @@ class TorchRunner:
         return widened(rows.detach()).cpu().numpy()[self.batches[0].documents >= 0]
 
     def _deltas(self, adapter: Adapter, where: Mapping[str, Place]) -> Results:
-        leaves = {target.name: leaf for _, target, leaf in lora_leaves(self._module(adapter))}
+        """Where the forward pass comes to a leaf, it is given the golden's input besides."""
+        worker, deltas = self._worker(adapter), dict[str, Tensor]()
+
+        def note(leaf: Any, name: str, _: Tensor) -> None:
+            if name in where:
+                given = self._given(at(INPUT_OF[where[name].part], where[name].layer))
+                deltas[name] = worker.whole_output(name, _delta(leaf, worker.own_input(name, given)))
+
+        _at_each_leaf(worker.module, note)
+        self._hidden(worker)
         for name, place in where.items():
-            yield place, array_of(_delta(leaves[name], self._given(at(INPUT_OF[place.part], place.layer))))
+            yield place, array_of(deltas[name])
 
     def _forward(self) -> Results:
         """Deltas on our own activations, logits, and losses made from our hidden states."""
-        module, deltas = self._module(self.adapter), dict[str, Tensor]()
-        for _, target, leaf in lora_leaves(module):
+        worker, deltas = self._worker(self.adapter), dict[str, Tensor]()
 
-            def note(leaf: Any, inputs: tuple, name: str = target.name) -> None:
-                deltas[name] = _delta(leaf, inputs[0])
+        def note(leaf: Any, name: str, x: Tensor) -> None:
+            deltas[name] = worker.whole_output(name, _delta(leaf, x))
 
-            leaf.register_forward_pre_hook(note)
-        hidden = self._hidden(module)
+        _at_each_leaf(worker.module, note)
+        hidden = self._hidden(worker)
         for name, place in of_matrices("lora_delta", self.n_layers).items():
-            yield place, self._tokens(deltas[name])
-        yield at("adapted_logits"), self._tokens(module.lm_head(hidden))
-        yield from self._losses(hidden.detach(), module.lm_head)
+            yield place, self._tokens(worker.all_rows(deltas[name], len(hidden)))
+        yield at("adapted_logits"), self._tokens(worker.run(lambda module: module.lm_head(hidden)))
+        yield from worker.run(lambda module: list(self._losses(hidden, module.lm_head)))
 
     def _losses(self, hidden: Tensor, lm_head: nn.Module) -> Results:
         batch = self.batches[0]
@@ -185,32 +234,31 @@ class TorchRunner:
 
         Fed, each block is alone: what goes in and the gradient of what comes out are the golden's.
         """
-        stepper, inputs, outputs = self._stepper(adapter, OPTIMIZER, 0.0), dict[Place, Tensor](), list[Any]()
-        model, ends = stepper.worker.module.model, borders(self.n_layers)
+        stepper, inputs = self._stepper(adapter, OPTIMIZER, 0.0), dict[Place, Tensor]()
+        worker, n_rows = stepper.worker, len(self.batches[0].ids)
+        _, counts = worker.rows_of(self.batches[0])
+        model, ends = worker.module.model, borders(self.n_layers)
         for module, (x, d_x) in zip((*model.layers, model.norm), ends.items(), strict=True):
-            module.register_forward_pre_hook(_noting(inputs, d_x, self._padded(x) if fed else None))
-        for layer in model.layers:
-            layer.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
+            given = (worker.own_rows(self._padded(x)), counts * worker.own_rows(self._padded(d_x))) if fed else None
+            module.register_forward_pre_hook(_noting(inputs, d_x, given))
         stepper.backward(self.batches[:1])
-        if fed:
-            torch.autograd.backward(outputs, [self._padded(d_x) for d_x in [*ends.values()][1:]])
         yield from self._of_parameters(stepper, "plain")
         for place, tensor in inputs.items():
-            yield place, self._tokens(_gradient(tensor))
+            yield place, self._tokens(worker.all_rows(_gradient(tensor), n_rows))
 
     def _of_parameters(self, stepper: Stepper, case: str) -> Results:
         for name, place in of_tensors("gradient", self.n_layers, case).items():
-            yield place, array_of(_gradient(stepper.optimizer.params[name]))
+            yield place, array_of(whole(_gradient(stepper.optimizer.params[name])))
 
     def _stepper(self, adapter: Adapter, recipe: OptimizerRecipe, smoothing: float) -> Stepper:
         """What the trainer makes its steps with."""
-        module = self._module(adapter)
+        worker = self._worker(adapter)
         optimizer = AdamW(
-            trainable_parameters(module, NAME), betas=recipe.betas, eps=recipe.eps, weight_decay=recipe.weight_decay,
-            lr_ratio=1.0, eight_bit=False,
+            trainable_parameters(worker.module, NAME), betas=recipe.betas, eps=recipe.eps,
+            weight_decay=recipe.weight_decay, lr_ratio=1.0, eight_bit=False,
         )  # fmt: skip
         return Stepper(
-            Alone(module),
+            worker,
             optimizer,
             self.target.device,
             label_smoothing=smoothing,
@@ -224,9 +272,9 @@ class TorchRunner:
         state: dict[str, Tensor] = {"step": torch.tensor(step - 1)}
         for name, parameter in optimizer.params.items():
             given = {stage: self._given(where[name], parameter.dtype) for stage, where in start.items()}
-            parameter.grad = given["gradient"]
+            parameter.grad = like(parameter.data, part_of(given["gradient"], parameter.data).clone())
             if step > 1:
-                parameter.data.copy_(given["parameters"])
+                own(parameter.data).copy_(part_of(given["parameters"], parameter.data))
                 state |= {f"{name}.{kind}": given[stage] for stage, kind in MOMENTS.items()}
         if step > 1:
             optimizer.load(state)
@@ -247,7 +295,7 @@ class TorchRunner:
         for stage, where in after(step, self.n_layers).items():
             for name, place in where.items():
                 kept = optimizer.params[name] if stage == "parameters" else state[f"{name}.{MOMENTS[stage]}"]
-                yield place, array_of(kept).copy()
+                yield place, array_of(whole(kept.detach())).copy()
 
     def _curve(self) -> Results:
         stepper, found = self._stepper(self.adapter, CURVE.optimizer, SMOOTHING), []
@@ -261,15 +309,25 @@ class TorchRunner:
     def _merged_logits(self) -> np.ndarray:
         """Those of a model that is loaded with the adapter merged in, rounded to float32 once."""
         merged = MergedWeights(self.weights, self.adapter)
-        module = load_dense(merged, dtype=self.target.dtype, device=self.target.device)
-        return self._tokens(module.lm_head(self._hidden(module)))
+        module = load_dense(merged, dtype=self.target.dtype, device=self.target.device, cut=self._cut)
+        return self._tokens(self._logits(self._working(module)))
 
 
 @torch.no_grad()
 def _delta(leaf: Any, x: Tensor) -> Tensor:
     """What the adapter of a leaf adds to a result of zero, in the dtype of the adapter."""
-    lora_B = leaf.lora_B[NAME]
+    lora_B = leaf.own(leaf.lora_B[NAME])
     return leaf.adapted(NAME, x, lora_B.new_zeros((*x.shape[:-1], len(lora_B))))
+
+
+def _at_each_leaf(module: CausalLM, note: Callable[[Any, str, Tensor], None]) -> None:
+    """Let a leaf with an adapter, its matrix and what goes into it be noted whenever the forward pass comes there."""
+    for _, target, leaf in lora_leaves(module):
+
+        def noted(leaf: Any, inputs: tuple, name: str = target.name) -> None:
+            note(leaf, name, inputs[0])
+
+        leaf.register_forward_pre_hook(noted)
 
 
 def _one_by_one(labels: np.ndarray) -> Iterator[np.ndarray]:
@@ -280,17 +338,34 @@ def _one_by_one(labels: np.ndarray) -> Iterator[np.ndarray]:
         yield alone
 
 
-def _noting(found: dict[Place, Tensor], place: Place, given: Tensor | None) -> Callable[..., tuple]:
+def _noting(found: dict[Place, Tensor], place: Place, given: tuple[Tensor, Tensor] | None) -> Callable[..., tuple]:
     """A hook that keeps the gradient of what goes into a module, or of what is given to it instead."""
 
     def note(_module: nn.Module, inputs: tuple) -> tuple:
-        x = inputs[0] if given is None else given
+        x = inputs[0] if given is None else given[0].clone()
         x = x if x.requires_grad else x.detach().requires_grad_()
         x.retain_grad()
         found[place] = x
-        return x, *inputs[1:]
+        fed = x if given is None else _Border.apply(inputs[0], x, given[1])
+        return fed, *inputs[1:]
 
     return note
+
+
+class _Border(torch.autograd.Function):
+    """Between two blocks that are judged alone: the second is given an input, the first a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, given: Tensor, gradient: Tensor) -> Tensor:
+        """What the second block is given."""
+        ctx.save_for_backward(gradient)
+        return given.view_as(given)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """What the first block is given, and what the second made."""
+        (gradient,) = ctx.saved_tensors
+        return (gradient if ctx.needs_input_grad[0] else None), grads[0], None
 
 
 def _gradient(tensor: Tensor) -> Tensor:
