@@ -39,7 +39,7 @@ SHAPES = {  # shape, dtype, axis that the ranks of tp split, whether those of dp
     "optimizer/codes": ((5, 7), torch.uint8, 1, True),
     "optimizer/counts": ((2,), torch.int64, None, True),
     "optimizer/step": ((), torch.int64, None, None),
-    "rng/torch": ((9,), torch.uint8, None, None),
+    "optimizer/bytes": ((9,), torch.uint8, None, None),
     "none": ((0, 3), torch.float32, None, None),
 }
 
