@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from llorch.pytorch import causal_lm as torch_model
-from llorch.pytorch.causal_lm import widened
 from llorch.pytorch.lora import leaves
 from llorch.pytorch.lora import leaves as torch_leaves
 from llorch.pytorch.train import adamw as torch_adamw
@@ -46,15 +44,15 @@ def keys_of_one_head(right: Any) -> Any:
 
 
 def not_shifted(right: Any) -> Any:
-    def wrong(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def wrong(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         index = (labels.flatten() >= 0).nonzero()[:, 0]
-        return hidden.flatten(0, 1)[index], labels.flatten()[index]
+        return hidden.flatten(0, 1)[index], labels.flatten()[index], index
 
     return wrong
 
 
 def smoothing_missing(right: Any) -> Any:
-    return lambda rows, lm_head, targets, *, smoothing: cross_entropy(widened(lm_head(rows)), targets, reduction="sum")
+    return lambda rows, lm_head, targets, tokens, *, smoothing: right(rows, lm_head, targets, tokens, smoothing=0.0)
 
 
 def input_left_out(right: Any) -> Any:
