@@ -9,6 +9,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 
+def is_part(tensor: Tensor) -> bool:
+    """Whether other processes may have more of it."""
+    return isinstance(tensor, DTensor)
+
+
 def own(tensor: Tensor) -> Tensor:
     """What this process has of it, in the same memory; it has no gradient."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -31,6 +31,7 @@ from llorch.lora.initial import over_original
 from llorch.lora.targets import Target, targets_of
 from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.lora.leaves import LoraEmbedding, LoraExperts, LoraLeaf, LoraLinear, as_float32
+from llorch.pytorch.parts import is_part
 from llorch.pytorch.paths import path_of
 from llorch.pytorch.quantised_linear import Reordered
 from llorch.pytorch.reproducible import FixedRows
@@ -47,6 +48,11 @@ def attach(
     require_fits(name, adapter, module.config)
     dtype = torch.promote_types(module.model.norm.weight.dtype, torch.float32)
     if trainable:
+        if any(is_part(parameter) for parameter in module.parameters()):
+            raise ValueError(
+                f"adapter {name!r}: the model is shared out to ranks, and nobody would sum the gradients of an adapter "
+                "that comes now; attach it before parallelize"
+            )
         _freeze(module)
         _require_gradients(module, adapter, dtype)
     for target in adapter.targets.values():

@@ -14,6 +14,7 @@ from llorch.verify.diagnosis.training_replay import FLOW, Planted, Where
 from llorch.verify.mistakes import TRAINING, TrainingMistake
 from llorch.verify.mistakes.training_adapter import SCALING
 from llorch.verify.mistakes.training_loss import BACK, DOCUMENTS, LOSS, STEP, mean_of_means
+from llorch.verify.mistakes.training_mesh import MESH
 from llorch.verify.mistakes.training_optimizer import CLIP
 from llorch.verify.mistakes.training_optimizer import STEP as UPDATE
 
@@ -76,7 +77,7 @@ def possible(config: ModelConfig) -> list[TrainingMistake]:
 
 def known(config: ModelConfig, since: Collection[str], wrong: str) -> Iterator[Hypothesis]:
     """Known mistakes of the quantities of which one was made wrongly, in every way in which they can be made."""
-    for mistake in possible(config):
+    for mistake in (*possible(config), *MESH):
         group = group_of(mistake)
         for planted in ways(mistake, group in since, wrong):
             yield Hypothesis(planted, mistake.name, mistake.diagnosis)

@@ -1,0 +1,133 @@
+"""Mistakes of training on several ranks, planted into a step of one process: what is summed, counted and divided.
+
+How many ranks there were, and which rows each had, a dump does not say; so the usual numbers and both usual ways to
+deal rows out are tried. They belong to the checkpoints of their stages, whose runs have one process.
+
+Source: huggingface/transformers#48792 (attached after sharding), NVIDIA-NeMo/RL#3788 (norm), and
+meta-pytorch/torchtune#2172 (means of ranks).
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+
+from llorch.train.batch import Batch
+from llorch.verify.mistakes.training_loss import STEP
+from llorch.verify.mistakes.training_mistake import TrainingMistake
+from llorch.verify.mistakes.training_optimizer import CLIP
+
+Function = Callable[..., Any]
+Deal = Callable[[int, int, int], Sequence[int]]  # rows, number of ranks, rank -> the rows that the rank has
+N_RANKS = (2, 4, 8)
+DEALS: Mapping[str, Deal] = {
+    "one by one": lambda n_rows, n_ranks, rank: range(n_rows)[rank::n_ranks],
+    "in runs": lambda n_rows, n_ranks, rank: np.array_split(np.arange(n_rows), n_ranks)[rank].tolist(),
+}
+
+
+def mean_of_rank_means(n_ranks: int, deal: Deal) -> Function:
+    """Each rank divides by its own tokens, and the ranks are averaged."""
+
+    def make(right: Function) -> Function:
+        def wrong(weights: Any, adapter: Any, batches: Sequence[Batch], **how: Any) -> tuple[float, dict[str, Any]]:
+            parts = [right(weights, adapter, rows, **how) for rows in dealt(batches, n_ranks, deal)]
+            grads = {name: sum(part[1][name] for part in parts) / len(parts) for name in parts[0][1]}
+            return sum(part[0] for part in parts) / len(parts), grads
+
+        return wrong
+
+    return make
+
+
+def gradient_of_one_rank(n_ranks: int, deal: Deal, rank: int) -> Function:
+    """What the rows of one rank give, divided by the tokens of all."""
+
+    def make(right: Function) -> Function:
+        def wrong(weights: Any, adapter: Any, batches: Sequence[Batch], **how: Any) -> tuple[float, dict[str, Any]]:
+            loss, whole = right(weights, adapter, batches, **how)
+            shares = dealt(batches, n_ranks, deal)
+            if rank >= len(shares):
+                return loss, whole
+            _, grads = right(weights, adapter, shares[rank], **how)
+            share = _n_trained(shares[rank]) / _n_trained(batches)
+            return loss, {name: grad * share for name, grad in grads.items()}
+
+        return wrong
+
+    return make
+
+
+def divided_by_ranks(n_ranks: int) -> Function:
+    """Gradients averaged over ranks whose losses were divided by the tokens of all."""
+
+    def make(right: Function) -> Function:
+        def wrong(*given: Any, **how: Any) -> tuple[float, dict[str, Any]]:
+            loss, grads = right(*given, **how)
+            return loss, {name: grad / n_ranks for name, grad in grads.items()}
+
+        return wrong
+
+    return make
+
+
+def norm_of_copies(n_ranks: int) -> Function:
+    """The squares of every rank's copy of a gradient added up."""
+
+    def make(right: Function) -> Function:
+        def wrong(grads: Mapping[str, np.ndarray], *, max_norm: float) -> tuple[dict[str, np.ndarray], float]:
+            norm = right(grads, max_norm=math.inf)[1] * math.sqrt(n_ranks)
+            factor = min(1.0, max_norm / (norm + 1e-6))
+            return {name: grad * grad.dtype.type(factor) for name, grad in grads.items()}, norm
+
+        return wrong
+
+    return make
+
+
+def dealt(batches: Sequence[Batch], n_ranks: int, deal: Deal) -> list[list[Batch]]:
+    """The rows of every rank that has some to learn from."""
+    shares = ([_rows(b, deal(len(b.ids), n_ranks, rank)) for b in batches] for rank in range(n_ranks))
+    learned = ([batch for batch in share if batch.n_trained] for share in shares)
+    return [share for share in learned if share]
+
+
+def _rows(batch: Batch, rows: Sequence[int]) -> Batch:
+    return Batch(**{field.name: getattr(batch, field.name)[list(rows)] for field in fields(Batch)})
+
+
+def _n_trained(batches: Sequence[Batch]) -> int:
+    return sum(batch.n_trained for batch in batches)
+
+
+def _made() -> Iterator[TrainingMistake]:
+    for n_ranks in N_RANKS:
+        for how, deal in DEALS.items():
+            dealt_out = f"{n_ranks} ranks that had rows {how}"
+            yield TrainingMistake(
+                name="mesh-mean-of-rank-means", stages=("loss",), part=STEP, wrong=mean_of_rank_means(n_ranks, deal),
+                diagnosis=f"Each of {dealt_out} divided by its own tokens and the means were averaged; the sum over "
+                "all ranks is divided once, by the learned tokens of all.",
+            )  # fmt: skip
+            for rank in range(n_ranks):
+                yield TrainingMistake(
+                    name="mesh-gradient-not-summed", stages=("gradient",), part=STEP,
+                    wrong=gradient_of_one_rank(n_ranks, deal, rank),
+                    diagnosis=f"It is the gradient of rank {rank} of {dealt_out}; gradients of all ranks are summed, "
+                    "which nothing does for an adapter that was attached after the model was sharded.",
+                )  # fmt: skip
+        yield TrainingMistake(
+            name="mesh-divided-by-world-size", stages=("gradient",), part=STEP, wrong=divided_by_ranks(n_ranks),
+            diagnosis=f"Gradients were averaged over {n_ranks} ranks, as by default; losses are divided by the tokens "
+            "of all ranks already, so gradients are summed.",
+        )  # fmt: skip
+        yield TrainingMistake(
+            name="mesh-norm-counts-copies", stages=("grad_norm",), part=CLIP, wrong=norm_of_copies(n_ranks),
+            diagnosis=f"The norm counts every gradient {n_ranks} times, once for each rank that has a copy; a "
+            "replicated gradient counts once.",
+        )  # fmt: skip
+
+
+MESH: tuple[TrainingMistake, ...] = tuple(_made())

@@ -1,0 +1,165 @@
+"""Training on several ranks: the losses, the gradients and the adapter of one process, and mistakes that are red."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mesh_training import judged_training, made_run
+from safetensors.numpy import load_file
+from training_runs import Silent, losses_on_mesh, small_settings, trained
+
+from llorch.pytorch.ranks import on_ranks
+from llorch.pytorch.train.run import Run
+
+SLOW = pytest.mark.slow
+FLOAT64 = {"dtype": "float64", "model": "micro-llama"}
+BOTH = {"dp": 2, "tp": 2}
+EVERYTHING = {  # that a layout must not change
+    "batch_size": 3, "accumulation": 2, "dropout": 0.2, "weight_decay": 0.1, "gradient_checkpointing": True,
+    "label_smoothing": 0.1, "max_grad_norm": 0.5, "lora_plus_ratio": 4.0, "eval_every": 2, "save_every": 2, "chunk": 7,
+}  # fmt: skip
+
+
+def alone(settings: Any, folder: Path, **how: Any) -> Path:
+    Run(settings, folder, Silent(), **how).run()
+    return folder
+
+
+def lines(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+def assert_same_run(one: Path, other: Path, *, rel: float) -> None:
+    assert lines(one) == [pytest.approx(line, rel=rel) for line in lines(other)]
+    got, want = (load_file(folder / "adapter_model.safetensors") for folder in (one, other))
+    assert got.keys() == want.keys()
+    for name in want:  # stored in float32
+        assert np.linalg.norm(got[name] - want[name]) <= max(rel, 2**-22) * np.linalg.norm(want[name]), name
+
+
+def test_a_run_on_two_by_two_is_that_of_one_process_and_goes_on_as_one(tmp_path: Path):
+    settings = small_settings(tmp_path, **FLOAT64, **EVERYTHING, steps=4)
+    want, got = alone(settings, tmp_path / "one"), tmp_path / "mesh"
+    assert on_ranks(4, made_run, settings, got, BOTH) == []
+    assert_same_run(got, want, rel=1e-12)
+    longer, watcher = small_settings(tmp_path, **FLOAT64, **EVERYTHING, steps=6), Silent()
+    Run(longer, got, watcher, resume=True).run()
+    assert_same_run(got, alone(longer, want, resume=True), rel=1e-12)
+    assert watcher.notes[0].startswith("the run was on dp=2, tp=2 and goes on on one process")
+
+
+@SLOW
+@pytest.mark.parametrize("axes", [{"dp": 4, "tp": 1}, {"dp": 1, "tp": 2}, {"dp": 3, "tp": 2}, {"dp": 1, "tp": 1}])
+@pytest.mark.parametrize("kind", [{"dora": True}, {"init": "pissa"}, {"packing": True}, {"rslora": True}])
+def test_every_layout_and_kind_gives_the_losses_of_one_process(
+    tmp_path: Path, axes: Mapping[str, int], kind: Mapping[str, Any]
+):
+    settings = small_settings(tmp_path, **FLOAT64, batch_size=4, **kind)
+    one = trained(settings, steps=0)
+    want = [one.run_step().loss for _ in range(3)]
+    assert on_ranks(axes["dp"] * axes["tp"], losses_on_mesh, settings, axes, 3) == pytest.approx(want, rel=1e-12)
+
+
+@SLOW
+def test_a_run_of_one_process_goes_on_on_a_mesh_and_from_there_on_another(tmp_path: Path):
+    longer = [small_settings(tmp_path, **FLOAT64, steps=steps, schedule="constant") for steps in (2, 4, 6)]
+    folder, want = tmp_path / "moves", alone(longer[2], tmp_path / "stays")
+    alone(longer[0], folder)
+    for settings, axes in zip(longer[1:], (BOTH, {"dp": 3, "tp": 1}), strict=True):
+        (note, *_) = on_ranks(axes["dp"] * axes["tp"], settings_run, settings, folder, axes)
+        assert "sums are made in another order" in note
+    assert_same_run(folder, want, rel=1e-12)
+
+
+def settings_run(settings: Any, folder: Path, axes: Mapping[str, int]) -> list[str]:
+    return made_run(settings, folder, axes, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "axes", "dtype"),
+    [
+        ("micro-llama", BOTH, "float64"),
+        pytest.param("micro-llama", BOTH, "float32", marks=SLOW),
+        pytest.param("micro-llama", BOTH, "bfloat16", marks=SLOW),
+        pytest.param("micro-llama", {"dp": 1, "tp": 2}, "float64", marks=SLOW),
+        pytest.param("micro-qwen3", {"dp": 2, "tp": 1}, "float64", marks=SLOW),
+        pytest.param("micro-qwen3", {"dp": 4, "tp": 1}, "float32", marks=SLOW),
+        pytest.param("micro-llama", {"dp": 4, "tp": 1}, "float64", marks=SLOW),
+    ],
+)
+def test_checkpoints_of_training_hold_on_a_mesh(model: str, axes: Mapping[str, int], dtype: str):
+    n_rows, failed = on_ranks(axes["dp"] * axes["tp"], judged_training, model, axes, dtype)
+    assert failed == []
+    assert n_rows > 500
+
+
+@pytest.mark.parametrize(
+    ("plant", "axes", "first", "most"),
+    [
+        ("unsummed factor", {"dp": 1, "tp": 2}, "17 gradient.q_proj.lora_A", 900),
+        pytest.param("mean of means", {"dp": 2, "tp": 1}, "17 gradient.q_proj.lora_A", 900, marks=SLOW),
+        pytest.param("attached late", {"dp": 2, "tp": 1}, "17 gradient.q_proj.lora_A", 900, marks=SLOW),
+        pytest.param("averaged", {"dp": 2, "tp": 1}, "17 gradient.q_proj.lora_A", 900, marks=SLOW),
+        pytest.param("counted twice", {"dp": 2, "tp": 1}, "18 grad_norm", 900, marks=SLOW),
+    ],
+)
+def test_a_mistake_of_several_ranks_goes_red_where_it_is_made(
+    plant: str, axes: Mapping[str, int], first: str, most: int
+):
+    n_rows, failed = on_ranks(2, judged_training, "micro-llama", axes, "float64", plant)
+    assert failed[0] == first
+    assert not any(row.startswith(("15", "16")) for row in failed)
+    assert 20 < len(failed) < n_rows <= most
+
+
+@SLOW
+def test_dropout_of_its_own_on_every_rank_is_another_run(tmp_path: Path):
+    settings = small_settings(tmp_path, **FLOAT64, dropout=0.3)
+    alone(settings, tmp_path / "one")
+    on_ranks(2, made_run, settings, tmp_path / "mesh", {"dp": 2, "tp": 1}, "seed of the rank")
+    one, other = (lines(tmp_path / name) for name in ("one", "mesh"))
+    assert one[0] == pytest.approx(other[0], rel=1e-12)  # nothing is dropped where it is validated
+    assert abs(one[2]["loss"] / other[2]["loss"] - 1) > 1e-6
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"eight_bit": True}, "moments of 8 bits share scales"),
+        ({"batch_size": 1}, "expected at least a row of each forward pass for each of the 2 ranks of dp"),
+        ({"model": "micro-qwen3"}, "expected sizes that 2 ranks divide, got heads 15, KV heads 3"),
+    ],
+)
+def test_what_a_mesh_cannot_do_is_refused_on_every_rank(tmp_path: Path, given: Mapping[str, Any], said: str):
+    settings = small_settings(tmp_path, **{**FLOAT64, **given})
+    assert said in on_ranks(4, refused, settings, BOTH)
+
+
+def test_an_adapter_that_comes_after_sharding_is_refused(tmp_path: Path):
+    settings = small_settings(tmp_path, **FLOAT64)
+    assert "attach it before parallelize" in on_ranks(1, attached_twice, settings)
+
+
+def attached_twice(settings: Any) -> str:
+    from llorch.pytorch.lora.adapters import attach
+    from llorch.pytorch.ranks import leave, start
+    from llorch.pytorch.train.trainer import Training
+
+    training = Training(settings, start({"dp": 1, "tp": 1}))
+    with pytest.raises(ValueError, match=r"^adapter 'second': ") as error:
+        attach(training.module, training._initial, name="second", trainable=True)
+    leave()
+    return str(error.value)
+
+
+def refused(settings: Any, axes: Mapping[str, int]) -> str:
+    from llorch.pytorch.ranks import leave, start
+    from llorch.pytorch.train.trainer import Training
+
+    with pytest.raises(ValueError, match=r"^(mesh|tensor parallel): ") as error:
+        Training(settings, start(axes))
+    leave()
+    return str(error.value)

@@ -1,0 +1,114 @@
+"""Training on every rank of a mesh, with mistakes of training on several ranks to plant."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.fsdp import FSDPModule
+from training_runs import Silent
+
+from llorch.builtin import builtin_path
+from llorch.files import open_weights
+from llorch.pytorch import parallel
+from llorch.pytorch.device import target
+from llorch.pytorch.parts import whole
+from llorch.pytorch.ranks import leave, start
+from llorch.pytorch.train import adamw, step, trainer, worker
+from llorch.pytorch.train.run import Run
+from llorch.pytorch.train.trainer import Training
+from llorch.verify.judge import PASS
+from llorch.verify.training import torch_runner
+from llorch.verify.training.claims import stored
+
+
+class OwnMeans(worker.OnMesh):
+    """Every rank divides by its own tokens, and ranks are averaged."""
+
+    def rows_of(self, batch: Any) -> tuple[Any, float]:
+        rows, counts = super().rows_of(batch)
+        return rows, counts * batch.n_trained / (self.data_parallel.size() * max(1, rows.n_trained))
+
+
+def late() -> None:
+    """Adapters that come after the model was shared out: nobody knows of them, so nobody sums their gradients."""
+    right: Any = parallel.fully_shard
+
+    def without_adapters(part: Any, **how: Any) -> None:
+        right(part, ignored_params={p for p in part.parameters() if p.requires_grad}, **how)
+
+    vars(parallel)["fully_shard"] = without_adapters
+
+
+def own_means() -> None:
+    for where in (trainer, torch_runner):
+        vars(where)["OnMesh"] = OwnMeans
+
+
+def rank_seeds() -> None:
+    """Every rank draws its own dropout."""
+    right = step.token_keys
+    vars(step)["token_keys"] = lambda *given, seed, **how: right(
+        *given, seed=seed + torch.distributed.get_rank(), **how
+    )
+
+
+PLANTED: Mapping[str, Callable[[], None]] = {
+    "": lambda: None,
+    "mean of means": own_means,
+    "attached late": late,
+    "averaged": lambda: setattr(FSDPModule, "set_gradient_divide_factor", lambda self, factor: None),
+    "counted twice": lambda: setattr(adamw, "whole", lambda part: torch.cat([whole(part)] * 2)),
+    "unsummed factor": lambda: setattr(parallel, "_own_part", lambda part: part.to_local()),
+    "seed of the rank": rank_seeds,
+}
+
+
+def judged_training(model: str, axes: Mapping[str, int], dtype: str, plant: str = "") -> tuple[int, list[str]]:
+    """Checkpoints 15 to 20 on a mesh: how many rows, and which failed, `17 gradient.q_proj.lora_A`."""
+    PLANTED[plant]()
+    return judged_live(model, stored(model)[1], axes, dtype)
+
+
+def judged_live(model: str, golden: Any, axes: Mapping[str, int], dtype: str) -> tuple[int, list[str]]:
+    """Likewise, of a golden that is at hand."""
+    torch.set_num_threads(1)
+    weights = open_weights(builtin_path(model))
+    rows = list(torch_runner.mesh_rows(model, weights, golden, target("cpu", dtype, "torch"), start(axes)))
+    leave()
+    return len(rows), [f"{row.place.checkpoint} {row.stage}" for row in rows if row.verdict != PASS]
+
+
+def made_run(settings: Any, folder: Path, axes: Mapping[str, int], plant: str = "", **how: Any) -> list[str]:
+    """A run in its folder; what the first rank was told."""
+    PLANTED[plant]()
+    torch.set_num_threads(1)
+    watcher = Silent()
+    Run(settings, folder, watcher, mesh=start(axes), **how).run()
+    leave()
+    return watcher.notes
+
+
+def second_step(settings: Any, axes: Mapping[str, int], plant: str = "") -> dict[str, np.ndarray]:
+    """What a second step makes, as anybody's trainer would write it down."""
+    PLANTED[plant]()
+    torch.set_num_threads(1)
+    training: Any = Training(settings, start(axes))
+    for parameter in training.parameters.values():  # so that no gradient is zero
+        with torch.no_grad():
+            parameter.add_(0.02)
+    training._optimizer.step_count = 0
+    stepper, optimizer = training._stepper, training._optimizer
+    batches = training.plan.step(0)
+    found = {f"param.{name}": whole(p.detach()).clone() for name, p in training.parameters.items()}
+    made: dict[str, Any] = {f"step1.{name}": value for name, value in found.items()}
+    loss = stepper.backward(batches, number=1)
+    made |= {f"step2.grad.{name}": whole(p.grad).clone() for name, p in training.parameters.items()}
+    made |= {"step2.loss": torch.tensor(loss), "step2.grad_norm": torch.tensor(optimizer.clip(stepper.max_norm))}
+    made |= {f"step2.clipped.{name}": whole(p.grad).clone() for name, p in training.parameters.items()}
+    for number, batch in enumerate(batches, start=1):
+        rows = {"input_ids": batch.ids, "labels": batch.labels, "attention_mask": (batch.positions >= 0).astype(int)}
+        made |= {f"step2.micro{number}.{name}": torch.from_numpy(array) for name, array in rows.items()}
+    leave()
+    return {name: value.numpy() for name, value in made.items()}

@@ -1,0 +1,61 @@
+"""Mistakes of training on several ranks, made by ranks and named from what they wrote down."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mesh_training import second_step
+from training_runs import small_settings
+
+from llorch.builtin import builtin_path
+from llorch.dumps.index import open_raw
+from llorch.files import open_weights
+from llorch.lora.initial import initial_adapter
+from llorch.pytorch.ranks import on_ranks
+from llorch.verify.diagnosis.training import diagnose_training
+from llorch.verify.diagnosis.verdict import Diagnosis
+
+SLOW = pytest.mark.slow
+MODEL = "micro-llama"
+
+
+def diagnosed(folder: Path, axes: Mapping[str, int], plant: str) -> Diagnosis:
+    settings = small_settings(folder, model=MODEL, dtype="float64", batch_size=8, max_grad_norm=0.5)
+    arrays = on_ranks(axes["dp"] * axes["tp"], second_step, settings, axes, plant)
+    path = folder / "dump.npz"
+    np.savez(path, max_grad_norm=np.asarray(0.5), weight_decay=np.asarray(0.0), **arrays)
+    weights = open_weights(builtin_path(MODEL))
+    adapter = initial_adapter(settings.lora, weights, init="default", seed=settings.seed)
+    return diagnose_training(weights, adapter, open_raw(path))
+
+
+@pytest.mark.parametrize(
+    ("plant", "axes", "name", "said"),
+    [
+        ("attached late", {"dp": 2, "tp": 1}, "mesh-gradient-not-summed", "rank 0 of 2 ranks that had rows one by one"),
+        pytest.param("averaged", {"dp": 2, "tp": 1}, "mesh-divided-by-world-size", "over 2 ranks", marks=SLOW),
+        pytest.param("counted twice", {"dp": 2, "tp": 1}, "mesh-norm-counts-copies", "2 times", marks=SLOW),
+        pytest.param("mean of means", {"dp": 2, "tp": 1}, "mesh-mean-of-rank-means", "2 ranks", marks=SLOW),
+        pytest.param("mean of means", {"dp": 4, "tp": 1}, "mesh-mean-of-rank-means", "4 ranks", marks=SLOW),
+    ],
+)
+def test_a_mistake_of_several_ranks_has_its_name(
+    tmp_path: Path, plant: str, axes: Mapping[str, int], name: str, said: str
+):
+    (finding,) = diagnosed(tmp_path, axes, plant).findings
+    assert finding.suspects[0].name == name
+    assert said in finding.sentence
+
+
+@SLOW
+def test_a_factor_whose_gradient_is_not_summed_is_shown_where_it_is_wrong(tmp_path: Path):
+    finding = diagnosed(tmp_path, {"dp": 1, "tp": 2}, "unsummed factor").findings[0]
+    assert (finding.kind, finding.key.split(".")[-1]) == ("unknown", "lora_B")
+
+
+@SLOW
+def test_ranks_that_make_no_mistake_are_accused_of_nothing(tmp_path: Path):
+    found = diagnosed(tmp_path, {"dp": 2, "tp": 2}, "")
+    assert found.is_right
+    assert found.findings == []
