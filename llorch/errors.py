@@ -106,6 +106,10 @@ class RankFailed(RuntimeError):
         self.exit_code = exit_code
 
 
+class RankLost(RankFailed):
+    """A rank whose process ended, as far as the others know."""
+
+
 class MissingDevice(RuntimeError):
     """A device, or an ability of it, that was asked for by name and is not there."""
 

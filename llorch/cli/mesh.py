@@ -5,19 +5,27 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from importlib.util import find_spec
 from math import prod
+from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from llorch.cli.outcome import error_line, exit_code
-from llorch.errors import MissingExtra
+from llorch.cli.outcome import OK, error_line, exit_code
+from llorch.errors import MissingExtra, RankLost
+from llorch.launched import is_launched_by_us, is_rank, only_first_speaks
+from llorch.train.stopping import SIGNALS, Stopped
 
 if TYPE_CHECKING:
     from llorch.pytorch.ranks import DeviceMesh
 
 AXES = ("dp", "tp")
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which a launcher sends where the user ended it, and where another rank failed."""
 
 
 class MeshType(click.ParamType):
@@ -27,6 +35,8 @@ class MeshType(click.ParamType):
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Mapping[str, int]:
         """The number of ranks of both axes; 1 of one that is not given."""
+        if is_rank():
+            only_first_speaks()
         if isinstance(value, Mapping):
             return value
         found = [re.fullmatch(r"(dp|tp)=([1-9]\d{0,3})", part) for part in str(value).split(",")]
@@ -37,13 +47,19 @@ class MeshType(click.ParamType):
 
 
 mesh_option = click.option(
-    "--mesh", "axes", type=MeshType(),
+    "--mesh", "axes", type=MeshType(), is_eager=True,  # so that one rank alone says what is wrong with the others
     help="Processes: dp with other rows of a batch, each of them tp that share every layer.",
+)  # fmt: skip
+timeout_option = click.option(
+    "--rank-timeout", type=click.FloatRange(min=0, min_open=True), default=300.0, show_default=True, metavar="SECONDS",
+    help="With --mesh: how long a process waits for another before all of them end.",
 )  # fmt: skip
 
 
 @contextmanager
-def on_mesh(axes: Mapping[str, int] | None, *, device: str = "cpu") -> Iterator["DeviceMesh | None"]:
+def on_mesh(
+    axes: Mapping[str, int] | None, *, rank_timeout: float, device: str = "cpu"
+) -> Iterator["DeviceMesh | None"]:
     """This rank's place in a mesh, where one is asked for; with what ends one rank all of them end.
 
     In a process that no launcher started the command is run on ranks, and ends with their code.
@@ -53,34 +69,67 @@ def on_mesh(axes: Mapping[str, int] | None, *, device: str = "cpu") -> Iterator[
         return
     if find_spec("torch") is None:
         raise MissingExtra("torch", "torch")
-    from llorch.pytorch.ranks import Ranks, is_rank, leave, only_first_speaks, start
+    from llorch.pytorch.ranks import Ranks, leave, start
 
+    timeout = timedelta(seconds=rank_timeout)
     if not is_rank():
-        _launch(axes)
-    only_first_speaks()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher is sent it, too, and tells the ranks by SIGTERM
-    mesh = start(axes, device=device)
+        _launch(axes, timeout)
+    _interruptible()
     try:
+        mesh = start(axes, device=device, timeout=timeout)
         yield mesh
+        Ranks(mesh).largest(0)  # that nobody ends before the others are done
+        _deaf()
         leave()
-    except (click.exceptions.Exit, click.ClickException):
+    except (click.exceptions.Exit, click.ClickException, Stopped):
+        _deaf()
         raise
-    except Exception as error:
-        raise Ranks(mesh).outcome(error, exit_code(error), error_line(error).removeprefix("llorch: ")) from error
+    except (Exception, KeyboardInterrupt) as error:
+        _deaf()
+        raise _ending(error) from error
 
 
-def _launch(axes: Mapping[str, int]) -> NoReturn:
-    from llorch.pytorch.ranks import on_ranks
+def _launch(axes: Mapping[str, int], timeout: timedelta) -> NoReturn:
+    from llorch.pytorch.ranks import Ended, on_ranks
 
-    raise click.exceptions.Exit(on_ranks(prod(axes.values()), run_again, sys.argv[1:]))
+    try:
+        on_ranks(prod(axes.values()), run_again, sys.argv[1:], timeout=timeout)
+    except Ended as ended:
+        raise click.exceptions.Exit(ended.exit_code) from None
+    raise click.exceptions.Exit(OK)
 
 
-def run_again(arguments: Sequence[str]) -> int:
-    """The command line with these arguments, as a rank; gives its exit code, which is the same on all of them."""
+def run_again(arguments: Sequence[str]) -> None:
+    """The command line with these arguments, as a rank, which leaves with its exit code."""
     from llorch.cli import main
 
-    try:
-        main(args=[*arguments], prog_name="llorch")
-    except SystemExit as ended:
-        return ended.code if isinstance(ended.code, int) else 0
-    return 0
+    main(args=[*arguments], prog_name="llorch")
+
+
+def _ending(error: BaseException) -> BaseException:
+    """What a rank ends with that has raised this."""
+    from llorch.pytorch.ranks import Ranks
+
+    if Ranks.ending is None:  # it has not joined the others
+        return error
+    ends = Ranks.ending.of(error, exit_code(error), error_line(error).removeprefix("llorch: "))
+    if is_launched_by_us() and isinstance(ends, (RankLost, Terminated)):
+        return click.exceptions.Exit(exit_code(ends))  # our launcher says why
+    return ends
+
+
+def _interruptible() -> None:
+    """End on a signal, of which the launcher may send several."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        _deaf()
+        raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
+
+    for number in SIGNALS:
+        signal.signal(number, interrupt)
+
+
+def _deaf() -> None:
+    """Let no launcher end this rank, which is about to end with a line and a code of its own."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from llorch.cli.dumped import map_option
-from llorch.cli.mesh import mesh_option, on_mesh
+from llorch.cli.mesh import mesh_option, on_mesh, timeout_option
 from llorch.cli.options import (
     ENGINES,
     backend_options,
@@ -60,6 +60,7 @@ class Witness(click.ParamType):
 @numerics_options
 @backend_options
 @mesh_option
+@timeout_option
 @threads_option
 @json_option("One object {version, rows, summary}; NaN and infinity become null.")
 @click.option("--strict", is_flag=True, help="A near-tie (TIE) fails, too.")
@@ -67,7 +68,8 @@ class Witness(click.ParamType):
 def command(
     *, models: tuple[str, ...], against: tuple[Any, ...], mapping: Path | None, prompt: str | None,
     tokens: list[int] | None, numerics: str | None, kv_cache: str, residency: Any, backend: str, device: str | None,
-    dtype: str | None, kernels: Any, axes: Mapping[str, int] | None, as_json: bool, strict: bool, detail: bool,
+    dtype: str | None, kernels: Any, axes: Mapping[str, int] | None, rank_timeout: float, as_json: bool, strict: bool,
+    detail: bool,
 ) -> None:  # fmt: skip
     """Compare our forward pass with two engines that someone else wrote.
 
@@ -111,7 +113,7 @@ def command(
     if axes is not None and (dumps or device or kernels != "auto"):
         raise click.UsageError("--mesh runs the page as it is written, on the CPU: no --device, --kernels or dump")
     given: Any = {"prompt": prompt, "tokens": tokens, "as_json": as_json, "detail": detail}
-    with on_mesh(axes) as mesh:
+    with on_mesh(axes, rank_timeout=rank_timeout) as mesh:
         where = "torch" if mesh else backend
         arithmetic = Arithmetic(numerics, kv_cache, residency, where, device, dtype, kernels, mesh)
         if dumps:

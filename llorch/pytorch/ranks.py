@@ -1,7 +1,6 @@
 """The processes of a device mesh: as many of one function as there are ranks, started by torch's own launcher.
 
-A rank that fails leaves its line and its exit code in the store of the launcher, before it ends; the others, whose next
-message then does not arrive, end with the same.
+How they end together where one fails: `ending`.
 
 Source: torch.distributed.launcher, which is what `torchrun` calls; torch.distributed.rendezvous for the store.
 """
@@ -9,7 +8,6 @@ Source: torch.distributed.launcher, which is what `torchrun` calls; torch.distri
 import json
 import logging
 import math
-import os
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -19,66 +17,69 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, _set_pg_timeout
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.rendezvous import rendezvous
 
 from llorch.errors import EngineDied, RankFailed
+from llorch.launched import OURS, n_restarts, only_first_speaks
+from llorch.pytorch.ending import Ending
 
 TIMEOUT = timedelta(minutes=5)  # that a rank waits for another
-VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # by which a launcher tells a rank
-GRACE = timedelta(seconds=5)  # in which a rank that failed has left its line
 Made = TypeVar("Made")
 
 
-def is_rank() -> bool:
-    """Whether a launcher started this process as a rank."""
-    return all(name in os.environ for name in VARIABLES)
+class Ended(Exception):
+    """Ranks that ended with an exit code of their own, and have said why."""
+
+    def __init__(self, exit_code: int) -> None:
+        """Which code."""
+        super().__init__(f"the ranks ended with code {exit_code}")
+        self.exit_code = exit_code
 
 
-def n_restarts() -> int:
-    """How often a launcher has started these ranks anew, after one of them was lost."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-
-
-def on_ranks(n_ranks: int, work: Callable[..., Any], *arguments: Any) -> Any:
+def on_ranks(n_ranks: int, work: Callable[..., Any], *arguments: Any, timeout: timedelta = TIMEOUT) -> Any:
     """Call a function in so many processes of this machine.
 
     Args:
         n_ranks: How many.
         work: What they call; a module's, as processes import it.
         arguments: What it is given.
+        timeout: How long ranks have to end after SIGTERM or SIGINT, which this process passes on to them.
 
     Returns:
         What rank 0 returned; only that one prints.
 
     Raises:
-        EngineDied: A rank did not survive; the others are ended.
-        KeyboardInterrupt: The user ended it.
+        EngineDied: A rank did not survive, or raised; the others are ended.
+        Ended: A rank left with an exit code, or a signal ended this process.
     """
+    for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # what is worth a line we say
     config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=n_ranks, run_id=uuid4().hex, rdzv_backend="c10d",
+        min_nodes=1, max_nodes=1, nproc_per_node=n_ranks, run_id=OURS + uuid4().hex, rdzv_backend="c10d",
         rdzv_endpoint="localhost:0", local_addr="localhost", max_restarts=0, monitor_interval=0.05,
+        shutdown_timeout=math.ceil(timeout.total_seconds()), signals_to_handle="SIGTERM,SIGINT",
     )  # fmt: skip
     try:
         return elastic_launch(config, _rank)(work, *arguments)[0]
     except ChildFailedError as error:
-        rank, failure = min(error.failures.items(), key=lambda item: item[1].timestamp)
-        said: Any = failure.message
-        reason = said["message"] if isinstance(said, dict) else said
-        raise EngineDied(f"rank {rank} of {n_ranks}: its process ended ({reason})") from None
-    except SignalException:
-        raise KeyboardInterrupt from None
+        raise _reason(error, n_ranks) from None
+    except SignalException as stopped:
+        raise Ended(128 + stopped.sigval) from None
 
 
-def only_first_speaks() -> None:
-    """Let nobody read what a rank says but those of the first."""
-    if os.environ["RANK"] != "0":
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        for descriptor in (1, 2):
-            os.dup2(nowhere, descriptor)
+def _reason(error: ChildFailedError, n_ranks: int) -> Exception:
+    """Why the first rank ended: with a code, by an exception, which is in its message, or by a signal."""
+    rank, failure = min(error.failures.items(), key=lambda item: item[1].timestamp)
+    said: Any = failure.message
+    if isinstance(said, dict):
+        return EngineDied(f"rank {rank} of {n_ranks}: {said['message']}")
+    if failure.exitcode > 0:
+        return Ended(failure.exitcode)
+    return EngineDied(f"rank {rank} of {n_ranks}: its process ended ({said})")
 
 
 def _rank(work: Callable[..., Any], *arguments: Any) -> Any:
@@ -90,26 +91,30 @@ def start(axes: Mapping[str, int], *, device: str = "cpu", timeout: timedelta = 
     """Join the other ranks, as one of a mesh with such axes; on CUDA each rank has the device of its local number.
 
     Raises:
-        ValueError: There are not as many ranks as the mesh has.
+        ValueError: On all ranks: there are not as many as the mesh has.
     """
-    n_ranks, wanted = int(os.environ["WORLD_SIZE"]), math.prod(axes.values())
-    if n_ranks != wanted:
-        shape = " x ".join(f"{name}={size}" for name, size in axes.items())
-        raise ValueError(f"mesh: expected {wanted} ranks for {shape}, got {n_ranks}")
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # it tells how parts are put together
-    store, rank, _ = next(rendezvous("env://", timeout=timeout))
+    store, rank, n_ranks = next(rendezvous("env://", timeout=timeout))
     dist.init_process_group(
         "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl", store=PrefixStore("messages", store), rank=rank,
         world_size=n_ranks, timeout=timeout,
     )  # fmt: skip
-    Ranks.store = PrefixStore(f"failures of start {n_restarts()}", store)
-    return init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    failures = PrefixStore(f"failures of start {n_restarts()}", store)
+    Ranks.ending, Ranks.timeout = Ending(failures, rank=rank, n_ranks=n_ranks, timeout=timeout), timeout
+    if n_ranks != math.prod(axes.values()):
+        shape = " x ".join(f"{name}={size}" for name, size in axes.items())
+        raise ValueError(f"mesh: expected {math.prod(axes.values())} ranks for {shape}, got {n_ranks}")
+    mesh = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    for group in mesh.get_all_groups():
+        _set_pg_timeout(timeout, group)  # which has another one by default
+    return mesh
 
 
 class Ranks:
     """The processes that make a run: one alone, or all of a mesh, which call the same methods in the same order."""
 
-    store: Any = None  # where a rank that fails leaves its line
+    ending: Ending | None = None  # of the mesh that this process has joined
+    timeout: timedelta = TIMEOUT  # that it waits for a message
 
     def __init__(self, mesh: DeviceMesh | None = None) -> None:
         """Of a mesh, or alone."""
@@ -118,11 +123,17 @@ class Ranks:
         self.is_first = self.rank == 0
 
     def first(self, work: Callable[[], Made]) -> Made:
-        """What the first rank makes, for all."""
-        made = [work() if self.is_first else None]
-        if self.mesh is not None:
+        """What the first rank makes, for all; where it raises the others do, a RankFailed."""
+        if self.mesh is None:
+            return work()
+        made: list[Any] = [None, False]
+        try:
+            made = [work() if self.is_first else None, True]
+        finally:
             dist.broadcast_object_list(made, src=0)
-        return made[0]  # type: ignore[return-value] (rank 0 made it)
+        if not made[1]:
+            raise RankFailed("rank 0 failed", None)
+        return made[0]
 
     def largest(self, number: int) -> int:
         """The largest number of all ranks."""
@@ -144,35 +155,6 @@ class Ranks:
                         f"mesh: expected the same {name} on all ranks, got {found[0].get(name)!s:.60} on rank 0 and "
                         f"{other.get(name)!s:.60} on rank {rank}; give all of them the same files and versions"
                     )
-
-    def outcome(self, error: BaseException, code: int, line: str) -> BaseException:
-        """What a run ends with on every rank: what the first rank that failed raised."""
-        if self.store is None or isinstance(error, RankFailed):
-            return error
-        lost = isinstance(error, (dist.DistError, RuntimeError)) and _is_of_messages(error)
-        said = self._found() if lost else self._left(code, line)
-        if said is None:
-            return RankFailed(f"rank {self.rank}: lost the other ranks, or waited too long for them: {error}", None)
-        return error if said["rank"] == self.rank else RankFailed(f"rank {said['rank']}: {said['line']}", said["code"])
-
-    def _left(self, code: int, line: str) -> Mapping[str, Any]:
-        """Leave a line, unless somebody was faster; the one that stands there."""
-        mine = json.dumps({"rank": self.rank, "code": code, "line": line})
-        return json.loads(self.store.compare_set("first", "", mine))
-
-    def _found(self) -> Mapping[str, Any] | None:
-        """What another rank has left."""
-        try:
-            self.store.wait(["first"], GRACE)
-            return json.loads(self.store.get("first"))
-        except (dist.DistError, RuntimeError):
-            return None
-
-
-def _is_of_messages(error: BaseException) -> bool:
-    """Whether a message was not sent or did not arrive."""
-    words = ("gloo", "Connection", "Timed out", "timed out", "NCCL", "recv", "Socket")
-    return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
 
 
 def summed(part: Tensor, ranks: DeviceMesh | None) -> Tensor:

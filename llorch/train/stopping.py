@@ -2,7 +2,6 @@
 
 import os
 import signal
-from collections.abc import Collection
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -21,15 +20,15 @@ class Stopped(Exception):
 class StopRequest:
     """Listens for signals while a run is inside it; outside the main thread nobody can listen, so nothing happens."""
 
-    def __init__(self, signals: Collection[int] = SIGNALS) -> None:
-        """Listen to nothing yet."""
-        self._signals = signals
+    def __init__(self, *, patient: bool = False) -> None:
+        """Listen to nothing yet; a patient one does not leave at once when the signal comes again."""
+        self._patient = patient
         self.number: int | None = None  # of the signal that came
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopRequest":
         try:
-            self._before = {number: signal.signal(number, self._note) for number in self._signals}
+            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
         except ValueError:  # not the main thread
             self._before = {}
         return self
@@ -39,6 +38,6 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.number is not None:
+        if self.number is not None and not self._patient:
             os._exit(128 + number)
-        self.number = number
+        self.number = self.number or number

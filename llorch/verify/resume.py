@@ -4,7 +4,8 @@
     halves      N/2 steps, then SIGTERM, so that a snapshot is written; the rest in a process of its own
     controls    as halves, but part of the snapshot is lost in between: this has to be noticed, or nothing was proven
 
-Each is a run as `llorch lora train` makes it, in a folder of its own; weights, moments and log are compared.
+Each is a run as `llorch lora train` makes it, in a folder of its own, on a mesh with ranks of its own; weights, moments
+and log are compared.
 """
 
 import gc
@@ -16,8 +17,9 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import zip_longest
+from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from llorch.pytorch.train.trainer import StepReport, Training
 
 ADAPTER = "adapter_model.safetensors"
+RUN = "run.json"
 LOST = ("moments", "place")  # what a control loses
 
 
@@ -80,9 +83,14 @@ class Proof:
 
 
 def verify_resume(
-    settings: TrainSettings, folder: Path, *, control: bool, tell: Callable[[str], None] = lambda line: None
+    settings: TrainSettings,
+    folder: Path,
+    *,
+    control: bool,
+    axes: Mapping[str, int] | None = None,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> Proof:
-    """Make runs of `settings.steps`, at least 2, below an empty folder and compare them."""
+    """Make runs of `settings.steps`, at least 2, below an empty folder and compare them; with `axes` on a mesh."""
     steps = settings.steps or 0
     if steps < 2:
         raise ValueError(f"verify-resume: steps must be at least 2, got {settings.steps}; the run is cut in two")
@@ -90,15 +98,15 @@ def verify_resume(
     settings = replace(settings, save_every=0, eval_every=middle, keep=1, tensorboard=False)
     straight, halves = folder / "straight", folder / "halves"
     tell(f"{steps} steps without a stop")
-    _run(settings, straight)
+    _run(settings, straight, axes)
     tell(f"{middle} steps, then a stop")
-    _run_until(middle, settings, halves)
+    _run(settings, halves, axes, stop_at=middle)
     _give_memory_back()
     controls = {what: _without(what, halves) for what in LOST if control}
 
     def finished(run: Path) -> Comparison:
         tell(f"{steps - middle} more steps in a process of their own ({run.name})")
-        _go_on_elsewhere(run)
+        _go_on_elsewhere(run, axes)
         return compare_runs(straight, run)
 
     return Proof(steps, middle, finished(halves), {what: finished(copy) for what, copy in controls.items()})
@@ -140,20 +148,37 @@ class _Quiet:
         pass
 
 
-def _run(settings: TrainSettings, folder: Path, *, stop_at: int | None = None, resume: bool = False) -> None:
+def _run(settings: TrainSettings, folder: Path, axes: Mapping[str, int] | None, *, stop_at: int | None = None) -> None:
+    """Train, here or on ranks; to the end, or until a signal as of someone else."""
+    if axes is None:
+        return _run_here(settings, folder, stop_at=stop_at)
+    import torch
+
+    from llorch.pytorch.ranks import on_ranks
+
+    on_ranks(prod(axes.values()), run_as_rank, axes, torch.get_num_threads(), settings, folder, stop_at)
+
+
+def run_as_rank(
+    axes: Mapping[str, int], n_threads: int, settings: TrainSettings, folder: Path, stop_at: int | None
+) -> None:
+    """Begin a run on a mesh, or go on with the one in the folder, as one of its ranks."""
+    from llorch.pytorch.ranks import leave, start
+
+    resume = (folder / RUN).exists()  # it is written once all have joined
+    with limited(n_threads):
+        _run_here(settings, folder, stop_at=stop_at, resume=resume, mesh=start(axes, device=settings.device))
+        leave()
+
+
+def _run_here(settings: TrainSettings, folder: Path, *, stop_at: int | None = None, **how: Any) -> None:
     from llorch.pytorch.train.run import Run
-
-    Run(settings, folder, _Quiet(stop_at), resume=resume).run()
-
-
-def _run_until(step: int, settings: TrainSettings, folder: Path) -> None:
-    """Train, and stop as a signal of someone else would."""
     from llorch.train.stopping import Stopped
 
     try:
-        _run(settings, folder, stop_at=step)
+        Run(settings, folder, _Quiet(stop_at), **how).run()
     except Stopped as stopped:
-        if stopped.exit_code != 128 + signal.SIGTERM:
+        if stop_at is None or stopped.exit_code != 128 + signal.SIGTERM:
             raise
 
 
@@ -165,8 +190,12 @@ def _give_memory_back() -> None:
     torch.cuda.empty_cache()  # does nothing where there is no device
 
 
-def _go_on_elsewhere(folder: Path) -> None:
-    """Finish a run in a new process."""
+def _go_on_elsewhere(folder: Path, axes: Mapping[str, int] | None) -> None:
+    """Finish a run in new processes."""
+    if axes is not None:
+        from llorch.pytorch.train.run import saved_settings
+
+        return _run(settings_from((RUN, saved_settings(folder))), folder, axes)
     package = str(Path(__file__).parents[2])
     path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "llorch.verify.resume", str(folder)]
@@ -219,4 +248,4 @@ if __name__ == "__main__":
 
     run = Path(sys.argv[1])
     with limited(saved_threads(run) or 1):
-        _run(settings_from(("run.json", saved_settings(run))), run, resume=True)
+        _run_here(settings_from((RUN, saved_settings(run))), run, resume=True)

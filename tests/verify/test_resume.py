@@ -99,6 +99,26 @@ def test_stopped_and_straight_runs_are_bit_identical_and_losing_state_is_noticed
     assert {*found["controls"]} == {"moments", "place"}
 
 
+@pytest.mark.slow
+def test_on_a_mesh_stopped_and_straight_runs_are_bit_identical_and_losing_state_is_noticed(tmp_path: Path):
+    data, flags = small_data(tmp_path), "--steps 4 --r 4 --dropout 0.1 --batch-size 4 --mesh dp=2,tp=2 --control --json"
+    done = spawn("lora", "verify-resume", "micro-llama", "--data", str(data), *flags.split())
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["stopped_at"], found["holds"], found["halves"]["equal"]) == (2, True, True)
+    assert {name.partition("/")[0] for name in found["halves"]["tensors"]} == {"adapter", "optimizer", ADAPTER}
+    assert found["halves"]["log_lines"] == 7
+    for control in found["controls"].values():
+        assert sum(tensor["differing_bits"] for tensor in control["tensors"].values()) > 1000
+
+
+def test_on_a_mesh_ranks_that_cannot_run_prove_nothing_and_say_why(tmp_path: Path):
+    flags = "--steps 2 --batch-size 1 --mesh dp=2"
+    done = spawn("lora", "verify-resume", "micro-llama", "--data", str(small_data(tmp_path)), *flags.split())
+    assert (done.returncode, done.stdout) == (3, "")
+    assert "of 2: ValueError: mesh: expected at least a row of each forward pass" in done.stderr.splitlines()[-1]
+
+
 def test_what_differs_is_printed_tensor_by_tensor_and_the_exit_code_is_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):

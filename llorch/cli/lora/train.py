@@ -7,9 +7,10 @@ from typing import Any
 import click
 
 from llorch.cli.lora.settings_options import chosen_settings, config_option, settings_options
-from llorch.cli.mesh import mesh_option, on_mesh
+from llorch.cli.mesh import mesh_option, on_mesh, timeout_option
 from llorch.cli.options import json_option, threads_option, verb
 from llorch.cli.output import say, to_json
+from llorch.launched import n_restarts
 
 
 @verb(
@@ -32,12 +33,13 @@ from llorch.cli.output import say, to_json
 @settings_options()
 @threads_option
 @mesh_option
+@timeout_option
 @click.option("--resume", is_flag=True, help="Go on with the run in the folder, bit by bit as if it had not stopped.")
 @click.option("--allow-change", is_flag=True, help="Resume although settings, data or versions changed; not bit-exact.")
 @json_option("At the end one object: steps, loss, valid_loss, seconds, n_parameters, adapter.")
 def command(
-    *, output: Path, config: Path | None, axes: Mapping[str, int] | None, resume: bool, allow_change: bool,
-    as_json: bool, **given: Any,
+    *, output: Path, config: Path | None, axes: Mapping[str, int] | None, rank_timeout: float, resume: bool,
+    allow_change: bool, as_json: bool, **given: Any,
 ) -> None:  # fmt: skip
     """Train an adapter for MODEL (a .gguf file, a Hugging Face folder or a built-in name) and write it to a folder.
 
@@ -59,14 +61,13 @@ def command(
     from llorch.train.stopping import Stopped
 
     require_torch()
-    from llorch.pytorch.ranks import n_restarts
     from llorch.pytorch.train.run import RUN, Run, saved_settings, saved_threads
 
     resume = resume or (n_restarts() > 0 and (output / RUN).exists())  # the launcher starts ranks anew with the same
     before = [(RUN, saved_settings(output))] if resume else []
     settings = chosen_settings(given, config, *before)
     try:
-        with on_mesh(axes, device=settings.device) as mesh, Progress() as progress:
+        with on_mesh(axes, rank_timeout=rank_timeout, device=settings.device) as mesh, Progress() as progress:
             threads_for_training(settings, recorded=saved_threads(output) if resume else None)
             result = Run(settings, output, progress, resume=resume, allow_change=allow_change, mesh=mesh).run()
     except Stopped as stopped:

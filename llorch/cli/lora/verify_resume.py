@@ -2,16 +2,18 @@
 
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from llorch.cli.lora.settings_options import chosen_settings, config_option, settings_options
+from llorch.cli.mesh import mesh_option
 from llorch.cli.options import json_option, threads_option, verb
 from llorch.cli.outcome import DIFFERS, OK
 from llorch.cli.output import progress, say, to_json
+from llorch.launched import is_rank
 
 if TYPE_CHECKING:
     from llorch.verify.resume import Comparison, Proof
@@ -25,18 +27,22 @@ KINDS = {"adapter": "weights", "optimizer": "moments", "adapter_model.safetensor
     "llorch lora verify-resume story --data path/to/chats.jsonl",
     "llorch lora verify-resume path/to/model --data path/to/folder --dtype bfloat16 --dropout 0.1 --packing",
     "llorch lora verify-resume path/to/model --data path/to/folder --device cuda --eight-bit --control --json",
+    "llorch lora verify-resume story --data pirate --mesh dp=2,tp=2          all of its runs on four processes",
 )
 @click.argument("model", required=False)
 @click.option("--data", help="As llorch lora train takes it.")
 @config_option
 @settings_options()
 @threads_option
+@mesh_option
 @click.option(
     "--control", is_flag=True, help="Lose moments and place in the data on purpose, too: that must be noticed."
 )
 @click.option("-v", "--verbose", is_flag=True, help="A line for every tensor.")
 @json_option("One object: steps, stopped_at, holds, and every tensor compared.")
-def command(*, config: Path | None, control: bool, verbose: bool, as_json: bool, **given: Any) -> None:
+def command(
+    *, config: Path | None, axes: Mapping[str, int] | None, control: bool, verbose: bool, as_json: bool, **given: Any
+) -> None:
     """Train MODEL twice for --steps (10 unless given), with the settings of a real run, and compare the two.
 
     One run goes straight through. The other is stopped by SIGTERM in the middle, saves a snapshot, and is finished by a
@@ -49,13 +55,17 @@ def command(*, config: Path | None, control: bool, verbose: bool, as_json: bool,
     from llorch.verify.resume import verify_resume
 
     require_torch()
+    from llorch.pytorch.ranks import Ended
+
+    if is_rank():
+        raise click.UsageError("verify-resume starts the processes of --mesh itself; call it without a launcher")
     steps = STEPS if given["steps"] is None else given["steps"]
     settings = chosen_settings(given | {"steps": steps}, config)
     say(threads_for_training(settings))
     try:
         with tempfile.TemporaryDirectory(prefix="llorch-") as folder, progress("verify-resume") as tell:
-            proof = verify_resume(settings, Path(folder), control=control, tell=tell)
-    except Stopped as stopped:
+            proof = verify_resume(settings, Path(folder), control=control, axes=axes, tell=tell)
+    except (Stopped, Ended) as stopped:
         say("llorch: interrupted")
         raise click.exceptions.Exit(stopped.exit_code) from None
     click.echo(to_json(_as_json(proof)) if as_json else "\n".join(_lines(proof, verbose=verbose)))

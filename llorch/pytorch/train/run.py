@@ -33,7 +33,7 @@ from llorch.train.log import LOG, NoLog, RunLog, draw_curve, read_log, require_t
 from llorch.train.resume import differences, require_same
 from llorch.train.settings import TrainSettings
 from llorch.train.snapshots import SnapshotStore, is_leftover
-from llorch.train.stopping import SIGNALS, Stopped, StopRequest
+from llorch.train.stopping import Stopped, StopRequest
 
 RUN, CURVE = "run.json", "curve.svg"
 _LIMIT = 1 << 20  # bytes of run.json
@@ -127,7 +127,7 @@ class Run:
 
     def run(self) -> RunResult:
         """Train to the end; whatever stops it, the last snapshot is whole."""
-        with StopRequest(SIGNALS if self._ranks.mesh is None else SIGNALS[:1]) as stop, ExitStack() as held:
+        with StopRequest(patient=self._ranks.mesh is not None) as stop, ExitStack() as held:
             without = self._ranks.first(lambda: held.enter_context(self._store.lock()))
             if without:
                 self._watcher.note(without)
@@ -135,7 +135,7 @@ class Run:
             offset = self._restore() if self._resume else 0
             if self._ranks.is_first:
                 self._write_record()
-            self._saver = None if self._ranks.mesh is None else ShardedSaver(self._store)
+            self._saver = None if self._ranks.mesh is None else ShardedSaver(self._store, timeout=self._ranks.timeout)
             self._watcher.begins(self._training)
             begin = time.perf_counter()
             with self._opened_log(offset) as log:
