@@ -15,9 +15,8 @@ from command_line import spawn
 from llorch.cli import main
 
 ROOT = Path(__file__).parents[2]
-PAGES = {
-    name: (ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")
-}
+NAMES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md", "checkpoints/mesh/README.md")
+PAGES = {name: (ROOT / name).read_text() for name in NAMES}
 README, FIGURES = PAGES["README.md"], PAGES["benchmarks/README.md"]
 BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, re.DOTALL)
 SHELL = [line for language, block in BLOCKS if not language for line in block.splitlines()]
@@ -25,7 +24,7 @@ TRAINING = next(block.splitlines() for _, block in BLOCKS if "llorch lora train 
 PORTING = next(block.splitlines() for _, block in BLOCKS if "port.c" in block)  # run by test_port_in_c.py
 LEARNING = next(block.splitlines() for _, block in BLOCKS if "llorch learn init" in block)
 BUILTIN_ONLY = [
-    pytest.param(line, marks=pytest.mark.slow if "verify" in line else ())
+    pytest.param(line, marks=pytest.mark.slow if "verify" in line or "--mesh" in line else ())
     for line in SHELL
     if line.startswith("llorch")
     and "path/to" not in line

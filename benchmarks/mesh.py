@@ -1,0 +1,170 @@
+"""What a LoRA training on a mesh costs: memory of a rank, messages of a step, seconds, predicted and measured.
+
+    python benchmarks/mesh.py                       everything, on the processors of this machine
+    python benchmarks/mesh.py --part model          what needs no measurement: 8B, on paper to 1024 GPUs
+    python benchmarks/mesh.py --device cuda         the same measurements on the GPUs of this machine
+
+Measured is the Qwen2.5-0.5B shape with random weights, in as many processes as a mesh has ranks, one mesh at a time.
+Weights, adapters and moments are counted in bytes of their storages; every collective by the bytes that it is given. On
+the CPU the peak is that of resident memory, less what a rank had before it made a model; on a GPU what torch allocated.
+A part that cannot run says NOT RUN and why, and the command ends with 3.
+"""
+
+import json
+import os
+import statistics
+import sys
+from collections import Counter
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import click
+from mesh_model import Job, Machine, StepTime, memory, messages, step_time
+from rounds import processor
+
+from llorch.bench import SHAPES
+
+PARTS = ("memory", "messages", "seconds", "model")
+MEASURED = ((1, 1), (2, 1), (1, 2), (2, 2))  # dp x tp
+PAPER = ((1, 1), (8, 1), (4, 2), (1, 8), (64, 1), (32, 2), (8, 8), (1024, 1), (512, 2), (256, 4), (128, 8))
+GB, MB = 1e9, 1e6
+
+
+@click.command(help=__doc__)
+@click.option("--part", "parts", type=click.Choice(PARTS), multiple=True, default=PARTS, help="All, if none is given.")
+@click.option("--shape", type=click.Choice(list(SHAPES)), default="qwen2.5-0.5b", show_default=True)
+@click.option("--dtype", type=click.Choice(("bfloat16", "float32")), default="bfloat16", show_default=True)
+@click.option("--rows", default=4, show_default=True, help="Of a forward pass, on all ranks together.")
+@click.option("--tokens", default=64, show_default=True, help="In each row.")
+@click.option("--steps", default=3, show_default=True, help="Measured after one that warms up.")
+@click.option("--gradient-checkpointing", "recomputed", is_flag=True)
+@click.option("--device", type=click.Choice(("cpu", "cuda")), default="cpu", show_default=True)
+@click.option("--json", "output", type=click.Path(path_type=Path), help="Write all figures here.")
+def main(
+    parts: tuple[str, ...], shape: str, dtype: str, rows: int, tokens: int, steps: int, recomputed: bool, device: str,
+    output: Path | None,
+) -> None:  # fmt: skip
+    """Entry point."""
+    width = {"bfloat16": 2, "float32": 4}[dtype]
+    job = Job(SHAPES[shape], 1, 1, rows, tokens, width=width, recomputed=recomputed)
+    found: dict[str, Any] = {"machine": processor(), "shape": shape, "dtype": dtype, "rows": rows, "tokens": tokens}
+    print(
+        f"{processor()}, {os.cpu_count()} cores; {shape}, {dtype}, {rows} x {tokens} tokens, r={job.r} on all matrices"
+    )
+    complete = True
+    if measurements := [part for part in parts if part != "model"]:
+        costs, complete = measured(job, device, steps)
+        found["measured"] = {name: [_plain(each) for each in every] for name, (_, every) in costs.items()}
+        for part in measurements:
+            {"memory": show_memory, "messages": show_messages, "seconds": show_seconds}[part](costs)
+    if "model" in parts:
+        found["model"] = show_model()
+    if output is not None:
+        output.write_text(json.dumps(found, indent=1))
+    sys.exit(0 if complete else 3)
+
+
+def _plain(cost: Any) -> dict[str, Any]:
+    return asdict(cost) | {"messages": [[*key, count] for key, count in sorted(cost.messages.items())]}
+
+
+def measured(job: Job, device: str, steps: int) -> tuple[dict[str, tuple[Job, Any]], bool]:
+    """What the ranks of each mesh found, by the mesh, and whether all meshes ran."""
+    import torch
+    from mesh_ranks import measured as on_rank
+
+    from llorch.pytorch.ranks import on_ranks
+
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "262144"  # glibc gives arrays back at once, and keeps no holes
+    n_devices = torch.cuda.device_count() if device == "cuda" else 4
+    costs: dict[str, tuple[Job, Any]] = {}
+    for dp, tp in MEASURED:
+        if dp * tp > n_devices:
+            print(f"NOT RUN: dp={dp} tp={tp}: torch {torch.__version__} finds {n_devices} CUDA devices")
+            continue
+        click.echo(f"dp={dp} tp={tp}", err=True)
+        one, threads = replace(job, dp=dp, tp=tp), max(1, (os.cpu_count() or 1) // (dp * tp))
+        costs[f"{dp}x{tp}"] = one, on_ranks(dp * tp, on_rank, one, device, threads, steps)
+    return costs, len(costs) == len(MEASURED)
+
+
+def show_memory(costs: dict[str, tuple[Job, Any]]) -> None:
+    """Bytes of rank 0: what lies between steps, all tensors at the peak, and the process beside them."""
+    print("\nmemory of rank 0, GB: predicted, measured")
+    for name, (job, every) in costs.items():
+        want, got = memory(job), every[0]
+        kept, peak = sum(got.kept.values()), got.peak / GB
+        print(
+            f"dp x tp = {name}: kept {want.kept / GB:.6f} {kept / GB:.6f}; tensors at the peak {want.peak / GB:.3f}"
+            f" {got.held / GB:.3f} ({got.held / want.peak - 1:+.1%}); resident {peak:.3f},"
+            f" {peak - got.held / GB:.3f} more"
+        )
+
+
+def show_messages(costs: dict[str, tuple[Job, Any]]) -> None:
+    """Bytes of the collectives that a rank calls in a step."""
+    print("\nmessages of a step, MB of rank 0; what the formulas say, and what was counted")
+    for name, (job, every) in costs.items():
+        want, got = _volumes(job), _counted(every[0].messages)
+        for key in sorted(want.keys() | got.keys()):
+            same = "equal" if want[key] == got[key] else "DIFFERENT"
+            print(f"dp x tp = {name} {' '.join(key):<20} {want[key] / MB:12.6f} {got[key] / MB:12.6f} {same}")
+
+
+def _volumes(job: Job) -> Counter[tuple[str, str]]:
+    found: Counter[tuple[str, str]] = Counter()
+    for each in messages(job):
+        found[each.axis, each.kind] += each.volume
+    return found
+
+
+def _counted(found: dict[tuple[str, str, int], int]) -> Counter[tuple[str, str]]:
+    volumes: Counter[tuple[str, str]] = Counter()
+    for (axis, kind, size), count in found.items():
+        volumes[axis, kind] += size * count
+    return volumes
+
+
+def show_seconds(costs: dict[str, tuple[Job, Any]]) -> None:
+    """Medians of the slowest rank; the processes share the processor, so more of them are no faster."""
+    print("\nseconds of a step, median and range; of the processor, of all ranks; all processes share this machine")
+    for name, (_, every) in costs.items():
+        slowest = [max(times) for times in zip(*(each.seconds for each in every), strict=True)]
+        cpu = statistics.median(sum(times) for times in zip(*(each.cpu for each in every), strict=True))
+        middle = statistics.median(slowest)
+        print(f"dp x tp = {name} {middle:8.3f} ({min(slowest):.3f}-{max(slowest):.3f}), processor {cpu:.3f}")
+
+
+def show_model() -> dict[str, Any]:
+    """8B in bfloat16 on paper, as rows of a table in checkpoints/mesh/README.md."""
+    machine = Machine()
+    print("\nA MODEL, NOT MEASURED: 8B in bfloat16, r=16 on all matrices, 4096 tokens on each rank of dp; a step with")
+    print(f"--gradient-checkpointing (in brackets memory without), from {machine}")
+    print("| dp x tp | GPUs | GB of a rank | GB sent: tp | dp | s: computing | tp | dp | overlapped | tokens/s |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    found = {}
+    for dp, tp in PAPER:
+        job = Job(SHAPES["llama-3-8b"], dp, tp, rows=dp, tokens=4096, r=16, recomputed=True)
+        time = step_time(job, machine)
+        print(_row(job, time))
+        found[f"{dp}x{tp}"] = {"memory": asdict(memory(job)), "seconds": asdict(time)}
+    return {"machine": asdict(machine), "meshes": found}
+
+
+def _row(job: Job, time: StepTime) -> str:
+    tp, dp = (
+        sum(each.moved(n) for each in messages(job) if each.axis == axis) / GB
+        for axis, n in (("tp", job.tp), ("dp", job.dp))
+    )
+    without = memory(replace(job, recomputed=False)).peak / GB
+    cells = [
+        f"{job.dp} x {job.tp}", f"{job.dp * job.tp}", f"{memory(job).peak / GB:.1f} ({without:.1f})", f"{tp:.1f}",
+        f"{dp:.1f}", f"{time.compute:.3f}", f"{time.tp:.3f}", f"{time.dp:.3f}", f"{time.overlapped:.3f}",
+        f"{job.dp * job.tokens / time.overlapped:.0f}",
+    ]  # fmt: skip
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""What the ranks of a mesh do for `benchmarks/mesh.py`: steps of a model with random weights, and what they cost.
+
+Every rank makes the whole model and keeps its part, so that no file is needed.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from mesh_model import Job
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from llorch.lora.adapter import Adapter, LoraTensors, checked
+from llorch.lora.config import LoraConfig
+from llorch.pytorch.device import Target, target
+from llorch.pytorch.lora.adapters import attach, trainable_parameters
+from llorch.pytorch.parallel import cut_for
+from llorch.pytorch.parts import own
+from llorch.pytorch.random_weights import random_model
+from llorch.pytorch.ranks import leave, start
+from llorch.pytorch.train.adamw import AdamW
+from llorch.pytorch.train.forward import checkpoint_gradients
+from llorch.pytorch.train.loading import prepare
+from llorch.pytorch.train.step import Stepper
+from llorch.pytorch.train.worker import Alone, OnMesh
+from llorch.train.batch import Batch
+
+KINDS = {  # operation of torch -> kind; bytes are those of the larger side
+    "allreduce_": "all-reduce", "all_reduce": "all-reduce", "_allgather_base_": "all-gather",
+    "all_gather_into_tensor": "all-gather", "_reduce_scatter_base_": "reduce-scatter",
+}  # fmt: skip
+SILENT = {"_wrap_tensor_autograd", "wait_tensor"}  # of the same namespace, and send nothing
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a rank measured."""
+
+    kept: dict[str, int]  # bytes of weights, adapters and moments, exactly
+    held: int  # bytes of all tensors that lived at the same time in a step, at most
+    peak: int  # bytes that the process (on a GPU: torch) had at most, less those before there was a model
+    seconds: list[float]  # of every step
+    cpu: list[float]  # of them, those in which the process computed or waited busily
+    messages: dict[tuple[str, str, int], int]  # axis, kind, bytes -> how often in a step
+    losses: list[float]
+
+
+def measured(job: Job, device: str, threads: int, steps: int) -> list[Cost]:
+    """Train some steps on every rank; of all of them, in order."""
+    torch.set_num_threads(threads)
+    mesh = start({"dp": job.dp, "tp": job.tp}, device=device)
+    before = _in_use(device)
+    stepper = made(job, target(device, {2: "bfloat16", 4: "float32"}[job.width]), mesh)
+    batches = [_rows(job, seed) for seed in range(job.passes)]
+    with counting(mesh) as found, _Held() as held:
+        losses = [stepper.step(batches, 1e-4)[0]]
+    _forget_peak(device)
+    seconds, cpu = [], []
+    for _ in range(steps):
+        begin, own_begin = time.perf_counter(), time.process_time()
+        losses.append(stepper.step(batches, 1e-4)[0])
+        seconds.append(time.perf_counter() - begin)
+        cpu.append(time.process_time() - own_begin)
+    cost = Cost(_kept(stepper), held.most, _most(device) - before, seconds, cpu, dict(found), losses)
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, cost)
+    leave()
+    return every
+
+
+def made(job: Job, at: Target, mesh: DeviceMesh) -> Stepper:
+    """What trains this rank's part."""
+    module = random_model(job.config, at)
+    cut = cut_for(job.config, mesh)
+    for name, parameter in module.named_parameters():
+        parameter.data = cut(name, parameter.data)
+    prepare(module)
+    attach(module, _adapter(job), trainable=True)
+    if job.recomputed:
+        checkpoint_gradients(module)
+    worker = OnMesh(module, mesh) if job.dp * job.tp > 1 else Alone(module)
+    optimizer = AdamW(
+        trainable_parameters(module), betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, lr_ratio=1.0, eight_bit=False
+    )
+    return Stepper(worker, optimizer, at.device, label_smoothing=0.0, chunk=job.chunk, max_norm=1.0)
+
+
+def _adapter(job: Job) -> Adapter:
+    lora = LoraConfig(r=job.r, lora_alpha=2.0 * job.r, target_modules=job.modules)
+    rng = np.random.default_rng(0)
+
+    def random(*shape: int) -> np.ndarray:
+        return 0.01 * rng.standard_normal(shape, dtype=np.float32)
+
+    every = lora.targets(job.config).items()
+    tensors = {name: LoraTensors(random(job.r, each.n_in), random(each.n_out, job.r)) for name, each in every}
+    return checked(lora, tensors, job.config)
+
+
+def _rows(job: Job, seed: int) -> Batch:
+    ids = np.random.default_rng(seed).integers(0, job.config.vocab_size, (job.rows, job.tokens))
+    labels = ids.copy()
+    labels[:, 0] = -100
+    positions = np.tile(np.arange(job.tokens), (job.rows, 1))
+    return Batch(ids, labels, positions, np.zeros_like(ids), np.arange(job.rows))
+
+
+def _kept(stepper: Stepper) -> dict[str, int]:
+    """Bytes of the storages that lie there between steps."""
+    trained = stepper.optimizer.params
+    frozen = [p for p in stepper.worker.module.parameters() if not p.requires_grad]
+    moments = [own(value) for name, value in stepper.optimizer.state().items() if name != "step"]
+    return {
+        "weights": _storages([own(p.data) for p in frozen]),
+        "adapters": _storages([own(p.data) for p in trained.values()]),
+        "moments": _storages(moments),
+    }
+
+
+def _storages(tensors: list[Tensor]) -> int:
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+@contextmanager
+def counting(mesh: DeviceMesh) -> Iterator[Mapping[tuple[str, str, int], int]]:
+    """Axis, kind and bytes of every collective that this process calls meanwhile, and how often."""
+    with _Counting({str(mesh[axis].get_group().group_name): axis for axis in ("dp", "tp")}) as mode:
+        yield mode.found
+
+
+class _Counting(TorchDispatchMode):
+    def __init__(self, axes: Mapping[str, str]) -> None:
+        super().__init__()
+        self._axes = axes  # by the names of their groups
+        self.found: Counter[tuple[str, str, int]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if func.namespace in ("c10d", "_c10d_functional") and name not in SILENT:
+            size = max(each.numel() * each.element_size() for each in _tensors((args, out)))
+            self.found[self._axis(args), KINDS[name], size] += 1
+        return out
+
+    def _axis(self, args: Any) -> str:
+        names = [each if isinstance(each, str) else _group_name(each) for each in args]
+        return next(self._axes[name] for name in names if name is not None and name in self._axes)
+
+
+class _Held(TorchDispatchMode):
+    """Sums, after every operation, the storages that are alive, of all tensors that it saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+        self._alive: WeakValueDictionary[int, torch.UntypedStorage] = WeakValueDictionary()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for each in _tensors((args, out)):
+            storage = own(each).untyped_storage()
+            self._alive[storage._cdata] = storage
+        self.most = max(self.most, sum(storage.nbytes() for storage in self._alive.values()))
+        return out
+
+
+def _group_name(value: Any) -> str | None:
+    if not isinstance(value, torch.ScriptObject):
+        return None
+    try:
+        return dist.ProcessGroup.unbox(value).group_name
+    except RuntimeError:  # an operation, as sum
+        return None
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _in_use(device: str) -> int:
+    return torch.cuda.memory_allocated() if device == "cuda" else _resident("VmRSS")
+
+
+def _most(device: str) -> int:
+    return torch.cuda.max_memory_allocated() if device == "cuda" else _resident("VmHWM")
+
+
+def _forget_peak(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM back
+
+
+def _resident(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
