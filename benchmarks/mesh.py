@@ -54,7 +54,7 @@ def main(
     )
     complete = True
     if measurements := [part for part in parts if part != "model"]:
-        costs, complete = measured(job, device, steps)
+        costs, complete = measured(job, device, steps, "memory" in parts)
         found["measured"] = {name: [_plain(each) for each in every] for name, (_, every) in costs.items()}
         for part in measurements:
             {"memory": show_memory, "messages": show_messages, "seconds": show_seconds}[part](costs)
@@ -69,7 +69,7 @@ def _plain(cost: Any) -> dict[str, Any]:
     return asdict(cost) | {"messages": [[*key, count] for key, count in sorted(cost.messages.items())]}
 
 
-def measured(job: Job, device: str, steps: int) -> tuple[dict[str, tuple[Job, Any]], bool]:
+def measured(job: Job, device: str, steps: int, weighed: bool) -> tuple[dict[str, tuple[Job, Any]], bool]:
     """What the ranks of each mesh found, by the mesh, and whether all meshes ran."""
     import torch
     from mesh_ranks import measured as on_rank
@@ -84,8 +84,8 @@ def measured(job: Job, device: str, steps: int) -> tuple[dict[str, tuple[Job, An
             print(f"NOT RUN: dp={dp} tp={tp}: torch {torch.__version__} finds {n_devices} CUDA devices")
             continue
         click.echo(f"dp={dp} tp={tp}", err=True)
-        one, threads = replace(job, dp=dp, tp=tp), max(1, (os.cpu_count() or 1) // (dp * tp))
-        costs[f"{dp}x{tp}"] = one, on_ranks(dp * tp, on_rank, one, device, threads, steps)
+        one = replace(job, dp=dp, tp=tp)
+        costs[f"{dp}x{tp}"] = one, on_ranks(dp * tp, on_rank, one, device, steps, weighed)
     return costs, len(costs) == len(MEASURED)
 
 

@@ -6,7 +6,7 @@ Every rank makes the whole model and keeps its part, so that no file is needed.
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,14 +55,15 @@ class Cost:
     losses: list[float]
 
 
-def measured(job: Job, device: str, threads: int, steps: int) -> list[Cost]:
-    """Train some steps on every rank; of all of them, in order."""
-    torch.set_num_threads(threads)
+def measured(job: Job, device: str, steps: int, weighed: bool) -> list[Cost]:
+    """Train some steps on every rank, each in one thread; of all of them, in order. Weighing tensors takes time."""
+    torch.set_num_threads(1)
     mesh = start({"dp": job.dp, "tp": job.tp}, device=device)
     before = _in_use(device)
     stepper = made(job, target(device, {2: "bfloat16", 4: "float32"}[job.width]), mesh)
     batches = [_rows(job, seed) for seed in range(job.passes)]
-    with counting(mesh) as found, _Held() as held:
+    held = _Held()
+    with counting(mesh) as found, held if weighed else nullcontext():
         losses = [stepper.step(batches, 1e-4)[0]]
     _forget_peak(device)
     seconds, cpu = [], []

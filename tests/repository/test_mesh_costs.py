@@ -58,7 +58,7 @@ def test_four_ranks_keep_and_send_what_the_formulas_say_to_the_byte(job: Job):
     from llorch.pytorch.ranks import on_ranks
 
     want = memory(job)
-    for cost in on_ranks(4, measured, job, "cpu", 1, 1):
+    for cost in on_ranks(4, measured, job, "cpu", 1, False):
         assert Counter(cost.messages) == said(job)
         assert cost.kept == {"weights": want.weights, "adapters": want.adapters, "moments": want.moments}
 
@@ -69,7 +69,7 @@ def test_a_message_too_many_is_seen():
     from llorch.pytorch.ranks import on_ranks
 
     job = replace(JOB, tp=1)
-    found = Counter(on_ranks(2, careless, job, "cpu", 1, 1)[0].messages)
+    found = Counter(on_ranks(2, careless, job, "cpu", 1, False)[0].messages)
     ((key, count),) = (found - said(job)).items()
     assert key[:2] == ("dp", "reduce-scatter")
     assert (count, said(job) - found) == (SMALL.n_layers * (job.passes - 1), Counter())
