@@ -106,5 +106,5 @@ def _has(error: BaseException, words: Collection[str]) -> bool:
 
 def _said(error: BaseException) -> str:
     """What torch says, without where in its sources."""
-    text = " ".join(str(error).split()).partition("Exception raised from")[0]
-    return text.rpartition(".cc:")[2].partition("] ")[2][:120].strip() or text[:120]
+    text = " ".join(str(error).split()).partition(". ")[0]
+    return text.rpartition(".cc:")[2].partition("] ")[2][:120] or text[:120]

@@ -26,6 +26,7 @@ from torch.distributed.rendezvous import rendezvous
 from llorch.errors import EngineDied, RankFailed
 from llorch.launched import OURS, n_restarts, only_first_speaks
 from llorch.pytorch.ending import Ending
+from llorch.train.resume import differences
 
 TIMEOUT = timedelta(minutes=5)  # that a rank waits for another
 Made = TypeVar("Made")
@@ -56,8 +57,9 @@ def on_ranks(n_ranks: int, work: Callable[..., Any], *arguments: Any, timeout: t
         EngineDied: A rank did not survive, or raised; the others are ended.
         Ended: A rank left with an exit code, or a signal ended this process.
     """
-    for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # what is worth a line we say
+    for name in logging.root.manager.loggerDict:
+        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # what is worth a line we say
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=n_ranks, run_id=OURS + uuid4().hex, rdzv_backend="c10d",
         rdzv_endpoint="localhost:0", local_addr="localhost", max_restarts=0, monitor_interval=0.05,
@@ -95,12 +97,11 @@ def start(axes: Mapping[str, int], *, device: str = "cpu", timeout: timedelta = 
     """
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # it tells how parts are put together
     store, rank, n_ranks = next(rendezvous("env://", timeout=timeout))
-    dist.init_process_group(
-        "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl", store=PrefixStore("messages", store), rank=rank,
-        world_size=n_ranks, timeout=timeout,
-    )  # fmt: skip
     failures = PrefixStore(f"failures of start {n_restarts()}", store)
     Ranks.ending, Ranks.timeout = Ending(failures, rank=rank, n_ranks=n_ranks, timeout=timeout), timeout
+    messages = PrefixStore(f"messages of start {n_restarts()}", store)  # without addresses of those before
+    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, store=messages, rank=rank, world_size=n_ranks, timeout=timeout)
     if n_ranks != math.prod(axes.values()):
         shape = " x ".join(f"{name}={size}" for name, size in axes.items())
         raise ValueError(f"mesh: expected {math.prod(axes.values())} ranks for {shape}, got {n_ranks}")
@@ -149,12 +150,11 @@ class Ranks:
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, json.loads(json.dumps(values)))
         for rank, other in enumerate(found):
-            for name in sorted(found[0].keys() | other.keys()):
-                if found[0].get(name) != other.get(name):
-                    raise ValueError(
-                        f"mesh: expected the same {name} on all ranks, got {found[0].get(name)!s:.60} on rank 0 and "
-                        f"{other.get(name)!s:.60} on rank {rank}; give all of them the same files and versions"
-                    )
+            if different := differences(found[0], other):
+                what = different[0].replace(": saved", ": rank 0 has").replace(", now", f", rank {rank}")
+                raise ValueError(
+                    f"mesh: expected the same on all ranks, got {what}; give all of them the same files and versions"
+                )
 
 
 def summed(part: Tensor, ranks: DeviceMesh | None) -> Tensor:

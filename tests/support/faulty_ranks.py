@@ -1,0 +1,83 @@
+"""llorch as a program, with a fault on one rank: `FAULT=name:rank python faulty_ranks.py lora train ...`.
+
+Ranks that llorch starts import this file, too. A rank is killed or frozen in step 4. What goes wrong does so in the
+first start only.
+"""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import filesystem
+
+from llorch.cli import main
+from llorch.launched import n_restarts
+from llorch.pytorch.train import step, trainer
+from llorch.pytorch.train.trainer import Training
+
+STEP = 4
+
+
+def on_rank(rank: str, where: Any, name: str, faulty: Callable[..., Any]) -> None:
+    """Replace a function on one rank; the other one is the first argument of the new one."""
+    sound = getattr(where, name)
+
+    def either(*args: Any, **how: Any) -> Any:
+        is_there = os.environ.get("RANK") == rank and n_restarts() == 0
+        return faulty(sound, *args, **how) if is_there else sound(*args, **how)
+
+    setattr(where, name, either)
+
+
+def _sent(number: int) -> Callable[..., Any]:
+    def run_step(sound: Callable[..., Any], training: Training) -> Any:
+        if training.step == STEP - 1:
+            os.kill(os.getpid(), number)
+        return sound(training)
+
+    return run_step
+
+
+def _nan(sound: Callable[..., torch.Tensor], *args: Any, **how: Any) -> torch.Tensor:
+    loss = sound(*args, **how)
+    if loss.requires_grad:
+        loss.register_hook(lambda gradient: gradient * torch.nan)
+    return loss
+
+
+@contextmanager
+def _full(sound: object, self: object, path: object, mode: str) -> Iterator[Any]:
+    with open("/dev/full", mode) as stream:
+        yield stream
+
+
+def _missing(sound: object, model: str) -> None:
+    raise FileNotFoundError(2, "No such file or directory", "/models/of-this-machine")
+
+
+def _of_another_version(sound: Callable[..., Any], *args: Any) -> Any:
+    found = sound(*args)
+    return found | {"packages": found["packages"] | {"torch": "1.0"}}
+
+
+def _of_another_file(sound: Callable[..., Any], training: Training) -> Any:
+    return sound(training) | {"base": "sha256:another"}
+
+
+FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "killed": (Training, "run_step", _sent(signal.SIGKILL)),
+    "frozen": (Training, "run_step", _sent(signal.SIGSTOP)),
+    "nan": (step, "batch_loss", _nan),
+    "full": (filesystem.FileSystem, "create_stream", _full),
+    "missing": (trainer, "find", _missing),
+    "version": (trainer, "environment", _of_another_version),
+    "file": (Training, "identity", _of_another_file),
+}
+if os.environ.get("FAULT"):
+    _name, _rank = os.environ["FAULT"].split(":")
+    on_rank(_rank, *FAULTS[_name])
+if __name__ == "__main__":
+    main(prog_name="llorch")
