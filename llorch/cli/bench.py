@@ -1,10 +1,12 @@
 """`llorch bench`: speed, and how much of what this machine can do that is."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from llorch.cli.mesh import mesh_option, on_mesh, require_tensor_parallel, timeout_option
 from llorch.cli.options import (
     WholeNumber,
     backend_options,
@@ -15,6 +17,11 @@ from llorch.cli.options import (
     verb,
 )
 from llorch.cli.output import progress, say, to_json
+
+if TYPE_CHECKING:
+    from llorch.pytorch.bench import Made
+    from llorch.pytorch.device import Target
+    from llorch.pytorch.ranks import DeviceMesh
 
 SHAPES = ("qwen2.5-0.5b", "llama-3.2-1b", "llama-2-7b", "llama-3-8b")  # as in llorch.bench, which is slow to import
 TYPES = ("Q8_0", "Q4_0", "Q4_K", "Q6_K")
@@ -41,6 +48,7 @@ class Choice:
     "llorch bench model.gguf --backend torch --device cuda --prompt 4096 --decode 128",
     "llorch bench --shape llama-3-8b --backend torch --device cuda --dtype bfloat16",
     "llorch bench --shape llama-3-8b --weights-type Q4_K --backend torch --device cuda --dtype bfloat16 --json",
+    "llorch bench model.gguf --mesh tp=2               the torch path, split over two processes",
 )
 @click.argument("model", required=False)
 @click.option("--shape", type=click.Choice(SHAPES), help="Random weights of this shape, made on the device; no file.")
@@ -51,24 +59,34 @@ class Choice:
 @click.option("--batch", type=WholeNumber(min=1), default=1, show_default=True, help="Prompts at once.")
 @residency_option
 @backend_options
+@mesh_option
+@timeout_option
 @threads_option
 @click.option("--compile", "compiled", is_flag=True, help="With --backend torch: decode through torch.compile.")
 @json_option("One object with all figures.")
-def command(*, prompt: int, decode: int, rounds: int, batch: int, backend: str, as_json: bool, **choice: Any) -> None:
+def command(
+    *, prompt: int, decode: int, rounds: int, batch: int, backend: str, axes: Mapping[str, int] | None,
+    rank_timeout: float, as_json: bool, **choice: Any,
+) -> None:  # fmt: skip
     """Measure how fast MODEL (default: story) reads a prompt and writes, on this machine.
 
     Prefill and decode in tokens/s (median, least and most of the rounds); bytes of weights and cache that a decode
     step has to read, and operations, per second. Their ceilings, a large copy and a large square product with the same
     library and dtype, are measured in the same run.
+
+    With --mesh tp=M the layers are split over M processes of the CPU; bytes, operations and ceilings are those of all.
     """
     from llorch.bench import Load, describe, measure
 
     chosen = Choice(**choice)
-    _refuse_misplaced(chosen, backend)
+    _refuse_misplaced(chosen, "torch" if axes else backend)
+    not_split = {"--device": chosen.device not in (None, "cpu"), "--compile": chosen.compiled, "--shape": chosen.shape}
+    require_tensor_parallel(axes, not_split)
     load = Load(prompt, decode, batch, rounds)
-    with progress("bench") as tell:
+    with on_mesh(axes, rank_timeout=rank_timeout) as mesh, progress("bench") as tell:
         tell("loading")
-        engine, subject = (_on_torch if backend == "torch" else _on_numpy)(chosen, load)
+        on_torch = mesh is not None or backend == "torch"
+        engine, subject = _on_torch(chosen, load, mesh) if on_torch else _on_numpy(chosen, load)
         result = measure(engine, subject, load, tell)
     click.echo(to_json(result) if as_json else "\n".join(describe(result)))
 
@@ -103,25 +121,32 @@ def _on_numpy(chosen: Choice, load: Any) -> tuple[Any, Any]:
     return NumpyEngine(model, load), numpy_subject(model)
 
 
-def _on_torch(chosen: Choice, load: Any) -> tuple[Any, Any]:
+def _on_torch(chosen: Choice, load: Any, mesh: "DeviceMesh | None") -> tuple[Any, Any]:
     from llorch.errors import MissingExtra
 
     try:
         import torch  # noqa: F401 (asked for first, so that its absence is named)
     except ModuleNotFoundError:
         raise MissingExtra("torch", "torch") from None
-    from llorch.pytorch.bench import TorchEngine, opened, random, torch_subject
+    from llorch.pytorch.bench import ParallelEngine, TorchEngine, parallel_subject, torch_subject
     from llorch.pytorch.device import target
 
-    at = target(chosen.device or "cpu", chosen.dtype or "float32", chosen.kernels)
-    if chosen.shape is not None:
-        made = random(chosen.shape, at, chosen.weights_type, load, compiled=chosen.compiled)
-    else:
-        from llorch.cli.inputs import model_path
-
-        path = model_path(chosen.model or "story")
-        made = opened(path, at, chosen.residency, load, compiled=chosen.compiled)
+    made = _made(chosen, target(chosen.device or "cpu", chosen.dtype or "float32", chosen.kernels), load, mesh)
     say(f"{made.name}: loaded, weights {made.weights}, {made.target}")
     use_threads(made.module.config)
+    if mesh is not None:
+        return ParallelEngine(made.module, made.target, load, mesh["tp"]), parallel_subject(made, mesh)
     engine = TorchEngine(made.module, made.target, load, compiled=chosen.compiled)
     return engine, torch_subject(made.module, made.target, made.name, made.weights)
+
+
+def _made(chosen: Choice, at: "Target", load: Any, mesh: "DeviceMesh | None") -> "Made":
+    from llorch.cli.inputs import model_path
+    from llorch.pytorch.bench import opened, opened_on, random
+
+    if chosen.shape is not None:
+        return random(chosen.shape, at, chosen.weights_type, load, compiled=chosen.compiled)
+    path = model_path(chosen.model or "story")
+    if mesh is not None:
+        return opened_on(mesh, path, at, chosen.residency, load)
+    return opened(path, at, chosen.residency, load, compiled=chosen.compiled)

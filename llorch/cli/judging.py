@@ -145,7 +145,7 @@ def _torch_backends(arithmetic: Arithmetic) -> "tuple[Sequence[TorchBackend], Ma
 
 def _not_split(specs: Iterable[str], n_ranks: int, *, given: bool) -> dict[str, str]:
     """The models that a mesh leaves out, and why; ValueError for one that the user named."""
-    from llorch.pytorch.parallel import cannot_split
+    from llorch.pytorch.splitting import cannot_split
 
     reasons: dict[str, str] = {}
     for spec in specs:

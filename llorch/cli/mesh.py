@@ -3,13 +3,13 @@
 import re
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib.util import find_spec
 from math import prod
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import click
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from llorch.pytorch.ranks import DeviceMesh
 
 AXES = ("dp", "tp")
+Made = TypeVar("Made")
 
 
 class Terminated(KeyboardInterrupt):
@@ -54,6 +55,17 @@ timeout_option = click.option(
     "--rank-timeout", type=click.FloatRange(min=0, min_open=True), default=300.0, show_default=True, metavar="SECONDS",
     help="With --mesh: how long a process waits for another before all of them end.",
 )  # fmt: skip
+
+
+def require_tensor_parallel(axes: Mapping[str, int] | None, given: Mapping[str, object]) -> None:
+    """Raise a usage error for what a model that generates on a mesh cannot have; `given` is by option."""
+    if axes is None:
+        return
+    if axes["dp"] != 1:
+        raise click.UsageError(f"--mesh dp={axes['dp']}: rows of a batch are split in training; give tp=M alone")
+    for option, value in given.items():
+        if value:
+            raise click.UsageError(f"--mesh runs the torch path, split over processes, on the CPU: no {option}")
 
 
 @contextmanager
@@ -89,20 +101,34 @@ def on_mesh(
         raise _ending(error) from error
 
 
+def of_first(mesh: "DeviceMesh | None", read: Callable[[], Made]) -> Made:
+    """What the first rank reads, for all: the user's stdin can be read once."""
+    if mesh is None:
+        return read()
+    from llorch.pytorch.ranks import Ranks
+
+    return Ranks(mesh).first(read)
+
+
 def _launch(axes: Mapping[str, int], timeout: timedelta) -> NoReturn:
     from llorch.pytorch.ranks import Ended, on_ranks
 
     try:
-        on_ranks(prod(axes.values()), run_again, sys.argv[1:], timeout=timeout)
+        on_ranks(prod(axes.values()), run_again, sys.argv[1:], sys.stdin is not None, timeout=timeout)
     except Ended as ended:
         raise click.exceptions.Exit(ended.exit_code) from None
     raise click.exceptions.Exit(OK)
 
 
-def run_again(arguments: Sequence[str]) -> None:
-    """The command line with these arguments, as a rank, which leaves with its exit code."""
+def run_again(arguments: Sequence[str], has_stdin: bool) -> None:
+    """The command line with these arguments, as a rank, which leaves with its exit code.
+
+    All share the stdin of the launcher, if it has one; see `of_first`.
+    """
     from llorch.cli import main
 
+    if has_stdin:
+        sys.stdin = open(0, closefd=False)  # which Python takes away from processes that it starts
     main(args=[*arguments], prog_name="llorch")
 
 

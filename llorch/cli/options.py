@@ -125,7 +125,7 @@ threads_option = click.option(  # for whatever computes; `use_threads` reads it
 
 def use_threads(*configs: "ModelConfig", recorded: int | None = None) -> str:
     """Use the threads that the user says (`recorded`: said when the run began) or that suit; says how many."""
-    from llorch.threads import VARIABLES, is_small, limited
+    from llorch.threads import VARIABLES, is_small, limited, n_cores
 
     ctx = click.get_current_context()
     n = ctx.meta.get(_WANTED) or recorded
@@ -133,10 +133,13 @@ def use_threads(*configs: "ModelConfig", recorded: int | None = None) -> str:
         for name in VARIABLES:
             if os.environ.get(name):
                 return f"threads: {name}={os.environ[name]}"
-        if not all(map(is_small, configs)):
+        n_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # ranks of a mesh that share this machine
+        small = all(map(is_small, configs))
+        if not small and n_here == 1:
             return "threads: all"
-    ctx.with_resource(limited(n or 1))
-    return f"threads: {n or 1}"
+        n = 1 if small else max(1, n_cores() // n_here)
+    ctx.with_resource(limited(n))
+    return f"threads: {n}"
 
 
 def allowed_cores() -> int:

@@ -3,13 +3,14 @@
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from llorch.cli.mesh import mesh_option, of_first, on_mesh, require_tensor_parallel, timeout_option
 from llorch.cli.options import (
     WholeNumber,
     backend_options,
@@ -20,6 +21,9 @@ from llorch.cli.options import (
     verb,
 )
 from llorch.cli.output import say, to_json
+
+if TYPE_CHECKING:
+    from llorch.pytorch.ranks import DeviceMesh
 
 OURS = "reference"  # as an implementation
 
@@ -34,6 +38,7 @@ OURS = "reference"  # as an implementation
     'llorch run model.gguf "Once upon a time" --backend torch --device cuda --dtype bfloat16',
     'llorch run model.gguf "Once upon a time" --adapter path/to/adapter',
     'llorch run story "Once upon a time" --impl my_llama',
+    'llorch run model.gguf "Once upon a time" --mesh tp=2',
 )
 @click.argument("model", default="story")
 @click.argument("prompt", required=False)
@@ -62,6 +67,8 @@ OURS = "reference"  # as an implementation
 )
 @numerics_options
 @backend_options
+@mesh_option
+@timeout_option
 @threads_option
 @click.option("--compile", "compiled", is_flag=True, help="With --backend torch: decode through torch.compile.")
 @json_option("One JSON line per token: id, text, logprob, finish (null, eos, stop or length).")
@@ -70,7 +77,8 @@ def command(
     *, model: str, prompt: str | None, chat: str | None, system: str | None, history: Path | None, max_tokens: int,
     stop: tuple[str, ...], ignore_eos: bool, adapter: Path | None, any_base: bool, impl: str | None,
     numerics: str | None, kv_cache: str, residency: Any, backend: str, device: str | None, dtype: str | None,
-    kernels: Any, compiled: bool, as_json: bool, verbose: bool, **sampling: Any,
+    kernels: Any, axes: Mapping[str, int] | None, rank_timeout: float, compiled: bool, as_json: bool,
+    verbose: bool, **sampling: Any,
 ) -> None:  # fmt: skip
     """Continue PROMPT with MODEL (default: story), or answer --chat; text goes to stdout as it is made.
 
@@ -78,15 +86,19 @@ def command(
 
     With --chat or --history the model's own chat template writes the conversation, and the answer ends with its turn.
     The text of a control token in a message stays text.
+
+    With --mesh tp=M the torch path runs on M processes of the CPU, each of which loads its part of every layer.
     """
-    from llorch.cli.inputs import chosen_numerics, conversation, model_path, prompt_text, say_plan
+    from llorch.cli.inputs import chosen_numerics, model_path, say_plan
     from llorch.model import load
     from llorch.numerics import EXACT
     from llorch.sampling import SamplingSettings
 
     settings = SamplingSettings(**sampling)
-    if settings.temperature == 0 and (settings.top_k, settings.top_p, settings.min_p) != (0, 1.0, 0.0):
-        say("note: --top-k, --top-p and --min-p change nothing at temperature 0; set -t")
+    backend = "torch" if axes else backend
+    require_tensor_parallel(
+        axes, {"--device": device not in (None, "cpu"), "--compile": compiled, "--adapter": adapter, "--impl": impl}
+    )
     _refuse_misplaced(
         backend, device=device, dtype=dtype, kernels=kernels != "auto", compiled=compiled, ggml=numerics == "ggml",
         f16=kv_cache == "f16",
@@ -95,32 +107,45 @@ def command(
         raise click.UsageError("--any-base goes with --adapter")
     arithmetic = chosen_numerics(numerics, kv_cache)
     path = model_path(model)  # first: a prompt without MODEL before it is taken for a model, which this then says
+    with on_mesh(axes, rank_timeout=rank_timeout) as mesh:
+        if settings.temperature == 0 and (settings.top_k, settings.top_p, settings.min_p) != (0, 1.0, 0.0):
+            say("note: --top-k, --top-p and --min-p change nothing at temperature 0; set -t")
+        text, messages = of_first(mesh, lambda: _asked(prompt, chat, system, history))
+        _use_parts(impl, can=backend == "numpy" and arithmetic == EXACT and adapter is None)
+        timing = Timing()
+        most = _n_bytes(text, messages) + max_tokens  # a token stands for a byte or more
+        loaded: Any
+        if backend == "torch":
+            wanted = {"dtype": dtype or "float32", "kernels": kernels, "residency": residency, "n_tokens": most}
+            loaded = _on_torch(path, mesh, device=device or "cpu", compiled=compiled, **wanted)
+        else:
+            loaded = load(path, numerics=arithmetic, residency=residency, n_tokens=most)
+            say_plan(loaded)
+        threads = use_threads(loaded.config)
+        name = None if adapter is None else _added(loaded, adapter, any_base=any_base)
+        tokens = loaded.generate(
+            text, messages=messages, max_tokens=max_tokens, settings=settings, stop=stop, ignore_eos=ignore_eos,
+            adapter=name,
+        )  # fmt: skip
+        finish = _print(timing.watch(tokens), as_json=as_json)
+        if finish == "length" and timing.n_tokens < max_tokens:
+            say(f"note: the context of {loaded.config.max_position_embeddings} tokens is full")
+        if verbose:
+            where = f", {loaded.where}" if backend == "torch" else ""
+            n_prompt = len(loaded.prompt_ids(messages or text))
+            say(f"{loaded.name}{where}: {timing.describe(n_prompt)}; end: {finish}; {threads}")
+
+
+def _asked(
+    prompt: str | None, chat: str | None, system: str | None, history: Path | None
+) -> tuple[str | None, list[dict[str, object]] | None]:
+    """A text to go on with, or a conversation."""
+    from llorch.cli.inputs import conversation, prompt_text
+
     messages = conversation(chat, system, history)
     if messages is not None and prompt is not None:
         raise click.UsageError("give PROMPT, or --chat and --history, not both")
-    text = prompt_text(prompt) if messages is None else None
-    _use_parts(impl, can=backend == "numpy" and arithmetic == EXACT and adapter is None)
-    timing = Timing()
-    most = _n_bytes(text, messages) + max_tokens  # a token stands for a byte or more
-    loaded: Any
-    if backend == "torch":
-        loaded = _on_torch(path, device, dtype, kernels=kernels, compiled=compiled, residency=residency, n_tokens=most)
-    else:
-        loaded = load(path, numerics=arithmetic, residency=residency, n_tokens=most)
-        say_plan(loaded)
-    threads = use_threads(loaded.config)
-    name = None if adapter is None else _added(loaded, adapter, any_base=any_base)
-    tokens = loaded.generate(
-        text, messages=messages, max_tokens=max_tokens, settings=settings, stop=stop, ignore_eos=ignore_eos,
-        adapter=name,
-    )  # fmt: skip
-    finish = _print(timing.watch(tokens), as_json=as_json)
-    if finish == "length" and timing.n_tokens < max_tokens:
-        say(f"note: the context of {loaded.config.max_position_embeddings} tokens is full")
-    if verbose:
-        where = f", {loaded.target}" if backend == "torch" else ""
-        n_prompt = len(loaded.prompt_ids(messages or text))
-        say(f"{loaded.name}{where}: {timing.describe(n_prompt)}; end: {finish}; {threads}")
+    return (prompt_text(prompt) if messages is None else None), messages
 
 
 def _n_bytes(text: str | None, messages: list[dict[str, object]] | None) -> int:
@@ -166,10 +191,15 @@ def _added(loaded: Any, adapter: Path, *, any_base: bool) -> str:
     return "adapter"
 
 
-def _on_torch(path: Path, device: str | None, dtype: str | None, **wanted: Any) -> Any:
+def _on_torch(path: Path, mesh: "DeviceMesh | None", *, device: str, compiled: bool, **wanted: Any) -> Any:
+    """All of a model, or on a mesh the part of this rank."""
     from llorch import load_torch  # from there: it says what to install where torch is absent
 
-    return load_torch(path, device=device or "cpu", dtype=dtype or "float32", **wanted)
+    if mesh is None:
+        return load_torch(path, device=device, compiled=compiled, **wanted)
+    from llorch.pytorch.parallel_model import load_parallel
+
+    return load_parallel(path, mesh, **wanted)
 
 
 class Timing:

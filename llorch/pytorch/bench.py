@@ -1,15 +1,20 @@
 """Timing of the torch path, through the same steps that generation takes."""
 
 import platform
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from llorch.bench import COPY_BYTES, PRODUCT_WIDTH, SHAPES, Load, Subject, best_time, processor, prompts
+from llorch.config import ModelConfig
 from llorch.files import open_weights
 from llorch.files.quant import GGMLType
 from llorch.files.residency import Residency
@@ -21,11 +26,15 @@ from llorch.pytorch.decoding import Decoding, compiled_forward
 from llorch.pytorch.device import Target, compute_as_named
 from llorch.pytorch.leaves import faster
 from llorch.pytorch.memory import CHUNK, free_memory
-from llorch.pytorch.model import load_torch
+from llorch.pytorch.model import TorchModel, load_torch
+from llorch.pytorch.parallel import named_on
+from llorch.pytorch.parallel_model import load_parallel, of_the_first
 from llorch.pytorch.proof import own_leaves, speed_up
 from llorch.pytorch.quantised_linear import PackedMatrix
 from llorch.pytorch.random_weights import random_bytes, random_model, weight_bytes
+from llorch.pytorch.ranks import summed
 from llorch.pytorch.sampling import Needs
+from llorch.pytorch.splitting import of_a_rank
 from llorch.sampling import SamplingSettings
 
 
@@ -35,7 +44,7 @@ class TorchEngine:
     def __init__(self, module: CausalLM, target: Target, load: Load, *, compiled: bool = False) -> None:
         """Reserve the cache for a module that has the leaves that are to be measured."""
         cuda = target.device.type == "cuda"
-        self._target, self._load, config = target, load, module.config
+        self._target, self._load, config = target, load, self._of_cache(module.config)
         self._chunk = max(1, CHUNK[target.device.type] // load.batch)
         self._jobs = [
             Job(row, load.decode + 1, SamplingSettings(), frozenset())
@@ -49,6 +58,10 @@ class TorchEngine:
             self._decoding.forward = compiled_forward(module, growing=not cuda)
         if (graph := own_leaves(target).get("graph")) is not None:
             self._decoding.replay = graph(None)
+
+    def _of_cache(self, config: ModelConfig) -> ModelConfig:
+        """Whose keys and values the cache holds."""
+        return config
 
     @property
     def tokens(self) -> Tensor:
@@ -92,6 +105,31 @@ class TorchEngine:
             torch.cuda.synchronize(self._target.device)
 
 
+class ParallelEngine(TorchEngine):
+    """A rank of those that share every layer; ceilings are what all of them reach together."""
+
+    def __init__(self, module: CausalLM, target: Target, load: Load, ranks: DeviceMesh) -> None:
+        """Reserve the cache for the heads of this rank."""
+        self._ranks = ranks
+        super().__init__(module, target, load)
+        self._decoding.agree = of_the_first(ranks)
+
+    def _of_cache(self, config: ModelConfig) -> ModelConfig:
+        return of_a_rank(config, self._ranks.size())
+
+    def copy_rate(self) -> float:
+        """See `Engine`."""
+        return self._together(super().copy_rate)
+
+    def product_rate(self) -> float:
+        """See `Engine`."""
+        return self._together(super().product_rate)
+
+    def _together(self, rate: Callable[[], float]) -> float:
+        dist.barrier(self._ranks.get_group())
+        return float(summed(torch.tensor(rate()), self._ranks))
+
+
 @dataclass(frozen=True)
 class Made:
     """A model to be measured, with its fast leaves in place."""
@@ -110,6 +148,18 @@ def opened(path: Path, at: Target, residency: Residency, load: Load, *, compiled
         path, device=str(at.device), dtype=at.dtype_name, kernels=at.kernels, residency=residency, compiled=compiled,
         n_tokens=n_tokens,
     )  # fmt: skip
+    return _described(model)
+
+
+def opened_on(mesh: DeviceMesh, path: Path, at: Target, residency: Residency, load: Load) -> Made:
+    """Load this rank's part of a file or folder; see `load_parallel`."""
+    load.require(open_weights(path).config)
+    n_tokens = load.batch * (load.prompt + load.decode)
+    how: Any = {"dtype": at.dtype_name, "kernels": at.kernels, "residency": residency}
+    return _described(load_parallel(path, mesh, n_tokens=n_tokens, **how))
+
+
+def _described(model: TorchModel) -> Made:
     packed = sorted({leaf.ggml_type.name for leaf in model.module.modules() if isinstance(leaf, PackedMatrix)})
     return Made(model.module, model.target, model.name, "+".join(packed) or model.target.dtype_name)
 
@@ -145,6 +195,13 @@ def torch_subject(module: CausalLM, target: Target, name: str, weights: str) -> 
         threads=None if cuda else torch.get_num_threads(),
         versions=versions(cuda=cuda),
     )
+
+
+def parallel_subject(made: Made, mesh: DeviceMesh) -> Subject:
+    """What is measured, of a model split over ranks: the bytes that all of them read."""
+    alone = torch_subject(made.module, made.target, made.name, made.weights)
+    n_bytes = int(summed(torch.tensor(alone.weight_bytes), mesh["tp"]))
+    return replace(alone, backend=named_on(made.target, mesh), weight_bytes=n_bytes)
 
 
 def versions(*, cuda: bool) -> dict[str, str]:

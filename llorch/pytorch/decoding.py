@@ -22,6 +22,7 @@ SMALLEST = 256  # slots of the smallest class; below, looking at all of them cos
 
 Forward = Callable[[Tensor, Place, Cache], Tensor]  # ids, where they stand, cache -> logits of each
 Replay = Callable[["Decoding", int], None]  # slots to look at
+Agree = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # tokens and log probabilities, as all ranks take them
 
 
 class Decoding:
@@ -48,6 +49,7 @@ class Decoding:
         self.n_done = 0  # tokens per sequence that were made
         self.adapters: Sequence[str | None] = [None] * batch
         self.replay: Replay | None = None  # of a recorded step, where there is one
+        self.agree: Agree = chosen_alone
 
     @property
     def batch(self) -> int:
@@ -110,7 +112,7 @@ class Decoding:
 
     def _choose(self, logits: Float[Tensor, "batch vocab"]) -> None:
         u = self.uniforms.index_select(1, self.n)
-        token, logprob = choose(logits, self.settings, self.needs, self.seen, u)
+        token, logprob = self.agree(*choose(logits, self.settings, self.needs, self.seen, u))
         self.tokens.index_copy_(1, self.n, token)
         self.logprobs.index_copy_(1, self.n, logprob)
         self.seen.scatter_(1, token, True)
@@ -133,6 +135,11 @@ class Decoding:
         for old, new in zip(self.cache.tensors, cache.tensors, strict=True):
             new.copy_(old[kept])
         return small
+
+
+def chosen_alone(token: Tensor, logprob: Tensor) -> tuple[Tensor, Tensor]:
+    """What a process takes that has nobody to agree with: its own choice."""
+    return token, logprob
 
 
 def n_slots(jobs: Sequence[Job]) -> int:

@@ -21,6 +21,8 @@ from llorch.memory import available_memory
 from llorch.pytorch.cpu.library import library
 from llorch.pytorch.device import DTYPES, Target
 from llorch.pytorch.packing import PACKERS
+from llorch.pytorch.paths import path_of
+from llorch.pytorch.splitting import cut_axis, of_a_rank
 
 CHUNK = {"cpu": 512, "cuda": 4096}  # tokens of a batch per pass of long prompts
 SLOTS = 256  # caches for generation are whole multiples
@@ -40,6 +42,7 @@ class Wanted:
     residency: Literal["decoded", "packed"]
     batch: int
     n_tokens: int  # of context, per sequence
+    n_ranks: int = 1  # that share every layer
 
 
 @dataclass(frozen=True)
@@ -61,43 +64,54 @@ class Need:
 
 
 def predict(
-    weights: Weights, target: Target, residency: Literal["decoded", "packed"], batch: int, n_tokens: int
-) -> Need:
-    """Count bytes from shapes and types; nothing is read. `n_tokens` is the context per sequence, prompt and answer."""
-    config, width, kind = weights.config, target.dtype.itemsize, target.device.type
+    weights: Weights, target: Target, residency: Literal["decoded", "packed"], batch: int, n_tokens: int,
+    n_ranks: int = 1,
+) -> Need:  # fmt: skip
+    """Count bytes from shapes and types; nothing is read. `n_tokens` is the context per sequence, prompt and answer.
+
+    Of `n_ranks` that share every layer, what each of them needs.
+    """
+    config, width, kind = of_a_rank(weights.config, n_ranks), target.dtype.itemsize, target.device.type
     slots = min(-(-n_tokens // SLOTS) * SLOTS, config.max_position_embeddings) + 1
     cache = sum(_remembered(config, layer, slots, target.dtype) for layer in range(config.n_layers)) * batch
-    kept = [_kept(weights, row.name, target, residency) for row in inventory(config).values()]  # in order of loading
-    copies = [_copies(weights, row.name, target, residency) for row in inventory(config).values()]
+    names = [row.name for row in inventory(weights.config).values()]  # in order of loading
+    kept = [_kept(weights, name, target, residency, n_ranks) for name in names]
+    copies = [_copies(weights, name, target, residency, n_ranks) for name in names]
     beside = copies if kind == "cpu" else [0] * len(copies)
     return Need(
         weights=sum(kept),
         cache=cache + (cache // 2 if batch > 1 else 0),  # a batch that lost half of its sequences moves to a new one
-        activations=_activations(weights, target, residency, batch, min(n_tokens, slots)),
+        activations=_activations(config, target, residency, batch, min(n_tokens, slots)),
         logits=batch * config.vocab_size * (width + 4 * 8),  # with copies in float64 and an order
         loading=max(before + copy for before, copy in zip(accumulate(kept), beside, strict=True)),
         copies=max(copies),
-        runtime=RUNTIME[kind] + _lost(weights, target, residency) + _shapes(config, target, batch, n_tokens) * _SHAPE,
+        runtime=RUNTIME[kind]
+        + _lost(weights, target, residency, n_ranks)
+        + _shapes(config, target, batch, n_tokens) * _SHAPE,
     )
 
 
 def require_memory(
     weights: Weights, target: Target, residency: Residency = "auto", *, batch: int = 1, n_tokens: int = 1024,
-    from_blocks: bool = True,
+    from_blocks: bool = True, n_ranks: int = 1, n_here: int = 1,
 ) -> Literal["decoded", "packed"]:  # fmt: skip
     """Choose where matrices lie, and refuse what does not fit, with the figures, before anything is loaded.
 
     `auto` keeps matrices packed where a kernel multiplies from their blocks, which is both less to keep and faster: on
     CUDA, and on the CPU in float32 and bfloat16 where a C compiler is at hand. Elsewhere every use would decode them
     anew, so that it decodes once if that fits; so it does without `from_blocks`, where such kernels are left out.
+
+    Where `n_ranks` share every layer, each needs its part; `n_here` of them take it from the same memory.
     """
-    free = free_memory(target.device)
+    free = free_memory(target.device) / n_here
+    wanted = Wanted("decoded", batch, n_tokens, n_ranks)
     if residency == "auto":
-        residency = _choice(weights, target, Wanted("decoded", batch, n_tokens), free, from_blocks=from_blocks)
-    wanted = Wanted(residency, batch, n_tokens)
+        residency = _choice(weights, target, wanted, free, from_blocks=from_blocks)
+    wanted = replace(wanted, residency=residency)
     need = _need(weights, target, wanted)
     if need.peak > free:
-        raise MemoryError(_refusal(weights, target, wanted, need, free))
+        each = f" for each of {n_here} ranks" if n_here > 1 else ""
+        raise MemoryError(_refusal(weights, target, wanted, need, free, each))
     if target.device.type != "cpu" and need.copies > available_memory():
         raise MemoryError(
             f"{weights.path}: loading needs {_gb(need.copies)} of host memory for its largest weight, "
@@ -132,7 +146,7 @@ def free_memory(device: torch.device) -> float:
 
 
 def _need(weights: Weights, target: Target, wanted: Wanted) -> Need:
-    return predict(weights, target, wanted.residency, wanted.batch, wanted.n_tokens)
+    return predict(weights, target, wanted.residency, wanted.batch, wanted.n_tokens, wanted.n_ranks)
 
 
 def _choice(
@@ -149,30 +163,31 @@ def _stays_packed(kind: GGMLType, residency: str) -> bool:
     return residency == "packed" and kind in PACKERS
 
 
-def _kept(weights: Weights, name: str, target: Target, residency: str) -> int:
-    """Bytes of a weight once it is loaded."""
+def _kept(weights: Weights, name: str, target: Target, residency: str, n_ranks: int) -> int:
+    """Bytes of a weight, or of a rank's part of it, once it is loaded."""
+    n_parts = 1 if cut_axis(path_of(name)) is None else n_ranks
     if _stays_packed(weights.stored_type(name), residency):
-        return weights.stored_bytes(name)
-    return math.prod(weights.shape(name)) * target.dtype.itemsize
+        return weights.stored_bytes(name) // n_parts
+    return math.prod(weights.shape(name)) * target.dtype.itemsize // n_parts
 
 
-def _copies(weights: Weights, name: str, target: Target, residency: str) -> int:
-    """What lies beside a weight while it is read, decoded, reordered and converted."""
+def _copies(weights: Weights, name: str, target: Target, residency: str, n_ranks: int) -> int:
+    """What lies beside a weight while it is read, decoded, reordered and converted, and before it is cut."""
     elements, kind = math.prod(weights.shape(name)), weights.stored_type(name)
     if _stays_packed(kind, residency):
         return (3 if kind is GGMLType.Q8_0 else 4) * elements  # blocks, and codes of a byte that are joined anew
-    decoded = 0 if kind is GGMLType.F32 else 4 * elements
+    decoded = 0 if kind is GGMLType.F32 and n_ranks == 1 else 4 * elements
     converted = 0 if target.dtype is torch.float32 else 4 * elements
     return decoded + converted
 
 
-def _lost(weights: Weights, target: Target, residency: str) -> int:
+def _lost(weights: Weights, target: Target, residency: str, n_ranks: int) -> int:
     """What the C library does not give back between the matrices that are decoded: up to a tenth of them was seen."""
     if target.device.type != "cpu":
         return 0
     decoded = [name for name in weights if weights.stored_type(name) is not GGMLType.F32]
     kept = [name for name in decoded if not _stays_packed(weights.stored_type(name), residency)]
-    return sum(_kept(weights, name, target, residency) for name in kept) // 10
+    return sum(_kept(weights, name, target, residency, n_ranks) for name in kept) // 10
 
 
 def _shapes(config: ModelConfig, target: Target, batch: int, n_tokens: int) -> int:
@@ -185,9 +200,9 @@ def _shapes(config: ModelConfig, target: Target, batch: int, n_tokens: int) -> i
     return min(2 * min(n_calls, n_rows), _MOST_SHAPES)
 
 
-def _activations(weights: Weights, target: Target, residency: str, batch: int, n_tokens: int) -> int:
+def _activations(config: ModelConfig, target: Target, residency: str, batch: int, n_tokens: int) -> int:
     """Hidden states, projections and the feed-forward part of one pass, and the mask and scores of attention."""
-    config, width = weights.config, target.dtype.itemsize
+    width = target.dtype.itemsize
     seq = min(n_tokens, max(1, CHUNK[target.device.type] // batch))
     rows = 4 * config.hidden_size + max(_part_rows(config, layer) for layer in range(config.n_layers))
     scores = config.n_heads * min(seq, 64) * n_tokens * 4 if target.device.type == "cpu" else 0
@@ -217,13 +232,13 @@ def _part_rows(config: ModelConfig, layer: int) -> int:
     return mixer + feed
 
 
-def _refusal(weights: Weights, target: Target, wanted: Wanted, need: Need, free: float) -> str:
+def _refusal(weights: Weights, target: Target, wanted: Wanted, need: Need, free: float, each: str) -> str:
     parts = {"weights": need.weights, "cache": need.cache, "activations": need.activations + need.logits}
     figures = ", ".join(f"{name} {_gb(n_bytes)}" for name, n_bytes in parts.items())
     peak = need.peak
     return (
         f"{weights.path}: needs about {_gb(peak)} on {target.device} ({target.dtype_name}, {wanted.residency}, "
-        f"batch {wanted.batch}, {wanted.n_tokens} tokens: {figures}), {_gb(free)} are free; "
+        f"batch {wanted.batch}, {wanted.n_tokens} tokens: {figures}), {_gb(free)} are free{each}; "
         + _suggestion(weights, target, wanted, free)
     )
 

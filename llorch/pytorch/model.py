@@ -42,6 +42,11 @@ class TorchModel(AdaptedModules):
         self.target = target
         self._spare: Decoding | None = None
 
+    @property
+    def where(self) -> str:
+        """What it runs on, `torch-cpu-float32`."""
+        return str(self.target)
+
     def remove_adapter(self, name: str) -> None:
         """See `Opened.remove_adapter`."""
         super().remove_adapter(name)

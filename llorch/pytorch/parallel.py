@@ -14,7 +14,6 @@ Source: arXiv:1909.08053 (the two communications of a layer), arXiv:2304.11277; 
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,20 +24,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from llorch.architecture import Layer
 from llorch.config import ModelConfig
-from llorch.files import Weights
-from llorch.pytorch.cache import Cache
 from llorch.pytorch.causal_lm import CausalLM, Keep, keep_nothing
 from llorch.pytorch.device import Target
 from llorch.pytorch.load import Cut, all_of
 from llorch.pytorch.lora.leaves import LoraLeaf
-from llorch.pytorch.model import TorchModel
 from llorch.pytorch.ranks import summed
+from llorch.pytorch.splitting import COLUMNS, ROWS, cut_axis, require_split
 from llorch.stages import BY_NAME
 
-COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
-ROWS = ("self_attn.o_proj", "mlp.down_proj")
 ENTRIES = ("self_attn", "mlp")  # whose input is the same on all ranks, and its gradient a sum over them
 SPLIT = frozenset({"q_width", "kv_width", "heads", "kv_heads", "inter"})  # axes of stages of which a rank has a part
 
@@ -58,7 +52,7 @@ def parallelize(module: CausalLM, mesh: DeviceMesh, *, is_cut: bool = False) -> 
         ValueError: The ranks of `tp` do not divide the heads or the inner width, or a layer is not dense.
     """
     if (ranks := _sharing_layers(mesh)) is not None:
-        _require_split(module.config, ranks.size())
+        require_split(module.config, ranks.size())
         for layer in () if is_cut else module.model.layers:
             _cut_matrices(layer, ranks)
         connect(module, ranks)
@@ -85,7 +79,7 @@ def cut_for(config: ModelConfig, mesh: DeviceMesh) -> Cut:
     """
     if (ranks := _sharing_layers(mesh)) is None:
         return all_of
-    _require_split(config, ranks.size())
+    require_split(config, ranks.size())
     return partial(part_of, ranks=ranks)
 
 
@@ -94,34 +88,15 @@ def _sharing_layers(mesh: DeviceMesh) -> DeviceMesh | None:
     return mesh["tp"] if axes_of(mesh).get("tp", 1) > 1 else None
 
 
-def _require_split(config: ModelConfig, n_ranks: int) -> None:
-    if reason := cannot_split(config, n_ranks):
-        raise ValueError(f"tensor parallel: {reason}")
-
-
-def cannot_split(config: ModelConfig, n_ranks: int) -> str | None:
-    """Why the layers of a model cannot be split over so many ranks."""
-    if n_ranks == 1:
-        return None
-    if any(layer != Layer() for layer in config.layers):
-        return f"expected layers of the dense page, got those of {config.family}"
-    sizes = {"heads": config.n_heads, "KV heads": config.n_kv_heads, "inner width": config.intermediate_size}
-    uneven = [f"{name} {size}" for name, size in sizes.items() if size % n_ranks]
-    return f"expected sizes that {n_ranks} ranks divide, got {', '.join(uneven)}" if uneven else None
-
-
 def part_of(path: str, whole: Tensor, ranks: DeviceMesh) -> Tensor:
     """What the rank has of a weight, or of a field of a packed one, by the attribute path of its matrix.
 
     What is added to a sum over ranks is added by the first of them. Raises ValueError where blocks would be torn apart.
     """
-    matrix, _, kind = path.rpartition(".")
-    rank, n_ranks = ranks.get_local_rank(), ranks.size()
-    if matrix.endswith(ROWS) and kind == "bias":
-        return whole if rank == 0 else torch.zeros_like(whole)
-    if not matrix.endswith((*COLUMNS, *ROWS)):
-        return whole
-    axis = 1 if matrix.endswith(ROWS) else 0
+    rank, n_ranks, axis = ranks.get_local_rank(), ranks.size(), cut_axis(path)
+    if axis is None:
+        is_added = path.endswith(tuple(f"{matrix}.bias" for matrix in ROWS))
+        return torch.zeros_like(whole) if is_added and rank else whole
     if whole.shape[axis] % n_ranks:
         raise ValueError(
             f"tensor parallel: {path}: expected a size that {n_ranks} ranks divide, got {whole.shape[axis]}"
@@ -168,26 +143,6 @@ class Together(nn.Module):
         for part in self.modules():
             if isinstance(part, FSDPModule):
                 part.set_requires_gradient_sync(now, recurse=False)
-
-
-def of_a_rank(config: ModelConfig, n_ranks: int) -> ModelConfig:
-    """The heads that a rank has, as its cache is to hold them."""
-    return replace(config, n_heads=config.n_heads // n_ranks, n_kv_heads=config.n_kv_heads // n_ranks)
-
-
-class ParallelModel(TorchModel):
-    """A model of which every rank runs its part: all ranks call the same methods in the same order."""
-
-    def __init__(self, weights: Weights, target: Target, module: CausalLM, mesh: DeviceMesh) -> None:
-        """Take a module whose matrices were cut as they were loaded; ranks of `dp` do the same as each other."""
-        super().__init__(weights, target, parallelize(module, mesh["tp"], is_cut=True))
-        self.n_ranks = axes_of(mesh)["tp"]
-
-    def new_cache(self, batch: int, n_slots: int, first_position: int = 0) -> Cache:
-        """An empty cache for the heads of this rank."""
-        kind = {"dtype": self.target.dtype, "device": self.target.device}
-        config = of_a_rank(self.config, self.n_ranks)
-        return Cache(config, batch=batch, n_slots=n_slots, first_position=first_position, **kind)
 
 
 def own_input(matrix: str, x: Tensor, ranks: DeviceMesh) -> Tensor:

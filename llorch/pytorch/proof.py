@@ -56,11 +56,14 @@ def own_leaves(at: Target) -> Leaves:
     return {kind: make for kind, make in leaves.items() if kind not in faults}
 
 
-def speed_up(module: CausalLM, at: Target, attention: Attention, *, compiled: bool) -> None:
-    """Put faster leaves in place of the page's; what torch.compile is to fuse stays as it is."""
+def speed_up(
+    module: CausalLM, at: Target, attention: Attention, *, compiled: bool, without: Sequence[str] = ()
+) -> None:
+    """Put faster leaves in place of the page's, but for some kinds; what torch.compile is to fuse stays as it is."""
     if attention == "sdpa":
         use_sdpa(module)
-    leaves, on_cpu = own_leaves(at), at.device.type == "cpu"
+    leaves = {kind: make for kind, make in own_leaves(at).items() if kind not in without}
+    on_cpu = at.device.type == "cpu"
     if compiled:
         leaves = {kind: make for kind, make in leaves.items() if kind.startswith("packed") and not on_cpu}
     if leaves and on_cpu:

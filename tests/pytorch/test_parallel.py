@@ -15,8 +15,8 @@ from llorch.builtin import builtin_path
 from llorch.errors import EngineDied
 from llorch.files import open_weights
 from llorch.launched import is_rank
-from llorch.pytorch.parallel import cannot_split, of_a_rank
 from llorch.pytorch.ranks import on_ranks, start
+from llorch.pytorch.splitting import cannot_split, of_a_rank
 
 SIZES: Any = {
     "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 66, "hidden_size": 40, "head_dim": 8,

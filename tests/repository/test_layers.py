@@ -10,9 +10,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ROOMS = (  # each may import those before it, at the top of a file or in a function
-    "errors", "numerics", "fields", "finite", "memory", "architecture", "config", "builtin", "ops", "stages", "files",
-    "cache", "forward", "backward", "families", "sampling", "tokenizer", "write_checks", "convert", "threads",
-    "generate", "lora", "model", "train", "bench", "dumps", "pytorch", "verify", "learn", "__init__", "cli", "__main__",
+    "errors", "launched", "numerics", "fields", "finite", "memory", "architecture", "config", "builtin", "ops",
+    "stages", "files", "cache", "forward", "backward", "families", "sampling", "tokenizer", "write_checks", "convert",
+    "threads", "generate", "lora", "model", "train", "bench", "dumps", "pytorch", "verify", "learn", "__init__", "cli",
+    "__main__",
 )  # fmt: skip
 LAYER = {name: level for level, name in enumerate(ROOMS)}
 ON_TORCH = (  # nothing imports these at its top

@@ -8,8 +8,9 @@ import torch
 
 from llorch.pytorch import parallel
 from llorch.pytorch.device import target
-from llorch.pytorch.parallel import COLUMNS, part_of
+from llorch.pytorch.parallel import part_of
 from llorch.pytorch.ranks import start, summed
+from llorch.pytorch.splitting import COLUMNS
 from llorch.verify.judge import PASS
 from llorch.verify.models import verify_live, verify_stored
 from llorch.verify.runners.torch import parallel_runners

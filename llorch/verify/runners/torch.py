@@ -23,7 +23,8 @@ from llorch.pytorch.load import load_dense
 from llorch.pytorch.memory import require_memory
 from llorch.pytorch.model import TorchModel, as_numpy, load_torch
 from llorch.pytorch.packing import PACKERS
-from llorch.pytorch.parallel import ParallelModel, cut_for, named_on
+from llorch.pytorch.parallel import cut_for, named_on
+from llorch.pytorch.parallel_model import ParallelModel
 from llorch.pytorch.sampling import BatchSettings, Needs, probabilities, seen_tokens
 from llorch.stages import keys
 from llorch.verify.choices import GoOn, as_made

@@ -1,0 +1,61 @@
+"""What of a model each of the ranks has that share its layers: which weights are cut, and where that cannot be.
+
+Of q, k, v, gate and up a rank has some output rows, so that it has whole heads and a part of the inner width; of o and
+down the input columns that belong to them. Everything else is whole on every rank.
+"""
+
+from dataclasses import replace
+
+from llorch.architecture import Layer
+from llorch.config import ModelConfig
+from llorch.files import Weights
+from llorch.files.names import inventory
+from llorch.files.quant import BLOCK_SIZES
+from llorch.pytorch.packing import PACKERS
+from llorch.pytorch.paths import path_of
+
+COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+ROWS = ("self_attn.o_proj", "mlp.down_proj")
+
+
+def cannot_split(config: ModelConfig, n_ranks: int) -> str | None:
+    """Why the layers of a model cannot be split over so many ranks."""
+    if n_ranks == 1:
+        return None
+    if any(layer != Layer() for layer in config.layers):
+        return f"expected layers of the dense page, got those of {config.family}"
+    sizes = {"heads": config.n_heads, "KV heads": config.n_kv_heads, "inner width": config.intermediate_size}
+    uneven = [f"{name} {size}" for name, size in sizes.items() if size % n_ranks]
+    return f"expected sizes that {n_ranks} ranks divide, got {', '.join(uneven)}" if uneven else None
+
+
+def require_split(config: ModelConfig, n_ranks: int) -> None:
+    """Refuse (ValueError) what `cannot_split`."""
+    if reason := cannot_split(config, n_ranks):
+        raise ValueError(f"tensor parallel: {reason}")
+
+
+def torn_blocks(weights: Weights, n_ranks: int) -> str | None:
+    """Why matrices cannot be cut as they are packed: a column cut must fall between two blocks."""
+    for row in inventory(weights.config).values():
+        kind = weights.stored_type(row.name)
+        if kind in PACKERS and cut_axis(path_of(row.name)) == 1:
+            size = BLOCK_SIZES[kind][0]
+            if row.shape[-1] // size % n_ranks:
+                n_blocks = f"{row.shape[-1] // size} blocks of {size} columns ({kind.name})"
+                return f"{row.name}: expected blocks that {n_ranks} ranks divide, got {n_blocks}"
+    return None
+
+
+def cut_axis(path: str) -> int | None:
+    """Along which axis a weight is cut, by its attribute path; None: no rank has a part of it."""
+    matrix, _, kind = path.rpartition(".")
+    if matrix.endswith(COLUMNS):
+        return 0
+    return 1 if matrix.endswith(ROWS) and kind != "bias" else None
+
+
+def of_a_rank(config: ModelConfig, n_ranks: int) -> ModelConfig:
+    """The heads and the inner width that a rank has, as its cache and its memory are to hold them."""
+    sizes = {name: getattr(config, name) // n_ranks for name in ("n_heads", "n_kv_heads", "intermediate_size")}
+    return replace(config, **sizes)

@@ -1,0 +1,122 @@
+"""Generation with a split model, as tests run it on every rank, and files of a size that is wanted."""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from gguf import GGUFWriter
+
+from llorch.config import ModelConfig
+from llorch.files.export import add_hyperparameters
+from llorch.files.names import inventory
+from llorch.files.quant import GGMLType
+from llorch.pytorch.parallel_model import load_parallel
+from llorch.pytorch.ranks import start
+from llorch.sampling import SamplingSettings
+from llorch.verify.suites.quantised_models import MODELS, matrix_bytes
+
+PROMPTS = [[1, 5, 9, 13, 17], [2, 4], [30, 20, 10, 40, 50, 60, 70, 80, 90]]
+SETTINGS = [
+    SamplingSettings(),
+    SamplingSettings(temperature=1.3, seed=7, top_k=40, top_p=0.95),
+    SamplingSettings(temperature=0.9, seed=3, min_p=0.02, repetition_penalty=1.2),
+]
+
+
+def written(folder: Path, kind: GGMLType, **sizes: int) -> Path:
+    """A Llama file without vocabulary, its matrices random and of one type, of sizes that are said."""
+    config = replace(MODELS["Q8_0"].config, **sizes)
+    writer = GGUFWriter(folder / f"{kind.name}.gguf", config.family)
+    writer.add_tokenizer_model("no_vocab")
+    add_hyperparameters(writer, config)
+    for weight in inventory(config).values():
+        if len(weight.shape) == 1:
+            writer.add_tensor(weight.gguf, np.linspace(0.5, 1.5, weight.shape[0], dtype=np.float32))
+        else:
+            raw = matrix_bytes(kind, weight.shape, key=weight.name).view(np.int8)
+            known: Any = kind
+            writer.add_tensor(weight.gguf, raw, raw_shape=weight.shape, raw_dtype=known)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return folder / f"{kind.name}.gguf"
+
+
+def from_every_rank(value: Any) -> list[Any]:
+    """What each rank has, in their order."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def answered(model: Any) -> list[tuple[int, int]]:
+    """Row and id of each token that a batch is answered with."""
+    ignoring = model.generate_batch(PROMPTS, max_tokens=8, settings=SETTINGS, ignore_eos=True)
+    return [(row, token.id) for row, token in ignoring]
+
+
+def generated(path: str | Path, n_ranks: int, how: dict[str, Any], apart: bool = False) -> dict[str, Any]:
+    """Tokens and logits of every rank, and the leaves; `apart`: ranks differ in their logits."""
+    torch.set_num_threads(1)
+    mesh = start({"dp": 1, "tp": n_ranks})
+    model = load_parallel(path, mesh, **how)
+    vars(model)["tokenizer"] = NoText()
+    if apart:
+        model.module.register_forward_hook(lambda _, args, logits: logits.roll(dist.get_rank(), -1))
+    made = {
+        "tokens": from_every_rank(answered(model)),
+        "logits": from_every_rank(model.forward(PROMPTS[2])),
+        "leaves": sorted({type(module).__name__ for module in model.module.modules()}),
+    }
+    dist.destroy_process_group()
+    return made
+
+
+class NoText:
+    """Of a file without vocabulary."""
+
+    eos_token_ids: frozenset[int] = frozenset()
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Nothing."""
+        return b""
+
+
+def peak_of_loading(path: Path, n_ranks: int, residency: Any) -> list[int]:
+    """Bytes that loading its part took of each rank at most, pages of the file not counted."""
+    torch.set_num_threads(1)
+    mesh = start({"dp": 1, "tp": n_ranks})
+    before, done, peaks = anonymous(), threading.Event(), [0]
+    thread = threading.Thread(target=lambda: _watch(done, peaks))
+    thread.start()
+    model = load_parallel(path, mesh, residency=residency, kernels="torch", n_tokens=64)
+    done.set()
+    thread.join()
+    peaks = from_every_rank(max(*peaks, anonymous()) - before)
+    assert model.ranks.size() == n_ranks
+    dist.destroy_process_group()
+    return peaks
+
+
+def _watch(done: threading.Event, peaks: list[int]) -> None:
+    while not done.wait(0.002):
+        peaks[0] = max(peaks[0], anonymous())
+
+
+def anonymous() -> int:
+    """Memory of this process that is no mapped file."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+
+def sizes_of(config: ModelConfig, width: float) -> Sequence[float]:
+    """Bytes of what is whole on every rank, and of what is cut."""
+    sizes = {name: width * float(np.prod(row.shape)) for name, row in inventory(config).items()}
+    cut = sum(size for name, size in sizes.items() if name.endswith("_proj"))
+    return sum(sizes.values()) - cut, cut
