@@ -37,7 +37,8 @@ class Ending:
             said = self._why(error, code, line)
             here = self._here() if said is None else {}
         except (dist.DistError, RuntimeError):  # the store is gone
-            speak()
+            if self._rank == ranks_here(self._n_ranks)[0]:
+                speak()
             who = "the others, and the machine that started them"
             return RankFailed(f"{self._tried(error)} {who}: {_said(error)}", None)
         if self._rank == min(set(ranks_here(self._n_ranks)) & (here.keys() or {*range(self._n_ranks)})):
