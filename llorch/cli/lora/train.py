@@ -50,8 +50,9 @@ def command(
     The loss is cross entropy: the auxiliary one, which some mixtures of experts ask for (output_router_logits), is not
     computed, which is said. PEFT and we train experts and routers with --target-parameters only.
 
-    Ctrl-C or SIGTERM ends the step, saves and leaves; a second one leaves at once. With --resume, settings that are not
-    given come from the run in the folder, and so does the number of threads, which decides the last bits.
+    Ctrl-C or SIGTERM ends the step, saves and leaves; a second one leaves at once, but not with --mesh, whose launcher
+    sends several. With --resume, settings that are not given come from the run in the folder, and so does the number of
+    threads, which decides the last bits.
 
     A run that is over goes on with --resume when more --steps or --epochs are asked for: from there the rate follows
     the schedule of all steps. With a constant one it ends as a run that was begun for so many.
