@@ -90,8 +90,9 @@ def command(
     of our kernels is first compared with what torch has in its place, on that device.
 
     With --mesh dp=N,tp=M the torch modules are split over M processes, and each stage is judged as all of them have it
-    together; training runs on N times M, which also share the rows of a batch and the parameters. A model that is not
-    dense, or whose heads M does not divide, is refused; where no model is given it is left out and named.
+    together; training runs on N times M, which also share the rows of a batch and the parameters. A model with
+    other layers than dense ones and experts, or whose heads M does not divide, is refused; where no model is given it
+    is left out and named.
 
     Another token than the golden's is a TIE only where the float64 truth holds both so near to each other that rounding
     moves one past the other, and a token more or less in top-p only where float32 sums may put it on either side of p.

@@ -2,7 +2,8 @@
 
     tp    tensor parallel: ranks that share every layer. Of q, k, v, gate and up each has some output rows, so that it
           has whole heads and a part of the inner width; of o and down the input columns that belong to them, and the
-          parts of the result are summed. Norms, embedding and logits are whole.
+          parts of the result are summed. Norms, embedding and logits are whole. Of experts each has some, see
+          `llorch.pytorch.parallel_experts`; routers are whole.
     dp    data parallel: ranks that have other rows of a batch. Each keeps a share of every parameter (FSDP2); those of
           a block are put together when it runs, and gradients are summed as they are shared out again.
 
@@ -27,14 +28,16 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from llorch.config import ModelConfig
 from llorch.pytorch.causal_lm import CausalLM, Keep, keep_nothing
 from llorch.pytorch.device import Target
+from llorch.pytorch.experts import QuantisedExperts, SparseMoe
 from llorch.pytorch.load import Cut, all_of
 from llorch.pytorch.lora.leaves import LoraLeaf
+from llorch.pytorch.parallel_experts import split_experts
 from llorch.pytorch.ranks import summed
-from llorch.pytorch.splitting import COLUMNS, ROWS, cut_axis, require_split
+from llorch.pytorch.splitting import COLUMNS, EXPERTS, ROWS, cut_axis, require_split
 from llorch.stages import BY_NAME
 
-ENTRIES = ("self_attn", "mlp")  # whose input is the same on all ranks, and its gradient a sum over them
-SPLIT = frozenset({"q_width", "kv_width", "heads", "kv_heads", "inter"})  # axes of stages of which a rank has a part
+OF_EXPERTS = frozenset({"expert_gate", "expert_up", "expert_act", "expert_out"})  # zero of other ranks' experts
+SPLIT = frozenset({"q_width", "kv_width", "heads", "kv_heads", "inter", "shared_inter"})  # axes that ranks share
 
 
 def parallelize(module: CausalLM, mesh: DeviceMesh, *, is_cut: bool = False) -> CausalLM:
@@ -97,7 +100,7 @@ def part_of(path: str, whole: Tensor, ranks: DeviceMesh) -> Tensor:
     if axis is None:
         is_added = path.endswith(tuple(f"{matrix}.bias" for matrix in ROWS))
         return torch.zeros_like(whole) if is_added and rank else whole
-    if whole.shape[axis] % n_ranks:
+    if whole.shape[axis] % n_ranks and not path.removesuffix(".weight").endswith(EXPERTS):
         raise ValueError(
             f"tensor parallel: {path}: expected a size that {n_ranks} ranks divide, got {whole.shape[axis]}"
         )
@@ -107,7 +110,10 @@ def part_of(path: str, whole: Tensor, ranks: DeviceMesh) -> Tensor:
 def connect(module: CausalLM, ranks: DeviceMesh) -> None:
     """Let layers that have their parts share what goes in, sum what comes out, and cut their adapters likewise."""
     for layer in module.model.layers:
-        for name in ENTRIES:
+        if isinstance(layer.mlp, SparseMoe):
+            _require_plain_experts(layer)
+            split_experts(layer, ranks, layer.mlp.gate.out_features, lambda part: _leaving(part, ranks))
+        for name in _entries(layer):
             layer.get_submodule(name).register_forward_pre_hook(lambda _, args: (_entering(args[0], ranks), *args[1:]))
         for path, leaf in _leaves(layer):
             if path in ROWS:
@@ -167,16 +173,35 @@ def _gathered(part: Tensor, axis: int, ranks: DeviceMesh) -> Tensor:
     return torch.cat(parts, axis)
 
 
+def _require_plain_experts(layer: Any) -> None:
+    leaves = [leaf for path, leaf in _leaves(layer) if path in EXPERTS]
+    if any(isinstance(leaf, LoraLeaf) for leaf in leaves):
+        raise ValueError("tensor parallel: adapters on experts are not split; train others, or use tp=1")
+    if any(isinstance(leaf, QuantisedExperts) for leaf in leaves):
+        raise ValueError("tensor parallel: packed experts are not split; use --weights decoded")
+
+
+def _entries(layer: Any) -> Iterator[str]:
+    """Modules whose input is the same on all ranks, and its gradient a sum over them."""
+    yield "self_attn"
+    if not isinstance(layer.mlp, SparseMoe):
+        yield "mlp"
+        return
+    yield "mlp.experts"  # and not what is beside them: a router is whole on all ranks, and so is its gradient
+    if layer.mlp.shared_expert is not None:
+        yield "mlp.shared_expert"
+
+
 def _leaves(layer: nn.Module) -> Iterator[tuple[str, Any]]:
-    for path in (*COLUMNS, *ROWS):
-        yield path, layer.get_submodule(path)
+    there = dict(layer.named_modules())
+    yield from ((path, there[path]) for path in (*COLUMNS, *ROWS, *EXPERTS) if path in there)
 
 
 def _cut_matrices(layer: nn.Module, ranks: DeviceMesh) -> None:
     for path, leaf in _leaves(layer):
         base = leaf.base_layer if isinstance(leaf, LoraLeaf) else leaf
         for kind in ("weight", "bias"):
-            whole = getattr(base, kind)
+            whole = getattr(base, kind, None)
             if whole is not None:
                 setattr(base, kind, nn.Parameter(part_of(f"{path}.{kind}", whole.data, ranks), requires_grad=False))
 
@@ -232,7 +257,12 @@ def _of_whole_stages(keep: Keep, ranks: DeviceMesh) -> Keep:
     """Gathers a stage of which every rank has a part, and goes on with this rank's part of what `keep` gives back."""
 
     def shown(name: str, part: Tensor) -> Tensor:
-        axes = ("batch", *BY_NAME[name.rpartition(".")[2]].axes.split())
+        stage = BY_NAME[name.rpartition(".")[2]]
+        if stage.name in OF_EXPERTS:
+            whole = summed(part.clone(), ranks)
+            made = keep(name, whole)
+            return part if made is whole else made
+        axes = ("batch", *stage.axes.split())
         axis = next((at for at, axis in enumerate(axes) if axis in SPLIT), None)
         if axis is None:
             return keep(name, part)

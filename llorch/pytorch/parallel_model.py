@@ -5,7 +5,7 @@ rounding can part them.
 
 Of the faster leaves those that replace a projection, a norm, the rotation, attention or the activation are right on a
 part: they see whole heads, or numbers one by one. The one that computes a whole block is left out, as it would not sum
-what the ranks make.
+what the ranks make, and so is that of experts, which does not tell how many of them there are.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ from llorch.pytorch.proof import own_leaves, speed_up
 from llorch.pytorch.ranks import Ranks
 from llorch.pytorch.splitting import of_a_rank, require_split, torn_blocks
 
-WHOLE_ONLY = ("block",)  # leaves that are wrong on a part
+WHOLE_ONLY = ("block", "experts")  # leaves that are wrong on a part
 
 
 class ParallelModel(TorchModel):

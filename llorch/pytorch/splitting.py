@@ -1,7 +1,7 @@
 """What of a model each of the ranks has that share its layers: which weights are cut, and where that cannot be.
 
 Of q, k, v, gate and up a rank has some output rows, so that it has whole heads and a part of the inner width; of o and
-down the input columns that belong to them. Everything else is whole on every rank.
+down the input columns that belong to them. Experts are dealt out one by one. Everything else is whole on every rank.
 """
 
 from dataclasses import replace
@@ -14,17 +14,28 @@ from llorch.files.quant import BLOCK_SIZES
 from llorch.pytorch.packing import PACKERS
 from llorch.pytorch.paths import path_of
 
-COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
-ROWS = ("self_attn.o_proj", "mlp.down_proj")
+_FEED = ("mlp", "mlp.shared_expert")
+COLUMNS = (
+    "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj",
+    *(f"{m}.{p}_proj" for m in _FEED for p in ("gate", "up")),
+)  # fmt: skip
+ROWS = ("self_attn.o_proj", *(f"{module}.down_proj" for module in _FEED))
+EXPERTS = tuple(f"mlp.experts.{part}_proj" for part in ("gate", "up", "down"))
 
 
 def cannot_split(config: ModelConfig, n_ranks: int) -> str | None:
     """Why the layers of a model cannot be split over so many ranks."""
     if n_ranks == 1:
         return None
-    if any(layer != Layer() for layer in config.layers):
-        return f"expected layers of the dense page, got those of {config.family}"
-    sizes = {"heads": config.n_heads, "KV heads": config.n_kv_heads, "inner width": config.intermediate_size}
+    if any(layer not in (Layer(), Layer(experts=True)) for layer in config.layers):
+        return f"expected layers of the dense page or with experts, got those of {config.family}"
+    sizes = {"heads": config.n_heads, "KV heads": config.n_kv_heads}
+    if not all(config.layer(i).experts for i in range(config.n_layers)):
+        sizes["inner width"] = config.intermediate_size
+    if config.experts is not None:
+        sizes["width of the shared expert"] = config.experts.shared_size
+        if config.experts.n_experts < n_ranks:
+            return f"expected an expert for each of {n_ranks} ranks, got {config.experts.n_experts}"
     uneven = [f"{name} {size}" for name, size in sizes.items() if size % n_ranks]
     return f"expected sizes that {n_ranks} ranks divide, got {', '.join(uneven)}" if uneven else None
 
@@ -38,7 +49,9 @@ def require_split(config: ModelConfig, n_ranks: int) -> None:
 def torn_blocks(weights: Weights, n_ranks: int) -> str | None:
     """Why matrices cannot be cut as they are packed: a column cut must fall between two blocks."""
     for row in inventory(weights.config).values():
-        kind = weights.stored_type(row.name)
+        kind, path = weights.stored_type(row.name), path_of(row.name).removesuffix(".weight")
+        if kind in PACKERS and path.endswith(EXPERTS) and n_ranks > 1:
+            return f"{row.name}: packed experts are not split"
         if kind in PACKERS and cut_axis(path_of(row.name)) == 1:
             size = BLOCK_SIZES[kind][0]
             if row.shape[-1] // size % n_ranks:
@@ -50,7 +63,7 @@ def torn_blocks(weights: Weights, n_ranks: int) -> str | None:
 def cut_axis(path: str) -> int | None:
     """Along which axis a weight is cut, by its attribute path; None: no rank has a part of it."""
     matrix, _, kind = path.rpartition(".")
-    if matrix.endswith(COLUMNS):
+    if matrix.endswith((*COLUMNS, *EXPERTS)):
         return 0
     return 1 if matrix.endswith(ROWS) and kind != "bias" else None
 

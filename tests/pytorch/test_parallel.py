@@ -28,6 +28,8 @@ SIZES: Any = {
     ("model", "n_ranks"),
     [
         ("micro-qwen2", 2),  # biases, tied
+        ("micro-qwen2-moe", 2),  # seven experts: four and three; a shared one
+        pytest.param("micro-qwen3-moe", 2, marks=pytest.mark.slow),
         pytest.param("micro-llama3", 4, marks=pytest.mark.slow),
         pytest.param("micro-llama", 1, marks=pytest.mark.slow),
     ],
@@ -59,15 +61,17 @@ def test_other_dtypes_stay_within_the_limits_of_one_process(dtype: str):
 
 
 @pytest.mark.parametrize(
-    ("plant", "stage"),
+    ("plant", "model", "stage"),
     [
-        ("unsummed", "attn_out"),
-        pytest.param("averaged", "attn_out", marks=pytest.mark.slow),
-        pytest.param("other rank", "q_proj", marks=pytest.mark.slow),
+        ("unsummed", "micro-llama", "attn_out"),
+        pytest.param("averaged", "micro-llama", "attn_out", marks=pytest.mark.slow),
+        pytest.param("other rank", "micro-llama", "q_proj", marks=pytest.mark.slow),
+        pytest.param("experts of all ranks", "micro-qwen3-moe", "expert_gate", marks=pytest.mark.slow),
+        pytest.param("experts of another rank", "micro-qwen3-moe", "expert_gate", marks=pytest.mark.slow),
     ],
 )
-def test_a_mistake_of_splitting_goes_red_where_it_is_made(plant: str, stage: str):
-    _, n_failed, failed = on_ranks(2, judged, "micro-llama", 2, "float64", plant)
+def test_a_mistake_of_splitting_goes_red_where_it_is_made(plant: str, model: str, stage: str):
+    _, n_failed, failed = on_ranks(2, judged, model, 2, "float64", plant)
     assert n_failed > 100
     assert next(where for mode, where in failed if mode == "isolated") == stage
 
@@ -114,7 +118,7 @@ def test_what_ranks_do_not_divide_or_is_not_dense_cannot_be_split():
     assert cannot_split(config, 3) == "expected sizes that 3 ranks divide, got inner width 224"
     hybrid = open_weights(builtin_path("micro-qwen3.5")).config
     assert cannot_split(hybrid, 1) is None
-    assert cannot_split(hybrid, 2) == "expected layers of the dense page, got those of qwen3_5"
+    assert cannot_split(hybrid, 2) == "expected layers of the dense page or with experts, got those of qwen3_5"
     part = of_a_rank(config, 3)
     assert (part.n_heads, part.n_kv_heads, part.head_dim, part.layer(0)) == (5, 1, config.head_dim, Layer())
 

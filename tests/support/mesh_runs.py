@@ -8,7 +8,9 @@ import torch
 
 from llorch.pytorch import parallel
 from llorch.pytorch.device import target
+from llorch.pytorch.experts import Experts
 from llorch.pytorch.parallel import part_of
+from llorch.pytorch.parallel_experts import OwnExperts, split_experts
 from llorch.pytorch.ranks import start, summed
 from llorch.pytorch.splitting import COLUMNS
 from llorch.verify.judge import PASS
@@ -27,11 +29,24 @@ def of_another_rank(path: str, whole: Any, ranks: Any) -> Any:
     return part_of(path, moved, ranks)
 
 
+def unmasked(self: Any, h: Any, ids: Any, keep: Any) -> Any:
+    """Every rank computes all choices, with its own experts where it has not the chosen one."""
+    return Experts.forward(self, h, (ids - self.first).clamp(0, self.gate_proj.n_experts - 1), keep)
+
+
+def first_shifted(layer: Any, ranks: Any, *rest: Any) -> None:
+    """Each rank takes its experts for those beside them."""
+    split_experts(layer, ranks, *rest)
+    layer.mlp.experts.first = 3 - layer.mlp.experts.first  # of seven, four and three: 0 and 4
+
+
 PLANTED: Mapping[str, Callable[[], None]] = {
     "": lambda: None,
     "unsummed": lambda: setattr(parallel, "_leaving", lambda part, ranks: part),
     "averaged": lambda: setattr(parallel, "_leaving", averaged),
     "other rank": lambda: setattr(parallel, "part_of", of_another_rank),
+    "experts of all ranks": lambda: setattr(OwnExperts, "forward", unmasked),
+    "experts of another rank": lambda: setattr(parallel, "split_experts", first_shifted),
 }
 
 

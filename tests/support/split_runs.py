@@ -11,11 +11,20 @@ import torch
 import torch.distributed as dist
 from gguf import GGUFWriter
 
+from llorch.builtin import builtin_path
 from llorch.config import ModelConfig
+from llorch.files import open_weights
 from llorch.files.export import add_hyperparameters
 from llorch.files.names import inventory
 from llorch.files.quant import GGMLType
+from llorch.lora.config import LoraConfig
+from llorch.lora.initial import initial_adapter
+from llorch.pytorch.cache import Cache, NoCache
+from llorch.pytorch.load import all_of, load_dense
+from llorch.pytorch.lora.adapters import attach, trainable_parameters
+from llorch.pytorch.parallel import cut_for, parallelize
 from llorch.pytorch.parallel_model import load_parallel
+from llorch.pytorch.parts import whole
 from llorch.pytorch.ranks import start
 from llorch.sampling import SamplingSettings
 from llorch.verify.suites.quantised_models import MODELS, matrix_bytes
@@ -120,3 +129,24 @@ def sizes_of(config: ModelConfig, width: float) -> Sequence[float]:
     sizes = {name: width * float(np.prod(row.shape)) for name, row in inventory(config).items()}
     cut = sum(size for name, size in sizes.items() if name.endswith("_proj"))
     return sum(sizes.values()) - cut, cut
+
+
+def gradients(model: str, n_ranks: int, lora: LoraConfig) -> dict[str, np.ndarray]:
+    """Gradients of an adapter on some tokens, in float64; of one process, or put together."""
+    weights, cpu = open_weights(builtin_path(model)), torch.device("cpu")
+    mesh = start({"tp": n_ranks}) if n_ranks > 1 else None
+    cut = all_of if mesh is None else cut_for(weights.config, mesh)
+    module = load_dense(weights, dtype=torch.float64, device=cpu, cut=cut)
+    attach(module, initial_adapter(lora, weights, init="gaussian", seed=1), trainable=True)
+    drawn = torch.Generator().manual_seed(0)
+    for _, factor in sorted(trainable_parameters(module).items()):
+        factor.data = torch.randn(factor.shape, generator=drawn, dtype=factor.dtype) / 10
+    if mesh is not None:
+        parallelize(module, mesh, is_cut=True)
+    ids, positions = torch.arange(12)[None] * 5, torch.arange(12)[None]
+    place = Cache(weights.config, batch=1, n_slots=12, dtype=torch.float64, device=cpu).place(
+        positions, ctx=12, causal=True
+    )
+    module(ids, place, NoCache(cpu)).log_softmax(-1)[0, :, 3].sum().backward()
+    made: dict[str, Any] = {name: factor.grad for name, factor in trainable_parameters(module).items()}
+    return {name: whole(gradient).numpy().copy() for name, gradient in made.items()}
