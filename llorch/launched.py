@@ -32,6 +32,11 @@ def ranks_here(n_ranks: int) -> range:
     return range(first, first + n_here)
 
 
+def own_device(kind: str) -> str:
+    """The device of this rank, `cuda:3` of `cuda`; the CPU belongs to all."""
+    return kind if kind == "cpu" else f"cuda:{os.environ['LOCAL_RANK']}"
+
+
 def only_first_speaks() -> None:
     """Let nobody read what a rank says but those of the first."""
     if os.environ["RANK"] == "0" or _stderr:

@@ -81,10 +81,12 @@ def on_mesh(
         return
     if find_spec("torch") is None:
         raise MissingExtra("torch", "torch")
+    from llorch.pytorch.device import target
     from llorch.pytorch.ranks import Ranks, leave, start
 
     timeout = timedelta(seconds=rank_timeout)
     if not is_rank():
+        target(device)  # that it is here
         _launch(axes, timeout)
     _interruptible()
     try:

@@ -24,7 +24,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.rendezvous import rendezvous
 
 from llorch.errors import EngineDied, RankFailed
-from llorch.launched import OURS, n_restarts, only_first_speaks
+from llorch.launched import OURS, n_restarts, only_first_speaks, own_device
+from llorch.pytorch.device import target
 from llorch.pytorch.ending import Ending
 from llorch.train.resume import differences
 
@@ -94,7 +95,9 @@ def start(axes: Mapping[str, int], *, device: str = "cpu", timeout: timedelta = 
 
     Raises:
         ValueError: On all ranks: there are not as many as the mesh has.
+        MissingDevice: This rank has no such device.
     """
+    target(own_device(device))  # that it is here
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # it tells how parts are put together
     store, rank, n_ranks = next(rendezvous("env://", timeout=timeout))
     failures = PrefixStore(f"failures of start {n_restarts()}", store)

@@ -10,12 +10,16 @@ from typing import Any, cast
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from llorch.files import Weights
+from llorch.launched import ranks_here
 from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.device import Target, compute_as_named
-from llorch.pytorch.load import Cut, all_of, load_dense, load_packed
+from llorch.pytorch.load import all_of, load_dense, load_packed
 from llorch.pytorch.memory import require_memory
+from llorch.pytorch.parallel import axes_of, cut_for
+from llorch.pytorch.ranks import Ranks
 from llorch.pytorch.sdpa import use_sdpa
 
 
@@ -60,14 +64,21 @@ def freeze_linears(module: CausalLM) -> None:
 
 
 def load_for_training(
-    weights: Weights, at: Target, *, residency: str, batch: int, n_tokens: int, cut: Cut = all_of
+    weights: Weights, at: Target, *, residency: str, batch: int, n_tokens: int, mesh: DeviceMesh | None = None
 ) -> CausalLM:
-    """Load a model, its weights frozen, for passes of `batch` rows of `n_tokens`; see `load_dense` for `cut`."""
+    """Load a model, its weights frozen, for passes of `batch` rows of `n_tokens`; on a mesh this rank's part."""
     compute_as_named(at)
-    chosen = require_memory(weights, at, cast(Any, residency), batch=batch, n_tokens=n_tokens)
+    cut, room = (all_of, {}) if mesh is None else (cut_for(weights.config, mesh), _shared_by(mesh))
+    how: Any = {"residency": cast(Any, residency), "batch": batch, "n_tokens": n_tokens, **room}
+    chosen = Ranks(mesh).first(lambda: require_memory(weights, at, **how))  # before any rank takes what is free
     module = (load_packed if chosen == "packed" else load_dense)(weights, dtype=at.dtype, device=at.device, cut=cut)
     prepare(module)
     return module
+
+
+def _shared_by(mesh: DeviceMesh) -> dict[str, int]:
+    """How many ranks share every layer, and how many the memory of this machine."""
+    return {"n_ranks": axes_of(mesh)["tp"], "n_here": len(ranks_here(mesh.size()))}
 
 
 def prepare(module: CausalLM) -> None:

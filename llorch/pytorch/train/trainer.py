@@ -15,15 +15,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from llorch.builtin import find_data
 from llorch.files import Weights, open_weights
 from llorch.files.strict_json import read_settings
+from llorch.launched import own_device
 from llorch.lora.adapter import Adapter
 from llorch.lora.base import identity_of
 from llorch.lora.initial import initial_adapter
 from llorch.model import Opened, find
 from llorch.pytorch.device import target
-from llorch.pytorch.load import all_of
 from llorch.pytorch.lora.adapters import adapter_of, attach, trainable_parameters
 from llorch.pytorch.lora.dropout import MASKS
-from llorch.pytorch.parallel import axes_of, cut_for
+from llorch.pytorch.parallel import axes_of
 from llorch.pytorch.parts import own, part_of
 from llorch.pytorch.ranks import Ranks
 from llorch.pytorch.train.adamw import AdamW
@@ -64,7 +64,7 @@ class Training:
         config = self._weights.config
         _require_mesh(settings, mesh)
         self.settings = settings.with_defaults(hidden_size=config.hidden_size, context=config.max_position_embeddings)
-        self.target = target(settings.device, self.settings.dtype_name)
+        self.target = target(own_device(settings.device) if mesh else settings.device, self.settings.dtype_name)
         self.data = read_data(find_data(settings.data), Opened(self._weights), self.settings.data_settings)
         counts = {"batch_size": settings.batch_size, "accumulation": settings.accumulation}
         self.plan = Plan(self.data.rows(self.data.train), **counts, seed=settings.seed)
@@ -161,9 +161,13 @@ class Training:
         """The model with the new adapter."""
         settings, length = self.settings, self.data.settings.max_length
         mesh = self.ranks.mesh
-        cut = all_of if mesh is None else cut_for(self._weights.config, mesh)
         module = load_for_training(
-            self._weights, self.target, residency=settings.weights, batch=settings.batch_size, n_tokens=length, cut=cut
+            self._weights,
+            self.target,
+            residency=settings.weights,
+            batch=settings.batch_size,
+            n_tokens=length,
+            mesh=mesh,
         )
         minus = self._initial if settings.init == "pissa" else None
         attach(module, self._initial, trainable=True, minus=minus)

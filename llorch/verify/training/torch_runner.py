@@ -148,7 +148,7 @@ class TorchRunner:
     def _worker(self, adapter: Adapter) -> Alone:
         if self.as_trainer:
             width = max(batch.ids.shape[1] for batch in self.batches)
-            how: Any = {"residency": "decoded", "batch": 2, "n_tokens": width, "cut": self._cut}
+            how: Any = {"residency": "decoded", "batch": 2, "n_tokens": width, "mesh": self._mesh}
             module = load_for_training(self.weights, self.target, **how)
         else:
             module = load_dense(self.weights, dtype=self.target.dtype, device=self.target.device)
