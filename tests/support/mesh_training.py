@@ -33,12 +33,13 @@ class OwnMeans(worker.OnMesh):
 
 def late() -> None:
     """Adapters that come after the model was shared out: nobody knows of them, so nobody sums their gradients."""
-    right: Any = parallel.fully_shard
+    where: Any = parallel
+    right = where.fully_shard
 
     def without_adapters(part: Any, **how: Any) -> None:
         right(part, ignored_params={p for p in part.parameters() if p.requires_grad}, **how)
 
-    vars(parallel)["fully_shard"] = without_adapters
+    where.fully_shard = without_adapters
 
 
 def own_means() -> None:
@@ -48,10 +49,9 @@ def own_means() -> None:
 
 def rank_seeds() -> None:
     """Every rank draws its own dropout."""
-    right = step.token_keys
-    vars(step)["token_keys"] = lambda *given, seed, **how: right(
-        *given, seed=seed + torch.distributed.get_rank(), **how
-    )
+    where: Any = step
+    right = where.token_keys
+    where.token_keys = lambda *given, seed, **how: right(*given, seed=seed + torch.distributed.get_rank(), **how)
 
 
 PLANTED: Mapping[str, Callable[[], None]] = {

@@ -5,6 +5,7 @@ import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -77,12 +78,14 @@ def test_peft_too_far_from_the_truth_is_refused():
 
 
 def test_a_run_whose_adapter_is_in_half_precision_is_refused(monkeypatch: pytest.MonkeyPatch):
-    module = TorchRunner._module
+    worker = TorchRunner._worker
 
-    def rounded(runner: TorchRunner, adapter: object) -> object:
-        return module(runner, adapter).to(runner.target.dtype)  # type: ignore[arg-type]
+    def rounded(runner: TorchRunner, adapter: Any) -> Any:
+        made = worker(runner, adapter)
+        made.module.to(runner.target.dtype)
+        return made
 
-    monkeypatch.setattr(TorchRunner, "_module", rounded)
+    monkeypatch.setattr(TorchRunner, "_worker", rounded)
     with pytest.raises(TypeError, match="BFloat16"):
         list(torch_rows(MODEL, weights_of(MODEL), training_golden_of(MODEL), on("torch-cpu-bfloat16")))
 
