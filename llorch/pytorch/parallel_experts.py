@@ -27,12 +27,19 @@ class OwnExperts(Experts):
 
     def forward(self, h: Hidden | PerExpert, ids: Chosen, keep: Keep) -> PerExpert:
         """What each of the chosen experts that are here makes of its token, or of its share of it."""
-        n_own = self.gate_proj.n_experts
-        mine = ((ids >= self.first) & (ids < self.first + n_own))[..., None]
-        made = super().forward(
-            h, (ids - self.first).clamp(0, n_own - 1), lambda name, part: keep(name, part.where(mine, 0))
-        )
-        return made.where(mine, 0)
+        mine = (ids >= self.first) & (ids < self.first + self.gate_proj.n_experts)
+        x = h if h.dim() > ids.dim() else h[:, :, None].expand(*ids.shape, -1)
+
+        def keep_all(name: str, rows: Tensor) -> Tensor:
+            return keep(name, _among_zeros(rows, mine))[mine][None, :, None]
+
+        chosen = (ids - self.first)[mine][None, :, None]  # (1, rows, 1): the choices that are computed here
+        return _among_zeros(super().forward(x[mine][None, :, None], chosen, keep_all), mine)
+
+
+def _among_zeros(rows: Tensor, mine: Tensor) -> PerExpert:
+    """Rows of some choices at their places in a tensor of all."""
+    return rows.new_zeros(*mine.shape, rows.shape[-1]).masked_scatter(mine[..., None], rows)
 
 
 def split_experts(layer: Any, ranks: DeviceMesh, n_experts: int, sum_over: Callable[[Tensor], Tensor]) -> None:
