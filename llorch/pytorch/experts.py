@@ -157,12 +157,12 @@ def multiply_decoded(
 
 
 def grouped(multiply: Callable[[int, Tensor], Tensor], x: PerExpert, ids: Chosen, n_experts: int) -> PerExpert:
-    """Call `multiply` once for each expert that is chosen, with all of its rows."""
+    """Call `multiply` once for each expert that is chosen, with all of its rows; there may be none."""
     flat = ids.flatten()
     order, counts = flat.argsort(stable=True), flat.bincount(minlength=n_experts).tolist()
     rows = x.expand(*ids.shape, -1).flatten(0, -2)[order].split(counts)
-    made = torch.cat([multiply(expert, some) for expert, some in enumerate(rows) if len(some)])
-    return made[order.argsort()].unflatten(0, ids.shape)
+    made = [multiply(expert, some) for expert, some in enumerate(rows) if len(some)] or [multiply(0, rows[0])]
+    return torch.cat(made)[order.argsort()].unflatten(0, ids.shape)
 
 
 def softmax(logits: Float[Tensor, "*rows experts"]) -> Float[Tensor, "*rows experts"]:
