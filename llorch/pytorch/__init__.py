@@ -5,4 +5,7 @@ forward pass on one page, with `cache`; then `load`, `packing` and `quantised_li
 and `batch` (a token after the other), `model`, which is what users hold. What is faster than the page stands beside it:
 `leaves` puts it in, `cpu/` and `cuda/` have it, `trial` and `proof` say whether it may run. `reproducible` trades speed
 for bits that nothing but the prompt decides, `memory` refuses what does not fit. `lora/` and `train/` are fine-tuning.
+
+Several processes: `ranks` starts them and `ending` ends them, `splitting` says what each has, `parallel` and
+`parallel_experts` split a model, `parallel_model` generates with it, `parts` is a tensor of which a process has a part.
 """

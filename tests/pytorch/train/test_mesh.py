@@ -11,6 +11,9 @@ from mesh_training import judged_training, made_run
 from safetensors.numpy import load_file
 from training_runs import Silent, losses_on_mesh, small_settings, trained
 
+from llorch.convert import convert
+from llorch.files.quant import GGMLType
+from llorch.model import find
 from llorch.pytorch.ranks import on_ranks
 from llorch.pytorch.train.run import Run
 
@@ -61,6 +64,37 @@ def test_every_layout_and_kind_gives_the_losses_of_one_process(
     one = trained(settings, steps=0)
     want = [one.run_step().loss for _ in range(3)]
     assert on_ranks(axes["dp"] * axes["tp"], losses_on_mesh, settings, axes, 3) == pytest.approx(want, rel=1e-12)
+
+
+@SLOW
+@pytest.mark.parametrize(
+    ("model", "axes", "kind"),
+    [
+        ("micro-qwen3.5", {"dp": 2, "tp": 1}, {}),
+        ("micro-llama4", {"dp": 2, "tp": 1}, {}),
+        ("micro-qwen3-moe", {"dp": 2, "tp": 1}, {"target_parameters": ("experts.down_proj", "gate.weight")}),
+        ("micro-qwen3-moe", {"dp": 2, "tp": 2}, {}),
+    ],
+)
+def test_families_with_other_layers_are_trained_on_several_ranks(
+    tmp_path: Path, model: str, axes: Mapping[str, int], kind: Mapping[str, Any]
+):
+    settings = small_settings(tmp_path, model=model, dtype="float64", **kind)
+    one = trained(settings, steps=0)
+    want = [one.run_step().loss for _ in range(3)]
+    assert on_ranks(axes["dp"] * axes["tp"], losses_on_mesh, settings, axes, 3) == pytest.approx(want, rel=1e-12)
+
+
+@SLOW
+def test_a_packed_base_is_cut_by_its_blocks(tmp_path: Path):
+    convert(find("story"), tmp_path / "packed.gguf", ggml_type=GGMLType.Q8_0)
+    model = str(tmp_path / "packed.gguf")
+    settings = small_settings(tmp_path, model=model, dtype="float64", weights="packed")
+    one = trained(settings, steps=0)
+    want = [one.run_step().loss for _ in range(3)]
+    assert on_ranks(4, losses_on_mesh, settings, BOTH, 3) == pytest.approx(
+        want, rel=1e-9
+    )  # rounded to float32 in tiles
 
 
 @SLOW
