@@ -55,9 +55,17 @@ def test_a_run_on_two_by_two_is_that_of_one_process_and_goes_on_as_one(tmp_path:
 
 
 @SLOW
-@pytest.mark.parametrize("axes", [{"dp": 4, "tp": 1}, {"dp": 1, "tp": 2}, {"dp": 3, "tp": 2}, {"dp": 1, "tp": 1}])
-@pytest.mark.parametrize("kind", [{"dora": True}, {"init": "pissa"}, {"packing": True}, {"rslora": True}])
-def test_every_layout_and_kind_gives_the_losses_of_one_process(
+@pytest.mark.parametrize(
+    ("axes", "kind"),
+    [
+        ({"dp": 4, "tp": 1}, {"packing": True}),
+        ({"dp": 1, "tp": 2}, {"dora": True}),
+        ({"dp": 2, "tp": 2}, {"dora": True}),
+        ({"dp": 3, "tp": 2}, {"init": "pissa"}),
+        ({"dp": 1, "tp": 1}, {"rslora": True}),
+    ],
+)
+def test_other_layouts_and_kinds_give_the_losses_of_one_process(
     tmp_path: Path, axes: Mapping[str, int], kind: Mapping[str, Any]
 ):
     settings = small_settings(tmp_path, **FLOAT64, batch_size=4, **kind)
