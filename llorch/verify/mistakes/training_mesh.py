@@ -3,8 +3,8 @@
 How many ranks there were, and which rows each had, a dump does not say; so the usual numbers and both usual ways to
 deal rows out are tried. They belong to the checkpoints of their stages, whose runs have one process.
 
-Source: huggingface/transformers#48792 (attached after sharding), NVIDIA-NeMo/RL#3788 (norm), and
-meta-pytorch/torchtune#2172 (means of ranks).
+Source: huggingface/transformers#48792 (attached after sharding), NVIDIA-NeMo/RL#3788 (norm),
+meta-pytorch/torchtune#2172 (means of ranks), and modelscope/mcore-bridge#173 (a factor that all ranks have).
 """
 
 import math
@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from llorch.lora.adapter import LORA_A, LORA_B
+from llorch.ops.lora import lora_backward
 from llorch.train.batch import Batch
 from llorch.verify.mistakes.training_loss import STEP
 from llorch.verify.mistakes.training_mistake import TrainingMistake
@@ -22,6 +24,11 @@ from llorch.verify.mistakes.training_optimizer import CLIP
 Function = Callable[..., Any]
 Deal = Callable[[int, int, int], Sequence[int]]  # rows, number of ranks, rank -> the rows that the rank has
 N_RANKS = (2, 4, 8)
+PROJECTION = "llorch.backward.projection_backward"
+WHOLE = {  # matrix -> the factor that is not cut with it
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), LORA_A),
+    **dict.fromkeys(("o_proj", "down_proj"), LORA_B),
+}
 DEALS: Mapping[str, Deal] = {
     "one by one": lambda n_rows, n_ranks, rank: range(n_rows)[rank::n_ranks],
     "in runs": lambda n_rows, n_ranks, rank: np.array_split(np.arange(n_rows), n_ranks)[rank].tolist(),
@@ -87,6 +94,32 @@ def norm_of_copies(n_ranks: int) -> Function:
     return make
 
 
+def factor_of_one_rank(n_ranks: int, rank: int) -> Function:
+    """Of the factor that all ranks of a cut layer have, what one of them finds of its gradient."""
+
+    def make(right: Function) -> Function:
+        def wrong(d_y: np.ndarray, name: str, x: np.ndarray, weight: Any, keep: Any) -> np.ndarray:
+            def kept(key: str, whole: np.ndarray) -> np.ndarray:
+                lora, kind = weight.lora, key.rpartition(".")[2]
+                given = (d_y, lora.kept(x), lora.lora_A, lora.lora_B)
+                return keep(key, whole if WHOLE.get(name) != kind else _part(kind, given, lora, n_ranks, rank))
+
+            return right(d_y, name, x, weight, kept)
+
+        return wrong
+
+    return make
+
+
+def _part(kind: str, given: tuple[np.ndarray, ...], lora: Any, n_ranks: int, rank: int) -> np.ndarray:
+    d_y, x, lora_A, lora_B = given
+    if kind == LORA_A:
+        mine = np.array_split(np.arange(len(lora_B)), n_ranks)[rank]
+        return lora_backward(d_y[:, mine], x, lora_A, lora_B[mine], scaling=lora.scaling)[1]
+    mine = np.array_split(np.arange(lora_A.shape[1]), n_ranks)[rank]
+    return lora_backward(d_y, x[:, mine], lora_A[:, mine], lora_B, scaling=lora.scaling)[2]
+
+
 def dealt(batches: Sequence[Batch], n_ranks: int, deal: Deal) -> list[list[Batch]]:
     """The rows of every rank that has some to learn from."""
     shares = ([_rows(b, deal(len(b.ids), n_ranks, rank)) for b in batches] for rank in range(n_ranks))
@@ -123,6 +156,13 @@ def _made() -> Iterator[TrainingMistake]:
             diagnosis=f"Gradients were averaged over {n_ranks} ranks, as by default; losses are divided by the tokens "
             "of all ranks already, so gradients are summed.",
         )  # fmt: skip
+        for rank in range(n_ranks):
+            yield TrainingMistake(
+                name="mesh-replicated-factor-not-summed", stages=("gradient",), part=PROJECTION,
+                wrong=factor_of_one_rank(n_ranks, rank),
+                diagnosis=f"A factor that {n_ranks} ranks of a cut layer have (A of q, k, v, gate and up, B of o and "
+                f"down) got the part of its gradient that rank {rank} finds; parts are summed.",
+            )  # fmt: skip
         yield TrainingMistake(
             name="mesh-norm-counts-copies", stages=("grad_norm",), part=CLIP, wrong=norm_of_copies(n_ranks),
             diagnosis=f"The norm counts every gradient {n_ranks} times, once for each rank that has a copy; a "
