@@ -8,7 +8,9 @@ Source: torch.distributed.launcher, which is what `torchrun` calls; torch.distri
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -67,11 +69,23 @@ def on_ranks(n_ranks: int, work: Callable[..., Any], *arguments: Any, timeout: t
         shutdown_timeout=math.ceil(timeout.total_seconds()), signals_to_handle="SIGTERM,SIGINT",
     )  # fmt: skip
     try:
-        return elastic_launch(config, _rank)(work, *arguments)[0]
+        with _handlers_put_back():
+            return elastic_launch(config, _rank)(work, *arguments)[0]
     except ChildFailedError as error:
         raise _reason(error, n_ranks) from None
     except SignalException as stopped:
         raise Ended(128 + stopped.sigval) from None
+
+
+@contextmanager
+def _handlers_put_back() -> Iterator[None]:
+    """The launcher leaves handlers of its own behind, for whatever this process does next."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _reason(error: ChildFailedError, n_ranks: int) -> Exception:

@@ -93,7 +93,9 @@ def test_a_rank_that_dies_ends_the_run(rank: str):
 
 
 def test_what_the_first_rank_returns_is_returned_and_an_error_is_the_end():
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     assert on_ranks(2, os.getenv, "RANK") == "0"
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
     with pytest.raises(EngineDied, match="on every rank"):
         on_ranks(2, raises)
     assert not is_rank()
