@@ -123,10 +123,10 @@ def settings_run(settings: Any, folder: Path, axes: Mapping[str, int]) -> list[s
 @pytest.mark.parametrize(
     ("model", "axes", "dtype"),
     [
-        ("micro-llama", BOTH, "float64"),
+        ("micro-llama", {"dp": 1, "tp": 2}, "float64"),
+        pytest.param("micro-llama", BOTH, "float64", marks=SLOW),
         pytest.param("micro-llama", BOTH, "float32", marks=SLOW),
         pytest.param("micro-llama", BOTH, "bfloat16", marks=SLOW),
-        pytest.param("micro-llama", {"dp": 1, "tp": 2}, "float64", marks=SLOW),
         pytest.param("micro-qwen3", {"dp": 2, "tp": 1}, "float64", marks=SLOW),
         pytest.param("micro-qwen3", {"dp": 4, "tp": 1}, "float32", marks=SLOW),
         pytest.param("micro-llama", {"dp": 4, "tp": 1}, "float64", marks=SLOW),
