@@ -1,5 +1,6 @@
 """`--mesh`: what the user writes, and the same command again on every rank of it."""
 
+import os
 import re
 import signal
 import sys
@@ -131,7 +132,14 @@ def run_again(arguments: Sequence[str], has_stdin: bool) -> None:
 
     if has_stdin:
         sys.stdin = open(0, closefd=False)  # which Python takes away from processes that it starts
-    main(args=[*arguments], prog_name="llorch")
+    try:
+        main(args=[*arguments], prog_name="llorch")
+    except SystemExit as ended:
+        if isinstance(ended.code, int) and ended.code:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(ended.code)  # threads of torch that still wait for other ranks could abort a longer farewell
+        raise
 
 
 def _ending(error: BaseException) -> BaseException:
