@@ -40,13 +40,13 @@ OF_EXPERTS = frozenset({"expert_gate", "expert_up", "expert_act", "expert_out"})
 SPLIT = frozenset({"q_width", "kv_width", "heads", "kv_heads", "inter", "shared_inter"})  # axes that ranks share
 
 
-def parallelize(module: CausalLM, mesh: DeviceMesh, *, is_cut: bool = False) -> CausalLM:
+def parallelize(module: CausalLM, mesh: DeviceMesh) -> CausalLM:
     """Leave each rank its part of a model, in place; `keep` is shown whole stages on every rank.
 
     Args:
-        module: The page with its weights and, if it is to be trained, its adapters, the same on every rank.
+        module: The page with its weights, which were cut when they were loaded, see `cut_for`, and if it is to be
+            trained its adapters, whole.
         mesh: With an axis `tp`, `dp` or both; `dp` is for training, under `Together`.
-        is_cut: Its matrices were cut when they were loaded, see `cut_for`; adapters never are.
 
     Returns:
         The module.
@@ -56,8 +56,6 @@ def parallelize(module: CausalLM, mesh: DeviceMesh, *, is_cut: bool = False) -> 
     """
     if (ranks := _sharing_layers(mesh)) is not None:
         require_split(module.config, ranks.size())
-        for layer in () if is_cut else module.model.layers:
-            _cut_matrices(layer, ranks)
         connect(module, ranks)
     if "dp" in axes_of(mesh):
         share_out(module, mesh["dp"])
@@ -75,7 +73,7 @@ def named_on(target: Target, mesh: DeviceMesh) -> str:
 
 
 def cut_for(config: ModelConfig, mesh: DeviceMesh) -> Cut:
-    """What a rank keeps of each weight as it is loaded, so that none has the whole model; as `parallelize` cuts it.
+    """What a rank keeps of each weight as it is loaded, so that none has the whole model.
 
     Raises:
         ValueError: As `parallelize`.
@@ -151,23 +149,8 @@ class Together(nn.Module):
                 part.set_requires_gradient_sync(now, recurse=False)
 
 
-def own_input(matrix: str, x: Tensor, ranks: DeviceMesh) -> Tensor:
-    """Of the input of a matrix, by its canonical name, what the rank multiplies."""
-    return x.chunk(ranks.size(), -1)[ranks.get_local_rank()] if _is_cut_by_rows(matrix) else x
-
-
-def whole_output(matrix: str, part: Tensor, ranks: DeviceMesh) -> Tensor:
-    """What all ranks make with a matrix."""
-    if _is_cut_by_rows(matrix):
-        return summed(part.clone(), ranks)
-    return _gathered(part, -1, ranks) if matrix.endswith(tuple(path.rpartition(".")[2] for path in COLUMNS)) else part
-
-
-def _is_cut_by_rows(matrix: str) -> bool:
-    return matrix.endswith(tuple(path.rpartition(".")[2] for path in ROWS))
-
-
-def _gathered(part: Tensor, axis: int, ranks: DeviceMesh) -> Tensor:
+def gathered(part: Tensor, axis: int, ranks: DeviceMesh) -> Tensor:
+    """The parts of all ranks beside each other along an axis."""
     parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(ranks.size())]
     dist.all_gather(parts, part.contiguous(), group=ranks.get_group())
     return torch.cat(parts, axis)
@@ -195,15 +178,6 @@ def _entries(layer: Any) -> Iterator[str]:
 def _leaves(layer: nn.Module) -> Iterator[tuple[str, Any]]:
     there = dict(layer.named_modules())
     yield from ((path, there[path]) for path in (*COLUMNS, *ROWS, *EXPERTS) if path in there)
-
-
-def _cut_matrices(layer: nn.Module, ranks: DeviceMesh) -> None:
-    for path, leaf in _leaves(layer):
-        base = leaf.base_layer if isinstance(leaf, LoraLeaf) else leaf
-        for kind in ("weight", "bias"):
-            whole = getattr(base, kind, None)
-            if whole is not None:
-                setattr(base, kind, nn.Parameter(part_of(f"{path}.{kind}", whole.data, ranks), requires_grad=False))
 
 
 def _cut_adapters(leaf: LoraLeaf, ranks: DeviceMesh, *, by_rows: bool) -> None:
@@ -266,7 +240,7 @@ def _of_whole_stages(keep: Keep, ranks: DeviceMesh) -> Keep:
         axis = next((at for at, axis in enumerate(axes) if axis in SPLIT), None)
         if axis is None:
             return keep(name, part)
-        whole = _gathered(part, axis, ranks)
+        whole = gathered(part, axis, ranks)
         made = keep(name, whole)
         return part if made is whole else made.chunk(ranks.size(), axis)[ranks.get_local_rank()]
 

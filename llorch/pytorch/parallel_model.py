@@ -42,7 +42,7 @@ class ParallelModel(TorchModel):
 
     def __init__(self, weights: Weights, target: Target, module: CausalLM, mesh: DeviceMesh) -> None:
         """Take a module whose matrices were cut as they were loaded; ranks of `dp` do the same as each other."""
-        super().__init__(weights, target, parallelize(module, mesh["tp"], is_cut=True))
+        super().__init__(weights, target, parallelize(module, mesh["tp"]))
         self.ranks = mesh["tp"]
 
     @property

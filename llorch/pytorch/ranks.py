@@ -8,6 +8,7 @@ Source: torch.distributed.launcher, which is what `torchrun` calls; torch.distri
 import json
 import logging
 import math
+import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -63,10 +64,11 @@ def on_ranks(n_ranks: int, work: Callable[..., Any], *arguments: Any, timeout: t
     for name in logging.root.manager.loggerDict:
         if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # what is worth a line we say
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(timeout.total_seconds())))
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=n_ranks, run_id=OURS + uuid4().hex, rdzv_backend="c10d",
         rdzv_endpoint="localhost:0", local_addr="localhost", max_restarts=0, monitor_interval=0.05,
-        shutdown_timeout=math.ceil(timeout.total_seconds()), signals_to_handle="SIGTERM,SIGINT",
+        signals_to_handle="SIGTERM,SIGINT",
     )  # fmt: skip
     try:
         with _handlers_put_back():

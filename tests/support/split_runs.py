@@ -142,7 +142,7 @@ def gradients(model: str, n_ranks: int, lora: LoraConfig) -> dict[str, np.ndarra
     for _, factor in sorted(trainable_parameters(module).items()):
         factor.data = torch.randn(factor.shape, generator=drawn, dtype=factor.dtype) / 10
     if mesh is not None:
-        parallelize(module, mesh, is_cut=True)
+        parallelize(module, mesh)
     ids, positions = torch.arange(12)[None] * 5, torch.arange(12)[None]
     place = Cache(weights.config, batch=1, n_slots=12, dtype=torch.float64, device=cpu).place(
         positions, ctx=12, causal=True

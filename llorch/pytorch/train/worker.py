@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from llorch.pytorch.causal_lm import CausalLM
-from llorch.pytorch.parallel import Together, own_input, parallelize, whole_output
+from llorch.pytorch.parallel import Together, parallelize
 from llorch.pytorch.ranks import summed
 from llorch.train.batch import Batch
 
@@ -37,18 +37,6 @@ class Alone:
         """Of something that all rows of a batch have, that of the rows that are computed here."""
         return rows
 
-    def all_rows(self, rows: Tensor, n_rows: int) -> Tensor:
-        """Something that the rows computed here have, of all rows."""
-        return rows
-
-    def own_input(self, name: str, x: Tensor) -> Tensor:
-        """What this process multiplies of the input of a matrix, by its canonical name."""
-        return x
-
-    def whole_output(self, name: str, y: Tensor) -> Tensor:
-        """What all processes make with a matrix, given what this one makes."""
-        return y
-
     def sum_gradients(self, *, now: bool) -> None:
         """Whether the backward pass to come is the last of a step, by whose end gradients are summed over ranks."""
 
@@ -62,7 +50,7 @@ class OnMesh(Alone):
 
     def __init__(self, module: CausalLM, mesh: DeviceMesh) -> None:
         """Share out a module whose matrices were cut when they were loaded; for the errors see `parallelize`."""
-        super().__init__(parallelize(module, mesh, is_cut=True))
+        super().__init__(parallelize(module, mesh))
         self.data_parallel, self.tensor_parallel = mesh["dp"], mesh["tp"]
         self._together = Together(module, self.data_parallel)
 
@@ -79,22 +67,6 @@ class OnMesh(Alone):
         """See `Alone.own_rows`."""
         rank = self.data_parallel.get_local_rank()
         return rows[rank :: self.data_parallel.size()] if rank < len(rows) else rows[:1]
-
-    def all_rows(self, rows: Tensor, n_rows: int) -> Tensor:
-        """See `Alone.all_rows`."""
-        rank, n_ranks = self.data_parallel.get_local_rank(), self.data_parallel.size()
-        found = rows.new_zeros(n_rows, *rows.shape[1:])
-        if rank < n_rows:
-            found[rank::n_ranks] = rows
-        return self.summed(found)
-
-    def own_input(self, name: str, x: Tensor) -> Tensor:
-        """See `Alone.own_input`."""
-        return own_input(name, x, self.tensor_parallel)
-
-    def whole_output(self, name: str, y: Tensor) -> Tensor:
-        """See `Alone.whole_output`."""
-        return whole_output(name, y, self.tensor_parallel)
 
     def sum_gradients(self, *, now: bool) -> None:
         """See `Alone.sum_gradients`."""

@@ -10,6 +10,7 @@ meta-pytorch/torchtune#2172 (means of ranks), and modelscope/mcore-bridge#173 (a
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -135,39 +136,47 @@ def _n_trained(batches: Sequence[Batch]) -> int:
     return sum(batch.n_trained for batch in batches)
 
 
-def _made() -> Iterator[TrainingMistake]:
-    for n_ranks in N_RANKS:
-        for how, deal in DEALS.items():
-            dealt_out = f"{n_ranks} ranks that had rows {how}"
-            yield TrainingMistake(
-                name="mesh-mean-of-rank-means", stages=("loss",), part=STEP, wrong=mean_of_rank_means(n_ranks, deal),
-                diagnosis=f"Each of {dealt_out} divided by its own tokens and the means were averaged; the sum over "
-                "all ranks is divided once, by the learned tokens of all.",
-            )  # fmt: skip
-            for rank in range(n_ranks):
-                yield TrainingMistake(
-                    name="mesh-gradient-not-summed", stages=("gradient",), part=STEP,
-                    wrong=gradient_of_one_rank(n_ranks, deal, rank),
-                    diagnosis=f"It is the gradient of rank {rank} of {dealt_out}; gradients of all ranks are summed, "
-                    "which nothing does for an adapter that was attached after the model was sharded.",
-                )  # fmt: skip
-        yield TrainingMistake(
-            name="mesh-divided-by-world-size", stages=("gradient",), part=STEP, wrong=divided_by_ranks(n_ranks),
-            diagnosis=f"Gradients were averaged over {n_ranks} ranks, as by default; losses are divided by the tokens "
-            "of all ranks already, so gradients are summed.",
-        )  # fmt: skip
-        for rank in range(n_ranks):
-            yield TrainingMistake(
-                name="mesh-replicated-factor-not-summed", stages=("gradient",), part=PROJECTION,
-                wrong=factor_of_one_rank(n_ranks, rank),
-                diagnosis=f"A factor that {n_ranks} ranks of a cut layer have (A of q, k, v, gate and up, B of o and "
-                f"down) got the part of its gradient that rank {rank} finds; parts are summed.",
-            )  # fmt: skip
-        yield TrainingMistake(
-            name="mesh-norm-counts-copies", stages=("grad_norm",), part=CLIP, wrong=norm_of_copies(n_ranks),
-            diagnosis=f"The norm counts every gradient {n_ranks} times, once for each rank that has a copy; a "
-            "replicated gradient counts once.",
+def _of_loss(n_ranks: int) -> Iterator[TrainingMistake]:
+    for how, deal in DEALS.items():
+        yield _mistake(
+            "mesh-mean-of-rank-means", "loss", STEP, mean_of_rank_means(n_ranks, deal),
+            f"Each of {n_ranks} ranks that had rows {how} divided by its own tokens and the means were averaged; the "
+            "sum over all ranks is divided once, by the learned tokens of all.",
         )  # fmt: skip
 
 
-MESH: tuple[TrainingMistake, ...] = tuple(_made())
+def _of_gradients(n_ranks: int) -> Iterator[TrainingMistake]:
+    for rank, (how, deal) in product(range(n_ranks), DEALS.items()):
+        yield _mistake(
+            "mesh-gradient-not-summed", "gradient", STEP, gradient_of_one_rank(n_ranks, deal, rank),
+            f"It is the gradient of rank {rank} of {n_ranks} ranks that had rows {how}; gradients of all ranks are "
+            "summed, which nothing does for an adapter that was attached after the model was sharded.",
+        )  # fmt: skip
+    for rank in range(n_ranks):
+        yield _mistake(
+            "mesh-replicated-factor-not-summed", "gradient", PROJECTION, factor_of_one_rank(n_ranks, rank),
+            f"A factor that {n_ranks} ranks of a cut layer have (A of q, k, v, gate and up, B of o and down) got the "
+            f"part of its gradient that rank {rank} finds; parts are summed.",
+        )  # fmt: skip
+    yield _mistake(
+        "mesh-divided-by-world-size", "gradient", STEP, divided_by_ranks(n_ranks),
+        f"Gradients were averaged over {n_ranks} ranks, as by default; losses are divided by the tokens of all ranks "
+        "already, so gradients are summed.",
+    )  # fmt: skip
+
+
+def _of_norm(n_ranks: int) -> Iterator[TrainingMistake]:
+    yield _mistake(
+        "mesh-norm-counts-copies", "grad_norm", CLIP, norm_of_copies(n_ranks),
+        f"The norm counts every gradient {n_ranks} times, once for each rank that has a copy; a replicated gradient "
+        "counts once.",
+    )  # fmt: skip
+
+
+def _mistake(name: str, stage: str, part: str, wrong: Function, diagnosis: str) -> TrainingMistake:
+    return TrainingMistake(name=name, stages=(stage,), part=part, wrong=wrong, diagnosis=diagnosis)
+
+
+MESH: tuple[TrainingMistake, ...] = tuple(
+    mistake for n_ranks in N_RANKS for of in (_of_loss, _of_gradients, _of_norm) for mistake in of(n_ranks)
+)

@@ -37,6 +37,7 @@ from llorch.verify.places import Place
 from llorch.verify.training.claims import claims, routed, rows, stored
 from llorch.verify.training.goldens import HALF_DTYPES, TrainingGolden
 from llorch.verify.training.limits import NUMPY_ALONE
+from llorch.verify.training.on_ranks import all_rows, own_input, whole_output
 from llorch.verify.training.places import (
     CHAINED,
     INPUT_OF,
@@ -168,7 +169,7 @@ class TorchRunner:
         """Of all rows, each computed by whom it falls to."""
         rows, _ = worker.rows_of(self.batches[0])
         own = worker.run(lambda module: hidden_states(module, rows, self.target.device))
-        return worker.all_rows(own.detach(), len(self.batches[0].ids))
+        return all_rows(worker, own.detach(), len(self.batches[0].ids))
 
     def _logits(self, worker: Alone) -> Tensor:
         hidden = self._hidden(worker)
@@ -195,7 +196,7 @@ class TorchRunner:
         def note(leaf: Any, name: str, _: Tensor) -> None:
             if name in where:
                 given = self._given(at(INPUT_OF[where[name].part], where[name].layer))
-                deltas[name] = worker.whole_output(name, _delta(leaf, worker.own_input(name, given)))
+                deltas[name] = whole_output(worker, name, _delta(leaf, own_input(worker, name, given)))
 
         _at_each_leaf(worker.module, note)
         self._hidden(worker)
@@ -207,12 +208,12 @@ class TorchRunner:
         worker, deltas = self._worker(self.adapter), dict[str, Tensor]()
 
         def note(leaf: Any, name: str, x: Tensor) -> None:
-            deltas[name] = worker.whole_output(name, _delta(leaf, x))
+            deltas[name] = whole_output(worker, name, _delta(leaf, x))
 
         _at_each_leaf(worker.module, note)
         hidden = self._hidden(worker)
         for name, place in of_matrices("lora_delta", self.n_layers).items():
-            yield place, self._tokens(worker.all_rows(deltas[name], len(hidden)))
+            yield place, self._tokens(all_rows(worker, deltas[name], len(hidden)))
         yield at("adapted_logits"), self._tokens(worker.run(lambda module: module.lm_head(hidden)))
         yield from worker.run(lambda module: list(self._losses(hidden, module.lm_head)))
 
@@ -244,7 +245,7 @@ class TorchRunner:
         stepper.backward(self.batches[:1])
         yield from self._of_parameters(stepper, "plain")
         for place, tensor in inputs.items():
-            yield place, self._tokens(worker.all_rows(_gradient(tensor), n_rows))
+            yield place, self._tokens(all_rows(worker, _gradient(tensor), n_rows))
 
     def _of_parameters(self, stepper: Stepper, case: str) -> Results:
         for name, place in of_tensors("gradient", self.n_layers, case).items():

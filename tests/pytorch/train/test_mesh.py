@@ -100,9 +100,7 @@ def test_a_packed_base_is_cut_by_its_blocks(tmp_path: Path):
     settings = small_settings(tmp_path, model=model, dtype="float64", weights="packed")
     one = trained(settings, steps=0)
     want = [one.run_step().loss for _ in range(3)]
-    assert on_ranks(4, losses_on_mesh, settings, BOTH, 3) == pytest.approx(
-        want, rel=1e-9
-    )  # rounded to float32 in tiles
+    assert on_ranks(4, losses_on_mesh, settings, BOTH, 3) == pytest.approx(want, rel=1e-12)
 
 
 @SLOW

@@ -1,0 +1,39 @@
+"""What ranks of a mesh have parts of, whole on each of them, so that the judge sees what one process would show."""
+
+from torch import Tensor
+
+from llorch.pytorch.parallel import gathered
+from llorch.pytorch.ranks import summed
+from llorch.pytorch.splitting import COLUMNS, ROWS
+from llorch.pytorch.train.worker import Alone, OnMesh
+
+
+def all_rows(worker: Alone, rows: Tensor, n_rows: int) -> Tensor:
+    """Of all rows of a batch what each has, given the rows that are computed here."""
+    if not isinstance(worker, OnMesh):
+        return rows
+    rank, found = worker.data_parallel.get_local_rank(), rows.new_zeros(n_rows, *rows.shape[1:])
+    if rank < n_rows:
+        found[rank :: worker.data_parallel.size()] = rows
+    return worker.summed(found)
+
+
+def own_input(worker: Alone, matrix: str, x: Tensor) -> Tensor:
+    """Of the input of a matrix, by its canonical name, what is multiplied here."""
+    if not isinstance(worker, OnMesh) or not _ends(matrix, ROWS):
+        return x
+    ranks = worker.tensor_parallel
+    return x.chunk(ranks.size(), -1)[ranks.get_local_rank()]
+
+
+def whole_output(worker: Alone, matrix: str, part: Tensor) -> Tensor:
+    """What all ranks make with a matrix, given what is made here."""
+    if not isinstance(worker, OnMesh):
+        return part
+    if _ends(matrix, ROWS):
+        return summed(part.clone(), worker.tensor_parallel)
+    return gathered(part, -1, worker.tensor_parallel) if _ends(matrix, COLUMNS) else part
+
+
+def _ends(matrix: str, paths: tuple[str, ...]) -> bool:
+    return matrix.endswith(tuple(path.rpartition(".")[2] for path in paths))
