@@ -37,7 +37,6 @@ from llorch.verify.places import Place
 from llorch.verify.training.claims import claims, routed, rows, stored
 from llorch.verify.training.goldens import HALF_DTYPES, TrainingGolden
 from llorch.verify.training.limits import NUMPY_ALONE
-from llorch.verify.training.on_ranks import all_rows, own_input, whole_output
 from llorch.verify.training.places import (
     CHAINED,
     INPUT_OF,
@@ -63,6 +62,7 @@ from llorch.verify.training.recipe import (
     with_zero_b,
 )
 from llorch.verify.training.runner import Results
+from llorch.verify.training.torch_ranks import all_rows, own_input, whole_output
 
 VARIANTS = {"": False, "-trainer": True}  # suffix of the backend's name -> whether it runs as the trainer does
 DTYPES = ("float32", "float64", *HALF_DTYPES)  # in which training is judged
