@@ -25,6 +25,7 @@ The rooms, in the order to read. Each imports those above it only; its first pag
     verify/                 claims from goldens, runners, one judge, mistakes; witnesses/ are the engines of others,
                             diagnosis/ names the mistake of an engine that has a dump alone
     learn/                  lessons: what a learner writes takes the place of ours, and is judged as ours is
+    serve/                  a server of the OpenAI interface for one model
     cli/                    what people type, a verb a file
 
 A line of code that is wrong is found by the checkpoint of its stage: `llorch verify`; in an engine of others by what

@@ -5,7 +5,7 @@ beginning of a stop string.
 """
 
 import codecs
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -45,11 +45,23 @@ class Token:
     finish: str | None = None  # "stop", "eos" or "length" on the last one
 
 
+class Guide(Protocol):
+    """Which tokens may come next where an answer must have a form, such as that of a grammar; of one answer."""
+
+    def allowed(self) -> np.ndarray:
+        """What may follow the tokens taken so far, bool, (vocab,); at least one of them, perhaps an end token."""
+        ...
+
+    def take(self, token_id: int) -> None:
+        """Go on after a token that was allowed."""
+        ...
+
+
 @dataclass(frozen=True)
 class Job:
     """What to do with one prompt: at most `max_tokens` more, sampled by `settings`; one of `end_ids` is the last.
 
-    With `adapter` it runs through the adapter of that name.
+    With `adapter` it runs through the adapter of that name. Of each step the `n_top` likeliest tokens are wanted, too.
     """
 
     ids: Sequence[int]
@@ -57,6 +69,8 @@ class Job:
     settings: SamplingSettings
     end_ids: frozenset[int]
     adapter: str | None = None
+    n_top: int = 0
+    guide: Guide | None = None
 
     @property
     def n_slots(self) -> int:
@@ -64,19 +78,54 @@ class Job:
         return len(self.ids) + self.max_tokens - 1
 
 
+@dataclass(frozen=True)
+class Sampled:
+    """A token that was drawn, and the likeliest ones of its step: log probabilities before any filter."""
+
+    id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # ids and log probabilities, the likeliest first
+
+
+class Batch(Protocol):
+    """Jobs that run together, and come and go while others run; one thread calls it.
+
+    Whoever calls decides when an answer ends, and lets its job leave: by end tokens, stop strings or `max_tokens`.
+    """
+
+    def join(self, job: Job) -> int | None:
+        """Take a job in; gives its ticket, or None while there is no room. ValueError where there never will be."""
+        ...
+
+    def leave(self, ticket: int) -> None:
+        """Give back what a job holds, whether it has ended or is given up."""
+        ...
+
+    def step(self) -> Mapping[int, Sampled | Exception]:
+        """Run one pass: a stretch of one prompt, or a token of every job that is past its prompt.
+
+        Gives the tokens that were made, by ticket. An exception is that of one job, which has to leave.
+        """
+        ...
+
+    def n_cached(self, ticket: int) -> int:
+        """Tokens of the prompt that were not computed, because an earlier prompt began with them."""
+        ...
+
+
 def sample_ids(
     step: Step, prompt: Sequence[int], settings: SamplingSettings, *, max_tokens: int
 ) -> Iterator[tuple[int, float]]:
     """Draw up to `max_tokens` ids, with log probabilities under the unfiltered logits.
 
-    `step` runs new ids through the model; the penalty looks at the prompt too.
+    `step` runs new ids through the model; the repetition penalty looks at the prompt too.
     """
     rng = np.random.default_rng(settings.seed)
     history = list(prompt)
     new: Sequence[int] = prompt
     for _ in range(max_tokens):
         logits = step(new)
-        token_id = draw(probabilities(logits, settings, history), float(rng.random()))
+        token_id = draw(probabilities(logits, settings, history, n_prompt=len(prompt)), float(rng.random()))
         yield token_id, log_probability(logits, token_id)
         history.append(token_id)
         new = [token_id]

@@ -1,11 +1,12 @@
 """From logits to a distribution, and from a distribution to a token.
 
-    penalty -> temperature -> top-k -> top-p -> min-p -> softmax -> draw
+    penalties -> temperature -> top-k -> top-p -> min-p -> softmax -> draw
 
 Each filter is a pure function of logits; a removed token has the logit -inf. The order is that of
 transformers' logits processors; llama.cpp's chain can be put in the same order.
 
-Source: transformers `generation/logits_process.py`; llama.cpp `src/llama-sampler.cpp`.
+Source: transformers `generation/logits_process.py`; llama.cpp `src/llama-sampler.cpp`; presence and frequency: OpenAI's
+API reference, and vLLM `model_executor/layers/utils.py` for their place behind the repetition penalty.
 """
 
 import math
@@ -28,6 +29,8 @@ class SamplingSettings:
     top_p: float = 1.0  # probability mass kept; 0 < top_p <= 1
     min_p: float = 0.0  # of the best token's probability; 0 <= min_p < 1
     repetition_penalty: float = 1.0  # 0.001 to 1000; 1 changes nothing
+    presence_penalty: float = 0.0  # subtracted once from the logit of a token that the answer has; -2 to 2
+    frequency_penalty: float = 0.0  # subtracted each time that the answer has it; -2 to 2
     seed: int = 0  # of the draws
 
     def __post_init__(self) -> None:
@@ -38,6 +41,8 @@ class SamplingSettings:
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("min_p", 0 <= self.min_p < 1, "at least 0 and below 1"),
             ("repetition_penalty", 1e-3 <= self.repetition_penalty <= 1e3, "from 0.001 to 1000"),
+            ("presence_penalty", -2 <= self.presence_penalty <= 2, "from -2 to 2"),
+            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "from -2 to 2"),
             ("seed", self.seed >= 0, "at least 0"),
         )
         for name, holds, expected in rules:
@@ -54,6 +59,12 @@ def penalise(logits: Logits, history: Sequence[int], *, penalty: float) -> Logit
     out = logits.copy()
     out[seen] = np.where(out[seen] > 0, out[seen] / penalty, out[seen] * penalty)
     return out
+
+
+def penalise_repeats(logits: Logits, answer: Sequence[int], *, presence: float, frequency: float) -> Logits:
+    """Subtract from each token of `answer`, once and for each time that it has it; the prompt does not count."""
+    counts = np.bincount(np.asarray(answer, dtype=np.int64), minlength=logits.size)
+    return logits - presence * (counts > 0) - frequency * counts
 
 
 def keep_top_k(logits: Logits, *, k: int) -> Logits:
@@ -95,12 +106,17 @@ def greedy(logits: Logits) -> int:
     return int(np.argmax(logits))
 
 
-def probabilities(logits: Logits, settings: SamplingSettings, history: Sequence[int]) -> Logits:
+def probabilities(
+    logits: Logits, settings: SamplingSettings, history: Sequence[int], *, n_prompt: int | None = None
+) -> Logits:
     """The distribution that sampling draws from: zero for removed tokens; at temperature 0 all on the lowest best id.
 
-    Computed in float64, rounded once to the dtype of the logits; `history` is for the penalty.
+    Computed in float64, rounded once to the dtype of the logits. `history` is for the penalties: prompt and answer, of
+    which the first `n_prompt` are the prompt; all, where nobody says.
     """
     wide = penalise(logits.astype(np.float64), history, penalty=settings.repetition_penalty)
+    answer = () if n_prompt is None else history[n_prompt:]
+    wide = penalise_repeats(wide, answer, presence=settings.presence_penalty, frequency=settings.frequency_penalty)
     if settings.temperature == 0:
         return np.eye(1, wide.size, greedy(wide), dtype=logits.dtype)[0]
     wide = wide / settings.temperature

@@ -188,3 +188,11 @@ def test_draws_follow_the_distribution(rng):
 def test_settings_without_a_meaning_are_refused_with_name_and_value(name, value, expected):
     with pytest.raises(ValueError, match=f"^sampling: {name} must be {expected}, got {value}$"):
         SamplingSettings(**{name: value})
+
+
+def test_repeats_are_counted_in_the_answer_and_the_prompt_does_not_count():
+    logits = np.zeros(4, np.float32)
+    settings = SamplingSettings(temperature=1.0, presence_penalty=0.5, frequency_penalty=0.25)
+    found = probabilities(logits, settings, [3, 3, 1, 1, 2], n_prompt=2)
+    want = np.exp([0, -0.5 - 0.5, -0.5 - 0.25, 0])
+    np.testing.assert_allclose(found, want / want.sum(), rtol=1e-6)

@@ -12,17 +12,17 @@ ROOT = Path(__file__).parents[2]
 ROOMS = (  # each may import those before it, at the top of a file or in a function
     "errors", "launched", "numerics", "fields", "finite", "memory", "architecture", "config", "builtin", "ops",
     "stages", "files", "cache", "forward", "backward", "families", "sampling", "tokenizer", "write_checks", "convert",
-    "threads", "generate", "lora", "model", "train", "bench", "dumps", "pytorch", "verify", "learn", "__init__", "cli",
-    "__main__",
+    "threads", "generate", "lora", "model", "train", "bench", "dumps", "pytorch", "verify", "learn", "serve",
+    "__init__", "cli", "__main__",
 )  # fmt: skip
 LAYER = {name: level for level, name in enumerate(ROOMS)}
 ON_TORCH = (  # nothing imports these at its top
     "llorch/pytorch/", "llorch/verify/witnesses/", "llorch/verify/runners/torch", "llorch/verify/suites/packed",
-    "llorch/verify/training/torch_", "llorch/learn/on_torch/",
+    "llorch/verify/training/torch_", "llorch/learn/on_torch/", "llorch/serve/",
 )  # fmt: skip
 OPTIONAL = (
-    "torch", "triton", "transformers", "llama_cpp", "huggingface_hub", "matplotlib", "starlette", "pydantic", "peft",
-    "tensorboard", "bitsandbytes", "yaml", "watchfiles",
+    "torch", "triton", "transformers", "llama_cpp", "huggingface_hub", "matplotlib", "starlette", "uvicorn", "pydantic",
+    "prometheus_client", "llguidance", "peft", "tensorboard", "bitsandbytes", "yaml", "watchfiles",
 )  # fmt: skip
 ONLY_ON_UNIX = ("fcntl", "resource", "pwd", "grp", "termios")
 PRINTING = ("llorch/cli/", "llorch/tokenizer/template_worker.py", "llorch/learn/apart.py")  # own processes
