@@ -44,6 +44,7 @@ class Decoding:
         self.logprobs = torch.zeros(batch, cache.n_slots, **wide)
         self.uniforms = torch.zeros(batch, cache.n_slots, **wide)
         self.seen = torch.zeros(batch, module.config.vocab_size, dtype=torch.bool, device=device)
+        self.counts = torch.zeros_like(self.seen, dtype=torch.int32)  # of each token in the answer
         self.settings = BatchSettings.of([SamplingSettings()] * batch, device)
         self.filled = [0] * batch  # slots that each sequence has filled, or would have, had it not ended
         self.n_done = 0  # tokens per sequence that were made
@@ -59,7 +60,7 @@ class Decoding:
     @property
     def state(self) -> tuple[Tensor, ...]:
         """What a step changes, but for slots of the cache, which a second try of the same step writes again."""
-        own = self.ids, self.positions, self.n, self.tokens, self.logprobs, self.seen
+        own = self.ids, self.positions, self.n, self.tokens, self.logprobs, self.seen, self.counts
         return *own, *self.cache.state_tensors
 
     def fits(self, jobs: Sequence[Job], needs: Needs, module: CausalLM) -> bool:
@@ -85,6 +86,7 @@ class Decoding:
         self.settings.assign(BatchSettings.of(settings, self.ids.device))
         self.uniforms[:, :most] = torch.from_numpy(uniforms(settings, most)).to(self.uniforms)
         self.seen.copy_(torch.from_numpy(seen_tokens([job.ids for job in jobs], self.seen.shape[1])))
+        self.counts.zero_()
         self.limits.copy_(torch.tensor([[job.max_tokens] for job in jobs]))
         self.positions.copy_(torch.tensor([[len(job.ids) - 1] for job in jobs]))
         width = self.end_ids.shape[1]
@@ -112,10 +114,11 @@ class Decoding:
 
     def _choose(self, logits: Float[Tensor, "batch vocab"]) -> None:
         u = self.uniforms.index_select(1, self.n)
-        token, logprob = self.agree(*choose(logits, self.settings, self.needs, self.seen, u))
+        token, logprob = self.agree(*choose(logits, self.settings, self.needs, self.seen, self.counts, u))
         self.tokens.index_copy_(1, self.n, token)
         self.logprobs.index_copy_(1, self.n, logprob)
         self.seen.scatter_(1, token, True)
+        self.counts.scatter_add_(1, token, torch.ones_like(token, dtype=torch.int32))
         self.n.add_(1)
         ended = (token == self.end_ids).any(-1, keepdim=True) | (self.n >= self.limits) | (self.positions < 0)
         self.positions.copy_(torch.where(ended, -1, self.positions + 1))
@@ -128,7 +131,7 @@ class Decoding:
         small = Decoding(module, cache, self.needs, n_end_ids=self.end_ids.shape[1])
         small.filled, small.n_done = [self.filled[row] for row in rows], self.n_done
         small.adapters = [self.adapters[row] for row in rows]
-        for name in ("ids", "positions", "limits", "end_ids", "tokens", "logprobs", "uniforms", "seen"):
+        for name in ("ids", "positions", "limits", "end_ids", "tokens", "logprobs", "uniforms", "seen", "counts"):
             getattr(small, name).copy_(getattr(self, name)[kept])
         small.n.copy_(self.n)
         small.settings.assign(self.settings.rows(kept))

@@ -1,6 +1,6 @@
 """`llorch.sampling` for a batch and on its device: the same filters in the same order, nothing read back by the host.
 
-    penalty -> temperature -> top-k -> top-p -> min-p -> softmax -> draw
+    penalties -> temperature -> top-k -> top-p -> min-p -> softmax -> draw
 
 All is computed in float64 and rounded once to float32, as there. The uniform numbers of the draws are NumPy's, drawn
 on the host beforehand, so that a seed means the same draws on every backend.
@@ -18,6 +18,8 @@ from llorch.sampling import SamplingSettings
 
 Wide = Float64[Tensor, "batch vocab"]
 PerRow = Float64[Tensor, "batch 1"]
+Marks = Bool[Tensor, "batch vocab"]
+Counts = Int[Tensor, "batch vocab"]
 
 CANDIDATES = 1024  # the highest logits that are tried before all are sorted
 
@@ -26,9 +28,10 @@ CANDIDATES = 1024  # the highest logits that are tried before all are sorted
 class Needs:
     """Which filters the settings of a batch use at all; a step without the others is built."""
 
-    penalty: bool
+    penalty: bool  # some row penalises what prompt and answer have
     sampled: bool  # some row is not greedy
     ordered: bool  # some row keeps the first of the sorted tokens
+    repeats: bool  # some row penalises what the answer has
 
     @classmethod
     def of(cls, settings: Sequence[SamplingSettings]) -> "Needs":
@@ -37,6 +40,7 @@ class Needs:
             penalty=any(s.repetition_penalty != 1 for s in settings),
             sampled=any(s.temperature > 0 for s in settings),
             ordered=any(s.temperature > 0 and (s.top_k > 0 or s.top_p < 1) for s in settings),
+            repeats=any(s.presence_penalty != 0 or s.frequency_penalty != 0 for s in settings),
         )
 
 
@@ -49,6 +53,8 @@ class BatchSettings:
     top_p: PerRow
     min_p: PerRow
     repetition_penalty: PerRow
+    presence_penalty: PerRow
+    frequency_penalty: PerRow
 
     @classmethod
     def of(cls, settings: Sequence[SamplingSettings], device: torch.device) -> "BatchSettings":
@@ -75,9 +81,14 @@ def uniforms(settings: Sequence[SamplingSettings], n_draws: int) -> Float64[np.n
     return np.stack([np.random.default_rng(s.seed).random(n_draws) for s in settings])
 
 
-def penalise(logits: Wide, seen: Bool[Tensor, "batch vocab"], penalty: PerRow) -> Wide:
+def penalise(logits: Wide, seen: Marks, penalty: PerRow) -> Wide:
     """Make every seen token less likely: positive logits divided, negative ones multiplied."""
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def penalise_repeats(logits: Wide, counts: Counts, presence: PerRow, frequency: PerRow) -> Wide:
+    """Subtract from each token of an answer, once and for each time that the answer has it."""
+    return logits - presence * (counts > 0) - frequency * counts
 
 
 def keep_first(logits: Wide, top_k: Int[Tensor, "batch 1"], top_p: PerRow) -> Wide:
@@ -130,15 +141,13 @@ def softmax(logits: Wide) -> Wide:
 
 
 def probabilities(
-    logits: Float[Tensor, "batch vocab"], settings: BatchSettings, needs: Needs, seen: Bool[Tensor, "batch vocab"]
+    logits: Float[Tensor, "batch vocab"], settings: BatchSettings, needs: Needs, seen: Marks, counts: Counts
 ) -> Float[Tensor, "batch vocab"]:
     """The distributions that sampling draws from; temperature 0 puts all on the likeliest token, ties to the lowest id.
 
     Computed in float64 and rounded once, to float32 at least; zero for removed tokens.
     """
-    wide = logits.double()
-    if needs.penalty:
-        wide = penalise(wide, seen, settings.repetition_penalty)
+    wide = _penalised(logits, settings, needs, seen, counts)
     best = torch.zeros_like(wide).scatter(-1, wide.argmax(-1, keepdim=True), 1.0)
     out = torch.promote_types(logits.dtype, torch.float32)
     if not needs.sampled:
@@ -148,6 +157,17 @@ def probabilities(
     if needs.ordered:
         wide = keep_first(wide, settings.top_k, settings.top_p)
     return torch.where(greedy, best, softmax(keep_min_p(wide, settings.min_p))).to(out)
+
+
+def _penalised(
+    logits: Float[Tensor, "batch vocab"], settings: BatchSettings, needs: Needs, seen: Marks, counts: Counts
+) -> Wide:
+    wide = logits.double()
+    if needs.penalty:
+        wide = penalise(wide, seen, settings.repetition_penalty)
+    if needs.repeats:
+        wide = penalise_repeats(wide, counts, settings.presence_penalty, settings.frequency_penalty)
+    return wide
 
 
 def draw(distribution: Float[Tensor, "batch vocab"], u: PerRow) -> Int[Tensor, "batch 1"]:
@@ -161,14 +181,21 @@ def choose(
     logits: Float[Tensor, "batch vocab"],
     settings: BatchSettings,
     needs: Needs,
-    seen: Bool[Tensor, "batch vocab"],
+    seen: Marks,
+    counts: Counts,
     u: PerRow,
+    allowed: Marks | None = None,
 ) -> tuple[Int[Tensor, "batch 1"], PerRow]:
-    """The next token of each row, and its log probability under the unfiltered logits; NaN where one is not finite."""
+    """The next token of each row, and its log probability under the unfiltered logits; NaN where one is not finite.
+
+    `seen` are the tokens of prompt and answer, `counts` how often the answer has each, `allowed` what may come next.
+    """
+    scores = logits if allowed is None else logits.masked_fill(~allowed, -torch.inf)
     if needs.sampled:
-        token = draw(probabilities(logits, settings, needs, seen), u)
+        token = draw(probabilities(scores, settings, needs, seen, counts), u)
     else:
-        scores = penalise(logits.double(), seen, settings.repetition_penalty) if needs.penalty else logits
+        penalised = needs.penalty or needs.repeats
+        scores = _penalised(scores, settings, needs, seen, counts) if penalised else scores
         token = scores.argmax(-1, keepdim=True)
     wide = logits.double()
     logprob = wide.gather(-1, token) - wide.logsumexp(-1, keepdim=True)

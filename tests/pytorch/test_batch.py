@@ -21,8 +21,8 @@ SETTINGS = [
     SamplingSettings(),
     SamplingSettings(temperature=1.0, seed=5),
     SamplingSettings(temperature=0.8, top_k=9, top_p=0.9, seed=6),
-    SamplingSettings(repetition_penalty=1.3),
-    SamplingSettings(temperature=1.2, min_p=0.05, repetition_penalty=1.1, seed=7),
+    SamplingSettings(repetition_penalty=1.3, frequency_penalty=0.4),
+    SamplingSettings(temperature=1.2, min_p=0.05, repetition_penalty=1.1, presence_penalty=-0.5, seed=7),
 ]
 
 
@@ -83,7 +83,7 @@ def test_tokens_come_as_they_are_made():
 
 def test_what_a_penalty_counts_goes_with_its_sequence_when_others_leave():
     model = llorch.load_torch("micro-llama", dtype="float64")
-    settings = SamplingSettings(repetition_penalty=1.5)
+    settings = SamplingSettings(repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.9)
     lengths = [2, 15, 2, 2, 9]  # then those that are left stand in other rows, twice
     answers = batched(model, max_tokens=lengths, settings=settings, ignore_eos=True)
     for prompt, n, answer in zip(PROMPTS, lengths, answers, strict=True):

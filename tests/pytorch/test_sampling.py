@@ -9,7 +9,7 @@ import torch
 
 from llorch.builtin import BUILTIN, goldens_folder
 from llorch.pytorch import sampling
-from llorch.sampling import SamplingSettings, draw, penalise, probabilities
+from llorch.sampling import SamplingSettings, draw, penalise, penalise_repeats, probabilities
 from llorch.verify.compare import measure
 from llorch.verify.goldens import PRODUCERS, SAMPLINGS, Golden, read, sampler_inputs
 from llorch.verify.limits import limit_of_softmax
@@ -24,6 +24,8 @@ ODD = {
     "more than all": SamplingSettings(temperature=1.0, top_k=10**6),
     "hardly any mass": SamplingSettings(temperature=1.0, top_p=1e-9),
     "hardly any temperature": SamplingSettings(temperature=1e-6),
+    "present": SamplingSettings(presence_penalty=1.5),
+    "frequent": SamplingSettings(temperature=0.7, frequency_penalty=-0.7, presence_penalty=0.3, repetition_penalty=1.2),
 }
 ALL = dict(SAMPLINGS) | ODD
 
@@ -33,12 +35,16 @@ def golden(request: pytest.FixtureRequest) -> Golden:
     return read(goldens_folder() / request.param)
 
 
-def on_torch(logits: np.ndarray, settings: Sequence[SamplingSettings], history: Sequence[int]) -> np.ndarray:
+def on_torch(
+    logits: np.ndarray, settings: Sequence[SamplingSettings], history: Sequence[int], n_prompt: int | None = None
+) -> np.ndarray:
     """The same logits and history with each of the settings, as one batch."""
+    answer = [] if n_prompt is None else history[n_prompt:]
+    counts = torch.from_numpy(np.stack([np.bincount(answer, minlength=logits.size)] * len(settings)).astype(np.int64))
     batch = torch.from_numpy(np.stack([logits] * len(settings)))
     seen = torch.from_numpy(sampling.seen_tokens([history] * len(settings), logits.size))
     made = sampling.BatchSettings.of(settings, CPU)
-    return sampling.probabilities(batch, made, sampling.Needs.of(settings), seen).numpy()
+    return sampling.probabilities(batch, made, sampling.Needs.of(settings), seen, counts).numpy()
 
 
 def vocabulary(golden: Golden) -> int:
@@ -49,16 +55,17 @@ def vocabulary(golden: Golden) -> int:
 def test_each_distribution_is_that_of_numpy(golden: Golden, name: str):
     logits, history = sampler_inputs(golden.cases["near"].ids, vocabulary(golden))
     for dtype, rtol in ((np.float32, 2e-7), (np.float64, 1e-13)):
-        want = probabilities(logits.astype(dtype), ALL[name], history)
-        got = on_torch(logits.astype(dtype), [ALL[name]], history)[0]
+        want = probabilities(logits.astype(dtype), ALL[name], history, n_prompt=2)
+        got = on_torch(logits.astype(dtype), [ALL[name]], history, 2)[0]
         np.testing.assert_array_equal(got > 0, want > 0)
         np.testing.assert_allclose(got, want, rtol=rtol, atol=0, strict=True)
 
 
 def test_rows_of_a_batch_have_their_own_settings(golden: Golden):
     logits, history = sampler_inputs(golden.cases["near"].ids, vocabulary(golden))
-    for row, settings in zip(on_torch(logits, list(ALL.values()), history), ALL.values(), strict=True):
-        np.testing.assert_allclose(row, probabilities(logits, settings, history), rtol=2e-7, atol=0, strict=True)
+    for row, settings in zip(on_torch(logits, list(ALL.values()), history, 2), ALL.values(), strict=True):
+        want = probabilities(logits, settings, history, n_prompt=2)
+        np.testing.assert_allclose(row, want, rtol=2e-7, atol=0, strict=True)
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
@@ -109,6 +116,27 @@ def test_the_penalty_counts_a_token_once_and_looks_at_the_sign():
     np.testing.assert_array_equal(got[0].numpy(), penalise(logits[0].numpy(), [0, 1, 2, 0, 0], penalty=2.0))
 
 
+def test_repeats_of_the_answer_are_counted():
+    logits = torch.tensor([[4.0, -4.0, 0.0, 3.0]], dtype=torch.float64)
+    one, half = torch.tensor([[1.0]], dtype=torch.float64), torch.tensor([[0.5]], dtype=torch.float64)
+    got = sampling.penalise_repeats(logits, torch.tensor([[3, 0, 1, 0]]), one, half)
+    np.testing.assert_array_equal(
+        got[0], penalise_repeats(logits[0].numpy(), [0, 2, 0, 0], presence=1.0, frequency=0.5)
+    )
+    assert got.tolist() == [[1.5, -4.0, -1.5, 3.0]]
+
+
+@pytest.mark.parametrize("settings", [SamplingSettings(), SamplingSettings(temperature=1.0, top_k=2, top_p=0.9)])
+def test_what_may_not_come_next_is_never_chosen_and_keeps_its_share_of_the_probability(settings: SamplingSettings):
+    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]])
+    made, needs = sampling.BatchSettings.of([settings], CPU), sampling.Needs.of([settings])
+    marks, counts = torch.zeros(1, 4, dtype=torch.bool), torch.zeros(1, 4, dtype=torch.int64)
+    u, allowed = torch.tensor([[0.5]], dtype=torch.float64), torch.tensor([[False, False, True, True]])
+    token, logprob = sampling.choose(logits, made, needs, marks, counts, u, allowed)
+    assert token.tolist() == [[2]]
+    assert logprob.item() == pytest.approx(float(logits[0].double().log_softmax(-1)[2]), abs=1e-15)
+
+
 def test_draws_from_numbers_of_the_seed_are_those_of_numpy(rng: np.random.Generator):
     settings = SamplingSettings(temperature=1.0, seed=7)
     distribution = probabilities(rng.normal(size=200).astype(np.float32), settings, [])
@@ -132,7 +160,7 @@ def test_the_chosen_token_comes_with_its_log_probability_before_any_filter():
     for some in (settings[:1], settings):
         made, needs = sampling.BatchSettings.of(some, CPU), sampling.Needs.of(some)
         seen, u = torch.zeros(len(some), 2, dtype=torch.bool), torch.full((len(some), 1), 0.9, dtype=torch.float64)
-        token, logprob = sampling.choose(logits[: len(some)], made, needs, seen, u)
+        token, logprob = sampling.choose(logits[: len(some)], made, needs, seen, seen.long(), u)
         assert not token.any()
         np.testing.assert_allclose(logprob.numpy(), math.log(0.7), rtol=1e-7)
 
@@ -143,19 +171,22 @@ def test_no_number_leads_beyond_the_vocabulary_when_logits_are_nan():
     for some in (settings, settings[1:]):
         n = len(some)
         made, needs = sampling.BatchSettings.of(some, CPU), sampling.Needs.of(some)
-        token, _ = sampling.choose(logits[:n], made, needs, torch.zeros(n, 9, dtype=torch.bool), u[:n])
+        seen = torch.zeros(n, 9, dtype=torch.bool)
+        token, _ = sampling.choose(logits[:n], made, needs, seen, seen.long(), u[:n])
         assert 0 <= token.min() <= token.max() < 9
 
 
 @pytest.mark.parametrize(
     ("settings", "needs"),
     [
-        (SamplingSettings(top_k=5), (False, False, False)),
-        (SamplingSettings(repetition_penalty=1.1), (True, False, False)),
-        (SamplingSettings(temperature=0.5, min_p=0.1), (False, True, False)),
-        (SamplingSettings(temperature=0.5, top_k=5), (False, True, True)),
-        (SamplingSettings(temperature=0.5, top_p=0.5), (False, True, True)),
+        (SamplingSettings(top_k=5), (False, False, False, False)),
+        (SamplingSettings(repetition_penalty=1.1), (True, False, False, False)),
+        (SamplingSettings(temperature=0.5, min_p=0.1), (False, True, False, False)),
+        (SamplingSettings(temperature=0.5, top_k=5), (False, True, True, False)),
+        (SamplingSettings(temperature=0.5, top_p=0.5), (False, True, True, False)),
+        (SamplingSettings(presence_penalty=-0.1), (False, False, False, True)),
+        (SamplingSettings(frequency_penalty=0.1), (False, False, False, True)),
     ],
 )
-def test_a_step_has_the_filters_that_are_used(settings: SamplingSettings, needs: tuple[bool, bool, bool]):
+def test_a_step_has_the_filters_that_are_used(settings: SamplingSettings, needs: tuple[bool, ...]):
     assert sampling.Needs.of([SamplingSettings(), settings]) == sampling.Needs(*needs)

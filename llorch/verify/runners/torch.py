@@ -186,7 +186,8 @@ class TorchRunner:
         seen = torch.from_numpy(seen_tokens([history] * len(names), logits.size)).to(device)
         dtype = torch.promote_types(self.target.dtype, torch.float32)  # as the model makes its logits
         rows = torch.from_numpy(logits).to(device, dtype).expand(len(names), -1)
-        made = probabilities(rows, BatchSettings.of(settings, device), Needs.of(settings), seen)
+        counts = torch.zeros(seen.shape, dtype=torch.int64, device=device)
+        made = probabilities(rows, BatchSettings.of(settings, device), Needs.of(settings), seen, counts)
         return zip(names, as_numpy(made), strict=True)
 
 
