@@ -1,0 +1,38 @@
+"""How a request is refused before any route has seen it: a status, and an error in the shape of OpenAI's."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An answer that says no."""
+
+    status: int
+    message: str
+    code: str  # for programs
+    headers: Mapping[str, str] | None = None  # beside those of every refusal
+
+    def body(self) -> bytes:
+        """The error as JSON."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return json.dumps({"error": {"message": self.message, "type": kind, "param": None, "code": self.code}}).encode()
+
+    def fields(self) -> list[tuple[bytes, bytes]]:
+        """The headers of the answer."""
+        named = {"content-type": "application/json", "content-length": str(len(self.body())), **(self.headers or {})}
+        return [(name.encode(), value.encode()) for name, value in named.items()]
+
+    def reason(self) -> bytes:
+        """What HTTP calls the status."""
+        return HTTPStatus(self.status).phrase.encode()
+
+
+HEADERS_TOO_SLOW = Refusal(408, "the headers of the request did not come in time", "request_timeout")
+BODY_TOO_SLOW = Refusal(408, "the body of the request did not come in time", "request_timeout")
+HEADERS_TOO_LARGE = Refusal(431, "the headers of the request are too long", "headers_too_large")
+MALFORMED = Refusal(400, "this is no request of HTTP/1.1", "malformed_request")
+FULL = Refusal(503, "too many connections", "too_many_connections", {"retry-after": "1"})
+STOPPING = Refusal(503, "the server is stopping", "stopping", {"retry-after": "5", "connection": "close"})
