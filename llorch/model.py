@@ -18,7 +18,7 @@ from llorch.files.gguf import GGUFFile
 from llorch.files.opening import ids_of_images
 from llorch.files.residency import Plan, Residency, plan
 from llorch.finite import Look, name_first_stage
-from llorch.generate import Answer, Job, Token, sample_ids, stream
+from llorch.generate import Answer, Job, Step, Token, sample_ids, stream
 from llorch.lora.adapted_weights import AdaptedWeights
 from llorch.lora.adapter import Adapter, require_fits, require_free, require_known
 from llorch.lora.files import adapter_for
@@ -293,8 +293,23 @@ class Model(Opened):
         job = self.job(
             given(prompt, messages), max_tokens=max_tokens, settings=settings, ignore_eos=ignore_eos, adapter=adapter
         )
-        weights, cache = self._weights_for(adapter), KVCache(self.config, self.weights.cache_dtype)
+        answer = Answer(self.tokenizer, end_ids=job.end_ids, stop=stop, max_tokens=job.max_tokens)
+        sampled = sample_ids(self.step(adapter), job.ids, job.settings, max_tokens=job.max_tokens)
+        return stream(sampled, answer)
 
+    def step(self, adapter: str | None = None) -> Step:
+        """What runs one sequence, from its first token on: new ids in, logits of the last one out.
+
+        Args:
+            adapter: Which adapter to use; None runs the base alone.
+
+        Returns:
+            A function that remembers what it was given; NonFiniteRun where numbers overflow.
+
+        Raises:
+            ValueError: No such adapter was added.
+        """
+        weights, cache = self._weights_for(adapter), KVCache(self.config, self.weights.cache_dtype)
         seen: list[int] = []
 
         @np.errstate(over="ignore", invalid="ignore")  # what is not finite is refused below
@@ -305,8 +320,7 @@ class Model(Opened):
                 self._name_non_finite(seen, weights)
             return logits
 
-        answer = Answer(self.tokenizer, end_ids=job.end_ids, stop=stop, max_tokens=job.max_tokens)
-        return stream(sample_ids(step, job.ids, job.settings, max_tokens=job.max_tokens), answer)
+        return step
 
     def _name_non_finite(self, ids: Sequence[int], weights: Weights) -> NoReturn:
         """Refuse a run that is not finite, see `name_first_stage`."""

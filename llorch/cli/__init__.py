@@ -25,7 +25,7 @@ from llorch.cli.verbs import Verbs
 
 VERBS = (
     "run", "verify", "diagnose", "diff", "dump-writer", "inspect", "tokenize", "trace", "convert", "quality", "bench",
-    "lora", "data", "learn",
+    "serve", "lora", "data", "learn",
 )  # fmt: skip
 
 
@@ -45,6 +45,7 @@ llorch verify                            every stage against llama.cpp and trans
 llorch diagnose dump --model story       the first wrong stage of your engine, and the mistake
 llorch inspect story                     what is in a file
 llorch convert model.gguf folder         to Hugging Face, and back
+llorch serve story                       the OpenAI interface, at localhost:8080
 llorch learn                             build your own, one checkpoint at a time
 llorch bench story                       speed, and the share of what the machine can do
 llorch lora train story --data pirate -o my-adapter    fine-tune it

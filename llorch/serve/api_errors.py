@@ -1,0 +1,61 @@
+"""What a request is refused with: a status, and an error in the form of OpenAI's API."""
+
+from collections.abc import Mapping, Sequence
+
+from pydantic import ValidationError
+from starlette.responses import JSONResponse, Response
+
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_SHOWN = 80  # characters of a value in a message
+
+
+class ApiError(Exception):
+    """A request that gets an error for an answer."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        """Of a status; `param` names the field at fault, `code` is for programs."""
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    def body(self) -> dict[str, object]:
+        """The JSON of the answer."""
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        """The answer; 429 and 503 say when to come again."""
+        headers = {"retry-after": "1"} if self.status in (429, 503) else {}
+        return JSONResponse(self.body(), self.status, headers)
+
+
+def wrong(param: str, expected: str, got: object = None, *, code: str | None = None) -> ApiError:
+    """400 for a field."""
+    text = f"{param}: expected {expected}" + ("" if got is None else f", got {_short(got)}")
+    return ApiError(400, text, param=param, code=code)
+
+
+def of_validation(error: ValidationError, body: object) -> ApiError:
+    """400 for the first field that does not fit."""
+    first = error.errors(include_url=False)[0]
+    param = _field(first["loc"], body, missing=first["type"] == "missing")
+    got = "" if first["type"] == "missing" else f", got {_short(first['input'])}"
+    return ApiError(400, f"{param or 'body'}: {first['msg']}{got}", param=param or None)
+
+
+def _field(loc: Sequence[int | str], body: object, *, missing: bool) -> str:
+    """The path to a value in the body; pydantic also names the branches of unions that it tried."""
+    parts: list[str] = []
+    for part in loc:
+        if isinstance(body, Mapping) and part in body:
+            body = body[part]
+        elif isinstance(body, list) and isinstance(part, int) and part < len(body):
+            body = body[part]
+        elif not missing or part is not loc[-1]:
+            continue
+        parts.append(str(part))
+    return ".".join(parts)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."

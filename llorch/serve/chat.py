@@ -1,0 +1,128 @@
+"""`/v1/chat/completions`: a conversation in, the assistant's turn out."""
+
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from llorch.generate import Job
+from llorch.serve.answering import Answering
+from llorch.serve.counts import finish_reason, timings, usage
+from llorch.serve.http import DONE, KEEP_ALIVE, EventStream, event, prepared, read, reply, service_of, unless_gone
+from llorch.serve.logprobs import for_chat
+from llorch.serve.replies import (
+    ChatChoice,
+    ChatChunk,
+    ChatCompletion,
+    ChatLogprobs,
+    ChatMessage,
+    ChunkChoice,
+    Delta,
+)  # fmt: skip
+from llorch.serve.requests import ChatRequest, ignored_fields
+from llorch.serve.service import Service, first_seed
+from llorch.serve.work import Made
+
+SILENCE = 10.0  # seconds after which a stream says that it is alive
+
+
+async def answer(request: Request) -> Response:
+    """The route."""
+    body, service = await read(request, ChatRequest), service_of(request)
+    ignored = ignored_fields(body)
+    jobs = await prepared(service, lambda: _jobs(service, body))
+    chat = _Chat(service, body, Answering(service.engine, service.model, jobs, body.stops, service.timeout))
+    if body.stream:
+        return EventStream(chat.events(), chat.answering.close, ignored)
+    return await unless_gone(request, chat.whole(ignored))
+
+
+def _jobs(service: Service, body: ChatRequest) -> list[Job]:
+    adapter, messages = service.adapter(body.model), [message.plain() for message in body.messages]
+    ids, seed = service.chat_ids(messages), first_seed(body.seed)
+    wanted = body.max_completion_tokens or body.max_tokens
+    how = {"param": "messages", "max_tokens": wanted, "adapter": adapter, "n_top": body.top_logprobs or 0}
+    end_ids = service.chat_end_ids()
+    return [service.job(ids, body.settings(seed + i), end_ids=end_ids, **how) for i in range(body.n or 1)]
+
+
+@dataclass
+class _Chat:
+    """One request that runs."""
+
+    service: Service
+    body: ChatRequest
+    answering: Answering
+
+    def __post_init__(self) -> None:
+        self._common = {
+            "id": f"chatcmpl-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": self.body.model,
+            "system_fingerprint": self.service.fingerprint,
+        }
+        self._n_prompt = len(self.answering.works[0].job.ids)
+
+    async def whole(self, ignored: Sequence[str]) -> Response:
+        """All at once."""
+        made: list[list[Made]] = [[] for _ in self.answering.works]
+        try:
+            while some := await self.answering.some():
+                for index, one in some:
+                    made[index].append(one)
+        finally:
+            self.answering.close()
+        choices = [self._choice(index, tokens) for index, tokens in enumerate(made)]
+        counts = {
+            "usage": usage(self.answering.works, n_prompt=self._n_prompt),
+            "timings": timings(self.answering.works),
+        }
+        return reply(ChatCompletion(object="chat.completion", choices=choices, **counts, **self._common), ignored)
+
+    def _choice(self, index: int, tokens: Sequence[Made]) -> ChatChoice:
+        text = "".join(one.token.text for one in tokens)
+        entries = [entry for one in tokens for entry in self._logprobs(one).content] if self.body.logprobs else None
+        finish = finish_reason(tokens[-1].token.finish)
+        assert finish is not None
+        return ChatChoice(
+            index=index,
+            message=ChatMessage(role="assistant", content=text, refusal=None),
+            logprobs=None if entries is None else ChatLogprobs(content=entries, refusal=None),
+            finish_reason=finish,
+        )
+
+    def _logprobs(self, one: Made) -> ChatLogprobs:
+        return for_chat(self.service.model.tokenizer, one)
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """As it comes."""
+        for index in range(len(self.answering.works)):
+            yield event(self._chunk(index, Delta(role="assistant", content="")))
+        while self.answering.n_open:
+            some = await self.answering.some(SILENCE)
+            yield b"".join(self._token_events(index, one) for index, one in some) if some else KEEP_ALIVE
+        if self.body.wants_usage:
+            counts = usage(self.answering.works, n_prompt=self._n_prompt)
+            yield event(self._of([], usage=counts, timings=timings(self.answering.works)))
+        yield DONE
+
+    def _token_events(self, index: int, one: Made) -> bytes:
+        token, found = one.token, b""
+        if token.text or (self.body.logprobs and token.finish != "eos"):
+            logprobs = self._logprobs(one) if self.body.logprobs else None
+            found = event(self._chunk(index, Delta(content=token.text), logprobs=logprobs))
+        if token.finish is not None:
+            found += event(self._chunk(index, Delta(), finish=token.finish))
+        return found
+
+    def _chunk(
+        self, index: int, delta: Delta, *, logprobs: ChatLogprobs | None = None, finish: str | None = None
+    ) -> ChatChunk:
+        choice = ChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=finish_reason(finish))
+        return self._of([choice])
+
+    def _of(self, choices: list[ChunkChoice], **counts: object) -> ChatChunk:
+        return ChatChunk(object="chat.completion.chunk", choices=choices, **counts, **self._common)

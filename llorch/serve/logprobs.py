@@ -1,0 +1,31 @@
+"""Log probabilities as OpenAI writes them: each token as text, as bytes, and with what could have come instead."""
+
+from typing import Any
+
+from llorch.serve.replies import ChatLogprobs, TokenLogprob, TopLogprob
+from llorch.serve.work import Made
+from llorch.tokenizer import Tokenizer
+
+LEAST = -9999.0  # JSON has no infinity
+
+
+def piece(tokenizer: Tokenizer, token_id: int) -> bytes:
+    """The bytes of a token, those of its text where it is a control token."""
+    if token_id in tokenizer.control_ids:
+        return tokenizer.decode([token_id], skip_special=False).encode()
+    return tokenizer.token_bytes(token_id)
+
+
+def for_chat(tokenizer: Tokenizer, made: Made) -> ChatLogprobs:
+    """Of one token; nothing of an end token, which is not part of the answer."""
+    token = made.token
+    if token.finish == "eos":
+        return ChatLogprobs(content=[], refusal=None)
+    top = [TopLogprob(**_said(tokenizer, *one)) for one in made.top]
+    entry = TokenLogprob(**_said(tokenizer, token.id, token.logprob), top_logprobs=top)
+    return ChatLogprobs(content=[entry], refusal=None)
+
+
+def _said(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
+    data = piece(tokenizer, token_id)
+    return {"token": data.decode("utf-8", "replace"), "bytes": list(data), "logprob": max(logprob, LEAST)}

@@ -1,0 +1,166 @@
+"""What may be asked for: the bodies of requests, as pydantic models, which check them and describe them to others.
+
+Values are taken as they are: no number comes from a text, none is NaN. What a client sends beside these fields is
+ignored and named in a header of the answer, unless it would change the answer's meaning: see `ignored_fields`.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from llorch.sampling import SamplingSettings
+from llorch.serve.api_errors import ApiError, wrong
+
+MAX_ANSWERS = 32  # of one request
+_WITHOUT: Mapping[str, tuple[object, ...]] = {  # fields that we lack, and the values that mean nothing
+    "tools": ([],), "tool_choice": ("none",), "functions": ([],), "function_call": ("none",), "logit_bias": ({},),
+    "audio": (), "modalities": (["text"],), "best_of": (1,), "echo": (False,), "suffix": ("",), "chat_template": (),
+    "chat_template_kwargs": ({},), "web_search_options": (), "grammar": ("",), "json_schema": (), "images": ([],),
+    "ignore_eos": (False,), "min_tokens": (0,), "stop_token_ids": ([],), "bad_words": ([],), "logits_processors": ([],),
+    "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (), "structured_outputs": (),
+    "use_beam_search": (False,), "typical_p": (1,), "mirostat": (0,), "length_penalty": (1,), "lora": ([],),
+    "add_generation_prompt": (True,), "continue_final_message": (False,), "documents": ([],), "prompt_logprobs": (0,),
+}  # fmt: skip
+
+
+def _finite_draws(temperature: float) -> float:
+    if 0 < temperature < 1e-6:
+        raise ValueError("0 or at least 1e-6")
+    return temperature
+
+
+Text = Annotated[str, Field(max_length=1 << 20)]
+Stop = Annotated[str, Field(min_length=1, max_length=1024)]
+Count = Annotated[int, Field(ge=1, le=1 << 31)]
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+
+
+class Strict(BaseModel):
+    """Values as they are."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+class Body(Strict):
+    """The body of a request; remembers fields that it does not know."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: Annotated[str, Field(description="Of /v1/models.")]
+
+
+class StreamOptions(Strict):
+    """Of `stream`."""
+
+    include_usage: bool | None = None
+
+
+class TextPart(Strict):
+    """A piece of a message."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class Message(Strict):
+    """A turn of a conversation; what is in it stays text, be it that of a control token."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | Annotated[list[TextPart], Field(min_length=1)] | None = None
+
+    def plain(self) -> dict[str, object]:
+        """As chat templates take it."""
+        content = self.content
+        text = "".join(part.text for part in content) if isinstance(content, list) else content
+        role = "system" if self.role == "developer" else self.role
+        return {**(self.model_extra or {}), "role": role, "content": text}
+
+
+class JsonSchema(Strict):
+    """The form of an answer."""
+
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    """What the answer must look like."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _together(self) -> "ResponseFormat":
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ValueError("json_schema has to be there where type is json_schema")
+        return self
+
+
+class Sampling(Body):
+    """How to draw tokens, and how many."""
+
+    temperature: Annotated[float, Field(ge=0, le=2), AfterValidator(_finite_draws)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, le=1 << 31)] | None = None
+    min_p: Annotated[float, Field(ge=0, lt=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=1e-3, le=1e3)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
+
+    def settings(self, seed: int) -> SamplingSettings:
+        """Of an answer with this seed; a temperature of 1 unless told, as OpenAI has it."""
+        own = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+        given = {name: value for name in own if (value := getattr(self, name)) is not None}
+        return SamplingSettings(**{"temperature": 1.0, **given, "seed": seed})
+
+
+class Answers(Sampling):
+    """What chats and completions have in common."""
+
+    n: Annotated[int, Field(ge=1, le=8)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    max_tokens: Count | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    @property
+    def stops(self) -> list[str]:
+        """Strings that end an answer."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether the stream ends with the counts."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class ChatRequest(Answers):
+    """Of /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: ResponseFormat | None = None
+
+    @model_validator(mode="after")
+    def _together(self) -> "ChatRequest":
+        if self.top_logprobs and not self.logprobs:
+            raise wrong("top_logprobs", "logprobs to be true beside it")
+        return self
+
+
+def ignored_fields(body: Body) -> list[str]:
+    """Fields that nothing is done with; ApiError for one that would change what the answer means."""
+    unknown = [name for name, value in (body.model_extra or {}).items() if value is not None]
+    for name in unknown:
+        value = (body.model_extra or {})[name]
+        if name in _WITHOUT and value not in _WITHOUT[name]:
+            raise ApiError(400, f"{name}: this server does not have it; leave it out", param=name, code="unsupported")
+    return [name for name in unknown if name not in _WITHOUT]

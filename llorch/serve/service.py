@@ -1,0 +1,112 @@
+"""A model as it is served: its names, its limits, and how what a client writes becomes work of the engine."""
+
+import hashlib
+import secrets
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+from llorch.errors import FormatError
+from llorch.generate import Guide, Job
+from llorch.model import Opened
+from llorch.sampling import SamplingSettings
+from llorch.serve.api_errors import ApiError
+from llorch.serve.engine import Engine
+
+MAX_TEXT = 1 << 20  # bytes of the text of one request
+MAX_SEED = 1 << 31
+
+
+class Service:
+    """One model, its adapters and its engine."""
+
+    def __init__(self, model: Opened, engine: Engine, *, context: int, timeout: float, version: str) -> None:
+        """Serve a model; prompt and answer have `context` tokens together, a request `timeout` seconds."""
+        self.model, self.engine, self.timeout = model, engine, timeout
+        self.context = min(context, model.config.max_position_embeddings)
+        self.created = int(time.time())
+        self.fingerprint = fingerprint(Path(model.weights.path), version)
+        self.preparing = ThreadPoolExecutor(1, thread_name_prefix="llorch-prompts")
+        self.has_template = bool(model.chat_templates)
+        engine.metrics.watch(lambda: engine.n_running, lambda: engine.n_waiting)
+
+    @property
+    def names(self) -> dict[str, str | None]:
+        """What a request may call the model, and the adapter that this means."""
+        base = self.model.name
+        return {base: None} | {f"{base}:{adapter}": adapter for adapter in self.model.adapters}
+
+    def adapter(self, name: str) -> str | None:
+        """The adapter that a name of the model means; ApiError for a name that nothing has."""
+        names = self.names
+        if name not in names:
+            raise ApiError(404, f"model: there is none of this name; there are {', '.join(names)}", param="model",
+                          code="model_not_found")  # fmt: skip
+        return names[name]
+
+    def chat_ids(self, messages: Sequence[dict[str, object]]) -> list[int]:
+        """A conversation up to the answer; where the file has no chat template, its contents with blank lines."""
+        _require_short(*(str(message.get("content") or "") for message in messages), param="messages")
+        try:
+            if self.has_template:
+                return self.model.prompt_ids(messages)
+            return self.model.tokenizer.encode("\n\n".join(str(message["content"] or "") for message in messages))
+        except FormatError as error:
+            raise ApiError(400, error.message, param="messages") from None
+        except ValueError as error:
+            raise ApiError(400, str(error), param="messages") from None
+
+    def chat_end_ids(self) -> frozenset[int]:
+        """What ends an answer of a conversation, beside end tokens."""
+        return self.model.chats.end_ids if self.has_template else frozenset()
+
+    def job(
+        self,
+        ids: Sequence[int],
+        settings: SamplingSettings,
+        *,
+        param: str,
+        max_tokens: int | None,
+        adapter: str | None,
+        end_ids: frozenset[int] = frozenset(),
+        n_top: int = 0,
+        guide: Guide | None = None,
+    ) -> Job:
+        """What the engine does; ApiError where a prompt, the field `param`, is empty, too long or has foreign ids."""
+        room = self.context - len(ids) + 1
+        if room < 1:
+            text = f"{param}: {len(ids)} tokens do not fit the context of {self.context}; shorten it"
+            raise ApiError(400, text, param=param, code="context_length_exceeded")
+        try:
+            job = self.model.job(
+                list(ids),
+                max_tokens=min(max_tokens or room, room),
+                settings=settings,
+                ignore_eos=False,
+                adapter=adapter,
+            )
+        except ValueError as error:
+            raise ApiError(400, f"{param}: {error}", param=param) from None
+        return replace(job, end_ids=job.end_ids | end_ids, n_top=n_top, guide=guide)
+
+
+def first_seed(seed: int | None) -> int:
+    """The seed that was asked for, or any."""
+    return secrets.randbelow(MAX_SEED) if seed is None else seed
+
+
+def _require_short(*texts: str, param: str) -> None:
+    """Refuse a long text before it is tokenized."""
+    n_bytes = sum(len(text) if text.isascii() else len(text.encode("utf-8", "replace")) for text in texts)
+    if n_bytes > MAX_TEXT:
+        text = f"{param}: {n_bytes} bytes of text, at most {MAX_TEXT} are read"
+        raise ApiError(400, text, param=param, code="context_length_exceeded")
+
+
+def fingerprint(path: Path, version: str) -> str:
+    """Of the weights' file or files, as far as the disk tells them apart, and of llorch's version."""
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    stats = [(file.name, stat.st_size, stat.st_mtime_ns) for file in files if (stat := file.stat())]
+    return "fp_" + hashlib.sha256(repr((version, stats)).encode()).hexdigest()[:12]
