@@ -53,6 +53,7 @@ AREAS = (
         "config/* architecture fields errors builtin stages",
         "config* fields files/weights* stages repository/examples",
     ),
+    Area("hub", "hub/*", "hub/*"),
     Area("files", "files/[!e]* files/blocks/*", "files/[!e]* verify/verify_folder model_images"),
     Area(
         "export",

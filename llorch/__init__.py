@@ -12,6 +12,7 @@ model.add_adapter("pirate", "my-adapter")         a LoRA adapter, for model.gene
 The rooms, in the order to read. Each imports those above it only; its first page says what enters and what leaves.
 
     config/                 hyperparameters, from either kind of file; `stages` the ordered table of what is computed
+    hub/                    which file a name stands for; models of the Hugging Face hub
     ops/                    one operation a file, forward beside backward, the formula on top
     forward  backward       the reference, one screen each; `cache` its keys and values, `numerics` how it rounds
     files/                  bytes to arrays and back: GGUF, Hugging Face folders, quantised blocks; `convert`

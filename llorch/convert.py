@@ -30,6 +30,7 @@ from llorch.files.names import inventory
 from llorch.files.new_file import new_file, new_folder
 from llorch.files.quant import BLOCK_SIZES, GGMLType, decode
 from llorch.files.strict_json import read_settings
+from llorch.hub.reference import name_of
 from llorch.tokenizer.export_gguf import probes_for, read_tokenizer, require_same_ids
 from llorch.tokenizer.export_huggingface import HuggingFaceTokenizer, translate_vocabulary
 from llorch.tokenizer.gguf_vocabulary import GGUFVocabulary
@@ -171,7 +172,7 @@ def _to_gguf(job: _Job) -> bool:
     else:
         job.report("tokenizer")
         folder = Path(weights.path)
-        metadata = {"general.name": folder.resolve().name} | _sampling_metadata(folder) | _tokenizer_metadata(job)
+        metadata = {"general.name": name_of(folder.resolve())} | _sampling_metadata(folder) | _tokenizer_metadata(job)
     if not (has_vocabulary := "tokenizer.ggml.tokens" in metadata):
         metadata |= NO_VOCABULARY
     with placing(job.target, gguf_size(weights.config, job.ggml_type)), new_file(job.target) as temporary:

@@ -8,7 +8,6 @@ from typing import Any, NoReturn
 import numpy as np
 from jaxtyping import Float
 
-from llorch.builtin import builtin_path
 from llorch.cache import KVCache, require_context
 from llorch.config import ModelConfig
 from llorch.families import forward
@@ -19,6 +18,8 @@ from llorch.files.opening import ids_of_images
 from llorch.files.residency import Plan, Residency, plan
 from llorch.finite import Look, name_first_stage
 from llorch.generate import Answer, Job, Step, Token, sample_ids, stream
+from llorch.hub import find
+from llorch.hub.reference import name_of
 from llorch.lora.adapted_weights import AdaptedWeights
 from llorch.lora.adapter import Adapter, require_fits, require_free, require_known
 from llorch.lora.files import adapter_for
@@ -89,8 +90,8 @@ class Opened:
 
     @property
     def name(self) -> str:
-        """The file's name without its ending, or the folder's name."""
-        return Path(self.weights.path).stem if Path(self.weights.path).is_file() else Path(self.weights.path).name
+        """The file's name without its ending, or the folder's name; of a folder of the hub org/name."""
+        return name_of(Path(self.weights.path))
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -354,19 +355,14 @@ def _checked(messages: Sequence[Any]) -> list[dict[str, object]]:
     return checked_messages(Fields({}, "generate"), "messages", list(messages))
 
 
-def find(path_or_name: str | Path) -> Path:
-    """The file or folder that was meant: an existing path, else a built-in model."""
-    path = Path(path_or_name)
-    return path if path.exists() else builtin_path(str(path_or_name))
-
-
 def load(
     path_or_name: str | Path, *, numerics: Numerics = EXACT, residency: Residency = "auto", n_tokens: int = 1024
 ) -> Model:
     """Open a model.
 
     Args:
-        path_or_name: A .gguf file, a Hugging Face folder, or the name of a built-in model.
+        path_or_name: A .gguf file, a Hugging Face folder, the name of a built-in model, or one of the Hugging Face
+            hub, `org/name[:QUANT][@REVISION]`, which is downloaded where it is not in the cache.
         numerics: `EXACT`: what the weights mean. `GGML`: with activations rounded as llama.cpp's CPU path does.
         residency: `decoded`: matrices are decoded to float32 once. `packed`: at every use, which needs little more
             memory than the file. `auto`: decoded if that fits.
@@ -376,7 +372,7 @@ def load(
         The model; weights are read when they are first needed.
 
     Raises:
-        FileNotFoundError: There is no such file, folder or built-in model.
+        FileNotFoundError: There is no such file, folder, built-in model or model of the hub.
         FormatError: The file cannot be used.
         MemoryError: The model would not fit.
     """

@@ -20,6 +20,7 @@ OF_IMPLEMENTATION = "test_checkpoints_of_implementation.py"
 shape_checks.install()
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "1")  # of the processes that are started from here: those of xdist are one a core
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # huggingface_hub asks nobody but the server of a test
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run in Triton's interpreter where there is no device
 

@@ -54,7 +54,8 @@ echo "Once upon" | llorch run story -n 40
 Llama and Qwen in NumPy, every step checked against two engines that someone else wrote.
 
 \b
-MODEL is a .gguf file, a Hugging Face folder, or a built-in name:
+MODEL is a .gguf file, a Hugging Face folder, a model of its hub as
+org/name[:QUANT][@REVISION], or a built-in name:
 {names}.
 
 Any option may be set in the environment as LLORCH_<COMMAND>_<OPTION>.

@@ -1,14 +1,15 @@
 """What the user hands to a command: a model, a prompt, token ids, a conversation."""
 
+import os
 import sys
 from pathlib import Path
 
 import click
 
-from llorch.builtin import builtin_path
 from llorch.cli.options import refuse_both
 from llorch.cli.output import say
 from llorch.files import GGUFFile, SafetensorsFolder
+from llorch.hub import find
 from llorch.model import Model
 from llorch.numerics import Numerics
 
@@ -18,9 +19,28 @@ IN_CHUNKS = 66  # tokens of which a delta net, which computes 64 at once, begins
 
 
 def model_path(spec: str) -> Path:
-    """The file or folder that a MODEL argument stands for: an existing path, else a built-in name."""
-    path = Path(spec)
-    return path if spec and path.exists() else builtin_path(spec)  # Path("") would be the current folder
+    """The file or folder that a MODEL argument stands for, see `llorch.hub.find`; says the commit of one of the hub.
+
+    Before a download its size is said. Who sits at a terminal is asked; a script goes on.
+    """
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # huggingface_hub reads it when it is imported
+    return find(spec, consent=_agreed, report=_say_once)
+
+
+def _agreed(download: str) -> bool:
+    if sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty():
+        return click.confirm(f"{download}; download?", default=True, err=True)
+    say(f"{download}; downloading")
+    return True
+
+
+def _say_once(line: str) -> None:
+    """Say what a command finds each time that it looks for its model."""
+    said = click.get_current_context().meta.setdefault("llorch.said", set())
+    if line not in said:
+        said.add(line)
+        say(line)
 
 
 def chosen_numerics(name: str | None, kv_cache: str) -> Numerics:

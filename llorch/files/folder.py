@@ -111,9 +111,14 @@ def file_inside(folder: Path, name: str) -> Path:
 
 
 def require_inside(path: Path, folder: Path) -> Path:
-    """Refuse (Unsafe) a link out of a folder, but not into the `blobs` of a download cache, which stores files so."""
+    """Refuse (Unsafe) a link out of a folder, but not into the `blobs` of a download cache, which stores files so.
+
+    These are those of its repository, or of all repositories.
+    """
     home, target = folder.resolve(), path.resolve()
-    allowed = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
+    allowed = [home]
+    if home.parent.name == "snapshots":
+        allowed += [place / "blobs" for place in home.parents[1:3]]
     if not any(target.is_relative_to(place) for place in allowed):
         message = f"{path.relative_to(folder)} is a link that leads out of the folder"
         raise FormatError("Unsafe", message, path=folder)

@@ -15,7 +15,8 @@ from llorch.files import Weights, open_weights
 from llorch.files.residency import Residency
 from llorch.finite import Look, name_first_stage
 from llorch.generate import Answer, Job, Token
-from llorch.model import Prompt, find, given
+from llorch.hub import find
+from llorch.model import Prompt, given
 from llorch.pytorch.batch import Running, one_each
 from llorch.pytorch.cache import Cache
 from llorch.pytorch.causal_lm import CausalLM, Keep, keep_nothing
@@ -261,7 +262,7 @@ def load_torch(
     """Open a model to run it in torch.
 
     Args:
-        path_or_name: A .gguf file, a Hugging Face folder, or the name of a built-in model.
+        path_or_name: As in `llorch.load`.
         device: `cpu`, `cuda` or `cuda:N`.
         dtype: Of weights and activations: `float32`, `bfloat16`, `float16` or `float64`.
         kernels: `torch`: never ours. `own`: ours. `auto`: ours; on CUDA those that are right and no slower there.
@@ -275,7 +276,7 @@ def load_torch(
         The model, its weights loaded.
 
     Raises:
-        FileNotFoundError: There is no such file, folder or built-in model.
+        FileNotFoundError: There is no such file, folder, built-in model or model of the hub.
         FormatError: The file cannot be used.
         CheckpointMismatch: `kernels` is `own`, and one of ours is wrong on this device.
         MemoryError: The model would not fit.

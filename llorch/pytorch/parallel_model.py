@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from llorch.files import Weights, open_weights
 from llorch.files.residency import Residency
+from llorch.hub import find
 from llorch.launched import ranks_here
 from llorch.lora.adapter import Adapter
-from llorch.model import find
 from llorch.pytorch.cache import Cache
 from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.decoding import Agree, Decoding
@@ -90,7 +90,7 @@ def load_parallel(
     """Open a model on the CPU of which this rank keeps its part; a weight is whole only until it is cut.
 
     Args:
-        path_or_name: A .gguf file, a Hugging Face folder, or the name of a built-in model; the same on every rank.
+        path_or_name: As in `llorch.load`; the same on every rank.
         mesh: With an axis `tp`.
         dtype: Of weights and activations.
         kernels: See `load_torch`.

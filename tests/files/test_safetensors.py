@@ -109,6 +109,16 @@ def test_the_links_of_a_download_cache_are_followed(tmp_path: Path):
         assert folder.tensors.keys() == {"a"}
 
 
+def test_the_blobs_that_repositories_of_a_download_cache_share_are_followed(tmp_path: Path):
+    snapshot, blobs = tmp_path / "models--x" / "snapshots" / "abc", tmp_path / "blobs" / "12"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir(parents=True)
+    safetensors.numpy.save_file(ONE, blobs / "1234")
+    (snapshot / "model.safetensors").symlink_to(blobs / "1234")
+    with SafetensorsFolder(snapshot) as folder:
+        assert folder.tensors.keys() == {"a"}
+
+
 def test_a_link_out_of_the_folder_is_unsafe(sharded: Path):
     folder = sharded / "inner"
     folder.mkdir()

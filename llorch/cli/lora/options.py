@@ -27,7 +27,7 @@ def threads_for_training(settings: "TrainSettings", *, recorded: int | None = No
     """Choose the threads of a run on torch; see `use_threads`."""
     import torch  # noqa: F401 (whose threads they are)
 
+    from llorch.cli.inputs import model_path
     from llorch.files import open_weights
-    from llorch.model import find
 
-    return use_threads(open_weights(find(settings.model)).config, recorded=recorded)
+    return use_threads(open_weights(model_path(settings.model)).config, recorded=recorded)

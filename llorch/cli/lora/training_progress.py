@@ -11,7 +11,8 @@ from llorch.builtin import find_data
 from llorch.cli.inputs import has_vocabulary
 from llorch.cli.output import say
 from llorch.files import open_weights
-from llorch.model import Opened, find
+from llorch.hub import find
+from llorch.model import Opened
 from llorch.train.data.formats import Chat, Completion, Instruction, Parsed, Text, Tokens, format_of, parse
 from llorch.train.data.read import find_splits, read_records
 

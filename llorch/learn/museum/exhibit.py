@@ -12,7 +12,7 @@ import numpy as np
 from llorch.dumps.stage_dump import StageDump, Tokens
 from llorch.dumps.writers.dump_writer import DumpWriter
 from llorch.files import Weights, open_weights
-from llorch.model import find
+from llorch.hub import find
 from llorch.verify.diagnosis.diagnose import causes
 from llorch.verify.diagnosis.hypotheses import FAMILIES, known_mistakes
 from llorch.verify.diagnosis.replay import Change, Past, Plant, Replay

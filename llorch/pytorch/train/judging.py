@@ -7,8 +7,9 @@ from pathlib import Path
 from llorch.builtin import find_data
 from llorch.errors import FormatError
 from llorch.files import open_weights
+from llorch.hub import find
 from llorch.lora.files import adapter_for
-from llorch.model import Opened, find
+from llorch.model import Opened
 from llorch.pytorch.device import target
 from llorch.pytorch.lora.adapters import activate, attach
 from llorch.pytorch.train.loading import load_for_training

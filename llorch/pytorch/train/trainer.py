@@ -15,11 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from llorch.builtin import find_data
 from llorch.files import Weights, open_weights
 from llorch.files.strict_json import read_settings
+from llorch.hub import find
 from llorch.launched import own_device
 from llorch.lora.adapter import Adapter
 from llorch.lora.base import identity_of
 from llorch.lora.initial import initial_adapter
-from llorch.model import Opened, find
+from llorch.model import Opened
 from llorch.pytorch.device import target
 from llorch.pytorch.lora.adapters import adapter_of, attach, trainable_parameters
 from llorch.pytorch.lora.dropout import MASKS

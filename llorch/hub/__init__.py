@@ -1,0 +1,47 @@
+"""Which file or folder a MODEL stands for: an existing path, a built-in name, or a model of the Hugging Face hub.
+
+In comes what a user writes, out comes a path. This room alone reaches the network, through huggingface_hub, whose cache
+is looked into first; what is there is used as it is. In the order to read:
+
+    reference   `org/name[:QUANT][@REVISION]`
+    needed      which files of a repository a model is made of
+    cached      what of it lies in huggingface_hub's cache
+    fetch       the rest: asked for, sized, downloaded; every error to a line
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from llorch.builtin import EVERY, builtin_path
+from llorch.hub.reference import Reference
+
+Consent = Callable[[str], bool]  # to a download that is described in a line
+Report = Callable[[str], None]
+
+
+def find(path_or_name: str | Path, *, consent: Consent = lambda line: True, report: Report = lambda line: None) -> Path:
+    """The file or folder that was meant; a model of the hub is downloaded where it is not in the cache.
+
+    Args:
+        path_or_name: An existing path, a built-in name, or `org/name[:QUANT][@REVISION]`; tried in this order.
+        consent: Asked before a download, in a line with its size.
+        report: Told the commit of a model of the hub.
+
+    Returns:
+        A .gguf file or a Hugging Face folder.
+
+    Raises:
+        FileNotFoundError: There is no such model, or it cannot be had.
+        OSError: The disk has no room for it.
+        MissingExtra: huggingface_hub is not installed.
+    """
+    spec = str(path_or_name)
+    path = Path(path_or_name)
+    if spec and path.exists():  # Path("") would be the current folder
+        return path
+    reference = None if spec in EVERY else Reference.parse(spec)
+    if reference is None:
+        return builtin_path(spec)
+    from llorch.hub.fetch import obtain
+
+    return obtain(reference, consent=consent, report=report)

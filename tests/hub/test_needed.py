@@ -1,0 +1,73 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from llorch.hub.needed import is_folder, of_folder, one_gguf, shards_of
+from llorch.hub.reference import Reference
+
+FILES = (
+    "README.md", "config.json", "tokenizer.json", "chat_template.jinja", "additional_chat_templates/tool.jinja",
+    "original/consolidated.00.pth", "pytorch_model.bin", "onnx/model.onnx", "evil.py", "consolidated.safetensors",
+)  # fmt: skip
+GGUF = ("m-Q4_K.gguf", "m-Q4_K_M.gguf", "m-bf16.gguf", "m-f16.gguf", "IQ4_K/m-IQ4_K.gguf", "mmproj-F16.gguf")
+PARTS = [f"Q8_0/m-Q8_0-0000{part}-of-00002.gguf" for part in (1, 2)]
+
+
+def meant(quant: str, files: tuple[str, ...] = GGUF) -> str:
+    return one_gguf(files, Reference("org/m", quant))
+
+
+def test_of_a_folder_only_the_model_is_taken():
+    taken = ["additional_chat_templates/tool.jinja", "chat_template.jinja", "config.json", "tokenizer.json"]
+    assert of_folder({*FILES, "model.safetensors"}, ()) == sorted([*taken, "model.safetensors"])
+    shards = [f"model-{part}.safetensors" for part in (1, 2)]
+    index = "model.safetensors.index.json"
+    assert of_folder({*FILES, index, *shards, "model-9.safetensors"}, shards) == sorted([*taken, index, *shards])
+
+
+def test_a_folder_has_a_configuration_and_weights_that_are_no_pickle():
+    assert not is_folder(FILES)
+    assert not is_folder({"model.safetensors"})
+    assert is_folder({*FILES, "model.safetensors.index.json"})
+
+
+def test_an_index_names_its_shards_once(tmp_path: Path):
+    index = tmp_path / "index.json"
+    index.write_text(json.dumps({"weight_map": {"b": "2.safetensors", "a": "1.safetensors", "c": "1.safetensors"}}))
+    assert shards_of(index) == ["1.safetensors", "2.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("quant", "name"),
+    [("q4_k_m", "m-Q4_K_M.gguf"), ("Q4_K", "m-Q4_K.gguf"), ("F16", "m-f16.gguf"), ("BF16", "m-bf16.gguf"),
+     ("IQ4_K", "IQ4_K/m-IQ4_K.gguf"), ("M-F16.gguf", "m-f16.gguf")],
+)  # fmt: skip
+def test_a_quantisation_is_a_whole_word_of_a_name(quant: str, name: str):
+    assert meant(quant) == name
+
+
+def test_the_only_file_needs_no_word():
+    assert meant("", ("README.md", "m-Q8_0.gguf", "mmproj-F16.gguf")) == "m-Q8_0.gguf"
+
+
+@pytest.mark.parametrize(
+    ("quant", "files", "said"),
+    [
+        ("", GGUF, "several GGUF files; say which as org/m:QUANT, of: IQ4_K/m-IQ4_K.gguf, m-Q4_K.gguf, m-Q4_K_M.gguf"),
+        ("Q8_0", ("a-Q8_0.gguf", "b-Q8_0.gguf"), "several GGUF files; say which as org/m:Q8_0, of: a-Q8_0.gguf, b-Q8_"),
+        ("Q3_K", GGUF, "no GGUF file of Q3_K; say which as org/m:Q3_K, of: IQ4_K/m-IQ4_K.gguf, m-Q4_K.gguf"),
+        ("Q8_0", tuple(PARTS), "Q8_0/m-Q8_0-00001-of-00002.gguf is one of 2 parts, which are not read; join them"),
+        ("", ("pytorch_model.bin", "config.json"), "its weights are pickles (pytorch_model.bin), which can run code"),
+        ("", ("README.md",), "the repository has neither config.json with model.safetensors nor a GGUF file"),
+        ("Q8_0", FILES, "the repository has no GGUF file; leave :QUANT out"),
+    ],
+)
+def test_what_cannot_be_chosen_is_said(quant: str, files: tuple[str, ...], said: str):
+    with pytest.raises(FileNotFoundError, match="model 'org/m") as raised:
+        meant(quant, files)
+    assert said in str(raised.value)
+
+
+def test_a_whole_file_is_taken_before_one_in_parts():
+    assert meant("Q8_0", (*PARTS, "m-Q8_0.gguf")) == "m-Q8_0.gguf"

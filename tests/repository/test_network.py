@@ -1,0 +1,77 @@
+"""Who asks the network: models of the hub, and the server that was asked for; nobody else."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted((ROOT / "llorch").rglob("*.py"))
+ALLOWED = ("llorch/hub/", "llorch/serve/", "llorch/cli/serve", "llorch/cli/chat")
+OF_PAIRS = ("process", "child", "messages")  # llorch.verify.witnesses: between this process and that of an engine
+OF_THE_NETWORK = {
+    "socket", "ssl", "socketserver", "http", "urllib", "ftplib", "smtplib", "imaplib", "poplib", "xmlrpc", "telnetlib",
+    "requests", "urllib3", "httpx", "httpx2", "aiohttp", "websockets", "huggingface_hub", "hf_xet", "openai", "uvicorn",
+    "starlette", "asyncio", "webbrowser",
+}  # fmt: skip
+WATCHED = """
+import sys
+def refuse(event, args):
+    if event.partition(".")[0] in ("socket", "urllib", "http", "ftplib", "smtplib"):
+        raise SystemExit(f"asked the network: {event} {args}")
+sys.addaudithook(refuse)
+from llorch.cli import main
+main(sys.argv[1:], prog_name="llorch")
+"""
+
+
+def imports(source: str) -> set[str]:
+    """Outermost packages that a file imports, anywhere in it, and those that it names to be imported."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module.partition(".")[0])
+        if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            if getattr(node.func, "id", getattr(node.func, "attr", "")) in ("import_module", "__import__"):
+                found.add(str(node.args[0].value).partition(".")[0])
+    return found
+
+
+def test_only_the_hub_and_the_server_import_what_asks_the_network():
+    found = {file.relative_to(ROOT).as_posix(): imports(file.read_text()) & OF_THE_NETWORK for file in FILES}
+    for name in OF_PAIRS:
+        assert ".connect(" not in (ROOT / f"llorch/verify/witnesses/{name}.py").read_text()
+        found[f"llorch/verify/witnesses/{name}.py"].remove("socket")
+    found["llorch/verify/witnesses/transformers.py"].remove("huggingface_hub")  # the class of an error
+    assert {path: names for path, names in found.items() if names and not path.startswith(ALLOWED)} == {}
+    assert "huggingface_hub" in found["llorch/hub/fetch.py"]
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["import socket", "def f():\n    from http.client import X", "import_module('ssl')", "a.__import__('ssl')"],
+)
+def test_an_import_is_found_wherever_it_is(source: str):
+    assert imports(source) & OF_THE_NETWORK
+
+
+def watched(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", WATCHED, *args], capture_output=True, text=True, check=False, cwd=ROOT, timeout=600
+    )
+
+
+@pytest.mark.parametrize("line", ["run story Once -n 3", "inspect micro-mistral", "tokenize story Once"])
+def test_a_command_on_a_model_that_is_here_opens_no_socket(line: str):
+    done = watched(*line.split())
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_socket_would_be_seen(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "")
+    done = watched("inspect", "org/name")
+    assert "asked the network: socket." in done.stderr
