@@ -11,7 +11,7 @@ from training_passes import in_peft, peft_name
 from training_runs import Silent, small_settings
 
 from llorch.convert import convert
-from llorch.model import find
+from llorch.hub import find
 from llorch.pytorch.train.run import Run
 from llorch.pytorch.train.trainer import Training
 

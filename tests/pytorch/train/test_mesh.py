@@ -13,7 +13,7 @@ from training_runs import Silent, losses_on_mesh, small_settings, trained
 
 from llorch.convert import convert
 from llorch.files.quant import GGMLType
-from llorch.model import find
+from llorch.hub import find
 from llorch.pytorch.ranks import on_ranks
 from llorch.pytorch.train.run import Run
 
