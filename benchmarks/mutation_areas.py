@@ -62,7 +62,7 @@ AREAS = (
     ),
     Area("tokenizer", "tokenizer/[!e]*", "tokenizer/* verify/quality/windows"),
     Area("generation", "sampling generate model", "sampling generate model model_images verify/teeth_forward cli/run"),
-    Area("torch", "pytorch/* pytorch/lora/*", "pytorch/* pytorch/lora/*"),
+    Area("torch", "pytorch/* pytorch/lora/* pytorch/serving/*", "pytorch/* pytorch/lora/* pytorch/serving/*"),
     Area("kernels", "pytorch/cpu/* pytorch/cuda/*", "pytorch/cpu/* pytorch/cuda/* pytorch/model pytorch/quantised"),
     Area("lora", "lora/* verify/doctor/*", "lora/* verify/doctor/* cli/lora_files model"),
     Area("data", "train/data/*", "train/data_* cli/data"),

@@ -56,6 +56,8 @@ class State:
 class Cache:
     """Of a batch, for every layer keys and values, (batch, kv_heads, n_slots + 1, head_dim), or the state of a net."""
 
+    in_rows = True  # whether the rows of keys and values are the sequences of a pass, as attention wants them
+
     def __init__(
         self,
         config: ModelConfig,
@@ -82,21 +84,23 @@ class Cache:
             for i, is_net in enumerate(nets)
             if is_net and config.delta_net is not None
         }
+        self._sequence = torch.arange(batch, device=device)[:, None]  # (batch, 1)
+        self._set_positions(config, first_position, n_slots, dtype, device)
+
+    def _set_positions(
+        self, config: ModelConfig, first_position: int, n_slots: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Make the tables of so many positions."""
         self.n_slots = n_slots
         self.first_position = first_position
-        tables = rope_tables(
-            np.arange(first_position, last + 1),
-            head_dim=config.rotated,
-            theta=config.rope_theta,
-            scaling=config.rope_scaling,
-        )
+        positions = np.arange(first_position, first_position + n_slots + 1)
+        tables = rope_tables(positions, head_dim=config.rotated, theta=config.rope_theta, scaling=config.rope_scaling)
         wide = torch.promote_types(dtype, torch.float32)
         self.cos, self.sin = (torch.from_numpy(table).to(device, wide) for table in tables)  # (n_slots + 1, half)
-        heat = config.temperature and config.temperature.of(np.arange(first_position, last + 1))
+        heat = config.temperature and config.temperature.of(positions)
         self._heat = None if heat is None else torch.from_numpy(heat).to(device, wide)  # (n_slots + 1)
         self._bounds = {layer.bound for layer in config.layers if layer.bound is not None}
         self._slot = torch.arange(n_slots, device=device)
-        self._sequence = torch.arange(batch, device=device)[:, None]  # (batch, 1)
 
     @property
     def state_tensors(self) -> list[Tensor]:
@@ -161,9 +165,15 @@ class Cache:
         v: Float[Tensor, "batch seq kv_heads head_dim"],
         place: Place,
     ) -> tuple[Float[Tensor, "batch kv_heads ctx head_dim"], Float[Tensor, "batch kv_heads ctx head_dim"]]:
-        """Write rotated keys and values of the new tokens; gives those of the context, views of the cache."""
+        """Write rotated keys and values of the new tokens; gives those of the context."""
         for store, new in ((self.keys[layer], k), (self.values[layer], v)):
             store[self._sequence, :, place.slots] = new.to(store.dtype)
+        return self.context(layer, place)
+
+    def context(
+        self, layer: int, place: Place
+    ) -> tuple[Float[Tensor, "batch kv_heads ctx head_dim"], Float[Tensor, "batch kv_heads ctx head_dim"]]:
+        """Keys and values that attention looks at, views of the cache."""
         return self.keys[layer][:, :, : place.ctx], self.values[layer][:, :, : place.ctx]
 
     def state(self, layer: int) -> State | None:

@@ -187,13 +187,13 @@ class TorchModel(AdaptedModules):
             for row, token in running:
                 made[row].append(token.id)
                 if math.isnan(token.logprob):
-                    self._name_non_finite([*jobs[row].ids, *made[row][:-1]], jobs[row].adapter)
+                    self.name_non_finite([*jobs[row].ids, *made[row][:-1]], jobs[row].adapter)
                 yield numbered[row][0], token
         finally:
             self._spare = running.decoding
 
     @torch.no_grad()
-    def _name_non_finite(self, ids: Sequence[int], adapter: str | None) -> NoReturn:
+    def name_non_finite(self, ids: Sequence[int], adapter: str | None) -> NoReturn:
         """Refuse a run that is not finite, see `name_first_stage`."""
         name_first_stage(
             lambda look: self._logits(np.array(ids), adapter, recorder(look), self._chunk(1)),
@@ -219,7 +219,7 @@ class TorchModel(AdaptedModules):
         return self._fast(decoding.narrowed(rows, self.new_cache(len(rows), decoding.cache.n_slots), module), names)
 
     def _fast(self, decoding: Decoding, adapters: Sequence[str | None]) -> Decoding:
-        if self._compiles:
+        if self.compiles:
             (name,), growing = set(adapters), self.target.device.type == "cpu"
             decoding.forward = self.compiled_for(decoding.module, name, growing=growing)
         if (graph := own_leaves(self.target).get("graph")) is not None and recordable(decoding.module):

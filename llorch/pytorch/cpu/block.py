@@ -64,7 +64,7 @@ class CpuBlock(Block):
 
     def forward(self, x: Hidden, place: Place, cache: Cache, keep: Keep) -> Hidden:
         """The residual stream after the layer."""
-        if keep is keep_nothing and x.shape[0] * x.shape[1] <= FEW:
+        if cache.in_rows and keep is keep_nothing and x.shape[0] * x.shape[1] <= FEW:
             keys, values = cache.keys[self.self_attn.layer], cache.values[self.self_attn.layer]
             struct = self._described()
             if struct is not None and keys.dtype == x.dtype:

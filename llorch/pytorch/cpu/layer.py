@@ -49,7 +49,7 @@ class CpuRotate:
         q, k = keep("q_rope", self.turned(q, place)), keep("k_rope", self.turned(k, place))
         self.append(cache.keys[layer], k, place)
         self.append(cache.values[layer], v, place)
-        keys, values = cache.keys[layer][:, :, : place.ctx], cache.values[layer][:, :, : place.ctx]
+        keys, values = cache.context(layer, place)
         return q, keep("k_cache", keys), keep("v_cache", values)
 
     def turned(self, x: Heads, place: Place) -> Heads:
@@ -62,10 +62,11 @@ class CpuRotate:
         return y
 
     def append(self, store: Tensor, new: Heads, place: Place) -> None:
-        """Write the keys or values of the new tokens into their slots."""
+        """Write the keys or values of the new tokens into their slots; a store may have one row for all sequences."""
         new, slots = new.to(store.dtype).contiguous(), place.slots.contiguous()
         batch, seq, kv_heads, head_dim = new.shape
-        sizes = batch, seq, kv_heads, store.shape[2], head_dim * new.element_size()
+        rows = len(store)
+        sizes = rows, batch * seq // rows, kv_heads, store.shape[2], head_dim * new.element_size()
         if self.library.llorch_append(new.data_ptr(), store.data_ptr(), slots.data_ptr(), *sizes):
             raise IndexError(f"cache: expected slots from 0 to {store.shape[2] - 1}, got {slots.tolist()}")
 

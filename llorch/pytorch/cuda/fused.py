@@ -71,7 +71,7 @@ def rotate_and_cache(
     q_rope = keep("q_rope", q_rope)
     if observed and (used := keep("k_rope", k_rope)) is not k_rope:  # others are to be used from here on
         cache.append(layer, used, v, place)
-    keys, values = cache.keys[layer][:, :, : place.ctx], cache.values[layer][:, :, : place.ctx]
+    keys, values = cache.context(layer, place)
     return q_rope, keep("k_cache", keys), keep("v_cache", values)
 
 
@@ -80,9 +80,10 @@ def _launch(
     q_rope: Heads, k_rope: Heads, *, keep_keys: bool,
 ) -> None:  # fmt: skip
     batch, seq, n_heads, head_dim = q.shape
-    kv_heads, n_slots = keys.shape[1:3]
+    rows, kv_heads, n_slots = keys.shape[:3]
+    of_a_row = batch * seq // rows  # all of them, where the store has one row for all sequences
     _rotate[(batch * seq, 3)](
-        q, k, v, place.slots, place.cos, place.sin, q_rope, k_rope, keys, values, seq, n_heads, kv_heads, n_slots,
+        q, k, v, place.slots, place.cos, place.sin, q_rope, k_rope, keys, values, of_a_row, n_heads, kv_heads, n_slots,
         KEEP_KEYS=keep_keys, HALF=head_dim // 2, COLUMNS=triton.next_power_of_2(head_dim // 2),
         HEADS=triton.next_power_of_2(n_heads), KV_HEADS=triton.next_power_of_2(kv_heads),
     )  # fmt: skip

@@ -60,7 +60,7 @@ class AdaptedModules(Opened):
         self.module = module
         self._adapted = module  # from the first adapter on a copy, to which all are attached
         self._uniform: dict[str, CausalLM] = {}  # views for batches that want one adapter
-        self._compiles = compiled
+        self.compiles = compiled
         self._compiled: dict[str | None, tuple[CausalLM, Forward]] = {}  # by adapter
 
     def add_adapter(self, name: str, adapter: Adapter | str | Path, *, any_base: bool = False) -> str:
@@ -88,7 +88,7 @@ class AdaptedModules(Opened):
             require_known(name, self.adapters)
         (first, *others) = dict.fromkeys(adapters)
         if others:
-            if self._compiles:
+            if self.compiles:
                 raise ValueError("generate_batch: a compiled model takes one adapter per call; make a call for each")
             return view(self._adapted, adapters)
         if first is None:

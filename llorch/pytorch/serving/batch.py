@@ -1,0 +1,199 @@
+"""Jobs that run together in torch, and come and go while others run; see `llorch.generate.Batch`.
+
+A pass is either a stretch of one prompt or one token of every job whose prompt is read; they take turns, so that nobody
+waits for more than one stretch. Pages that prompts and answers fill are found by later jobs that begin with the same
+tokens and have the same adapter. Where a model has delta nets, nothing is found again: a state is that of one token.
+
+A job reserves pages for its prompt and its `max_tokens` when it joins: it waits for them, or it runs to its end.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
+from weakref import WeakKeyDictionary
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from llorch.generate import Job, Sampled
+from llorch.pytorch.cache import Place
+from llorch.pytorch.causal_lm import CausalLM, keep_nothing
+from llorch.pytorch.model import TorchModel
+from llorch.pytorch.serving.choosing import Choosing
+from llorch.pytorch.serving.paged_cache import PagedCache
+from llorch.pytorch.serving.pages import PAGE, Pages
+from llorch.pytorch.serving.run import Run
+
+Results = Mapping[int, Sampled | Exception]
+
+
+class ContinuousBatch:
+    """The jobs of one model, which others must not use meanwhile; its adapters may change between two calls."""
+
+    def __init__(self, model: TorchModel, *, n_jobs: int, n_tokens: int, chunk: int = 256) -> None:
+        """Reserve the cache.
+
+        Args:
+            model: What runs.
+            n_jobs: At most so many run together.
+            n_tokens: Tokens of all jobs that the cache holds, in whole pages of 64.
+            chunk: Tokens of a prompt that are read per pass.
+
+        Raises:
+            ValueError: A number is below 1, or the model is compiled: each number of jobs would be compiled anew.
+        """
+        if model.compiles:
+            raise ValueError("batch: expected a model that is not compiled; load it with compiled=False")
+        if min(n_jobs, n_tokens, chunk) < 1:
+            raise ValueError(f"batch: numbers must be at least 1, got {n_jobs=}, {n_tokens=}, {chunk=}")
+        self._model, self._chunk, self._device = model, chunk, model.target.device
+        self._pages = Pages(-(-n_tokens // PAGE))
+        self._cache = PagedCache(
+            model.config,
+            n_pages=self._pages.n_pages,
+            n_states=n_jobs,
+            n_positions=min(self._pages.n_pages * PAGE, model.config.max_position_embeddings),
+            dtype=model.target.dtype,
+            device=self._device,
+        )
+        self._shares = not self._cache.states
+        self._runs: dict[int, Run] = {}
+        self._tickets, self._free_states = count(), list(range(n_jobs))
+        self._reading_is_next = True
+        self._roots: WeakKeyDictionary[CausalLM, bytes] = WeakKeyDictionary()
+        self._n_roots = count()
+        self._mixed: tuple[list[CausalLM], CausalLM] | None = None  # modules of some rows, and the one for all of them
+
+    def join(self, job: Job) -> int | None:
+        """See `llorch.generate.Batch.join`; ValueError also where no adapter has the name."""
+        self._require_possible(job)
+        module = self._model.module_for([job.adapter])
+        if not self._free_states:
+            return None
+        run = Run(job, module, Choosing(job, self._model.config.vocab_size, self._device), [self._root(module)])
+        lease = self._pages.lease(-(-job.n_slots // PAGE), run.sharable if self._shares else ())
+        if lease is None:
+            return None
+        run.lease, run.state = lease, self._free_states.pop()
+        run.skip()
+        self._cache.forget_state(run.state)
+        ticket = next(self._tickets)
+        self._runs[ticket] = run
+        return ticket
+
+    def leave(self, ticket: int) -> None:
+        """See `llorch.generate.Batch.leave`."""
+        run = self._runs.pop(ticket)
+        self._pages.release(run.lease)
+        self._free_states.append(run.state)
+
+    def n_cached(self, ticket: int) -> int:
+        """See `llorch.generate.Batch.n_cached`; it may grow until the prompt is read."""
+        return self._runs[ticket].n_cached
+
+    @torch.no_grad()
+    def step(self) -> Results:
+        """See `llorch.generate.Batch.step`; what is raised concerns all jobs, which then have to leave."""
+        reading = next(((ticket, run) for ticket, run in self._runs.items() if run.is_reading), None)
+        going = {ticket: run for ticket, run in self._runs.items() if run.goes_on}
+        if reading is not None and (self._reading_is_next or not going):
+            self._reading_is_next = False
+            return self._read(*reading)
+        self._reading_is_next = True
+        return {ticket: made for some in self._together(going) for ticket, made in self._go_on(some).items()}
+
+    def _require_possible(self, job: Job) -> None:
+        room = self._cache.n_slots
+        if job.max_tokens < 1 or not job.ids or job.n_slots > room:
+            raise ValueError(
+                f"batch: prompt and answer must be at least a token each and fit {room} together, got {len(job.ids)} "
+                f"and {job.max_tokens}; ask for less, or reserve a larger cache"
+            )
+
+    def _root(self, module: CausalLM) -> bytes:
+        """What keys of prefixes begin with: pages of an adapter mean nothing to another."""
+        if module not in self._roots:
+            self._roots[module] = next(self._n_roots).to_bytes(8)
+        return self._roots[module]
+
+    def _read(self, ticket: int, run: Run) -> Results:
+        """Read a stretch of a prompt, and choose the first token of the answer after the last one."""
+        self._share_more(run)
+        stop = min(run.n_done + self._chunk, len(run.job.ids))
+        ids = torch.tensor([run.ids[run.n_done : stop]], device=self._device)
+        place = self._begin([run], ids.shape[1])
+        if stop < len(run.job.ids):
+            run.module.model(ids, place, self._cache, keep_nothing)
+            self._advance(run, stop)
+            return {}
+        last = torch.tensor([ids.shape[1] - 1], device=self._device)
+        logits = run.module(ids, place, self._cache, rows=last)[:, 0]
+        self._advance(run, stop)
+        return {ticket: self._chosen(run, logits)}
+
+    def _share_more(self, run: Run) -> None:
+        """Skip pages that another job has filled since this one joined."""
+        while self._shares and run.n_done == len(run.lease.pages) * PAGE and len(run.lease.pages) < len(run.sharable):
+            if not self._pages.share(run.lease, run.sharable[len(run.lease.pages)]):
+                return
+            run.skip()
+
+    def _go_on(self, runs: Mapping[int, Run]) -> Results:
+        """Feed the last token of each job, and choose the next."""
+        ids = torch.tensor([run.ids[-1:] for run in runs.values()], device=self._device)
+        place = self._begin([*runs.values()], 1)
+        logits = self._module_of([*runs.values()])(ids, place, self._cache)[:, 0]
+        for run in runs.values():
+            self._advance(run, run.n_done + 1)
+        return {
+            ticket: self._chosen(run, row) for (ticket, run), row in zip(runs.items(), logits.split(1), strict=True)
+        }
+
+    def _begin(self, runs: Sequence[Run], n_new: int) -> Place:
+        """Give jobs the pages for their next tokens; gives the places of these."""
+        new = []
+        for run in runs:
+            while len(run.lease.pages) * PAGE < run.n_done + n_new:
+                new.append(self._pages.take(run.lease))
+        if new:
+            self._cache.empty_pages(new)
+        return self._cache.begin([run.row for run in runs], n_new)
+
+    def _advance(self, run: Run, n_done: int) -> None:
+        """Count tokens that the cache has now; pages that are full can be found by others."""
+        if self._shares:
+            for at in range(run.n_done // PAGE, n_done // PAGE):
+                self._pages.publish(run.lease.pages[at], run.keys[at + 1])
+        run.n_done = n_done
+
+    def _chosen(self, run: Run, logits: Float[Tensor, "1 vocab"]) -> Sampled | Exception:
+        """The next token of a job; whatever goes wrong with it is its own affair."""
+        try:
+            sampled = run.choosing.next(logits)
+            if math.isnan(sampled.logprob):
+                self._model.name_non_finite(run.ids, run.job.adapter)
+        except Exception as error:
+            run.failed = True
+            return error
+        run.extend([sampled.id])
+        return sampled
+
+    def _together(self, runs: Mapping[int, Run]) -> Iterator[Mapping[int, Run]]:
+        """Jobs that one pass can feed: each whose adapter was removed meanwhile goes with its like."""
+        groups: dict[CausalLM | None, dict[int, Run]] = {}
+        for ticket, run in runs.items():
+            groups.setdefault(None if self._is_current(run) else run.module, {})[ticket] = run
+        return iter(groups.values())
+
+    def _is_current(self, run: Run) -> bool:
+        name = run.job.adapter
+        return name is None or (name in self._model.adapters and self._model.module_for([name]) is run.module)
+
+    def _module_of(self, runs: Sequence[Run]) -> CausalLM:
+        modules = [run.module for run in runs]
+        if len({*modules}) == 1:
+            return modules[0]
+        if self._mixed is None or self._mixed[0] != modules:
+            self._mixed = modules, self._model.module_for([run.job.adapter for run in runs])
+        return self._mixed[1]

@@ -1,0 +1,113 @@
+"""The cache of jobs that come and go: keys and values of all of them in one pool of pages.
+
+Attention is given the contexts of the sequences of a pass side by side, as it wants them: they are gathered, page by
+page, from the pool. What a table has no page for comes from one that is always empty, and nobody sees it.
+
+A delta net has one state for each job, in a row of its own, which cannot be shared: it is that of the last token.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from llorch.config import ModelConfig
+from llorch.pytorch.cache import Cache, Place, State
+from llorch.pytorch.serving.pages import NOBODYS, PAGE
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sequence of a pass."""
+
+    pages: Sequence[int]  # that hold its tokens, the new ones, too
+    state: int  # the row of its states
+    n_before: int  # tokens that the cache has of it
+
+
+class PagedCache(Cache):
+    """Keys and values of a layer, (1, kv_heads, slots of all pages, head_dim); states of nets, a row per job."""
+
+    in_rows = False
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        n_pages: int,
+        n_states: int,
+        n_positions: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Start empty; a sequence may have `n_positions` tokens."""
+        self._sequence = torch.zeros(1, 1, dtype=torch.int64, device=device)  # the only row
+        self._set_positions(config, 0, n_positions, dtype, device)
+        nets = [config.layer(i).mixer == "delta_net" for i in range(config.n_layers)]
+        slots = (n_pages + 1) * PAGE
+        shapes = [(1, config.n_kv_heads, 0 if is_net else slots, config.head_dim) for is_net in nets]
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+        self.values = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+        self.states = {
+            i: State.empty(config.delta_net, n_states, dtype, device)
+            for i, is_net in enumerate(nets)
+            if is_net and config.delta_net is not None
+        }
+        self._heads = np.arange(config.n_kv_heads)[:, None] * (n_pages + 1)  # the first page of each head
+        self._pages = self._rows = torch.zeros(0, dtype=torch.int64, device=device)  # of the pass that runs
+
+    def begin(self, rows: Sequence[Row], n_new: int) -> Place:
+        """Make ready for a pass over the next `n_new` tokens of some sequences; gives their places."""
+        positions = np.array([np.arange(row.n_before, row.n_before + n_new) for row in rows])
+        ctx = int(positions.max()) + 1
+        table = np.full((len(rows), -(-ctx // PAGE)), NOBODYS)
+        for row, pages in zip(rows, table, strict=True):
+            own = row.pages[: -(-(row.n_before + n_new) // PAGE)]
+            pages[: len(own)] = own
+        slots = np.take_along_axis(table, positions // PAGE, 1) * PAGE + positions % PAGE
+        self._pages = self._here(self._heads + table[:, None])  # (batch, kv_heads, pages)
+        self._rows = self._here(np.array([row.state for row in rows]))
+        even = bool((positions[:, -1] == ctx - 1).all())
+        return replace(self.place(self._here(positions), ctx=ctx, causal=even), slots=self._here(slots))
+
+    def context(
+        self, layer: int, place: Place
+    ) -> tuple[Float[Tensor, "batch kv_heads ctx head_dim"], Float[Tensor, "batch kv_heads ctx head_dim"]]:
+        """Keys and values that attention looks at, gathered."""
+        return self._gathered(self.keys[layer], place.ctx), self._gathered(self.values[layer], place.ctx)
+
+    def _gathered(
+        self, store: Float[Tensor, "1 kv_heads slots head_dim"], ctx: int
+    ) -> Float[Tensor, "batch kv_heads ctx head_dim"]:
+        batch, kv_heads, _ = self._pages.shape
+        pages = store.view(-1, PAGE * store.shape[-1]).index_select(0, self._pages.flatten())
+        return pages.view(batch, kv_heads, -1, store.shape[-1])[:, :, :ctx]
+
+    def state(self, layer: int) -> State | None:
+        """What a delta net remembers of the sequences of the pass."""
+        every = self.states[layer]
+        return State(every.conv[self._rows], every.delta[self._rows])
+
+    def remember(self, layer: int, new: State) -> None:
+        """Write the states after a pass."""
+        every = self.states[layer]
+        every.conv.index_copy_(0, self._rows, new.conv)
+        every.delta.index_copy_(0, self._rows, new.delta)
+
+    def empty_pages(self, pages: Sequence[int]) -> None:
+        """Wipe pages for another job: what nobody sees must be finite, too, as 0 times infinity would be NaN."""
+        at = self._here(np.array(pages))
+        for store in (*self.keys, *self.values):
+            if store.numel():
+                store.view(store.shape[1], -1, PAGE, store.shape[3])[:, at] = 0
+
+    def forget_state(self, row: int) -> None:
+        """Take the states of a row back to nothing."""
+        for tensor in self.state_tensors:
+            tensor[row].zero_()
+
+    def _here(self, numbers: np.ndarray) -> Int[Tensor, "..."]:
+        return torch.from_numpy(numbers).to(self.cos.device)

@@ -1,0 +1,252 @@
+"""Jobs that join and leave while others run: each gets what it would get alone."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from continuous import VARIED, Made, alone, job, n_free, some_ids, together, varied_jobs
+
+import llorch
+from llorch.errors import NonFiniteRun
+from llorch.generate import Batch, Sampled
+from llorch.pytorch.model import TorchModel
+from llorch.pytorch.serving.batch import ContinuousBatch
+from llorch.pytorch.serving.pages import PAGE
+
+FAMILIES = ("micro-llama", "micro-qwen3", "micro-mistral", "micro-llama4", "micro-qwen3-moe", "micro-qwen3.5")
+HYBRID = "micro-qwen3.5"
+JOINING = {2: 4, 4: 6, 5: 12}  # some of the jobs not before these steps
+
+
+@pytest.fixture(scope="module")
+def model() -> TorchModel:
+    return llorch.load_torch("micro-qwen3", mode="reproducible")
+
+
+def batch_of(model: TorchModel, n_jobs: int = 3, n_tokens: int = 12 * PAGE, chunk: int = 50) -> ContinuousBatch:
+    return ContinuousBatch(model, n_jobs=n_jobs, n_tokens=n_tokens, chunk=chunk)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_reproducible_answer_is_the_same_to_the_last_bit_whoever_comes_and_goes(name: str):
+    model = llorch.load_torch(name, mode="reproducible")
+    jobs, batch = varied_jobs(model), batch_of(model)
+    made = together(batch, jobs, joining=JOINING)
+    assert [len({*map(str, answer)}) > 1 for answer in made] == [True] * len(jobs)
+    assert made == [alone(model, one) for one in jobs]
+    assert n_free(batch) == 12
+
+
+@pytest.mark.parametrize("name", ["micro-llama", "micro-mistral", HYBRID])
+def test_a_fast_answer_is_close_to_that(name: str):
+    model = llorch.load_torch(name)
+    jobs = varied_jobs(model)
+    for got, want in zip(
+        together(batch_of(model), jobs, joining=JOINING), (alone(model, j) for j in jobs), strict=True
+    ):
+        assert [token_id for token_id, _ in got] == [token_id for token_id, _ in want]
+        np.testing.assert_allclose([p for _, p in got], [p for _, p in want], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("chunk", [1, 64, 1000])
+def test_stretches_of_any_length_give_the_same_bits(model: TorchModel, chunk: int):
+    jobs = varied_jobs(model)[:3]
+    assert together(batch_of(model, chunk=chunk), jobs) == [alone(model, one) for one in jobs]
+
+
+def n_cached_of(batch: ContinuousBatch, prompts: list[list[int]]) -> list[int]:
+    """Tokens that each prompt had not to compute, one after the other."""
+    found = []
+    for ids in prompts:
+        ticket = joined(batch, ids)
+        while not batch.step():
+            pass
+        found.append(batch.n_cached(ticket))
+        batch.leave(ticket)
+    return found
+
+
+def joined(batch: Batch, ids: list[int], n: int = 5, **more) -> int:
+    ticket = batch.join(job(ids, n, **more))
+    assert ticket is not None
+    return ticket
+
+
+def test_whole_pages_that_prompts_begin_with_are_not_computed_again(model: TorchModel):
+    ids = some_ids(model, 3 * PAGE)
+    prompts = [ids, ids, [*ids, 1], ids[: 2 * PAGE], ids[: 2 * PAGE - 1], ids[:PAGE] + ids, [ids[0] ^ 1, *ids[1:]]]
+    assert n_cached_of(batch_of(model), prompts) == [n * PAGE for n in (0, 2, 3, 1, 1, 1, 0)]
+
+
+def test_an_answer_can_be_a_prefix_too(model: TorchModel):
+    batch, ids = batch_of(model), some_ids(model, PAGE - 3)
+    (answer,) = together(batch, [job(ids, 2 * PAGE)])
+    whole = ids + [token_id for token_id, _ in answer]
+    after = job([*whole, 5], 6)
+    assert n_cached_of(batch, [[*whole, 5], [*whole[: 2 * PAGE], 5]]) == [2 * PAGE, 2 * PAGE]
+    assert together(batch, [after]) == [alone(model, after)]
+
+
+def test_jobs_that_come_at_once_share_what_the_first_of_them_reads(model: TorchModel):
+    batch, ids = batch_of(model), some_ids(model, 2 * PAGE)
+    jobs = [job([*ids, at, at], 8, VARIED[at]) for at in range(3)]
+    tickets = [batch.join(one) for one in jobs]
+    made: dict[int, Made] = {ticket: [] for ticket in tickets if ticket is not None}
+    while any(len(answer) < 8 for answer in made.values()):
+        for ticket, one in batch.step().items():
+            assert isinstance(one, Sampled)
+            made[ticket].append((one.id, one.logprob))
+    assert [batch.n_cached(ticket) for ticket in made] == [0, 2 * PAGE, 2 * PAGE]
+    assert list(made.values()) == [alone(model, one) for one in jobs]
+
+
+def test_states_are_not_found_again():
+    model = llorch.load_torch(HYBRID)
+    ids = some_ids(model, 2 * PAGE)
+    assert n_cached_of(batch_of(model), [ids, ids]) == [0, 0]
+
+
+def test_pages_that_nobody_wanted_for_long_make_room(model: TorchModel):
+    batch = batch_of(model, n_tokens=4 * PAGE)
+    first, second, third = (some_ids(model, 2 * PAGE, seed) for seed in range(3))
+    assert n_cached_of(batch, [first, second, first, third, first, second]) == [0, 0, PAGE, 0, PAGE, 0]
+    assert n_free(batch) == 4
+
+
+@pytest.mark.parametrize("name", ["micro-qwen3", HYBRID])
+def test_nothing_leaks_in_many_jobs_that_are_given_up_anywhere(name: str):
+    model, rng = llorch.load_torch(name), np.random.default_rng(0)
+    batch, running, n_refused = batch_of(model, n_tokens=6 * PAGE, n_jobs=4, chunk=40), list[int](), 0
+    for _ in range(150):
+        ids = [*some_ids(model, int(rng.integers(100)), 1), int(rng.integers(50))]
+        ticket = batch.join(job(ids, int(rng.integers(1, 70))))
+        if ticket is None:
+            n_refused += 1
+        else:
+            running.append(ticket)
+        batch.step()
+        if running and rng.random() < 0.5:
+            batch.leave(running.pop(int(rng.integers(len(running)))))
+    assert n_refused > 20
+    for ticket in running:
+        batch.leave(ticket)
+    assert n_free(batch) == 6
+    last = varied_jobs(model)[:2]
+    for got, want in zip(together(batch, last), (alone(model, one) for one in last), strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=2e-5)
+
+
+def test_a_job_waits_for_a_row_or_pages_and_is_refused_what_can_never_be(model: TorchModel):
+    batch = batch_of(model, n_jobs=2, n_tokens=4 * PAGE)
+    first = joined(batch, [1] * PAGE, PAGE + 1)  # two pages: the last token is not fed
+    assert batch.join(job([2], 2 * PAGE + 1)) is None
+    second = joined(batch, [2], 2 * PAGE)
+    assert batch.join(job([3], 1)) is None
+    batch.leave(second)
+    batch.leave(first)
+    for wrong in (job([1], 4 * PAGE + 1), job([1], 0), job([], 3)):
+        with pytest.raises(ValueError, match="batch: prompt and answer must be at least a token each and fit 256"):
+            batch.join(wrong)
+    with pytest.raises(ValueError, match="adapter"):
+        batch.join(job([1], 2, adapter="nobody"))
+    with pytest.raises(ValueError, match="numbers must be at least 1, got n_jobs=0"):
+        batch_of(model, n_jobs=0)
+    joined(batch, [1], 4 * PAGE)
+
+
+def test_a_job_that_has_all_its_tokens_stands_still(model: TorchModel):
+    batch = batch_of(model)
+    ticket = joined(batch, [4, 5], 2)
+    assert [[*batch.step()] for _ in range(4)] == [[ticket], [ticket], [], []]
+
+
+def test_who_runs_waits_for_one_stretch_at_most_whatever_is_to_be_read(model: TorchModel):
+    batch = batch_of(model, chunk=16)
+    talker = joined(batch, [7], 30)
+    assert [*batch.step()] == [talker]
+    readers = [joined(batch, some_ids(model, 40, seed)) for seed in (1, 2)]
+    steps = [sorted(batch.step()) for _ in range(12)]
+    assert steps == [
+        [talker], [], [talker], [], [talker], [readers[0]], [talker, readers[0]], [], [talker, readers[0]],
+        [], [talker, readers[0]], [readers[1]],
+    ]  # fmt: skip
+
+
+class Broken:
+    """A guide that fails in the end."""
+
+    def __init__(self, vocab_size: int, n: int, where: str) -> None:
+        self.every, self.left, self.where = np.ones(vocab_size, bool), n, where
+
+    def allowed(self) -> np.ndarray:
+        if self.left == 0 and self.where == "allowed":
+            raise RuntimeError("the guide broke")
+        return self.every
+
+    def take(self, token_id: int) -> None:
+        if self.left == 0 and self.where == "take":
+            raise RuntimeError("the guide broke")
+        self.left -= 1
+
+
+@pytest.mark.parametrize("where", ["allowed", "take"])
+@pytest.mark.parametrize("n", [0, 2])
+def test_what_one_job_does_wrong_is_its_own_affair(model: TorchModel, where: str, n: int):
+    batch, good = batch_of(model), varied_jobs(model)[0]
+    bad = joined(batch, [1, 2, 3], 20, guide=Broken(model.config.vocab_size, n, where))
+    ticket, made, errors = batch.join(good), [], []
+    while len(made) < good.max_tokens:
+        for of, one in batch.step().items():
+            if of == ticket:
+                assert isinstance(one, Sampled)
+                made.append((one.id, one.logprob))
+            if isinstance(one, Exception):
+                errors.append((of, str(one)))
+    assert errors == [(bad, "the guide broke")]
+    assert made == alone(model, good)
+    batch.leave(bad)
+
+
+def test_numbers_that_overflow_end_the_job_that_made_them_with_the_stage():
+    model = llorch.load_torch("micro-llama")
+    with torch.no_grad():
+        model.module.model.embed_tokens.weight[9] = math.inf
+    batch, good = batch_of(model), job([1, 2, 3], 8)
+    bad = joined(batch, [3] * (PAGE - 1) + [9] * 3)
+    ticket, made = batch.join(good), []
+    error = batch.step()
+    while not error:
+        error = batch.step()
+    assert isinstance(error[bad], NonFiniteRun)
+    assert "embed" in str(error[bad])
+    batch.leave(bad)  # its pages go to somebody else
+    while len(made) < good.max_tokens:
+        made += [one for of, one in batch.step().items() if of == ticket]
+    assert [one.id for one in made] == [token_id for token_id, _ in alone(model, good)]
+    other = job(some_ids(model, PAGE + 5, 3), 100)
+    assert all(math.isfinite(p) for _, p in together(batch, [other, other])[1])
+
+
+def test_the_likeliest_tokens_are_those_of_the_logits(model: TorchModel):
+    batch, ids = batch_of(model), [3, 1, 4]
+    ticket = joined(batch, ids, n_top=4)
+    one = batch.step()[ticket]
+    assert isinstance(one, Sampled)
+    logprobs = torch.from_numpy(model.forward(ids, last_only=True)).double().log_softmax(-1)[0]
+    assert [token_id for token_id, _ in one.top] == logprobs.topk(4).indices.tolist()
+    np.testing.assert_allclose([p for _, p in one.top], logprobs.topk(4).values, rtol=1e-12)
+
+
+def test_what_nobody_alone_caused_is_raised(model: TorchModel, monkeypatch: pytest.MonkeyPatch):
+    batch = batch_of(model)
+    joined(batch, [1, 2])
+    batch.step()
+    monkeypatch.setattr(batch._cache, "begin", lambda *given: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        batch.step()
+
+
+def test_a_compiled_model_is_refused():
+    with pytest.raises(ValueError, match="expected a model that is not compiled"):
+        batch_of(llorch.load_torch("micro-llama", compiled=True))

@@ -1,0 +1,85 @@
+"""The tokens of one job, chosen from logits."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from llorch.generate import Job, log_probability, sample_ids
+from llorch.pytorch.serving.choosing import Choosing, top_of
+from llorch.sampling import SamplingSettings
+
+CPU = torch.device("cpu")
+VOCAB = 50
+SETTINGS = [
+    SamplingSettings(),
+    SamplingSettings(temperature=1.0, seed=4),
+    SamplingSettings(presence_penalty=2.0),
+    SamplingSettings(temperature=1.3, frequency_penalty=0.9, repetition_penalty=1.3, top_p=0.9, seed=8),
+]
+
+
+class Listed:
+    """A guide that allows the same tokens always."""
+
+    def __init__(self, *ids: int) -> None:
+        self.ids, self.taken = ids, list[int]()
+
+    def allowed(self) -> np.ndarray:
+        return np.isin(np.arange(VOCAB), self.ids)
+
+    def take(self, token_id: int) -> None:
+        self.taken.append(token_id)
+
+
+def choosing(settings: SamplingSettings, **more) -> Choosing:
+    return Choosing(Job([1, 2, 3], 30, settings, frozenset(), **more), VOCAB, CPU)
+
+
+def rows(n: int) -> torch.Tensor:
+    return torch.randn(n, VOCAB, generator=torch.Generator().manual_seed(1)) * 2
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_tokens_are_those_that_generate_would_choose(settings: SamplingSettings):
+    logits = rows(30)
+    one, each = choosing(settings), iter(logits.numpy())
+    want = list(sample_ids(lambda new: next(each), [1, 2, 3], settings, max_tokens=30))
+    got = [one.next(row[None]) for row in logits]
+    assert [sampled.id for sampled in got] == [token_id for token_id, _ in want]
+    np.testing.assert_allclose([sampled.logprob for sampled in got], [logprob for _, logprob in want], rtol=1e-6)
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_a_guide_leaves_the_allowed_tokens_and_is_told_what_came(settings: SamplingSettings):
+    guide = Listed(7, 31)
+    one = choosing(settings, guide=guide)
+    got = [one.next(row[None]) for row in rows(20)]
+    assert guide.taken == [sampled.id for sampled in got]
+    assert {*guide.taken} == {7, 31}
+    for sampled, row in zip(got, rows(20).numpy(), strict=True):
+        assert sampled.logprob == pytest.approx(log_probability(row, sampled.id), abs=1e-12)
+
+
+def test_a_guide_that_allows_nothing_is_an_error():
+    with pytest.raises(ValueError, match="guide: expected at least one token that may come next, got none"):
+        choosing(SamplingSettings(), guide=Listed()).next(rows(1))
+
+
+def test_logits_that_are_not_finite_show_before_the_guide_goes_on():
+    guide = Listed(7)
+    logits = rows(1).index_fill(1, torch.tensor([3]), math.inf)
+    assert math.isnan(choosing(SamplingSettings(), guide=guide).next(logits).logprob)
+    assert guide.taken == []
+
+
+def test_the_likeliest_tokens_come_with_log_probabilities_before_any_filter():
+    row = torch.full((1, VOCAB), -30.0)
+    row[0, [9, 4, 30, 2]] = torch.tensor([1.0, 2.0, 1.0, 1.0])
+    top = choosing(SamplingSettings(presence_penalty=2.0), n_top=3, guide=Listed(40)).next(row).top
+    assert [token_id for token_id, _ in top] == [4, 2, 9]  # of equal ones the lowest ids
+    want = [log_probability(row[0].numpy(), token_id) for token_id in (4, 2, 9)]
+    np.testing.assert_allclose([logprob for _, logprob in top], want, rtol=1e-12)
+    assert len(top_of(row, VOCAB + 5)) == VOCAB
+    assert choosing(SamplingSettings()).next(row).top == ()

@@ -1,0 +1,119 @@
+"""Contexts that lie in pages, against the cache that keeps them in rows."""
+
+import pytest
+import torch
+
+from llorch.builtin import builtin_path
+from llorch.config import ModelConfig
+from llorch.files import open_weights
+from llorch.pytorch.cache import Cache, State
+from llorch.pytorch.cpu.layer import CpuRotate
+from llorch.pytorch.cpu.library import library
+from llorch.pytorch.serving.paged_cache import PagedCache, Row
+from llorch.pytorch.serving.pages import PAGE
+
+CPU = torch.device("cpu")
+LAYER = 1
+
+
+def config_of(name: str = "micro-qwen2") -> ModelConfig:
+    return open_weights(builtin_path(name)).config
+
+
+def paged(config: ModelConfig, n_pages: int = 6, dtype: torch.dtype = torch.float32) -> PagedCache:
+    return PagedCache(config, n_pages=n_pages, n_states=3, n_positions=3 * PAGE, dtype=dtype, device=CPU)
+
+
+def new(config: ModelConfig, batch: int, seq: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, seq, config.n_kv_heads, config.head_dim, generator=generator)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_context_is_what_was_written_wherever_its_pages_lie(dtype: torch.dtype, compiled: bool):
+    config = config_of()
+    cache, plain = paged(config, dtype=dtype), Cache(config, batch=2, n_slots=3 * PAGE, dtype=dtype, device=CPU)
+    filled = [PAGE + 7, 3]
+    rows = [Row([4, 2], 0, 0), Row([5], 1, 0)]
+    for at, (row, n) in enumerate(zip(rows, filled, strict=True)):
+        k, v = new(config, 1, n, at), new(config, 1, n, 9 + at)
+        place = cache.begin([row], n)
+        keys, values = cache.append(LAYER, k, v, place)
+        plain.keys[LAYER][at, :, :n], plain.values[LAYER][at, :, :n] = k[0].transpose(0, 1), v[0].transpose(0, 1)
+        assert torch.equal(keys[0], plain.keys[LAYER][at, :, :n])
+        assert place.visible is None
+    q, k, v = new(config, 2, 1, 20), new(config, 2, 1, 21), new(config, 2, 1, 22)
+    place = cache.begin([Row([4, 2], 0, filled[0]), Row([5], 1, filled[1])], 1)
+    positions = torch.tensor([[n] for n in filled])
+    other = plain.place(positions, ctx=PAGE + 8)
+    if compiled:
+        if (made := library()) is None:
+            pytest.skip("NOT RUN: no C compiler")
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        given = [
+            CpuRotate(made)(q, k, v, LAYER, at, store, lambda _, x: x)[1:]
+            for at, store in ((place, cache), (other, plain))
+        ]
+    else:
+        given = [store.append(LAYER, k, v, at) for at, store in ((place, cache), (other, plain))]
+    (keys, values), (want_keys, want_values) = given
+    for name in ("cos", "sin", "visible"):
+        assert torch.equal(getattr(place, name), getattr(other, name))
+    assert place.visible is not None
+    seen = place.visible[:, 0, 0]  # (batch, ctx)
+    for got, want in ((keys, want_keys), (values, want_values)):
+        assert got.shape == want.shape
+        assert torch.equal(got * seen[:, None, :, None], want * seen[:, None, :, None])
+        assert got[1, :, 4:PAGE].eq(0).all()
+        assert got[1, :, PAGE:].eq(0).all()  # the page of nobody
+    assert not cache.keys[0].any()
+
+
+def test_windows_chunks_and_temperatures_are_those_of_rows():
+    config = config_of("micro-llama4")
+    cache, plain = paged(config), Cache(config, batch=2, n_slots=3 * PAGE, dtype=torch.float32, device=CPU)
+    got = cache.begin([Row([1, 2], 0, 70), Row([3, 4, 5], 1, 130)], 1)
+    want = plain.place(torch.tensor([[70], [130]]), ctx=131)
+    assert got.slots.tolist() == [[2 * PAGE + 6], [5 * PAGE + 2]]
+    assert got.near.keys() == want.near.keys()
+    for one, other in ((got.heat, want.heat), *((got.near[bound], want.near[bound]) for bound in want.near)):
+        assert one is not None
+        assert other is not None
+        assert torch.equal(one, other)
+    assert got.ctx == 131
+
+
+def test_rows_that_end_in_the_same_place_need_no_mask():
+    cache = paged(config_of())
+    assert cache.begin([Row([1], 0, 5), Row([2], 1, 5)], 1).visible is None
+    assert cache.begin([Row([1], 0, 5), Row([2], 1, 6)], 1).visible is not None
+
+
+def test_pages_are_wiped_for_the_next_job_and_no_others():
+    cache = paged(config_of())
+    for store in (*cache.keys, *cache.values):
+        store.fill_(torch.nan)
+    cache.empty_pages([2, 5])
+    for store in (*cache.keys, *cache.values):
+        wiped = store.eq(0).all(-1)[0].unflatten(1, (-1, PAGE)).all(-1)
+        assert wiped.tolist() == [[page in (2, 5) for page in range(7)]] * len(wiped)
+
+
+def test_states_are_those_of_the_rows_of_the_pass():
+    config = config_of("micro-qwen3-next")
+    cache = paged(config)
+    layer = next(iter(cache.states))
+    assert [config.layer(i).mixer == "delta_net" for i in range(config.n_layers)] == [not k.numel() for k in cache.keys]
+    cache.begin([Row([1], 2, 0), Row([2], 0, 0)], 1)
+    like = cache.state(layer)
+    assert like is not None
+    cache.remember(layer, State(torch.ones_like(like.conv), torch.stack([like.delta[0] + 5, like.delta[1] + 7])))
+    assert [int(row.max()) for row in cache.states[layer].delta] == [7, 0, 5]
+    cache.begin([Row([2], 0, 1)], 1)
+    one = cache.state(layer)
+    assert one is not None
+    assert (float(one.delta.max()), len(one.conv)) == (7, 1)
+    cache.forget_state(2)
+    assert [int(row.max()) for row in cache.states[layer].delta] == [7, 0, 0]
+    assert [int(row.max()) for row in cache.states[layer].conv] == [1, 0, 0]
