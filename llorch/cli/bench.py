@@ -8,6 +8,7 @@ import click
 
 from llorch.cli.mesh import mesh_option, on_mesh, require_tensor_parallel, timeout_option
 from llorch.cli.options import (
+    MODEL,
     WholeNumber,
     backend_options,
     json_option,
@@ -50,7 +51,7 @@ class Choice:
     "llorch bench --shape llama-3-8b --weights-type Q4_K --backend torch --device cuda --dtype bfloat16 --json",
     "llorch bench model.gguf --mesh tp=2               the torch path, split over two processes",
 )
-@click.argument("model", required=False)
+@click.argument("model", type=MODEL, required=False)
 @click.option("--shape", type=click.Choice(SHAPES), help="Random weights of this shape, made on the device; no file.")
 @click.option("--weights-type", type=click.Choice(TYPES), help="With --shape: matrices in random blocks of this type.")
 @click.option("--prompt", type=WholeNumber(min=1), default=128, show_default=True, help="Tokens of a prompt.")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from llorch.cli.options import json_option, verb
+from llorch.cli.options import MODEL, json_option, verb
 from llorch.cli.output import progress, say, to_json
 
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "TQ1_0", "TQ2_0", "MXFP4")
@@ -21,7 +21,7 @@ _TERMINATED = 128 + signal.SIGTERM
     "llorch convert model.gguf path/to/new-folder --type BF16",
     "llorch convert model.gguf smaller.gguf --type Q4_0",
 )
-@click.argument("source")
+@click.argument("source", type=MODEL)
 @click.argument("target", type=click.Path(path_type=Path))
 @click.option(
     "--type", "type_name", type=click.Choice(TYPES, case_sensitive=False),

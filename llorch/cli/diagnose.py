@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from llorch.cli.dumped import dump_path, first_position_option, map_option
-from llorch.cli.options import json_option, refuse_both, threads_option, tokens_option, verb
+from llorch.cli.options import MODEL, json_option, refuse_both, threads_option, tokens_option, verb
 
 if TYPE_CHECKING:
     from llorch.verify.diagnosis.verdict import Diagnosis
@@ -21,7 +21,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
     "llorch diagnose path/to/trace.safetensors --model path/to/huggingface-folder --tokens 9,4,7 --all",
 )
 @click.argument("dump", type=dump_path)
-@click.option("--model", required=True, help="What the engine ran: a file, a folder or a built-in name.")
+@click.option("--model", type=MODEL, required=True, help="What the engine ran: a file, a folder or a built-in name.")
 @map_option
 @tokens_option("Token ids of the run, where the dump does not have them.")
 @click.option("--prompt", help="The same as text.")

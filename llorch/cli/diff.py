@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from llorch.cli.dumped import dump_path, first_position_option, map_option
-from llorch.cli.options import json_option, tokens_option, verb
+from llorch.cli.options import MODEL, json_option, tokens_option, verb
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,7 +25,7 @@ VERSION = 1  # of what --json gives
     "llorch diff --suggest path/to/mine --model path/to/model.gguf > names.toml",
 )
 @click.argument("dumps", nargs=-1, required=True, type=dump_path, metavar="A [B]")
-@click.option("--model", help="What both ran: arrays are then stages, whatever their names and layouts.")
+@click.option("--model", type=MODEL, help="What both ran: arrays are then stages, whatever their names and layouts.")
 @map_option
 @click.option("--map-b", type=click.Path(path_type=Path), help="The same for B.  [default: what --map says]")
 @tokens_option("Token ids of the run, where the dumps do not have them.")

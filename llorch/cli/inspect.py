@@ -2,7 +2,7 @@
 
 import click
 
-from llorch.cli.options import json_option, verb
+from llorch.cli.options import MODEL, json_option, verb
 from llorch.cli.output import to_json
 
 
@@ -12,7 +12,7 @@ from llorch.cli.output import to_json
     "llorch inspect model.gguf --json",
     "llorch inspect path/to/huggingface-folder",
 )
-@click.argument("file")
+@click.argument("file", type=MODEL)
 @json_option("One object: path, format, config, tokenizer, metadata, tensors, problems.")
 def command(*, file: str, as_json: bool) -> None:
     """Show the hyperparameters, the tokenizer, the metadata and the tensor table of FILE.

@@ -5,10 +5,13 @@ import os
 import re
 from collections.abc import Callable
 from functools import reduce
+from glob import glob
 from typing import TYPE_CHECKING
 
 import click
+from click.shell_completion import CompletionItem
 
+from llorch.builtin import EVERY
 from llorch.cli.verbs import Verb
 
 if TYPE_CHECKING:
@@ -37,6 +40,21 @@ class TokenIds(click.ParamType):
             if re.fullmatch("[0-9]{1,9}", part) is None:
                 self.fail(f"expected token ids such as 1,2,3, got {part!r} at place {place}", param, ctx)
         return [int(part) for part in parts]
+
+
+class ModelSpec(click.ParamType):
+    """What stands for a model; `llorch.cli.inputs.model_path` finds it."""
+
+    name = "model"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Built-in names and models of this folder; else what the shell knows of files."""
+        here = sorted([*glob("*.gguf"), *map(os.path.dirname, glob("*/config.json"))])
+        names = [name for name in (*EVERY, *here) if name.startswith(incomplete)]
+        return [CompletionItem(name) for name in names] or [CompletionItem(incomplete, type="file")]
+
+
+MODEL = ModelSpec()
 
 
 def verb(summary: str, *examples: str) -> Callable[[Callable], click.Command]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from llorch.cli.options import WholeNumber, json_option, numerics_options, threads_option, use_threads, verb
+from llorch.cli.options import MODEL, WholeNumber, json_option, numerics_options, threads_option, use_threads, verb
 from llorch.cli.output import progress, say, to_json
 from llorch.memory import available_memory
 
@@ -33,8 +33,8 @@ Line = tuple[str, "Estimate | float"]  # what (in % it is shown times 100), and 
     "llorch quality model.gguf model-q8_0.gguf --text wiki.test.raw --numerics ggml",
     "llorch quality model.gguf --text wiki.test.raw      perplexity of one model",
 )
-@click.argument("reference")
-@click.argument("model", required=False)
+@click.argument("reference", type=MODEL)
+@click.argument("model", type=MODEL, required=False)
 @click.option("--text", "path", required=True, type=click.Path(path_type=Path), help="A file of UTF-8 text.")
 @click.option("--context", type=int, help="Tokens per window.  [default: 512, or all that the models can hold]")
 @click.option("--windows", "limit", type=WholeNumber(min=1), help="Use so many windows.  [default: all]")

@@ -12,6 +12,7 @@ import click
 
 from llorch.cli.mesh import mesh_option, of_first, on_mesh, require_tensor_parallel, timeout_option
 from llorch.cli.options import (
+    MODEL,
     WholeNumber,
     backend_options,
     json_option,
@@ -40,7 +41,7 @@ OURS = "reference"  # as an implementation
     'llorch run story "Once upon a time" --impl my_llama',
     'llorch run model.gguf "Once upon a time" --mesh tp=2',
 )
-@click.argument("model", default="story")
+@click.argument("model", type=MODEL, default="story")
 @click.argument("prompt", required=False)
 @click.option("--chat", metavar="TEXT", help="Instead of PROMPT: what the user says, in the model's chat template.")
 @click.option("--system", metavar="TEXT", help="With --chat: the system message.")

@@ -4,7 +4,7 @@ import json
 
 import click
 
-from llorch.cli.options import json_option, verb
+from llorch.cli.options import MODEL, json_option, verb
 from llorch.cli.output import to_json
 
 
@@ -14,7 +14,7 @@ from llorch.cli.output import to_json
     'llorch tokenize story "The little fox" --json',
     "cat README.md | llorch tokenize story --no-special",
 )
-@click.argument("model")
+@click.argument("model", type=MODEL)
 @click.argument("text", required=False)
 @click.option("--no-special", is_flag=True, help="Leave out the beginning and end tokens that the file asks for.")
 @click.option("--parse-special", is_flag=True, help="Turn the text of a control token, such as <|eot_id|>, into it.")

@@ -5,7 +5,16 @@ from pathlib import Path
 
 import click
 
-from llorch.cli.options import ENGINES, WholeNumber, refuse_both, threads_option, tokens_option, use_threads, verb
+from llorch.cli.options import (
+    ENGINES,
+    MODEL,
+    WholeNumber,
+    refuse_both,
+    threads_option,
+    tokens_option,
+    use_threads,
+    verb,
+)
 from llorch.cli.output import progress, say
 
 SUFFIXES = (".safetensors", ".npz")
@@ -30,7 +39,7 @@ def _checked_output(ctx: click.Context, param: click.Parameter, value: Path) -> 
     "llorch trace micro-llama -o dump           a folder, as llorch dump-writer writes them",
     "llorch trace micro-llama -o theirs.npz --producer llamacpp",
 )
-@click.argument("model")
+@click.argument("model", type=MODEL)
 @click.argument("prompt", required=False)
 @click.option(
     "-o", "--output", required=True, type=click.Path(path_type=Path), callback=_checked_output,

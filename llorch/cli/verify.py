@@ -10,6 +10,7 @@ from llorch.cli.dumped import map_option
 from llorch.cli.mesh import mesh_option, on_mesh, timeout_option
 from llorch.cli.options import (
     ENGINES,
+    MODEL,
     backend_options,
     json_option,
     numerics_options,
@@ -50,7 +51,7 @@ class Witness(click.ParamType):
     "llorch verify --device cuda --dtype bfloat16",
     "llorch verify --device cuda --kernels own        our kernels, too: each beside torch's on this very device",
 )
-@click.argument("models", nargs=-1, metavar="[MODEL]...")
+@click.argument("models", type=MODEL, nargs=-1, metavar="[MODEL]...")
 @click.option(
     "--against", multiple=True, type=Witness(), help="What to compare with; may be repeated. A dump goes alone."
 )

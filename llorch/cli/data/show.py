@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from llorch.cli.options import WholeNumber, json_option, verb
+from llorch.cli.options import MODEL, WholeNumber, json_option, verb
 from llorch.cli.output import progress, say, to_json
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     "llorch data show story path/to/folder --split valid -n 10",
     "llorch data show story path/to/folder --max-length 512 --json",
 )
-@click.argument("model")
+@click.argument("model", type=MODEL)
 @click.argument("data")
 @click.option("-n", "count", type=WholeNumber(min=0), default=3, show_default=True, help="Show so many examples.")
 @click.option(

@@ -31,6 +31,8 @@ class _Learn(Verbs):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Put the verb in its place."""
         word = args[0] if args else "-"
+        if ctx.resilient_parsing:  # a shell completes the verb
+            return super().parse_args(ctx, args)
         if word not in self.verbs and word not in ("-h", "--help") and (word.startswith("-") or Path(word).is_dir()):
             args = ["watch", *args]
         return super().parse_args(ctx, args)

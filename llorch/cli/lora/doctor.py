@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from llorch.cli.lora.options import any_base_option
-from llorch.cli.options import json_option, verb
+from llorch.cli.options import MODEL, json_option, verb
 from llorch.cli.output import progress, to_json
 
 
@@ -17,7 +17,9 @@ from llorch.cli.output import progress, to_json
     "llorch lora doctor adapter.gguf --base model.gguf --against llamacpp --json",
 )
 @click.argument("adapter", type=click.Path(path_type=Path))
-@click.option("--base", required=True, help="The model that it is for: GGUF file, Hugging Face folder, built-in name.")
+@click.option(
+    "--base", type=MODEL, required=True, help="The model that it is for: GGUF file, Hugging Face folder, built-in name."
+)
 @click.option(
     "--against", help="Engines to compare logits with: peft, llamacpp, or both with a comma; none: no engine."
     "  [default: both, for models of up to 600 M weights]",

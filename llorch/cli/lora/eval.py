@@ -7,7 +7,7 @@ import click
 
 from llorch.cli.lora.options import any_base_option
 from llorch.cli.lora.settings_options import chosen_settings, settings_options
-from llorch.cli.options import json_option, threads_option, verb
+from llorch.cli.options import MODEL, json_option, threads_option, verb
 from llorch.cli.output import progress, say, to_json
 
 
@@ -17,7 +17,7 @@ from llorch.cli.output import progress, say, to_json
     "llorch lora eval story path/to/my-adapter --data pirate --split valid --json",
     "llorch lora eval path/to/model path/to/adapter --data path/to/chats.jsonl --device cuda --chunk 2048",
 )
-@click.argument("model")
+@click.argument("model", type=MODEL)
 @click.argument("adapter", type=click.Path(path_type=Path))
 @click.option("--data", required=True, help="JSONL file, .json list, folder with train.jsonl, or the built-in pirate.")
 @click.option(

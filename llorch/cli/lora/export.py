@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from llorch.cli.lora.options import any_base_option, force_option
-from llorch.cli.options import json_option, verb
+from llorch.cli.options import MODEL, json_option, verb
 from llorch.cli.output import say, to_json
 
 
@@ -15,7 +15,7 @@ from llorch.cli.output import say, to_json
     "llorch lora export path/to/base adapter.gguf path/to/peft-directory",
     "llorch lora export path/to/base path/to/adapter path/to/new --vllm-safe",
 )
-@click.argument("base")
+@click.argument("base", type=MODEL)
 @click.argument("adapter", type=click.Path(path_type=Path))
 @click.argument("target", type=click.Path(path_type=Path))
 @click.option("--vllm-safe", is_flag=True, help="One rank, one alpha, no patterns: scales are multiplied into B.")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from llorch.cli.lora.options import any_base_option
-from llorch.cli.options import json_option, verb
+from llorch.cli.options import MODEL, json_option, verb
 from llorch.cli.output import say, to_json
 
 if TYPE_CHECKING:
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     "llorch lora inspect adapter.gguf --base path/to/base --json",
 )
 @click.argument("adapter", type=click.Path(path_type=Path))
-@click.option("--base", help="Read the adapter for this model: everything is checked, and norms are compared.")
+@click.option(
+    "--base", type=MODEL, help="Read the adapter for this model: everything is checked, and norms are compared."
+)
 @any_base_option
 @json_option("One object: path, format, config, base, dtypes, n_parameters, matrices, problems.")
 def command(*, adapter: Path, base: str | None, any_base: bool, as_json: bool) -> None:

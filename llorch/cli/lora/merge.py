@@ -6,7 +6,7 @@ import click
 
 from llorch.cli.convert import TYPES, cleaning_up_when_terminated
 from llorch.cli.lora.options import any_base_option, force_option
-from llorch.cli.options import json_option, verb
+from llorch.cli.options import MODEL, json_option, verb
 from llorch.cli.output import progress, say, to_json
 
 
@@ -16,7 +16,7 @@ from llorch.cli.output import progress, say, to_json
     "llorch lora merge path/to/base path/to/adapter merged.gguf --type Q8_0",
     "llorch lora merge model.gguf adapter.gguf path/to/merged-folder --json",
 )
-@click.argument("base")
+@click.argument("base", type=MODEL)
 @click.argument("adapter", type=click.Path(path_type=Path))
 @click.argument("target", type=click.Path(path_type=Path))
 @click.option(

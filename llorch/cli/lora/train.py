@@ -8,7 +8,7 @@ import click
 
 from llorch.cli.lora.settings_options import chosen_settings, config_option, settings_options
 from llorch.cli.mesh import mesh_option, on_mesh, timeout_option
-from llorch.cli.options import json_option, threads_option, verb
+from llorch.cli.options import MODEL, json_option, threads_option, verb
 from llorch.cli.output import say, to_json
 from llorch.launched import n_restarts
 
@@ -23,7 +23,7 @@ from llorch.launched import n_restarts
     "llorch lora train story --data pirate -o path/to/run --mesh dp=2,tp=2          four processes, the same adapter",
     "torchrun --nproc-per-node 4 -m llorch lora train story --data pirate -o path/to/run --mesh dp=2,tp=2",
 )
-@click.argument("model", required=False)
+@click.argument("model", type=MODEL, required=False)
 @click.option(
     "--data",
     help="JSONL file, .json list, folder with train.jsonl (valid.jsonl, test.jsonl), or pirate, which is built in.",

@@ -10,7 +10,7 @@ import click
 
 from llorch.cli.lora.settings_options import chosen_settings, config_option, settings_options
 from llorch.cli.mesh import mesh_option
-from llorch.cli.options import json_option, threads_option, verb
+from llorch.cli.options import MODEL, json_option, threads_option, verb
 from llorch.cli.outcome import DIFFERS, OK
 from llorch.cli.output import progress, say, to_json
 from llorch.launched import is_rank
@@ -29,7 +29,7 @@ KINDS = {"adapter": "weights", "optimizer": "moments", "adapter_model.safetensor
     "llorch lora verify-resume path/to/model --data path/to/folder --device cuda --eight-bit --control --json",
     "llorch lora verify-resume story --data pirate --mesh dp=2,tp=2          all of its runs on four processes",
 )
-@click.argument("model", required=False)
+@click.argument("model", type=MODEL, required=False)
 @click.option("--data", help="As llorch lora train takes it.")
 @config_option
 @settings_options()
