@@ -81,14 +81,14 @@ def one_round(engine: Engine, prompts: Sequence[int], n_decode: int) -> list[tup
 
 def _timed(action: Callable[[], None], n_tokens: int) -> tuple[float, float]:
     """Tokens per second, and the share of the processors that other programs had meanwhile."""
-    busy, own, start = _busy_seconds(), time.process_time(), time.perf_counter()
+    busy, own, start = busy_seconds(), time.process_time(), time.perf_counter()
     action()
     seconds = time.perf_counter() - start
-    others = _busy_seconds() - busy - (time.process_time() - own)
+    others = busy_seconds() - busy - (time.process_time() - own)
     return n_tokens / seconds, max(0.0, others) / seconds / (os.cpu_count() or 1)
 
 
-def _busy_seconds() -> float:
+def busy_seconds() -> float:
     """Seconds that all processors have worked since the start of the system; 0 where it does not say."""
     try:
         user, nice, system, _, _, irq, softirq, *_ = Path("/proc/stat").read_text().split()[1:9]

@@ -16,7 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import click
-from rounds import OTHERS, _busy_seconds, processor, set_threads
+from rounds import OTHERS, busy_seconds, processor, set_threads
 
 SHAPES = ("qwen2.5-0.5b", "llama-3.2-1b", "llama-3-8b")
 Step = Callable[[], float]  # takes one step, gives its loss
@@ -165,14 +165,14 @@ def interleaved(sides: dict[str, Step], rounds: int, device: str) -> dict[str, l
     samples: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
     for _ in range(rounds):
         for name, step in sides.items():
-            busy, own, start = _busy_seconds(), time.process_time(), time.perf_counter()
+            busy, own, start = busy_seconds(), time.process_time(), time.perf_counter()
             step()
             if device.startswith("cuda"):
                 import torch
 
                 torch.cuda.synchronize()
             seconds = time.perf_counter() - start
-            others = max(0.0, _busy_seconds() - busy - (time.process_time() - own)) / seconds / 2
+            others = max(0.0, busy_seconds() - busy - (time.process_time() - own)) / seconds / 2
             samples[name].append((seconds, others))
     return samples
 

@@ -25,7 +25,7 @@ from llorch.cli.verbs import Verbs
 
 VERBS = (
     "run", "verify", "diagnose", "diff", "dump-writer", "inspect", "tokenize", "trace", "convert", "quality", "bench",
-    "serve", "lora", "data", "learn", "completion",
+    "serve", "completion", "lora", "data", "learn",
 )  # fmt: skip
 
 

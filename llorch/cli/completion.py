@@ -8,9 +8,9 @@ from llorch.cli.options import verb
 
 @verb(
     "Completion of verbs, options and models for your shell.",
-    "source <(llorch completion bash)       in ~/.bashrc",
-    "source <(llorch completion zsh)        in ~/.zshrc, after compinit",
-    "llorch completion fish > ~/.config/fish/completions/llorch.fish",
+    "llorch completion bash    in ~/.bashrc: source <(llorch completion bash)",
+    "llorch completion zsh     in ~/.zshrc, after compinit: source <(llorch completion zsh)",
+    "llorch completion fish    > ~/.config/fish/completions/llorch.fish",
 )
 @click.argument("shell", type=click.Choice(("bash", "zsh", "fish")))
 def command(*, shell: str) -> None:

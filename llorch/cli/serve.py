@@ -1,7 +1,5 @@
 """`llorch serve`: answer the OpenAI interface."""
 
-import socket
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +50,21 @@ class Named(click.ParamType):
 @click.option(
     "--adapter", "adapters", type=Named(), multiple=True, help="LoRA, as model:NAME; may be given several times."
 )
+@click.option(
+    "--api-key", metavar="KEY", envvar=("LLORCH_API_KEY", "LLORCH_SERVE_API_KEY"),
+    help="What clients have to know on every route but /health.  [default: LLORCH_API_KEY]",
+)  # fmt: skip
+@click.option("--allow-host", multiple=True, metavar="NAME", help="Another name of the server; may be repeated.")
 @click.option("--any-base", is_flag=True, help="Take an --adapter that names another base.")
 @numerics_options
 @backend_options
 @threads_option
+@click.option("-v", "--verbose", is_flag=True, help="A line on stderr for each request: route, status, time; no text.")
 def command(
     *, model: str, host: str, port: int, parallel: int, queue: int, timeout: float, ctx: int | None,
-    adapters: tuple[tuple[str, Path], ...], any_base: bool, numerics: str | None, kv_cache: str, residency: Any,
-    backend: str, device: str | None, dtype: str | None, kernels: Any,
+    adapters: tuple[tuple[str, Path], ...], api_key: str | None, allow_host: tuple[str, ...], verbose: bool,
+    any_base: bool, numerics: str | None, kv_cache: str, residency: Any, backend: str,
+    device: str | None, dtype: str | None, kernels: Any,
 ) -> None:  # fmt: skip
     """Serve MODEL (default: story): /v1/chat/completions, /v1/models, /health, /metrics.
 
@@ -72,11 +77,16 @@ def command(
     try:
         from llorch.serve.app import make_app
         from llorch.serve.engine import Engine
+        from llorch.serve.guard import Guard, require_key
+        from llorch.serve.listening import Running, bind, serve
         from llorch.serve.service import Service
         from llorch.serve.turns import Turns
+        from llorch.serve.watching import watch
     except ModuleNotFoundError as error:
         raise MissingExtra("serve", error.name or "starlette") from None
 
+    bound = bind(host, port)
+    require_key(bound, api_key)
     arithmetic, room = chosen_numerics(numerics, kv_cache), ctx or CONTEXT
     loaded = load(model_path(model), numerics=arithmetic, residency=residency, n_tokens=parallel * room)
     say_plan(loaded)
@@ -86,14 +96,13 @@ def command(
     engine = Engine(Turns(loaded, n_jobs=parallel), n_jobs=parallel, n_waiting=queue, stuck_after=timeout)
     service = Service(loaded, engine, context=room, timeout=timeout, version=llorch.__version__)
     engine.start()
-    _listen(make_app(service), host, port, lambda at: say(f"llorch: {', '.join(service.names)} at {at}; {threads}"))
+    app = Guard(make_app(service), key=api_key, hosts=(host, *allow_host), log=say if verbose else None)
 
+    def ready(running: Running) -> None:
+        watch(engine, running)
+        say(f"llorch: {', '.join(service.names)} at {running.url}; {threads}")
 
-def _listen(app: Any, host: str, port: int, ready: Callable[[str], None]) -> None:
-    """Serve until a signal."""
-    import uvicorn
-
-    with socket.create_server((host, port)) as listening:
-        ready("http://{}:{}".format(*listening.getsockname()))
-        config = uvicorn.Config(app, log_level="error", access_log=False, lifespan="off")
-        uvicorn.Server(config).run(sockets=[listening])
+    try:
+        serve(app, bound, ready=ready, on_stop=engine.drain)
+    finally:
+        engine.stop()

@@ -22,6 +22,8 @@ from llorch.serve.refusal import BODY_TOO_SLOW, FULL, HEADERS_TOO_LARGE, HEADERS
 
 Awaited = Literal["headers", "body", "another", "nothing"]  # of the client; nothing: an answer is being made
 
+LEAVING_SECONDS = 2.0  # for a client to close after it was refused
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -71,6 +73,7 @@ class Connection(H11Protocol):
         self.awaited: Awaited = "nothing"
         self.since = 0.0  # the time at which it began to wait for that
         self._deadline: asyncio.TimerHandle | None = None
+        self._leaving = False
         self._unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -82,9 +85,16 @@ class Connection(H11Protocol):
         if len(self.connections) > self.limits.connections and not self._take_the_place_of_another():
             self._refuse(FULL)
 
+    def data_received(self, data: bytes) -> None:
+        """Take up what comes, unless all was said."""
+        if not self._leaving:
+            super().data_received(data)
+
     def connection_lost(self, exc: Exception | None) -> None:
         """Wait for nothing more."""
         self._wait_for("nothing")
+        if self._deadline is not None:
+            self._deadline.cancel()
         super().connection_lost(exc)
 
     def handle_events(self) -> None:
@@ -140,7 +150,11 @@ class Connection(H11Protocol):
     def _take_the_place_of_another(self) -> bool:
         """Drop who has waited longest without a request; False where all have one."""
         others = [each for each in open_connections(self.server_state) if each is not self]
-        idle = [each for each in others if each.awaited in ("headers", "another")]
+        idle = [
+            each
+            for each in others
+            if each.awaited in ("headers", "another") and each.transport.get_write_buffer_size() == 0
+        ]
         if idle:
             min(idle, key=lambda each: each.since).transport.abort()
         return bool(idle)
@@ -160,7 +174,14 @@ class Connection(H11Protocol):
             h11.EndOfMessage(),
         ):
             self.transport.write(self.conn.send(event) or b"")
-        self.transport.close()
+        self._leave()
+
+    def _leave(self) -> None:
+        """Close once the client has, or soon: what it still sends would make the system withhold our last words."""
+        self._wait_for("nothing")
+        self._leaving = True
+        self.transport.write_eof()
+        self._deadline = self.loop.call_later(LEAVING_SECONDS, self.transport.abort)
 
     def _see_it_read(self, before: int) -> None:
         """Drop the connection unless its buffer shrinks between two looks."""

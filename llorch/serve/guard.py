@@ -16,16 +16,11 @@ import ipaddress
 import re
 import socket
 import time
-from collections.abc import Awaitable, Callable, Collection, MutableMapping
+from collections.abc import Callable, Collection
 from typing import Any
 
 from llorch.errors import printable
-from llorch.serve.refusal import Refusal
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Any, Receive, Send], Awaitable[None]]
+from llorch.serve.refusal import App, Message, Receive, Refusal, Send
 
 _HOST = re.compile(r"(\[[^\[\]]+\]|[^:\[\]]+)(:[0-9]*)?")
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
@@ -63,7 +58,7 @@ class Guard:
         key: str | None = None,
         hosts: Collection[str] = (),
         max_body: int = MAX_BODY,
-        log: Callable[[str], None] = lambda line: None,
+        log: Callable[[str], None] | None = None,
     ) -> None:
         """Guard an application.
 
@@ -72,7 +67,7 @@ class Guard:
             key: What a client has to know; None lets everybody in.
             hosts: Names of the server, beside those of loopback and the address that a client reached.
             max_body: Bytes of a request's body.
-            log: Gets a line for each request: method, path, status and time; nothing of its text or key.
+            log: Gets a line for each request, if there is one: method, path, status, time; nothing of its text or key.
         """
         self._app, self._max_body, self._log = app, max_body, log
         self._key = None if key is None else _digest(key.encode())
@@ -91,19 +86,20 @@ class Guard:
         try:
             await self._answer(scope, receive, noted)
         finally:
-            path = printable(scope["path"])[:LOGGED]
-            self._log(f"{scope['method']} {path} {status} {1000 * (time.perf_counter() - start):.0f} ms")
+            if self._log is not None:
+                path = printable(scope["path"])[:LOGGED]
+                self._log(f"{scope['method']} {path} {status} {1000 * (time.perf_counter() - start):.0f} ms")
 
     async def _answer(self, scope: Any, receive: Receive, send: Send) -> None:
         refusal = self._refuse_headers(scope)
         if refusal is not None:
-            return await _say(refusal, send)
+            return await refusal.say(send, receive)
         body = bytearray()
         try:
-            complete = await self._read(body, receive)
-            if isinstance(complete, Refusal):
-                return await _say(complete, send)
-            if complete:
+            refusal, rest = await self._read(body, receive)
+            if refusal is not None:
+                await refusal.say(send, receive if rest else None)
+            elif not rest:
                 await self._app(scope, _after(body, receive), send)
         finally:
             self._n_held -= len(body)
@@ -152,21 +148,21 @@ class Guard:
             return False
         return hmac.compare_digest(_digest(credentials.strip()), self._key)
 
-    async def _read(self, body: bytearray, receive: Receive) -> bool | Refusal:
-        """Read a body into `body`; False where the client left meanwhile."""
+    async def _read(self, body: bytearray, receive: Receive) -> tuple[Refusal | None, bool]:
+        """Read into `body`: what it is refused for, and whether a rest of it was not read, or never came."""
         while True:
             message = await receive()
             if message["type"] != "http.request":
-                return False
-            chunk = message.get("body", b"")
+                return None, True
+            chunk, more = message.get("body", b""), message.get("more_body", False)
             if len(body) + len(chunk) > self._max_body:
-                return BODY_TOO_LARGE
+                return BODY_TOO_LARGE, more
             if self._n_held + len(chunk) > MAX_BODIES:
-                return BUSY
+                return BUSY, more
             body += chunk
             self._n_held += len(chunk)
-            if not message.get("more_body", False):
-                return True
+            if not more:
+                return None, False
 
 
 def _digest(key: bytes) -> bytes:
@@ -182,11 +178,6 @@ def _without_port(host: str) -> str:
 
 def _is_preflight(scope: Any, of_name: dict[bytes, list[bytes]]) -> bool:
     return scope["method"] == "OPTIONS" and b"access-control-request-method" in of_name
-
-
-async def _say(refusal: Refusal, send: Send) -> None:
-    await send({"type": "http.response.start", "status": refusal.status, "headers": refusal.fields()})
-    await send({"type": "http.response.body", "body": refusal.body()})
 
 
 def _after(body: bytearray, receive: Receive) -> Receive:

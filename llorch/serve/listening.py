@@ -18,9 +18,8 @@ from uvicorn import Config
 from uvicorn.server import ServerState
 
 from llorch.serve.connection import Connection, Limits, open_connections
-from llorch.serve.refusal import STOPPING
+from llorch.serve.refusal import STOPPING, App, Receive, Send
 
-App = Callable[..., Any]  # of ASGI
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 LEAVING_SECONDS = 2.0  # for what remains after the grace, told that its client has gone
 OTHER_FILES = 128  # that the process has open beside connections
@@ -121,11 +120,10 @@ async def _serve(
 def _refusing_when_stopped(app: App, stopping: asyncio.Event) -> App:
     """The application, until there is to be no new work: of any kind, the state of health among it."""
 
-    async def either(scope: Any, receive: Any, send: Any) -> None:
+    async def either(scope: Any, receive: Receive, send: Send) -> None:
         if not stopping.is_set():
             return await app(scope, receive, send)
-        await send({"type": "http.response.start", "status": STOPPING.status, "headers": STOPPING.fields()})
-        await send({"type": "http.response.body", "body": STOPPING.body()})
+        await STOPPING.say(send, receive)
 
     return either
 

@@ -1,9 +1,15 @@
 """How a request is refused before any route has seen it: a status, and an error in the shape of OpenAI's."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from http import HTTPStatus
+from typing import Any
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Any, Receive, Send], Awaitable[None]]  # of ASGI
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,14 @@ class Refusal:
     def reason(self) -> bytes:
         """What HTTP calls the status."""
         return HTTPStatus(self.status).phrase.encode()
+
+    async def say(self, send: Send, rest: Receive | None = None) -> None:
+        """Give the answer, and let the `rest` of the body come: a client whose sending fails may not read it."""
+        await send({"type": "http.response.start", "status": self.status, "headers": self.fields()})
+        await send({"type": "http.response.body", "body": self.body(), "more_body": True})
+        while rest is not None and (await rest()).get("more_body", False):
+            pass
+        await send({"type": "http.response.body", "body": b""})
 
 
 HEADERS_TOO_SLOW = Refusal(408, "the headers of the request did not come in time", "request_timeout")

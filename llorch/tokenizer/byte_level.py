@@ -75,7 +75,7 @@ class ByteLevelBPE:
 
     def encode_spans(self, text: str) -> tuple[list[int], Iterator[int]]:
         """Encode text without special tokens: ids, and for each the character in which it starts."""
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=False)  # other threads go on
         return encoding.ids, starts_in(encoding)
 
 

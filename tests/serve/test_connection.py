@@ -78,6 +78,12 @@ def test_what_is_no_request_is_refused_and_the_connection_closed(port: int, data
         assert is_closed(client)
 
 
+def test_who_only_sends_reads_the_refusal_at_the_end(port: int):
+    with connect(port, b"GET / HTTP/1.1\r\nx: " + b"y" * 3 * 2**20) as client:
+        assert answer(client)[0] == 431
+        assert is_closed(client)
+
+
 def test_headers_a_little_below_the_limit_pass(port: int):
     assert ask(port, request(x="y" * 16000))[0] == 200
 
@@ -102,6 +108,12 @@ def test_what_does_not_come_in_time_is_refused(data: bytes, said: bytes):
             assert (status, error_code(body)) == (408, "request_timeout")
             assert b"the " + said in body
             assert is_closed(client)
+
+
+def test_who_is_refused_and_never_closes_is_closed():
+    with served(echo) as running, connect(running.port, b"x\r\n\r\n") as client:
+        assert answer(client)[0] == 400
+        until(lambda: not running.connections)
 
 
 def test_bytes_that_trickle_in_do_not_move_the_deadline():
@@ -139,6 +151,28 @@ def test_who_does_not_read_is_dropped():
         with connect(running.port, request(path="/much"), read_buffer=4096):
             until(lambda: bool(running.connections))
             until(lambda: not running.connections)
+
+
+def test_who_does_not_read_keeps_nobody_from_leaving():
+    with served(echo) as running:
+        with connect(running.port, request(path="/much"), read_buffer=4096):
+            until(lambda: [each.awaited for each in running.connections] == ["another"])
+            running.stop()
+            running.thread.join()
+            assert not running.connections
+
+
+def test_who_still_reads_does_not_make_room():
+    with served(echo, limits=limits(connections=2)) as running:
+        with connect(running.port, request(path="/much"), read_buffer=65536) as reader:
+            until(lambda: [each.awaited for each in running.connections] == ["another"])
+            with connect(running.port, b"GET") as half:
+                until(lambda: len(running.connections) == 2)
+                assert ask(running.port, request())[0] == 200
+                assert is_closed(half)
+            n = 0
+            while n < BIG:
+                n += len(reader.recv(2**20))
 
 
 def test_who_reads_slowly_gets_everything():

@@ -190,6 +190,17 @@ def test_a_refused_body_is_read_to_its_end_and_the_connection_goes_on(port: int)
         assert answer(client)[0] == 200
 
 
+def test_who_only_sends_reads_the_refusal_at_the_end(port: int):
+    large = 3 * 2**20
+    for data in (
+        request("POST", "/", b"x" * large, connection="close"),
+        request("POST", "/", connection="close", transfer_encoding="chunked") + chunks(large, 0)[:-2] + b"\r\n",
+        request("POST", "/", b"x" * large, connection="close", origin="null"),
+    ):
+        with connect(port, data) as client:
+            assert answer(client)[0] in (403, 413)
+
+
 def test_bodies_together_have_a_bound(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("llorch.serve.guard.MAX_BODIES", 1000)
     guarded = guard(max_body=800)
@@ -198,7 +209,10 @@ def test_bodies_together_have_a_bound(monkeypatch: pytest.MonkeyPatch):
             until(lambda: guarded._n_held == 700)
             status, headers, body = ask(running.port, request("POST", "/", b"x" * 400))
             assert (status, error_code(body), headers["retry-after"]) == (503, "too_many_bodies", "1")
-            assert ask(running.port, request("POST", "/", b"x" * 300))[2] == b"300"
+            with connect(running.port, request("POST", "/", b"x" * 400)) as again:
+                assert answer(again)[0] == 503
+                again.sendall(request("POST", "/", b"x" * 300))
+                assert answer(again)[2] == b"300"
             client.sendall(b"x" * 100)
             assert answer(client)[2] == b"800"
         with connect(running.port, request("POST", content_length="800") + b"x" * 700):

@@ -1,0 +1,60 @@
+"""`llorch` with a batch that is slow, and that fails as the seed of a request says.
+
+    python -m benchmarks.faulty_server 0.05 serve story --port 0
+
+Every step takes so many seconds more. What the seeds do is in `FAULTS`.
+"""
+
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+FAULTS = {
+    9001: "its job raises at the first step",
+    9002: "its job raises at the fourth step",
+    9003: "a step raises for all that run in it",
+    9004: "the engine's thread dies",
+    9005: "a step does not return",
+}
+
+
+def plant(kind: type, seconds: float) -> None:
+    """Make a class of batches slow and faulty."""
+    join, step = kind.join, kind.step
+    seeds: dict[int, int] = {}
+    steps: dict[int, int] = {}
+
+    def joined(self: Any, job: Any) -> int | None:
+        ticket = join(self, job)
+        if ticket is not None:
+            seeds[ticket], steps[ticket] = job.settings.seed, 0
+        return ticket
+
+    def stepped(self: Any) -> Mapping[int, object]:
+        time.sleep(seconds)
+        there = {seeds[ticket] for ticket in self._running}
+        if 9003 in there:
+            raise ArithmeticError("planted, of nobody")
+        if 9004 in there:
+            raise SystemExit("planted, the thread")
+        if 9005 in there:
+            threading.Event().wait()
+        made = dict(step(self))
+        for ticket in made:
+            steps[ticket] += 1
+            if seeds[ticket] == 9001 or (seeds[ticket] == 9002 and steps[ticket] == 4):
+                made[ticket] = ArithmeticError("planted, of one job")
+        return made
+
+    kind.join = joined
+    kind.step = stepped
+
+
+if __name__ == "__main__":
+    from llorch.cli import main
+    from llorch.serve.turns import Turns
+
+    plant(Turns, float(sys.argv.pop(1)))
+    main(prog_name="llorch")

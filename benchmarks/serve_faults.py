@@ -1,0 +1,114 @@
+"""What clients, requests and the machine can do to `llorch serve`, done to real servers, with what becomes of it.
+
+    python benchmarks/serve_faults.py                      all faults, about six minutes
+    python benchmarks/serve_faults.py --only S4 --only S13
+    python benchmarks/serve_faults.py --soak 30            minutes of mixed load
+
+Servers run as processes on loopback, with `story` on the NumPy path; where time matters each step takes longer, as
+`faulty_server` makes it. Exit code 1 where something is not as expected.
+"""
+
+import asyncio
+import json
+import resource
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import click
+import serve_faults_of_clients as clients
+import serve_faults_of_work as work
+from rounds import machine
+from serve_faults_of_clients import KEY, Verdict
+from serve_processes import Server, faulty, llorch
+
+OPEN_FILES = 4096
+ALONE = ("--parallel", "1")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that is done to a server of its own."""
+
+    number: str  # as in the list of faults
+    what: str
+    expected: str
+    run: Callable[[Server], Awaitable[Verdict]]
+    options: Sequence[str] = ()  # of the server
+    step: float | None = None  # seconds that each step takes more; such a server has the planted faults, too
+    key: str | None = None
+
+
+FAULTS = (
+    Fault("S1", "1,000 half-open connections", "408 at 10 s; others p99 < 100 ms; < 20 MB", clients.half_open),
+    Fault("S2", "400 MB, chunks, long headers, CL+TE", "413, 413, 431, 400; < 10 MB", clients.huge),
+    Fault("S2b", "a body that stops coming", "408 at 30 s", clients.without_end),
+    Fault("S3", "200 clients, 4 run, 32 wait", "as alone, or 429; < 50 MB", work.too_many, step=0.005),
+    Fault("S4", "100 clients leave in four phases", "slot back in 250 ms, <= 1 token", work.leaving, ALONE, 0.05),
+    Fault("S5", "an answer takes too long", "504, error event; slot free", work.deadline, ("--timeout", "1"), 0.05),
+    Fault("S6", "bad numbers, types, JSON", "400, field named", clients.bad_fields),
+    Fault("S7", "1 MB of text", "400, < 3 s each; /health p99 < 250 ms", clients.long_texts),
+    Fault("S8", "wrong keys", "401 but for /health", clients.keys, key=KEY),
+    Fault("S9", "foreign hosts, origins, models", "403, 403, 404", clients.names),
+    Fault("S13", "a job raises, a step raises", "500 for them, others as alone", work.one_fails, step=0.005),
+    Fault("S14", "the engine's thread dies", "told within 5 s, exit > 0", work.engine_dies, step=0.005),
+    Fault("S14b", "a step hangs", "/health 503 at 5 s, exit > 0", work.engine_hangs, ("--timeout", "8"), 0.005),
+    Fault("S15", "SIGTERM under load", "all finish, new 503, exit 0", work.stopped, step=0.02),
+    Fault("S15b", "SIGTERM, an answer of a minute", "cut at 30 s, exit 0", work.cut, step=0.2),
+    Fault("S18", "secrets in requests", "none in the log", clients.log, ("-v",), key=KEY),
+)  # fmt: skip
+
+
+def provoke(fault: Fault) -> Verdict:
+    """Do it to a server that is started for it."""
+    _allow_open_files()
+    if fault.step is None:
+        server = llorch("story", *fault.options, key=fault.key)
+    else:
+        server = faulty(fault.step, "story", *fault.options)
+    try:
+        return asyncio.run(fault.run(server))  # type: ignore[arg-type]
+    finally:
+        server.stop()
+
+
+def _allow_open_files() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < OPEN_FILES:
+        wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+@click.command(help=__doc__)
+@click.option("--only", multiple=True, type=click.Choice([fault.number for fault in FAULTS] + ["S16"]))
+@click.option("--soak", default=1.0, show_default=True, help="Minutes of mixed load.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON list instead.")
+def main(only: tuple[str, ...], soak: float, as_json: bool) -> None:
+    """Entry point."""
+    mixed = Fault(
+        "S16", f"{soak:g} min of mixed load", "< 1 MB in 10 min, no file left open", partial(work.soak, minutes=soak)
+    )
+    rows = []
+    for fault in (*FAULTS, mixed):
+        if only and fault.number not in only:
+            continue
+        try:
+            right, measured = provoke(fault)
+        except Exception as error:  # a fault that cannot be told to the end is none that was survived
+            right, measured = False, f"{type(error).__name__}: {error}"
+        rows.append(
+            {"fault": fault.number, "what": fault.what, "expected": fault.expected, "measured": measured, "ok": right}
+        )
+        if not as_json:
+            print(
+                f"{'OK' if right else 'FAILED':<7}{fault.number:<6}{fault.what:<38}{fault.expected:<44}{measured}",
+                flush=True,
+            )
+    failed = [row["fault"] for row in rows if not row["ok"]]
+    print(json.dumps(rows) if as_json else f"{machine()}; {len(rows) - len(failed)} of {len(rows)} as expected")
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

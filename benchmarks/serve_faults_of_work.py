@@ -1,0 +1,198 @@
+"""Faults in the work itself: too much of it, clients that leave, jobs and threads that die, the end of the server."""
+
+import asyncio
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+from serve_client import Reply, ask, connection, measure, request, until
+from serve_faults_of_clients import CHAT, Verdict, chat, worst
+from serve_processes import Server
+
+CLIENTS = 200
+LEAVING = 25  # clients in each phase
+PROMPTS = ("Once upon a time", "The little fox", "A red ball", "She said", "In the old tree")
+
+
+def stream(port: int, index: int, **fields: object) -> asyncio.Task[Reply]:
+    """A chat whose answer depends on its prompt and seed."""
+    body = chat(PROMPTS[index % len(PROMPTS)], seed=index % len(PROMPTS), max_tokens=16, stream=True, **fields)
+    return asyncio.create_task(ask(port, "POST", CHAT, body))
+
+
+async def solo(server: Server) -> list[str]:
+    """The answers that requests get alone."""
+    return [(await stream(server.port, i)).text for i in range(len(PROMPTS))]
+
+
+def share(replies: Sequence[Reply], alone: Sequence[str]) -> int:
+    """How many streams, in the order of their indices, came to the end that they have alone."""
+    return sum(
+        reply.status == 200 and reply.done and reply.text == alone[i % len(alone)] for i, reply in enumerate(replies)
+    )
+
+
+async def too_many(server: Server) -> Verdict:
+    """200 clients where 4 run and 32 may wait."""
+    alone, before = await solo(server), server.resident()
+    replies = await asyncio.gather(*(stream(server.port, i) for i in range(CLIENTS)))
+    taken = [reply for reply in replies if reply.status == 200]
+    refused = [reply for reply in replies if reply.status == 429 and reply.error and "retry-after" in reply.headers]
+    same, grown = share(replies, alone), server.resident() - before
+    text = f"{len(taken)} answered, {same} as alone, {len(refused)} x 429, p99 {worst(refused):.0f} ms; {grown:+.1f} MB"
+    right = len(taken) == same >= 36 and len(taken) + len(refused) == CLIENTS and grown < 50
+    return right, text
+
+
+async def leaving(server: Server) -> Verdict:
+    """100 clients that leave: while they wait, before the first token, after it, and before all was sent."""
+    took: dict[str, list[float]] = {"waiting": [], "prompt": [], "answer": [], "sending": []}
+    after = 0
+    for _ in range(LEAVING):
+        took["prompt"].append((await leave(server, "prompt"))[0])
+        seconds, n_after = await leave(server, "answer")
+        took["answer"].append(seconds)
+        after = max(after, n_after)
+        took["sending"].append((await leave(server, "sending"))[0])
+    async with connection(server.port, request("POST", CHAT, chat(max_tokens=400, stream=True, seed=1))):
+        await until(server.port, running=1)
+        for _ in range(LEAVING):
+            took["waiting"].append((await leave(server, "waiting"))[0])
+    counts = await until(server.port, running=0, waiting=0)
+    slowest = {phase: 1000 * max(seconds) for phase, seconds in took.items()}
+    text = ", ".join(f"{phase} {ms:.0f} ms" for phase, ms in slowest.items())
+    right = max(slowest.values()) <= 250 and after <= 1
+    cancelled = counts["llorch_answers_cancelled_total"]
+    return right and cancelled == 3 * LEAVING + 1, f"slot back: {text}; {after} tokens after; {cancelled:.0f} cancelled"
+
+
+async def leave(server: Server, phase: str) -> tuple[float, int]:
+    """Leave in a phase; seconds until the slot is free, and tokens that were made after all that were received."""
+    data = request("POST", CHAT, chat(max_tokens=400, stream=True, logprobs=True, seed=1))
+    before = (await measure(server.port))["llorch_answer_tokens_total"]
+    received = 0
+    async with connection(server.port, data[:-20] if phase == "sending" else data) as (reader, _):
+        if phase == "waiting":
+            await until(server.port, waiting=1)
+        elif phase == "prompt":
+            await until(server.port, running=1)
+        elif phase == "answer":
+            while received < 3:
+                received += b'"logprobs":{' in await reader.readline()
+    start = time.perf_counter()
+    after = await until(server.port, waiting=0) if phase == "waiting" else await until(server.port, running=0)
+    made = int(after["llorch_answer_tokens_total"] - before)
+    return time.perf_counter() - start, made - received
+
+
+async def deadline(server: Server) -> Verdict:
+    """An answer that takes longer than a request may."""
+    whole, streamed = await asyncio.gather(
+        ask(server.port, "POST", CHAT, chat(max_tokens=400, seed=1)),
+        ask(server.port, "POST", CHAT, chat(max_tokens=400, seed=1, stream=True)),
+    )
+    await until(server.port, running=0, waiting=0)
+    last = streamed.events()[-1]
+    right = whole.status == 504 and "error" in last and not streamed.done
+    return right and whole.seconds < 3, f"{whole.status} after {whole.seconds:.1f} s; stream ends with {list(last)}"
+
+
+async def one_fails(server: Server) -> Verdict:
+    """Jobs that raise at once or later, and a step that raises for all in it; others go on."""
+    alone = await solo(server)
+    seen = []
+    for seed in (9001, 9002):
+        others = [stream(server.port, i) for i in range(3)]
+        bad = await ask(server.port, "POST", CHAT, chat(seed=seed, max_tokens=16))
+        good = share(await asyncio.gather(*others), alone)
+        seen.append((bad.status, good))
+    bad = await ask(server.port, "POST", CHAT, chat(seed=9003))
+    late = await ask(server.port, "POST", CHAT, chat(seed=9002, max_tokens=16, stream=True))
+    again = share([await stream(server.port, 0)], alone)
+    right = seen == [(500, 3), (500, 3)] and bad.status == 500 and "error" in late.events()[-1] and not late.done
+    return right and again == 1, f"{seen}, of all {bad.status}, stream {list(late.events()[-1])}, then {again} good"
+
+
+async def engine_dies(server: Server) -> Verdict:
+    """The thread that computes ends; nobody is left waiting, and the process ends with an error."""
+    others = [stream(server.port, i) for i in range(3)]
+    await until(server.port, running=3)
+    start = time.perf_counter()
+    bad = await ask(server.port, "POST", CHAT, chat(seed=9004))
+    told = await asyncio.gather(*others)
+    seconds = time.perf_counter() - start
+    code = await asyncio.to_thread(server.process.wait, 30)
+    right = seconds < 5 and code > 0 and not any(reply.done for reply in told) and bad.status in (0, 500, 503)
+    return right, f"told {bad.status} and {[reply.status for reply in told]} within {seconds:.1f} s; exit {code}"
+
+
+async def engine_hangs(server: Server) -> Verdict:
+    """A step that does not return: /health says so, requests fail, and the process ends with an error."""
+    start = time.perf_counter()
+    stuck = asyncio.create_task(ask(server.port, "POST", CHAT, chat(seed=9005)))
+    status = 200
+    while status == 200 and time.perf_counter() - start < 20:
+        await asyncio.sleep(0.1)
+        status = (await ask(server.port, "GET", "/health")).status
+    seconds = time.perf_counter() - start
+    code = await asyncio.to_thread(server.process.wait, 60)
+    ended = time.perf_counter() - start
+    told = (await stuck).status
+    text = f"/health {status} after {seconds:.1f} s; told {told}; exit {code} after {ended:.1f} s"
+    return status == 503 and seconds < 6.5 and code > 0 and told in (0, 500, 503, 504), text
+
+
+async def stopped(server: Server) -> Verdict:
+    """SIGTERM while answers run and wait: they finish, nothing new begins, exit 0."""
+    alone = await solo(server)
+    running = [stream(server.port, i) for i in range(8)]
+    await until(server.port, running=4, waiting=4)
+    server.process.send_signal(signal.SIGTERM)
+    await asyncio.sleep(0.1)
+    late = await ask(server.port, "GET", "/health"), await ask(server.port, "POST", CHAT, chat())
+    good = share(await asyncio.gather(*running), alone)
+    code = await asyncio.to_thread(server.process.wait, 40)
+    statuses = [reply.status for reply in late]
+    return statuses == [503, 503] and good == 8 and code == 0, f"{good} of 8 finished; new {statuses}; exit {code}"
+
+
+async def cut(server: Server) -> Verdict:
+    """SIGTERM while an answer runs that takes longer than the grace; and twice, which leaves at once."""
+    async with connection(server.port, request("POST", CHAT, chat(max_tokens=400, seed=1, stream=True))) as (reader, _):
+        await until(server.port, running=1)
+        start = time.perf_counter()
+        server.process.send_signal(signal.SIGTERM)
+        with suppress(ConnectionError):
+            await reader.read()
+            while await reader.read(65536):
+                pass
+        code = await asyncio.to_thread(server.process.wait, 60)
+    seconds = time.perf_counter() - start
+    return code == 0 and 29 < seconds < 36, f"cut, exit {code} after {seconds:.1f} s"
+
+
+async def soak(server: Server, minutes: float) -> Verdict:
+    """Mixed load: answers, streams, bad requests, clients that leave; nothing grows."""
+    end, n, sizes = time.perf_counter() + 60 * minutes, 0, []
+    while time.perf_counter() < end:
+        tasks = [stream(server.port, i) for i in range(6)]
+        tasks.append(asyncio.create_task(ask(server.port, "POST", CHAT, chat(max_tokens=8))))
+        tasks.append(asyncio.create_task(ask(server.port, "POST", CHAT, b"{")))
+        async with connection(server.port, request("POST", CHAT, chat(max_tokens=400, stream=True))) as (reader, _):
+            await reader.readline()
+        await asyncio.gather(*tasks)
+        n += len(tasks) + 1
+        sizes.append((time.perf_counter(), server.resident(), server.open_files()))
+    await until(server.port, running=0, waiting=0)
+    late = sizes[len(sizes) // 3 :]  # the first third warms up
+    grown = slope([at for at, _, _ in late], [size for _, size, _ in late]) * 600
+    files = server.open_files() - min(files for _, _, files in sizes[:3])
+    return grown < 1 and files <= 0, f"{n} requests in {minutes:g} min; {grown:+.2f} MB per 10 min; {files:+d} files"
+
+
+def slope(x: Sequence[float], y: Sequence[float]) -> float:
+    """Of the line through points, by least squares."""
+    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
+    spread = sum((a - mean_x) ** 2 for a in x)
+    return sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / spread if spread else 0.0

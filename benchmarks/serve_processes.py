@@ -1,0 +1,120 @@
+"""Servers as processes of their own: ours, and llama-cpp-python's."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+
+READY = re.compile(r"http://\S+:(\d+)")
+PATIENCE = 180.0  # seconds to load a model
+
+
+class Server:
+    """A server that runs, on loopback."""
+
+    def __init__(self, command: Sequence[str], port: int = 0, key: str | None = None) -> None:
+        """Start it; what it says on stderr is kept. Without a port the line that it is ready with has it."""
+        self.said: list[str] = []
+        self._key = key
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", *command], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])} | ({"LLORCH_API_KEY": key} if key else {}),
+        )  # fmt: skip
+        self._told = threading.Event()
+        self._listening = threading.Thread(target=self._listen, daemon=True)
+        self._listening.start()
+        try:
+            self.port = port or self._said_port()
+            self.model = self._first_model()
+        except BaseException:
+            self.process.kill()
+            raise
+
+    def _listen(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.said.append(line)
+            if READY.search(line):
+                self._told.set()
+        self._told.set()
+
+    def _said_port(self) -> int:
+        self._told.wait(PATIENCE)
+        for line in self.said:
+            if found := READY.search(line):
+                return int(found[1])
+        raise RuntimeError(f"the server did not say that it is ready: {''.join(self.said)[-2000:]}")
+
+    def _first_model(self) -> str:
+        end = time.monotonic() + PATIENCE
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}/v1/models")
+        if self._key is not None:
+            request.add_header("authorization", f"Bearer {self._key}")
+        while time.monotonic() < end and self.process.poll() is None:
+            try:
+                with urllib.request.urlopen(request, timeout=5) as answer:
+                    return json.load(answer)["data"][0]["id"]
+            except urllib.error.HTTPError as error:
+                raise RuntimeError(f"/v1/models: {error}") from None
+            except OSError:
+                time.sleep(0.2)
+        raise RuntimeError(f"the server did not begin to answer; it is {self.process.poll() or 'alive'}")
+
+    def cpu_seconds(self) -> float:
+        """Seconds of processor that it has had; 0 where the system does not say."""
+        try:
+            user, system = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+        except OSError:
+            return 0.0
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+    def resident(self) -> float:
+        """Megabytes that it holds."""
+        pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+    def open_files(self) -> int:
+        """Files and sockets that it has open."""
+        return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
+
+    def stop(self) -> int:
+        """Ask it to end, if it has not ended; its exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+        self._listening.join(10)
+        return self.process.wait()
+
+
+def llorch(model: str, *options: str, key: str | None = None) -> Server:
+    """`llorch serve`, on a free port."""
+    return Server(["llorch", "serve", model, "--port", "0", *options], key=key)
+
+
+def faulty(seconds: float, model: str, *options: str) -> Server:
+    """The same, whose steps take so many seconds more, and which has the faults of `faulty_server`."""
+    return Server(["benchmarks.faulty_server", str(seconds), "serve", model, "--port", "0", *options])
+
+
+def llama_cpp(model: Path, *, threads: int, context: int) -> Server:
+    """The server of llama-cpp-python, which answers one request after the other; no request ends another."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    words: dict[str, object] = {
+        "model": model, "port": port, "n_threads": threads, "n_threads_batch": threads, "n_ctx": context,
+        "interrupt_requests": False, "verbose": False,
+    }  # fmt: skip
+    command = [word for name, value in words.items() for word in (f"--{name}", str(value))]
+    return Server(["llama_cpp.server", *command], port)
