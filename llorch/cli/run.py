@@ -100,7 +100,7 @@ def command(
     require_tensor_parallel(
         axes, {"--device": device not in (None, "cpu"), "--compile": compiled, "--adapter": adapter, "--impl": impl}
     )
-    _refuse_misplaced(
+    refuse_misplaced(
         backend, device=device, dtype=dtype, kernels=kernels != "auto", compiled=compiled, ggml=numerics == "ggml",
         f16=kv_cache == "f16",
     )  # fmt: skip
@@ -154,7 +154,7 @@ def _n_bytes(text: str | None, messages: list[dict[str, object]] | None) -> int:
     return len(text.encode()) if text is not None else len(json.dumps(messages)) + 1024
 
 
-def _refuse_misplaced(
+def refuse_misplaced(
     backend: str, *, device: str | None, dtype: str | None, kernels: bool, compiled: bool, ggml: bool, f16: bool
 ) -> None:
     """Raise a usage error for options that mean nothing to the backend."""

@@ -1,22 +1,20 @@
 """`llorch serve`: answer the OpenAI interface."""
 
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 import llorch
-from llorch.cli.options import (
-    WholeNumber,
-    backend_options,
-    numerics_options,
-    threads_option,
-    use_threads,
-    verb,
-)
+from llorch.cli.options import WholeNumber, backend_options, numerics_options, threads_option, use_threads, verb
 from llorch.cli.output import say
+from llorch.cli.run import refuse_misplaced
 
-CONTEXT = 8192
+if TYPE_CHECKING:
+    from llorch.generate import Batch
+
+CONTEXT = 4096
 
 
 class Named(click.ParamType):
@@ -35,44 +33,44 @@ class Named(click.ParamType):
 @verb(
     "Answer the OpenAI interface over HTTP.",
     "llorch serve story",
-    "llorch serve model.gguf --port 9000 --parallel 8 --queue 64",
+    "llorch serve model.gguf --backend torch --parallel 8 --queue 64",
     "llorch serve model.gguf --adapter pirate=my-adapter       as model:pirate",
+    "llorch serve model.gguf --host 0.0.0.0 --port 9000 --api-key SECRET --allow-host my.machine",
 )
 @click.argument("model", default="story")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at; any other needs a key.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="0 takes a free one.")
+@click.option("--api-key", envvar="LLORCH_API_KEY", help="What clients have to know.  [environment: LLORCH_API_KEY]")
+@click.option(
+    "--allow-host", multiple=True, help="A name of this machine that clients use; may be given several times."
+)
 @click.option("--parallel", type=WholeNumber(1, 256), default=4, show_default=True, help="Answers that run at a time.")
-@click.option("--queue", type=WholeNumber(0, 4096), default=32, show_default=True, help="More of them that may wait.")
+@click.option("--queue", type=WholeNumber(0, 4096), default=32, show_default=True, help="Answers that may wait.")
 @click.option("--timeout", type=click.FloatRange(min=1), default=600.0, show_default=True, help="Seconds a request.")
-@click.option(
-    "--ctx", type=WholeNumber(min=1), help=f"Tokens of prompt and answer.  [default: the model's, {CONTEXT} at most]"
-)
-@click.option(
-    "--adapter", "adapters", type=Named(), multiple=True, help="LoRA, as model:NAME; may be given several times."
-)
-@click.option(
-    "--api-key", metavar="KEY", envvar=("LLORCH_API_KEY", "LLORCH_SERVE_API_KEY"),
-    help="What clients have to know on every route but /health.  [default: LLORCH_API_KEY]",
-)  # fmt: skip
-@click.option("--allow-host", multiple=True, metavar="NAME", help="Another name of the server; may be repeated.")
+@click.option("--ctx", type=WholeNumber(min=1), help=f"Tokens of prompt and answer.  [default: {CONTEXT} at most]")
+@click.option("--adapter", "adapters", type=Named(), multiple=True, help="LoRA, as model:NAME; may come several times.")
 @click.option("--any-base", is_flag=True, help="Take an --adapter that names another base.")
 @numerics_options
 @backend_options
+@click.option(
+    "--mode", type=click.Choice(["fast", "reproducible"]), default="fast", show_default=True,
+    help="On torch. reproducible: whoever else is served changes no bit of an answer.",
+)  # fmt: skip
 @threads_option
-@click.option("-v", "--verbose", is_flag=True, help="A line on stderr for each request: route, status, time; no text.")
+@click.option("-v", "--verbose", is_flag=True, help="A line for each request on stderr: method, path, status, time.")
 def command(
-    *, model: str, host: str, port: int, parallel: int, queue: int, timeout: float, ctx: int | None,
-    adapters: tuple[tuple[str, Path], ...], api_key: str | None, allow_host: tuple[str, ...], verbose: bool,
-    any_base: bool, numerics: str | None, kv_cache: str, residency: Any, backend: str,
-    device: str | None, dtype: str | None, kernels: Any,
+    *, model: str, host: str, port: int, api_key: str | None, allow_host: tuple[str, ...], parallel: int, queue: int,
+    timeout: float, adapters: tuple[tuple[str, Path], ...], any_base: bool, verbose: bool, backend: str,
+    ctx: int | None, **opening: Any,
 ) -> None:  # fmt: skip
-    """Serve MODEL (default: story): /v1/chat/completions, /v1/models, /health, /metrics.
+    """Serve MODEL (default: story) to the openai client, curl and a browser; /openapi.json describes all routes.
 
-    One line on stderr says when it is ready, and where. It ends with Ctrl-C or SIGTERM.
+    One line on stderr says when it is ready, and where. Where the file has no chat template, the messages of a chat are
+    joined by blank lines, and the answer goes on from there.
+
+    It ends with Ctrl-C or SIGTERM: new requests get 503, and running answers have 30 seconds.
     """
-    from llorch.cli.inputs import chosen_numerics, model_path, say_plan
     from llorch.errors import MissingExtra
-    from llorch.model import load
 
     try:
         from llorch.serve.app import make_app
@@ -80,29 +78,60 @@ def command(
         from llorch.serve.guard import Guard, require_key
         from llorch.serve.listening import Running, bind, serve
         from llorch.serve.service import Service
-        from llorch.serve.turns import Turns
         from llorch.serve.watching import watch
     except ModuleNotFoundError as error:
         raise MissingExtra("serve", error.name or "starlette") from None
 
-    bound = bind(host, port)
-    require_key(bound, api_key)
-    arithmetic, room = chosen_numerics(numerics, kv_cache), ctx or CONTEXT
-    loaded = load(model_path(model), numerics=arithmetic, residency=residency, n_tokens=parallel * room)
-    say_plan(loaded)
-    threads = use_threads(loaded.config)
-    for name, path in adapters:
-        say(f"{path}: {loaded.add_adapter(name, path, any_base=any_base)}")
-    engine = Engine(Turns(loaded, n_jobs=parallel), n_jobs=parallel, n_waiting=queue, stuck_after=timeout)
-    service = Service(loaded, engine, context=room, timeout=timeout, version=llorch.__version__)
-    engine.start()
-    app = Guard(make_app(service), key=api_key, hosts=(host, *allow_host), log=say if verbose else None)
+    with ExitStack() as stack:
+        bound = stack.enter_context(bind(host, port))
+        require_key(bound, api_key)
+        loaded, batch = _opened(model, backend, parallel, ctx or CONTEXT, **opening)
+        threads = use_threads(loaded.config)
+        for name, path in adapters:
+            say(f"{path}: {loaded.add_adapter(name, path, any_base=any_base)}")
+        engine = Engine(batch, n_jobs=parallel, n_waiting=queue, stuck_after=timeout)
+        service = Service(loaded, engine, context=ctx or CONTEXT, timeout=timeout, version=llorch.__version__)
+        engine.start()
+        stack.callback(engine.stop)
 
-    def ready(running: Running) -> None:
-        watch(engine, running)
-        say(f"llorch: {', '.join(service.names)} at {running.url}; {threads}")
+        def ready(running: Running) -> None:
+            watch(engine, running)
+            plain = "" if service.has_template else " (no chat template: chats are plain text)"
+            say(f"llorch: {', '.join(service.names)} at {running.url}{plain}; {threads}")
 
-    try:
+        app = Guard(
+            make_app(service), key=api_key, hosts=[host, *allow_host], log=say if verbose else lambda line: None
+        )
         serve(app, bound, ready=ready, on_stop=engine.drain)
-    finally:
-        engine.stop()
+
+
+def _opened(
+    model: str, backend: str, n_jobs: int, context: int, *, numerics: str | None, kv_cache: str, residency: Any,
+    device: str | None, dtype: str | None, kernels: Any, mode: Any,
+) -> "tuple[Any, Batch]":  # fmt: skip
+    """A model, and the batch that runs it."""
+    from llorch.cli.inputs import chosen_numerics, model_path, say_plan
+    from llorch.model import load
+    from llorch.serve.turns import Turns
+
+    refuse_misplaced(
+        backend, device=device, dtype=dtype, kernels=kernels != "auto", compiled=False, ggml=numerics == "ggml",
+        f16=kv_cache == "f16",
+    )  # fmt: skip
+    arithmetic, path, n_tokens = chosen_numerics(numerics, kv_cache), model_path(model), n_jobs * context
+    if backend == "numpy":
+        if mode != "fast":
+            raise click.UsageError("--mode reproducible goes with --backend torch; on NumPy every answer runs alone")
+        loaded = load(path, numerics=arithmetic, residency=residency, n_tokens=n_tokens)
+        say_plan(loaded)
+        return loaded, Turns(loaded, n_jobs=n_jobs)
+    from llorch import load_torch  # from there: it says what to install where torch is absent
+
+    on_torch = load_torch(
+        path, device=device or "cpu", dtype=dtype or "float32", kernels=kernels, residency=residency, mode=mode,
+        n_tokens=n_tokens,
+    )  # fmt: skip
+    from llorch.pytorch.serving.batch import ContinuousBatch
+
+    context = min(context, on_torch.config.max_position_embeddings)
+    return on_torch, ContinuousBatch(on_torch, n_jobs=n_jobs, n_tokens=n_jobs * context)

@@ -5,6 +5,7 @@ needed elsewhere.
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -122,10 +123,10 @@ def require_memory(
 
 def require_room(weights: Weights, target: Target, *, batch: int, n_tokens: int) -> None:
     """Refuse a batch that does not fit beside the weights, which are loaded, before anything of it is made."""
-    free, packable = free_memory(target.device), any(weights.stored_type(name) in PACKERS for name in weights)
+    free, residency = free_memory(target.device), _as_loaded(weights)
 
     def room(sequences: int) -> int:
-        need = predict(weights, target, "packed" if packable else "decoded", sequences, n_tokens)
+        need = predict(weights, target, residency, sequences, n_tokens)
         return need.cache + need.activations + need.logits
 
     if room(batch) > free:
@@ -135,6 +136,51 @@ def require_room(weights: Weights, target: Target, *, batch: int, n_tokens: int)
             f"generate: {batch} sequences of {n_tokens} tokens need {_gb(room(batch))} on {target.device} beside the "
             f"weights, {_gb(free)} are free; {remedy}"
         )
+
+
+def room_of_pages(weights: Weights, target: Target, *, n_jobs: int, page: int, n_tokens: int | None = None) -> int:
+    """Pages of a pool for the contexts of some jobs, refused where they do not fit beside the loaded weights.
+
+    Where nobody says for how many tokens: as many as all jobs can have, or as fit in half of the memory that is free.
+    """
+    free, context = free_memory(target.device), weights.config.max_position_embeddings
+
+    def need(n_pages: int) -> int:
+        own = n_pages * page * _slot(weights.config, target.dtype)
+        return own + _beside_pages(weights, target, n_jobs, min(n_pages * page, context))
+
+    if n_tokens is None:
+        most = n_jobs * -(-context // page)
+        return max(1, bisect_right(range(most + 1), free / 2, key=need) - 1)
+    n_pages = -(-n_tokens // page)
+    if need(n_pages) > free:
+        fits = max(0, bisect_right(range(n_pages), free, key=need) - 1) * page
+        remedy = f"{fits} tokens would fit" if fits else "use fewer jobs"
+        raise MemoryError(
+            f"batch: {n_tokens} tokens of {n_jobs} jobs need {_gb(need(n_pages))} on {target.device} beside the "
+            f"weights, {_gb(free)} are free; {remedy}"
+        )
+    return n_pages
+
+
+def _beside_pages(weights: Weights, target: Target, n_jobs: int, longest: int) -> int:
+    """States, what is gathered of a layer, one pass and its logits."""
+    config, width, residency = weights.config, target.dtype.itemsize, _as_loaded(weights)
+    nets = [layer for layer in range(config.n_layers) if config.layer(layer).mixer == "delta_net"]
+    states = n_jobs * sum(_remembered(config, layer, 0, target.dtype) for layer in nets)
+    gathered = n_jobs * longest * 2 * config.kv_width * width
+    passes = max(_activations(config, target, residency, n, longest) for n in (1, n_jobs))
+    return states + gathered + passes + n_jobs * config.vocab_size * (width + 4 * 8)
+
+
+def _as_loaded(weights: Weights) -> Literal["decoded", "packed"]:
+    return "packed" if any(weights.stored_type(name) in PACKERS for name in weights) else "decoded"
+
+
+def _slot(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes of a token in a pool."""
+    layers = range(config.n_layers)
+    return sum(_remembered(config, layer, 1, dtype) for layer in layers if config.layer(layer).mixer != "delta_net")
 
 
 def free_memory(device: torch.device) -> float:

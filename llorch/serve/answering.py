@@ -4,6 +4,8 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import TypeVar
 
 from llorch.generate import Answer, Job
@@ -32,7 +34,7 @@ class Answering:
             for index, job in enumerate(jobs)
         ]  # fmt: skip
         self.n_open = len(self.works)
-        refusing(engine.submit, self.works)
+        handed_over(engine.submit, self.works)
 
     async def some(self, patience: float | None = None) -> list[tuple[int, Made]]:
         """What was made since, at least one token; nothing after `patience` seconds, or when all answers have ended.
@@ -51,6 +53,17 @@ class Answering:
             found.append((index, event))
         return found
 
+    async def whole(self) -> list[list[Made]]:
+        """Every token of every answer; ApiError as `some`. What has not ended then is given up."""
+        made: list[list[Made]] = [[] for _ in self.works]
+        try:
+            while some := await self.some():
+                for index, one in some:
+                    made[index].append(one)
+        finally:
+            self.close()
+        return made
+
     def close(self) -> None:
         """Nobody waits any more."""
         for work in self.works if self.n_open else ():
@@ -64,7 +77,7 @@ class Answering:
                 await self._arrived.wait()
         except TimeoutError:
             if self._loop.time() >= self._deadline:
-                raise ApiError(504, f"the answer took over {self._timeout:g} s", code="timeout") from None
+                raise _late(self._timeout) from None
             return False
         return True
 
@@ -74,15 +87,52 @@ class Answering:
 
     def _deliverer(self, index: int) -> Callable[[Event], None]:
         def deliver(event: Event) -> None:
-            try:
+            with suppress(RuntimeError):  # the loop has ended: nobody waits
                 self._loop.call_soon_threadsafe(self._take, index, event)
-            except RuntimeError:  # the loop has ended: nobody waits
-                self._engine.cancel(self.works[index])
 
         return deliver
 
 
-def refusing(submit: Callable[[Result], object], wanted: Result) -> None:
+async def between_steps(engine: Engine, function: Callable[[], Result], timeout: float) -> Result:
+    """What a function gives on the engine's thread; ApiError where it takes none, it raises, or time is up."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Result] = loop.create_future()
+
+    def run(error: Exception | None) -> None:
+        if done.cancelled():
+            return
+        try:
+            told = partial(_set, done, function()) if error is None else partial(_fail, done, error)
+        except Exception as raised:
+            told = partial(_fail, done, raised)
+        with suppress(RuntimeError):  # the loop has ended: nobody waits
+            loop.call_soon_threadsafe(told)
+
+    handed_over(engine.call, run)
+    try:
+        async with asyncio.timeout(timeout):
+            return await done
+    except TimeoutError:
+        raise _late(timeout) from None
+    except Exception as error:
+        raise of_failure(error) from None
+
+
+def _set(done: asyncio.Future[Result], result: Result) -> None:
+    if not done.done():
+        done.set_result(result)
+
+
+def _fail(done: asyncio.Future, error: Exception) -> None:
+    if not done.done():
+        done.set_exception(error)
+
+
+def _late(seconds: float) -> ApiError:
+    return ApiError(504, f"the answer took over {seconds:g} s", code="timeout")
+
+
+def handed_over(submit: Callable[[Result], object], wanted: Result) -> None:
     """Hand something to the engine; ApiError where it takes nothing."""
     try:
         submit(wanted)

@@ -35,11 +35,16 @@ def wrong(param: str, expected: str, got: object = None, *, code: str | None = N
 
 
 def of_validation(error: ValidationError, body: object) -> ApiError:
-    """400 for the first field that does not fit."""
-    first = error.errors(include_url=False)[0]
-    param = _field(first["loc"], body, missing=first["type"] == "missing")
-    got = "" if first["type"] == "missing" else f", got {_short(first['input'])}"
-    return ApiError(400, f"{param or 'body'}: {first['msg']}{got}", param=param or None)
+    """400 for the first field that does not fit; where there are several forms of it, what each of them expected."""
+    found = [
+        (_field(one["loc"], body, missing=one["type"] == "missing"), one) for one in error.errors(include_url=False)
+    ]
+    top = found[0][0].partition(".")[0]
+    param = max((field for field, _ in found if field.partition(".")[0] == top), key=lambda field: field.count("."))
+    wrong_there = [one for field, one in found if field == param]
+    said = " or ".join(dict.fromkeys(one["msg"] for one in wrong_there))
+    got = "" if wrong_there[0]["type"] == "missing" else f", got {_short(wrong_there[0]['input'])}"
+    return ApiError(400, f"{param or 'body'}: {said}{got}", param=param or None)
 
 
 def _field(loc: Sequence[int | str], body: object, *, missing: bool) -> str:

@@ -1,34 +1,50 @@
 """The app: every route of the server, and what becomes of errors.
 
-http       bodies in, events out             requests, replies   what is asked and answered, as pydantic models
-chat       a route a file                    service             names, limits, prompts to jobs
-answering  answers of one request            engine              the thread that owns the batch; `work` in between
-turns      a batch on the NumPy path         metrics, counts     what is counted
+chat, completions, responses, tokens, tracing     the routes
+http, events                                      bodies in; answers out, whole and as streams
+requests, replies (.._of_responses), lacking      what is asked and answered, as pydantic models: `openapi`
+api_errors                                        what is said instead
+service, grammar                                  names and limits; prompts and forms become jobs
+answering, work, engine                           a request, what lies between, the thread that owns the batch
+turns                                             a batch on the NumPy path
+metrics, counts, logprobs                         what is counted, and told
+connection, listening, guard, refusal             what lies between the app and its clients
 """
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from llorch.serve import chat
+from llorch.serve import chat, completions, responses, tokens, tracing
 from llorch.serve.api_errors import ApiError
 from llorch.serve.http import reply, service_of
-from llorch.serve.replies import Health, ModelCard, ModelList
+from llorch.serve.metrics import Metrics
+from llorch.serve.openapi import Described, description
+from llorch.serve.replies import ChatCompletion, Completion, Detokenized, Health, ModelCard, ModelList, Tokenized, Trace
+from llorch.serve.replies_of_responses import Response as ResponsesReply
+from llorch.serve.requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    TraceRequest,
+)
+from llorch.serve.requests_of_responses import ResponsesRequest
 from llorch.serve.service import Service
+
+_PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def make_app(service: Service) -> Starlette:
     """The routes of one model; its engine has to run."""
     app = Starlette(
-        routes=[
-            Route("/health", health),
-            Route("/metrics", metrics),
-            Route("/v1/models", models),
-            Route("/v1/chat/completions", chat.answer, methods=["POST"]),
-        ],
+        routes=[Route(one.path, one.endpoint, methods=[one.method]) for one in ROUTES],
         exception_handlers={ApiError: _refused, HTTPException: _no_route, Exception: _failed},
+        middleware=[Middleware(_Counted, metrics=service.engine.metrics)],
     )
     app.state.service = service
     return app
@@ -53,7 +69,44 @@ async def models(request: Request) -> Response:
 
 async def metrics(request: Request) -> Response:
     """For Prometheus."""
-    return Response(service_of(request).engine.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    return Response(service_of(request).engine.metrics.text(), media_type=_PROMETHEUS)
+
+
+async def openapi(request: Request) -> Response:
+    """What the routes take and give."""
+    return JSONResponse(description(ROUTES, version=service_of(request).version))
+
+
+ROUTES = (
+    Described("/health", health, "Whether requests are answered.", Health),
+    Described("/metrics", metrics, "Counters, for Prometheus.", "text/plain"),
+    Described("/openapi.json", openapi, "This description.", "application/json"),
+    Described("/v1/models", models, "The model, and it with each adapter.", ModelList),
+    Described("/v1/chat/completions", chat.answer, "Answer a conversation.", ChatCompletion, ChatRequest, True),
+    Described("/v1/completions", completions.answer, "Go on with texts.", Completion, CompletionRequest, True),
+    Described("/v1/responses", responses.answer, "Answer a conversation.", ResponsesReply, ResponsesRequest, True),
+    Described("/v1/trace", tracing.answer, "What every stage computes.", Trace, TraceRequest),
+    Described("/tokenize", tokens.tokenize, "Text to ids.", Tokenized, TokenizeRequest),
+    Described("/detokenize", tokens.detokenize, "Ids to text.", Detokenized, DetokenizeRequest),
+)
+
+
+class _Counted:
+    """Counts requests by route and status."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app, self._metrics = app, metrics
+        self._paths = {one.path for one in ROUTES}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        route = scope["path"] if scope["path"] in self._paths else "other"
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._metrics.answered(route, message["status"])
+            await send(message)
+
+        await self._app(scope, receive, counted)
 
 
 async def _refused(request: Request, error: Exception) -> Response:

@@ -11,7 +11,9 @@ from starlette.responses import Response
 from llorch.generate import Job
 from llorch.serve.answering import Answering
 from llorch.serve.counts import finish_reason, timings, usage
-from llorch.serve.http import DONE, KEEP_ALIVE, EventStream, event, prepared, read, reply, service_of, unless_gone
+from llorch.serve.events import DONE, EventStream, event, tokens_as_events
+from llorch.serve.http import prepared, read, reply, service_of, unless_gone
+from llorch.serve.lacking import ignored_fields
 from llorch.serve.logprobs import for_chat
 from llorch.serve.replies import (
     ChatChoice,
@@ -22,11 +24,9 @@ from llorch.serve.replies import (
     ChunkChoice,
     Delta,
 )  # fmt: skip
-from llorch.serve.requests import ChatRequest, ignored_fields
+from llorch.serve.requests import ChatRequest, form_of
 from llorch.serve.service import Service, first_seed
 from llorch.serve.work import Made
-
-SILENCE = 10.0  # seconds after which a stream says that it is alive
 
 
 async def answer(request: Request) -> Response:
@@ -44,9 +44,16 @@ def _jobs(service: Service, body: ChatRequest) -> list[Job]:
     adapter, messages = service.adapter(body.model), [message.plain() for message in body.messages]
     ids, seed = service.chat_ids(messages), first_seed(body.seed)
     wanted = body.max_completion_tokens or body.max_tokens
-    how = {"param": "messages", "max_tokens": wanted, "adapter": adapter, "n_top": body.top_logprobs or 0}
-    end_ids = service.chat_end_ids()
-    return [service.job(ids, body.settings(seed + i), end_ids=end_ids, **how) for i in range(body.n or 1)]
+    how = {
+        "max_tokens": wanted,
+        "adapter": adapter,
+        "n_top": body.top_logprobs or 0,
+        "form": form_of(body.response_format),
+    }
+    ends = service.chat_end_ids()
+    return [
+        service.job(ids, body.settings(seed + i), param="messages", end_ids=ends, **how) for i in range(body.n or 1)
+    ]
 
 
 @dataclass
@@ -68,13 +75,7 @@ class _Chat:
 
     async def whole(self, ignored: Sequence[str]) -> Response:
         """All at once."""
-        made: list[list[Made]] = [[] for _ in self.answering.works]
-        try:
-            while some := await self.answering.some():
-                for index, one in some:
-                    made[index].append(one)
-        finally:
-            self.answering.close()
+        made = await self.answering.whole()
         choices = [self._choice(index, tokens) for index, tokens in enumerate(made)]
         counts = {
             "usage": usage(self.answering.works, n_prompt=self._n_prompt),
@@ -101,9 +102,8 @@ class _Chat:
         """As it comes."""
         for index in range(len(self.answering.works)):
             yield event(self._chunk(index, Delta(role="assistant", content="")))
-        while self.answering.n_open:
-            some = await self.answering.some(SILENCE)
-            yield b"".join(self._token_events(index, one) for index, one in some) if some else KEEP_ALIVE
+        async for some in tokens_as_events(self.answering, self._token_events):
+            yield some
         if self.body.wants_usage:
             counts = usage(self.answering.works, n_prompt=self._n_prompt)
             yield event(self._of([], usage=counts, timings=timings(self.answering.works)))

@@ -38,7 +38,7 @@ class Engine:
         self._batch, self._limit, self._stuck_after = batch, n_jobs + n_waiting, stuck_after
         self._waiting: deque[Work] = deque()
         self._running: dict[int, Work] = {}
-        self._calls: deque[Callable[[], object]] = deque()
+        self._calls: deque[Callable[[Exception | None], object]] = deque()
         self._changed = threading.Condition()
         self._stopping = False
         self._step_began: float | None = None
@@ -85,8 +85,11 @@ class Engine:
             self._waiting.extend(works)
             self._changed.notify()
 
-    def call(self, function: Callable[[], object]) -> None:
-        """Have something done on the thread between two steps; counts as an answer that waits."""
+    def call(self, function: Callable[[Exception | None], object]) -> None:
+        """Have something done on the thread between two steps; counts as an answer that waits.
+
+        `function` must not raise; it gets an error instead of None where it is too late for what it does.
+        """
         with self._changed:
             self._require_up()
             if len(self._calls) + len(self._waiting) >= self._limit:
@@ -115,8 +118,11 @@ class Engine:
     def give_up(self, error: Exception) -> None:
         """The thread will not come back: tell all that wait, and take nothing in any more."""
         self.failure = self.failure or error
+        gone = Unavailable("the server is shutting down" if isinstance(error, Unavailable) else "the engine has died")
         for work in (*self._waiting, *self._running.values()):
-            work.deliver(Failed(Unavailable("the engine has died")))
+            work.deliver(Failed(gone))
+        while self._calls:
+            self._calls.popleft()(gone)
 
     def _require_up(self) -> None:
         if self.failure is not None or self.draining:
@@ -142,7 +148,7 @@ class Engine:
         self._step_began = time.monotonic()
         self._leave_cancelled()
         while self._calls:
-            self._calls.popleft()()
+            self._calls.popleft()(None)
         self._join()
         if self._running:
             self._step()

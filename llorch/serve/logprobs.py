@@ -1,8 +1,9 @@
 """Log probabilities as OpenAI writes them: each token as text, as bytes, and with what could have come instead."""
 
+from collections.abc import Sequence
 from typing import Any
 
-from llorch.serve.replies import ChatLogprobs, TokenLogprob, TopLogprob
+from llorch.serve.replies import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
 from llorch.serve.work import Made
 from llorch.tokenizer import Tokenizer
 
@@ -29,3 +30,18 @@ def for_chat(tokenizer: Tokenizer, made: Made) -> ChatLogprobs:
 def _said(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
     data = piece(tokenizer, token_id)
     return {"token": data.decode("utf-8", "replace"), "bytes": list(data), "logprob": max(logprob, LEAST)}
+
+
+def for_completion(tokenizer: Tokenizer, tokens: Sequence[Made], *, start: int) -> CompletionLogprobs:
+    """Of some tokens of an answer that has `start` characters already; in the older form, without end tokens."""
+    found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    for made in tokens:
+        if made.token.finish != "eos":
+            said = _said(tokenizer, made.token.id, made.token.logprob)
+            top = [_said(tokenizer, *one) for one in made.top]
+            found["tokens"].append(said["token"])
+            found["token_logprobs"].append(said["logprob"])
+            found["top_logprobs"].append({one["token"]: one["logprob"] for one in reversed(top)})
+            found["text_offset"].append(start)
+        start += len(made.token.text)
+    return CompletionLogprobs(**found)

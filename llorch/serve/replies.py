@@ -164,3 +164,74 @@ class ChatChunk(Reply):
     choices: list[ChunkChoice]
     usage: Usage | None = None
     timings: Timings | None = None
+
+
+class CompletionLogprobs(Reply):
+    """Of an answer, an entry a token."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]  # characters of the answer's text before the token's
+
+
+class CompletionChoice(Reply):
+    """One answer: `n` of the first prompt, then those of the next."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Finish | None
+
+
+class Completion(Reply):
+    """Of /v1/completions, and an event of its stream."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+    timings: Timings | None = None
+
+
+class Piece(Reply):
+    """A token: its text, or its bytes where these are none."""
+
+    id: int
+    piece: str | list[int]
+
+
+class Tokenized(Reply):
+    """Of /tokenize."""
+
+    tokens: list[int] | list[Piece]
+
+
+class Detokenized(Reply):
+    """Of /detokenize."""
+
+    content: str
+
+
+class Stage(Reply):
+    """A stage of a pass: figures of its finite values, null where there are none."""
+
+    name: str
+    shape: list[int]
+    n_not_finite: int  # scores of later tokens are masked with -inf
+    min: float | None
+    max: float | None
+    mean: float | None
+    rms: float | None
+
+
+class Trace(Reply):
+    """Of /v1/trace: every stage in the order of the pass, and arrays as .npy files in base64."""
+
+    model: str
+    tokens: list[int]
+    stages: list[Stage]
+    arrays: dict[str, str]

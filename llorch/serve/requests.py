@@ -1,27 +1,19 @@
 """What may be asked for: the bodies of requests, as pydantic models, which check them and describe them to others.
 
 Values are taken as they are: no number comes from a text, none is NaN. What a client sends beside these fields is
-ignored and named in a header of the answer, unless it would change the answer's meaning: see `ignored_fields`.
+ignored and named in a header of the answer, unless it would change the answer's meaning: see `lacking`.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from llorch.sampling import SamplingSettings
-from llorch.serve.api_errors import ApiError, wrong
+from llorch.serve.api_errors import wrong
 
 MAX_ANSWERS = 32  # of one request
-_WITHOUT: Mapping[str, tuple[object, ...]] = {  # fields that we lack, and the values that mean nothing
-    "tools": ([],), "tool_choice": ("none",), "functions": ([],), "function_call": ("none",), "logit_bias": ({},),
-    "audio": (), "modalities": (["text"],), "best_of": (1,), "echo": (False,), "suffix": ("",), "chat_template": (),
-    "chat_template_kwargs": ({},), "web_search_options": (), "grammar": ("",), "json_schema": (), "images": ([],),
-    "ignore_eos": (False,), "min_tokens": (0,), "stop_token_ids": ([],), "bad_words": ([],), "logits_processors": ([],),
-    "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (), "structured_outputs": (),
-    "use_beam_search": (False,), "typical_p": (1,), "mirostat": (0,), "length_penalty": (1,), "lora": ([],),
-    "add_generation_prompt": (True,), "continue_final_message": (False,), "documents": ([],), "prompt_logprobs": (0,),
-}  # fmt: skip
 
 
 def _finite_draws(temperature: float) -> float:
@@ -34,6 +26,7 @@ Text = Annotated[str, Field(max_length=1 << 20)]
 Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 Count = Annotated[int, Field(ge=1, le=1 << 31)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+Ids = Annotated[list[TokenId], Field(min_length=1, max_length=1 << 20)]
 
 
 class Strict(BaseModel):
@@ -156,11 +149,77 @@ class ChatRequest(Answers):
         return self
 
 
-def ignored_fields(body: Body) -> list[str]:
-    """Fields that nothing is done with; ApiError for one that would change what the answer means."""
-    unknown = [name for name, value in (body.model_extra or {}).items() if value is not None]
-    for name in unknown:
-        value = (body.model_extra or {})[name]
-        if name in _WITHOUT and value not in _WITHOUT[name]:
-            raise ApiError(400, f"{name}: this server does not have it; leave it out", param=name, code="unsupported")
-    return [name for name in unknown if name not in _WITHOUT]
+class CompletionRequest(Answers):
+    """Of /v1/completions."""
+
+    prompt: (
+        Text
+        | Ids
+        | Annotated[list[Text], Field(min_length=1, max_length=16)]
+        | Annotated[
+            list[Annotated[list[TokenId], Field(min_length=1, max_length=1 << 20)]], Field(min_length=1, max_length=16)
+        ]
+    )
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+    @model_validator(mode="after")
+    def _together(self) -> "CompletionRequest":
+        if len(self.prompts) * (self.n or 1) > MAX_ANSWERS:
+            raise wrong(
+                "n", f"at most {MAX_ANSWERS} answers of all prompts together", len(self.prompts) * (self.n or 1)
+            )
+        return self
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Each of them."""
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
+            return [self.prompt]  # type: ignore[list-item] (one text, or the ids of one)
+        return list(self.prompt)  # type: ignore[arg-type]
+
+
+class TokenizeRequest(Strict):
+    """Of /tokenize."""
+
+    content: Text
+    add_special: bool = False
+    parse_special: bool = False
+    with_pieces: bool = False
+
+
+class DetokenizeRequest(Strict):
+    """Of /detokenize."""
+
+    tokens: Annotated[list[TokenId], Field(max_length=1 << 20)]
+
+
+class TraceRequest(Body):
+    """Of /v1/trace: one of prompt, messages and tokens."""
+
+    prompt: Text | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)] | None = None
+    tokens: Ids | None = None
+    arrays: Annotated[list[Annotated[str, Field(max_length=64)]], Field(max_length=256)] | None = None
+
+    @model_validator(mode="after")
+    def _together(self) -> "TraceRequest":
+        n_given = sum(given is not None for given in (self.prompt, self.messages, self.tokens))
+        if n_given != 1:
+            raise wrong("prompt", "one of prompt, messages and tokens", n_given)
+        return self
+
+
+@dataclass(frozen=True)
+class Form:
+    """The form that an answer has to have, and the field that says so."""
+
+    schema: Mapping[str, object] | None  # None: any JSON object
+    param: str
+
+
+def form_of(wanted: ResponseFormat | None) -> Form | None:
+    """Of a chat."""
+    if wanted is None or wanted.type == "text":
+        return None
+    inner = None if wanted.json_schema is None else wanted.json_schema.schema_
+    return Form(inner if wanted.type == "json_schema" else None, "response_format")

@@ -7,13 +7,19 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from llorch.errors import FormatError
 from llorch.generate import Guide, Job
-from llorch.model import Opened
+from llorch.model import Model
 from llorch.sampling import SamplingSettings
 from llorch.serve.api_errors import ApiError
 from llorch.serve.engine import Engine
+from llorch.serve.grammar import guide_for
+from llorch.serve.requests import Form
+
+if TYPE_CHECKING:
+    from llorch.pytorch.model import TorchModel
 
 MAX_TEXT = 1 << 20  # bytes of the text of one request
 MAX_SEED = 1 << 31
@@ -22,11 +28,13 @@ MAX_SEED = 1 << 31
 class Service:
     """One model, its adapters and its engine."""
 
-    def __init__(self, model: Opened, engine: Engine, *, context: int, timeout: float, version: str) -> None:
+    def __init__(
+        self, model: "Model | TorchModel", engine: Engine, *, context: int, timeout: float, version: str
+    ) -> None:
         """Serve a model; prompt and answer have `context` tokens together, a request `timeout` seconds."""
         self.model, self.engine, self.timeout = model, engine, timeout
         self.context = min(context, model.config.max_position_embeddings)
-        self.created = int(time.time())
+        self.created, self.version = int(time.time()), version
         self.fingerprint = fingerprint(Path(model.weights.path), version)
         self.preparing = ThreadPoolExecutor(1, thread_name_prefix="llorch-prompts")
         self.has_template = bool(model.chat_templates)
@@ -46,17 +54,25 @@ class Service:
                           code="model_not_found")  # fmt: skip
         return names[name]
 
-    def chat_ids(self, messages: Sequence[dict[str, object]]) -> list[int]:
+    def chat_ids(self, messages: Sequence[dict[str, object]], *, param: str = "messages") -> list[int]:
         """A conversation up to the answer; where the file has no chat template, its contents with blank lines."""
-        _require_short(*(str(message.get("content") or "") for message in messages), param="messages")
+        require_short(*(str(message.get("content") or "") for message in messages), param=param)
         try:
             if self.has_template:
                 return self.model.prompt_ids(messages)
             return self.model.tokenizer.encode("\n\n".join(str(message["content"] or "") for message in messages))
         except FormatError as error:
-            raise ApiError(400, error.message, param="messages") from None
+            raise ApiError(400, error.message, param=param) from None
         except ValueError as error:
-            raise ApiError(400, str(error), param="messages") from None
+            raise ApiError(400, str(error), param=param) from None
+
+    def text_ids(self, text: str) -> list[int]:
+        """A text to go on with; the text of a control token stays text."""
+        require_short(text, param="prompt")
+        try:
+            return self.model.tokenizer.encode(text)
+        except ValueError as error:
+            raise ApiError(400, str(error), param="prompt") from None
 
     def chat_end_ids(self) -> frozenset[int]:
         """What ends an answer of a conversation, beside end tokens."""
@@ -72,7 +88,7 @@ class Service:
         adapter: str | None,
         end_ids: frozenset[int] = frozenset(),
         n_top: int = 0,
-        guide: Guide | None = None,
+        form: Form | None = None,
     ) -> Job:
         """What the engine does; ApiError where a prompt, the field `param`, is empty, too long or has foreign ids."""
         room = self.context - len(ids) + 1
@@ -89,7 +105,17 @@ class Service:
             )
         except ValueError as error:
             raise ApiError(400, f"{param}: {error}", param=param) from None
-        return replace(job, end_ids=job.end_ids | end_ids, n_top=n_top, guide=guide)
+        job = replace(job, end_ids=job.end_ids | end_ids, n_top=n_top)
+        return job if form is None else replace(job, guide=self._guide(form, job.end_ids))
+
+    def _guide(self, form: Form, end_ids: frozenset[int]) -> Guide:
+        vocab_size = self.model.config.vocab_size
+        try:
+            return guide_for(self.model.tokenizer, form.schema, vocab_size=vocab_size, end_ids=end_ids)
+        except FormatError as error:
+            raise ApiError(400, f"{form.param}: {error.message}", param=form.param) from None
+        except ValueError as error:
+            raise ApiError(400, f"{form.param}: {error}", param=form.param) from None
 
 
 def first_seed(seed: int | None) -> int:
@@ -97,7 +123,7 @@ def first_seed(seed: int | None) -> int:
     return secrets.randbelow(MAX_SEED) if seed is None else seed
 
 
-def _require_short(*texts: str, param: str) -> None:
+def require_short(*texts: str, param: str) -> None:
     """Refuse a long text before it is tokenized."""
     n_bytes = sum(len(text) if text.isascii() else len(text.encode("utf-8", "replace")) for text in texts)
     if n_bytes > MAX_TEXT:

@@ -13,8 +13,9 @@ from llorch.files import Weights, open_weights
 from llorch.pytorch import memory, model
 from llorch.pytorch.cpu.library import library
 from llorch.pytorch.device import target
-from llorch.pytorch.memory import free_memory, predict, require_memory
+from llorch.pytorch.memory import free_memory, predict, require_memory, room_of_pages
 from llorch.pytorch.model import load_torch
+from llorch.pytorch.serving.paged_cache import PagedCache
 from llorch.verify.suites.quantised_models import write_model
 
 
@@ -138,6 +139,7 @@ from llorch.pytorch.cpu.library import library
 from llorch.pytorch.device import target
 from llorch.pytorch.memory import predict
 from llorch.pytorch.model import load_torch
+from llorch.pytorch.serving.paged_cache import PagedCache
 from llorch.files import open_weights
 
 def anonymous():  # memory of this process that is no mapped file
@@ -203,3 +205,32 @@ def test_blocks_that_torch_keeps_for_itself_are_free(monkeypatch: pytest.MonkeyP
     for name, value in {"mem_get_info": (10, 100), "memory_reserved": 7, "memory_allocated": 4}.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     assert free_memory(torch.device("cuda", 0)) == 13
+
+
+def test_a_pool_has_as_many_pages_as_the_jobs_can_fill_or_as_half_of_the_memory_holds(
+    story: Weights, monkeypatch: pytest.MonkeyPatch
+):
+    at, pages = target("cpu", "float32"), {"n_jobs": 4, "page": 64}
+    free(monkeypatch, 1e12)
+    assert room_of_pages(story, at, **pages) == 4 * story.config.max_position_embeddings // 64
+    free(monkeypatch, 40e6)
+    fewer = room_of_pages(story, at, **pages)
+    assert 1 < fewer < 32
+    monkeypatch.setattr(memory, "_gb", str)
+    free(monkeypatch, 20e6)
+    assert room_of_pages(story, at, **pages, n_tokens=fewer * 64) == fewer
+    with pytest.raises(MemoryError, match=rf"batch: .* of 4 jobs need .* 20000000.0 are free; {fewer * 64} tokens"):
+        room_of_pages(story, at, **pages, n_tokens=fewer * 64 + 1)
+    free(monkeypatch, 1e3)
+    with pytest.raises(MemoryError, match="use fewer jobs"):
+        room_of_pages(story, at, **pages, n_tokens=64)
+    assert room_of_pages(story, at, **pages) == 1
+
+
+def test_a_page_is_counted_as_the_cache_has_it():
+    for name in ("micro-qwen2", "micro-qwen3.5"):
+        weights, at = open_weights(builtin_path(name)), target("cpu", "bfloat16")
+        kind = {"n_states": 2, "n_positions": 64, "dtype": at.dtype, "device": at.device}
+        one, more = (PagedCache(weights.config, n_pages=n, **kind) for n in (1, 3))
+        added = sum(tensor.nbytes for tensor in more.tensors) - sum(tensor.nbytes for tensor in one.tensors)
+        assert added == 2 * 64 * memory._slot(weights.config, at.dtype)

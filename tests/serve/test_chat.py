@@ -28,11 +28,12 @@ def chatting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield running
 
 
-def create(server: Served, **asked):
-    return server.client.chat.completions.create(**{"model": "story", "messages": ASKED, "temperature": 0} | asked)
+def create(server: Served, **asked: Any) -> Any:
+    wanted: dict[str, Any] = {"model": "story", "messages": ASKED, "temperature": 0} | asked
+    return server.client.chat.completions.create(**wanted)
 
 
-def solo(prompt: str, **how) -> str:
+def solo(prompt: str, **how: Any) -> str:
     return "".join(token.text for token in load("story").generate(prompt, **how))
 
 
@@ -62,7 +63,7 @@ def test_without_a_seed_two_answers_differ(server: Served):
 
 
 def test_fields_that_only_others_have_reach_the_sampler(server: Served):
-    own = {"top_k": 3, "min_p": 0.02, "repetition_penalty": 1.3}
+    own: dict[str, Any] = {"top_k": 3, "min_p": 0.02, "repetition_penalty": 1.3}
     got = create(server, max_tokens=12, temperature=1.5, seed=1, extra_body=own)
     settings = SamplingSettings(temperature=1.5, seed=1, **own)
     assert got.choices[0].message.content == solo("Once upon a time", max_tokens=12, settings=settings)

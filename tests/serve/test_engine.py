@@ -222,5 +222,5 @@ def test_something_is_done_between_two_steps_on_the_thread_of_the_engine():
     batch, done = ScriptedBatch(), queue.SimpleQueue()
     with engine(batch) as running:
         submit(running, asked(1))
-        running.call(lambda: done.put(threading.current_thread().name))
-        assert done.get(timeout=20) == "llorch-engine"
+        running.call(lambda error: done.put((error, threading.current_thread().name)))
+        assert done.get(timeout=20) == (None, "llorch-engine")

@@ -19,6 +19,7 @@ from torch import Tensor
 from llorch.generate import Job, Sampled
 from llorch.pytorch.cache import Place
 from llorch.pytorch.causal_lm import CausalLM, keep_nothing
+from llorch.pytorch.memory import room_of_pages
 from llorch.pytorch.model import TorchModel
 from llorch.pytorch.serving.choosing import Choosing
 from llorch.pytorch.serving.paged_cache import PagedCache
@@ -31,24 +32,25 @@ Results = Mapping[int, Sampled | Exception]
 class ContinuousBatch:
     """The jobs of one model, which others must not use meanwhile; its adapters may change between two calls."""
 
-    def __init__(self, model: TorchModel, *, n_jobs: int, n_tokens: int, chunk: int = 256) -> None:
+    def __init__(self, model: TorchModel, *, n_jobs: int, n_tokens: int | None = None, chunk: int = 256) -> None:
         """Reserve the cache.
 
         Args:
             model: What runs.
             n_jobs: At most so many run together.
-            n_tokens: Tokens of all jobs that the cache holds, in whole pages of 64.
+            n_tokens: Tokens of all jobs that the cache holds, in whole pages of 64; what half of the memory holds.
             chunk: Tokens of a prompt that are read per pass.
 
         Raises:
+            MemoryError: So many tokens do not fit.
             ValueError: A number is below 1, or the model is compiled: each number of jobs would be compiled anew.
         """
         if model.compiles:
             raise ValueError("batch: expected a model that is not compiled; load it with compiled=False")
-        if min(n_jobs, n_tokens, chunk) < 1:
+        if min(n_jobs, chunk, 1 if n_tokens is None else n_tokens) < 1:
             raise ValueError(f"batch: numbers must be at least 1, got {n_jobs=}, {n_tokens=}, {chunk=}")
         self._model, self._chunk, self._device = model, chunk, model.target.device
-        self._pages = Pages(-(-n_tokens // PAGE))
+        self._pages = Pages(room_of_pages(model.weights, model.target, n_jobs=n_jobs, page=PAGE, n_tokens=n_tokens))
         self._cache = PagedCache(
             model.config,
             n_pages=self._pages.n_pages,

@@ -1,0 +1,100 @@
+"""`/v1/completions`: texts or ids in, what goes on from there out."""
+
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from llorch.generate import Job
+from llorch.serve.answering import Answering
+from llorch.serve.counts import finish_reason, timings, usage
+from llorch.serve.events import DONE, EventStream, event, tokens_as_events
+from llorch.serve.http import prepared, read, reply, service_of, unless_gone
+from llorch.serve.lacking import ignored_fields
+from llorch.serve.logprobs import for_completion
+from llorch.serve.replies import Completion, CompletionChoice, CompletionLogprobs
+from llorch.serve.requests import CompletionRequest
+from llorch.serve.service import Service, first_seed
+from llorch.serve.work import Made
+
+MAX_TOKENS = 16  # where nobody says, as OpenAI has it
+
+
+async def answer(request: Request) -> Response:
+    """The route."""
+    body, service = await read(request, CompletionRequest), service_of(request)
+    ignored = ignored_fields(body)
+    jobs = await prepared(service, lambda: _jobs(service, body))
+    answering = Answering(service.engine, service.model, jobs, body.stops, service.timeout)
+    completion = _Completion(service, body, answering)
+    if body.stream:
+        return EventStream(completion.events(), answering.close, ignored)
+    return await unless_gone(request, completion.whole(ignored))
+
+
+def _jobs(service: Service, body: CompletionRequest) -> list[Job]:
+    adapter, seed, n = service.adapter(body.model), first_seed(body.seed), body.n or 1
+    prompts = [service.text_ids(one) if isinstance(one, str) else one for one in body.prompts]
+    how = {"param": "prompt", "max_tokens": body.max_tokens or MAX_TOKENS, "adapter": adapter}
+    return [
+        service.job(ids, body.settings(seed + i), n_top=body.logprobs or 0, **how) for ids in prompts for i in range(n)
+    ]
+
+
+@dataclass
+class _Completion:
+    """One request that runs."""
+
+    service: Service
+    body: CompletionRequest
+    answering: Answering
+
+    def __post_init__(self) -> None:
+        works = self.answering.works
+        self._n_prompt = sum(len(work.job.ids) for work in works[:: self.body.n or 1])
+        self._lengths = [0] * len(works)  # characters of each answer so far
+        self._common = {
+            "id": f"cmpl-{secrets.token_hex(12)}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": self.body.model,
+            "system_fingerprint": self.service.fingerprint,
+        }
+
+    async def whole(self, ignored: Sequence[str]) -> Response:
+        """All at once."""
+        made = await self.answering.whole()
+        choices = [self._choice(index, tokens) for index, tokens in enumerate(made)]
+        return reply(self._of(choices, **self._counts()), ignored)
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """As it comes."""
+        async for some in tokens_as_events(self.answering, self._token_event):
+            yield some
+        if self.body.wants_usage:
+            yield event(self._of([], **self._counts()))
+        yield DONE
+
+    def _token_event(self, index: int, one: Made) -> bytes:
+        token = one.token
+        shown = token.text or token.finish is not None or self.body.logprobs is not None
+        return event(self._of([self._choice(index, [one])])) if shown else b""
+
+    def _choice(self, index: int, tokens: Sequence[Made]) -> CompletionChoice:
+        logprobs: CompletionLogprobs | None = None
+        if self.body.logprobs is not None:
+            logprobs = for_completion(self.service.model.tokenizer, tokens, start=self._lengths[index])
+        text = "".join(one.token.text for one in tokens)
+        self._lengths[index] += len(text)
+        finish = finish_reason(tokens[-1].token.finish)
+        return CompletionChoice(index=index, text=text, logprobs=logprobs, finish_reason=finish)
+
+    def _counts(self) -> dict[str, object]:
+        works = self.answering.works
+        return {"usage": usage(works, n_prompt=self._n_prompt), "timings": timings(works)}
+
+    def _of(self, choices: list[CompletionChoice], **counts: object) -> Completion:
+        return Completion(choices=choices, **self._common, **counts)  # type: ignore[arg-type] (pydantic checks them)

@@ -1,0 +1,61 @@
+"""Answers as streams of server-sent events, which end well, end with an error, or end with their client.
+
+Source: the HTML standard, section 9.2 (format); OpenAI's API reference (`[DONE]`).
+"""
+
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from llorch.serve.answering import Answering, of_failure
+from llorch.serve.api_errors import ApiError
+from llorch.serve.http import naming
+from llorch.serve.replies import ErrorReply, Reply
+from llorch.serve.work import Made
+
+SILENCE = 10.0  # seconds after which a stream says that it is alive
+DONE = b"data: [DONE]\n\n"
+_KEEP_ALIVE = b": keep-alive\n\n"
+_LOG = logging.getLogger("llorch.serve")
+
+
+def event(body: Reply, name: str | None = None) -> bytes:
+    """One event of a stream."""
+    return (b"" if name is None else f"event: {name}\n".encode()) + b"data: " + body.json_bytes() + b"\n\n"
+
+
+class EventStream(StreamingResponse):
+    """A stream of events; a failure on the way is its last one. However it ends, `close` is called."""
+
+    def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None], ignored: Sequence[str] = ()) -> None:
+        """Of events, which may end in a ApiError."""
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"} | naming(ignored)
+        super().__init__(_told(events), media_type="text/event-stream", headers=headers)
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:  # here: a generator that never began has no end, and one that waits for its reader ends much later
+            self._close()
+
+
+async def _told(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    try:
+        async for some in events:
+            yield some
+    except ApiError as refusal:
+        yield event(ErrorReply.model_validate(refusal.body()))
+    except Exception as error:
+        _LOG.error("a stream failed", exc_info=error)
+        yield event(ErrorReply.model_validate(of_failure(error).body()))
+
+
+async def tokens_as_events(answering: Answering, encode: Callable[[int, Made], bytes]) -> AsyncIterator[bytes]:
+    """Events of tokens as they come, all that are there at once, and a sign of life while none does."""
+    while answering.n_open:
+        some = await answering.some(SILENCE)
+        yield b"".join(encode(index, one) for index, one in some) if some else _KEEP_ALIVE

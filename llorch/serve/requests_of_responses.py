@@ -1,0 +1,76 @@
+"""What `/v1/responses` may be asked for: text in, text out, and nothing that is kept between requests."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from llorch.serve.requests import Count, Form, Sampling, Strict, Text
+
+
+class InputText(Strict):
+    """A piece of an input."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: Text
+
+
+class InputMessage(Strict):
+    """A turn of a conversation."""
+
+    type: Literal["message"] | None = None
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Text | Annotated[list[InputText], Field(min_length=1)]
+
+    def plain(self) -> dict[str, object]:
+        """As chat templates take it."""
+        content = self.content
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+class TextFormat(Strict):
+    """What the answer must look like."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: Annotated[str, Field(min_length=1, max_length=64)] | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+
+    @model_validator(mode="after")
+    def _together(self) -> "TextFormat":
+        if self.type == "json_schema" and self.schema_ is None:
+            raise ValueError("schema has to be there where type is json_schema")
+        return self
+
+
+class TextSettings(Strict):
+    """Of the answer's text."""
+
+    format: TextFormat | None = None
+
+
+class ResponsesRequest(Sampling):
+    """Of /v1/responses: text alone, and nothing is kept."""
+
+    input: Text | Annotated[list[InputMessage], Field(min_length=1, max_length=4096)]
+    instructions: Text | None = None
+    max_output_tokens: Count | None = None
+    text: TextSettings | None = None
+    stream: bool | None = None
+
+    @property
+    def messages(self) -> list[dict[str, object]]:
+        """The conversation, instructions first."""
+        first: list[dict[str, object]] = []
+        if self.instructions is not None:
+            first.append({"role": "system", "content": self.instructions})
+        if isinstance(self.input, str):
+            return [*first, {"role": "user", "content": self.input}]
+        return [*first, *(message.plain() for message in self.input)]
+
+    @property
+    def form(self) -> Form | None:
+        """The form that the answer has to have."""
+        wanted = None if self.text is None else self.text.format
+        if wanted is None or wanted.type == "text":
+            return None
+        return Form(wanted.schema_ if wanted.type == "json_schema" else None, "text.format")

@@ -1,0 +1,46 @@
+"""`/tokenize` and `/detokenize`, as llama-server has them; text stays text unless `parse_special` says otherwise."""
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from llorch.serve.api_errors import ApiError
+from llorch.serve.http import prepared, read, reply, service_of
+from llorch.serve.logprobs import piece
+from llorch.serve.replies import Detokenized, Piece, Tokenized
+from llorch.serve.requests import DetokenizeRequest, TokenizeRequest
+from llorch.serve.service import Service, require_short
+
+
+async def tokenize(request: Request) -> Response:
+    """Text to ids."""
+    body, service = await read(request, TokenizeRequest), service_of(request)
+    return reply(await prepared(service, lambda: _tokenized(service, body)))
+
+
+async def detokenize(request: Request) -> Response:
+    """Ids to text; control tokens become theirs."""
+    body, service = await read(request, DetokenizeRequest), service_of(request)
+    return reply(await prepared(service, lambda: _detokenized(service, body)))
+
+
+def _tokenized(service: Service, body: TokenizeRequest) -> Tokenized:
+    require_short(body.content, param="content")
+    tokenizer = service.model.tokenizer
+    ids = tokenizer.encode(body.content, add_special=body.add_special, parse_special=body.parse_special)
+    if not body.with_pieces:
+        return Tokenized(tokens=ids)
+    return Tokenized(tokens=[Piece(id=one, piece=_readable(piece(tokenizer, one))) for one in ids])
+
+
+def _detokenized(service: Service, body: DetokenizeRequest) -> Detokenized:
+    try:
+        return Detokenized(content=service.model.tokenizer.decode(body.tokens, skip_special=False))
+    except ValueError as error:
+        raise ApiError(400, f"tokens: {error}", param="tokens") from None
+
+
+def _readable(data: bytes) -> str | list[int]:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return list(data)
