@@ -8,6 +8,7 @@ order to read:
     inputs            a MODEL, a prompt, ids, a conversation, as users say them
     outcome, output   every exception to a line and an exit code; where output goes; `tables` prints tables
     run, tokenize, trace, dump_writer, convert, inspect (`contents`), bench, quality, data/, lora/, learn/    the verbs
+    chat              `talk` is the conversation, `slash` its commands
     diagnose, diff    what other engines computed: `dumped` reads it, `diagnosed` prints what is found
     verify            `judging` runs what is asked for (`on_torch` with torch), `judged` groups and counts the rows,
                       `report` prints them; `against` judges by a dump
@@ -25,7 +26,7 @@ from llorch.cli.verbs import Verbs
 
 VERBS = (
     "run", "verify", "diagnose", "diff", "dump-writer", "inspect", "tokenize", "trace", "convert", "quality", "bench",
-    "serve", "completion", "lora", "data", "learn",
+    "serve", "chat", "completion", "lora", "data", "learn",
 )  # fmt: skip
 
 
@@ -49,6 +50,7 @@ llorch serve story                       the OpenAI interface, at localhost:8080
 llorch learn                             build your own, one checkpoint at a time
 llorch bench story                       speed, and the share of what the machine can do
 llorch lora train story --data pirate -o my-adapter    fine-tune it
+llorch chat model.gguf                   talk to it; change a message, try again, trace it
 echo "Once upon" | llorch run story -n 40
 
 Llama and Qwen in NumPy, every step checked against two engines that someone else wrote.

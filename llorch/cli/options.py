@@ -120,6 +120,14 @@ backend_options = _together(
         help="On torch. auto: ours; on CUDA those that are right and no slower there. torch: never ours.",
     ),
 )  # fmt: skip
+sampling_options = _together(  # names of `SamplingSettings`
+    click.option("-t", "--temperature", default=0.0, show_default=True, help="0 takes the most likely token."),
+    click.option("--top-k", default=0, show_default=True, help="Keep the k most likely tokens; 0 keeps all."),
+    click.option("--top-p", default=1.0, show_default=True, help="Keep the most likely tokens up to this mass."),
+    click.option("--min-p", default=0.0, show_default=True, help="Keep tokens this likely, relative to the best."),
+    click.option("--repetition-penalty", default=1.0, show_default=True, help="Above 1: less of what was said."),
+    click.option("--seed", default=0, show_default=True, help="Of the draws."),
+)
 
 
 def refuse_both(prompt: str | None, tokens: list[int] | None) -> None:

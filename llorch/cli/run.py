@@ -17,6 +17,7 @@ from llorch.cli.options import (
     backend_options,
     json_option,
     numerics_options,
+    sampling_options,
     threads_option,
     use_threads,
     verb,
@@ -51,12 +52,7 @@ OURS = "reference"  # as an implementation
     help="With --chat, or ending with the user: messages so far, a JSON list or one a line.",
 )
 @click.option("-n", "--max-tokens", type=WholeNumber(min=1), default=128, show_default=True, help="At most so many.")
-@click.option("-t", "--temperature", default=0.0, show_default=True, help="0 takes the most likely token.")
-@click.option("--top-k", default=0, show_default=True, help="Keep the k most likely tokens; 0 keeps all.")
-@click.option("--top-p", default=1.0, show_default=True, help="Keep the most likely tokens up to this mass.")
-@click.option("--min-p", default=0.0, show_default=True, help="Keep tokens this likely, relative to the best.")
-@click.option("--repetition-penalty", default=1.0, show_default=True, help="Above 1: less of what was said.")
-@click.option("--seed", default=0, show_default=True, help="Of the draws.")
+@sampling_options
 @click.option("--stop", multiple=True, help="Text to stop before; may be given several times.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after an end token.")
 @click.option("--adapter", type=click.Path(path_type=Path), help="LoRA: a PEFT directory or a GGUF file.")
@@ -123,7 +119,7 @@ def command(
             loaded = load(path, numerics=arithmetic, residency=residency, n_tokens=most)
             say_plan(loaded)
         threads = use_threads(loaded.config)
-        name = None if adapter is None else _added(loaded, adapter, any_base=any_base)
+        name = None if adapter is None else added(loaded, adapter, any_base=any_base)
         tokens = loaded.generate(
             text, messages=messages, max_tokens=max_tokens, settings=settings, stop=stop, ignore_eos=ignore_eos,
             adapter=name,
@@ -186,7 +182,7 @@ def _use_parts(impl: str | None, *, can: bool) -> None:
     click.get_current_context().with_resource(implementation.installed(parts, live=True))
 
 
-def _added(loaded: Any, adapter: Path, *, any_base: bool) -> str:
+def added(loaded: Any, adapter: Path, *, any_base: bool) -> str:
     """Put an adapter beside a model, say what is known of its base, and give its name."""
     say(f"{adapter}: {loaded.add_adapter('adapter', adapter, any_base=any_base)}")
     return "adapter"

@@ -71,7 +71,7 @@ def command(
         arrays = _take(path, ids, first_position, producer)
     engine = {"engine": producer or "llorch", "first_position": first_position, "ids": ids, "model": model}
     if output.suffix:
-        _write(output, arrays, json.dumps(engine, sort_keys=True))
+        write(output, arrays, json.dumps(engine, sort_keys=True))
     else:
         _write_folder(output, arrays, ids, first_position, producer or "llorch")
     size = sum(array.nbytes for array in arrays.values())
@@ -108,7 +108,8 @@ def _write_folder(output: Path, arrays: dict, ids: list[int], first_position: in
             dump.add(key, array)
 
 
-def _write(output: Path, arrays: dict, metadata: str) -> None:
+def write(output: Path, arrays: dict, metadata: str) -> None:
+    """Write arrays to a .npz file, or with metadata to a .safetensors file."""
     import numpy as np
 
     from llorch.files.new_file import new_file

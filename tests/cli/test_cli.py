@@ -18,7 +18,7 @@ from llorch.cli.tables import console
 
 VERBS = (
     "run", "verify", "diagnose", "diff", "dump-writer", "inspect", "tokenize", "trace", "convert", "quality", "bench",
-    "serve", "completion", "lora", "data", "learn",
+    "serve", "chat", "completion", "lora", "data", "learn",
 )  # fmt: skip
 COMMANDS = (
     *VERBS[:-3],

@@ -1,0 +1,176 @@
+"""`llorch chat`: a conversation on the terminal."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import click
+
+from llorch.cli.options import (
+    MODEL,
+    WholeNumber,
+    backend_options,
+    numerics_options,
+    sampling_options,
+    threads_option,
+    use_threads,
+    verb,
+)
+from llorch.cli.outcome import error_line
+from llorch.cli.output import say
+from llorch.cli.run import added, refuse_misplaced
+
+CONTEXT = 8192  # tokens to keep memory for
+
+
+@verb(
+    "Talk to a model on the terminal.",
+    "llorch chat model.gguf",
+    'llorch chat model.gguf --system "Answer in a sentence." -t 0.8',
+    "llorch chat model.gguf --adapter path/to/adapter --history yesterday.json",
+    'printf "Hello\\n/stats\\n" | llorch chat model.gguf',
+)
+@click.argument("model", type=MODEL)
+@click.option("--system", metavar="TEXT", help="The system message.")
+@click.option(
+    "--history", type=click.Path(path_type=Path, dir_okay=False), help="Messages so far, as /save writes them."
+)
+@click.option("-n", "--max-tokens", type=WholeNumber(min=1), default=1024, show_default=True, help="Of an answer.")
+@sampling_options
+@click.option("--adapter", type=click.Path(path_type=Path), help="LoRA: a PEFT directory or a GGUF file.")
+@click.option("--any-base", is_flag=True, help="Take an --adapter that names another base.")
+@numerics_options
+@backend_options
+@threads_option
+def command(
+    *, model: str, system: str | None, history: Path | None, max_tokens: int, adapter: Path | None, any_base: bool,
+    numerics: str | None, kv_cache: str, residency: Any, backend: str, device: str | None, dtype: str | None,
+    kernels: Any, **sampling: Any,
+) -> None:  # fmt: skip
+    """Talk to MODEL, which needs a chat template; a text is continued by llorch run.
+
+    A line is what you say; one that ends with a backslash goes on with the next. /help lists the commands: change a
+    message, try again, save, trace every stage, ... What begins with // is said with one /.
+
+    Ctrl-C stops an answer, of which what was said counts. Ctrl-D ends. The text of a control token stays text. Lines
+    are remembered in $LLORCH_STATE, else $XDG_STATE_HOME/llorch, else ~/.local/state/llorch. Where stdin is no
+    terminal, the first mistake ends the conversation.
+    """
+    from llorch.cli.inputs import chosen_numerics, conversation, model_path, say_plan
+    from llorch.cli.talk import Talk
+    from llorch.sampling import SamplingSettings
+
+    refuse_misplaced(
+        backend, device=device, dtype=dtype, kernels=kernels != "auto", compiled=False, ggml=numerics == "ggml",
+        f16=kv_cache == "f16",
+    )  # fmt: skip
+    if any_base and adapter is None:
+        raise click.UsageError("--any-base goes with --adapter")
+    settings, arithmetic, path = SamplingSettings(**sampling), chosen_numerics(numerics, kv_cache), model_path(model)
+    before: list[dict[str, object]] = [] if system is None else [{"role": "system", "content": system}]
+    if history is not None:
+        before = conversation(None, system, history) or []
+    loaded: Any
+    if backend == "torch":
+        from llorch import load_torch
+
+        where = {"device": device or "cpu", "dtype": dtype or "float32", "kernels": kernels}
+        loaded = load_torch(path, residency=residency, n_tokens=CONTEXT, **where)
+    else:
+        from llorch.model import load
+
+        loaded = load(path, numerics=arithmetic, residency=residency, n_tokens=CONTEXT)
+        say_plan(loaded)
+    talk = Talk(loaded, before, settings, max_tokens=max_tokens)
+    threads = use_threads(loaded.config)
+    if adapter is not None:
+        talk.adapter = added(loaded, adapter, any_base=any_base)
+    live = sys.stdin.isatty()
+    say(f"{loaded.name}: {loaded.config.max_position_embeddings} tokens of context, {threads}; /help, Ctrl-D ends")
+    with _remembered_lines() if live else nullcontext():
+        _converse(talk, live=live)
+
+
+def _converse(talk: Any, *, live: bool) -> None:
+    """Line by line; a mistake on a terminal is one line, and the conversation goes on."""
+    from llorch.cli.slash import Quit, obey
+
+    while True:
+        try:
+            line = _read(live)
+            if line.startswith("/") and not line.startswith("//"):
+                _show(obey(talk, line))
+            elif line.strip():
+                _show(talk.say(line.removeprefix("/") if line.startswith("//") else line))
+        except (EOFError, Quit):
+            return
+        except KeyboardInterrupt:
+            say("")  # where a line was being written, it is given up
+        except (ValueError, OSError) as error:
+            if not live or isinstance(error, BrokenPipeError):
+                raise
+            say(error_line(error))
+
+
+def _read(live: bool) -> str:
+    """What the user says next, without the line end; EOFError at the end."""
+    lines: list[str] = []
+    while not lines or lines[-1].endswith("\\"):
+        if lines:
+            lines[-1] = lines[-1][:-1]
+        if live:
+            lines.append(input("... " if lines else "> "))
+        elif line := sys.stdin.readline():
+            lines.append(line.removesuffix("\n"))
+        else:
+            raise EOFError
+    return "\n".join(lines)
+
+
+def _show(outcome: Any) -> None:
+    """A line, or an answer while it is made; Ctrl-C stops it."""
+    if isinstance(outcome, str):
+        click.echo(outcome)
+        return
+    finish = None
+    with closing(outcome) as tokens:
+        try:
+            for token in tokens:
+                sys.stdout.write(_harmless(token.text))
+                sys.stdout.flush()
+                finish = token.finish
+        except KeyboardInterrupt:
+            finish = "stopped"
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    if finish in ("length", "stopped"):
+        say({"length": "note: ends here, at --max-tokens or the end of the context", "stopped": "stopped"}[finish])
+
+
+def _harmless(text: str) -> str:
+    """What a model wrote, without what would steer a terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+
+
+@contextmanager
+def _remembered_lines() -> Iterator[None]:
+    """Line editing, and the lines of earlier conversations, where Python has readline."""
+    try:
+        import readline
+    except ImportError:
+        yield
+        return
+    home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state"
+    file = Path(os.environ.get("LLORCH_STATE") or Path(home) / "llorch") / "chat_history"
+    if file.exists():
+        readline.read_history_file(file)
+    readline.set_history_length(1000)
+    try:
+        yield
+    finally:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch(mode=0o600)
+        readline.write_history_file(file)
