@@ -37,10 +37,12 @@ Mode = Literal["fast", "reproducible"]
 class TorchModel(AdaptedModules):
     """Weights, tokenizer and modules of one file or folder: `module` is the forward pass, `target` where it runs."""
 
-    def __init__(self, weights: Weights, target: Target, module: CausalLM, *, compiled: bool = False) -> None:
-        """Wrap a module that has its weights; `compiled` sends decoding through torch.compile."""
+    def __init__(
+        self, weights: Weights, target: Target, module: CausalLM, *, compiled: bool = False, mode: Mode = "fast"
+    ) -> None:
+        """Wrap a module with its weights and the leaves of a mode; `compiled`: decoding goes through torch.compile."""
         super().__init__(weights, module, compiled=compiled)
-        self.target = target
+        self.target, self.mode = target, mode
         self._spare: Decoding | None = None
 
     @property
@@ -301,4 +303,4 @@ def load_torch(
         make_reproducible(module, own=kernels != "torch")
     else:
         speed_up(module, at, attention, compiled=compiled)
-    return TorchModel(weights, at, module, compiled=compiled)
+    return TorchModel(weights, at, module, compiled=compiled, mode=mode)

@@ -21,7 +21,7 @@ from llorch.pytorch.cache import Place
 from llorch.pytorch.causal_lm import CausalLM, keep_nothing
 from llorch.pytorch.memory import room_of_pages
 from llorch.pytorch.model import TorchModel
-from llorch.pytorch.serving.choosing import Choosing
+from llorch.pytorch.serving.choosing import Choosing, next_tokens
 from llorch.pytorch.serving.paged_cache import PagedCache
 from llorch.pytorch.serving.pages import PAGE, Pages
 from llorch.pytorch.serving.run import Run
@@ -132,7 +132,7 @@ class ContinuousBatch:
         last = torch.tensor([ids.shape[1] - 1], device=self._device)
         logits = run.module(ids, place, self._cache, rows=last)[:, 0]
         self._advance(run, stop)
-        return {ticket: self._chosen(run, logits)}
+        return self._chosen({ticket: run}, logits)
 
     def _share_more(self, run: Run) -> None:
         """Skip pages that another job has filled since this one joined."""
@@ -148,9 +148,7 @@ class ContinuousBatch:
         logits = self._module_of([*runs.values()])(ids, place, self._cache)[:, 0]
         for run in runs.values():
             self._advance(run, run.n_done + 1)
-        return {
-            ticket: self._chosen(run, row) for (ticket, run), row in zip(runs.items(), logits.split(1), strict=True)
-        }
+        return self._chosen(runs, logits)
 
     def _begin(self, runs: Sequence[Run], n_new: int) -> Place:
         """Give jobs the pages for their next tokens; gives the places of these."""
@@ -169,17 +167,27 @@ class ContinuousBatch:
                 self._pages.publish(run.lease.pages[at], run.keys[at + 1])
         run.n_done = n_done
 
-    def _chosen(self, run: Run, logits: Float[Tensor, "1 vocab"]) -> Sampled | Exception:
-        """The next token of a job; whatever goes wrong with it is its own affair."""
-        try:
-            sampled = run.choosing.next(logits)
-            if math.isnan(sampled.logprob):
-                self._model.name_non_finite(run.ids, run.job.adapter)
-        except Exception as error:
+    def _chosen(self, runs: Mapping[int, Run], logits: Float[Tensor, "batch vocab"]) -> Results:
+        """The next token of each job, or what went wrong with it alone."""
+        rows, step = [run.choosing for run in runs.values()], 1 if self._model.mode == "reproducible" else len(runs)
+        parts = range(0, len(rows), step)
+        made = [one for at in parts for one in next_tokens(rows[at : at + step], logits[at : at + step])]
+        return {ticket: self._taken(run, one) for (ticket, run), one in zip(runs.items(), made, strict=True)}
+
+    def _taken(self, run: Run, made: Sampled | Exception) -> Sampled | Exception:
+        if isinstance(made, Sampled) and math.isnan(made.logprob):
+            made = self._non_finite(run)
+        if isinstance(made, Exception):
             run.failed = True
+        else:
+            run.extend([made.id])
+        return made
+
+    def _non_finite(self, run: Run) -> Exception:
+        try:
+            self._model.name_non_finite(run.ids, run.job.adapter)
+        except Exception as error:
             return error
-        run.extend([sampled.id])
-        return sampled
 
     def _together(self, runs: Mapping[int, Run]) -> Iterator[Mapping[int, Run]]:
         """Jobs that one pass can feed: each whose adapter was removed meanwhile goes with its like."""

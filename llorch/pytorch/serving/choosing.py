@@ -1,55 +1,102 @@
-"""How the tokens of one job are chosen: by itself, so that no bit of it depends on its neighbours."""
+"""How the next tokens of some jobs are chosen, each by its own settings, numbers and guide."""
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from llorch.generate import Job, Sampled
 from llorch.pytorch.sampling import BatchSettings, Needs, choose, seen_tokens
 
-Logits = Float[Tensor, "1 vocab"]
-
 
 class Choosing:
-    """The settings of a job, its numbers to come, and what its penalties look at."""
+    """What the choices of one job depend on, beside its logits."""
 
     def __init__(self, job: Job, vocab_size: int, device: torch.device) -> None:
         """Begin before the first token."""
-        self._job, self._device = job, device
-        self._settings, self._needs = BatchSettings.of([job.settings], device), Needs.of([job.settings])
+        self.job, self.needs = job, Needs.of([job.settings])
+        self.seen = torch.from_numpy(seen_tokens([job.ids], vocab_size)).to(device)
+        self.counts = torch.zeros(1, vocab_size, dtype=torch.int32, device=device)  # of the answer's tokens
         self._numbers = np.random.default_rng(job.settings.seed)
-        self._seen = torch.from_numpy(seen_tokens([job.ids], vocab_size)).to(device)
-        self._counts = torch.zeros(1, vocab_size, dtype=torch.int32, device=device)
 
-    def next(self, logits: Logits) -> Sampled:
-        """Choose the next token; its log probability is NaN where a logit is not finite. Raises what a guide raises."""
-        u = torch.tensor([[self._numbers.random()]], dtype=torch.float64, device=self._device)
-        how = self._settings, self._needs, self._seen, self._counts, u, self._allowed()
-        token, logprob = choose(logits, *how)
-        chosen, n_top = int(token), self._job.n_top
-        if logprob.isnan():
-            return Sampled(chosen, math.nan)
-        self._seen[0, chosen] = True
-        self._counts[0, chosen] += 1
-        if self._job.guide is not None:
-            self._job.guide.take(chosen)
-        return Sampled(chosen, float(logprob), top_of(logits, n_top) if n_top else ())
+    def draw(self) -> float:
+        """The next number of the seed."""
+        return float(self._numbers.random())
 
-    def _allowed(self) -> Tensor | None:
-        if self._job.guide is None:
+    def allowed(self) -> Bool[np.ndarray, " vocab"] | None:
+        """What may come next, None for all; ValueError for nothing, and whatever the guide raises."""
+        if self.job.guide is None:
             return None
-        allowed = np.asarray(self._job.guide.allowed(), bool)
-        if not allowed.any():
-            raise ValueError("guide: expected at least one token that may come next, got none")
-        return torch.from_numpy(allowed)[None].to(self._device)
+        allowed, n = np.asarray(self.job.guide.allowed(), bool), self.seen.shape[1]
+        if allowed.shape != (n,) or not allowed.any():
+            raise ValueError(f"guide: expected {n} marks, one at least of a token that may come next, got {allowed}")
+        return allowed
+
+    def take(self, token_id: int, logprob: float, logits: Float[Tensor, " vocab"]) -> Sampled:
+        """Go on after a token; raises what the guide raises."""
+        if math.isnan(logprob):
+            return Sampled(token_id, logprob)
+        self.seen[0, token_id] = True
+        if self.needs.repeats:
+            self.counts[0, token_id] += 1
+        if self.job.guide is not None:
+            self.job.guide.take(token_id)
+        return Sampled(token_id, logprob, top_of(logits, self.job.n_top) if self.job.n_top else ())
 
 
-def top_of(logits: Logits, n: int) -> tuple[tuple[int, float], ...]:
+def next_tokens(rows: Sequence[Choosing], logits: Float[Tensor, "batch vocab"]) -> list[Sampled | Exception]:
+    """The next token of each row; its log probability is NaN where a logit is not finite. What a guide raises is given.
+
+    Rows are computed together, so that a last bit of one may depend on the others; one row has the bits of `generate`.
+    """
+    made: list[Sampled | Exception] = []
+    masks = [_given(row) for row in rows]
+    tokens, logprobs = (
+        x[:, 0].tolist() for x in choose(logits, *_settings(rows, logits.device), _stacked(masks, logits))
+    )
+    for row, mask, token_id, logprob, own in zip(rows, masks, tokens, logprobs, logits, strict=True):
+        try:
+            made.append(mask if isinstance(mask, Exception) else row.take(token_id, logprob, own))
+        except Exception as error:  # of its guide
+            made.append(error)
+    return made
+
+
+def _given(row: Choosing) -> Bool[np.ndarray, " vocab"] | Exception | None:
+    try:
+        return row.allowed()
+    except Exception as error:  # of its guide
+        return error
+
+
+def _settings(
+    rows: Sequence[Choosing], device: torch.device
+) -> tuple[BatchSettings, Needs, Bool[Tensor, "batch vocab"], Tensor, Tensor]:
+    """Settings, needs, what penalties look at, and numbers, for `choose`."""
+    settings = [row.job.settings for row in rows]
+    needs, first = Needs.of(settings), rows[0]
+    seen = torch.cat([row.seen for row in rows]) if needs.penalty else first.seen.expand(len(rows), -1)
+    counts = torch.cat([row.counts for row in rows]) if needs.repeats else first.counts.expand(len(rows), -1)
+    u = torch.tensor([[row.draw()] for row in rows], dtype=torch.float64, device=device)
+    return BatchSettings.of(settings, device), needs, seen, counts, u
+
+
+def _stacked(
+    masks: Sequence[Bool[np.ndarray, " vocab"] | Exception | None], logits: Float[Tensor, "batch vocab"]
+) -> Bool[Tensor, "batch vocab"] | None:
+    """What each row may have next; None where there are no guides."""
+    if all(mask is None for mask in masks):
+        return None
+    every = np.ones(logits.shape[1], bool)
+    return torch.from_numpy(np.stack([m if isinstance(m, np.ndarray) else every for m in masks])).to(logits.device)
+
+
+def top_of(logits: Float[Tensor, " vocab"], n: int) -> tuple[tuple[int, float], ...]:
     """The likeliest tokens with their log probabilities before any filter; of equal ones the lowest id first."""
-    logprobs = logits[0].double().log_softmax(-1)
+    logprobs = logits.double().log_softmax(-1)
     least = logprobs.topk(min(n, len(logprobs))).values[-1]
     ids = (logprobs >= least).nonzero()[:, 0]
     values, order = logprobs[ids].sort(descending=True, stable=True)

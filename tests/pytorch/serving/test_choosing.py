@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from llorch.generate import Job, log_probability, sample_ids
-from llorch.pytorch.serving.choosing import Choosing, top_of
+from llorch.generate import Job, Sampled, log_probability, sample_ids
+from llorch.pytorch.serving.choosing import Choosing, next_tokens, top_of
 from llorch.sampling import SamplingSettings
 
 CPU = torch.device("cpu")
@@ -37,6 +37,12 @@ def choosing(settings: SamplingSettings, **more) -> Choosing:
     return Choosing(Job([1, 2, 3], 30, settings, frozenset(), **more), VOCAB, CPU)
 
 
+def chosen(one: Choosing, logits: torch.Tensor) -> Sampled:
+    (made,) = next_tokens([one], logits.view(1, -1))
+    assert isinstance(made, Sampled)
+    return made
+
+
 def rows(n: int) -> torch.Tensor:
     return torch.randn(n, VOCAB, generator=torch.Generator().manual_seed(1)) * 2
 
@@ -46,7 +52,7 @@ def test_tokens_are_those_that_generate_would_choose(settings: SamplingSettings)
     logits = rows(30)
     one, each = choosing(settings), iter(logits.numpy())
     want = list(sample_ids(lambda new: next(each), [1, 2, 3], settings, max_tokens=30))
-    got = [one.next(row[None]) for row in logits]
+    got = [chosen(one, row) for row in logits]
     assert [sampled.id for sampled in got] == [token_id for token_id, _ in want]
     np.testing.assert_allclose([sampled.logprob for sampled in got], [logprob for _, logprob in want], rtol=1e-6)
 
@@ -55,31 +61,47 @@ def test_tokens_are_those_that_generate_would_choose(settings: SamplingSettings)
 def test_a_guide_leaves_the_allowed_tokens_and_is_told_what_came(settings: SamplingSettings):
     guide = Listed(7, 31)
     one = choosing(settings, guide=guide)
-    got = [one.next(row[None]) for row in rows(20)]
+    got = [chosen(one, row) for row in rows(20)]
     assert guide.taken == [sampled.id for sampled in got]
     assert {*guide.taken} == {7, 31}
     for sampled, row in zip(got, rows(20).numpy(), strict=True):
         assert sampled.logprob == pytest.approx(log_probability(row, sampled.id), abs=1e-12)
 
 
+def test_rows_that_are_chosen_together_are_those_that_are_chosen_alone():
+    guides = [None, Listed(3, 4), None, Listed(), Listed(5), None]
+    settings = [*SETTINGS, SamplingSettings(), SamplingSettings(temperature=0.5, min_p=0.1, seed=2)]
+    every = [choosing(how, guide=guide) for how, guide in zip(settings, guides, strict=True)]
+    apart = [choosing(how, guide=guide) for how, guide in zip(settings, guides, strict=True)]
+    for _ in range(10):
+        logits = rows(6)
+        together = next_tokens(every, logits)
+        assert isinstance(together[3], ValueError)
+        for at in (0, 1, 2, 4, 5):
+            one, want = together[at], chosen(apart[at], logits[at])
+            assert isinstance(one, Sampled)
+            assert one.id == want.id
+            assert one.logprob == pytest.approx(want.logprob, abs=1e-12)
+
+
 def test_a_guide_that_allows_nothing_is_an_error():
-    with pytest.raises(ValueError, match="guide: expected at least one token that may come next, got none"):
-        choosing(SamplingSettings(), guide=Listed()).next(rows(1))
+    (nothing,) = next_tokens([choosing(SamplingSettings(), guide=Listed())], rows(1))
+    assert str(nothing).startswith("guide: expected 50 marks, one at least of a token that may come next, got [False")
 
 
 def test_logits_that_are_not_finite_show_before_the_guide_goes_on():
     guide = Listed(7)
     logits = rows(1).index_fill(1, torch.tensor([3]), math.inf)
-    assert math.isnan(choosing(SamplingSettings(), guide=guide).next(logits).logprob)
+    assert math.isnan(chosen(choosing(SamplingSettings(), guide=guide), logits).logprob)
     assert guide.taken == []
 
 
 def test_the_likeliest_tokens_come_with_log_probabilities_before_any_filter():
     row = torch.full((1, VOCAB), -30.0)
     row[0, [9, 4, 30, 2]] = torch.tensor([1.0, 2.0, 1.0, 1.0])
-    top = choosing(SamplingSettings(presence_penalty=2.0), n_top=3, guide=Listed(40)).next(row).top
+    top = chosen(choosing(SamplingSettings(presence_penalty=2.0), n_top=3, guide=Listed(40)), row).top
     assert [token_id for token_id, _ in top] == [4, 2, 9]  # of equal ones the lowest ids
     want = [log_probability(row[0].numpy(), token_id) for token_id in (4, 2, 9)]
     np.testing.assert_allclose([logprob for _, logprob in top], want, rtol=1e-12)
-    assert len(top_of(row, VOCAB + 5)) == VOCAB
-    assert choosing(SamplingSettings()).next(row).top == ()
+    assert len(top_of(row[0], VOCAB + 5)) == VOCAB
+    assert chosen(choosing(SamplingSettings()), row).top == ()
