@@ -99,9 +99,7 @@ def command(
             plain = "" if service.has_template else " (no chat template: chats are plain text)"
             say(f"llorch: {', '.join(service.names)} at {running.url}{plain}; {threads}")
 
-        app = Guard(
-            make_app(service), key=api_key, hosts=[host, *allow_host], log=say if verbose else lambda line: None
-        )
+        app = Guard(make_app(service), key=api_key, hosts=(host, *allow_host), log=say if verbose else None)
         serve(app, bound, ready=ready, on_stop=engine.drain)
 
 

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from llorch.serve.replies import ErrorReply
 
 _SCHEMAS = "#/components/schemas/"
+_EVENT = {"type": "object", "properties": {"event": {"type": "string"}, "data": {"type": "string"}}}
 _STATUSES = {
     400: "A field is wrong, or the context is exceeded.",
     401: "The API key is missing or wrong.",
@@ -63,7 +64,7 @@ def _operation(route: Described) -> dict[str, Any]:
     else:
         content["application/json"] = _schema(route.replied)
     if route.streams:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content["text/event-stream"] = {"schema": _EVENT}
     errors = _STATUSES if route.asked else {status: _STATUSES[status] for status in (401, 403, 503)}
     wrong = {
         str(status): {"description": text, "content": {"application/json": _schema(ErrorReply)}}

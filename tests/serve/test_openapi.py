@@ -1,0 +1,59 @@
+"""`/openapi.json`, and requests that schemathesis makes from it: what is described is what happens."""
+
+from collections.abc import Iterator
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import response_schema_conformance, status_code_conformance
+from served import Served, served
+
+from llorch.serve.app import ROUTES
+from llorch.serve.openapi import Described, description
+from llorch.serve.requests import Body
+
+EXAMPLES = 25  # of each route
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with served("micro-llama", context=64) as running:
+        yield running
+
+
+def test_every_route_is_described():
+    paths = description(ROUTES, version="1")["paths"]
+    assert set(paths) == {one.path for one in ROUTES}
+
+
+def test_it_is_served(server: Served):
+    schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    assert schema.raw_schema["openapi"] == "3.1.0"
+    assert schema.raw_schema == description(ROUTES, version="1")
+
+
+@pytest.mark.parametrize("route", ROUTES, ids=lambda one: one.path)
+def test_what_is_described_is_what_happens(server: Served, route: Described):
+    schema = schemathesis.openapi.from_dict(description(ROUTES, version="1"))
+    operation = schema[route.path][route.method]
+    statuses = set()
+
+    @given(case=operation.as_strategy())
+    @settings(
+        max_examples=EXAMPLES if route.asked else 2, derandomize=True, deadline=None, database=None,
+        phases=[Phase.generate], suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+    )  # fmt: skip
+    def run(case: schemathesis.Case) -> None:
+        if isinstance(case.body, dict) and route.asked is not None and issubclass(route.asked, Body):
+            case.body |= {"model": "micro-llama"} | dict.fromkeys(
+                {"max_tokens", "max_output_tokens"} & route.asked.model_fields.keys(), 2
+            )
+        answer = case.call(base_url=server.url)
+        statuses.add(answer.status_code)
+        case.validate_response(
+            answer, checks=[not_a_server_error, status_code_conformance, response_schema_conformance]
+        )
+
+    run()
+    assert 200 in statuses
