@@ -54,6 +54,7 @@ AREAS = (
         "config* fields files/weights* stages repository/examples",
     ),
     Area("hub", "hub/*", "hub/*"),
+    Area("machine", "machine/*", "machine/* cli/doctor"),
     Area("files", "files/[!e]* files/blocks/*", "files/[!e]* verify/verify_folder model_images"),
     Area(
         "export",

@@ -25,6 +25,7 @@ The rooms, in the order to read. Each imports those above it only; its first pag
     pytorch/                all of it on torch: model, batches, LoRA and the loop; cpu/ has C, cuda/ Triton
     verify/                 claims from goldens, runners, one judge, mistakes; witnesses/ are the engines of others,
                             diagnosis/ names the mistake of an engine that has a dump alone
+    machine/                packages, processor, engines and caches of this machine: what is broken, and its repair
     learn/                  lessons: what a learner writes takes the place of ours, and is judged as ours is
     serve/                  a server of the OpenAI interface for one model
     cli/                    what people type, a verb a file

@@ -26,7 +26,7 @@ from llorch.cli.verbs import Verbs
 
 VERBS = (
     "run", "verify", "diagnose", "diff", "dump-writer", "inspect", "tokenize", "trace", "convert", "quality", "bench",
-    "serve", "chat", "completion", "lora", "data", "learn",
+    "serve", "chat", "doctor", "completion", "lora", "data", "learn",
 )  # fmt: skip
 
 

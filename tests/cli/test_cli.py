@@ -18,7 +18,7 @@ from llorch.cli.tables import console
 
 VERBS = (
     "run", "verify", "diagnose", "diff", "dump-writer", "inspect", "tokenize", "trace", "convert", "quality", "bench",
-    "serve", "chat", "completion", "lora", "data", "learn",
+    "serve", "chat", "doctor", "completion", "lora", "data", "learn",
 )  # fmt: skip
 COMMANDS = (
     *VERBS[:-3],
@@ -67,8 +67,8 @@ def test_every_verb_of_a_group_is_listed_here():
 
 
 @pytest.mark.parametrize(
-    "verb", [verb for verb in COMMANDS if verb not in ("verify", "serve")]
-)  # see test_verify, test_verify_torch, test_serve and test_learn_verbs
+    "verb", [verb for verb in COMMANDS if verb not in ("verify", "serve", "doctor")]
+)  # see their own tests, and test_verify_torch and test_learn_verbs
 def test_examples_of_the_help_pages_run(verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "README.md").write_text("Once upon a time\n")
     monkeypatch.chdir(tmp_path)

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 ROOMS = (  # each may import those before it, at the top of a file or in a function
     "errors", "launched", "numerics", "fields", "finite", "memory", "architecture", "config", "builtin", "hub", "ops",
     "stages", "files", "cache", "forward", "backward", "families", "sampling", "tokenizer", "write_checks", "convert",
-    "threads", "generate", "lora", "model", "train", "bench", "dumps", "pytorch", "verify", "learn", "serve",
+    "threads", "generate", "lora", "model", "train", "bench", "dumps", "pytorch", "verify", "machine", "learn", "serve",
     "__init__", "cli", "__main__",
 )  # fmt: skip
 LAYER = {name: level for level, name in enumerate(ROOMS)}

@@ -1,0 +1,97 @@
+"""What runs beside NumPy: torch with its devices, our compiled leaves, and the witnesses."""
+
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from llorch.builtin import goldens_folder
+from llorch.files.strict_json import read_json
+from llorch.machine.child import said_by
+from llorch.machine.finding import Finding
+from llorch.machine.packages import installed_version
+
+_TORCH = """
+import logging, torch
+say({"built_for": torch.version.cuda or torch.version.hip or "", "threads": torch.get_num_threads()})
+try:
+    found = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
+    say({"devices": [f"{one.name}, {one.total_memory / 1e9:.0f} GB, sm_{one.major}{one.minor}" for one in found]})
+except Exception as error:
+    say({"devices": [], "why": str(error)})
+from llorch.pytorch.cpu.library import find_compiler, library
+class Kept(logging.Handler):
+    def emit(self, record):
+        say({"why_not": record.getMessage()})
+logging.getLogger("llorch").addHandler(Kept())
+say({"compiler": find_compiler()})
+say({"leaves": library() is not None})
+"""
+_DRIVER = Path("/dev/nvidiactl")
+_TIMEOUT = 180.0  # seconds; compiling takes some
+_OF_WITNESSES = {  # by engine: what goldens name a version by, and whose it is
+    "llama.cpp": ("llamacpp", {"llama_cpp_python": "llama-cpp-python"}),
+    "transformers": ("transformers", {"transformers": "transformers", "torch": "torch"}),
+}
+
+
+def of_torch() -> Iterator[Finding]:
+    """Devices that torch sees, and the C leaves of the torch path, built where they are not yet."""
+    if find_spec("torch") is None:
+        return
+    said, why = said_by(_TORCH, timeout=_TIMEOUT)
+    facts: dict[str, Any] = {key: value for one in said for key, value in one.items()}
+    yield _devices(facts, why)
+    yield _leaves(facts, why)
+
+
+def _devices(facts: Mapping[str, Any], why: str) -> Finding:
+    if "devices" not in facts:
+        return Finding("engines", "devices", "broken", f"torch {why}", "pip install --force-reinstall torch")
+    if facts["devices"]:
+        return Finding("engines", "devices", "ok", f"cpu; {'; '.join(facts['devices'])}")
+    if not _DRIVER.exists():
+        return Finding("engines", "devices", "ok", "cpu")
+    if not facts["built_for"]:
+        text = "cpu; there is a GPU, which this torch is not built for"
+        return Finding("engines", "devices", "note", text, "pip install --force-reinstall torch")
+    why = facts.get("why") or "it gives no reason"
+    text = f"cpu; there is a GPU, which torch for CUDA {facts['built_for']} does not see: {why}"
+    return Finding("engines", "devices", "broken", text, "nvidia-smi  # its driver has to be as new as torch")
+
+
+def _leaves(facts: Mapping[str, Any], why: str) -> Finding:
+    if facts.get("leaves"):
+        return Finding("engines", "C leaves", "ok", f"built and loaded, by {Path(facts['compiler'][0]).name}")
+    if "compiler" in facts and facts["compiler"] is None:
+        text = "no C compiler: tokens of the torch path take at least twice as long"
+        return Finding("engines", "C leaves", "absent", text, "apt-get install gcc  # or another C compiler")
+    repair = "CC=gcc llorch doctor  # or another compiler"
+    return Finding("engines", "C leaves", "broken", str(facts.get("why_not") or f"building them {why}"), repair)
+
+
+def of_witnesses(probed: Mapping[str, str]) -> Iterator[Finding]:
+    """The engines of others: whether they run, and whether they are those that made the goldens."""
+    stored = read_json(goldens_folder() / "micro-llama" / "golden.json", limit=1 << 24)["provenance"]
+    for engine, (name, packages) in _OF_WITNESSES.items():
+        yield _witness(engine, stored["engines"][name], packages, probed)  # type: ignore[index] (ours)
+
+
+def _witness(
+    engine: str, made_by: Mapping[str, str], packages: Mapping[str, str], probed: Mapping[str, str]
+) -> Finding:
+    found = {package: installed_version(package) for package in packages.values()}
+    text = ", ".join(f"{package} {version}" if version else f"no {package}" for package, version in found.items())
+    if None in found.values():
+        return Finding("witnesses", engine, "absent", text, "pip install 'llorch[golden]'")
+    if any(probed.get(package) for package in found):
+        return Finding("witnesses", engine, "broken", f"{text}: cannot be imported", "pip install 'llorch[golden]'")
+    others = [f"{p} {made_by[key]}" for key, p in packages.items() if _plain(made_by[key]) != _plain(found[p])]
+    if others:
+        return Finding("witnesses", engine, "note", f"{text}; the goldens were made with {', '.join(others)}")
+    return Finding("witnesses", engine, "ok", f"{text}, as the goldens were made")
+
+
+def _plain(version: str | None) -> str:
+    """A version without its build (+cpu, +cu130)."""
+    return (version or "").partition("+")[0]

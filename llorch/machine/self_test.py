@@ -1,0 +1,26 @@
+"""One forward pass of a built-in model, every stage of it against what two engines showed."""
+
+from pathlib import Path
+
+from llorch.builtin import goldens_folder
+from llorch.machine.finding import Finding
+from llorch.model import load
+from llorch.verify.compare import compare
+from llorch.verify.goldens import read
+
+_MODEL = "micro-llama"
+_REPAIR = "llorch verify  # every model and stage, with the first wrong number"
+
+
+def self_test(goldens: Path | None = None) -> Finding:
+    """Run it; broken where a stage differs, or where it does not run at all."""
+    try:
+        golden = read((goldens or goldens_folder()) / _MODEL)
+        trace: dict = {}
+        load(_MODEL).forward(golden.cases["near"].ids, trace=trace)
+        reports = {engine: compare(trace, shown.traces["near"]) for engine, shown in golden.evidence.items()}
+    except (OSError, ValueError, ImportError, ArithmeticError, MemoryError) as error:
+        return Finding("self-test", _MODEL, "broken", f"does not run: {' '.join(str(error).split())}", _REPAIR)
+    wrong = {engine: report for engine, report in reports.items() if not report.agrees}
+    text = "; ".join(f"{engine}: {report}" for engine, report in (wrong or reports).items())
+    return Finding("self-test", _MODEL, "broken" if wrong else "ok", text, _REPAIR if wrong else "")

@@ -1,0 +1,43 @@
+"""`llorch doctor`, on this machine and on one where packages are broken."""
+
+import json
+from pathlib import Path
+
+import pytest
+from command_line import REPOSITORY, spawn
+
+
+@pytest.mark.slow  # imports all that is installed
+def test_where_all_works_the_exit_code_is_0_and_every_part_is_looked_at():
+    done = spawn("doctor", "--json")
+    assert done.returncode == 0, done.stdout
+    said = json.loads(done.stdout)
+    assert (said["version"], said["broken"]) == (1, 0)
+    assert list(dict.fromkeys(one["part"] for one in said["findings"])) == [
+        "packages", "extras", "machine", "engines", "witnesses", "caches", "self-test",
+    ]  # fmt: skip
+    assert {one["state"] for one in said["findings"]} <= {"ok", "absent", "note"}
+    assert all(one.keys() == {"part", "name", "state", "text", "repair"} for one in said["findings"])
+
+
+def test_packages_that_end_the_process_do_not_end_this_one(tmp_path: Path):
+    (tmp_path / "watchfiles.py").write_text("import os; os.abort()")
+    (tmp_path / "torch.py").write_text("import os; os.kill(os.getpid(), 11)")
+    done = spawn("doctor", PYTHONPATH=f"{tmp_path}:{REPOSITORY}")
+    lines = {line.split()[1]: line for line in done.stdout.splitlines() if "BROKEN" in line}
+    assert done.returncode == 1, done.stderr
+    assert {"learn", "torch", "train", "devices"} <= lines.keys()
+    assert "(ends its process by SIGABRT)" in lines["learn"]
+    assert lines["learn"].rstrip().endswith("pip install --force-reinstall 'watchfiles>=1.0'")
+    assert "ends its process by SIGSEGV" in lines["devices"]
+    assert "self-test micro-llama" in done.stdout
+    assert done.stdout.splitlines()[-1] == f"{len(lines)} broken"
+
+
+def test_where_what_is_needed_is_broken_it_still_answers(tmp_path: Path):
+    (tmp_path / "gguf.py").write_text("raise ImportError('cut')")
+    (tmp_path / "torch.py").write_text("")  # which is imported at once
+    done = spawn("doctor", PYTHONPATH=f"{tmp_path}:{REPOSITORY}")
+    assert done.returncode == 1, done.stderr
+    assert "(ImportError: cut)" in done.stdout
+    assert "all else" in done.stdout

@@ -1,0 +1,110 @@
+import shutil
+from pathlib import Path
+
+import pytest
+
+from llorch.builtin import goldens_folder
+from llorch.machine.caches import of_caches
+from llorch.machine.engines import _devices, _leaves, of_witnesses
+from llorch.machine.hardware import of_hardware, processor
+from llorch.machine.self_test import self_test
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("processor\t: 0\nmodel name\t: Old 486\nflags\t\t: fpu avx512foo\n", "Old 486: none of the known features"),
+        ("model name\t: New\nflags\t\t: fma avx2 amx_bf16\n\nmodel name\t: Other\n", "New: avx2 fma amx_bf16"),
+        ("processor\t: 0\nFeatures\t: fp asimd bf16 sve\n", "asimd bf16 sve"),
+    ],
+)
+def test_of_a_processor_the_features_that_matter_are_named(text: str, said: str, tmp_path: Path):
+    (tmp_path / "cpuinfo").write_text(text)
+    assert processor(tmp_path / "cpuinfo").endswith(said)
+    assert processor(tmp_path / "absent")
+
+
+def test_threads_that_somebody_set_are_shown(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MKL_NUM_THREADS", "3")
+    found = {one.name: one.text for one in of_hardware()}
+    assert "MKL_NUM_THREADS=3" in found["cores"]
+    assert "threads (NumPy 2." in found["BLAS"]
+    assert "GB left" in found["memory"]
+
+
+@pytest.mark.parametrize(
+    ("facts", "driver", "state", "said"),
+    [
+        ({"built_for": "", "devices": []}, False, "ok", "cpu"),
+        ({"built_for": "", "devices": []}, True, "note", "which this torch is not built for"),
+        ({"built_for": "13.0", "devices": [], "why": "too old"}, True, "broken", "for CUDA 13.0 does not see: too old"),
+        ({"built_for": "13.0", "devices": ["H100, 80 GB, sm_90"]}, True, "ok", "cpu; H100, 80 GB, sm_90"),
+        ({}, False, "broken", "torch ends its process by SIGSEGV"),
+    ],
+)
+def test_devices_are_those_that_torch_sees(
+    facts: dict[str, object], driver: bool, state: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    if driver:
+        (tmp_path / "driver").touch()
+    monkeypatch.setattr("llorch.machine.engines._DRIVER", tmp_path / "driver")
+    found = _devices(facts, "ends its process by SIGSEGV")
+    assert (found.state, bool(found.repair)) == (state, state in ("note", "broken"))
+    assert said in found.text
+
+
+@pytest.mark.parametrize(
+    ("facts", "state", "said"),
+    [
+        ({"compiler": ["/usr/bin/gcc", "-m64"], "leaves": True}, "ok", "built and loaded, by gcc"),
+        ({"compiler": None, "leaves": False, "why_not": "none"}, "absent", "no C compiler"),
+        ({"compiler": ["cc"], "leaves": False, "why_not": "no omp.h"}, "broken", "no omp.h"),
+        ({"compiler": ["cc"]}, "broken", "building them does not answer within 180 s"),
+    ],
+)
+def test_leaves_are_built_or_it_is_said_what_is_missing(facts: dict[str, object], state: str, said: str):
+    found = _leaves(facts, "does not answer within 180 s")
+    assert (found.state, said in found.text) == (state, True)
+
+
+def test_witnesses_are_compared_with_those_that_made_the_goldens(monkeypatch: pytest.MonkeyPatch):
+    there = {"llama-cpp-python": "0.3.36", "transformers": "5.99.1", "torch": "2.13.0+cu130"}
+    monkeypatch.setattr("llorch.machine.engines.installed_version", there.get)
+    llamacpp, transformers = of_witnesses({})
+    assert (llamacpp.state, llamacpp.text) == ("ok", "llama-cpp-python 0.3.36, as the goldens were made")
+    assert transformers.state == "note"
+    assert transformers.text.endswith("; the goldens were made with transformers 5.23.0")
+    assert [one.state for one in of_witnesses({"torch": "ImportError"})] == ["ok", "broken"]
+    del there["llama-cpp-python"]
+    assert next(iter(of_witnesses({}))).repair == "pip install 'llorch[golden]'"
+
+
+def test_caches_are_where_the_environment_says_and_links_count_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name in ("HF_HOME", "HF_HUB_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    blobs = tmp_path / "huggingface/hub/models--a--b/blobs"
+    blobs.mkdir(parents=True)
+    (blobs / "1").write_bytes(bytes(2_500_000))
+    (blobs.parent / "link").symlink_to(blobs / "1")
+    hub, own = of_caches()
+    assert f"{tmp_path}/huggingface/hub: 2.5 MB; " in hub.text
+    assert f"{tmp_path}/llorch: not there yet; " in own.text
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "elsewhere"))
+    assert f"{tmp_path}/elsewhere/hub: not there yet; " in next(iter(of_caches())).text
+
+
+def test_the_cache_is_where_huggingface_hub_keeps_it(monkeypatch: pytest.MonkeyPatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setenv("HF_HUB_CACHE", constants.HF_HUB_CACHE)
+    assert next(iter(of_caches())).text.startswith(f"{constants.HF_HUB_CACHE}: ")
+
+
+def test_the_self_test_sees_a_wrong_number_and_a_missing_golden(tmp_path: Path):
+    assert self_test().state == "ok"
+    assert (missing := self_test(tmp_path)).state == "broken"
+    assert missing.text.startswith("does not run: ")
+    shutil.copytree(goldens_folder() / "micro-llama3", tmp_path / "micro-llama")
+    assert (wrong := self_test(tmp_path)).state == "broken"
+    assert "first failing stage" in wrong.text
