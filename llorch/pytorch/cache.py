@@ -56,7 +56,7 @@ class State:
 class Cache:
     """Of a batch, for every layer keys and values, (batch, kv_heads, n_slots + 1, head_dim), or the state of a net."""
 
-    in_rows = True  # whether the rows of keys and values are the sequences of a pass, as attention wants them
+    in_rows = True  # whether the rows of keys and values are the sequences of a pass, from their first tokens on
 
     def __init__(
         self,

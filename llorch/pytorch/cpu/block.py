@@ -85,7 +85,7 @@ class CpuBlock(Block):
     def _run(self, struct: _Block, x: Tensor, place: Place, keys: Tensor, values: Tensor) -> Tensor:
         tensors = place.cos, place.sin, place.slots, place.visible
         held = [None if tensor is None else tensor.contiguous() for tensor in tensors]
-        sizes = x.shape[0], x.shape[1], place.ctx, keys.shape[2]
+        sizes = x.shape[0], x.shape[1], place.ctx, keys.stride(1) // keys.shape[3]
         where = _Place(*map(pointer, (*held, keys, values)), *sizes)
         y = torch.empty_like(x)
         failed = self.library.llorch_block(ctypes.byref(struct), ctypes.byref(where), x.data_ptr(), y.data_ptr())

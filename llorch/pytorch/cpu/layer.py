@@ -66,7 +66,7 @@ class CpuRotate:
         new, slots = new.to(store.dtype).contiguous(), place.slots.contiguous()
         batch, seq, kv_heads, head_dim = new.shape
         rows = len(store)
-        sizes = rows, batch * seq // rows, kv_heads, store.shape[2], head_dim * new.element_size()
+        sizes = rows, batch * seq // rows, kv_heads, store.stride(1) // head_dim, head_dim * new.element_size()
         if self.library.llorch_append(new.data_ptr(), store.data_ptr(), slots.data_ptr(), *sizes):
             raise IndexError(f"cache: expected slots from 0 to {store.shape[2] - 1}, got {slots.tolist()}")
 

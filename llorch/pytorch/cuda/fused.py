@@ -80,7 +80,8 @@ def _launch(
     q_rope: Heads, k_rope: Heads, *, keep_keys: bool,
 ) -> None:  # fmt: skip
     batch, seq, n_heads, head_dim = q.shape
-    rows, kv_heads, n_slots = keys.shape[:3]
+    rows, kv_heads = keys.shape[:2]
+    n_slots = keys.stride(1) // head_dim
     of_a_row = batch * seq // rows  # all of them, where the store has one row for all sequences
     _rotate[(batch * seq, 3)](
         q, k, v, place.slots, place.cos, place.sin, q_rope, k_rope, keys, values, of_a_row, n_heads, kv_heads, n_slots,

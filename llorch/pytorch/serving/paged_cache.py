@@ -1,7 +1,8 @@
 """The cache of jobs that come and go: keys and values of all of them in one pool of pages.
 
 Attention is given the contexts of the sequences of a pass side by side, as it wants them: they are gathered, page by
-page, from the pool. What a table has no page for comes from one that is always empty, and nobody sees it.
+page, from the pool. What a table has no page for comes from one that is always empty, and nobody sees it. A sequence
+that runs alone, its pages one behind the other, is looked at where it lies, as in a cache of one row.
 
 A delta net has one state for each job, in a row of its own, which cannot be shared: it is that of the last token.
 """
@@ -29,9 +30,10 @@ class Row:
 
 
 class PagedCache(Cache):
-    """Keys and values of a layer, (1, kv_heads, slots of all pages, head_dim); states of nets, a row per job."""
+    """Keys and values of a layer, (1, kv_heads, slots of all pages, head_dim); states of nets, a row per job.
 
-    in_rows = False
+    During a pass of a sequence whose pages lie together `keys` and `values` begin with the first of them.
+    """
 
     def __init__(
         self,
@@ -49,8 +51,9 @@ class PagedCache(Cache):
         nets = [config.layer(i).mixer == "delta_net" for i in range(config.n_layers)]
         slots = (n_pages + 1) * PAGE
         shapes = [(1, config.n_kv_heads, 0 if is_net else slots, config.head_dim) for is_net in nets]
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+        self._pools = [[torch.zeros(shape, dtype=dtype, device=device) for shape in shapes] for _ in range(2)]
+        self._first = NOBODYS  # page with which keys and values begin
+        self.keys, self.values = self._pools
         self.states = {
             i: State.empty(config.delta_net, n_states, dtype, device)
             for i, is_net in enumerate(nets)
@@ -67,6 +70,10 @@ class PagedCache(Cache):
         for row, pages in zip(rows, table, strict=True):
             own = row.pages[: -(-(row.n_before + n_new) // PAGE)]
             pages[: len(own)] = own
+        self.in_rows = len(rows) == 1 and bool((np.diff(table[0]) == 1).all())
+        self._look_from(int(table[0, 0]) if self.in_rows else NOBODYS)
+        if self.in_rows:
+            table = table - self._first
         slots = np.take_along_axis(table, positions // PAGE, 1) * PAGE + positions % PAGE
         self._pages = self._here(self._heads + table[:, None])  # (batch, kv_heads, pages)
         self._rows = self._here(np.array([row.state for row in rows]))
@@ -76,8 +83,15 @@ class PagedCache(Cache):
     def context(
         self, layer: int, place: Place
     ) -> tuple[Float[Tensor, "batch kv_heads ctx head_dim"], Float[Tensor, "batch kv_heads ctx head_dim"]]:
-        """Keys and values that attention looks at, gathered."""
+        """Keys and values that attention looks at, gathered where they lie apart."""
+        if self.in_rows:
+            return super().context(layer, place)
         return self._gathered(self.keys[layer], place.ctx), self._gathered(self.values[layer], place.ctx)
+
+    def _look_from(self, page: int) -> None:
+        if page != self._first:
+            self.keys, self.values = ([store[:, :, page * PAGE :] for store in pool] for pool in self._pools)
+            self._first = page
 
     def _gathered(
         self, store: Float[Tensor, "1 kv_heads slots head_dim"], ctx: int
@@ -100,7 +114,7 @@ class PagedCache(Cache):
     def empty_pages(self, pages: Sequence[int]) -> None:
         """Wipe pages for another job: what nobody sees must be finite, too, as 0 times infinity would be NaN."""
         at = self._here(np.array(pages))
-        for store in (*self.keys, *self.values):
+        for store in (store for pool in self._pools for store in pool):
             if store.numel():
                 store.view(store.shape[1], -1, PAGE, store.shape[3])[:, at] = 0
 

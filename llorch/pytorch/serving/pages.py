@@ -31,8 +31,8 @@ class Pages:
     def __init__(self, n_pages: int) -> None:
         """Start with all pages free; the first one is number 1."""
         self.n_pages = n_pages
-        self._free = list(range(n_pages, 0, -1))
-        self._holders = dict.fromkeys(range(1, n_pages + 1), 0)
+        self._free: dict[int, None] = dict.fromkeys(range(1, n_pages + 1))  # the longest unused first
+        self._holders = dict.fromkeys(self._free, 0)
         self._kept: dict[int, None] = {}  # published and held by nobody, the longest unused first
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
@@ -64,9 +64,12 @@ class Pages:
         return True
 
     def take(self, lease: Lease) -> int:
-        """Give a job a page of its own as its next one; it may have an older content."""
+        """Give a job a page of its own as its next one, if it can be the one behind; it may have an older content."""
         assert lease.n_reserved > 0, "a job wants more pages than it has reserved"
-        page = self._free.pop() if self._free else self._forgotten()
+        page = lease.pages[-1] + 1 if lease.pages else NOBODYS
+        if page not in self._free:
+            page = next(iter(self._free)) if self._free else self._forgotten()
+        self._free.pop(page, None)
         self._hold(lease, page)
         return page
 
@@ -78,13 +81,11 @@ class Pages:
     def release(self, lease: Lease) -> None:
         """Take back all that a job has; of pages that are kept, those at the end of a prefix will go first."""
         self._n_reserved -= lease.n_reserved
-        for page in reversed(lease.pages):
+        for page in lease.pages:
             self._holders[page] -= 1
-            if self._holders[page] == 0:
-                if page in self._key_of:
-                    self._kept[page] = None
-                else:
-                    self._free.append(page)
+        unheld = [page for page in lease.pages if self._holders[page] == 0]
+        self._kept.update(dict.fromkeys(page for page in reversed(unheld) if page in self._key_of))
+        self._free.update(dict.fromkeys(page for page in unheld if page not in self._key_of))
         lease.pages, lease.n_reserved = [], 0
 
     def _hold(self, lease: Lease, page: int) -> None:

@@ -70,6 +70,33 @@ def test_a_context_is_what_was_written_wherever_its_pages_lie(dtype: torch.dtype
     assert not cache.keys[0].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llorch", "torch"])
+def test_a_sequence_alone_is_looked_at_where_its_pages_lie(dtype: torch.dtype, name: str):
+    config = config_of()
+    cache, plain = paged(config, dtype=dtype), Cache(config, batch=1, n_slots=3 * PAGE, dtype=dtype, device=CPU)
+    k, v = (new(config, 1, PAGE + 9, seed).to(dtype) for seed in (1, 2))
+    place, other = cache.begin([Row([3, 4], 0, 0)], PAGE + 9), plain.place(torch.arange(PAGE + 9)[None], ctx=PAGE + 9)
+    if name == "llorch":
+        if (made := library()) is None:
+            pytest.skip("NOT RUN: no C compiler")
+        given = [
+            CpuRotate(made)(k, k, v, LAYER, at, store, lambda _, x: x)[1:]
+            for at, store in ((place, cache), (other, plain))
+        ]
+    else:
+        given = [store.append(LAYER, k, v, at) for at, store in ((place, cache), (other, plain))]
+    assert cache.in_rows
+    assert all(torch.equal(got, want) for got, want in zip(*given, strict=True))
+    assert given[0][0].data_ptr() == cache._pools[0][LAYER][:, :, 3 * PAGE :].data_ptr()
+    assert not cache._pools[0][LAYER][:, :, : 3 * PAGE].any()
+    cache.begin([Row([3, 4], 0, PAGE + 9), Row([1, 2], 1, PAGE)], 1)
+    assert not cache.in_rows
+    assert torch.equal(cache.context(LAYER, place)[0][:1], given[0][0])
+    cache.begin([Row([3, 5], 0, PAGE + 9)], 1)
+    assert not cache.in_rows
+
+
 def test_windows_chunks_and_temperatures_are_those_of_rows():
     config = config_of("micro-llama4")
     cache, plain = paged(config), Cache(config, batch=2, n_slots=3 * PAGE, dtype=torch.float32, device=CPU)

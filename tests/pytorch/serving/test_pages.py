@@ -83,6 +83,16 @@ def test_pages_that_are_wanted_again_are_not_counted_as_room():
     assert (lease.pages, lease.n_reserved, pages.n_available) == ([1, 2], 1, 0)
 
 
+def test_pages_of_a_job_lie_together_where_they_can():
+    pages = Pages(6)
+    first, second = leased(pages, 3), leased(pages, 3)
+    assert [pages.take(lease) for lease in (first, second, first, first, second)] == [1, 2, 3, 4, 5]
+    pages.release(first)
+    assert [pages.take(leased(pages, 1)), pages.take(second)] == [6, 1]
+    third = leased(pages, 2)
+    assert [pages.take(third), pages.take(third)] == [3, 4]
+
+
 def test_of_two_pages_with_one_key_the_first_is_found():
     pages = Pages(2)
     first, second = filled(pages, b"a"), filled(pages, b"a")
