@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from llorch.serve import chat, completions, responses, tokens, tracing
+from llorch.serve import chat, completions, page, responses, tokens, tracing
 from llorch.serve.api_errors import ApiError
 from llorch.serve.http import reply, service_of
 from llorch.serve.metrics import Metrics
@@ -78,6 +78,7 @@ async def openapi(request: Request) -> Response:
 
 
 ROUTES = (
+    *(Described(path, page.show, "The page for a browser.", kind) for path, (_, kind) in page.FILES.items()),
     Described("/health", health, "Whether requests are answered.", Health),
     Described("/metrics", metrics, "Counters, for Prometheus.", "text/plain"),
     Described("/openapi.json", openapi, "This description.", "application/json"),

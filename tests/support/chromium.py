@@ -49,11 +49,15 @@ class Browser:
         return json.loads(message)
 
     def open(self, path: Path, *, width: int, scheme: str = "light") -> None:
+        """Load a file, and wait until it stands."""
+        self.visit(path.as_uri(), width=width, scheme=scheme)
+
+    def visit(self, url: str, *, width: int, scheme: str = "light") -> None:
         """Load a page, and wait until it stands."""
         self.events.clear()
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-        self.call("Page.navigate", url=path.as_uri())
+        self.call("Page.navigate", url=url)
         while not any(event.get("method") == "Page.loadEventFired" for event in self.events):
             self.events.append(self._next())
 

@@ -1,0 +1,205 @@
+"""The page in a real browser, with a real server: it chats, shows what else could have come, and asks nobody else."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from chat_models import LLAMA_3, chat_model
+from chromium import PROGRAM, Browser, chromium
+from served import Served, served
+
+from llorch.model import Model
+from llorch.serve.page import FILES
+
+HOSTILE = "<img src=x onerror='window.hurt=1'><script>window.hurt=1</script>"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return chat_model(tmp_path_factory.mktemp("models") / "story", "story", LLAMA_3)
+
+
+@pytest.fixture(scope="module")
+def server(model: Model) -> Iterator[Served]:
+    with served(model) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    if PROGRAM is None:
+        pytest.skip("NOT RUN: there is no chromium")
+    with chromium(tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
+
+
+@pytest.fixture
+def page(browser: Browser, server: Served) -> Browser:
+    """The page as somebody opens it, with an answer of 12 tokens, always the same."""
+    browser.visit(f"{server.url}/", width=1000)
+    wait(browser, "document.querySelector('#model').value !== ''")
+    browser.evaluate("max_tokens.value = 12; temperature.value = 0; seed.value = 1")
+    return browser
+
+
+def wait(browser: Browser, condition: str) -> None:
+    """Until something is true, as the page changes."""
+    script = """new Promise(done => {
+        const look = () => (CONDITION) && (observer.disconnect(), done(true));
+        const observer = new MutationObserver(look);
+        const what = { subtree: true, childList: true, attributes: true, characterData: true };
+        observer.observe(document.documentElement, what);
+        look();
+        setTimeout(() => done(false), 30000);
+    })"""
+    call = browser.call(
+        "Runtime.evaluate", expression=script.replace("CONDITION", condition), awaitPromise=True, returnByValue=True
+    )
+    shown = browser.evaluate("document.body.innerText")
+    assert call["result"].get("value") is True, (condition, shown)
+
+
+IDLE = "!document.querySelector('#send').disabled"
+
+
+def send(browser: Browser, text: str, until: str = IDLE) -> None:
+    """Type a text and press Enter."""
+    browser.evaluate("document.querySelector('#text').focus()")
+    browser.call("Input.insertText", text=text)
+    press(browser, "Enter", "\r")
+    wait(browser, until)
+
+
+def press(browser: Browser, key: str, text: str = "") -> None:
+    code = {"Enter": 13, "Escape": 27, "ArrowRight": 39}[key]
+    browser.call("Input.dispatchKeyEvent", type="keyDown", key=key, windowsVirtualKeyCode=code, text=text)
+    browser.call("Input.dispatchKeyEvent", type="keyUp", key=key, windowsVirtualKeyCode=code)
+
+
+def answers(browser: Browser) -> list[str]:
+    return browser.evaluate("[...document.querySelectorAll('.assistant p')].map(one => one.textContent)")
+
+
+def test_it_chats_with_what_was_said_before_and_asks_nobody_else(page: Browser, server: Served, model: Model):
+    messages = []
+    for text in ("Once upon a time", "The fox <|eot_id|> ran"):
+        send(page, text)
+        messages.append({"role": "user", "content": text})
+        want = "".join(token.text for token in model.generate(messages=messages, max_tokens=12))
+        assert answers(page)[-1] == want
+        messages.append({"role": "assistant", "content": want})
+    urls = {one["request"]["url"] for one in page.seen("Network.requestWillBeSent")}
+    assert all(url.startswith(f"{server.url}/") for url in urls)
+    assert f"{server.url}/style.css" in urls
+    said = page.seen("Log.entryAdded", "Runtime.consoleAPICalled", "Runtime.exceptionThrown")
+    assert [one for one in said if one.get("entry", {}).get("level") != "verbose"] == []
+
+
+def test_a_token_shows_what_else_could_have_come(page: Browser, server: Served):
+    send(page, "Once upon a time")
+    page.evaluate("document.querySelectorAll('.token')[2].focus()")
+    press(page, "ArrowRight")
+    assert page.evaluate("[...document.querySelectorAll('.token')].indexOf(document.activeElement)") == 3
+    rows = page.evaluate("[...document.querySelectorAll('#token tr')].map(one => [one.className, one.innerText])")
+    asked = {"model": server.service.model.name, "messages": [{"role": "user", "content": "Once upon a time"}]}
+    how = {"max_tokens": 12, "temperature": 0, "logprobs": True, "top_logprobs": 8}
+    reply = server.client.chat.completions.create(**asked, **how)  # type: ignore[call-overload]
+    top = reply.choices[0].logprobs.content[3].top_logprobs
+    assert len(rows) == len(top) == 8
+    assert [kind for kind, _ in rows] == ["taken"] + [""] * 7  # at temperature 0 the likeliest one was taken
+    for (_, row), one in zip(rows, top, strict=True):
+        assert json.dumps(one.token, ensure_ascii=False)[1:-1].strip() in row
+        assert f"{100 * 2.718281828459045**one.logprob:.1f} %" in row
+
+
+def test_the_stages_that_ran_are_listed_by_layer(page: Browser, server: Served, model: Model):
+    send(page, "Once")
+    page.evaluate("document.querySelectorAll('.token')[5].click(); document.querySelector('#token button').click()")
+    wait(page, "document.querySelector('.stages details')")
+    trace: dict = {}
+    model.forward([1, 2], trace=trace)
+    titles = page.evaluate("[...document.querySelectorAll('.stages summary')].map(one => one.textContent)")
+    n_of_layer = sum(name.startswith("l0.") for name in trace)
+    assert titles[:2] == ["embed (1)", f"layer 0 ({n_of_layer})"]
+    assert len([title for title in titles if title.startswith("layer")]) == model.config.n_layers
+    n_prompt = len(model.prompt_ids([{"role": "user", "content": "Once"}]))
+    assert page.evaluate("document.querySelector('.stages p').textContent") == (
+        f"{len(trace)} stages of {n_prompt + 5} tokens"
+    )
+    first = page.evaluate("[...document.querySelectorAll('.stages td')].map(one => one.textContent)")
+    assert first[:2] == ["embed", f"{n_prompt + 5} \u00d7 {model.config.hidden_size}"]
+
+
+@pytest.mark.parametrize("how", ["Escape", "button"])
+def test_an_answer_can_be_stopped(page: Browser, server: Served, how: str):
+    page.evaluate("max_tokens.value = 400")
+    send(page, "Once upon a time", until="document.querySelectorAll('.token').length > 3")
+    if how == "button":
+        page.evaluate("document.querySelector('#stop').click()")
+    else:
+        press(page, "Escape")
+    wait(page, IDLE)
+    assert page.evaluate("note.textContent") == "Stopped."
+    assert 3 < page.evaluate("document.querySelectorAll('.token').length") < 350
+    page.evaluate("max_tokens.value = 3")
+    send(page, "go on")  # what was said before the end counts
+    assert len(answers(page)) == 2
+
+
+def test_markup_stays_text_whoever_wrote_it(page: Browser, server: Served, monkeypatch: pytest.MonkeyPatch):
+    pieces = [HOSTILE[at : at + 9].encode() for at in range(0, len(HOSTILE), 9)]
+    tokenizer = server.service.model.tokenizer
+    monkeypatch.setattr(tokenizer, "token_bytes", lambda one: pieces[one % len(pieces)])
+    send(page, HOSTILE)
+    page.evaluate("document.querySelector('.token').focus()")
+    assert page.evaluate("document.querySelector('.user p').textContent") == HOSTILE
+    assert "<" in answers(page)[-1] + page.evaluate("token.innerText")
+    assert page.evaluate("document.querySelectorAll('#talk img, #talk script, #token img, #token script').length") == 0
+    assert page.evaluate("window.hurt") is None
+
+
+def test_an_error_of_the_server_is_shown_and_the_next_message_works(page: Browser):
+    page.evaluate("temperature.value = 3")
+    send(page, "Hello")
+    assert "temperature" in page.evaluate("error.textContent")
+    page.evaluate("temperature.value = 0; document.querySelector('#new').click()")
+    send(page, "Hello")
+    assert page.evaluate("error.textContent") == ""
+    assert len(answers(page)) == 1
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [380, 1280])
+def test_it_fits_the_screen(page: Browser, server: Served, width: int, scheme: str):
+    page.visit(f"{server.url}/", width=width, scheme=scheme)
+    wait(page, "document.querySelector('#model').value !== ''")
+    page.evaluate("max_tokens.value = 20; document.querySelector('#settings').open = true")
+    send(page, "Once upon a time " + "x" * 200)
+    page.evaluate("document.querySelector('.token').focus(); document.querySelector('#token button').click()")
+    wait(page, "document.querySelector('.stages details')")
+    page.evaluate("document.querySelectorAll('.stages details').forEach(one => { one.open = true; })")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    if folder := os.environ.get("LLORCH_SCREENSHOTS"):
+        page.screenshot(Path(folder) / f"page-{width}-{scheme}.png")
+    light = page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(251, 250, 248)"
+    assert light == (scheme == "light")
+
+
+def test_everything_that_is_typed_into_has_a_label(page: Browser):
+    without = "[...document.querySelectorAll('input, select, textarea')].filter(one => !one.labels.length).length"
+    assert page.evaluate(without) == 0
+    assert page.evaluate("document.querySelectorAll('[role=button]:not([tabindex])').length") == 0
+
+
+@pytest.mark.parametrize("path", FILES)
+def test_no_file_names_another_place_and_all_are_under_a_policy(server: Served, path: str):
+    reply = server.client.with_options(base_url=server.url)._client.get(f"{server.url}{path}")
+    assert reply.status_code == 200
+    assert reply.headers["content-type"].startswith(FILES[path][1])
+    assert reply.headers["content-security-policy"].startswith("default-src 'self';")
+    text = reply.text.replace("http://www.w3.org/2000/svg", "")
+    assert "//" not in text.replace("// ", "")
+    assert "innerHTML" not in text
+    assert (Path("llorch/serve/page") / FILES[path][0]).read_text() == reply.text
