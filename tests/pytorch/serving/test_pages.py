@@ -60,7 +60,16 @@ def test_a_prefix_ends_at_the_first_page_that_is_not_known():
     assert leased(pages, 3, b"a", b"xb", b"abc").pages == [1]
 
 
-def test_the_page_that_nobody_has_held_for_the_longest_goes_first_and_ends_of_prefixes_before_their_beginnings():
+def test_of_a_prefix_the_end_goes_first():
+    pages = Pages(3)
+    pages.release(filled(pages, b"a", b"ab", b"abc"))
+    lease = leased(pages, 2)
+    for left in ({b"a", b"ab"}, {b"a"}):
+        pages.take(lease)
+        assert pages._page_of.keys() == left
+
+
+def test_the_page_that_nobody_has_held_for_the_longest_goes_first():
     pages = Pages(4)
     pages.release(filled(pages, b"a", b"ab"))
     pages.release(filled(pages, b"x"))
