@@ -1,5 +1,6 @@
 """`/v1/chat/completions` as the real `openai` client sees it."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,23 @@ def test_a_template_writes_the_conversation_and_what_is_in_it_stays_text(chattin
     assert got.choices[0].message.content == "".join(
         token.text for token in load(model.weights.path).generate(messages=plain, max_tokens=5)
     )
+
+
+def test_answers_have_the_form_of_a_schema_each_on_its_own(server: Served):
+    properties = {"a": {"enum": [1, 2, 3]}}
+    schema = {"type": "object", "properties": properties, "required": ["a"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    got = create(server, response_format=form, max_tokens=60, n=3, temperature=1.5, seed=1)
+    for choice in got.choices:
+        assert choice.finish_reason == "stop"
+        assert json.loads(choice.message.content)["a"] in (1, 2, 3)
+
+
+def test_a_schema_that_nothing_can_fulfil_is_refused(server: Served):
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "robot"}}}
+    with pytest.raises(openai.BadRequestError) as caught:
+        create(server, response_format=form)
+    assert caught.value.param == "response_format"
 
 
 def test_a_model_that_is_not_there_is_not_found(server: Served):

@@ -14,7 +14,7 @@ PROMPTS = ("Once upon a time", "The little fox", "A")
 SETTINGS = (
     SamplingSettings(),
     SamplingSettings(temperature=1.2, top_p=0.9, seed=3),
-    SamplingSettings(temperature=0.8, top_k=20, min_p=0.01, repetition_penalty=1.2, presence_penalty=0.5, seed=4),
+    SamplingSettings(temperature=0.8, top_k=20, min_p=0.01, repetition_penalty=1.2, frequency_penalty=2.0, seed=4),
 )
 
 
