@@ -60,6 +60,13 @@ def test_answers_are_those_of_generate_whoever_runs_beside(story: Model):
     assert run(Turns(story, n_jobs=3), jobs, [0, 3, 7]) == [solo(story, one) for one in jobs]
 
 
+def test_penalties_count_what_the_answer_has(story: Model):
+    plain, penalised = (job(story, PROMPTS[0], SamplingSettings(frequency_penalty=p), 40) for p in (0.0, 2.0))
+    answers = [run(Turns(story, n_jobs=1), [one], [0])[0] for one in (plain, penalised)]
+    assert answers == [solo(story, plain), solo(story, penalised)]
+    assert answers[0] != answers[1]
+
+
 def test_a_long_prompt_is_read_in_stretches_between_which_others_go_on():
     model = load("micro-llama")
     long = Job((np.arange(PREFILL_CHUNK + 40) % 300 + 1).tolist(), 2, SamplingSettings(), frozenset())
