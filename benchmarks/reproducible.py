@@ -1,4 +1,4 @@
-"""What reproducible mode holds and costs, and what fast mode does instead.
+"""What reproducible mode holds, and what fast mode does instead; `reproducible_speed.py` says what it costs.
 
     python benchmarks/reproducible.py                      story, float32, 2 threads
     python benchmarks/reproducible.py --dtype bfloat16 --threads 1
@@ -8,7 +8,6 @@ padded on the left; then in two chunks and, from its middle on, token by token. 
 run alone, bit by bit.
 """
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -101,26 +100,6 @@ def cut(model: TorchModel, prompts: Prompts) -> Iterator[tuple[int, torch.Tensor
         yield i, in_passes(model, prompt, range(middle, len(prompt) + 1))
 
 
-def seconds(model: TorchModel, prompts: Prompts) -> dict[str, float]:
-    """Best of three times: a batch of 8 prompts, and decoding 32 tokens of a batch of 1 and of 8."""
-    longest = sorted(prompts, key=len)[-8:]
-    return {
-        "prefill": min(_timed(lambda: together(model, longest)) for _ in range(3)),
-        "decode, batch 1": min(_timed(lambda: _decode(model, longest[-1:])) for _ in range(3)),
-        "decode, batch 8": min(_timed(lambda: _decode(model, longest)) for _ in range(3)),
-    }
-
-
-def _decode(model: TorchModel, prompts: Prompts) -> None:
-    list(model.generate_batch([prompt[:8] for prompt in prompts], max_tokens=32, ignore_eos=True))
-
-
-def _timed(action: object) -> float:
-    start = time.perf_counter()
-    action()  # type: ignore[operator]
-    return time.perf_counter() - start
-
-
 @click.command(help=__doc__)
 @click.option("--model", "path", default="story", show_default=True)
 @click.option("--device", default="cpu", show_default=True)
@@ -132,7 +111,7 @@ def main(path: str, device: str, dtype: str, threads: int, n_prompts: int, order
     """Entry point."""
     torch.set_num_threads(threads)
     print(f"{path}, {device}, {dtype}; {processor()}, {threads} threads; torch {torch.__version__}")
-    cost, prompts = {}, None
+    prompts = None
     for mode in ("fast", "reproducible"):
         model = load_torch(path, device=device, dtype=dtype, mode=mode)
         prompts = prompts or tell(model, n_prompts)
@@ -142,9 +121,6 @@ def main(path: str, device: str, dtype: str, threads: int, n_prompts: int, order
             for i, logits in runs:
                 found.add(alone[i], logits)
             print(f"{mode}, {name}: {found}")
-        cost[mode] = seconds(model, prompts)
-    for what, fast in cost["fast"].items():
-        print(f"{what}: reproducible takes {cost['reproducible'][what] / fast:.1f} times as long as fast")
 
 
 if __name__ == "__main__":

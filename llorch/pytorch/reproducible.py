@@ -1,5 +1,8 @@
 """The torch model with logits whose bits depend on a token and what it sees, and on nothing else.
 
+On a CPU with a compiler our leaves do it (`llorch.pytorch.cpu`): each sum has one order, whatever the number of rows
+and of threads; another kind of processor may have another one. What follows is what there is without them.
+
 A library picks its kernel, and with it the order of a sum, by the shape of the whole batch. Two rules keep that out:
 
 - What is no product is made of +, -, *, / and square roots of single elements. IEEE 754 fixes the bits of each, so
@@ -21,10 +24,12 @@ from jaxtyping import Float
 from torch import Tensor, matmul, nn
 from torch.nn.functional import pad
 
+from llorch.memory import keep_freed_memory
 from llorch.pytorch.cache import Visible
 from llorch.pytorch.causal_lm import CausalLM, Context, Heads, Keep, RMSNorm, rotate_and_cache, widened
 from llorch.pytorch.cpu.block import cpu_leaves
 from llorch.pytorch.cpu.library import library
+from llorch.pytorch.cpu.linear import CpuLinear
 from llorch.pytorch.delta_net import GatedNorm, ShortConv
 from llorch.pytorch.experts import Chosen, ExpertLinear, PerExpert, QuantisedExperts, grouped
 from llorch.pytorch.fixed_order import (
@@ -42,7 +47,7 @@ from llorch.pytorch.fixed_order import (
     softplus,
     swiglu,
 )  # fmt: skip
-from llorch.pytorch.leaves import Leaves, faster
+from llorch.pytorch.leaves import Leaves, faster, put_leaves
 from llorch.pytorch.positions import HeadNorm
 from llorch.pytorch.quantised_linear import QuantisedLinear
 
@@ -233,7 +238,7 @@ class FixedExperts(nn.Module):
     def __init__(self, leaf: ExpertLinear | QuantisedExperts, leaves: Leaves) -> None:
         """Take over the matrices of a plain one."""
         super().__init__()
-        self.of = nn.ModuleList([FixedRows(faster(leaf.expert(n), leaves)) for n in range(leaf.n_experts)])
+        self.of = nn.ModuleList([_fixed(faster(leaf.expert(n), leaves), leaves) for n in range(leaf.n_experts)])
 
     def forward(self, x: PerExpert, ids: Chosen) -> PerExpert:
         """Multiply expert by expert."""
@@ -250,17 +255,16 @@ FUNCTIONS: Mapping[str, Any] = {  # by the name that modules have for them
 def make_reproducible(model: CausalLM, *, own: bool = True) -> None:
     """Replace leaves so that no logit depends on the batch, on padding, or on how a prompt is cut into passes.
 
-    Prefill and cached decode give the same bits too. That holds for one device, dtype and number of threads. Rotations
-    and the cache stay as they are: each element of theirs is made by itself. `own`: the CPU's leaves make products, and
-    what a delta net does, whose sums have one order.
+    Prefill and cached decode give the same bits too. That holds for one device, dtype and number of threads, and for
+    any number of them where all leaves are compiled. `own`: the CPU's take the place of what is here where there are
+    such; then nobody sees scores and probabilities.
     """
-    leaves, functions = _in_one_order(model.model.norm.weight) if own else {}, dict(FUNCTIONS)
-    for name, kind in (("l2_norm", "l2 norm"), ("rule", "delta rule")):
-        if kind in leaves:
-            functions[name] = leaves[kind](functions[name])
+    for module in model.modules():
+        for name in vars(module).keys() & FUNCTIONS.keys():
+            setattr(module, name, FUNCTIONS[name])
+    leaves = _in_one_order(model.model.norm.weight) if own else {}
+    put_leaves(model, leaves)
     for module in list(model.modules()):
-        for name in vars(module).keys() & functions.keys():
-            setattr(module, name, functions[name])
         for name, leaf in module.named_children():
             setattr(module, name, _fixed(leaf, leaves))
 
@@ -270,19 +274,23 @@ def _fixed(leaf: Any, leaves: Leaves) -> Any:
         return FixedNorm(leaf)
     if isinstance(leaf, HeadNorm):
         return FixedHeadNorm(leaf)
-    if isinstance(leaf, nn.Linear | QuantisedLinear):
-        return FixedRows(faster(leaf, leaves))
+    if isinstance(leaf, nn.Linear | QuantisedLinear | CpuLinear) and not is_fixed(leaf):
+        return FixedRows(leaf)
     if isinstance(leaf, ExpertLinear | QuantisedExperts):
         return FixedExperts(leaf, leaves)
-    if isinstance(leaf, GatedNorm | ShortConv) and (ours := faster(leaf, leaves)) is not leaf:
-        return ours
     if isinstance(leaf, GatedNorm):
         return FixedGatedNorm(leaf)
     return FixedConv(leaf) if isinstance(leaf, ShortConv) else leaf
 
 
+def is_fixed(leaf: Any) -> bool:
+    """Whether no row of a projection depends on its company."""
+    return isinstance(leaf, FixedRows) or getattr(leaf, "fixed", False)
+
+
 def _in_one_order(like: Tensor) -> Leaves:
-    """The CPU's, dense products all by oneDNN, whose sums have one order for few and many rows."""
+    """The CPU's; without a compiler products by oneDNN, whose sums have one order for few and many rows."""
     if like.device.type != "cpu":
         return {}
-    return {**cpu_leaves(library(), like.dtype), **cpu_leaves(None, like.dtype)}
+    keep_freed_memory()
+    return cpu_leaves(library(), like.dtype, fixed=True)

@@ -27,21 +27,34 @@ from llorch.model import load
 from llorch.pytorch import reproducible
 from llorch.pytorch.causal_lm import RMSNorm, keep_nothing
 from llorch.pytorch.causal_lm import swiglu as plain_swiglu
+from llorch.pytorch.cpu.linear import CpuLinear
 from llorch.pytorch.fixed_order import FixedNorm, exp, softmax, swiglu, tree_sum
 from llorch.pytorch.load import load_dense, load_packed
 from llorch.pytorch.lora import leaves
-from llorch.pytorch.reproducible import make_reproducible
+from llorch.pytorch.reproducible import FixedRows, make_reproducible
 from llorch.verify.suites.quantised_models import write_model
 
 
+@pytest.mark.parametrize("own", [True, False], ids=["compiled", "torch"])
 @pytest.mark.parametrize(("dtype", "name"), [("float32", "micro-llama"), ("bfloat16", "micro-qwen3")])
-def test_no_bit_of_a_logit_depends_on_the_batch_its_padding_or_how_a_prompt_is_cut(dtype, name):
-    assert verdict(dtype, name) == (len(LENGTHS), 1)
+def test_no_bit_of_a_logit_depends_on_the_batch_its_padding_or_how_a_prompt_is_cut(dtype, name, own):
+    assert verdict(dtype, name, own=own)[:2] == (len(LENGTHS), 1)
 
 
 @pytest.mark.parametrize(("dtype", "name"), [("float32", "micro-qwen3"), ("bfloat16", "micro-llama")])
-def test_that_holds_with_two_threads_too(dtype, name):
-    assert verdict_of_a_process(2, dtype, name) == (len(LENGTHS), 1)
+def test_two_threads_give_the_bits_of_one(dtype, name):
+    company, cut, digest = verdict_of_a_process(2, dtype, name)
+    assert (company, cut) == (len(LENGTHS), 1)
+    prompt = (runner(name, DTYPES[dtype]).prompts()[3] * 4)[:140]
+    assert sha256(runner(name, DTYPES[dtype]).passes(prompt, 140)) == digest
+
+
+def test_without_a_compiler_no_bit_depends_on_company_either(monkeypatch):
+    monkeypatch.setattr(reproducible, "library", lambda: None)
+    run = runner("micro-qwen3")
+    assert {type(part) for part in run.model.modules()} >= {CpuLinear, FixedRows, FixedNorm}
+    assert len(hashes_when_cut(run, run.prompts()[3])) == 1
+    assert all(len(seen) == 1 for seen in hashes_in_company(run))
 
 
 def test_the_plain_model_does_not_pass_this_test():
@@ -62,10 +75,12 @@ def test_reproducible_logits_are_as_close_to_the_truth_as_the_plain_ones():
     assert error[True] < max(1.5 * error[False], 1e-6)
 
 
-def test_packed_weights_are_reproducible_too(tmp_path: Path):
-    model = load_packed(open_weights(write_model("Q4_K", tmp_path)), dtype=torch.float32, device=CPU)
-    make_reproducible(model)
-    run = Runner(model, torch.float32)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("own", [True, False], ids=["compiled", "torch"])
+def test_packed_weights_are_reproducible_too(own, dtype, tmp_path: Path):
+    model = load_packed(open_weights(write_model("Q4_K", tmp_path)), dtype=dtype, device=CPU)
+    make_reproducible(model, own=own)
+    run = Runner(model, dtype)
     prompt = run.prompts()[3]
     assert hashes_when_cut(run, prompt) == {sha256(run.batch([run.prompts()[0], prompt], "right")[1])}
 

@@ -68,7 +68,9 @@ def sha256(logits: torch.Tensor) -> str:
     return hashlib.sha256(logits.contiguous().cpu().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def runner(name: str = "micro-qwen2", dtype: torch.dtype = torch.float32, *, fixed: bool = True) -> Runner:
+def runner(
+    name: str = "micro-qwen2", dtype: torch.dtype = torch.float32, *, fixed: bool = True, own: bool = True
+) -> Runner:
     from llorch.builtin import builtin_path
     from llorch.files import open_weights
     from llorch.pytorch.load import load_dense
@@ -76,7 +78,7 @@ def runner(name: str = "micro-qwen2", dtype: torch.dtype = torch.float32, *, fix
 
     model = load_dense(open_weights(builtin_path(name)), dtype=dtype, device=CPU)
     if fixed:
-        make_reproducible(model)
+        make_reproducible(model, own=own)
     return Runner(model, dtype)
 
 
@@ -102,15 +104,19 @@ def hashes_when_cut(run: Runner, prompt: list[int]) -> set[str]:
     return {sha256(run.passes(prompt, *sizes)) for sizes in cuts}
 
 
-def verdict(dtype: str, name: str) -> tuple[int, int]:
-    """How many different logits the prompts got in company, and one long prompt that was cut: 16 and 1 when sound."""
-    run = runner(name, DTYPES[dtype])
+def verdict(dtype: str, name: str, *, own: bool = True) -> tuple[int, int, str]:
+    """How many different logits the prompts got in company, and one long prompt that was cut: 16 and 1 when sound.
+
+    And a hash of the latter.
+    """
+    run = runner(name, DTYPES[dtype], own=own)
     prompt = (run.prompts()[3] * 4)[:140]  # three blocks of keys, more rows than a wide tile
     alone = {sha256(run.batch([run.prompts()[1], prompt], "left")[1])}
-    return sum(map(len, hashes_in_company(run))), len(alone | hashes_when_cut(run, prompt))
+    cut = alone | hashes_when_cut(run, prompt)
+    return sum(map(len, hashes_in_company(run))), len(cut), max(cut)
 
 
-def verdict_of_a_process(threads: int, dtype: str, name: str) -> tuple[int, int]:
+def verdict_of_a_process(threads: int, dtype: str, name: str) -> tuple[int, int, str]:
     """The same with some threads."""
     done = subprocess.run(
         [sys.executable, __file__, str(threads), dtype, name],
@@ -120,8 +126,8 @@ def verdict_of_a_process(threads: int, dtype: str, name: str) -> tuple[int, int]
         check=True,
         env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(REPOSITORY)},
     )
-    company, cut = done.stdout.split()
-    return int(company), int(cut)
+    company, cut, digest = done.stdout.split()
+    return int(company), int(cut), digest
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Leaves of the torch model for the CPU, in C where a compiler is at hand.
 
 In: tensors of the page's leaves. Out: the same results in one pass over memory. Read `library` first (how the C files
-are built, kept and loaded), then `layer` and `linear` with `cpu_numbers.h`, `cpu_layer.c` and `cpu_products.c`,
-`quantised`, and `block`, which has the table of all and runs a whole block in one call.
+are built, kept and loaded), then `layer` and `linear` with `cpu_numbers.h`, `cpu_layer.c`, `cpu_attention.c` and
+`cpu_fixed.c`, `quantised` with `cpu_products.c`, and `block`, which has the table of all and runs a block in one call.
 """

@@ -17,12 +17,13 @@ from llorch.pytorch.cache import Cache, Place
 from llorch.pytorch.causal_lm import Block, Hidden, Keep, keep_nothing
 from llorch.pytorch.cpu.delta_net import CpuDeltaRule, CpuGatedNorm, CpuL2Norm, CpuShortConv
 from llorch.pytorch.cpu.experts import CpuExperts, CpuQuantisedExperts
-from llorch.pytorch.cpu.layer import FEW, HALF, LANES, CpuAttention, CpuRMSNorm, CpuRotate, CpuSwiglu, fits_attention
+from llorch.pytorch.cpu.layer import FEW, HALF, CpuAttention, CpuRMSNorm, CpuRotate, CpuSwiglu
 from llorch.pytorch.cpu.library import pointer
 from llorch.pytorch.cpu.linear import KINDS, CpuLinear
 from llorch.pytorch.cpu.quantised import CpuQuantisedLinear
 from llorch.pytorch.packing import PACKERS
 
+MOST = 64  # rows of a block in one call, where its leaves take any number
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_long
 
@@ -38,7 +39,7 @@ class _Block(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("attention_norm", "ffn_norm", "q_norm", "k_norm")),
         *((name, _Matrix) for name in PROJECTIONS),
-        *((name, _LONG) for name in ("half", "heads", "kv_heads", "head_dim")),
+        *((name, _LONG) for name in ("half", "fixed", "heads", "kv_heads", "head_dim")),
         ("eps", ctypes.c_float),
     )
 
@@ -53,9 +54,10 @@ class _Place(ctypes.Structure):
 class CpuBlock(Block):
     """A block with the leaves, and the attribute paths, of another one."""
 
-    def __init__(self, block: Block, library: ctypes.CDLL) -> None:
-        """Take over the modules of a block whose leaves are in place."""
+    def __init__(self, block: Block, library: ctypes.CDLL, *, fixed: bool = False) -> None:
+        """Take over the modules of a block whose leaves are in place; `fixed`: they are those of any number of rows."""
         nn.Module.__init__(self)
+        self.fixed, self._most = fixed, MOST if fixed else FEW
         self.mixer = block.mixer
         for name, child in block.named_children():
             setattr(self, name, child)
@@ -64,7 +66,7 @@ class CpuBlock(Block):
 
     def forward(self, x: Hidden, place: Place, cache: Cache, keep: Keep) -> Hidden:
         """The residual stream after the layer."""
-        if cache.in_rows and keep is keep_nothing and x.shape[0] * x.shape[1] <= FEW:
+        if cache.in_rows and keep is keep_nothing and x.shape[0] * x.shape[1] <= self._most:
             keys, values = cache.keys[self.self_attn.layer], cache.values[self.self_attn.layer]
             struct = self._described()
             if struct is not None and keys.dtype == x.dtype:
@@ -78,7 +80,7 @@ class CpuBlock(Block):
         known_leaves, known_addresses, struct = self._known
         if where == known_addresses and all(map(operator.is_, leaves, known_leaves)):
             return struct
-        struct = describe(self) if can_describe(self) else None
+        struct = describe(self, fixed=self.fixed) if can_describe(self, fixed=self.fixed) else None
         self._known = leaves, where, struct
         return struct
 
@@ -115,7 +117,7 @@ def addresses(leaves: list[object]) -> list[int]:
     return [0 if tensor is None else tensor.data_ptr() for store in stores for tensor in store.values()]
 
 
-def can_describe(block: Block) -> bool:
+def can_describe(block: Block, *, fixed: bool) -> bool:
     """Whether the compiled function does what this block does."""
     first, second, q_norm, k_norm, rotate, attend, act, *projections = leaves_of(block)
     norms = [norm for norm in (first, second, q_norm, k_norm) if norm is not None]
@@ -124,13 +126,11 @@ def can_describe(block: Block) -> bool:
         all(type(norm) is CpuRMSNorm for norm in norms)
         and len({norm.eps for norm in norms if isinstance(norm, CpuRMSNorm)}) == 1
         and all(type(leaf) is kind for leaf, kind in kinds)
-        and all(type(leaf) in (CpuLinear, CpuQuantisedLinear) for leaf in projections)
-        and fits_attention(block.self_attn.head_dim)
-        and block.mlp.gate_proj.out_features % LANES == 0
+        and all(isinstance(leaf, CpuLinear | CpuQuantisedLinear) and leaf.fixed == fixed for leaf in projections)
     )
 
 
-def describe(block: Block) -> _Block:
+def describe(block: Block, *, fixed: bool) -> _Block:
     """Addresses and sizes of the parts of a block, which must outlive what is returned."""
     attention, first = block.self_attn, block.input_layernorm
     half, norms = HALF[first.weight.dtype], (first, block.post_attention_layernorm, attention.q_norm, attention.k_norm)
@@ -138,33 +138,44 @@ def describe(block: Block) -> _Block:
     owners = [attention] * 4 + [block.mlp] * 3
     matrices = [_Matrix(*getattr(owner, name).described()) for owner, name in zip(owners, PROJECTIONS, strict=True)]
     heads = [leaf.out_features // attention.head_dim for leaf in (attention.q_proj, attention.k_proj)]
-    return _Block(*gains, *matrices, half, *heads, attention.head_dim, first.eps)
+    return _Block(*gains, *matrices, half, fixed, *heads, attention.head_dim, first.eps)
 
 
-def cpu_leaves(compiled: ctypes.CDLL | None, dtype: torch.dtype) -> Mapping[str, Callable[[Any], Any]]:
-    """The leaves of the CPU by kind; without the compiled ones, products of oneDNN are left."""
+def cpu_leaves(
+    compiled: ctypes.CDLL | None, dtype: torch.dtype, *, fixed: bool = False
+) -> Mapping[str, Callable[[Any], Any]]:
+    """The leaves of the CPU by kind; without the compiled ones, products of oneDNN are left.
+
+    `fixed`: the compiled ones whose rows do not depend on their company, which none of oneDNN's promises.
+    """
     if dtype not in KINDS:
         return {}
     if compiled is None:
         return {"linear": lambda leaf: CpuLinear(leaf.weight, leaf.bias, None)}
 
     def packed(leaf: Any) -> CpuQuantisedLinear:
-        return CpuQuantisedLinear(leaf.fields, leaf.ggml_type, leaf.bias, compiled)
+        return CpuQuantisedLinear(leaf.fields, leaf.ggml_type, leaf.bias, compiled, fixed=fixed)
 
-    def packed_experts(leaf: Any) -> CpuQuantisedExperts:
-        return CpuQuantisedExperts(leaf.fields, leaf.ggml_type, leaf.n_experts, compiled)
-
-    return {f"packed {kind.name}": packed for kind in PACKERS} | {
-        "linear": lambda leaf: CpuLinear(leaf.weight, leaf.bias, compiled),
+    leaves: Mapping[str, Callable[[Any], Any]] = {
+        **{f"packed {kind.name}": packed for kind in PACKERS},
+        "linear": lambda leaf: CpuLinear(leaf.weight, leaf.bias, compiled, fixed=fixed),
         "norm": lambda leaf: CpuRMSNorm(leaf.weight, leaf.eps, compiled),
         "rotate": lambda plain: CpuRotate(compiled),
-        "attend": lambda plain: CpuAttention(compiled, plain),
+        "attend": lambda plain: CpuAttention(compiled, None if fixed else plain),
         "act": lambda plain: CpuSwiglu(compiled),
         "conv": lambda leaf: CpuShortConv(leaf.weight, compiled),
         "gated norm": lambda leaf: CpuGatedNorm(leaf.weight, leaf.eps, compiled),
         "l2 norm": lambda plain: CpuL2Norm(compiled),
         "delta rule": lambda plain: CpuDeltaRule(compiled),
-        "experts": lambda leaf: CpuExperts(leaf.weight, compiled),
-        **{f"packed experts {kind.name}": packed_experts for kind in PACKERS},
-        "block": lambda block: CpuBlock(block, compiled) if block.is_dense else block,
+        "block": lambda block: CpuBlock(block, compiled, fixed=fixed) if block.is_dense else block,
+    }
+    return leaves if fixed else {**leaves, **_experts(compiled)}
+
+
+def _experts(compiled: ctypes.CDLL) -> Mapping[str, Callable[[Any], Any]]:
+    def packed(leaf: Any) -> CpuQuantisedExperts:
+        return CpuQuantisedExperts(leaf.fields, leaf.ggml_type, leaf.n_experts, compiled)
+
+    return {f"packed experts {kind.name}": packed for kind in PACKERS} | {
+        "experts": lambda leaf: CpuExperts(leaf.weight, compiled)
     }

@@ -12,7 +12,7 @@ typedef struct {
 typedef struct {
     const void *attention_norm, *ffn_norm, *q_norm, *k_norm; /* the last two may be null */
     matrix q, k, v, o, gate, up, down;
-    long half, heads, kv_heads, head_dim;
+    long half, fixed, heads, kv_heads, head_dim; /* fixed: products with sums of one order */
     float eps;
 } block;
 
@@ -25,8 +25,9 @@ typedef struct {
 } place;
 
 static int multiply(const block *b, const matrix *m, const void *x, void *y, long rows) {
-    return llorch_product((int)m->kind, m->codes, m->d, m->scales, m->more, (int)b->half, x, m->bias, y, rows, m->out,
-                          m->in);
+    int packed = m->kind > 1;
+    return (b->fixed || !packed ? llorch_fixed_product : llorch_product)(
+        (int)m->kind, m->codes, m->d, m->scales, m->more, (int)b->half, x, m->bias, y, rows, m->out, m->in);
 }
 
 static void add(int half, const void *x, const void *more, void *y, long n) {

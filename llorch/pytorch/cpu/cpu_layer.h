@@ -4,9 +4,17 @@
 
 #include <stdint.h>
 
-/* y = x W^T + bias for a few rows. 1 when memory is lacking. */
+/* y = x W^T + bias for a few rows and a packed matrix. 1 when memory is lacking. */
 int llorch_product(int kind, const void *codes, const void *d, const void *scales, const void *more, int half,
                    const void *x, const void *bias, void *y, long rows, long out, long in);
+
+/* The same for any number of rows and any matrix, with sums of one order: see cpu_fixed.c. */
+int llorch_fixed_product(int kind, const void *codes, const void *d, const void *scales, const void *more, int half,
+                         const void *x, const void *bias, void *y, long rows, long out, long in);
+
+/* Runs of 32 elements of a packed matrix, counted over all rows. */
+void llorch_decode_runs(int kind, const void *codes, const void *d, const void *scales, const void *more, int half,
+                        void *y, long first, long n);
 
 /* Rows first to first + n of a packed matrix. */
 void llorch_decode(int kind, const void *codes, const void *d, const void *scales, const void *more, int half,
@@ -24,11 +32,11 @@ void llorch_rope(int half, const void *x, const float *cos, const float *sin, vo
 int llorch_append(const char *new, char *store, const int64_t *slots, long batch, long seq, long kv_heads, long n_slots,
                   long n_bytes);
 
-/* gate / (1 + exp(-gate)) * up; n is a multiple of 16. */
+/* gate / (1 + exp(-gate)) * up. */
 void llorch_swiglu(int half, const void *gate, const void *up, void *y, long n);
 
-/* softmax(q k^T / sqrt(head_dim)) v for a few tokens; head_dim is a multiple of 16 up to 256. visible is
- * (batch, seq, ctx), or null when a token sees what stands before it. 1 when memory is lacking. */
+/* softmax(q k^T / sqrt(head_dim)) v. visible is (batch, seq, ctx), or null when a token sees what stands before it.
+ * 1 when memory is lacking. */
 int llorch_attend(int half, const void *q, const void *keys, const void *values, const uint8_t *visible, void *y,
                   long batch, long seq, long heads, long kv_heads, long ctx, long head_dim, long batch_stride,
                   long head_stride);

@@ -1,21 +1,21 @@
-"""What a layer does beside its products, on the CPU: each a single pass over its input, in `cpu_layer.c`.
+"""What a layer does beside its products, on the CPU: each is one pass over its input, in `cpu_layer.c`.
 
 Decoding one token is some 25 small torch operations per layer, each of which costs more in calls than in work. The
 twins are the functions of `llorch.pytorch.causal_lm`; sums, rotations and exponentials are float32, rounded once.
 """
 
 import ctypes
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from llorch.pytorch.cache import Cache, Place, Visible
-from llorch.pytorch.causal_lm import Context, Heads, Keep, swiglu
+from llorch.pytorch.causal_lm import Context, Heads, Keep
 
 HALF = {torch.float32: 0, torch.bfloat16: 1}
 FEW = 4  # tokens up to which attention is done here; more go to what was there before
-LANES, MOST_DIM = 16, 256  # of cpu_layer.c
 
 
 class CpuRMSNorm(nn.Module):
@@ -71,22 +71,20 @@ class CpuRotate:
             raise IndexError(f"cache: expected slots from 0 to {store.shape[2] - 1}, got {slots.tolist()}")
 
 
-def fits_attention(head_dim: int) -> bool:
-    """Whether heads of this size can be attended to here."""
-    return head_dim % LANES == 0 and head_dim <= MOST_DIM
-
-
 class CpuAttention:
-    """Attention of a few tokens; many are left to another leaf, such as torch's fused attention."""
+    """Attention in `cpu_attention.c`; many tokens are left to another leaf, such as torch's fused attention."""
 
-    def __init__(self, library: ctypes.CDLL, many) -> None:
-        """Keep the compiled functions and the leaf that stands here now."""
+    def __init__(self, library: ctypes.CDLL, many: Any | None) -> None:
+        """Keep the compiled functions and the leaf that stands here now; without one all tokens are attended to here.
+
+        Then no token depends on its company.
+        """
         self.library, self.many = library, many
 
     def __call__(self, q: Heads, keys: Context, values: Context, visible: Visible, keep: Keep) -> Heads:
         """softmax(q k^T / sqrt(head_dim)) v; scores and probabilities are not made, so nobody can observe them."""
         batch, seq, heads, head_dim = q.shape
-        if batch * seq > FEW or not fits_attention(head_dim):
+        if self.many is not None and batch * seq > FEW:
             return self.many(q, keys, values, visible, keep)
         kv_heads, ctx = keys.shape[1:3]
         q, mask = q.contiguous(), None if visible is None else visible.contiguous()
@@ -109,8 +107,6 @@ class CpuSwiglu:
         self, gate: Float[Tensor, "*rows inter"], up: Float[Tensor, "*rows inter"]
     ) -> Float[Tensor, "*rows inter"]:
         """Compute gate / (1 + exp(-gate)) * up, rounded once."""
-        if gate.numel() % LANES:
-            return swiglu(gate, up)
         gate, up = gate.contiguous(), up.contiguous()
         y = torch.empty_like(gate)
         self.library.llorch_swiglu(HALF[gate.dtype], gate.data_ptr(), up.data_ptr(), y.data_ptr(), gate.numel())

@@ -24,7 +24,7 @@ import torch
 logger = logging.getLogger(__name__)
 
 SOURCES = tuple(
-    Path(__file__).with_name(name) for name in ("cpu_products.c", "cpu_layer.c", "cpu_block.c", "cpu_delta.c")
+    Path(__file__).with_name(f"cpu_{name}.c") for name in ("products", "fixed", "layer", "attention", "block", "delta")
 )
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC")
 COMPILERS = ("cc", "gcc", "clang")
@@ -34,6 +34,7 @@ _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ct
 _MATRIX = (_INT, _POINTER, _POINTER, _POINTER, _POINTER, _INT)
 SIGNATURES = {
     "llorch_product": (_INT, (*_MATRIX, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG)),
+    "llorch_fixed_product": (_INT, (*_MATRIX, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG)),
     "llorch_decode": (None, (*_MATRIX, _POINTER, _LONG, _LONG, _LONG)),
     "llorch_rms_norm": (None, (_INT, _POINTER, _POINTER, _FLOAT, _POINTER, _LONG, _LONG)),
     "llorch_rope": (None, (_INT, *[_POINTER] * 4, *[_LONG] * 4)),

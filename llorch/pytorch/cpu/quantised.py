@@ -23,10 +23,16 @@ FEW = 8  # rows up to which decoding in registers, once per row, is faster than 
 class CpuQuantisedLinear(PackedMatrix):
     """A linear layer, with the interface of `nn.Linear`, for inference: nothing is recorded for a backward pass."""
 
-    def __init__(self, fields: Fields, ggml_type: GGMLType, bias: Tensor | None, library: ctypes.CDLL) -> None:
-        """Take over the fields of a packed layer, or of an embedding that it shares them with."""
+    def __init__(
+        self, fields: Fields, ggml_type: GGMLType, bias: Tensor | None, library: ctypes.CDLL, *, fixed: bool = False
+    ) -> None:
+        """Take over the fields of a packed layer, or of an embedding that it shares them with.
+
+        `fixed`: rows are multiplied by the decoded matrix however few they are, so none depends on its company.
+        """
         super().__init__(fields, ggml_type)
-        self.bias, self.library = bias, library
+        self.bias, self.fixed = bias, fixed
+        self.library = library
         self._kind = KINDS[ggml_type]
         self._found: tuple[int | None, ...] = ()
         self._found_for: object = None
@@ -35,13 +41,12 @@ class CpuQuantisedLinear(PackedMatrix):
         """Multiply, in the dtype of `x`; sums are float32 and rounded once."""
         x = x.contiguous()
         rows = x.numel() // self.in_features
-        if rows > FEW:
+        if rows > FEW and not self.fixed:
             return self._many(x.view(rows, -1)).view(*x.shape[:-1], self.out_features)
         y = x.new_empty(*x.shape[:-1], self.out_features)
         sizes = rows, self.out_features, self.in_features
-        if self.library.llorch_product(
-            *self.matrix_of(x.dtype), x.data_ptr(), pointer(self.bias), y.data_ptr(), *sizes
-        ):
+        multiply = self.library.llorch_fixed_product if self.fixed else self.library.llorch_product
+        if multiply(*self.matrix_of(x.dtype), x.data_ptr(), pointer(self.bias), y.data_ptr(), *sizes):
             raise MemoryError(f"linear: no memory for {rows} rows")
         return y
 

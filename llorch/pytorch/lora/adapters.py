@@ -34,7 +34,7 @@ from llorch.pytorch.lora.leaves import LoraEmbedding, LoraExperts, LoraLeaf, Lor
 from llorch.pytorch.parts import is_part
 from llorch.pytorch.paths import path_of
 from llorch.pytorch.quantised_linear import Reordered
-from llorch.pytorch.reproducible import FixedRows
+from llorch.pytorch.reproducible import FixedRows, is_fixed
 
 
 def attach(
@@ -137,7 +137,7 @@ def _wrapped(module: CausalLM, target: Target, path: str) -> LoraLeaf:
     """A leaf of a target, wrapped now if it was not."""
     leaf = module.get_submodule(path)
     if not isinstance(leaf, LoraLeaf):
-        fixed = isinstance(getattr(module.lm_head, "base_layer", module.lm_head), FixedRows)
+        fixed = is_fixed(getattr(module.lm_head, "base_layer", module.lm_head))
         kind = LoraEmbedding if target.is_embedding else LoraExperts if target.n_experts else LoraLinear
         leaf = kind(leaf, fixed=fixed)
         _put(module, path, leaf)

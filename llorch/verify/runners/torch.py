@@ -76,7 +76,7 @@ VARIANTS: Mapping[str, Variant] = {  # suffix of the backend's name
     "-sdpa-batch": Variant(with_sdpa, in_batch=True),
     "-fast": Variant(loaded()),
     "-fast-batch": Variant(loaded(), in_batch=True),
-    "-reproducible": Variant(loaded(mode="reproducible"), hidden=frozenset()),
+    "-reproducible": Variant(loaded(mode="reproducible")),
     "-compiled": Variant(loaded(compiled=True)),
     "-packed": Variant(loaded(residency="packed")),
 }

@@ -16,6 +16,7 @@ from llorch.pytorch.cpu.linear import CpuLinear
 from llorch.pytorch.cpu.quantised import CpuQuantisedLinear
 from llorch.pytorch.leaves import leaves_for, put_leaves
 from llorch.pytorch.load import load_dense, load_packed
+from llorch.pytorch.reproducible import make_reproducible
 from llorch.pytorch.sdpa import use_sdpa
 from llorch.verify.suites.quantised_models import write_model
 
@@ -27,6 +28,12 @@ def fitted(name: str, dtype: torch.dtype) -> CausalLM:
     model = load_dense(open_weights(builtin_path(name)), dtype=dtype, device=CPU)
     use_sdpa(model)
     put_leaves(model, leaves_for(CPU, dtype, required=False))
+    return model
+
+
+def reproducible(name: str, dtype: torch.dtype) -> CausalLM:
+    model = load_dense(open_weights(builtin_path(name)), dtype=dtype, device=CPU)
+    make_reproducible(model)
     return model
 
 
@@ -64,6 +71,26 @@ def test_a_block_in_one_call_has_the_bits_of_its_leaves(name, dtype, seq):
     got, want = continued(model, dtype, keep_nothing, seq), continued(model, dtype, observe, seq)
     assert all(block._known[2] is not None for block in blocks(model))  # it was used
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["micro-llama", "micro-qwen3"])
+@torch.no_grad()
+def test_so_has_a_reproducible_one_of_many_tokens(name, dtype):
+    model = reproducible(name, dtype)
+    got, want = continued(model, dtype, keep_nothing, 4), continued(model, dtype, observe, 2)
+    assert all(block._known[2] is not None for block in blocks(model))
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+@torch.no_grad()
+def test_a_block_with_leaves_of_another_mode_is_that_of_its_leaves(fixed):
+    model = reproducible("micro-llama", torch.float32) if fixed else fitted("micro-llama", torch.float32)
+    block, leaf = blocks(model)[0], blocks(model)[0].mlp.up_proj
+    block.mlp.up_proj = CpuLinear(leaf.weight, leaf.bias, leaf.library, fixed=not leaf.fixed)
+    continued(model, torch.float32, keep_nothing)
+    assert [block._known[2] is None for block in blocks(model)] == [True, *[False] * (len(blocks(model)) - 1)]
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_K", "Q6_K"])

@@ -128,8 +128,36 @@ def test_what_attention_does_not_see_does_not_count_even_when_it_is_huge():
     assert torch.equal(run(q, keys, values), before)
 
 
-@pytest.mark.parametrize(("seq", "head_dim"), [(FEW + 1, 32), (1, 24), (1, 512)])
-def test_many_tokens_and_odd_heads_are_left_to_the_leaf_that_stood_there(seq, head_dim):
-    q, keys = numbers(1, seq, 2, head_dim, dtype=torch.float32), numbers(1, 2, 9, head_dim, dtype=torch.float32)
+def test_many_tokens_are_left_to_the_leaf_that_stood_there():
+    q, keys = numbers(1, FEW + 1, 2, 32, dtype=torch.float32), numbers(1, 2, 9, 32, dtype=torch.float32)
     got = CpuAttention(COMPILED, attention)(q, keys, keys, None, keep_nothing)
     assert torch.equal(got, attention(q, keys, keys, None, keep_nothing))
+
+
+@DTYPES
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(6, 2, 6), (3, 3, 40), (14, 2, 64), (34, 1, 512)])
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_token_has_the_bits_that_it_has_alone_however_many_there_are(masked, heads, kv_heads, head_dim, dtype):
+    ctx, seq = 150, 20
+    q, store = numbers(2, seq, heads, head_dim, dtype=dtype), numbers(2, 2, kv_heads, ctx + 5, head_dim, dtype=dtype)
+    keys, values = store[:, :, :, :ctx]
+    seen = torch.ones(seq, ctx, dtype=torch.bool).tril(ctx - seq).expand(2, 1, seq, ctx)
+    if masked:
+        seen = seen & (torch.rand(2, 1, seq, ctx, generator=torch.Generator().manual_seed(0)) < 0.7)
+    attend = CpuAttention(COMPILED, None)
+    whole = attend(q, keys, values, seen if masked else None, keep_nothing)
+    assert_close(whole, attention(q.double(), keys.double(), values.double(), seen, keep_nothing), dtype)
+    for row, token in ((0, 0), (1, 7), (0, 13), (1, 19)):
+        one, here = slice(row, row + 1), slice(token, token + 1)
+        alone = attend(q[one, here], keys[one], values[one], seen[one, :, here], keep_nothing)
+        assert torch.equal(alone[0, 0], whole[row, token])
+        end = ctx - seq + token + 1  # no slot behind the token's own
+        alone = attend(q[one, here], keys[one, :, :end], values[one, :, :end], seen[one, :, here, :end], keep_nothing)
+        assert torch.equal(alone[0, 0], whole[row, token])
+
+
+@DTYPES
+def test_swiglu_of_an_element_has_the_same_bits_wherever_it_stands(dtype):
+    gate, up = 5 * numbers(3, 37, dtype=dtype), numbers(3, 37, dtype=dtype, seed=1)
+    act = CpuSwiglu(COMPILED)
+    assert torch.equal(torch.cat([act(*one) for one in zip(gate.split(1), up.split(1), strict=True)]), act(gate, up))
