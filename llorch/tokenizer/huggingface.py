@@ -65,9 +65,7 @@ class HuggingFaceVocabulary:
         """
         with self._lock, self._without_prefix(continues):  # the switch belongs to the tokenizer, not to the call
             self._tokenizer.encode_special_tokens = not parse_special
-            (encoding,) = self._tokenizer.encode_batch(
-                [text], add_special_tokens=False
-            )  # other threads go on meanwhile
+            (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=False)  # other threads go on
         starts = starts_in(encoding)
         if not add_special:
             return encoding.ids, starts
