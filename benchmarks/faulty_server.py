@@ -22,8 +22,8 @@ FAULTS = {
 
 def plant(kind: type, seconds: float) -> None:
     """Make a class of batches slow and faulty."""
-    join, step = kind.join, kind.step
-    seeds: dict[int, int] = {}
+    join, leave, step = kind.join, kind.leave, kind.step
+    seeds: dict[int, int] = {}  # of the jobs that are in it
     steps: dict[int, int] = {}
 
     def joined(self: Any, job: Any) -> int | None:
@@ -32,9 +32,13 @@ def plant(kind: type, seconds: float) -> None:
             seeds[ticket], steps[ticket] = job.settings.seed, 0
         return ticket
 
+    def left(self: Any, ticket: int) -> None:
+        del seeds[ticket]
+        leave(self, ticket)
+
     def stepped(self: Any) -> Mapping[int, object]:
         time.sleep(seconds)
-        there = {seeds[ticket] for ticket in self._running}
+        there = set(seeds.values())
         if 9003 in there:
             raise ArithmeticError("planted, of nobody")
         if 9004 in there:
@@ -48,13 +52,17 @@ def plant(kind: type, seconds: float) -> None:
                 made[ticket] = ArithmeticError("planted, of one job")
         return made
 
-    kind.join = joined
-    kind.step = stepped
+    kind.join, kind.leave, kind.step = joined, left, stepped
 
 
 if __name__ == "__main__":
     from llorch.cli import main
     from llorch.serve.turns import Turns
 
-    plant(Turns, float(sys.argv.pop(1)))
+    delay = float(sys.argv.pop(1))
+    plant(Turns, delay)
+    if "torch" in sys.argv:
+        from llorch.pytorch.serving.batch import ContinuousBatch
+
+        plant(ContinuousBatch, delay)
     main(prog_name="llorch")

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-PATIENCE = 60.0  # seconds for anything
+PATIENCE = 240.0  # seconds for anything
 
 
 @dataclass(frozen=True)

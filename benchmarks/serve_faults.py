@@ -3,8 +3,9 @@
     python benchmarks/serve_faults.py                      all faults, about six minutes
     python benchmarks/serve_faults.py --only S4 --only S13
     python benchmarks/serve_faults.py --soak 30            minutes of mixed load
+    python benchmarks/serve_faults.py --backend torch      the continuous batch, in reproducible mode
 
-Servers run as processes on loopback, with `story` on the NumPy path; where time matters each step takes longer, as
+Servers run as processes on loopback, with `story`; where time matters each step takes longer, as
 `faulty_server` makes it. Exit code 1 where something is not as expected.
 """
 
@@ -24,6 +25,7 @@ from serve_faults_of_clients import KEY, Verdict
 from serve_processes import Server, faulty, llorch
 
 OPEN_FILES = 4096
+BACKENDS = {"numpy": (), "torch": ("--backend", "torch", "--mode", "reproducible")}
 ALONE = ("--parallel", "1")
 
 
@@ -60,13 +62,13 @@ FAULTS = (
 )  # fmt: skip
 
 
-def provoke(fault: Fault) -> Verdict:
+def provoke(fault: Fault, backend: Sequence[str] = ()) -> Verdict:
     """Do it to a server that is started for it."""
     _allow_open_files()
     if fault.step is None:
-        server = llorch("story", *fault.options, key=fault.key)
+        server = llorch("story", *fault.options, *backend, key=fault.key)
     else:
-        server = faulty(fault.step, "story", *fault.options)
+        server = faulty(fault.step, "story", *fault.options, *backend)
     try:
         return asyncio.run(fault.run(server))  # type: ignore[arg-type]
     finally:
@@ -83,8 +85,9 @@ def _allow_open_files() -> None:
 @click.command(help=__doc__)
 @click.option("--only", multiple=True, type=click.Choice([fault.number for fault in FAULTS] + ["S16"]))
 @click.option("--soak", default=1.0, show_default=True, help="Minutes of mixed load.")
+@click.option("--backend", type=click.Choice(list(BACKENDS)), default="numpy", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list instead.")
-def main(only: tuple[str, ...], soak: float, as_json: bool) -> None:
+def main(only: tuple[str, ...], soak: float, backend: str, as_json: bool) -> None:
     """Entry point."""
     mixed = Fault(
         "S16", f"{soak:g} min of mixed load", "< 1 MB in 10 min, no file left open", partial(work.soak, minutes=soak)
@@ -94,7 +97,7 @@ def main(only: tuple[str, ...], soak: float, as_json: bool) -> None:
         if only and fault.number not in only:
             continue
         try:
-            right, measured = provoke(fault)
+            right, measured = provoke(fault, BACKENDS[backend])
         except Exception as error:  # a fault that cannot be told to the end is none that was survived
             right, measured = False, f"{type(error).__name__}: {error}"
         rows.append(

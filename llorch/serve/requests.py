@@ -22,7 +22,7 @@ def _finite_draws(temperature: float) -> float:
     return temperature
 
 
-Text = Annotated[str, Field(max_length=1 << 20)]
+Text = str  # how long it may be is said with the context: see `service`
 Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 Count = Annotated[int, Field(ge=1, le=1 << 31)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
