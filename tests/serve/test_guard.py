@@ -191,7 +191,7 @@ def test_a_refused_body_is_read_to_its_end_and_the_connection_goes_on(port: int)
 
 
 def test_who_only_sends_reads_the_refusal_at_the_end(port: int):
-    large = 3 * 2**20
+    large = 48 * 2**20  # more than lies between the two
     for data in (
         request("POST", "/", b"x" * large, connection="close"),
         request("POST", "/", connection="close", transfer_encoding="chunked") + chunks(large, 0)[:-2] + b"\r\n",
