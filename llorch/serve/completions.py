@@ -27,7 +27,7 @@ async def answer(request: Request) -> Response:
     """The route."""
     body, service = await read(request, CompletionRequest), service_of(request)
     ignored = ignored_fields(body)
-    jobs = await prepared(service, lambda: _jobs(service, body))
+    jobs = await prepared(service, lambda: _jobs(service, body), n_answers=len(body.prompts) * (body.n or 1))
     answering = Answering(service.engine, service.model, jobs, body.stops, service.timeout)
     completion = _Completion(service, body, answering)
     if body.stream:

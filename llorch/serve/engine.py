@@ -8,7 +8,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from llorch.generate import Batch, Sampled
 from llorch.serve.metrics import Metrics
@@ -39,6 +40,7 @@ class Engine:
         self._waiting: deque[Work] = deque()
         self._running: dict[int, Work] = {}
         self._calls: deque[Callable[[Exception | None], object]] = deque()
+        self._n_kept = 0  # places of the list for answers whose prompts are not ready
         self._changed = threading.Condition()
         self._stopping = False
         self._step_began: float | None = None
@@ -75,13 +77,22 @@ class Engine:
         began = self._step_began
         return 0.0 if began is None else time.monotonic() - began
 
+    @contextmanager
+    def place(self, n_answers: int) -> Iterator[None]:
+        """Keep places for answers while their prompts are made ready, so that a full list refuses before that."""
+        with self._changed:
+            self._require_room(n_answers)
+            self._n_kept += n_answers
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._n_kept -= n_answers
+
     def submit(self, works: Sequence[Work]) -> None:
         """Take the answers of one request in, all or none; Busy where the list is full, Unavailable at the end."""
         with self._changed:
-            self._require_up()
-            n_there = len(self._waiting) + len(self._running)
-            if n_there and n_there + len(works) > self._limit:
-                raise Busy(f"{n_there} answers are running or waiting, at most {self._limit} may be; try again later")
+            self._require_room(len(works))
             self._waiting.extend(works)
             self._changed.notify()
 
@@ -123,6 +134,12 @@ class Engine:
             work.deliver(Failed(gone))
         while self._calls:
             self._calls.popleft()(gone)
+
+    def _require_room(self, n_answers: int) -> None:
+        self._require_up()
+        n_there = len(self._waiting) + len(self._running) + self._n_kept
+        if n_there and n_there + n_answers > self._limit:
+            raise Busy(f"{n_there} answers are running or waiting, at most {self._limit} may be; try again later")
 
     def _require_up(self) -> None:
         if self.failure is not None or self.draining:

@@ -10,9 +10,11 @@ from starlette.responses import Response
 
 from llorch.errors import FormatError
 from llorch.files.strict_json import parse_json
+from llorch.serve.answering import of_failure
 from llorch.serve.api_errors import ApiError, of_validation
 from llorch.serve.replies import Reply
 from llorch.serve.service import Service
+from llorch.serve.work import Busy, Unavailable
 
 Asked = TypeVar("Asked", bound=BaseModel)
 Result = TypeVar("Result")
@@ -39,9 +41,13 @@ async def read(request: Request, kind: type[Asked]) -> Asked:
         raise of_validation(error, body) from None
 
 
-async def prepared(service: Service, make: Callable[[], Result]) -> Result:
-    """Do what may take long, such as tokenizing, beside the event loop."""
-    return await asyncio.get_running_loop().run_in_executor(service.preparing, make)
+async def prepared(service: Service, make: Callable[[], Result], *, n_answers: int = 1) -> Result:
+    """Do what may take long, such as tokenizing, beside the event loop; ApiError where so many wait already."""
+    try:
+        with service.engine.place(n_answers):
+            return await asyncio.get_running_loop().run_in_executor(service.preparing, make)
+    except (Busy, Unavailable) as error:
+        raise of_failure(error) from None
 
 
 async def unless_gone(request: Request, answer: Awaitable[Response]) -> Response:

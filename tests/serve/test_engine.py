@@ -113,6 +113,16 @@ def test_no_more_wait_than_may():
             submit(running, asked(6))
 
 
+def test_prompts_that_are_made_ready_have_their_places_already():
+    with engine(ScriptedBatch(n_jobs=1), n_waiting=2) as running:
+        with running.place(2):
+            with pytest.raises(Busy, match="2 answers are running or waiting, at most 3 may be"), running.place(2):
+                pass
+            with pytest.raises(Busy):
+                submit(running, asked(1), asked(2))
+        submit(running, asked(1), asked(2))
+
+
 def test_answers_of_one_request_come_in_together_or_not_at_all():
     batch = ScriptedBatch(n_jobs=1)
     with engine(batch, n_waiting=2) as running:

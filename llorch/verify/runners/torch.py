@@ -25,6 +25,7 @@ from llorch.pytorch.model import TorchModel, as_numpy, load_torch
 from llorch.pytorch.packing import PACKERS
 from llorch.pytorch.parallel import cut_for, named_on
 from llorch.pytorch.parallel_model import ParallelModel
+from llorch.pytorch.reproducible import attention as fixed_attention
 from llorch.pytorch.sampling import BatchSettings, Needs, probabilities, seen_tokens
 from llorch.stages import keys
 from llorch.verify.choices import GoOn, as_made
@@ -40,7 +41,7 @@ class Variant:
     """One way to run the modules."""
 
     make: Callable[[Weights, Target], TorchModel]
-    hidden: frozenset[str] = SCORES  # stages that its leaves do not show
+    hidden: frozenset[str] | None = SCORES  # stages that its leaves do not show; None: as its attention is compiled
     in_batch: bool = False  # the judged tokens run beside others, with padding
 
 
@@ -76,7 +77,7 @@ VARIANTS: Mapping[str, Variant] = {  # suffix of the backend's name
     "-sdpa-batch": Variant(with_sdpa, in_batch=True),
     "-fast": Variant(loaded()),
     "-fast-batch": Variant(loaded(), in_batch=True),
-    "-reproducible": Variant(loaded(mode="reproducible")),
+    "-reproducible": Variant(loaded(mode="reproducible"), hidden=None),
     "-compiled": Variant(loaded(compiled=True)),
     "-packed": Variant(loaded(residency="packed")),
 }
@@ -116,6 +117,12 @@ def parallel_runners(target: Target, mesh: DeviceMesh) -> Callable[..., Iterator
     return make
 
 
+def _hidden_by(model: TorchModel) -> frozenset[str]:
+    """What reproducible attention does not show: nothing, unless a compiled one took its place."""
+    kinds = {module.attend for module in model.module.modules() if hasattr(module, "attend")}
+    return frozenset() if kinds <= {fixed_attention} else SCORES
+
+
 class TorchRunner:
     """One variant, loaded."""
 
@@ -123,8 +130,8 @@ class TorchRunner:
         """Load it; ValueError where a parameter is not of the dtype or not on the device of the target."""
         self.name, self.target, self.variant = name, target, variant
         self.dtype: DtypeName = target.dtype_name
-        self.hidden = variant.hidden
         self.model = variant.make(weights, target)
+        self.hidden = _hidden_by(self.model) if variant.hidden is None else variant.hidden
         require_target(self.model)
         vars(self.model)["tokenizer"] = IdsOnly()  # also a file without a vocabulary is judged
 
