@@ -16,10 +16,11 @@ from torch_targets import CPU, CUDA
 from llorch.builtin import BUILTIN, builtin_path
 from llorch.config import ModelConfig
 from llorch.files import open_weights
+from llorch.pytorch.cpu.library import library
 from llorch.stages import STAGES
 from llorch.verify.goldens import PRODUCERS, SAMPLINGS
 from llorch.verify.judge import PASS, TIE, Row
-from llorch.verify.limits import MATHEMATICS
+from llorch.verify.limits import MATHEMATICS, SCORES
 from llorch.verify.runners.torch import VARIANTS
 from llorch.verify.truth import WITNESS
 
@@ -31,8 +32,12 @@ def config_of(model: str) -> ModelConfig:
     return open_weights(builtin_path(model)).config
 
 
-def shown(config: ModelConfig, variant: str) -> list[str]:
-    return [s.name for s in STAGES if s.applies_to(config) and s.name not in VARIANTS[variant].hidden]
+def shown(config: ModelConfig, target: str, variant: str) -> list[str]:
+    hidden = VARIANTS[variant].hidden
+    if hidden is None:  # compiled attention has these dtypes
+        compiled = library() is not None and target in ("torch-cpu-float32", "torch-cpu-bfloat16")
+        hidden = SCORES if compiled else frozenset()
+    return [s.name for s in STAGES if s.applies_to(config) and s.name not in hidden]
 
 
 def expected(target: str, variant: str, model: str) -> Iterator[tuple[str, str, str, str]]:
@@ -42,7 +47,7 @@ def expected(target: str, variant: str, model: str) -> Iterator[tuple[str, str, 
         yield "00", "exact", "tensors", "reader"
         yield "00", "exact", "token_ids", "llamacpp"
     for producer in PRODUCERS if not target.endswith("float64") else (WITNESS,):
-        for stage in (stage for stage in STAGES if stage.name in shown(config, variant)):
+        for stage in (stage for stage in STAGES if stage.name in shown(config, target, variant)):
             yield stage.checkpoint, "isolated", stage.name, producer
             yield stage.checkpoint, "chained", stage.name, producer
             yield "03", "decode", stage.name, producer

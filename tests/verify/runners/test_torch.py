@@ -11,9 +11,11 @@ from planted import golden_of, weights_of
 from torch_targets import on
 
 from llorch.errors import CheckpointMismatch
+from llorch.pytorch.cpu.library import library
 from llorch.pytorch.model import TorchModel
 from llorch.verify.goldens import Evidence
 from llorch.verify.judge import FAIL, PASS, TIE, Row
+from llorch.verify.limits import SCORES
 from llorch.verify.runners.torch import VARIANTS, TorchRunner, Variant, plain, variants_for
 from llorch.verify.suites.forward import ForwardSuite
 
@@ -137,3 +139,11 @@ def test_fused_attention_has_a_limit_of_its_own_derived_as_all_are():
 
 def test_compiled_and_packed_variants_are_judged_where_there_are_such():
     assert variants_for(on(SINGLE), weights_of(NAME)) == [s for s in VARIANTS if s not in ("-compiled", "-packed")]
+
+
+@pytest.mark.parametrize("target", ["torch-cpu-float16", HALF])
+def test_reproducible_attention_shows_its_scores_unless_it_is_compiled(target: str):
+    runner = sound(target, "-reproducible")
+    is_compiled = library() is not None and target == HALF
+    assert runner.hidden == (SCORES if is_compiled else frozenset())
+    assert {row.verdict for row in rows(runner)} <= {PASS, TIE}
