@@ -8,7 +8,6 @@ Source: torch.distributed.launcher, which is what `torchrun` calls; torch.distri
 import json
 import logging
 import math
-import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
@@ -34,7 +33,6 @@ from llorch.pytorch.ending import Ending
 from llorch.train.resume import differences
 
 TIMEOUT = timedelta(minutes=5)  # that a rank waits for another
-SHARED = ("torch.distributed.fsdp", "torch.distributed.checkpoint", "llorch.pytorch.parallel_model")  # loaded once
 Made = TypeVar("Made")
 
 
@@ -67,16 +65,14 @@ def on_ranks(n_ranks: int, work: Callable[..., Any], *arguments: Any, timeout: t
         if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # what is worth a line we say
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(timeout.total_seconds())))
-    forked = "forkserver" in multiprocessing.get_all_start_methods()  # from a process that has imported torch for all
-    multiprocessing.set_forkserver_preload(list(SHARED))
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=n_ranks, run_id=OURS + uuid4().hex, rdzv_backend="c10d",
         rdzv_endpoint="localhost:0", local_addr="localhost", max_restarts=0, monitor_interval=0.05,
-        start_method="forkserver" if forked else "spawn", signals_to_handle="SIGTERM,SIGINT",
+        signals_to_handle="SIGTERM,SIGINT",
     )  # fmt: skip
     try:
         with _handlers_put_back():
-            return elastic_launch(config, _rank)(dict(os.environ), work, *arguments)[0]
+            return elastic_launch(config, _rank)(work, *arguments)[0]
     except ChildFailedError as error:
         raise _reason(error, n_ranks) from None
     except SignalException as stopped:
@@ -105,8 +101,7 @@ def _reason(error: ChildFailedError, n_ranks: int) -> Exception:
     return EngineDied(f"rank {rank} of {n_ranks}: its process ended ({said})")
 
 
-def _rank(environment: Mapping[str, str], work: Callable[..., Any], *arguments: Any) -> Any:
-    os.environ |= environment  # as it is now, and not as it was when the first ranks were started
+def _rank(work: Callable[..., Any], *arguments: Any) -> Any:
     only_first_speaks()
     return work(*arguments)
 

@@ -101,12 +101,6 @@ def test_what_the_first_rank_returns_is_returned_and_an_error_is_the_end():
     assert not is_rank()
 
 
-def test_ranks_have_the_environment_of_their_start(monkeypatch: pytest.MonkeyPatch):
-    for value in ("first", "second"):  # the process that they are forked from has that of the first start
-        monkeypatch.setenv("LLORCH_A_TEST", value)
-        assert on_ranks(2, os.getenv, "LLORCH_A_TEST") == value
-
-
 def of_another_size() -> str:
     try:
         start({"dp": 2, "tp": 3})
