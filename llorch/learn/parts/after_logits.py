@@ -59,9 +59,12 @@ def _penalty_adapted(call: Call, right: Call) -> Call:
 
 
 def _distribution_adapted(call: Call, right: Call) -> Call:
-    def adapted(logits: Array, settings: SamplingSettings, history: Sequence[int]) -> Array:
-        if settings.temperature == 0:
-            return right(logits, settings, history)
+    def adapted(
+        logits: Array, settings: SamplingSettings, history: Sequence[int], *, n_prompt: int | None = None
+    ) -> Array:
+        no_part = settings.temperature == 0 or settings.presence_penalty != 0 or settings.frequency_penalty != 0
+        if no_part:
+            return right(logits, settings, history, n_prompt=n_prompt)
         wide, past = logits.astype(np.float64), np.asarray(history, np.int64)
         return call(
             logits=wide, history=past, penalty=settings.repetition_penalty, temperature=settings.temperature,
