@@ -57,7 +57,7 @@ FAULTS = (
     Fault("S14", "the engine's thread dies", "told within 5 s, exit > 0", work.engine_dies, step=0.005),
     Fault("S14b", "a step hangs", "/health 503 at 5 s, exit > 0", work.engine_hangs, ("--timeout", "8"), 0.005),
     Fault("S15", "SIGTERM under load", "all finish, new 503, exit 0", work.stopped, step=0.02),
-    Fault("S15b", "SIGTERM, an answer of a minute", "cut at 30 s, exit 0", work.cut, step=0.2),
+    Fault("S15b", "SIGTERM, an answer of a minute", "cut at 30 s, exit 0", work.cut, step=0.5),
     Fault("S18", "secrets in requests", "none in the log", clients.log, ("-v",), key=KEY),
 )  # fmt: skip
 
