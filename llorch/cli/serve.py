@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import llorch
-from llorch.cli.options import WholeNumber, backend_options, numerics_options, threads_option, use_threads, verb
+from llorch.cli.options import MODEL, WholeNumber, backend_options, numerics_options, threads_option, use_threads, verb
 from llorch.cli.output import say
 from llorch.cli.run import refuse_misplaced
 
@@ -37,7 +37,7 @@ class Named(click.ParamType):
     "llorch serve model.gguf --adapter pirate=my-adapter       as model:pirate",
     "llorch serve model.gguf --host 0.0.0.0 --port 9000 --api-key SECRET --allow-host my.machine",
 )
-@click.argument("model", default="story")
+@click.argument("model", type=MODEL, default="story")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at; any other needs a key.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="0 takes a free one.")
 @click.option("--api-key", envvar="LLORCH_API_KEY", help="What clients have to know.  [environment: LLORCH_API_KEY]")
