@@ -46,7 +46,7 @@ def test_every_answer_is_that_of_a_model_that_remembers_nothing(models: dict[str
     changed: list[dict[str, object]] = [{"role": "user", "content": "Hello and goodbye"}]  # begins as the first one did
     got = [token.logprob for token in one.answer(changed)]
     want = [token.logprob for token in models[kind].generate(messages=changed, max_tokens=12)]
-    np.testing.assert_allclose(got, want, atol=1e-4)
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
 
 
 def test_what_both_turns_begin_with_is_computed_once(models: dict[str, Model]):
