@@ -19,9 +19,13 @@ from llorch.learn.materials import hints_of, stub_of
 NORM = BY_NUMBER["01"]
 RIGHT = f"import numpy as np\n{hints_of(NORM)['rms_norm'][-1]}"
 RIGHT_LINEAR = f"import numpy as np\n{hints_of(BY_NUMBER['02'])['linear'][-1]}"
-WITHOUT_WATCHFILES = (
-    "import sys; sys.modules['watchfiles'] = None; from llorch.cli import main; main(prog_name='llorch')"
-)
+MAIN = "from llorch.cli import main; main(prog_name='llorch')"
+STARTS = {
+    "watchfiles": MAIN,
+    "polling": f"import sys; sys.modules['watchfiles'] = None; {MAIN}",
+    "late": "import time, watchfiles as w; now = w.watch; w.watch = lambda *a, **b: time.sleep(4) or now(*a, **b); "
+    + MAIN,
+}
 
 
 class Terminal:
@@ -54,13 +58,12 @@ class Terminal:
         return bool(flags & termios.ECHO and flags & termios.ICANON)
 
 
-@pytest.fixture(params=["watchfiles", "polling"])
+@pytest.fixture(params=STARTS)
 def terminal(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Terminal]:
     write(tmp_path, stub_of(NORM))
-    code = ["-c", WITHOUT_WATCHFILES] if request.param == "polling" else ["-m", "llorch"]
-    if request.param == "watchfiles":
+    if request.param != "polling":
         pytest.importorskip("watchfiles", reason="NOT RUN: watchfiles is not installed")
-    at = Terminal([sys.executable, *code, "learn", "--seconds", "0.5"], tmp_path)
+    at = Terminal([sys.executable, "-c", STARTS[request.param], "learn", "--seconds", "0.5"], tmp_path)
     try:
         at.wait_for("every save is checked; n next")
         yield at

@@ -18,26 +18,32 @@ _PERIOD = 0.1  # seconds between looks at the files
 def events(folder: Path) -> Iterator["SimpleQueue[str]"]:
     """Give a queue of keys, and of SAVED for changes of Python files; keys only where stdin is a terminal."""
     queue: SimpleQueue[str] = SimpleQueue()
-    Thread(target=_watch, args=(folder, queue), daemon=True).start()
+    Thread(target=_watch, args=(folder, _seen(folder), queue), daemon=True).start()
     with _single_keys() as are_keys:
         if are_keys:
             Thread(target=_read_keys, args=(queue,), daemon=True).start()
         yield queue
 
 
-def _watch(folder: Path, queue: "SimpleQueue[str]") -> None:
-    """By watchfiles; by looking where that is absent, or cannot watch (another system's files, no watches left)."""
-    with suppress(ImportError, OSError):
-        from watchfiles import PythonFilter, watch
-
-        for _ in watch(folder, watch_filter=PythonFilter(), recursive=False, debounce=100, step=20):
-            queue.put(SAVED)
-    before = _seen(folder)
-    while True:
-        time.sleep(_PERIOD)
+def _watch(folder: Path, before: "dict[Path, tuple[int, int]]", queue: "SimpleQueue[str]") -> None:
+    """Note what is other than before, so that a save is not lost that comes while the watching begins."""
+    for _ in _times_to_look(folder):
         if (now := _seen(folder)) != before:
             queue.put(SAVED)
         before = now
+
+
+def _times_to_look(folder: Path) -> Iterator[object]:
+    """By watchfiles; by the clock where that is absent, or cannot watch (another system's files, no watches left)."""
+    with suppress(ImportError, OSError):
+        from watchfiles import PythonFilter, watch
+
+        yield from watch(
+            folder, watch_filter=PythonFilter(), recursive=False, debounce=100, step=20,
+            rust_timeout=1000, yield_on_timeout=True,
+        )  # fmt: skip
+    while True:
+        yield time.sleep(_PERIOD)
 
 
 def _seen(folder: Path) -> dict[Path, tuple[int, int]]:
