@@ -86,6 +86,7 @@ AREAS = (
     Area("report", "verify/report/*", "verify/pages verify/report/* repository/readme cli/verify"),
     Area("producers", "verify/witnesses/*", "verify/witnesses/* verify/evidence", live=True),
     Area("serve", "serve/*", "serve/*"),
+    Area("atlas", "atlas/* atlas/engines/*", "atlas/*", live=True),
     Area("cli", "__init__ __main__ launched threads cli/*", "cli/* repository/layers"),
     Area("cli_learn", "cli/learn/*", "cli/learn_*"),
     Area("cli_lora", "cli/lora/* cli/data/*", "cli/lora* cli/data cli/run"),

@@ -28,6 +28,7 @@ The rooms, in the order to read. Each imports those above it only; its first pag
     machine/                packages, processor, engines and caches of this machine: what is broken, and its repair
     learn/                  lessons: what a learner writes takes the place of ours, and is judged as ours is
     serve/                  a server of the OpenAI interface for one model
+    atlas/                  engines of others, each in an environment of its own, judged by their dumps
     cli/                    what people type, a verb a file
 
 A line of code that is wrong is found by the checkpoint of its stage: `llorch verify`; in an engine of others by what

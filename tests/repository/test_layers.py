@@ -13,7 +13,7 @@ ROOMS = (  # each may import those before it, at the top of a file or in a funct
     "errors", "launched", "numerics", "fields", "finite", "memory", "architecture", "config", "builtin", "hub", "ops",
     "stages", "files", "cache", "forward", "backward", "families", "sampling", "tokenizer", "write_checks", "convert",
     "threads", "generate", "lora", "model", "train", "bench", "dumps", "pytorch", "verify", "machine", "learn", "serve",
-    "__init__", "cli", "__main__",
+    "atlas", "__init__", "cli", "__main__",
 )  # fmt: skip
 LAYER = {name: level for level, name in enumerate(ROOMS)}
 ON_TORCH = (  # nothing imports these at its top
@@ -25,7 +25,7 @@ OPTIONAL = (
     "prometheus_client", "llguidance", "peft", "tensorboard", "bitsandbytes", "yaml", "watchfiles",
 )  # fmt: skip
 ONLY_ON_UNIX = ("fcntl", "resource", "pwd", "grp", "termios")
-PRINTING = ("llorch/cli/", "llorch/tokenizer/template_worker.py", "llorch/learn/apart.py")  # own processes
+PRINTING = ("llorch/cli/", "llorch/tokenizer/template_worker.py", "llorch/learn/apart.py", "llorch/atlas/engines/")
 FILES = sorted((ROOT / "llorch").rglob("*.py"))
 SOURCES = {file.relative_to(ROOT).as_posix(): file.read_text(encoding="utf-8") for file in FILES}
 
