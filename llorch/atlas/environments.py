@@ -1,0 +1,59 @@
+"""A virtual environment for each engine, with pinned versions: what they depend on excludes each other."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from llorch.atlas.catalogue import ADAPTERS, Engine
+
+INSTALL = 900.0  # seconds
+_MARK = "llorch-requirements.txt"  # what is installed, once all of it is
+
+
+class NotInstalled(Exception):
+    """An engine that cannot be had here; says why."""
+
+
+def python_of(engine: Engine, home: Path) -> Path:
+    """The interpreter of an engine's environment below a folder, which is made unless it is there.
+
+    Raises:
+        NotInstalled: Its packages cannot be had, or not in `INSTALL` seconds.
+    """
+    if engine.why_not:
+        raise NotInstalled(engine.why_not)
+    folder = home / "environments" / engine.script
+    python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
+    wanted = (ADAPTERS / f"{engine.script}.txt").read_text(encoding="utf-8") + "".join(engine.npm)
+    mark = folder / _MARK
+    if mark.exists() and mark.read_text(encoding="utf-8") == wanted:
+        return python
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    _install([sys.executable, "-m", "venv", str(folder)], folder)
+    _install([str(python), "-m", "pip", "install", "--quiet", "-r", str(ADAPTERS / f"{engine.script}.txt")], folder)
+    if engine.npm:
+        npm = shutil.which("npm")
+        if npm is None:
+            raise NotInstalled("it needs Node.js with npm, which is not on the path")
+        _install([npm, "install", "--silent", "--no-fund", "--no-audit", "--prefix", str(folder), *engine.npm], folder)
+    mark.write_text(wanted, encoding="utf-8")
+    return python
+
+
+def _install(command: list[str], folder: Path) -> None:
+    environment = os.environ | {"PIP_NO_INPUT": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    environment.pop("PYTHONPATH", None)
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, errors="replace", timeout=INSTALL, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise NotInstalled(f"its packages were not installed within {INSTALL:.0f} s") from None
+    if done.returncode:
+        shutil.rmtree(folder, ignore_errors=True)
+        said = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
+        errors = [line for line in said if "ERROR" in line.upper()] or said or ["nothing was said"]
+        raise NotInstalled(f"its packages cannot be installed: {errors[0].strip()[:300]}")

@@ -1,0 +1,124 @@
+"""The table, filled: inputs and their truth first, then one engine after the other, then what confirms what."""
+
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from llorch.atlas.catalogue import ADAPTERS, Engine
+from llorch.atlas.environments import NotInstalled, python_of
+from llorch.atlas.inputs import Input, write_input
+from llorch.atlas.judging import judge
+from llorch.atlas.runs import Ended, Request, run_all
+from llorch.atlas.verdicts import Verdict, confirmed, word_of
+from llorch.errors import FormatError, GuardFailed
+from llorch.verify.witnesses import open_producer
+
+Say = Callable[[str], None]
+NOT_RUN = "not run"
+
+
+@dataclass(frozen=True)
+class Fed:
+    """An input that was written, and its truth.
+
+    Attributes:
+        input: Which.
+        model: The folder or file that engines are given.
+        source: The folder whose numbers it has.
+        truth: Every stage in float64, by trace key.
+    """
+
+    input: Input
+    model: Path
+    source: Path
+    truth: Mapping[str, np.ndarray]
+
+
+def prepared(inputs: Iterable[Input], home: Path, say: Say) -> Iterator[Fed]:
+    """Write inputs and take their truth from transformers in float64.
+
+    Raises:
+        MissingExtra: transformers is not installed.
+    """
+    truths: dict[Path, Mapping[str, np.ndarray]] = {}
+    folder = home / "inputs"
+    folder.mkdir(parents=True, exist_ok=True)
+    for this in inputs:
+        say(f"{this.name}: its truth")
+        try:
+            model = write_input(this, folder)
+        except FormatError:  # no GGUF file can say it: there is no such input
+            continue
+        source = write_input(replace(this, gguf=False), folder)
+        ids = [token for part in this.parts for token in part]
+        if source not in truths:
+            with open_producer("transformers", source, dtype="float64") as engine:
+                truths[source] = engine.trace(ids)
+        yield Fed(this, model, source, truths[source])
+
+
+def fill(engines: Sequence[Engine], inputs: Iterable[Input], home: Path, say: Say) -> Iterator[Verdict]:
+    """Run engines on inputs and judge them.
+
+    Args:
+        engines: Which, in their order.
+        inputs: What they are fed, as far as each reads it.
+        home: A folder for environments, inputs and runs; what is there is used again but for the runs.
+        say: Told what is being done.
+
+    Yields:
+        The verdicts of an engine, when all its runs have ended.
+    """
+    fed = list(prepared(inputs, home, say))
+    for engine in engines:
+        yield from confirmed(list(_of_engine(engine, fed, home, say)))
+
+
+def _of_engine(engine: Engine, fed: Sequence[Fed], home: Path, say: Say) -> Iterator[Verdict]:
+    readable = [each for each in fed if (engine.gguf if each.input.gguf else engine.folders)]
+    try:
+        say(f"{engine.name}: its environment")
+        python = Path(sys.executable) if engine.is_witness else python_of(engine, home)
+    except NotInstalled as error:
+        yield Verdict(engine.name, "", NO_INPUT, NOT_RUN, str(error))
+        return
+    for way, options in engine.ways.items():
+        folder = home / "runs" / engine.script / (way.replace(" ", "-") or "plain")
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        requests = [_request(each, folder, dict(options)) for each in readable]
+        command = [str(python), str(ADAPTERS / f"{engine.script}.py")]
+        n_done = 0
+
+        def told(ended: Ended, of: str = f"{engine.name} {way}".strip(), n_runs: int = len(requests)) -> None:
+            nonlocal n_done
+            n_done += 1
+            say(f"{of}: {n_done} of {n_runs} runs")
+
+        for each, request, ended in zip(readable, requests, run_all(command, requests, folder, say=told), strict=True):
+            yield _verdict(engine.name, way, each, Path(request.out), ended)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+NO_INPUT = Input("")
+
+
+def _request(this: Fed, folder: Path, options: dict[str, object]) -> Request:
+    name = this.input.name
+    return Request(str(this.model), this.input.parts, str(folder / name), str(folder / f"{name}-scratch"), options)
+
+
+def _verdict(engine: str, way: str, this: Fed, dump: Path, ended: Ended) -> Verdict:
+    made = Verdict(engine, way, this.input, ended.word, ended.error, ended.version, ended.seconds)
+    if ended.word != "done":
+        return made
+    try:
+        judged = judge(this.source, dump, this.truth)
+    except (FormatError, GuardFailed, ValueError) as error:
+        return replace(made, word="wrong", said=f"its dump cannot be compared: {error}")
+    word, said = word_of(judged)
+    return replace(made, word=word, said=said, judged=judged)

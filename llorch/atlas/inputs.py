@@ -1,0 +1,248 @@
+"""What engines are fed: random models of every family, with one thing that is not plain in each, and the built-in ones.
+
+A model that an engine gets wrong while it gets its plain sister right names the cause; so does one that is wrong in one
+style of its configuration alone. Hugging Face wrote rope keys at the top of `config.json` until transformers 4
+("old"), and writes them under `rope_parameters` since 5 ("new"); transformers 5 reads both.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from llorch.builtin import EVERY, builtin_path
+from llorch.config import ModelConfig
+from llorch.convert import convert
+from llorch.files.names import huggingface_tensors
+
+Keys = Mapping[str, Any]
+Style = Literal["new", "old"]
+FEW, MANY = 40, 600  # tokens
+_TOKENIZER = "micro-llama"  # of all random models
+_SCALING = "rope_parameters"  # a feature that changes what stands there, rather than beside it
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of model: its class in transformers, its own keys and those of RoPE, and which features it can have."""
+
+    model_type: str
+    architecture: str
+    keys: Keys
+    features: tuple[str, ...] = ()
+    rope: Keys = field(default_factory=dict)
+    styles: tuple[Style, ...] = ("new", "old")
+
+
+_PLAIN: Keys = {
+    "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 6, "head_dim": 8,
+    "num_key_value_heads": 2, "hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_embeddings": 1024,
+    "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None, "use_cache": True,
+    "attention_dropout": 0.0, "initializer_range": 0.02,
+}  # fmt: skip
+_BY_STYLE: Mapping[str, Keys] = {
+    "new": {"dtype": "float32", "transformers_version": "5.23.0"},
+    "old": {"torch_dtype": "float32", "transformers_version": "4.57.6"},
+}
+_NO_BIAS: Keys = {"attention_bias": False}
+_NO_WINDOW: Keys = {
+    "use_sliding_window": False, "sliding_window": None, "max_window_layers": 28, "layer_types": ["full_attention"] * 2,
+}  # fmt: skip
+_ROPE: Keys = {"rope_type": "default", "rope_theta": 10000.0}
+_EXPERTS: Keys = {
+    "moe_intermediate_size": 40, "num_experts": 7, "num_experts_per_tok": 3, "decoder_sparse_step": 1,
+    "mlp_only_layers": [], "output_router_logits": False, "router_aux_loss_coef": 0.001,
+}  # fmt: skip
+_SHARED: Keys = {"shared_expert_intermediate_size": 56}
+_DELTA: Keys = _NO_BIAS | {
+    "num_hidden_layers": 4, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 6,
+    "linear_key_head_dim": 12, "linear_value_head_dim": 12, "linear_conv_kernel_dim": 4, "full_attention_interval": 4,
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+}  # fmt: skip
+_MROPE: Keys = {"partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(
+        "llama", "LlamaForCausalLM", _NO_BIAS | {"mlp_bias": False, "pretraining_tp": 1},
+        ("theta", "llama3", "linear", "yarn", "head_dim", "eps", "tied", "biases", "long", "split"),
+    ),
+    "qwen2": Family(
+        "qwen2", "Qwen2ForCausalLM", _NO_WINDOW, ("theta", "yarn", "eps", "tied", "switched_window", "split"),
+    ),
+    "qwen3": Family(
+        "qwen3", "Qwen3ForCausalLM", _NO_WINDOW | _NO_BIAS | {"head_dim": 16},
+        ("theta", "yarn", "eps", "tied", "biases", "long", "split"),
+    ),
+    "mistral": Family("mistral", "MistralForCausalLM", {"sliding_window": None}, ("theta", "window", "head_dim")),
+    "smollm3": Family(
+        "smollm3", "SmolLM3ForCausalLM", _NO_WINDOW | _NO_BIAS | {
+            "mlp_bias": False, "num_hidden_layers": 4, "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0],
+            "layer_types": ["full_attention"] * 4,
+        }, ("theta",),
+    ),
+    "ministral3": Family(
+        "ministral3", "Ministral3ForCausalLM", {"head_dim": 16, "sliding_window": None}, (), {
+            "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16, "beta_fast": 32.0,
+            "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+        }, ("new",),
+    ),
+    "qwen2_moe": Family(
+        "qwen2_moe", "Qwen2MoeForCausalLM",
+        _NO_WINDOW | _EXPERTS | _SHARED | {"norm_topk_prob": False, "qkv_bias": True}, ("theta", "normalised"),
+    ),
+    "qwen3_moe": Family(
+        "qwen3_moe", "Qwen3MoeForCausalLM", _NO_BIAS | _EXPERTS | {
+            "head_dim": 16, "norm_topk_prob": True, "use_sliding_window": False, "sliding_window": None,
+        }, ("theta", "unnormalised"),
+    ),
+    "qwen3_next": Family(
+        "qwen3_next", "Qwen3NextForCausalLM", _EXPERTS | _SHARED | _DELTA | {"norm_topk_prob": True},
+        ("theta", "split"), {"partial_rotary_factor": 0.5},
+    ),
+    "qwen3_5": Family("qwen3_5_text", "Qwen3_5ForCausalLM", _DELTA, ("theta", "split"), _MROPE, ("new",)),
+    "qwen3_5_moe": Family(
+        "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", _EXPERTS | _SHARED | _DELTA, (), _MROPE, ("new",),
+    ),
+}  # fmt: skip
+_YARN: Keys = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+FEATURES: Mapping[str, Keys] = {
+    "theta": {_SCALING: {"rope_theta": 500000.0}},
+    "llama3": {_SCALING: {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64}},
+    "linear": {_SCALING: {"rope_type": "linear", "factor": 4.0}},
+    "yarn": {_SCALING: _YARN},
+    "head_dim": {"head_dim": 24},
+    "eps": {"rms_norm_eps": 1e-2},
+    "tied": {"tie_word_embeddings": True},
+    "biases": {"attention_bias": True},
+    "window": {"sliding_window": 8},
+    "switched_window": {
+        "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0,
+        "layer_types": ["sliding_attention"] * 2},
+    "normalised": {"norm_topk_prob": True},
+    "unnormalised": {"norm_topk_prob": False},
+    "long": {},
+    "split": {},
+}  # fmt: skip
+_OF_ROPE = {name for name, keys in FEATURES.items() if _SCALING in keys}
+
+
+@dataclass(frozen=True)
+class Input:
+    """A model and what it is fed.
+
+    Attributes:
+        family: One of `FAMILIES`, or a built-in model.
+        feature: What is not plain in it, one of `FEATURES`; empty where nothing is.
+        style: Of its configuration.
+        gguf: Whether it is a GGUF file, not a Hugging Face folder.
+    """
+
+    family: str
+    feature: str = ""
+    style: Style = "new"
+    gguf: bool = False
+
+    @property
+    def name(self) -> str:
+        """For tables and folders: `llama-theta-old`, `qwen3.gguf`."""
+        old = "old" if self.style == "old" else ""
+        return "-".join(filter(None, (self.family, self.feature, old))) + (".gguf" if self.gguf else "")
+
+    @property
+    def parts(self) -> list[list[int]]:
+        """Token ids, a list for each pass."""
+        rng = np.random.default_rng(7)
+        ids = [int(each) for each in rng.integers(3, 250, MANY if self.feature == "long" else FEW)]
+        return [ids[:23], ids[23:24], ids[24:]] if self.feature == "split" else [ids]
+
+    @property
+    def sisters(self) -> "list[Input]":
+        """The same but for one thing: in the other style, or without the feature; those of the same meaning first."""
+        without = [replace(self, feature="")] if self.feature else []
+        is_styled = self.family in FAMILIES and not self.gguf and len(FAMILIES[self.family].styles) > 1
+        other = [replace(self, style="old" if self.style == "new" else "new")] if is_styled else []
+        return [*other, *without]
+
+
+def every_input() -> Iterator[Input]:
+    """Each once, in the order of the table."""
+    for family, own in FAMILIES.items():
+        for feature in ("", *own.features):
+            styles = own.styles if feature in ("", *_OF_ROPE) else own.styles[:1]
+            yield from (Input(family, feature, style) for style in styles)
+            yield Input(family, feature, gguf=True)
+    for model in EVERY:
+        yield Input(model)
+        yield Input(model, gguf=True)
+
+
+def write_input(this: Input, home: Path) -> Path:
+    """Write the files of an input below a folder, unless they are there.
+
+    Returns:
+        The Hugging Face folder, or the GGUF file beside it.
+
+    Raises:
+        ValueError: No GGUF file can say what the configuration says.
+    """
+    folder = home / replace(this, gguf=False).name
+    if not (folder / "config.json").exists():
+        part = folder.with_name(f"{folder.name}.part")
+        shutil.rmtree(part, ignore_errors=True)
+        source = builtin_path(_TOKENIZER if this.family in FAMILIES else this.family)
+        _ = shutil.copytree(source, part) if source.is_dir() else convert(source, part)
+        if this.family in FAMILIES:
+            _write_random(this, part)
+        part.rename(folder)
+    if not this.gguf:
+        return folder
+    file = folder.with_name(f"{folder.name}.gguf")
+    if not file.exists():
+        convert(folder, file)
+    return file
+
+
+def _write_random(this: Input, folder: Path) -> None:
+    """In place of the model that lent its tokenizer."""
+    config = json_config(this) | {"vocab_size": json.loads((folder / "config.json").read_text())["vocab_size"]}
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    save_file(random_tensors(config, folder), folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def json_config(this: Input) -> dict[str, Any]:
+    """What stands in its `config.json`, without the size of the vocabulary."""
+    family = FAMILIES[this.family]
+    feature = dict(FEATURES.get(this.feature, {}))
+    rope = {**_ROPE, **family.rope, **feature.pop(_SCALING, {})}
+    names = {"architectures": [family.architecture], "model_type": family.model_type}
+    plain = {**names, **_PLAIN, **family.keys, **_BY_STYLE[this.style], **feature}
+    return plain | ({"rope_parameters": rope} if this.style == "new" else _old_style(rope))
+
+
+def _old_style(rope: dict[str, Any]) -> dict[str, Any]:
+    top = {key: rope.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+    return top | {"rope_scaling": None if rope["rope_type"] == "default" else rope}
+
+
+def random_tensors(config: dict[str, Any], folder: Path) -> dict[str, np.ndarray]:
+    """By their names in a folder, drawn in the order of the names: no gain is one, no bias zero."""
+    rng, made = np.random.default_rng(0), {}
+    shapes = {each.name: each.shape for each in huggingface_tensors(ModelConfig.from_huggingface(config, path=folder))}
+    for name in sorted(shapes):
+        draw = rng.standard_normal(shapes[name]).astype(np.float32)
+        if name.endswith("A_log"):
+            made[name] = np.log(rng.uniform(0.01, 16, shapes[name])).astype(np.float32)
+        elif name.endswith("dt_bias"):
+            made[name] = draw - 4
+        elif "norm" in name:
+            made[name] = 1 + draw / 5
+        else:
+            made[name] = draw * np.float32(0.1)
+    return made

@@ -1,0 +1,142 @@
+"""One run of an engine beside the foreign truth of its input: how far every stage is, and what that may be.
+
+The truth is transformers in float64, see `llorch.verify.truth`; limits are derived from its numbers and the arithmetic
+that the engine declares or shows, see `llorch.verify.limits`. Where a run is beyond them, the diagnosis says which
+stage made that, and by which mistake.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from llorch.dumps.index import open_raw
+from llorch.dumps.names import stage_dump
+from llorch.dumps.stage_dump import StageDump
+from llorch.files import Weights, open_weights
+from llorch.stages import BY_NAME
+from llorch.verify.compare import Difference, Tolerance, measure
+from llorch.verify.diagnosis.diagnose import diagnose
+from llorch.verify.diagnosis.expected import Engine, rows
+from llorch.verify.diagnosis.guards import check
+from llorch.verify.limits import limit, variances
+from llorch.verify.places import Pass, has_tokens, part_of, token_axis
+from llorch.verify.rounding_costs import CHAINED
+
+Trace = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class StageRow:
+    """A stage, in all layers and passes: its largest error, and where that stands in its limit."""
+
+    stage: str
+    error: float
+    allowed: float
+    over: float
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What is said of a run that ended well.
+
+    Attributes:
+        stages: In the order of the forward pass; the last is `logits`.
+        over: By what factor the worst stage exceeds its limit; at most 1: the arithmetic explains all.
+        arithmetic: What it was judged in.
+        wrong: Whether something is beyond its limit that no arithmetic explains.
+        findings: Sentences of the diagnosis, where something is beyond its limit.
+        mistake: Names of what made the first of them, and the recovered value: `rope-theta 10000`; empty: unknown.
+        key: Where it shows first, `l0.q_rope`.
+    """
+
+    stages: Sequence[StageRow]
+    over: float
+    arithmetic: str
+    wrong: bool = False
+    findings: Sequence[str] = field(default=())
+    mistake: str = ""
+    key: str = ""
+
+    @property
+    def is_right(self) -> bool:
+        """Whether it is no farther from the truth than its arithmetic explains."""
+        return self.over <= 1
+
+    @property
+    def error(self) -> float:
+        """Of the logits."""
+        return self.stages[-1].error
+
+
+def judge(model: Path, dump_folder: Path, truth: Trace) -> Judged:
+    """Hold a dump to the truth.
+
+    Args:
+        model: The folder with the numbers that the engine was given.
+        dump_folder: What it wrote.
+        truth: Stages of the whole sequence in float64, by trace key.
+
+    Returns:
+        Distances, limits and, where one is exceeded, causes.
+
+    Raises:
+        FormatError: The dump is not one, or has no logits.
+        GuardFailed: Its numbers are of other tokens or weights.
+    """
+    weights = open_weights(model)
+    dump = stage_dump(open_raw(dump_folder), weights.config, weights=weights)
+    check(dump, weights)
+    differences = list(_differences(weights, dump, truth))
+    stages = list(_by_stage(differences))
+    if not stages or stages[-1].stage != "logits":
+        raise ValueError(f"{dump_folder}: expected logits of at least one token, got {len(stages)} other stages")
+    over, arithmetic = max(row.over for row in stages), Engine(dump).judged(0, "logits").name or "float32"
+    if over <= 1:
+        return Judged(stages, over, arithmetic)
+    return _diagnosed(weights, dump, Judged(stages, over, arithmetic))
+
+
+def _differences(weights: Weights, dump: StageDump, truth: Trace) -> Iterator[tuple[str, Difference, Tolerance]]:
+    """Each stage of each pass beside the same tokens of the truth."""
+    engine = Engine(dump)
+    ids = tuple(token for tokens in dump.passes for token in tokens.ids)
+    with np.errstate(all="ignore"):
+        made = variances(weights, Pass(ids), truth, lambda key: engine.judged(0, key).arithmetic)
+        for key, variance in made:
+            stage, stop = BY_NAME[key.rpartition(".")[2]], 0
+            for number, tokens in enumerate(dump.passes):
+                start, stop = stop, stop + len(tokens.ids)
+                seen = dump.seen.get((number, key))
+                if seen is None or not (has_tokens(stage) or stop == len(ids)):
+                    continue
+                part = rows(part_of(stage, truth[key], start, stop), stage, seen.tokens)
+                spread = [rows(part_of(stage, run, start, stop), stage, seen.tokens) for run in variance]
+                theirs = seen.read().astype(part.dtype)
+                if stage.is_choice:
+                    theirs, part = np.sort(theirs, axis=-1), np.sort(part, axis=-1)
+                found = measure(theirs, part, masked=stage.masked, token_axis=token_axis(stage))
+                yield stage.name, found, limit(part, spread[CHAINED], stage)
+
+
+def _by_stage(differences: Sequence[tuple[str, Difference, Tolerance]]) -> Iterator[StageRow]:
+    names = dict.fromkeys(name for name, _, _ in differences)
+    for name in sorted(names, key=list(BY_NAME).index):
+        here = [(found, allowed) for each, found, allowed in differences if each == name]
+        worst, allowed = max(here, key=lambda pair: pair[0].over(pair[1]))
+        error = max(found.error for found, _ in here)
+        yield StageRow(name, error, allowed.error, worst.over(allowed))
+
+
+def _diagnosed(weights: Weights, dump: StageDump, judged: Judged) -> Judged:
+    found = diagnose(weights.astype(np.float64), dump)
+    wrong = [finding for finding in found.findings if finding.kind != "honest"]
+    names = [f"{each.name} {each.value}".strip() for each in wrong[0].suspects] if wrong else []
+    return replace(
+        judged,
+        wrong=not found.findings or bool(wrong),
+        findings=tuple(finding.sentence for finding in wrong or found.findings),
+        mistake=" + ".join(names),
+        key=wrong[0].key if wrong else "",
+    )

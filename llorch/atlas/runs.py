@@ -1,0 +1,166 @@
+"""Runs of an engine in processes of their own: one that hangs, crashes or takes all memory ends as a word about it.
+
+A process does run after run. When one of them ends the process, or is silent for too long, the next process goes on
+behind it. No process reaches the network: the hub is told to be offline, every proxy is a port that nobody listens at.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import llorch.dumps.writers
+from llorch.atlas.catalogue import ADAPTERS
+
+SECONDS, START = 60.0, 60.0  # that a run may take; an engine is granted as much more for its start
+MEMORY = 6 << 30  # bytes of a process and its children
+REFUSALS = ("ValueError", "NotImplementedError")  # what is raised on purpose
+_LOOK = 0.1  # seconds between looks at a process
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of an adapter, see its harness."""
+
+    model: str
+    parts: Sequence[Sequence[int]]
+    out: str
+    scratch: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run ended.
+
+    Attributes:
+        word: `done`, `refused`, `crashed`, `hung` or `too large`.
+        error: What the engine said.
+        version: Of the engine; empty where it died.
+        seconds: What the run took.
+    """
+
+    word: str
+    error: str = ""
+    version: str = ""
+    seconds: float = 0.0
+
+
+def run_all(
+    command: Sequence[str], requests: Sequence[Request], folder: Path, *, seconds: float = SECONDS,
+    memory: int = MEMORY, say: Callable[[Ended], None] = lambda ended: None,
+) -> list[Ended]:  # fmt: skip
+    """Have an adapter do runs, whatever becomes of some.
+
+    Args:
+        command: The interpreter and the script.
+        requests: In their order; what an earlier attempt left in their folders is not taken for a result.
+        folder: For the list, and for what the engine says and leaves behind.
+        seconds: How long a run may take.
+        memory: How many bytes the processes of a run may hold.
+        say: Told how each ended.
+
+    Returns:
+        How each ended.
+    """
+    ended: list[Ended] = []
+    for request in requests:
+        (Path(request.out) / "said.json").unlink(missing_ok=True)
+    while len(ended) < len(requests):
+        for each in _one_process(command, requests[len(ended) :], folder, seconds, memory):
+            ended.append(each)
+            say(each)
+    return ended
+
+
+def _one_process(
+    command: Sequence[str], requests: Sequence[Request], folder: Path, seconds: float, memory: int
+) -> Iterator[Ended]:
+    """The runs of a process, at least one."""
+    asked = folder / "runs.jsonl"
+    asked.write_text("".join(json.dumps(asdict(each)) + "\n" for each in requests), encoding="utf-8")
+    with (folder / "said.txt").open("wb") as said:
+        process = subprocess.Popen(
+            [*command, str(asked)], stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=_variables(folder),
+            cwd=folder, start_new_session=True,
+        )  # fmt: skip
+    try:
+        granted = seconds + START
+        for request in requests:
+            ended = _watched(process, request, folder / "said.txt", granted, memory)
+            yield ended
+            if not ended.version:  # the process is not to be used any more
+                return
+            granted = seconds
+    finally:
+        _end(process)
+
+
+def _watched(process: subprocess.Popen, request: Request, words: Path, granted: float, memory: int) -> Ended:
+    since = time.monotonic()
+    while True:
+        status = process.poll()  # before the look: what it wrote last is seen
+        seconds = time.monotonic() - since
+        if (found := _said(request, seconds)) is not None:
+            return found
+        if status is not None:
+            return Ended("crashed", f"{_way_to_end(status)}: {_last_words(words)}", "", seconds)
+        if seconds > granted:
+            return Ended("hung", f"no answer within {granted:.0f} s", "", seconds)
+        if (held := _memory_of(process.pid)) > memory:
+            return Ended("too large", f"it held {held / 1e9:.1f} GB, it may hold {memory / 1e9:.1f} GB", "", seconds)
+        time.sleep(_LOOK)
+
+
+def _said(request: Request, seconds: float) -> Ended | None:
+    path = Path(request.out) / "said.json"
+    if not path.exists():
+        return None
+    said = json.loads(path.read_text(encoding="utf-8"))
+    if said["state"] == "done":
+        return Ended("done", "", said["version"], seconds)
+    meant = said["error"].partition(":")[0] in REFUSALS
+    error = said["error"] if meant else f"{said['error']} ({said['place']}, {said['phase']})"
+    return Ended("refused" if meant else "crashed", error, said["version"], seconds)
+
+
+def _variables(folder: Path) -> dict[str, str]:
+    kept = {name: os.environ[name] for name in ("PATH", "LANG", "OMP_NUM_THREADS") if name in os.environ}
+    nowhere = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
+    offline = dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"), "1")
+    places = {"HOME": str(folder), "TMPDIR": str(folder), "XDG_CACHE_HOME": str(folder)}
+    shared = [str(ADAPTERS), str(Path(llorch.dumps.writers.__path__[0]))]
+    return kept | nowhere | offline | places | {"PYTHONPATH": os.pathsep.join(shared), "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def _end(process: subprocess.Popen) -> None:
+    """With all that it started."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _way_to_end(status: int) -> str:
+    return f"its process ended with status {status}" if status >= 0 else f"ended by {signal.Signals(-status).name}"
+
+
+def _last_words(path: Path) -> str:
+    lines = path.read_bytes()[-4096:].decode("utf-8", "replace").strip().splitlines()
+    return lines[-1][:300] if lines else "it said nothing"
+
+
+def _memory_of(session: int) -> int:
+    """Bytes that the processes of a session hold; 0 where the system does not say."""
+    held = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError, IndexError, ValueError):
+            fields = stat.read_text().rpartition(")")[2].split()
+            if int(fields[3]) == session:
+                held += int(fields[21]) * os.sysconf("SC_PAGE_SIZE")
+    return held

@@ -1,0 +1,84 @@
+"""What is said of an engine on an input. A bug is said of nobody before it was made to go away from outside.
+
+An input has sisters, which differ from it in one thing: the style of the configuration, or one feature. An engine that
+is wrong on an input and right on a sister was made to agree by that one correction: it is the cause.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from llorch.atlas.inputs import Input
+from llorch.atlas.judging import Judged
+
+RIGHT, HONEST, BUG, WRONG = "right", "honest difference", "bug", "wrong"
+_EXACT = "float32"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A line of the table.
+
+    Attributes:
+        engine: Its name.
+        way: Options that it ran with, by their name; empty for its own.
+        input: What it was fed.
+        word: `right`, `honest difference`, `bug`, `wrong` (no correction confirmed a cause), `refused`, `crashed`,
+            `hung`, `too large`, `not run`.
+        said: What the engine said, or what is known of the cause.
+        version: Of the engine.
+        seconds: The run took.
+        judged: Distances, where it ended well.
+        confirmed_by: The sister on which it is right.
+        correction: What differs there, in words.
+    """
+
+    engine: str
+    way: str
+    input: Input
+    word: str
+    said: str = ""
+    version: str = ""
+    seconds: float = 0.0
+    judged: Judged | None = None
+    confirmed_by: Input | None = None
+    correction: str = ""
+
+    def record(self) -> dict[str, Any]:
+        """For JSON; NaN and infinity are for the writer to replace."""
+        made = asdict(self) | {"input": self.input.name}
+        return made | {"confirmed_by": self.confirmed_by.name if self.confirmed_by else None}
+
+
+def word_of(judged: Judged) -> tuple[str, str]:
+    """Of a run that ended well, before any cause is confirmed, and what is known of it."""
+    if judged.is_right:
+        return (RIGHT, "") if judged.arithmetic == _EXACT else (HONEST, judged.arithmetic)
+    said = judged.findings[0] if judged.findings else ""
+    return (WRONG if judged.wrong else HONEST), said
+
+
+def confirmed(verdicts: Sequence[Verdict]) -> Iterator[Verdict]:
+    """The same, where a correction from outside made an engine agree: with the cause."""
+    by_place: Mapping[tuple[str, str, Input], Verdict] = {
+        (each.engine, each.way, each.input): each for each in verdicts
+    }
+    for each in verdicts:
+        sisters = each.input.sisters if each.word == WRONG else []
+        right = (one for one in sisters if _agrees(by_place.get((each.engine, each.way, one))))
+        sister = next(right, None)
+        if sister is None:
+            yield each
+        else:
+            yield replace(each, word=BUG, confirmed_by=sister, correction=_correction(each.input, sister))
+
+
+def _agrees(verdict: Verdict | None) -> bool:
+    return verdict is not None and verdict.word in (RIGHT, HONEST)
+
+
+def _correction(this: Input, sister: Input) -> str:
+    if this.style != sister.style:
+        where = "at the top of config.json" if sister.style == "old" else "under rope_parameters"
+        return f"the same rope keys {where}"
+    return f"the same model without {this.feature}"
