@@ -7,18 +7,20 @@ The command line sets this for as long as a command runs. A program that imports
 `with limited(1):` is for it, too.
 """
 
+import ctypes
 import math
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from threadpoolctl import threadpool_limits
+from threadpoolctl import threadpool_info, threadpool_limits
 
 from llorch.config import ModelConfig
 from llorch.files.names import inventory
 
 SMALL = 20_000_000  # parameters
+SOFT = 1  # omp_pause_soft: what the library has set up stays
 VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # by which a user says how many
 
 
@@ -35,6 +37,18 @@ def n_threads_for(config: ModelConfig) -> int:
 def n_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def let_go() -> None:
+    """End the OpenMP threads that wait for this thread's next product, because another thread goes on.
+
+    GNU's library counts all that wait. Where they are more than the cores, none spins between two products.
+    """
+    for pool in threadpool_info():
+        if pool["user_api"] == "openmp":
+            pause = getattr(ctypes.CDLL(pool["filepath"]), "omp_pause_resource_all", None)  # since OpenMP 5
+            if pause is not None:
+                pause(SOFT)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from llorch.config import ModelConfig
 
 ENGINES = ("llamacpp", "transformers")
+SPINS = "3000"  # of a waiting thread, some 0.1 ms: from one product of a token to the next, and no more
 
 
 class WholeNumber(click.IntRange):
@@ -177,6 +178,8 @@ def allowed_cores() -> int:
 
 
 def wait_asleep() -> None:
-    """Let threads sleep while they wait for each other, not spin; libraries read this when they are loaded."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # GNU's and Intel's OpenMP: torch
+    """Let threads that wait for each other soon sleep, not spin for long; libraries read this when they are loaded."""
+    if "OMP_WAIT_POLICY" not in os.environ:  # GNU's and Intel's OpenMP: torch
+        os.environ["OMP_WAIT_POLICY"] = "passive"
+        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
     os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")  # 2^4 cycles, the least: NumPy

@@ -71,6 +71,7 @@ def command(
     It ends with Ctrl-C or SIGTERM: new requests get 503, and running answers have 30 seconds.
     """
     from llorch.errors import MissingExtra
+    from llorch.threads import let_go
 
     try:
         from llorch.serve.app import make_app
@@ -91,6 +92,7 @@ def command(
             say(f"{path}: {loaded.add_adapter(name, path, any_base=any_base)}")
         engine = Engine(batch, n_jobs=parallel, n_waiting=queue, stuck_after=timeout)
         service = Service(loaded, engine, context=ctx or CONTEXT, timeout=timeout, version=llorch.__version__)
+        let_go()  # of what has loaded the model
         engine.start()
         stack.callback(engine.stop)
 

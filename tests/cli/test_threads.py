@@ -1,9 +1,11 @@
 """`--threads`: what a command computes with, what it says of it, and what it leaves behind."""
 
 import json
+import math
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from threadpoolctl import threadpool_info
 from training_runs import small_data
 
 from llorch.model import Model
-from llorch.threads import VARIABLES, limited
+from llorch.threads import VARIABLES, let_go, limited
 
 
 def n_threads() -> tuple[int, int]:
@@ -81,23 +83,48 @@ def test_every_verb_that_computes_has_the_option():
     assert [verb for verb in computing if "--threads INTEGER" not in invoke(*verb.split(), "--help").stdout] == []
 
 
-def test_libraries_are_told_to_sleep_before_they_are_loaded():
-    watch = """
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="NOT RUN: this system does not list threads")
+@pytest.mark.usefixtures("three")
+def test_threads_that_are_let_go_end_and_others_take_their_place():
+    here = Path("/proc/self/task")
+    x = torch.ones(1 << 20)
+    x.exp()
+    before = len([*here.iterdir()])
+    let_go()
+    end = time.monotonic() + 10  # a thread that was joined is listed for a moment more
+    while len([*here.iterdir()]) > before - 2:
+        assert time.monotonic() < end
+    assert torch.equal(x.exp(), torch.full_like(x, math.e))
+    assert len([*here.iterdir()]) == before
+
+
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OPENBLAS_THREAD_TIMEOUT")
+
+
+@pytest.mark.parametrize(
+    ("by_the_user", "want"),
+    [
+        ({}, ("passive", "3000", "4")),
+        ({"OPENBLAS_THREAD_TIMEOUT": "9", "GOMP_SPINCOUNT": "7"}, ("passive", "7", "9")),
+        ({"OMP_WAIT_POLICY": "passive"}, ("passive", "None", "4")),
+    ],
+)
+def test_libraries_are_told_how_to_wait_before_they_are_loaded(by_the_user: dict[str, str], want: tuple[str, ...]):
+    watch = f"""
 import os, sys
 class Watch:
     def find_spec(self, name, *_):
         if name in ("numpy", "torch"):
-            print(name, os.environ.get("OMP_WAIT_POLICY"), os.environ.get("OPENBLAS_THREAD_TIMEOUT"), flush=True)
+            print(name, *map(os.environ.get, {WAITING}), flush=True)
 sys.meta_path.insert(0, Watch())
 from llorch.cli import main
 main(["run", "story", "Once", "-n", "1", "--backend", "torch"], prog_name="llorch")
 """
-    said = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
-    said |= {"OPENBLAS_THREAD_TIMEOUT": "9"}  # by the user, so it stays
+    said = {name: value for name, value in os.environ.items() if name not in WAITING} | by_the_user
     done = subprocess.run(
         [sys.executable, "-c", watch], capture_output=True, text=True, check=False, cwd=REPOSITORY, env=said
     )
-    assert done.stdout.splitlines()[:2] == ["numpy passive 9", "torch passive 9"], done.stderr
+    assert done.stdout.splitlines()[:2] == [" ".join((name, *want)) for name in ("numpy", "torch")], done.stderr
 
 
 @pytest.mark.usefixtures("three")
