@@ -15,12 +15,14 @@ class Engine:
 
     Attributes:
         name: For people, and on the command line.
-        script: Of its adapter and its requirements, below `ADAPTERS`.
+        script: Name of its adapter and its requirements.
         gguf: Whether it reads GGUF files.
         folders: Whether it reads Hugging Face folders.
         ways: Options of the adapter, by the name of the row.
         is_witness: Whether it is one that llorch has for goldens, and runs in llorch's own environment.
         npm: Packages of Node.js that it consists of.
+        snippet: Python for a reproduction: imports, and `logits(folder, ids)`, an array (tokens, vocab).
+        folder: Where these are.
         why_not: Why it cannot be run from a package registry on a processor; empty where it can.
     """
 
@@ -31,7 +33,29 @@ class Engine:
     ways: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: _ONE_WAY)
     is_witness: bool = False
     npm: tuple[str, ...] = ()
+    snippet: str = ""
+    folder: Path = ADAPTERS
     why_not: str = ""
 
+    @property
+    def adapter(self) -> Path:
+        """The script that runs it."""
+        return self.folder / f"{self.script}.py"
 
-ENGINES: tuple[Engine, ...] = ()
+    @property
+    def requirements(self) -> Path:
+        """Its packages, pinned, as pip reads them."""
+        return self.folder / f"{self.script}.txt"
+
+
+_MLX_LM = """
+import mlx.core as mx
+from mlx_lm.utils import load_model
+def logits(folder, ids):
+    mx.set_default_device(mx.cpu)
+    return np.array(load_model(pathlib.Path(folder))[0](mx.array([ids])))[0]
+"""
+ENGINES: tuple[Engine, ...] = (
+    Engine("mlx-lm", "mlx_lm_hf", snippet=_MLX_LM),
+)  # fmt: skip
+BY_NAME: Mapping[str, Engine] = {engine.name: engine for engine in ENGINES}

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from llorch.atlas.catalogue import ADAPTERS, Engine
+from llorch.atlas.catalogue import Engine
 
 INSTALL = 900.0  # seconds
 _MARK = "llorch-requirements.txt"  # what is installed, once all of it is
@@ -26,14 +26,14 @@ def python_of(engine: Engine, home: Path) -> Path:
         raise NotInstalled(engine.why_not)
     folder = home / "environments" / engine.script
     python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
-    wanted = (ADAPTERS / f"{engine.script}.txt").read_text(encoding="utf-8") + "".join(engine.npm)
+    wanted = engine.requirements.read_text(encoding="utf-8") + "".join(engine.npm)
     mark = folder / _MARK
     if mark.exists() and mark.read_text(encoding="utf-8") == wanted:
         return python
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
     _install([sys.executable, "-m", "venv", str(folder)], folder)
-    _install([str(python), "-m", "pip", "install", "--quiet", "-r", str(ADAPTERS / f"{engine.script}.txt")], folder)
+    _install([str(python), "-m", "pip", "install", "--quiet", "-r", str(engine.requirements)], folder)
     if engine.npm:
         npm = shutil.which("npm")
         if npm is None:

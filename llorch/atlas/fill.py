@@ -8,17 +8,16 @@ from pathlib import Path
 
 import numpy as np
 
-from llorch.atlas.catalogue import ADAPTERS, Engine
+from llorch.atlas.catalogue import Engine
 from llorch.atlas.environments import NotInstalled, python_of
 from llorch.atlas.inputs import Input, write_input
 from llorch.atlas.judging import judge
 from llorch.atlas.runs import Ended, Request, run_all
-from llorch.atlas.verdicts import Verdict, confirmed, word_of
+from llorch.atlas.verdicts import NOT_RUN, Verdict, confirmed, word_of
 from llorch.errors import FormatError, GuardFailed
 from llorch.verify.witnesses import open_producer
 
 Say = Callable[[str], None]
-NOT_RUN = "not run"
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ def _of_engine(engine: Engine, fed: Sequence[Fed], home: Path, say: Say) -> Iter
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         requests = [_request(each, folder, dict(options)) for each in readable]
-        command = [str(python), str(ADAPTERS / f"{engine.script}.py")]
+        command = [str(python), str(engine.adapter)]
         n_done = 0
 
         def told(ended: Ended, of: str = f"{engine.name} {way}".strip(), n_runs: int = len(requests)) -> None:
@@ -119,6 +118,6 @@ def _verdict(engine: str, way: str, this: Fed, dump: Path, ended: Ended) -> Verd
     try:
         judged = judge(this.source, dump, this.truth)
     except (FormatError, GuardFailed, ValueError) as error:
-        return replace(made, word="wrong", said=f"its dump cannot be compared: {error}")
+        return replace(made, word="unreadable", said=str(error))
     word, said = word_of(judged)
     return replace(made, word=word, said=said, judged=judged)

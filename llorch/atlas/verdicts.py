@@ -11,7 +11,7 @@ from typing import Any
 from llorch.atlas.inputs import Input
 from llorch.atlas.judging import Judged
 
-RIGHT, HONEST, BUG, WRONG = "right", "honest difference", "bug", "wrong"
+RIGHT, HONEST, BUG, WRONG, NOT_RUN = "right", "honest difference", "bug", "wrong", "not run"
 _EXACT = "float32"
 
 
@@ -24,13 +24,14 @@ class Verdict:
         way: Options that it ran with, by their name; empty for its own.
         input: What it was fed.
         word: `right`, `honest difference`, `bug`, `wrong` (no correction confirmed a cause), `refused`, `crashed`,
-            `hung`, `too large`, `not run`.
+            `hung`, `too large`, `unreadable` (what the adapter wrote is no dump of this input), `not run`.
         said: What the engine said, or what is known of the cause.
         version: Of the engine.
         seconds: The run took.
         judged: Distances, where it ended well.
         confirmed_by: The sister on which it is right.
         correction: What differs there, in words.
+        agreed: Distances there.
     """
 
     engine: str
@@ -43,6 +44,7 @@ class Verdict:
     judged: Judged | None = None
     confirmed_by: Input | None = None
     correction: str = ""
+    agreed: Judged | None = None
 
     def record(self) -> dict[str, Any]:
         """For JSON; NaN and infinity are for the writer to replace."""
@@ -65,16 +67,13 @@ def confirmed(verdicts: Sequence[Verdict]) -> Iterator[Verdict]:
     }
     for each in verdicts:
         sisters = each.input.sisters if each.word == WRONG else []
-        right = (one for one in sisters if _agrees(by_place.get((each.engine, each.way, one))))
-        sister = next(right, None)
+        tried = [by_place.get((each.engine, each.way, one)) for one in sisters]
+        sister = next((one for one in tried if one is not None and one.word in (RIGHT, HONEST)), None)
         if sister is None:
             yield each
         else:
-            yield replace(each, word=BUG, confirmed_by=sister, correction=_correction(each.input, sister))
-
-
-def _agrees(verdict: Verdict | None) -> bool:
-    return verdict is not None and verdict.word in (RIGHT, HONEST)
+            correction = _correction(each.input, sister.input)
+            yield replace(each, word=BUG, confirmed_by=sister.input, correction=correction, agreed=sister.judged)
 
 
 def _correction(this: Input, sister: Input) -> str:

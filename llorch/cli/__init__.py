@@ -10,6 +10,7 @@ order to read:
     run, tokenize, trace, dump_writer, convert, inspect (`contents`), bench, quality, data/, lora/, learn/    the verbs
     chat              `talk` is the conversation, `slash` its commands
     diagnose, diff    what other engines computed: `dumped` reads it, `diagnosed` prints what is found
+    atlas             engines of others, each in an environment of its own
     verify            `judging` runs what is asked for (`on_torch` with torch), `judged` groups and counts the rows,
                       `report` prints them; `against` judges by a dump
 """
@@ -26,7 +27,7 @@ from llorch.cli.verbs import Verbs
 
 VERBS = (
     "run", "verify", "diagnose", "diff", "dump-writer", "inspect", "tokenize", "trace", "convert", "quality", "bench",
-    "serve", "chat", "doctor", "completion", "lora", "data", "learn",
+    "serve", "chat", "atlas", "doctor", "completion", "lora", "data", "learn",
 )  # fmt: skip
 
 
@@ -46,6 +47,7 @@ llorch verify                            every stage against llama.cpp and trans
 llorch diagnose dump --model story       the first wrong stage of your engine, and the mistake
 llorch inspect story                     what is in a file
 llorch convert model.gguf folder         to Hugging Face, and back
+llorch atlas mlx-lm                      engines of others, judged
 llorch serve story                       the OpenAI interface, at localhost:8080
 llorch learn                             build your own, one checkpoint at a time
 llorch bench story                       speed, and the share of what the machine can do

@@ -18,7 +18,7 @@ from llorch.cli.tables import console
 
 VERBS = (
     "run", "verify", "diagnose", "diff", "dump-writer", "inspect", "tokenize", "trace", "convert", "quality", "bench",
-    "serve", "chat", "doctor", "completion", "lora", "data", "learn",
+    "serve", "chat", "atlas", "doctor", "completion", "lora", "data", "learn",
 )  # fmt: skip
 COMMANDS = (
     *VERBS[:-3],
@@ -67,7 +67,7 @@ def test_every_verb_of_a_group_is_listed_here():
 
 
 @pytest.mark.parametrize(
-    "verb", [verb for verb in COMMANDS if verb not in ("verify", "serve", "doctor")]
+    "verb", [verb for verb in COMMANDS if verb not in ("verify", "serve", "atlas", "doctor")]
 )  # see their own tests, and test_verify_torch and test_learn_verbs
 def test_examples_of_the_help_pages_run(verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "README.md").write_text("Once upon a time\n")

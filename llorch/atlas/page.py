@@ -1,0 +1,167 @@
+"""The atlas as it is read: a table of engines, one of what they were fed, the bugs, and a picture of every stage."""
+
+import io
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+
+from llorch.atlas.inputs import Input
+from llorch.atlas.verdicts import BUG, HONEST, NOT_RUN, RIGHT, WRONG, Verdict
+from llorch.errors import MissingExtra
+from llorch.stages import BY_NAME
+
+WORDS = (RIGHT, HONEST, BUG, WRONG, "refused", "crashed", "hung", "too large", "unreadable")
+_LARGEST = "largest right distance"
+_LEGEND = """\
+Every engine ran unmodified, from its own loader, in an environment of its own. A number is the distance of its logits
+from the truth, |theirs - true| / |true|; the truth is transformers in float64. **right**: no stage that the engine
+shows is farther off than its arithmetic explains (limits: `llorch/verify/limits.py`). **honest difference**: farther
+than float32 explains, but not than the arithmetic named. **bug**: beyond that, and right again once the one thing named
+was corrected from outside. **wrong**: beyond it, and no correction is known that makes the engine agree. **refused**:
+the engine says that it does not run this. What a configuration's style is, and what each feature changes:
+`llorch/atlas/inputs.py`.
+"""
+
+
+def readme(verdicts: Sequence[Verdict], facts: Mapping[str, str], reports: Mapping[str, str]) -> str:
+    """The page: `facts` say where and when, `reports` are the names of files about bugs, by their titles."""
+    ran = [each for each in verdicts if each.word != NOT_RUN]
+    parts = [
+        "# Atlas: engines that people use, judged stage by stage",
+        "Made by `llorch atlas`: " + "; ".join(f"{name} {value}" for name, value in facts.items()) + ".",
+        _LEGEND,
+        engines_table(ran),
+        *(f"NOT RUN: {each.engine}: {each.said}." for each in verdicts if each.word == NOT_RUN),
+        "![The distance of every stage from the truth](stages.svg)",
+        "## Bugs\n\n" + (bugs_table(ran, reports) or "None was confirmed."),
+        "## Hugging Face folders\n\n" + inputs_table([each for each in ran if not each.input.gguf]),
+        "## GGUF files\n\n" + inputs_table([each for each in ran if each.input.gguf]),
+        "## What was said\n\n" + "\n".join(_sayings(ran)),
+    ]
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def engines_table(verdicts: Sequence[Verdict]) -> str:
+    """How many inputs of each engine got which word."""
+    rows = []
+    for name, own in _by_engine(verdicts):
+        count = Counter(each.word for each in own)
+        version = next((each.version for each in own if each.version), "")
+        rights = [each.judged.error for each in own if each.judged and each.word == RIGHT]
+        largest = f"{max(rights):.0e}" if rights else ""
+        rows.append([name, version, *(str(count[word] or "") for word in WORDS), largest])
+    return _table(["engine", "version", *WORDS, _LARGEST], rows)
+
+
+def inputs_table(verdicts: Sequence[Verdict]) -> str:
+    """Inputs below each other, engines beside each other."""
+    engines = [name for name, _ in _by_engine(verdicts)]
+    by_place = {(_name(each), each.input): each for each in verdicts}
+    rows = [
+        [f"`{this.name}`", *(_cell(by_place.get((engine, this))) for engine in engines)]
+        for this in dict.fromkeys(each.input for each in verdicts)
+    ]
+    return _table(["input", *engines], rows)
+
+
+def _cell(verdict: Verdict | None) -> str:
+    if verdict is None:
+        return ""
+    size = f"{verdict.judged.error:.0e}" if verdict.judged else ""
+    return size if verdict.word == RIGHT else f"**{verdict.word}** {size}" if size else verdict.word
+
+
+def bugs_table(verdicts: Sequence[Verdict], reports: Mapping[str, str]) -> str:
+    """Each confirmed bug: where, what, how far, and what makes the engine agree."""
+    rows = []
+    for title, own in bugs(verdicts):
+        first = own[0]
+        assert first.judged
+        assert first.agreed
+        where = ", ".join(f"`{each.input.name}`" for each in own)
+        rows.append([
+            f"[{_name(first)} {first.version}]({reports[title]})", where, first.judged.key,
+            first.judged.mistake or "not one of the catalogue",
+            f"{max(each.judged.error for each in own if each.judged):.0e}",
+            f"{first.correction}: {first.agreed.error:.0e}",
+        ])  # fmt: skip
+    return (
+        _table(["engine", "inputs", "first wrong stage", "mistake", "distance", "made to agree by"], rows)
+        if rows
+        else ""
+    )
+
+
+def bugs(verdicts: Iterable[Verdict]) -> Iterator[tuple[str, list[Verdict]]]:
+    """Confirmed ones with one mistake and one correction together, under a title."""
+
+    def title(verdict: Verdict) -> str:
+        mistake = verdict.judged.mistake if verdict.judged else ""
+        what = mistake or f"{verdict.input.feature or verdict.input.family} wrong"
+        return f"{_name(verdict)}: {what}; right with {verdict.correction}"
+
+    found = sorted((each for each in verdicts if each.word == BUG), key=title)
+    return ((name, list(own)) for name, own in groupby(found, key=title))
+
+
+def _sayings(verdicts: Sequence[Verdict]) -> Iterator[str]:
+    """What engines said, and what is known of results that are wrong, once each."""
+    said: dict[tuple[str, str, str], list[Input]] = {}
+    for each in verdicts:
+        if each.said and each.word != HONEST:
+            said.setdefault((_name(each), each.word, each.said), []).append(each.input)
+    for (name, word, text), inputs in said.items():
+        shown = ", ".join(f"`{this.name}`" for this in inputs[:4]) + (
+            f" and {len(inputs) - 4} more" if len(inputs) > 4 else ""
+        )
+        yield f"- {name}, {word}: {shown}: {' '.join(text.split())}"
+
+
+def picture(verdicts: Sequence[Verdict]) -> str:
+    """Largest distance of every stage over all inputs on which an engine is right, as SVG.
+
+    Raises:
+        MissingExtra: matplotlib is not installed.
+    """
+    try:
+        from matplotlib import rc_context
+        from matplotlib.backends.backend_svg import FigureCanvasSVG
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise MissingExtra("train", "matplotlib") from None
+    names = [
+        name
+        for name in BY_NAME
+        if any(name == row.stage for each in verdicts if each.judged for row in each.judged.stages)
+    ]
+    figure = Figure(figsize=(12, 5), layout="constrained")
+    axes = figure.subplots()
+    for name, own in _by_engine(verdicts):
+        rows = [row for each in own if each.judged and each.word in (RIGHT, HONEST) for row in each.judged.stages]
+        largest = {stage: max(row.error for row in rows if row.stage == stage) for stage in {row.stage for row in rows}}
+        here = [stage for stage in names if largest.get(stage, 0) > 0]
+        axes.plot(
+            [names.index(stage) for stage in here], [largest[stage] for stage in here], "o-", ms=3, lw=0.8, label=name
+        )
+    axes.set(yscale="log", ylabel="largest distance from the truth", xticks=range(len(names)))
+    axes.set_xticklabels(names, rotation=90)
+    axes.legend(fontsize="small", ncols=2)
+    with rc_context({"svg.hashsalt": "llorch"}):
+        FigureCanvasSVG(figure).print_svg(drawn := io.StringIO(), metadata={"Date": None})
+    return drawn.getvalue()
+
+
+def _name(verdict: Verdict) -> str:
+    return f"{verdict.engine}, {verdict.way}" if verdict.way else verdict.engine
+
+
+def _by_engine(verdicts: Iterable[Verdict]) -> list[tuple[str, list[Verdict]]]:
+    made: dict[str, list[Verdict]] = {}
+    for each in verdicts:
+        made.setdefault(_name(each), []).append(each)
+    return list(made.items())
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

@@ -1,0 +1,115 @@
+"""`llorch atlas`: engines that people use, judged stage by stage."""
+
+import os
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import click
+
+from llorch.cli.options import json_option, verb
+from llorch.cli.output import progress, to_json
+
+if TYPE_CHECKING:
+    from llorch.atlas.verdicts import Verdict
+
+T = TypeVar("T")
+_OUTPUT = Path("checkpoints/atlas")
+
+
+@verb(
+    "How far engines that people use are from the truth, stage by stage.",
+    "llorch atlas                                all engines, all inputs: under half an hour",
+    "llorch atlas mlx-lm --input llama --input llama-theta-old",
+    "llorch atlas ctranslate2 --json > ctranslate2.json",
+    "llorch atlas --list",
+)
+@click.argument("engines", nargs=-1)
+@click.option("--input", "inputs", multiple=True, metavar="NAME", help="Only this input; may be given again.")
+@click.option("--list", "listed", is_flag=True, help="Names of engines and inputs; nothing is run.")
+@click.option(
+    "--home", type=click.Path(path_type=Path, file_okay=False),
+    help="Of environments, inputs and runs.  [default: llorch/atlas in your cache folder]",
+)  # fmt: skip
+@click.option(
+    "--output", type=click.Path(path_type=Path, file_okay=False),
+    help=f"Folder of the page, its picture, JSON and reports.  [default: {_OUTPUT} for all engines, else none]",
+)  # fmt: skip
+@json_option("One object {version, date, ..., verdicts}; NaN and infinity become null.")
+def command(
+    *, engines: Sequence[str], inputs: Sequence[str], listed: bool, home: Path | None, output: Path | None,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Run engines of others, each unmodified and in an environment of its own, and hold them to the foreign truth.
+
+    Their packages come from the package registries, pinned. An engine that hangs, crashes or takes too much memory is a
+    line of the table, and the rest goes on; one that cannot be installed is printed as NOT RUN. Needs the extra golden
+    (transformers computes the truth, in float64) and, for the picture, train.
+
+    Exit codes: 0 the table is filled, 3 no engine could be run.
+    """
+    from llorch.atlas.catalogue import BY_NAME
+    from llorch.atlas.fill import fill
+    from llorch.atlas.inputs import every_input
+    from llorch.atlas.verdicts import NOT_RUN
+    from llorch.atlas.written import record, write_atlas
+    from llorch.cli.outcome import MISSING
+
+    every = {each.name: each for each in every_input()}
+    if listed:
+        click.echo("\n".join(["engines:", *BY_NAME, "inputs:", *every]))
+        return
+    chosen = [_known(name, BY_NAME, "engine") for name in engines or BY_NAME]
+    fed = [_known(name, every, "input") for name in inputs or every]
+    whole = not engines and not inputs
+    with progress("atlas") as tell:
+        verdicts = list(fill(chosen, fed, home or _home(), tell))
+        facts = _facts()
+        if output or whole:
+            write_atlas(verdicts, facts, home or _home(), output or _OUTPUT, lambda value: to_json(value, indent=1))
+    if as_json:
+        click.echo(to_json(record(verdicts, facts)))
+    else:
+        _print(verdicts)
+    if all(each.word == NOT_RUN for each in verdicts):
+        raise click.exceptions.Exit(MISSING)
+
+
+def _known(name: str, known: "Mapping[str, T]", what: str) -> "T":
+    from llorch.errors import suggestion
+
+    if name not in known:
+        raise ValueError(f"{what} {name!r}: not in the atlas; see llorch atlas --list" + suggestion(name, known))
+    return known[name]
+
+
+def _home() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llorch" / "atlas"
+
+
+def _facts() -> dict[str, str]:
+    from llorch.bench import processor
+
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "processor": processor(),
+        "transformers": version("transformers"),
+        "torch": version("torch"),
+    }
+
+
+def _print(verdicts: "Sequence[Verdict]") -> None:
+    from llorch.cli.tables import console, print_table, table
+
+    rows = table("engine", "input", "verdict", ">distance", "first wrong stage", "mistake, or what it said")
+    for each in verdicts:
+        judged = each.judged
+        said = each.said if judged is None else " ".join(filter(None, (judged.mistake, each.correction)))
+        rows.add_row(
+            " ".join(filter(None, (each.engine, each.way, each.version))), each.input.name,
+            "NOT RUN" if each.word == "not run" else each.word, f"{judged.error:.1e}" if judged else "",
+            judged.key if judged else "", " ".join(said.split())[:120],
+        )  # fmt: skip
+    print_table(console(), rows)
