@@ -20,7 +20,7 @@ _IDLE = {  # keys that no engine needs to read
     "architectures", "attention_dropout", "bos_token_id", "dtype", "eos_token_id", "initializer_range", "pad_token_id",
     "pretraining_tp", "torch_dtype", "transformers_version", "use_cache",
 }  # fmt: skip
-_WIDTH = 112
+_WIDTH = 118
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 
@@ -79,11 +79,10 @@ COMMON = {common}
 CASES = {cases}
 SHAPES = {shapes}
 for name, own, expected in CASES:
-    rng, folder = np.random.default_rng(0), pathlib.Path(name)
+    draw, folder = np.random.default_rng(0).standard_normal, pathlib.Path(name)
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(COMMON | own))
-    drawn = {{key: rng.standard_normal(SHAPES[key]).astype(np.float32) for key in sorted(SHAPES)}}
-    made = {{key: 1 + x / 5 if "norm" in key else x * np.float32(0.1) for key, x in drawn.items()}}
+    made = {{k: np.float32(("norm" in k) + (0.1 + 0.1 * ("norm" in k)) * draw(SHAPES[k])) for k in sorted(SHAPES)}}
     save_file(made, folder / "model.safetensors", metadata={{"format": "pt"}})
     print(name, "expected", expected, "got", [round(float(x), 4) for x in logits(name, IDS)[-1][:{n_shown}]])
 '''

@@ -54,7 +54,7 @@ class Ended:
 
 def run_all(
     command: Sequence[str], requests: Sequence[Request], folder: Path, *, seconds: float = SECONDS,
-    memory: int = MEMORY, say: Callable[[Ended], None] = lambda ended: None,
+    start: float = START, memory: int = MEMORY, say: Callable[[Ended], None] = lambda ended: None,
 ) -> list[Ended]:  # fmt: skip
     """Have an adapter do runs, whatever becomes of some.
 
@@ -63,6 +63,7 @@ def run_all(
         requests: In their order; what an earlier attempt left in their folders is not taken for a result.
         folder: For the list, and for what the engine says and leaves behind.
         seconds: How long a run may take.
+        start: How much longer the first of a process.
         memory: How many bytes the processes of a run may hold.
         say: Told how each ended.
 
@@ -73,14 +74,14 @@ def run_all(
     for request in requests:
         (Path(request.out) / "said.json").unlink(missing_ok=True)
     while len(ended) < len(requests):
-        for each in _one_process(command, requests[len(ended) :], folder, seconds, memory):
+        for each in _one_process(command, requests[len(ended) :], folder, seconds, start, memory):
             ended.append(each)
             say(each)
     return ended
 
 
 def _one_process(
-    command: Sequence[str], requests: Sequence[Request], folder: Path, seconds: float, memory: int
+    command: Sequence[str], requests: Sequence[Request], folder: Path, seconds: float, start: float, memory: int
 ) -> Iterator[Ended]:
     """The runs of a process, at least one."""
     asked = folder / "runs.jsonl"
@@ -91,7 +92,7 @@ def _one_process(
             cwd=folder, start_new_session=True,
         )  # fmt: skip
     try:
-        granted = seconds + START
+        granted = seconds + start
         for request in requests:
             ended = _watched(process, request, folder / "said.txt", granted, memory)
             yield ended

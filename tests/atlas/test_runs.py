@@ -1,0 +1,90 @@
+"""Adapters that hang, crash or take all memory, beside those that do their work."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from llorch.atlas.runs import Ended, Request, run_all
+
+ADAPTER = """
+import os, sys, time
+from harness import answer
+
+def load(run):
+    if run.model == "refuses":
+        raise ValueError("sliding windows are not supported")
+    if run.model == "breaks":
+        return {}["rope_theta"]
+    if run.model == "exits":
+        os._exit(7)
+    if run.model == "aborts":
+        print("out of luck", file=sys.stderr, flush=True)
+        os.abort()
+    if run.model == "hangs":
+        time.sleep(3600)
+    if run.model == "children hang":
+        import subprocess
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"]).wait()
+    if run.model == "grows":
+        held = [bytes([1]) * 200_000_000]
+        time.sleep(3600)
+
+def compute(engine, run, dump):
+    ids, first_position = run.passes[0]
+    dump.begin(ids, first_position)
+
+answer("numpy", load, compute)
+"""
+
+
+@pytest.fixture
+def asked(tmp_path: Path):
+    (tmp_path / "adapter.py").write_text(ADAPTER)
+
+    def ask(*models: str, seconds: float = 20) -> list[Ended]:
+        requests = [Request(each, [[1, 2]], str(tmp_path / each), str(tmp_path / "scratch")) for each in models]
+        command = [sys.executable, str(tmp_path / "adapter.py")]
+        return run_all(command, requests, tmp_path, seconds=seconds, start=0, memory=100_000_000)
+
+    return ask
+
+
+@pytest.mark.parametrize(
+    ("model", "word", "error"),
+    [
+        ("refuses", "refused", "ValueError: sliding windows are not supported"),
+        ("breaks", "crashed", "KeyError: 'rope_theta' (adapter.py:9, load)"),
+        ("exits", "crashed", "its process ended with status 7: it said nothing"),
+        ("aborts", "crashed", "ended by SIGABRT: out of luck"),
+        ("grows", "too large", "it held 0.2 GB, it may hold 0.1 GB"),
+    ],
+)
+def test_what_ends_badly_is_a_word_and_the_rest_goes_on(asked, model: str, word: str, error: str):
+    first, ended, last = asked("first", model, "last")
+    assert (ended.word, ended.error) == (word, error)
+    assert first.word == last.word == "done"
+
+
+@pytest.mark.parametrize("model", ["hangs", "children hang"])
+def test_what_hangs_is_ended_with_all_that_it_started(asked, model: str):
+    words = [each.word for each in asked(model, "last", seconds=2)]
+    assert words == ["hung", "done"]
+
+
+def test_every_end_is_told_once(tmp_path: Path):
+    (tmp_path / "adapter.py").write_text(ADAPTER)
+    requests = [Request(each, [[1]], str(tmp_path / each), str(tmp_path)) for each in ("a", "exits", "b")]
+    told: list[Ended] = []
+    ended = run_all([sys.executable, str(tmp_path / "adapter.py")], requests, tmp_path, say=told.append)
+    assert told == ended
+    assert len(ended) == 3
+
+
+def test_no_run_reaches_the_network(tmp_path: Path):
+    code = "from os import environ as e; exit(e['HF_HUB_OFFLINE'] != '1' or not e['https_proxy'].endswith(':9'))"
+    (tmp_path / "adapter.py").write_text(code)
+    (ended,) = run_all(
+        [sys.executable, str(tmp_path / "adapter.py")], [Request("a", [[1]], str(tmp_path), str(tmp_path))], tmp_path
+    )
+    assert ended.error.startswith("its process ended with status 0")

@@ -1,0 +1,80 @@
+"""What is a bug, what is not, and what the page says of both."""
+
+import pytest
+
+from llorch.atlas.inputs import Input, Style
+from llorch.atlas.judging import Judged, StageRow
+from llorch.atlas.page import bugs, readme
+from llorch.atlas.verdicts import Verdict, confirmed, word_of
+
+FINE, HALF = Judged([StageRow("logits", 3e-7, 1e-6, 0.3)], 0.3, "float32"), "bfloat16, as declared"
+OFF = Judged(
+    [StageRow("logits", 0.2, 1e-6, 2e5)], 2e5, "float32", wrong=True, findings=["why"], mistake="eps 1e-6", key="logits"
+)
+FACTS = {"date": "2026-01-01", "processor": "one"}
+
+
+def verdict(
+    name: str, word: str, judged: Judged | None = None, feature: str = "", style: Style = "new", said: str = ""
+) -> Verdict:
+    return Verdict("engine", "", Input(name, feature, style), word, said, "1.0", 0.1, judged)
+
+
+@pytest.mark.parametrize(
+    ("judged", "word"),
+    [
+        (FINE, "right"),
+        (Judged(FINE.stages, 0.3, HALF), "honest difference"),
+        (Judged(OFF.stages, 2.0, "float32", wrong=False, findings=["flash attention"]), "honest difference"),
+        (OFF, "wrong"),
+    ],
+)
+def test_words(judged: Judged, word: str):
+    assert word_of(judged)[0] == word
+
+
+def test_only_what_a_correction_made_agree_is_a_bug():
+    made = list(confirmed([
+        verdict("llama", "wrong", OFF, "eps"), verdict("llama", "right", FINE),
+        verdict("qwen3", "wrong", OFF, "eps"), verdict("qwen3", "wrong", OFF),
+        verdict("qwen2", "wrong", OFF, "eps"), verdict("qwen2", "refused"),
+        verdict("mistral", "wrong", OFF, "eps"),
+    ]))  # fmt: skip
+    assert [each.word for each in made] == ["bug", "right", "wrong", "wrong", "wrong", "refused", "wrong"]
+    assert made[0].confirmed_by == Input("llama")
+    assert made[0].correction == "the same model without eps"
+    assert made[0].agreed is FINE
+
+
+def test_a_correction_of_the_same_meaning_comes_first():
+    (bug, *_) = confirmed([
+        verdict("llama", "wrong", OFF, "theta"), verdict("llama", "right", FINE),
+        verdict("llama", "right", FINE, "theta", "old"),
+    ])  # fmt: skip
+    assert bug.correction == "the same rope keys at the top of config.json"
+
+
+def test_another_engine_confirms_nothing():
+    other = Verdict("other", "", Input("llama"), "right", judged=FINE)
+    assert next(confirmed([verdict("llama", "wrong", OFF, "eps"), other])).word == "wrong"
+
+
+def test_the_page_has_every_verdict():
+    verdicts = list(confirmed([
+        verdict("llama", "wrong", OFF, "eps"), verdict("llama", "right", FINE),
+        verdict("qwen3", "wrong", OFF, said="why"),
+        verdict("mistral", "refused", said="ValueError: no windows | here"), verdict("qwen2", "hung", said="no answer"),
+        Verdict("absent", "", Input(""), "not run", "no wheel for this processor"),
+    ]))  # fmt: skip
+    ((title, own),) = bugs(verdicts)
+    page = readme(verdicts, FACTS, {title: "reports/x.md"})
+    assert len(own) == 1
+    for line in (
+        "date 2026-01-01; processor one.",
+        "| engine | 1.0 | 1 |  | 1 | 1 | 1 |  | 1 |  |  | 3e-07 |",
+        "| [engine 1.0](reports/x.md) | `llama-eps` | logits | eps 1e-6 | 2e-01 | the same model without eps: 3e-07 |",
+        "| `llama-eps` | **bug** 2e-01 |", "| `llama` | 3e-07 |", "| `qwen3` | **wrong** 2e-01 |",
+        "| `mistral` | refused |",
+        "NOT RUN: absent: no wheel for this processor.", "- engine, refused: `mistral`: ValueError: no windows | here",
+    ):  # fmt: skip
+        assert line in page
