@@ -3,6 +3,7 @@
 The graph is asked for float32, where the plugin would take what the processor is fastest at.
 """
 # pyright: basic, reportMissingImports=false
+# ruff: noqa: E402
 
 import sys
 from typing import Any
