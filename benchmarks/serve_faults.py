@@ -13,12 +13,16 @@ import asyncio
 import json
 import resource
 import sys
+import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import click
 import serve_faults_of_clients as clients
+import serve_faults_of_readers as readers
+import serve_faults_of_text as text
 import serve_faults_of_work as work
 from rounds import machine
 from serve_faults_of_clients import KEY, Verdict
@@ -40,6 +44,7 @@ class Fault:
     options: Sequence[str] = ()  # of the server
     step: float | None = None  # seconds that each step takes more; such a server has the planted faults, too
     key: str | None = None
+    model: Callable[[Path], str] = lambda folder: "story"  # written to a folder, or one that there is
 
 
 FAULTS = (
@@ -48,16 +53,20 @@ FAULTS = (
     Fault("S2b", "a body that stops coming", "408 at 30 s", clients.without_end),
     Fault("S3", "200 clients, 4 run, 32 wait", "as alone, or 429; < 50 MB", work.too_many, step=0.005),
     Fault("S4", "100 clients leave in four phases", "slot back in 250 ms, <= 1 token", work.leaving, ALONE, 0.05),
+    Fault("S4b", "streams that nobody reads", "dropped after 30 s, < 50 MB", readers.unread),
     Fault("S5", "an answer takes too long", "504, error event; slot free", work.deadline, ("--timeout", "1"), 0.05),
     Fault("S6", "bad numbers, types, JSON", "400, field named", clients.bad_fields),
     Fault("S7", "1 MB of text", "400, < 3 s each; /health p99 < 250 ms", clients.long_texts),
     Fault("S8", "wrong keys", "401 but for /health", clients.keys, key=KEY),
     Fault("S9", "foreign hosts, origins, models", "403, 403, 404", clients.names),
+    Fault("S11", "texts of control tokens", "they stay text", text.controls, model=text.with_template),
+    Fault("G13", "a template that means harm", "400 in 1.5 s; others as alone", text.harm, model=text.with_template),
     Fault("S13", "a job raises, a step raises", "500 for them, others as alone", work.one_fails, step=0.005),
     Fault("S14", "the engine's thread dies", "told within 5 s, exit > 0", work.engine_dies, step=0.005),
     Fault("S14b", "a step hangs", "/health 503 at 5 s, exit > 0", work.engine_hangs, ("--timeout", "8"), 0.005),
     Fault("S15", "SIGTERM under load", "all finish, new 503, exit 0", work.stopped, step=0.02),
     Fault("S15b", "SIGTERM, an answer of a minute", "cut at 30 s, exit 0", work.cut, step=0.5),
+    Fault("S15c", "SIGTERM while a model loads", "exit in 1 s, nothing said or left", work.stopped_early),
     Fault("S18", "secrets in requests", "none in the log", clients.log, ("-v",), key=KEY),
 )  # fmt: skip
 
@@ -65,14 +74,16 @@ FAULTS = (
 def provoke(fault: Fault, backend: Sequence[str] = ()) -> Verdict:
     """Do it to a server that is started for it."""
     _allow_open_files()
-    if fault.step is None:
-        server = llorch("story", *fault.options, *backend, key=fault.key)
-    else:
-        server = faulty(fault.step, "story", *fault.options, *backend)
-    try:
-        return asyncio.run(fault.run(server))  # type: ignore[arg-type]
-    finally:
-        server.stop()
+    with tempfile.TemporaryDirectory() as folder:
+        model = fault.model(Path(folder))
+        if fault.step is None:
+            server = llorch(model, *fault.options, *backend, key=fault.key)
+        else:
+            server = faulty(fault.step, model, *fault.options, *backend)
+        try:
+            return asyncio.run(fault.run(server))  # type: ignore[arg-type]
+        finally:
+            server.stop()
 
 
 def _allow_open_files() -> None:

@@ -1,10 +1,15 @@
 """Faults in the work itself: too much of it, clients that leave, jobs and threads that die, the end of the server."""
 
 import asyncio
+import os
 import signal
+import subprocess
+import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 from serve_client import Reply, ask, connection, measure, request, until
 from serve_faults_of_clients import CHAT, Verdict, chat, worst
@@ -12,6 +17,7 @@ from serve_processes import Server
 
 CLIENTS = 200
 LEAVING = 25  # clients in each phase
+EARLY = 16  # moments of a start, 50 ms apart
 PROMPTS = ("Once upon a time", "The little fox", "A red ball", "She said", "In the old tree")
 
 
@@ -170,6 +176,35 @@ async def cut(server: Server) -> Verdict:
         code = await asyncio.to_thread(server.process.wait, 60)
     seconds = time.perf_counter() - start
     return code == 0 and 29 < seconds < 36, f"cut, exit {code} after {seconds:.1f} s"
+
+
+async def stopped_early(server: Server) -> Verdict:
+    """SIGTERM at many moments of a server's start: it ends at once, and leaves no process and no file."""
+    command: Any = server.process.args
+    ends = await asyncio.to_thread(lambda: [_stopped_after(command, at / 20) for at in range(EARLY)])
+    codes = [code for code, _, _ in ends]
+    slowest, loud = max(seconds for _, seconds, _ in ends), [said for _, _, said in ends if said]
+    right = set(codes) <= {-signal.SIGTERM, 0} and codes[0] != 0 and slowest < 1 and not loud
+    return right, f"{codes.count(-signal.SIGTERM)} of {EARLY} by the signal, others 0, in {slowest:.2f} s; {loud[:1]}"
+
+
+def _stopped_after(command: Sequence[str], seconds: float) -> tuple[int, float, str]:
+    """Exit code, seconds, and what was said or left that should not be."""
+    with tempfile.TemporaryDirectory() as folder:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "TMPDIR": folder},
+        )  # fmt: skip
+        time.sleep(seconds)
+        start = time.perf_counter()
+        process.send_signal(signal.SIGTERM)
+        said, _ = process.communicate(timeout=60)
+        took, left = time.perf_counter() - start, [file.name for file in Path(folder).iterdir()]
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, 0)
+        left.append("a process")
+    odd = [line for line in said.splitlines() if " at http://" not in line]
+    return process.returncode, took, " ".join(odd + left)
 
 
 async def soak(server: Server, minutes: float) -> Verdict:

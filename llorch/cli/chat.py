@@ -28,12 +28,13 @@ CONTEXT = 8192  # tokens to keep memory for
 
 @verb(
     "Talk to a model on the terminal.",
+    "llorch chat                                               with the built-in model, story",
     "llorch chat model.gguf",
     'llorch chat model.gguf --system "Answer in a sentence." -t 0.8',
     "llorch chat model.gguf --adapter path/to/adapter --history yesterday.json",
     'printf "Hello\\n/stats\\n" | llorch chat model.gguf',
 )
-@click.argument("model", type=MODEL)
+@click.argument("model", type=MODEL, default="story")
 @click.option("--system", metavar="TEXT", help="The system message.")
 @click.option(
     "--history", type=click.Path(path_type=Path, dir_okay=False), help="Messages so far, as /save writes them."
@@ -50,7 +51,9 @@ def command(
     numerics: str | None, kv_cache: str, residency: Any, backend: str, device: str | None, dtype: str | None,
     kernels: Any, **sampling: Any,
 ) -> None:  # fmt: skip
-    """Talk to MODEL, which needs a chat template; a text is continued by llorch run.
+    """Talk to MODEL (default: story).
+
+    Where it has no chat template, messages are joined by blank lines, as in llorch serve, and the answer goes on.
 
     A line is what you say; one that ends with a backslash goes on with the next. /help lists the commands: change a
     message, try again, save, trace every stage, ... What begins with // is said with one /.
@@ -89,7 +92,9 @@ def command(
     if adapter is not None:
         talk.adapter = added(loaded, adapter, any_base=any_base)
     live = sys.stdin.isatty()
-    say(f"{loaded.name}: {loaded.config.max_position_embeddings} tokens of context, {threads}; /help, Ctrl-D ends")
+    plain = "" if loaded.chats.has_template else " (no chat template: messages are joined by blank lines)"
+    room = f"{loaded.config.max_position_embeddings} tokens of context"
+    say(f"{loaded.name}{plain}: {room}, {threads}; /help, Ctrl-D ends")
     with _remembered_lines() if live else nullcontext():
         _converse(talk, live=live)
 

@@ -40,12 +40,12 @@ class Talk:
     def __init__(
         self, model: "Model | TorchModel", messages: Messages, settings: SamplingSettings, *, max_tokens: int
     ) -> None:
-        """Go on with these messages; FormatError where the model cannot have a conversation."""
+        """Go on with these messages; FormatError where the model's chat template is none."""
         self.model, self.messages = model, messages
         self.settings, self.max_tokens = settings, max_tokens
         self.adapter: str | None = None
         self.counted: Counted | None = None
-        self._end_ids = model.chats.end_ids  # first: it says where there is no chat template
+        self._end_ids = model.chats.end_ids
         self._n_answers = 0
         self._memory: tuple[KVCache, list[int], str | None] | None = None  # ids in it, and by which adapter
 
@@ -61,11 +61,11 @@ class Talk:
         if not messages or messages[-1]["role"] not in ("user", "tool"):
             raise ValueError("chat: expected a message of the user to answer, got none; say something")
         settings = replace(self.settings, seed=self.settings.seed + self._n_answers)  # another one at /retry
-        job = self.model.job(
-            messages, max_tokens=self.max_tokens, settings=settings, ignore_eos=False, adapter=self.adapter
-        )
+        chats = self.model.chats
+        ids = chats.encoded(chats.spoken(messages))
+        job = self.model.job(ids, max_tokens=self.max_tokens, settings=settings, ignore_eos=False, adapter=self.adapter)
         self.messages, self._n_answers = messages, self._n_answers + 1
-        return self._kept(job)
+        return self._kept(replace(job, end_ids=job.end_ids | self._end_ids))
 
     def _kept(self, job: Job) -> Iterator[Token]:
         """Count and remember what an answer says."""
@@ -89,7 +89,9 @@ class Talk:
         if not isinstance(self.model, Model):
             self.counted = Counted(len(job.ids), 0)
             how = {"max_tokens": job.max_tokens, "settings": job.settings, "adapter": job.adapter}
-            return self.model.generate(messages=self.messages, **how)
+            if self.model.chats.has_template:
+                return self.model.generate(messages=self.messages, **how)
+            return self.model.generate(job.ids, **how)
         answer = Answer(self.model.tokenizer, end_ids=job.end_ids, max_tokens=job.max_tokens)
         return stream(self._sampled(self.model, job), answer)
 
@@ -132,8 +134,7 @@ class Talk:
 
     def ids(self) -> list[int]:
         """The conversation as the model reads it, without what would open the next turn."""
-        text, inert = self.model.chats.conversation(self.messages).text(len(self.messages))
-        return self.model.tokenizer.encode_rendered(text, inert=inert)[0]
+        return self.model.chats.encoded(self.model.chats.spoken(self.messages, opened=False))
 
     def trace(self) -> dict[str, Any]:
         """Every stage of the conversation."""

@@ -33,7 +33,7 @@ async def answer(request: Request) -> Response:
     """The route."""
     body, service = await read(request, ChatRequest), service_of(request)
     ignored = ignored_fields(body)
-    jobs = await prepared(service, lambda: _jobs(service, body), n_answers=body.n or 1)
+    jobs = await prepared(service, lambda: _jobs(service, body), n_answers=body.n or 1, renders=True)
     chat = _Chat(service, body, Answering(service.engine, service.model, jobs, body.stops, service.timeout))
     if body.stream:
         return EventStream(chat.events(), chat.answering.close, ignored)

@@ -41,11 +41,17 @@ async def read(request: Request, kind: type[Asked]) -> Asked:
         raise of_validation(error, body) from None
 
 
-async def prepared(service: Service, make: Callable[[], Result], *, n_answers: int = 1) -> Result:
-    """Do what may take long, such as tokenizing, beside the event loop; ApiError where so many wait already."""
+async def prepared(
+    service: Service, make: Callable[[], Result], *, n_answers: int = 1, renders: bool = False
+) -> Result:
+    """Do what may take long, such as tokenizing, beside the event loop; ApiError where so many wait already.
+
+    What `renders` a chat template has a line of its own: nobody else waits for a template that takes its time.
+    """
+    thread = service.writing if renders else service.preparing
     try:
         with service.engine.place(n_answers):
-            return await asyncio.get_running_loop().run_in_executor(service.preparing, make)
+            return await asyncio.get_running_loop().run_in_executor(thread, make)
     except (Busy, Unavailable) as error:
         raise of_failure(error) from None
 

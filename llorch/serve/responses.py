@@ -33,7 +33,7 @@ async def answer(request: Request) -> HttpResponse:
     """The route."""
     body, service = await read(request, ResponsesRequest), service_of(request)
     ignored = ignored_fields(body)
-    job = await prepared(service, lambda: _job(service, body))
+    job = await prepared(service, lambda: _job(service, body), renders=True)
     responding = _Responding(body, Answering(service.engine, service.model, [job], (), service.timeout))
     if body.stream:
         return EventStream(responding.events(), responding.answering.close, ignored)
@@ -42,7 +42,7 @@ async def answer(request: Request) -> HttpResponse:
 
 def _job(service: Service, body: ResponsesRequest) -> Job:
     adapter, ids = service.adapter(body.model), service.chat_ids(body.messages, param="input")
-    settings, ends = body.settings(first_seed(body.seed)), service.chat_end_ids()
+    settings, ends = body.settings(first_seed(body.seed)), service.chat_end_ids(param="input")
     return service.job(
         ids, settings, param="input", max_tokens=body.max_output_tokens, adapter=adapter, end_ids=ends, form=body.form
     )

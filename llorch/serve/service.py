@@ -3,8 +3,9 @@
 import hashlib
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,7 +38,8 @@ class Service:
         self.created, self.version = int(time.time()), version
         self.fingerprint = fingerprint(Path(model.weights.path), version)
         self.preparing = ThreadPoolExecutor(1, thread_name_prefix="llorch-prompts")
-        self.has_template = bool(model.chat_templates)
+        self.writing = ThreadPoolExecutor(1, thread_name_prefix="llorch-chats")  # apart: templates may take their time
+        self.has_template = model.chats.has_template
         engine.metrics.watch(lambda: engine.n_running, lambda: engine.n_waiting)
 
     @property
@@ -55,28 +57,34 @@ class Service:
         return names[name]
 
     def chat_ids(self, messages: Sequence[dict[str, object]], *, param: str = "messages") -> list[int]:
-        """A conversation up to the answer; where the file has no chat template, its contents with blank lines."""
+        """A conversation up to the answer; a template may not write more than a client may."""
         require_short(*(str(message.get("content") or "") for message in messages), param=param)
-        try:
-            if self.has_template:
-                return self.model.prompt_ids(messages)
-            return self.model.tokenizer.encode("\n\n".join(str(message["content"] or "") for message in messages))
-        except FormatError as error:
-            raise ApiError(400, error.message, param=param) from None
-        except ValueError as error:
-            raise ApiError(400, str(error), param=param) from None
+        with self._refused_for(param):
+            written = self.model.chats.spoken(messages)
+            require_short(written.text, param=param)
+            return self.model.chats.encoded(written)
+
+    def chat_end_ids(self, *, param: str = "messages") -> frozenset[int]:
+        """What ends an answer of a conversation, beside end tokens."""
+        with self._refused_for(param):
+            return self.model.chats.end_ids
 
     def text_ids(self, text: str) -> list[int]:
         """A text to go on with; the text of a control token stays text."""
         require_short(text, param="prompt")
-        try:
+        with self._refused_for("prompt"):
             return self.model.tokenizer.encode(text)
-        except ValueError as error:
-            raise ApiError(400, str(error), param="prompt") from None
 
-    def chat_end_ids(self) -> frozenset[int]:
-        """What ends an answer of a conversation, beside end tokens."""
-        return self.model.chats.end_ids if self.has_template else frozenset()
+    @contextmanager
+    def _refused_for(self, param: str) -> Iterator[None]:
+        """400 for a field that cannot be read; where the model's files lie is not said."""
+        try:
+            yield
+        except FormatError as error:
+            text = error.message.replace(str(self.model.weights.path), self.model.name)
+            raise ApiError(400, text, param=param) from None
+        except ValueError as error:
+            raise ApiError(400, str(error), param=param) from None
 
     def job(
         self,

@@ -28,7 +28,7 @@ async def answer(request: Request) -> Response:
     """The route."""
     body, service = await read(request, TraceRequest), service_of(request)
     ignored = ignored_fields(body)
-    adapter, ids = await prepared(service, lambda: _ids(service, body))
+    adapter, ids = await prepared(service, lambda: _ids(service, body), renders=body.messages is not None)
     figures = _Figures(body.arrays or ())
     return await unless_gone(request, _traced(service, body, ids, adapter, figures, ignored))
 

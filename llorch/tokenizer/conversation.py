@@ -10,11 +10,14 @@ Source: transformers 5.23 `sanitize_control_tokens` (the same idea); Unicode 16,
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from llorch.errors import FormatError
+from llorch.fields import Fields
 from llorch.tokenizer.chat import ChatTemplate, Message, compiled
+from llorch.tokenizer.messages import checked_messages
 from llorch.tokenizer.tokenizer import Tokenizer
 
 _PROBE = "Yes."
@@ -83,6 +86,14 @@ class Conversation:
         return taken_out(text, self._mark)
 
 
+@dataclass(frozen=True)
+class Written:
+    """A conversation as one text."""
+
+    text: str
+    inert: Sequence[int] | None  # places over which no control token runs; None: it has none at all
+
+
 class Chats:
     """How one model writes conversations."""
 
@@ -104,12 +115,35 @@ class Chats:
 
     def ids(self, messages: Sequence[Message]) -> list[int]:
         """A conversation up to the answer that is wanted, as token ids; what is in the messages stays text."""
-        text, inert = self.conversation(messages).text(len(messages), opened=True)
-        return self._tokenizer.encode_rendered(text, inert=inert)[0]
+        return self.encoded(Written(*self.conversation(messages).text(len(messages), opened=True)))
+
+    @property
+    def has_template(self) -> bool:
+        """Whether there is a template, be it a sound one or not."""
+        return bool(self._read())
+
+    def spoken(self, messages: Sequence[Message], *, opened: bool = True) -> Written:
+        """A conversation that is talked, up to the answer if `opened`: of a model without a template its words alone.
+
+        There is a blank line between two messages then, and the model goes on with the text. FormatError where the
+        messages are none, or the template refuses them.
+        """
+        checked = checked_messages(Fields({}, self._path), "messages", list(messages))
+        if self.has_template:
+            return Written(*self.conversation(checked).text(len(checked), opened=opened))
+        return Written("\n\n".join(str(message["content"]) for message in checked), None)
+
+    def encoded(self, written: Written) -> list[int]:
+        """Its token ids."""
+        if written.inert is None:
+            return self._tokenizer.encode(written.text)
+        return self._tokenizer.encode_rendered(written.text, inert=written.inert)[0]
 
     @cached_property
     def end_ids(self) -> frozenset[int]:
         """The control token that the template writes behind the words of the assistant, whatever files say of it."""
+        if not self.has_template:
+            return frozenset()
         asked = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}]
         text, _ = self.conversation(asked).text(2)
         ids, starts = self._tokenizer.encode_rendered(text)

@@ -116,11 +116,12 @@ def test_the_answer_is_that_of_run(folder: Path):
     assert (torch.stdout, torch.exit_code) == (said, 0)
 
 
-def test_a_model_without_a_chat_template_says_what_to_do():
-    done = invoke("chat", "story")
-    assert (done.stdout, done.exit_code) == ("", 2)
-    assert "put a chat_template.jinja beside" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+@pytest.mark.parametrize("model", [(), ("story",)], ids=["default", "named"])
+def test_the_built_in_model_has_no_chat_template_which_is_said_and_goes_on_with_the_text(model: tuple[str, ...]):
+    done = invoke("chat", *model, "-n", "9", stdin="Once upon\n")
+    assert (done.stdout, done.exit_code) == (invoke("run", "story", "Once upon", "-n", "9").stdout, 0)
+    said = "story (no chat template: messages are joined by blank lines): 512 tokens of context, "
+    assert done.stderr.startswith(said)
 
 
 @pytest.mark.parametrize(

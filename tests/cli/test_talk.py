@@ -1,13 +1,15 @@
 """A conversation that goes on: what is remembered of it changes no answer, and what was made of one counts."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from chat_models import CHATML, LLAMA_3, chat_model
 from random_adapters import random_adapter
 
+from llorch import load_torch
 from llorch.cli.talk import Talk
 from llorch.errors import FormatError
 from llorch.generate import Token
@@ -108,6 +110,17 @@ def test_what_cannot_be_answered_leaves_the_conversation_as_it_was(models: dict[
     assert one.messages == before
 
 
-def test_a_model_without_a_chat_template_is_refused_at_once():
-    with pytest.raises(FormatError, match="the model has none"):
-        talk(load("story"))
+@pytest.mark.parametrize("open_model", [load, load_torch])
+def test_without_a_chat_template_the_messages_are_joined_by_blank_lines(open_model: Callable[[str], Any]):
+    model = open_model("story")
+    one = talk(model)
+    first = text(one.say("Once <|eot_id|> upon"))
+    assert first == text(model.generate("Once <|eot_id|> upon", max_tokens=12))
+    joined = f"Once <|eot_id|> upon\n\n{first}\n\nThe fox"
+    assert text(one.say("The fox")) == text(model.generate(joined, max_tokens=12))
+    assert model.tokenizer.decode(one.ids()) == f"{joined}\n\n{one.messages[-1]['content']}"
+
+
+def test_a_chat_template_that_is_none_is_refused_at_once(tmp_path: Path):
+    with pytest.raises(FormatError, match=r"TemplateError: the chat template of .* cannot be read"):
+        talk(chat_model(tmp_path / "story", "story", "{% if %}"))

@@ -66,8 +66,8 @@ def test_routes_that_are_none_and_methods_that_are_not_for_them():
 @pytest.mark.parametrize("stream", [False, True])
 def test_who_leaves_in_the_middle_of_an_answer_takes_his_job_along(stream: bool):
     with scripted() as (server, batch):
-        client = leave_after(server, 500 if stream else 0, stream=stream, max_tokens=500)
         batch.step_with = lambda: WAIT(0.02)
+        client = leave_after(server, 500 if stream else 0, stream=stream, max_tokens=500)
         batch.wait_for_steps(3)
         client.close()
         until(lambda: not batch.running)

@@ -9,8 +9,8 @@ from command_line import REPOSITORY
 
 pytest.importorskip("uvicorn", reason="NOT RUN: uvicorn is not installed")
 
-QUICK = ("S5", "S6", "S8", "S9", "S13", "S14", "S15", "S18")
-LONG = ("S1", "S2", "S2b", "S3", "S4", "S7", "S14b", "S15b")
+QUICK = ("S5", "S6", "S8", "S9", "S11", "G13", "S13", "S14", "S15", "S15c", "S18")
+LONG = ("S1", "S2", "S2b", "S3", "S4", "S4b", "S7", "S14b", "S15b")
 
 
 def done(numbers: tuple[str, ...], *options: str) -> list[tuple[str, bool, str]]:

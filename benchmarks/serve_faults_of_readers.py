@@ -1,0 +1,46 @@
+"""Faults of those who read: streams that nobody reads."""
+
+import asyncio
+import socket
+import time
+from contextlib import ExitStack
+
+from serve_client import request, until
+from serve_faults_of_clients import CHAT, Verdict, chat
+from serve_faults_of_work import share, solo, stream
+from serve_processes import Server
+
+UNREAD = 2
+DROPPED = 30.0  # seconds for which nothing was read
+_NUMBERS = {"type": "array", "items": {"type": "integer"}, "minItems": 1000}  # so that no answer ends before its time
+_FORM = {"type": "json_schema", "json_schema": {"name": "numbers", "schema": _NUMBERS}}
+LARGE = {"n": 8, "max_tokens": 450, "logprobs": True, "top_logprobs": 20, "stream": True, "response_format": _FORM}
+
+
+async def unread(server: Server) -> Verdict:
+    """Streams of 6 MB, more than the system takes, of which no byte is read."""
+    alone, before, n_files = await solo(server), server.resident(), server.open_files()
+    start = time.perf_counter()
+    with ExitStack() as stack:
+        for _ in range(UNREAD):
+            stack.enter_context(_silent(server.port, chat(seed=1, **LARGE)))
+        await until(server.port, running=4)
+        same = share(await asyncio.gather(*(stream(server.port, i) for i in range(3))), alone)
+        await until(server.port, running=0, waiting=0)
+        freed, held = time.perf_counter() - start, server.open_files() - n_files
+        while (open_now := server.open_files() - n_files) > 0 and time.perf_counter() - start < freed + 2 * DROPPED:
+            await asyncio.sleep(0.1)
+    dropped, grown = time.perf_counter() - start, server.resident() - before
+    text = (
+        f"{same} of 3 others as alone; slots back at {freed:.0f} s; {held} dropped at {dropped:.0f} s; {grown:+.1f} MB"
+    )
+    return same == 3 and held == UNREAD and open_now <= 0 and dropped < freed + DROPPED + 3 and grown < 50, text
+
+
+def _silent(port: int, body: object) -> socket.socket:
+    """A connection on which a request was sent, and that takes little."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.connect(("127.0.0.1", port))
+    client.sendall(request("POST", CHAT, body))
+    return client

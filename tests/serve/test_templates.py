@@ -1,0 +1,71 @@
+"""Chat templates that a server renders for its clients: what they cost and refuse is the affair of one request."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from chat_models import LLAMA_3, chat_model
+from served import Served, served
+
+WRITES = "{% for i in range(30) %}{{ 'a b' * 12000 }}{% endfor %}"  # 1.08 MB
+
+
+def asked(server: Served, content: str = "Once") -> Any:
+    return server.client.chat.completions.create(
+        model="story", messages=[{"role": "user", "content": content}], max_tokens=2
+    )
+
+
+def refused(folder: Path, template: str) -> openai.BadRequestError:
+    with served(chat_model(folder / "story", "story", template)) as server:
+        with pytest.raises(openai.BadRequestError) as caught:
+            asked(server)
+        server.client.completions.create(model="story", prompt="Once", max_tokens=2)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        ("{% if %}", "the chat template of story cannot be read: "),
+        ("{{ ''.__class__.__mro__ }}", "the chat template of story refuses this: access to attribute '__class__'"),
+        ("{{ 'a' * 2000000000 }}", "the chat template of story takes over 512 MiB of memory"),
+        (WRITES, "messages: 1080000 bytes of text, at most 1048576 are read"),
+        # what ends an answer is asked with a conversation of our own
+        ("{% if messages[-1].role == 'assistant' %}{{ raise_exception('no') }}{% endif %}a", "refuses this: no; "),
+    ],
+)
+def test_what_a_template_does_is_told_to_one_request_and_not_where_its_file_lies(
+    tmp_path: Path, template: str, problem: str
+):
+    error = refused(tmp_path, template)
+    assert problem in error.message
+    assert error.param == "messages"
+    assert str(tmp_path) not in error.message
+
+
+def test_nobody_else_waits_for_a_template_that_takes_its_time(tmp_path: Path):
+    with served(chat_model(tmp_path / "story", "story", LLAMA_3)) as server:
+        enough = threading.Event()
+        server.service.writing.submit(enough.wait, 20)  # as a template would hold it up
+        chats = [threading.Thread(target=ask, args=(server,)) for ask in (asked, _response, _trace)]
+        for chat in chats:
+            chat.start()
+        try:
+            assert server.client.completions.create(model="story", prompt="Once", max_tokens=99, timeout=10).choices
+            assert all(chat.is_alive() for chat in chats)
+        finally:
+            enough.set()
+            for chat in chats:
+                chat.join(20)
+
+
+def _response(server: Served) -> None:
+    server.client.responses.create(model="story", input="Once", max_output_tokens=2)
+
+
+def _trace(server: Served) -> None:
+    body = {"model": "story", "messages": [{"role": "user", "content": "Once"}]}
+    server.client.post("/trace", body=body, cast_to=object)
