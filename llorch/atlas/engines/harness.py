@@ -68,7 +68,9 @@ def _outcome(run: Run, load: Callable, compute: Callable, engine: str, dtype: st
     phase = "load"
     try:
         loaded, phase = load(run), "compute"
-        with DumpWriter(run.out, engine=engine, dtype=run.options.get("dtype", dtype)) as dump:
+        cache, flash = run.options.get("cache", ""), run.options.get("flash_attention", False)
+        dtype = run.options.get("dtype", dtype)
+        with DumpWriter(run.out, engine=engine, dtype=dtype, kv_cache=cache, flash_attention=flash) as dump:
             compute(loaded, run, dump)
     except (Exception, SystemExit) as error:
         traceback.print_exc()
