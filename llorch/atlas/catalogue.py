@@ -57,5 +57,9 @@ def logits(folder, ids):
 """
 ENGINES: tuple[Engine, ...] = (
     Engine("mlx-lm", "mlx_lm_hf", snippet=_MLX_LM),
-)  # fmt: skip
+    Engine("tinygrad", "tinygrad_gguf", gguf=True, folders=False),
+    Engine("ctranslate2", "ctranslate2_hf"),
+    Engine("onnxruntime-genai", "onnxruntime_genai_hf"),
+    Engine("openvino", "openvino_hf"),
+)
 BY_NAME: Mapping[str, Engine] = {engine.name: engine for engine in ENGINES}

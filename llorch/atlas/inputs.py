@@ -130,7 +130,6 @@ FEATURES: Mapping[str, Keys] = {
     "long": {},
     "split": {},
 }  # fmt: skip
-_OF_ROPE = {name for name, keys in FEATURES.items() if _SCALING in keys}
 
 
 @dataclass(frozen=True)
@@ -164,19 +163,18 @@ class Input:
 
     @property
     def sisters(self) -> "list[Input]":
-        """The same but for one thing: in the other style, or without the feature; those of the same meaning first."""
+        """The same in the other style, or without the feature, or both: what means the same first, both last."""
         without = [replace(self, feature="")] if self.feature else []
         is_styled = self.family in FAMILIES and not self.gguf and len(FAMILIES[self.family].styles) > 1
         other = [replace(self, style="old" if self.style == "new" else "new")] if is_styled else []
-        return [*other, *without]
+        return [*other, *without, *(replace(one, feature="") for one in other if without)]
 
 
 def every_input() -> Iterator[Input]:
     """Each once, in the order of the table."""
     for family, own in FAMILIES.items():
         for feature in ("", *own.features):
-            styles = own.styles if feature in ("", *_OF_ROPE) else own.styles[:1]
-            yield from (Input(family, feature, style) for style in styles)
+            yield from (Input(family, feature, style) for style in own.styles)
             yield Input(family, feature, gguf=True)
     for model in EVERY:
         yield Input(model)

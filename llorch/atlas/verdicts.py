@@ -77,7 +77,7 @@ def confirmed(verdicts: Sequence[Verdict]) -> Iterator[Verdict]:
 
 
 def _correction(this: Input, sister: Input) -> str:
-    if this.style != sister.style:
-        where = "at the top of config.json" if sister.style == "old" else "under rope_parameters"
-        return f"the same rope keys {where}"
-    return f"the same model without {this.feature}"
+    where = "at the top of config.json" if sister.style == "old" else "under rope_parameters"
+    moved = [f"the same rope keys {where}"] if this.style != sister.style else []
+    without = [f"the same model without {this.feature}"] if this.feature != sister.feature else []
+    return " and ".join([*moved, *without])

@@ -20,10 +20,8 @@ STAGES = {  # member of a block: the stages that go in and come out
     "attn_q": ("", "q_proj"), "attn_k": ("", "k_proj"), "attn_v": ("", "v_proj"),
     "attn_q_norm": ("", "q_norm"), "attn_k_norm": ("", "k_norm"), "attn_output": ("attn_context", "attn_out"),
     "ffn_gate": ("", "ffn_gate"), "ffn_up": ("", "ffn_up"), "ffn_down": ("ffn_act", "ffn_out"),
-    "ffn_gate_inp": ("", "router_logits"),
-    "ffn_gate_shexp": ("", "shared_ffn_gate"), "ffn_up_shexp": ("", "shared_ffn_up"),
-    "ffn_down_shexp": ("shared_ffn_act", "shared_out"),
-    "ssm_out": ("", "linear_out"),
+    "ffn_gate_inp": ("", "router_logits"), "ssm_out": ("", "linear_out"), "ffn_gate_shexp": ("", "shared_ffn_gate"),
+    "ffn_up_shexp": ("", "shared_ffn_up"), "ffn_down_shexp": ("shared_ffn_act", "shared_out"),
 }  # fmt: skip
 
 
@@ -82,9 +80,8 @@ class Engine:
 
 def _gated(before: str, after: str, config: Any) -> tuple[str, str]:
     """Where the queries come with gates."""
-    if not config.attn_output_gate:
-        return before, after
-    return before.replace("attn_context", "attn_gated"), "q_gate_proj" if after == "q_proj" else after
+    gated = before.replace("attn_context", "attn_gated"), "q_gate_proj" if after == "q_proj" else after
+    return gated if config.attn_output_gate else (before, after)
 
 
 def compute(engine: Engine, run: Run, dump: Any) -> None:

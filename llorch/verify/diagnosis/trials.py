@@ -197,8 +197,8 @@ class Trials:
                 self.replay.run(result.n_pass, see, changed, change, first=first, last=part, x=x)
             except _Seen:
                 return found[0]
-            except (ValueError, KeyError, IndexError, TypeError):
-                return None  # of a shape that the next stages do not take
+            except (ValueError, KeyError, IndexError, TypeError, AssertionError):
+                return None  # of a shape that the next stages do not take; of a setting that the other one takes away
         return None
 
     def _begin(self, result: StageResult, change: Change, past: Past) -> tuple[int, np.ndarray | None]:

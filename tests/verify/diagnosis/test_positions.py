@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from planted import golden_of, models_of
 from planted_dumps import BLOCKS, WHOLE, dumped, everywhere, mistake, passes, wide
@@ -51,3 +52,12 @@ def test_an_engine_that_takes_layers_for_others_is_told_so(name: str, shown: Cal
     dump = dumped(model, passes(model, first_position=first), taken, lambda place: place in there and shown(place))
     (found,) = diagnose(wide(model), dump).findings
     assert [suspect.name for suspect in found.suspects] == [name]
+
+
+def test_hypotheses_that_exclude_each_other_are_no_crash():
+    """Where no single one explains an error pairs are tried: a mistake of YaRN beside one that leaves YaRN out."""
+    dump = dumped("micro-ministral3", passes("micro-ministral3"), shown=lambda place: place == "logits")
+    at = (0, "logits")
+    noise = np.random.default_rng(0).standard_normal(dump.seen[at].read().shape).astype(np.float32)
+    dump = replace(dump, seen={at: replace(dump.seen[at], read=lambda: noise)})
+    assert [found.kind for found in diagnose(wide("micro-ministral3"), dump).findings] == ["unknown"]

@@ -1,0 +1,49 @@
+"""`llorch atlas`, but for the runs themselves."""
+
+import json
+from pathlib import Path
+
+import pytest
+from command_line import invoke
+
+from llorch.atlas import catalogue
+from llorch.atlas.catalogue import Engine
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["mlx-ml"], "engine 'mlx-ml': not in the atlas; see llorch atlas --list; did you mean 'mlx-lm'?"),
+        (["--input", "lama"], "input 'lama': not in the atlas; see llorch atlas --list; did you mean 'llama'?"),
+    ],
+)
+def test_what_is_not_there_is_said(words: list[str], said: str):
+    result = invoke("atlas", *words)
+    assert result.exit_code == 2
+    assert said in result.stderr
+
+
+def test_names_are_listed_and_each_adapter_has_pinned_requirements():
+    lines = invoke("atlas", "--list").stdout.splitlines()
+    assert lines[0] == "engines:"
+    assert "mlx-lm" in lines
+    assert "llama-theta-old" in lines
+    for engine in catalogue.ENGINES:
+        if not engine.why_not:
+            assert len(engine.adapter.read_text().splitlines()) < 100, engine.name
+            pins = [line for line in engine.requirements.read_text().splitlines() if not line.startswith(("#", "-"))]
+            assert pins
+            assert all("==" in line for line in pins), engine.name
+
+
+@pytest.mark.live
+def test_an_engine_that_cannot_be_had_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(catalogue, "BY_NAME", {"absent": Engine("absent", "absent", why_not="no wheel for it")})
+    result = invoke("atlas", "absent", "--input", "llama", "--home", "home")
+    assert result.exit_code == 3
+    assert "NOT RUN" in result.stdout
+    assert "no wheel for it" in result.stdout
+    result = invoke("atlas", "absent", "--input", "llama", "--home", "home", "--json")
+    assert json.loads(result.stdout)["verdicts"][0]["word"] == "not run"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["home"]
