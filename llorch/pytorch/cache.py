@@ -56,7 +56,8 @@ class State:
 class Cache:
     """Of a batch, for every layer keys and values, (batch, kv_heads, n_slots + 1, head_dim), or the state of a net."""
 
-    in_rows = True  # whether the rows of keys and values are the sequences of a pass, from their first tokens on
+    # Where the context of each sequence of a pass lies in the only row; None: sequences are rows, all from slot 0 on.
+    pages: Int[Tensor, "batch pages"] | None = None
 
     def __init__(
         self,

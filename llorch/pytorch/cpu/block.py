@@ -46,7 +46,7 @@ class _Block(ctypes.Structure):
 
 class _Place(ctypes.Structure):
     _fields_ = (
-        *((name, _POINTER) for name in ("cos", "sin", "slots", "visible", "keys", "values")),
+        *((name, _POINTER) for name in ("cos", "sin", "slots", "visible", "pages", "keys", "values")),
         *((name, _LONG) for name in ("batch", "seq", "ctx", "n_slots")),
     )
 
@@ -66,11 +66,11 @@ class CpuBlock(Block):
 
     def forward(self, x: Hidden, place: Place, cache: Cache, keep: Keep) -> Hidden:
         """The residual stream after the layer."""
-        if cache.in_rows and keep is keep_nothing and x.shape[0] * x.shape[1] <= self._most:
+        if keep is keep_nothing and x.shape[0] * x.shape[1] <= self._most:
             keys, values = cache.keys[self.self_attn.layer], cache.values[self.self_attn.layer]
             struct = self._described()
             if struct is not None and keys.dtype == x.dtype:
-                return self._run(struct, x.contiguous(), place, keys, values)
+                return self._run(struct, x.contiguous(), place, cache.pages, keys, values)
         return super().forward(x, place, cache, keep)
 
     def _described(self) -> _Block | None:
@@ -84,8 +84,10 @@ class CpuBlock(Block):
         self._known = leaves, where, struct
         return struct
 
-    def _run(self, struct: _Block, x: Tensor, place: Place, keys: Tensor, values: Tensor) -> Tensor:
-        tensors = place.cos, place.sin, place.slots, place.visible
+    def _run(
+        self, struct: _Block, x: Tensor, place: Place, pages: Tensor | None, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        tensors = place.cos, place.sin, place.slots, place.visible, pages
         held = [None if tensor is None else tensor.contiguous() for tensor in tensors]
         sizes = x.shape[0], x.shape[1], place.ctx, keys.stride(1) // keys.shape[3]
         where = _Place(*map(pointer, (*held, keys, values)), *sizes)

@@ -2,7 +2,8 @@
  *
  * Heads that share keys, and tokens side by side, are rows of one job: keys and values are read once for all of them. A
  * row depends on nothing else: scores are sums over lanes of head_dim, sums of powers go slot by slot through the lanes,
- * sums of values slot by slot; slots that it does not see add exact zeros. */
+ * sums of values slot by slot; slots that it does not see add exact zeros. Keys and values of a sequence may lie in pages
+ * of KEYS slots, which are read where they are. */
 
 #include "cpu_layer.h"
 #include "cpu_numbers.h"
@@ -12,6 +13,7 @@ enum { KEYS = 64, MOST = 16, ROWS = 4, PARTS = LANES == 16 ? 4 : 2 };
 
 typedef struct {
     const void *q, *keys, *values;
+    const int64_t *pages;   /* (batch, pages of ctx), or null: slots lie side by side */
     const uint8_t *visible; /* (batch, seq, ctx), or null: a token sees what stands before it */
     void *y;
     int half;
@@ -31,9 +33,15 @@ static long place_of(const call *c, long b, long kv_head, long row) {
     return ((b * c->seq + row / group) * c->heads + kv_head * group + row % group) * c->dim;
 }
 
-/* Some slots of keys or values as rows of whole lanes: in place where they are such, else a copy. */
+/* Where a block of slots of a sequence begins in its store. */
+static long begin_of(const call *c, long b, long slot) {
+    long n_pages = (c->ctx + KEYS - 1) / KEYS;
+    return c->pages ? c->pages[b * n_pages + slot / KEYS] * KEYS : slot;
+}
+
+/* Some slots of keys or values, of one block, as rows of whole lanes: in place where they are such, else a copy. */
 static const float *lanes_of(const call *c, const void *store, long b, long kv_head, long slot, long n, float *block) {
-    long at = b * c->batch_stride + kv_head * c->head_stride + slot * c->dim;
+    long at = b * c->batch_stride + kv_head * c->head_stride + begin_of(c, b, slot) * c->dim;
     if (!c->half && c->padded == c->dim) return (const float *)store + at;
     for (long i = 0; i < n; i++) {
         long j = 0;
@@ -139,11 +147,11 @@ static void attend_rows(const call *c, const room *at, long b, long kv_head, lon
             store_one(c->half, c->y, place_of(c, b, kv_head, first + r) + j, at->context[r * dim + j] * inverse[r] + 0.0f);
 }
 
-int llorch_attend(int half, const void *q, const void *keys, const void *values, const uint8_t *visible, void *y,
-                  long batch, long seq, long heads, long kv_heads, long ctx, long head_dim, long batch_stride,
+int llorch_attend(int half, const void *q, const void *keys, const void *values, const int64_t *pages,
+                  const uint8_t *visible, void *y, long batch, long seq, long heads, long kv_heads, long ctx, long head_dim, long batch_stride,
                   long head_stride) {
     long padded = (head_dim + LANES - 1) / LANES * LANES, slots = (ctx + KEYS - 1) / KEYS * KEYS;
-    const call c = {q, keys, values, visible, y, half, seq, heads, kv_heads, ctx, head_dim, padded, batch_stride, head_stride};
+    const call c = {q, keys, values, pages, visible, y, half, seq, heads, kv_heads, ctx, head_dim, padded, batch_stride, head_stride};
     long all = seq * (heads / kv_heads), size = all > MOST ? MOST : all > ROWS ? ROWS : all;
     long jobs = (all + size - 1) / size;
     int lacking = 0;

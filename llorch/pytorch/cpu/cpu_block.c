@@ -20,6 +20,7 @@ typedef struct {
     const float *cos, *sin;
     const int64_t *slots;
     const uint8_t *visible; /* or null */
+    const int64_t *pages;   /* or null: then each sequence has a row of keys and values, else all have one */
     char *keys, *values;
     long batch, seq, ctx, n_slots;
 } place;
@@ -38,7 +39,7 @@ static void add(int half, const void *x, const void *more, void *y, long n) {
 
 static int attend(const block *b, const place *p, const char *h, char *room, char *out, long element) {
     int half = (int)b->half;
-    long rows = p->batch * p->seq, dim = b->head_dim, stride = p->n_slots * dim;
+    long rows = p->batch * p->seq, dim = b->head_dim, stride = p->n_slots * dim, stores = p->pages ? 1 : p->batch;
     char *q = room, *k = q + rows * b->q.out * element, *v = k + rows * b->k.out * element;
     char *turned = v + rows * b->v.out * element;
     if (multiply(b, &b->q, h, q, rows) || multiply(b, &b->k, h, k, rows) || multiply(b, &b->v, h, v, rows)) return 1;
@@ -48,10 +49,10 @@ static int attend(const block *b, const place *p, const char *h, char *room, cha
     }
     llorch_rope(half, q, p->cos, p->sin, turned, rows, b->heads, dim / 2, dim);
     llorch_rope(half, k, p->cos, p->sin, q, rows, b->kv_heads, dim / 2, dim); /* q is free by now */
-    if (llorch_append(q, p->keys, p->slots, p->batch, p->seq, b->kv_heads, p->n_slots, dim * element)) return 2;
-    if (llorch_append(v, p->values, p->slots, p->batch, p->seq, b->kv_heads, p->n_slots, dim * element)) return 2;
-    if (llorch_attend(half, turned, p->keys, p->values, p->visible, q, p->batch, p->seq, b->heads, b->kv_heads, p->ctx,
-                      dim, b->kv_heads * stride, stride))
+    if (llorch_append(q, p->keys, p->slots, stores, rows / stores, b->kv_heads, p->n_slots, dim * element)) return 2;
+    if (llorch_append(v, p->values, p->slots, stores, rows / stores, b->kv_heads, p->n_slots, dim * element)) return 2;
+    if (llorch_attend(half, turned, p->keys, p->values, p->pages, p->visible, q, p->batch, p->seq, b->heads, b->kv_heads,
+                      p->ctx, dim, p->pages ? 0 : b->kv_heads * stride, stride))
         return 1;
     return multiply(b, &b->o, q, out, rows);
 }

@@ -35,11 +35,12 @@ int llorch_append(const char *new, char *store, const int64_t *slots, long batch
 /* gate / (1 + exp(-gate)) * up. */
 void llorch_swiglu(int half, const void *gate, const void *up, void *y, long n);
 
-/* softmax(q k^T / sqrt(head_dim)) v. visible is (batch, seq, ctx), or null when a token sees what stands before it.
- * 1 when memory is lacking. */
-int llorch_attend(int half, const void *q, const void *keys, const void *values, const uint8_t *visible, void *y,
-                  long batch, long seq, long heads, long kv_heads, long ctx, long head_dim, long batch_stride,
-                  long head_stride);
+/* softmax(q k^T / sqrt(head_dim)) v. visible is (batch, seq, ctx), or null when a token sees what stands before it; pages
+ * says which page of 64 slots comes when, (batch, pages of ctx), or is null when slots lie side by side. 1 when memory is
+ * lacking. */
+int llorch_attend(int half, const void *q, const void *keys, const void *values, const int64_t *pages,
+                  const uint8_t *visible, void *y, long batch, long seq, long heads, long kv_heads, long ctx,
+                  long head_dim, long batch_stride, long head_stride);
 
 /* As llorch_product, each row with the matrix of the expert that ids names; of x a row is used `share` times. 1 when
  * memory is lacking, 2 when an expert does not exist. */

@@ -89,7 +89,7 @@ class CpuAttention:
         kv_heads, ctx = keys.shape[1:3]
         q, mask = q.contiguous(), None if visible is None else visible.contiguous()
         y = torch.empty_like(q)
-        pointers = q.data_ptr(), keys.data_ptr(), values.data_ptr(), None if mask is None else mask.data_ptr()
+        pointers = q.data_ptr(), keys.data_ptr(), values.data_ptr(), None, None if mask is None else mask.data_ptr()
         sizes = batch, seq, heads, kv_heads, ctx, head_dim, *keys.stride()[:2]
         if self.library.llorch_attend(HALF[q.dtype], *pointers, y.data_ptr(), *sizes):
             raise MemoryError(f"attention: no memory for the scores of {ctx} tokens")

@@ -40,7 +40,7 @@ SIGNATURES = {
     "llorch_rope": (None, (_INT, *[_POINTER] * 4, *[_LONG] * 4)),
     "llorch_append": (_INT, (_POINTER, _POINTER, _POINTER, *[_LONG] * 5)),
     "llorch_swiglu": (None, (_INT, _POINTER, _POINTER, _POINTER, _LONG)),
-    "llorch_attend": (_INT, (_INT, *[_POINTER] * 5, *[_LONG] * 8)),
+    "llorch_attend": (_INT, (_INT, *[_POINTER] * 6, *[_LONG] * 8)),
     "llorch_expert_product": (_INT, (*_MATRIX, _POINTER, _POINTER, _POINTER, *[_LONG] * 5)),
     "llorch_short_conv": (None, (_INT, *[_POINTER] * 6, *[_LONG] * 4)),
     "llorch_l2_norm": (None, (_POINTER, _POINTER, *[_LONG] * 4)),

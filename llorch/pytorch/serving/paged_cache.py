@@ -1,8 +1,9 @@
 """The cache of jobs that come and go: keys and values of all of them in one pool of pages.
 
-Attention is given the contexts of the sequences of a pass side by side, as it wants them: they are gathered, page by
-page, from the pool. What a table has no page for comes from one that is always empty, and nobody sees it. A sequence
-that runs alone, its pages one behind the other, is looked at where it lies, as in a cache of one row.
+Blocks that run in one call on the CPU read the pages where they lie. Other attention is given the contexts of the
+sequences of a pass side by side: they are gathered, page by page, from the pool. What a table has no page for comes
+from one that is always empty, and nobody sees it. A sequence that runs alone, its pages one behind the other, is looked
+at where it lies, as in a cache of one row.
 
 A delta net has one state for each job, in a row of its own, which cannot be shared: it is that of the last token.
 """
@@ -59,8 +60,9 @@ class PagedCache(Cache):
             for i, is_net in enumerate(nets)
             if is_net and config.delta_net is not None
         }
-        self._heads = np.arange(config.n_kv_heads)[:, None] * (n_pages + 1)  # the first page of each head
-        self._pages = self._rows = torch.zeros(0, dtype=torch.int64, device=device)  # of the pass that runs
+        heads = torch.arange(config.n_kv_heads, device=device)
+        self._heads = heads[:, None] * (n_pages + 1)  # the first page of each head
+        self._rows = torch.zeros(0, dtype=torch.int64, device=device)  # of the pass that runs
 
     def begin(self, rows: Sequence[Row], n_new: int) -> Place:
         """Make ready for a pass over the next `n_new` tokens of some sequences; gives their places."""
@@ -70,12 +72,11 @@ class PagedCache(Cache):
         for row, pages in zip(rows, table, strict=True):
             own = row.pages[: -(-(row.n_before + n_new) // PAGE)]
             pages[: len(own)] = own
-        self.in_rows = len(rows) == 1 and bool((np.diff(table[0]) == 1).all())
-        self._look_from(int(table[0, 0]) if self.in_rows else NOBODYS)
-        if self.in_rows:
-            table = table - self._first
+        together = len(rows) == 1 and bool((np.diff(table[0]) == 1).all())
+        self._look_from(int(table[0, 0]) if together else NOBODYS)
+        table = table - self._first
         slots = np.take_along_axis(table, positions // PAGE, 1) * PAGE + positions % PAGE
-        self._pages = self._here(self._heads + table[:, None])  # (batch, kv_heads, pages)
+        self.pages = None if together else self._here(table)
         self._rows = self._here(np.array([row.state for row in rows]))
         even = bool((positions[:, -1] == ctx - 1).all())
         return replace(self.place(self._here(positions), ctx=ctx, causal=even), slots=self._here(slots))
@@ -84,21 +85,16 @@ class PagedCache(Cache):
         self, layer: int, place: Place
     ) -> tuple[Float[Tensor, "batch kv_heads ctx head_dim"], Float[Tensor, "batch kv_heads ctx head_dim"]]:
         """Keys and values that attention looks at, gathered where they lie apart."""
-        if self.in_rows:
+        if self.pages is None:
             return super().context(layer, place)
-        return self._gathered(self.keys[layer], place.ctx), self._gathered(self.values[layer], place.ctx)
+        of_heads = self._heads + self.pages[:, None]  # (batch, kv_heads, pages)
+        keys, values = self.keys[layer], self.values[layer]
+        return _gathered(keys, of_heads, place.ctx), _gathered(values, of_heads, place.ctx)
 
     def _look_from(self, page: int) -> None:
         if page != self._first:
             self.keys, self.values = ([store[:, :, page * PAGE :] for store in pool] for pool in self._pools)
             self._first = page
-
-    def _gathered(
-        self, store: Float[Tensor, "1 kv_heads slots head_dim"], ctx: int
-    ) -> Float[Tensor, "batch kv_heads ctx head_dim"]:
-        batch, kv_heads, _ = self._pages.shape
-        pages = store.view(-1, PAGE * store.shape[-1]).index_select(0, self._pages.flatten())
-        return pages.view(batch, kv_heads, -1, store.shape[-1])[:, :, :ctx]
 
     def state(self, layer: int) -> State | None:
         """What a delta net remembers of the sequences of the pass."""
@@ -125,3 +121,10 @@ class PagedCache(Cache):
 
     def _here(self, numbers: np.ndarray) -> Int[Tensor, "..."]:
         return torch.from_numpy(numbers).to(self.cos.device)
+
+
+def _gathered(
+    store: Float[Tensor, "1 kv_heads slots head_dim"], pages: Int[Tensor, "batch kv_heads pages"], ctx: int
+) -> Float[Tensor, "batch kv_heads ctx head_dim"]:
+    found = store.view(-1, PAGE * store.shape[-1]).index_select(0, pages.flatten())
+    return found.view(*pages.shape[:2], -1, store.shape[-1])[:, :, :ctx]

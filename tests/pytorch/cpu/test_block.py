@@ -18,6 +18,8 @@ from llorch.pytorch.leaves import leaves_for, put_leaves
 from llorch.pytorch.load import load_dense, load_packed
 from llorch.pytorch.reproducible import make_reproducible
 from llorch.pytorch.sdpa import use_sdpa
+from llorch.pytorch.serving.paged_cache import PagedCache, Row
+from llorch.pytorch.serving.pages import PAGE
 from llorch.verify.suites.quantised_models import write_model
 
 CPU = torch.device("cpu")
@@ -81,6 +83,25 @@ def test_so_has_a_reproducible_one_of_many_tokens(name, dtype):
     got, want = continued(model, dtype, keep_nothing, 4), continued(model, dtype, observe, 2)
     assert all(block._known[2] is not None for block in blocks(model))
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("make", "seq"), [(fitted, 1), (reproducible, 1), (reproducible, 5)])
+@torch.no_grad()
+def test_a_block_that_reads_pages_has_the_bits_of_one_whose_context_is_gathered(make, seq, dtype):
+    model, made = make("micro-qwen3", dtype), []
+    filled, pages = (2 * PAGE - 3, 60), ((5, 2, 4), (1, 3))
+    for keep in (keep_nothing, observe):
+        cache = PagedCache(model.config, n_pages=5, n_states=2, n_positions=3 * PAGE, dtype=dtype, device=CPU)
+        for row, (n, own) in enumerate(zip(filled, pages, strict=True)):
+            model(torch.arange(row, row + n)[None], cache.begin([Row(own, row, 0)], n), cache)
+        for step in range(3):  # into the next page
+            rows = [Row(own, row, n + step * seq) for row, (n, own) in enumerate(zip(filled, pages, strict=True))]
+            ids = torch.arange(2 * seq).view(2, seq) + step
+            made.append(model(ids, cache.begin(rows, seq), cache, keep=keep))
+            assert cache.pages is not None
+        made.append(torch.cat([store for pool in cache._pools for store in pool]))
+    assert all(torch.equal(got, want) for got, want in zip(made[:4], made[4:], strict=True))
 
 
 @pytest.mark.parametrize("fixed", [False, True])

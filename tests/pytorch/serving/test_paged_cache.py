@@ -86,15 +86,15 @@ def test_a_sequence_alone_is_looked_at_where_its_pages_lie(dtype: torch.dtype, n
         ]
     else:
         given = [store.append(LAYER, k, v, at) for at, store in ((place, cache), (other, plain))]
-    assert cache.in_rows
+    assert cache.pages is None
     assert all(torch.equal(got, want) for got, want in zip(*given, strict=True))
     assert given[0][0].data_ptr() == cache._pools[0][LAYER][:, :, 3 * PAGE :].data_ptr()
     assert not cache._pools[0][LAYER][:, :, : 3 * PAGE].any()
     cache.begin([Row([3, 4], 0, PAGE + 9), Row([1, 2], 1, PAGE)], 1)
-    assert not cache.in_rows
+    assert cache.pages is not None
     assert torch.equal(cache.context(LAYER, place)[0][:1], given[0][0])
     cache.begin([Row([3, 5], 0, PAGE + 9)], 1)
-    assert not cache.in_rows
+    assert cache.pages is not None
 
 
 def test_windows_chunks_and_temperatures_are_those_of_rows():
