@@ -56,10 +56,21 @@ def logits(folder, ids):
     return np.array(load_model(pathlib.Path(folder))[0](mx.array([ids])))[0]
 """
 ENGINES: tuple[Engine, ...] = (
+    Engine(
+        "transformers", "transformers_hf", gguf=True, is_witness=True,
+        ways={"": {}, "sdpa": {"attn": "sdpa"}, "bfloat16": {"dtype": "bfloat16"}},
+    ),
+    Engine(
+        "llama.cpp", "llama_cpp_python", gguf=True, folders=False, is_witness=True,
+        ways={
+            "": {"cache": "f32"}, "F16 cache": {"cache": "f16"}, "repacked": {"cache": "f32", "repack": True},
+            "flash attention": {"cache": "f16", "flash_attention": True},
+        },
+    ),
     Engine("mlx-lm", "mlx_lm_hf", snippet=_MLX_LM),
     Engine("tinygrad", "tinygrad_gguf", gguf=True, folders=False),
     Engine("ctranslate2", "ctranslate2_hf"),
     Engine("onnxruntime-genai", "onnxruntime_genai_hf"),
     Engine("openvino", "openvino_hf"),
-)
+)  # fmt: skip
 BY_NAME: Mapping[str, Engine] = {engine.name: engine for engine in ENGINES}

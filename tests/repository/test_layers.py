@@ -18,7 +18,7 @@ ROOMS = (  # each may import those before it, at the top of a file or in a funct
 LAYER = {name: level for level, name in enumerate(ROOMS)}
 ON_TORCH = (  # nothing imports these at its top
     "llorch/pytorch/", "llorch/verify/witnesses/", "llorch/verify/runners/torch", "llorch/verify/suites/packed",
-    "llorch/verify/training/torch_", "llorch/learn/on_torch/", "llorch/serve/",
+    "llorch/verify/training/torch_", "llorch/learn/on_torch/", "llorch/serve/", "llorch/atlas/engines/",
 )  # fmt: skip
 OPTIONAL = (
     "torch", "triton", "transformers", "llama_cpp", "huggingface_hub", "matplotlib", "starlette", "uvicorn", "pydantic",

@@ -1,4 +1,4 @@
-"""tinygrad: its LLM app, from a GGUF file. It compiles a whole block at once; here it computes tensor by tensor.
+"""tinygrad: its LLM app, from a GGUF file, tensor by tensor, where it would compile a whole block at once.
 
 HALF=0 keeps the weights in float32. Of its compilers for a CPU, X86 is the one that needs no other program.
 """
@@ -30,7 +30,6 @@ class Engine:
 
     def __init__(self, run: Run) -> None:
         """Load as `python -m tinygrad.llm` does."""
-        self.model: Any
         self.model, said = llm.Transformer.from_gguf(run.model)
         self.seen: list[tuple[str, int | None, np.ndarray]] = []
         for layer, block in enumerate(self.model.blk):

@@ -84,7 +84,7 @@ class Engine:
     @property
     def _is_flash_of_ggml(self) -> bool:
         said = self._dump.features.engine.lower()
-        return self._dump.features.flash_attention and ("llama.cpp" in said or "ggml" in said)
+        return self._dump.features.flash_attention and any(name in said for name in ("llama.cpp", "llama-cpp", "ggml"))
 
     @property
     def _dtype(self) -> tuple[str, str]:
