@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from llorch.serve.replies import Reply
+from llorch.serve.replies import Reply, TokenLogprob
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -13,7 +13,7 @@ class OutputText(Reply):
     type: Literal["output_text"]
     text: str
     annotations: list[str]
-    logprobs: list[str]
+    logprobs: list[TokenLogprob]
 
 
 class OutputMessage(Reply):
@@ -89,4 +89,4 @@ class ResponseEvent(Reply):
     part: OutputText | None = None
     delta: str | None = None
     text: str | None = None
-    logprobs: list[str] | None = None
+    logprobs: list[TokenLogprob] | None = None

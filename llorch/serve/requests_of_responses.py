@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from llorch.serve.api_errors import wrong
 from llorch.serve.requests import Count, Form, Sampling, Strict, Text
 
 
@@ -56,6 +57,14 @@ class ResponsesRequest(Sampling):
     max_output_tokens: Count | None = None
     text: TextSettings | None = None
     stream: bool | None = None
+    include: Annotated[list[Literal["message.output_text.logprobs"]], Field(max_length=16)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+    @model_validator(mode="after")
+    def _together(self) -> "ResponsesRequest":
+        if self.top_logprobs and not self.include:
+            raise wrong("top_logprobs", "message.output_text.logprobs in include beside it")
+        return self
 
     @property
     def messages(self) -> list[dict[str, object]]:

@@ -13,6 +13,8 @@ from llorch.serve.answering import Answering
 from llorch.serve.events import EventStream, event, tokens_as_events
 from llorch.serve.http import prepared, read, reply, service_of, unless_gone
 from llorch.serve.lacking import ignored_fields
+from llorch.serve.logprobs import for_chat
+from llorch.serve.replies import TokenLogprob
 from llorch.serve.replies_of_responses import (
     InputDetails,
     OutputDetails,
@@ -34,7 +36,7 @@ async def answer(request: Request) -> HttpResponse:
     body, service = await read(request, ResponsesRequest), service_of(request)
     ignored = ignored_fields(body)
     job = await prepared(service, lambda: _job(service, body), renders=True)
-    responding = _Responding(body, Answering(service.engine, service.model, [job], (), service.timeout))
+    responding = _Responding(service, body, Answering(service.engine, service.model, [job], (), service.timeout))
     if body.stream:
         return EventStream(responding.events(), responding.answering.close, ignored)
     return await unless_gone(request, responding.whole(ignored))
@@ -43,18 +45,19 @@ async def answer(request: Request) -> HttpResponse:
 def _job(service: Service, body: ResponsesRequest) -> Job:
     adapter, ids = service.adapter(body.model), service.chat_ids(body.messages, param="input")
     settings, ends = body.settings(first_seed(body.seed)), service.chat_end_ids(param="input")
-    return service.job(
-        ids, settings, param="input", max_tokens=body.max_output_tokens, adapter=adapter, end_ids=ends, form=body.form
-    )
+    how = {"max_tokens": body.max_output_tokens, "n_top": body.top_logprobs or 0, "form": body.form}
+    return service.job(ids, settings, param="input", adapter=adapter, end_ids=ends, **how)
 
 
 @dataclass
 class _Responding:
     """One request that runs."""
 
+    service: Service
     body: ResponsesRequest
     answering: Answering
     _text: str = ""
+    _logprobs: list[TokenLogprob] = field(default_factory=list)
     _finish: str | None = None
     _n_events: int = 0
     _id: str = field(default_factory=lambda: f"resp_{secrets.token_hex(12)}")
@@ -73,24 +76,28 @@ class _Responding:
         yield self._event("response.in_progress", response=self._response())
         yield self._event("response.output_item.added", output_index=0, item=self._message("in_progress", []))
         place = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
-        yield self._event("response.content_part.added", part=_part(""), **place)
+        yield self._event("response.content_part.added", part=_part("", []), **place)
         async for some in tokens_as_events(self.answering, self._delta):
             yield some
-        yield self._event("response.output_text.done", text=self._text, logprobs=[], **place)
-        yield self._event("response.content_part.done", part=_part(self._text), **place)
+        yield self._event("response.output_text.done", text=self._text, logprobs=self._logprobs, **place)
+        yield self._event("response.content_part.done", part=_part(self._text, self._logprobs), **place)
         yield self._event("response.output_item.done", output_index=0, item=self._output()[0])
         yield self._event(f"response.{self._status}", response=self._response())
 
-    def _take(self, one: Made) -> None:
+    def _take(self, one: Made) -> list[TokenLogprob]:
+        """Add a token; its log probabilities, where they are wanted."""
         self._text += one.token.text
         self._finish = one.token.finish
+        said = for_chat(self.service.model.tokenizer, one).content if self.body.include else []
+        self._logprobs += said
+        return said
 
     def _delta(self, index: int, one: Made) -> bytes:
-        self._take(one)
-        if not one.token.text:
+        logprobs = self._take(one)
+        if not one.token.text and not logprobs:
             return b""
         place = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
-        return self._event("response.output_text.delta", delta=one.token.text, logprobs=[], **place)
+        return self._event("response.output_text.delta", delta=one.token.text, logprobs=logprobs, **place)
 
     def _event(self, kind: str, **what: object) -> bytes:
         self._n_events += 1
@@ -104,7 +111,7 @@ class _Responding:
         return OutputMessage(type="message", id=self._item_id, status=status, role="assistant", content=content)
 
     def _output(self) -> list[OutputMessage]:
-        return [self._message(self._status, [_part(self._text)])]
+        return [self._message(self._status, [_part(self._text, self._logprobs)])]
 
     def _response(self) -> Response:
         ended, work = self._finish is not None, self.answering.works[0]
@@ -140,5 +147,5 @@ class _Responding:
         )
 
 
-def _part(text: str) -> OutputText:
-    return OutputText(type="output_text", text=text, annotations=[], logprobs=[])
+def _part(text: str, logprobs: list[TokenLogprob]) -> OutputText:
+    return OutputText(type="output_text", text=text, annotations=[], logprobs=logprobs)

@@ -70,7 +70,7 @@ OF_ROUTE: dict[str, dict[str, list[Any]]] = {
         "previous_response_id": ["resp_1"],
         "tools": [[{"type": "web_search"}]],
         "background": [True],
-        "include": [["message.output_text.logprobs"]],
+        "include": [["message.input_image.image_url"]],
         "truncation": ["auto"],
         "stop": ["."],
         "n": [2],

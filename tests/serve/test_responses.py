@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+import openai
 import pytest
 from served import Served, served
 
@@ -62,3 +63,35 @@ def test_an_answer_that_ends_itself_is_complete(server: Served):
     assert (got.output_text.strip(), got.status, got.incomplete_details) == ("true", "completed", None)
     with server.client.responses.stream(model="story", input=START, text=form, max_output_tokens=20) as stream:
         assert stream.get_final_response().output_text.strip() == "true"
+
+
+def test_log_probabilities_are_those_of_a_chat_whole_and_as_a_stream(server: Served):
+    asked: Any = {"model": "story", "temperature": 0, "top_logprobs": 3}
+    wanted: Any = {"input": START, "include": ["message.output_text.logprobs"], "max_output_tokens": 9}
+    turn: Any = {"role": "user", "content": START}
+    chat = server.client.chat.completions.create(messages=[turn], logprobs=True, max_tokens=9, **asked)
+    want = [one.model_dump() for one in chat.choices[0].logprobs.content]
+    assert len(want) == 9
+    assert all(len(one["top_logprobs"]) == 3 for one in want)
+    got = server.client.responses.create(**asked, **wanted)
+    assert [one.model_dump() for one in got.output[0].content[0].logprobs] == want
+    with server.client.responses.stream(**asked, **wanted) as stream:
+        events: list[Any] = list(stream)
+    deltas = [one.to_dict() for event in events if event.type.endswith("text.delta") for one in event.logprobs]
+    done = next(event for event in events if event.type == "response.output_text.done")
+    final = events[-1].response.output[0].content[0].logprobs
+    assert deltas == [one.to_dict() for one in done.logprobs] == [one.model_dump() for one in final] == want
+
+
+@pytest.mark.parametrize(
+    ("asked", "field"),
+    [({"top_logprobs": 3}, "top_logprobs"), ({"include": ["file_search_call.results"]}, "include.0")],
+)
+def test_what_it_cannot_include_is_refused_by_name(server: Served, asked: dict[str, Any], field: str):
+    with pytest.raises(openai.BadRequestError) as caught:
+        create(server, **asked)
+    assert caught.value.param == field
+
+
+def test_without_being_asked_there_are_no_log_probabilities(server: Served):
+    assert create(server, max_output_tokens=3).output[0].content[0].logprobs == []
