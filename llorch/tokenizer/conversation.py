@@ -125,13 +125,13 @@ class Chats:
     def spoken(self, messages: Sequence[Message], *, opened: bool = True) -> Written:
         """A conversation that is talked, up to the answer if `opened`: of a model without a template its words alone.
 
-        There is a blank line between two messages then, and the model goes on with the text. FormatError where the
-        messages are none, or the template refuses them.
+        There is a blank line between two messages then, and the model goes on with the text. FormatError where a
+        template cannot take the messages.
         """
+        if not self.has_template:
+            return Written("\n\n".join(str(message.get("content") or "") for message in messages), None)
         checked = checked_messages(Fields({}, self._path), "messages", list(messages))
-        if self.has_template:
-            return Written(*self.conversation(checked).text(len(checked), opened=opened))
-        return Written("\n\n".join(str(message["content"]) for message in checked), None)
+        return Written(*self.conversation(checked).text(len(checked), opened=opened))
 
     def encoded(self, written: Written) -> list[int]:
         """Its token ids."""
