@@ -63,7 +63,7 @@ class Engine:
         return watched
 
     def _add(self, name: str, layer: int | None, tensor: Tensor) -> Tensor:
-        array = tensor.float().numpy()[0]  # of heads before tokens: tokens before heads
+        array = tensor.realize().float().numpy()[0]  # unrealised, a state would go on twice
         self.seen.append((name, layer, array.swapaxes(0, 1) if array.ndim == 3 else array))
         return tensor
 
