@@ -69,6 +69,7 @@ ENGINES: tuple[Engine, ...] = (
     ),
     Engine("mlx-lm", "mlx_lm_hf", snippet=_MLX_LM),
     Engine("tinygrad", "tinygrad_gguf", gguf=True, folders=False),
+    Engine("transformer-lens", "transformer_lens_hf"),
     Engine("ctranslate2", "ctranslate2_hf"),
     Engine("onnxruntime-genai", "onnxruntime_genai_hf"),
     Engine("openvino", "openvino_hf"),

@@ -1,16 +1,18 @@
 """`llorch atlas`: engines that people use, judged stage by stage."""
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import click
 
 from llorch.cli.options import json_option, verb
-from llorch.cli.output import progress, to_json
+from llorch.cli.output import progress, say, to_json
 
 if TYPE_CHECKING:
     from llorch.atlas.verdicts import Verdict
@@ -53,7 +55,7 @@ def command(
     from llorch.atlas.catalogue import BY_NAME
     from llorch.atlas.fill import fill
     from llorch.atlas.inputs import every_input
-    from llorch.atlas.verdicts import NOT_RUN
+    from llorch.atlas.verdicts import NOT_RUN, Verdict
     from llorch.atlas.written import record, write_atlas
     from llorch.cli.outcome import MISSING
 
@@ -65,7 +67,10 @@ def command(
     fed = [_known(name, every, "input") for name in inputs or every]
     whole = not engines and not inputs
     with progress("atlas") as tell:
-        verdicts = list(fill(chosen, fed, home or _home(), tell))
+        verdicts = list[Verdict]()
+        for name, own in groupby(fill(chosen, fed, home or _home(), tell), key=lambda each: each.engine):
+            verdicts += (these := list(own))
+            say(f"{name}: {', '.join(f'{n} {word}' for word, n in Counter(each.word for each in these).items())}")
         facts = _facts()
         if output or whole:
             write_atlas(verdicts, facts, home or _home(), output or _OUTPUT, lambda value: to_json(value, indent=1))
