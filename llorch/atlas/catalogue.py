@@ -73,5 +73,6 @@ ENGINES: tuple[Engine, ...] = (
     Engine("ctranslate2", "ctranslate2_hf"),
     Engine("onnxruntime-genai", "onnxruntime_genai_hf"),
     Engine("openvino", "openvino_hf"),
+    Engine("vllm-cpu", "vllm_cpu"),
 )  # fmt: skip
 BY_NAME: Mapping[str, Engine] = {engine.name: engine for engine in ENGINES}

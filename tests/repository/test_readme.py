@@ -15,7 +15,8 @@ from command_line import spawn
 from llorch.cli import main
 
 ROOT = Path(__file__).parents[2]
-NAMES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md", "checkpoints/mesh/README.md")
+NAMES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md", "checkpoints/mesh/README.md",
+         "checkpoints/atlas/README.md")  # fmt: skip
 PAGES = {name: (ROOT / name).read_text() for name in NAMES}
 README, FIGURES = PAGES["README.md"], PAGES["benchmarks/README.md"]
 BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, re.DOTALL)
@@ -29,9 +30,16 @@ BUILTIN_ONLY = [
     if line.startswith("llorch")
     and "path/to" not in line
     and line not in (*TRAINING, *PORTING, *LEARNING)
+    and not line.startswith("llorch atlas")  # installs engines: tests/atlas
     and line not in ("llorch serve story", "llorch verify")  # a server ends when it is told to: tests/cli/test_serve.py
 ]  # the last runs in tests/cli/test_verify.py, where its closing figures are compared with those here
 PYTHON = [block for language, block in BLOCKS if language == "python"]
+
+
+def test_the_table_of_the_atlas_is_the_one_that_was_made():
+    shown = README.partition("<!-- atlas -->\n")[2].partition("<!-- end -->")[0]
+    assert shown.count("\n") > 8
+    assert shown in PAGES["checkpoints/atlas/README.md"]
 
 
 def test_the_first_two_blocks_are_the_two_commands():

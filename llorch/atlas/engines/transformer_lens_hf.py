@@ -43,10 +43,13 @@ class Engine:
         self.model = TransformerBridge.boot_transformers(run.model, dtype=dtype, device="cpu", tokenizer=words)
         self.cache = DynamicCache(config=self.model.original_model.config)
 
-    def lacks_rope(self, layer: int | None) -> bool:
-        """Whether the config says that a layer is not to rotate: there is no such stage."""
-        flags = getattr(self.model.original_model.config, "no_rope_layers", None)
-        return bool(flags) and layer is not None and not flags[layer]
+    def shows(self, stage: str, layer: int | None) -> bool:
+        """Whether a hook has the stage: some layers do not rotate, and some queries are more than rotated."""
+        config = self.model.original_model.config
+        flags, rope = getattr(config, "no_rope_layers", None), getattr(config, "rope_parameters", None) or {}
+        rotates = not flags or layer is None or bool(flags[layer])
+        is_tempered = stage == "q_rope" and "llama_4_scaling_beta" in rope
+        return not stage.endswith("_rope") or (rotates and not is_tempered)
 
     def forward(self, ids: list[int]) -> dict[str, torch.Tensor]:
         """Every hook of a pass."""
@@ -74,7 +77,7 @@ def compute(engine: Engine, run: Run, dump: Any) -> None:
             block = re.match(r"blocks\.(\d+)\.", hook)
             prefix, layer = (block[0], int(block[1])) if block else ("", None)
             name, axes = (STAGES | _special(prefix, hooks)).get(hook.removeprefix(prefix), ("", ""))
-            if name and not (name.endswith("_rope") and engine.lacks_rope(layer)):
+            if name and engine.shows(name, layer):
                 array = tensor.float().numpy()
                 dump.add(name, array.reshape(len(ids), -1) if name in ROWS else array[0], layer=layer, axes=axes)
 
