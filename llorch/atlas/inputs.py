@@ -40,7 +40,7 @@ class Family:
 
 
 _PLAIN: Keys = {
-    "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 6, "head_dim": 8,
+    "hidden_size": 192, "intermediate_size": 224, "num_hidden_layers": 2, "num_attention_heads": 6, "head_dim": 32,
     "num_key_value_heads": 2, "hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_embeddings": 1024,
     "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None, "use_cache": True,
     "attention_dropout": 0.0, "initializer_range": 0.02,
@@ -55,16 +55,16 @@ _NO_WINDOW: Keys = {
 }  # fmt: skip
 _ROPE: Keys = {"rope_type": "default", "rope_theta": 10000.0}
 _EXPERTS: Keys = {
-    "moe_intermediate_size": 40, "num_experts": 7, "num_experts_per_tok": 3, "decoder_sparse_step": 1,
+    "moe_intermediate_size": 96, "num_experts": 7, "num_experts_per_tok": 3, "decoder_sparse_step": 1,
     "mlp_only_layers": [], "output_router_logits": False, "router_aux_loss_coef": 0.001,
 }  # fmt: skip
-_SHARED: Keys = {"shared_expert_intermediate_size": 56}
+_SHARED: Keys = {"shared_expert_intermediate_size": 128}
 _DELTA: Keys = _NO_BIAS | {
-    "num_hidden_layers": 4, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 6,
-    "linear_key_head_dim": 12, "linear_value_head_dim": 12, "linear_conv_kernel_dim": 4, "full_attention_interval": 4,
+    "num_hidden_layers": 4, "head_dim": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 6,
+    "linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_conv_kernel_dim": 4, "full_attention_interval": 4,
     "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
 }  # fmt: skip
-_MROPE: Keys = {"partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+_MROPE: Keys = {"partial_rotary_factor": 0.5, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
 
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(
@@ -75,7 +75,7 @@ FAMILIES: Mapping[str, Family] = {
         "qwen2", "Qwen2ForCausalLM", _NO_WINDOW, ("theta", "yarn", "eps", "tied", "switched_window", "split"),
     ),
     "qwen3": Family(
-        "qwen3", "Qwen3ForCausalLM", _NO_WINDOW | _NO_BIAS | {"head_dim": 16},
+        "qwen3", "Qwen3ForCausalLM", _NO_WINDOW | _NO_BIAS | {"head_dim": 64},
         ("theta", "yarn", "eps", "tied", "biases", "long", "split"),
     ),
     "mistral": Family("mistral", "MistralForCausalLM", {"sliding_window": None}, ("theta", "window", "head_dim")),
@@ -86,7 +86,7 @@ FAMILIES: Mapping[str, Family] = {
         }, ("theta",),
     ),
     "ministral3": Family(
-        "ministral3", "Ministral3ForCausalLM", {"head_dim": 16, "sliding_window": None}, (), {
+        "ministral3", "Ministral3ForCausalLM", {"head_dim": 64, "sliding_window": None}, (), {
             "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16, "beta_fast": 32.0,
             "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
         }, ("new",),
@@ -97,7 +97,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "qwen3_moe": Family(
         "qwen3_moe", "Qwen3MoeForCausalLM", _NO_BIAS | _EXPERTS | {
-            "head_dim": 16, "norm_topk_prob": True, "use_sliding_window": False, "sliding_window": None,
+            "head_dim": 64, "norm_topk_prob": True, "use_sliding_window": False, "sliding_window": None,
         }, ("theta", "unnormalised"),
     ),
     "qwen3_next": Family(
@@ -117,7 +117,7 @@ FEATURES: Mapping[str, Keys] = {
         "original_max_position_embeddings": 64}},
     "linear": {_SCALING: {"rope_type": "linear", "factor": 4.0}},
     "yarn": {_SCALING: _YARN},
-    "head_dim": {"head_dim": 24},
+    "head_dim": {"head_dim": 64},
     "eps": {"rms_norm_eps": 1e-2},
     "tied": {"tie_word_embeddings": True},
     "biases": {"attention_bias": True},
@@ -242,5 +242,5 @@ def random_tensors(config: dict[str, Any], folder: Path) -> dict[str, np.ndarray
         elif "norm" in name:
             made[name] = 1 + draw / 5
         else:
-            made[name] = draw * np.float32(0.1)
+            made[name] = draw * np.float32(0.05)
     return made

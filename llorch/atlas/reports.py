@@ -82,7 +82,7 @@ for name, own, expected in CASES:
     draw, folder = np.random.default_rng(0).standard_normal, pathlib.Path(name)
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(COMMON | own))
-    made = {{k: np.float32(("norm" in k) + (0.1 + 0.1 * ("norm" in k)) * draw(SHAPES[k])) for k in sorted(SHAPES)}}
+    made = {{k: np.float32(("norm" in k) + (0.05 + 0.15 * ("norm" in k)) * draw(SHAPES[k])) for k in sorted(SHAPES)}}
     save_file(made, folder / "model.safetensors", metadata={{"format": "pt"}})
     print(name, "expected", expected, "got", [round(float(x), 4) for x in logits(name, IDS)[-1][:{n_shown}]])
 '''
