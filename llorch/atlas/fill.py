@@ -13,7 +13,7 @@ from llorch.atlas.environments import NotInstalled, python_of
 from llorch.atlas.inputs import Input, write_input
 from llorch.atlas.judging import judge
 from llorch.atlas.runs import Ended, Request, run_all
-from llorch.atlas.verdicts import NOT_RUN, Verdict, confirmed, word_of
+from llorch.atlas.verdicts import NOT_RUN, UNREADABLE, Verdict, confirmed, word_of
 from llorch.errors import FormatError, GuardFailed
 from llorch.verify.witnesses import open_producer
 
@@ -118,6 +118,6 @@ def _verdict(engine: str, way: str, this: Fed, dump: Path, ended: Ended) -> Verd
     try:
         judged = judge(this.source, dump, this.truth)
     except (FormatError, GuardFailed, ValueError) as error:
-        return replace(made, word="unreadable", said=str(error))
+        return replace(made, word=UNREADABLE, said=str(error))
     word, said = word_of(judged)
     return replace(made, word=word, said=said, judged=judged)

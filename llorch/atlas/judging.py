@@ -16,7 +16,8 @@ from llorch.dumps.names import stage_dump
 from llorch.dumps.stage_dump import StageDump
 from llorch.files import Weights, open_weights
 from llorch.stages import BY_NAME
-from llorch.verify.compare import Difference, Tolerance, measure
+from llorch.verify.choices import Choice
+from llorch.verify.compare import EXACT, Difference, Tolerance, measure
 from llorch.verify.diagnosis.diagnose import diagnose
 from llorch.verify.diagnosis.expected import Engine, rows
 from llorch.verify.diagnosis.guards import check
@@ -24,6 +25,7 @@ from llorch.verify.limits import limit, variances
 from llorch.verify.places import Pass, has_tokens, part_of, token_axis
 from llorch.verify.rounding_costs import CHAINED
 
+_ANY = Tolerance(np.inf, np.inf)
 Trace = Mapping[str, np.ndarray]
 
 
@@ -49,6 +51,7 @@ class Judged:
         findings: Sentences of the diagnosis, where something is beyond its limit.
         mistake: Names of what made the first of them, and the recovered value: `rope-theta 10000`; empty: unknown.
         key: Where it shows first, `l0.q_rope`.
+        tie: Where rounding chose other experts: nothing behind that is judged.
     """
 
     stages: Sequence[StageRow]
@@ -58,6 +61,7 @@ class Judged:
     findings: Sequence[str] = field(default=())
     mistake: str = ""
     key: str = ""
+    tie: str = ""
 
     @property
     def is_right(self) -> bool:
@@ -88,36 +92,46 @@ def judge(model: Path, dump_folder: Path, truth: Trace) -> Judged:
     weights = open_weights(model)
     dump = stage_dump(open_raw(dump_folder), weights.config, weights=weights)
     check(dump, weights)
-    differences = list(_differences(weights, dump, truth))
+    ties: list[str] = []
+    differences = list(_differences(weights, dump, truth, ties))
     stages = list(_by_stage(differences))
     if not stages or stages[-1].stage != "logits":
         raise ValueError(f"{dump_folder}: expected logits of at least one token, got {len(stages)} other stages")
     over, arithmetic = max(row.over for row in stages), Engine(dump).judged(0, "logits").name or "float32"
     if over <= 1:
-        return Judged(stages, over, arithmetic)
+        return Judged(stages, over, arithmetic, tie=ties[0] if ties else "")
     return _diagnosed(weights, dump, Judged(stages, over, arithmetic))
 
 
-def _differences(weights: Weights, dump: StageDump, truth: Trace) -> Iterator[tuple[str, Difference, Tolerance]]:
-    """Each stage of each pass beside the same tokens of the truth."""
-    engine = Engine(dump)
+def _differences(
+    weights: Weights, dump: StageDump, truth: Trace, ties: list[str]
+) -> Iterator[tuple[str, Difference, Tolerance]]:
+    """Each stage of each pass beside the same tokens of the truth; behind a tie of experts nothing is a fault."""
+    engine, scores = Engine(dump), dict[str, np.ndarray]()
     ids = tuple(token for tokens in dump.passes for token in tokens.ids)
     with np.errstate(all="ignore"):
-        made = variances(weights, Pass(ids), truth, lambda key: engine.judged(0, key).arithmetic)
-        for key, variance in made:
+        for key, variance in variances(weights, Pass(ids), truth, lambda key: engine.judged(0, key).arithmetic):
             stage, stop = BY_NAME[key.rpartition(".")[2]], 0
+            if stage.name.startswith("router_"):
+                scores[stage.name] = variance[CHAINED]
             for number, tokens in enumerate(dump.passes):
                 start, stop = stop, stop + len(tokens.ids)
                 seen = dump.seen.get((number, key))
                 if seen is None or not (has_tokens(stage) or stop == len(ids)):
                     continue
-                part = rows(part_of(stage, truth[key], start, stop), stage, seen.tokens)
-                spread = [rows(part_of(stage, run, start, stop), stage, seen.tokens) for run in variance]
-                theirs = seen.read().astype(part.dtype)
+                right = rows(part_of(stage, truth[key], start, stop), stage, seen.tokens)
+                theirs = seen.read().astype(right.dtype)
                 if stage.is_choice:
-                    theirs, part = np.sort(theirs, axis=-1), np.sort(part, axis=-1)
-                found = measure(theirs, part, masked=stage.masked, token_axis=token_axis(stage))
-                yield stage.name, found, limit(part, spread[CHAINED], stage)
+                    by = stage.input_names(weights.config, None)[0]
+                    at = rows(np.arange(start, stop), stage, seen.tokens)
+                    choice = Choice(right, truth[key.replace(stage.name, by)][at], scores[by][at])
+                    apart = choice.difference(theirs)
+                    ties += [] if apart.error else filter(None, [choice.note(theirs)])
+                    yield stage.name, apart, _ANY if ties else EXACT
+                    continue
+                spread = rows(part_of(stage, variance[CHAINED], start, stop), stage, seen.tokens)
+                found = measure(theirs, right, masked=stage.masked, token_axis=token_axis(stage))
+                yield stage.name, found, _ANY if ties else limit(right, spread, stage)
 
 
 def _by_stage(differences: Sequence[tuple[str, Difference, Tolerance]]) -> Iterator[StageRow]:

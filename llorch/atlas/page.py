@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 
 from llorch.atlas.inputs import Input
-from llorch.atlas.verdicts import BUG, HONEST, NOT_RUN, RIGHT, WRONG, Verdict
+from llorch.atlas.verdicts import BUG, HONEST, NOT_RUN, RIGHT, UNREADABLE, WRONG, Verdict
 from llorch.errors import MissingExtra
 from llorch.stages import BY_NAME
 
-WORDS = (RIGHT, HONEST, BUG, WRONG, "refused", "crashed", "hung", "too large", "unreadable")
+WORDS = (RIGHT, HONEST, BUG, WRONG, "refused", "crashed", "hung", "too large", UNREADABLE)
 _LARGEST = "largest right distance"
 _LEGEND = """\
 Every engine ran unmodified, from its own loader, in an environment of its own. A number is the distance of its logits

@@ -12,6 +12,7 @@ from llorch.atlas.inputs import Input
 from llorch.atlas.judging import Judged
 
 RIGHT, HONEST, BUG, WRONG, NOT_RUN = "right", "honest difference", "bug", "wrong", "not run"
+UNREADABLE = "unreadable"
 _EXACT = "float32"
 
 
@@ -54,8 +55,16 @@ class Verdict:
 
 def word_of(judged: Judged) -> tuple[str, str]:
     """Of a run that ended well, before any cause is confirmed, and what is known of it."""
+    if judged.is_right and judged.tie:
+        return HONEST, f"{judged.arithmetic}; experts at a tie: {judged.tie}"
     if judged.is_right:
         return (RIGHT, "") if judged.arithmetic == _EXACT else (HONEST, judged.arithmetic)
+    if judged.stages[-1].over <= 1 and judged.wrong:  # nothing came of it: it is not what the engine went on with
+        off = max(judged.stages, key=lambda row: row.over)
+        return (
+            UNREADABLE,
+            f"what is shown as {off.stage} is off by {off.over:.0f} times its limit, the logits are right",
+        )
     said = judged.findings[0] if judged.findings else ""
     return (WRONG if judged.wrong else HONEST), said
 

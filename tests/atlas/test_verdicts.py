@@ -27,6 +27,7 @@ def verdict(
         (Judged(FINE.stages, 0.3, HALF), "honest difference"),
         (Judged(OFF.stages, 2.0, "float32", wrong=False, findings=["flash attention"]), "honest difference"),
         (OFF, "wrong"),
+        (Judged([StageRow("q_rope", 0.2, 1e-6, 2e5), *FINE.stages], 2e5, "float32", wrong=True), "unreadable"),
     ],
 )
 def test_words(judged: Judged, word: str):

@@ -27,7 +27,7 @@ STAGES = {  # by name and operation; a projection with a bias comes twice, and t
 }  # fmt: skip
 DENSE = {"ffn_gate", "ffn_up", "ffn_act", "ffn_out"}  # beside experts, of the one that all tokens share
 TURNED = {"q_proj", "k_proj", "q_norm", "k_norm", "q_rope", "k_rope"}
-PAIRED = ("llama", "llama4", "mistral3", "smollm3")  # files have neighbours where Hugging Face has j and j + half
+PAIRED = ("llama", "mistral3", "smollm3")  # files have neighbours where Hugging Face has j and j + half
 
 
 def load(run: Run) -> tuple[Any, ...]:

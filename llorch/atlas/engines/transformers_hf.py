@@ -24,7 +24,7 @@ SHOWN = re.compile(
 INPUTS = re.compile(r".*\.(?:o_proj|out_proj|down_proj|post_attention_layernorm)")  # shown as well
 REGISTERED = dict(ALL_ATTENTION_FUNCTIONS.items())  # as they were; eager attention is one of each family
 ROUTER = ("router_logits", "topk_weights", "topk_ids")  # what `mlp.gate` of Qwen's experts gives
-OTHERWISE = ("attn_scale", "use_rope")  # Llama 4, SmolLM3: queries are more than rotated, or not at all
+TEMPERED = "llama_4_scaling_beta"  # Ministral 3: queries are more than rotated; so are those of Llama 4
 
 
 def load(run: Run) -> Any:
@@ -71,10 +71,9 @@ def watch(model: torch.nn.Module, add: Any) -> None:
             module.register_forward_hook(partial(output, name))
         if INPUTS.fullmatch(name):
             module.register_forward_pre_hook(partial(input_, name))
-        if type(module).__name__.endswith("MoeTopKRouter"):
-            module.register_forward_hook(partial(routed, int(name.split(".")[2])))
-        if type(module).__name__.endswith("MoeSparseMoeBlock"):
-            module.register_forward_hook(partial(mixed, int(name.split(".")[2])))
+        for kind, hook in (("MoeTopKRouter", routed), ("MoeSparseMoeBlock", mixed)):
+            if type(module).__name__.endswith(kind):
+                module.register_forward_hook(partial(hook, int(name.split(".")[2])))
 
 
 def _watch_attention(attention: str, add: Any, n_context: int) -> None:
@@ -82,10 +81,11 @@ def _watch_attention(attention: str, add: Any, n_context: int) -> None:
 
     def watched(module: Any, query: Any, key: Any, value: Any, *rest: Any, **settings: Any) -> Any:
         layer = module.layer_idx
-        if not any(hasattr(module, name) for name in OTHERWISE) or getattr(module, "use_rope", 0) == 1:
+        is_tempered = hasattr(module, "attn_scale") or TEMPERED in (module.config.rope_parameters or {})
+        if not is_tempered and getattr(module, "use_rope", 1):
             add("q_rope", query[0].transpose(0, 1), layer)
-        call = REGISTERED.get(attention) or sys.modules[type(module).__module__].eager_attention_forward
-        made = call(module, query, key, value, *rest, **settings)
+        eager = sys.modules[type(module).__module__].eager_attention_forward
+        made = REGISTERED.get(attention, eager)(module, query, key, value, *rest, **settings)
         if key.shape[2] == n_context:  # else the cache has forgotten what lies before the window
             for stage, tensor in (("k_cache", key), ("v_cache", value), ("attn_probs", made[1])):
                 if tensor is not None:

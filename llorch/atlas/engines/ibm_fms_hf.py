@@ -1,0 +1,35 @@
+"""IBM's Foundation Model Stack: `get_model` finds class and settings in the folder; hooks show what blocks make."""
+# pyright: basic, reportMissingImports=false
+
+from typing import Any
+
+import torch
+from fms.models import get_model
+from harness import Run, answer
+
+
+def load(run: Run) -> Any:
+    """The model, in evaluation mode."""
+    if len(run.parts) > 1:
+        raise NotImplementedError("this adapter does not continue a prompt")
+    dtype = getattr(torch, run.options.get("dtype", "float32"))
+    return get_model("hf_pretrained", variant=run.model, data_type=dtype).eval()
+
+
+def compute(model: Any, run: Run, dump: Any) -> None:
+    """One pass."""
+    ids, first_position = run.passes[0]
+    dump.begin(ids, first_position)
+
+    def show(layer: int, made: Any) -> None:
+        dump.add("block_out", (made[0] if isinstance(made, tuple) else made)[0].float().numpy(), layer=layer)
+
+    for layer, block in enumerate(model.base_model.layers):
+        block.register_forward_hook(lambda _module, _given, made, layer=layer: show(layer, made))
+    with torch.no_grad():
+        made = model(torch.tensor([ids]))
+    dump.add("logits", (made[0] if isinstance(made, tuple) else made)[0].float().numpy())
+
+
+if __name__ == "__main__":
+    answer("ibm-fms", load, compute)

@@ -1,0 +1,92 @@
+"""The judge of one dump. What stands for the truth here is a run of ours: its rules are tried, not numbers."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import llorch
+from llorch.atlas.judging import Judged, Trace, judge
+from llorch.atlas.verdicts import word_of
+from llorch.builtin import builtin_path
+from llorch.dumps.writers.dump_writer import DumpWriter
+from llorch.files import open_weights
+from llorch.model import Model
+
+MODEL = builtin_path("micro-qwen3-moe")
+IDS = [5, 9, 33, 120, 7, 64, 9, 200]
+
+
+@pytest.fixture(scope="module")
+def truth() -> Trace:
+    trace: dict[str, np.ndarray] = {}
+    Model(open_weights(MODEL).astype(np.float64)).forward(IDS, trace=trace)
+    return trace
+
+
+@pytest.fixture(scope="module")
+def theirs() -> Trace:
+    trace: dict[str, np.ndarray] = {}
+    llorch.load(MODEL).forward(IDS, trace=trace)
+    return trace
+
+
+def judged(folder: Path, trace: Trace, truth: Trace, dtype: str = "float32") -> Judged:
+    with DumpWriter(folder, dtype=dtype) as dump:
+        dump.begin(IDS)
+        for key, array in trace.items():
+            layer, _, name = key.rpartition(".")
+            dump.add(name, array, layer=int(layer[1:]) if layer else None)
+    return judge(MODEL, folder, truth)
+
+
+def test_a_right_run_is_right_in_every_stage(theirs: Trace, truth: Trace, tmp_path: Path):
+    found = judged(tmp_path, theirs, truth)
+    assert found.is_right
+    assert word_of(found) == ("right", "")
+    assert {row.stage for row in found.stages} == {key.rpartition(".")[2] for key in truth}
+    assert 0 < found.error < 1e-5
+
+
+def test_logits_that_are_off_are_wrong_and_the_stage_is_named(theirs: Trace, truth: Trace, tmp_path: Path):
+    found = judged(tmp_path, {"logits": 1.01 * theirs["logits"]}, truth)
+    assert word_of(found)[0] == "wrong"
+    assert found.key == "logits"
+
+
+def test_a_stage_of_which_nothing_came_is_the_adapters(theirs: Trace, truth: Trace, tmp_path: Path):
+    found = judged(tmp_path, {**theirs, "l1.q_rope": 2 * theirs["l1.q_rope"]}, truth)
+    word, said = word_of(found)
+    assert word == "unreadable"
+    assert "q_rope is off" in said
+
+
+def exchanged(theirs: Trace, truth: Trace) -> tuple[np.ndarray, int, int]:
+    """Ids with another expert for the first token, that one, and which it replaces."""
+    ids = theirs["l0.topk_ids"].copy()
+    other = next(each for each in range(truth["l0.router_probs"].shape[1]) if each not in ids[0])
+    replaced = int(ids[0, -1])
+    ids[0, -1] = other
+    return ids, other, replaced
+
+
+def test_another_expert_is_wrong(theirs: Trace, truth: Trace, tmp_path: Path):
+    ids, *_ = exchanged(theirs, truth)
+    assert not judged(tmp_path, {**theirs, "l0.topk_ids": ids, "logits": 1.01 * theirs["logits"]}, truth).is_right
+
+
+def test_another_expert_at_a_tie_is_honest_and_ends_the_judgement(theirs: Trace, truth: Trace, tmp_path: Path):
+    ids, other, replaced = exchanged(theirs, truth)
+    scores = truth["l0.router_probs"].copy()
+    scores[0, other] = scores[0, replaced]
+    shown = {"l0.topk_ids": ids, "logits": 1.01 * theirs["logits"]}
+    found = judged(tmp_path, shown, {**truth, "l0.router_probs": scores})
+    assert f"got [{other}], want [{replaced}]" in found.tie
+    assert word_of(found)[0] == "honest difference"
+    before = {"l0.q_proj": 1.01 * theirs["l0.q_proj"], **shown}
+    assert not judged(tmp_path, before, {**truth, "l0.router_probs": scores}).is_right
+
+
+def test_a_dump_without_logits_says_so(theirs: Trace, truth: Trace, tmp_path: Path):
+    with pytest.raises(ValueError, match="expected logits of at least one token, got 1 other stages"):
+        judged(tmp_path, {"embed": theirs["embed"]}, truth)
