@@ -22,7 +22,7 @@ _OUTPUT = Path("checkpoints/atlas")
 
 
 @verb(
-    "How far engines that people use are from the truth, stage by stage.",
+    "How far engines that people use are from the truth.",
     "llorch atlas                                all engines, all inputs: under half an hour",
     "llorch atlas mlx-lm --input llama --input llama-theta-old",
     "llorch atlas ctranslate2 --json > ctranslate2.json",

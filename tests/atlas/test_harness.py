@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-import llorch.atlas.engines
 import llorch.dumps.writers
+from llorch.atlas.catalogue import ADAPTERS
 from llorch.dumps.index import open_raw
 
 ADAPTER = """
@@ -41,7 +41,7 @@ def adapt(folder: Path, models: list[str]) -> int:
         for model in models
     ]
     (folder / "runs.jsonl").write_text("\n".join(map(json.dumps, ask)))
-    paths = [str(Path(place.__path__[0])) for place in (llorch.atlas.engines, llorch.dumps.writers)]
+    paths = [str(ADAPTERS), llorch.dumps.writers.__path__[0]]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "adapter.py", "runs.jsonl"]
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, check=False).returncode

@@ -1,7 +1,7 @@
 """llorch as a program, with a fault on one rank: `FAULT=name:rank python faulty_ranks.py lora train ...`.
 
-Ranks that llorch starts import this file, too. A rank is killed or frozen in step 4. What goes wrong does so in the
-first start only.
+Ranks that llorch starts import this file, too. A rank is frozen in step 4, or killed in step 6: snapshots are written
+beside the steps, and that of step 2 is whole when that of step 4 begins. What goes wrong does so in the first start only.
 """
 
 import os
@@ -18,7 +18,7 @@ from llorch.launched import n_restarts
 from llorch.pytorch.train import step, trainer
 from llorch.pytorch.train.trainer import Training
 
-STEP = 4
+FROZEN, KILLED = 4, 6
 
 
 def on_rank(rank: str, where: Any, name: str, faulty: Callable[..., Any]) -> None:
@@ -32,9 +32,9 @@ def on_rank(rank: str, where: Any, name: str, faulty: Callable[..., Any]) -> Non
     setattr(where, name, either)
 
 
-def _sent(number: int) -> Callable[..., Any]:
+def _sent(number: int, step: int) -> Callable[..., Any]:
     def run_step(sound: Callable[..., Any], training: Training) -> Any:
-        if training.step == STEP - 1:
+        if training.step == step - 1:
             os.kill(os.getpid(), number)
         return sound(training)
 
@@ -68,8 +68,8 @@ def _of_another_file(sound: Callable[..., Any], training: Training) -> Any:
 
 
 FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-    "killed": (Training, "run_step", _sent(signal.SIGKILL)),
-    "frozen": (Training, "run_step", _sent(signal.SIGSTOP)),
+    "killed": (Training, "run_step", _sent(signal.SIGKILL, KILLED)),
+    "frozen": (Training, "run_step", _sent(signal.SIGSTOP, FROZEN)),
     "nan": (step, "batch_loss", _nan),
     "full": (filesystem.FileSystem, "create_stream", _full),
     "missing": (trainer, "find", _missing),

