@@ -1,7 +1,8 @@
 """llorch as a program, with a fault on one rank: `FAULT=name:rank python faulty_ranks.py lora train ...`.
 
 Ranks that llorch starts import this file, too. A rank is frozen in step 4, or killed in step 6: snapshots are written
-beside the steps, and that of step 2 is whole when that of step 4 begins. What goes wrong does so in the first start only.
+beside the steps, and that of step 2 is whole when that of step 4 begins. What goes wrong does so in the first start
+only.
 """
 
 import os
