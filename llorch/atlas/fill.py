@@ -60,7 +60,7 @@ def prepared(inputs: Iterable[Input], home: Path, say: Say) -> Iterator[Fed]:
         yield Fed(this, model, source, truths[source])
 
 
-def fill(engines: Sequence[Engine], inputs: Iterable[Input], home: Path, say: Say) -> Iterator[Verdict]:
+def fill(engines: Sequence[Engine], inputs: Iterable[Input], home: Path, say: Say) -> Iterator[list[Verdict]]:
     """Run engines on inputs and judge them.
 
     Args:
@@ -70,11 +70,11 @@ def fill(engines: Sequence[Engine], inputs: Iterable[Input], home: Path, say: Sa
         say: Told what is being done.
 
     Yields:
-        The verdicts of an engine, when all its runs have ended.
+        All verdicts of an engine, when its runs have ended.
     """
     fed = list(prepared(inputs, home, say))
     for engine in engines:
-        yield from confirmed(list(_of_engine(engine, fed, home, say)))
+        yield list(confirmed(list(_of_engine(engine, fed, home, say))))
 
 
 def _of_engine(engine: Engine, fed: Sequence[Fed], home: Path, say: Say) -> Iterator[Verdict]:

@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -68,9 +67,10 @@ def command(
     whole = not engines and not inputs
     with progress("atlas") as tell:
         verdicts = list[Verdict]()
-        for name, own in groupby(fill(chosen, fed, home or _home(), tell), key=lambda each: each.engine):
-            verdicts += (these := list(own))
-            say(f"{name}: {', '.join(f'{n} {word}' for word, n in Counter(each.word for each in these).items())}")
+        for own in fill(chosen, fed, home or _home(), tell):
+            verdicts += own
+            counted = Counter(each.word for each in own)
+            say(f"{own[0].engine}: {', '.join(f'{n} {word}' for word, n in counted.items())}")
         facts = _facts()
         if output or whole:
             write_atlas(verdicts, facts, home or _home(), output or _OUTPUT, lambda value: to_json(value, indent=1))

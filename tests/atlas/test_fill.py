@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -59,7 +60,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def verdicts(engine: Engine, home: Path) -> list[Verdict]:
-    return list(fill([engine, Engine("absent", "absent", why_not="no wheel")], INPUTS, home, lambda line: None))
+    engines = [engine, Engine("absent", "absent", why_not="no wheel")]
+    return [*chain.from_iterable(fill(engines, INPUTS, home, lambda line: None))]
 
 
 def test_the_bug_is_found_named_and_confirmed(verdicts: list[Verdict]):
