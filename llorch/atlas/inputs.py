@@ -23,6 +23,7 @@ from llorch.files.names import huggingface_tensors
 Keys = Mapping[str, Any]
 Style = Literal["new", "old"]
 FEW, MANY = 40, 600  # tokens
+SEED, IDS = 7, (3, 250)  # every model has more
 _TOKENIZER = "micro-llama"  # of all random models
 _SCALING = "rope_parameters"  # a feature that changes what stands there, rather than beside it
 
@@ -157,8 +158,8 @@ class Input:
     @property
     def parts(self) -> list[list[int]]:
         """Token ids, a list for each pass."""
-        rng = np.random.default_rng(7)
-        ids = [int(each) for each in rng.integers(3, 250, MANY if self.feature == "long" else FEW)]
+        rng = np.random.default_rng(SEED)
+        ids = [int(each) for each in rng.integers(*IDS, MANY if self.feature == "long" else FEW)]
         return [ids[:23], ids[23:24], ids[24:]] if self.feature == "split" else [ids]
 
     @property

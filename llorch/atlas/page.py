@@ -18,7 +18,9 @@ from the truth, |theirs - true| / |true|; the truth is transformers in float64. 
 shows is farther off than its arithmetic explains (limits: `llorch/verify/limits.py`). **honest difference**: farther
 than float32 explains, but not than the arithmetic named. **bug**: beyond that, and right again once the one thing named
 was corrected from outside. **wrong**: beyond it, and no correction is known that makes the engine agree. **refused**:
-the engine says that it does not run this. What a configuration's style is, and what each feature changes:
+the engine says that it does not run this. **crashed**: it raised something else, or its process ended. **unreadable**:
+what the adapter wrote is not what it says. What an adapter had to do is on its top, `llorch/atlas/engines/`; behind a
+**wrong** may stand a mistake of it. What a configuration's style is, and what each feature changes:
 `llorch/atlas/inputs.py`.
 """
 
@@ -78,9 +80,9 @@ def bugs_table(verdicts: Sequence[Verdict], reports: Mapping[str, str]) -> str:
         first = own[0]
         assert first.judged
         assert first.agreed
-        where = ", ".join(f"`{each.input.name}`" for each in own)
+        where = ", ".join(dict.fromkeys(f"`{each.input.name}`" for each in own))
         rows.append([
-            f"[{_name(first)} {first.version}]({reports[title]})", where, first.judged.key,
+            f"[{first.engine} {first.version}]({reports[title]})", where, first.judged.key,
             first.judged.mistake or "not one of the catalogue",
             f"{max(each.judged.error for each in own if each.judged):.0e}",
             f"{first.correction}: {first.agreed.error:.0e}",
@@ -98,7 +100,7 @@ def bugs(verdicts: Iterable[Verdict]) -> Iterator[tuple[str, list[Verdict]]]:
     def title(verdict: Verdict) -> str:
         mistake = verdict.judged.mistake if verdict.judged else ""
         what = mistake or f"{verdict.input.feature or verdict.input.family} wrong"
-        return f"{_name(verdict)}: {what}; right with {verdict.correction}"
+        return f"{verdict.engine}: {what}; right with {verdict.correction}"
 
     found = sorted((each for each in verdicts if each.word == BUG), key=title)
     return ((name, list(own)) for name, own in groupby(found, key=title))

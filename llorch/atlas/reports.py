@@ -11,13 +11,13 @@ import numpy as np
 from safetensors import safe_open
 
 from llorch.atlas.catalogue import Engine
-from llorch.atlas.inputs import FAMILIES, Input, write_input
+from llorch.atlas.inputs import FAMILIES, IDS, SEED, Input, write_input
 from llorch.atlas.verdicts import Verdict
 from llorch.verify.witnesses import open_producer
 
 N_SHOWN = 4  # logits of the last token
 _IDLE = {  # keys that no engine needs to read
-    "architectures", "attention_dropout", "bos_token_id", "dtype", "eos_token_id", "initializer_range", "pad_token_id",
+    "attention_dropout", "bos_token_id", "dtype", "eos_token_id", "initializer_range", "pad_token_id",
     "pretraining_tp", "torch_dtype", "transformers_version", "use_cache",
 }  # fmt: skip
 _WIDTH = 118
@@ -41,12 +41,13 @@ def report(title: str, own: Sequence[Verdict], engine: Engine, home: Path) -> st
         f"# {title}",
         f"{first.engine} {first.version}, from the package registry, float32 on a CPU.",
         f"On these models its logits are not those of transformers: "
-        f"{', '.join(f'`{each.input.name}` ({each.judged.error:.0e})' for each in own if each.judged)}. "
+        f"{', '.join(dict.fromkeys(f'`{each.input.name}` ({each.judged.error:.0e})' for each in own if each.judged))}. "
         "In brackets: |theirs - transformers in float64| / |transformers in float64|.",
         f"First stage that is off: `{first.judged.key}`. {' '.join(first.judged.findings)}",
         f"With {first.correction} it agrees: {first.agreed.error:.0e}, which is rounding.",
     ]
     if engine.snippet and first.input.family in FAMILIES and not first.input.gguf:
+        said.append("Logits of the last token, beside those of transformers in float64, on both models:")
         said.append(f"```python\n{program(first.input, first.confirmed_by, engine, home)}```")
     else:
         said.append(f"`llorch atlas {first.engine}` makes these files and repeats this.")
@@ -59,22 +60,21 @@ def program(this: Input, sister: Input, engine: Engine, home: Path) -> str:
     configs: list[dict[str, Any]] = [json.loads((folder / "config.json").read_text()) for folder in folders]
     configs = [{key: value for key, value in config.items() if key not in _IDLE} for config in configs]
     common = {key: value for key, value in configs[0].items() if configs[1].get(key, ...) == value}
-    ids = this.parts[0]
+    ids = [token for part in this.parts for token in part]
     cases = [
         (one.name, {key: value for key, value in config.items() if key not in common}, _expected(folder, ids))
         for one, config, folder in zip((this, sister), configs, folders, strict=True)
     ]
     return _PROGRAM.format(
-        engine=engine.name, snippet=engine.snippet.strip(), ids=_short(ids), common=_short(common), cases=_short(cases),
-        shapes=_shapes(folders[0]), n_shown=N_SHOWN,
+        snippet=engine.snippet.strip(), seed=SEED, low=IDS[0], high=IDS[1], n_ids=len(ids), common=_short(common),
+        cases=_short(cases), shapes=_shapes(folders[0]), n_shown=N_SHOWN,
     )  # fmt: skip
 
 
-_PROGRAM = '''"""Logits of the last token by {engine}, and by transformers in float64."""
-import json, pathlib, numpy as np
+_PROGRAM = """import json, pathlib, numpy as np
 from safetensors.numpy import save_file
 {snippet}
-IDS = {ids}
+IDS = np.random.default_rng({seed}).integers({low}, {high}, {n_ids}).tolist()
 COMMON = {common}
 CASES = {cases}
 SHAPES = {shapes}
@@ -85,7 +85,7 @@ for name, own, expected in CASES:
     made = {{k: np.float32(("norm" in k) + (0.05 + 0.15 * ("norm" in k)) * draw(SHAPES[k])) for k in sorted(SHAPES)}}
     save_file(made, folder / "model.safetensors", metadata={{"format": "pt"}})
     print(name, "expected", expected, "got", [round(float(x), 4) for x in logits(name, IDS)[-1][:{n_shown}]])
-'''
+"""
 
 
 def _expected(folder: Path, ids: Sequence[int]) -> list[float]:

@@ -49,7 +49,7 @@ class Verdict:
 
     def record(self) -> dict[str, Any]:
         """For JSON; NaN and infinity are for the writer to replace."""
-        made = asdict(self) | {"input": self.input.name}
+        made = _rounded(asdict(self)) | {"input": self.input.name}
         return made | {"confirmed_by": self.confirmed_by.name if self.confirmed_by else None}
 
 
@@ -90,3 +90,12 @@ def _correction(this: Input, sister: Input) -> str:
     moved = [f"the same rope keys {where}"] if this.style != sister.style else []
     without = [f"the same model without {this.feature}"] if this.feature != sister.feature else []
     return " and ".join([*moved, *without])
+
+
+def _rounded(value: Any) -> Any:
+    """Three digits of every number."""
+    if isinstance(value, dict):
+        return {key: _rounded(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(each) for each in value]
+    return float(f"{value:.3g}") if isinstance(value, float) else value

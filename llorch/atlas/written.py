@@ -21,7 +21,7 @@ def write_atlas(
         MissingExtra: There is nothing to draw with.
     """
     drawn, found = picture(verdicts), dict(bugs(verdicts))
-    names = {title: f"reports/{re.sub(r'[^a-z0-9]+', '-', title.lower()).strip('-')[:90]}.md" for title in found}
+    names = {title: f"reports/{at:02}-{_slug(title.partition(';')[0])}.md" for at, title in enumerate(found, 1)}
     (folder / "reports").mkdir(parents=True, exist_ok=True)
     for old in (folder / "reports").glob("*.md"):
         old.unlink()
@@ -36,3 +36,7 @@ def write_atlas(
 def record(verdicts: Sequence[Verdict], facts: Mapping[str, str]) -> dict[str, object]:
     """For a program."""
     return {"version": 1, **facts, "verdicts": [each.record() for each in verdicts]}
+
+
+def _slug(title: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
