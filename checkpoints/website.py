@@ -22,7 +22,14 @@ LINK = re.compile(r"\]\((?!https?:)(?P<path>[^)#\s]+)(?=[)#])")
 LESSON_PAGES = [f"checkpoints/{n}_{CHECKPOINTS[n]}/README.md" for row in ROWS.values() for n in row]
 REFERENCE = {"reference/commands.md": commands, "reference/python.md": names, "reference/ops.md": functions}
 MESH = "checkpoints/mesh/README.md"
-MORE = [MESH, "checkpoints/honest_differences.md", "benchmarks/README.md", "CONTRIBUTING.md", "CHANGELOG.md"]
+MORE = [
+    MESH,
+    "checkpoints/atlas/README.md",
+    "checkpoints/honest_differences.md",
+    "benchmarks/README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+]
 CONTENTS = {"Learn": ["checkpoints/README.md", *LESSON_PAGES], "Reference": list(REFERENCE), "More": MORE}
 PICTURES = (".svg", ".png")
 LANGUAGES = {".py": "python", ".c": "c", ".h": "c", ".cpp": "cpp", ".rs": "rust", ".toml": "toml", ".json": "json"}
