@@ -99,7 +99,8 @@ def _of_engine(engine: Engine, fed: Sequence[Fed], home: Path, say: Say) -> Iter
             say(f"{of}: {n_done} of {n_runs} runs")
 
         for each, request, ended in zip(readable, requests, run_all(command, requests, folder, say=told), strict=True):
-            yield _verdict(engine.name, way, each, Path(request.out), ended)
+            verdict = _verdict(engine.name, way, each, Path(request.out), ended)
+            yield replace(verdict, said=verdict.said.replace(str(home), "HOME"))
         shutil.rmtree(folder, ignore_errors=True)
 
 

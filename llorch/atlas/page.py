@@ -3,7 +3,7 @@
 import io
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import cycle, groupby, product
 
 from llorch.atlas.inputs import Input
 from llorch.atlas.verdicts import BUG, HONEST, NOT_RUN, RIGHT, UNREADABLE, WRONG, Verdict
@@ -131,26 +131,29 @@ def picture(verdicts: Sequence[Verdict]) -> str:
         from matplotlib.figure import Figure
     except ImportError:
         raise MissingExtra("train", "matplotlib") from None
-    names = [
-        name
-        for name in BY_NAME
-        if any(name == row.stage for each in verdicts if each.judged for row in each.judged.stages)
-    ]
+    shown = {row.stage for each in verdicts if each.judged for row in each.judged.stages}
+    names = [name for name in BY_NAME if name in shown]
     figure = Figure(figsize=(12, 5), layout="constrained")
     axes = figure.subplots()
-    for name, own in _by_engine(verdicts):
-        rows = [row for each in own if each.judged and each.word in (RIGHT, HONEST) for row in each.judged.stages]
-        largest = {stage: max(row.error for row in rows if row.stage == stage) for stage in {row.stage for row in rows}}
-        here = [stage for stage in names if largest.get(stage, 0) > 0]
-        axes.plot(
-            [names.index(stage) for stage in here], [largest[stage] for stage in here], "o-", ms=3, lw=0.8, label=name
-        )
+    marks = cycle(product("os^vD", [f"C{colour}" for colour in range(7)]))
+    for name, largest in _largest(verdicts):
+        at, (mark, colour) = [names.index(stage) for stage in largest], next(marks)
+        axes.plot(at, [*largest.values()], marker=mark, color=colour, ms=4, lw=0.6, label=name)
     axes.set(yscale="log", ylabel="largest distance from the truth", xticks=range(len(names)))
     axes.set_xticklabels(names, rotation=90)
-    axes.legend(fontsize="small", ncols=2)
+    figure.legend(fontsize="small", loc="outside right upper")
     with rc_context({"svg.hashsalt": "llorch"}):
         FigureCanvasSVG(figure).print_svg(drawn := io.StringIO(), metadata={"Date": None})
     return drawn.getvalue()
+
+
+def _largest(verdicts: Sequence[Verdict]) -> Iterator[tuple[str, dict[str, float]]]:
+    """Of engines that are right somewhere, the largest distance of each stage there, in the order of the table."""
+    for name, own in _by_engine(verdicts):
+        rows = [row for each in own if each.judged and each.word in (RIGHT, HONEST) for row in each.judged.stages]
+        largest = {stage: max((row.error for row in rows if row.stage == stage), default=0.0) for stage in BY_NAME}
+        if rows:
+            yield name, {stage: error for stage, error in largest.items() if error > 0}
 
 
 def _name(verdict: Verdict) -> str:
