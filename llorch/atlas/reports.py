@@ -18,7 +18,8 @@ from llorch.verify.witnesses import open_producer
 N_SHOWN = 4  # logits of the last token
 _IDLE = {  # keys that no engine needs to read
     "attention_dropout", "bos_token_id", "dtype", "eos_token_id", "initializer_range", "pad_token_id",
-    "output_router_logits", "pretraining_tp", "router_aux_loss_coef", "torch_dtype", "transformers_version", "use_cache",
+    "output_router_logits", "pretraining_tp", "router_aux_loss_coef", "torch_dtype", "transformers_version",
+    "use_cache",
 }  # fmt: skip
 _WIDTH = 118
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
