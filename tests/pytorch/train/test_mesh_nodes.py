@@ -41,7 +41,7 @@ def test_where_a_node_is_lost_the_other_ends_with_a_line_and_both_go_on_later(lo
     assert len(ours) == 1, said
     assert ours[0].startswith(("llorch: lost ", "llorch: waited 20 s "))
     done = last_step(tmp_path)
-    assert done >= 4
+    assert done >= 2  # whole before that of step 4 began; that is written beside the steps
     again = nodes(tmp_path, "--steps", str(done + 2), "--resume", "--allow-change")
     assert [ended(agent)[0] for agent in again] == [0, 0]
     assert last_step(tmp_path) == done + 2
