@@ -38,8 +38,8 @@ def test_where_a_node_is_lost_the_other_ends_with_a_line_and_both_go_on_later(lo
     code, said = ended(agents[1 - lost])
     ours = [line for line in said if line.startswith("llorch: ")]
     assert code == 1
-    assert len(ours) == 1, said
-    assert ours[0].startswith(("llorch: lost ", "llorch: waited 20 s "))
+    assert len(ours) in (1, 2), said  # both ranks that are left may see it before one has told the other
+    assert all(line.startswith(("llorch: lost ", "llorch: waited 20 s ")) for line in ours)
     done = last_step(tmp_path)
     assert done >= 2  # whole before that of step 4 began; that is written beside the steps
     again = nodes(tmp_path, "--steps", str(done + 2), "--resume", "--allow-change")
