@@ -20,7 +20,6 @@ class Engine:
         folders: Whether it reads Hugging Face folders.
         ways: Options of the adapter, by the name of the row.
         is_witness: Whether it is one that llorch has for goldens, and runs in llorch's own environment.
-        npm: Packages of Node.js that it consists of.
         snippet: Python for a reproduction: imports, and `logits(folder, ids)`, an array (tokens, vocab).
         folder: Where these are.
         why_not: Why it cannot be run from a package registry on a processor; empty where it can.
@@ -32,7 +31,6 @@ class Engine:
     folders: bool = True
     ways: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: _ONE_WAY)
     is_witness: bool = False
-    npm: tuple[str, ...] = ()
     snippet: str = ""
     folder: Path = ADAPTERS
     why_not: str = ""

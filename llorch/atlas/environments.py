@@ -26,7 +26,7 @@ def python_of(engine: Engine, home: Path) -> Path:
         raise NotInstalled(engine.why_not)
     folder = home / "environments" / engine.script
     python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
-    wanted = engine.requirements.read_text(encoding="utf-8") + "".join(engine.npm)
+    wanted = engine.requirements.read_text(encoding="utf-8")
     mark = folder / _MARK
     if mark.exists() and mark.read_text(encoding="utf-8") == wanted:
         return python
@@ -34,11 +34,6 @@ def python_of(engine: Engine, home: Path) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     _install([sys.executable, "-m", "venv", str(folder)], folder)
     _install([str(python), "-m", "pip", "install", "--quiet", "-r", str(engine.requirements)], folder)
-    if engine.npm:
-        npm = shutil.which("npm")
-        if npm is None:
-            raise NotInstalled("it needs Node.js with npm, which is not on the path")
-        _install([npm, "install", "--silent", "--no-fund", "--no-audit", "--prefix", str(folder), *engine.npm], folder)
     mark.write_text(wanted, encoding="utf-8")
     return python
 

@@ -50,8 +50,10 @@ def prepared(inputs: Iterable[Input], home: Path, say: Say) -> Iterator[Fed]:
         say(f"{this.name}: its truth")
         try:
             model = write_input(this, folder)
-        except FormatError:  # no GGUF file can say it: there is no such input
-            continue
+        except FormatError:
+            if this.gguf:  # no such file can say it: there is no such input
+                continue
+            raise
         source = write_input(replace(this, gguf=False), folder)
         ids = [token for part in this.parts for token in part]
         if source not in truths:

@@ -148,8 +148,8 @@ static void attend_rows(const call *c, const room *at, long b, long kv_head, lon
 }
 
 int llorch_attend(int half, const void *q, const void *keys, const void *values, const int64_t *pages,
-                  const uint8_t *visible, void *y, long batch, long seq, long heads, long kv_heads, long ctx, long head_dim, long batch_stride,
-                  long head_stride) {
+                  const uint8_t *visible, void *y, long batch, long seq, long heads, long kv_heads, long ctx,
+                  long head_dim, long batch_stride, long head_stride) {
     long padded = (head_dim + LANES - 1) / LANES * LANES, slots = (ctx + KEYS - 1) / KEYS * KEYS;
     const call c = {q, keys, values, pages, visible, y, half, seq, heads, kv_heads, ctx, head_dim, padded, batch_stride, head_stride};
     long all = seq * (heads / kv_heads), size = all > MOST ? MOST : all > ROWS ? ROWS : all;
