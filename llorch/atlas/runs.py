@@ -6,6 +6,7 @@ behind it. No process reaches the network: the hub is told to be offline, every 
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -19,6 +20,7 @@ import llorch.dumps.writers
 from llorch.atlas.catalogue import ADAPTERS
 
 SECONDS, START = 60.0, 60.0  # that a run may take; an engine is granted as much more for its start
+PROGRAM = 120.0  # seconds of a report's program
 MEMORY = 6 << 30  # bytes of a process and its children
 REFUSALS = ("ValueError", "NotImplementedError")  # what is raised on purpose
 _LOOK = 0.1  # seconds between looks at a process
@@ -78,6 +80,30 @@ def run_all(
             ended.append(each)
             say(each)
     return ended
+
+
+def run_program(command: Sequence[str], folder: Path, *, seconds: float = PROGRAM) -> str:
+    """What a program prints that is not an adapter; nothing where it ends badly, or takes too long.
+
+    Args:
+        command: The interpreter and its arguments.
+        folder: Where it runs, made anew.
+        seconds: How long it may take.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    with (folder / "printed.txt").open("wb") as printed, (folder / "said.txt").open("wb") as said:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=printed, stderr=said, env=_variables(folder) | {"PYTHONPATH": ""},
+            cwd=folder, start_new_session=True,
+        )  # fmt: skip
+    try:
+        status = process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        status = None
+    finally:
+        _end(process)
+    return "" if status != 0 else (folder / "printed.txt").read_text(encoding="utf-8", errors="replace")
 
 
 def _one_process(

@@ -73,7 +73,7 @@ def command(
             say(f"{own[0].engine}: {', '.join(f'{n} {word}' for word, n in counted.items())}")
         facts = _facts()
         if output or whole:
-            write_atlas(verdicts, facts, home or _home(), output or _OUTPUT, to_json)
+            write_atlas(verdicts, facts, home or _home(), output or _OUTPUT, to_json, tell)
     if as_json:
         click.echo(to_json(record(verdicts, facts)))
     else:

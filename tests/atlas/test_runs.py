@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from llorch.atlas.runs import Ended, Request, run_all
+from llorch.atlas.runs import Ended, Request, run_all, run_program
 
 ADAPTER = """
 import os, sys, time
@@ -90,3 +90,16 @@ def test_no_run_reaches_the_network(tmp_path: Path):
         [sys.executable, str(tmp_path / "adapter.py")], [Request("a", [[1]], str(tmp_path), str(tmp_path))], tmp_path
     )
     assert ended.error.startswith("its process ended with status 0")
+
+
+@pytest.mark.parametrize(
+    ("program", "printed"),
+    [
+        ("import sys; print(1); print(2, file=sys.stderr)", "1\n"),
+        ("print(1); raise ValueError", ""),
+        ("import llorch, harness", ""),  # it must do without what adapters have
+        ("import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(3600)'])", ""),
+    ],
+)
+def test_a_program_that_ends_badly_or_late_prints_nothing(program: str, printed: str, tmp_path: Path):
+    assert run_program([sys.executable, "-I", "-c", program], tmp_path / "here", seconds=3) == printed

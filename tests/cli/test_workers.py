@@ -45,13 +45,14 @@ def test_an_error_is_raised_here_and_hides_no_other_result():
 
 def test_work_that_nobody_waits_for_is_ended_and_leaves_no_files(tmp_path: Path):
     def slow() -> int:
-        with TemporaryDirectory(dir=tmp_path):
+        with TemporaryDirectory(dir=tmp_path) as folder:
+            Path(folder, "entered").touch()
             time.sleep(60)
         return 0
 
     began = time.monotonic()
     with Workers({1: slow, 2: slow}, 2):
-        while len(list(tmp_path.iterdir())) < 2:
+        while len(list(tmp_path.glob("*/entered"))) < 2:
             time.sleep(0.01)
     assert time.monotonic() - began < 30
     assert not list(tmp_path.iterdir())

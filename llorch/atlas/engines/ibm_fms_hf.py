@@ -13,7 +13,12 @@ def load(run: Run) -> Any:
     if len(run.parts) > 1:
         raise NotImplementedError("this adapter does not continue a prompt")
     dtype = getattr(torch, run.options.get("dtype", "float32"))
-    return get_model("hf_pretrained", variant=run.model, data_type=dtype).eval()
+    try:
+        return get_model("hf_pretrained", variant=run.model, data_type=dtype).eval()
+    except KeyError as error:
+        if "must map to" not in str(error):
+            raise
+        raise NotImplementedError(error.args[0]) from None  # so it says which architectures it does not have
 
 
 def compute(model: Any, run: Run, dump: Any) -> None:
