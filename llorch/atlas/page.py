@@ -16,12 +16,12 @@ _LEGEND = """\
 Every engine ran unmodified, from its own loader, in an environment of its own. A number is the distance of its logits
 from the truth, |theirs - true| / |true|; the truth is transformers in float64. **right**: no stage that the engine
 shows is farther off than its arithmetic explains (limits: `llorch/verify/limits.py`). **honest difference**: farther
-than float32 explains, but not than the arithmetic named. **bug**: beyond that, and right again once the one thing named
-was corrected from outside. **wrong**: beyond it, and no correction is known that makes the engine agree. **refused**:
-the engine says that it does not run this. **crashed**: it raised something else, or its process ended. **unreadable**:
-what the adapter wrote is not what it says. What an adapter had to do is on its top, `llorch/atlas/engines/`; behind a
-**wrong** may stand a mistake of it. What a configuration's style is, and what each feature changes:
-`llorch/atlas/inputs.py`.
+than float32 explains, but not than [the arithmetic](../honest_differences.md) that is named at the end of the page.
+**bug**: beyond that, and right again once the one thing named was corrected from outside. **wrong**: beyond it, and no
+correction is known that makes the engine agree. **refused**: the engine says that it does not run this. **crashed**: it
+raised something else, or its process ended. **unreadable**: what the adapter wrote is not what it says. What an adapter
+had to do is on its top, `llorch/atlas/engines/`; behind a **wrong** may stand a mistake of it. What a configuration's
+style is, and what each feature changes: `llorch/atlas/inputs.py`.
 """
 
 
@@ -107,10 +107,10 @@ def bugs(verdicts: Iterable[Verdict]) -> Iterator[tuple[str, list[Verdict]]]:
 
 
 def _sayings(verdicts: Sequence[Verdict]) -> Iterator[str]:
-    """What engines said, and what is known of results that are wrong, once each."""
+    """What engines said, and what is known of results that are not right, once each."""
     said: dict[tuple[str, str, str], list[Input]] = {}
     for each in verdicts:
-        if each.said and each.word != HONEST:
+        if each.said:
             said.setdefault((_name(each), each.word, each.said), []).append(each.input)
     for (name, word, text), inputs in said.items():
         shown = ", ".join(f"`{this.name}`" for this in inputs[:4]) + (
