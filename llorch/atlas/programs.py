@@ -32,7 +32,7 @@ _IDLE = {  # keys that no engine needs to read
 }  # fmt: skip
 _NEUTRAL = NO_WINDOW | {"decoder_sparse_step": 1, "mlp_only_layers": []}  # as where they are not there
 _WIDTH = 119
-_LINE = re.compile(r"^\S+ expected (\[.*\]) got (\[.*\])$", re.MULTILINE)
+_LINE = re.compile(r"^\S+ expected \[(.*)\] got \[(.*)\]$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def shown(this: Input, sister: Input, engine: Engine, python: Path, home: Path) 
     written = program(this, sister, engine, home)
     printed = run_program([str(python), "-c", written], home / "programs" / f"{engine.script}-{this.name}")
     lines = [*_LINE.finditer(printed)]
-    off = [np.abs(np.subtract(*map(json.loads, line.groups()))).max() for line in lines]
+    off = [np.abs(np.subtract(*(np.fromstring(each, sep=",") for each in line.groups()))).max() for line in lines]
     if len(off) == 2 and off[0] > _APART and off[1] < _CLOSE:
         return Shown(written, "\n".join(line.group() for line in lines))
     return None
