@@ -30,7 +30,7 @@ _IDLE = {  # keys that no engine needs to read
     "output_router_logits", "pretraining_tp", "router_aux_loss_coef", "torch_dtype", "transformers_version",
     "use_cache",
 }  # fmt: skip
-_NEUTRAL = NO_WINDOW | {"decoder_sparse_step": 1, "mlp_only_layers": []}  # as where they are not there
+_NEUTRAL = {**NO_WINDOW, "decoder_sparse_step": 1, "mlp_only_layers": []}  # as where they are not there
 _WIDTH = 119
 _LINE = re.compile(r"^\S+ expected \[(.*)\] got \[(.*)\]$", re.MULTILINE)
 

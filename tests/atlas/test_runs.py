@@ -97,7 +97,7 @@ def test_no_run_reaches_the_network(tmp_path: Path):
     [
         ("import sys; print(1); print(2, file=sys.stderr)", "1\n"),
         ("print(1); raise ValueError", ""),
-        ("import harness", ""),  # it must do without what adapters have
+        ("import harness; print(1)", ""),  # it must do without what adapters have
         ("import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(3600)'])", ""),
     ],
 )
