@@ -19,7 +19,8 @@ LARGE = {"n": 8, "max_tokens": 450, "logprobs": True, "top_logprobs": 20, "strea
 
 async def unread(server: Server) -> Verdict:
     """Streams of 6 MB, more than the system takes, of which no byte is read."""
-    alone, before, n_files = await solo(server), server.resident(), server.open_files()
+    alone = await solo(server)
+    before, n_files = server.resident(), await _open_files(server)
     start = time.perf_counter()
     with ExitStack() as stack:
         for _ in range(UNREAD):
@@ -27,9 +28,7 @@ async def unread(server: Server) -> Verdict:
         await until(server.port, running=4)
         same = share(await asyncio.gather(*(stream(server.port, i) for i in range(3))), alone)
         await until(server.port, running=0, waiting=0)
-        freed = time.perf_counter() - start
-        await asyncio.sleep(1)  # in which connections of the others are closed
-        held = server.open_files() - n_files
+        freed, held = time.perf_counter() - start, await _open_files(server) - n_files
         while (open_now := server.open_files() - n_files) > 0 and time.perf_counter() - start < freed + 2 * DROPPED:
             await asyncio.sleep(0.1)
     dropped, grown = time.perf_counter() - start, server.resident() - before
@@ -37,6 +36,12 @@ async def unread(server: Server) -> Verdict:
         f"{same} of 3 others as alone; slots back at {freed:.0f} s; {held} dropped at {dropped:.0f} s; {grown:+.1f} MB"
     )
     return same == 3 and held == UNREAD and open_now <= 0 and dropped < freed + DROPPED + 3 and grown < 50, text
+
+
+async def _open_files(server: Server) -> int:
+    """Once the connections of those who have read all are closed."""
+    await asyncio.sleep(1)
+    return server.open_files()
 
 
 def _silent(port: int, body: object) -> socket.socket:
