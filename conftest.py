@@ -1,11 +1,16 @@
-"""`pytest -k checkpoint --impl my_llama`: here, as pytest asks the top folder alone for options.
+"""Options of the tests. They stand here because pytest asks only the top folder for options.
 
-It takes a folder outside of the repository for one of tests; --impl=../my_llama it understands.
+`pytest -k checkpoint --impl my_llama` checks a learner's functions. Write `--impl=../my_llama` for a folder outside of
+the repository: after a space pytest takes it for a folder of tests.
 """
 
 import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Check what a learner wrote, and nothing else."""
+    """Add `--impl` and `--processor-limit`."""
     parser.addoption("--impl", help="check this implementation, a folder or cmd:PROGRAM, and nothing else")
+    parser.addoption(
+        "--processor-limit", type=float, metavar="SECONDS",
+        help="print the tests that cost most processor time, and fail if one costs more than SECONDS",
+    )  # fmt: skip

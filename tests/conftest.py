@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 import shape_checks
+from processor_time import ProcessorTime
 
 if TYPE_CHECKING:
     from llorch.config import ModelConfig
@@ -26,7 +27,8 @@ if not Path("/dev/nvidiactl").exists():
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A run of everything, of which no part is asked for, is that of a newcomer: what is slow is left to `.ci/run`."""
+    """Leave slow tests to `.ci/run` where no part of the tests is asked for, and measure what each test costs."""
+    config.pluginmanager.register(ProcessorTime(config.option.processor_limit))
     if not config.option.markexpr and config.args_source is not pytest.Config.ArgsSource.ARGS:
         config.option.markexpr = "not (live or slow or weights)"
 
@@ -82,6 +84,15 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What llorch remembers between runs is neither read from the user's cache nor left there."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture
+def warm_ranks() -> Iterator[None]:
+    """Ranks of a mesh start as copies of a process that has imported torch already."""
+    from warm_ranks import warm_ranks
+
+    with warm_ranks():
         yield
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import spawn
+from mesh_programs import invoke_on_mesh
 from mesh_runs import judged
+from refusals import assert_cli_refuses, assert_tells, refuses
 
 from llorch.architecture import Layer
 from llorch.builtin import builtin_path
@@ -17,6 +18,8 @@ from llorch.files import open_weights
 from llorch.launched import is_rank
 from llorch.pytorch.ranks import on_ranks, start
 from llorch.pytorch.splitting import cannot_split, of_a_rank
+
+pytestmark = pytest.mark.usefixtures("warm_ranks")
 
 SIZES: Any = {
     "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 66, "hidden_size": 40, "head_dim": 8,
@@ -88,7 +91,7 @@ def raises() -> None:
 
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_a_rank_that_dies_ends_the_run(rank: str):
-    with pytest.raises(EngineDied, match=rf"^rank {rank} of 2: its process ended \(Signal 9 \(SIGKILL\)"):
+    with refuses(EngineDied, f"rank {rank} of 2", "Signal 9 (SIGKILL)"):
         on_ranks(2, killed, rank)
 
 
@@ -110,43 +113,39 @@ def of_another_size() -> str:
 
 
 def test_a_mesh_of_another_size_than_there_are_ranks_is_refused():
-    assert on_ranks(2, of_another_size) == "mesh: expected 6 ranks for dp=2 x tp=3, got 2"
+    assert_tells(on_ranks(2, of_another_size), "mesh", expected=("6 ranks", "dp=2 x tp=3"), got=2)
 
 
 def test_what_ranks_do_not_divide_or_is_not_dense_cannot_be_split():
     config = open_weights(builtin_path("micro-qwen3")).config
     assert cannot_split(config, 1) is None
-    assert cannot_split(config, 2) == "expected sizes that 2 ranks divide, got heads 15, KV heads 3"
-    assert cannot_split(config, 3) == "expected sizes that 3 ranks divide, got inner width 224"
+    assert_tells(str(cannot_split(config, 2)), expected="2 ranks", got=("heads 15", "KV heads 3"))
+    assert_tells(str(cannot_split(config, 3)), expected="3 ranks", got=224)
     hybrid = open_weights(builtin_path("micro-qwen3.5")).config
     assert cannot_split(hybrid, 1) is None
-    assert cannot_split(hybrid, 2) == "expected layers of the dense page or with experts, got those of qwen3_5"
+    assert_tells(str(cannot_split(hybrid, 2)), expected="layers", got="qwen3_5")
     part = of_a_rank(config, 3)
     assert (part.n_heads, part.n_kv_heads, part.head_dim, part.layer(0)) == (5, 1, config.head_dim, Layer())
 
 
-def test_the_command_line_judges_on_ranks_with_one_voice():
-    done = spawn("verify", "--mesh", "tp=2", "micro-llama", "--dtype", "float64")
-    assert (done.returncode, done.stdout.count("1 model, ")) == (0, 1), done.stderr
+def test_the_command_line_judges_on_ranks_with_one_voice(tmp_path: Path):
+    done = invoke_on_mesh(tmp_path, "verify", "--mesh", "tp=2", "micro-llama", "--dtype", "float64")
+    assert (done.exit_code, done.stdout.count("1 model, ")) == (0, 1), done.stderr
     assert "micro-llama   torch-cpu-float64-tp2" in done.stdout
-    assert "rows: torch as written, split over processes; in a batch with padding" in done.stdout
     assert done.stdout.rstrip().endswith(" 0 failed, 1 backend not run")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "facts"),
     [
         (
             ("--mesh", "tp=2", "micro-qwen3"),
-            "micro-qwen3: --mesh tp=2: expected sizes that 2 ranks divide, got heads 15",
+            ("micro-qwen3", "--mesh tp=2", "2 ranks", "heads 15"),
         ),
-        (("--mesh", "tp=0"), "expected dp=N,tp=M or one of both, as dp=2,tp=2, got 'tp=0'"),
-        (("--mesh", "tp=2", "--device", "cuda"), "--mesh runs the page as it is written, on the CPU"),
-        (("--mesh", "tp=2", "quantised"), "quantised: --mesh tp=2: packed matrices"),
+        (("--mesh", "tp=0"), ("dp=N,tp=M", "'tp=0'")),
+        (("--mesh", "tp=2", "--device", "cuda"), ("--mesh", "--device")),
+        (("--mesh", "tp=2", "quantised"), ("quantised", "--mesh tp=2", "packed")),
     ],
 )
-def test_what_cannot_run_on_a_mesh_is_one_line(arguments: tuple[str, ...], said: str):
-    done = spawn("verify", *arguments)
-    assert done.returncode == 2
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr
+def test_what_cannot_run_on_a_mesh_is_one_line(arguments: tuple[str, ...], facts: tuple[str, ...], tmp_path: Path):
+    assert_cli_refuses(invoke_on_mesh(tmp_path, "verify", *arguments), 2, *facts)

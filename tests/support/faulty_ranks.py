@@ -1,8 +1,8 @@
-"""llorch as a program, with a fault on one rank: `FAULT=name:rank python faulty_ranks.py lora train ...`.
+"""Faults on one rank, and llorch as a program with a fault: `FAULT=name:rank python faulty_ranks.py lora train ...`.
 
-Ranks that llorch starts import this file, too. A rank is frozen in step 4, or killed in step 6: snapshots are written
-beside the steps, and that of step 2 is whole when that of step 4 begins. What goes wrong does so in the first start
-only.
+Ranks that the program starts import this file and plant the fault, too. A rank is frozen in step 4, or killed in
+step 6: snapshots are written beside the steps, and that of step 2 is whole when that of step 4 begins. A fault happens
+in the first start only.
 """
 
 import os
@@ -77,8 +77,15 @@ FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "version": (trainer, "environment", _of_another_version),
     "file": (Training, "identity", _of_another_file),
 }
-if os.environ.get("FAULT"):
-    _name, _rank = os.environ["FAULT"].split(":")
-    on_rank(_rank, *FAULTS[_name])
+
+
+def plant(fault: str) -> None:
+    """Replace what `name:rank` names, in this process; nothing if it is empty."""
+    if fault:
+        name, rank = fault.split(":")
+        on_rank(rank, *FAULTS[name])
+
+
+plant(os.environ.get("FAULT", ""))
 if __name__ == "__main__":
     main(prog_name="llorch")

@@ -1,15 +1,23 @@
-"""Trainings on a mesh as a user starts them: programs, which end with a code and lines."""
+"""Commands on a mesh: in this process with warm ranks, or as programs where a launcher or a signal is the subject."""
 
 import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from command_line import REPOSITORY
+import faulty_ranks
+import pytest
+from command_line import REPOSITORY, invoke
 from training_runs import small_data
+from warm_ranks import warm_ranks
 
+from llorch import launched
+from llorch.pytorch import ranks
 from llorch.pytorch.train.snapshot_parts import read_parts
 from llorch.train.snapshots import SnapshotStore
 
@@ -39,6 +47,57 @@ def arguments(folder: Path, *more: str, mesh: str = "dp=2") -> list[str]:
     ]
 
 
+@dataclass(frozen=True)
+class MeshResult:
+    """What a command on a mesh left: its exit code, and what its launcher and its ranks printed."""
+
+    exit_code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def lines(self) -> list[str]:
+        """Lines on stderr that tell of no progress."""
+        return [line for line in self.stderr.splitlines() if not line.startswith(TALK)]
+
+
+def invoke_on_mesh(folder: Path, *args: str, stdin: str = "", fault: str = "") -> MeshResult:
+    """Run a command with `--mesh` in this process; its ranks are warm.
+
+    Args:
+        folder: Where the ranks write what they print.
+        args: The command line.
+        stdin: What the ranks read, all of them from one file.
+        fault: What goes wrong on which rank, `name:rank`; see `faulty_ranks`.
+    """
+    files, on_ranks = [folder / f"{name}.txt" for name in ("stdin", "stdout", "stderr")], ranks.on_ranks
+    for file, text in zip(files, (stdin, "", ""), strict=True):
+        file.write_text(text)
+
+    def captured(n_ranks: int, work: Callable[..., Any], *given: Any, **how: Any) -> Any:
+        return on_ranks(n_ranks, _as_rank, files, fault, work, *given, **how)
+
+    with pytest.MonkeyPatch.context() as patch, warm_ranks():
+        patch.setattr(ranks, "on_ranks", captured)
+        patch.setattr(sys, "argv", ["llorch", *args])
+        result = invoke(*args)
+    _, out, err = (file.read_text() for file in files)
+    return MeshResult(result.exit_code, result.stdout + out, err + result.stderr)
+
+
+def _as_rank(files: list[Path], fault: str, work: Callable[..., Any], *given: Any) -> Any:
+    """Read and print files instead of the streams, plant the fault, and work."""
+    stdin, stdout, stderr = (os.open(file, os.O_RDWR | os.O_APPEND) for file in files)
+    os.dup2(stdin, 0)
+    if launched._stderr:  # of a rank that is not the first: it may speak when it ends
+        os.dup2(stderr, launched._stderr[0])
+    else:
+        os.dup2(stdout, 1)
+        os.dup2(stderr, 2)
+    faulty_ranks.plant(fault)
+    return work(*given)
+
+
 def started(command: list[str], fault: str = "") -> subprocess.Popen[str]:
     """A process, in a group of its own."""
     return subprocess.Popen(
@@ -54,7 +113,9 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, list[str]]:
 
 
 def failed(folder: Path, fault: str, *more: str, mesh: str = "dp=2") -> tuple[int, list[str]]:
-    return ended(started([sys.executable, PROGRAM, *arguments(folder, *more, mesh=mesh)], fault))
+    """Train with a fault; returns the exit code and the lines that tell of no progress."""
+    result = invoke_on_mesh(folder, *arguments(folder, *more, mesh=mesh), fault=fault)
+    return result.exit_code, result.lines
 
 
 def last_step(folder: Path) -> int:

@@ -195,6 +195,7 @@ def test_a_step_does_not_depend_on_how_its_rows_are_laid_out(dora: bool):
             assert error == 0 or what != "run again", name
 
 
+@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize("axes", [{"dp": 2, "tp": 1}, {"dp": 1, "tp": 2}], ids=["rows", "matrices"])
 def test_ranks_that_share_a_step_drop_what_one_process_drops(tmp_path: Path, axes: dict[str, int]):
     settings = small_settings(

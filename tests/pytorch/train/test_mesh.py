@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from mesh_training import judged_training, made_run
+from refusals import assert_tells
 from safetensors.numpy import load_file
 from training_runs import Silent, losses_on_mesh, small_settings, trained
 
@@ -16,6 +17,8 @@ from llorch.files.quant import GGMLType
 from llorch.hub import find
 from llorch.pytorch.ranks import on_ranks
 from llorch.pytorch.train.run import Run
+
+pytestmark = pytest.mark.usefixtures("warm_ranks")
 
 SLOW = pytest.mark.slow
 FLOAT64 = {"dtype": "float64", "model": "micro-llama"}
@@ -51,7 +54,7 @@ def test_a_run_on_two_by_two_is_that_of_one_process_and_goes_on_as_one(tmp_path:
     longer, watcher = small_settings(tmp_path, **FLOAT64, **EVERYTHING, steps=6), Silent()
     Run(longer, got, watcher, resume=True).run()
     assert_same_run(got, alone(longer, want, resume=True), rel=1e-12)
-    assert watcher.notes[0].startswith("the run was on dp=2, tp=2 and goes on on one process")
+    assert_tells(watcher.notes[0], "dp=2, tp=2", "one process")
 
 
 @SLOW
@@ -110,7 +113,7 @@ def test_a_run_of_one_process_goes_on_on_a_mesh_and_from_there_on_another(tmp_pa
     alone(longer[0], folder)
     for settings, axes in zip(longer[1:], (BOTH, {"dp": 3, "tp": 1}), strict=True):
         (note, *_) = on_ranks(axes["dp"] * axes["tp"], settings_run, settings, folder, axes)
-        assert "sums are made in another order" in note
+        assert_tells(note, ", ".join(f"{name}={size}" for name, size in axes.items()))
     assert_same_run(folder, want, rel=1e-12)
 
 
@@ -166,21 +169,23 @@ def test_dropout_of_its_own_on_every_rank_is_another_run(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "facts"),
     [
-        ({"eight_bit": True}, "moments of 8 bits share scales"),
-        ({"batch_size": 1}, "expected at least a row of each forward pass for each of the 2 ranks of dp"),
-        ({"model": "micro-qwen3"}, "expected sizes that 2 ranks divide, got heads 15, KV heads 3"),
+        ({"eight_bit": True}, ("mesh", "8 bits")),
+        ({"batch_size": 1}, ("mesh", "2 ranks of dp")),
+        ({"model": "micro-qwen3"}, ("tensor parallel", "2 ranks", "heads 15", "KV heads 3")),
     ],
 )
-def test_what_a_mesh_cannot_do_is_refused_on_every_rank(tmp_path: Path, given: Mapping[str, Any], said: str):
+def test_what_a_mesh_cannot_do_is_refused_on_every_rank(
+    tmp_path: Path, given: Mapping[str, Any], facts: tuple[str, ...]
+):
     settings = small_settings(tmp_path, **{**FLOAT64, **given})
-    assert said in on_ranks(4, refused, settings, BOTH)
+    assert_tells(on_ranks(4, refused, settings, BOTH), *facts)
 
 
 def test_an_adapter_that_comes_after_sharding_is_refused(tmp_path: Path):
     settings = small_settings(tmp_path, **FLOAT64)
-    assert "attach it before parallelize" in on_ranks(1, attached_twice, settings)
+    assert_tells(on_ranks(1, attached_twice, settings), "adapter 'second'", "parallelize")
 
 
 def attached_twice(settings: Any) -> str:

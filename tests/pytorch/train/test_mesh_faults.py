@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from command_line import spawn
 from mesh_programs import PROGRAM, TORCHRUN, adapter, arguments, ended, failed, last_step, started, wait_for_steps
+from refusals import assert_tells
 
 from llorch.train.snapshots import SnapshotStore
 
@@ -16,7 +17,8 @@ def test_a_run_whose_rank_is_killed_says_so_and_goes_on_in_one_process(tmp_path:
     code, said = failed(tmp_path, "killed:1")
     assert code == 3
     assert len(said) == 1, said
-    assert said[0].startswith("llorch: rank 1 of 2: its process ended (Signal 9 (SIGKILL)")
+    assert said[0].startswith("llorch: rank 1 of 2: ")
+    assert_tells(said[0], "Signal 9 (SIGKILL)")
     assert last_step(tmp_path) in (2, 4)
     alone = spawn("lora", "train", "-o", str(tmp_path / "run"), "--resume")
     assert alone.returncode == 0, alone.stderr
@@ -24,52 +26,57 @@ def test_a_run_whose_rank_is_killed_says_so_and_goes_on_in_one_process(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("fault", "code", "line"),
+    ("fault", "code", "facts"),
     [
-        ("full:1", 74, "snapshot of step 2 not saved: rank 1: No space left on device; there is none before it"),
-        pytest.param("missing:1", 3, "rank 1: /models/of-this-machine: No such file", marks=pytest.mark.slow),
-        pytest.param("nan:1", 2, "step 1: expected a finite loss and gradient, got", marks=pytest.mark.slow),
+        ("full:1", 74, ("step 2", "rank 1", "No space left")),
+        pytest.param("missing:1", 3, ("rank 1", "/models/of-this-machine"), marks=pytest.mark.slow),
+        pytest.param("nan:1", 2, ("step 1", "finite", "nan"), marks=pytest.mark.slow),
         pytest.param(
-            "version:1", 2, "environment.packages.torch: rank 0 has", marks=pytest.mark.slow, id="another version"
+            "version:1", 2, ("environment.packages.torch", "rank 0"), marks=pytest.mark.slow, id="another version"
         ),
-        pytest.param("file:1", 2, "base: rank 0 has", marks=pytest.mark.slow, id="another model"),
+        pytest.param("file:1", 2, ("base", "rank 0"), marks=pytest.mark.slow, id="another model"),
     ],
 )
-def test_what_fails_on_one_rank_ends_all_with_its_line_and_its_code(fault: str, code: int, line: str, tmp_path: Path):
+def test_what_fails_on_one_rank_ends_all_with_its_line_and_its_code(
+    fault: str, code: int, facts: tuple[str, ...], tmp_path: Path
+):
     got, said = failed(tmp_path, fault)
     assert got == code
     assert len(said) == 1, said
-    assert line in said[0]
+    assert_tells(said[0], *facts)
     assert not SnapshotStore(tmp_path / "run").steps()
     assert (tmp_path / "run").exists() == (fault in ("full:1", "nan:1"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mesh", "more", "line"),
+    ("mesh", "more", "facts"),
     [
-        ("tp=3", (), "tensor parallel: expected sizes that 3 ranks divide, got KV heads 2"),
-        ("dp=2", ("--batch-size", "1"), "mesh: expected at least a row of each forward pass for each of the 2 ranks"),
-        ("dp=2", ("--eight-bit",), "mesh: moments of 8 bits share scales"),
+        ("tp=3", (), ("tensor parallel", "3 ranks", "KV heads 2")),
+        ("dp=2", ("--batch-size", "1"), ("mesh", "2 ranks")),
+        ("dp=2", ("--eight-bit",), ("mesh", "8 bits")),
     ],
 )
-def test_what_a_mesh_cannot_do_is_refused_in_one_line(mesh: str, more: tuple[str, ...], line: str, tmp_path: Path):
+def test_what_a_mesh_cannot_do_is_refused_in_one_line(
+    mesh: str, more: tuple[str, ...], facts: tuple[str, ...], tmp_path: Path
+):
     code, said = failed(tmp_path, "", *more, mesh=mesh)
     assert (code, len(said)) == (2, 1), said
-    assert said[0].startswith(f"llorch: {line}")
+    assert said[0].startswith("llorch: ")
+    assert_tells(said[0], *facts)
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
 def test_ranks_of_a_launcher_refuse_together_a_mesh_of_another_size_and_a_folder_with_a_run(tmp_path: Path):
     launch = [*TORCHRUN, "--nproc-per-node", "2", PROGRAM]
-    assert ended(started([*launch, *arguments(tmp_path, mesh="tp=4")]))[1][0] == (
-        "llorch: mesh: expected 4 ranks for dp=1 x tp=4, got 2"
-    )
+    said = ended(started([*launch, *arguments(tmp_path, mesh="tp=4")]))[1]
+    assert_tells(said[0], "llorch: mesh", expected=("4 ranks", "dp=1 x tp=4"), got=2)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").touch()
     code, said = ended(started([*launch, *arguments(tmp_path)]))
-    assert (code, said[0].endswith("go on with --resume, or choose another folder")) == (1, True)
+    assert code == 1
+    assert_tells(said[0], "--resume", "folder")
     codes = [line.split()[2] for line in said if "exitcode  :" in line]
     assert set(codes) == {"2"}
 
@@ -79,7 +86,8 @@ def test_ranks_of_a_launcher_refuse_together_a_mesh_of_another_size_and_a_folder
 def test_for_a_rank_that_does_not_answer_the_others_wait_so_long(frozen: int, tmp_path: Path):
     code, said = failed(tmp_path, f"frozen:{frozen}", "--rank-timeout", "5")
     assert code == 3
-    assert said == [f"llorch: waited 5 s for rank {frozen} of 2, in vain; its process may hang, or its machine"]
+    assert len(said) == 1, said
+    assert_tells(said[0], "llorch", "5 s", f"rank {frozen} of 2")
     assert last_step(tmp_path) == 2
 
 
@@ -117,9 +125,8 @@ def test_a_signal_ends_the_step_saves_and_says_how_to_go_on(number: int, launche
     assert code == (1 if launcher else 128 + number), said
     assert said == ours or launcher
     done = last_step(tmp_path)
-    assert ours == [
-        f"llorch: stopped after {done} of 400 steps, which are saved in {tmp_path / 'run'}; go on with --resume"
-    ]
+    assert len(ours) == 1
+    assert_tells(ours[0], f"{done} of 400 steps", tmp_path / "run", "--resume")
     if launcher:
         return
     assert failed(tmp_path, "", "--resume", "--steps", str(done + 2), "--allow-change")[0] == 0

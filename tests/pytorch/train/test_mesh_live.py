@@ -9,7 +9,7 @@ from mesh_training import judged_live
 from llorch.builtin import goldens_folder
 from llorch.pytorch.ranks import on_ranks
 
-pytestmark = [pytest.mark.live, pytest.mark.slow]
+pytestmark = [pytest.mark.live, pytest.mark.slow, pytest.mark.usefixtures("warm_ranks")]
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
