@@ -4,8 +4,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import transformers
 
 from llorch.architecture import Experts
 from llorch.families.experts import experts
@@ -19,6 +17,9 @@ SEQ, HIDDEN, INTER, SHARED, N = 13, 24, 20, 28, 7
 
 def block_of(kind: str, **settings: Any) -> tuple[Any, dict[str, np.ndarray]]:
     """A random block of transformers, and its weights by our short names."""
+    import torch
+    import transformers
+
     values = {
         "hidden_size": HIDDEN, "moe_intermediate_size": INTER, "num_experts": N, "num_attention_heads": 2,
         "_experts_implementation": "eager", **settings,
@@ -48,6 +49,8 @@ def block_of(kind: str, **settings: Any) -> tuple[Any, dict[str, np.ndarray]]:
 @pytest.mark.parametrize("normalised", [True, False])
 @pytest.mark.parametrize("kind", ["Qwen2Moe", "Qwen3Moe"])
 def test_transformers_block_in_float64(kind: str, normalised: bool, k: int) -> None:
+    import torch
+
     torch.manual_seed(k)
     block, weights = block_of(kind, num_experts_per_tok=k, norm_topk_prob=normalised)
     h, trace = np.random.default_rng(k).normal(size=(SEQ, HIDDEN)), dict[str, np.ndarray]()

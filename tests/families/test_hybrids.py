@@ -6,8 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import transformers
 
 from llorch.architecture import DeltaNet, Layer
 from llorch.cache import DeltaState, KVCache
@@ -50,6 +48,8 @@ class Theirs:
         if hasattr(it, "in_proj_qkv"):
             inputs = [getattr(it, f"in_proj_{name}").weight for name in ("qkv", "z", "b", "a")]
         else:  # of Qwen3-Next the rows of each key head lie together
+            import torch
+
             both = (getattr(it, name).weight.T[None] for name in ("in_proj_qkvz", "in_proj_ba"))
             q, k, v, z, b, a = (x.flatten(2)[0].T for x in it.fix_query_key_value_ordering(*both))
             inputs = [torch.cat([q, k, v]), z, b, a]
@@ -66,6 +66,9 @@ class Theirs:
 
 @pytest.fixture(params=["Qwen3Next", "Qwen3_5"])
 def theirs(request) -> Theirs:
+    import torch
+    import transformers
+
     from llorch.verify.witnesses.float64_everywhere import float64_everywhere
 
     name, torch_modules = request.param, transformers.models
@@ -93,7 +96,7 @@ def parts(seq: int, cuts: list[int]) -> list[slice]:
     return [slice(*both) for both in pairwise(bounds)]
 
 
-def state(of_theirs: torch.Tensor | None) -> np.ndarray:
+def state(of_theirs: Any) -> np.ndarray:
     assert of_theirs is not None
     return of_theirs.numpy()[0]
 
@@ -108,6 +111,9 @@ CUTS = [[], [1], [2], [3], [63], [64], [65], [128], [1, 2, 3, 4], [70, 71, 140],
 
 @pytest.mark.parametrize("cuts", CUTS, ids=lambda cuts: "-".join(map(str, cuts[:4])) or "whole")
 def test_a_delta_net_is_that_of_transformers_however_it_is_cut(theirs, cuts):
+    import torch
+    import transformers
+
     from llorch.verify.witnesses.float64_everywhere import float64_everywhere
 
     h, memory = np.random.default_rng(1).normal(size=(SEQ, 40)) * 2, DeltaState.empty(NET, np.float64)
@@ -125,10 +131,13 @@ def test_a_delta_net_is_that_of_transformers_however_it_is_cut(theirs, cuts):
 
 @pytest.mark.parametrize("seq", [1, 2, 3, 70])
 def test_short_passes_leave_the_states_of_transformers(theirs, seq):
-    h, memory = np.random.default_rng(1).normal(size=(seq, 40)), DeltaState.empty(NET, np.float64)
-    cache = transformers.DynamicCache(config=theirs.config)
+    import torch
+    import transformers
+
     from llorch.verify.witnesses.float64_everywhere import float64_everywhere
 
+    h, memory = np.random.default_rng(1).normal(size=(seq, 40)), DeltaState.empty(NET, np.float64)
+    cache = transformers.DynamicCache(config=theirs.config)
     with float64_everywhere(), torch.no_grad():
         theirs.mixer(torch.tensor(h[None]), cache_params=cache)
     mixed(h, theirs.of_mixer, memory)
@@ -138,6 +147,8 @@ def test_short_passes_leave_the_states_of_transformers(theirs, seq):
 
 @pytest.mark.parametrize("cuts", CUTS[:-1], ids=str)
 def test_gated_attention_is_that_of_transformers(theirs, cuts):
+    import torch
+
     from llorch.verify.witnesses.float64_everywhere import float64_everywhere
 
     h, first = np.random.default_rng(2).normal(size=(SEQ, 40)), 7

@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import transformers
+from refusals import refuses
 
 from llorch.cache import KVCache
 from llorch.errors import NonFiniteRun
@@ -28,6 +27,8 @@ def ids_of(seed: int, n: int) -> np.ndarray:
 @pytest.mark.parametrize("family", HYBRIDS)
 @pytest.mark.parametrize("seed", [pytest.param(i, marks=[pytest.mark.slow] if i > 2 else []) for i in range(10)])
 def test_logits_are_those_of_transformers_in_float64(tmp_path: Path, family: str, seed: int):
+    import torch
+    import transformers
     from families import random_folder
 
     from llorch.verify.witnesses.float64_everywhere import float64_everywhere
@@ -94,5 +95,5 @@ def test_what_is_not_finite_is_named_where_it_begins(weights: Weights, weight: s
 
     model = Model(Broken())
     vars(model)["tokenizer"] = IdsOnly()
-    with pytest.raises(NonFiniteRun, match=f"l1.{stage}"):
+    with refuses(NonFiniteRun, f"l1.{stage}"):
         list(model.generate(ids_of(0, 70).tolist(), max_tokens=2, ignore_eos=True))

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from refusals import Refusal, refuses, row
 from tiny_models import FAMILIES, random_tensors, write_folder
 
 from llorch.config import FactorScaling, LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
-from llorch.errors import FormatError
 from llorch.files import Weights, open_safetensors, open_weights
 from llorch.files.export_huggingface import huggingface_config, huggingface_size, shortest, write_safetensors
 from llorch.files.quant import GGMLType
@@ -95,7 +95,7 @@ def test_a_weight_beyond_float16_is_refused_by_name(tmp_path: Path):
     tensors = random_tensors("llama")
     tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = 70000
     weights = open_weights(write_folder(tmp_path / "a", tensors))
-    with pytest.raises(FormatError, match=r"layers\.1\.mlp\.up_proj\.weight: expected at most 65504 .* got 70000"):
+    with refuses("OutOfRange", where="model.layers.1.mlp.up_proj.weight", expected=65504, got=70000):
         write_safetensors(weights, tmp_path, ggml_type=GGMLType.F16)
 
 
@@ -128,21 +128,33 @@ def test_frequency_factors_become_the_llama3_scaling_that_gives_them(config: Mod
     assert ModelConfig.from_huggingface(written_config(own), path="c").rope_scaling == scaling
 
 
-def test_other_frequency_factors_are_refused(config: ModelConfig):
-    with pytest.raises(FormatError, match=r"Unsupported: .*expected the factors of a Llama 3 scaling"):
-        written_config(llama(config, rope_scaling=FactorScaling(factors=(1.0, 3.0, 2.0))))
+def with_factors(config: ModelConfig, *factors: float) -> object:
+    return written_config(llama(config, rope_scaling=FactorScaling(factors=factors)))
+
+
+def with_near_factors(config: ModelConfig) -> object:
     values = llama3_factors(frequencies(128, 500000.0), LLAMA_3_1).astype(np.float32) * np.float32(1.0001)
-    near = FactorScaling(factors=tuple(values.tolist()))
-    with pytest.raises(FormatError, match="expected the factors of a Llama 3 scaling"):
-        written_config(llama(config, head_dim=128, rope_theta=500000.0, rope_scaling=near))
+    return with_factors(replace(config, head_dim=128, rope_theta=500000.0), *values.tolist())
 
 
-def test_biases_that_transformers_cannot_have_are_refused(config: ModelConfig):
+REFUSALS = [
+    row("other factors", lambda config: with_factors(config, 1.0, 3.0, 2.0), "Unsupported", where="rope_freqs.weight",
+        expected="Llama 3"),
+    row("factors that are near", with_near_factors, "Unsupported", where="rope_freqs.weight", expected="Llama 3"),
+    row("bias without o", lambda config: written_config(llama(config, qkv_bias=True)), "Unsupported", "v only",
+        where="attention_bias"),
+    row("bias of o", lambda config: written_config(llama(config, o_bias=True)), "Unsupported", "o only",
+        where="attention_bias"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+def test_what_transformers_cannot_have_is_refused(config: ModelConfig, refusal: Refusal):
+    refusal.check(config)
+
+
+def test_biases_of_all_four_matrices_are_one_setting(config: ModelConfig):
     assert written_config(llama(config, qkv_bias=True, o_bias=True))["attention_bias"] is True
-    with pytest.raises(FormatError, match="this model for q, k and v only"):
-        written_config(llama(config, qkv_bias=True))
-    with pytest.raises(FormatError, match="this model for o only"):
-        written_config(llama(config, o_bias=True))
 
 
 def test_a_float32_is_written_as_the_decimal_that_it_was():

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gguf import GGUFReader, GGUFWriter
-from gguf_bytes import ARRAY, STRING, U8, array, entry, gguf, row, sound_file, string
+from gguf_bytes import ARRAY, STRING, U8, array, entry, gguf, sound_file, string
+from gguf_bytes import row as tensor_row
+from refusals import Refusal, assert_tells, row
 
-from llorch.errors import FormatError
 from llorch.files import StringArray, open_gguf
 from llorch.files.quant import GGMLType
 
@@ -109,29 +110,32 @@ def test_trailing_bytes_are_accepted_with_a_note(tmp_path: Path, caplog: pytest.
     path.write_bytes(sound_file() + b"\0" * 1024)
     with caplog.at_level(logging.INFO, logger="llorch"), open_gguf(path) as file:
         assert file.array("f32")[1, 0] == 3
-    assert "1024 bytes after the last tensor are ignored" in caplog.text
+    (record,) = caplog.records
+    assert_tells(record.getMessage(), path, "1024 bytes")
 
 
-def test_a_missing_file_is_file_not_found(tmp_path: Path):
-    with pytest.raises(FileNotFoundError):
-        open_gguf(tmp_path / "nothing.gguf")
+def raw_of(sound: Path, name: str) -> None:
+    with open_gguf(sound) as file:
+        file.raw(name)
 
 
-def test_a_folder_is_not_a_file(tmp_path: Path):
-    with pytest.raises(FormatError, match=r"Unsupported: .*expected a regular file"):
-        open_gguf(tmp_path)
-
-
-def test_an_unknown_tensor_is_missing(sound: Path):
-    with open_gguf(sound) as file, pytest.raises(FormatError, match=r"Missing: .*no tensor 'x' among the 3"):
-        file.raw("x")
-
-
-def test_a_closed_file_hands_out_nothing(sound: Path):
+def array_of_closed(sound: Path) -> None:
     file = open_gguf(sound)
     file.close()
-    with pytest.raises(ValueError, match="the file is closed"):
-        file.array("f32")
+    file.array("f32")
+
+
+REFUSALS = [
+    row("no file", lambda sound: open_gguf(sound.with_name("nothing.gguf")), FileNotFoundError, where="nothing.gguf"),
+    row("a folder", lambda sound: open_gguf(sound.parent), "Unsupported", expected="file"),
+    row("an unknown tensor", lambda sound: raw_of(sound, "x"), "Missing", "'x'", "3", where="sound.gguf"),
+    row("a closed file", array_of_closed, ValueError, "closed", where="sound.gguf"),
+]
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+def test_what_is_not_there_is_refused(sound: Path, refusal: Refusal):
+    refusal.check(sound)
 
 
 @pytest.mark.parametrize("legal", ["4 MB of u8", "a million empty strings"])
@@ -179,7 +183,7 @@ print(time.process_time() - start, peak.split()[1])
 def test_opening_does_not_read_the_tensors(tmp_path: Path):
     path = tmp_path / "sparse.gguf"
     n_bytes = 2 << 30
-    path.write_bytes(gguf((), [row(b"big", [n_bytes // 4])]))
+    path.write_bytes(gguf((), [tensor_row(b"big", [n_bytes // 4])]))
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size + n_bytes)  # a hole: 2 GB that take no room
     before, start = resident_kilobytes(), time.process_time()

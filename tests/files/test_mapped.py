@@ -1,7 +1,6 @@
 """Files that are no regular files, and files that are cut while they are open."""
 
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -12,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from command_line import REPOSITORY
+from refusals import assert_tells
 from tiny_models import random_tensors, write_folder
 
 from llorch.builtin import builtin_path
@@ -40,7 +40,8 @@ def test_a_gguf_file_that_is_cut_between_two_runs_is_an_error_not_a_dead_process
         [sys.executable, "-c", CUT, path], capture_output=True, text=True, check=False, cwd=REPOSITORY
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert re.fullmatch(rf"{path}: Truncated: the file was cut from \d+ to 4096 bytes while open\n", done.stdout)
+    assert done.stdout.count("\n") == 1
+    assert_tells(done.stdout, "Truncated", builtin_path("micro-llama").stat().st_size, "4096 bytes", where=path)
 
 
 def test_a_closed_file_is_no_longer_watched(tmp_path: Path):
@@ -53,13 +54,13 @@ def test_a_closed_file_is_no_longer_watched(tmp_path: Path):
 
 @pytest.fixture
 def soon() -> Iterator[None]:
-    """What waits for ever is an error after ten seconds."""
+    """End a test that would wait for ever, with an error after a minute."""
 
     def give_up(*_: object) -> None:
         raise AssertionError("still waiting")
 
     old = signal.signal(signal.SIGALRM, give_up)
-    signal.alarm(10)
+    signal.alarm(60)
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, old)
@@ -85,6 +86,7 @@ def test_a_pipe_in_the_place_of_a_file_is_refused_at_once(tmp_path: Path, name: 
         (tmp_path / "model.safetensors").unlink()
     (tmp_path / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / name)
-    with pytest.raises(FormatError, match=re.escape(name)) as caught:
+    with pytest.raises(FormatError) as caught:
         opened(tmp_path)
     assert caught.value.code in ("Unsupported", "Missing")
+    assert_tells(str(caught.value), name)

@@ -4,9 +4,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.numpy
+from refusals import Refusal, refuses, row
 from safetensors_bytes import safetensors_bytes
 
-from llorch.errors import FormatError
 from llorch.files import SafetensorsFolder, open_safetensors
 from llorch.files.safetensors import tensor_bytes, tensors_from
 
@@ -79,10 +79,9 @@ def test_white_space_around_the_header_is_accepted(tmp_path: Path, padding: byte
 
 
 def test_an_unknown_tensor_is_missing(sharded: Path):
-    with open_safetensors(sharded / "model-1.safetensors") as file, pytest.raises(FormatError) as caught:
+    with open_safetensors(sharded / "model-1.safetensors") as file, refuses("Missing", "'x'"):
         file.array("x")
-    assert caught.value.code == "Missing"
-    with SafetensorsFolder(sharded) as folder, pytest.raises(FormatError, match="no tensor 'x'"):
+    with SafetensorsFolder(sharded) as folder, refuses("Missing", "'x'", where=sharded):
         folder.array("x")
 
 
@@ -119,45 +118,56 @@ def test_the_blobs_that_repositories_of_a_download_cache_share_are_followed(tmp_
         assert folder.tensors.keys() == {"a"}
 
 
-def test_a_link_out_of_the_folder_is_unsafe(sharded: Path):
+def with_link_out(sharded: Path) -> SafetensorsFolder:
     folder = sharded / "inner"
     folder.mkdir()
     (folder / "model.safetensors").symlink_to(sharded / "model-1.safetensors")
-    with pytest.raises(FormatError, match=r"Unsafe: .*leads out of the folder"):
-        SafetensorsFolder(folder)
+    return SafetensorsFolder(folder)
 
 
-def test_one_name_in_two_shards_is_a_duplicate(sharded: Path):
+def with_one_name_twice(sharded: Path) -> SafetensorsFolder:
     safetensors.numpy.save_file(TWO | ONE, sharded / "model-2.safetensors")
-    with pytest.raises(FormatError, match=r"Duplicate: .*'a' is in two shards"):
-        SafetensorsFolder(sharded)
+    return SafetensorsFolder(sharded)
+
+
+def without_weights(sharded: Path, *names: str) -> SafetensorsFolder:
+    folder = sharded / "other"
+    folder.mkdir()
+    for name in names:
+        (folder / name).write_bytes(b"\x80\x04N.")
+    return SafetensorsFolder(folder)
+
+
+FOLDERS = [
+    row("a link elsewhere", with_link_out, "Unsafe", "link", "model.safetensors", where="inner"),
+    row("one name in two shards", with_one_name_twice, "Duplicate", "'a'", "two shards"),
+    row("no weights", without_weights, "Missing", "model.safetensors", "model.safetensors.index.json", where="other"),
+    row("a pickle", lambda sharded: without_weights(sharded, "pytorch_model.bin"), "Unsafe", "pickle",
+        where="pytorch_model.bin"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("refusal", FOLDERS)
+def test_a_folder_that_is_no_model_is_refused(sharded: Path, refusal: Refusal):
+    refusal.check(sharded)
 
 
 @pytest.mark.parametrize(
-    ("weight_map", "told"),
+    ("weight_map", "code", "facts"),
     [
-        *(({"a": name}, "Unsafe: expected a plain file name") for name in ("../x.safetensors", "/x", "a\\b", "")),
-        ({"a": "model-9.safetensors"}, "Missing: there is no file model-9.safetensors"),
-        (ONE_AND_TWO | {"b": "model-1.safetensors"}, "Missing: 1 tensors are not in the shard that the index names: b"),
-        ({"a": ONE_AND_TWO["a"], "b": ONE_AND_TWO["b"]}, "Unexpected: 1 tensors of the shards are not in the index: c"),
-        *((weight_map, "Malformed: weight_map must map") for weight_map in (None, ["a"], {"a": 1})),
+        *(({"a": name}, "Unsafe", (f"got {name!r}",)) for name in ("../x.safetensors", "/x", "a\\b", "")),
+        ({"a": "model-9.safetensors"}, "Missing", ("model-9.safetensors",)),
+        (ONE_AND_TWO | {"b": "model-1.safetensors"}, "Missing", ("1 tensors", "index", ": b")),
+        ({"a": ONE_AND_TWO["a"], "b": ONE_AND_TWO["b"]}, "Unexpected", ("1 tensors", "index", ": c")),
+        *((weight_map, "Malformed", ("weight_map",)) for weight_map in (None, ["a"], {"a": 1})),
     ],
 )
-def test_an_index_that_does_not_fit_the_shards_is_refused(sharded: Path, weight_map: object, told: str):
+def test_an_index_that_does_not_fit_the_shards_is_refused(
+    sharded: Path, weight_map: object, code: str, facts: tuple[str, ...]
+):
     write_index(sharded, weight_map)
-    with pytest.raises(FormatError, match=f": {told}"):
+    with refuses(code, *facts):
         SafetensorsFolder(sharded)
-
-
-def test_a_folder_without_weights_says_what_is_missing(tmp_path: Path):
-    with pytest.raises(FormatError, match=r"Missing: .*no model\.safetensors"):
-        SafetensorsFolder(tmp_path)
-
-
-def test_a_pickle_is_never_opened(tmp_path: Path):
-    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04N.")
-    with pytest.raises(FormatError, match=r"Unsafe: .*is a pickle, which can run code"):
-        SafetensorsFolder(tmp_path)
 
 
 WHERE = Path("snapshot.safetensors")
@@ -199,14 +209,19 @@ def test_views_and_transposed_arrays_are_written_by_value():
     ],
 )
 def test_a_tensor_that_does_not_fit_the_file_is_refused(entry: object, data: bytes):
-    with pytest.raises(FormatError, match="Malformed: x: expected a tensor inside the file, got"):
+    with refuses("Malformed", where=(WHERE, "x"), got=entry):
         tensors_from(file_of({"x": entry}, data), WHERE)
 
 
-def test_a_header_that_is_no_object_or_ends_outside_is_refused():
-    with pytest.raises(FormatError, match="Malformed: the header must be an object, got list"):
-        tensors_from(file_of([], b""), WHERE)
-    with pytest.raises(FormatError, match="Truncated: the header claims 513 bytes, the file has 9"):
-        tensors_from(np.frombuffer(b"\1\2" + bytes(7), np.uint8), WHERE)
-    with pytest.raises(FormatError, match="Truncated: the header claims 0 bytes, the file has 3"):
-        tensors_from(np.zeros(3, np.uint8), WHERE)
+HEADERS = [
+    row("a list", lambda: tensors_from(file_of([], b""), WHERE), "Malformed", "header", where=WHERE, got="list"),
+    row("513 bytes of 9", lambda: tensors_from(np.frombuffer(b"\1\2" + bytes(7), np.uint8), WHERE), "Truncated",
+        "513 bytes", "has 9", where=WHERE),
+    row("0 bytes of 3", lambda: tensors_from(np.zeros(3, np.uint8), WHERE), "Truncated", "0 bytes", "has 3",
+        where=WHERE),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("refusal", HEADERS)
+def test_a_header_that_is_no_object_or_ends_outside_is_refused(refusal: Refusal):
+    refusal.check()

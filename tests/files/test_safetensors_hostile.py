@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from refusals import refuses
 from safetensors_bytes import safetensors_bytes, tensor
 
 from llorch.errors import FormatError
@@ -105,19 +106,17 @@ def test_a_bad_file_is_refused_by_code_within_a_second(tmp_path: Path, name: str
     path = tmp_path / "bad.safetensors"
     path.write_bytes(data)
     start = time.process_time()
-    with pytest.raises(FormatError) as caught:
+    with refuses(code, where=path) as caught:
         open_safetensors(path)
     assert time.process_time() - start < 1
-    assert caught.value.code == code
     assert "\n" not in str(caught.value)
-    assert str(path) in str(caught.value)
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("BOOL", 1), ("I32", 4), ("F8_E4M3", 1), ("C64", 8)])
 def test_what_is_no_weight_is_refused_when_taken(tmp_path: Path, dtype: str, size: int):
     path = tmp_path / "x.safetensors"
     path.write_bytes(safetensors_bytes({"a": tensor(dtype, [1], [0, size])}, b"\2" * size))
-    with open_safetensors(path) as file, pytest.raises(FormatError, match=f"DType: .*got {dtype}"):
+    with open_safetensors(path) as file, refuses("DType", where="a", got=dtype):
         file.array("a")
 
 
@@ -126,7 +125,7 @@ def test_a_file_cut_while_open_is_an_error_not_a_dead_process(tmp_path: Path):
     path.write_bytes(one())
     with open_safetensors(path) as file:
         path.write_bytes(one()[:20])
-        with pytest.raises(FormatError, match=r"Truncated: .*was cut from"):
+        with refuses("Truncated", len(one()), 20, where=path):
             file.array("a")
 
 
@@ -164,8 +163,8 @@ def test_a_json_file_has_a_size_limit_and_holds_an_object(tmp_path: Path):
     path = tmp_path / "x.json"
     path.write_text('{"a": 1.5}')
     assert read_json(path, limit=10) == {"a": 1.5}
-    with pytest.raises(FormatError, match=r"TooLarge: .*more than 9 bytes"):
+    with refuses("TooLarge", "9 bytes", where=path):
         read_json(path, limit=9)
     path.write_text("[1]")
-    with pytest.raises(FormatError, match="expected a JSON object, got list"):
+    with refuses("Malformed", expected="object", got="list", where=path):
         read_json(path, limit=9)

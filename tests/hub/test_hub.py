@@ -1,18 +1,21 @@
 """Models of the hub, as a user has them: commands against a hub on this machine, through the real huggingface_hub."""
 
+import importlib
 import json
 import os
 import pty
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from command_line import REPOSITORY, spawn
+from command_line import REPOSITORY, invoke, spawn
 from fake_hub import COMMIT, FakeHub, Repository, serving
+from refusals import assert_cli_refuses, assert_tells
 from safetensors.numpy import load
 
+Settings = Callable[..., None]
 MODEL = {path.name: path.read_bytes() for path in (REPOSITORY / "llorch/models/micro-mistral").iterdir()}
 GGUF = (REPOSITORY / "llorch/models/micro-llama.gguf").read_bytes()
 INDEX = "model.safetensors.index.json"
@@ -44,110 +47,123 @@ def hub() -> Iterator[FakeHub]:
 
 
 @pytest.fixture(autouse=True)
-def asked_of(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands ask this hub, and have an empty cache."""
+def settings(hub: FakeHub, tmp_path: Path) -> Iterator[Settings]:
+    """Have commands ask this hub, with an empty cache; call the fixture to change HF_ variables.
+
+    They hold in this process too: huggingface_hub reads its environment where its constants are made.
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.utils import close_session, disable_progress_bars, enable_progress_bars
+
     hub.asked.clear()
-    for name, value in {"ENDPOINT": hub.address, "HUB_OFFLINE": "", "HOME": str(tmp_path), "TOKEN": ""}.items():
-        monkeypatch.setenv(f"HF_{name}", value)
+    with pytest.MonkeyPatch.context() as patch:
+
+        def set_to(**values: str) -> None:
+            for name, value in values.items():
+                patch.setenv(f"HF_{name}", value)
+            importlib.reload(constants)
+
+        set_to(ENDPOINT=hub.address, HUB_OFFLINE="", HOME=str(tmp_path), TOKEN="", HUB_DISABLE_PROGRESS_BARS="1")
+        patch.delenv("HF_HUB_DISABLE_PROGRESS_BARS")  # a program decides that itself
+        disable_progress_bars()
+        yield set_to
+    enable_progress_bars()
+    close_session()
+    importlib.reload(constants)
 
 
-def test_a_folder_is_fetched_once_and_found_in_the_cache_from_then_on(hub: FakeHub):
+def inspected(spec: str, *options: str) -> str:
+    """Inspect a model of the hub in this process, and return what was said about its way here."""
+    done = invoke("inspect", spec, *options)
+    assert done.exit_code == 0, done.stderr
+    return done.stderr
+
+
+def test_a_folder_is_fetched_once_and_found_in_the_cache_from_then_on(hub: FakeHub, settings: Settings):
     first = spawn("run", "org/small", "Once", "-n", "2")
     assert first.returncode == 0, first.stderr
-    assert first.stderr.splitlines() == [
-        f"org/small: 4 of 4 files of commit {COMMIT}, 0.1 MB; downloading",
-        f"org/small: commit {COMMIT}",
-    ]
+    fetching, fetched = first.stderr.splitlines()  # and no bar
+    assert_tells(fetching, "org/small", "4 of 4", COMMIT, "0.1 MB")
+    assert_tells(fetched, "org/small", COMMIT)
     assert hub.fetched() == MODEL.keys()  # not the pickle
     hub.asked.clear()
-    for offline in ("", "1"):
-        again = spawn("run", "org/small", "Once", "-n", "2", HF_HUB_OFFLINE=offline)
-        assert (again.returncode, again.stdout) == (0, first.stdout)
-        assert again.stderr == f"org/small: commit {COMMIT}, from the cache\n"
-    assert hub.asked == []
+    online = invoke("run", "org/small", "Once", "-n", "2")
+    settings(HUB_OFFLINE="1")
+    offline = invoke("run", "org/small", "Once", "-n", "2")
+    assert (online.exit_code, online.stdout) == (offline.exit_code, offline.stdout) == (0, first.stdout)
+    assert online.stderr == offline.stderr
+    assert_tells(offline.stderr, "org/small", COMMIT, "cache")
+    assert (offline.stderr.count("\n"), hub.asked) == (1, [])
 
 
 def test_a_revision_is_a_commit_of_its_own(hub: FakeHub):
     for spec in ("org/small@old", f"org/small@{OTHER}", "org/small"):
-        done = spawn("inspect", spec, "--json")
-        assert done.returncode == 0, done.stderr
-        assert (COMMIT if spec == "org/small" else OTHER) in done.stderr.splitlines()[-1]
+        said = inspected(spec, "--json")
+        assert (COMMIT if spec == "org/small" else OTHER) in said.splitlines()[-1]
     assert len([line for line in hub.asked if line.startswith("GET") and line.endswith("/model.safetensors")]) == 1
 
 
-def test_shards_are_those_of_the_index(hub: FakeHub):
-    done = spawn("inspect", "org/shards")
-    assert done.returncode == 0, done.stderr
+def test_shards_are_those_of_the_index(hub: FakeHub, settings: Settings):
+    inspected("org/shards")
     assert hub.fetched() == in_shards().keys()
-    assert spawn("inspect", "org/shards", HF_HUB_OFFLINE="1").returncode == 0
+    settings(HUB_OFFLINE="1")
+    inspected("org/shards")
 
 
-def test_of_gguf_files_the_one_that_is_asked_for_is_fetched(hub: FakeHub):
-    done = spawn("inspect", "org/gguf:q8_0")
-    assert done.returncode == 0, done.stderr
+def test_of_gguf_files_the_one_that_is_asked_for_is_fetched(hub: FakeHub, settings: Settings):
+    inspected("org/gguf:q8_0")
     assert hub.fetched() == {"m-Q8_0.gguf"}
-    refused = spawn("inspect", "org/gguf:Q4_0", HF_HUB_OFFLINE="1")
-    assert (refused.returncode, "not in the cache" in refused.stderr) == (3, True)
+    settings(HUB_OFFLINE="1")
+    assert_cli_refuses(invoke("inspect", "org/gguf:Q4_0"), 3, "org/gguf:Q4_0", "cache")
 
 
 def test_a_download_goes_on_where_its_connection_was_cut(hub: FakeHub):
-    code = "from llorch.hub import find; print(find('org/cut').stat().st_size)"
-    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True, cwd=REPOSITORY)
-    assert int(done.stdout) == LARGE
+    from llorch.hub import find
+
+    assert find("org/cut").stat().st_size == LARGE
     assert [line.rpartition("bytes=")[2] for line in hub.asked if "bytes=" in line] == [f"{10 << 20}-"]
 
 
-REFUSED = {
-    "org/none": (3, "model 'org/none': no such file or folder, not a built-in model, and no such model on the"),
-    "org/a--b": (3, "model 'org/a--b': no such file or folder, not a built-in model, and no such model"),
-    "org/small@v9": (3, "model 'org/small@v9': org/small has no revision 'v9'; give a branch, a tag or a commit"),
-    "org/gated": (3, "model 'org/gated': access is granted by its owners only; ask for access on the page of"),
-    "org/gguf": (3, "model 'org/gguf': several GGUF files; say which as org/gguf:QUANT, of: m-Q4_0.gguf, m-Q8_0."),
-    "org/huge": (74, "org/huge needs 1000000000.0 GB, "),
-    "org/lies": (3, "model 'org/lies': model.safetensors.index.json names '../x', which the repository does not"),
-    "org/empty": (3, "model 'org/empty': model.safetensors.index.json names no files of weights"),
+REFUSED: dict[str, tuple[int, tuple[str, ...]]] = {
+    "org/none": (3, ("'org/none'", "file", "folder", "built-in", "hf auth login")),
+    "org/a--b": (3, ("'org/a--b'", "file", "folder", "built-in", "hf auth login")),
+    "org/small@v9": (3, ("'org/small@v9'", "org/small", "revision 'v9'", "branch", "tag")),
+    "org/gated": (3, ("'org/gated'", "access", "page of org/gated", "hf auth login")),
+    "org/gguf": (3, ("'org/gguf'", "GGUF", "org/gguf:QUANT", "m-Q4_0.gguf", "m-Q8_0.gguf")),
+    "org/huge": (74, ("org/huge", "1000000000.0 GB", "HF_HOME")),
+    "org/lies": (3, ("'org/lies'", INDEX, "'../x'")),
+    "org/empty": (3, ("'org/empty'", INDEX, "weights")),
 }
-EACH = """
-import json, sys
-from click.testing import CliRunner
-from llorch.cli import main
-for spec in sys.argv[1:]:
-    done = CliRunner().invoke(main, ["inspect", spec])
-    print(json.dumps([done.exit_code, done.stdout, done.stderr]))
-"""
 
 
 def test_what_cannot_be_had_is_one_line():
-    done = subprocess.run([sys.executable, "-c", EACH, *REFUSED], stdout=subprocess.PIPE, check=True, cwd=REPOSITORY)
-    for line, (expected, said) in zip(done.stdout.splitlines(), REFUSED.values(), strict=True):
-        code, stdout, stderr = json.loads(line)
-        assert (code, stdout, "Traceback" in stderr) == (expected, "", False), stderr
-        assert said in stderr.splitlines()[-1]
+    for spec, (code, facts) in REFUSED.items():
+        done = invoke("inspect", spec)
+        assert_cli_refuses(done, code, *facts)
+        assert_tells(done.stderr.splitlines()[-1], *facts)
 
 
-def test_without_a_network_it_is_said_what_to_do(hub: FakeHub):
-    done = spawn("inspect", "org/small", HF_ENDPOINT="http://127.0.0.1:9")
-    assert done.returncode == 3
-    assert "not in the cache of the Hugging Face hub, and the hub could not be reached (" in done.stderr
-    offline = spawn("inspect", "org/small", HF_HUB_OFFLINE="1")
-    assert "and HF_HUB_OFFLINE forbids to ask for it; unset that, or give a path" in offline.stderr
-    assert (offline.returncode, hub.asked) == (3, [])
+def test_without_a_network_it_is_said_what_to_do(hub: FakeHub, settings: Settings):
+    settings(ENDPOINT="http://127.0.0.1:9")
+    assert_cli_refuses(invoke("inspect", "org/small"), 3, "'org/small'", "cache", "hub", "reached (", "path")
+    settings(ENDPOINT=hub.address, HUB_OFFLINE="1")
+    assert_cli_refuses(invoke("inspect", "org/small"), 3, "'org/small'", "cache", "HF_HUB_OFFLINE", "unset", "path")
+    assert hub.asked == []
 
 
-def test_what_others_left_half_in_the_cache_is_completed_or_else_used(tmp_path: Path):
-    code = (
-        "from huggingface_hub import snapshot_download as get; get('org/small', allow_patterns=['config.json', 'm*s'])"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-    offline = spawn("inspect", "org/small", HF_HUB_OFFLINE="1")
-    assert offline.returncode == 0, offline.stderr
-    assert "what the cache has of it has no tokenizer" in offline.stderr
-    done = spawn("tokenize", "org/small", "Once")
-    assert done.returncode == 0, done.stderr
-    assert f"2 of 4 files of commit {COMMIT}" in done.stderr
+def test_what_others_left_half_in_the_cache_is_completed_or_else_used(tmp_path: Path, settings: Settings):
+    from huggingface_hub import snapshot_download
+
+    snapshot_download("org/small", allow_patterns=["config.json", "m*s"])
+    settings(HUB_OFFLINE="1")
+    assert_tells(inspected("org/small").splitlines()[0], "org/small", "HF_HUB_OFFLINE", "tokenizer")
+    settings(HUB_OFFLINE="")
+    done = invoke("tokenize", "org/small", "Once")
+    assert done.exit_code == 0, done.stderr
+    assert_tells(done.stderr, "2 of 4", COMMIT)
     next(tmp_path.rglob("model.safetensors")).unlink()
-    lacking = spawn("inspect", "org/small", HF_HUB_OFFLINE="1")
-    assert "not in the cache" in lacking.stderr
+    settings(HUB_OFFLINE="1")
+    assert_cli_refuses(invoke("inspect", "org/small"), 3, "'org/small'", "cache", "HF_HUB_OFFLINE")
 
 
 @pytest.mark.parametrize(("answer", "code"), [("n", 3), ("y", 0)])
@@ -159,7 +175,7 @@ def test_who_sits_at_a_terminal_is_asked(answer: str, code: int, hub: FakeHub):
         asked = b""
         while b"download?" not in asked:
             asked += os.read(ours, 1000)
-        assert f"org/small: 4 of 4 files of commit {COMMIT}, 0.1 MB" in asked.decode()
+        assert_tells(asked.decode(), "org/small", "4 of 4", COMMIT, "0.1 MB")
         os.write(ours, answer.encode() + b"\n")
         while process.poll() is None:
             try:

@@ -2,6 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
+from refusals import Refusal, row
 
 from llorch.hub.needed import is_folder, of_folder, one_gguf, shards_of
 from llorch.hub.reference import Reference
@@ -51,22 +52,26 @@ def test_the_only_file_needs_no_word():
     assert meant("", ("README.md", "m-Q8_0.gguf", "mmproj-F16.gguf")) == "m-Q8_0.gguf"
 
 
-@pytest.mark.parametrize(
-    ("quant", "files", "said"),
-    [
-        ("", GGUF, "several GGUF files; say which as org/m:QUANT, of: IQ4_K/m-IQ4_K.gguf, m-Q4_K.gguf, m-Q4_K_M.gguf"),
-        ("Q8_0", ("a-Q8_0.gguf", "b-Q8_0.gguf"), "several GGUF files; say which as org/m:Q8_0, of: a-Q8_0.gguf, b-Q8_"),
-        ("Q3_K", GGUF, "no GGUF file of Q3_K; say which as org/m:Q3_K, of: IQ4_K/m-IQ4_K.gguf, m-Q4_K.gguf"),
-        ("Q8_0", tuple(PARTS), "Q8_0/m-Q8_0-00001-of-00002.gguf is one of 2 parts, which are not read; join them"),
-        ("", ("pytorch_model.bin", "config.json"), "its weights are pickles (pytorch_model.bin), which can run code"),
-        ("", ("README.md",), "the repository has neither config.json with model.safetensors nor a GGUF file"),
-        ("Q8_0", FILES, "the repository has no GGUF file; leave :QUANT out"),
-    ],
-)
-def test_what_cannot_be_chosen_is_said(quant: str, files: tuple[str, ...], said: str):
-    with pytest.raises(FileNotFoundError, match="model 'org/m") as raised:
-        meant(quant, files)
-    assert said in str(raised.value)
+SEVERAL = ("IQ4_K/m-IQ4_K.gguf, m-Q4_K.gguf, m-Q4_K_M.gguf", "m-bf16.gguf, m-f16.gguf")  # but no mmproj
+CANNOT_BE_CHOSEN = [
+    row("-files0", lambda: meant("", GGUF), FileNotFoundError, "'org/m'", "several", "org/m:QUANT", *SEVERAL),
+    row("Q8_0-files1", lambda: meant("Q8_0", ("a-Q8_0.gguf", "b-Q8_0.gguf")), FileNotFoundError, "'org/m:Q8_0'",
+        "several", "as org/m:Q8_0", "a-Q8_0.gguf, b-Q8_0.gguf"),
+    row("Q3_K-files2", lambda: meant("Q3_K", GGUF), FileNotFoundError, "'org/m:Q3_K'", "of Q3_K", "as org/m:Q3_K",
+        *SEVERAL),
+    row("Q8_0-files3", lambda: meant("Q8_0", tuple(PARTS)), FileNotFoundError, "'org/m:Q8_0'", PARTS[0], "2 parts",
+        "llama-gguf-split --merge"),
+    row("-files4", lambda: meant("", ("pytorch_model.bin", "config.json")), FileNotFoundError, "'org/m'",
+        "pickles (pytorch_model.bin)"),
+    row("-files5", lambda: meant("", ("README.md",)), FileNotFoundError, "'org/m'", "config.json", "model.safetensors",
+        "GGUF"),
+    row("Q8_0-files6", lambda: meant("Q8_0", FILES), FileNotFoundError, "'org/m:Q8_0'", "GGUF", ":QUANT"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("refusal", CANNOT_BE_CHOSEN)
+def test_what_cannot_be_chosen_is_said(refusal: Refusal):
+    refusal.check()
 
 
 def test_a_whole_file_is_taken_before_one_in_parts():

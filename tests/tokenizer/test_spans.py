@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from huggingface_folders import added_token
+from refusals import refuses
 from vocabularies import generated_texts, tiny_byte_level, tiny_sentencepiece
 
 from llorch.tokenizer import Tokenizer
@@ -103,7 +104,7 @@ def test_an_inert_place_at_the_edge_of_a_control_token_changes_nothing(tokenizer
 
 
 def test_a_surrogate_is_refused(tokenizer: Tokenizer):
-    with pytest.raises(ValueError, match="lone surrogate"):
+    with refuses(ValueError, "surrogate"):
         tokenizer.encode_rendered("a\ud800")
 
 

@@ -1,6 +1,7 @@
 """What the process that renders chat templates answers: what the same code answers in this process, at little cost."""
 
 import json
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -68,7 +69,7 @@ def test_a_conversation_may_be_longer_than_a_pipe_holds():
 def test_a_reason_is_short_and_never_empty():
     long = answer({"source": "{{ raise_exception('x' * 9999) }}", "variables": {}}, max_text=9)
     empty = answer({"source": "{{ raise_exception('') }}", "variables": {}}, max_text=9)
-    assert (len(long["message"]), empty["message"]) == (514, "refuses this: TemplateError")
+    assert (long["message"].count("x"), empty["message"].split()[-1]) == (500, "TemplateError")
 
 
 def test_out_of_memory_is_no_answer():
@@ -83,14 +84,18 @@ def test_the_process_imports_jinja_and_the_standard_library_only():
 
 
 def test_a_rendering_costs_little_more_than_in_this_process():
+    if sys.platform != "linux":
+        pytest.skip("NOT RUN: no clock of another process")
     request = requests(SOURCES["CHATML"])[0]
+    RESIDENT.ask(request)
+    pid = RESIDENT.pid
+    assert pid is not None
+    clock = ~pid << 3 | 2  # Linux: processor time of a process
 
     def cost(render: Callable[[], object]) -> float:
-        times = []
+        start = time.process_time() + time.clock_gettime(clock)
         for _ in range(200):
-            start = time.perf_counter()
             render()
-            times.append(time.perf_counter() - start)
-        return min(times)  # what a busy machine adds now and then does not count
+        return (time.process_time() + time.clock_gettime(clock) - start) / 200
 
     assert cost(lambda: RESIDENT.ask(request)) - cost(lambda: answer(request, max_text=MAX_TEXT)) < 1e-3
