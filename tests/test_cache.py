@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from refusals import refuses
 
 from llorch.architecture import DeltaNet, Layer
 from llorch.cache import KVCache
@@ -127,16 +128,17 @@ def test_positions_go_on_where_the_cache_ends(config, rng):
 
 
 @pytest.mark.parametrize(
-    ("first_position", "n", "message"),
+    ("first_position", "n", "facts"),
     [
-        (0, 0, "expected at least one token id, got none"),
-        (0, 41, "41 tokens from position 0 do not fit the context of 40 tokens; shorten the prompt"),
-        (40, 1, "1 tokens from position 40 do not fit the context of 40 tokens; shorten the prompt"),
-        (-1, 1, "1 tokens from position -1 do not fit the context of 40 tokens; shorten the prompt"),
+        (0, 0, ("token id", "none")),
+        (0, 41, ("41 tokens", "position 0", "40 tokens")),
+        (40, 1, ("1 tokens", "position 40", "40 tokens")),
+        (-1, 1, ("1 tokens", "position -1", "40 tokens")),
     ],
+    ids=["none", "41 tokens", "behind the end", "before the start"],
 )
-def test_what_does_not_fit_the_context_is_refused_with_the_numbers(config, first_position, n, message):
-    with pytest.raises(ValueError, match=f"^forward: {message}$"):
+def test_what_does_not_fit_the_context_is_refused_with_the_numbers(config, first_position, n, facts):
+    with refuses(ValueError, *facts, where="forward"):
         KVCache(config, np.float32, first_position=first_position).next_positions(n)
 
 

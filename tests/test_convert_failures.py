@@ -1,7 +1,10 @@
 """What a conversion looks at before and after it writes, what it leaves when it fails, and the memory it takes."""
 
+import errno
 import json
 import os
+import re
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from command_line import REPOSITORY
+from refusals import refuses
 from tiny_models import random_tensors, with_biases, write_folder
 from whole_folders import write_whole_folder
 
@@ -22,6 +26,7 @@ from llorch.builtin import builtin_path
 from llorch.convert import convert
 from llorch.errors import FormatError
 from llorch.files import open_gguf, open_weights
+from llorch.files.export import gguf_size
 from llorch.files.quant import GGMLType
 
 
@@ -41,25 +46,25 @@ def test_an_interruption_leaves_nothing(tmp_path: Path, target: str):
     assert names(tmp_path) == []
 
 
-FULL = """
-import resource, sys
-from llorch.convert import convert
-resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), resource.RLIM_INFINITY))
-try:
-    convert(sys.argv[1], sys.argv[2], force=True)
-except OSError as error:
-    sys.exit(f"{error.filename}: {error.strerror}")
-"""
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Let the system refuse to write more than this to a file."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 @pytest.mark.parametrize("target", ["m.gguf", "folder"])
 @pytest.mark.parametrize("room", [100, 20_000, 200_000, 1_000_000])
+@pytest.mark.usefixtures("no_bytecode")
 def test_a_write_that_fails_in_the_middle_leaves_the_old_target(tmp_path: Path, target: str, room: int):
     convert(builtin_path("micro-qwen3"), tmp_path / target)
-    command = [sys.executable, "-c", FULL, str(builtin_path("micro-llama")), str(tmp_path / target), str(room)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=REPOSITORY, timeout=300)
-    assert done.returncode == 1
-    assert done.stderr.strip() == f"{tmp_path / target}: File too large; nothing was written"
+    with refuses(OSError, os.strerror(errno.EFBIG)) as caught, largest_file(room):
+        convert(builtin_path("micro-llama"), tmp_path / target, force=True)
+    assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(tmp_path / target))
     assert names(tmp_path) == [target]
     assert open_weights(tmp_path / target).config.family == "qwen3"
 
@@ -70,33 +75,37 @@ def test_a_target_that_cannot_fit_is_refused_before_it_is_written(tmp_path: Path
     while rows * width * 4 < 2 * free:
         width *= 2
     source = sparse_model(tmp_path / "a", rows, width, 8)
-    with pytest.raises(OSError, match=r"needs [0-9.]+ GB, but only [0-9.]+ GB are free; nothing was written"):
+    needed = f"{gguf_size(open_weights(source).config, GGMLType.F32) / 1e9:.2f} GB"
+    with refuses(OSError, needed, where=tmp_path / "m.gguf") as caught:
         convert(source, tmp_path / "m.gguf")
+    assert caught.value.errno == errno.ENOSPC
+    told, left = (float(number) for number in re.findall(r"([0-9.]+) GB", str(caught.value)))
+    assert left < told
     assert names(tmp_path) == ["a"]
 
 
-@pytest.mark.parametrize(
-    ("total", "reason"), [(9000, r"needs \d\d\d+ kB, but only 3 kB are free"), (0, "No such file or directory")]
-)
+@pytest.mark.parametrize(("total", "number"), [(9000, errno.ENOSPC), (0, errno.ENOENT)], ids=["9000", "0"])
 def test_little_room_is_told_in_its_unit_and_a_file_system_without_any_by_the_writing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, total: int, reason: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, total: int, number: int
 ):
     target = tmp_path / "m.gguf" if total else Path("/proc/m.gguf")
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(total=total, free=total // 3))
-    with pytest.raises(OSError, match=f"{reason}; nothing was written"):
+    needed = f"{gguf_size(open_weights(builtin_path('micro-llama')).config, GGMLType.F32) / 1e3:.0f} kB"
+    with refuses(OSError, *((needed, "3 kB") if total else ()), where=target) as caught:
         convert(builtin_path("micro-llama"), target)
+    assert caught.value.errno == number
 
 
-def sparse_model(folder: Path, rows: int, width: int, inter: int) -> Path:
+def sparse_model(folder: Path, rows: int, width: int, inter: int, n_layers: int = 1) -> Path:
     """A model of zeros that takes no room on the disk."""
     shapes = {"model.embed_tokens.weight": (rows, width), "model.norm.weight": (width,)}
-    block = "model.layers.0."
-    shapes |= {block + name: (width,) for name in ("input_layernorm.weight", "post_attention_layernorm.weight")}
-    shapes |= {f"{block}self_attn.{part}_proj.weight": (width, width) for part in "qkvo"}
-    shapes |= {f"{block}mlp.{part}_proj.weight": (inter, width) for part in ("gate", "up")}
-    shapes[block + "mlp.down_proj.weight"] = (width, inter)
+    for block in (f"model.layers.{layer}." for layer in range(n_layers)):
+        shapes |= {block + name: (width,) for name in ("input_layernorm.weight", "post_attention_layernorm.weight")}
+        shapes |= {f"{block}self_attn.{part}_proj.weight": (width, width) for part in "qkvo"}
+        shapes |= {f"{block}mlp.{part}_proj.weight": (inter, width) for part in ("gate", "up")}
+        shapes[block + "mlp.down_proj.weight"] = (width, inter)
     write_folder(
-        folder, {}, hidden_size=width, intermediate_size=inter, num_hidden_layers=1, num_attention_heads=2,
+        folder, {}, hidden_size=width, intermediate_size=inter, num_hidden_layers=n_layers, num_attention_heads=2,
         num_key_value_heads=2, vocab_size=rows, tie_word_embeddings=True,
     )  # fmt: skip
     header: dict[str, object] = {}
@@ -134,7 +143,7 @@ def test_a_folder_that_may_not_be_written_is_named(tmp_path_factory: pytest.Temp
     with pytest.raises(PermissionError) as caught, without_privileges():
         convert(source, place / target)
     assert caught.value.filename == str(place / target)
-    assert "Permission denied; nothing was written" in str(caught.value)
+    assert caught.value.errno == errno.EACCES
     place.chmod(0o755)
     assert names(place) == []
 
@@ -157,22 +166,7 @@ print(peak() - before)
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="NOT RUN: no /proc here to measure with")
 @pytest.mark.parametrize("back", [False, True], ids=["to a file", "to a folder"])
 def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path, back: bool):
-    width, rows, n_layers = 512, 4000, 40  # 8 MB the largest, 190 MB in all
-    rng = np.random.default_rng(1)
-    tensors = {"model.embed_tokens.weight": rng.normal(size=(rows, width)), "model.norm.weight": np.ones(width)}
-    for layer in range(n_layers):
-        block = f"model.layers.{layer}."
-        tensors |= {
-            block + name: np.ones(width) for name in ("input_layernorm.weight", "post_attention_layernorm.weight")
-        }
-        tensors |= {f"{block}self_attn.{part}_proj.weight": rng.normal(size=(width, width)) for part in "qkvo"}
-        tensors |= {f"{block}mlp.{part}_proj.weight": rng.normal(size=(128, width)) for part in ("gate", "up")}
-        tensors[block + "mlp.down_proj.weight"] = rng.normal(size=(width, 128))
-    source = write_folder(
-        tmp_path / "a", {name: array.astype(np.float32) for name, array in tensors.items()}, hidden_size=width,
-        intermediate_size=128, num_hidden_layers=n_layers, num_attention_heads=4, num_key_value_heads=4,
-        vocab_size=rows, tie_word_embeddings=True,
-    )  # fmt: skip
+    source = sparse_model(tmp_path / "a", rows=4000, width=256, inter=128, n_layers=40)  # 4 MB the largest, 60 in all
     target = tmp_path / "m.gguf"
     if back:
         convert(source, target)
@@ -180,7 +174,7 @@ def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path, back: bool):
     command = [sys.executable, "-c", MEASURED, str(source), str(target)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY, timeout=300)
     grown = int(done.stdout)
-    assert grown < 40e6, f"{grown / 1e6:.0f} MB"
+    assert grown < 25e6, f"{grown / 1e6:.0f} MB"
 
 
 def test_a_norm_beyond_float16_makes_a_folder_of_float32(tmp_path: Path):
@@ -241,7 +235,7 @@ def test_a_file_of_another_configuration_is_refused_after_writing(tmp_path: Path
     source = write_folder(tmp_path / "a", random_tensors("llama"))
     with monkeypatch.context() as patch:
         patch.setattr(conversion, "read_back", changed)
-        with pytest.raises(FormatError, match=r"rope_theta: the target would have 20000\.0, the source has 10000\.0"):
+        with refuses("Inconsistent", "rope_theta", 20000.0, 10000.0):
             convert(source, tmp_path / "m.gguf")
     assert names(tmp_path) == ["a"]
 
@@ -253,14 +247,14 @@ def test_what_was_written_is_read_back(tmp_path: Path, monkeypatch: pytest.Monke
         source = convert(source, tmp_path / "b.gguf").target
     before = names(tmp_path)
     monkeypatch.setattr("llorch.write_checks.open_weights", lambda path: opened_once(path, source))
-    with pytest.raises(FormatError, match="cannot be read"):
+    with refuses("Truncated"):
         convert(source, tmp_path / target)
     assert names(tmp_path) == before
 
 
 def opened_once(path: Path, source: Path) -> object:
     if path != source:
-        raise FormatError("Truncated", "cannot be read", path=path)
+        raise FormatError("Truncated", "", path=path)
     return open_weights(path)
 
 
@@ -273,7 +267,7 @@ def test_a_tokenizer_that_gives_other_ids_is_refused_after_writing(tmp_path: Pat
         return made
 
     monkeypatch.setattr(conversion, "translate_vocabulary", wrong)
-    with pytest.raises(FormatError, match="the target would encode"):
+    with refuses("Unsupported", "encode", where="tokenizer"):
         convert(builtin_path("story"), tmp_path / "folder")
     assert names(tmp_path) == []
 
@@ -281,5 +275,5 @@ def test_a_tokenizer_that_gives_other_ids_is_refused_after_writing(tmp_path: Pat
 def test_a_folder_inside_of_the_target_is_no_file_of_a_model(tmp_path: Path):
     convert(builtin_path("micro-llama"), tmp_path / "folder")
     (tmp_path / "folder" / "more.safetensors").mkdir()
-    with pytest.raises(FileExistsError, match=r"holds more\.safetensors, which is no file of a model"):
+    with refuses(FileExistsError, "more.safetensors", where=tmp_path / "folder"):
         convert(builtin_path("micro-qwen3"), tmp_path / "folder", force=True)

@@ -17,6 +17,17 @@ def weights(request: pytest.FixtureRequest) -> Weights:
     return open_weights(builtin_path(request.param))
 
 
+@pytest.fixture(scope="module")
+def wide(weights: Weights) -> Weights:
+    return weights.astype(np.float64)
+
+
+@pytest.fixture(scope="module")
+def whole(wide: Weights) -> np.ndarray:
+    """The logits of one pass."""
+    return run(wide, Pass(IDS))["logits"]
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_every_stage_has_the_dtype_of_the_weights(weights: Weights, dtype: type[np.floating]):
     trace = run(weights.astype(dtype), Pass(IDS))
@@ -43,24 +54,19 @@ def test_a_second_run_after_a_warm_up_gives_the_same_bits(weights: Weights):
 
 
 @pytest.mark.parametrize("n_cached", range(1, len(IDS)))
-def test_prefill_in_two_parts_equals_one(weights: Weights, n_cached: int):
-    whole = run(weights.astype(np.float64), Pass(IDS))["logits"]
-    parts = run(weights.astype(np.float64), Pass(IDS), n_cached=n_cached)["logits"]
+def test_prefill_in_two_parts_equals_one(wide: Weights, whole: np.ndarray, n_cached: int):
+    parts = run(wide, Pass(IDS), n_cached=n_cached)["logits"]
     np.testing.assert_allclose(parts, whole[n_cached:], rtol=0, atol=1e-12 * np.abs(whole).max(), strict=True)
 
 
-def test_token_by_token_equals_one_pass(weights: Weights):
-    wide = weights.astype(np.float64)
+def test_token_by_token_equals_one_pass(wide: Weights, whole: np.ndarray):
     cache = KVCache(wide.config, wide.dtype)
     stepwise = [forward(np.asarray([token]), wide, cache)[0] for token in IDS]
-    whole = run(wide, Pass(IDS))["logits"]
     np.testing.assert_allclose(np.stack(stepwise), whole, rtol=0, atol=1e-12 * np.abs(whole).max(), strict=True)
 
 
-def test_last_only_gives_the_last_row(weights: Weights):
-    wide = weights.astype(np.float64)
+def test_last_only_gives_the_last_row(wide: Weights, whole: np.ndarray):
     last = forward(np.asarray(IDS), wide, KVCache(wide.config, wide.dtype), last_only=True)
-    whole = run(wide, Pass(IDS))["logits"]
     np.testing.assert_allclose(last, whole[-1:], rtol=1e-12, atol=1e-12, strict=True)
 
 

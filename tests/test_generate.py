@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
+from refusals import refuses
 
 from llorch.generate import Answer, HeldText, Token, log_probability, sample_ids, stream
 from llorch.sampling import SamplingSettings
@@ -113,9 +114,9 @@ def test_no_tokens_wanted_means_none():
 
 
 def test_stop_strings_that_cannot_be_meant_are_refused():
-    with pytest.raises(ValueError, match=r"^generate: a stop string must not be empty, got ''$"):
+    with refuses(ValueError, "stop", got="''", where="generate"):
         HeldText(["a", ""])
-    with pytest.raises(ValueError, match=r"^generate: expected a list of stop strings, got the string '##'$"):
+    with refuses(ValueError, "stop", expected="list", got="'##'", where="generate"):
         HeldText("##")
 
 

@@ -1,9 +1,11 @@
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from refusals import assert_cli_refuses
 
 from llorch import memory
 from llorch.memory import available_memory, keep_freed_memory
@@ -85,6 +87,6 @@ assert abs(available_memory() - {GB // 2}) < 5e7 and abs(address_space_left() - 
 main(["inspect", {str(big)!r}], prog_name="llorch")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stderr.startswith(f"llorch: {big}: mapping it needs 1.00 GB of address space, 0.")
-    assert done.stderr.endswith(" GB are left; raise ulimit -v\n")
-    assert done.returncode == 4
+    assert_cli_refuses(done, 4, "1.00 GB", "ulimit -v", where=big)
+    assert re.search(r"\b0\.\d\d GB\b", done.stderr)
+    assert done.stderr.count("\n") == 1

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from chat_models import CHATML, chat_folder
 from command_line import invoke
+from refusals import assert_cli_refuses, assert_tells, refuses
 
 import llorch
 
@@ -39,10 +40,7 @@ def model(request: pytest.FixtureRequest, folder: Path) -> Any:
 def test_ids_of_an_image_are_refused_with_their_place_and_all_others_run(model: Any):
     assert model.config.family == "qwen3_vl"
     (token_id,) = model.tokenizer.encode(OF_IMAGE, add_special=False, parse_special=True)
-    said = (
-        rf"^generate: token {token_id} at index 2 stands for an image or a video \(image_token_id of config.json\), and"
-    )
-    with pytest.raises(ValueError, match=said):
+    with refuses(ValueError, token_id, "index 2", "image_token_id", "config.json", where="generate"):
         model.generate([5, 6, token_id], max_tokens=1)
     assert len(list(model.generate([5, 6, token_id - 1], max_tokens=2, ignore_eos=True))) == 2
     assert model.forward([5, 6, token_id]).shape[0] == 3  # the numbers of the text part are those of any token
@@ -56,11 +54,10 @@ def test_the_command_says_so_in_one_line(folder: Path, tmp_path: Path):
     asked = invoke("run", str(folder), "--chat", "Where is it?", "-n", "2")
     shown = invoke("run", str(folder), "--chat", "Where is it?", "--system", "Look.", "-n", "2")
     assert (asked.exit_code, shown.exit_code, shown.stdout) == (0, 2, "")
-    assert shown.stderr.startswith("llorch: generate: token ")
-    assert shown.stderr.endswith("and only the text part runs; leave it out\n")
+    assert_tells(shown.stderr, "llorch: generate:", "image_token_id")
+    assert shown.stderr.count("\n") == 1
     parts = [{"role": "user", "content": [{"type": "image", "image": "fox.png"}, {"type": "text", "text": "Where?"}]}]
     (tmp_path / "history.json").write_text(json.dumps(parts))
     result = invoke("run", str(folder), "--history", str(tmp_path / "history.json"))
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert "history[0].content: expected a text, got [{'type': 'image'" in result.stderr
+    assert_cli_refuses(result, 2, where="history[0].content", got="[{'type': 'image'")
     assert result.stderr.count("\n") == 1

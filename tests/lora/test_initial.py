@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from refusals import refuses
 from training_passes import ALL, SETTINGS
 
 from llorch.builtin import builtin_path
@@ -131,14 +132,14 @@ def test_every_kind_of_adapter_can_be_drawn(weights: Weights, init: str):
 
 
 def test_what_has_no_meaning_is_refused(weights: Weights):
-    for problem, arguments in {
-        "expected one of default, gaussian, pissa, got 'olora'": {"init": "olora"},
-        "seed must be 0 or above, got -1": {"seed": -1},
-        "pissa and DoRA": {"init": "pissa", "use_dora": True},
-        "rank of at most 32 for layers.0.k_proj, got 33": {"init": "pissa", "r": 33},
-    }.items():
-        with pytest.raises(ValueError, match=problem):
-            drawn(weights, **arguments)
+    with refuses(ValueError, where="lora init", expected=INITS, got="'olora'"):
+        drawn(weights, init="olora")
+    with refuses(ValueError, "seed", 0, where="lora init", got=-1):
+        drawn(weights, seed=-1)
+    with refuses(ValueError, "pissa", "DoRA", where="lora init"):
+        drawn(weights, init="pissa", use_dora=True)
+    with refuses(ValueError, "pissa", "rank", 32, where="layers.0.k_proj", got=33):
+        drawn(weights, init="pissa", r=33)
 
 
 def test_the_principal_part_of_a_matrix_worked_by_hand():

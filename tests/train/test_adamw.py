@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from random_adapters import random_adapter
+from refusals import refuses
 from training_passes import in_peft, peft_name
 
 from llorch.builtin import builtin_path
@@ -76,7 +77,7 @@ def test_the_clipped_gradients_are_those_of_torch(rng: np.random.Generator, dtyp
 
 def test_a_norm_that_is_not_finite_is_refused_with_the_tensors():
     grads = {"good": np.ones(3), "bad": np.array([1.0, np.nan]), "worse": np.array([np.inf])}
-    with pytest.raises(NonFiniteNorm, match="NaN or infinity in 2: bad, worse; nothing was updated"):
+    with refuses(NonFiniteNorm, 2, "bad, worse"):
         clip_by_norm(grads, max_norm=1.0)
 
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from refusals import Refusal, row
 
 from llorch.train.batch import IGNORED, PADDING, Example, Examples
 from llorch.train.data.plan import Plan, Rows, batches, best_fit, make_batch, shuffled
@@ -72,17 +73,16 @@ def test_rows_to_evaluate_come_in_order():
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "refusal",
     [
-        ({"batch_size": 0}, "batch_size: expected at least 1, got 0"),
-        ({"accumulation": 0}, "accumulation: expected at least 1, got 0"),
-        ({"seed": -1}, "seed: expected at least 0, got -1"),
-        ({"count": 0}, "data: expected at least one row to train on, got none"),
+        row("batch_size", lambda: plan(batch_size=0), ValueError, where="batch_size", expected=1, got=0),
+        row("accumulation", lambda: plan(accumulation=0), ValueError, where="accumulation", expected=1, got=0),
+        row("seed", lambda: plan(seed=-1), ValueError, where="seed", expected=0, got=-1),
+        row("no row", lambda: plan(0), ValueError, where="data", expected="one row", got="none"),
     ],
 )
-def test_settings_without_meaning_are_refused(change: dict[str, int], message: str):
-    with pytest.raises(ValueError, match=message):
-        plan(**change)
+def test_settings_without_meaning_are_refused(refusal: Refusal):
+    refusal.check()
 
 
 def example(length: int, first: int = 1, prompt: int = 0) -> Example:

@@ -8,8 +8,8 @@ from xml.etree import ElementTree
 
 import pytest
 from command_line import REPOSITORY
+from refusals import refuses
 
-from llorch.errors import FormatError
 from llorch.train.log import RunLog, draw_curve, read_log
 
 STEP = {"step": 1, "loss": 1 / 3, "norm": 0.1}
@@ -43,12 +43,12 @@ def test_lines_behind_the_offset_of_a_snapshot_are_written_again(tmp_path: Path)
 
 def test_a_log_shorter_than_the_snapshot_says_is_refused(tmp_path: Path):
     offset = write(tmp_path, STEP)
-    with pytest.raises(FormatError, match=f"Truncated: log: the snapshot was taken at byte {offset + 1}"):
+    with refuses("Truncated", offset + 1, where="log"):
         write(tmp_path, offset=offset + 1)
 
 
 def test_nan_is_no_json_and_never_written(tmp_path: Path):
-    with pytest.raises(ValueError, match="not JSON compliant"):
+    with refuses(ValueError, "JSON"):
         write(tmp_path, STEP | {"loss": float("nan")})
 
 
@@ -57,7 +57,7 @@ def test_a_damaged_line_is_refused_with_its_number(tmp_path: Path, line: str):
     write(tmp_path, STEP)
     with (tmp_path / "log.jsonl").open("a") as file:
         file.write(line + "\n")
-    with pytest.raises(FormatError, match="line 2"):
+    with refuses("Malformed", "line", 2):
         read_log(tmp_path / "log.jsonl")
 
 
@@ -99,6 +99,14 @@ def test_the_curve_shows_training_and_validation(tmp_path: Path):
     assert {"training", "validation", "story on pirate", "optimizer step"} <= texts
 
 
+def test_draw_curve_of_equal_records_at_another_time_gives_equal_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1")
+    first = draw(tmp_path / "a.svg", RECORDS)
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "2")
+    assert draw(tmp_path / "b.svg", RECORDS) == first != draw(tmp_path / "c.svg", RECORDS[:-1])
+
+
+@pytest.mark.slow
 def test_the_curve_depends_on_the_log_alone_in_another_process_too(tmp_path: Path):
     other = tmp_path / "other.svg"
     subprocess.run([sys.executable, "-c", DRAW, repr(RECORDS), str(other)], check=True, cwd=REPOSITORY)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from faulty_disk import leftovers, read_parts, save_parts, tensors_of
+from refusals import refuses
 
 from llorch.errors import FormatError
 from llorch.train.snapshot_files import PARTS, RECORD, read_snapshot
@@ -27,7 +28,7 @@ def test_what_was_saved_is_read_by_whom_is_given(snapshot: Path):
 
 
 def test_without_anybody_to_read_them_that_is_said(snapshot: Path):
-    with pytest.raises(FormatError, match=r"/tensors: Unsupported: several processes wrote .* it takes torch"):
+    with refuses("Unsupported", "torch", where=snapshot / PARTS):
         read_snapshot(snapshot)
 
 
@@ -36,19 +37,21 @@ def test_every_flipped_byte_of_every_file_is_noticed(snapshot: Path):
         sound = file.read_bytes()
         for at in range(0, len(sound), 7):
             file.write_bytes(sound[:at] + bytes([sound[at] ^ 1]) + sound[at + 1 :])
-            with pytest.raises(FormatError, match=f"{file.name.replace('|', '.')}: (Inconsistent|Malformed)"):
+            with pytest.raises(FormatError) as caught:
                 read_snapshot(snapshot, read_parts)
+            assert caught.value.code in ("Inconsistent", "Malformed")
+            assert str(caught.value.path).endswith(file.name)
         file.write_bytes(sound)
     read_snapshot(snapshot, read_parts)
 
 
 def test_a_missing_and_an_additional_file_are_named(snapshot: Path):
     (snapshot / PARTS / "more").touch()
-    with pytest.raises(FormatError, match=r"/tensors: Unexpected: more was not there when the snapshot was saved"):
+    with refuses("Unexpected", "more", where=snapshot / PARTS):
         read_snapshot(snapshot, read_parts)
     (snapshot / PARTS / "more").unlink()
     (snapshot / PARTS / "optimizer|step.npy").unlink()
-    with pytest.raises(FormatError, match=r"Missing: the snapshot has no tensors/optimizer\|step.npy"):
+    with refuses("Missing", "tensors/optimizer|step.npy", where=snapshot):
         read_snapshot(snapshot, read_parts)
 
 
@@ -68,6 +71,6 @@ def test_what_was_begun_can_be_abandoned_and_is_cleared_when_a_run_begins(tmp_pa
 def test_nothing_stays_of_what_cannot_be_completed(tmp_path: Path):
     store = SnapshotStore(tmp_path)
     store.begin(20)  # and no rank wrote anything
-    with pytest.raises(FileNotFoundError, match="snapshot of step 20 not saved: No such file or directory; there is"):
+    with refuses(FileNotFoundError, 20, "none", where=store.snapshots):
         store.complete(20, {})
     assert leftovers(tmp_path) == []
