@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import shape_checks
 from processor_time import ProcessorTime
+from threadpoolctl import threadpool_limits
 
 if TYPE_CHECKING:
     from llorch.config import ModelConfig
@@ -21,6 +22,7 @@ OF_IMPLEMENTATION = "test_checkpoints_of_implementation.py"
 shape_checks.install()
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "1")  # of the processes that are started from here: those of xdist are one a core
+threadpool_limits(int(os.environ["OPENBLAS_NUM_THREADS"]), "blas")  # NumPy is loaded already: a plugin imports it
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # huggingface_hub asks nobody but the server of a test
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run in Triton's interpreter where there is no device
