@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 from raw_dumps import raw_array, weights_of
+from refusals import Refusal, assert_tells, row
 
 from llorch.dumps.ids import ids_from_embedding
 from llorch.dumps.mapping import NameMap, mapping_of
 from llorch.dumps.names import stage_dump
 from llorch.dumps.raw import RawDump
 from llorch.dumps.stage_dump import StageDump, Tokens
-from llorch.errors import FormatError
 
 WEIGHTS = weights_of("micro-llama")
 TABLE = WEIGHTS.array("embed_tokens")
@@ -33,7 +33,7 @@ def test_rows_of_the_embedding_table_are_tokens(rounded: type):
 def test_tokens_that_nobody_states_are_found_pass_by_pass():
     found = dump(TABLE[[*IDS]][None], TABLE[[9]])
     assert found.passes == (Tokens(IDS, 7), Tokens((9,), 10))
-    assert found.notes[0] == "token ids were found in embed, rows of the embedding table"
+    assert_tells(found.notes[0], "token ids", "embed")
 
 
 def test_the_dump_the_mapping_and_the_command_may_agree():
@@ -44,16 +44,20 @@ def test_the_dump_the_mapping_and_the_command_may_agree():
     assert dump(TABLE[[*IDS]], mapping=mapping, ids=IDS, passes=tokens).passes == tokens
 
 
-@pytest.mark.parametrize(
-    ("embeddings", "said", "error"),
-    [
-        ([TABLE[[*IDS]] + 1], {}, "Missing: ids: expected the token ids of the run, got none; give --tokens, or"),
-        ([np.zeros((3, 95), np.float32)], {}, "Missing: ids: expected the token ids of the run, got none"),
-        ([TABLE[[*IDS]]] * 2, {"ids": IDS}, "Missing: ids: expected those of 2 passes, got 1 from the command"),
-        ([TABLE[[*IDS]]], {"ids": (1, 401, 2)}, "OutOfRange: ids: expected 0 to 400, got 401"),
-    ],
-)
-def test_tokens_that_are_missing_or_contradict_are_refused(embeddings: list, said: dict, error: str):
-    with pytest.raises(FormatError) as raised:
-        dump(*embeddings, **said)
-    assert error in str(raised.value)
+REFUSALS = [
+    row("other embeddings", lambda: dump(TABLE[[*IDS]] + 1), "Missing", "--tokens", where="ids:", got="none"),
+    row("another width", lambda: dump(np.zeros((3, 95), np.float32)), "Missing", "--tokens", where="ids:", got="none"),
+    row(
+        "another number of passes", lambda: dump(*[TABLE[[*IDS]]] * 2, ids=IDS),
+        "Missing", "command", where="ids:", expected="2 passes", got=1,
+    ),
+    row(
+        "outside the vocabulary", lambda: dump(TABLE[[*IDS]], ids=(1, 401, 2)),
+        "OutOfRange", where="ids:", expected="0 to 400", got=401,
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+def test_tokens_that_are_missing_or_contradict_are_refused(refusal: Refusal):
+    refusal.check()

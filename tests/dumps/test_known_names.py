@@ -50,7 +50,7 @@ def test_a_name_means(name: str, layer: int | None, stages: list[str] | None, fo
     else:
         assert meaning is not None
         assert ([*meaning.stages], meaning.layer) == (stages, found_in)
-        assert ("behind the final norm" in meaning.assumed) == (name == "hidden_states.3")
+        assert ("final norm" in meaning.assumed) == (name == "hidden_states.3")
 
 
 @pytest.mark.parametrize(

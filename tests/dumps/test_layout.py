@@ -6,12 +6,13 @@ from itertools import permutations
 import numpy as np
 import pytest
 from raw_dumps import golden_trace, raw_array, raw_dump, weights_of
+from refusals import Refusal, assert_tells, refuses, row
 
 from llorch.architecture import DeltaNet, Layer
 from llorch.dumps.layout import Form, far_nearest, fitting_forms, unlike
 from llorch.dumps.mapping import mapping_of
 from llorch.dumps.names import stage_dump
-from llorch.errors import FormatError, GuardFailed
+from llorch.errors import GuardFailed
 from llorch.files.names import interleave
 from llorch.stages import BY_NAME, axis_sizes
 
@@ -126,32 +127,49 @@ def test_half_precision_is_widened_and_rows_are_those_of_their_tokens():
     assert (seen.tokens, seen.stored, seen.read().dtype) == ((3, 1), "float16", np.float32)
     last = stage_dump(raw_dump({"logits": of("logits")[-1]}, IDS), CONFIG)
     assert last.seen[0, "logits"].tokens == (N - 1,)
-    assert last.notes == ("of one row, read as that of the last token: logits",)
+    (note,) = last.notes
+    assert_tells(note, "logits", "last token")
     every = stage_dump(raw_dump([raw_array("logits", of("logits"), tokens=tuple(range(N)))], IDS), CONFIG)
     assert every.seen[0, "logits"].tokens is None
 
 
-@pytest.mark.parametrize(
-    ("shape", "layout", "said"),
-    [
-        ((N, 7), {}, f"dump: layout: l1.q_rope (q_rope): expected seq={N} heads=15 head_dim=32, in any order"),
-        ((2, N, 15, 32), {}, "give axes under [layout.q_rope], or check that model and tokens are those of the run"),
-        ((N, 15, 32), {"axes": "seq head head_dim"}, "got seq head head_dim; did you mean 'heads'?"),
-        ((N, 15, 32), {"axes": "seq heads"}, "dump: Malformed: l1.q_rope (q_rope): axes: expected seq heads"),
-        ((N, 15, 33), {"axes": "seq heads head_dim"}, f"to be ({N}, 15, 32), got ({N}, 15, 33)"),
-    ],
-)  # fmt: skip
-def test_what_does_not_fit_is_refused_with_what_would(shape: tuple[int, ...], layout: dict, said: str):
-    with pytest.raises((FormatError, GuardFailed)) as error:
-        read("q_rope", np.zeros(shape, np.float32), **layout)
-    assert said in str(error.value)
-    assert str(error.value).startswith("dump: ")
+def read_zeros(*shape: int, **layout: object) -> object:
+    return read("q_rope", np.zeros(shape, np.float32), **layout)
+
+
+FITTING, AS_TABLE = f"seq={N} heads=15 head_dim=32", "seq heads head_dim"
+LAYOUT, MALFORMED = "dump: layout: l1.q_rope (q_rope):", "dump: Malformed: l1.q_rope (q_rope): axes:"
+REFUSALS = [
+    row("two axes", lambda: read_zeros(N, 7), GuardFailed, where=LAYOUT, expected=FITTING, got=(f"({N}, 7)", "axes")),
+    row(
+        "two of a batch", lambda: read_zeros(2, N, 15, 32),
+        GuardFailed, "[layout.q_rope]", "tokens", where=LAYOUT, expected=FITTING, got=f"(2, {N}, 15, 32)",
+    ),
+    row(
+        "unknown axis", lambda: read_zeros(N, 15, 32, axes="seq head head_dim"),
+        "Malformed", where=MALFORMED, expected=AS_TABLE, got=("seq head head_dim", "'heads'"),
+    ),
+    row(
+        "axis left out", lambda: read_zeros(N, 15, 32, axes="seq heads"),
+        "Malformed", where=MALFORMED, expected=AS_TABLE, got="seq heads",
+    ),
+    row(
+        "another size", lambda: read_zeros(N, 15, 33, axes=AS_TABLE),
+        GuardFailed, where=LAYOUT, expected=(AS_TABLE, f"({N}, 15, 32)"), got=f"({N}, 15, 33)",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+def test_what_does_not_fit_is_refused_with_what_would(refusal: Refusal):
+    refusal.check()
 
 
 @pytest.mark.parametrize("tokens", [(), (N,), (-1,)])
 def test_tokens_are_those_of_the_pass(tokens: tuple[int, ...]):
     array = raw_array("l1.ffn_out", np.zeros((max(len(tokens), 1), CONFIG.hidden_size)), tokens=tokens)
-    with pytest.raises(FormatError, match=rf"OutOfRange: l1.ffn_out \(ffn_out\): tokens: expected 0 to {N - 1}, got"):
+    where = ("dump:", "l1.ffn_out", "ffn_out", "tokens:")
+    with refuses("OutOfRange", where=where, expected=f"0 to {N - 1}", got=str(tokens)):
         stage_dump(raw_dump([array], IDS), CONFIG)
 
 

@@ -50,4 +50,4 @@ def test_every_stage_is_found_among_all_nodes_of_llamacpp(model: str, with_op: b
         want = trace[key]
         size = np.abs(want[np.isfinite(want)]).max()
         np.testing.assert_allclose(seen.read(), want, rtol=0, atol=1e-5 * size, err_msg=key)
-    assert not any("not known which stage" in note and "norm" in note for note in dump.notes)
+    assert not any("llorch diff --suggest" in note and "norm" in note for note in dump.notes)

@@ -1,11 +1,11 @@
 """What an engine in Python shows of itself while it runs."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from raw_dumps import golden_trace, weights_of
+from refusals import Refusal, row
 
 import llorch
 from llorch.dumps.index import open_raw
@@ -86,16 +86,17 @@ def twice(dump: llorch.Recorder) -> None:
     dump("q_rope", np.zeros(1), layer=0)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        (lambda dump: dump("embed", np.zeros(1)), r"^recorder: call begin\(ids\) before the first array$"),
-        (twice, r"^recorder: l0.q_rope is there already in pass 0: call begin\(ids\) before each pass$"),
-    ],
-)
-def test_what_cannot_be_told_apart_is_refused(wrong: Callable[[llorch.Recorder], None], message: str):
-    with pytest.raises(ValueError, match=message):
-        wrong(llorch.Recorder())
+REFUSALS = [
+    row(
+        "nothing begun", lambda: llorch.Recorder()("embed", np.zeros(1)), ValueError, "recorder:", "begin(ids)", "first"
+    ),
+    row("a stage twice", lambda: twice(llorch.Recorder()), ValueError, "recorder: l0.q_rope", "pass 0", "begin(ids)"),
+]
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+def test_what_cannot_be_told_apart_is_refused(refusal: Refusal):
+    refusal.check()
 
 
 def test_a_run_under_names_of_its_own_is_the_same_in_memory_and_in_a_folder(tmp_path: Path):

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from refusals import Refusal, assert_tells, refuses, row
 
 from llorch.builtin import builtin_path
 from llorch.config import ModelConfig
@@ -82,7 +83,8 @@ def test_packed_rows_are_cut_where_positions_begin_again_and_first_labels_are_ne
 def test_a_document_without_a_learned_token_is_left_out_and_said():
     dump = read(labels=np.where(np.arange(2)[:, None] == 0, LABELS, -100))
     assert [ids.tolist() for ids, _ in dump.steps[0].batches[0].each_document()] == [[5, 6, 7, 8]]
-    assert dump.notes == ["1 documents of step 1 have no token to learn and were left out"]
+    (note,) = dump.notes
+    assert_tells(note, "1 documents", "step 1")
 
 
 @pytest.mark.parametrize(
@@ -114,29 +116,35 @@ def test_passes_are_micro_batches_of_one_row_where_there_are_no_ids():
     assert [batch.labels.tolist() for batch in dump.steps[0].batches] == [[[-100, 6, 7]], [[-100, 9]]]
 
 
-@pytest.mark.parametrize(
-    ("arrays", "said"),
-    [
-        ({"grad.l9.q_proj.lora_A": np.ones((2, 64))}, "'grad.l9.q_proj.lora_A' is none of input_ids"),
-        ({"l1.q_proj.lora_A": np.ones((2, 64))}, "is none of input_ids"),
-        ({"grad.l1.q_proj.lora_A": np.ones((64, 2))}, r"expected \(2, 64\), got \(64, 2\)"),
-        ({"labels": LABELS[:, :2]}, "expected arrays of one shape, got input_ids"),
-        ({"logits": np.ones((2, 3, 7))}, r"logits: expected rows of \(2, 4\) tokens"),
-        ({"token_losses": np.ones(3)}, "of the 4 that are learned, got"),
-        ({"loss": np.ones(2)}, "loss: expected one number"),
-        ({"betas": [0.9, 1.0]}, "betas: expected 2"),
-        ({"eps": -1.0}, "eps: expected 1"),
-        ({"micro2.logits": np.ones((2, 4, 7)), "logits": np.ones((2, 4, 7))}, r"of micro-batches \[1\], got \[1, 2\]"),
-        ({"step3.input_ids": IDS}, r"expected ids of steps in a row, got those of \[1, 3\]"),
-    ],
-)
-def test_what_fits_nothing_is_refused_in_one_line(arrays: dict[str, object], said: str):
-    with pytest.raises(ValueError, match=said) as refused:
-        read(**arrays)
-    assert "\n" not in str(refused.value)
+def wrong(name: str, arrays: dict[str, object], *facts: object, **fields: object) -> Any:
+    """A row of an array that fits nothing; the arrays are those beside or in place of the right ones."""
+    return row(name, lambda: read(**arrays), ValueError, "training dump:", *facts, **fields)
 
 
-def test_a_dump_without_ids_or_without_anything_made_of_them_is_none():
-    for arrays in (BATCH, {"loss": 1.0}):
-        with pytest.raises(ValueError, match="expected ids, and what training made of them"):
-            training_dump(raw(arrays), adapter())
+LOGITS, KNOWN = np.ones((2, 4, 7)), ("input_ids, labels", "grad, clipped, exp_avg_sq, exp_avg, param")
+REFUSALS = [
+    wrong("a layer too far", {"grad.l9.q_proj.lora_A": np.ones((2, 64))}, "'grad.l9.q_proj.lora_A'", *KNOWN),
+    wrong("no kind", {"l1.q_proj.lora_A": np.ones((2, 64))}, "'l1.q_proj.lora_A'", *KNOWN),
+    wrong("transposed", {"grad.l1.q_proj.lora_A": np.ones((64, 2))},
+          where="grad.l1.q_proj.lora_A:", expected="(2, 64)", got="(64, 2)"),
+    wrong("labels cut", {"labels": LABELS[:, :2]},
+          "step 1", expected="shape", got=("input_ids (2, 4)", "labels (2, 2)")),
+    wrong("logits cut", {"logits": np.ones((2, 3, 7))}, where="logits:", expected="(2, 4)", got="(2, 3, 7)"),
+    wrong("losses cut", {"token_losses": np.ones(3)}, where="token_losses:", expected=("(2, 4)", 4), got="(3,)"),
+    wrong("two losses", {"loss": np.ones(2)}, where="loss:", expected="one number", got="(2,)"),
+    wrong("beta of 1", {"betas": [0.9, 1.0]}, where="betas:", expected=2, got="(0.9, 1.0)"),
+    wrong("negative eps", {"eps": -1.0}, where="eps:", expected=1, got="(-1.0,)"),
+    wrong("logits of no micro-batch", {"micro2.logits": LOGITS, "logits": LOGITS},
+          where="logits of step 1:", expected="[1]", got="[1, 2]"),
+    wrong("a step left out", {"step3.input_ids": IDS}, expected=("ids", "steps"), got="[1, 3]"),
+    *(row(f"{what} alone", lambda arrays=arrays: training_dump(raw(arrays), adapter()),
+          ValueError, "training dump:", "(dump)", expected="ids", got=("neither", "one"))
+      for what, arrays in {"ids": BATCH, "loss": {"loss": 1.0}}.items()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+def test_what_fits_nothing_is_refused_in_one_line(refusal: Refusal):
+    with refuses(refusal.kind, *refusal.facts, **refusal.fields) as caught:
+        refusal.make()
+    assert "\n" not in str(caught.value)

@@ -7,18 +7,20 @@ import numpy as np
 import pytest
 from planted import MICRO, golden_of
 from planted_dumps import BLOCKS, WHOLE, dumped, mistake, passes, wide
+from refusals import assert_tells
 
 from llorch.builtin import OTHERS
 from llorch.cache import KVCache
 from llorch.dumps.stage_dump import Features, StageDump
 from llorch.ops.rounding import ActivationKind, round_activations
 from llorch.stages import keys
-from llorch.verify.diagnosis.diagnose import diagnose
+from llorch.verify.diagnosis.diagnose import causes, diagnose
 from llorch.verify.diagnosis.expected import HALF
 from llorch.verify.diagnosis.hypotheses import FAMILIES, known_mistakes
-from llorch.verify.diagnosis.replay import Change, Plant
+from llorch.verify.diagnosis.judged import Judge
+from llorch.verify.diagnosis.replay import Change, Plant, Replay
 from llorch.verify.diagnosis.trials import stage_of
-from llorch.verify.diagnosis.verdict import Finding
+from llorch.verify.diagnosis.verdict import RIGHT, Finding
 from llorch.verify.goldens import PRODUCERS
 
 PLAIN = ("micro-qwen3.5-moe", "micro-ministral3", "micro-llama4")  # between them they have what other families have
@@ -39,10 +41,18 @@ def test_what_an_engine_of_others_shows_is_right(model: str, producer: str, case
     this, trace = golden_of(model).cases[case], golden_of(model).evidence[producer].traces[case]
     for shown in ([*trace], ["logits"], [key for key in trace if BLOCKS(key)], [key for key in trace if "l1." in key]):
         dump = StageDump.of_arrays([this], {key: trace[key] for key in shown})
-        found = diagnose(wide(model), dump)
-        assert found.findings == []
-        assert {result.key for result in found.results} == {*shown}
-        assert max(result.over for result in found.results) < 1
+        results = list(Judge(Replay(wide(model), dump)).results())  # findings come of what is not RIGHT
+        assert {result.verdict for result in results} == {RIGHT}
+        assert {result.key for result in results} == {*shown}
+        assert max(result.over for result in results) < 1
+
+
+@pytest.mark.parametrize("model", [MODEL, PLAIN[0]])
+def test_diagnose_of_a_right_dump_has_every_stage_and_no_finding(model: str):
+    this, trace = golden_of(model).cases["near"], golden_of(model).evidence["llamacpp"].traces["near"]
+    found = diagnose(wide(model), StageDump.of_arrays([this], dict(trace)))
+    assert (found.is_right, found.findings) == (True, [])
+    assert {result.key for result in found.results} == {*trace}
 
 
 @pytest.mark.parametrize("first", [0, 1], ids=["every-key", "keys-of-the-past"])
@@ -54,8 +64,8 @@ def test_the_cache_beside_a_dump_is_the_one_that_runs(monkeypatch: pytest.Monkey
         return np.concatenate([keys[:, : -len(k)] * 0, keys[:, -len(k) :] * first], axis=1), values
 
     monkeypatch.setattr(KVCache, "append", append)
-    found = diagnose(wide(MODEL), dump)
-    assert (found.is_right, found.findings[0].key, found.findings[0].n_pass) == (False, "l0.k_cache", first)
+    found = list(causes(wide(MODEL), dump))
+    assert (found[0].kind != "honest", found[0].key, found[0].n_pass) == (True, "l0.k_cache", first)
 
 
 @pytest.mark.parametrize(  # no engine could go on with a cache of repeated heads
@@ -66,8 +76,7 @@ def test_a_planted_mistake_is_named_where_all_is_shown(name: str):
     tokens = passes(model, 5, 7) if planted.after_cached else passes(model)
     places = planted.at(tuple(f"l{layer}.{stage}" if stage not in ("embed", "final_norm", "logits") else stage
                               for layer in range(wide(model).config.n_layers) for stage in planted.stages))  # fmt: skip
-    found = diagnose(wide(model), dumped(model, tokens, planted.change(places), WHOLE))
-    first = found.findings[0]
+    first, *_ = causes(wide(model), dumped(model, tokens, planted.change(places), WHOLE))
     assert SAME_FROM_ZERO.get(name, name) == first.suspects[0].name
     assert stage_of(first.key) in planted.stages
     assert first.suspects[0].share > 0.7
@@ -88,7 +97,7 @@ def test_blocks_alone_name_it_too_and_say_what_they_cannot_tell_apart(name: str,
     planted = mistake(name, MODEL)
     inside = (f"l{layer}.{stage}" for layer in (0, 1) for stage in planted.stages)
     places = ("logits",) if "logits" in planted.stages else tuple(inside)
-    (found,) = diagnose(wide(MODEL), dumped(MODEL, passes(MODEL), planted.change(places), BLOCKS)).findings
+    (found,) = causes(wide(MODEL), dumped(MODEL, passes(MODEL), planted.change(places), BLOCKS))
     assert (found.key, found.kind) == (first, "mistake")
     assert {name, *also} <= names(found)
 
@@ -112,16 +121,16 @@ def test_a_value_is_recovered(family: str, value: float, said: str, places: tupl
         shown = lambda key: key.endswith("k_rope")  # noqa: E731 (scores do not show it, nor what is behind them)
     known = next(each for each in FAMILIES if each.name == family)
     change = known.made(value, wide(MODEL).config).change(places)
-    found = diagnose(wide(MODEL), dumped(MODEL, passes(MODEL), change, shown)).findings[0]
+    found, *_ = causes(wide(MODEL), dumped(MODEL, passes(MODEL), change, shown))
     assert said in [each.value for each in (*found.suspects, *found.alternatives)]
 
 
 def test_a_second_mistake_behind_the_first_is_found_in_the_same_run():
     first, second = mistake("rope-interleaved-pairs", MODEL), mistake("swiglu-gelu", MODEL)
     plants = {**first.change(("l0.q_rope", "l1.q_rope")).plants, **second.change(("l0.ffn_act", "l1.ffn_act")).plants}
-    whole = diagnose(wide(MODEL), dumped(MODEL, passes(MODEL), Change(plants)))
-    assert [found.suspects[0].name for found in whole.findings] == ["rope-interleaved-pairs", "swiglu-gelu"]
-    (pair,) = diagnose(wide(MODEL), dumped(MODEL, passes(MODEL), Change(plants), BLOCKS)).findings
+    whole = causes(wide(MODEL), dumped(MODEL, passes(MODEL), Change(plants)))
+    assert [found.suspects[0].name for found in whole] == ["rope-interleaved-pairs", "swiglu-gelu"]
+    (pair,) = causes(wide(MODEL), dumped(MODEL, passes(MODEL), Change(plants), BLOCKS))
     assert {each.name for each in pair.suspects} == {"rope-interleaved-pairs", "swiglu-gelu"}
     assert pair.layers == (0, 1)
 
@@ -136,7 +145,7 @@ def test_what_is_none_of_the_known_is_local_and_has_no_name():
         ("l1.v_proj",),
         (),
     )
-    assert "none of the known mistakes" in finding.sentence
+    assert_tells(finding.sentence, "l1.v_proj")
     behind = next(result for result in found.results if result.key == "l1.block_out")
     assert behind.local.error < 1e-6 < behind.total.error  # inherited, not made there
 
@@ -147,8 +156,8 @@ def test_one_wrong_token_is_said():
         array[5] += 1
         return array
 
-    (finding,) = diagnose(wide(MODEL), dumped(MODEL, passes(MODEL), Change({"l0.ffn_up": Plant(wrong)}))).findings
-    assert "token 5" in finding.sentence
+    (finding,) = causes(wide(MODEL), dumped(MODEL, passes(MODEL), Change({"l0.ffn_up": Plant(wrong)})))
+    assert_tells(finding.sentence, "l0.ffn_up", "token 5")
 
 
 @pytest.mark.parametrize(("dtype", "declared"), [("bfloat16", False), ("float16", True)])
@@ -158,28 +167,27 @@ def test_half_precision_is_honest_and_its_mistakes_are_named_all_the_same(dtype:
     half = {key: rounded for key, stage, _ in keys(wide(MODEL).config) if stage.name not in ("embed", "attn_scores")}
     features = Features(dtype=dtype) if declared else Features()
     right = replace(dumped(MODEL, passes(MODEL), Change(half)), features=features)
-    found = diagnose(wide(MODEL), right)
-    assert found.is_right
-    (finding,) = found.findings
-    assert dtype in finding.sentence
+    (finding,) = causes(wide(MODEL), right)
+    assert finding.kind == "honest"
+    assert_tells(finding.sentence, dtype)
     turned = mistake("rope-interleaved-pairs", MODEL).change(("l0.q_rope", "l0.k_rope", "l1.q_rope", "l1.k_rope"))
-    wrong = diagnose(wide(MODEL), dumped(MODEL, passes(MODEL), Change({**half, **turned.plants})))
-    assert wrong.findings[0].suspects[0].name == "rope-interleaved-pairs"
+    wrong, *_ = causes(wide(MODEL), dumped(MODEL, passes(MODEL), Change({**half, **turned.plants})))
+    assert wrong.suspects[0].name == "rope-interleaved-pairs"
 
 
 def test_a_cache_in_half_and_rounded_inputs_explain_what_nobody_declared():
     cache = Plant(lambda i, s, array: round_activations(np.ascontiguousarray(array), "F16"))
     places = [f"l{layer}.{stage}" for layer in (0, 1) for stage in ("k_cache", "v_cache")]
     dump = dumped(MODEL, passes(MODEL), Change(dict.fromkeys(places, cache)), lambda key: "cache" not in key)
-    (found,) = diagnose(wide(MODEL), dump).findings
+    (found,) = causes(wide(MODEL), dump)
     assert (found.kind, found.suspects[0].name) == ("honest", "cache-in-float16")
 
 
 def test_what_a_dump_cannot_show_is_said_with_the_reason():
     short = diagnose(wide("micro-llama3"), dumped("micro-llama3", passes("micro-llama3", 1))).could_not_show
     by_name = {name: reason for reason, names_ in short.items() for name in names_}
-    assert "one pass only" in by_name["cache-past-forgotten"]
-    assert "too small" in by_name["rope-interleaved-pairs"]
+    assert_tells(by_name["cache-past-forgotten"], "one", "pass")
+    assert_tells(by_name["rope-interleaved-pairs"], "rounding", "1 tokens", "position 0")
     upper = diagnose(wide(MODEL), dumped(MODEL, passes(MODEL), shown=lambda key: key in ("embed", "l0.attn_norm")))
     by_name = {name: reason for reason, names_ in upper.could_not_show.items() for name in names_}
-    assert "no stage" in by_name["swiglu-gelu"]
+    assert_tells(by_name["swiglu-gelu"], "stage")

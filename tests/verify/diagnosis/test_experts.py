@@ -7,7 +7,7 @@ from planted_dumps import dumped, everywhere, mistake, passes, wide
 
 from llorch.dumps.stage_dump import StageDump
 from llorch.stages import BY_NAME
-from llorch.verify.diagnosis.diagnose import diagnose
+from llorch.verify.diagnosis.diagnose import causes
 
 GATED, PLAIN = "micro-qwen2-moe", "micro-qwen3-moe"
 PLANTED = [
@@ -22,9 +22,9 @@ PLANTED = [
 @pytest.mark.parametrize(("model", "name"), PLANTED)
 def test_a_planted_mistake_is_named(model: str, name: str) -> None:
     planted = mistake(name, model)
-    found = diagnose(wide(model), dumped(model, passes(model), everywhere(planted, wide(model))))
-    assert found.findings[0].suspects[0].name == name
-    assert found.findings[0].key == f"l0.{planted.stages[0]}"
+    found, *_ = causes(wide(model), dumped(model, passes(model), everywhere(planted, wide(model))))
+    assert found.suspects[0].name == name
+    assert found.key == f"l0.{planted.stages[0]}"
 
 
 @pytest.mark.parametrize("model", [GATED, PLAIN])
@@ -35,4 +35,4 @@ def test_the_order_in_which_an_engine_writes_its_experts_down_says_nothing(model
         axes = BY_NAME[name.rpartition(".")[2]].axes.split()
         if "topk" in axes:
             trace[name] = np.flip(trace[name], axis=axes.index("topk")).copy()
-    assert diagnose(wide(model), StageDump.of_arrays([golden.cases["near"]], trace)).findings == []
+    assert list(causes(wide(model), StageDump.of_arrays([golden.cases["near"]], trace))) == []

@@ -11,7 +11,7 @@ from llorch.cache import KVCache
 from llorch.dumps.stage_dump import StageDump
 from llorch.families import forward
 from llorch.files import Weights, open_weights
-from llorch.verify.diagnosis.diagnose import diagnose
+from llorch.verify.diagnosis.diagnose import causes
 from llorch.verify.places import Pass
 
 pytestmark = pytest.mark.live  # transformers makes the models
@@ -49,8 +49,8 @@ def dump(
     "shown", [(), *(pytest.param(x, marks=pytest.mark.slow) for x in (("block_out",), ("delta_out",)))]
 )
 def test_what_is_right_is_not_blamed(weights: Weights, shown: tuple[str, ...]):
-    found = diagnose(weights.astype(np.float64), dump(weights, lambda n_pass, name, array: array, shown))
-    assert not found.findings
+    right = dump(weights, lambda n_pass, name, array: array, shown)
+    assert list(causes(weights.astype(np.float64), right)) == []
 
 
 @pytest.mark.parametrize(
@@ -64,14 +64,14 @@ def test_what_is_right_is_not_blamed(weights: Weights, shown: tuple[str, ...]):
 )
 def test_what_is_wrong_is_found_where_it_is_made(weights: Weights, at: str, n_pass: int, change):
     wrong = dump(weights, lambda n, name, array: change(array) if (name, n) == (at, n_pass) else array)
-    (finding,) = diagnose(weights.astype(np.float64), wrong).findings
+    (finding,) = causes(weights.astype(np.float64), wrong)
     assert (finding.key, finding.n_pass) == (at, n_pass)
 
 
 @pytest.mark.parametrize("model", ["micro-qwen3.5-moe", "micro-qwen3-next"])
 def test_a_memory_that_is_forgotten_between_passes_is_named(model: str):
     change = everywhere(mistake("delta-past-forgotten", model), wide(model))
-    found = diagnose(wide(model), dumped(model, passes(model, 10, 2), change))
-    assert [(finding.key, finding.n_pass, finding.suspects[0].name) for finding in found.findings] == [
+    found = causes(wide(model), dumped(model, passes(model, 10, 2), change))
+    assert [(finding.key, finding.n_pass, finding.suspects[0].name) for finding in found] == [
         ("l0.delta_state", 1, "delta-past-forgotten")
     ]

@@ -10,7 +10,7 @@ from planted_dumps import BLOCKS, WHOLE, dumped, everywhere, mistake, passes, wi
 
 from llorch.architecture import Layer
 from llorch.stages import BY_NAME, key, keys
-from llorch.verify.diagnosis.diagnose import diagnose
+from llorch.verify.diagnosis.diagnose import causes
 from llorch.verify.diagnosis.replay import Change
 from llorch.verify.mistakes import Mistake
 from llorch.verify.mistakes.layers import LAYERS
@@ -26,7 +26,7 @@ def test_a_planted_mistake_is_named(planted: Mistake[StageInputs], model: str):
     weights, stages = wide(model), [stage for stage in planted.stages if BY_NAME[stage].applies_to(wide(model).config)]
     first = golden_of(model).cases[planted.cases[0]].first_position
     change = everywhere(mistake(planted.name, model), weights)
-    found = diagnose(weights, dumped(model, passes(model, first_position=first), change)).findings
+    found = list(causes(weights, dumped(model, passes(model, first_position=first), change)))
     assert [suspect.name for each in found for suspect in each.suspects] == [planted.name]
     assert found[0].key in {key(stage, planted.first_layer(stage, weights.config)) for stage in stages}
 
@@ -50,7 +50,7 @@ def test_an_engine_that_takes_layers_for_others_is_told_so(name: str, shown: Cal
     taken = Change(setting=lambda setting: replace(setting, config=replace(config, layers=layers)))
     there = {place for place, _, _ in keys(config)}
     dump = dumped(model, passes(model, first_position=first), taken, lambda place: place in there and shown(place))
-    (found,) = diagnose(wide(model), dump).findings
+    (found,) = causes(wide(model), dump)
     assert [suspect.name for suspect in found.suspects] == [name]
 
 
@@ -60,4 +60,4 @@ def test_hypotheses_that_exclude_each_other_are_no_crash():
     at = (0, "logits")
     noise = np.random.default_rng(0).standard_normal(dump.seen[at].read().shape).astype(np.float32)
     dump = replace(dump, seen={at: replace(dump.seen[at], read=lambda: noise)})
-    assert [found.kind for found in diagnose(wide("micro-ministral3"), dump).findings] == ["unknown"]
+    assert [found.kind for found in causes(wide("micro-ministral3"), dump)] == ["unknown"]
