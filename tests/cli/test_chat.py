@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from chat_models import LLAMA_3, chat_folder
 from command_line import REPOSITORY, invoke
+from interrupts import heed_interrupts
+from refusals import assert_cli_refuses, assert_tells
 
 from llorch.cli.chat import _harmless
 
@@ -45,13 +47,14 @@ class Terminal:
 @contextmanager
 def terminal(state: Path, *args: str) -> Iterator[Terminal]:
     """Run `llorch chat` as somebody does."""
-    pty = pytest.importorskip("pty", reason="NOT RUN: this system has no pseudo-terminals")
+    pty = pytest.importorskip("pty", reason="NOT RUN: no pseudo-terminals here")
     ours, theirs = pty.openpty()
     environment = os.environ | {"LLORCH_STATE": str(state), "TERM": "dumb"}
     words = [sys.executable, "-m", "llorch", "chat", *args]
     process = subprocess.Popen(
-        words, stdin=theirs, stdout=theirs, stderr=theirs, cwd=REPOSITORY, env=environment, start_new_session=True
-    )
+        words, stdin=theirs, stdout=theirs, stderr=theirs, cwd=REPOSITORY, env=environment, start_new_session=True,
+        preexec_fn=heed_interrupts,
+    )  # fmt: skip
     os.close(theirs)
     try:
         yield Terminal(process, ours)
@@ -120,22 +123,20 @@ def test_the_answer_is_that_of_run(folder: Path):
 def test_the_built_in_model_has_no_chat_template_which_is_said_and_goes_on_with_the_text(model: tuple[str, ...]):
     done = invoke("chat", *model, "-n", "9", stdin="Once upon\n")
     assert (done.stdout, done.exit_code) == (invoke("run", "story", "Once upon", "-n", "9").stdout, 0)
-    said = "story (no chat template: messages are joined by blank lines): 512 tokens of context, "
-    assert done.stderr.startswith(said)
+    assert done.stderr.startswith("story (no chat template: ")
+    assert_tells(done.stderr, 512)
 
 
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (["--any-base"], "--any-base goes with --adapter"),
-        (["--dtype", "float32", "--numerics", "ggml"], "--numerics ggml goes with --backend numpy"),
-        (["-t", "-1"], "temperature must be"),
+        (["--any-base"], ("--any-base", "--adapter")),
+        (["--dtype", "float32", "--numerics", "ggml"], ("--numerics ggml", "--backend numpy")),
+        (["-t", "-1"], ("temperature", "-1.0")),
     ],
 )
-def test_options_that_mean_nothing_are_refused(folder: Path, options: list[str], problem: str):
-    done = invoke("chat", str(folder), *options)
-    assert (done.stdout, done.exit_code) == ("", 2)
-    assert problem in " ".join(done.stderr.split())
+def test_options_that_mean_nothing_are_refused(folder: Path, options: list[str], problem: tuple[str, ...]):
+    assert_cli_refuses(invoke("chat", str(folder), *options), 2, *problem)
 
 
 def test_what_would_steer_the_terminal_is_shown_as_text():

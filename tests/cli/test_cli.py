@@ -4,14 +4,17 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import click
 import pytest
 from command_line import REPOSITORY, invoke, spawn
+from one_process import resume_in_one_process
+from refusals import assert_cli_refuses
 
 import llorch
+from llorch import bench
 from llorch.builtin import EVERY, builtin_path
 from llorch.cli import main
 from llorch.cli.tables import console
@@ -66,19 +69,44 @@ def test_every_verb_of_a_group_is_listed_here():
     assert listed == [command for command in COMMANDS + LEARN if " " in command]
 
 
+@pytest.fixture
+def cheap(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Mapping[str, int]]]:
+    """Few steps, rounds and tokens where an example leaves them open, and no processes; gives the meshes of runs."""
+    settings = {"BENCH_ROUNDS": 1, "RUN_MAX_TOKENS": 8}
+    settings |= {f"LORA_VERIFY_RESUME_{name}": n for name, n in (("STEPS", 2), ("BATCH_SIZE", 2), ("MAX_LENGTH", 24))}
+    for option, value in settings.items():
+        monkeypatch.setenv(f"LLORCH_{option}", str(value))
+    monkeypatch.setitem(bench.COPY_BYTES, "cpu", 1 << 12)
+    monkeypatch.setitem(bench.PRODUCT_WIDTH, "cpu", 16)
+    with resume_in_one_process() as started:
+        yield started
+
+
+def run_example(line: str) -> None:
+    """Run a command line of a help page, which must end well; one that needs what is not here is left out."""
+    if any(other in line for other in ("model.gguf", "path/to", "llamacpp", "--device cuda", "my_llama")):
+        return  # they need a file, a folder, an engine or a device
+    stdin, _, command = line.rpartition(" | ")
+    result = invoke(*shlex.split(command)[1:], stdin="Once upon a time\n" if stdin else "")
+    assert result.exit_code == 0, (line, result.stderr, result.exception)
+
+
 @pytest.mark.parametrize(
     "verb", [verb for verb in COMMANDS if verb not in ("verify", "serve", "atlas", "doctor")]
 )  # see their own tests, and test_verify_torch and test_learn_verbs
-def test_examples_of_the_help_pages_run(verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_examples_of_the_help_pages_run(verb: str, cheap: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "README.md").write_text("Once upon a time\n")
     monkeypatch.chdir(tmp_path)
     for line in examples(verb):
-        if any(other in line for other in ("model.gguf", "path/to", "llamacpp", "--device cuda", "my_llama")):
-            continue  # they need a file, a folder, an engine or a device
-        stdin, _, command = line.rpartition(" | ")
-        words = shlex.split(command)
-        result = invoke(*words[1:], stdin="Once upon a time\n" if stdin else "")
-        assert result.exit_code == 0, (line, result.stderr, result.exception)
+        run_example(line)
+    assert cheap == [{"dp": 2, "tp": 2}] * (3 if verb == "lora verify-resume" else 0)
+
+
+@pytest.mark.slow
+def test_examples_of_verify_resume_run_on_ranks_of_a_mesh(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("LLORCH_LORA_VERIFY_RESUME_STEPS", "2")
+    for line in examples("lora verify-resume"):
+        run_example(line)
 
 
 @pytest.mark.parametrize("name", COMMANDS + LEARN)
@@ -104,118 +132,13 @@ def test_options_can_be_set_in_the_environment(monkeypatch: pytest.MonkeyPatch):
     assert len(invoke("run", "story", "Once upon a time", "--json").stdout.splitlines()) == 2
 
 
-@pytest.fixture
-def bad_files(tmp_path: Path) -> Path:
-    (tmp_path / "cut.gguf").write_bytes(builtin_path("micro-llama").read_bytes()[:3000])
-    (tmp_path / "text.gguf").write_text("this is no model")
-    (tmp_path / "empty.gguf").write_bytes(b"")
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "model.bin").write_bytes(b"\x80\x04")
-    return tmp_path
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "expected"),
-    [
-        ("run {}/nothing.gguf x", 3, "no such file or folder"),
-        ("run storry x", 3, "not a built-in model (micro-llama, micro-llama3, micro-qwen2, micro-qwen3, story, "),
-        ("run nowhere x", 3, "micro-qwen3, story, "),
-        ("data show story pirat", 3, "not a built-in data set (pirate); did you mean 'pirate'?"),
-        ("verify micro-lama", 3, "not a built-in model"),
-        ("inspect {}/nothing.gguf", 3, "no such file or folder"),
-        ("run {}/cut.gguf x", 2, "cut.gguf: Truncated"),
-        ("verify {}/cut.gguf", 2, "cut.gguf: Truncated"),
-        ("inspect {}/cut.gguf", 2, "cut.gguf: Truncated"),
-        ("trace {}/text.gguf -o {}/t.npz", 2, "text.gguf: BadMagic"),
-        ("tokenize {}/empty.gguf x", 2, "empty.gguf: Truncated"),
-        ("run {}/folder x", 2, "config.json"),
-        ("run {}/model.bin x", 2, "Unsafe"),
-        ("run story x -t -1", 2, "temperature must be"),
-        ("run story x -t nan", 2, "temperature must be"),
-        ("run story x --top-p 0", 2, "top_p must be"),
-        ("run story x --stop=", 2, "stop string must not be empty"),
-        ("trace story -o {}/no/t.npz", 3, "the folder"),
-        ("trace story --first-position 510 -o {}/t.npz", 2, "do not fit the context of 512"),
-        ("trace micro-llama --tokens 1,2,9999 -o {}/t.npz", 2, "9999"),
-    ],
-)
-def test_an_error_is_one_line_on_stderr_with_its_exit_code(words: str, code: int, expected: str, bad_files: Path):
-    result = invoke(*words.replace("{}", str(bad_files)).split())
-    assert result.exit_code == code, result.exception
-    line = result.stderr.splitlines()[-1]
-    assert line.startswith("llorch: ")
-    assert expected in line
-    assert result.stdout == ""
-    assert "Traceback" not in result.stderr
-
-
 def test_a_prompt_longer_than_the_context_is_refused_before_anything_is_printed():
-    result = invoke("run", "story", "fox " * 700)
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert "do not fit the context of 512 tokens" in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("bogus", "there is no verb 'bogus'"),
-        ("verfy", "there is no verb 'verfy'; did you mean 'verify'?"),
-        ("trian", "there is no verb 'trian'; did you mean 'lora train'?"),
-        ("lora trian", "there is no verb 'trian'; did you mean 'train'?"),
-        ("run story x -n zero", "'zero' is not a valid integer."),
-        ("run story x -n 0", "0 is not in the range"),
-        ("run story x --top-k some", "'some' is not a valid integer"),
-        ("run story", "no text: give it as an argument or on stdin"),
-        ("tokenize story", "no text"),
-        ("verify story --tokens 1,x,3", "got 'x' at place 2"),
-        ("verify story --tokens 1,,3", "got '' at place 2"),
-        ("verify story --tokens 1,-2", "got '-2' at place 2"),
-        ("verify story --tokens 1,2 --prompt hello", "not both"),
-        ("trace story hello --tokens 1,2 -o t.npz", "not both"),
-        ("trace story hello -o t.txt", ".safetensors or .npz"),
-        ("verify story --against candle", "transformers or a dump, got 'candle'"),
-        *(
-            (f"verify micro-llama {given}", "goldens have their own input")
-            for given in ("--tokens 1,2,3", "--prompt hello", "--prompt=")
-        ),
-        ("verify micro-llama --against golden --against llamacpp", "goes alone"),
-        ("verify tests --against golden", "only built-in models have goldens"),
-        ("verify micro-llama --backend numpy --device cpu", "--device, --dtype and --kernels go with --backend torch"),
-        ("verify micro-llama --backend numpy --kernels own", "--device, --dtype and --kernels go with --backend torch"),
-        ("verify micro-llama --backend torch --numerics ggml", "--numerics ggml goes with --backend numpy"),
-        ("verify micro-llama --backend torch --weights packed", "--weights goes with --numerics ggml"),
-        ("verify micro-llama --backend torch --device gpu", "device: expected cpu, cuda or cuda:N, got 'gpu'"),
-        ("run story x --backend numpy --device cpu", "--device goes with --backend torch"),
-        ("run story x --backend numpy --dtype float32", "--dtype goes with --backend torch"),
-        ("run story x --compile", "--compile goes with --backend torch"),
-        ("run story x --backend torch --numerics ggml", "--numerics ggml goes with --backend numpy"),
-        ("run story x --backend torch --kv-cache f16", "--kv-cache f16 goes with --backend numpy"),
-        ("run story x --backend torch --dtype int8", "'int8' is not one of"),
-        ("bench story --shape llama-2-7b", "give a MODEL or --shape, not both"),
-        ("bench --weights-type Q8_0 --backend torch", "--weights-type goes with --shape"),
-        ("bench --shape llama-2-7b", "--shape goes with --backend torch"),
-        ("bench --backend numpy --dtype float32", "--dtype goes with --backend torch"),
-        ("bench --backend numpy --kernels own", "--kernels goes with --backend torch"),
-        ("bench --compile", "--compile goes with --backend torch"),
-        ("bench --shape gpt-2 --backend torch", "'gpt-2' is not one of"),
-        ("bench --shape llama-2-7b --backend torch --weights packed", "--weights goes with a MODEL"),
-        ("bench --batch 2", "the NumPy path runs one prompt at a time, got --batch 2"),
-        ("bench --prompt 5000", "do not fit the context of 512 tokens"),
-        ("bench --prompt 5000 --backend torch", "do not fit the context of 512 tokens"),
-        ("bench --prompt 5000 --backend torch --shape llama-2-7b", "do not fit the context of 4096 tokens"),
-    ],
-)
-def test_a_usage_error_says_what_was_expected_and_ends_with_two(words: str, expected: str):
-    result = invoke(*words.split())
-    assert result.exit_code == 2
-    assert expected in " ".join(result.stderr.split())
-    assert result.stdout == ""
+    assert_cli_refuses(invoke("run", "story", "fox " * 700), 2, "forward", 512)
 
 
 def test_traceback_shows_where_an_error_was_raised():
     result = invoke("--traceback", "run", "story", "x", "-t", "-1")
-    assert result.exit_code == 2
-    assert "Traceback" in result.stderr
+    assert_cli_refuses(result, 2, traceback=True, where=("sampling", "temperature"), got=-1.0)
     assert result.stderr.splitlines()[-1].startswith("llorch: sampling: ")
 
 

@@ -11,8 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from command_line import REPOSITORY, invoke
+from interrupts import heed_interrupts
+from refusals import assert_cli_refuses, assert_tells
 from tiny_models import random_tensors, write_folder
 
+from llorch.builtin import EVERY
 from llorch.cli.convert import TYPES
 from llorch.files import open_gguf, open_weights
 from llorch.files.export import FILE_TYPES
@@ -36,7 +39,10 @@ def test_a_model_is_converted_there_and_back(tmp_path: Path):
 def test_json_says_what_was_done(tmp_path: Path):
     source = write_folder(tmp_path / "a", random_tensors("llama"))
     result = invoke("convert", str(source), str(tmp_path / "m.gguf"), "--type", "Q4_0", "--json")
-    assert json.loads(result.stdout) == {
+    found = json.loads(result.stdout)
+    (note,) = found.pop("notes")
+    assert "tokenizer.json" in note
+    assert found == {
         "source": str(source),
         "target": str(tmp_path / "m.gguf"),
         "type": "Q4_0",
@@ -44,12 +50,8 @@ def test_json_says_what_was_done(tmp_path: Path):
         "n_bytes": (tmp_path / "m.gguf").stat().st_size,
         "fallbacks": ["layers.0.down_proj", "layers.1.down_proj"],
         "has_vocabulary": False,
-        "notes": ["the folder has no tokenizer.json: the file gets no vocabulary"],
     }
-    assert (
-        "note: 2 matrices are F16, Q4_0 does not fit their rows: layers.0.down_proj, layers.1.down_proj\n"
-        in result.stderr
-    )
+    assert_tells(result.stderr, "note: 2 matrices", "F16", "Q4_0", "layers.0.down_proj, layers.1.down_proj")
 
 
 def test_all_types_can_be_asked_for():
@@ -57,30 +59,29 @@ def test_all_types_can_be_asked_for():
 
 
 @pytest.mark.parametrize(
-    ("args", "code", "line"),
+    ("args", "code", "facts"),
     [
-        (("nothing", "m.gguf"), 3, "model 'nothing': no such file or folder"),
-        (("story", "nowhere/m.gguf"), 3, "nowhere/m.gguf: the folder nowhere does not exist; make it first"),
-        (("story", "there.gguf"), 2, "there.gguf: exists; choose another name, or replace it with --force"),
-        (("story", "b", "--type", "Q8_0"), 2, "type: Hugging Face folders are written in F32, F16, BF16, got Q8_0"),
+        (("nothing", "m.gguf"), 3, ("model 'nothing': ", *EVERY)),
+        (("story", "nowhere/m.gguf"), 3, ("nowhere/m.gguf: ", "folder nowhere")),
+        (("story", "there.gguf"), 2, ("there.gguf: ", "--force")),
+        (("story", "b", "--type", "Q8_0"), 2, ("type: ", "F32, F16, BF16", "Q8_0")),
     ],
 )
 def test_errors_are_one_line_and_nothing_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...], code: int, line: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...], code: int, facts: tuple[str, ...]
 ):
     monkeypatch.chdir(tmp_path)
     Path("there.gguf").touch()
     result = invoke("convert", *args)
-    assert result.exit_code == code
-    assert result.stderr.startswith(f"llorch: {line}")
+    assert_cli_refuses(result, code, *facts)
+    assert result.stderr.startswith(f"llorch: {facts[0]}")
     assert result.stderr.count("\n") == 1
     assert names(tmp_path) == ["there.gguf"]
 
 
 def test_a_type_that_does_not_exist_is_a_usage_error(tmp_path: Path):
     result = invoke("convert", "story", str(tmp_path / "m.gguf"), "--type", "Q9_X")
-    assert result.exit_code == 2
-    assert "'Q9_X' is not one of 'f32', 'f16', 'bf16', 'q8_0'" in result.stderr
+    assert_cli_refuses(result, 2, "--type", "'Q9_X'", *(f"'{name.lower()}'" for name in TYPES))
 
 
 def test_force_replaces(tmp_path: Path):
@@ -99,7 +100,7 @@ def slow_source(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["INT", "TERM"])
 def test_a_signal_in_the_middle_leaves_nothing(tmp_path: Path, slow_source: Path, number: signal.Signals, code: int):
     command = [sys.executable, "-m", "llorch", "convert", str(slow_source), str(tmp_path / "m.gguf"), "--type", "Q4_0"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY, preexec_fn=heed_interrupts)
     deadline = time.monotonic() + 120
     while not list(tmp_path.glob(".m.gguf.*")) and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from chat_models import CHATML, chat_folder
 from command_line import invoke
+from refusals import assert_cli_refuses, assert_tells
 
 MESSAGES = [
     {"role": "user", "content": "Hi <|im_end|>"},
@@ -44,12 +45,11 @@ def test_what_is_learned_stands_in_brackets(folder: Path):
         "train: 5 examples, 40 tokens, 25 learned (62.5%)\n"
     )
     assert "longest: 8 tokens (train.jsonl:1); mean 8.0\n" in result.stdout
-    assert (
-        result.stderr
-        == "train.jsonl: 5 rows of prompt and completion, 5 examples\nvalid.jsonl: 1 rows of text, 1 examples\n"
-    )
+    train, valid = result.stderr.splitlines()
+    assert_tells(train, "train.jsonl: 5", "prompt", "completion", "5 examples")
+    assert_tells(valid, "valid.jsonl: 1", "text", "1 examples")
     asked = invoke("data", "show", "story", str(folder), "--max-length", "1024")
-    assert asked.stderr.startswith("max_length is 512: the model has no longer context\n")
+    assert_tells(asked.stderr.splitlines()[0], "max_length", 512)
 
 
 def test_turns_of_a_conversation_show_and_odd_characters_do_no_harm(chatting: Path, tmp_path: Path):
@@ -100,8 +100,7 @@ def test_a_split_can_be_chosen(folder: Path):
     out = invoke("data", "show", "story", str(folder), "--split", "valid").stdout
     assert "valid.jsonl:1: 6 tokens, 5 learned\n<|begin_of_text|>[[It rained.<|end_of_text|>]]" in out
     result = invoke("data", "show", "story", str(folder), "--split", "test")
-    assert result.exit_code == 3
-    assert result.stderr == f"llorch: data: {folder} has no test.jsonl\n"
+    assert_cli_refuses(result, 3, folder, "test.jsonl")
 
 
 def test_examples_may_be_left_out(folder: Path):
@@ -112,9 +111,8 @@ def test_examples_may_be_left_out(folder: Path):
 def test_a_bad_row_is_one_line_on_stderr(folder: Path):
     (folder / "train.jsonl").write_text('{"text": "a"}\n{"text": }\n')
     result = invoke("data", "show", "story", str(folder))
-    assert (result.exit_code, result.stdout) == (2, "")
-    place = f"{folder}/train.jsonl:2: Malformed: the line is not JSON: Expecting value (column 10)"
-    assert result.stderr == f"llorch: {place}\n"
+    assert_cli_refuses(result, 2, f"llorch: {folder}/train.jsonl:2: Malformed: ", "JSON", "(column 10)")
+    assert result.stderr.count("\n") == 1
 
 
 def test_help_needs_no_model_and_says_the_formats():
@@ -129,8 +127,4 @@ def test_a_template_that_never_ends_is_a_line_with_both_files(tmp_path: Path):
     rows = tmp_path / "c.jsonl"
     rows.write_text(json.dumps({"messages": MESSAGES}))
     result = invoke("data", "show", str(model), str(rows))
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.endswith(
-        f"llorch: {rows}:1: TemplateBudget: the chat template of {model} takes over 1 s; it was stopped; "
-        "shorten the conversation, or use another chat_template.jinja\n"
-    )
+    assert_cli_refuses(result, 2, f"llorch: {rows}:1: TemplateBudget: ", model, "1 s", "chat_template.jinja")

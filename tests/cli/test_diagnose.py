@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 from command_line import invoke
+from refusals import assert_cli_refuses, assert_tells
 
 from benchmarks.diagnosis.training_bugs import BUGS
 from benchmarks.diagnosis.training_cases import TrainingCase
@@ -77,23 +78,26 @@ def test_every_stage_is_printed_where_that_is_asked_for(wrong: Path):
 @pytest.mark.parametrize(
     ("words", "code", "expected"),
     [
-        ("diagnose {}/nothing --model micro-llama", 3, "nothing"),
-        ("diagnose {}/right --model nowhere", 3, "not a built-in model"),
-        ("diagnose {}/right --model micro-llama --html {}/no/page.html", 3, "the folder"),
-        ("diagnose {}/right --model micro-llama --tokens 1,2", 10, "ids: expected"),
-        ("diagnose {}/right --model micro-llama --tokens 3,1,4,15,9,2,6,5,33,17 --first-position 4", 11, "positions: "),
-        ("diagnose {}/right --model micro-qwen2", 13, "layout"),
-        ("diagnose {}/right --model micro-llama --map {}/none.toml", 3, "none.toml"),
-        ("diagnose {}/right --model micro-llama --tokens 1 --prompt x", 2, "not both"),
-        ("diff {}/right", 2, "two dumps"),
-        ("diff {}/right {}/right --map {}/none.toml", 2, "go with --model"),
-        ("diff --suggest {}/right", 2, "one dump and its --model"),
+        ("diagnose {}/nothing --model micro-llama", 3, ("{}/nothing",)),
+        ("diagnose {}/right --model nowhere", 3, ("'nowhere'", "micro-llama")),
+        ("diagnose {}/right --model micro-llama --html {}/no/page.html", 3, ("{}/no/page.html", "folder {}/no")),
+        ("diagnose {}/right --model micro-llama --tokens 1,2", 10, ("{}/right: ids: ", "2 tokens", "10 tokens")),
+        (
+            "diagnose {}/right --model micro-llama --tokens 3,1,4,15,9,2,6,5,33,17 --first-position 4", 11,
+            ("{}/right: positions: ", 4, 0),
+        ),
+        ("diagnose {}/right --model micro-qwen2", 13, ("layout: l0.q_proj", "q_width=96", "(10, 192)")),
+        ("diagnose {}/right --model micro-llama --map {}/none.toml", 3, ("{}/none.toml",)),
+        ("diagnose {}/right --model micro-llama --tokens 1 --prompt x", 2, ("prompt", "--tokens")),
+        ("diff {}/right", 2, ("A and B", "--suggest")),
+        ("diff {}/right {}/right --map {}/none.toml", 2, ("--map, --map-b and --tokens", "--model")),
+        ("diff --suggest {}/right", 2, ("--suggest", "--model")),
     ],
-)
-def test_what_cannot_be_done_is_one_line(words: str, code: int, expected: str, right: Path):
+)  # fmt: skip
+def test_what_cannot_be_done_is_one_line(words: str, code: int, expected: tuple[object, ...], right: Path):
     result = invoke(*words.replace("{}", str(right.parent)).split())
     assert (result.exit_code, result.stdout) == (code, "")
-    assert expected in result.stderr.splitlines()[-1]
+    assert_tells(result.stderr.splitlines()[-1], *(str(fact).replace("{}", str(right.parent)) for fact in expected))
 
 
 def test_suggest_drafts_a_mapping_with_which_the_dump_is_read(wrong: Path, tmp_path: Path):
@@ -136,16 +140,16 @@ QUERIES = "model.layers.0.self_attn.q_proj.weight"
 @pytest.mark.parametrize(
     ("change", "code", "expected"),
     [
-        ({"embed": np.roll(np.arange(len(IDS)), 1)}, 10, "ids: expected 10 tokens (3 1 4 "),
-        ({"first_position": 9000}, 11, "positions: expected at most 8192, as the model has, got 9010"),
-        ({"l2.block_out": "final_norm"}, 12, "norm: expected l2.block_out before the final norm"),
-        ({"final_norm": "l0.ffn_gate"}, 13, "layout: final_norm (final_norm): expected seq=10 hidden=96"),
-        ({"weights": {QUERIES: "0" * 64}}, 14, f"weights: expected the numbers of {builtin_path('micro-llama')}"),
-        ({"production_logits": "logits"}, 15, "run: expected logits of token 0 of pass 0 to be those in production"),
+        ({"embed": np.roll(np.arange(len(IDS)), 1)}, 10, ("ids", "10 tokens (3 1 4 ", 17)),
+        ({"first_position": 9000}, 11, ("positions", 8192, 9010)),
+        ({"l2.block_out": "final_norm"}, 12, ("norm", "l2.block_out")),
+        ({"final_norm": "l0.ffn_gate"}, 13, ("layout", "final_norm", "seq=10 hidden=96", "(10, 128)")),
+        ({"weights": {QUERIES: "0" * 64}}, 14, ("weights", builtin_path("micro-llama"), "1 of 1", QUERIES)),
+        ({"production_logits": "logits"}, 15, ("run", "token 0", "pass 0")),
     ],
 )
 def test_what_says_nothing_of_the_engine_is_refused_each_with_its_code(
-    change: dict[str, Any], code: int, expected: str, tmp_path: Path
+    change: dict[str, Any], code: int, expected: tuple[object, ...], tmp_path: Path
 ):
     trace = run(open_weights(builtin_path("micro-llama")), Pass(IDS))
     ((name, what),) = change.items()
@@ -158,8 +162,8 @@ def test_what_says_nothing_of_the_engine_is_refused_each_with_its_code(
         for each, array in trace.items():
             writer.add(each, array)
     result = invoke("diagnose", str(tmp_path / "d"), *MODEL)
-    assert (result.exit_code, result.stdout) == (code, "")
-    assert result.stderr.startswith(f"llorch: {tmp_path / 'd'}: {expected}")
+    assert_cli_refuses(result, code, *expected)
+    assert result.stderr.startswith(f"llorch: {tmp_path / 'd'}: {expected[0]}: ")
     assert result.stderr.count("\n") == 1
 
 
@@ -179,17 +183,16 @@ def test_verify_takes_a_dump_as_a_witness(right: Path, wrong: Path):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("verify micro-llama --against {}/nothing", "or a dump, got"),
-        ("verify micro-llama --against {}/right --against golden", "goes alone"),
-        ("verify --against {}/right", "give one MODEL"),
-        ("verify micro-llama --against {}/right --backend torch", "no --backend"),
-        ("verify micro-llama --map {}/names.toml", "--map goes with a dump"),
+        ("verify micro-llama --against {}/nothing", ("--against", "golden, llamacpp, transformers", "{}/nothing")),
+        ("verify micro-llama --against {}/right --against golden", ("--against golden", "dump", "alone")),
+        ("verify --against {}/right", ("dump", "one MODEL")),
+        ("verify micro-llama --against {}/right --backend torch", ("dump", "--backend")),
+        ("verify micro-llama --map {}/names.toml", ("--map", "--against path/to/dump")),
     ],
 )
-def test_a_dump_goes_alone(words: str, expected: str, right: Path):
+def test_a_dump_goes_alone(words: str, expected: tuple[str, ...], right: Path):
     result = invoke(*words.replace("{}", str(right.parent)).split())
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert expected in " ".join(result.stderr.split())
+    assert_cli_refuses(result, 2, *(fact.replace("{}", str(right.parent)) for fact in expected))
 
 
 def test_an_adapter_folder_makes_it_a_dump_of_training(tmp_path: Path):
@@ -201,7 +204,7 @@ def test_an_adapter_folder_makes_it_a_dump_of_training(tmp_path: Path):
     result = invoke("diagnose", str(dump), "--model", "micro-qwen3", "--adapter", str(tmp_path / "adapter"), *options)
     assert result.exit_code == 1, result.stderr
     assert "adamw-eps-inside-root: explains" in result.stdout
-    assert all("eps was added under the root" in path.read_text(encoding="utf-8") for path in files.values())
+    assert all(re.search(r"\beps\b.*\broot\b", path.read_text(encoding="utf-8")) for path in files.values())
 
 
 def test_a_dump_of_experts_is_read_with_their_ids_as_integers(tmp_path: Path):

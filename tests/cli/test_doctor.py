@@ -27,9 +27,9 @@ def test_packages_that_end_the_process_do_not_end_this_one(tmp_path: Path):
     lines = {line.split()[1]: line for line in done.stdout.splitlines() if "BROKEN" in line}
     assert done.returncode == 1, done.stderr
     assert {"learn", "torch", "train", "devices"} <= lines.keys()
-    assert "(ends its process by SIGABRT)" in lines["learn"]
+    assert "SIGABRT" in lines["learn"]
     assert lines["learn"].rstrip().endswith("pip install --force-reinstall 'watchfiles>=1.0'")
-    assert "ends its process by SIGSEGV" in lines["devices"]
+    assert "SIGSEGV" in lines["devices"]
     assert "self-test micro-llama" in done.stdout
     assert done.stdout.splitlines()[-1] == f"{len(lines)} broken"
 

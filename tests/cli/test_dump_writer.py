@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from command_line import invoke
+from refusals import assert_cli_refuses
 
 from llorch.cli.dump_writer import WRITERS
 from llorch.dumps.index import open_raw
@@ -32,5 +33,4 @@ def test_every_writer_can_be_had():
 
 def test_another_language_is_refused_with_those_there_are():
     result = invoke("dump-writer", "fortran")
-    assert result.exit_code == 2
-    assert "'python', 'c', 'rust', 'ggml'" in result.stderr
+    assert_cli_refuses(result, 2, "'fortran'", "'python', 'c', 'rust', 'ggml'")

@@ -2,16 +2,26 @@
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from command_line import invoke, spawn
+from command_line import invoke
+from one_model import lessons_on_one_model
+from refusals import assert_cli_refuses
 
 WRONG = "def rms_norm(x, weight, eps):\n    print('seen')\n    return x * weight\n"
+RAISES = "def rms_norm(x, weight, eps):\n    print('seen')\n    return nothing\n"  # for which no cause is sought
 RIGHT = """import numpy as np
 def rms_norm(x, weight, eps):
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + x.dtype.type(eps)) * weight
 """
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_model() -> Iterator[None]:
+    with lessons_on_one_model():
+        yield
 
 
 @pytest.fixture
@@ -36,7 +46,7 @@ def test_all_that_is_written_has_to_pass(folder: Path, text: str, code: int):
 
 
 def test_verdicts_go_to_stdout_and_what_the_code_prints_to_stderr(folder: Path):
-    write(folder, WRONG)
+    write(folder, RAISES)
     found = check(folder, "rms_norm", "03")
     assert found.stdout.split()[:2] == ["checkpoint_01_rms_norm", "FAIL"]
     assert found.stdout.endswith("1 FAIL, 1 BORROWED\n")
@@ -45,7 +55,7 @@ def test_verdicts_go_to_stdout_and_what_the_code_prints_to_stderr(folder: Path):
 
 
 def test_json_has_what_stands_in_the_verdict(folder: Path):
-    write(folder, "def rms_norm(x, weight, eps):\n    return nothing\n")
+    write(folder, RAISES)
     found = json.loads(check(folder, "00", "01", "--json", "--chain").stdout)
     assert (found["version"], found["mode"], found["impl"]) == (1, "chained", str(folder))
     assert [(each["lesson"], each["word"]) for each in found["lessons"]] == [("00", "BORROWED"), ("01", "FAIL")]
@@ -53,37 +63,40 @@ def test_json_has_what_stands_in_the_verdict(folder: Path):
 
 
 def test_the_whole_traceback_is_shown_when_asked_for(folder: Path):
-    write(folder, "def rms_norm(x, weight, eps):\n    return nothing\n")
+    write(folder, RAISES)
     assert "guard.py" not in check(folder, "01").stdout
     assert "guard.py" in check(folder, "01", "--full").stdout
 
 
 @pytest.mark.parametrize("impl", [None, "LLORCH_IMPL", "--impl"])
-def test_the_folder_is_said_by_option_environment_or_project(folder: Path, impl: str | None):
-    write(folder, WRONG)
+def test_the_folder_is_said_by_option_environment_or_project(
+    folder: Path, impl: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    write(folder, RAISES)
     other = folder.parent / "other"
     other.mkdir()
     words = ["--impl", str(folder)] if impl == "--impl" else []
-    said = {None: {}, "LLORCH_IMPL": {"LLORCH_IMPL": str(folder)}, "--impl": {"LLORCH_IMPL": str(other)}}[impl]
-    found = spawn("learn", "check", "01", *words, cwd=Path("/") if impl else folder, **said)
-    assert (found.returncode, found.stdout.split()[:2]) == (1, ["checkpoint_01_rms_norm", "FAIL"])
+    monkeypatch.chdir(Path("/") if impl else folder)
+    if impl is not None:
+        monkeypatch.setenv("LLORCH_IMPL", str(other if words else folder))
+    found = invoke("learn", "check", "01", *words)
+    assert (found.exit_code, found.stdout.split()[:2]) == (1, ["checkpoint_01_rms_norm", "FAIL"])
 
 
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (["99"], 2, "there is no lesson '99'"),
-        (["rms_nrom"], 2, "did you mean 'rms_norm'?"),
-        (["--impl", "missing"], 3, "make one with: llorch learn init missing"),
-        (["--impl", __file__], 2, "expected a folder"),
-        (["--impl", "cmd:no-such-program"], 3, "expected cmd: and a program"),
-        (["--seconds", "0"], 2, "not in the range"),
+        (["99"], 2, ("lesson", "'99'")),
+        (["rms_nrom"], 2, ("'rms_nrom'", "'rms_norm'")),
+        (["--impl", "missing"], 3, ("'missing'", "llorch learn init", "missing")),
+        (["--impl", __file__], 2, ("folder", __file__)),
+        (["--impl", "cmd:no-such-program"], 3, ("cmd:", "'no-such-program'")),
+        (["--seconds", "0"], 2, ("--seconds", "0.0", "x>0")),
     ],
 )
-def test_usage(folder: Path, words: list[str], code: int, said: str):
+def test_usage(folder: Path, words: list[str], code: int, said: tuple[str, ...]):
     write(folder, RIGHT)
-    found = check(folder, *words)
-    assert (found.exit_code, said in found.stderr) == (code, True)
+    assert_cli_refuses(check(folder, *words), code, *said)
 
 
 def test_a_program_is_checked_and_nothing_is_kept_of_it(folder: Path):
@@ -98,19 +111,17 @@ def test_a_program_is_checked_and_nothing_is_kept_of_it(folder: Path):
 
 def test_teeth_are_known_mistakes_that_are_seen_in_what_passes(folder: Path):
     write(folder, RIGHT)
-    (folder / "l02_qkv.py").write_text("def linear(x, weight, bias):\n    return x\n")
+    (folder / "l02_qkv.py").write_text("def linear(x, weight, bias):\n    return nothing\n")
     right, wrong = json.loads(check(folder, "01", "02", "--teeth", "--json").stdout)["lessons"]
     assert (len(right["teeth"]) > 3, "teeth" in wrong) == (True, False)
 
 
 def test_without_a_folder_the_command_that_makes_one_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    found = invoke("learn", "check")
-    assert (found.exit_code, "make one with: llorch learn init my_llama" in found.stderr) == (2, True)
+    assert_cli_refuses(invoke("learn", "check"), 2, "learn init my_llama")
 
 
 def test_a_project_file_that_is_none_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "pyproject.toml").write_text("[tool")
     monkeypatch.chdir(tmp_path)
-    found = invoke("learn", "check")
-    assert (found.exit_code, found.stderr.startswith(f"llorch: {tmp_path}/pyproject.toml: ")) == (2, True)
+    assert_cli_refuses(invoke("learn", "check"), 2, f"llorch: {tmp_path}/pyproject.toml: ")

@@ -1,12 +1,14 @@
 """`llorch lora merge`, `export` and `inspect` as a user runs them."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 from command_line import invoke
 from random_adapters import random_adapter, tiny_base
+from refusals import assert_tells
 
 from llorch.files import open_weights
 from llorch.lora.base import identity_of
@@ -27,8 +29,8 @@ def test_merge_tells_what_the_adapter_and_the_rounding_did(made):
     assert result.exit_code == 0, result.stderr
     assert "BF16" in result.stdout
     assert "swallowed by rounding" in result.stdout
-    assert "logits: the adapter moves them by" in result.stdout
-    assert "base: the same, number by number" in result.stderr
+    assert re.search(r"^logits: .*\d", result.stdout, re.MULTILINE)
+    assert "base: the same" in result.stderr
 
 
 def test_merge_gives_json(made):
@@ -75,7 +77,7 @@ def test_inspect_with_another_base_is_refused(made, tmp_path):
     _, adapter, _ = made
     result = invoke("lora", "inspect", adapter, "--base", "micro-llama")
     assert result.exit_code == 2
-    assert "BaseMismatch: made for" in result.stderr.splitlines()[-1]
+    assert_tells(result.stderr.splitlines()[-1], adapter, "BaseMismatch", tmp_path / "base", "micro-llama.gguf")
 
 
 @pytest.mark.parametrize(
@@ -96,10 +98,9 @@ def test_any_base_exists_wherever_it_is_advised(tmp_path, words):
         words = words.replace(name, str(place))
     refused, accepted = invoke(*words.split()), invoke(*words.split(), "--any-base")
     assert refused.exit_code != 0
-    assert "made for someone/else" in refused.output
-    assert "say so with --any-base" in refused.output
+    assert_tells(refused.output, "someone/else", "--any-base")
     assert accepted.exit_code == 0, accepted.stderr
-    assert "another one, and accepted" in accepted.output
+    assert "accepted" in accepted.output
 
 
 def test_inspect_shows_a_choice_of_layers(made, tmp_path):

@@ -10,6 +10,7 @@ import pytest
 from chat_models import CHATML, chat_folder
 from command_line import invoke
 from random_adapters import tiny_base
+from refusals import assert_tells
 
 from llorch.builtin import builtin_path
 from llorch.cli.lora.train import command
@@ -70,7 +71,7 @@ def test_a_config_file_wins_over_defaults_and_options_over_the_file(tmp_path: Pa
     config.write_text("model: micro-qwen3\ndata: pirate\nr: 5\nalpha: 7\npacking: true\ndora: true\nlr: 1e-3\n")
     result = invoke(
         "lora", "train", "--config", str(config), "-o", str(tmp_path / "mine"), *SMALL, "--no-dora",
-        "--target-modules", "q_proj,v_proj",
+        "--target-modules", "q_proj,v_proj", "--max-length", "48",
     )  # fmt: skip
     assert result.exit_code == 0, result.stderr
     found = saved(tmp_path / "mine")
@@ -90,26 +91,28 @@ def test_a_resumed_run_needs_nothing_but_its_folder(tmp_path: Path):
 @pytest.mark.parametrize(
     ("words", "code", "expected"),
     [
-        ("story -o {}/new", 2, "data must be given"),
-        ("--data pirate -o {}/new", 2, "model must be given"),
-        ("story --data pirates -o {}/new", 3, "not a built-in data set (pirate)"),
-        ("stori --data pirate -o {}/new", 3, "not a built-in model"),
-        ("story --data pirate -o {}", 2, "expected a new or empty folder"),
-        ("story --data pirate -o {}/new --resume", 3, "there is no run to resume"),
-        ("story --data pirate -o {}/new --config {}/bad.yaml", 2, "unknown setting 'learning-rate'"),
-        ("story --data pirate -o {}/new --config {}/none.yaml", 3, "none.yaml"),
-        ("story --data pirate -o {}/new --lr -1", 2, "lr must be finite and above 0, got -1.0"),
-        ("story --data pirate -o {}/new --target-modules w1", 2, "the model has no module w1"),
-        ("story --data pirate -o {}/new --device tpu", 2, "expected cpu, cuda or cuda:N, got 'tpu'"),
-        ("story --data {}/bad.jsonl -o {}/new", 2, "bad.jsonl:2"),
+        ("story -o {}/new", 2, ("settings: data",)),
+        ("--data pirate -o {}/new", 2, ("settings: model",)),
+        ("story --data pirates -o {}/new", 3, ("data 'pirates'", "(pirate)", "'pirate'")),
+        ("stori --data pirate -o {}/new", 3, ("model 'stori'", "'story'")),
+        ("story --data pirate -o {}", 2, ("{}", "folder")),
+        ("story --data pirate -o {}/new --resume", 3, ("{}/new", "run.json", "--resume")),
+        ("story --data pirate -o {}/new --config {}/bad.yaml", 2, ("{}/bad.yaml", "'learning-rate'", "lr")),
+        ("story --data pirate -o {}/new --config {}/none.yaml", 3, ("{}/none.yaml",)),
+        ("story --data pirate -o {}/new --lr -1", 2, ("settings: lr", 0, "-1.0")),
+        ("story --data pirate -o {}/new --target-modules w1", 2, ("w1", "gate_proj", "q_proj")),
+        ("story --data pirate -o {}/new --device tpu", 2, ("device", "cuda:N", "'tpu'")),
+        ("story --data {}/bad.jsonl -o {}/new", 2, ("{}/bad.jsonl:2", "Malformed")),
     ],
 )
-def test_what_cannot_be_done_is_one_line_and_leaves_no_folder(words: str, code: int, expected: str, tmp_path: Path):
+def test_what_cannot_be_done_is_one_line_and_leaves_no_folder(
+    words: str, code: int, expected: tuple[object, ...], tmp_path: Path
+):
     (tmp_path / "bad.yaml").write_text("learning-rate: 1\n")
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": \n')
     result = invoke("lora", "train", *words.replace("{}", str(tmp_path)).split())
     assert (result.exit_code, result.stdout) == (code, "")
-    assert expected in result.stderr.splitlines()[-1]
+    assert_tells(result.stderr.splitlines()[-1], *(str(fact).replace("{}", str(tmp_path)) for fact in expected))
     assert not (tmp_path / "new").exists()
 
 
@@ -183,4 +186,4 @@ def test_a_loss_that_is_not_trained_is_named_where_a_folder_asks_for_it(asked: b
     config.write_text(json.dumps(json.loads(config.read_text()) | settings))
     result = train(tmp_path / "mine", model=str(tmp_path / "moe"))
     assert result.exit_code == 0, result.stderr
-    assert ("router_aux_loss_coef 0.02): it is not trained" in result.stderr) == asked
+    assert ("router_aux_loss_coef 0.02" in result.stderr) == asked

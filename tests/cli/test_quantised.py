@@ -1,11 +1,13 @@
 """`--numerics`, `--kv-cache` and `--weights` on the command line."""
 
 import json
+import re
 import struct
 from pathlib import Path
 
 import pytest
 from command_line import invoke
+from refusals import assert_cli_refuses
 
 from llorch.builtin import builtin_path
 from llorch.files import GGUFFile, open_weights
@@ -27,7 +29,7 @@ def test_a_quantised_file_is_verified_as_llama_cpp_computes_it(path: str):
     result = invoke("verify", path, TOKENS)
     assert result.exit_code == 0
     assert "numerics ggml; Q4_K, Q6_K: inputs rounded to Q8_K" in result.stdout
-    assert "values flip; as it runs, with nothing replaced: error" in result.stdout
+    assert re.search(r"values flip; .*: error ", result.stdout)
     assert "Q4_K_M: weights: 0.00 GB Q4_K, 0.00 GB Q6_K; decoded at load, needs about" in result.stderr
     assert "NOT RUN" not in result.stdout
 
@@ -44,7 +46,7 @@ def test_json_counts_the_flips_of_every_stage(path: str):
 def test_the_residency_can_be_chosen(path: str):
     result = invoke("verify", path, TOKENS, "--weights", "packed")
     assert result.exit_code == 0
-    assert "packed, decoded tile by tile" in result.stderr
+    assert "packed" in result.stderr
 
 
 @pytest.mark.live
@@ -58,17 +60,16 @@ def test_exact_numerics_show_both_engines_the_decoded_weights(path: str):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["micro-llama", "--numerics", "ggml"], "its goldens are those of exact numerics; add --against llamacpp"),
-        (["micro-llama", "--kv-cache", "f16"], "its goldens are those of exact numerics"),
-        (["{path}", TOKENS, "--weights", "packed", "--numerics", "exact"], "--weights goes with --numerics ggml"),
-        (["{path}", TOKENS, "--kv-cache", "f16", "--numerics", "exact"], "--kv-cache f16 goes with --numerics ggml"),
-        (["{path}", TOKENS, "--numerics", "ggml", "--against", "transformers"], "needs a .gguf file and llama.cpp"),
+        (["micro-llama", "--numerics", "ggml"], ("micro-llama: ", "goldens", "--against llamacpp")),
+        (["micro-llama", "--kv-cache", "f16"], ("micro-llama: ", "goldens", "--against llamacpp")),
+        (["{path}", TOKENS, "--weights", "packed", "--numerics", "exact"], ("--weights", "--numerics ggml")),
+        (["{path}", TOKENS, "--kv-cache", "f16", "--numerics", "exact"], ("--kv-cache f16", "--numerics ggml")),
+        (["{path}", TOKENS, "--numerics", "ggml", "--against", "transformers"], ("{path}: --numerics ggml", ".gguf")),
     ],
 )
-def test_what_does_not_go_together_is_a_usage_error(path: str, arguments: list[str], said: str):
+def test_what_does_not_go_together_is_a_usage_error(path: str, arguments: list[str], said: tuple[str, ...]):
     result = invoke("verify", *(a.format(path=path) for a in arguments))
-    assert result.exit_code == 2
-    assert said in " ".join(result.stderr.split())
+    assert_cli_refuses(result, 2, *(fact.format(path=path) for fact in said))
 
 
 def test_run_takes_the_numerics_and_says_where_the_weights_lie(tmp_path: Path):
@@ -80,7 +81,7 @@ def test_run_takes_the_numerics_and_says_where_the_weights_lie(tmp_path: Path):
     result = invoke("run", str(path), "Once upon a time", "-n", "4", "--numerics", "ggml", "--weights", "packed")
     assert result.exit_code == 0
     assert result.stdout.strip()
-    assert "GB Q8_0; packed, decoded tile by tile" in result.stderr
+    assert "GB Q8_0; packed, " in result.stderr
 
 
 @pytest.mark.parametrize("kind", [GGMLType.Q8_1, GGMLType.Q8_K, GGMLType.F64], ids=lambda kind: kind.name)
@@ -94,6 +95,4 @@ def test_a_type_that_llama_cpp_has_no_product_for_is_refused_by_name(tmp_path: P
     grown = bytes(8 * last.shape[0] * last.shape[1])
     path.write_bytes(content[:at] + struct.pack("<I", kind) + content[at + 4 :] + grown)
     result = invoke("verify", str(path), TOKENS, *wanted)
-    assert result.exit_code == 2
-    said = f"llorch: {path}: Unsupported: {last.name} is {kind.name}, which llama.cpp has no product for; use exact"
-    assert result.stderr.startswith(said)
+    assert_cli_refuses(result, 2, f"llorch: {path}: Unsupported: ", last.name, kind.name, "llama.cpp")

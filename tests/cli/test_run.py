@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from command_line import REPOSITORY, invoke, spawn
 from random_adapters import random_adapter
+from refusals import assert_cli_refuses, assert_tells
 
 import llorch
 from llorch.lora.base import identity_of
@@ -62,14 +63,14 @@ def test_text_ends_before_a_stop_string():
 
 def test_filters_without_a_temperature_are_remarked_upon():
     result = invoke("run", "story", START, "-n", "2", "--top-k", "5")
-    assert "change nothing at temperature 0" in result.stderr
+    assert_tells(result.stderr, "temperature 0")
     assert invoke("run", "story", START, "-n", "2", "--top-k", "5", "-t", "1").stderr == ""
 
 
 def test_a_full_context_is_remarked_upon():
     result = invoke("run", "story", "fox " * 500, "-n", "100", "--ignore-eos")
     assert result.exit_code == 0
-    assert "the context of 512 tokens is full" in result.stderr
+    assert_tells(result.stderr, "context", 512, "full")
 
 
 def test_verbose_tells_the_rates():
@@ -87,15 +88,13 @@ def test_text_that_is_not_utf8_is_refused_in_one_line():
 
 
 def test_an_empty_name_is_no_model():
-    result = invoke("run", "", START)
-    assert result.exit_code == 3
-    assert "model '': no such file" in result.stderr
+    assert_cli_refuses(invoke("run", "", START), 3, "model ''")
 
 
 def test_a_prompt_without_a_model_is_named_as_an_unknown_model():
     result = invoke("run", START)
-    assert result.exit_code == 3
-    assert f"model {START!r}: no such file or folder" in result.stderr
+    assert_cli_refuses(result, 3, "model", "story")
+    assert repr(START) in result.stderr
 
 
 BACKENDS = pytest.mark.parametrize("backend", ["numpy", "torch"])
@@ -119,7 +118,8 @@ def test_the_text_is_that_of_the_adapter_and_stderr_says_what_is_known_of_its_ba
     want = "".join(token.text for token in model.generate(START, max_tokens=12, adapter="mine"))
     result = invoke("run", "story", START, "-n", "12", "--backend", backend, "--adapter", str(folder / "peft"))
     assert (result.stdout, result.exit_code) == (want + "\n", 0)
-    assert result.stderr == f"{folder / 'peft'}: base: the same, number by number\n"
+    assert result.stderr.startswith(f"{folder / 'peft'}: base: the same, ")
+    assert result.stderr.count("\n") == 1
     assert result.stdout != invoke("run", "story", START, "-n", "12").stdout
 
 
@@ -137,26 +137,22 @@ def test_a_gguf_adapter_makes_the_same_text(backend: str, folder: Path):
 def test_an_adapter_of_another_base_is_refused_until_any_will_do(backend: str, folder: Path):
     how = ("run", "story", START, "-n", "3", "--backend", backend, "--adapter", str(folder / "foreign"))
     refused, taken = invoke(*how), invoke(*how, "--any-base")
-    assert (refused.stdout, refused.exit_code) == ("", 2)
-    assert "BaseMismatch" in refused.stderr
+    assert_cli_refuses(refused, 2, folder / "foreign", "BaseMismatch")
     assert taken.exit_code == 0
     assert "base: another one" in taken.stderr
 
 
 @pytest.mark.parametrize(
     ("options", "code", "problem"),
-    [(["--adapter", "nowhere"], 3, "nowhere: no such adapter"), (["--any-base"], 2, "--any-base goes with --adapter")],
+    [(["--adapter", "nowhere"], 3, ("nowhere: ", "adapter")), (["--any-base"], 2, ("--any-base", "--adapter"))],
 )
-def test_mistakes_are_named(options: list[str], code: int, problem: str):
-    result = invoke("run", "story", START, "-n", "1", *options)
-    assert (result.stdout, result.exit_code) == ("", code)
-    assert problem in " ".join(result.stderr.split())
+def test_mistakes_are_named(options: list[str], code: int, problem: tuple[str, ...]):
+    assert_cli_refuses(invoke("run", "story", START, "-n", "1", *options), code, *problem)
 
 
 def test_an_adapter_of_a_model_of_other_shapes_is_refused(folder: Path):
     result = invoke("run", "micro-llama", START, "--adapter", str(folder / "peft"))
-    assert (result.stdout, result.exit_code) == ("", 2)
-    assert str(folder / "peft") in result.stderr
+    assert_cli_refuses(result, 2, folder / "peft", "BaseMismatch", "micro-llama.gguf")
 
 
 TORCH = ("--backend", "torch")
@@ -188,5 +184,11 @@ def test_json_and_stop_strings_work_as_in_numpy():
 
 
 def test_it_runs_as_a_program():
+    done = spawn("run", "story", START, "-n", "5")
+    assert (done.stdout, done.stderr, done.returncode) == (", there was a little\n", "", 0)
+
+
+@pytest.mark.slow  # imports torch
+def test_run_on_torch_as_a_program_prints_nothing_else():
     done = spawn("run", "story", START, "-n", "5", *TORCH)
     assert (done.stdout, done.stderr, done.returncode) == (", there was a little\n", "", 0)

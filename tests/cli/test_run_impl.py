@@ -32,7 +32,7 @@ def write(folder: Path, but: str = "") -> None:
 @pytest.mark.parametrize("but", ["", "block"], ids=["all", "without the block"])  # which hides what it is made of
 def test_the_reference_as_implementation_says_the_same(folder: Path, but: str):
     write(folder, but)
-    how = ("run", "story", START, "-n", "24")
+    how = ("run", "story", START, "-n", "8")
     result = invoke(*how, "--impl", str(folder))
     assert result.stdout == invoke(*how, "--impl", "reference").stdout
     assert result.stderr.startswith(f"{folder}: yours ")
@@ -56,7 +56,7 @@ def test_packed_matrices_are_decoded_for_it(folder: Path, tmp_path: Path):
     write(folder, "block")
     packed = tmp_path / "packed.gguf"
     assert invoke("convert", "story", str(packed), "--type", "Q8_0").exit_code == 0
-    how = ("run", str(packed), START, "-n", "12", "--weights", "packed")
+    how = ("run", str(packed), START, "-n", "4", "--weights", "packed")
     assert invoke(*how, "--impl", str(folder)).stdout == invoke(*how).stdout
 
 

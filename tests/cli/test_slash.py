@@ -8,6 +8,7 @@ import pytest
 from chat_models import LLAMA_3, chat_folder
 from command_line import invoke
 from random_adapters import random_adapter
+from refusals import assert_tells
 
 from llorch.cli.slash import COMMANDS
 from llorch.lora.base import identity_of
@@ -76,9 +77,8 @@ def test_settings_are_shown_and_changed(folder: Path):
 
 def test_stats_tell_rates_and_the_context(folder: Path):
     out, _, _ = typed(folder, "/stats", "Once upon", "/stats", "The fox", "/stats")
-    assert out[0] == "0 of 512 tokens of context used"
-    assert "(0 of them remembered)" in out[2]
-    assert "wrote 8, 7 more in" in out[2]
+    assert_tells(out[0], "0 of 512")
+    assert_tells(out[2], "(0 of", "wrote 8, 7")
     words = out[4].replace("(", "").split()
     assert 0 < int(words[3]) < int(words[1])
 
@@ -101,8 +101,8 @@ def test_an_adapter_can_be_put_on_and_off(folder: Path, tmp_path: Path):
     model = load(folder)
     write_peft(random_adapter(model.config, lora_alpha=1.0), tmp_path / "peft", base=identity_of(model.weights))
     out, _, _ = typed(folder, "Once", f"/adapter {tmp_path / 'peft'}", "/retry", "/adapter none", "/retry")
-    assert out[1] == f"{tmp_path / 'peft'}: base: the same, number by number"
-    assert out[3] == "none: the base alone"
+    assert out[1].startswith(f"{tmp_path / 'peft'}: base: the same, ")
+    assert out[3].startswith("none: ")
     assert out[0] == out[4] != out[2]
     assert typed(folder, "Once", options=("--adapter", str(tmp_path / "peft")))[0] == [out[2]]
 
@@ -116,16 +116,16 @@ def test_quit_ends(folder: Path):
     assert typed(folder, "/quit", "/nonsense") == ([], typed(folder)[1], 0)
 
 
-MISTAKES = {
-    "/sav x": "there is no /sav; did you mean 'save'?; see /help", "/": "there is no /;",
-    "/save": "expected the name of a file", "/save nowhere/x": "nowhere", "/load nowhere.json": "nowhere.json",
-    "/trace x.txt": "ends in .npz or .safetensors, got 'x.txt'", "/trace x.npz": "nothing was said",
-    "/edit 1 x": "expected /edit N TEXT, N from 1 to 0", "/edit": "expected /edit N TEXT",
-    "/undo": "nothing was said yet", "/retry": "nothing was said yet",
-    "/set temprature 1": "did you mean 'temperature'?",
-    "/set temperature hot": "temperature must be a number, got 'hot'", "/set top_p 2": "top_p must be above 0",
-    "/set max_tokens 0": "max_tokens must be at least 1, got 0", "/set top_k 1.5": "top_k must be an integer",
-    "/adapter nowhere": "nowhere: no such adapter", "/adapter": "expected the name of a file",
+MISTAKES: dict[str, tuple[object, ...]] = {
+    "/sav x": ("/sav;", "'save'", "/help"), "/": ("/;", "/help"),
+    "/save": ("file", "none"), "/save nowhere/x": ("nowhere",), "/load nowhere.json": ("nowhere.json",),
+    "/trace x.txt": (".npz", ".safetensors", "'x.txt'"), "/trace x.npz": ("traced",),
+    "/edit 1 x": ("/edit N TEXT", "1 to 0", "'1 x'"), "/edit": ("/edit N TEXT", "''"),
+    "/undo": ("nothing", "said"), "/retry": ("nothing", "said"),
+    "/set temprature 1": ("'temprature'", "'temperature'"),
+    "/set temperature hot": ("temperature", "number", "'hot'"), "/set top_p 2": ("sampling: top_p", "2.0"),
+    "/set max_tokens 0": ("max_tokens", 1, 0), "/set top_k 1.5": ("top_k", "integer", "'1.5'"),
+    "/adapter nowhere": ("nowhere: ", "adapter"), "/adapter": ("file", "none"),
 }  # fmt: skip
 
 
@@ -133,5 +133,5 @@ MISTAKES = {
 def test_a_mistake_is_one_line_and_the_end_of_a_script(folder: Path, line: str):
     out, err, code = typed(folder, line, "/help")
     assert (out, code in (2, 3)) == ([], True)
-    assert MISTAKES[line] in err
-    assert len(err.splitlines()) == 2  # what the model is, and the mistake
+    _, mistake = err.splitlines()  # behind what the model is
+    assert_tells(mistake, *MISTAKES[line])

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import REPOSITORY, invoke
+from refusals import assert_cli_refuses
 from threadpoolctl import threadpool_info
 from training_runs import small_data
 
@@ -83,7 +84,7 @@ def test_every_verb_that_computes_has_the_option():
     assert [verb for verb in computing if "--threads INTEGER" not in invoke(*verb.split(), "--help").stdout] == []
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="NOT RUN: this system does not list threads")
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="NOT RUN: no list of threads here")
 @pytest.mark.usefixtures("three")
 def test_threads_that_are_let_go_end_and_others_take_their_place():
     here = Path("/proc/self/task")
@@ -91,7 +92,7 @@ def test_threads_that_are_let_go_end_and_others_take_their_place():
     x.exp()
     before = len([*here.iterdir()])
     let_go()
-    end = time.monotonic() + 10  # a thread that was joined is listed for a moment more
+    end = time.monotonic() + 60  # a thread that was joined is listed for a moment more
     while len([*here.iterdir()]) > before - 2:
         assert time.monotonic() < end
     assert torch.equal(x.exp(), torch.full_like(x, math.e))
@@ -116,6 +117,8 @@ class Watch:
     def find_spec(self, name, *_):
         if name in ("numpy", "torch"):
             print(name, *map(os.environ.get, {WAITING}), flush=True)
+        if name == "torch":
+            os._exit(0)
 sys.meta_path.insert(0, Watch())
 from llorch.cli import main
 main(["run", "story", "Once", "-n", "1", "--backend", "torch"], prog_name="llorch")
@@ -124,7 +127,7 @@ main(["run", "story", "Once", "-n", "1", "--backend", "torch"], prog_name="llorc
     done = subprocess.run(
         [sys.executable, "-c", watch], capture_output=True, text=True, check=False, cwd=REPOSITORY, env=said
     )
-    assert done.stdout.splitlines()[:2] == [" ".join((name, *want)) for name in ("numpy", "torch")], done.stderr
+    assert done.stdout.splitlines() == [" ".join((name, *want)) for name in ("numpy", "torch")], done.stderr
 
 
 @pytest.mark.usefixtures("three")
@@ -136,4 +139,4 @@ def test_a_run_is_gone_on_with_by_as_many_threads_as_began_it(tmp_path: Path):
     assert json.loads((tmp_path / "run" / "run.json").read_text())["identity"]["environment"]["threads"] == 2
     assert "float32 on cpu, threads 2, " in invoke("lora", "train", "-o", output, "--resume").stderr
     other = invoke("lora", "train", "-o", output, "--resume", "--threads", "1")
-    assert (other.exit_code, "environment.threads: saved 2, now 1; undo" in other.stderr) == (2, True)
+    assert_cli_refuses(other, 2, "environment.threads", 2, 1)

@@ -4,43 +4,83 @@ import json
 import re
 import shutil
 import sys
+from collections.abc import Sequence
+from functools import cache
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 from command_line import REPOSITORY, invoke, spawn
+from refusals import assert_cli_refuses, assert_tells
 from tiny_models import random_tensors, write_folder
 
+if TYPE_CHECKING:
+    from llorch.verify.judge import Row
+
+CHANGED = "micro-qwen2"
 TOKENS = "3,1,4,15,9,2,6,5"
 FIELDS = "model checkpoint stage layer producer backend mode error producer_error tolerance verdict".split()
 
 
-@pytest.fixture
-def changed_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+@pytest.fixture(scope="module")
+def changed_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`micro-qwen2` with one weight of layer 1 changed a little, and goldens that claim to be of this file."""
     from llorch.builtin import builtin_path, goldens_folder
     from llorch.files import open_gguf
     from llorch.verify.goldens import sha256
 
-    name = "micro-qwen2"
-    path = tmp_path / f"{name}.gguf"
+    folder, name = tmp_path_factory.mktemp("changed"), CHANGED
+    path = folder / f"{name}.gguf"
     data = bytearray(builtin_path(name).read_bytes())
     with open_gguf(builtin_path(name)) as file:
         tensor = file.tensors["blk.1.ffn_gate.weight"]
     weight = np.frombuffer(data, np.float32, 1, tensor.offset + 400)
     data[tensor.offset + 400 : tensor.offset + 404] = (weight + np.float32(0.1)).tobytes()
     path.write_bytes(data)
-    shutil.copytree(goldens_folder() / name, tmp_path / "goldens" / name)
-    record = tmp_path / "goldens" / name / "golden.json"
+    shutil.copytree(goldens_folder() / name, folder / "goldens" / name)
+    record = folder / "goldens" / name / "golden.json"
     golden = json.loads(record.read_text())
     golden["provenance"]["weights_sha256"] = sha256(path)
     record.write_text(json.dumps(golden))
-    monkeypatch.setattr("llorch.verify.models.builtin_path", lambda _: path)
-    monkeypatch.setattr("llorch.verify.models.goldens_folder", lambda: tmp_path / "goldens")
-    return name
+    return folder
 
 
+@pytest.fixture
+def changed_weight(changed_folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of that model, which stands for the built-in one."""
+    monkeypatch.setattr("llorch.verify.models.builtin_path", lambda _: changed_folder / f"{CHANGED}.gguf")
+    monkeypatch.setattr("llorch.verify.models.goldens_folder", lambda: changed_folder / "goldens")
+    return CHANGED
+
+
+@cache
+def rows_of(model: str) -> Sequence["Row"]:
+    """The rows of a model as it is at the first call: no model is judged both as it is and with a changed weight."""
+    from llorch.verify.models import verify_stored
+
+    return tuple(verify_stored(model))
+
+
+@cache
+def training_rows_of(model: str) -> Sequence["Row"]:
+    from llorch.verify.training.claims import verify_training_stored
+
+    return tuple(verify_training_stored(model))
+
+
+@pytest.fixture
+def judged_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are computed by the first command that shows them."""
+    monkeypatch.setattr("llorch.cli.judging.verify_stored", rows_of)
+    monkeypatch.setattr("llorch.cli.judging.verify_training_stored", training_rows_of)
+
+
+ALONE = ("--threads", "1")  # judged in this process, where `rows_of` remembers
+
+
+@pytest.mark.slow  # README's first command; the plain test of each comparison is tests/verify/test_checkpoints.py
 def test_every_built_in_model_agrees_with_its_goldens():
     from llorch.builtin import EVERY, builtin_path
     from llorch.cli.judged import TRAINING, checkpoints_of
@@ -61,18 +101,20 @@ def test_every_built_in_model_agrees_with_its_goldens():
     assert "13  quantised" in result.stdout.split("quantised   one witness: llamacpp\n")[1]
     last = result.stdout.splitlines()[-1]
     assert last.startswith(f"{len(EVERY) + 1} models, ")
-    assert " 0 failed, 1 witness left out that cannot judge; our float32 at least as close to the truth as each" in last
+    assert re.search(r" 0 failed, 1 witness ", last)
+    assert "float32" in last
     figures = (REPOSITORY / "benchmarks/README.md").read_text()
     (n_rows, n_places) = re.findall(r"(\d+) comparisons.* of (\d+) \(stage, layer, model\) rows", last)[0]
     assert f"{n_rows} comparisons, all pass" in figures
     assert f"{n_places} (stage, layer, model) rows" in figures
 
 
+@pytest.mark.usefixtures("judged_once")
 def test_json_has_every_row_and_a_summary_that_counts_them():
-    result = spawn("verify", "micro-qwen3", "--json")
+    result = invoke("verify", "micro-qwen3", "--json", *ALONE)
     found = json.loads(result.stdout)
     rows, summary = found["rows"], found["summary"]
-    assert result.returncode == 0
+    assert result.exit_code == 0
     assert all(row.keys() >= set(FIELDS) for row in rows)
     foreign = {"reader", "llamacpp", "transformers", "peft", "transformers-float64", "peft-float64"}
     assert {row["producer"] for row in rows} == foreign | {"ours"}
@@ -91,9 +133,9 @@ def test_json_has_every_row_and_a_summary_that_counts_them():
     assert {backend: counts["all"]["places"] for backend, counts in closer.items()} == dict.fromkeys(BACKENDS, places)
 
 
-@pytest.fixture(scope="module")
-def detail() -> str:
-    return spawn("verify", "micro-qwen3", "--detail").stdout
+@pytest.fixture
+def detail(judged_once: None) -> str:
+    return invoke("verify", "micro-qwen3", "--detail", *ALONE).stdout
 
 
 def test_detail_has_a_line_per_stage_and_says_where_its_row_lies(detail: str):
@@ -110,26 +152,33 @@ def test_detail_has_a_line_per_stage_and_says_where_its_row_lies(detail: str):
     assert all("isolated" in line or "chained" in line for line in lines if line.startswith("02 "))
 
 
+@pytest.mark.usefixtures("judged_once")
 def test_a_changed_weight_turns_the_run_red_and_is_located(changed_weight: str):
-    result = invoke("verify", changed_weight)
+    result = invoke("verify", changed_weight, *ALONE)
     assert result.exit_code == 1
-    assert "first failing stage of micro-qwen2: checkpoint 00 foundation: tensors, near, exact" in result.stdout
-    assert "2.6% differ, none may: blk.1.ffn_gate.weight" in result.stdout
-    assert "fed with the golden's own input: ffn_gate\n" in result.stdout
+    assert re.search(r" micro-qwen2: .* 00 foundation: tensors, near, exact, numpy against reader\n", result.stdout)
+    assert re.search(r"^  2\.6% .*: blk\.1\.ffn_gate\.weight\b", result.stdout, re.MULTILINE)
+    assert re.search(r" input: ffn_gate\n", result.stdout)
     assert "FAIL" in result.stdout.split("06  swiglu")[1].splitlines()[0]
 
 
+@pytest.mark.usefixtures("judged_once")
 def test_json_of_a_failure_names_the_first_stage_too(changed_weight: str):
-    result = invoke("verify", changed_weight, "--json")
+    result = invoke("verify", changed_weight, "--json", *ALONE)
     summary = json.loads(result.stdout)["summary"]
     assert result.exit_code == 1
     assert summary["failed"] == summary["comparisons"] - summary["passed"] > 0
     assert [failure["stage"] for failure in summary["first_failures"]] == ["tensors"]
 
 
-def test_models_judged_beside_each_other_are_reported_as_one_after_the_other(changed_weight: str):
+def test_models_judged_beside_each_other_are_reported_as_one_after_the_other(
+    changed_weight: str, monkeypatch: pytest.MonkeyPatch
+):
     for form in ((), ("--json",)):
-        one, two = (invoke("verify", changed_weight, "micro-llama3", "--threads", n, *form) for n in "12")
+        two = invoke("verify", changed_weight, "micro-llama3", "--threads", "2", *form)
+        with monkeypatch.context() as patch:
+            patch.setattr("llorch.cli.judging.verify_stored", rows_of)
+            one = invoke("verify", changed_weight, "micro-llama3", *ALONE, *form)
         assert (one.exit_code, two.exit_code, two.stderr) == (1, 1, one.stderr)
         assert two.stdout == one.stdout.replace("threads: 1", "threads: 2; processes: 2")
         assert "micro-llama3/golden.json is missing" in two.stdout
@@ -139,9 +188,8 @@ def test_goldens_of_other_weights_are_refused(changed_weight: str, monkeypatch: 
     from llorch.builtin import goldens_folder
 
     monkeypatch.setattr("llorch.verify.models.goldens_folder", goldens_folder)
-    result = invoke("verify", changed_weight)
-    assert result.exit_code == 2
-    assert "made for other weights" in result.stderr
+    weights = f"{changed_weight}.gguf"
+    assert_cli_refuses(invoke("verify", changed_weight), 2, f"golden {changed_weight}", weights, "regenerate.py")
 
 
 def test_a_missing_golden_is_not_run_and_never_a_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -164,13 +212,12 @@ def test_without_engines_a_file_is_not_run_and_the_command_that_adds_them_is_sho
     assert "tiny-1.5\n" in result.stdout
     assert "NOT RUN: llamacpp: llama_cpp is not installed; get it with: pip install 'llorch[golden]'" in result.stdout
     assert "NOT RUN: transformers: torch is not installed" in result.stdout
-    assert "input: token ids 1,18,35,11,28,5,21,38,15,31,8,25 (the model has no vocabulary)" in result.stderr
+    assert_tells(result.stderr, "input", "1,18,35,11,28,5,21,38,15,31,8,25")
 
 
 def test_a_prompt_that_does_not_fit_is_refused_before_an_engine_runs():
     result = invoke("verify", "story", "--against", "llamacpp", "--prompt", "a fox " * 300)
-    assert result.exit_code == 2
-    assert "tokens do not fit the context of 512; give fewer --tokens or a shorter --prompt" in result.stderr
+    assert_cli_refuses(result, 2, 512, "--tokens", "--prompt")
 
 
 def test_color_is_for_terminals_and_on_request_only(monkeypatch: pytest.MonkeyPatch):
@@ -189,7 +236,7 @@ def test_a_built_in_model_agrees_with_an_engine_that_runs_now():
     done = spawn("verify", "micro-llama", "--against", "llamacpp", "--tokens", TOKENS)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("micro-llama   one witness: llamacpp\n")
-    assert "as close to the truth as the producer at" in done.stdout
+    assert "numpy" in done.stdout
     assert "\nthreads: " in done.stdout
     assert done.stderr == ""
 
@@ -216,6 +263,7 @@ def test_training_is_shown_beside_peft_and_a_missing_golden_of_it_is_not_run(
     detail: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     from llorch.builtin import goldens_folder
+    from llorch.verify.training.claims import verify_training_stored
 
     (header,) = [line for line in detail.splitlines() if line.startswith("checkpoint ") and " peft " in line]
     assert "transformers" not in header
@@ -224,6 +272,7 @@ def test_training_is_shown_beside_peft_and_a_missing_golden_of_it_is_not_run(
     shutil.copytree(goldens_folder() / "micro-qwen3", tmp_path / "micro-qwen3")
     (tmp_path / "micro-qwen3" / "training.json").unlink()
     monkeypatch.setattr("llorch.verify.training.claims.goldens_folder", lambda: tmp_path)
-    result = invoke("verify", "micro-qwen3")
+    monkeypatch.setattr("llorch.cli.judging.verify_training_stored", verify_training_stored)
+    result = invoke("verify", "micro-qwen3", *ALONE)
     assert result.exit_code == 3
-    assert "training.json is missing; make it with reference_outputs/regenerate.py" in result.stdout
+    assert_tells(result.stdout, "training.json", "reference_outputs/regenerate.py")
