@@ -23,11 +23,6 @@ WHOLE_IN = ("torch-cpu-float32", "torch-cpu-bfloat16")
 
 
 @cache
-def forward_rows(model: str) -> Sequence[Row]:
-    return tuple(verify_stored(model))
-
-
-@cache
 def quantised_rows() -> Sequence[Row]:
     return tuple(verify_quantised_stored())
 

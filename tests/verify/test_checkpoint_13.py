@@ -5,8 +5,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from kept_suites import quantised_rows
 from planted_quantised import golden
-from stored_rows import quantised_rows
+from refusals import refuses
 
 from llorch.builtin import goldens_folder
 from llorch.stages import BY_NAME, STAGES
@@ -89,11 +90,12 @@ def test_checkpoint_13_fails_without_a_golden(missing: str, tmp_path: Path, monk
     shutil.copytree(goldens_folder() / FOLDER, tmp_path / FOLDER)
     (tmp_path / FOLDER / missing).unlink()
     monkeypatch.setattr(verify_quantised, "goldens_folder", lambda: tmp_path)
-    with pytest.raises(FileNotFoundError, match=rf"{missing} is missing; make it with reference_outputs/regenerate"):
+    with refuses(FileNotFoundError, "reference_outputs/regenerate.py", where=tmp_path / FOLDER / missing):
         list(verify_quantised_stored())
 
 
 def test_checkpoint_13_does_not_judge_a_model_that_the_goldens_are_not_of(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(verify_quantised, "read", lambda folder: golden())
     monkeypatch.setattr(verify_quantised, "MODELS", {"Q1_0": MODELS["Q1_0"]})
     monkeypatch.setattr(verify_quantised, "write_model", lambda name, folder: write_other(folder))
     (row,) = [row for row in verify_quantised_stored() if not row.stage.startswith(("decode.", "rounding."))]

@@ -9,8 +9,8 @@ from functools import cache
 from itertools import product
 
 import pytest
+from kept_suites import torch_rows as rows
 from stored_rows import WHOLE, suffixes
-from stored_rows import torch_rows as rows
 from torch_targets import CPU, CUDA
 
 from llorch.builtin import BUILTIN, builtin_path

@@ -4,13 +4,13 @@ pytest -k checkpoint            all
 pytest -k checkpoint_01b        one
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import product
 from pathlib import Path
 
 import pytest
-from stored_rows import forward_rows
+from kept_suites import PARTS, forward_part, forward_rows
 
 from llorch.builtin import EVERY, FOLDERS, builtin_path
 from llorch.config import ModelConfig
@@ -18,6 +18,7 @@ from llorch.files import open_weights
 from llorch.stages import BY_NAME, CHECKPOINTS, STAGES
 from llorch.verify.goldens import PRODUCERS, SAMPLINGS
 from llorch.verify.judge import PASS, Row
+from llorch.verify.models import verify_stored
 from llorch.verify.runners.numpy import BACKENDS, FLOAT64
 from llorch.verify.training.stages import TRAINING_STAGES
 from llorch.verify.truth import WITNESS
@@ -26,10 +27,14 @@ Key = tuple[str, str, str]  # checkpoint, model, stage
 Judged = set[tuple[str, str, str]]  # mode, producer, backend
 
 
+STAGE, DECODE, SAMPLER = PARTS
+SHOWN_BY = {"03": (STAGE, DECODE), **dict.fromkeys(("09", "10", "11", "12"), (SAMPLER,))}  # the others: by stages alone
+
+
 @cache
-def rows(model: str) -> dict[Key, list[Row]]:
+def rows(model: str, parts: Sequence[str] = PARTS) -> dict[Key, list[Row]]:
     grouped: dict[Key, list[Row]] = {}
-    for row in forward_rows(model):
+    for row in (row for part in parts for row in forward_part(model, part)):
         grouped.setdefault((row.checkpoint, row.model, row.stage), []).append(row)
     return grouped
 
@@ -59,11 +64,13 @@ def places(config: ModelConfig) -> Iterator[tuple[str, str, str]]:
 
 
 EXPECTED = {key: judged for model in EVERY for key, judged in expected(model).items()}
+BY_MODEL = sorted(EXPECTED, key=lambda key: (key[1], key))  # tests of one model stay in one process
 
 
-@pytest.mark.parametrize("key", sorted(EXPECTED), ids=lambda key: "checkpoint_" + "-".join(key))
+@pytest.mark.parametrize("key", BY_MODEL, ids=lambda key: "checkpoint_" + "-".join(key))
 def test_checkpoint(key: Key):
-    found = rows(key[1]).get(key, [])
+    number, model, _ = key
+    found = rows(model, SHOWN_BY.get(number, (STAGE,))).get(key, [])
     assert {(row.mode, row.producer, row.backend) for row in found} == EXPECTED[key]
     bad = [row for row in found if row.verdict != PASS]  # stored models have no near-ties
     assert not bad, f"{len(bad)} of {len(found)} rows do not pass, first: {bad[0]}"
@@ -80,6 +87,10 @@ def test_checkpoint_rows_are_all_looked_at_and_cover_every_layer_and_case(model:
     for (stage, *_), places in found.items():
         layers = [layer for layer in range(config.n_layers) if BY_NAME[stage].applies_to(config, layer)]
         assert places == set(product(("near", "far"), layers)), stage
+
+
+def test_parts_that_are_judged_apart_are_the_rows_of_the_whole():
+    assert forward_rows("micro-mistral") == list(verify_stored("micro-mistral"))
 
 
 def test_every_checkpoint_has_a_test():

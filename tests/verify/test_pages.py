@@ -5,14 +5,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from stored_rows import forward_rows, quantised_rows, torch_rows
+from kept_suites import forward_rows, kept, quantised_rows, read, torch_rows
+from refusals import refuses
 from training_rows import rows as training_rows
 
 from llorch.stages import CHECKPOINTS, STAGES
 from llorch.verify.judge import Row, exact_row
 from llorch.verify.places import Place
 from llorch.verify.report import pages
-from llorch.verify.report.pages import FOLDER, page, render, same
+from llorch.verify.report.pages import END, FOLDER, page, render, same
 from llorch.verify.report.tables import Blocks, equal, table
 
 ALL = [FOLDER / "README.md", *(page(FOLDER, number) for number in CHECKPOINTS)]
@@ -27,7 +28,8 @@ def blocks() -> Iterator[Mapping[Path, Blocks]]:
     def stored(model: str, runners: object = None, backend: str = "numpy") -> Sequence[Row]:
         return [row for row in torch_rows(backend, model) if row.backend == backend] if runners else forward_rows(model)
 
-    with pytest.MonkeyPatch.context() as patch:
+    with kept(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pages, "read", read)
         patch.setattr(pages, "verify_stored", stored)
         patch.setattr(pages, "verify_quantised_stored", quantised_rows)
         patch.setattr(pages, "verify_training_stored", lambda model: training_rows(model, "numpy"))
@@ -115,13 +117,13 @@ def test_only_generated_parts_are_rewritten():
     ids=["missing", "twice", "one too many", "misspelt", "open", "open before another", "closed twice"],
 )
 def test_a_page_without_exactly_its_blocks_is_refused(text):
-    with pytest.raises(ValueError, match=r"^page: expected the generated blocks \['distances'\], each closed"):
+    with refuses(ValueError, expected=(["distances"], END), where="page"):
         render(text, {"distances": "| new |"}, label="page")
 
 
 def test_without_goldens_nothing_is_written(monkeypatch, tmp_path):
     monkeypatch.setattr("llorch.verify.report.tables.goldens_folder", lambda: tmp_path)
-    with pytest.raises(ValueError, match=r"^pages: expected goldens in .*, got none; run"):
+    with refuses(ValueError, "regenerate.py", expected=pages.goldens_folder(), got="none", where="pages"):
         pages.generated(FOLDER)
 
 

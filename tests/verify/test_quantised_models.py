@@ -5,13 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from planted_quantised import golden
 
-from llorch.builtin import goldens_folder
 from llorch.files import GGUFFile, open_weights
 from llorch.files.names import inventory
 from llorch.files.quant import ACTIVATION_TYPE, BLOCK_SIZES, GGMLType, decode
 from llorch.verify.suites.files import fingerprint
-from llorch.verify.suites.quantised_goldens import FOLDER, read, types
+from llorch.verify.suites.quantised_goldens import types
 from llorch.verify.suites.quantised_models import MODELS, matrix_bytes, random_blocks, write_model
 
 PURE = [name for name in MODELS if name != "Q4_K_M"]
@@ -23,7 +23,7 @@ def each_type():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_has_the_bytes_that_the_goldens_come_from(name: str, tmp_path: Path):
-    assert fingerprint(write_model(name, tmp_path)) == read(goldens_folder() / FOLDER).files[name]
+    assert fingerprint(write_model(name, tmp_path)) == golden().files[name]
 
 
 def test_every_type_that_rounds_its_inputs_has_a_model_of_its_own():

@@ -2,11 +2,13 @@
 
 import json
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 import pytest
 from command_line import invoke, spawn
+from refusals import assert_cli_refuses, assert_tells, refuses
 from training_runs import small_data, small_settings
 
 from llorch.errors import CheckpointMismatch
@@ -73,13 +75,13 @@ def test_a_control_that_changes_nothing_proves_nothing():
 
 
 def test_a_run_that_cannot_be_cut_in_two_is_refused(tmp_path: Path):
-    with pytest.raises(ValueError, match="steps must be at least 2, got 1; the run is cut in two"):
+    with refuses(ValueError, "at least 2", got=1, where="steps"):
         verify_resume(small_settings(tmp_path, steps=1), tmp_path, control=False)
 
 
 def test_a_second_half_that_is_refused_proves_nothing_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("llorch.train.resume.PACKAGES", (*PACKAGES, "click"))  # which a new process does not inherit
-    with pytest.raises(CheckpointMismatch, match=r"environment\.packages\.click: saved [0-9.]+, now nothing; undo"):
+    with refuses(CheckpointMismatch, version("click"), "nothing", where="environment.packages.click"):
         verify_resume(small_settings(tmp_path, steps=2), tmp_path, control=False)
 
 
@@ -113,10 +115,12 @@ def test_on_a_mesh_stopped_and_straight_runs_are_bit_identical_and_losing_state_
 
 
 def test_on_a_mesh_ranks_that_cannot_run_prove_nothing_and_say_why(tmp_path: Path):
+    from mesh_programs import invoke_on_mesh
+
     flags = "--steps 2 --batch-size 1 --mesh dp=2"
-    done = spawn("lora", "verify-resume", "micro-llama", "--data", str(small_data(tmp_path)), *flags.split())
-    assert (done.returncode, done.stdout) == (3, "")
-    assert "of 2: ValueError: mesh: expected at least a row of each forward pass" in done.stderr.splitlines()[-1]
+    data = str(small_data(tmp_path))
+    result = invoke_on_mesh(tmp_path, "lora", "verify-resume", "micro-llama", "--data", data, *flags.split())
+    assert_cli_refuses(result, 3, "of 2", "ValueError: mesh")
 
 
 def test_what_differs_is_printed_tensor_by_tensor_and_the_exit_code_is_one(
@@ -130,22 +134,24 @@ def test_what_differs_is_printed_tensor_by_tensor_and_the_exit_code_is_one(
     )
     result = invoke("lora", "verify-resume", "micro-llama", "--data", str(tmp_path), "--steps", "4")
     assert result.exit_code == 1
-    assert result.stdout.splitlines() == [
-        "4 steps straight against 2 + 2 after a resume",
-        "weights          1 tensors        1,024 values          3 bits differ",
-        "  adapter/layers.0.q_proj.lora_A: 1,024 values, 3 bits differ",
-        "moments          1 tensors            1 values          0 bits differ",
-        "log              4 lines                               1 lines differ",
-        "NOT bit-identical",
-        "control, moments lost: 1 of 2 tensors differ, as they must",
-        "control, place lost: NOT NOTICED",
+    told = [
+        ("4 steps", "2 + 2"),
+        ("weights", "1 tensors", "1,024 values", "3 bits"),
+        ("adapter/layers.0.q_proj.lora_A", "1,024 values", "3 bits"),
+        ("moments", "1 tensors", "1 values", "0 bits"),
+        ("log", "4 lines", "1 lines"),
+        ("NOT bit-identical",),
+        ("moments", "1 of 2"),
+        ("place", "NOT NOTICED"),
     ]
+    for line, facts in zip(result.stdout.splitlines(), told, strict=True):
+        assert_tells(line, *facts)
     every = invoke("lora", "verify-resume", "micro-llama", "--data", str(tmp_path), "-v")
-    assert "  optimizer/step: 1 values, 0 bits differ" in every.stdout.splitlines()
+    (line,) = [line for line in every.stdout.splitlines() if "optimizer/step" in line]
+    assert_tells(line, "1 values", "0 bits")
 
 
 def test_without_torch_the_command_that_brings_it_is_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setitem(sys.modules, "torch", None)
     result = invoke("lora", "verify-resume", "micro-llama", "--data", str(small_data(tmp_path)))
-    assert (result.exit_code, result.stdout) == (3, "")
-    assert "torch is not installed; get it with: pip install 'llorch[train]'" in result.stderr
+    assert_cli_refuses(result, 3, "torch", "pip install 'llorch[train]'")

@@ -100,7 +100,7 @@ def config_unless_crossing(values: dict[str, Any]) -> ModelConfig | None:
     try:
         return ModelConfig.from_huggingface(values, path="config.json")
     except FormatError as error:
-        if "the ramp of yarn must end behind its start" in str(error):
+        if "beta_fast=" in str(error):  # as of a ramp that ends before its start
             return None
         raise
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from refusals import refuses
 from tiny_models import GGUF_METADATA, VOCAB, gguf_tensors, random_tensors, write_file, write_folder
 
 from llorch.builtin import builtin_path
@@ -83,7 +84,7 @@ def test_an_engine_says_on_what_route_its_model_came(
 
 
 def test_goldens_that_do_not_say_how_a_file_came_are_refused():
-    with pytest.raises(ValueError, match="does not say how the file reached llamacpp"):
+    with refuses(ValueError, "llamacpp", "reference_outputs/regenerate.py", where="golden"):
         stored_route({"engines": {"llamacpp": {}}}, "llamacpp")
 
 

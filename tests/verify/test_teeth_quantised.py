@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from planted import named_by
 from planted_quantised import QuantisedSituation, golden, situations, variant
+from refusals import assert_tells
 
 import llorch
 from llorch import forward
@@ -225,7 +226,8 @@ def test_one_wrong_bit_of_decoding_is_red(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(verify_quantised, "decode", nearly)
     rows = list(decode_rows(golden()))
     assert {row.verdict for row in rows} == {FAIL}
-    assert all("1 of" in row.note and "the first in block 1" in row.note for row in rows)
+    for row in rows:
+        assert_tells(row.note, f"1 of {golden().blocks[f'{row.model}.values'].size}", "block 1")
 
 
 def test_nan_where_ggml_has_a_number_is_red(monkeypatch: pytest.MonkeyPatch):

@@ -1,9 +1,11 @@
+import re
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
+from refusals import refuses
 from tiny_models import random_tensors, write_folder
 
 from llorch import builtin
@@ -99,13 +101,14 @@ def test_the_text_of_a_live_run_is_tokenized_by_the_engine_too(monkeypatch: pyte
 def test_goldens_of_other_weights_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     shutil.copy(builtin_path("micro-qwen3"), tmp_path / "micro-qwen2.gguf")
     monkeypatch.setattr(verify, "builtin_path", lambda name: tmp_path / f"{name}.gguf")
-    with pytest.raises(ValueError, match=r"made for other weights .*run reference_outputs/regenerate"):
+    where = ("golden micro-qwen2", tmp_path / "micro-qwen2.gguf")
+    with refuses(ValueError, "weights", "reference_outputs/regenerate.py", where=where):
         list(verify_stored("micro-qwen2"))
 
 
 def test_a_missing_golden_folder_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(verify, "goldens_folder", lambda: tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"golden\.json is missing"):
+    with refuses(FileNotFoundError, where=tmp_path / "micro-qwen2" / "golden.json"):
         list(verify_stored("micro-qwen2"))
 
 
@@ -137,11 +140,14 @@ def test_live_and_stored_errors_are_alike():
     assert 0.2 < ratio < 5
 
 
-def test_a_prompt_whose_traces_do_not_fit_the_memory_is_refused_before_an_engine_runs():
+def test_a_prompt_whose_traces_do_not_fit_the_memory_is_refused_before_an_engine_runs(monkeypatch: pytest.MonkeyPatch):
     config = open_weights(PATH).config
+    monkeypatch.setattr(verify, "available_memory", lambda: 2.5e9)
     verify.require_memory(config, 12, n_traces=5)
-    with pytest.raises(MemoryError, match=r"traces of 1000000 tokens need \d+\.\d GB, .* free; give a shorter prompt"):
+    with refuses(MemoryError, "1000000 tokens", "2.5 GB", "prompt") as caught:
         verify.require_memory(config, 10**6, n_traces=5)
+    needed, free = map(float, re.findall(r"(\d+\.\d) GB", str(caught.value)))
+    assert needed > free
 
 
 def test_a_prompt_near_the_end_of_the_context_leaves_fewer_greedy_tokens(monkeypatch: pytest.MonkeyPatch):
@@ -165,7 +171,7 @@ def test_a_model_that_does_not_fit_every_engine_is_refused_with_the_figures(monk
     ours = 4 * sum(int(np.prod(weights.shape(name))) for name in weights)
     monkeypatch.setattr("llorch.verify.models.available_memory", lambda: 1.1 * ours)
     verify.require_engines(weights, ["llamacpp"], ours=ours)
-    with pytest.raises(MemoryError, match=r"weights in every engine, of one layer at least, about .* are free; use"):
+    with refuses(MemoryError, "GB", "--numerics ggml", "--against llamacpp", where=PATH):
         verify.require_engines(weights, ["llamacpp", "transformers"], ours=ours)
 
 
@@ -176,5 +182,5 @@ def test_a_truth_that_does_not_fit_is_not_run_and_says_so(monkeypatch: pytest.Mo
     monkeypatch.setattr("llorch.verify.models.available_memory", lambda: needed)
     verify.require_truth(weights)
     monkeypatch.setattr("llorch.verify.models.available_memory", lambda: needed - 1)
-    with pytest.raises(MemoryError, match=r"the truth needs one layer at a time in float64, \d+\.\d GB, "):
+    with refuses(MemoryError, "truth", "float64", f"{needed / 1e9:.1f} GB"):
         verify.require_truth(weights)

@@ -1,12 +1,13 @@
 """Passes that share the matrices of a large model: the same rows, and each matrix decoded once a layer for all."""
 
+import re
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
+from planted_quantised import golden
 
-from llorch.builtin import goldens_folder
 from llorch.files import open_weights
 from llorch.files.packed import Packed
 from llorch.numerics import GGML
@@ -14,11 +15,11 @@ from llorch.verify.judge import FAIL, Row
 from llorch.verify.runners.numpy import GgmlRunner
 from llorch.verify.runners.shared import SharedWeights
 from llorch.verify.suites.quantised import suite_of
-from llorch.verify.suites.quantised_goldens import CASE, FOLDER, read
+from llorch.verify.suites.quantised_goldens import CASE
 from llorch.verify.suites.quantised_models import write_model
 
 NAME = "Q4_K"
-GOLDEN = read(goldens_folder() / FOLDER)
+GOLDEN = golden()
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def test_a_matrix_is_decoded_as_often_as_one_pass_comes_by(weights: SharedWeight
     assert [line.split(",")[:2] for line in told] == [
         [f"round {k}", f" layer {i} of {n}"] for k in (1, 2, 3, 4) for i in range(n + 1)
     ]
-    assert "s to the last" in told[1]
+    assert re.search(r"\d+ s\b", told[1])
 
 
 def test_a_tile_that_is_decoded_wrongly_is_red_wherever_it_is_used(

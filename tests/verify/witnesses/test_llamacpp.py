@@ -1,12 +1,14 @@
 """The producer `llamacpp` in half precision: what it rounds, what it does not, and what it refuses."""
 
 import errno
+import re
 import shutil
 
 import numpy as np
 import pytest
 from random_adapters import IDS as ADAPTER_IDS
 from random_adapters import random_adapter, tiny_base
+from refusals import refuses
 
 from llorch.builtin import builtin_path
 from llorch.files import open_weights
@@ -44,13 +46,13 @@ def test_weights_and_inputs_of_products_are_rounded_and_nothing_else(dtype: Dtyp
 def test_a_full_disk_is_refused_with_the_dtype(dtype: DtypeName, kind: str, monkeypatch: pytest.MonkeyPatch):
     usage = shutil.disk_usage("/")._replace(free=1000)
     monkeypatch.setattr(f32_copy.shutil, "disk_usage", lambda _path: usage)
-    with pytest.raises(OSError, match=f"needs these weights as a {dtype} GGUF file") as caught:
+    with refuses(OSError, dtype, "GB", "TMPDIR") as caught:
         open_producer("llamacpp", PATH, dtype=dtype)
     assert caught.value.errno == errno.ENOSPC
 
 
 def test_the_file_as_it_is_has_no_other_dtype():
-    with pytest.raises(ValueError, match="ggml numerics take the file as it is, not as float16"):
+    with refuses(ValueError, "ggml", "float16", where="llamacpp"):
         open_producer("llamacpp", PATH, numerics=GGML, dtype="float16")
 
 
@@ -71,8 +73,9 @@ def test_a_quantised_file_is_decoded_and_written_by_llama_cpp(tmp_path, monkeypa
         assert {theirs.stored_type(name).name for name in theirs} == {"F32"}
         assert all(np.array_equal(ours.array(name), theirs.array(name)) for name in ours)
     (tmp_path / "damaged.gguf").write_bytes(path.read_bytes()[:-999])
-    with pytest.raises(RuntimeError, match=r"llama.cpp: its quantiser gave status \d+ for .*damaged.gguf"):
+    with refuses(RuntimeError, "quantiser", where=("llama.cpp", tmp_path / "damaged.gguf")) as caught:
         f32_copy.write_by_llamacpp(tmp_path / "damaged.gguf", tmp_path / "copy.gguf", 0)
+    assert re.search(r"status \d+", str(caught.value))
 
 
 @pytest.fixture
@@ -114,7 +117,7 @@ def test_what_llamacpp_refuses_is_an_error_with_its_words(made, tmp_path):
     base, adapter, _ = made
     cut = tmp_path / "cut.gguf"
     cut.write_bytes(adapter.read_bytes()[:200])
-    with pytest.raises(OSError, match="cannot load the adapter"):
+    with refuses(OSError, "adapter", where=cut):
         logits_with_adapter(base, cut, ADAPTER_IDS)
-    with pytest.raises(OSError, match="cannot load the adapter"):
+    with refuses(OSError, "adapter", where=adapter):
         logits_with_adapter("llorch/models/micro-qwen3.gguf", adapter, ADAPTER_IDS)

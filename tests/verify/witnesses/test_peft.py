@@ -5,6 +5,7 @@ import pytest
 import safetensors.numpy as container
 from planted_training import training_golden_of, weights_of
 from random_adapters import IDS, adapted_logits, random_adapter, tiny_base
+from refusals import refuses
 
 from llorch.builtin import builtin_path
 from llorch.files import open_weights
@@ -79,7 +80,7 @@ def test_the_stored_truth_of_isolated_stages_is_peft_in_float64_running_now():
 def test_float64_outside_of_the_mode_that_widens_everything_is_refused():
     from llorch.verify.witnesses.peft import Peft
 
-    with pytest.raises(RuntimeError, match="must be made inside float64_everywhere"):
+    with refuses(RuntimeError, "float64", "float64_everywhere", where="peft"):
         Peft(builtin_path(MODEL), n_threads=1, dtype="float64")
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
+from refusals import refuses
 from tiny_models import GGUF_METADATA, gguf_tensors, random_tensors, write_file, write_folder
 
 from llorch.builtin import builtin_path
@@ -123,7 +124,7 @@ def parts(model: Any) -> set[str]:
 def test_a_pass_that_fails_ends_all_and_the_engine_goes_on():
     with open_here("transformers", builtin_path("micro-llama"), streamed=True) as engine:
         want = engine.logits(IDS)
-        with pytest.raises(ValueError, match=r"ids: expected one or more"):
+        with refuses(ValueError, got=10**6, where="ids"):
             engine.together([("logits", (IDS,), {}), ("logits", ((10**6,),), {})])
         assert same(engine.logits(IDS), want)
 
@@ -133,4 +134,4 @@ def test_what_does_not_fit_is_streamed(monkeypatch: pytest.MonkeyPatch, free: fl
     monkeypatch.setattr("llorch.verify.lockstep.available_memory", lambda: free)
     with open_here("transformers", builtin_path("micro-llama")) as engine:
         knobs = engine.provenance()["knobs"]
-    assert (knobs.get("weights") == "one layer at a time") == (free == 0)  # type: ignore[attr-defined]
+    assert ("layer" in str(knobs.get("weights"))) == (free == 0)  # type: ignore[attr-defined]

@@ -1,0 +1,103 @@
+"""Rows of the stored goldens, judged with one golden and one suite of claims for each model of a process.
+
+A suite derives its limits once for each case and dtype. Backends that `verify_stored` judges one after the other would
+derive them again and read the goldens again, which is a tenth of what their rows cost. Ceilings of training are kept
+too, as every claim asks for one.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import pytest
+import stored_rows
+from planted import golden_of
+from planted_quantised import golden as quantised_golden
+
+from llorch.builtin import goldens_folder
+from llorch.files import Weights
+from llorch.verify import models
+from llorch.verify.goldens import Golden
+from llorch.verify.judge import Row, routed
+from llorch.verify.runners import Runner
+from llorch.verify.suites import quantised
+from llorch.verify.suites.forward import ForwardSuite
+from llorch.verify.suites.quantised_goldens import FOLDER, QuantisedGolden
+from llorch.verify.training import limits
+
+PARTS = ("stage_rows", "decode_rows", "sampler_rows")
+OF_THE_FILE = ("tensors", "token_ids")
+CEILING = cache(limits.ceiling)
+SUITES: dict[str, ForwardSuite] = {}
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """Have those who judge what is stored use what is kept, until the end of the block."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(models, "read", read)
+        patch.setattr(models, "ForwardSuite", _suite)
+        patch.setattr(quantised, "read", _read_quantised)
+        patch.setattr(limits, "ceiling", CEILING)
+        yield
+
+
+def read(folder: Path) -> Golden:
+    """Read stored goldens once; nobody may change them."""
+    assert folder.parent == goldens_folder()
+    return golden_of(folder.name)
+
+
+def _read_quantised(folder: Path) -> QuantisedGolden:
+    assert folder == goldens_folder() / FOLDER
+    return quantised_golden()
+
+
+def _suite(name: str, weights: Weights, *shown: object) -> ForwardSuite:
+    if name not in SUITES:
+        SUITES[name] = ForwardSuite(name, weights, *shown)  # pyright: ignore[reportArgumentType]
+    suite = SUITES[name]
+    assert all(kept is new for kept, new in zip((suite.cases, suite.evidence, suite.truth), shown, strict=True))
+    return suite
+
+
+@cache
+def forward_rows(model: str) -> Sequence[Row]:
+    """Judge NumPy on a built-in model; rows stand in the order of `verify_stored`."""
+    rows = [row for part in PARTS for row in forward_part(model, part)]
+    backends = [*dict.fromkeys(row.backend for row in rows)]
+    return sorted(rows, key=lambda row: backends.index(row.backend))
+
+
+@cache
+def forward_part(model: str, part: str) -> Sequence[Row]:
+    """Judge one of `PARTS`, so that tests of one checkpoint do not wait for the others; the first has the file's rows.
+
+    Args:
+        model: A built-in model.
+        part: A method of the suite.
+    """
+
+    def rows(suite: ForwardSuite, runner: Runner) -> list[Row]:
+        with runner.arithmetic():
+            return [*routed(getattr(suite, part)(runner), suite.routes)]
+
+    with kept(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ForwardSuite, "rows", rows)
+        found = models.verify_stored(model)
+        return [row for row in found if part == PARTS[0] or row.stage not in OF_THE_FILE]
+
+
+@cache
+def quantised_rows() -> Sequence[Row]:
+    """Judge all that checkpoint 13 compares."""
+    with kept():
+        return stored_rows.quantised_rows()
+
+
+@cache
+def torch_rows(target: str, model: str) -> Sequence[Row]:
+    """Judge a target of the torch path on a built-in model."""
+    with kept():
+        return stored_rows.torch_rows(target, model)
