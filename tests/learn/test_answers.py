@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
@@ -9,8 +10,10 @@ from zipfile import ZipFile
 import numpy as np
 import pytest
 from command_line import invoke
+from refusals import assert_cli_refuses, assert_tells
 
 from llorch.cli.outcome import DIFFERS, OK, USAGE
+from llorch.learn import answers as hand_in
 from llorch.learn.lessons import BY_NUMBER, PARTS, Lesson
 from llorch.learn.materials import typed_mistakes
 from llorch.learn.npz import to_npz
@@ -22,6 +25,14 @@ def of_manifest(said: Any, arrays: Any) -> Any:
     if isinstance(said, dict):
         return {name: of_manifest(each, arrays) for name, each in said.items()}
     return arrays[said] if isinstance(said, str) else said
+
+
+RECORDED = cache(hand_in.Calls)  # of a lesson; a command for its inputs and one for its answers record the same
+
+
+@pytest.fixture(autouse=True)
+def calls_recorded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hand_in, "Calls", RECORDED)
 
 
 @pytest.fixture
@@ -84,19 +95,19 @@ def test_wrong_answers_fail_with_the_name_of_the_mistake(answers: Made, number: 
 
 def test_an_answer_of_another_shape_is_a_fault(answers: Made):
     path = answers("06", {"swiglu": lambda gate, up: gate[:1] * up[:1]})
-    assert "swiglu: expected y of shape" in invoke("learn", "check", "06", "--answers", str(path)).stdout
+    result = invoke("learn", "check", "06", "--answers", str(path))
+    assert result.exit_code == DIFFERS
+    assert_tells(result.stdout, "swiglu", "y", expected="(8, 128)", got="(1, 128)")
 
 
 def test_files_that_are_no_answers_are_refused(tmp_path: Path):
     path = tmp_path / "answers.npz"
     how = ("learn", "check", "06", "--answers", str(path))
     path.write_bytes(b"PK")
-    result = invoke(*how)
-    assert (result.exit_code, "Malformed: not an npz of arrays" in result.stderr) == (USAGE, True)
+    assert_cli_refuses(invoke(*how), USAGE, path, "Malformed", "npz")
     write(path, {"swiglu/9999/y": np.ones(2)})
-    assert "swiglu/9999/y answers no call; names are such as feed_forward/0000/y" in invoke(*how).stderr
+    assert_cli_refuses(invoke(*how), USAGE, path, "Unexpected", "swiglu/9999/y", "feed_forward/0000/y")
     write(path, {"swiglu/0000/y": np.ones((12, 224), np.float32)})
-    assert "swiglu: expected" in invoke(*how).stdout
-    assert "goes with one lesson" in invoke(*how[:2], "--answers", str(path)).stderr
-    result = invoke("learn", "inputs", "12", "-o", str(tmp_path / "calls.npz"))
-    assert (result.exit_code, "write it in Python" in result.stderr) == (USAGE, True)
+    assert_tells(invoke(*how).stdout, "swiglu", "y", expected="(8, 128)", got="(12, 224)")
+    assert_cli_refuses(invoke(*how[:2], "--answers", str(path)), USAGE, "--answers", "one", "--chain", "--impl")
+    assert_cli_refuses(invoke("learn", "inputs", "12", "-o", str(tmp_path / "calls.npz")), USAGE, 12, "Python")

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from refusals import assert_tells
 
 from llorch.learn.apart import Outcome, outcomes
 from llorch.learn.lessons import BY_NUMBER
@@ -31,30 +32,27 @@ def said_of(outcome: Outcome) -> str:
 
 
 @pytest.mark.parametrize(
-    ("body", "fault"),
+    ("body", "facts"),
     [  # as a learner may write it
-        ("    while True:\n        pass\n", "over 2 s of its own; does a loop end?\n"),
-        pytest.param("    time.sleep(60)\n", "over 2 s of its own; does a loop end?\n", marks=pytest.mark.slow),
+        pytest.param("while True:\n        pass\n", ["rms_norm", "TookTooLong", "0.5 s"], id="loop"),
+        pytest.param("time.sleep(10_000)\n", ["rms_norm", "TookTooLong", "0.5 s"], id="sleep"),
         pytest.param(
-            "    signal.signal(signal.SIGALRM, signal.SIG_IGN)\n    while True:\n        pass\n",
-            "not be interrupted",
-            marks=pytest.mark.slow,
+            "signal.signal(signal.SIGALRM, signal.SIG_IGN)\n    while True:\n        pass\n",
+            ["0.5 s", "interrupted"], id="loop without alarm", marks=pytest.mark.slow,
         ),
-        ("    os._exit(3)\n", "ended the process that checks it (exit status 3)"),
-        ("    ctypes.string_at(0)\n", "ended the process that checks it (SIGSEGV)"),
-        ("    sys.exit(3)\n", "raised SystemExit: 3\n"),
-        ("    return np.ones(1 << 37)\n", "raised MemoryError: Unable to allocate"),
-        ("    return rms_norm(x, weight, eps)\n", "raised RecursionError: maximum recursion depth exceeded\n"),
-        ("    return input()\n", "raised EOFError: "),
-        ("    raise KeyboardInterrupt\n", "the check itself raised KeyboardInterrupt"),
+        pytest.param("os._exit(3)\n", ["process", "exit status 3"], id="exit"),
+        pytest.param("ctypes.string_at(0)\n", ["process", "SIGSEGV"], id="crash"),
+        pytest.param("sys.exit(3)\n", ["rms_norm", "SystemExit: 3"], id="SystemExit"),
+        pytest.param("return np.ones(1 << 37)\n", ["rms_norm", "MemoryError: Unable to allocate"], id="MemoryError"),
+        pytest.param("return rms_norm(x, weight, eps)\n", ["rms_norm", "RecursionError"], id="RecursionError"),
+        pytest.param("return input()\n", ["rms_norm", "EOFError"], id="EOFError"),
+        pytest.param("raise KeyboardInterrupt\n", ["check", "KeyboardInterrupt", "--full"], id="KeyboardInterrupt"),
     ],
-)
-def test_code_that_never_ends_well_fails_its_lesson_alone(tmp_path: Path, body: str, fault: str):
-    began = time.monotonic()
-    found, _ = checked(written(tmp_path, body))
+)  # fmt: skip
+def test_code_that_never_ends_well_fails_its_lesson_alone(tmp_path: Path, body: str, facts: list[str]):
+    found, _ = checked(written(tmp_path, f"    {body}"), seconds=0.5 if "0.5 s" in facts else 2)
     assert [outcome.word for outcome in found] == ["FAIL", "BORROWED"]
-    assert fault in said_of(found[0]) + "\n"
-    assert time.monotonic() - began < 30
+    assert_tells(said_of(found[0]).splitlines()[0], *facts)
 
 
 def test_of_an_exception_the_learners_own_lines_are_shown(tmp_path: Path):
@@ -82,7 +80,7 @@ def test_a_file_that_cannot_be_imported_fails_its_lesson_alone(
     tmp_path: Path, head: str, raised: str, line: str | None
 ):
     (tmp_path / "l02_qkv.py").write_text("from l01_rms_norm import rms_norm\n")  # gets the reference
-    found, _ = checked(written(tmp_path, "", head=head), "01", "02")
+    found, _ = checked(written(tmp_path, "", head=head), "01", "02", seconds=0.5 if line is None else 2)
     assert [outcome.word for outcome in found] == ["FAIL", "BORROWED"]
     assert f"rms_norm: raised {raised}" in said_of(found[0])
     assert line is None or said_of(found[0]).endswith(f"l01_rms_norm.py:{line}")
@@ -90,8 +88,9 @@ def test_a_file_that_cannot_be_imported_fails_its_lesson_alone(
 
 def test_a_process_that_ends_while_files_are_imported_fails_every_lesson(tmp_path: Path):
     found, _ = checked(written(tmp_path, "", head="import os\nos._exit(4)\n"))
-    fault = "your code ended the process that checks it while your files were imported (exit status 4)"
-    assert [(outcome.lesson, said_of(outcome)) for outcome in found] == [("01", fault), ("03", fault)]
+    assert [outcome.lesson for outcome in found] == ["01", "03"]
+    for outcome in found:
+        assert_tells(said_of(outcome), "process", "imported", "exit status 4")
 
 
 def test_a_crash_says_the_learners_line_and_is_that_of_its_lesson(tmp_path: Path):
@@ -107,7 +106,7 @@ def test_a_crash_says_the_learners_line_and_is_that_of_its_lesson(tmp_path: Path
 
 
 def test_of_what_is_printed_the_beginning_is_told_with_the_lesson(tmp_path: Path):
-    flood = "    for n in range(10_000):\n        print(n, '\\x1b[2J')\n    os.write(1, b'no end of line')\n    1 / 0\n"
+    flood = "    for n in range(10_000):\n        print(n, '\\x1b[2J')\n    os.write(1, b'unended')\n    1 / 0\n"
     found, said = checked(written(tmp_path, flood))
     assert [outcome.word for outcome in found] == ["FAIL", "BORROWED"]
     assert said[:2] == ["01 prints: 0 \\x1b[2J", "01 prints: 1 \\x1b[2J"]
@@ -115,13 +114,11 @@ def test_of_what_is_printed_the_beginning_is_told_with_the_lesson(tmp_path: Path
 
 
 def test_right_code_passes_and_what_it_started_ends_with_it(tmp_path: Path):
-    thread = "import threading\nthreading.Thread(target=time.sleep, args=(60,)).start()\n\n\ndef rms_norm("
-    began = time.monotonic()
+    thread = "import threading\nthreading.Thread(target=time.sleep, args=(10_000,)).start()\n\n\ndef rms_norm("
     found, _ = checked(written(tmp_path, RIGHT, head=HEAD.replace("def rms_norm(", thread)), "01", seconds=10)
     assert [(outcome.word, said_of(outcome), outcome.record["compared"] > 100) for outcome in found] == [
         ("PASS", "", True)
     ]
-    assert time.monotonic() - began < 20
 
 
 @pytest.mark.slow
@@ -142,7 +139,7 @@ def test_a_stream_takes_its_time_while_it_is_read(tmp_path: Path, body: str):
     generate = next(part for part in BY_NUMBER["12"].parts if part.streams)
     names = ", ".join(inspect.signature(generate.reference).parameters)
     (tmp_path / "l12_generation.py").write_text(f"def {generate.name}({names}):\n{body}")
-    found, _ = checked(tmp_path, "12", seconds=1)
+    found, _ = checked(tmp_path, "12", seconds=0.3)
     assert found[0].word == "FAIL"
 
 

@@ -1,14 +1,18 @@
 import numpy as np
 import pytest
+from refusals import assert_tells
 
 from llorch.learn.check import check, check_functions
+from llorch.learn.checks import forward
 from llorch.learn.implementation import Implementation
-from llorch.learn.lessons import LESSONS, PARTS, Lesson
+from llorch.learn.lessons import BY_NUMBER, LESSONS, PARTS, Lesson
 from llorch.learn.part import Call
 from llorch.learn.verdict import BORROWED
 from llorch.verify.judge import FAIL, PASS
 
 REFERENCE = Implementation("reference", {name: part.reference for name, part in PARTS.items()})
+
+WHOLE_SUITE = forward.suite_of  # before it is replaced by one of fewer cuts
 
 
 @pytest.mark.parametrize(
@@ -54,18 +58,27 @@ def always_scaled(grads: dict[str, np.ndarray], max_norm: float) -> tuple[np.nda
 
 
 @pytest.mark.parametrize(
-    ("lesson", "part", "wrong", "said"),
+    ("lesson", "part", "wrong", "facts"),
     [
-        ("04", "attention_probs", naive_softmax, "nan, nan,  0.]]], not [[[0.731, 0.269, 0.   ]]]"),
-        ("05", "attention_output", lambda context, o_proj, o_bias: context @ o_proj.T, "y is [[3.]], not [[3.5]]"),
-        ("06", "swiglu", lambda gate, up: gate * np.exp(gate) / (1 + np.exp(gate)) * up, "not [[   0, 1000]]"),
-        ("11", "keep_top_k", first_of_equals, "is [-inf,   3., -inf, -inf], not [-inf,   3.,   3., -inf]"),
-        ("12", "positions", lambda n_before, n_new: np.arange(n_new) + n_before + 1, "is [6, 7, 8], not [5, 6, 7]"),
-        ("16", "shifted", lambda labels: np.roll(labels, -1), "is [6, 7, 5], not [   6,    7, -100]"),
-        ("18", "clip_by_norm", always_scaled, "is [0.6, 0.8], not [0.3, 0.4]: gradients below the limit stay"),
+        ("04", "attention_probs", naive_softmax, ["probs", "[[[nan, nan,  0.]]]", "[[[0.731, 0.269, 0.   ]]]"]),
+        ("05", "attention_output", lambda context, o_proj, o_bias: context @ o_proj.T, ["y", "[[3.]]", "[[3.5]]"]),
+        ("06", "swiglu", lambda gate, up: gate * np.exp(gate) / (1 + np.exp(gate)) * up, ["y", "[[   0, 1000]]"]),
+        ("11", "keep_top_k", first_of_equals, ["logits", "[-inf,   3., -inf, -inf]", "[-inf,   3.,   3., -inf]"]),
+        ("12", "positions", lambda n_before, n_new: np.arange(n_new) + n_before + 1, ["[6, 7, 8]", "[5, 6, 7]"]),
+        ("16", "shifted", lambda labels: np.roll(labels, -1), ["wanted", "[6, 7, 5]", "[   6,    7, -100]"]),
+        ("18", "clip_by_norm", always_scaled, ["clipped", "[0.6, 0.8]", "[0.3, 0.4]", "max_norm=1."]),
     ],
+    ids=["softmax", "bias", "swiglu", "ties", "positions", "labels", "small gradients"],
 )
-def test_what_no_golden_holds_is_asked_too(lesson: str, part: str, wrong: Call, said: str):
+def test_what_no_golden_holds_is_asked_too(lesson: str, part: str, wrong: Call, facts: list[str]):
     found = check_functions(lesson, **{part: wrong})
     assert (found.word, found.wrong) == (FAIL, [])
-    assert said in found.fault
+    assert_tells(found.fault, part, *facts)
+
+
+def test_a_check_cuts_each_pass_at_its_ends_and_in_its_middle(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(forward, "suite_of", WHOLE_SUITE)
+    monkeypatch.setattr(forward, "models_of", lambda lesson: ["micro-llama"])
+    places = {each.row.place for each in check(BY_NUMBER["03"], REFERENCE).judged}
+    cut = {case: {each.n_cached for each in places if each.case == case} - {0} for case in ("near", "far")}
+    assert cut == {"near": {1, 6, 11}, "far": {1, 4, 7}}

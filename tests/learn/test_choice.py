@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
+from refusals import refuses
 
-from llorch.errors import FormatError
 from llorch.learn.choice import chosen, opened
 
 
@@ -44,22 +44,23 @@ def test_a_program_of_a_project_lies_beside_it(project: Path, impl: str, wanted:
 @pytest.mark.parametrize("text", ["[tool", "[tool]\nllorch = 3\n", "[tool.llorch]\nimpl = 3\n", "tool = 3"])
 def test_a_project_that_cannot_be_read_is_named(project: Path, text: str):
     (project / "pyproject.toml").write_text(text)
-    with pytest.raises(FormatError, match=r"pyproject.toml: Malformed: expected"):
+    with refuses("Malformed", "pyproject.toml", "[tool.llorch]"):
         chosen()
 
 
 @pytest.mark.parametrize(
-    ("spec", "error", "said"),
+    ("spec", "error", "facts"),
     [
-        ("nowhere", FileNotFoundError, "there is no 'nowhere'; make one with: llorch learn init nowhere"),
-        ("file.py", ValueError, "expected a folder, 'file.py' is a file; a program is cmd:file.py"),
-        (".", ValueError, r"expected a lesson's file such as l01_rms_norm.py in '\.'; make one with"),
-        ("cmd:", FileNotFoundError, "expected cmd: and a program that can be run, got nothing"),
-        ("cmd:./nowhere", FileNotFoundError, "got './nowhere'"),
-        ("cmd:'", ValueError, "No closing quotation"),
+        ("nowhere", FileNotFoundError, ["'nowhere'", "learn init nowhere", "cmd:PROGRAM"]),
+        ("file.py", ValueError, ["folder", "'file.py'", "cmd:file.py"]),
+        (".", ValueError, ["l01_rms_norm.py", "'.'", "learn init ."]),
+        ("cmd:", FileNotFoundError, ["cmd:", "program", "nothing"]),
+        ("cmd:./nowhere", FileNotFoundError, ["cmd:", "'./nowhere'"]),
+        ("cmd:'", ValueError, ["quotation"]),
     ],
+    ids=["nowhere", "file", "no lesson", "nothing", "no program", "quotation"],
 )
-def test_what_is_not_there_is_said(project: Path, spec: str, error: type[Exception], said: str):
+def test_what_is_not_there_is_said(project: Path, spec: str, error: type[Exception], facts: list[str]):
     Path("file.py").write_text("")
-    with pytest.raises(error, match=said):
+    with refuses(error, *facts):
         opened(spec)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from llorch.learn.check import check
+from llorch.learn.checks import forward
 from llorch.learn.folder import read_folder
 from llorch.learn.implementation import Implementation
 from llorch.learn.lessons import BY_NUMBER, PARTS
@@ -21,6 +22,11 @@ def rms_norm(x, weight, eps):
 
 def word(folder: Path, number: str) -> str:
     return check(BY_NUMBER[number], Implementation(str(folder), read_folder(folder))).word
+
+
+@pytest.fixture(autouse=True)
+def one_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward, "models_of", lambda lesson: ["micro-llama"])
 
 
 @pytest.fixture

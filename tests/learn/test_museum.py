@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from refusals import assert_tells, refuses
 
 from llorch.cli import main
 from llorch.learn.museum.answers import judged, solution
@@ -28,26 +29,29 @@ def test_every_dump_shows_its_cause_and_nothing_else(shown: Exhibit):
     assert shown.link in solution(shown)
 
 
+ANSWERS = [
+    ("sbryngelson/ANEForge#253", "the bias is missing", True, ["Yes", "biases"]),
+    ("sbryngelson/ANEForge#253", "qkv-bias-twice", False, ["qkv-bias-twice", "same", "stage"]),
+    ("sbryngelson/ANEForge#253", "v_proj", False, ["v_proj", "yes"]),
+    ("sbryngelson/ANEForge#253", "attn_norm", False, ["attn_norm", "not"]),
+    ("sbryngelson/ANEForge#253", "norm-twice", False, ["norm-twice", "attn_norm"]),
+    ("sbryngelson/ANEForge#253", "bananas", False, ["No"]),
+    ("nntile/nntile#347", "o_proj transposed", False, ["No"]),
+    ("Blaizzy/mlx-vlm#1548", "1 + weight", True, ["Yes", 1]),
+    ("Blaizzy/mlx-vlm#1548", "gain missing", False, ["No"]),
+    ("ggml-org/llama.cpp#2373", "1e-6", True, ["Yes", "value"]),
+    ("ggml-org/llama.cpp#2373", "1e-5", False, ["No"]),
+]
+
+
 @pytest.mark.parametrize(
-    ("thread", "answer", "is_right", "said"),
-    [
-        ("sbryngelson/ANEForge#253", "the bias is missing", True, "dropped their biases"),
-        ("sbryngelson/ANEForge#253", "qkv-bias-twice", False, "made in the same stage"),
-        ("sbryngelson/ANEForge#253", "v_proj", False, "is wrong, yes"),
-        ("sbryngelson/ANEForge#253", "attn_norm", False, "not where it begins"),
-        ("sbryngelson/ANEForge#253", "norm-twice", False, "would show in attn_norm first"),
-        ("sbryngelson/ANEForge#253", "bananas", False, "Find the first stage"),
-        ("nntile/nntile#347", "o_proj transposed", False, "No."),
-        ("Blaizzy/mlx-vlm#1548", "1 + weight", True, "raised by 1"),
-        ("Blaizzy/mlx-vlm#1548", "gain missing", False, "No."),
-        ("ggml-org/llama.cpp#2373", "1e-6", True, "that is the value"),
-        ("ggml-org/llama.cpp#2373", "1e-5", False, "No."),
-    ],
+    ("thread", "answer", "is_right", "facts"), ANSWERS, ids=[f"{thread}-{answer}" for thread, answer, *_ in ANSWERS]
 )
-def test_answers_are_judged(thread: str, answer: str, is_right: bool, said: str):
+def test_answers_are_judged(thread: str, answer: str, is_right: bool, facts: list[object]):
     found = judged(BY_THREAD[thread], answer)
     assert found.is_right == is_right
-    assert said in found.said
+    assert (BY_THREAD[thread].cause in found.said) == is_right
+    assert_tells(found.said, *facts)
 
 
 def test_the_command_writes_a_dump_that_is_diagnosed(tmp_path: Path):
@@ -59,5 +63,5 @@ def test_the_command_writes_a_dump_that_is_diagnosed(tmp_path: Path):
     assert (found.exit_code, "groups-tiled-for-values" in found.output) == (1, True)
     assert runner.invoke(main, ["learn", "museum", "answer", number, "norm-twice"]).exit_code == 1
     assert "1/sqrt" in solution(BY_THREAD["mlc-ai/mlc-llm#3426"])
-    with pytest.raises(ValueError, match="expected a number from 1 to"):
+    with refuses(ValueError, "museum", expected=("1", len(exhibits())), got=0):
         exhibit(0)

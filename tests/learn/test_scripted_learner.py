@@ -18,10 +18,15 @@ TYPED, FIRST = list(typed()), {lesson.number: name for lesson, _, name in revers
 NUMBERED = pytest.mark.parametrize("lesson", TAUGHT, ids=lambda lesson: lesson.number)
 
 
+@pytest.fixture(scope="module")
+def stubs(tmp_path_factory: pytest.TempPathFactory) -> Implementation:
+    return written(tmp_path_factory.mktemp("stubs"), TAUGHT[0], stub_of(TAUGHT[0]))
+
+
 @NUMBERED
-def test_a_stub_is_borrowed_and_the_last_hint_passes(lesson: Lesson, tmp_path: Path):
+def test_a_stub_is_borrowed_and_the_last_hint_passes(lesson: Lesson, stubs: Implementation, tmp_path: Path):
     word = FAIL if lesson.number == WARM_UP else BORROWED  # that one is written, with a wrong constant
-    assert check(lesson, written(tmp_path, lesson, stub_of(lesson))).word == word
+    assert check(lesson, stubs).word == word
     found = check(lesson, written(tmp_path, lesson, pasted(lesson)))
     assert (found.word, found.fault, found.is_honest) == (PASS, "", False), str(found)
     assert {*hints_of(lesson)} == {part.name for part in lesson.parts}

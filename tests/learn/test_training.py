@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from refusals import assert_tells
 from scripted_learner import TAUGHT, pasted
 
 from llorch.learn.check import check, check_functions
@@ -97,7 +98,7 @@ def test_the_first_wrong_number_is_said_by_its_axes(number: str, part: str, func
 def test_what_our_step_cannot_go_on_with_is_said():
     found = check_functions("16", shifted=next_of_all)
     assert (found.word, found.suspects) == (FAIL, ())
-    assert "shifted: the step cannot go on with what it returned: cross entropy: labels must be" in found.fault
+    assert_tells(found.fault, "shifted", "cross entropy", "0 to 400", -100, got=(900, "row 0"))
 
 
 def test_a_number_may_be_narrower_than_ours():

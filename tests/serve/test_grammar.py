@@ -7,9 +7,9 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+from refusals import Refusal, refuses, row
 
 from llorch.cache import KVCache
-from llorch.errors import FormatError
 from llorch.generate import Answer, Guide
 from llorch.model import Model, load
 from llorch.sampling import SamplingSettings, draw, probabilities
@@ -89,7 +89,7 @@ def feed(made: Guide, text: str, name: str = "story") -> bool:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("which", SCHEMAS)
 def test_every_answer_that_ends_is_of_the_schema(which: str, name: str):
-    ended = [text for text, why in (answer(name, SCHEMAS[which], seed=seed) for seed in range(3)) if why == "eos"]
+    ended = [text for text, why in (answer(name, SCHEMAS[which], seed=seed) for seed in range(2)) if why == "eos"]
     assert ended
     for text in ended:
         jsonschema.validate(json.loads(text), SCHEMAS[which], format_checker=jsonschema.FormatChecker())
@@ -133,7 +133,7 @@ def test_who_asks_says_which_tokens_end_an_answer():
     made = guide({"const": 5}, end_ids=frozenset([1001]))
     assert feed(made, "5")
     assert np.flatnonzero(made.allowed()).tolist() == [1001]
-    with pytest.raises(ValueError, match="expected a model with an end token"):
+    with refuses(ValueError, "json schema", "ignore_eos", expected="token"):
         guide({"const": 5}, end_ids=frozenset())
 
 
@@ -148,7 +148,7 @@ def test_rows_without_a_token_are_never_allowed():
 
 def test_tokens_that_were_not_allowed_are_refused():
     made = guide(PERSON)
-    with pytest.raises(FormatError, match="doesn't satisfy the grammar"):
+    with refuses("Unsupported", "json schema", "grammar"):
         made.take(3)
 
 
@@ -181,10 +181,9 @@ UNSUPPORTED = {
 
 @pytest.mark.parametrize("which", UNSUPPORTED)
 def test_what_the_library_lacks_is_refused_in_a_line_not_left_out(which: str):
-    with pytest.raises(FormatError) as caught:
+    with refuses("Unsupported", "json schema") as caught:
         guide(UNSUPPORTED[which])
     line = str(caught.value)
-    assert line.startswith("Unsupported: json schema: ")
     assert len(line) < 400
     assert "\n" not in line
     assert "<" not in line
@@ -197,27 +196,28 @@ def deep(levels: int) -> dict[str, Any]:
     return schema
 
 
-TOO_LARGE = {
-    "deep": (deep(100_000), f"a depth of at most {MAX_DEPTH}"),
-    "a level more": (deep(MAX_DEPTH + 1), f"a depth of at most {MAX_DEPTH}"),
-    "values": ({"enum": list(range(MAX_VALUES - 1))}, f"at most {MAX_VALUES} values"),
-    "characters": ({"const": "x" * MAX_CHARACTERS}, f"at most {MAX_CHARACTERS} characters, got 65549"),
-    "multiples": ({"anyOf": [{"multipleOf": n} for n in (101, 102)]}, "at most 10000 (points left out), got 10302"),
-    "a fine multiple": ({"type": "number", "multipleOf": 1.00001}, "got 100001"),
-    "endless multiple": ({"multipleOf": float("inf")}, "got 10001"),
-}
+def too_large(name: str, schema: dict[str, Any], limit: str, value: int, got: int | str) -> Any:
+    return row(name, lambda: guide(schema), "TooLarge", "json schema", expected=(limit, value), got=got)
 
 
-@pytest.mark.parametrize("which", TOO_LARGE)
-def test_what_would_cost_too_much_is_refused_before_any_work(which: str):
-    schema, said = TOO_LARGE[which]
-    with pytest.raises(FormatError, match=r"^TooLarge: json schema: ") as caught:
-        guide(schema)
-    assert said in str(caught.value)
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        too_large("deep", deep(100_000), "depth", MAX_DEPTH, "more"),
+        too_large("a level more", deep(MAX_DEPTH + 1), "depth", MAX_DEPTH, "more"),
+        too_large("values", {"enum": list(range(MAX_VALUES - 1))}, "values", MAX_VALUES, "more"),
+        too_large("characters", {"const": "x" * MAX_CHARACTERS}, "characters", MAX_CHARACTERS, 65549),
+        too_large("multiples", {"anyOf": [{"multipleOf": n} for n in (101, 102)]}, "multipleOf", 10_000, 10302),
+        too_large("a fine multiple", {"type": "number", "multipleOf": 1.00001}, "multipleOf", 10_000, 100001),
+        too_large("endless multiple", {"multipleOf": float("inf")}, "multipleOf", 10_000, 10001),
+    ],
+)
+def test_what_would_cost_too_much_is_refused_before_any_work(refusal: Refusal):
+    refusal.check()
 
 
 def test_numbers_that_json_has_not_are_refused():
-    with pytest.raises(FormatError, match="Malformed: json schema: expected finite numbers"):
+    with refuses("Malformed", "json schema", expected="finite", got=("NaN", "infinity")):
         guide({"minimum": float("nan")})
 
 
@@ -229,5 +229,5 @@ def test_a_schema_at_the_limits_is_taken():
 
 def test_a_step_that_costs_too_much_is_the_end_of_that_answer():
     made = guide({"type": "string", "pattern": "(a*)*b(.{0,1000}){0,1000}"})
-    with pytest.raises(FormatError, match=r"Unsupported: json schema: .*too many"):
+    with refuses("Unsupported", "json schema", "too many"):
         feed(made, '"ab' + "a " * 300)

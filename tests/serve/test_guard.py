@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from raw_http import answer, ask, connect, error_code, request, served, until
+from refusals import refuses
 
 pytest.importorskip("uvicorn", reason="NOT RUN: uvicorn is not installed")
 
@@ -238,10 +239,7 @@ def test_the_log_has_a_line_for_each_request_and_no_secret():
 def test_a_key_that_no_header_can_carry_is_refused_at_the_start(key: str):
     from llorch.serve.guard import require_key
 
-    with (
-        socket.create_server(("127.0.0.1", 0)) as bound,
-        pytest.raises(ValueError, match=r"^serve: expected an API key of"),
-    ):
+    with socket.create_server(("127.0.0.1", 0)) as bound, refuses(ValueError, "serve", expected=("key", "ASCII")):
         require_key(bound, key)
 
 
@@ -251,9 +249,7 @@ def test_an_address_for_everybody_needs_a_key(host: str):
     from llorch.serve.listening import bind
 
     with bind(host, 0) as bound:
-        with pytest.raises(
-            ValueError, match=r"^serve: \S+ can be reached from elsewhere: expected an API key \(--api-key\)"
-        ):
+        with refuses(ValueError, f"serve: {bound.getsockname()[0]}", expected=("key", "--api-key"), got="none"):
             require_key(bound, None)
         require_key(bound, KEY)
 

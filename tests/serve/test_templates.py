@@ -7,6 +7,7 @@ from typing import Any
 import openai
 import pytest
 from chat_models import LLAMA_3, chat_model
+from refusals import assert_tells
 from served import Served, served
 
 WRITES = "{% for i in range(30) %}{{ 'a b' * 12000 }}{% endfor %}"  # 1.08 MB
@@ -27,21 +28,22 @@ def refused(folder: Path, template: str) -> openai.BadRequestError:
 
 
 @pytest.mark.parametrize(
-    ("template", "problem"),
+    ("template", "facts"),
     [
-        ("{% if %}", "the chat template of story cannot be read: "),
-        ("{{ ''.__class__.__mro__ }}", "the chat template of story refuses this: access to attribute '__class__'"),
-        ("{{ 'a' * 2000000000 }}", "the chat template of story takes over 512 MiB of memory"),
-        (WRITES, "messages: 1080000 bytes of text, at most 1048576 are read"),
+        ("{% if %}", ["template of story", "read"]),
+        ("{{ ''.__class__.__mro__ }}", ["template of story", "'__class__'"]),
+        ("{{ 'a' * 2000000000 }}", ["template of story", "512 MiB"]),
+        (WRITES, ["messages", 1080000, 1048576]),
         # what ends an answer is asked with a conversation of our own
-        ("{% if messages[-1].role == 'assistant' %}{{ raise_exception('no') }}{% endif %}a", "refuses this: no; "),
+        ("{% if messages[-1].role == 'assistant' %}{{ raise_exception('no') }}{% endif %}a", ["story", ": no;"]),
     ],
+    ids=["broken", "attribute", "memory", "text", "raised"],
 )
 def test_what_a_template_does_is_told_to_one_request_and_not_where_its_file_lies(
-    tmp_path: Path, template: str, problem: str
+    tmp_path: Path, template: str, facts: list[object]
 ):
     error = refused(tmp_path, template)
-    assert problem in error.message
+    assert_tells(error.message, *facts)
     assert error.param == "messages"
     assert str(tmp_path) not in error.message
 

@@ -1,0 +1,76 @@
+"""Lessons are judged on fewer passes than learners get, and built-in models and goldens are read once.
+
+A pass is cut for the cache at one place instead of three: near the start in the middle, far on before its last token.
+"""
+
+import sys
+from collections.abc import Iterator
+from functools import cache
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from llorch.files import Weights
+    from llorch.verify.goldens import Golden
+    from llorch.verify.suites.forward import ForwardSuite
+
+
+@pytest.fixture(autouse=True, scope="module")
+def brief_checks() -> Iterator[None]:
+    from llorch.learn.checks import after_logits, forward, foundation
+    from llorch.verify.mistakes import planting
+
+    whole_suite = forward.suite_of
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (forward, foundation):
+            patch.setattr(module, "stored", stored_once)
+        for module in (forward, after_logits, *on_torch()):
+            patch.setattr(module, "suite_of", brief_suite)
+        patch.setattr(planting, "_users", Users().of)
+        yield
+    for module in on_torch():  # imported meanwhile
+        vars(module)["suite_of"] = whole_suite
+
+
+def on_torch() -> list[ModuleType]:
+    """The check of lesson 14, once it is imported."""
+    found = sys.modules.get("llorch.learn.on_torch.check")
+    return [found] if found is not None else []
+
+
+@cache
+def stored_once(model: str) -> "tuple[Weights, Golden]":
+    from llorch.verify.models import stored
+
+    return stored(model)
+
+
+@cache
+def brief_suite(model: str) -> "ForwardSuite":
+    from llorch.verify.places import Pass
+    from llorch.verify.suites.forward import ForwardSuite
+
+    class CutOnce(Pass):
+        @property
+        def splits(self) -> list[int]:
+            return [len(self.ids) - 1 if self.first_position else len(self.ids) // 2]
+
+    weights, golden = stored_once(model)
+    cases = {name: CutOnce(case.ids, case.first_position) for name, case in golden.cases.items()}
+    return ForwardSuite(model, weights, cases, golden.evidence, golden.truth)
+
+
+class Users:
+    """The search for modules that have a function, among llorch's own alone; those are listed anew after an import."""
+
+    def __init__(self) -> None:
+        self._seen: tuple[int, str] = 0, ""
+        self._ours: list[ModuleType] = []
+
+    def of(self, name: str, right: Any) -> list[ModuleType]:
+        seen = len(sys.modules), next(reversed(sys.modules))
+        if seen != self._seen:
+            self._seen, self._ours = seen, [sys.modules[each] for each in [*sys.modules] if each.startswith("llorch")]
+        return [module for module in self._ours if vars(module).get(name) is right]
