@@ -1,15 +1,19 @@
 """Devices and dtypes: what was asked for is used or refused in one line."""
 
+import json
 import logging
 import os
 import subprocess
 import sys
 import warnings
+from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from command_line import invoke
+from command_line import REPOSITORY, invoke
+from refusals import Refusal, assert_cli_refuses, assert_tells, refuses, row
 from threadpoolctl import threadpool_info
 
 from llorch.builtin import builtin_path
@@ -21,6 +25,8 @@ from llorch.pytorch.device import Target, compute_as_named, require_dtype, requi
 from llorch.pytorch.load import load_dense
 from llorch.pytorch.model import load_torch
 
+VERBS = [["run", "story", "Once"], ["bench", "story"], ["verify", "micro-llama"]]
+EVERY_VERB = pytest.mark.parametrize("verb", VERBS)
 NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 
 
@@ -36,41 +42,49 @@ def test_the_cpu_has_every_dtype(dtype: str):
     ["", "gpu", "CPU", "cpu:0", "cpu:", "cuda:", "cuda:x", "cuda:-1", "cuda:1.5", "cuda:99999", "cuda:\u0663", "mps"],
 )
 def test_a_device_without_a_meaning_is_refused(device: str):
-    with pytest.raises(ValueError, match=r"^device: expected cpu, cuda or cuda:N, got ") as caught:
+    with refuses(ValueError, where="device", expected=("cpu", "cuda", "cuda:N"), got=repr(device)):
         target(device)
-    assert str(caught.value).endswith(repr(device))
 
 
-def test_a_dtype_without_a_meaning_is_refused():
-    with pytest.raises(ValueError, match=r"^dtype: expected one of float32, bfloat16, float16, float64, got 'int3'$"):
-        target("cpu", "int3")
+EVERY_DTYPE = ("float32", "bfloat16", "float16", "float64")
+REFUSALS = [
+    row(
+        "dtype without a meaning", lambda: target("cpu", "int3"),
+        ValueError, where="dtype", expected=EVERY_DTYPE, got="'int3'",
+    ),
+    row(
+        "device beyond the last", lambda: require_index("cuda:9", 9, 2),
+        MissingDevice, "2", "cuda:0", "cuda:1", where="device cuda:9",
+    ),
+    row(
+        "bfloat16 that the device lacks", lambda: require_dtype("cuda", "Tesla T4", (7, 5), torch.bfloat16),
+        MissingDevice, "Tesla T4", "7.5", "bfloat16", "8.0", "--dtype float32", where="device cuda",
+    ),
+    row(
+        "float16 that the device lacks", lambda: require_dtype("cuda", "Old", (5, 2), torch.float16),
+        MissingDevice, "Old", "5.2", "float16", "5.3", "--dtype float32", where="device cuda",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+def test_what_a_device_does_not_have_is_refused(refusal: Refusal):
+    refusal.check()
 
 
 @NO_CUDA
 @pytest.mark.parametrize("device", ["cuda", "cuda:9"])
 def test_cuda_that_is_not_here_is_never_replaced(device: str):
-    with pytest.raises(MissingDevice) as caught:
+    why = "built" if torch.version.cuda is None else "finds"
+    with refuses(MissingDevice, why, torch.__version__, "--device cpu", where=f"device {device}"):
         target(device)
-    why = "this torch is built without CUDA" if torch.version.cuda is None else "torch finds no CUDA device"
-    assert str(caught.value) == f"device {device}: {why} (torch {torch.__version__}); use --device cpu"
 
 
-def test_a_device_beyond_the_last_is_refused():
+def test_what_a_device_has_is_taken():
     require_index("cuda:1", 1, 2)
-    with pytest.raises(MissingDevice, match=r"^device cuda:9: this machine has 2 CUDA devices, cuda:0 to cuda:1$"):
-        require_index("cuda:9", 9, 2)
-
-
-def test_a_dtype_that_the_device_lacks_is_refused_rather_than_emulated():
     require_dtype("cuda", "Tesla T4", (7, 5), torch.float16)
     require_dtype("cuda", "Tesla T4", (7, 5), torch.float32)
     require_dtype("cuda", "NVIDIA A100", (8, 0), torch.bfloat16)
-    with pytest.raises(MissingDevice) as caught:
-        require_dtype("cuda", "Tesla T4", (7, 5), torch.bfloat16)
-    expected = "device cuda: Tesla T4 (compute capability 7.5) has no bfloat16, which needs 8.0; use --dtype float32"
-    assert str(caught.value) == expected
-    with pytest.raises(MissingDevice, match=r"has no float16, which needs 5.3"):
-        require_dtype("cuda", "Old", (5, 2), torch.float16)
 
 
 @pytest.mark.gpu
@@ -80,7 +94,7 @@ def test_cuda_is_what_is_got_when_it_is_asked_for():
     made = target("cuda", "float32")
     assert made.device == torch.device("cuda", 0)
     assert torch.ones(1, device=made.device).device == made.device
-    with pytest.raises(MissingDevice, match="this machine has "):
+    with refuses(MissingDevice, where="device cuda:999"):
         target("cuda:999")
 
 
@@ -100,43 +114,49 @@ def test_what_torch_says_of_cuda_that_is_meant_so_reaches_nobody():
         warnings.warn("something else", UserWarning, stacklevel=1)
 
 
-@pytest.mark.parametrize("verb", [["run", "story", "Once"], ["bench", "story"], ["verify", "micro-llama"]])
+@EVERY_VERB
 @NO_CUDA
 def test_a_missing_device_is_one_line_and_exit_code_3(verb: list[str]):
     result = invoke(*verb, "--backend", "torch", "--device", "cuda:9")
-    assert result.exit_code == 3
-    assert result.stdout == ""
-    assert result.stderr.startswith("llorch: device cuda:9: ")
+    assert_cli_refuses(result, 3, "CUDA", where="device cuda:9")
     assert result.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("verb", [["run", "story", "Once"], ["bench", "story"], ["verify", "micro-llama"]])
+@EVERY_VERB
 def test_names_without_a_meaning_are_exit_code_2(verb: list[str]):
     device = invoke(*verb, "--backend", "torch", "--device", "gpu")
-    assert (device.exit_code, device.stdout) == (2, "")
-    assert device.stderr == "llorch: device: expected cpu, cuda or cuda:N, got 'gpu'\n"
+    assert_cli_refuses(device, 2, where="device", expected=("cpu", "cuda", "cuda:N"), got="'gpu'")
+    assert device.stderr.count("\n") == 1
     dtype = invoke(*verb, "--backend", "torch", "--dtype", "int3")
-    assert dtype.exit_code == 2
-    assert "'int3' is not one of 'float32', 'bfloat16', 'float16', 'float64'" in " ".join(dtype.stderr.split())
+    assert_cli_refuses(dtype, 2, "'int3'", *map(repr, EVERY_DTYPE), where="--dtype")
 
 
 WITHOUT_TORCH = """
-import sys
+import json, sys
 sys.modules["torch"] = None
-from llorch.cli import main
-main(sys.argv[1:], prog_name="llorch")
+from command_line import invoke
+for verb in json.loads(sys.argv[1]):
+    result = invoke(*verb, "--backend", "torch")
+    print(json.dumps([result.exit_code, result.stdout, result.stderr]))
 """
 
 
-@pytest.mark.parametrize("verb", [["run", "story", "Once"], ["bench", "story"], ["verify", "micro-llama"]])
+@cache
+def without_torch() -> list[list[Any]]:
+    """Exit code, stdout and stderr of each verb in a process that finds no torch."""
+    command = [sys.executable, "-c", WITHOUT_TORCH, json.dumps(VERBS)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(REPOSITORY), str(REPOSITORY / "tests/support")))}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True, env=environment)
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@EVERY_VERB
 def test_absent_torch_is_one_line_that_says_what_to_install(verb: list[str]):
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH, *verb, "--backend", "torch"],
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert (done.returncode, done.stdout) == (3, "")
-    assert done.stderr.startswith("llorch: torch is not installed; get it with: pip install 'llorch[torch]'")
-    assert done.stderr.count("\n") == 1
+    code, stdout, stderr = without_torch()[VERBS.index(verb)]
+    assert (code, stdout) == (3, "")
+    assert stderr.startswith("llorch: ")
+    assert_tells(stderr, "torch", "pip install 'llorch[torch]'")
+    assert stderr.count("\n") == 1
 
 
 def test_mixed_devices_are_refused_before_any_product():
@@ -144,14 +164,12 @@ def test_mixed_devices_are_refused_before_any_product():
     model = load_dense(open_weights(builtin_path("micro-llama")), dtype=torch.float32, device=cpu)
     cache = Cache(model.config, batch=1, n_slots=4, dtype=torch.float32, device=cpu)
     positions = torch.arange(2)[None]
-    with pytest.raises(
-        ValueError, match=r"^forward: the cache lies on cpu, positions on meta; put both on one device$"
-    ):
+    with refuses(ValueError, "cache", "cpu", "positions on meta", where="forward"):
         cache.place(positions.to(elsewhere), ctx=2)
     place = cache.place(positions, ctx=2)
-    with pytest.raises(ValueError, match=r"^forward: the cache lies on cpu, ids on meta"):
+    with refuses(ValueError, "cache", "cpu", "ids on meta", where="forward"):
         model(positions.to(elsewhere), place, cache)
-    with pytest.raises(ValueError, match=r"^forward: the cache lies on cpu, weights on meta"):
+    with refuses(ValueError, "cache", "cpu", "weights on meta", where="forward"):
         model.to(elsewhere)(positions, place, cache)
 
 

@@ -1,13 +1,14 @@
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from refusals import refuses
 
 from llorch.builtin import builtin_path
 from llorch.convert import convert
-from llorch.errors import FormatError
 from llorch.files import open_weights
 from llorch.files.quant import GGMLType
 from llorch.pytorch import load
@@ -89,10 +90,9 @@ def test_a_scale_that_is_not_finite_is_refused_as_with_decoded_matrices(name, of
     path.write_bytes(data)
     messages = []
     for way in (load_packed, load_dense):
-        with pytest.raises(
-            FormatError, match=r"NonFinite.*blk\.1\.ffn_up\.weight has -?(nan|inf) at \(256, 0\)"
-        ) as caught:
+        with refuses("NonFinite", "(256, 0)", where="blk.1.ffn_up.weight") as caught:
             loaded(path, way, torch.float32)
+        assert re.search(r"\b(nan|inf)\b", str(caught.value))
         messages.append(str(caught.value))
     assert messages[0] == messages[1]
 

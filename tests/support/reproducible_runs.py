@@ -1,21 +1,11 @@
-"""Runs of a reproducible model in many companies, and the hashes of what came out; also as a process of its own.
-
-    python tests/support/reproducible_runs.py 2 bfloat16 micro-llama
-
-Threads that wait by spinning, as those of torch do, are a hundred times slower on a busy machine. They only stop to do
-so when the environment says it before torch is loaded, hence the process.
-"""
+"""Runs of a reproducible model in many companies, and the hashes of what came out."""
 
 import hashlib
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from command_line import REPOSITORY
 
 CPU = torch.device("cpu")
 LENGTHS = (1, 9, 23, 40, 3, 17, 30, 12, 5, 33, 8, 2, 26, 14, 20, 7)
@@ -114,22 +104,3 @@ def verdict(dtype: str, name: str, *, own: bool = True) -> tuple[int, int, str]:
     alone = {sha256(run.batch([run.prompts()[1], prompt], "left")[1])}
     cut = alone | hashes_when_cut(run, prompt)
     return sum(map(len, hashes_in_company(run))), len(cut), max(cut)
-
-
-def verdict_of_a_process(threads: int, dtype: str, name: str) -> tuple[int, int, str]:
-    """The same with some threads."""
-    done = subprocess.run(
-        [sys.executable, __file__, str(threads), dtype, name],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-        env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(REPOSITORY)},
-    )
-    company, cut, digest = done.stdout.split()
-    return int(company), int(cut), digest
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(int(sys.argv[1]))
-    print(*verdict(sys.argv[2], sys.argv[3]))

@@ -22,6 +22,8 @@ ROWS = 300  # more than a block of rows that stays in a cache
 BUILDS = {  # without AMX, with shorter registers, in plain C
     "native": None, "no tiles": ("-march=native", "-mno-amx-bf16"), "AVX2": ("-mavx2", "-mfma", "-mf16c"), "plain": (),
 }  # fmt: skip
+PARTS = ("cpu_products.c", "cpu_fixed.c")  # all that products of fixed order need
+FUNCTIONS = ("llorch_fixed_product", "llorch_decode")
 
 
 @pytest.fixture(scope="module", params=BUILDS)
@@ -34,11 +36,13 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     target, patch = tmp_path_factory.mktemp("build") / "made.so", pytest.MonkeyPatch()
     with patch.context() as context:
         context.setattr(cpu_library, "FLAGS", [flag for flag in cpu_library.FLAGS if "native" not in flag] + [*flags])
+        context.setattr(cpu_library, "SOURCES", [path for path in cpu_library.SOURCES if path.name in PARTS])
+        context.setattr(cpu_library, "SIGNATURES", {name: cpu_library.SIGNATURES[name] for name in FUNCTIONS})
         try:
             cpu_library.build(cpu_library.find_compiler() or [], target)
         except cpu_library.NotBuilt as error:  # of another processor
             pytest.skip(f"NOT RUN: {error}")
-    return cpu_library.declared(ctypes.CDLL(str(target)))
+        return cpu_library.declared(ctypes.CDLL(str(target)))
 
 
 def numbers(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from families import random_folder
 from family_adapters import SMALL, family_adapter
+from refusals import refuses
 
 from llorch.files import Weights, open_weights
 from llorch.ops.cross_entropy import shifted
@@ -85,5 +86,5 @@ def test_what_is_attached_is_given_back_and_taken_off(weights, rng):
 def test_packed_documents_are_refused_where_a_state_would_go_on(tmp_path, rng):
     weights = open_weights(random_folder("qwen3_5", tmp_path, 0, **SMALL["qwen3_5"]))
     model = load_dense(weights, dtype=torch.float32, device=CPU)
-    with pytest.raises(ValueError, match="a delta net would remember one document of a row in the next"):
+    with refuses(ValueError, "delta net", "packing", where="train"):
         torch_loss(model, batch_of(rng, weights, [[5, 6]]))

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from refusals import assert_tells
 
 from llorch.generate import Job, Sampled, log_probability, sample_ids
 from llorch.pytorch.serving.choosing import Choosing, next_tokens, top_of
@@ -86,7 +87,7 @@ def test_rows_that_are_chosen_together_are_those_that_are_chosen_alone():
 
 def test_a_guide_that_allows_nothing_is_an_error():
     (nothing,) = next_tokens([choosing(SamplingSettings(), guide=Listed())], rows(1))
-    assert str(nothing).startswith("guide: expected 50 marks, one at least of a token that may come next, got [False")
+    assert_tells(str(nothing), where="guide", expected=VOCAB, got="[False")
 
 
 def test_logits_that_are_not_finite_show_before_the_guide_goes_on():

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 import pytest
 import torch
+from refusals import refuses
 from torch import Tensor, nn
 
 from llorch.pytorch.train.adamw import AdamW
@@ -93,11 +94,11 @@ def test_small_tensors_keep_float32_moments_and_large_ones_have_codes():
 
 def test_a_state_of_other_settings_is_refused_and_nothing_is_loaded():
     ours = optimizer(parameters(), eight_bit=True)
-    with pytest.raises(ValueError, match=r"q_proj.lora_A.m expected uint8 \(8, 600\), got float32 \(8, 600\)"):
+    with refuses(ValueError, where="q_proj.lora_A.m", expected=("uint8", "(8, 600)"), got=("float32", "(8, 600)")):
         ours.load(optimizer(parameters()).state())
     short = ours.state() | {"step": torch.tensor(7)}
     del short["q_proj.lora_B.v"]
-    with pytest.raises(ValueError, match=r"1 of .* q_proj.lora_B.v expected float32 \(31, 8\), got none"):
+    with refuses(ValueError, 1, where="q_proj.lora_B.v", expected=("float32", "(31, 8)"), got="none"):
         ours.load(short)
     assert ours.step_count == 0
 
@@ -108,28 +109,25 @@ def test_a_parameter_without_gradient_is_an_error_and_nothing_moves():
     give_gradients(params, 0)
     params["q_proj.lora_B"].grad = None
     for act in (lambda: ours.step(0.1), lambda: ours.clip(1.0)):
-        with pytest.raises(ValueError, match=r"1 of 4 parameters have no gradient.*q_proj.lora_B"):
+        with refuses(ValueError, "1 of 4", "gradient", "q_proj.lora_B", where="optimizer"):
             act()
     assert same(values(params), before)
     assert ours.step_count == 0
 
 
 @pytest.mark.parametrize(
-    ("bad", "told"),
-    [
-        (math.nan, r"NaN or infinity in 1: v_proj\.lora_B; nothing was updated"),
-        (math.inf, r"NaN or infinity in 1: v_proj\.lora_B; nothing was updated"),
-        (1e30, "got inf; their squares overflow"),
-    ],
+    ("bad", "facts"),
+    [(math.nan, ("1", "v_proj.lora_B")), (math.inf, ("1", "v_proj.lora_B")), (1e30, ("inf", "squares"))],
+    ids=["nan", "inf", "large"],
 )
-def test_a_norm_that_is_not_finite_is_refused_and_leaves_gradients_alone(bad: float, told: str):
+def test_a_norm_that_is_not_finite_is_refused_and_leaves_gradients_alone(bad: float, facts: tuple[str, ...]):
     params = parameters()
     ours = optimizer(params)
     give_gradients(params, 0)
     grads = {name: p.grad for name, p in params.items() if p.grad is not None}
     grads["v_proj.lora_B"][3, 3] = bad
     kept = {name: grad.clone() for name, grad in grads.items()}
-    with pytest.raises(NonFiniteNorm, match=told):
+    with refuses(NonFiniteNorm, *facts, where="gradients"):
         ours.clip(1.0)
     assert all(torch.equal(grads[name].nan_to_num(), kept[name].nan_to_num()) for name in kept)
 

@@ -5,7 +5,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 import torch
 from faulty_disk import leftovers
+from refusals import assert_tells, refuses
 from training_runs import Silent, ragged_rows, small_settings, trained, write_rows
 
-from llorch.errors import FormatError, MissingExtra
+from llorch.errors import MissingExtra
 from llorch.lora.files import read_adapter
 from llorch.model import load
 from llorch.pytorch.train.run import Run
@@ -26,7 +27,24 @@ from llorch.train.snapshots import SnapshotStore
 from llorch.train.stopping import Stopped
 from llorch.verify.resume import compare_runs
 
+CURVE = "llorch.pytorch.train.run.draw_curve"
 LASTING = ("log.jsonl", "curve.svg", "adapter_model.safetensors", "adapter_config.json", "llorch_base.json")
+
+
+def write_curve(records: Sequence[Mapping[str, Any]], path: Path, *, title: str) -> None:
+    """Write what a curve is drawn from: drawing takes as long as all steps together."""
+    path.write_text(json.dumps([title, list(records)]))
+
+
+@pytest.fixture
+def drawn() -> None:
+    """Let curves be drawn in a test."""
+
+
+@pytest.fixture(autouse=True)
+def curves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "drawn" not in request.fixturenames:
+        monkeypatch.setattr(CURVE, write_curve)
 
 
 def run(settings: Any, folder: Path, **how: Any) -> Any:
@@ -41,7 +59,7 @@ def run_until(step: int, settings: Any, folder: Path, *, signal_number: int = 15
             if report.step == step:
                 os.kill(os.getpid(), signal_number)
 
-    with pytest.raises(Stopped, match=f"stopped after {step} of ") as stopped:
+    with refuses(Stopped, f"{step} of {settings.steps}", "--resume", where=folder) as stopped:
         Run(settings, folder, Stopping()).run()
     assert stopped.value.exit_code == 128 + signal_number
 
@@ -54,6 +72,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.usefixtures("drawn")
 def test_a_run_leaves_log_curve_snapshots_and_an_adapter(tmp_path: Path):
     folder = tmp_path / "run"
     settings = small_settings(tmp_path, eval_every=2, save_every=1)
@@ -72,6 +91,7 @@ def test_a_run_leaves_log_curve_snapshots_and_an_adapter(tmp_path: Path):
     assert result.valid_loss["last"] == (4, want.validate())
 
 
+@pytest.mark.usefixtures("drawn")
 def test_equal_runs_leave_equal_bytes(tmp_path: Path):
     settings = small_settings(tmp_path, dropout=0.1)
     run(settings, tmp_path / "a")
@@ -79,10 +99,17 @@ def test_equal_runs_leave_equal_bytes(tmp_path: Path):
     assert lasting(tmp_path / "a") == lasting(tmp_path / "b")
 
 
+@pytest.fixture(scope="module")
+def made_and_stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stopped")
+    run_until(3, small_settings(folder, save_every=2), folder / "run")
+    return folder
+
+
 @pytest.fixture
-def stopped(tmp_path: Path) -> Path:
-    """A run stopped after step 3 of 4, with a snapshot of step 2 before."""
-    run_until(3, small_settings(tmp_path, save_every=2), tmp_path / "run")
+def stopped(made_and_stopped: Path, tmp_path: Path) -> Path:
+    """A run stopped after step 3 of 4, with a snapshot of step 2 before; a copy, with its data beside it."""
+    shutil.copytree(made_and_stopped, tmp_path, dirs_exist_ok=True)
     return tmp_path / "run"
 
 
@@ -93,14 +120,26 @@ def assert_the_same(one: Path, other: Path) -> None:
     assert leftovers(other) == []
 
 
-@pytest.mark.parametrize("step", [1, 2, 4, 7])  # first, with a validation, the end of an epoch, last
-def test_a_run_that_was_stopped_ends_with_the_bits_of_one_that_was_not(tmp_path: Path, step: int):
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """A run of 7 steps and its settings: an epoch is 4 of them."""
+    folder = tmp_path_factory.mktemp("straight")
     how = {"dropout": 0.2, "batch_size": 1, "accumulation": 2, "eval_every": 2, "save_every": 3, "steps": 7}
-    settings = small_settings(tmp_path, **how)
-    run(settings, tmp_path / "straight")
+    settings = small_settings(folder, **how)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CURVE, write_curve)
+        run(settings, folder / "run")
+    return settings, folder / "run"
+
+
+@pytest.mark.parametrize("step", [1, 2, 4, 7])  # first, with a validation, the end of an epoch, last
+def test_a_run_that_was_stopped_ends_with_the_bits_of_one_that_was_not(
+    tmp_path: Path, straight: tuple[Any, Path], step: int
+):
+    settings, whole = straight
     run_until(step, settings, tmp_path / "stopped")
     run(settings, tmp_path / "stopped", resume=True)
-    assert_the_same(tmp_path / "straight", tmp_path / "stopped")
+    assert_the_same(whole, tmp_path / "stopped")
 
 
 def test_a_damaged_snapshot_is_named_and_the_one_before_is_taken(tmp_path: Path, stopped: Path):
@@ -109,7 +148,7 @@ def test_a_damaged_snapshot_is_named_and_the_one_before_is_taken(tmp_path: Path,
     file = stopped / "snapshots" / "step-00000003" / "snapshot.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     Run(settings, stopped, watcher, resume=True).run()
-    assert watcher.notes[0].startswith(f"passed over: {file}: Inconsistent: damaged: ")
+    assert_tells(watcher.notes[0], "Inconsistent", where=file)
     assert_the_same(tmp_path / "straight", stopped)
 
 
@@ -122,7 +161,7 @@ def test_a_validation_before_the_stop_is_made_again_and_stands_in_the_log_once(t
 
     settings = small_settings(tmp_path, eval_every=2, save_every=0)
     run(settings, tmp_path / "straight")
-    with pytest.raises(Stopped, match="stopped after 2 of "):
+    with refuses(Stopped, "2 of 4", where=tmp_path / "stopped"):
         Run(settings, tmp_path / "stopped", Stopping()).run()
     run(settings, tmp_path / "stopped", resume=True)
     assert lasting(tmp_path / "stopped") == lasting(tmp_path / "straight")
@@ -137,26 +176,23 @@ def test_a_run_that_is_over_stays_as_it_is_and_without_its_snapshots_starts_agai
     shutil.rmtree(tmp_path / "run" / "snapshots")
     Run(settings, tmp_path / "run", watcher, resume=True).run()
     assert lasting(tmp_path / "run") == before
-    assert watcher.notes == ["there is no snapshot yet; the run starts again"]
+    (note,) = watcher.notes
+    assert_tells(note, "no snapshot", "starts")
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("run.json", "there is a run in this folder; go on with --resume"),
-        ("letter.txt", "expected a new or empty folder"),
-    ],
+    ("name", "facts"), [("run.json", ("run", "--resume")), ("letter.txt", ("new", "empty"))], ids=["run", "letter"]
 )
-def test_a_folder_with_a_run_or_something_else_in_it_is_refused(tmp_path: Path, name: str, expected: str):
+def test_a_folder_with_a_run_or_something_else_in_it_is_refused(tmp_path: Path, name: str, facts: tuple[str, ...]):
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / name).write_text("dear")
-    with pytest.raises(ValueError, match=expected):
+    with refuses(ValueError, *facts, where=tmp_path / "home"):
         run(small_settings(tmp_path), tmp_path / "home")
     assert [path.name for path in (tmp_path / "home").iterdir()] == [name]
 
 
 def test_there_must_be_a_run_to_resume(tmp_path: Path):
-    with pytest.raises(FileNotFoundError, match=r"there is no run to resume, it has no run\.json"):
+    with refuses(FileNotFoundError, "run.json", "--resume", where=tmp_path / "run"):
         run(small_settings(tmp_path), tmp_path / "run", resume=True)
     assert not (tmp_path / "run").exists()
 
@@ -178,23 +214,24 @@ def other_data(settings: TrainSettings) -> TrainSettings:
     return settings
 
 
-CHANGES: dict[str, Callable[[TrainSettings], TrainSettings]] = {
-    r"base: saved \w{57}\.\.\., now \w{57}\.\.\.; ": lambda settings: replace(settings, model="micro-llama3"),
-    r"data: saved \w{57}\.\.\., now \w{57}\.\.\.; ": other_data,
-    r"settings\.lr: saved 0\.005, now 0\.02; ": lambda settings: replace(settings, lr=0.02),
-    r"settings\.r: saved 3, now 4; ": lambda settings: replace(settings, r=4),
-    r"settings\.dtype: saved float32, now float64; ": lambda settings: replace(settings, dtype="float64"),
-    r"total_steps: saved 4, now 8; ": lambda settings: replace(settings, steps=8),
-    r"environment\.threads: saved \d, now \d; ": other_threads,
+CHANGES: dict[str, tuple[Callable[[TrainSettings], TrainSettings], str, str]] = {  # what, then from and to what
+    "base": (lambda settings: replace(settings, model="micro-llama3"), r"\w{57}\.\.\.", r"\w{57}\.\.\."),
+    "data": (other_data, r"\w{57}\.\.\.", r"\w{57}\.\.\."),
+    "settings.lr": (lambda settings: replace(settings, lr=0.02), r"0\.005", r"0\.02"),
+    "settings.r": (lambda settings: replace(settings, r=4), "3", "4"),
+    "settings.dtype": (lambda settings: replace(settings, dtype="float64"), "float32", "float64"),
+    "total_steps": (lambda settings: replace(settings, steps=8), "4", "8"),
+    "environment.threads": (other_threads, r"\d", r"\d"),
 }
 
 
-@pytest.mark.parametrize("line", CHANGES)
-def test_a_run_that_has_changed_is_refused_with_the_difference(line: str, tmp_path: Path, stopped: Path):
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_run_that_has_changed_is_refused_with_the_difference(name: str, tmp_path: Path, stopped: Path):
     before = {path: path.read_bytes() for path in stopped.rglob("*") if path.is_file()}
-    settings = CHANGES[line](small_settings(tmp_path))
-    with pytest.raises(FormatError, match=rf"step-00000003: Inconsistent: the run has.*{line}.*--allow-change"):
-        run(settings, stopped, resume=True)
+    change, old, new = CHANGES[name]
+    with refuses("Inconsistent", "--allow-change", where=(name, "step-00000003")) as caught:
+        run(change(small_settings(tmp_path)), stopped, resume=True)
+    assert re.search(rf"{re.escape(name)}\W+\w+ {old}\W+\w+ {new}[;,]", str(caught.value))
     assert {path: path.read_bytes() for path in stopped.rglob("*") if path.is_file()} == before
 
 
@@ -204,17 +241,16 @@ def test_another_version_of_a_library_is_refused(tmp_path: Path, stopped: Path):
     assert found is not None
     found.record["identity"]["environment"]["packages"]["torch"] = "2.0.0"
     store.save(found.step, found.tensors, found.record)
-    now = re.escape(torch.__version__)
-    with pytest.raises(FormatError, match=rf"packages\.torch: saved 2\.0\.0, now {now}; undo the change"):
+    with refuses("Inconsistent", "2.0.0", torch.__version__, where="environment.packages.torch"):
         run(small_settings(tmp_path), stopped, resume=True)
 
 
 def test_a_change_that_is_allowed_is_said_and_written_down(tmp_path: Path, stopped: Path):
     watcher = Silent()
     Run(small_settings(tmp_path, lr=0.25), stopped, watcher, resume=True, allow_change=True).run()
-    assert watcher.notes == ["not bit-exact any more: settings.lr: saved 0.005, now 0.25"]
-    record = json.loads((stopped / "run.json").read_text())
-    assert record["changes"] == ["after step 3: settings.lr: saved 0.005, now 0.25"]
+    (note,), (change,) = watcher.notes, json.loads((stopped / "run.json").read_text())["changes"]
+    assert_tells(note, "settings.lr", "0.005", "0.25")
+    assert_tells(change, "settings.lr", "0.005", "0.25", where="step 3")
     assert [one["step"] for one in lines(stopped) if "loss" in one] == [1, 2, 3, 4]
 
 
@@ -225,37 +261,35 @@ def test_a_run_that_is_over_goes_on_for_more_steps(tmp_path: Path, schedule: str
     run(short, tmp_path / "run")
     watcher = Silent()
     assert Run(long, tmp_path / "run", watcher, resume=True).run().steps == 4
-    assert watcher.notes == [
-        "the run was over after 2 steps and goes on to 4; from here the rate is that of the "
-        f"{schedule} schedule of 4 steps, {'' if same else 'so '}the bits are {'' if same else 'not '}"
-        "those of a run that was begun for 4"
-    ]
+    (note,) = watcher.notes
+    assert_tells(note, "2 steps", 4, schedule)
+    assert ("not" in note.split()) != same
     assert (lasting(tmp_path / "run") == lasting(tmp_path / "straight")) == same
     rates = [[one["learning_rate"] for one in lines(tmp_path / name) if "loss" in one] for name in ("run", "straight")]
     assert rates[0][2:] == rates[1][2:]  # the schedule of all steps, from where the run goes on
-    record = json.loads((tmp_path / "run" / "run.json").read_text())
-    assert record["changes"] == ["after step 2: total_steps: saved 2, now 4"]
-    with pytest.raises(FormatError, match=r"has changed: settings\.lr: saved 0\.005, now 0\.25; undo"):
+    (change,) = json.loads((tmp_path / "run" / "run.json").read_text())["changes"]
+    assert_tells(change, "step 2", 4, where="total_steps")
+    with refuses("Inconsistent", "0.005", "0.25", where="settings.lr"):
         run(replace(long, steps=5, lr=0.25), tmp_path / "run", resume=True)  # nothing else may differ
 
 
 def test_a_run_cannot_be_resumed_beyond_its_end(tmp_path: Path):
     run(small_settings(tmp_path), tmp_path / "run")
     before = lasting(tmp_path / "run")
-    with pytest.raises(ValueError, match="expected at most the 2 steps of the run, got a snapshot of step 4"):
+    with refuses(ValueError, expected="2 steps", got="step 4"):
         run(small_settings(tmp_path, steps=2), tmp_path / "run", resume=True, allow_change=True)
     assert lasting(tmp_path / "run") == before
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_and_leaves_the_last_snapshot(tmp_path: Path):
     folder = tmp_path / "run"
-    with pytest.raises(NonFiniteLoss, match="step 2: "):
+    with refuses(NonFiniteLoss, where="step 2"):
         run(small_settings(tmp_path, lr=1e30, save_every=1, eval_every=0), folder)
     found = SnapshotStore(folder).newest()
     assert found is not None
     assert found.step == 1
     assert all(np.isfinite(array).all() for array in found.tensors.values() if array.dtype.kind == "f")
-    with pytest.raises(NonFiniteLoss, match="step 1: expected a finite validation loss, got nan"):
+    with refuses(NonFiniteLoss, where="step 1", expected="validation", got="nan"):
         run(small_settings(tmp_path, lr=1e30, steps=1), tmp_path / "other")
     assert not any((one / "adapter_config.json").exists() for one in (folder, tmp_path / "other"))
 
@@ -268,19 +302,18 @@ def test_without_a_validation_set_there_is_none(tmp_path: Path):
     assert [one["step"] for one in lines(tmp_path / "run")] == [1, 2, 3, 4]
 
 
+@pytest.mark.usefixtures("drawn")
 def test_without_matplotlib_everything_but_the_curve_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     watcher = Silent()
     Run(small_settings(tmp_path, steps=1), tmp_path / "run", watcher).run()
-    assert watcher.notes[0].startswith(
-        "no curve.svg: matplotlib is not installed; get it with: pip install 'llorch[train]'"
-    )
+    assert_tells(watcher.notes[0], "curve.svg", "matplotlib", "pip install 'llorch[train]'")
     assert not (tmp_path / "run" / "curve.svg").exists()
     assert (tmp_path / "run" / "adapter_config.json").exists()
 
 
 def test_without_tensorboard_a_run_that_wants_it_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    with pytest.raises(MissingExtra, match=r"llorch\[tensorboard\]"):
+    with refuses(MissingExtra, "llorch[tensorboard]"):
         run(small_settings(tmp_path, tensorboard=True), tmp_path / "run")
     assert not (tmp_path / "run").exists()
