@@ -9,6 +9,7 @@ generator, a class that names itself) is left to jaxtyping. What torch.compile t
 import dataclasses
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 from functools import cache, partial, wraps
@@ -55,6 +56,8 @@ def _names_axes(hint: object, names: dict[str, Any]) -> bool:
 def _remembering(function: Callable) -> Callable:
     """A function whose check is not repeated for arguments and a result that are of kinds which passed it together."""
     quick, passed = _quick(function), dict[Hashable, set[Hashable]]()
+    made = threading.local()  # `result`: what `recheck` gives back, which is compiled once and not for every call
+    recheck = cache(lambda: _quick(wraps(function)(lambda *args, **kwargs: made.result)))
 
     @wraps(function)
     def remembering(*args: object, **kwargs: object) -> object:
@@ -71,7 +74,9 @@ def _remembering(function: Callable) -> Callable:
             with suppress(_UnknowableError):
                 if _kind(result) in passed[given]:
                     return result
-            _scoped(_quick(wraps(function)(lambda *args, **kwargs: result)), args, kwargs)
+            made.result = result
+            _scoped(recheck(), args, kwargs)
+            made.result = None
         with suppress(_UnknowableError):
             passed[given] = passed.get(given, set()) | {_kind(result)}
         return result
