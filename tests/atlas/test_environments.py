@@ -4,6 +4,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from refusals import refuses
 
 from llorch.atlas.catalogue import Engine
 from llorch.atlas.environments import NotInstalled, python_of
@@ -34,7 +35,7 @@ def test_it_is_made_once_for_its_requirements(engine: Engine, tmp_path: Path):
 
 def test_what_cannot_be_installed_says_why_and_leaves_nothing(engine: Engine, tmp_path: Path):
     engine.requirements.write_text("click==0.0.0.1\n")
-    with pytest.raises(NotInstalled, match=r"cannot be installed: ERROR: Could not find a version .*click==0\.0\.0\.1"):
+    with refuses(NotInstalled, "ERROR", "click==0.0.0.1"):
         python_of(engine, tmp_path)
     assert not (tmp_path / "environments" / "some").exists()
 

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from refusals import assert_tells
 
 from llorch.atlas.runs import Ended, Request, run_all, run_program
 
@@ -43,10 +44,10 @@ answer("numpy", load, compute)
 def asked(tmp_path: Path):
     (tmp_path / "adapter.py").write_text(ADAPTER)
 
-    def ask(*models: str, seconds: float = 20) -> list[Ended]:
+    def ask(*models: str, seconds: float = 60, start: float = 60) -> list[Ended]:
         requests = [Request(each, [[1, 2]], str(tmp_path / each), str(tmp_path / "scratch")) for each in models]
         command = [sys.executable, str(tmp_path / "adapter.py")]
-        return run_all(command, requests, tmp_path, seconds=seconds, start=0, memory=100_000_000)
+        return run_all(command, requests, tmp_path, seconds=seconds, start=start, memory=100_000_000)
 
     return ask
 
@@ -54,24 +55,25 @@ def asked(tmp_path: Path):
 @pytest.mark.parametrize(
     ("model", "word", "error"),
     [
-        ("refuses", "refused", "ValueError: sliding windows are not supported"),
-        ("breaks", "crashed", r"KeyError: 'rope_theta' \(adapter.py:9, load\)"),
-        ("exits", "crashed", "its process ended with status 7: it said nothing"),
-        ("aborts", "crashed", "ended by SIGABRT: out of luck"),
-        ("grows", "too large", r"it held 0\.[12] GB, it may hold 0\.1 GB"),  # seen while it grows, or after
+        ("refuses", "refused", r"^ValueError: sliding windows are not supported$"),
+        ("breaks", "crashed", r"^KeyError: 'rope_theta' \(adapter.py:9, load\)$"),
+        ("exits", "crashed", r"\bstatus 7: .*\bnothing$"),
+        ("aborts", "crashed", r"\bSIGABRT: out of luck$"),
+        ("grows", "too large", r" 0\.[12] GB, .* 0\.1 GB$"),  # seen while it grows, or after
     ],
+    ids=["refuses", "breaks", "exits", "aborts", "grows"],
 )
 def test_what_ends_badly_is_a_word_and_the_rest_goes_on(asked, model: str, word: str, error: str):
     first, ended, last = asked("first", model, "last")
     assert ended.word == word
-    assert re.fullmatch(error, ended.error)
+    assert re.search(error, ended.error)
     assert first.word == last.word == "done"
 
 
 @pytest.mark.parametrize("model", ["hangs", "children hang"])
 def test_what_hangs_is_ended_with_all_that_it_started(asked, model: str):
-    words = [each.word for each in asked(model, "last", seconds=2)]
-    assert words == ["hung", "done"]
+    words = [each.word for each in asked("first", model, "last", seconds=2)]  # those that start may take longer
+    assert words == ["done", "hung", "done"]
 
 
 def test_every_end_is_told_once(tmp_path: Path):
@@ -89,7 +91,7 @@ def test_no_run_reaches_the_network(tmp_path: Path):
     (ended,) = run_all(
         [sys.executable, str(tmp_path / "adapter.py")], [Request("a", [[1]], str(tmp_path), str(tmp_path))], tmp_path
     )
-    assert ended.error.startswith("its process ended with status 0")
+    assert_tells(ended.error, "status 0")
 
 
 @pytest.mark.parametrize(
@@ -102,4 +104,5 @@ def test_no_run_reaches_the_network(tmp_path: Path):
     ],
 )
 def test_a_program_that_ends_badly_or_late_prints_nothing(program: str, printed: str, tmp_path: Path):
-    assert run_program([sys.executable, "-c", program], tmp_path / "here", seconds=3) == printed
+    seconds = 3 if "sleep" in program else 60
+    assert run_program([sys.executable, "-c", program], tmp_path / "here", seconds=seconds) == printed

@@ -1,6 +1,7 @@
 """What is a bug, what is not, and what the page says of both."""
 
 import pytest
+from refusals import assert_tells
 
 from llorch.atlas.inputs import Input, Style
 from llorch.atlas.judging import Judged, StageRow
@@ -43,7 +44,7 @@ def test_only_what_a_correction_made_agree_is_a_bug():
     ]))  # fmt: skip
     assert [each.word for each in made] == ["bug", "right", "wrong", "wrong", "wrong", "refused", "wrong"]
     assert made[0].confirmed_by == Input("llama")
-    assert made[0].correction == "the same model without eps"
+    assert made[0].correction.endswith(" eps")
     assert made[0].agreed is FINE
 
 
@@ -52,7 +53,8 @@ def test_a_correction_of_the_same_meaning_comes_first():
         verdict("llama", "wrong", OFF, "theta"), verdict("llama", "right", FINE),
         verdict("llama", "right", FINE, "theta", "old"),
     ])  # fmt: skip
-    assert bug.correction == "the same rope keys at the top of config.json"
+    assert bug.confirmed_by == Input("llama", "theta", "old")
+    assert_tells(bug.correction, "rope", "config.json")
 
 
 def test_another_engine_confirms_nothing():
@@ -73,7 +75,7 @@ def test_the_page_has_every_verdict():
     for line in (
         "date 2026-01-01; processor one.",
         "| engine | 1.0 | 1 |  | 1 | 1 | 1 |  | 1 |  |  | 3e-07 |",
-        "| [engine 1.0](reports/x.md) | `llama-eps` | logits | eps 1e-6 | 2e-01 | the same model without eps: 3e-07 |",
+        "| [engine 1.0](reports/x.md) | `llama-eps` | logits | eps 1e-6 | 2e-01 | ", " eps: 3e-07 |",
         "| `llama-eps` | **bug** 2e-01 |", "| `llama` | 3e-07 |", "| `qwen3` | **wrong** 2e-01 |",
         "| `mistral` | refused |",
         "NOT RUN: absent: no wheel for this processor.", "- engine, refused: `mistral`: ValueError: no windows | here",

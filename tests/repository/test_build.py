@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from click import ClickException
 from click.testing import CliRunner
+from refusals import assert_tells, refuses
 
 pytest.importorskip(
     "jupytext", reason="NOT RUN: jupytext is not installed; pip install -c constraints.txt -e '.[docs]'"
@@ -51,7 +52,10 @@ def test_what_is_not_current_is_named_and_then_written(folder: Path, file: str, 
     assert old in damaged.read_text(encoding="utf-8")
     damaged.write_text(damaged.read_text(encoding="utf-8").replace(old, new), encoding="utf-8")
     shown = folder / "README.md" if file == "lesson.py" else damaged
-    assert built("--check") == (1, f"{shown}: not current; write it with: python checkpoints/build.py\n")
+    exit_code, said = built("--check")
+    assert exit_code == 1
+    (line,) = said.splitlines()
+    assert_tells(line, f"{shown}: not", "python checkpoints/build.py")
     assert built() == (0, f"{shown}: written\n")
     assert file == "lesson.py" or build.same(damaged.read_text(encoding="utf-8"), good[damaged])
     assert built("--check") == (0, "")
@@ -63,10 +67,10 @@ def test_what_is_not_current_is_named_and_then_written(folder: Path, file: str, 
     [
         (
             "def f():\n    return 1 / 0\n\n\nf()",
-            r"cell 2: .*line 2, in f\(\)\n(?s:.*)ZeroDivisionError: division by zero",
+            r"cell 2: .*line 2, in f\(\)\n(?s:.*)ZeroDivisionError",
         ),
         ("import os\nos._exit(3)", "cell 2: .*died"),
-        ("import sys\nprint('oh', file=sys.stderr)", "cell 2: expected text on stdout, got stderr: oh"),
+        ("import sys\nprint('oh', file=sys.stderr)", "cell 2: .*stderr: oh"),
     ],
 )
 def test_a_cell_that_fails_is_named_with_its_last_frame(tmp_path: Path, cell: str, said: str):
@@ -80,7 +84,7 @@ def test_a_source_is_included_by_name_below_a_link_to_its_file():
     shown = build.source_of("llorch.cache.KVCache.append", label="page")
     assert shown.startswith("[`llorch/cache.py`](../../llorch/cache.py):\n\n```python\n")
     assert "def append(" in shown
-    with pytest.raises(ClickException, match=r"^page: expected the name of a function or class, got llorch\.nowhere$"):
+    with refuses(ClickException, where="page", got="llorch.nowhere"):
         build.source_of("llorch.nowhere", label="page")
 
 

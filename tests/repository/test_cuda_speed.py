@@ -2,12 +2,12 @@
 
 import importlib
 import json
-import subprocess
 import sys
 from types import ModuleType
 
 import pytest
 import torch
+from click.testing import CliRunner
 from command_line import REPOSITORY
 
 from llorch.bench import COPY_BYTES, PRODUCT_WIDTH, SHAPES, Load
@@ -30,12 +30,9 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_without_a_cuda_device_it_says_that_it_did_not_run():
-    done = subprocess.run(
-        [sys.executable, "benchmarks/cuda_speed.py"],
-        capture_output=True, text=True, timeout=300, check=False, cwd=REPOSITORY,
-    )  # fmt: skip
-    assert done.returncode == 3
+def test_without_a_cuda_device_it_says_that_it_did_not_run(script: ModuleType):
+    done = CliRunner().invoke(script.main, [])
+    assert done.exit_code == 3
     assert done.stdout == f"NOT RUN: torch {torch.__version__} finds no CUDA device\n"
 
 

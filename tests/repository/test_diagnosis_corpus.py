@@ -1,11 +1,15 @@
 """benchmarks/diagnosis: the port without its bugs is right, and every bug changes the stage that it names."""
 
 import json
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from benchmarks.diagnosis import cases as corpus
+from benchmarks.diagnosis import styles
 from benchmarks.diagnosis.bugs import BUGS, Bug, together
 from benchmarks.diagnosis.cases import Case, cases, first_shown, passes_of, run, run_case, truth_of, unseen
 from benchmarks.diagnosis.expected import ALIKE, NAMES, VALUES
@@ -20,6 +24,11 @@ from llorch.stages import forward_order
 from llorch.verify.golden_arrays import SUFFIX, read_arrays
 
 
+@cache
+def truth_arrays(model: str) -> dict[str, np.ndarray]:
+    return read_arrays(goldens_folder() / model / f"truth{SUFFIX}")
+
+
 @pytest.mark.parametrize("cuts", [(), (5,), (6, 7)], ids=["whole", "chunks", "steps"])
 @pytest.mark.parametrize("case", ["near", "far"])
 @pytest.mark.parametrize("model", BUILTIN)
@@ -28,7 +37,7 @@ def test_the_port_is_right(model: str, case: str, cuts: tuple[int, ...]):
     port = Port(model, tokens["first_position"])
     for part in np.split(tokens["ids"], cuts):
         port.run(part.tolist())
-    truth = read_arrays(goldens_folder() / model / f"truth{SUFFIX}")
+    truth = truth_arrays(model)
     for name, got in stage_keys(port.tape[-1]).items():
         want = truth[f"{case}/{name}"]
         want = rows_of_the_last_pass(want, got.shape)
@@ -43,8 +52,17 @@ def rows_of_the_last_pass(want: np.ndarray, shape: tuple[int, ...]) -> np.ndarra
     return np.moveaxis(np.moveaxis(want, axis, 0)[-shape[axis] :], 0, axis)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def each_run_once() -> Iterator[None]:
+    """Keep what ports with bugs noted: a case is run to see whether it shows its bug, and again to be judged."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus, "run", cache(run))
+        patch.setattr(styles, "_config", cache(styles._config))
+        yield
+
+
 @pytest.fixture(scope="module")
-def every() -> list[Case]:
+def every(each_run_once: None) -> list[Case]:
     return list(cases())
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from fetch_vocabularies import WANTED, unpack
+from refusals import refuses
 
 TREE = "llama_cpp_python-1.2.3/vendor/llama.cpp"
 MODULES = ("conversion/__init__.py", "conversion/qwen.py", "gguf-py/gguf/__init__.py", "gguf-py/gguf/vocab.py")
@@ -32,6 +33,6 @@ def test_models_lie_at_the_top_and_the_converters_two_packages_as_in_the_tree(tm
 @pytest.mark.parametrize("name", ["models/templates/Qwen-Qwen3-0.6B.jinja", "gguf-py/gguf/__init__.py"])
 def test_a_distribution_that_lacks_one_is_refused_before_anything_is_written(name: str, tmp_path: Path):
     archive = packed(tmp_path, without=name)
-    with pytest.raises(SystemExit, match=f"1.2.3.tar.gz has no file {TREE}/{name}$"):
+    with refuses(SystemExit, archive.name, f"{TREE}/{name}"):
         unpack(archive, tmp_path / "folder")
     assert not (tmp_path / "folder").exists()

@@ -1,12 +1,15 @@
 """The rooms of the package: imports point down only, and the core needs no optional package."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+import llorch
 
 ROOT = Path(__file__).parents[2]
 ROOMS = (  # each may import those before it, at the top of a file or in a function
@@ -81,6 +84,8 @@ def top_level_imports(source: str) -> set[str]:
 
 def prints(source: str) -> list[int]:
     """Lines that write to the streams of the process."""
+    if not re.search("print|stdout|stderr", source):  # most files: they need not be parsed
+        return []
     nodes = list(ast.walk(ast.parse(source)))
     calls = [n for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id == "print"]
     streams = [n for n in nodes if isinstance(n, ast.Attribute) and n.attr in ("stdout", "stderr")]
@@ -115,7 +120,8 @@ def test_imports_point_down_only():
 def test_optional_packages_are_imported_at_the_top_of_producers_and_the_torch_path_only():
     for path, source in SOURCES.items():
         wrong = {*ONLY_ON_UNIX, *(() if path.startswith(ON_TORCH) else OPTIONAL)}
-        assert not top_level_imports(source) & wrong, path
+        named = {name for name in wrong if name in source}  # none in most files: they need not be parsed
+        assert not named or not top_level_imports(source) & named, path
 
 
 @pytest.mark.parametrize(
@@ -170,4 +176,4 @@ def test_llorch_can_be_imported_where_the_optional_packages_are_absent():
 
 
 def test_everything_that_llorch_exports_exists():
-    assert run_python("import llorch; print([n for n in llorch.__all__ if not hasattr(llorch, n)])") == "[]"
+    assert [name for name in llorch.__all__ if not hasattr(llorch, name)] == []

@@ -1,14 +1,15 @@
 """benchmarks/mesh.py: what its formulas say of bytes is what ranks keep and send, exactly."""
 
+import importlib
 import re
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
+from click.testing import CliRunner, Result
 from command_line import REPOSITORY
+from warm_ranks import warm_ranks
 
 from benchmarks import mesh_model
 from benchmarks.mesh_model import Job, Machine, memory, messages, step_time
@@ -28,6 +29,11 @@ JOB = Job(SMALL, dp=2, tp=2, rows=4, tokens=8, r=4, recomputed=True, chunk=16, p
 def sibling(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scripts import what lies beside them; so do the processes that are started from here."""
     monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks"))
+
+
+def mesh(*words: str) -> Result:
+    """Run benchmarks/mesh.py in this process."""
+    return CliRunner().invoke(importlib.import_module("mesh").main, words)
 
 
 def said(job: Job) -> Counter[tuple[str, str, int]]:
@@ -58,7 +64,10 @@ def test_four_ranks_keep_and_send_what_the_formulas_say_to_the_byte(job: Job):
     from llorch.pytorch.ranks import on_ranks
 
     want = memory(job)
-    for cost in on_ranks(4, measured, job, "cpu", 1, False):
+    with warm_ranks():
+        costs = on_ranks(4, measured, job, "cpu", 0, False)  # the step that is counted, and none that is timed
+    assert len(costs) == 4
+    for cost in costs:
         assert Counter(cost.messages) == said(job)
         assert cost.kept == {"weights": want.weights, "adapters": want.adapters, "moments": want.moments}
 
@@ -69,7 +78,8 @@ def test_a_message_too_many_is_seen():
     from llorch.pytorch.ranks import on_ranks
 
     job = replace(JOB, tp=1)
-    found = Counter(on_ranks(2, careless, job, "cpu", 1, False)[0].messages)
+    with warm_ranks():
+        found = Counter(on_ranks(2, careless, job, "cpu", 0, False)[0].messages)
     ((key, count),) = (found - said(job)).items()
     assert key[:2] == ("dp", "reduce-scatter")
     assert (count, said(job) - found) == (SMALL.n_layers * (job.passes - 1), Counter())
@@ -110,21 +120,19 @@ def test_the_figures_of_the_measured_shape_follow_from_the_formulas():
     assert len(rows) == 4
 
 
+@pytest.mark.usefixtures("sibling")
 def test_the_table_of_the_page_is_what_the_command_prints():
-    done = subprocess.run(
-        [sys.executable, "benchmarks/mesh.py", "--part", "model"],
-        capture_output=True, text=True, timeout=300, check=True, cwd=REPOSITORY,
-    )  # fmt: skip
+    done = mesh("--part", "model")
+    assert done.exit_code == 0
     rows = re.findall(r"^\|.*", done.stdout, re.MULTILINE)
     assert len(rows) > 5
     assert "\n".join(rows) in PAGE
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_without_a_cuda_device_it_says_that_it_did_not_run():
-    done = subprocess.run(
-        [sys.executable, "benchmarks/mesh.py", "--part", "messages", "--device", "cuda"],
-        capture_output=True, text=True, timeout=300, check=False, cwd=REPOSITORY,
-    )  # fmt: skip
-    assert done.returncode == 3
+@pytest.mark.usefixtures("sibling")
+def test_without_a_cuda_device_it_says_that_it_did_not_run(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "262144")  # which the command sets: it is taken back
+    done = mesh("--part", "messages", "--device", "cuda")
+    assert done.exit_code == 3
     assert f"NOT RUN: dp=1 tp=1: torch {torch.__version__} finds 0 CUDA devices" in done.stdout

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from refusals import assert_tells, refuses
 
 from benchmarks import mutants, mutation_areas
-from benchmarks.mutants import Mutant, Tree, drawn, main
+from benchmarks.mutants import Mutant, Result, Tree, drawn, main
 from benchmarks.mutation_areas import AREAS, ROOT, Area
 from benchmarks.mutations import edits
 
@@ -21,7 +22,7 @@ def test_every_source_file_is_in_one_area_and_every_area_has_guards():
 
 
 def test_a_pattern_without_a_file_is_refused():
-    with pytest.raises(ValueError, match=r"a file for tests/test_nothing\.py, got none"):
+    with refuses(ValueError, where="tests/test_nothing.py", got="none"):
         Area("x", "ops/*", "nothing").tests()
 
 
@@ -81,17 +82,21 @@ TEST = """from llorch.thing import near
 def test_near():
     assert near(1) and not near(2)
 """
+PLUGINS = """[pytest]
+addopts = --assert=plain -p xdist.plugin -p no:faulthandler -p no:junitxml -p no:doctest -p no:unittest -p no:debugging
+"""
+FILES = {"llorch/__init__.py": "", "llorch/thing.py": SOURCE, "tests/test_thing.py": TEST, "pytest.ini": PLUGINS}
 THING = Area("thing", "thing", "thing")
 
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A package of one module with a test that sees one half of it."""
+    """A package of one module with a test that sees one half of it, and a pytest that starts with few plugins."""
     root = tmp_path / "repository"
-    for file, text in {"llorch/thing.py": SOURCE, "tests/test_thing.py": TEST}.items():
-        (root / file).parent.mkdir(parents=True)
+    for file, text in FILES.items():
+        (root / file).parent.mkdir(parents=True, exist_ok=True)
         (root / file).write_text(text)
-    (root / "llorch/__init__.py").touch()
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     for module in (mutants, mutation_areas):
         monkeypatch.setattr(module, "ROOT", root)
     monkeypatch.setattr(mutants, "AREAS", (THING,))
@@ -122,19 +127,23 @@ def test_a_test_that_does_not_end_is_ended_with_what_it_started(repository: Path
     assert tree.judge(Mutant(THING.files()[0], replace(edit, at_import=False))).fate == "timed out"
 
 
-def test_the_command_prints_the_share_and_the_survivors(repository: Path):
+def test_the_command_prints_the_share_and_the_survivors(repository: Path, monkeypatch: pytest.MonkeyPatch):
     done = CliRunner().invoke(main, ["--n", "9", "--jobs", "2", "--json", "--at-least", "0.9"])
     (result,) = json.loads(done.stdout)
     assert result["planted"] - result["caught"] == len(result["survivors"])
     assert "llorch/thing.py:6  not left out: return not x  ->  return x" in result["survivors"]
     assert done.exit_code == 1
-    assert CliRunner().invoke(main, ["--n", "1", "--at-least", "0"]).exit_code == 0
+    monkeypatch.setattr(mutants, "measure", lambda area, **given: Result(**{**result, "area": area.name}))
+    del result["share"]
+    for share, exit_code in (("0.9", 1), ("0.2", 0), ("0", 0)):
+        assert CliRunner().invoke(main, ["--at-least", share]).exit_code == exit_code
 
 
 def test_red_tests_are_no_measure(repository: Path):
     (repository / "tests/test_thing.py").write_text("def test_it():\n    assert False\n")
     done = CliRunner().invoke(main, [])
-    assert (done.exit_code, done.stderr) == (1, "Error: mutants: the tests of area thing are red without a bug\n")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert_tells(done.stderr, "mutants", "thing", "red")
 
 
 def test_a_sample_stays_when_lines_move(repository: Path):

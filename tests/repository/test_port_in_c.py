@@ -1,12 +1,14 @@
 """benchmarks/diagnosis/port.c, compiled and run: it has one bug, and llorch names it."""
 
-import re
 import shutil
 import subprocess
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 from command_line import REPOSITORY, invoke
+from readme_blocks import readme_block
 
 from llorch.dumps.index import open_raw
 from llorch.dumps.mapping import read_mapping
@@ -42,26 +44,40 @@ def require_compiler() -> None:
         pytest.skip("NOT RUN: there is no C compiler, cc, on this machine")
 
 
-def dumped(folder: Path, source: str, model: str) -> tuple[StageDump, Weights]:
-    """What the port shows of a built-in model, and the weights it had."""
+def run_program(command: list, folder: Path) -> None:
+    """Run a program that has to succeed."""
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The program of a source text, which is compiled once."""
     require_compiler()
-    (folder / "port.c").write_text(source)
-    assert invoke("convert", model, str(folder / "model")).exit_code == 0
     headers = REPOSITORY / "llorch" / "dumps" / "writers"
-    for command in (
-        ["cc", "-O2", "-Wall", "-Wextra", "-Werror", "-I", headers, "port.c", "-lm", "-o", "port"],
-        ["./port", "model", "dump", *map(str, IDS[model])],
-    ):
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
-        assert done.returncode == 0, done.stderr
+
+    @cache
+    def program(source: str) -> Path:
+        folder = tmp_path_factory.mktemp("port")
+        (folder / "port.c").write_text(source)
+        run_program(["cc", "-O2", "-Wall", "-Wextra", "-Werror", "-I", headers, "port.c", "-lm", "-o", "port"], folder)
+        return folder / "port"
+
+    return program
+
+
+def dumped(folder: Path, program: Path, model: str) -> tuple[StageDump, Weights]:
+    """What the port shows of a built-in model, and the weights it had."""
+    assert invoke("convert", model, str(folder / "model")).exit_code == 0
+    run_program([program, "model", "dump", *map(str, IDS[model])], folder)
     weights = open_weights(folder / "model")
     mapping = read_mapping(FOLDER / "port.toml")
     return stage_dump(open_raw(folder / "dump"), weights.config, mapping=mapping, weights=weights), weights
 
 
 @pytest.mark.parametrize("model", IDS)
-def test_without_its_bug_the_port_is_right(model: str, tmp_path: Path):
-    dump, weights = dumped(tmp_path, repaired(), model)
+def test_without_its_bug_the_port_is_right(model: str, compiled: Callable[[str], Path], tmp_path: Path):
+    dump, weights = dumped(tmp_path, compiled(repaired()), model)
     trace: dict = {}
     load(model).forward(IDS[model], trace=trace)
     seen = {key: one.read() for key, one in dump.of_pass(0)}
@@ -71,8 +87,8 @@ def test_without_its_bug_the_port_is_right(model: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("model", IDS)
-def test_its_bug_is_named(model: str, tmp_path: Path):
-    dump, weights = dumped(tmp_path, SOURCE, model)
+def test_its_bug_is_named(model: str, compiled: Callable[[str], Path], tmp_path: Path):
+    dump, weights = dumped(tmp_path, compiled(SOURCE), model)
     (finding,) = diagnose(weights, dump).findings
     assert [suspect.name for suspect in finding.suspects] == ["rope-interleaved-pairs"]
     assert finding.key == "l0.q_rope"
@@ -80,8 +96,7 @@ def test_its_bug_is_named(model: str, tmp_path: Path):
 
 def test_the_three_commands_of_the_readme_name_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     require_compiler()
-    readme = (REPOSITORY / "README.md").read_text()
-    commands, shown = re.findall(r"```\n(.*?)```", readme[readme.index("### Porting a model?") :], re.DOTALL)[:2]
+    commands, shown = readme_block("port"), readme_block("port", kind="printed")
     for folder in ("llorch", "benchmarks"):
         (tmp_path / folder).symlink_to(REPOSITORY / folder)
     monkeypatch.chdir(tmp_path)

@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
-from command_line import spawn
-
-from llorch.cli import main
+from command_line import invoke, spawn
+from readme_blocks import marked_block, readme_block
+from refusals import refuses
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md", "checkpoints/mesh/README.md",
@@ -21,9 +20,8 @@ PAGES = {name: (ROOT / name).read_text() for name in NAMES}
 README, FIGURES = PAGES["README.md"], PAGES["benchmarks/README.md"]
 BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, re.DOTALL)
 SHELL = [line for language, block in BLOCKS if not language for line in block.splitlines()]
-TRAINING = next(block.splitlines() for _, block in BLOCKS if "llorch lora train story" in block)
-PORTING = next(block.splitlines() for _, block in BLOCKS if "port.c" in block)  # run by test_port_in_c.py
-LEARNING = next(block.splitlines() for _, block in BLOCKS if "llorch learn init" in block)
+TRAINING, LEARNING = (readme_block(name).splitlines() for name in ("train", "learn"))
+PORTING = readme_block("port").splitlines()  # run by test_port_in_c.py
 BUILTIN_ONLY = [
     pytest.param(line, marks=pytest.mark.slow if "verify" in line or "--mesh" in line else ())
     for line in SHELL
@@ -33,7 +31,6 @@ BUILTIN_ONLY = [
     and not line.startswith("llorch atlas")  # installs engines: tests/atlas
     and line not in ("llorch serve story", "llorch verify")  # a server ends when it is told to: tests/cli/test_serve.py
 ]  # the last runs in tests/cli/test_verify.py, where its closing figures are compared with those here
-PYTHON = [block for language, block in BLOCKS if language == "python"]
 
 
 def test_the_table_of_the_atlas_is_the_one_that_was_made():
@@ -43,23 +40,50 @@ def test_the_table_of_the_atlas_is_the_one_that_was_made():
 
 
 def test_the_first_two_blocks_are_the_two_commands():
-    assert BLOCKS[0][1].splitlines() == ['pip install -c constraints.txt -e ".[serve]"', "llorch verify"]
-    assert BLOCKS[1][1].splitlines() == ['pip install -c constraints.txt -e ".[dev]"', "pytest"]
+    first, second = (readme_block(name) for name in ("install", "test"))
+    assert [block for _, block in BLOCKS][:2] == [first, second]
+    assert first.splitlines() == ['pip install -c constraints.txt -e ".[serve]"', "llorch verify"]
+    assert second.splitlines() == ['pip install -c constraints.txt -e ".[dev]"', "pytest"]
+
+
+@pytest.mark.parametrize("before", ["", "<!-- run: some -->\n```\nx\n```\n"])
+def test_a_marker_that_is_missing_or_doubled_is_refused_by_name(before: str):
+    with refuses(ValueError, where="<!-- run: some -->", got=2 * before.count("run:"), expected="once"):
+        marked_block(f"{before}\n{before}", "some")
+
+
+def test_a_marker_above_no_block_is_refused_by_name():
+    with refuses(ValueError, where="<!-- run: some -->", got="none"):
+        marked_block("<!-- run: some -->\n\n<!-- run: other -->\n```\nx\n```\n", "some")
+
+
+def test_a_block_is_printed_without_llorch(tmp_path: Path):
+    program = [sys.executable, "-I", "-S", ROOT / "tests/support/readme_blocks.py"]
+    done = [subprocess.run([*program, name], capture_output=True, text=True, cwd=tmp_path) for name in ("test", "none")]
+    assert [each.returncode for each in done] == [0, 1]
+    assert done[0].stdout == readme_block("test")
+    assert "<!-- run: none -->" in done[1].stderr
 
 
 @pytest.mark.parametrize("line", BUILTIN_ONLY)
-def test_a_command_on_built_in_models_runs(line: str, tmp_path: Path):
-    done = spawn(*shlex.split(line)[1:], cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+def test_a_command_on_built_in_models_runs(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    if "--mesh" in line:  # ranks run the command line of the process that starts them
+        done = spawn(*shlex.split(line)[1:], cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    else:
+        monkeypatch.chdir(tmp_path)
+        result = invoke(*shlex.split(line)[1:])
+        assert result.exit_code == 0, result.output
 
 
-def test_the_first_commands_of_a_learner_run(tmp_path: Path):
+def test_the_first_commands_of_a_learner_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     first, watch, *others = (line.partition("#")[0].strip() for line in LEARNING)
     assert (first, watch) == ("llorch learn init my_llama && cd my_llama", "llorch learn")
-    for command in (first.partition(" && ")[0], *others):
-        cwd = tmp_path / "my_llama" if command in others else tmp_path
-        done = spawn(*shlex.split(command)[1:], cwd=cwd)
-        assert done.returncode == 0, (command, done.stderr)
+    assert spawn(*shlex.split(first.partition(" && ")[0])[1:], cwd=tmp_path).returncode == 0
+    monkeypatch.chdir(tmp_path / "my_llama")
+    for command in others:
+        done = invoke(*shlex.split(command)[1:])
+        assert done.exit_code == 0, (command, done.output)
 
 
 def program(block: str, folder: Path) -> str:
@@ -73,12 +97,13 @@ def program(block: str, folder: Path) -> str:
 
 
 def test_the_first_python_example_is_a_program_and_finds_what_it_says(tmp_path: Path):
-    (said,) = re.findall("first stage that diverges: (.*)", PYTHON[0])
-    assert f"{said}: error" in program(PYTHON[0], tmp_path).splitlines()[-1]
+    (said,) = re.findall(r"print\(.*: (\S+)$", readme_block("compare"), re.MULTILINE)
+    assert program(readme_block("compare"), tmp_path).splitlines()[-1].startswith(f"{said}:")
 
 
-def test_the_example_of_a_batch_is_a_program(tmp_path: Path):
-    lines = program(PYTHON[1], tmp_path).splitlines()
+def test_the_example_of_a_batch_is_a_program(capsys: pytest.CaptureFixture[str]):
+    exec(readme_block("batch"), {})
+    lines = capsys.readouterr().out.splitlines()
     assert {line.split()[0] for line in lines if line[:2] in ("0 ", "1 ")} == {"0", "1"}
 
 
@@ -90,7 +115,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.chdir(folder)
         patch.setenv("LLORCH_LORA_TRAIN_STEPS", "6")
         for line in TRAINING[1:]:
-            result = CliRunner().invoke(main, shlex.split(line)[1:])
+            result = invoke(*shlex.split(line)[1:])
             assert result.exit_code == 0, (line, result.output)
         yield folder
 
@@ -104,13 +129,13 @@ def test_training_is_installed_resumed_judged_and_handed_on_in_one_block(trained
 
 @pytest.mark.slow
 def test_an_adapter_is_used_from_python_as_shown(trained: Path):
-    assert program(PYTHON[-1], trained)
+    assert program(readme_block("adapter"), trained)
 
 
 @pytest.mark.live
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # transformers about itself
 def test_the_trained_files_are_loaded_by_peft_and_llama_cpp_as_shown(trained: Path, capsys: pytest.CaptureFixture[str]):
-    exec(PYTHON[-2], {})
+    exec(readme_block("engines"), {})
     assert capsys.readouterr().out.strip()
 
 

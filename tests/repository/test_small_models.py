@@ -24,13 +24,14 @@ def model(request: pytest.FixtureRequest) -> Weights:
     return open_weights(MODELS / f"{request.param}.gguf")
 
 
-@pytest.fixture
-def stories(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Iterator[str]]:
-    monkeypatch.syspath_prepend(str(REPOSITORY / "reference_outputs"))
-    return importlib.import_module("small_models.corpus").stories
+@pytest.fixture(scope="module")
+def stories() -> Iterator[Callable[[int], Iterator[str]]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(REPOSITORY / "reference_outputs"))
+        yield importlib.import_module("small_models.corpus").stories
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def texts(stories: Callable[[int], Iterator[str]]) -> list[str]:
     return list(itertools.islice(stories(0), 2000))
 
