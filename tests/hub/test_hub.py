@@ -53,7 +53,8 @@ def settings(hub: FakeHub, tmp_path: Path) -> Iterator[Settings]:
     They hold in this process too: huggingface_hub reads its environment where its constants are made.
     """
     from huggingface_hub import constants
-    from huggingface_hub.utils import close_session, disable_progress_bars, enable_progress_bars
+    from huggingface_hub.utils import close_session
+    from huggingface_hub.utils.tqdm import progress_bar_states
 
     hub.asked.clear()
     with pytest.MonkeyPatch.context() as patch:
@@ -65,9 +66,8 @@ def settings(hub: FakeHub, tmp_path: Path) -> Iterator[Settings]:
 
         set_to(ENDPOINT=hub.address, HUB_OFFLINE="", HOME=str(tmp_path), TOKEN="", HUB_DISABLE_PROGRESS_BARS="1")
         patch.delenv("HF_HUB_DISABLE_PROGRESS_BARS")  # a program decides that itself
-        disable_progress_bars()
+        patch.setitem(progress_bar_states, "_global", False)
         yield set_to
-    enable_progress_bars()
     close_session()
     importlib.reload(constants)
 

@@ -236,8 +236,12 @@ def save_and_die(folder: Path, rank: int) -> None:
         saver.save(20, state_of_rank(20, mesh), {})
         saver.wait()
         on_rank(rank, _dying, filesystem.FileSystem, "create_stream")
-        saver.save(40, state_of_rank(40, mesh), {})
-        saver.wait()
+        try:
+            saver.save(40, state_of_rank(40, mesh), {})
+            saver.wait()
+        except RuntimeError:  # the other rank is lost; the launcher must see that before this rank ends, too
+            time.sleep(60)
+            raise
 
 
 def save_without_a_part(folder: Path, checked: bool) -> str:
