@@ -6,6 +6,7 @@ what else runs on the machine, so a limit on it is safe where a limit on wall-cl
 
 import resource
 from collections.abc import Generator
+from typing import Any
 
 import pytest
 
@@ -43,7 +44,8 @@ class ProcessorTime:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Collect the costs."""
         if report.when == "teardown":
-            self.costs[report.nodeid] = float(dict(report.user_properties).get("processor_time", 0))
+            properties: dict[str, Any] = dict(report.user_properties)
+            self.costs[report.nodeid] = properties.get("processor_time", 0.0)
 
     def too_slow(self) -> list[str]:
         """Tests above the limit."""
