@@ -50,7 +50,7 @@ def gb(n_bytes: float) -> str:
 
 
 def remedy(text: str) -> str:
-    """What stands behind the last semicolon of a refusal."""
+    """Cut the advice after the last semicolon out of a refusal."""
     return text.rpartition(";")[2]
 
 
@@ -191,7 +191,7 @@ for dtype in sys.argv[1:]:  # each begins with the same memory
 
 @cache
 def measured() -> dict[str, tuple[int, int]]:
-    """What was predicted of a run in each dtype, and what it took."""
+    """Predicted and used memory of a run in each dtype."""
     command = [sys.executable, "-c", MEASURE, *MEASURED]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True, cwd=REPOSITORY)
     found = [line.split() for line in done.stdout.splitlines()]

@@ -67,7 +67,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def dumped(folder: Path, program: Path, model: str) -> tuple[StageDump, Weights]:
-    """What the port shows of a built-in model, and the weights it had."""
+    """Run the port on a built-in model; returns its dump and its weights."""
     assert invoke("convert", model, str(folder / "model")).exit_code == 0
     run_program([program, "model", "dump", *map(str, IDS[model])], folder)
     weights = open_weights(folder / "model")

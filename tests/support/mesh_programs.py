@@ -49,7 +49,7 @@ def arguments(folder: Path, *more: str, mesh: str = "dp=2") -> list[str]:
 
 @dataclass(frozen=True)
 class MeshResult:
-    """What a command on a mesh left: its exit code, and what its launcher and its ranks printed."""
+    """Exit code of a command on a mesh, and the output of its launcher and its ranks."""
 
     exit_code: int
     stdout: str
