@@ -30,6 +30,7 @@ if not Path("/dev/nvidiactl").exists():
 
 def pytest_configure(config: pytest.Config) -> None:
     """Leave slow tests to `.ci/run` where no part of the tests is asked for, and measure what each test costs."""
+    os.environ.pop("PYTEST_ADDOPTS", None)  # for this run of pytest, not for one that a test starts
     config.pluginmanager.register(ProcessorTime(config.option.processor_limit))
     if not config.option.markexpr and config.args_source is not pytest.Config.ArgsSource.ARGS:
         config.option.markexpr = "not (live or slow or weights)"
