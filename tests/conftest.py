@@ -36,6 +36,11 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.markexpr = "not (live or slow or weights)"
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """Start one worker more than there are cores: tests wait for ranks, servers and other processes."""
+    return (os.cpu_count() or 1) + 1
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """`-k checkpoint_06`, or teeth: files that never say so are not read, which takes longer than what it asks for."""
     if collection_path.is_file() and (collection_path.name == OF_IMPLEMENTATION) != bool(config.option.impl):
