@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ggml_library import SILENT
+from llama_vocabulary import LlamaVocabulary
 from tiny_models import FAMILIES, random_tensors, write_folder
 from vocabularies import NAMES, encoder_of, first_difference, generated_texts, real_vocabulary
 from whole_folders import VOCABULARIES, tensors_with_rows, write_whole_folder
@@ -22,7 +23,6 @@ from llorch.files.export import FILE_TYPES, write_gguf
 from llorch.files.quant import GGMLType
 from llorch.tokenizer import byte_level
 from tests.files.test_export import NOT_IN_LLAMACPP, SCALINGS, WIDE, wide_tensors
-from tests.tokenizer.test_live import LlamaVocabulary
 
 IDS = [*range(3, 40), 7, 7, 3]
 CHAT = [{"role": "user", "content": " hello <|eot_id|> 12"}, {"role": "assistant", "content": "\u4f60\n"}]
@@ -101,7 +101,7 @@ def test_a_file_and_the_folder_made_of_it_give_the_same(tmp_path: Path, llama_ap
     assert np.array_equal(llama_logits(back), theirs)
     texts = hard_texts(200, composed=name == "micro-qwen2", seed=31)
     for path in (source, back):
-        vocabulary = LlamaVocabulary(llama_api, path)
+        vocabulary = LlamaVocabulary(path)
         assert_same_ids(auto_tokenizer(folder), vocabulary, texts)
         assert end_tokens(folder) == vocabulary.end_tokens()
         vocabulary.close()
@@ -115,7 +115,7 @@ def test_a_folder_and_the_file_made_of_it_give_the_same(tmp_path: Path, llama_ap
     theirs = transformers_logits(source)
     assert distance(llama_logits(file), theirs) < ROUNDING
     assert np.array_equal(transformers_logits(back), theirs)
-    vocabulary = LlamaVocabulary(llama_api, file)
+    vocabulary = LlamaVocabulary(file)
     one, other = auto_tokenizer(source), auto_tokenizer(back)
     assert_same_ids(one, vocabulary, hard_texts(200, composed=kind.startswith("qwen"), seed=32))
     for text in hard_texts(200, composed=False, seed=33):
@@ -133,7 +133,7 @@ def test_a_chat_is_rendered_the_same(tmp_path: Path, llama_api: ModuleType, kind
     source, file, back = write_whole_folder(tmp_path / "source", kind), tmp_path / "m.gguf", tmp_path / "back"
     convert(source, file)
     convert(file, back)
-    vocabulary = LlamaVocabulary(llama_api, file)
+    vocabulary = LlamaVocabulary(file)
     template = llama_api.llama_model_chat_template(vocabulary.model, None).decode()
     begin = vocabulary.api.llama_vocab_bos(vocabulary.vocab)
     texts = {
@@ -218,7 +218,7 @@ def test_a_real_vocabulary_goes_both_ways(tmp_path: Path, llama_api: ModuleType,
     write_gguf(open_weights(source), file, tokenizer_metadata=metadata)
     convert(file, folder)
     convert(folder, back)
-    vocabularies = [LlamaVocabulary(llama_api, path) for path in (real, file, back)]
+    vocabularies = [LlamaVocabulary(path) for path in (real, file, back)]
     theirs = auto_tokenizer(folder)
     assert [one.end_tokens() for one in vocabularies] == [end_tokens(folder)] * 3
     for one in vocabularies:

@@ -1,40 +1,91 @@
-"""Byte-level BPE (GPT-2, Llama 3, Qwen, SmolLM2): words by regular expression, then merges over bytes.
+"""Byte-level BPE (GPT-2, Llama 3 and 4, Qwen, SmolLM2, Tekken): words by regular expression, then merges over bytes.
 
-Each byte is written as one printable character, so a token's text holds no space and no control character.
+Each byte is written as one printable character, so a token's text holds no space and no control character. A
+vocabulary may lack some bytes: they are left out of the ids, and no merge runs across one, as in llama.cpp.
 
 Source: llama.cpp src/llama-vocab.cpp, `llm_tokenizer_bpe` (the expression of each pre-tokenizer name).
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 from tokenizers import Encoding, Regex, Tokenizer, models, pre_tokenizers
 
-# Letters and digits that Unicode 16 added. The `tokenizers` library knows them, llama.cpp (Unicode 15.1) takes them for
+# Code points that Unicode 16 added. The `tokenizers` library knows them, llama.cpp (Unicode 15.1) treats them as
 # unassigned; the ids of a GGUF file are those of llama.cpp.
-_SPANS = (
+_NEW_LETTERS_AND_DIGITS = (
     "1C89-1C8A A7CB-A7CD A7DA-A7DC 105C0-105F3 10D40-10D65 10D6F-10D85 10EC2-10EC4 11380-11389 1138B-1138B 1138E-1138E"
     " 11390-113B5 113B7-113B7 113D1-113D1 113D3-113D3 116D0-116E3 11BC0-11BE0 11BF0-11BF9 13460-143FA 16100-1611D"
     " 16130-16139 16D40-16D6C 16D70-16D79 18CFF-18CFF 1CCF0-1CCF9 1E5D0-1E5ED 1E5F0-1E5FA"
 )
-_NEW = re.sub(r"[0-9A-F]+", r"\\x{\g<0>}", _SPANS).replace(" ", "")
+_NEW_MARKS = (
+    "0897-0897 10D69-10D6D 10EFC-10EFC 113B8-113C0 113C2-113C2 113C5-113C5 113C7-113CA 113CC-113D0 113D2-113D2"
+    " 113E1-113E2 11F5A-11F5A 1611E-1612F 1E5EE-1E5EF"
+)
+_NEW_PUNCTUATION = "1B4E-1B4F 1B7F-1B7F 10D6E-10D6E 113D4-113D5 113D7-113D8 11BE1-11BE1 16D6D-16D6F 1E5FF-1E5FF"
+
+
+def _in_class(spans: str) -> str:
+    """Write spans of code points for a character class of a regular expression."""
+    return re.sub(r"[0-9A-F]+", r"\\x{\g<0>}", spans).replace(" ", "")
+
+
+_NEW = _in_class(_NEW_LETTERS_AND_DIGITS)
+_MARKS = _in_class(_NEW_MARKS)
 _LETTER = rf"[\p{{L}}&&[^{_NEW}]]"
+_UPPER = rf"[\p{{L}}&&[^{_NEW}a-z]]"  # letters but a to z: llama.cpp knows the case of ASCII letters alone
+_LOWER = rf"[\p{{L}}&&[^{_NEW}A-Z]]"
+_LETTER_OR_MARK = rf"[\p{{L}}\p{{M}}&&[^{_NEW}{_MARKS}]]"
 _DIGIT = rf"[\p{{N}}&&[^{_NEW}]]"
 _SYMBOL = rf"[[^\s\p{{L}}\p{{N}}]{_NEW}]"
+_SYMBOL_BUT_MARK = rf"[[^\s\p{{L}}\p{{M}}\p{{N}}]{_NEW}{_MARKS}]"
+_PUNCTUATION = rf"[\p{{P}}$+<=>^~|&&[^{_in_class(_NEW_PUNCTUATION)}]]"
 _BEFORE_LETTERS = rf"[[^\r\n\p{{L}}\p{{N}}]{_NEW}]"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_WORDS = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])" + rf"|{_BEFORE_LETTERS}?{_LETTER}+"
+_CONTRACTION = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
+_WORDS = rf"{_CONTRACTION}|{_BEFORE_LETTERS}?{_LETTER}+"
 _LLAMA_3 = rf"{_WORDS}|{_DIGIT}{{1,3}}| ?{_SYMBOL}+[\r\n]*|{_SPACES}"
 _QWEN_2 = rf"{_WORDS}|{_DIGIT}| ?{_SYMBOL}+[\r\n]*|{_SPACES}"
+_QWEN_3_5 = rf"{_CONTRACTION}|{_BEFORE_LETTERS}?{_LETTER_OR_MARK}+|{_DIGIT}| ?{_SYMBOL_BUT_MARK}+[\r\n]*|{_SPACES}"
 _GPT_2 = rf"'s|'t|'re|'ve|'m|'ll|'d| ?{_LETTER}+| ?{_DIGIT}+| ?{_SYMBOL}+|\s+(?!\S)|\s+"
 
-# Expressions in the order in which they cut, by `tokenizer.ggml.pre`.
-WORD_PATTERNS = {
-    "llama-bpe": (_LLAMA_3,), "llama3": (_LLAMA_3,), "llama-v3": (_LLAMA_3,), "qwen2": (_QWEN_2,),
-    "deepseek-r1-qwen": (_QWEN_2,), "smollm": (_DIGIT, _GPT_2), "gpt-2": (_GPT_2,),
-}  # fmt: skip
-# Llama 3 takes a word that is a token as it is, even where the merges would not lead to it, and starts with BOS.
-LLAMA_3_NAMES = ("llama-bpe", "llama3", "llama-v3")
+
+def _cased(after: str, digits: str) -> str:
+    """Words that end where upper case follows lower case; `after` may follow a word."""
+    words = rf"{_BEFORE_LETTERS}?{_UPPER}*{_LOWER}+{after}|{_BEFORE_LETTERS}?{_UPPER}+{_LOWER}*{after}"
+    return rf"{words}|{digits}| ?{_SYMBOL}+[\r\n/]*|{_SPACES}"
+
+
+_GPT_4O = _cased(f"{_CONTRACTION}?", f"{_DIGIT}{{1,3}}")
+_TEKKEN = _cased("", _DIGIT)
+
+
+@dataclass(frozen=True)
+class PreTokenizer:
+    """Settings that llama.cpp has for a name in `tokenizer.ggml.pre`."""
+
+    patterns: tuple[str, ...]  # regular expressions, in the order in which they cut
+    ignore_merges: bool = False  # a word that is a token is taken as it is, even where no merges lead to it
+    adds_bos: bool = False  # unless the file says otherwise
+
+
+_OF_LLAMA_3 = PreTokenizer((_LLAMA_3,), ignore_merges=True, adds_bos=True)
+PRE_TOKENIZERS = {
+    "llama-bpe": _OF_LLAMA_3,
+    "llama3": _OF_LLAMA_3,
+    "llama-v3": _OF_LLAMA_3,
+    "smaug-bpe": PreTokenizer((_LLAMA_3,)),
+    "qwen2": PreTokenizer((_QWEN_2,)),
+    "deepseek-r1-qwen": PreTokenizer((_QWEN_2,)),
+    "qwen35": PreTokenizer((_QWEN_3_5,)),
+    "llama4": PreTokenizer((_GPT_4O,)),
+    "gpt-4o": PreTokenizer((_GPT_4O,)),
+    "tekken": PreTokenizer((_TEKKEN,), ignore_merges=True, adds_bos=True),
+    "smollm": PreTokenizer((_DIGIT, _GPT_2)),
+    "gpt-2": PreTokenizer((_GPT_2,)),
+    "default": PreTokenizer((f"{_PUNCTUATION}+", _GPT_2, f"{_DIGIT}+", "[0-9][0-9][0-9]")),
+}
 
 
 def _byte_characters() -> dict[int, str]:
@@ -59,19 +110,20 @@ def text_bytes(token: str) -> bytes:
 class ByteLevelBPE:
     """The text encoder of a byte-level vocabulary."""
 
-    def __init__(
-        self, ids: Mapping[str, int], merges: Iterable[tuple[str, str]], *, patterns: Sequence[str], ignore_merges: bool
-    ) -> None:
+    def __init__(self, ids: Mapping[str, int], merges: Iterable[tuple[str, str]], words: PreTokenizer) -> None:
         """Build the encoder in the library.
 
-        `ids` has no control tokens: no text may turn into one; merges come most important first; `patterns` cut text
-        into words, one after the other; with `ignore_merges` a word that is a token is taken as it is.
+        `ids` has no control tokens: no text may turn into one; merges come most important first; `words` cut the text.
         """
-        model = models.BPE(vocab=dict(ids), merges=list(merges), ignore_merges=ignore_merges)
-        words = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
-        to_alphabet = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        model = models.BPE(vocab=dict(ids), merges=list(merges), ignore_merges=words.ignore_merges)
+        parts: list[pre_tokenizers.PreTokenizer] = [
+            pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in words.patterns
+        ]
+        parts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+        if absent := [BYTE_CHARACTERS[byte] for byte in TEXT_BYTES if BYTE_CHARACTERS[byte] not in ids]:
+            parts.append(pre_tokenizers.Split(Regex(f"[{re.escape(''.join(absent))}]"), "removed"))
         self._tokenizer = Tokenizer(model)
-        self._tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*words, to_alphabet])
+        self._tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
 
     def encode_spans(self, text: str) -> tuple[list[int], Iterator[int]]:
         """Encode text without special tokens: ids, and for each the character in which it starts."""

@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer as Library
+from tokenizers import models
 
 from llorch.errors import FormatError
 from llorch.files.strict_json import read_json, read_settings
+from llorch.tokenizer.byte_level import PRE_TOKENIZERS
 from llorch.tokenizer.chat_templates import read_templates, templates_metadata
 from llorch.tokenizer.gguf_table import TokenType
 from llorch.tokenizer.gguf_vocabulary import GGUFVocabulary
@@ -126,10 +129,23 @@ def _pre_tokenizer(content: Mapping[str, Any], path: Path) -> str:
     """The name under which llama.cpp knows a pre-tokenizer; `HuggingFaceVocabulary` has seen that it is known."""
     name = str(name_of_words(content["pre_tokenizer"]))
     ignores = content["model"].get("ignore_merges") is True
-    if ignores != (name == "llama-bpe"):
-        message = f"ignore_merges: llama.cpp has it {'on' if name == 'llama-bpe' else 'off'} for {name}, got {ignores}"
-        raise FormatError("Unsupported", message, path=path)
+    if name == "llama-bpe" and not ignores:
+        return "smaug-bpe"  # the same words
+    if ignores != PRE_TOKENIZERS[name].ignore_merges and (beyond := _beyond_merges(content)):
+        message = f"ignore_merges: llama.cpp has it {'off' if ignores else 'on'} for {name}, got {ignores}"
+        matters = f"it matters for {len(beyond)} tokens that no merges make, such as {beyond[0]!r}"
+        raise FormatError("Unsupported", f"{message}; {matters}", path=path)
     return name
+
+
+def _beyond_merges(content: Mapping[str, Any]) -> list[str]:
+    """Find the tokens that merges do not make from their own bytes."""
+    ids = content["model"]["vocab"]
+    encoder = Library(models.BPE(ids, _merges(content)))
+    special = {entry["content"] for entry in content["added_tokens"]}
+    texts = [text for text in ids if text not in special]
+    encodings = encoder.encode_batch(texts, add_special_tokens=False)
+    return [text for text, encoding in zip(texts, encodings, strict=True) if encoding.ids != [ids[text]]]
 
 
 def _merges(content: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -1,8 +1,8 @@
 """The vocabulary of a GGUF file as tokenizer.json and tokenizer_config.json, so that transformers gives the same ids.
 
-The class is named PreTrainedTokenizerFast, which takes tokenizer.json as it stands. For models of the family qwen2,
-however, transformers 5 puts Qwen's own words and NFC in place of those of the file, whatever the class: NFC is then
-written too, so that all readers of the folder agree, and a vocabulary with other words is refused.
+The class is named PreTrainedTokenizerFast, which takes tokenizer.json as it stands. For two families, however,
+transformers 5 puts Qwen's own words and NFC in place of those of the file, whatever the class: NFC is then written too,
+so that all readers of the folder agree, and a vocabulary with other words is refused.
 
 GGUF has no word for normalising text, and llama.cpp does not do it. For other families NFC, which Qwen's own folders
 have, is therefore written only where a conversion to GGUF has kept it.
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from llorch.errors import FormatError
 from llorch.fields import Fields
-from llorch.tokenizer.byte_level import LLAMA_3_NAMES
+from llorch.tokenizer.byte_level import PRE_TOKENIZERS
 from llorch.tokenizer.chat_templates import templates_of_metadata
 from llorch.tokenizer.export_gguf import NORMALIZER, PREFIX, SPACE_PREFIX
 from llorch.tokenizer.gguf_table import TokenTable, TokenType
@@ -33,8 +33,12 @@ from llorch.tokenizer.pipeline import (
     sequence,
 )
 
-_QWEN_2_NAMES = ("qwen2", "deepseek-r1-qwen")
-_WORDS_OF_QWEN_2 = "qwen2 for this family, as transformers cuts words for all of its models"
+# Names of llama.cpp for the words of another name of `WORDS`.
+_ALIASES = {
+    "llama3": "llama-bpe", "llama-v3": "llama-bpe", "smaug-bpe": "llama-bpe", "deepseek-r1-qwen": "qwen2",
+    "gpt-4o": "llama4",
+}  # fmt: skip
+_WORDS_OF_TRANSFORMERS = {"qwen2": "qwen2", "qwen3_5_moe": "qwen35"}  # by family, whatever tokenizer.json says
 _ROLES = {"bos": "bos", "eos": "eos", "padding": "pad"}  # in GGUF keys, in those of transformers
 _TEXT = (TokenType.NORMAL, TokenType.UNUSED, TokenType.UNDEFINED)
 
@@ -59,13 +63,18 @@ def translate_vocabulary(
     fields = Fields(metadata, path, prefix=PREFIX)
     notes: list[str] = []
     if fields.text("model") == "gpt2":
-        parts = _byte_level(table, fields.text("pre"))
-        parts["normalizer"] = _normalizer(Fields(metadata, path), fields.text("pre"), family, notes)
+        pre = fields.text("pre", default="default")
+        parts = _byte_level(table, pre, fields)
+        parts["normalizer"] = _normalizer(Fields(metadata, path), pre, family, notes)
     else:
         kept = Fields(metadata, path).text(SPACE_PREFIX, default="")
         parts = _sentencepiece(table, "never" if vocabulary.space_prefix == "never" else kept)
-    if family == "qwen2" and fields.text("pre", default="") not in _QWEN_2_NAMES:
-        raise fields.error("Unsupported", "pre", _WORDS_OF_QWEN_2, fields.text("pre", default=""))
+    wanted = _WORDS_OF_TRANSFORMERS.get(family)
+    if wanted == "qwen35" and parts["pre_tokenizer"] == WORDS["qwen2"]:
+        notes.append("transformers keeps combining marks with their letters, as Qwen 3.5 does; the file does not")
+    elif wanted and parts["pre_tokenizer"] != WORDS[wanted]:
+        expected = f"{wanted} for this family, as transformers cuts words for all of its models"
+        raise fields.error("Unsupported", "pre", expected, fields.text("pre", default=""))
     parts["added_tokens"] = _added_tokens(table, vocabulary)
     _place(parts["model"]["vocab"], parts["added_tokens"])
     ids = {role: fields.integer(f"{role}_token_id") for role in _ROLES if fields.has(f"{role}_token_id")}
@@ -88,10 +97,10 @@ def translate_vocabulary(
 def _normalizer(kept: Fields, pre: str, family: str, notes: list[str]) -> Json | None:
     if kept.text(NORMALIZER, default="") == "NFC":
         return {"type": "NFC"}
-    if family == "qwen2":
-        notes.append("transformers composes characters first (NFC) for every qwen2, llama.cpp takes text as it is")
+    if family in _WORDS_OF_TRANSFORMERS:
+        notes.append(f"transformers composes characters first (NFC) for every {family}, llama.cpp takes text as it is")
         return {"type": "NFC"}
-    if pre in _QWEN_2_NAMES:
+    if _ALIASES.get(pre, pre) in _WORDS_OF_TRANSFORMERS.values():
         notes.append("the folder takes text as it is, like llama.cpp; Qwen's own composes characters first (NFC)")
     return None
 
@@ -114,14 +123,17 @@ def _text_ids(table: TokenTable) -> dict[str, int]:
     }
 
 
-def _byte_level(table: TokenTable, name: str) -> Json:
+def _byte_level(table: TokenTable, pre: str, fields: Fields) -> Json:
+    name = _ALIASES.get(pre, pre)
+    if name not in WORDS:
+        raise fields.error("Unsupported", "pre", " or ".join([*WORDS, *_ALIASES]), pre)
     ids = _text_ids(table) | table.ids_of(TokenType.BYTE)
     merges = table.read_merges(table.ids_of(*_TEXT, TokenType.USER_DEFINED, TokenType.BYTE))
     kept = [pair for pair in merges if {*pair, "".join(pair)} <= ids.keys()]
     return {
-        "pre_tokenizer": WORDS["llama-bpe" if name in LLAMA_3_NAMES else "qwen2" if name in _QWEN_2_NAMES else name],
+        "pre_tokenizer": WORDS[name],
         "decoder": BYTE_LEVEL,
-        "model": _model(ids, kept, ignore_merges=name in LLAMA_3_NAMES),
+        "model": _model(ids, kept, ignore_merges=PRE_TOKENIZERS[pre].ignore_merges),
     }
 
 
@@ -171,8 +183,8 @@ def _place(vocab: dict[str, int], added: list[Json]) -> None:
 
 
 def _post_processor(fields: Fields, ids: Mapping[str, int], table: TokenTable) -> Json:
-    byte_level = fields.text("model") == "gpt2"
-    begins = fields.boolean("add_bos_token", default=not byte_level or fields.text("pre") in LLAMA_3_NAMES)
+    byte_level, pre = fields.text("model") == "gpt2", fields.text("pre", default="default")
+    begins = fields.boolean("add_bos_token", default=not byte_level or PRE_TOKENIZERS[pre].adds_bos)
     ends = fields.boolean("add_eos_token", default=False)
     around = {role: ids[role] for role, wanted in (("bos", begins), ("eos", ends)) if wanted}
     texts = {role: table.texts[token_id] for role, token_id in around.items()}

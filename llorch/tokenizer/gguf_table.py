@@ -40,7 +40,9 @@ class TokenTable:
         return {text: i for i, (text, kind) in enumerate(zip(self.texts, self.types, strict=True)) if kind in types}
 
     def read_scores(self) -> list[float]:
-        """One finite score per token; higher merges first."""
+        """One finite score per token; higher merges first. All are equal in a file without scores."""
+        if "tokenizer.ggml.scores" not in self._metadata:
+            return [0.0] * len(self.texts)
         scores = self._numbers("scores", kinds="fi")
         if not np.isfinite(scores).all():
             first = int(np.flatnonzero(~np.isfinite(scores))[0])

@@ -10,10 +10,8 @@ from typing import Literal
 from llorch.errors import FormatError
 from llorch.fields import Fields
 from llorch.tokenizer.byte_level import (
-    BYTE_CHARACTERS,
-    LLAMA_3_NAMES,
+    PRE_TOKENIZERS,
     TEXT_BYTES,
-    WORD_PATTERNS,
     ByteLevelBPE,
     text_bytes,
 )
@@ -25,6 +23,7 @@ _PREFIX = "tokenizer.ggml."
 # What text may turn into: no control token, so that no text of a user is one.
 _TEXT_TYPES = (TokenType.NORMAL, TokenType.USER_DEFINED, TokenType.UNUSED, TokenType.UNDEFINED)
 _PHI_3_KEEPS = ("<unk>", "<s>", "<|endoftext|>")  # the special tokens of Phi-3 that leave whitespace behind them alone
+_SENTENCEPIECE_IDS = {"bos": 1, "eos": 2}  # of a file that names none
 _ROLES = ("bos", "eos", "eot", "eom", *FILL_TEXTS)  # whose ids are used, `<role>_token_id` in the metadata
 
 
@@ -92,17 +91,14 @@ class GGUFVocabulary:
         return text.replace(SPACE, " ").encode("utf-8", "surrogateescape")
 
     def _use_byte_level(self, fields: Fields) -> bool:
-        name = fields.text("pre")
-        if name not in WORD_PATTERNS:
-            raise fields.error("Unsupported", "pre", " or ".join(map(repr, WORD_PATTERNS)), name)
+        name = fields.text("pre", default="default")  # of llama.cpp for a file that names none
+        if name not in PRE_TOKENIZERS:
+            raise fields.error("Unsupported", "pre", " or ".join(map(repr, PRE_TOKENIZERS)), name)
         ids = self._table.ids_of(*_TEXT_TYPES, TokenType.BYTE)
         self._need_utf8(ids)
-        self._need_no(byte for byte in TEXT_BYTES if BYTE_CHARACTERS[byte] not in ids)
-        merges = self._table.read_merges(ids)
-        llama_3 = name in LLAMA_3_NAMES
-        self._encoder = ByteLevelBPE(ids, merges, patterns=WORD_PATTERNS[name], ignore_merges=llama_3)
+        self._encoder = ByteLevelBPE(ids, self._table.read_merges(ids), PRE_TOKENIZERS[name])
         self.space_prefix: SpacePrefix = "never"
-        return llama_3
+        return PRE_TOKENIZERS[name].adds_bos
 
     def _use_sentencepiece(self, fields: Fields) -> bool:
         scores = self._table.read_scores()
@@ -131,9 +127,9 @@ class GGUFVocabulary:
     def _read_special(self, fields: Fields, metadata: Mapping[str, object]) -> SpecialTokens:
         keys = {role: f"{role}_token_id" for role in _ROLES}
         named = {role: fields.integer(key) for role, key in keys.items() if _PREFIX + key in metadata}
-        for role, token_id in named.items():
-            if not 0 <= token_id < self.vocab_size:
-                raise fields.error("OutOfRange", keys[role], f"0 to {self.vocab_size - 1}", token_id)
+        # An id outside the vocabulary, such as 2**32 - 1, means that there is none; llama.cpp then takes its default.
+        defaults = _SENTENCEPIECE_IDS if isinstance(self._encoder, SentencePieceBPE) else {}
+        named = defaults | {role: token_id for role, token_id in named.items() if 0 <= token_id < self.vocab_size}
         ids = {text: token_id for token_id, text in enumerate(self._table.texts)}
         control = self._table.ids_of(TokenType.CONTROL, TokenType.UNKNOWN)
         # A token found by its text is a control token, whatever type the file gives it.
@@ -153,7 +149,7 @@ class GGUFVocabulary:
 
     def _strips(self, metadata: Mapping[str, object], ids: Container[str], special: Collection[str]) -> Collection[str]:
         """The special tokens that swallow whitespace: llama.cpp goes by the name of the model."""
-        name = Fields(metadata, self._path).text("general.name", default="").lower()
+        name = str(metadata.get("general.name") or "").lower()
         if "phi-3" not in name and "phi3" not in name:
             return ()
         for text in ("</s>", *_PHI_3_KEEPS):
@@ -167,4 +163,7 @@ class GGUFVocabulary:
     def _added(self, fields: Fields, role: Literal["bos", "eos"], *, default: bool) -> list[int]:
         if not fields.boolean(f"add_{role}_token", default=default):
             return []
-        return [fields.integer(f"{role}_token_id")]
+        token_id = self.special.bos_token_id if role == "bos" else self.special.eos_token_id
+        if token_id is None:
+            raise fields.error("Missing", f"{role}_token_id", f"an id of the vocabulary (add_{role}_token)", None)
+        return [token_id]

@@ -16,7 +16,7 @@ from tokenizers.pre_tokenizers import Metaspace
 from llorch.errors import FormatError
 from llorch.fields import Fields
 from llorch.files.strict_json import read_json, read_settings
-from llorch.tokenizer.byte_level import BYTE_CHARACTERS, TEXT_BYTES, starts_in, text_bytes
+from llorch.tokenizer.byte_level import TEXT_BYTES, starts_in, text_bytes
 from llorch.tokenizer.merges import check_merges
 from llorch.tokenizer.pipeline import Pipeline, read_template
 from llorch.tokenizer.sentencepiece import BYTE_TOKEN, SPACE
@@ -120,9 +120,8 @@ class HuggingFaceVocabulary:
         if len(self._texts) < len(ids):
             text = next(text for text, token_id in ids.items() if self._texts[token_id] != text)
             raise self._fields.error("Duplicate", f"vocab {text!r}", "an id of its own", ids[text])
-        names = BYTE_CHARACTERS if self._byte_level else _BYTE_TOKENS
-        absent = [names[byte] for byte in TEXT_BYTES if names[byte] not in ids]
-        if absent:
+        absent = [_BYTE_TOKENS[byte] for byte in TEXT_BYTES if _BYTE_TOKENS[byte] not in ids]
+        if absent and not self._byte_level:  # a byte-level vocabulary leaves such a byte out, as the library does
             raise self._fields.error("Missing", "vocab", "a token for every byte of text, none absent", absent)
         return ids
 

@@ -25,22 +25,32 @@ def sequence(kind: str, *parts: Json) -> Json:
     return {"type": "Sequence", kind: list(parts)}
 
 
-def _split(digits: str) -> Json:
-    """Words cut by the expression of Llama 3 and Qwen 2, which differ in how many digits make a word."""
-    pattern = (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
-        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    )
-    return {"type": "Split", "pattern": {"Regex": pattern % digits}, "behavior": "Isolated", "invert": False}
+def _split(pattern: str) -> Json:
+    """Words cut by a regular expression, then written in the byte alphabet."""
+    cut = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return sequence("pretokenizers", cut, BYTE_LEVEL)
 
 
 BYTE_LEVEL: Json = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 _WORDS_OF_GPT_2 = BYTE_LEVEL | {"use_regex": True}
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SYMBOLS_AND_SPACES = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CASED = (  # words that end where upper case follows lower case; `%s` may follow a word
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+%s"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*%s"
+)
+_CASED_SYMBOLS_AND_SPACES = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 WORDS = {  # by the name that llama.cpp has for them
     "gpt-2": _WORDS_OF_GPT_2,
     "smollm": sequence("pretokenizers", {"type": "Digits", "individual_digits": True}, _WORDS_OF_GPT_2),
-    "llama-bpe": sequence("pretokenizers", _split("{1,3}"), BYTE_LEVEL),
-    "qwen2": sequence("pretokenizers", _split(""), BYTE_LEVEL),
+    "llama-bpe": _split(rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_SYMBOLS_AND_SPACES}"),
+    "qwen2": _split(rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_SYMBOLS_AND_SPACES}"),
+    "qwen35": _split(
+        rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+        r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+    "llama4": _split(_CASED.replace("%s", f"{_CONTRACTION}?") + rf"|\p{{N}}{{1,3}}|{_CASED_SYMBOLS_AND_SPACES}"),
+    "tekken": _split(_CASED.replace("%s", "") + rf"|\p{{N}}|{_CASED_SYMBOLS_AND_SPACES}"),
 }
 _PREFIXES: dict[str, SpacePrefix] = {"never": "never", "first": "start", "always": "always"}  # by scheme of Metaspace
 SPACES_TO_METASPACE = sequence(
@@ -106,7 +116,9 @@ class Pipeline:
 
 def _expect(part: object, known: Sequence[Json | None], what: str, path: Path) -> Json | None:
     if part not in known:
-        message = f"{what}: expected one of Llama 2, Llama 3, Qwen, SmolLM2 or GPT-2, got {_shown(part)}"
+        message = (
+            f"{what}: expected one of Llama 2, 3 or 4, Qwen 2 or 3.5, Tekken, SmolLM2 or GPT-2, got {_shown(part)}"
+        )
         raise FormatError("Unsupported", message, path=path)
     return known[known.index(part)]
 

@@ -2,7 +2,7 @@
 
 import os
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -104,6 +104,53 @@ def generated_texts(count: int, *, seed: int) -> list[str]:
     while len(texts) < count:
         texts["".join(_fragment(rng) for _ in range(rng.randrange(1, 30)))] = None
     return list(texts)
+
+
+_TEN_SCRIPTS = (
+    (0x41, 0x7A), (0xC0, 0x24F), (0x391, 0x3C9), (0x410, 0x44F), (0x5D0, 0x5EA), (0x620, 0x64A), (0x900, 0x97F),
+    (0xE01, 0xE3A), (0x3041, 0x30FF), (0x4E00, 0x9FFF),
+)  # fmt: skip
+_EMOJI = ((0x1F300, 0x1FAFF), (0x2600, 0x27BF), (0xFE00, 0xFE0F), (0x200D, 0x200D), (0x1F1E6, 0x1F1FF))
+_CODE = (
+    "def ", "f(x):\n", "    return ", "x += 1;", "\t", "{}[]", "!=", "->", "// ", "#include <a.h>\n", "camelCase",
+    "snake_case", "HTMLParser", "'it\\'s'", "0xFF", "</div>", "\\n", "a.b()", " == ", "\r\n",
+)  # fmt: skip
+# Of a hundred strings: five in each of ten scripts, then the others.
+_SHARES = {"code": 10, "numbers": 6, "emoji": 6, "spaces": 6, "tokens": 14, "controls": 8}
+
+
+def strings_in_shares(count: int, *, seed: int, tokens: Sequence[str], controls: Sequence[str]) -> list[str]:
+    """Different strings: ten scripts, code, numbers, emoji, spaces, texts of tokens and of control tokens."""
+    rng = random.Random(seed)
+    kinds = [*range(len(_TEN_SCRIPTS))] * 5 + [kind for kind, share in _SHARES.items() for _ in range(share)]
+    texts: dict[str, None] = {}
+    while len(texts) < count:
+        kind = kinds[len(texts) % len(kinds)]
+        texts["".join(_piece(rng, kind, tokens, controls) for _ in range(rng.randrange(1, 12)))] = None
+    return list(texts)
+
+
+def _piece(rng: random.Random, kind: int | str, tokens: Sequence[str], controls: Sequence[str]) -> str:
+    space = rng.choice(("", " "))
+    match kind:
+        case int():
+            return _letters(rng, _TEN_SCRIPTS[kind]) + space
+        case "code":
+            return rng.choice(_CODE)
+        case "numbers":
+            return str(rng.randrange(10 ** rng.randrange(1, 12))) + rng.choice((".", ",", " ", "-", "e", "\u0967", "%"))
+        case "emoji":
+            return _letters(rng, rng.choice(_EMOJI)) + space
+        case "spaces":
+            return rng.choice(_SPACES) + rng.choice(("", "", "a", "."))
+        case "tokens":
+            return rng.choice(tokens) + space
+        case _:
+            return rng.choice(controls) + rng.choice(("", " ", "x"))
+
+
+def _letters(rng: random.Random, span: tuple[int, int]) -> str:
+    return "".join(chr(rng.randint(*span)) for _ in range(rng.randrange(1, 7)))
 
 
 def _fragment(rng: random.Random) -> str:

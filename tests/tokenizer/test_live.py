@@ -1,16 +1,15 @@
 """The same ids as llama.cpp and transformers give, on real vocabularies and on tiny ones."""
 
-import ctypes
 import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
-from ggml_library import SILENT
+from fetch_vocabularies import STORED
 from huggingface_folders import write_folder
+from llama_vocabulary import LlamaVocabulary
 from tiny_models import GGUF_METADATA, write_file
 from vocabularies import (
     NAMES,
@@ -24,48 +23,9 @@ from vocabularies import (
 
 from llorch.files.gguf import open_gguf
 from llorch.tokenizer import Tokenizer
-from llorch.tokenizer.byte_level import WORD_PATTERNS
+from llorch.tokenizer.byte_level import PRE_TOKENIZERS
 
 SEPARATOR = "\n__ggml_vocab_test__\n"
-
-
-class LlamaVocabulary:
-    """A vocabulary in llama.cpp itself."""
-
-    def __init__(self, api: ModuleType, path: Path) -> None:
-        self.api = api
-        settings = api.llama_model_default_params()
-        settings.vocab_only = True
-        self.model = api.llama_model_load_from_file(str(path).encode(), settings)
-        assert self.model, path
-        self.vocab = api.llama_model_get_vocab(self.model)
-        self.size = api.llama_vocab_n_tokens(self.vocab)
-
-    def encode(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-        data = text.encode()
-        ids = (self.api.llama_token * (len(data) + 8))()
-        count = self.api.llama_tokenize(self.vocab, data, len(data), ids, len(ids), add_special, parse_special)
-        assert count >= 0, text
-        return list(ids[:count])
-
-    def piece(self, token_id: int) -> bytes:
-        buffer = ctypes.create_string_buffer(1024)
-        count = self.api.llama_token_to_piece(self.vocab, token_id, buffer, 1024, 0, False)
-        return buffer.raw[:count]
-
-    def end_tokens(self) -> set[int]:
-        return {i for i in range(self.size) if self.api.llama_vocab_is_eog(self.vocab, i)}
-
-    def close(self) -> None:
-        self.api.llama_model_free(self.model)
-
-
-@pytest.fixture(scope="module")
-def llama_api() -> ModuleType:
-    import llama_cpp
-
-    llama_cpp.llama_log_set(SILENT, ctypes.c_void_p(0))
-    return llama_cpp
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -80,14 +40,18 @@ def ours(real: Path) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def theirs(real: Path, llama_api: ModuleType) -> Iterator[LlamaVocabulary]:
-    vocabulary = LlamaVocabulary(llama_api, real)
+def theirs(real: Path) -> Iterator[LlamaVocabulary]:
+    vocabulary = LlamaVocabulary(real)
     yield vocabulary
     vocabulary.close()
 
 
 @pytest.mark.weights
-def test_ids_equal_those_stored_beside_the_vocabulary(real: Path, ours: Tokenizer):
+@pytest.mark.parametrize("name", STORED)
+def test_ids_equal_those_stored_beside_the_vocabulary(name: str):
+    real = real_vocabulary(name)
+    with open_gguf(real) as file:
+        ours = Tokenizer.from_gguf(file)
     texts = real.with_suffix(".gguf.inp").read_bytes().decode().split(SEPARATOR)
     lines = real.with_suffix(".gguf.out").read_text().split("\n")
     assert len(texts) == len(lines) > 40
@@ -175,15 +139,13 @@ def write_vocabulary(path: Path, metadata: dict[str, object]) -> Path:
 
 
 @pytest.mark.live
-@pytest.mark.parametrize("pre", [*WORD_PATTERNS, None])
+@pytest.mark.parametrize("pre", [*PRE_TOKENIZERS, None])
 @pytest.mark.parametrize("switches", [{}, {"add_eos_token": True, "add_space_prefix": False}, {"add_bos_token": False}])
-def test_tiny_vocabularies_equal_llama_cpp(
-    llama_api: ModuleType, tmp_path: Path, pre: str | None, switches: dict[str, bool]
-):
+def test_tiny_vocabularies_equal_llama_cpp(tmp_path: Path, pre: str | None, switches: dict[str, bool]):
     metadata = tiny_byte_level() | {"tokenizer.ggml.pre": pre} if pre else tiny_sentencepiece()
     metadata |= {f"tokenizer.ggml.{key}": value for key, value in switches.items()}
     path = write_vocabulary(tmp_path / "tiny.gguf", metadata)
-    theirs = LlamaVocabulary(llama_api, path)
+    theirs = LlamaVocabulary(path)
     with open_gguf(path) as file:
         ours = Tokenizer.from_gguf(file)
     mixed = [text + "<tool>" + text[::-1] + "<tool>x[x]<|fim_pad|> aaaa" for text in generated_texts(50, seed=4)]
@@ -196,13 +158,13 @@ def test_tiny_vocabularies_equal_llama_cpp(
 
 @pytest.mark.live
 @pytest.mark.parametrize("name", ["Phi-3 mini", "a phi3", "phi"])
-def test_the_name_of_a_model_changes_its_ids_as_in_llama_cpp(llama_api: ModuleType, tmp_path: Path, name: str):
+def test_the_name_of_a_model_changes_its_ids_as_in_llama_cpp(tmp_path: Path, name: str):
     metadata = tiny_sentencepiece()
     tokens = metadata["tokenizer.ggml.tokens"]
     assert isinstance(tokens, list)
     tokens[264] = b"<|endoftext|>"
     path = write_vocabulary(tmp_path / "tiny.gguf", metadata | {"general.name": name})
-    theirs = LlamaVocabulary(llama_api, path)
+    theirs = LlamaVocabulary(path)
     with open_gguf(path) as file:
         ours = Tokenizer.from_gguf(file)
     rng = random.Random(0)
