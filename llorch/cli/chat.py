@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,6 +15,8 @@ from llorch.cli.options import (
     backend_options,
     numerics_options,
     sampling_options,
+    template_options,
+    template_settings,
     threads_option,
     use_threads,
     verb,
@@ -22,6 +24,9 @@ from llorch.cli.options import (
 from llorch.cli.outcome import error_line
 from llorch.cli.output import say
 from llorch.cli.run import added, refuse_misplaced
+
+if TYPE_CHECKING:
+    from datetime import datetime
 
 CONTEXT = 8192  # tokens to keep memory for
 
@@ -41,6 +46,7 @@ CONTEXT = 8192  # tokens to keep memory for
 )
 @click.option("-n", "--max-tokens", type=WholeNumber(min=1), default=1024, show_default=True, help="Of an answer.")
 @sampling_options
+@template_options
 @click.option("--adapter", type=click.Path(path_type=Path), help="LoRA: a PEFT directory or a GGUF file.")
 @click.option("--any-base", is_flag=True, help="Take an --adapter that names another base.")
 @numerics_options
@@ -49,7 +55,7 @@ CONTEXT = 8192  # tokens to keep memory for
 def command(
     *, model: str, system: str | None, history: Path | None, max_tokens: int, adapter: Path | None, any_base: bool,
     numerics: str | None, kv_cache: str, residency: Any, backend: str, device: str | None, dtype: str | None,
-    kernels: Any, **sampling: Any,
+    kernels: Any, template_date: "datetime | None", chat_template_kwargs: "dict | None", **sampling: Any,
 ) -> None:  # fmt: skip
     """Talk to MODEL (default: story).
 
@@ -72,7 +78,8 @@ def command(
     )  # fmt: skip
     if any_base and adapter is None:
         raise click.UsageError("--any-base goes with --adapter")
-    settings, arithmetic, path = SamplingSettings(**sampling), chosen_numerics(numerics, kv_cache), model_path(model)
+    settings, template = SamplingSettings(**sampling), template_settings(template_date, chat_template_kwargs)
+    arithmetic, path = chosen_numerics(numerics, kv_cache), model_path(model)
     before: list[dict[str, object]] = [] if system is None else [{"role": "system", "content": system}]
     if history is not None:
         before = conversation(None, system, history) or []
@@ -87,6 +94,7 @@ def command(
 
         loaded = load(path, numerics=arithmetic, residency=residency, n_tokens=CONTEXT)
         say_plan(loaded)
+    loaded.chats.settings = template
     talk = Talk(loaded, before, settings, max_tokens=max_tokens)
     threads = use_threads(loaded.config)
     if adapter is not None:

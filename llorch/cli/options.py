@@ -1,6 +1,7 @@
 """What several verbs share on their command lines; nothing heavy is imported for it."""
 
 import inspect
+import json
 import os
 import re
 from collections.abc import Callable
@@ -15,7 +16,10 @@ from llorch.builtin import EVERY
 from llorch.cli.verbs import Verb
 
 if TYPE_CHECKING:
+    from datetime import datetime
+
     from llorch.config import ModelConfig
+    from llorch.tokenizer.chat import TemplateSettings
 
 ENGINES = ("llamacpp", "transformers")
 SPINS = "3000"  # of a waiting thread, some 0.1 ms: from one product of a token to the next, and no more
@@ -121,6 +125,45 @@ backend_options = _together(
         help="On torch. auto: ours; on CUDA those that are right and no slower there. torch: never ours.",
     ),
 )  # fmt: skip
+
+
+class JsonObject(click.ParamType):
+    """A JSON object, such as `{"enable_thinking": false}`."""
+
+    name = "json"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> object:
+        """Parse the text."""
+        if not isinstance(value, str):
+            return value
+        try:
+            parsed = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            self.fail(f"expected a JSON object, got {value!r}: {error}", param, ctx)
+        if not isinstance(parsed, dict):
+            self.fail(f"expected a JSON object, got {value!r}", param, ctx)
+        return parsed
+
+
+template_options = _together(  # of `TemplateSettings`; `template_settings` reads them
+    click.option(
+        "--template-date", type=click.DateTime(["%Y-%m-%d"]), metavar="YYYY-MM-DD",
+        help="Date that the chat template writes, if it writes one.  [default: today]",
+    ),
+    click.option(
+        "--chat-template-kwargs", type=JsonObject(),
+        help='Variables of the chat template, such as \'{"enable_thinking": false}\'.',
+    ),
+)  # fmt: skip
+
+
+def template_settings(template_date: "datetime | None", chat_template_kwargs: "dict | None") -> "TemplateSettings":
+    """Read the values of `template_options`."""
+    from llorch.tokenizer.chat import TemplateSettings
+
+    return TemplateSettings(chat_template_kwargs, template_date)
+
+
 sampling_options = _together(  # names of `SamplingSettings`
     click.option("-t", "--temperature", default=0.0, show_default=True, help="0 takes the most likely token."),
     click.option("--top-k", default=0, show_default=True, help="Keep the k most likely tokens; 0 keeps all."),

@@ -4,7 +4,8 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,8 @@ from llorch.cli.options import (
     json_option,
     numerics_options,
     sampling_options,
+    template_options,
+    template_settings,
     threads_option,
     use_threads,
     verb,
@@ -53,6 +56,7 @@ OURS = "reference"  # as an implementation
 )
 @click.option("-n", "--max-tokens", type=WholeNumber(min=1), default=128, show_default=True, help="At most so many.")
 @sampling_options
+@template_options
 @click.option("--stop", multiple=True, help="Text to stop before; may be given several times.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after an end token.")
 @click.option("--adapter", type=click.Path(path_type=Path), help="LoRA: a PEFT directory or a GGUF file.")
@@ -75,7 +79,7 @@ def command(
     stop: tuple[str, ...], ignore_eos: bool, adapter: Path | None, any_base: bool, impl: str | None,
     numerics: str | None, kv_cache: str, residency: Any, backend: str, device: str | None, dtype: str | None,
     kernels: Any, axes: Mapping[str, int] | None, rank_timeout: float, compiled: bool, as_json: bool,
-    verbose: bool, **sampling: Any,
+    verbose: bool, template_date: datetime | None, chat_template_kwargs: "dict | None", **sampling: Any,
 ) -> None:  # fmt: skip
     """Continue PROMPT with MODEL (default: story), or answer --chat; text goes to stdout as it is made.
 
@@ -91,7 +95,7 @@ def command(
     from llorch.numerics import EXACT
     from llorch.sampling import SamplingSettings
 
-    settings = SamplingSettings(**sampling)
+    settings, template = SamplingSettings(**sampling), template_settings(template_date, chat_template_kwargs)
     backend = "torch" if axes else backend
     require_tensor_parallel(
         axes, {"--device": device not in (None, "cpu"), "--compile": compiled, "--adapter": adapter, "--impl": impl}
@@ -118,6 +122,8 @@ def command(
         else:
             loaded = load(path, numerics=arithmetic, residency=residency, n_tokens=most)
             say_plan(loaded)
+        if messages is not None:  # every rank writes the same date
+            loaded.chats.settings = replace(template, time=of_first(mesh, lambda: template.time or datetime.now()))
         threads = use_threads(loaded.config)
         name = None if adapter is None else added(loaded, adapter, any_base=any_base)
         tokens = loaded.generate(

@@ -7,11 +7,23 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import llorch
-from llorch.cli.options import MODEL, WholeNumber, backend_options, numerics_options, threads_option, use_threads, verb
+from llorch.cli.options import (
+    MODEL,
+    WholeNumber,
+    backend_options,
+    numerics_options,
+    template_options,
+    template_settings,
+    threads_option,
+    use_threads,
+    verb,
+)
 from llorch.cli.output import say
 from llorch.cli.run import refuse_misplaced
 
 if TYPE_CHECKING:
+    from datetime import datetime
+
     from llorch.generate import Batch
 
 CONTEXT = 4096
@@ -50,6 +62,7 @@ class Named(click.ParamType):
 @click.option("--ctx", type=WholeNumber(min=1), help=f"Tokens of prompt and answer.  [default: {CONTEXT} at most]")
 @click.option("--adapter", "adapters", type=Named(), multiple=True, help="LoRA, as model:NAME; may come several times.")
 @click.option("--any-base", is_flag=True, help="Take an --adapter that names another base.")
+@template_options
 @numerics_options
 @backend_options
 @click.option(
@@ -61,7 +74,7 @@ class Named(click.ParamType):
 def command(
     *, model: str, host: str, port: int, api_key: str | None, allow_host: tuple[str, ...], parallel: int, queue: int,
     timeout: float, adapters: tuple[tuple[str, Path], ...], any_base: bool, verbose: bool, backend: str,
-    ctx: int | None, **opening: Any,
+    ctx: int | None, template_date: "datetime | None", chat_template_kwargs: "dict | None", **opening: Any,
 ) -> None:  # fmt: skip
     """Serve MODEL (default: story) to the openai client, curl and a browser; /openapi.json describes all routes.
 
@@ -87,6 +100,7 @@ def command(
         bound = stack.enter_context(bind(host, port))
         require_key(bound, api_key)
         loaded, batch = _opened(model, backend, parallel, ctx or CONTEXT, **opening)
+        loaded.chats.settings = template_settings(template_date, chat_template_kwargs)
         threads = use_threads(loaded.config)
         for name, path in adapters:
             say(f"{path}: {loaded.add_adapter(name, path, any_base=any_base)}")

@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from llorch.sampling import SamplingSettings
 from llorch.serve.api_errors import wrong
+from llorch.tokenizer.chat import RESERVED
 
 MAX_ANSWERS = 32  # of one request
 
@@ -141,9 +142,15 @@ class ChatRequest(Answers):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
+    chat_template_kwargs: Annotated[
+        dict[str, Any] | None, Field(max_length=64, description="Variables of the chat template.")
+    ] = None
 
     @model_validator(mode="after")
     def _together(self) -> "ChatRequest":
+        for name in RESERVED:
+            if name in (self.chat_template_kwargs or {}):
+                raise wrong(f"chat_template_kwargs.{name}", "a variable that llorch does not set", name)
         if self.top_logprobs and not self.logprobs:
             raise wrong("top_logprobs", "logprobs to be true beside it")
         return self

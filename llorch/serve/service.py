@@ -3,7 +3,7 @@
 import hashlib
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -56,11 +56,17 @@ class Service:
                           code="model_not_found")  # fmt: skip
         return names[name]
 
-    def chat_ids(self, messages: Sequence[dict[str, object]], *, param: str = "messages") -> list[int]:
+    def chat_ids(
+        self,
+        messages: Sequence[dict[str, object]],
+        *,
+        param: str = "messages",
+        variables: Mapping[str, object] | None = None,
+    ) -> list[int]:
         """A conversation up to the answer; a template may not write more than a client may."""
         require_short(*(str(message.get("content") or "") for message in messages), param=param)
         with self._refused_for(param):
-            written = self.model.chats.spoken(messages)
+            written = self.model.chats.spoken(messages, variables=variables)
             require_short(written.text, param=param)
             return self.model.chats.encoded(written)
 

@@ -1,13 +1,16 @@
 """Rendering a conversation with the chat template of a model.
 
-The template is a program that came with a file: it runs in jinja's sandbox, sees plain data only, and cannot read the
-clock, so that equal conversations give equal texts (templates then write the date that they hold, if any). It runs in
-a process of its own (template_process.py), so that one that never ends, or takes all memory, is an error in a second.
+The template is a program that came with a file: it runs in jinja's sandbox and sees plain data only. Many templates
+write today's date by `strftime_now`, as in transformers; with a date that the caller sets, equal conversations give
+equal texts. A template runs in a process of its own (template_process.py), so that one that never ends, or takes all
+memory, is an error in a second.
 
-Source: transformers utils/chat_template_utils.py, `_cached_compile_jinja_template` (variables).
+Source: transformers utils/chat_template_utils.py, `_cached_compile_jinja_template` (variables, `strftime_now`).
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from llorch.errors import ErrorCode, FormatError
@@ -21,6 +24,23 @@ _REMEDIES: Mapping[ErrorCode, str] = {
 }
 
 
+RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "strftime_now")  # variables that llorch sets
+
+
+@dataclass(frozen=True)
+class TemplateSettings:
+    """Values that the caller gives to a template, beside a conversation."""
+
+    variables: Mapping[str, object] | None = None  # JSON values, such as {"enable_thinking": False}
+    time: datetime | None = None  # for templates that write today's date; None: the time of each rendering
+
+    def __post_init__(self) -> None:
+        """Refuse the names of variables that llorch sets."""
+        for name in self.variables or ():
+            if name in RESERVED:
+                raise ValueError(f"chat_template_kwargs: expected other names than {', '.join(RESERVED)}, got {name!r}")
+
+
 class ChatTemplate:
     """A template that can be read."""
 
@@ -32,7 +52,12 @@ class ChatTemplate:
         self._ask({"source": source})
 
     def render(
-        self, messages: Sequence[Message], *, tools: Sequence[object] | None = None, add_generation_prompt: bool = False
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[object] | None = None,
+        add_generation_prompt: bool = False,
+        settings: TemplateSettings = TemplateSettings(),
     ) -> str:
         """Write a conversation as the text that the model reads; keys without a value are left out.
 
@@ -41,7 +66,10 @@ class ChatTemplate:
         """
         chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
         known = {"messages": chat, "tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
-        return self._ask({"source": self._source, "variables": {**self._variables, **known}})
+        variables = {**self._variables, **(settings.variables or {}), **known}
+        return self._ask(
+            {"source": self._source, "variables": variables, "time": (settings.time or datetime.now()).isoformat()}
+        )
 
     def _ask(self, request: Mapping[str, object]) -> str:
         try:

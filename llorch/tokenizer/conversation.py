@@ -10,13 +10,13 @@ Source: transformers 5.23 `sanitize_control_tokens` (the same idea); Unicode 16,
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 from llorch.errors import FormatError
 from llorch.fields import Fields
-from llorch.tokenizer.chat import ChatTemplate, Message, compiled
+from llorch.tokenizer.chat import ChatTemplate, Message, TemplateSettings, compiled
 from llorch.tokenizer.messages import checked_messages
 from llorch.tokenizer.tokenizer import Tokenizer
 
@@ -70,19 +70,27 @@ class Conversation:
     """Renders the beginnings of one conversation."""
 
     def __init__(
-        self, messages: Sequence[Message], tools: Sequence[object] | None, template: ChatTemplate, breaker: Breaker
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[object] | None,
+        template: ChatTemplate,
+        breaker: Breaker,
+        settings: TemplateSettings,
     ) -> None:
         """Break control tokens in the words of users."""
-        both = {"messages": messages, "tools": tools}
-        self._mark = breaker.mark_for(both)
-        broken = both if self._mark is None else breaker.broken(both, self._mark)
+        given = {"messages": messages, "tools": tools, "variables": settings.variables}
+        self._mark = breaker.mark_for(given)
+        broken = given if self._mark is None else breaker.broken(given, self._mark)
         assert isinstance(broken, dict)
         self._messages, self._tools = broken["messages"], broken["tools"]
+        self._settings = replace(settings, variables=broken["variables"])
         self._template = template
 
     def text(self, count: int, *, opened: bool = False) -> tuple[str, list[int]]:
         """The first messages as text, `opened` with what opens a turn of the assistant; and the inert places in it."""
-        text = self._template.render(self._messages[:count], tools=self._tools, add_generation_prompt=opened)
+        text = self._template.render(
+            self._messages[:count], tools=self._tools, add_generation_prompt=opened, settings=self._settings
+        )
         return taken_out(text, self._mark)
 
 
@@ -101,8 +109,14 @@ class Chats:
         """Prepare; templates are read and checked when the first conversation comes."""
         self._read, self._tokenizer, self._path = templates, tokenizer, path
         self.breaker = Breaker(tokenizer.control_texts)  # knows the texts of control tokens
+        self.settings = TemplateSettings()  # of every conversation that brings no settings
 
-    def conversation(self, messages: Sequence[Message], tools: Sequence[object] | None = None) -> Conversation:
+    def conversation(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[object] | None = None,
+        settings: TemplateSettings | None = None,
+    ) -> Conversation:
         """Take up a conversation; FormatError where the model has no chat template, or one that is none."""
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
         if name not in self._templates:
@@ -111,7 +125,7 @@ class Chats:
                 " Hugging Face model, or use plain text (a prompt; rows of prompt and completion)"
             )
             raise FormatError("Missing", message, path=self._path)
-        return Conversation(messages, tools, self._templates[name], self.breaker)
+        return Conversation(messages, tools, self._templates[name], self.breaker, settings or self.settings)
 
     def ids(self, messages: Sequence[Message]) -> list[int]:
         """A conversation up to the answer that is wanted, as token ids; what is in the messages stays text."""
@@ -122,16 +136,20 @@ class Chats:
         """Whether there is a template, be it a sound one or not."""
         return bool(self._read())
 
-    def spoken(self, messages: Sequence[Message], *, opened: bool = True) -> Written:
+    def spoken(
+        self, messages: Sequence[Message], *, opened: bool = True, variables: Mapping[str, object] | None = None
+    ) -> Written:
         """A conversation that is talked, up to the answer if `opened`: of a model without a template its words alone.
 
-        There is a blank line between two messages then, and the model goes on with the text. FormatError where a
-        template cannot take the messages.
+        There is a blank line between two messages then, and the model goes on with the text. `variables` of the
+        template go before those of the settings. FormatError where a template cannot take the messages.
         """
         if not self.has_template:
             return Written("\n\n".join(str(message.get("content") or "") for message in messages), None)
         checked = checked_messages(Fields({}, self._path), "messages", list(messages))
-        return Written(*self.conversation(checked).text(len(checked), opened=opened))
+        merged = {**(self.settings.variables or {}), **(variables or {})}
+        settings = replace(self.settings, variables=merged)
+        return Written(*self.conversation(checked, settings=settings).text(len(checked), opened=opened))
 
     def encoded(self, written: Written) -> list[int]:
         """Its token ids."""

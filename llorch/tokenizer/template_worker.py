@@ -16,8 +16,9 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from datetime import datetime
 from functools import lru_cache
 from typing import NoReturn
 
@@ -51,7 +52,10 @@ def main() -> None:
 
 
 def answer(request: Mapping[str, object], *, max_text: int) -> dict[str, str]:
-    """Render a `source` with its `variables`, or only compile it without any: `text`, or `code` and `message`."""
+    """Render a `source` with its `variables` at a `time`, or only compile it without any variables.
+
+    The answer is `text`, or `code` and `message`.
+    """
     try:
         template = _compiled(str(request["source"]))
     except MemoryError:
@@ -62,13 +66,19 @@ def answer(request: Mapping[str, object], *, max_text: int) -> dict[str, str]:
     if not isinstance(variables, dict):
         return {"text": ""}
     try:
-        return {"text": _rendered(template, variables, max_text)}
+        clock = {"strftime_now": _clock(str(request["time"]))} if "time" in request else {}
+        return {"text": _rendered(template, variables | clock, max_text)}
     except MemoryError:
         raise
     except _TooLong:
         return {"code": "TemplateBudget", "message": f"writes over {max_text} characters"}
     except Exception as error:  # whatever the template does with what it sees
         return {"code": "TemplateError", "message": f"refuses this: {_reason(error)}"}
+
+
+def _clock(time: str) -> Callable[[str], str]:
+    """Make the function with which templates write the date; the process has no clock of its own."""
+    return datetime.fromisoformat(time).strftime
 
 
 def _reason(error: Exception) -> str:

@@ -7,10 +7,12 @@ a settings file and the refusals all follow from it.
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from datetime import date, datetime
 from typing import Any, Literal, get_args
 
 from llorch.lora.config import ALL_LINEAR, LoraConfig
 from llorch.lora.initial import INITS
+from llorch.tokenizer.chat import TemplateSettings
 from llorch.train.schedules import SCHEDULES
 
 TrainOn = Literal["assistant", "last", "all"]
@@ -52,6 +54,8 @@ class DataSettings:
     train_on: TrainOn = "assistant"
     parse_special: bool = False  # outside of messages the text of a control token, such as `<|im_end|>`, is that token
     valid: float = 0.0  # share of the rows held out for validation, where there is no valid.jsonl
+    template_date: str | None = None  # YYYY-MM-DD, written by chat templates that write today's date; None: today
+    chat_template_kwargs: Mapping[str, object] = field(default_factory=dict)  # variables of the chat template
 
     def __post_init__(self) -> None:
         """Refuse what has no meaning."""
@@ -59,6 +63,20 @@ class DataSettings:
             raise ValueError(f"max_length: expected at least 2 tokens, one to predict the other, got {self.max_length}")
         if self.train_on not in get_args(TrainOn):
             raise ValueError(f"train_on: expected one of {', '.join(get_args(TrainOn))}, got {self.train_on!r}")
+        _ = self.template
+
+    @property
+    def template(self) -> TemplateSettings:
+        """Settings of the chat template."""
+        return _template_settings(self.template_date, self.chat_template_kwargs)
+
+
+def _template_settings(day: str | None, variables: Mapping[str, object]) -> TemplateSettings:
+    try:
+        time = None if day is None else datetime.strptime(day, "%Y-%m-%d")
+    except ValueError:
+        raise ValueError(f"template_date: expected a date such as 2026-11-25, got {day!r}") from None
+    return TemplateSettings(variables, time)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +127,12 @@ class TrainSettings:
         "assistant", "Of a chat: every turn of the assistant, its last one, all tokens.", get_args(TrainOn)
     )
     parse_special: bool = _setting(False, "In plain text, the text of a control token is that token.")
+    template_date: str | None = _setting(
+        None, "YYYY-MM-DD: the date that the chat template writes, if it writes one.  [default: today]"
+    )
+    chat_template_kwargs: Mapping[str, object] = _setting(
+        dict, "Variables of the chat template as a JSON object: '{\"enable_thinking\": false}'."
+    )
     packing: bool = _setting(False, "Put several documents into a row; they do not see each other.")
     label_smoothing: float = _setting(
         0.0, "Share of the target that goes to all tokens alike.", "at least 0 and below 1"
@@ -144,6 +168,7 @@ class TrainSettings:
                 f"settings: give warmup_steps or warmup_ratio, got both ({self.warmup_steps} and {self.warmup_ratio})"
             )
         _ = self.lora  # which refuses what has no meaning there
+        _template_settings(self.template_date, self.chat_template_kwargs)
 
     @property
     def lora(self) -> LoraConfig:
@@ -190,6 +215,8 @@ class TrainSettings:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
     def with_defaults(self, *, hidden_size: int, context: int) -> "TrainSettings":
-        """Put a rate, a dtype and a length, which depend on model and device, in the place of defaults."""
+        """Replace defaults that depend on model, device and day: rate, dtype, length and date."""
         length = self.max_length if self.max_length is not None else min(context, 1024)
-        return replace(self, lr=self.rate_for(hidden_size), dtype=self.dtype_name, max_length=length)
+        day = self.template_date or date.today().isoformat()
+        rate = self.rate_for(hidden_size)
+        return replace(self, lr=rate, dtype=self.dtype_name, max_length=length, template_date=day)

@@ -87,6 +87,10 @@ def _typed(name: str, value: Any, where: str) -> Any:
         return names
     if name == "layers_to_transform":
         return _layers(value, where)
+    if name == "chat_template_kwargs":
+        if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+            raise ValueError(f"{where}: {name} must be names with values (enable_thinking: false), got {value!r}")
+        return dict(value)
     if name in ("rank_pattern", "alpha_pattern"):
         return _pattern(name, value, where)
     wanted = get_type_hints(TrainSettings)[name]

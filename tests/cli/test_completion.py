@@ -59,7 +59,7 @@ def tab(folder: Path, *words: str) -> list[str]:
         (("insp",), ["inspect"]),
         (("lora", "ver"), ["verify-resume"]),
         (("learn", "ch"), ["check"]),
-        (("run", "--temp"), ["--temperature"]),
+        (("run", "--temper"), ["--temperature"]),
         (("run", "sto"), ["story"]),
         (("lora", "merge", "micro-llama"), ["micro-llama", "micro-llama3", "micro-llama4"]),
         (("diagnose", "dump", "--model", "micro-m"), ["micro-ministral3", "micro-mistral"]),

@@ -53,7 +53,7 @@ OF_ROUTE: dict[str, dict[str, list[Any]]] = {
         "function_call": ["auto", {"name": "f"}],
         "audio": [{"voice": "a"}],
         "modalities": [["text", "audio"], ["audio"]],
-        "chat_template_kwargs": [{"x": 1}],
+        "chat_template_kwargs": [[1], "x", {"messages": []}, {"strftime_now": 1}],
         "response_format": ["json", {"type": "xml"}, {}, {"type": "json_schema"}],
         "model": [None, 5, ["story"]],
     },

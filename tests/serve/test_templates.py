@@ -71,3 +71,18 @@ def _response(server: Served) -> None:
 def _trace(server: Served) -> None:
     body = {"model": "story", "messages": [{"role": "user", "content": "Once"}]}
     server.client.post("/trace", body=body, cast_to=object)
+
+
+def test_a_request_sets_variables_of_the_template(tmp_path: Path):
+    template = "{% if loud is defined and loud %}{{ 'LOUD ' * 20 }}{% endif %}{{ messages[0].content }}"
+    with served(chat_model(tmp_path / "story", "story", template)) as server:
+
+        def n_prompt(**variables: object) -> int:
+            extra = {"chat_template_kwargs": variables} if variables else {}
+            answer = server.client.chat.completions.create(
+                model="story", messages=[{"role": "user", "content": "Once"}], max_tokens=1, extra_body=extra
+            )
+            assert answer.usage is not None
+            return answer.usage.prompt_tokens
+
+        assert n_prompt(loud=True) > n_prompt() == n_prompt(loud=False)

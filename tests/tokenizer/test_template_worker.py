@@ -16,7 +16,7 @@ from llorch.tokenizer import template_worker
 from llorch.tokenizer.template_process import RESIDENT
 from llorch.tokenizer.template_worker import answer
 from tests.repository.test_layers import imported_modules
-from tests.tokenizer.test_chat import CHATS, TOOLS
+from tests.tokenizer.test_chat import PUBLISHED_CHATS, TOOLS
 
 ODD = [
     "\ud800", "\x00\x1b[0m", "\ufdd0\uffff", "\U0001f98a", "\u2028\x85\r\n", '"\\"', "<|im_end|>", "\udfff\ud800",
@@ -33,7 +33,7 @@ def requests(source: str) -> list[dict[str, Any]]:
     same = {"documents": None, "bos_token": "<bos>"}
     return [
         {"source": source, "variables": {"messages": chat, "tools": tools, "add_generation_prompt": opened, **same}}
-        for chat in [*CHATS.values(), *odd]
+        for chat in [*(messages for messages, *_ in PUBLISHED_CHATS.values()), *odd]
         for tools in (None, TOOLS)
         for opened in (False, True)
     ]

@@ -16,7 +16,7 @@ from vocabularies import generated_texts, real_vocabulary
 from llorch.files import open_weights
 from llorch.model import Model
 from llorch.tokenizer import Tokenizer
-from llorch.tokenizer.chat import compiled
+from llorch.tokenizer.chat import TemplateSettings, compiled
 from llorch.tokenizer.conversation import Breaker, Conversation
 from llorch.train.batch import IGNORED, Example
 from llorch.train.data.encode import Encoder, render_turns
@@ -151,7 +151,7 @@ def test_real_templates_and_vocabularies_give_the_ids_of_transformers(
         if has_control(messages, tokenizer):
             continue
         turns = [place for place, one in enumerate(messages) if one["role"] == "assistant"]
-        conversation = Conversation(messages, None, template, breaker)
+        conversation = Conversation(messages, None, template, breaker, TemplateSettings())
         assert sum(len(one.spans) for one in render_turns(turns, conversation)) == len(turns)
         for place in turns:
             (one,) = render_turns([place], conversation)

@@ -4,10 +4,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from llorch.cli.options import MODEL, WholeNumber, json_option, verb
+from llorch.cli.options import MODEL, WholeNumber, json_option, template_options, verb
 from llorch.cli.output import progress, say, to_json
 
 if TYPE_CHECKING:
+    from datetime import datetime
+
     from llorch.train.data import TrainOn
 
 
@@ -34,10 +36,11 @@ if TYPE_CHECKING:
     help="Learn every turn of the assistant (or the completion), the last one only, or every token.",
 )  # fmt: skip
 @click.option("--parse-special", is_flag=True, help="In plain text, the text of a control token is that token.")
+@template_options
 @json_option("One object: counts, notes, and the examples with ids and which of them are learned.")
 def command(
     *, model: str, data: str, count: int, split: str, max_length: int | None, train_on: "TrainOn", parse_special: bool,
-    as_json: bool,
+    template_date: "datetime | None", chat_template_kwargs: "dict | None", as_json: bool,
 ) -> None:  # fmt: skip
     """Encode DATA for MODEL and print some examples, and counts.
 
@@ -56,7 +59,11 @@ def command(
 
     opened = Model(open_weights(model_path(model)))
     room = max_length or min(DataSettings.max_length, opened.config.max_position_embeddings)
-    settings = DataSettings(max_length=room, train_on=train_on, parse_special=parse_special)
+    settings = DataSettings(
+        max_length=room, train_on=train_on, parse_special=parse_special,
+        chat_template_kwargs=chat_template_kwargs or {},
+        template_date=None if template_date is None else template_date.date().isoformat(),
+    )  # fmt: skip
     with progress("reading data") as tell:
         found = read_data(find_data(data), opened, settings, progress=tell)
     examples = {"train": found.train, "valid": found.valid, "test": found.test}[split]

@@ -24,7 +24,10 @@ from llorch.cli.output import progress, say, to_json
     "--split", type=click.Choice(["train", "valid", "test"]),
     help="Which part of the data.  [default: test, else valid, else train]",
 )  # fmt: skip
-@settings_options("valid", "batch_size", "max_length", "train_on", "chunk", "device", "dtype", "weights")
+@settings_options(
+    "valid", "batch_size", "max_length", "train_on", "template_date", "chat_template_kwargs", "chunk", "device",
+    "dtype", "weights",
+)  # fmt: skip
 @any_base_option
 @threads_option
 @json_option(

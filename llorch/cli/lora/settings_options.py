@@ -7,6 +7,7 @@ from typing import Any, get_args, get_type_hints
 
 import click
 
+from llorch.cli.options import JsonObject
 from llorch.train.settings import TrainSettings
 from llorch.train.settings_file import SHORT, read_settings, settings_from
 
@@ -53,6 +54,8 @@ def _option(field: Any, hint: Any) -> Callable[[Callable], Callable]:
     name = field.name
     flag = f"--{(_FLAGS.get(name) or name).replace('_', '-')}"
     text, allowed, kinds = field.metadata["text"], field.metadata["allowed"], get_args(hint) or (hint,)
+    if name == "chat_template_kwargs":
+        return click.option(flag, name, type=JsonObject(), help=text)
     if hint is bool:
         return click.option(f"{flag}/--no{flag[1:]}", name, default=None, help=text)
     if kinds[0] is str and len(kinds) == 2 and kinds[1] in (int, float):  # a mapping of names to numbers

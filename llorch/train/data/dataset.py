@@ -109,7 +109,8 @@ def _notes(file: str, name: str, n_rows: int, n_examples: int, unused: set[str],
 
 
 def _digest(splits: tuple[Examples, ...], settings: DataSettings) -> str:
-    encoding = {name: value for name, value in asdict(settings).items() if name != "valid"}
+    in_ids = ("valid", "template_date", "chat_template_kwargs")  # settings whose effect the examples show
+    encoding = {name: value for name, value in asdict(settings).items() if name not in in_ids}
     digest = hashlib.sha256(json.dumps(encoding, sort_keys=True).encode())
     for examples in splits:
         for part in examples.content():

@@ -103,7 +103,7 @@ class Encoder:
         return row.plain
 
     def _chat(self, chat: Chat) -> Iterator[Learned]:
-        conversation = self._model.chats.conversation(chat.messages, chat.tools)
+        conversation = self._model.chats.conversation(chat.messages, chat.tools, self._settings.template)
         if self._settings.train_on == "all":
             text, inert = conversation.text(len(chat.messages))
             yield self._rendered(Rendered(text, [(0, len(text))], inert), ends_turns=False)
