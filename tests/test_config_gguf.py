@@ -151,6 +151,11 @@ def test_a_file_without_architecture_or_eps_is_refused():
         ModelConfig.from_gguf({}, tensor_names=TIED, vocab_size=3, rope_factors=None, path="x.gguf")
 
 
+def test_equal_numbers_for_every_layer_are_one_number():
+    listed = {"attention__head_count": 6, "attention__head_count_kv": 2, "feed_forward_length": 80}
+    assert read(**{key: np.array([value] * 3, np.int32) for key, value in listed.items()}) == read(**listed)
+
+
 def wrong(changes: dict[str, Any], code: str, where: str, expected: object, got: object) -> Any:
     """A row, named by what is changed."""
     name = " ".join(f"{key}={value}" for key, value in changes.items())
@@ -175,8 +180,10 @@ WRONG = [
     wrong({"rope__freq_base": 0.0}, "OutOfRange", "rope_theta", (1, "finite"), 0.0),
     wrong({"attention__layer_norm_rms_epsilon": math.nan}, "OutOfRange", "llama.attention.layer_norm_rms_epsilon",
           "finite", math.nan),
-    wrong({"attention__head_count": np.array([6, 6, 6])}, "Malformed", "llama.attention.head_count", "integer",
-          "array([6, 6, 6])"),
+    wrong({"attention__head_count": np.array([6, 6])}, "Inconsistent", "llama.attention.head_count", 3, 2),
+    wrong({"attention__head_count_kv": np.array([3, 6, 3])}, "Unsupported", "llama.attention.head_count_kv", "same",
+          "[3, 6, 3]"),
+    wrong({"feed_forward_length": np.array([80.0] * 3)}, "Unsupported", "llama.feed_forward_length", "integer", "80.0"),
     wrong({"rope__scaling__type": "longrope"}, "Unsupported", "llama.rope.scaling.type", ("none", "linear", "yarn"),
           "'longrope'"),
     wrong({"rope__scaling__factor": 0.5}, "OutOfRange", "llama.rope.scaling.factor", 1.0, 0.5),

@@ -30,6 +30,10 @@ ROPE_INTERVAL = 4  # every fourth layer of Llama 4 and SmolLM3 has none
 NO_HEAD_NORM = 128  # experts of a Llama 4 that llama.cpp takes for the one without head norm
 
 
+# Keys that hold a number for each layer in some files, as llama.cpp allows it.
+_PER_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
+
+
 def read(
     metadata: Mapping[str, object],
     tensor_names: Container[str],
@@ -42,7 +46,7 @@ def read(
     if arch not in BY_GGUF:
         raise unread(arch, path)
     name = BY_GGUF[arch]
-    family, fields = FAMILIES[name], Fields(metadata, path, prefix=f"{arch}.")
+    family, fields = FAMILIES[name], Fields(_one_for_all_layers(metadata, arch, path), path, prefix=f"{arch}.")
     n_heads = fields.integer("attention.head_count", low=1)
     hidden_size = fields.integer("embedding_length", low=1)
     with fields.naming_the_file():
@@ -80,6 +84,23 @@ def read(
             "adjacent_pairs": family.adjacent_pairs,
             "temperature": temperature if any(layer.tempered for layer in layers) else None,
         }
+
+
+def _one_for_all_layers(metadata: Mapping[str, object], arch: str, path: str | Path) -> Mapping[str, object]:
+    """Put one number in the place of a list that has an equal number for each layer; refuse a list of others."""
+    values, n_layers = dict(metadata), metadata.get(f"{arch}.block_count")
+    for key in (f"{arch}.{name}" for name in _PER_LAYER):
+        listed = values.get(key)
+        if not isinstance(listed, np.ndarray):
+            continue
+        if len(listed) != n_layers:
+            message = f"{key}: expected one number or one for each of {n_layers} layers, got {len(listed)}"
+            raise FormatError("Inconsistent", message, path=path)
+        if listed.dtype.kind not in "iu" or len(np.unique(listed)) > 1:
+            message = f"{key}: expected the same integer for all layers, got {listed.tolist()}"
+            raise FormatError("Unsupported", message, path=path)
+        values[key] = int(listed[0])
+    return values
 
 
 def _has_bias(layers: list[Layer], tensor_names: Container[str]) -> bool:

@@ -43,11 +43,15 @@ class SafetensorsFolder:
         return [one for shard in self._shards for one in shard.fingerprint]
 
     def _open_all(self) -> None:
-        index = self.path / "model.safetensors.index.json"
-        if (self.path / "model.safetensors").exists() or not index.exists():
+        index, single = self.path / "model.safetensors.index.json", self.path / "model.safetensors"
+        if not index.exists():
             self._add(_single_file(self.path))
             return
         weight_map = _read_index(index)
+        if single.exists():
+            _require_no_shards(single, index, set(weight_map.values()))
+            self._add(_single_file(self.path))
+            return
         for shard in sorted(set(weight_map.values())):
             self._add(file_inside(self.path, shard))
         _check_index(index, weight_map, {name: shard.path.name for name, shard in self._shard_of.items()})
@@ -130,6 +134,13 @@ def _read_index(path: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
         raise FormatError("Malformed", "weight_map must map tensor names to file names", path=path)
     return weight_map
+
+
+def _require_no_shards(single: Path, index: Path, shards: set[str]) -> None:
+    """Refuse a folder with two models: one file, and an index whose shards are all here."""
+    if single.name not in shards and all(is_plain_name(name) and (index.parent / name).exists() for name in shards):
+        message = f"two models: {single.name}, and the shards of {index.name}; remove one of them"
+        raise FormatError("Inconsistent", message, path=index.parent)
 
 
 def _check_index(path: Path, weight_map: Mapping[str, str], found: Mapping[str, str]) -> None:

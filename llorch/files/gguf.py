@@ -8,10 +8,11 @@ The reader is our own, since the one of the gguf package follows lengths and off
 laxer than llama.cpp. Offsets must be exactly the running sum of padded sizes, so no two names can share
 bytes.
 
-Source: ggml docs/gguf.md; ggml src/gguf.cpp.
+Source: ggml docs/gguf.md; ggml src/gguf.cpp; llama.cpp src/llama-model-loader.cpp (models in several files).
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -19,6 +20,7 @@ from pathlib import Path
 import numpy as np
 from gguf import GGUFValueType
 
+from llorch.errors import FormatError
 from llorch.files.mapped import Entry, TensorFile
 from llorch.files.metadata import DEFAULT_LIMITS, Cursor, Limits, StringArray, Value, read_metadata
 from llorch.files.names import is_plain_name
@@ -31,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_ELEMENTS = 2**63 - 1  # ggml counts elements in a signed 64-bit number
 
+_PART, _N_PARTS, _N_TENSORS = "split.no", "split.count", "split.tensors.count"  # the first part has number 0
+_MOST_PARTS = 99_999  # that a file name can say
 _INTEGERS = frozenset({GGMLType.I8, GGMLType.I16, GGMLType.I32, GGMLType.I64})
 
 
@@ -76,9 +80,90 @@ class GGUFFile(TensorFile[TensorInfo]):
         return Packed(name, self.path, raw, info.ggml_type, info.shape)
 
 
+class SplitGGUFFile(GGUFFile):
+    """An open GGUF model in several files: the metadata of the first file, the tensors of all."""
+
+    def __init__(self, paths: Sequence[Path], *, limits: Limits = DEFAULT_LIMITS) -> None:
+        """Open all parts, the first one first; FormatError where one does not belong to the others."""
+        super().__init__(paths[0], limits=limits)
+        self._parts: list[GGUFFile] = [self]
+        self._part_of: dict[str, GGUFFile] = dict.fromkeys(self.tensors, self)
+        try:
+            for number, path in enumerate(paths[1:], start=1):
+                self._add(GGUFFile(path, limits=limits), number)
+            n_tensors = self.metadata.get(_N_TENSORS, len(self.tensors))
+            if n_tensors != len(self.tensors):
+                message = f"{_N_TENSORS}: expected {n_tensors} tensors in all parts, got {len(self.tensors)}"
+                raise FormatError("Inconsistent", message, path=self.path)
+        except BaseException:
+            self.close()
+            raise
+
+    def _add(self, part: GGUFFile, number: int) -> None:
+        self._parts.append(part)
+        said = part.metadata.get(_PART, 0), part.metadata.get(_N_PARTS, 1)
+        if said != (number, self.metadata[_N_PARTS]):
+            message = f"{_PART}, {_N_PARTS}: expected {number}, {self.metadata[_N_PARTS]}, got {said[0]}, {said[1]}"
+            raise FormatError("Inconsistent", message, path=part.path)
+        if twice := sorted(part.tensors.keys() & self.tensors.keys()):
+            raise FormatError("Duplicate", f"tensor {twice[0]!r} is in two parts", path=part.path)
+        self.tensors = {**self.tensors, **part.tensors}
+        self._part_of |= dict.fromkeys(part.tensors, part)
+
+    @property
+    def fingerprint(self) -> list[tuple[int, ...]]:
+        """Return `MappedFile.fingerprint` of each part."""
+        return [part._file.fingerprint for part in self._parts]
+
+    def raw(self, name: str) -> np.ndarray:
+        """Look at the bytes of a tensor, as `TensorFile.raw`."""
+        info = self.info(name)
+        return self._part_of[name]._file.view(info.offset, info.n_bytes)
+
+    def require_whole(self, name: str) -> None:
+        """Refuse a tensor whose file was cut since, as `TensorFile.require_whole`."""
+        self.info(name)
+        self._part_of[name]._file.require_whole()
+
+    def close(self) -> None:
+        """Close all parts; arrays that were handed out stay valid."""
+        for part in self._parts:
+            part._file.close()
+
+
 def open_gguf(path: str | Path, *, limits: Limits = DEFAULT_LIMITS) -> GGUFFile:
-    """Open a GGUF file, also in a `with` statement; the work is done in `GGUFFile`."""
-    return GGUFFile(path, limits=limits)
+    """Open a GGUF file, or a model in several files given any one of them, also in a `with` statement."""
+    file = GGUFFile(path, limits=limits)
+    try:
+        paths = _parts_of(file)
+    except BaseException:
+        file.close()
+        raise
+    if len(paths) == 1:
+        return file
+    file.close()
+    return SplitGGUFFile(paths, limits=limits)
+
+
+def _parts_of(file: GGUFFile) -> list[Path]:
+    """Find all parts of a model by the name of one: `NAME-00002-of-00003.gguf`, as `gguf-split` writes it."""
+    n_parts, number = file.metadata.get(_N_PARTS, 1), file.metadata.get(_PART, 0)
+    if not (isinstance(n_parts, int) and isinstance(number, int) and 0 <= number < max(n_parts, 1) <= _MOST_PARTS):
+        message = f"{_PART}, {_N_PARTS}: expected a number below the count of parts, at most {_MOST_PARTS}"
+        raise FormatError("OutOfRange", f"{message}, got {number!r}, {n_parts!r}", path=file.path)
+    if n_parts <= 1:
+        return [file.path]
+    ending = "-{:05d}-of-{:05d}.gguf"
+    name, wanted = file.path.name, ending.format(number + 1, n_parts)
+    if not name.endswith(wanted):
+        message = f"this is part {number + 1} of {n_parts}: expected a file name that ends with {wanted}, got {name}"
+        raise FormatError("Inconsistent", f"{message}; rename the file", path=file.path)
+    prefix = name.removesuffix(wanted)
+    paths = [file.path.with_name(prefix + ending.format(part + 1, n_parts)) for part in range(n_parts)]
+    if absent := [path.name for path in paths if not path.exists()]:
+        message = f"the model has {n_parts} parts, and {len(absent)} are not here: {', '.join(absent[:4])}"
+        raise FormatError("Missing", f"{message}; put all parts into one folder", path=file.path)
+    return paths
 
 
 def read_head(cursor: Cursor) -> tuple[int, int, dict[str, Value], int]:

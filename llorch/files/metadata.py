@@ -119,14 +119,27 @@ class Cursor:
 
     def text(self, what: str, *, limit: int, over_limit: ErrorCode = "TooLarge") -> str:
         """Read a length and that many bytes of UTF-8; FormatError `over_limit` for more bytes than allowed."""
+        data = self._text_bytes(what, limit, over_limit)
+        try:
+            return data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            start = self.position - len(data)
+            raise self.error("Malformed", f"{what} is not UTF-8: {error.reason}", start) from None
+
+    def _text_bytes(self, what: str, limit: int, over_limit: ErrorCode) -> bytes:
         length = self.u64(f"{what} length")
         start = self.skip(length, what)
         if length > limit:
             raise self.error(over_limit, f"{what} has {length} bytes, at most {limit} are allowed", start)
+        return self.file.map[start : start + length]
+
+    def _string(self, what: str) -> str | bytes:
+        """Read a value: text, or bytes where it is not UTF-8; who needs a text refuses those."""
+        data = self._text_bytes(what, self.limits.string_bytes, "TooLarge")
         try:
-            return self.file.map[start : start + length].decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise self.error("Malformed", f"{what} is not UTF-8: {error.reason}", start) from None
+            return data.decode("utf-8")
+        except UnicodeDecodeError:
+            return data
 
     def value_type(self, what: str) -> GGUFValueType:
         """Read the number of a value type; Malformed for one that GGUF does not define."""
@@ -139,7 +152,7 @@ class Cursor:
     def value(self, kind: GGUFValueType, what: str) -> Value:
         """Read a value of a known type: a Python scalar, a NumPy array or a `StringArray`."""
         if kind is GGUFValueType.STRING:
-            return self.text(what, limit=self.limits.string_bytes)
+            return self._string(what)
         if kind is GGUFValueType.ARRAY:
             return self._array(what)
         return self._numbers(kind, 1, what)[0].item()

@@ -22,6 +22,7 @@ _ROPE_FACTORS = "rope_freqs.weight"
 _EYES = ("model.visual.", "visual.", "vision_model.", "vision_tower.", "model.vision_tower.", "multi_modal_projector.")
 _IMAGE_KEYS = ("image_token_id", "image_token_index", "video_token_id")
 _PREDICTING = ("mtp.", "model.mtp.")  # further tokens
+_BASE = ("embed_tokens.", "layers.", "norm.")  # what a base model consists of
 _SHOWN = 40  # names of one fault
 
 
@@ -53,9 +54,17 @@ def _open_gguf(path: Path) -> Weights:
 def _in_gguf(weight: Weight, file: GGUFFile) -> Slot:
     layout = weight.in_gguf
     found = file.tensors.get(weight.gguf)
-    if weight.shape[0] == 1 and found is not None and found.shape == weight.shape[1:]:  # the gate of a shared expert
+    wanted = layout.shape or weight.shape
+    # Writers put axes of length 1 before the others, or leave them out (the gate of a shared expert).
+    if found is not None and found.shape != wanted and _without_ones(found.shape) == _without_ones(wanted):
         layout = replace(layout, shape=found.shape)
     return Slot(weight.gguf, weight.shape, weight.interleaved_heads, is_matrix=weight.is_matrix, layout=layout)
+
+
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Leave out axes of length 1 before the others."""
+    first = next((axis for axis, length in enumerate(shape) if length != 1), len(shape))
+    return shape[first:]
 
 
 def _predicting(file: GGUFFile, config: ModelConfig) -> set[str]:
@@ -91,12 +100,14 @@ def _open_huggingface(path: Path) -> Weights:
     config = ModelConfig.from_huggingface(values, path=path / "config.json")
     folder = SafetensorsFolder(path)
     try:
-        plain = {path_alone(name): name for name in folder.tensors}
+        plain = _by_path(folder)
         slots = {name: _in_folder(as_found(weight, plain), plain) for name, weight in inventory(config).items()}
         ignored = _not_text(folder, config, sees="text_config" in values or values["model_type"] in BY_WHOLE)
         head = plain.get("lm_head.weight")
         if config.tie_word_embeddings and head is not None:
-            slots["embed_tokens"] = replace(slots["embed_tokens"], must_equal=head)
+            embedding = slots["embed_tokens"]
+            found = "must_equal" if embedding.source_name in folder.tensors else "source_name"
+            slots["embed_tokens"] = replace(embedding, **{found: head})
             ignored.add(head)
         _refuse_mlx(config, slots, folder)
         _check_tensors(slots, folder, ignored=ignored, family=config.family)
@@ -117,6 +128,14 @@ def ids_of_images(weights: Weights) -> dict[int, str]:
     values = _read_config(weights.source.path)
     found = ((values.get(key), key) for key in _IMAGE_KEYS)
     return {token_id: key for token_id, key in found if isinstance(token_id, int)}
+
+
+def _by_path(folder: SafetensorsFolder) -> dict[str, str]:
+    """Names of tensors by their path in the text model; a file of the base model alone has none with `model.`."""
+    plain = {path_alone(name): name for name in folder.tensors}
+    if not any(path.startswith("model.") for path in plain):
+        plain = {f"model.{path}" if path.startswith(_BASE) else path: name for path, name in plain.items()}
+    return plain
 
 
 def _in_folder(weight: Weight, plain: Mapping[str, str]) -> Slot:

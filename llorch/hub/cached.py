@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from llorch.hub.needed import CONFIG, INDEX, TOKENIZER, WEIGHTS, is_folder, one_gguf, shards_of
+from llorch.hub.needed import CONFIG, INDEX, TOKENIZER, WEIGHTS, files_of_gguf, is_folder, shards_of
 from llorch.hub.reference import Reference
 
 
@@ -46,7 +46,7 @@ def look(wanted: Reference) -> Cached | None:
         whole = all((folder / name).exists() for name in (CONFIG, *TOKENIZER))
         return Cached(folder, folder.name, whole) if complete else None
     try:
-        return Cached(folder / one_gguf(files, wanted), folder.name)
+        return Cached(folder / files_of_gguf(files, wanted)[0], folder.name)
     except FileNotFoundError:
         return None
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from llorch.errors import MissingExtra
 from llorch.hub.cached import look, repository_folder
-from llorch.hub.needed import INDEX, WEIGHTS, is_folder, of_folder, one_gguf, shards_of
+from llorch.hub.needed import INDEX, WEIGHTS, files_of_gguf, is_folder, of_folder, shards_of
 from llorch.hub.reference import Reference
 
 
@@ -57,8 +57,12 @@ def _fetched(wanted: Reference, consent: Callable[[str], bool], report: Callable
         found = HfApi().model_info(wanted.repo, revision=wanted.revision or None, files_metadata=True)
     files = {sibling.rfilename: sibling for sibling in found.siblings or []}
     commit = str(found.sha)
-    gguf = None if not wanted.quant and is_folder(files) else one_gguf(files, wanted)
-    names = [gguf] if gguf else of_folder(files, _shards(wanted, commit) if WEIGHTS not in files else ())
+    is_gguf = bool(wanted.quant) or not is_folder(files)
+    names = (
+        files_of_gguf(files, wanted)
+        if is_gguf
+        else of_folder(files, _shards(wanted, commit) if WEIGHTS not in files else ())
+    )
     _require_all(wanted, names, files)
     missing = list(_missing(wanted, commit, [files[name] for name in names]))
     n_bytes = sum(sibling.size or 0 for sibling in missing)
@@ -74,7 +78,7 @@ def _fetched(wanted: Reference, consent: Callable[[str], bool], report: Callable
             )
         )
     report(f"{wanted}: commit {folder.name}")
-    return folder / gguf if gguf else folder
+    return folder / names[0] if is_gguf else folder
 
 
 def _shards(wanted: Reference, commit: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Which files of a repository a model is made of: a folder of safetensors, or one GGUF file; never a pickle."""
+"""Which files of a repository a model is made of: a folder of safetensors, or a GGUF file or its parts; no pickle."""
 
 import json
 import re
@@ -15,7 +15,7 @@ _BESIDE = (  # what says how a model is used; the last ones are for transformers
     "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model",
 )  # fmt: skip
 _TEMPLATES = re.compile(r"additional_chat_templates/[^/]+\.jinja")
-_PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
+_PART = re.compile(r"(?P<model>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
 _NO_MODEL = re.compile(r"mmproj|imatrix", re.IGNORECASE)  # GGUF files that lie beside models
 
 
@@ -36,21 +36,33 @@ def shards_of(index: Path) -> list[str]:
     return sorted({str(name) for name in weight_map.values()})
 
 
-def one_gguf(files: Iterable[str], wanted: Reference) -> str:
-    """The GGUF file that is meant; FileNotFoundError for none, for several, and for one in parts."""
+def files_of_gguf(files: Iterable[str], wanted: Reference) -> list[str]:
+    """Find the GGUF file that is meant, or all parts of it in order; FileNotFoundError for none or several models."""
     models = sorted(name for name in files if name.lower().endswith(".gguf") and not _NO_MODEL.search(name))
     if not models:
         raise FileNotFoundError(f"model '{wanted}': {_without_models(files, wanted)}")
     found = [name for name in models if _is_meant(PurePosixPath(name).name, wanted.quant)]
-    whole = [name for name in found if not _PART.search(name)]
-    if len(whole) == 1:
-        return whole[0]
-    if found and not whole:
-        message = f"{found[0]} is one of {len(found)} parts, which are not read; join them: llama-gguf-split --merge"
-        raise FileNotFoundError(f"model '{wanted}': {message}")
-    what = "several GGUF files" if whole else f"no GGUF file of {wanted.quant}"
+    named: dict[str, list[str]] = {}
+    for name in [name for name in found if not _PART.fullmatch(name)] or found:  # a whole file before one in parts
+        part = _PART.fullmatch(name)
+        named.setdefault(f"{part['model']} of {part['count']}" if part else name, []).append(name)
+    if len(named) == 1:
+        (one,) = named.values()
+        return _whole(one, wanted)
+    what = "several GGUF files" if named else f"no GGUF file of {wanted.quant}"
     example = f"{wanted.repo}:{wanted.quant or 'QUANT'}"
-    raise FileNotFoundError(f"model '{wanted}': {what}; say which as {example}, of: {', '.join(whole or models)}")
+    listed = ", ".join(names[0] for names in named.values()) or ", ".join(models)
+    raise FileNotFoundError(f"model '{wanted}': {what}; say which as {example}, of: {listed}")
+
+
+def _whole(names: list[str], wanted: Reference) -> list[str]:
+    """Refuse a model of which parts are missing."""
+    first = _PART.fullmatch(names[0])
+    n_parts = int(first["count"]) if first else 1
+    if len(names) != n_parts:
+        message = f"expected {n_parts} parts, the repository has {len(names)}: {', '.join(names[:4])}"
+        raise FileNotFoundError(f"model '{wanted}': {message}")
+    return names
 
 
 def _is_meant(name: str, quant: str) -> bool:

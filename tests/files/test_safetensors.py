@@ -92,12 +92,6 @@ def test_the_shards_of_an_index_are_one_set_of_tensors(sharded: Path):
         assert folder.array("a").tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
-def test_one_file_wins_over_an_index(sharded: Path):
-    safetensors.numpy.save_file({"only": np.zeros(1, np.float32)}, sharded / "model.safetensors")
-    with SafetensorsFolder(sharded) as folder:
-        assert folder.tensors.keys() == {"only"}
-
-
 def test_the_links_of_a_download_cache_are_followed(tmp_path: Path):
     snapshot, blobs = tmp_path / "models--x" / "snapshots" / "abc", tmp_path / "models--x" / "blobs"
     snapshot.mkdir(parents=True)

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from refusals import Refusal, row
 
-from llorch.hub.needed import is_folder, of_folder, one_gguf, shards_of
+from llorch.hub.needed import files_of_gguf, is_folder, of_folder, shards_of
 from llorch.hub.reference import Reference
 
 FILES = (
@@ -12,11 +12,17 @@ FILES = (
     "original/consolidated.00.pth", "pytorch_model.bin", "onnx/model.onnx", "evil.py", "consolidated.safetensors",
 )  # fmt: skip
 GGUF = ("m-Q4_K.gguf", "m-Q4_K_M.gguf", "m-bf16.gguf", "m-f16.gguf", "IQ4_K/m-IQ4_K.gguf", "mmproj-F16.gguf")
+MORE_PARTS = [f"n-Q8_0-0000{part}-of-00002.gguf" for part in (1, 2)]
 PARTS = [f"Q8_0/m-Q8_0-0000{part}-of-00002.gguf" for part in (1, 2)]
 
 
+def parts(quant: str, files: tuple[str, ...]) -> list[str]:
+    return files_of_gguf(files, Reference("org/m", quant))
+
+
 def meant(quant: str, files: tuple[str, ...] = GGUF) -> str:
-    return one_gguf(files, Reference("org/m", quant))
+    (name,) = parts(quant, files)
+    return name
 
 
 def test_of_a_folder_only_the_model_is_taken():
@@ -59,8 +65,9 @@ CANNOT_BE_CHOSEN = [
         "several", "as org/m:Q8_0", "a-Q8_0.gguf, b-Q8_0.gguf"),
     row("Q3_K-files2", lambda: meant("Q3_K", GGUF), FileNotFoundError, "'org/m:Q3_K'", "of Q3_K", "as org/m:Q3_K",
         *SEVERAL),
-    row("Q8_0-files3", lambda: meant("Q8_0", tuple(PARTS)), FileNotFoundError, "'org/m:Q8_0'", PARTS[0], "2 parts",
-        "llama-gguf-split --merge"),
+    row("Q8_0-files3", lambda: meant("Q8_0", (PARTS[1],)), FileNotFoundError, "'org/m:Q8_0'", PARTS[1], "2 parts"),
+    row("Q8_0-files7", lambda: parts("Q8_0", (*PARTS, *MORE_PARTS)), FileNotFoundError, "'org/m:Q8_0'", "several",
+        PARTS[0], MORE_PARTS[0]),
     row("-files4", lambda: meant("", ("pytorch_model.bin", "config.json")), FileNotFoundError, "'org/m'",
         "pickles (pytorch_model.bin)"),
     row("-files5", lambda: meant("", ("README.md",)), FileNotFoundError, "'org/m'", "config.json", "model.safetensors",
@@ -72,6 +79,10 @@ CANNOT_BE_CHOSEN = [
 @pytest.mark.parametrize("refusal", CANNOT_BE_CHOSEN)
 def test_what_cannot_be_chosen_is_said(refusal: Refusal):
     refusal.check()
+
+
+def test_files_of_gguf_lists_all_parts_in_order():
+    assert parts("Q8_0", (PARTS[1], "README.md", PARTS[0], "m-Q4_K.gguf")) == PARTS
 
 
 def test_a_whole_file_is_taken_before_one_in_parts():

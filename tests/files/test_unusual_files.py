@@ -1,0 +1,126 @@
+"""Files that other tools write and that both engines read: models in several parts, other names, shapes and values."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from gguf import GGUFWriter
+from refusals import refuses
+from tiny_models import GGUF_METADATA, gguf_tensors, random_tensors, write_file, write_folder
+
+from llorch.files import Weights, open_weights
+from llorch.files.gguf import GGUFFile, open_gguf
+
+
+def same(one: Weights, other: Weights) -> bool:
+    return one.config == other.config and all(np.array_equal(one.array(name), other.array(name)) for name in one)
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> Weights:
+    return open_weights(write_file(tmp_path / "whole.gguf", gguf_tensors(), GGUF_METADATA))
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> list[Path]:
+    """A model in three files, as gguf-py writes it."""
+    writer = GGUFWriter(tmp_path / "parts.gguf", "llama", split_max_tensors=9)
+    for key, value in GGUF_METADATA.items():
+        (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(key, value)  # type: ignore[arg-type]
+    for name, array in gguf_tensors().items():
+        writer.add_tensor(name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return sorted(tmp_path.glob("parts-*.gguf"))
+
+
+def test_a_model_in_parts_opens_from_any_of_them(whole: Weights, parts: list[Path]):
+    assert [path.name for path in parts] == [f"parts-0000{n}-of-00003.gguf" for n in (1, 2, 3)]
+    for path in parts:
+        weights = open_weights(path)
+        assert same(weights, whole)
+        assert len(weights.source.fingerprint) == 3
+        weights.source.close()
+        with pytest.raises(ValueError, match="closed"):
+            weights.source.array("output.weight")
+
+
+def test_parts_that_are_missing_renamed_or_of_another_model_are_refused(parts: list[Path]):
+    renamed = parts[1].rename(parts[1].with_name("b.gguf"))
+    with refuses("Missing", "3 parts", parts[1].name, where=parts[0]):
+        open_gguf(parts[0])
+    with refuses("Inconsistent", "part 2 of 3", "-00002-of-00003.gguf", "got b.gguf", where=renamed):
+        open_gguf(renamed)
+    renamed.rename(parts[1])
+    parts[1].write_bytes(parts[2].read_bytes())
+    with refuses("Inconsistent", "split.no", expected=(1, 3), got=(2, 3), where=parts[1]):
+        open_gguf(parts[0])
+
+
+def test_a_part_that_has_a_tensor_of_another_or_too_few_is_refused(tmp_path: Path):
+    tensors = gguf_tensors()
+    halves = [dict(list(tensors.items())[:10]), dict(list(tensors.items())[9:])]
+    for number, half in enumerate(halves):
+        split = {"split.no": number, "split.count": 2, "split.tensors.count": len(tensors)}
+        write_file(tmp_path / f"m-0000{number + 1}-of-00002.gguf", half, GGUF_METADATA | split)
+    with refuses("Duplicate", "two parts", where="m-00002-of-00002.gguf"):
+        open_gguf(tmp_path / "m-00001-of-00002.gguf")
+    del halves[1][next(iter(halves[1]))], halves[1][next(iter(halves[1]))]
+    split = {"split.no": 1, "split.count": 2, "split.tensors.count": len(tensors)}
+    write_file(tmp_path / "m-00002-of-00002.gguf", halves[1], GGUF_METADATA | split)
+    with refuses("Inconsistent", "split.tensors.count", expected=len(tensors), got=len(tensors) - 1):
+        open_gguf(tmp_path / "m-00001-of-00002.gguf")
+
+
+@pytest.mark.parametrize(("number", "count"), [(3, 3), (0, 1 << 20)])
+def test_numbers_of_parts_without_meaning_are_refused(tmp_path: Path, number: int, count: int):
+    path = write_file(tmp_path / "m.gguf", gguf_tensors(), {"split.no": number, "split.count": count})
+    with refuses("OutOfRange", "split.no, split.count", got=(number, count), where=path):
+        open_gguf(path)
+
+
+def test_norms_with_axes_of_length_one_are_read(tmp_path: Path, whole: Weights):
+    tensors = {name: array[None, None] if array.ndim == 1 else array for name, array in gguf_tensors().items()}
+    weights = open_weights(write_file(tmp_path / "m.gguf", tensors, GGUF_METADATA))
+    assert weights.source.tensors["output_norm.weight"].shape[:2] == (1, 1)
+    assert same(weights, whole)
+
+
+def test_text_that_is_not_utf8_matters_only_where_it_is_needed(tmp_path: Path):
+    path = write_file(tmp_path / "m.gguf", gguf_tensors(), GGUF_METADATA | {"general.author": "Ren?"})
+    path.write_bytes(path.read_bytes().replace(b"Ren?", b"Ren\xe9"))
+    weights = open_weights(path)
+    assert isinstance(weights.source, GGUFFile)
+    assert weights.source.metadata["general.author"] == b"Ren\xe9"
+    path.write_bytes(path.read_bytes().replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0llam\xff"))
+    with refuses("Malformed", "general.architecture", expected="string", got="llam\\xff"):
+        open_weights(path)
+
+
+def test_a_folder_of_the_base_model_alone_has_names_without_model(tmp_path: Path):
+    tensors = random_tensors("llama")
+    del tensors["lm_head.weight"]
+    bare = {name.removeprefix("model."): array for name, array in tensors.items()}
+    full = open_weights(write_folder(tmp_path / "full", tensors, tie_word_embeddings=True))
+    assert same(open_weights(write_folder(tmp_path / "bare", bare, tie_word_embeddings=True)), full)
+
+
+def test_a_tied_folder_may_store_the_output_matrix_alone(tmp_path: Path):
+    tensors = random_tensors("llama")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    full = open_weights(write_folder(tmp_path / "full", tensors, tie_word_embeddings=True))
+    del tensors["model.embed_tokens.weight"]
+    assert same(open_weights(write_folder(tmp_path / "alone", tensors, tie_word_embeddings=True)), full)
+
+
+def test_one_file_beside_an_index_is_the_model_unless_the_shards_are_there(tmp_path: Path):
+    folder = write_folder(tmp_path / "m", random_tensors("llama"))
+    index = '{"weight_map": {"model.norm.weight": "model-00001-of-00001.safetensors"}}'
+    (folder / "model.safetensors.index.json").write_text(index)
+    assert open_weights(folder).config.n_layers == 2
+    safetensors.numpy.save_file({"model.norm.weight": np.ones(3)}, folder / "model-00001-of-00001.safetensors")
+    with refuses("Inconsistent", "two models", "model.safetensors", "model.safetensors.index.json", where=folder):
+        open_weights(folder)
