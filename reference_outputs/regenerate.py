@@ -27,7 +27,7 @@ from llorch.builtin import EVERY, OTHERS, builtin_path
 from llorch.files import Weights, open_weights
 from llorch.model import Model
 from llorch.stages import keys
-from llorch.verify.compare import EXACT, Difference, Tolerance, measure
+from llorch.verify.compare import EXACT, FLOOR, Difference, Tolerance, measure
 from llorch.verify.goldens import (
     N_GREEDY,
     PRODUCERS,
@@ -43,6 +43,7 @@ from llorch.verify.goldens import (
     take,
 )
 from llorch.verify.limits import MATHEMATICS, Limits, limit_of_softmax
+from llorch.verify.long_goldens import LongGolden, make_long, read_long, save_long
 from llorch.verify.models import unable_for
 from llorch.verify.places import Pass
 from llorch.verify.suites.files import foreign_tensors
@@ -93,11 +94,31 @@ def built_in(name: str, folder: Path, *, check: bool) -> list[str]:
     """Make the goldens of one built-in model; write them, or say where they are not the stored ones."""
     click.echo(f"{name}: running {' and '.join(PRODUCERS)}", err=True)
     golden = make(name)
+    long = make_long(builtin_path(name), PRODUCERS, str(golden.provenance["weights_sha256"]))
     if check:
         stored = read(folder)
-        return differences(name, golden, stored) + made_otherwise(name, stored)
+        lines = differences(name, golden, stored) + made_otherwise(name, stored)
+        return lines + long_differences(long, read_long(folder))
     save(folder, golden)
+    save_long(folder, long)
     return []
+
+
+def long_differences(new: LongGolden, stored: LongGolden) -> list[str]:
+    """Where newly made goldens of long contexts are not the stored ones, one line for each."""
+    lines = [] if new.cases == stored.cases else ["long contexts: other cases than stored"]
+    for case, trace in stored.truth.items():
+        for name, array in trace.items():
+            difference = measure(new.truth.get(case, {}).get(name), array)
+            if not difference.within(MATHEMATICS):
+                lines.append(f"{case} {name}: {difference.describe()}")
+    for engine, cases in stored.distances.items():
+        for case, each in cases.items():
+            made = new.distances.get(engine, {}).get(case, {})
+            # Another processor sums in another order: a float32 run is then as far from float64 again, not farther.
+            far = [name for name, kept in each.items() if name not in made or made[name].error > 4 * kept.error + FLOOR]
+            lines += [f"distance of {engine}, {case} {name}: {made.get(name)}, stored {each[name]}" for name in far]
+    return lines
 
 
 def training(name: str, folder: Path, *, check: bool) -> list[str]:

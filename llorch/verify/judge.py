@@ -30,7 +30,7 @@ class Row:
     case: str
     producer: str
     backend: str
-    mode: str  # isolated, chained, decode, exact, or free: with no flip replaced
+    mode: str  # isolated, chained, decode, exact, free: with no flip replaced; whole, in parts: of long contexts
     error: float  # ours from the golden
     worst: float  # its worst element
     truth_error: float  # ours from the float64 truth; NaN for isolated rows, which start from the golden

@@ -33,14 +33,16 @@ from llorch.verify.goldens import (
 )
 from llorch.verify.judge import Row
 from llorch.verify.lockstep import largest_part
+from llorch.verify.long_goldens import long_cases, read_long
 from llorch.verify.places import Pass
 from llorch.verify.runners import Runner
 from llorch.verify.runners.numpy import GgmlRunner, numpy_runners
 from llorch.verify.runners.shared import SharedWeights
 from llorch.verify.suites.files import decode_rows, foreign_tensors, foundation_rows, own_tensors, token_rows
 from llorch.verify.suites.forward import ForwardSuite
+from llorch.verify.suites.long_contexts import LongSuite
 from llorch.verify.truth import WITNESS, require_numbers, take_truth
-from llorch.verify.witnesses import ProducerName, Say, open_producer
+from llorch.verify.witnesses import ProducerName, Route, Say, open_producer
 from llorch.verify.witnesses.abilities import cannot_judge
 from llorch.verify.witnesses.process import start
 
@@ -78,8 +80,21 @@ def verify_stored(name: str, runners: Runners = numpy_runners, *, backend: str =
     yield from foundation_rows(name, own_tensors(weights.source), golden.tensors, backend=backend)
     yield from token_rows(name, Model(weights).tokenizer.encode, golden.tokens, backend=backend)
     suite = ForwardSuite(name, weights, golden.cases, golden.evidence, golden.truth)
+    long = stored_long(name, weights, golden.truth.evidence.route)
     for runner in runners(weights, wide=True):
         yield from suite.rows(runner)
+        yield from long.rows(runner)
+
+
+def stored_long(name: str, weights: Weights, route: Route | None = None) -> LongSuite:
+    """Open the goldens of long contexts of a built-in model; for the exceptions see `verify_stored`."""
+    golden = read_long(goldens_folder() / name)
+    if golden.weights_sha256 != sha256(builtin_path(name)):
+        raise ValueError(f"golden {name}: long contexts of other weights; run reference_outputs/regenerate.py")
+    if golden.cases.keys() != long_cases(weights.config).keys():
+        raise ValueError(f"golden {name}: expected the cases {', '.join(long_cases(weights.config))} of long contexts, "
+                         f"got {', '.join(golden.cases)}; run reference_outputs/regenerate.py")  # fmt: skip
+    return LongSuite(name, weights, golden, route)
 
 
 def stored(name: str) -> tuple[Weights, Golden]:

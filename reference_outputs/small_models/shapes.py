@@ -59,6 +59,8 @@ def _shape(
     }  # fmt: skip
 
 
+# One model for each kind of RoPE is judged at positions beyond 2**17.
+_FAR = 262_144
 _LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
@@ -92,14 +94,14 @@ RECIPES = {
         family="llama", vocabulary="llama-bpe", seed=2,
         config=_shape(
             hidden=96, inter=160, layers=2, heads=12, kv_heads=4, head_dim=32, vocab=397, tied=True, eps=1e-5,
-            rope=_LLAMA3_ROPE, context=131072,
+            rope=_LLAMA3_ROPE, context=_FAR,
         ),
     ),
     "micro-qwen2": Recipe(
         family="qwen2", vocabulary="qwen2", seed=3,
         config=_shape(
             hidden=96, inter=224, layers=3, heads=6, kv_heads=2, head_dim=16, vocab=347, tied=True, eps=1e-6,
-            rope={"rope_type": "default", "rope_theta": 1e6}, context=32768,
+            rope={"rope_type": "default", "rope_theta": 1e6}, context=_FAR,
         ),
     ),
     "micro-qwen3": Recipe(
@@ -129,7 +131,7 @@ RECIPES = {
         family="qwen3_5", vocabulary="qwen2", seed=8, steps=300,
         config=_HYBRID | _shape(
             hidden=20, inter=28, layers=2, heads=4, kv_heads=2, head_dim=8, vocab=263, tied=False, eps=1e-6,
-            rope=_PARTIAL | {"mrope_section": [1, 1, 0]}, context=32768,
+            rope=_PARTIAL | {"mrope_section": [1, 1, 0]}, context=_FAR,
         ),
     ),
     "micro-qwen3.5-moe": Recipe(
@@ -164,7 +166,7 @@ RECIPES = {
         family="ministral3", vocabulary="llama-bpe", seed=12, steps=250,
         config={"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None} | _shape(
             hidden=20, inter=28, layers=2, heads=4, kv_heads=2, head_dim=8, vocab=265, tied=False, eps=1e-5,
-            rope=_MINISTRAL_ROPE, context=8192,
+            rope=_MINISTRAL_ROPE, context=_FAR,
         ),
     ),
     "micro-llama4": Recipe(

@@ -40,10 +40,11 @@ def changed_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data[tensor.offset + 400 : tensor.offset + 404] = (weight + np.float32(0.1)).tobytes()
     path.write_bytes(data)
     shutil.copytree(goldens_folder() / name, folder / "goldens" / name)
-    record = folder / "goldens" / name / "golden.json"
+    record, long = (folder / "goldens" / name / file for file in ("golden.json", "long.json"))
     golden = json.loads(record.read_text())
     golden["provenance"]["weights_sha256"] = sha256(path)
     record.write_text(json.dumps(golden))
+    long.write_text(json.dumps(json.loads(long.read_text()) | {"weights_sha256": sha256(path)}))
     return folder
 
 
@@ -123,7 +124,7 @@ def test_json_has_every_row_and_a_summary_that_counts_them():
         ("llamacpp", "llamacpp"), ("transformers", "transformers"), ("peft", "llorch"), ("peft-float64", "llorch"),
         *((name, "transformers", "head_dim") for name in ("transformers", "transformers-float64")),
     }  # fmt: skip
-    assert {row["mode"] for row in rows} == {"isolated", "chained", "decode", "exact"}
+    assert {row["mode"] for row in rows} == {"isolated", "chained", "decode", "exact", "whole", "in parts"}
     assert summary["comparisons"] == len(rows) == summary["passed"]
     from llorch.verify.runners.numpy import BACKENDS
 

@@ -25,6 +25,7 @@ from llorch.verify import golden_arrays
 from llorch.verify.compare import Difference
 from llorch.verify.goldens import PRODUCERS, Evidence, Golden, TokenCheck, Truth
 from llorch.verify.limits import Limits
+from llorch.verify.long_goldens import read_long
 from llorch.verify.places import Pass
 from llorch.verify.training.goldens import FILES
 
@@ -166,6 +167,7 @@ def command(script: ModuleType, monkeypatch: pytest.MonkeyPatch, folder: Path, m
     """The command on another folder of goldens, with engines that give `made`."""
     monkeypatch.setattr(script, "FOLDER", folder)
     monkeypatch.setattr(script, "make", lambda name: made)
+    monkeypatch.setattr(script, "make_long", lambda path, engines, weights_sha256: read_long(goldens_folder() / NAME))
     monkeypatch.setattr(script.make_training, "make_training", training_golden_of)
     without_peft = lambda new, stored, weights: script.make_training.differences(  # noqa: E731
         new, stored, weights.config, {}, stored.arrays
@@ -209,7 +211,10 @@ def test_check_is_red_where_a_stored_distance_does_not_follow_from_the_goldens(
     assert done.stdout.startswith("distance of llamacpp, far l0.ffn_up: ")
 
 
-@pytest.mark.parametrize("missing", ["golden.json", "llamacpp.safetensors.xz", "transformers.safetensors.xz", *FILES])
+ARRAYS = ("llamacpp.safetensors.xz", "transformers.safetensors.xz", "long.safetensors.xz")
+
+
+@pytest.mark.parametrize("missing", ["golden.json", "long.json", *ARRAYS, *FILES])
 def test_check_of_a_missing_golden_is_an_error(
     script: ModuleType, golden: Golden, stored: Path, monkeypatch: pytest.MonkeyPatch, missing: str
 ):
@@ -324,3 +329,18 @@ def test_the_stored_input_is_the_beginning_of_the_prompt(script: ModuleType, nam
 def test_a_prompt_that_repeats_itself_is_refused(script: ModuleType):
     with refuses(ValueError, expected=8, got="["):
         script.prompt_ids(weights_of(NAME), "a a a a a a a a a a a a", 12)
+
+
+def test_long_goldens_made_again_are_compared_one_by_one(script: ModuleType):
+    stored = read_long(goldens_folder() / NAME)
+    assert script.long_differences(stored, stored) == []
+    name = "l0.attn_context"
+    array = stored.truth["long"][name] * (1 + 1e-9)
+    truth: Any = {**stored.truth, "long": {**stored.truth["long"], name: array}}
+    (line,) = script.long_differences(replace(stored, truth=truth), stored)
+    assert line.startswith(f"long {name}: error ")
+    far: Any = deepcopy(stored.distances)
+    far["llamacpp"]["long"][name] = Difference(1e-3, 1e-3)
+    (line,) = script.long_differences(replace(stored, distances=far), stored)
+    assert line.startswith(f"distance of llamacpp, long {name}: ")
+    assert script.long_differences(replace(stored, cases={}), stored)[0].startswith("long contexts: ")

@@ -23,6 +23,7 @@ from llorch.verify.judge import Row, routed
 from llorch.verify.runners import Runner
 from llorch.verify.suites import quantised
 from llorch.verify.suites.forward import ForwardSuite
+from llorch.verify.suites.long_contexts import LongSuite
 from llorch.verify.suites.quantised_goldens import FOLDER, QuantisedGolden
 from llorch.verify.training import limits
 
@@ -38,6 +39,7 @@ def kept() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(models, "read", read)
         patch.setattr(models, "ForwardSuite", _suite)
+        patch.setattr(LongSuite, "rows", lambda suite, runner: iter(()))  # test_long_contexts.py judges them
         patch.setattr(quantised, "read", _read_quantised)
         patch.setattr(limits, "ceiling", CEILING)
         yield

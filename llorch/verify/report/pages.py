@@ -21,6 +21,7 @@ from llorch.verify.report.tables import Blocks, index_blocks, models_with_golden
 from llorch.verify.report.training import trainers, training_blocks
 from llorch.verify.rounding_costs import ARITHMETICS
 from llorch.verify.runners.numpy import FLOAT64
+from llorch.verify.suites.long_contexts import LONG_MODES
 from llorch.verify.suites.quantised import CHECKPOINT as QUANTISED
 from llorch.verify.suites.quantised import verify_quantised_stored
 from llorch.verify.training.claims import verify_training_stored
@@ -79,7 +80,8 @@ def _forward_rows(models: Iterable[str]) -> list[Row]:
 @cache  # the slow part, and goldens do not change under a running command
 def rows_of(model: str) -> Sequence[Row]:
     """All comparisons of one built-in model with its goldens, as it runs and in float64."""
-    return [row for row in verify_stored(model) if row.backend in ("numpy", FLOAT64)]
+    rows = verify_stored(model)
+    return [row for row in rows if row.backend in ("numpy", FLOAT64) and row.mode not in LONG_MODES]
 
 
 @cache
@@ -89,7 +91,8 @@ def torch_rows(model: str) -> Sequence[Row]:
     from llorch.verify.runners.torch import torch_runners
 
     targets = [target("cpu", dtype) for dtype in ARITHMETICS]
-    return [row for on in targets for row in verify_stored(model, torch_runners(on, only=[""]), backend=str(on))]
+    rows = (row for on in targets for row in verify_stored(model, torch_runners(on, only=[""]), backend=str(on)))
+    return [row for row in rows if row.mode not in LONG_MODES]
 
 
 @cache

@@ -4,7 +4,7 @@
 modules in each way they run.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol, runtime_checkable
 
@@ -48,6 +48,13 @@ class Runner(Protocol):
 
     def chained(self, case: str, this: Pass, see: See, *, n_cached: int = 0, go_on: GoOn = as_made) -> None:
         """A pass on its own results, or the second of two, which alone is seen; it goes on as `go_on` says."""
+        ...
+
+    def in_parts(self, this: Pass, bounds: Sequence[int], see: Callable[[str, np.ndarray, int], None]) -> None:
+        """A pass cut at `bounds`, 0 and its length included; `see` gets each stage and the end of its part.
+
+        Only parts that reach into the last tokens need to be shown.
+        """
         ...
 
     def last_row(self, this: Pass, go_on: GoOn = as_made) -> np.ndarray:

@@ -138,6 +138,17 @@ class NumpyRunner:
         """See `run`."""
         show(self.weights, this, see, n_cached=n_cached, go_on=go_on)
 
+    def in_parts(self, this: Pass, bounds: Sequence[int], see: Callable[[str, np.ndarray, int], None]) -> None:
+        """See `Runner.in_parts`."""
+        cache = KVCache(self.weights.config, self.weights.cache_dtype, first_position=this.first_position)
+        for start, stop in pairwise(bounds):
+
+            def keep(name: str, array: np.ndarray, stop: int = stop) -> np.ndarray:
+                see(name, array, stop)
+                return array
+
+            forward(np.asarray(this.ids[start:stop]), self.weights, cache, keep=keep)
+
     def last_row(self, this: Pass, go_on: GoOn = as_made) -> np.ndarray:
         """As generation computes it."""
         keep = lambda name, array: go_on(name, array, 0)  # noqa: E731

@@ -154,6 +154,17 @@ class TorchRunner:
         observed.feed(len(this.ids), trace=trace, go_on=go_on)
         self._show(trace, see)
 
+    def in_parts(self, this: Pass, bounds: Sequence[int], see: Callable[[str, np.ndarray, int], None]) -> None:
+        """See `Runner.in_parts`; in a cache that was used before."""
+        observed = self._observed(this)
+        observed.warm_up()
+        for stop in bounds[1:]:
+            trace: dict[str, np.ndarray] = {}
+            observed.feed(stop, trace=trace)
+            self._require_stages(trace)
+            for name, array in trace.items():
+                see(name, array, stop)
+
     def last_row(self, this: Pass, go_on: GoOn = as_made) -> np.ndarray:
         """As generation computes it."""
         return self._observed(this).feed(len(this.ids), last_only=True, go_on=go_on)[0]
@@ -174,6 +185,11 @@ class TorchRunner:
         return ObservedCase(self.model, this, in_batch=self.variant.in_batch)
 
     def _show(self, trace: Trace, see: See) -> None:
+        self._require_stages(trace)
+        for name, array in trace.items():
+            see(name, array)
+
+    def _require_stages(self, trace: Trace) -> None:
         expected = {key for key, stage, _ in keys(self.model.config) if stage.name not in self.hidden}
         wrong = sorted(expected ^ trace.keys())
         if wrong:
@@ -181,8 +197,6 @@ class TorchRunner:
                 f"{self.model.name}: {self.name} must show its {len(expected)} stages and no others; "
                 f"missing or unknown: {', '.join(wrong[:5])}"
             )
-        for name, array in trace.items():
-            see(name, array)
 
     @torch.inference_mode()
     def _filtered(

@@ -1,0 +1,189 @@
+"""Goldens of long contexts: the last tokens of a long text, and a few tokens at far positions.
+
+The float64 reference alone is stored, of the last `LAST` tokens. Each engine's float32 run is kept as its distance from
+that reference, of which tolerances are made. Scores and probabilities of attention are left out: they grow with the
+context, and whatever is wrong with them shows in the context vectors that are made of them.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from llorch.config import ModelConfig
+from llorch.files import Weights, open_weights
+from llorch.files.new_file import new_file
+from llorch.stages import Stage, key, keys
+from llorch.verify.compare import Difference, measure
+from llorch.verify.golden_arrays import SUFFIX, read_arrays, write_arrays
+from llorch.verify.limits import SCORES
+from llorch.verify.places import Pass, token_axis
+from llorch.verify.witnesses import Producer, open_producer
+from llorch.verify.witnesses.abilities import cannot_judge
+
+N_LONG = 1200  # tokens: more than any window, chunk or first growth of a cache
+LAST = 16  # tokens that are stored and judged
+N_FAR = 8
+FAR_POSITIONS = (16_390, 131_080)  # beyond 2**14 and 2**17
+_MARGIN = 2e-5  # of router logits, between the last expert that is chosen and the next one; float32 is off by 1e-6
+_TRIES = 200
+_NAME = "long"
+
+Distances = Mapping[str, Mapping[str, Mapping[str, Difference]]]  # engine -> case -> stage key -> distance
+Trace = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class LongGolden:
+    """Stored goldens of long contexts.
+
+    Attributes:
+        cases: The inputs by name.
+        truth: Case to stage key to the float64 reference, of the last tokens.
+        distances: How far each engine's float32 run is from the reference.
+        weights_sha256: Hash of the model.
+    """
+
+    cases: Mapping[str, Pass]
+    truth: Mapping[str, Trace]
+    distances: Distances
+    weights_sha256: str
+
+
+def judged_stages(config: ModelConfig) -> Iterator[tuple[str, Stage, int | None]]:
+    """List the stages that are judged: key, stage and layer. Choices follow from the logits of the router."""
+    return (one for one in keys(config) if one[1].name not in SCORES and not one[1].is_choice)
+
+
+def last_tokens(stage: Stage, array: np.ndarray, n: int = LAST) -> np.ndarray:
+    """Cut the last tokens out of a stage; a state has no tokens and stays whole."""
+    axis = token_axis(stage)
+    return array if axis is None else array[(slice(None),) * axis + (slice(-n, None),)]
+
+
+def long_cases(config: ModelConfig, *, seed: int = 0) -> dict[str, Pass]:
+    """Make the inputs that the context of a model holds, from random tokens."""
+    rng = np.random.default_rng(seed)
+    ids = tuple(rng.integers(0, config.vocab_size, N_LONG).tolist())
+    context = config.max_position_embeddings
+    cases = {_NAME: Pass(ids)} if context >= N_LONG else {}
+    return cases | {
+        f"position {first}": Pass(ids[:N_FAR], first) for first in FAR_POSITIONS if first + N_FAR <= context
+    }
+
+
+def unable_for_long(engine: str, config: ModelConfig, this: Pass) -> str:
+    """Say why an engine is no reference for a case; empty where it is one."""
+    return cannot_judge(engine, config, int(this.positions[-1]) + 1 if this.first_position else len(this.ids))
+
+
+def make_long(path: Path, engines: Sequence[str], weights_sha256: str) -> LongGolden:
+    """Run the engines and the float64 reference.
+
+    Args:
+        path: A built-in model.
+        engines: Names of reference engines.
+        weights_sha256: Hash of the model.
+
+    Returns:
+        The goldens; no expert is chosen by rounding in them.
+
+    Raises:
+        ValueError: No random text has clear choices of experts.
+    """
+    weights = open_weights(path)
+    with open_producer("transformers", path, dtype="float64") as engine:
+        cases, truth = _with_clear_choices(engine, weights)
+    kept = {case: _kept(weights.config, trace) for case, trace in truth.items()}
+    distances: dict[str, dict[str, dict[str, Difference]]] = {}
+    for name in engines:
+        able = {case: this for case, this in cases.items() if not unable_for_long(name, weights.config, this)}
+        if not able:
+            continue
+        with open_producer(name, path, n_threads=2) as engine:  # type: ignore[arg-type] (a name of an engine)
+            shown = {case: _kept(weights.config, _trace(engine, this)) for case, this in able.items()}
+        distances[name] = {case: _distances(kept[case], trace) for case, trace in shown.items()}
+    return LongGolden(cases, kept, distances, weights_sha256)
+
+
+def _with_clear_choices(engine: Producer, weights: Weights) -> tuple[dict[str, Pass], dict[str, Trace]]:
+    for seed in range(_TRIES):
+        cases = long_cases(weights.config, seed=seed)
+        truth = {case: _trace(engine, this) for case, this in cases.items()}
+        if all(_smallest_margin(weights.config, trace) >= _MARGIN for trace in truth.values()):
+            return cases, truth
+    raise ValueError(f"{weights.path}: none of {_TRIES} random texts has clear choices of experts")
+
+
+def _smallest_margin(config: ModelConfig, trace: Trace) -> float:
+    """Distance of the last chosen router logit from the next one, as a share of the largest logit."""
+    margins = [np.inf]
+    for layer in range(config.n_layers):
+        logits = trace.get(key("router_logits", layer))
+        if logits is not None and config.experts is not None:
+            n = config.experts.n_experts_per_token
+            ranked = -np.sort(-logits, axis=-1)
+            margins.append(float((ranked[:, n - 1] - ranked[:, n]).min() / np.abs(logits).max()))
+    return min(margins)
+
+
+def _trace(engine: Producer, this: Pass) -> Trace:
+    return engine.trace(this.ids, first_position=this.first_position)
+
+
+def _kept(config: ModelConfig, trace: Trace) -> dict[str, np.ndarray]:
+    return {name: last_tokens(stage, trace[name]).copy() for name, stage, _ in judged_stages(config)}
+
+
+def _distances(truth: Trace, shown: Trace) -> dict[str, Difference]:
+    return {name: measure(array.astype(np.float64), truth[name]) for name, array in shown.items()}
+
+
+def save_long(folder: Path, golden: LongGolden) -> None:
+    """Write goldens of long contexts; the same content gives the same bytes."""
+    arrays = {f"{case}/{name}": array for case, trace in golden.truth.items() for name, array in trace.items()}
+    write_arrays(folder / f"{_NAME}{SUFFIX}", arrays)
+    plain = {
+        engine: {
+            case: {name: [float(f"{n:.3e}") for n in (found.error, found.worst)] for name, found in each.items()}
+            for case, each in cases.items()
+        }
+        for engine, cases in golden.distances.items()
+    }
+    record = {
+        "cases": {name: asdict(case) for name, case in golden.cases.items()},
+        "distances": plain,
+        "weights_sha256": golden.weights_sha256,
+    }
+    with new_file(folder / f"{_NAME}.json") as file:
+        file.write_bytes((json.dumps(record, indent=1, sort_keys=True) + "\n").encode())
+
+
+def read_long(folder: Path) -> LongGolden:
+    """Read goldens of long contexts.
+
+    Args:
+        folder: Written by `save_long`.
+
+    Returns:
+        The goldens.
+
+    Raises:
+        FileNotFoundError: A file is missing; a missing golden is a failure, never a pass.
+    """
+    for name in (f"{_NAME}.json", f"{_NAME}{SUFFIX}"):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"golden {folder / name} is missing; make it with reference_outputs/regenerate.py")
+    record = json.loads((folder / f"{_NAME}.json").read_text())
+    truth: dict[str, dict[str, np.ndarray]] = {}
+    for full, array in read_arrays(folder / f"{_NAME}{SUFFIX}").items():
+        case, name = full.split("/")
+        truth.setdefault(case, {})[name] = array
+    distances = {
+        engine: {case: {name: Difference(*pair) for name, pair in each.items()} for case, each in cases.items()}
+        for engine, cases in record["distances"].items()
+    }
+    cases = {name: Pass(tuple(case["ids"]), case["first_position"]) for name, case in record["cases"].items()}
+    return LongGolden(cases, truth, distances, record["weights_sha256"])
