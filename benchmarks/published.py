@@ -180,7 +180,7 @@ def prompts(n: int) -> list[str]:
 
 
 def is_tie(engine: Any, ids: list[int], ours: list[int], theirs: list[int]) -> bool:
-    """Whether two runs of llama.cpp differ by more at the first token that differs than the two tokens lie apart."""
+    """Tell whether llama.cpp holds the first two tokens that differ closer than two of its own runs differ."""
     at = next(i for i, (one, other) in enumerate(zip(ours, theirs, strict=True)) if one != other)
     before = [*ids, *theirs[:at]]
     together, alone = engine.logits(before)[-1], engine.selected_logits(before)

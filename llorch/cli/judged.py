@@ -120,7 +120,7 @@ def worst_float64(rows: Sequence[Row]) -> dict | None:
 
 
 def _is_narrow(row: Row) -> bool:
-    """Whether a row compares float32 with the float64 reference, as those of long contexts do."""
+    """Tell whether a row of a long context compares float32 with the float64 reference."""
     return row.mode in LONG_MODES and "float64" not in row.backend
 
 

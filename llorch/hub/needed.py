@@ -1,4 +1,4 @@
-"""Which files of a repository a model is made of: a folder of safetensors, or a GGUF file or its parts; no pickle."""
+"""The files of a repository that make up a model: a folder of safetensors, or a GGUF file or its parts; no pickle."""
 
 import json
 import re
