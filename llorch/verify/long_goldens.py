@@ -158,7 +158,7 @@ def save_long(folder: Path, golden: LongGolden) -> None:
         "weights_sha256": golden.weights_sha256,
     }
     with new_file(folder / f"{_NAME}.json") as file:
-        file.write_bytes((json.dumps(record, indent=1, sort_keys=True) + "\n").encode())
+        file.write_bytes((json.dumps(record, sort_keys=True) + "\n").encode())
 
 
 def read_long(folder: Path) -> LongGolden:
