@@ -37,6 +37,8 @@ def served_top(model: Any, golden: LongGolden) -> dict[int, float]:
     batch = ContinuousBatch(model, n_jobs=2, n_tokens=4096)
     other = batch.join(job(some_ids(model, 300), 64))
     ticket = batch.join(job(golden.cases["long"].ids, 1, n_top=N_TOP))
+    assert other is not None
+    assert ticket is not None
     for _ in range(100):
         made = batch.step().get(ticket)
         if made is not None:
