@@ -13,7 +13,7 @@ from vocabularies import real_vocabulary
 
 from llorch.errors import FormatError
 from llorch.tokenizer.chat import ChatTemplate, TemplateSettings
-from llorch.tokenizer.template_process import Limits, TemplateProcess
+from llorch.tokenizer.template_process import RESIDENT, Limits, TemplateProcess
 
 MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
 TOOLS: list[Any] = [
@@ -225,6 +225,7 @@ def test_a_template_that_costs_too_much_is_stopped(name: str, hasty: TemplatePro
 
 @pytest.mark.parametrize("name", NAMED)
 def test_the_limits_of_real_use_are_kept(name: str):
+    RESIDENT.stop()  # what it has rendered for other tests would be counted when it ends
     assert greeting() == "Hi!"
     before = spent()
     with refuses("TemplateBudget", "chat template") as caught:
