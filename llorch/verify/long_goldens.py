@@ -29,6 +29,7 @@ N_FAR = 8
 FAR_POSITIONS = (16_390, 131_080)  # beyond 2**14 and 2**17
 _MARGIN = 2e-5  # of router logits, between the last expert that is chosen and the next one; float32 is off by 1e-6
 _TRIES = 200
+_FARTHEST = 5e-3  # of an engine from float64; float32 angles at position 131,080 cost 1.3e-3
 _NAME = "long"
 
 Distances = Mapping[str, Mapping[str, Mapping[str, Difference]]]  # engine -> case -> stage key -> distance
@@ -105,7 +106,17 @@ def make_long(path: Path, engines: Sequence[str], weights_sha256: str) -> LongGo
         with open_producer(name, path, n_threads=2) as engine:  # type: ignore[arg-type] (a name of an engine)
             shown = {case: _kept(weights.config, _trace(engine, this)) for case, this in able.items()}
         distances[name] = {case: _distances(kept[case], trace) for case, trace in shown.items()}
+        _refuse_far(path, name, distances[name])
     return LongGolden(cases, kept, distances, weights_sha256)
+
+
+def _refuse_far(path: Path, engine: str, distances: Mapping[str, Mapping[str, Difference]]) -> None:
+    """Refuse (ValueError) an engine that is no reference: a tolerance made of its distance could not fail."""
+    for case, found in distances.items():
+        for name, each in found.items():
+            if not each.error <= _FARTHEST:
+                message = f"{engine}, {case} {name}: expected at most {_FARTHEST} from float64, {each.describe()}"
+                raise ValueError(f"{path}: {message}")
 
 
 def _with_clear_choices(engine: Producer, weights: Weights) -> tuple[dict[str, Pass], dict[str, Trace]]:
@@ -172,6 +183,7 @@ def read_long(folder: Path) -> LongGolden:
 
     Raises:
         FileNotFoundError: A file is missing; a missing golden is a failure, never a pass.
+        ValueError: A case has no engine's distance, of which its tolerances are made.
     """
     for name in (f"{_NAME}.json", f"{_NAME}{SUFFIX}"):
         if not (folder / name).is_file():
@@ -186,4 +198,7 @@ def read_long(folder: Path) -> LongGolden:
         for engine, cases in record["distances"].items()
     }
     cases = {name: Pass(tuple(case["ids"]), case["first_position"]) for name, case in record["cases"].items()}
+    for case in cases:
+        if not any(case in found for found in distances.values()):
+            raise ValueError(f"golden {folder}: no engine's distance for {case}; run reference_outputs/regenerate.py")
     return LongGolden(cases, truth, distances, record["weights_sha256"])

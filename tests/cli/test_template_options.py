@@ -8,7 +8,7 @@ from chat_models import chat_folder
 from command_line import invoke
 from refusals import assert_tells
 
-# The name of the day, if asked for, then the messages: only the date and the variable change the text.
+# The date, a word if the variable asks for it, and the messages.
 DATED = (
     "{{ strftime_now('%d %b %Y') }}{% if loud is defined and loud %} LOUD{% endif %}\n"
     "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -115,7 +115,7 @@ _CODE = (
     "def ", "f(x):\n", "    return ", "x += 1;", "\t", "{}[]", "!=", "->", "// ", "#include <a.h>\n", "camelCase",
     "snake_case", "HTMLParser", "'it\\'s'", "0xFF", "</div>", "\\n", "a.b()", " == ", "\r\n",
 )  # fmt: skip
-# Of a hundred strings: five in each of ten scripts, then the others.
+# A hundred strings are five in each of ten scripts, and as many of the other kinds as this says.
 _SHARES = {"code": 10, "numbers": 6, "emoji": 6, "spaces": 6, "tokens": 14, "controls": 8}
 
 

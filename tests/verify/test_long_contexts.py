@@ -2,15 +2,20 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from refusals import refuses
 
 from llorch.builtin import EVERY
 from llorch.files import Weights
+from llorch.verify import long_goldens
+from llorch.verify.compare import Difference
 from llorch.verify.judge import FAIL, PASS, Row
-from llorch.verify.long_goldens import LAST, N_LONG
+from llorch.verify.long_goldens import LAST, N_LONG, read_long, save_long
 from llorch.verify.mistakes.planting import replaced
 from llorch.verify.models import stored, stored_long
 from llorch.verify.runners import Runner
@@ -65,6 +70,23 @@ def test_a_long_text_is_cut_into_chunks_of_three_sizes_and_single_steps():
     assert sizes.sum() == N_LONG
     assert (sizes[-LAST:] == 1).all()
     assert golden.cases["near"].ids != long.ids
+
+
+def test_goldens_whose_tolerance_could_not_fail_are_refused(tmp_path: Path):
+    golden = stored_long(MODEL, stored(MODEL)[0]).golden
+    save_long(tmp_path, replace(golden, distances={}))
+    with refuses(ValueError, "no engine", "long", "regenerate.py"):
+        read_long(tmp_path)
+    with refuses(ValueError, "llamacpp", "long l0.ffn_up", expected=0.005, where="m.gguf"):
+        long_goldens._refuse_far(Path("m.gguf"), "llamacpp", {"long": {"l0.ffn_up": Difference(0.01, 0.01)}})
+
+
+@pytest.mark.parametrize("missing", ["long.json", "long.safetensors.xz"])
+def test_a_missing_golden_of_long_contexts_is_an_error(tmp_path: Path, missing: str):
+    save_long(tmp_path, stored_long(MODEL, stored(MODEL)[0]).golden)
+    (tmp_path / missing).unlink()
+    with refuses(FileNotFoundError, tmp_path / missing, "regenerate.py"):
+        read_long(tmp_path)
 
 
 def windowed(size: int) -> Callable[[Any], Any]:
