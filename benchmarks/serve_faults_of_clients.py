@@ -4,14 +4,22 @@ import asyncio
 import statistics
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from serve_client import Reply, ask, connection, read, request, send
 from serve_processes import Server
 
-Verdict = tuple[bool, str]  # whether it is as expected, and what was measured
 MARK = "xylophone-4711"  # in prompts; must not be in the log
 KEY = "sk-Sh1eld-key-0815"
 CHAT = "/v1/chat/completions"
+
+
+class Verdict(NamedTuple):
+    """Behaviour and time are judged apart, because time depends on what else the machine does."""
+
+    right: bool
+    measured: str
+    in_time: bool = True
 
 
 def chat(content: str = "Once upon a time", **fields: object) -> dict[str, object]:
@@ -42,9 +50,9 @@ async def half_open(server: Server) -> Verdict:
     grown = server.resident() - before
     await asyncio.gather(*waiting)
     last = max(seconds for _, seconds in ended)
-    right = all(status == 408 for status, _ in ended) and all(reply.status == 200 for reply in good)
+    right = all(status == 408 for status, _ in ended) and all(reply.status == 200 for reply in good) and grown < 20
     text = f"{sum(status == 408 for status, _ in ended)} x 408, last after {last:.1f} s; good p99 {worst(good):.0f} ms"
-    return right and last <= 12 and worst(good) < 100 and grown < 20, f"{text}; {grown:+.1f} MB"
+    return Verdict(right, f"{text}; {grown:+.1f} MB", last <= 12 and worst(good) < 100)
 
 
 async def huge(server: Server) -> Verdict:
@@ -57,7 +65,8 @@ async def huge(server: Server) -> Verdict:
     got["headers"] = (await ask(server.port, "GET", "/health", x="y" * 100_000)).status
     got["CL+TE"] = (await ask(server.port, "POST", CHAT, b"0\r\n\r\n", transfer_encoding="chunked")).status
     right = got == {"400 MB": 413, "chunks": 413, "headers": 431, "CL+TE": 400}
-    return right and grown < 10, f"{', '.join(f'{name} {status}' for name, status in got.items())}; {grown:+.1f} MB"
+    statuses = ", ".join(f"{name} {status}" for name, status in got.items())
+    return Verdict(right and grown < 10, f"{statuses}; {grown:+.1f} MB")
 
 
 async def push(server: Server, n_bytes: int, head: bytes, *, chunked: bool = False) -> Reply:
@@ -82,7 +91,8 @@ async def without_end(server: Server) -> Verdict:
     )
     replies = await asyncio.gather(*(send(server.port, head) for head in heads))
     text = ", ".join(f"{reply.status} after {reply.seconds:.1f} s" for reply in replies)
-    return all(reply.status == 408 and reply.seconds < 32 for reply in replies), text
+    right, in_time = all(reply.status == 408 for reply in replies), all(reply.seconds < 32 for reply in replies)
+    return Verdict(right, text, in_time)
 
 
 async def keys(server: Server) -> Verdict:
@@ -95,7 +105,8 @@ async def keys(server: Server) -> Verdict:
     health = await ask(server.port, "GET", "/health")
     refused = sum(reply.status == 401 and reply.error.get("code") == "invalid_api_key" for reply in replies)
     all_right = refused == len(replies) and (right.status, health.status) == (200, 200)
-    return all_right, f"{refused} of {len(replies)} refused; with the key {right.status}, /health {health.status}"
+    text = f"{refused} of {len(replies)} refused; with the key {right.status}, /health {health.status}"
+    return Verdict(all_right, text)
 
 
 async def names(server: Server) -> Verdict:
@@ -110,7 +121,7 @@ async def names(server: Server) -> Verdict:
     statuses = [reply.status for reply in foreign], [reply.status for reply in unknown]
     cors = [name for reply in foreign for name in reply.headers if name.startswith("access-control")]
     right = set(statuses[0]) == {403} and set(statuses[1]) == {404} and not cors
-    return right, f"hosts and origins {statuses[0]}; models {statuses[1]}"
+    return Verdict(right, f"hosts and origins {statuses[0]}; models {statuses[1]}")
 
 
 async def log(server: Server) -> Verdict:
@@ -125,7 +136,8 @@ async def log(server: Server) -> Verdict:
     server.stop()
     said = "".join(server.said)
     found = [word for word in (MARK, KEY[3:9], KEY[-4:], "\nFAKE") if word in said]
-    return not found and "/a\\nFAKE" in said, f"{len(server.said)} lines, of what is secret: {found or 'nothing'}"
+    text = f"{len(server.said)} lines, of what is secret: {found or 'nothing'}"
+    return Verdict(not found and "/a\\nFAKE" in said, text)
 
 
 async def bad_fields(server: Server) -> Verdict:
@@ -143,7 +155,7 @@ async def bad_fields(server: Server) -> Verdict:
     replies = [await ask(server.port, "POST", CHAT, body) for body in broken]
     refused = sum(reply.status == 400 and bool(reply.error) for reply in replies)
     right = named == len(bad) and refused == len(broken)
-    return right, f"{named} of {len(bad)} fields named, {refused} of {len(broken)} broken bodies refused"
+    return Verdict(right, f"{named} of {len(bad)} fields named, {refused} of {len(broken)} broken bodies refused")
 
 
 async def long_texts(server: Server) -> Verdict:
@@ -166,4 +178,5 @@ async def long_texts(server: Server) -> Verdict:
     slowest = max(reply.seconds for reply in replies)
     median = statistics.median(reply.seconds for reply in replies)
     text = f"{codes}; 1 MB in {median:.2f} s, at most {slowest:.2f} s; /health p99 {worst(good):.0f} ms"
-    return codes == {"context_length_exceeded"} and slowest < 3 and worst(good) < 250, text
+    right = codes == {"context_length_exceeded"} and all(reply.status == 200 for reply in good)
+    return Verdict(right, text, slowest < 3 and worst(good) < 250)

@@ -35,8 +35,9 @@ async def unread(server: Server) -> Verdict:
     text = (
         f"{same} of 3 others as alone; slots back at {freed:.0f} s; {held} dropped at {dropped:.0f} s; {grown:+.1f} MB"
     )
-    in_time = held == UNREAD or freed > DROPPED  # where answers take longer, the first one is dropped before they end
-    return same == 3 and in_time and open_now <= 0 and dropped < freed + DROPPED + 3 and grown < 50, text
+    both = held == UNREAD or freed > DROPPED  # where answers take longer, the first one is dropped before they end
+    right = same == 3 and both and open_now <= 0 and grown < 50
+    return Verdict(right, text, dropped < freed + DROPPED + 3)
 
 
 async def _open_files(server: Server) -> int:

@@ -70,8 +70,9 @@ async def harm(server: Server) -> Verdict:
     )
     silent = not any(b"/story" in reply.body for reply in told.values())  # where the model's files lie
     p99 = f"/health p99 {worst(health):.0f} ms, texts {worst(texts):.0f} ms, other chats {worst(chats):.0f} ms"
-    right = refused and silent and slowest < 1.5 and same == 3 and fine and worst(health) < 100 and worst(texts) < 250
-    return right and worst(chats) < 1500, f"400 in {slowest:.1f} s at most; {same} streams as alone; {p99}"
+    in_time = slowest < 1.5 and worst(health) < 100 and worst(texts) < 250 and worst(chats) < 1500
+    text = f"400 in {slowest:.1f} s at most; {same} streams as alone; {p99}"
+    return Verdict(refused and silent and same == 3 and fine, text, in_time)
 
 
 async def controls(server: Server) -> Verdict:
@@ -88,9 +89,8 @@ async def controls(server: Server) -> Verdict:
                 wrong.append(f"{form} {text}")
     counted = [await _n_prompt(server, text) for text in CONTROLS]
     same = all(chats == responses == traced for chats, responses, traced in counted)
-    return len(special) == len(
-        CONTROLS
-    ) and not wrong and same, f"{n_forms - len(wrong)} of {n_forms} stay text {wrong}"
+    right = len(special) == len(CONTROLS) and not wrong and same
+    return Verdict(right, f"{n_forms - len(wrong)} of {n_forms} stay text {wrong}")
 
 
 def _forms(text: str) -> dict[str, tuple[dict[str, object], int]]:

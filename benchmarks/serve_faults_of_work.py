@@ -48,7 +48,7 @@ async def too_many(server: Server) -> Verdict:
     same, grown = share(replies, alone), server.resident() - before
     text = f"{len(taken)} answered, {same} as alone, {len(refused)} x 429, p99 {worst(refused):.0f} ms; {grown:+.1f} MB"
     right = len(taken) == same >= 36 and len(taken) + len(refused) == CLIENTS and grown < 50
-    return right, text
+    return Verdict(right, text)
 
 
 async def leaving(server: Server) -> Verdict:
@@ -68,9 +68,9 @@ async def leaving(server: Server) -> Verdict:
     counts = await until(server.port, running=0, waiting=0)
     slowest = {phase: 1000 * max(seconds) for phase, seconds in took.items()}
     text = ", ".join(f"{phase} {ms:.0f} ms" for phase, ms in slowest.items())
-    right = max(slowest.values()) <= 250 and after <= 1
     cancelled = counts["llorch_answers_cancelled_total"]
-    return right and cancelled == 3 * LEAVING + 1, f"slot back: {text}; {after} tokens after; {cancelled:.0f} cancelled"
+    text = f"slot back: {text}; {after} tokens after; {cancelled:.0f} cancelled"
+    return Verdict(cancelled == 3 * LEAVING + 1, text, max(slowest.values()) <= 250 and after <= 1)
 
 
 async def leave(server: Server, phase: str) -> tuple[float, int]:
@@ -101,7 +101,8 @@ async def deadline(server: Server) -> Verdict:
     await until(server.port, running=0, waiting=0)
     last = streamed.events()[-1]
     right = whole.status == 504 and "error" in last and not streamed.done
-    return right and whole.seconds < 3, f"{whole.status} after {whole.seconds:.1f} s; stream ends with {list(last)}"
+    text = f"{whole.status} after {whole.seconds:.1f} s; stream ends with {list(last)}"
+    return Verdict(right, text, whole.seconds < 3)
 
 
 async def one_fails(server: Server) -> Verdict:
@@ -117,7 +118,8 @@ async def one_fails(server: Server) -> Verdict:
     late = await ask(server.port, "POST", CHAT, chat(seed=9002, max_tokens=16, stream=True))
     again = share([await stream(server.port, 0)], alone)
     right = seen == [(500, 3), (500, 3)] and bad.status == 500 and "error" in late.events()[-1] and not late.done
-    return right and again == 1, f"{seen}, of all {bad.status}, stream {list(late.events()[-1])}, then {again} good"
+    text = f"{seen}, of all {bad.status}, stream {list(late.events()[-1])}, then {again} good"
+    return Verdict(right and again == 1, text)
 
 
 async def engine_dies(server: Server) -> Verdict:
@@ -129,8 +131,9 @@ async def engine_dies(server: Server) -> Verdict:
     told = await asyncio.gather(*others)
     seconds = time.perf_counter() - start
     code = await asyncio.to_thread(server.process.wait, 30)
-    right = seconds < 5 and code > 0 and not any(reply.done for reply in told) and bad.status in (0, 500, 503)
-    return right, f"told {bad.status} and {[reply.status for reply in told]} within {seconds:.1f} s; exit {code}"
+    right = code > 0 and not any(reply.done for reply in told) and bad.status in (0, 500, 503)
+    text = f"told {bad.status} and {[reply.status for reply in told]} within {seconds:.1f} s; exit {code}"
+    return Verdict(right, text, seconds < 5)
 
 
 async def engine_hangs(server: Server) -> Verdict:
@@ -146,7 +149,7 @@ async def engine_hangs(server: Server) -> Verdict:
     ended = time.perf_counter() - start
     told = (await stuck).status
     text = f"/health {status} after {seconds:.1f} s; told {told}; exit {code} after {ended:.1f} s"
-    return status == 503 and seconds < 6.5 and code > 0 and told in (0, 500, 503, 504), text
+    return Verdict(status == 503 and code > 0 and told in (0, 500, 503, 504), text, seconds < 6.5)
 
 
 async def stopped(server: Server) -> Verdict:
@@ -160,7 +163,8 @@ async def stopped(server: Server) -> Verdict:
     good = share(await asyncio.gather(*running), alone)
     code = await asyncio.to_thread(server.process.wait, 40)
     statuses = [reply.status for reply in late]
-    return statuses == [503, 503] and good == 8 and code == 0, f"{good} of 8 finished; new {statuses}; exit {code}"
+    right = statuses == [503, 503] and good == 8 and code == 0
+    return Verdict(right, f"{good} of 8 finished; new {statuses}; exit {code}")
 
 
 async def cut(server: Server) -> Verdict:
@@ -175,7 +179,7 @@ async def cut(server: Server) -> Verdict:
                 pass
         code = await asyncio.to_thread(server.process.wait, 60)
     seconds = time.perf_counter() - start
-    return code == 0 and 29 < seconds < 36, f"cut, exit {code} after {seconds:.1f} s"
+    return Verdict(code == 0 and seconds > 29, f"cut, exit {code} after {seconds:.1f} s", seconds < 36)
 
 
 async def stopped_early(server: Server) -> Verdict:
@@ -184,8 +188,9 @@ async def stopped_early(server: Server) -> Verdict:
     ends = await asyncio.to_thread(lambda: [_stopped_after(command, at / 20) for at in range(EARLY)])
     codes = [code for code, _, _ in ends]
     slowest, loud = max(seconds for _, seconds, _ in ends), [said for _, _, said in ends if said]
-    right = set(codes) <= {-signal.SIGTERM, 0} and codes[0] != 0 and slowest < 1 and not loud
-    return right, f"{codes.count(-signal.SIGTERM)} of {EARLY} by the signal, others 0, in {slowest:.2f} s; {loud[:1]}"
+    right = set(codes) <= {-signal.SIGTERM, 0} and codes[0] != 0 and not loud
+    text = f"{codes.count(-signal.SIGTERM)} of {EARLY} by the signal, others 0, in {slowest:.2f} s; {loud[:1]}"
+    return Verdict(right, text, slowest < 1)
 
 
 def _stopped_after(command: Sequence[str], seconds: float) -> tuple[int, float, str]:
@@ -223,7 +228,8 @@ async def soak(server: Server, minutes: float) -> Verdict:
     late = sizes[len(sizes) // 3 :]  # the first third warms up
     grown = slope([at for at, _, _ in late], [size for _, size, _ in late]) * 600
     files = server.open_files() - min(files for _, _, files in sizes[:3])
-    return grown < 1 and files <= 0, f"{n} requests in {minutes:g} min; {grown:+.2f} MB per 10 min; {files:+d} files"
+    text = f"{n} requests in {minutes:g} min; {grown:+.2f} MB per 10 min; {files:+d} files"
+    return Verdict(grown < 1 and files <= 0, text)
 
 
 def slope(x: Sequence[float], y: Sequence[float]) -> float:

@@ -27,7 +27,7 @@ LONG = ("S1", "S2", "S2b", "S3", "S4", "S4b", "S7", "S14b", "S15b", *ELSEWHERE)
 
 def done(numbers: tuple[str, ...], *options: str) -> list[tuple[str, bool, str]]:
     only = [word for number in numbers for word in ("--only", number)]
-    command = [sys.executable, "benchmarks/serve_faults.py", "--json", *only, *options]
+    command = [sys.executable, "benchmarks/serve_faults.py", "--json", "--jobs", "4", *only, *options]
     run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=900, check=False)
     assert run.stdout, run.stderr
     rows = json.loads(run.stdout)
