@@ -55,6 +55,8 @@ def windows(config: ModelConfig) -> list[int | None]:
         ("qwen2", {"sliding_window": 9, "use_sliding_window": True,
                    "layer_types": ["sliding_attention", *["full_attention"] * 3]}, [9, None, None, None]),
         ("qwen2_moe", {"sliding_window": 9, "max_window_layers": 3, "use_sliding_window": True}, [9, None, 9, None]),
+        ("qwen2_moe", {"sliding_window": 9, "max_window_layers": 2, "use_sliding_window": True}, [9, None, None, None]),
+        ("qwen2_moe", {"sliding_window": 9, "max_window_layers": 0, "use_sliding_window": True}, [None] * 4),
         ("qwen3_moe", {"sliding_window": 9, "use_sliding_window": True}, [9, 9, 9, 9]),
         ("smollm3", {"sliding_window": 9, "use_sliding_window": True}, [None, None, None, 9]),
     ],

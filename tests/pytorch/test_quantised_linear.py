@@ -64,6 +64,19 @@ def test_a_gradient_decodes_tiles_and_never_the_whole_matrix(ggml_type, monkeypa
     assert sum(len(tile) for tile in decoded) == 2 * OUT  # once forward, once back
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_tiles_of_a_gradient_are_summed_wider_than_half_precision(dtype, monkeypatch):
+    """Each tile's product is rounded once, and the sum once: two roundings, however many tiles there are."""
+    n_out, unit = 600, torch.finfo(dtype).eps / 2
+    fields, grad = packed_matrix(GGMLType.Q8_0, n_out, IN), activations(6, n_out, dtype)
+    monkeypatch.setattr(quantised_linear, "TILE", IN)
+    got = quantised_linear.back_by_tiles(grad, fields, GGMLType.Q8_0)
+    want = grad.double() @ decode(fields, GGMLType.Q8_0).to(dtype).double()
+    error = (got.double() - want).norm() / want.norm()
+    assert got.dtype is dtype
+    assert error < 2 * unit
+
+
 def test_the_gradient_needs_no_backward_pass_of_the_kernel():
     leaf, x = layer(GGMLType.Q8_0), torch.ones(2, 3, IN, requires_grad=True)
     leaf.multiply = lambda x, fields, ggml_type, bias: x.new_full((len(x), OUT), 7.0)

@@ -80,6 +80,20 @@ def test_whole_pages_that_prompts_begin_with_are_not_computed_again(model: Torch
     assert n_cached_of(batch_of(model), prompts) == [n * PAGE for n in (0, 2, 3, 1, 1, 1, 0)]
 
 
+@pytest.mark.parametrize(("chunk", "n_cached"), [(PAGE - 1, 0), (PAGE, PAGE), (PAGE + 1, PAGE), (2 * PAGE - 1, PAGE)])
+def test_a_page_is_found_once_all_its_tokens_are_in_the_cache(model: TorchModel, chunk: int, n_cached: int):
+    batch, ids = batch_of(model, chunk=chunk), some_ids(model, 3 * PAGE)
+    left = joined(batch, ids)
+    assert not batch.step()  # one stretch of the prompt
+    batch.leave(left)
+    after = job(ids, 4)
+    ticket = batch.join(after)
+    assert ticket is not None
+    assert batch.n_cached(ticket) == n_cached
+    batch.leave(ticket)
+    assert together(batch, [after]) == [alone(model, after)]
+
+
 def test_an_answer_can_be_a_prefix_too(model: TorchModel):
     batch, ids = batch_of(model), some_ids(model, PAGE - 3)
     (answer,) = together(batch, [job(ids, 2 * PAGE)])
