@@ -1,6 +1,6 @@
 """Long contexts and far positions: every built-in model, and bugs that only a long text or a far position shows."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +18,10 @@ from llorch.verify.judge import FAIL, PASS, Row
 from llorch.verify.long_goldens import LAST, N_LONG, read_long, save_long
 from llorch.verify.mistakes.planting import replaced
 from llorch.verify.models import stored, stored_long
+from llorch.verify.places import Pass
 from llorch.verify.runners import Runner
 from llorch.verify.runners.numpy import FLOAT64, NumpyRunner
-from llorch.verify.suites.long_contexts import IN_PARTS, bounds_of
+from llorch.verify.suites.long_contexts import IN_PARTS, WHOLE, bounds_of
 
 MODEL = "micro-qwen2"  # has all cases
 OF_ALL = {"long", "position 16390", "position 131080"}
@@ -70,6 +71,23 @@ def test_a_long_text_is_cut_into_chunks_of_three_sizes_and_single_steps():
     assert sizes.sum() == N_LONG
     assert (sizes[-LAST:] == 1).all()
     assert golden.cases["near"].ids != long.ids
+
+
+class Silent(NumpyRunner):
+    """A runner that never shows one stage."""
+
+    def in_parts(self, this: Pass, bounds: Sequence[int], see: Callable[[str, np.ndarray, int], None]) -> None:
+        super().in_parts(this, bounds, lambda name, *shown: None if name == "l1.ffn_out" else see(name, *shown))
+
+
+def test_a_stage_that_never_arrives_fails_in_every_case_and_mode():
+    weights, _ = stored(MODEL)
+    suite = stored_long(MODEL, weights)
+    far = {case: this for case, this in suite.golden.cases.items() if case != "long"}
+    suite.golden = replace(suite.golden, cases=far)  # a long text takes seconds
+    rows = [row for row in suite.rows(Silent(weights)) if (row.stage, row.layer) == ("ffn_out", 1)]
+    assert {(row.case, row.mode) for row in rows} == {(case, WHOLE) for case in far}
+    assert {row.verdict for row in rows} == {FAIL}
 
 
 def test_goldens_whose_tolerance_could_not_fail_are_refused(tmp_path: Path):

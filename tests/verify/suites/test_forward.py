@@ -12,10 +12,13 @@ from refusals import refuses
 from llorch import forward as forward_page
 from llorch.builtin import BUILTIN
 from llorch.stages import BY_NAME, key, keys
+from llorch.verify.choices import GoOn, as_made
 from llorch.verify.compare import EXACT, FACTOR, FLOOR, Difference, measure
 from llorch.verify.goldens import N_GREEDY, PRODUCERS, Evidence, Truth
 from llorch.verify.judge import FAIL, PASS, TIE, Row
 from llorch.verify.limits import MATHEMATICS, Limits
+from llorch.verify.places import Pass
+from llorch.verify.runners import See, Trace
 from llorch.verify.runners import numpy as numpy_runner
 from llorch.verify.runners.numpy import FLOAT64, OWN_SUMS, NumpyRunner
 from llorch.verify.suites.forward import COPIES, ForwardSuite
@@ -104,6 +107,37 @@ def test_a_stage_too_few_or_too_many_is_refused_by_name():
         changed = replace(GOLDEN.evidence["transformers"], traces={**THEIRS.traces, "far": there})
         with refuses(ValueError, "far", "transformers", said, "reference_outputs/regenerate.py", where=MODEL):
             suite({"transformers": changed})
+
+
+class Silent(NumpyRunner):
+    """A runner whose passes never show one stage."""
+
+    lost = "l1.ffn_up"
+
+    def isolated(self, this: Pass, golden: Trace, see: See) -> None:
+        super().isolated(this, golden, self.without(see))
+
+    def chained(self, case: str, this: Pass, see: See, *, n_cached: int = 0, go_on: GoOn = as_made) -> None:
+        super().chained(case, this, self.without(see), n_cached=n_cached, go_on=go_on)
+
+    def without(self, see: See) -> See:
+        def shown(name: str, array: np.ndarray, *, flips: int = 0, refused: int = 0) -> None:
+            if name != self.lost:
+                see(name, array, flips=flips, refused=refused)
+
+        return shown
+
+
+@pytest.mark.parametrize("backend", ["numpy", FLOAT64])
+def test_a_stage_that_never_arrives_fails_in_every_place_where_it_was_due(backend: str):
+    rows, there = (suite().rows(one) for one in (Silent(weights_of(MODEL), backend), runner(backend)))
+    due = [replace(row, verdict=FAIL) for row in there if (row.stage, row.layer) == ("ffn_up", 1)]
+    where = [(row.mode, row.case, row.producer) for row in due]
+    assert {mode for mode, *_ in where} == {"isolated", "chained", "decode"}
+    lost = [row for row in rows if (row.stage, row.layer) == ("ffn_up", 1)]
+    assert [(row.mode, row.case, row.producer) for row in lost] == where
+    assert {(row.verdict, row.error) for row in lost} == {(FAIL, np.inf)}
+    assert len(rows) == len(there)
 
 
 def test_every_stage_layer_case_and_cut_has_rows_of_its_own():

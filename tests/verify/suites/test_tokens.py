@@ -1,5 +1,7 @@
 """Which tokens rounding may decide: at the edge of top-p, and between two that the truth holds nearly equal."""
 
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 from refusals import assert_tells
@@ -7,8 +9,10 @@ from refusals import assert_tells
 from llorch.sampling import SamplingSettings, probabilities, softmax
 from llorch.verify.compare import Tolerance
 from llorch.verify.goldens import sampler_inputs
+from llorch.verify.judge import FAIL, TIE
 from llorch.verify.limits import NOTHING_KNOWN, Margins
-from llorch.verify.suites.tokens import edge_of_top_p
+from llorch.verify.runners.numpy import NumpyRunner
+from llorch.verify.suites.tokens import Tokens, edge_of_top_p
 
 LOGITS, _ = sampler_inputs(range(8), 1000)
 AHEAD = np.cumsum(np.sort(softmax(LOGITS.astype(np.float64)))[::-1])[200]  # the mass of all tokens ahead of number 201
@@ -54,6 +58,40 @@ def test_the_gap_of_a_near_tie_is_that_of_the_truth_to_the_less_likely_of_both()
     assert gap(3, 0) == gap(-1, 0) == gap(0, 1, 0) == np.inf  # no such tokens; behind another text than the truth's
     assert known.of(text, 1, 0)[1] == 1e-6 + 2.0**-24
     assert NOTHING_KNOWN.of(text, 0, 0) == (np.inf, 0.0)
+
+
+MOVED = 1e-3
+
+
+def with_gap(gap: float) -> np.ndarray:
+    """Logits of two steps whose two best tokens are so far apart, in root mean squares of a row."""
+    low = np.sqrt((1 + (1 - gap) ** 2 + 4) / 3)  # of a row of 1, 1 - gap, -2, whose root mean square this is
+    row = np.asarray([1.0, 1.0 - gap * low, -2.0])
+    return np.asarray([row, row])
+
+
+@pytest.mark.parametrize(
+    ("gap", "verdict"),
+    [
+        (0.0, TIE),
+        (0.99 * MOVED, TIE),
+        (1.01 * MOVED, FAIL),
+        (5 * MOVED, FAIL),
+        (np.nan, FAIL),
+    ],
+)
+def test_another_token_is_a_tie_up_to_what_rounding_moves_and_no_farther(gap: float, verdict: str):
+    want = np.asarray([0, 0])
+    after: dict[tuple[int, ...], list[int]] = {
+        (7,): [1, 1],
+        (7, 0): [0],
+    }  # right behind the golden's token
+    runner = Mock(NumpyRunner)
+    runner.name, runner.text = "numpy", lambda ids, n: np.asarray(after[ids][:n])
+    tokens = Tokens("m", runner, (7,), Margins(with_gap(gap), None, MOVED))
+    row = tokens.row("12", "generation", "witness", tokens.text((), 2), want)
+    assert row.verdict == verdict
+    assert_tells(row.note, "token 0", f"{MOVED:.1e}")
 
 
 def test_flips_move_as_far_as_the_variances_of_both_tokens_say():
