@@ -1,0 +1,101 @@
+"""Which engines are heard about a model: what they show may be fabricated here, so that none has to be installed."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from planted import golden_of
+from refusals import assert_tells, refuses
+
+from llorch.builtin import builtin_path
+from llorch.model import load
+from llorch.numerics import GGML
+from llorch.verify import models
+from llorch.verify.goldens import Evidence, Truth
+from llorch.verify.models import Shown, ask, verify_as_stored
+
+MODEL = "micro-llama"
+GOLDEN = golden_of(MODEL)
+IDS = GOLDEN.cases["near"].ids
+AT = "far/l1.ffn_act"
+
+
+class Engine:
+    """Stands for an engine that runs; `take` is asked for what it shows."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def greedy(self, ids: object, n: int) -> list[int]:
+        return GOLDEN.evidence[self.name].greedy[:n].tolist()
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, Evidence], Truth], None]:
+    """Have the engines show what a test hands over."""
+
+    @contextmanager
+    def opened(name: str, *given: object, **named: object) -> Iterator[Engine]:
+        yield Engine(name)
+
+    def show(evidence: Mapping[str, Evidence], truth: Truth = GOLDEN.truth) -> None:
+        monkeypatch.setattr(models, "start", lambda names: None)
+        monkeypatch.setattr(models, "open_producer", opened)
+        monkeypatch.setattr(models, "take", lambda engine, cases, *, n_greedy: evidence[engine.name])
+        monkeypatch.setattr(models, "take_truth", lambda *given, **named: truth)
+
+    return show
+
+
+def with_value(shown: Evidence, value: float, name: str = AT) -> Evidence:
+    """The same, but for one number."""
+    arrays = {key: array.copy() for key, array in shown.arrays().items()}
+    arrays[name].flat[3] = value
+    return Evidence.from_arrays(arrays, shown.route)
+
+
+def asked(failed: dict[str, str] | None) -> Shown:
+    return ask(builtin_path(MODEL), IDS, ["llamacpp", "transformers"], text=None, say=lambda line: None, failed=failed)
+
+
+@pytest.mark.parametrize("engine", ["llamacpp", "transformers"])
+def test_an_engine_that_shows_nan_is_not_heard_and_the_other_one_is(engines: Any, engine: str):
+    engines({**GOLDEN.evidence, engine: with_value(GOLDEN.evidence[engine], np.nan)})
+    failed: dict[str, str] = {}
+    shown = asked(failed)
+    assert shown.evidence.keys() == GOLDEN.evidence.keys() - {engine}
+    assert failed.keys() == {engine}
+    assert_tells(failed[engine], "l1.ffn_act", "far", "NaN")
+    with refuses(ValueError, engine, "NaN"):
+        asked(None)
+
+
+def test_engines_that_show_numbers_are_all_heard(engines: Any):
+    engines(GOLDEN.evidence)
+    failed: dict[str, str] = {}
+    assert asked(failed).evidence.keys() == {"llamacpp", "transformers"}
+    assert failed == {}
+
+
+def test_nan_that_the_truth_has_too_is_no_fault_of_an_engine(engines: Any):
+    true = replace(GOLDEN.truth, evidence=with_value(GOLDEN.truth.evidence, np.nan))
+    engines({name: with_value(shown, np.nan) for name, shown in GOLDEN.evidence.items()}, true)
+    failed: dict[str, str] = {}
+    assert asked(failed).evidence.keys() == {"llamacpp", "transformers"}
+    assert failed == {}
+
+
+def as_stored(failed: dict[str, str] | None) -> list:
+    model = load(builtin_path(MODEL), numerics=GGML)
+    return list(verify_as_stored(model, IDS, failed=failed))
+
+
+def test_a_file_run_as_it_is_has_no_rows_where_the_engine_shows_nan(engines: Any):
+    engines({"llamacpp": with_value(GOLDEN.evidence["llamacpp"], np.nan)})
+    failed: dict[str, str] = {}
+    assert as_stored(failed) == []
+    assert failed.keys() == {"llamacpp"}
+    assert_tells(failed["llamacpp"], "l1.ffn_act", "far", "NaN")
