@@ -76,8 +76,12 @@ def test_a_value_of_another_type_or_range_is_refused_with_the_value(getter, how,
     assert str(caught.value).endswith(f" {got}")
 
 
-def test_a_variant_that_llorch_has_is_taken():
-    fields(act="swish").refuse("act", unless=("silu", "swish"), default="silu")
+def test_a_variant_that_llorch_has_is_taken_and_another_one_refused():
+    for given in (fields(act="swish"), fields(act="silu"), fields()):
+        given.refuse("act", unless=("silu", "swish"), default="silu")
+    for given in (fields(act="gelu"), fields(act="SiLU")):
+        with refuses("Unsupported", where="act", expected=("'silu'", "'swish'")):
+            given.refuse("act", unless=("silu", "swish"), default="silu")
 
 
 def test_the_prefix_is_part_of_every_key_and_message():

@@ -71,10 +71,12 @@ def test_a_setting_that_fits_no_matrix_is_an_error_for_a_new_adapter(config: Mod
 
 
 def test_settings_that_all_fit_are_taken(config: ModelConfig):
-    LoraConfig(
+    settings = LoraConfig(
         target_modules=("q_proj", "v_proj"), exclude_modules=("layers.0.self_attn.v_proj",), layers_to_transform=(0, 2),
         rank_pattern={r"layers\.2\..*": 3}, alpha_pattern={"v_proj": 1.0},
-    ).require_effect(config)  # fmt: skip
+    )  # fmt: skip
+    settings.require_effect(config)
+    assert settings.targets(config).keys() == {"layers.0.q_proj", "layers.2.q_proj", "layers.2.v_proj"}
 
 
 def test_the_scale_is_alpha_by_rank_or_by_its_root(config: ModelConfig):

@@ -144,7 +144,9 @@ def test_files_that_do_not_fit_are_refused_by_name(tmp_path, change, code, named
 
 
 def test_the_untouched_copy_of_the_same_file_is_read(tmp_path):
-    read_adapter(changed(tmp_path, {}), config())
+    got = read_adapter(changed(tmp_path, {}), config())
+    assert same_tensors(got, random_adapter(config(), target_modules=("q_proj", "embed_tokens")))
+    assert got.config.lora_alpha == 5.0
 
 
 def test_a_cut_file_is_refused(tmp_path):

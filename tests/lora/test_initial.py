@@ -124,11 +124,27 @@ def delta(adapter: Adapter, name: str) -> np.ndarray:
     return adapter.scaling(name) * tensors.lora_B.astype(np.float64) @ tensors.lora_A.astype(np.float64)
 
 
-@EVERY_INIT
-def test_every_kind_of_adapter_can_be_drawn(weights: Weights, init: str):
-    for settings in SETTINGS.values():
-        if not (init == "pissa" and settings.get("use_dora")):
-            drawn(weights, init=init, **settings)
+RANKS = {"layers.0.v_proj": 2, "layers.1.v_proj": 2, "layers.1.up_proj": 5}  # of "patterns", where not 4
+
+
+DRAWN = [(init, kind) for init in INITS for kind in SETTINGS if init != "pissa" or "use_dora" not in SETTINGS[kind]]
+
+
+@pytest.mark.parametrize(("init", "kind"), DRAWN)
+def test_every_kind_of_adapter_has_the_asked_matrices_and_ranks_and_adds_nothing_but_pissa(
+    weights: Weights, init: str, kind: str
+):
+    settings = SETTINGS[kind]
+    made = drawn(weights, init=init, **settings)
+    assert {name.rpartition(".")[2] for name in made.tensors} == {*settings["target_modules"]}
+    for name in (name for name in made.tensors if not name.startswith("layers.2")):
+        tensors, target = made.tensors[name], made.targets[name]
+        added, weight = delta(made, name), weights[target.weight]
+        assert len(tensors.lora_A) == (RANKS.get(name, 4) if kind == "patterns" else 4)
+        assert (added.T if target.is_embedding else added).shape == weight.shape
+        assert bool(added.any()) == (init == "pissa" and not target.is_embedding)
+        assert all(np.isfinite(array).all() for array in tensors.arrays().values())
+        assert (tensors.magnitude is not None) == settings.get("use_dora", False)
 
 
 def test_what_has_no_meaning_is_refused(weights: Weights):

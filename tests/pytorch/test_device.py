@@ -80,11 +80,15 @@ def test_cuda_that_is_not_here_is_never_replaced(device: str):
         target(device)
 
 
-def test_what_a_device_has_is_taken():
+def test_what_a_device_has_is_taken_and_the_next_device_or_an_older_one_is_refused():
     require_index("cuda:1", 1, 2)
-    require_dtype("cuda", "Tesla T4", (7, 5), torch.float16)
-    require_dtype("cuda", "Tesla T4", (7, 5), torch.float32)
-    require_dtype("cuda", "NVIDIA A100", (8, 0), torch.bfloat16)
+    with refuses(MissingDevice, 2, where="device cuda:2"):
+        require_index("cuda:2", 2, 2)
+    require_dtype("cuda", "Old", (5, 2), torch.float32)
+    for dtype, has, lacks in ((torch.float16, (5, 3), (5, 2)), (torch.bfloat16, (8, 0), (7, 9))):
+        require_dtype("cuda", "Any", has, dtype)
+        with refuses(MissingDevice, ".".join(map(str, has)), ".".join(map(str, lacks)), where="device cuda"):
+            require_dtype("cuda", "Any", lacks, dtype)
 
 
 @pytest.mark.gpu

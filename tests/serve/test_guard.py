@@ -293,4 +293,5 @@ def test_loopback_needs_none(host: str):
     from llorch.serve.listening import bind
 
     with bind(host, 0) as bound:
+        assert bound.getsockname()[0].startswith(("127.", "::1"))
         require_key(bound, None)

@@ -1,11 +1,10 @@
 """The formats of a row: told apart by their keys, and what each of them says."""
 
 import json
-from contextlib import suppress
 from typing import Any
 
 import pytest
-from refusals import Refusal, row
+from refusals import Refusal, assert_tells, row
 
 from llorch.errors import FormatError
 from llorch.train.batch import IGNORED
@@ -186,14 +185,34 @@ def test_what_a_row_must_not_say_is_refused_with_file_and_line(refusal: Refusal)
     refusal.check()
 
 
-def test_a_value_of_any_json_type_is_read_or_refused():
-    wrong = (None, True, 3, 1.5, "x", [], [3], ["x"], [[]], [{}], {}, {"a": 1}, [{"role": 1}], [{"from": None}])
+def is_sound(found: Parsed) -> bool:
+    """Whether what was read has the types that it promises, down to the texts of the turns."""
+    if isinstance(found, Instruction):
+        return is_sound(found.chat) and (found.plain is None or is_sound(found.plain))
+    if isinstance(found, Chat):
+        texts = [turn[key] for turn in found.messages for key in ("role", "content")]
+        return all(isinstance(text, str) for text in texts) and all(0 <= at < len(texts) // 2 for at in found.learned)
+    if isinstance(found, Tokens):
+        return all(type(one) is int for one in (*found.ids, *(found.labels or ())))
+    return all(isinstance(text, str) for text in vars(found).values())
+
+
+def test_a_value_of_any_json_type_is_read_as_what_it_is_or_refused_with_file_and_line():
+    wrong = (None, True, 3, 1.5, "x", [], [3], ["x"], [[]], [{}], {}, {"a": 1}, [{"role": 1}], [{"from": None}],
+             [1.5], [True], [["x", 1]])  # fmt: skip
     keys = ("text", "prompt", "completion", "messages", "tools", "conversations", "instruction", "output", "input",
             "history", "system", "input_ids", "labels")  # fmt: skip
     good: dict[str, object] = {"instruction": "i", "output": "o"}
+    found, n_refused = list[Parsed](), 0
     for key in keys:
         for value in wrong:
             for values in ({key: value}, good | {key: value}, {"messages": [ASSISTANT], key: value}):
                 values = json.loads(json.dumps(values))
-                with suppress(FormatError):  # and nothing else
-                    parsed(**values)
+                try:
+                    found.append(parsed(**values))
+                except FormatError as error:  # and nothing else
+                    n_refused += 1
+                    assert_tells(str(error), where="d/train.jsonl:7")
+    assert all(map(is_sound, found))
+    assert {type(each) for each in found} == {Text, Chat, Instruction, Tokens}  # a completion takes two keys
+    assert n_refused > len(keys) * len(wrong)
