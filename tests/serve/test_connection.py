@@ -53,6 +53,9 @@ def test_requests_follow_each_other_on_one_connection(port: int):
     [
         (request(x="y" * 20000), 431, "headers_too_large"),
         (request(path="/" + "y" * 20000), 431, "headers_too_large"),
+        (request(**{"y" * 20000: "x"}), 431, "headers_too_large"),
+        (request(path="/" + "y" * 6000, x="y" * 6000, **{"y" * 6000: "x"}), 431, "headers_too_large"),
+        (request(**{f"x{n:07}": "y" for n in range(2000)}), 431, "headers_too_large"),
         (b"GET / HTTP/1.1\r\nhost: localhost\r\nx: " + b"y" * 20000, 431, "headers_too_large"),
         (request("POST", "/", b"0\r\n\r\n", transfer_encoding="chunked"), 400, "malformed_request"),
         (request(transfer_encoding="gzip"), 400, "malformed_request"),

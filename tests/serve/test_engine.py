@@ -133,6 +133,22 @@ def test_answers_of_one_request_come_in_together_or_not_at_all():
         assert running.n_waiting + running.n_running == 1
 
 
+@pytest.mark.parametrize("n_asked", [1, 2])
+def test_calls_and_answers_that_wait_have_the_places_of_the_engine_together(n_asked: int):
+    batch, inside, go_on = ScriptedBatch(n_jobs=1), threading.Event(), threading.Event()
+    batch.step_with = lambda: (inside.set(), go_on.wait(20))
+    with engine(batch, n_waiting=2) as running:  # three places
+        submit(running, asked(0))
+        assert inside.wait(20)
+        for first_id in range(1, n_asked):
+            submit(running, asked(first_id))
+        for _ in range(3 - (n_asked - 1)):
+            running.call(lambda error: None)
+        with refuses(Busy, 3):
+            running.call(lambda error: None)
+        go_on.set()
+
+
 def test_what_one_job_raises_is_told_to_it_alone():
     batch, broken, other = ScriptedBatch(raising=frozenset({1})), asked(1), asked(2, 5)
     with engine(batch) as running:

@@ -160,6 +160,21 @@ def test_a_model_differs_from_a_second_copy_of_itself_by_exactly_nothing(story: 
     assert scores.same_top.all()
 
 
+def test_an_infinite_loss_is_refused_by_the_name_of_the_model(
+    story: llorch.Model, text: str, monkeypatch: pytest.MonkeyPatch
+):
+    right = llorch.Model.forward
+
+    def sure_of_one_token(model: llorch.Model, *given, **named) -> np.ndarray:
+        logits = right(model, *given, **named)
+        return np.where(np.arange(logits.shape[-1]) == BEGINNING, logits, -np.inf).astype(logits.dtype)
+
+    windows = cut_text([story], text, context=16, limit=1)
+    monkeypatch.setattr(llorch.Model, "forward", sure_of_one_token)
+    with refuses(ValueError, expected="finite", got="infinity", where="story"):
+        list(score(story, windows))
+
+
 def test_logits_that_are_not_finite_are_refused_by_the_name_of_the_model(
     story: llorch.Model, text: str, tmp_path: Path
 ):
