@@ -30,7 +30,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"head_dim": 8}, "qwen2_moe": EXPERTS | SHARED | {"head_dim": 8},
     "qwen3_moe": EXPERTS | {"norm_topk_prob": True},
     "qwen3_next": EXPERTS | SHARED | NET, "qwen3_5_text": NET, "qwen3_5_moe_text": EXPERTS | SHARED | NET,
-    "mistral": {}, "smollm3": {}, "ministral3": {"rope_parameters": YARN}, "llama4_text": LLAMA4,
+    "qwen2_5_vl_text": {"head_dim": 8}, "mistral": {}, "smollm3": {},
+    "ministral3": {"rope_parameters": YARN}, "llama4_text": LLAMA4,
 }  # fmt: skip
 
 
@@ -63,6 +64,19 @@ def windows(config: ModelConfig) -> list[int | None]:
 )  # fmt: skip
 def test_windows_are_in_the_layers_in_which_transformers_has_them(kind, changes, expected):
     assert windows(read(kind, **changes)) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "expected"),
+    [
+        ("qwen2", {}, range(28, 84)),
+        ("qwen2_moe", {}, range(0, 28, 2)),
+        ("qwen2_5_vl_text", {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}}, range(80, 84)),
+    ],
+)
+def test_without_max_window_layers_windows_begin_or_end_where_transformers_has_them(kind, changes, expected):
+    found = windows(read(kind, **changes, num_hidden_layers=84, sliding_window=9, use_sliding_window=True))
+    assert [at for at, window in enumerate(found) if window is not None] == [*expected]
 
 
 def test_experts_are_in_the_layers_that_the_configuration_says():
