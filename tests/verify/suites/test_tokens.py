@@ -23,6 +23,8 @@ AHEAD = np.cumsum(np.sort(softmax(LOGITS.astype(np.float64)))[::-1])[200]  # the
     [
         (AHEAD + 1e-6, {}, False, 1.0, True),
         (AHEAD + 1e-6, {}, True, 1.0, False),  # ours is the one that lacks it
+        (AHEAD + 5.8e-6, {}, False, 1.0, True),  # 4 * 2^-24 * sqrt(2 * 1000 / 3) is 6.2e-6
+        (AHEAD + 6.5e-6, {}, False, 1.0, False),
         (AHEAD + 1e-4, {}, False, 1.0, False),  # float32 sums of a thousand terms are nearer
         (AHEAD - 1e-6, {}, True, 1.0, False),  # neither has it
         (AHEAD + 1e-6, {"top_k": 900}, False, 1.0, False),
@@ -43,7 +45,7 @@ def test_only_a_token_that_the_true_sum_puts_at_the_edge_of_top_p_may_be_missing
     said = edge_of_top_p(ours, golden, LOGITS, chosen, Tolerance(1e-6, 1e-6))
     assert bool(said) == excused
     if excused:
-        assert_tells(said, "1 tokens", "top-p", "1.0e-06")
+        assert_tells(said, "1 tokens", "top-p", f"{p - AHEAD:.1e}")
 
 
 def test_the_gap_of_a_near_tie_is_that_of_the_truth_to_the_less_likely_of_both():
