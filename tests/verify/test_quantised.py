@@ -159,6 +159,18 @@ def test_only_flips_between_two_runs_of_llama_cpp_excuse_a_failure(folder: Path,
         assert ("llama.cpp" in judged.note) == ties
 
 
+@pytest.mark.parametrize(("share", "verdict"), [(0.95, TIE), (1.05, FAIL)])
+def test_two_runs_of_llama_cpp_may_be_apart_as_far_as_flips_move_them_and_no_farther(
+    folder: Path, share: float, verdict: str
+):
+    made, runner = suite(folder, IDS, 1)
+    row, most = runner.last_row(made.cases["near"]), made.limits("near").free_last_row()
+    selected = row * (1 + share * min(most.error, most.worst))  # as far off in every number
+    shown = replace(made.evidence["llamacpp"], selected_logits=selected.astype(row.dtype))
+    failed = exact_row(Place("09", "selected_logits"), "llamacpp", 1.0, "", model="m")
+    assert made._beside_one_pass(runner, failed, row, shown).verdict == verdict
+
+
 @pytest.mark.parametrize(("margin", "verdict"), [(-1.0, PASS), (1e-3, TIE), (1.0, FAIL)])
 def test_our_text_runs_free_and_another_token_must_be_explained_by_flips(folder: Path, margin: float, verdict: str):
     """The golden finds the second best token better than ours by `margin`, in root mean squares of its logits."""
