@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from planted import golden_of, suite_of, weights_of
-from refusals import refuses
+from refusals import assert_tells, refuses
 
 from llorch import forward as forward_page
 from llorch.builtin import BUILTIN
@@ -138,6 +138,26 @@ def test_a_stage_that_never_arrives_fails_in_every_place_where_it_was_due(backen
     assert [(row.mode, row.case, row.producer) for row in lost] == where
     assert {(row.verdict, row.error) for row in lost} == {(FAIL, np.inf)}
     assert len(rows) == len(there)
+
+
+class Flipping(NumpyRunner):
+    """A right runner that says of every stage that values flip, and of one that some were too far off for that."""
+
+    def isolated(self, this: Pass, golden: Trace, see: See) -> None:
+        def shown(name: str, array: np.ndarray, *, flips: int = 0, refused: int = 0) -> None:
+            see(name, array, flips=3, refused=2 if name == "l1.ffn_up" else 0)
+
+        super().isolated(this, golden, shown)
+
+
+def test_a_stage_with_values_too_far_off_for_a_flip_fails_though_its_numbers_are_right():
+    rows = [row for row in suite().stage_rows(Flipping(weights_of(MODEL))) if row.mode == "isolated"]
+    assert {row.flips for row in rows} == {3}
+    failed = [row for row in rows if row.verdict != PASS]
+    assert {(row.stage, row.layer, row.verdict) for row in failed} == {("ffn_up", 1, FAIL)}
+    assert {(row.case, row.producer) for row in failed} == {(case, name) for case in GOLDEN.cases for name in PRODUCERS}
+    assert all(row.error <= row.tolerance for row in failed)
+    assert_tells(failed[0].note, "2 values")
 
 
 def test_every_stage_layer_case_and_cut_has_rows_of_its_own():
