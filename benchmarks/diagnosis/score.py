@@ -19,6 +19,8 @@ not honest. A dump that is refused before it is judged got a wrong answer, unles
 
 Dumps of training are of an independent trainer of adapters; the rules of others have nothing to say of them.
 The rules of others are marked alike; where one gives a class of causes, `name` says whether that class could be meant.
+
+A run of all dumps prints the table of README.md, too, and fails if README.md shows other figures.
 """
 
 import json
@@ -49,6 +51,16 @@ GOALS = {"place": 0.98, "layer": 0.95, "name": 0.92, "silent": 1.0}
 SECONDS = 5.0  # for each dump, of the processor
 RULES = ("skill", "fixed", "cosine")
 CRITERIA = ("place", "name", "value", "unknown", "second", "layer", "silent")
+SHOWN = {  # rows of README.md
+    "place": "first wrong stage and layer",
+    "name": "the mistake's name",
+    "unknown": '"none of the known", where that is true',
+    "second": "second bug behind the first",
+    "layer": "outputs of blocks only: layer",
+    "silent": "right engines not accused",
+}
+COLUMNS = {"": "llorch", "skill": "rules of size and name", "fixed": "first over 1e-3", "cosine": "cosine under 0.99"}
+README = Path(__file__).parents[2] / "README.md"
 QUICK = {"planted": 30, "reports": 6, "honest": 23, "engines": 7, "training": 18}  # one of so many
 Job = tuple[str, str, Callable[[], Answer]]  # group, name, and how it is asked
 
@@ -64,9 +76,14 @@ def main(quick: bool, only: str, jobs: int, file: Path | None) -> None:
     if file:
         file.write_text(json.dumps([asdict(answer) for answer in answers], indent=1))
     click.echo(table(answers))
+    is_stale = False
     if not quick and (absent := [one.name for one in witnesses() if not one.is_here]):
         click.echo(f"NOT RUN: {', '.join(dict.fromkeys(absent))}: pip install -e '.[golden]'")
-    sys.exit(1 if missed(answers) else 0)
+    elif not quick and not only:
+        click.echo(f"\n{figures(answers)}")
+        if is_stale := figures(answers) != shown(README.read_text(encoding="utf-8")):
+            click.echo(f"{README}: expected this table, got other figures; replace it")
+    sys.exit(1 if missed(answers) or is_stale else 0)
 
 
 def every_job() -> list[Job]:
@@ -174,6 +191,22 @@ def table(answers: Sequence[Answer]) -> str:
         f"more than {SECONDS:.0f}: {slow}"
     )
     return "\n".join([*lines, *(f"goal missed: {line}" for line in missed(answers))])
+
+
+def figures(answers: Sequence[Answer]) -> str:
+    """Write the table of README.md, without dumps of training; a rule is judged where it could read the dump."""
+    told = [answer for answer in answers if answer.group != "training"]
+    lines = ["| | " + " | ".join(COLUMNS.values()) + " |", "|---" * (1 + len(COLUMNS)) + "|"]
+    for criterion, title in SHOWN.items():
+        found = (marks([each for each in told if each.rivals or not rule], criterion, rule) for rule in COLUMNS)
+        cells = [f"{sum(one)} of {len(one)} ({100 * _mean(one):.1f} %)" if one else "-" for one in found]
+        lines.append(f"| {title} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def shown(page: str) -> str:
+    """Cut the table of diagnoses out of README.md."""
+    return page.partition("<!-- diagnosis -->\n")[2].partition("\n<!-- end -->")[0]
 
 
 if __name__ == "__main__":

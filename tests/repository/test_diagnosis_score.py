@@ -1,16 +1,34 @@
 """benchmarks/diagnosis: right engines are right, reports are re-enacted where they say, and the goals are reached."""
 
 import re
+from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from command_line import REPOSITORY
 
-from benchmarks.diagnosis import arithmetic, catalogue, rivals
-from benchmarks.diagnosis.cases import Case, truth_of
+from benchmarks.diagnosis import arithmetic, catalogue, rivals, score
+from benchmarks.diagnosis.bugs import BUGS, together
+from benchmarks.diagnosis.cases import Case, cases, truth_of
 from benchmarks.diagnosis.honest import HONEST, Honest, Run
 from benchmarks.diagnosis.reenacted import REPORTS, Report
-from benchmarks.diagnosis.score import Answer, ask_all, chosen, marks, missed, table
+from benchmarks.diagnosis.score import (
+    COLUMNS,
+    README,
+    RULES,
+    SHOWN,
+    Answer,
+    ask_all,
+    chosen,
+    figures,
+    marks,
+    missed,
+    shown,
+    table,
+)
+from benchmarks.diagnosis.witnesses import witnesses
 from llorch.dumps.stage_dump import StageDump
 from llorch.verify.mistakes import MISTAKES
 
@@ -79,6 +97,92 @@ def test_goals_that_are_missed_are_said():
     assert marks([right, wrong], "place", "skill") == [False, False]
     assert marks([right, wrong], "name", "skill") == []
     assert "goal missed: place: 1/2 50.0 %" in table([right, wrong])
+
+
+def test_the_table_of_the_readme_has_a_row_for_each_criterion_and_rules_only_where_they_read_the_dump():
+    rivals_of = {"skill": {"place": False, "name": True}, "fixed": {"place": True}, "cosine": {"place": True}}
+    answers = [
+        Answer("a", "planted", {"place": True, "name": True}, "", "", 0.1, rivals_of),
+        Answer("b", "reports", {"place": True, "unknown": False}, "", "", 0.1, rivals_of),
+        Answer("c", "planted", {"place": False, "name": False, "second": True}, "", "", 0.1),  # refused
+        Answer("d", "blocks", {"layer": True}, "", "", 0.1, {rule: {"layer": True} for rule in RULES}),
+        Answer("e", "engines", {"silent": True}, "", "", 0.1),
+        Answer("f", "training", {"place": False, "silent": False}, "", "", 0.1),
+    ]
+    cells = [line.split(" | ")[1:] for line in figures(answers).removesuffix(" |").split(" |\n")][1:]
+    assert [[cell.partition(" (")[0] for cell in row] for row in cells] == [
+        ["2 of 3", "0 of 2", "2 of 2", "2 of 2"],
+        ["1 of 2", "1 of 1", "-", "-"],
+        ["0 of 1", "-", "-", "-"],
+        ["1 of 1", "-", "-", "-"],
+        ["1 of 1", "1 of 1", "1 of 1", "1 of 1"],
+        ["1 of 1", "-", "-", "-"],
+    ]
+
+
+CELL = re.compile(r"(\d+) of (\d+) \((\d+\.\d) %\)")
+
+
+def of_readme() -> dict[str, list[tuple[int, int] | None]]:
+    """Right answers and all answers of README.md by criterion, in llorch's column and in those of the rules."""
+    titles = {title: criterion for criterion, title in SHOWN.items()}
+    head, _, *rows = [line.strip("| ").split(" | ") for line in shown(README.read_text()).splitlines()]
+    assert head == [*COLUMNS.values()]
+    found: dict[str, list[tuple[int, int] | None]] = {}
+    for title, *cells in rows:
+        matches = [CELL.fullmatch(cell) for cell in cells]
+        assert all(match or cell == "-" for match, cell in zip(matches, cells, strict=True))
+        assert all(f"{100 * int(match[1]) / int(match[2]):.1f}" == match[3] for match in matches if match)
+        found[titles[title]] = [match and (int(match[1]), int(match[2])) for match in matches]
+    return found
+
+
+def totals() -> dict[str, int]:
+    """All answers of README.md by criterion."""
+    return {criterion: row[0][1] for criterion, row in of_readme().items() if row[0] is not None}
+
+
+N_RIGHT = sum(len(variant.models) for variant in HONEST) + sum(1 for _ in witnesses())
+
+
+def test_the_readme_shows_as_many_bugs_reports_and_right_engines_as_there_are():
+    total, page = totals(), " ".join(README.read_text().split())
+    assert total["silent"] == N_RIGHT
+    assert total["second"] == sum(1 for _ in together.pairs())
+    n_wrong = total["place"] + total["layer"]
+    assert total["name"] + total["unknown"] == n_wrong
+    assert len(BUGS) + total["second"] + len(REPORTS) < n_wrong <= 2 * len(BUGS) + total["second"] + len(REPORTS)
+    said = re.search(r"plants (\d+) bugs .{,60} re-enacts (\d+) reports, runs (\d+) right variants", page)
+    assert said is not None
+    assert [*map(int, said.groups())] == [len(BUGS), len(REPORTS), len(HONEST)]
+    assert f"{n_wrong + N_RIGHT} dumps, " in page
+
+
+@pytest.mark.slow
+def test_the_readme_shows_as_many_answers_as_there_are_dumps():
+    counts = Counter({"silent": N_RIGHT, "place": len(REPORTS)})
+    counts.update("name" if report.names else "unknown" for report in REPORTS)
+    for case in cases():
+        named = truth_of(case, case.bugs[0]).names
+        counts.update(["layer" if case.style == "blocks" else "place", "name" if named else "unknown"])
+        counts["second"] += len(case.bugs) > 1
+    assert totals() == {**counts}
+
+
+@pytest.mark.parametrize(("n_right", "exit_code"), [(473, 0), (472, 1)])
+def test_a_run_of_all_dumps_fails_where_the_readme_shows_other_figures(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, n_right: int, exit_code: int
+):
+    answers = [Answer(f"{at}", "planted", {"place": at < 473}, "", "", 0.1) for at in range(474)]
+    told = [Answer(f"{at}", "planted", {"place": at < n_right}, "", "", 0.1) for at in range(474)]
+    (tmp_path / "README.md").write_text(f"<!-- diagnosis -->\n{figures(told)}\n<!-- end -->\n")
+    monkeypatch.setattr(score, "README", tmp_path / "README.md")
+    monkeypatch.setattr(score, "ask_all", lambda *given: answers)
+    monkeypatch.setattr(score, "chosen", lambda **given: [])
+    monkeypatch.setattr(score, "witnesses", list)
+    done = CliRunner().invoke(score.main, [])
+    assert done.exit_code == exit_code
+    assert figures(answers) in done.stdout
 
 
 def test_the_catalogue_has_a_row_for_each_of_its_engines_and_none_is_accused():
