@@ -95,8 +95,10 @@ def test_goldens_whose_tolerance_could_not_fail_are_refused(tmp_path: Path):
     save_long(tmp_path, replace(golden, distances={}))
     with refuses(ValueError, "no engine", "long", "regenerate.py"):
         read_long(tmp_path)
-    with refuses(ValueError, "llamacpp", "long l0.ffn_up", expected=0.005, where="m.gguf"):
-        long_goldens._refuse_far(Path("m.gguf"), "llamacpp", {"long": {"l0.ffn_up": Difference(0.01, 0.01)}})
+    long_goldens._refuse_far(Path("m.gguf"), "llamacpp", {"long": {"l0.ffn_up": Difference(0.0049, 0.0049)}})
+    for error in (0.0051, np.inf, np.nan):
+        with refuses(ValueError, "llamacpp", "long l0.ffn_up", expected=0.005, where="m.gguf"):
+            long_goldens._refuse_far(Path("m.gguf"), "llamacpp", {"long": {"l0.ffn_up": Difference(error, error)}})
 
 
 @pytest.mark.parametrize("missing", ["long.json", "long.safetensors.xz"])
