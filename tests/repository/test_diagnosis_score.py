@@ -137,6 +137,29 @@ def of_readme() -> dict[str, list[tuple[int, int] | None]]:
     return found
 
 
+def more_wrong_than_shown(answers: list[Answer]) -> list[str]:
+    """List criteria by which some answers have more mistakes than README.md shows of all answers."""
+    told = [answer for answer in answers if answer.group != "training"]
+    n_wrong = {criterion: row[0][1] - row[0][0] for criterion, row in of_readme().items() if row[0] is not None}
+    return [criterion for criterion, n in n_wrong.items() if marks(told, criterion).count(False) > n]
+
+
+@pytest.mark.parametrize(
+    ("criterion", "group", "n_wrong", "found"),
+    [
+        ("silent", "honest", 1, ["silent"]),
+        ("place", "planted", 1, []),
+        ("place", "planted", 2, ["place"]),
+        ("place", "training", 2, []),
+    ],
+)
+def test_a_part_of_the_answers_with_more_mistakes_than_the_readme_shows_is_seen(
+    criterion: str, group: str, n_wrong: int, found: list[str]
+):
+    answers = [Answer(f"{at}", group, {criterion: at >= n_wrong}, "", "", 0.1) for at in range(9)]
+    assert more_wrong_than_shown(answers) == found
+
+
 def totals() -> dict[str, int]:
     """All answers of README.md by criterion."""
     return {criterion: row[0][1] for criterion, row in of_readme().items() if row[0] is not None}
@@ -200,3 +223,4 @@ def test_some_dumps_reach_the_goals():
     answers = ask_all(chosen(quick=True))
     assert {answer.group for answer in answers} >= {"planted", "blocks", "reports", "honest", "engines"}
     assert missed(answers) == [], table(answers)
+    assert more_wrong_than_shown(answers) == [], table(answers)
