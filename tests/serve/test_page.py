@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -160,12 +161,89 @@ def test_markup_stays_text_whoever_wrote_it(page: Browser, server: Served, monke
     assert page.evaluate("window.hurt") is None
 
 
-def test_an_error_of_the_server_is_shown_and_the_next_message_works(page: Browser):
+def asked(browser: Browser) -> list[list[str]]:
+    """The conversations that the page has sent, in order: each is the contents of its messages."""
+    sent = [one["request"] for one in browser.seen("Network.requestWillBeSent")]
+    bodies = [json.loads(one["postData"]) for one in sent if one["url"].endswith("/chat/completions")]
+    return [[message["content"] for message in body["messages"]] for body in bodies]
+
+
+TYPED = "document.querySelector('#text').value"
+
+
+def test_new_chat_during_an_answer_takes_nothing_along(page: Browser):
+    page.evaluate("max_tokens.value = 400")
+    send(page, "Once upon a time", until="document.querySelectorAll('.token').length > 3")
+    page.evaluate("document.querySelector('.token').click(); document.querySelector('#new').click()")
+    page.evaluate("max_tokens.value = 3")
+    wait(page, IDLE)
+    assert answers(page) == []
+    assert page.evaluate("token.querySelectorAll('table').length") == 0
+    assert page.evaluate("[note.textContent, error.textContent]") == ["", ""]
+    for text in ("Hello", "again"):
+        send(page, text, until=f"{IDLE} && document.querySelectorAll('.assistant').length")
+    first = answers(page)[0]
+    assert asked(page) == [["Once upon a time"], ["Hello"], ["Hello", first, "again"]]
+
+
+def test_a_turn_that_failed_goes_back_to_the_box_and_the_next_one_works(page: Browser):
     page.evaluate("temperature.value = 3")
     send(page, "Hello")
     assert "temperature" in page.evaluate("error.textContent")
-    page.evaluate("temperature.value = 0; document.querySelector('#new').click()")
+    assert (page.evaluate(TYPED), answers(page)) == ("Hello", [])
+    page.evaluate("temperature.value = 0")
+    send(page, " there")
+    assert page.evaluate("error.textContent") == ""
+    assert asked(page) == [["Hello"], ["Hello there"]]
+    assert len(answers(page)) == 1
+
+
+def test_a_turn_that_was_stopped_before_its_first_token_goes_back_to_the_box(
+    page: Browser, server: Served, monkeypatch: pytest.MonkeyPatch
+):
+    enough = threading.Event()
+    monkeypatch.setattr(type(server.service), "chat_ids", lambda *a, **k: enough.wait(20) and [5])
+    send(page, "Hello", until="!document.querySelector('#stop').disabled")
+    press(page, "Escape")
+    wait(page, IDLE)
+    enough.set()
+    assert (page.evaluate(TYPED), answers(page)) == ("Hello", [])
+
+
+def test_without_a_server_the_text_is_kept_and_sent_when_there_is_one(browser: Browser, model: Model):
+    with served(model) as server:
+        browser.visit(f"{server.url}/", width=1000)
+        wait(browser, "document.querySelector('#model').value !== ''")
+    send(browser, "Hello")
+    assert (browser.evaluate(TYPED), answers(browser)) == ("Hello", [])
+    assert "server" in browser.evaluate("error.textContent")
+
+
+def test_an_answer_that_breaks_off_is_an_error(page: Browser):
+    page.evaluate(
+        """window.fetch = async () => new Response('data: {"choices": [{"delta": {"content": "On"}}]}\\n\\n')"""
+    )
     send(page, "Hello")
+    assert page.evaluate("error.textContent") != ""
+    assert answers(page) == ["On"]
+
+
+def test_the_note_on_a_model_without_a_template_stays(browser: Browser):
+    with served() as server:
+        browser.visit(f"{server.url}/", width=1000)
+        wait(browser, "document.querySelector('#note').textContent !== ''")
+        note = browser.evaluate("max_tokens.value = 60; note.textContent")
+        send(browser, "Once upon a time", until="document.querySelectorAll('.token').length > 1")
+        assert browser.evaluate("note.textContent") == note
+        press(browser, "Escape")
+        wait(browser, IDLE)
+        browser.evaluate("document.querySelector('#new').click()")
+        assert browser.evaluate("note.textContent") == note
+
+
+def test_models_are_read_again_where_they_could_not_be(page: Browser, server: Served):
+    page.evaluate("document.querySelector('#model').replaceChildren()")  # as when the server came after the page
+    send(page, "Hello", until=f"{IDLE} && document.querySelectorAll('.token').length")
     assert page.evaluate("error.textContent") == ""
     assert len(answers(page)) == 1
 

@@ -3,8 +3,9 @@
 
 const TOP = 8; // alternatives of a token
 const byId = (id) => document.getElementById(id);
-let messages = []; // as the API takes them
-let running = null; // AbortController of the answer that is being made
+const HINT = document.querySelector("#token .hint");
+const newChat = () => ({ messages: [], running: null }); // messages as the API takes them; how to stop an answer
+let chat = newChat(); // the one that is shown
 
 function made(tag, text = "", className = "") {
   const element = document.createElement(tag);
@@ -17,7 +18,9 @@ async function ask(path, body, signal) {
   const headers = { "content-type": "application/json" };
   if (byId("key").value) headers.authorization = `Bearer ${byId("key").value}`;
   const method = body ? "POST" : "GET";
-  const response = await fetch(path, { method, headers, signal, body: body && JSON.stringify(body) });
+  const response = await fetch(path, { method, headers, signal, body: body && JSON.stringify(body) }).catch((error) => {
+    throw error.name === "AbortError" ? error : new Error("The server cannot be reached; start it, then send again.");
+  });
   if (!response.ok) {
     const said = await response.json().catch(() => null);
     throw new Error(said?.error?.message ?? `the server answered ${response.status}`);
@@ -42,7 +45,7 @@ async function* events(response) {
   }
 }
 
-function asked() {
+function asked(messages) {
   const number = (id) => (byId(id).value === "" ? undefined : Number(byId(id).value));
   const system = byId("system").value.trim();
   return {
@@ -58,35 +61,51 @@ function addMessage(role, text) {
   const body = made("p", text);
   article.append(made("h2", role === "user" ? "You" : "Model"), body);
   byId("talk").append(article);
-  return body;
+  return { article, body };
 }
 
 async function send(text) {
-  messages.push({ role: "user", content: text });
-  addMessage("user", text);
-  const request = asked();
-  const answer = { request, body: addMessage("assistant", ""), tokens: [], text: "" };
+  const here = chat; // "New chat" may show another one before the answer ends
+  const question = { role: "user", content: text };
+  const request = asked([...here.messages, question]);
+  const shown = [addMessage("user", text), addMessage("assistant", "")];
+  const answer = { request, body: shown[1].body, tokens: [], text: "" };
   answer.body.setAttribute("role", "group");
   answer.body.setAttribute("aria-label", "Answer; arrow keys go from token to token");
-  running = new AbortController();
+  here.running = new AbortController();
   busy(true);
+  const { finish, error } = await readAnswer(answer, here.running.signal);
+  here.running = null;
+  if (here !== chat) return;
+  if (answer.tokens.length || finish) here.messages.push(question, { role: "assistant", content: answer.text });
+  else giveBack(text, shown);
+  if (error?.name === "AbortError") say("Stopped.");
+  else if (error) byId("error").textContent = error.message;
+  else if (finish === "length") say("The answer ends here: at max tokens, or the end of the context.");
+  busy(false);
+}
+
+async function readAnswer(answer, signal) {
   let finish = null;
   try {
-    for await (const event of events(await ask("v1/chat/completions", request, running.signal))) {
+    for await (const event of events(await ask("v1/chat/completions", answer.request, signal))) {
       const choice = event.choices[0];
       if (!choice) continue;
       finish = choice.finish_reason ?? finish;
       const entry = choice.logprobs?.content?.[0];
       if (entry || choice.delta.content) addToken(answer, choice.delta.content ?? "", entry);
     }
-    if (finish === "length") say("The answer ends here: at max tokens, or the end of the context.");
+    return { finish, error: finish ? null : new Error("The answer broke off: the connection has ended.") };
   } catch (error) {
-    if (error.name === "AbortError") say("Stopped.");
-    else byId("error").textContent = error.message;
+    return { finish, error };
   }
-  if (answer.text || finish) messages.push({ role: "assistant", content: answer.text });
-  running = null;
-  busy(false);
+}
+
+// A question without an answer is no part of the conversation: its text returns to the box, before what was typed since.
+function giveBack(text, shown) {
+  for (const { article } of shown) article.remove();
+  const box = byId("text");
+  box.value = box.value ? `${text}\n${box.value}` : text;
 }
 
 function addToken(answer, text, entry) {
@@ -191,26 +210,33 @@ function busy(yes) {
   if (!yes) byId("text").focus();
 }
 
+let about = ""; // a note on the models, while there is nothing else to say
 const say = (text) => { byId("note").textContent = text; };
+
+function clear() {
+  say(about);
+  byId("error").textContent = "";
+}
 
 async function readModels() {
   try {
     const { data } = await (await ask("v1/models")).json();
     byId("model").replaceChildren(...data.map((one) => made("option", one.id)));
     const plain = data.some((one) => one.chat === "plain");
-    say(plain ? "This model has no chat template: it goes on with what you write." : "");
-    byId("error").textContent = "";
+    about = plain ? "This model has no chat template: it goes on with what you write." : "";
+    clear();
   } catch (error) {
     byId("error").textContent = error.message;
   }
 }
 
-byId("form").addEventListener("submit", (event) => {
+byId("form").addEventListener("submit", async (event) => {
   event.preventDefault();
+  if (!byId("model").value) await readModels(); // the server may have come after the page
   const text = byId("text").value;
-  if (running || !text.trim()) return;
+  if (chat.running || !text.trim() || !byId("model").value) return;
   byId("text").value = "";
-  byId("error").textContent = "";
+  clear();
   send(text);
 });
 byId("text").addEventListener("keydown", (event) => {
@@ -219,13 +245,16 @@ byId("text").addEventListener("keydown", (event) => {
     byId("form").requestSubmit();
   }
 });
-document.addEventListener("keydown", (event) => { if (event.key === "Escape") running?.abort(); });
-byId("stop").addEventListener("click", () => running?.abort());
+document.addEventListener("keydown", (event) => { if (event.key === "Escape") chat.running?.abort(); });
+byId("stop").addEventListener("click", () => chat.running?.abort());
 byId("new").addEventListener("click", () => {
-  running?.abort();
-  messages = [];
+  const before = chat;
+  chat = newChat();
+  before.running?.abort();
   byId("talk").replaceChildren();
-  byId("text").focus();
+  byId("token").replaceChildren(HINT);
+  clear();
+  busy(false);
 });
 byId("key").addEventListener("change", readModels);
 byId("unlock").addEventListener("submit", (event) => event.preventDefault()); // Enter: the change is read above
