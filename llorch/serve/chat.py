@@ -43,9 +43,8 @@ async def answer(request: Request) -> Response:
 def _jobs(service: Service, body: ChatRequest) -> list[Job]:
     adapter, messages = service.adapter(body.model), [message.plain() for message in body.messages]
     ids, seed = service.chat_ids(messages, variables=body.chat_template_kwargs), first_seed(body.seed)
-    wanted = body.max_completion_tokens or body.max_tokens
     how = {
-        "max_tokens": wanted,
+        "max_tokens": body.limit,
         "adapter": adapter,
         "n_top": body.top_logprobs or 0,
         "form": form_of(body.response_format),

@@ -1,23 +1,83 @@
-"""Fields that clients may send and that nothing is done with: most change nothing, some would change the meaning."""
+"""Request fields that llorch does not implement: ignored if harmless, refused if they would change the answer.
+
+The fields are those of OpenAI, llama.cpp's server, vLLM, SGLang, Ollama, TGI and text-generation-webui. A field that is
+in no table here changes no answer (`user`, `cache_prompt`, `keep_alive`), or nobody is known to send it: a header names
+it.
+
+Source: OpenAI's API reference; llama.cpp tools/server/server-task.cpp; vLLM and SGLang, entrypoints/openai; Ollama
+api/types.go; TGI router/src/lib.rs.
+"""
 
 from collections.abc import Mapping
 
 from llorch.serve.api_errors import ApiError
 from llorch.serve.requests import Body
 
-_WITHOUT: Mapping[str, tuple[object, ...]] = {  # what routes lack that do not declare it; the values that mean nothing
-    "tools": ([],), "tool_choice": ("none",), "functions": ([],), "function_call": ("none",), "logit_bias": ({},),
-    "audio": (), "modalities": (["text"],), "best_of": (1,), "echo": (False,), "suffix": ("",), "images": ([],),
-    "chat_template": (), "chat_template_kwargs": ({},), "documents": ([],), "add_generation_prompt": (True,),
-    "continue_final_message": (False,), "web_search_options": (), "previous_response_id": (), "conversation": (),
-    "background": (False,), "include": ([],), "truncation": ("disabled",), "prompt": (), "stop": ([],), "n": (1,),
-    "max_tokens": (), "max_completion_tokens": (), "min_tokens": (0,), "logprobs": (False, 0), "top_logprobs": (0,),
-    "prompt_logprobs": (0,), "response_format": ({"type": "text"},), "json_schema": (), "grammar": ("",),
-    "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (), "structured_outputs": (),
-    "ignore_eos": (False,), "stop_token_ids": ([],), "bad_words": ([],), "logits_processors": ([],), "lora": ([],),
-    "use_beam_search": (False,), "length_penalty": (1,), "typical_p": (1,), "mirostat": (0,), "xtc_probability": (0,),
-    "dry_multiplier": (0,), "top_n_sigma": (-1,),
+_WITHOUT: Mapping[str, tuple[object, ...]] = {  # refused where a route does not declare them, but for these values
+    # other inputs than text, other outputs than an answer
+    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
+    "images": ([],), "audio": (), "modalities": (["text"],), "documents": ([],), "web_search_options": (),
+    "inputs": (), "prompt": (), "previous_response_id": (), "conversation": (), "background": (False,),
+    "include": ([],), "context": ([],),
+    # how a prompt is made of what was sent
+    "chat_template": (), "chat_template_kwargs": ({},), "add_generation_prompt": (True,), "template": ("",),
+    "system": ("",), "continue_final_message": (False,), "echo": (False,), "suffix": ("",), "raw": (False,),
+    "truncation": ("disabled",), "truncate": (), "truncate_prompt_tokens": (), "add_special_tokens": (),
+    "parse_special": (False,), "guideline": ("",), "negative_prompt": ("",), "instruction_template": (),
+    "character": (), "context_management": ([],),
+    # thoughts before an answer
+    "enable_thinking": (), "think": (), "thinking": (), "reasoning_effort": (), "reasoning": ({},),
+    "reasoning_format": ("none",), "reasoning_budget": (-1,), "thinking_budget": (-1,),
+    "thinking_budget_tokens": (-1,), "thinking_token_budget": (-1,), "include_reasoning": (True,),
+    "separate_reasoning": (False,), "thinking_forced_open": (False,), "verbosity": ("medium",),
+    # where an answer ends, and how many there are
+    "n": (1,), "best_of": (1,), "n_cmpl": (1,), "stop": ([],), "stop_token_ids": ([],), "stopping_strings": ([],),
+    "stop_sequence": ([],), "stop_regex": ([],), "include_stop_str_in_output": (False,), "no_stop_trim": (False,),
+    "ignore_eos": (False,), "ban_eos_token": (False,), "max_tokens": (), "max_completion_tokens": (), "n_predict": (),
+    "num_predict": (), "max_new_tokens": (), "max_length": (), "min_tokens": (0,), "min_new_tokens": (0,),
+    "min_length": (0,), "max_time": (), "t_max_predict_ms": (0, -1), "n_indent": (0,), "repetition_detection": (),
+    "response_fields": ([],),
+    # the form of an answer
+    "response_format": ({"type": "text"},), "format": ("",), "json_schema": (), "grammar": ("",), "guided_json": (),
+    "guided_regex": (), "guided_choice": (), "guided_grammar": (), "structured_outputs": (), "structural_tag": (),
+    "regex": (), "ebnf": (),
+    # which tokens are drawn
+    "logit_bias": ({},), "logits_processors": ([],), "bad_words": ([],), "allowed_token_ids": (),
+    "banned_tokens": ([], ""), "custom_token_bans": ("",), "repeat_penalty": (1,), "rep_pen": (1,),
+    "repeat_last_n": (-1,), "rep_pen_range": (), "repetition_penalty_range": (0,), "penalize_nl": (True,),
+    "penalize_newline": (True,), "no_repeat_ngram_size": (0,), "encoder_repetition_penalty": (1,),
+    "do_sample": (True,), "typical_p": (1,), "typical": (1,), "tfs_z": (1,), "tfs": (1,), "top_a": (0,),
+    "top_n_sigma": (-1, 0), "min_keep": (0, 1), "mirostat": (0,), "mirostat_mode": (0,), "xtc_probability": (0,),
+    "dry_multiplier": (0,), "dynatemp_range": (0,), "dynamic_temperature": (False,), "smoothing_factor": (0,),
+    "adaptive_target": (-1,), "epsilon_cutoff": (0,), "eta_cutoff": (0,), "penalty_alpha": (0,),
+    "guidance_scale": (1,), "cfg_scale": (1,), "temperature_last": (False,), "samplers": (), "sampler_order": ([],),
+    "sampler_priority": ([],), "use_beam_search": (False,), "num_beams": (1,), "length_penalty": (1,),
+    "watermark": (False,), "watermarking": (False,), "lora": ([],), "adapter_id": (), "vllm_xargs": ({},),
+    "options": ({},), "parameters": ({},),
+    # what is told beside an answer
+    "logprobs": (False, 0), "top_logprobs": (0,), "n_probs": (0,), "post_sampling_probs": (False,),
+    "prompt_logprobs": (0,), "logprob_token_ids": (), "top_n_tokens": (0,), "return_tokens": (False,),
+    "return_token_ids": (False,), "return_tokens_as_token_ids": (False,), "return_prompt_text": (False,),
+    "return_progress": (False,), "return_full_text": (False,), "details": (False,), "decoder_input_details": (False,),
+    "skip_special_tokens": (True,),
 }  # fmt: skip
+_INSTEAD = {  # what the same is called here; not quite the same where the message says more
+    "repeat_penalty": "repetition_penalty, which counts every token of prompt and answer",
+    "rep_pen": "repetition_penalty, which counts every token of prompt and answer",
+    "repeat_last_n": "repetition_penalty, which counts every token of prompt and answer",
+    "do_sample": "temperature 0",
+    "options": "the fields of /openapi.json, beside model",
+    "parameters": "the fields of /openapi.json, beside model",
+    "inputs": "prompt or messages",
+    "format": "response_format", "json_schema": "response_format", "guided_json": "response_format",
+    "structured_outputs": "response_format",
+    "system": "a message of the role system",
+    "lora": "the name of the model, as model:adapter", "adapter_id": "the name of the model, as model:adapter",
+    "n_cmpl": "n", "n_probs": "logprobs", "top_n_tokens": "logprobs",
+    "stopping_strings": "stop", "stop_sequence": "stop",
+    "thinking": "enable_thinking or reasoning_effort",
+}  # fmt: skip
+_LIMITS = ("max_tokens", "max_completion_tokens", "n_predict", "num_predict", "max_new_tokens", "max_length")
 
 
 def ignored_fields(body: Body) -> list[str]:
@@ -25,5 +85,16 @@ def ignored_fields(body: Body) -> list[str]:
     unknown = {name: value for name, value in (body.model_extra or {}).items() if value is not None}
     for name, value in unknown.items():
         if name in _WITHOUT and value not in _WITHOUT[name]:
-            raise ApiError(400, f"{name}: this route does not have it; leave it out", param=name, code="unsupported")
+            text = f"{name}: this route does not have it; {_remedy(name, body)}"
+            raise ApiError(400, text, param=name, code="unsupported")
     return [name for name in unknown if name not in _WITHOUT]
+
+
+def _remedy(name: str, body: Body) -> str:
+    """What to send instead: a field that this route has."""
+    instead = _INSTEAD.get(name)
+    if name in _LIMITS:
+        instead = next((one for one in ("max_tokens", "max_output_tokens") if one in type(body).model_fields), None)
+    if instead is None or (instead.isidentifier() and instead not in type(body).model_fields):
+        return "leave it out"
+    return f"use {instead}"

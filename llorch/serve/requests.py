@@ -23,9 +23,22 @@ def _finite_draws(temperature: float) -> float:
     return temperature
 
 
+def _all_tokens_where_off(top_k: int) -> int:
+    """Take -1 as vLLM and llama.cpp do; the sampler has 0 for it."""
+    return max(top_k, 0)
+
+
+def _any_where_off(seed: int) -> int | None:
+    """Take -1 as llama.cpp and Ollama do: any seed."""
+    return None if seed == -1 else seed
+
+
 Text = str  # how long it may be is said with the context: see `service`
 Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 Count = Annotated[int, Field(ge=1, le=1 << 31)]
+NoLimit = Literal[-1]  # as llama.cpp, Ollama and LM Studio say that only the context ends an answer
+MOST_TOKENS = 1 << 31  # which no context has
+_LIMITS = ("max_completion_tokens", "max_tokens", "n_predict", "num_predict", "max_new_tokens")
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 Ids = Annotated[list[TokenId], Field(min_length=1, max_length=1 << 20)]
 
@@ -100,12 +113,12 @@ class Sampling(Body):
 
     temperature: Annotated[float, Field(ge=0, le=2), AfterValidator(_finite_draws)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0, le=1 << 31)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=1 << 31), AfterValidator(_all_tokens_where_off)] | None = None
     min_p: Annotated[float, Field(ge=0, lt=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=1e-3, le=1e3)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
+    seed: Annotated[int, Field(ge=-1, lt=1 << 63), AfterValidator(_any_where_off)] | None = None
 
     def settings(self, seed: int) -> SamplingSettings:
         """Of an answer with this seed; a temperature of 1 unless told, as OpenAI has it."""
@@ -119,9 +132,27 @@ class Answers(Sampling):
 
     n: Annotated[int, Field(ge=1, le=8)] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
-    max_tokens: Count | None = None
+    max_tokens: NoLimit | Count | None = None
+    n_predict: NoLimit | Count | None = Field(None, description="The name that llama.cpp has for max_tokens.")
+    num_predict: NoLimit | Count | None = Field(None, description="The name that Ollama has for max_tokens.")
+    max_new_tokens: NoLimit | Count | None = Field(None, description="The name that TGI has for max_tokens.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> "Answers":
+        given = [(name, value) for name in _LIMITS if (value := getattr(self, name, None)) is not None]
+        for name, value in given[1:]:
+            if value != given[0][1]:
+                raise wrong(name, f"no other number than that of {given[0][0]}, {given[0][1]}", value)
+        return self
+
+    @property
+    def limit(self) -> int | None:
+        """Tokens that an answer may have; None where nobody says."""
+        given = (value for name in _LIMITS if (value := getattr(self, name, None)) is not None)
+        found = next(given, None)
+        return MOST_TOKENS if found == -1 else found
 
     @property
     def stops(self) -> list[str]:
@@ -138,7 +169,7 @@ class ChatRequest(Answers):
     """Of /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
-    max_completion_tokens: Count | None = None
+    max_completion_tokens: NoLimit | Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
