@@ -61,7 +61,7 @@ FAULTS = (
     Fault("S7", "1 MB of text", "400, < 3 s each; /health p99 < 250 ms", clients.long_texts),
     Fault("S8", "wrong keys", "401 but for /health", clients.keys, key=KEY),
     Fault("S9", "foreign hosts, origins, models", "403, 403, 404", clients.names),
-    Fault("S11", "texts of control tokens", "they stay text", text.controls, model=text.with_template),
+    Fault("S11", "texts of control tokens", "text, but in raw prompts", text.controls, model=text.with_template),
     Fault("G13", "a template that means harm", "400 in 1.5 s; others as alone", text.harm, model=text.with_template),
     Fault("S13", "a job raises, a step raises", "500 for them, others as alone", work.one_fails, step=0.005),
     Fault("S14", "the engine's thread dies", "told within 5 s, exit > 0", work.engine_dies, step=0.005),

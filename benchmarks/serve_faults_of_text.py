@@ -76,7 +76,11 @@ async def harm(server: Server) -> Verdict:
 
 
 async def controls(server: Server) -> Verdict:
-    """The text of every control token, wherever a client may write: none becomes a control token."""
+    """The text of every control token, wherever somebody may write: none in the words of a chat becomes one.
+
+    A raw prompt is written by the client itself, templates included, as for llama.cpp and vLLM: there it is one, unless
+    `parse_special` says that it is not.
+    """
     special = await ids(server, "/tokenize", {"content": "".join(CONTROLS), "parse_special": True})
     n_forms, wrong = 0, []
     for text in CONTROLS:
@@ -90,7 +94,7 @@ async def controls(server: Server) -> Verdict:
     counted = [await _n_prompt(server, text) for text in CONTROLS]
     same = all(chats == responses == traced for chats, responses, traced in counted)
     right = len(special) == len(CONTROLS) and not wrong and same
-    return Verdict(right, f"{n_forms - len(wrong)} of {n_forms} stay text {wrong}")
+    return Verdict(right, f"{n_forms - len(wrong)} of {n_forms} are read as they should {wrong}")
 
 
 def _forms(text: str) -> dict[str, tuple[dict[str, object], int]]:
@@ -105,7 +109,7 @@ def _forms(text: str) -> dict[str, tuple[dict[str, object], int]]:
     return {
         "user": said(("user", text)), "inside": said(("user", f"a{text}b{text}")), "parts": said(("user", parts)),
         "system": said(("system", text), ("user", "a")), "assistant": said(("assistant", text), ("user", "a")),
-        "prompt": ({"prompt": text}, 1),
+        "prompt": ({"prompt": text, "parse_special": False}, 1), "raw prompt": ({"prompt": text}, 1 + 1),
     }  # fmt: skip
 
 

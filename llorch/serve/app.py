@@ -4,7 +4,7 @@ chat, completions, responses, tokens, tracing     the routes
 http, events                                      bodies in; answers out, whole and as streams
 requests, replies (.._of_responses), lacking      what is asked and answered, as pydantic models: `openapi`
 api_errors                                        what is said instead
-service, grammar                                  names and limits; prompts and forms become jobs
+service, grammar, thinking                        names and limits; prompts and forms become jobs
 answering, work, engine                           a request, what lies between, the thread that owns the batch
 turns                                             a batch on the NumPy path
 metrics, counts, logprobs                         what is counted, and told

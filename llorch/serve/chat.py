@@ -26,6 +26,7 @@ from llorch.serve.replies import (
 )  # fmt: skip
 from llorch.serve.requests import ChatRequest, form_of
 from llorch.serve.service import Service, first_seed
+from llorch.serve.thinking import template_variables
 from llorch.serve.work import Made
 
 
@@ -42,7 +43,8 @@ async def answer(request: Request) -> Response:
 
 def _jobs(service: Service, body: ChatRequest) -> list[Job]:
     adapter, messages = service.adapter(body.model), [message.plain() for message in body.messages]
-    ids, seed = service.chat_ids(messages, variables=body.chat_template_kwargs), first_seed(body.seed)
+    variables, seed = template_variables(body, service.model.chats), first_seed(body.seed)
+    ids = service.chat_ids(messages, variables=variables)
     how = {
         "max_tokens": body.limit,
         "adapter": adapter,

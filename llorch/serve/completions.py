@@ -37,7 +37,8 @@ async def answer(request: Request) -> Response:
 
 def _jobs(service: Service, body: CompletionRequest) -> list[Job]:
     adapter, seed, n = service.adapter(body.model), first_seed(body.seed), body.n or 1
-    prompts = [service.text_ids(one) if isinstance(one, str) else one for one in body.prompts]
+    special = {"parse_special": body.parse_special, "add_special": body.add_special_tokens}
+    prompts = [service.text_ids(one, **special) if isinstance(one, str) else one for one in body.prompts]
     how = {"param": "prompt", "max_tokens": body.limit or MAX_TOKENS, "adapter": adapter}
     return [
         service.job(ids, body.settings(seed + i), n_top=body.logprobs or 0, **how) for ids in prompts for i in range(n)

@@ -8,7 +8,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from llorch.sampling import SamplingSettings
 from llorch.serve.api_errors import wrong
@@ -37,7 +46,9 @@ Text = str  # how long it may be is said with the context: see `service`
 Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 Count = Annotated[int, Field(ge=1, le=1 << 31)]
 NoLimit = Literal[-1]  # as llama.cpp, Ollama and LM Studio say that only the context ends an answer
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 MOST_TOKENS = 1 << 31  # which no context has
+_PARSE_SPECIAL = "False: the text of a control token in a prompt stays text."
 _LIMITS = ("max_completion_tokens", "max_tokens", "n_predict", "num_predict", "max_new_tokens")
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 Ids = Annotated[list[TokenId], Field(min_length=1, max_length=1 << 20)]
@@ -70,20 +81,51 @@ class TextPart(Strict):
     text: Text
 
 
+class RefusalPart(Strict):
+    """A piece of an answer that refused, as its client sends it back."""
+
+    type: Literal["refusal"]
+    refusal: Text
+
+    @property
+    def text(self) -> str:
+        """The words."""
+        return self.refusal
+
+
 class Message(Strict):
     """A turn of a conversation; what is in it stays text, be it that of a control token."""
 
     model_config = ConfigDict(extra="allow")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | Annotated[list[TextPart], Field(min_length=1)] | None = None
+    tool_calls: list[Any] | None = None
+    function_call: dict[str, Any] | None = None
+    refusal: Text | None = Field(None, description="Of an assistant without content: its words.")
+    content: Text | Annotated[list[TextPart | RefusalPart], Field(min_length=1)] | None = Field(
+        None, validate_default=True
+    )
+
+    @field_validator("content")
+    @classmethod
+    def _said(cls, content: object, info: ValidationInfo) -> object:
+        """Let only an assistant be without words, which called a tool or refused."""
+        instead = [info.data.get(name) for name in ("tool_calls", "function_call", "refusal")]
+        is_assistant = info.data.get("role", "assistant") == "assistant"  # without a role that is what is wrong
+        if content is None and not (is_assistant and any(instead)) and "role" in info.data:
+            raise PydanticCustomError("missing", "expected a text or text parts, got none")
+        if isinstance(content, list) and not is_assistant and any(isinstance(one, RefusalPart) for one in content):
+            raise ValueError(f"expected parts of type text from {info.data['role']}")
+        return content
 
     def plain(self) -> dict[str, object]:
         """As chat templates take it."""
-        content = self.content
+        content = self.refusal if self.content is None else self.content
         text = "".join(part.text for part in content) if isinstance(content, list) else content
         role = "system" if self.role == "developer" else self.role
-        return {**(self.model_extra or {}), "role": role, "content": text}
+        calls = {"tool_calls": self.tool_calls, "function_call": self.function_call}
+        given = {name: value for name, value in calls.items() if value is not None}
+        return {**(self.model_extra or {}), **given, "role": role, "content": text}
 
 
 class JsonSchema(Strict):
@@ -165,7 +207,31 @@ class Answers(Sampling):
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
-class ChatRequest(Answers):
+class Templated(Body):
+    """Requests whose prompt a chat template writes."""
+
+    chat_template_kwargs: Annotated[
+        dict[str, Any] | None, Field(max_length=64, description="Variables of the chat template.")
+    ] = None
+    enable_thinking: Annotated[bool | None, Field(description="A variable of the chat template.")] = None
+    think: bool | Effort | None = None
+    reasoning_effort: Effort | None = None
+
+    @model_validator(mode="after")
+    def _not_reserved(self) -> "Templated":
+        for name in RESERVED:
+            if name in (self.chat_template_kwargs or {}):
+                raise wrong(f"chat_template_kwargs.{name}", "a variable that llorch does not set", name)
+        return self
+
+    @property
+    def thinking(self) -> dict[str, bool | str]:
+        """What is asked of the thoughts before an answer, by the field that asks it."""
+        asked = {name: getattr(self, name) for name in ("enable_thinking", "think", "reasoning_effort")}
+        return {name: value for name, value in asked.items() if value is not None}
+
+
+class ChatRequest(Answers, Templated):
     """Of /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
@@ -173,15 +239,9 @@ class ChatRequest(Answers):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
-    chat_template_kwargs: Annotated[
-        dict[str, Any] | None, Field(max_length=64, description="Variables of the chat template.")
-    ] = None
 
     @model_validator(mode="after")
     def _together(self) -> "ChatRequest":
-        for name in RESERVED:
-            if name in (self.chat_template_kwargs or {}):
-                raise wrong(f"chat_template_kwargs.{name}", "a variable that llorch does not set", name)
         if self.top_logprobs and not self.logprobs:
             raise wrong("top_logprobs", "logprobs to be true beside it")
         return self
@@ -199,6 +259,8 @@ class CompletionRequest(Answers):
         ]
     )
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    parse_special: bool | None = Field(None, description=_PARSE_SPECIAL)
+    add_special_tokens: bool | None = Field(None, description="False: the tokenizer adds no token to a text.")
 
     @model_validator(mode="after")
     def _together(self) -> "CompletionRequest":
@@ -235,6 +297,7 @@ class TraceRequest(Body):
     """Of /v1/trace: one of prompt, messages and tokens."""
 
     prompt: Text | None = None
+    parse_special: bool | None = Field(None, description=_PARSE_SPECIAL)
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096)] | None = None
     tokens: Ids | None = None
     arrays: Annotated[list[Annotated[str, Field(max_length=64)]], Field(max_length=256)] | None = None

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from llorch.serve.api_errors import wrong
-from llorch.serve.requests import Count, Form, Sampling, Strict, Text
+from llorch.serve.requests import Count, Effort, Form, RefusalPart, Sampling, Strict, Templated, Text
 
 
 class InputText(Strict):
@@ -20,7 +20,14 @@ class InputMessage(Strict):
 
     type: Literal["message"] | None = None
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | Annotated[list[InputText], Field(min_length=1)]
+    content: Text | Annotated[list[InputText | RefusalPart], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _together(self) -> "InputMessage":
+        refused = isinstance(self.content, list) and any(isinstance(one, RefusalPart) for one in self.content)
+        if refused and self.role != "assistant":
+            raise ValueError(f"expected parts of type input_text from {self.role}")
+        return self
 
     def plain(self) -> dict[str, object]:
         """As chat templates take it."""
@@ -47,14 +54,22 @@ class TextSettings(Strict):
     """Of the answer's text."""
 
     format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None  # nothing makes an answer shorter or longer
 
 
-class ResponsesRequest(Sampling):
+class Reasoning(Strict):
+    """Of the thoughts before an answer."""
+
+    effort: Effort | None = None
+
+
+class ResponsesRequest(Sampling, Templated):
     """Of /v1/responses: text alone, and nothing is kept."""
 
     input: Text | Annotated[list[InputMessage], Field(min_length=1, max_length=4096)]
     instructions: Text | None = None
     max_output_tokens: Count | None = None
+    reasoning: Reasoning | None = None
     text: TextSettings | None = None
     stream: bool | None = None
     include: Annotated[list[Literal["message.output_text.logprobs"]], Field(max_length=16)] | None = None
@@ -65,6 +80,12 @@ class ResponsesRequest(Sampling):
         if self.top_logprobs and not self.include:
             raise wrong("top_logprobs", "message.output_text.logprobs in include beside it")
         return self
+
+    @property
+    def thinking(self) -> dict[str, bool | str]:
+        """What is asked of the thoughts before an answer, by the field that asks it."""
+        effort = None if self.reasoning is None else self.reasoning.effort
+        return super().thinking | ({} if effort is None else {"reasoning.effort": effort})
 
     @property
     def messages(self) -> list[dict[str, object]]:

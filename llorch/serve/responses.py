@@ -28,6 +28,7 @@ from llorch.serve.replies_of_responses import (
 )
 from llorch.serve.requests_of_responses import ResponsesRequest
 from llorch.serve.service import Service, first_seed
+from llorch.serve.thinking import template_variables
 from llorch.serve.work import Made
 
 
@@ -43,7 +44,8 @@ async def answer(request: Request) -> HttpResponse:
 
 
 def _job(service: Service, body: ResponsesRequest) -> Job:
-    adapter, ids = service.adapter(body.model), service.chat_ids(body.messages, param="input")
+    adapter, variables = service.adapter(body.model), template_variables(body, service.model.chats)
+    ids = service.chat_ids(body.messages, param="input", variables=variables)
     settings, ends = body.settings(first_seed(body.seed)), service.chat_end_ids(param="input")
     how = {"max_tokens": body.max_output_tokens, "n_top": body.top_logprobs or 0, "form": body.form}
     return service.job(ids, settings, param="input", adapter=adapter, end_ids=ends, **how)

@@ -75,11 +75,16 @@ class Service:
         with self._refused_for(param):
             return self.model.chats.end_ids
 
-    def text_ids(self, text: str) -> list[int]:
-        """A text to go on with; the text of a control token stays text."""
+    def text_ids(self, text: str, *, parse_special: bool | None = None, add_special: bool | None = None) -> list[int]:
+        """A raw prompt, which may hold control tokens unless told otherwise: its client has written the template.
+
+        Source: llama.cpp tools/server/server-common.cpp, `tokenize_input_prompts`; vLLM's /v1/completions.
+        """
         require_short(text, param="prompt")
         with self._refused_for("prompt"):
-            return self.model.tokenizer.encode(text)
+            return self.model.tokenizer.encode(
+                text, parse_special=parse_special is not False, add_special=add_special is not False
+            )
 
     @contextmanager
     def _refused_for(self, param: str) -> Iterator[None]:

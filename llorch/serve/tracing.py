@@ -50,7 +50,7 @@ def _ids(service: Service, body: TraceRequest) -> tuple[str | None, list[int]]:
     if body.tokens is not None:
         param, ids = "tokens", body.tokens
     elif body.prompt is not None:
-        param, ids = "prompt", service.text_ids(body.prompt)
+        param, ids = "prompt", service.text_ids(body.prompt, parse_special=body.parse_special)
     else:
         param, ids = "messages", service.chat_ids([message.plain() for message in body.messages or ()])
     most = min(MAX_TOKENS, service.context)

@@ -136,6 +136,10 @@ class Chats:
         """Whether there is a template, be it a sound one or not."""
         return bool(self._read())
 
+    def template_mentions(self, text: str) -> bool:
+        """Whether the source of a template holds a text, such as the name of a variable."""
+        return any(text in source for source in self._read().values())
+
     def spoken(
         self, messages: Sequence[Message], *, opened: bool = True, variables: Mapping[str, object] | None = None
     ) -> Written:

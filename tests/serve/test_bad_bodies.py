@@ -54,6 +54,10 @@ OF_ROUTE: dict[str, dict[str, list[Any]]] = {
         "audio": [{"voice": "a"}],
         "modalities": [["text", "audio"], ["audio"]],
         "chat_template_kwargs": [[1], "x", {"messages": []}, {"strftime_now": 1}],
+        "enable_thinking": ["false", 0],
+        "think": ["yes", 1],
+        "reasoning_effort": ["much", 3, False],
+        "parse_special": [True],
         "response_format": ["json", {"type": "xml"}, {}, {"type": "json_schema"}],
         "model": [None, 5, ["story"]],
     },
@@ -61,6 +65,12 @@ OF_ROUTE: dict[str, dict[str, list[Any]]] = {
         "prompt": [None, 5, [], [[]], [-1], [1.5], ["a", 5], [[1, "a"]], ["a"] * 17, [1 << 40], [99999], {}],
         "logprobs": [-1, 21, True, "2"],
         "response_format": [{"type": "json_object"}],
+        "enable_thinking": [False, True],
+        "think": [False],
+        "reasoning_effort": ["none"],
+        "chat_template_kwargs": [{"enable_thinking": False}],
+        "parse_special": ["false", 0],
+        "add_special_tokens": ["no"],
         "model": [None, 5],
     },
     RESPONSE: {
@@ -74,7 +84,9 @@ OF_ROUTE: dict[str, dict[str, list[Any]]] = {
         "truncation": ["auto"],
         "stop": ["."],
         "n": [2],
-        "text": ["json", 5],
+        "text": ["json", 5, {"verbosity": "low"}],
+        "reasoning": ["none", {"effort": "much"}],
+        "chat_template_kwargs": [[1], {"messages": []}],
         "max_tokens": [5],
     },
     TRACE: {
@@ -82,6 +94,8 @@ OF_ROUTE: dict[str, dict[str, list[Any]]] = {
         "arrays": ["embed", [5], ["x"] * 257],
         "tokens": [[], [-1], ["a"]],
         "messages": [[], "Hi"],
+        "parse_special": [1],
+        "think": [False],
     },
     "/tokenize": {"content": [None, 5, ["a"]], "add_special": ["yes", 1], "with_pieces": [0]},
     "/detokenize": {"tokens": [None, 5, "1", [-1], [1.5], ["a"], [99999]]},
@@ -97,7 +111,13 @@ BAD = [
     for value in values
 ]
 MESSAGES = [
-    ({"role": "user"}, None),
+    ({"role": "user"}, "messages.0.content"),
+    ({"role": "user", "content": None}, "messages.0.content"),
+    ({"role": "system", "content": None}, "messages.0.content"),
+    ({"role": "tool", "content": None, "tool_call_id": "a"}, "messages.0.content"),
+    ({"role": "assistant", "content": None}, "messages.0.content"),
+    ({"role": "assistant", "content": None, "refusal": 5}, "messages.0.refusal"),
+    ({"role": "user", "content": [{"type": "refusal", "refusal": "No."}]}, "messages.0.content"),
     ({"content": "Hi"}, "messages.0.role"),
     ({"role": "robot", "content": "Hi"}, "messages.0.role"),
     ({"role": "user", "content": 5}, "messages.0.content"),
@@ -149,10 +169,18 @@ def test_each_field_that_is_wrong_is_named(server: Served, http: httpx.Client, r
     assert server.engine.metrics.text().count(b"llorch_answer_tokens_total 0") == before
 
 
-@pytest.mark.parametrize(("message", "param"), MESSAGES[1:])
+@pytest.mark.parametrize(("message", "param"), MESSAGES)
 def test_each_part_of_a_message_that_is_wrong_is_named(http: httpx.Client, message: object, param: str):
     answer = http.post(CHAT, json=GOOD[CHAT] | {"messages": [message]})
     assert (answer.status_code, error_of(answer)["param"]) == (400, param)
+
+
+@pytest.mark.parametrize("role", ["user", "system", "assistant"])
+def test_a_response_takes_refusals_of_an_assistant_alone(http: httpx.Client, role: str):
+    said = {"role": role, "content": [{"type": "refusal", "refusal": "No."}]}
+    answer = http.post(RESPONSE, json=GOOD[RESPONSE] | {"input": [said, {"role": "user", "content": "Hi"}]})
+    assert answer.status_code == (200 if role == "assistant" else 400)
+    assert role == "assistant" or error_of(answer)["param"] == "input.0"
 
 
 def test_a_field_that_has_to_be_there_is_named(http: httpx.Client):

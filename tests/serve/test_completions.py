@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+import httpx2 as httpx
 import openai
 import pytest
 from served import Served, served
@@ -80,10 +81,26 @@ def test_log_probabilities_in_the_older_form(server: Served, story: Model):
     assert [offset for one in chunks for offset in one.choices[0].logprobs.text_offset] == got.logprobs.text_offset
 
 
-def test_the_text_of_a_control_token_stays_text(server: Served, story: Model):
-    (control,) = sorted(story.tokenizer.control_texts)[:1]
-    got = create(server, prompt=control, max_tokens=1)
-    assert got.usage.prompt_tokens == len(story.tokenizer.encode(control)) > 1
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/trace"])
+def test_a_raw_prompt_holds_control_tokens_unless_told_otherwise(server: Served, story: Model, path: str):
+    prompt = "".join(f"{control}hi" for control in sorted(story.tokenizer.control_texts))
+    wanted = {
+        "parsed": story.tokenizer.encode(prompt, parse_special=True),
+        "text": story.tokenizer.encode(prompt, parse_special=False),
+    }
+    n_controls = {
+        name: sum(one in story.tokenizer.control_ids for one in ids[1:]) for name, ids in wanted.items()
+    }  # behind the one that begins every text
+    assert n_controls == {"parsed": len(story.tokenizer.control_texts), "text": 0}
+    for how, name in (({}, "parsed"), ({"parse_special": True}, "parsed"), ({"parse_special": False}, "text")):
+        got = httpx.post(server.url + path, json={"model": "story", "prompt": prompt, **how}, trust_env=False).json()
+        n_prompt = len(got["tokens"]) if path == "/v1/trace" else got["usage"]["prompt_tokens"]
+        assert n_prompt == len(wanted[name]), how
+
+
+def test_a_raw_prompt_may_do_without_what_the_tokenizer_adds(server: Served, story: Model):
+    got = create(server, max_tokens=1, extra_body={"add_special_tokens": False})
+    assert got.usage.prompt_tokens == len(story.tokenizer.encode(START, add_special=False)) == 4
 
 
 def test_ids_beyond_the_context_are_refused(server: Served):

@@ -1,9 +1,12 @@
 """Chat templates that a server renders for its clients: what they cost and refuse is the affair of one request."""
 
 import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import httpx2 as httpx
 import openai
 import pytest
 from chat_models import LLAMA_3, chat_model
@@ -86,3 +89,104 @@ def test_a_request_sets_variables_of_the_template(tmp_path: Path):
             return answer.usage.prompt_tokens
 
         assert n_prompt(loud=True) > n_prompt() == n_prompt(loud=False)
+
+
+def test_a_message_without_words_is_refused_with_a_template_as_without_one(tmp_path: Path):
+    with served(chat_model(tmp_path / "story", "story", LLAMA_3)) as server:
+        for messages in ([{"role": "user", "content": None}], [{"role": "user"}]):
+            with pytest.raises(openai.BadRequestError) as caught:
+                server.client.chat.completions.create(model="story", messages=messages)  # type: ignore[arg-type]
+            assert caught.value.param == "messages.0.content"
+
+
+def test_what_an_assistant_refused_is_its_turn(tmp_path: Path):
+    with served(chat_model(tmp_path / "story", "story", LLAMA_3)) as server:
+
+        def n_prompt(turn: dict[str, Any]) -> int:
+            messages: Any = [{"role": "user", "content": "Once"}, turn, {"role": "user", "content": "again"}]
+            got = server.client.chat.completions.create(model="story", messages=messages, max_tokens=1)
+            assert got.usage is not None
+            return got.usage.prompt_tokens
+
+        wanted = n_prompt({"role": "assistant", "content": "No, I will not."})
+        parts = [{"type": "refusal", "refusal": "No, "}, {"type": "text", "text": "I will not."}]
+        assert n_prompt({"role": "assistant", "content": parts}) == wanted
+        assert n_prompt({"role": "assistant", "content": None, "refusal": "No, I will not."}) == wanted
+
+
+SWITCHED = (
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{{ messages[0].content }}"
+)
+EFFORTS = "{% if reasoning_effort is defined %}{{ reasoning_effort }} effort, {% endif %}{{ messages[0].content }}"
+ALWAYS = "{{ messages[0].content }}<think>"
+NEVER = "{{ messages[0].content }}"
+OFF, ON = {"enable_thinking": False}, {"enable_thinking": True}
+
+
+@pytest.mark.parametrize(
+    ("template", "asked", "wanted"),
+    [  # wanted: the variables that say the same; None: refused
+        (SWITCHED, {"enable_thinking": False}, OFF),
+        (SWITCHED, {"enable_thinking": True}, ON),
+        (SWITCHED, {"think": False}, OFF),
+        (SWITCHED, {"think": True}, ON),
+        (SWITCHED, {"reasoning_effort": "none"}, OFF),
+        (SWITCHED, {"think": False, "reasoning_effort": "none", "enable_thinking": False}, OFF),
+        (SWITCHED, {"think": False, "chat_template_kwargs": OFF}, OFF),
+        (SWITCHED, {"think": False, "chat_template_kwargs": ON}, None),
+        (SWITCHED, {"think": False, "enable_thinking": True}, None),
+        (SWITCHED, {"reasoning_effort": "high"}, None),
+        (SWITCHED, {"think": "low"}, None),
+        (EFFORTS, {"reasoning_effort": "high"}, {"reasoning_effort": "high"}),
+        (EFFORTS, {"think": "low"}, {"reasoning_effort": "low"}),
+        (EFFORTS, {"reasoning_effort": "none"}, {"reasoning_effort": "none"}),
+        (EFFORTS, {"think": True}, None),
+        (ALWAYS, {"think": False}, None),
+        (ALWAYS, {"reasoning_effort": "none"}, None),
+        (NEVER, {"enable_thinking": False}, {}),
+        (NEVER, {"think": False, "reasoning_effort": "none"}, {}),
+        (NEVER, {"think": True}, None),
+        (NEVER, {"reasoning_effort": "low"}, None),
+    ],
+)
+def test_thoughts_are_switched_by_any_name_or_the_name_is_refused(
+    thinking: dict[str, Served], template: str, asked: dict[str, Any], wanted: dict[str, Any] | None
+):
+    server = thinking[template]
+    chat = {"model": "story", "messages": [{"role": "user", "content": "Once"}], "max_tokens": 1}
+    got = httpx.post(f"{server.url}/v1/chat/completions", json=chat | asked, trust_env=False)
+    effort = asked.get("reasoning_effort")
+    other = {name: value for name, value in asked.items() if name != "reasoning_effort"}
+    response = {"model": "story", "input": "Once", "max_output_tokens": 1, **other}
+    response |= {} if effort is None else {"reasoning": {"effort": effort}}
+    newer = httpx.post(f"{server.url}/v1/responses", json=response, trust_env=False)
+    if wanted is None:
+        assert (got.status_code, newer.status_code) == (400, 400)
+        assert got.json()["error"]["param"] in asked
+        assert newer.json()["error"]["param"] in ("reasoning.effort", *other)
+    else:
+        same = chat | {"chat_template_kwargs": wanted}
+        want = httpx.post(f"{server.url}/v1/chat/completions", json=same, trust_env=False).json()["usage"]
+        assert got.json()["usage"]["prompt_tokens"] == want["prompt_tokens"]
+        assert newer.json()["usage"]["input_tokens"] == want["prompt_tokens"]
+
+
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Served]]:
+    """Servers of models with these templates."""
+    with ExitStack() as stack:
+        yield {
+            template: stack.enter_context(
+                served(chat_model(tmp_path_factory.mktemp("model") / "story", "story", template))
+            )
+            for template in (SWITCHED, EFFORTS, ALWAYS, NEVER)
+        }
+
+
+def test_the_templates_of_those_tests_write_other_prompts(thinking: dict[str, Served]):
+    def n_prompt(template: str, **variables: object) -> int:
+        messages: list[dict[str, object]] = [{"role": "user", "content": "Once"}]
+        return len(thinking[template].service.chat_ids(messages, variables=variables))
+
+    assert n_prompt(SWITCHED, enable_thinking=False) > n_prompt(SWITCHED) == n_prompt(SWITCHED, enable_thinking=True)
+    assert n_prompt(EFFORTS, reasoning_effort="high") > n_prompt(EFFORTS)
