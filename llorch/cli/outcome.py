@@ -15,9 +15,11 @@ import errno
 import faulthandler
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import TextIO
 
 import click
 
@@ -106,14 +108,25 @@ def reported(*, traceback: bool = False) -> Iterator[None]:
     try:
         yield
         sys.stdout.flush()  # so that a closed pipe shows here and not while Python shuts down
-    except (click.ClickException, click.exceptions.Exit, click.Abort):
+    except click.ClickException as error:
+        _said(error.show)
+        raise click.exceptions.Exit(error.exit_code) from None
+    except (click.exceptions.Exit, click.Abort):
         raise  # click's own ways to end
     except (Exception, KeyboardInterrupt) as error:
         code = exit_code(error)
         if code != BROKEN_PIPE:
-            _explain(error, traceback=traceback or code == BUG)
-        _abandon_broken_stdout()
+            _said(partial(_explain, error, traceback=traceback or code == BUG))
+        _abandon_broken(sys.stdout)
         raise click.exceptions.Exit(code) from None
+
+
+def _said(say: Callable[[], None]) -> None:
+    """Say something on stderr; where that is full, or gone, the exit code has to tell alone."""
+    try:
+        say()
+    except OSError:
+        _abandon_broken(sys.stderr)
 
 
 def _explain(error: BaseException, *, traceback: bool) -> None:
@@ -135,9 +148,9 @@ def _open_closed_streams() -> None:
     sys.stderr = sys.stderr or Path(os.devnull).open("w")
 
 
-def _abandon_broken_stdout() -> None:
+def _abandon_broken(stream: TextIO) -> None:
     """Where nobody reads on, or the disk is full, what is still buffered must not raise again at exit."""
     try:
-        sys.stdout.flush()
+        stream.flush()
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -59,7 +59,11 @@ class Named(click.ParamType):
 @click.option("--parallel", type=WholeNumber(1, 256), default=4, show_default=True, help="Answers that run at a time.")
 @click.option("--queue", type=WholeNumber(0, 4096), default=32, show_default=True, help="Answers that may wait.")
 @click.option("--timeout", type=click.FloatRange(min=1), default=600.0, show_default=True, help="Seconds a request.")
-@click.option("--ctx", type=WholeNumber(min=1), help=f"Tokens of prompt and answer.  [default: {CONTEXT} at most]")
+@click.option(
+    "--ctx",
+    type=WholeNumber(min=1),
+    help=f"Tokens of prompt and answer, none above the model's.  [default: {CONTEXT} at most]",
+)
 @click.option("--adapter", "adapters", type=Named(), multiple=True, help="LoRA, as model:NAME; may come several times.")
 @click.option("--any-base", is_flag=True, help="Take an --adapter that names another base.")
 @template_options
@@ -99,6 +103,8 @@ def command(
     with ExitStack() as stack:
         bound = stack.enter_context(bind(host, port))
         require_key(bound, api_key)
+        if ctx is not None:
+            _require_context(model, ctx)
         loaded, batch = _opened(model, backend, parallel, ctx or CONTEXT, **opening)
         loaded.chats.settings = template_settings(template_date, chat_template_kwargs)
         threads = use_threads(loaded.config)
@@ -117,6 +123,16 @@ def command(
 
         app = Guard(make_app(service), key=api_key, hosts=(host, *allow_host), log=say if verbose else None)
         serve(app, bound, ready=ready, on_stop=engine.drain)
+
+
+def _require_context(model: str, wanted: int) -> None:
+    """UsageError, before anything is loaded, where a model has fewer positions."""
+    from llorch.cli.inputs import model_path
+    from llorch.files import open_weights
+
+    most = open_weights(model_path(model)).config.max_position_embeddings
+    if wanted > most:
+        raise click.UsageError(f"--ctx: expected at most {most}, the context of {model}, got {wanted}")
 
 
 def _opened(

@@ -151,6 +151,20 @@ def test_output_to_a_full_disk_is_one_line(buffered: str, words: str):
     assert ended == (74, f"llorch: [Errno {errno.ENOSPC}] {os.strerror(errno.ENOSPC)}\n")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="NOT RUN: no /dev/full")
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ("serve story -v --port 0", 74),  # it cannot say that it is ready
+        ("inspect nowhere.gguf", 3),
+        ("serve --port 99999", 2),
+        ("inspect story", 0),  # which has nothing to say there
+    ],
+)
+def test_a_full_stderr_changes_no_exit_code(words: str, code: int):
+    assert shell(f"timeout 60 {sys.executable} -m llorch {words} 2>/dev/full") == (code, "")
+
+
 @pytest.mark.parametrize("name", ["model.gguf", "folder"])
 def test_a_model_that_does_not_fit_on_the_disk_is_one_line(name: str, tmp_path: Path):
     # Files may have so many blocks of 512 or 1024 bytes.

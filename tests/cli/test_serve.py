@@ -145,12 +145,22 @@ def test_an_engine_that_dies_ends_the_process():
     assert_tells(said.splitlines()[-1], "llorch: serve: ", "ZeroDivisionError('division by zero')")
 
 
+def test_the_context_of_the_model_is_the_most_that_ctx_takes(ask: Ask):
+    def context(url: str) -> int:
+        with client(url) as asking:
+            (model,) = asking.models.list().data
+        return model.context_length  # type: ignore[attr-defined]
+
+    assert [ask(context, "story", *ctx) for ctx in ((), ("--ctx", "512"), ("--ctx", "64"))] == [512, 512, 64]
+
+
 @pytest.mark.parametrize(
     ("args", "code", "said"),
     [
         (("--host", "0.0.0.0"), 2, ("serve: 0.0.0.0", "--api-key")),
         (("--host", "no.such.host.invalid"), 2, ("serve", "no.such.host.invalid:0")),
         (("--port", "99999"), 2, ("--port", 99999, "0<=x<=65535")),
+        (("--ctx", "100000"), 2, ("--ctx", 100000, 512, "story")),
         (("--adapter", "wild"), 2, ("--adapter", "NAME=PATH", "'wild'")),
         (("--adapter", "wild=/nowhere"), 3, ("/nowhere: ", "adapter")),
         (("--mode", "reproducible"), 2, ("--mode reproducible", "--backend torch")),
