@@ -1,5 +1,6 @@
 """`llorch serve`: answer the OpenAI interface."""
 
+import re
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,18 @@ class Named(click.ParamType):
         return name, Path(path)
 
 
+class Origin(click.ParamType):
+    """The origin of a page, as a browser names it: `https://chat.example:3000`, or `null`."""
+
+    name = "ORIGIN"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> object:
+        """Take one origin exactly; no wildcard."""
+        if value != "null" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[a-z0-9._\[\]:-]+", str(value)):
+            self.fail(f"expected one origin, such as http://localhost:3000, or null, got {value!r}", param, ctx)
+        return value
+
+
 @verb(
     "Answer the OpenAI interface over HTTP.",
     "llorch serve story",
@@ -56,6 +69,10 @@ class Named(click.ParamType):
 @click.option(
     "--allow-host", multiple=True, help="A name of this machine that clients use; may be given several times."
 )
+@click.option(
+    "--allow-origin", type=Origin(), multiple=True,
+    help="Pages of this origin may ask; may be given several times. null: files, some desktop programs.",
+)  # fmt: skip
 @click.option("--parallel", type=WholeNumber(1, 256), default=4, show_default=True, help="Answers that run at a time.")
 @click.option("--queue", type=WholeNumber(0, 4096), default=32, show_default=True, help="Answers that may wait.")
 @click.option("--timeout", type=click.FloatRange(min=1), default=600.0, show_default=True, help="Seconds a request.")
@@ -76,9 +93,10 @@ class Named(click.ParamType):
 @threads_option
 @click.option("-v", "--verbose", is_flag=True, help="A line for each request on stderr: method, path, status, time.")
 def command(
-    *, model: str, host: str, port: int, api_key: str | None, allow_host: tuple[str, ...], parallel: int, queue: int,
-    timeout: float, adapters: tuple[tuple[str, Path], ...], any_base: bool, verbose: bool, backend: str,
-    ctx: int | None, template_date: "datetime | None", chat_template_kwargs: "dict | None", **opening: Any,
+    *, model: str, host: str, port: int, api_key: str | None, allow_host: tuple[str, ...],
+    allow_origin: tuple[str, ...], parallel: int, queue: int, timeout: float, adapters: tuple[tuple[str, Path], ...],
+    any_base: bool, verbose: bool, backend: str, ctx: int | None, template_date: "datetime | None",
+    chat_template_kwargs: "dict | None", **opening: Any,
 ) -> None:  # fmt: skip
     """Serve MODEL (default: story) to the openai client, curl and a browser; /openapi.json describes all routes.
 
@@ -121,7 +139,8 @@ def command(
             plain = "" if service.has_template else " (no chat template: chats are plain text)"
             say(f"llorch: {', '.join(service.names)} at {running.url}{plain}; {threads}")
 
-        app = Guard(make_app(service), key=api_key, hosts=(host, *allow_host), log=say if verbose else None)
+        log, hosts = say if verbose else None, (host, *allow_host)
+        app = Guard(make_app(service), key=api_key, hosts=hosts, origins=allow_origin, log=log)
         serve(app, bound, ready=ready, on_stop=engine.drain)
 
 

@@ -8,8 +8,10 @@ service, grammar, thinking                        names and limits; prompts and 
 answering, work, engine                           a request, what lies between, the thread that owns the batch
 turns                                             a batch on the NumPy path
 metrics, counts, logprobs                         what is counted, and told
-connection, listening, guard, refusal             what lies between the app and its clients
+connection, listening, guard, refusal, request_id    what lies between the app and its clients
 """
+
+import re
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -92,6 +94,13 @@ ROUTES = (
 )
 
 
+_ELSEWHERE = {  # paths of llama.cpp, Ollama, TGI
+    "/completion": "/v1/completions", "/api/generate": "/v1/completions", "/generate": "/v1/completions",
+    "/generate_stream": "/v1/completions", "/api/chat": "/v1/chat/completions", "/v1/chat": "/v1/chat/completions",
+    "/chat": "/v1/chat/completions", "/api/tags": "/v1/models", "/api/v0/models": "/v1/models",
+}  # fmt: skip
+
+
 class _Counted:
     """Counts requests by route and status."""
 
@@ -117,10 +126,24 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    what = {404: "there is no such route", 405: f"{request.method} is not for this route"}
+    what = {404: _no_such_route(request.url.path), 405: f"{request.method} is not for this route"}
     response = ApiError(error.status_code, what.get(error.status_code, error.detail)).response()
     response.headers.update(error.headers or {})
     return response
+
+
+def _no_such_route(path: str) -> str:
+    """Name the route that was meant, as far as its path tells; all of them otherwise."""
+    meant = meant_route(path)
+    return f"there is no such route; {'/openapi.json lists all of them' if meant is None else f'use {meant}'}"
+
+
+def meant_route(path: str) -> str | None:
+    """The route of a path with too many slashes, without /v1 or behind something, or of another server's path."""
+    asked = re.sub("/+", "/", path).rstrip("/").lower()
+    known = [one.path for one in ROUTES if one.path != "/"]
+    spelt = [asked, f"/v1{asked}", *(route for route in known if asked.endswith(route)), _ELSEWHERE.get(asked)]
+    return next((route for route in spelt if route in known), None)
 
 
 async def _failed(request: Request, error: Exception) -> Response:

@@ -5,10 +5,15 @@
     answer     somebody reads it: a connection that took no byte for `unread_seconds` is dropped
     between    after `idle_seconds` without another request it is closed
 
+A client may close its own side once it has asked (`nc -N`). One that has left altogether looks the same at first: an
+interim answer, `100 Continue`, makes its system say so. That is possible before an answer has begun, in HTTP/1.1; later
+the end of what a client sends is the end of the connection, so that a stream that nobody reads gives its place back.
+
 Where `connections` are open, the one that has waited longest for a client makes room for the next.
 """
 
 import asyncio
+import socket
 import sys
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,10 +24,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from llorch.serve.refusal import BODY_TOO_SLOW, FULL, HEADERS_TOO_LARGE, HEADERS_TOO_SLOW, MALFORMED, Refusal
+from llorch.serve.request_id import HEADER, request_id
 
 Awaited = Literal["headers", "body", "another", "nothing"]  # of the client; nothing: an answer is being made
 
 LEAVING_SECONDS = 2.0  # for a client to close after it was refused
+LOOK_SECONDS = 0.05  # between looks for a client that has closed its side
+LOOKS_OF_A_PROBE = 20  # a client may leave later, too
 
 
 @dataclass(frozen=True)
@@ -75,6 +83,7 @@ class Connection(H11Protocol):
         self._deadline: asyncio.TimerHandle | None = None
         self._leaving = False
         self._unread: asyncio.TimerHandle | None = None
+        self._ended = False  # the client sends nothing more
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Wait for a request, if there is room."""
@@ -89,6 +98,19 @@ class Connection(H11Protocol):
         """Take up what comes, unless all was said."""
         if not self._leaving:
             super().data_received(data)
+
+    def eof_received(self) -> bool:  # type: ignore[override] (uvicorn closes whatever is open)
+        """Answer a client that only listens from now on; False, which closes, where it cannot be told from one gone."""
+        self._ended = self._is_being_made() and self.scope["http_version"] == "1.1"
+        if self._ended:
+            self._look_for_it()
+        return self._ended
+
+    def on_response_complete(self) -> None:
+        """Close where there is no more to answer."""
+        super().on_response_complete()
+        if self._ended and not self._is_being_made():
+            self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Wait for nothing more."""
@@ -118,6 +140,27 @@ class Connection(H11Protocol):
         super().resume_writing()
         if self._unread is not None:
             self._unread.cancel()
+
+    def _is_being_made(self) -> bool:
+        """Whether a whole request waits for the beginning of its answer."""
+        return (
+            self.cycle is not None
+            and not self.cycle.response_complete
+            and self.conn.our_state is h11.SEND_RESPONSE
+            and self.conn.their_state in (h11.DONE, h11.MUST_CLOSE)
+        )
+
+    def _look_for_it(self, n_looks: int = 0) -> None:
+        """Drop a client that has left, which its system says when something was sent there."""
+        if self.transport.is_closing():
+            return
+        if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+            return
+        if n_looks % LOOKS_OF_A_PROBE == 0 and self._is_being_made():
+            probe = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
+            self.transport.write(self.conn.send(probe) or b"")
+        self.loop.call_later(LOOK_SECONDS, self._look_for_it, n_looks + 1)
 
     def _missing(self) -> Awaited:
         """What the client has to send."""
@@ -167,7 +210,8 @@ class Connection(H11Protocol):
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.abort()
             return
-        fields = [*refusal.fields(), (b"connection", b"close")]
+        asked = self.headers if self.cycle is not None and not self.cycle.response_complete else ()
+        fields = [*refusal.fields(), (HEADER, request_id(asked)), (b"connection", b"close")]
         for event in (
             h11.Response(status_code=refusal.status, headers=fields, reason=refusal.reason()),
             h11.Data(data=refusal.body()),

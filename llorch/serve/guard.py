@@ -1,7 +1,7 @@
 """Who may ask, and how much: what is checked before a request reaches any route.
 
     Host        a name of ours, else 403: a page elsewhere whose name was bound to our address is not answered
-    Origin      that of our own page, else 403; nothing is ever allowed across origins
+    Origin      that of our own page, or one that was allowed by name, else 403
     key         with a key, `Authorization` on every route but /health, else 401
     body        at most `max_body` bytes, else 413
 
@@ -28,10 +28,19 @@ WITHOUT_KEY = frozenset({"/health"})
 MAX_BODY = 4 * 2**20  # bytes
 MAX_BODIES = 64 * MAX_BODY  # of all requests that are under way
 LOGGED = 100  # characters of a path
+EXPOSED = b"x-request-id, x-llorch-ignored, retry-after"
+_OF_SDKS = ("arch", "async", "helper-method", "lang", "os", "package-version", "retry-count", "runtime",
+            "runtime-version", "timeout")  # fmt: skip
+ALLOWED = ", ".join(
+    ("authorization", "content-type", "accept", "cache-control", "x-request-id", "x-requested-with",
+     *(f"x-stainless-{name}" for name in _OF_SDKS))
+).encode()  # fmt: skip
 CLIENT_LEFT = 499  # what the log says where nobody waited for an answer
 
 FOREIGN_HOST = Refusal(403, "the Host of the request is none of this server's; see --allow-host", "host_not_allowed")
-FOREIGN_ORIGIN = Refusal(403, "pages of other origins are not answered", "origin_not_allowed")
+FOREIGN_ORIGIN = Refusal(
+    403, "pages of this origin are not answered; see --allow-origin of llorch serve", "origin_not_allowed"
+)
 BODY_TOO_LARGE = Refusal(413, "the body of the request is too large", "request_too_large")
 BUSY = Refusal(503, "too many large requests at once", "too_many_bodies", {"retry-after": "1"})
 _WRONG_KEY = "the API key is missing or wrong: expected a header 'Authorization: Bearer KEY'"
@@ -57,6 +66,7 @@ class Guard:
         *,
         key: str | None = None,
         hosts: Collection[str] = (),
+        origins: Collection[str] = (),
         max_body: int = MAX_BODY,
         log: Callable[[str], None] | None = None,
     ) -> None:
@@ -66,21 +76,27 @@ class Guard:
             app: What answers the requests that pass.
             key: What a client has to know; None lets everybody in.
             hosts: Names of the server, beside those of loopback and the address that a client reached.
+            origins: Pages of other origins that may ask, each as a browser names it, `null` included. They send the key
+                in a header, if there is one: no cookie or password that a browser keeps is allowed across origins.
             max_body: Bytes of a request's body.
             log: Gets a line for each request, if there is one: method, path, status, time; nothing of its text or key.
         """
         self._app, self._max_body, self._log = app, max_body, log
         self._key = None if key is None else _digest(key.encode())
         self._hosts = frozenset(host.lower() for host in hosts)
+        self._origins = frozenset(origin.encode() for origin in origins)
         self._n_held = 0  # bytes of bodies under way
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         """Answer a request."""
         start, status = time.perf_counter(), CLIENT_LEFT
+        allowed = _allowing(self._allowed_origin(scope), bool(self._origins))
 
         async def noted(message: Message) -> None:
             nonlocal status
             status = message.get("status", status)
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), *allowed]}
             await send(message)
 
         try:
@@ -94,6 +110,8 @@ class Guard:
         refusal = self._refuse_headers(scope)
         if refusal is not None:
             return await refusal.say(send, receive)
+        if _is_preflight(scope):
+            return await _let_ask(send)
         body = bytearray()
         try:
             refusal, rest = await self._read(body, receive)
@@ -106,15 +124,16 @@ class Guard:
 
     def _refuse_headers(self, scope: Any) -> Refusal | None:
         """What the line and the headers alone are refused for."""
-        of_name: dict[bytes, list[bytes]] = {}
-        for name, value in scope["headers"]:
-            of_name.setdefault(name, []).append(value)
+        of_name = _by_name(scope)
         hosts = of_name.get(b"host", [])
         if len(hosts) != 1 or not self._is_ours(hosts[0], scope):
             return FOREIGN_HOST
         origins = of_name.get(b"origin", [])
-        if any(not self._is_own_page(origin, hosts[0]) for origin in origins) or _is_preflight(scope, of_name):
+        allowed = self._allowed_origin(scope) is not None
+        if not allowed and (_is_preflight(scope) or any(not self._is_own_page(each, hosts[0]) for each in origins)):
             return FOREIGN_ORIGIN
+        if _is_preflight(scope):
+            return None
         if self._key is not None and scope["path"] not in WITHOUT_KEY:
             if not self._knows_key(of_name.get(b"authorization", [])):
                 return WRONG_KEY_OF_PAGE if b"text/html" in b"".join(of_name.get(b"accept", [])) else WRONG_KEY
@@ -134,19 +153,27 @@ class Guard:
             return False
         return where == host.decode("latin-1").lower() or _without_port(where) in self._hosts
 
+    def _allowed_origin(self, scope: Any) -> bytes | None:
+        """The origin that asks, if it is one that may from elsewhere."""
+        origins = _by_name(scope).get(b"origin", [])
+        return origins[0] if len(origins) == 1 and origins[0] in self._origins else None
+
     def _knows_key(self, given: list[bytes]) -> bool:
-        """Whether `Authorization` has the key; as the password of any name it comes from a browser."""
+        """Whether `Authorization` has the key; of Basic as the password, as browsers send it, or as the name."""
         if len(given) != 1 or self._key is None:
             return False
         scheme, _, credentials = given[0].partition(b" ")
         if scheme.lower() == b"basic":
             try:
-                credentials = base64.b64decode(credentials).partition(b":")[2]
+                name, _, password = base64.b64decode(credentials).partition(b":")
             except binascii.Error:
                 return False
-        elif scheme.lower() != b"bearer":
+            tried = [name, password]
+        elif scheme.lower() == b"bearer":
+            tried = [credentials]
+        else:
             return False
-        return hmac.compare_digest(_digest(credentials.strip()), self._key)
+        return any([hmac.compare_digest(_digest(one.strip()), self._key) for one in tried])  # a list: all in one time
 
     async def _read(self, body: bytearray, receive: Receive) -> tuple[Refusal | None, bool]:
         """Read into `body`: what it is refused for, and whether a rest of it was not read, or never came."""
@@ -176,8 +203,36 @@ def _without_port(host: str) -> str:
     return found[1] if found else ""
 
 
-def _is_preflight(scope: Any, of_name: dict[bytes, list[bytes]]) -> bool:
-    return scope["method"] == "OPTIONS" and b"access-control-request-method" in of_name
+def _by_name(scope: Any) -> dict[bytes, list[bytes]]:
+    """The values of each header."""
+    found: dict[bytes, list[bytes]] = {}
+    for name, value in scope["headers"]:
+        found.setdefault(name, []).append(value)
+    return found
+
+
+def _is_preflight(scope: Any) -> bool:
+    """Whether a browser asks if it may ask; it sends no key with that."""
+    return scope["method"] == "OPTIONS" and b"access-control-request-method" in _by_name(scope)
+
+
+def _allowing(origin: bytes | None, varies: bool) -> list[tuple[bytes, bytes]]:
+    """Headers by which a browser lets a page of this origin read an answer; caches are told that they depend on it."""
+    vary = [(b"vary", b"origin")] if varies else []
+    if origin is None:
+        return vary
+    return [*vary, (b"access-control-allow-origin", origin), (b"access-control-expose-headers", EXPOSED)]
+
+
+async def _let_ask(send: Send) -> None:
+    """Answer a preflight."""
+    fields = [
+        (b"access-control-allow-methods", b"GET, POST"),
+        (b"access-control-allow-headers", ALLOWED),
+        (b"access-control-max-age", b"600"),
+    ]
+    await send({"type": "http.response.start", "status": 204, "headers": fields})
+    await send({"type": "http.response.body", "body": b""})
 
 
 def _after(body: bytearray, receive: Receive) -> Receive:

@@ -19,6 +19,7 @@ from uvicorn.server import ServerState
 
 from llorch.serve.connection import Connection, Limits, open_connections
 from llorch.serve.refusal import STOPPING, App, Receive, Send
+from llorch.serve.request_id import identified
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 LEAVING_SECONDS = 2.0  # for what remains after the grace, told that its client has gone
@@ -102,8 +103,9 @@ async def _serve(
     loop, state = asyncio.get_running_loop(), ServerState()
     running = Running(_url(bound), loop, cast(Collection[Connection], state.connections))
     config = Config(
-        _refusing_when_stopped(app, running.stopping), http="h11", ws="none", lifespan="off", proxy_headers=False,
-        log_config=None, log_level="error", access_log=False, timeout_keep_alive=int(limits.idle_seconds) + 1,
+        identified(_refusing_when_stopped(app, running.stopping)), http="h11", ws="none", lifespan="off",
+        proxy_headers=False, log_config=None, log_level="error", access_log=False,
+        timeout_keep_alive=int(limits.idle_seconds) + 1,
     )  # fmt: skip
     config.load()
     with _signals_to(running):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx2 as httpx
 import openai
 import pytest
 from command_line import REPOSITORY, invoke
@@ -117,6 +118,16 @@ def test_adapters_are_models(tmp_path: Path, ask: Ask):
     assert wild != alone == solo()
 
 
+def test_a_page_of_an_allowed_origin_is_answered(ask: Ask):
+    def asking(url: str) -> list[tuple[int, str | None]]:
+        found = [httpx.get(f"{url}/v1/models", headers={"origin": origin}, trust_env=False) for origin in origins]
+        return [(one.status_code, one.headers.get("access-control-allow-origin")) for one in found]
+
+    origins = ("http://localhost:3000", "app://obsidian.md", "null", "http://localhost:3001")
+    how = [word for origin in origins[:3] for word in ("--allow-origin", origin)]
+    assert ask(asking, "story", *how) == [*((200, origin) for origin in origins[:3]), (403, None)]
+
+
 def test_with_a_key_nobody_is_answered_who_does_not_know_it(ask: Ask, monkeypatch: pytest.MonkeyPatch):
     def with_keys(url: str) -> str | None:
         with pytest.raises(openai.AuthenticationError):
@@ -161,6 +172,21 @@ def test_the_context_of_the_model_is_the_most_that_ctx_takes(ask: Ask):
         (("--host", "no.such.host.invalid"), 2, ("serve", "no.such.host.invalid:0")),
         (("--port", "99999"), 2, ("--port", 99999, "0<=x<=65535")),
         (("--ctx", "100000"), 2, ("--ctx", 100000, 512, "story")),
+        *(
+            (("--allow-origin", bad), 2, ("--allow-origin", repr(bad)))
+            for bad in (
+                "*",
+                "",
+                "localhost:3000",
+                "http://localhost:3000/",
+                "http://*.example",
+                "HTTP://localhost",
+                "http://a b",
+                "http://a,http://b",
+                "NULL",
+                "https://user@chat.example",
+            )
+        ),
         (("--adapter", "wild"), 2, ("--adapter", "NAME=PATH", "'wild'")),
         (("--adapter", "wild=/nowhere"), 3, ("/nowhere: ", "adapter")),
         (("--mode", "reproducible"), 2, ("--mode reproducible", "--backend torch")),

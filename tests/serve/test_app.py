@@ -17,6 +17,8 @@ from refusals import assert_tells, refuses
 from scripted_batch import ScriptedBatch
 from served import Served, served
 
+from llorch.serve.app import _no_such_route, meant_route
+
 CHAT = "/v1/chat/completions"
 ASKED: Any = [{"role": "user", "content": "Once upon a time"}]
 WAIT = threading.Event().wait
@@ -34,10 +36,10 @@ def until(holds: Callable[[], bool]) -> None:
     assert any(holds() or WAIT(0.01) for _ in range(1000))
 
 
-def leave_after(server: Served, n_bytes: int, **asked: Any) -> socket.socket:
+def leave_after(server: Served, n_bytes: int, path: str = CHAT, **asked: Any) -> socket.socket:
     """Ask over a bare socket and read the beginning of the answer."""
     body = json.dumps({"model": "story", "messages": ASKED, **asked}).encode()
-    head = f"POST {CHAT} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: {len(body)}\r\n\r\n".encode()
     client = socket.create_connection(("127.0.0.1", server.port), timeout=20)
     client.sendall(head + body)
     while n_bytes > 0:
@@ -63,6 +65,32 @@ def test_routes_that_are_none_and_methods_that_are_not_for_them():
     assert [answer.status_code for answer in answers] == [404, 405, 405, 404]
     assert answers[1].headers["allow"] == "POST"
     assert all(answer.json()["error"].keys() == {"message", "type", "param", "code"} for answer in answers)
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("//v1/chat/completions", CHAT), ("/v1//chat/completions", CHAT), ("/v1/chat/completions/", CHAT),
+        ("/chat/completions", CHAT), ("/v1/v1/chat/completions", CHAT), ("/openai/v1/chat/completions", CHAT),
+        ("/V1/Chat/Completions", CHAT), ("/api/chat", CHAT), ("/completions", "/v1/completions"),
+        ("/completion", "/v1/completions"), ("/api/generate", "/v1/completions"), ("/models", "/v1/models"),
+        ("/api/tags", "/v1/models"), ("/responses", "/v1/responses"), ("/v1/tokenize", "/tokenize"),
+        ("/v1/health", "/health"), ("/v1/embeddings", None), ("/nowhere", None), ("//", None),
+    ],
+)  # fmt: skip
+def test_a_path_that_is_nearly_one_names_the_route_that_was_meant(path: str, meant: str | None):
+    assert meant_route(path) == meant
+    assert meant is None or f" {meant}" in _no_such_route(path)
+
+
+def test_the_answer_to_a_wrong_path_names_the_right_one():
+    with scripted() as (server, _):
+        for path in ("//v1/chat/completions", "/chat/completions"):
+            client = leave_after(server, 0, path=path)
+            head, _, body = client.recv(65536).partition(b"\r\n\r\n")
+            body = body or client.recv(65536)
+            assert (head.split()[1], CHAT in json.loads(body)["error"]["message"]) == (b"404", True)
+            client.close()
 
 
 @pytest.mark.parametrize("stream", [False, True])

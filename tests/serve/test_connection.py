@@ -1,5 +1,8 @@
 """What a client can make the server wait for has an end, and only its own connection suffers."""
 
+import asyncio
+import socket
+import threading
 import time
 
 import pytest
@@ -211,3 +214,99 @@ def test_no_room_where_all_have_an_answer_coming():
             client.sendall(b"ab")
             assert answer(client)[2] == b"POST 2"
             client.close()
+
+
+class Slow:
+    """Answers when it is told to; notes who left before."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.left: list[str] = []
+        self._goes_on = threading.Event()
+
+    async def __call__(self, scope, receive, send):
+        assert not (await receive())["more_body"]
+        self.asked.append(scope["path"])
+        gone = asyncio.ensure_future(receive())
+        while not self._goes_on.is_set():
+            if gone.done():
+                self.left.append(scope["path"])
+                return
+            await asyncio.sleep(0.005)
+        gone.cancel()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4")]})
+        await send({"type": "http.response.body", "body": b"done"})
+
+    def go_on(self) -> None:
+        self._goes_on.set()
+
+
+def everything(client: socket.socket) -> bytes:
+    """All that comes until the other side closes."""
+    data = b""
+    while more := client.recv(65536):
+        data += more
+    return data
+
+
+def test_a_client_that_has_closed_its_own_side_is_answered_and_then_the_connection_closed():
+    app = Slow()
+    with served(app) as running, connect(running.port, request("POST", "/", b"abc")) as client:
+        until(lambda: app.asked == ["/"])
+        client.shutdown(socket.SHUT_WR)
+        interim = client.recv(65536)
+        assert interim.startswith(b"HTTP/1.1 100 ")
+        app.go_on()
+        rest = (interim + everything(client)).partition(b"\r\n\r\n")[2]
+        assert rest.startswith(b"HTTP/1.1 200 ")
+        assert rest.endswith(b"\r\n\r\ndone")
+        assert app.left == []
+
+
+def test_both_requests_of_a_client_that_then_closed_its_side_are_answered():
+    app = Slow()
+    with served(app) as running, connect(running.port, request() + request(path="/second")) as client:
+        until(lambda: app.asked == ["/"])
+        client.shutdown(socket.SHUT_WR)
+        app.go_on()
+        assert everything(client).count(b"\r\n\r\ndone") == 2
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_client_that_has_left_altogether_is_told_from_it_soon(later: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("llorch.serve.connection.LOOKS_OF_A_PROBE", 2 if later else 10**9)  # one probe is enough
+    app = Slow()
+    with served(app) as running:
+        client = connect(running.port, request(path="/left"))
+        until(lambda: app.asked == ["/left"])
+        if later:
+            client.shutdown(socket.SHUT_WR)
+            assert client.recv(65536).startswith(b"HTTP/1.1 100 ")
+        client.close()
+        until(lambda: app.left == ["/left"])
+        until(lambda: not running.connections)
+
+
+def test_in_the_older_protocol_without_interim_answers_it_has_left():
+    app = Slow()
+    with served(app) as running, connect(running.port, b"GET /old HTTP/1.0\r\nhost: localhost\r\n\r\n") as client:
+        until(lambda: app.asked == ["/old"])
+        client.shutdown(socket.SHUT_WR)
+        assert everything(client) == b""
+        until(lambda: app.left == ["/old"])
+
+
+def test_the_standard_client_reads_past_the_interim_answer():
+    import http.client
+
+    app = Slow()
+    with served(app) as running:
+        asking = http.client.HTTPConnection("127.0.0.1", running.port, timeout=20)
+        asking.request("GET", "/")
+        until(lambda: app.asked == ["/"])
+        asking.sock.shutdown(socket.SHUT_WR)
+        time.sleep(0.1)  # for the interim answer to be on its way
+        app.go_on()
+        got = asking.getresponse()
+        assert (got.status, got.read()) == (200, b"done")
+        asking.close()

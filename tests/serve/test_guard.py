@@ -108,12 +108,75 @@ def test_a_preflight_is_refused_and_nothing_is_allowed_across_origins(port: int,
     assert not [name for name in headers if name.startswith("access-control")]
 
 
+ALLOWED = ("http://localhost:3000", "app://obsidian.md", "null")
+
+
+@pytest.fixture(scope="module")
+def port_with_origins():
+    with served(guard(key=KEY, origins=ALLOWED)) as running:
+        yield running.port
+
+
+def cors(headers: dict[str, str]) -> dict[str, str]:
+    return {name.removeprefix("access-control-"): value for name, value in headers.items() if "access-control" in name}
+
+
+@pytest.mark.parametrize("origin", ALLOWED)
+def test_a_page_of_an_allowed_origin_may_ask_and_read(port_with_origins: int, origin: str):
+    preflight = request("OPTIONS", "/v1/x", origin=origin, access_control_request_method="POST",
+                        access_control_request_headers="authorization, content-type")  # fmt: skip
+    status, headers, body = ask(port_with_origins, preflight)
+    assert (status, body, headers["vary"], headers["access-control-allow-origin"]) == (204, b"", "origin", origin)
+    assert {"authorization", "content-type", "x-request-id"} <= set(cors(headers)["allow-headers"].split(", "))
+    assert set(cors(headers)["allow-methods"].split(", ")) == {"get", "post"}
+    for key, wanted in ((KEY, 200), ("wrong", 401)):  # a page reads a refusal, too
+        asked = request("POST", "/v1/x", b"x", origin=origin, authorization=f"Bearer {key}")
+        status, headers, _ = ask(port_with_origins, asked)
+        assert (status, headers["access-control-allow-origin"], headers["vary"]) == (wanted, origin, "origin")
+        assert "x-request-id" in cors(headers)["expose-headers"]
+        assert "allow-credentials" not in cors(headers)
+
+
+@pytest.mark.parametrize(
+    "origin",
+    ["http://localhost:3001", "http://localhost:30000", "https://localhost:3000", "http://evil.example", "NULL", "*",
+     "http://localhost:3000/", "http://localhost:3000.evil.example", "app://obsidian.md.evil", ""],
+)  # fmt: skip
+def test_no_other_origin_may(port_with_origins: int, origin: str):
+    for asked in (
+        request("OPTIONS", origin=origin, access_control_request_method="POST"),
+        request("POST", origin=origin, authorization=f"Bearer {KEY}"),
+    ):
+        status, headers, body = ask(port_with_origins, asked)
+        assert (status, error_code(body), headers["vary"]) == (403, "origin_not_allowed", "origin")
+        assert cors(headers) == {}
+
+
+def test_null_is_no_origin_unless_it_is_named():
+    with served(guard(origins=ALLOWED[:2])) as running:
+        assert refused(running.port, request("POST", origin="null")) == (403, "origin_not_allowed")
+
+
+def test_an_allowed_origin_needs_a_host_of_the_server_and_may_be_named_once(port_with_origins: int):
+    elsewhere = request("POST", host="evil.example", origin=ALLOWED[0], authorization=f"Bearer {KEY}")
+    assert refused(port_with_origins, elsewhere) == (403, "host_not_allowed")
+    both = b"".join(f"origin: {origin}\r\n".encode() for origin in (ALLOWED[0], "http://evil.example"))
+    head = f"GET / HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {KEY}\r\n".encode()
+    assert refused(port_with_origins, head + both + b"\r\n") == (403, "origin_not_allowed")
+
+
+def test_a_request_without_an_origin_gets_no_such_header(port_with_origins: int):
+    status, headers, _ = ask(port_with_origins, request(authorization=f"Bearer {KEY}"))
+    assert (status, cors(headers), headers["vary"]) == (200, {}, "origin")
+
+
 def basic(password: str, name: str = "") -> str:
     return "Basic " + base64.b64encode(f"{name}:{password}".encode()).decode()
 
 
 @pytest.mark.parametrize(
-    "authorization", [f"Bearer {KEY}", f"bearer {KEY}", f"Bearer  {KEY}", basic(KEY), basic(KEY, "me")]
+    "authorization",
+    [f"Bearer {KEY}", f"bearer {KEY}", f"Bearer  {KEY}", basic(KEY), basic(KEY, "me"), basic("", KEY), basic("x", KEY)],
 )
 def test_who_knows_the_key_is_let_in(port_with_key: int, authorization: str):
     assert refused(port_with_key, request(authorization=authorization)) == (200, "")
@@ -122,7 +185,8 @@ def test_who_knows_the_key_is_let_in(port_with_key: int, authorization: str):
 @pytest.mark.parametrize(
     "authorization",
     ["", "Bearer", "Bearer ", f"Bearer {KEY}x", f"Bearer {KEY[:-1]}", f"Bearer {KEY.lower()}", KEY, f"Token {KEY}",
-     "Bearer \u00e9\u00ff", "\u00e9", "Basic", "Basic !", "Basic \u00ff", basic("x"), basic("x", KEY), "Basic " + KEY,
+     "Bearer \u00e9\u00ff", "\u00e9", "Basic", "Basic !", "Basic \u00ff", basic("x"), basic("", "x"), "Basic " + KEY,
+     basic(KEY[1:], KEY[0]),
      f"Bearer {KEY} {KEY}"],
 )  # fmt: skip
 def test_who_does_not_is_not(port_with_key: int, authorization: str):
@@ -160,7 +224,9 @@ def test_a_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch):
     with served(guard(key=KEY)) as running:
         for given in ("", "x", KEY, "x" * 1000):
             assert refused(running.port, request(authorization=f"Bearer {given}"))[0] == 401
-    assert compared == [(32, 32)] * 4
+        for given in (basic(KEY), basic("x", KEY)):  # both are looked at, whichever it is
+            assert refused(running.port, request(authorization=given))[0] == 401
+    assert compared == [(32, 32)] * (4 + 2 * 2)
 
 
 def test_a_body_of_the_limit_passes_and_one_byte_more_does_not(port: int):
