@@ -1,6 +1,7 @@
 """`x-request-id`: every answer and refusal has one, the client's own where that can be said again."""
 
 import re
+from typing import Any
 
 import pytest
 from raw_http import answer, ask, connect, request, served
@@ -25,7 +26,7 @@ def port():
         yield running.port
 
 
-KEY = {"authorization": "Bearer k3y"}
+KEY: dict[str, Any] = {"authorization": "Bearer k3y"}
 ASKED = {  # status, and the request
     "answer": (200, request(**KEY)),
     "key": (401, request()),
