@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from chat_models import LLAMA_3, chat_model
 from chromium import PROGRAM, Browser, chromium
+from raw_http import served as listening
 from served import Served, served
 
 from llorch.model import Model
@@ -263,6 +264,27 @@ def test_it_fits_the_screen(page: Browser, server: Served, width: int, scheme: s
         page.screenshot(Path(folder) / f"page-{width}-{scheme}.png")
     light = page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(251, 250, 248)"
     assert light == (scheme == "light")
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_a_browser_lets_a_page_of_an_allowed_origin_read_answers_of_another_server(
+    page: Browser, server: Served, allowed: bool
+):
+    from llorch.serve.app import make_app
+    from llorch.serve.guard import Guard
+
+    guarded = Guard(make_app(server.service), key="k3y", origins=[server.url if allowed else "http://localhost:1"])
+    script = """fetch('URL/v1/models', {headers: {authorization: 'Bearer k3y', 'x-request-id': 'mine'}})
+        .then(got => got.status + ' ' + got.headers.get('x-request-id'), error => error.name)"""
+    with listening(guarded) as other:
+        page.visit(
+            f"{server.url}/v1/models", width=1000
+        )  # no page of llorch, whose policy lets it ask its own server alone
+        asked = page.call(
+            "Runtime.evaluate", expression=script.replace("URL", f"http://127.0.0.1:{other.port}"), awaitPromise=True,
+            returnByValue=True,
+        )  # fmt: skip
+    assert asked["result"]["value"] == ("200 mine" if allowed else "TypeError")
 
 
 def test_everything_that_is_typed_into_has_a_label(page: Browser):
