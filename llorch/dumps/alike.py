@@ -16,6 +16,7 @@ from llorch.files import Weights
 from llorch.stages import BY_NAME, STAGES
 
 _FUSED = {("q_proj", "k_proj", "v_proj"): ("stacked", "groups"), ("ffn_gate", "ffn_up"): ("stacked", "alternating")}
+_FIRST_OF_LAYER = next(stage.name for stage in STAGES if stage.in_layer)
 _Place = tuple[tuple[str, ...], int | None]
 
 
@@ -115,9 +116,12 @@ def compare(patterns: Sequence[Pattern], weights: Weights, passes: tuple[Tokens,
 
     def see(n_pass: int, name: str, ours: np.ndarray) -> bool:
         layer, _, stage = name.rpartition(".")
+        if stage == _FIRST_OF_LAYER:
+            beside.clear()
         beside[stage] = ours
         wanted = {(stage,): ours}
-        wanted |= {parts: np.concatenate([beside[p] for p in parts], -1) for parts in _FUSED if parts[-1] == stage}
+        fused = [parts for parts in _FUSED if parts[-1] == stage and beside.keys() >= {*parts}]
+        wanted |= {parts: np.concatenate([beside[part] for part in parts], -1) for parts in fused}
         for stages, array in wanted.items():
             for pattern in patterns:
                 _compare_one(pattern, reader, n_pass, stages, int(layer[1:]) if layer else None, array)

@@ -141,3 +141,14 @@ def test_a_factor_is_said_and_not_undone():
     text = check({"a": TRACE["l1.ffn_gate"]}, "l1.ffn_gate")
     assert '"a" = "l1.ffn_gate"  # 1.0000 alike' in text
     assert "4 times ours" in suggest(raw_dump({"a": 4 * TRACE["l1.ffn_gate"]}, IDS), WEIGHTS)
+
+
+@pytest.mark.parametrize("model", ["micro-qwen3.5", "micro-llama4"])
+def test_suggest_names_every_stage_where_layers_differ(model: str):
+    weights, (ids, trace) = weights_of(model), golden_trace(model, "transformers")
+    stages = {key: stage for key, stage, _ in keys(weights.config)}
+    arrays = {key.replace(stages[key].name, NAMES[stages[key].name]): array for key, array in trace.items()}
+    text = suggest(raw_dump(arrays, ids), weights)
+    mapping = mapping_of(tomllib.loads(text))
+    dump = stage_dump(raw_dump(arrays, ids), weights.config, mapping=mapping, weights=weights)
+    assert {key for _, key in dump.seen} == {*trace}, text

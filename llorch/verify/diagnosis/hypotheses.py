@@ -390,9 +390,9 @@ def _cut_to_tf32(x: np.ndarray) -> np.ndarray:
     return (x.astype(np.float32).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32).astype(x.dtype)
 
 
-def _in_matrices(x: Any, rounding: Callable[..., np.ndarray]) -> Any:
-    if len(x.shape) == 3:  # of experts
-        return [rounding(each) for each in x]
+def _in_matrices(x: Any, rounding: Callable[..., np.ndarray]) -> np.ndarray:
+    if len(x.shape) == 3:  # of experts; an array, because another rounding may follow
+        return np.stack([rounding(each) for each in x])
     return rounding(x) if x.ndim == 2 else x
 
 

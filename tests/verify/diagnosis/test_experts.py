@@ -36,3 +36,12 @@ def test_the_order_in_which_an_engine_writes_its_experts_down_says_nothing(model
         if "topk" in axes:
             trace[name] = np.flip(trace[name], axis=axes.index("topk")).copy()
     assert list(causes(wide(model), StageDump.of_arrays([golden.cases["near"]], trace))) == []
+
+
+def test_an_expert_with_an_unnamed_bug_is_unknown_although_roundings_are_tried_in_pairs() -> None:
+    golden = golden_of(PLAIN)
+    trace = dict(golden.evidence["transformers"].traces["near"])
+    noise = np.random.default_rng(0).standard_normal(trace["l0.expert_out"].shape).astype(np.float32)
+    shown = {"l0.expert_act": trace["l0.expert_act"], "l0.topk_ids": trace["l0.topk_ids"], "l0.expert_out": noise}
+    (found,) = causes(wide(PLAIN), StageDump.of_arrays([golden.cases["near"]], shown))
+    assert (found.kind, found.made_in) == ("unknown", ("l0.expert_out",))
