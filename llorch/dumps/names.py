@@ -1,6 +1,7 @@
 """From arrays under the names of their engine to stages of the table: `stage_dump`."""
 
 import re
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -56,13 +57,15 @@ def stage_dump(
         The stages; what was found rather than declared is in its notes.
 
     Raises:
-        FormatError: No ids; a stage twice; a layer the model does not have.
+        FormatError: No ids; a stage twice; a layer the model does not have; no array that is a stage.
         GuardFailed: The same is said in two ways; an array fits its stage in no layout.
     """
     mapping = mapping or NameMap()
     names = names_of(raw, config, mapping)
     production = [each for each in names.unnamed if each[1].name == PRODUCTION]
     unnamed = [each for each in names.unnamed if each not in production]
+    if not names.named:
+        raise _without_stages(raw, weights)
     embeddings = {each.n_pass: each.array for each in names.named if each.stages == ("embed",)}
     passes, found = passes_of(raw, mapping, ids, first_position, weights, embeddings, config.vocab_size)
     reader = Reader(config, passes, weights)
@@ -73,6 +76,14 @@ def stage_dump(
     logits, _ = _stages(raw, as_logits, reader)
     unwatched = {n_pass: seen for (n_pass, _), seen in logits.items()}
     return StageDump(raw.source, passes, stages, features, tuple(dict.fromkeys(notes)), unwatched)
+
+
+def _without_stages(raw: RawDump, weights: Weights | None) -> FormatError:
+    names = _patterns(raw.arrays)
+    words = ("llorch", "diff", "--suggest", raw.source, "--model", "MODEL" if weights is None else str(weights.path))
+    got = f"got {len(raw.arrays)} of other names ({', '.join(names[:_SHOWN_NAMES])})" if names else "got no array"
+    command = f"draft a mapping with: {shlex.join(words)} > names.toml, and give it with --map names.toml"
+    return FormatError("Missing", f"stages: expected arrays that are stages, {got}; {command}", path=raw.source)
 
 
 def names_of(raw: RawDump, config: ModelConfig, mapping: NameMap) -> Names:
@@ -161,9 +172,14 @@ def _about_unnamed(unnamed: Sequence[tuple[int, RawArray]]) -> list[str]:
     """One note on all of them, numbers as {i}."""
     if not unnamed:
         return []
-    patterns = [*dict.fromkeys(re.sub(r"[0-9]+", "{i}", array.name) for _, array in unnamed)]
+    patterns = _patterns(unnamed)
     more = f" and {len(patterns) - _SHOWN_NAMES} more" if len(patterns) > _SHOWN_NAMES else ""
     return [
         f"of {len(unnamed)} arrays it is not known which stage they are; they are left out: "
         f"{', '.join(patterns[:_SHOWN_NAMES])}{more}; name them in a mapping, which llorch diff --suggest drafts"
     ]
+
+
+def _patterns(arrays: Sequence[tuple[int, RawArray]]) -> list[str]:
+    """Names, each once, numbers as {i}."""
+    return [*dict.fromkeys(re.sub(r"[0-9]+", "{i}", array.name) for _, array in arrays)]

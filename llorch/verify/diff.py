@@ -66,7 +66,7 @@ def diff(a: Side, b: Side) -> Iterator[tuple[int, Report]]:
         Each pass that both have, and its report.
 
     Raises:
-        GuardFailed: They are of other tokens or positions.
+        GuardFailed: They are of other tokens or positions, or all of their arrays are of another number of tokens.
         ValueError: They have no name in common.
     """
     for number, (ours, theirs) in enumerate(zip(a.passes, b.passes, strict=False)):
@@ -75,7 +75,19 @@ def diff(a: Side, b: Side) -> Iterator[tuple[int, Report]]:
             raise GuardFailed("positions" if ours.ids == theirs.ids else "ids", said, source=a.source)
     shared = {number for number, _ in a.arrays} & {number for number, _ in b.arrays}
     for number in sorted(shared):
-        yield number, _compared(a, b, number)
+        report = _compared(a, b, number)
+        _require_one_pass(a, b, number, report)
+        yield number, report
+
+
+def _require_one_pass(a: Side, b: Side, number: int, report: Report) -> None:
+    """Refuse (GuardFailed) sides without a shape in common: they hold another number of tokens each."""
+    faults = {name: each.fault or "" for name, each in report.differences.items()}
+    if len(faults) < 2 or not all(fault.startswith("shape: ") for fault in faults.values()):
+        return
+    name, fault = next(iter(faults.items()))
+    what = f"expected the pass that {b.source} has, got other shapes in all {len(faults)} arrays of pass {number}"
+    raise GuardFailed("ids", f"{what} ({name}: {fault}); dump the same pass of the same tokens", source=a.source)
 
 
 def _said(tokens: Tokens) -> str:

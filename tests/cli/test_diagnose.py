@@ -113,6 +113,14 @@ def test_suggest_drafts_a_mapping_with_which_the_dump_is_read(wrong: Path, tmp_p
     assert (result.exit_code, "WRONG  l0.q_rope" in result.stdout) == (1, True)
 
 
+@pytest.mark.parametrize("words", ["diagnose", "verify micro-llama --against"])
+def test_a_dump_of_unknown_names_is_an_error_that_shows_how_to_name_them(words: str, tmp_path: Path):
+    unread = write(tmp_path / "unread", {"h.0.mine": np.zeros((len(IDS), 64), np.float32)})
+    result = invoke(*words.split(), str(unread), *(MODEL if words == "diagnose" else ()))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert_tells(result.stderr.splitlines()[-1], unread, "h.{i}.mine", "diff --suggest", "--map names.toml")
+
+
 @pytest.mark.parametrize("model", [(), MODEL])
 def test_diff_names_the_first_divergence(model: tuple[str, ...], right: Path, wrong: Path):
     result = invoke("diff", str(wrong), str(right), *model)

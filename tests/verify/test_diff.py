@@ -77,3 +77,15 @@ def test_without_a_model_arrays_of_one_name_and_layer_are_compared_as_they_are()
     assert (report.differences.keys(), report.only) == ({"l0.mine"}, {"got": ["l3.other"], "want": ["l4.other"]})
     with refuses(ValueError, got="1 and 1"):
         list(diff(raw(1.0, mine=0), raw(1.0, mine=1)))
+
+
+def test_diff_of_two_passes_without_tokens_is_refused(trace: Mapping[str, np.ndarray]):
+    step = {name: array[-1:] for name, array in trace.items() if array.shape[0] == len(IDS.ids)}
+    sides = [Side.of_names(_unsaid(arrays, source)) for arrays, source in ((step, "step"), (trace, "whole"))]
+    with refuses(GuardFailed, "ids", "embed", "whole", got=((1, 64), f"all {len(step)} arrays"), where="step"):
+        list(diff(*sides))
+
+
+def _unsaid(arrays: Mapping[str, np.ndarray], source: str) -> RawDump:
+    each = [RawArray(name, "float32", array.shape, lambda a=array: a) for name, array in arrays.items()]
+    return RawDump(source, tuple((0, array) for array in each))
