@@ -34,8 +34,8 @@ def judge_dump(
     with progress(f"verifying {models[0]}") as tell:
         stages = read_stages(dump, weights, mapping, ids, None)
         run = weights.using(numerics) if numerics != EXACT else weights.astype(np.float64)
-        rows = list(dump_rows(run, stages, model=models[0], say=tell))
-    judged = Judged(models[0], rows, checkpoints=sorted({row.checkpoint for row in rows}), dump=str(dump))
+        rows, not_run = dump_rows(run, stages, model=models[0], say=tell)
+    judged = Judged(models[0], rows, not_run, checkpoints=sorted({row.checkpoint for row in rows}), dump=str(dump))
     if not as_json:
         for note in stages.notes:
             say(f"note: {note}")

@@ -23,7 +23,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.argument("dump", type=dump_path)
 @click.option("--model", type=MODEL, required=True, help="What the engine ran: a file, a folder or a built-in name.")
 @map_option
-@tokens_option("Token ids of the run, where the dump does not have them.")
+@tokens_option("Token ids of the run where the dump does not have them, or of the whole text.")
 @click.option("--prompt", help="The same as text.")
 @first_position_option
 @click.option(
@@ -32,7 +32,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 )  # fmt: skip
 @threads_option
 @click.option("--all", "every", is_flag=True, help="Every stage, also those behind the first cause.")
-@json_option("One object {version, right, findings, stages, ...}; NaN and infinity become null.")
+@json_option("One object {version, right, findings, stages, not_run, ...}; NaN and infinity become null.")
 @click.option("--junit", type=_FILE, help="Write XML as JUnit does: a test case for each stage.")
 @click.option("--html", type=_FILE, help="Write one page for a browser.")
 def command(
@@ -50,13 +50,15 @@ def command(
     With --adapter DUMP has optimizer steps of a LoRA run, any of: losses, gradients, moments, parameters, under the
     names that llorch.dumps.training_dump lists.
 
-    Exit code 0: nothing is wrong; 1: something is; 2: the dump cannot be read. Numbers that say nothing beside those of
-    the model are of other tokens (10), of other positions (11), from the other side of a norm (12), in a layout that
-    no stage has (13), of other weights (14), or not those of the run in production (15).
+    A stage that needs passes which the dump does not have is NOT RUN; with --tokens of the whole text llorch runs them.
+
+    Exit code 0: nothing is wrong; 1: something is; 2: the dump cannot be read; 3: no stage can be judged. Numbers that
+    say nothing beside those of the model are of other tokens (10), of other positions (11), from the other side of a
+    norm (12), in a layout that no stage has (13), of other weights (14), or not those of the run in production (15).
     """
     from llorch.cli.diagnosed import print_diagnosis
     from llorch.cli.dumped import require_folders, write_text
-    from llorch.cli.outcome import DIFFERS
+    from llorch.cli.outcome import DIFFERS, MISSING
     from llorch.cli.output import to_json
     from llorch.cli.tables import console
     from llorch.verify.report.diagnosis import junit as as_junit
@@ -77,6 +79,8 @@ def command(
         print_diagnosis(console(), found, every=every)
     if not found.is_right:
         raise click.exceptions.Exit(DIFFERS)
+    if not found.results:
+        raise click.exceptions.Exit(MISSING)
 
 
 def _diagnosed(

@@ -11,10 +11,10 @@ from rich.text import Text
 from llorch.cli.tables import print_table, table
 from llorch.errors import printable
 from llorch.stages import BY_NAME
-from llorch.verify.diagnosis.verdict import HONEST, RIGHT, WRONG, Diagnosis, Finding, StageResult
+from llorch.verify.diagnosis.verdict import HONEST, NOT_RUN, RIGHT, WRONG, Diagnosis, Finding, StageResult
 from llorch.verify.report.diagnosis import causes, count, explained, headline, ranges, short, times, verdict
 
-_STYLES = {RIGHT: "green", HONEST: "yellow", WRONG: "bold red"}
+_STYLES = {RIGHT: "green", HONEST: "yellow", WRONG: "bold red", NOT_RUN: "yellow"}
 _NAME = 40  # characters of a name that others chose
 _NOTES = 12  # lines of a list that a table of stages is not
 
@@ -42,6 +42,7 @@ def print_diagnosis(out: Console, diagnosis: Diagnosis, *, every: bool) -> None:
         _print_lines(out, shown, every=every, n_passes=n_passes)
     out.print()
     _print_findings(out, diagnosis)
+    _print_not_run(out, diagnosis)
     _print_unseen(out, diagnosis)
     hint = "" if every or len(shown) == len(diagnosis.results) else "; --all shows every stage"
     out.print(Text.assemble((verdict(diagnosis), _STYLES[verdict(diagnosis)]), f": {_closing(diagnosis)}{hint}"))
@@ -129,6 +130,14 @@ def _print_findings(out: Console, diagnosis: Diagnosis) -> None:
 def _headed(finding: Finding) -> Text:
     kind = HONEST if finding.kind == "honest" else WRONG
     return Text.assemble((kind, _STYLES[kind]), f"  {printable(finding.sentence)}")
+
+
+def _print_not_run(out: Console, diagnosis: Diagnosis) -> None:
+    for reason, places in diagnosis.not_run.items():
+        names = [*dict.fromkeys(name for _, name in places)]
+        more = f" and {len(names) - _NOTES} more" if len(names) > _NOTES else ""
+        said = f"  {', '.join(names[:_NOTES])}{more}: {printable(reason)}"
+        out.print(Text.assemble((NOT_RUN, _STYLES[NOT_RUN]), said))
 
 
 def _print_unseen(out: Console, diagnosis: Diagnosis) -> None:

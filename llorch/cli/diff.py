@@ -84,10 +84,12 @@ def _suggest(dumps: tuple[Path, ...], model: str | None, tokens: list[int] | Non
         raise click.UsageError("--suggest takes one dump and its --model")
     from llorch.cli.output import progress
     from llorch.dumps.index import open_raw
+    from llorch.dumps.raw import with_earlier
     from llorch.dumps.suggest import suggest
 
     with progress(f"comparing {dumps[0]} with a run of {model}"):
-        text = suggest(open_raw(dumps[0]), _weights(model), tokens or (), first_position=first_position or 0)
+        raw = with_earlier(open_raw(dumps[0]), tokens)
+        text = suggest(raw, _weights(model), tokens or (), first_position=first_position or 0)
     click.echo(text, nl=False)
 
 

@@ -29,9 +29,10 @@ def read_stages(
     from llorch.dumps.index import open_raw
     from llorch.dumps.mapping import read_mapping
     from llorch.dumps.names import stage_dump
+    from llorch.dumps.raw import with_earlier
     from llorch.verify.diagnosis.guards import check
 
-    raw, names = open_raw(path), None if mapping is None else read_mapping(mapping)
+    raw, names = with_earlier(open_raw(path), ids), None if mapping is None else read_mapping(mapping)
     missing = None if raw.passes else ids  # what the dump says the guards compare, with a message of their own
     dump = stage_dump(
         raw, weights.config, mapping=names, ids=missing, first_position=first_position or 0, weights=weights

@@ -152,7 +152,7 @@ def _guesses(named: Named, reader: Reader, offset: int | None, ours: np.ndarray)
     layouts = [Layout(fused=order) for order in _FUSED.get(named.stages, ("stacked",))]
     layouts += [Layout(permuted=True)] if named.stages[0] in PAIRED and len(named.stages) == 1 else []
     for read in ways:
-        rows = ours if read.tokens is None else ours.take(read.tokens, axis=named.table.index("seq"))
+        rows = read.same_of(ours, named.table)
         for layout in layouts:
             parts = reader.arrays(replace(named, layout=layout), read)
             got = np.concatenate([parts[stage] for stage in named.stages], axis=-1)

@@ -12,7 +12,7 @@ from llorch.dumps.known_names import RAW_SCORES, Meaning, meaning_of, nameless
 from llorch.dumps.layout import Layout
 from llorch.dumps.mapping import NameMap
 from llorch.dumps.raw import RawArray, RawDump
-from llorch.dumps.reading import Named, Reader
+from llorch.dumps.reading import Named, Reader, tokens_before
 from llorch.dumps.stage_dump import Features, Seen, StageDump
 from llorch.errors import FormatError, GuardFailed
 from llorch.files import Weights
@@ -68,14 +68,15 @@ def stage_dump(
         raise _without_stages(raw, weights)
     embeddings = {each.n_pass: each.array for each in names.named if each.stages == ("embed",)}
     passes, found = passes_of(raw, mapping, ids, first_position, weights, embeddings, config.vocab_size)
-    reader = Reader(config, passes, weights)
+    n_before = tokens_before(names.named, passes, config)
+    reader = Reader(config, passes, weights, n_before or 0)
     stages, left_out = _stages(raw, names.named, reader)
     notes = [*raw.notes, *found, *names.assumed, *reader.notes(), *left_out, *_about_unnamed(unnamed)]
     features = Features(**asdict(raw.features) | mapping.features)  # type: ignore[arg-type] (checked when it was read)
     as_logits = [Named(n_pass, array, ("logits",), None, Layout()) for n_pass, array in production]
     logits, _ = _stages(raw, as_logits, reader)
     unwatched = {n_pass: seen for (n_pass, _), seen in logits.items()}
-    return StageDump(raw.source, passes, stages, features, tuple(dict.fromkeys(notes)), unwatched)
+    return StageDump(raw.source, passes, stages, features, tuple(dict.fromkeys(notes)), unwatched, n_before)
 
 
 def _without_stages(raw: RawDump, weights: Weights | None) -> FormatError:

@@ -1,8 +1,8 @@
 """Arrays as they lie in a dump, under the names of the engine that wrote them; nothing is interpreted yet."""
 
 import hashlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -58,3 +58,18 @@ class RawDump:
 def digest(array: np.ndarray) -> str:
     """SHA-256 of an array as float32, little-endian, in the order of its axes, the last one fastest."""
     return hashlib.sha256(np.ascontiguousarray(array, "<f4").data).hexdigest()
+
+
+def with_earlier(raw: RawDump, ids: Sequence[int] | None) -> RawDump:
+    """Put the passes that a dump lacks before its own, as one without arrays, where `ids` are those of the whole text.
+
+    A dump whose first pass begins behind position 0 lacks them. Any other dump stays as it is.
+    """
+    shown = [token for tokens in raw.passes for token in tokens.ids]
+    n_earlier = len(ids or ()) - len(shown)
+    if not ids or n_earlier < 1 or not shown:
+        return raw
+    if raw.passes[0].first_position != n_earlier or [*ids[n_earlier:]] != shown:
+        return raw
+    arrays = tuple((number + 1, array) for number, array in raw.arrays)
+    return replace(raw, arrays=arrays, passes=(Tokens(tuple(ids[:n_earlier])), *raw.passes))

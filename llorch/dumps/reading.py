@@ -1,7 +1,8 @@
 """Which tokens an array has and in which order its axes stand, found from its shape; then it is read as its stage."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -73,14 +74,29 @@ class Read:
     form: Form
     sizes: dict[str, int]
     n_tokens: int  # of the pass
+    left_out: int = 0  # of the oldest keys of the context
+
+    @property
+    def has_all_keys(self) -> bool:
+        """Whether no key is beyond those of the context."""
+        sizes = zip(self.form.axes, self.form.sizes, strict=True)
+        return all(n == self.sizes[axis] for axis, n in sizes if axis == "ctx")
+
+    def same_of(self, ours: np.ndarray, table: tuple[str, ...]) -> np.ndarray:
+        """The tokens and keys of our array that this one has."""
+        if self.tokens is not None:
+            return ours.take(self.tokens, axis=table.index("seq"))
+        return ours[:, self.left_out :] if table[1] == "ctx" else ours
 
 
 class Reader:
     """Decides for a stage once: what holds in one layer and pass holds in all."""
 
-    def __init__(self, config: ModelConfig, passes: tuple[Tokens, ...], weights: Weights | None) -> None:
-        """Of passes into one cache; without weights nothing is decided by values."""
-        self.config, self.passes, self.weights = config, passes, weights
+    def __init__(
+        self, config: ModelConfig, passes: tuple[Tokens, ...], weights: Weights | None, n_before: int = 0
+    ) -> None:
+        """Of passes into one cache, which held `n_before` tokens; without weights nothing is decided by values."""
+        self.config, self.passes, self.weights, self._n_before = config, passes, weights, n_before
         self._decided: dict[tuple, Form] = {}
         self._in_pairs: bool | None = None  # whether llama.cpp's nodes have the pairs of its files
         self._last_only: list[str] = []
@@ -109,8 +125,9 @@ class Reader:
             paired = replace(named, layout=replace(named.layout, permuted=True))
             named = paired if self._has_pairs(named, paired, read) else named
         name, stored = named.array.name, named.array.stored
+        keys = read.sizes["ctx"] if read.left_out and named.table[1] == "ctx" else None
         return {
-            stage: Seen(name, stored, lambda stage=stage: self.arrays(named, read)[stage], read.tokens)
+            stage: Seen(name, stored, lambda stage=stage: self.arrays(named, read)[stage], read.tokens, keys)
             for stage in named.stages
         }
 
@@ -135,10 +152,28 @@ class Reader:
                 raise error from None
 
     def _ways_of(self, named: Named, tokens: tuple[int, ...] | None) -> list[Read]:
-        """Those of an array that has these tokens."""
+        """Those of an array that has these tokens, with all keys of the context, or the newest of a window's cache."""
+        whole = self._n_before + sum(len(each.ids) for each in self.passes[: named.n_pass + 1])
+        try:
+            return self._ways_in(named, tokens, whole)
+        except FormatError:
+            for n_keys in self._newest(named, whole):
+                with suppress(FormatError):
+                    ways = [replace(way, left_out=whole - n_keys) for way in self._ways_in(named, tokens, n_keys)]
+                    if exact := [way for way in ways if way.has_all_keys]:
+                        return exact
+            raise
+
+    def _newest(self, named: Named, whole: int) -> list[int]:
+        """Numbers of keys that a layer which sees a part of the context may keep, by the shape of an array."""
+        if "ctx" not in named.table or named.layer is None or self.config.layer(named.layer).bound is None:
+            return []
+        return sorted({n for n in named.array.shape if n < whole}, reverse=True)
+
+    def _ways_in(self, named: Named, tokens: tuple[int, ...] | None, ctx: int) -> list[Read]:
+        """Those in a context of some length."""
         n_tokens = len(self.passes[named.n_pass].ids)
         seq = n_tokens if tokens is None else len(tokens)
-        ctx = sum(len(each.ids) for each in self.passes[: named.n_pass + 1])
         widths = [BY_NAME[stage].shape(self.config, seq=seq, ctx=ctx)[-1] for stage in named.stages]
         sizes = axis_sizes(self.config, seq=seq, ctx=ctx) | {"width": sum(widths)}
         shape, declared = named.array.shape, named.declared_axes
@@ -172,7 +207,7 @@ class Reader:
 
     def _nearest(self, named: Named, ways: Iterable[Read]) -> Form | None:
         """By elements; where these do not tell, by the sizes of rows, which a wrong rotation leaves as they are."""
-        if self.weights is None:
+        if self.weights is None or self._n_before:
             return None
         arrays = {read.form: self._beside_ours(named, read) for read in ways}
         by_elements = {form: unlike(*both) for form, both in arrays.items()}
@@ -183,7 +218,7 @@ class Reader:
         """Whether llama.cpp's nodes have the pairs of its files; they do, unless the values are ours as they are."""
         if self._in_pairs is None:
             self._in_pairs = True
-            if self.weights is not None:
+            if self.weights is not None and not self._n_before:
                 as_is, turned = (unlike(*self._beside_ours(each, read)) for each in (named, paired))
                 self._in_pairs = turned <= _LIKE or as_is > _LIKE
             order = "neighbours, as in its files" if self._in_pairs else "halves, by their values"
@@ -195,9 +230,24 @@ class Reader:
         assert self.weights is not None
         stage = BY_NAME[named.stages[0]]
         ours = our_stage(self.weights, self.passes, named.n_pass, key(stage.name, named.layer))
-        if read.tokens is not None:
-            ours = ours.take(read.tokens, axis=stage.axes.split().index("seq"))
-        return self.arrays(named, read)[stage.name], ours
+        return self.arrays(named, read)[stage.name], read.same_of(ours, named.table)
+
+    def has_all_keys(self, named: Named) -> bool:
+        """Whether an array has exactly the keys of the context, or of a window in it."""
+        try:
+            return any(way.has_all_keys for way in self.ways(named))
+        except FormatError:
+            return False
+
+    def has_later_keys(self, named: Named) -> bool:
+        """Whether a cache with room for more holds numbers behind as many keys as the pass has tokens."""
+        if named.table[1] != "ctx":
+            return False
+        try:
+            (array,) = self.arrays(named, self.ways(named)[0]).values()
+        except FormatError:
+            return False
+        return bool(array[:, len(self.passes[0].ids) :].any())
 
     def arrays(self, named: Named, read: Read) -> dict[str, np.ndarray]:
         """The stages of an array, read now, float32 or float64."""
@@ -211,6 +261,41 @@ class Reader:
         later = np.arange(ctx) > rows[:, None] + ctx - read.n_tokens  # (tokens, ctx)
         shapes = {stage: BY_NAME[stage].shape(self.config, seq=seq, ctx=ctx) for stage in parts}
         return {
-            stage: finished(part.reshape(shapes[stage]), BY_NAME[stage], named.layout, self.config, later)
+            stage: _with_left_out(
+                finished(part.reshape(shapes[stage]), BY_NAME[stage], named.layout, self.config, later), stage, read
+            )
             for stage, part in parts.items()
         }
+
+
+def _with_left_out(array: np.ndarray, stage: str, read: Read) -> np.ndarray:
+    """Scores and probabilities in the whole context: a key that a window left out is masked."""
+    if not read.left_out or BY_NAME[stage].axes.split()[-1] != "ctx":
+        return array
+    filled = -np.inf if BY_NAME[stage].masked else 0
+    return np.pad(array, [(0, 0), (0, 0), (read.left_out, 0)], constant_values=filled)
+
+
+def tokens_before(named: Sequence[Named], passes: tuple[Tokens, ...], config: ModelConfig) -> int | None:
+    """Count the tokens that the cache held before the first pass, by the keys that its arrays have.
+
+    Args:
+        named: Arrays of the dump.
+        passes: What the dump has.
+        config: The model.
+
+    Returns:
+        None where a text that begins at its first position would be shown in the same way.
+    """
+    first = passes[0].first_position
+    if not first:
+        return 0
+    shown = [each for each in named if each.n_pass == 0 and "ctx" in each.table]
+    for n_before in (0, first):
+        reader = Reader(config, passes, None, n_before)
+        if any(reader.has_all_keys(each) for each in shown):
+            return n_before
+    reader = Reader(config, passes, None, first)
+    if any(reader.has_later_keys(each) for each in shown):
+        return first
+    return 0 if shown else None

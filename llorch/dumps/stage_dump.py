@@ -47,12 +47,14 @@ class Seen:
         stored: The dtype it was stored in, `float32`, `bfloat16` ...
         read: Gives the array, float32 or float64, in the shape of the stage table; rows of `tokens` only.
         tokens: Which tokens of the pass, counted from 0, the array has; None for all of them.
+        keys: How many of the newest keys of the context a cache has, where a window leaves out the others.
     """
 
     name: str
     stored: str
     read: Callable[[], np.ndarray]
     tokens: tuple[int, ...] | None = None
+    keys: int | None = None
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class StageDump:
         features: What the engine says of itself.
         notes: What was found rather than declared, one sentence each.
         production: By the number of the pass, logits of the run that nobody watched.
+        n_before: How many tokens the cache held before the first pass, which the dump does not show; None: unknown.
     """
 
     source: str
@@ -74,6 +77,7 @@ class StageDump:
     features: Features = field(default_factory=Features)
     notes: Sequence[str] = field(default=())
     production: Mapping[int, Seen] = field(default_factory=dict)
+    n_before: int | None = 0
 
     @classmethod
     def of_arrays(

@@ -14,12 +14,23 @@ import numpy as np
 from llorch.dumps.stage_dump import StageDump
 from llorch.files import Weights
 from llorch.verify.compare import measure
+from llorch.verify.diagnosis.earlier_passes import reads_past
 from llorch.verify.diagnosis.expected import rows
 from llorch.verify.diagnosis.hypotheses import Hypothesis
 from llorch.verify.diagnosis.judged import Judge, Say
 from llorch.verify.diagnosis.replay import Replay
 from llorch.verify.diagnosis.trials import Trial, Trials
-from llorch.verify.diagnosis.verdict import HONEST, RIGHT, WRONG, Diagnosis, Finding, Kind, StageResult, Suspect
+from llorch.verify.diagnosis.verdict import (
+    EARLIER_PASSES,
+    HONEST,
+    RIGHT,
+    WRONG,
+    Diagnosis,
+    Finding,
+    Kind,
+    StageResult,
+    Suspect,
+)
 from llorch.verify.mistakes.variants import VISIBLE
 
 NEAR_MISS = 0.5  # what explains less of an error is no suspect
@@ -40,24 +51,46 @@ def diagnose(weights: Weights, dump: StageDump, *, model: str = "", say: Say = l
     Returns:
         The diagnosis.
     """
-    results, trials = _looked_at(weights, dump, say)
-    found = list(_findings(results, trials, say))
+    judge = Judge(Replay(weights, dump), say)
+    results, trials = _looked_at(judge)
+    found, left_open = _without_open(list(_findings(results, trials, say)), results, judge.replay)
+    results = [result for result in results if (result.n_pass, result.key) not in left_open]
     say("looking for what this dump cannot show")
     hidden = _could_not_show(results, trials)
     findings = [*found, *_arithmetic(results)]
-    return Diagnosis(model, dump.source, settled(results, findings), findings, hidden, dump.notes)
+    not_run = [*judge.not_run, *left_open]
+    by_reason = {EARLIER_PASSES: not_run} if not_run else {}
+    return Diagnosis(model, dump.source, settled(results, findings), findings, hidden, dump.notes, by_reason)
 
 
 def causes(weights: Weights, dump: StageDump) -> Iterator[Finding]:
     """The findings of `diagnose` alone, each looked for when it is asked for: the first takes a fraction of all."""
-    results, trials = _looked_at(weights, dump, lambda line: None)
-    yield from _findings(results, trials, lambda line: None)
+    judge = Judge(Replay(weights, dump))
+    results, trials = _looked_at(judge)
+    for finding in _findings(results, trials, lambda line: None):
+        yield from _without_open([finding], results, judge.replay)[0]
     yield from _arithmetic(results)
 
 
-def _looked_at(weights: Weights, dump: StageDump, say: Say) -> tuple[list[StageResult], Trials]:
-    judge = Judge(Replay(weights, dump), say)
+def _looked_at(judge: Judge) -> tuple[list[StageResult], Trials]:
     return list(judge.results()), Trials(judge.replay, judge.pasts)
+
+
+def _without_open(
+    found: Sequence[Finding], results: Sequence[StageResult], replay: Replay
+) -> tuple[list[Finding], list[tuple[int, str]]]:
+    """Findings that stand, and the places of those that tokens before the dump may explain, of which it shows none.
+
+    A dump that begins behind position 0, without a cache, is of a text that begins there or of a part of one.
+    """
+    if replay.dump.n_before is not None:
+        return [*found], []
+    since = {(result.n_pass, result.key): result.since for result in results}
+    is_open = [
+        finding.kind == "unknown" and reads_past(replay, since[finding.n_pass, finding.key]) for finding in found
+    ]
+    left_open = [place for finding, is_ in zip(found, is_open, strict=True) if is_ for place in finding.places]
+    return [finding for finding, is_ in zip(found, is_open, strict=True) if not is_], left_open
 
 
 def settled(results: Sequence[StageResult], findings: Sequence[Finding]) -> list[StageResult]:
@@ -247,17 +280,18 @@ def _could_not_show(results: Sequence[StageResult], trials: Trials) -> Mapping[s
     one_of_each = list({(bool(r.n_pass), r.stage, len(r.since)): r for r in results}.values())
     rights = {id(result): trials.made(result) for result in one_of_each}
     reasons: dict[str, list[str]] = defaultdict(list)
-    passes = trials.replay.dump.passes
+    first, *later = trials.replay.dump.passes
+    has_past = bool(later) or trials.replay.n_before > 0
 
     def reason(mistake: Hypothesis) -> str:
-        if mistake.after_cached and len(passes) < 2:
+        if mistake.after_cached and not has_past:
             return "one pass only: nothing is read from a cache that an earlier pass filled"
         able = [r for r in one_of_each if mistake.at(r.since) and (r.n_pass or not mistake.after_cached)]
         if not able:
             return "no stage of the dump lies at it or behind it"
         if any(_shows(mistake, result, rights[id(result)], trials) for result in able):
             return ""
-        return f"too small beside rounding with {len(passes[0].ids)} tokens from position {passes[0].first_position}"
+        return f"too small beside rounding with {len(first.ids)} tokens from position {first.first_position}"
 
     for mistake in trials.mistakes:
         if said := reason(mistake):
@@ -271,6 +305,6 @@ def _shows(mistake: Hypothesis, result: StageResult, right: np.ndarray | None, t
     if wrong is None or right is None or wrong.shape != right.shape:
         return True
     stage, _ = trials.replay.stages[result.key]
-    tokens = trials.replay.dump.seen[result.n_pass, result.key].tokens
-    found = measure(rows(wrong, stage, tokens), rows(right, stage, tokens), masked=stage.masked)
+    seen = trials.replay.dump.seen[result.n_pass, result.key]
+    found = measure(rows(wrong, stage, seen), rows(right, stage, seen), masked=stage.masked)
     return found.over(result.limit) >= VISIBLE

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from llorch.dumps.stage_dump import StageDump
+from llorch.dumps.stage_dump import Seen, StageDump
 from llorch.ops.rounding import ActivationKind, round_activations
 from llorch.stages import BY_NAME, Stage
 from llorch.verify.compare import FLOOR, Tolerance
@@ -147,6 +147,9 @@ class Expectations:
             part: Which.
             made: What ours made.
             fed: What was passed on, the input of the part among it.
+
+        Yields:
+            Stage key, and its limits for what was seen of it.
         """
         self._made.update(made)
         self._fed.update(fed)
@@ -164,8 +167,8 @@ class Expectations:
                 self._past[name] = kept
             yield (
                 name,
-                lambda tokens, name=name, stage=stage, variance=variance: Expected(
-                    *(_limit(made[name], variance[run], stage, tokens) for run in (ISOLATED, CHAINED))
+                lambda seen, name=name, stage=stage, variance=variance: Expected(
+                    *(_limit(made[name], variance[run], stage, seen) for run in (ISOLATED, CHAINED))
                 ),
             )
         last = self._replay.input_of(part + 1) if part < self._replay.config.n_layers else ""
@@ -184,14 +187,16 @@ class _Hidden:
         return self._replay.fed(self._n_pass, str(name)) is None
 
 
-def rows(array: np.ndarray, stage: Stage, tokens: tuple[int, ...] | None) -> np.ndarray:
-    """Some tokens of a stage; all of them if not told which."""
+def rows(array: np.ndarray, stage: Stage, seen: Seen) -> np.ndarray:
+    """The tokens and keys of a stage that were seen."""
+    if seen.keys is not None:
+        return array[:, -seen.keys :]
     axis = token_axis(stage)
-    return array if tokens is None or axis is None else np.take(array, tokens, axis=axis)
+    return array if seen.tokens is None or axis is None else np.take(array, seen.tokens, axis=axis)
 
 
-def _limit(made: np.ndarray, variance: np.ndarray, stage: Stage, tokens: tuple[int, ...] | None) -> Tolerance:
-    part, spread = rows(made, stage, tokens), rows(variance, stage, tokens)
+def _limit(made: np.ndarray, variance: np.ndarray, stage: Stage, seen: Seen) -> Tolerance:
+    part, spread = rows(made, stage, seen), rows(variance, stage, seen)
     with np.errstate(all="ignore"):
         found = limit(part, spread, BY_NAME[stage.name])
     return Tolerance(found.error, found.worst, 0.0 if found.tokens is None else found.tokens).at_least(_GRANTED)

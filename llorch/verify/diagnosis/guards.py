@@ -102,7 +102,7 @@ def _require_positions(dump: StageDump, config: ModelConfig, first_position: int
 def _require_layout(dump: StageDump, config: ModelConfig) -> None:
     """Every array in the shape of its stage; a context of another length is one of tokens that the dump hides."""
     known = {key: stage for key, stage, _ in keys(config)}
-    n_context = 0
+    n_context = dump.n_before or 0
     for number, tokens in enumerate(dump.passes):
         n_context += len(tokens.ids)
         for key, seen in dump.of_pass(number):
@@ -110,7 +110,7 @@ def _require_layout(dump: StageDump, config: ModelConfig) -> None:
                 raise GuardFailed("layout", f"expected a stage of this model, got {key}", source=dump.source)
             stage, got = known[key], seen.read().shape
             seq = len(tokens.ids) if seen.tokens is None else len(seen.tokens)
-            wanted = stage.shape(config, seq=seq, ctx=n_context)
+            wanted = stage.shape(config, seq=seq, ctx=n_context if seen.keys is None else seen.keys)
             if got != wanted:
                 raise _wrong_shape(dump.source, f"{key} of pass {number}", stage, wanted, got)
 

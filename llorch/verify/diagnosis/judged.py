@@ -1,5 +1,6 @@
 """Every stage of a dump beside ours: local error, inherited error, and what a right engine may be off."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -7,6 +8,7 @@ import numpy as np
 
 from llorch.dumps.stage_dump import Seen
 from llorch.verify.compare import Difference, measure
+from llorch.verify.diagnosis.earlier_passes import first_past, first_variances, unknown_stages
 from llorch.verify.diagnosis.expected import Engine, Expectations, Expected, rows
 from llorch.verify.diagnosis.profile import profile
 from llorch.verify.diagnosis.replay import EMBED, Arrays, Past, Replay
@@ -14,6 +16,7 @@ from llorch.verify.diagnosis.verdict import HONEST, RIGHT, WRONG, StageResult
 from llorch.verify.places import token_axis
 
 Say = Callable[[str], None]
+_UNKNOWN = Difference(math.nan, math.nan)
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class Beside:
 def beside(replay: Replay, seen: Seen, name: str, ours: np.ndarray) -> Beside:
     """What was seen of a stage, and the same tokens of ours."""
     stage, _ = replay.stages[name]
-    theirs, ours = seen.read().astype(ours.dtype), rows(ours, stage, seen.tokens)
+    theirs, ours = seen.read().astype(ours.dtype), rows(ours, stage, seen)
     if stage.is_choice:  # their order says nothing
         theirs, ours = np.sort(theirs, axis=-1), np.sort(ours, axis=-1)
     return Beside(theirs, ours, stage.masked, token_axis(stage))
@@ -61,16 +64,21 @@ class Judge:
     def __init__(self, replay: Replay, say: Say = lambda line: None) -> None:
         """Nothing is computed yet."""
         self.replay, self.pasts = replay, list[tuple[Past, ...]]()
+        self.not_run: list[tuple[int, str]] = []  # pass and stage key of what the dump cannot be judged by
         self._say, self._engine = say, Engine(replay.dump)
 
     def results(self) -> Iterator[StageResult]:
         """Every stage of every pass, in the order of the run."""
-        config, dtype = self.replay.config, self.replay.weights.dtype
-        pasts = [Past(config, dtype), Past(config, dtype, as_given=False)]
-        alone, held = Past(config, dtype), (dict[str, np.ndarray](), dict[str, np.ndarray]())
-        for n_pass in range(len(self.replay.dump.passes)):
+        pasts = [first_past(self.replay), first_past(self.replay, as_given=False)]
+        alone, held = first_past(self.replay), (first_variances(self.replay, pasts[0]), dict[str, np.ndarray]())
+        unknown = zip(unknown_stages(self.replay), unknown_stages(self.replay, fed=False), strict=True)
+        for n_pass, (here, in_own_run) in enumerate(unknown):
             self.pasts.append(tuple(pasts))
-            yield from self._of_pass(n_pass, pasts, alone, held)
+            for result in self._of_pass(n_pass, pasts, alone, held):
+                if result.key in here:
+                    self.not_run.append((n_pass, result.key))
+                else:
+                    yield replace(result, total=_UNKNOWN) if result.key in in_own_run else result
             pasts, alone = [past.next() for past in pasts], alone.next()
 
     def _of_pass(
@@ -87,7 +95,7 @@ class Judge:
             for name, allowed in expected.of_part(part, made[0], passed[0]):
                 seen = self.replay.dump.seen.get((n_pass, name))
                 if seen is not None:
-                    yield self._result(n_pass, name, [each[name] for each in made], own[name], allowed(seen.tokens))
+                    yield self._result(n_pass, name, [each[name] for each in made], own[name], allowed(seen))
             if part < self.replay.config.n_layers:
                 behind = self.replay.input_of(part + 1)
                 xs, x_alone = [each[behind] for each in passed], own_passed[behind]

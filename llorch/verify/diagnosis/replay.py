@@ -86,6 +86,7 @@ class Replay:
     def __init__(self, weights: Weights, dump: StageDump) -> None:
         """Of weights in the dtype to compute in."""
         self.weights, self.config, self.dump = weights, weights.config, dump
+        self.n_before = dump.n_before or 0  # tokens in the cache, of passes that the dump does not have
         self.stages = {name: (stage, layer) for name, stage, layer in keys(weights.config)}
         self.order = {name: at for at, name in enumerate(self.stages)}
         self.layer_weights = lru_cache(maxsize=2)(self._layer_weights)
@@ -101,7 +102,7 @@ class Replay:
 
     def n_cached(self, n_pass: int) -> int:
         """How many tokens earlier passes left in the cache."""
-        return sum(len(tokens.ids) for tokens in self.dump.passes[:n_pass])
+        return self.n_before + sum(len(tokens.ids) for tokens in self.dump.passes[:n_pass])
 
     def shape(self, n_pass: int, name: str) -> tuple[int, ...]:
         """What a stage of a pass has for all of its tokens."""
@@ -109,17 +110,24 @@ class Replay:
         return self.stages[name][0].shape(self.config, seq=seq, ctx=self.n_cached(n_pass) + seq)
 
     def fed(self, n_pass: int, name: str) -> np.ndarray | None:
-        """The engine's own array where it takes the place of ours: of all tokens, in the right shape, and possible."""
+        """The engine's own array where it takes the place of ours: of all tokens, in the right shape, and possible.
+
+        Keys that a window's cache leaves out are NaN.
+        """
         return self._read(n_pass, name) if (n_pass, name) in self.dump.seen else None
 
     def _read_fed(self, n_pass: int, name: str) -> np.ndarray | None:
         seen = self.dump.seen[n_pass, name]
         if seen.tokens is not None and seen.tokens != tuple(range(len(self.tokens(n_pass).ids))):
             return None
-        array = seen.read()
-        if array.shape != self.shape(n_pass, name) or not self._can_be(self.stages[name][0], array).all():
+        array, left_out = seen.read(), 0
+        if seen.keys is not None:
+            left_out = self.shape(n_pass, name)[1] - seen.keys
+        if not self._can_be(self.stages[name][0], array).all():
             return None
-        return array.astype(self._dtype(name))
+        if left_out:
+            array = np.pad(array, [(0, 0), (left_out, 0), (0, 0)], constant_values=np.nan)
+        return array.astype(self._dtype(name)) if array.shape == self.shape(n_pass, name) else None
 
     def _can_be(self, stage: Stage, array: np.ndarray) -> np.ndarray:
         """Where an array holds what its stage can: numbers, masked entries, experts that there are."""
@@ -205,7 +213,7 @@ class Replay:
                     array = np.ascontiguousarray(made, dtype=self._dtype(place))
                 see(place, array)
                 theirs = self.fed(n_pass, place) if fed else None
-                array = array if theirs is None else theirs
+                array = array if theirs is None else self._with_left_out(n_pass, place, theirs, array)
                 passed[place] = change.passed_on[place](array) if place in change.passed_on else array
                 return passed[place]
 
@@ -222,6 +230,12 @@ class Replay:
                 x = keep("final_norm", rms_norm(x, w["final_norm"], eps=config.rms_norm_eps))
                 keep("logits", linear(x, w[output_matrix(config)]))
         return passed
+
+    def _with_left_out(self, n_pass: int, name: str, theirs: np.ndarray, ours: np.ndarray) -> np.ndarray:
+        """The engine's array, with ours of the keys that it left out."""
+        if self.dump.seen[n_pass, name].keys is None or theirs.shape != ours.shape:
+            return theirs
+        return np.where(np.isnan(theirs), ours, theirs)
 
     def _array(self, n_pass: int, name: str) -> np.ndarray:
         theirs = self.fed(n_pass, name)
@@ -271,8 +285,15 @@ class Past:
             for i in range(config.n_layers)
             if config.delta_net is not None and config.layer(i).mixer == "delta_net"
         }
+        self._first = self._before
         self._after: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._states_after: dict[int, DeltaState] = {}
+
+    def beginning(self, held: dict[int, tuple[np.ndarray, np.ndarray]]) -> "Past":
+        """Before the first pass of a dump, with what the caches held by then."""
+        made = self._with(held, self._states)
+        made._first = held
+        return made
 
     def before(self, layer: int) -> dict[str, np.ndarray]:
         """Keys and values of the tokens before this pass, (kv_heads, tokens, head_dim); the state of a delta net."""
@@ -314,13 +335,13 @@ class Past:
     def empty(self) -> "Past":
         """Before the first pass."""
         return self._with(
-            {layer: (k[:, :0], v[:, :0]) for layer, (k, v) in self._before.items()},
+            self._first,
             {i: DeltaState(np.zeros_like(s.conv), np.zeros_like(s.delta)) for i, s in self._states.items()},
         )
 
     def _with(self, before: dict[int, tuple[np.ndarray, np.ndarray]], states: dict[int, DeltaState]) -> "Past":
         made = object.__new__(Past)
-        made.as_given, made._before, made._after = self.as_given, before, {}
+        made.as_given, made._first, made._before, made._after = self.as_given, self._first, before, {}
         made._states, made._states_after = states, {}
         made._of_one_layer = self._of_one_layer
         return made

@@ -1,5 +1,6 @@
 """The stages of a dump as rows of a verification: the engine that wrote it is the witness."""
 
+import math
 from collections.abc import Iterator
 
 from llorch.dumps.stage_dump import StageDump
@@ -7,12 +8,15 @@ from llorch.files import Weights
 from llorch.stages import BY_NAME
 from llorch.verify.diagnosis.judged import Judge, Say
 from llorch.verify.diagnosis.replay import Replay
+from llorch.verify.diagnosis.verdict import EARLIER_PASSES, StageResult
 from llorch.verify.judge import Row, row_of
 from llorch.verify.places import Place
 from llorch.verify.runners.numpy import FLOAT64, GGML
 
 
-def dump_rows(weights: Weights, dump: StageDump, *, model: str, say: Say = lambda line: None) -> Iterator[Row]:
+def dump_rows(
+    weights: Weights, dump: StageDump, *, model: str, say: Say = lambda line: None
+) -> tuple[list[Row], list[str]]:
     """Judge what a dump shows, stage by stage.
 
     Args:
@@ -21,12 +25,20 @@ def dump_rows(weights: Weights, dump: StageDump, *, model: str, say: Say = lambd
         model: The model's name.
         say: Told what is being done.
 
-    Yields:
-        Two rows for each stage: isolated, fed the engine's own inputs, and chained, from our own run of the tokens.
+    Returns:
+        Two rows for each stage: isolated, fed the engine's own inputs, and chained, from our own run of the tokens; and
+        why stages were not run.
     """
     engine, backend = dump.features.engine or "dump", GGML if weights.numerics.rounds_activations else FLOAT64
-    for result in Judge(Replay(weights, dump), say).results():
-        place = Place(BY_NAME[result.stage].checkpoint, result.stage, result.layer, f"pass {result.n_pass}")
-        local, total = (result.local, result.limit), (result.total, result.total_limit)
-        yield row_of(*local, place, "isolated", engine, model=model, backend=backend)
+    judge = Judge(Replay(weights, dump), say)
+    rows = [row for result in judge.results() for row in _rows_of(result, engine, model, backend)]
+    names = ", ".join(dict.fromkeys(name for _, name in judge.not_run))
+    return rows, [f"{names}: {EARLIER_PASSES}"] if names else []
+
+
+def _rows_of(result: StageResult, engine: str, model: str, backend: str) -> Iterator[Row]:
+    place = Place(BY_NAME[result.stage].checkpoint, result.stage, result.layer, f"pass {result.n_pass}")
+    local, total = (result.local, result.limit), (result.total, result.total_limit)
+    yield row_of(*local, place, "isolated", engine, model=model, backend=backend)
+    if not math.isnan(result.total.error):
         yield row_of(*total, place, "chained", engine, model=model, backend=backend)

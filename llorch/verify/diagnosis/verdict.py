@@ -1,14 +1,18 @@
 """What a diagnosis consists of."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
 from llorch.verify.compare import Difference, Tolerance
 
-RIGHT, HONEST, WRONG = "RIGHT", "HONEST", "WRONG"
+RIGHT, HONEST, WRONG, NOT_RUN = "RIGHT", "HONEST", "WRONG", "NOT RUN"
+EARLIER_PASSES = (
+    "the dump does not have the passes that filled the cache; give the ids of the whole text with --tokens, and llorch "
+    "computes these passes itself"
+)
 Kind = Literal["mistake", "honest", "unknown", "not finite"]
 
 
@@ -131,6 +135,7 @@ class Diagnosis:
         findings: Causes, the first in the order of the run first; honest ones are among them.
         could_not_show: Known mistakes that no stage of this dump could have shown, by reason.
         notes: What was found of the dump rather than declared.
+        not_run: Passes and stage keys that could not be judged, by reason.
     """
 
     model: str
@@ -139,6 +144,7 @@ class Diagnosis:
     findings: Sequence[Finding]
     could_not_show: Mapping[str, Sequence[str]]
     notes: Sequence[str] = ()
+    not_run: Mapping[str, Sequence[tuple[int, str]]] = field(default_factory=dict)
 
     @property
     def is_right(self) -> bool:

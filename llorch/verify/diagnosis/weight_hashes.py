@@ -13,7 +13,9 @@ from llorch.config import ModelConfig
 from llorch.dumps.raw import digest
 from llorch.errors import GuardFailed
 from llorch.files import Weights
-from llorch.files.names import Weight, interleave, inventory, undo_interleave
+from llorch.files.export import assembled
+from llorch.files.layout import AS_IS
+from llorch.files.names import Tensor, Weight, huggingface_tensors, interleave, inventory, undo_interleave
 from llorch.ops.rounding import round_activations
 
 Change = Callable[[np.ndarray], np.ndarray]
@@ -45,7 +47,7 @@ def check_weights(weights: Weights, hashes: Mapping[str, str], *, source: str, d
     others: dict[str, list[str]] = {}
     for name, told in hashes.items():
         mine = known.get(name) or next((known[end] for end in _ends(name) if end in known), None)
-        if mine is None or digest(weights.array(mine)) != told:
+        if (mine is None or digest(weights.array(mine)) != told) and not ours.is_in_folder(name, told):
             how, is_ours = ours.guise(mine, told)
             (notes if is_ours else others).setdefault(how, []).append(name)
     if others:
@@ -78,6 +80,28 @@ class _Ours:
         layout, rounding = way
         rounded = f"rounded to {rounding}" if rounding else ""
         return " ".join(filter(None, ["is ours", layout, rounded])), rounding in ("", self._dtype)
+
+    def is_in_folder(self, name: str, told: str) -> bool:
+        """Whether a tensor is as a Hugging Face folder has it: joined, gains less one, the logarithm of a decay."""
+        tensor = next((self._in_folder[end] for end in (name, *_ends(name)) if end in self._in_folder), None)
+        if tensor is None:
+            return False
+        arrays = [assembled(self._weights, tensor, in_gguf=False)]
+        slot = self._weights.slots[tensor.weights[0].name]
+        if slot.layout == tensor.weights[0].in_huggingface:  # less one, its last digits are in the file alone
+            arrays.append(self._weights.source.array(slot.source_name))
+        roundings = [ROUNDED[dtype] for dtype in ("", self._dtype) if dtype in ROUNDED]
+        return told in {digest(rounding(array.astype(np.float32))) for array in arrays for rounding in roundings}
+
+    @cached_property
+    def _in_folder(self) -> dict[str, Tensor]:
+        """Tensors whose numbers or places a folder has otherwise than ours, by the ends of their names."""
+        others = (
+            tensor
+            for tensor in huggingface_tensors(self._weights.config)
+            if tensor.expert is None and tensor.weights[0].in_huggingface != AS_IS
+        )
+        return {name: tensor for tensor in others for name in (tensor.name, tensor.name.removeprefix("model."))}
 
     @cached_property
     def _by_digest(self) -> dict[str, str]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from llorch.errors import printable
 from llorch.verify.compare import Difference, Tolerance
-from llorch.verify.diagnosis.verdict import HONEST, RIGHT, WRONG, Diagnosis, Finding, StageResult, Suspect
+from llorch.verify.diagnosis.verdict import HONEST, NOT_RUN, RIGHT, WRONG, Diagnosis, Finding, StageResult, Suspect
 
 VERSION = 1  # of the record; a change that a reader would trip over makes it the next one
 
@@ -25,8 +25,8 @@ def record(diagnosis: Diagnosis) -> dict[str, object]:
         diagnosis: What is said of a dump.
 
     Returns:
-        An object {version, model, source, right, findings, stages, could_not_show, notes}; numbers may be infinite
-        or NaN, for which JSON has null.
+        An object {version, model, source, right, findings, stages, could_not_show, notes, not_run}; numbers may be
+        infinite or NaN, for which JSON has null.
     """
     return {
         "version": VERSION,
@@ -37,6 +37,10 @@ def record(diagnosis: Diagnosis) -> dict[str, object]:
         "stages": [_stage_record(result) for result in diagnosis.results],
         "could_not_show": {reason: list(names) for reason, names in diagnosis.could_not_show.items()},
         "notes": list(diagnosis.notes),
+        "not_run": {
+            reason: [{"pass": n_pass, "stage": key} for n_pass, key in places]
+            for reason, places in diagnosis.not_run.items()
+        },
     }
 
 
@@ -71,11 +75,18 @@ def junit(diagnosis: Diagnosis) -> str:
     for number, group in groupby(diagnosis.results, key=lambda result: result.n_pass):
         results = list(group)
         failures = sum(result.verdict == WRONG for result in results)
-        counts = {"tests": str(len(results)), "failures": str(failures), "errors": "0", "skipped": "0"}
+        skipped = [(why, at) for why, places in diagnosis.not_run.items() for n, at in places if n == number]
+        counts = {
+            "tests": str(len(results) + len(skipped)), "failures": str(failures), "errors": "0",
+            "skipped": str(len(skipped)),
+        }  # fmt: skip
         name = printable(f"{diagnosis.source}, pass {number}")
         suite = ElementTree.SubElement(top, "testsuite", {"name": name} | counts)
         for result in results:
             _add_case(suite, diagnosis.model, result, sentences.get((result.n_pass, result.key)))
+        for why, at in skipped:
+            case = ElementTree.SubElement(suite, "testcase", classname=printable(diagnosis.model), name=at)
+            ElementTree.SubElement(case, "skipped", message=printable(why))
     return ElementTree.tostring(top, encoding="unicode", xml_declaration=False) + "\n"
 
 
@@ -148,9 +159,11 @@ def count(n: int, one: str, many: str = "") -> str:
 
 
 def verdict(diagnosis: Diagnosis) -> str:
-    """Of the whole: RIGHT; HONEST where arithmetic made differences; WRONG."""
+    """Of the whole: RIGHT; HONEST where arithmetic made differences; WRONG; NOT RUN where nothing was compared."""
     if not diagnosis.is_right:
         return WRONG
+    if not diagnosis.results:
+        return NOT_RUN
     return HONEST if any(result.verdict == HONEST for result in diagnosis.results) else RIGHT
 
 
@@ -163,7 +176,9 @@ def headline(diagnosis: Diagnosis) -> str:
     """What is to be known first."""
     if found := causes(diagnosis):
         return found[0].sentence
+    left_out = sum(map(len, diagnosis.not_run.values()))
     if not diagnosis.results:
-        return "the dump shows no stage"
+        return "no stage of the dump can be judged" if left_out else "the dump shows no stage"
     said = {HONEST: "nothing is wrong: every difference is one of arithmetic", RIGHT: "nothing is wrong"}
-    return f"{said[verdict(diagnosis)]}; {count(len(diagnosis.results), 'stage')} compared"
+    not_run = f", {left_out} NOT RUN" if left_out else ""
+    return f"{said[verdict(diagnosis)]}; {count(len(diagnosis.results), 'stage')} compared{not_run}"

@@ -1,5 +1,6 @@
 """A diagnosis as one HTML page that needs nothing else: no script, no address; `diagnosis.html` is its template."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from llorch.verify.report.diagnosis import (
 from llorch.verify.report.figures import LEVELS, Rung, heat, histogram, ladder
 
 MAX_FIGURES = 6  # findings with heat maps; a page of hundreds would load for minutes
-MARKS = {"RIGHT": "✓", "HONEST": "≈", "WRONG": "✗"}
+MARKS = {"RIGHT": "✓", "HONEST": "≈", "WRONG": "✗", "NOT RUN": "-"}
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,9 @@ def rungs(results: Sequence[StageResult], looked_at: StageResult) -> list[Rung]:
     for group in by_layer():
         worst = max(group, key=lambda result: times_over(result.local.error, result.limit.error))
         label = worst.key.removeprefix("final_") if worst.layer is None else str(worst.layer)
-        found.append(Rung(label, worst.local.error, worst.limit.error, group[-1].total.error))
+        total = group[-1].total.error  # NaN where only the passes before the dump would give it
+        inherited = worst.local.error if math.isnan(total) else total
+        found.append(Rung(label, worst.local.error, worst.limit.error, inherited))
     return found
 
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import diagnoses
@@ -9,7 +10,7 @@ import pytest
 
 from llorch.cli.output import to_json
 from llorch.verify.diagnosis.verdict import WRONG, Diagnosis
-from llorch.verify.report.diagnosis import VERSION, junit, percent, ranges, record, span, times, verdict
+from llorch.verify.report.diagnosis import VERSION, headline, junit, percent, ranges, record, span, times, verdict
 
 every = pytest.mark.parametrize("make", diagnoses.ALL)
 
@@ -67,6 +68,15 @@ def test_a_failure_says_what_was_found():
     assert "(limit 4.8e-07), 30000 x its limits" in (failure.text or "")
 
 
+def test_what_was_not_run_is_skipped_and_no_pass():
+    made = replace(diagnoses.right(), not_run={"no past": [(0, "l0.conv_out"), (0, "l0.delta_out")]})
+    (suite,) = ElementTree.fromstring(junit(made)).iter("testsuite")
+    names = [case.get("name") for case in suite.iter("testcase") if case.find("skipped") is not None]
+    assert (suite.get("skipped"), names) == ("2", ["l0.conv_out", "l0.delta_out"])
+    assert record(made)["not_run"] == {"no past": [{"pass": 0, "stage": name} for name in names]}
+    assert "2 NOT RUN" in headline(made)
+
+
 def test_control_characters_of_names_are_written_out():
     (failure,) = ElementTree.fromstring(junit(diagnoses.hostile()).encode()).iter("failure")
     assert r"<script>alert(1)</script>\x00\x1b[31m\u202eevil\ud800" in failure.get("message", "")
@@ -88,7 +98,7 @@ def test_control_characters_of_names_are_written_out():
         (times(float("inf")), "without end"),
         (verdict(diagnoses.honest()), "HONEST"),
         (verdict(diagnoses.undeclared()), "HONEST"),
-        (verdict(diagnoses.nothing_seen()), "RIGHT"),
+        (verdict(diagnoses.nothing_seen()), "NOT RUN"),
     ],
 )
 def test_numbers_in_words(made: str, expected: str):
