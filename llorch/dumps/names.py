@@ -31,6 +31,18 @@ class Names:
     named: list[Named] = field(default_factory=list)
     unnamed: list[tuple[int, RawArray]] = field(default_factory=list)
     assumed: list[str] = field(default_factory=list)
+    elsewhere: dict[str, set[int | None]] = field(default_factory=dict)  # stages, in layers that have no such stage
+
+    def notes(self) -> list[str]:
+        """What was assumed, and what was left out."""
+        layers = {stage: ", ".join(map(str, sorted(found, key=str))) for stage, found in self.elsewhere.items()}
+        return [
+            *self.assumed,
+            *(
+                f"{stage} of layer {said} is left out: this model has no {stage} there"
+                for stage, said in layers.items()
+            ),
+        ]
 
 
 def stage_dump(
@@ -71,7 +83,7 @@ def stage_dump(
     n_before = tokens_before(names.named, passes, config)
     reader = Reader(config, passes, weights, n_before or 0)
     stages, left_out = _stages(raw, names.named, reader)
-    notes = [*raw.notes, *found, *names.assumed, *reader.notes(), *left_out, *_about_unnamed(unnamed)]
+    notes = [*raw.notes, *found, *names.notes(), *reader.notes(), *left_out, *_about_unnamed(unnamed)]
     features = Features(**asdict(raw.features) | mapping.features)  # type: ignore[arg-type] (checked when it was read)
     as_logits = [Named(n_pass, array, ("logits",), None, Layout()) for n_pass, array in production]
     logits, _ = _stages(raw, as_logits, reader)
@@ -117,7 +129,11 @@ def names_of(raw: RawDump, config: ModelConfig, mapping: NameMap) -> Names:
         before[place] += 1
         if meaning is None:
             names.unnamed.append((n_pass, array))
-        elif meaning.stages:
+        elif not meaning.stages:
+            continue
+        elif (other := _of_other_layers(meaning, config)) is not None:
+            names.elsewhere.setdefault(other, set()).add(meaning.layer)
+        else:
             node = meaning if meaning.by_llamacpp else None
             layout = mapping.layout(meaning.stages[0], pattern)
             names.named.append(_checked(raw.source, n_pass, array, meaning, layout, config))
@@ -130,7 +146,7 @@ def _checked(source: str, n_pass: int, array: RawArray, meaning: Meaning, layout
     if stages == (RAW_SCORES,):
         layout = replace(layout, times=layout.times * config.head_dim**0.5, masked=False)
         stages = ("attn_scores",)
-    stage, subject = BY_NAME[stages[0]], f"{array.name} ({' '.join(meaning.stages)})"
+    stage, subject = BY_NAME[stages[0]], f"{key(array.name, array.layer)} ({' '.join(meaning.stages)})"
     if stage.in_layer != (meaning.layer is not None) or not 0 <= (meaning.layer or 0) < config.n_layers:
         wanted = f"a layer from 0 to {config.n_layers - 1}" if stage.in_layer else "no layer"
         raise FormatError("OutOfRange", f"{subject}: expected {wanted}, got {meaning.layer}", path=source)
@@ -140,6 +156,14 @@ def _checked(source: str, n_pass: int, array: RawArray, meaning: Meaning, layout
     if array.stored not in known:
         raise FormatError("DType", f"{subject}: expected {', '.join(known)}, got {array.stored}", path=source)
     return Named(n_pass, array, stages, meaning.layer, layout, meaning.by_llamacpp)
+
+
+def _of_other_layers(meaning: Meaning, config: ModelConfig) -> str | None:
+    """The name of a stage that other layers of the model have, as of RoPE, and this one has not."""
+    stage = BY_NAME.get(meaning.stages[0])
+    if stage is None or meaning.layer is None or not stage.in_layer or not 0 <= meaning.layer < config.n_layers:
+        return None
+    return stage.name if stage.applies_to(config) and not stage.applies_to(config, meaning.layer) else None
 
 
 def _stages(raw: RawDump, named: Sequence[Named], reader: Reader) -> tuple[dict[tuple[int, str], Seen], list[str]]:

@@ -7,11 +7,14 @@ import numpy as np
 import pytest
 from planted import golden_of, models_of
 from planted_dumps import BLOCKS, WHOLE, dumped, everywhere, mistake, passes, wide
+from raw_dumps import raw_dump
+from refusals import assert_tells
 
 from llorch.architecture import Layer
+from llorch.dumps.names import stage_dump
 from llorch.stages import BY_NAME, key, keys
 from llorch.verify.diagnosis.diagnose import causes
-from llorch.verify.diagnosis.replay import Change
+from llorch.verify.diagnosis.replay import UNCHANGED, Change
 from llorch.verify.mistakes import Mistake
 from llorch.verify.mistakes.layers import LAYERS
 from llorch.verify.mistakes.positions import POSITIONS
@@ -61,3 +64,16 @@ def test_hypotheses_that_exclude_each_other_are_no_crash():
     noise = np.random.default_rng(0).standard_normal(dump.seen[at].read().shape).astype(np.float32)
     dump = replace(dump, seen={at: replace(dump.seen[at], read=lambda: noise)})
     assert [found.kind for found in causes(wide("micro-ministral3"), dump)] == ["unknown"]
+
+
+@pytest.mark.parametrize("name", ["", "rope-in-every-layer", "rope-missing-one-layer-early"])
+def test_heads_that_an_engine_calls_rotated_in_a_layer_without_rope_are_left_out(name: str):
+    model = "micro-smollm3"
+    weights, (tokens,) = wide(model), passes(model)
+    change = everywhere(mistake(name, model), weights) if name else UNCHANGED
+    shown = {key: seen.read() for key, seen in dumped(model, [tokens], change).of_pass(0)}
+    for which in "qk":
+        shown[f"l3.{which}_rope"] = shown[f"l3.{which}_proj"].reshape(len(tokens.ids), -1, weights.config.head_dim)
+    dump = stage_dump(raw_dump(shown, tokens.ids), weights.config, weights=weights)
+    assert_tells("; ".join(dump.notes), "q_rope", "k_rope", "layer 3")
+    assert [suspect.name for found in causes(weights, dump) for suspect in found.suspects] == ([name] if name else [])
