@@ -16,6 +16,7 @@ from llorch.files import Weights
 from llorch.verify.compare import measure
 from llorch.verify.diagnosis.earlier_passes import reads_past
 from llorch.verify.diagnosis.expected import rows
+from llorch.verify.diagnosis.folded_gain import is_folded, with_gain
 from llorch.verify.diagnosis.hypotheses import Hypothesis
 from llorch.verify.diagnosis.judged import Judge, Say
 from llorch.verify.diagnosis.replay import Replay
@@ -51,8 +52,8 @@ def diagnose(weights: Weights, dump: StageDump, *, model: str = "", say: Say = l
     Returns:
         The diagnosis.
     """
-    judge = Judge(Replay(weights, dump), say)
-    results, trials = _looked_at(judge)
+    judge, results = looked_at(weights, dump, say)
+    dump, trials = judge.replay.dump, Trials(judge.replay, judge.pasts)
     found, left_open = _without_open(list(_findings(results, trials, say)), results, judge.replay)
     results = [result for result in results if (result.n_pass, result.key) not in left_open]
     say("looking for what this dump cannot show")
@@ -65,15 +66,23 @@ def diagnose(weights: Weights, dump: StageDump, *, model: str = "", say: Say = l
 
 def causes(weights: Weights, dump: StageDump) -> Iterator[Finding]:
     """The findings of `diagnose` alone, each looked for when it is asked for: the first takes a fraction of all."""
-    judge = Judge(Replay(weights, dump))
-    results, trials = _looked_at(judge)
+    judge, results = looked_at(weights, dump, lambda line: None)
+    trials = Trials(judge.replay, judge.pasts)
     for finding in _findings(results, trials, lambda line: None):
         yield from _without_open([finding], results, judge.replay)[0]
     yield from _arithmetic(results)
 
 
-def _looked_at(judge: Judge) -> tuple[list[StageResult], Trials]:
-    return list(judge.results()), Trials(judge.replay, judge.pasts)
+def looked_at(weights: Weights, dump: StageDump, say: Say) -> tuple[Judge, list[StageResult]]:
+    """Judge a dump as it is, or with YaRN's gain where the engine has that in another place."""
+    judge = Judge(Replay(weights, dump), say)
+    results = list(judge.results())
+    wrong = any(result.verdict == WRONG for result in results)
+    if wrong and (other := with_gain(dump, weights.config)) is not None:
+        again = Judge(Replay(weights, other), say)
+        if is_folded(results, with_it := list(again.results())):
+            return again, with_it
+    return judge, results
 
 
 def _without_open(

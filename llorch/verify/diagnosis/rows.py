@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from llorch.dumps.stage_dump import StageDump
 from llorch.files import Weights
 from llorch.stages import BY_NAME
-from llorch.verify.diagnosis.judged import Judge, Say
-from llorch.verify.diagnosis.replay import Replay
+from llorch.verify.diagnosis.diagnose import looked_at
+from llorch.verify.diagnosis.judged import Say
 from llorch.verify.diagnosis.verdict import EARLIER_PASSES, StageResult
 from llorch.verify.judge import Row, row_of
 from llorch.verify.places import Place
@@ -30,8 +30,8 @@ def dump_rows(
         why stages were not run.
     """
     engine, backend = dump.features.engine or "dump", GGML if weights.numerics.rounds_activations else FLOAT64
-    judge = Judge(Replay(weights, dump), say)
-    rows = [row for result in judge.results() for row in _rows_of(result, engine, model, backend)]
+    judge, results = looked_at(weights, dump, say)
+    rows = [row for result in results for row in _rows_of(result, engine, model, backend)]
     names = ", ".join(dict.fromkeys(name for _, name in judge.not_run))
     return rows, [f"{names}: {EARLIER_PASSES}"] if names else []
 

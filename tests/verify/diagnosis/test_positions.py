@@ -11,10 +11,11 @@ from raw_dumps import raw_dump
 from refusals import assert_tells
 
 from llorch.architecture import Layer
+from llorch.config import YarnScaling
 from llorch.dumps.names import stage_dump
 from llorch.stages import BY_NAME, key, keys
-from llorch.verify.diagnosis.diagnose import causes
-from llorch.verify.diagnosis.replay import UNCHANGED, Change
+from llorch.verify.diagnosis.diagnose import causes, diagnose
+from llorch.verify.diagnosis.replay import UNCHANGED, Change, Plant
 from llorch.verify.mistakes import Mistake
 from llorch.verify.mistakes.layers import LAYERS
 from llorch.verify.mistakes.positions import POSITIONS
@@ -77,3 +78,31 @@ def test_heads_that_an_engine_calls_rotated_in_a_layer_without_rope_are_left_out
     dump = stage_dump(raw_dump(shown, tokens.ids), weights.config, weights=weights)
     assert_tells("; ".join(dump.notes), "q_rope", "k_rope", "layer 3")
     assert [suspect.name for found in causes(weights, dump) for suspect in found.suspects] == ([name] if name else [])
+
+
+def folded(model: str, *, compensated: bool) -> Change:
+    """YaRN's gain left out of cosines and sines; with it squared in the scale of the scores if it is compensated."""
+    yarn = wide(model).config.rope_scaling
+    assert isinstance(yarn, YarnScaling)
+    gain = yarn.attention_factor
+    assert abs(gain - 1) > 0.01
+    forgotten = everywhere(mistake("yarn-gain-forgotten", model), wide(model))
+    scores = [key for key, stage, _ in keys(wide(model).config) if stage.name == "attn_scores"]
+    scaled = Plant(lambda inputs, stage, array: array * gain**2)
+    return Change({**forgotten.plants, **dict.fromkeys(scores, scaled if compensated else Plant(lambda i, s, a: a))})
+
+
+@pytest.mark.parametrize("hidden", [(), ("attn_scores", "attn_probs"), ("q_rope", "attn_scores", "q_tempered")])
+def test_yarn_gain_in_the_scale_of_the_scores_is_no_mistake(hidden: tuple[str, ...]):
+    model = "micro-ministral3"
+    shown = lambda key: not key.endswith(hidden) if hidden else True  # noqa: E731
+    dump = dumped(model, passes(model, 8, 4), folded(model, compensated=True), shown)
+    found = diagnose(wide(model), dump)
+    assert found.findings == []
+    assert_tells("; ".join(found.notes), "YaRN")
+
+
+def test_yarn_gain_that_nothing_makes_up_for_is_named():
+    model = "micro-ministral3"
+    dump = dumped(model, passes(model), folded(model, compensated=False))
+    assert [each.name for found in causes(wide(model), dump) for each in found.suspects] == ["yarn-gain-forgotten"]
