@@ -85,6 +85,7 @@ WRONG = {
             (FEED_FORWARD, FEED_FORWARD.replace("y = r +", "y = r + attention +")),
         ),
         "block-feed-forward-dropped": typed(("return y, k, v", "return r, k, v")),
+        "block-skipped": typed(("return y, k, v", "return x, k, v")),
     }
 }
 UNTYPED: dict[str, str] = {}

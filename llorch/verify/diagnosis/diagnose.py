@@ -207,7 +207,9 @@ def _finding(
         suspects=suspects,
         near_misses=tuple(misses[:N_NEAR_MISSES]),
         places=tuple((result.n_pass, result.key) for result in results),
-        sentence=_sentence(first, kind, suspects, best.places if best is not None else first.since),
+        sentence=_sentence(
+            first, kind, suspects, best.places if best is not None else first.since, [t for t in alone if t.named]
+        ),
         alternatives=tuple(reversed(others.values())),
     )
 
@@ -230,7 +232,9 @@ def _suspect(hypothesis: Hypothesis, trial: Trial) -> Suspect:
     )
 
 
-def _sentence(first: StageResult, kind: Kind, suspects: Sequence[Suspect], made_in: Sequence[str]) -> str:
+def _sentence(
+    first: StageResult, kind: Kind, suspects: Sequence[Suspect], made_in: Sequence[str], here: Sequence[Trial]
+) -> str:
     """The whole of a finding for a person."""
     where = made_in[0] if len(made_in) == 1 else f"{made_in[0]} to {made_in[-1]}"
     if kind == "not finite":
@@ -238,7 +242,12 @@ def _sentence(first: StageResult, kind: Kind, suspects: Sequence[Suspect], made_
     if kind == "unknown":
         local = f"it is local to {where}" if len(made_in) == 1 else f"it was made in {where}"
         concentrated = _concentrated(first)
-        return f"{first.key}: none of the known mistakes makes this error; {local}{concentrated}."
+        if here:
+            name = here[0].hypotheses[0].name
+            known = f"{name} explains pass {first.n_pass}, but not what is wrong with the same stage in others"
+        else:
+            known = "none of the known mistakes makes this error"
+        return f"{first.key}: {known}; {local}{concentrated}."
     said = " And: ".join(suspect.sentence for suspect in suspects)
     return f"{where}: {said} Explains {_percent(suspects[0].share)} of the error."
 

@@ -128,6 +128,7 @@ class Expectations:
         self._replay, self._n_pass, self._past, self._states = replay, n_pass, past, states
         self._fed: dict[str, np.ndarray] = {}
         self._made: dict[str, np.ndarray] = {}
+        self._scores: dict[str, tuple[str, np.ndarray]] = {}  # by a choice: what it is made by, and the variance of it
         self._steps = variances(
             replay.weights,
             replay.this(n_pass),
@@ -153,11 +154,15 @@ class Expectations:
         """
         self._made.update(made)
         self._fed.update(fed)
+        before, spread = "", np.empty(0)  # of the stage before, by which a choice is made
         for name in (name for name in self._replay.stages if self._replay.part_of(name) == part):
             with np.errstate(all="ignore"):  # what is not finite fails as such
                 key, variance = next(self._steps)
             assert key == name, (key, name)
             stage, _ = self._replay.stages[name]
+            if stage.is_choice:
+                self._scores[name] = before, spread[ISOLATED] * (self._replay.fed(self._n_pass, before) is None)
+            before, spread = name, variance
             if stage.name in STATES.values():
                 self._states[name] = fed[name]
             if stage.name in CACHES or stage.name in STATES.values():
@@ -175,6 +180,13 @@ class Expectations:
         for arrays in (self._made, self._fed):
             for name in [name for name in arrays if name != last]:
                 del arrays[name]
+
+    def chosen_by(self, name: str, passed: Arrays) -> tuple[np.ndarray, np.ndarray] | None:
+        """The scores that a choice was made by, and their variances: none of those that the engine shows."""
+        if name not in self._scores:
+            return None
+        scores, variance = self._scores[name]
+        return passed[scores], variance
 
 
 class _Hidden:

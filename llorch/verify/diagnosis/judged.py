@@ -3,10 +3,12 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from llorch.dumps.stage_dump import Seen
+from llorch.verify.choices import Choice
 from llorch.verify.compare import Difference, measure
 from llorch.verify.diagnosis.earlier_passes import first_past, first_variances, unknown_stages
 from llorch.verify.diagnosis.expected import Engine, Expectations, Expected, rows
@@ -41,6 +43,13 @@ class Beside:
         others = tuple(axis for axis in range(self.ours.ndim) if axis != self.token_axis)
         return np.sqrt(np.square(np.where(np.isfinite(self.ours), self.ours, 0)).sum(axis=others))
 
+    @property
+    def has_numbers(self) -> bool:
+        """Whether both have a number somewhere: NaN everywhere is like any other NaN, whatever made it."""
+        if self.theirs.shape != self.ours.shape:
+            return True
+        return bool((np.isfinite(self.theirs) & np.isfinite(self.ours)).any())
+
     def where_finite(self) -> "Beside":
         """The same without what neither of them has as a number: a mistake may make just that."""
         if self.masked or self.theirs.shape != self.ours.shape:
@@ -49,10 +58,14 @@ class Beside:
         return replace(self, theirs=np.where(nothing, 0, self.theirs), ours=np.where(nothing, 0, self.ours))
 
 
-def beside(replay: Replay, seen: Seen, name: str, ours: np.ndarray) -> Beside:
-    """What was seen of a stage, and the same tokens of ours."""
+def beside(
+    replay: Replay, seen: Seen, name: str, ours: np.ndarray, chosen_by: tuple[np.ndarray, np.ndarray] | None = None
+) -> Beside:
+    """What was seen of a stage, and the same tokens of ours; of a choice, scores and their variances tell ties."""
     stage, _ = replay.stages[name]
     theirs, ours = seen.read().astype(ours.dtype), rows(ours, stage, seen)
+    if chosen_by is not None:
+        theirs = Choice(ours, *(rows(array, stage, seen) for array in chosen_by)).settled(theirs)
     if stage.is_choice:  # their order says nothing
         theirs, ours = np.sort(theirs, axis=-1), np.sort(ours, axis=-1)
     return Beside(theirs, ours, stage.masked, token_axis(stage))
@@ -95,7 +108,9 @@ class Judge:
             for name, allowed in expected.of_part(part, made[0], passed[0]):
                 seen = self.replay.dump.seen.get((n_pass, name))
                 if seen is not None:
-                    yield self._result(n_pass, name, [each[name] for each in made], own[name], allowed(seen))
+                    chosen_by = [expected.chosen_by(name, each) for each in passed]
+                    arrays = [each[name] for each in made], own[name], chosen_by
+                    yield self._result(n_pass, name, *arrays, allowed(seen))
             if part < self.replay.config.n_layers:
                 behind = self.replay.input_of(part + 1)
                 xs, x_alone = [each[behind] for each in passed], own_passed[behind]
@@ -111,12 +126,13 @@ class Judge:
             return self.replay.run(n_pass, made.__setitem__, past, first=part, last=part, x=x, fed=engine_fed)
 
     def _result(
-        self, n_pass: int, name: str, ours: Sequence[np.ndarray], own: np.ndarray, allowed: Expected
-    ) -> StageResult:
+        self, n_pass: int, name: str, ours: Sequence[np.ndarray], own: np.ndarray, chosen_by: Sequence[Any],
+        allowed: Expected,
+    ) -> StageResult:  # fmt: skip
         """By the cache that is nearer to what the engine did."""
         stage, layer = self.replay.stages[name]
         seen, judged = self.replay.dump.seen[n_pass, name], self._engine.judged(n_pass, name)
-        pairs = [beside(self.replay, seen, name, each) for each in ours]
+        pairs = [beside(self.replay, seen, name, *each) for each in zip(ours, chosen_by, strict=True)]
         found = [(here if np.isfinite(here.ours).all() else here.where_finite()).difference for here in pairs]
         local, here = min(zip(found, pairs, strict=True), key=lambda pair: pair[0].over(allowed.local))
         wrong = not local.within(allowed.local)

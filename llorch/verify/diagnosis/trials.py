@@ -144,7 +144,10 @@ class Trials:
             made = self.made(result, change, past)
             if made is None:
                 continue
-            here = beside(self.replay, seen, result.key, made).where_finite()
+            here = beside(self.replay, seen, result.key, made)
+            if not here.has_numbers:
+                continue
+            here = here.where_finite()
             found = here.difference
             before = result.local.error  # infinite where shape or mask is another: to have that one is to explain it
             share = 1 - times_over(found.error, before) if math.isfinite(found.error) else 0.0  # all zero beside none

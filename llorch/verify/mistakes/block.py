@@ -60,6 +60,10 @@ BLOCK: tuple[Mistake[StageInputs], ...] = (
         diagnosis="attn_residual came out alone; the feed-forward part is added to it.",
     ),
     Mistake(
+        name="block-skipped", stages=("block_out",), reads=("block_in",), wrong=lambda s, _: s["block_in"],
+        diagnosis="The block's input came out unchanged: the layer was skipped.",
+    ),
+    Mistake(
         name="logits-final-norm-skipped", stages=("logits",), wrong=lambda s, _: _logits(s, s["last_block_out"]),
         reads=("last_block_out",),
         diagnosis="The last block's output was projected; it goes through the final norm first.",

@@ -131,7 +131,8 @@ NORM: tuple[Mistake[StageInputs], ...] = (
     Mistake(
         name="norm-gain-plus-one", stages=EVERYWHERE,
         wrong=lambda s, stage: _unit(s, stage) * (1 + s.weights[stage].astype(np.float64)),
-        diagnosis="The gain was applied as 1 + weight; Gemma stores it that way, Llama and Qwen store the gain itself.",
+        diagnosis="1 was added to a gain that is whole: files of Gemma, Qwen3-Next and Qwen3.5 store it less 1, GGUF "
+        "files and other families store the gain itself.",
     ),
     Mistake(
         name="norm-gain-missing", stages=EVERYWHERE, wrong=lambda s, stage: _unit(s, stage),

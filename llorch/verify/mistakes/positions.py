@@ -215,6 +215,11 @@ POSITIONS: tuple[Mistake[StageInputs], ...] = (
         diagnosis="YaRN's attention factor was multiplied in twice, into cosines and again into queries or keys.",
     ),
     Mistake(
+        name="rope-frequencies-zero", stages=ROTATED, cases=("far",), applies_to=_has_gain,
+        wrong=_with_frequencies(lambda config: np.zeros(config.rotated // 2)),
+        diagnosis="Every inverse frequency was zero, as in a buffer that nobody filled; YaRN's gain alone was there.",
+    ),
+    Mistake(
         name="rope-halves-for-neighbours", stages=ROTATED, applies_to=_pairs_neighbours, wrong=turned_as_halves,
         diagnosis="Pairs (j, j + half) were turned; Llama 4 turns neighbours, (2j, 2j + 1), in every file.",
     ),

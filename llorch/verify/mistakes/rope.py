@@ -111,12 +111,14 @@ ROPE: tuple[Mistake[StageInputs], ...] = (
     Mistake(
         name="rope-base-1e4", stages=ROTATED, applies_to=lambda config: config.rope_theta != 10_000,
         wrong=lambda s, stage: _turned(s, _heads(s, stage), frequencies(s.config.rotated, 10_000.0)),
-        diagnosis="The base was 10000, the default of old; this model's config has another rope_theta.",
+        diagnosis="The base was 10000, the default of old, and no scaling was applied; this model's config has another "
+        "rope_theta.",
     ),
     Mistake(
         name="rope-base-1e6", stages=ROTATED, applies_to=lambda config: config.rope_theta != 1e6,
         wrong=lambda s, stage: _turned(s, _heads(s, stage), frequencies(s.config.rotated, 1e6)),
-        diagnosis="The base was 1000000, that of Qwen; this model's config has another rope_theta.",
+        diagnosis="The base was 1000000, that of Qwen, and no scaling was applied; this model's config has another "
+        "rope_theta.",
     ),
     Mistake(
         name="rope-position-plus-one", stages=ROTATED,

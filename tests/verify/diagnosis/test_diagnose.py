@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from planted import MICRO, golden_of
-from planted_dumps import BLOCKS, WHOLE, dumped, mistake, passes, wide
+from planted_dumps import BLOCKS, WHOLE, dumped, everywhere, mistake, passes, wide
 from refusals import assert_tells
 
 from llorch.builtin import OTHERS
@@ -25,6 +25,7 @@ from llorch.verify.goldens import PRODUCERS
 
 PLAIN = ("micro-qwen3.5-moe", "micro-ministral3", "micro-llama4")  # between them they have what other families have
 MODEL, SLOW = "micro-qwen3", pytest.mark.slow
+BLOCK_ENDS = ("l0.block_out", "final_norm")
 MISTAKES = [each.name for each in known_mistakes(wide(MODEL).config) if each.name != "cache-heads-repeated"]
 OF_EACH_STAGE = {mistake(name, MODEL).stages: name for name in MISTAKES if name != "mask-hides-itself"}.values()
 SAME_FROM_ZERO = {"rope-position-frozen": "rope-missing"}
@@ -191,3 +192,45 @@ def test_what_a_dump_cannot_show_is_said_with_the_reason():
     upper = diagnose(wide(MODEL), dumped(MODEL, passes(MODEL), shown=lambda key: key in ("embed", "l0.attn_norm")))
     by_name = {name: reason for reason, names_ in upper.could_not_show.items() for name in names_}
     assert_tells(by_name["swiglu-gelu"], "stage")
+
+
+def test_a_nan_that_spreads_is_no_overflow_of_a_known_mistake():
+    model, right = "micro-qwen3.5", ("embed", "l0.attn_norm", "l0.conv_out", "l0.q_l2", "l0.k_l2", "l0.beta")
+    shown = (*right, "l0.delta_out", "l0.attn_residual")
+    dump = dumped(model, passes(model), shown=lambda key: key in shown)
+    seen = {at: replace(one, read=lambda one=one: one.read() * np.float32(np.nan)) for at, one in dump.seen.items()}
+    finite = {(0, name): dump.seen[0, name] for name in right}
+    (found,) = causes(wide(model), replace(dump, seen=seen | finite))
+    assert (found.kind, found.key, found.suspects) == ("not finite", "l0.delta_out", ())
+
+
+@pytest.mark.parametrize(
+    "shown", [("l0.block_out", "l1.attn_context", "l1.ffn_norm", "l1.block_out"), pytest.param(BLOCK_ENDS, marks=SLOW)]
+)
+def test_a_layer_that_was_skipped_is_named(shown: tuple[str, ...]):
+    last = everywhere(mistake("block-skipped", MODEL), wide(MODEL)).plants["l1.block_out"]
+    dump = dumped(MODEL, passes(MODEL), Change({"l1.block_out": last}), lambda key: key in shown)
+    (found,) = causes(wide(MODEL), dump)
+    assert (found.key, found.suspects[0].name) == (shown[-1], "block-skipped")
+
+
+def test_a_mistake_that_explains_one_pass_alone_is_said_to_do_so():
+    right, turned = (
+        dumped(MODEL, passes(MODEL, 5, 7)),
+        dumped(MODEL, passes(MODEL, 5, 7), everywhere(mistake("rope-missing", MODEL), wide(MODEL))),
+    )
+    at = [(n_pass, "l0.q_rope") for n_pass in (0, 1)]
+    noise = np.random.default_rng(0).standard_normal(right.seen[at[1]].read().shape).astype(np.float32)
+    wrong = {at[0]: turned.seen[at[0]], at[1]: replace(right.seen[at[1]], read=lambda: noise)}
+    shown = {key: seen for key, seen in right.seen.items() if key[1] in ("embed", "l0.q_norm")}
+    found, *_ = causes(wide(MODEL), replace(right, seen=shown | wrong))
+    assert (found.kind, found.n_pass, found.near_misses[0].name) == ("unknown", 0, "rope-missing")
+    assert_tells(found.sentence, "rope-missing", 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "fact"),
+    [("norm-gain-plus-one", "micro-qwen3.5", "Qwen3.5"), ("rope-base-1e4", "micro-llama3", "scaling")],
+)
+def test_the_sentence_of_a_mistake_is_true_of_the_family(name: str, model: str, fact: str):
+    assert_tells(mistake(name, model).sentence, fact)

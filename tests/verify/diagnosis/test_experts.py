@@ -8,6 +8,9 @@ from planted_dumps import dumped, everywhere, mistake, passes, wide
 from llorch.dumps.stage_dump import StageDump
 from llorch.stages import BY_NAME
 from llorch.verify.diagnosis.diagnose import causes
+from llorch.verify.diagnosis.judged import Judge
+from llorch.verify.diagnosis.replay import Replay
+from llorch.verify.diagnosis.verdict import RIGHT, WRONG
 
 GATED, PLAIN = "micro-qwen2-moe", "micro-qwen3-moe"
 PLANTED = [
@@ -45,3 +48,25 @@ def test_an_expert_with_an_unnamed_bug_is_unknown_although_roundings_are_tried_i
     shown = {"l0.expert_act": trace["l0.expert_act"], "l0.topk_ids": trace["l0.topk_ids"], "l0.expert_out": noise}
     (found,) = causes(wide(PLAIN), StageDump.of_arrays([golden.cases["near"]], shown))
     assert (found.kind, found.made_in) == ("unknown", ("l0.expert_out",))
+
+
+def tied(model: str) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """A trace in which the k-th and the next expert of token 2 are alike, and the other choice of the two."""
+    trace = dict(golden_of(model).evidence["transformers"].traces["near"])
+    probs, ids = trace["l0.router_probs"].copy(), trace["l0.topk_ids"].copy()
+    order = np.argsort(-probs[2])
+    kth, following = order[ids.shape[1] - 1], order[ids.shape[1]]
+    probs[2, following] = probs[2, kth]
+    ids[2] = [*order[: ids.shape[1] - 1], max(kth, following)]  # llorch takes the lowest id
+    return {"l0.ffn_norm": trace["l0.ffn_norm"], "l0.router_probs": probs, "l0.topk_ids": ids}, probs
+
+
+@pytest.mark.parametrize("gap", [0.0, 1e-3])
+def test_either_of_two_experts_at_an_exact_tie_is_right(gap: float) -> None:
+    shown, probs = tied(PLAIN)
+    chosen = shown["l0.topk_ids"][2][-1]
+    other = next(i for i in np.flatnonzero(probs[2] == probs[2, chosen]) if i != chosen)
+    probs[2, other] += np.float32(gap)
+    dump = StageDump.of_arrays([golden_of(PLAIN).cases["near"]], shown)
+    results = {result.key: result for result in Judge(Replay(wide(PLAIN), dump)).results()}
+    assert results["l0.topk_ids"].verdict == (WRONG if gap else RIGHT)

@@ -106,3 +106,10 @@ def test_yarn_gain_that_nothing_makes_up_for_is_named():
     model = "micro-ministral3"
     dump = dumped(model, passes(model), folded(model, compensated=False))
     assert [each.name for found in causes(wide(model), dump) for each in found.suspects] == ["yarn-gain-forgotten"]
+
+
+def test_inverse_frequencies_of_zero_are_one_cause_in_all_passes():
+    model = "micro-ministral3"
+    change = everywhere(mistake("rope-frequencies-zero", model), wide(model))
+    (found,) = causes(wide(model), dumped(model, passes(model, 7, 4, 1), change))
+    assert (found.n_pass, found.key, found.suspects[0].name) == (0, "l0.q_rope", "rope-frequencies-zero")
