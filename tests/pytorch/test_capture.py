@@ -1,5 +1,6 @@
 """What hooks on torch models show, beside goldens and beside a model of nobody's kind."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -246,3 +247,39 @@ def test_what_is_wrong_in_a_model_is_named_from_the_folder_that_a_capture_wrote(
         model(torch.tensor([[3, 1, 4]]))
     dump.save(tmp_path / "dump")
     assert invoke("diagnose", str(tmp_path / "dump"), "--model", name).exit_code == 14
+
+
+@pytest.mark.live
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["micro-llama", "micro-qwen3.5"], indirect=True)
+@pytest.mark.parametrize("n_past", [7, 4], ids=["step", "chunk"])
+def test_a_pass_whose_past_was_not_captured_is_not_accused(model: Any, name: str, n_past: int, tmp_path: Path):
+    ids = golden_of(name)[0].cases["near"].ids[:8]
+    past = model(torch.tensor([ids[:n_past]])).past_key_values
+    with llorch.capture(model) as dump:
+        model(torch.tensor([ids[n_past:]]), past_key_values=past)
+    dump.save(tmp_path / "dump")
+    words = ("diagnose", str(tmp_path / "dump"), "--model", name, "--json")
+    alone, whole = (invoke(*words, *more) for more in ((), ("--tokens", ",".join(map(str, ids)))))
+    assert (alone.exit_code, whole.exit_code) == (0, 0), alone.stderr + whole.stderr
+    (not_run,) = json.loads(alone.stdout)["not_run"].values() or ([],)
+    assert {place["stage"] for place in not_run} >= ({"l0.conv_out", "l0.delta_out"} if "3.5" in name else set())
+    assert json.loads(whole.stdout)["not_run"] == {}
+
+
+@pytest.mark.live
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["eager", "sdpa"])
+def test_generated_tokens_behind_a_window_are_not_accused(kind: str, tmp_path: Path):
+    from transformers import AutoModelForCausalLM
+
+    path = builtin_path("micro-mistral")
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=kind)
+    ids = golden_of("micro-mistral")[0].cases["near"].ids[:24]
+    with llorch.capture(model) as dump:
+        model.generate(torch.tensor([ids]), max_new_tokens=3, do_sample=False, pad_token_id=0)
+    dump.save(tmp_path / "dump")
+    assert dump.arrays[1, "k_cache", 0].shape[1] == model.config.sliding_window < len(ids)
+    result = invoke("diagnose", str(tmp_path / "dump"), "--model", "micro-mistral", "--json")
+    assert result.exit_code == 0, result.stdout + result.stderr
+    assert (json.loads(result.stdout)["findings"], json.loads(result.stdout)["not_run"]) == ([], {})
