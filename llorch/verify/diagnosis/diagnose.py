@@ -192,7 +192,7 @@ def _finding(
     alone = [trial for trial in tried if len(trial.hypotheses) == 1 and trial.hypotheses[0].name not in taken]
     others = {t.hypotheses[0].name: _suspect(t.hypotheses[0], t) for t in reversed(alone) if t.named and suspects}
     near = {t.hypotheses[0].name: _suspect(t.hypotheses[0], t) for t in alone if t.share >= NEAR_MISS}
-    misses = sorted((near[name] for name in near.keys() - others.keys()), key=lambda each: -each.share)
+    misses = sorted((suspect for name, suspect in near.items() if name not in others), key=lambda each: -each.share)
     kind: Kind = "unknown"
     if best is not None:
         kind = "honest" if all(each.kind == "honest" for each in best.hypotheses) else "mistake"
