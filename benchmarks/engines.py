@@ -70,19 +70,21 @@ class Llorch:
 class LlorchTorch:
     """Our torch path on the CPU."""
 
-    def __init__(self, path: Path, n_threads: int, dtype: str, residency: "Residency" = "auto") -> None:
-        """Load a GGUF file."""
+    def __init__(
+        self, path: Path, n_threads: int, dtype: str, residency: "Residency" = "auto", room: int = 1024
+    ) -> None:
+        """Load a GGUF file; `room` is the number of tokens that the cache holds."""
         import torch
 
         from llorch.pytorch.model import load_torch
 
         torch.set_num_threads(n_threads)
-        self._torch = torch
+        self._torch, self._room = torch, room
         self._model = load_torch(path, dtype=dtype, residency=residency)
 
     def prefill(self, ids: list[int]) -> None:
         """See `Engine`."""
-        self._cache, self._length = self._model.new_cache(1, 1024), 0
+        self._cache, self._length = self._model.new_cache(1, self._room), 0
         self._step(ids)
 
     def decode(self, token_id: int) -> None:
@@ -100,14 +102,14 @@ class LlorchTorch:
 class LlamaCpp:
     """llama.cpp as llama-cpp-python sets it up by default, on the CPU."""
 
-    def __init__(self, path: Path, n_threads: int, extra_buffers: bool = True) -> None:
+    def __init__(self, path: Path, n_threads: int, extra_buffers: bool = True, n_ctx: int = 1024) -> None:
         """Load a GGUF file; with `extra_buffers` packed matrices are laid out anew for the processor, as for AMX."""
         from llama_cpp import Llama, llama_cpp
 
         default = llama_cpp.llama_model_default_params()
         default.use_extra_bufts = extra_buffers
         llama_cpp.llama_model_default_params = lambda: default  # `Llama` has no parameter for it
-        self._llama = Llama(str(path), n_ctx=1024, n_threads=n_threads, n_threads_batch=n_threads, verbose=False)
+        self._llama = Llama(str(path), n_ctx=n_ctx, n_threads=n_threads, n_threads_batch=n_threads, verbose=False)
 
     def prefill(self, ids: list[int]) -> None:
         """See `Engine`."""

@@ -1,0 +1,162 @@
+"""SmolLM2 as other files: quantised by llama.cpp, converted to a folder and back, and cut in parts by llama.cpp.
+
+Every tensor of a quantised file is compared with llama.cpp's decoding of it, bit for bit. `llorch verify` judges the
+stages beside llama.cpp, which runs the same file.
+"""
+
+import subprocess
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from published_lines import PROMPT, Line, decoded, decoded_folder, not_run, progress, smollm2, tool, work
+from published_texts import as_stored, prompts
+
+FIRST, SAMPLE, ALSO_VERIFIED = "LLAMA_FTYPE_", ("Q8_0", "Q4_0", "Q4_K_M", "Q2_K", "IQ4_XS", "TQ2_0"), ("Q4_K_M",)
+NO_TYPES = ("GUESSED", "ALL_F32")
+FLOAT32, N_STRINGS, N_NEW = 0, 2000, 16  # llama_ftype of F32; strings to encode; tokens of a text
+
+
+def file_types(full: bool) -> dict[str, int]:
+    """Return the types of files that llama.cpp writes, by name."""
+    import llama_cpp
+
+    found = {
+        name.removeprefix(FIRST).removeprefix("MOSTLY_"): getattr(llama_cpp, name)
+        for name in dir(llama_cpp)
+        if name.startswith(FIRST)
+    }
+    return {name: number for name, number in found.items() if name not in NO_TYPES and (full or name in SAMPLE)}
+
+
+def types(full: bool, n_threads: int) -> Iterator[Line]:
+    """Judge a file of every type that llama.cpp writes of the model."""
+    from llorch.errors import EngineDied
+    from llorch.verify.witnesses.process import in_child
+
+    source = decoded()
+    for name, number in file_types(full).items():
+        progress(f"types: {name}")
+        path, copy = work(f"{name}.gguf"), work(f"{name}-f32.gguf")
+        try:
+            in_child("llamacpp", source, "published_quantise:quantise", source, path, number, n_threads)
+            in_child("llamacpp", source, "published_quantise:quantise", path, copy, FLOAT32, n_threads)
+        except (ChildProcessError, EngineDied) as error:
+            yield not_run(f"SmolLM2 as {name}", "llama.cpp", str(error))
+            continue
+        wrong, n, note = compare_decoded(path, copy)
+        yield Line(f"SmolLM2 as {name}, tensors", "llama.cpp", n, wrong, note)
+        if full or name in ALSO_VERIFIED:
+            yield as_stored(f"SmolLM2 as {name}, stages", path)
+        path.unlink()
+        copy.unlink()
+
+
+def compare_decoded(path: Path, copy: Path) -> tuple[int, int, str]:
+    """Compare every tensor with llama.cpp's decoding: how many differ, how many there are, and their types."""
+    from llorch.files.gguf import open_gguf
+
+    wrong, kinds = 0, Counter[str]()
+    with open_gguf(path) as ours, open_gguf(copy) as theirs:
+        for name, info in ours.tensors.items():
+            if len(info.shape) > 1:
+                kinds[info.ggml_type.name] += 1
+            wrong += not np.array_equal(ours.array(name), theirs.array(name))
+        wrong += len(ours.tensors.keys() ^ theirs.tensors.keys())
+        n = len(ours.tensors)
+    return wrong, n, "matrices: " + ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+
+
+def folder(n_threads: int) -> Iterator[Line]:
+    """Judge the model as a folder, and as the GGUF file that is made of the folder."""
+    import transformers
+    from llama_vocabulary import LlamaVocabulary
+
+    from llorch.convert import convert
+    from llorch.verify.witnesses.process import in_child
+    from tests.tokenizer.test_published import strings_for
+
+    there, back, theirs = decoded_folder(), work("back.gguf"), work("by-llamacpp.gguf")
+    progress("folder: back to GGUF")
+    convert(there, back)
+    in_child("llamacpp", smollm2(), "published_quantise:quantise", smollm2(), theirs, FLOAT32, n_threads)
+    want, got = read_by_gguf(theirs), read_by_gguf(back)
+    wrong = sum(not np.array_equal(want[name], got[name]) for name in want.keys() & got.keys())
+    yield Line(
+        "SmolLM2 to a folder and back, tensors", "llama.cpp, gguf", len(want), wrong + len(want.keys() ^ got.keys())
+    )
+
+    progress("folder: ids")
+    strings = strings_for(smollm2(), N_STRINGS, seed=43)
+    before, after = LlamaVocabulary(smollm2()), LlamaVocabulary(back)
+    library = transformers.AutoTokenizer.from_pretrained(there)
+    how: dict[str, Any] = {"add_special": False, "parse_special": True}
+    wanted = [before.encode(text, **how) for text in strings]
+    wrong = sum(after.encode(text, **how) != ids for text, ids in zip(strings, wanted, strict=True))
+    yield Line("SmolLM2 to a folder and back, ids", "llama.cpp", len(strings), wrong)
+    wrong = sum(
+        library.encode(text, add_special_tokens=False) != ids for text, ids in zip(strings, wanted, strict=True)
+    )
+    yield Line("SmolLM2 as a folder, ids", "transformers, llama.cpp", len(strings), wrong)
+    before.close()
+    after.close()
+    progress("folder: texts")
+    yield folder_texts(there, back, n_threads)
+
+
+def read_by_gguf(path: Path) -> dict[str, np.ndarray]:
+    """Read the tensors of an F32 file by the gguf package."""
+    from gguf import GGUFReader
+
+    return {tensor.name: np.array(tensor.data) for tensor in GGUFReader(path).tensors}
+
+
+def folder_texts(there: Path, back: Path, n_threads: int) -> Line:
+    """Compare the texts of transformers, on the folder, with those of llama.cpp on the files before and after."""
+    import torch
+    import transformers
+
+    from llorch.verify.witnesses.process import EngineInChild
+
+    torch.set_num_threads(n_threads)
+    library = transformers.AutoTokenizer.from_pretrained(there)
+    ids = [library.encode(text) for text in prompts(5)]
+    texts: list[list[list[int]]] = []
+    engine: Any
+    for path in (decoded(), back):
+        with EngineInChild("llamacpp", path, "published_llamacpp:Texts", path, n_threads) as engine:
+            texts.append(engine.greedy_batch(ids, N_NEW))
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(there, dtype=torch.float32).eval()
+    found = []
+    for prompt in ids:
+        made = model.generate(torch.tensor([prompt]), max_new_tokens=N_NEW, min_new_tokens=N_NEW, do_sample=False)
+        found.append(made[0, len(prompt) :].tolist())
+    wrong = sum(len({tuple(one) for one in row}) > 1 for row in zip(*texts, found, strict=True))
+    return Line(f"SmolLM2 to a folder and back, {N_NEW} greedy tokens", "transformers, llama.cpp", len(ids), wrong)
+
+
+def parts() -> Iterator[Line]:
+    """Judge the model in the parts that llama.cpp's tool writes, opened from each part."""
+    from llorch.files.gguf import open_gguf
+    from llorch.model import load
+
+    what, program = "SmolLM2 in parts", tool("llama-gguf-split")
+    if program is None:
+        yield not_run(what, "llama-gguf-split", "tests/support/build_llama_tools.py builds the tool")
+        return
+    subprocess.run(
+        [program, "--split", "--split-max-tensors", "64", smollm2(), work("part")], check=True, capture_output=True
+    )
+    found = sorted(work("part").parent.glob("part-*-of-*.gguf"))
+    want = load(smollm2())
+    ids = want.tokenizer.encode(PROMPT)
+    logits, wrong = want.forward(ids), 0
+    with open_gguf(smollm2()) as whole:
+        for part in found:
+            model = load(part)
+            wrong += not np.array_equal(model.forward(ids), logits)
+            for name in whole.tensors:
+                wrong += not np.array_equal(model.weights.source.array(name), whole.array(name))
+    yield Line(what, "llama-gguf-split", len(found), wrong, f"{len(found)} parts")

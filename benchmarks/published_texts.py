@@ -1,0 +1,193 @@
+"""SmolLM2 beside llama.cpp: stages, greedy texts, perplexity, and the torch path in every dtype.
+
+Texts are judged on weights decoded to float32 by `llorch convert`: both engines then have the same F32 file. A text may
+differ only where llama.cpp's logits hold the two tokens closer than llama.cpp's runs differ there. Runs of
+llama.cpp are: all tokens in one pass or the last one after a cache, each with the tensor layouts for the processor
+(`use_extra_bufts`, which repacks weights) and without. Repacking changes no F32 weight, and no Q4_1 weight either, so
+between runs with and without it no bit may differ; the note counts them.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from published_lines import PROMPT, ROOT, Line, all_lines, decoded, not_run, progress, smollm2, tool, work
+
+from llorch.model import load
+
+SUBJECTS = ("The fox", "My neighbour", "A computer", "The capital of France", "Our teacher", "An old ship", "The river")
+VERBS = ("is", "was never", "can always", "wanted to", "will soon", "said that", "looks like")
+ENDS = ("", " a", " the", " because", " not", " in the morning and")
+N_TOKENS = 64
+N_NUMPY = 10  # texts that the NumPy path writes, too: it writes one after the other
+AT_ONCE = 20  # texts that an engine writes at the same time
+CONTEXT, WINDOWS = 512, 40  # 20,480 tokens
+# The tool repacks weights, and keeps keys and values in float16, if it is not told otherwise.
+AS_LLORCH = ("--no-repack", "-fa", "off", "-ctk", "f32", "-ctv", "f32")
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def prompts(n: int) -> list[str]:
+    """Return beginnings of sentences, in a fixed order."""
+    every = [f"{subject} {verb}{end}" for end in ENDS for verb in VERBS for subject in SUBJECTS]
+    return every[:n]
+
+
+def stages(name: str, path: Path) -> Iterator[Line]:
+    """Judge every stage of a file: as it is stored, where it is quantised, and decoded."""
+    from llorch.verify.judge import FAIL
+    from llorch.verify.models import verify_live
+
+    if path.is_file():
+        progress(f"stages: {name} as stored")
+        yield as_stored(f"{name} as stored", path)
+    progress(f"stages: {name} decoded")
+    ids = load(path).tokenizer.encode(PROMPT)
+    rows = list(verify_live(path, ids, ("llamacpp", "transformers"), text=PROMPT))
+    yield Line(f"{name} decoded", "both, float64", len(rows), sum(row.verdict == FAIL for row in rows))
+
+
+def as_stored(what: str, path: Path) -> Line:
+    """Judge the stages of a file beside llama.cpp running it."""
+    from llorch.numerics import GGML
+    from llorch.verify.judge import FAIL
+    from llorch.verify.models import verify_as_stored
+
+    opened = load(path, numerics=GGML)
+    rows = list(verify_as_stored(opened, opened.tokenizer.encode(PROMPT), text=PROMPT))
+    return Line(what, "llama.cpp", len(rows), sum(row.verdict == FAIL for row in rows))
+
+
+def texts(name: str, path: Path, n_prompts: int, n_threads: int) -> Iterator[Line]:
+    """Compare greedy texts of an F32 file."""
+    import torch
+
+    from llorch.pytorch.model import load_torch
+    from llorch.verify.witnesses.process import EngineInChild
+
+    exact = load(path)
+    ids = [exact.tokenizer.encode(text) for text in prompts(n_prompts)]
+    engine: Any
+    with EngineInChild("llamacpp", path, "published_llamacpp:Texts", path, n_threads) as engine:
+        theirs: list[list[int]] = []
+        for start in range(0, len(ids), AT_ONCE):
+            theirs += engine.greedy_batch(ids[start : start + AT_ONCE], N_TOKENS)
+            progress(f"texts: llama.cpp wrote {len(theirs)} of {len(ids)}")
+        torch.set_num_threads(n_threads)
+        ours = list(_by_torch(load_torch(path), ids))
+        yield _texts_line(f"{name}, torch", engine, ids, ours, theirs)
+        ours = list(_by_numpy(exact, ids[:N_NUMPY]))
+        yield _texts_line(f"{name}, NumPy", engine, ids[:N_NUMPY], ours, theirs[:N_NUMPY])
+
+
+def _by_torch(model: Any, ids: list[list[int]]) -> Iterator[list[int]]:
+    for start in range(0, len(ids), AT_ONCE):
+        batch = ids[start : start + AT_ONCE]
+        written: list[list[int]] = [[] for _ in batch]
+        for row, token in model.generate_batch(batch, max_tokens=N_TOKENS, ignore_eos=True):
+            written[row].append(token.id)
+        progress(f"texts: torch wrote {start + len(batch)} of {len(ids)}")
+        yield from written
+
+
+def _by_numpy(model: Any, ids: list[list[int]]) -> Iterator[list[int]]:
+    for at, prompt in enumerate(ids, start=1):
+        yield [token.id for token in model.generate(prompt, max_tokens=N_TOKENS, ignore_eos=True)]
+        progress(f"texts: NumPy wrote {at} of {len(ids)}")
+
+
+def _texts_line(what: str, engine: Any, ids: list[list[int]], ours: list[list[int]], theirs: list[list[int]]) -> Line:
+    """Compare texts; a difference needs logits that llama.cpp's own runs do not keep apart."""
+    differing = [row for row in range(len(ids)) if ours[row] != theirs[row]]
+    judged = [tie(engine, ids[row], ours[row], theirs[row]) for row in differing]
+    allowed = sum(closer for closer, _ in judged)
+    bits = sum(moved for _, moved in judged)
+    note = f"{len(differing)} differ, {allowed} of them where llama.cpp's runs differ by more than the two tokens"
+    if differing:
+        note += f"; repacking changed a bit of {bits} of these {len(differing)} rows of logits"
+    return Line(f"{what}, {N_TOKENS} greedy tokens", "llama.cpp", len(ids), len(differing) - allowed, note)
+
+
+def tie(engine: Any, ids: list[int], ours: list[int], theirs: list[int]) -> tuple[bool, bool]:
+    """Tell whether llama.cpp's runs differ by more than the first two other tokens, and whether repacking counts."""
+    at = next((i for i, (one, other) in enumerate(zip(ours, theirs, strict=False)) if one != other), None)
+    if at is None:  # one text is the beginning of the other: no rounding does that
+        return False, False
+    runs: dict[str, np.ndarray] = engine.runs([*ids, *theirs[:at]])
+    plain = runs["one pass"]
+    spread = max(float(np.abs(run - plain).max()) for run in runs.values())
+    return abs(float(plain[ours[at]] - plain[theirs[at]])) <= spread, bool((runs["repacked"] != plain).any())
+
+
+def book() -> tuple[str, Path]:
+    """Write the text for perplexities: its name and the file."""
+    from pydoc_data.topics import topics
+
+    python = ".".join(map(str, sys.version_info[:3]))
+    path = work("topics.txt")
+    path.write_text("\n\n".join(topics[name] for name in sorted(topics))[: 6 * CONTEXT * WINDOWS], encoding="utf-8")
+    return f"pydoc_data.topics of Python {python}", path
+
+
+def perplexity(name: str, path: Path, n_windows: int, n_threads: int, numerics: str = "exact") -> Line:
+    """Compare the perplexity of a file with that of llama.cpp's tool."""
+    program, what = tool("llama-perplexity"), f"{name}, perplexity"
+    if program is None:
+        return not_run(what, "llama-perplexity", "tests/support/build_llama_tools.py builds the tool")
+    title, text = book()
+    progress(f"perplexity: {name}, llama.cpp")
+    want, error = _their_perplexity(program, path, text, n_windows, n_threads)
+    progress(f"perplexity: {name}, llorch")
+    got, n = _our_perplexity(path, text, n_windows, n_threads, numerics)
+    note = f"{got:.4f}, tool {want:.4f} +- {error:.4f}; {title}, {n_windows * CONTEXT} tokens, {n} scored"
+    return Line(what, "llama-perplexity", 1, int(not abs(got - want) <= error), note)
+
+
+def perplexities(n_windows: int, n_threads: int) -> Iterator[Line]:
+    """Compare perplexities of SmolLM2, decoded and as it is stored."""
+    yield perplexity("SmolLM2 decoded", decoded(), n_windows, n_threads)
+    yield perplexity("SmolLM2 as stored", smollm2(), n_windows, n_threads, "ggml")
+
+
+def _our_perplexity(path: Path, text: Path, n_windows: int, n_threads: int, numerics: str) -> tuple[float, int]:
+    words = ("--text", text, "--context", CONTEXT, "--windows", n_windows, "--threads", n_threads)
+    found = llorch("quality", str(path), *map(str, words), "--numerics", numerics, "--json")
+    return found["perplexity"]["value"], found["n_scored"]
+
+
+def _their_perplexity(program: Path, path: Path, text: Path, n_windows: int, n_threads: int) -> tuple[float, float]:
+    words = ["-m", path, "-f", text, "-c", CONTEXT, "-b", CONTEXT, "--chunks", n_windows, "-t", n_threads]
+    done = subprocess.run([program, *map(str, words), *AS_LLORCH], capture_output=True, text=True, check=False)
+    found = re.search(r"Final estimate: PPL = ([\d.]+) \+/- ([\d.]+)", done.stdout + done.stderr)
+    if done.returncode or found is None:
+        last = (done.stderr or done.stdout).strip().splitlines()[-3:]
+        raise RuntimeError(f"llama-perplexity ended with {done.returncode}: {all_lines(last)}")
+    return float(found[1]), float(found[2])
+
+
+def llorch(*words: str) -> Any:
+    """Run a verb in a process of its own; the object that it prints."""
+    done = subprocess.run(
+        [sys.executable, "-m", "llorch", *words], capture_output=True, text=True, check=False, cwd=ROOT,
+        env=os.environ | {"TMPDIR": tempfile.gettempdir()},
+    )  # fmt: skip
+    if done.returncode not in (0, 1):
+        raise RuntimeError(f"llorch {words[0]} ended with {done.returncode}: {done.stderr.strip()[-500:]}")
+    return json.loads(done.stdout)
+
+
+def dtypes(n_threads: int) -> Iterator[Line]:
+    """Judge the torch path in every dtype, as `llorch verify` does."""
+    for dtype in DTYPES:
+        progress(f"torch: {dtype}")
+        words = ("--backend", "torch", "--dtype", dtype, "--prompt", PROMPT, "--threads", str(n_threads), "--json")
+        found = llorch("verify", str(smollm2()), *words)
+        wrong = [row for row in found["rows"] if row["verdict"] not in ("PASS", "TIE")]
+        yield Line(f"SmolLM2, torch in {dtype}", "both, float64", len(found["rows"]), len(wrong))

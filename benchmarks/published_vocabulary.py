@@ -1,0 +1,97 @@
+"""Published vocabularies and chat templates: ids by llama.cpp and by publishers, texts of templates by transformers."""
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from published_lines import Line, progress
+
+
+def vocabularies(count: int) -> Iterator[Line]:
+    """Encode strings with every vocabulary in both formats."""
+    from fetch_vocabularies import BARE, NAMES
+    from published_vocabularies import SENTENCEPIECE, VOCABULARIES, write_published, write_sentencepiece
+    from vocabularies import real_vocabulary
+
+    for name in (*NAMES, *BARE):
+        progress(f"vocabularies: {name}")
+        yield of_gguf(name, real_vocabulary(name), count)
+    with tempfile.TemporaryDirectory() as folder:
+        for name in SENTENCEPIECE:
+            yield of_gguf(f"mistral {name}", write_sentencepiece(name, Path(folder, f"{name}.gguf")), count)
+        for name, published in VOCABULARIES.items():
+            progress(f"vocabularies: {name}")
+            gguf, tokenizer = write_published(published, Path(folder, name))
+            yield of_gguf(name, gguf, count)
+            yield of_folder(name, gguf, tokenizer, count)
+
+
+def of_gguf(name: str, path: Path, count: int) -> Line:
+    """Compare ids of a GGUF file with llama.cpp's."""
+    from llama_vocabulary import LlamaVocabulary
+
+    from llorch.files.gguf import open_gguf
+    from llorch.tokenizer import Tokenizer
+    from tests.tokenizer.test_published import strings_for
+
+    texts, theirs = strings_for(path, count, seed=41), LlamaVocabulary(path)
+    with open_gguf(path) as file:
+        ours = Tokenizer.from_gguf(file)
+    how: dict[str, Any] = {"add_special": False, "parse_special": True}
+    wrong = sum(ours.encode(text, **how) != theirs.encode(text, **how) for text in texts)
+    theirs.close()
+    return Line(f"{name}, GGUF", "llama.cpp", len(texts), wrong)
+
+
+def of_folder(name: str, gguf: Path, folder: Path, count: int) -> Line:
+    """Compare ids of a folder with the publisher's."""
+    from published_vocabularies import VOCABULARIES
+
+    from llorch.tokenizer import Tokenizer
+    from tests.tokenizer.test_published import of_publisher, strings_for, tokens_beyond_merges
+
+    texts, ours = strings_for(gguf, count, seed=42), Tokenizer.from_huggingface(folder)
+    beyond = set() if VOCABULARIES[name].ignore_merges else tokens_beyond_merges(folder)
+    want = of_publisher(name, VOCABULARIES[name].path(), texts)
+    judged = [(text, ids) for text, ids in zip(texts, want, strict=True) if beyond.isdisjoint(ids)]
+    wrong = sum(ours.encode(text, add_special=False) != ids for text, ids in judged)
+    note = f"{len(texts) - len(judged)} strings have one of {len(beyond)} tokens that no merges make" if beyond else ""
+    return Line(f"{name}, folder", "publisher", len(judged), wrong, note)
+
+
+def templates() -> Iterator[Line]:
+    """Render every template with every shape of conversation."""
+    from vocabularies import real_vocabulary
+
+    from tests.tokenizer.test_chat import PUBLISHED_CHATS
+
+    texts = {"bos_token": "<bos>", "eos_token": "<eos>"}
+    sources = [file.read_text() for file in sorted((real_vocabulary("qwen2").parent / "templates").glob("*.jinja"))]
+    for shape in PUBLISHED_CHATS:
+        judged = [rendered(source, texts, shape) for source in sources]
+        refused = sum(want is None for want, _ in judged)
+        wrong = sum(want != got for want, got in judged)
+        yield Line(f"templates: {shape}", "transformers", len(sources), wrong, f"both refuse {refused}")
+
+
+def rendered(source: str, texts: Mapping[str, str], shape: str) -> tuple[str | None, str | None]:
+    """Render a conversation by transformers and by llorch; None where a template refuses it."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    from llorch.errors import FormatError
+    from llorch.tokenizer.chat import ChatTemplate, TemplateSettings
+    from tests.tokenizer.test_chat import PUBLISHED_CHATS
+
+    messages, tools, opened, variables = PUBLISHED_CHATS[shape]
+    how: Any = {"tools": tools, "add_generation_prompt": opened}
+    want = got = None
+    try:
+        want = render_jinja_template([messages], chat_template=source, **how, **texts, **variables)[0][0]
+    except Exception:  # a template raises what it likes
+        pass
+    try:
+        got = ChatTemplate(source, variables=texts).render(messages, settings=TemplateSettings(variables), **how)
+    except FormatError:
+        pass
+    return want, got
