@@ -25,6 +25,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support"), str(ROOT / "benchmar
 
 from published_lines import Line, decoded, progress, smollm2  # noqa: E402
 
+from llorch.threads import n_cores  # noqa: E402
+
 Part = Callable[[], Iterator[Line]]
 NAMES = (
     "vocabularies", "templates", "stages", "texts", "perplexity", "dtypes", "types", "folder", "parts", "lora",
@@ -35,11 +37,12 @@ NAMES = (
 @click.command(help=__doc__)
 @click.option("--full", is_flag=True, help="Everything, not a sample.")
 @click.option("--only", type=click.Choice(NAMES), multiple=True, help="Parts to run.")
-@click.option("--threads", default=len(os.sched_getaffinity(0)), show_default="cores", help="Threads of each engine.")
+@click.option("--threads", default=n_cores(), show_default="cores", help="Threads of each engine.")
 @click.option("--json", "output", type=click.Path(path_type=Path), help="Write all lines here.")
 def main(full: bool, only: tuple[str, ...], threads: int, output: Path | None) -> None:
     """Entry point."""
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-threads:])  # engines take a thread for each core
+    if hasattr(os, "sched_setaffinity"):  # engines take a thread for each core
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-threads:])
     print("| what | judge | compared | wrong | note |\n|---|---|---|---|---|")
     lines, every = [], parts(full, threads)
     for name in only or NAMES:

@@ -71,7 +71,7 @@ class _Context:
         params.n_threads = params.n_threads_batch = n_threads
         params.type_k = params.type_v = llama_cpp.GGML_TYPE_F32
         params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
-        params.kv_unified = True
+        params.kv_unified = False
         params.offload_kqv = params.op_offload = False
         context, vocabulary = llama_cpp.llama_init_from_model(model, params), llama_cpp.llama_model_get_vocab(model)
         if not context or not vocabulary:

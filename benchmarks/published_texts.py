@@ -27,7 +27,7 @@ VERBS = ("is", "was never", "can always", "wanted to", "will soon", "said that",
 ENDS = ("", " a", " the", " because", " not", " in the morning and")
 N_TOKENS = 64
 N_NUMPY = 10  # texts that the NumPy path writes, too: it writes one after the other
-AT_ONCE = 20  # texts that an engine writes at the same time
+AT_ONCE = 50  # texts that an engine writes at the same time
 CONTEXT, WINDOWS = 512, 40  # 20,480 tokens
 # The tool repacks weights, and keeps keys and values in float16, if it is not told otherwise.
 AS_LLORCH = ("--no-repack", "-fa", "off", "-ctk", "f32", "-ctv", "f32")
