@@ -101,7 +101,14 @@ def _single_file(folder: Path) -> Path:
     if pickles:
         message = f"{pickles[0]} is a pickle, which can run code; convert the model to safetensors first"
         raise FormatError("Unsafe", message, path=folder)
-    raise FormatError("Missing", "no model.safetensors and no model.safetensors.index.json", path=folder)
+    message = f"no model.safetensors and no model.safetensors.index.json{_gguf_in(folder)}"
+    raise FormatError("Missing", message, path=folder)
+
+
+def _gguf_in(folder: Path) -> str:
+    """Say which GGUF file lies in a folder that was given in its place; empty where none does."""
+    names = sorted(path.name for path in folder.glob("*.gguf"))
+    return f"; the folder holds a GGUF file: give {folder / names[0]}" if names else ""
 
 
 def file_inside(folder: Path, name: str) -> Path:
@@ -110,7 +117,7 @@ def file_inside(folder: Path, name: str) -> Path:
         raise FormatError("Unsafe", f"expected a plain file name, got {name!r}", path=folder)
     path = folder / name
     if not os.path.exists(path):  # Path.exists raises where a name is too long
-        raise FormatError("Missing", f"there is no file {name:.200}", path=folder)
+        raise FormatError("Missing", f"there is no file {name:.200}{_gguf_in(folder)}", path=folder)
     return require_inside(path, folder)
 
 

@@ -10,6 +10,7 @@ from refusals import refuses
 from tiny_models import GGUF_METADATA, gguf_tensors, random_tensors, write_file, write_folder
 
 from llorch.files import Weights, open_weights
+from llorch.files.folder import SafetensorsFolder
 from llorch.files.gguf import GGUFFile, open_gguf
 
 
@@ -124,3 +125,11 @@ def test_one_file_beside_an_index_is_the_model_unless_the_shards_are_there(tmp_p
     safetensors.numpy.save_file({"model.norm.weight": np.ones(3)}, folder / "model-00001-of-00001.safetensors")
     with refuses("Inconsistent", "two models", "model.safetensors", "model.safetensors.index.json", where=folder):
         open_weights(folder)
+
+
+def test_a_folder_that_holds_a_gguf_file_is_refused_with_the_path_of_that_file(tmp_path: Path):
+    path = write_file(tmp_path / "m.gguf", gguf_tensors(), GGUF_METADATA)
+    with refuses("Missing", "config.json", path, where=tmp_path):
+        open_weights(tmp_path)
+    with refuses("Missing", "model.safetensors", path, where=tmp_path):
+        SafetensorsFolder(tmp_path)
