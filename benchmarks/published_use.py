@@ -32,13 +32,14 @@ def lora(n_threads: int) -> Iterator[Line]:
         "schedule": "constant",
         "lr": 1e-3,
     }
-    settings = TrainSettings(model=str(base), data="pirate", warmup_steps=0, eval_every=0, **chosen)
+    data = str(ROOT / "llorch" / "examples" / "pirate" / "train.jsonl")  # alone it has no validation set
+    settings = TrainSettings(model=str(base), data=data, warmup_steps=0, eval_every=0, **chosen)
     progress("lora: PEFT")
     want = list(train_by_peft(base, Training(settings)))
     progress("lora: llorch lora train")
     words = [f"--{key.replace('_', '-')}={value}" for key, value in chosen.items()]
     words += ["--warmup-steps=0", "--eval-every=0", f"--threads={n_threads}"]
-    command("lora", "train", str(base), "--data", "pirate", "-o", str(run), *words)
+    command("lora", "train", str(base), "--data", data, "-o", str(run), *words)
     lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     got = [line["loss"] for line in lines if "loss" in line]
     granted = of_dump(open_weights(base).config, "loss_curve", "chained", "float32", MAX_LENGTH).error

@@ -13,6 +13,9 @@ from build_llama_tools import build
 from click.testing import CliRunner
 from command_line import REPOSITORY
 from refusals import refuses
+from vocabularies import real_vocabulary
+
+from llorch.builtin import builtin_path
 
 
 @pytest.fixture
@@ -111,3 +114,30 @@ def test_the_tools_of_llama_cpp_need_cmake(tmp_path: Path, monkeypatch: pytest.M
     with refuses(SystemExit, "cmake"):
         build(tmp_path, 1)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.live
+@pytest.mark.parametrize("name", ["Q4_0", "IQ2_XXS"])  # the second needs the importance of columns
+def test_tensors_are_compared_with_llama_cpps_decoding_bit_for_bit(name: str, benchmarks: None, tmp_path: Path):
+    files, engine = (importlib.import_module(f"published_{one}") for one in ("files", "quantise"))
+    path, copy = tmp_path / "model.gguf", tmp_path / "f32.gguf"
+    engine.quantise(builtin_path("story"), path, files.file_types(full=True)[name], 1)
+    engine.quantise(path, copy, files.FLOAT32, 1)
+    wrong, n, note = files.compare_decoded(path, copy)
+    assert (wrong, n > 10) == (0, True)
+    assert name in note
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 0x40  # in the last tensor
+    path.write_bytes(content)
+    assert files.compare_decoded(path, copy)[0] == 1
+
+
+@pytest.mark.weights
+@pytest.mark.live
+def test_the_published_model_in_parts_of_llama_cpps_tool_opens_from_each(benchmarks: None):
+    files = importlib.import_module("published_files")
+    real_vocabulary("qwen2")  # skips the test without published material
+    if files.tool("llama-gguf-split") is None:
+        pytest.skip("NOT RUN: no llama-gguf-split (tests/support/build_llama_tools.py builds it)")
+    (line,) = files.parts()
+    assert (line.n, line.wrong) == (5, 0)
