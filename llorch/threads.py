@@ -21,6 +21,7 @@ from llorch.files.names import inventory
 
 SMALL = 20_000_000  # parameters
 SOFT = 1  # omp_pause_soft: what the library has set up stays
+_LIMITS: list[int] = []  # of `limited`, the innermost last
 VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # by which a user says how many
 
 
@@ -32,6 +33,14 @@ def is_small(config: ModelConfig) -> bool:
 def n_threads_for(config: ModelConfig) -> int:
     """Threads of a foreign engine when nobody says: one for a small model, else as many as this process may run."""
     return 1 if is_small(config) else n_cores()
+
+
+def n_asked() -> int | None:
+    """Threads that a user asks for: of `limited`, else of the environment; None where nobody says."""
+    if _LIMITS:
+        return _LIMITS[-1]
+    said = (os.environ.get(name, "") for name in VARIABLES)
+    return next((int(n) for n in said if n.isdigit() and int(n) > 0), None)
 
 
 def n_cores() -> int:
@@ -53,9 +62,13 @@ def let_go() -> None:
 
 @contextmanager
 def limited(n: int) -> Iterator[None]:
-    """Let NumPy, and torch where it is imported by now, compute with so many threads; puts back what was before."""
+    """Let NumPy, engines, and torch where it is imported by now, compute with `n` threads; puts back the old number."""
     with threadpool_limits(n, user_api="blas"), _torch_limited(n):
-        yield
+        _LIMITS.append(n)
+        try:
+            yield
+        finally:
+            _LIMITS.pop()
 
 
 @contextmanager

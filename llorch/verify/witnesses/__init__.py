@@ -18,6 +18,7 @@ from llorch.config import ModelConfig
 from llorch.errors import MissingExtra
 from llorch.numerics import EXACT, DtypeName, Numerics
 from llorch.sampling import SamplingSettings
+from llorch.threads import n_asked
 from llorch.verify.witnesses.process import GGML_VARIABLES, EngineInChild, Say
 
 ProducerName = Literal["llamacpp", "transformers"]
@@ -127,12 +128,13 @@ def open_producer(
     With `EXACT` numerics the engine is shown float weights of `dtype`; `GGML` lets llama.cpp compute with the file as
     it is. In half precision transformers keeps activations in it too, llama.cpp rounds to it what it multiplies with a
     matrix. `streamed`: transformers holds one layer at a time; if not told, where the whole model does not fit. Such a
-    run tells `say` how far it is. Every method may raise EngineDied.
+    run tells `say` how far it is. `n_threads`: if not told, as many as the user asks for. Every method may raise
+    EngineDied.
     """
     for package in _PACKAGES.get(name, ()):
         if find_spec(package) is None:
             raise MissingExtra("golden", package)
-    settings = {"n_threads": n_threads, "numerics": numerics, "dtype": dtype, "streamed": streamed}
+    settings = {"n_threads": n_threads or n_asked(), "numerics": numerics, "dtype": dtype, "streamed": streamed}
     opened = EngineInChild(name, path, f"{__name__}:open_here", name, path, say=say, **settings)
     return cast(Producer, opened)
 
