@@ -20,7 +20,9 @@ from published_lines import PROMPT, Line, not_run, progress, smollm2
 from rounds import OTHERS, busy_seconds, processor
 
 N_PROMPT, N_DECODE, ROOM = 1200, 32, 1280
-ENGINES = ("llorch, NumPy", "llorch, torch", "llama.cpp")
+# llama.cpp lays packed weights out for the processor; with AMX release 0.3.36 of its package ends by SIGSEGV there.
+PLAIN = "llama.cpp, weights as stored"
+ENGINES = ("llorch, NumPy", "llorch, torch", "llama.cpp", PLAIN)
 FIGURES = {
     "first": "s to the first token",
     "prompt": f"s for {N_PROMPT} tokens",
@@ -83,12 +85,12 @@ def opener(name: str, n_threads: int) -> tuple[Callable[[Path], Any], Callable[[
     import engines
 
     encode: Callable[[Any, str], list[int]] = lambda it, text: it._model.tokenizer.encode(text)  # noqa: E731
-    if name == "llama.cpp":
+    if name in ("llama.cpp", PLAIN):
         import llama_cpp  # noqa: F401
 
-        return partial(engines.LlamaCpp, n_threads=n_threads, n_ctx=ROOM), lambda it, text: it._llama.tokenize(
-            text.encode()
-        )
+        return partial(
+            engines.LlamaCpp, n_threads=n_threads, extra_buffers=name != PLAIN, n_ctx=ROOM
+        ), lambda it, text: it._llama.tokenize(text.encode())
     if name == "llorch, torch":
         import llorch.pytorch.model
 
