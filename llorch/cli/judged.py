@@ -162,7 +162,12 @@ def _place(row: Row) -> tuple[str, str, str, int | None]:
 
 
 def _closeness(row: Row) -> tuple[int, float]:
-    parts = (row.error, row.tolerance), (row.worst, row.tolerance_worst), (row.token_error, row.tolerance_token)
+    parts = (
+        (row.error, row.tolerance),
+        (row.worst, row.tolerance_worst),
+        (row.token_error, row.tolerance_token),
+        (abs(row.common_factor - 1), row.tolerance_factor),
+    )
     return _SEVERITY[row.verdict], max(times_over(*part) for part in parts if not math.isnan(part[0]))
 
 

@@ -3,6 +3,7 @@
     error = |got - want| / |want|                   Euclidean norms, in float64
     worst = max |got - want| / max |want|           the single worst element, on the tensor's own scale
     tokens                                          the error of each token's row, on that row's own scale
+    common factor = <got, want> / <want, want>      1 where the two differ by independent roundings alone
 
 Presence, shape, dtype and finiteness are judged before any value. NaN, infinity, an empty array or a broadcast
 never pass. Nothing else in the project decides whether numbers agree.
@@ -37,11 +38,13 @@ class Tolerance:
         error: Of the whole.
         worst: Of its worst element.
         tokens: Of the row of each token, one limit or one per token; None where tokens are not told apart.
+        common_factor: How far the common factor may be from 1; None where it is not judged.
     """
 
     error: float
     worst: float
     tokens: "np.ndarray | float | None" = field(default=None, compare=False)
+    common_factor: float | None = None
 
     def at_most(self, highest: "Tolerance") -> "Tolerance":
         """This tolerance, but in neither limit above another."""
@@ -50,13 +53,13 @@ class Tolerance:
     def at_least(self, lowest: "Tolerance") -> "Tolerance":
         """This tolerance, but in no limit below another."""
         tokens = None if self.tokens is None else np.maximum(self.tokens, lowest.tokens or 0.0)
-        return Tolerance(max(self.error, lowest.error), max(self.worst, lowest.worst), tokens)
+        return Tolerance(max(self.error, lowest.error), max(self.worst, lowest.worst), tokens, self.common_factor)
 
     def times(self, factor: float) -> "Tolerance":
         """This tolerance, so many times as large."""
-        return Tolerance(
-            factor * self.error, factor * self.worst, None if self.tokens is None else factor * self.tokens
-        )
+        tokens = None if self.tokens is None else factor * self.tokens
+        common_factor = None if self.common_factor is None else factor * self.common_factor
+        return Tolerance(factor * self.error, factor * self.worst, tokens, common_factor)
 
 
 EXACT = Tolerance(0.0, 0.0)
@@ -73,10 +76,13 @@ class Difference:
     got: float = math.nan
     want: float = math.nan
     tokens: np.ndarray | None = field(default=None, compare=False)  # the error of each token
+    common_factor: float = field(default=1.0, compare=False)  # the projection of `got` on `want`
 
     def within(self, tolerance: Tolerance) -> bool:
         """Whether this difference passes."""
         if self.fault is not None or not (self.error <= tolerance.error and self.worst <= tolerance.worst):
+            return False
+        if not self.has_no_factor(tolerance):
             return False
         return self.tokens is None or tolerance.tokens is None or bool((self.tokens <= tolerance.tokens).all())
 
@@ -84,8 +90,17 @@ class Difference:
         """By what factor the tolerance is exceeded; at most 1 when it passes, infinite for a fault."""
         if self.fault is not None:
             return math.inf
-        token = times_over(*self.nearest_token(tolerance))
-        return max(times_over(self.error, tolerance.error), times_over(self.worst, tolerance.worst), token)
+        factor = abs(self.common_factor - 1)
+        return max(
+            times_over(self.error, tolerance.error),
+            times_over(self.worst, tolerance.worst),
+            times_over(*self.nearest_token(tolerance)),
+            0.0 if tolerance.common_factor is None else times_over(factor, tolerance.common_factor),
+        )
+
+    def has_no_factor(self, tolerance: Tolerance) -> bool:
+        """Tell whether rounding explains the common factor."""
+        return tolerance.common_factor is None or abs(self.common_factor - 1) <= tolerance.common_factor
 
     def nearest_token(self, tolerance: Tolerance) -> tuple[float, float]:
         """Error and limit of the token that is nearest to its limit, or farthest beyond; zero where there is none."""
@@ -152,16 +167,17 @@ def measure(got: object, want: object, *, masked: bool = False, token_axis: int 
     a, b = (np.where(np.isneginf(want), 0, x) if masked else x for x in (got, want))
     a, b = a.astype(np.float64, copy=False), b.astype(np.float64, copy=False)
     with np.errstate(invalid="ignore"):
-        apart = np.abs(a - b)
-    index = _place(apart.argmax(), apart.shape)  # of NaN or infinity where there is one
-    largest, size = float(apart[index]), float(np.abs(b).max())
+        off = np.asarray(a - b)
+    index = _place(np.abs(off).argmax(), off.shape)  # of NaN or infinity where there is one
+    largest, size = float(np.abs(off[index])), float(np.abs(b).max())
     if not math.isfinite(largest) and (fault := _not_finite(got, want, masked=masked)):
         return Difference(math.inf, math.inf, fault)
     scale = max(largest, size) or 1.0  # squares must neither overflow nor vanish
-    apart, scaled = apart / scale, b / scale
-    error = times_over(_norm(apart), _norm(scaled))
-    tokens = None if token_axis is None else _by_token(apart, scaled, token_axis)
-    return Difference(error, times_over(largest, size), None, index, float(a[index]), float(b[index]), tokens)
+    off, scaled = off / scale, b / scale
+    error = times_over(_norm(off), _norm(scaled))
+    tokens = None if token_axis is None else _by_token(off, scaled, token_axis)
+    factor = 1 + times_over(float(np.vdot(off, scaled)), float(np.vdot(scaled, scaled)))
+    return Difference(error, times_over(largest, size), None, index, float(a[index]), float(b[index]), tokens, factor)
 
 
 def measure_in(got: object, want: object, *, unit: float) -> Difference:
@@ -322,10 +338,10 @@ def _norm(array: "np.ndarray | np.float64") -> float:
     return math.sqrt(flat.dot(flat))
 
 
-def _by_token(apart: np.ndarray, want: np.ndarray, axis: int) -> np.ndarray:
+def _by_token(off_by: np.ndarray, want: np.ndarray, axis: int) -> np.ndarray:
     """The error of every token; where all of one is zero, any difference is infinite."""
     others = tuple(other for other in range(want.ndim) if other != axis)
-    off, size = (np.sqrt(np.square(array).sum(axis=others)) for array in (apart, want))
+    off, size = (np.sqrt(np.square(array).sum(axis=others)) for array in (off_by, want))
     if size.all():
         return off / size
     return np.where(size > 0, off / np.where(size > 0, size, 1.0), np.where(off > 0, math.inf, 0.0))

@@ -42,6 +42,8 @@ class Row:
     flips: int = 0  # values of this stage that the next product rounds to another side than the golden's
     token_error: float = math.nan  # of the token that is nearest to its limit; NaN where tokens are not told apart
     tolerance_token: float = math.nan
+    common_factor: float = math.nan  # of ours on the golden; 1 is right, NaN where it is not judged
+    tolerance_factor: float = math.nan  # how far from 1 it may be
     route: Route | None = None  # of the file into the producer; None where what is compared is the file, or its text
     place: Place = field(default=Place("", ""), repr=False, compare=False)
 
@@ -124,6 +126,7 @@ def row_of(
 ) -> Row:  # fmt: skip
     """The row of a difference and its limit; errors against the truth are NaN where there is none."""
     token_error, token_limit = found.nearest_token(limit)
+    judges_factor = limit.common_factor is not None and found.fault is None
     return Row(
         model=model,
         checkpoint=place.checkpoint,
@@ -140,11 +143,19 @@ def row_of(
         tolerance=limit.error,
         tolerance_worst=limit.worst,
         verdict=PASS if found.within(limit) else FAIL,
-        note=found.fault or "",
+        note=found.fault or _of_factor(found, limit),
         token_error=token_error,
         tolerance_token=token_limit,
+        common_factor=found.common_factor if judges_factor else math.nan,
+        tolerance_factor=limit.common_factor if judges_factor and limit.common_factor is not None else math.nan,
         place=place,
     )
+
+
+def _of_factor(found: Difference, limit: Tolerance) -> str:
+    if found.has_no_factor(limit):
+        return ""
+    return f"common factor {found.common_factor:.4f}, expected 1 within {limit.common_factor:.4f}"
 
 
 def exact_row(place: Place, witness: str, wrong: float, note: str, *, model: str, backend: str = "numpy") -> Row:

@@ -7,6 +7,8 @@ token among others. *Arithmetic*: in every other dtype a stage is granted the la
   - what rounding may cost, derived from the numbers of the golden alone, and
   - 4 times the producers' own distance from the truth (of the stage, in all layers), as far as rounding explains that.
 
+In half precision an isolated stage is granted a common factor, too: see `limits_of_factors`.
+
 Derived: every stage adds an error of its own (a sum in another order, a few roundings, a float32 angle) and passes on
 what its inputs are off. Errors of single elements are small and taken as independent, so *variances* go through the
 pass, element by element, times the squared derivatives of the stage at the golden's values: for y = x w.T that is
@@ -58,6 +60,7 @@ from llorch.stages import STAGES, Stage, input_keys, key, keys, matrix_of
 from llorch.verify.compare import EXACT, FACTOR, FLOOR, Difference, Tolerance
 from llorch.verify.limits_of_delta_nets import RULES as OF_DELTA_NETS
 from llorch.verify.limits_of_delta_nets import own_half
+from llorch.verify.limits_of_factors import limit_of_factor
 from llorch.verify.places import Pass, part_of, token_axis
 from llorch.verify.rounding_costs import (
     CHAINED,
@@ -186,7 +189,8 @@ class Limits:
             distance: The producers' largest distance from the truth, of a mode and a stage.
         """
         self._stages = {name: stage for name, stage, _ in keys(weights.config)}
-        self._golden, self._distance = golden, distance
+        self._golden, self._distance, self._config = golden, distance, weights.config
+        self._arithmetic, self._fused = arithmetic, fused
         self._isolated: dict[str, Tolerance] = {}
         self._chained: dict[str, np.ndarray] = {}
         self._granted: dict[tuple[str, int], Tolerance] = {}  # chained, to whoever asks again
@@ -199,10 +203,19 @@ class Limits:
         while name not in self._isolated:
             with np.errstate(all="ignore"):  # a golden that is not finite fails as such
                 at, made = next(self._steps)
-                self._isolated[at] = limit(self._golden[at], made[ISOLATED], self._stages[at])
+                self._isolated[at] = self._limit_isolated(at, made[ISOLATED])
             self._chained[at] = made[CHAINED].copy()
             if len(made) > FREE:
                 self._free = made[FREE] / 4  # twice the root is granted: flips are as many as can be
+
+    def _limit_isolated(self, name: str, variance: np.ndarray) -> Tolerance:
+        """Derive it; in half precision the limit of the whole would let a factor of one per cent pass."""
+        stage, golden = self._stages[name], self._golden[name]
+        made = limit(golden, variance, stage)
+        if not self._arithmetic.is_half or made == EXACT:
+            return made
+        factor = limit_of_factor(golden, variance, stage, self._config, self._arithmetic, fused=self._fused)
+        return replace(made, common_factor=factor)
 
     def chained_variance(self, name: str) -> np.ndarray:
         """Of every element of a stage that was given ours."""

@@ -239,3 +239,34 @@ def test_check_raises_with_label_numbers_place_and_limits():
     ) as caught:
         check(got, want, Tolerance(1e-6, 2e-5), label=label)
     assert_tells(str(caught.value).partition("allowed")[2], "error 1.0e-06", "worst 2.0e-05")
+
+
+@pytest.mark.parametrize("factor", [1.01, 0.5, -2.0])
+def test_common_factor_is_the_projection_of_one_array_on_the_other(want, factor):
+    got = (factor * want).astype(want.dtype)
+    for one, other in ((got, want), (np.asfortranarray(got), want), (got, np.asfortranarray(want))):
+        assert measure(one, other).common_factor == pytest.approx(factor, rel=1e-6)
+
+
+def test_common_factor_does_not_see_what_is_orthogonal():
+    want = np.array([1.0, 0.0, 2.0])
+    assert measure(want + np.array([0.0, 5.0, 0.0]), want).common_factor == 1.0
+    assert measure(want - want, want).common_factor == 0.0
+    assert measure(want, want - want).common_factor == 1.0  # of nothing; the error is infinite
+
+
+def test_common_factor_of_huge_and_tiny_numbers_is_measured():
+    for size in (1e-300, 1e300):
+        assert measure(size * np.full(3, 1.01), np.full(3, size)).common_factor == pytest.approx(1.01)
+
+
+def test_common_factor_passes_up_to_its_tolerance():
+    want = np.ones(4)
+    anything = Tolerance(math.inf, math.inf, common_factor=0.002)
+    assert passes(1.0019 * want, want, anything)
+    for factor in (1.01, 0.99):
+        assert measure(factor * want, want).over(anything) == pytest.approx(5, rel=1e-6)
+        assert not measure(factor * want, want).within(anything)
+        assert measure(factor * want, want).within(anything.times(6))
+        assert not measure(factor * want, want).within(anything.at_least(TIGHT))
+        assert measure(factor * want, want).within(ANYTHING)

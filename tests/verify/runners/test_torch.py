@@ -1,3 +1,4 @@
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from planted import golden_of, weights_of
-from refusals import refuses
+from refusals import assert_tells, refuses
 from torch_targets import on
 
 from llorch.errors import CheckpointMismatch
@@ -95,6 +96,32 @@ def test_isolated_stages_are_fed_the_golden_and_not_our_own(suffix: str):
     made = rows(sound(SINGLE, suffix), evidence={"llamacpp": changed})
     bad = {(row.stage, row.layer) for row in made if row.mode == "isolated" and row.verdict == FAIL}
     assert bad == {("attn_out", 0), ("attn_residual", 0)}  # what is made from it is fed the golden's residual again
+
+
+def test_in_half_precision_a_factor_of_one_per_cent_fails_its_isolated_stage_alone():
+    def plant(model: TorchModel) -> None:
+        for layer in model.module.model.layers:
+            mlp: Any = layer.mlp
+            mlp.act = lambda gate, up, right=mlp.act: 1.01 * right(gate, up)
+
+    made = [row for row in rows(with_model(HALF, plant)) if row.mode == "isolated"]
+    assert {(row.stage, row.verdict) for row in made if row.stage == "ffn_act"} == {("ffn_act", FAIL)}
+    assert {row.stage for row in made if row.verdict == FAIL} == {"ffn_act"}
+    for row in (row for row in made if row.verdict == FAIL):
+        assert row.error <= row.tolerance
+        assert 1.008 < row.common_factor < 1.012
+        assert row.tolerance_factor < 0.009
+        assert_tells(row.note, f"{row.common_factor:.4f}", f"{row.tolerance_factor:.4f}")
+        assert {"common_factor", "tolerance_factor"} <= row.record().keys()
+
+
+@pytest.mark.parametrize("target", [SINGLE, HALF])
+def test_common_factor_is_shown_where_it_is_judged(target: str):
+    for row in rows(sound(target)):
+        judged = target == HALF and row.mode == "isolated"
+        assert row.verdict != FAIL
+        assert judged == (abs(row.common_factor - 1) <= row.tolerance_factor), row
+        assert judged or math.isnan(row.common_factor)
 
 
 def test_in_half_precision_a_near_tie_is_shown_with_its_gap():

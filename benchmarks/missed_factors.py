@@ -1,0 +1,160 @@
+"""Plant a common factor into every stage of the torch path in half precision, and count the comparisons that see it.
+
+    python benchmarks/missed_factors.py                                   all built-in models in bfloat16
+    python benchmarks/missed_factors.py micro-qwen3 --dtype float16
+    python benchmarks/missed_factors.py --factor 1.005
+
+Each stage is multiplied as it is shown and rounded to the dtype of the run, so each comparison sees a factor of its
+own. Isolated comparisons judge the factor (`llorch/verify/limits_of_factors.py`). Chained ones and gradients judge the
+error alone. Exit code 1: less than 90 % of the isolated comparisons fail.
+"""
+
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import click
+import numpy as np
+import torch
+
+from llorch.builtin import EVERY
+from llorch.pytorch.device import Target, target
+from llorch.stages import BY_NAME
+from llorch.verify.judge import FAIL, Row
+from llorch.verify.models import stored
+from llorch.verify.runners import Runner, See
+from llorch.verify.runners.torch import torch_runners
+from llorch.verify.runners.torch_observed import WIDENED
+from llorch.verify.suites.forward import ForwardSuite
+from llorch.verify.training.claims import claims, rows
+from llorch.verify.training.claims import stored as stored_training
+from llorch.verify.training.goldens import MODELS as TRAINED
+from llorch.verify.training.limits import NUMPY_ALONE
+from llorch.verify.training.torch_runner import DTYPES as TRAINED_DTYPES
+from llorch.verify.training.torch_runner import TorchRunner
+
+ENOUGH = 0.9  # of the isolated comparisons
+MODES = ("isolated", "chained")
+FEW = "few numbers, or few large ones, make up the sums"
+WHY = {  # a stage misses a factor
+    "attn_context": "where attention is fused, one rounded key moves all later queries",
+    "delta_state": "one rounded key or decay moves all that follows in its head",
+    "delta_out": "one rounded key or decay moves all that follows in its head",
+    "log_decay": "a rounded decay is a factor of its head, and one head makes up most",
+    "shared_gate": "one row of rounded weights moves all tokens",
+    "moe_out": "a rounded weight of an expert moves all channels of its token, for few tokens",
+}
+
+
+@dataclass
+class Seen:
+    """Verdicts of one stage, and the largest tolerance of its factor."""
+
+    verdicts: Counter[tuple[str, bool]] = field(default_factory=Counter)
+    tolerance: float = 0.0
+
+    def add(self, row: Row) -> None:
+        """Count a comparison."""
+        self.verdicts[row.mode, row.verdict == FAIL] += 1
+        if row.mode == "isolated":
+            self.tolerance = max(self.tolerance, row.tolerance_factor)
+
+    def of(self, mode: str) -> tuple[int, int]:
+        """How many comparisons fail, and how many there are."""
+        red = self.verdicts[mode, True]
+        return red, red + self.verdicts[mode, False]
+
+
+class WithFactor:
+    """A runner whose stages are shown with a factor."""
+
+    def __init__(self, runner: Runner, at: Target, factor: float) -> None:
+        """Wrap a runner."""
+        self._runner, self._at, self._factor = runner, at, factor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def isolated(self, this: Any, golden: Any, see: See) -> None:
+        """See `Runner.isolated`."""
+        self._runner.isolated(this, golden, self._planted(see))
+
+    def chained(self, case: str, this: Any, see: See, **how: Any) -> None:
+        """See `Runner.chained`."""
+        self._runner.chained(case, this, self._planted(see), **how)
+
+    def _planted(self, see: See) -> See:
+        return lambda name, array, **how: see(name, times(array, self._factor, name, self._at), **how)
+
+
+def times(array: np.ndarray, factor: float, name: str, at: Target) -> np.ndarray:
+    """Multiply a stage, and round it to the dtype of the run; a choice of experts has no factor."""
+    stage = name.rpartition(".")[2]
+    if array.dtype.kind != "f":
+        return array
+    made = torch.from_numpy(array) * factor
+    return (made if stage in WIDENED else made.to(at.dtype)).to(torch.float32).numpy()
+
+
+def forward_rows(model: str, at: Target, factor: float) -> Iterator[Row]:
+    """Judge every stage of a built-in model, isolated and chained."""
+    weights, golden = stored(model)
+    suite = ForwardSuite(model, weights, golden.cases, golden.evidence, golden.truth)
+    for runner in torch_runners(at)(weights, wide=True):
+        planted: Any = WithFactor(runner, at, factor)
+        yield from (row for row in suite.stage_rows(planted) if not BY_NAME[row.stage].is_choice)
+
+
+def gradient_rows(model: str, at: Target, factor: float) -> Iterator[Row]:
+    """Judge the gradients of a built-in model that is trained, chained."""
+    weights, golden = stored_training(model)
+    runner = TorchRunner(weights, golden, at, as_trainer=False)
+    made = {place: array * factor for place, array in runner.chained() if place.stage == "gradient"}
+    claimed = (
+        claim
+        for claim in claims(golden, weights.config, at.dtype_name)
+        if claim.place.stage == "gradient" and claim.mode == "chained"
+    )
+    return rows(model, claimed, {"chained": made}, str(at), left_out=NUMPY_ALONE)
+
+
+def table(seen: Mapping[str, Seen]) -> Iterator[str]:
+    """A line for each stage: the comparisons that fail, and the reason where some isolated ones do not."""
+    yield f"{'stage':16} {'isolated':>12} {'chained':>12}  tolerance of the factor"
+    for stage in (name for name in BY_NAME if name in seen):
+        red, n = seen[stage].of("isolated")
+        cells = "".join(f" {'{} of {}'.format(*seen[stage].of(mode)):>12}" for mode in MODES)
+        why = "" if red == n else f"   {WHY.get(stage, FEW)}"
+        yield f"{stage:16}{cells}  {seen[stage].tolerance:.4f}{why}"
+
+
+@click.command(help=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("models", nargs=-1, type=click.Choice(EVERY))
+@click.option("--dtype", default="bfloat16", show_default=True, type=click.Choice(["bfloat16", "float16"]))
+@click.option("--device", default="cpu", show_default=True)
+@click.option("--factor", default=1.01, show_default=True)
+def main(models: tuple[str, ...], dtype: str, device: str, factor: float) -> None:
+    """Entry point."""
+    at, seen, gradients = target(device, dtype), defaultdict[str, Seen](Seen), Counter[bool]()
+    for model in models or EVERY:
+        of_model = Seen()
+        for row in forward_rows(model, at, factor):
+            seen[row.stage].add(row)
+            of_model.add(row)
+        click.echo(f"{model}: {'{} of {}'.format(*of_model.of('isolated'))} isolated comparisons fail", err=True)
+        if model in TRAINED and dtype in TRAINED_DTYPES:
+            gradients.update(row.verdict == FAIL for row in gradient_rows(model, at, factor))
+    click.echo("\n".join(table(seen)))
+    totals = {mode: np.sum([each.of(mode) for each in seen.values()], axis=0) for mode in MODES}
+    shares = ", ".join(f"{red} of {n} {mode} comparisons ({red / n:.0%})" for mode, (red, n) in totals.items())
+    click.echo(
+        f"{at}, a factor of {factor:g} is seen in {shares} and {gradients[True]} of {gradients.total()} gradients"
+    )
+    red, n = totals["isolated"]
+    sys.exit(0 if red >= ENOUGH * n else 1)
+
+
+if __name__ == "__main__":
+    main()
