@@ -12,7 +12,7 @@ Source: llama.cpp ggml/src/ggml-cpu; llorch.ops.rounding.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import pairwise
 
 import numpy as np
@@ -29,7 +29,7 @@ from llorch.numerics import DtypeName
 from llorch.ops.precision import own_dtype_only
 from llorch.ops.rounding import BLOCK_SIZE, ActivationKind, block_sums, round_activations
 from llorch.sampling import SamplingSettings, probabilities
-from llorch.stages import input_keys, keys, matrix_of
+from llorch.stages import input_keys, key, keys, matrix_of
 from llorch.verify.choices import GoOn, as_made
 from llorch.verify.goldens import SAMPLINGS
 from llorch.verify.limits import Limits, off
@@ -73,8 +73,12 @@ def show(
     n_cached: int = 0,
     golden: Trace | None = None,
     go_on: GoOn = as_made,
+    after_failure: bool = False,
 ) -> None:
-    """The same, stage by stage; the pass goes on with what `go_on` makes of a stage that has no golden."""
+    """The same, stage by stage; the pass goes on with what `go_on` makes of a stage that has no golden.
+
+    With `after_failure` a pass of other tokens fails before the second one.
+    """
     whole = _of_this_shape(golden or {}, weights, this)
 
     def keeping(start: int, stop: int) -> Keep:
@@ -90,7 +94,7 @@ def show(
 
         return keep
 
-    _passes(weights, this, n_cached, keeping)
+    _passes(weights, this, n_cached, keeping, after_failure=after_failure)
 
 
 def _of_this_shape(golden: Trace, weights: Weights, this: Pass) -> dict:
@@ -104,15 +108,36 @@ def _of_this_shape(golden: Trace, weights: Weights, this: Pass) -> dict:
 
 
 def _passes(
-    weights: Weights, this: Pass, n_cached: int, keeping: Callable[[int, int], Keep], *, last_only: bool = False
-) -> np.ndarray:
+    weights: Weights, this: Pass, n_cached: int, keeping: Callable[[int, int], Keep], *, last_only: bool = False,
+    after_failure: bool = False,
+) -> np.ndarray:  # fmt: skip
     """One pass, or two when some tokens are cached; logits of the last."""
     cache = KVCache(weights.config, weights.cache_dtype, first_position=this.first_position)
     ids, bounds = np.asarray(this.ids), [0, *([n_cached] if n_cached else []), len(this.ids)]
     logits = np.empty(0)
     for start, stop in pairwise(bounds):
+        if start and after_failure:
+            _fail(ids[start:stop][::-1], weights, cache)
         logits = forward(ids[start:stop], weights, cache, keep=keeping(start, stop), last_only=last_only)
     return logits
+
+
+class _PassFailedError(Exception):
+    """A pass ends in the middle, as by an interrupt."""
+
+
+def _fail(ids: np.ndarray, weights: Weights, cache: KVCache) -> None:
+    """Begin a pass and end it after the first layer with a state; nothing of it may be left in the cache."""
+    layers = range(weights.config.n_layers)
+    last = key("block_out", next((i for i in layers if weights.config.layer(i).mixer == "delta_net"), 0))
+
+    def keep(name: str, array: np.ndarray) -> np.ndarray:
+        if name == last:
+            raise _PassFailedError
+        return array
+
+    with suppress(_PassFailedError):
+        forward(ids, weights, cache, keep=keep)
 
 
 class NumpyRunner:
@@ -135,8 +160,8 @@ class NumpyRunner:
         show(self.weights, this, see, golden=golden)
 
     def chained(self, case: str, this: Pass, see: See, *, n_cached: int = 0, go_on: GoOn = as_made) -> None:
-        """See `run`."""
-        show(self.weights, this, see, n_cached=n_cached, go_on=go_on)
+        """See `run`; the second of two passes comes after one that failed."""
+        show(self.weights, this, see, n_cached=n_cached, go_on=go_on, after_failure=True)
 
     def in_parts(self, this: Pass, bounds: Sequence[int], see: Callable[[str, np.ndarray, int], None]) -> None:
         """See `Runner.in_parts`."""

@@ -5,7 +5,8 @@ Two questions are kept apart. *Mathematics*: ours in float64 is compared with th
 every golden, at the limits of `limits`. No limit is made of numbers that we computed.
 
 Every stage is judged *isolated*, in a pass in which the golden takes the place of each stage as soon as it was
-recorded, and *chained*, in a pass of ours; *decode* rows are chained, behind a cache that another pass filled.
+recorded, and *chained*, in a pass of ours; *decode* rows are chained, behind a cache that another pass filled. With
+exact numerics NumPy begins a third pass between the two, of other tokens, and ends it in the middle: it leaves nothing.
 """
 
 import math

@@ -11,6 +11,7 @@ from refusals import assert_tells, refuses
 
 from llorch import forward as forward_page
 from llorch.builtin import BUILTIN
+from llorch.cache import KVCache
 from llorch.stages import BY_NAME, key, keys
 from llorch.verify.choices import GoOn, as_made
 from llorch.verify.compare import EXACT, FACTOR, FLOOR, Difference, measure
@@ -345,3 +346,19 @@ def test_every_row_says_where_it_stands_as_data():
         record: dict[str, Any] = row.record()
         assert "place" not in record
         assert record["stage"] == row.stage
+
+
+def test_decode_rows_fail_where_a_failed_pass_leaves_its_state_in_the_cache(monkeypatch: pytest.MonkeyPatch):
+    """A pass that is given the state itself, and not a copy, has changed it when it fails."""
+    model = "micro-qwen3.5"
+    golden = golden_of(model)
+    made = ForwardSuite(model, weights_of(model), {"near": golden.cases["near"]}, golden.evidence, golden.truth)
+    numpy = NumpyRunner(weights_of(model))
+    assert FAIL not in {row.verdict for row in made.decode_rows(numpy)}
+
+    def shared(cache: KVCache, layer: int, right: Callable[[KVCache, int], Any] = KVCache.memory) -> Any:
+        return cache._states.get(layer) or right(cache, layer)
+
+    monkeypatch.setattr(KVCache, "memory", shared)
+    bad = {row.stage for row in made.decode_rows(numpy) if row.verdict == FAIL}
+    assert {"conv_out", "delta_state", "delta_out"} <= bad
