@@ -28,6 +28,7 @@ from llorch.errors import MissingExtra, printable
 from llorch.learn.check import check
 from llorch.learn.choice import opened
 from llorch.learn.frames import all_frames, is_own
+from llorch.learn.guard import named
 from llorch.learn.implementation import Implementation
 from llorch.learn.judging import Mode
 from llorch.learn.lessons import BY_NUMBER, Lesson
@@ -268,10 +269,10 @@ def _checked(number: str, implementation: Implementation, mode: Mode, with_teeth
     except MissingExtra as error:
         return outcome_of(number, Verdict(number, NOT_RUN, reason=str(error)))
     except MemoryError as error:
-        fault = f"no memory is left of {MEMORY >> 30} GiB: {error}"
+        fault = f"no memory is left of {MEMORY >> 30} GiB: {named(error)}"
         return outcome_of(number, Verdict(number, FAIL, fault=fault, traceback=all_frames(error)))
     except BaseException as error:  # a bug of ours, or of code that reaches into llorch
-        fault = f"the check itself raised {type(error).__name__}: {error}; --full shows where"
+        fault = f"the check itself raised {named(error)}; --full shows where"
         return outcome_of(number, Verdict(number, FAIL, fault=fault, traceback=all_frames(error)))
 
 

@@ -4,6 +4,7 @@ Number, shape and dtype of the results are those of the reference for the same a
 live run, where nothing is judged, NaN is a fault, and the reference runs once for each shape of the arguments.
 """
 
+import functools
 import inspect
 import operator
 from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping
@@ -28,6 +29,7 @@ def guarded(part: Part, function: Call, *, note: Note = lambda line: None, live:
 
         return guarded_on_torch(part, function, note=note)
     known: dict[object, list[Like]] = {}
+    function = not_within_itself(part, function)
 
     def call(**given: Any) -> Any:
         key = _shapes(given) if live else None
@@ -39,9 +41,9 @@ def guarded(part: Part, function: Call, *, note: Note = lambda line: None, live:
         returned = called(part, function, handed)
         if not live:
             _require_unchanged(part, given, handed)
-        results = []
-        for name, array, like in zip(part.returns, _as_arrays(part, returned), known[key], strict=True):
-            _require_like(part, name, array, like)
+        results, made = [], _as_arrays(part, returned)
+        for (name, value), array, like in zip(part.results(returned).items(), made, known[key], strict=True):
+            _require_like(part, name, array, like, value)
             _require_numbers(part, name, array, like, note=note, live=live)
             if any(np.shares_memory(array, each) for each in _arrays(handed)):
                 note(f"{part.name}: {name} is a view of an argument; a copy is used")
@@ -60,9 +62,34 @@ def _guarded_stream(part: Part, function: Call) -> Call:
         except LearnerFault:
             raise  # of another part, in what it was given
         except (Exception, SystemExit) as error:
-            raise LearnerFault(part.name, f"raised {type(error).__name__}: {error}") from error
+            raise LearnerFault(part.name, f"raised {named(error)}") from error
 
     return call
+
+
+def not_within_itself(part: Part, function: Call) -> Call:
+    """Refuse a learner's function that calls the llorch function it replaces: that call would come back to it."""
+    is_running = False
+
+    @functools.wraps(function)
+    def call(**given: Any) -> Any:
+        nonlocal is_running
+        if is_running:
+            raise LearnerFault(
+                part.name, f"calls {part.replaces}, which it replaces while it is checked; compute the result yourself"
+            )
+        is_running = True
+        try:
+            return function(**given)
+        finally:
+            is_running = False
+
+    return call
+
+
+def named(error: BaseException) -> str:
+    """Return `ValueError: its message`, or the name alone if there is no message."""
+    return ": ".join(filter(None, (type(error).__name__, str(error))))
 
 
 def read_only(given: Mapping[str, Any], *, copy: bool) -> dict[str, Any]:
@@ -115,11 +142,12 @@ def called(part: Part, function: Call, handed: Mapping[str, Any]) -> Any:
     except LearnerFault:
         raise
     except NotImplementedError as error:
-        raise LearnerFault(part.name, f"calls something that is not written yet ({error})") from error
+        said = f" ({error})" if str(error) else ""
+        raise LearnerFault(part.name, f"calls something that is not written yet{said}") from error
     except (Exception, SystemExit) as error:
         if isinstance(error, ValueError) and "read-only" in str(error):
             raise LearnerFault(part.name, f"writes into an argument ({error}); compute into a new array") from error
-        raise LearnerFault(part.name, f"raised {type(error).__name__}: {error}") from error
+        raise LearnerFault(part.name, f"raised {named(error)}") from error
 
 
 def _require_unchanged(part: Part, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
@@ -161,12 +189,16 @@ def _as_array(part: Part, name: str, value: Any) -> np.ndarray:
     return array
 
 
-def _require_like(part: Part, name: str, got: np.ndarray, like: Like) -> None:
+def _require_like(part: Part, name: str, got: np.ndarray, like: Like, returned: Any) -> None:
     shape, dtype, _ = like
     if got.shape != shape:
         raise LearnerFault(part.name, f"expected {name} of shape {shape}, got {got.shape}")
     if got.dtype != dtype and (shape or not np.can_cast(got.dtype, dtype)):
-        raise LearnerFault(part.name, f"expected {name} of dtype {dtype}, got {got.dtype}; use .astype")
+        if isinstance(returned, list | tuple):
+            advice = f"got a {type(returned).__name__}; return an array: np.asarray({name}, np.{dtype})"
+        else:
+            advice = f"got {got.dtype}; use .astype"
+        raise LearnerFault(part.name, f"expected {name} of dtype {dtype}, {advice}")
 
 
 def _require_numbers(part: Part, name: str, array: np.ndarray, like: Like, *, note: Note, live: bool) -> None:

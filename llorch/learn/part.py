@@ -47,6 +47,11 @@ class Part:
     stages: tuple[str, ...] = ()
     hidden: Callable[[ModelConfig], tuple[str, ...]] = nothing
 
+    def __post_init__(self) -> None:
+        """Give a reference that is a lambda the part's name, which Python shows where a call is wrong."""
+        if getattr(self.reference, "__name__", "") == "<lambda>":
+            self.reference.__name__ = self.reference.__qualname__ = self.name
+
     @property
     def places(self) -> Mapping[str, Adapt]:
         """Every function of ours whose place it takes."""

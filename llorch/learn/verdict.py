@@ -15,7 +15,7 @@ from llorch.verify.diagnosis.verdict import Suspect
 from llorch.verify.judge import FAIL, PASS, Row
 
 BORROWED, NOT_RUN = "BORROWED", "NOT RUN"
-WIDTH, LABEL, LISTED = 110, 23, 6
+WIDTH, LABEL, LISTED, NOTES = 110, 23, 6, 2
 _ORDER = {stage.name: at for at, stage in enumerate(STAGES)}
 
 
@@ -103,8 +103,10 @@ class Verdict:
             yield from _line("first wrong", f"{_stage(row)}   {row.note or f'error {row.error:.1e}'}")
         if self.wrong:
             yield from self._named()
-        for note in self.notes:
+        for note in self.notes[:NOTES]:
             yield from _line("note", note)
+        if len(self.notes) > NOTES:
+            yield from _line("", f"({len(self.notes) - NOTES} more notes)")
         yield from _line("hint", f"llorch learn hint {self.lesson}")
 
     def _numbers(self, wrong: Wrong) -> Iterator[str]:

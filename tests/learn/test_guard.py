@@ -40,7 +40,26 @@ def without_end(x: Any, weight: Any, eps: float) -> Any:
     return without_end(x, weight, eps)
 
 
+def refuse(x: Any, weight: Any, eps: float) -> Any:
+    raise ValueError
+
+
+def call_unfinished(x: Any, weight: Any, eps: float) -> Any:
+    raise NotImplementedError
+
+
+def call_llorch(x: Any, weight: Any, eps: float) -> Any:
+    from llorch.ops import rms_norm
+
+    return rms_norm.rms_norm(x, weight, eps=eps)
+
+
 FAULTS = {
+    "call_llorch": (call_llorch, ["llorch.ops.rms_norm.rms_norm"], {}),
+    "list": (
+        lambda x, weight, eps: RIGHT(x, weight, eps).tolist(), ["np.asarray(y, np.float32)"],
+        {"expected": "float32", "got": "list"},
+    ),
     "raises": (lambda x, weight, eps: 1 / 0, ["ZeroDivisionError: division by zero"], {}),
     "exits": (lambda x, weight, eps: sys.exit(3), ["SystemExit: 3"], {}),
     "without_end": (without_end, ["RecursionError"], {}),
@@ -69,6 +88,19 @@ def test_a_fault_is_one_sentence(function: Callable[..., Any], facts: list[str],
     found = check_functions("01", rms_norm=function)
     assert found.word == FAIL
     assert_tells(found.fault.splitlines()[0], "rms_norm", *facts, **fields)
+
+
+@pytest.mark.parametrize(("function", "name"), [(refuse, "ValueError"), (call_unfinished, "not written yet")])
+def test_fault_of_an_exception_without_message_ends_with_its_name(function: Callable[..., Any], name: str):
+    found = check_functions("01", rms_norm=function)
+    assert found.fault.splitlines()[0].endswith(name)
+
+
+def test_call_of_a_reference_with_an_argument_missing_names_the_part():
+    for part in PARTS.values():
+        with pytest.raises(TypeError, match=f"^{part.reference.__qualname__}") as caught:
+            part.reference()
+        assert "<lambda>" not in str(caught.value)
 
 
 def test_several_results_are_counted():

@@ -54,6 +54,11 @@ def product(rounded: Callable[[Array], Array], kept: Callable[[Array], Array] = 
     return linear
 
 
+def softmax_over_heads(scores: Array) -> Array:
+    weights = np.exp(scores - scores.max(axis=0, keepdims=True))
+    return weights / weights.sum(axis=0, keepdims=True)
+
+
 def backwards(x: Array) -> Array:
     return np.ascontiguousarray(x[:, ::-1])
 

@@ -8,12 +8,13 @@ from torch import Tensor
 
 import llorch.learn.on_torch.ours  # noqa: F401 (before anything takes the place of ours)
 from llorch.errors import LearnerFault
-from llorch.learn.guard import called, require_parameters
+from llorch.learn.guard import called, not_within_itself, require_parameters
 from llorch.learn.part import Call, Part
 
 
 def guarded_on_torch(part: Part, function: Call, *, note: Callable[[str], None]) -> Call:
     """A learner's function behind its checks; it is given copies."""
+    function = not_within_itself(part, function)
 
     def call(**given: Any) -> Tensor:
         require_parameters(part, function, given)
