@@ -84,6 +84,16 @@ def wrong_axis(scores: np.ndarray) -> np.ndarray:
     return e / e.sum(axis=1, keepdims=True)
 
 
+def first_axis(scores: np.ndarray) -> np.ndarray:
+    e = np.exp(scores - scores.max(axis=0, keepdims=True))
+    return e / e.sum(axis=0, keepdims=True)
+
+
+def axis_forgotten(scores: np.ndarray) -> np.ndarray:
+    e = np.exp(scores - scores.max())
+    return e / e.sum()
+
+
 def powers_of_two(scores: np.ndarray) -> np.ndarray:
     e = np.exp2(scores - scores.max(axis=-1, keepdims=True))
     return e / e.sum(axis=-1, keepdims=True)
@@ -110,6 +120,8 @@ WRONG = {
     },
     "attention_probs": {
         "softmax-over-queries": wrong_axis,
+        "softmax-over-heads": first_axis,
+        "softmax-over-all": axis_forgotten,
         "softmax-base-two": powers_of_two,
         "softmax-not-divided": not_divided,
     },

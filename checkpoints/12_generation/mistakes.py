@@ -38,6 +38,13 @@ def never_fed_back(step: Callable, prompt: np.ndarray, max_tokens: int) -> Itera
         row = step(prompt[-1:])
 
 
+def text_again(step: Callable, prompt: np.ndarray, max_tokens: int) -> Iterator[int]:
+    text = [*prompt]
+    for _ in range(max_tokens):
+        text.append(int(np.argmax(step(text))))
+        yield text[-1]
+
+
 def steps_counted(n_before: int, n_new: int) -> np.ndarray:
     return np.arange(n_new) if n_before == 0 else np.arange(1, 1 + n_new)
 
@@ -48,6 +55,7 @@ WRONG = {
         "generation-last-prompt-token-twice": last_token_twice,
         "generation-first-token-twice": begins_twice,
         "generation-warm-up-left": warmed_up,
+        "generation-text-fed-again": text_again,
         "generation-token-not-fed-back": never_fed_back,
     },
 }

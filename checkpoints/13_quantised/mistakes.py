@@ -15,6 +15,19 @@ def signed(packed: np.ndarray) -> np.ndarray:
     return packed.copy().view(np.int8).astype(np.float32)
 
 
+def unsigned(packed: np.ndarray) -> np.ndarray:
+    return packed.astype(np.float32)
+
+
+def wrapped(packed: np.ndarray) -> np.ndarray:
+    return (np.hstack([packed & 15, packed >> 4]) - np.uint8(8)).astype(np.float32)
+
+
+def four_bits_signed(packed: np.ndarray) -> np.ndarray:
+    codes = np.hstack([packed & 15, packed >> 4]).astype(np.float32)
+    return np.where(codes < 8, codes, codes - 16)
+
+
 def halves(packed: np.ndarray) -> np.ndarray:
     return np.hstack([packed % 16, packed // 16]).astype(np.float32) - 8
 
@@ -68,11 +81,14 @@ WRONG = {
         "block-twice-as-long": of_pairs(signed),
         "block-codes-over-scale": from_start(signed),
         "block-stride-padded": padded(signed),
+        "block-codes-unsigned": lambda blocks: unsigned(blocks[:, 2:]) * scales(blocks),
     },
     "q4_0": {
         "block-nibbles-alternate": lambda blocks: neighbours(blocks[:, 2:]) * scales(blocks),
         "block-nibbles-swapped": lambda blocks: high_first(blocks[:, 2:]) * scales(blocks),
         "block-zero-point-forgotten": lambda blocks: (halves(blocks[:, 2:]) + 8) * scales(blocks),
+        "block-codes-wrap": lambda blocks: wrapped(blocks[:, 2:]) * scales(blocks),
+        "block-nibbles-signed": lambda blocks: four_bits_signed(blocks[:, 2:]) * scales(blocks),
         "block-scale-of-neighbour": of_previous(halves),
         "block-twice-as-long": of_pairs(halves),
         "block-codes-over-scale": from_start(halves),

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from llorch.learn.checks.training import TrainingCheck
 from llorch.learn.edges import require_edges
 from llorch.learn.frames import all_frames, own_frames
 from llorch.learn.implementation import Implementation
-from llorch.learn.judging import Check, Judged, Mode
+from llorch.learn.judging import Check, Judged, Mode, NearMiss
 from llorch.learn.lessons import BY_NUMBER, LESSONS, WARM_UP, Lesson
 from llorch.learn.part import Call
 from llorch.learn.verdict import BORROWED, Verdict, word_for
@@ -86,9 +87,17 @@ def _checked(lesson: Lesson, implementation: Implementation, mode: Mode) -> Verd
     if not found.wrong:
         return found
     found = replace(found, where=_where(found.wrong[0].part, implementation))
-    if not fault:
+    with suppress(LearnerFault):  # what was judged before a fault may have a name
         found = replace(found, suspects=how.suspects(lesson, implementation, mode, found.wrong))
+    if fault:
+        return _first_things_first(found)
     return replace(found, word=BORROWED if borrowed else PASS, where="") if found.is_honest else found
+
+
+def _first_things_first(found: Verdict) -> Verdict:
+    """Make a fault a note where a known mistake was found before it: the fault may come of that."""
+    is_named = any(not isinstance(each, NearMiss) for each in found.suspects) and not found.is_honest
+    return replace(found, fault="", notes=[*found.notes, found.fault.splitlines()[0]]) if is_named else found
 
 
 def _where(part: str, implementation: Implementation) -> str:

@@ -74,6 +74,12 @@ def no_words(step: Callable, prompt: np.ndarray, max_tokens: int) -> None:
     pass
 
 
+def endless(step: Callable, prompt: np.ndarray, max_tokens: int) -> Iterator[int]:
+    yield from PARTS["generate"].reference(step=step, prompt=prompt, max_tokens=max_tokens)
+    while True:
+        yield 0
+
+
 def beyond(data: np.ndarray) -> tuple:
     names, shapes, types, offsets = PARTS["tensor_table"].reference(data=data)
     return names, shapes, types, offsets + data.size
@@ -95,16 +101,40 @@ def of_no_piece(ids: np.ndarray, merges: np.ndarray, ranks: np.ndarray) -> np.nd
         ("12", "generate", no_step, [1, "step"]),
         ("12", "generate", outside, [10**6, "token"]),
         ("12", "generate", no_words, ["TypeError", "'NoneType'"]),
+        ("12", "generate", endless, ["max_tokens"]),
         ("00", "tensor_table", beyond, ["token_embd.weight", "1365696 to 1519680", 1354272]),
         ("00", "tensor_table", of_no_type, ["token_embd.weight", 999]),
         ("00", "merge", of_no_piece, [1000006, "piece"]),
     ],
-    ids=["halves", "no_step", "outside", "no_words", "beyond", "of_no_type", "of_no_piece"],
+    ids=["halves", "no_step", "outside", "no_words", "endless", "beyond", "of_no_type", "of_no_piece"],
 )
 def test_what_nothing_can_go_on_with_is_said(lesson: str, part: str, function: Callable, facts: list[object]):
     found = check_functions(lesson, **{part: function})
     assert found.word == FAIL
     assert_tells(found.fault.splitlines()[0], part, *facts)
+
+
+def test_fault_after_a_known_mistake_is_a_note():
+    def text_again(step: Callable, prompt: np.ndarray, max_tokens: int) -> Iterator[int]:
+        text = [*prompt]
+        for _ in range(max_tokens):  # in a later model the context does not hold it
+            text.append(int(np.argmax(step(text))))
+            yield text[-1]
+
+    found = check_functions("12", generate=text_again)
+    assert (found.word, found.fault) == (FAIL, "")
+    assert [each.name for each in found.suspects] == ["generation-text-fed-again"]
+    assert_tells(found.notes[0], "generate", "ValueError", 512)
+
+
+def test_top_p_without_crossing_token_is_named_where_p_is_one_too():
+    def keep_top_p(logits: np.ndarray, p: float) -> np.ndarray:
+        order, weights = np.argsort(-logits, kind="stable"), np.exp(logits - logits.max())
+        kept = order[np.cumsum(weights[order] / weights.sum()) < p]
+        return np.where(np.isin(np.arange(logits.size), kept), logits, -np.inf)
+
+    found = check_functions("11", keep_top_p=keep_top_p)
+    assert [each.name for each in found.suspects] == ["top-p-drops-crossing-token"]
 
 
 def test_a_right_table_of_other_strides_passes():

@@ -27,6 +27,10 @@ def eps_outside(x: Array, weight: Array, eps: float) -> Array:
     return x / (np.sqrt((x * x).mean(-1, keepdims=True)) + np.float32(eps)) * weight
 
 
+def eps_forgotten(x: Array, weight: Array, eps: float) -> Array:
+    return x / np.sqrt((x * x).mean(-1, keepdims=True)) * weight
+
+
 def gain_squared(x: Array, weight: Array, eps: float) -> Array:
     return forward.rms_norm(x, weight * weight, eps)
 
@@ -73,12 +77,22 @@ def two_models(monkeypatch: pytest.MonkeyPatch) -> None:  # without biases and w
     [
         ("01b", {"rope": pairs_rotated}, "rope-interleaved-pairs", ["token 0 right, tokens 1-11 wrong; all heads"]),
         ("01", {"rms_norm": eps_outside}, "norm-eps-outside-root", ["all tokens; all channels", "factor"]),
+        ("01", {"rms_norm": eps_forgotten}, "norm-eps-missing", ["rms_norm_eps"]),
+        ("04", {"attention_probs": softmax_over_heads}, "softmax-over-heads", ["axis 0"]),
         ("06", {"feed_forward": silu_on_up}, "swiglu-silu-on-up", ["ffn-gate-and-up-swapped"]),
         ("01", {"rms_norm": gain_squared}, "", ["none", "nearest", "norm-twice"]),
         ("03", {"append": first_key_lost}, "", ["none", "token 0 wrong, tokens 1-11 right"]),
     ],
-    ids=["pairs rotated", "eps outside", "silu on up", "gain squared", "first key lost"],
-)
+    ids=[
+        "pairs rotated",
+        "eps outside",
+        "eps forgotten",
+        "softmax over heads",
+        "silu on up",
+        "gain squared",
+        "first key lost",
+    ],
+)  # fmt: skip
 def test_a_failure_is_named_and_shown(number: str, parts: Mapping[str, Callable], name: str, facts: list[str]):
     found = check_functions(number, **parts)
     assert (found.word, found.where) == (FAIL, f"{next(iter(parts))}() of this page")

@@ -6,12 +6,14 @@ it.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, ClassVar
 
 import numpy as np
 
 from llorch import sampling
 from llorch.builtin import BUILTIN
+from llorch.errors import LearnerFault
 from llorch.learn.checks.forward import BACKEND, parts_so_far, suite_of, written_parts
 from llorch.learn.implementation import Implementation
 from llorch.learn.judging import Judged, Mode
@@ -67,7 +69,9 @@ class AfterLogitsCheck(ABC):
         """See `Check`; of every part by itself, as each may have a mistake of its own."""
         found: dict[str, Suspect] = {}
         for parts in groups(lesson, implementation, mode) if wrong else ():
-            here = [each for each in self._judged(implementation, parts, mode) if each.row.verdict == FAIL]
+            here = []
+            with suppress(LearnerFault):  # in a later model: what was judged before it has a name, too
+                here.extend(each for each in self._judged(implementation, parts, mode) if each.row.verdict == FAIL)
             found |= {suspect.name: suspect for suspect in (self.named(here) if here else ())}
         return list(found.values())
 
@@ -76,7 +80,8 @@ class AfterLogitsCheck(ABC):
         known: Sequence[Mistake[Any]] = [each for each in (*SAMPLING, *GENERATION) if self.stage in each.stages]
         read = [self.inputs(each) for each in wrong]
         for mistake in known:
-            lefts = (_left(each, mistake.wrong(inputs, self.stage)) for each, inputs in zip(wrong, read, strict=True))
+            ways = (mistake.wrong, *mistake.also)
+            lefts = (min(_left(each, way(s, self.stage)) for way in ways) for each, s in zip(wrong, read, strict=True))
             if (worst := _worst_within(lefts)) is not None:
                 yield Suspect(mistake.name, mistake.diagnosis, mistake.stages, 1.0, worst)
 

@@ -94,11 +94,13 @@ def _generate_adapted(call: Call, right: Call) -> Call:
             rows.append(step([int(each) for each in new]))
             return rows[-1].copy()
 
-        made = call(step=shown, prompt=np.asarray(prompt, np.int64), max_tokens=max_tokens)
+        made = iter(call(step=shown, prompt=np.asarray(prompt, np.int64), max_tokens=max_tokens))
         for at, token in enumerate(islice(made, max_tokens)):
             if not (rows and 0 <= token < rows[-1].size):
                 raise LearnerFault("generate", f"gave {token}" + (", which is no token" if rows else " without a step"))
             yield token, log_probability(rows[min(at, len(rows) - 1)], token)
+        if next(made, None) is not None:
+            raise LearnerFault("generate", f"gave more than max_tokens = {max_tokens} ids; end after so many")
 
     return adapted
 

@@ -22,7 +22,7 @@ from llorch.verify.diagnosis.expected import HALF
 from llorch.verify.diagnosis.replay import Change, Places, Plant, Setting
 from llorch.verify.mistakes import STAGE_MISTAKES, Mistake
 from llorch.verify.mistakes.attention import hidden_in, with_mask
-from llorch.verify.mistakes.norm import NORMS
+from llorch.verify.mistakes.norm import NORM, NORMS
 from llorch.verify.mistakes.rope import ROTATED
 from llorch.verify.mistakes.stage_inputs import StageInputs
 
@@ -33,6 +33,9 @@ PROJECTED = ("attn_norm", "attn_context", "ffn_norm", "ffn_act", "final_norm")  
 WEIGHTED = tuple(stage.name for stage in STAGES if stage.matrix or stage.name in (*NORMS, "embed"))
 CAPPED = ("attn_scores", "logits")
 SCALED = tuple(stage.name for stage in STAGES if stage.name not in ("attn_scores", "attn_probs", "topk_ids"))
+
+
+_NO_EPS = 1e-300  # a configuration has none that is 0
 
 
 @dataclass(frozen=True)
@@ -133,11 +136,13 @@ def _number(value: float) -> str:
 
 
 def _eps(value: float, config: ModelConfig) -> Hypothesis:
+    """Plant another eps; no eps has the name that the library gives it in the norm before attention."""
+    missing = next(mistake for mistake in NORM if mistake.name == "norm-eps-missing")
+    said = f"eps is {_number(value)} here; this model's config says {_number(config.rms_norm_eps)}."
+    name, sentence, number = ("norm-eps", said, _number(value)) if value else (missing.name, missing.diagnosis, "")
     return Hypothesis(
-        "norm-eps", "setting", tuple(NORMS),
-        f"eps is {_number(value)} here; this model's config says {_number(config.rms_norm_eps)}.",
-        _configured(rms_norm_eps=value), _number(value), by_place=False,
-    )  # fmt: skip
+        name, "setting", tuple(NORMS), sentence, _configured(rms_norm_eps=value or _NO_EPS), number, by_place=False
+    )
 
 
 _LLAMA3 = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)

@@ -22,6 +22,7 @@ NAMED = 4.0  # times its limit that a named one may leave: limits are those of t
 EXPLAINS = 0.9  # the share of the error that it explains at least
 EXPLAINS_ROUNDED = 0.7  # where it rounds to few bits: the rest are values between two of them that fell otherwise
 FEW_LAYERS = 2  # up to so many a mistake may have been made in one place of one layer
+EQUAL = 0.05  # of a limit: values that leave so little more are one, and the first of the list is named
 PAIRED = 32  # of the nearest hypotheses, where pairs are tried
 NARROW, WITH_SETTINGS = 3, 6  # stages since the last ones, up to which mistakes are tried with every value; how many
 REFINED = 0.2  # a value is looked for only as long as some explains so much
@@ -132,6 +133,8 @@ class Trials:
             where = where[:1]  # a setting is that of all layers
         trials = {(value, places): tried(value, places) for value in values for places in where}
         best, places = min(trials, key=lambda at: trials[at].left)
+        if (least := trials[best, places].left) <= 1:
+            best, places = next(at for at in trials if trials[at].left <= least + EQUAL)
         if not family.refined or best <= 0 or trials[best, places].left <= 1:
             return trials[best, places]
         return _refined(best, [value for value in values if value > 0], lambda value: tried(value, places))

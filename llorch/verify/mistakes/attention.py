@@ -100,6 +100,18 @@ def scaled_scores_in_half(s: StageInputs, stage: str) -> np.ndarray:
     return _shown(np.where(_hidden(s), -np.inf, _in_half(_products(s) * s.dtype(_scale(s)))), stage)
 
 
+def softmax_over_heads(s: StageInputs, stage: str) -> np.ndarray:
+    """Heads sum to one; a hidden score is not a number then, because no head has a finite one."""
+    weights = np.exp(s["attn_scores"] - s["attn_scores"].max(axis=0, keepdims=True))
+    return weights / weights.sum(axis=0, keepdims=True)
+
+
+def softmax_over_all(s: StageInputs, stage: str) -> np.ndarray:
+    """All numbers together sum to one."""
+    weights = np.exp(s["attn_scores"] - s["attn_scores"].max())
+    return weights / weights.sum()
+
+
 def softmax_not_divided(s: StageInputs, stage: str) -> np.ndarray:
     """Exponentials without their sum."""
     scores = s["attn_scores"]
@@ -202,6 +214,15 @@ ATTENTION: tuple[Mistake[StageInputs], ...] = (
         name="softmax-over-queries", stages=("attn_probs",),
         wrong=lambda s, _: attention_probs(s["attn_scores"].swapaxes(1, 2)).swapaxes(1, 2),
         diagnosis="The softmax ran over the queries; for each query the probabilities of the keys sum to one.",
+    ),
+    Mistake(
+        name="softmax-over-heads", stages=("attn_probs",), wrong=softmax_over_heads,
+        diagnosis="The softmax ran over the heads (axis 0); for each query the probabilities of the keys sum to one.",
+    ),
+    Mistake(
+        name="softmax-over-all", stages=("attn_probs",), wrong=softmax_over_all,
+        diagnosis="One sum was taken over all heads and queries; for each query the probabilities of the keys sum to "
+        "one.",
     ),
     Mistake(
         name="softmax-base-two", stages=("attn_probs",),

@@ -72,6 +72,14 @@ def past_forgotten(g: GenerationInputs, step: str) -> np.ndarray:
     return np.asarray(out, np.int64)
 
 
+def text_again(g: GenerationInputs, step: str) -> np.ndarray:
+    """Prompt and output so far run at every step, behind what is in the cache; until the context is full."""
+    cache, text, n_context = g.empty_cache(), list(g.prompt), g.weights.config.max_position_embeddings
+    while len(text) < len(g.prompt) + g.n_tokens and cache.length + len(text) <= n_context:
+        text.append(g.best(tuple(text), cache))
+    return np.asarray(text[len(g.prompt) :], np.int64)
+
+
 def not_fed_back(g: GenerationInputs, step: str) -> np.ndarray:
     """The prompt's last token runs at every step."""
     cache = g.empty_cache()
@@ -99,6 +107,10 @@ GENERATION: tuple[Mistake[GenerationInputs], ...] = (
     Mistake(
         name="generation-past-forgotten", stages=STEP, cases=CASES, wrong=past_forgotten,
         diagnosis="Every step saw only its newest token; the cache has to be kept between steps.",
+    ),
+    Mistake(
+        name="generation-text-fed-again", stages=STEP, cases=CASES, wrong=text_again,
+        diagnosis="The whole text was run at every step; the cache holds the earlier tokens, run the new token alone.",
     ),
     Mistake(
         name="generation-token-not-fed-back", stages=STEP, cases=CASES, wrong=not_fed_back,

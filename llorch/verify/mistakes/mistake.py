@@ -40,6 +40,7 @@ class Mistake(Generic[Inputs]):
     diagnosis: str  # what was done and what is right, in one sentence
     # makes the wrong array from the inputs of the right op and the name of the stage
     wrong: Callable[[Inputs, str], np.ndarray]
+    also: tuple[Callable[[Inputs, str], np.ndarray], ...] = ()  # other code with this mistake that differs at an edge
     reads: tuple[str, ...] = ()  # stages beside the inputs of the right op
     # inputs that show it: `near`, `far`, `long` (more tokens than a layer sees, which no golden has), names in
     # `SAMPLINGS`, types of a matrix, or a case of its checkpoint

@@ -21,6 +21,7 @@ CODES = {
 UPPER_BITS = {
     "Q5_0": slice(2, 6), "Q5_1": slice(4, 8), "Q5_K": slice(16, 48), "Q6_K": slice(128, 192), "Q3_K": slice(0, 32)
 }  # fmt: skip
+ZERO_POINT = {"Q4_0": 8, "Q5_0": 16, "Q3_K": 4, "Q6_K": 32, "TQ2_0": 1, "Q2_0": 1}
 MINIMA = {"Q4_1": 2, "Q5_1": 2, "Q2_K": 82, "Q4_K": 2, "Q5_K": 2}  # first byte
 
 
@@ -143,6 +144,20 @@ def sub_scales_unsigned(s: QuantisedInputs) -> np.ndarray:
     return s.decoded() + (lost * with_scales_of_1.reshape(-1, 16)).reshape(s.shape)
 
 
+def codes_wrapped(s: QuantisedInputs) -> np.ndarray:
+    """Codes below the zero point 256 too high, as bytes are that cannot be negative."""
+    values, below_zero = s.decoded(), _spoilt(s, CODES[s.kind.name], np.uint8(0)).decoded()
+    return values + np.where(values * below_zero > 0, below_zero * np.float32(-256 / ZERO_POINT[s.kind.name]), 0)
+
+
+def codes_unsigned(s: QuantisedInputs) -> np.ndarray:
+    """Negative codes of bytes taken for 128 to 255."""
+    lost = np.where(_part(s, CODES[s.kind.name]) > 127, np.float32(256), np.float32(0))
+    return s.decoded() + (lost * _spoilt(s, CODES[s.kind.name], np.uint8(1)).decoded().reshape(lost.shape)).reshape(
+        s.shape
+    )
+
+
 def sub_scales_not_centred(s: QuantisedInputs) -> np.ndarray:
     """The 32 not subtracted from a scale."""
     part = {"Q3_K": slice(96, 108), "IQ4_XS": slice(2, 8)}[s.kind.name]
@@ -191,9 +206,23 @@ BLOCKS: tuple[Mistake[QuantisedInputs], ...] = (
     Mistake(
         name="block-zero-point-forgotten", stages=DECODED,
         wrong=in_matrix(lambda s: s.decoded() - _spoilt(s, CODES[s.kind.name], np.uint8(0)).decoded()),
-        cases=("Q4_0", "Q5_0", "Q3_K", "Q6_K", "TQ2_0", "Q2_0"),
+        cases=tuple(ZERO_POINT),
         diagnosis="Codes were multiplied as they are; subtract the zero point first: 8 in Q4_0, 16 in Q5_0, 4 in Q3_K, "
         "32 in Q6_K, 1 in TQ2_0 and Q2_0.",
+    ),
+    Mistake(
+        name="block-codes-wrap", stages=DECODED, wrong=in_matrix(codes_wrapped), cases=tuple(ZERO_POINT),
+        diagnosis="The zero point was subtracted from unsigned bytes, where 3 - 8 is 251; make the codes int8 or "
+        "float32 first.",
+    ),
+    Mistake(
+        name="block-codes-unsigned", stages=DECODED, wrong=in_matrix(codes_unsigned), cases=("Q8_0",),
+        diagnosis="Codes were read as unsigned bytes, 0 to 255; those of Q8_0 are int8, -128 to 127.",
+    ),
+    Mistake(
+        name="block-nibbles-signed", stages=DECODED, cases=("Q4_0",),
+        wrong=in_blocks(lambda s: _spoilt(s, CODES[s.kind.name], _part(s, CODES[s.kind.name]) ^ np.uint8(0x88))),
+        diagnosis="Codes were taken for signed numbers of four bits; those of Q4_0 are 0 to 15; subtract 8.",
     ),
     Mistake(
         name="block-upper-bits-ignored", stages=DECODED, cases=tuple(UPPER_BITS),

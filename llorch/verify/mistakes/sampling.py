@@ -82,6 +82,13 @@ def top_p_drops_crossing(s: SamplerInputs, step: str) -> np.ndarray:
     return _only(s, logits, order[: max(n_below, 1)])
 
 
+def last_dropped_at_one(s: SamplerInputs, step: str) -> np.ndarray:
+    """Without top-p (p = 1) the least likely token is removed: it carries the sum to 1."""
+    logits = keep_top_k(_tempered(s), k=s.settings.top_k)
+    order = np.argsort(-logits, kind="stable")
+    return _only(s, logits, order[: np.isfinite(logits).sum() - 1]) if s.settings.top_p == 1 else s.probabilities()
+
+
 def min_p_absolute(s: SamplerInputs, step: str) -> np.ndarray:
     """The threshold not scaled by the best probability."""
     logits = keep_top_p(keep_top_k(_tempered(s), k=s.settings.top_k), p=s.settings.top_p)
@@ -208,6 +215,7 @@ SAMPLING: tuple[Mistake[SamplerInputs], ...] = (
     ),
     Mistake(
         name="top-p-drops-crossing-token", stages=PROBABILITIES, cases=("top_p",), wrong=top_p_drops_crossing,
+        also=(last_dropped_at_one,),
         diagnosis="The token that carries the sum over p was removed; it stays, so that at least p is kept.",
     ),
     Mistake(
