@@ -246,7 +246,8 @@ def _work(source: str, how: tuple[Mode, float, bool], clock: Any, channel: Conne
             with suppress(Exception):  # such as a stream that the learner's code has closed
                 sys.stdout.flush()
             channel.send(answer if isinstance(answer, Exception | Outcome) else "imported")
-            number, allowed.left = channel.recv(), seconds
+            number = channel.recv()
+            allowed.begin()
             assert isinstance(implementation, Implementation)
             answer = _checked(number, implementation, mode, with_teeth)
     os._exit(0)  # threads of the learner's may go on for ever
@@ -281,23 +282,36 @@ class _Allowed:
 
     def __init__(self, seconds: float, clock: Any) -> None:
         self.left, self._seconds, self._clock = seconds, seconds, clock
+        self._n_returned, self._began = 0, 0.0
         if hasattr(signal, "setitimer"):
             signal.signal(signal.SIGALRM, self._ring)
 
+    def begin(self) -> None:
+        """Allow another lesson its time."""
+        self.left, self._n_returned = self._seconds, 0
+
     def _ring(self, *_signal: object) -> None:
-        raise TookTooLong(f"over {self._seconds:g} s of its own; does a loop end?")
+        raise TookTooLong(f"over {self._seconds:g} s of its own; {self._advice()}")
+
+    def _advice(self) -> str:
+        """Tell slow calls, of which several returned, from one call that took most of the time."""
+        if 2 * (time.monotonic() - self._began) > self._seconds:
+            return "does a loop end?"
+        more = f"--seconds {6 * self._seconds:g}"
+        return f"{self._n_returned} calls returned, so it is slow: compute with whole arrays, or check with {more}"
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        began = time.monotonic()
-        self._clock.value = began + max(self.left, 0)
+        self._began = time.monotonic()
+        self._clock.value = self._began + max(self.left, 0)
         self._set_alarm(max(self.left, 1e-3))
         try:
             yield
+            self._n_returned += 1
         finally:
             self._set_alarm(0)
             self._clock.value = 0
-            self.left -= time.monotonic() - began
+            self.left -= time.monotonic() - self._began
 
     def _set_alarm(self, seconds: float) -> None:
         if hasattr(signal, "setitimer"):

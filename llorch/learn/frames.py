@@ -1,11 +1,17 @@
 """Where in a learner's code something was raised: lines of theirs, without ours and those of libraries."""
 
 import os
+import sys
 import sysconfig
 import traceback
 from pathlib import Path
 
-_OF_OTHERS = (Path(__file__).parents[1], *(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")))
+_PACKAGES = ("site-packages", "dist-packages")  # of an environment may lie in another one, which it sees
+_OF_OTHERS = (
+    Path(__file__).parents[1],
+    *(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")),
+    *(Path(place) for place in sys.path if Path(place).name in _PACKAGES),
+)
 _SHOWN = 6  # frames; of a recursion without end there are a thousand
 
 

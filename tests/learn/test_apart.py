@@ -132,6 +132,13 @@ def test_every_lesson_has_its_own_time(tmp_path: Path):
     assert [(outcome.word, said_of(outcome)) for outcome in found] == [("PASS", ""), ("FAIL", "")]
 
 
+@pytest.mark.parametrize(("seconds", "advice"), [("0.02", "--seconds"), ("9", "loop")])
+def test_slow_calls_are_told_from_a_loop_without_end(tmp_path: Path, seconds: str, advice: str):
+    found, _ = checked(written(tmp_path, f"    time.sleep({seconds})\n{RIGHT}"), "01", seconds=1)
+    assert_tells(said_of(found[0]), "rms_norm", "TookTooLong", advice)
+    assert ("loop" in said_of(found[0])) is (advice == "loop")
+
+
 @pytest.mark.parametrize(
     "body", ["    while True:\n        pass\n    yield 1\n", "    yield from iter(lambda: 1, 2)\n"]
 )
