@@ -148,7 +148,7 @@ print(check_functions("01b", rope=wrong))
 
 # %% [markdown]
 # Read the pattern first: *token 0 right, all others wrong*. Whatever does that counts positions. "Still right" says
-# that lengths survived, so it is some rotation. The name is then proved, not guessed: the known mistake, planted into
+# that lengths survived, so it is some rotation. The name is then tested, not guessed: the known mistake, planted into
 # our code, makes the same wrong numbers.
 #
 # ![Where the wrong pairing is wrong: positions by numbers of a head](fig/wrong_pairs.svg)

@@ -27,9 +27,11 @@ story = llorch.load("story")
 row = story.forward(story.tokenizer.encode("Once upon a time there was a little"), last_only=True)[0]
 for i in np.argsort(-row)[:4]:
     print(f"{i:4} {story.tokenizer.token_bytes(int(i)).decode()!r:9} {row[i]:.3f}")
+first, second = np.sort(row)[::-1][:2]
+print(f"lead {first - second:.3f}")
 
 # %% [markdown]
-# ` boy` it is, by a lead of a tenth. What if two were equal?
+# ` boy` it is, by a lead of less than a tenth. What if two were equal?
 #
 # ## The maths
 #

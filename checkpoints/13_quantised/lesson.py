@@ -14,7 +14,9 @@
 #
 # Weights of one neighbourhood are about equally large. So store their size once, as a float16, and each weight as a
 # small whole number. Q8_0 takes 34 bytes for 32 weights (8.5 bits each), Q4_0 takes 18 (4.5 bits each), where float32
-# takes 128. Generating text reads all weights for every token: a file a quarter of the size is four times the speed.
+# takes 128. Generating text reads all weights for every token. Where reading takes most of the time, as in llama.cpp, a
+# file of a quarter of the size is up to four times as fast. Decoding takes time, too: llorch in NumPy generates half as
+# many tokens per second as llama.cpp from the same Q8_0 file ([figures](../../benchmarks/README.md#torch)).
 
 # %%
 import inspect

@@ -319,8 +319,8 @@ print("rounded twice", off(theirs))
 # key moves all later queries), the state and the output of a delta net (one rounded key moves all that follows), the
 # gate of a shared expert (one row of weights), and stages of some models where few numbers make up the sums.
 #
-# Some of these are what engines in half precision do. So rows in half precision alone are no proof. The page is
-# proved by its float32 rows, where every mistake goes red by ten times the limit; rows in half precision then say
+# Some of these are what engines in half precision do. So rows in half precision alone are no evidence. The page is
+# judged by its float32 rows, where every mistake goes red by ten times the limit; rows in half precision then say
 # that nothing but rounding was added.
 #
 # How to read the numbers: [index](../README.md#how-to-read-a-page).

@@ -218,6 +218,15 @@ def test_the_catalogue_has_a_row_for_each_of_its_engines_and_none_is_accused():
     assert [*catalogue.cells(by_name["joined products"])][3] == "0"
 
 
+def test_rounding_of_float32_angles_is_the_number_on_the_page():
+    page = (REPOSITORY / "checkpoints/honest_differences.md").read_text()
+    line = page.partition("**float32 angles**")[2].partition("\n- ")[0]
+    said = re.findall(r"(\S+) at position (\d+)", line)
+    assert len(said) == 2
+    for number, position in said:
+        assert float(number) == pytest.approx(int(position) * 2**-24, rel=0.01)
+
+
 @pytest.mark.slow
 def test_some_dumps_reach_the_goals():
     answers = ask_all(chosen(quick=True))
