@@ -73,6 +73,7 @@ def _checked(lesson: Lesson, implementation: Implementation, mode: Mode) -> Verd
     borrowed, how, fault, traceback = implementation.borrowed(lesson.parts), check_of(lesson), "", ""
     implementation.notes.clear()
     judged: list[Judged] = []
+    renamed = [implementation.renamed[name] for name in borrowed if name in implementation.renamed]
     try:
         judged.extend(how.judged(lesson, implementation, mode))
         if all(each.row.verdict != FAIL for each in judged):
@@ -82,7 +83,7 @@ def _checked(lesson: Lesson, implementation: Implementation, mode: Mode) -> Verd
         traceback = all_frames(error)
     found = Verdict(
         lesson.number, word_for(judged, borrowed, fault), judged, borrowed, fault, traceback=traceback,
-        notes=list(implementation.notes),
+        notes=[*renamed, *implementation.notes],
     )  # fmt: skip
     if not found.wrong:
         return found

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from llorch.errors import FormatError
-from llorch.learn.folder import read_folder
+from llorch.learn.folder import read_folder, renamed_in
 from llorch.learn.implementation import Implementation
 from llorch.learn.lessons import BY_NUMBER, LESSONS
 from llorch.learn.part import Call
@@ -78,4 +78,5 @@ def opened(spec: str, around: Callable[[Call], Call] = lambda call: call) -> Imp
         raise ValueError(
             f"implementation: expected a lesson's file such as {BY_NUMBER['01'].module}.py in {spec!r}; {make}"
         )
-    return Implementation(spec, read_folder(folder, around))
+    written = read_folder(folder, around)
+    return Implementation(spec, written, renamed_in(folder, written))

@@ -1,9 +1,11 @@
 """A learner's folder: one Python file a lesson; a function that only raises NotImplementedError is not written."""
 
 import ast
+import difflib
 import importlib
+import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
@@ -13,10 +15,11 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from llorch.learn.lessons import LESSONS, PARTS
-from llorch.learn.part import Call
+from llorch.learn.part import Call, Part
 
 _MODULES = frozenset(lesson.module for lesson in LESSONS)
 _FAULT = "_not_importable"
+_ALIKE = 0.85  # share of letters that two names have in common
 _folders: set[str] = set()  # whose files were imported so far
 
 
@@ -52,6 +55,48 @@ def _raising(error: BaseException) -> Call:
         raise error
 
     return part
+
+
+def renamed_in(folder: Path, written: Container[str]) -> dict[str, str]:
+    """Find functions that seem to be parts under another name, or in another lesson's file.
+
+    Args:
+        folder: Of a learner.
+        written: Names of the parts that are written.
+
+    Returns:
+        A sentence by the name of the part.
+    """
+    found: dict[str, str] = {}
+    files = {lesson.module: _functions_of(folder / f"{lesson.module}.py") for lesson in LESSONS}
+    for lesson in LESSONS:
+        for part in lesson.parts:
+            if part.name in written:
+                continue
+            if name := next((name for name, given in files[lesson.module].items() if _is_alike(part, name, given)), ""):
+                found[part.name] = f"you define {name} in {lesson.module}.py; the lesson asks for {part.name}"
+            elif file := next((module for module, functions in files.items() if part.name in functions), ""):
+                found[part.name] = f"you define {part.name} in {file}.py; the lesson reads {lesson.module}.py"
+    return found
+
+
+def _functions_of(file: Path) -> dict[str, list[str]]:
+    """Name the functions of a file that are written, with their parameters."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, ValueError, SyntaxError):
+        return {}
+    functions = (node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    return {node.name: [each.arg for each in node.args.args] for node in functions if not _only_raises(node.body)}
+
+
+def _is_alike(part: Part, name: str, given: Sequence[str]) -> bool:
+    """Judge names without case and underscores; the parameters of a part in their order are enough."""
+    if name in PARTS:
+        return False
+    asked = [*inspect.signature(part.reference).parameters]
+    near = difflib.SequenceMatcher(None, *(each.replace("_", "").lower() for each in (name, part.name))).ratio()
+    return near >= _ALIKE or (given == asked and len(asked) > 1)
 
 
 def unwritten_in(tree: ast.Module) -> set[str]:

@@ -23,12 +23,13 @@ class Implementation:
     Attributes:
         source: Names it in messages.
         written: What there is.
+        renamed: What seems to be a part that is not written, under another name: a sentence by part.
         notes: What calls showed that is harmless but worth knowing, once each.
     """
 
-    def __init__(self, source: str, written: Mapping[str, Call]) -> None:
+    def __init__(self, source: str, written: Mapping[str, Call], renamed: Mapping[str, str] | None = None) -> None:
         """Of what is written."""
-        self.source, self.written = source, written
+        self.source, self.written, self.renamed = source, written, renamed or {}
         self.notes: dict[str, None] = {}
 
     def borrowed(self, parts: Iterable[Part]) -> list[str]:

@@ -3,9 +3,12 @@
 from pathlib import Path
 
 import pytest
-from refusals import refuses
+from refusals import assert_tells, refuses
 
+from llorch.learn.check import check
 from llorch.learn.choice import chosen, opened
+from llorch.learn.lessons import BY_NUMBER, LESSONS
+from llorch.learn.materials import stub_of
 
 
 @pytest.fixture
@@ -64,3 +67,26 @@ def test_what_is_not_there_is_said(project: Path, spec: str, error: type[Excepti
     Path("file.py").write_text("")
     with refuses(error, *facts):
         opened(spec)
+
+
+@pytest.mark.parametrize(
+    ("file", "head", "facts"),
+    [
+        ("l01_rms_norm", "def rmsnorm(x, w, eps):", ["rmsnorm", "rms_norm"]),
+        ("l01_rms_norm", "def norm(x, weight, eps):", ["norm", "rms_norm"]),
+        ("l02_qkv", "def rms_norm(x, weight, eps):", ["l02_qkv.py", "l01_rms_norm.py"]),
+        ("l01_rms_norm", "def squares(x):", []),
+    ],
+)
+def test_part_under_another_name_or_in_another_file_is_noted(tmp_path: Path, file: str, head: str, facts: list[str]):
+    (tmp_path / "l01_rms_norm.py").write_text("")
+    (tmp_path / f"{file}.py").write_text(f"{head}\n    return x\n")
+    found = check(BY_NUMBER["01"], opened(str(tmp_path)))
+    assert len(found.notes) == bool(facts)
+    assert_tells(str(found), "rms_norm", *facts)
+
+
+def test_stubs_have_no_part_under_another_name(tmp_path: Path):
+    for lesson in LESSONS:
+        (tmp_path / f"{lesson.module}.py").write_text(stub_of(lesson))
+    assert opened(str(tmp_path)).renamed == {}
