@@ -7,6 +7,7 @@ verification then judges what comes out, beside the goldens of both engines. In 
     lessons                   which belong to which checkpoint, and where files lie
     folder, program, npz      a learner's files, or a program in any language; what is not written is borrowed
     guard, implementation     the learner's functions behind checks, put in the place of ours
+    inner_calls               the part inside another that returns a wrong dtype
     choice                    which implementation is meant
     judging, checks/          what a check gives, and how lessons of each kind are judged
     verdict, check            the four words, and the way from a lesson to one; `wrong` is what a failure shows

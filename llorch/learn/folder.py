@@ -95,8 +95,8 @@ def _is_alike(part: Part, name: str, given: Sequence[str]) -> bool:
     if name in PARTS:
         return False
     asked = [*inspect.signature(part.reference).parameters]
-    near = difflib.SequenceMatcher(None, *(each.replace("_", "").lower() for each in (name, part.name))).ratio()
-    return near >= _ALIKE or (given == asked and len(asked) > 1)
+    mine, right = (each.replace("_", "").lower() for each in (name, part.name))
+    return difflib.SequenceMatcher(None, mine, right).ratio() >= _ALIKE or (given == asked and len(asked) > 1)
 
 
 def unwritten_in(tree: ast.Module) -> set[str]:

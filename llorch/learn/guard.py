@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from llorch.errors import LearnerFault
+from llorch.learn.inner_calls import of_other_dtype
 from llorch.learn.part import Call, Part
 
 Note = Callable[[str], None]
@@ -43,6 +44,8 @@ def guarded(part: Part, function: Call, *, note: Note = lambda line: None, live:
             _require_unchanged(part, given, handed)
         results, made = [], _as_arrays(part, returned)
         for (name, value), array, like in zip(part.results(returned).items(), made, known[key], strict=True):
+            if array.dtype != like[1] and (inner := of_other_dtype(part, function, handed)):
+                raise LearnerFault(inner[0], f"{inner[1]} ({part.name} calls it, and its {name} is {array.dtype} too)")
             _require_like(part, name, array, like, value)
             _require_numbers(part, name, array, like, note=note, live=live)
             if any(np.shares_memory(array, each) for each in _arrays(handed)):

@@ -107,3 +107,36 @@ def test_a_file_of_theirs_does_not_hide_one_of_python(folder: Path):
     (folder / "fractions.py").write_text("1 / 0\n")
     (folder / f"{NORM}.py").write_text("from fractions import Fraction\n" + RIGHT)
     assert read_folder(folder)["rms_norm"](x=np.ones(2), weight=1, eps=0).tolist() == [1, 1]
+
+
+BLOCK = """
+from l01b_rope import rope
+from l04_attention_scores import attention_scores
+from llorch.learn.parts import forward
+
+def block(x, w, cos, sin, past_k, past_v, head_dim, eps):
+    y, k, v = forward.block(x, w, cos, sin, past_k, past_v, head_dim, eps)
+    rows = k[:, -len(x):].swapaxes(0, 1)
+    turned = attention_scores(q=rope(rows, cos, sin), k=k)
+    return y, k.astype(turned.dtype), v
+"""
+ROPE = "import numpy as np\ndef rope(x, cos, sin):\n    return x * cos[:, :1, None]{cast}\n"
+SCORES = "import numpy as np\ndef attention_scores(q, k):\n    return (q.swapaxes(0, 1) @ k.swapaxes(1, 2)) / {root}\n"
+
+
+@pytest.mark.parametrize(
+    ("rope", "scores", "blamed"),
+    [
+        (ROPE.format(cast=""), SCORES.format(root="np.float32(4)"), "rope: "),
+        (ROPE.format(cast=".astype(x.dtype)"), SCORES.format(root="np.float64(4)"), "attention_scores: "),
+        (ROPE.format(cast=".astype(x.dtype)"), SCORES.format(root="np.float32(4)"), "block: "),
+    ],
+    ids=["rope", "scores", "block"],
+)
+def test_wrong_dtype_of_a_block_is_that_of_the_part_that_made_it(folder: Path, rope: str, scores: str, blamed: str):
+    (folder / "l01b_rope.py").write_text(rope)
+    (folder / "l04_attention_scores.py").write_text(scores)
+    block = BLOCK.replace("turned.dtype", "float") if blamed == "block: " else BLOCK
+    (folder / "l07_block.py").write_text(block)
+    found = check(BY_NUMBER["07"], Implementation("folder", read_folder(folder)))
+    assert found.fault.partition("expected")[0] == blamed
