@@ -45,7 +45,7 @@ class Ended:
         word: `done`, `refused`, `crashed`, `hung` or `too large`.
         error: What the engine said.
         version: Of the engine; empty where it died.
-        seconds: What the run took.
+        seconds: What the run took, measured by its own process if that says how it ended.
     """
 
     word: str
@@ -134,7 +134,7 @@ def _watched(process: subprocess.Popen, request: Request, words: Path, granted: 
     while True:
         status = process.poll()  # before the look: what it wrote last is seen
         seconds = time.monotonic() - since
-        if (found := _said(request, seconds)) is not None:
+        if (found := _said(request)) is not None:
             return found
         if status is not None:
             return Ended("crashed", f"{_way_to_end(status)}: {_last_words(words)}", "", seconds)
@@ -145,16 +145,17 @@ def _watched(process: subprocess.Popen, request: Request, words: Path, granted: 
         time.sleep(_LOOK)
 
 
-def _said(request: Request, seconds: float) -> Ended | None:
+def _said(request: Request) -> Ended | None:
+    """Read how a run ended and how long it took: runs that end between two looks would take no time by this clock."""
     path = Path(request.out) / "said.json"
     if not path.exists():
         return None
     said = json.loads(path.read_text(encoding="utf-8"))
     if said["state"] == "done":
-        return Ended("done", "", said["version"], seconds)
+        return Ended("done", "", said["version"], said["seconds"])
     meant = said["error"].partition(":")[0] in REFUSALS
     error = said["error"] if meant else f"{said['error']} ({said['place']}, {said['phase']})"
-    return Ended("refused" if meant else "crashed", error, said["version"], seconds)
+    return Ended("refused" if meant else "crashed", error, said["version"], said["seconds"])
 
 
 def _variables(folder: Path) -> dict[str, str]:

@@ -54,11 +54,11 @@ def said(folder: Path, model: str) -> dict[str, str]:
 def test_a_run_that_fails_or_ends_the_process_costs_no_other(tmp_path: Path):
     models = ["unknown", "right", "deadly", "last"]
     assert adapt(tmp_path, models) < 0
-    assert said(tmp_path, "unknown") | {"version": "", "place": ""} == {
-        "version": "", "state": "failed", "phase": "load", "place": "",
+    assert said(tmp_path, "unknown") | {"version": "", "place": "", "seconds": 0} == {
+        "version": "", "seconds": 0, "state": "failed", "phase": "load", "place": "",
         "error": "ValueError: this architecture is not supported",
     }  # fmt: skip
-    assert said(tmp_path, "right") == {"version": np.__version__, "state": "done"}
+    assert said(tmp_path, "right") | {"seconds": 0} == {"version": np.__version__, "state": "done", "seconds": 0}
     assert not (tmp_path / "deadly" / "said.json").exists()
     before = (tmp_path / "right" / "said.json").stat().st_mtime_ns
     assert adapt(tmp_path, [one for one in models if one != "deadly"]) == 0

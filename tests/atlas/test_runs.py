@@ -1,5 +1,6 @@
 """Adapters that hang, crash or take all memory, beside those that do their work."""
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -50,6 +51,17 @@ def asked(tmp_path: Path):
         return run_all(command, requests, tmp_path, seconds=seconds, start=start, memory=100_000_000)
 
     return ask
+
+
+def test_seconds_are_those_of_the_run_and_not_of_the_look(tmp_path: Path):
+    """Three runs take 0.02 s each by their own clock and end before the first look."""
+    code = ADAPTER.replace("def compute(engine, run, dump):\n", "def compute(engine, run, dump):\n    time.sleep(0.02)\n")
+    (tmp_path / "adapter.py").write_text(code)
+    requests = [Request(each, [[1, 2]], str(tmp_path / each), str(tmp_path / "scratch")) for each in "abc"]
+    ended = run_all([sys.executable, str(tmp_path / "adapter.py")], requests, tmp_path)
+    measured = [json.loads((tmp_path / each / "said.json").read_text())["seconds"] for each in "abc"]
+    assert [each.seconds for each in ended] == measured
+    assert min(measured) >= 0.02
 
 
 @pytest.mark.parametrize(

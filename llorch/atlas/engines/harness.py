@@ -14,6 +14,7 @@ An adapter is a script in the environment of its engine, which writes the dump t
 import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -47,7 +48,7 @@ def answer(
     """Do the runs of the file that is named by the first argument, each a JSON object on a line, in their order.
 
     What comes of each is written to `said.json` beside its dump: {"state": "done" or "failed", "phase": "load" or
-    "compute", "error", "version"}. One that is there already is not run again, so that a run that ends the process
+    "compute", "error", "version", "seconds" from load to the end of the dump}. One that is there already is not run again, so that a run that ends the process
     costs no other.
     """
     for line in Path(sys.argv[1]).read_text(encoding="utf-8").splitlines():
@@ -57,7 +58,9 @@ def answer(
             continue
         Path(run.out).mkdir(parents=True, exist_ok=True)
         Path(run.scratch).mkdir(parents=True, exist_ok=True)
-        words = {"version": version(package), **_outcome(run, load, compute, package, dtype)}
+        start = time.perf_counter()
+        outcome = _outcome(run, load, compute, package, dtype)
+        words = {"version": version(package), **outcome, "seconds": time.perf_counter() - start}
         said.with_suffix(".part").write_text(json.dumps(words), encoding="utf-8")
         said.with_suffix(".part").replace(said)
     sys.stderr.flush()
