@@ -41,9 +41,9 @@ class Engine:
         return self.folder / f"{self.script}.py"
 
     @property
-    def requirements(self) -> Path:
-        """Its packages, pinned, as pip reads them."""
-        return self.folder / f"{self.script}.txt"
+    def lock(self) -> Path:
+        """Its packages, pinned with hashes, as pip reads them; made of the `.txt` by `.ci/atlas_locks.py`."""
+        return self.folder / f"{self.script}.lock"
 
 
 _MLX_LM = """

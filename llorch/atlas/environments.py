@@ -1,4 +1,7 @@
-"""A virtual environment for each engine, with pinned versions: what they depend on excludes each other."""
+"""A virtual environment for each engine, with pinned versions and hashes: what they depend on excludes each other.
+
+Nothing else in the atlas asks the network. Callers say `download_bytes` and ask before they call `python_of`.
+"""
 
 import os
 import shutil
@@ -16,6 +19,25 @@ class NotInstalled(Exception):
     """An engine that cannot be had here; says why."""
 
 
+def is_to_install(engine: Engine, home: Path) -> bool:
+    """Whether `python_of` would fetch packages."""
+    return not engine.why_not and not engine.is_witness and not _is_made(engine, _folder_of(engine, home))
+
+
+def download_bytes(engine: Engine) -> int:
+    """Read how much its packages are, from the first line of its lock: `# 355000000 bytes to download`."""
+    return int(engine.lock.read_text(encoding="utf-8").split(maxsplit=2)[1])
+
+
+def _folder_of(engine: Engine, home: Path) -> Path:
+    return home / "environments" / engine.script
+
+
+def _is_made(engine: Engine, folder: Path) -> bool:
+    mark = folder / _MARK
+    return mark.exists() and mark.read_text(encoding="utf-8") == engine.lock.read_text(encoding="utf-8")
+
+
 def python_of(engine: Engine, home: Path) -> Path:
     """The interpreter of an engine's environment below a folder, which is made unless it is there; a witness has ours.
 
@@ -26,17 +48,15 @@ def python_of(engine: Engine, home: Path) -> Path:
         raise NotInstalled(engine.why_not)
     if engine.is_witness:
         return Path(sys.executable)
-    folder = home / "environments" / engine.script
+    folder = _folder_of(engine, home)
     python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
-    wanted = engine.requirements.read_text(encoding="utf-8")
-    mark = folder / _MARK
-    if mark.exists() and mark.read_text(encoding="utf-8") == wanted:
+    if _is_made(engine, folder):
         return python
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
     _install([sys.executable, "-m", "venv", str(folder)], folder)
-    _install([str(python), "-m", "pip", "install", "--quiet", "-r", str(engine.requirements)], folder)
-    mark.write_text(wanted, encoding="utf-8")
+    _install([str(python), "-m", "pip", "install", "--quiet", "--require-hashes", "-r", str(engine.lock)], folder)
+    shutil.copyfile(engine.lock, folder / _MARK)
     return python
 
 

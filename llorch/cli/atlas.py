@@ -1,10 +1,12 @@
 """`llorch atlas`: engines that people use, judged stage by stage."""
 
 import os
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -14,6 +16,7 @@ from llorch.cli.options import json_option, verb
 from llorch.cli.output import progress, say, to_json
 
 if TYPE_CHECKING:
+    from llorch.atlas.catalogue import Engine
     from llorch.atlas.verdicts import Verdict
 
 T = TypeVar("T")
@@ -38,14 +41,16 @@ _OUTPUT = Path("checkpoints/atlas")
     "--output", type=click.Path(path_type=Path, file_okay=False),
     help=f"Folder of the page, its picture, JSON and reports.  [default: {_OUTPUT} for all engines, else none]",
 )  # fmt: skip
+@click.option("--yes", is_flag=True, help="Install packages without asking; scripts need it.")
 @json_option("One object {version, date, ..., verdicts}; NaN and infinity become null.")
 def command(
     *, engines: Sequence[str], inputs: Sequence[str], listed: bool, home: Path | None, output: Path | None,
-    as_json: bool,
+    yes: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Run engines of others, each unmodified and in an environment of its own, and hold them to the foreign truth.
 
-    Their packages come from the package registries, pinned. An engine that hangs, crashes or takes too much memory is a
+    Their packages come from pip's package index, pinned with hashes. llorch says how much an environment downloads and
+    asks before it installs one. An engine that hangs, crashes or takes too much memory is a
     line of the table, and the rest goes on; one that cannot be installed is printed as NOT RUN. Needs the extra golden
     (transformers computes the truth, in float64) and, for the picture, train.
 
@@ -65,6 +70,8 @@ def command(
     chosen = [_known(name, BY_NAME, "engine") for name in engines or BY_NAME]
     fed = [_known(name, every, "input") for name in inputs or every]
     whole = not engines and not inputs
+    _require_extras(drawing=whole or output is not None)
+    _require_consent(chosen, home or _home(), yes=yes)
     with progress("atlas") as tell:
         verdicts = list[Verdict]()
         for own in fill(chosen, fed, home or _home(), tell):
@@ -88,6 +95,34 @@ def _known(name: str, known: "Mapping[str, T]", what: str) -> "T":
     if name not in known:
         raise ValueError(f"{what} {name!r}: not in the atlas; see llorch atlas --list" + suggestion(name, known))
     return known[name]
+
+
+def _require_extras(*, drawing: bool) -> None:
+    """Refuse before anything is fetched what could not be judged or drawn."""
+    from llorch.errors import MissingExtra
+
+    needed = {"torch": "golden", "transformers": "golden", **({"matplotlib": "train"} if drawing else {})}
+    for package, extra in needed.items():
+        if find_spec(package) is None:
+            raise MissingExtra(extra, package)
+
+
+def _require_consent(engines: "Sequence[Engine]", home: Path, *, yes: bool) -> None:
+    """Say which packages would be fetched, and go on if the user agrees."""
+    from llorch.atlas.environments import download_bytes, is_to_install
+    from llorch.cli.outcome import MISSING
+
+    needed = [engine for engine in engines if is_to_install(engine, home)]
+    if not needed:
+        return
+    sizes = ", ".join(f"{engine.name} {download_bytes(engine) / 1e6:.0f} MB" for engine in needed)
+    said = f"packages from pip's index, into {home / 'environments'}: {sizes}"
+    if yes:
+        say(f"{said}; installing")
+    elif sys.stdin is None or not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise click.UsageError(f"{said}; nobody can be asked here, so give --yes to install them")
+    elif not click.confirm(f"{said}; install?", default=True, err=True):
+        raise click.exceptions.Exit(MISSING)
 
 
 def _home() -> Path:

@@ -55,7 +55,9 @@ def asked(tmp_path: Path):
 
 def test_seconds_are_those_of_the_run_and_not_of_the_look(tmp_path: Path):
     """Three runs take 0.02 s each by their own clock and end before the first look."""
-    code = ADAPTER.replace("def compute(engine, run, dump):\n", "def compute(engine, run, dump):\n    time.sleep(0.02)\n")
+    code = ADAPTER.replace(
+        "def compute(engine, run, dump):\n", "def compute(engine, run, dump):\n    time.sleep(0.02)\n"
+    )
     (tmp_path / "adapter.py").write_text(code)
     requests = [Request(each, [[1, 2]], str(tmp_path / each), str(tmp_path / "scratch")) for each in "abc"]
     ended = run_all([sys.executable, str(tmp_path / "adapter.py")], requests, tmp_path)

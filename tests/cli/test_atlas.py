@@ -30,9 +30,29 @@ def test_names_are_listed_and_each_adapter_has_pinned_requirements():
     for engine in catalogue.ENGINES:
         if not engine.why_not:
             assert len(engine.adapter.read_text().splitlines()) < 100, engine.name
-            pins = [line for line in engine.requirements.read_text().splitlines() if not line.startswith(("#", "-"))]
+            pins = [
+                line
+                for line in engine.adapter.with_suffix(".txt").read_text().splitlines()
+                if not line.startswith(("#", "-"))
+            ]
             assert pins
             assert all("==" in line for line in pins), engine.name
+
+
+def test_script_without_yes_installs_nothing_and_is_told_the_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    engine = Engine("large", "large", folder=tmp_path)
+    engine.lock.write_text("# 355000000 bytes to download\n")
+    monkeypatch.setattr(catalogue, "BY_NAME", {"large": engine})
+    words = ("atlas", "large", "--input", "llama", "--home", str(tmp_path / "home"))
+    assert_cli_refuses(invoke(*words), 2, "355 MB", str(tmp_path / "home"), "--yes")
+    assert not (tmp_path / "home").exists()
+
+
+@pytest.mark.parametrize("package", ["torch", "transformers", "matplotlib"])
+def test_missing_extra_is_said_before_anything_is_installed(package: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("llorch.cli.atlas.find_spec", lambda name: None if name == package else object())
+    monkeypatch.setattr("llorch.atlas.environments.subprocess", None)
+    assert_cli_refuses(invoke("atlas", "--yes"), 3, package)
 
 
 @pytest.mark.live

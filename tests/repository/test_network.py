@@ -1,4 +1,4 @@
-"""Who asks the network: models of the hub, and the server that was asked for; nobody else."""
+"""Who asks the network: models of the hub, the server, and pip for the atlas after a yes; nobody else."""
 
 import ast
 import re
@@ -19,16 +19,22 @@ OF_THE_NETWORK = {
     "starlette", "asyncio", "webbrowser",
 }  # fmt: skip
 ON_MODELS = "run story Once -n 3", "inspect micro-mistral", "tokenize story Once"
-WATCHED = """
-import sys
+PROGRAMS = ("pip", "uv", "curl", "wget", "git", "hf")  # of a process that would ask in llorch's place
+WATCHED = f"""
+import os, sys
 def refuse(event, args):
+    if event == "subprocess.Popen":
+        words = [os.fsdecode(word) for word in (args[0], *args[1])]
+        if set(map(os.path.basename, words)) & set({PROGRAMS!r}):
+            print("asked the network:", event, words, file=sys.stderr, flush=True)
+            os._exit(1)
     if event.partition(".")[0] in ("socket", "urllib", "http", "ftplib", "smtplib"):
-        raise SystemExit(f"asked the network: {event} {args}")
+        raise SystemExit(f"asked the network: {{event}} {{args}}")
 sys.addaudithook(refuse)
 from llorch.cli import main
 for line in sys.argv[1:]:
     main(line.split(), prog_name="llorch", standalone_mode=False)
-    print(f"did: {line}")
+    print(f"did: {{line}}")
 """
 
 
@@ -77,6 +83,26 @@ def watched(*lines: str) -> subprocess.CompletedProcess[str]:
 def test_a_command_on_a_model_that_is_here_opens_no_socket(line: str):
     done = watched(*ON_MODELS)
     assert f"did: {line}\n" in done.stdout, done.stderr
+
+
+def test_atlas_starts_no_installer_in_a_script_without_yes(tmp_path: Path):
+    done = watched(f"atlas tinygrad --input llama --home {tmp_path}/home")
+    assert "--yes" in done.stderr
+    assert "asked the network" not in done.stderr
+    assert not (tmp_path / "home").exists()
+
+
+@pytest.mark.slow
+def test_an_installer_would_be_seen(tmp_path: Path):
+    done = watched(f"atlas tinygrad --input llama --home {tmp_path}/home --yes")
+    assert "asked the network: subprocess.Popen" in done.stderr
+    assert "install" in done.stderr
+
+
+def test_only_the_atlas_names_an_installer():
+    named = re.compile(rf"[\"'](?:{'|'.join(PROGRAMS)})[\"']")
+    found = [file.relative_to(ROOT).as_posix() for file in FILES if named.search(file.read_text())]
+    assert found == ["llorch/atlas/environments.py"]
 
 
 def test_a_socket_would_be_seen(monkeypatch: pytest.MonkeyPatch):
