@@ -21,6 +21,7 @@ class Engine:
         ways: Options of the adapter, by the name of the row.
         is_witness: Whether it is one that llorch has for goldens, and runs in llorch's own environment.
         snippet: Python for a reproduction: imports, and `logits(model, ids)` of a folder or file, (tokens, vocab).
+        known: What its maintainers know already, by words of the correction.
         folder: Where these are.
         why_not: Why it cannot be run from a package registry on a processor; empty where it can.
     """
@@ -32,6 +33,7 @@ class Engine:
     ways: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: _ONE_WAY)
     is_witness: bool = False
     snippet: str = ""
+    known: Mapping[str, str] = field(default_factory=dict)
     folder: Path = ADAPTERS
     why_not: str = ""
 
@@ -121,7 +123,10 @@ ENGINES: tuple[Engine, ...] = (
             "flash attention": {"cache": "f16", "flash_attention": True},
         },
     ),
-    Engine("mlx-lm", "mlx_lm_hf", snippet=_MLX_LM),
+    Engine(
+        "mlx-lm", "mlx_lm_hf", snippet=_MLX_LM,
+        known={"rope keys": "The move of rope keys to `rope_parameters` is known upstream: mlx-lm pull request 953."},
+    ),
     Engine("tinygrad", "tinygrad_gguf", gguf=True, folders=False, snippet=_TINYGRAD),
     Engine("transformer-lens", "transformer_lens_hf"),
     Engine("ctranslate2", "ctranslate2_hf", snippet=_CTRANSLATE2),

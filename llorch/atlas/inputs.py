@@ -164,11 +164,11 @@ class Input:
 
     @property
     def sisters(self) -> "list[Input]":
-        """The same in the other style, or without the feature, or both: what means the same first, both last."""
+        """The same in the other style, and the same without the feature: one difference each, the style first."""
         without = [replace(self, feature="")] if self.feature else []
         is_styled = self.family in FAMILIES and not self.gguf and len(FAMILIES[self.family].styles) > 1
         other = [replace(self, style="old" if self.style == "new" else "new")] if is_styled else []
-        return [*other, *without, *(replace(one, feature="") for one in other if without)]
+        return [*other, *without]
 
 
 def every_input() -> Iterator[Input]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from llorch.atlas.catalogue import BY_NAME
 from llorch.atlas.programs import Shown
 from llorch.atlas.verdicts import Verdict
 
@@ -19,13 +20,15 @@ def report(title: str, own: Sequence[Verdict], shown: Shown | None) -> str:
     assert first.agreed
     said = [
         f"# {title}",
-        f"{first.engine} {first.version}, from the package registry, float32 on a CPU.",
+        f"{first.engine} {first.version}, from the package registry, {first.way or 'float32'} on a CPU.",
         f"On these models its logits are not those of transformers: "
         f"{', '.join(dict.fromkeys(f'`{each.input.name}` ({each.judged.error:.0e})' for each in own if each.judged))}. "
         "In brackets: |theirs - transformers in float64| / |transformers in float64|.",
         f"First stage that is off: `{first.judged.key}`. {' '.join(first.judged.findings)}",
         f"With {first.correction} it agrees: {first.agreed.error:.0e}, which is rounding.",
     ]
+    known = BY_NAME[first.engine].known if first.engine in BY_NAME else {}
+    said += [note for words, note in known.items() if words in first.correction]
     if shown:
         said.append("Logits of the last token, beside those of transformers in float64, on both models:")
         said.append(f"```python\n{shown.program}```")

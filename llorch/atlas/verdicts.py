@@ -1,7 +1,8 @@
 """What is said of an engine on an input. A bug is said of nobody before it was made to go away from outside.
 
 An input has sisters, which differ from it in one thing: the style of the configuration, or one feature. An engine that
-is wrong on an input and right on a sister was made to agree by that one correction: it is the cause.
+is wrong on an input and right on a sister was made to agree by that one correction: it is the cause. Two corrections at
+once would accuse an engine of one mistake for what two make together: such an input stays `wrong`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -86,10 +87,9 @@ def confirmed(verdicts: Sequence[Verdict]) -> Iterator[Verdict]:
 
 
 def _correction(this: Input, sister: Input) -> str:
-    where = "at the top of config.json" if sister.style == "old" else "under rope_parameters"
-    moved = [f"the same rope keys {where}"] if this.style != sister.style else []
-    without = [f"the same model without {this.feature}"] if this.feature != sister.feature else []
-    return " and ".join([*moved, *without])
+    if this.style == sister.style:
+        return f"the same model without {this.feature}"
+    return f"the same rope keys {'at the top of config.json' if sister.style == 'old' else 'under rope_parameters'}"
 
 
 def _rounded(value: Any) -> Any:

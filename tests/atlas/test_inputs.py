@@ -38,8 +38,8 @@ def test_a_feature_is_another_model(feature: str, tmp_path: Path):
 
 
 def test_sisters_differ_in_one_thing():
-    assert [each.name for each in Input("llama", "theta").sisters] == ["llama-theta-old", "llama", "llama-old"]
-    assert [each.name for each in Input("llama", "theta", "old").sisters] == ["llama-theta", "llama-old", "llama"]
+    assert [each.name for each in Input("llama", "theta").sisters] == ["llama-theta-old", "llama"]
+    assert [each.name for each in Input("llama", "theta", "old").sisters] == ["llama-theta", "llama-old"]
     assert [each.name for each in Input("qwen3", "eps", gguf=True).sisters] == ["qwen3.gguf"]
     assert Input("qwen3_5").sisters == []
     assert Input("story").sisters == []

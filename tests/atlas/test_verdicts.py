@@ -1,11 +1,16 @@
 """What is a bug, what is not, and what the page says of both."""
 
+import re
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 from refusals import assert_tells
 
 from llorch.atlas.inputs import Input, Style
 from llorch.atlas.judging import Judged, StageRow
 from llorch.atlas.page import bugs, readme
+from llorch.atlas.reports import report
 from llorch.atlas.verdicts import Verdict, confirmed, word_of
 
 FINE, HALF = Judged([StageRow("logits", 3e-7, 1e-6, 0.3)], 0.3, "float32"), "bfloat16, as declared"
@@ -57,6 +62,31 @@ def test_a_correction_of_the_same_meaning_comes_first():
     assert_tells(bug.correction, "rope", "config.json")
 
 
+def test_two_corrections_at_once_confirm_nothing():
+    (found, *_) = confirmed([verdict("llama", "wrong", OFF, "theta"), verdict("llama", "right", FINE, "", "old")])
+    assert found.word == "wrong"
+
+
+def test_bug_of_another_way_has_a_report_only_where_the_own_way_has_none():
+    sdpa = replace(OFF, mistake="eps 2")
+    own = [verdict("llama", "wrong", OFF, "eps"), verdict("llama", "right", FINE), verdict("qwen2", "right", FINE)]
+    made = [*own, *(replace(each, way="half", judged=sdpa) for each in own[:1]), replace(own[1], way="half")]
+    made += [replace(verdict("qwen2", "wrong", OFF, "eps"), way="half"), replace(own[2], way="half")]
+    found = dict(bugs(confirmed(made)))
+    assert [[(each.way, each.input.family) for each in of] for of in found.values()] == [
+        [("half", "qwen2")],
+        [("", "llama")],
+    ]
+    assert "half on a CPU" in report(*next(iter(found.items())), None)
+    assert "float32 on a CPU" in report(*list(found.items())[1], None)
+
+
+def test_report_tells_what_the_maintainers_know():
+    bug = replace(verdict("llama", "wrong", OFF), engine="mlx-lm")
+    (found, *_) = confirmed([bug, replace(bug, input=Input("llama", "", "old"), word="right", judged=FINE)])
+    assert_tells(report("title", [found], None), "rope_parameters", 953)
+
+
 def test_another_engine_confirms_nothing():
     other = Verdict("other", "", Input("llama"), "right", judged=FINE)
     assert next(confirmed([verdict("llama", "wrong", OFF, "eps"), other])).word == "wrong"
@@ -81,3 +111,11 @@ def test_the_page_has_every_verdict():
         "NOT RUN: absent: no wheel for this processor.", "- engine, refused: `mistral`: ValueError: no windows | here",
     ):  # fmt: skip
         assert line in page
+
+
+def test_every_report_of_the_page_is_there_and_no_other():
+    folder = Path(__file__).parents[2] / "checkpoints" / "atlas"
+    linked = set(re.findall(r"\]\((reports/[^)]+)\)", (folder / "README.md").read_text(encoding="utf-8")))
+    assert linked == {path.relative_to(folder).as_posix() for path in folder.glob("reports/**/*.md")}
+    for name in linked:
+        assert "```python" in (folder / name).read_text(encoding="utf-8")

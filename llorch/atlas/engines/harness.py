@@ -48,8 +48,8 @@ def answer(
     """Do the runs of the file that is named by the first argument, each a JSON object on a line, in their order.
 
     What comes of each is written to `said.json` beside its dump: {"state": "done" or "failed", "phase": "load" or
-    "compute", "error", "version", "seconds" from load to the end of the dump}. One that is there already is not run again, so that a run that ends the process
-    costs no other.
+    "compute", "error", "version", "seconds" from load to the end of the dump}. One that is there already is not run
+    again, so that a run that ends the process costs no other.
     """
     for line in Path(sys.argv[1]).read_text(encoding="utf-8").splitlines():
         run = Run(**json.loads(line))
