@@ -124,6 +124,7 @@ for name, function in typed_mistakes(BY_NUMBER["12"])["generate"].items():
 # %% [markdown]
 # Text is a weak witness. Three of these mistakes leave the text of some model as it was, token for token. So a model
 # that writes well is no proof that it is right; the numbers of 01 to 08 are. What text does show is the loop itself.
+# (`generation-text-fed-again` ends in an error in the fifth model, whose context it fills.)
 #
 # ## Exercise
 #
