@@ -122,10 +122,18 @@ def named_by(observed: np.ndarray, made: Variants, tolerance: Tolerance) -> list
         return []
     found = []
     for (mistake, wrong), effect in zip(made.wrong, made.effects, strict=True):
-        left = measure(observed, wrong, masked=made.masked)
+        left = measure(*_where_finite(observed, wrong, masked=made.masked), masked=made.masked)
         if effect.over(tolerance) >= VISIBLE and left.within(tolerance):
             found.append((left.error, mistake.name))
     return [name for _, name in sorted(found)]
+
+
+def _where_finite(observed: np.ndarray, wrong: np.ndarray, *, masked: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Leave out what neither has as a number, as `Beside.where_finite` of the diagnosis does."""
+    if masked or observed.shape != wrong.shape:
+        return observed, wrong
+    nothing = ~np.isfinite(observed) & ~np.isfinite(wrong)
+    return np.where(nothing, 0, observed), np.where(nothing, 0, wrong)
 
 
 def n_cached(mistake: Mistake, whole: Pass) -> int:

@@ -102,7 +102,8 @@ def scaled_scores_in_half(s: StageInputs, stage: str) -> np.ndarray:
 
 def softmax_over_heads(s: StageInputs, stage: str) -> np.ndarray:
     """Heads sum to one; a hidden score is not a number then, because no head has a finite one."""
-    weights = np.exp(s["attn_scores"] - s["attn_scores"].max(axis=0, keepdims=True))
+    with np.errstate(invalid="ignore"):  # -inf less -inf, which is the point
+        weights = np.exp(s["attn_scores"] - s["attn_scores"].max(axis=0, keepdims=True))
     return weights / weights.sum(axis=0, keepdims=True)
 
 
