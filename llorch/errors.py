@@ -119,6 +119,15 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
+def decode_utf8(data: bytes, what: str, *, offset: int = 0) -> str:
+    """Decode text that a person gave; ValueError names the first byte that is not UTF-8 and its place from `offset`."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        found = f"byte 0x{data[error.start]:02x} at offset {offset + error.start}"
+        raise ValueError(f"{what}: expected UTF-8, got {found}; convert the text first") from None
+
+
 def suggestion(word: str, known: Iterable[str]) -> str:
     """What somebody may have meant by a word that nothing is called, as the end of a message; else empty.
 

@@ -33,6 +33,7 @@ from llorch.tokenizer.conversation import Chats
 from llorch.tokenizer.messages import checked_messages
 
 Prompt = str | Sequence[int] | Sequence[Message]
+_CHARACTERS_PER_TOKEN = 4  # of English; most texts of so many fit, and are tokenized once
 PREFILL_CHUNK = 512  # tokens per pass of a long prompt: bounds the memory of the attention scores
 
 
@@ -123,12 +124,32 @@ class Opened:
         return Chats(lambda: self.chat_templates, self.tokenizer, path=self.weights.path)
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
-        """Token ids of a text with special tokens, or of a conversation up to the answer; ids stay as they are."""
+        """Token ids of a text with special tokens, or of a conversation up to the answer; ids stay as they are.
+
+        ValueError for a text that is far longer than the context.
+        """
         if isinstance(prompt, str):
+            self.require_fits(prompt)
             return self.tokenizer.encode(prompt)
         if _is_conversation(prompt):
-            return self.chats.ids(_checked(prompt))
+            written = self.chats.written(_checked(prompt))
+            self.require_fits(written.text)
+            return self.chats.encoded(written)
         return list(prompt)  # type: ignore[arg-type] (ids)
+
+    def require_fits(self, text: str) -> None:
+        """Refuse (ValueError) a text whose beginning alone has twice the tokens of the context.
+
+        Only as much of the text is tokenized as is needed to know. Twice, because the last tokens of a part may be
+        others in the whole.
+        """
+        room = self.config.max_position_embeddings
+        n_characters = _CHARACTERS_PER_TOKEN * room
+        while n_characters < len(text):
+            if len(self.tokenizer.encode(text[:n_characters])) > 2 * room:
+                message = f"the {len(text)} characters of text do not fit the context of {room} tokens"
+                raise ValueError(f"prompt: {message}: {n_characters} of them are more than {2 * room}; shorten it")
+            n_characters *= 2
 
     def job(
         self,

@@ -61,6 +61,37 @@ def test_a_prompt_longer_than_the_context_is_refused_before_any_work(
         model.forward(too_long)
 
 
+@pytest.mark.parametrize("as_messages", [False, True])
+def test_a_text_far_longer_than_the_context_is_refused_from_its_beginning(
+    as_messages: bool, monkeypatch: pytest.MonkeyPatch
+):
+    model, seen = llorch.load("story"), list[int]()
+    encode = model.tokenizer.encode
+
+    def counted(text: str, **how: bool) -> list[int]:
+        seen.append(len(text))
+        return encode(text, **how)
+
+    monkeypatch.setattr(model.tokenizer, "encode", counted)
+    monkeypatch.setattr(model.tokenizer, "encode_rendered", lambda text, **how: (counted(text), []))
+    if as_messages:
+        monkeypatch.setattr(type(model), "chat_templates", {"default": "{{ messages[0]['content'] }}"})
+    context, text = model.config.max_position_embeddings, "fox " * 100_000
+    with refuses(ValueError, f"{len(text)} characters", f"{context} tokens"):
+        model.generate(messages=[{"role": "user", "content": text}]) if as_messages else model.generate(text)
+    assert 0 < sum(seen) < 32 * context
+
+
+def test_a_text_that_just_fits_the_context_runs_and_one_token_more_is_refused_with_the_number():
+    model = llorch.load("story")
+    context, text = model.config.max_position_embeddings, " was" * 2000  # four characters a token, after the first
+    while len(model.tokenizer.encode(text)) > context:
+        text = text.removesuffix(" was")
+    assert len(model.job(text, max_tokens=1, settings=None, ignore_eos=False, adapter=None).ids) == context
+    with refuses(ValueError, f"{context + 1} tokens", f"{context} tokens"):
+        model.generate(text + " was")
+
+
 def test_positions_beyond_the_context_are_refused(model: llorch.Model):
     context = model.config.max_position_embeddings
     with refuses(ValueError, "2 tokens", f"position {context - 1}", f"{context} tokens", where="forward"):

@@ -30,7 +30,7 @@ def judge_dump(
     refuse_residency(arithmetic)
     weights = open_weights(model_path(models[0]))
     threads, numerics = use_threads(weights.config), chosen_numerics(arithmetic.numerics, arithmetic.kv_cache)
-    ids = Model(weights).tokenizer.encode(prompt) if prompt is not None else tokens
+    ids = Model(weights).prompt_ids(prompt) if prompt is not None else tokens
     with progress(f"verifying {models[0]}") as tell:
         stages = read_stages(dump, weights, mapping, ids, None)
         run = weights.using(numerics) if numerics != EXACT else weights.astype(np.float64)

@@ -11,6 +11,7 @@ import click
 
 from llorch.cli.options import (
     MODEL,
+    TEXT,
     WholeNumber,
     backend_options,
     numerics_options,
@@ -40,7 +41,7 @@ CONTEXT = 8192  # tokens to keep memory for
     'printf "Hello\\n/stats\\n" | llorch chat model.gguf',
 )
 @click.argument("model", type=MODEL, default="story")
-@click.option("--system", metavar="TEXT", help="The system message.")
+@click.option("--system", type=TEXT, help="The system message.")
 @click.option(
     "--history", type=click.Path(path_type=Path, dir_okay=False), help="Messages so far, as /save writes them."
 )
@@ -109,11 +110,13 @@ def command(
 
 def _converse(talk: Any, *, live: bool) -> None:
     """Line by line; a mistake on a terminal is one line, and the conversation goes on."""
+    from llorch.cli.inputs import stdin_lines
     from llorch.cli.slash import Quit, obey
 
+    piped = None if live else stdin_lines()
     while True:
         try:
-            line = _read(live)
+            line = _read(piped)
             if line.startswith("/") and not line.startswith("//"):
                 _show(obey(talk, line))
             elif line.strip():
@@ -128,16 +131,16 @@ def _converse(talk: Any, *, live: bool) -> None:
             say(error_line(error))
 
 
-def _read(live: bool) -> str:
-    """What the user says next, without the line end; EOFError at the end."""
+def _read(piped: Iterator[str] | None) -> str:
+    """Read what the user says next, without the line end, from a terminal or from lines; EOFError at the end."""
     lines: list[str] = []
     while not lines or lines[-1].endswith("\\"):
         if lines:
             lines[-1] = lines[-1][:-1]
-        if live:
+        if piped is None:
             lines.append(input("... " if lines else "> "))
-        elif line := sys.stdin.readline():
-            lines.append(line.removesuffix("\n"))
+        elif (line := next(piped, None)) is not None:
+            lines.append(line)
         else:
             raise EOFError
     return "\n".join(lines)

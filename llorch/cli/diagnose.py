@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from llorch.cli.dumped import dump_path, first_position_option, map_option
-from llorch.cli.options import MODEL, json_option, refuse_both, threads_option, tokens_option, verb
+from llorch.cli.options import MODEL, TEXT, json_option, refuse_both, threads_option, tokens_option, verb
 
 if TYPE_CHECKING:
     from llorch.verify.diagnosis.verdict import Diagnosis
@@ -24,7 +24,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option("--model", type=MODEL, required=True, help="What the engine ran: a file, a folder or a built-in name.")
 @map_option
 @tokens_option("Token ids of the run where the dump does not have them, or of the whole text.")
-@click.option("--prompt", help="The same as text.")
+@click.option("--prompt", type=TEXT, help="The same as text.")
 @first_position_option
 @click.option(
     "--adapter", type=click.Path(path_type=Path, exists=True, file_okay=False),
@@ -99,7 +99,7 @@ def _diagnosed(
 
     weights = open_weights(model_path(model))
     use_threads(weights.config)
-    ids = Model(weights).tokenizer.encode(prompt) if prompt is not None else tokens
+    ids = Model(weights).prompt_ids(prompt) if prompt is not None else tokens
     with progress(f"diagnosing {dump}") as tell:
         stages = read_stages(dump, weights, mapping, ids, first_position)
         return diagnose(weights.astype(np.float64), stages, model=model, say=tell)

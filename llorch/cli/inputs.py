@@ -2,12 +2,14 @@
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
 
 from llorch.cli.options import refuse_both
 from llorch.cli.output import say
+from llorch.errors import decode_utf8
 from llorch.files import GGUFFile, SafetensorsFolder
 from llorch.hub import find
 from llorch.model import Model
@@ -15,6 +17,7 @@ from llorch.numerics import Numerics
 
 SENTENCE = "Once upon a time, a small red fox found 27 shiny stones near the old river."
 SPREAD = {12: 5, 66: 25}  # into so many stretches a vocabulary is cut, of which every fifth is next, round and round
+MOST_STDIN = 64 << 20  # bytes; stdin may have no end
 IN_CHUNKS = 66  # tokens of which a delta net, which computes 64 at once, begins a second chunk
 
 
@@ -63,10 +66,33 @@ def prompt_text(prompt: str | None) -> str:
     """
     if prompt not in (None, "-"):
         return prompt
-    piped = sys.stdin.read() if sys.stdin is not None and (prompt == "-" or not sys.stdin.isatty()) else ""
+    piped = _read_stdin() if sys.stdin is not None and (prompt == "-" or not sys.stdin.isatty()) else ""
     if not piped:
         raise click.UsageError("no text: give it as an argument or on stdin")
     return piped.removesuffix("\n")
+
+
+def _read_stdin() -> str:
+    data = sys.stdin.buffer.read(MOST_STDIN + 1)
+    if len(data) > MOST_STDIN:
+        raise ValueError(f"stdin: expected at most {MOST_STDIN} bytes of text, got more; give a part of the text")
+    return _with_plain_line_ends(decode_utf8(data, "stdin"))
+
+
+def stdin_lines() -> Iterator[str]:
+    """Yield each line of stdin without its end when it comes, whatever the locale is; ValueError where one is no UTF-8.
+
+    The offset in the message counts from the start of stdin.
+    """
+    offset = 0
+    for data in iter(lambda: sys.stdin.buffer.readline(MOST_STDIN), b""):
+        yield _with_plain_line_ends(decode_utf8(data, "stdin", offset=offset)).removesuffix("\n")
+        offset += len(data)
+
+
+def _with_plain_line_ends(text: str) -> str:
+    """Turn every line end into a newline, as Python's text files do."""
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def choose_ids(model: Model, prompt: str | None, tokens: list[int] | None) -> tuple[list[int], str | None]:
@@ -75,7 +101,7 @@ def choose_ids(model: Model, prompt: str | None, tokens: list[int] | None) -> tu
     if tokens is not None:
         return tokens, None
     if prompt is not None:
-        return model.tokenizer.encode(prompt), prompt
+        return model.prompt_ids(prompt), prompt
     return _default_ids(model)
 
 

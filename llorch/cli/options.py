@@ -14,6 +14,7 @@ from click.shell_completion import CompletionItem
 
 from llorch.builtin import EVERY
 from llorch.cli.verbs import Verb
+from llorch.errors import decode_utf8
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -29,6 +30,22 @@ class WholeNumber(click.IntRange):
     """An integer in a range; click calls other text no valid "integer range", which says nothing."""
 
     name = "integer"
+
+
+class UnicodeText(click.ParamType):
+    """Text for a model; an argument may hold bytes that are not UTF-8, which Python hands on as surrogates."""
+
+    name = "text"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> object:
+        """Decode the bytes of the argument, whatever the locale says about them."""
+        if not isinstance(value, str):
+            return value
+        where = "text" if param is None or ctx is None else param.get_error_hint(ctx).replace("'", "")
+        return decode_utf8(os.fsencode(value), where)
+
+
+TEXT = UnicodeText()
 
 
 class TokenIds(click.ParamType):

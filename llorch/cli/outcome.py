@@ -13,6 +13,7 @@ that does not broadcast) is a bug, as every other class of theirs is.
 import dis
 import errno
 import faulthandler
+import io
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -102,7 +103,7 @@ def error_line(error: BaseException) -> str:
 @contextmanager
 def reported(*, traceback: bool = False) -> Iterator[None]:
     """Turn whatever the body raises into a line on stderr and an exit code."""
-    _open_closed_streams()
+    _open_streams()
     if sys.__stderr__ is not None and not faulthandler.is_enabled():
         faulthandler.enable(sys.__stderr__)  # what no exception can tell: a mapped file that was cut is SIGBUS
     try:
@@ -142,10 +143,12 @@ def _explain(error: BaseException, *, traceback: bool) -> None:
     click.echo(error_line(error), err=True)
 
 
-def _open_closed_streams() -> None:
-    """Python has None for a stream that the caller closed (`>&-`); what goes there is wanted by nobody."""
+def _open_streams() -> None:
+    """Open a stream that the caller closed (`>&-`), and let stdout take every character."""
     sys.stdout = sys.stdout or Path(os.devnull).open("w")
     sys.stderr = sys.stderr or Path(os.devnull).open("w")
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a locale such as C may lack characters that a model writes
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _abandon_broken(stream: TextIO) -> None:

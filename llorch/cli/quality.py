@@ -10,6 +10,7 @@ import click
 
 from llorch.cli.options import MODEL, WholeNumber, json_option, numerics_options, threads_option, use_threads, verb
 from llorch.cli.output import progress, say, to_json
+from llorch.errors import decode_utf8
 from llorch.memory import available_memory
 
 if TYPE_CHECKING:
@@ -82,12 +83,7 @@ def _read(path: Path) -> str:
     if size * _TOKENIZING > free:
         needed = f"{size / 1e9:.2f} GB of text need about {size * _TOKENIZING / 1e9:.1f} GB of memory"
         raise MemoryError(f"{path}: {needed}, {free / 1e9:.1f} GB are free; give a part of the text")
-    data = path.read_bytes()
-    try:
-        text = data.decode().removesuffix("\n")
-    except UnicodeDecodeError as error:
-        found = f"got the byte {data[error.start]:#04x} at offset {error.start}"
-        raise ValueError(f"{path}: expected UTF-8 text, {found}; convert it first") from None
+    text = decode_utf8(path.read_bytes(), str(path)).removesuffix("\n")
     if not text:
         raise ValueError(f"{path}: expected text, the file is empty")
     return text

@@ -14,6 +14,7 @@ import click
 from llorch.cli.mesh import mesh_option, of_first, on_mesh, require_tensor_parallel, timeout_option
 from llorch.cli.options import (
     MODEL,
+    TEXT,
     WholeNumber,
     backend_options,
     json_option,
@@ -46,9 +47,9 @@ OURS = "reference"  # as an implementation
     'llorch run model.gguf "Once upon a time" --mesh tp=2',
 )
 @click.argument("model", type=MODEL, default="story")
-@click.argument("prompt", required=False)
-@click.option("--chat", metavar="TEXT", help="Instead of PROMPT: what the user says, in the model's chat template.")
-@click.option("--system", metavar="TEXT", help="With --chat: the system message.")
+@click.argument("prompt", type=TEXT, required=False)
+@click.option("--chat", type=TEXT, help="Instead of PROMPT: what the user says, in the model's chat template.")
+@click.option("--system", type=TEXT, help="With --chat: the system message.")
 @click.option(
     "--history",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -57,7 +58,7 @@ OURS = "reference"  # as an implementation
 @click.option("-n", "--max-tokens", type=WholeNumber(min=1), default=128, show_default=True, help="At most so many.")
 @sampling_options
 @template_options
-@click.option("--stop", multiple=True, help="Text to stop before; may be given several times.")
+@click.option("--stop", type=TEXT, multiple=True, help="Text to stop before; may be given several times.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after an end token.")
 @click.option("--adapter", type=click.Path(path_type=Path), help="LoRA: a PEFT directory or a GGUF file.")
 @click.option("--any-base", is_flag=True, help="Take an --adapter that names another base.")

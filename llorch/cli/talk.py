@@ -62,7 +62,9 @@ class Talk:
             raise ValueError("chat: expected a message of the user to answer, got none; say something")
         settings = replace(self.settings, seed=self.settings.seed + self._n_answers)  # another one at /retry
         chats = self.model.chats
-        ids = chats.encoded(chats.spoken(messages))
+        written = chats.spoken(messages)
+        self.model.require_fits(written.text)
+        ids = chats.encoded(written)
         job = self.model.job(ids, max_tokens=self.max_tokens, settings=settings, ignore_eos=False, adapter=self.adapter)
         self.messages, self._n_answers = messages, self._n_answers + 1
         return self._kept(replace(job, end_ids=job.end_ids | self._end_ids))

@@ -4,7 +4,7 @@ import json
 
 import click
 
-from llorch.cli.options import MODEL, json_option, verb
+from llorch.cli.options import MODEL, TEXT, json_option, verb
 from llorch.cli.output import to_json
 
 
@@ -15,7 +15,7 @@ from llorch.cli.output import to_json
     "cat README.md | llorch tokenize story --no-special",
 )
 @click.argument("model", type=MODEL)
-@click.argument("text", required=False)
+@click.argument("text", type=TEXT, required=False)
 @click.option("--no-special", is_flag=True, help="Leave out the beginning and end tokens that the file asks for.")
 @click.option("--parse-special", is_flag=True, help="Turn the text of a control token, such as <|eot_id|>, into it.")
 @json_option("One object: ids, and tokens with id, bytes (hexadecimal) and text (null when not UTF-8 alone).")

@@ -8,6 +8,7 @@ import click
 from llorch.cli.options import (
     ENGINES,
     MODEL,
+    TEXT,
     WholeNumber,
     refuse_both,
     threads_option,
@@ -40,7 +41,7 @@ def _checked_output(ctx: click.Context, param: click.Parameter, value: Path) -> 
     "llorch trace micro-llama -o theirs.npz --producer llamacpp",
 )
 @click.argument("model", type=MODEL)
-@click.argument("prompt", required=False)
+@click.argument("prompt", type=TEXT, required=False)
 @click.option(
     "-o", "--output", required=True, type=click.Path(path_type=Path), callback=_checked_output,
     help="A .safetensors or .npz file, or a folder; replaced when it exists.",

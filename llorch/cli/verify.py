@@ -11,6 +11,7 @@ from llorch.cli.mesh import mesh_option, on_mesh, timeout_option
 from llorch.cli.options import (
     ENGINES,
     MODEL,
+    TEXT,
     backend_options,
     json_option,
     numerics_options,
@@ -56,7 +57,7 @@ class Witness(click.ParamType):
     "--against", multiple=True, type=Witness(), help="What to compare with; may be repeated. A dump goes alone."
 )
 @map_option
-@click.option("--prompt", help="Text to run, with live engines.")
+@click.option("--prompt", type=TEXT, help="Text to run, with live engines.")
 @tokens_option("Token ids to run, with live engines; for models without a vocabulary.")
 @numerics_options
 @backend_options

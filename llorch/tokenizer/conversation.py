@@ -129,7 +129,11 @@ class Chats:
 
     def ids(self, messages: Sequence[Message]) -> list[int]:
         """A conversation up to the answer that is wanted, as token ids; what is in the messages stays text."""
-        return self.encoded(Written(*self.conversation(messages).text(len(messages), opened=True)))
+        return self.encoded(self.written(messages))
+
+    def written(self, messages: Sequence[Message]) -> Written:
+        """Write a conversation up to the answer that is wanted; FormatError where there is no chat template."""
+        return Written(*self.conversation(messages).text(len(messages), opened=True))
 
     @property
     def has_template(self) -> bool:

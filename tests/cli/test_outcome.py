@@ -13,8 +13,10 @@ from typing import get_args
 import click
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from command_line import REPOSITORY
 
+from llorch.cli import main
 from llorch.cli.outcome import error_line, reported
 from llorch.cli.output import to_json
 from llorch.cli.tables import print_table, table
@@ -183,3 +185,9 @@ def test_a_narrow_terminal_loses_no_column():
     print_table(out, rows)
     assert out.file.getvalue().splitlines()[-1].split() == ["one", "two", "PASS"]  # type: ignore[attr-defined]
     assert out.width == 20
+
+
+def test_a_character_that_the_locale_lacks_is_escaped_on_stdout():
+    result = CliRunner(charset="ascii").invoke(main, ["run", "story", "x", "-t", "50", "-n", "40"])
+    assert (result.exit_code, result.exception) == (0, None)
+    assert "\\ufffd" in result.stdout

@@ -3,9 +3,12 @@
 import json
 
 import pytest
+from click.testing import CliRunner
 from command_line import invoke
+from refusals import assert_cli_refuses, assert_tells
 
 import llorch
+from llorch.cli import main
 
 TEXT = "The fox\tate caf\u00e9 \U0001f98a."
 
@@ -40,3 +43,37 @@ def test_the_text_of_a_control_token_stays_text_unless_asked_for(flags: list[str
 
 def test_text_may_come_from_stdin():
     assert invoke("tokenize", "story", stdin="The fox\n").stdout == invoke("tokenize", "story", "The fox").stdout
+
+
+@pytest.mark.parametrize("charset", ["utf-8", "latin-1", "ascii"])  # as the locale may say
+@pytest.mark.parametrize("verb", ["run", "chat", "tokenize"])
+def test_a_byte_on_stdin_that_is_not_utf8_is_named_with_its_offset_in_every_locale(verb: str, charset: str):
+    result = CliRunner(charset=charset).invoke(main, [verb, "story"], input=b"caf\xc3\xa9\n \xe9")
+    assert (result.exit_code, "Traceback" in result.stderr) == (2, False)
+    assert_tells(result.stderr.splitlines()[-1], got=("0xe9", "offset 7"), where="stdin")
+
+
+def test_text_on_stdin_is_utf8_whatever_the_locale_says():
+    result = CliRunner(charset="latin-1").invoke(main, ["tokenize", "story", "--json"], input=b"caf\xc3\xa9\r\n!\n")
+    assert json.loads(result.stdout)["ids"] == llorch.load("story").tokenizer.encode("caf\u00e9\n!")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("tokenize", "story", "{}"), ("run", "story", "{}"), ("run", "story", "x", "--stop", "{}"),
+        ("run", "story", "--chat", "{}"), ("run", "story", "--chat", "x", "--system", "{}"),
+        ("chat", "story", "--system", "{}"), ("trace", "story", "{}", "-o", "t.npz"),
+        ("verify", "story", "--prompt", "{}"), ("diagnose", "dump", "--model", "story", "--prompt", "{}"),
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_a_byte_of_an_argument_that_is_not_utf8_is_named_with_its_offset(words: tuple[str, ...]):
+    result = invoke(*(word.replace("{}", "caf\udce9") for word in words))
+    assert_cli_refuses(result, 2, got=("0xe9", "offset 3"))
+
+
+def test_stdin_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("llorch.cli.inputs.MOST_STDIN", 1000)
+    assert invoke("tokenize", "story", stdin="x" * 1000).exit_code == 0
+    assert_cli_refuses(invoke("tokenize", "story", stdin="x" * 1001), 2, 1000, where="stdin")
