@@ -31,6 +31,7 @@ from llorch.files.new_file import new_file, new_folder
 from llorch.files.quant import BLOCK_SIZES, GGMLType, decode
 from llorch.files.strict_json import read_settings
 from llorch.hub.reference import name_of
+from llorch.sampling import SamplingSettings
 from llorch.tokenizer.export_gguf import probes_for, read_tokenizer, require_same_ids
 from llorch.tokenizer.export_huggingface import HuggingFaceTokenizer, translate_vocabulary
 from llorch.tokenizer.gguf_vocabulary import GGUFVocabulary
@@ -43,6 +44,7 @@ _KEPT, _MADE = ("general.", "tokenizer.", "llorch."), ("architecture", "file_typ
 _SAMPLING = {
     "temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "repetition_penalty": "penalty_repeat",
 }  # fmt: skip
+_LARGEST_TOP_K = 2**31 - 1  # of an INT32 in a GGUF file
 _FOREIGN_TOKENIZERS = ("tokenizer.model", "vocab.json", "tiktoken.model", "tekken.json")
 
 
@@ -205,11 +207,24 @@ def _sampling_metadata(folder: Path) -> dict[str, object]:
     values = Fields(read_settings(path), path)
     if not values.boolean("do_sample", default=False):
         return {}
-    return {
-        f"general.sampling.{name}": values.integer(key) if key == "top_k" else values.number(key)
-        for key, name in _SAMPLING.items()
-        if values.has(key)
-    }
+    return {f"general.sampling.{_SAMPLING[key]}": value for key, value in _sampling(values, {}).items()}
+
+
+def _sampling(values: Fields, names: Mapping[str, str]) -> dict[str, float]:
+    """Read the defaults for sampling, each in its range; `names` tells what `values` call a setting."""
+    found: dict[str, float] = {}
+    for key in _SAMPLING:
+        name = names.get(key, key)
+        if not values.has(name):
+            continue
+        found[key] = values.integer(name) if key == "top_k" else values.number(name)
+        if key == "top_k" and found[key] > _LARGEST_TOP_K:
+            raise values.error("OutOfRange", name, f"at most {_LARGEST_TOP_K}", found[key])
+        try:
+            SamplingSettings(**{key: found[key]})  # type: ignore[arg-type] (an integer is a number)
+        except ValueError as error:
+            raise FormatError("OutOfRange", f"{name}: {error}", path=values.path) from None
+    return found
 
 
 def _to_huggingface(job: _Job) -> bool:
@@ -234,7 +249,7 @@ def _to_huggingface(job: _Job) -> bool:
                 context=weights.config.max_position_embeddings,
             )
             job.notes += tokenizer.notes
-            _write_tokenizer(folder, tokenizer, source.metadata)
+            _write_tokenizer(folder, tokenizer, source.metadata, source.path)
             config |= _model_ids(tokenizer)
         write_json(folder / "config.json", config)
         read_back(folder, weights, job.target)
@@ -244,11 +259,11 @@ def _to_huggingface(job: _Job) -> bool:
     return has_vocabulary
 
 
-def _write_tokenizer(folder: Path, tokenizer: HuggingFaceTokenizer, metadata: Mapping[str, object]) -> None:
+def _write_tokenizer(folder: Path, tokenizer: HuggingFaceTokenizer, metadata: Mapping[str, object], path: Path) -> None:
     write_json(folder / "tokenizer.json", tokenizer.tokenizer)
     write_json(folder / "tokenizer_config.json", tokenizer.config)
-    keys = {key: f"general.sampling.{name}" for key, name in _SAMPLING.items()}
-    sampling = {key: metadata[name] for key, name in keys.items() if name in metadata}
+    names = {key: f"general.sampling.{name}" for key, name in _SAMPLING.items()}
+    sampling = _sampling(Fields(metadata, path), names)
     generation = _model_ids(tokenizer) | ({"do_sample": True} if sampling else {}) | sampling
     write_json(folder / "generation_config.json", generation)
 

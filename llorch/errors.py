@@ -1,5 +1,6 @@
 """The exceptions that llorch raises on purpose, each with a message for the person who has to act on it."""
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
@@ -26,6 +27,12 @@ ErrorCode = Literal[
     "TemplateError",
 ]
 
+_MOST_QUOTED, _MOST_OF_WORD = 80, 200  # characters of a value, and of a list of names without a space
+_LONG = re.compile(
+    rf"""(?<!\w)(?P<quote>['"])(?:(?!(?P=quote)).){{{_MOST_QUOTED},}}(?P=quote)(?!\w)|\S{{{_MOST_OF_WORD + 1},}}""",
+    re.DOTALL,
+)
+
 Guard = Literal["ids", "positions", "norm", "layout", "weights", "run"]
 
 
@@ -41,8 +48,8 @@ class FormatError(ValueError):
         """
         where = f"{path}: " if path is not None else ""
         at = f" (byte {offset})" if offset is not None else ""
-        line = f"{where}{code}: {message}{at}"
-        super().__init__(printable(line))
+        message = shortened(message)
+        super().__init__(printable(f"{where}{code}: {message}{at}"))
         self.code: ErrorCode = code
         self.path = path
         self.offset = offset
@@ -58,7 +65,7 @@ class GuardFailed(ValueError):
 
     def __init__(self, guard: Guard, message: str, *, source: str) -> None:
         """Build the one-line message; `guard` says which of them failed, `source` names the dump."""
-        super().__init__(printable(f"{source}: {guard}: {message}"))
+        super().__init__(printable(f"{source}: {guard}: {shortened(message)}"))
         self.guard: Guard = guard
 
 
@@ -112,6 +119,16 @@ class RankLost(RankFailed):
 
 class MissingDevice(RuntimeError):
     """A device, or an ability of it, that was asked for by name and is not there."""
+
+
+def shortened(message: str) -> str:
+    """Cut every long quoted value and every long word of a message, and tell the length that it had."""
+    return _LONG.sub(lambda found: cut(found[0], _MOST_QUOTED if found["quote"] else _MOST_OF_WORD), message)
+
+
+def cut(text: str, most: int = _MOST_QUOTED) -> str:
+    """Return a text, or its beginning and its length where it has more than so many characters."""
+    return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
 
 
 def printable(text: str) -> str:

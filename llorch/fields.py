@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from llorch.errors import ErrorCode, FormatError
+from llorch.errors import ErrorCode, FormatError, cut
 
 _REQUIRED = object()
 _SCALAR = (bool, int, float, str, type(None))
@@ -41,9 +41,7 @@ class Fields:
 
     def error(self, code: ErrorCode, key: str, expected: str, got: object) -> FormatError:
         """The error for one key."""
-        shown = repr(got)
-        shown = shown if len(shown) <= 80 else shown[:77] + "..."
-        return FormatError(code, f"{self._prefix}{key}: expected {expected}, got {shown}", path=self.path)
+        return FormatError(code, f"{self._prefix}{key}: expected {expected}, got {cut(repr(got))}", path=self.path)
 
     def integer(self, key: str, *, default: object = _REQUIRED, low: int | None = None) -> int:
         """An integer (no bool, no float), at least `low` when given."""

@@ -158,7 +158,7 @@ def test_equal_numbers_for_every_layer_are_one_number():
 
 def wrong(changes: dict[str, Any], code: str, where: str, expected: object, got: object) -> Any:
     """A row, named by what is changed."""
-    name = " ".join(f"{key}={value}" for key, value in changes.items())
+    name = " ".join(f"{key}={value!s:.20}" for key, value in changes.items())
     return row(name, lambda: read(**changes), code, "x.gguf", where=where, expected=expected, got=got)
 
 
@@ -166,6 +166,11 @@ PAIRS = ("pairs 97 to 7", "beta_fast=32.0", "beta_slow=1.0", "original_max_posit
          "transformers", "llama.cpp")  # fmt: skip
 WRONG = [
     wrong({"arch": "gemma2"}, "Unsupported", "'gemma2'", (*FAMILIES,), ()),
+    wrong({"arch": "x" * 300_000}, "Unsupported", "300002 characters", (*FAMILIES,), ()),
+    wrong({"vocab_size": 0}, "OutOfRange", "llama.vocab_size", 1, 0),
+    wrong({"vocab_size": -1}, "OutOfRange", "llama.vocab_size", 1, -1),
+    wrong({"vocab_size": "x"}, "Malformed", "llama.vocab_size", "integer", "'x'"),
+    wrong({"vocab_size": 99}, "Inconsistent", "llama.vocab_size", 100, 99),
     wrong({"nextn_predict_layers": 1}, "Unsupported", "llama.nextn_predict_layers", 0, 1),
     wrong({"expert_count": 8}, "Unsupported", "llama.expert_count", 0, 8),
     wrong({"attention__causal": False}, "Unsupported", "llama.attention.causal", True, False),

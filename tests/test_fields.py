@@ -54,12 +54,12 @@ ONLY_0 = {"unless": (0,), "default": 0}
     ("getter", "how", "value", "code", "expected", "got"),
     [
         *(("integer", {}, value, "Malformed", "integer", repr(value)) for value in (1.0, True, "1", [1])),
-        ("integer", {}, LONG, "Malformed", "integer", f"'{LONG[:76]}..."),
+        ("integer", {}, LONG, "Malformed", "integer", f"'{LONG[:79]}... (1002 characters)"),
         ("integer", {"low": 3}, 2, "OutOfRange", 3, "2"),
         *(("number", {}, value, "Malformed", "number", repr(value)) for value in (True, "1e-5", {"a": 1})),
         *(("number", {"low": 1.0}, value, "OutOfRange", 1.0, str(value)) for value in (0.5, math.nan, -math.inf)),
         *(("number", {}, value, "OutOfRange", "finite", str(value)) for value in (math.nan, math.inf)),
-        ("number", {}, 10**400, "OutOfRange", "finite", "1" + "0" * 76 + "..."),
+        ("number", {}, 10**400, "OutOfRange", "finite", "1" + "0" * 79 + "... (401 characters)"),
         *(("text", {}, value, "Malformed", "string", repr(value)) for value in (1, b"llama")),
         *(
             ("boolean", {"default": False}, value, "Malformed", ("true", "false"), repr(value))

@@ -14,6 +14,7 @@ from llorch.cli.tables import console, print_table, table
 from llorch.errors import FormatError
 from llorch.files import GGUFFile, SafetensorsFolder, open_gguf, open_weights
 from llorch.tokenizer import Tokenizer
+from llorch.tokenizer.chat_templates import read_templates, templates_of_metadata
 
 SHOWN = 60  # characters of a long text; --json has all of it
 SAMPLE = "Hello, world 27!"  # its ids tell vocabularies apart at a glance
@@ -61,14 +62,15 @@ def read_contents(path: Path) -> Contents:
     problems: list[str] = []
     if path.is_dir():
         kind, metadata = "Hugging Face folder", {}
-        with SafetensorsFolder(path) as folder:
-            tensors = _tensors(folder, lambda tensor: tensor.dtype)
-            tokenizer = _attempt(problems, lambda: _tokenizer(folder))
+        tensors = _attempt(problems, lambda: _tensors_of_folder(path)) or []
+        tokenizer = _attempt(problems, lambda: _tokenizer_of_folder(path))
+        _attempt(problems, lambda: read_templates(path))
     else:
         with open_gguf(path) as file:
             kind, metadata = f"GGUF v{file.version}", {key: _plain(value) for key, value in file.metadata.items()}
             tensors = _tensors(file, lambda tensor: tensor.ggml_type.name)
-            tokenizer = _attempt(problems, lambda: _tokenizer(file))
+            tokenizer = _attempt(problems, lambda: Tokenizer.from_gguf(file) if has_vocabulary(file) else None)
+            _attempt(problems, lambda: templates_of_metadata(file.metadata, path))
     config = _attempt(problems, lambda: open_weights(path).config)
     return Contents(
         path=path,
@@ -86,14 +88,19 @@ def _attempt(problems: list[str], make: Callable[[], Result]) -> Result | None:
     try:
         return make()
     except FormatError as error:
-        problems.append(str(error))
+        if str(error) not in problems:
+            problems.append(str(error))
         return None
 
 
-def _tokenizer(source: GGUFFile | SafetensorsFolder) -> Tokenizer | None:
-    if not has_vocabulary(source):
-        return None  # no fault: such a model is given token ids
-    return Tokenizer.from_gguf(source) if isinstance(source, GGUFFile) else Tokenizer.from_huggingface(source.path)
+def _tensors_of_folder(path: Path) -> list[dict]:
+    with SafetensorsFolder(path) as folder:
+        return _tensors(folder, lambda tensor: tensor.dtype)
+
+
+def _tokenizer_of_folder(path: Path) -> Tokenizer | None:
+    """Read the tokenizer; none is no fault: such a model is given token ids."""
+    return Tokenizer.from_huggingface(path) if (path / "tokenizer.json").exists() else None
 
 
 def _tensors(source: GGUFFile | SafetensorsFolder, type_of: Callable) -> list[dict]:

@@ -108,7 +108,8 @@ def choose_ids(model: Model, prompt: str | None, tokens: list[int] | None) -> tu
 def has_vocabulary(source: GGUFFile | SafetensorsFolder) -> bool:
     """Whether a file or folder comes with a tokenizer, be it a sound one or not."""
     if isinstance(source, GGUFFile):
-        return source.metadata.get("tokenizer.ggml.model", "none") not in ("none", "no_vocab")
+        named = source.metadata.get("tokenizer.ggml.model", "none")  # of any type
+        return not (isinstance(named, str) and named in ("none", "no_vocab"))
     return (source.path / "tokenizer.json").is_file()
 
 

@@ -36,6 +36,7 @@ from llorch.errors import (
     NonFiniteRun,
     RankFailed,
     printable,
+    shortened,
 )
 
 OK, DIFFERS, USAGE, MISSING, NO_MEMORY, BUG, DISK = 0, 1, 2, 3, 4, 70, 74
@@ -96,7 +97,8 @@ def error_line(error: BaseException) -> str:
     elif (isinstance(error, OSError) and error.errno == errno.ENOMEM) or (type(error), str(error)) == (MemoryError, ""):
         text = "no memory is left, or no address space (ulimit -v)"
     else:
-        text = " ".join(str(error).split()) or type(error).__name__
+        said = str(error) if isinstance(error, OSError) else shortened(str(error))  # a path is shown whole
+        text = " ".join(said.split()) or type(error).__name__
     return f"llorch: {printable(text)}"
 
 

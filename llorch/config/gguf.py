@@ -47,6 +47,7 @@ def read(
         raise unread(arch, path)
     name = BY_GGUF[arch]
     family, fields = FAMILIES[name], Fields(_one_for_all_layers(metadata, arch, path), path, prefix=f"{arch}.")
+    _require_vocab_size(fields, vocab_size)
     n_heads = fields.integer("attention.head_count", low=1)
     hidden_size = fields.integer("embedding_length", low=1)
     with fields.naming_the_file():
@@ -84,6 +85,13 @@ def read(
             "adjacent_pairs": family.adjacent_pairs,
             "temperature": temperature if any(layer.tempered for layer in layers) else None,
         }
+
+
+def _require_vocab_size(fields: Fields, n_rows: int) -> None:
+    """Refuse a size of the vocabulary that is not the one of the embedding; llama.cpp makes tokens after it."""
+    stated = fields.integer("vocab_size", default=n_rows, low=1)
+    if stated != n_rows:
+        raise fields.error("Inconsistent", "vocab_size", f"the {n_rows} rows of token_embd.weight", stated)
 
 
 def _one_for_all_layers(metadata: Mapping[str, object], arch: str, path: str | Path) -> Mapping[str, object]:

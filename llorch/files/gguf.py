@@ -92,7 +92,7 @@ class SplitGGUFFile(GGUFFile):
             for number, path in enumerate(paths[1:], start=1):
                 self._add(GGUFFile(path, limits=limits), number)
             n_tensors = self.metadata.get(_N_TENSORS, len(self.tensors))
-            if n_tensors != len(self.tensors):
+            if not isinstance(n_tensors, int) or n_tensors != len(self.tensors):
                 message = f"{_N_TENSORS}: expected {n_tensors} tensors in all parts, got {len(self.tensors)}"
                 raise FormatError("Inconsistent", message, path=self.path)
         except BaseException:
@@ -102,7 +102,7 @@ class SplitGGUFFile(GGUFFile):
     def _add(self, part: GGUFFile, number: int) -> None:
         self._parts.append(part)
         said = part.metadata.get(_PART, 0), part.metadata.get(_N_PARTS, 1)
-        if said != (number, self.metadata[_N_PARTS]):
+        if not all(isinstance(one, int) for one in said) or said != (number, self.metadata[_N_PARTS]):
             message = f"{_PART}, {_N_PARTS}: expected {number}, {self.metadata[_N_PARTS]}, got {said[0]}, {said[1]}"
             raise FormatError("Inconsistent", message, path=part.path)
         if twice := sorted(part.tensors.keys() & self.tensors.keys()):

@@ -149,7 +149,8 @@ class GGUFVocabulary:
 
     def _strips(self, metadata: Mapping[str, object], ids: Container[str], special: Collection[str]) -> Collection[str]:
         """The special tokens that swallow whitespace: llama.cpp goes by the name of the model."""
-        name = str(metadata.get("general.name") or "").lower()
+        named = metadata.get("general.name")  # of any type
+        name = str(named).lower() if isinstance(named, str | bytes) else ""
         if "phi-3" not in name and "phi3" not in name:
             return ()
         for text in ("</s>", *_PHI_3_KEEPS):

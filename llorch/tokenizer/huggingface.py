@@ -208,6 +208,8 @@ def _ids(files: Iterable[Fields], key: str, limit: int) -> Iterator[int]:
                 raise fields.error("Malformed", key, "an id or a list of ids", value)
             if not 0 <= token_id < limit:
                 raise fields.error("OutOfRange", key, f"0 to {limit - 1}", token_id)
+            if key == "bos_token_id" and value != token_id and value != [token_id]:
+                raise fields.error("Malformed", key, "one id", value)
             yield token_id
 
 
@@ -215,7 +217,7 @@ def _id_of_text(fields: Fields, key: str, ids: Mapping[str, int]) -> list[int]:
     """A token by its text, which stands there alone or as `content` of an object."""
     value = fields.values.get(key)
     text = value.get("content") if isinstance(value, dict) else value
-    if text is None:
+    if value is None:
         return []
     if not isinstance(text, str):
         raise fields.error("Malformed", key, "the text of a token", value)

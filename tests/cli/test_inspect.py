@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from command_line import invoke, spawn
 from tiny_models import random_tensors, write_file, write_folder
+from whole_folders import write_whole_folder
 
 import llorch
+from llorch.files.metadata import Cursor, StringArray, read_metadata
 
 
 @pytest.fixture
@@ -53,6 +55,41 @@ def test_a_file_that_llorch_refuses_is_shown_and_then_refused(foreign: Path):
     assert "token_embd.weight F32  3 x 32" in result.stdout
     assert "mamba" in result.stderr
     assert "Unsupported" in result.stderr
+
+
+ARRAYS = {
+    "no numbers": np.array([], np.int32), "numbers": np.array([1, 2]), "floats": np.array([1.5, np.nan]),
+    "bools": np.array([True, False]), "texts": StringArray(b"\0" * 8 + b"a", np.array([8, 17])),
+}  # fmt: skip
+MALFORMED = (
+    "tokenizer.ggml.model", "tokenizer.ggml.pre", "tokenizer.ggml.bos_token_id", "tokenizer.ggml.add_bos_token",
+    "tokenizer.chat_template", "llama.embedding_length", "llama.rope.freq_base",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ARRAYS)
+@pytest.mark.parametrize("key", [*MALFORMED, "general.name", "general.license"])
+def test_a_key_that_holds_an_array_is_shown_and_named_where_it_matters(
+    key: str, kind: str, monkeypatch: pytest.MonkeyPatch
+):
+    def changed(cursor: Cursor, count: int) -> tuple[dict, dict]:
+        values, kinds = read_metadata(cursor, count)
+        return values | {key: ARRAYS[kind]}, kinds
+
+    monkeypatch.setattr("llorch.files.gguf.read_metadata", changed)
+    result = invoke("inspect", "micro-llama3", "--json")
+    assert (result.exit_code, "Traceback" in result.stderr) == (2 if key in MALFORMED else 0, False), result.stderr
+    assert key in json.loads(result.stdout)["metadata"]
+    assert (key in result.stderr) == (key in MALFORMED)
+
+
+def test_a_folder_whose_weights_are_missing_shows_its_tokenizer(tmp_path: Path):
+    folder = write_whole_folder(tmp_path / "model", "llama-bpe")
+    (folder / "model.safetensors").unlink()
+    result = invoke("inspect", str(folder), "--json")
+    found = json.loads(result.stdout)
+    assert (result.exit_code, found["tensors"], len(found["problems"])) == (2, [], 1)
+    assert found["tokenizer"]["bos_token_id"] == 260
 
 
 def test_a_text_of_the_file_cannot_style_the_output_or_move_the_cursor(foreign: Path):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from gguf import GGUFWriter
+from gguf_bytes import ARRAY, I32, STRING, U32, array, entry, gguf, row, string, u32
 from refusals import refuses
 from tiny_models import GGUF_METADATA, gguf_tensors, random_tensors, write_file, write_folder
 
@@ -29,8 +30,8 @@ def parts(tmp_path: Path) -> list[Path]:
     writer = GGUFWriter(tmp_path / "parts.gguf", "llama", split_max_tensors=9)
     for key, value in GGUF_METADATA.items():
         (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(key, value)  # type: ignore[arg-type]
-    for name, array in gguf_tensors().items():
-        writer.add_tensor(name, array)
+    for name, values in gguf_tensors().items():
+        writer.add_tensor(name, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -47,6 +48,30 @@ def test_a_model_in_parts_opens_from_any_of_them(whole: Weights, parts: list[Pat
         weights.source.close()
         with pytest.raises(ValueError, match="closed"):
             weights.source.array("output.weight")
+
+
+@pytest.mark.parametrize("key", ["split.no", "split.count", "split.tensors.count"])
+@pytest.mark.parametrize("value", [[], [1], [1, 2], "1"])
+def test_a_count_of_parts_of_another_type_is_refused_by_its_key(key: str, value: object, tmp_path: Path):
+    for number in range(2):
+        split: dict[str, object] = {"split.no": number, "split.count": 2, "split.tensors.count": 2}
+        if number == (key != "split.tensors.count"):
+            split[key] = np.array(value, np.int32) if isinstance(value, list) else value
+        entries = [written(name, one) for name, one in split.items()]
+        path = tmp_path / f"m-0000{number + 1}-of-00002.gguf"
+        path.write_bytes(gguf(entries, [row(b"%d" % number, [1])], b"\0" * 4))
+    with refuses(ValueError, key):
+        open_gguf(tmp_path / "m-00001-of-00002.gguf")
+
+
+def written(key: str, value: object) -> bytes:
+    """An entry of a GGUF file with a number, a text or numbers."""
+    if isinstance(value, int):
+        return entry(key.encode(), U32, u32(value))
+    if isinstance(value, str):
+        return entry(key.encode(), STRING, string(value.encode()))
+    assert isinstance(value, np.ndarray)
+    return entry(key.encode(), ARRAY, array(I32, len(value), value.tobytes()))
 
 
 def test_parts_that_are_missing_renamed_or_of_another_model_are_refused(parts: list[Path]):
