@@ -11,6 +11,7 @@ import click
 from llorch.cli.options import MODEL, WholeNumber, json_option, numerics_options, threads_option, use_threads, verb
 from llorch.cli.output import progress, say, to_json
 from llorch.errors import decode_utf8
+from llorch.files.mapped import read_regular
 from llorch.memory import available_memory
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def _read(path: Path) -> str:
     if size * _TOKENIZING > free:
         needed = f"{size / 1e9:.2f} GB of text need about {size * _TOKENIZING / 1e9:.1f} GB of memory"
         raise MemoryError(f"{path}: {needed}, {free / 1e9:.1f} GB are free; give a part of the text")
-    text = decode_utf8(path.read_bytes(), str(path)).removesuffix("\n")
+    text = decode_utf8(read_regular(path, limit=size), str(path)).removesuffix("\n")
     if not text:
         raise ValueError(f"{path}: expected text, the file is empty")
     return text

@@ -29,6 +29,7 @@ from llorch.dumps.layout import FUSED_ORDERS, Layout
 from llorch.dumps.stage_dump import Features, Tokens
 from llorch.errors import FormatError, suggestion
 from llorch.fields import Fields
+from llorch.files.mapped import read_regular
 from llorch.stages import BY_NAME
 
 FUSABLE = ("q_proj", "k_proj", "v_proj", "ffn_gate", "ffn_up")
@@ -88,9 +89,7 @@ def read_mapping(path: str | Path) -> NameMap:
         FormatError: It is not TOML, or something in it is unknown or of another type.
     """
     path = Path(path)
-    content = path.read_bytes()
-    if len(content) > _MAX_FILE:
-        raise FormatError("TooLarge", f"expected a mapping of at most 1 MiB, got {len(content)} bytes", path=path)
+    content = read_regular(path, limit=_MAX_FILE)
     try:
         values = tomllib.loads(content.decode())
     except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:

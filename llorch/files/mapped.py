@@ -27,17 +27,30 @@ from llorch.memory import address_space_left
 # A pipe is then opened at once. Neither flag is known everywhere.
 _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
+_NO_FILES = {
+    stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}  # fmt: skip
+
 
 def open_regular(path: str | Path) -> int:
     """Open a file that somebody else made for reading, through links; Unsupported for what is no regular file.
 
     Opening a named pipe waits for a writer, for ever if there is none; reading a device may never end.
     """
+    kind = stat.S_IFMT(os.stat(path).st_mode)
+    if kind in _NO_FILES:  # nobody can open a socket
+        raise _no_regular_file(path, kind)
     descriptor = os.open(path, _FLAGS)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    if not stat.S_ISREG(kind := os.fstat(descriptor).st_mode):  # it was replaced meanwhile
         os.close(descriptor)
-        raise FormatError("Unsupported", "expected a regular file, got something else", path=path)
+        raise _no_regular_file(path, stat.S_IFMT(kind))
     return descriptor
+
+
+def _no_regular_file(path: str | Path, kind: int) -> FormatError:
+    got = _NO_FILES.get(kind, "something else")
+    return FormatError("Unsupported", f"expected a regular file, got {got}; write the data to a file", path=path)
 
 
 def read_regular(path: str | Path, *, limit: int) -> bytes:

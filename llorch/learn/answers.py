@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from llorch.errors import FormatError, LearnerFault
+from llorch.files.mapped import read_regular
 from llorch.files.new_file import new_file
 from llorch.learn.implementation import Implementation
 from llorch.learn.lessons import Lesson
@@ -105,8 +106,9 @@ def answered(lesson: Lesson, path: Path) -> Implementation:
         FormatError: The file is none of arrays, or has a name that no answer has.
         OSError: It cannot be read.
     """
+    data = read_regular(path, limit=_MOST)
     try:
-        arrays = from_npz(path.read_bytes(), most=_MOST)
+        arrays = from_npz(data, most=_MOST)
     except ValueError as error:
         raise FormatError("Malformed", str(error), path=path) from None
     calls = Calls(lesson)

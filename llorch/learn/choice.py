@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from llorch.errors import FormatError
+from llorch.files.mapped import read_regular
 from llorch.learn.folder import read_folder, renamed_in
 from llorch.learn.implementation import Implementation
 from llorch.learn.lessons import BY_NUMBER, LESSONS
@@ -14,6 +15,7 @@ from llorch.learn.part import Call
 from llorch.learn.program import PREFIX, Program
 
 VARIABLE = "LLORCH_IMPL"
+_MAX_FILE = 1 << 20  # bytes of a pyproject.toml
 
 
 def chosen(option: str | None = None) -> str | None:
@@ -37,8 +39,9 @@ def _of_project(here: Path) -> str | None:
     )
     if file is None:
         return None
+    data = read_regular(file, limit=_MAX_FILE)
     try:
-        table = tomllib.loads(file.read_text(encoding="utf-8")).get("tool", {}).get("llorch", {})
+        table = tomllib.loads(data.decode()).get("tool", {}).get("llorch", {})
     except (ValueError, AttributeError) as error:
         raise FormatError("Malformed", f"expected a table [tool.llorch]: {error}", path=file) from None
     impl = table.get("impl") if isinstance(table, dict) else table

@@ -10,9 +10,11 @@ from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 from llorch.errors import FormatError, MissingExtra
+from llorch.files.mapped import read_regular
 from llorch.train.settings import TrainSettings
 
 SHORT = {"layers": "layers_to_transform"}  # names that are also understood, and flags have
+_MAX_FILE = 1 << 20  # bytes
 _NAMES = tuple(field.name for field in fields(TrainSettings))
 
 
@@ -34,10 +36,12 @@ def read_settings(path: Path) -> Mapping[str, Any]:
     if path.suffix not in (".yaml", ".yml", ".toml"):
         raise FormatError("Unsupported", f"config: expected .yaml, .yml or .toml, got {path.suffix!r}", path=path)
     try:
-        text = path.read_bytes().decode()
+        text = read_regular(path, limit=_MAX_FILE).decode()
         values = tomllib.loads(text) if path.suffix == ".toml" else _yaml(text)
     except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise FormatError("Malformed", f"config: {error}", path=path) from None
+    except FormatError:
+        raise
     except ValueError as error:
         raise FormatError("Malformed", f"config: {' '.join(str(error).split())}", path=path) from None
     if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):

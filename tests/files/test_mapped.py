@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command_line import REPOSITORY
+from command_line import REPOSITORY, invoke
 from refusals import assert_tells
 from tiny_models import random_tensors, write_folder
 
@@ -90,3 +91,35 @@ def test_a_pipe_in_the_place_of_a_file_is_refused_at_once(tmp_path: Path, name: 
         opened(tmp_path)
     assert caught.value.code in ("Unsupported", "Missing")
     assert_tells(str(caught.value), name)
+
+
+FILES = {  # command, and the ending of the file that it reads
+    "run {} x": ".gguf", "inspect {}": ".gguf", "run story x --adapter {}": ".gguf", "run story --history {}": ".json",
+    "quality story --text {}": ".txt", "lora train story --data {} -o new": ".jsonl",
+    "data show story {}": ".jsonl", "lora train story --data pirate --config {} -o new": ".toml",
+    "diagnose {} --model micro-llama": ".npz", "diagnose dump --model micro-llama --map {}": ".toml",
+    "diff {} {}": ".safetensors", "learn check 01 --answers {}": ".npz", "lora inspect {}": ".gguf",
+}  # fmt: skip
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="NOT RUN: no named pipes here")
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("kind", ["pipe", "socket", "device", "folder"])
+@pytest.mark.parametrize("words", FILES)
+def test_a_command_refuses_at_once_to_read_what_is_no_file(
+    words: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    np.savez("dump.npz", logits=np.zeros((1, 1)))
+    name = "it" + FILES[words]
+    if kind == "socket":
+        with socket.socket(socket.AF_UNIX) as one:
+            one.bind(name)  # a short name: the length of a socket's is bounded
+    elif kind == "device":
+        Path(name).symlink_to("/dev/zero")
+    else:
+        os.mkfifo(name) if kind == "pipe" else Path(name).mkdir()
+    result = invoke(*words.replace("diagnose dump", "diagnose dump.npz").replace("{}", name).split())
+    assert result.exit_code in (2, 3), (result.stdout, result.stderr)
+    assert "Traceback" not in result.stderr
+    assert_tells(result.stderr, name)

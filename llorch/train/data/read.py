@@ -6,12 +6,14 @@ A line of white space is skipped, and a byte order mark at the start of a file t
 by default (NaN, equal keys, half surrogates) is refused, see `llorch.files.strict_json`.
 """
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from llorch.errors import FormatError
+from llorch.files.mapped import open_regular
 from llorch.files.strict_json import parse_json
 
 SPLITS = ("train", "valid", "test")
@@ -49,7 +51,7 @@ def read_records(path: Path) -> Iterator[Record]:
     FormatError: a line or a list is too long, a row is no JSON object, or there is none.
     """
     empty = True
-    with path.open("rb") as file:
+    with os.fdopen(open_regular(path), "rb") as file:
         is_list = path.suffix == ".json" and file.read(1 << 12).removeprefix(_BOM).lstrip().startswith(b"[")
         file.seek(0)
         for record in (_of_list if is_list else _of_lines)(file, path):
