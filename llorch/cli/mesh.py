@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import click
 
+from llorch.cli.options import SECONDS
 from llorch.cli.outcome import OK, error_line, exit_code
 from llorch.errors import MissingExtra, RankLost
 from llorch.launched import is_launched_by_us, is_rank, only_first_speaks
@@ -53,7 +54,7 @@ mesh_option = click.option(
     help="Processes: dp with other rows of a batch, each of them tp that share every layer.",
 )  # fmt: skip
 timeout_option = click.option(
-    "--rank-timeout", type=click.FloatRange(min=0, min_open=True), default=300.0, show_default=True, metavar="SECONDS",
+    "--rank-timeout", type=SECONDS, default=300.0, show_default=True, metavar="SECONDS",
     help="With --mesh: how long a process waits for another before all of them end.",
 )  # fmt: skip
 

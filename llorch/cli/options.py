@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import math
 import os
 import re
 from collections.abc import Callable
@@ -26,10 +27,34 @@ ENGINES = ("llamacpp", "transformers")
 SPINS = "3000"  # of a waiting thread, some 0.1 ms: from one product of a token to the next, and no more
 
 
+MOST = 2**31 - 1  # of a count: libraries hold it in 32 bits
+
+
 class WholeNumber(click.IntRange):
     """An integer in a range; click calls other text no valid "integer range", which says nothing."""
 
     name = "integer"
+
+    def __init__(self, min: int | None = None, max: int = MOST) -> None:
+        """Take an integer from `min` to `max`."""
+        super().__init__(min, max)
+
+
+class RealNumber(click.FloatRange):
+    """A finite number in a range; click's takes nan and inf."""
+
+    name = "number"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Parse the number."""
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"expected a finite number, got {value}", param, ctx)
+        return number
+
+
+SECONDS = RealNumber(min=0, min_open=True, max=1e6)  # of a time limit; some waits hold milliseconds in 32 bits
+SEED = WholeNumber(max=2**63 - 1)  # that torch takes
 
 
 class UnicodeText(click.ParamType):
@@ -183,11 +208,13 @@ def template_settings(template_date: "datetime | None", chat_template_kwargs: "d
 
 sampling_options = _together(  # names of `SamplingSettings`
     click.option("-t", "--temperature", default=0.0, show_default=True, help="0 takes the most likely token."),
-    click.option("--top-k", default=0, show_default=True, help="Keep the k most likely tokens; 0 keeps all."),
+    click.option(
+        "--top-k", type=WholeNumber(), default=0, show_default=True, help="Keep the k most likely tokens; 0 keeps all."
+    ),
     click.option("--top-p", default=1.0, show_default=True, help="Keep the most likely tokens up to this mass."),
     click.option("--min-p", default=0.0, show_default=True, help="Keep tokens this likely, relative to the best."),
     click.option("--repetition-penalty", default=1.0, show_default=True, help="Above 1: less of what was said."),
-    click.option("--seed", default=0, show_default=True, help="Of the draws."),
+    click.option("--seed", type=SEED, default=0, show_default=True, help="Of the draws."),
 )
 
 
@@ -205,7 +232,7 @@ def _remember(ctx: click.Context, param: click.Parameter, value: int | None) -> 
 
 
 threads_option = click.option(  # for whatever computes; `use_threads` reads it
-    "--threads", type=WholeNumber(min=1), expose_value=False, callback=_remember,
+    "--threads", type=WholeNumber(min=1, max=1024), expose_value=False, callback=_remember,
     help="Of the CPU.  [default: OMP_NUM_THREADS, else 1 for a small model, else all]",
 )  # fmt: skip
 

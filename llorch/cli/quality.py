@@ -38,7 +38,9 @@ Line = tuple[str, "Estimate | float"]  # what (in % it is shown times 100), and 
 @click.argument("reference", type=MODEL)
 @click.argument("model", type=MODEL, required=False)
 @click.option("--text", "path", required=True, type=click.Path(path_type=Path), help="A file of UTF-8 text.")
-@click.option("--context", type=int, help="Tokens per window.  [default: 512, or all that the models can hold]")
+@click.option(
+    "--context", type=WholeNumber(), help="Tokens per window.  [default: 512, or all that the models can hold]"
+)
 @click.option("--windows", "limit", type=WholeNumber(min=1), help="Use so many windows.  [default: all]")
 @numerics_options
 @threads_option

@@ -10,6 +10,7 @@ import click
 import llorch
 from llorch.cli.options import (
     MODEL,
+    RealNumber,
     WholeNumber,
     backend_options,
     numerics_options,
@@ -75,7 +76,7 @@ class Origin(click.ParamType):
 )  # fmt: skip
 @click.option("--parallel", type=WholeNumber(1, 256), default=4, show_default=True, help="Answers that run at a time.")
 @click.option("--queue", type=WholeNumber(0, 4096), default=32, show_default=True, help="Answers that may wait.")
-@click.option("--timeout", type=click.FloatRange(min=1), default=600.0, show_default=True, help="Seconds a request.")
+@click.option("--timeout", type=RealNumber(min=1, max=1e6), default=600.0, show_default=True, help="Seconds a request.")
 @click.option(
     "--ctx",
     type=WholeNumber(min=1),

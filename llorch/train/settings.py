@@ -21,6 +21,7 @@ RESIDENCIES = ("decoded", "packed")
 _WIDE = 4096  # hidden_size at which the default rate is the usual one for LoRA
 _USUAL_RATE = 2e-4
 _WARMUP_RATIO = 0.05
+_MOST = 2**31 - 1  # of a count, as the command line has it
 _SEEDS = 1 << 63  # that torch takes
 _RANGES: Mapping[str, Callable[[Any], bool]] = {  # none of them holds for NaN
     "at least 0": lambda n: 0 <= n < math.inf,
@@ -157,6 +158,8 @@ class TrainSettings:
         for one in fields(self):
             value: Any = getattr(self, one.name)
             allowed: Any = one.metadata.get("allowed")
+            if isinstance(value, int) and value > _MOST and one.name != "seed":
+                raise ValueError(f"settings: {one.name} must be at most {_MOST}, got {value}")
             if not allowed or (value is None and one.default is None):
                 continue
             is_range = isinstance(allowed, str)

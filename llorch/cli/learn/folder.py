@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from llorch.cli.options import SECONDS
 from llorch.errors import suggestion
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ impl_option = click.option(
 )  # fmt: skip
 full_option = click.option("--full", is_flag=True, help="Show the whole traceback of what your code raises.")
 seconds_option = click.option(
-    "--seconds", type=click.FloatRange(min=0, min_open=True), default=10.0, show_default=True,
+    "--seconds", type=SECONDS, default=10.0, show_default=True,
     help="That your code may take for a lesson.",
 )  # fmt: skip
 

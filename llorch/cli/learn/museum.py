@@ -4,9 +4,10 @@ from pathlib import Path
 
 import click
 
+from llorch.cli.options import WholeNumber
 from llorch.cli.outcome import DIFFERS
 
-number_argument = click.argument("number", type=int)
+number_argument = click.argument("number", type=WholeNumber())
 
 
 @click.group(

@@ -7,13 +7,14 @@ from typing import Any, get_args, get_type_hints
 
 import click
 
-from llorch.cli.options import JsonObject
+from llorch.cli.options import SEED, JsonObject, RealNumber, WholeNumber
 from llorch.train.settings import TrainSettings
 from llorch.train.settings_file import SHORT, read_settings, settings_from
 
 config_option = click.option(
     "--config", type=click.Path(path_type=Path), help="Settings from a .yaml or .toml file; options win."
 )
+_NUMBERS: Mapping[object, click.ParamType] = {int: WholeNumber(), float: RealNumber()}
 _FLAGS = {name: short for short, name in SHORT.items()}
 
 
@@ -22,7 +23,7 @@ class Pair(click.ParamType):
 
     name = "name=number"
 
-    def __init__(self, kind: type[int] | type[float]) -> None:
+    def __init__(self, kind: click.ParamType) -> None:
         """Remember which numbers are meant."""
         self._kind = kind
 
@@ -31,8 +32,8 @@ class Pair(click.ParamType):
         name, _, number = str(value).rpartition("=")
         try:
             if name:
-                return name, self._kind(number)
-        except ValueError:
+                return name, self._kind.convert(number, None, None)
+        except click.BadParameter:
             pass
         self.fail(f"expected NAME=NUMBER such as q_proj=8, got {value!r}", param, ctx)
 
@@ -59,10 +60,11 @@ def _option(field: Any, hint: Any) -> Callable[[Callable], Callable]:
     if hint is bool:
         return click.option(f"{flag}/--no{flag[1:]}", name, default=None, help=text)
     if kinds[0] is str and len(kinds) == 2 and kinds[1] in (int, float):  # a mapping of names to numbers
-        return click.option(flag, name, type=Pair(kinds[1]), multiple=True, callback=_as_mapping, help=text)
+        return click.option(flag, name, type=Pair(_NUMBERS[kinds[1]]), multiple=True, callback=_as_mapping, help=text)
     shown = "" if field.default in (None, ()) else f"  [default: {field.default}]"
     choice = click.Choice([*allowed]) if allowed and not isinstance(allowed, str) else None
-    kind = choice or (kinds[0] if kinds[0] in (int, float) else str)
+    number = SEED if name == "seed" else _NUMBERS.get(kinds[0])
+    kind = choice or number or click.STRING
     return click.option(flag, name, type=kind, help=text + shown)
 
 
