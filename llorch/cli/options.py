@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from functools import reduce
 from glob import glob
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.shell_completion import CompletionItem
@@ -45,7 +45,7 @@ class RealNumber(click.FloatRange):
 
     name = "number"
 
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """Parse the number."""
         number = super().convert(value, param, ctx)
         if not math.isfinite(number):

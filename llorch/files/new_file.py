@@ -4,6 +4,7 @@ Source: POSIX rename (atomic within a file system) and fsync (a rename may reach
 """
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ def new_file(path: Path) -> Iterator[Path]:
     What lies at the place stays until then; it may be the file that is being read. After a failure the new one is
     removed, and an OSError of the body names the place where it named no file.
     """
+    _remove_leftovers(path)
     temporary = _beside(path)
     try:
         with _naming(path):
@@ -31,6 +33,7 @@ def new_file(path: Path) -> Iterator[Path]:
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """As `new_file`, a folder; one at the place is removed at the end, so the caller looks at what is in it."""
+    _remove_leftovers(path)
     temporary, old = _beside(path), _beside(path, "old")
     temporary.mkdir()
     try:
@@ -65,6 +68,37 @@ def _naming(path: Path) -> Iterator[None]:
 
 def _beside(path: Path, ending: str = "tmp") -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}.{ending}")
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Remove what runs that were killed left beside a place; put the old folder back where they left none there."""
+    if os.name != "posix":  # elsewhere nobody can ask for a process without ending it
+        return
+    pattern = re.compile(rf"\.{re.escape(path.name)}\.(\d{{1,9}})\.(tmp|old)")
+    for name in os.listdir(path.parent):
+        found = pattern.fullmatch(name)
+        if found is None or _runs(int(found[1])):
+            continue
+        leftover = path.parent / name
+        if found[2] == "old" and not path.exists():
+            leftover.rename(path)
+        elif leftover.is_dir() and not leftover.is_symlink():
+            shutil.rmtree(leftover, ignore_errors=True)
+        else:
+            leftover.unlink(missing_ok=True)
+
+
+def _runs(process: int) -> bool:
+    """Tell whether another process has this number."""
+    if process == os.getpid():
+        return False  # this one writes no two files to one place at a time
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True  # of another user
+    return True
 
 
 def sync(path: Path) -> None:

@@ -1,8 +1,11 @@
 """Files and folders that appear complete or not at all."""
 
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
+from command_line import invoke
 
 from llorch.files.new_file import new_file, new_folder
 
@@ -51,3 +54,44 @@ def test_one_that_fails_leaves_the_old_one(new, tmp_path: Path, ends: BaseExcept
         write_half(new, tmp_path / "a", ends)
     assert {path.name for path in tmp_path.iterdir()} - {"elsewhere"} == {"a"}
     assert content(tmp_path / "a") == "old"
+
+
+@pytest.fixture(scope="module")
+def gone() -> int:
+    """Return the number of a process that has ended."""
+    with subprocess.Popen(["true"], stdin=subprocess.DEVNULL) as process:
+        pass
+    return process.pid
+
+
+@pytest.mark.parametrize("as_folder", [False, True])
+def test_leftovers_of_processes_that_are_gone_are_removed_and_those_of_others_stay(
+    new, gone: int, as_folder: bool, tmp_path: Path
+):
+    names = {number: f".a.{number}.tmp" for number in (gone, os.getppid())}
+    names |= {"another name": f".b.{gone}.tmp", "no number": ".a.x.tmp", "old": f".a.{gone}.old"}
+    for name in names.values():
+        (tmp_path / name).mkdir() if as_folder else (tmp_path / name).touch()
+        if as_folder:
+            fill(tmp_path / name, "half")
+    with new(tmp_path / "a") as temporary:
+        fill(temporary, "new")
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"a", names[os.getppid()], names["another name"], names["no number"]}
+    assert content(tmp_path / "a") == "new"
+
+
+def test_an_old_folder_that_a_killed_run_has_moved_away_is_put_back_when_the_next_run_fails(gone: int, tmp_path: Path):
+    old = tmp_path / f".a.{gone}.old"
+    old.mkdir()
+    fill(old, "precious")
+    with pytest.raises(KeyboardInterrupt):
+        write_half(new_folder, tmp_path / "a", KeyboardInterrupt())
+    assert content(tmp_path / "a") == "precious"
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_convert_that_was_killed_leaves_nothing_after_the_next_one(gone: int, tmp_path: Path):
+    (tmp_path / f".out.gguf.{gone}.tmp").write_bytes(b"half")
+    assert invoke("convert", "micro-llama", str(tmp_path / "out.gguf")).exit_code == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["out.gguf"]
