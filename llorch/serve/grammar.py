@@ -95,9 +95,12 @@ def guide_for(
     words = _words(tokenizer, min(vocab_size, tokenizer.vocab_size))
     matcher = LLMatcher(words, _grammar(schema), log_level=0, limits=_LIMITS)
     if matcher.is_error():
-        raise _unsupported(matcher)
+        raise _unsupported(matcher, schema)
     guide = JsonGuide(matcher, ends, min(vocab_size, tokenizer.vocab_size))
-    guide.allowed()  # some schemas that nothing fulfils show here
+    try:
+        guide.allowed()  # some schemas that nothing fulfils show here
+    except FormatError:
+        raise _unsupported(matcher, schema) from None
     return guide
 
 
@@ -182,6 +185,39 @@ class _Vocabulary:
         return ids
 
 
-def _unsupported(matcher: LLMatcher) -> FormatError:
+def _unsupported(matcher: LLMatcher, schema: Mapping[str, object] | None = None) -> FormatError:
     said = " ".join(matcher.get_error().replace("<non-verbose/>", "").split())[:300]
-    return FormatError("Unsupported", f"json schema: {said or matcher.stop_reason()}")
+    if schema is not None and (cycle := _cycle(schema)):
+        said = f"expected a $ref that ends at a type, got the cycle {' -> '.join(cycle)}"
+    return FormatError("Unsupported", f"json schema: {said or f'nothing fulfils it ({matcher.stop_reason()})'}")
+
+
+def _cycle(schema: Mapping[str, object]) -> list[str]:
+    """Find pointers of `$ref` that lead to each other, with nothing but anyOf, allOf and oneOf between them."""
+    pending = [(one, [one]) for one in _references(schema)]
+    while pending:
+        pointer, way = pending.pop()
+        for following in _references(_at(schema, pointer)):
+            if following in way:
+                return [*way[way.index(following) :], following]
+            pending.append((following, [*way, following]))
+    return []
+
+
+def _references(schema: object) -> list[str]:
+    """List the pointers that a value must follow before it has a type."""
+    if not isinstance(schema, Mapping):
+        return []
+    parts = [
+        one for key in ("anyOf", "allOf", "oneOf") if isinstance(listed := schema.get(key), list) for one in listed
+    ]
+    own = [pointer] if isinstance(pointer := schema.get("$ref"), str) else []
+    return own + [pointer for part in parts for pointer in _references(part)]
+
+
+def _at(schema: object, pointer: str) -> object:
+    """Return the value that a JSON pointer such as `#/$defs/a` names in a schema; None where there is none."""
+    for name in pointer.removeprefix("#").split("/")[1:]:
+        name = name.replace("~1", "/").replace("~0", "~")
+        schema = schema.get(name) if isinstance(schema, Mapping) else None
+    return schema if pointer.startswith("#") else None

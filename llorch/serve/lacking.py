@@ -9,9 +9,12 @@ api/types.go; TGI router/src/lib.rs.
 """
 
 from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from llorch.serve.api_errors import ApiError
-from llorch.serve.requests import Body
+from pydantic import Field, ValidationError
+
+from llorch.serve.api_errors import ApiError, of_validation
+from llorch.serve.requests import Body, Strict
 
 _WITHOUT: Mapping[str, tuple[object, ...]] = {  # refused where a route does not declare them, but for these values
     # other inputs than text, other outputs than an answer
@@ -80,9 +83,33 @@ _INSTEAD = {  # what the same is called here; not quite the same where the messa
 _LIMITS = ("max_tokens", "max_completion_tokens", "n_predict", "num_predict", "max_new_tokens", "max_length")
 
 
+class Ignored(Strict):
+    """Fields that change no answer of llorch, with the types of OpenAI's API."""
+
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    metadata: (
+        Annotated[
+            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+        ]
+        | None
+    ) = None
+    store: bool | None = None
+    service_tier: str | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning: dict[str, Any] | None = None  # of /v1/responses
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
 def ignored_fields(body: Body) -> list[str]:
-    """Fields that nothing is done with; ApiError for one that would change what the answer means."""
+    """Fields that nothing is done with; ApiError for one of a wrong type, or that would change the answer's meaning."""
     unknown = {name: value for name, value in (body.model_extra or {}).items() if value is not None}
+    try:
+        Ignored.model_validate(unknown)
+    except ValidationError as error:
+        raise of_validation(error, unknown) from None
     for name, value in unknown.items():
         if name in _WITHOUT and value not in _WITHOUT[name]:
             text = f"{name}: this route does not have it; {_remedy(name, body)}"

@@ -2,11 +2,15 @@
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import httpx2 as httpx
 import pytest
+from openai.types.chat.completion_create_params import CompletionCreateParamsBase as CompletionCreateParams
 from served import Served, served
+
+from llorch.serve.lacking import ignored_fields
+from llorch.serve.requests import Body
 
 CHAT, COMPLETION, RESPONSE, TRACE = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/trace"
 GOOD: dict[str, dict[str, Any]] = {
@@ -42,6 +46,15 @@ ANSWERS: dict[str, list[Any]] = {
     "ignore_eos": [True],
     "grammar": ["root ::= 'a'"],
     "chat_template": ["{{ 'a' * 2000000000 }}"],
+    "user": [5, True, ["me"], {"id": 1}],
+    "metadata": ["x", [1], {"a": 1}, {"a": None}, {"a": "x" * 513}, {"a" * 65: "x"}, {str(n): "x" for n in range(17)}],
+    "reasoning_effort": [1, True, "much", ["low"], {"effort": "low"}],
+    "store": ["true", 1],
+    "service_tier": [1, ["auto"]],
+    "parallel_tool_calls": ["yes", 0],
+    "verbosity": [1, "loud"],
+    "prompt_cache_key": [1, {}],
+    "safety_identifier": [1.5, []],
 }
 OF_ROUTE: dict[str, dict[str, list[Any]]] = {
     CHAT: {
@@ -212,6 +225,25 @@ def test_values_that_mean_nothing_are_taken(http: httpx.Client):
     answer = http.post(CHAT, json=GOOD[CHAT] | nothing)
     assert answer.status_code == 200
     assert "x-llorch-ignored" not in answer.headers
+
+
+def test_types_of_ignored_fields_are_those_of_openai(http: httpx.Client):
+    hints = get_type_hints(CompletionCreateParams)
+    words = {name: _words_of(hints[name]) for name in ("reasoning_effort", "verbosity", "service_tier")}
+    values = [(name, word) for name, known in words.items() for word in known]
+    values += [("user", "me"), ("metadata", {"a": "b"}), ("store", True), ("parallel_tool_calls", False)]
+    for name, value in values:
+        assert {type(value), *map(type, value if isinstance(value, dict) else ())} <= {str, bool, dict}
+        assert ignored_fields(Body.model_validate({"model": "story", name: value})) == [name]
+    everything = dict(values)
+    answer = http.post(CHAT, json=GOOD[CHAT] | everything)
+    assert (answer.status_code, answer.headers["x-llorch-ignored"]) == (200, ", ".join(everything))
+
+
+def _words_of(hint: object) -> list[str]:
+    """List the texts that a type of OpenAI's package allows."""
+    inner = [word for one in get_args(hint) for word in ([one] if isinstance(one, str) else _words_of(one))]
+    return list(dict.fromkeys(inner))
 
 
 def test_a_text_beyond_a_mebibyte_is_refused_before_it_is_tokenized(server: Served, monkeypatch: pytest.MonkeyPatch):

@@ -189,6 +189,27 @@ def test_what_the_library_lacks_is_refused_in_a_line_not_left_out(which: str):
     assert "<" not in line
 
 
+A, B = "#/$defs/a", "#/$defs/b~1b"
+
+
+@pytest.mark.parametrize(
+    ("schema", "cycle"),
+    [
+        ({"$ref": "#"}, "# -> #"),
+        ({"$ref": A, "$defs": {"a": {"$ref": A}}}, f"{A} -> {A}"),
+        ({"$ref": A, "$defs": {"a": {"$ref": B}, "b/b": {"anyOf": [{"$ref": A}]}}}, f"{A} -> {B} -> {A}"),
+        ({"allOf": [{"$ref": "#"}, {"type": "object"}]}, "# -> #"),
+    ],
+)
+def test_references_that_lead_to_each_other_are_named(schema: dict[str, Any], cycle: str):
+    with refuses("Unsupported", cycle, "$ref", where="json schema"):
+        guide(schema)
+
+
+def test_a_schema_that_holds_itself_below_a_type_is_no_cycle():
+    guide({"type": "object", "properties": {"a": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}})
+
+
 def deep(levels: int) -> dict[str, Any]:
     schema: dict[str, Any] = {}
     for _ in range(levels):
