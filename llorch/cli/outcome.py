@@ -57,6 +57,10 @@ _CODES: tuple[tuple[type[BaseException], int], ...] = (
     (ValueError, USAGE),  # FormatError is one
     (OSError, USAGE),
 )
+_OF_FILES = {
+    errno.EMFILE: "raise the limit of open files: ulimit -n 1024",
+    errno.ENFILE: "end programs that hold many open files",
+}
 _OF_DISKS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EROFS}
 
 
@@ -92,8 +96,12 @@ def error_line(error: BaseException) -> str:
     """One printable line for a person."""
     if isinstance(error, KeyboardInterrupt):
         text = "interrupted"
+    elif isinstance(error, OSError) and error.errno in _OF_FILES:
+        text = f"{error.filename or 'open'}: {error.strerror}; {_OF_FILES[error.errno]}"
     elif isinstance(error, OSError) and error.filename is not None:
         text = f"{error.filename}: {error.strerror}"
+    elif isinstance(error, OSError) and error.errno in _OF_DISKS and error.strerror == os.strerror(error.errno):
+        text = f"stdout: {error.strerror}; write the output to another place"  # a file would have its name
     elif (isinstance(error, OSError) and error.errno == errno.ENOMEM) or (type(error), str(error)) == (MemoryError, ""):
         text = "no memory is left, or no address space (ulimit -v)"
     else:

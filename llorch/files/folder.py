@@ -131,7 +131,7 @@ def require_inside(path: Path, folder: Path) -> Path:
     if home.parent.name == "snapshots":
         allowed += [place / "blobs" for place in home.parents[1:3]]
     if not any(target.is_relative_to(place) for place in allowed):
-        message = f"{path.relative_to(folder)} is a link that leads out of the folder"
+        message = f"{path.relative_to(folder)} is a link that leads out of the folder; put a copy of the file there"
         raise FormatError("Unsafe", message, path=folder)
     return path
 

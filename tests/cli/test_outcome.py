@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from command_line import REPOSITORY
+from refusals import assert_tells
 
 from llorch.cli import main
 from llorch.cli.outcome import error_line, reported
@@ -150,7 +151,24 @@ def test_a_stream_that_the_caller_closed_is_no_error(words: str, closed: str):
 )
 def test_output_to_a_full_disk_is_one_line(buffered: str, words: str):
     ended = shell(f"PYTHONUNBUFFERED={buffered} {sys.executable} -m llorch {words} >/dev/full")
-    assert ended == (74, f"llorch: [Errno {errno.ENOSPC}] {os.strerror(errno.ENOSPC)}\n")
+    assert (ended[0], ended[1].count("\n")) == (74, 1)
+    assert ended[1].startswith(f"llorch: stdout: {os.strerror(errno.ENOSPC)}; ")
+
+
+@pytest.mark.parametrize("name", [None, "model.gguf"])
+def test_too_many_open_files_say_how_to_raise_the_limit(name: str | None):
+    error = OSError(errno.EMFILE, os.strerror(errno.EMFILE), *([] if name is None else [name]))
+    line = error_line(error)
+    assert line.startswith(f"llorch: {name or 'open'}: {os.strerror(errno.EMFILE)}; ")
+    assert_tells(line, "ulimit -n")
+
+
+@pytest.mark.parametrize("code", OF_DISKS)
+def test_a_disk_that_fails_under_stdout_is_told_from_one_under_a_file(code: int):
+    reason = os.strerror(code)
+    assert error_line(OSError(code, reason)).startswith(f"llorch: stdout: {reason}; ")
+    assert error_line(OSError(code, reason, "a.gguf")) == f"llorch: a.gguf: {reason}"
+    assert "stdout" not in error_line(OSError(code, f"rank 1: {reason}"))
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="NOT RUN: no /dev/full")

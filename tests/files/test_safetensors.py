@@ -133,7 +133,7 @@ def without_weights(sharded: Path, *names: str) -> SafetensorsFolder:
 
 
 FOLDERS = [
-    row("a link elsewhere", with_link_out, "Unsafe", "link", "model.safetensors", where="inner"),
+    row("a link elsewhere", with_link_out, "Unsafe", "link", "copy", "model.safetensors", where="inner"),
     row("one name in two shards", with_one_name_twice, "Duplicate", "'a'", "two shards"),
     row("no weights", without_weights, "Missing", "model.safetensors", "model.safetensors.index.json", where="other"),
     row("a pickle", lambda sharded: without_weights(sharded, "pytorch_model.bin"), "Unsafe", "pickle",
