@@ -1,5 +1,6 @@
 """The built-in models, their goldens and the example data: where the files lie in a wheel and in a clone."""
 
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from llorch.errors import suggestion
@@ -25,17 +26,26 @@ def builtin_path(name: str) -> Path:
     return _PACKAGE / "models" / (name if name in FOLDERS else f"{name}.gguf")
 
 
-def find_data(path_or_name: str) -> Path:
-    """The training data that was meant: an existing file or folder, else a built-in data set, one of `DATA`."""
+def wins(name: str, names: Collection[str], report: Callable[[str], None]) -> bool:
+    """Tell whether a name is a built-in one, which wins over a path; report a line where both exist."""
+    if name not in names:
+        return False
+    if Path(name).exists():
+        report(f"note: {name} is the built-in one; write ./{name} for the path")
+    return True
+
+
+def find_data(path_or_name: str, report: Callable[[str], None] = lambda line: None) -> Path:
+    """The training data that was meant: a built-in data set, one of `DATA`, else an existing file or folder."""
     path = Path(path_or_name)
+    if wins(path_or_name, DATA, report):
+        return _PACKAGE / "examples" / path_or_name
     if path_or_name and path.exists():
         return path
-    if path_or_name not in DATA:
-        raise FileNotFoundError(
-            f"data {path_or_name!r}: no such file or folder, and not a built-in data set ({', '.join(DATA)})"
-            + suggestion(path_or_name, DATA)
-        )
-    return _PACKAGE / "examples" / path_or_name
+    raise FileNotFoundError(
+        f"data {path_or_name!r}: no such file or folder, and not a built-in data set ({', '.join(DATA)})"
+        + suggestion(path_or_name, DATA)
+    )
 
 
 def goldens_folder() -> Path:

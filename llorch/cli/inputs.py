@@ -28,7 +28,7 @@ def model_path(spec: str) -> Path:
     """
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # huggingface_hub reads it when it is imported
-    return find(spec, consent=_agreed, report=_say_once)
+    return find(spec, consent=_agreed, report=say_once)
 
 
 def _agreed(download: str) -> bool:
@@ -38,7 +38,7 @@ def _agreed(download: str) -> bool:
     return True
 
 
-def _say_once(line: str) -> None:
+def say_once(line: str) -> None:
     """Say what a command finds each time that it looks for its model."""
     said = click.get_current_context().meta.setdefault("llorch.said", set())
     if line not in said:

@@ -1,4 +1,4 @@
-"""Which file or folder a MODEL stands for: an existing path, a built-in name, or a model of the Hugging Face hub.
+"""Which file or folder a MODEL stands for: a built-in name, an existing path, or a model of the Hugging Face hub.
 
 In comes what a user writes, out comes a path. This room alone reaches the network, through huggingface_hub, whose cache
 is looked into first; what is there is used as it is. In the order to read:
@@ -12,7 +12,7 @@ is looked into first; what is there is used as it is. In the order to read:
 from collections.abc import Callable
 from pathlib import Path
 
-from llorch.builtin import EVERY, builtin_path
+from llorch.builtin import EVERY, builtin_path, wins
 from llorch.hub.reference import Reference
 
 Consent = Callable[[str], bool]  # to a download that is described in a line
@@ -23,9 +23,10 @@ def find(path_or_name: str | Path, *, consent: Consent = lambda line: True, repo
     """The file or folder that was meant; a model of the hub is downloaded where it is not in the cache.
 
     Args:
-        path_or_name: An existing path, a built-in name, or `org/name[:QUANT][@REVISION]`; tried in this order.
+        path_or_name: A built-in name, an existing path, or `org/name[:QUANT][@REVISION]`; tried in this order. A `Path`
+            is a path first, and so is a text such as `./story`.
         consent: Asked before a download, in a line with its size.
-        report: Told the commit of a model of the hub.
+        report: Told the commit of a model of the hub, and that a path has a built-in name.
 
     Returns:
         A .gguf file or a Hugging Face folder.
@@ -37,6 +38,8 @@ def find(path_or_name: str | Path, *, consent: Consent = lambda line: True, repo
     """
     spec = str(path_or_name)
     path = Path(path_or_name)
+    if isinstance(path_or_name, str) and wins(spec, EVERY, report):
+        return builtin_path(spec)
     if spec and path.exists():  # Path("") would be the current folder
         return path
     reference = None if spec in EVERY else Reference.parse(spec)

@@ -52,7 +52,7 @@ def command(
     """
     from llorch.builtin import find_data
     from llorch.cli.data.examples import as_object, facts_of, pieces_of, print_examples, summary
-    from llorch.cli.inputs import has_vocabulary, model_path
+    from llorch.cli.inputs import has_vocabulary, model_path, say_once
     from llorch.files import open_weights
     from llorch.model import Model
     from llorch.train.data import DataSettings, read_data
@@ -65,7 +65,7 @@ def command(
         template_date=None if template_date is None else template_date.date().isoformat(),
     )  # fmt: skip
     with progress("reading data") as tell:
-        found = read_data(find_data(data), opened, settings, progress=tell)
+        found = read_data(find_data(data, say_once), opened, settings, progress=tell)
     examples = {"train": found.train, "valid": found.valid, "test": found.test}[split]
     if not examples:
         raise FileNotFoundError(f"data: {data} has no {split}.jsonl")

@@ -7,6 +7,7 @@ from typing import Any, get_args, get_type_hints
 
 import click
 
+from llorch.builtin import DATA, EVERY, wins
 from llorch.cli.options import SEED, JsonObject, RealNumber, WholeNumber
 from llorch.train.settings import TrainSettings
 from llorch.train.settings_file import SHORT, read_settings, settings_from
@@ -82,4 +83,9 @@ def chosen_settings(
 ) -> TrainSettings:
     """Settings of the command line, over those of a file, over what stands `before`."""
     sources = [*before] + ([(str(config), read_settings(config))] if config is not None else [])
-    return settings_from(*sources, ("command line", {name: v for name, v in given.items() if v is not None}))
+    from llorch.cli.inputs import say_once
+
+    settings = settings_from(*sources, ("command line", {name: v for name, v in given.items() if v is not None}))
+    for name, names in ((settings.model, EVERY), (settings.data, DATA)):
+        wins(name, names, say_once)
+    return settings
