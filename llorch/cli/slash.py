@@ -94,6 +94,8 @@ def system(talk: Talk, rest: str) -> str:
 
 def edit(talk: Talk, rest: str) -> Outcome:
     """Write an earlier message anew; what came after it is gone."""
+    if not talk.messages:
+        raise ValueError("chat: nothing was said yet")
     number, _, text = rest.partition(" ")
     if not number.isdecimal() or not 1 <= int(number) <= len(talk.messages) or not text.strip():
         raise ValueError(f"chat: expected /edit N TEXT, N from 1 to {len(talk.messages)} (see /history), got {rest!r}")

@@ -61,7 +61,8 @@ def _naming(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is None and error.errno is not None:
+        is_ours = error.filename is None or Path(os.fsdecode(error.filename)).name.startswith(f".{path.name}.")
+        if is_ours and error.errno is not None:
             error.filename = str(path)
         raise
 
@@ -72,7 +73,7 @@ def _beside(path: Path, ending: str = "tmp") -> Path:
 
 def _remove_leftovers(path: Path) -> None:
     """Remove what runs that were killed left beside a place; put the old folder back where they left none there."""
-    if os.name != "posix":  # elsewhere nobody can ask for a process without ending it
+    if os.name != "posix" or not path.parent.is_dir():  # elsewhere nobody can ask for a process without ending it
         return
     pattern = re.compile(rf"\.{re.escape(path.name)}\.(\d{{1,9}})\.(tmp|old)")
     for name in os.listdir(path.parent):

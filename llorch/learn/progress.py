@@ -5,6 +5,7 @@ cannot be read is kept under another name.
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -39,6 +40,7 @@ class Standing:
         solution: Whether it was shown.
         tried: Hash of the code that was checked last.
         passed: Hash of the code that passed last.
+        wrong: The part that was wrong in the last check; empty where none was.
     """
 
     status: str = ""
@@ -47,6 +49,7 @@ class Standing:
     solution: bool = False
     tried: str = ""
     passed: str = ""
+    wrong: str = ""
 
 
 class Progress:
@@ -89,6 +92,7 @@ class Progress:
         code = fingerprint(self.folder, lesson)
         with self.changed(lesson) as standing:
             standing.status = outcome.word
+            standing.wrong = _part(outcome.record)
             if outcome.word in (PASS, FAIL):
                 standing.attempts += code != standing.tried
                 standing.tried = code
@@ -103,6 +107,12 @@ class Progress:
         """The last verdict, as far as it is one of the code as it is now."""
         is_old = standing.status in (PASS, FAIL) and standing.tried != fingerprint(self.folder, lesson)
         return CHANGED if is_old else standing.status
+
+
+def _part(record: Mapping[str, Any]) -> str:
+    """Return the part that a verdict calls wrong: `my_llama/l01b_rope.py:14 rope()`, or `rope() of cmd:PROGRAM`."""
+    found = re.search(r"(\w+)\(\)( of |$)", str(record.get("where", "")))
+    return found[1] if found else ""
 
 
 def set_aside(path: Path) -> Path:
@@ -133,5 +143,5 @@ def _standing(values: Any, path: Path, number: str) -> Standing:
         raise fields.error("Malformed", "hints", "a number for each part", hints)
     return Standing(
         status, fields.integer("attempts", default=0, low=0), hints, fields.boolean("solution", default=False),
-        fields.text("tried", default=""), fields.text("passed", default=""),
+        fields.text("tried", default=""), fields.text("passed", default=""), fields.text("wrong", default=""),
     )  # fmt: skip

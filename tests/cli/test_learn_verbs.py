@@ -10,9 +10,10 @@ from command_line import invoke
 from one_model import lessons_on_one_model
 from refusals import assert_cli_refuses
 
-from llorch.learn.apart import outcomes
+from llorch.learn.apart import Outcome, outcomes
 from llorch.learn.lessons import BY_NUMBER, LESSONS
 from llorch.learn.materials import hints_of, stub_of
+from llorch.learn.progress import Progress
 
 NORM = BY_NUMBER["01"]
 STEPS = hints_of(NORM)["rms_norm"]
@@ -75,6 +76,17 @@ def test_without_a_part_hints_are_of_what_is_not_written(folder: Path):
     assert learn("hint", "04", "attention_scores").startswith("attention_scores, hint 1")
     (folder / "l04_attention_scores.py").write_text("def")
     assert learn("hint", "04").startswith("attention_scores, hint 1")
+
+
+def test_without_a_part_hints_are_of_the_part_that_the_last_check_called_wrong(folder: Path):
+    rope = BY_NUMBER["01b"]
+    solved = stub_of(rope).replace("raise NotImplementedError", "return None")
+    (folder / f"{rope.module}.py").write_text(solved)
+    assert learn("hint", "01b").startswith("frequencies, hint 1")
+    for where, part in (("mine/l01b_rope.py:14 rope()", "rope"), ("", "frequencies"), ("rope() of cmd:a b", "rope")):
+        record = {"where": where, "compared": 3}
+        Progress(folder, print).note(Outcome("01b", "FAIL" if where else "PASS", "", record))
+        assert learn("hint", "01b").startswith(f"{part}, hint 1")
 
 
 def test_a_part_that_is_none_is_usage(folder: Path):

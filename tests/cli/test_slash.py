@@ -118,9 +118,9 @@ def test_quit_ends(folder: Path):
 
 MISTAKES: dict[str, tuple[object, ...]] = {
     "/sav x": ("/sav;", "'save'", "/help"), "/": ("/;", "/help"),
-    "/save": ("file", "none"), "/save nowhere/x": ("nowhere",), "/load nowhere.json": ("nowhere.json",),
+    "/save": ("file", "none"), "/save nowhere/x": ("nowhere/x",), "/load nowhere.json": ("nowhere.json",),
     "/trace x.txt": (".npz", ".safetensors", "'x.txt'"), "/trace x.npz": ("traced",),
-    "/edit 1 x": ("/edit N TEXT", "1 to 0", "'1 x'"), "/edit": ("/edit N TEXT", "''"),
+    "/edit 1 x": ("chat", "nothing"), "/edit": ("chat", "nothing"),
     "/undo": ("nothing", "said"), "/retry": ("nothing", "said"),
     "/set temprature 1": ("'temprature'", "'temperature'"),
     "/set temperature hot": ("temperature", "number", "'hot'"), "/set top_p 2": ("sampling: top_p", "2.0"),

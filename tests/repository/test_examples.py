@@ -46,12 +46,13 @@ def test_tales_fit_the_context_of_story_and_use_tokens_that_it_was_trained_on(mo
     assert {token for row in ids for token in row} <= known
 
 
-def test_a_name_is_found_and_a_path_goes_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_name_is_found_and_goes_before_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert DATA == ("pirate",)
     monkeypatch.chdir(tmp_path)
     assert find_data("pirate").is_absolute()
     (tmp_path / "pirate").mkdir()
-    assert find_data("pirate") == Path("pirate")
+    assert find_data("pirate").is_absolute()
+    assert find_data("./pirate") == Path("pirate")
 
 
 @pytest.mark.parametrize("name", ["pirates", "", "../examples/pirate"])

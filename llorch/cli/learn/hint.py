@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 def command(*, lesson: str, part: str | None, impl: str | None) -> None:
     """Show the hints of a PART of LESSON: a direction, the formula with shapes, the function itself.
 
-    Without PART it is the first function that is not written yet. How many steps were taken is kept in your progress.
+    Without PART it is the function that the last check called wrong, else the first that is not written yet. How many
+    steps were taken is kept in your progress.
     """
     show_hint(learners_folder(impl), one_lesson(lesson), part)
 
@@ -41,18 +42,23 @@ def show_hint(folder: Path, lesson: "Lesson", part: str | None = None) -> None:
     if part is not None and part not in hints:
         raise click.UsageError(f"lesson {lesson.number} has no part {part!r}{suggestion(part, hints)}")
     with Progress(folder, say).changed(lesson) as standing:
-        part = part or _in_work(folder, lesson, standing.hints)
+        part = part or _in_work(folder, lesson, standing.hints, wrong=standing.wrong)
         n = standing.hints[part] = min(standing.hints.get(part, 0) + 1, len(hints[part]))
     for step, text in enumerate(hints[part][:n], start=1):
         click.echo(f"{part}, hint {step} of {len(hints[part])}\n\n{text.strip()}\n")
 
 
-def _in_work(folder: Path, lesson: "Lesson", taken: dict[str, int]) -> str:
-    """The first part that is not written, else the first that has hints left, else the first."""
+def _in_work(folder: Path, lesson: "Lesson", taken: dict[str, int], *, wrong: str) -> str:
+    """Choose the part that the last check called wrong, else the first that is not written.
+
+    Else it is the first that has hints left, else the first.
+    """
     from llorch.learn.folder import unwritten_in
     from llorch.learn.materials import hints_of
 
     hints = hints_of(lesson)
+    if wrong in hints:
+        return wrong
     try:
         unwritten = unwritten_in(ast.parse((folder / f"{lesson.module}.py").read_bytes()))
     except (OSError, SyntaxError, ValueError):
