@@ -42,7 +42,7 @@ def test_a_built_in_data_set_wins_over_a_folder_of_its_name():
     assert find_data("./pirate") == Path("pirate")
 
 
-@pytest.mark.parametrize("words", ["tokenize story Hi", "inspect story", "data show story pirate",
+@pytest.mark.parametrize("words", ["tokenize story Hi", "inspect story", "data show -n 0 story pirate",
                                    "lora train story --data pirate -o . --lr 1e-4"])  # fmt: skip
 def test_a_command_says_that_both_exist_once(words: str):
     result = invoke(*words.split())

@@ -103,7 +103,8 @@ def command(
     arithmetic that it declares or shows. Which mistake a failure is llorch diagnose says.
 
     Exit code 1: numbers differ, or with --strict there is a TIE. 3: an engine, a golden or the device is missing, or an
-    engine shows NaN where the truth has a number.
+    engine shows NaN where the truth has a number. A NOT RUN line gives 3 where its engine, golden, checkpoint or device
+    was asked for; a device or backend that nobody asked for is listed and leaves the code as it is.
     """
     refuse_both(prompt, tokens)
     dumps = [each for each in against if isinstance(each, Path)]

@@ -184,3 +184,18 @@ def test_a_dense_model_is_not_judged_by_checkpoints_of_experts():
     assert checkpoints_of(config) == EXACT
     assert {*checkpoints_of(config, quantised=True)} - {*EXACT} == {"13"}
     assert not {"05b", "06b"} & {*EXACT}
+
+
+@pytest.mark.parametrize(
+    ("other", "absent", "code"),
+    [
+        ({}, {}, 0),
+        ({"not_run": ["llamacpp is not installed"]}, {}, 3),  # an engine or golden that was asked for
+        ({"checkpoints": ("05", "06")}, {}, 3),
+        ({}, {"torch-cuda-float32": "no CUDA device"}, 0),  # a backend that nobody asked for is listed
+    ],
+)
+def test_a_line_that_did_not_run_counts_where_it_was_asked_for(other: dict, absent: dict, code: int):
+    counts = summary([judged(row(), **({"checkpoints": ("05",)} | other))], absent)
+    assert _exit_code(counts) == code
+    assert len(counts["backends_not_run"]) == len(absent)
