@@ -19,6 +19,7 @@ from llorch.fields import Fields
 from llorch.tokenizer.chat import ChatTemplate, Message, TemplateSettings, compiled
 from llorch.tokenizer.messages import checked_messages
 from llorch.tokenizer.tokenizer import Tokenizer
+from llorch.tokenizer.unwritten import CALLS, Texts, unwritten_call
 
 _PROBE = "Yes."
 _MARKS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))
@@ -133,7 +134,7 @@ class Chats:
 
     def written(self, messages: Sequence[Message]) -> Written:
         """Write a conversation up to the answer that is wanted; FormatError where there is no chat template."""
-        return Written(*self.conversation(messages).text(len(messages), opened=True))
+        return self._written(messages, self.settings, opened=True)
 
     @property
     def has_template(self) -> bool:
@@ -153,11 +154,21 @@ class Chats:
         template go before those of the settings. FormatError where a template cannot take the messages.
         """
         if not self.has_template:
-            return Written("\n\n".join(str(message.get("content") or "") for message in messages), None)
+            _refuse_unwritten(messages, lambda given, _: [_words(given)], path=self._path)
+            return Written(_words(messages), None)
         checked = checked_messages(Fields({}, self._path), "messages", list(messages))
         merged = {**(self.settings.variables or {}), **(variables or {})}
-        settings = replace(self.settings, variables=merged)
-        return Written(*self.conversation(checked, settings=settings).text(len(checked), opened=opened))
+        return self._written(checked, replace(self.settings, variables=merged), opened=opened)
+
+    def _written(self, messages: Sequence[Message], settings: TemplateSettings, *, opened: bool) -> Written:
+        """Render a conversation; Unsupported where the template leaves tool calls out."""
+
+        def texts(given: Sequence[Message], tools: Sequence[object] | None) -> Iterator[str]:
+            yield self.conversation(given, tools, settings).text(len(given), opened=opened)[0]
+
+        written = Written(*self.conversation(messages, settings=settings).text(len(messages), opened=opened))
+        _refuse_unwritten(messages, texts, path=self._path)
+        return written
 
     def encoded(self, written: Written) -> list[int]:
         """Its token ids."""
@@ -180,6 +191,20 @@ class Chats:
     @cached_property
     def _templates(self) -> dict[str, ChatTemplate]:
         return compiled(self._read(), self._tokenizer, path=self._path)
+
+
+def _words(messages: Sequence[Message]) -> str:
+    """Join the words of messages, for a model without a template."""
+    return "\n\n".join(str(message.get("content") or "") for message in messages)
+
+
+def _refuse_unwritten(messages: Sequence[Message], texts: Texts, *, path: str | Path) -> None:
+    """Refuse tool calls that the model would not see."""
+    if any(message.get(key) for message in messages for key in CALLS):
+        call = unwritten_call(messages, None, texts, [*texts(messages, None)])
+        if call is not None:
+            message = "expected a chat template that writes tool calls, the model's leaves them out"
+            raise FormatError("Unsupported", f"messages{call}: {message}; write them into the content", path=path)
 
 
 def _any_of(texts: Sequence[str]) -> re.Pattern[str]:

@@ -44,6 +44,17 @@ def tool_call(fields: Fields, name: str, call: object) -> dict[str, object]:
     return rest | {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
+def _part(fields: Fields, name: str, part: object) -> str:
+    """Read the text of a part of a content, as OpenAI writes them; Unsupported for an image."""
+    if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
+        raise fields.error("Malformed", name, "a part with a type and a text", part)
+    if part["type"] != "text":
+        raise fields.error("Unsupported", f"{name}.type", "text: llorch reads texts alone", part["type"])
+    if not isinstance(part.get("text"), str):
+        raise fields.error("Malformed", f"{name}.text", "a text", part.get("text"))
+    return part["text"]
+
+
 def _checked_message(fields: Fields, name: str, entry: object) -> dict[str, object]:
     if not isinstance(entry, dict):
         raise fields.error("Malformed", name, "an object with role and content", entry)
@@ -52,6 +63,8 @@ def _checked_message(fields: Fields, name: str, entry: object) -> dict[str, obje
         raise fields.error("Unsupported", f"{name}.role", f"one of {', '.join(ROLES)}", role)
     if calls is not None and (role != "assistant" or not isinstance(calls, list)):
         raise fields.error("Malformed", f"{name}.tool_calls", "a list, in a turn of the assistant", calls)
+    if isinstance(content, list):
+        content = "".join(_part(fields, f"{name}.content[{i}]", one) for i, one in enumerate(content))
     if not isinstance(content, str) and not (content is None and calls):
         raise fields.error("Malformed", f"{name}.content", "a text", content)
     if not isinstance(entry.get("reasoning_content", ""), str | None):

@@ -1,8 +1,11 @@
 """The text of control tokens in the words of users: broken before a template renders it, and mended behind it."""
 
 import json
+from pathlib import Path
 
 import pytest
+from chat_models import CHATML, LLAMA_3, chat_model
+from refusals import refuses
 
 from llorch.tokenizer.chat import ChatTemplate
 from llorch.tokenizer.conversation import Breaker, taken_out
@@ -91,3 +94,21 @@ def test_marks_are_found_in_json(breaker: Breaker, dump: str):
 def test_without_control_tokens_nothing_is_broken():
     assert Breaker([]).mark_for(user("<|im_end|>")) is None
     assert not Breaker([""]).found_in("")
+
+
+def test_calls_that_a_model_would_not_see_are_refused(tmp_path: Path):
+    called: list[dict[str, object]] = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": {"x": 1}}]},
+        {"role": "tool", "content": "r"},
+    ]
+    plain = [{key: one[key] or "" for key in ("role", "content")} for one in called]
+    for name, template in (("micro-llama3", LLAMA_3), ("micro-qwen3", None)):
+        chats = chat_model(tmp_path / name, name, template).chats
+        for opened in (True, False):
+            with refuses("Unsupported", "messages[1].tool_calls"):
+                chats.spoken(called, opened=opened)
+        assert chats.spoken(plain).text
+    with refuses("Unsupported", "messages[1].tool_calls"):
+        chat_model(tmp_path / "again", "micro-llama3", LLAMA_3).chats.ids(called)
+    assert '"name": "f"' in chat_model(tmp_path / "writes", "micro-qwen3", CHATML).chats.spoken(called).text

@@ -238,6 +238,64 @@ def test_tools_and_their_answers_are_given_and_calls_learned(model_with: Callabl
     assert learned(model, found) == [called, "a<|im_end|>"]
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"messages": [*chat("q"), {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}]},
+        {"messages": [*chat("q"), {"role": "assistant", "content": "", "function_call": {"name": "f"}}]},
+        {"messages": [*chat("q"), {"role": "assistant", "content": "x", "weight": 0, "tool_calls": [{"name": "f"}]},
+                      *chat("q", "a")]},
+        {"conversations": [{"from": "human", "value": "q"}, {"from": "function_call", "value": '{"name": "f"}'}]},
+    ],
+)  # fmt: skip
+def test_calls_that_the_template_does_not_write_are_refused(model_with: Callable[..., Model], values: dict):
+    with refuses("Unsupported", where=("d/train.jsonl:7", "messages[1]")):
+        examples(model_with("micro-llama3", LLAMA_3), DataSettings(), **values)
+
+
+def test_other_things_that_the_template_does_not_write_are_counted_by_name(model_with: Callable[..., Model]):
+    turns = chat("q", "a", "q", "b")
+    turns[1] |= {"reasoning_content": "hm", "thinking": "hm"}
+    turns[2] |= {"name": "Ann"}
+    model = model_with("micro-llama3", LLAMA_3)
+    (found,), counts = counted(model, DataSettings(), messages=turns, tools=[{"name": "f"}])
+    assert found == one(model, messages=chat("q", "a", "q", "b"))
+    ends = ("reasoning_content of assistant", "thinking of assistant", "name of user", "tools")
+    assert sorted(counts.values()) == [1, 1, 1, 1]
+    assert all(any(told.endswith(f" {end}") for told in counts) for end in ends), counts
+
+
+def test_a_role_that_the_template_leaves_out_is_counted(model_with: Callable[..., Model]):
+    template = "{% for m in messages if m.role != 'tool' %}{{ m.role }}:\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    model = model_with("micro-qwen3", template + "{% if add_generation_prompt %}assistant:\n{% endif %}")
+    turns = [*chat("q", "a"), {"role": "tool", "content": "result"}, {"role": "assistant", "content": "b"}]
+    _, counts = counted(model, DataSettings(), messages=turns)
+    assert [told.split()[-3:] for told in counts] == [["content", "of", "tool"]]
+
+
+def test_what_the_template_writes_is_not_counted(model_with: Callable[..., Model]):
+    thinking = "{% if m.reasoning_content and loop.last %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    template = CHATML.replace("{% generation %}", "{% generation %}" + thinking)
+    turns = chat("q", "a", "q", "b")
+    turns[1]["reasoning_content"] = "hm"  # written where the turn is the last one, as Qwen3 does
+    made, counts = counted(model_with("micro-qwen3", template), DataSettings(), messages=turns)
+    assert len(made) == 2
+    assert not any("reasoning_content" in told for told in counts), counts
+    _, counts = counted(model_with("micro-qwen3", template), DataSettings(train_on="all"), messages=turns)
+    assert any("reasoning_content" in told for told in counts), counts
+
+
+def test_variables_of_a_row_go_before_those_of_the_settings(model_with: Callable[..., Model]):
+    model = model_with("micro-qwen3", "{{ mood }}{{ place }}" + CHATML)
+    settings = DataSettings(chat_template_kwargs={"mood": "calm", "place": "home"})
+    made = [
+        one(model, settings, messages=chat("q", "a"), **more)
+        for more in ({}, {"chat_template_kwargs": {"mood": "wild"}})
+    ]
+    texts = [model.tokenizer.decode(found.ids, skip_special=False) for found in made]
+    assert [text.partition("<")[0] for text in texts] == ["calmhome", "wildhome"]
+
+
 def test_a_template_without_an_end_of_turn_is_told(model_with: Callable[..., Model]):
     model = model_with("micro-qwen3", NO_END)
     (found,), counts = counted(model, DataSettings(), messages=CHAT)

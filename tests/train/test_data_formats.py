@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from refusals import Refusal, assert_tells, row
+from refusals import Refusal, assert_tells, refuses, row
 
 from llorch.errors import FormatError
 from llorch.train.batch import IGNORED
@@ -126,11 +126,13 @@ def bad(name: str, values: dict[str, object], code: str, where: str, expected: o
 INPUT_IDS, MASK = "input_ids", "attention_mask"
 ROLES = ("system", "developer", "user", "assistant", "tool")
 PAIR: dict[str, object] = {"instruction": "i", "output": "o"}
+IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
+KWARGS = "chat_template_kwargs"
 BAD_CALL: dict[str, object] = {"messages": [ASSISTANT | {"tool_calls": [{"name": "f", "arguments": "{x"}]}]}
 HOLE: dict[str, object] = {INPUT_IDS: [1, 2, 3, 4], MASK: [0, 1, 0, 1]}
 BAD = [
     bad("no key", {}, "Unsupported", "", (INPUT_IDS, "messages"), "none"),
-    bad("unknown keys", {"chosen": "a", "rejected": "b"}, "Unsupported", "", INPUT_IDS, "chosen, rejected"),
+    bad("unknown keys", {"poem": "a", "rhyme": "b"}, "Unsupported", "", INPUT_IDS, "poem, rhyme"),
     bad("half", {"prompt": "a"}, "Unsupported", "", INPUT_IDS, "prompt"),
     bad("null", {"text": None}, "Unsupported", "", INPUT_IDS, "none"),
     bad("text", {"text": 3}, "Malformed", "text", "string", 3),
@@ -153,8 +155,8 @@ BAD = [
     bad("role list", {"messages": [{"role": ["user"], "content": ""}]}, "Unsupported", "messages[0].role", ROLES),
     bad("content", {"messages": [{"role": "user"}]}, "Malformed", "messages[0].content", "text", None),
     bad(
-        "parts", {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "Malformed", "messages[0].content",
-        "text",
+        "parts", {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "Malformed",
+        "messages[0].content[0].text", "text", None,
     ),
     bad("weight", {"messages": [ASSISTANT | {"weight": 2}]}, "OutOfRange", "messages[0].weight", (0, 1), 2),
     bad("weight list", {"messages": [ASSISTANT | {"weight": []}]}, "OutOfRange", "messages[0].weight", (0, 1), []),
@@ -177,12 +179,76 @@ BAD = [
     bad("history", PAIR | {"history": "x"}, "Malformed", "history", "pairs", "'x'"),
     bad("pair", PAIR | {"history": [["x"]]}, "Malformed", "history[0]", "texts"),
     bad("output", {"instruction": "i", "output": 1}, "Malformed", "output", "string", 1),
+    bad("train", {"messages": [ASSISTANT | {"train": 0}]}, "Malformed", "messages[0].train", ("true", "false"), 0),
+    bad("train of a user", {"messages": [USER | {"training": True}]}, "Unsupported", "messages[0].training", "false"),
+    bad("part of a turn", {"messages": [ASSISTANT | {"train_detail": [1]}]}, "Unsupported", "messages[0].train_detail"),
+    bad("image", {"messages": [USER | {"content": [IMAGE]}]}, "Unsupported", "messages[0].content[0].type", "text",
+        "'image_url'"),
+    bad("image in a ShareGPT call", {"conversations": [{"from": "gpt", "value": [IMAGE]}]}, "Malformed",
+        "conversations[0].value", "text"),
+    bad("variables", {"messages": [ASSISTANT], KWARGS: [1]}, "Malformed", KWARGS, "object", [1]),
+    bad("reserved", {"messages": [ASSISTANT], KWARGS: {"tools": 1}}, "Unsupported", KWARGS, "messages", "'tools'"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("refusal", BAD)
 def test_what_a_row_must_not_say_is_refused_with_file_and_line(refusal: Refusal):
     refusal.check()
+
+
+PROMPTED: dict[str, Any] = {"prompt": "p", "completion": "c"}
+TALK: dict[str, object] = {"messages": [USER, ASSISTANT]}
+SHARED: dict[str, object] = {"conversations": [{"from": "human", "value": "q"}]}
+PREFERENCES: dict[str, dict[str, Any]] = {  # rows of TRL, LLaMA-Factory, Axolotl and OpenAI, and the key to name
+    "label": PROMPTED | {"label": False},  # KTO
+    "label 1": {"label": 1, **TALK},
+    "chosen": {"prompt": "p", "chosen": "c", "rejected": "r"},
+    "rejected": {"chosen": [ASSISTANT], "rejected": [ASSISTANT]},
+    "score_chosen": TALK | {"score_chosen": 1.0},
+    "chosen-rating": {"text": "t", "chosen-rating": 4.0},
+    "completions": {"prompt": "p", "completions": ["a", "b"], "labels": [True, False]},
+    "kto_tag": SHARED | {"kto_tag": True},
+    "chosen_response": {"question": "q", "chosen_response": "c", "rejected_response": "r"},
+    "preferred_output": {"input": TALK, "preferred_output": [ASSISTANT], "non_preferred_output": [ASSISTANT]},
+    "score": PAIR | {"score": 0.1},
+    "messages[1].reward": {"messages": [USER, ASSISTANT | {"reward": -1.0}]},
+    "conversations[0].rating": {"conversations": [{"from": "gpt", "value": "a", "rating": 1}]},
+    "images": TALK | {"images": ["a.png"]},
+}
+
+
+@pytest.mark.parametrize("key", PREFERENCES)
+def test_rows_of_judged_answers_are_refused_by_the_key_that_judges(key: str):
+    with refuses("Unsupported", where=("d/train.jsonl:7: ", key)):
+        parsed(**PREFERENCES[key])
+
+
+def test_labels_of_plain_text_and_empty_images_are_no_judgement():
+    assert parsed(text="t", label=0) == Text("t")
+    assert chat(images=[], **TALK).learned == [1]
+
+
+def test_turns_that_axolotl_leaves_out_are_not_learned():
+    turns = [USER, ASSISTANT | {"train": False}, USER, ASSISTANT | {"training": True}, USER, ASSISTANT]
+    found = chat(messages=turns)
+    assert (found.learned, found.messages) == ([3, 5], [USER, ASSISTANT] * 3)
+    found = chat(
+        conversations=[{"from": "human", "value": "q", "id": 7}, {"from": "gpt", "value": "a", "train": False}]
+    )
+    assert (found.learned, found.messages) == ([], [USER | {"id": 7}, ASSISTANT])
+
+
+def test_parts_of_text_are_joined():
+    parts = [{"type": "text", "text": "q"}, {"type": "text", "text": "!"}]
+    assert chat(messages=[USER | {"content": parts}, ASSISTANT]).messages[0]["content"] == "q!"
+
+
+@pytest.mark.parametrize("row_values", [TALK, SHARED, PAIR, {"prompt": [USER], "completion": [ASSISTANT]}])
+def test_variables_of_a_row_are_read(row_values: dict[str, object]):
+    for given in ({"a": False}, '{"a": false}'):
+        found = parsed(**row_values, chat_template_kwargs=given)
+        assert (found.chat if isinstance(found, Instruction) else found).variables == {"a": False}  # type: ignore[union-attr]
+        assert unused_keys(record(**row_values, chat_template_kwargs=given), format_of(record(**row_values))) == set()
 
 
 def is_sound(found: Parsed) -> bool:
@@ -201,7 +267,7 @@ def test_a_value_of_any_json_type_is_read_as_what_it_is_or_refused_with_file_and
     wrong = (None, True, 3, 1.5, "x", [], [3], ["x"], [[]], [{}], {}, {"a": 1}, [{"role": 1}], [{"from": None}],
              [1.5], [True], [["x", 1]])  # fmt: skip
     keys = ("text", "prompt", "completion", "messages", "tools", "conversations", "instruction", "output", "input",
-            "history", "system", "input_ids", "labels")  # fmt: skip
+            "history", "system", "input_ids", "labels", "label", "score", "images", KWARGS)  # fmt: skip
     good: dict[str, object] = {"instruction": "i", "output": "o"}
     found, n_refused = list[Parsed](), 0
     for key in keys:

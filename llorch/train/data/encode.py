@@ -15,11 +15,13 @@ examples, each of them as the model sees it when it speaks, and each turn is lea
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llorch.errors import FormatError
 from llorch.model import Opened
+from llorch.tokenizer.chat import Message, TemplateSettings
 from llorch.tokenizer.conversation import Conversation
+from llorch.tokenizer.unwritten import unwritten_call, unwritten_keys
 from llorch.train.batch import IGNORED, Example
 from llorch.train.data.formats import Chat, Completion, Instruction, Parsed, Text, Tokens
 from llorch.train.data.read import Record
@@ -35,6 +37,7 @@ class Rendered:
     text: str
     spans: Sequence[tuple[int, int]]  # first character of every learned part, and the one behind it
     inert: Sequence[int]  # places that no control token may run over
+    n_messages: int  # that the text has, from the first on
 
 
 class Encoder:
@@ -103,14 +106,31 @@ class Encoder:
         return row.plain
 
     def _chat(self, chat: Chat) -> Iterator[Learned]:
-        conversation = self._model.chats.conversation(chat.messages, chat.tools, self._settings.template)
-        if self._settings.train_on == "all":
-            text, inert = conversation.text(len(chat.messages))
-            yield self._rendered(Rendered(text, [(0, len(text))], inert), ends_turns=False)
-            return
+        settings = self._settings.template
+        settings = replace(settings, variables={**(settings.variables or {}), **chat.variables})
+        conversation = self._model.chats.conversation(chat.messages, chat.tools, settings)
+        whole = self._settings.train_on == "all"
         learned = chat.learned[-1:] if self._settings.train_on == "last" else chat.learned
-        for rendered in render_turns(learned, conversation):
-            yield self._rendered(rendered, ends_turns=True)
+        found = [render_all(conversation, len(chat.messages))] if whole else render_turns(learned, conversation)
+        self._judge_written(chat, settings, found)
+        for rendered in found:
+            yield self._rendered(rendered, ends_turns=not whole)
+
+    def _judge_written(self, chat: Chat, settings: TemplateSettings, found: Sequence[Rendered]) -> None:
+        """Refuse tool calls that the chat template does not write, and count what else it leaves out."""
+        if not found:
+            return
+        counts, given = [one.n_messages for one in reversed(found)], [one.text for one in reversed(found)]
+
+        def texts(messages: Sequence[Message], tools: Sequence[object] | None) -> Iterator[str]:
+            conversation = self._model.chats.conversation(messages, tools, settings)
+            return (conversation.text(count)[0] for count in counts)
+
+        asked = chat.messages[: counts[0]], chat.tools, texts, given
+        if call := unwritten_call(*asked):
+            message = "expected a chat template that writes tool calls, this one leaves them out; use another one, or"
+            raise FormatError("Unsupported", f"messages{call}: {message} write the call into the content of the turn")
+        self.counts.update(f"rows in which the chat template does not write {key}" for key in {*unwritten_keys(*asked)})
 
     def _rendered(self, rendered: Rendered, *, ends_turns: bool) -> Learned:
         ids, starts = self._model.tokenizer.encode_rendered(rendered.text, inert=rendered.inert)
@@ -167,6 +187,12 @@ def _example(tokens: Learned, source: str) -> Example:
     return Example(tuple(one for one, _ in tokens), labels, source)
 
 
+def render_all(conversation: Conversation, n_messages: int) -> Rendered:
+    """Render a conversation of which every token is learned."""
+    text, inert = conversation.text(n_messages)
+    return Rendered(text, [(0, len(text))], inert, n_messages)
+
+
 def render_turns(learned: Sequence[int], conversation: Conversation) -> list[Rendered]:
     """Render a conversation so that every learned turn (by place) stands as the model would say it.
 
@@ -174,11 +200,12 @@ def render_turns(learned: Sequence[int], conversation: Conversation) -> list[Ren
     where the template refuses the conversation, or does not open turns as it writes them.
     """
     turns = [_turn(conversation, place) for place in learned]
+    places = {text: place for (text, _, _), place in zip(turns, learned, strict=True)}
     found: list[Rendered] = []
     while turns:
         text, _, inert = turns[-1]
         inside = [turn for turn in turns if text.startswith(turn[0])]
-        found.append(Rendered(text, [(start, len(part)) for part, start, _ in inside], inert))
+        found.append(Rendered(text, [(start, len(part)) for part, start, _ in inside], inert, places[text] + 1))
         turns = [turn for turn in turns if not text.startswith(turn[0])]
     return found[::-1]
 

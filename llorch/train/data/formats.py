@@ -3,18 +3,21 @@
 Of the formats whose keys a row has, the first of this list counts (the Alpaca data set has a `text` beside its parts):
 token ids, messages, ShareGPT, Alpaca, prompt and completion, text. All rows of a file have the same one.
 
-Source: OpenAI fine-tuning format (`weight`: 0 keeps a turn from being learned); TRL dataset formats (messages, prompt
-and completion); LLaMA-Factory data/README.md (ShareGPT, Alpaca); tatsu-lab/stanford_alpaca README (its prompts).
+Source: OpenAI fine-tuning format (`weight`: 0 keeps a turn from being learned); axolotl docs conversation.qmd (`train`
+and `training`: false does); TRL dataset formats (messages, prompt and completion, `chat_template_kwargs`);
+LLaMA-Factory data/README.md (ShareGPT, Alpaca); tatsu-lab/stanford_alpaca README (its prompts).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from llorch.errors import FormatError
 from llorch.fields import Fields
+from llorch.tokenizer.chat import RESERVED
 from llorch.tokenizer.messages import checked_messages, parsed, tool_call
 from llorch.train.batch import IGNORED
 from llorch.train.data.read import Record
+from llorch.train.data.refused import refuse_row
 
 Message = Mapping[str, object]
 
@@ -41,6 +44,7 @@ class Chat:
     messages: Sequence[Message]  # as a chat template takes them
     tools: Sequence[object] | None  # functions that the assistant may call
     learned: Sequence[int]  # places of the turns that may be learned, all of them turns of the assistant
+    variables: Mapping[str, object] = field(default_factory=dict)  # of the chat template, for this row
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,7 @@ _ALPACA_WITH_INPUT = (
     "Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{}\n\n### Input:\n{}\n\n### Response:\n"
 )
+_KWARGS = "chat_template_kwargs"
 _SPEAKERS = {
     "system": "system",
     "human": "user",
@@ -84,11 +89,12 @@ _SPEAKERS = {
 
 
 def format_of(record: Record) -> str:
-    """The key of `FORMATS` that a row's keys fit."""
+    """Name the format that a row's keys fit; Unsupported for none, and for a row that must not be learned."""
     present = {key for key, value in record.values.items() if value is not None}
-    for name, (keys, _, _) in FORMATS.items():
-        if present.issuperset(keys):
-            return name
+    found = next((name for name, (keys, _, _) in FORMATS.items() if present.issuperset(keys)), None)
+    refuse_row(record, present, found)
+    if found is not None:
+        return found
     wanted = "; ".join(", ".join(keys) for keys, _, _ in FORMATS.values())
     got = ", ".join(sorted(present)) or "none"
     raise FormatError("Unsupported", f"keys of a row: expected one of: {wanted}; got {got}", path=record.where)
@@ -162,7 +168,8 @@ def _share_gpt_turn(fields: Fields, name: str, entry: object) -> dict[str, objec
         raise fields.error("Unsupported", f"{name}.from", f"one of {', '.join(_SPEAKERS)}", speaker)
     if not isinstance(text, str):
         raise fields.error("Malformed", f"{name}.value", "a text", text)
-    turn: dict[str, object] = {"role": _SPEAKERS[speaker], "content": text, "weight": entry.get("weight")}
+    rest = {key: own for key, own in entry.items() if key not in ("from", "value")}
+    turn: dict[str, object] = {**rest, "role": _SPEAKERS[speaker], "content": text}
     if speaker == "function_call":
         calls = parsed(text)
         listed = calls if isinstance(calls, list) else [calls]
@@ -181,7 +188,7 @@ def _alpaca(fields: Fields) -> Instruction:
     user = f"{asked}\n{given}" if given else asked
     turns += [{"role": "user", "content": user}, {"role": "assistant", "content": output}]
     learned = [place for place, turn in enumerate(turns) if turn["role"] == "assistant"]
-    return Instruction(Chat(turns, None, learned), plain)
+    return Instruction(Chat(turns, None, learned, _read_variables(fields)), plain)
 
 
 def _history(fields: Fields) -> list[list[str]]:
@@ -200,25 +207,53 @@ def _completion(fields: Fields) -> Completion | Chat:
         return Completion(fields.text("prompt"), fields.text("completion"))
     before, _ = _read_messages(fields, "prompt", prompt)
     after, learned = _read_messages(fields, "completion", completion)
-    return Chat([*before, *after], _read_tools(fields), [len(before) + place for place in learned])
+    places = [len(before) + place for place in learned]
+    return Chat([*before, *after], _read_tools(fields), places, _read_variables(fields))
 
 
 def _read_chat(fields: Fields, key: str, value: object) -> Chat:
-    """Check a conversation; `weight` is no part of its messages any more."""
+    """Check a conversation; `weight` and `train` are no part of its messages any more."""
     messages, learned = _read_messages(fields, key, value)
-    return Chat(messages, _read_tools(fields), learned)
+    return Chat(messages, _read_tools(fields), learned, _read_variables(fields))
 
 
 def _read_messages(fields: Fields, key: str, value: object) -> tuple[list[dict[str, object]], list[int]]:
     """Check a list of messages; also returned are the places of the turns that may be learned."""
-    messages, learned = checked_messages(fields, key, value), []
-    for place, message in enumerate(messages):
-        weight = message.pop("weight", None)
-        if weight not in (None, 0, 1):
-            raise fields.error("OutOfRange", f"{key}[{place}].weight", "0 or 1", weight)
-        if message["role"] == "assistant" and weight != 0:
-            learned.append(place)
-    return messages, learned
+    messages = checked_messages(fields, key, value)
+    wanted = [_is_wanted(fields, f"{key}[{place}]", message) for place, message in enumerate(messages)]
+    return messages, [place for place, one in enumerate(messages) if one["role"] == "assistant" and wanted[place]]
+
+
+def _is_wanted(fields: Fields, name: str, message: dict[str, object]) -> bool:
+    """Take the keys that say whether to learn a turn out of it; OpenAI has a weight, axolotl the other two."""
+    weight = message.pop("weight", None)
+    if weight not in (None, 0, 1):
+        raise fields.error("OutOfRange", f"{name}.weight", "0 or 1", weight)
+    flags = {key: message.pop(key, None) for key in ("train", "training")}
+    for key, flag in flags.items():
+        if not isinstance(flag, bool | None):
+            raise fields.error("Malformed", f"{name}.{key}", "true or false", flag)
+        if flag and message["role"] != "assistant":
+            expected = "false: llorch learns turns of the assistant, or with train_on all every token"
+            raise fields.error("Unsupported", f"{name}.{key}", expected, flag)
+    for key in ("train_detail", "training_detail"):
+        if message.get(key):
+            raise fields.error("Unsupported", f"{name}.{key}", "no such key: a turn is learned whole", message[key])
+    return weight != 0 and False not in flags.values()
+
+
+def _read_variables(fields: Fields) -> Mapping[str, object]:
+    """Check the variables of the chat template that a row brings, an object or the JSON text of one."""
+    value = fields.values.get(_KWARGS)
+    variables = parsed(value) if isinstance(value, str) else value
+    if variables in (None, ""):
+        return {}
+    if not isinstance(variables, dict):
+        raise fields.error("Malformed", _KWARGS, "an object", value)
+    reserved = [name for name in variables if name in RESERVED]
+    if reserved:
+        raise fields.error("Unsupported", _KWARGS, f"other names than {', '.join(RESERVED)}", reserved[0])
+    return variables
 
 
 def _read_tools(fields: Fields) -> list[object] | None:
@@ -235,9 +270,13 @@ def _read_tools(fields: Fields) -> list[object] | None:
 # Name: the keys that tell it, further keys that it reads, how it is read.
 FORMATS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...], Callable[[Fields], Parsed]]] = {
     "token ids": (("input_ids",), ("labels", "attention_mask"), _tokens),
-    "messages": (("messages",), ("tools",), lambda row: _read_chat(row, "messages", row.values.get("messages"))),
-    "ShareGPT": (("conversations",), ("system", "tools"), _share_gpt),
-    "Alpaca": (("instruction", "output"), ("input", "system", "history"), _alpaca),
-    "prompt and completion": (("prompt", "completion"), ("tools",), _completion),
+    "messages": (
+        ("messages",),
+        ("tools", _KWARGS),
+        lambda row: _read_chat(row, "messages", row.values.get("messages")),
+    ),
+    "ShareGPT": (("conversations",), ("system", "tools", _KWARGS), _share_gpt),
+    "Alpaca": (("instruction", "output"), ("input", "system", "history", _KWARGS), _alpaca),
+    "prompt and completion": (("prompt", "completion"), ("tools", _KWARGS), _completion),
     "text": (("text",), (), lambda row: Text(row.text("text"))),
 }
