@@ -18,6 +18,7 @@ from llorch.files import Weights, open_weights
 from llorch.files.export_huggingface import written_family
 from llorch.files.folder import require_inside
 from llorch.files.names import inventory
+from llorch.files.new_file import existing_folder, folders_above
 from llorch.tokenizer.chat_templates import MORE_TEMPLATES, template_files
 
 CONFIG, TEMPLATE = "config.json", "chat_template.jinja"
@@ -50,15 +51,17 @@ def check_places(
 ) -> None:
     """Refuse a target that cannot be written without harm.
 
-    FileNotFoundError: no source, or no folder for the target. ValueError: it is a source, or holds one.
+    FileNotFoundError: no source. NotADirectoryError: a file stands where the target's folder would be; `folders_above`
+    makes folders that are missing. ValueError: it is a source, or holds one.
     FileExistsError: it exists, without `force`; or is a folder where a file is written, or holds what is not `known`.
     """
     to_gguf = target.suffix == ".gguf"
     for source in sources:
         if not source.exists():
             raise FileNotFoundError(f"{source}: no such file or folder")
-    if not target.parent.is_dir():
-        raise FileNotFoundError(f"{target}: the folder {target.parent} does not exist; make it first")
+    if not existing_folder(target).is_dir():
+        message = f"is a file where a folder of {target} would be; choose another name"
+        raise NotADirectoryError(errno.ENOTDIR, message, str(existing_folder(target)))
     if not target.exists():
         return
     for source in sources:
@@ -90,12 +93,13 @@ def counting(weights: Weights, report: Callable[[str], None]) -> Callable[[str],
 @contextmanager
 def placing(target: Path, n_bytes: int) -> Iterator[None]:
     """Refuse (OSError) what would not fit; name the target, not the temporary file, when writing fails."""
-    disk = shutil.disk_usage(target.parent)
+    disk = shutil.disk_usage(existing_folder(target))
     if disk.total and n_bytes > disk.free:  # /proc and a tmpfs without limit have 0: there the writing tells
         message = f"needs {_size(n_bytes)}, but only {_size(disk.free)} are free; nothing was written"
         raise OSError(errno.ENOSPC, message, str(target))
     try:
-        yield
+        with folders_above(target):
+            yield
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
         raise OSError(error.errno or errno.EIO, f"{reason}; nothing was written", str(target)) from error

@@ -276,7 +276,7 @@ def test_the_source_is_never_replaced(tmp_path: Path):
     [
         ("a", "b", None, ValueError, ("/b", "folders", ".gguf")),
         ("nothing.gguf", "b", None, FileNotFoundError, ("/nothing.gguf",)),
-        ("a", "nowhere/m.gguf", None, FileNotFoundError, ("/nowhere/m.gguf", "/nowhere does")),
+        ("a", "a/config.json/m.gguf", None, NotADirectoryError, ("/a/config.json", "/a/config.json/m.gguf")),
         ("story", "b", GGMLType.Q8_0, ValueError, ("folders", "F32, F16, BF16,", "got Q8_0")),
         ("a", "b.gguf", GGMLType.Q4_K, ValueError, ("GGUF", "F32, F16, BF16, Q8_0, Q4_0", "got Q4_K")),
     ],

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -54,6 +54,25 @@ def new_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def existing_folder(path: Path) -> Path:
+    """Find the folder of a place, or the nearest one above it that is there."""
+    return next(folder for folder in path.absolute().parents if folder.exists())
+
+
+@contextmanager
+def folders_above(path: Path) -> Iterator[None]:
+    """Make the missing folders above a place; a failure of the body removes those that are empty."""
+    missing = [folder for folder in path.absolute().parents if not folder.exists()]
+    path.absolute().parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        for folder in missing:
+            with suppress(OSError):
+                folder.rmdir()
+        raise
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import numpy as np
 from llorch.config import ModelConfig
 from llorch.errors import FormatError
 from llorch.files import open_weights
-from llorch.files.new_file import new_folder
+from llorch.files.new_file import folders_above, new_folder
 from llorch.lora.adapter import Adapter, LoraTensors, checked
 from llorch.lora.base import BaseIdentity, identity_of
 from llorch.lora.config import LoraConfig, names_of
@@ -72,11 +72,12 @@ def _notes(adapter: Adapter, *, is_gguf: bool) -> list[str]:
 
 
 def _write(adapter: Adapter, target: Path, model: ModelConfig, base: BaseIdentity) -> None:
-    if target.suffix == ".gguf":
-        write_lora_gguf(adapter, target, model, base=base)
-        return
-    with new_folder(target) as folder:
-        write_peft(adapter, folder, base=base)
+    with folders_above(target):
+        if target.suffix == ".gguf":
+            write_lora_gguf(adapter, target, model, base=base)
+            return
+        with new_folder(target) as folder:
+            write_peft(adapter, folder, base=base)
 
 
 def plain_adapter(adapter: Adapter, model: ModelConfig) -> Adapter:

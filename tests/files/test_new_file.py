@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from command_line import invoke
 
-from llorch.files.new_file import new_file, new_folder
+from llorch.files.new_file import folders_above, new_file, new_folder
 
 
 def content(place: Path) -> str:
@@ -95,3 +95,19 @@ def test_a_convert_that_was_killed_leaves_nothing_after_the_next_one(gone: int, 
     (tmp_path / f".out.gguf.{gone}.tmp").write_bytes(b"half")
     assert invoke("convert", "micro-llama", str(tmp_path / "out.gguf")).exit_code == 0
     assert [path.name for path in tmp_path.iterdir()] == ["out.gguf"]
+
+
+def interrupt_in(folder: Path) -> None:
+    assert folder.is_dir()
+    raise KeyboardInterrupt
+
+
+def test_folders_above_a_place_are_made_and_go_with_a_failure(tmp_path: Path):
+    (tmp_path / "kept").mkdir()
+    place = tmp_path / "kept" / "b" / "c" / "file"
+    with pytest.raises(KeyboardInterrupt), folders_above(place):
+        interrupt_in(place.parent)
+    assert [path.name for path in tmp_path.rglob("*")] == ["kept"]
+    with folders_above(place):
+        place.touch()
+    assert place.exists()

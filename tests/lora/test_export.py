@@ -78,14 +78,21 @@ def test_a_target_that_exists_or_holds_other_files_is_kept(tmp_path, base):
     (tmp_path / "folder.gguf").mkdir()
     with refuses(FileExistsError, "a folder", where=tmp_path / "folder.gguf"):
         export(base, path, tmp_path / "folder.gguf", force=True)
-    with refuses(FileNotFoundError, f"{tmp_path / 'no'} does", where=tmp_path / "no" / "where"):
-        export(base, path, tmp_path / "no" / "where")
+    (tmp_path / "file").write_text("")
+    with refuses(NotADirectoryError, where=(tmp_path / "file", tmp_path / "file" / "a" / "adapter")):
+        export(base, path, tmp_path / "file" / "a" / "adapter")
+
+
+@pytest.mark.parametrize("target", ["new/er/adapter", "new/er/adapter.gguf"])
+def test_missing_folders_above_the_target_are_made(tmp_path, base, target):
+    path, adapter = written(tmp_path, base)
+    assert export(base, path, tmp_path / target).n_parameters == adapter.n_parameters
 
 
 def test_a_refused_export_leaves_nothing(tmp_path, base):
     path, _ = written(tmp_path, base, use_dora=True)
     before = sorted(tmp_path.rglob("*"))
-    for target, vllm_safe in (("a.gguf", False), ("folder", True)):
+    for target, vllm_safe in (("a.gguf", False), ("new/a.gguf", False), ("folder", True)):
         with refuses("Unsupported", "DoRA", "llorch lora merge", "vLLM" if vllm_safe else "llama.cpp"):
             export(base, path, tmp_path / target, vllm_safe=vllm_safe)
     assert sorted(tmp_path.rglob("*")) == before

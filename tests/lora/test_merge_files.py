@@ -77,6 +77,18 @@ def test_a_folder_keeps_every_other_file_byte_for_byte_and_may_be_replaced_with_
     assert digests(tmp_path / "merged") == after
 
 
+@pytest.mark.parametrize("target", ["new/er/merged", "new/er/merged.gguf"])
+def test_missing_folders_above_the_target_are_made_and_go_with_a_failure(tmp_path, target, monkeypatch):
+    base = tiny_base(tmp_path / "base")
+    adapter, _ = pair(tmp_path, base)
+    with monkeypatch.context() as context:
+        context.setattr("os.fsync", lambda descriptor: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
+        with refuses(OSError, where=tmp_path / target):
+            merge(base, adapter, tmp_path / target)
+    assert not (tmp_path / "new").exists()
+    assert merge(base, adapter, tmp_path / target).target.exists()
+
+
 @pytest.mark.parametrize("name", ["special_tokens_map.json", "additional_chat_templates/rag.jinja"])
 def test_a_link_into_the_download_cache_is_followed_and_one_to_elsewhere_refused(tmp_path, name):
     whole = base_with_every_file(tmp_path / "whole")

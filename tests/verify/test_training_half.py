@@ -16,6 +16,7 @@ from torch_targets import on
 from llorch.builtin import builtin_path, goldens_folder
 from llorch.stages import keys
 from llorch.verify.compare import FACTOR, FLOORS
+from llorch.verify.training import limits
 from llorch.verify.training.claims import claims, errors, refuse_far_witnesses
 from llorch.verify.training.goldens import FILES, HALF_DTYPES, MODELS, name_of
 from llorch.verify.training.limits import FROM_FLOAT32, NUMPY_ALONE, ceiling, shows
@@ -49,6 +50,14 @@ def test_every_group_of_15_to_19_is_judged_in_half_precision(model: str):
     assert BY_GROUP.keys() - found == {"adapter_file", "norm_curve", *NUMPY_ALONE}
     own = {(mode, name) for mode, groups in golden.tolerances[DTYPE].items() for name in groups}
     assert not own & {("isolated", name) for name in FROM_FLOAT32}
+
+
+def test_the_stages_are_walked_once_for_all_claims(monkeypatch):
+    walks = []
+    monkeypatch.setattr(limits, "keys", lambda config: walks.append(1) or keys(config))
+    limits._stage_counts.cache_clear()
+    assert len([*claims(training_golden_of(MODEL), CONFIG, DTYPE)]) > 100
+    assert len(walks) == 1
 
 
 def test_parameters_after_a_chain_of_steps_are_not_judged_and_alone_they_are():

@@ -26,6 +26,7 @@ multiplied with is made of the truth alone, see `amplification`, and stored besi
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -34,7 +35,7 @@ from llorch.numerics import DtypeName
 from llorch.stages import keys
 from llorch.verify.compare import FACTOR, FLOAT32_ULP, FLOOR, FLOORS, Tolerance
 from llorch.verify.places import Place
-from llorch.verify.training.places import ISOLATED
+from llorch.verify.training.places import CHAINED, ISOLATED
 from llorch.verify.training.recipe import OptimizerRecipe
 
 GATE = 1e-12
@@ -87,12 +88,18 @@ def ceiling(config: ModelConfig, stage: str, mode: str, dtype: DtypeName) -> Tol
     if dtype == "float32":
         error = (OF_PARAMETERS if stage == "parameters" else CEILINGS)[mode]
         return Tolerance(error, WORST * error)
-    judged = [layer for _, _, layer in keys(config)]
-    n_stages = judged.count(0) if mode == ISOLATED else len(judged)
+    n_stages = _stage_counts(config)[mode]
     in_one_op = mode == ISOLATED and stage not in GOES_BACK
     roundings = IN_ONE_OP if in_one_op else math.sqrt((2 if stage in GOES_BACK else 1) * n_stages)
     error = FLOORS[dtype] * roundings * (2 if stage == "second_moment" else 1)
     return Tolerance(error, WORST * error)
+
+
+@lru_cache
+def _stage_counts(config: ModelConfig) -> Mapping[str, int]:
+    """Count the stages of the first block and of a whole model; every claim asks for them."""
+    judged = [layer for _, _, layer in keys(config)]
+    return {ISOLATED: judged.count(0), CHAINED: len(judged)}
 
 
 def wide_limit(amplified: np.ndarray | None) -> Tolerance:
