@@ -21,11 +21,12 @@ logger = logging.getLogger(__name__)
 CONFIG_FILE = "adapter_config.json"
 _LIMIT = 1 << 20  # bytes
 
+_TYING, _TIED = "ensure_weight_tying", ("embed_tokens", "lm_head")
 # Read below.
 _OURS = (
     "peft_type", "r", "lora_alpha", "target_modules", "target_parameters", "exclude_modules",
     "layers_to_transform", "layers_pattern", "lora_dropout", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern",
-    "init_lora_weights",
+    "init_lora_weights", _TYING,
 )  # fmt: skip
 # Without meaning for the numbers of a trained adapter: bookkeeping, and how training began or saved memory.
 _BOOKKEEPING = (
@@ -47,12 +48,14 @@ _REFUSED: Mapping[str, str] = {
     "arrow_config": "a router chooses adapters",
     "kasa_config": "the base weights are changed",
     "monteclora_config": "the matrices are drawn at random",
-    "ensure_weight_tying": "embedding and output share an adapter",
 }
 _OFF: tuple[object, ...] = (None, False, "none", [], {})
 # Initialisations that subtract from the base: the saved adapter means nothing beside the original weights.
 _CHANGE_THE_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
 REMEDY = "merge it with PEFT first (merge_and_unload, save_pretrained)"
+_OF_TIED = (
+    "; where embedding and output are tied give lm_head a copy of its weight before, PEFT 0.21 merges them wrongly"
+)
 
 
 def read_config(folder: Path) -> tuple[LoraConfig, str | None]:
@@ -130,11 +133,11 @@ def _refuse(fields: Fields, path: Path) -> None:
     on = {key: value for key, value in fields.values.items() if value not in _OFF}
     for key, reason in _REFUSED.items():
         if key in on:
-            raise FormatError("Unsupported", f"{key}: {on[key]!r:.60}: {reason}; {REMEDY}", path=path)
+            raise FormatError("Unsupported", f"{key}: {on[key]!r:.60}: {reason}; {_remedy(fields)}", path=path)
     unknown = sorted(fields.values.keys() - {*_OURS, *_BOOKKEEPING, *_REFUSED})
     if any(key in on for key in unknown):
         named = ", ".join(f"{key}: {on[key]!r:.60}" for key in unknown if key in on)
-        message = f"{named}: unknown here, it may change what is computed; {REMEDY}"
+        message = f"{named}: unknown here, it may change what is computed; {_remedy(fields)}"
         raise FormatError("Unsupported", message, path=path)
     if unknown:
         logger.warning("%s: %s: unknown here and switched off; ignored", path, ", ".join(unknown))
@@ -145,6 +148,11 @@ def _refuse(fields: Fields, path: Path) -> None:
         raise FormatError("Unsupported", message, path=path)
     if fields.has("layers_pattern") and fields.values["layers_pattern"] not in ("layers", ["layers"], []):
         raise fields.error("Unsupported", "layers_pattern", "layers", fields.values["layers_pattern"])
+
+
+def _remedy(fields: Fields) -> str:
+    """Say how PEFT merges an adapter; an adapter of a tied embedding or output needs more."""
+    return REMEDY + (_OF_TIED if any(name in str(fields.values.get("target_modules")) for name in _TIED) else "")
 
 
 def _modules(fields: Fields, key: str) -> tuple[str, ...] | str:
@@ -177,6 +185,24 @@ def _parameters(fields: Fields) -> tuple[str, ...]:
     if isinstance(found, str):
         raise fields.error("Malformed", "target_parameters", "a list of parameter names", found)
     return found
+
+
+def with_tied(config: LoraConfig, model: ModelConfig, folder: Path) -> LoraConfig:
+    """Name both of a tied embedding and output where these share an adapter in PEFT (ensure_weight_tying).
+
+    PEFT stores it beside each, transposed beside one. Its own `merge_and_unload` adds both to the one matrix.
+    """
+    path = folder / CONFIG_FILE
+    if not model.tie_word_embeddings or not Fields(read_json(path, limit=_LIMIT), path).boolean(_TYING, default=False):
+        return config
+    named = {target.name for target in config.targets(model).values()} & {*_TIED}
+    if not named or isinstance(config.target_modules, str):
+        return (
+            replace(config, target_modules=f"(?:{config.target_modules})|(?:.*\\.)?(?:{'|'.join(_TIED)})")
+            if named
+            else config
+        )
+    return replace(config, target_modules=tuple(sorted({*config.target_modules, *_TIED})))
 
 
 def in_version_5(config: LoraConfig, model: ModelConfig, folder: Path) -> LoraConfig:

@@ -28,7 +28,7 @@ from llorch.files.strict_json import read_json
 from llorch.lora.adapter import LORA_A, LORA_B, MAGNITUDE, Adapter, assembled, some, targets_in
 from llorch.lora.base import BaseIdentity
 from llorch.lora.config import LoraConfig, from_whole
-from llorch.lora.peft_config import CONFIG_FILE, REMEDY, config_json, in_version_5, read_config
+from llorch.lora.peft_config import CONFIG_FILE, REMEDY, config_json, in_version_5, read_config, with_tied
 from llorch.lora.targets import Target, alone
 
 logger = logging.getLogger(__name__)
@@ -38,6 +38,9 @@ _PREFIX = "base_model.model."
 _COPY = "base_layer.weight"
 OF_WHOLE = "it names modules of the model that sees, too: for PEFT load that by AutoModelForImageTextToText"
 _EYES = re.compile(r"(model\.visual|vision_model|multi_modal_projector)\.")  # paths of what is no part of the text
+_DEFAULT = re.compile(
+    r"(\.lora_(?:embedding_)?[AB])\.default(?=\.weight$|$)|(\.lora_magnitude_vector)\.default\.weight$"
+)
 _LINEAR = {LORA_A: "lora_A.weight", LORA_B: "lora_B.weight", MAGNITUDE: "lora_magnitude_vector"}
 _EMBEDDING = {LORA_A: "lora_embedding_A", LORA_B: "lora_embedding_B", MAGNITUDE: "lora_magnitude_vector"}
 # Tensors that a configuration we accept does not announce, and what they are.
@@ -61,11 +64,11 @@ def read_peft(folder: str | Path, model: ModelConfig) -> Adapter:
     folder = Path(folder)
     config = in_version_5(read_config(folder)[0], model, folder)
     with SafetensorsFile(tensor_file(folder)) as file:
-        config = _of_text(config, model, file, folder)
+        config = with_tied(_of_text(config, model, file, folder), model, folder)
         targets = alone(targets_in(config, model, str(folder)))
         ours = {stored: name for name, stored in _stored_names(config, targets).items()}
         _check_copies(file, targets)
-        plain = {_alone(name): name for name in file.tensors if not name.endswith(_COPY)}
+        plain = _plain_names(file, folder)
         extra = sorted(name for name in plain if name not in ours)
         _refuse_foreign(extra, folder)
         arrays = {ours.get(name, name): file.array(stored) for name, stored in plain.items()}
@@ -132,6 +135,22 @@ def _form(name: str) -> tuple[str, str] | None:
 def _alone(name: str) -> str:
     """The name that a tensor has beside the text part alone."""
     return _PREFIX + path_alone(name.removeprefix(_PREFIX)) if name.startswith(_PREFIX) else name
+
+
+def _plain_names(file: SafetensorsFile, folder: Path) -> dict[str, str]:
+    """Names as PEFT stores them to those in the file, the copies of base matrices left out.
+
+    A state saved without `save_pretrained` has the name of the adapter inside, `default`, which PEFT reads, too.
+    """
+    names: dict[str, str] = {}
+    for stored in file.tensors:
+        if stored.endswith(_COPY):
+            continue
+        name = _DEFAULT.sub(lambda match: match[1] or match[2], _alone(stored))
+        if name in names:
+            raise FormatError("Duplicate", f"{stored} and {names[name]} are the same tensor", path=folder)
+        names[name] = stored
+    return names
 
 
 def _of_text(config: LoraConfig, model: ModelConfig, file: SafetensorsFile, folder: Path) -> LoraConfig:

@@ -20,7 +20,7 @@ from llorch.lora.peft_config import read_config
 from llorch.lora.peft_format import tensor_file
 from llorch.lora.targets import Target, targets_of
 
-_PEFT = re.compile(r"^base_model\.model\.(?P<path>.+)\.lora_(?:embedding_)?(?P<half>[AB])(?:\.weight)?$")
+_PEFT = re.compile(r"^base_model\.model\.(?P<path>.+)\.lora_(?:embedding_)?(?P<half>[AB])(?:\.default)?(?:\.weight)?$")
 _GGUF = re.compile(r"^(?P<path>.+)\.weight\.lora_(?P<half>[ab])$")
 
 

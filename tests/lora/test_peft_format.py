@@ -1,5 +1,6 @@
 """The adapter directory of PEFT: what we write it loads, what it writes we load, and our bytes do not change."""
 
+import json
 import os
 import subprocess
 import sys
@@ -8,20 +9,25 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.numpy as container
 from random_adapters import (
     EVERY,
     adapted_logits,
     peft_model,
+    plain_logits,
     random_adapter,
     same_tensors,
     save_quietly,
     tiny_base,
     torch_logits,
 )
+from refusals import refuses
 
 from llorch.files import open_safetensors, open_weights
 from llorch.lora.base import BaseIdentity, identity_of
+from llorch.lora.merge_files import merge
 from llorch.lora.peft_format import base_of_peft, copies_in_peft, read_peft, write_peft
+from llorch.lora.summary import summarise
 
 KINDS = {
     "every matrix": {"target_modules": EVERY},
@@ -152,3 +158,72 @@ def test_half_precision_tensors_are_widened(tmp_path):
     got = read_peft(folder, weights.config)
     want = halves["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"].astype(np.float32)
     np.testing.assert_array_equal(got.tensors["layers.0.q_proj"].lora_A, want, strict=True)
+
+
+def renamed_as_in_the_model(folder: Path) -> Path:
+    """Name the tensors of an adapter as the state of a model does, with the name of the adapter."""
+    tensors = {}
+    for name, array in container.load_file(folder / "adapter_model.safetensors").items():
+        owner, _, end = name.partition(".lora_")
+        kind = "magnitude_vector.default.weight" if end.startswith("magn") else f"{end[:-6] + 'default.weight'}"
+        kind = f"{end}.default" if end.startswith("embedding") else kind
+        tensors[f"{owner}.lora_{kind}"] = array
+    container.save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
+    return folder
+
+
+NAMED = {"target_modules": ("embed_tokens", "q_proj"), "use_dora": True}
+
+
+def test_tensors_that_carry_the_name_default_are_read(tmp_path, weights):
+    adapter = random_adapter(weights.config, **NAMED)
+    write_peft(adapter, tmp_path / "adapter", base=identity_of(weights))
+    folder = renamed_as_in_the_model(tmp_path / "adapter")
+    assert same_tensors(read_peft(folder, weights.config), adapter)
+    found = summarise(folder)
+    assert (found.problems, len(found.matrices)) == ([], len(adapter.targets))
+
+
+def test_a_tensor_that_is_there_twice_is_refused(tmp_path, weights):
+    write_peft(random_adapter(weights.config), tmp_path / "adapter", base=identity_of(weights))
+    tensors = container.load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    name = next(name for name in tensors if name.endswith("lora_A.weight"))
+    again = name.replace("lora_A", "lora_A.default")
+    container.save_file(tensors | {again: tensors[name] + 1}, tmp_path / "adapter" / "adapter_model.safetensors")
+    with refuses("Duplicate", name, again):
+        read_peft(tmp_path / "adapter", weights.config)
+
+
+@pytest.mark.live
+def test_peft_reads_tensors_that_carry_the_name_default(tmp_path):
+    base = tiny_base(tmp_path / "base")
+    adapter = random_adapter(open_weights(base).config, **NAMED)
+    write_peft(adapter, tmp_path / "adapter", base=identity_of(open_weights(base)))
+    theirs = torch_logits(peft_model(base, renamed_as_in_the_model(tmp_path / "adapter")))
+    np.testing.assert_allclose(adapted_logits(base, adapter), theirs, rtol=0, atol=2e-6 * np.abs(theirs).max())
+
+
+@pytest.mark.live
+@pytest.mark.parametrize("modules", [["embed_tokens"], ["lm_head", "q_proj"], ".*(lm_head|k_proj)"])
+@pytest.mark.parametrize("dora", [False, True])
+def test_an_adapter_that_tied_embedding_and_output_share_is_read_and_merged(tmp_path, modules, dora):
+    base = tiny_base(tmp_path / "base", "qwen3", tied=True)
+    model = peft_model(base, r=3, lora_alpha=5, target_modules=modules, ensure_weight_tying=True, use_dora=dora)
+    folder, theirs = save_quietly(model, tmp_path / "adapter"), torch_logits(model)
+    adapter = read_peft(folder, open_weights(base).config)
+    assert {"embed_tokens", "lm_head"} <= adapter.targets.keys()
+    merge(base, folder, tmp_path / "merged", any_base=True)
+    for ours in (adapted_logits(base, adapter), plain_logits(tmp_path / "merged")):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-6 * np.abs(theirs).max())
+
+
+@pytest.mark.parametrize("modules", [("embed_tokens",), ("lm_head", "q_proj"), ".*(lm_head|k_proj)"])
+def test_an_adapter_that_tied_embedding_and_output_share_names_both(tmp_path, modules):
+    weights = open_weights(tiny_base(tmp_path / "base", "qwen3", tied=True))
+    both = f"{modules}|.*embed_tokens" if isinstance(modules, str) else (*modules, "embed_tokens", "lm_head")
+    adapter = random_adapter(weights.config, target_modules=both)
+    write_peft(adapter, tmp_path / "adapter", base=identity_of(weights))
+    path = tmp_path / "adapter" / "adapter_config.json"
+    said = {"target_modules": modules, "ensure_weight_tying": True}
+    path.write_text(json.dumps(json.loads(path.read_text()) | said))
+    assert same_tensors(read_peft(tmp_path / "adapter", weights.config), adapter)

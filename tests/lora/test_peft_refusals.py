@@ -140,7 +140,6 @@ def test_a_module_that_was_trained_whole_is_named_with_the_remedy(adapter, model
         ("layer_replication", [[0, 1], [0, 2]], "Unsupported"),
         ("alora_invocation_tokens", [1, 2], "Unsupported"),
         ("use_qalora", True, "Unsupported"),
-        ("ensure_weight_tying", True, "Unsupported"),
         ("init_lora_weights", "pissa_niter_4", "Unsupported"),
         ("use_time_travel", True, "Unsupported"),
     ],
@@ -150,6 +149,16 @@ def test_fields_that_do_not_fit_or_change_the_maths_are_refused_by_name(adapter,
     path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
     with refuses(code, *((field,) if code == "Unsupported" else ()), where=adapter):
         read_adapter(adapter, model[1])
+
+
+def test_advice_to_merge_says_more_for_an_embedding(adapter, model):
+    path = adapter / CONFIG
+    values = json.loads(path.read_text()) | {"lora_bias": True}
+    for modules, told in ((["embed_tokens"], True), (["q_proj"], False)):
+        path.write_text(json.dumps(values | {"target_modules": modules}))
+        with pytest.raises(FormatError) as caught:
+            read_adapter(adapter, model[1])
+        assert ("lm_head" in str(caught.value)) == told
 
 
 def test_an_unknown_field_that_is_off_is_ignored_by_name(adapter, model, caplog):
