@@ -5,7 +5,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import reduce
 from glob import glob
 from typing import TYPE_CHECKING, Any
@@ -104,12 +104,16 @@ class ModelSpec(click.ParamType):
 MODEL = ModelSpec()
 
 
-def verb(summary: str, *examples: str) -> Callable[[Callable], click.Command]:
-    """Make a command whose help page starts with examples and goes on with the docstring."""
+def verb(
+    summary: str,
+    *examples: str,
+    foreign: Mapping[str, str] = {},
+) -> Callable[[Callable], click.Command]:
+    """Make a command whose help page starts with examples and goes on with the docstring; see `Verb` for `foreign`."""
 
     def decorate(function: Callable) -> click.Command:
         text = "\b\n" + "\n".join(examples) + "\n\n" + inspect.cleandoc(function.__doc__ or "")
-        return click.command(cls=Verb, help=text, short_help=summary)(function)
+        return click.command(cls=Verb, help=text, short_help=summary, foreign=foreign)(function)
 
     return decorate
 

@@ -3,7 +3,7 @@
 `textwrap` breaks `--any-base` and `all-linear` after the hyphen.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from typing import Any
 
@@ -37,9 +37,24 @@ class HelpContext(click.Context):
 
 
 class Verb(click.Command):
-    """A command with such a page."""
+    """A command with such a page; `foreign` says what to use instead of options that other programs have."""
 
     context_class = HelpContext
+
+    def __init__(self, *args: Any, foreign: Mapping[str, str] = {}, **settings: Any) -> None:
+        """Remember foreign options by name, `_` for `-`."""
+        super().__init__(*args, **settings)
+        self.foreign = foreign
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse; a foreign option is refused with what to use instead."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            advice = self.foreign.get(error.option_name.lstrip("-").replace("-", "_"))
+            if advice is None:
+                raise
+            raise click.UsageError(f"no option {error.option_name}: {advice}", ctx) from None
 
 
 class Verbs(click.Group):

@@ -15,6 +15,62 @@ from llorch.train.settings import TrainSettings
 
 SHORT = {"layers": "layers_to_transform"}  # names that are also understood, and flags have
 _MAX_FILE = 1 << 20  # bytes
+_MERGE = "llorch trains a new adapter; merge the old one first (llorch lora merge) and train beside the merged model"
+FOREIGN = {  # settings of other trainers, and what to use instead; of TRL, Axolotl, LLaMA-Factory, mlx-lm
+    "full": "llorch trains adapters only; a large --r on all-linear comes nearest to training all weights",
+    "finetuning_type": "llorch trains adapters only, by LoRA; --dora is a variant",
+    "fine_tune_type": "llorch trains adapters only, by LoRA; --dora is a variant",
+    "report_to": "log.jsonl is always written, and --tensorboard writes events",
+    "wandb": "log.jsonl is always written, and --tensorboard writes events",
+    "adapter": f"{_MERGE}; a run that was stopped goes on with --resume",
+    "adapter_name_or_path": f"{_MERGE}; a run that was stopped goes on with --resume",
+    "resume_adapter_file": f"{_MERGE}; a run that was stopped goes on with --resume",
+    "resume_from_checkpoint": "use --resume",
+    "learning_rate": "use --lr",
+    "num_train_epochs": "use --epochs",
+    "num_epochs": "use --epochs",
+    "max_steps": "use --steps",
+    "iters": "use --steps",
+    "per_device_train_batch_size": "use --batch-size",
+    "micro_batch_size": "use --batch-size",
+    "gradient_accumulation_steps": "use --accumulation",
+    "grad_accumulation_steps": "use --accumulation",
+    "lora_r": "use --r",
+    "lora_rank": "use --r",
+    "rank": "use --r",
+    "lora_alpha": "use --alpha",
+    "lora_dropout": "use --dropout",
+    "lora_target": "use --target-modules",
+    "lora_target_modules": "use --target-modules",
+    "use_dora": "use --dora",
+    "use_rslora": "use --rslora",
+    "lr_scheduler": "use --schedule",
+    "lr_scheduler_type": "use --schedule",
+    "max_seq_length": "use --max-length",
+    "sequence_len": "use --max-length",
+    "cutoff_len": "use --max-length",
+    "sample_packing": "use --packing",
+    "mask_prompt": "llorch learns no prompt unless --train-on all is given",
+    "assistant_only_loss": "llorch learns turns of the assistant unless --train-on all is given",
+    "completion_only_loss": "llorch learns completions unless --train-on all is given",
+    "load_in_4bit": "give a quantised model and --weights packed",
+    "load_in_8bit": "give a quantised model and --weights packed",
+    "bf16": "use --dtype bfloat16",
+    "fp16": "use --dtype bfloat16; llorch does not train in float16",
+    "optim": "llorch trains by AdamW; --eight-bit keeps its moments in 8 bits",
+    "optimizer": "llorch trains by AdamW; --eight-bit keeps its moments in 8 bits",
+    "dataset": "use --data",
+    "dataset_name": "use --data",
+    "train_file": "use --data",
+    "model_name_or_path": "give the model as the argument, or in a config file as model",
+    "base_model": "give the model as the argument, or in a config file as model",
+    "save_steps": "use --save-every",
+    "save_total_limit": "use --keep",
+    "eval_steps": "use --eval-every",
+    "val_set_size": "use --valid",
+    "deepspeed": "llorch splits a run by --mesh, with FSDP2 of torch",
+    "fsdp": "llorch splits a run by --mesh, with FSDP2 of torch",
+}
 _NAMES = tuple(field.name for field in fields(TrainSettings))
 
 
@@ -75,6 +131,8 @@ def _known(name: str, where: str) -> str:
     plain = SHORT.get(plain, plain)
     if plain in _NAMES:
         return plain
+    if plain in FOREIGN:
+        raise ValueError(f"{where}: unknown setting {name!r}; {FOREIGN[plain]}")
     near = difflib.get_close_matches(plain, _NAMES, n=1)
     hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(_NAMES)}"
     raise ValueError(f"{where}: unknown setting {name!r}; {hint}")

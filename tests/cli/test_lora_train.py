@@ -1,22 +1,25 @@
 """`llorch lora train`: one command from data to an adapter."""
 
 import json
+import re
 import shlex
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from chat_models import CHATML, chat_folder
 from command_line import invoke
 from random_adapters import tiny_base
-from refusals import assert_tells
+from refusals import assert_tells, refuses
 
 from llorch.builtin import builtin_path
 from llorch.cli.lora.train import command
 from llorch.cli.lora.training_progress import try_it
 from llorch.convert import convert
 from llorch.train.settings import TrainSettings
+from llorch.train.settings_file import FOREIGN, settings_from
 
 SMALL = ("--r", "2", "--batch-size", "2", "--steps", "3", "--lr", "0.005")
 
@@ -55,9 +58,20 @@ def test_json_is_one_object_and_stdout_holds_nothing_else(tmp_path: Path):
     assert found["valid_loss"]["first"][0] == 0
 
 
-def test_every_setting_has_an_option_and_every_option_a_text():
-    import click
+def test_options_of_other_trainers_are_answered_with_one_of_llorch():
+    known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    for name, advice in FOREIGN.items():
+        advised = set(re.findall(r"--[a-z-]+", advice))
+        assert advised <= known
+        assert f"--{name.replace('_', '-')}" not in known
+        for option in (f"--{name}", f"--{name.replace('_', '-')}=x"):
+            with refuses(click.UsageError, option.partition("=")[0], *advised):
+                command.make_context("train", [option])
+        with refuses(ValueError, name, *advised, where="a.yaml"):
+            settings_from(("a.yaml", {name: 1}))
 
+
+def test_every_setting_has_an_option_and_every_option_a_text():
     options = {p.name: p for p in command.params if isinstance(p, click.Option)}
     assert {field.name for field in fields(TrainSettings)} - options.keys() == {"model"}
     assert [name for name, option in options.items() if not option.help] == []

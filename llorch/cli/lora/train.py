@@ -11,6 +11,7 @@ from llorch.cli.mesh import mesh_option, on_mesh, timeout_option
 from llorch.cli.options import MODEL, json_option, threads_option, verb
 from llorch.cli.output import say, to_json
 from llorch.launched import n_restarts
+from llorch.train.settings_file import FOREIGN
 
 
 @verb(
@@ -22,6 +23,7 @@ from llorch.launched import n_restarts
     "llorch lora train -o path/to/run --resume",
     "llorch lora train story --data pirate -o path/to/run --mesh dp=2,tp=2          four processes, the same adapter",
     "torchrun --nproc-per-node 4 -m llorch lora train story --data pirate -o path/to/run --mesh dp=2,tp=2",
+    foreign=FOREIGN | {"output_dir": "use -o", "output_path": "use -o", "adapter_path": "use -o"},
 )
 @click.argument("model", type=MODEL, required=False)
 @click.option(
