@@ -23,6 +23,7 @@ from llorch.lora.adapted_weights import AdaptedWeights
 from llorch.lora.adapter import Adapter
 from llorch.lora.files import adapter_for
 from llorch.lora.merge import MergedWeights, parts_of
+from llorch.tokenizer.generation_ends import GENERATION, chat_ends, unnamed_ends, with_ends
 from llorch.write_checks import CONFIG, check_places, counting, files_beside, placing, read_back, size_of
 
 LARGEST_COMPARED = 600_000_000  # weights; beyond, logits are compared when asked for
@@ -140,6 +141,13 @@ def _write_merged_folder(
             values = json.loads((source / CONFIG).read_bytes())
             write_json(folder / CONFIG, values | changes)
             notes = [f"{CONFIG}: {key} is {json.dumps(value)} now" for key, value in changes.items()]
+        if more := unnamed_ends(chat_ends(source), source):
+            values = with_ends(source, more)
+            write_json(folder / GENERATION, values)
+            notes.append(
+                f"{GENERATION}: eos_token_id is {json.dumps(values['eos_token_id'])} now, so that generate of"
+                " transformers stops where the chat template ends a turn"
+            )
         read_back(folder, merged, target)
     return notes
 

@@ -4,7 +4,7 @@ A label is the id of its own token where that token is to be learned, else `IGNO
 label of token t is predicted from token t - 1, and the first label of every document is never learned.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import overload
 
@@ -103,6 +103,10 @@ class Examples(Sequence[Example]):
         """Tokens that are learned; nothing predicts the first one of an example."""
         firsts = self._learned[self._ends[:-1]].sum() if len(self) else 0
         return int(self._learned.sum() - firsts)
+
+    def trained_among(self, ids: Collection[int]) -> list[int]:
+        """Find which of some ids are learned anywhere."""
+        return sorted({*np.unique(self._ids[self._learned]).tolist()} & {*ids})
 
     def content(self) -> Iterable[bytes]:
         """What tells one data set from another: ids, what is learned, where examples end; sources do not count."""

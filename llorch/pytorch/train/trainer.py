@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from llorch.builtin import find_data
+from llorch.errors import FormatError
 from llorch.files import Weights, open_weights
 from llorch.files.strict_json import read_settings
 from llorch.hub import find
@@ -32,7 +33,8 @@ from llorch.pytorch.train.forward import checkpoint_gradients
 from llorch.pytorch.train.loading import load_for_training
 from llorch.pytorch.train.step import NonFiniteLoss, Stepper, mean_loss
 from llorch.pytorch.train.worker import Alone, OnMesh
-from llorch.train.data import Plan, batches, read_data
+from llorch.train.data import Plan, TrainingData, batches, read_data
+from llorch.train.data.ends import say_unnamed, trained_ends
 from llorch.train.resume import environment
 from llorch.train.schedules import learning_rate
 from llorch.train.settings import TrainSettings
@@ -94,7 +96,7 @@ class Training:
     @property
     def notes(self) -> list[str]:
         """What was found in the data, and what the model asks for that is not trained: a sentence each."""
-        return [*self.data.notes, *_left_out(self._weights)]
+        return [*self.data.notes, *_left_out(self._weights), *_unnamed_ends(self.data, Opened(self._weights))]
 
     def run_step(self) -> StepReport:
         """Make one optimizer step; where the loss or a gradient is not finite nothing is changed."""
@@ -222,6 +224,15 @@ def _left_out(weights: Weights) -> list[str]:
         f"router_aux_loss_coef {values.get('router_aux_loss_coef', 0.001)}): it is not trained, the loss is cross "
         "entropy alone"
     ]
+
+
+def _unnamed_ends(data: TrainingData, model: Opened) -> list[str]:
+    """End tokens of the data at which transformers would not stop, because the base does not name them."""
+    try:
+        told = say_unnamed(trained_ends(data.train, model), model)
+    except FormatError:
+        return []  # token ids need no vocabulary
+    return [told] if told else []
 
 
 def _below(prefix: str, tensors: Mapping[str, np.ndarray]) -> dict[str, Tensor]:

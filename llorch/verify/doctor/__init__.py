@@ -10,8 +10,9 @@ from pathlib import Path
 from llorch.errors import ErrorCode, FormatError
 from llorch.files import Weights, open_weights
 from llorch.lora.files import check_base, read_adapter
-from llorch.verify.doctor.checks import NUMBER_CHECKS, OK, READER_CHECKS, WARNING, WRONG, Finding, check_run
+from llorch.verify.doctor.checks import NUMBER_CHECKS, READER_CHECKS, check_run
 from llorch.verify.doctor.engines import compare_engines
+from llorch.verify.doctor.finding import OK, WARNING, WRONG, Finding
 
 ENGINES = ("peft", "llamacpp")
 # What a file is refused for, as the name of a check.
@@ -52,7 +53,8 @@ def examine(
         for check in NUMBER_CHECKS:
             report(check.__name__.replace("_", " "))
             findings.append(check(adapter, read, weights))
-        findings += check_run(adapter, weights)
+        report("answer to a row")
+        findings += check_run(adapter, weights, generating=True)
         findings += compare_engines(adapter, read, weights, against, report)
     return findings
 

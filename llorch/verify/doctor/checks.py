@@ -11,9 +11,7 @@ never appended: the model never stops).
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
@@ -29,21 +27,13 @@ from llorch.lora.merge import merged_matrix, parts_of
 from llorch.lora.summary import product_norm, stored_types
 from llorch.model import Opened
 from llorch.train.data import TrainingData, read_data
+from llorch.train.data.ends import say_unnamed, trained_ends
 from llorch.train.settings_file import settings_from
-
-OK, WARNING, WRONG, NOT_RUN = "ok", "warning", "WRONG", "NOT RUN"
+from llorch.verify.doctor.finding import NOT_RUN, OK, WARNING, WRONG, Finding
+from llorch.verify.doctor.stopping import stops
 
 _SAFE = "llorch lora export BASE ADAPTER NEW --vllm-safe"
 _MERGE = "llorch lora merge"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What one check found."""
-
-    check: str
-    verdict: Literal["ok", "warning", "WRONG", "NOT RUN"]  # a warning: wrong in some programs only
-    text: str  # the diagnosis, and the remedy if there is one
 
 
 def rslora_scale(adapter: Adapter, weights: Weights) -> Finding:
@@ -172,8 +162,8 @@ NUMBER_CHECKS: tuple[Callable[[Path, Adapter, Weights], Finding], ...] = (
 _RUN, _LIMIT = "run.json", 1 << 20
 
 
-def check_run(adapter: Path, weights: Weights) -> list[Finding]:
-    """Look at the data that an adapter was trained on, if it lies in the folder of its run."""
+def check_run(adapter: Path, weights: Weights, *, generating: bool = False) -> list[Finding]:
+    """Look at the data that an adapter was trained on, if it lies in the folder of its run; it may answer a row."""
     record = adapter / _RUN
     if not record.is_file():
         return [Finding("end token", NOT_RUN, "the adapter does not lie in the folder of a llorch run")]
@@ -182,7 +172,8 @@ def check_run(adapter: Path, weights: Weights) -> list[Finding]:
         data = _data(values, weights)
     except (FormatError, FileNotFoundError, ValueError) as error:
         return [Finding("end token", NOT_RUN, f"the data of the run cannot be read: {error}")]
-    return [_end_token(data, Opened(weights)), _unchanged(data, values)]
+    answered = [stops(data, adapter, weights)] if generating else []
+    return [_end_token(data, Opened(weights)), *answered, _unchanged(data, values)]
 
 
 def _data(values: dict, weights: Weights) -> TrainingData:
@@ -194,11 +185,13 @@ def _data(values: dict, weights: Weights) -> TrainingData:
 
 def _end_token(data: TrainingData, model: Opened) -> Finding:
     try:
-        ends = model.tokenizer.eos_token_ids
+        ends = trained_ends(data.train, model)
     except FormatError as error:
         return Finding("end token", NOT_RUN, f"which tokens end a text nothing says: {error}")
     n_ending = sum(any(label in ends for label in example.labels) for example in data.train)
     text = f"{n_ending} of {len(data.train)} examples train a token that ends a text"
+    if unnamed := say_unnamed(ends, model):
+        return Finding("end token", WARNING, f"{text}; {unnamed}")
     if n_ending:
         return Finding("end token", OK, text)
     return Finding("end token", WRONG, f"{text}: the model never learned to stop (is padding = end token masked?)")

@@ -17,7 +17,7 @@ from llorch.lora.gguf_format import write_lora_gguf
 from llorch.lora.merge_files import LARGEST_COMPARED, probe_ids, run
 from llorch.lora.peft_format import is_of_whole, write_peft
 from llorch.lora.targets import alone
-from llorch.verify.doctor.checks import NOT_RUN, OK, WRONG, Finding
+from llorch.verify.doctor.finding import NOT_RUN, OK, WRONG, Finding
 from llorch.verify.witnesses.abilities import cannot_judge
 from llorch.verify.witnesses.process import in_child
 
