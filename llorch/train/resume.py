@@ -2,7 +2,7 @@
 
 import os
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -43,12 +43,22 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def require_same(saved: Mapping[str, Any], now: Mapping[str, Any], *, allow_change: bool, path: Path) -> list[str]:
+def require_same(
+    saved: Mapping[str, Any],
+    now: Mapping[str, Any],
+    *,
+    allow_change: bool,
+    path: Path,
+    data_change: Callable[[], str] = str,
+) -> list[str]:
     """Refuse (Inconsistent) to resume a run that is not the same any more, unless that is allowed.
 
-    Returns the differences, for the record of the run; none when it will be bit-exact.
+    Returns the differences, for the record of the run; none when it will be bit-exact. `data_change` is asked for the
+    row that changed where the data is not the same.
     """
     found = differences(saved, now)
+    row = data_change() if saved.get("data") != now.get("data") else ""
+    found = [f"{line} ({row})" if row and line.startswith("data: ") else line for line in found]
     if found and not allow_change:
         advice = "undo the change, or go on with --allow-change, which is not bit-exact"
         raise FormatError("Inconsistent", f"the run has changed: {'; '.join(found)}; {advice}", path=path)

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from chat_models import CHATML, chat_folder
@@ -96,6 +97,6 @@ def test_transformers_stops_in_the_merged_folder_and_not_beside_the_base(trained
     for given in (None, base / "generation_config.json"):
         if given is not None:
             (tmp_path / "merged" / given.name).write_bytes(given.read_bytes())
-        model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+        model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
         lengths.append(model.generate(ids, do_sample=False, max_new_tokens=20).shape[1] - ids.shape[1])
     assert lengths == [2, 20]

@@ -1,6 +1,7 @@
 """A run in a folder of its own: steps, log, validations, snapshots, and at the end the adapter.
 
     run.json                settings and identity
+    rows.txt                a digest for each example, to name the row that changed
     log.jsonl               one line per step and validation; equal runs have equal bytes
     timing.jsonl            wall times
     snapshots/              states to resume from
@@ -29,6 +30,7 @@ from llorch.pytorch.ranks import Ranks
 from llorch.pytorch.train.sharded_snapshots import ShardedSaver
 from llorch.pytorch.train.snapshot_parts import read_parts
 from llorch.pytorch.train.trainer import StepReport, Training
+from llorch.train.data.changed import first_change, write_rows
 from llorch.train.log import LOG, NoLog, RunLog, draw_curve, read_log, require_tensorboard
 from llorch.train.resume import differences, require_same
 from llorch.train.settings import TrainSettings
@@ -219,7 +221,10 @@ class Run:
         moved = self._moved(saved, now)
         longer = found.step == saved["total_steps"] < now["total_steps"]
         expected = saved | {name: now[name] for name in _OF_THE_LENGTH} if longer else saved
-        changes = require_same(expected, now, allow_change=self._allow_change, path=found.path)
+        changes = require_same(
+            expected, now, allow_change=self._allow_change, path=found.path,
+            data_change=lambda: first_change(self._training.data, self._folder),
+        )  # fmt: skip
         if found.step > self._training.total_steps:
             raise ValueError(
                 f"{found.path}: expected at most the {self._training.total_steps} steps of the run, got a snapshot of "
@@ -262,6 +267,7 @@ class Run:
         values = {"settings": training.settings.as_json(), "identity": training.identity(), "changes": self._changes}
         with new_file(self._folder / RUN) as path:
             path.write_text(json.dumps(values, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_rows(training.data, self._folder)
 
     def _stopped(self, number: int) -> Stopped:
         done = f"{self._training.step} of {self._training.total_steps} steps"

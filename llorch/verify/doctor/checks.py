@@ -27,6 +27,7 @@ from llorch.lora.merge import merged_matrix, parts_of
 from llorch.lora.summary import product_norm, stored_types
 from llorch.model import Opened
 from llorch.train.data import TrainingData, read_data
+from llorch.train.data.changed import first_change
 from llorch.train.data.ends import say_unnamed, trained_ends
 from llorch.train.settings_file import settings_from
 from llorch.verify.doctor.finding import NOT_RUN, OK, WARNING, WRONG, Finding
@@ -173,7 +174,7 @@ def check_run(adapter: Path, weights: Weights, *, generating: bool = False) -> l
     except (FormatError, FileNotFoundError, ValueError) as error:
         return [Finding("end token", NOT_RUN, f"the data of the run cannot be read: {error}")]
     answered = [stops(data, adapter, weights)] if generating else []
-    return [_end_token(data, Opened(weights)), *answered, _unchanged(data, values)]
+    return [_end_token(data, Opened(weights)), *answered, _unchanged(data, values, adapter)]
 
 
 def _data(values: dict, weights: Weights) -> TrainingData:
@@ -197,9 +198,11 @@ def _end_token(data: TrainingData, model: Opened) -> Finding:
     return Finding("end token", WRONG, f"{text}: the model never learned to stop (is padding = end token masked?)")
 
 
-def _unchanged(data: TrainingData, values: dict) -> Finding:
+def _unchanged(data: TrainingData, values: dict, run: Path) -> Finding:
     identity = values.get("identity")
     recorded = identity.get("data") if isinstance(identity, dict) else None
     if recorded == data.digest:
         return Finding("training data", OK, "as it was when the run began")
-    return Finding("training data", WARNING, "not what it was when the run began: what is said of it may be wrong")
+    row = first_change(data, run)
+    text = f"not what it was when the run began{': ' * bool(row)}{row}; what is said of it may be wrong"
+    return Finding("training data", WARNING, text)

@@ -77,7 +77,8 @@ def test_a_run_leaves_log_curve_snapshots_and_an_adapter(tmp_path: Path):
     folder = tmp_path / "run"
     settings = small_settings(tmp_path, eval_every=2, save_every=1)
     result = run(settings, folder)
-    assert sorted(path.name for path in folder.iterdir()) == sorted([*LASTING, "run.json", "snapshots", "timing.jsonl"])
+    made = [*LASTING, "rows.txt", "run.json", "snapshots", "timing.jsonl"]
+    assert sorted(path.name for path in folder.iterdir()) == sorted(made)
     assert sorted(path.name for path in (folder / "snapshots").iterdir()) == ["step-00000003", "step-00000004"]
     assert [(one["step"], "valid_loss" in one) for one in lines(folder)] == [
         (0, True), (1, False), (2, False), (2, True), (3, False), (4, False), (4, True)
@@ -216,7 +217,7 @@ def other_data(settings: TrainSettings) -> TrainSettings:
 
 CHANGES: dict[str, tuple[Callable[[TrainSettings], TrainSettings], str, str]] = {  # what, then from and to what
     "base": (lambda settings: replace(settings, model="micro-llama3"), r"\w{57}\.\.\.", r"\w{57}\.\.\."),
-    "data": (other_data, r"\w{57}\.\.\.", r"\w{57}\.\.\."),
+    "data": (other_data, r"\w{57}\.\.\.", r"\w{57}\.\.\. \(train\.jsonl:1 .*13 now\)\)"),
     "settings.lr": (lambda settings: replace(settings, lr=0.02), r"0\.005", r"0\.02"),
     "settings.r": (lambda settings: replace(settings, r=4), "3", "4"),
     "settings.dtype": (lambda settings: replace(settings, dtype="float64"), "float32", "float64"),
