@@ -46,6 +46,8 @@ def test_what_will_be_done_is_said_before_it_is_done(tmp_path: Path):
     assert "(r 2, alpha 32, 14 matrices)" in lines[0]
     assert lines[1].startswith("data: pirate, ")
     assert lines[2] == "steps: 3 of 2 rows (2 x 1), rate 5.00e-03 cosine, 1 of them warm-up"
+    assert re.match(r"memory: about \d\.\d\d GB at ", lines[3])
+    assert " of 48 tokens " in lines[3]
     assert [line.split(":")[0] for line in lines if line.startswith("step ")] == [
         "step 0", "step 1 of 3", "step 2 of 3", "step 3 of 3", "step 3"
     ]  # fmt: skip

@@ -85,15 +85,25 @@ def description(training: "Training") -> list[str]:
     rows = settings.batch_size * settings.accumulation
     where = f"{training.target.device}, threads {training.identity()['environment']['threads']}"
     return [
-        f"model: {settings.model}, {settings.dtype} on {where}, {held / 1e6:.1f} MB; "
+        f"model: {settings.model}, {settings.dtype} on {where}, weights {held / 1e6:.1f} MB; "
         f"training {trained:,} parameters beside {frozen:,} (r {settings.r}, alpha {settings.alpha:g}, "
         f"{len(training.adapter.targets)} matrices)",
         f"data: {settings.data}, {data.train.n_tokens:,} tokens of which {data.train.n_trained:,} are learned, at most "
         f"{data.settings.max_length} in a row",
         f"steps: {training.total_steps} of {rows} rows ({settings.batch_size} x {settings.accumulation}), rate "
         f"{settings.lr:.2e} {settings.schedule}, {settings.warmup_for(training.total_steps)} of them warm-up",
+        *_memory(training),
         *training.notes,
     ]
+
+
+def _memory(training: "Training") -> list[str]:
+    """What the largest step needs, with the parts that options change."""
+    need = training.memory
+    if need is None:
+        return []
+    parts = f"{need.now / 1e9:.2f} now, {need.activations / 1e9:.2f} activations, {need.logits / 1e9:.2f} logits"
+    return [f"memory: about {need.peak / 1e9:.2f} GB at the peak of a step of {need.n_tokens:,} tokens ({parts})"]
 
 
 _ROWS, _CHARACTERS = 50, 400  # looked at; most that are shown

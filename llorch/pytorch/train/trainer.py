@@ -31,6 +31,7 @@ from llorch.pytorch.ranks import Ranks
 from llorch.pytorch.train.adamw import AdamW
 from llorch.pytorch.train.forward import checkpoint_gradients
 from llorch.pytorch.train.loading import load_for_training
+from llorch.pytorch.train.memory import StepMemory, bytes_of, kept_per_token, step_memory
 from llorch.pytorch.train.step import NonFiniteLoss, Stepper, mean_loss
 from llorch.pytorch.train.worker import Alone, OnMesh
 from llorch.train.data import Plan, TrainingData, batches, read_data
@@ -96,7 +97,31 @@ class Training:
     @property
     def notes(self) -> list[str]:
         """What was found in the data, and what the model asks for that is not trained: a sentence each."""
-        return [*self.data.notes, *_left_out(self._weights), *_unnamed_ends(self.data, Opened(self._weights))]
+        return [
+            *self.data.notes,
+            *_left_out(self._weights),
+            *_unnamed_ends(self.data, Opened(self._weights)),
+            *_of_tied(self._initial, self._weights),
+        ]
+
+    @property
+    def memory(self) -> StepMemory | None:
+        """Memory of the largest step, as far as it is known before the first; None on a mesh."""
+        if self._per_token is None:
+            return None
+        settings, lengths = self.settings, self.data.train.lengths
+        longest = self.data.settings.max_length if settings.packing else int(lengths.max())
+        gradients = bytes_of(self.parameters.values())
+        return step_memory(
+            self._weights.config,
+            self._per_token,
+            n_tokens=min(settings.batch_size, len(self.data.rows(self.data.train))) * longest,
+            width=self.target.dtype.itemsize,
+            chunk=settings.chunk,
+            recomputed=settings.gradient_checkpointing,
+            trained=gradients + bytes_of(self._optimizer.state().values()),
+            device=self.target.device,
+        )
 
     def run_step(self) -> StepReport:
         """Make one optimizer step; where the loss or a gradient is not finite nothing is changed."""
@@ -174,6 +199,7 @@ class Training:
         )
         minus = self._initial if settings.init == "pissa" else None
         attach(module, self._initial, trainable=True, minus=minus)
+        self._per_token = kept_per_token(module, self.target.device) if mesh is None else None
         if settings.gradient_checkpointing:
             checkpoint_gradients(module)
         return Alone(module) if mesh is None else OnMesh(module, mesh)
@@ -223,6 +249,17 @@ def _left_out(weights: Weights) -> list[str]:
         "config.json asks for an auxiliary loss that spreads the work over the experts (output_router_logits, "
         f"router_aux_loss_coef {values.get('router_aux_loss_coef', 0.001)}): it is not trained, the loss is cross "
         "entropy alone"
+    ]
+
+
+def _of_tied(adapter: Adapter, weights: Weights) -> list[str]:
+    """Matrices that are one in the base and two with an adapter, which not every program can load."""
+    outer = [name for name in ("embed_tokens", "lm_head") if name in adapter.targets]
+    if not outer or not weights.config.tie_word_embeddings:
+        return []
+    return [
+        f"{' and '.join(outer)} of a tied base: llorch lora export refuses such an adapter as GGUF, and PEFT's merge "
+        "changes both sides; llorch lora merge writes two matrices"
     ]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from refusals import refuses
+from refusals import assert_tells, refuses
 from training_runs import bits, distance, gradients, small_data, small_settings, trained
 
 from llorch.builtin import builtin_path
@@ -241,3 +241,21 @@ def test_the_adapter_of_pissa_stands_beside_the_base_as_it_is_in_its_file(tmp_pa
     attach(module, training.adapter)
     made = batches(training.data.rows(training.data.valid), 8)
     assert mean_loss(Alone(module), made, training.target.device) == pytest.approx(training.validate(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model", "modules", "told"),
+    [
+        ("micro-qwen2", ("lm_head", "q_proj"), ["lm_head", "merge"]),
+        ("micro-qwen2", ("embed_tokens",), ["embed_tokens", "merge"]),
+        ("micro-qwen2", ("q_proj",), []),
+        ("micro-qwen3", ("lm_head",), []),
+    ],
+)
+def test_an_adapter_of_a_tied_head_is_told_before_training(tmp_path: Path, model: str, modules: Any, told: list[str]):
+    tied = open_weights(builtin_path(model)).config.tie_word_embeddings
+    training = trained(small_settings(tmp_path, model=model, target_modules=modules), steps=0)
+    found = [note for note in training.notes if " tied " in note]
+    assert (tied, len(found)) == (model == "micro-qwen2", bool(told))
+    if told:
+        assert_tells(found[0], *told, "GGUF")
