@@ -25,7 +25,7 @@ from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.train.forward import hidden_states
 from llorch.train.batch import IGNORED, Batch
 
-_SHORT = 16  # tokens of the shorter pass; the other has twice as many
+_SHORT = 16  # tokens of the shorter pass, where the context has room; the other pass has twice as many
 _COMPILER = 110 << 20  # torch imports its compiler when blocks are recomputed
 _WIDE = 4  # bytes of float32, in which norms, SwiGLU and the loss compute
 
@@ -50,9 +50,10 @@ def kept_per_token(module: CausalLM, device: torch.device) -> float:
     """Bytes that the forward pass of a token keeps for the backward pass; blocks are not recomputed yet."""
     training = module.training
     module.eval()  # dropout, which needs the number of a step, keeps as much
-    short, long = (_kept(module, n_tokens, device) for n_tokens in (_SHORT, 2 * _SHORT))
+    n_tokens = max(1, min(_SHORT, module.config.max_position_embeddings // 2))
+    short, long = (_kept(module, n, device) for n in (n_tokens, 2 * n_tokens))
     module.train(training)
-    return (long - short) / _SHORT
+    return (long - short) / n_tokens
 
 
 def step_memory(
