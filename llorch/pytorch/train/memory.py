@@ -2,13 +2,13 @@
 
     what is there now                    weights, adapter and libraries, as the system or CUDA counts them
   + gradients, moments of AdamW          counted
-  + what a forward pass keeps            per token, seen in two short passes of the model itself
+  + what a forward pass keeps            per token and once, seen in two short passes of the model itself
   + what one block's backward pass has in hand, and the logits of a chunk        counted
 
 Recomputed blocks keep their inputs, and one block keeps the rest. The longest row of the data decides, as many times as
 a forward pass has rows.
 
-Source: benchmarks/train_memory.py, which compares the estimate with the resident memory of whole runs.
+Source: benchmarks/train_estimate.py, which compares the estimate with the resident memory of whole runs.
 """
 
 from collections.abc import Iterable
@@ -22,6 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from llorch.config import ModelConfig
 from llorch.pytorch.causal_lm import CausalLM
+from llorch.pytorch.lora.dropout import keyed, token_keys
 from llorch.pytorch.train.forward import hidden_states
 from llorch.train.batch import IGNORED, Batch
 
@@ -46,23 +47,26 @@ class StepMemory:
         return self.now + self.trained + self.activations + self.logits
 
 
-def kept_per_token(module: CausalLM, device: torch.device) -> float:
-    """Bytes that the forward pass of a token keeps for the backward pass; blocks are not recomputed yet."""
+def kept_bytes(module: CausalLM, device: torch.device) -> tuple[float, float]:
+    """Bytes that a forward pass keeps for each token, and once (DoRA: matrices); blocks are not recomputed yet."""
     training = module.training
-    module.eval()  # dropout, which needs the number of a step, keeps as much
+    module.train()  # dropout keeps what it made
     n_tokens = max(1, min(_SHORT, module.config.max_position_embeddings // 2))
     short, long = (_kept(module, n, device) for n in (n_tokens, 2 * n_tokens))
     module.train(training)
-    return (long - short) / n_tokens
+    per_token = (long - short) / n_tokens
+    return per_token, max(0.0, short - n_tokens * per_token)
 
 
 def step_memory(
-    config: ModelConfig, per_token: float, *, n_tokens: int, width: int, chunk: int, recomputed: bool, trained: int,
-    device: torch.device,
+    config: ModelConfig, kept: tuple[float, float], *, n_tokens: int, width: int, chunk: int, recomputed: bool,
+    trained: int, device: torch.device,
 ) -> StepMemory:  # fmt: skip
     """Estimate a step whose largest forward pass has so many tokens; `trained` is bytes of gradients and moments."""
     inputs = config.n_layers * config.hidden_size * width
-    of_token = inputs + per_token / config.n_layers if recomputed else per_token
+    of_token, once = kept
+    if recomputed:
+        of_token, once = inputs + of_token / config.n_layers, once / config.n_layers
     in_hand = 3 * config.intermediate_size * _WIDE + 2 * config.hidden_size * width
     copies = width + (_WIDE if width < _WIDE else 0) if chunk else width + 2 * _WIDE
     rows = min(chunk or n_tokens, n_tokens)
@@ -70,7 +74,7 @@ def step_memory(
     return StepMemory(
         now=_now(device) + (_COMPILER if recomputed else 0),
         trained=trained,
-        activations=int(n_tokens * of_token),
+        activations=int(n_tokens * of_token + once),
         logits=max(rows * config.vocab_size * copies + reordered, n_tokens * in_hand),
         n_tokens=n_tokens,
     )
@@ -90,7 +94,8 @@ def _kept(module: CausalLM, n_tokens: int, device: torch.device) -> int:
     ids = np.arange(n_tokens)[None] % module.config.vocab_size
     nothing = np.full_like(ids, IGNORED)
     batch = Batch(ids, nothing, np.arange(n_tokens)[None], np.zeros_like(ids), np.arange(1))
-    with saved_tensors_hooks(saved, _unchanged):
+    keys = token_keys(batch.samples, n_tokens, seed=0, step=0)
+    with keyed(module, keys), saved_tensors_hooks(saved, _unchanged):
         hidden = hidden_states(module, batch, device)  # keeps the graph, so that no storage is used twice
     del hidden
     return sum(found.values())

@@ -31,7 +31,7 @@ from llorch.pytorch.ranks import Ranks
 from llorch.pytorch.train.adamw import AdamW
 from llorch.pytorch.train.forward import checkpoint_gradients
 from llorch.pytorch.train.loading import load_for_training
-from llorch.pytorch.train.memory import StepMemory, bytes_of, kept_per_token, step_memory
+from llorch.pytorch.train.memory import StepMemory, bytes_of, kept_bytes, step_memory
 from llorch.pytorch.train.step import NonFiniteLoss, Stepper, mean_loss
 from llorch.pytorch.train.worker import Alone, OnMesh
 from llorch.train.data import Plan, TrainingData, batches, read_data
@@ -107,14 +107,14 @@ class Training:
     @property
     def memory(self) -> StepMemory | None:
         """Memory of the largest step, as far as it is known before the first; None on a mesh."""
-        if self._per_token is None:
+        if self._kept is None:
             return None
         settings, lengths = self.settings, self.data.train.lengths
         longest = self.data.settings.max_length if settings.packing else int(lengths.max())
         gradients = bytes_of(self.parameters.values())
         return step_memory(
             self._weights.config,
-            self._per_token,
+            self._kept,
             n_tokens=min(settings.batch_size, len(self.data.rows(self.data.train))) * longest,
             width=self.target.dtype.itemsize,
             chunk=settings.chunk,
@@ -199,7 +199,7 @@ class Training:
         )
         minus = self._initial if settings.init == "pissa" else None
         attach(module, self._initial, trainable=True, minus=minus)
-        self._per_token = kept_per_token(module, self.target.device) if mesh is None else None
+        self._kept = kept_bytes(module, self.target.device) if mesh is None else None
         if settings.gradient_checkpointing:
             checkpoint_gradients(module)
         return Alone(module) if mesh is None else OnMesh(module, mesh)
