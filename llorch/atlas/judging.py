@@ -119,17 +119,17 @@ def _differences(
                 seen = dump.seen.get((number, key))
                 if seen is None or not (has_tokens(stage) or stop == len(ids)):
                     continue
-                right = rows(part_of(stage, truth[key], start, stop), stage, seen.tokens)
+                right = rows(part_of(stage, truth[key], start, stop), stage, seen)
                 theirs = seen.read().astype(right.dtype)
                 if stage.is_choice:
                     by = stage.input_names(weights.config, None)[0]
-                    at = rows(np.arange(start, stop), stage, seen.tokens)
+                    at = rows(np.arange(start, stop), stage, seen)
                     choice = Choice(right, truth[key.replace(stage.name, by)][at], scores[by][at])
                     apart = choice.difference(theirs)
                     ties += [] if apart.error else filter(None, [choice.note(theirs)])
                     yield stage.name, apart, _ANY if ties else EXACT
                     continue
-                spread = rows(part_of(stage, variance[CHAINED], start, stop), stage, seen.tokens)
+                spread = rows(part_of(stage, variance[CHAINED], start, stop), stage, seen)
                 found = measure(theirs, right, masked=stage.masked, token_axis=token_axis(stage))
                 yield stage.name, found, _ANY if ties else limit(right, spread, stage)
 
