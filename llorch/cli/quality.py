@@ -11,7 +11,6 @@ import click
 from llorch.cli.options import MODEL, WholeNumber, json_option, numerics_options, threads_option, use_threads, verb
 from llorch.cli.output import progress, say, to_json
 from llorch.errors import decode_utf8
-from llorch.files.mapped import read_regular
 from llorch.memory import available_memory
 
 if TYPE_CHECKING:
@@ -82,6 +81,8 @@ def command(
 
 
 def _read(path: Path) -> str:
+    from llorch.files.mapped import read_regular
+
     size, free = path.stat().st_size, available_memory()
     if size * _TOKENIZING > free:
         needed = f"{size / 1e9:.2f} GB of text need about {size * _TOKENIZING / 1e9:.1f} GB of memory"

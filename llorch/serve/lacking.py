@@ -9,7 +9,7 @@ api/types.go; TGI router/src/lib.rs.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated
 
 from pydantic import Field, ValidationError
 
@@ -98,9 +98,6 @@ class Ignored(Strict):
     store: bool | None = None
     service_tier: str | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    reasoning: dict[str, Any] | None = None  # of /v1/responses
-    verbosity: Literal["low", "medium", "high"] | None = None
 
 
 def ignored_fields(body: Body) -> list[str]:

@@ -115,7 +115,7 @@ class Message(Strict):
         if content is None and not (is_assistant and any(instead)) and "role" in info.data:
             raise PydanticCustomError("missing", "expected a text or text parts, got none")
         if isinstance(content, list) and not is_assistant and any(isinstance(one, RefusalPart) for one in content):
-            raise ValueError(f"expected parts of type text from {info.data['role']}")
+            raise PydanticCustomError("type", "expected parts of type text from {role}", {"role": info.data["role"]})
         return content
 
     def plain(self) -> dict[str, object]:

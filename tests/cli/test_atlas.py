@@ -43,6 +43,7 @@ def test_script_without_yes_installs_nothing_and_is_told_the_size(tmp_path: Path
     engine = Engine("large", "large", folder=tmp_path)
     engine.lock.write_text("# 355000000 bytes to download\n")
     monkeypatch.setattr(catalogue, "BY_NAME", {"large": engine})
+    monkeypatch.setattr("llorch.cli.atlas.find_spec", lambda name: object())
     words = ("atlas", "large", "--input", "llama", "--home", str(tmp_path / "home"))
     assert_cli_refuses(invoke(*words), 2, "355 MB", str(tmp_path / "home"), "--yes")
     assert not (tmp_path / "home").exists()

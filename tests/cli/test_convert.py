@@ -62,7 +62,6 @@ def test_all_types_can_be_asked_for():
     ("args", "code", "facts"),
     [
         (("nothing", "m.gguf"), 3, ("model 'nothing': ", *EVERY)),
-        (("story", "nowhere/m.gguf"), 3, ("nowhere/m.gguf: ", "folder nowhere")),
         (("story", "there.gguf"), 2, ("there.gguf: ", "--force")),
         (("story", "b", "--type", "Q8_0"), 2, ("type: ", "F32, F16, BF16", "Q8_0")),
     ],

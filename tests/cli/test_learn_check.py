@@ -91,7 +91,7 @@ def test_the_folder_is_said_by_option_environment_or_project(
         (["--impl", "missing"], 3, ("'missing'", "llorch learn init", "missing")),
         (["--impl", __file__], 2, ("folder", __file__)),
         (["--impl", "cmd:no-such-program"], 3, ("cmd:", "'no-such-program'")),
-        (["--seconds", "0"], 2, ("--seconds", "0.0", "x>0")),
+        (["--seconds", "0"], 2, ("--seconds", "0.0", "0<x")),
     ],
 )
 def test_usage(folder: Path, words: list[str], code: int, said: tuple[str, ...]):

@@ -113,7 +113,7 @@ def test_a_resumed_run_needs_nothing_but_its_folder(tmp_path: Path):
         ("stori --data pirate -o {}/new", 3, ("model 'stori'", "'story'")),
         ("story --data pirate -o {}", 2, ("{}", "folder")),
         ("story --data pirate -o {}/new --resume", 3, ("{}/new", "run.json", "--resume")),
-        ("story --data pirate -o {}/new --config {}/bad.yaml", 2, ("{}/bad.yaml", "'learning-rate'", "lr")),
+        ("story --data pirate -o {}/new --config {}/bad.yaml", 2, ("{}/bad.yaml", "'learning-rate'", "--lr")),
         ("story --data pirate -o {}/new --config {}/none.yaml", 3, ("{}/none.yaml",)),
         ("story --data pirate -o {}/new --lr -1", 2, ("settings: lr", 0, "-1.0")),
         ("story --data pirate -o {}/new --target-modules w1", 2, ("w1", "gate_proj", "q_proj")),

@@ -109,9 +109,12 @@ def test_a_file_that_is_cut_during_a_product_ends_the_process_with_the_place(tmp
     assert done.stderr.startswith("Fatal Python error: Bus error\n")
 
 
-def test_click_keeps_its_own_ways_to_end():
-    with pytest.raises(click.UsageError), reported():
+def test_click_keeps_its_own_ways_to_end(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(click.exceptions.Exit) as caught, reported():
         raise click.UsageError("no")
+    assert (caught.value.exit_code, "no" in capsys.readouterr().err) == (2, True)
+    with pytest.raises(click.Abort), reported():
+        raise click.Abort
 
 
 def test_json_has_null_where_a_number_is_not_finite():

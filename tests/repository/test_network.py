@@ -85,6 +85,7 @@ def test_a_command_on_a_model_that_is_here_opens_no_socket(line: str):
     assert f"did: {line}\n" in done.stdout, done.stderr
 
 
+@pytest.mark.live
 def test_atlas_starts_no_installer_in_a_script_without_yes(tmp_path: Path):
     done = watched(f"atlas tinygrad --input llama --home {tmp_path}/home")
     assert "--yes" in done.stderr
@@ -92,6 +93,7 @@ def test_atlas_starts_no_installer_in_a_script_without_yes(tmp_path: Path):
     assert not (tmp_path / "home").exists()
 
 
+@pytest.mark.live
 @pytest.mark.slow
 def test_an_installer_would_be_seen(tmp_path: Path):
     done = watched(f"atlas tinygrad --input llama --home {tmp_path}/home --yes")
