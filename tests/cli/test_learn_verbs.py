@@ -11,7 +11,7 @@ from one_model import lessons_on_one_model
 from refusals import assert_cli_refuses
 
 from llorch.learn.apart import Outcome, outcomes
-from llorch.learn.lessons import BY_NUMBER, LESSONS
+from llorch.learn.lessons import BY_NUMBER, LESSONS, WARM_UP
 from llorch.learn.materials import hints_of, stub_of
 from llorch.learn.progress import Progress
 
@@ -147,6 +147,15 @@ def test_a_certificate_can_be_computed_again(folder: Path, monkeypatch: pytest.M
     found = invoke("learn", *again)
     assert [line.split(":")[0] for line in found.stdout.splitlines()] == ["lessons", "code"]
     assert (found.exit_code, "'verdict': 'FAIL'" in found.stdout) == (1, True)
+
+
+def test_a_certificate_of_a_stub_that_nobody_has_changed_has_no_failure(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("llorch.learn.lessons.BY_NUMBER", {number: BY_NUMBER[number] for number in ("00", WARM_UP)})
+    stub = folder / f"{BY_NUMBER[WARM_UP].module}.py"
+    stub.write_text(stub_of(BY_NUMBER[WARM_UP]))
+    assert "FAIL" not in learn("certificate")
+    stub.write_text(stub.read_text() + "\n")
+    assert "1 FAIL" in learn("certificate")
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"version": 1, "lessons": 3}'])

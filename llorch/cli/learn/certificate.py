@@ -31,12 +31,12 @@ def command(*, impl: str | None, output: Path | None, given: Path | None) -> Non
     from llorch.files.new_file import new_file
     from llorch.files.strict_json import read_json
     from llorch.learn.apart import outcomes
-    from llorch.learn.certificate import certificate, differences
+    from llorch.learn.certificate import certificate, differences, with_untouched
     from llorch.learn.lessons import BY_NUMBER
 
     folder = learners_folder(impl)
     said = read_json(given, limit=1 << 20) if given else None
-    outcome = list(outcomes(str(folder), list(BY_NUMBER), say=say))
+    outcome = list(with_untouched(folder, outcomes(str(folder), list(BY_NUMBER), say=say)))
     found = certificate(folder, outcome, llorch.__version__)
     if said is None:
         place = output or folder / "certificate.json"
