@@ -13,7 +13,6 @@ from build_llama_tools import build
 from click.testing import CliRunner
 from command_line import REPOSITORY
 from refusals import refuses
-from vocabularies import real_vocabulary
 
 from llorch.builtin import builtin_path
 
@@ -130,14 +129,3 @@ def test_tensors_are_compared_with_llama_cpps_decoding_bit_for_bit(name: str, be
     content[-3] ^= 0x40  # in the last tensor
     path.write_bytes(content)
     assert files.compare_decoded(path, copy)[0] == 1
-
-
-@pytest.mark.weights
-@pytest.mark.live
-def test_the_published_model_in_parts_of_llama_cpps_tool_opens_from_each(benchmarks: None):
-    files = importlib.import_module("published_files")
-    real_vocabulary("qwen2")  # skips the test without published material
-    if files.tool("llama-gguf-split") is None:
-        pytest.skip("NOT RUN: no llama-gguf-split (tests/support/build_llama_tools.py builds it)")
-    (line,) = files.parts()
-    assert (line.n, line.wrong) == (5, 0)
