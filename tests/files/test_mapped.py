@@ -109,6 +109,8 @@ FILES = {  # command, and the ending of the file that it reads
 def test_a_command_refuses_at_once_to_read_what_is_no_file(
     words: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    if "lora train" in words:
+        pytest.importorskip("torch", reason="NOT RUN: torch is not installed")
     monkeypatch.chdir(tmp_path)
     np.savez("dump.npz", logits=np.zeros((1, 1)))
     name = "it" + FILES[words]
