@@ -143,8 +143,8 @@ async def log(server: Server) -> Verdict:
 async def bad_fields(server: Server) -> Verdict:
     """Numbers out of range, wrong types, fields that would change the meaning."""
     bad: dict[str, object] = {
-        "n": 9, "max_tokens": 0, "temperature": -1, "top_p": 1.5, "top_logprobs": 21, "seed": -1, "stop": [""] * 17,
-        "logit_bias": {"5": 1}, "presence_penalty": "1", "frequency_penalty": 3, "top_k": -1, "min_p": 2,
+        "n": 9, "max_tokens": 0, "temperature": -1, "top_p": 1.5, "top_logprobs": 21, "seed": -2, "stop": [""] * 17,
+        "logit_bias": {"5": 1}, "presence_penalty": "1", "frequency_penalty": 3, "top_k": -2, "min_p": 2,
         "stream": "yes", "messages": [], "chat_template": "{{ 1 }}", "chat_template_kwargs": [1], "tools": [{}],
     }  # fmt: skip
     named = 0
