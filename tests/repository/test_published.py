@@ -1,4 +1,4 @@
-"""What of benchmarks/published.py runs without published material: verdicts, exit codes, and what is NOT RUN."""
+"""The parts of benchmarks/published.py that need no published material: verdicts, exit codes, NOT RUN."""
 
 import importlib
 import json
@@ -106,6 +106,16 @@ def test_a_text_that_ends_early_is_wrong(benchmarks: None):
     texts = importlib.import_module("published_texts")
     line = texts._texts_line("name", Engine(9.0), [[7]], [[5]], [[5, 1]])
     assert (line.n, line.wrong) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("got", "numerics", "right"),
+    [(13.012, "exact", True), (13.014, "exact", False), (13.9, "ggml", True), (14.2, "ggml", False)],
+)
+def test_perplexities_of_float_weights_agree_to_a_thousandth(got: float, numerics: str, right: bool, benchmarks: None):
+    texts = importlib.import_module("published_texts")
+    assert texts.agree(got, 13.0, 1.1, numerics) == right
+    assert not texts.agree(float("nan"), 13.0, 1.1, numerics)
 
 
 def test_the_tools_of_llama_cpp_need_cmake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
