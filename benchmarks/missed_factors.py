@@ -62,7 +62,7 @@ class Seen:
             self.tolerance = max(self.tolerance, row.tolerance_factor)
 
     def of(self, mode: str) -> tuple[int, int]:
-        """How many comparisons fail, and how many there are."""
+        """Count the comparisons that fail, and all."""
         red = self.verdicts[mode, True]
         return red, red + self.verdicts[mode, False]
 

@@ -43,8 +43,8 @@ for h in (1e-1, 1e-5, 1e-13):
     print(f"h = {h:.0e}    {slope:+.10f}" if h > 1e-12 else f"h = {h:.0e}    off by ~{abs(slope - d_gate[0, 3]):.0e}")
 
 # %% [markdown]
-# A large $h$ sees the curve, a tiny one sees rounding. In between it agrees in ten digits. That is no proof: it says
-# nothing about inputs that were not tried. It is strong evidence that needs no other engine.
+# A large $h$ sees the curve, a tiny one sees rounding. In between it agrees in ten digits. This is no proof, because
+# other inputs were not tried. It is strong evidence that needs no other engine.
 #
 # ## The maths
 #

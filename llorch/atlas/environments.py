@@ -20,7 +20,7 @@ class NotInstalled(Exception):
 
 
 def is_to_install(engine: Engine, home: Path) -> bool:
-    """Whether `python_of` would fetch packages."""
+    """Tell if `python_of` would fetch packages."""
     return not engine.why_not and not engine.is_witness and not _is_made(engine, _folder_of(engine, home))
 
 

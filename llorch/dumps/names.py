@@ -34,7 +34,7 @@ class Names:
     elsewhere: dict[str, set[int | None]] = field(default_factory=dict)  # stages, in layers that have no such stage
 
     def notes(self) -> list[str]:
-        """What was assumed, and what was left out."""
+        """List assumptions and what was left out."""
         layers = {stage: ", ".join(map(str, sorted(found, key=str))) for stage, found in self.elsewhere.items()}
         return [
             *self.assumed,

@@ -78,7 +78,7 @@ class Read:
 
     @property
     def has_all_keys(self) -> bool:
-        """Whether no key is beyond those of the context."""
+        """Tell if the array has no keys beyond the context."""
         sizes = zip(self.form.axes, self.form.sizes, strict=True)
         return all(n == self.sizes[axis] for axis, n in sizes if axis == "ctx")
 
@@ -95,7 +95,7 @@ class Reader:
     def __init__(
         self, config: ModelConfig, passes: tuple[Tokens, ...], weights: Weights | None, n_before: int = 0
     ) -> None:
-        """Of passes into one cache, which held `n_before` tokens; without weights nothing is decided by values."""
+        """Read passes into one cache, which held `n_before` tokens; without weights no value decides anything."""
         self.config, self.passes, self.weights, self._n_before = config, passes, weights, n_before
         self._decided: dict[tuple, Form] = {}
         self._in_pairs: bool | None = None  # whether llama.cpp's nodes have the pairs of its files
@@ -152,7 +152,7 @@ class Reader:
                 raise error from None
 
     def _ways_of(self, named: Named, tokens: tuple[int, ...] | None) -> list[Read]:
-        """Those of an array that has these tokens, with all keys of the context, or the newest of a window's cache."""
+        """Find the readings of an array with these tokens, and all keys of the context or the newest of a window."""
         whole = self._n_before + sum(len(each.ids) for each in self.passes[: named.n_pass + 1])
         try:
             return self._ways_in(named, tokens, whole)
@@ -171,7 +171,7 @@ class Reader:
         return sorted({n for n in named.array.shape if n < whole}, reverse=True)
 
     def _ways_in(self, named: Named, tokens: tuple[int, ...] | None, ctx: int) -> list[Read]:
-        """Those in a context of some length."""
+        """Find the readings in a context of some length."""
         n_tokens = len(self.passes[named.n_pass].ids)
         seq = n_tokens if tokens is None else len(tokens)
         widths = [BY_NAME[stage].shape(self.config, seq=seq, ctx=ctx)[-1] for stage in named.stages]
@@ -233,14 +233,14 @@ class Reader:
         return self.arrays(named, read)[stage.name], read.same_of(ours, named.table)
 
     def has_all_keys(self, named: Named) -> bool:
-        """Whether an array has exactly the keys of the context, or of a window in it."""
+        """Tell if an array has exactly the keys of the context, or of a window in it."""
         try:
             return any(way.has_all_keys for way in self.ways(named))
         except FormatError:
             return False
 
     def has_later_keys(self, named: Named) -> bool:
-        """Whether a cache with room for more holds numbers behind as many keys as the pass has tokens."""
+        """Tell if a cache with room for more keys than the pass has tokens holds numbers after these."""
         if named.table[1] != "ctx":
             return False
         try:

@@ -1,4 +1,4 @@
-"""Which file or folder a MODEL stands for: a built-in name, an existing path, or a model of the Hugging Face hub.
+"""Find the file or folder of a MODEL: a built-in name, an existing path, or a model of the Hugging Face hub.
 
 In comes what a user writes, out comes a path. This room alone reaches the network, through huggingface_hub, whose cache
 is looked into first; what is there is used as it is. In the order to read:

@@ -142,7 +142,7 @@ class Connection(H11Protocol):
             self._unread.cancel()
 
     def _is_being_made(self) -> bool:
-        """Whether a whole request waits for the beginning of its answer."""
+        """Tell if a whole request waits for the beginning of its answer."""
         return (
             self.cycle is not None
             and not self.cycle.response_complete

@@ -159,7 +159,7 @@ class Guard:
         return origins[0] if len(origins) == 1 and origins[0] in self._origins else None
 
     def _knows_key(self, given: list[bytes]) -> bool:
-        """Whether `Authorization` has the key; of Basic as the password, as browsers send it, or as the name."""
+        """Tell if `Authorization` has the key: as a bearer token, or as the password or the user name of Basic."""
         if len(given) != 1 or self._key is None:
             return False
         scheme, _, credentials = given[0].partition(b" ")
@@ -212,7 +212,7 @@ def _by_name(scope: Any) -> dict[bytes, list[bytes]]:
 
 
 def _is_preflight(scope: Any) -> bool:
-    """Whether a browser asks if it may ask; it sends no key with that."""
+    """Tell if this is the preflight request of a browser, which carries no key."""
     return scope["method"] == "OPTIONS" and b"access-control-request-method" in _by_name(scope)
 
 

@@ -115,7 +115,7 @@ def ignored_fields(body: Body) -> list[str]:
 
 
 def _remedy(name: str, body: Body) -> str:
-    """What to send instead: a field that this route has."""
+    """Name the field of this route to send instead."""
     instead = _INSTEAD.get(name)
     if name in _LIMITS:
         instead = next((one for one in ("max_tokens", "max_output_tokens") if one in type(body).model_fields), None)

@@ -226,7 +226,7 @@ class Templated(Body):
 
     @property
     def thinking(self) -> dict[str, bool | str]:
-        """What is asked of the thoughts before an answer, by the field that asks it."""
+        """List the fields that switch thinking, with their values."""
         asked = {name: getattr(self, name) for name in ("enable_thinking", "think", "reasoning_effort")}
         return {name: value for name, value in asked.items() if value is not None}
 

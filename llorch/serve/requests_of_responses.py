@@ -58,7 +58,7 @@ class TextSettings(Strict):
 
 
 class Reasoning(Strict):
-    """Of the thoughts before an answer."""
+    """The settings of thinking before an answer."""
 
     effort: Effort | None = None
 
@@ -83,7 +83,7 @@ class ResponsesRequest(Sampling, Templated):
 
     @property
     def thinking(self) -> dict[str, bool | str]:
-        """What is asked of the thoughts before an answer, by the field that asks it."""
+        """List the fields that switch thinking, with their values."""
         effort = None if self.reasoning is None else self.reasoning.effort
         return super().thinking | ({} if effort is None else {"reasoning.effort": effort})
 

@@ -142,7 +142,7 @@ class Chats:
         return bool(self._read())
 
     def template_mentions(self, text: str) -> bool:
-        """Whether the source of a template holds a text, such as the name of a variable."""
+        """Tell if the source of a template holds a text, such as the name of a variable."""
         return any(text in source for source in self._read().values())
 
     def spoken(

@@ -58,7 +58,7 @@ def _without(message: Message, key: str) -> Message:
 
 
 def _same(given: Sequence[str], texts: Texts, messages: Sequence[Message], tools: Sequence[object] | None) -> bool:
-    """Whether changed messages give the same texts; a template that refuses them wants what was taken away."""
+    """Tell if changed messages give the same texts. A template that refuses them needs what was taken away."""
     try:
         return all(one == other for one, other in zip(given, texts(messages, tools), strict=True))
     except FormatError:

@@ -1,4 +1,4 @@
-"""Who asks the network: models of the hub, the server, and pip for the atlas after a yes; nobody else."""
+"""Only the hub, the server, and pip for the atlas after a yes use the network."""
 
 import ast
 import re

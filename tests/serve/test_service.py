@@ -1,4 +1,4 @@
-"""What the server makes of a request before the engine sees it: how many tokens an answer may have."""
+"""The limits that the server sets before the engine sees a request."""
 
 from typing import Any
 

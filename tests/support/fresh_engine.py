@@ -75,7 +75,7 @@ class FreshEngine:
 
 
 def raw_dump_of(passes: Sequence[tuple[Tokens, Mapping[str, np.ndarray]]]) -> RawDump:
-    """What an engine showed of some of its passes, as a dump that was read."""
+    """Build the dump of an engine that shows some of its passes."""
     arrays = [
         (number, RawArray(name, "float32", array.shape, lambda array=array: array))
         for number, (_, shown) in enumerate(passes)

@@ -252,7 +252,7 @@ def test_variables_of_a_row_are_read(row_values: dict[str, object]):
 
 
 def is_sound(found: Parsed) -> bool:
-    """Whether what was read has the types that it promises, down to the texts of the turns."""
+    """Tell if a parsed row has the types of its class, down to the texts of the turns."""
     if isinstance(found, Instruction):
         return is_sound(found.chat) and (found.plain is None or is_sound(found.plain))
     if isinstance(found, Chat):

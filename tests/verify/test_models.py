@@ -1,4 +1,4 @@
-"""Which engines are heard about a model: what they show may be fabricated here, so that none has to be installed."""
+"""Engines that `verify` listens to; their output is made from stored goldens, so that none has to be installed."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

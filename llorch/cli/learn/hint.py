@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 def command(*, lesson: str, part: str | None, impl: str | None) -> None:
     """Show the hints of a PART of LESSON: a direction, the formula with shapes, the function itself.
 
-    Without PART it is the function that the last check called wrong, else the first that is not written yet. How many
-    steps were taken is kept in your progress.
+    Without PART it is the function that the last check called wrong, else the first that is not written yet. Your
+    progress keeps the number of hints that you have seen.
     """
     show_hint(learners_folder(impl), one_lesson(lesson), part)
 

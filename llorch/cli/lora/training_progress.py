@@ -98,7 +98,7 @@ def description(training: "Training") -> list[str]:
 
 
 def _memory(training: "Training") -> list[str]:
-    """What the largest step needs, with the parts that options change."""
+    """Print the memory of the largest step, with the parts that options change."""
     need = training.memory
     if need is None:
         return []

@@ -18,7 +18,7 @@ N_RUNS = CHAINED + 1  # of variances
 
 
 def first_past(replay: Replay, *, as_given: bool = True) -> Past:
-    """What the caches held before the first pass, as far as that pass shows it; zeros for the rest."""
+    """Read the caches as they were before the first pass, from what that pass shows; zeros for the rest."""
     past = Past(replay.config, replay.weights.dtype, as_given=as_given)
     return past.beginning({layer: _held(replay, layer) for layer in range(replay.config.n_layers)})
 
@@ -80,11 +80,11 @@ def _shows_past(replay: Replay, name: str) -> bool:
 
 
 def _is_filled(replay: Replay, n_pass: int, stage: Stage) -> bool:
-    """Whether a pass replaces all that a convolution remembers."""
+    """Tell if a pass replaces the whole state of a convolution."""
     net = replay.config.delta_net
     return stage.name == "conv_state" and net is not None and len(replay.tokens(n_pass).ids) >= net.conv_kernel - 1
 
 
 def reads_past(replay: Replay, places: Sequence[str]) -> bool:
-    """Whether one of some stages reads what earlier passes left."""
+    """Tell if one of some stages reads the caches or states of earlier passes."""
     return any(memory_of(replay.stages[place][0]) for place in places)

@@ -28,7 +28,7 @@ def with_gain(dump: StageDump, config: ModelConfig) -> StageDump | None:
 
 
 def is_folded(as_shown: Sequence[StageResult], with_it: Sequence[StageResult]) -> bool:
-    """Whether the gain makes all of attention right that was wrong, the scores or what was made of them included."""
+    """Tell if the gain makes every wrong stage of attention right, the scores or a later stage included."""
     wrong, left = ({(r.n_pass, r.key) for r in results if r.verdict == WRONG} for results in (as_shown, with_it))
     if any(result.verdict == WRONG and result.stage in (*TURNED, *_MIXED) for result in with_it):
         return False

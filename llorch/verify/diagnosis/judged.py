@@ -45,7 +45,7 @@ class Beside:
 
     @property
     def has_numbers(self) -> bool:
-        """Whether both have a number somewhere: NaN everywhere is like any other NaN, whatever made it."""
+        """Tell if both arrays are finite somewhere. Two arrays of NaN alone are equal whatever the cause."""
         if self.theirs.shape != self.ours.shape:
             return True
         return bool((np.isfinite(self.theirs) & np.isfinite(self.ours)).any())
@@ -61,7 +61,7 @@ class Beside:
 def beside(
     replay: Replay, seen: Seen, name: str, ours: np.ndarray, chosen_by: tuple[np.ndarray, np.ndarray] | None = None
 ) -> Beside:
-    """What was seen of a stage, and the same tokens of ours; of a choice, scores and their variances tell ties."""
+    """Pair a dumped stage with the same tokens of llorch's; scores and variances tell the ties of a choice."""
     stage, _ = replay.stages[name]
     theirs, ours = seen.read().astype(ours.dtype), rows(ours, stage, seen)
     if chosen_by is not None:

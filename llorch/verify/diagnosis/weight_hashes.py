@@ -82,7 +82,7 @@ class _Ours:
         return " ".join(filter(None, ["is ours", layout, rounded])), rounding in ("", self._dtype)
 
     def is_in_folder(self, name: str, told: str) -> bool:
-        """Whether a tensor is as a Hugging Face folder has it: joined, gains less one, the logarithm of a decay."""
+        """Tell if a tensor is as a Hugging Face folder has it: joined, gains less one, the logarithm of a decay."""
         tensor = next((self._in_folder[end] for end in (name, *_ends(name)) if end in self._in_folder), None)
         if tensor is None:
             return False

@@ -1,4 +1,4 @@
-"""What a check of the doctor found."""
+"""The result type of the doctor's checks."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,7 +8,7 @@ OK, WARNING, WRONG, NOT_RUN = "ok", "warning", "WRONG", "NOT RUN"
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found."""
+    """The result of one check."""
 
     check: str
     verdict: Literal["ok", "warning", "WRONG", "NOT RUN"]  # a warning: wrong in some programs only

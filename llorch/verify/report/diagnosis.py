@@ -159,7 +159,7 @@ def count(n: int, one: str, many: str = "") -> str:
 
 
 def verdict(diagnosis: Diagnosis) -> str:
-    """Of the whole: RIGHT; HONEST where arithmetic made differences; WRONG; NOT RUN where nothing was compared."""
+    """Judge the whole dump: RIGHT, HONEST (rounding explains it), WRONG, or NOT RUN if nothing was compared."""
     if not diagnosis.is_right:
         return WRONG
     if not diagnosis.results:
