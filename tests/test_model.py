@@ -82,14 +82,16 @@ def test_a_text_far_longer_than_the_context_is_refused_from_its_beginning(
     assert 0 < sum(seen) < 32 * context
 
 
-def test_a_text_that_just_fits_the_context_runs_and_one_token_more_is_refused_with_the_number():
+@pytest.mark.parametrize("word", [" was", " little"])  # a token of four characters, and one of more
+def test_a_text_that_just_fits_the_context_runs_and_one_token_more_is_refused_with_the_number(word: str):
     model = llorch.load("story")
-    context, text = model.config.max_position_embeddings, " was" * 2000  # four characters a token, after the first
+    context = model.config.max_position_embeddings
+    text = word * (context + 9)
     while len(model.tokenizer.encode(text)) > context:
-        text = text.removesuffix(" was")
+        text = text.removesuffix(word)
     assert len(model.job(text, max_tokens=1, settings=None, ignore_eos=False, adapter=None).ids) == context
     with refuses(ValueError, f"{context + 1} tokens", f"{context} tokens"):
-        model.generate(text + " was")
+        model.generate(text + word)
 
 
 def test_positions_beyond_the_context_are_refused(model: llorch.Model):
