@@ -49,6 +49,7 @@ ROWS: tuple[tuple[str, Any, Fate], ...] = (
     ("include_reasoning", False, "refused"), ("add_generation_prompt", False, "refused"), ("regex", "a+", "refused"),
     ("continue_final_message", True, "refused"), ("documents", [{"title": "a", "text": "b"}], "refused"),
     ("no_stop_trim", True, "refused"), ("priority", 1, "ignored"), ("cache_salt", "x", "ignored"),
+    ("lora_path", "pirate", "refused"), ("custom_logit_processor", "x", "refused"),
     # TGI
     ("max_new_tokens", 3, "obeyed"), ("parameters", {"max_new_tokens": 3}, "refused"), ("inputs", "Hi", "refused"),
     ("do_sample", False, "refused"), ("do_sample", True, "nothing"), ("watermark", True, "refused"),
