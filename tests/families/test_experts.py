@@ -7,7 +7,6 @@ import pytest
 
 from llorch.architecture import Experts
 from llorch.families.experts import experts
-from llorch.ops.routing import linear_by_expert, top_k
 from llorch.verify.witnesses.float64_everywhere import float64_everywhere
 
 pytestmark = pytest.mark.live  # transformers makes the models
@@ -68,24 +67,3 @@ def test_transformers_block_in_float64(kind: str, normalised: bool, k: int) -> N
     np.testing.assert_allclose(trace["topk_weights"], theirs.numpy(), rtol=1e-13)
     assert trace["expert_act"].shape == (SEQ, k, INTER)
     assert trace["topk_ids"].dtype == np.int64
-
-
-def test_of_equal_probabilities_the_lowest_id_comes_first() -> None:
-    assert top_k(np.array([[1.0, 3.0, 2.0, 3.0, 3.0]]), 2).tolist() == [[1, 3]]
-
-
-def test_an_expert_that_nobody_chose_is_not_touched() -> None:
-    class Untouched:
-        shape, n_bytes, activations = (5, 4), 0, "F32"
-        rows = len
-
-        def forward(self, x: np.ndarray) -> np.ndarray:
-            raise AssertionError("decoded without need")
-
-        def dequantize(self) -> np.ndarray:
-            raise AssertionError("decoded without need")
-
-    weights: list[Any] = [np.eye(5, 4), Untouched(), np.eye(5, 4) * 2]
-    x, ids = np.arange(8.0).reshape(2, 4), np.array([[2, 0], [0, 2]])
-    got = linear_by_expert(x, ids, weights)
-    np.testing.assert_array_equal(got[:, :, :4], [[2 * x[0], x[0]], [x[1], 2 * x[1]]])

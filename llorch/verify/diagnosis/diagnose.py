@@ -14,7 +14,7 @@ import numpy as np
 from llorch.dumps.stage_dump import StageDump
 from llorch.files import Weights
 from llorch.verify.compare import measure
-from llorch.verify.diagnosis.earlier_passes import reads_past
+from llorch.verify.diagnosis.earlier_passes import has_no_past, reads_past
 from llorch.verify.diagnosis.expected import rows
 from llorch.verify.diagnosis.folded_gain import is_folded, with_gain
 from llorch.verify.diagnosis.hypotheses import Hypothesis
@@ -88,11 +88,11 @@ def looked_at(weights: Weights, dump: StageDump, say: Say) -> tuple[Judge, list[
 def _without_open(
     found: Sequence[Finding], results: Sequence[StageResult], replay: Replay
 ) -> tuple[list[Finding], list[tuple[int, str]]]:
-    """Findings that stand, and the places of those that tokens before the dump may explain, of which it shows none.
+    """Separate the findings that stand from the stages that unknown earlier tokens may explain.
 
-    A dump that begins behind position 0, without a cache, is of a text that begins there or of a part of one.
+    A dump that starts after position 0 and shows no cache belongs to a text that starts there, or to a part of a text.
     """
-    if replay.dump.n_before is not None:
+    if replay.dump.n_before is not None or has_no_past(results, replay):
         return [*found], []
     since = {(result.n_pass, result.key): result.since for result in results}
     is_open = [

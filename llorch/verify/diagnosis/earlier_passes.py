@@ -11,6 +11,7 @@ import numpy as np
 
 from llorch.stages import Stage, input_keys, key
 from llorch.verify.diagnosis.replay import Past, Replay
+from llorch.verify.diagnosis.verdict import WRONG, StageResult
 from llorch.verify.limits import CACHES, STATES
 from llorch.verify.rounding_costs import CHAINED
 
@@ -88,3 +89,19 @@ def _is_filled(replay: Replay, n_pass: int, stage: Stage) -> bool:
 def reads_past(replay: Replay, places: Sequence[str]) -> bool:
     """Tell if one of some stages reads the caches or states of earlier passes."""
     return any(memory_of(replay.stages[place][0]) for place in places)
+
+
+def has_no_past(results: Sequence[StageResult], replay: Replay) -> bool:
+    """Tell if a wrong stage of the first pass shows that no token comes before the dump.
+
+    The first token reads the caches too. A missing past would change its row, so a right row proves that there is none.
+    """
+    wrong = (result for result in results if result.n_pass == 0 and result.verdict == WRONG)
+    return any(_first_token_is_right(result) for result in wrong if reads_past(replay, result.since))
+
+
+def _first_token_is_right(result: StageResult) -> bool:
+    errors, limits = result.local.tokens, result.limit.tokens
+    if errors is None or limits is None:
+        return False
+    return bool(errors[0] <= np.broadcast_to(limits, errors.shape)[0])

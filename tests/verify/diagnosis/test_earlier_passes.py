@@ -5,14 +5,14 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import pytest
 from fresh_engine import FreshEngine, raw_dump_of
-from planted_dumps import dumped, everywhere, mistake, passes, wide
+from planted_dumps import BLOCKS, dumped, everywhere, mistake, passes, wide
 
 from llorch.dumps.names import stage_dump
 from llorch.dumps.raw import RawDump, with_earlier
 from llorch.dumps.stage_dump import StageDump, Tokens
 from llorch.verify.diagnosis.diagnose import diagnose
 from llorch.verify.diagnosis.judged import Judge
-from llorch.verify.diagnosis.replay import Replay
+from llorch.verify.diagnosis.replay import Change, Replay
 from llorch.verify.diagnosis.verdict import EARLIER_PASSES, WRONG, Diagnosis
 from llorch.verify.models import stored
 
@@ -124,3 +124,23 @@ def test_an_error_of_a_later_step_without_any_cache_is_not_run(model: str):
     assert found.findings == []
     assert found.not_run == {EARLIER_PASSES: [(0, "l0.attn_residual"), (0, "final_norm")]}
     assert [result.key for result in found.results] == ["embed", "l0.attn_norm", "logits"]
+
+
+def test_blocks_of_a_second_chunk_without_any_cache_are_not_run():
+    dump = dumped(LLAMA, passes(LLAMA, 7, 5), shown=BLOCKS)
+    found = diagnose(wide(LLAMA), part(dump, 1, None))
+    assert found.findings == []
+    assert [key for _, key in found.not_run[EARLIER_PASSES]] == ["l0.block_out", "l1.block_out", "l2.block_out"]
+
+
+def test_an_unknown_error_in_a_text_that_starts_late_is_found():
+    noise = np.random.default_rng(7).normal(scale=1e-2, size=5000)
+
+    def of_later_tokens(scores: np.ndarray) -> np.ndarray:
+        return scores + noise[: scores.size].reshape(scores.shape)
+
+    change = Change(passed_on={"l0.attn_scores": of_later_tokens})
+    dump = dumped(LLAMA, passes(LLAMA, 7, first_position=5000), change, BLOCKS)
+    found = diagnose(wide(LLAMA), part(dump, 0, None))
+    assert found.not_run == {}
+    assert [(finding.kind, finding.key) for finding in found.findings] == [("unknown", "l0.block_out")]
