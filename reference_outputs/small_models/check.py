@@ -40,6 +40,7 @@ def check(path: Path, model: transformers.PreTrainedModel, tokenizer: Tokenizer,
     engine = llama_cpp.Llama(
         str(path), n_ctx=256, logits_all=True, verbose=False, n_threads=1, flash_attn=False,
         type_k=llama_cpp.GGML_TYPE_F32, type_v=llama_cpp.GGML_TYPE_F32,
+        yarn_beta_fast=-1.0, yarn_beta_slow=-1.0,  # the file's; by default this class sets 32 and 1
     )  # fmt: skip
     return _compared(
         path, model, tokenizer, recipe,

@@ -76,10 +76,17 @@ _HYBRID = {
 }  # fmt: skip
 _PARTIAL = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5}
 
-# Temperature from position 8 on, beyond which the frequencies of YaRN are stretched.
+# Temperature from position 8 on. The ramp of YaRN starts at pair 1 and ends at pair 3 of the four of a head.
 _MINISTRAL_ROPE = {
-    "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 8, "beta_fast": 4.0,
-    "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.5, "llama_4_scaling_beta": 0.1,
+    "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 8, "beta_fast": 0.015,
+    "beta_slow": 2e-4, "mscale": 1.0, "mscale_all_dim": 0.5, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
+
+# Of the four pairs of a head two are kept, one is stretched in part and one as a whole. A GGUF file stores the result
+# of this formula; a folder stores its settings, so that llorch and transformers compute it.
+_MISTRAL_ROPE = {
+    "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 1024,
 }  # fmt: skip
 
 RECIPES = {
@@ -159,7 +166,7 @@ RECIPES = {
         family="mistral", vocabulary="llama-bpe", seed=14, steps=250,
         config={"sliding_window": 19, "bos_token_id": 268, "eos_token_id": 269, "pad_token_id": None} | _shape(
             hidden=20, inter=28, layers=2, heads=4, kv_heads=2, head_dim=8, vocab=273, tied=False, eps=1e-5,
-            rope={"rope_type": "default", "rope_theta": 1e4}, context=32768,
+            rope=_MISTRAL_ROPE, context=32768,
         ),
     ),
     "micro-ministral3": Recipe(

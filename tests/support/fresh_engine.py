@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from llorch.config import Llama3Scaling
 from llorch.dumps.raw import RawArray, RawDump
 from llorch.dumps.stage_dump import Tokens
 from llorch.files import Weights
@@ -37,7 +38,10 @@ class FreshEngine:
 
     def turned(self, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
         half = x.shape[-1] // 2
-        angles = positions[:, None, None] * self.c.rope_theta ** (-np.arange(half) / half)
+        speeds = self.c.rope_theta ** (-np.arange(half) / half)
+        if isinstance(self.c.rope_scaling, Llama3Scaling):
+            speeds = np.array([slowed(speed, self.c.rope_scaling) for speed in speeds])
+        angles = positions[:, None, None] * speeds
         turn = np.exp(1j * angles) * (x[..., :half] + 1j * x[..., half:])
         return np.concatenate([turn.real, turn.imag], -1).astype(np.float32)
 
@@ -72,6 +76,18 @@ class FreshEngine:
             "attn_out": out, "attn_residual": x + out, "ffn_norm": h, "ffn_gate": gate, "ffn_up": up, "ffn_act": act,
             "ffn_out": ffn_out, "block_out": x + out + ffn_out,
         }  # fmt: skip
+
+
+def slowed(speed: float, rope: Llama3Scaling) -> float:
+    """Stretch the wavelength of a pair as Meta's code for Llama 3.1 does."""
+    wavelength = 2 * np.pi / speed
+    if wavelength < rope.original_max_position_embeddings / rope.high_freq_factor:
+        return speed
+    if wavelength > rope.original_max_position_embeddings / rope.low_freq_factor:
+        return speed / rope.factor
+    share = rope.original_max_position_embeddings / wavelength - rope.low_freq_factor
+    share /= rope.high_freq_factor - rope.low_freq_factor
+    return (1 - share) * speed / rope.factor + share * speed
 
 
 def raw_dump_of(passes: Sequence[tuple[Tokens, Mapping[str, np.ndarray]]]) -> RawDump:
