@@ -1,0 +1,187 @@
+"""Text for readers has no banned opener, no retired word and no misspelling; README.md keeps its length and sentences.
+
+`retired_words.txt` beside this file lists the retired words. `tests/support/plain_words.py` counts.
+"""
+
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+import click
+import pytest
+from plain_words import COMMAND, figures, findings, help_prose, help_texts, length, prose, retired_words, sentences
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("checkpoints", "benchmarks", ".github")
+PAGES = sorted(
+    [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+    + [page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md")]
+)
+NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
+VERBS = (
+    "run", "verify", "diagnose", "diff", "dump-writer", "inspect", "tokenize", "trace", "convert", "quality", "bench",
+    "serve", "chat", "atlas", "doctor", "completion", "lora", "data", "learn",
+)  # fmt: skip
+SPELLED_SO = ("fo",)  # pieces of tokens in a lesson
+
+
+@cache
+def every_help() -> dict[str, list[str]]:
+    from llorch.cli import main
+
+    return dict(help_texts(main, "llorch"))
+
+
+def of_verb(verb: str) -> list[str]:
+    return [text for name, texts in every_help().items() if f"{name} ".startswith(f"llorch {verb} ") for text in texts]
+
+
+def misspelt(files: Iterable[Path], capsys: pytest.CaptureFixture[str]) -> list[str]:
+    from codespell_lib import main
+
+    capsys.readouterr()
+    main("--ignore-words-list", ",".join(SPELLED_SO), *map(str, files))
+    return capsys.readouterr().out.splitlines()
+
+
+def assert_plain(blocks: Iterable[str]) -> None:
+    found = findings([*blocks])
+    assert not found, f"{len(found)} places (tests/repository/retired_words.txt):\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_page_has_no_banned_opener_and_no_retired_word(name: str):
+    assert_plain(prose((ROOT / name).read_text(encoding="utf-8")))
+
+
+def test_pages_are_spelled_right(capsys: pytest.CaptureFixture[str]):
+    assert misspelt(PAGES, capsys) == []
+
+
+@pytest.mark.parametrize("verb", ["", *VERBS])
+def test_a_help_page_has_no_banned_opener_and_no_retired_word(verb: str):
+    texts = of_verb(verb) if verb else every_help()["llorch"]
+    assert texts
+    assert_plain(block for text in texts for block in help_prose(text))
+
+
+def test_help_is_spelled_right(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    page = tmp_path / "help.txt"
+    page.write_text("\n".join(text for texts in every_help().values() for text in texts), encoding="utf-8")
+    assert misspelt([page], capsys) == []
+
+
+def test_every_verb_has_a_help_page_of_its_own_here():
+    from llorch.cli import main
+
+    assert set(VERBS) == {*main.list_commands(click.Context(main))}
+
+
+README = figures((ROOT / "README.md").read_text(encoding="utf-8"))
+
+
+def test_the_readme_has_at_most_1200_words():
+    assert README.words <= 1200
+
+
+def test_the_readme_has_at_most_4_semicolons_in_1000_words():
+    assert README.semicolons <= 4
+
+
+def test_the_readme_has_at_most_18_words_a_sentence():
+    assert README.mean <= 18
+
+
+def test_the_readme_has_no_sentence_above_35_words():
+    assert length(README.longest) <= 35, README.longest
+
+
+WORDS = retired_words("# comment\n\n\\bhouse\\b\n\\bleaf\\b(?! node)\n")
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        "What it does is shown.",
+        "It works. Of the CPU.",
+        "# Whether it is right",
+        "- That is an item.",
+        "Note: Who asks is served.",
+        "| a | Which is it |\n|---|---|",
+        "Likewise.",
+        "It is **bold.** Whose it is, nobody says.",
+        "> Whose is quoted so.",
+        "The same, on a GPU.",
+        "It is a house.",
+        "See the HOUSE of cards.",
+        "| leaf | b |",
+        "A [leaf](https://example.org) here.",
+        "<summary>What it does</summary>",
+        "`code` and house",
+        "one\n\n    code\n\nhouse\n",
+        "```\ncode\n```\nhouse",
+        "1. house",
+    ],
+)
+def test_a_banned_opener_or_a_retired_word_is_found_once(page: str):
+    assert len(findings(prose(page), WORDS)) == 1
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        "What does it do?",
+        "It shows what it does, of the CPU.",
+        "# Who is it for?",
+        "Whatever it is, offices are open. Offset 3.",
+        "The same file is read twice.",
+        "A leaf node, and a household.",
+        "A word in `a house`, and --house, and ``one `house` ``.",
+        'They say "the house" and “a leaf” there.',
+        "```text\nWhat is it. house\n```",
+        "~~~\nhouse\n~~~",
+        "text\n\n    house\n    Of it.\n\n    leaf\n",
+        "<!-- house -->",
+        "[words](https://example.org/house)",
+        "![house](a.png)",
+        "$house$ and $$house$$",
+        "- item\n  ```\n  house\n  ```\n",
+    ],
+)
+def test_code_quotations_questions_and_like_words_are_not_found(page: str):
+    assert findings(prose(page), WORDS) == []
+
+
+def test_figures_count_words_semicolons_and_sentences_outside_code_and_tables():
+    page = "# Two words\n\n| not; one |\n\nOne `a; b` two; three. Four five!\n\n```\nx; y z\n```\n"
+    counted = figures(page)
+    assert (counted.words, counted.semicolons, counted.mean) == (7, 1000 / 7, 8 / 3)
+    assert counted.longest == "One CODE two; three"
+
+
+def test_a_sentence_ends_at_a_stop_and_at_a_colon_before_a_capital():
+    assert [*sentences("One, e.g. two: three. Four: Five? (Six.) Seven")] == [
+        "One, e.g. two: three", "Four:", "Five?", "Six", "Seven",
+    ]  # fmt: skip
+
+
+def test_commands_of_a_help_text_are_code_and_what_explains_them_is_not():
+    text = "Do it.\n\n\b\nllorch run house -n 3    Of the CPU\nllorch diff house leaf\nllorch: a leaf\nin two lines"
+    assert help_prose(text) == ["Do it.", "Of the CPU", "llorch: a leaf in two lines"]
+    assert COMMAND.match("$ llorch run story")
+
+
+def test_help_texts_are_those_of_verbs_options_and_epilogs():
+    @click.command(help="A", epilog="B")
+    @click.option("--c", help="C")
+    @click.argument("d")
+    def verb() -> None: ...
+
+    group = click.Group("group", help="D", commands={"verb": verb})
+    assert dict(help_texts(group, "x")) == {"x": ["D"], "x verb": ["A", "B", "C"]}
+
+
+def test_a_misspelling_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    page = tmp_path / "page.md"
+    page.write_text("It recieves a fo.\n", encoding="utf-8")
+    assert len(misspelt([page], capsys)) == 1
