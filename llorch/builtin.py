@@ -1,9 +1,9 @@
 """The built-in models, their goldens and the example data: where the files lie in a wheel and in a clone."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
-from llorch.errors import suggestion
+from llorch.errors import LeftOut, suggestion
 
 BUILTIN = ("micro-llama", "micro-llama3", "micro-qwen2", "micro-qwen3", "story")  # dense
 OTHERS = (  # of families with pages of their own
@@ -12,6 +12,7 @@ OTHERS = (  # of families with pages of their own
 )  # fmt: skip
 FOLDERS = ("micro-mistral",)  # with windows, which no GGUF file can say
 EVERY = (*BUILTIN, *OTHERS, *FOLDERS)
+IN_WHEEL = ("micro-llama", "micro-qwen3", "story")  # with forward goldens, without those of long contexts and training
 DATA = ("pirate",)
 _PACKAGE = Path(__file__).parent
 
@@ -23,7 +24,27 @@ def builtin_path(name: str) -> Path:
             f"model {name!r}: no such file or folder, and not a built-in model ({', '.join(EVERY)})"
             + suggestion(name, EVERY)
         )
+    if name not in held([name]):
+        raise LeftOut(f"model {name!r}: expected one of this wheel ({', '.join(IN_WHEEL)})")
     return _PACKAGE / "models" / (name if name in FOLDERS else f"{name}.gguf")
+
+
+def is_wheel() -> bool:
+    """Tell whether this llorch was installed from a wheel, which holds the models of `IN_WHEEL` and no others."""
+    return (_PACKAGE / "reference_outputs").is_dir()
+
+
+def held(names: Iterable[str]) -> tuple[str, ...]:
+    """Keep the names of the built-in models that this installation holds."""
+    return tuple(name for name in names if not is_wheel() or name in IN_WHEEL)
+
+
+def missing_golden(path: Path) -> FileNotFoundError:
+    """Make the error for a golden that is not there: in a clone a failure, in a wheel one that may be left out."""
+    if is_wheel():
+        name = f"{path.parent.name}/{path.name}"
+        return LeftOut(f"golden {name}: this wheel holds the forward goldens of {', '.join(IN_WHEEL)}")
+    return FileNotFoundError(f"golden {path} is missing; make it with reference_outputs/regenerate.py")
 
 
 def wins(name: str, names: Collection[str], report: Callable[[str], None]) -> bool:
@@ -50,5 +71,4 @@ def find_data(path_or_name: str, report: Callable[[str], None] = lambda line: No
 
 def goldens_folder() -> Path:
     """The folder with one folder of goldens per built-in model: inside a wheel, or beside the package in a clone."""
-    installed = _PACKAGE / "reference_outputs"
-    return installed if installed.is_dir() else _PACKAGE.parent / "reference_outputs"
+    return (_PACKAGE if is_wheel() else _PACKAGE.parent) / "reference_outputs"

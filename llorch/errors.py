@@ -100,6 +100,14 @@ class MissingExtra(ImportError):
         self.package = package
 
 
+class LeftOut(FileNotFoundError):
+    """A built-in model, a golden or another file that the wheel leaves out; a clone and the sdist have it."""
+
+    def __init__(self, subject: str) -> None:
+        """Name the file; say how to get it."""
+        super().__init__(f"{subject}; for the rest, install a clone or the unpacked sdist: pip install -e FOLDER")
+
+
 class EngineDied(RuntimeError):
     """An engine of others whose process ended, or was silent for too long and ended by us."""
 

@@ -19,7 +19,6 @@ from textwrap import fill
 
 import click
 
-import llorch
 from llorch.builtin import EVERY
 from llorch.cli.options import wait_asleep
 from llorch.cli.outcome import reported
@@ -39,6 +38,15 @@ class Main(Verbs):
         wait_asleep()
         with reported(traceback=ctx.params["traceback"]):
             super().invoke(ctx)
+
+
+def _print_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    """Print the line and end."""
+    from llorch.machine.identity import version_line
+
+    if value and not ctx.resilient_parsing:
+        click.echo(version_line())
+        ctx.exit()
 
 
 HELP = """\b
@@ -80,7 +88,10 @@ cannot be compared (see llorch diagnose), 70 a bug in llorch,
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "LLORCH"},
 )
-@click.version_option(llorch.__version__, package_name="llorch", message="%(prog)s %(version)s")
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version,
+    help="Show version, commit and installed extras, and exit.",
+)  # fmt: skip
 @click.option("--traceback", is_flag=True, help="Show where an error was raised; for bug reports.")
 @click.pass_context
 def main(ctx: click.Context, *, traceback: bool) -> None:

@@ -61,12 +61,16 @@ def command(
     from llorch.atlas.inputs import every_input
     from llorch.atlas.verdicts import NOT_RUN, Verdict
     from llorch.atlas.written import record, write_atlas
+    from llorch.builtin import is_wheel
     from llorch.cli.outcome import MISSING
+    from llorch.errors import LeftOut
 
     every = {each.name: each for each in every_input()}
     if listed:
         click.echo("\n".join(["engines:", *BY_NAME, "inputs:", *every]))
         return
+    if is_wheel():
+        raise LeftOut("atlas: this wheel has no list of the engines' packages")
     chosen = [_known(name, BY_NAME, "engine") for name in engines or BY_NAME]
     fed = [_known(name, every, "input") for name in inputs or every]
     whole = not engines and not inputs

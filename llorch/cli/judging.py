@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, get_args
 
 import click
 
-from llorch.builtin import EVERY, builtin_path, goldens_folder
+from llorch.builtin import EVERY, IN_WHEEL, builtin_path, goldens_folder, is_wheel
 from llorch.cli.inputs import choose_ids, chosen_numerics, model_path, say_plan
 from llorch.cli.judged import KERNELS, TRAINING, Judged, checkpoints_of, summary
 from llorch.cli.options import allowed_cores, use_threads
@@ -20,7 +20,7 @@ from llorch.cli.report import print_end, print_model
 from llorch.cli.tables import console
 from llorch.cli.workers import Workers
 from llorch.config import ModelConfig
-from llorch.errors import MissingExtra
+from llorch.errors import LeftOut, MissingExtra
 from llorch.files import Weights, open_weights
 from llorch.files.residency import Residency
 from llorch.model import Model, load
@@ -84,7 +84,7 @@ def judge_all(
     """
     given = Input(prompt, tokens)
     on_torch, absent = _torch_backends(arithmetic)
-    specs = dict.fromkeys(models or (*EVERY, QUANTISED))
+    specs = dict.fromkeys(models or (IN_WHEEL if is_wheel() else (*EVERY, QUANTISED)))
     if arithmetic.mesh is not None:
         unsplit = _not_split(specs, arithmetic.mesh["tp"].size(), given=bool(models))
         absent = {**absent, **unsplit}
@@ -107,6 +107,9 @@ def judge_all(
                 done.append(judged)
                 if not as_json:
                     print_model(out, judged, detail=detail)
+    if is_wheel() and not models:
+        judged_here = f"this wheel judges {', '.join(IN_WHEEL)}, without long contexts and training"
+        say(f"note: {LeftOut(judged_here)}")
     used = threads + (f"; processes: {workers.n_processes}" if workers.n_processes > 1 else "")
     return reported(done, absent, used, strict=strict, as_json=as_json)
 
@@ -173,7 +176,7 @@ def _parts(spec: str) -> Sequence[Callable[[], Iterator[Row]]]:
         names = tuple(MODELS)
         parts = (names[start : start + AT_ONCE] for start in range(0, len(names), AT_ONCE))
         return [block_rows, *(partial(model_rows, part) for part in parts)]
-    return [partial(verify_stored, spec), *([partial(verify_training_stored, spec)] if spec in TRAINED else [])]
+    return [partial(verify_stored, spec), *([partial(verify_training_stored, spec)] if _is_trained(spec) else [])]
 
 
 def _judged(
@@ -204,7 +207,7 @@ def _judged_on_torch(
         judged = _from_goldens(spec, backend.quantised)
         judged = replace(judged, numerics="packed matrices; inputs rounded as ggml does", checkpoints=(CHECKPOINT,))
     else:
-        trained = spec in TRAINED and backend.trains
+        trained = _is_trained(spec) and backend.trains
         judged = _from_goldens(spec, lambda: chain(backend.stored(spec), backend.training(spec) if trained else ()))
         judged = replace(judged, checkpoints=(*_forward(spec), *(TRAINING if trained else ())))
     return replace(judged, backend=backend.name)
@@ -234,7 +237,12 @@ def _stored(name: str, workers: Workers[list[Row]]) -> Judged:
     if name == QUANTISED:
         arithmetic = f"numerics {GGML}; {len(MODELS)} micro models, one of each type, made in a temporary folder"
         return replace(judged, numerics=arithmetic, checkpoints=(CHECKPOINT,))
-    return replace(judged, checkpoints=(*_forward(name), *(TRAINING if name in TRAINED else ())))
+    return replace(judged, checkpoints=(*_forward(name), *(TRAINING if _is_trained(name) else ())))
+
+
+def _is_trained(name: str) -> bool:
+    """Tell whether there are goldens of training: a wheel has none."""
+    return name in TRAINED and not is_wheel()
 
 
 def _forward(name: str) -> Sequence[str]:

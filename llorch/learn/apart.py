@@ -24,7 +24,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from llorch.errors import MissingExtra, printable
+from llorch.errors import LeftOut, MissingExtra, printable
 from llorch.learn.check import check
 from llorch.learn.choice import opened
 from llorch.learn.frames import all_frames, is_own
@@ -117,7 +117,7 @@ def outcomes(
 
 def warm(lesson: Lesson) -> None:
     """Import and read here what processes then have from the beginning: ours is checked once."""
-    with suppress(MissingExtra), limited(1):
+    with suppress(MissingExtra, LeftOut), limited(1):
         check(lesson, Implementation("the reference", {part.name: part.reference for part in lesson.parts}))
 
 
@@ -267,7 +267,7 @@ def _checked(number: str, implementation: Implementation, mode: Mode, with_teeth
         verdict = check(lesson, implementation, mode)
         tried = teeth(lesson, implementation) if with_teeth and verdict.word == PASS else None
         return outcome_of(number, verdict, tried)
-    except MissingExtra as error:
+    except (MissingExtra, LeftOut) as error:
         return outcome_of(number, Verdict(number, NOT_RUN, reason=str(error)))
     except MemoryError as error:
         fault = f"no memory is left of {MEMORY >> 30} GiB: {named(error)}"

@@ -57,6 +57,7 @@ def check(lesson: Lesson, implementation: Implementation, mode: Mode = "isolated
 
     Raises:
         MissingExtra: The lesson is that on torch, which is not installed.
+        LeftOut: The lesson needs goldens that a wheel leaves out.
     """
     found = _checked(lesson, implementation, mode)
     if mode == "isolated" or found.word != FAIL:

@@ -35,6 +35,12 @@ def name_of(requirement: str) -> str:
     return re.split("[>=]=", requirement)[0]
 
 
+def module_of(requirement: str) -> str:
+    """Name the module that the package of a requirement brings."""
+    name = name_of(requirement)
+    return _MODULES.get(name, name.replace("-", "_"))
+
+
 def installed_version(package: str) -> str | None:
     """The version of a package; None where it is not installed."""
     try:
@@ -46,7 +52,7 @@ def installed_version(package: str) -> str | None:
 def imported(pool: Executor) -> dict[str, str]:
     """Import every package that is installed, beside this process: of each what is wrong with it, or nothing."""
     names = dict.fromkeys(name_of(one) for one in (*NEEDED, *(one for extra in EXTRAS.values() for one in extra)))
-    modules = {name: _MODULES.get(name, name.replace("-", "_")) for name in names if installed_version(name)}
+    modules = {name: module_of(name) for name in names if installed_version(name)}
     on_torch = [module for name, module in modules.items() if name in _WITH_TORCH]
     others = [module for name, module in modules.items() if name not in _WITH_TORCH]
     jobs: list[Future[dict[str, str]]] = [

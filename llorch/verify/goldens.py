@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from llorch.builtin import missing_golden
 from llorch.config import ModelConfig
 from llorch.files.names import inventory
 from llorch.files.new_file import new_file
@@ -320,7 +321,7 @@ def _record(folder: Path) -> dict[str, Any]:
 
 def _require_there(path: Path) -> Path:
     if not path.is_file():
-        raise FileNotFoundError(f"golden {path} is missing; make it with reference_outputs/regenerate.py")
+        raise missing_golden(path)
     return path
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from llorch.builtin import missing_golden
 from llorch.config import ModelConfig
 from llorch.files import Weights, open_weights
 from llorch.files.new_file import new_file
@@ -187,7 +188,7 @@ def read_long(folder: Path) -> LongGolden:
     """
     for name in (f"{_NAME}.json", f"{_NAME}{SUFFIX}"):
         if not (folder / name).is_file():
-            raise FileNotFoundError(f"golden {folder / name} is missing; make it with reference_outputs/regenerate.py")
+            raise missing_golden(folder / name)
     record = json.loads((folder / f"{_NAME}.json").read_text())
     truth: dict[str, dict[str, np.ndarray]] = {}
     for full, array in read_arrays(folder / f"{_NAME}{SUFFIX}").items():

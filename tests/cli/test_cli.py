@@ -1,5 +1,6 @@
 """The command line as a whole: help pages, exit codes, one line per error, and which stream gets what."""
 
+import re
 import shlex
 import shutil
 import subprocess
@@ -52,8 +53,10 @@ def test_llorch_alone_prints_the_help_page_and_ends_well():
     assert [line.split()[0] for line in result.stdout.split("Commands:\n")[1].splitlines()] == list(VERBS)
 
 
-def test_version_is_the_version_of_the_package():
-    assert invoke("--version").stdout == f"llorch {llorch.__version__}\n"
+def test_version_names_version_commit_and_extras():
+    assert re.fullmatch(
+        rf"llorch {llorch.__version__} \(.*commit.*, extras: \w+(, \w+)*\)\n", invoke("--version").stdout
+    )
 
 
 @pytest.mark.parametrize("command", COMMANDS + LEARN)

@@ -1,13 +1,22 @@
 """What pyproject.toml, the wheel and CHANGELOG.md say is true of the package."""
 
 import re
+import shutil
+import subprocess
 import tomllib
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
+from command_line import invoke
+from hatchling.builders.sdist import SdistBuilder
+from hatchling.builders.wheel import WheelBuilder
+from refusals import assert_tells
 
 import llorch
-from llorch.builtin import EVERY
+from llorch.builtin import IN_WHEEL
+from llorch.learn.checks.forward import models_of
+from llorch.learn.checks.quantised import golden
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -22,10 +31,104 @@ def test_each_extra_is_asked_for_by_a_message_or_makes_nothing_but_haste_or_is_f
     assert asked | {"learn"} | {"dev", "docs"} == EXTRAS.keys()
 
 
-def test_the_wheel_carries_the_lessons_and_the_goldens_of_every_built_in_model():
-    carried = SETTINGS["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
-    folders = ["checkpoints", *(f"reference_outputs/{name}" for name in (*EVERY, "quantised"))]
-    assert carried == {folder: f"llorch/{folder}" for folder in folders}
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an unpacked wheel, beside the wheel."""
+    folder = tmp_path_factory.mktemp("wheel")
+    (made,) = WheelBuilder(str(ROOT)).build(directory=str(folder))
+    with ZipFile(made) as file:
+        file.extractall(folder / "unpacked")
+    return folder / "unpacked"
+
+
+def names(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_wheel_stays_under_20_mb(wheel: Path):
+    (made,) = wheel.parent.glob("*.whl")
+    assert 10_000_000 < made.stat().st_size < 20_000_000
+
+
+def test_the_wheel_holds_three_models_with_their_forward_goldens_and_the_lessons(wheel: Path):
+    package = wheel / "llorch"
+    assert names(package / "models") == {"provenance.json", *(f"{name}.gguf" for name in IN_WHEEL)}
+    files = ("golden.json", *(f"{kind}.safetensors.xz" for kind in ("llamacpp", "transformers", "truth")))
+    assert names(package / "reference_outputs") == {f"{name}/{file}" for name in IN_WHEEL for file in files}
+    sources = {path for path in names(ROOT / "checkpoints") if "__pycache__" not in path}
+    assert names(package / "checkpoints") == {path for path in sources if not path.startswith("atlas/")}
+    code = {name for name in names(ROOT / "llorch") if "__pycache__" not in name and not name.startswith("models/")}
+    assert code - names(package) == {name for name in code if name.endswith(".lock")}
+
+
+def test_the_sdist_holds_every_model_golden_and_lesson_and_what_builds_it():
+    held = {file.distribution_path for file in SdistBuilder(str(ROOT)).recurse_included_files()}
+    for folder in ("llorch/models", "llorch/atlas", "reference_outputs", "checkpoints", "tests", ".ci"):
+        files = {f"{folder}/{name}" for name in names(ROOT / folder) if "__pycache__" not in name}
+        assert files - held == set(), folder
+    assert {"pyproject.toml", "constraints.txt"} <= held
+
+
+@pytest.mark.parametrize("target", [WheelBuilder, SdistBuilder])
+def test_a_build_from_a_checkout_names_its_commit(target: type[WheelBuilder] | type[SdistBuilder], tmp_path: Path):
+    (tmp_path / "pyproject.toml").write_text(
+        '[project]\nname = "llorch"\nversion = "1"\n[tool.hatch.build.hooks.custom]\npath = "hook.py"\n'
+    )
+    (tmp_path / "llorch").mkdir()
+    (tmp_path / "llorch/__init__.py").touch()
+    (tmp_path / "hook.py").write_text((ROOT / ".ci/hatch_build.py").read_text())
+    git = ("git", "-c", "user.name=n", "-c", "user.email=e@example.org", "-C", str(tmp_path))
+    for command in (("init", "-q"), ("add", "."), ("commit", "-q", "-m", "m")):
+        subprocess.run([*git, *command], check=True)
+    (made,) = target(str(tmp_path)).build(directory=str(tmp_path / "dist"))
+    shutil.unpack_archive(made, tmp_path / "out", "zip" if made.endswith(".whl") else "gztar")
+    (file,) = (tmp_path / "out").rglob("commit.txt")
+    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout
+    assert head.startswith(file.read_text().strip())
+    assert file.parent.name == "llorch"
+
+
+@pytest.fixture
+def installed(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look for models and goldens in the unpacked wheel."""
+    monkeypatch.setattr("llorch.builtin._PACKAGE", wheel / "llorch")
+
+
+@pytest.mark.usefixtures("installed")
+def test_verify_in_a_wheel_judges_what_it_holds_and_one_line_tells_how_to_get_the_rest(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr("llorch.cli.judging.IN_WHEEL", ("micro-llama",))  # the other two: .ci/installed
+    result = invoke("verify")
+    assert result.exit_code == 0, result.stderr
+    assert re.search(r"1 model, \d{3,} comparisons: (\d+) passed, 0 failed", result.stdout)
+    (note,) = [line for line in result.stderr.splitlines() if line.startswith("note:")]
+    assert_tells(note, "wheel", "micro-llama", "sdist", "clone", "pip install -e")
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    "command",
+    [
+        "verify micro-mistral",
+        "verify quantised",
+        "run micro-qwen2",
+        "atlas llama.cpp",
+        "learn inputs 13 -o a.npz",
+        "learn inputs 17 -o a.npz",
+        "learn inputs 05b -o a.npz",
+    ],
+)
+def test_a_wheel_tells_in_one_line_how_to_get_what_it_leaves_out(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for made in (models_of, golden):
+        made.cache_clear()
+    monkeypatch.chdir(tmp_path)
+    result = invoke(*command.split())
+    assert result.exit_code == 3
+    (line,) = [line for line in result.output.splitlines() if "sdist" in line]
+    assert_tells(line, "wheel", "clone", "pip install -e")
 
 
 def test_the_newest_version_of_the_changelog_is_that_of_the_package():

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from llorch.builtin import BUILTIN, OTHERS, builtin_path
+from llorch.builtin import BUILTIN, OTHERS, builtin_path, held
 from llorch.cache import KVCache
 from llorch.dumps.stage_dump import StageDump
 from llorch.families import forward
@@ -131,7 +131,7 @@ def models_of(lesson: Lesson) -> Sequence[str]:
     def has(model: str) -> bool:
         return any(stage.name in wanted for _, stage, _ in keys(open_weights(builtin_path(model)).config))
 
-    return [model for model in DENSE if has(model)] or [model for model in OF_QWEN if has(model)]
+    return [model for model in held(DENSE) if has(model)] or [model for model in OF_QWEN if has(model)]
 
 
 def stages_of(lesson: Lesson) -> set[str]:

@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 from gguf import GGMLQuantizationType, dequantize
 
-from llorch.builtin import BUILTIN, builtin_path
+from llorch.builtin import BUILTIN, builtin_path, held
 from llorch.files.blocks import uniform
 from llorch.files.gguf import GGUFFile
 from llorch.learn.checks.forward import BACKEND, ForwardCheck, parts_so_far, written_parts
@@ -64,7 +64,7 @@ def numbers(installed: Install) -> Iterator[Row]:
 
 def tables(installed: Install) -> Iterator[Row]:
     """The tensor table of every built-in file, with the hash of the bytes that it points to."""
-    for model in BUILTIN:
+    for model in held(BUILTIN):
         with installed():
             file = GGUFFile(builtin_path(model))
         with closing(file):
@@ -73,7 +73,7 @@ def tables(installed: Install) -> Iterator[Row]:
 
 def texts(installed: Install) -> Iterator[Row]:
     """The ids of the goldens' texts, with every built-in vocabulary."""
-    for model in BUILTIN:
+    for model in held(BUILTIN):
         weights, golden = stored(model)
         with installed():
             encode = Model(weights).tokenizer.encode

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from llorch.builtin import missing_golden
 from llorch.files.quant import GGMLType
 from llorch.verify.golden_arrays import SUFFIX, read_arrays, write_arrays
 from llorch.verify.goldens import Evidence
@@ -87,7 +88,7 @@ def read(folder: Path) -> QuantisedGolden:
     arrays = ("blocks", "rounding", *MODELS)
     for name in ("golden.json", *(f"{name}{SUFFIX}" for name in arrays)):
         if not (folder / name).is_file():
-            raise FileNotFoundError(f"golden {folder / name} is missing; make it with reference_outputs/regenerate.py")
+            raise missing_golden(folder / name)
     record = json.loads((folder / "golden.json").read_text(encoding="utf-8"))
     blocks, rounding, *traces = (read_arrays(folder / f"{name}{SUFFIX}") for name in arrays)
     _require(folder, record, blocks, rounding)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from llorch.builtin import missing_golden
 from llorch.config import ModelConfig
 from llorch.lora.adapter import LORA_A, LORA_B, Adapter, LoraTensors, checked
 from llorch.lora.config import LoraConfig
@@ -167,7 +168,7 @@ def read(folder: Path) -> TrainingGolden:
     """Read stored goldens; a missing file, or one without tolerances, batches or files, is a failure, never a pass."""
     for name in FILES:
         if not (folder / name).is_file():
-            raise FileNotFoundError(f"golden {folder / name} is missing; make it with reference_outputs/regenerate.py")
+            raise missing_golden(folder / name)
     record = json.loads((folder / FILES[1]).read_text(encoding="utf-8"))
     arrays = read_arrays(folder / FILES[0])
     for name, shape in record["exactly_zero"].items():

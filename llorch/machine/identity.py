@@ -1,0 +1,41 @@
+"""The line of `llorch --version`: version, commit and the extras whose packages are installed; nothing is imported."""
+
+import subprocess
+from importlib.util import find_spec
+from pathlib import Path
+
+import llorch
+from llorch.machine.packages import EXTRAS, module_of
+
+_PACKAGE = Path(llorch.__file__).parent
+_COMMAND = ("git", "describe", "--always", "--dirty", "--exclude=*")
+_TIMEOUT = 10.0  # seconds
+
+
+def version_line() -> str:
+    """Write the line for bug reports."""
+    extras = ", ".join(installed_extras()) or "none"
+    return f"llorch {llorch.__version__} ({commit_of(_PACKAGE)}, extras: {extras})"
+
+
+def commit_of(package: Path) -> str:
+    """Name the commit: of the checkout, else the one that the build wrote into `commit.txt`, else none."""
+    if (package.parent / ".git").exists():
+        found = _described(package.parent)
+    else:
+        file = package / "commit.txt"
+        found = file.read_text(encoding="ascii").strip() if file.is_file() else ""
+    return f"commit {found}" if found else "unknown commit"
+
+
+def installed_extras() -> list[str]:
+    """List the extras all of whose packages can be found."""
+    return [extra for extra, wanted in EXTRAS.items() if all(find_spec(module_of(one)) for one in wanted)]
+
+
+def _described(checkout: Path) -> str:
+    try:
+        done = subprocess.run(_COMMAND, cwd=checkout, capture_output=True, text=True, check=False, timeout=_TIMEOUT)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
