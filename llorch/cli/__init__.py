@@ -19,6 +19,7 @@ from textwrap import fill
 
 import click
 
+import llorch
 from llorch.builtin import EVERY
 from llorch.cli.options import wait_asleep
 from llorch.cli.outcome import reported
@@ -45,7 +46,7 @@ def _print_version(ctx: click.Context, param: click.Parameter, value: bool) -> N
     from llorch.machine.identity import version_line
 
     if value and not ctx.resilient_parsing:
-        click.echo(version_line())
+        click.echo(version_line(llorch.__version__))
         ctx.exit()
 
 

@@ -4,18 +4,17 @@ import subprocess
 from importlib.util import find_spec
 from pathlib import Path
 
-import llorch
 from llorch.machine.packages import EXTRAS, module_of
 
-_PACKAGE = Path(llorch.__file__).parent
+_PACKAGE = Path(__file__).parents[1]
 _COMMAND = ("git", "describe", "--always", "--dirty", "--exclude=*")
 _TIMEOUT = 10.0  # seconds
 
 
-def version_line() -> str:
-    """Write the line for bug reports."""
+def version_line(version: str) -> str:
+    """Write the line for bug reports; `version` is that of llorch."""
     extras = ", ".join(installed_extras()) or "none"
-    return f"llorch {llorch.__version__} ({commit_of(_PACKAGE)}, extras: {extras})"
+    return f"llorch {version} ({commit_of(_PACKAGE)}, extras: {extras})"
 
 
 def commit_of(package: Path) -> str:
