@@ -4,6 +4,7 @@ import re
 import shutil
 import subprocess
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -15,8 +16,13 @@ from refusals import assert_tells
 
 import llorch
 from llorch.builtin import IN_WHEEL
+from llorch.learn.apart import _checked
 from llorch.learn.checks.forward import models_of
 from llorch.learn.checks.quantised import golden
+from llorch.learn.implementation import Implementation
+from llorch.learn.lessons import BY_NUMBER
+from llorch.learn.verdict import NOT_RUN
+from llorch.verify.judge import PASS
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -89,9 +95,13 @@ def test_a_build_from_a_checkout_names_its_commit(target: type[WheelBuilder] | t
 
 
 @pytest.fixture
-def installed(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def installed(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Look for models and goldens in the unpacked wheel."""
     monkeypatch.setattr("llorch.builtin._PACKAGE", wheel / "llorch")
+    for read_once in (models_of, golden):
+        read_once.cache_clear()
+    yield
+    models_of.cache_clear()
 
 
 @pytest.mark.usefixtures("installed")
@@ -122,8 +132,6 @@ def test_verify_in_a_wheel_judges_what_it_holds_and_one_line_tells_how_to_get_th
 def test_a_wheel_tells_in_one_line_how_to_get_what_it_leaves_out(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    for made in (models_of, golden):
-        made.cache_clear()
     monkeypatch.chdir(tmp_path)
     result = invoke(*command.split())
     assert result.exit_code == 3
@@ -133,6 +141,14 @@ def test_a_wheel_tells_in_one_line_how_to_get_what_it_leaves_out(
 
 def test_the_newest_version_of_the_changelog_is_that_of_the_package():
     assert re.findall(r"^## (\S+)", CHANGELOG, re.MULTILINE)[0] == llorch.__version__
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(("number", "word"), [("01", PASS), *((each, NOT_RUN) for each in ("05b", "06b", "13", "17"))])
+def test_a_lesson_that_a_wheel_lacks_goldens_for_is_not_run_and_others_are_judged(number: str, word: str):
+    written = {part.name: part.reference for part in BY_NUMBER[number].parts}
+    outcome = _checked(number, Implementation("the reference", written), "isolated", with_teeth=False)
+    assert (outcome.word, "sdist" in outcome.record["reason"]) == (word, word == NOT_RUN)
 
 
 @pytest.mark.parametrize(("old", "new"), re.findall(r"^\| (`.*) \| (`.*) \|$", CHANGELOG, re.MULTILINE))
