@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"\]\((?!https?:)(?P<path>[^)#\s]+)(?=[)#])")
 LESSON_PAGES = [f"checkpoints/{n}_{CHECKPOINTS[n]}/README.md" for row in ROWS.values() for n in row]
 REFERENCE = {"reference/commands.md": commands, "reference/python.md": names, "reference/ops.md": functions}
+COMMAND_PAGES = sorted(page.relative_to(ROOT).as_posix() for page in (ROOT / "checkpoints/commands").glob("*.md"))
 MESH = "checkpoints/mesh/README.md"
 MORE = [
     MESH,
@@ -30,7 +31,12 @@ MORE = [
     "CONTRIBUTING.md",
     "CHANGELOG.md",
 ]
-CONTENTS = {"Learn": ["checkpoints/README.md", *LESSON_PAGES], "Reference": list(REFERENCE), "More": MORE}
+CONTENTS = {
+    "Learn": ["checkpoints/README.md", *LESSON_PAGES],
+    "Commands": COMMAND_PAGES,
+    "Reference": list(REFERENCE),
+    "More": MORE,
+}
 PICTURES = (".svg", ".png")
 LANGUAGES = {".py": "python", ".c": "c", ".h": "c", ".cpp": "cpp", ".rs": "rust", ".toml": "toml", ".json": "json"}
 
@@ -63,7 +69,7 @@ class Staging:
     def stage(self) -> None:
         """Write all of them."""
         self._page("README.md", _contents())
-        for path in (*CONTENTS["Learn"], *MORE):
+        for path in (*CONTENTS["Learn"], *COMMAND_PAGES, *MORE):
             self._page(path)
         for path, made in REFERENCE.items():
             self._write(path, self._linked(made(), path))
@@ -83,7 +89,7 @@ class Staging:
 
     def _shown(self, path: str) -> str:
         """Where a file or folder is shown; now it is."""
-        if path in {"README.md", *CONTENTS["Learn"], *MORE}:
+        if path in {"README.md", *CONTENTS["Learn"], *COMMAND_PAGES, *MORE}:
             return _place(path)
         file = ROOT / path
         if file.suffix in PICTURES:

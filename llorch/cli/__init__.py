@@ -25,10 +25,14 @@ from llorch.cli.options import wait_asleep
 from llorch.cli.outcome import reported
 from llorch.cli.verbs import Verbs
 
-VERBS = (
-    "run", "verify", "diagnose", "diff", "dump-writer", "inspect", "tokenize", "trace", "convert", "quality", "bench",
-    "serve", "chat", "atlas", "doctor", "completion", "lora", "data", "learn",
-)  # fmt: skip
+VERBS = {
+    "Port a model": ("verify", "diagnose", "diff", "dump-writer", "trace", "atlas"),
+    "Learn": ("learn",),
+    "Fine-tune": ("lora", "data"),
+    "Run and serve": ("run", "chat", "serve"),
+    "Files": ("inspect", "convert", "tokenize", "quality"),
+    "Machine": ("bench", "doctor", "completion"),
+}
 
 
 class Main(Verbs):
@@ -50,28 +54,14 @@ def _print_version(ctx: click.Context, param: click.Parameter, value: bool) -> N
         ctx.exit()
 
 
-HELP = """\b
-llorch run story "Once upon a time"      text at once, nothing to download
-llorch verify                            every stage against llama.cpp and transformers
-llorch diagnose dump --model story       the first wrong stage of your engine, and the mistake
-llorch inspect story                     what is in a file
-llorch convert model.gguf folder         to Hugging Face, and back
-llorch atlas mlx-lm                      engines of others, judged
-llorch serve story                       the OpenAI interface, at localhost:8080
-llorch learn                             build your own, one checkpoint at a time
-llorch bench story                       speed, and the share of what the machine can do
-llorch lora train story --data pirate -o my-adapter    fine-tune it
-llorch chat model.gguf                   talk to it; change a message, try again, trace it
-echo "Once upon" | llorch run story -n 40
-
-Llama and Qwen in NumPy, every step checked against two engines that someone else wrote.
+HELP = """Check your Llama or Qwen engine against llama.cpp and transformers; learn, fine-tune and serve such models.
 
 \b
 MODEL is a .gguf file, a Hugging Face folder, a model of its hub as
 org/name[:QUANT][@REVISION], or a built-in name:
 {names}.
 
-Any option may be set in the environment as LLORCH_<COMMAND>_<OPTION>.
+Each option can be set in the environment as LLORCH_<COMMAND>_<OPTION>.
 
 \b
 Exit codes: 0 ok, 1 numbers differ, 2 usage or unusable data,
@@ -86,14 +76,19 @@ cannot be compared (see llorch diagnose), 70 a bug in llorch,
     package="llorch.cli",
     verbs=VERBS,
     help=HELP,
+    examples=(
+        'llorch run story "Once upon a time"     # nothing to download',
+        "llorch diagnose dump --model story      # the first wrong stage of your engine",
+        "llorch learn                            # build your own",
+    ),
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "LLORCH"},
 )
 @click.option(
     "--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version,
-    help="Show version, commit and installed extras, and exit.",
+    help="Version, commit and installed extras.",
 )  # fmt: skip
-@click.option("--traceback", is_flag=True, help="Show where an error was raised; for bug reports.")
+@click.option("--traceback", is_flag=True, help="Python traceback of an error, for bug reports.")
 @click.pass_context
 def main(ctx: click.Context, *, traceback: bool) -> None:
     """Print the help page when no verb is given."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
-from llorch.cli.options import json_option, verb
+from llorch.cli.options import group, json_option, page_option, verb
 from llorch.cli.output import progress, say, to_json
 
 if TYPE_CHECKING:
@@ -24,37 +24,43 @@ _OUTPUT = Path("checkpoints/atlas")
 
 
 @verb(
-    "How far engines that people use are from the truth.",
-    "llorch atlas                                all engines, all inputs: under half an hour",
+    "Measure how far popular engines are from the float64 reference.",
     "llorch atlas mlx-lm --input llama --input llama-theta-old",
     "llorch atlas ctranslate2 --json > ctranslate2.json",
     "llorch atlas --list",
+    page="atlas.md",
 )
 @click.argument("engines", nargs=-1)
-@click.option("--input", "inputs", multiple=True, metavar="NAME", help="Only this input; may be given again.")
-@click.option("--list", "listed", is_flag=True, help="Names of engines and inputs; nothing is run.")
-@click.option(
-    "--home", type=click.Path(path_type=Path, file_okay=False),
-    help="Of environments, inputs and runs.  [default: llorch/atlas in your cache folder]",
+@group(
+    "Input",
+    page_option("--input", "inputs", multiple=True, metavar="NAME", help="Input to run; repeatable.  [default: all]"),
+)
+@group(
+    "Environments",
+    page_option(
+        "--home", type=click.Path(path_type=Path, file_okay=False),
+        help="Folder of environments, inputs and runs.  [default: llorch/atlas in your cache folder]",
+    ),
+    page_option("--yes", is_flag=True, help="Permission to install packages; needed in scripts."),
 )  # fmt: skip
-@click.option(
-    "--output", type=click.Path(path_type=Path, file_okay=False),
-    help=f"Folder of the page, its picture, JSON and reports.  [default: {_OUTPUT} for all engines, else none]",
+@group(
+    "Output",
+    page_option("--list", "listed", is_flag=True, help="Names of engines and inputs, without a run."),
+    page_option(
+        "--output", type=click.Path(path_type=Path, file_okay=False),
+        help=f"Folder for page, picture, JSON and reports.  [default: {_OUTPUT} for all engines, else none]",
+    ),
+    json_option("One object {version, date, ..., verdicts}; NaN and infinity become null."),
 )  # fmt: skip
-@click.option("--yes", is_flag=True, help="Install packages without asking; scripts need it.")
-@json_option("One object {version, date, ..., verdicts}; NaN and infinity become null.")
 def command(
     *, engines: Sequence[str], inputs: Sequence[str], listed: bool, home: Path | None, output: Path | None,
     yes: bool, as_json: bool,
 ) -> None:  # fmt: skip
-    """Run engines of others, each unmodified and in an environment of its own, and hold them to the foreign truth.
+    """Run other engines, each unmodified and in its own environment, and compare them with the float64 reference.
 
-    Their packages come from pip's package index, pinned with hashes. llorch says how much an environment downloads and
-    asks before it installs one. An engine that hangs, crashes or takes too much memory is a
-    line of the table, and the rest goes on; one that cannot be installed is printed as NOT RUN. Needs the extra golden
-    (transformers computes the truth, in float64) and, for the picture, train.
+    Without ENGINES, all run, which takes under half an hour.
 
-    Exit codes: 0 the table is filled, 3 no engine could be run.
+    Exit codes: 0 the table is complete, 3 no engine could run.
     """
     from llorch.atlas.catalogue import BY_NAME
     from llorch.atlas.fill import fill

@@ -11,7 +11,9 @@ from llorch.cli.options import (
     MODEL,
     WholeNumber,
     backend_options,
+    group,
     json_option,
+    page_option,
     residency_option,
     threads_option,
     use_threads,
@@ -44,38 +46,40 @@ class Choice:
 
 @verb(
     "Measure speed on this machine.",
-    "llorch bench                                      story, NumPy",
+    "llorch bench",
     "llorch bench model.gguf --backend torch --dtype bfloat16",
-    "llorch bench model.gguf --backend torch --device cuda --prompt 4096 --decode 128",
-    "llorch bench --shape llama-3-8b --backend torch --device cuda --dtype bfloat16",
-    "llorch bench --shape llama-3-8b --weights-type Q4_K --backend torch --device cuda --dtype bfloat16 --json",
-    "llorch bench model.gguf --mesh tp=2               the torch path, split over two processes",
+    "llorch bench --shape llama-3-8b --weights-type Q4_K --device cuda",
+    page="bench.md",
 )
 @click.argument("model", type=MODEL, required=False)
-@click.option("--shape", type=click.Choice(SHAPES), help="Random weights of this shape, made on the device; no file.")
-@click.option("--weights-type", type=click.Choice(TYPES), help="With --shape: matrices in random blocks of this type.")
-@click.option("--prompt", type=WholeNumber(min=1), default=128, show_default=True, help="Tokens of a prompt.")
-@click.option("--decode", type=WholeNumber(min=1), default=32, show_default=True, help="Tokens decoded after it.")
-@click.option("--rounds", type=WholeNumber(min=1), default=5, show_default=True, help="After one that warms up.")
-@click.option("--batch", type=WholeNumber(min=1), default=1, show_default=True, help="Prompts at once.")
-@residency_option
+@group(
+    "Model",
+    page_option("--shape", type=click.Choice(SHAPES), help="Shape of a model with random weights, in place of MODEL."),
+    page_option("--weights-type", type=click.Choice(TYPES), help="Block type of the random matrices, with --shape."),
+    residency_option,
+)
+@group(
+    "Work",
+    page_option("--prompt", type=WholeNumber(min=1), default=128, show_default=True, help="Tokens of a prompt."),
+    page_option("--decode", type=WholeNumber(min=1), default=32, show_default=True, help="Tokens decoded after it."),
+    page_option(
+        "--rounds", type=WholeNumber(min=1), default=5, show_default=True, help="Rounds after one for warm-up."
+    ),
+    page_option("--batch", type=WholeNumber(min=1), default=1, show_default=True, help="Prompts at the same time."),
+)
 @backend_options
 @mesh_option
 @timeout_option
+@group("Machine", page_option("--compile", "compiled", is_flag=True, help="Decoding through torch.compile, on torch."))
 @threads_option
-@click.option("--compile", "compiled", is_flag=True, help="With --backend torch: decode through torch.compile.")
 @json_option("One object with all figures.")
 def command(
     *, prompt: int, decode: int, rounds: int, batch: int, backend: str, axes: Mapping[str, int] | None,
     rank_timeout: float, as_json: bool, **choice: Any,
 ) -> None:  # fmt: skip
-    """Measure how fast MODEL (default: story) reads a prompt and writes, on this machine.
+    """Measure how fast MODEL (default: story) reads a prompt and writes text on this machine.
 
-    Prefill and decode in tokens/s (median, least and most of the rounds); bytes of weights and cache that a decode
-    step has to read, and operations, per second. Their ceilings, a large copy and a large square product with the same
-    library and dtype, are measured in the same run.
-
-    With --mesh tp=M the layers are split over M processes of the CPU; bytes, operations and ceilings are those of all.
+    The figures are tokens/s, bytes/s and operations/s, with the ceilings that the same run measures.
     """
     from llorch.bench import Load, describe, measure
 

@@ -14,7 +14,9 @@ from llorch.cli.options import (
     TEXT,
     WholeNumber,
     backend_options,
+    group,
     numerics_options,
+    page_option,
     sampling_options,
     template_options,
     template_settings,
@@ -34,22 +36,32 @@ CONTEXT = 8192  # tokens to keep memory for
 
 @verb(
     "Talk to a model on the terminal.",
-    "llorch chat                                               with the built-in model, story",
-    "llorch chat model.gguf",
+    "llorch chat",
     'llorch chat model.gguf --system "Answer in a sentence." -t 0.8',
     "llorch chat model.gguf --adapter path/to/adapter --history yesterday.json",
-    'printf "Hello\\n/stats\\n" | llorch chat model.gguf',
+    page="run.md",
 )
 @click.argument("model", type=MODEL, default="story")
-@click.option("--system", type=TEXT, help="The system message.")
-@click.option(
-    "--history", type=click.Path(path_type=Path, dir_okay=False), help="Messages so far, as /save writes them."
+@group(
+    "Input",
+    page_option("--system", type=TEXT, help="System message."),
+    page_option(
+        "--history", type=click.Path(path_type=Path, dir_okay=False), help="Earlier messages, as /save writes them."
+    ),
 )
-@click.option("-n", "--max-tokens", type=WholeNumber(min=1), default=1024, show_default=True, help="Of an answer.")
+@group(
+    "Output",
+    page_option(
+        "-n", "--max-tokens", type=WholeNumber(min=1), default=1024, show_default=True, help="Most tokens an answer."
+    ),
+)
 @sampling_options
 @template_options
-@click.option("--adapter", type=click.Path(path_type=Path), help="LoRA: a PEFT directory or a GGUF file.")
-@click.option("--any-base", is_flag=True, help="Take an --adapter that names another base.")
+@group(
+    "Model",
+    page_option("--adapter", type=click.Path(path_type=Path), help="LoRA adapter: PEFT directory or GGUF file."),
+    page_option("--any-base", is_flag=True, help="Permission for an adapter of another base."),
+)
 @numerics_options
 @backend_options
 @threads_option
@@ -58,16 +70,10 @@ def command(
     numerics: str | None, kv_cache: str, residency: Any, backend: str, device: str | None, dtype: str | None,
     kernels: Any, template_date: "datetime | None", chat_template_kwargs: "dict | None", **sampling: Any,
 ) -> None:  # fmt: skip
-    """Talk to MODEL (default: story).
+    """Talk to MODEL (default: story) on the terminal.
 
-    Where it has no chat template, messages are joined by blank lines, as in llorch serve, and the answer goes on.
-
-    A line is what you say; one that ends with a backslash goes on with the next. /help lists the commands: change a
-    message, try again, save, trace every stage, ... What begins with // is said with one /.
-
-    Ctrl-C stops an answer, of which what was said counts. Ctrl-D ends. The text of a control token stays text. Lines
-    are remembered in $LLORCH_STATE, else $XDG_STATE_HOME/llorch, else ~/.local/state/llorch. Where stdin is no
-    terminal, the first mistake ends the conversation.
+    Type /help for the commands: change a message, try again, save, trace every stage, and more. Ctrl-C stops an
+    answer, Ctrl-D ends the conversation.
     """
     from llorch.cli.inputs import chosen_numerics, conversation, model_path, say_plan
     from llorch.cli.talk import Talk

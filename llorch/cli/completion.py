@@ -7,16 +7,16 @@ from llorch.cli.options import verb
 
 
 @verb(
-    "Completion of verbs, options and models for your shell.",
-    "llorch completion bash    in ~/.bashrc: source <(llorch completion bash)",
-    "llorch completion zsh     in ~/.zshrc, after compinit: source <(llorch completion zsh)",
-    "llorch completion fish    > ~/.config/fish/completions/llorch.fish",
+    "Print the completion script of your shell.",
+    "source <(llorch completion bash)    # in ~/.bashrc",
+    "source <(llorch completion zsh)     # in ~/.zshrc, after compinit",
+    "llorch completion fish > ~/.config/fish/completions/llorch.fish",
 )
 @click.argument("shell", type=click.Choice(("bash", "zsh", "fish")))
 def command(*, shell: str) -> None:
-    """Print the script that makes SHELL complete `llorch`: verbs, options, built-in models, files and folders.
+    """Print a script that makes your shell complete verbs, options, built-in models, files and folders of llorch.
 
-    Written once, it goes on to fit: what completes is the llorch that is installed.
+    The script asks the installed llorch, so it stays right after an update.
     """
     found = get_completion_class(shell)
     assert found is not None  # click has these three

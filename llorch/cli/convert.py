@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from llorch.cli.options import MODEL, json_option, verb
+from llorch.cli.options import MODEL, group, json_option, page_option, verb
 from llorch.cli.output import progress, say, to_json
 
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "TQ1_0", "TQ2_0", "MXFP4")
@@ -17,26 +17,26 @@ _TERMINATED = 128 + signal.SIGTERM
 @verb(
     "Convert between a Hugging Face folder and GGUF.",
     "llorch convert path/to/huggingface-folder model.gguf",
-    "llorch convert path/to/huggingface-folder model-q8_0.gguf --type Q8_0",
     "llorch convert model.gguf path/to/new-folder --type BF16",
     "llorch convert model.gguf smaller.gguf --type Q4_0",
+    page="convert.md",
 )
 @click.argument("source", type=MODEL)
 @click.argument("target", type=click.Path(path_type=Path))
-@click.option(
-    "--type", "type_name", type=click.Choice(TYPES, case_sensitive=False),
-    help="Type of the matrices; a folder takes F32, F16 and BF16.  [default: as in SOURCE where possible, else F32]",
+@group(
+    "Output",
+    page_option(
+        "--type", "type_name", type=click.Choice(TYPES, case_sensitive=False),
+        help="Type of the matrices; a folder takes F32, F16 or BF16.  [default: that of SOURCE if possible, else F32]",
+    ),
+    page_option("--force", is_flag=True, help="Permission to replace TARGET."),
+    json_option("One object: source, target, type, n_tensors, n_bytes, fallbacks, has_vocabulary, notes."),
 )  # fmt: skip
-@click.option("--force", is_flag=True, help="Replace TARGET when it exists.")
-@json_option("One object: source, target, type, n_tensors, n_bytes, fallbacks, has_vocabulary, notes.")
 def command(*, source: str, target: Path, type_name: str | None, force: bool, as_json: bool) -> None:
-    """Write the model SOURCE, a GGUF file, Hugging Face folder or built-in model, as TARGET.
+    """Write the model SOURCE as TARGET, in another file format or number type.
 
-    A TARGET that ends in .gguf becomes a GGUF file, any other name a Hugging Face folder. Tokenizer, chat template and
-    sampling defaults go along. All matrices get the same type, the embedding too; norms and biases stay F32 in GGUF,
-    and a matrix whose rows are no whole number of blocks becomes F16, which is said.
-
-    TARGET is complete or absent: it is written under another name, read back, then renamed.
+    SOURCE is a .gguf file, a Hugging Face folder or a built-in model. A TARGET that ends in .gguf becomes a GGUF file;
+    any other name becomes a Hugging Face folder. TARGET is complete or absent.
     """
     from llorch.cli.inputs import model_path
     from llorch.convert import convert

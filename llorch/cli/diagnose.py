@@ -6,7 +6,17 @@ from typing import TYPE_CHECKING
 import click
 
 from llorch.cli.dumped import dump_path, first_position_option, map_option
-from llorch.cli.options import MODEL, TEXT, json_option, refuse_both, threads_option, tokens_option, verb
+from llorch.cli.options import (
+    MODEL,
+    TEXT,
+    group,
+    json_option,
+    page_option,
+    refuse_both,
+    threads_option,
+    tokens_option,
+    verb,
+)
 
 if TYPE_CHECKING:
     from llorch.verify.diagnosis.verdict import Diagnosis
@@ -17,44 +27,43 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @verb(
     "Name the first wrong stage of your engine, and the mistake.",
     "llorch diagnose path/to/dump --model path/to/model.gguf",
-    "llorch diagnose path/to/dump --model path/to/model.gguf --map names.toml --html report.html",
-    "llorch diagnose path/to/trace.safetensors --model path/to/huggingface-folder --tokens 9,4,7 --all",
+    "llorch diagnose path/to/dump --model story --map names.toml --html report.html",
+    "llorch diagnose path/to/trace.safetensors --model story --tokens 9,4,7 --all",
+    page="diagnose.md",
 )
 @click.argument("dump", type=dump_path)
-@click.option("--model", type=MODEL, required=True, help="What the engine ran: a file, a folder or a built-in name.")
-@map_option
-@tokens_option("Token ids of the run where the dump does not have them, or of the whole text.")
-@click.option("--prompt", type=TEXT, help="The same as text.")
-@first_position_option
-@click.option(
-    "--adapter", type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="The adapter folder of PEFT that a training step started from: DUMP is one of training.",
+@group(
+    "Input",
+    page_option("--model", type=MODEL, required=True, help="Model that the engine ran: a file, a folder or a name."),
+    map_option,
+    tokens_option("Token ids of the run, if the dump has none, or of the whole text."),
+    page_option("--prompt", type=TEXT, help="Text in place of --tokens."),
+    first_position_option,
+    page_option(
+        "--adapter", type=click.Path(path_type=Path, exists=True, file_okay=False),
+        help="PEFT adapter folder that a training step started from, for a dump of training.",
+    ),
 )  # fmt: skip
+@group(
+    "Output",
+    page_option("--all", "every", is_flag=True, help="All stages, also those after the first cause."),
+    json_option("One object {version, right, findings, stages, not_run, ...}; NaN and infinity become null."),
+    page_option("--junit", type=_FILE, help="JUnit XML file to write, one test case per stage."),
+    page_option("--html", type=_FILE, help="Page for a browser to write."),
+)
 @threads_option
-@click.option("--all", "every", is_flag=True, help="Every stage, also those behind the first cause.")
-@json_option("One object {version, right, findings, stages, not_run, ...}; NaN and infinity become null.")
-@click.option("--junit", type=_FILE, help="Write XML as JUnit does: a test case for each stage.")
-@click.option("--html", type=_FILE, help="Write one page for a browser.")
 def command(
     *, dump: Path, model: str, mapping: Path | None, tokens: list[int] | None, prompt: str | None,
     first_position: int | None, adapter: Path | None, every: bool, as_json: bool, junit: Path | None, html: Path | None,
 ) -> None:  # fmt: skip
-    """Compare DUMP, what an engine computed, with what MODEL makes of the same numbers, stage by stage.
+    """Find the first wrong stage of an engine and name the mistake, from a dump of its tensors.
 
-    DUMP is a folder with index.jsonl (llorch dump-writer prints writers for it), or a .safetensors, .npz or .npy file;
-    some stages of some layers do. Every stage is fed the engine's own numbers, so an error is seen where it was made.
-    Known mistakes and settings are tried on them: one is named where it leaves nothing of the error but rounding. What
-    the engine's arithmetic explains is HONEST, no mistake: half precision, its cache, inputs of products rounded as
-    llama.cpp does, as it declares or its numbers show.
+    DUMP is a folder with index.jsonl (llorch dump-writer prints a program that writes it), or a .safetensors, .npz or
+    .npy file. A dump of some stages of some layers is enough.
 
-    With --adapter DUMP has optimizer steps of a LoRA run, any of: losses, gradients, moments, parameters, under the
-    names that llorch.dumps.training_dump lists.
-
-    A stage that needs passes which the dump does not have is NOT RUN; with --tokens of the whole text llorch runs them.
-
-    Exit code 0: nothing is wrong; 1: something is; 2: the dump cannot be read; 3: no stage can be judged. Numbers that
-    say nothing beside those of the model are of other tokens (10), of other positions (11), from the other side of a
-    norm (12), in a layout that no stage has (13), of other weights (14), or not those of the run in production (15).
+    Exit codes: 0 nothing is wrong, 1 something is wrong, 2 the dump cannot be read, 3 no stage can be judged, 10 other
+    tokens, 11 other positions, 12 the other side of a norm, 13 an unknown layout, 14 other weights, 15 another run
+    than the one in production.
     """
     from llorch.cli.diagnosed import print_diagnosis
     from llorch.cli.dumped import require_folders, write_text

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from llorch.cli.dumped import dump_path, first_position_option, map_option
-from llorch.cli.options import MODEL, json_option, tokens_option, verb
+from llorch.cli.options import MODEL, group, json_option, page_option, tokens_option, verb
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,32 +19,37 @@ VERSION = 1  # of what --json gives
 
 
 @verb(
-    "Compare two dumps, or draft what the names of one stand for.",
+    "Compare two dumps, or draft a mapping of names.",
     "llorch diff path/to/a path/to/b",
-    "llorch diff path/to/mine path/to/trace.safetensors --map names.toml --model path/to/model.gguf",
-    "llorch diff --suggest path/to/mine --model path/to/model.gguf > names.toml",
+    "llorch diff path/to/mine trace.safetensors --map names.toml --model story",
+    "llorch diff --suggest path/to/mine --model story > names.toml",
+    page="diagnose.md",
 )
 @click.argument("dumps", nargs=-1, required=True, type=dump_path, metavar="A [B]")
-@click.option("--model", type=MODEL, help="What both ran: arrays are then stages, whatever their names and layouts.")
-@map_option
-@click.option("--map-b", type=click.Path(path_type=Path), help="The same for B.  [default: what --map says]")
-@tokens_option("Token ids of the run, where the dumps do not have them.")
-@first_position_option
-@click.option("--suggest", is_flag=True, help="Print a mapping for A, drafted from shapes and values.")
-@json_option("One object {version, first_divergence, stages, only}; NaN and infinity become null.")
+@group(
+    "Input",
+    page_option("--model", type=MODEL, help="Model that both ran; needed to compare by stage."),
+    map_option,
+    page_option(
+        "--map-b", type=click.Path(path_type=Path), help="TOML file for the names of B.  [default: that of --map]"
+    ),
+    tokens_option("Token ids of the run, if the dumps have none."),
+    first_position_option,
+)
+@group(
+    "Output",
+    page_option("--suggest", is_flag=True, help="A mapping for A, drafted from shapes and values."),
+    json_option("One object {version, first_divergence, stages, only}; NaN and infinity become null."),
+)
 def command(
     *, dumps: tuple[Path, ...], model: str | None, mapping: Path | None, map_b: Path | None, tokens: list[int] | None,
     first_position: int | None, suggest: bool, as_json: bool,
 ) -> None:  # fmt: skip
-    """Compare dumps A and B of one run, stage by stage: how far A is from B, and where it first is.
+    """Compare dumps A and B of one run, stage by stage, and show where they first differ.
 
-    A dump is what llorch diagnose reads, or a trace of llorch trace. With --model the arrays of both are stages of the
-    table, in its layout; without, arrays of equal names are compared as they are. Which of the two is right this does
-    not say: llorch diagnose does.
+    The comparison does not say which of the two is right; llorch diagnose does.
 
-    With --suggest one dump is read, and the text of a mapping printed: which stage each name is most likely to be.
-
-    Exit code 1: a stage is farther apart than the limit that the output names.
+    Exit code 1: a stage differs by more than the tolerance that the output names.
     """
     if suggest:
         _suggest(dumps, model, tokens, first_position)

@@ -12,19 +12,19 @@ _SHOWN = {"ok": "ok", "absent": "-", "note": "note", "broken": "BROKEN"}
 
 
 @verb(
-    "What there is on this machine to run with, and what is broken.",
-    "llorch doctor                   what works, what does not, and its repair",
-    "llorch doctor --json            the same for a program",
-    "llorch doctor > report.txt      for a bug report",
+    "Check what works on this machine and how to repair the rest.",
+    "llorch doctor",
+    "llorch doctor --json",
+    "llorch doctor > report.txt",
 )
 @json_option("One object: version, broken, findings with part, name, state, text and repair.")
 def command(*, as_json: bool) -> None:
-    """Look at packages, processor, memory, devices, compiled leaves, witnesses and caches; run one forward pass.
+    """Check packages, processor, memory, devices, compiled kernels, reference engines and caches; run a forward pass.
 
-    What is not installed is no fault: the command beside it installs it. Each package is imported in a process of its
-    own, so that none can end this one. Of an adapter: llorch lora doctor.
+    A package that is not installed is no fault; the command after it installs it. Each package is imported in its own
+    process, so a crash cannot end this one. To check an adapter, use llorch lora doctor.
 
-    Exit codes: 0 what is installed works, 1 something is broken.
+    Exit codes: 0 all that is installed works, 1 something is broken.
     """
     from llorch.machine import REPORT_VERSION, examine
 

@@ -7,18 +7,21 @@ from typing import TYPE_CHECKING
 
 import click
 
-from llorch.cli.options import WholeNumber
+from llorch.cli.options import WholeNumber, group, page_option
 
 if TYPE_CHECKING:
     from llorch.dumps.stage_dump import StageDump
     from llorch.files import Weights
 
 dump_path = click.Path(path_type=Path)
-map_option = click.option(
-    "--map", "mapping", type=click.Path(path_type=Path), help="A TOML file that says what names stand for."
+map_option = group(
+    "Input",
+    page_option(
+        "--map", "mapping", type=click.Path(path_type=Path), help="TOML file that maps the dump's names to stages."
+    ),
 )
-first_position_option = click.option(
-    "--first-position", type=WholeNumber(min=0), help="Of the first of these tokens.  [default: 0]"
+first_position_option = group(
+    "Input", page_option("--first-position", type=WholeNumber(min=0), help="Position of the first token.  [default: 0]")
 )
 
 

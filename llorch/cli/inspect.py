@@ -15,10 +15,10 @@ from llorch.cli.output import to_json
 @click.argument("file", type=MODEL)
 @json_option("One object: path, format, config, tokenizer, metadata, tensors, problems.")
 def command(*, file: str, as_json: bool) -> None:
-    """Show the hyperparameters, the tokenizer, the metadata and the tensor table of FILE.
+    """Show the hyperparameters, tokenizer, metadata and tensor table of FILE without reading a tensor.
 
-    FILE is a .gguf file, a Hugging Face folder or a built-in model. No tensor is read. What llorch refuses (another
-    architecture, a missing tensor, ...) is named on stderr after all that could be read; the exit code is then 2.
+    FILE is a .gguf file, a Hugging Face folder or a built-in model. If llorch refuses a part, such as another
+    architecture or a missing tensor, stderr names it after the rest, and the exit code is 2.
     """
     from llorch.cli.contents import read_contents
     from llorch.cli.inputs import model_path

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import click
 
-from llorch.cli.options import SECONDS
+from llorch.cli.options import SECONDS, group, page_option
 from llorch.cli.outcome import OK, error_line, exit_code
 from llorch.errors import MissingExtra, RankLost
 from llorch.launched import is_launched_by_us, is_rank, only_first_speaks
@@ -49,13 +49,19 @@ class MeshType(click.ParamType):
         return {name: given.get(name, 1) for name in AXES}
 
 
-mesh_option = click.option(
-    "--mesh", "axes", type=MeshType(), is_eager=True,  # so that one rank alone says what is wrong with the others
-    help="Processes: dp with other rows of a batch, each of them tp that share every layer.",
+mesh_option = group(
+    "Machine",
+    page_option(
+        "--mesh", "axes", type=MeshType(), is_eager=True,  # so that one rank alone says what is wrong with the others
+        help="N data-parallel by M tensor-parallel processes.",
+    ),
 )  # fmt: skip
-timeout_option = click.option(
-    "--rank-timeout", type=SECONDS, default=300.0, show_default=True, metavar="SECONDS",
-    help="With --mesh: how long a process waits for another before all of them end.",
+timeout_option = group(
+    "Machine",
+    page_option(
+        "--rank-timeout", type=SECONDS, default=300.0, show_default=True, metavar="SECONDS",
+        help="Longest wait of a process.",
+    ),
 )  # fmt: skip
 
 

@@ -1,6 +1,5 @@
 """What several verbs share on their command lines; nothing heavy is imported for it."""
 
-import inspect
 import json
 import math
 import os
@@ -14,7 +13,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from llorch.builtin import EVERY
-from llorch.cli.verbs import Verb
+from llorch.cli.verbs import Verb, page_option
 from llorch.errors import decode_utf8
 
 if TYPE_CHECKING:
@@ -107,36 +106,43 @@ MODEL = ModelSpec()
 def verb(
     summary: str,
     *examples: str,
+    page: str = "",
     foreign: Mapping[str, str] = {},
 ) -> Callable[[Callable], click.Command]:
-    """Make a command whose help page starts with examples and goes on with the docstring; see `Verb` for `foreign`."""
+    """Make a command with a help page; see `Page` and `Verb` for `page` and `foreign`.
 
-    def decorate(function: Callable) -> click.Command:
-        text = "\b\n" + "\n".join(examples) + "\n\n" + inspect.cleandoc(function.__doc__ or "")
-        return click.command(cls=Verb, help=text, short_help=summary, foreign=foreign)(function)
+    The help page of the group shows the summary, that of the command its docstring.
+    """
+    return click.command(cls=Verb, short_help=summary, examples=examples, page=page, foreign=foreign)
+
+
+def group(title: str, *options: Callable[[Callable], Callable]) -> Callable[[Callable], Callable]:
+    """Options below `title` on a help page, in this order; without a title each stays below its own."""
+
+    def decorate(function: Callable) -> Callable:
+        before = len(getattr(function, "__click_params__", ()))
+        made = reduce(lambda made, option: option(made), reversed(options), function)
+        for param in vars(made)["__click_params__"][before:]:
+            param.group = title or param.group
+        return made
 
     return decorate
 
 
 def tokens_option(text: str) -> Callable[[Callable], Callable]:
     """`--tokens 1,2,3`, for models without a vocabulary."""
-    return click.option("--tokens", type=TokenIds(), help=text)
+    return group("Input", page_option("--tokens", type=TokenIds(), help=text))
 
 
 def json_option(text: str) -> Callable[[Callable], Callable]:
     """`--json`."""
-    return click.option("--json", "as_json", is_flag=True, help=text)
+    return group("Output", page_option("--json", "as_json", is_flag=True, help=text))
 
 
-residency_option = click.option(
+residency_option = page_option(
     "--weights", "residency", type=click.Choice(["auto", "decoded", "packed"]), default="auto", show_default=True,
-    help="Decode matrices at load, or keep them packed and decode at every use.",
+    help="Form of matrices in memory.",
 )  # fmt: skip
-
-
-def _together(*options: Callable[[Callable], Callable]) -> Callable[[Callable], Callable]:
-    """Options that stand on a help page in this order."""
-    return lambda function: reduce(lambda made, option: option(made), reversed(options), function)
 
 
 def _backend(ctx: click.Context, param: click.Parameter, value: str | None) -> str:
@@ -145,32 +151,48 @@ def _backend(ctx: click.Context, param: click.Parameter, value: str | None) -> s
     return value or ("torch" if on_torch else "numpy")
 
 
-numerics_options = _together(  # for whatever runs a model
-    click.option(
-        "--numerics", type=click.Choice(["exact", "ggml"]),
-        help="exact: what the weights mean. ggml: inputs rounded as llama.cpp's CPU path does.",
-    ),
-    click.option(
-        "--kv-cache", type=click.Choice(["f32", "f16"]), default="f32", show_default=True,
-        help="Type of keys and values, with --numerics ggml.",
-    ),
-    residency_option,
-)  # fmt: skip
-backend_options = _together(
-    click.option(
-        "--backend", type=click.Choice(["numpy", "torch"]), callback=_backend,
-        help="Which of our forward passes runs.  [default: numpy; torch with one of the next three]",
-    ),
-    click.option("--device", is_eager=True, help="On torch: cpu (the default), cuda or cuda:N."),
-    click.option(
-        "--dtype", type=click.Choice(["float32", "bfloat16", "float16", "float64"]), is_eager=True,
-        help="On torch: of weights and activations; float32 by default.",
-    ),
-    click.option(
-        "--kernels", type=click.Choice(["auto", "torch", "own"]), default="auto", is_eager=True,
-        help="On torch. auto: ours; on CUDA those that are right and no slower there. torch: never ours.",
-    ),
-)  # fmt: skip
+def numerics_group(default: str) -> Callable[[Callable], Callable]:
+    """Arithmetic of a verb that runs a model; `default` is what the help page says of `--numerics`."""
+    return group(
+        "Numerics",
+        page_option(
+            "--numerics", type=click.Choice(["exact", "ggml"]),
+            help=f"Exact products, or inputs rounded as on llama.cpp's CPU path (ggml).  [default: {default}]",
+        ),
+        page_option(
+            "--kv-cache", type=click.Choice(["f32", "f16"]), default="f32", show_default=True,
+            help="Type of the KV cache, with ggml.",
+        ),
+        residency_option,
+    )  # fmt: skip
+
+
+def backend_group(dtypes: str) -> Callable[[Callable], Callable]:
+    """The forward pass that runs, and where; `dtypes` is what the help page says is the default of `--dtype`."""
+    numerics = group(
+        "Numerics",
+        page_option(
+            "--dtype", type=click.Choice(["float32", "bfloat16", "float16", "float64"]), is_eager=True,
+            help=f"Number type on torch.  [default: {dtypes}]",
+        ),
+        page_option(
+            "--kernels", type=click.Choice(["auto", "torch", "own"]), default="auto", is_eager=True, show_default=True,
+            help="Kernels on torch; auto: llorch's, on CUDA only if correct and no slower.",
+        ),
+    )  # fmt: skip
+    machine = group(
+        "Machine",
+        page_option(
+            "--backend", type=click.Choice(["numpy", "torch"]), callback=_backend,
+            help="Forward pass.  [default: numpy; torch with --device, --dtype or --kernels]",
+        ),
+        page_option("--device", is_eager=True, help="Device: cpu, cuda or cuda:N.  [default: cpu]"),
+    )  # fmt: skip
+    return group("", numerics, machine)
+
+
+numerics_options = numerics_group("exact")
+backend_options = backend_group("float32")
 
 
 class JsonObject(click.ParamType):
@@ -191,14 +213,14 @@ class JsonObject(click.ParamType):
         return parsed
 
 
-template_options = _together(  # of `TemplateSettings`; `template_settings` reads them
-    click.option(
+template_options = group(  # of `TemplateSettings`; `template_settings` reads them
+    "Chat template",
+    page_option(
         "--template-date", type=click.DateTime(["%Y-%m-%d"]), metavar="YYYY-MM-DD",
-        help="Date that the chat template writes, if it writes one.  [default: today]",
+        help="Date in the template.  [default: today]",
     ),
-    click.option(
-        "--chat-template-kwargs", type=JsonObject(),
-        help='Variables of the chat template, such as \'{"enable_thinking": false}\'.',
+    page_option(
+        "--chat-template-kwargs", type=JsonObject(), help='Variables, as in \'{"enable_thinking": false}\'.'
     ),
 )  # fmt: skip
 
@@ -210,15 +232,14 @@ def template_settings(template_date: "datetime | None", chat_template_kwargs: "d
     return TemplateSettings(chat_template_kwargs, template_date)
 
 
-sampling_options = _together(  # names of `SamplingSettings`
-    click.option("-t", "--temperature", default=0.0, show_default=True, help="0 takes the most likely token."),
-    click.option(
-        "--top-k", type=WholeNumber(), default=0, show_default=True, help="Keep the k most likely tokens; 0 keeps all."
-    ),
-    click.option("--top-p", default=1.0, show_default=True, help="Keep the most likely tokens up to this mass."),
-    click.option("--min-p", default=0.0, show_default=True, help="Keep tokens this likely, relative to the best."),
-    click.option("--repetition-penalty", default=1.0, show_default=True, help="Above 1: less of what was said."),
-    click.option("--seed", type=SEED, default=0, show_default=True, help="Of the draws."),
+sampling_options = group(  # names of `SamplingSettings`
+    "Sampling",
+    page_option("-t", "--temperature", default=0.0, show_default=True, help="Temperature; 0: best token."),
+    page_option("--top-k", type=WholeNumber(), default=0, show_default=True, help="Number of tokens kept; 0: all."),
+    page_option("--top-p", default=1.0, show_default=True, help="Probability mass kept."),
+    page_option("--min-p", default=0.0, show_default=True, help="Least share of the best."),
+    page_option("--repetition-penalty", default=1.0, show_default=True, help="Penalty; 1: none."),
+    page_option("--seed", type=SEED, default=0, show_default=True, help="Seed of the draws."),
 )
 
 
@@ -235,9 +256,12 @@ def _remember(ctx: click.Context, param: click.Parameter, value: int | None) -> 
     ctx.meta[_WANTED] = value
 
 
-threads_option = click.option(  # for whatever computes; `use_threads` reads it
-    "--threads", type=WholeNumber(min=1, max=1024), expose_value=False, callback=_remember,
-    help="Of the CPU.  [default: OMP_NUM_THREADS, else 1 for a small model, else all]",
+threads_option = group(  # for whatever computes; `use_threads` reads it
+    "Machine",
+    page_option(
+        "--threads", type=WholeNumber(min=1, max=1024), expose_value=False, callback=_remember,
+        help="Number of CPU threads.  [default: OMP_NUM_THREADS, else 1 for a small model, else all]",
+    ),
 )  # fmt: skip
 
 

@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from llorch.cli.options import MODEL, WholeNumber, json_option, numerics_options, threads_option, use_threads, verb
+from llorch.cli.options import (
+    MODEL,
+    WholeNumber,
+    group,
+    json_option,
+    numerics_options,
+    page_option,
+    threads_option,
+    use_threads,
+    verb,
+)
 from llorch.cli.output import progress, say, to_json
 from llorch.errors import decode_utf8
 from llorch.memory import available_memory
@@ -28,34 +38,32 @@ Line = tuple[str, "Estimate | float"]  # what (in % it is shown times 100), and 
 
 
 @verb(
-    "Compare a quantised model with its unquantised self, on a text.",
+    "Measure what quantisation costs, on a text.",
     "llorch quality model.gguf model-q4_k_m.gguf --text wiki.test.raw",
-    "llorch quality model.gguf model-q4_k_m.gguf --text wiki.test.raw --windows 20 --json",
     "llorch quality model.gguf model-q8_0.gguf --text wiki.test.raw --numerics ggml",
-    "llorch quality model.gguf --text wiki.test.raw      perplexity of one model",
+    "llorch quality model.gguf --text wiki.test.raw",
+    page="quality.md",
 )
 @click.argument("reference", type=MODEL)
 @click.argument("model", type=MODEL, required=False)
-@click.option("--text", "path", required=True, type=click.Path(path_type=Path), help="A file of UTF-8 text.")
-@click.option(
-    "--context", type=WholeNumber(), help="Tokens per window.  [default: 512, or all that the models can hold]"
+@group(
+    "Input",
+    page_option("--text", "path", required=True, type=click.Path(path_type=Path), help="File of UTF-8 text."),
+    page_option(
+        "--context", type=WholeNumber(), help="Tokens per window.  [default: 512, or the most that both models hold]"
+    ),
+    page_option("--windows", "limit", type=WholeNumber(min=1), help="Number of windows.  [default: all]"),
 )
-@click.option("--windows", "limit", type=WholeNumber(min=1), help="Use so many windows.  [default: all]")
 @numerics_options
 @threads_option
-@json_option("One object; every figure with its error, probabilities from 0 to 1.")
+@json_option("One object; each figure with its error, probabilities from 0 to 1.")
 def command(
     *, reference: str, model: str | None, path: Path, context: int | None, limit: int | None, numerics: str | None,
     kv_cache: str, residency: "Residency", as_json: bool,
 ) -> None:  # fmt: skip
-    """How far MODEL is from REFERENCE on a text: KL divergence, same best token, perplexities.
+    """Compare MODEL with REFERENCE on a text: KL divergence, share of equal best tokens, perplexities.
 
-    The windows and the scored tokens (the second half of each window) are those of llama-perplexity, so perplexities
-    can be compared with its own. Logits are used in full precision: a model differs from itself by exactly 0.
-    Errors (+-) are one standard error. With one model alone: its perplexity. --numerics and --kv-cache are for the last
-    model; the reference computes exactly.
-
-    One line end at the end of the text is not part of it. What does not fill a window is not used.
+    With REFERENCE alone, print its perplexity.
     """
     from llorch.cli.inputs import chosen_numerics, model_path, say_plan
     from llorch.model import load

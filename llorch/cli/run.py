@@ -17,8 +17,10 @@ from llorch.cli.options import (
     TEXT,
     WholeNumber,
     backend_options,
+    group,
     json_option,
     numerics_options,
+    page_option,
     sampling_options,
     template_options,
     template_settings,
@@ -38,43 +40,48 @@ OURS = "reference"  # as an implementation
     "Continue a prompt, or answer a message.",
     'llorch run story "Once upon a time"',
     'llorch run story "The little fox" -n 60 -t 0.8 --top-p 0.95 --seed 7',
-    'echo "Once upon a time" | llorch run',
-    'llorch run story "Once upon a time" -n 8 --json',
-    'llorch run model.gguf --chat "Why is the sky blue?" --system "Answer in a sentence."',
-    'llorch run model.gguf "Once upon a time" --backend torch --device cuda --dtype bfloat16',
-    'llorch run model.gguf "Once upon a time" --adapter path/to/adapter',
-    'llorch run story "Once upon a time" --impl my_llama',
-    'llorch run model.gguf "Once upon a time" --mesh tp=2',
+    'llorch run model.gguf --chat "Why is the sky blue?" --system "Be brief."',
+    page="run.md",
 )
 @click.argument("model", type=MODEL, default="story")
 @click.argument("prompt", type=TEXT, required=False)
-@click.option("--chat", type=TEXT, help="Instead of PROMPT: what the user says, in the model's chat template.")
-@click.option("--system", type=TEXT, help="With --chat: the system message.")
-@click.option(
-    "--history",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="With --chat, or ending with the user: messages so far, a JSON list or one a line.",
+@group(
+    "Input",
+    page_option("--chat", type=TEXT, help="Message of the user; - reads stdin."),
+    page_option("--system", type=TEXT, help="System message, with --chat."),
+    page_option(
+        "--history", type=click.Path(path_type=Path, dir_okay=False),
+        help="Earlier messages, a JSON list or JSON lines.",
+    ),
+)  # fmt: skip
+@group(
+    "Output",
+    page_option(
+        "-n", "--max-tokens", type=WholeNumber(min=1), default=128, show_default=True, help="Most tokens written."
+    ),
+    page_option("--stop", type=TEXT, multiple=True, help="Text to stop before; repeatable."),
+    page_option("--ignore-eos", is_flag=True, help="No stop at an end token."),
+    json_option("One JSON line per token: id, text, logprob, finish."),
+    page_option("-v", "--verbose", is_flag=True, help="Rates on stderr."),
 )
-@click.option("-n", "--max-tokens", type=WholeNumber(min=1), default=128, show_default=True, help="At most so many.")
 @sampling_options
 @template_options
-@click.option("--stop", type=TEXT, multiple=True, help="Text to stop before; may be given several times.")
-@click.option("--ignore-eos", is_flag=True, help="Go on after an end token.")
-@click.option("--adapter", type=click.Path(path_type=Path), help="LoRA: a PEFT directory or a GGUF file.")
-@click.option("--any-base", is_flag=True, help="Take an --adapter that names another base.")
-@click.option(
-    "--impl",
-    help="Your own parts, a folder or cmd:PROGRAM (see llorch learn); reference for ours.  [default: LLORCH_IMPL, else "
-    "impl of [tool.llorch] in pyproject.toml]",
-)
+@group(
+    "Model",
+    page_option("--adapter", type=click.Path(path_type=Path), help="LoRA adapter: PEFT directory or GGUF file."),
+    page_option("--any-base", is_flag=True, help="Permission for an adapter of another base."),
+    page_option(
+        "--impl",
+        help="Your own functions, a folder or cmd:PROGRAM.  [default: LLORCH_IMPL, else impl of [tool.llorch] in "
+        "pyproject.toml]",
+    ),
+)  # fmt: skip
 @numerics_options
 @backend_options
 @mesh_option
 @timeout_option
+@group("Machine", page_option("--compile", "compiled", is_flag=True, help="Decoding through torch.compile, on torch."))
 @threads_option
-@click.option("--compile", "compiled", is_flag=True, help="With --backend torch: decode through torch.compile.")
-@json_option("One JSON line per token: id, text, logprob, finish (null, eos, stop or length).")
-@click.option("-v", "--verbose", is_flag=True, help="Rates on stderr.")
 def command(
     *, model: str, prompt: str | None, chat: str | None, system: str | None, history: Path | None, max_tokens: int,
     stop: tuple[str, ...], ignore_eos: bool, adapter: Path | None, any_base: bool, impl: str | None,
@@ -82,14 +89,10 @@ def command(
     kernels: Any, axes: Mapping[str, int] | None, rank_timeout: float, compiled: bool, as_json: bool,
     verbose: bool, template_date: datetime | None, chat_template_kwargs: "dict | None", **sampling: Any,
 ) -> None:  # fmt: skip
-    """Continue PROMPT with MODEL (default: story), or answer --chat; text goes to stdout as it is made.
+    """Continue PROMPT with MODEL, or answer a chat message; print text as it is made.
 
-    The prompt is read from stdin (without its last line end) where there is none or it is -, and so is --chat -.
-
-    With --chat or --history the model's own chat template writes the conversation, and the answer ends with its turn.
-    The text of a control token in a message stays text.
-
-    With --mesh tp=M the torch path runs on M processes of the CPU, each of which loads its part of every layer.
+    MODEL is a file, a folder or a name (see llorch --help; default: story). Without PROMPT, or with -, the prompt is
+    read from stdin.
     """
     from llorch.cli.inputs import chosen_numerics, model_path, say_plan
     from llorch.model import load

@@ -13,7 +13,9 @@ from llorch.cli.options import (
     RealNumber,
     WholeNumber,
     backend_options,
+    group,
     numerics_options,
+    page_option,
     template_options,
     template_settings,
     threads_option,
@@ -57,54 +59,65 @@ class Origin(click.ParamType):
 
 
 @verb(
-    "Answer the OpenAI interface over HTTP.",
+    "Serve the OpenAI interface over HTTP.",
     "llorch serve story",
     "llorch serve model.gguf --backend torch --parallel 8 --queue 64",
-    "llorch serve model.gguf --adapter pirate=my-adapter       as model:pirate",
-    "llorch serve model.gguf --host 0.0.0.0 --port 9000 --api-key SECRET --allow-host my.machine",
+    "llorch serve model.gguf --adapter pirate=my-adapter",
+    page="serve.md",
 )
 @click.argument("model", type=MODEL, default="story")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at; any other needs a key.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="0 takes a free one.")
-@click.option("--api-key", envvar="LLORCH_API_KEY", help="What clients have to know.  [environment: LLORCH_API_KEY]")
-@click.option(
-    "--allow-host", multiple=True, help="A name of this machine that clients use; may be given several times."
-)
-@click.option(
-    "--allow-origin", type=Origin(), multiple=True,
-    help="Pages of this origin may ask; may be given several times. null: files, some desktop programs.",
+@group(
+    "Network",
+    page_option("--host", default="127.0.0.1", show_default=True, help="Address; others need a key."),
+    page_option("--port", type=WholeNumber(0, 65535), default=8080, show_default=True, help="Port; 0: a free one."),
+    page_option("--api-key", envvar="LLORCH_API_KEY", help="Key for clients.  [default: LLORCH_API_KEY]"),
+    page_option("--allow-host", multiple=True, help="Host name that clients may use; repeatable."),
+    page_option(
+        "--allow-origin", type=Origin(), multiple=True,
+        help="Origin of web pages that may call; repeatable.",
+    ),
 )  # fmt: skip
-@click.option("--parallel", type=WholeNumber(1, 256), default=4, show_default=True, help="Answers that run at a time.")
-@click.option("--queue", type=WholeNumber(0, 4096), default=32, show_default=True, help="Answers that may wait.")
-@click.option("--timeout", type=RealNumber(min=1, max=1e6), default=600.0, show_default=True, help="Seconds a request.")
-@click.option(
-    "--ctx",
-    type=WholeNumber(min=1),
-    help=f"Tokens of prompt and answer, none above the model's.  [default: {CONTEXT} at most]",
+@group(
+    "Requests",
+    page_option("--parallel", type=WholeNumber(1, 256), default=4, show_default=True, help="Parallel answers."),
+    page_option("--queue", type=WholeNumber(0, 4096), default=32, show_default=True, help="Requests that may wait."),
+    page_option(
+        "--timeout", type=RealNumber(min=1, max=1e6), default=600.0, show_default=True, help="Seconds for a request."
+    ),
+    page_option(
+        "--ctx", type=WholeNumber(min=1),
+        help=f"Tokens of prompt and answer.  [default: at most {CONTEXT}]",
+    ),
+)  # fmt: skip
+@group(
+    "Model",
+    page_option("--adapter", "adapters", type=Named(), multiple=True, help="LoRA adapter, as model:NAME; repeatable."),
+    page_option("--any-base", is_flag=True, help="Permission for an adapter of another base."),
 )
-@click.option("--adapter", "adapters", type=Named(), multiple=True, help="LoRA, as model:NAME; may come several times.")
-@click.option("--any-base", is_flag=True, help="Take an --adapter that names another base.")
 @template_options
 @numerics_options
 @backend_options
-@click.option(
-    "--mode", type=click.Choice(["fast", "reproducible"]), default="fast", show_default=True,
-    help="On torch. reproducible: whoever else is served changes no bit of an answer.",
+@group(
+    "Numerics",
+    page_option(
+        "--mode", type=click.Choice(["fast", "reproducible"]), default="fast", show_default=True,
+        help="Fast answers, or equal bits under any load, on torch.",
+    ),
 )  # fmt: skip
 @threads_option
-@click.option("-v", "--verbose", is_flag=True, help="A line for each request on stderr: method, path, status, time.")
+@group(
+    "Output",
+    page_option("-v", "--verbose", is_flag=True, help="Line on stderr for each request."),
+)
 def command(
     *, model: str, host: str, port: int, api_key: str | None, allow_host: tuple[str, ...],
     allow_origin: tuple[str, ...], parallel: int, queue: int, timeout: float, adapters: tuple[tuple[str, Path], ...],
     any_base: bool, verbose: bool, backend: str, ctx: int | None, template_date: "datetime | None",
     chat_template_kwargs: "dict | None", **opening: Any,
 ) -> None:  # fmt: skip
-    """Serve MODEL (default: story) to the openai client, curl and a browser; /openapi.json describes all routes.
+    """Serve MODEL (default: story) to the openai client, curl and a browser.
 
-    One line on stderr says when it is ready, and where. Where the file has no chat template, the messages of a chat are
-    joined by blank lines, and the answer goes on from there.
-
-    It ends with Ctrl-C or SIGTERM: new requests get 503, and running answers have 30 seconds.
+    /openapi.json describes all routes. A line on stderr says when the server is ready. Ctrl-C or SIGTERM ends it.
     """
     from llorch.errors import MissingExtra
     from llorch.threads import let_go

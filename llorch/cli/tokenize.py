@@ -4,25 +4,28 @@ import json
 
 import click
 
-from llorch.cli.options import MODEL, TEXT, json_option, verb
+from llorch.cli.options import MODEL, TEXT, group, json_option, page_option, verb
 from llorch.cli.output import to_json
 
 
 @verb(
-    "Text to token ids.",
+    "Turn text into token ids.",
     'llorch tokenize story "The little fox ran home."',
     'llorch tokenize story "The little fox" --json',
     "cat README.md | llorch tokenize story --no-special",
 )
 @click.argument("model", type=MODEL)
 @click.argument("text", type=TEXT, required=False)
-@click.option("--no-special", is_flag=True, help="Leave out the beginning and end tokens that the file asks for.")
-@click.option("--parse-special", is_flag=True, help="Turn the text of a control token, such as <|eot_id|>, into it.")
-@json_option("One object: ids, and tokens with id, bytes (hexadecimal) and text (null when not UTF-8 alone).")
+@group(
+    "Input",
+    page_option("--no-special", is_flag=True, help="No beginning and end tokens."),
+    page_option("--parse-special", is_flag=True, help="Control tokens from their text, such as <|eot_id|>."),
+)
+@json_option("One object: ids, and tokens with id, bytes (hexadecimal) and text (null if the bytes are not UTF-8).")
 def command(*, model: str, text: str | None, no_special: bool, parse_special: bool, as_json: bool) -> None:
-    """Print the token ids of TEXT (or of stdin), one per line with the piece of text that each stands for.
+    """Print the token ids of TEXT, one per line, each with its piece of text.
 
-    The piece is quoted; a token that is part of a character shows its bytes.
+    Without TEXT, stdin is read. Pieces are quoted. A token that is part of a character shows its bytes.
     """
     from llorch.cli.inputs import model_path, prompt_text
     from llorch.files import open_weights

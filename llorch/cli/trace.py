@@ -10,6 +10,8 @@ from llorch.cli.options import (
     MODEL,
     TEXT,
     WholeNumber,
+    group,
+    page_option,
     refuse_both,
     threads_option,
     tokens_option,
@@ -35,29 +37,35 @@ def _checked_output(ctx: click.Context, param: click.Parameter, value: Path) -> 
 
 @verb(
     "Write every stage of a run to a file.",
-    'llorch trace story "Once upon a time there was a small red fox" -o story.safetensors',
-    "llorch trace micro-llama --tokens 3,1,4,15,9,2,6,5 --first-position 4000 -o far.npz",
-    "llorch trace micro-llama -o dump           a folder, as llorch dump-writer writes them",
-    "llorch trace micro-llama -o theirs.npz --producer llamacpp",
+    'llorch trace story "There was a small red fox" -o story.safetensors',
+    "llorch trace micro-llama --tokens 3,1,4,15 --first-position 4000 -o far.npz",
+    "llorch trace micro-llama -o dump",
 )
 @click.argument("model", type=MODEL)
 @click.argument("prompt", type=TEXT, required=False)
-@click.option(
-    "-o", "--output", required=True, type=click.Path(path_type=Path), callback=_checked_output,
-    help="A .safetensors or .npz file, or a folder; replaced when it exists.",
+@group(
+    "Input",
+    tokens_option("Token ids in place of PROMPT."),
+    page_option(
+        "--first-position", type=WholeNumber(min=0), default=0, show_default=True, help="Position of the first token."
+    ),
+    page_option("--producer", type=click.Choice(ENGINES), help="Engine to run.  [default: llorch]"),
+)
+@group(
+    "Output",
+    page_option(
+        "-o", "--output", required=True, type=click.Path(path_type=Path), callback=_checked_output,
+        help="A .safetensors or .npz file, or a folder; an old one is replaced.",
+    ),
 )  # fmt: skip
-@tokens_option("Token ids instead of a prompt.")
-@click.option("--first-position", type=WholeNumber(min=0), default=0, show_default=True, help="Of the first token.")
 @threads_option
-@click.option("--producer", type=click.Choice(ENGINES), help="Run this engine instead of ours.")
 def command(
     *, model: str, prompt: str | None, output: Path, tokens: list[int] | None, first_position: int, producer: str | None
 ) -> None:
-    """Run MODEL on PROMPT and write every stage: embed, l0.attn_norm, l0.q_proj, ..., final_norm, logits.
+    """Run MODEL on PROMPT and write the array of every stage, from embed and l0.attn_norm to logits.
 
-    Arrays are float32, ids of chosen experts int64. In Python, llorch.compare(a, b) finds the first stage where two
-    traces diverge. A .safetensors file carries the token ids and the engine in its metadata, as one JSON text under the
-    name llorch.
+    Arrays are float32; ids of selected experts are int64. A .safetensors file has token ids and engine as JSON text in
+    its metadata, under the name llorch. In Python, llorch.compare(a, b) finds the first stage where two traces differ.
     """
     from llorch.cli.inputs import choose_ids, model_path
     from llorch.model import load

@@ -1,9 +1,12 @@
-"""Groups of verbs whose modules are imported when one is used, and their help pages, whose words stay whole.
+"""Groups of verbs whose modules are imported when one is used, and their help pages.
 
-`textwrap` breaks `--any-base` and `all-linear` after the hyphen.
+A help page has a sentence, at most three examples, the file that explains more, and options below headings. Its words
+stay whole: `textwrap` breaks `--any-base` and `all-linear` after the hyphen.
 """
 
+import re
 from collections.abc import Iterable, Mapping
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -11,7 +14,10 @@ import click
 
 from llorch.errors import suggestion
 
+PAGES = "checkpoints/commands/"
 _STANDS_FOR_HYPHEN = "\u2011"  # while lines are broken; of the same width
+_NAMES_WIDTH = 27  # columns for the names of options; a longer name has a line of its own
+_LARGEST_SHOWN = 1000  # a range with a larger upper end is left out: few users reach it
 
 
 class WholeWords(click.HelpFormatter):
@@ -36,10 +42,64 @@ class HelpContext(click.Context):
     formatter_class = WholeWords
 
 
-class Verb(click.Command):
-    """A command with such a page; `foreign` says what to use instead of options that other programs have."""
+class Option(click.Option):
+    """An option below a heading of the help page; `llorch.cli.options.group` says which one."""
+
+    group = ""
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        """Write `--[no-]name` for a pair of flags."""
+        record = super().get_help_record(ctx)
+        return record and (re.sub(r"--(\S+) / --no-\1", r"--[no-]\1", record[0]), record[1])
+
+    def get_help_extra(self, ctx: click.Context) -> Any:
+        """Leave out a range without an upper end, or with a large one."""
+        extra = super().get_help_extra(ctx)
+        most = getattr(self.type, "max", None)
+        if most is None or most > _LARGEST_SHOWN:
+            extra.pop("range", None)
+        return extra
+
+
+page_option = partial(click.option, cls=Option)
+
+
+class Page(click.Command):
+    """A command with a help page in this form."""
 
     context_class = HelpContext
+
+    def __init__(self, *args: Any, examples: Iterable[str] = (), page: str = "", **settings: Any) -> None:
+        """Remember the examples, and the file below `PAGES` that explains more."""
+        super().__init__(*args, **settings)
+        self.examples, self.page = tuple(examples), page and PAGES + page
+
+    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the sentence, the examples and where more stands."""
+        super().format_help_text(ctx, formatter)
+        if self.examples:
+            with formatter.section("Examples"):
+                formatter.write("".join(f"  {line}\n" for line in self.examples))
+        if self.page:
+            formatter.write(f"\nMore: {self.page}\n")
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options of each group; groups stand in the order of their first options, --help at the end."""
+        groups: dict[str, list[tuple[str, str]]] = {}
+        title = "Options"
+        for param in self.get_params(ctx):
+            if isinstance(param, click.Option) and (record := param.get_help_record(ctx)) is not None:
+                title = getattr(param, "group", "") or [*groups, title][-1]
+                groups.setdefault(title, []).append(record)
+        names = [name for rows in groups.values() for name, _ in rows]
+        width = min(_NAMES_WIDTH, max(map(len, names), default=0))
+        for title, rows in groups.items():
+            with formatter.section(title):
+                formatter.write_dl([(name.ljust(width), text) for name, text in rows], col_max=_NAMES_WIDTH)
+
+
+class Verb(Page):
+    """A command; `foreign` says what to use instead of options that other programs have."""
 
     def __init__(self, *args: Any, foreign: Mapping[str, str] = {}, **settings: Any) -> None:
         """Remember foreign options by name, `_` for `-`."""
@@ -57,19 +117,35 @@ class Verb(click.Command):
             raise click.UsageError(f"no option {error.option_name}: {advice}", ctx) from None
 
 
-class Verbs(click.Group):
+class Group(Page, click.Group):
+    """A group of commands with such a page."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands, then the options."""
+        self.format_commands(ctx, formatter)
+        super().format_options(ctx, formatter)
+
+
+class Verbs(Group):
     """A group; the module `<package>.<verb>`, with `_` for `-`, holds the `command` of each verb."""
 
-    context_class = HelpContext
-
-    def __init__(self, *args: Any, package: str, verbs: tuple[str, ...], **settings: Any) -> None:
-        """Remember where modules are, and the verbs in the order of the help page."""
+    def __init__(self, *args: Any, package: str, verbs: Mapping[str, tuple[str, ...]], **settings: Any) -> None:
+        """Remember where modules are, and the verbs below the headings of the help page."""
         super().__init__(*args, **settings)
-        self.package, self.verbs = package, verbs
+        self.package, self.headings = package, verbs
+        self.verbs = tuple(name for names in verbs.values() for name in names)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Name the verbs in the order of the help page."""
         return list(self.verbs)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the verbs below their headings."""
+        width = max(map(len, self.verbs))
+        for heading, names in self.headings.items():
+            found = [(name, self.get_command(ctx, name)) for name in names]
+            with formatter.section(heading):
+                formatter.write_dl([(name.ljust(width), verb.short_help or "") for name, verb in found if verb])
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import one verb."""

@@ -88,70 +88,58 @@ class TrainSettings:
     data: str  # JSONL file, .json list, folder with train.jsonl, or the name of a built-in example
     valid: float = _setting(
         0.0,
-        "Share of the rows that is held out for validation, where there is no valid.jsonl.",
+        "Share held out for validation.",
         "at least 0 and below 1",
     )
     r: int = _setting(16, "Rank of the adapter.", "at least 1")
-    alpha: float = _setting(32.0, "Its product is scaled by alpha / r.")
+    alpha: float = _setting(32.0, "Scale of the adapter: alpha / r.")
     target_modules: tuple[str, ...] | str = _setting(
-        ALL_LINEAR, "Which matrices: q_proj,v_proj, a regular expression for module paths, or all-linear."
+        ALL_LINEAR, "Matrices to adapt: names, a regular expression or all-linear."
     )
-    target_parameters: tuple[str, ...] = _setting(
-        (), "What is no module, by the ends of their paths: experts.gate_up_proj,experts.down_proj,gate.weight."
-    )
-    exclude_modules: tuple[str, ...] | str = _setting((), "Likewise, of what is left out again.")
-    layers_to_transform: tuple[int, ...] | None = _setting(None, "Only these layers, such as 0,4-7.")
-    rank_pattern: Mapping[str, int] = _setting(
-        dict, "NAME=8: a rank of its own for the modules whose path ends so; repeatable."
-    )
-    alpha_pattern: Mapping[str, float] = _setting(dict, "NAME=16: likewise for alpha.")
-    dropout: float = _setting(0.0, "Share of the adapter's input that is dropped.", "at least 0 and below 1")
-    rslora: bool = _setting(False, "Scale by alpha / sqrt(r).")
-    dora: bool = _setting(False, "Learn the length of every row apart from its direction.")
-    init: str = _setting("default", "First values of the adapter.", INITS)
+    target_parameters: tuple[str, ...] = _setting((), "Parameters to adapt, by ends of their paths.")
+    exclude_modules: tuple[str, ...] | str = _setting((), "Matrices not to adapt.")
+    layers_to_transform: tuple[int, ...] | None = _setting(None, "Layers to adapt, such as 0,4-7.  [default: all]")
+    rank_pattern: Mapping[str, int] = _setting(dict, "Rank where a path ends in NAME; repeatable.")
+    alpha_pattern: Mapping[str, float] = _setting(dict, "Alpha where a path ends in NAME; repeatable.")
+    dropout: float = _setting(0.0, "Share of inputs dropped.", "at least 0 and below 1")
+    rslora: bool = _setting(False, "Scale alpha / sqrt(r) in place of alpha / r.")
+    dora: bool = _setting(False, "Separate length and direction of rows.")
+    init: str = _setting("default", "Initial values.", INITS)
     lr: float | None = _setting(None, "Peak learning rate.  [default: 2e-4 * 4096 / hidden_size]", "finite and above 0")
-    lora_plus_ratio: float = _setting(1.0, "Learning rate of lora_B over that of lora_A.", "finite and above 0")
-    schedule: str = _setting("cosine", "Of the learning rate, after the warm-up.", SCHEDULES)
+    lora_plus_ratio: float = _setting(1.0, "Rate of lora_B over lora_A.", "finite and above 0")
+    schedule: str = _setting("cosine", "Schedule of the learning rate after warm-up.", SCHEDULES)
     warmup_steps: int | None = _setting(None, "Optimizer steps of linear warm-up.", "at least 0")
-    warmup_ratio: float | None = _setting(None, "The same as a share of all steps.  [default: 0.05]", "from 0 to 1")
-    weight_decay: float = _setting(0.0, "Decoupled, as in AdamW.", "at least 0")
-    max_grad_norm: float = _setting(1.0, "Scale gradients down to this norm; 0: never.", "at least 0")
-    eight_bit: bool = _setting(False, "Keep Adam's moments in blocks of 8 bits.")
+    warmup_ratio: float | None = _setting(None, "Warm-up's share of steps.  [default: 0.05]", "from 0 to 1")
+    weight_decay: float = _setting(0.0, "Decoupled weight decay.", "at least 0")
+    max_grad_norm: float = _setting(1.0, "Largest gradient norm; 0: any.", "at least 0")
+    eight_bit: bool = _setting(False, "Adam's moments in blocks of 8 bits.")
     epochs: int = _setting(3, "Passes over the training set.", "at least 1")
     steps: int | None = _setting(None, "Optimizer steps, instead of --epochs.", "at least 1")
     batch_size: int = _setting(4, "Rows of one forward pass.", "at least 1")
-    accumulation: int = _setting(1, "Forward passes of one optimizer step.", "at least 1")
+    accumulation: int = _setting(1, "Forward passes per step.", "at least 1")
     max_length: int | None = _setting(
-        None, "Tokens of a row.  [default: the model's context, at most 1024]", "at least 2"
+        None, "Most tokens of a row.  [default: the model's context, at most 1024]", "at least 2"
     )
     train_on: str = _setting(
-        "assistant", "Of a chat: every turn of the assistant, its last one, all tokens.", get_args(TrainOn)
+        "assistant",
+        "Learned tokens of a chat.",
+        get_args(TrainOn),
     )
-    parse_special: bool = _setting(False, "In plain text, the text of a control token is that token.")
-    template_date: str | None = _setting(
-        None, "YYYY-MM-DD: the date that the chat template writes, if it writes one.  [default: today]"
-    )
-    chat_template_kwargs: Mapping[str, object] = _setting(
-        dict, "Variables of the chat template as a JSON object: '{\"enable_thinking\": false}'."
-    )
-    packing: bool = _setting(False, "Put several documents into a row; they do not see each other.")
-    label_smoothing: float = _setting(
-        0.0, "Share of the target that goes to all tokens alike.", "at least 0 and below 1"
-    )
-    chunk: int = _setting(256, "Tokens whose logits exist at the same time; 0: all of a forward pass.", "at least 0")
-    gradient_checkpointing: bool = _setting(False, "Compute activations twice instead of keeping them; same bits.")
-    dtype: str | None = _setting(
-        None, "Of weights and activations.  [default: float32 on the CPU, bfloat16 on CUDA]", DTYPES
-    )
-    device: str = _setting("cpu", "cpu, cuda or cuda:N.")
-    weights: str = _setting("decoded", "packed: keep quantised matrices as they are in the file.", RESIDENCIES)
-    eval_every: int = _setting(50, "Steps between validations; 0: the first and the last only.", "at least 0")
-    save_every: int = _setting(50, "Steps between snapshots; 0: the last only.", "at least 0")
-    keep: int = _setting(2, "Snapshots that are kept.", "at least 1")
-    seed: int = _setting(
-        0, "Of the adapter, of dropout and of the order of the data.", f"at least 0 and below {_SEEDS}"
-    )
-    tensorboard: bool = _setting(False, "Write events for TensorBoard, too.")
+    parse_special: bool = _setting(False, "Control tokens from their text, in plain text.")
+    template_date: str | None = _setting(None, "Date, as YYYY-MM-DD.  [default: today]")
+    chat_template_kwargs: Mapping[str, object] = _setting(dict, "Variables, as in '{\"enable_thinking\": false}'.")
+    packing: bool = _setting(False, "Several separate documents per row.")
+    label_smoothing: float = _setting(0.0, "Share of the target for all tokens.", "at least 0 and below 1")
+    chunk: int = _setting(256, "Tokens per block of logits.", "at least 0")
+    gradient_checkpointing: bool = _setting(False, "Less memory and more time; equal bits.")
+    dtype: str | None = _setting(None, "Number type.  [default: float32 on the CPU, bfloat16 on CUDA]", DTYPES)
+    device: str = _setting("cpu", "Device: cpu, cuda or cuda:N.")
+    weights: str = _setting("decoded", "Form of quantised matrices.", RESIDENCIES)
+    eval_every: int = _setting(50, "Steps between validations.", "at least 0")
+    save_every: int = _setting(50, "Steps between snapshots.", "at least 0")
+    keep: int = _setting(2, "Number of snapshots kept.", "at least 1")
+    seed: int = _setting(0, "Seed of the run.", f"at least 0 and below {_SEEDS}")
+    tensorboard: bool = _setting(False, "Event files for TensorBoard.")
 
     def __post_init__(self) -> None:
         """Refuse values without a meaning."""

@@ -1,6 +1,8 @@
 """Running the command line: in this process, or as a user does."""
 
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -29,3 +31,11 @@ def spawn(*args: str, stdin: str = "", cwd: Path = REPOSITORY, **environment: st
         cwd=cwd,
         env=os.environ | environment,
     )
+
+
+def words_of(line: str) -> list[str]:
+    """Split a command line; programs before and after llorch, and remarks, are left out."""
+    words = shlex.split(re.sub(r"<\((.*?)\)", r"\1", line), comments=True)
+    words = words[words.index("llorch") + 1 :]
+    end = next((place for place, word in enumerate(words) if word in ("|", ">", ">>", "&&")), len(words))
+    return words[:end]

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from llorch.cli.options import MODEL, WholeNumber, json_option, template_options, verb
+from llorch.cli.options import MODEL, WholeNumber, group, json_option, page_option, template_options, verb
 from llorch.cli.output import progress, say, to_json
 
 if TYPE_CHECKING:
@@ -17,38 +17,43 @@ if TYPE_CHECKING:
     "Show which tokens of training data are learned.",
     "llorch data show story pirate -n 1",
     "llorch data show story path/to/train.jsonl",
-    "llorch data show story path/to/folder --split valid -n 10",
-    "llorch data show story path/to/folder --max-length 512 --json",
+    "llorch data show story path/to/folder --split valid --max-length 512",
+    page="data.md",
 )
 @click.argument("model", type=MODEL)
 @click.argument("data")
-@click.option("-n", "count", type=WholeNumber(min=0), default=3, show_default=True, help="Show so many examples.")
-@click.option(
-    "--split", type=click.Choice(["train", "valid", "test"]), default="train", show_default=True,
-    help="Which file of the folder.",
+@group(
+    "Data",
+    page_option(
+        "--split", type=click.Choice(["train", "valid", "test"]), default="train", show_default=True,
+        help="File of the folder.",
+    ),
+    page_option(
+        "--max-length", type=WholeNumber(min=2),
+        help="Most tokens of an example; a longer one is cut.  [default: the model's context, at most 1024]",
+    ),
+    page_option(
+        "--train-on", type=click.Choice(["assistant", "last", "all"]), default="assistant", show_default=True,
+        help="Tokens to learn: all turns of the assistant or the completion, the last turn only, or all tokens.",
+    ),
+    page_option("--parse-special", is_flag=True, help="Control tokens from their text, in plain text."),
 )  # fmt: skip
-@click.option(
-    "--max-length", type=WholeNumber(min=2),
-    help="Most tokens of an example; longer ones lose their end.  [default: the model's context, at most 1024]",
-)  # fmt: skip
-@click.option(
-    "--train-on", type=click.Choice(["assistant", "last", "all"]), default="assistant", show_default=True,
-    help="Learn every turn of the assistant (or the completion), the last one only, or every token.",
-)  # fmt: skip
-@click.option("--parse-special", is_flag=True, help="In plain text, the text of a control token is that token.")
 @template_options
-@json_option("One object: counts, notes, and the examples with ids and which of them are learned.")
+@group(
+    "Output",
+    page_option("-n", "count", type=WholeNumber(min=0), default=3, show_default=True, help="Number of examples shown."),
+)
+@json_option("One object: counts, notes, and the examples with ids and a mask of learned tokens.")
 def command(
     *, model: str, data: str, count: int, split: str, max_length: int | None, train_on: "TrainOn", parse_special: bool,
     template_date: "datetime | None", chat_template_kwargs: "dict | None", as_json: bool,
 ) -> None:  # fmt: skip
-    """Encode DATA for MODEL and print some examples, and counts.
+    """Encode DATA for MODEL; print counts and examples that show which tokens training learns.
 
-    What is learned is green, or stands in [[brackets]] where there is no colour; control tokens are underlined.
+    Learned tokens are green, or in [[brackets]] without colour. Control tokens are underlined.
 
-    DATA is a file of JSON lines or a .json list, a folder with train.jsonl and perhaps valid.jsonl and test.jsonl, or
-    pirate, which is built in. Formats are told apart by the keys of a row: text (learned whole); prompt and completion;
-    messages, with tools; conversations (ShareGPT); instruction and output (Alpaca); input_ids, with labels.
+    DATA is pirate (built in), a .jsonl file, a .json list, or a folder with train.jsonl. Rows have one of these forms:
+    text; prompt and completion; messages; conversations (ShareGPT); instruction and output (Alpaca); input_ids.
     """
     from llorch.builtin import find_data
     from llorch.cli.data.examples import as_object, facts_of, pieces_of, print_examples, summary

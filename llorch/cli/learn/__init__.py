@@ -10,14 +10,10 @@ import click
 
 from llorch.cli.verbs import Verbs
 
-HELP = """\b
-llorch learn init my_llama      a stub for every lesson
-cd my_llama && llorch learn     watch it: every save is checked
-llorch learn check 01b          one lesson, once
-llorch learn hint 01b           one step more at every call
+HELP = """Write the stages of Llama and Qwen yourself, one lesson at a time, each checked against llama.cpp and
+transformers.
 
-Write the stages of Llama and Qwen yourself, one checkpoint at a time, each judged by llama.cpp and transformers.
-Without a verb, or with a folder in its place: watch.
+Without a command, or with a folder in its place, llorch watches the folder.
 
 \b
 Exit codes: 0 all that is written passes, 1 something fails, 2 usage,
@@ -39,9 +35,18 @@ class _Learn(Verbs):
 
 
 command = _Learn(
-    package="llorch.cli.learn", help=HELP, short_help="Build your own, one checkpoint at a time.",
-    verbs=(
-        "watch", "init", "check", "inputs", "next", "hint", "list", "solution", "reset", "progress", "certificate",
-        "museum",
+    package="llorch.cli.learn",
+    help=HELP,
+    short_help="Build your own Llama, one lesson at a time.",
+    examples=(
+        "llorch learn init my_llama",
+        "cd my_llama && llorch learn",
+        "llorch learn check 01b",
     ),
-)  # fmt: skip
+    verbs={
+        "Start": ("watch", "init", "list", "next"),
+        "Work on a lesson": ("check", "inputs", "hint", "solution", "reset"),
+        "Look back": ("progress", "certificate"),
+        "Go further": ("museum",),
+    },
+)

@@ -7,25 +7,37 @@ import click
 
 import llorch
 from llorch.cli.learn.folder import impl_option, learners_folder
-from llorch.cli.options import verb
+from llorch.cli.options import group, page_option, verb
 from llorch.cli.output import say
 
 
 @verb(
-    "Write down what passes, so that anyone can compute it again.",
+    "Record which lessons pass, in a file that anyone can recompute.",
     "llorch learn certificate",
     "llorch learn certificate -o certificate.json --impl my_llama",
-    "llorch learn certificate --check my_llama/certificate.json --impl my_llama",
+    "llorch learn certificate --check certificate.json --impl my_llama",
 )
 @impl_option
-@click.option(
-    "-o", "--output", type=click.Path(path_type=Path), help="Where it goes.  [default: certificate.json in your folder]"
+@group(
+    "Input",
+    page_option(
+        "--check",
+        "given",
+        type=click.Path(path_type=Path),
+        help="Certificate to recompute and compare; writes nothing.",
+    ),
 )
-@click.option("--check", "given", type=click.Path(path_type=Path), help="Compute it again and compare; writes nothing.")
+@group(
+    "Output",
+    page_option(
+        "-o", "--output", type=click.Path(path_type=Path),
+        help="File to write.  [default: certificate.json in your folder]",
+    ),
+)  # fmt: skip
 def command(*, impl: str | None, output: Path | None, given: Path | None) -> None:
-    """Check every lesson, and write hashes of your files and of the goldens, versions, verdicts and comparisons.
+    """Check every lesson and write verdicts, comparisons, versions, and hashes of your files and of the goldens.
 
-    With --check the exit code is 1 where anything but a version differs.
+    Exit code 1, with --check: something other than a version differs.
     """
     from llorch.cli.learn.shown import counted
     from llorch.files.new_file import new_file

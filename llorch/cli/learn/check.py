@@ -7,38 +7,41 @@ from typing import Any, NoReturn
 import click
 
 from llorch.cli.learn.folder import chosen_lessons, full_option, impl_option, learners_source, seconds_option
-from llorch.cli.options import json_option, verb
+from llorch.cli.options import group, json_option, page_option, verb
 from llorch.cli.output import say, to_json
 
 
 @verb(
-    "Check lessons, once.",
-    "llorch learn check",
+    "Check lessons once.",
     "llorch learn check 01b",
     "llorch learn check 01b --teeth",
     "llorch learn check --chain --strict --json",
-    "llorch learn check 01b --answers answers.npz",
 )
 @click.argument("lessons", nargs=-1)
-@click.option("--chain", is_flag=True, help="Run all that is written up to the lesson on its own results.")
 @impl_option
-@click.option("--teeth", is_flag=True, help="Also plant the known mistakes in what passes, and see them fail.")
-@click.option(
-    "--answers",
-    type=click.Path(path_type=Path, dir_okay=False, exists=True),
-    help="Instead of code: what it made of the file of llorch learn inputs, for one lesson.",
+@group(
+    "Input",
+    page_option(
+        "--answers", type=click.Path(path_type=Path, dir_okay=False, exists=True),
+        help="Answers of your program to the file of llorch learn inputs, for one lesson.",
+    ),
+)  # fmt: skip
+@group(
+    "Check",
+    page_option("--chain", is_flag=True, help="Run of all written functions, each on your earlier results."),
+    page_option("--teeth", is_flag=True, help="Injection of the known mistakes into passing code; each must fail."),
+    page_option("--strict", is_flag=True, help="Exit code 3 if something could not run."),
+    seconds_option,
 )
-@click.option("--strict", is_flag=True, help="Exit code 3 where something could not be run.")
 @full_option
-@seconds_option
-@json_option("One object: version, impl, mode, and for each lesson the verdict and what stands in it.")
+@json_option("One object: version, impl, mode, and for each lesson its verdict and details.")
 def command(
     *, lessons: Sequence[str], chain: bool, impl: str | None, answers: Path | None, strict: bool, full: bool,
     as_json: bool, **how: Any,
 ) -> None:  # fmt: skip
-    """Check LESSONS, by number or name; all of them if none is named.
+    """Check LESSONS, by number or name; without LESSONS, check all.
 
-    Your code runs in a process of its own. What it prints goes to stderr.
+    Your code runs in its own process. The text that it prints goes to stderr.
     """
     from llorch.cli.learn.shown import counted, exit_code, print_outcome
     from llorch.learn.apart import outcomes

@@ -6,21 +6,24 @@ from typing import TYPE_CHECKING
 
 import click
 
-from llorch.cli.options import SECONDS
+from llorch.cli.options import SECONDS, group, page_option
 from llorch.errors import suggestion
 
 if TYPE_CHECKING:
     from llorch.learn.lessons import Lesson
 
-impl_option = click.option(
-    "--impl",
-    help="Your folder, or cmd:PROGRAM to check.  [default: LLORCH_IMPL, else impl of [tool.llorch] in pyproject.toml]",
-)  # fmt: skip
-full_option = click.option("--full", is_flag=True, help="Show the whole traceback of what your code raises.")
-seconds_option = click.option(
-    "--seconds", type=SECONDS, default=10.0, show_default=True,
-    help="That your code may take for a lesson.",
-)  # fmt: skip
+impl_option = group(
+    "Input",
+    page_option(
+        "--impl",
+        help="Your folder, or cmd:PROGRAM.  [default: LLORCH_IMPL, else impl of [tool.llorch] in pyproject.toml]",
+    ),
+)
+full_option = group("Output", page_option("--full", is_flag=True, help="Whole traceback of an error in your code."))
+seconds_option = group(
+    "Check",
+    page_option("--seconds", type=SECONDS, default=10.0, show_default=True, help="Seconds for your code per lesson."),
+)
 
 
 def learners_source(impl: str | None) -> str:

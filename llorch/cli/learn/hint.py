@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 @click.argument("part", required=False)
 @impl_option
 def command(*, lesson: str, part: str | None, impl: str | None) -> None:
-    """Show the hints of a PART of LESSON: a direction, the formula with shapes, the function itself.
+    """Give the next hint for a function (PART) of LESSON: a direction, the formula with shapes, then the code.
 
-    Without PART it is the function that the last check called wrong, else the first that is not written yet. Your
-    progress keeps the number of hints that you have seen.
+    Without PART, the hint is for the function that failed the last check, else for the first unwritten one. llorch
+    keeps the number of hints you have seen.
     """
     show_hint(learners_folder(impl), one_lesson(lesson), part)
 

@@ -20,9 +20,9 @@ impl = "."  # what llorch learn, llorch run and pytest take for your implementat
 )
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
 def command(*, folder: Path) -> None:
-    """Write to FOLDER what is not there yet: one file a lesson, and a pyproject.toml that names it.
+    """Write one stub file per lesson to FOLDER, and a pyproject.toml that names the folder.
 
-    A file that is there stays as it is.
+    Files that exist stay as they are.
     """
     from llorch.cli.output import say
     from llorch.learn.lessons import LESSONS

@@ -5,23 +5,28 @@ from pathlib import Path
 import click
 
 from llorch.cli.learn.folder import near, one_lesson
-from llorch.cli.options import verb
+from llorch.cli.options import group, page_option, verb
 from llorch.cli.output import say
 
 
 @verb(
-    "Write what a lesson asks into a file, for code in any language.",
+    "Write the inputs of a lesson to a file, for code in any language.",
     "llorch learn inputs 01b -o calls.npz",
     "llorch learn inputs 07 -o block.npz",
     "llorch learn inputs 17 -o gradients.npz",
 )
 @click.argument("lesson")
-@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), required=True, help="A new .npz file.")
+@group(
+    "Output",
+    page_option(
+        "-o", "--output", type=click.Path(path_type=Path, dir_okay=False), required=True, help="New .npz file."
+    ),
+)
 def command(*, lesson: str, output: Path) -> None:
-    """Write every call of the parts of LESSON: `rope/0007/x` is argument x of call 7 of rope.
+    """Write the arguments of every call that LESSON makes; rope/0007/x is argument x of call 7 of rope.
 
-    manifest.json in the file lists the calls, which arrays they are given, and the names that their answers have. What
-    comes back is judged with llorch learn check 01b --answers answers.npz.
+    The member manifest.json lists the calls, their arrays and the names of the answers. To judge the answers, type
+    llorch learn check 01b --answers answers.npz.
     """
     from llorch.learn.answers import write_calls
 

@@ -8,16 +8,16 @@ from llorch.cli.output import say
 
 
 @verb(
-    "List the lessons and how they stand.",
+    "List the lessons and their verdicts.",
     "llorch learn list",
     "llorch learn list --impl my_llama",
     "LLORCH_IMPL=my_llama llorch learn list",
 )
 @impl_option
 def command(*, impl: str | None) -> None:
-    """List every lesson with the minutes it takes, its last verdict, and the hints that were taken.
+    """List every lesson with its minutes, its last verdict and the hints taken.
 
-    A lesson whose files changed since it passed is shown as CHANGED: check it again.
+    CHANGED marks a lesson whose files changed after it passed; check it again.
     """
     show_list(learners_folder(impl))
 

@@ -6,24 +6,24 @@ import click
 
 from llorch.cli.options import WholeNumber
 from llorch.cli.outcome import DIFFERS
+from llorch.cli.verbs import Group, Verb
 
 number_argument = click.argument("number", type=WholeNumber())
 
 
 @click.group(
+    cls=Group,
     invoke_without_command=True,
-    short_help="Bugs that people had, as exercises.",
-    help="""\b
-llorch learn museum                     the list
-llorch learn museum open 3 bug3         its dump and what was reported
-llorch learn museum answer 3 "no bias"  is that it?
-llorch learn museum solution 3          the cause, the thread, the fix
-
-Bugs that people had in engines of Llama and Qwen: the numbers come in, the cause goes out.""",
+    short_help="Find the cause of real bugs in other engines.",
+    examples=(
+        "llorch learn museum                    # lists the bugs",
+        "llorch learn museum open 3 bug3",
+        'llorch learn museum answer 3 "no bias"',
+    ),
 )
 @click.pass_context
 def command(context: click.Context) -> None:
-    """List them, where no verb stands."""
+    """List real bugs in engines of Llama and Qwen, as exercises: find the cause from the numbers."""
     from llorch.learn.museum.exhibit import exhibits
 
     if context.invoked_subcommand is None:
@@ -31,11 +31,14 @@ def command(context: click.Context) -> None:
             click.echo(f"{shown.number:>3}  {shown.symptom}")
 
 
-@command.command("open")
+@command.command(
+    "open", cls=Verb, short_help="Write the dump of a bug and its report.",
+    examples=("llorch learn museum open 3 bug3",),
+)  # fmt: skip
 @number_argument
 @click.argument("folder", type=click.Path(path_type=Path))
 def open_one(number: int, folder: Path) -> None:
-    """Write the dump of NUMBER and a README into FOLDER."""
+    """Write the dump of bug NUMBER and a README with its report into FOLDER."""
     from llorch.learn.museum.exhibit import exhibit, write
 
     shown = exhibit(number)
@@ -43,11 +46,17 @@ def open_one(number: int, folder: Path) -> None:
     click.echo(f"{shown.symptom}\n{folder / 'README.md'} has the rest; a dump of {shown.model} lies beside it.")
 
 
-@command.command("answer")
+@command.command(
+    "answer", cls=Verb, short_help="Check your answer.",
+    examples=('llorch learn museum answer 3 "no bias"',),
+)  # fmt: skip
 @number_argument
 @click.argument("words", nargs=-1, required=True)
 def answer(number: int, words: tuple[str, ...]) -> None:
-    """Say whether WORDS are the cause of NUMBER: a mistake, a value, a stage; exit code 1 where they are not."""
+    """Check WORDS as the cause of bug NUMBER: a mistake, a value or a stage.
+
+    Exit codes: 0 WORDS are the cause, 1 they are not.
+    """
     from llorch.learn.museum.answers import judged
     from llorch.learn.museum.exhibit import exhibit
 
@@ -56,10 +65,13 @@ def answer(number: int, words: tuple[str, ...]) -> None:
     click.get_current_context().exit(0 if found.is_right else DIFFERS)
 
 
-@command.command("solution")
+@command.command(
+    "solution", cls=Verb, short_help="Show the cause and the fix.",
+    examples=("llorch learn museum solution 3",),
+)  # fmt: skip
 @number_argument
 def show_solution(number: int) -> None:
-    """What NUMBER was, and how it was mended."""
+    """Show the cause of bug NUMBER, the thread that reported it, and the fix."""
     from llorch.learn.museum.answers import solution
     from llorch.learn.museum.exhibit import exhibit
 

@@ -16,14 +16,14 @@ PAGE = "README.md"
 
 
 @verb(
-    "Say which lesson comes next.",
+    "Show which lesson comes next.",
     "llorch learn next",
     "llorch learn next --impl my_llama",
     "LLORCH_IMPL=my_llama llorch learn next",
 )
 @impl_option
 def command(*, impl: str | None) -> None:
-    """Say which lesson is the first that has not passed, where its page is, and which file to write."""
+    """Show the first lesson that has not passed, its page and the file to write."""
     folder = learners_folder(impl)
     show_lesson(folder, next_lesson(folder))
 

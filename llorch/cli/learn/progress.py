@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 
 @verb(
-    "Say how far you are.",
+    "Show your progress.",
     "llorch learn progress",
     "llorch learn progress --json",
     "llorch learn progress --impl my_llama",
 )
 @impl_option
-@json_option("One object: version, passed, minutes_left, and the lessons as they are kept.")
+@json_option("One object: version, passed, minutes_left, and the lessons as stored.")
 def command(*, impl: str | None, as_json: bool) -> None:
-    """Sum up what .llorch/progress.json beside your code has: lessons, attempts, hints."""
+    """Sum up lessons, attempts and hints from .llorch/progress.json in your folder."""
     folder = learners_folder(impl)
     click.echo(_as_json(folder) if as_json else summed_up(folder))
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @verb(
-    "Begin a lesson anew; what you wrote is kept.",
+    "Restart a lesson; your file is kept.",
     "llorch learn reset 01b",
     "llorch learn reset rope",
     "llorch learn reset 01 --impl my_llama",
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @click.argument("lesson")
 @impl_option
 def command(*, lesson: str, impl: str | None) -> None:
-    """Put the stub of LESSON in the place of your file, which is kept beside it under another name."""
+    """Replace your file of LESSON by the stub, and keep your file under another name."""
     reset(learners_folder(impl), one_lesson(lesson))
 
 

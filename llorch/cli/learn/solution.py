@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @verb(
-    "Show the functions of a lesson, written out.",
+    "Show the solution of a lesson.",
     "llorch learn solution 01b",
     "llorch learn solution rope --impl my_llama",
     "llorch learn solution 01 >> l01_rms_norm.py",
@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 @click.argument("lesson")
 @impl_option
 def command(*, lesson: str, impl: str | None) -> None:
-    """Show the functions of LESSON as they can be pasted into your file; always allowed, kept in your progress."""
+    """Show the functions of LESSON, ready to paste into your file.
+
+    A solution is always allowed; your progress records it.
+    """
     show_solution(learners_folder(impl), one_lesson(lesson))
 
 

@@ -27,19 +27,19 @@ KEYS = "n next   h hint   l list   c check all   s solution   x reset   q quit"
 
 
 @verb(
-    "Check what is saved, until you quit.",
+    "Check each file when you save it, until you quit.",
     "llorch learn",
     "llorch learn my_llama",
     "llorch learn watch my_llama --seconds 30",
 )
 @click.argument("folder", type=click.Path(path_type=Path), required=False)
 @impl_option
-@full_option
 @seconds_option
+@full_option
 def command(*, folder: Path | None, impl: str | None, full: bool, seconds: float) -> None:
-    """Watch FOLDER: a lesson is checked when its file, or one that it imports, is saved.
+    """Watch FOLDER and check a lesson whenever its file, or a file that it imports, is saved.
 
-    At a terminal keys do what the verbs do: n next, h hint, l list, c check all, s solution, x reset, q quit.
+    Keys on a terminal: n next, h hint, l list, c check all, s solution, x reset, q quit.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the terminal is put back then, too
     try:

@@ -2,15 +2,18 @@
 
 from llorch.cli.verbs import Verbs
 
-HELP = """\b
-llorch lora train story --data path/to/data -o my-adapter
-llorch lora eval story my-adapter --data path/to/data
-llorch lora merge story my-adapter merged.gguf
-
-Train LoRA adapters, prove that a run can be resumed bit by bit, and carry them to PEFT and llama.cpp.
-"""
-
 command = Verbs(
-    package="llorch.cli.lora", verbs=("train", "eval", "merge", "export", "inspect", "doctor", "verify-resume"),
-    help=HELP, short_help="Train, merge and hand on LoRA adapters.",
+    package="llorch.cli.lora",
+    verbs={
+        "Train": ("train", "eval"),
+        "Pass on": ("merge", "export"),
+        "Check": ("inspect", "doctor", "verify-resume"),
+    },
+    help="Train LoRA adapters, check them, and convert them for PEFT and llama.cpp.",
+    short_help="Train, check, merge and export LoRA adapters.",
+    examples=(
+        "llorch lora train story --data path/to/data -o my-adapter",
+        "llorch lora eval story my-adapter --data path/to/data",
+        "llorch lora merge story my-adapter merged.gguf",
+    ),
 )  # fmt: skip

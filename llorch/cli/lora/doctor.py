@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from llorch.cli.lora.options import any_base_option
-from llorch.cli.options import MODEL, json_option, verb
+from llorch.cli.options import MODEL, group, json_option, page_option, verb
 from llorch.cli.output import progress, to_json
 
 
@@ -15,22 +15,31 @@ from llorch.cli.output import progress, to_json
     "llorch lora doctor path/to/adapter --base path/to/base",
     "llorch lora doctor path/to/adapter --base story --against none",
     "llorch lora doctor adapter.gguf --base model.gguf --against llamacpp --json",
+    page="lora.md",
 )
 @click.argument("adapter", type=click.Path(path_type=Path))
-@click.option(
-    "--base", type=MODEL, required=True, help="The model that it is for: GGUF file, Hugging Face folder, built-in name."
+@group(
+    "Input",
+    page_option(
+        "--base", type=MODEL, required=True, help="Model of the adapter: GGUF file, Hugging Face folder, built-in name."
+    ),
+    any_base_option,
 )
-@click.option(
-    "--against", help="Engines to compare logits with: peft, llamacpp, or both with a comma; none: no engine."
-    "  [default: both, for models of up to 600 M weights]",
+@group(
+    "Comparison",
+    page_option(
+        "--against", help="Engines whose logits are compared: peft, llamacpp, peft,llamacpp or none."
+        "  [default: both, for models of up to 600 M weights]",
+    ),
 )  # fmt: skip
-@any_base_option
 @json_option("A list of objects: check, verdict (ok, warning, WRONG, NOT RUN), text.")
 def command(*, adapter: Path, base: str, against: str | None, any_base: bool, as_json: bool) -> None:
     """Check ADAPTER, a PEFT directory or a LoRA GGUF file, for faults that no program reports.
 
-    Each line is one check. WRONG computes something else than you think, and makes the exit code 1. A warning does so
-    in some programs. NOT RUN says what is missing.
+    Each line is one check. WRONG: every program computes something else than you expect. Warning: some programs do.
+    NOT RUN: something is missing.
+
+    Exit codes: 0 no check is WRONG, 1 a check is WRONG.
     """
     from llorch.cli.inputs import model_path
     from llorch.verify.doctor import ENGINES, WRONG, examine

@@ -7,7 +7,7 @@ import click
 
 from llorch.cli.lora.options import any_base_option
 from llorch.cli.lora.settings_options import chosen_settings, settings_options
-from llorch.cli.options import MODEL, json_option, threads_option, verb
+from llorch.cli.options import MODEL, group, json_option, page_option, threads_option, verb
 from llorch.cli.output import progress, say, to_json
 
 
@@ -15,14 +15,20 @@ from llorch.cli.output import progress, say, to_json
     "Compute loss and perplexity with and without an adapter.",
     "llorch lora eval story path/to/my-adapter --data pirate",
     "llorch lora eval story path/to/my-adapter --data pirate --split valid --json",
-    "llorch lora eval path/to/model path/to/adapter --data path/to/chats.jsonl --device cuda --chunk 2048",
+    "llorch lora eval path/to/model path/to/adapter --data chats.jsonl",
+    page="lora.md",
 )
 @click.argument("model", type=MODEL)
 @click.argument("adapter", type=click.Path(path_type=Path))
-@click.option("--data", required=True, help="JSONL file, .json list, folder with train.jsonl, or the built-in pirate.")
-@click.option(
-    "--split", type=click.Choice(["train", "valid", "test"]),
-    help="Which part of the data.  [default: test, else valid, else train]",
+@group(
+    "Data",
+    page_option(
+        "--data", required=True, help="JSONL file, .json list, folder or pirate."
+    ),
+    page_option(
+        "--split", type=click.Choice(["train", "valid", "test"]),
+        help="Part of the data.  [default: test, else valid, else train]",
+    ),
 )  # fmt: skip
 @settings_options(
     "valid", "batch_size", "max_length", "train_on", "template_date", "chat_template_kwargs", "chunk", "device",
@@ -31,12 +37,13 @@ from llorch.cli.output import progress, say, to_json
 @any_base_option
 @threads_option
 @json_option(
-    "One object: base, split, n_rows, n_trained, loss, perplexity, each of these two without and with_adapter."
+    "One object: base, split, n_rows, n_trained, loss, perplexity, the last two each without and with_adapter."
 )
 def command(*, adapter: Path, split: str | None, any_base: bool, as_json: bool, **given: Any) -> None:
-    """Judge ADAPTER, a PEFT directory or a LoRA GGUF file, on MODEL.
+    """Compute the loss and perplexity of MODEL on data, with and without ADAPTER.
 
-    The loss is the mean over all tokens that are to be learned, in nats; perplexity is its exponential.
+    ADAPTER is a PEFT directory or a LoRA GGUF file. The loss is the mean over all learned tokens, in nats; perplexity
+    is its exponential.
     """
     from llorch.cli.lora.options import require_torch, threads_for_training
 

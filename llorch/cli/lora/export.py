@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from llorch.cli.lora.options import any_base_option, force_option
-from llorch.cli.options import MODEL, json_option, verb
+from llorch.cli.options import MODEL, group, json_option, page_option, verb
 from llorch.cli.output import say, to_json
 
 
@@ -14,22 +14,27 @@ from llorch.cli.output import say, to_json
     "llorch lora export path/to/base path/to/adapter adapter.gguf",
     "llorch lora export path/to/base adapter.gguf path/to/peft-directory",
     "llorch lora export path/to/base path/to/adapter path/to/new --vllm-safe",
+    page="lora.md",
 )
 @click.argument("base", type=MODEL)
 @click.argument("adapter", type=click.Path(path_type=Path))
 @click.argument("target", type=click.Path(path_type=Path))
-@click.option("--vllm-safe", is_flag=True, help="One rank, one alpha, no patterns: scales are multiplied into B.")
-@force_option
 @any_base_option
-@json_option("One object: target, n_parameters, n_bytes, notes.")
+@group(
+    "Output",
+    page_option(
+        "--vllm-safe", is_flag=True, help="One rank, one alpha, no patterns, for vLLM and SGLang; scales move into B."
+    ),
+    force_option,
+    json_option("One object: target, n_parameters, n_bytes, notes."),
+)
 def command(
     *, base: str, adapter: Path, target: Path, vllm_safe: bool, force: bool, any_base: bool, as_json: bool
 ) -> None:
-    """Write ADAPTER, a PEFT directory or a LoRA GGUF file made for BASE, as TARGET.
+    """Write ADAPTER as TARGET, for llama.cpp or for PEFT.
 
-    A TARGET that ends in .gguf becomes a LoRA GGUF file for llama.cpp, any other name a PEFT directory. What the
-    target's readers would compute wrongly or cannot load (DoRA in GGUF, an adapted output of a tied base) is refused;
-    merge it instead. vLLM ignores alpha and rank patterns and SGLang the rsLoRA scale: --vllm-safe writes none.
+    ADAPTER is a PEFT directory or a LoRA GGUF file made for BASE. A TARGET that ends in .gguf becomes a LoRA GGUF file;
+    any other name becomes a PEFT directory.
     """
     from llorch.cli.inputs import model_path
     from llorch.lora.export import export

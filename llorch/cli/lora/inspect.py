@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from llorch.cli.lora.options import any_base_option
-from llorch.cli.options import MODEL, json_option, verb
+from llorch.cli.options import MODEL, group, json_option, page_option, verb
 from llorch.cli.output import say, to_json
 
 if TYPE_CHECKING:
@@ -19,18 +19,20 @@ if TYPE_CHECKING:
     "llorch lora inspect path/to/adapter",
     "llorch lora inspect path/to/adapter --base story",
     "llorch lora inspect adapter.gguf --base path/to/base --json",
+    page="lora.md",
 )
 @click.argument("adapter", type=click.Path(path_type=Path))
-@click.option(
-    "--base", type=MODEL, help="Read the adapter for this model: everything is checked, and norms are compared."
+@group(
+    "Input",
+    page_option("--base", type=MODEL, help="Model of the adapter, to check shapes and compare norms."),
+    any_base_option,
 )
-@any_base_option
 @json_option("One object: path, format, config, base, dtypes, n_parameters, matrices, problems.")
 def command(*, adapter: Path, base: str | None, any_base: bool, as_json: bool) -> None:
-    """Show what ADAPTER, a PEFT directory or a LoRA GGUF file, adds to its base, matrix by matrix.
+    """Show how much ADAPTER, a PEFT directory or a LoRA GGUF file, adds to each matrix of its base.
 
-    The norm is that of scaling * B A; 0 means that the matrix was never trained. What llorch refuses is named on
-    stderr after all that could be read; the exit code is then 2.
+    The norm is that of scaling * B A. A norm of 0 means that the matrix was never trained. If llorch refuses a part,
+    stderr names it after the rest, and the exit code is 2.
     """
     from llorch.cli.inputs import model_path
     from llorch.files import open_weights

@@ -6,7 +6,7 @@ import click
 
 from llorch.cli.convert import TYPES, cleaning_up_when_terminated
 from llorch.cli.lora.options import any_base_option, force_option
-from llorch.cli.options import MODEL, json_option, verb
+from llorch.cli.options import MODEL, group, json_option, page_option, verb
 from llorch.cli.output import progress, say, to_json
 
 
@@ -15,32 +15,34 @@ from llorch.cli.output import progress, say, to_json
     "llorch lora merge path/to/base path/to/adapter path/to/merged-folder",
     "llorch lora merge path/to/base path/to/adapter merged.gguf --type Q8_0",
     "llorch lora merge model.gguf adapter.gguf path/to/merged-folder --json",
+    page="lora.md",
 )
 @click.argument("base", type=MODEL)
 @click.argument("adapter", type=click.Path(path_type=Path))
 @click.argument("target", type=click.Path(path_type=Path))
-@click.option(
-    "--type", "type_name", type=click.Choice(TYPES, case_sensitive=False),
-    help="Type of the matrices; a folder takes F32, F16 and BF16.  [default: a float type of BASE, else F32]",
+@group(
+    "Output",
+    page_option(
+        "--type", "type_name", type=click.Choice(TYPES, case_sensitive=False),
+        help="Type of the matrices; a folder takes F32, F16 or BF16.  [default: the float type of BASE, else F32]",
+    ),
+    page_option(
+        "--logits/--no-logits", default=None,
+        help="Comparison of the logits of base, adapter and merged model.  [default: for models of up to 600 M "
+        "weights]",
+    ),
+    force_option,
+    json_option("One object: target, type, base_types, n_bytes, matrices, logits, notes."),
 )  # fmt: skip
-@click.option(
-    "--logits/--no-logits", default=None,
-    help="Compare logits of base, adapter and merged model.  [default: for models of up to 600 M weights]",
-)  # fmt: skip
-@force_option
 @any_base_option
-@json_option("One object: target, type, base_types, n_bytes, matrices, logits, notes.")
 def command(
     *, base: str, adapter: Path, target: Path, type_name: str | None, logits: bool | None, force: bool,
     any_base: bool, as_json: bool,
 ) -> None:  # fmt: skip
-    """Write BASE with ADAPTER merged into it as TARGET.
+    """Merge ADAPTER into BASE and write the new model as TARGET.
 
-    BASE is a GGUF file, Hugging Face folder or built-in model, ADAPTER a PEFT directory or a LoRA GGUF file. A TARGET
-    that ends in .gguf becomes a GGUF file, any other name a Hugging Face folder. Config and tokenizer files of a folder
-    are copied byte for byte. The sum is computed in float64 and rounded once; what rounding swallowed is told.
-
-    TARGET is complete or absent; BASE and ADAPTER are never touched.
+    BASE is a GGUF file, a Hugging Face folder or a built-in model. ADAPTER is a PEFT directory or a LoRA GGUF file. A
+    TARGET that ends in .gguf becomes a GGUF file; any other name becomes a Hugging Face folder.
     """
     from dataclasses import asdict
 

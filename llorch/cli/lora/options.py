@@ -3,17 +3,16 @@
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-import click
-
-from llorch.cli.options import use_threads
+from llorch.cli.options import group, page_option, use_threads
 from llorch.errors import MissingExtra
 
 if TYPE_CHECKING:
     from llorch.train.settings import TrainSettings
 
-force_option = click.option("--force", is_flag=True, help="Replace TARGET when it exists.")
-any_base_option = click.option(
-    "--any-base", is_flag=True, help="Accept an adapter that was made for another base, by name or by numbers."
+force_option = group("Output", page_option("--force", is_flag=True, help="Permission to replace TARGET."))
+any_base_option = group(
+    "Input",
+    page_option("--any-base", is_flag=True, help="Permission for an adapter of another base."),
 )
 
 

@@ -8,13 +8,31 @@ from typing import Any, get_args, get_type_hints
 import click
 
 from llorch.builtin import DATA, EVERY, wins
-from llorch.cli.options import SEED, JsonObject, RealNumber, WholeNumber
+from llorch.cli.options import SEED, JsonObject, RealNumber, WholeNumber, group, page_option
 from llorch.train.settings import TrainSettings
 from llorch.train.settings_file import SHORT, read_settings, settings_from
 
-config_option = click.option(
-    "--config", type=click.Path(path_type=Path), help="Settings from a .yaml or .toml file; options win."
+config_option = page_option(
+    "--config", type=click.Path(path_type=Path), help="Settings file, .yaml or .toml; options win."
 )
+_GROUPS: Mapping[str, tuple[str, ...]] = {  # headings of the help page
+    "Data": (
+        "valid", "max_length", "train_on", "parse_special", "packing", "template_date", "chat_template_kwargs",
+    ),
+    "Adapter": (
+        "r", "alpha", "target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "rank_pattern",
+        "alpha_pattern", "dropout", "rslora", "dora", "init",
+    ),
+    "Optimizer": (
+        "lr", "lora_plus_ratio", "schedule", "warmup_steps", "warmup_ratio", "weight_decay", "max_grad_norm",
+        "eight_bit", "label_smoothing",
+    ),
+    "Length and batches": ("epochs", "steps", "batch_size", "accumulation"),
+    "Memory and numerics": ("chunk", "gradient_checkpointing", "dtype", "weights"),
+    "Run": ("eval_every", "save_every", "keep", "seed", "tensorboard"),
+    "Machine": ("device",),
+}  # fmt: skip
+_GROUP_OF = {name: title for title, names in _GROUPS.items() for name in names}
 _NUMBERS: Mapping[object, click.ParamType] = {int: WholeNumber(), float: RealNumber()}
 _FLAGS = {name: short for short, name in SHORT.items()}
 
@@ -46,7 +64,7 @@ def settings_options(*only: str) -> Callable[[Callable], Callable]:
     def decorate(function: Callable) -> Callable:
         for field in reversed(fields(TrainSettings)):
             if "text" in field.metadata and field.name in (only or hints):
-                function = _option(field, hints[field.name])(function)
+                function = group(_GROUP_OF[field.name], _option(field, hints[field.name]))(function)
         return function
 
     return decorate
@@ -57,16 +75,16 @@ def _option(field: Any, hint: Any) -> Callable[[Callable], Callable]:
     flag = f"--{(_FLAGS.get(name) or name).replace('_', '-')}"
     text, allowed, kinds = field.metadata["text"], field.metadata["allowed"], get_args(hint) or (hint,)
     if name == "chat_template_kwargs":
-        return click.option(flag, name, type=JsonObject(), help=text)
+        return page_option(flag, name, type=JsonObject(), help=text)
     if hint is bool:
-        return click.option(f"{flag}/--no{flag[1:]}", name, default=None, help=text)
+        return page_option(f"{flag}/--no{flag[1:]}", name, default=None, help=text)
     if kinds[0] is str and len(kinds) == 2 and kinds[1] in (int, float):  # a mapping of names to numbers
-        return click.option(flag, name, type=Pair(_NUMBERS[kinds[1]]), multiple=True, callback=_as_mapping, help=text)
+        return page_option(flag, name, type=Pair(_NUMBERS[kinds[1]]), multiple=True, callback=_as_mapping, help=text)
     shown = "" if field.default in (None, ()) else f"  [default: {field.default}]"
     choice = click.Choice([*allowed]) if allowed and not isinstance(allowed, str) else None
     number = SEED if name == "seed" else _NUMBERS.get(kinds[0])
     kind = choice or number or click.STRING
-    return click.option(flag, name, type=kind, help=text + shown)
+    return page_option(flag, name, type=kind, help=text + shown)
 
 
 def _as_mapping(

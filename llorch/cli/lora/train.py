@@ -8,7 +8,7 @@ import click
 
 from llorch.cli.lora.settings_options import chosen_settings, config_option, settings_options
 from llorch.cli.mesh import mesh_option, on_mesh, timeout_option
-from llorch.cli.options import MODEL, json_option, threads_option, verb
+from llorch.cli.options import MODEL, group, json_option, page_option, threads_option, verb
 from llorch.cli.output import say, to_json
 from llorch.launched import n_restarts
 from llorch.train.settings_file import FOREIGN
@@ -17,47 +17,39 @@ from llorch.train.settings_file import FOREIGN
 @verb(
     "Train a LoRA adapter.",
     "llorch lora train story --data pirate -o path/to/my-adapter",
-    "llorch lora train path/to/model --data path/to/folder -o path/to/run --r 16 --lr 2e-4 --epochs 2",
-    "llorch lora train path/to/model --data path/to/chats.jsonl -o path/to/run --device cuda --packing --chunk 2048",
     "llorch lora train --config path/to/settings.yaml -o path/to/run --steps 100",
     "llorch lora train -o path/to/run --resume",
-    "llorch lora train story --data pirate -o path/to/run --mesh dp=2,tp=2          four processes, the same adapter",
-    "torchrun --nproc-per-node 4 -m llorch lora train story --data pirate -o path/to/run --mesh dp=2,tp=2",
+    page="lora.md",
     foreign=FOREIGN | {"output_dir": "use -o", "output_path": "use -o", "adapter_path": "use -o"},
 )
 @click.argument("model", type=MODEL, required=False)
-@click.option(
-    "--data",
-    help="JSONL file, .json list, folder with train.jsonl (valid.jsonl, test.jsonl), or pirate, which is built in.",
+@group("Data", page_option("--data", help="JSONL file, .json list, folder or pirate."))
+@group(
+    "Run",
+    page_option(
+        "-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder of the run; new or empty."
+    ),
+    config_option,
+    page_option("--resume", is_flag=True, help="Continuation of the run in the folder."),
+    page_option(
+        "--allow-change",
+        is_flag=True,
+        help="Continuation after a change; not bit-exact.",
+    ),
 )
-@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder of the run; new or empty.")
-@config_option
 @settings_options()
 @threads_option
 @mesh_option
 @timeout_option
-@click.option("--resume", is_flag=True, help="Go on with the run in the folder, bit by bit as if it had not stopped.")
-@click.option("--allow-change", is_flag=True, help="Resume although settings, data or versions changed; not bit-exact.")
-@json_option("At the end one object: steps, loss, valid_loss, seconds, n_parameters, adapter.")
+@json_option("One object at the end: steps, loss, valid_loss, seconds, n_parameters, adapter.")
 def command(
     *, output: Path, config: Path | None, axes: Mapping[str, int] | None, rank_timeout: float, resume: bool,
     allow_change: bool, as_json: bool, **given: Any,
 ) -> None:  # fmt: skip
-    """Train an adapter for MODEL (a .gguf file, a Hugging Face folder or a built-in name) and write it to a folder.
+    """Train a LoRA adapter for MODEL and write it to a folder that PEFT can load.
 
-    The folder gets log.jsonl, curve.svg, snapshots to resume from, and at the end the adapter as PEFT has it, for
-    `llorch run MODEL --adapter FOLDER`. Only tokens that are to be learned count for the loss: of a chat those of the
-    assistant, of a prompt with its completion the completion; `llorch data show` prints them.
-
-    The loss is cross entropy: the auxiliary one, which some mixtures of experts ask for (output_router_logits), is not
-    computed, which is said. PEFT and we train experts and routers with --target-parameters only.
-
-    Ctrl-C or SIGTERM ends the step, saves and leaves; a second one leaves at once, but not with --mesh, whose launcher
-    sends several. With --resume, settings that are not given come from the run in the folder, and so does the number of
-    threads, which decides the last bits.
-
-    A run that is over goes on with --resume when more --steps or --epochs are asked for: from there the rate follows
-    the schedule of all steps. With a constant one it ends as a run that was begun for so many.
+    MODEL is a .gguf file, a Hugging Face folder or a built-in name. Ctrl-C saves and stops; --resume continues.
+    Try the adapter with: llorch run MODEL --adapter FOLDER
     """
     from llorch.cli.lora.options import require_torch, threads_for_training
     from llorch.cli.lora.training_progress import Progress, try_it

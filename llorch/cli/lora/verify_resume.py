@@ -10,7 +10,7 @@ import click
 
 from llorch.cli.lora.settings_options import chosen_settings, config_option, settings_options
 from llorch.cli.mesh import mesh_option
-from llorch.cli.options import MODEL, json_option, threads_option, verb
+from llorch.cli.options import MODEL, group, json_option, page_option, threads_option, verb
 from llorch.cli.outcome import DIFFERS, OK
 from llorch.cli.output import progress, say, to_json
 from llorch.launched import is_rank
@@ -25,30 +25,32 @@ KINDS = {"adapter": "weights", "optimizer": "moments", "adapter_model.safetensor
 @verb(
     "Prove that a run can be resumed bit by bit.",
     "llorch lora verify-resume story --data path/to/chats.jsonl",
-    "llorch lora verify-resume path/to/model --data path/to/folder --dtype bfloat16 --dropout 0.1 --packing",
-    "llorch lora verify-resume path/to/model --data path/to/folder --device cuda --eight-bit --control --json",
-    "llorch lora verify-resume story --data pirate --mesh dp=2,tp=2          all of its runs on four processes",
+    "llorch lora verify-resume path/to/model --data path/to/folder --control",
+    "llorch lora verify-resume story --data pirate --mesh dp=2,tp=2",
+    page="lora.md",
 )
 @click.argument("model", type=MODEL, required=False)
-@click.option("--data", help="As llorch lora train takes it.")
-@config_option
+@group("Data", page_option("--data", help="JSONL file, .json list, folder or pirate."))
+@group("Run", config_option)
 @settings_options()
 @threads_option
 @mesh_option
-@click.option(
-    "--control", is_flag=True, help="Lose moments and place in the data on purpose, too: that must be noticed."
+@group(
+    "Output",
+    page_option(
+        "--control", is_flag=True, help="Two more runs that lose moments or data position and must be detected."
+    ),
+    page_option("-v", "--verbose", is_flag=True, help="Line for every tensor."),
+    json_option("One object: steps, stopped_at, holds, and every tensor compared."),
 )
-@click.option("-v", "--verbose", is_flag=True, help="A line for every tensor.")
-@json_option("One object: steps, stopped_at, holds, and every tensor compared.")
 def command(
     *, config: Path | None, axes: Mapping[str, int] | None, control: bool, verbose: bool, as_json: bool, **given: Any
 ) -> None:
-    """Train MODEL twice for --steps (10 unless given), with the settings of a real run, and compare the two.
+    """Train MODEL twice, once without a stop and once resumed, and compare every bit of the two runs.
 
-    One run goes straight through. The other is stopped by SIGTERM in the middle, saves a snapshot, and is finished by a
-    process of its own. Weights, moments, log and the adapter as written must not differ in a bit.
+    Settings are those of llorch lora train; without --steps a run has 10 steps.
 
-    Exit code 0 when they do not, 1 when they do or when a control was not noticed.
+    Exit codes: 0 no bit differs, 1 a bit differs or a control was not detected.
     """
     from llorch.cli.lora.options import require_torch, threads_for_training
     from llorch.train.stopping import Stopped
