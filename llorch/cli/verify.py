@@ -51,7 +51,7 @@ class Witness(click.ParamType):
 @group(
     "Input",
     page_option("--prompt", type=TEXT, help="Text to run, with live engines."),
-    tokens_option("Token ids to run, for models without a vocabulary."),
+    tokens_option("Token ids, for a model without a vocabulary."),
 )
 @group(
     "Comparison",
