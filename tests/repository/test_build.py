@@ -2,6 +2,8 @@
 
 import re
 import shutil
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,20 +16,47 @@ pytest.importorskip(
 )
 
 from checkpoints import build
-from checkpoints.drawing import ROWS, same_figure, strip
+from checkpoints.drawing import ROWS, draw, same_figure, strip
 from checkpoints.executing import executed
 from llorch.learn.lessons import LESSONS
 from llorch.stages import CHECKPOINTS
+from llorch.verify.report.pages import BLOCK
+from llorch.verify.report.tables import Blocks
 
 ROOT = Path(__file__).parents[2]
+LESSON = ROOT / "checkpoints/01_rms_norm"
+MADE: dict[tuple[Callable, str], object] = {}
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of lesson 01 that the command works on."""
-    shutil.copytree(ROOT / "checkpoints/01_rms_norm", tmp_path / "01_rms_norm")
+    """Copy lesson 01 for the command; each text of the lesson is run and drawn once for all tests.
+
+    The generated blocks are those of the repository's page: `tests/verify/test_pages.py` computes them.
+    """
+    shutil.copytree(LESSON, tmp_path / LESSON.name)
     monkeypatch.setattr(build, "FOLDER", tmp_path)
-    return tmp_path / "01_rms_norm"
+    monkeypatch.setattr(
+        build, "generated", lambda folder, numbers, index: {folder / LESSON.name / "README.md": tables()}
+    )
+    monkeypatch.setattr(build, "executed", lambda lesson, root: once(executed, lesson, lesson, root))
+    monkeypatch.setattr(build, "draw", lambda number, lesson: once(draw, lesson / "lesson.py", number, lesson))
+    return tmp_path / LESSON.name
+
+
+def once(make: Callable, lesson: Path, *given: object) -> object:
+    """Make something of a lesson, or return what was made of the same text before."""
+    key = make, lesson.read_text(encoding="utf-8")
+    if key not in MADE:
+        MADE[key] = make(*given)
+    return MADE[key]
+
+
+@cache
+def tables() -> Blocks:
+    """Generated blocks of the repository's page."""
+    text = (LESSON / "README.md").read_text(encoding="utf-8")
+    return {match["name"]: match["body"].removesuffix("\n") for match in BLOCK.finditer(text)}
 
 
 def built(*words: str) -> tuple[int, str]:
