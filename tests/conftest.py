@@ -1,5 +1,6 @@
 """Fixtures for all tests; llorch is imported inside them only, or its shape checks would be hooked in too late."""
 
+import gc
 import os
 import re
 import sys
@@ -51,6 +52,17 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return None
     said = f"{collection_path} {collection_path.read_text(encoding='utf-8')}".lower()
     return any(word not in said for word in asked) or None  # None: others may have a reason
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Search for no garbage while tests are collected, and never among them: a sixth of the time of collecting."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before any fixture

@@ -1,6 +1,7 @@
 """Answers in the form of a JSON schema, by models whose weights know nothing of JSON."""
 
 import json
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -217,20 +218,20 @@ def deep(levels: int) -> dict[str, Any]:
     return schema
 
 
-def too_large(name: str, schema: dict[str, Any], limit: str, value: int, got: int | str) -> Any:
-    return row(name, lambda: guide(schema), "TooLarge", "json schema", expected=(limit, value), got=got)
+def too_large(name: str, make: Callable[[], dict[str, Any]], limit: str, value: int, got: int | str) -> Any:
+    return row(name, lambda: guide(make()), "TooLarge", "json schema", expected=(limit, value), got=got)
 
 
 @pytest.mark.parametrize(
     "refusal",
     [
-        too_large("deep", deep(100_000), "depth", MAX_DEPTH, "more"),
-        too_large("a level more", deep(MAX_DEPTH + 1), "depth", MAX_DEPTH, "more"),
-        too_large("values", {"enum": list(range(MAX_VALUES - 1))}, "values", MAX_VALUES, "more"),
-        too_large("characters", {"const": "x" * MAX_CHARACTERS}, "characters", MAX_CHARACTERS, 65549),
-        too_large("multiples", {"anyOf": [{"multipleOf": n} for n in (101, 102)]}, "multipleOf", 10_000, 10302),
-        too_large("a fine multiple", {"type": "number", "multipleOf": 1.00001}, "multipleOf", 10_000, 100001),
-        too_large("endless multiple", {"multipleOf": float("inf")}, "multipleOf", 10_000, 10001),
+        too_large("deep", lambda: deep(100_000), "depth", MAX_DEPTH, "more"),
+        too_large("a level more", lambda: deep(MAX_DEPTH + 1), "depth", MAX_DEPTH, "more"),
+        too_large("values", lambda: {"enum": list(range(MAX_VALUES - 1))}, "values", MAX_VALUES, "more"),
+        too_large("characters", lambda: {"const": "x" * MAX_CHARACTERS}, "characters", MAX_CHARACTERS, 65549),
+        too_large("multiples", lambda: {"anyOf": [{"multipleOf": n} for n in (101, 102)]}, "multipleOf", 10_000, 10302),
+        too_large("a fine multiple", lambda: {"type": "number", "multipleOf": 1.00001}, "multipleOf", 10_000, 100001),
+        too_large("endless multiple", lambda: {"multipleOf": float("inf")}, "multipleOf", 10_000, 10001),
     ],
 )
 def test_what_would_cost_too_much_is_refused_before_any_work(refusal: Refusal):

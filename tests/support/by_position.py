@@ -4,7 +4,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 
 from llorch.architecture import Layer, Temperature
 from llorch.config import ModelConfig, YarnScaling
@@ -55,6 +54,8 @@ class FromModule(Weights):
 
 def random_model(family: str) -> tuple[Any, FromModule]:
     """A model of transformers in float64, and its weights and hyperparameters for ours."""
+    import transformers
+
     own, n_layers, ours = FAMILIES[family]
     torch.manual_seed(0)
     with float64_everywhere(refuse=False):

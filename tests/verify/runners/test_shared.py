@@ -19,7 +19,6 @@ from llorch.verify.suites.quantised_goldens import CASE
 from llorch.verify.suites.quantised_models import write_model
 
 NAME = "Q4_K"
-GOLDEN = golden()
 
 
 @pytest.fixture
@@ -29,8 +28,8 @@ def weights(tmp_path: Path) -> SharedWeights:
 
 def rows(weights: SharedWeights, *, shared: bool = True) -> list[Row]:
     same = weights if shared else open_weights(weights.path).using(GGML, packed=True)
-    suite = suite_of(NAME, same, GOLDEN)
-    runner = GgmlRunner(same, {CASE: GOLDEN.traces[NAME]}, {CASE: suite.limits(CASE)})
+    suite = suite_of(NAME, same, golden())
+    runner = GgmlRunner(same, {CASE: golden().traces[NAME]}, {CASE: suite.limits(CASE)})
     return [*suite.stage_rows(runner), *suite.decode_rows(runner)]
 
 
@@ -63,6 +62,6 @@ def test_a_tile_that_is_decoded_wrongly_is_red_wherever_it_is_used(
 
 
 def test_alone_nothing_is_kept(weights: SharedWeights):
-    suite = suite_of(NAME, weights, GOLDEN)
+    suite = suite_of(NAME, weights, golden())
     suite.limits(CASE).chained("logits")
     assert not weights._kept.matrices
