@@ -30,6 +30,16 @@ from llorch.verify.report.pages import FOLDER, generated, page, render, same
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = re.compile(r"^<!-- source: ([\w.]+) -->$", re.MULTILINE)
+FOLDED = """From [`{file}`](../../{file}):
+
+<details>
+<summary>Reference code of <code>{name}</code> (open it after the exercise)</summary>
+
+```python
+{code}
+```
+
+</details>"""  # GitHub folds this HTML, and so does the web site
 MOST_AT_ONCE = 2  # lessons that run side by side
 
 
@@ -103,14 +113,14 @@ def page_of(path: Path) -> tuple[Path, str]:
 
 
 def source_of(name: str, *, label: str) -> str:
-    """The source of `llorch.ops.rope.rope` below a link to its file."""
+    """A link to the file of `llorch.ops.rope.rope`, then its source, folded: the exercise comes later on the page."""
     owner, short = owner_of(name)  # a module may have the name of a function in it
     found = getattr(owner, short, None)
     if found is None or not (inspect.isroutine(found) or inspect.isclass(found)):
         raise click.ClickException(f"{label}: expected the name of a function or class, got {name}")
     found = inspect.unwrap(found)
     file = Path(inspect.getsourcefile(found) or "").resolve().relative_to(ROOT).as_posix()
-    return f"[`{file}`](../../{file}):\n\n```python\n{inspect.getsource(found).rstrip()}\n```"
+    return FOLDED.format(file=file, name=short, code=inspect.getsource(found).rstrip())
 
 
 if __name__ == "__main__":

@@ -2,18 +2,19 @@
 # # 00 foundation
 #
 # A warm-up of two minutes, then three parts: a file (25 minutes), a tokenizer (45), a table (10). Take them in any
-# order; on the fast track take the warm-up and go on to [01](../01_rms_norm/README.md).
+# order. On the fast track, take the warm-up and go on to [01](../01_rms_norm/README.md).
 #
 # ## Where we are
 #
 # ![The way of a token through the model, with this lesson's box lit](fig/where.svg)
 #
-# At the very beginning. There is a file on the disk and a sentence in your hand. At the end of this lesson there is an
-# array of shape (seq, hidden), one row of numbers for each token, and the rest of the model only ever sees that.
+# This is the very beginning. There is a file on the disk and a sentence in your hand. At the end of this lesson there
+# is an array of shape (seq, hidden), one row of numbers for each token, and the rest of the model only ever sees
+# that.
 #
 # ## Idea
 #
-# A model is a file of named arrays. Nothing in it is a program: how the arrays are used is the other twenty lessons.
+# A model is a file of named arrays. It holds no program. The other lessons explain how the arrays are used.
 
 # %%
 import inspect
@@ -30,7 +31,7 @@ for info in [*micro.weights.source.tensors.values()][:5]:
     print(f"{info.name:24} {info.ggml_type.name} {info.shape!s:10} at byte {info.offset:,}")
 
 # %% [markdown]
-# And a text is a list of whole numbers. Which ones is decided by the vocabulary in the same file:
+# A text is a list of whole numbers. The vocabulary in the same file decides which numbers:
 
 # %%
 SENTENCE = "Once upon a time there was a little fox"
@@ -41,12 +42,12 @@ for name in ("story", "micro-llama", "micro-qwen2"):
     print(f"{name:11} {len(ids):2} tokens  {'|'.join(pieces[:13])}")
 
 # %% [markdown]
-# Each id then picks a row of the largest table in the file. That is all of this lesson.
+# Each id then picks a row of the largest table in the file. This lesson covers no more than that.
 #
 # ## Warm-up
 #
-# Most models are published in bfloat16: 16 bits, which are the upper half of a float32. There is no arithmetic in
-# making one from the other, only a shift.
+# Most models are published in bfloat16: 16 bits, which are the upper half of a float32. To make one from the other
+# takes a shift and no arithmetic.
 
 # %%
 bits = np.array([0x3F80, 0xC000, 0x3E20, 0x4049], np.uint16)
@@ -54,16 +55,16 @@ for each, number in zip(bits, (bits.astype(np.uint32) << 16).view(np.float32), s
     print(f"{each:#06x} = {each:016b}  {number}")
 
 # %% [markdown]
-# `0x4049` is the best that bfloat16 can do for pi. The file `l00w_warm_up.py` has that function ready, but for one
-# constant. Correct it, and look:
+# `0x4049` is the best that bfloat16 can do for pi. The file `l00w_warm_up.py` holds the conversion with one wrong
+# constant. Correct it, then check it:
 #
 # ```
 # llorch learn check 00w
 # ```
 #
-# The judge takes all 65,280 patterns that stand for finite numbers and asks the `gguf` package, by the authors of
-# llama.cpp, for the same. They are equal bit by bit, or it is red. (The file opens no model of ours, since none of the
-# small ones is stored in bfloat16; the same line reads every real one.)
+# The check takes all 65,280 bit patterns that stand for finite numbers. It compares your results with the `gguf`
+# package, which the authors of llama.cpp wrote. Your results must be equal bit by bit. (No built-in model is stored
+# in bfloat16, so this function opens none of them. The same line reads every published bfloat16 model.)
 #
 # ## The maths
 #
@@ -81,36 +82,37 @@ for each, number in zip(bits, (bits.astype(np.uint32) << 16).view(np.float32), s
 #
 # ![The bytes of micro-llama: a header of 11 kB, then tensors](fig/bytes.svg)
 #
-# **The file.** A GGUF file is read from the front. First come the magic word, a version and two counts; then keys
-# with values of many types, the vocabulary among them; then one row for each tensor: name, axes, type, and where its
-# data starts. Then zeros up to a multiple of 32, and the data.
+# **The file.** A GGUF file is read from the front. First come the magic word, a version and two counts. Then come
+# keys with values of many types, the vocabulary among them. Then comes one row for each tensor: name, axes, type, and
+# the offset of its data. Zeros follow up to a multiple of 32, then the data.
 #
-# Two things go wrong again and again. *Axes are listed fastest first*: the table of `micro-llama` stands there as 96,
-# 401, and NumPy calls the same bytes (401, 96). Nothing is transposed. *Offsets count from the start of the data*,
-# not of the file, and the data starts behind the padding.
+# Two things go wrong again and again. *Axes are listed fastest first*: the file lists the table of `micro-llama` as
+# 96, 401, and NumPy calls the same bytes (401, 96). Nothing is transposed. *Offsets count from the start of the
+# data*, not of the file, and the data starts after the padding.
 #
 # ![How the letters of littlest are joined, pair by pair](fig/merges.svg)
 #
-# **The tokenizer.** A word falls into single characters. A list of pairs, in the order of their importance, says which
-# neighbours may be joined. Take the best pair that is anywhere in the word, join it, look again. This is byte pair
-# encoding. It does not go from left to right, and it does not look for the longest piece: in the picture, which is
-# ` littlest` in `story`, the `st` at the end is the fourth join and ` lit` at the beginning the sixth. Two tokens are
-# left, since no pair joins ` little` and `st`.
+# **The tokenizer.** A word is split into single characters. A ranked list of pairs says which neighbours may be
+# joined. Find the best-ranked pair anywhere in the word, join it, and look again. This is byte pair encoding. It does
+# not go from left to right, and it does not look for the longest piece. The picture shows ` littlest` in `story`: the
+# `st` at the end is the fourth join and ` lit` at the beginning the sixth. Two tokens are left, since no pair joins `
+# little` and `st`.
 #
-# Where the words come from is a matter of taste of each family, and not part of the exercise: Llama 3 cuts digits in
-# threes, Qwen takes them one by one. The vocabulary of `micro-llama` is of the older SentencePiece kind: spaces become
-# part of a piece, the pairs have scores, and pairs of the same score join from the left.
+# Each family splits a text into words in a different way, which is not part of the exercise. Llama 3 cuts digits in
+# threes, Qwen takes them one by one. The vocabulary of `micro-llama` is of the older SentencePiece kind: spaces
+# become part of a piece, and each pair has a score. Pairs of equal score join from the left.
 #
 # ## The reference
 #
-# The table of the file:
+# The tensor table of the file:
 #
 # <!-- source: llorch.files.gguf.read_tensor_table -->
 #
-# Ours refuses a file whose offsets leave gaps or overlap, since two names could share bytes. You need not.
+# llorch refuses a file with gaps or overlaps between tensors, since two names could share bytes. Your function need
+# not.
 #
-# The merge loop, for SentencePiece. It keeps a queue of pairs, so that a long text takes n log n steps; a loop that
-# looks at all pairs again after every join is right as well, and is what the last hint does.
+# The merge loop for SentencePiece keeps a queue of pairs, so a long text takes n log n steps. A loop that looks at
+# all pairs again after every join is right as well. The last hint shows that loop.
 #
 # <!-- source: llorch.tokenizer.sentencepiece.merge -->
 #
@@ -133,8 +135,8 @@ table = data[offsets[0] : offsets[0] + 4 * rows * columns].view("<f4").reshape(r
 print("as the loader reads it:", np.array_equal(table, micro.weights["embed_tokens"]))
 
 # %% [markdown]
-# Then a word of three letters, with numbers for pieces: 0 is `f`, 1 is `o`, 2 is `x`, 3 is `ox`, 4 is `fo`. Both pairs
-# could be joined; `ox` has the better rank.
+# Then a word of three letters, with numbers for pieces: 0 is `f`, 1 is `o`, 2 is `x`, 3 is `ox`, 4 is `fo`. Both
+# pairs could be joined, and `ox` has the better rank.
 
 # %%
 word, pairs, ranks = np.array([0, 1, 2]), np.array([[1, 2, 3], [0, 1, 4]]), np.array([0, 1])
@@ -155,8 +157,8 @@ for i, row in zip(ids, x, strict=True):
 #
 # ## The mistake
 #
-# The axes of the file taken as they stand. The number of elements fits, so nothing complains: every token now picks a
-# column of numbers that belong to many tokens.
+# The mistake is to take the axes in the order of the file. The number of elements fits, so no error is raised. Every
+# token now picks a column of numbers that belong to many tokens.
 
 # %%
 from llorch.learn.check import check_functions
@@ -168,11 +170,11 @@ print(inspect.getsource(wrong))
 print(check_functions("00", embedding=wrong))
 
 # %% [markdown]
-# In a real project this was taken for proof that a matrix lay transposed in the file, and the "repair" went into a
-# loader that the failing test never used. The diagnosis above names what was done, and what is right: the same mistake,
-# planted into our code, makes the same numbers.
+# A real project took this as proof that the file held a transposed matrix. The "repair" went into a loader that the
+# failing test never used. The diagnosis above names the mistake and the right way. It is no guess: the same mistake,
+# injected into llorch's code, gives the same numbers.
 #
-# In the merge loop the mistake is to go from left to right:
+# In the merge loop, the mistake is to go from left to right:
 
 # %%
 given = word, pairs, ranks
@@ -192,8 +194,8 @@ print(PARTS["merge"].reference(*given), from_the_left(*given))
 print(check_functions("00", merge=from_the_left))
 
 # %% [markdown]
-# Two ids of the first text are others, and in the next vocabulary the word does not even have as many pieces. The
-# library of known mistakes has none for tokenizers, so this one gets no name.
+# Two ids of the first text are wrong. With the next vocabulary, even the number of pieces differs. The library of
+# known mistakes has no entry for tokenizers, so the check names no mistake here.
 #
 # ## Exercise
 #
@@ -210,14 +212,15 @@ print(check_functions("00", merge=from_the_left))
 # llorch learn hint 00
 # ```
 #
-# Your table takes the place of ours where files are opened: it is right when name, shape, type and the SHA-256 of the
-# bytes of every tensor are what the `gguf` package says, for all five models. Your loop takes the place of ours in
-# the SentencePiece tokenizer, and of the `tokenizers` library's in the byte-level ones; it is right when six texts
-# give the ids of llama.cpp with five vocabularies.
+# Your table replaces llorch's where files are opened. It is right when every tensor of all five models has the name,
+# shape, type and SHA-256 that the `gguf` package gives.
+#
+# Your loop replaces llorch's in the SentencePiece tokenizer, and the `tokenizers` library's in the byte-level
+# tokenizers. It is right when six texts give llama.cpp's ids with five vocabularies.
 #
 # ## Where the engines differ
 #
-# Nothing is computed here, so they may not differ at all, and do not:
+# Nothing is computed here, so the engines must agree exactly, and they do:
 
 # %%
 from llorch.builtin import goldens_folder
@@ -233,12 +236,14 @@ print(micro.tokenizer.encode(text.text) == list(text.ids["llamacpp"]))
 
 # %% [markdown]
 # - Every distance below is exactly 0.
-# - GGUF writes dimensions fastest first. The NumPy shape is the reverse; the bytes stay as they are.
-# - GGUF files of the Llama family hold the rows of q and k in another order than Hugging Face. The table compares bytes
-#   as stored; the order is undone when an array is handed out, in [`files/names.py`](../../llorch/files/names.py).
-# - Given a GGUF file, transformers gets the arrays that our loader decoded and has no tokenizer; here llama.cpp and the
-#   `gguf` package are the witnesses of the file. Given a Hugging Face folder it is the other way round: transformers
-#   loads and tokenizes by itself, and llama.cpp gets a temporary float32 GGUF file that we write, without a vocabulary.
+# - GGUF writes dimensions fastest first. The NumPy shape is the reverse. The bytes stay as they are.
+# - GGUF files of the Llama family hold the rows of q and k in another order than Hugging Face. The table compares
+#   bytes as stored. llorch restores the order when it hands out an array, in
+#   [`files/names.py`](../../llorch/files/names.py).
+# - For a GGUF file, transformers gets the arrays that llorch decoded, and it has no tokenizer. There llama.cpp and
+#   the `gguf` package are the reference engines for the file. For a Hugging Face folder it is the other way round:
+#   transformers loads and tokenizes by itself. llama.cpp then gets a temporary float32 GGUF file that llorch writes,
+#   without a vocabulary.
 #
 # Further reading:
 #
@@ -254,19 +259,19 @@ print(micro.tokenizer.encode(text.text) == list(text.ids["llamacpp"]))
 #
 # Tensors are read by [`files/gguf.py`](../../llorch/files/gguf.py) and
 # [`files/safetensors.py`](../../llorch/files/safetensors.py), text by
-# [`tokenizer/`](../../llorch/tokenizer/tokenizer.py), and both are compared by
-# [`files.py`](../../llorch/verify/suites/files.py) of the suites. One stage belongs here:
+# [`tokenizer/`](../../llorch/tokenizer/tokenizer.py). The suite [`files.py`](../../llorch/verify/suites/files.py)
+# compares both. One stage belongs here:
 #
 # <!-- generated: stages -->
 # <!-- end -->
 #
-# ## What is compared
+# ## Compared values
 #
-# - `tensors`: name, type and shape of every tensor. For a GGUF file also the SHA-256 of its bytes, as the `gguf`
-#   package reads them; for a Hugging Face folder name, type and shape, as the `safetensors` package reads them.
-# - `token_ids`: our ids of some texts (an empty one, spaces, several scripts, emoji, code, the names of special tokens
-#   as plain text) against the engine's own tokenizer. These must be equal.
-# - `embed`: the picked rows.
+# - `tensors`: name, type and shape of every tensor. For a GGUF file also the SHA-256 of the bytes, as the `gguf`
+#   package reads them. For a Hugging Face folder the `safetensors` package reads name, type and shape.
+# - `token_ids`: llorch's ids of some texts against the engine's tokenizer. The texts are: an empty one, spaces,
+#   several scripts, emoji, code, and the names of special tokens as plain text. The ids must be equal.
+# - `embed`: the rows that were picked.
 #
 # <!-- generated: equal -->
 # <!-- end -->
@@ -284,6 +289,6 @@ print(micro.tokenizer.encode(text.text) == list(text.ids["llamacpp"]))
 # ## Check it
 #
 # ```
-# pytest -k checkpoint_00                   # the comparison, and every mistake of this page planted
+# pytest -k checkpoint_00                   # the comparison, and every mistake of this page, injected
 # llorch verify micro-llama --detail
 # ```

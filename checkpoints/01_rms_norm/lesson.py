@@ -13,13 +13,13 @@
 # them. The rows that are added to are called the residual stream.
 #
 # Nothing in a layer reads the stream as it is. It is brought to a common size first, by RMSNorm: before attention
-# (`attn_norm`), before the feed-forward part (`ffn_norm`), and once behind the last layer (`final_norm`). `story` has
+# (`attn_norm`), before the feed-forward part (`ffn_norm`), and once after the last layer (`final_norm`). `story` has
 # 5 layers, so the function that you write here runs 11 times for every token.
 #
 # ## Idea
 #
-# What is added up grows. Here is how large a typical element of a row is on its way through `story`, for the first
-# and the last word of a sentence. Typical means root mean square: square all elements, take the mean, take the root.
+# A sum grows. Here is how large a typical element of a row is on its way through `story`, for the first and the last
+# word of a sentence. Typical means root mean square: square all elements, take the mean, take the root.
 
 # %%
 import inspect
@@ -42,12 +42,12 @@ for stage in ("embed", "l0.block_out", "l2.block_out", "l4.block_out"):
     print(f"{stage:13} Once {size[1]:6.2f}    fox {size[-1]:6.2f}")
 
 # %% [markdown]
-# From 0.15 to 45 and from 0.13 to 109 in five layers, and the two words do not grow at the same pace. A matrix that
-# was trained for numbers around 1 cannot do much with either end. So every row is divided by its own root mean
-# square: its direction stays, its length becomes the same everywhere. Then each of its elements is multiplied by a
-# number that was learned, the *gain*: the model's way to say that element 17 counts for more than element 18.
+# In five layers the rows grow from 0.15 to 45 and from 0.13 to 109, and the two words do not grow at the same pace. A
+# matrix that was trained for numbers around 1 cannot do much with either end. So every row is divided by its root
+# mean square. The direction stays, and the length becomes the same everywhere. Then each element is multiplied by a
+# learned number, the *gain*. The gain lets the model say that element 17 counts for more than element 18.
 #
-# That is all. No token looks at another one here, and nothing is subtracted.
+# RMSNorm does no more than this. No token looks at another one here, and nothing is subtracted.
 #
 # ## The maths
 #
@@ -65,7 +65,7 @@ for stage in ("embed", "l0.block_out", "l2.block_out", "l4.block_out"):
 # | $y$ | (seq, hidden) | what the layer reads |
 #
 # By hand: $x = (3, 4)$ has the mean square 12.5 and the root 3.536. Divided by it, $x$ is $(0.849, 1.131)$; with the
-# gain $(2, 10)$ it becomes $(1.697, 11.314)$.
+# gain $(2, 10)$, it becomes $(1.697, 11.314)$.
 #
 # The older LayerNorm subtracts the mean of the row first. The authors of RMSNorm left that out, measured the same
 # quality, and saved time. Llama and Qwen both took it over.
@@ -75,7 +75,7 @@ for stage in ("embed", "l0.block_out", "l2.block_out", "l4.block_out"):
 # ![Root mean square of ten tokens before and after each of the 11 norms of story](fig/rows.svg)
 #
 # Every line is a token of the sentence above, on a logarithmic scale: grey before, blue after the division. Whatever
-# comes in, 1 goes on. The first layer alone makes rows 50 to 190 times larger.
+# the input, the output has size 1. The first layer alone makes rows 50 to 190 times larger.
 #
 # ## The reference
 #
@@ -84,11 +84,11 @@ for stage in ("embed", "l0.block_out", "l2.block_out", "l4.block_out"):
 # <!-- source: llorch.ops.rms_norm.root_mean_square -->
 #
 # `widen` makes float64 copies of small arrays, so that the reference is as exact as float32 can show. You need not do
-# that: in float32 throughout you are well inside the limit.
+# that: a float32 version stays well inside the tolerance.
 #
 # ## Run it
 #
-# The example from above, and a row a thousand times as large:
+# Here is the example from above, and a row a thousand times as large:
 
 # %%
 from llorch.ops.rms_norm import rms_norm
@@ -98,7 +98,8 @@ print(rms_norm(x, gain, eps=1e-5))
 print(rms_norm(1000 * x, gain, eps=1e-5))
 
 # %% [markdown]
-# Length is gone, direction stays. And the first norm of `micro-llama` on real rows, those of its embeddings:
+# The length is gone, the direction stays. Next, the first norm of `micro-llama` on real rows, those of its
+# embeddings:
 
 # %%
 from llorch.builtin import goldens_folder
@@ -119,8 +120,8 @@ print("with gain", y.shape, "rms", rms(y)[:4].round(4))
 #
 # ## The mistake
 #
-# The one that lives longest puts $\epsilon$ behind the root. It reads well, and on the rows of a large model it is
-# invisible.
+# The mistake that survives longest adds $\epsilon$ after the root. It reads well, and on the rows of a large model it
+# is invisible.
 
 # %%
 from llorch.learn.lessons import BY_NUMBER
@@ -135,10 +136,10 @@ for name, size in (("layer 4 of story", 100.0), ("unit rows", 1.0), ("embeddings
     print(f"{name:16}  rms {size:6}   off by ~{off:.0e}")
 
 # %% [markdown]
-# Rows of 100 hide it below rounding. Unit rows, which is what most tests feed, give 5e-6: less than the 1e-5 or 1e-4
-# that people grant by feeling. The embeddings of `micro-llama` were made small on purpose, and there the same line is
-# off by a hundredth. The check of this lesson runs your function inside the real forward pass of four such models, in
-# the place of ours, and compares what comes out with what llama.cpp and transformers got:
+# Rows of 100 hide it below rounding. Rows of size 1, which most tests use, give 5e-6: less than the usual tolerances
+# of 1e-5 or 1e-4, which are chosen by feeling. The embeddings of `micro-llama` were made small on purpose, and there
+# the same line is off by a hundredth. The check of this lesson runs your function inside the forward pass of four
+# such models, in place of llorch's function. It compares the result with llama.cpp and transformers:
 
 # %%
 from llorch.learn.check import check_functions
@@ -146,17 +147,17 @@ from llorch.learn.check import check_functions
 print(check_functions("01", rms_norm=wrong))
 
 # %% [markdown]
-# How to read it. FAIL is the word; the others are PASS, BORROWED (not written yet, ours stands in) and NOT RUN. The
-# pattern says that whole rows are off by a factor, each by its own: something they are divided by. The name is that
-# of a known mistake which makes *the same wrong numbers* when it is planted into our code, so it is the cause and no
-# guess. Then the place of the first wrong number: the `attn_norm` of layer 0, the only norm whose input is the bare
-# embeddings. The later ones read rows of 1 and more, and hide most of the mistake.
+# How to read it: the verdict is FAIL. The others are PASS, BORROWED (not written yet, so llorch's function is used)
+# and NOT RUN. The pattern says that whole rows are off by a factor, and each row by another one: a divisor is wrong.
+# The diagnosis names a known mistake. This mistake, injected into llorch's code, makes *the same wrong numbers*, so
+# it is the cause and no guess. Then comes the place of the first wrong number: the `attn_norm` of layer 0, the only
+# norm whose input is the bare embeddings. The later ones read rows of 1 and more, and hide most of the mistake.
 #
 # ![Error of the result against the size of the row, for two mistakes with eps](fig/eps.svg)
 #
-# The whole matter of $\epsilon$ in one plot: the smaller a row, the more it counts. Below the dashed line is
-# rounding, where nobody can see anything. The ticks at the bottom are the rows that the norms of three models read:
-# the leftmost, the embeddings of `micro-llama`, are why this mistake cannot hide here.
+# The plot shows the effect of $\epsilon$: the smaller a row, the larger the effect. Below the dashed line, rounding
+# hides it. The ticks at the bottom are the rows that the norms of three models read: the leftmost, the embeddings of
+# `micro-llama`, are why this mistake cannot hide here.
 #
 # ## Exercise
 #
@@ -172,7 +173,8 @@ print(check_functions("01", rms_norm=wrong))
 # ```
 #
 # To see the check work, break it: forget the gain, take `np.mean(x * x)` over the whole array, add 1 to the weight
-# (Gemma's files want that, these do not). Each is told by its name. You are done when it is green, which is one line:
+# (Gemma's files need that, these do not). The check names each of them. You are done when the check passes, which
+# prints one line:
 
 # %%
 from llorch.learn.lessons import PARTS
@@ -180,11 +182,11 @@ from llorch.learn.lessons import PARTS
 print(check_functions("01", rms_norm=PARTS["rms_norm"].reference))
 
 # %% [markdown]
-# "Worst" is the comparison that came nearest to its limit, beside what the engine itself is off by there.
+# "Worst" is the comparison that came nearest to its tolerance, next to the engine's error there.
 #
 # ## Where the engines differ
 #
-# Both engines read the same embeddings, bit by bit, and the formula leaves no choice. Still:
+# Both engines read the same embeddings, bit by bit, and use the same formula. Still, they differ:
 
 # %%
 theirs, others = (golden.evidence[name].traces["near"] for name in ("llamacpp", "transformers"))
@@ -195,19 +197,18 @@ for name, got in (("llama.cpp", a), ("transformers", b)):
     print(f"{name:12} from float64: {np.linalg.norm(got - truth) / np.linalg.norm(truth):.1e}")
 
 # %% [markdown]
-# Neither is wrong: a float32 number has 24 bits, and both are off by half a bit or so. What you are granted is
-# derived from rounding, never chosen: here 4 units in the last place, 4.8e-07. The mistake above is 20,000 times
-# beyond.
+# Neither is wrong: a float32 number has 24 bits, and both are off by half a bit or so. The tolerance is derived from
+# rounding, never chosen: here it is 4 units in the last place, 4.8e-07. The mistake above is 20,000 times beyond.
 #
-# - llama.cpp makes two nodes, `norm-{i}` (RMS_NORM, without the gain) and `attn_norm-{i}` (MUL); the stage is the
-#   second. Its CPU backend can fuse the two; for goldens that is switched off.
+# - llama.cpp makes two nodes, `norm-{i}` (RMS_NORM, without the gain) and `attn_norm-{i}` (MUL). The stage is the
+#   second. The CPU backend can fuse the two, which is switched off for goldens.
 # - llama.cpp squares in float32, sums in float64 and multiplies with $1 / \sqrt{\cdot}$ in float32. transformers does
-#   all of it in float32, with `rsqrt`. We take the mean in float64; up to 100,000 elements everything is float64 and
-#   rounded once ([`ops/precision.py`](../../llorch/ops/precision.py)).
-# - transformers casts back to the dtype of the model *before* the gain is multiplied. In float32 this changes
-#   nothing; in bfloat16 it does.
+#   all of it in float32, with `rsqrt`. llorch takes the mean in float64. Up to 100,000 elements, everything is
+#   float64 and rounded once ([`ops/precision.py`](../../llorch/ops/precision.py)).
+# - transformers casts back to the dtype of the model *before* the gain is multiplied. This changes nothing in
+#   float32, but it does in bfloat16.
 # - The last entry of transformers' `hidden_states` is `final_norm`, not the output of the last block.
-# - Qwen3 uses the same function on every query and key head; these two stages belong to [02](../02_qkv/README.md).
+# - Qwen3 uses the same function on every query and key head. These two stages belong to [02](../02_qkv/README.md).
 #
 # Further reading:
 #
@@ -219,19 +220,20 @@ for name, got in (("llama.cpp", a), ("transformers", b)):
 #   ([ops.cpp](https://github.com/ggml-org/llama.cpp/blob/master/ggml/src/ggml-cpu/ops.cpp)): the two other ways to
 #   write it.
 # - [llama.cpp 2373](https://github.com/ggml-org/llama.cpp/issues/2373) and
-#   [2374](https://github.com/ggml-org/llama.cpp/pull/2374): $\epsilon$ was fixed at 1e-6, Llama 2 wants 1e-5. With
-#   that the perplexity of the 7B model went from 5.90 to 5.83.
+#   [2374](https://github.com/ggml-org/llama.cpp/pull/2374): $\epsilon$ was fixed at 1e-6, but Llama 2 needs 1e-5.
+#   With 1e-5 the perplexity of the 7B model went from 5.90 to 5.83.
 #
 # ## Stages
 #
 # <!-- generated: stages -->
 # <!-- end -->
 #
-# ## What is compared
+# ## Compared values
 #
-# All three stages, in every layer. The size of the input decides what can be seen: where the mean square of a row is
-# $m$, a wrong $\epsilon$ changes the result by about $\Delta\epsilon / 2m$. At $m = 1$ the difference between 1e-5
-# and 1e-6 is 5e-6; for embeddings of standard deviation 0.02, those of `micro-llama` and `micro-qwen3`, it is 1e-2.
+# All three stages are compared, in every layer. The size of the input decides which mistakes can be seen: where the
+# mean square of a row is $m$, a wrong $\epsilon$ changes the result by about $\Delta\epsilon / 2m$. At $m = 1$ the
+# difference between 1e-5 and 1e-6 is 5e-6; for embeddings of standard deviation 0.02 (`micro-llama` and
+# `micro-qwen3`), it is 1e-2.
 #
 # <!-- generated: distances -->
 # <!-- end -->

@@ -7,23 +7,24 @@
 #
 # ![The way of a token through the model, with this lesson's boxes lit](fig/where.svg)
 #
-# Attention is where tokens look at each other. Every token asks with a *query* and answers with a *key*; how much one
-# token looks at another is the dot product of its query and the other's key. Where queries and keys come from is
-# lesson [02](../02_qkv/README.md); here they are given to you, as arrays of shape (seq, heads, head_dim): for each
-# token some heads, each a vector of its own. In `micro-llama` these are 6 query heads and 2 key heads of 32 numbers.
+# Attention is where tokens look at each other. Every token asks with a *query* and answers with a *key*. The dot
+# product of one token's query and another token's key says how much the first looks at the second. Lesson
+# [02](../02_qkv/README.md) shows how queries and keys are made. Here they are given, as arrays of shape (seq, heads,
+# head_dim): each token has some heads, and each head is a vector. `micro-llama` has 6 query heads and 2 key heads of
+# 32 numbers.
 #
-# A dot product knows nothing of word order. "The fox saw the girl" and "the girl saw the fox" would be the same bag
-# of words. RoPE puts the position into queries and keys (`q_rope`, `k_rope`) before they meet. Values, the third
-# thing that a token brings, are not touched.
+# A dot product knows nothing of word order. It could not tell "the fox saw the girl" from "the girl saw the fox".
+# RoPE puts the position into queries and keys (`q_rope`, `k_rope`) before they meet. Values, the third thing that a
+# token brings, are not touched.
 #
 # ## Idea
 #
 # Take the 32 numbers of a head as 16 pairs, and each pair as the hand of a clock. A token at position $p$ turns every
-# hand by $p$ ticks. The 16 clocks run at different speeds: the first turns by one radian a tick and is round after 6
-# tokens, the last needs 35,000.
+# hand by $p$ ticks. The 16 clocks run at different speeds. The first turns by one radian a tick and comes round after
+# 6 tokens. The last needs 35,000 tokens.
 #
-# What comes of it: when two hands are turned and then compared, only the *difference* of their angles matters. So the
-# score of a query and a key depends on how far the two tokens are apart, and not on where in the text they stand.
+# When two hands are turned and then compared, only the *difference* of their angles matters. So the score of a query
+# and a key depends on the distance of the two tokens, and not on their place in the text.
 
 # %%
 import numpy as np
@@ -50,8 +51,8 @@ for at_q, at_k in ((5, 2), (105, 102), (4005, 4002), (5, 4), (5, 0)):
     print(f"query at {at_q:4}  key at {at_k:4}  distance {at_q - at_k}  score {score:+.3f}")
 
 # %% [markdown]
-# The same query and the same key all the time. At distance 3 they score the same wherever they stand; at another
-# distance they do not.
+# Query and key are the same each time. At distance 3 the score is the same at every position. At another distance it
+# differs.
 #
 # ## The maths
 #
@@ -84,14 +85,14 @@ print(np.round(scaling.factors, 2))
 
 # %% [markdown]
 # Fast pairs stay as they are: they tell neighbours apart. Slow pairs are slowed down 8 times, so that a context 8
-# times as long turns them no further than training did. One pair lies on the ramp between.
+# times as long turns them no further than training did. One pair lies between the two.
 #
 # ## The picture
 #
 # ![Hands of four pairs at eight positions](fig/clocks.svg)
 #
-# Four of the 16 pairs of `micro-llama` at positions 0 to 7. At position 0 no hand has moved: RoPE does nothing to the
-# first token, whatever you got wrong.
+# The picture shows four of the 16 pairs of `micro-llama` at positions 0 to 7. At position 0 no hand has moved: RoPE
+# does nothing to the first token, even if it is wrong.
 #
 # ## The reference
 #
@@ -105,7 +106,8 @@ print(np.round(scaling.factors, 2))
 #
 # ## Run it
 #
-# A rotation moves a hand and keeps its length. Two cheap checks, then, on the real queries of 12 tokens:
+# A rotation moves a hand and keeps its length. So there are two cheap checks. Here they are on the real queries of 12
+# tokens:
 
 # %%
 cos, sin = rope_tables(np.arange(12), head_dim=32, theta=1e4, scaling=None)
@@ -115,12 +117,12 @@ kept = np.linalg.norm(y, axis=-1) / np.linalg.norm(q, axis=-1)
 print("lengths kept:        ", bool(np.all(np.abs(kept - 1) < 1e-6)))
 
 # %% [markdown]
-# Both are true of a right RoPE. Both are true of the most common wrong one, too.
+# A right RoPE passes both. The most common wrong one passes both, too.
 #
 # ## The mistake
 #
-# The paper pairs neighbours, (0, 1), (2, 3) and so on, and so does llama.cpp for the Llama family, whose rows it puts
-# into another order first. The weights as we read them are made for halves:
+# The paper pairs neighbours, (0, 1), (2, 3) and so on, and so does llama.cpp for the Llama family, after it has put
+# the rows into another order. The weights as llorch reads them pair the first half with the second half:
 
 # %%
 import inspect
@@ -138,8 +140,8 @@ print("right numbers:       ", f"{np.mean(np.isclose(bad, y, rtol=1e-5)):.0%}, w
 
 # %% [markdown]
 # It is easy to miss. One port of Qwen2 was reviewed five times with this in it: the angles were right, and position 0
-# was. In [llama2.c](https://github.com/karpathy/llama2.c/pull/286) the text stayed readable for some 20 tokens.
-# Compared with two real engines, number by number, it has nowhere to go:
+# was. In [llama2.c](https://github.com/karpathy/llama2.c/pull/286) the text stayed readable for some 20 tokens. A
+# comparison with two engines, number by number, finds it:
 
 # %%
 from llorch.learn.check import check_functions
@@ -147,18 +149,18 @@ from llorch.learn.check import check_functions
 print(check_functions("01b", rope=wrong))
 
 # %% [markdown]
-# Read the pattern first: *token 0 right, all others wrong*. Whatever does that counts positions. "Still right" says
-# that lengths survived, so it is some rotation. The name is then tested, not guessed: the known mistake, planted into
-# our code, makes the same wrong numbers.
+# Read the pattern first: *token 0 right, all others wrong*. Such a mistake depends on the position. "Still right"
+# says that the lengths are right, so it is some rotation. The diagnosis is tested, not guessed: the known mistake,
+# injected into llorch's code, makes the same wrong numbers.
 #
 # ![Where the wrong pairing is wrong: positions by numbers of a head](fig/wrong_pairs.svg)
 #
-# Head 0 of the queries: how far each number is off, by position. The first line is clean. The last numbers are nearly
-# so: their hands are slow, with either partner.
+# The picture shows the error of each number of head 0 of the queries, by position. The first line has no error. The
+# last numbers have almost none, because their hands are slow with either partner.
 #
 # ## Exercise
 #
-# Four functions in `l01b_rope.py`. Each can be checked while the others are still missing; ours stand in for them.
+# Four functions in `l01b_rope.py`. You can check each one while the others are missing: llorch's functions fill in.
 #
 # ```python
 # def frequencies(head_dim: int, theta: float) -> np.ndarray: ...
@@ -173,12 +175,12 @@ print(check_functions("01b", rope=wrong))
 # ```
 #
 # Your functions run in four models: bases 1e4, 5e5 and 1e6, heads of 16 and of 32 numbers, from position 0 and from
-# position 4000, and in passes that go on after a cache. Worth breaking on purpose: use `positions + 1` (the scores
-# stay the same to the last digit, see above; the check still finds it), or start counting at 0 in every pass.
+# position 4000, and in passes that go on after a cache. Break it on purpose: use `positions + 1` (the scores stay the
+# same to the last digit, see above; the check still finds it), or start counting at 0 in every pass.
 #
 # ## Where the engines differ
 #
-# Near the beginning they agree to rounding. From position 4000 on they do not, and the pairs tell why:
+# Near the beginning the engines agree up to rounding. From position 4000 on they do not, and the pairs show why:
 
 # %%
 pairs = (0, 1, 2, 4, 8, 15)
@@ -193,20 +195,21 @@ for case in ("near", "far"):
 # %% [markdown]
 # Both engines keep angles in float32, where the neighbours of 4000 are 2.4e-4 apart: an angle there can be wrong by
 # 1e-4 and the cosine with it. Slow pairs have small angles and lose little. Pair 0 loses nothing at all: its
-# frequency is exactly 1, so its angle is a whole number. That is why `rope_tables` returns float64, and why the limit
-# for `far` is 4.9e-04 here and 1.0e-06 for `near`.
+# frequency is exactly 1, so its angle is a whole number. Therefore `rope_tables` returns float64, and the tolerance
+# is 4.9e-04 for `far` and 1.0e-06 for `near`.
 #
-# - **Pairs.** transformers pairs `(j, j + d/2)` always. llama.cpp pairs `(2j, 2j + 1)` for the Llama family, whose
+# - **Pairs.** transformers always pairs `(j, j + d/2)`. llama.cpp pairs `(2j, 2j + 1)` for the Llama family, whose
 #   GGUF files have their q and k rows reordered to fit, and `(j, j + d/2)` for Qwen2 and Qwen3, whose rows are left
-#   alone. Traces are in the order of transformers: for the Llama family it is restored on `q_proj`, `k_proj`,
-#   `q_rope`, `k_rope` and `k_cache`. Scores and all that follows do not depend on the order.
-# - **Angles.** llama.cpp multiplies a float32 angle from pair to pair by a constant; transformers multiplies the
+#   alone. Traces are in the order of transformers. llorch restores this order for the Llama family on `q_proj`,
+#   `k_proj`, `q_rope`, `k_rope` and `k_cache`. Scores and all later stages do not depend on the order.
+# - **Angles.** llama.cpp multiplies a float32 angle from pair to pair by a constant. transformers multiplies the
 #   position by a float32 frequency. From 2048 to 4096 neighbouring float32 numbers are 2.4e-4 apart, so fast pairs
-#   can be off by some 1e-4, and the `far` lines show it. Our angles are float64, and the rotated numbers are rounded
-#   once.
+#   can be off by some 1e-4, and the `far` lines show it. llorch's angles are float64, and the rotated numbers are
+#   rounded once.
 # - **llama3 scaling.** A GGUF file holds one divisor per frequency (`rope_freqs.weight`), which llama.cpp reads.
-#   transformers computes the divisors from `config.json`; given a GGUF file it is told the published factor whose
-#   divisors are those of the file, and if there is none its frequencies are divided by those of the file.
+#   transformers computes the divisors from `config.json`. For a GGUF file, llorch tells it the published factor that
+#   gives the divisors of the file. If no such factor exists, llorch divides the frequencies by the divisors of the
+#   file.
 # - **Names.** `Qcur-{i}` stands for up to four nodes of llama.cpp: the product, the sum with the bias, a reshape, the
 #   rotated heads. The stage is the one with operation ROPE.
 #
@@ -226,11 +229,11 @@ for case in ("near", "far"):
 # <!-- generated: stages -->
 # <!-- end -->
 #
-# ## What is compared
+# ## Compared values
 #
-# `near` starts at position 0, where RoPE does nothing: most mistakes show from the second token on only. `far` starts
-# at position 4000, or as late as the context of the model allows; there frequency scaling shows, and so does the
-# precision of the angles. `micro-llama3` has llama3 scaling. No built-in model has linear or YaRN scaling:
+# `near` starts at position 0, where RoPE does nothing, so most mistakes show only from the second token on. `far`
+# starts at position 4000, or as late as the context of the model allows. There the frequency scaling and the
+# precision of the angles show. `micro-llama3` has llama3 scaling. No built-in model has linear or YaRN scaling:
 # [`tests/verify/test_rope_against_transformers.py`](../../tests/verify/test_rope_against_transformers.py) compares
 # their frequencies and tables with those of transformers.
 #
@@ -247,6 +250,6 @@ for case in ("near", "far"):
 # ## Check it
 #
 # ```
-# pytest -k checkpoint_01b                   # the comparison, and every mistake of this page planted
+# pytest -k checkpoint_01b                   # the comparison, and every mistake of this page, injected
 # llorch verify micro-llama --detail
 # ```

@@ -9,8 +9,8 @@
 #
 # Every row of the residual stream has been normalised ([01](../01_rms_norm/README.md)). Now attention begins. It
 # needs three things of every token: a *query* (what am I looking for?), a *key* (what can I be found by?) and a
-# *value* (what do I hand over when I am found?). All three are made of the same normalised row, each with a matrix of
-# its own: `q_proj`, `k_proj`, `v_proj`.
+# *value* (what do I hand over when I am found?). All three are made from the same normalised row with three matrices:
+# `q_proj`, `k_proj`, `v_proj`.
 #
 # ## Idea
 #
@@ -19,10 +19,10 @@
 # questions for the query, and 64 each for key and value.
 #
 # The results are cut into *heads*, stretches of 32 numbers that belong together: 6 query heads, 2 key heads and 2
-# value heads. Each query head will look around for itself. That there are fewer keys than queries is grouped-query
-# attention: query heads 0, 1, 2 share key head 0, and 3, 4, 5 share key head 1. It costs little quality, and of all
-# that is computed here, keys and values are what has to be remembered ([03](../03_kv_cache/README.md)): a third of it
-# is left.
+# value heads. Each query head looks at the context by itself. There are fewer keys than queries, which is called
+# grouped-query attention: query heads 0, 1, 2 share key head 0, and 3, 4, 5 share key head 1. It costs little
+# quality. Only keys and values have to be remembered ([03](../03_kv_cache/README.md)), and this leaves a third of
+# them.
 #
 # Two families add something. Qwen2 adds a bias to all three results. Qwen3 normalises every query head and every key
 # head by itself, with your `rms_norm` and one gain for all heads.
@@ -36,8 +36,8 @@
 # \end{aligned}
 # ```
 #
-# $h$ is `attn_norm`, $a$ counts query heads and $b$ key heads. Biases and head norms are there or not as the family
-# says. The shapes of the built-in models:
+# $h$ is `attn_norm`, $a$ counts query heads and $b$ key heads. The family decides whether there are biases and head
+# norms. The shapes of the built-in models:
 
 # %%
 import numpy as np
@@ -58,8 +58,8 @@ for name in ("micro-llama", "micro-qwen2", "micro-qwen3", "story"):
 #
 # ![The rows of q_proj, k_proj and v_proj in blocks, one for each head; lines join what goes together](fig/heads.svg)
 #
-# The three matrices of layer 0 of `micro-llama`, drawn to scale: 96 numbers wide, and a head is a block of 32 rows
-# that lie together. Lines lead from each query head to the key head that it shares, and on to the value head.
+# The three matrices of layer 0 of `micro-llama`, drawn to scale. They are 96 numbers wide, and a head is a block of
+# 32 neighbouring rows. Lines lead from each query head to the key head that it shares, and on to the value head.
 #
 # ## The reference
 #
@@ -67,8 +67,8 @@ for name in ("micro-llama", "micro-qwen2", "micro-qwen3", "story"):
 #
 # <!-- source: llorch.forward.qkv -->
 #
-# `keep` writes a stage down under its name, for the comparison; it changes nothing. Your `qkv` gets arrays instead of
-# the layer's dictionary, and `None` for what a family does not have.
+# `keep` records a stage under its name for the comparison and changes nothing. Your `qkv` gets arrays instead of the
+# layer's dictionary, and `None` for what a family does not have.
 #
 # ## Run it
 
@@ -88,7 +88,7 @@ print("by hand:        ", np.array([h[3] @ w["q_proj"][2 * 32 + i] for i in rang
 
 # %% [markdown]
 # Number 0 of head 2 is the dot product with row 64 of the matrix. Forget the `.T` and NumPy complains, because 96
-# does not fit 192. Unless the matrix is square:
+# does not fit 192. A square matrix raises no error:
 
 # %%
 square = llorch.load("micro-qwen2").weights.layer(0)["q_proj"]
@@ -96,13 +96,13 @@ x = np.ones((1, 96), np.float32)
 print(square.shape, "right", (x @ square.T)[0, :3].round(3), " turned over", (x @ square)[0, :3].round(3))
 
 # %% [markdown]
-# No error, and other numbers. The query matrices of Llama 2 and 3 are square; of our four micro models only one has
-# such.
+# The numbers are wrong, without an error. The query matrices of Llama 2 and 3 are square. Only one of llorch's four
+# micro models has a square one.
 #
 # ## The mistake
 #
-# A reshape can never fail for having its axes in the wrong order. This one cuts the result of a projection into
-# (head_dim, heads) instead of (heads, head_dim), and turns it over afterwards, so that the shape is right:
+# A reshape cannot fail because its axes are in the wrong order. This one cuts the result of a projection into
+# (head_dim, heads) instead of (heads, head_dim), and transposes it afterwards, so that the shape is right:
 
 # %%
 import inspect
@@ -122,8 +122,8 @@ print("their length            ", np.allclose(np.linalg.norm(bad, axis=(1, 2)), 
 print("numbers in their place  ", f"{np.mean(np.isclose(bad, good)):.0%}")
 
 # %% [markdown]
-# Same shape, same sum, same mean, same norm: all that a quick look prints. Of 192 numbers two stay where they were,
-# the first and the last. The check compares every number in its place:
+# Shape, sum, mean and norm are the same, and a quick look prints no more. Only two of 192 numbers stay in place, the
+# first and the last. The check compares every number in its place:
 
 # %%
 from llorch.learn.check import check_functions
@@ -131,12 +131,13 @@ from llorch.learn.check import check_functions
 print(check_functions("02", qkv=wrong))
 
 # %% [markdown]
-# `linear` is BORROWED while you have only written `qkv`, and the other way round; a wrong part is found all the same.
-# "First wrong number" is never a matter of chance: it is the earliest stage and layer, then the first place in it.
+# `linear` is BORROWED while you have only written `qkv`, and the other way round. The check still finds a wrong
+# function. "First wrong number" does not depend on chance: it is the earliest stage and layer, then the first place
+# in it.
 #
 # ## Exercise
 #
-# Two functions in `l02_qkv.py`; the second calls the first, and `rms_norm` of lesson 01.
+# Write two functions in `l02_qkv.py`. The second calls the first, and `rms_norm` of lesson 01.
 #
 # ```python
 # def linear(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None) -> np.ndarray: ...
@@ -148,13 +149,14 @@ print(check_functions("02", qkv=wrong))
 # llorch learn hint 02
 # ```
 #
-# Your `linear` is used for all seven matrices of every layer, and for the logits. Worth breaking on purpose: leave
-# the bias out (three of four models stay green), or normalise all heads of a token together (again three of four).
+# Your `linear` is used for all seven matrices of every layer, and for the logits. Break it on purpose: leave the bias
+# out (three of four models still pass), or normalise all heads of a token together (again three of four).
 #
 # ## Where the engines differ
 #
-# By the order in which they add. A number of `v_proj` is a sum of 96 products; here is one, added up in float32 in
-# three orders, and what each engine is off by over the whole tensor when it is given its own `attn_norm`:
+# They differ in the order in which they add. A number of `v_proj` is a sum of 96 products. Here is one, added up in
+# float32 in three orders. After it stands the error of each engine over the whole tensor, computed from the engine's
+# `attn_norm`:
 
 # %%
 products = h[3] * w["v_proj"][0]
@@ -169,18 +171,18 @@ for name, found in golden.truth.isolated.items():
     print(f"{name:12} l0.v_proj off by {found['near']['l0.v_proj'].error:.1e}")
 
 # %% [markdown]
-# All of that is rounding; nobody is right. Lanes are how processors add, 4 to 16 at a time, so the same engine gives
-# other last digits on another machine. Wider matrices differ by more, and the limit grows with them.
+# All of it is rounding, and no engine is right. Processors add in lanes, 4 to 16 numbers at a time, so the same
+# engine gives other last digits on another machine. Wider matrices differ by more, and the tolerance grows with them.
 #
 # - GGUF files of the Llama family hold the rows of q_proj and k_proj in another order than Hugging Face (see
-#   [01b](../01b_rope/README.md)). Our loader undoes it in the weights; the q and k stages of llama.cpp are put back
-#   into the order of Hugging Face as they are captured. v is never reordered.
-# - With a bias llama.cpp makes two nodes of one name, a MUL_MAT and an ADD; the stage is the ADD. In transformers the
-#   bias is part of the `Linear`, so the module's output has it.
-# - transformers' Llama and Qwen3 classes have biases on q, k, v and o or on none of them (`attention_bias`); Qwen2
+#   [01b](../01b_rope/README.md)). llorch's loader restores the order of the weights. The q and k stages of llama.cpp
+#   are put back into the order of Hugging Face when they are captured. v is never reordered.
+# - With a bias, llama.cpp makes two nodes of one name, a MUL_MAT and an ADD. The stage is the ADD. In transformers
+#   the bias is part of the `Linear`, so the module's output has it.
+# - transformers' Llama and Qwen3 classes have biases on q, k, v and o, or on none of them (`attention_bias`). Qwen2
 #   has them on q, k and v.
 # - The gain of the head norm is `head_dim` wide and the same for all heads.
-# - Beyond that the engines differ in the order in which they add up float32 products.
+# - Apart from this, the engines differ in the order in which they add up float32 products.
 #
 # Further reading:
 #
@@ -199,11 +201,11 @@ for name, found in golden.truth.isolated.items():
 # <!-- generated: stages -->
 # <!-- end -->
 #
-# ## What is compared
+# ## Compared values
 #
-# q, k and v each for themselves, after the bias where there is one, and the two head norms where the family has them,
-# in every layer. In `micro-qwen2` q_proj is square, because llama.cpp wants that of the qwen2 architecture; in all
-# other built-in models a transposed projection does not even fit.
+# q, k and v are compared one by one in every layer, after the bias if there is one. The two head norms are compared
+# if the family has them. In `micro-qwen2` q_proj is square, because llama.cpp requires it for the qwen2 architecture.
+# In all other built-in models a transposed projection does not even fit.
 #
 # <!-- generated: distances -->
 # <!-- end -->
@@ -218,6 +220,6 @@ for name, found in golden.truth.isolated.items():
 # ## Check it
 #
 # ```
-# pytest -k checkpoint_02                   # the comparison, and every mistake of this page planted
+# pytest -k checkpoint_02                   # the comparison, and every mistake of this page, injected
 # llorch verify micro-llama --detail
 # ```

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 03 kv_cache
 #
-# 40 minutes, one function of a few lines. Its bugs write good English.
+# 40 minutes, one function of a few lines. A wrong cache still writes good English.
 #
 # ## Where we are
 #
@@ -14,11 +14,11 @@
 #
 # ## Idea
 #
-# A key depends on its own token and on those before it, never on what follows. Once made, it stays. So it is kept,
-# and its value with it: that is the cache, two arrays for each layer. A pass takes the new tokens alone, appends
-# their rows, and attention reads the whole context.
+# A key depends on its token and on the tokens before, never on later ones. Once made, it does not change. So keys and
+# values are kept in the cache, two arrays for each layer. A pass takes the new tokens alone, appends their rows, and
+# attention reads the whole context.
 #
-# What it saves is nearly everything. Counted for `story`, the multiplications that token 100 costs:
+# The cache saves nearly all of the work. These are the multiplications for token 100 in `story`:
 
 # %%
 import numpy as np
@@ -55,28 +55,27 @@ print(f"one token, and cache  {multiplications(1, 100):>12,}")
 # | $K_\mathrm{past}, V_\mathrm{past}$ | (kv_heads, past, head_dim) | what earlier passes have left; past may be 0 |
 # | $K, V$ | (kv_heads, ctx, head_dim) | what attention reads; ctx is past + seq |
 #
-# $[\,a;\, b\,]$ puts $b$ behind $a$, along the tokens. Mind the axes: tokens come first in the rows and second in the
-# cache, where everything of one head lies together.
+# $[\,a;\, b\,]$ puts $b$ after $a$, along the tokens. Mind the axes: tokens come first in the rows and second in the
+# cache, where all rows of one head lie together.
 #
 # ## The picture
 #
 # ![Multiplications for the next token, and memory, by the length of the text](fig/cost.svg)
 #
-# Left: what the next token of `story` costs, with the cache and without. Right: what lies in memory. Both axes of
-# both are logarithmic.
+# Left: the cost of the next token of `story`, with the cache and without. Right: the memory that the cache takes. All
+# axes are logarithmic.
 #
 # ## The reference
 #
 # <!-- source: llorch.cache.KVCache.append -->
 #
-# It writes into storage that grows by doubling, so that a token does not copy the whole context. Your `append` may
-# simply join two arrays and give the result; what it returns is what attention reads, and what it is given back in
-# the next pass.
+# The reference writes into storage that grows by doubling, so that a token does not copy the whole context. Your
+# `append` may simply join two arrays and return the result. Attention reads the returned array, and the next pass
+# hands it to `append` again.
 #
 # ## Run it
 #
-# What makes a cache right can be said in one line: a text given in parts ends in the same numbers as a text given at
-# once.
+# A cache is right if a text given in parts ends in the same numbers as a text given at once.
 
 # %%
 from llorch.cache import KVCache
@@ -99,7 +98,7 @@ print("the same logits:", same)
 # %% [markdown]
 # ## The mistake
 #
-# Off by one, the oldest of all: the position of the last token is taken for the first free slot.
+# It is an off-by-one error: the position of the last token is taken for the first free slot.
 
 # %%
 import inspect
@@ -111,9 +110,9 @@ wrong = typed_mistakes(BY_NUMBER["03"])["append"]["cache-one-slot-early"]
 print(inspect.getsource(wrong))
 
 # %% [markdown]
-# `room` is the old cache with zeros behind it. In the first pass `start` is 0, and all is well. The second pass
-# begins one slot too early, over the last token of the prompt; from then on every token lies one slot too early, and
-# the last slot stays empty. Put into the running model, it tells this:
+# `room` is the old cache with zeros after it. In the first pass `start` is 0, and all is well. The second pass begins
+# one slot too early and overwrites the last token of the prompt. From then on every token lies one slot too early,
+# and the last slot stays empty. In the running model it writes this:
 
 # %%
 from llorch.learn.implementation import Implementation
@@ -131,10 +130,10 @@ for name in ("cache-one-slot-early", "cache-newest-first"):
         print(f"{name}:\n    {told()}")
 
 # %% [markdown]
-# Good English from a model that has lost one word of its prompt. It still knows that something was little; that it
-# was a fox is overwritten, and so it goes on with a puppy. Without the right text beside it nobody would ask why. The
-# third text is *right*, from a wrong cache: new tokens were put in front of the old ones, and a single query that
-# sees all keys does not mind their order. It will, as soon as two tokens come in one pass.
+# This is good English from a model that has lost one word of its prompt. It still knows that something was little.
+# The fox is overwritten, so the story goes on with a puppy. Without the right text for comparison, no reader would
+# notice. The third text is *right*, from a wrong cache: new tokens were put in front of the old ones, and a single
+# query that sees all keys does not depend on their order. With two tokens in one pass, it does.
 #
 # So texts are a weak test. The check looks into the cache:
 
@@ -144,12 +143,12 @@ from llorch.learn.check import check_functions
 print(check_functions("03", append=wrong))
 
 # %% [markdown]
-# It runs your `append` in passes of all tokens, of 1 and the rest, of half and half, of all but the last and the
-# last. "1 cached" says in which: nothing was wrong before the second.
+# It runs your `append` on all tokens at once, on 1 and the rest, on half and half, and on all but the last and the
+# last. "1 cached" names the split: nothing was wrong before the second pass.
 #
 # ## Exercise
 #
-# One function in `l03_kv_cache.py`:
+# Write one function in `l03_kv_cache.py`:
 #
 # ```python
 # def append(past_k: np.ndarray, past_v: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -160,13 +159,13 @@ print(check_functions("03", append=wrong))
 # llorch learn hint 03
 # ```
 #
-# Worth breaking on purpose: use `k.reshape(kv_heads, seq, head_dim)` for the exchange of axes. It has the right shape
-# and mixes heads with tokens.
+# Break it on purpose: use `k.reshape(kv_heads, seq, head_dim)` to exchange the axes. It has the right shape and mixes
+# heads with tokens.
 #
 # ## Where the engines differ
 #
-# Nowhere: nothing is computed here. What lies in the cache of each engine is what it made one step before, bit by
-# bit.
+# They do not differ: nothing is computed here. The cache of each engine holds what the engine made one step before,
+# bit by bit.
 
 # %%
 from llorch.builtin import goldens_folder
@@ -179,17 +178,17 @@ for name, shown in read(goldens_folder() / "micro-llama").evidence.items():
     print(f"{name:12} {trace['l0.k_cache'].shape}: {wrong_bits} of {keys.size + values.size} numbers differ")
 
 # %% [markdown]
-# That is why the limit of the isolated check is 0. It is not so when an engine keeps its cache in fewer bits:
-# float16, which is llama.cpp's default, costs 2e-4 in every number, and these goldens were taken without.
+# Therefore the tolerance of the isolated check is 0. This changes if an engine keeps its cache in fewer bits.
+# float16, llama.cpp's default, costs 2e-4 in every number. These goldens were taken without it.
 #
 # - Nothing is computed between `k_rope`, `v_proj` and the caches, so isolated distances are exactly 0.
 # - The caches are read where attention reads them: in llama.cpp as the first source of the nodes `kq-{i}` and
 #   `kqv-{i}`, in transformers as arguments of the attention function, before keys and values are repeated for the
 #   grouped heads.
 # - llama.cpp keeps v transposed (tokens are the fastest axis) when flash attention is off, and its view of the
-#   context is padded: it is cut to the real tokens and brought into our order of axes.
+#   context is padded. llorch cuts it to the real tokens and brings it into llorch's order of axes.
 # - llama.cpp keeps keys and values in F16 by default, which also rounds what they are multiplied with. Goldens are
-#   taken with F32.
+#   taken with F32 instead.
 #
 # Further reading:
 #
@@ -208,11 +207,11 @@ for name, shown in read(goldens_folder() / "micro-llama").evidence.items():
 # <!-- generated: stages -->
 # <!-- end -->
 #
-# ## What is compared
+# ## Compared values
 #
-# The contents of both caches after one pass over the whole input. Then, in mode `decode`, our model runs in two
-# passes: the first 1 token, half of the tokens, or all but the last one, then the rest. Every stage of the second
-# pass is compared with the same rows of the single pass of each engine, on their own scale.
+# Both caches are compared after one pass over the whole input. Then, in mode `decode`, llorch's model runs in two
+# passes. The first pass takes 1 token, half of the tokens, or all but the last one. The second takes the rest. Every
+# stage of the second pass is compared with the same rows of the single pass of each engine, on their own scale.
 #
 # <!-- generated: distances -->
 # <!-- end -->
@@ -227,6 +226,6 @@ for name, shown in read(goldens_folder() / "micro-llama").evidence.items():
 # ## Check it
 #
 # ```
-# pytest -k checkpoint_03                   # the comparison, and every mistake of this page planted
+# pytest -k checkpoint_03                   # the comparison, and every mistake of this page, injected
 # llorch verify micro-llama --detail
 # ```

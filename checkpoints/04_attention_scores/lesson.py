@@ -9,24 +9,24 @@
 #
 # Every token has a query and a key for each head, turned by its position ([01b](../01b_rope/README.md)), and the keys
 # of all tokens so far lie in the cache ([03](../03_kv_cache/README.md)). Up to here no token has looked at another
-# one. Now it happens, and nowhere else in the model.
+# one. Attention is the only part of the model where it happens.
 #
 # ## Idea
 #
 # A query asks, a key answers. The answer is one number, their dot product: large when both point the same way. So a
-# token that has 10 keys before it (its own among them) gets 10 *scores*. The softmax turns them into 10 shares that
-# sum to one, and in the next lesson the token takes that share of each value.
+# token that sees 10 keys (its own among them) gets 10 *scores*. The softmax turns them into 10 shares that sum to
+# one, and in the next lesson the token takes that share of each value.
 #
 # Three details make up the lesson.
 #
 # - **Scale.** The dot product of two rows of $d$ independent numbers of size 1 has a typical size of $\sqrt{d}$: 5.7
 #   for heads of width 32. Divided by $\sqrt{d}$ it has size 1 whatever the width, and the softmax stays soft.
-# - **Mask.** A model that predicts the next word must not see it. What lies after the query gets the score $-\infty$,
-#   and $e^{-\infty}$ is a share of exactly 0.
-# - **Groups.** `story` has 8 query heads and 4 key heads: heads 0 and 1 read key head 0, heads 2 and 3 key head 1, ...
-#   The cache is half as large for it.
+# - **Mask.** A model that predicts the next word must not see it. Keys after the query get the score $-\infty$, and
+#   $e^{-\infty}$ is a share of exactly 0.
+# - **Groups.** `story` has 8 query heads and 4 key heads: heads 0 and 1 read key head 0, heads 2 and 3 key head 1,
+#   ... This makes the cache half as large.
 #
-# What comes out can be read like a sentence. `story`, layer 1, head 1, the last word:
+# The result can be read like a sentence. Here is the last word in layer 1 and layer 0 of `story`:
 
 # %%
 import inspect
@@ -53,9 +53,9 @@ print("layer 2 head 2, fox:", says(2, 2, 9))
 print("layer 0 head 2, fox:", says(0, 2, 9))
 
 # %% [markdown]
-# For the first of these heads *fox* is about *little*: of ten keys that one gets 99.5 %. The second looks at
-# the start token, which is how a head says "nothing for me here": the shares must go somewhere. The third, in the
-# first layer, hardly chooses at all.
+# For the first of these heads *fox* is about *little*, which gets 99.5 % among ten keys. The second looks at the
+# start token. A head does this when it finds nothing, since the shares must go somewhere. The third, in the first
+# layer, hardly chooses at all.
 #
 # ## The maths
 #
@@ -81,21 +81,21 @@ print("layer 0 head 2, fox:", says(0, 2, 9))
 # By hand, with $d = 4$: a query meets three keys with the dot products 2, 6 and -4. Halved: 1, 3, -2. Their
 # exponentials are 2.72, 20.1 and 0.14, the sum is 22.9, the shares 0.118, 0.876, 0.006.
 #
-# The maximum is subtracted for one reason: $e^{89}$ is infinite in float32, and infinity through infinity is no number.
-# Subtracting the same $m$ above and below divides both by $e^m$ and changes nothing else.
+# The maximum is subtracted for one reason: $e^{89}$ is infinite in float32, and infinity divided by infinity is not a
+# number. Subtracting the same $m$ above and below divides both by $e^m$ and changes nothing else.
 #
-# Which keys are *after* the query? With `seq` new tokens behind `ctx - seq` cached ones, query $t$ stands at place
+# Which keys come *after* the query? With `seq` new tokens after `ctx - seq` cached ones, query $t$ stands at place
 # $t + ctx - seq$ of the context. A whole prompt has `ctx == seq`, and the mask is the well-known triangle. One new
-# token behind 11 others has no mask at all: it is the newest, so it sees everything.
+# token after 11 others has no mask at all: it is the newest, so it sees everything.
 #
 # ## The picture
 #
 # ![One head of story: scaled products, scores with the mask, shares with the sum of each row](fig/heads.svg)
 #
-# Layer 1, head 1 again, all ten words. Left the scaled products: every query with every key, the future too. In the
-# middle the mask has taken the upper right. Right the shares, and at the margin their sums. Most rows have one strong
-# entry: *fox* looks at *little*, *little* at *a*, *time* at *upon*. The first words look at the start; the very first
-# row has no choice, its one key gets everything.
+# Layer 1, head 1 again, all ten words. Left: the scaled products of every query with every key, the future included.
+# Middle: the mask has removed the upper right. Right: the shares, with their sums at the margin. Most rows have one
+# strong entry: *fox* looks at *little*, *little* at *a*, *time* at *upon*. The first words look at the start; the
+# very first row has no choice, since its only key gets everything.
 #
 # ## The reference
 #
@@ -103,9 +103,9 @@ print("layer 0 head 2, fox:", says(0, 2, 9))
 #
 # <!-- source: llorch.ops.attention.attention_probs -->
 #
-# Two things are there for speed and exactness only, and you can leave them out. The query heads of a group are laid one
-# after the other, so that one product with the shared key head does for all of them; repeating the keys with
-# `np.repeat(k, heads // kv_heads, axis=0)` gives the same numbers. And `widen` computes small arrays in float64.
+# Two things serve only speed and exactness, and you can leave them out. The query heads of a group are laid one after
+# the other, so that one product with the shared key head is enough. Repeating the keys with `np.repeat(k, heads //
+# kv_heads, axis=0)` gives the same numbers. And `widen` computes small arrays in float64.
 #
 # ## Run it
 #
@@ -117,8 +117,8 @@ from llorch.ops.attention import attention_probs, attention_scores
 print(attention_probs(np.array([[[1, 3, -2], [300, 299, -np.inf]]], np.float32)).round(3))
 
 # %% [markdown]
-# Then scale, in `micro-llama` (heads of width 32), from the numbers that llama.cpp stored. How large is the largest
-# share of a row on average, with the scale and without?
+# Next, the scale in `micro-llama` (heads of width 32), from the numbers that llama.cpp stored. How large is the
+# largest share of a row on average, with the scale and without?
 
 # %%
 from llorch.builtin import goldens_folder
@@ -138,7 +138,7 @@ for name, factor in (("scaled", 1.0), ("not scaled", np.sqrt(32))):
 #
 # ## The mistake
 #
-# A mask that is right for every prompt and wrong for every token after it. It lets query $t$ see the keys up to $t$:
+# This mask is right for every prompt and wrong for every token after it. It lets query $t$ see the keys up to $t$:
 
 # %%
 from llorch.learn.lessons import BY_NUMBER
@@ -151,9 +151,9 @@ for cached in (0, 5, 11):
     print(f"{cached:2} cached: the last query sees {seen[0][-1]:2} keys, with the mistake {seen[1][-1]:2}")
 
 # %% [markdown]
-# A test that runs the prompt in one go has 0 cached tokens and is green. In generation, where one token comes at a
-# time, each sees the very first key and nothing else. Here is what `story` then writes, with the function in the
-# place of ours; and, for comparison, without the scale:
+# A test that runs the whole prompt at once has 0 cached tokens and passes. In generation, where one token comes at a
+# time, each token sees the very first key and nothing else. `story` then writes the second text. The third is for
+# comparison: it lacks the scale.
 
 # %%
 from llorch.learn.implementation import Implementation
@@ -172,8 +172,8 @@ unscaled = typed_mistakes(BY_NUMBER["04"])["attention_scores"]["scores-not-scale
 print("not scaled", continued(attention_scores=unscaled))
 
 # %% [markdown]
-# The first word of the second line is right: it came out of the prompt. And the third line reads as well as the first
-# one, although every score in it is 5.7 times too large. Text shows some mistakes and hides others; numbers hide
+# The first word of the second line is right: it came out of the prompt. The third line reads as well as the first
+# one, although every score in it is 5.7 times too large. Text shows some mistakes and hides others. Numbers hide
 # none. The check runs every prompt a second time, cut in two, and looks at the second part:
 
 # %%
@@ -182,9 +182,9 @@ from llorch.learn.check import check_functions
 print(check_functions("04", attention_scores=wrong))
 
 # %% [markdown]
-# The first line says where: not in the prompt as one piece, which was right, but behind 1 cached token. There each of
-# the 11 new queries misses one key in each of 6 heads, 66 in all. Planting the known mistake into our code gives the
-# same array, hence the name.
+# The first line says where: not in the prompt as one piece, which was right, but after 1 cached token. There each of
+# the 11 new queries misses one key in each of 6 heads, 66 in all. The known mistake, injected into llorch's code,
+# gives the same array. This is why the diagnosis names it.
 #
 # ## Exercise
 #
@@ -200,13 +200,13 @@ print(check_functions("04", attention_scores=wrong))
 # llorch learn hint 04          # a direction; once more for the formula, once more for the code
 # ```
 #
-# Each is judged with right input, so begin with whichever you like. Things to break afterwards: `np.tile` for
-# `np.repeat`; -10 for $-\infty$ (the difference is small, and it is found); `axis=1` in the softmax, where the columns
-# sum to one and the picture looks just as plausible.
+# Each is judged with right input, so begin with either. Break it afterwards: use `np.tile` instead of `np.repeat`, or
+# -10 instead of $-\infty$ (the difference is small, and the check finds it). Or use `axis=1` in the softmax: the
+# columns sum to one, and the picture looks just as plausible.
 #
 # ## Where the engines differ
 #
-# Layer 0 of `micro-llama`, this very tensor, from each engine's own queries and keys:
+# This is layer 0 of `micro-llama`, computed from each engine's queries and keys:
 
 # %%
 others = golden.evidence["transformers"].traces["near"]
@@ -223,15 +223,16 @@ for name, run in (("llama.cpp", theirs), ("transformers", others)):
     print(f"rows of {name:12} sum to one within {np.abs(sums - 1).max():.1e}")
 
 # %% [markdown]
-# The hidden places agree exactly; all else is rounding, and no row of shares sums to exactly one in float32.
+# The hidden places agree exactly. All other differences are rounding, and no row of shares sums to exactly one in
+# float32.
 #
-# - llama.cpp's `kq-{i}` holds bare products. Scale and mask are applied inside its softmax node, so no node holds our
-#   scores: we multiply its `kq-{i}` by the scale and add the mask that this node was given. It is the one stage of
-#   llama.cpp that is put together outside the engine.
+# - llama.cpp's `kq-{i}` holds bare products. Scale and mask are applied inside its softmax node, so no node holds the
+#   scores. llorch multiplies `kq-{i}` by the scale and adds the mask that this node was given. It is the only stage
+#   of llama.cpp that is put together outside the engine.
 # - transformers adds the lowest finite float32 where it hides a key. The trace has -inf there.
-# - llama.cpp collects the sum of the softmax in float64, as we do; transformers computes the softmax in float32.
-# - transformers repeats keys and values until there is one for every query head; llama.cpp and we let several query
-#   heads read one.
+# - llama.cpp and llorch collect the sum of the softmax in float64. transformers computes the softmax in float32.
+# - transformers repeats keys and values until there is one for every query head. In llama.cpp and llorch, several
+#   query heads read the same one.
 # - With flash attention (llama.cpp) or `sdpa` (transformers) these tensors do not exist. Goldens are taken with both
 #   off.
 #
@@ -256,10 +257,10 @@ for name, run in (("llama.cpp", theirs), ("transformers", others)):
 # <!-- generated: stages -->
 # <!-- end -->
 #
-# ## What is compared
+# ## Compared values
 #
-# Scores and probabilities of every layer. In the scores -inf marks what is hidden: both sides must have it in the same
-# places, and the other entries are compared as numbers.
+# Scores and probabilities of every layer are compared. In the scores, -inf marks the hidden keys. Both sides must
+# have it in the same places, and the other entries are compared as numbers.
 #
 # <!-- generated: distances -->
 # <!-- end -->
@@ -274,6 +275,6 @@ for name, run in (("llama.cpp", theirs), ("transformers", others)):
 # ## Check it
 #
 # ```
-# pytest -k checkpoint_04                   # the comparison, and every mistake of this page planted
+# pytest -k checkpoint_04                   # the comparison, and every mistake of this page, injected
 # llorch verify micro-llama --detail
 # ```

@@ -34,7 +34,7 @@ def torch_blocks(goldens: Mapping[str, Golden], rows: Sequence[Row]) -> Blocks:
 def distances(rows: Sequence[Row], mode: str) -> str:
     """How far ours is from the goldens in each dtype, and what is allowed: the largest of all models and layers."""
     mine = [row for row in rows if row.mode == mode and row.place.stage != "probabilities"]
-    columns = ["stage", *(f"{dtype}: {what}" for dtype in HALVES for what in ("ours", "limit"))]
+    columns = ["stage", *(f"{dtype}: {what}" for dtype in HALVES for what in ("llorch", "tolerance"))]
     lines = []
     for stage in dict.fromkeys(row.stage for row in mine):
         found = [[row for row in mine if row.stage == stage and row.backend.endswith(f"-{dtype}")] for dtype in HALVES]

@@ -20,7 +20,7 @@ from llorch.verify.truth import WITNESS
 
 ENGINES = {
     "llamacpp": "llama.cpp", "transformers": "transformers", "reader": "gguf package", "peft": "PEFT",
-    "ours": "our file that llama.cpp loaded", WITNESS: "transformers in float64",
+    "ours": "llorch's file, loaded by llama.cpp", WITNESS: "transformers in float64",
     TRUTH: "PEFT in float64",
 }  # fmt: skip
 MODES = ("isolated", "chained", "decode")
@@ -57,7 +57,7 @@ def page_blocks(number: str, rows: Sequence[Row]) -> Blocks:
 
 def stages(rows: Sequence[Stage]) -> str:
     """The stage table's rows of one checkpoint."""
-    columns = ("stage", "shape", "formula", "our function", "llama.cpp node", "transformers hook")
+    columns = ("stage", "shape", "formula", "llorch's function", "llama.cpp node", "transformers hook")
     return table(
         columns,
         ([_stage_name(s), _shape(s), f"`{s.formula}`", link(s.function), s.llamacpp, s.transformers] for s in rows),
@@ -77,7 +77,7 @@ def distances(rows: Sequence[Row]) -> str:
     for row in rows:
         groups.setdefault((row.stage, row.mode, row.place.case), []).append(row)
     ordered = sorted(groups, key=lambda k: (_place(k[0]), MODES.index(k[1]), k[2] != "near"))
-    columns = ("stage", "mode", "case", *(ENGINES[p] for p in PRODUCERS), "our float64", "ours", "limit")
+    columns = ("stage", "mode", "case", *(ENGINES[p] for p in PRODUCERS), "llorch float64", "llorch float32", "tolerance")
     lines = ([f"`{stage}`", mode, case, *_largest(groups[stage, mode, case])] for stage, mode, case in ordered)
     return f"{_models(rows)}.\n\n{table(columns, lines, right=5)}"
 
@@ -129,7 +129,7 @@ def index_blocks(
     return {
         "checkpoints": table(("no", "page", "compared", "mistakes"), lines),
         "witnesses": "\n".join(f"- {line}" for line in sorted({*witnesses, *trainers})),
-        "routes": table(("model", "witness", "its file"), routes(rows)),
+        "routes": table(("model", "reference engine", "load path of its file"), routes(rows)),
     }
 
 
@@ -216,7 +216,7 @@ def _witnesses(model: str, golden: Golden) -> Iterator[str]:
     engines, machine = golden.provenance["engines"], golden.provenance["machine"]
     assert isinstance(engines, Mapping)
     for name, reason in golden.cannot_judge.items():
-        yield f"{ENGINES[name]} is no witness of {model}: {reason}"
+        yield f"{ENGINES[name]} is no reference engine for {model}: {reason}"
     if ggml := engines.get("llamacpp"):
         versions = f"llama-cpp-python {ggml['llama_cpp_python']}, ggml {ggml['ggml']}"
         yield f"llama.cpp: {versions}, {machine}: {ggml['system']}"

@@ -29,7 +29,7 @@ def training_blocks(number: str, rows: Sequence[Row]) -> Blocks:
 def stages(number: str) -> str:
     """The rows of the table of training stages that belong to a checkpoint."""
     found = [stage for stage in TRAINING_STAGES if stage.checkpoint == number]
-    columns = ("stage", "formula", "our function", "where it is seen")
+    columns = ("stage", "formula", "llorch's function", "where it is seen")
     return table(columns, ([f"`{s.name}`", f"`{s.formula}`", link(s.function), s.peft] for s in found))
 
 
@@ -44,7 +44,7 @@ def distances(rows: Sequence[Row]) -> str:
     places = list(BY_GROUP)
     ordered = sorted(groups, key=lambda k: (places.index(k[0]), MODES.index(k[1])))
     producers = [p for p in (LLAMACPP, TRANSFORMERS, PEFT) if any(row.producer == p for row in rows)]
-    columns = ("stage", "mode", "case", *(ENGINES[p] for p in producers), "our float64", "ours", "tolerance")
+    columns = ("stage", "mode", "case", *(ENGINES[p] for p in producers), "llorch float64", "llorch float32", "tolerance")
     lines = ([f"`{at[0]}`", *at[1:], *_largest(groups[at], producers)] for at in ordered)
     return f"Models: {', '.join(MODELS)}.\n\n{table(columns, lines, right=len(producers) + 3)}"
 
