@@ -21,7 +21,7 @@
 # The results are cut into *heads*, stretches of 32 numbers that belong together: 6 query heads, 2 key heads and 2
 # value heads. Each query head looks at the context by itself. There are fewer keys than queries, which is called
 # grouped-query attention: query heads 0, 1, 2 share key head 0, and 3, 4, 5 share key head 1. It costs little
-# quality. Only keys and values have to be remembered ([03](../03_kv_cache/README.md)), and this leaves a third of
+# quality. Only keys and values have to be remembered ([03](../03_kv_cache/README.md)), and this keeps a third of
 # them.
 #
 # Two families add something. Qwen2 adds a bias to all three results. Qwen3 normalises every query head and every key

@@ -8,12 +8,13 @@
 # ![The way of a token through the model, with this lesson's boxes lit](fig/where.svg)
 #
 # [04](../04_attention_scores/README.md) gave every token, in every head, a share for each token before it. The values
-# lie in the cache beside the keys ([03](../03_kv_cache/README.md)), never rotated. Now the shares are spent.
+# lie in the cache next to the keys ([03](../03_kv_cache/README.md)) and are never rotated. Now the shares are applied
+# to the values.
 #
 # ## Idea
 #
-# Each head takes its shares of the values: a weighted mean of rows, nothing else. If a head gives one token nearly all
-# of its share, what comes out is nearly that token's value. In `story`, layer 1, head 1, *fox* gives *little* 99.5 %:
+# Each head takes its shares of the values: a weighted mean of rows, nothing else. If a head gives nearly all to one
+# token, the result is nearly that token's value. In `story`, layer 1, head 1, *fox* gives *little* 99.5 %:
 
 # %%
 import inspect
@@ -33,12 +34,12 @@ print("shares", shares.shape, " values", values.shape, " mixed", mixed.shape)
 print(f"from the value of 'little': {np.linalg.norm(mixed - values[8]) / np.linalg.norm(values[8]):.1%}")
 
 # %% [markdown]
-# So *fox* now carries something of *little*. That is the one way in which information moves from token to token.
+# So *fox* now carries something of *little*. Information moves from token to token in no other way.
 #
-# The 8 heads give 8 such rows of 32 numbers. They are laid one behind the other, 256 numbers, and a matrix brings them
-# back to the width of the stream, 192, where they are added. The matrix is not a formality: it decides *where in the
-# stream* a head writes. Since it is linear, the sum can be taken apart again, head by head, and that is the picture
-# below.
+# The 8 heads give 8 such rows of 32 numbers. They are laid one after the other, 256 numbers. A matrix brings them
+# back to the width of the stream, 192, and the result is added to the stream. This matrix decides *where in the
+# stream* a head writes. Since it is linear, the sum can be taken apart again, head by head. The picture below does
+# so.
 #
 # ## The maths
 #
@@ -58,19 +59,20 @@ print(f"from the value of 'little': {np.linalg.norm(mixed - values[8]) / np.lina
 # | $o$ | (seq, hidden) | `attn_out` |
 # | $r$ | (seq, hidden) | `attn_residual`: the stream with attention added |
 #
-# The last sum belongs to the block, and you write it in [07](../07_block/README.md).
+# The last sum belongs to the block. You write it in [07](../07_block/README.md).
 #
-# By hand: two keys with the values (2, 0) and (0, 4), shares 0.75 and 0.25: the mix is (1.5, 1). A second head with
-# the values (8, 8) and (0, 0) and the same shares gives (6, 6). Joined, the token's row is (1.5, 1, 6, 6).
+# By hand: two keys have the values (2, 0) and (0, 4) and the shares 0.75 and 0.25. The mix is (1.5, 1). A second head
+# with the values (8, 8) and (0, 0) and the same shares gives (6, 6). Joined, the token's row is (1.5, 1, 6, 6).
 #
 # ## The picture
 #
 # ![What each head of layer 4 adds to the stream of one token, and its part along the sum](fig/heads.svg)
 #
-# What the heads of `story`'s last layer add for *fox*. The whole bar is the length of a head's contribution
-# $m_a W_{o,a}^\top$, the strong part of it what points along the sum of all. The word is where the head looks most. The
-# lengths make 445 together, but the sum of the eight contributions is only 206 long: heads push in different
-# directions and partly undo each other. Head 7, which looks at *there*, decides most; two thirds of head 3 go sideways.
+# The picture shows the contribution of each head of `story`'s last layer for *fox*. The whole bar is the length of a
+# head's contribution $m_a W_{o,a}^\top$. The strong part of the bar points along the sum of all heads. The word is
+# the one that the head looks at most. The lengths add up to 445, but the sum of the eight contributions is only 206
+# long: heads push in different directions and partly undo each other. Head 7, which looks at *there*, contributes
+# most. Two thirds of head 3 go sideways.
 #
 # ## The reference
 #
@@ -78,12 +80,12 @@ print(f"from the value of 'little': {np.linalg.norm(mixed - values[8]) / np.lina
 #
 # <!-- source: llorch.forward.attention_output -->
 #
-# As in 04, heads of a group are handled in one product; `np.repeat(v, heads // kv_heads, axis=0)` and a plain
-# `probs @ v` give the same. `keep` names the stage so that it can be compared.
+# As in 04, one product handles all heads of a group. `np.repeat(v, heads // kv_heads, axis=0)` and a plain
+# `probs @ v` give the same numbers. `keep` names the stage so that it can be compared.
 #
 # ## Run it
 #
-# The example from above, two heads and one token:
+# Here is the example from above, with two heads and one token:
 
 # %%
 from llorch.ops.attention import attention_context
@@ -93,8 +95,8 @@ v = np.array([[[2, 0], [0, 4]], [[8, 8], [0, 0]]], np.float32)  # (kv_heads, ctx
 print(attention_context(probs, v))
 
 # %% [markdown]
-# `micro-llama`, layer 0, from what llama.cpp stored. The joined heads are 192 wide, the stream 96: in a test model
-# whose widths all differ, a transposed matrix is an error and no surprise.
+# Next comes layer 0 of `micro-llama`, from the tensors that llama.cpp stored. The joined heads are 192 wide, the
+# stream 96. In a test model whose widths all differ, a transposed matrix raises an error.
 
 # %%
 from llorch.builtin import goldens_folder
@@ -113,8 +115,8 @@ print("llama.cpp's output, within 1e-5:", bool(np.abs(out - theirs["l0.attn_out"
 # %% [markdown]
 # ## The mistake
 #
-# `probs @ v` lies as (heads, seq, head_dim), the result is wanted as (seq, heads * head_dim). A reshape alone makes
-# the right shape:
+# `probs @ v` has the shape (heads, seq, head_dim), and the result must be (seq, heads * head_dim). A reshape alone
+# makes the right shape:
 
 # %%
 from llorch.learn.lessons import BY_NUMBER
@@ -127,10 +129,10 @@ for n in (1, 2, 12):
     print(f"{n:2} tokens at once: {np.mean(np.isclose(right, got, atol=1e-5)):.0%} of the numbers right")
 
 # %% [markdown]
-# A reshape never moves a number, it only counts anew. Row 0 is filled with the first *tokens* of head 0 instead of
-# the heads of token 0. With one token there is nothing to confuse, so whoever tests token by token sees nothing, and
-# whoever tests a prompt with a single head neither. It is the mistake of 04 the other way round: wrong in the
-# prompt, right in every step behind it, which then reads a cache that was filled wrongly.
+# A reshape never moves a number in memory. Row 0 is filled with the first *tokens* of head 0 instead of the heads of
+# token 0. With one token or one head, there is nothing to confuse, so a test token by token does not see it, and
+# neither does a test with a single head. It is the mistake of 04 the other way round: the prompt is wrong, every
+# later step is right. But those steps read a cache that was filled wrongly.
 
 # %%
 from llorch.learn.check import check_functions
@@ -138,8 +140,8 @@ from llorch.learn.check import check_functions
 print(check_functions("05", attention_context=wrong))
 
 # %% [markdown]
-# The pattern line is worth a look: *the same numbers in another order*. That alone says that the arithmetic is right
-# and an axis is not.
+# The pattern line is worth a look: *the same numbers in another order*. It says that the arithmetic is right and an
+# axis is wrong.
 #
 # ## Exercise
 #
@@ -155,12 +157,13 @@ print(check_functions("05", attention_context=wrong))
 # llorch learn hint 05          # a direction; once more for the formula, once more for the code
 # ```
 #
-# To see it red: tile the values where they are to be repeated; join as (head_dim, heads). Then try a transposed
-# `o_proj`: `context @ o_proj` raises in `micro-llama`; in `micro-qwen2`, where it is 96 by 96, it would not.
+# To see the check fail, tile the values instead of repeating them, or join as (head_dim, heads). Then try a
+# transposed `o_proj`: `context @ o_proj` raises an error in `micro-llama`. In `micro-qwen2`, where it is 96 by 96, it
+# would not.
 #
 # ## Where the engines differ
 #
-# Layer 0 of `micro-llama`, each engine from its own shares and values:
+# This is layer 0 of `micro-llama`, computed from each engine's shares and values:
 
 # %%
 others = golden.evidence["transformers"].traces["near"]
@@ -175,13 +178,13 @@ for name, run in (("llama.cpp", theirs), ("transformers", others)):
     print(f"the sum of {name} made again by us, bit by bit: {same}")
 
 # %% [markdown]
-# A product over 192 numbers is summed in another order by each of them, so nearly every number differs in its last
-# bits. The addition at the end has no order: given the same two float32 numbers, everyone gets the same third.
+# Each engine sums a product over 192 numbers in another order, so nearly every number differs in its last bits. The
+# addition at the end has no order: from the same two float32 numbers, every engine gets the same third.
 #
 # - The output projection is the node `attn_out-{i}` in llama.cpp's Llama graph and has no name in its Qwen graphs. It
 #   is found as the MUL_MAT with the source `blk.{i}.attn_output.weight`.
-# - In its last layer llama.cpp keeps only the rows of tokens whose logits were asked for, from the first addition on.
-#   Goldens ask for all tokens; [09](../09_selected_logits/README.md) asks for the last one.
+# - In the last layer, from the first addition on, llama.cpp keeps only the rows of tokens whose logits are requested.
+#   Goldens request all tokens. [09](../09_selected_logits/README.md) asks for the last one.
 # - transformers has no module for the addition. The sum is read as the input of `post_attention_layernorm`, and the
 #   joined heads as the input of `o_proj`.
 #
@@ -203,10 +206,10 @@ for name, run in (("llama.cpp", theirs), ("transformers", others)):
 # <!-- generated: stages -->
 # <!-- end -->
 #
-# ## What is compared
+# ## Compared values
 #
-# All three stages, in every layer. Isolated, `attn_residual` is one addition of float32 numbers: all engines get the
-# same result, and the distance from the truth is that of one rounding.
+# All three stages are compared, in every layer. Isolated, `attn_residual` is one addition of float32 numbers. All
+# engines get the same result, and its distance from the float64 reference is one rounding.
 #
 # <!-- generated: distances -->
 # <!-- end -->
@@ -221,6 +224,6 @@ for name, run in (("llama.cpp", theirs), ("transformers", others)):
 # ## Check it
 #
 # ```
-# pytest -k checkpoint_05                   # the comparison, and every mistake of this page planted
+# pytest -k checkpoint_05                   # the comparison, and every mistake of this page, injected
 # llorch verify micro-llama --detail
 # ```

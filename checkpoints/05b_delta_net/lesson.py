@@ -1,15 +1,16 @@
 # %% [markdown]
 # # 05b delta_net
 #
-# 60 minutes, four functions of two to eight lines. A side road: no later lesson needs it. Llama, Qwen2 and Qwen3 have
-# attention in every layer; in Qwen3-Next and Qwen3.5 three of four layers are what this lesson is about.
+# 60 minutes, four functions of two to eight lines. It is optional: no later lesson needs it. Llama, Qwen2 and Qwen3
+# have attention in every layer. In Qwen3-Next and Qwen3.5, three of four layers are delta nets, the subject of this
+# lesson.
 #
 # ## Where we are
 #
 # ![The way of a token through the model, with this lesson's boxes lit](fig/where.svg)
 #
-# At the place of attention, lessons [02](../02_qkv/README.md) to [05](../05_attention_output/README.md). In comes the
-# normalised stream, out goes what is added to it.
+# A delta net takes the place of attention, lessons [02](../02_qkv/README.md) to
+# [05](../05_attention_output/README.md). Its input is the normalised stream. Its output is added to the stream.
 #
 # ## Idea
 #
@@ -17,12 +18,12 @@
 # net keeps one matrix per head, from the first token to the millionth.
 #
 # Think of the matrix $S$ as a notebook with keys as headings. Asked with a key, it answers $S^\top k$. A new token
-# arrives with a key and a value. Writing the value on top of what is there (that is *linear attention*) would blur the
-# page. The *delta rule* looks up first what the notebook says at this key, and writes the difference only: afterwards
-# the answer is the new value.
+# arrives with a key and a value. *Linear attention* would write the value on top of the old entry, which blurs the
+# page. The *delta rule* first looks up the entry at this key and writes only the difference. Afterwards the answer is
+# the new value.
 #
-# Two numbers per token and head govern it, both from 0 to 1. $\beta$: how much of the difference is written. $e^g$: how
-# much of the whole notebook is left before that. `micro-qwen3.5` in figures:
+# Two numbers per token and head control it, both from 0 to 1. $\beta$ is the part of the difference that is written.
+# $e^g$ is the part of the whole notebook that is kept before the writing. These are the sizes in `micro-qwen3.5`:
 
 # %%
 import inspect
@@ -47,7 +48,8 @@ for head in range(net.n_value_heads):
 
 # %% [markdown]
 # Before the rule, a convolution mixes each channel with its last three values, as a cheap sense of order: no RoPE is
-# used here. Queries and keys are brought to length 1, so that writing at a key and reading at it are exact opposites.
+# used here. Queries and keys are brought to length 1, so that reading at a key returns exactly the value written
+# there.
 #
 # ## The maths
 #
@@ -71,16 +73,16 @@ for head in range(net.n_value_heads):
 # | $S$ | (v_heads, key_dim, value_dim) | `delta_state` |
 # | $o$ | (seq, v_heads, value_dim) | `delta_out`, then a norm, a gate, a projection |
 #
-# By hand, one head, $k = (1, 0)$, $\beta = 1$, $g = 0$: into an empty $S$ the value $(3, 4)$ goes as the first row. A
-# second token with the same key and the value $(5, 4)$ writes the difference $(2, 0)$, and the row is $(5, 4)$: not
-# $(8, 8)$, as linear attention would have it.
+# By hand, with one head, $k = (1, 0)$, $\beta = 1$, $g = 0$: the value $(3, 4)$ becomes the first row of an empty
+# $S$. A second token with the same key and the value $(5, 4)$ writes the difference $(2, 0)$. The row is then
+# $(5, 4)$. Linear attention would make it $(8, 8)$.
 #
 # ## The picture
 #
 # ![How much of each token's writing is left at the end, for every head](fig/left.svg)
 #
-# What is left of a token after all that came later, by decay alone. Some heads forget within a token or two, head 0
-# remembers the whole prompt.
+# The picture shows how much of a token is left after all later tokens, by decay alone. Some heads forget within a
+# token or two. Head 0 remembers the whole prompt.
 #
 # ## The reference
 #
@@ -88,13 +90,13 @@ for head in range(net.n_value_heads):
 #
 # <!-- source: llorch.families.delta_net.delta_net -->
 #
-# Token by token is the definition. A prompt goes through `delta_rule_in_chunks`: 64 tokens at a time, the corrections
-# found together as the solution of one triangular system. It is the same function of the same numbers, and yours takes
-# the place of both.
+# The definition works token by token. For a prompt, llorch uses `delta_rule_in_chunks`: 64 tokens at a time, whose
+# corrections are the solution of one triangular system. Both compute the same function, and your function replaces
+# both.
 #
 # ## Run it
 #
-# A prompt in two parts gives the same state as in one, which is what makes chunks and caches possible:
+# A prompt in two parts gives the same state as in one. This makes chunks and caches possible:
 
 # %%
 from llorch.ops.delta_rule import delta_rule, delta_rule_in_chunks
@@ -113,7 +115,7 @@ for what, one, other in (("two parts", after, state), ("chunks of 64", in_chunks
 # %% [markdown]
 # ## The mistake
 #
-# Where does the decay go? The state fades *before* it is asked what it knows. The other order looks as good:
+# Where does the decay go? The state fades *before* the lookup. The other order looks just as good:
 
 # %%
 from llorch.learn.lessons import BY_NUMBER
@@ -146,13 +148,13 @@ print(check_functions("05b", delta_rule=wrong))
 #
 # ## Where the engines differ
 #
-# - The 1e-6 of the lengths is transformers'; llama.cpp puts `rms_norm_eps` in its place
-#   ([llama.cpp 28068](https://github.com/ggml-org/llama.cpp/issues/28068)). The models in use have 1e-6 there too.
-# - llama.cpp keeps the state transposed, and in Qwen3.5's GGUF files the value heads lie in another order
-#   ([llama.cpp 19468](https://github.com/ggml-org/llama.cpp/pull/19468)). Both are undone where they are read.
+# - The 1e-6 of the lengths comes from transformers. llama.cpp uses `rms_norm_eps` instead ([llama.cpp
+#   28068](https://github.com/ggml-org/llama.cpp/issues/28068)). Published models have 1e-6 there too.
+# - llama.cpp keeps the state transposed, and in Qwen3.5's GGUF files the value heads lie in another order ([llama.cpp
+#   19468](https://github.com/ggml-org/llama.cpp/pull/19468)). llorch undoes both where it reads them.
 # - GGUF files hold $-e^{A}$, transformers $A$.
 #
-# Each engine on its own way through the first such layer:
+# This is the first such layer, as each engine computed it:
 
 # %%
 theirs, others = (golden.evidence[name].traces["near"] for name in ("llamacpp", "transformers"))
@@ -178,10 +180,10 @@ for stage in ("conv_out", "q_l2", "log_decay", "delta_state", "delta_out"):
 # <!-- generated: stages -->
 # <!-- end -->
 #
-# ## What is compared
+# ## Compared values
 #
-# Every step from the projections to the output, and the state that is left; a second pass has to go on where the first
-# one ended. `conv_state` and `delta_state` are counted with the caches, [03](../03_kv_cache/README.md).
+# Every step from the projections to the output is compared, and the state after the last token. A second pass has to
+# go on where the first one ended. `conv_state` and `delta_state` count as caches, [03](../03_kv_cache/README.md).
 #
 # <!-- generated: distances -->
 # <!-- end -->
@@ -196,6 +198,6 @@ for stage in ("conv_out", "q_l2", "log_decay", "delta_state", "delta_out"):
 # ## Check it
 #
 # ```
-# pytest -k checkpoint_05b                  # the comparison, and every mistake of this page planted
+# pytest -k checkpoint_05b                  # the comparison, and every mistake of this page, injected
 # llorch verify micro-qwen3.5 --detail
 # ```

@@ -7,20 +7,21 @@
 #
 # ![The way of a token through the model, with this lesson's boxes lit](fig/where.svg)
 #
-# Attention has added what it gathered to the stream ([05](../05_attention_output/README.md)), and the second norm of
-# the layer has made unit rows of it ([01](../01_rms_norm/README.md)). Now comes the other half of every layer, the
-# feed-forward part. Here each token is on its own again; you could hand over the tokens in any order.
+# Attention has added its result to the stream ([05](../05_attention_output/README.md)), and the second norm of the
+# layer has brought the rows to size 1 ([01](../01_rms_norm/README.md)). Now comes the other half of every layer, the
+# feed-forward part. It handles each token alone, so the order of the tokens does not matter.
 #
 # ## Idea
 #
-# Widen, gate, narrow. Two matrices make two wide rows of the token: `story` goes from 192 to 448. One of them, `up`,
-# holds values. The other, `gate`, says how much of each value passes. A third matrix brings the product back to 192.
+# The feed-forward part widens, gates and narrows. Two matrices make two wide rows of the token: `story` goes from 192
+# to 448. One of them, `up`, holds values. The other, `gate`, says how much of each value passes. A third matrix
+# brings the product back to 192.
 #
-# The gate is no switch but a curve, SiLU: $z \cdot \sigma(z)$, a ramp with a soft corner. Far below zero it lets
-# nothing through, far above zero it passes its own number. In between it dips to -0.28, at $z = -1.28$.
+# The gate is a curve called SiLU, $z \cdot \sigma(z)$: a ramp with a soft corner. Far below zero it is almost 0, far
+# above zero it is almost $z$. In between it dips to -0.28, at $z = -1.28$.
 #
-# One of the 448 inner channels can be read as a question ("is this about an animal?") and an answer to add to the
-# stream if so. Most questions are answered with no:
+# Each of the 448 inner channels can be read as a question ("is this about an animal?") and an answer. The answer is
+# added to the stream if the question is answered with yes. Most are answered with no:
 
 # %%
 import inspect
@@ -39,7 +40,7 @@ for layer in range(5):
     print(f"layer {layer}: {np.mean(gate < 0):.0%} of the gates below zero, ten channels of fox hold {ten:.0%}")
 
 # %% [markdown]
-# The second number is the share of the squared length of the inner row, for the last word: in most layers ten of 448
+# The second number is the share of the squared length of the inner row, for the last word. In most layers ten of 448
 # channels do nearly all of the work.
 #
 # Most of the weights of a layer sit in these three matrices: 258,048 in a layer of `story`, against 147,456 in
@@ -65,15 +66,16 @@ for layer in range(5):
 # By hand: a gate of 2 has $2 / (1 + e^{-2}) = 1.762$, a gate of -3 has -0.142. With up = (5, 5) the inner row is
 # (8.81, -0.71).
 #
-# None of the three has a bias. $e^{-g}$ overflows below $g = -88$; $g / \infty$ is then 0, which is the limit.
+# None of the three matrices has a bias. $e^{-g}$ overflows below $g = -88$. Then $g / \infty$ is 0, which is the
+# right limit.
 #
 # ## The picture
 #
 # ![SiLU, GELU and ReLU over the histogram of all gates of story](fig/curves.svg)
 #
-# Grey: where the 22,400 gates of the ten words above lie, two thirds of them left of zero. The curves there are
-# everything in the model that is not linear, apart from softmax and norms. SiLU and GELU look like one curve at first
-# sight and are 0.19 apart at $z = -2$, where many gates are.
+# The grey area shows the 22,400 gates of the ten words above. Two thirds of them are below zero. Apart from softmax
+# and norms, these curves are the only part of the model that is not linear. SiLU and GELU look like one curve at
+# first sight and are 0.19 apart at $z = -2$, where many gates are.
 #
 # ## The reference
 #
@@ -81,8 +83,8 @@ for layer in range(5):
 #
 # <!-- source: llorch.forward.feed_forward -->
 #
-# `swiglu` computes in place because the inner rows are the largest arrays of the forward pass. The formula in one line
-# is as good.
+# `swiglu` computes in place because the inner rows are the largest arrays of the forward pass. The formula in one
+# line is just as good.
 #
 # ## Run it
 
@@ -93,7 +95,7 @@ gate, up = np.array([[2, -3, -100]], np.float32), np.array([[5, 5, 5]], np.float
 print(swiglu(gate, up).round(3))
 
 # %% [markdown]
-# `micro-llama`, layer 0, from the normalised rows that llama.cpp stored:
+# Here is layer 0 of `micro-llama`, from the normalised rows that llama.cpp stored:
 
 # %%
 from llorch.builtin import goldens_folder
@@ -112,7 +114,7 @@ print("llama.cpp's output, within 1e-5:", bool(np.abs(out - theirs["l0.ffn_out"]
 # %% [markdown]
 # ## The mistake
 #
-# Whoever ports from GPT-2 brings its curve along, GELU:
+# A port that starts from GPT-2 may keep its curve, GELU:
 
 # %%
 from llorch.learn.implementation import Implementation
@@ -134,8 +136,8 @@ print("GELU ", continued(swiglu=wrong))
 print("ReLU ", continued(swiglu=typed["swiglu-relu"]))
 
 # %% [markdown]
-# Three curves, one text: every activation of the model is wrong, and 20 tokens in a row come out the same. Whoever
-# judges a port by reading what it writes ships this one. The numbers are not so kind:
+# Three curves give one text: every activation of the model is wrong, and 20 tokens in a row are the same. A reader of
+# the text would call this port right. The numbers show the mistake:
 
 # %%
 from llorch.learn.check import check_functions
@@ -143,8 +145,8 @@ from llorch.learn.check import check_functions
 print(check_functions("06", swiglu=wrong))
 
 # %% [markdown]
-# An error of 0.19, where 4.8e-07 is allowed. *Not the cause* shows how finely the library tells things apart: the
-# exact GELU explains 99.88 % of what is wrong, its tanh approximation all of it.
+# An error of 0.19, where 4.8e-07 is allowed. *Not the cause* shows that the library tells close mistakes apart: the
+# exact GELU explains 99.88 % of the error, its tanh approximation all of it.
 #
 # ## Exercise
 #
@@ -160,12 +162,12 @@ print(check_functions("06", swiglu=wrong))
 # llorch learn hint 06          # a direction; once more for the formula, once more for the code
 # ```
 #
-# Then exchange gate and up in `feed_forward`: both have the same shape, nothing raises, and the story ends in *the the
-# the the*. The verdict offers two names for it, because SiLU on up and exchanged matrices make the same numbers.
+# Then exchange gate and up in `feed_forward`. Both have the same shape, no error is raised, and the story ends in
+# *the the the the*. The verdict names two mistakes, because SiLU on up and exchanged matrices make the same numbers.
 #
 # ## Where the engines differ
 #
-# Layer 0 of `micro-llama`, each engine on its own way through the layer:
+# This is layer 0 of `micro-llama`, as each engine computed it:
 
 # %%
 others = golden.evidence["transformers"].traces["near"]
@@ -177,10 +179,10 @@ for stage in ("ffn_gate", "ffn_up", "ffn_act", "ffn_out"):
     print(f"{'':8}  from float64: llama.cpp {off[0]:.1e}, transformers {off[1]:.1e}")
 
 # %% [markdown]
-# The product of gate and up adds the errors of both, and so it stands farther off than either.
+# The product of gate and up adds the errors of both, so its error is larger than either.
 #
-# - llama.cpp computes silu and the product in one node, `ffn_swiglu-{i}`: there is no node of silu(gate) to compare,
-#   and so there is no such stage.
+# - llama.cpp computes silu and the product in one node, `ffn_swiglu-{i}`. It has no node for silu(gate), so there is
+#   no such stage.
 # - transformers multiplies inside `mlp`. The product is read as the input of `down_proj`.
 # - llama.cpp first names the second addition of its Llama block `ffn_out` too, then `l_out`. In the graph that runs,
 #   `ffn_out-{i}` is the down projection.
@@ -205,9 +207,9 @@ for stage in ("ffn_gate", "ffn_up", "ffn_act", "ffn_out"):
 # <!-- generated: stages -->
 # <!-- end -->
 #
-# ## What is compared
+# ## Compared values
 #
-# Gate, up, the gated product and the result, in every layer. $h$ is `ffn_norm`, checked in
+# Gate, up, the gated product and the result are compared in every layer. $h$ is `ffn_norm`, checked in
 # [01](../01_rms_norm/README.md).
 #
 # <!-- generated: distances -->
@@ -223,6 +225,6 @@ for stage in ("ffn_gate", "ffn_up", "ffn_act", "ffn_out"):
 # ## Check it
 #
 # ```
-# pytest -k checkpoint_06                   # the comparison, and every mistake of this page planted
+# pytest -k checkpoint_06                   # the comparison, and every mistake of this page, injected
 # llorch verify micro-llama --detail
 # ```

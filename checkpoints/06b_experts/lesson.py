@@ -1,24 +1,25 @@
 # %% [markdown]
 # # 06b experts
 #
-# 35 minutes, four functions of one to six lines. A side road: no later lesson needs it. Dense models have no experts.
+# 35 minutes, four functions of one to six lines. It is optional: no later lesson needs it. Dense models have no
+# experts.
 #
 # ## Where we are
 #
 # ![The way of a token through the model, with this lesson's boxes lit](fig/where.svg)
 #
-# At the place of the feed-forward part of [06](../06_swiglu/README.md). A mixture of experts has many small ones there,
-# and a token is given to a few of them.
+# A mixture of experts takes the place of the feed-forward part of [06](../06_swiglu/README.md). It has many small
+# feed-forward parts, the experts, and gives each token to a few of them.
 #
 # ## Idea
 #
 # Three quarters of a dense model's weights lie in its feed-forward parts, and every token pays for all of them. A
-# mixture keeps many and uses few: Qwen3-30B-A3B has 128 experts in each layer and gives a token to 8. It has to be held
-# in memory whole, but a token reads a tenth of it.
+# mixture keeps many and uses few: Qwen3-30B-A3B has 128 experts in each layer and gives a token to 8. The whole model
+# has to be in memory, but a token reads a tenth of it.
 #
 # Who decides? A *router*: one matrix with a row for each expert. Its product with the token, through a softmax, is a
-# probability for each. The largest k win, their outputs are added by weight, and the others are not computed at all.
-# `micro-qwen3-moe` does it on a small scale:
+# probability for each expert. The k largest win, and their outputs are added by weight. The other experts are not
+# computed at all. `micro-qwen3-moe` does it on a small scale:
 
 # %%
 import inspect
@@ -39,7 +40,7 @@ for layer in range(config.n_layers):
     print(f"layer {layer}: tokens that each expert was given", used)
 
 # %% [markdown]
-# Some models add one more that every token gets, the *shared* expert; in Qwen's a sigmoid says how much of it.
+# Some models add a *shared* expert that every token gets. In Qwen's models, a sigmoid says how much of it is added.
 #
 # ## The maths
 #
@@ -60,14 +61,15 @@ for layer in range(config.n_layers):
 # | $\mathrm{FFN}_e$ | (seq, topk, hidden) | `expert_out`, the part of lesson 06 with the matrices of expert $e$ |
 # | $u$ | (hidden) | the shared expert's gate, where there is one |
 #
-# Whether the weights are divided by their sum is a setting, `norm_topk_prob`, and it is the trap of this lesson.
+# The setting `norm_topk_prob` says whether the weights are divided by their sum. It is the trap of this lesson.
 #
 # ## The picture
 #
 # ![Which experts the tokens of a prompt were given to, with their weights](fig/chosen.svg)
 #
-# One column for each of the first 24 tokens, one row for each expert; the darker, the larger the weight. No expert is
-# idle. All weights are near a third: the router of so small a model, trained for a minute, has no strong opinion.
+# The picture has one column for each of the first 24 tokens and one row for each expert. A darker cell is a larger
+# weight. No expert is idle. All weights are near a third, because the router of so small a model was trained for only
+# a minute.
 #
 # ## The reference
 #
@@ -75,12 +77,13 @@ for layer in range(config.n_layers):
 #
 # <!-- source: llorch.ops.routing.linear_by_expert -->
 #
-# Rows are sorted by expert, so that each chosen matrix is read once, however many tokens it is for.
+# Rows are sorted by expert, so that each chosen matrix is read once, for any number of tokens.
 #
 # ## Run it
 #
-# The choice is a step: a logit that moves by one bit can swap two experts. So it is judged as a *set*, and where it
-# differs, the distance between the last that was in and the first that was out says whether rounding decided:
+# The choice is a step: a logit that moves by one bit can swap two experts. So llorch judges it as a *set*. If two
+# sets differ, the distance between the last expert that was chosen and the first that was not says whether rounding
+# decided:
 
 # %%
 layer = "l0."
@@ -96,7 +99,8 @@ print(f"the closest decision in layer 0: {gaps.min():.4f} between two logits of 
 # %% [markdown]
 # ## The mistake
 #
-# Qwen3-MoE divides by the sum of the chosen probabilities, Qwen2-MoE does not. Whoever ports one from the other:
+# Qwen3-MoE divides by the sum of the chosen probabilities, Qwen2-MoE does not. A port from one to the other can make
+# this mistake:
 
 # %%
 from llorch.learn.lessons import BY_NUMBER
@@ -111,9 +115,9 @@ from llorch.learn.check import check_functions
 print(check_functions("06b", topk_weights=wrong))
 
 # %% [markdown]
-# llama.cpp has this choice built in, by architecture: true for qwen3moe, false for qwen2moe, whatever the file says. A
-# model whose `config.json` says otherwise computes something else there, and nothing is printed. llorch computes what
-# the configuration says, and refuses to write such a model as GGUF.
+# llama.cpp hard-codes this setting by architecture: true for qwen3moe, false for qwen2moe, whatever the file says. A
+# model whose `config.json` says otherwise gives other numbers there, without a warning. llorch follows the
+# configuration and refuses to write such a model as GGUF.
 #
 # ## Exercise
 #
@@ -133,14 +137,14 @@ print(check_functions("06b", topk_weights=wrong))
 #
 # ## Where the engines differ
 #
-# - llama.cpp clamps the sum of the chosen probabilities at 6.1e-05 before it divides; softmax of the largest k cannot
-#   come near that with the numbers of experts in use.
-# - llama.cpp computes the gate of Qwen2-MoE's shared expert as $\mathrm{silu}(x) / x$, which is NaN at $x = 0$;
+# - llama.cpp clamps the sum of the chosen probabilities at 6.1e-05 before it divides. With the numbers of experts in
+#   use, the sum of the k largest cannot come near that.
+# - llama.cpp computes the gate of Qwen2-MoE's shared expert as $\mathrm{silu}(x) / x$, which is NaN at $x = 0$.
 #   transformers takes the sigmoid.
-# - transformers gives all tokens of an expert to one product and adds the results up in the order of the experts,
-#   llama.cpp in the order of the ranks.
+# - transformers gives all tokens of an expert to one product and adds the results in the order of the experts.
+#   llama.cpp adds them in the order of the ranks.
 #
-# Layer 0, each engine on its own way through the layer:
+# This is layer 0, as each engine computed it:
 
 # %%
 others = golden.evidence["transformers"].traces["near"]
@@ -166,10 +170,11 @@ for stage in ("router_logits", "router_probs", "topk_weights", "moe_out"):
 # <!-- generated: stages -->
 # <!-- end -->
 #
-# ## What is compared
+# ## Compared values
 #
-# Every step from the router to the sum, in every layer that has experts. Behind the choice each engine's own experts
-# are compared: a swap that rounding explains is a tie, and what follows is judged on the witness's choice.
+# Every step from the router to the sum is compared, in every layer that has experts. After the choice, each engine's
+# experts are compared. A swap that rounding explains is a tie, and the later stages are then judged with the
+# reference engine's choice.
 #
 # <!-- generated: distances -->
 # <!-- end -->
@@ -184,6 +189,6 @@ for stage in ("router_logits", "router_probs", "topk_weights", "moe_out"):
 # ## Check it
 #
 # ```
-# pytest -k checkpoint_06b                  # the comparison, and every mistake of this page planted
+# pytest -k checkpoint_06b                  # the comparison, and every mistake of this page, injected
 # llorch verify micro-qwen3-moe --detail
 # ```

@@ -1,45 +1,47 @@
 # %% [markdown]
 # # 07 block
 #
-# 30 minutes, one function of ten lines, each a call of a part that exists.
+# 30 minutes, one function of ten lines, each a call of a function that exists.
 #
 # ## Where we are
 #
 # ![The way of a token through the model, with this lesson's boxes lit](fig/where.svg)
 #
-# All pieces of a layer lie on the table. Now they are put together, and what comes out is the model: `story` is an
-# embedding, this block five times with other weights, and a last product.
+# All pieces of a layer are ready. Now you put them together, and the result is the model: `story` is an embedding,
+# this block five times with different weights, and a last product.
 #
-# If you came the short way (00, 01, 01b, 07, 12), you have not written some of the pieces. That does not matter: what
-# you import from a lesson that you skipped is ours. This is all that you need to know of them. `seq` are the new
-# tokens, `ctx` all so far; there are fewer key and value heads (`kv_heads`) than query heads (`heads`).
+# On the fast track (00, 01, 01b, 07, 12), you have not written some of the pieces. This does not matter: an import
+# from a lesson that you skipped gives llorch's function. The list below is all you need to know about them. `seq`
+# counts the new tokens, `ctx` all tokens so far. There are fewer key and value heads (`kv_heads`) than query heads
+# (`heads`).
 #
 # - `rms_norm(x, weight, eps)` ([01](../01_rms_norm/README.md)) brings every row to size 1 and multiplies by a gain.
 #   It keeps the shape.
 # - `qkv(h, q_proj, k_proj, v_proj, q_bias, k_bias, v_bias, q_norm, k_norm, head_dim, eps)`
 #   ([02](../02_qkv/README.md)): three products that give each token a query, a key and a value for every head, each
-#   (seq, heads or kv_heads, head_dim). What a model does not have is None: `w.get("q_bias")`.
+#   (seq, heads or kv_heads, head_dim). A weight that a model does not have is None: `w.get("q_bias")`.
 # - `rope(x, cos, sin)` ([01b](../01b_rope/README.md)) turns each head by the token's position and keeps the shape.
-# - `append(past_k, past_v, k, v)` ([03](../03_kv_cache/README.md)) lays new keys and values behind those of the tokens
+# - `append(past_k, past_v, k, v)` ([03](../03_kv_cache/README.md)) lays new keys and values after those of the tokens
 #   before: two arrays (kv_heads, ctx, head_dim).
 # - `attention_scores(q, k)` and `attention_probs(scores)` ([04](../04_attention_scores/README.md)) compare every query
 #   with every key, hide the future, and make shares that sum to one: (heads, seq, ctx).
 # - `attention_context(probs, v)` ([05](../05_attention_output/README.md)) takes that share of each value and joins the
 #   heads: (seq, heads * head_dim).
-# - `attention_output(context, o_proj, o_bias)` (05, too) brings them back to the width of the stream: (seq, hidden).
-# - `feed_forward(h, gate_proj, up_proj, down_proj)` ([06](../06_swiglu/README.md)): every token on its own, widened,
-#   gated, narrowed: (seq, hidden).
+# - `attention_output(context, o_proj, o_bias)` (also 05) brings them back to the width of the stream: (seq, hidden).
+# - `feed_forward(h, gate_proj, up_proj, down_proj)` ([06](../06_swiglu/README.md)): widens, gates and narrows every
+#   token alone: (seq, hidden).
 #
 # ## Idea
 #
-# Two halves of the same shape. Take a copy of the stream and normalise it; compute with the copy; *add* the result to
-# the stream. First attention, in which tokens see each other, then the feed-forward part, in which each is alone.
+# A block has two halves of the same form. Each takes a copy of the stream, normalises it, computes with the copy, and
+# *adds* the result to the stream. The first half is attention, in which tokens see each other. The second is the
+# feed-forward part, in which each token is alone.
 #
 # ![The stream goes straight through the block; two branches read a normalised copy and add to it](fig/wiring.svg)
 #
-# The stream itself goes straight through. No norm and no matrix stands in its way; a block can only add. That is a
-# large part of why deep models can be trained: the way from the last layer to the first is a sum, and a gradient passes
-# a sum unchanged. And it is why the norm stands *in the branch*. Older models had it in the stream, behind each sum.
+# The stream itself goes straight through. No norm and no matrix changes it: a block can only add. This is one main
+# reason why deep models can be trained: the way from the last layer to the first is a sum, and a gradient passes a
+# sum unchanged. It is also why the norm stands *in the branch*. Older models had it in the stream, after each sum.
 #
 # ## The maths
 #
@@ -65,9 +67,9 @@
 #
 # ![Size of the stream of one token after each addition of story's five blocks](fig/stream.svg)
 #
-# *fox* on its way through `story`: where each bar begins the stream was, where it ends it is after the addition, as
-# root mean square, on a logarithmic scale. The first feed-forward part makes the row 19 times as large, the last one
-# almost 4 times. No addition between them makes it larger by much more than a third.
+# The picture follows *fox* through `story`. Each bar begins at the size of the stream before the addition and ends at
+# the size after it, as root mean square on a logarithmic scale. The first feed-forward part makes the row 19 times as
+# large, the last one almost 4 times. No addition between them makes it larger by much more than a third.
 
 # %%
 import numpy as np
@@ -91,8 +93,8 @@ for layer in range(5):
     print(f"layer {layer}: attention adds {a:5.2f} -> {r:5.2f}, feed-forward adds {f:5.2f} -> {y:6.2f}")
 
 # %% [markdown]
-# In layer 2 the feed-forward part adds 0.93 to a row of 17.54 and gets 17.93. Sizes of rows do not add up: what
-# counts is the direction.
+# In layer 2 the feed-forward part adds 0.93 to a row of 17.54 and gets 17.93. Sizes of rows do not add up, because
+# the directions differ.
 #
 # ## The reference
 #
@@ -100,12 +102,12 @@ for layer in range(5):
 #
 # <!-- source: llorch.forward.attention -->
 #
-# Yours does both in one function, without `config` and `keep`: it is handed `head_dim` and `eps`, takes the caches as
-# arrays, and returns them.
+# Your `block` does both in one function, without `config` and `keep`. It gets `head_dim` and `eps`, takes the caches
+# as arrays, and returns them.
 #
 # ## Run it
 #
-# The same with the learner's signature, layer 0 of `micro-llama`, from the embeddings that llama.cpp stored:
+# Here is the function with your signature, on layer 0 of `micro-llama`, from the embeddings that llama.cpp stored:
 
 # %%
 from llorch.builtin import goldens_folder
@@ -127,7 +129,7 @@ print("stream", x.shape, "->", y.shape, " keys", nothing.shape, "->", k.shape)
 print("llama.cpp's block_out, within 1e-5:", bool(np.abs(y - theirs["l0.block_out"]).max() < 1e-5))
 
 # %% [markdown]
-# Twelve tokens at once. Or seven, and then five more behind the cache of the seven:
+# These were twelve tokens at once. Next, seven tokens, and then five more after the cache of the seven:
 
 # %%
 first, k7, v7 = block(x=x[:7], cos=cos[:7], sin=sin[:7], past_k=nothing, past_v=nothing, **rest)
@@ -138,7 +140,7 @@ print("the same rows, within 1e-5:", bool(np.abs(np.concatenate([first, second])
 # %% [markdown]
 # ## The mistake
 #
-# One letter. The name `h` is there, it holds the normalised rows, and the addition takes it instead of `x`:
+# The mistake is one letter. The name `h` holds the normalised rows, and the addition takes it instead of `x`:
 
 # %%
 from llorch.learn.materials import typed_mistakes
@@ -148,8 +150,8 @@ wrong = typed["attention-residual-from-normed"]
 print(wrong.__doc__)
 
 # %% [markdown]
-# Shapes fit, sizes look sound, every part in it is right. Two more of this kind: the second norm with the gain of the
-# first, and a missing line (queries and keys are never rotated). What `story` writes with each of them:
+# Shapes fit, sizes look plausible, and every part in it is right. Two more mistakes are of this kind: the second norm
+# with the gain of the first, and a missing line (queries and keys are never rotated). `story` then writes:
 
 # %%
 from llorch.learn.implementation import Implementation
@@ -166,8 +168,8 @@ print("gain of the other", continued(block=typed["norm-gain-of-other-norm"]))
 print("never rotated   ", continued(block=typed["rope-missing"]))
 
 # %% [markdown]
-# The last one writes a sentence. A model without positions still knows which words go together. What the check says
-# about the first:
+# The last one writes a sentence. A model without positions still knows which words go together. This is the check's
+# verdict on the first mistake:
 
 # %%
 from llorch.learn.check import check_functions
@@ -175,10 +177,11 @@ from llorch.learn.check import check_functions
 print(check_functions("07", block=wrong))
 
 # %% [markdown]
-# From outside a block shows three things only, its two caches and its output. Every line inside can be wrong, so the
-# diagnosis plants the known mistakes of all lessons up to here (26 that a block can make are typed out in `mistakes.py`
-# beside this page) and looks which of them makes the same three arrays. Both caches of layer 0 were right: so the first
-# norm, the projections and the rotation are sound, and the fault lies behind them. That is how to search by hand, too.
+# From outside, a block shows only three things: its two caches and its output. Every line inside can be wrong. So the
+# diagnosis injects the known mistakes of all lessons up to here and looks for one that makes the same three arrays.
+# (`mistakes.py` in this folder holds 26 that a block can make.) Both caches of layer 0 were right, so the first norm,
+# the projections and the rotation are right, and the mistake comes after them. You can search by hand in the same
+# way.
 #
 # ## Exercise
 #
@@ -194,12 +197,13 @@ print(check_functions("07", block=wrong))
 # llorch learn hint 07          # a direction; once more for the formula, once more for the code
 # ```
 #
-# The first command feeds your block the embeddings and runs all layers with it. It runs your own `rms_norm`, `rope` and
-# so on inside, because your file imports them: a mistake in one of them turns 07 red, with *its* name.
+# The first command feeds your block the embeddings and runs all layers with it. It runs your `rms_norm`, `rope` and
+# so on inside, because your file imports them. A mistake in one of them makes 07 fail, and the verdict names that
+# mistake.
 #
-# The second is the first *chained* check. Everything that you have written up to here runs on its own results, from
-# the embedding on, and the first lesson that differs is the one to mend; those behind it are not looked at. Parts that
-# you have not written are borrowed and said to be.
+# The second is the first *chained* check. Everything that you have written runs on its own results, from the
+# embedding on. The first lesson that differs is the one to repair, and later lessons are not judged. The check names
+# the functions that it borrows because you have not written them.
 #
 # Then let your block write a story:
 #
@@ -209,9 +213,9 @@ print(check_functions("07", block=wrong))
 #
 # ## Where the engines differ
 #
-# Nothing but rounding. Isolated, all engines add the same two float32 numbers and get the same result. But `block_out`
-# carries the rounding of everything before it, so it shows how errors grow with depth. `story`, on the way from
-# layer to layer, each engine against float64:
+# They differ in rounding only. Isolated, all engines add the same two float32 numbers and get the same result. But
+# `block_out` carries the rounding of everything before it, so it shows how errors grow with depth. Here is `story`
+# from layer to layer, each engine against float64:
 
 # %%
 golden = read(goldens_folder() / "story")
@@ -224,11 +228,11 @@ for layer in range(5):
     print(f"layer {layer}: llama.cpp {off[0]:.1e}, transformers {off[1]:.1e}, between them {between:.1e} at most")
 
 # %% [markdown]
-# The relative error hardly grows over five layers: each addition brings rounding of its own and dilutes the one
-# before. The last column grows because the rows do.
+# The relative error hardly grows over five layers: each addition brings new rounding and dilutes the one before. The
+# last column grows because the rows do.
 #
-# Do not take `block_out` of the last layer from the last entry of transformers' `hidden_states`: that one is after
-# the final norm. The stage is the output of the decoder layer itself.
+# Do not take `block_out` of the last layer from the last entry of transformers' `hidden_states`: that entry comes
+# after the final norm. The stage is the output of the decoder layer itself.
 #
 # Further reading:
 #
@@ -253,10 +257,10 @@ for layer in range(5):
 # <!-- generated: stages -->
 # <!-- end -->
 #
-# ## What is compared
+# ## Compared values
 #
-# `block_out` of every layer. Isolated it is the last addition only; chained it carries the rounding of everything
-# before it, so this line shows how errors grow through the blocks.
+# `block_out` of every layer is compared. Isolated, it is the last addition only. Chained, it carries the rounding of
+# everything before it, so this line shows how errors grow through the blocks.
 #
 # <!-- generated: distances -->
 # <!-- end -->
@@ -271,6 +275,6 @@ for layer in range(5):
 # ## Check it
 #
 # ```
-# pytest -k checkpoint_07                   # the comparison, and every mistake of this page planted
+# pytest -k checkpoint_07                   # the comparison, and every mistake of this page, injected
 # llorch verify micro-llama --detail
 # ```

@@ -1,21 +1,21 @@
 # %% [markdown]
 # # 08 logits
 #
-# 20 minutes, one function of two lines. With it the forward pass is whole.
+# 20 minutes, one function of two lines. It completes the forward pass.
 #
 # ## Where we are
 #
 # ![The way of a token through the model, with this lesson's boxes lit](fig/where.svg)
 #
 # The last block has added its part to the stream ([07](../07_block/README.md)). Each token is a row of 192 numbers in
-# `story`, and somewhere in this row is what the model thinks comes next. It has to become words.
+# `story`, and this row holds the model's prediction of the next word. It has to become words.
 #
 # ## Idea
 #
-# One more norm, the last one, and one more product. The output matrix has a row for every token of the vocabulary,
-# 1003 in `story`, as wide as the stream. The dot product of the stream with row $t$ is the *logit* of token $t$: the
-# more the stream points in that direction, the likelier token $t$ is next. No probabilities yet; the softmax over them
-# comes in [11](../11_probabilities/README.md).
+# One more norm and one more product are left. The output matrix has a row for every token of the vocabulary, 1003 in
+# `story`, as wide as the stream. The dot product of the stream with row $t$ is the *logit* of token $t$: the more the
+# stream points in that direction, the likelier token $t$ is next. Logits are not yet probabilities. The softmax over
+# them comes in [11](../11_probabilities/README.md).
 
 # %%
 import inspect
@@ -35,12 +35,12 @@ for at in (1, 4, 9):
     print(f"after {story.tokenizer.decode([ids[at]]).strip()!r}: {said}")
 
 # %% [markdown]
-# Every position gives a prediction, not only the last one, because the mask of 04 keeps each from seeing what comes.
-# Training uses all of them; generation needs the last row alone.
+# Every position gives a prediction, not only the last one, because the mask of 04 hides later tokens from each.
+# Training uses all of them. Generation needs only the last row.
 #
 # Is a second table of the size of the vocabulary needed? The embedding table has one row for each token already, of
 # the same width. Many small models use it twice, for reading and for writing: they are *tied*. `story` is, and saves
-# 192,576 of its numbers. A tied file has no `lm_head`; an untied one has both, and they are different.
+# 192,576 of its numbers. A tied file has no `lm_head`. An untied file has both tables, and they are different.
 #
 # ## The maths
 #
@@ -55,17 +55,17 @@ for at in (1, 4, 9):
 # | $E$ | (vocab, hidden) | `embed_tokens`, which a tied model uses again |
 # | $z$ | (seq, vocab) | logits |
 #
-# By hand: a stream of (1, -1), and three tokens with the rows (2, 0), (0, 2) and (1, -1). The logits are 2, -2 and 2:
-# a long row that points half the right way counts as much as a short one that points exactly there.
+# By hand: a stream of (1, -1), and three tokens with the rows (2, 0), (0, 2) and (1, -1). The logits are 2, -2 and 2.
+# A long row that points half the right way counts as much as a short row that points exactly there.
 #
 # ## The picture
 #
 # ![The five likeliest next tokens after fox, if the model ended after each of its layers](fig/lens.svg)
 #
-# Since blocks only add to the stream, the last norm and the output matrix can be laid on it anywhere. This is called
-# the logit lens: what would the model say if it ended here? With no layer at all, `story` says what it has just read,
-# *fox*: the tied table finds its own row again, and the runners-up are other animals. One block later that is gone, and
-# the guesses are words that follow an animal. Then the full stop leads for three layers, and only the last block
+# Since blocks only add to the stream, the last norm and the output matrix can be applied after any layer. This is
+# called the logit lens: what would the model say if it ended here? With no layer at all, `story` repeats the last
+# word, *fox*: the tied table finds its row again, and the next best are other animals. One block later this is gone,
+# and the guesses are words that follow an animal. Then the full stop leads for three layers, and only the last block
 # decides that this fox gets a clause (*who*) or a name (*named*).
 #
 # ## The reference
@@ -74,7 +74,8 @@ for at in (1, 4, 9):
 #
 # ## Run it
 #
-# The example from above (the norm left out), then `micro-llama`, which is not tied, from what llama.cpp stored:
+# Here is the example from above (without the norm), then `micro-llama`, which is not tied, from the tensors that
+# llama.cpp stored:
 
 # %%
 from llorch.builtin import goldens_folder
@@ -93,7 +94,7 @@ print("llama.cpp's logits, within 1e-4:", bool(np.abs(z - theirs["logits"]).max(
 # %% [markdown]
 # ## The mistake
 #
-# The last norm is easy to forget: it stands outside the blocks, and without it nothing raises.
+# The last norm is easy to forget: it stands outside the blocks, and its absence raises no error.
 
 # %%
 from llorch.learn.implementation import Implementation
@@ -117,10 +118,10 @@ print(f"largest logit after fox: {logits[-1].max():.1f}, without the norm {unnor
 print("same first choice at", int(np.sum(logits.argmax(-1) == unnormed.argmax(-1))), "of", len(ids), "places")
 
 # %% [markdown]
-# A story about a fox named Teddy, told well. The gain of the norm weighs the elements of the stream, the division only
-# scales a row: so the ranking is disturbed, not destroyed, and greedy text does not mind much. Sampling would: with
-# logits around 1900 the softmax gives everything to one token, at any usual temperature. The
-# check:
+# It is a good story about a fox named Teddy. The gain of the norm weighs the elements of the stream, and the division
+# only scales a row. So the ranking is disturbed but not destroyed, and greedy text changes little. Sampling would
+# suffer: with logits around 1900, the softmax gives everything to one token at any usual temperature. The check finds
+# it:
 
 # %%
 from llorch.learn.check import check_functions
@@ -130,7 +131,7 @@ print(check_functions("08", logits=wrong))
 # %% [markdown]
 # ## Exercise
 #
-# Write `logits` in `l08_logits.py`. It is given both matrices; which one counts is your decision.
+# Write `logits` in `l08_logits.py`. It gets both matrices. Your function decides which one to use.
 #
 # ```python
 # def logits(x, final_norm, lm_head, embed_tokens, eps) -> np.ndarray:
@@ -142,10 +143,10 @@ print(check_functions("08", logits=wrong))
 # llorch learn hint 08          # a direction; once more for the formula, once more for the code
 # ```
 #
-# Afterwards use `embed_tokens` always. The verdict's line *still right* then names the tied models, where that is no
-# mistake: whoever tests with `story` alone never finds it.
+# Afterwards use `embed_tokens` always. The verdict's line *still right* then names the tied models, where this is no
+# mistake. A test with `story` alone never finds it.
 #
-# If everything up to here is yours and `--chain` is green, this is your model from ids to logits:
+# If you have written everything up to here and `--chain` passes, this is your model from ids to logits:
 #
 # ```
 # llorch run story "Once upon a time there was a little fox" --impl .
@@ -153,7 +154,7 @@ print(check_functions("08", logits=wrong))
 #
 # ## Where the engines differ
 #
-# The logits of `micro-llama` and `story`, at the end of everything each engine computed by itself:
+# The logits of `micro-llama` and `story`, at the end of each engine's full forward pass:
 
 # %%
 for name in ("micro-llama", "story"):
@@ -168,11 +169,11 @@ for name in ("micro-llama", "story"):
     print(f"nearest second choice {(best[:, -1] - best[:, -2]).min():.3f} behind")
 
 # %% [markdown]
-# Nine of ten logits differ in their last bits, and no choice of a token does: even the closest race is decided by
-# about a thousand times as much as the engines are apart. In long texts a closer one comes sooner or later, and then
-# two sound engines go different ways ([12](../12_generation/README.md)).
+# Nine of ten logits differ in their last bits, and no choice of a token does: even the two closest logits are about a
+# thousand times farther apart than the engines. In long texts, a closer pair comes sooner or later, and then two
+# correct engines choose different tokens ([12](../12_generation/README.md)).
 #
-# - llama.cpp computes logits only for the tokens they are asked for; goldens ask for all of them.
+# - llama.cpp computes logits only for the requested tokens. Goldens request all of them.
 # - A tied GGUF file has no `output.weight`, and llama.cpp takes `token_embd.weight`. In transformers `lm_head` then
 #   shares the parameter of `embed_tokens`.
 # - Both engines return logits of the whole vocabulary of the file. Nothing is padded or cut.
@@ -197,11 +198,11 @@ for name in ("micro-llama", "story"):
 # <!-- generated: stages -->
 # <!-- end -->
 #
-# ## What is compared
+# ## Compared values
 #
-# Logits of all tokens of the input, not of the last one only. Of the built-in models `micro-llama3`, `micro-qwen2` and
-# `story` use the embedding table as output matrix (tied), `micro-llama` and `micro-qwen3` have one of their own.
-# `final_norm`, the input, is checked in [01](../01_rms_norm/README.md).
+# The logits of all tokens of the input are compared, not only the last. The built-in models `micro-llama3`,
+# `micro-qwen2` and `story` use the embedding table as output matrix (tied). `micro-llama` and `micro-qwen3` have a
+# separate output matrix. `final_norm`, the input, is checked in [01](../01_rms_norm/README.md).
 #
 # <!-- generated: distances -->
 # <!-- end -->
@@ -216,6 +217,6 @@ for name in ("micro-llama", "story"):
 # ## Check it
 #
 # ```
-# pytest -k checkpoint_08                   # the comparison, and every mistake of this page planted
+# pytest -k checkpoint_08                   # the comparison, and every mistake of this page, injected
 # llorch verify micro-llama --detail
 # ```

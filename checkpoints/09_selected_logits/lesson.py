@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 09 selected_logits
 #
-# 10 minutes, one line. The question is not how, but which.
+# 10 minutes, one line. The question is which row to take.
 #
 # ## Where we are
 #
@@ -12,9 +12,9 @@
 #
 # ## Idea
 #
-# Row $t$ was made from the tokens 0 to $t$ and nothing behind them (that is what the mask of
-# [04](../04_attention_scores/README.md) is for). It says what comes *behind* token $t$. While a model is trained, all
-# rows are used at once; while it writes, only the last one is.
+# Row $t$ was made from the tokens 0 to $t$ and nothing after them, because the mask of
+# [04](../04_attention_scores/README.md) hides later tokens. It predicts the token *after* token $t$. Training uses
+# all rows at once. Writing uses only the last one.
 
 # %%
 import inspect
@@ -32,8 +32,8 @@ for i, row in zip(ids, logits, strict=True):
     print(f"behind {piece or 'the begin':10} {best!r}")
 
 # %% [markdown]
-# The left column is the text, the right one is what the model would have written there. It agrees for the first
-# words, and goes its own way where the text had a choice.
+# The left column is the text, the right column is the model's choice. They agree for the first words and differ where
+# the text could go on in several ways.
 #
 # ## The maths
 #
@@ -50,14 +50,14 @@ for i, row in zip(ids, logits, strict=True):
 #
 # ![For every row the five likeliest tokens; the last row is outlined](fig/rows.svg)
 #
-# One column a token of the text, below it the five likeliest next tokens and their probabilities. Sampling sees the
-# outlined column.
+# The picture has one column for each token of the text. Below it stand the five likeliest next tokens and their
+# probabilities. Sampling sees only the outlined column.
 #
 # ## The reference
 #
-# In [`forward`](../../llorch/forward.py) this is `x[-1:]` before the final norm: rows that nobody will look at are not
-# normalised and not multiplied with the largest matrix of the model. For a prompt of 500 tokens that saves 499 of 500
-# parts of the work of `lm_head`.
+# In [`forward`](../../llorch/forward.py) this is `x[-1:]` before the final norm: unused rows are not normalised and
+# not multiplied by the largest matrix of the model. For a prompt of 500 tokens this saves 499 of 500 parts of the
+# work of `lm_head`.
 #
 # <!-- source: llorch.forward.logits -->
 #
@@ -69,11 +69,12 @@ print(last.shape, "the same token:", last[0].argmax() == logits[-1].argmax())
 print(f"largest difference ~{np.abs(last[0] - logits[-1]).max():.0e}")
 
 # %% [markdown]
-# Not always the same bits: with one row a matrix product is another routine than with ten, and adds in another order.
+# The bits are not always the same: a matrix product uses another routine for one row than for ten, and adds in
+# another order.
 #
 # ## The mistake
 #
-# Off by one, towards the front. Towards the back is behind the end, and raises.
+# The mistake is off by one, towards the front. Towards the end, the index would be out of range and raise an error.
 
 # %%
 from llorch.learn.check import check_functions
@@ -85,9 +86,9 @@ print(inspect.getsource(wrong))
 print(check_functions("09", last_row=wrong))
 
 # %% [markdown]
-# Row $T - 2$ predicts the token that the prompt already ends with. So a program with this mistake says the last word
-# again, and looks like one with a bad model. In batches it comes in another form: sequences of different lengths are
-# padded, and "the last row" is one of the padding.
+# Row $T - 2$ predicts the token that the prompt already ends with. So a program with this mistake repeats the last
+# word and looks as if the model were bad. In batches the mistake has another form: sequences of different lengths are
+# padded, and "the last row" is a row of padding.
 #
 # ## Exercise
 #
@@ -102,7 +103,7 @@ print(check_functions("09", last_row=wrong))
 # llorch learn hint 09
 # ```
 #
-# Where it stands in our code all rows are computed while it is in place, so that there is something to choose from.
+# While your function is in place, llorch computes all rows, so that there is something to choose from.
 #
 # ## Where the engines differ
 
@@ -118,11 +119,11 @@ for name in BUILTIN:
     print(f"{name:13} apart by {np.abs(a - b).max():.0e}   llama.cpp's row of 08 is the same: {same}")
 
 # %% [markdown]
-# - llama.cpp drops the other rows in its last layer, before the first addition, and from there on multiplies matrices
-#   with a single row, for which its CPU backend uses another routine than for two rows and more.
+# - llama.cpp drops the other rows in its last layer, before the first addition. From there on it multiplies matrices
+#   with a single row, and its CPU backend uses another routine for one row than for several.
 # - transformers runs all rows through the blocks and the final norm, and applies `lm_head` to the last one
 #   (`logits_to_keep=1`).
-# - We drop the other rows before the final norm.
+# - llorch drops the other rows before the final norm.
 #
 # Further reading:
 #
@@ -134,15 +135,16 @@ for name in BUILTIN:
 #
 # ## Stages
 #
-# - what: `selected_logits`, of shape (vocab)
-# - our function: [`forward`](../../llorch/forward.py) with `last_only`
+# - stage: `selected_logits`, of shape (vocab)
+# - llorch's function: [`forward`](../../llorch/forward.py) with `last_only`
 # - llama.cpp: `llama_get_logits_ith(-1)` of a batch that asks for its last token
 # - transformers: `logits` with `logits_to_keep=1`
 #
-# ## What is compared
+# ## Compared values
 #
-# What each engine gives when it is asked for the last token only, against our forward pass with `last_only`. Its truth
-# is transformers in float64, asked alike. It is not the golden of [08](../08_logits/README.md) cut to one row.
+# The logits of each engine, asked for the last token only, are compared with llorch's forward pass with `last_only`.
+# The float64 reference is transformers, asked in the same way. It is not the golden of [08](../08_logits/README.md)
+# cut to one row.
 #
 # <!-- generated: distances -->
 # <!-- end -->
@@ -157,6 +159,6 @@ for name in BUILTIN:
 # ## Check it
 #
 # ```
-# pytest -k checkpoint_09                   # the comparison, and every mistake of this page planted
+# pytest -k checkpoint_09                   # the comparison, and every mistake of this page, injected
 # llorch verify micro-llama --detail
 # ```

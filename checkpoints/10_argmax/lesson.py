@@ -1,20 +1,19 @@
 # %% [markdown]
 # # 10 argmax
 #
-# 10 minutes, one function. It is easy, but for one case.
+# 10 minutes, one function. It is easy, except for one case.
 #
 # ## Where we are
 #
 # ![The way of a token through the model, with this lesson's box lit](fig/where.svg)
 #
 # One row of logits is left ([09](../09_selected_logits/README.md)): a number for every token of the vocabulary. The
-# simplest way to get one token out of it is to take the largest. That is called greedy, or temperature 0.
+# simplest way to get one token out of it is to take the largest. This is called greedy, or temperature 0.
 #
 # ## Idea
 #
-# Logits are no probabilities, but they are in the same order: the softmax of
-# [11](../11_probabilities/README.md) keeps it, and so does every temperature. So the likeliest token is found
-# without computing a single exponential.
+# Logits are not probabilities, but they have the same order: the softmax of [11](../11_probabilities/README.md) keeps
+# it, and so does every temperature. So the likeliest token is found without computing a single exponential.
 
 # %%
 import inspect
@@ -31,7 +30,7 @@ first, second = np.sort(row)[::-1][:2]
 print(f"lead {first - second:.3f}")
 
 # %% [markdown]
-# ` boy` it is, by a lead of less than a tenth. What if two were equal?
+# ` boy` wins, by a lead of less than a tenth. What if two were equal?
 #
 # ## The maths
 #
@@ -46,7 +45,7 @@ print(f"lead {first - second:.3f}")
 #
 # By hand: $z = (1, 4, 2, 4)$ gives 1, not 3.
 #
-# The lowest is a convention, not a law. But two programs that are to write the same text must have the same one.
+# The lowest id is a convention, not a law. But two programs that must write the same text need the same convention.
 # Equal logits are rare in float32 and common in bfloat16, where between 8 and 16 there are only 128 different numbers
 # for a vocabulary of 150,000.
 #
@@ -54,15 +53,15 @@ print(f"lead {first - second:.3f}")
 #
 # ![How far the best token led over the second, in every step of five greedy texts](fig/leads.svg)
 #
-# Every dot is a step of a greedy text of 24 tokens, one line for each built-in model: how much larger the best logit
-# was than the second, in float64 and in units of the row's own size. The dashed line is what the rounding of float32
-# can move. Left of it two right programs may choose differently, and no dot is there.
+# Every dot is a step of a greedy text of 24 tokens, with one line for each built-in model. It shows by how much the
+# best logit was larger than the second, in float64 and in units of the size of the row. Left of the dashed line, the
+# rounding of float32 can decide, and two right programs may choose differently. No dot is there.
 #
 # ## The reference
 #
 # <!-- source: llorch.sampling.greedy -->
 #
-# NumPy promises the first of equals, so one call is all there is to it.
+# NumPy promises the first of equals, so one call is enough.
 #
 # ## Run it
 
@@ -79,7 +78,8 @@ print(
 # %% [markdown]
 # ## The mistake
 #
-# A loop with `>=`. Rust's `max_by` does the same: it returns the last of equals. On ordinary rows nobody can tell.
+# The mistake is a loop with `>=`. Rust's `max_by` does the same: it returns the last of equals. On ordinary rows
+# there is no difference.
 
 # %%
 from llorch.learn.check import check_functions
@@ -93,9 +93,9 @@ print(found)
 print({each.row.case: sum(other.row.case == each.row.case for other in found.wrong) for each in found.judged})
 
 # %% [markdown]
-# All rows of the engines are right. It is red only on a row that was made for it: the engine's own, with its largest
-# number written to two more places behind the first. What is right there no golden says: it is the convention above,
-# which both engines keep.
+# All rows of the engines are right. The check fails only on a row that was made for it: an engine's row, with the
+# largest number written to two later places. No golden decides this row. The convention above does, and both engines
+# keep it.
 #
 # ## Exercise
 #
@@ -112,7 +112,7 @@ print({each.row.case: sum(other.row.case == each.row.case for other in found.wro
 #
 # ## Where the engines differ
 #
-# They choose alike in every built-in model, by leads that rounding cannot make up for:
+# Both engines make the same choice in every built-in model, by leads that are larger than rounding:
 
 # %%
 from llorch.builtin import BUILTIN, goldens_folder
@@ -139,17 +139,18 @@ for name in BUILTIN:
 #
 # ## Stages
 #
-# - what: `argmax`, one whole number
-# - our function: [`greedy`](../../llorch/sampling.py)
+# - stage: `argmax`, one whole number
+# - llorch's function: [`greedy`](../../llorch/sampling.py)
 # - llama.cpp: `llama_sampler_init_greedy`
 # - transformers: `argmax` in `generate`
 #
-# ## What is compared
+# ## Compared values
 #
-# The argmax of our row of [09](../09_selected_logits/README.md) against the argmax of each engine's row. Ids are equal
-# or not; there is no tolerance. If they are not, the verdict is TIE with the gap, and not FAIL, only where both true
-# logits lie nearer to the largest one than rounding can move them: what sums of the model's width and depth cost, see
-# `Margins` in [`llorch/verify/limits.py`](../../llorch/verify/limits.py). What our own logits say does not matter.
+# The argmax of llorch's row of [09](../09_selected_logits/README.md) is compared with the argmax of each engine's
+# row. Ids are equal or not, so there is no tolerance. If they differ, the verdict is TIE with the gap when both
+# logits of the float64 reference lie nearer to the largest one than rounding can move them. Else it is FAIL. The
+# margin follows from the rounding of sums of the model's width and depth: see `Margins` in
+# [`llorch/verify/limits.py`](../../llorch/verify/limits.py). llorch's logits do not enter into it.
 #
 # <!-- generated: equal -->
 # <!-- end -->
@@ -162,6 +163,6 @@ for name in BUILTIN:
 # ## Check it
 #
 # ```
-# pytest -k checkpoint_10                   # the comparison, and every mistake of this page planted
+# pytest -k checkpoint_10                   # the comparison, and every mistake of this page, injected
 # llorch verify micro-llama --detail
 # ```

@@ -1,21 +1,21 @@
 # %% [markdown]
 # # 11 probabilities
 #
-# 30 minutes, five small functions and the chain of them.
+# 30 minutes, five small functions and a chain of them.
 #
 # ## Where we are
 #
 # ![The way of a token through the model, with this lesson's box lit](fig/where.svg)
 #
 # There is one row of logits ([09](../09_selected_logits/README.md)). Taking its largest entry
-# ([10](../10_argmax/README.md)) always writes the same text. To get another one, a token is drawn by chance, and this
-# lesson makes the distribution that it is drawn from.
+# ([10](../10_argmax/README.md)) always writes the same text. To get different texts, a program draws a token at
+# random. This lesson makes the distribution that it draws from.
 #
 # ## Idea
 #
-# The softmax of the logits is what the model believes. People shape it before they draw: a little less of what was
-# already said, a little flatter or sharper, and nothing at all from the long tail, where a thousand unlikely tokens
-# are likely together.
+# The softmax of the logits is the model's distribution. Programs change it before they draw. They make repeated
+# tokens less likely and the distribution flatter or sharper. They also remove the long tail, where a thousand
+# unlikely tokens are likely together.
 
 # %%
 import inspect
@@ -49,20 +49,19 @@ print(f"{row.size - 6} others together   {softmax(row)[order[6:]].sum():.3f}")
 # | min-p | tokens with $p_i \ge m \cdot \max_j p_j$ stay, that is $z_i \ge \max_j z_j + \log m$ | 0 |
 # | softmax | $p_i = e^{z_i - \max z} / \sum_j e^{z_j - \max z}$ | |
 #
-# A token that is removed gets the logit $-\infty$. Then every later step does the right thing with it by itself:
-# $e^{-\infty} = 0$.
+# A token that is removed gets the logit $-\infty$. Then every later step handles it correctly: $e^{-\infty} = 0$.
 #
 # By hand: logits $(2, 1, 0)$ have the probabilities $(0.665, 0.245, 0.090)$. With top-p at 0.8 the first is not
-# enough, the second carries the sum to 0.910 and *stays*; the third goes. What is left sums to one again: $(0.731,
-# 0.269, 0)$.
+# enough. The second brings the sum to 0.910 and *stays*. The third is removed. The rest is made to sum to one again:
+# $(0.731, 0.269, 0)$.
 #
 # ## The picture
 #
 # ![Probabilities of the likeliest tokens behind every step of the chain](fig/filters.svg)
 #
-# The row from above through the chain; outlines are the step before. The penalty takes ` boy` down, since it was said
-# already, and ` girl` gets what it loses. A temperature below 1 sharpens. The filters cut, and every cut makes what is
-# left likelier, since that has to sum to one.
+# The picture shows the row from above in each step of the chain. Outlines are the step before. The penalty lowers
+# ` boy`, which was said already, and ` girl` gains. A temperature below 1 sharpens. The filters remove tokens, and
+# every cut makes the rest likelier, since the sum has to be one.
 #
 # ## The reference
 #
@@ -78,8 +77,8 @@ print(f"{row.size - 6} others together   {softmax(row)[order[6:]].sum():.3f}")
 #
 # <!-- source: llorch.sampling.probabilities -->
 #
-# The chain works in float64 and rounds once, at the end. That is cheap, a row is short, and it keeps a token from
-# falling over the edge of top-p by rounding.
+# The chain works in float64 and rounds once, at the end. A row is short, so this is cheap, and rounding cannot push a
+# token over the edge of top-p.
 #
 # ## Run it
 
@@ -97,8 +96,8 @@ for name, kept in (
 # %% [markdown]
 # ## The mistake
 #
-# One that is in many samplers: the penalty divides every logit of a seen token. For $z = 3$ and $r = 1.4$ that gives
-# 2.14, which is less likely. For $z = -3$ it gives -2.14, which is *likelier*: what was said is said again.
+# Many samplers have this mistake: the penalty divides every logit of a seen token. For $z = 3$ and $r = 1.4$ it gives
+# 2.14, which is less likely. For $z = -3$ it gives -2.14, which is *likelier*, so the model repeats itself.
 
 # %%
 from llorch.learn.check import check_functions
@@ -111,7 +110,7 @@ print(inspect.getsource(wrong))
 print(check_functions("11", penalise=wrong))
 
 # %% [markdown]
-# Which settings show a mistake? Each of these fails with its name; the numbers are the rows, of 60, that are red.
+# Which settings show a mistake? Each of these fails under the right name. The numbers are the failed rows, among 60.
 
 # %%
 for part, name in (
@@ -127,8 +126,8 @@ for part, name in (
     print(f"{name:31} {len(found.wrong):2}   {', '.join(shown)}")
 
 # %% [markdown]
-# Had we compared texts, nobody could say a thing: two right samplers with different random numbers write different
-# texts, and most of these mistakes write good ones. So draws are never compared, distributions are.
+# A comparison of texts could not decide. Two right samplers with different random numbers write different texts, and
+# most of these mistakes write good texts. So llorch compares distributions, never draws.
 #
 # ## Exercise
 #
@@ -148,7 +147,7 @@ for part, name in (
 # llorch learn hint 11
 # ```
 #
-# Each is judged alone first, in our chain. Neutral settings come, too: `k` may be 0 and `p` may be 1.
+# Each is judged alone first, in llorch's chain. Neutral settings occur, too: `k` may be 0 and `p` may be 1.
 #
 # ## Where the engines differ
 
@@ -163,25 +162,25 @@ for name, a in golden.evidence["llamacpp"].probabilities.items():
     print(f"{name:12} keeps {(a > 0).sum():4} {(b > 0).sum():4}   from float64: {off[0]:.0e} {off[1]:.0e}")
 
 # %% [markdown]
-# llama.cpp stands first. They keep the same tokens with every setting. They need not:
+# llama.cpp stands first. Both engines keep the same tokens with every setting. This is not certain in general:
 #
-# - The order above is the order of transformers' processors. llama.cpp's chain is put together in the same order for
-#   the goldens; its samplers can be chained in any order, and other orders give other distributions.
-# - top-k: among tokens equal to the k-th, llama.cpp keeps exactly k, transformers and we keep all of them.
-# - top-p: llama.cpp adds up from the most likely token until the sum reaches p, and that token stays; we do the same.
-#   transformers adds up from the least likely token and removes while the sum is at most 1 - p. Without rounding and
-#   ties that is the same set. Where a token lies so close to the edge that rounding decides, the check says so, and
-#   that it is *not your bug*.
-# - min-p: llama.cpp and we compare logits with the largest one plus log(min_p); transformers compares probabilities.
-# - All three divide a positive logit of a token that was seen by the penalty, multiply a negative one, and count a
-#   token once.
+# - The order above is the order of transformers' processors. For the goldens, llama.cpp's chain is put together in
+#   the same order. Its samplers can be chained in any order, and other orders give other distributions.
+# - top-k: among tokens equal to the k-th, llama.cpp keeps exactly k. transformers and llorch keep all of them.
+# - top-p: llama.cpp and llorch add up from the most likely token until the sum reaches p, and that token stays.
+#   transformers adds up from the least likely token and removes tokens while the sum is at most 1 - p. Without
+#   rounding and ties, both give the same set. Where a token lies so close to the edge that rounding decides, the
+#   check says so, and that it is *not your bug*.
+# - min-p: llama.cpp and llorch compare logits with the largest one plus log(min_p). transformers compares
+#   probabilities.
+# - All three divide a positive logit of a seen token by the penalty and multiply a negative one. A token counts once.
 #
 # Further reading:
 #
 # - Holtzman and others, [The Curious Case of Neural Text Degeneration](https://arxiv.org/abs/1904.09751), 2019: top-p,
 #   and why.
 # - Keskar and others, [CTRL](https://arxiv.org/abs/1909.05858), 2019, section 4.1: the repetition penalty. The paper
-#   divides, and does not speak of negative logits.
+#   divides, and does not mention negative logits.
 # - Nguyen and others, [Turning Up the Heat: Min-p Sampling](https://arxiv.org/abs/2407.01082), 2024.
 # - `logits_process.py` in transformers
 #   ([source](https://github.com/huggingface/transformers/blob/main/src/transformers/generation/logits_process.py)) and
@@ -189,18 +188,18 @@ for name, a in golden.evidence["llamacpp"].probabilities.items():
 #
 # ## Stages
 #
-# - what: `probabilities.<name>`, of shape (vocab)
-# - our function: [`probabilities`](../../llorch/sampling.py)
+# - stage: `probabilities.<name>`, of shape (vocab)
+# - llorch's function: [`probabilities`](../../llorch/sampling.py)
 # - llama.cpp: a `llama_sampler_chain` ended by `llama_sampler_init_dist`, read after `llama_sampler_apply`
 # - transformers: a `LogitsProcessorList`, then softmax
 #
-# ## What is compared
+# ## Compared values
 #
-# The sampler chain of every engine against ours, both given the same logits and the same tokens so far (for the
-# penalty), so that an error is one of the filters. A removed token has probability 0 and is compared like any other.
-# Engines sum up float32 probabilities for top-p. Where a distribution differs from ours only in tokens whose true sum
-# lies nearer to p than such a sum is off (`4 * 2^-24 * sqrt(2 / 3 * vocab)`), and ours has the tokens of the true sum,
-# the verdict is TIE. No other filter has such an edge.
+# The sampler chain of every engine is compared with llorch's. Both get the same logits and the same tokens so far
+# (for the penalty), so that an error comes from a filter. A removed token has probability 0 and is compared like any
+# other. Engines sum up float32 probabilities for top-p. Such a sum can be off by `4 * 2^-24 * sqrt(2 / 3 * vocab)`.
+# The verdict is TIE if two distributions differ only in tokens whose exact sum is closer to p than this, and llorch
+# keeps the tokens of the exact sum. No other filter has such an edge.
 #
 # <!-- generated: settings -->
 # <!-- end -->
@@ -218,6 +217,6 @@ for name, a in golden.evidence["llamacpp"].probabilities.items():
 # ## Check it
 #
 # ```
-# pytest -k checkpoint_11                   # the comparison, and every mistake of this page planted
+# pytest -k checkpoint_11                   # the comparison, and every mistake of this page, injected
 # llorch verify micro-llama --detail
 # ```

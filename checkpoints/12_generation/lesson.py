@@ -7,12 +7,12 @@
 #
 # ![The way of a token through the model, with this lesson's box lit](fig/where.svg)
 #
-# A forward pass takes token ids and gives logits; the last row says what comes next
+# A forward pass takes token ids and gives logits. The last row predicts the next token
 # ([09](../09_selected_logits/README.md)), and its largest entry is the greedy choice ([10](../10_argmax/README.md)).
-# That is one token. A text is that, in a loop.
+# This gives one token. A loop gives a text.
 #
-# You may come here straight from the fast track (warm-up, 01, 01b, 07). What you have not written is borrowed from
-# the reference, so the loop has a whole model to run.
+# You may come here straight from the fast track (warm-up, 01, 01b, 07). llorch fills in the functions that you have
+# not written, so the loop has a whole model to run.
 #
 # ## Idea
 #
@@ -39,7 +39,7 @@ for _ in range(5):
     new = [token]
 
 # %% [markdown]
-# Five tokens went in (`Once upon a time` and the token that begins every text), then one at a time.
+# The first pass had five tokens (`Once upon a time` and the token that begins every text). Every later pass had one.
 #
 # ## The maths
 #
@@ -53,23 +53,23 @@ for _ in range(5):
 # | $z$ | (vocab,) | the last row of logits, after all tokens so far |
 # | position | (new,) | $T + n$ for the $n$-th written token: RoPE ([01b](../01b_rope/README.md)) turns by it |
 #
-# The formula depends on *all* tokens so far. The loop hands over only the newest, and the cache stands for the rest.
-# Everything that goes wrong here goes wrong between these two sentences.
+# The formula depends on *all* tokens so far. The loop hands over only the newest token, and the cache holds the rest.
+# Every mistake of this lesson comes from this difference.
 #
 # ## The picture
 #
 # ![A story by the model, every token on a ground as dark as it was likely](fig/text.svg)
 #
-# Sixty tokens, greedy, behind `Once upon a time`. The stronger the colour, the surer the model was; numbers stand
-# below the tokens that had less than 0.30. Most of a text is forced: the first comma had 1.00, and once `che` was
-# written, `erful` had no rival. The story is decided at the pale tokens: boy or fox, Finn or Mia.
+# The picture shows sixty greedy tokens after `Once upon a time`. A stronger colour is a higher probability. Numbers
+# stand below the tokens that had less than 0.30. Most of a text is forced: the first comma had 1.00, and after `che`,
+# `erful` had no rival. The pale tokens decide the story: boy or fox, Finn or Mia.
 #
 # ## The reference
 #
 # <!-- source: llorch.generate.sample_ids -->
 #
-# It draws from a distribution; at temperature 0 the distribution is all on one token, and drawing is `argmax`. `step`
-# is the model with its cache. Where the new tokens stand is asked of the cache:
+# The reference draws from a distribution. At temperature 0 the whole distribution is on one token, and drawing is
+# `argmax`. `step` is the model with its cache. The cache gives the positions of the new tokens:
 #
 # <!-- source: llorch.cache.KVCache.next_positions -->
 #
@@ -82,7 +82,7 @@ for token in text[:10]:
     print(f"{token.text!r:10} {np.exp(token.logprob):.2f}")
 
 # %% [markdown]
-# And the goldens: what llama.cpp and transformers wrote, each with a loop and a cache of its own.
+# The goldens hold the texts of llama.cpp and transformers, each written with the engine's loop and cache.
 
 # %%
 from llorch.builtin import goldens_folder
@@ -99,9 +99,9 @@ print("ours        ", ours == golden.evidence["llamacpp"].greedy.tolist())
 # %% [markdown]
 # ## The mistake
 #
-# A chat template writes the beginning token, and the tokenizer adds one, too. The prompt then starts with it twice.
-# Nothing crashes, the text still reads well, and every position is off by one
-# ([llama-cpp-python 1501](https://github.com/abetlen/llama-cpp-python/issues/1501) is one such report).
+# A chat template writes the beginning token, and the tokenizer adds one, too. The prompt then starts with two of
+# them. Nothing crashes, the text still reads well, and every position is off by one ([llama-cpp-python
+# 1501](https://github.com/abetlen/llama-cpp-python/issues/1501) is one such report).
 
 # %%
 from llorch.learn.check import check_functions
@@ -113,7 +113,7 @@ print(inspect.getsource(wrong))
 print(check_functions("12", generate=wrong))
 
 # %% [markdown]
-# How many of the five built-in models does it show in? Each was asked for 24 tokens:
+# In how many of the five built-in models does it show? Each wrote 24 tokens:
 
 # %%
 for name, function in typed_mistakes(BY_NUMBER["12"])["generate"].items():
@@ -122,8 +122,8 @@ for name, function in typed_mistakes(BY_NUMBER["12"])["generate"].items():
     print(f"{name:36} {len(models)} of 5")
 
 # %% [markdown]
-# Text is a weak witness. Three of these mistakes leave the text of some model as it was, token for token. So a model
-# that writes well is no proof that it is right; the numbers of 01 to 08 are. What text does show is the loop itself.
+# Text is weak evidence. Three of these mistakes do not change the text of some model by a single token. So good text
+# does not prove that a model is right, but the numbers of 01 to 08 do. Text does test the loop.
 # (`generation-text-fed-again` ends in an error in the fifth model, whose context it fills.)
 #
 # ## Exercise
@@ -135,25 +135,25 @@ for name, function in typed_mistakes(BY_NUMBER["12"])["generate"].items():
 # def generate(step, prompt: np.ndarray, max_tokens: int) -> Iterator[int] | list[int]: ...
 # ```
 #
-# `step(ids)` runs new ids behind all that it was given before, and returns the last row of logits. Yield every id, or
-# collect them and return the list; yielding lets the reader see the text while it is written. The model comes as a
-# function, so this part needs Python; with a program in another language ours stands in.
+# `step(ids)` runs new ids after all earlier ones and returns the last row of logits. Yield every id, or collect them
+# and return the list. Yielding shows the text while it is written. The model is passed as a function, so this
+# exercise needs Python. For a program in another language, llorch's function fills in.
 #
 # ```
 # llorch learn check 12
 # llorch learn hint 12
 # ```
 #
-# And then, in the folder above yours:
+# Then, in the folder above yours:
 #
 # ```
 # llorch run story --impl my_llama "Once upon a time"
 # llorch run story "Once upon a time"                    # the reference
 # ```
 #
-# Both print the same story, and llama.cpp does, too: the golden above is its word. Your norms, your rotations, your
-# loop, as far as you have written them. That is the end of the fast track. The other lessons replace the borrowed
-# parts one by one, and the text stays the same.
+# Both print the same story, and so does llama.cpp, as the golden above shows. It uses your norms, your rotations and
+# your loop, as far as you have written them. This is the end of the fast track. The other lessons replace the
+# borrowed functions one by one, and the text stays the same.
 #
 # ## Where the engines differ
 
@@ -168,23 +168,23 @@ for name in BUILTIN:
     print(f"{name:13} both engines the same: {same}   closest call {gap:.3f}")
 
 # %% [markdown]
-# *Closest call* is the smallest lead that the best token had over the second, of the float64 truth, in 24 steps.
-# Rounding moves these logits by about 1e-5, so no step here is decided by it. On a larger model with a longer text
-# one will be, and two right engines part for ever from there. The check then says TIE with the gap, not FAIL, and
-# begins anew behind the engine's token: *not your bug*.
+# *Closest call* is the smallest lead of the best token over the second in 24 steps, in the float64 reference.
+# Rounding moves these logits by about 1e-5, so it decides no step here. On a larger model with a longer text it will
+# decide one, and from there on two right engines write different texts. The check then says TIE with the gap, not
+# FAIL, and continues after the engine's token. It says: *not your bug*.
 #
-# - llama.cpp runs its greedy sampler on `llama_decode`; transformers runs `generate` with `do_sample=False` and a
-#   generation configuration emptied of the model's own settings.
+# - llama.cpp runs its greedy sampler on `llama_decode`. transformers runs `generate` with `do_sample=False` and a
+#   generation configuration without the model's settings.
 # - After the prompt both engines compute one row at a time, so their logits can differ in rounding from those of a
 #   single pass over the whole text.
-# - Where to stop is no part of the loop here: whoever reads the tokens stops at an end token. A model may have several
-#   of them (Llama 3 has `<|end_of_text|>` and `<|eot_id|>`).
+# - The loop here does not decide where to stop: its caller stops at an end token. A model may have several of them
+#   (Llama 3 has `<|end_of_text|>` and `<|eot_id|>`).
 #
 # Further reading:
 #
-# - [llama.cpp 2373](https://github.com/ggml-org/llama.cpp/issues/2373): a norm that nearly fits, found by perplexity;
-#   the text was fine.
-# - [transformers 43082](https://github.com/huggingface/transformers/issues/43082): wrong positions behind a cache.
+# - [llama.cpp 2373](https://github.com/ggml-org/llama.cpp/issues/2373): a norm that nearly fits, found by perplexity
+#   while the text was fine.
+# - [transformers 43082](https://github.com/huggingface/transformers/issues/43082): wrong positions after a cache.
 # - Holtzman and others, [The Curious Case of Neural Text Degeneration](https://arxiv.org/abs/1904.09751), 2019: why
 #   the likeliest text is not a good text, and what to do about it ([11](../11_probabilities/README.md)).
 #
@@ -195,14 +195,16 @@ for name in BUILTIN:
 # | `generation` | (24) | [`sample_ids`](../../llorch/generate.py) | `llama_sampler_sample` in a loop | `generate` |
 #
 # Streaming text, stop strings, end tokens and characters split over tokens are tested in
-# [`tests/test_generate.py`](../../tests/test_generate.py); no golden knows them.
+# [`tests/test_generate.py`](../../tests/test_generate.py). No golden covers them.
 #
-# ## What is compared
+# ## Compared values
 #
-# A greedy continuation of 24 tokens, token for token, against the engine's own loop with its own cache. End tokens do
-# not stop it. Where a token differs at a near-tie of the truth (see [10](../10_argmax/README.md)), ours is begun anew
-# behind the engine's token; the verdict is TIE when all that differs does so at near-ties, and no built-in model has
-# one. Text is a weak witness, since many wrong forward passes still pick the same token; that is why it comes last.
+# A greedy continuation of 24 tokens is compared, token for token, with the engine's loop and cache. End tokens do not
+# stop it. A token may differ at a near-tie of the float64 reference (see [10](../10_argmax/README.md)). Then llorch's
+# text continues after the engine's token. The verdict is TIE if all differences are near-ties. No built-in model has
+# one.
+#
+# Text is weak evidence, since many wrong forward passes still pick the same token. Therefore it comes last.
 #
 # <!-- generated: equal -->
 # <!-- end -->
@@ -215,6 +217,6 @@ for name in BUILTIN:
 # ## Check it
 #
 # ```
-# pytest -k checkpoint_12                   # the comparison, and every mistake of this page planted
+# pytest -k checkpoint_12                   # the comparison, and every mistake of this page, injected
 # llorch verify micro-llama --detail
 # ```

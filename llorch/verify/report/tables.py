@@ -77,7 +77,8 @@ def distances(rows: Sequence[Row]) -> str:
     for row in rows:
         groups.setdefault((row.stage, row.mode, row.place.case), []).append(row)
     ordered = sorted(groups, key=lambda k: (_place(k[0]), MODES.index(k[1]), k[2] != "near"))
-    columns = ("stage", "mode", "case", *(ENGINES[p] for p in PRODUCERS), "llorch float64", "llorch float32", "tolerance")
+    llorch = ("llorch float64", "llorch float32", "tolerance")
+    columns = ("stage", "mode", "case", *(ENGINES[p] for p in PRODUCERS), *llorch)
     lines = ([f"`{stage}`", mode, case, *_largest(groups[stage, mode, case])] for stage, mode, case in ordered)
     return f"{_models(rows)}.\n\n{table(columns, lines, right=5)}"
 

@@ -44,7 +44,8 @@ def distances(rows: Sequence[Row]) -> str:
     places = list(BY_GROUP)
     ordered = sorted(groups, key=lambda k: (places.index(k[0]), MODES.index(k[1])))
     producers = [p for p in (LLAMACPP, TRANSFORMERS, PEFT) if any(row.producer == p for row in rows)]
-    columns = ("stage", "mode", "case", *(ENGINES[p] for p in producers), "llorch float64", "llorch float32", "tolerance")
+    llorch = ("llorch float64", "llorch float32", "tolerance")
+    columns = ("stage", "mode", "case", *(ENGINES[p] for p in producers), *llorch)
     lines = ([f"`{at[0]}`", *at[1:], *_largest(groups[at], producers)] for at in ordered)
     return f"Models: {', '.join(MODELS)}.\n\n{table(columns, lines, right=len(producers) + 3)}"
 
