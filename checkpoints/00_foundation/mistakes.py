@@ -1,4 +1,4 @@
-"""Embeddings that people write and should not, by the name of the known mistake; each must turn red with its name."""
+"""Wrong embeddings, by the name of the known mistake. Each must fail under its name."""
 
 import numpy as np
 
@@ -29,4 +29,4 @@ WRONG = {
         "embedding-scaled": scaled_as_in_gemma,
     }
 }
-UNTYPED = {"embedding-from-lm-head": "the function is given its table; which of the two that is, nobody writes here"}
+UNTYPED = {"embedding-from-lm-head": "the function gets its table and does not choose between the two"}

@@ -1,14 +1,14 @@
 """Lesson 00: from a file and a text to numbers. Three functions, in any order.
 
 Write them, save, and check them: llorch learn check 00
-What is not written is borrowed from the reference.
+llorch fills in the functions that you have not written.
 """
 
 import numpy as np
 
 
 def tensor_table(data: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Read where the tensors of a GGUF file lie; all numbers in it are little-endian.
+    """Read the table of tensors of a GGUF file. All numbers in the file are little-endian.
 
     Args:
         data: The bytes of the whole file, (n,), uint8.
@@ -28,7 +28,7 @@ def merge(ids: np.ndarray, merges: np.ndarray, ranks: np.ndarray) -> np.ndarray:
     Args:
         ids: The word's single characters (or bytes) as numbers, (n,), int64.
         merges: Pairs that may be joined, (m, 3), int64: left piece, right piece, the piece that both make.
-        ranks: Of each pair, (m,), int64: the lowest is joined first; of equal ones the leftmost in the word.
+        ranks: Rank of each pair, (m,), int64. The lowest is joined first; among equal ranks, the leftmost in the word.
 
     Returns:
         The pieces that are left, (k,), int64.

@@ -1,4 +1,4 @@
-"""What people write for RMSNorm and should not, by the name of the known mistake; each must turn red with its name."""
+"""Wrong code for RMSNorm, by the name of the known mistake. Each must fail under its name."""
 
 import numpy as np
 
@@ -86,4 +86,4 @@ WRONG = {
         "norm-skipped": left_out,
     }
 }
-UNTYPED = {"norm-gain-of-other-norm": "typed in 07: this function is given its gain, the block chooses which"}
+UNTYPED = {"norm-gain-of-other-norm": "typed in 07: the block chooses the gain of this function"}

@@ -1,4 +1,4 @@
-"""What people write for RoPE and should not, by the name of the known mistake; each must turn red with its name."""
+"""Wrong code for RoPE, by the name of the known mistake. Each must fail under its name."""
 
 import numpy as np
 
@@ -120,6 +120,6 @@ WRONG = {
 UNTYPED = {
     "heads-cut-last": "typed in 07",
     "rope-before-norm": "typed in 07",
-    "rope-position-by-head": "tables of one row a token do not broadcast along the heads: NumPy raises at once",
-    "rope-exponent-by-hidden-over-heads": "no part is told hidden_size and the number of heads; head_dim is given",
+    "rope-position-by-head": "tables with one row per token do not broadcast along the heads, so NumPy raises an error",
+    "rope-exponent-by-hidden-over-heads": "no function gets hidden_size and the number of heads, only head_dim",
 }

@@ -1,14 +1,14 @@
 """Lesson 01b: RoPE. Turn pairs of numbers in every head by an angle that grows with the position.
 
 Write the four functions, one line or a few each, save, and check them: llorch learn check 01b
-What is not written yet is borrowed from the reference, so they can be checked one by one.
+llorch fills in the functions that you have not written, so you can check them one by one.
 """
 
 import numpy as np
 
 
 def frequencies(head_dim: int, theta: float) -> np.ndarray:
-    """Radians that each pair is turned by from one position to the next, the fastest first.
+    """Compute the angle of each pair from one position to the next, in radians, fastest first.
 
     Args:
         head_dim: Numbers in a head: twice the number of pairs.
@@ -21,11 +21,11 @@ def frequencies(head_dim: int, theta: float) -> np.ndarray:
 
 
 def scale_frequencies(inv_freq: np.ndarray, factors: np.ndarray) -> np.ndarray:
-    """Slow pairs down for a longer context; only called where the model's file asks for it.
+    """Slow pairs down for a longer context. Called only if the model's file asks for it.
 
     Args:
-        inv_freq: What `frequencies` gave, (half,), float64.
-        factors: One divisor a pair, (half,), float64; 1 leaves a pair as it is.
+        inv_freq: Result of `frequencies`, (half,), float64.
+        factors: One divisor per pair, (half,), float64; 1 changes nothing.
 
     Returns:
         (half,), float64.
@@ -34,10 +34,10 @@ def scale_frequencies(inv_freq: np.ndarray, factors: np.ndarray) -> np.ndarray:
 
 
 def rope_tables(positions: np.ndarray, inv_freq: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Cosine and sine of the angle of every position and pair.
+    """Compute cosine and sine of the angle of every position and pair.
 
     Args:
-        positions: Of the tokens in the text, (seq,), whole numbers; the first need not be 0.
+        positions: Positions of the tokens in the text, (seq,), whole numbers; the first need not be 0.
         inv_freq: Radians per position, (half,), float64.
 
     Returns:

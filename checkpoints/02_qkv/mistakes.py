@@ -1,4 +1,4 @@
-"""What people write for the projections and should not, by the name of the known mistake.
+"""Wrong code for the projections, by the name of the known mistake.
 
 A wrong `qkv` takes all but the rows by name, `**w`, to be short; what is right in it is in the three functions on top.
 """
@@ -145,5 +145,5 @@ UNTYPED = {
     "norm-gain-plus-one": "typed in 01",
     "norm-gain-missing": "typed in 01",
     "qkv-input-not-normalised": "typed in 07",
-    "k-rows-reordered-by-query-heads": "a converter makes it; this function is given rows in order",
+    "k-rows-reordered-by-query-heads": "a converter makes it, and this function gets the rows in order",
 }

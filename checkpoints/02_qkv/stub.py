@@ -1,7 +1,7 @@
 """Lesson 02: queries, keys and values. Project every row three times and cut the results into heads.
 
 Write `linear`, then `qkv` with it, save, and check: llorch learn check 02
-`rms_norm` is yours from lesson 01 (ours, if you have not written it): Qwen3 normalises each head with it.
+Qwen3 normalises each head with `rms_norm`: yours from lesson 01, or llorch's if you have not written it.
 """
 
 import numpy as np
@@ -35,7 +35,7 @@ def qkv(
     head_dim: int,
     eps: float,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Queries, keys and values of every token, in heads.
+    """Compute queries, keys and values of every token, in heads.
 
     Args:
         h: Normalised rows, (seq, hidden).

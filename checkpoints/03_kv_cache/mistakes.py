@@ -1,4 +1,4 @@
-"""What people write for the cache and should not, by the name of the known mistake; each must turn red."""
+"""Wrong code for the cache, by the name of the known mistake. Each must fail."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ Caches = tuple[np.ndarray, np.ndarray]
 
 
 def room(past: np.ndarray, new: np.ndarray) -> np.ndarray:
-    """A store that holds what was there, and zeros for what comes."""
+    """Make room: the old rows, then zeros for the new ones."""
     kept = np.zeros((past.shape[0], past.shape[1] + len(new), past.shape[2]), past.dtype)
     kept[:, : past.shape[1]] = past
     return kept
@@ -73,9 +73,9 @@ WRONG = {
     }
 }
 UNTYPED = {
-    "cache-past-forgotten": "the shape says so: a context that is too short is refused before a number is compared",
-    "cache-warm-up-left": "the shape says so: a context that is too long is refused before a number is compared",
-    "cache-heads-repeated": "the shape says so: too many heads are refused before a number is compared",
+    "cache-past-forgotten": "the shape shows it: a context that is too short is refused before any number is compared",
+    "cache-warm-up-left": "the shape shows it: a context that is too long is refused before any number is compared",
+    "cache-heads-repeated": "the shape shows it: too many heads are refused before any number is compared",
     "cache-keys-before-rope": "typed in 07",
     "rope-on-values": "typed in 07",
     "heads-cut-last": "typed in 07",

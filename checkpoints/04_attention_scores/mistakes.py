@@ -1,4 +1,4 @@
-"""What people write for scores and softmax and should not, by the name of the known mistake."""
+"""Wrong code for scores and softmax, by the name of the known mistake."""
 
 import numpy as np
 
@@ -127,7 +127,7 @@ WRONG = {
     },
 }
 UNTYPED = {
-    "scores-scaled-by-hidden": "typed in 07: the width of the model is seen by the block, not by this function",
-    "scores-scaled-by-hidden-over-heads": "typed in 07: the width of the model is seen by the block",
-    "mask-after-softmax": "typed in 07: both functions are in it, scores without a mask and a mask on the shares",
+    "scores-scaled-by-hidden": "typed in 07: only the block knows the width of the model",
+    "scores-scaled-by-hidden-over-heads": "typed in 07: only the block knows the width of the model",
+    "mask-after-softmax": "typed in 07: it needs both functions, scores without a mask and a mask on the shares",
 }

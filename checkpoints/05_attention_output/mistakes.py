@@ -1,4 +1,4 @@
-"""What people write for the output of attention and should not, by the name of the known mistake."""
+"""Wrong code for the output of attention, by the name of the known mistake."""
 
 import numpy as np
 
@@ -44,10 +44,10 @@ WRONG = {
     },
 }
 UNTYPED = {
-    "o-proj-heads-interleaved": "typed in 07: the width of a head is seen by the block, not by this function",
-    "o-proj-columns-with-heads-last": "typed in 07: the width of a head is seen by the block",
-    "o-proj-skipped": "the joined heads have another width than the stream in three of four models: the shape says it",
-    "context-mixes-keys": "typed in 07: the keys are seen by the block",
+    "o-proj-heads-interleaved": "typed in 07: only the block knows the width of a head",
+    "o-proj-columns-with-heads-last": "typed in 07: only the block knows the width of a head",
+    "o-proj-skipped": "in three of four models the joined heads and the stream differ in width, so the shape shows it",
+    "context-mixes-keys": "typed in 07: only the block has the keys",
     "attention-residual-from-normed": "typed in 07: the block adds",
     "attention-residual-skipped": "typed in 07: the block adds",
     "attention-dropped": "typed in 07: the block adds",

@@ -12,8 +12,8 @@ def attention_context(probs: np.ndarray, v: np.ndarray) -> np.ndarray:
 
     Args:
         probs: Shares, (heads, seq, ctx), float32; every row sums to one.
-        v: Values of the whole context, (kv_heads, ctx, head_dim); each value head serves heads // kv_heads heads that
-            lie together.
+        v: Values of the whole context, (kv_heads, ctx, head_dim); each value head serves heads // kv_heads
+            neighbouring heads.
 
     Returns:
         (seq, heads * head_dim), dtype of `probs`: for every token head 0, then head 1, ...

@@ -1,4 +1,4 @@
-"""What people write for a delta net and should not, by the name of the known mistake."""
+"""Wrong code for a delta net, by the name of the known mistake."""
 
 import numpy as np
 
@@ -170,13 +170,13 @@ WRONG = {
 _BETA = "beta is a sigmoid that the page takes"
 _GATED = "the gated norm is a norm of lesson 01 and a SiLU of lesson 06, joined by the page"
 UNTYPED = {
-    "delta-value-heads-tiled-in-file": "the order in a file is undone where it is read",
-    "delta-output-columns-tiled": "the order in a file is undone where it is read",
+    "delta-value-heads-tiled-in-file": "the reader of the file restores the order",
+    "delta-output-columns-tiled": "the reader of the file restores the order",
     "beta-sigmoid-missing": _BETA,
     "beta-doubled": _BETA,
     "beta-from-a": _BETA,
-    "delta-state-in-bfloat16": "whoever keeps float32 arrays in NumPy does not make it",
-    "delta-state-reset-between-chunks": "a part is given all tokens of a pass",
+    "delta-state-in-bfloat16": "code with float32 arrays in NumPy cannot make it",
+    "delta-state-reset-between-chunks": "a function gets all tokens of a pass",
     "gated-norm-gated-first": _GATED,
     "gated-norm-gain-plus-one": _GATED,
     "gated-norm-sigmoid": _GATED,

@@ -1,4 +1,4 @@
-"""Lesson 05b: the gated delta net. A memory of one size, whatever the number of tokens.
+"""Lesson 05b: the gated delta net. A memory whose size does not depend on the number of tokens.
 
 Write `short_conv`, `l2_norm`, `log_decay` and `delta_rule`, save, and check them: llorch learn check 05b
 The first three prepare, the last one remembers.
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def short_conv(x: np.ndarray, kernel: np.ndarray, state: np.ndarray) -> np.ndarray:
-    """Mix the last few values of every channel, each channel with a kernel of its own; then SiLU.
+    """Mix the last few values of every channel with the channel's kernel, then apply SiLU.
 
     Args:
         x: Values of the new tokens, (seq, channels), float32.
@@ -16,7 +16,7 @@ def short_conv(x: np.ndarray, kernel: np.ndarray, state: np.ndarray) -> np.ndarr
         state: Values of the tokens before these, (size - 1, channels), the oldest first; zeros where there were none.
 
     Returns:
-        Shape and dtype of `x`. The kept state is not yours to make.
+        Shape and dtype of `x`. Do not return the new state.
     """
     raise NotImplementedError
 
@@ -34,7 +34,7 @@ def l2_norm(x: np.ndarray) -> np.ndarray:
 
 
 def log_decay(a: np.ndarray, dt_bias: np.ndarray, decay: np.ndarray) -> np.ndarray:
-    """The logarithm of what is left of each head's memory at a token: decay * softplus(a + dt_bias).
+    """Compute the logarithm of the kept share of each head's memory at a token: decay * softplus(a + dt_bias).
 
     Args:
         a: A number per token and head, (seq, heads), float32.
@@ -60,9 +60,9 @@ def delta_rule(
         v: Values, (seq, v_heads, value_dim).
         beta: The share of a correction that is written, (seq, v_heads).
         g: Logarithm of the decay, (seq, v_heads).
-        state: Before the first token, (v_heads, key_dim, value_dim); leave it as it is.
+        state: State before the first token, (v_heads, key_dim, value_dim); do not change it.
 
     Returns:
-        What every token reads, (seq, v_heads, value_dim), and the state after the last one.
+        The result read by every token, (seq, v_heads, value_dim), and the state after the last one.
     """
     raise NotImplementedError

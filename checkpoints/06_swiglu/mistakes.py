@@ -1,4 +1,4 @@
-"""What people write for the feed-forward part and should not, by the name of the known mistake."""
+"""Wrong code for the feed-forward part, by the name of the known mistake."""
 
 import math
 

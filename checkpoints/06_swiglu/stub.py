@@ -11,8 +11,8 @@ def swiglu(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
     """Let silu(gate) decide how much of each inner value passes; silu(z) = z / (1 + exp(-z)).
 
     Args:
-        gate: What gate_proj made of the tokens, (seq, inter), float32.
-        up: What up_proj made of them, (seq, inter).
+        gate: Output of gate_proj, (seq, inter), float32.
+        up: Output of up_proj, (seq, inter).
 
     Returns:
         Shape and dtype of `gate`.
@@ -21,7 +21,7 @@ def swiglu(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
 
 
 def feed_forward(h: np.ndarray, gate_proj: np.ndarray, up_proj: np.ndarray, down_proj: np.ndarray) -> np.ndarray:
-    """Two projections up, the gate between them, one projection down. No biases.
+    """Apply two projections up, the gate between them, and one projection down. No biases.
 
     Args:
         h: Normalised tokens, (seq, hidden), float32.

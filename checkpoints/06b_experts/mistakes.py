@@ -1,4 +1,4 @@
-"""What people write for a mixture of experts and should not, by the name of the known mistake."""
+"""Wrong code for a mixture of experts, by the name of the known mistake."""
 
 import numpy as np
 
@@ -187,12 +187,12 @@ UNTYPED = {
     "router-softmax-in-bfloat16": _ROUTER,
     "experts-input-not-normalised": _INPUT,
     "experts-input-weighted": _INPUT,
-    "experts-silu-on-up": "the same numbers as exchanged matrices, which are typed",
+    "experts-silu-on-up": "it makes the same numbers as exchanged matrices, which are typed",
     "shared-input-not-normalised": _INPUT,
     "shared-gate-and-up-swapped": _SHARED,
     "shared-input-gated": _SHARED,
     "shared-down-reads-gate": _SHARED,
-    "shared-gate-without-sigmoid": "the gate is made by the page",
-    "shared-gate-silu": "the gate is made by the page",
+    "shared-gate-without-sigmoid": "the reference implementation makes the gate",
+    "shared-gate-silu": "the reference implementation makes the gate",
     "shared-gate-of-the-residual": _INPUT,
 }

@@ -9,7 +9,7 @@ from l06_swiglu import swiglu
 
 
 def top_k(scores: np.ndarray, k: int) -> np.ndarray:
-    """The experts with the largest scores of every token, the largest first; of equal ones the lowest id.
+    """Choose the experts with the largest scores of every token, largest first. Among equals, the lowest id first.
 
     Args:
         scores: Probabilities of all experts, (seq, experts), float32.
@@ -22,11 +22,11 @@ def top_k(scores: np.ndarray, k: int) -> np.ndarray:
 
 
 def topk_weights(probs: np.ndarray, ids: np.ndarray, normalised: bool) -> np.ndarray:
-    """What the output of each chosen expert is multiplied by: its probability.
+    """Return the weight of each chosen expert: its probability.
 
     Args:
         probs: Probabilities of all experts, (seq, experts), float32.
-        ids: Of the chosen ones, (seq, k).
+        ids: Ids of the chosen experts, (seq, k).
         normalised: Whether the k weights of a token are brought to a sum of 1.
 
     Returns:
@@ -38,7 +38,7 @@ def topk_weights(probs: np.ndarray, ids: np.ndarray, normalised: bool) -> np.nda
 def expert_outputs(
     h: np.ndarray, ids: np.ndarray, gate_proj: np.ndarray, up_proj: np.ndarray, down_proj: np.ndarray
 ) -> np.ndarray:
-    """The feed-forward part of each chosen expert, for its own tokens only.
+    """Compute the feed-forward part of each chosen expert, only for the tokens of this expert.
 
     Args:
         h: Normalised tokens, (seq, hidden), float32.
@@ -54,13 +54,13 @@ def expert_outputs(
 
 
 def mixed(outs: np.ndarray, weights: np.ndarray, shared: np.ndarray | None, gate: np.ndarray | None) -> np.ndarray:
-    """The weighted sum of a token's experts, and the expert that every token has, as far as its gate is open.
+    """Add the weighted outputs of a token's experts, and the shared expert times its gate.
 
     Args:
-        outs: Of each chosen expert, (seq, k, hidden), float32.
-        weights: Of each, (seq, k).
-        shared: What the shared expert made, (seq, hidden), or None where a model has none.
-        gate: From 0 to 1, (seq, 1), or None.
+        outs: Output of each chosen expert, (seq, k, hidden), float32.
+        weights: Weight of each chosen expert, (seq, k).
+        shared: Output of the shared expert, (seq, hidden), or None if a model has none.
+        gate: Gate of the shared expert, from 0 to 1, (seq, 1), or None.
 
     Returns:
         (seq, hidden), dtype of `outs`.

@@ -1,4 +1,4 @@
-"""What people write for a block and should not: one line of the right one typed wrongly, by the name of the mistake."""
+"""Wrong code for a block, by the name of the known mistake: the right code with one wrong line."""
 
 import tomllib
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ RIGHT = tomllib.loads(Path(__file__).with_name("hints.toml").read_text(encoding=
 
 
 def typed(*lines: tuple[str, str]) -> Callable:
-    """The right block with some of its lines typed otherwise; which ones is its docstring."""
+    """The right block with some of its lines changed, as the docstring says."""
     text = RIGHT
     for right, wrong in lines:
         assert text.count(right) == 1, right

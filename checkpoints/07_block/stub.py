@@ -1,7 +1,7 @@
-"""Lesson 07: the block. Put the parts together: attention, then feed-forward, each added to what came in.
+"""Lesson 07: the block. Put the parts together: attention, then feed-forward, each added to its input.
 
 Write `block`, save, and check it: llorch learn check 07, then the same with --chain
-What it imports is yours where you have written it, and ours where you have not.
+Its imports are your functions, or llorch's if you have not written them.
 """
 
 from collections.abc import Mapping
@@ -26,12 +26,12 @@ def block(
     head_dim: int,
     eps: float,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """One layer: norm, attention, add; norm, feed-forward, add.
+    """Run one layer: norm, attention, add; norm, feed-forward, add.
 
     Args:
         x: The residual stream of the new tokens, (seq, hidden), float32.
         w: Weights of this layer: attn_norm, q_proj, k_proj, v_proj, o_proj, ffn_norm, gate_proj, up_proj, down_proj;
-            where the family has them q_bias, k_bias, v_bias, o_bias, q_norm, k_norm (`w.get` gives None if not).
+            if the family has them, also q_bias, k_bias, v_bias, o_bias, q_norm, k_norm (`w.get` gives None if not).
         cos: Cosines of the new tokens' positions, (seq, head_dim / 2), float64.
         sin: Their sines.
         past_k: Rotated keys of the tokens before, (kv_heads, cached, head_dim); cached may be 0.
@@ -40,6 +40,6 @@ def block(
         eps: For every norm.
 
     Returns:
-        The stream behind the block, (seq, hidden), and both caches with the new tokens in them.
+        The stream after the block, (seq, hidden), and both caches with the new tokens in them.
     """
     raise NotImplementedError

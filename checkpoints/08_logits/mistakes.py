@@ -1,4 +1,4 @@
-"""What people write for the logits and should not, by the name of the known mistake."""
+"""Wrong code for the logits, by the name of the known mistake."""
 
 import numpy as np
 

@@ -1,7 +1,7 @@
 """Lesson 08: logits. The last norm, then one number for every token of the vocabulary.
 
 Write `logits`, save, and check it: llorch learn check 08, then the same with --chain
-With this lesson the forward pass is whole.
+This lesson completes the forward pass.
 """
 
 import numpy as np
@@ -14,7 +14,7 @@ def logits(
     """Turn the stream into scores of the next token.
 
     Args:
-        x: The stream behind the last block, (seq, hidden), float32.
+        x: The stream after the last block, (seq, hidden), float32.
         final_norm: The gain of the last norm, (hidden,).
         lm_head: The output matrix, (vocab, hidden), or None: a tied model has none and uses the table that made the
             embeddings.
@@ -22,6 +22,6 @@ def logits(
         eps: Of the norm.
 
     Returns:
-        (seq, vocab), dtype of `x`: column t is about token t.
+        (seq, vocab), dtype of `x`: column t is the score of token t.
     """
     raise NotImplementedError

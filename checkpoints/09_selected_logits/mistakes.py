@@ -1,4 +1,4 @@
-"""Rows that people take and should not, by the name of the known mistake; each must turn red with its name."""
+"""Wrong rows, by the name of the known mistake. Each must fail under its name."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Tokens that people take and should not, by the name of the known mistake; each must turn red with its name."""
+"""Wrong tokens, by the name of the known mistake. Each must fail under its name."""
 
 import numpy as np
 

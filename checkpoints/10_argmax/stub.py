@@ -1,14 +1,14 @@
 """Lesson 10: the greedy choice.
 
 Write the body of `argmax`, save, and check it: llorch learn check 10
-Write it without np.argmax once, to see what a tie is; then use what you like.
+First write it without np.argmax, to see a tie. Then you may use np.argmax.
 """
 
 import numpy as np
 
 
 def argmax(row: np.ndarray) -> int:
-    """The likeliest token.
+    """Return the likeliest token.
 
     Args:
         row: Logits, (vocab,).

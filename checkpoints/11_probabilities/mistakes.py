@@ -1,4 +1,4 @@
-"""Filters that people write and should not, by the name of the known mistake; each must turn red with its name."""
+"""Wrong filters, by the name of the known mistake. Each must fail under its name."""
 
 import numpy as np
 

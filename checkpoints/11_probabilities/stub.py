@@ -8,7 +8,7 @@ import numpy as np
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
-    """Make probabilities: positive, and 1 together.
+    """Make probabilities: positive numbers that sum to 1.
 
     Args:
         logits: (vocab,), float64; -inf for removed tokens, whose probability is 0.
@@ -51,7 +51,7 @@ def keep_top_p(logits: np.ndarray, p: float) -> np.ndarray:
 
     Args:
         logits: (vocab,), float64; -inf for tokens that were removed before.
-        p: Of the probability; 1 keeps all.
+        p: Share of the probability; 1 keeps all.
 
     Returns:
         (vocab,), float64.
@@ -81,7 +81,7 @@ def distribution(
     top_p: float,
     min_p: float,
 ) -> np.ndarray:
-    """The chain: penalty, temperature (logits are divided by it), top-k, top-p, min-p, softmax.
+    """Run the chain: penalty, temperature (logits are divided by it), top-k, top-p, min-p, softmax.
 
     Args:
         logits: (vocab,), float64.

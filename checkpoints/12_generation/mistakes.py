@@ -1,4 +1,4 @@
-"""Loops that people write and should not, by the name of the known mistake; each must turn red with its name."""
+"""Wrong loops, by the name of the known mistake. Each must fail under its name."""
 
 from collections.abc import Callable, Iterator
 

@@ -1,7 +1,7 @@
 """Lesson 12: the loop that writes. Here the model is given to you as a function, so this lesson needs Python.
 
 Write `positions` and `generate`, save, and check them: llorch learn check 12
-Then let your parts write: llorch run story --impl . "Once upon a time"
+Then let your functions write: llorch run story --impl . "Once upon a time"
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +11,7 @@ from l10_argmax import argmax
 
 
 def positions(n_before: int, n_new: int) -> np.ndarray:
-    """Where the new tokens of a pass stand in the text.
+    """Return the positions of a pass's new tokens in the text.
 
     Args:
         n_before: Tokens that the cache holds.
@@ -29,12 +29,12 @@ def generate(
     """Continue a prompt by the likeliest token, again and again.
 
     Args:
-        step: Runs new ids behind all that it was given before (it has the cache); returns the last row of logits,
+        step: Runs new ids after all earlier ones (it has the cache) and returns the last row of logits,
             (vocab,).
         prompt: Token ids, (n,), int64.
         max_tokens: How many tokens to write.
 
     Returns:
-        Their ids: yield each, or return a list of them. Whoever called you stops at an end token.
+        Their ids: yield each, or return a list of them. The caller stops at an end token.
     """
     raise NotImplementedError

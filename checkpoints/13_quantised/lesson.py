@@ -7,16 +7,17 @@
 #
 # ![The way of a token through the model, with this lesson's box lit](fig/where.svg)
 #
-# Below everything so far: the matrices themselves. Most model files hold no floats. A row of a matrix is a run of
-# blocks, 32 or 256 weights each: small integers packed into bits, and a scale that turns them into numbers.
+# This lesson is about the matrices, which all earlier lessons use. Most model files hold no floats. A row of a matrix
+# is a series of blocks of 32 or 256 weights. A block holds small integers packed into bits, and a scale that turns
+# them into numbers.
 #
 # ## Idea
 #
-# Weights of one neighbourhood are about equally large. So store their size once, as a float16, and each weight as a
-# small whole number. Q8_0 takes 34 bytes for 32 weights (8.5 bits each), Q4_0 takes 18 (4.5 bits each), where float32
-# takes 128. Generating text reads all weights for every token. Where reading takes most of the time, as in llama.cpp, a
-# file of a quarter of the size is up to four times as fast. Decoding takes time, too: llorch in NumPy generates half as
-# many tokens per second as llama.cpp from the same Q8_0 file ([figures](../../benchmarks/README.md#torch)).
+# Neighbouring weights have about the same size. So store this size once, as a float16, and each weight as a small
+# whole number. For 32 weights, Q8_0 takes 34 bytes (8.5 bits each), Q4_0 takes 18 (4.5 bits each), and float32 takes
+# 128 bytes. Generating text reads all weights for every token. Where reading takes most of the time, as in llama.cpp,
+# a file of a quarter of the size is up to four times as fast. Decoding takes time, too: llorch in NumPy generates
+# half as many tokens per second as llama.cpp from the same Q8_0 file ([figures](../../benchmarks/README.md#torch)).
 
 # %%
 import inspect
@@ -33,7 +34,7 @@ print("bytes  ", *blocks[0, :6], "...")
 print("numbers", *values[0, :4], "...")
 
 # %% [markdown]
-# `values` is not ours: ggml's own C function decoded these blocks.
+# ggml's C function decoded the blocks in `values`, not llorch.
 #
 # ## The maths
 #
@@ -47,19 +48,20 @@ print("numbers", *values[0, :4], "...")
 # | $c_i$ | byte $2 + i$, -128 to 127 | half a byte, 0 to 15 | code |
 # | $z$ | 0 | 8 | the code that stands for zero |
 #
-# The product is exact: 11 bits times 8 bits fit into the 24 of a float32. So there is nothing to round, and no reason
-# for another bit than ggml's.
+# The product is exact: 11 bits times 8 bits fit into the 24 of a float32. So nothing is rounded, and every bit must
+# equal ggml's.
 #
 # ## The picture
 #
 # ![The 18 bytes of a Q4_0 block and the elements in their halves](fig/block.svg)
 #
-# Two elements share a byte, and they are not neighbours: 0 with 16, 1 with 17. A processor that takes 16 bytes at a
-# time gets 16 neighbours with one AND, and the other 16 with one shift.
+# Two elements share a byte, and they are not neighbours: 0 with 16, and 1 with 17. A processor that takes 16 bytes at
+# a time gets 16 neighbours with one AND, and the other 16 with one shift.
 #
 # ![How far weights move when they are rounded to each type](fig/error.svg)
 #
-# Every bit less doubles the error. One large weight in a block makes the scale large, and the other 31 pay for it.
+# Each bit that is removed doubles the error. One large weight in a block makes the scale large, which makes the other
+# 31 less exact.
 #
 # ## The reference
 #
@@ -67,8 +69,8 @@ print("numbers", *values[0, :4], "...")
 #
 # <!-- source: llorch.files.blocks.uniform.decode_q4_0 -->
 #
-# It writes into memory that is used again, for the sake of speed; [`chunk.py`](../../llorch/files/blocks/chunk.py)
-# has the pieces.
+# For speed, the reference writes into memory that is used again. Its functions are in
+# [`chunk.py`](../../llorch/files/blocks/chunk.py).
 #
 # ## Run it
 
@@ -85,7 +87,7 @@ print("equal  ", np.array_equal(ours, values[finite]), "in", finite.sum(), "bloc
 # %% [markdown]
 # ## The mistake
 #
-# The most natural reading of a packed byte: its two halves are two neighbours.
+# The mistake is the most natural reading of a packed byte: its two halves are two neighbours.
 
 # %%
 from llorch.learn.check import check_functions
@@ -97,8 +99,8 @@ print(inspect.getsource(inspect.getclosurevars(wrong["block-nibbles-alternate"])
 print(check_functions("13", q4_0=wrong["block-nibbles-alternate"]))
 
 # %% [markdown]
-# Mean and spread of the matrix are right with it, and so is its largest element. The model talks nonsense, and no
-# statistic of a tensor says why. That is the reason for bits, here.
+# The mean, the spread and the largest element of the matrix are right. The model writes nonsense, and no statistic of
+# a tensor shows the reason. Therefore this lesson compares bits.
 #
 # ## Exercise
 #
@@ -116,27 +118,28 @@ print(check_functions("13", q4_0=wrong["block-nibbles-alternate"]))
 #
 # ## Where the engines differ
 #
-# - transformers has no such arithmetic: it decodes these files and goes on in float32. llama.cpp is the one witness.
-# - ggml has three ways to compute the codes of Q8_0 and Q8_1, and the processor decides: on x86 127 over the maximum
-#   and halves to even, on ARM the reciprocal of the scale and halves to even, in plain C the reciprocal and halves
-#   away from zero. They differ on edges only. The goldens hold x86 and plain C; the inputs of the stored products are
-#   rounded alike by all three.
-# - Repacked weights and the tiled path for many tokens add in another order; the goldens are made without them.
-# - With a float16 cache llama.cpp rounds queries and probabilities to float16 as well. The goldens have a float32
+# - transformers has no such arithmetic: it decodes these files and goes on in float32. llama.cpp is the only
+#   reference engine.
+# - ggml has three ways to compute the codes of Q8_0 and Q8_1, and the processor decides which is used. On x86 it is
+#   127 over the maximum, with halves rounded to even. On ARM it is the reciprocal of the scale, with halves rounded
+#   to even. In plain C it is the reciprocal, with halves rounded away from zero. They differ on edges only. The
+#   goldens hold x86 and plain C. All three round the inputs of the stored products in the same way.
+# - Repacked weights and the tiled path for many tokens add in another order. The goldens are made without them.
+# - With a float16 cache, llama.cpp rounds queries and probabilities to float16 as well. The goldens have a float32
 #   cache.
 #
 # Further reading:
 #
 # - [ggml-common.h](https://github.com/ggml-org/llama.cpp/blob/master/ggml/src/ggml-common.h): the layouts of all
-#   types; [ggml-quants.c](https://github.com/ggml-org/llama.cpp/blob/master/ggml/src/ggml-quants.c):
+#   types. [ggml-quants.c](https://github.com/ggml-org/llama.cpp/blob/master/ggml/src/ggml-quants.c):
 #   `dequantize_row_q4_0`.
 # - Dettmers and Zettlemoyer, [The case for 4-bit precision](https://arxiv.org/abs/2212.09720), 2022: how much a bit
 #   is worth.
 #
 # ## Two halves of a product
 #
-# llama.cpp multiplies such blocks with *integers*, so it rounds the activations too. What follows is about both: what
-# a block means, and what its product is.
+# llama.cpp multiplies such blocks with *integers*, so it rounds the activations too. This page covers both: the
+# values of a block, and the result of its product.
 #
 # ## Formula
 #
@@ -150,31 +153,31 @@ print(check_functions("13", q4_0=wrong["block-nibbles-alternate"]))
 # \end{aligned}
 # ```
 #
-# What $\mathrm{round}$ is depends on the type of the matrix:
+# The function $\mathrm{round}$ depends on the type of the matrix:
 #
 # - **F16, BF16**: to F16, BF16, to nearest, ties to even.
-# - **Q4_0, Q5_0, Q8_0, IQ4_NL, MXFP4, NVFP4, Q1_0, Q2_0**: to Q8_0, blocks of 32; the scale is the maximum over 127,
-#   kept as float16.
-# - **Q4_1, Q5_1**: to Q8_1, as Q8_0; minima are multiplied by the sum of the block, kept as a float16 of its own.
-# - **Q2_K to Q6_K, all IQ types but IQ4_NL, TQ1_0, TQ2_0**: to Q8_K, blocks of 256; the scale is a float32 from the
+# - **Q4_0, Q5_0, Q8_0, IQ4_NL, MXFP4, NVFP4, Q1_0, Q2_0**: to Q8_0, blocks of 32. The scale is the maximum over 127,
+#   stored as float16.
+# - **Q4_1, Q5_1**: to Q8_1, like Q8_0. Minima are multiplied by the sum of the block, which is stored as another
+#   float16.
+# - **Q2_K to Q6_K, all IQ types but IQ4_NL, TQ1_0, TQ2_0**: to Q8_K, blocks of 256. The scale is a float32 from the
 #   largest value with its sign.
 #
 # ## Stages
 #
-# - `decode`: [`decode`](../../llorch/files/quant.py), [blocks](../../llorch/files/blocks); in ggml `to_float` of the
+# - `decode`: [`decode`](../../llorch/files/quant.py), [blocks](../../llorch/files/blocks). In ggml, `to_float` of the
 #   type.
-# - `rounding`: [`round_activations`, `quantize_blocks`, `block_sums`](../../llorch/ops/rounding.py); in ggml
+# - `rounding`: [`round_activations`, `quantize_blocks`, `block_sums`](../../llorch/ops/rounding.py). In ggml,
 #   `from_float` of the type, and the plain C version.
-# - products: [`Matrix.forward`](../../llorch/files/matrix.py); in ggml MUL_MAT nodes: q, k, v, attention output,
+# - products: [`Matrix.forward`](../../llorch/files/matrix.py). In ggml, the MUL_MAT nodes: q, k, v, attention output,
 #   gate, up, down, logits.
 #
 # ## A run that differs by a hundredth and can be reproduced to a millionth
 #
-# Rounding activations to 8 bits moves the logits by 1e-2 or more. That is why a comparison of a quantised run with
-# exact arithmetic needs a tolerance of that size, in which small mistakes hide. But the rounding is no noise. It is a
-# function of the activations, and when it is done in the same way, to the bit, what remains is the order of a float32
-# sum: 1e-7 to 1e-6. So this checkpoint compares with what llama.cpp really computes, and not with what the weights
-# mean:
+# Rounding activations to 8 bits moves the logits by 1e-2 or more. A comparison with exact arithmetic would need a
+# tolerance of this size, and small mistakes would hide in it. But the rounding is not noise. It is a function of the
+# activations. If llorch rounds in the same way, to the bit, only the order of a float32 sum remains: 1e-7 to 1e-6. So
+# this validation point compares with the rounded arithmetic of llama.cpp, not with exact arithmetic:
 #
 # ```python
 # from llorch.numerics import GGML
@@ -183,46 +186,48 @@ print(check_functions("13", q4_0=wrong["block-nibbles-alternate"]))
 # weights = open_weights("model-Q4_K_M.gguf").using(GGML)  # and packed=True to keep the blocks as they are
 # ```
 #
-# Rounding has edges. Where a value lies half-way between two codes, a difference in its seventh digit decides, and a
-# whole code is added to the sum: a *flip*. Two builds of llama.cpp flip against each other as well. Isolated there is
-# no flip, since the inputs are llama.cpp's own. Chained, our input of a product is compared with llama.cpp's *first*.
-# Blocks in which a value flipped are then replaced by llama.cpp's, and counted, but only where all of our values were
-# within the limit before they were rounded: a value that was wrong is no flip. It stays, and fails its row.
+# Rounding has edges. If a value lies half-way between two codes, a difference in its seventh digit decides, and the
+# sum changes by a whole code. This is called a *flip*. Two builds of llama.cpp flip against each other as well.
+# Isolated there is no flip, since the inputs come from llama.cpp. Chained, llorch's input of a product is *first*
+# compared with llama.cpp's. Blocks with a flipped value are then replaced by llama.cpp's and counted. This happens
+# only if all of llorch's values were within the tolerance before the rounding. A wrong value is no flip: it stays,
+# and fails its row.
 #
-# ## What is compared
+# ## Compared values
 #
 # Every type that llama.cpp can multiply with has a micro model of two layers,
-# [made](../../llorch/verify/suites/quantised_models.py) when it is needed: its blocks are random bits, so that every
-# code and every inner scale occurs, which no quantiser would give. `Q4_K_M` is mixed as llama-quantize does it: Q4_K,
-# with Q6_K for the output and for half of the value and down matrices. Each model is judged twice, with decoded
+# [made](../../llorch/verify/suites/quantised_models.py) when it is needed. Its blocks are random bits, so that every
+# code and every inner scale occurs. No quantiser would produce them all. `Q4_K_M` is mixed as in llama-quantize:
+# Q4_K, with Q6_K for the output and for half of the value and down matrices. Each model is judged twice, with decoded
 # matrices and with packed ones.
 #
 # <!-- generated: equal -->
 # <!-- end -->
 #
-# Blocks are random ones and edge cases: zeros, the smallest and largest scales, minus zero, infinity. Activations are
+# Blocks are random or edge cases: zeros, the smallest and largest scales, minus zero, infinity. Activations are
 # ordinary ones, exact halves, ties for the largest, zeros, denormals, outliers, and scales out of the range of
 # float16.
 #
 # <!-- generated: types -->
 # <!-- end -->
 #
-# - **isolated**: the largest error of a stage from llama.cpp's, in a pass of ours that is handed llama.cpp's stage as
-#   soon as it made its own. What only copies (embedding, caches) has to give the same bits.
-# - **chained**: the same on our own results, and in passes that continue a cache.
-# - **limit**: not made from the distance of engines, as on other pages, since there is one engine only, and never
-#   from what we compute. It is [derived](../../llorch/verify/limits.py) from llama.cpp's own numbers: every sum of
-#   float32 numbers may be off by what another order costs, and hands that on to the next stage, element by element.
-# - **flips**: values of all inputs that round to another number than llama.cpp's.
-# - **free**: the error of the logits as users get them, with no flip replaced, and what flips may do to them: a value
-#   that is off by e flips with the chance of e over the step, and is then off by a step.
+# - **isolated**: the largest difference of a stage from llama.cpp's. In this pass, llama.cpp's stage replaces
+#   llorch's as soon as llorch has computed it. Stages that only copy (embedding, caches) must give the same bits.
+# - **chained**: the same on llorch's results, and in passes that continue a cache.
+# - **limit** (the tolerance): there is only one engine, so it does not come from the distance of two engines, as on
+#   other pages. It never comes from llorch's numbers. It is [derived](../../llorch/verify/limits.py) from llama.cpp's
+#   numbers: every float32 sum may be off by the cost of another order, and passes this error on to the next stage,
+#   element by element.
+# - **flips**: the number of input values that round to another code than llama.cpp's.
+# - **free**: the error of the logits as users get them, with no flip replaced. Next to it stands the possible effect
+#   of flips: a value that is off by e flips with a chance of e divided by the step, and is then off by a step.
 # - **exact arithmetic**: the error of the logits without the rounding of activations.
 #
 # How to read the numbers: [index](../README.md#how-to-read-a-page).
 #
 # ## Mistakes it catches
 #
-# Each is planted in the decoded blocks, in the rounded rows, or in a product of every type that can have it.
+# Each is injected into the decoded blocks, the rounded rows, or a product, for every type that can have it.
 #
 # <!-- generated: mistakes -->
 # <!-- end -->
@@ -230,6 +235,6 @@ print(check_functions("13", q4_0=wrong["block-nibbles-alternate"]))
 # ## Check it
 #
 # ```
-# pytest -k checkpoint_13                   # the comparison, and every mistake of this page planted
+# pytest -k checkpoint_13                   # the comparison, and every mistake of this page, injected
 # llorch verify model-Q4_K_M.gguf --prompt "Once upon a time, a small fox found a stone"
 # ```

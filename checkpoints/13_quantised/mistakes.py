@@ -1,4 +1,4 @@
-"""Decoders that people write and should not, by the name of the known mistake; each must turn red with its name."""
+"""Wrong decoders, by the name of the known mistake. Each must fail under its name."""
 
 from collections.abc import Callable
 

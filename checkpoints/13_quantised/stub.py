@@ -1,7 +1,7 @@
 """Lesson 13: the bytes of a block, and the 32 numbers that they stand for.
 
 Write the bodies of `q8_0` and `q4_0`, save, and check them: llorch learn check 13
-The bits have to be those of ggml: compute in float32, code times scale.
+The bits must equal ggml's: compute in float32, code times scale.
 """
 
 import numpy as np
@@ -20,7 +20,7 @@ def q8_0(blocks: np.ndarray) -> np.ndarray:
 
 
 def q4_0(blocks: np.ndarray) -> np.ndarray:
-    """Decode Q4_0: a scale and 32 numbers of four bits, 0 to 15, of which 8 stands for zero.
+    """Decode Q4_0: a scale and 32 numbers of four bits, 0 to 15, where 8 stands for zero.
 
     Args:
         blocks: One block a row, (n, 18), uint8: two bytes of a float16, then 16 bytes. The low halves of the bytes are

@@ -1,25 +1,24 @@
 # %% [markdown]
 # # 14 torch
 #
-# 45 minutes, two functions of four lines. The only lesson that needs torch: `pip install 'llorch[torch]'`, or in a
-# clone `pip install -c constraints.txt -e '.[torch]'`. Without it the check says NOT RUN, and nothing later waits for
-# it.
+# 45 minutes, two functions of four lines. This is the only lesson that needs torch: `pip install 'llorch[torch]'`, or
+# in a clone `pip install -c constraints.txt -e '.[torch]'`. Without torch the check says NOT RUN, and no later lesson
+# depends on it.
 #
 # ## Where we are
 #
 # ![The way of a token through the model, with this lesson's box lit](fig/where.svg)
 #
-# The mathematics is behind you, and it ran on NumPy. This is the same model on torch, as a library would hold it:
-# with a batch in front of every shape, on the CPU or a GPU, in a dtype of your choice. It fits on one page,
-# [`causal_lm.py`](../../llorch/pytorch/causal_lm.py). Checkpoints 01 to 12 are run again on it, for every device and
-# dtype, against the same goldens. Two of its functions are yours now, and both are old acquaintances: the norm of
+# You have seen the mathematics, in NumPy. This is the same model in torch, as a library would write it: with a batch
+# in front of every shape, on the CPU or a GPU, in a dtype of your choice. It is one short file,
+# [`causal_lm.py`](../../llorch/pytorch/causal_lm.py). llorch runs validation points 01 to 12 again on it, for every
+# device and dtype, against the same goldens. You write two of its functions, and you know both: the norm of
 # [01](../01_rms_norm/README.md) and the rotation of [01b](../01b_rope/README.md).
 #
 # ## Idea
 #
-# A formula does not say in which numbers it is computed. Other hardware chooses, and for speed it chooses fewer bits:
-# half of them are half the memory to read for every token. The three dtypes that models run in, and what becomes of
-# three numbers:
+# A formula does not say in which numbers it is computed. For speed, GPUs use fewer bits: half the bits are half the
+# memory to read for every token. Models run in three dtypes. Here is how each stores three numbers:
 
 # %%
 import inspect
@@ -32,11 +31,11 @@ for dtype in DTYPES:
     print(f"{dtype!s:15}", torch.tensor([257.0, 0.1, 70000.0]).to(dtype).tolist())
 
 # %% [markdown]
-# bfloat16 has no 257: above 256 it knows every second number only. float16 has no 70000: it ends at 65504, and what is
-# larger is infinite. Everything that this lesson is about follows from these two.
+# bfloat16 has no 257: above 256 it has only every second whole number. float16 has no 70000: it ends at 65504, and
+# larger numbers become infinite. This lesson follows from these two facts.
 #
-# The rule that keeps a model in half precision right is short. Store in half; compute sums and rotations in float32;
-# round once, at the end.
+# The rule that keeps a model in half precision right is short. Store in half precision, compute sums and rotations in
+# float32, and round once, at the end.
 #
 # ## The maths
 #
@@ -53,22 +52,22 @@ for dtype in DTYPES:
 # | bfloat16 | 8 | 8 | 4e-3 | 3e38 | stored numbers |
 # | float16 | 5 | 11 | 5e-4 | 65504 | stored numbers |
 #
-# That is the worst case. On the average a rounding costs less than half of it, and the limits below count $2^{-9}$ for
-# bfloat16 and $2^{-12}$ for float16. Errors of several roundings are independent, so they add up as the root of their
-# number: four roundings cost about twice what one costs, no more. That makes them hard to see.
+# This is the worst case. On average a rounding costs less than half of it, and the tolerances below count $2^{-9}$
+# for bfloat16 and $2^{-12}$ for float16. Errors of several roundings are independent, so they grow with the root of
+# their number: four roundings cost about twice as much as one. Additional roundings are therefore hard to see.
 #
 # ## The picture
 #
 # ![Bits of sign, exponent and fraction of float32, TF32, bfloat16 and float16](fig/formats.svg)
 #
-# Orange bits say how large a number can be, blue bits how exact. bfloat16 is the upper half of a float32: the same
-# range, 7 bits of fraction. float16 gives three of the exponent's bits to the fraction.
+# Orange bits say how large a number can be, and blue bits how exact. bfloat16 is the upper half of a float32: the
+# same range, with 7 bits of fraction. float16 gives three bits of the exponent to the fraction.
 #
 # ![What a run of story may be off after every layer in each dtype, and what both engines are off](fig/ladder.svg)
 #
-# The ladder of `story`: what a right run may be off after each layer, on a logarithmic scale, and below it in grey
-# what both engines *are* off in float32. The lines hardly climb. What separates them is the format: four decades
-# between float32 and bfloat16, a factor of 8 between bfloat16 and float16.
+# The picture shows the tolerance of a right run of `story` after each layer, on a logarithmic scale. Below it, in
+# grey, is the error of both engines in float32. The lines hardly rise. The format separates them: four decades lie
+# between float32 and bfloat16, and a factor of 8 between bfloat16 and float16.
 #
 # ## The reference
 #
@@ -78,12 +77,12 @@ for dtype in DTYPES:
 #
 # <!-- source: llorch.pytorch.causal_lm.widened -->
 #
-# Nothing in them names a device. A tensor that is made of `x` lies where `x` lies; a tensor made from nothing
-# (`torch.arange(half)`) lies on the CPU, and fails on the first GPU.
+# No line in them names a device. A tensor computed from `x` lies on the device of `x`. A tensor made from nothing
+# (`torch.arange(half)`) lies on the CPU and fails on the first GPU.
 #
 # ## Run it
 #
-# The first norm of `micro-llama`, on its embeddings, in each dtype, beside float64:
+# Here is the first norm of `micro-llama`, on its embeddings, in each dtype, compared with float64:
 
 # %%
 import llorch
@@ -106,9 +105,9 @@ for dtype in DTYPES:
     print(f"{dtype!s:15} off by {off(y)}")
 
 # %% [markdown]
-# That is the step of the format and no more; gain and rows were rounded too. Then a matrix product, with the fourth
-# format. TF32 is not stored anywhere: the GPU drops 13 bits of each factor and adds up in float32. On a CPU it takes a
-# line to imitate:
+# The error is the step of the format and no more. (Gain and rows were rounded too.) Next is a matrix product, with a
+# fourth format. TF32 is never stored: the GPU drops 13 bits of each factor and adds up in float32. On a CPU one line
+# imitates it:
 
 
 # %%
@@ -125,12 +124,12 @@ for dtype in DTYPES[1:]:
     print(f"{str(dtype)[6:]:8}", off(h.to(dtype) @ weight.to(dtype).T, exact))
 
 # %% [markdown]
-# So "float32" on a GPU can be three decades worse than float32, by a switch of the whole process that any library may
-# set. That is the first thing to look at when a run on a GPU differs by 1e-3 and everything seems right.
+# So "float32" on a GPU can be three decades worse than float32, because of a process-wide switch that any library may
+# set. Look at this switch first if a run on a GPU differs by 1e-3 and everything seems right.
 #
 # ## The mistake
 #
-# The sum of squares in half precision: somebody wanted the norm to be fast as well.
+# The mistake is to compute the sum of squares in half precision, for speed.
 
 # %%
 from llorch.learn.check import check_functions
@@ -143,17 +142,17 @@ for size in (1.0, 100.0, 300.0):
     print(f"row of {size:5}:", wrong(torch.full((1, 4), size), torch.ones(4), 1e-5)[0].tolist())
 
 # %% [markdown]
-# 300 squared is 90000, which float16 does not have. The root of infinity is infinity, and the row becomes zeros: no
-# NaN, no warning, a model that forgets its token. Behind the last layer of `story` every second token of the test text
-# has an element beyond 256; the largest is 2506. The small rows of the micro models do not overflow. They are merely
-# rounded:
+# 300 squared is 90000, which float16 does not have. The root of infinity is infinity, and the row becomes zeros.
+# There is no NaN and no warning, and the model forgets its token. After the last layer of `story`, every second token
+# of the test text has an element beyond 256. The largest is 2506. The small rows of the micro models do not overflow
+# and are only rounded:
 
 # %%
 print(check_functions("14", torch_rms_norm=wrong))
 
 # %% [markdown]
-# It is seen in float32 only. The check runs your functions in bfloat16 too, where a right run may be off by 1.4e-2,
-# and this mistake is 60 times smaller. Here is one that no row sees, the natural first draft:
+# The mistake shows in float32 only. The check runs your functions in bfloat16 too, where a right run may be off by
+# 1.4e-2, and this mistake is 60 times smaller. No row shows the next mistake, which is the natural first draft:
 
 
 # %%
@@ -167,10 +166,10 @@ for dtype in DTYPES[1:]:
 print(check_functions("14", torch_rms_norm=lazy).word)
 
 # %% [markdown]
-# In float32 it is right. In bfloat16 it rounds after every operation and loses more than half a bit: worse, within
-# what rounding may do, so no test of one run can call it wrong. (BORROWED, not FAIL: `torch_rope` is not written
-# there.) In float16 the same line overflows. Green in half precision says little; that is why float32 is always
-# judged beside it.
+# In float32 it is right. In bfloat16 it rounds after every operation and loses more than half a bit. This is worse,
+# but within the rounding error, so no test of one run can call it wrong. (The verdict is BORROWED, not FAIL, because
+# `torch_rope` is not written there.) In float16 the same line overflows. A PASS in half precision says little, so
+# float32 is always judged as well.
 #
 # ## Exercise
 #
@@ -186,8 +185,8 @@ print(check_functions("14", torch_rms_norm=lazy).word)
 # llorch learn hint 14
 # ```
 #
-# They take the place of ours in the modules that `llorch run --backend torch` runs, here on the CPU in float32 and
-# bfloat16. What comes back has to have the dtype and the device of `x`. With ours in them:
+# They replace llorch's functions in the modules that `llorch run --backend torch` runs, here on the CPU in float32
+# and bfloat16. The result must have the dtype and the device of `x`. With llorch's functions, the check prints:
 
 # %%
 from llorch.learn.lessons import PARTS
@@ -197,8 +196,8 @@ print(check_functions("14", **{name: PARTS[name].reference for name in ("torch_r
 # %% [markdown]
 # ## Where the engines differ
 #
-# On this very tensor: transformers casts the divided row back to bfloat16 and multiplies by the gain then. Two
-# roundings where we have one:
+# On this tensor, transformers casts the divided row back to bfloat16 and then multiplies by the gain. It rounds
+# twice, and llorch once:
 
 # %%
 x, w = rows.bfloat16(), gain.bfloat16()
@@ -209,11 +208,11 @@ print("rounded once ", off(ours))
 print("rounded twice", off(theirs))
 
 # %% [markdown]
-# - transformers rounds in its norms twice, before the gain and after it; llama.cpp and we round once.
-# - transformers rounds cosines and sines, both products of a rotation, and their sum; scores before and after the
-#   scale; the probabilities; and the two factors of the activation. We round once per stage, and scores and
-#   probabilities not at all.
-# - llama.cpp adds the residual stream in float32, transformers and we in the dtype of the run.
+# - transformers rounds in its norms twice, before the gain and after it. llama.cpp and llorch round once.
+# - transformers rounds cosines and sines, both products of a rotation and their sum, scores before and after the
+#   scale, the probabilities, and the two factors of the activation. llorch rounds once per stage, and does not round
+#   scores and probabilities.
+# - llama.cpp adds the residual stream in float32. transformers and llorch add it in the dtype of the run.
 #
 # Further reading:
 #
@@ -227,10 +226,10 @@ print("rounded twice", off(theirs))
 #   ([modeling_llama.py](https://github.com/huggingface/transformers/blob/main/src/transformers/models/llama/modeling_llama.py)):
 #   the cast before the gain.
 #
-# ## What half precision is granted
+# ## Tolerances of half precision
 #
-# Checkpoints 01 to 12 on torch, for every device and dtype. What is new is how far two correct runs in bfloat16 or
-# float16 may lie apart, and what can no longer be seen then.
+# Validation points 01 to 12 run on torch, for every device and dtype. Two questions are new. How far apart may two
+# correct runs in bfloat16 or float16 be? Which mistakes can no longer be seen then?
 #
 # ## Formula
 #
@@ -245,44 +244,45 @@ print("rounded twice", off(theirs))
 #
 # ## Stages
 #
-# Those of the stage table, each observed on the page by the line that makes it.
+# The stages are those of the stage table. Each is recorded by the line of `causal_lm.py` that makes it.
 #
 # | backend | weights and activations | limit |
 # | --- | --- | --- |
 # | `torch-cpu-float32`, `torch-cuda-float32` | float32, TF32 off | of 01 to 12 |
 # | the same in `bfloat16`, `float16` | rounded to the dtype | of the dtype, below |
 #
-# In half precision sums of norms, scores and softmax and all rotations are float32. The goldens are those of 01 to 12.
+# In half precision, all rotations and the sums of norms, scores and softmax are computed in float32. The goldens are
+# those of 01 to 12.
 #
-# Each of them comes in several ways to run, which are judged as backends of their own: the page as it is written,
-# `-sdpa` with fused attention, `-fast` with all leaves that `llorch run` puts in, `-reproducible`, `-compiled` on
-# CUDA, `-packed` where the file has quantised matrices; and with `-batch` beside another sequence, with padding.
-# Fused attention shows no scores and no probabilities: from `q_rope` to `attn_context` it is judged as one op. They
-# are listed in [`torch.py`](../../llorch/verify/runners/torch.py).
+# There are several ways to run the model, and llorch judges each as a separate backend: the reference implementation
+# as written, `-sdpa` (fused attention), `-fast` (all kernels that `llorch run` installs), `-reproducible`,
+# `-compiled` (CUDA), and `-packed` (quantised matrices). `-batch` adds a second sequence, with padding. Fused
+# attention shows no scores and no probabilities, so it is judged as one operation from `q_rope` to `attn_context`.
+# [`torch.py`](../../llorch/verify/runners/torch.py) lists the backends.
 #
-# Rows of CUDA are printed as NOT RUN where there is no device, and assert the device that they ran on where there is
-# one. *Isolated* is a whole pass in which every stage is replaced by the golden's after it was recorded, so that each
-# is computed from the golden's inputs by the very page that runs.
+# Rows of CUDA are NOT RUN without a device. With a device, they assert that they ran on it. *Isolated* is a whole
+# pass in which the golden replaces every stage after it was recorded. So the running code computes each stage from
+# the golden's inputs.
 #
-# ## What is compared
+# ## Compared values
 #
-# The goldens are those of float32, and so is the truth: float64 with the weights as they are stored. Rounding the
-# weights is part of what a run in half precision does, so it is part of what it is granted. No engine runs in half
-# precision for this: what such a run may be off is derived from the golden's numbers
-# ([`limits.py`](../../llorch/verify/limits.py)), element by element, with half a step of the dtype for every
-# rounding. Isolated, the golden's inputs are rounded to the dtype first; chained, errors go from stage to stage. The
-# whole tensor, its worst element and every token are held to it.
+# The goldens are those of float32. The float64 reference uses the weights as they are stored. A run in half precision
+# rounds the weights, so the tolerance includes this rounding. No engine runs in half precision for this. The
+# tolerance is derived from the golden's numbers ([`limits.py`](../../llorch/verify/limits.py)), element by element,
+# with half a step of the dtype for every rounding. Isolated, the golden's inputs are rounded to the dtype first.
+# Chained, errors go from stage to stage. The tolerance applies to the whole tensor, its worst element and every
+# token.
 #
-# Such a limit lets a factor of 1.01 pass, because a whole tensor may be off by one per cent in random directions. An
-# isolated stage in half precision is therefore held to its *common factor*, too: the projection of the actual array on
-# the golden, which is 1 up to what independent roundings leave in it
-# ([`limits_of_factors.py`](../../llorch/verify/limits_of_factors.py)). In `--json` it is `common_factor` and
+# Such a tolerance lets a factor of 1.01 pass, because a whole tensor may be off by one per cent in random directions.
+# Therefore an isolated stage in half precision is also judged by its *common factor*: the projection of the actual
+# array on the golden. It is 1, up to independent roundings
+# ([`limits_of_factors.py`](../../llorch/verify/limits_of_factors.py)). `--json` has it as `common_factor` and
 # `tolerance_factor`.
 #
-# Argmax (10) and text (12) of a run in half precision must be the golden's, or a token whose true logit is as large
-# within what rounding every stage to the dtype costs, which is a TIE; behind it the text is begun anew with the
-# golden's token. Probabilities (11) are made from float32 logits in every run and keep their limit. All numbers are
-# the largest of both cases, of all layers and models.
+# Argmax (10) and text (12) of a run in half precision must equal the golden. A different token is a TIE if rounding
+# every stage to the dtype can explain it: its logit in the float64 reference must be close enough to the largest. The
+# text then continues after the golden's token. Probabilities (11) are made from float32 logits in every run and keep
+# their tolerance. All numbers are the largest of both cases, of all layers and models.
 #
 # ### Isolated
 #
@@ -301,47 +301,49 @@ print("rounded twice", off(theirs))
 # <!-- generated: ladder -->
 # <!-- end -->
 #
-# About a factor of 8, three bits, lies between float16 and bfloat16 at every place: these runs differ from the truth
-# by rounding and by little else. The first layer costs most, since independent errors add up as the root of their
-# number.
+# At every stage about a factor of 8, three bits, lies between float16 and bfloat16. So these runs differ from the
+# float64 reference by rounding and by little else. The first layer costs most, since independent errors add up as the
+# root of their number.
 #
-# ### What half precision cannot show
+# ### Mistakes that half precision hides
 #
-# At these limits some mistakes are smaller than rounding. Every known mistake of a stage, made on the goldens' inputs
-# and judged by the isolated limit of each dtype:
+# Some mistakes are smaller than these tolerances. Here every known mistake of a stage is made on the goldens' inputs
+# and judged by the isolated tolerance of each dtype:
 #
 # <!-- generated: teeth -->
 # <!-- end -->
 #
-# A factor of 1.01 is planted into every stage by `python benchmarks/missed_factors.py`. In bfloat16 94 % of the
-# isolated comparisons see it, in float16 all of them. Chained comparisons in bfloat16 do not: norms hand on the errors
-# of earlier stages as factors of whole rows. Isolated in bfloat16, these stages miss it: fused attention (one rounded
-# key moves all later queries), the state and the output of a delta net (one rounded key moves all that follows), the
-# gate of a shared expert (one row of weights), and stages of some models where few numbers make up the sums.
+# `python benchmarks/missed_factors.py` injects a factor of 1.01 into every stage. In bfloat16 94 % of the isolated
+# comparisons detect it, in float16 all of them. Chained comparisons in bfloat16 do not: norms pass on the errors of
+# earlier stages as factors of whole rows. Isolated in bfloat16, four kinds of stages miss it. Fused attention misses
+# it, because one rounded key moves all later queries. The state and the output of a delta net miss it, because one
+# rounded key moves everything after it. The gate of a shared expert has only one row of weights. In some models, the
+# sums of a stage have few terms.
 #
-# Some of these are what engines in half precision do. So rows in half precision alone are no evidence. The page is
-# judged by its float32 rows, where every mistake goes red by ten times the limit; rows in half precision then say
-# that nothing but rounding was added.
+# Engines in half precision do some of these on purpose. So rows in half precision alone are no evidence. The float32
+# rows judge the model: there every mistake fails by ten times the tolerance. Rows in half precision then show that
+# only rounding was added.
 #
 # How to read the numbers: [index](../README.md#how-to-read-a-page).
 #
 # ## Traps
 #
-# - **TF32 switched on by a library**: products of float32 matrices on CUDA keep 10 bits; results are off by 1e-3 and
-#   the float32 rows fail. It is a switch of the whole process.
-# - **the kernel that SDPA chooses**: it depends on device, dtype, mask and head size; some round the probabilities,
-#   some give NaN in a row that sees nothing.
-# - **sums in bfloat16**: cuBLAS may add partial sums in the dtype (`allow_bf16_reduced_precision_reduction`); the
+# - **TF32 switched on by a library**: products of float32 matrices on CUDA keep 10 bits. Results are off by 1e-3, and
+#   the float32 rows fail. The switch is process-wide.
+# - **the kernel that SDPA chooses**: it depends on device, dtype, mask and head size. Some kernels round the
+#   probabilities, some give NaN in a row that sees nothing.
+# - **sums in bfloat16**: cuBLAS may add partial sums in the dtype (`allow_bf16_reduced_precision_reduction`). The
 #   error grows with the width.
-# - **rounding before the gain**: a norm that casts before it multiplies by the gain rounds twice; harmless in size,
-#   but not the same bits.
+# - **rounding before the gain**: a norm that casts before it multiplies by the gain rounds twice. The difference is
+#   small, but the bits are not the same.
 # - **RoPE in half precision**: `model.to(torch.bfloat16)` rounds the frequencies too, and at position 4000 the angles
 #   of fast pairs are off by radians (`rope-frequencies-in-bfloat16` of [01b](../01b_rope/README.md)). Positions in
-#   bfloat16 are worse: above 256 not every integer is one.
-# - **left padding**: a token of padding sees no key: a softmax over nothing is NaN, and 0 times NaN in a later
+#   bfloat16 are worse: above 256 not every integer exists.
+# - **left padding**: a token of padding sees no key. A softmax over nothing is NaN, and 0 times NaN in a later
 #   product is NaN.
-# - **position ids**: with padding on the left the first token still has position 0. Counted from the padding, scores
-#   hardly change, because angles are relative, and the text hides it; `q_rope`, `k_rope` and the cache show it.
+# - **position ids**: with padding on the left, the first token still has position 0. If positions are counted from
+#   the padding, scores hardly change, because angles are relative, and the text looks right. `q_rope`, `k_rope` and
+#   the cache show the mistake.
 #
 # ## Check it
 #

@@ -1,4 +1,4 @@
-"""Norms and rotations of tensors as people write them and should not, by the name of the known mistake."""
+"""Wrong norms and rotations of tensors, by the name of the known mistake."""
 
 import torch
 from torch import Tensor

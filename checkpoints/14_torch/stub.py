@@ -1,7 +1,7 @@
 """Lesson 14: a norm and a rotation of torch tensors, in float32, bfloat16 and float16, on any device.
 
 Write the bodies of `torch_rms_norm` and `torch_rope`, save, and check them: llorch learn check 14
-Import torch inside the functions: all other lessons would wait for it otherwise.
+Import torch inside the functions, so that the other lessons need not wait for it.
 """
 
 from __future__ import annotations

@@ -1,20 +1,21 @@
 # %% [markdown]
 # # 15 lora_delta
 #
-# 25 minutes, two short functions. Training begins here: with what is to be trained.
+# 25 minutes, two short functions. Training begins here, with the numbers that are trained.
 #
 # ## Where we are
 #
 # ![The lessons in their order, with this one lit](fig/where.svg)
 #
-# The forward pass stands: ids in, logits out, and every matrix in it is frozen. Now `story` shall learn to talk like a
-# pirate. One could train all of its numbers. LoRA trains 7 % as many, in a file of its own, and leaves the model as
-# it is: beside a matrix stands a narrow detour, and only the detour learns.
+# The forward pass is complete: ids in, logits out, and every matrix in it is frozen. Now `story` will learn to talk
+# like a pirate. You could train all of its numbers. LoRA trains 7 % as many, in a separate file, and does not change
+# the model. Each matrix gets a narrow detour, and only the detour learns.
 #
 # ## Idea
 #
-# The matrices of `story` are between 128 x 192 and 448 x 192 large. The detour goes through a waist: down to $r$
-# numbers per token, up again, and what comes out is added to what the matrix made. $r$ is the *rank*; 8 is usual.
+# The matrices of `story` are between 128 x 192 and 448 x 192 large. The detour is narrow in the middle: it goes down
+# to $r$ numbers per token and up again. Its output is added to the output of the matrix. $r$ is the *rank*; 8 is
+# usual.
 
 # %%
 import inspect
@@ -31,11 +32,12 @@ trained = sum(8 * (t.n_out + t.n_in) for t in targets.values())
 print(f"{len(targets)} matrices, {frozen:,} frozen numbers; {trained:,} trained: {100 * trained / frozen:.1f} %")
 
 # %% [markdown]
-# For a model of 7 billion numbers the same rank is 0.3 %. That is what makes fine-tuning fit on one card: a trained
-# number costs four (itself, its gradient, two moments of Adam), a frozen one costs one, and may even be quantised.
+# For a model of 7 billion numbers, the same rank is 0.3 %. This lets fine-tuning fit on one GPU. A trained number
+# needs memory for four (itself, its gradient, two moments of Adam). A frozen number needs memory for one, and may
+# even be quantised.
 #
-# Why would so narrow a detour do? Because what a task changes in a matrix seems to be of low rank: the authors found 1
-# to 8 enough where 12,288 was possible. It is an observation, not a theorem.
+# Why is so narrow a detour enough? A task seems to change a matrix by a low rank: the authors found that 1 to 8 was
+# enough, out of a possible 12,288. This is an observation, not a theorem.
 #
 # ## The maths
 #
@@ -54,16 +56,16 @@ print(f"{len(targets)} matrices, {frozen:,} frozen numbers; {trained:,} trained:
 # | $B$ | (out, r) | the way up: zero when training starts, so that the model begins as it was |
 # | $s$ | a number | the scale; $\alpha$ is chosen once, so that $r$ can be changed without a new learning rate |
 #
-# An adapter may give some matrices a rank or an $\alpha$ of their own (`rank_pattern`, `alpha_pattern`). Then $s$
-# differs from matrix to matrix, and who reads the configuration carelessly is wrong in some of them only.
+# An adapter may give some matrices another rank or another $\alpha$ (`rank_pattern`, `alpha_pattern`). Then $s$
+# differs from matrix to matrix, and a loader that ignores these settings is wrong in only some matrices.
 #
 # ## The picture
 #
 # ![Singular values of a matrix and of what its adapter adds](fig/rank.svg)
 #
 # Singular values say how strongly a matrix acts along each of its directions. $W$ (grey, the `q_proj` of layer 0 in
-# `micro-llama`) acts along all 96. What the adapter adds acts along 2 of them, and along no other. All that training
-# can ever do is to turn and stretch these two.
+# `micro-llama`) acts along all 96. The adapter acts along only 2 of them. Training can only turn and stretch these
+# two.
 #
 # ## The reference
 #
@@ -73,8 +75,8 @@ print(f"{len(targets)} matrices, {frozen:,} frozen numbers; {trained:,} trained:
 #
 # ## Run it
 #
-# The adapter of the goldens, beside four of the seven matrices of layer 0. Ranks and alphas are all different, on
-# purpose:
+# This is the adapter of the goldens, for four of the seven matrices of layer 0. Ranks and alphas are all different,
+# on purpose:
 
 # %%
 from llorch.ops.lora import lora_delta
@@ -93,13 +95,12 @@ for name in ("q_proj", "k_proj", "v_proj", "down_proj"):
 
 # %% [markdown]
 # The detour never makes $BA$. For 2 rows of the batch, 17 tokens in all, the two products cost 17 * 2 * (96 + 192) =
-# 9,792 multiplications; making $BA$ costs 36,864 before the first token is looked at, and the result is as large as
-# $W$.
+# 9,792 multiplications. $BA$ alone costs 36,864, before the first token, and is as large as $W$.
 #
 # ## The mistake
 #
-# The first mistake is made by whoever tests: an adapter fresh from initialisation has $B = 0$. Whatever is wrong,
-# the product is 0, and every engine agrees.
+# The first mistake is one of testing: a newly initialised adapter has $B = 0$. Then the product is 0, right or wrong,
+# and every engine agrees.
 
 # %%
 from llorch.learn.lessons import BY_NUMBER
@@ -114,8 +115,8 @@ for name, wrong in typed_mistakes(BY_NUMBER["15"])["lora_delta"].items():
         print(f"{name:20} B = 0: {off[0]:.1f}   B of the golden: {off[1]:.2f}")
 
 # %% [markdown]
-# So in the goldens neither factor is zero. Here is one of them put into the running model, in the place of ours. $A$
-# has shape (r, in) in PEFT and (in, r) in MLX; somebody met the shape error and reached for `reshape`:
+# So in the goldens neither factor is zero. The next mistake runs in the model in place of llorch's function. $A$ has
+# shape (r, in) in PEFT and (in, r) in MLX. A port met the shape error and used `reshape`:
 
 # %%
 from llorch.learn.check import check_functions
@@ -125,8 +126,8 @@ print(inspect.getsource(wrong))
 print(check_functions("15", lora_delta=wrong))
 
 # %% [markdown]
-# It runs, it trains, its loss goes down: training simply learns in the wrong order of numbers. It falls apart on the
-# day the adapter is loaded somewhere else.
+# It runs, it trains, and its loss goes down, since training learns in the wrong order of numbers. It fails when
+# another program loads the adapter.
 #
 # ## Exercise
 #
@@ -143,12 +144,14 @@ print(check_functions("15", lora_delta=wrong))
 # llorch learn check 15 --chain      # with all that you have written so far, logits too
 # ```
 #
-# The quick check feeds every matrix PEFT's own input, with $\alpha / r$ and rank-stabilised. To see it work, leave
-# `own_alpha` out: vLLM's loader overlooks it too, and serves such an adapter with the wrong strength, without a word.
+# The quick check gives every matrix PEFT's input, with $\alpha / r$ and rank-stabilised. To see it work, leave
+# `own_alpha` out. vLLM's loader ignores it too, and serves such an adapter with the wrong strength, without a
+# warning.
 #
 # ## Where the engines differ
 #
-# Three products, and nobody says where the scale belongs. How far each is from PEFT in float64, at `v_proj` of layer 0:
+# There are three factors, and the formula does not say when to multiply by the scale. Here is the distance of each
+# engine from PEFT in float64, at `v_proj` of layer 0:
 
 # %%
 lora, s = adapter.tensors["layers.0.v_proj"], adapter.scaling("layers.0.v_proj")
@@ -163,11 +166,11 @@ for name, got in orders.items():
     print(f"{name:33} ~{np.linalg.norm(got - truth) / np.linalg.norm(truth):.0e}")
 
 # %% [markdown]
-# - PEFT multiplies after `lora_B`, we after both products, torch of ours between them: three orders of the same
-#   factors, all right; the limit is 7.9e-07.
-# - Adapters stay float32 on a bfloat16 base in PEFT and here; the sum is rounded to the dtype of the base. How far both
-#   are off then, at this checkpoint and the next, is on page [17](../17_gradients/README.md#in-bfloat16).
-# - PEFT adds nothing to what a merged layer makes, and says nothing of it.
+# - PEFT multiplies by the scale after `lora_B`, llorch's NumPy after both products, llorch's torch between them. All
+#   three orders are right. The tolerance is 7.9e-07.
+# - On a bfloat16 base, adapters stay float32 in PEFT and in llorch. The sum is rounded to the dtype of the base. For
+#   the errors at this validation point and the next, see page [17](../17_gradients/README.md#in-bfloat16).
+# - PEFT adds nothing to the output of a merged layer, without a message.
 #
 # Further reading:
 #
@@ -182,12 +185,11 @@ for name, got in orders.items():
 # <!-- generated: stages -->
 # <!-- end -->
 #
-# ## What is compared
+# ## Compared values
 #
 # Ranks are 2, 3 or 4 and alphas 1.4 to 6, by patterns, so that no two kinds of matrix share a scale; `v_proj` of
-# layer 1 has a rank of its own. The batch has two rows of different lengths. Isolated, each matrix gets PEFT's own
-# input. The case `rslora` is the same adapter with `use_rslora`. `adapted_logits` is the forward pass with all deltas
-# in it.
+# layer 1 has a different rank. The batch has two rows of different lengths. Isolated, each matrix gets PEFT's input.
+# The case `rslora` is the same adapter with `use_rslora`. `adapted_logits` is the forward pass with all deltas in it.
 #
 # <!-- generated: distances -->
 # <!-- end -->
@@ -196,8 +198,8 @@ for name, got in orders.items():
 #
 # ## Mistakes it catches
 #
-# Each is a function of ours, replaced in the running code by `pytest -k teeth`, which wants this checkpoint red
-# first, by at least ten times the tolerance.
+# `pytest -k teeth` replaces one of llorch's functions by each mistake. The test requires that this validation point
+# fails first, by at least ten times the tolerance.
 #
 # <!-- generated: mistakes -->
 # <!-- end -->
@@ -205,7 +207,7 @@ for name, got in orders.items():
 # ## Check it
 #
 # ```
-# pytest -k checkpoint_15                   # the comparison, and every mistake of this page planted
+# pytest -k checkpoint_15                   # the comparison, and every mistake of this page, injected
 # llorch verify micro-llama --detail
 # llorch verify micro-llama --backend torch --dtype float32 --detail
 # ```

@@ -1,4 +1,4 @@
-"""What people write for LoRA and should not, by the name of the known mistake; each must turn red with its name."""
+"""Wrong code for LoRA, by the name of the known mistake. Each must fail under its name."""
 
 import numpy as np
 

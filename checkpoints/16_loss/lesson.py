@@ -1,21 +1,22 @@
 # %% [markdown]
 # # 16 loss
 #
-# 25 minutes, three functions, two of them of one line. The lines are short; what goes wrong is which numbers they get.
+# 25 minutes, three functions, two of them with one line. The lines are short, and the usual mistake is to give them
+# the wrong numbers.
 #
 # ## Where we are
 #
 # ![The lessons in their order, with this one lit](fig/where.svg)
 #
 # The model and its adapter ([15](../15_lora_delta/README.md)) turn ids into logits. Training needs one number that
-# says how bad they are. That number is the mean surprise at the tokens that really came, in the places where the model
-# is to learn something.
+# says how bad they are. This number is the mean surprise at the actual tokens, at the places where the model has to
+# learn.
 #
 # ## Idea
 #
-# A row of logits is turned into probabilities. If the token that came had probability $p$, the surprise is $-\log p$:
-# 0 for what was certain, 0.69 for a coin, and for a guess among all 1,003 tokens of `story` $\log 1003 = 6.91$. Here is
-# `story`, which has never seen a pirate, on the beginning of a tale about one:
+# A row of logits is turned into probabilities. If the actual token had probability $p$, the surprise is $-\log p$. It
+# is 0 for a certain token, 0.69 for a coin, and $\log 1003 = 6.91$ for a guess among all 1,003 tokens of `story`.
+# Here is `story`, which has never seen a pirate, on the beginning of a tale about one:
 
 # %%
 import inspect
@@ -33,9 +34,9 @@ for row in range(len(ids) - 1):
     print(f"{story.tokenizer.decode([int(wanted[row])])!r:>10} {loss:6.2f}  {'#' * round(2 * loss)}".rstrip())
 
 # %% [markdown]
-# The opening of every tale costs nothing. `story` has no token for a pirate, so he comes in three pieces, and each
-# costs more than a blind guess would: the model is *sure* that something else comes. That is where the gradient will
-# be.
+# The opening of every tale costs nothing. `story` has no token for *pirate*, so the word takes three pieces. Each
+# costs more than a blind guess, because the model is *sure* that something else comes. These tokens give the largest
+# gradient.
 #
 # ## The maths
 #
@@ -53,19 +54,20 @@ for row in range(len(ids) - 1):
 # | $e$ | a number | label smoothing: this share of the target goes to all tokens alike |
 # | $\ell$ | (seq,) | surprise of every row, in nats |
 #
-# By hand: logits $(2, 0, 0)$ give $p = (0.787, 0.107, 0.107)$. If token 0 came, the loss is 0.240; if token 1 came,
-# 2.240. With $e = 0.1$ the first becomes $0.9 \cdot 0.240 + 0.1 \cdot 1.573 = 0.373$.
+# By hand: logits $(2, 0, 0)$ give $p = (0.787, 0.107, 0.107)$. If token 0 came, the loss is 0.240. If token 1 came,
+# it is 2.240. With $e = 0.1$ the first becomes $0.9 \cdot 0.240 + 0.1 \cdot 1.573 = 0.373$.
 #
-# Three decisions stand outside the formula, and each is a place for a mistake: row $t$ has seen tokens up to $t$, so
-# it is judged by token $t + 1$ (the shift). A prompt is read, not learned (the mask). And the sum is divided by the
-# learned tokens, not by all (the count).
+# Three decisions are not in the formula, and each can go wrong. The shift: row $t$ has seen tokens up to $t$, so
+# token $t + 1$ judges it. The mask: a prompt is read, not learned. The count: the sum is divided by the number of
+# learned tokens, not of all tokens.
 #
 # ## The picture
 #
 # ![Loss of every token of a tale and of a pirate's tale](fig/strip.svg)
 #
-# Above the kind of tale that `story` was trained on, below what it shall learn; the dashed line is a blind guess. Even
-# above not all is pale: which animal it is, and which name, nobody can know. A loss has a floor, and it is not 0.
+# Above is a tale of the kind that `story` was trained on, below a tale that it will learn. The dashed line is a blind
+# guess. Even above, some tokens have a high loss: the animal and the name cannot be predicted. A loss has a lowest
+# value, and it is not 0.
 #
 # ## The reference
 #
@@ -75,12 +77,12 @@ for row in range(len(ids) - 1):
 #
 # <!-- source: llorch.ops.cross_entropy.log_softmax -->
 #
-# It returns a sum and a count, not a mean. Lesson [19](../19_training_curve/README.md) will show why: a step may have
-# several batches, and only who has seen all of them knows what to divide by.
+# The reference returns a sum and a count, not a mean. Lesson [19](../19_training_curve/README.md) will show why: a
+# step may have several batches, and the divisor is known only after all of them.
 #
 # ## Run it
 #
-# The first batch of the goldens: two rows, of which the first tokens are a prompt.
+# This is the first batch of the goldens. It has two rows, whose first tokens are a prompt.
 
 # %%
 from llorch.verify.training.claims import stored
@@ -96,8 +98,8 @@ loss = sum(total for total, _ in sums) / sum(n for _, n in sums)
 print(f"loss {loss:.6f}   torch says {float(golden.shown(at('loss'))):.6f}")
 
 # %% [markdown]
-# The logits of a real model may be in the hundreds, and `exp(100)` is no float32 any more. Hence the maximum that is
-# taken away first: it cancels.
+# The logits of a real model may be in the hundreds, and `exp(100)` overflows float32. So the maximum is subtracted
+# first, and it cancels.
 
 # %%
 z = np.array([[200.0, 190.0, 0.0]], np.float32)
@@ -108,8 +110,8 @@ print("shifted  ", [round(cross_entropy(z, np.array([i]), label_smoothing=0.0)[0
 # %% [markdown]
 # ## The mistake
 #
-# Labels are ids of the same tokens as the input. Compare row $t$ with label $t$, and nothing looks wrong: shapes fit,
-# numbers are finite. What is learned is to repeat the last word. The loss of such a run even falls, and to zero,
+# Labels are ids of the same tokens as the input. If you compare row $t$ with label $t$, nothing looks wrong: shapes
+# fit, numbers are finite. But the model learns to repeat the last word. The loss of such a run even falls to zero,
 # because copying is easy.
 
 # %%
@@ -123,8 +125,9 @@ print(inspect.getsource(not_shifted))
 print(check_functions("16", shifted=not_shifted))
 
 # %% [markdown]
-# The other classic needs two libraries: the data loader shifts the labels, and the loss shifts them again. Each is
-# right alone. And the mask: whoever learns the prompt too gets another number, and a model that asks questions.
+# Another common mistake needs two libraries: the data loader shifts the labels, and the loss shifts them again. Each
+# is right alone. A third mistake is the mask: if the prompt is learned too, the number is different, and the model
+# learns to ask questions.
 
 # %%
 right = float(golden.shown(at("loss")))
@@ -151,8 +154,8 @@ print(f"prompt learned         {loss_with(lambda ids, labels: learned(ids, label
 print(f"divided by all tokens  {loss_with(as_given, shifted, counted):.3f}")
 
 # %% [markdown]
-# Five losses, all of them plausible, one of them right. The last is the kindest looking, a smaller loss, and is only a
-# smaller learning rate in disguise.
+# All five losses are plausible, and one is right. The last one looks best because it is smaller, but it only acts as
+# a smaller learning rate.
 #
 # ## Exercise
 #
@@ -169,7 +172,7 @@ print(f"divided by all tokens  {loss_with(as_given, shifted, counted):.3f}")
 # llorch learn hint 16
 # ```
 #
-# The check makes the loss from PEFT's logits, token by token and as a whole, with and without label smoothing.
+# The check computes the loss from PEFT's logits, token by token and as a whole, with and without label smoothing.
 #
 # ## Where the engines differ
 
@@ -179,35 +182,35 @@ truth, theirs = golden.truth("isolated", place), golden.shown(place)
 print(f"torch, float32 from float64: ~{np.abs(theirs - truth).max():.0e} nats, of losses up to {truth.max():.2f}")
 
 # %% [markdown]
-# The smallest loss of this batch is 0.00088, that is $-\log 0.99912$. Softmax first and the logarithm after it would
-# keep three of its seven digits, because float32 has few numbers that near to 1. Both engines use log softmax in one
-# piece.
+# The smallest loss of this batch is 0.00088, which is $-\log 0.99912$. A softmax and then a logarithm would keep
+# three of its seven digits, because float32 has few numbers so near to 1. Both engines use log softmax in one piece.
 #
-# - torch's label smoothing spreads $e$ over the whole vocabulary, the label included; the formula with $e / (V - 1)$ on
-#   the others is another one.
+# - torch's label smoothing spreads $e$ over the whole vocabulary, the label included. The formula with $e / (V - 1)$
+#   on the other tokens is a different one.
 # - transformers takes the mean of each call unless it is told the number of tokens of the step
 #   (`num_items_in_batch`).
-# - On a base in bfloat16 the logits are bfloat16 too; transformers and we widen them to float32 for the loss
+# - On a base in bfloat16 the logits are bfloat16 too. transformers and llorch convert them to float32 for the loss
 #   ([17](../17_gradients/README.md#in-bfloat16)).
-# - Our torch path never makes rows of logits that nothing is learned from, and with `chunk` not all others at once. For
-#   a vocabulary of 150,000 the logits of 2,000 tokens are 1.2 GB; they, not the model, are what does not fit.
+# - llorch's torch path skips rows of logits from which nothing is learned. With `chunk`, it does not make all other
+#   rows at once. For a vocabulary of 150,000, the logits of 2,000 tokens are 1.2 GB. Often the logits, not the model,
+#   do not fit into memory.
 #
 # Further reading:
 #
 # - Szegedy et al., [Rethinking the Inception Architecture](https://arxiv.org/abs/1512.00567), 2015, section 7: label
 #   smoothing.
-# - torch's [cross_entropy](https://pytorch.org/docs/stable/generated/torch.nn.functional.cross_entropy.html): what
-#   `ignore_index` and `reduction` do together.
+# - torch's [cross_entropy](https://pytorch.org/docs/stable/generated/torch.nn.functional.cross_entropy.html): the
+#   combined effect of `ignore_index` and `reduction`.
 #
 # ## Stages
 #
 # <!-- generated: stages -->
 # <!-- end -->
 #
-# ## What is compared
+# ## Compared values
 #
 # The beginning of each row is a prompt (label -100), rows are padded, and the numbers of learned tokens differ.
-# `plain` is without label smoothing, `smoothed` with e = 0.1. Isolated, the loss is made from PEFT's logits.
+# `plain` is without label smoothing, `smoothed` with e = 0.1. Isolated, the loss is computed from PEFT's logits.
 #
 # <!-- generated: distances -->
 # <!-- end -->
@@ -216,8 +219,8 @@ print(f"torch, float32 from float64: ~{np.abs(theirs - truth).max():.0e} nats, o
 #
 # ## Mistakes it catches
 #
-# Each is a function of ours, replaced in the running code by `pytest -k teeth`, which wants this checkpoint red
-# first, by at least ten times the tolerance.
+# `pytest -k teeth` replaces one of llorch's functions by each mistake. The test requires that this validation point
+# fails first, by at least ten times the tolerance.
 #
 # <!-- generated: mistakes -->
 # <!-- end -->
@@ -225,7 +228,7 @@ print(f"torch, float32 from float64: ~{np.abs(theirs - truth).max():.0e} nats, o
 # ## Check it
 #
 # ```
-# pytest -k checkpoint_16                   # the comparison, and every mistake of this page planted
+# pytest -k checkpoint_16                   # the comparison, and every mistake of this page, injected
 # llorch verify micro-llama --detail
 # llorch verify micro-llama --backend torch --dtype float32 --detail
 # ```

@@ -1,4 +1,4 @@
-"""What people write for the loss and should not, by the name of the known mistake; each must turn red with its name."""
+"""Wrong code for the loss, by the name of the known mistake. Each must fail under its name."""
 
 import numpy as np
 
@@ -21,7 +21,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def surprise(logits: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Log probabilities of the learned rows, and what their labels cost."""
+    """Log probabilities of the learned rows, and the losses of their labels."""
     rows = np.flatnonzero(labels >= 0)
     log_p = log_softmax(logits[rows])
     return log_p, -np.take_along_axis(log_p, labels[rows][:, None], axis=-1)[:, 0]

@@ -1,4 +1,4 @@
-"""What people write for gradients and should not, by the name of the known mistake."""
+"""Wrong code for gradients, by the name of the known mistake."""
 
 import numpy as np
 

@@ -1,7 +1,7 @@
 """Lesson 17: gradients. The chain rule by hand, one small function for every op of the forward pass.
 
-Write them in any order, each is checked alone: llorch learn check 17
-`grad` is always the gradient of the loss by what the op returned, and has its shape. Weights are frozen.
+Write them in any order. Each is checked alone: llorch learn check 17
+`grad` is always the gradient of the loss by the result of the op, with the same shape. Weights are frozen.
 """
 
 import numpy as np
@@ -10,11 +10,11 @@ import numpy as np
 def cross_entropy_backward(
     logits: np.ndarray, labels: np.ndarray, label_smoothing: float, n_trained: int
 ) -> np.ndarray:
-    """Of the mean loss, by the logits.
+    """Return the gradient of the mean loss by the logits.
 
     Args:
         logits: (seq, vocab), float32.
-        labels: What every row should have predicted, (seq,); -100: the row does not count.
+        labels: Label of every row, already shifted, (seq,); -100: the row does not count.
         label_smoothing: e, the share of the target that is spread over the whole vocabulary.
         n_trained: Learned tokens of the whole optimizer step, by which the loss is divided.
 
@@ -27,11 +27,11 @@ def cross_entropy_backward(
 def lora_backward(
     grad: np.ndarray, x: np.ndarray, weight: np.ndarray, lora_A: np.ndarray, lora_B: np.ndarray, scaling: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Back through y = W x + s B A x.
+    """Go back through y = W x + s B A x.
 
     Args:
         grad: (seq, out), float32.
-        x: What went in, (seq, in).
+        x: Input of the op, (seq, in).
         weight: The frozen matrix, (out, in).
         lora_A: (r, in).
         lora_B: (out, r).
@@ -44,12 +44,12 @@ def lora_backward(
 
 
 def swiglu_backward(grad: np.ndarray, gate: np.ndarray, up: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Back through silu(gate) * up.
+    """Go back through silu(gate) * up.
 
     Args:
         grad: (seq, inter), float32; `gate` and `up` have the same shape.
-        gate: What was gated with.
-        up: What was gated.
+        gate: Input of silu.
+        up: The other factor.
 
     Returns:
         Gradients by gate and by up.
@@ -58,11 +58,11 @@ def swiglu_backward(grad: np.ndarray, gate: np.ndarray, up: np.ndarray) -> tuple
 
 
 def rms_norm_backward(grad: np.ndarray, x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
-    """Back through x / sqrt(mean(x * x) + eps) * weight, row by row.
+    """Go back through x / sqrt(mean(x * x) + eps) * weight, row by row.
 
     Args:
         grad: (..., width), float32.
-        x: What went in, the same shape.
+        x: Input of the op, the same shape.
         weight: The frozen gain, (width,).
         eps: As in lesson 01.
 
@@ -73,7 +73,7 @@ def rms_norm_backward(grad: np.ndarray, x: np.ndarray, weight: np.ndarray, eps: 
 
 
 def attention_context_backward(grad: np.ndarray, probs: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Back through probs @ v, heads joined.
+    """Go back through probs @ v, heads joined.
 
     Args:
         grad: (seq, heads * head_dim), float32: heads one after the other.
@@ -87,11 +87,11 @@ def attention_context_backward(grad: np.ndarray, probs: np.ndarray, v: np.ndarra
 
 
 def attention_probs_backward(grad: np.ndarray, probs: np.ndarray) -> np.ndarray:
-    """Back through the softmax over the last axis.
+    """Go back through the softmax over the last axis.
 
     Args:
         grad: (heads, seq, ctx), float32.
-        probs: What the softmax gave, the same shape; 0 where a key is masked.
+        probs: Result of the softmax, the same shape; 0 if a key is masked.
 
     Returns:
         Gradient by the scores, the same shape.
@@ -100,7 +100,7 @@ def attention_probs_backward(grad: np.ndarray, probs: np.ndarray) -> np.ndarray:
 
 
 def attention_scores_backward(grad: np.ndarray, q: np.ndarray, k: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Back through q k^T / sqrt(head_dim).
+    """Go back through q k^T / sqrt(head_dim).
 
     Args:
         grad: (heads, seq, ctx), float32; 0 where a key is masked.
@@ -114,25 +114,25 @@ def attention_scores_backward(grad: np.ndarray, q: np.ndarray, k: np.ndarray) ->
 
 
 def rope_backward(grad: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
-    """Back through the rotation of lesson 01b.
+    """Go back through the rotation of lesson 01b.
 
     Args:
         grad: (seq, heads, head_dim), float32.
-        cos: Of every position and pair, (seq, half), float64.
-        sin: Likewise.
+        cos: Cosine of every position and pair, (seq, half), float64.
+        sin: Sine of every position and pair, (seq, half), float64.
 
     Returns:
-        Gradient by what was rotated, shape and dtype of `grad`.
+        Gradient by the input of the rotation, shape and dtype of `grad`.
     """
     raise NotImplementedError
 
 
 def residual_backward(grad: np.ndarray, through: np.ndarray) -> np.ndarray:
-    """Back through a block, x + f(x).
+    """Go back through a block, x + f(x).
 
     Args:
-        grad: By what came out of the block, (seq, hidden), float32.
-        through: What came back through f, (seq, hidden).
+        grad: Gradient by the output of the block, (seq, hidden), float32.
+        through: Gradient that came back through f, (seq, hidden).
 
     Returns:
         Gradient by x, (seq, hidden).

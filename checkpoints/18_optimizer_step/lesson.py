@@ -1,23 +1,23 @@
 # %% [markdown]
 # # 18 optimizer_step
 #
-# 30 minutes, three functions. From gradients to new parameters: one norm over all tensors, one factor, two moments, one
-# step.
+# 30 minutes, three functions. They lead from gradients to new parameters: one norm over all tensors, one factor, two
+# moments, one step.
 #
 # ## Where we are
 #
 # ![The lessons in their order, with this one lit](fig/where.svg)
 #
-# Every number of the adapter has a gradient ([17](../17_gradients/README.md)). The simplest thing to do is to
-# subtract it, times a small rate. Language models are trained with AdamW instead, which remembers what the gradients
-# were before. Most implementations of it differ in a place that no loss curve shows for a hundred steps.
+# Every number of the adapter has a gradient ([17](../17_gradients/README.md)). The simplest step subtracts it, times
+# a small rate. Language models are trained with AdamW instead, which remembers earlier gradients. A wrong AdamW may
+# not show in a loss curve for a hundred steps.
 #
 # ## Idea
 #
 # Gradients of different numbers differ in size by factors of thousands, and the same rate cannot suit all. So Adam
 # divides: it keeps a running mean $m$ of each number's gradient and a running mean $v$ of its square, and moves by
-# $m / \sqrt{v}$. That has no unit any more. If the gradient is always the same, the step is one learning rate, however
-# large the gradient is; if its sign changes from step to step, $m$ is small and the step is, too.
+# $m / \sqrt{v}$. This ratio does not depend on the size of the gradient. If the gradient is always the same, the step
+# is one learning rate. If its sign changes from step to step, $m$ is small, and so is the step.
 
 # %%
 import numpy as np
@@ -34,10 +34,10 @@ for gradients in ([1e-4] * 5, [100.0] * 5, [1.0, -1.0, 1.0, -1.0, 1.0]):
     print(f"{gradients[0]:g}, {gradients[1]:g}, ...".ljust(18), " ".join(path))
 
 # %% [markdown]
-# Before that comes a brake. One strange batch may have a gradient a hundred times the usual. All gradients together are
-# one long arrow; if it is longer than a limit, it is shortened to the limit. Its direction stays.
+# Clipping comes before it. One unusual batch may have a gradient a hundred times the usual size. All gradients
+# together are one long vector. If it is longer than a limit, it is shortened to the limit. Its direction stays.
 #
-# And above both, the rate itself changes over the run: up in the first steps, while $m$ and $v$ know little, then down.
+# The rate also changes over the run. It rises in the first steps, while $m$ and $v$ know little, and then falls.
 #
 # ## The maths
 #
@@ -58,8 +58,8 @@ for gradients in ([1e-4] * 5, [100.0] * 5, [1.0, -1.0, 1.0, -1.0, 1.0]):
 # | $\lambda$ | 0 to 0.1 | weight decay: every step takes away the share $\eta\lambda$ of the parameter |
 # | $\epsilon$ | 1e-8 | in case $v$ is 0 |
 #
-# Why the corrections? Both means start at 0. After the first step $m = 0.1\,g$ and $v = 0.05\,g^2$, far too small; but
-# by how much is known, $1 - \beta^t$ for step $t$. Divided by it, the first step is exactly $\eta\,g / |g|$.
+# Why the corrections? Both means start at 0. After the first step $m = 0.1\,g$ and $v = 0.05\,g^2$, which is far too
+# small. The factor is known: $1 - \beta^t$ for step $t$. Divided by it, the first step is exactly $\eta\,g / |g|$.
 #
 # By hand: $p = 1$, $g = 2$, $\eta = 0.01$, $\lambda = 0$, $t = 1$. $m = 0.2$, $v = 0.2$; corrected 2 and 4; so
 # $p = 1 - 0.01 \cdot 2 / 2 = 0.99$. Without the correction: $1 - 0.01 \cdot 0.2 / 0.447 = 0.9955$.
@@ -68,12 +68,12 @@ for gradients in ([1e-4] * 5, [100.0] * 5, [1.0, -1.0, 1.0, -1.0, 1.0]):
 #
 # ![The path of one weight over thirty steps, as it should be and under six mistakes](fig/path.svg)
 #
-# One number of the adapter of `micro-llama`, over thirty steps, from the same gradients in every line. Grey and thick
-# is right. Without the correction the first steps are half as long, and the weight never catches up. Decay in the
-# gradient goes through the division and pulls as hard as the gradient itself; decay that is not multiplied with the
-# rate pulls 200 times too hard. A first moment that is not weighted is ten steps in one, and without the root the
-# weight leaves the page at once. The betas exchanged are the thin line on top of the right one: that run will just be
-# a little worse.
+# The picture shows one number of the adapter of `micro-llama` over thirty steps, from the same gradients in every
+# line. The thick grey line is right. Without the correction, the first steps are half as long, and the weight never
+# catches up. Decay in the gradient goes through the division and pulls as hard as the gradient. Decay that is not
+# multiplied by the rate pulls 200 times too hard. A first moment that is not weighted makes ten steps in one. Without
+# the root, the weight runs off the picture at once. The thin line on top of the right one has the betas exchanged:
+# that run is only a little worse.
 #
 # ## The reference
 #
@@ -87,7 +87,7 @@ for gradients in ([1e-4] * 5, [100.0] * 5, [1.0, -1.0, 1.0, -1.0, 1.0]):
 #
 # ## Run it
 #
-# The first step of the goldens, from PEFT's gradients: 42 tensors, clipped together.
+# Here is the first step of the goldens, from PEFT's gradients. The 42 tensors are clipped together.
 
 # %%
 from llorch.verify.training.claims import stored
@@ -109,9 +109,10 @@ for what, got in zip(("parameters", "first_moment", "second_moment"), made, stri
 # %% [markdown]
 # ## The mistake
 #
-# Adam existed before AdamW, and had its weight decay in the gradient: $g + \lambda p$, as one derives it from a penalty
-# on $p^2$. But then the decay goes through the division like everything else: a parameter with large gradients hardly
-# decays, one with small gradients decays as fast as it can move. The whole of the W in AdamW is to take it out again.
+# Adam existed before AdamW, and had its weight decay in the gradient: $g + \lambda p$, which follows from a penalty
+# on $p^2$. But then the decay goes through the division too. A parameter with large gradients hardly decays, and a
+# parameter with small gradients decays as fast as it can move. AdamW takes the decay out of the gradient. The W
+# stands for this.
 
 # %%
 from llorch.learn.check import check_functions
@@ -130,8 +131,8 @@ def adam_with_l2(param, grad, m, v, step, lr, beta1, beta2, eps, weight_decay):
 print(check_functions("18", adamw_step=adam_with_l2))
 
 # %% [markdown]
-# Two others are worth a look, because they hide in opposite places: one is there from the first step and fades, one is
-# nothing at first and grows.
+# Two other mistakes hide at opposite ends. One is there from the first step and fades. The other is zero at first and
+# grows.
 
 # %%
 typed = typed_mistakes(BY_NUMBER["18"])["adamw_step"]
@@ -164,13 +165,13 @@ for wrong in ("adamw-no-bias-correction", "adamw-decay-missing"):
 # llorch learn check 18 --chain      # ten steps, from your own gradients
 # ```
 #
-# The quick check feeds steps 1 and 2 what torch had: gradients, moments, parameters. Step 2 is there because a wrong
-# count of steps is invisible in step 1.
+# The quick check gives steps 1 and 2 torch's gradients, moments and parameters. Step 2 is checked because a wrong
+# step count is invisible in step 1.
 #
 # ## Where the engines differ
 #
-# In one thing that is no mistake, and larger than all roundings so far. Where a gradient is about as small as
-# $\epsilon$, its rounding decides how far the first step goes:
+# They differ in one way that is no mistake and larger than all roundings so far. If a gradient is about as small as
+# $\epsilon$, its rounding decides the length of the first step:
 
 # %%
 for g in (1e-2, 1e-6, 1e-8, 1e-9):
@@ -178,14 +179,14 @@ for g in (1e-2, 1e-6, 1e-8, 1e-9):
     print(f"gradient {g:.0e} and 1e-9 more: {abs(steps[0] - steps[1])[0] / HOW['lr']:.4f} learning rates apart")
 
 # %% [markdown]
-# Two right engines differ by that much. So parameters are compared in learning rates, moments as shares; the section
-# below derives it.
+# Two right engines differ by this much. So parameters are compared in units of the learning rate, and moments
+# relatively. The section below derives it.
 #
 # - torch decays before the update, bitsandbytes' CUDA kernels after it.
-# - torch divides by `norm + 1e-6` when it clips, so that a norm just above the limit is scaled a little below it.
-# - transformers' schedules give step 1 the rate of zero done steps: with warm-up the first update does nothing.
-# - On a base in bfloat16 a step alone is float32 all the same, and is judged as such; of a chain the norm and the
-#   moments of step 1 are, no parameters ([17](../17_gradients/README.md#in-bfloat16)).
+# - torch divides by `norm + 1e-6` when it clips, so a norm just above the limit is scaled a little below the limit.
+# - transformers' schedules give step 1 the rate after zero steps: with warm-up, the first update changes nothing.
+# - On a base in bfloat16, a single step is still float32 and is judged as such. In a chain, the norm and the moments
+#   of step 1 are judged, and no parameters ([17](../17_gradients/README.md#in-bfloat16)).
 #
 # Further reading:
 #
@@ -200,11 +201,12 @@ for g in (1e-2, 1e-6, 1e-8, 1e-9):
 # <!-- generated: stages -->
 # <!-- end -->
 #
-# ## What is compared
+# ## Compared values
 #
-# Moments and parameters after steps 1, 2 and 10 of a run with clipping and weight decay; the norm before clipping.
-# Isolated, a step starts from PEFT's gradients and torch's state (steps 1 and 2). Learning rates are those of all
-# steps of transformers' schedules, with warm-up; they are pure functions and must be equal to the last bits.
+# These are compared: moments and parameters after steps 1, 2 and 10 of a run with clipping and weight decay, and the
+# norm before clipping. Isolated, a step starts from PEFT's gradients and torch's state (steps 1 and 2). Learning
+# rates are compared for all steps of transformers' schedules, with warm-up. They are pure functions and must be equal
+# to the last bits.
 #
 # <!-- generated: distances -->
 # <!-- end -->
@@ -215,17 +217,19 @@ for g in (1e-2, 1e-6, 1e-8, 1e-9):
 #
 # The first step moves every parameter by $\eta\,g / (|g| + \epsilon)$, which is nearly $\eta$ times the sign of $g$.
 # Its derivative is $\eta\,\epsilon / (|g| + \epsilon)^2$, at most $\eta / \epsilon$. Two correct float32 engines
-# differ in a gradient by about 1e-7 of the tensor's typical size, so by 1e-9 where that is 1e-2; where $|g|$ is no
-# larger than $\epsilon$ = 1e-8, this alone moves the parameter by $\eta \cdot 10^{-9} / 10^{-8}$, a tenth of a
-# learning rate. Moments agree to 1e-6 all the while. As a share of the parameter such a difference says nothing; as a
-# share of $\eta$ it is bounded. So moments are compared relatively, parameters in units of $\eta$ (root mean square,
-# and the worst element), and no worst element is ever granted more than 0.2 $\eta$. Isolated there is no such
-# freedom: gradients are the same bits, and the tolerance is 4 ulp of a parameter of size 1.
+# differ in a gradient by about 1e-7 of the tensor's typical size. If this size is 1e-2, they differ by 1e-9. If $|g|$
+# is no larger than $\epsilon$ = 1e-8, this difference alone moves the parameter by $\eta \cdot 10^{-9} / 10^{-8}$, a
+# tenth of a learning rate. Moments still agree to 1e-6.
+#
+# As a share of the parameter, such a difference means nothing. As a share of $\eta$, it is bounded. So moments are
+# compared relatively, and parameters in units of $\eta$ (root mean square, and the worst element). The tolerance of
+# the worst element is never more than 0.2 $\eta$. Isolated, the gradients are the same bits, and the tolerance is 4
+# ulp of a parameter of size 1.
 #
 # ## Mistakes it catches
 #
-# Each is a function of ours, replaced in the running code by `pytest -k teeth`, which wants this checkpoint red
-# first, by at least ten times the tolerance.
+# `pytest -k teeth` replaces one of llorch's functions by each mistake. The test requires that this validation point
+# fails first, by at least ten times the tolerance.
 #
 # <!-- generated: mistakes -->
 # <!-- end -->
@@ -233,7 +237,7 @@ for g in (1e-2, 1e-6, 1e-8, 1e-9):
 # ## Check it
 #
 # ```
-# pytest -k checkpoint_18                   # the comparison, and every mistake of this page planted
+# pytest -k checkpoint_18                   # the comparison, and every mistake of this page, injected
 # llorch verify micro-llama --detail
 # llorch verify micro-llama --backend torch --dtype float32 --detail
 # ```

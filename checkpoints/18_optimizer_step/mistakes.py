@@ -1,4 +1,4 @@
-"""What people write for an optimizer step and should not, by the name of the known mistake."""
+"""Wrong code for an optimizer step, by the name of the known mistake."""
 
 import math
 from collections.abc import Callable
@@ -46,7 +46,7 @@ def adamw(
     decay: Callable[[float, float], float] = lambda lr, weight_decay: 1 - lr * weight_decay, late: bool = False,
     divisor: Callable[[np.ndarray, float], np.ndarray] = lambda v_hat, eps: np.sqrt(v_hat) + eps,
 ) -> Callable[..., tuple[np.ndarray, ...]]:  # fmt: skip
-    """AdamW with one of its lines written as people write it."""
+    """AdamW with one wrong line."""
 
     def step_of(param, grad, m, v, step, lr, beta1, beta2, eps, weight_decay):
         if exchanged:
@@ -72,7 +72,7 @@ def counting_calls() -> Callable[..., tuple[np.ndarray, ...]]:
 def schedule(
     *, shift: int = 0, warmup: bool = True, decay_from_warmup: bool = True
 ) -> Callable[[int, str, float, int, int], float]:
-    """The schedule with one of its decisions taken otherwise."""
+    """The schedule with one wrong decision."""
 
     def rate(step: int, schedule: str, peak: float, warmup_steps: int, total_steps: int) -> float:
         step = max(0, step + shift)

@@ -1,22 +1,21 @@
 # %% [markdown]
 # # 19 training_curve
 #
-# 40 minutes, one function of two lines, and a run of all that you have written since 15.
+# 40 minutes, one function of two lines, and a run of all your functions since 15.
 #
 # ## Where we are
 #
 # ![The lessons in their order, with this one lit](fig/where.svg)
 #
-# Adapter, loss, gradients, step: all pieces are there ([15](../15_lora_delta/README.md) to
-# [18](../18_optimizer_step/README.md)). Training is to do them in a row, thirty times here, a hundred thousand times
+# Adapter, loss, gradients and step are ready ([15](../15_lora_delta/README.md) to
+# [18](../18_optimizer_step/README.md)). Training runs them in a row, thirty times here, a hundred thousand times
 # elsewhere. If each piece is right but they are put together wrongly, it shows here.
 #
 # ## Idea
 #
-# A step wants many tokens, so that its gradient points the right way on average. The memory of a machine wants few.
-# So a step is cut into *micro-batches*: run one, keep its gradient, run the next, add; and only then move. This is
-# called gradient accumulation, and its whole promise is that nobody can tell: the step is the one that the large
-# batch would have made.
+# A step needs many tokens, so that its gradient points the right way on average. The memory of a machine allows few.
+# So a step is cut into *micro-batches*: run one, keep its gradient, run the next, add the gradients, and only then
+# move. This is called gradient accumulation. It promises that the step equals the step of the large batch.
 #
 # ## The maths
 #
@@ -32,27 +31,30 @@
 # | $\theta_{k-1}$ | the adapter before step $k$; all of its micro-batches see the same |
 # | $\eta_k$ | rate of step $k$: here five steps of warm-up, then a cosine |
 #
-# The division is the whole matter. A mean of means is another number unless all $n_b$ are equal, and texts have the
-# lengths that they have. By hand: one batch of 1 token with loss 4, one of 3 tokens with losses 2. The mean of four
-# tokens is 2.5. The mean of the two means is 3: the lonely token has counted three times as much as any other.
+# The division decides whether the promise holds. A mean of means is another number unless all $n_b$ are equal, and
+# texts have different lengths. By hand: one batch has 1 token with loss 4, the other has 3 tokens with losses 2. The
+# mean of four tokens is 2.5. The mean of the two means is 3: the single token counts three times as much as any
+# other.
 #
 # ## The picture
 #
 # ![Thirty losses, and how far four runs are from the golden ones](fig/curve.svg)
 #
-# Above the losses of the golden run: they go up and down in threes, because three batches take turns. Below what the
-# eye cannot see there: the distance of each run from the truth. The grey band is what is granted, made from how far
-# PEFT in float32 is off. Of the wrong runs a ring marks the first step outside. It is always the first.
+# Above are the losses of the golden run. They go up and down in threes, because three batches take turns. Below is
+# the distance of each run from the float64 reference, which the eye cannot see above. The grey band is the tolerance,
+# made from the error of PEFT in float32. For each wrong run, a ring marks the first step outside the band. It is
+# always the first step.
 #
 # ## The reference
 #
 # <!-- source: llorch.train.numpy_step.loss_and_gradients -->
 #
-# No micro-batch is ever divided by its own count: `n_trained` of the whole step goes in before anything runs.
+# No micro-batch is divided by the number of its tokens: `n_trained` of the whole step is known before the first one
+# runs.
 #
 # ## Run it
 #
-# The first step of the goldens has two micro-batches. Once at once, once cut:
+# The first step of the goldens has two micro-batches. Here it is in one piece, then cut:
 
 # %%
 import inspect
@@ -83,7 +85,8 @@ print(f"gradients: {len(row):,} numbers, apart by ~{np.linalg.norm(row - whole) 
 # %% [markdown]
 # ## The mistake
 #
-# It was in nearly every library, for years. `loss.backward()` of each micro-batch's *mean*, divided by their number:
+# This mistake was in nearly every library for years. It calls `loss.backward()` on the *mean* of each micro-batch,
+# divided by the number of micro-batches:
 
 # %%
 from llorch.learn.check import check_functions
@@ -98,12 +101,12 @@ print(inspect.getsource(typed["accumulation-mean-of-means"]))
 print(check_functions("19", accumulated=typed["accumulation-mean-of-means"]))
 
 # %% [markdown]
-# 0.12 of 3.66: who would see it? In October 2024 somebody trained the same data with and without accumulation, laid
-# the curves on each other, and they did not meet. The repair went through transformers, TRL and others within weeks.
-# What finds it is not a better look at a curve but a second number that it must equal.
+# The loss is off by 0.12 of 3.66, which is hard to see. In October 2024 a developer trained on the same data with and
+# without accumulation and compared the curves, and they did not agree. transformers, TRL and others were repaired
+# within weeks. A closer look at one curve does not find this mistake. A second number that must be equal does.
 #
-# Where all rows have the same number of learned tokens the mistake does nothing at all. The batches of the goldens
-# have 10, 13 and 8.
+# If all rows have the same number of learned tokens, the mistake has no effect. The batches of the goldens have 10,
+# 13 and 8.
 #
 # ## Exercise
 #
@@ -119,10 +122,10 @@ print(check_functions("19", accumulated=typed["accumulation-mean-of-means"]))
 # ```
 #
 # The quick check runs the first four steps of the curve, which show every known mistake. The chain runs all thirty,
-# with your delta, your loss, your nine gradients, your clipping, AdamW and schedule. When that is green, you have
-# written a trainer whose every step is that of PEFT and torch.
+# with your delta, your loss, your nine gradients, your clipping, AdamW and schedule. If it passes, you have written a
+# trainer whose every step agrees with PEFT and torch.
 #
-# A real run looks the same, only longer. This is `story`, 180 steps on 240 pirate tales, 16 seconds on two cores
+# A real run looks the same, but longer. This is `story`, 180 steps on 240 pirate tales, 16 seconds on two cores
 # (`llorch lora train story --data pirate -o my-adapter`):
 #
 # ![Loss of 180 steps on pirate tales: training and validation fall together from 8.0 to 0.4](pirate.svg)
@@ -130,13 +133,13 @@ print(check_functions("19", accumulated=typed["accumulation-mean-of-means"]))
 # > Once upon a time, there was a cheerful pirate named Joe who sailed the warm south sea. One foggy evening, captain
 # > Noah could not find his blue hat. "Where be me hat?" he roared.
 #
-# It begins at 8, above the 6.91 of a blind guess: lesson [16](../16_loss/README.md) showed why. It ends at 0.4, not at
-# 0, and the validation loss, of 20 tales that were never shown, ends at the same height: the style was learned, not the
-# tales.
+# It begins at 8, above the 6.91 of a blind guess: lesson [16](../16_loss/README.md) showed why. It ends at 0.4, not
+# at 0. The validation loss, on 20 tales that were never shown, ends at the same value: the model learned the style,
+# not the tales.
 #
 # ## Where the engines differ
 #
-# In thirty steps, with Adam's division in each, errors could grow without end. They do not:
+# In thirty steps, with Adam's division in each, errors could grow without bound. They do not:
 
 # %%
 place = at("loss_curve", case="curve")
@@ -146,18 +149,19 @@ print(
 )
 
 # %% [markdown]
-# - After 30 steps PEFT is as close to the truth as a single forward pass is. Not every run is so kind: with larger
-#   rates two correct runs part after some hundred steps, and then only distributions can be compared.
-# - What is compared is the loss, which forgives: parameters whose gradient is as small as $\epsilon$ may be a tenth
-#   of a step off ([18](../18_optimizer_step/README.md)), and the loss hardly depends on them.
-# - On a base in bfloat16 single parameters go the other way from the first step on, and the losses of the run are
-#   still within 3e-3 of the truth ([17](../17_gradients/README.md#in-bfloat16)).
+# - After 30 steps, PEFT is as close to the float64 reference as after a single forward pass. Not every run behaves so
+#   well: with larger rates, two correct runs diverge after some hundred steps, and then only distributions can be
+#   compared.
+# - The loss is compared, because it hides harmless differences: parameters whose gradient is as small as $\epsilon$
+#   may be a tenth of a step off ([18](../18_optimizer_step/README.md)), and the loss hardly depends on them.
+# - On a base in bfloat16, single parameters go the other way from the first step on. The losses of the run are still
+#   within 3e-3 of the float64 reference ([17](../17_gradients/README.md#in-bfloat16)).
 #
 # Further reading:
 #
 # - [Fixing Gradient Accumulation](https://huggingface.co/blog/gradient_accumulation), Hugging Face, October 2024, and
-#   [Bug Fixes in LLM Training](https://unsloth.ai/blog/gradient), Unsloth: the mistake of this page, told by those who
-#   found and mended it.
+#   [Bug Fixes in LLM Training](https://unsloth.ai/blog/gradient), Unsloth: the mistake of this page, described by
+#   those who found and repaired it.
 # - McCandlish et al., [An Empirical Model of Large-Batch Training](https://arxiv.org/abs/1812.06162), 2018: how many
 #   tokens a step should have.
 #
@@ -166,11 +170,11 @@ print(
 # <!-- generated: stages -->
 # <!-- end -->
 #
-# ## What is compared
+# ## Compared values
 #
-# The loss of every step, and the norm of every step's gradient before clipping. The micro-batches of a step have
-# different numbers of learned tokens, so that a mean of means is another number. On the torch path the run is judged
-# twice: as it is written, and as the trainer runs it when it saves memory.
+# The loss of every step is compared, and the norm of every step's gradient before clipping. The micro-batches of a
+# step have different numbers of learned tokens, so that a mean of means is another number. On the torch path the run
+# is judged twice: as written, and in the trainer's mode that saves memory.
 #
 # <!-- generated: distances -->
 # <!-- end -->
@@ -179,8 +183,8 @@ print(
 #
 # ## Mistakes it catches
 #
-# Each is a function of ours, replaced in the running code by `pytest -k teeth`, which wants this checkpoint red
-# first, by at least ten times the tolerance.
+# `pytest -k teeth` replaces one of llorch's functions by each mistake. The test requires that this validation point
+# fails first, by at least ten times the tolerance.
 #
 # <!-- generated: mistakes -->
 # <!-- end -->
@@ -188,7 +192,7 @@ print(
 # ## Check it
 #
 # ```
-# pytest -k checkpoint_19                   # the comparison, and every mistake of this page planted
+# pytest -k checkpoint_19                   # the comparison, and every mistake of this page, injected
 # llorch verify micro-llama --detail
 # llorch verify micro-llama --backend torch --dtype float32 --detail
 # ```

@@ -1,4 +1,4 @@
-"""What people write for accumulation and should not, by the name of the known mistake."""
+"""Wrong code for accumulation, by the name of the known mistake."""
 
 import numpy as np
 

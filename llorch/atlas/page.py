@@ -11,21 +11,28 @@ from llorch.errors import MissingExtra
 from llorch.stages import BY_NAME
 
 WORDS = (RIGHT, HONEST, BUG, WRONG, "refused", "crashed", "hung", "too large", UNREADABLE)
+_QUOTED = ("refused", "crashed")  # their texts are the engines' messages
 _LARGEST = "largest right distance"
 _LEGEND = """\
-Every engine ran unmodified, from its own loader, in an environment of its own. A number is the distance of its logits
-from the truth, |theirs - true| / |true|; the truth is transformers in float64. **right**: no stage that the engine
-shows is farther off than its arithmetic explains (limits: `llorch/verify/limits.py`). **honest difference**: farther
-than float32 explains, but not than [the arithmetic](../honest_differences.md) that is named at the end of the page.
-**bug**: beyond that, and right again once the one thing named was corrected from outside. **wrong**: beyond it, and no
-correction is known that makes the engine agree. **refused**: the engine says that it does not run this. **crashed**: it
-raised something else, or its process ended. **unreadable**: what the adapter wrote is not what it says. What an adapter
-had to do is on its top, `llorch/atlas/engines/`; behind a **wrong** may stand a mistake of it. Three causes that no
-input corrects were found in the source of keras-hub and shown by a run:
+Every engine ran unmodified, with its own loader, in a separate environment. A number is the distance of the engine's
+logits from the float64 reference, |engine - reference| / |reference|. The float64 reference is transformers in float64.
+
+- **right**: every stage that the engine shows is within the tolerance of the engine's arithmetic (tolerances:
+  `llorch/verify/limits.py`).
+- **honest difference**: a stage differs by more than float32 explains, but [the engine's
+  arithmetic](../honest_differences.md) explains it. The end of the page names this arithmetic.
+- **bug**: the difference is larger, and one named correction from outside made the engine right.
+- **wrong**: the difference is larger, and no known correction makes the engine agree.
+- **refused**: the engine reports that it does not support this model.
+- **crashed**: the engine raised another error, or its process ended.
+- **unreadable**: the adapter wrote data that do not fit their description.
+
+The top of each adapter in `llorch/atlas/engines/` says what the adapter changes. A mistake of the adapter may cause a
+**wrong**. Three causes have no correction by an input. They were found in the source of keras-hub and shown by a run:
 [weights of Mistral in float16](reports/by_cause/keras-hub-mistral-weights-in-float16.md),
 [an eps of Qwen3](reports/by_cause/keras-hub-qwen3-layer-norm-epsilon.md) and
-[the output matrix of SmolLM3](reports/by_cause/keras-hub-smollm3-lm-head-not-loaded.md). What a configuration's
-style is, and what each feature changes: `llorch/atlas/inputs.py`.
+[the output matrix of SmolLM3](reports/by_cause/keras-hub-smollm3-lm-head-not-loaded.md). The file
+`llorch/atlas/inputs.py` explains the styles of configurations and the changes of each feature.
 """
 
 
@@ -33,16 +40,16 @@ def readme(verdicts: Sequence[Verdict], facts: Mapping[str, str], reports: Mappi
     """The page: `facts` say where and when, `reports` are the names of files about bugs, by their titles."""
     ran = [each for each in verdicts if each.word != NOT_RUN]
     parts = [
-        "# Atlas: engines that people use, judged stage by stage",
-        "Made by `llorch atlas`: " + "; ".join(f"{name} {value}" for name, value in facts.items()) + ".",
+        "# Atlas: popular engines, judged stage by stage",
+        "Made by `llorch atlas`: " + ", ".join(f"{name} {value}" for name, value in facts.items()) + ".",
         _LEGEND,
         engines_table(ran),
         *(f"NOT RUN: {each.engine}: {each.said}." for each in verdicts if each.word == NOT_RUN),
-        "![The distance of every stage from the truth](stages.svg)",
-        "## Bugs\n\n" + (bugs_table(ran, reports) or "None was confirmed."),
+        "![The distance of every stage from the float64 reference](stages.svg)",
+        "## Bugs\n\n" + (bugs_table(ran, reports) or "No bug was confirmed."),
         "## Hugging Face folders\n\n" + inputs_table([each for each in ran if not each.input.gguf]),
         "## GGUF files\n\n" + inputs_table([each for each in ran if each.input.gguf]),
-        "## What was said\n\n" + "\n".join(_sayings(ran)),
+        "## Messages and causes\n\n" + "\n".join(_sayings(ran)),
     ]
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
@@ -87,15 +94,11 @@ def bugs_table(verdicts: Sequence[Verdict], reports: Mapping[str, str]) -> str:
         where = ", ".join(dict.fromkeys(f"`{each.input.name}`" for each in own))
         rows.append([
             f"[{first.engine} {first.version}]({reports[title]})", where, first.judged.key,
-            first.judged.mistake or "not one of the catalogue",
+            first.judged.mistake or "not in the catalogue",
             f"{max(each.judged.error for each in own if each.judged):.0e}",
             f"{first.correction}: {first.agreed.error:.0e}",
         ])  # fmt: skip
-    return (
-        _table(["engine", "inputs", "first wrong stage", "mistake", "distance", "made to agree by"], rows)
-        if rows
-        else ""
-    )
+    return _table(["engine", "inputs", "first wrong stage", "mistake", "distance", "correction"], rows) if rows else ""
 
 
 def bugs(verdicts: Iterable[Verdict]) -> Iterator[tuple[str, list[Verdict]]]:
@@ -125,7 +128,13 @@ def _sayings(verdicts: Sequence[Verdict]) -> Iterator[str]:
         shown = ", ".join(f"`{this.name}`" for this in inputs[:4]) + (
             f" and {len(inputs) - 4} more" if len(inputs) > 4 else ""
         )
-        yield f"- {name}, {word}: {shown}: {' '.join(text.split())}"
+        yield f"- {name}, {word}: {shown}: {_quoted(text) if word in _QUOTED else ' '.join(text.split())}"
+
+
+def _quoted(text: str) -> str:
+    """A message of an engine as a code span."""
+    text = " ".join(text.split())
+    return f"`` {text} ``" if "`" in text else f"`{text}`"
 
 
 def picture(verdicts: Sequence[Verdict]) -> str:
@@ -148,7 +157,7 @@ def picture(verdicts: Sequence[Verdict]) -> str:
     for name, largest in _largest(verdicts):
         at, (mark, colour) = [names.index(stage) for stage in largest], next(marks)
         axes.plot(at, [*largest.values()], marker=mark, color=colour, ms=4, lw=0.6, label=name)
-    axes.set(yscale="log", ylabel="largest distance from the truth", xticks=range(len(names)))
+    axes.set(yscale="log", ylabel="largest distance from the float64 reference", xticks=range(len(names)))
     axes.set_xticklabels(names, rotation=90)
     figure.legend(fontsize="small", loc="outside right upper")
     with rc_context({"svg.hashsalt": "llorch"}):

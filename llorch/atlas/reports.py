@@ -21,17 +21,17 @@ def report(title: str, own: Sequence[Verdict], shown: Shown | None) -> str:
     said = [
         f"# {title}",
         f"{first.engine} {first.version}, from the package registry, {first.way or 'float32'} on a CPU.",
-        f"On these models its logits are not those of transformers: "
+        f"The engine's logits differ from those of transformers on these models: "
         f"{', '.join(dict.fromkeys(f'`{each.input.name}` ({each.judged.error:.0e})' for each in own if each.judged))}. "
-        "In brackets: |theirs - transformers in float64| / |transformers in float64|.",
-        f"First stage that is off: `{first.judged.key}`. {' '.join(first.judged.findings)}",
+        "The number in brackets is |engine - transformers in float64| / |transformers in float64|.",
+        f"First wrong stage: `{first.judged.key}`. {' '.join(first.judged.findings)}",
         f"With {first.correction} it agrees: {first.agreed.error:.0e}, which is rounding.",
     ]
     known = BY_NAME[first.engine].known if first.engine in BY_NAME else {}
     said += [note for words, note in known.items() if words in first.correction]
     if shown:
-        said.append("Logits of the last token, beside those of transformers in float64, on both models:")
+        said.append("Logits of the last token on both models, compared with transformers in float64:")
         said.append(f"```python\n{shown.program}```")
         said.append(f"It printed:\n\n```\n{shown.printed}\n```")
-    said.append(f"`llorch atlas {first.engine}` makes these models and repeats this.")
+    said.append(f"`llorch atlas {first.engine}` makes these models and repeats the comparison.")
     return "\n\n".join(said) + "\n"

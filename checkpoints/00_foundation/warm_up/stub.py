@@ -1,7 +1,7 @@
-"""Warm-up: all is written, but one constant is wrong.
+"""Warm-up: everything is written, but one constant is wrong.
 
 Correct it, save, and check it: llorch learn check 00w
-Every model file in bfloat16 is read by this line.
+This line reads every model file in bfloat16.
 """
 
 import numpy as np
@@ -10,10 +10,10 @@ UPPER_HALF = 8  # bits by which a bfloat16 has to be moved up to become a float3
 
 
 def bfloat16_to_float32(bits: np.ndarray) -> np.ndarray:
-    """The numbers that bfloat16 bit patterns stand for.
+    """Convert bfloat16 bit patterns to numbers.
 
     Args:
-        bits: Of any shape, uint16.
+        bits: Bit patterns of any shape, uint16.
 
     Returns:
         The same shape, float32.
