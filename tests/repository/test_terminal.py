@@ -1,7 +1,6 @@
 """The picture of README.md shows the tables of a run, and loads nothing."""
 
 import re
-from pathlib import Path
 
 from checkpoints.terminal import MODEL, PICTURE, picture, tables
 from llorch.stages import CHECKPOINTS

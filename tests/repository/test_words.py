@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 import pytest
+from messages import messages, messages_of
 from plain_words import COMMAND, figures, findings, help_prose, help_texts, length, prose, retired_words, sentences
 
 ROOT = Path(__file__).parents[2]
@@ -75,6 +76,27 @@ def test_every_verb_has_a_help_page_of_its_own_here():
     from llorch.cli import main
 
     assert set(VERBS) == {*main.list_commands(click.Context(main))}
+
+
+def test_a_message_has_no_banned_opener_and_no_retired_word():
+    told = messages()
+    assert len(told) > 1500
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {text}"
+        for path, line, message in told
+        for text in findings(help_prose(message))
+    ]
+    assert not found, f"{len(found)} places (tests/repository/retired_words.txt):\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize("source", ["raise ValueError('a hat of felt')", "say(f'{n} hats of felt are {made} here')"])
+def test_a_string_with_three_words_in_a_row_is_a_message(source: str):
+    assert len([*messages_of(source)]) == 1
+
+
+@pytest.mark.parametrize("source", ["def f():\n  'A hat of felt.'", "option(help='a hat of felt')", "x = 'two words'"])
+def test_docstrings_and_help_texts_are_no_messages(source: str):
+    assert [*messages_of(source)] == []
 
 
 README = figures((ROOT / "README.md").read_text(encoding="utf-8"))
