@@ -123,7 +123,7 @@ def test_verify_in_a_wheel_judges_what_it_holds_and_one_line_tells_how_to_get_th
         "verify micro-mistral",
         "verify quantised",
         "run micro-qwen2",
-        "atlas llama.cpp",
+        "atlas mlx-lm",
         "learn inputs 13 -o a.npz",
         "learn inputs 17 -o a.npz",
         "learn inputs 05b -o a.npz",
