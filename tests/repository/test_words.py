@@ -14,6 +14,7 @@ from plain_words import COMMAND, figures, findings, help_prose, help_texts, leng
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("checkpoints", "benchmarks", ".github")
+FORMS = sorted((ROOT / ".github").rglob("*.yml"))
 PAGES = sorted(
     [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
     + [page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md")]
@@ -56,7 +57,7 @@ def test_a_page_has_no_banned_opener_and_no_retired_word(name: str):
 
 
 def test_pages_are_spelled_right(capsys: pytest.CaptureFixture[str]):
-    assert misspelt(PAGES, capsys) == []
+    assert misspelt([*PAGES, *FORMS, ROOT / "CITATION.cff"], capsys) == []
 
 
 @pytest.mark.parametrize("verb", ["", *VERBS])
@@ -87,6 +88,12 @@ def test_a_message_has_no_banned_opener_and_no_retired_word():
         for text in findings(help_prose(message))
     ]
     assert not found, f"{len(found)} places (tests/repository/retired_words.txt):\n" + "\n".join(found)
+
+
+def test_messages_are_spelled_right(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    page = tmp_path / "messages.txt"
+    page.write_text("\n".join(text for _, _, text in messages()), encoding="utf-8")
+    assert misspelt([page], capsys) == []
 
 
 @pytest.mark.parametrize("source", ["raise ValueError('a hat of felt')", "say(f'{n} hats of felt are {made} here')"])
