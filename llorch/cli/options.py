@@ -237,7 +237,7 @@ sampling_options = group(  # names of `SamplingSettings`
     page_option("-t", "--temperature", default=0.0, show_default=True, help="Temperature; 0: best token."),
     page_option("--top-k", type=WholeNumber(), default=0, show_default=True, help="Number of tokens kept; 0: all."),
     page_option("--top-p", default=1.0, show_default=True, help="Probability mass kept."),
-    page_option("--min-p", default=0.0, show_default=True, help="Least share of the best."),
+    page_option("--min-p", default=0.0, show_default=True, help="Least probability, as a share of the best token's."),
     page_option("--repetition-penalty", default=1.0, show_default=True, help="Penalty; 1: none."),
     page_option("--seed", type=SEED, default=0, show_default=True, help="Seed of the draws."),
 )
@@ -260,7 +260,7 @@ threads_option = group(  # for whatever computes; `use_threads` reads it
     "Machine",
     page_option(
         "--threads", type=WholeNumber(min=1, max=1024), expose_value=False, callback=_remember,
-        help="Number of CPU threads.  [default: OMP_NUM_THREADS, else 1 for a small model, else all]",
+        help="Number of CPU threads.  [default: OMP_NUM_THREADS, else all; 1 for small models]",
     ),
 )  # fmt: skip
 

@@ -88,7 +88,7 @@ class TrainSettings:
     data: str  # JSONL file, .json list, folder with train.jsonl, or the name of a built-in example
     valid: float = _setting(
         0.0,
-        "Share held out for validation.",
+        "Share of rows held out for validation.",
         "at least 0 and below 1",
     )
     r: int = _setting(16, "Rank of the adapter.", "at least 1")
@@ -130,7 +130,7 @@ class TrainSettings:
     chat_template_kwargs: Mapping[str, object] = _setting(dict, "Variables, as in '{\"enable_thinking\": false}'.")
     packing: bool = _setting(False, "Several separate documents per row.")
     label_smoothing: float = _setting(0.0, "Share of the target for all tokens.", "at least 0 and below 1")
-    chunk: int = _setting(256, "Tokens per block of logits.", "at least 0")
+    chunk: int = _setting(256, "Tokens per block of logits; 0: all.", "at least 0")
     gradient_checkpointing: bool = _setting(False, "Less memory and more time; equal bits.")
     dtype: str | None = _setting(None, "Number type.  [default: float32 on the CPU, bfloat16 on CUDA]", DTYPES)
     device: str = _setting("cpu", "Device: cpu, cuda or cuda:N.")

@@ -36,8 +36,8 @@ from llorch.cli.output import progress, to_json
 def command(*, adapter: Path, base: str, against: str | None, any_base: bool, as_json: bool) -> None:
     """Check ADAPTER, a PEFT directory or a LoRA GGUF file, for faults that no program reports.
 
-    Each line is one check. WRONG: every program computes something else than you expect. Warning: some programs do.
-    NOT RUN: something is missing.
+    Each line is one check. WRONG: the adapter computes something else than you expect. Warning: it does in some
+    programs. NOT RUN: something is missing.
 
     Exit codes: 0 no check is WRONG, 1 a check is WRONG.
     """
