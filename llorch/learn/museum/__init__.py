@@ -1,5 +1,5 @@
-"""The bug museum: reports of people whose engine was wrong, as exercises. A dump comes in, the cause goes out.
+"""The bug museum: reports about wrong engines, as exercises. The learner gets a dump and names the cause.
 
-`reports.toml` holds what happened, by thread; `exhibit` reads it, plants the cause in our forward pass of a built-in
-model and writes the dump of that run; `answers` judges what somebody takes for the cause.
+`reports.toml` holds the reports, by thread. `exhibit` reads it, injects the cause into llorch's forward pass of a
+built-in model and writes the dump of that run. `answers` judges a learner's answer.
 """

@@ -1,4 +1,4 @@
-"""What somebody takes for the cause of an exhibit, judged; and the solution."""
+"""Judge a learner's answer to an exhibit, and give the solution."""
 
 import re
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from llorch.verify.mistakes import MISTAKES
 
 @dataclass(frozen=True)
 class Answer:
-    """What is said of an answer.
+    """The verdict on an answer.
 
     Attributes:
         is_right: Whether it names the cause.
-        said: For a person.
+        said: Text for the learner.
     """
 
     is_right: bool
@@ -27,11 +27,11 @@ def judged(shown: Exhibit, answer: str) -> Answer:
     """Judge an answer in free words.
 
     Args:
-        shown: Of what.
+        shown: The exhibit.
         answer: The name of a mistake or a part of it, a recovered value, or a stage.
 
     Returns:
-        Whether it is the cause; a nudge where it is not.
+        Whether it is the cause, with a hint if it is not.
     """
     findings, said = shown.findings, _plain(answer)
     causes = [each for finding in findings for each in (*finding.suspects, *finding.alternatives)]
@@ -49,29 +49,29 @@ def judged(shown: Exhibit, answer: str) -> Answer:
 def _nudge(first: Finding, answer: str) -> str:
     where = {stage_of(place) for _, place in first.places}
     if answer in where:
-        return f"{answer} is wrong, yes. What was done there? Look at which tokens, heads and channels are off."
+        return f"{answer} is wrong, yes. What is the mistake there? Look at the wrong tokens, heads and channels."
     if answer in BY_NAME:
-        return f"{answer} is not where it begins. Which stage is the first that is wrong?"
+        return f"The error does not begin at {answer}. Which stage is the first wrong one?"
     if answer in MISTAKES:
         begins = MISTAKES[answer].stages
         if where & {*begins}:
-            return f"It is made in the same stage, but {answer} would look otherwise."
-        return f"{answer} would show in {begins[0]} first. Where does it begin here?"
-    return "No. Find the first stage that is wrong; then ask which tokens, heads or channels are right in it."
+            return f"The mistake is in the same stage, but {answer} would give other numbers."
+        return f"{answer} would show in {begins[0]} first. Where does the error begin here?"
+    return "No. Find the first wrong stage, then the tokens, heads or channels that are right in it."
 
 
 def solution(shown: Exhibit) -> str:
-    """What it was, by the diagnosis and by those who had it.
+    """Tell the cause, the diagnosis and the repair.
 
     Args:
-        shown: Of what.
+        shown: The exhibit.
 
     Returns:
         Some lines.
     """
     said = [f"{shown.number}. {shown.thread}: {shown.symptom}", f"cause      {shown.cause}"]
     said += [f"diagnosis  {finding.sentence}" for finding in shown.findings[:2]]
-    said.append(f"fix        {' '.join(shown.fix.split()) or 'not said here; the thread has what there is'}")
+    said.append(f"fix        {' '.join(shown.fix.split()) or 'not given here; see the thread'}")
     return "\n".join([*said, f"thread     {shown.link}"])
 
 
@@ -80,7 +80,7 @@ def _plain(text: str) -> str:
 
 
 def _ends(name: str) -> set[str]:
-    """The words of a mistake's name behind its subject: `interleaved pairs`."""
+    """The words of a mistake's name after its subject: `interleaved pairs`."""
     return {*_plain(name).split()[1:]} or {name}
 
 

@@ -1,4 +1,4 @@
-"""An exhibit: a report, its cause planted in our forward pass, and the dump of that run."""
+"""An exhibit: a report, its cause injected into llorch's forward pass, and the dump of that run."""
 
 import tomllib
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ class Exhibit:
 
     @property
     def passes(self) -> list[Tokens]:
-        """What the engine is given: tokens that all differ."""
+        """The tokens that the engine gets; all differ."""
         first, passes = FAR if self.run == "far" else 0, []
         ids = np.random.default_rng(14 + self.number).permutation(300)[: sum(RUNS[self.run])].tolist()
         for n in RUNS[self.run]:
@@ -54,7 +54,7 @@ class Exhibit:
         return passes
 
     def dump(self) -> StageDump:
-        """Every stage of a run of ours with the cause in it."""
+        """Record every stage of a run of llorch with the cause in it."""
         weights = open_weights(find(self.model))
         replay = Replay(weights, StageDump.of_arrays(self.passes))
         past, change, traces = Past(replay.config, weights.dtype), self._change(replay), []
@@ -80,7 +80,7 @@ class Exhibit:
 
     @cached_property
     def findings(self) -> Sequence[Finding]:
-        """What a diagnosis says of the dump."""
+        """The findings of a diagnosis of the dump."""
         return list(causes(_wide(self.model), self.dump()))
 
 
@@ -95,13 +95,13 @@ def _wide(model: str) -> Weights:
 
 @cache
 def exhibits() -> Sequence[Exhibit]:
-    """All of them, in the order of the file."""
+    """Read all exhibits, in the order of the file."""
     text = files("llorch.learn.museum").joinpath("reports.toml").read_text(encoding="utf-8")
     return [Exhibit(number=at, **report) for at, report in enumerate(tomllib.loads(text)["report"], 1)]
 
 
 def exhibit(number: int) -> Exhibit:
-    """One of them.
+    """Return one exhibit.
 
     Args:
         number: From 1 on.
@@ -110,7 +110,7 @@ def exhibit(number: int) -> Exhibit:
         The exhibit.
 
     Raises:
-        ValueError: There is none of that number.
+        ValueError: No exhibit has this number.
     """
     if not 1 <= number <= len(exhibits()):
         raise ValueError(
@@ -120,11 +120,11 @@ def exhibit(number: int) -> Exhibit:
 
 
 def write(shown: Exhibit, folder: Path) -> None:
-    """Write the dump of an exhibit, and a README beside it.
+    """Write the dump of an exhibit, and a README in the same folder.
 
     Args:
-        shown: Which.
-        folder: That is made; a dump that is there is replaced.
+        shown: The exhibit.
+        folder: New folder; a dump in it is replaced.
     """
     dump = shown.dump()
     with DumpWriter(folder, engine="theirs", dtype="float32") as writer:
@@ -144,19 +144,20 @@ def _readme(shown: Exhibit, folder: Path) -> str:
 
 > {shown.symptom}
 
-Somebody reported this of their engine. The cause was planted in a run of `{shown.model}`, and every stage of that run
-lies here in float32: `{sizes}` tokens, one pass after the other into the same cache, from position {first} on. A line
-of `index.jsonl` is an array: its name, layer and shape, and where it begins in `data.bin`.
+A user reported this about an engine. llorch injected the cause into a run of `{shown.model}`. This folder holds every
+stage of the run in float32: `{sizes}` tokens, one pass after the other into the same cache, from position {first} on.
+Each line of `index.jsonl` describes an array: its name, its layer, its shape, and its offset in `data.bin`.
 
-What the right engine makes of the same tokens, in one pass:
+To get the right stages for the same tokens, in one pass:
 
     llorch trace {shown.model} --tokens {ids} --first-position {first} -o right.npz
 
-Find the first stage that is wrong, then what makes it so:
+Find the first wrong stage, then its cause:
 
     llorch verify {shown.model} --against {folder}
     llorch learn museum answer {shown.number} WORD      a mistake, a value or a stage
-    llorch learn museum solution {shown.number}         what it was, and how they mended it
+    llorch learn museum solution {shown.number}         the cause, and how it was repaired
 
-`llorch diagnose {folder} --model {shown.model}` would tell you. So do the tokens, heads and channels that are wrong.
+`llorch diagnose {folder} --model {shown.model}` names the cause. Try it first by hand: look at the tokens, heads and
+channels that are wrong.
 """
