@@ -2,8 +2,8 @@
 
     python checkpoints/terminal.py
 
-The command really runs. The picture leaves out the notes above and below the tables. It brings its own dark ground, so it
-reads on a white page and on a black page, and it loads no font.
+The command really runs. The picture leaves out the notes above and below the tables. It brings its own dark ground, so
+it reads on a white page and on a black page, and it loads no font.
 """
 
 import re

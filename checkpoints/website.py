@@ -23,15 +23,25 @@ LESSON_PAGES = [f"checkpoints/{n}_{CHECKPOINTS[n]}/README.md" for row in ROWS.va
 REFERENCE = {"reference/commands.md": commands, "reference/python.md": names, "reference/ops.md": functions}
 COMMAND_PAGES = sorted(page.relative_to(ROOT).as_posix() for page in (ROOT / "checkpoints/commands").glob("*.md"))
 MESH = "checkpoints/mesh/README.md"
+GUIDE = [
+    f"checkpoints/guide/{name}.md"
+    for name in (
+        "verify", "diagnosis", "atlas", "learning", "fine_tuning", "serving",
+        "families", "files", "quantised", "torch", "cuda", "machine",
+    )
+]  # fmt: skip
 MORE = [
     MESH,
     "checkpoints/atlas/README.md",
     "checkpoints/honest_differences.md",
     "benchmarks/README.md",
+    "benchmarks/by_hand.md",
     "CONTRIBUTING.md",
+    "tests/README.md",
     "CHANGELOG.md",
 ]
 CONTENTS = {
+    "Guide": GUIDE,
     "Learn": ["checkpoints/README.md", *LESSON_PAGES],
     "Commands": COMMAND_PAGES,
     "Reference": list(REFERENCE),
@@ -69,7 +79,7 @@ class Staging:
     def stage(self) -> None:
         """Write all of them."""
         self._page("README.md", _contents())
-        for path in (*CONTENTS["Learn"], *COMMAND_PAGES, *MORE):
+        for path in (*GUIDE, *CONTENTS["Learn"], *COMMAND_PAGES, *MORE):
             self._page(path)
         for path, made in REFERENCE.items():
             self._write(path, self._linked(made(), path))
@@ -89,7 +99,7 @@ class Staging:
 
     def _shown(self, path: str) -> str:
         """Where a file or folder is shown; now it is."""
-        if path in {"README.md", *CONTENTS["Learn"], *COMMAND_PAGES, *MORE}:
+        if path in {"README.md", *GUIDE, *CONTENTS["Learn"], *COMMAND_PAGES, *MORE}:
             return _place(path)
         file = ROOT / path
         if file.suffix in PICTURES:

@@ -20,7 +20,7 @@ not honest. A dump that is refused before it is judged got a wrong answer, unles
 Dumps of training are of an independent trainer of adapters; the rules of others have nothing to say of them.
 The rules of others are marked alike; where one gives a class of causes, `name` says whether that class could be meant.
 
-A run of all dumps prints the table of README.md, too, and fails if README.md shows other figures.
+A run of all dumps also prints the table of checkpoints/guide/diagnosis.md, and fails if that page shows other figures.
 """
 
 import json
@@ -51,7 +51,7 @@ GOALS = {"place": 0.98, "layer": 0.95, "name": 0.92, "silent": 1.0}
 SECONDS = 5.0  # for each dump, of the processor
 RULES = ("skill", "fixed", "cosine")
 CRITERIA = ("place", "name", "value", "unknown", "second", "layer", "silent")
-SHOWN = {  # rows of README.md
+SHOWN = {  # rows of the page
     "place": "first wrong stage and layer",
     "name": "the mistake's name",
     "unknown": '"none of the known", where that is true',
@@ -60,7 +60,7 @@ SHOWN = {  # rows of README.md
     "silent": "right engines not accused",
 }
 COLUMNS = {"": "llorch", "skill": "rules of size and name", "fixed": "first over 1e-3", "cosine": "cosine under 0.99"}
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "checkpoints/guide/diagnosis.md"
 QUICK = {"planted": 30, "reports": 6, "honest": 23, "engines": 7, "training": 18}  # one of so many
 Job = tuple[str, str, Callable[[], Answer]]  # group, name, and how it is asked
 
@@ -81,8 +81,8 @@ def main(quick: bool, only: str, jobs: int, file: Path | None) -> None:
         click.echo(f"NOT RUN: {', '.join(dict.fromkeys(absent))}: pip install -e '.[golden]'")
     elif not quick and not only:
         click.echo(f"\n{figures(answers)}")
-        if is_stale := figures(answers) != shown(README.read_text(encoding="utf-8")):
-            click.echo(f"{README}: expected this table, got other figures; replace it")
+        if is_stale := figures(answers) != shown(PAGE.read_text(encoding="utf-8")):
+            click.echo(f"{PAGE}: expected this table, got other figures; replace it")
     sys.exit(1 if missed(answers) or is_stale else 0)
 
 
@@ -194,7 +194,7 @@ def table(answers: Sequence[Answer]) -> str:
 
 
 def figures(answers: Sequence[Answer]) -> str:
-    """Write the table of README.md, without dumps of training; a rule is judged where it could read the dump."""
+    """Write the table of the page, without dumps of training; a rule is judged where it could read the dump."""
     told = [answer for answer in answers if answer.group != "training"]
     lines = ["| | " + " | ".join(COLUMNS.values()) + " |", "|---" * (1 + len(COLUMNS)) + "|"]
     for criterion, title in SHOWN.items():
@@ -205,7 +205,7 @@ def figures(answers: Sequence[Answer]) -> str:
 
 
 def shown(page: str) -> str:
-    """Cut the table of diagnoses out of README.md."""
+    """Cut the table of diagnoses out of the page."""
     return page.partition("<!-- diagnosis -->\n")[2].partition("\n<!-- end -->")[0]
 
 

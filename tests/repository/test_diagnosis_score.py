@@ -16,7 +16,7 @@ from benchmarks.diagnosis.honest import HONEST, Honest, Run
 from benchmarks.diagnosis.reenacted import REPORTS, Report
 from benchmarks.diagnosis.score import (
     COLUMNS,
-    README,
+    PAGE,
     RULES,
     SHOWN,
     Answer,
@@ -123,10 +123,10 @@ def test_the_table_of_the_readme_has_a_row_for_each_criterion_and_rules_only_whe
 CELL = re.compile(r"(\d+) of (\d+) \((\d+\.\d) %\)")
 
 
-def of_readme() -> dict[str, list[tuple[int, int] | None]]:
-    """Right answers and all answers of README.md by criterion, in llorch's column and in those of the rules."""
+def of_page() -> dict[str, list[tuple[int, int] | None]]:
+    """Right answers and all answers of the page by criterion, in llorch's column and in those of the rules."""
     titles = {title: criterion for criterion, title in SHOWN.items()}
-    head, _, *rows = [line.strip("| ").split(" | ") for line in shown(README.read_text()).splitlines()]
+    head, _, *rows = [line.strip("| ").split(" | ") for line in shown(PAGE.read_text()).splitlines()]
     assert head == [*COLUMNS.values()]
     found: dict[str, list[tuple[int, int] | None]] = {}
     for title, *cells in rows:
@@ -138,9 +138,9 @@ def of_readme() -> dict[str, list[tuple[int, int] | None]]:
 
 
 def more_wrong_than_shown(answers: list[Answer]) -> list[str]:
-    """List criteria by which some answers have more mistakes than README.md shows of all answers."""
+    """List criteria by which some answers have more mistakes than the page shows of all answers."""
     told = [answer for answer in answers if answer.group != "training"]
-    n_wrong = {criterion: row[0][1] - row[0][0] for criterion, row in of_readme().items() if row[0] is not None}
+    n_wrong = {criterion: row[0][1] - row[0][0] for criterion, row in of_page().items() if row[0] is not None}
     return [criterion for criterion, n in n_wrong.items() if marks(told, criterion).count(False) > n]
 
 
@@ -161,15 +161,15 @@ def test_a_part_of_the_answers_with_more_mistakes_than_the_readme_shows_is_seen(
 
 
 def totals() -> dict[str, int]:
-    """All answers of README.md by criterion."""
-    return {criterion: row[0][1] for criterion, row in of_readme().items() if row[0] is not None}
+    """All answers of the page by criterion."""
+    return {criterion: row[0][1] for criterion, row in of_page().items() if row[0] is not None}
 
 
 N_RIGHT = sum(len(variant.models) for variant in HONEST) + sum(1 for _ in witnesses())
 
 
 def test_the_readme_shows_as_many_bugs_reports_and_right_engines_as_there_are():
-    total, page = totals(), " ".join(README.read_text().split())
+    total, page = totals(), " ".join(PAGE.read_text().split())
     assert total["silent"] == N_RIGHT
     assert total["second"] == sum(1 for _ in together.pairs())
     n_wrong = total["place"] + total["layer"]
@@ -198,8 +198,8 @@ def test_a_run_of_all_dumps_fails_where_the_readme_shows_other_figures(
 ):
     answers = [Answer(f"{at}", "planted", {"place": at < 473}, "", "", 0.1) for at in range(474)]
     told = [Answer(f"{at}", "planted", {"place": at < n_right}, "", "", 0.1) for at in range(474)]
-    (tmp_path / "README.md").write_text(f"<!-- diagnosis -->\n{figures(told)}\n<!-- end -->\n")
-    monkeypatch.setattr(score, "README", tmp_path / "README.md")
+    (tmp_path / "diagnosis.md").write_text(f"<!-- diagnosis -->\n{figures(told)}\n<!-- end -->\n")
+    monkeypatch.setattr(score, "PAGE", tmp_path / "diagnosis.md")
     monkeypatch.setattr(score, "ask_all", lambda *given: answers)
     monkeypatch.setattr(score, "chosen", lambda **given: [])
     monkeypatch.setattr(score, "witnesses", list)

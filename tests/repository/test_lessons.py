@@ -63,7 +63,7 @@ def test_a_lesson_runs_as_a_plain_script_and_up_to_13_with_numpy_alone(number: s
     assert done.stdout
 
 
-@pytest.mark.parametrize("path", ["README.md", "checkpoints/README.md"])
+@pytest.mark.parametrize("path", ["checkpoints/guide/learning.md", "checkpoints/README.md"])
 def test_the_tables_list_the_lessons_in_their_order_with_their_minutes(path: str):
     text = (FOLDER.parent / path).read_text(encoding="utf-8").split("<!-- generated: ")[0]
     found = {

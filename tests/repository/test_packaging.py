@@ -149,16 +149,3 @@ def test_a_lesson_that_a_wheel_lacks_goldens_for_is_not_run_and_others_are_judge
     written = {part.name: part.reference for part in BY_NUMBER[number].parts}
     outcome = _checked(number, Implementation("the reference", written), "isolated", with_teeth=False)
     assert (outcome.word, "sdist" in outcome.record["reason"]) == (word, word == NOT_RUN)
-
-
-@pytest.mark.parametrize(("old", "new"), re.findall(r"^\| (`.*) \| (`.*) \|$", CHANGELOG, re.MULTILINE))
-def test_a_module_that_moved_is_where_the_changelog_says(old: str, new: str):
-    def places(cell: str) -> list[Path]:
-        names = re.findall(r"`([\w.]+?)(?:\.\*)?`", cell)
-        return [ROOT.joinpath("llorch", *name.split(".")) for name in names]
-
-    def exists(path: Path) -> bool:
-        return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
-
-    assert [path for path in places(old) if exists(path)] == []
-    assert [path for path in places(new) if not exists(path)] == []

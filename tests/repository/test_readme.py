@@ -1,5 +1,6 @@
-"""What the README and the pages beside it show is true: Python runs, links lead somewhere, commands exist."""
+"""README.md and the pages that it links to: Python and commands run, links lead somewhere, printed output is real."""
 
+import json
 import os
 import re
 import shlex
@@ -8,40 +9,52 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 from command_line import invoke, spawn
+from readme_blocks import PAGES as MARKED
 from readme_blocks import marked_block, readme_block
 from refusals import refuses
 
+from llorch.cli import main
+
 ROOT = Path(__file__).parents[2]
-NAMES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md", "checkpoints/mesh/README.md",
-         "checkpoints/atlas/README.md")  # fmt: skip
+GUIDE = [page.relative_to(ROOT).as_posix() for page in MARKED if page.name != "README.md"]
+NAMES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md", "benchmarks/by_hand.md",
+         "tests/README.md", "checkpoints/mesh/README.md", "checkpoints/atlas/README.md", *GUIDE)  # fmt: skip
 PAGES = {name: (ROOT / name).read_text() for name in NAMES}
-README, FIGURES = PAGES["README.md"], PAGES["benchmarks/README.md"]
-BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, re.DOTALL)
-SHELL = [line for language, block in BLOCKS if not language for line in block.splitlines()]
-TRAINING, LEARNING = (readme_block(name).splitlines() for name in ("train", "learn"))
+README = PAGES["README.md"]
+BLOCK = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
+SHELL = dict.fromkeys(  # each line once, in the order of the pages
+    line
+    for name in ("README.md", *GUIDE)
+    for language, block in BLOCK.findall(PAGES[name])
+    if not language
+    for line in block.splitlines()
+    if line.startswith("llorch ")
+)
+TRAINING, LEARNING, FIRST = (readme_block(name).splitlines() for name in ("train", "learn", "first-lesson"))
 PORTING = readme_block("port").splitlines()  # run by test_port_in_c.py
+PARSED = [
+    line for line in SHELL if "path/to" in line or line.startswith("llorch atlas")
+]  # tests/atlas installs engines
 BUILTIN_ONLY = [
     pytest.param(line, marks=pytest.mark.slow if "verify" in line or "--mesh" in line else ())
     for line in SHELL
-    if line.startswith("llorch")
-    and "path/to" not in line
-    and line not in (*TRAINING, *PORTING, *LEARNING)
-    and not line.startswith("llorch atlas")  # installs engines: tests/atlas
+    if line not in (*PARSED, *TRAINING, *PORTING, *LEARNING, *FIRST)
     and line not in ("llorch serve story", "llorch verify")  # a server ends when it is told to: tests/cli/test_serve.py
-]  # the last runs in tests/cli/test_verify.py, where its closing figures are compared with those here
+]  # the last runs in tests/cli/test_verify.py, beside the figures of benchmarks/README.md
 
 
 def test_the_table_of_the_atlas_is_the_one_that_was_made():
-    shown = README.partition("<!-- atlas -->\n")[2].partition("<!-- end -->")[0]
+    shown = PAGES["checkpoints/guide/atlas.md"].partition("<!-- atlas -->\n")[2].partition("<!-- end -->")[0]
     assert shown.count("\n") > 8
     assert shown in PAGES["checkpoints/atlas/README.md"]
 
 
 def test_the_first_two_blocks_are_the_two_commands():
     first, second = (readme_block(name) for name in ("install", "test"))
-    assert [block for _, block in BLOCKS][:2] == [first, second]
+    assert [block for _, block in BLOCK.findall(README)][:2] == [first, second]
     assert first.splitlines() == ['pip install -c constraints.txt -e ".[serve]"', "llorch verify"]
     assert second.splitlines() == ['pip install -c constraints.txt -e ".[dev]"', "pytest"]
 
@@ -84,6 +97,40 @@ def test_the_first_commands_of_a_learner_run(tmp_path: Path, monkeypatch: pytest
     for command in others:
         done = invoke(*shlex.split(command)[1:])
         assert done.exit_code == 0, (command, done.output)
+
+
+@pytest.mark.parametrize("line", PARSED)
+def test_a_command_with_a_path_is_parsed_by_the_command_line(line: str):
+    command: click.Command = main
+    arguments, context = shlex.split(line, comments=True)[1:], None
+    while isinstance(command, click.Group):
+        context = command.make_context(command.name, [arguments[0]], parent=context, resilient_parsing=True)
+        _, found, _ = command.resolve_command(context, [arguments[0]])
+        assert found is not None, line
+        command, arguments = found, arguments[1:]
+    command.make_context(command.name, arguments, parent=context)
+
+
+def test_the_first_lesson_prints_what_the_readme_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    assert invoke(*shlex.split(FIRST[0])[1:]).exit_code == 0
+    lesson = Path("my_llama/l01_rms_norm.py")
+    *_, root, normed = readme_block("first-lesson", kind="written").splitlines()
+    lesson.write_text(lesson.read_text().replace("    raise NotImplementedError", f"{root}\n{normed}"))
+    done = invoke(*shlex.split(FIRST[1])[1:])
+    assert done.exit_code == 1
+    printed = {" ".join(line.split()) for line in done.output.splitlines()}
+    assert {" ".join(line.split()) for line in readme_block("first-lesson", kind="printed").splitlines()} <= printed
+
+
+def test_the_server_answers_what_the_readme_shows():
+    (body,) = re.findall(r"^curl localhost:8080/v1/completions -d '(.*)'$", README, re.MULTILINE)
+    request, answer = json.loads(body), json.loads(readme_block("serve", kind="printed"))
+    assert request.pop("temperature") == 0
+    arguments = "run", request["model"], request["prompt"], "-t", "0", "-n", str(request["max_tokens"])
+    done = invoke(*arguments)
+    assert done.exit_code == 0
+    assert answer == {"text": done.stdout.removeprefix(request["prompt"]).rstrip("\n"), "finish_reason": "length"}
 
 
 def program(block: str, folder: Path) -> str:

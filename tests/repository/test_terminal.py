@@ -6,7 +6,7 @@ from checkpoints.terminal import MODEL, PICTURE, picture, tables
 from llorch.stages import CHECKPOINTS
 
 PRINTED = [
-    "some-model", "a note about an engine", "checkpoint   rows error limit verdict", "06  swiglu   3  1e-7 5e-7 PASS   ",
+    "some-model", "a note about an engine", "checkpoint   rows error limit verdict", "06  swiglu   3  1e-7 5e-7 PASS  ",
     "18 parameters: a note", "", "1 model, 3 comparisons: 3 passed, 0 failed; a note",
 ]  # fmt: skip
 
