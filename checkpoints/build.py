@@ -1,14 +1,14 @@
 """Write the pages of the checkpoints: run their lessons, draw their figures.
 
     python checkpoints/build.py                 all pages and figures
-    python checkpoints/build.py 01 01b          of two lessons
-    python checkpoints/build.py 01 --figures    figures alone
-    python checkpoints/build.py --check         write nothing; say what is not current (exit code 1)
-    python checkpoints/build.py --site OUT      the web site, of the pages as they are
+    python checkpoints/build.py 01 01b          pages and figures of two lessons
+    python checkpoints/build.py 01 --figures    only figures
+    python checkpoints/build.py --check         write nothing; list outdated files (exit code 1)
+    python checkpoints/build.py --site OUT      the web site, from the current pages
 
-The source of a page is its `lesson.py`, in jupytext's percent format. Its code cells are run by Jupyter; a line
-`<!-- source: llorch.ops.rope.rope -->` becomes that source, a block `<!-- generated: NAME -->` a table that is computed
-now. Numbers marked with `~` belong to the machine that wrote them: a page that differs in these only is current.
+The source of a page is its `lesson.py`, in jupytext's percent format. Jupyter runs its code cells. A line
+`<!-- source: llorch.ops.rope.rope -->` becomes that source code, folded. A block `<!-- generated: NAME -->` becomes a
+table that is computed now. Numbers marked with `~` depend on the machine. A page that differs only in these is current.
 """
 
 import inspect
@@ -30,7 +30,7 @@ from llorch.verify.report.pages import FOLDER, generated, page, render, same
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = re.compile(r"^<!-- source: ([\w.]+) -->$", re.MULTILINE)
-FOLDED = """From [`{file}`](../../{file}):
+FOLDED = """[`{file}`](../../{file}):
 
 <details>
 <summary>Reference code of <code>{name}</code> (open it after the exercise)</summary>
@@ -45,9 +45,9 @@ MOST_AT_ONCE = 2  # lessons that run side by side
 
 @click.command(help=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("numbers", nargs=-1, type=click.Choice(list(CHECKPOINTS)))
-@click.option("--check", is_flag=True, help="Write nothing; fail when something is not current.")
-@click.option("--figures", "only_figures", is_flag=True, help="Figures alone.")
-@click.option("--site", type=click.Path(path_type=Path), help="Build the web site into this folder, and nothing else.")
+@click.option("--check", is_flag=True, help="Write nothing; fail if a file is outdated.")
+@click.option("--figures", "only_figures", is_flag=True, help="Only figures.")
+@click.option("--site", type=click.Path(path_type=Path), help="Only build the web site, into this folder.")
 def main(numbers: Sequence[str], check: bool, only_figures: bool, site: Path | None) -> None:
     """Entry point."""
     if site:
@@ -65,7 +65,7 @@ def main(numbers: Sequence[str], check: bool, only_figures: bool, site: Path | N
 
 
 def settle(path: Path, new: str, check: bool) -> bool:
-    """Whether a file was not what it should be; if it is not only looked at, now it is."""
+    """Tell whether a file is outdated, and write it unless it is only checked."""
     old = path.read_text(encoding="utf-8") if path.is_file() else ""
     if (same_figure if path.suffix == ".svg" else same)(old, new):
         return False
@@ -76,26 +76,26 @@ def settle(path: Path, new: str, check: bool) -> bool:
 
 
 def figures(folder: Path, numbers: Sequence[str]) -> Iterator[tuple[Path, str]]:
-    """Every figure of some lessons, as it should be."""
+    """Draw every figure of some lessons."""
     for number in numbers:
         lesson = page(folder, number).parent
         yield from ((lesson / "fig" / f"{name}.svg", svg) for name, svg in draw(number, lesson).items())
 
 
 def pages(folder: Path, numbers: Sequence[str], *, index: bool) -> Iterator[tuple[Path, str]]:
-    """Every page of some lessons, and the index if wanted, as they should be.
+    """Make every page of some lessons, and the index if wanted.
 
     Args:
-        folder: Of the checkpoints.
-        numbers: Of the lessons.
-        index: Whether the index belongs to them.
+        folder: Folder of the checkpoints.
+        numbers: Numbers of the lessons.
+        index: Whether to make the index.
 
     Yields:
         The path of a page, and its text.
 
     Raises:
-        click.ClickException: A cell failed, or a name stands for nothing.
-        ValueError: A page has other generated blocks than it should.
+        click.ClickException: A cell failed, or a source does not exist.
+        ValueError: A page has wrong generated blocks.
     """
     with ThreadPoolExecutor(MOST_AT_ONCE) as pool:  # of threads that wait for Jupyter's processes
         written = list(pool.map(page_of, [page(folder, number) for number in numbers]))
@@ -107,13 +107,13 @@ def pages(folder: Path, numbers: Sequence[str], *, index: bool) -> Iterator[tupl
 
 
 def page_of(path: Path) -> tuple[Path, str]:
-    """A page with its cells run and its sources included; generated blocks are not filled yet."""
+    """Run the cells of a page and include its sources; generated blocks stay empty."""
     lesson = path.with_name("lesson.py")
     return path, SOURCE.sub(lambda found: source_of(found[1], label=str(lesson)), executed(lesson, ROOT))
 
 
 def source_of(name: str, *, label: str) -> str:
-    """A link to the file of `llorch.ops.rope.rope`, then its source, folded: the exercise comes later on the page."""
+    """Link to the file of `llorch.ops.rope.rope` and fold its source, since the exercise comes later on the page."""
     owner, short = owner_of(name)  # a module may have the name of a function in it
     found = getattr(owner, short, None)
     if found is None or not (inspect.isroutine(found) or inspect.isclass(found)):

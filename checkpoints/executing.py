@@ -1,4 +1,4 @@
-"""A lesson run by Jupyter, cell by cell; what a cell prints stands below it."""
+"""Run a lesson with Jupyter, cell by cell, and put the output of a cell below it."""
 
 import asyncio
 import os
@@ -16,22 +16,22 @@ from nbclient.exceptions import CellControlSignal, CellExecutionError, DeadKerne
 from nbformat import NotebookNode
 
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-SECONDS = 60  # that a cell may take
+SECONDS = 60  # limit for one cell
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def executed(lesson: Path, root: Path) -> str:
-    """The page that a lesson makes.
+    """Make the page of a lesson.
 
     Args:
         lesson: A file in percent format.
-        root: Where it runs, and what it imports first.
+        root: Folder where it runs, and from which it imports first.
 
     Returns:
         Markdown.
 
     Raises:
-        click.ClickException: A cell raised, took too long, wrote to stderr, or shows what is no text.
+        click.ClickException: A cell raised an error, took too long, wrote to stderr, or showed no text.
     """
     notebook = jupytext.read(lesson, fmt="py:percent")
     with TemporaryDirectory(prefix="llorch") as folder:
@@ -41,7 +41,7 @@ def executed(lesson: Path, root: Path) -> str:
 
 
 def _run(notebook: NotebookNode, lesson: Path, root: Path, folder: str) -> None:
-    """Without the network (its sockets are files), and with nothing that the user has configured."""
+    """Run the cells without the network (sockets are files) and without the user's configuration."""
     environment = dict(os.environ) | dict.fromkeys(THREADS, "1") | {"IPYTHONDIR": folder, "JUPYTER_CONFIG_DIR": folder}
     environment["PYTHONPATH"] = str(root)
     kernel = AsyncKernelManager(
@@ -55,7 +55,7 @@ def _run(notebook: NotebookNode, lesson: Path, root: Path, folder: str) -> None:
 
 
 def _where(notebook: NotebookNode, error: Exception) -> str:
-    """The cell that ended the run, and the last frame of it."""
+    """Name the cell that ended the run, and its last frame."""
     code = [n for n, cell in enumerate(notebook.cells, 1) if cell.cell_type == "code"]
     begun = [n for n in code if "execution" in notebook.cells[n - 1].metadata]
     failed = [out for n in begun for out in notebook.cells[n - 1].outputs if out.output_type == "error"]

@@ -1,4 +1,4 @@
-"""The reference pages of the site, made of docstrings and of what `--help` says."""
+"""The reference pages of the site, made from docstrings and from `--help`."""
 
 import ast
 import inspect
@@ -24,7 +24,7 @@ WIDTH = 88
 
 
 def commands() -> str:
-    """Every command and what its `--help` says."""
+    """Show every command with its `--help`."""
     context = click.Context(command_line, info_name="llorch", max_content_width=WIDTH, terminal_width=WIDTH)
     return "# Commands\n\n" + "\n\n".join(_helped(command_line, context))
 
@@ -39,8 +39,8 @@ def _helped(command: click.Command, context: click.Context) -> Iterator[str]:
 
 
 def names() -> str:
-    """What `import llorch` offers."""
-    return "# Python\n\nWhat `import llorch` offers.\n\n" + "\n\n".join(
+    """Describe the names in `import llorch`."""
+    return "# Python\n\nThe names in `import llorch`.\n\n" + "\n\n".join(
         _described(name, getattr(llorch, name), "##") for name in llorch.__all__
     )
 
@@ -68,7 +68,7 @@ def _described(name: str, value: Any, level: str) -> str:
 
 
 def _methods(owner: type) -> Iterator[tuple[str, Any]]:
-    """What a class and those of ours below it let others call."""
+    """List the public methods of a class and of its base classes in llorch."""
     ours = [each for each in owner.__mro__ if each.__module__.startswith("llorch")]
     for name, value in {name: value for each in reversed(ours) for name, value in vars(each).items()}.items():
         method = getattr(value, "fget", None) or getattr(value, "func", value)  # of a property, computed once or always

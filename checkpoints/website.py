@@ -1,6 +1,6 @@
-"""The web site: the pages as GitHub shows them, a reference, and a page for every file that they link to.
+"""The web site: the pages as GitHub shows them, a reference, and a page for every linked file.
 
-Nothing is loaded from anywhere else.
+The site loads nothing from other servers.
 """
 
 import posixpath
@@ -55,10 +55,10 @@ def build_site(out: Path) -> None:
     """Build the site.
 
     Args:
-        out: Where it goes.
+        out: Folder of the site.
 
     Raises:
-        click.ClickException: Sphinx warned of something.
+        click.ClickException: Sphinx printed a warning.
     """
     with TemporaryDirectory() as work:
         source = Path(work, "source")
@@ -66,14 +66,14 @@ def build_site(out: Path) -> None:
         app = Sphinx(source, ROOT / "checkpoints", out, Path(work, "doctrees"), "html", status=None)
         app.build(force_all=True)
     if app.statuscode or app._warncount:
-        raise click.ClickException(f"site: expected no warnings of Sphinx, got {app._warncount}, printed above")
+        raise click.ClickException(f"site: expected no warnings of Sphinx, got {app._warncount}; see the lines above")
 
 
 class Staging:
-    """The files that Sphinx reads, where each lies as in the repository."""
+    """The files that Sphinx reads, in the same places as in the repository."""
 
     def __init__(self, folder: Path) -> None:
-        """Into a folder."""
+        """Write into a folder."""
         self.folder = folder
 
     def stage(self) -> None:
@@ -89,7 +89,7 @@ class Staging:
         self._write(_place(path), self._linked(text, path) + more)
 
     def _linked(self, text: str, path: str) -> str:
-        """With links to where the files of the repository are on the site."""
+        """Replace links to files of the repository by links to their pages on the site."""
 
         def link(found: re.Match[str]) -> str:
             target = posixpath.normpath(posixpath.join(posixpath.dirname(path), found["path"]))
@@ -98,7 +98,7 @@ class Staging:
         return LINK.sub(link, text)
 
     def _shown(self, path: str) -> str:
-        """Where a file or folder is shown; now it is."""
+        """Return the page of a file or folder, and write it if it is missing."""
         if path in {"README.md", *GUIDE, *CONTENTS["Learn"], *COMMAND_PAGES, *MORE}:
             return _place(path)
         file = ROOT / path
@@ -135,7 +135,7 @@ def _fenced(file: Path) -> str:
 
 
 def _contents() -> str:
-    """The table of contents in the margin."""
+    """Write the table of contents in the margin."""
 
     def tree(caption: str, paths: Iterable[str]) -> str:
         listed = "\n".join(path.removesuffix(".md") for path in paths)

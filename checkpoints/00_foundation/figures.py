@@ -54,7 +54,7 @@ def file_bytes() -> Figure:
             ("", FIXED, GREY), (f"{keys_end - FIXED:,} bytes of keys: settings, vocabulary", keys_end - FIXED, AMBER),
             (f"{count} rows of the table", table_end - keys_end, BLUE), ("", start - table_end, GREY),
         ],
-        f"its header, {start:,} bytes: {FIXED} of magic and counts in front, {start - table_end} of padding behind",
+        f"its header, {start:,} bytes: {FIXED} of magic and counts in front, {start - table_end} of padding after it",
     )  # fmt: skip
     return figure
 

@@ -72,7 +72,7 @@ for each, number in zip(bits, (bits.astype(np.uint32) << 16).view(np.float32), s
 # x_t = E[\mathrm{id}_t]
 # ```
 #
-# | symbol | shape | what it is |
+# | symbol | shape | meaning |
 # | --- | --- | --- |
 # | $\mathrm{id}$ | (seq,) | token ids, whole numbers from 0 |
 # | $E$ | (vocab, hidden) | `token_embd.weight` in GGUF, `embed_tokens` in Hugging Face |
@@ -231,7 +231,7 @@ near = np.array(golden.cases["near"].ids)
 for engine, shown in golden.evidence.items():
     print(f"{engine:13} rows equal to the file's: {np.array_equal(shown.traces['near']['embed'], table[near])}")
 text = golden.tokens[4]
-print(repr(text.text), "->", len(text.ids["llamacpp"]), "ids, ours the same:", end=" ")
+print(repr(text.text), "->", len(text.ids["llamacpp"]), "ids, equal to llorch's:", end=" ")
 print(micro.tokenizer.encode(text.text) == list(text.ids["llamacpp"]))
 
 # %% [markdown]

@@ -50,7 +50,7 @@ def eps() -> Figure:
     right = np.sqrt(size**2 + 1e-5)
     wrong = {
         "eps forgotten": (size, RED),
-        "eps behind the root": (size + 1e-5, AMBER),
+        "eps after the root": (size + 1e-5, AMBER),
     }
     figure = Figure(figsize=(6.4, 3.4), layout="constrained")
     axes = figure.subplots()

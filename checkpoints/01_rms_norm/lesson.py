@@ -57,12 +57,12 @@ for stage in ("embed", "l0.block_out", "l2.block_out", "l4.block_out"):
 # y = \frac{x}{\sqrt{\frac{1}{n} \sum_{i=1}^{n} x_i^2 + \epsilon}} \odot w
 # ```
 #
-# | symbol | shape | what it is |
+# | symbol | shape | meaning |
 # | --- | --- | --- |
 # | $x$ | (seq, hidden) | the stream, one row a token |
 # | $w$ | (hidden,) | the gain, one for all rows, as stored in the file |
 # | $\epsilon$ | a number | 1e-5 (Llama) or 1e-6 (Qwen); keeps a row of zeros from being divided by 0 |
-# | $y$ | (seq, hidden) | what the layer reads |
+# | $y$ | (seq, hidden) | input of the layer |
 #
 # By hand: $x = (3, 4)$ has the mean square 12.5 and the root 3.536. Divided by it, $x$ is $(0.849, 1.131)$; with the
 # gain $(2, 10)$, it becomes $(1.697, 11.314)$.
@@ -115,8 +115,8 @@ print("divided  ", y.shape, "rms", rms(y / weight)[:4].round(4))
 print("with gain", y.shape, "rms", rms(y)[:4].round(4))
 
 # %% [markdown]
-# The second line is not quite 1. These rows are small: their mean square is around 4e-4, and an $\epsilon$ of 1e-5
-# beside it makes 1 % of the result. Keep that in mind for what comes next.
+# The second line is not quite 1. These rows are small: their mean square is around 4e-4, so an $\epsilon$ of 1e-5
+# changes the result by 1 %. Keep that in mind for what comes next.
 #
 # ## The mistake
 #

@@ -49,11 +49,11 @@ print(f"one token, and cache  {multiplications(1, 100):>12,}")
 # K = [\,K_\mathrm{past};\; k_\mathrm{rope}\,], \quad V = [\,V_\mathrm{past};\; v_\mathrm{proj}\,]
 # ```
 #
-# | symbol | shape | what it is |
+# | symbol | shape | meaning |
 # | --- | --- | --- |
 # | $k_\mathrm{rope}, v_\mathrm{proj}$ | (seq, kv_heads, head_dim) | rows of the new tokens: keys turned, values not |
-# | $K_\mathrm{past}, V_\mathrm{past}$ | (kv_heads, past, head_dim) | what earlier passes have left; past may be 0 |
-# | $K, V$ | (kv_heads, ctx, head_dim) | what attention reads; ctx is past + seq |
+# | $K_\mathrm{past}, V_\mathrm{past}$ | (kv_heads, past, head_dim) | rows of earlier passes; past may be 0 |
+# | $K, V$ | (kv_heads, ctx, head_dim) | rows that attention reads; ctx is past + seq |
 #
 # $[\,a;\, b\,]$ puts $b$ after $a$, along the tokens. Mind the axes: tokens come first in the rows and second in the
 # cache, where all rows of one head lie together.

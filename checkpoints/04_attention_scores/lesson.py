@@ -71,7 +71,7 @@ print("layer 0 head 2, fox:", says(0, 2, 9))
 # \end{aligned}
 # ```
 #
-# | symbol | shape | what it is |
+# | symbol | shape | meaning |
 # | --- | --- | --- |
 # | $q$ | (seq, heads, head_dim) | rotated queries of the new tokens |
 # | $k$ | (kv_heads, ctx, head_dim) | rotated keys of all tokens, the cached ones first |

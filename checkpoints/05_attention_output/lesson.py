@@ -50,7 +50,7 @@ print(f"from the value of 'little': {np.linalg.norm(mixed - values[8]) / np.lina
 # \end{aligned}
 # ```
 #
-# | symbol | shape | what it is |
+# | symbol | shape | meaning |
 # | --- | --- | --- |
 # | $p$ | (heads, seq, ctx) | shares |
 # | $v$ | (kv_heads, ctx, head_dim) | values of all tokens; $g$ query heads share one |
@@ -66,7 +66,7 @@ print(f"from the value of 'little': {np.linalg.norm(mixed - values[8]) / np.lina
 #
 # ## The picture
 #
-# ![What each head of layer 4 adds to the stream of one token, and its part along the sum](fig/heads.svg)
+# ![The contribution of each head of layer 4 to the stream of one token, and its part along the sum](fig/heads.svg)
 #
 # The picture shows the contribution of each head of `story`'s last layer for *fox*. The whole bar is the length of a
 # head's contribution $m_a W_{o,a}^\top$. The strong part of the bar points along the sum of all heads. The word is
@@ -175,7 +175,7 @@ for stage in ("attn_context", "attn_out", "attn_residual"):
     print(f"{'':13}  from float64: llama.cpp {off[0]:.1e}, transformers {off[1]:.1e}")
 for name, run in (("llama.cpp", theirs), ("transformers", others)):
     same = np.array_equal(run["embed"] + run["l0.attn_out"], run["l0.attn_residual"])
-    print(f"the sum of {name} made again by us, bit by bit: {same}")
+    print(f"the sum of {name} made again by llorch, bit by bit: {same}")
 
 # %% [markdown]
 # Each engine sums a product over 192 numbers in another order, so nearly every number differs in its last bits. The

@@ -63,7 +63,7 @@ for head in range(net.n_value_heads):
 # \end{aligned}
 # ```
 #
-# | symbol | shape | what it is |
+# | symbol | shape | meaning |
 # | --- | --- | --- |
 # | $x$ | (seq, conv_width) | `qkv_in`: queries, keys and values side by side |
 # | $\kappa$ | (conv_width, 4) | a kernel per channel |

@@ -55,13 +55,13 @@ for layer in range(5):
 # \end{aligned}
 # ```
 #
-# | symbol | shape | what it is |
+# | symbol | shape | meaning |
 # | --- | --- | --- |
 # | $h$ | (seq, hidden) | `ffn_norm`, the normalised stream |
 # | $W_\mathrm{gate}, W_\mathrm{up}$ | (inter, hidden) | one row for each inner channel |
-# | $g$, $u$, $a$ | (seq, inter) | gate, up, what passes |
+# | $g$, $u$, $a$ | (seq, inter) | gate, up, gated product |
 # | $W_\mathrm{down}$ | (hidden, inter) | one row for each number of the stream |
-# | $y$ | (seq, hidden) | what is added to the stream, in [07](../07_block/README.md) |
+# | $y$ | (seq, hidden) | output, added to the stream in [07](../07_block/README.md) |
 #
 # By hand: a gate of 2 has $2 / (1 + e^{-2}) = 1.762$, a gate of -3 has -0.142. With up = (5, 5) the inner row is
 # (8.81, -0.71).

@@ -52,20 +52,20 @@ for layer in range(config.n_layers):
 # \end{aligned}
 # ```
 #
-# | symbol | shape | what it is |
+# | symbol | shape | meaning |
 # | --- | --- | --- |
 # | $h$ | (seq, hidden) | `ffn_norm` |
 # | $W_r$ | (experts, hidden) | the router |
 # | $p$ | (seq, experts) | `router_probs`, over *all* experts |
 # | $e$, $w$ | (seq, topk) | `topk_ids`, `topk_weights` |
 # | $\mathrm{FFN}_e$ | (seq, topk, hidden) | `expert_out`, the part of lesson 06 with the matrices of expert $e$ |
-# | $u$ | (hidden) | the shared expert's gate, where there is one |
+# | $u$ | (hidden) | the shared expert's gate, if there is one |
 #
 # The setting `norm_topk_prob` says whether the weights are divided by their sum. It is the trap of this lesson.
 #
 # ## The picture
 #
-# ![Which experts the tokens of a prompt were given to, with their weights](fig/chosen.svg)
+# ![The experts of each token of a prompt, with their weights](fig/chosen.svg)
 #
 # The picture has one column for each of the first 24 tokens and one row for each expert. A darker cell is a larger
 # weight. No expert is idle. All weights are near a third, because the router of so small a model was trained for only

@@ -52,7 +52,7 @@
 # \end{aligned}
 # ```
 #
-# | symbol | shape | what it is |
+# | symbol | shape | meaning |
 # | --- | --- | --- |
 # | $x$ | (seq, hidden) | the stream in front of the block |
 # | $w_1$, $w_2$ | (hidden,) | `attn_norm`, `ffn_norm`: two gains, one for each norm |

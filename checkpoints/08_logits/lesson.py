@@ -48,9 +48,9 @@ for at in (1, 4, 9):
 # z_t = f_t\, W^\top, \qquad W = W_\mathrm{lm\_head} \text{ or } E
 # ```
 #
-# | symbol | shape | what it is |
+# | symbol | shape | meaning |
 # | --- | --- | --- |
-# | $f$ | (seq, hidden) | `final_norm`: the stream behind the last block, normalised |
+# | $f$ | (seq, hidden) | `final_norm`: the stream after the last block, normalised |
 # | $W_\mathrm{lm\_head}$ | (vocab, hidden) | the output matrix of an untied model |
 # | $E$ | (vocab, hidden) | `embed_tokens`, which a tied model uses again |
 # | $z$ | (seq, vocab) | logits |
@@ -166,7 +166,7 @@ for name in ("micro-llama", "story"):
     print(f"{name}: {np.sum(a != b)} of {a.size} logits differ, by {np.abs(a - b).max():.1e} at most")
     print(f"  from float64: llama.cpp {off[0]:.1e}, transformers {off[1]:.1e}")
     print(f"  same first choice everywhere: {np.array_equal(a.argmax(-1), b.argmax(-1))}", end="; ")
-    print(f"nearest second choice {(best[:, -1] - best[:, -2]).min():.3f} behind")
+    print(f"smallest lead of the best logit {(best[:, -1] - best[:, -2]).min():.3f}")
 
 # %% [markdown]
 # Nine of ten logits differ in their last bits, and no choice of a token does: even the two closest logits are about a

@@ -29,7 +29,7 @@ logits = story.forward(ids)
 print(logits.shape)
 for i, row in zip(ids, logits, strict=True):
     piece, best = (story.tokenizer.token_bytes(int(each)).decode() for each in (i, row.argmax()))
-    print(f"behind {piece or 'the begin':10} {best!r}")
+    print(f"after {piece or 'the begin':10} {best!r}")
 
 # %% [markdown]
 # The left column is the text, the right column is the model's choice. They agree for the first words and differ where
@@ -41,7 +41,7 @@ for i, row in zip(ids, logits, strict=True):
 # z_\mathrm{selected} = z_{T-1}
 # ```
 #
-# | symbol | shape | what it is |
+# | symbol | shape | meaning |
 # | --- | --- | --- |
 # | $z$ | (seq, vocab) | logits, one row a token |
 # | $T$ | a number | tokens of the pass; rows count from 0, so the last is $T - 1$ |

@@ -38,7 +38,7 @@ print(f"lead {first - second:.3f}")
 # \mathrm{id} = \min\, \{\, i : z_i = \max_j z_j \,\}
 # ```
 #
-# | symbol | shape | what it is |
+# | symbol | shape | meaning |
 # | --- | --- | --- |
 # | $z$ | (vocab,) | the row of logits |
 # | $\mathrm{id}$ | a whole number | from 0 to vocab - 1; among equals the lowest |

@@ -57,7 +57,7 @@ print(f"{row.size - 6} others together   {softmax(row)[order[6:]].sum():.3f}")
 #
 # ## The picture
 #
-# ![Probabilities of the likeliest tokens behind every step of the chain](fig/filters.svg)
+# ![Probabilities of the likeliest tokens after every step of the chain](fig/filters.svg)
 #
 # The picture shows the row from above in each step of the chain. Outlines are the step before. The penalty lowers
 # ` boy`, which was said already, and ` girl` gains. A temperature below 1 sharpens. The filters remove tokens, and

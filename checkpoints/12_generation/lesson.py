@@ -47,7 +47,7 @@ for _ in range(5):
 # \mathrm{id}_{T+n} = \arg\max_i z_i(\mathrm{id}_0, \ldots, \mathrm{id}_{T+n-1})
 # ```
 #
-# | symbol | shape | what it is |
+# | symbol | shape | meaning |
 # | --- | --- | --- |
 # | $T$ | a number | tokens of the prompt |
 # | $z$ | (vocab,) | the last row of logits, after all tokens so far |
@@ -94,7 +94,7 @@ print("prompt      ", story.tokenizer.decode(near))
 for engine, shown in golden.evidence.items():
     print(f"{engine:13}{story.tokenizer.decode(shown.greedy)}")
 ours = [token.id for token in story.generate(near, max_tokens=24, ignore_eos=True)]
-print("ours        ", ours == golden.evidence["llamacpp"].greedy.tolist())
+print("llorch      ", ours == golden.evidence["llamacpp"].greedy.tolist())
 
 # %% [markdown]
 # ## The mistake
@@ -190,7 +190,7 @@ for name in BUILTIN:
 #
 # ## Stages
 #
-# | what | shape | our function | llama.cpp | transformers |
+# | stage | shape | llorch's function | llama.cpp | transformers |
 # | --- | --- | --- | --- | --- |
 # | `generation` | (24) | [`sample_ids`](../../llorch/generate.py) | `llama_sampler_sample` in a loop | `generate` |
 #

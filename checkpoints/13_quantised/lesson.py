@@ -42,7 +42,7 @@ print("numbers", *values[0, :4], "...")
 # w_i = d\,(c_i - z)
 # ```
 #
-# | symbol | in Q8_0 | in Q4_0 | what it is |
+# | symbol | in Q8_0 | in Q4_0 | meaning |
 # | --- | --- | --- | --- |
 # | $d$ | bytes 0, 1 | bytes 0, 1 | scale, float16, lowest byte first |
 # | $c_i$ | byte $2 + i$, -128 to 127 | half a byte, 0 to 15 | code |
@@ -214,10 +214,10 @@ print(check_functions("13", q4_0=wrong["block-nibbles-alternate"]))
 # - **isolated**: the largest difference of a stage from llama.cpp's. In this pass, llama.cpp's stage replaces
 #   llorch's as soon as llorch has computed it. Stages that only copy (embedding, caches) must give the same bits.
 # - **chained**: the same on llorch's results, and in passes that continue a cache.
-# - **limit** (the tolerance): there is only one engine, so it does not come from the distance of two engines, as on
-#   other pages. It never comes from llorch's numbers. It is [derived](../../llorch/verify/limits.py) from llama.cpp's
-#   numbers: every float32 sum may be off by the cost of another order, and passes this error on to the next stage,
-#   element by element.
+# - **tolerance**: there is only one engine, so it does not come from the distance of two engines, as on other pages.
+#   It never comes from llorch's numbers. It is [derived](../../llorch/verify/limits.py) from llama.cpp's numbers:
+#   every float32 sum may be off by the cost of another order, and passes this error on to the next stage, element by
+#   element.
 # - **flips**: the number of input values that round to another code than llama.cpp's.
 # - **free**: the error of the logits as users get them, with no flip replaced. Next to it stands the possible effect
 #   of flips: a value that is off by e flips with a chance of e divided by the step, and is then off by a step.

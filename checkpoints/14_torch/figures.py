@@ -39,7 +39,7 @@ def ladder() -> Figure:
     axes = figure.subplots()
     for dtype, colour in LIMITS.items():
         allowed = [suite.limits("near", dtype).chained(place, 0).error for place in places]
-        axes.semilogy(places, allowed, color=colour, label=f"limit of {dtype}")
+        axes.semilogy(places, allowed, color=colour, label=f"tolerance of {dtype}")
     true = golden.truth.evidence.traces["near"]
     for engine, marker in ENGINES.items():
         theirs = golden.evidence[engine].traces["near"]

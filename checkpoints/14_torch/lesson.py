@@ -63,7 +63,7 @@ for dtype in DTYPES:
 # Orange bits say how large a number can be, and blue bits how exact. bfloat16 is the upper half of a float32: the
 # same range, with 7 bits of fraction. float16 gives three bits of the exponent to the fraction.
 #
-# ![What a run of story may be off after every layer in each dtype, and what both engines are off](fig/ladder.svg)
+# ![The tolerance of a run of story after every layer in each dtype, and the error of both engines](fig/ladder.svg)
 #
 # The picture shows the tolerance of a right run of `story` after each layer, on a logarithmic scale. Below it, in
 # grey, is the error of both engines in float32. The lines hardly rise. The format separates them: four decades lie
@@ -235,7 +235,7 @@ print("rounded twice", off(theirs))
 #
 # ```math
 # \begin{aligned}
-# \mathrm{limit} &= 4 \sqrt{\textstyle\sum \mathrm{var}}\;/\;|\,\mathrm{golden}\,|,
+# \mathrm{tolerance} &= 4 \sqrt{\textstyle\sum \mathrm{var}}\;/\;|\,\mathrm{golden}\,|,
 # \qquad u_\mathrm{bfloat16} = 2^{-9}, \quad u_\mathrm{float16} = 2^{-12} \\
 # \mathrm{var}(y) &= \textstyle\sum (\partial y / \partial x)^2\, \mathrm{var}(x) + 2u^2 y^2 \\
 # &\quad (+\; u^2 \textstyle\sum w^2 x^2 \text{ for a product, whose weights are rounded})
@@ -246,7 +246,7 @@ print("rounded twice", off(theirs))
 #
 # The stages are those of the stage table. Each is recorded by the line of `causal_lm.py` that makes it.
 #
-# | backend | weights and activations | limit |
+# | backend | weights and activations | tolerance |
 # | --- | --- | --- |
 # | `torch-cpu-float32`, `torch-cuda-float32` | float32, TF32 off | of 01 to 12 |
 # | the same in `bfloat16`, `float16` | rounded to the dtype | of the dtype, below |

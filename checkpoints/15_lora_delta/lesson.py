@@ -48,9 +48,9 @@ print(f"{len(targets)} matrices, {frozen:,} frozen numbers; {trained:,} trained:
 # \end{aligned}
 # ```
 #
-# | symbol | shape | what it is |
+# | symbol | shape | meaning |
 # | --- | --- | --- |
-# | $x$ | (seq, in) | what goes into the matrix |
+# | $x$ | (seq, in) | input of the matrix |
 # | $W$ | (out, in) | frozen |
 # | $A$ | (r, in) | the way down: random when training starts |
 # | $B$ | (out, r) | the way up: zero when training starts, so that the model begins as it was |
@@ -61,7 +61,7 @@ print(f"{len(targets)} matrices, {frozen:,} frozen numbers; {trained:,} trained:
 #
 # ## The picture
 #
-# ![Singular values of a matrix and of what its adapter adds](fig/rank.svg)
+# ![Singular values of a matrix and of its adapter](fig/rank.svg)
 #
 # Singular values say how strongly a matrix acts along each of its directions. $W$ (grey, the `q_proj` of layer 0 in
 # `micro-llama`) acts along all 96. The adapter acts along only 2 of them. Training can only turn and stretch these

@@ -47,7 +47,7 @@ for row in range(len(ids) - 1):
 # \end{aligned}
 # ```
 #
-# | symbol | shape | what it is |
+# | symbol | shape | meaning |
 # | --- | --- | --- |
 # | $p$ | (seq, vocab) | softmax of the logits, row by row |
 # | $y$ | (seq,) | labels: the id of a token that is to be learned, else -100 |

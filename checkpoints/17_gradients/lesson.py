@@ -67,7 +67,7 @@ for h in (1e-1, 1e-5, 1e-13):
 # | softmax | $p$ | $p\,(g - \sum g\,p)$ |
 # | scores | $Q K^\top / \sqrt{d}$ | $g K / \sqrt{d}$ and $g^\top Q / \sqrt{d}$ |
 # | RoPE | turned by $\theta$ | turned by $-\theta$ |
-# | residual | $x + f(x)$ | $g$ + what came back through $f$ |
+# | residual | $x + f(x)$ | $g$ + the gradient through $f$ |
 #
 # Each gradient has the shape of its variable: $\partial L / \partial x$ has the shape of $x$. This rule settles half
 # of the transposes.

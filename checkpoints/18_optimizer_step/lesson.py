@@ -49,7 +49,7 @@ for gradients in ([1e-4] * 5, [100.0] * 5, [1.0, -1.0, 1.0, -1.0, 1.0]):
 # \end{aligned}
 # ```
 #
-# | symbol | usual | what it is |
+# | symbol | usual | meaning |
 # | --- | --- | --- |
 # | $g$ | | the gradient of a tensor; its norm is over *all* tensors |
 # | $\beta_1, \beta_2$ | 0.9, 0.95 to 0.999 | how much of the old mean is kept |

@@ -18,7 +18,7 @@ PLACE = at("loss_curve", case="curve")
 
 
 def losses(accumulated: Any) -> np.ndarray:
-    """Of the run of `micro-llama` with a function in the place of ours."""
+    """Of the run of `micro-llama` with a wrong function in place of llorch's."""
     weights, golden = stored("micro-llama")
     runner = NumpyRunner(weights.astype(np.float32, keep=True), golden)
     with Implementation("this figure", {"accumulated": accumulated}).installed([ACCUMULATED]):
@@ -26,7 +26,7 @@ def losses(accumulated: Any) -> np.ndarray:
 
 
 def curve() -> Figure:
-    """Above the losses, below distances from the truth."""
+    """Above the losses, below distances from the float64 reference."""
     golden = stored("micro-llama")[1]
     truth, limit = golden.truth("chained", PLACE), golden.tolerances["float32"]["chained"]["loss_curve"].worst
     granted = limit * np.abs(truth).max()

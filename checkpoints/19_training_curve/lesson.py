@@ -24,7 +24,7 @@
 # \theta_k = \mathrm{AdamW}(\theta_{k-1}, \nabla L_k, \eta_k)
 # ```
 #
-# | symbol | what it is |
+# | symbol | meaning |
 # | --- | --- |
 # | $\ell_t$ | loss of one learned token |
 # | $n_b$ | learned tokens of micro-batch $b$ |

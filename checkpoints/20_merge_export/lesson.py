@@ -35,7 +35,7 @@ base, beside, merged = (
     logits_of(w, documents) for w in (weights, AdaptedWeights(weights, adapter), MergedWeights(weights, adapter))
 )
 print(f"the adapter moves logits by up to {np.abs(beside - base).max():.2f}")
-print(f"merged or beside: apart by ~{np.abs(merged - beside).max():.0e}")
+print(f"merged against separate: differ by ~{np.abs(merged - beside).max():.0e}")
 
 # %% [markdown]
 # ## The maths
@@ -44,7 +44,7 @@ print(f"merged or beside: apart by ~{np.abs(merged - beside).max():.0e}")
 # W' = \mathrm{round}(W + s\,B\,A), \qquad \text{LoRA GGUF: } B' = s\,P B
 # ```
 #
-# | symbol | what it is |
+# | symbol | meaning |
 # | --- | --- |
 # | $W'$ | the merged matrix, in the dtype of the file; this rounding is the price |
 # | $P$ | the order of rows of q and k in files of the llama family; elsewhere nothing moves |

@@ -137,3 +137,17 @@ def test_the_strip_shows_every_checkpoint_in_the_order_of_the_lessons_and_lights
     assert learned == [number for number in numbers if number in learned]
     for number in numbers:
         assert re.findall(r'class="box lit".*?class="no"[^>]*>(\w+)<', strip(number)) == [number]
+
+
+@pytest.mark.parametrize("number", CHECKPOINTS)
+def test_page_before_the_exercise_folds_the_reference_code(number: str):
+    folder = ROOT / f"checkpoints/{number}_{CHECKPOINTS[number]}"
+    before, exercise, _ = (folder / "README.md").read_text(encoding="utf-8").partition("\n## Exercise\n")
+    folded = re.findall(r"^<details>\n.*?^</details>$", before, re.DOTALL | re.MULTILINE)
+    lesson = (folder / "lesson.py").read_text(encoding="utf-8")
+    names = [name.rpartition(".")[2] for name in build.SOURCE.findall(lesson.replace("\n# ", "\n"))]
+    assert names
+    assert exercise
+    for name in names:
+        code = re.compile(rf"^ *(?:def|class) {name}\b", re.MULTILINE)
+        assert [len(code.findall(part)) for part in (before, "\n".join(folded))] == [1, 1], name

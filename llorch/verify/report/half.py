@@ -59,7 +59,7 @@ def teeth(goldens: Mapping[str, Golden]) -> str:
     for name, golden in goldens.items():
         for dtype, mistake, over in _plant(name, golden):
             largest[dtype, mistake] = max(over, largest.get((dtype, mistake), 0.0))
-    columns = ("dtype", "mistakes", f"red by {VISIBLE:.0f} times", "red", "not seen")
+    columns = ("dtype", "mistakes", f"fail by {VISIBLE:.0f} times", "fail", "not detected")
     lines = []
     for dtype in ARITHMETICS:
         mine = {m.name: largest[dtype, m.name] for m in STAGE_MISTAKES if (dtype, m.name) in largest}

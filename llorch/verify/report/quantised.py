@@ -55,7 +55,7 @@ def _equal(rows: Sequence[Row]) -> str:
         if row.mode == "exact":
             groups.setdefault(row.place.stage, []).append(row)
     lines = ([f"`{name}`", MEANINGS[name], f"{_passed(found)} of {len(found)}"] for name, found in groups.items())
-    return table(("row", "what is equal", "equal"), lines)
+    return table(("row", "compared", "equal"), lines)
 
 
 def _types(rows: Sequence[Row], exact: Mapping[str, float]) -> str:
@@ -64,12 +64,12 @@ def _types(rows: Sequence[Row], exact: Mapping[str, float]) -> str:
         "family",
         "inputs rounded to",
         "isolated",
-        "limit",
+        "tolerance",
         "chained",
-        "limit",
+        "tolerance",
         "flips",
         "free",
-        "limit",
+        "tolerance",
         "exact arithmetic",
     )
     return table(columns, (_line(name, rows, exact[name]) for name in MODELS), right=8)

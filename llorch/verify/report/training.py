@@ -29,7 +29,7 @@ def training_blocks(number: str, rows: Sequence[Row]) -> Blocks:
 def stages(number: str) -> str:
     """The rows of the table of training stages that belong to a checkpoint."""
     found = [stage for stage in TRAINING_STAGES if stage.checkpoint == number]
-    columns = ("stage", "formula", "llorch's function", "where it is seen")
+    columns = ("stage", "formula", "llorch's function", "where PEFT shows it")
     return table(columns, ([f"`{s.name}`", f"`{s.formula}`", link(s.function), s.peft] for s in found))
 
 
