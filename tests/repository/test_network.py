@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from llorch.machine import identity
+
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "llorch").rglob("*.py"))
 ALLOWED = ("llorch/hub/", "llorch/serve/", "llorch/cli/serve", "llorch/cli/chat")
@@ -104,7 +106,8 @@ def test_an_installer_would_be_seen(tmp_path: Path):
 def test_only_the_atlas_names_an_installer():
     named = re.compile(rf"[\"'](?:{'|'.join(PROGRAMS)})[\"']")
     found = [file.relative_to(ROOT).as_posix() for file in FILES if named.search(file.read_text())]
-    assert found == ["llorch/atlas/environments.py"]
+    assert found == ["llorch/atlas/environments.py", "llorch/machine/identity.py"]
+    assert identity._COMMAND[:2] == ("git", "describe")  # reads the checkout, for llorch --version
 
 
 def test_a_socket_would_be_seen(monkeypatch: pytest.MonkeyPatch):
