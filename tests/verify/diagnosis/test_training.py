@@ -1,6 +1,7 @@
 """Training dumps of a trainer that shares no code with ours: the first wrong quantity, its mistake and its number."""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,13 @@ from refusals import assert_tells
 from without_gaps import without_gaps
 
 from benchmarks.diagnosis.training_bugs import BUGS
-from benchmarks.diagnosis.training_cases import TrainingCase, TrainingScore, score
+from benchmarks.diagnosis.training_cases import TrainingCase, TrainingScore, score, written
 from llorch.builtin import builtin_path
 from llorch.dumps.index import open_raw
 from llorch.files import open_weights
 from llorch.verify.diagnosis.training import diagnose_training
 from llorch.verify.diagnosis.verdict import Diagnosis
-from llorch.verify.training.recipe import make_adapter, with_zero_b
+from llorch.verify.training.recipe import make_adapter
 
 BY_NAME, SLOW = {bug.name: bug for bug in BUGS}, pytest.mark.slow
 
@@ -71,14 +72,21 @@ def test_a_right_trainer_is_accused_of_nothing(style: str):
     assert {result.verdict for result in found.results} == {"RIGHT"}
 
 
-def diagnosed(tmp_path: Path, change: Mapping[str, Any], *, zero_b: bool = False, name: str = "right") -> Diagnosis:
-    """Of the usual dump of a run, with arrays in the place of its own; None takes one out."""
+def diagnosed(
+    tmp_path: Path, change: Mapping[str, Any], *, name: str = "right", dtype: str = "", gaps: bool = False
+) -> Diagnosis:
+    """Diagnose the usual dump of a run with some arrays changed; None takes one out.
+
+    A dump that says that it is of float32 is not searched again for errors of bfloat16.
+    """
     path = TrainingCase(BY_NAME.get(name), "micro-qwen3", "usual").write(tmp_path)
     arrays = {**np.load(path), **change}
-    np.savez(path, **{name: np.asarray(array) for name, array in arrays.items() if array is not None})  # type: ignore[arg-type]
+    kept = {name: np.asarray(array) for name, array in arrays.items() if array is not None}
+    path = written(kept, tmp_path / "changed", "whole" if dtype else "usual", dtype)
     weights = open_weights(builtin_path("micro-qwen3"))
     adapter = make_adapter(weights.config)
-    return diagnose_training(weights, with_zero_b(adapter) if zero_b else adapter, open_raw(path))
+    with nullcontext() if gaps else without_gaps():
+        return diagnose_training(weights, adapter, open_raw(path))
 
 
 def left(folder: Path, kinds: tuple[str, ...]) -> dict[str, None]:
@@ -106,14 +114,13 @@ def test_a_setting_that_the_dump_does_not_say_is_recovered_and_no_mistake(tmp_pa
 
 
 def test_numbers_that_are_none_are_told_before_anything_else(tmp_path: Path):
-    with without_gaps():
-        found = diagnosed(tmp_path, {"step1.loss": np.nan})
+    found = diagnosed(tmp_path, {"step1.loss": np.nan})
     assert [(one.kind, one.key, one.n_pass) for one in found.findings] == [("not finite", "loss", 1)]
 
 
 @SLOW
 def test_a_second_bug_behind_the_first_is_found_in_the_same_run(tmp_path: Path):
-    found = diagnosed(tmp_path, {"step1.loss": 1.0}, name="eps-inside").findings
+    found = diagnosed(tmp_path, {"step1.loss": 1.0}, name="eps-inside", dtype="float32").findings
     assert [(one.kind, one.key) for one in found] == [("unknown", "loss"), ("mistake", found[1].key)]
     assert found[1].suspects[0].name == "adamw-eps-inside-root"
 
@@ -134,7 +141,7 @@ def test_it_says_what_a_smaller_dump_could_not_have_shown(tmp_path: Path):
     first_alone = {
         name: None for name in np.load(TrainingCase(None, "micro-qwen3", "usual").write(tmp_path)) if "step2" in name
     }
-    less = diagnosed(tmp_path, first_alone | {"weight_decay": 0.0, "label_smoothing": 0.0}).could_not_show
+    less = diagnosed(tmp_path, first_alone | {"weight_decay": 0.0, "label_smoothing": 0.0}, gaps=True).could_not_show
     by_name = {name: reason for reason, names in less.items() for name in names}
     assert_tells(by_name["adamw-step-counted-late"], "first step")
     assert_tells(by_name["adamw-decay-missing"], "decays")

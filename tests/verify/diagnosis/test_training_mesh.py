@@ -8,6 +8,7 @@ import pytest
 from mesh_training import second_step
 from refusals import assert_tells
 from training_runs import small_settings
+from without_gaps import without_gaps
 
 from llorch.builtin import builtin_path
 from llorch.dumps.index import open_raw
@@ -30,7 +31,8 @@ def diagnosed(folder: Path, axes: Mapping[str, int], plant: str) -> Diagnosis:
     np.savez(path, max_grad_norm=np.asarray(0.5), weight_decay=np.asarray(0.0), **arrays)
     weights = open_weights(builtin_path(MODEL))
     adapter = initial_adapter(settings.lora, weights, init="default", seed=settings.seed)
-    return diagnose_training(weights, adapter, open_raw(path))
+    with without_gaps():
+        return diagnose_training(weights, adapter, open_raw(path))
 
 
 @pytest.mark.parametrize(
