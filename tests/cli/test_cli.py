@@ -99,8 +99,10 @@ def test_examples_of_the_help_pages_run(verb: str, cheap: list, tmp_path: Path, 
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_ranks")
 def test_examples_of_verify_resume_run_on_ranks_of_a_mesh(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("LLORCH_LORA_VERIFY_RESUME_STEPS", "2")
+    for option, value in (("STEPS", 2), ("BATCH_SIZE", 4), ("MAX_LENGTH", 24)):
+        monkeypatch.setenv(f"LLORCH_LORA_VERIFY_RESUME_{option}", str(value))
     for line in examples("lora verify-resume"):
         run_example(line)
 

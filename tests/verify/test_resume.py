@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from command_line import invoke, spawn
+from mesh_programs import invoke_on_mesh
 from refusals import assert_cli_refuses, assert_tells, refuses
 from training_runs import small_data, small_settings
 
@@ -104,8 +105,8 @@ def test_stopped_and_straight_runs_are_bit_identical_and_losing_state_is_noticed
 @pytest.mark.slow
 def test_on_a_mesh_stopped_and_straight_runs_are_bit_identical_and_losing_state_is_noticed(tmp_path: Path):
     data, flags = small_data(tmp_path), "--steps 4 --r 4 --dropout 0.1 --batch-size 4 --mesh dp=2,tp=2 --control --json"
-    done = spawn("lora", "verify-resume", "micro-llama", "--data", str(data), *flags.split())
-    assert done.returncode == 0, done.stderr
+    done = invoke_on_mesh(tmp_path, "lora", "verify-resume", "micro-llama", "--data", str(data), *flags.split())
+    assert done.exit_code == 0, done.stderr
     found = json.loads(done.stdout)
     assert (found["stopped_at"], found["holds"], found["halves"]["equal"]) == (2, True, True)
     assert {name.partition("/")[0] for name in found["halves"]["tensors"]} == {"adapter", "optimizer", ADAPTER}
@@ -115,8 +116,6 @@ def test_on_a_mesh_stopped_and_straight_runs_are_bit_identical_and_losing_state_
 
 
 def test_on_a_mesh_ranks_that_cannot_run_prove_nothing_and_say_why(tmp_path: Path):
-    from mesh_programs import invoke_on_mesh
-
     flags = "--steps 2 --batch-size 1 --mesh dp=2"
     data = str(small_data(tmp_path))
     result = invoke_on_mesh(tmp_path, "lora", "verify-resume", "micro-llama", "--data", data, *flags.split())
