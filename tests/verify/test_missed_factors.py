@@ -31,8 +31,7 @@ def test_missed_factors_exit_code_says_whether_enough_comparisons_fail(
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("model", EVERY)
 def test_missed_factors_of_a_model_are_few(model: str, dtype: str, script: ModuleType):
+    # `llorch verify --backend torch --dtype ...` of .ci/run sees that no comparison of a right run fails
     least = 0.87 if dtype == "bfloat16" else 0.95  # delta nets and fused attention cannot show it
     planted = [row for row in script.forward_rows(model, script.target("cpu", dtype), 1.01) if row.mode == "isolated"]
     assert sum(row.verdict == script.FAIL for row in planted) >= least * len(planted)
-    sound = script.forward_rows(model, script.target("cpu", dtype), 1.0)
-    assert [row for row in sound if row.verdict == script.FAIL] == []
