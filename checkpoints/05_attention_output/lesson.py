@@ -34,7 +34,7 @@ print("shares", shares.shape, " values", values.shape, " mixed", mixed.shape)
 print(f"from the value of 'little': {np.linalg.norm(mixed - values[8]) / np.linalg.norm(values[8]):.1%}")
 
 # %% [markdown]
-# So *fox* now carries something of *little*. Information moves from token to token in no other way.
+# So *fox* now carries something of *little*. Attention is the only path from token to token.
 #
 # The 8 heads give 8 such rows of 32 numbers. They are laid one after the other, 256 numbers. A matrix brings them
 # back to the width of the stream, 192, and the result is added to the stream. This matrix decides *where in the

@@ -109,9 +109,10 @@ def test_a_cell_that_fails_is_named_with_its_last_frame(tmp_path: Path, cell: st
         executed(lesson, ROOT)
 
 
-def test_a_source_is_included_by_name_below_a_link_to_its_file():
+def test_source_by_name_is_folded_below_a_link_to_its_file():
     shown = build.source_of("llorch.cache.KVCache.append", label="page")
-    assert shown.startswith("[`llorch/cache.py`](../../llorch/cache.py):\n\n```python\n")
+    assert shown.startswith("[`llorch/cache.py`](../../llorch/cache.py):\n\n<details>\n")
+    assert shown.endswith("\n```\n\n</details>")
     assert "def append(" in shown
     with refuses(ClickException, where="page", got="llorch.nowhere"):
         build.source_of("llorch.nowhere", label="page")
