@@ -129,9 +129,9 @@ def test_what_ranks_do_not_divide_or_is_not_dense_cannot_be_split():
 
 
 def test_the_command_line_judges_on_ranks_with_one_voice(tmp_path: Path):
-    done = invoke_on_mesh(tmp_path, "verify", "--mesh", "tp=2", "micro-llama", "--dtype", "float64")
+    done = invoke_on_mesh(tmp_path, "verify", "--mesh", "tp=2", "micro-qwen3-moe", "--dtype", "float64")
     assert (done.exit_code, done.stdout.count("1 model, ")) == (0, 1), done.stderr
-    assert "micro-llama   torch-cpu-float64-tp2" in done.stdout
+    assert "micro-qwen3-moe   torch-cpu-float64-tp2" in done.stdout
     assert done.stdout.rstrip().endswith(" 0 failed, 1 backend not run")
 
 
